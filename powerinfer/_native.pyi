@@ -334,16 +334,24 @@ class ExpertMatrices:
         neurons: int,
         spec: NeuronSpec,
         gate: Matrix | None,
-        up: Matrix,
-        down: Matrix,
+        up: Matrix | None,
+        down: Matrix | None,
         gate_bias: NDArray[np.float32] | None = None,
         up_bias: NDArray[np.float32] | None = None,
         down_bias: NDArray[np.float32] | None = None,
+        bundled: NeuronSum | None = None,
     ) -> None:
-        """neurons: of each; rows of each are padded to LANES. spec: without biases, which are [experts, rows]."""
+        """
+        neurons: of each; rows of each are padded to LANES. spec: without biases, which are [experts, rows]. bundled:
+        all neurons, one expert after another, in place of up and down; their gates, which are not read, stand for the
+        matrix.
+        """
 
 class Experts(Operator):
     """An FFN of experts."""
+
+    def set_whole(self, on: bool) -> None:
+        """Whether steps compute every neuron of the selected experts, where they could skip some."""
 
     def record(self, on: bool) -> None:
         """Start or stop keeping what steps select."""
@@ -521,7 +529,7 @@ class Program:
         self,
         spec: FfnSpec,
         router: RouterSpec,
-        scores: Matrix,
+        scores: Matrix | None,
         experts: ExpertMatrices,
         shared: DenseNeurons | None = None,
         shared_gate: NDArray[np.float32] | None = None,
@@ -529,12 +537,15 @@ class Program:
         """
         x += out_norm(sum of the weighted experts of norm(x) + shared expert + down_bias).
 
-        scores: the router, [experts, d_model]; shared_gate: [d_model], whose product with norm(x), a sigmoid of it,
-        is the shared expert's weight.
+        scores: the router, [experts, d_model], None: `early_router` comes before; shared_gate: [d_model], whose
+        product with norm(x), a sigmoid of it, is the shared expert's weight.
         """
 
     def expert_sum(self, experts: ExpertMatrices, top_k: int) -> Experts:
         """Experts that the caller selects, at most top_k for a token. Not while a step runs."""
+
+    def early_router(self, router: RouterSpec, scores: Matrix) -> None:
+        """Select the experts of the next operator `experts` from x as it is; scores: [experts, d_model]."""
 
     def normalise(self, norm: Norm) -> None:
         """x = norm(x)."""

@@ -480,7 +480,8 @@ class ExpertsConfig(FfnKind):
     """An FFN of experts, each a sum of neurons, of which a router selects a few for every token.
 
     shared_size: neurons of an expert that every token has, 0: there is none; shared_weight: its output is multiplied
-    with the sigmoid of a product with the input.
+    with the sigmoid of a product with the input. early_router: the router reads the layer's input, before the norm of
+    attention, so that a layer's experts are known while attention runs.
     """
 
     n_experts: int
@@ -492,6 +493,7 @@ class ExpertsConfig(FfnKind):
     bias: bool = False
     shared_size: int = 0
     shared_weight: bool = False
+    early_router: bool = False
 
     @property
     def width(self) -> int:
@@ -542,6 +544,19 @@ class ExpertsConfig(FfnKind):
         if self.activation == "swiglu_oai":
             return None if self.gated and not self.shared_size else "activation swiglu_oai is of gated experts alone"
         return FfnConfig(self.size, self.activation, self.threshold, self.gated).problem()
+
+    @property
+    def why_whole(self) -> str | None:
+        """Why the neurons inside selected experts cannot be told apart; None: they can."""
+        if self.activation not in RECTIFIED:
+            return f"the activation {self.activation} is never exactly zero"
+        if not self.gated:
+            return "experts without a gate are computed whole"
+        if self.shared_size:
+            return "layers with a shared expert are computed whole"
+        if self.bias:
+            return "experts with biases are computed whole"
+        return None if self.size % 32 == 0 else f"{self.size} neurons of an expert are not whole groups of 32"
 
     def share_read(self, tokens: int) -> float:
         missed = (1 - self.router.top_k / self.n_experts) ** tokens  # each token selects anew
@@ -620,6 +635,13 @@ class ModelConfig:
         return f"{which}, whose neurons are not told apart"
 
     @property
+    def why_whole_experts(self) -> str | None:
+        """Why every neuron of selected experts is computed; None: of those of some layer, the ones that fire can be."""
+        every = dict.fromkeys(layer.ffn for layer in self.layers if isinstance(layer.ffn, ExpertsConfig))
+        whole = [why for experts in every if (why := experts.why_whole) is not None]
+        return (whole[0] if whole else "there are no experts") if len(whole) == len(every) else None
+
+    @property
     def experts(self) -> dict[int, ExpertsConfig]:
         """The FFNs of the layers that have experts, by layer."""
         return {at: layer.ffn for at, layer in enumerate(self.layers) if isinstance(layer.ffn, ExpertsConfig)}
@@ -628,7 +650,10 @@ class ModelConfig:
     def why_not_on_gpu(self) -> str | None:
         """Why no layer can run on a GPU; None: they can."""
         others = [part.title for layer in self.layers for part in (layer.attention, layer.ffn) if not part.on_gpu]
-        return f"layers of {others[0]} run on the CPU alone so far" if others else None
+        if others:
+            return f"layers of {others[0]} run on the CPU alone so far"
+        early = any(isinstance(layer.ffn, ExpertsConfig) and layer.ffn.early_router for layer in self.layers)
+        return "experts that are selected before attention run on the CPU alone so far" if early else None
 
     @property
     def attentions(self) -> tuple[AttentionKind, ...]:

@@ -18,6 +18,7 @@ import importlib
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +33,7 @@ transformers = pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf")
 
 import openelm  # noqa: E402, F401
+import smallthinker  # noqa: E402, F401
 
 from powerinfer import _native  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
@@ -113,6 +115,7 @@ FAMILIES |= {
     "granitemoeshared": LLAMA | GRANITE | dict(
         num_local_experts=6, num_experts_per_tok=3, intermediate_size=40, shared_intermediate_size=72,
     ),
+    "smallthinker": dict(num_hidden_layers=5),
     "gpt_oss": dict(
         intermediate_size=96, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-5, num_hidden_layers=4,
         num_local_experts=6, num_experts_per_tok=2, sliding_window=20, rope_parameters=PLAIN_ROPE,
@@ -123,10 +126,18 @@ FAMILIES |= {
     ),
 }  # fmt: skip
 # The module in `transformers`, where it is not called like the kind.
-MODULES = {"gemma3_text": "transformers.models.gemma3.modeling_gemma3", "openelm": "openelm"}
+MODULES = {
+    "gemma3_text": "transformers.models.gemma3.modeling_gemma3",
+    "openelm": "openelm",
+    "smallthinker": "smallthinker",
+}
 MODULES |= {f"{name}_text": f"transformers.models.{name}.modeling_{name}" for name in ("qwen3_5", "qwen3_5_moe")}
 # Kind and class of a folder that `transformers` does not know -> the kind whose code it shares.
-OWN_FFN = {"sparsellama": ("SparseLlamaForCausalLM", "llama"), "bamboo": ("BambooForCausalLM", "mistral")}
+OWN_FFN = {
+    "sparsellama": ("SparseLlamaForCausalLM", "llama"),
+    "bamboo": ("BambooForCausalLM", "mistral"),
+    "turbomixtral": ("MixtralForCausalLM", "mixtral"),
+}
 
 
 WITH_STATES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -139,6 +150,8 @@ ON_CPU_ALONE = (
     "glm4_moe",
     "granitemoe",
     "granitemoeshared",
+    "smallthinker",
+    "turbomixtral",
     "deepseek_v2",
     "deepseek_v3",
     "gpt_oss",
@@ -166,7 +179,7 @@ class Case:
         return OWN_FFN[self.kind][1] if self.kind in OWN_FFN else self.kind
 
     def config(self, **changes: Any) -> Any:
-        settings = SIZES | FAMILIES.get(self.kind, LLAMA) | self.settings | changes
+        settings = SIZES | FAMILIES.get(self.kind, FAMILIES.get(self.base, LLAMA)) | self.settings | changes
         if "rope_parameters" in settings:
             settings["rope_parameters"] = copy.deepcopy(settings["rope_parameters"])
         config = transformers.AutoConfig.for_model(self.base, **settings)
@@ -370,6 +383,7 @@ CASES = [
     ),
     Case("mixtral", "mixtral", {}, {"num_experts_per_tok": 3}),
     Case("mixtral-window", "mixtral", {"sliding_window": 20, "hidden_act": "relu"}, {"hidden_act": "silu"}, FOLDERS),
+    Case("turbosparse-mixtral", "turbomixtral", {}, {"up_rectified": False}, metadata={"hidden_act": "drelu"}),
     Case("qwen2-moe", "qwen2_moe", {}, {"norm_topk_prob": True}),
     Case(
         "qwen2-moe-some",
@@ -452,6 +466,29 @@ CASES = [
     Case("granite-relu", "granite", {"hidden_act": "relu"}, {"embedding_multiplier": 3.1}, FOLDERS),
     Case("granite-moe", "granitemoe", {}, {"attention_multiplier": 0.31}, metadata=GRANITE_KEYS),
     Case("granite-moe-shared", "granitemoeshared", {}, {"num_experts_per_tok": 2}, metadata=GRANITE_KEYS),
+    Case(
+        "smallthinker",
+        "smallthinker",
+        {"rope_layout": [0, 1, 1, 1, 0], "sliding_window_layout": [0, 1, 1, 1, 0]},
+        {"sliding_window_size": 21},
+        ("folder", "gguf"),
+        {"attention.sliding_window": 20, "expert_gating_func": 2},
+    ),
+    Case(
+        "smallthinker-4b",
+        "smallthinker",
+        {"rope_theta": 20000.0},
+        {"router_first": False},
+        ("folder", "gguf"),
+        {"expert_gating_func": 2},
+    ),
+    Case(
+        "smallthinker-softmax",
+        "smallthinker",
+        {"moe_primary_router_apply_softmax": True, "sliding_window_layout": [1, 0, 1, 0, 1]},
+        {"rope_layout": [0, 1, 1, 1, 1]},
+        ("folder",),
+    ),
     Case("gpt-oss", "gpt_oss", {}, {"sliding_window": 21}, ("folder", "gguf"), {"attention.sliding_window": 20}),
     Case(
         "gpt-oss-yarn",
@@ -484,6 +521,16 @@ def rectified_twice(mlp: Any, x: Any) -> Any:
     return mlp.down_proj(torch.relu(mlp.gate_proj(x)) * torch.relu(mlp.up_proj(x)))
 
 
+def rectified_experts(experts: Any, x: Any, selected: Any, weights: Any) -> Any:
+    """The experts of TurboSparse-Mixtral, of which each token has those of `selected`, [T, top]."""
+    every = []
+    for first, second in zip(experts.gate_up_proj, experts.down_proj, strict=True):
+        gate, up = (x @ first.T).chunk(2, dim=-1)
+        every.append((torch.relu(gate) * torch.relu(up)) @ second.T)
+    own = torch.stack(every, dim=1).gather(1, selected[:, :, None].expand(-1, -1, x.shape[-1]))
+    return (weights[:, :, None] * own).sum(1)
+
+
 def build(case: Case, config: Any) -> Any:
     """The model of `transformers`, its FFN exchanged where that is all the family differs in."""
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -491,10 +538,12 @@ def build(case: Case, config: Any) -> Any:
         for layer in model.model.layers:
             if case.kind == "sparsellama":  # FATReLU: what does not exceed the threshold is zero
                 layer.mlp.act_fn = torch.nn.Threshold(config.hidden_act_param, 0.0)
-            elif getattr(config, "up_rectified", True):
-                layer.mlp.forward = partial(rectified_twice, layer.mlp)
+            elif not getattr(config, "up_rectified", True):
+                (layer.mlp.experts if case.kind == "turbomixtral" else layer.mlp).act_fn = torch.nn.ReLU()
+            elif case.kind == "turbomixtral":
+                layer.mlp.experts.forward = partial(rectified_experts, layer.mlp.experts)
             else:
-                layer.mlp.act_fn = torch.nn.ReLU()
+                layer.mlp.forward = partial(rectified_twice, layer.mlp)
     return model
 
 
@@ -568,8 +617,9 @@ def save_folder(case: Case, model: Any, folder: Path, *, version4: bool) -> Path
     path = folder / "config.json"
     config = json.loads(path.read_text())
     if case.kind in OWN_FFN:
-        config |= {"architectures": [OWN_FFN[case.kind][0]], "model_type": case.kind}
-        config["hidden_act"] = "fatrelu" if case.kind == "sparsellama" else "relu"
+        kind = case.base if case.kind == "turbomixtral" else case.kind
+        config |= {"architectures": [OWN_FFN[case.kind][0]], "model_type": kind}
+        config["hidden_act"] = {"sparsellama": "fatrelu", "turbomixtral": "drelu"}.get(case.kind, "relu")
     if version4:
         parameters = config.pop("rope_parameters")
         if "sliding_attention" in parameters:
@@ -628,6 +678,7 @@ GGUF_NAMES = {
     "mlp.gate": "ffn_gate_inp",  # experts
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "block_sparse_moe.router": "ffn_gate_inp",  # Granite
+    "block_sparse_moe.primary_router": "ffn_gate_inp",  # SmallThinker
     "shared_mlp.output_linear": "ffn_down_shexp",
     "mlp.router": "ffn_gate_inp",  # gpt-oss
     "self_attn": "attn_sinks",
@@ -721,6 +772,7 @@ def gguf_tensors(
     config: Any, model: Any, architecture: str, kv_heads: int, kv_b: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
     """kv_b: what makes keys and values from latents is in one tensor."""
+    experts: dict[str, list[np.ndarray]] = {}
     for name, parameter in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -758,6 +810,9 @@ def gguf_tensors(
             continue
         if inner == "mlp.shared_expert_gate":
             values = values[0]
+        if found := re.fullmatch(r"block_sparse_moe\.experts\.(\d+)\.(\w+)", inner):  # SmallThinker
+            experts.setdefault(f"blk.{layer}.ffn_{found[2]}_exps.weight", []).append(values)
+            continue
         if inner == "self_attn.kv_b_proj" and not kv_b:
             heads = values.reshape(config.num_attention_heads, -1, values.shape[1])
             k, v = np.split(heads, [config.qk_nope_head_dim], axis=1)
@@ -778,6 +833,7 @@ def gguf_tensors(
         if architecture == "falcon" and short == "attn_qkv":
             values = one_after_another(values, config.num_attention_heads, kv_heads)
         yield f"blk.{layer}.{short}.{kind}", values
+    yield from ((name, np.stack(values)) for name, values in experts.items())
 
 
 def llama3_factors(config: Any) -> np.ndarray:
@@ -813,17 +869,19 @@ def add_states(writer: Any, config: Any) -> None:
         writer.add_rope_dimension_sections([2, 1, 1, 0])
 
 
-COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+USED = ("num_experts_per_tok", "moe_num_active_primary_experts")
+COUNTS = ("moe_num_primary_experts", "num_local_experts", "num_experts", "n_routed_experts")
 
 
 def add_experts(writer: Any, config: Any) -> None:
     """The keys of experts, as llama.cpp's converter writes them."""
     writer.add_expert_count(next(n for name in COUNTS if (n := getattr(config, name, None)) is not None))
-    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_used_count(next(getattr(config, name) for name in USED if hasattr(config, name)))
+    for name in ("moe_intermediate_size", "moe_ffn_hidden_size"):
+        if hasattr(config, name):
+            writer.add_expert_feed_forward_length(getattr(config, name))
     if config.model_type == "gpt_oss":
         writer.add_expert_feed_forward_length(config.intermediate_size)
-    if hasattr(config, "moe_intermediate_size"):
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if config.model_type == "granitemoeshared":
         writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
     if config.model_type in ("qwen2_moe", *WITH_STATES):
@@ -870,6 +928,7 @@ def add_latents(writer: Any, config: Any, kv_b: bool) -> int:
 
 def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = False) -> Path:
     others = {"mistral": "llama", "sparsellama": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "mixtral": "llama"}
+    others["turbomixtral"] = "llama"
     others |= {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe"}
     others |= dict.fromkeys(("deepseek_v2", "deepseek_v3"), "deepseek2")
     others |= DELTA_NAMES | {"granitemoeshared": "granitemoe", "gpt_oss": "gpt-oss"}
@@ -883,9 +942,8 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
         writer.add_feed_forward_length([config.ffn_size(layer) for layer in range(config.num_hidden_layers)])
         writer.add_head_count(config.num_query_heads)
     else:
-        writer.add_feed_forward_length(
-            config.ffn_dim if opt else config.ffn_hidden_size if falcon else config.intermediate_size
-        )
+        sizes = ("ffn_dim", "ffn_hidden_size", "moe_ffn_hidden_size", "intermediate_size")
+        writer.add_feed_forward_length(next(getattr(config, size) for size in sizes if hasattr(config, size)))
         writer.add_head_count(config.num_attention_heads)
     if architecture == "openelm":
         kv_heads = config.num_kv_heads
@@ -909,7 +967,7 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-        rope = config.rope_parameters
+        rope = config.rope_parameters if architecture != "smallthinker" else {"rope_theta": config.rope_theta}
         writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
         if architecture == "nemotron":
             writer.add_layer_norm_eps(config.norm_eps)
@@ -925,7 +983,7 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
             writer.add_rope_dimension_count(head_dim)
     if not opt:
         writer.add_head_count_kv(kv_heads)
-    if hasattr(config, "num_experts_per_tok"):
+    if any(hasattr(config, name) for name in USED):
         add_experts(writer, config)
     for key, value in case.metadata.items():
         add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
@@ -1134,6 +1192,17 @@ def run_two(executor: Executor, first: np.ndarray, second: np.ndarray, pages: np
         results[0].append(answer[: len(spans[0])])
         results[1].append(answer[len(spans[0]) :])
     return [np.concatenate(parts) for parts in results]
+
+
+def test_the_first_files_of_qwen3_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have q, k, v and z in one tensor, in the order of the folder."""
+    case, own = next(case for case in CASES if case.name == "qwen3-next"), delta_tensors
+
+    def together(config: Any, name: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        return iter([("ssm_in.weight", values)]) if name == "in_proj_qkvz" else own(config, name, values)
+
+    monkeypatch.setattr(sys.modules[__name__], "delta_tensors", together)
+    check_logits(case, "gguf", tmp_path)
 
 
 def with_pictures(plain: Path, folder: Path) -> Path:

@@ -36,7 +36,9 @@ from model_files import (
 from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
-from powerinfer.formats.quant import dequantize, quantize
+from powerinfer.formats.quant import block_type, dequantize, quantize
+from powerinfer.kernels import cpu
+from powerinfer.placement.shapes import checkpoint_model
 
 VARIANTS = [("llama", True, ""), ("llama", False, "qkv o ffn"), ("qwen2", False, ""), ("qwen3", True, "")]
 
@@ -481,7 +483,10 @@ def with_type(name: str, type_id: int, only: tuple[str, ...] | None = None) -> B
 @pytest.mark.parametrize(("name", "type_id"), [("Q2_K", 10), ("TQ1_0", 34), ("IQ2_XXS", 16), ("IQ3_S", 21)])
 def test_types_without_kernels_are_converted_and_said(tmp_path: Path, name: str, type_id: int) -> None:
     checkpoint = open_checkpoint(with_type(name, type_id).write(tmp_path / "m.gguf"))
-    assert checkpoint.notes == [f"converting 14 tensors of type {name} to Q8_0"] and checkpoint.main_type == name
+    times = 8.5 / (block_type(name).nbytes / 32)  # bits of an element; blocks of 256 have bytes / 32 of them
+    grows = f"converting 14 tensors of type {name} to Q8_0, which takes {times:.1f} times the memory"
+    assert checkpoint.notes == [grows] and checkpoint.main_type == name
+    assert checkpoint_model(checkpoint).ffn[0][1].panels == cpu.matrix_bytes("Q8_0", 512, 256)
     assert checkpoint.take("layers.0.q").type == "Q8_0" and checkpoint.take("embed").type == "F32"
     one = with_type(name, type_id, only=("blk.0.ffn_up.weight",))
     rng = np.random.default_rng(0)

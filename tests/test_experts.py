@@ -23,6 +23,7 @@ from powerinfer import LLM, ModelError, SamplingParams, _native
 from powerinfer.cli.main import main
 from powerinfer.config import ExpertsConfig, RouterConfig
 from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.folder_config import read_config
 from powerinfer.formats.quant import dequantize
 
 EXPERTS, TOP = 6, 3
@@ -422,3 +423,28 @@ def test_weights_of_experts_are_the_files(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(model(tmp_path))
     tensor = checkpoint.take("layers.0.experts_up")
     assert tensor.shape == (4, FF, D) and dequantize(tensor.rows(), tensor.type).shape == (4 * FF, D)
+
+
+def test_a_predictor_of_the_head_is_left_out(tmp_path: Path) -> None:
+    builder = experts_gguf()
+    builder.tensor("lm_head_profiler.weight", np.zeros((7, D), np.float32))
+    checkpoint = open_checkpoint(builder.write(tmp_path / "m.gguf"))
+    assert checkpoint.notes == ["the file's predictor of the head is not used"]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"rope_layout": [1, 2]}, "rope_layout"),
+        ({"sliding_window_layout": [1]}, "sliding_window_layout"),
+        ({"moe_layer_layout": [1, 0]}, "layers without experts"),
+        ({"moe_num_active_primary_experts": 5}, "moe_num_active_primary_experts is .5"),
+        ({"moe_enable_secondary_experts": True}, "moe_enable_secondary_experts"),
+        ({"hidden_act": "silu"}, "hidden_act"),
+    ],
+)
+def test_settings_of_smallthinker_that_are_refused(change: dict[str, Any], why: str, tmp_path: Path) -> None:
+    settings = {"architectures": ["SmallThinkerForCausalLM"], "num_hidden_layers": 2, "moe_num_primary_experts": 4}
+    assert read_config(settings, tmp_path).layers[0].ffn.title == "4 experts of 768 neurons, 4 a token, relu"
+    with pytest.raises(ModelError, match=why):
+        read_config(settings | change, tmp_path)

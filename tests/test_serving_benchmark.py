@@ -57,7 +57,7 @@ def small(config: ModelConfig) -> ModelConfig:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "tiny.gguf"
-    expert_models.write(path, small(expert_models.CONFIGS["qwen3-30b-a3b"]), "q8_0")
+    expert_models.write(path, small(expert_models.CONFIGS["qwen3-30b-a3b"]), expert_models.Weights("q8_0"))
     return path
 
 
@@ -111,3 +111,17 @@ def test_random_models_of_experts_run(name: str, tmp_path: Path, monkeypatch: py
     with LLM(path, gpu="none", threads=1, context=64) as llm:
         (answer,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
         assert len(answer.token_ids) == 3
+
+
+def test_random_experts_fire_as_often_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = small(expert_models.CONFIGS["smallthinker-4b"])
+    wide = replace(wide, d_model=256, layers=tuple(replace(one, ffn=replace(one.ffn, size=128)) for one in wide.layers))
+    monkeypatch.setitem(expert_models.CONFIGS, "smallthinker-4b", wide)
+    path = tmp_path / "m.gguf"
+    flags = ["--shape", "smallthinker-4b", "--layers", "2", "--active", "0.1", "--head", "q4_0", "--vocab", "1100"]
+    monkeypatch.setattr(sys, "argv", ["script", str(path), *flags])
+    expert_models.main()
+    with LLM(path, gpu="none", threads=1, context=128, selector="exact") as llm:
+        llm.generate([list(range(5, 95))], SamplingParams(max_tokens=30, temperature=1.0, seed=1, ignore_eos=True))
+        report = llm.sparsity
+        assert report is not None and 0.05 < report["active_fraction"] < 0.16

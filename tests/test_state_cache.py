@@ -99,6 +99,23 @@ def test_who_waits_for_a_state_goes_on_when_its_maker_ends() -> None:
     assert idle(llm)
 
 
+def test_nobody_waits_for_the_state_of_a_request_that_ended() -> None:
+    executor = with_states(1, max_tokens=32)
+    llm = toy_llm(executor, max_batch=1, prefill_chunk=32)
+    executor.held = True
+    base = prompt(150)
+    first = ask(llm, base, greedy(1))
+    executor.let()
+    executor.wait_for(1)
+    llm._runner.abort([first.request])
+    executor.release()
+    assert idle(llm)
+    assert answer(llm, base) == 0
+    for seed in range(1, 4):  # whose states take the place of that one; its pages stay
+        assert answer(llm, prompt(70, seed)) == 0
+    assert answer(llm, base) == 0
+
+
 def test_a_long_answer_keeps_its_newest_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_cache, "_EVERY", 64)
     executor = with_states(2)
@@ -109,6 +126,21 @@ def test_a_long_answer_keeps_its_newest_state(monkeypatch: pytest.MonkeyPatch) -
     assert answer(llm, [*history, 1, 2, 3]) == 192
     assert min(executor.positions) == 192
     assert answer(llm, history[:180]) == 0, "the state before the newest one is gone"
+
+
+def test_a_long_prompt_that_was_aborted_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_cache, "_EVERY", 64)
+    executor = with_states(2, max_tokens=32)
+    llm = toy_llm(executor, max_batch=2, prefill_chunk=32)
+    executor.held = True
+    base = prompt(300)
+    first = ask(llm, base, greedy(1))
+    executor.let(5)
+    executor.wait_for(5)  # five calls were computed: 160 tokens
+    llm._runner.abort([first.request])
+    executor.release()
+    assert idle(llm)
+    assert answer(llm, base) in (128, 192), "a sixth call had begun"
 
 
 def test_the_least_recently_used_state_goes_first() -> None:
@@ -151,7 +183,7 @@ def test_embeddings_keep_no_states() -> None:
     assert idle(llm)
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(24))
 def test_random_traffic(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small pages, few slots, a small cache, shared beginnings: always the answer of each alone."""
     rng = random.Random(seed)
@@ -164,7 +196,7 @@ def test_random_traffic(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         n_pages=rng.randint(context // page_size, 3 * context // page_size),
         page_size=page_size,
         max_tokens=rng.choice([4, 16, 64]),
-        n_states=state_slots(requests, reuse),
+        n_states=requests + 1 + reuse if rng.random() < 0.5 else state_slots(requests, reuse),
     )
     llm = toy_llm(
         executor, context=context, max_batch=requests, prefill_chunk=rng.choice([1, 5, 64]), prefix_cache=reuse

@@ -4,9 +4,10 @@
 
 Random weights say nothing about quality; the work they make is that of real ones: the router selects as many experts of
 the same sizes, and about as many different ones for a batch, since its choices are independent of each other.
---layers cuts the model, so that it fits small machines. Embedding and head are Q8_0, norms and routers F32; with mxfp4
-all but the experts is Q8_0, as in published files. A file that exists is kept; for other types give the Q8_0 file to
-llama-quantize. Needs the `bench` extra (gguf).
+--layers cuts the model, so that it fits small machines, and so does --vocab. Embedding and head are Q8_0 or as --head
+says, norms and routers F32; with mxfp4 all but the experts is Q8_0, as in published files. --active gives the share of
+neurons inside experts that fire for a token, of models whose activation can be zero. A file that exists is kept; for
+other types give the Q8_0 file to llama-quantize. Needs the `bench` extra (gguf).
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import NormalDist
 
 import gguf
 import numpy as np
 
 from benchmarks.models.speed_models import write_tokenizer
-from powerinfer.config import AttentionConfig, ExpertsConfig, LatentAttentionConfig, ModelConfig, Shape
+from powerinfer.config import RECTIFIED, ExpertsConfig, LatentAttentionConfig, ModelConfig, Shape
 from powerinfer.formats.gguf_model import NAMES
 from powerinfer.formats.layout import shapes
 from powerinfer.formats.quant import block_type, quantize
@@ -40,6 +42,8 @@ ARCHITECTURES = {
     "olmoe-1b-7b": "olmoe",
     "qwen3-30b-a3b": "qwen3moe",
     "glm-4.5-air": "glm4moe",
+    "smallthinker-4b": "smallthinker",
+    "smallthinker-21b": "smallthinker",
     "qwen3-next-80b-a3b": "qwen3next",
     "qwen3.6-35b-a3b": "qwen35moe",
     "gpt-oss-20b": "gpt-oss",
@@ -47,6 +51,27 @@ ARCHITECTURES = {
 ARCHITECTURES |= dict.fromkeys(("deepseek-v2-lite", "deepseek-v3", "kimi-k2"), "deepseek2")
 CONTEXT = 4096
 CONFIGS = {name: replace(SHAPES[name].config, architecture=own) for name, own in ARCHITECTURES.items()}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """kind, head: types of the layers' matrices, and of embedding and head; active: of the neurons of an expert, the
+    share that fires, None: as it comes."""
+
+    kind: str
+    head: str = "q8_0"
+    active: float | None = None
+    seed: int = SEED
+
+
+CARRIED = 0.5
+"""The stream's component in the direction of `signs`, relative to the rest: written by the embedding alone, it gives
+gate rows a constant to compare with, as in benchmarks/models/weights.py."""
+
+
+def signs(width: int) -> np.ndarray:
+    """float32 [width], as many 1 as -1."""
+    return np.where(np.arange(width) % 2, np.float32(1), np.float32(-1))
 
 
 def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
@@ -63,54 +88,70 @@ def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     yield from found.items()
 
 
-def kind_of(name: str, dims: Shape, kind: str) -> str:
+def kind_of(name: str, dims: Shape, about: Weights) -> str:
     """The type of a tensor: a name of `quant.BLOCK_TYPES`."""
     if len(dims) == 1 or name.endswith(("ffn_gate_inp.weight", "ssm_conv1d.weight", ".bias")):
         return "F32"
-    if kind == "mxfp4" and "_exps" not in name:
+    if about.kind == "mxfp4" and "_exps" not in name:
         return "Q8_0"
-    return "Q8_0" if name in ("token_embd.weight", "output.weight") else kind.upper()
+    return (about.head if name in ("token_embd.weight", "output.weight") else about.kind).upper()
 
 
-def write(path: Path, config: ModelConfig, kind: str, seed: int = SEED) -> None:
+def write(path: Path, config: ModelConfig, about: Weights) -> None:
     """Write the file, a piece in memory at a time."""
     beside = path.with_name(path.name + ".part")
     writer = gguf.GGUFWriter(beside, config.architecture)
     _metadata(writer, config)
     for name, dims in tensors(config):
-        own = kind_of(name, dims, kind)
+        own = kind_of(name, dims, about)
         stored = (*dims[:-1], block_type(own).row_bytes(dims[-1]))
         dtype, raw = (np.dtype(np.float32), None) if own == "F32" else (np.dtype(np.uint8), TYPES[own.lower()])
         writer.add_tensor_info(name, dims if raw is None else stored, dtype, int(np.prod(stored)), raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(about.seed)
     for name, dims in tensors(config):
-        writer.write_tensor_data(_values(rng, name, dims, kind_of(name, dims, kind), config.n_layers))
+        own = kind_of(name, dims, about)
+        values = _values(rng, name, dims, config, about)
+        parts = [part if own == "F32" else quantize(part, own) for part in values]
+        writer.write_tensor_data(np.concatenate(parts).reshape(*dims[:-1], -1))
         print(f"\r{name:40}", end="", file=sys.stderr)
     writer.close()
     print(file=sys.stderr)
     os.replace(beside, path)
 
 
-def _values(rng: np.random.Generator, name: str, dims: Shape, own: str, layers: int) -> np.ndarray:
-    """Norms are all ones; products of a matrix are about as large as what it reads, and small where they add up."""
+def _values(
+    rng: np.random.Generator, name: str, dims: Shape, config: ModelConfig, about: Weights
+) -> Iterator[np.ndarray]:
+    """Rows of a tensor, float32, in pieces. Norms are all ones; products of a matrix are about as large as what it
+    reads, and small where they add up."""
     if name.endswith("ssm_a"):  # states forget half of what they hold within a few tokens, or within hundreds
-        return -np.geomspace(0.001, 1, *dims, dtype=np.float32)
+        yield -np.geomspace(0.001, 1, *dims, dtype=np.float32)
+        return
     if len(dims) == 1:
-        return np.full(dims, 0.0 if name.endswith("bias") else 1.0, np.float32)
+        yield np.full(dims, 0.0 if name.endswith("bias") else 1.0, np.float32)
+        return
     cols = dims[-1]
     deviation = 1.0 if name == "token_embd.weight" else cols**-0.5
-    if ("output" in name and "blk" in name) or "down" in name or "ssm_out" in name:
-        deviation /= (2 * layers) ** 0.5
+    writes = ("output" in name and "blk" in name) or "down" in name or "ssm_out" in name
+    if writes:
+        deviation /= (2 * config.n_layers) ** 0.5
     rows = int(np.prod(dims[:-1]))
-    step = max(1, PIECE // cols)
-    parts = []
+    step = dims[-2] if about.active is not None and writes else max(1, PIECE // cols)
+    carried = signs(dims[-2] if writes else cols)
     for first in range(0, rows, step):
         values = rng.standard_normal((min(step, rows - first), cols), np.float32) * np.float32(deviation)
-        parts.append(values if own == "F32" else quantize(values, own))
-    return np.concatenate(parts).reshape(*dims[:-1], -1)
+        if about.active is not None:
+            if writes:  # nothing in the direction of what is carried
+                values -= carried[:, None] * (carried @ values / len(carried))
+            elif name == "token_embd.weight":
+                values += np.float32(CARRIED) * carried
+            elif "ffn_gate_exps" in name:
+                values -= (values @ carried / cols)[:, None] * carried
+                values -= np.float32(NormalDist().inv_cdf(1 - about.active) / CARRIED / cols) * carried
+        yield values
 
 
 def _metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
@@ -146,8 +187,12 @@ def _metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
         writer.add_expert_weights_scale(router.scale)
         writer.add_expert_group_count(router.groups)
         writer.add_expert_group_used_count(router.top_groups)
-    if isinstance(attention, AttentionConfig) and attention.sinks:
-        writer.add_sliding_window(max(layer.attention.window or 0 for layer in config.layers))
+    window = max(getattr(layer.attention, "window", None) or 0 for layer in config.layers)
+    if window:
+        writer.add_sliding_window(window)
+    if config.architecture == "smallthinker":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if config.architecture == "gpt-oss":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(attention.rope.factor)
         writer.add_rope_scaling_orig_ctx_len(attention.rope.original_context_length)
@@ -184,20 +229,30 @@ def main() -> None:
     parser.add_argument("out", type=Path, metavar="OUT.gguf")
     parser.add_argument("--shape", choices=tuple(CONFIGS), default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, metavar="N", help="default: all")
+    parser.add_argument("--vocab", type=int, metavar="N", help="default: the shape's own")
     parser.add_argument("--type", choices=tuple(TYPES), default="q4_0", help="of the layers' matrices")
+    parser.add_argument("--head", choices=tuple(TYPES), default="q8_0", help="of embedding and head")
+    parser.add_argument("--active", type=float, metavar="F", help="share of the neurons of an expert that fire")
     arguments = parser.parse_args()
     config = CONFIGS[arguments.shape]
     if arguments.layers is not None:
         if not 2 <= arguments.layers <= config.n_layers:
             parser.error(f"--layers must be from 2 to {config.n_layers}")
         config = replace(config, layers=config.layers[: arguments.layers])
+    if arguments.vocab is not None:
+        config = replace(config, vocab_size=arguments.vocab)
+    if arguments.active is not None:
+        if not 0 < arguments.active < 1:
+            parser.error("--active must be between 0 and 1")
+        if config.layers[-1].ffn.activation not in RECTIFIED:
+            parser.error(f"--active: the activation {config.layers[-1].ffn.activation} is never exactly zero")
     if all(layer.attention.rope is None for layer in config.layers):
         parser.error(f"--layers must be larger: the first {config.n_layers} have no attention")
     if arguments.out.exists():
         print(f"{arguments.out} exists already: kept", file=sys.stderr)
         return
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    write(arguments.out, config, arguments.type)
+    write(arguments.out, config, Weights(arguments.type, arguments.head, arguments.active))
 
 
 if __name__ == "__main__":

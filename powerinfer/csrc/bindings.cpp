@@ -765,8 +765,10 @@ void bind_experts(nb::module_& m) {
           "__init__",
           [](ExpertMatrices* all, int64_t experts, int64_t neurons, const NeuronSpec& spec,
              std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up, std::shared_ptr<Matrix> down,
-             std::optional<Floats2> gate_bias, std::optional<Floats2> up_bias, std::optional<Floats2> down_bias) {
+             std::optional<Floats2> gate_bias, std::optional<Floats2> up_bias, std::optional<Floats2> down_bias,
+             std::shared_ptr<NeuronSum> bundled) {
             require(spec.gate_bias.empty() && spec.up_bias.empty(), "biases of experts are not those of neurons");
+            require(bundled || (up && down), "experts need up and down, or bundles");
             new (all) ExpertMatrices{experts,
                                      neurons,
                                      spec.activation,
@@ -775,12 +777,18 @@ void bind_experts(nb::module_& m) {
                                      std::move(down),
                                      vectors_of(gate_bias),
                                      vectors_of(up_bias),
-                                     vectors_of(down_bias)};
+                                     vectors_of(down_bias),
+                                     std::move(bundled)};
           },
-          "experts"_a, "neurons"_a, "spec"_a, "gate"_a.none(), "up"_a, "down"_a, "gate_bias"_a = nb::none(),
-          "up_bias"_a = nb::none(), "down_bias"_a = nb::none(),
-          "neurons: of each; rows of each are padded to LANES. spec: without biases, which are [experts, rows].");
+          "experts"_a, "neurons"_a, "spec"_a, "gate"_a.none(), "up"_a.none(), "down"_a.none(),
+          "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "down_bias"_a = nb::none(), "bundled"_a = nb::none(),
+          "neurons: of each; rows of each are padded to LANES. spec: without biases, which are [experts, rows]. "
+          "bundled: all\n"
+          "neurons, one expert after another, in place of up and down; their gates, which are not read, stand for the\n"
+          "matrix.");
   nb::class_<Experts, Op>(m, "Experts", "An FFN of experts.")
+      .def("set_whole", &Experts::set_whole, "on"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Whether steps compute every neuron of the selected experts, where they could skip some.")
       .def("record", &Experts::record, "on"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Start or stop keeping what steps select.")
       .def(
@@ -952,13 +960,14 @@ void bind_operators(nb::class_<Program>& program) {
              const ExpertMatrices& all, std::shared_ptr<DenseNeurons> shared, std::optional<Floats> shared_gate) {
             return p.experts(spec, router, std::move(scores), all, {std::move(shared), vector_of(shared_gate)});
           },
-          "spec"_a, "router"_a, "scores"_a, "experts"_a, "shared"_a = nb::none(), "shared_gate"_a = nb::none(),
+          "spec"_a, "router"_a, "scores"_a.none(), "experts"_a, "shared"_a = nb::none(), "shared_gate"_a = nb::none(),
           "x += out_norm(sum of the weighted experts of norm(x) + shared expert + down_bias).\n\n"
-          "scores: the router, [experts, d_model]; shared_gate: [d_model], whose product with norm(x), a sigmoid of "
-          "it,\n"
-          "is the shared expert's weight.")
+          "scores: the router, [experts, d_model], None: `early_router` comes before; shared_gate: [d_model], whose\n"
+          "product with norm(x), a sigmoid of it, is the shared expert's weight.")
       .def("expert_sum", &Program::expert_sum, "experts"_a, "top_k"_a,
            "Experts that the caller selects, at most top_k for a token. Not while a step runs.")
+      .def("early_router", &Program::early_router, "router"_a, "scores"_a,
+           "Select the experts of the next operator `experts` from x as it is; scores: [experts, d_model].")
       .def("normalise", &Program::normalise, "norm"_a, "x = norm(x).")
       .def(
           "head",

@@ -7,6 +7,8 @@
 #include <numeric>
 #include <utility>
 
+#include "repack.h"
+
 // ---- The router -----------------------------------------------------------------------------------------------------
 
 namespace {
@@ -120,7 +122,9 @@ ExpertRows::ExpertRows(const Sizes& s)
       weight_of(selected.size()),
       of_shared((size_t)s.tokens),
       begin((size_t)s.experts + 1),
-      cost((size_t)s.experts + 1) {
+      cost((size_t)s.experts + 1),
+      known(PI_NEURON_TOKENS * s.bundled * 4),
+      panels(s.bundled ? s.threads * panel_bytes(s) : 0) {
   active.reserve((size_t)s.experts);
 }
 
@@ -135,21 +139,27 @@ std::vector<Matrix> cut(const Matrix& all, int64_t experts, int64_t rows) {
   return each;
 }
 
+// As of matrices that `Experts::product` makes of bundles, a few panels at a time.
+std::vector<Matrix> repacked(int row_type, int64_t experts, int64_t rows, int64_t k) {
+  return std::vector<Matrix>(
+      (size_t)experts, {repacked_type(row_type), rows, k, pi_round_up(rows, PI_LANES) / PI_LANES, nullptr, nullptr});
+}
+
 }  // namespace
 
 Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
                  SharedExpert shared, std::shared_ptr<Workspace> workspace)
     : spec_(std::move(spec)),
-      router_(std::move(router)),
-      scores_(std::move(scores)),
+      router_{std::move(router), std::move(scores), all.experts},
       shared_(std::move(shared)),
       n_(all.experts),
       neurons_(all.neurons),
-      d_model_(all.up->k),
+      d_model_(all.bundled ? all.bundled->bundles->up.k : all.up->k),
       activation_(all.activation),
+      bundled_(all.bundled),
       gate_(all.gate ? cut(*all.gate, n_, neurons_) : std::vector<Matrix>()),
-      up_(cut(*all.up, n_, neurons_)),
-      down_(cut(*all.down, n_, d_model_)),
+      up_(bundled_ ? repacked(bundled_->bundles->up.type, n_, neurons_, d_model_) : cut(*all.up, n_, neurons_)),
+      down_(bundled_ ? repacked(bundled_->bundles->down.type, n_, d_model_, neurons_) : cut(*all.down, n_, d_model_)),
       gate_bias_(std::move(all.gate_bias)),
       up_bias_(std::move(all.up_bias)),
       down_bias_(std::move(all.down_bias)),
@@ -162,6 +172,22 @@ void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k) {
            (m.rows == n * rows || m.rows == m.panels * PI_LANES);
   };
   check(n > 0 && all.neurons > 0, "experts need neurons");
+  workspace->reserve(1, all.neurons);
+  if (all.bundled) {
+    const Bundles& b = *all.bundled->bundles;
+    check(all.bundled->workspace == workspace, "the bundles are of another workspace than the program");
+    check(all.gate_bias.empty() && all.up_bias.empty() && all.down_bias.empty(), "experts as bundles have no biases");
+    check(all.gate && !all.up && !all.down, "experts as bundles have a matrix of gates, and no others");
+    check(all.gate->k == d && stacked(*all.gate, all.neurons), "gate of the experts has a wrong shape");
+    check(b.complete() && b.gated() && b.neurons == n * all.neurons && b.up.k == d && all.neurons % PI_GROUP == 0,
+          "the bundles are of other experts");
+    check(repacked_type(b.up.type) >= 0 && b.up.type != PI_Q4_0X32 && repacked_type(b.down.type) >= 0 &&
+              b.down.type != PI_Q4_0,
+          "bundles of these types cannot be repacked");
+    check(b.spec.activation == all.activation, "the bundles have another activation");
+    return reserve_expert_rows(n, top_k, all.neurons, b.neurons);
+  }
+  check(all.up && all.down, "experts need up and down");
   for (const auto& gate : {all.gate, all.up})
     check(!gate || (gate->k == d && stacked(*gate, all.neurons)), "gate or up of the experts has a wrong shape");
   check(all.down->k == all.neurons && stacked(*all.down, d), "down of the experts has a wrong shape");
@@ -173,11 +199,20 @@ void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k) {
   check_biases(all.gate_bias, all.neurons, "an expert's gate");
   check_biases(all.up_bias, all.neurons, "an expert's up");
   check_biases(all.down_bias, d, "an expert's down");
-  workspace->reserve(1, all.neurons);
-  const auto had = expert_rows ? expert_rows->sizes : ExpertRows::Sizes{0, 0, 0, 0, 0};
-  if (had.experts < n || had.top_k < top_k || had.neurons < all.neurons)
-    expert_rows = std::make_shared<ExpertRows>(ExpertRows::Sizes{
-        sizes.max_tokens, std::max(n, had.experts), std::max(top_k, had.top_k), std::max(all.neurons, had.neurons), d});
+  reserve_expert_rows(n, top_k, all.neurons);
+}
+
+void Program::reserve_expert_rows(int64_t n, int64_t top_k, int64_t neurons, int64_t bundled) {
+  ExpertRows::Sizes all{sizes.max_tokens, n, top_k, neurons, sizes.d_model, bundled, workspace->pool->threads()};
+  if (expert_rows) {
+    const auto& had = expert_rows->sizes;
+    if (had.experts >= n && had.top_k >= top_k && had.neurons >= neurons && had.bundled >= bundled) return;
+    all.experts = std::max(n, had.experts);
+    all.top_k = std::max(top_k, had.top_k);
+    all.neurons = std::max(neurons, had.neurons);
+    all.bundled = std::max(bundled, had.bundled);
+  }
+  expert_rows = std::make_shared<ExpertRows>(all);
 }
 
 std::shared_ptr<Experts> Program::expert_sum(ExpertMatrices all, int64_t top_k) {
@@ -192,8 +227,10 @@ std::shared_ptr<Experts> Program::experts(FfnSpec spec, RouterSpec router, std::
                                           ExpertMatrices all, SharedExpert shared) {
   const int64_t n = all.experts, d = sizes.d_model;
   reserve_experts(all, router.top_k);
-  check(scores->rows == n && scores->k == d, "the router has another number of rows than there are experts");
+  check(!scores || (scores->rows == n && scores->k == d),
+        "the router has another number of rows than there are experts");
   check_router(router, n);
+  check(!all.bundled || !shared.neurons, "experts as bundles have no shared expert beside them");
   check_bias(spec.down_bias, d, "down");
   check_bias(shared.gate, shared.neurons ? d : 0, "the shared expert's gate");
   check(!shared.neurons || (shared.neurons->d_model() == d && shared.neurons->neurons() <= sizes.d_ff),
@@ -208,6 +245,33 @@ std::shared_ptr<Experts> Program::experts(FfnSpec spec, RouterSpec router, std::
   return op;
 }
 
+namespace {
+
+// A router that reads the residual stream as it is, before attention, for experts further on in the step.
+class EarlyRouter : public Op {
+ public:
+  explicit EarlyRouter(Router router) : router_(std::move(router)) {}
+  const char* name() const override { return "router"; }
+  void run(Thread& t, const Step& step) override {
+    Program& p = *t.program;
+    const PiActs* acts = p.workspace->prepare(t.id, p.residual(0, step.tokens), {}, router_.scores->form());
+    router_.select(t, *p.expert_rows, acts, step.tokens);
+  }
+
+ private:
+  const Router router_;
+};
+
+}  // namespace
+
+void Program::early_router(RouterSpec spec, std::shared_ptr<Matrix> scores) {
+  const int64_t n = scores->rows;
+  check(scores->k == sizes.d_model, "the router has another width than d_model");
+  check_router(spec, n);
+  reserve_expert_rows(n, spec.top_k, 1);
+  add(std::make_shared<EarlyRouter>(Router{std::move(spec), std::move(scores), n}));
+}
+
 // ---- A step ---------------------------------------------------------------------------------------------------------
 
 void Experts::run(Thread& t, const Step& step) {
@@ -217,9 +281,12 @@ void Experts::run(Thread& t, const Step& step) {
   const int64_t tokens = step.tokens;
   const int own = (gate_.empty() ? 0 : gate_[0].form()) | up_[0].form();
   const Rows x = p.residual(0, tokens);
-  const PiActs* acts =
-      w.prepare(t.id, x, spec_.norm, scores_->form() | own | (shared_.neurons ? shared_.neurons->forms() : 0));
-  select(t, rows, acts, tokens);
+  const int others = (router_.scores ? router_.scores->form() : 0) | (shared_.neurons ? shared_.neurons->forms() : 0);
+  const PiActs* acts = w.prepare(t.id, x, spec_.norm, own | others | (shared_.gate.empty() ? 0 : PI_FORM_F32));
+  if (router_.scores) router_.select(t, rows, acts, tokens);
+  if (t.id == 0 && records_) keep(rows, tokens);
+  weigh_shared(t, rows, acts, tokens);
+  if (bundled_ && !whole_ && tokens <= PI_NEURON_TOKENS) return sum_firing(t, rows, acts, x);
   if (shared_.neurons)
     shared_.neurons->sum(t, acts, tokens, {rows.floats(rows.shared), rows.ldy, false, NONE}, nullptr);
   multiply(t, rows, tokens == 1 ? *acts : gather(t, rows, acts), tokens == 1);
@@ -233,7 +300,7 @@ void Experts::run(Thread& t, const Step& step) {
 
 bool Experts::sum(Program& program, const float* x, int64_t tokens, const int32_t* selected, const float* weights,
                   float* out) {
-  const int64_t n = tokens * router_.top_k;
+  const int64_t n = tokens * router_.spec.top_k;
   if (std::all_of(selected, selected + n, [](int32_t e) { return e < 0; })) {
     std::fill(out, out + tokens * d_model_, 0.0f);
     return false;
@@ -243,7 +310,7 @@ bool Experts::sum(Program& program, const float* x, int64_t tokens, const int32_
   const auto prepare = [&] {
     std::copy(selected, selected + n, rows.selected.begin());
     std::copy(weights, weights + n, rows.weights.begin());
-    group(rows, tokens);
+    router_.group(rows, tokens);
   };
   const auto job = [&](int thread) {
     Thread t{thread, &program, {}};
@@ -259,19 +326,21 @@ bool Experts::sum(Program& program, const float* x, int64_t tokens, const int32_
   return true;
 }
 
-// The experts of each token, and the rows that follow.
-void Experts::select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) {
+void Router::select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const {
   Workspace& w = *t.program->workspace;
-  w.product(t.id, *scores_, acts, tokens, {rows.logits.data(), rows.ldl, false, NONE});
+  const auto route_token = [&](int64_t i) {
+    route(spec, rows.logits.data() + i * rows.ldl, experts, rows.scores.data() + i * rows.ldl,
+          rows.selected.data() + i * spec.top_k, rows.weights.data() + i * spec.top_k);
+  };
+  w.product(t.id, *scores, acts, tokens, {rows.logits.data(), rows.ldl, false, NONE});
   w.pool->barrier();
   if (tokens > 1) {
     int64_t begin, end;
     share(tokens, 1, w.pool->threads(), t.id, &begin, &end);
-    for (int64_t i = begin; i < end; i++) route_token(rows, acts, i);
+    for (int64_t i = begin; i < end; i++) route_token(i);
     w.pool->barrier();
-  } else if (t.id == 0) route_token(rows, acts, 0);
+  } else if (t.id == 0) route_token(0);
   if (t.id == 0) group(rows, tokens);
-  if (t.id == 0 && records_) keep(rows, tokens);
   w.pool->barrier();
 }
 
@@ -289,35 +358,34 @@ Experts::Selected Experts::recorded() const {
 }
 
 void Experts::keep(const ExpertRows& rows, int64_t tokens) {
-  const int64_t n = tokens * router_.top_k;
+  const int64_t n = tokens * router_.spec.top_k;
   recorded_.experts.assign(rows.selected.begin(), rows.selected.begin() + n);
   recorded_.damaged =
       std::any_of(rows.weights.begin(), rows.weights.begin() + n, [](float weight) { return !isfinite(weight); });
 }
 
-void Experts::route_token(ExpertRows& rows, const PiActs* acts, int64_t token) const {
-  const int64_t k = router_.top_k;
-  route(router_, rows.logits.data() + token * rows.ldl, n_, rows.scores.data() + token * rows.ldl,
-        rows.selected.data() + token * k, rows.weights.data() + token * k);
-  if (shared_.gate.empty()) {
-    rows.of_shared[(size_t)token] = 1;
-    return;
+// The weight of the shared expert for each token of this thread's share; a barrier comes before it is used.
+void Experts::weigh_shared(const Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const {
+  int64_t begin, end;
+  share(tokens, 1, t.program->workspace->pool->threads(), t.id, &begin, &end);
+  for (int64_t i = begin; i < end; i++) {
+    rows.of_shared[(size_t)i] = 1;
+    if (shared_.gate.empty()) continue;
+    const float* x = acts->f + i * acts->ldf;
+    float sums[PI_LANES] = {0};  // of every sixteenth product, so that the compiler can use vectors
+    for (int64_t c = 0; c < d_model_; c++) sums[c % PI_LANES] += x[c] * shared_.gate[(size_t)c];
+    rows.of_shared[(size_t)i] = sigmoid(std::accumulate(sums, sums + PI_LANES, 0.0f));
   }
-  const float* x = acts->f + token * acts->ldf;
-  float sums[PI_LANES] = {0};  // of every sixteenth product, so that the compiler can use vectors
-  for (int64_t c = 0; c < d_model_; c++) sums[c % PI_LANES] += x[c] * shared_.gate[(size_t)c];
-  rows.of_shared[(size_t)token] = sigmoid(std::accumulate(sums, sums + PI_LANES, 0.0f));
 }
 
-// Orders rows by expert, and by token within an expert. By one thread.
-void Experts::group(ExpertRows& rows, int64_t tokens) const {
-  const int64_t n = tokens * router_.top_k;
+void Router::group(ExpertRows& rows, int64_t tokens) const {
+  const int64_t n = tokens * spec.top_k;
   std::vector<int32_t>& begin = rows.begin;
-  std::fill(begin.begin(), begin.begin() + n_ + 1, 0);
+  std::fill(begin.begin(), begin.begin() + experts + 1, 0);
   for (int64_t i = 0; i < n; i++)
     if (rows.selected[(size_t)i] >= 0) begin[(size_t)rows.selected[(size_t)i] + 1]++;
   rows.active.clear();
-  for (int64_t e = 0; e < n_; e++) {
+  for (int64_t e = 0; e < experts; e++) {
     if (const int32_t own = begin[(size_t)e + 1]) {
       // what a row costs, and what it costs to read the weights and to widen them
       rows.cost[rows.active.size() + 1] = rows.cost[rows.active.size()] + own + 2;
@@ -331,10 +399,10 @@ void Experts::group(ExpertRows& rows, int64_t tokens) const {
     if (rows.selected[(size_t)i] < 0) continue;
     const int32_t row = begin[(size_t)rows.selected[(size_t)i]]++;
     rows.row_of[(size_t)i] = row;
-    rows.token_of[(size_t)row] = (int32_t)(i / router_.top_k);
+    rows.token_of[(size_t)row] = (int32_t)(i / spec.top_k);
     rows.weight_of[(size_t)row] = rows.weights[(size_t)i];
   }
-  std::copy_backward(begin.begin(), begin.begin() + n_, begin.begin() + n_ + 1);
+  std::copy_backward(begin.begin(), begin.begin() + experts, begin.begin() + experts + 1);
   begin[0] = 0;
 }
 
@@ -399,7 +467,10 @@ void Experts::multiply(Thread& t, const ExpertRows& rows, const PiActs& acts, bo
     const PiActs x = pi_acts_from(&acts, one ? 0 : begin, 0);
     float *const h = gate + begin * rows.ldh, *const more = up + begin * rows.ldh;
     if (!gate_.empty()) w.linear(t.id, gate_[e], bias_of(gate_bias_, e), &x, h, rows.ldh, n, false, p0, p1);
-    w.linear(t.id, up_[e], bias_of(up_bias_, e), &x, gate_.empty() ? h : more, rows.ldh, n, false, p0, p1);
+    const auto repack = [&](int64_t p, int count, uint8_t* to) {
+      panels_of_neurons(bundled_->bundles->up, (int64_t)e * neurons_ + p * PI_LANES, count, to);
+    };
+    product(t, rows, up_[e], bias_of(up_bias_, e), x, gate_.empty() ? h : more, rows.ldh, n, p0, p1, repack);
     for (int64_t i = 0; i < n; i++) {
       float* row = h + i * rows.ldh + c0;
       activation_.apply(w.kernels, row, gate_.empty() ? nullptr : more + i * rows.ldh + c0, lanes);
@@ -416,11 +487,14 @@ void Experts::add_down(Thread& t, const ExpertRows& rows) const {
   PiActs hidden = rows.hidden.rows(neurons_);
   hidden.f = rows.floats(rows.gate);
   hidden.ldf = rows.ldh;
-  each_share(t, rows, down_[0].panels, 1, [&](size_t e, int64_t p0, int64_t p1) {
+  each_share(t, rows, down_[0].panels, 2, [&](size_t e, int64_t p0, int64_t p1) {
     const int64_t begin = rows.begin[e], n = rows.begin[e + 1] - begin;
     const PiActs h = pi_acts_from(&hidden, begin, 0);
     float* out = rows.floats(rows.out) + begin * rows.ldy;
-    t.program->workspace->linear(t.id, down_[e], {}, &h, out, rows.ldy, n, false, p0, p1);
+    const auto repack = [&](int64_t p, int count, uint8_t* to) {
+      panels_of_outputs(bundled_->bundles->down, (int64_t)e * neurons_, neurons_, p * PI_LANES, count, to);
+    };
+    product(t, rows, down_[e], {}, h, out, rows.ldy, n, p0, p1, repack);
     const float* bias = down_bias_.empty() ? nullptr : down_bias_[e].data();  // times the row's weight, as h is
     for (int64_t i = 0; bias && i < n; i++, out += rows.ldy) {
       const float weight = rows.weight_of[(size_t)(begin + i)];
@@ -429,9 +503,75 @@ void Experts::add_down(Thread& t, const ExpertRows& rows) const {
   });
 }
 
+// repack(first panel, their number, to): writes one or two panels from an even one on.
+template <class R>
+void Experts::product(const Thread& t, const ExpertRows& rows, const Matrix& matrix, const Vector& bias,
+                      const PiActs& acts, float* out, int64_t ldo, int64_t tokens, int64_t p0, int64_t p1,
+                      R repack) const {
+  Workspace& w = *t.program->workspace;
+  if (matrix.data) return w.linear(t.id, matrix, bias, &acts, out, ldo, tokens, false, p0, p1);
+  Matrix some = matrix;
+  some.data = rows.panels_of(t.id);
+  for (int64_t p = p0; p < p1; p += 2) {
+    const int count = (int)std::min<int64_t>(p1 - p, 2);
+    repack(p, count, rows.panels_of(t.id));
+    w.linear(t.id, some, {}, &acts, out + p * PI_LANES, ldo, tokens, false, 0, count);
+  }
+}
+
+// ---- The neurons that fire, of experts as bundles -------------------------------------------------------------------
+
+// Of up to PI_NEURON_TOKENS tokens: all gates of their experts, and the rest where they fire.
+void Experts::sum_firing(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows& x) const {
+  Program& p = *t.program;
+  list_firing(t, rows, acts, x.tokens);
+  p.workspace->pool->barrier();
+  const NeuronSum::Piece piece{x, spec_.norm, p.added_to(0, spec_.out_norm, spec_.down_bias, p.up), true};
+  bundled_->sum_listed(t.id, piece, acts, rows.floats(rows.known), n_ * neurons_, nullptr);
+  if (t.id == 0) bundled_->count_gates((int64_t)rows.active.size() * neurons_);
+  p.add_normalised(t, spec_.out_norm, p.up, 0, x.tokens);
+}
+
+void Experts::set_whole(bool on) {
+  workspace_->pool->between_jobs([&] { whole_ = on; });
+}
+
+// Lists the neurons that fire, of this thread's share of the gates; `known` gets their activations, times the weights of
+// their experts, for every token.
+void Experts::list_firing(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const {
+  Workspace& w = *t.program->workspace;
+  NeuronLists::Share& own = w.lists().shares[(size_t)t.id];
+  const PiActs inputs = tokens == 1 ? *acts : gather(t, rows, acts);
+  float* const known = rows.floats(rows.known);
+  const int64_t ldk = n_ * neurons_;
+  own.n = 0;
+  std::fill(own.counts, own.counts + PI_NEURON_TOKENS, 0);
+  each_share(t, rows, gate_[0].panels, 2, [&](size_t e, int64_t p0, int64_t p1) {
+    const int64_t begin = rows.begin[e], n = rows.begin[e + 1] - begin, c0 = p0 * PI_LANES;
+    const int64_t lanes = (p1 - p0) * PI_LANES, first = (int64_t)e * neurons_ + c0;
+    const PiActs x = pi_acts_from(&inputs, tokens == 1 ? 0 : begin, 0);
+    float* const h = rows.floats(rows.gate) + begin * rows.ldh + c0;
+    w.linear(t.id, gate_[e], {}, &x, h - c0, rows.ldh, n, false, p0, p1);
+    for (int64_t i = 0; i < n; i++) {
+      activation_.apply_first(w.kernels, h + i * rows.ldh, lanes);
+      w.kernels->scale(h + i * rows.ldh, rows.weight_of[(size_t)(begin + i)], lanes);
+    }
+    int64_t counts[PI_NEURON_TOKENS] = {0};
+    int32_t* const listed = own.listed.data() + own.n;
+    const int64_t found = w.kernels->neurons->keep(h, rows.ldh, n, lanes, 1, 0.0f, (int32_t)first, listed, counts);
+    for (int64_t i = 0; i < n; i++) own.counts[rows.token_of[(size_t)(begin + i)]] += counts[i];
+    for (int64_t j = 0; j < found; j++) {
+      for (int64_t i = 0; i < tokens && tokens > 1; i++) known[i * ldk + listed[j]] = 0.0f;
+      for (int64_t i = 0; i < n; i++)
+        known[rows.token_of[(size_t)(begin + i)] * ldk + listed[j]] = h[i * rows.ldh + listed[j] - first];
+    }
+    own.n += found;
+  });
+}
+
 // Each token's sum: the shared expert, then its own experts in ascending order.
 void Experts::merge(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const {
-  const int64_t k = router_.top_k;
+  const int64_t k = router_.spec.top_k;
   int64_t c0, c1;
   share(d_model_, PI_LANES, t.program->workspace->pool->threads(), t.id, &c0, &c1);
   for (int64_t i = 0; i < tokens; i++) {

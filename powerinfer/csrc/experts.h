@@ -23,12 +23,27 @@ void check_router(const RouterSpec& spec, int64_t experts);
 // and occurs once, whatever the logits are. scratch: [experts].
 void route(const RouterSpec& spec, float* logits, int64_t experts, float* scratch, int32_t* selected, float* weights);
 
+struct ExpertRows;
+
+// Selects experts and orders the rows that follow, for the threads of a job.
+struct Router {
+  RouterSpec spec;
+  std::shared_ptr<Matrix> scores;  // null: the experts are selected elsewhere
+  int64_t experts;
+  // acts: what the router reads, in the form of its matrix. Ends with a barrier.
+  void select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const;
+  // Orders rows by expert, and by token within an expert. By one thread.
+  void group(ExpertRows& rows, int64_t tokens) const;
+};
+
 // The experts' matrices: of all experts, one below the other, each padded to whole panels. gate may be null.
+// bundled: the neurons of all experts, one expert after another, in place of up and down; their gates are not read.
 struct ExpertMatrices {
   int64_t experts, neurons;  // neurons: of each expert
   Activation activation;
   std::shared_ptr<Matrix> gate, up, down;
   std::vector<Vector> gate_bias, up_bias, down_bias;  // of each expert, padded to whole panels; or none at all
+  std::shared_ptr<NeuronSum> bundled = nullptr;
 };
 
 // The shared expert, and the weights of its own gate: a sigmoid of their product with the input. Either may be absent.
@@ -41,6 +56,8 @@ struct SharedExpert {
 struct ExpertRows {
   struct Sizes {
     int64_t tokens, experts, top_k, neurons, d_model;
+    int64_t bundled;  // neurons of all experts of a layer whose neurons are bundles; 0: there is none
+    int threads;
   };
   explicit ExpertRows(const Sizes& sizes);
 
@@ -53,12 +70,19 @@ struct ExpertRows {
   std::vector<float> weights, weight_of, of_shared;  // [tokens][top_k], [rows], [tokens]
   std::vector<int32_t> begin, active;  // [experts + 1] first row of each expert; the experts that have rows
   std::vector<int64_t> cost;           // [active + 1] of a unit of work of all those before
+  Mapping known;                       // activations of bundled neurons, [PI_NEURON_TOKENS][bundled]
+  Mapping panels;                      // two for each thread, repacked
   float* floats(const Mapping& of) const { return (float*)of.data(); }
+  uint8_t* panels_of(int thread) const { return panels.data() + thread * panel_bytes(sizes); }
+  static int64_t panel_bytes(const Sizes& s) {
+    return 2 * PI_LANES * 2 * pi_round_up(std::max(s.neurons, s.d_model), 32);
+  }
 };
 
 class Experts : public Op {
  public:
-  // Made by Program::experts and Program::expert_sum, which check the sizes; without scores it cannot `run`.
+  // Made by Program::experts and Program::expert_sum, which check the sizes. Without scores, an operator before it in
+  // the step, or the caller, selects the experts.
   Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices experts, SharedExpert shared,
           std::shared_ptr<Workspace> workspace);
 
@@ -76,29 +100,36 @@ class Experts : public Op {
   // out [tokens, d_model] = the sum of experts that the caller selects, outside of a program's steps. selected, weights:
   // [tokens][top_k]; -1 selects none. Returns false where no expert is selected: out is zero, and no job was run.
   bool sum(Program& program, const float* x, int64_t tokens, const int32_t* selected, const float* weights, float* out);
+  // Whether steps compute every neuron of the selected experts, where they could skip some.
+  void set_whole(bool on);
   int64_t experts() const { return n_; }
-  int64_t top_k() const { return router_.top_k; }
+  int64_t top_k() const { return router_.spec.top_k; }
   int64_t d_model() const { return d_model_; }
 
  private:
   template <class F>
   void each_share(const Thread& t, const ExpertRows& rows, int64_t panels, int64_t unit, F work) const;
-  void select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens);
-  void route_token(ExpertRows& rows, const PiActs* acts, int64_t token) const;
-  void group(ExpertRows& rows, int64_t tokens) const;
+  void weigh_shared(const Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const;
   void keep(const ExpertRows& rows, int64_t tokens);
   PiActs gather(Thread& t, const ExpertRows& rows, const PiActs* acts) const;
   void multiply(Thread& t, const ExpertRows& rows, const PiActs& acts, bool one) const;
+  // A product of one expert's up or down, from matrices or from bundles.
+  template <class R>
+  void product(const Thread& t, const ExpertRows& rows, const Matrix& matrix, const Vector& bias, const PiActs& acts,
+               float* out, int64_t ldo, int64_t tokens, int64_t p0, int64_t p1, R repack) const;
+  void sum_firing(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows& x) const;
+  void list_firing(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const;
   void add_down(Thread& t, const ExpertRows& rows) const;
   void merge(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const;
 
   const FfnSpec spec_;
-  const RouterSpec router_;
-  const std::shared_ptr<Matrix> scores_;
+  const Router router_;
   const SharedExpert shared_;
   const int64_t n_, neurons_, d_model_;
   const Activation activation_;
-  std::vector<Matrix> gate_, up_, down_;  // of each expert; no gates: empty
+  bool whole_ = false;
+  const std::shared_ptr<NeuronSum> bundled_;  // null: there are matrices
+  std::vector<Matrix> gate_, up_, down_;      // of each expert; no gates: empty; bundled: up and down without data
   const std::vector<Vector> gate_bias_, up_bias_, down_bias_;
   const std::shared_ptr<Workspace> workspace_;
   bool records_ = false;

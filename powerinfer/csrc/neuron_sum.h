@@ -50,6 +50,8 @@ class NeuronSum {
                   const Predictor* predictor);
   // Adds up the threads' work in a step: `done`, and the numbers that they listed.
   void count(int64_t tokens);
+  // Gates that the caller has computed from elsewhere.
+  void count_gates(int64_t rows) { stats_.first_rows += rows; }
   // The counters as they are, and their reset; also for who has the pool between jobs.
   const NeuronStats& stats_of_job() const { return stats_; }
   void clear_counts();

@@ -141,6 +141,8 @@ class Program {
   // x += FFN(x) of experts, see experts.h. scores: the router.
   std::shared_ptr<Experts> experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
                                    SharedExpert shared);
+  // Selects the experts of an operator `experts` without scores that follows in the step, from x as it is.
+  void early_router(RouterSpec spec, std::shared_ptr<Matrix> scores);
   // No operator: experts that the caller selects, at most top_k for a token. Not while a step runs.
   std::shared_ptr<Experts> expert_sum(ExpertMatrices all, int64_t top_k);
 
@@ -196,6 +198,7 @@ class Program {
   void rotate(int thread, const Step& step);
   // Checks the shapes of experts, and makes room for the rows of a step.
   void reserve_experts(const ExpertMatrices& all, int64_t top_k);
+  void reserve_expert_rows(int64_t experts, int64_t top_k, int64_t neurons, int64_t bundled = 0);
   void check_layer(int layer) const;
   void check_rope(int table, int64_t dims) const;
   void reserve_latents(int64_t q_latent, int64_t heads, int64_t kv, int64_t widest);

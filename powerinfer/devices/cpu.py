@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from powerinfer.config import (
     RouterConfig,
 )
 from powerinfer.devices.batch import Batch
+from powerinfer.devices.cpu_experts import ExpertFfn, bundle
 from powerinfer.devices.cpu_ffn import CpuFfn, PartMaker, Weights, pack
 from powerinfer.devices.states import StateMemory, state_bytes, state_slots
 from powerinfer.errors import ModelError, RequestError
@@ -160,6 +161,8 @@ class CpuExecutor:
         self.neuron_tokens = _native.NEURON_TOKENS  # maximum tokens of a step whose FFNs may be sparse
         self.d_model = config.d_model
         self.ffns: dict[int, CpuFfn] = {}  # by layer
+        self.in_experts = False  # experts that follow are computed by neuron, where they can be
+        self.expert_ffns: dict[int, ExpertFfn] = {}  # those that are, by layer
         self._experts: dict[int, _native.Experts] = {}  # by layer
         self._embedded = 0  # operators up to the embedding's
         self._pool = _native.Pool(threads)
@@ -390,7 +393,7 @@ class CpuExecutor:
         self,
         layer: int,
         norm: _native.Norm | None,
-        router: _native.Matrix,
+        router: _native.Matrix | None,
         experts: Iterable[RawTensor],
         shared: Sequence[_native.Matrix] = (),
         *,
@@ -402,16 +405,20 @@ class CpuExecutor:
     ) -> None:
         """x += out_norm(the sum of each token's weighted experts of n = norm(x), and of the shared expert).
 
-        router: [experts, d_model]; experts: the matrices of all experts, [experts, out, in], in the order of the
-        layer's `matrices`; shared: those of the shared expert. shared_weight: float32 [d_model]; router_bias: float32
-        [experts]; biases: of the matrices, float32 [experts, out], or none at all.
+        router: [experts, d_model], None: it was given to `early_router`; experts: the matrices of all experts,
+        [experts, out, in], in the order of the layer's `matrices`; shared: those of the shared expert.
+        shared_weight: float32 [d_model]; router_bias: float32 [experts]; biases: of the matrices, float32 [experts,
+        out], or none at all.
         """
         about = self.config.layers[layer].ffn
         assert isinstance(about, ExpertsConfig)
-        *gate, up, down = (self._stack(tensor, about.router.top_k) for tensor in experts)
-        spec = _native.NeuronSpec(about.activation, about.threshold)
-        own = _biases(about, biases)
-        of_all = _native.ExpertMatrices(about.n_experts, about.size, spec, gate[0] if gate else None, up, down, **own)
+        spec, made = _native.NeuronSpec(about.activation, about.threshold), None
+        if self.in_experts and about.why_whole is None:
+            of_all, made = self._bundled(about, spec, experts)
+        else:
+            *gate, up, down = (self._stack(tensor, about.router.top_k) for tensor in experts)
+            of_gate, own = gate[0] if gate else None, _biases(about, biases)
+            of_all = _native.ExpertMatrices(about.n_experts, about.size, spec, of_gate, up, down, **own)
         of_shared = None
         if shared:
             *gate, up, down = shared
@@ -424,6 +431,14 @@ class CpuExecutor:
             of_shared,
             shared_weight,
         )
+        if made is not None:
+            self.expert_ffns[layer] = made(self._experts[layer])
+
+    def early_router(self, layer: int, router: _native.Matrix, correction: Float32 | None = None) -> None:
+        """Select the experts of a layer from x as it is; router: [experts, d_model]."""
+        about = self.config.layers[layer].ffn
+        assert isinstance(about, ExpertsConfig)
+        self._program.early_router(_router(about.router, correction, None), router)
 
     def expert_sum(self, layer: int, experts: Iterable[RawTensor], biases: Sequence[Float32 | None] = ()) -> ExpertSum:
         """Some experts of a layer, which the caller selects; no operator. experts, biases: as of `experts`."""
@@ -432,6 +447,24 @@ class CpuExecutor:
         stacks = [(tensor.shape[0], self._stack(tensor, about.router.top_k)) for tensor in experts]
         matrices = [matrix for _, matrix in stacks]
         return ExpertSum(self._pool, self._program, about, matrices, stacks[0][0], biases)
+
+    def _bundled(
+        self, about: ExpertsConfig, spec: _native.NeuronSpec, experts: Iterable[RawTensor]
+    ) -> tuple[_native.ExpertMatrices, Callable[[_native.Experts], ExpertFfn]]:
+        """Gates as matrices, the rest as bundles; and what makes the layer's FFN of its operator."""
+        n, top, size = about.n_experts, about.router.top_k, about.size
+        each = iter(experts)
+        gate = self._stack(next(each), top)
+        layout, rows = bundle(about, self.d_model, next(each), next(each), self._pool.threads)
+        ends = layout.gate_type, layout.down_type, layout.pitch, layout.up_at, layout.up_at, layout.down_at
+        native = _native.Bundles(rows, n * size, self.d_model, layout.gate_type, *ends, spec)
+        neurons = _native.NeuronSum(self._workspace, native)
+        self.bytes_per_token += rows.nbytes * top // n
+        read = (gate.nbytes + rows.nbytes) * top // n
+        made = partial(
+            ExpertFfn, sum=neurons, layout=layout, gate_row=gate.nbytes / (n * size), neurons=top * size, nbytes=read
+        )
+        return _native.ExpertMatrices(n, size, spec, gate, None, None, bundled=neurons), made
 
     def _stack(self, tensor: RawTensor, read: int | None = None) -> _native.Matrix:
         """Matrices [n, out, in] one below the other, each in whole panels; `read` of them, None: all, are read for a
@@ -609,7 +642,7 @@ class CpuExecutor:
         raise RequestError("there is nothing to trace: no layer runs on a GPU (--gpu)")
 
     def close(self) -> None:
-        names = "_observed _program _states _ropes ffns _experts parts _pack _workspace _pool _logits"
+        names = "_observed _program _states _ropes ffns _experts expert_ffns parts _pack _workspace _pool _logits"
         for name in names.split():
             self.__dict__.pop(name, None)
 
@@ -645,7 +678,7 @@ def choose_pages(
     return limit, "a quarter of the free memory" if limit > one else "one context"
 
 
-def _biases(about: ExpertsConfig, biases: Sequence[Float32 | None]) -> dict[str, Float32 | None]:
+def _biases(about: ExpertsConfig, biases: Sequence[Float32 | None]) -> dict[str, Any]:
     return {f"{part}_bias": bias for part, bias in zip(about.matrices, biases, strict=False)}
 
 

@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
     from powerinfer.devices.batch import Batch
 
+_MOST_KEPT = 8  # states of prefixes, which may take a hundred megabytes each
 _UNKNOWN = -1  # of a state that a failed step left behind
 
 
 def state_slots(requests: int, prefixes: bool) -> int:
     """Slots of a model whose layers have states, so that `requests` run together.
 
-    One for each request, one for a text that is scored, and, if prefixes are found again, one for each request to keep
-    the state at the end of its prompt.
+    One for each request, one for a text that is scored, and, if prefixes are found again, some to keep states in.
     """
-    return requests + 1 + requests * prefixes
+    return requests + 1 + prefixes * min(requests, _MOST_KEPT)
 
 
 def state_bytes(config: ModelConfig) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,3 +134,18 @@ def pieces(layout: BundleLayout, some: SomeBundles, limit: int, beside: int = 0)
         own = rows[at : at + size]
         yield Piece(first, first + n, own, (places // LINE).astype(np.int32), group, shared.astype(np.int32))
         at, first = at + size, first + n
+
+
+def transposed(matrix: NDArray[Any]) -> NDArray[Any]:
+    """[n, m] -> [m, n], contiguous; in strips, for locality."""
+    rows, cols = matrix.shape
+    out = np.empty((cols, rows), matrix.dtype)
+    for at in range(0, rows, 64):
+        out[:, at : at + 64] = matrix[at : at + 64].T
+    return out
+
+
+def by_group(blocks: Bytes) -> Bytes:
+    """Blocks of Q4_0, uint8 [d_model, groups * 18], group by group: [groups, d_model * 18]."""
+    rows = len(blocks)
+    return np.ascontiguousarray(blocks.reshape(rows, -1, 18).transpose(1, 0, 2)).reshape(-1, rows * 18)

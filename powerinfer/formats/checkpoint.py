@@ -79,7 +79,10 @@ class Checkpoint:
         targets = {name: _fallback(tensor) for name, tensor in self._tensors.items()}
         targets = {name: target for name, target in targets.items() if target != self._tensors[name].type}
         for (old, new), count in sorted(Counter((self._tensors[n].type, t) for n, t in targets.items()).items()):
-            self.notes.append(f"converting {count} tensor{'s' * (count > 1)} of type {old} to {new}")
+            known = block_type(old), block_type(new)
+            before, after = (one.nbytes / one.block for one in known)
+            grows = f", which takes {after / before:.1f} times the memory" * (after > before)
+            self.notes.append(f"converting {count} tensor{'s' * (count > 1)} of type {old} to {new}{grows}")
         turned = {name.removesuffix("_rows"): one for name, one in self._tensors.items() if name.endswith("_rows")}
         turned_types = {name: _turned(tensor) for name, tensor in turned.items()}
         counts = Counter((name.rpartition(".")[2], turned[name].type, new) for name, new in turned_types.items())

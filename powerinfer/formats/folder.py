@@ -18,7 +18,7 @@ from powerinfer.formats.gpt_oss_folder import take_experts
 from powerinfer.formats.json_file import read_json
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.safetensors_file import read_safetensors
-from powerinfer.formats.source import Fused, Names, Source, collect, predictor_shapes
+from powerinfer.formats.source import Fused, Names, Source, collect, predictor_shapes, without_head_predictor
 from powerinfer.formats.tensors import MadeTensor, RawTensor, StoredTensor
 
 _LLAMA = Names(
@@ -131,7 +131,11 @@ _GRANITE_MOE = {"router": "block_sparse_moe.router.layer"} | {
     for experts, where in (("experts", "block_sparse_moe"), ("shared", "shared_mlp"))
     for part, matrix in (("gate", "input"), ("up", "input"), ("down", "output"))
 }
+_SMALLTHINKER = {"router": "block_sparse_moe.primary_router"} | {
+    f"experts_{part}": f"block_sparse_moe.experts.{{}}.{part}" for part in ("gate", "up", "down")
+}
 _NAMES = {
+    "smallthinker": replace(_LLAMA, inner=_LLAMA.inner | _SMALLTHINKER),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _QWEN_DELTA),
     "qwen3_next": replace(_QWEN_DELTA, inner=_QWEN_DELTA.inner | _QWEN3_NEXT),
     **dict.fromkeys(("granitemoe", "granitemoeshared"), replace(_LLAMA, inner=_LLAMA.inner | _GRANITE_MOE)),
@@ -213,7 +217,7 @@ def open_folder(folder: Path) -> Source:
         made = take_experts(config, stored, str(folder))
     elif any(isinstance(layer.ffn, ExpertsConfig) for layer in config.layers):
         stored = dict(_of_experts(config, metadata, stored))
-    notes: list[str] = []
+    stored, notes = without_head_predictor(stored)
     if config.architecture in _DELTA:
         stored, notes = _of_delta(stored)
     names = _names(config, stored)

@@ -62,6 +62,7 @@ ARCHITECTURES = {
     "GraniteForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granitemoe",
     "GraniteMoeSharedForCausalLM": "granitemoeshared",
+    "SmallThinkerForCausalLM": "smallthinker",
 }
 """Class of a folder's `architectures` -> family, which is its `model_type`."""
 
@@ -76,7 +77,7 @@ _OTHER_TYPES = {"kimi_k2": "deepseek_v3"}
 # Folders of these classes refer to custom code whose function this engine has natively. It is not run.
 _WITH_OWN_CODE = (
     "SparseLlamaForCausalLM", "BambooForCausalLM", "FalconForCausalLM", "OpenELMForCausalLM", "DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM",
+    "DeepseekV3ForCausalLM", "SmallThinkerForCausalLM",
 )  # fmt: skip
 
 
@@ -234,6 +235,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "granite": _LLAMA,
     "granitemoe": _GRANITE,
     "granitemoeshared": _GRANITE,
+    "smallthinker": {
+        "num_hidden_layers": 32, "hidden_size": 1536, "vocab_size": 151936, "rms_norm_eps": 1e-6,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
+        "sliding_window_size": 4096, "moe_num_primary_experts": 32, "moe_ffn_hidden_size": 768,
+        "moe_num_active_primary_experts": 4, "tie_word_embeddings": True, "hidden_act": "relu",
+    },
 }  # fmt: skip
 # Here null does not mean the default but no window, as many as heads, false.
 _NULLABLE = (
@@ -433,7 +440,7 @@ def _experts_of(fields: Fields, count: str, size: str, **router: Any) -> Experts
     if n_experts is None or fields.has(count):
         n_experts = fields.integer(count, 1, layout.MAX_EXPERTS)
     top_k = fields.integer("num_experts_per_tok", 1, n_experts)
-    activation = _activation(fields, "hidden_act", _GATED)
+    activation = _activation(fields, "hidden_act", _GATED | {"drelu": "drelu"})  # TurboSparse-Mixtral
     neurons = fields.integer(size, 1, layout.MAX_WIDTH)
     return ExpertsConfig(n_experts, neurons, RouterConfig(top_k, **router), activation)
 
@@ -647,6 +654,35 @@ def _granite(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     )
 
 
+def _smallthinker(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
+    """Layers may lack a window, and rotated positions; a router reads what its layer does."""
+    fields.only("moe_enable_early_router", True)
+    fields.only("moe_enable_secondary_experts", False)
+    if 0 in _switches(fields, "moe_layer_layout", n_layers, 1):
+        raise fields.bad("moe_layer_layout", "holds layers without experts, which are not supported")
+    heads = _heads(fields, config)
+    rope = _rope(fields, config, heads, theta=1e6)
+    size = fields.integer("sliding_window_size", 1, layout.MAX_CONTEXT)
+    n_experts = fields.integer("moe_num_primary_experts", 1, layout.MAX_EXPERTS)
+    scoring = "softmax" if fields.flag("moe_primary_router_apply_softmax", False) else "sigmoid"
+    experts = ExpertsConfig(
+        n_experts,
+        fields.integer("moe_ffn_hidden_size", 1, layout.MAX_WIDTH),
+        RouterConfig(fields.integer("moe_num_active_primary_experts", 1, n_experts), scoring),
+        _activation(fields, "hidden_act", {"relu": "relu"}),
+        early_router=True,
+    )
+    rotated = _switches(fields, "rope_layout", n_layers, 1)
+    windows = _switches(fields, "sliding_window_layout", n_layers, 0)
+    return replace(
+        config,
+        layers=tuple(
+            LayerConfig(replace(heads, rope=rope if turns else None, window=size if slides else None), experts)
+            for turns, slides in zip(rotated, windows, strict=True)
+        ),
+    )
+
+
 _READERS = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "sparsellama", "bamboo"), _llama_like),
     "opt": _opt,
@@ -662,6 +698,7 @@ _READERS = {
     "qwen3_moe": _qwen_moe,
     "olmoe": _olmoe,
     "glm4_moe": _glm4_moe,
+    "smallthinker": _smallthinker,
     "gpt_oss": _gpt_oss,
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _qwen_delta),
     "deepseek_v2": _deepseek,
@@ -738,6 +775,16 @@ def _layer_types(fields: Fields, layers: int, every: int = 1, other: str = _LOCA
     if strange:
         raise fields.bad("layer_types", f"holds {shown(strange[0])}, which is not supported")
     return kinds
+
+
+def _switches(fields: Fields, key: str, layers: int, default: int) -> list[int]:
+    """A list of 0 or 1 for every layer."""
+    values = fields.get(key, None)
+    if values is None:
+        return [default] * layers
+    if type(values) is not list or len(values) != layers or any(type(one) is not int or one >> 1 for one in values):
+        raise fields.bad(key, f"is {shown(values)}, not 0 or 1 for every layer")
+    return values
 
 
 def _kinds(fields: Fields, attention: AttentionConfig, ropes: dict[str, RopeConfig]) -> dict[str, AttentionConfig]:

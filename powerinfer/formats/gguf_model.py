@@ -33,7 +33,7 @@ from powerinfer.formats import layout
 from powerinfer.formats.fields import Fields
 from powerinfer.formats.gguf import GGUFFile
 from powerinfer.formats.mapped import shown
-from powerinfer.formats.source import Fused, Names, Source, collect, printable
+from powerinfer.formats.source import Fused, Names, Source, collect, printable, without_head_predictor
 from powerinfer.formats.tensors import FLOAT_TYPES, RawTensor
 
 
@@ -43,12 +43,14 @@ class _Family:
 
     activation: the default; interleaved: as in `RopeConfig`; norms: as in `LayerConfig`;
     qk_norm: as in `AttentionConfig`; partial: the file says how many dimensions of a head are rotated. full_every: if
-    the file states a window and no pattern, every full_every-th layer has no window, 0: all layers have it;
+    the file states a window and no pattern, every full_every-th layer has no window, 0: all layers have it; full_first:
+    these are the first of so many, not the last, and positions are not rotated in them;
     local_theta: base of the frequencies of the layers with a window, None: as the others; always without scaling where
-    full_every is set, unless one_rope. scaled: embeddings are multiplied by the root of their width; fused: matrices in
-    one tensor.
+    full_every is set, unless one_rope. scaled: embeddings are multiplied by the root of their width; fused: matrices
+    in one tensor.
     scales: the file may state factors of the embedding, the scores, what layers add, and a divisor of the logits;
     experts: how they are selected where the file does not say (it does say how many), None: the family has none;
+    early_router: as in `ExpertsConfig`;
     delta: some layers are Gated DeltaNet, and attention has a gate, in one tensor with q. tiled: as in
     `DeltaNetConfig`.
     latent: attention is `LatentAttentionConfig`.
@@ -63,12 +65,14 @@ class _Family:
     qkv_bias: bool = False
     partial: bool = False
     full_every: int = 0
+    full_first: bool = False
     local_theta: float | None = None
     one_rope: bool = False
     scaled: bool = False
     scales: bool = False
     fused: tuple[Fused, ...] = ()
     experts: RouterConfig | None = None
+    early_router: bool = False
     delta: bool = False
     tiled: bool = False
     latent: bool = False
@@ -102,6 +106,9 @@ ARCHITECTURES = {
     "deepseek2": _Family("silu", interleaved=True, experts=_AS_THEY_ARE, latent=True),  # DeepSeek-V2, V3, Kimi K2
     "granite": _Family("silu", interleaved=True, scales=True),
     "granitemoe": _Family("silu", interleaved=True, scales=True, experts=_NORMALISED),
+    "smallthinker": _Family(
+        "relu", full_every=4, full_first=True, experts=RouterConfig(1, scoring="sigmoid"), early_router=True
+    ),
     "gpt-oss": _Family("swiglu_oai", full_every=2, one_rope=True, experts=_NORMALISED),
     "bamboo": _Family("drelu", interleaved=True),
     "falcon": _Family("gelu", gated=False, norm="layer"),
@@ -161,10 +168,9 @@ _BOOKKEEPING = ("tensor_data_layout",)  # records how the converter read the wei
 def open_gguf(file: GGUFFile) -> Source:
     """The model in a GGUF file, or in all parts of a split one; ModelError if it is not one this engine runs."""
     config = read_config(file)
-    tensors = collect(
-        config, stored_tensors(file, config), names_of(file, config), str(file.path), fused=fused(file, config)
-    )
-    return Source("gguf", file.path, config, file.metadata, tensors, file.files)
+    stored, notes = without_head_predictor(stored_tensors(file, config))
+    tensors = collect(config, stored, names_of(file, config), str(file.path), fused=fused(file, config))
+    return Source("gguf", file.path, config, file.metadata, tensors, file.files, notes)
 
 
 def stored_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, RawTensor]:
@@ -315,10 +321,13 @@ def _layers(
     rope = None if architecture == "opt" else _rope(file, fields, family, heads[0].head_dim)
     if family.scales and not fields.flag("rope.scaling.finetuned", True):
         rope = None  # how Granite's files say so
-    local = rope
+    local, windows = rope, _windows(fields, n_layers, family)
     if rope is not None and family.full_every and not family.one_rope:
         theta = fields.number("rope.freq_base_swa", 1.0001, layout.MAX_THETA, family.local_theta or rope.theta)
-        local = RopeConfig(theta, rope.dim, rope.interleaved)
+        local = replace(rope, theta=theta) if family.full_first else RopeConfig(theta, rope.dim, rope.interleaved)
+    ropes = [rope if window is None else local for window in windows]
+    if family.full_first and any(windows):
+        ropes = [one if layer % family.full_every else None for layer, one in enumerate(ropes)]
     shared: dict[str, Any] = {
         "qkv_bias": family.qkv_bias or "blk.0.attn_q.bias" in names or "blk.0.attn_qkv.bias" in names,
         "o_bias": "blk.0.attn_output.bias" in names,
@@ -327,8 +336,8 @@ def _layers(
         "sinks": architecture == "gpt-oss",
     }
     plain = [
-        replace(own, rope=rope if window is None else local, window=window, **shared)
-        for own, window in zip(heads, _windows(fields, n_layers, family), strict=True)
+        replace(own, rope=of_layer, window=window, **shared)
+        for own, window, of_layer in zip(heads, windows, ropes, strict=True)
     ]
     every = _delta(fields, family, plain) if family.delta else plain
     return tuple(
@@ -427,6 +436,7 @@ def _ffns(file: GGUFFile, fields: Fields, family: _Family, n_layers: int) -> lis
         fields.only("expert_used_count", 0)
         return ffns
     experts = _experts(file, fields, family.experts, activation, sizes[0])
+    experts = replace(experts, threshold=threshold, early_router=family.early_router)
     if "blk.0.ffn_gate.0.weight" in file.tensors:
         raise ModelError(
             f"{file.path}: has a tensor for each expert, as files of 2023 do: "
@@ -600,7 +610,7 @@ def _windows(fields: Fields, n_layers: int, family: _Family) -> list[int | None]
     if pattern is None or type(pattern) is int:
         implied = family.full_every or n_layers + 1
         every = fields.integer("attention.sliding_window_pattern", 1, layout.MAX_LAYERS, implied)
-        return [window if (layer + 1) % every else None for layer in range(n_layers)]
+        return [window if (layer + (not family.full_first)) % every else None for layer in range(n_layers)]
     if type(pattern) is not list or len(pattern) != n_layers or not all(type(slides) is bool for slides in pattern):
         raise fields.bad("attention.sliding_window_pattern", f"is {shown(pattern)}, not a truth value for every layer")
     return [window if slides else None for slides in pattern]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from powerinfer.config import LayerConfig, ModelConfig, Shape
+from powerinfer.config import ExpertsConfig, LayerConfig, ModelConfig, Shape
 from powerinfer.errors import ModelError
 
 # Beyond every model there is; they keep the arithmetic of absurd files small.
@@ -107,5 +107,7 @@ def _check_norms(config: ModelConfig, layer: LayerConfig, where: str) -> None:
         raise ModelError(f"{where}: norms {layer.norms!r} do not go with a parallel FFN")
     if config.residual_scale != 1 and layer.norms != "pre":
         raise ModelError(f"{where}: a scale of what layers add does not go with norms {layer.norms!r}")
+    if isinstance(layer.ffn, ExpertsConfig) and layer.ffn.early_router and layer.norms == "post":
+        raise ModelError(f"{where}: a router before attention does not go with norms {layer.norms!r}")
     if layer.shared_norm and not layer.parallel:
         raise ModelError(f"{where}: one norm for attention and FFN needs them to be parallel")

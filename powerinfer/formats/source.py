@@ -143,6 +143,12 @@ def collect(
     return found
 
 
+def without_head_predictor(stored: dict[str, RawTensor]) -> tuple[dict[str, RawTensor], list[str]]:
+    """The tensors without the predictor of the head that SmallThinker's files may have, and a line that says so."""
+    rest = {name: tensor for name, tensor in stored.items() if "lm_head_profiler" not in name}
+    return rest, ["the file's predictor of the head is not used"] * (len(rest) < len(stored))
+
+
 def _as_stored(canonical: str, shape: tuple[int, ...], names: Names) -> tuple[str, tuple[int, ...]]:
     """(name, shape) of the tensor that a file has for a canonical one, itself or transposed."""
     rows = f"{canonical}_rows"

@@ -46,7 +46,7 @@ def load_resolved(
             if resolved.gpu is None:
                 say(NOT_USED.format(error))
     checkpoint, engine = resolved.checkpoint, resolved.engine
-    executor = load(checkpoint, engine, progress, resolved.kv_room)
+    executor = load(checkpoint, engine, progress, resolved.kv_room, in_experts=resolved.selection.in_experts)
     executor.choices["gpu"] = f"none ({resolved.why})"
     try:
         return executor, attach(executor, checkpoint, engine, resolved.selection, sample, progress)

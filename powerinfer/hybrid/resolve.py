@@ -182,9 +182,11 @@ def _ram_bytes(model: Model, engine: EngineConfig, selection: Selection | None =
 
 
 def _workload(model: Model, engine: EngineConfig, selector: str) -> Workload:
+    """selector: one inside experts takes no memory of its own."""
     from powerinfer.placement.budget import Workload
 
     context = _context(model, engine)
+    selector = selector if model.config.why_whole is None else "all"
     return Workload(engine.kv_type, context, engine.prefill_chunk, engine.max_batch, selector=selector)
 
 
@@ -243,6 +245,8 @@ def _beside_gpu(
     if checkpoint.config.why_not_on_gpu is not None:
         given = engine.gpu != "auto" or engine.vram
         raise RequestError(checkpoint.config.why_not_on_gpu + (": leave out --gpu and --vram" if given else ""))
+    if selection.in_experts:
+        raise RequestError("neurons inside experts are selected on the CPU alone so far: leave out --gpu or --selector")
     choose_device(gpu)
     profile = PreparedFile(PROFILE, checkpoint, engine.prepared)
     if selection.bundles is not None and not profile.exists():

@@ -13,16 +13,22 @@ __all__ = ["load", "rotations"]
 
 
 def load(
-    checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = silent, room: int | None = None
+    checkpoint: Checkpoint,
+    engine: EngineConfig,
+    progress: Progress = silent,
+    room: int | None = None,
+    *,
+    in_experts: bool = False,
 ) -> CpuExecutor:
     """Pack the weights and wire the model on the CPU.
 
     Memory beyond the packed weights stays within one layer's file pages.
     progress: called with ("loading weights", layers done, layers); room: bytes that the KV cache must not exceed,
-    enough for one context. ModelError for a checkpoint with tensors missing or left over, RequestError for options that
-    cannot be met.
+    enough for one context. in_experts: of experts that allow it, compute only the neurons that fire. ModelError for a
+    checkpoint with tensors missing or left over, RequestError for options that cannot be met.
     """
     executor = CpuExecutor(checkpoint.config, engine, rotations(checkpoint, engine), room=room)
+    executor.in_experts = in_experts
     try:
         wire(executor, checkpoint, progress)
         checkpoint.finish()

@@ -21,7 +21,7 @@ from powerinfer.formats.checkpoint import Checkpoint, RawTensor
 from powerinfer.models.attention import attend, project
 from powerinfer.models.builder import Builder, ExpertWeights, Matrix, Norm, OwnFfn, Vector, vector
 from powerinfer.models.delta_net import attend_gated, project_remembered, remember
-from powerinfer.models.experts import sum_experts
+from powerinfer.models.experts import select_early, sum_experts
 from powerinfer.models.ffn import sum_neurons
 from powerinfer.models.latent_attention import attend_latents, project_latents
 from powerinfer.progress import Progress
@@ -75,6 +75,10 @@ ATTENTIONS: dict[type, AttentionWiring] = {
 FFNS: dict[type, Callable[..., None]] = {FfnConfig: sum_neurons, ExpertsConfig: sum_experts}
 """How each kind of FFN is wired, by the class of `LayerConfig.ffn`: called with (device, checkpoint, layer, norm of
 what it reads, norm of what it adds, who else wires it: `OwnFfn` or None)."""
+
+
+BEFORE: dict[type, Callable[..., None]] = {ExpertsConfig: select_early}
+"""What a kind of FFN wires before attention, called with (device, checkpoint, layer)."""
 
 
 def wire(
@@ -134,6 +138,8 @@ def _layer(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, o
         ffn(*where, None, None, own)
         builder.normalise(layer, ffn_norm)
         return
+    if type(config.ffn) in BEFORE:
+        BEFORE[type(config.ffn)](*where)
     attention.attend(*where, attn_norm)
     if config.parallel:  # the FFN reads x before the result of attention is added to it
         ffn(*where, attn_norm if config.shared_norm else ffn_norm, ffn_out_norm, own)

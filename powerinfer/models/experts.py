@@ -15,6 +15,16 @@ if TYPE_CHECKING:
     from powerinfer import _native
 
 
+def select_early(executor: CpuExecutor, checkpoint: Checkpoint, layer: int) -> None:
+    """The layer's experts are selected from x as it is, where its router reads that."""
+    about = checkpoint.config.layers[layer].ffn
+    assert isinstance(about, ExpertsConfig)
+    if about.early_router:
+        name = f"layers.{layer}.router"
+        router = executor.matrix(_float32(checkpoint.take(name)))
+        executor.early_router(layer, router, vector(checkpoint, f"{name}_correction_bias"))
+
+
 def sum_experts(
     executor: CpuExecutor,
     checkpoint: Checkpoint,
@@ -42,10 +52,10 @@ def sum_experts(
     executor.experts(
         layer,
         norm,
-        executor.matrix(weights.router),
+        None if about.early_router else executor.matrix(weights.router),
         weights.experts(),
         [executor.matrix(tensor) for tensor in weights.shared],
-        correction=weights.correction,
+        correction=None if about.early_router else weights.correction,
         shared_weight=weights.shared_weight,
         router_bias=weights.router_bias,
         biases=weights.biases,

@@ -445,6 +445,21 @@ def _experts(
     return ModelConfig(family, width, vocab, context, 1e-6, tuple(LayerConfig(about, kind) for kind in kinds))
 
 
+def _smallthinker(
+    layers: int, width: int, heads: tuple[int, int], n_experts: int, top_k: int, everywhere: bool
+) -> ModelConfig:
+    """everywhere: all layers see the whole context and rotated positions; else every fourth sees the whole context and
+    no positions, and the others have a window."""
+    router = RouterConfig(top_k, scoring="sigmoid")
+    experts = ExpertsConfig(n_experts, 768, router, "relu", early_router=True)
+    base = _experts("smallthinker", layers, width, heads, experts, 151936, 32768)
+    about = AttentionConfig(*heads, 128, RopeConfig(1.5e6, 128))
+    full = about if everywhere else replace(about, rope=None)
+    local = about if everywhere else replace(about, window=4096)
+    kinds = tuple(LayerConfig(local if layer % 4 else full, experts) for layer in range(layers))
+    return replace(base, layers=kinds, tied_embeddings=everywhere)
+
+
 def _gpt_oss(layers: int, n_experts: int) -> ModelConfig:
     rope = RopeConfig(150000.0, 64, scaling="yarn", factor=32.0, original_context_length=4096, truncate=False)
     about = AttentionConfig(64, 8, 64, rope, qkv_bias=True, o_bias=True, sinks=True)
@@ -521,6 +536,8 @@ SHAPES: dict[str, ModelShape] = {
         ),
         FAMILIES["swiglu"],
     ),
+    "smallthinker-4b": ModelShape(_smallthinker(32, 1536, (12, 2), 32, 4, True), FAMILIES["reglu-7b"]),
+    "smallthinker-21b": ModelShape(_smallthinker(52, 2560, (28, 4), 64, 6, False), FAMILIES["reglu-7b"]),
     "glm-4.5-air": ModelShape(
         _experts(
             "glm4_moe", 46, 4096, (96, 8),

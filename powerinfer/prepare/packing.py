@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from powerinfer.errors import ModelError
 from powerinfer.formats.bundle_file import ACROSS, BundleFile, bundle_layouts, n_groups, open_bundles, write_bundles
+from powerinfer.formats.bundle_memory import by_group, transposed
 from powerinfer.formats.bundle_types import RowTypes, by_neuron, gate_and_up, tensor_name
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.quant import Bytes, Float32, as_q8_0, block_type, dequantize, quantize
@@ -161,10 +162,10 @@ class _Source:
         kind = block_type(self._type)
         columns = stored[:, begin // kind.block * kind.nbytes : end // kind.block * kind.nbytes]
         if self._type == self._into.type and self._type in FLOAT_TYPES:
-            return _transposed(np.ascontiguousarray(columns).view(np.uint16)).view(np.uint8), np.zeros(2)
+            return transposed(np.ascontiguousarray(columns).view(np.uint16)).view(np.uint8), np.zeros(2)
         if self._type == "Q4_0" and self._into.type == ACROSS:
-            return _by_group(columns), np.zeros(2)
-        return self._encoded(_transposed(dequantize(columns, self._type)))
+            return by_group(columns), np.zeros(2)
+        return self._encoded(transposed(dequantize(columns, self._type)))
 
     def _from_rows(self, stored: Bytes) -> tuple[Bytes, Squares]:
         if self._type == self._into.type:
@@ -177,7 +178,7 @@ class _Source:
         """Values, float32 [neurons, d_model], in the bundles' type, and the error; ModelError if it cannot hold one."""
         target = self._into.type
         if target == ACROSS:
-            values, target = _transposed(values), "Q4_0"
+            values, target = transposed(values), "Q4_0"
         try:
             data = quantize(values, target)
         except ModelError as error:
@@ -189,19 +190,4 @@ class _Source:
             raise ModelError(f"{self._where} has a weight that {target} cannot hold{hint}")
         wrong = np.square(back - values, dtype=np.float64).sum()
         squares = np.array([wrong, np.square(values, dtype=np.float64).sum()])
-        return (_by_group(data) if self._into.type == ACROSS else data), squares
-
-
-def _transposed(matrix: NDArray[Any]) -> NDArray[Any]:
-    """[n, m] -> [m, n], contiguous; in strips, for locality."""
-    rows, cols = matrix.shape
-    out = np.empty((cols, rows), matrix.dtype)
-    for at in range(0, rows, 64):
-        out[:, at : at + 64] = matrix[at : at + 64].T
-    return out
-
-
-def _by_group(blocks: Bytes) -> Bytes:
-    """Blocks of Q4_0, uint8 [d_model, groups * 18], group by group: [groups, d_model * 18]."""
-    rows = len(blocks)
-    return np.ascontiguousarray(blocks.reshape(rows, -1, 18).transpose(1, 0, 2)).reshape(-1, rows * 18)
+        return (by_group(data) if self._into.type == ACROSS else data), squares

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from powerinfer.config import EngineConfig
 from powerinfer.progress import Progress, silent
 from powerinfer.sparsity import Sparsity
+from powerinfer.sparsity.selection import ASKED
 from powerinfer.system import Disturbance
 
 if TYPE_CHECKING:
@@ -86,6 +87,50 @@ class CpuSparsity(Sparsity):
         return round(total)
 
 
+class ExpertSparsity(Sparsity):
+    """Of a model whose experts, or some of them, are computed by neuron."""
+
+    def __init__(self, selector: str, executor: CpuExecutor) -> None:
+        self.selector = selector
+        self._executor = executor
+        self._layers = executor.expert_ffns
+
+    def report(self) -> dict[str, Any]:
+        """As of `CpuSparsity`; fractions are of the neurons of the selected experts."""
+        counts = {layer: ffn.counts() for layer, ffn in self._layers.items()}
+        ways = {"ways": {"1": "exact", "32": "exact"}, "reason": ASKED}
+        layers = [{"layer": layer, **ways, **_rates(own)} for layer, own in counts.items()]
+        totals = {name: sum(own[name] for own in counts.values()) for name in (*_COUNTED, "neurons")}
+        whole = _rates(totals) | {"tokens": max(own["tokens"] for own in counts.values())}
+        if whole["tokens"]:
+            whole["bytes_per_token"] = sum(layer["bytes_per_token"] or 0 for layer in layers)
+        return {"selector": self.selector, "layers": layers, **whole}
+
+    def way(self, layer: int) -> str:
+        return "exact" if layer in self._layers else "dense"
+
+    def clear(self) -> None:
+        for ffn in self._layers.values():
+            ffn.sum.clear()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Every neuron of the selected experts is computed inside the context."""
+        for ffn in self._layers.values():
+            ffn.op.set_whole(True)
+        try:
+            yield
+        finally:
+            for ffn in self._layers.values():
+                ffn.op.set_whole(False)
+
+    def bytes_per_token(self, dense: int | None) -> int | None:
+        if dense is None:
+            return None
+        every = [(ffn.counts(), ffn.nbytes) for ffn in self._layers.values()]
+        return round(dense + sum(own["bytes"] / own["tokens"] - whole for own, whole in every if own["tokens"]))
+
+
 _COUNTED = ("tokens", "active", "candidates", "bytes", "sampled_tokens", "sampled_active", "sampled_found")
 
 
@@ -114,6 +159,9 @@ def attach(
 
     sample: returns the token ids of a text, for the trial. Notes the result in `executor.choices`.
     """
+    if selection.in_experts:
+        executor.choices["selector"] = f"{selection.selector} inside experts ({selection.why})"
+        return ExpertSparsity(selection.selector, executor)
     if selection.bundles is None:
         executor.choices["selector"] = f"all ({selection.why})"
         return Sparsity()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from powerinfer.config import EngineConfig, ModelConfig
+from powerinfer.config import EngineConfig, ExpertsConfig, ModelConfig
 from powerinfer.errors import RequestError
 from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PROFILE, PreparedFile
 from powerinfer.formats.profile_file import open_profile
@@ -36,7 +36,8 @@ class Selection:
 
     why: the reason, for people; thresholds: magnitudes up to which activations count as zero (CATS, arXiv 2404.08763),
     of each layer, () for 0; bundles: of the neurons, None for the selector `all`; predictors: gives the predictor of a
-    layer, None: the selector has none; files: the prepared files in use.
+    layer, None: the selector has none; files: the prepared files in use. in_experts: it selects neurons inside experts,
+    for which nothing is prepared.
     """
 
     selector: str
@@ -45,6 +46,7 @@ class Selection:
     bundles: BundleFile | None = None
     predictors: Callable[[int], Weights] | None = None
     files: tuple[Path, ...] = ()
+    in_experts: bool = False
 
     def threshold(self, layer: int) -> float:
         """The magnitude up to which activations of a layer count as zero."""
@@ -59,6 +61,26 @@ def check_neurons(config: ModelConfig, what: str) -> None:
     """RequestError if the model has FFNs whose neurons are not told apart. what: needs them; the error begins so."""
     if config.why_whole is not None:
         raise RequestError(f"{what}: {config.why_whole}; the model runs with --selector all")
+
+
+def check_experts(selector: str, checkpoint: Checkpoint) -> None:
+    """RequestError if the selector cannot select neurons inside the experts of a model."""
+    from powerinfer.devices.cpu_experts import ROW_TYPES
+
+    config = checkpoint.config
+    if config.why_whole_experts is not None:
+        raise RequestError(f"selector {selector}: {config.why_whole_experts}; the model runs with --selector all")
+    if selector != "exact":
+        raise RequestError(f"selector {selector}: not inside experts so far; use --selector exact or all")
+    for layer, about in enumerate(layer.ffn for layer in config.layers):
+        if isinstance(about, ExpertsConfig) and about.why_whole is None:
+            for name in ("up", "down"):
+                kind = checkpoint.taken_type(f"layers.{layer}.experts_{name}")
+                if kind not in ROW_TYPES:
+                    raise RequestError(
+                        f"selector exact: experts of type {kind} have no rows of single neurons (only "
+                        f"{', '.join(ROW_TYPES)}); take the model in one of these, or use --selector all"
+                    )
 
 
 def check_suited(selector: str, config: ModelConfig) -> None:
@@ -118,6 +140,9 @@ def select(checkpoint: Checkpoint, engine: EngineConfig, lacking: str | None = N
     name, why = choose(checkpoint, engine, lacking)
     if (name, engine.selector) == ("all", "auto"):
         return Selection(name, why)
+    if name != "all" and any(isinstance(layer.ffn, ExpertsConfig) for layer in checkpoint.config.layers):
+        check_experts(name, checkpoint)
+        return Selection(name, why, in_experts=True)
     if name != "all":
         check_neurons(checkpoint.config, f"selector {name}")
     thresholds = _thresholds(checkpoint, engine, name)

@@ -1,0 +1,69 @@
+"""Experts of the CPU's executor whose neurons are told apart: gates as matrices, up and down as bundles.
+
+The weights rest once: prompts repack the bundles of an expert, a few panels at a time, for the kernels of matrices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from powerinfer import _native
+from powerinfer.config import ExpertsConfig
+from powerinfer.formats.bundle_file import ACROSS, n_groups
+from powerinfer.formats.bundle_memory import by_group, own_pages, transposed
+from powerinfer.formats.quant import Bytes
+from powerinfer.formats.tensors import RawTensor
+from powerinfer.kernels import cpu
+from powerinfer.neurons import BundleLayout
+
+ROW_TYPES = ("F16", "BF16", "Q4_0")
+"""Types of up and down that bundles hold without loss."""
+
+
+@dataclass(frozen=True)
+class ExpertFfn:
+    """The FFN of a layer of experts, their neurons as bundles. op: the operator; sum: what counts its sparse steps."""
+
+    op: _native.Experts
+    sum: _native.NeuronSum
+    layout: BundleLayout
+    gate_row: float  # bytes of a neuron's gate
+    neurons: int  # of a token's experts
+    nbytes: int  # read for a token where every neuron of its experts is computed
+
+    def counts(self) -> dict[str, int]:
+        """As `CpuFfn.counts`; neurons: of the experts of all tokens."""
+        counts = dict(self.sum.counts())
+        sizes = (self.gate_row, self.layout.gate_bytes, self.layout.down_bytes, self.layout.shared_bytes)
+        rows = [counts.pop(name) for name in ("first_rows", "up_rows", "down_rows", "shared_scales")]
+        counts["bytes"] = round(sum(number * nbytes for number, nbytes in zip(rows, sizes, strict=True)))
+        return counts | {"neurons": counts["tokens"] * self.neurons} | dict.fromkeys(_SAMPLES, 0)
+
+
+_SAMPLES = ("sampled_tokens", "sampled_active", "sampled_found")  # of predictors
+
+
+def bundle(
+    about: ExpertsConfig, d_model: int, up: RawTensor, down: RawTensor, threads: int
+) -> tuple[BundleLayout, Bytes]:
+    """All experts as bundles without gates: uint8 [groups, bytes of a group].
+
+    up, down: of all experts, [experts, out, in], of types in `ROW_TYPES`.
+    """
+    neurons = about.n_experts * about.size
+    down_type = ACROSS if down.type == "Q4_0" else down.type
+    up_bytes, _ = cpu.bundle_row_bytes(up.type, d_model)
+    layout = BundleLayout(d_model, False, up.type, down_type, up_bytes, *cpu.bundle_row_bytes(down_type, d_model))
+    groups = own_pages(n_groups(neurons) * layout.group_bytes).reshape(-1, layout.group_bytes)
+    cpu.pack_bundle_rows(up.type, "dot", neurons, d_model, up.data, groups, layout.pitch, layout.up_at, threads)
+    each = n_groups(about.size)
+    stored = down.data.reshape(about.n_experts, d_model, -1)
+    for expert in range(about.n_experts):
+        columns = stored[expert]
+        turned = by_group(columns) if down_type == ACROSS else transposed(columns.view(np.uint16)).view(np.uint8)
+        own = groups[expert * each : (expert + 1) * each]
+        data = np.ascontiguousarray(turned).reshape(-1)
+        cpu.pack_bundle_rows(down_type, "add", about.size, d_model, data, own, layout.pitch, layout.down_at, threads)
+    return layout, groups

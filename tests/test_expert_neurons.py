@@ -1,0 +1,177 @@
+"""Selector `exact` inside experts: the answers of whole experts, from weights that rest once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf_bytes import F32, STRING
+from model_files import FF, LAYERS, D, experts_gguf
+
+from powerinfer import LLM, RequestError, SamplingParams, _native
+from powerinfer.cli.main import main
+from powerinfer.config import EngineConfig, ExpertsConfig, RouterConfig
+from powerinfer.devices import Batch
+from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.quant import quantize
+from powerinfer.models import load
+
+TOKENS = 75  # as a prompt more than what is computed sparsely, and whole steps of those otherwise
+TYPES = {"F16": 1, "BF16": 30, "Q4_0": 2, "Q8_0": 8}
+ALLOWED = {"F16": 1e-5, "BF16": 0.004, "Q4_0": 1e-5}  # of the logits; whole experts round h to bfloat16
+ACTIVATIONS = ("relu", "relu2", "fatrelu", "drelu")
+
+
+def model(folder: Path, kind: str = "F16", activation: str = "relu", **change: Any) -> Path:
+    builder = experts_gguf(**change).add("llama.hidden_act", STRING, activation)
+    if activation == "fatrelu":
+        builder.add("llama.hidden_act_param", F32, 0.1)
+    for tensor in [one for one in builder.tensors if "_exps" in one.name]:
+        builder.tensors.remove(tensor)
+        values = np.frombuffer(tensor.data, np.float32).reshape(tensor.dims[::-1])
+        values = values * np.float32(20 if "down" in tensor.name else 1)  # else attention hides what experts add
+        stored = values if kind == "F32" else quantize(values.reshape(-1, values.shape[-1]), kind)
+        builder.tensor(tensor.name, stored, TYPES.get(kind, 0), list(tensor.dims))
+    return builder.write(folder / f"{kind}-{activation}.gguf")
+
+
+def opened(path: Path, *, exact: bool, threads: int = 2, level: str | None = None) -> CpuExecutor:
+    engine = EngineConfig(threads=threads, context=128, kv_type="f32", prefill_chunk=TOKENS, isa=level)
+    return load(open_checkpoint(path), engine, in_experts=exact)
+
+
+def logits(executor: CpuExecutor, step: int) -> np.ndarray:
+    """[TOKENS, vocab] of one sequence, fed `step` tokens at a time."""
+    tokens = np.random.default_rng(3).integers(0, executor.vocab_size, TOKENS).astype(np.int32)
+    pages = np.arange(executor.n_pages, dtype=np.int32)[None]
+    results = []
+    for at in range(0, TOKENS, step):
+        span = np.arange(at, min(at + step, TOKENS), dtype=np.int32)
+        rows = np.arange(len(span), dtype=np.int32)
+        results.append(executor.forward(Batch(tokens[span], span, np.zeros_like(rows), pages, rows)).copy())
+    return np.concatenate(results)
+
+
+def far(found: np.ndarray, expected: np.ndarray) -> float:
+    """Relative error of nine of ten positions: where rounding decides which experts are selected, one is far off."""
+    errors = np.sqrt(np.square(found - expected).mean(1) / np.square(expected).mean(1))
+    return float(np.quantile(errors, 0.9))
+
+
+@pytest.mark.parametrize("kind", ALLOWED)
+@pytest.mark.parametrize("level", _native.levels())
+def test_prompts_have_the_bits_of_whole_experts(kind: str, level: str, tmp_path: Path) -> None:
+    """The bundles become the panels that the file's matrices would."""
+    path = model(tmp_path, kind)
+    whole, exact = (opened(path, exact=one, level=level) for one in (False, True))
+    assert sorted(exact.expert_ffns) == list(range(LAYERS)) and not whole.expert_ffns
+    assert np.array_equal(logits(exact, TOKENS), logits(whole, TOKENS))
+    for ffn in exact.expert_ffns.values():
+        assert ffn.counts()["steps"] == 0
+        ffn.op.set_whole(True)
+    assert np.array_equal(logits(exact, 25), logits(whole, 25)), "the selector is suspended"
+    for one in (whole, exact):
+        one.close()
+
+
+@pytest.mark.parametrize("step", [1, 25])
+@pytest.mark.parametrize("kind", ALLOWED)
+@pytest.mark.parametrize("level", _native.levels())
+def test_small_steps_compute_what_fires(kind: str, level: str, step: int, tmp_path: Path) -> None:
+    path = model(tmp_path, kind)
+    whole, exact = (opened(path, exact=one, level=level) for one in (False, True))
+    expected = logits(whole, step)
+    assert far(logits(exact, step), expected) <= ALLOWED[kind]
+    for ffn in exact.expert_ffns.values():
+        counts = ffn.counts()
+        assert counts["tokens"] == TOKENS and counts["neurons"] == TOKENS * 2 * FF
+        assert 0.3 < counts["active"] / counts["neurons"] < 0.7, "half of random gates fire"
+        assert counts["bytes"] < ffn.nbytes * TOKENS if step == 1 else counts["steps"] == TOKENS // step
+    for one in (whole, exact):
+        one.close()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_that_can_be_zero(activation: str, tmp_path: Path) -> None:
+    path, other = model(tmp_path, activation=activation), model(tmp_path, activation="silu")
+    results = []
+    for file, exact in ((path, False), (path, True), (other, False)):
+        executor = opened(file, exact=exact, threads=3)
+        results.append(logits(executor, 5))
+        executor.close()
+    assert far(results[1], results[0]) <= ALLOWED["F16"] < 0.01 < far(results[2], results[0])
+
+
+def test_weights_rest_once(tmp_path: Path) -> None:
+    executor = opened(model(tmp_path, "Q4_0"), exact=True)
+    for ffn in executor.expert_ffns.values():
+        stored = 4 * 3 * FF * D * 18 // 32
+        held = 4 * FF * (ffn.gate_row + ffn.layout.stride)
+        assert stored <= held <= 2.5 * stored, "rows this short are mostly padding"
+    executor.close()
+
+
+def test_numbers_that_are_none_stay_in_their_token(tmp_path: Path) -> None:
+    executor = opened(model(tmp_path), exact=True)
+    rows = np.arange(3, dtype=np.int32)  # of three sequences
+    batch = Batch(rows + 1, np.zeros(3, np.int32), rows, rows[:, None].copy(), np.empty(0, np.int32))
+    executor.embedded(batch)[1] = np.nan
+    executor.finish(batch)
+    assert np.isfinite(executor.hidden_states(rows)).all(axis=1).tolist() == [True, False, True]
+    executor.close()
+
+
+def test_a_model_says_what_it_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = model(tmp_path)
+    settings = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+    with LLM(path, gpu="none", threads=2, selector="all") as llm:
+        expected, dense = llm.generate("ab", settings).token_ids, llm.bytes_per_token
+    with LLM(path, gpu="none", threads=2, selector="exact") as llm:
+        assert llm.generate("ab", settings).token_ids == expected
+        report = llm.sparsity
+        assert report is not None and report["selector"] == "exact" and report["tokens"] >= 8
+        assert 0.3 < report["active_fraction"] < 0.7 and len(report["layers"]) == LAYERS
+        assert llm.bytes_per_token is not None and dense is not None and llm.bytes_per_token < dense
+    text = tmp_path / "text.txt"
+    text.write_text("ab ba " * 40)
+    flags = ["--selector", "exact", "--file", str(text), "--context", "32", "--gpu", "none", "--json"]
+    assert main(["eval", "agreement", "-m", str(path), *flags]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["mean_kl"] < 1e-6 and 0.3 < result["active_fraction"] < 0.7
+    few = ["--prompt-tokens", "8", "--gen-tokens", "4", "--repeat", "1"]
+    assert main(["bench", "-m", str(path), "--selector", "exact", "--gpu", "none", *few]) == 0
+
+
+@pytest.mark.parametrize(
+    ("made", "selector", "why"),
+    [
+        ({"kind": "Q8_0"}, "exact", "experts of type Q8_0 have no rows of single neurons"),
+        ({"kind": "F32"}, "exact", "experts of type F32"),
+        ({}, "predicted", "selector predicted: not inside experts so far; use --selector exact or all"),
+        ({"activation": "silu"}, "exact", "never exactly zero"),
+    ],
+)
+def test_what_is_refused(made: dict[str, Any], selector: str, why: str, tmp_path: Path) -> None:
+    path = model(tmp_path, **made)
+    with pytest.raises(RequestError, match=why):
+        LLM(path, gpu="none", threads=1, selector=selector)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"activation": "silu"}, "silu is never exactly zero"),
+        ({"gated": False}, "without a gate"),
+        ({"shared_size": 8}, "a shared expert"),
+        ({"size": 40}, "40 neurons of an expert are not whole groups of 32"),
+        ({}, None),
+    ],
+)
+def test_experts_that_are_computed_whole(change: dict[str, Any], why: str | None) -> None:
+    settings: dict[str, Any] = {"n_experts": 4, "size": 64, "router": RouterConfig(2), "activation": "relu"} | change
+    found = ExpertsConfig(**settings).why_whole
+    assert found is None if why is None else why in str(found)
