@@ -19,6 +19,7 @@ from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.quant import quantize
 from powerinfer.models import load
+from powerinfer.sparsity.selection import auto
 
 TOKENS = 75  # as a prompt more than what is computed sparsely, and whole steps of those otherwise
 TYPES = {"F16": 1, "BF16": 30, "Q4_0": 2, "Q8_0": 8}
@@ -128,6 +129,7 @@ def test_numbers_that_are_none_stay_in_their_token(tmp_path: Path) -> None:
 def test_a_model_says_what_it_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = model(tmp_path)
     settings = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+    assert auto(open_checkpoint(path).config)[1].startswith("--selector exact skips")
     with LLM(path, gpu="none", threads=2, selector="all") as llm:
         expected, dense = llm.generate("ab", settings).token_ids, llm.bytes_per_token
     with LLM(path, gpu="none", threads=2, selector="exact") as llm:

@@ -125,3 +125,14 @@ def test_random_experts_fire_as_often_as_asked(tmp_path: Path, monkeypatch: pyte
         llm.generate([list(range(5, 95))], SamplingParams(max_tokens=30, temperature=1.0, seed=1, ignore_eos=True))
         report = llm.sparsity
         assert report is not None and 0.05 < report["active_fraction"] < 0.16
+
+
+@pytest.mark.parametrize("name", [name for name in expert_models.CONFIGS if expert_models.in_folders(name)])
+def test_random_models_of_experts_as_folders(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(expert_models.CONFIGS, name, small(expert_models.CONFIGS[name]))
+    monkeypatch.setattr(sys, "argv", ["script", str(tmp_path / "m"), "--shape", name, "--layers", "3"])
+    expert_models.main()
+    found, wanted = open_checkpoint(tmp_path / "m").config, expert_models.CONFIGS[name]
+    assert found.layers == wanted.layers and found.tied_embeddings == wanted.tied_embeddings
+    with LLM(tmp_path / "m", gpu="none", threads=1, context=64) as llm:
+        assert llm.generate("Hi", SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)).token_ids

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats import bpe
-from powerinfer.formats.tokenizer import Tokenizer
+from powerinfer.formats.tokenizer import Added, Tokenizer, ends_of_generation
 from powerinfer.formats.tokenizer_folder import tokenizer_from_folder
 from powerinfer.formats.tokenizer_gguf import tokenizer_from_gguf
 
@@ -468,6 +468,14 @@ def test_every_end_of_generation_token_counts() -> None:
     tokenizer = tokenizer_from_gguf(metadata)
     assert tokenizer.eos_ids == {ids["<|end|>"], ids["<|im_start|>"], ids["<|im_end|>"]}
     assert tokenizer.eos_id == ids["<|end|>"]
+
+
+def test_a_message_of_gpt_oss_ends_no_generation() -> None:
+    names = ["<|end|>", "<|return|>", "<|call|>", "<|im_end|>"]
+    added = [Added(name, at, special=True) for at, name in enumerate(names)]
+    assert ends_of_generation(added) == {1, 2, 3}
+    assert ends_of_generation(added[:2]) == {0, 1}
+    assert ends_of_generation([Added("<|call|>", 7, special=False)]) == set()
 
 
 def test_a_folder_says_what_ends_a_generation_and_how_to_chat(tmp_path: Path) -> None:

@@ -1,9 +1,14 @@
 """Make a model of experts (MoE) with random weights, in the shape of one that people run.
 
     python -m benchmarks.models.expert_models OUT.gguf --shape qwen3-30b-a3b --layers 8 --type q4_0
+    python -m benchmarks.models.expert_models FOLDER --shape smallthinker-4b --layers 4
+
+An OUT that does not end in .gguf is a Hugging Face folder, in F16.
 
 Random weights say nothing about quality; the work they make is that of real ones: the router selects as many experts of
-the same sizes, and about as many different ones for a batch, since its choices are independent of each other.
+the same sizes, and about as many different ones for a batch, since its choices are independent of each other. With
+--skew S some experts are selected more often, by a power law with that exponent, and with --locality L, from 0 to less
+than 1, tokens tend to select what the tokens before them did: routing.py says how. `powerinfer profile` measures both.
 --layers cuts the model, so that it fits small machines, and so does --vocab. Embedding and head are Q8_0 or as --head
 says, norms and routers F32; with mxfp4 all but the experts is Q8_0, as in published files. --active gives the share of
 neurons inside experts that fire for a token, of models whose activation can be zero. A file that exists is kept; for
@@ -24,6 +29,8 @@ from statistics import NormalDist
 import gguf
 import numpy as np
 
+from benchmarks.models import expert_folders
+from benchmarks.models.routing import Routing
 from benchmarks.models.speed_models import write_tokenizer
 from powerinfer.config import RECTIFIED, ExpertsConfig, LatentAttentionConfig, ModelConfig, Shape
 from powerinfer.formats.gguf_model import NAMES
@@ -56,12 +63,20 @@ CONFIGS = {name: replace(SHAPES[name].config, architecture=own) for name, own in
 @dataclass(frozen=True)
 class Weights:
     """kind, head: types of the layers' matrices, and of embedding and head; active: of the neurons of an expert, the
-    share that fires, None: as it comes."""
+    share that fires, None: as it comes; skew, locality: of the routers, as of `Routing`."""
 
     kind: str
     head: str = "q8_0"
     active: float | None = None
     seed: int = SEED
+    skew: float = 0.0
+    locality: float = 0.0
+
+    def routing(self, config: ModelConfig) -> Routing:
+        """What makes the routers of a model so. ValueError where that cannot be."""
+        if self.active is not None and (self.skew or self.locality):
+            raise ValueError("--active cannot be combined with --skew or --locality")
+        return Routing(config, self.skew, self.locality)
 
 
 CARRIED = 0.5
@@ -88,22 +103,23 @@ def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     yield from found.items()
 
 
-def kind_of(name: str, dims: Shape, about: Weights) -> str:
+def kind_of(name: str, dims: Shape, about: Weights, routing: Routing) -> str:
     """The type of a tensor: a name of `quant.BLOCK_TYPES`."""
     if len(dims) == 1 or name.endswith(("ffn_gate_inp.weight", "ssm_conv1d.weight", ".bias")):
         return "F32"
-    if about.kind == "mxfp4" and "_exps" not in name:
+    if routing.precise(name) or (about.kind == "mxfp4" and "_exps" not in name):
         return "Q8_0"
     return (about.head if name in ("token_embd.weight", "output.weight") else about.kind).upper()
 
 
 def write(path: Path, config: ModelConfig, about: Weights) -> None:
     """Write the file, a piece in memory at a time."""
+    routing = about.routing(config)
     beside = path.with_name(path.name + ".part")
     writer = gguf.GGUFWriter(beside, config.architecture)
     _metadata(writer, config)
     for name, dims in tensors(config):
-        own = kind_of(name, dims, about)
+        own = kind_of(name, dims, about, routing)
         stored = (*dims[:-1], block_type(own).row_bytes(dims[-1]))
         dtype, raw = (np.dtype(np.float32), None) if own == "F32" else (np.dtype(np.uint8), TYPES[own.lower()])
         writer.add_tensor_info(name, dims if raw is None else stored, dtype, int(np.prod(stored)), raw)
@@ -112,8 +128,8 @@ def write(path: Path, config: ModelConfig, about: Weights) -> None:
     writer.write_ti_data_to_file()
     rng = np.random.default_rng(about.seed)
     for name, dims in tensors(config):
-        own = kind_of(name, dims, about)
-        values = _values(rng, name, dims, config, about)
+        own = kind_of(name, dims, about, routing)
+        values = _values(rng, name, dims, about, routing)
         parts = [part if own == "F32" else quantize(part, own) for part in values]
         writer.write_tensor_data(np.concatenate(parts).reshape(*dims[:-1], -1))
         print(f"\r{name:40}", end="", file=sys.stderr)
@@ -122,22 +138,27 @@ def write(path: Path, config: ModelConfig, about: Weights) -> None:
     os.replace(beside, path)
 
 
-def _values(
-    rng: np.random.Generator, name: str, dims: Shape, config: ModelConfig, about: Weights
-) -> Iterator[np.ndarray]:
+def write_folder(path: Path, config: ModelConfig, about: Weights) -> None:
+    """The same as a Hugging Face folder. config: with the family of folders as its architecture."""
+    rng, routing = np.random.default_rng(about.seed), about.routing(config)
+    made = {name: _values(rng, NAMES(name), shape, about, routing) for name, shape in shapes(config)}
+    expert_folders.write_folder(path, config, made)
+
+
+def _values(rng: np.random.Generator, name: str, dims: Shape, about: Weights, routing: Routing) -> Iterator[np.ndarray]:
     """Rows of a tensor, float32, in pieces. Norms are all ones; products of a matrix are about as large as what it
     reads, and small where they add up."""
     if name.endswith("ssm_a"):  # states forget half of what they hold within a few tokens, or within hundreds
         yield -np.geomspace(0.001, 1, *dims, dtype=np.float32)
         return
     if len(dims) == 1:
-        yield np.full(dims, 0.0 if name.endswith("bias") else 1.0, np.float32)
+        yield routing.vector(name, np.full(dims, 0.0 if name.endswith("bias") else 1.0, np.float32))
         return
     cols = dims[-1]
     deviation = 1.0 if name == "token_embd.weight" else cols**-0.5
     writes = ("output" in name and "blk" in name) or "down" in name or "ssm_out" in name
     if writes:
-        deviation /= (2 * config.n_layers) ** 0.5
+        deviation /= (2 * routing.config.n_layers) ** 0.5
     rows = int(np.prod(dims[:-1]))
     step = dims[-2] if about.active is not None and writes else max(1, PIECE // cols)
     carried = signs(dims[-2] if writes else cols)
@@ -151,7 +172,7 @@ def _values(
             elif "ffn_gate_exps" in name:
                 values -= (values @ carried / cols)[:, None] * carried
                 values -= np.float32(NormalDist().inv_cdf(1 - about.active) / CARRIED / cols) * carried
-        yield values
+        yield routing.rows(name, values, first)
 
 
 def _metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
@@ -224,15 +245,24 @@ def _latents(writer: gguf.GGUFWriter, attention: LatentAttentionConfig) -> None:
     writer.add_rope_scaling_yarn_log_mul((gain - 1) / math.log(rope.factor))
 
 
+def in_folders(shape: str) -> bool:
+    """Whether a model of that shape can be written as a folder."""
+    return SHAPES[shape].config.architecture in expert_folders.CLASSES
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, metavar="OUT.gguf")
+    parser.add_argument("out", type=Path, metavar="OUT", help="NAME.gguf, or a folder")
     parser.add_argument("--shape", choices=tuple(CONFIGS), default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, metavar="N", help="default: all")
     parser.add_argument("--vocab", type=int, metavar="N", help="default: the shape's own")
     parser.add_argument("--type", choices=tuple(TYPES), default="q4_0", help="of the layers' matrices")
     parser.add_argument("--head", choices=tuple(TYPES), default="q8_0", help="of embedding and head")
     parser.add_argument("--active", type=float, metavar="F", help="share of the neurons of an expert that fire")
+    parser.add_argument("--skew", type=float, default=0.0, metavar="S", help="exponent of the experts' use (default 0)")
+    parser.add_argument(
+        "--locality", type=float, default=0.0, metavar="L", help="share that changes slowly (default 0)"
+    )
     arguments = parser.parse_args()
     config = CONFIGS[arguments.shape]
     if arguments.layers is not None:
@@ -248,11 +278,22 @@ def main() -> None:
             parser.error(f"--active: the activation {config.layers[-1].ffn.activation} is never exactly zero")
     if all(layer.attention.rope is None for layer in config.layers):
         parser.error(f"--layers must be larger: the first {config.n_layers} have no attention")
+    family = SHAPES[arguments.shape].config.architecture
+    if arguments.out.suffix != ".gguf" and not in_folders(arguments.shape):
+        parser.error(f"no folders of {family} are written: name a .gguf file")
+    about = Weights(arguments.type, arguments.head, arguments.active, skew=arguments.skew, locality=arguments.locality)
+    try:
+        about.routing(config)
+    except ValueError as error:
+        parser.error(str(error))
     if arguments.out.exists():
         print(f"{arguments.out} exists already: kept", file=sys.stderr)
         return
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    write(arguments.out, config, Weights(arguments.type, arguments.head, arguments.active))
+    if arguments.out.suffix == ".gguf":
+        write(arguments.out, config, about)
+    else:
+        write_folder(arguments.out, replace(config, architecture=family), about)
 
 
 if __name__ == "__main__":

@@ -216,8 +216,8 @@ def write_folder(path: Path, plan: Plan, kind: str, progress: Progress, shard_by
     beside = path.with_name(path.name + ".part")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    _write_json(beside / "config.json", _config(plan, kind))
-    _write_tokenizer_files(beside, plan)
+    write_json(beside / "config.json", _config(plan, kind))
+    write_tokenizer_files(beside, plan.vocab)
     weights = Weights(plan)
     shards = _shards(plan, kind, shard_bytes)
     places = {}
@@ -228,7 +228,7 @@ def write_folder(path: Path, plan: Plan, kind: str, progress: Progress, shard_by
         places |= dict.fromkeys((hf for hf, _, _ in shard), name)
     if len(shards) > 1:
         total = sum(_nbytes(shape, kind) for _, shape in file_tensors(plan))
-        _write_json(beside / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
+        write_json(beside / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
     os.replace(beside, path)
 
 
@@ -335,13 +335,13 @@ def _falcon_config(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _write_tokenizer_files(folder: Path, plan: Plan) -> None:
+def write_tokenizer_files(folder: Path, vocab: int) -> None:
     """The vocabulary of the GGUF file as tokenizer.json."""
-    tokens, _, merges = vocabulary(plan.vocab)
+    tokens, _, merges = vocabulary(vocab)
     special = dict(zip(("unk_token", "bos_token", "eos_token"), tokens, strict=False))
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    _write_json(
+    write_json(
         folder / "tokenizer.json",
         {
             "version": "1.0",
@@ -355,8 +355,8 @@ def _write_tokenizer_files(folder: Path, plan: Plan) -> None:
             "model": {"type": "BPE", "vocab": {token: id for id, token in enumerate(tokens)}, "merges": merges},
         },
     )
-    _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **special})
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **special})
 
 
-def _write_json(path: Path, document: dict[str, Any]) -> None:
+def write_json(path: Path, document: dict[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

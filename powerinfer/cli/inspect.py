@@ -3,11 +3,12 @@
 JSON: name, architecture, source, path, file_bytes, parameters, sizes (n_layers, d_model, heads, ...; heads that differ
 are lists, of every layer), layers (each kind of layer: numbers of the layers, and what `LayerConfig` says),
 quantisation (main type, bytes by type), tokenizer (null: none), chat_template, notes, fingerprint, choices (chosen and
-why), prepared (folder; profile, predictor, bundles and the newest plan, each null if missing: path, bytes, stale (null,
-or why it cannot be used), and if it can, tokens, corpora, active_fraction, hot_share (of the neurons, that carry 80 %
-of activations) and thresholds of a profile, type, layers and training of a predictor, types of bundles, selector,
-policy, hardware, budgets, context, batch, fits, mass_on_gpu and decode_tok_s (estimated) of a plan; report: path of its
-page).
+why), prepared (folder; profile, expert_profile, predictor, bundles and the newest plan, each null if missing: path,
+bytes, stale (null, or why it cannot be used), and if it can, tokens, corpora, active_fraction, hot_share (of the
+neurons, that carry 80 % of activations) and thresholds of a profile, tokens, corpora, top_25 (share of the selections
+of the most frequent quarter of the experts), gini, reuse and slots (share of the experts that have one: predicted hits
+of static and lru) of an expert profile, type, layers and training of a predictor, types of bundles, selector, policy,
+hardware, budgets, context, batch, fits, mass_on_gpu and decode_tok_s (estimated) of a plan; report: path of its page).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from powerinfer.progress import Progress
 
 if TYPE_CHECKING:
     from powerinfer.config import LayerConfig, ModelConfig, RopeConfig
+    from powerinfer.experts import ExpertProfile
     from powerinfer.formats.bundle_file import BundleFile
     from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.formats.predictor_file import PredictorFile
@@ -106,14 +108,21 @@ def prepared(checkpoint: Checkpoint, option: str | None) -> dict[str, Any]:
     from powerinfer.report.writing import PAGE, report_folder
 
     details: dict[str, Callable[[Any], dict[str, Any]]]
-    details = {"profile": _profile, "predictor": _predictor, "bundles": _bundles, "plan": _plan}
+    details = {
+        "profile": _profile,
+        "expert_profile": _experts,
+        "predictor": _predictor,
+        "bundles": _bundles,
+        "plan": _plan,
+    }
     document: dict[str, Any] = {"folder": str(prepared_folder(checkpoint.path, option))}
     for one in findings(checkpoint, option):
-        document[one.noun] = None
+        name = one.noun.replace(" ", "_")
+        document[name] = None
         if one.path is not None:
-            document[one.noun] = {"path": str(one.path), "bytes": one.path.stat().st_size, "stale": one.stale}
-        if one.value is not None and one.noun in details:
-            document[one.noun] |= details[one.noun](one.value)
+            document[name] = {"path": str(one.path), "bytes": one.path.stat().st_size, "stale": one.stale}
+        if one.value is not None and name in details:
+            document[name] |= details[name](one.value)
     page = report_folder(checkpoint.path, option) / PAGE
     document["report"] = str(page) if page.is_file() else None
     return document
@@ -128,6 +137,23 @@ def _profile(profile: Profile) -> dict[str, Any]:
         "active_fraction": profile.active_fraction(),
         "hot_share": profile.hot_share(mass=MASS),
         "thresholds": None if profile.thresholds is None else list(profile.thresholds),
+    }
+
+
+def _experts(profile: ExpertProfile) -> dict[str, Any]:
+    from powerinfer.placement.expert_slots import curve
+
+    curves = {name: list(curve(profile, name, 5)) for name in ("static", "lru")}
+    return {
+        "tokens": profile.tokens,
+        "corpora": list(profile.corpora),
+        "top_25": profile.share_of_top(0.25),
+        "gini": profile.mean("gini"),
+        "reuse": profile.mean("reuse"),
+        "slots": [
+            {"share": static[0], "static": static[1], "lru": lru[1]}
+            for static, lru in zip(curves["static"], curves["lru"], strict=True)
+        ][1:-1],
     }
 
 
@@ -205,23 +231,41 @@ def _attention(sizes: dict[str, Any]) -> str:
 
 
 def _prepared_lines(document: dict[str, Any]) -> dict[str, str]:
-    said = {"profile": _profile_line, "predictor": _predictor_line, "bundles": _bundles_line, "plan": _plan_line}
+    said = {
+        "profile": _profile_line,
+        "expert_profile": _experts_line,
+        "predictor": _predictor_line,
+        "bundles": _bundles_line,
+        "plan": _plan_line,
+    }
     lines = {}
     for noun, line in said.items():
-        found = document[noun]
+        found = document.get(noun)
         if found is not None:
-            lines[noun] = found["stale"] or line(found)
+            lines["experts" if noun == "expert_profile" else noun] = found["stale"] or line(found)
     if document["report"]:
         lines["report"] = document["report"]
     return lines or {"prepared": f"nothing in {document['folder']}"}
 
 
 def _profile_line(found: dict[str, Any]) -> str:
-    texts = f"{len(found['corpora'])} text" + "s" * (len(found["corpora"]) != 1)
     return (
-        f"{found['tokens']:,} tokens of {texts}, {_size(found)}, up to date; {100 * found['active_fraction']:.1f} % "
-        f"active, {100 * found['hot_share']:.1f} % of the neurons carry 80 % of activations"
+        f"{found['tokens']:,} tokens of {_texts(found)}, {_size(found)}, up to date; "
+        f"{100 * found['active_fraction']:.1f} % active, {100 * found['hot_share']:.1f} % of the neurons carry 80 % of "
+        "activations"
     )
+
+
+def _experts_line(found: dict[str, Any]) -> str:
+    slots = ", ".join(f"{one['share']:.0%}: {one['static']:.0%} and {one['lru']:.0%}" for one in found["slots"])
+    return (
+        f"{found['tokens']:,} tokens of {_texts(found)}, {_size(found)}, up to date; the most frequent 25 % have "
+        f"{100 * found['top_25']:.1f} % of the selections; memory for some of them hits, static and LRU, {slots}"
+    )
+
+
+def _texts(found: dict[str, Any]) -> str:
+    return f"{len(found['corpora'])} text" + "s" * (len(found["corpora"]) != 1)
 
 
 def _predictor_line(found: dict[str, Any]) -> str:

@@ -26,6 +26,7 @@ VERBS = {
     "bench": "measure prefill and decode speed",
     "eval": "measure quality: eval perplexity, eval agreement",
     "profile": "count how often each neuron fires over a text",
+    "experts": "show what memory for some experts would hit",
     "pack": "store the neurons of a model for sparse decoding",
     "train": "train predictors of the neurons that fire",
     "measure": "measure this machine, for plans",

@@ -165,7 +165,7 @@ _NORMS_LESS_ONE = ("nemotron", "gemma3_text", *_DELTA)
 _MAX_SHARDS = 1 << 12
 
 
-def _names(config: ModelConfig, stored: dict[str, RawTensor]) -> Names:
+def file_names(config: ModelConfig, stored: dict[str, RawTensor]) -> Names:
     layer = config.layers[0]
     if config.architecture == "qwen3_5_moe_text" and "model.layers.0.mlp.experts.down_proj.weight" in stored:
         return replace(_QWEN_DELTA, inner=_QWEN_DELTA.inner | _EXPERTS_TOGETHER)
@@ -220,7 +220,7 @@ def open_folder(folder: Path) -> Source:
     stored, notes = without_head_predictor(stored)
     if config.architecture in _DELTA:
         stored, notes = _of_delta(stored)
-    names = _names(config, stored)
+    names = file_names(config, stored)
     if config.tied_embeddings:
         _drop_tied_head(stored, files, names, folder)
     predictors = config.architecture == "bamboo" and any(".mlp.predictor." in name for name in stored)

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 # A model may end its answer with any of these; not every file lists them all (llama.cpp's list, without those that have
 # another meaning in some family).
-END_OF_GENERATION = frozenset((
-    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|endoftext|>", "<|end_of_text|>", "</s>",
-    "<end_of_turn>", "<end_of_utterance>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+_END_OF_GENERATION = frozenset((
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>", "<|end_of_text|>",
+    "</s>", "<end_of_turn>", "<end_of_utterance>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
 ))  # fmt: skip
 
 Encode = Callable[[str], list[int]]
@@ -41,6 +41,17 @@ class Added:
     special: bool  # a control token: parsed only if special tokens are enabled, hidden on decoding
     lstrip: bool = False  # includes the white space before it (after it: rstrip)
     rstrip: bool = False
+
+
+def ends_of_generation(added: Iterable[Added]) -> set[int]:
+    """The special tokens that end an answer by their names, whatever else a model's files say.
+
+    In gpt-oss's format, which has `<|return|>` and `<|call|>`, `<|end|>` ends a message, and another one may follow.
+    """
+    ends = {token.text: token.id for token in added if token.special and token.text in _END_OF_GENERATION}
+    if ends.keys() >= {"<|return|>", "<|call|>"}:
+        ends.pop("<|end|>", None)
+    return set(ends.values())
 
 
 @dataclass(frozen=True)

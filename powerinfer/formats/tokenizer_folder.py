@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import ModelError
-from powerinfer.formats.tokenizer import END_OF_GENERATION, Added, Engine, Tokenizer, Vocabulary, native_errors
+from powerinfer.formats.tokenizer import Added, Engine, Tokenizer, Vocabulary, ends_of_generation, native_errors
 
 if TYPE_CHECKING:
     import tokenizers
@@ -70,7 +70,7 @@ def _vocabulary(engine: tokenizers.Tokenizer, folder: Path) -> Vocabulary:
         for at, token in sorted(engine.get_added_tokens_decoder().items())
     )
     ends = {at for at in (eos, *_generation_ends(folder)) if at is not None}
-    ends |= {token.id for token in added if token.special and token.text in END_OF_GENERATION}
+    ends |= ends_of_generation(added)
     add_bos, add_eos = _frame(engine, bos, eos)
     size = max([engine.get_vocab_size(with_added_tokens=True), *(token.id + 1 for token in added)])
     return Vocabulary(

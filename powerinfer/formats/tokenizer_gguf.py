@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import ModelError
 from powerinfer.formats import bpe
-from powerinfer.formats.tokenizer import END_OF_GENERATION, Added, Encode, Engine, Tokenizer, Vocabulary
+from powerinfer.formats.tokenizer import Added, Encode, Engine, Tokenizer, Vocabulary, ends_of_generation
 
 if TYPE_CHECKING:
     import tokenizers
@@ -230,7 +230,7 @@ class _GGUF:
         added = [Added(self.pieces[at], at, special=True) for at in special if self.pieces[at]]
         literal = [at for at, kind in self.types.items() if kind == USER_DEFINED and self.pieces[at]]
         added += [Added(self.pieces[at], at, special=False) for at in literal]
-        ends |= {token.id for token in added if token.special and token.text in END_OF_GENERATION}
+        ends |= ends_of_generation(added)
         template = self._metadata.get("tokenizer.chat_template")
         if template is not None and not isinstance(template, str):
             raise ModelError("tokenizer.chat_template must be a string")

@@ -28,10 +28,12 @@ Frequencies = Mapping[int, NDArray[np.float64]]
 
 POLICIES = ("static", "lru", "lfu", "dynamic")
 
-HALF_LIFE = 2048.0
+HALF_LIFE = 64.0
 """Tokens after which a selection counts half, in `lfu` and `dynamic`."""
 HYSTERESIS = 0.5
 """`dynamic`: how much more frequent an expert must be than the one whose slot it takes, relatively."""
+PRIOR = 0.25
+"""`dynamic`: what the profile weighs in the counts, by what all tokens of late weigh."""
 COPIES = 4
 """`dynamic`: experts copied for a step, at most, on average over a few steps."""
 
@@ -105,20 +107,28 @@ class Lru(Policy):
         self._recent = {layer: OrderedDict.fromkeys(reversed(list(held))) for layer, held in self._slots.items()}
 
     def observe(self, layer: int, selected: Sequence[int], tokens: int = 1) -> list[Swap]:
-        recent, held, n = self._recent[layer], self._slots[layer], len(self._experts[layer])
-        missed = False
+        recent, held, of_slot = self._recent[layer], self._slots[layer], self._experts[layer]
+        missed = []
         for expert in sorted(set(selected)):
-            missed |= expert not in held
-            recent[expert] = None
-            recent.move_to_end(expert)
+            if expert in recent:
+                recent.move_to_end(expert)
+            else:
+                recent[expert] = None
+                missed.append(expert)
         if not missed:
             return []
-        left = [held.pop(old) for old in (recent.popitem(last=False)[0] for _ in range(len(recent) - n)) if old in held]
-        of_slot = self._experts[layer]
-        of_slot[left] = -1
-        free = np.flatnonzero(of_slot < 0).tolist()
-        new = [expert for expert in recent if expert not in held]
-        return [self._put(layer, slot, expert) for slot, expert in zip(free, new, strict=False)]
+        free = [] if len(held) == len(of_slot) else np.flatnonzero(of_slot < 0).tolist()
+        for _ in range(len(recent) - len(of_slot)):
+            old = recent.popitem(last=False)[0]
+            if old in held:
+                free.append(held.pop(old))
+        free.sort()
+        new = [expert for expert in missed if expert in recent]
+        swaps = list(zip(free, new, strict=False))
+        for slot, expert in swaps:
+            held[expert] = slot
+            of_slot[slot] = expert
+        return swaps
 
 
 class _Counted(Policy):
@@ -173,7 +183,10 @@ class Lfu(_Counted):
 
 
 class Dynamic(_Counted):
-    """`start`, and exchanges of experts that have become `hysteresis` more frequent, about `copies` a step in all."""
+    """`start`, and exchanges of experts that have become `hysteresis` more frequent, about `copies` a step in all.
+
+    The frequencies of `start` count for ever, as a share PRIOR of all: without it, chance would exchange rare experts.
+    """
 
     name = "dynamic"
 
@@ -189,6 +202,7 @@ class Dynamic(_Counted):
         super().__init__(slots, experts, start, half_life)
         assert copies > 0 and hysteresis >= 0
         self._factor = 1 + hysteresis
+        self._prior = {layer: PRIOR * each / (1 - self._decay) for layer, each in (start or {}).items()}
         # Layers take turns: each may copy `_each` experts in every `_turn`-th step.
         self._turn, self._each = max(1, len(slots) // copies), max(1, copies // max(1, len(slots)))
         self._steps = {layer: at for at, layer in enumerate(slots)}
@@ -199,6 +213,8 @@ class Dynamic(_Counted):
         if self._steps[layer] % self._turn or not len(of_slot):
             return []
         swaps: dict[int, Swap] = {}
+        if self._prior:
+            scores = scores + self._prior[layer] * self._weight[layer]
         outside = scores.copy()
         outside[list(self._slots[layer])] = -1.0
         for expert in np.argsort(-outside, kind="stable")[: self._each].tolist():

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from powerinfer.errors import ModelError, PowerInferError, RequestError
-from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PROFILE, Kind, PreparedFile, opened_with
+from powerinfer.formats.prepared import BUNDLES, EXPERTS, PREDICTOR, PROFILE, Kind, PreparedFile, opened_with
 from powerinfer.hardware.description import ready_made
+from powerinfer.placement.expert_slots import Comparison, kept
 from powerinfer.placement.plan_document import PlanDocument, read_plan_document
 from powerinfer.sparsity.saved_trials import MeasuredFfns, newest_trial
 
 if TYPE_CHECKING:
+    from powerinfer.experts import ExpertProfile
     from powerinfer.formats.bundle_file import BundleFile
     from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.formats.predictor_file import PredictorFile
@@ -47,7 +49,8 @@ _NONE: Found[Any] = Found("", usable=False)
 class Findings:
     """The prepared files of a model. model: its name; about: a line that describes it.
 
-    A model that is only described has a plan; no other file. measured: what the newest trial found. open: the options
+    A model that is only described has a plan; no other file. measured: what the newest trial found; replayed:
+    what policies over experts hit. open: the options
     that open the model, for a command line.
     """
 
@@ -57,11 +60,22 @@ class Findings:
     profile: Found[Profile] = _NONE
     predictor: Found[PredictorFile] = _NONE
     bundles: Found[BundleFile] = _NONE
+    experts: Found[ExpertProfile] = _NONE
     measured: MeasuredFfns | None = None
+    replayed: Comparison | None = None
     open: str | None = None
 
     def __iter__(self) -> Iterator[Found[Any]]:
-        yield from (one for one in (self.profile, self.predictor, self.bundles, self.plan) if one is not _NONE)
+        yield from (one for one in self._files if one is not _NONE)
+
+    @property
+    def _files(self) -> tuple[Found[Any], ...]:
+        return self.profile, self.experts, self.predictor, self.bundles, self.plan
+
+    @property
+    def first(self) -> Found[Any]:
+        """What is made first for this model."""
+        return self.profile if self.experts is _NONE else self.experts
 
     @property
     def lacking(self) -> list[Found[Any]]:
@@ -72,6 +86,7 @@ class Findings:
 def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
     """The files in the folder `prepared` (None: beside the model). Invalid files are stale, not errors."""
     from powerinfer.formats.bundle_file import open_bundles
+    from powerinfer.formats.expert_files import open_expert_profile
     from powerinfer.formats.predictor_file import open_predictor
     from powerinfer.formats.profile_file import open_profile
     from powerinfer.kernels.cpu import bundle_row_bytes
@@ -79,6 +94,9 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
     config = checkpoint.config
     neurons = config.why_whole is None  # else there is nothing to prepare
     profile = _found(PROFILE, checkpoint, prepared, lambda: open_profile(checkpoint, prepared), neurons)
+    experts: Found[ExpertProfile] = _NONE
+    if config.experts:
+        experts = _found(EXPERTS, checkpoint, prepared, lambda: open_expert_profile(checkpoint, prepared))
     return Findings(
         (config.name or checkpoint.path.name)[:200],
         f"{config.architecture}, {checkpoint.parameters / 1e6:,.0f} M parameters, {checkpoint.main_type}; "
@@ -93,7 +111,9 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
             config.rectified and checkpoint.predictor_threshold is None,
         ),
         _found(BUNDLES, checkpoint, prepared, lambda: open_bundles(checkpoint, prepared, bundle_row_bytes), neurons),
+        experts,
         newest_trial(checkpoint, prepared),
+        kept(checkpoint, prepared) if experts.value is not None else None,
         PreparedFile(Kind("bench", "", "bench"), checkpoint, prepared).command.removeprefix("powerinfer bench "),
     )
 

@@ -17,7 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.errors import RequestError, install_extra
+from powerinfer.experts import ExpertProfile
 from powerinfer.neurons import Profile
+from powerinfer.placement.expert_slots import Comparison, curve
 from powerinfer.placement.plan_document import LayerPlan
 
 MASS = 0.8
@@ -245,6 +247,70 @@ def draw_sparsity(figure: Figure, profile: Profile | None, predictor_mb: Sequenc
     _layer_axis(axes[-1], layers)
     for one in axes[:-1]:
         one.grid(False, axis="x")
+
+
+# ---------------------------------------------------------------- experts
+
+
+def draw_experts(figure: Figure, profile: ExpertProfile) -> None:
+    """Share of a layer's selections by expert, most frequent first: a line per layer; even use as a dashed line."""
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import ListedColormap, Normalize
+
+    axes = figure.add_subplot()
+    depth = Normalize(profile.layers[0].layer, max(profile.layers[-1].layer, profile.layers[0].layer + 1))
+    colours = ListedColormap(colormaps["cividis"](np.linspace(0.15, 0.85, 256)))
+    for one in profile.layers:
+        sorted_share = 100 * np.sort(one.frequency)[::-1]
+        at = 100 * (np.arange(one.n_experts) + 0.5) / one.n_experts
+        axes.plot(at, sorted_share, color=colours(depth(one.layer)), linewidth=0.9, alpha=0.8)
+    even = 100 * np.mean([one.top_k / one.n_experts for one in profile.layers])
+    axes.axhline(even, color=_ink(), linestyle="--", linewidth=1.2, label="if all were used alike")
+    axes.set(xlim=(0, 100), ylim=(0, None), xlabel="experts, most frequent first", ylabel="tokens that select it")
+    figure.suptitle("How often each expert is selected", x=0.01, ha="left")
+    _percent(axes.xaxis)
+    _percent(axes.yaxis)
+    axes.legend(loc="upper right")
+    if len(profile.layers) > 1:
+        bar = figure.colorbar(ScalarMappable(depth, colours), ax=axes, pad=0.02)
+        bar.set_label("layer")
+        bar.locator = _whole_numbers()
+        bar.outline.set_visible(False)
+
+
+POLICY_LOOKS = {
+    "static": (TIER_COLOURS["cpu"], "o"),
+    "lru": (TIER_COLOURS["gpu"], "s"),
+    "lfu": (_GREEN, "^"),
+    "dynamic": (_PURPLE, "D"),
+}
+
+
+def draw_slots(figure: Figure, profile: ExpertProfile, replayed: Comparison | None) -> None:
+    """Hits over slots: what a profile predicts of `static` and `lru` as lines, what a trace measured as marks."""
+    axes = figure.add_subplot()
+    for policy in ("static", "lru"):
+        shares, hits = zip(*curve(profile, policy), strict=True)
+        label = f"{policy}, predicted"
+        axes.plot(
+            100 * np.array(shares), 100 * np.array(hits), color=POLICY_LOOKS[policy][0], linewidth=1.6, label=label
+        )
+    for policy, (colour, marker) in POLICY_LOOKS.items():
+        found = [] if replayed is None else [(one.share, one.policies.get(policy)) for one in replayed.at]
+        points = [(share, one.measured) for share, one in found if one is not None and one.measured is not None]
+        if points:
+            shares, hits = zip(*points, strict=True)
+            axes.plot(
+                100 * np.array(shares), 100 * np.array(hits), color=colour, marker=marker, linestyle="", markersize=5,
+                label=f"{policy}, measured",
+            )  # fmt: skip
+    axes.plot([0, 100], [0, 100], color=_ink(), linestyle=":", linewidth=1, label="experts used alike and at random")
+    axes.set(xlim=(0, 100), ylim=(0, 101), xlabel="experts that have a slot", ylabel="selections that hit")
+    figure.suptitle("What memory for some of the experts hits", x=0.01, ha="left")
+    _percent(axes.xaxis)
+    _percent(axes.yaxis)
+    axes.legend(loc="lower right")
 
 
 # ---------------------------------------------------------------- predictors

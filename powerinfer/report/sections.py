@@ -13,8 +13,10 @@ from powerinfer.report import plots
 from powerinfer.report.page import Image, Section, Table
 
 if TYPE_CHECKING:
+    from powerinfer.experts import ExpertProfile
     from powerinfer.formats.predictor_file import PredictorFile
     from powerinfer.neurons import Profile
+    from powerinfer.placement.expert_slots import Comparison
     from powerinfer.placement.plan_document import PlanDocument
     from powerinfer.sparsity.saved_trials import MeasuredFfns
 
@@ -116,6 +118,82 @@ def _overlaps(profile: Profile) -> Table:
     head = ["text", "tokens", *(f"with {other + 1}" for other in corpora)]
     numbered = [[f"{number}. {row[0]}", *row[1:]] for number, row in enumerate(rows, 1)]
     return Table(head, numbered, "Shared by the fifth of the neurons that fires most often")
+
+
+# ---------------------------------------------------------------- experts
+
+
+def experts(profile: ExpertProfile, replayed: Comparison | None, drawn: Plots) -> tuple[Section, list[Tile], Rows]:
+    """The section on a profile of experts; replayed: what the policies hit on a trace."""
+    section, corpora = Section("Experts"), len(profile.corpora)
+    section.paragraphs.append(
+        f"Counted over {profile.tokens:,} tokens" + (f" of {corpora} texts" if corpora > 1 else "")
+        + f". The most frequent quarter of the experts has {percent(profile.share_of_top(0.25))} of the selections; "
+        f"{percent(profile.mean('reuse'))} of a token's experts are also those of the token before it."
+    )  # fmt: skip
+    drawn.add(
+        section,
+        "experts",
+        "How often each expert of a layer is selected, the most frequent ones on the left; each line is a layer.",
+        lambda figure: plots.draw_experts(figure, profile),
+    )
+    drawn.add(
+        section,
+        "slots",
+        "Selections whose expert is in a memory for some of the experts. Static: the most frequent ones; LRU: those "
+        "selected last; LFU: those selected most often of late; dynamic: static, with a few exchanges.",
+        lambda figure: plots.draw_slots(figure, profile, replayed),
+    )
+    if replayed is not None:
+        section.tables.append(_policies(replayed))
+    if corpora > 1:
+        section.tables.append(_expert_overlaps(profile))
+    section.tables.append(_expert_layers(profile))
+    tiles = [
+        (percent(profile.share_of_top(0.25)), "of the selections for the most frequent 25 % of the experts"),
+        (percent(profile.mean("reuse")), "of the experts kept from token to token"),
+    ]
+    return section, tiles, {}
+
+
+def _policies(replayed: Comparison) -> Table:
+    rows = []
+    for at in replayed.at:
+        for name, one in at.policies.items():
+            copied = "–" if one.copies is None else f"{one.copies:.2f}"
+            nbytes = "–" if one.bytes is None else size(one.bytes)
+            rows.append(
+                [
+                    f"{name}, {at.slots:g} slots",
+                    *(percent(at.share), gib(at.bytes), percent(one.predicted), percent(one.measured)),
+                    *(copied, nbytes),
+                ]
+            )
+    head = ["policy", "of all experts", "memory", "predicted", "measured", "experts copied a token", "bytes a token"]
+    title = f"Hits of the policies, replayed over {replayed.tokens:,} tokens" if replayed.tokens else "Hits, predicted"
+    return Table(head, rows, title)
+
+
+def _expert_overlaps(profile: ExpertProfile) -> Table:
+    corpora = range(len(profile.corpora))
+    rows = [
+        [f"{one + 1}. {profile.corpora[one]}", f"{profile.corpus_tokens[one]:,}"]
+        + [percent(profile.overlap(one, other)) for other in corpora]
+        for one in corpora
+    ]
+    head = ["text", "tokens", *(f"with {other + 1}" for other in corpora)]
+    return Table(head, rows, "Shared by the fifth of the experts that is selected most often")
+
+
+def _expert_layers(profile: ExpertProfile) -> Table:
+    head = ["layer", "experts", "a token", "top 10 %", "top 25 %", "top 50 %", "Gini", "kept", "foretold", "never"]
+    rows = [
+        [str(one.layer), str(one.n_experts), str(one.top_k)]
+        + [percent(one.share_of_top(share)) for share in (0.10, 0.25, 0.50)]
+        + [f"{one.gini:.3f}", percent(one.reuse), percent(one.foretold), str(int((one.total == 0).sum()))]
+        for one in profile.layers
+    ]
+    return Table(head, rows, f"Experts of {len(rows)} layers", True)
 
 
 # ---------------------------------------------------------------- predictors

@@ -19,7 +19,7 @@ from powerinfer.report.plots import need_matplotlib
 from powerinfer.report.sections import Plots, Rows, Tile
 
 PAGE = "index.html"
-IMAGES = ("cumulative", "heat", "sparsity", "recall", "bytes", "neurons", "time")
+IMAGES = ("cumulative", "heat", "experts", "slots", "sparsity", "recall", "bytes", "neurons", "time")
 """The plots that a report can have; each is also written as NAME.png beside the page."""
 
 
@@ -40,7 +40,7 @@ def write_report(found: Findings, folder: Path, force: bool = False, progress: P
     """
     need_matplotlib()
     if all(one.value is None for one in found):
-        raise RequestError(f"nothing is prepared for {found.model} yet; start with `{found.profile.command}`")
+        raise RequestError(f"nothing is prepared for {found.model} yet; start with `{found.first.command}`")
     key = report_key(found)
     former = None if force else current(folder, key)
     if former is not None:
@@ -68,7 +68,7 @@ def report_folder(model: str | Path, prepared: str | None = None) -> Path:
 
 def report_key(found: Findings) -> str:
     """A key that changes with everything that a report shows."""
-    facts: list[object] = [__version__, found.model, found.about, found.measured]
+    facts: list[object] = [__version__, found.model, found.about, found.measured, found.replayed]
     for one in found:
         status = os.stat(one.path) if one.path is not None else None
         facts.append((one.noun, one.stale, one.command, status and (status.st_size, status.st_mtime_ns)))
@@ -98,6 +98,8 @@ def compose(found: Findings, key: str, progress: Progress = silent) -> tuple[str
     parts = []
     if profile is not None:
         parts.append(sections.activations(profile, drawn))
+    if found.experts.value is not None:
+        parts.append(sections.experts(found.experts.value, found.replayed, drawn))
     if predictor is not None:
         parts.append(sections.predictors(predictor, drawn))
     if plan is not None:
@@ -108,7 +110,7 @@ def compose(found: Findings, key: str, progress: Progress = silent) -> tuple[str
         shown.append(section)
         tiles += figures
         columns.append(rows)
-    if any(columns):
+    if any(columns) and len({len(cells) for rows in columns for cells in rows.values()}) == 1:
         by_layer = sections.by_layer(profile, predictor, columns, drawn)
         shown.append(by_layer)
     if steps := next_steps(found):

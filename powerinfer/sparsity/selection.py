@@ -112,7 +112,8 @@ def auto(
     run a model with it: predictors are there; thresholds are expected to be faster than computing every neuron.
     """
     if config.why_whole is not None:
-        return "all", config.why_whole
+        asked = config.why_whole_experts is None
+        return "all", "--selector exact skips neurons inside experts, if asked for" if asked else config.why_whole
     if not config.partly_rectified:
         return ("threshold", "faster") if thresholds else ("all", f"{config.activations} is never exactly zero")
     if lacking is not None:

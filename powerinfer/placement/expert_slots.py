@@ -1,0 +1,206 @@
+"""What the policies over experts (experts.py) hit with memory for some of the experts, by a profile and by a trace.
+
+A profile predicts `static` and `lru`; a trace of other text measures all policies. The document is kept beside the
+model for its report:
+
+    {"format": 1, "kind": "expert-slots", and the fields of `Comparison`}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.errors import PowerInferError
+from powerinfer.experts import ExpertProfile, Selected
+from powerinfer.formats.json_file import Between, Count, Length, NonNegative, checked, of_kind, parse_json, read_limited
+from powerinfer.formats.prepared import prepared_folder, write_small
+from powerinfer.formats.quant import block_type
+from powerinfer.placement.experts import POLICIES, make_policy, replay, slots_by_frequency, slots_evenly
+from powerinfer.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from powerinfer.formats.checkpoint import Checkpoint
+
+FORMAT = 1
+KIND = "expert-slots"
+SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)
+"""Shares of the experts that have slots, where nobody asks for others."""
+TOKENS = 10_000
+"""Of a trace that are replayed by default."""
+
+_LIMIT = 1 << 20  # bytes of a document
+
+Share = Annotated[float, Between(0, 1 + 1e-9)]  # sums of floats may round up
+
+
+@dataclass(frozen=True)
+class PolicyHits:
+    """A policy with some slots. predicted: by the profile, measured: by the trace, share of the selections whose expert
+    had a slot; copies: experts copied for a token; bytes: of these. None: not known."""
+
+    predicted: Share | None
+    measured: Share | None
+    copies: NonNegative | None
+    bytes: NonNegative | None
+
+
+@dataclass(frozen=True)
+class AtSlots:
+    """slots: of a layer, on average; share: of all experts that they hold; bytes: of all slots."""
+
+    slots: NonNegative
+    share: Share
+    bytes: Count
+    policies: Annotated[dict[str, PolicyHits], Length(len(POLICIES), smallest=1)]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The policies with several numbers of slots. tokens: of the trace that were replayed, 0: there was none."""
+
+    fingerprint: str
+    tokens: Count
+    at: Annotated[list[AtSlots], Length(1 << 10, smallest=1)]
+
+    @property
+    def off(self) -> float | None:
+        """The largest difference between what `static` was predicted to hit and what it hit; None without a trace."""
+        static = (one.policies["static"] for one in self.at)
+        pairs = [(one.predicted, one.measured) for one in static]
+        return max((abs(a - b) for a, b in pairs if a is not None and b is not None), default=None)
+
+
+def expert_bytes(checkpoint: Checkpoint) -> dict[int, int]:
+    """Bytes of one expert, of each layer that has experts, in the types that the model is opened with."""
+    config, found = checkpoint.config, {}
+    for layer, ffn in config.experts.items():
+        shapes = {name: shape for name, shape in ffn.tensors(config.d_model) if name.startswith("experts_")}
+        found[layer] = sum(
+            math.prod(shape[1:-1]) * block_type(checkpoint.taken_type(f"layers.{layer}.{name}")).row_bytes(shape[-1])
+            for name, shape in shapes.items()
+        )
+    return found
+
+
+def predicted_hits(profile: ExpertProfile, policy: str, slots: Mapping[int, int]) -> float | None:
+    """What a policy hits by a profile: `static` as often, `lru` as lately as experts are selected. None of others."""
+    if policy not in ("static", "lru"):
+        return None
+    hits = [getattr(one, f"{policy}_hits")[slots[one.layer]] for one in profile.layers]
+    return float(np.average(hits, weights=[one.top_k for one in profile.layers]))
+
+
+def compare(
+    profile: ExpertProfile,
+    nbytes: Mapping[int, int],
+    slots: Sequence[float] = (),
+    selected: Selected | None = None,
+    fingerprint: str = "",
+    progress: Progress = silent,
+) -> Comparison:
+    """All policies with several numbers of slots.
+
+    nbytes: of an expert, by layer; slots: of a layer, on average; (): `SHARES` of the experts. Policies begin with the
+    most frequent experts of the profile; `static` and `dynamic` divide the slots among the layers by frequency, the
+    others evenly. progress: ("replaying", policies done, policies).
+    """
+    experts = {one.layer: one.n_experts for one in profile.layers}
+    of_all = sum(nbytes[layer] * n for layer, n in experts.items())
+    mean = sum(experts.values()) / len(experts)
+    counts = [min(n, mean) for n in slots] or [share * mean for share in SHARES]
+    at = []
+    for number, n in enumerate(counts):
+        budget = round(n / mean * of_all)
+        found = {}
+        for place, policy in enumerate(POLICIES):
+            progress("replaying", number * len(POLICIES) + place, len(counts) * len(POLICIES))
+            found[policy] = _with(profile, policy, nbytes, budget, selected)
+        at.append(AtSlots(n, n / mean, budget, found))
+    return Comparison(fingerprint, 0 if selected is None else max(map(len, selected.values())), at)
+
+
+def _with(
+    profile: ExpertProfile, policy: str, nbytes: Mapping[int, int], budget: int, selected: Selected | None
+) -> PolicyHits:
+    frequencies = profile.frequencies
+    experts = {layer: len(each) for layer, each in frequencies.items()}
+    if policy in ("static", "dynamic"):
+        slots = slots_by_frequency(frequencies, nbytes, budget)
+    else:
+        slots = slots_evenly(experts, nbytes, budget)
+    predicted = predicted_hits(profile, policy, slots)
+    if selected is None:
+        return PolicyHits(predicted, None, None, None)
+    found = replay(make_policy(policy, slots, experts, frequencies), selected)
+    copies = sum(found.copies.values()) / found.tokens
+    return PolicyHits(predicted, found.hit_rate, copies, found.copied_bytes(nbytes))
+
+
+def some_tokens(selected: Selected, corpus_tokens: Sequence[int], limit: int) -> Selected:
+    """Up to `limit` tokens, the first ones of each corpus in equal shares; tokens of a corpus stay in their order."""
+    begins = np.cumsum([0, *corpus_tokens])
+    left = limit
+    rows: list[NDArray[np.int64]] = []
+    for at in np.argsort(corpus_tokens, kind="stable"):  # short texts leave their share to others
+        take = min(corpus_tokens[at], left // (len(corpus_tokens) - len(rows)))
+        rows.append(np.arange(begins[at], begins[at] + take))
+        left -= take
+    places: NDArray[np.int64] = np.sort(np.concatenate(rows))
+    return {layer: each[places] for layer, each in selected.items()}
+
+
+# ---------------------------------------------------------------- the document
+
+
+def document(comparison: Comparison) -> dict[str, Any]:
+    """As JSON."""
+    return {"format": FORMAT, "kind": KIND, **dataclasses.asdict(comparison)}
+
+
+def _path(checkpoint: Checkpoint, prepared: str | None) -> Path:
+    return prepared_folder(checkpoint.path, prepared) / "expert-slots.json"
+
+
+def keep(checkpoint: Checkpoint, prepared: str | None, comparison: Comparison) -> Path:
+    """Write the document beside the model, for its report; OSError or PowerInferError if that fails."""
+    path = _path(checkpoint, prepared)
+    write_small(path, json.dumps(document(comparison), allow_nan=False).encode())
+    return path
+
+
+def kept(checkpoint: Checkpoint, prepared: str | None) -> Comparison | None:
+    """What is kept for this model; None without it, or if it cannot be used."""
+    path = _path(checkpoint, prepared)
+    if not path.is_file():
+        return None
+    try:
+        raw = parse_json(read_limited(path, _LIMIT), str(path))
+        found = checked(Comparison, of_kind(raw, KIND, FORMAT, str(path)), str(path))
+    except PowerInferError:
+        return None
+    whole = all("static" in one.policies and one.policies.keys() <= set(POLICIES) for one in found.at)
+    return found if whole and found.fingerprint == checkpoint.fingerprint else None
+
+
+def curve(profile: ExpertProfile, policy: str, points: int = 65) -> Iterator[tuple[float, float]]:
+    """(share of the experts that have slots, predicted hits) of `static` or `lru`, experts all of one size."""
+    experts = {one.layer: one.n_experts for one in profile.layers}
+    same = dict.fromkeys(experts, 1)
+    total = sum(experts.values())
+    for budget in np.unique(np.linspace(0, total, points).round().astype(np.int64)).tolist():
+        if policy == "static":
+            slots = slots_by_frequency(profile.frequencies, same, budget)
+        else:
+            slots = slots_evenly(experts, same, budget)
+        hits = predicted_hits(profile, policy, slots)
+        assert hits is not None
+        yield budget / total, hits
