@@ -777,6 +777,12 @@ class EngineConfig:
     adjust: bool = option(
         False, "between requests, swap neurons on the GPU that have become cold for ones that have become hot"
     )
+    expert_policy: str = option(
+        "static",
+        "which experts the GPU holds: static, those that a profile finds most frequent; or, with all of them in RAM "
+        "too, those selected last (lru) or most often (lfu), or static at first and exchanged slowly (dynamic)",
+        choices=("static", "lru", "lfu", "dynamic"),
+    )
     isa: str | None = option(None, "instruction set of the CPU kernels; default: the best supported", metavar="NAME")
 
 

@@ -420,3 +420,35 @@ def delta_gguf(leave: str = "") -> Builder:
         if name != leave:
             builder.tensor(name, made.astype(np.float32))
     return builder
+
+
+LATENTS, ROTATED, UNROTATED, HEAD_VALUES = 32, 8, 32, 16  # of latent attention
+
+
+def latent_gguf(older: bool) -> Builder:
+    """A tiny model of DeepSeek-V2's kind; older: what makes keys and values is in one tensor."""
+    builder = tiny_gguf("deepseek2")
+    plain = [f"blk.{layer}.attn_{part}.weight" for layer in range(LAYERS) for part in "qkv"]
+    builder.tensors = [one for one in builder.tensors if one.name not in plain and "attn_output" not in one.name]
+    key, value = (UNROTATED + ROTATED, HEAD_VALUES) if older else (LATENTS + ROTATED, LATENTS)
+    sizes = {"kv_lora_rank": LATENTS, "key_length": key, "value_length": value}
+    if not older:
+        sizes |= {"key_length_mla": UNROTATED + ROTATED, "value_length_mla": HEAD_VALUES}
+    for name, size in sizes.items():
+        builder.add(f"deepseek2.attention.{name}", U32, size)
+    builder.put("deepseek2.rope.dimension_count", U32, ROTATED)
+    builder.put("deepseek2.attention.head_count_kv", U32, HEADS if older else 1)
+    makers: dict[str, tuple[int, ...]] = {"kv_b": (HEADS * (UNROTATED + HEAD_VALUES), LATENTS)}
+    if not older:
+        makers = {"k_b": (HEADS, LATENTS, UNROTATED), "v_b": (HEADS, HEAD_VALUES, LATENTS)}
+    shapes = makers | {
+        "q": (HEADS * (UNROTATED + ROTATED), D), "kv_a_mqa": (LATENTS + ROTATED, D), "kv_a_norm": (LATENTS,),
+        "output": (D, HEADS * HEAD_VALUES),
+    }  # fmt: skip
+    rng = np.random.default_rng(6)
+    for layer in range(LAYERS):
+        for name, shape in shapes.items():
+            drawn = rng.standard_normal(shape).astype(np.float32)
+            made = drawn / np.float32(shape[-1] ** 0.5) if len(shape) > 1 else 1 + drawn / 10
+            builder.tensor(f"blk.{layer}.attn_{name}.weight", made.astype(np.float32))
+    return builder

@@ -110,6 +110,7 @@ FAMILIES |= {
     "qwen3_next": DELTA | dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40),
     "deepseek_v2": LATENT | dict(q_lora_rank=None, n_shared_experts=2, topk_method="greedy"),
     "deepseek_v3": LATENT | dict(q_lora_rank=20, n_group=1, topk_group=1),
+    "glm4_moe_lite": LATENT | dict(q_lora_rank=20, mlp_layer_types=["dense", "sparse", "sparse"]),
     "granite": LLAMA | GRANITE,
     "granitemoe": LLAMA | GRANITE | dict(num_local_experts=6, num_experts_per_tok=3),
     "granitemoeshared": LLAMA | GRANITE | dict(
@@ -154,6 +155,7 @@ ON_CPU_ALONE = (
     "turbomixtral",
     "deepseek_v2",
     "deepseek_v3",
+    "glm4_moe_lite",
     "gpt_oss",
     *WITH_STATES,
 )
@@ -442,6 +444,7 @@ CASES = [
         FOLDERS,
     ),
     Case("deepseek-v3", "deepseek_v3", {"n_group": 4, "topk_group": 2}, {"topk_group": 3}, WITH_KV_B),
+    Case("glm4-moe-lite", "glm4_moe_lite", {}, {"routed_scaling_factor": 1.6}),
     Case("deepseek-v3-halves", "deepseek_v3", {"rope_interleave": False}, {"rope_interleave": True}, FOLDERS),
     Case(
         "kimi-k2",
@@ -490,6 +493,7 @@ CASES = [
         ("folder",),
     ),
     Case("gpt-oss", "gpt_oss", {}, {"sliding_window": 21}, ("folder", "gguf"), {"attention.sliding_window": 20}),
+    Case("gpt-oss-limits", "gpt_oss", {}, {"swiglu_limit": 7.5}, ("folder",)),
     Case(
         "gpt-oss-yarn",
         "gpt_oss",
@@ -560,6 +564,8 @@ def random_model(case: Case, config: Any, seed: int) -> Any:
                 parameter.copy_(noise - 3)  # so that what a state has learned stays for some tokens
             else:
                 parameter.copy_(0.5 * noise if name.endswith("bias") else 1 + 0.3 * noise)
+            if case.kind == "gpt_oss" and name.endswith("gate_up_proj"):
+                parameter *= 6  # beyond the limits of its activation
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
@@ -869,6 +875,7 @@ def add_states(writer: Any, config: Any) -> None:
         writer.add_rope_dimension_sections([2, 1, 1, 0])
 
 
+LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 USED = ("num_experts_per_tok", "moe_num_active_primary_experts")
 COUNTS = ("moe_num_primary_experts", "num_local_experts", "num_experts", "n_routed_experts")
 
@@ -894,13 +901,14 @@ def add_experts(writer: Any, config: Any) -> None:
         writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)
-    if config.model_type in ("deepseek_v2", "deepseek_v3"):
-        sigmoid = config.model_type == "deepseek_v3"
+    if config.model_type in LATENTS:
+        sigmoid = config.model_type != "deepseek_v2"
         types = gguf.ExpertGatingFuncType
         writer.add_expert_shared_count(config.n_shared_experts)
-        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_leading_dense_block_count(1)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
-        writer.add_expert_gating_func(types.SIGMOID if sigmoid else types.SOFTMAX)
+        if config.model_type != "glm4_moe_lite":  # as the first of its files
+            writer.add_expert_gating_func(types.SIGMOID if sigmoid else types.SOFTMAX)
         if sigmoid:
             writer.add_expert_weights_norm(config.norm_topk_prob)
         if sigmoid or config.topk_method != "greedy":
@@ -930,7 +938,7 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
     others = {"mistral": "llama", "sparsellama": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "mixtral": "llama"}
     others["turbomixtral"] = "llama"
     others |= {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe"}
-    others |= dict.fromkeys(("deepseek_v2", "deepseek_v3"), "deepseek2")
+    others |= dict.fromkeys(LATENTS, "deepseek2")
     others |= DELTA_NAMES | {"granitemoeshared": "granitemoe", "gpt_oss": "gpt-oss"}
     architecture = others.get(case.kind, case.kind)
     opt, falcon = architecture == "opt", architecture == "falcon"

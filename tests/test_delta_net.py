@@ -217,6 +217,68 @@ def test_a_layer_against_numpy(path: Path, isa: str) -> None:
     model.close()
 
 
+# --- the native module by itself
+
+
+class Layer:
+    """A program for one layer, and everything that it takes."""
+
+    def __init__(self) -> None:
+        self.pool = _native.Pool(1)
+        self.arena = _native.Arena()
+        self.workspace = _native.Workspace(self.pool, "")
+        self.matrices = [self.matrix(rows) for rows in (32, 32, 64, 64, 4, 4)]
+        self.rest: dict[str, Any] = {
+            "taps": np.zeros((4, 128), np.float32),
+            "decay": np.zeros(4, np.float32),
+            "dt_bias": np.zeros(4, np.float32),
+            "out_norm": _native.Norm(np.ones(16, np.float32), 1e-6),
+            "key_heads": 2,
+            "tiled": True,
+        }
+
+    def matrix(self, rows: int, cols: int = 64) -> _native.Matrix:
+        data = np.zeros(rows * cols * 4, np.uint8)
+        return _native.pack_matrix(self.pool, self.arena, "F32", rows, cols, data, None)
+
+    def program(self, states: bool = True, head_dim: int = 16) -> _native.Program:
+        memory = _native.States([(4, 2, 16, 4, 16)], 2) if states else None
+        cache = _native.Cache("f32", [(0, head_dim)], 2)
+        return _native.Program(self.workspace, cache, 8, 64, 64, [4], None, memory)
+
+
+def test_a_native_layer_is_checked() -> None:
+    layer = Layer()
+    layer.program().delta_net(0, 0, None, layer.matrices, **layer.rest)
+    for at, rows in enumerate((16, 48, 48, 80, 5, 3)):
+        wrong = [*layer.matrices]
+        wrong[at] = layer.matrix(rows)
+        with pytest.raises(ValueError, match="wrong shape"):
+            layer.program().delta_net(0, 0, None, wrong, **layer.rest)
+    for name, value in {
+        "taps": np.zeros((3, 128), np.float32),
+        "decay": np.zeros(3, np.float32),
+        "dt_bias": np.zeros(5, np.float32),
+        "out_norm": _native.Norm(np.ones(32, np.float32), 1e-6),
+        "key_heads": 3,
+    }.items():
+        with pytest.raises(ValueError):
+            layer.program().delta_net(0, 0, None, layer.matrices, **layer.rest | {name: value})
+    for number, state in ((1, 0), (-1, 0), (0, 1)):
+        with pytest.raises(ValueError, match="no such layer"):
+            layer.program().delta_net(number, state, None, layer.matrices, **layer.rest)
+    with pytest.raises(ValueError, match="no such layer in the states"):
+        layer.program(states=False).delta_net(0, 0, None, layer.matrices, **layer.rest)
+    with pytest.raises(ValueError, match="other heads"):
+        layer.program(head_dim=32).delta_net(0, 0, None, layer.matrices, **layer.rest)
+    with pytest.raises(ValueError, match="six matrices"):
+        layer.program().delta_net(0, 0, None, layer.matrices[:5], **layer.rest)
+    with pytest.raises(ValueError, match="keeps no keys"):
+        layer.program().attention(0, 0)
+    with pytest.raises(ValueError, match="wrong shape"):
+        layer.program().gate_attended(0, None, layer.matrix(48))
+
+
 # --- models that cannot be right
 
 

@@ -176,6 +176,16 @@ def test_a_load_follows_its_plan(tmp_path: Path) -> None:
         answer(path, gpu="cpu", vram=1 << 20)
     with pytest.raises(RequestError, match="--adjust is for models"):
         answer(path, gpu="none", adjust=True)
+    for policy in ("lru", "dynamic"):
+        room = replace(budget_of, expert_policy=policy)
+        cached = needs(resolve(open_checkpoint(path), room))
+        panels = checkpoint_model(checkpoint).expert_bytes(0)[1]
+        assert cached.vram == every - 3 * each and cached.ram == needs(resolved).ram + 5 * panels
+        exchanged, llm = answer(path, gpu="cpu", vram=every - 3 * each, expert_policy=policy)
+        assert exchanged == alone and llm.sparsity["traded"] >= 0
+        llm.close()
+        with pytest.raises(RequestError, match="leave out --adjust"):
+            answer(path, gpu="cpu", vram=every - 3 * each, expert_policy=policy, adjust=True)
     adjusted, llm = answer(path, gpu="cpu", vram=every - 3 * each, adjust=True)
     assert adjusted == alone
     llm.close()

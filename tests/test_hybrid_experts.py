@@ -22,14 +22,15 @@ from test_gpu_layers import Truth, case_named, engine_of, on_gpu, opened, stand_
 
 from powerinfer.config import ExpertsConfig, ModelConfig  # noqa: E402
 from powerinfer.devices.stage import Stage, expert_buffer  # noqa: E402
-from powerinfer.errors import RequestError  # noqa: E402
+from powerinfer.errors import PowerInferError, RequestError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
-from powerinfer.hybrid.experts import ExpertSparsity, ExpertSplit, HybridExperts  # noqa: E402
+from powerinfer.hybrid.experts import Copier, ExpertSparsity, ExpertSplit, HybridExperts  # noqa: E402
 from powerinfer.hybrid.load import load_resolved  # noqa: E402
 from powerinfer.hybrid.resolve import needs, resolve  # noqa: E402
 from powerinfer.kernels import gpu, gpu_experts  # noqa: E402
 from powerinfer.neurons import Indices  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
+from powerinfer.placement.experts import Dynamic, Policy, make_policy  # noqa: E402
 
 NAMES = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe", "gpt-oss")
 TOTAL = families.TOKENS
@@ -226,3 +227,69 @@ def test_the_crossing_of_experts_is_measured(tmp_path: Path, monkeypatch: pytest
             assert families.rms(logits - truth.logits[0]) < 0.05 * families.rms(truth.logits[0])  # the cache is of F16
         finally:
             executor.close()
+
+
+POLICIES = ("lru", "lfu", "dynamic")
+
+
+def policy_of(path: Path, name: str, slots: int = 2) -> Policy:
+    config = open_checkpoint(path).config
+    sizes = {layer: one.n_experts for layer, one in config.experts.items()}
+    start = {layer: np.full(n, 1 / n) for layer, n in sizes.items()}
+    if name == "dynamic":  # quick enough for a short text
+        return Dynamic(dict.fromkeys(sizes, slots), sizes, start, half_life=16, hysteresis=0.1)
+    return make_policy(name, dict.fromkeys(sizes, slots), sizes, start)
+
+
+@contextmanager
+def exchanged(path: Path, name: str, **options: Any) -> Iterator[tuple[Any, list[HybridExperts]]]:
+    config = open_checkpoint(path).config
+    parts = ExpertSplit(some(config, 0.5), copier=Copier(policy_of(path, name)))
+    with opened(path, on_gpu(config.n_layers, head=True), parts, **options) as executor:
+        yield executor, parts.ffns
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_experts_that_are_exchanged_from_step_to_step(name: str, tmp_path: Path) -> None:
+    truth = Truth(case_named("gpt-oss"), "gguf", tmp_path)
+    runs = []
+    for _ in range(2):
+        with exchanged(truth.path, name) as (executor, ffns):
+            pages = families.scattered_pages(executor, 3)
+            ours = families.run_chunks(executor, truth.texts[0], [40, *[1] * (TOTAL - 40)], pages[0])
+            truth.check(ours, what=name)
+            for text, both in enumerate(families.run_two(executor, *truth.texts, pages[1:])):
+                truth.check(both, text, "in a batch")
+            copied = [ffn.copied for ffn in ffns]
+            assert sum(copied) > 0 and all(len(ffn.hot) == 2 and len(ffn.cold) == 4 for ffn in ffns)
+            assert ExpertSparsity(executor, ffns).report()["traded"] == sum(copied)
+            assert all(0 < ffn.hits < ffn.selected.sum() for ffn in ffns)
+            runs.append((ours, copied, {ffn.cold_bytes for ffn in ffns}))
+    np.testing.assert_array_equal(runs[0][0], runs[1][0])  # the same bits, whatever the threads' timing
+    assert runs[0][1:] == runs[1][1:]
+    with split(truth.path, 0.0) as (_, ffns):
+        assert {ffn.cold_bytes for ffn in ffns} == runs[0][2], "the CPU has all experts"
+
+
+def test_recorded_launches_and_exchanged_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth, made = Truth(case_named("mixtral"), "gguf", tmp_path), []
+    monkeypatch.setattr(gpu, "attention", static_attention)
+    monkeypatch.setattr(gpu_experts, "expert_sum", static_sum)
+    with exchanged(truth.path, "lru") as (executor, ffns):
+        executor.gpu.record(stand_in_recorder(made))
+        pages = families.scattered_pages(executor, 1)[0]
+        truth.check(families.run_chunks(executor, truth.texts[0], [1] * TOTAL, pages))
+        assert made and min(made) > 0 and all(ffn.copied for ffn in ffns)
+
+
+def test_a_copy_that_fails_fails_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = Truth(case_named("mixtral"), "gguf", tmp_path)
+
+    def full(*given: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    with exchanged(truth.path, "lru") as (executor, _):
+        monkeypatch.setattr(gpu_experts, "replace", full)
+        pages = families.scattered_pages(executor, 1)[0]
+        with pytest.raises(PowerInferError, match="the GPU ran out of memory"):
+            families.run_chunks(executor, truth.texts[0], [1] * TOTAL, pages)

@@ -119,7 +119,7 @@ def test_quantised_keys_are_turned_head_by_head(files: dict[str, Path]) -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "tiny.gguf"
-    expert_models.write(path, small(expert_models.CONFIGS["deepseek-v3"]), "q8_0")
+    expert_models.write(path, small(expert_models.CONFIGS["deepseek-v3"]), expert_models.Weights("q8_0"))
     return path
 
 

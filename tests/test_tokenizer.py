@@ -84,7 +84,7 @@ OFFICIAL = {  # as in the tokenizer.json of the models
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
 OFFICIAL["qwen35"] = OFFICIAL["qwen2"].replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
-OFFICIAL["dbrx"] = OFFICIAL["llama-bpe"]
+OFFICIAL |= dict.fromkeys(("dbrx", "glm4"), OFFICIAL["llama-bpe"])
 # Of DeepSeek several patterns, one after the other; digits are then alone in the older ones.
 HAN_AND_HANGUL = "[一-龥ࠀ-一가-퟿]+"
 CASED = (
@@ -119,7 +119,7 @@ def byte_level_json(pre: str) -> str:
     from tokenizers import Tokenizer as Native
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 
-    native = Native(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken")))
+    native = Native(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken", "glm4")))
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=OFFICIAL[pre] is None)
     digits = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
     split = [pre_tokenizers.Split(Regex(OFFICIAL[pre]), "isolated")] if OFFICIAL[pre] else []

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 ENGINE = (
     "context", "kv_type", "prefill_chunk", "max_batch", "selector", "quantize", "prepared", "vram", "ram", "threads",
-    "isa", "gpu",
+    "isa", "gpu", "expert_policy",
 )  # fmt: skip
 EMULATED = "that the GPU is to hold what fits, however slow it is: torch's CPU emulates it"
 TIER_NAMES = {"gpu": "GPU", "cpu": "RAM", "disk": "disk"}

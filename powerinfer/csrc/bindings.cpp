@@ -783,8 +783,9 @@ void bind_experts(nb::module_& m) {
           "experts"_a, "neurons"_a, "spec"_a, "gate"_a.none(), "up"_a.none(), "down"_a.none(),
           "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "down_bias"_a = nb::none(), "bundled"_a = nb::none(),
           "neurons: of each; rows of each are padded to LANES. spec: without biases, which are [experts, rows]. "
-          "bundled: all\n"
-          "neurons, one expert after another, in place of up and down; their gates, which are not read, stand for the\n"
+          "bundled:\n"
+          "all neurons, one expert after another, in place of up and down; their gates, which are not read, stand for "
+          "the\n"
           "matrix.");
   nb::class_<Experts, Op>(m, "Experts", "An FFN of experts.")
       .def("set_whole", &Experts::set_whole, "on"_a, nb::call_guard<nb::gil_scoped_release>(),

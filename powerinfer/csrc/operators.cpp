@@ -307,6 +307,7 @@ void Program::attention_input(AttentionInput in) {
 void Program::attention(int layer, int window, Vector sinks) {
   check_layer(layer);
   check(window >= 0, "a negative window");
+  check(cache->layers[(size_t)layer].kv_heads > 0, "the layer keeps no keys and values");
   const int64_t heads = sizes.heads[(size_t)layer];
   check(sinks.empty() || (int64_t)sinks.size() == heads, "there are not as many sinks as heads");
   add(std::make_shared<Attention>(heads, cache->layers[(size_t)layer], window, std::move(sinks)));

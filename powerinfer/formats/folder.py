@@ -149,7 +149,7 @@ _NAMES = {
     ),
     "glm4_moe": replace(_QWEN_MOE, inner=_QWEN_MOE.inner | _GLM_MOE),
     **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3"),
+        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
         replace(_QWEN_MOE, inner=_QWEN_MOE.inner | _GLM_MOE | _LATENT),
     ),
     "opt": _OPT,

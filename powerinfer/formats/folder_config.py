@@ -59,6 +59,7 @@ ARCHITECTURES = {
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "GraniteForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granitemoe",
     "GraniteMoeSharedForCausalLM": "granitemoeshared",
@@ -220,6 +221,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_next": _DELTA | {"num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10},
     "qwen3_5_text": _DELTA | {"num_key_value_heads": 4},
     "qwen3_5_moe_text": _DELTA | {"num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8},
+    "glm4_moe_lite": {
+        "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240, "num_hidden_layers": 47,
+        "num_attention_heads": 20, "max_position_embeddings": 202752, "hidden_act": "silu", "first_k_dense_replace": 1,
+        "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_routed_experts": 64, "n_shared_experts": 1,
+        "moe_intermediate_size": 1536, "norm_topk_prob": True, "routed_scaling_factor": 1.8, "num_experts_per_tok": 4,
+    },
     "deepseek_v2": _LLAMA | {
         "vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
         "num_attention_heads": 32, "max_position_embeddings": 2048, "first_k_dense_replace": 0, "q_lora_rank": 1536,
@@ -563,12 +570,17 @@ def _deepseek_ffns(fields: Fields, n_layers: int, *, sigmoid: bool) -> list[FfnK
     experts = replace(experts, shared_size=shared * experts.size)
     first = fields.integer("first_k_dense_replace", 0, layout.MAX_LAYERS)
     dense = FfnConfig(_ffn_size(fields), experts.activation)
-    return [dense if layer < first else experts for layer in range(n_layers)]
+    types = fields.get("mlp_layer_types", None)
+    if types is None:
+        types = ["dense" if layer < first else "sparse" for layer in range(n_layers)]
+    if type(types) is not list or len(types) != n_layers or any(one not in ("dense", "sparse") for one in types):
+        raise fields.bad("mlp_layer_types", f"is {shown(types)}, not dense or sparse for every layer")
+    return [dense if one == "dense" else experts for one in types]
 
 
 def _deepseek(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     """Latent attention. The norms of latents have the default of their class, whatever `rms_norm_eps` is."""
-    third = config.architecture == "deepseek_v3"
+    third = config.architecture != "deepseek_v2"
     fields.only("attention_bias", False)
     fields.only("mlp_bias", False)
     fields.only("moe_layer_freq", 1)
@@ -703,6 +715,7 @@ _READERS = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _qwen_delta),
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
+    "glm4_moe_lite": _deepseek,
     **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), _granite),
 }
 

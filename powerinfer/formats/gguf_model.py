@@ -103,7 +103,7 @@ ARCHITECTURES = {
     "qwen35": _Family("silu", qk_norm="head", partial=True, delta=True, tiled=True),
     "qwen35moe": _Family("silu", qk_norm="head", partial=True, experts=_NORMALISED, delta=True, tiled=True),
     "glm4moe": _Family("silu", partial=True, experts=_SIGMOIDS),
-    "deepseek2": _Family("silu", interleaved=True, experts=_AS_THEY_ARE, latent=True),  # DeepSeek-V2, V3, Kimi K2
+    "deepseek2": _Family("silu", interleaved=True, experts=_AS_THEY_ARE, latent=True),  # also Kimi K2, GLM-4.7-Flash
     "granite": _Family("silu", interleaved=True, scales=True),
     "granitemoe": _Family("silu", interleaved=True, scales=True, experts=_NORMALISED),
     "smallthinker": _Family(
@@ -464,6 +464,9 @@ def _experts(file: GGUFFile, fields: Fields, router: RouterConfig, activation: s
         fields.only("expert_shared_count", 0)
         fields.get("expert_shared_feed_forward_length", None)  # of a shared expert that the file does not have
     gating = {0: router.scoring, 1: "softmax", 2: "sigmoid"}
+    correction = any(name.endswith(".exp_probs_b.bias") for name in file.tensors)
+    if correction:  # scores that are corrected are sigmoids; the first files of GLM-4.7-Flash do not say
+        gating[0] = "sigmoid"
     scoring = gating[fields.integer("expert_gating_func", 0, max(gating), 0)]
     groups = fields.integer("expert_group_count", 1, n_experts, 1)
     return ExpertsConfig(
@@ -475,7 +478,7 @@ def _experts(file: GGUFFile, fields: Fields, router: RouterConfig, activation: s
             scoring=scoring,
             normalise=fields.flag("expert_weights_norm", router.normalise),
             scale=fields.number("expert_weights_scale", 0, layout.MAX_SCALE, 1.0) or 1.0,
-            correction=any(name.endswith(".exp_probs_b.bias") for name in file.tensors),
+            correction=correction,
             bias=any(name.endswith(".ffn_gate_inp.bias") for name in file.tensors),
             groups=groups,
             top_groups=fields.integer("expert_group_used_count", 1, groups, groups),

@@ -121,6 +121,8 @@ PRE_TOKENIZERS = {
     "tekken": _TEKKEN,
     "dbrx": PreTokenizer(_LLAMA3.patterns),  # OLMo 2 and 3, Phi-4
     "gpt-4o": _GPT4O,  # Phi-4-mini
+    "chatglm-bpe": PreTokenizer(_LLAMA3.patterns),
+    "glm4": PreTokenizer(_LLAMA3.patterns, ignore_merges=True),
     "deepseek-llm": _DEEPSEEK_LLM,  # DeepSeek-V2 too
     "deepseek-coder": _DEEPSEEK_CODER,
     "deepseek-v3": _DEEPSEEK_V3,

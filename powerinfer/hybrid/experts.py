@@ -15,8 +15,8 @@ the model's file, through the buffers of devices/stage.py.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -35,13 +35,16 @@ from powerinfer.errors import RequestError
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.hybrid.adjust import trades
 from powerinfer.kernels import gpu, gpu_experts
+from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.kernels.gpu_types import tensor_bytes
 from powerinfer.models.builder import ExpertWeights
 from powerinfer.neurons import Indices
+from powerinfer.placement.experts import Policy, Swap
 from powerinfer.sparsity import Sparsity
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.cuda import Event
 
     from powerinfer.devices.gpu import GpuLayers
     from powerinfer.devices.split import SplitExecutor
@@ -53,8 +56,52 @@ MOST = 2
 """Experts of a layer swapped at a time: the swap happens between requests, which wait for it."""
 
 
+class Copier:
+    """Copies experts to the GPU beside its work, one after another, as a policy says (`placement.experts`).
+
+    on: whether the policy is told what steps select.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.on = True
+        self._pool = ThreadPoolExecutor(1)
+        self._side: Any = None
+
+    def begin(self, copy: Callable[[], None]) -> Future[Event | None]:
+        """Copy, once what the GPU was given so far is done."""
+        import torch
+
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        if device is None:
+            return self._pool.submit(copy)
+        ready, done = torch.cuda.Event(), torch.cuda.Event()
+        ready.record()
+        self._side = self._side or torch.cuda.Stream(device)
+
+        def beside() -> Event:
+            with torch.cuda.device(device), torch.cuda.stream(self._side):
+                self._side.wait_event(ready)
+                copy()
+                done.record(self._side)
+            return done
+
+        return self._pool.submit(beside)
+
+    def finish(self, copying: Future[Event | None]) -> None:
+        """The GPU waits for a copy before what it is given next. Raises what the copy raised."""
+        import torch
+
+        done = copying.result()
+        if done is not None:
+            torch.cuda.current_stream().wait_event(done)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
 class HybridExperts:
-    """The experts of one layer of `GpuLayers`. hot, cold: int32, those on the GPU and on the CPU, ascending."""
+    """The experts of one layer of `GpuLayers`."""
 
     def __init__(
         self,
@@ -66,9 +113,11 @@ class HybridExperts:
         *,
         movable: bool = False,
         stage: Stage | None = None,
+        copier: Copier | None = None,
     ) -> None:
-        """movable: `swap` is to be called; stage: streams cold experts to the GPU for long prompts. RequestError where
-        experts cannot be swapped, PowerInferError if a device runs out of memory."""
+        """movable: `swap` is to be called; stage: streams cold experts to the GPU for long prompts; copier: exchanges
+        those on the GPU, the CPU has all of them. RequestError where experts cannot be swapped, PowerInferError if a
+        device runs out of memory."""
         assert layers.link is not None
         about = cpu.config.layers[layer].ffn
         assert isinstance(about, ExpertsConfig)
@@ -78,16 +127,19 @@ class HybridExperts:
         self._link = layers.link
         self._top_k = about.router.top_k
         self.on_input: Callable[[Tensor], None] | None = None
+        self._copier = copier
+        self._copying: tuple[list[Swap], Future[Event | None]] | None = None
         with gpu_failures(f"loading the experts of layer {layer}", "give less --vram"), current(layers.device):
             self._upload(weights)
             tensors = [tensor.gathered() for tensor in weights.experts()]
             self._place(cpu, tensors, hot)
         # Views of the model's file: no memory of their own.
         self._tensors = tensors if all(map(in_file, tensors)) else None
-        if movable and self.about.bias:
+        if movable and copier is None and self.about.bias:
             raise RequestError("--adjust does not swap experts that have biases: leave it out")
         if movable and self._tensors is None:
-            raise RequestError("--adjust needs experts as a GGUF file has them, neither a folder nor --quantize")
+            flag = "--adjust" if copier is None else f"--expert-policy {copier.policy.name}"
+            raise RequestError(f"{flag} needs experts as a GGUF file has them, neither a folder nor --quantize")
         self.stage = stage if stage is not None and self._tensors is not None else None
         self.clear()
 
@@ -114,21 +166,30 @@ class HybridExperts:
         import torch
 
         n, device = self.about.n_experts, self._layers.device
-        self.hot = np.sort(hot).astype(np.int32)
-        self.cold = np.setdiff1d(np.arange(n, dtype=np.int32), self.hot)
+        here = hot if self._copier is not None else np.sort(hot)  # of each slot
+        on_cpu = np.arange(n, dtype=np.int32) if self._copier is not None else np.setdiff1d(np.arange(n), hot)
         self._gpu_part = None
-        if len(self.hot):
-            self._gpu_part = gpu_experts.resident(tensors, self.hot, self.about, device, self._biases)
+        if len(here):
+            self._gpu_part = gpu_experts.resident(tensors, here, self.about, device, self._biases)
         self._cpu_part: ExpertSum | None = None
-        if len(self.cold):
-            biases = [None if bias is None else bias[self.cold] for bias in self._biases]
-            self._cpu_part = cpu.expert_sum(self.layer, (_some(tensor, self.cold) for tensor in tensors), biases)
+        if len(on_cpu):
+            biases = [None if bias is None else bias[on_cpu] for bias in self._biases]
+            self._cpu_part = cpu.expert_sum(self.layer, (_some(tensor, on_cpu) for tensor in tensors), biases)
         # Of each expert its slot on the GPU, and its place on the CPU; -1 where it is not there.
-        self._slot = np.full(n, -1, np.int32)
-        self._slot[self.hot] = np.arange(len(self.hot))
-        self._cold_place = np.full(n, -1, np.int32)
-        self._cold_place[self.cold] = np.arange(len(self.cold))
+        self._slot, self._place_of = np.full(n, -1, np.int32), np.full(n, -1, np.int32)
+        self._slot[here] = np.arange(len(here))
+        self._place_of[on_cpu] = np.arange(len(on_cpu))
         self._slots = torch.from_numpy(self._slot.copy()).to(device)
+
+    @property
+    def hot(self) -> Indices:
+        """int32, the experts on the GPU, ascending."""
+        return np.flatnonzero(self._slot >= 0).astype(np.int32)
+
+    @property
+    def cold(self) -> Indices:
+        """int32, the others, ascending."""
+        return np.flatnonzero(self._slot < 0).astype(np.int32)
 
     def swap(self, leave: Indices, come: Indices) -> None:
         """Exchange experts on the GPU for as many on the CPU, each in the other's memory; not while a step runs."""
@@ -138,20 +199,47 @@ class HybridExperts:
         failures = gpu_failures(f"swapping experts of layer {self.layer}", "load the model again")
         with failures, current(self._layers.device):
             for old, new in zip(leave, come, strict=True):
-                slot, place = int(self._slot[old]), int(self._cold_place[new])
+                slot, place = int(self._slot[old]), int(self._place_of[new])
                 into = [_one(tensor, new) for tensor in self._tensors]
                 gpu_experts.replace(self._gpu_part, slot, into, int(new), self._biases)
                 self._cpu_part.replace(place, [_one(tensor, old) for tensor in self._tensors])
                 self._slot[old], self._slot[new] = -1, slot
-                self._cold_place[old], self._cold_place[new] = place, -1
+                self._place_of[old], self._place_of[new] = place, -1
             self._slots.copy_(torch.from_numpy(self._slot))
-        everything = np.arange(self.about.n_experts, dtype=np.int32)
-        self.hot, self.cold = everything[self._slot >= 0], everything[self._cold_place >= 0]
+
+    def _exchange(self, swaps: list[Swap]) -> None:
+        """Begin to copy experts into slots, beside the steps: the next step of the layer has them."""
+        assert self._copier is not None and self._tensors is not None and self._gpu_part is not None
+        tensors, part, biases = self._tensors, self._gpu_part, self._biases
+
+        def copy() -> None:
+            for slot, expert in swaps:
+                gpu_experts.replace(part, slot, [_one(tensor, expert) for tensor in tensors], expert, biases)
+
+        self._copying = swaps, self._copier.begin(copy)
+
+    def _take_copied(self) -> None:
+        """What was copied since the layer's last step is used from now on."""
+        import torch
+
+        if self._copying is None or self._copier is None:
+            return
+        (swaps, copying), self._copying = self._copying, None
+        self._copier.finish(copying)
+        for slot, expert in swaps:
+            self._slot[self._slot == slot] = -1
+            self._slot[expert] = slot
+        self._slots.copy_(torch.from_numpy(self._slot))
+        self.copied += len(swaps)
 
     def close(self) -> None:
         """Free both parts, and the buffers that are shared with others."""
+        if self._copying is not None:
+            self._copying[1].exception()  # wait
         if self.stage is not None:
             self.stage.close()
+        if self._copier is not None:
+            self._copier.close()
         for name in ("_gpu_part", "_cpu_part", "_router", "_shared", "_link", "_layers", "_tensors", "_slots"):
             self.__dict__.pop(name, None)
 
@@ -173,7 +261,7 @@ class HybridExperts:
     def begin(self) -> list[Operator]:
         """Select experts, and send the CPU its input, see `FfnParts`."""
         operators = [Operator("router", self.layer, self._select)]
-        if len(self.cold):
+        if self._cpu_part is not None:
             operators.append(Operator("copy out", self.layer, self._send))
             operators.append(Operator("mark", self.layer, self._mark, static=False))
         return operators
@@ -181,11 +269,11 @@ class HybridExperts:
     def finish(self) -> list[Operator]:
         """Add the sums of both parts, see `FfnParts`."""
         operators = []
-        if len(self.hot):
+        if self._gpu_part is not None:
             operators.append(Operator("hot experts", self.layer, self._add_hot))
         if self._shared is not None:
             operators.append(Operator("shared expert", self.layer, self._add_shared))
-        if len(self.cold):
+        if self._cpu_part is not None:
             operators.append(Operator("cold experts", self.layer, self._sum_cold, static=False))
             operators.append(Operator("add", self.layer, self._add_cold))
         return operators
@@ -205,6 +293,7 @@ class HybridExperts:
             self._link.send(len(step.x), EXPERT_BYTES * self._top_k)
 
     def _mark(self, step: Step) -> None:
+        self._take_copied()
         if self.on_input is not None:
             assert step.read is not None
             self.on_input(step.read)
@@ -238,20 +327,23 @@ class HybridExperts:
                 self._stream_cold(step)
             return
         assert self._cpu_part is not None
-        begin = time.perf_counter()
         with span(self._layers.trace, "cpu", "wait", self.layer, "wait"):
             self._link.wait()
-        waited = time.perf_counter()
         with span(self._layers.trace, "cpu", "cold experts", self.layer):
             x, experts, weights, out = self._link.received_experts(len(step.x), self._top_k)
-            job = self._cpu_part.sum(x, self._cold_place[experts], weights, out)
+            places = np.where(self._slot[experts] < 0, self._place_of[experts], np.int32(-1))
+            job = self._cpu_part.sum(x, places, weights, out)
         counts = np.bincount(experts.reshape(-1), minlength=self.about.n_experts)
         self.selected += counts
         self.recent += counts
+        self.hits += int((places < 0).sum())
         self.tokens += len(step.x)
         self.steps += 1
         self.jobs += job
-        self._seconds += waited - begin, time.perf_counter() - waited
+        if self._copier is not None and self._copier.on and len(step.x) <= NEURON_TOKENS:  # a prompt selects nearly all
+            swaps = self._copier.policy.observe(self.layer, experts.reshape(-1).tolist(), len(step.x))
+            if swaps:
+                self._exchange(swaps)
 
     def _stream_cold(self, step: Step) -> None:
         """Add the sum of the cold experts, some of which are on the GPU at a time."""
@@ -284,12 +376,12 @@ class HybridExperts:
     # ---------------------------------------------------------------- counters, of layers with cold experts
 
     def clear(self) -> None:
-        """Reset the counters. selected: int64 [experts], tokens that each was selected for; jobs: steps in which the
-        CPU had one; recent: as selected, halved now and then (`ExpertSparsity.adjust`)."""
+        """Reset the counters. selected: int64 [experts], tokens that each was selected for; hits: selections of those
+        on the GPU; copied: experts copied there beside steps; jobs: steps in which the CPU had one; recent: as
+        selected, halved now and then (`ExpertSparsity.adjust`)."""
         self.selected = np.zeros(self.about.n_experts, np.int64)
         self.recent = np.zeros(self.about.n_experts)
-        self.tokens = self.steps = self.jobs = 0
-        self._seconds = np.zeros(2)
+        self.tokens = self.steps = self.jobs = self.hits = self.copied = 0
 
 
 def in_file(tensor: RawTensor) -> bool:
@@ -328,18 +420,25 @@ class ExpertSplit:
     """How the experts of the GPU's layers are split: makes the FFN of each layer when it is wired (`load_split`).
 
     hot: of each layer of the model, the experts on the GPU, int32 (of layers without experts: none); movable: they may
-    be swapped; stage: as for `HybridExperts`. ffns: those made so far.
+    be swapped; stage: as for `HybridExperts`; copier: exchanges those on the GPU from step to step. ffns: those made so
+    far.
     """
 
     hot: Sequence[Indices]
     movable: bool = False
     stage: Stage | None = None
+    copier: Copier | None = None
     ffns: list[HybridExperts] = field(default_factory=list)
     kind: type = ExpertsConfig
 
     def __call__(self, cpu: CpuExecutor, layers: GpuLayers, layer: int, given: ExpertWeights) -> HybridExperts:
         """PowerInferError if a device runs out of memory."""
-        ffn = HybridExperts(layer, cpu, layers, given, self.hot[layer], movable=self.movable, stage=self.stage)
+        hot = self.hot[layer]
+        copier = self.copier if len(hot) else None
+        if copier is not None:
+            hot = copier.policy.resident(layer).copy()
+        movable = self.movable or copier is not None
+        ffn = HybridExperts(layer, cpu, layers, given, hot, movable=movable, stage=self.stage, copier=copier)
         self.ffns.append(ffn)
         return ffn
 
@@ -370,7 +469,7 @@ class ExpertSparsity(Sparsity):
         layers: list[dict[str, Any]] = []
         selected = hot = 0
         for ffn in self.ffns:
-            own, on_gpu = int(ffn.selected.sum()), int(ffn.selected[ffn.hot].sum())
+            own, on_gpu = int(ffn.selected.sum()), ffn.hits
             selected, hot = selected + own, hot + on_gpu
             layers.append(
                 {
@@ -389,7 +488,7 @@ class ExpertSparsity(Sparsity):
             "tokens": max((ffn.tokens for ffn in self.ffns), default=0),
             "gpu_share": hot / selected if selected else None,
             "jobs": sum(ffn.jobs for ffn in self.ffns) / steps if steps else None,
-            "traded": self.traded,
+            "traded": self.traded + sum(ffn.copied for ffn in self.ffns),
         }
 
     def clear(self) -> None:

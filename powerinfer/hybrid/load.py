@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from powerinfer.devices import Executor
 from powerinfer.errors import GpuMemoryError
 from powerinfer.hybrid.resolve import NOT_USED, Resolved, with_fewer_experts, with_fewer_layers, without_gpu
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from powerinfer.hybrid.vram import Attempt
     from powerinfer.models.blocks import SplitFfns
     from powerinfer.neurons import Indices
+    from powerinfer.placement.experts import Policy
     from powerinfer.placement.plan import Plan
 
 Sample = Callable[[], Sequence[int]]
@@ -162,16 +165,20 @@ def _load_neurons(resolved: Resolved, plan: Plan, sample: Sample, progress: Prog
 def _load_experts(
     resolved: Resolved, experts: Sequence[Indices], sample: Sample, progress: Progress
 ) -> tuple[SplitExecutor, Sparsity]:
-    from powerinfer.hybrid.experts import ExpertSparsity, ExpertSplit
+    from powerinfer.hybrid.experts import Copier, ExpertSparsity, ExpertSplit
     from powerinfer.hybrid.vram import hold_budget
 
-    split = ExpertSplit(experts, resolved.engine.adjust, _stage(resolved, resolved.staging))
+    policy = _policy(resolved, experts)
+    copier = None if policy is None else Copier(policy)
+    split = ExpertSplit(experts, resolved.engine.adjust, _stage(resolved, resolved.staging), copier)
     try:
         executor = load_split(resolved, split, progress)
     except BaseException:
         split.close()
         raise
     executor.choices["gpu"] += f", {resolved.why}"
+    if copier is not None:
+        copier.on = False  # what is measured is no text
     try:
         settle = partial(_settle_prompts, executor, resolved, split, sample, progress)
         hold_budget(executor, resolved.engine.max_batch, resolved.vram, split=split, settle=settle)
@@ -180,8 +187,23 @@ def _load_experts(
         raise
     sparsity = ExpertSparsity(executor, split.ffns)
     sparsity.clear()  # counts of the measurements
+    if copier is not None:
+        copier.on = True
     executor.choices["selector"] = f"{sparsity.selector} (experts on both devices)"
     return executor, sparsity
+
+
+def _policy(resolved: Resolved, experts: Sequence[Indices]) -> Policy | None:
+    """What exchanges the experts on the GPU from step to step; None: nothing does."""
+    from powerinfer.placement.experts import make_policy
+
+    name, every = resolved.engine.expert_policy, resolved.checkpoint.config.experts
+    if name == "static":
+        return None
+    slots = {layer: len(experts[layer]) for layer in every if layer < resolved.gpu_layers}
+    sizes = {layer: every[layer].n_experts for layer in slots}
+    known = resolved.frequencies or {layer: np.full(n, every[layer].router.top_k / n) for layer, n in sizes.items()}
+    return make_policy(name, slots, sizes, {layer: known[layer] for layer in slots})
 
 
 def _load_planned(

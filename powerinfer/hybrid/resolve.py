@@ -26,6 +26,7 @@ from powerinfer.sparsity.selection import DENSE, Selection, select
 if TYPE_CHECKING:
     from powerinfer.hardware.description import Hardware
     from powerinfer.placement.budget import Workload
+    from powerinfer.placement.experts import Frequencies
     from powerinfer.placement.plan import Plan, PlanRequest
     from powerinfer.placement.shapes import Model
 
@@ -41,10 +42,10 @@ class Resolved:
     selection: the selector with its prepared files. gpu: name of the device (`choose_device`), None: the CPU alone;
     why: the reason for the devices, for people. gpu_layers, gpu_head: the first layers, with their KV cache, and the
     head are on the GPU. plan: places single neurons; None: layers on the GPU are dense. experts: for each layer those
-    on the GPU, None: the model has none, or they are not split; staging: bytes of a buffer that streams the others
-    there for long prompts, 0: none. pages: of the KV cache on every device, None: as many as fit into the CPU's
-    memory; kv_room: their limit in bytes then, None: no limit. vram: limit in bytes on the GPU without the driver,
-    None: the device's memory.
+    on the GPU, None: the model has none, or they are not split; frequencies: of experts, None: not known;
+    staging: bytes of a buffer that streams the others there for long prompts, 0: none. pages: of the KV cache on every
+    device, None: as many as fit into the CPU's memory; kv_room: their limit in bytes then, None: no limit. vram: limit
+    in bytes on the GPU without the driver, None: the device's memory.
     """
 
     checkpoint: Checkpoint
@@ -56,6 +57,7 @@ class Resolved:
     gpu_head: bool = False
     plan: Plan | None = None
     experts: tuple[Indices, ...] | None = None
+    frequencies: Frequencies | None = None
     staging: int = 0
     pages: int | None = None
     kv_room: int | None = None
@@ -70,6 +72,8 @@ def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = s
     PowerInferError when a GPU that was requested by name cannot be used.
     """
     resolved = _resolve(checkpoint, engine, progress, say)
+    if engine.adjust and engine.expert_policy != "static":
+        raise RequestError(f"--expert-policy {engine.expert_policy} moves experts by itself: leave out --adjust")
     if engine.adjust and resolved.plan is None and resolved.experts is None:
         raise RequestError("--adjust is for models whose neurons or experts are split between a GPU and the CPU")
     return resolved
@@ -118,7 +122,8 @@ def needs(resolved: Resolved) -> Needs:
     hardware, work = measured(engine, gpu=resolved.gpu), _workload(model, engine, "all")
     layers, head = resolved.gpu_layers, resolved.gpu_head
     slots = None if resolved.experts is None else [len(own) for own in resolved.experts]
-    ram = sum(in_ram(model, work, layers, head, hardware.host_bytes, slots=slots).values())
+    cached = engine.expert_policy != "static"
+    ram = sum(in_ram(model, work, layers, head, hardware.host_bytes, slots=slots, cached=cached).values())
     return Needs(ram, 0, sum(on_gpu(model, hardware, work, layers, head, True, slots).values()))
 
 
@@ -363,4 +368,4 @@ def _split_experts(
         hot.append(order.astype(np.int32))
     why = f"{sum(claims.slots)} of {sum(plan.request.model.n_experts)} experts"
     placed = replace(resolved, gpu_layers=claims.gpu_layers, gpu_head=claims.gpu_head, why=why)
-    return replace(placed, experts=tuple(hot), staging=claims.staging)
+    return replace(placed, experts=tuple(hot), frequencies=known, staging=claims.staging)

@@ -164,11 +164,13 @@ def in_ram(
     host_bytes: int = 0,
     panels: bool = True,
     slots: Sequence[int] | None = None,
+    cached: bool = False,
 ) -> Footprint:
     """Bytes in RAM beside a GPU with the first `layers` layers, and with `head` the output head.
 
     host_bytes: what the GPU's libraries take in RAM. panels: all FFNs are dense, and those of the other layers count;
-    else only those whose neurons are not told apart. slots: as `on_gpu`; the other experts of its layers are here.
+    else only those whose neurons are not told apart. slots: as `on_gpu`; the other experts of its layers are here,
+    and with `cached` all of them.
     """
     config = model.config
     scratch = model.scratch_bytes(work.tokens, work.requests)
@@ -191,7 +193,8 @@ def in_ram(
     if panels or dense:
         held["panels"] = dense
     if slots is not None:
-        cold = ((model.n_experts[layer] - slots[layer]) * model.expert_bytes(layer)[1] for layer in range(layers))
+        here = (model.n_experts[layer] - (0 if cached else slots[layer]) for layer in range(layers))
+        cold = (n * model.expert_bytes(layer)[1] for layer, n in enumerate(here))
         held["experts"] = sum(cold)
     return held
 
@@ -260,12 +263,13 @@ def claim(
     vram: int | None,
     ram: int | None,
     frequencies: Frequencies | None = None,
+    cached: bool = False,
 ) -> Claims:
     """Place the dense parts, and experts. RequestError, with the minimum, if they do not fit into RAM and VRAM
-    together. frequencies: how often each expert is selected, None: not known."""
+    together. frequencies: how often each expert is selected, None: not known; cached: RAM has those on the GPU too."""
     vram, ram = budgets(hardware, vram, ram)
     if any(model.n_experts):
-        found = _claim_experts(model, hardware, work, vram, ram, frequencies)
+        found = _claim_experts(model, hardware, work, (vram, ram), frequencies, cached)
         if found is not None:
             return found
         vram = 0
@@ -291,11 +295,17 @@ def claim(
 
 
 def _claim_experts(
-    model: Model, hardware: Hardware, work: Workload, vram: int, ram: int, frequencies: Frequencies | None
+    model: Model,
+    hardware: Hardware,
+    work: Workload,
+    limits: tuple[int, int],
+    frequencies: Frequencies | None,
+    cached: bool,
 ) -> Claims | None:
     """Attention, shared experts and dense FFNs of the first layers on the GPU, as many as fit, then the head, then
     experts: those that are selected most often or, where that is not known, as many in every layer. None: no layer
-    fits."""
+    fits. limits: VRAM and RAM."""
+    vram, ram = limits
     layers, head = layers_that_fit(model, hardware, work, vram, dense=True, experts=False)
     if not layers:
         return None
@@ -311,7 +321,7 @@ def _claim_experts(
         found = slots_by_frequency({layer: frequencies[layer] for layer in own}, nbytes, room)
     slots = tuple(found.get(layer, 0) for layer in range(model.config.n_layers))
     gpu = on_gpu(*dense, slots)
-    cpu = in_ram(model, work, layers, head, hardware.host_bytes, slots=slots)
+    cpu = in_ram(model, work, layers, head, hardware.host_bytes, slots=slots, cached=cached)
     left = ram - sum(cpu.values()) - staged_in_ram(staging)
     if left < 0:
         raise _too_large(model, gpu, cpu, ram, None, hardware)

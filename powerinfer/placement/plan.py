@@ -86,7 +86,8 @@ class PlanRequest:
     requests; chunk: tokens of a prompt that are computed at once; selector: one of `cost.WAYS`; policy: of `POLICIES`.
     seed: of the policy `random`. time_limit: seconds for the solver. requests: that decode together in the caches of
     `batch`, which only working memory counts; 0: as many as `batch`. insist: use the GPU even if it is slower than the
-    CPU. frequencies: of experts, how often each is selected; None: that is not known.
+    CPU. frequencies: of experts, how often each is selected; None: that is not known. cached: experts on the GPU are
+    in RAM too.
     """
 
     model: Model
@@ -105,6 +106,7 @@ class PlanRequest:
     requests: int = 0
     insist: bool = False
     frequencies: Frequencies | None = None
+    cached: bool = False
 
     def __post_init__(self) -> None:
         """RequestError for contradictory options."""
@@ -129,7 +131,7 @@ class PlanRequest:
 
     def claims(self) -> Claims:
         """Where the dense parts are placed. RequestError, with the minimum, if the budgets are too small for them."""
-        return claim(self.model, self.hardware, self.workload, self.vram, self.ram, self.frequencies)
+        return claim(self.model, self.hardware, self.workload, self.vram, self.ram, self.frequencies, self.cached)
 
     def vram_for(self, groups: int = 0) -> int:
         """Bytes of VRAM for all dense parts and that number of groups of neurons, buffers for cold ones included."""

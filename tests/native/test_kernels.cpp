@@ -314,6 +314,29 @@ double activated(int act, double threshold, double x) {
   return act == PI_RELU2 ? kept * kept : kept;
 }
 
+// That of experts alone. Values beyond its limits are held there; NaN stays.
+void test_swiglu_oai(const PiKernels* kernels) {
+  Check check(std::string(kernels->name) + " activate swiglu_oai");
+  Random r(3);
+  std::vector<float> gate = r.normals(1536, 6), up = r.normals(1536, 6);
+  const float edges[] = {0, -0.0f, 7, -7, 7.0000005f, 1e-30f, -88, 88, -3e38f, 3e38f};
+  for (size_t i = 0; i < sizeof edges / sizeof *edges; i++) gate[i] = edges[i], up[40 + i] = edges[i];
+  gate[100] = NAN, up[200] = NAN, up[300] = INFINITY, gate[301] = INFINITY;
+  std::vector<float> out = gate;
+  kernels->activate(PI_SWIGLU_OAI, 0, out.data(), up.data(), 1536);
+  for (size_t i = 0; i < 1536; i++) {
+    if (i == 100 || i == 200) {
+      check.yes(isnan(out[i]), (int64_t)i);
+      continue;
+    }
+    const double g = std::min((double)gate[i], 7.0), u = std::max(std::min((double)up[i], 7.0), -7.0) + 1,
+                 wanted = g / (1 + exp(-(double)1.702f * g)) * u;
+    // as SILU, with two more roundings, and that of the argument as often as it is large
+    const double n_u = gamma_of(10 + std::min(fabs(1.702 * g), 88.0)), held = 1.702 * g < -87 ? fabs(g * u) * 1e-37 : 0;
+    check.near(out[i], wanted, n_u * fabs(wanted) + held + 1e-45, (int64_t)i);
+  }
+}
+
 void test_activate(const PiKernels* kernels) {
   const float threshold = 0.01f;
   for (int act = 0; act < PI_N_ACTS; act++) {
@@ -690,6 +713,7 @@ int main() {
     test_rms_norm(kernels);
     test_layer_norm(kernels);
     test_activate(kernels);
+    test_swiglu_oai(kernels);
     test_rope_and_scale(kernels);
     test_attention(kernels);
     test_program(kernels);
