@@ -474,7 +474,7 @@ def test_neurons_trade_places_between_requests(model: Path, cache: Path, rates: 
         assert answers(llm) == wanted and time.monotonic() < deadline
     assert answers(llm) == wanted
     llm.close()
-    with pytest.raises(RequestError, match="--adjust is for models whose neurons are split"):
+    with pytest.raises(RequestError, match="--adjust is for models whose neurons or experts are split"):
         LLM(model, **options(gpu="none", adjust=True))
 
 

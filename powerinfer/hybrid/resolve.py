@@ -41,11 +41,11 @@ class Resolved:
 
     selection: the selector with its prepared files. gpu: name of the device (`choose_device`), None: the CPU alone;
     why: the reason for the devices, for people. gpu_layers, gpu_head: the first layers, with their KV cache, and the
-    head are on the GPU. plan: places single neurons; None: layers on the GPU are dense. experts: for each layer those
-    on the GPU, None: the model has none, or they are not split; frequencies: of experts, None: not known;
-    staging: bytes of a buffer that streams the others there for long prompts, 0: none. pages: of the KV cache on every
-    device, None: as many as fit into the CPU's memory; kv_room: their limit in bytes then, None: no limit. vram: limit
-    in bytes on the GPU without the driver, None: the device's memory.
+    head are on the GPU. plan: places single neurons; None: layers on the GPU are dense. pages: of the KV cache on
+    every device, None: as many as fit into the CPU's memory; kv_room: their limit in bytes then, None: no limit. vram:
+    limit in bytes on the GPU without the driver, None: the device's memory. experts: for each layer those on the GPU,
+    None: the model has none, or they are not split; frequencies: of experts, None: not known; staging: bytes of a
+    buffer that streams the others there for long prompts, 0: none.
     """
 
     checkpoint: Checkpoint
@@ -56,12 +56,12 @@ class Resolved:
     gpu_layers: int = 0
     gpu_head: bool = False
     plan: Plan | None = None
-    experts: tuple[Indices, ...] | None = None
-    frequencies: Frequencies | None = None
-    staging: int = 0
     pages: int | None = None
     kv_room: int | None = None
     vram: int | None = None
+    experts: tuple[Indices, ...] | None = None
+    frequencies: Frequencies | None = None
+    staging: int = 0
 
 
 def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = silent, say: Say = silent) -> Resolved:
