@@ -541,6 +541,8 @@ class ExpertsConfig(FfnKind):
             return f"groups of {each} experts are too small for a score of {router.group_best}"
         if self.shared_weight and not self.shared_size:
             return "the weight of a shared expert without one"
+        if self.early_router and router.bias:
+            return "a bias of a router that reads a layer's input"
         if self.activation == "swiglu_oai":
             return None if self.gated and not self.shared_size else "activation swiglu_oai is of gated experts alone"
         return FfnConfig(self.size, self.activation, self.threshold, self.gated).problem()
@@ -775,7 +777,8 @@ class EngineConfig:
     )
     ram: int | None = option(None, "RAM budget, everything included; default: free RAM", size=True)
     adjust: bool = option(
-        False, "between requests, swap neurons on the GPU that have become cold for ones that have become hot"
+        False,
+        "between requests, swap neurons or experts on the GPU that have become cold for ones that have become hot",
     )
     expert_policy: str = option(
         "static",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from powerinfer.placement.experts import (
-    POLICIES,
+    EXPERT_POLICIES,
     Dynamic,
     Lfu,
     Lru,
@@ -103,7 +103,7 @@ def random_selections(tokens: int, experts: int, top: int, seed: int = 1) -> np.
 
 
 @pytest.mark.parametrize("slots", [0, 1, 2, 5, 8, 12])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", EXPERT_POLICIES)
 def test_every_policy_keeps_its_books(name: str, slots: int) -> None:
     """Swaps say all that changes; a slot has one expert, an expert one slot; steps of one token and of several."""
     start = {0: np.full(8, 0.25), 3: np.arange(8) / 28}
@@ -136,7 +136,7 @@ def test_static_needs_counts() -> None:
         make_policy("static", {0: 1}, {0: 2})
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", EXPERT_POLICIES)
 def test_replay_counts_what_a_plain_loop_counts(name: str) -> None:
     selected = {0: random_selections(200, 8, 2), 1: random_selections(200, 8, 2, seed=2)}
     policy = make_policy(name, {0: 3, 1: 4}, {0: 8, 1: 8}, {0: np.ones(8), 1: np.ones(8)})

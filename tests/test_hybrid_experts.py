@@ -182,9 +182,9 @@ def test_a_prompt_streams_cold_experts(name: str, count: int, tmp_path: Path) ->
     """Through buffers of one expert, and of two; the answer is the same, and the CPU has nothing to do."""
     truth = Truth(case_named(name), "gguf", tmp_path)
     about = next(one.ffn for one in open_checkpoint(truth.path).config.layers if isinstance(one.ffn, ExpertsConfig))
-    each = len(about.matrices) * 4 * about.size * truth.config.hidden_size
+    each = [4 * about.size * truth.config.hidden_size] * len(about.matrices)
     stage = Stage(torch.device("cpu"), expert_buffer(each, 2 * count))
-    assert stage.piece_bytes // each == count
+    assert stage.experts_at_once(each, about.n_experts) == count
     with split(truth.path, 0.25, stage=stage) as (executor, ffns):
         pages = families.scattered_pages(executor, 2)
         assert ffns and all(ffn.stage is stage for ffn in ffns)
@@ -262,7 +262,7 @@ def test_experts_that_are_exchanged_from_step_to_step(name: str, tmp_path: Path)
                 truth.check(both, text, "in a batch")
             copied = [ffn.copied for ffn in ffns]
             assert sum(copied) > 0 and all(len(ffn.hot) == 2 and len(ffn.cold) == 4 for ffn in ffns)
-            assert ExpertSparsity(executor, ffns).report()["traded"] == sum(copied)
+            assert ExpertSparsity(executor, ffns).report()["copied"] == sum(copied)
             assert all(0 < ffn.hits < ffn.selected.sum() for ffn in ffns)
             runs.append((ours, copied, {ffn.cold_bytes for ffn in ffns}))
     np.testing.assert_array_equal(runs[0][0], runs[1][0])  # the same bits, whatever the threads' timing
@@ -288,8 +288,34 @@ def test_a_copy_that_fails_fails_the_step(tmp_path: Path, monkeypatch: pytest.Mo
     def full(*given: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
 
-    with exchanged(truth.path, "lru") as (executor, _):
-        monkeypatch.setattr(gpu_experts, "replace", full)
+    with exchanged(truth.path, "lru") as (executor, ffns):
         pages = families.scattered_pages(executor, 1)[0]
-        with pytest.raises(PowerInferError, match="the GPU ran out of memory"):
-            families.run_chunks(executor, truth.texts[0], [1] * TOTAL, pages)
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu_experts, "replace", full)
+            with pytest.raises(PowerInferError, match="the GPU ran out of memory"):
+                families.run_chunks(executor, truth.texts[0], [1] * TOTAL, pages)
+        assert any(len(ffn.hot) < 2 for ffn in ffns), "what may be damaged is not used"
+        truth.check(families.run_chunks(executor, truth.texts[0], [1] * TOTAL, pages), what="afterwards")
+
+
+def test_a_swap_that_fails_ends_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = Truth(case_named("mixtral"), "gguf", tmp_path)
+    with split(truth.path, 0.5, movable=True) as (executor, ffns):
+        pages = families.scattered_pages(executor, 1)[0]
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu_experts, "replace", lambda *given: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                ffns[0].swap(ffns[0].hot[:1], ffns[0].cold[:1])
+        with pytest.raises(PowerInferError, match="lost in a swap: load the model again"):
+            families.run_chunks(executor, truth.texts[0], [TOTAL], pages)
+
+
+def test_a_buffer_holds_whole_experts() -> None:
+    """Matrices begin at lines, beside a table of all experts."""
+    for matrices, experts in (([704, 704, 704], 256), ([1088, 1088, 1056], 128), ([8_000_000] * 3, 512), ([72], 1)):
+        stage = Stage(torch.device("cpu"), expert_buffer(matrices, experts))
+        count = stage.experts_at_once(matrices, experts)
+        assert count >= 1
+        parts = [np.zeros(4 * experts, np.uint8)] + [np.zeros(one, np.uint8) for one in matrices for _ in range(count)]
+        with stage.sent(parts) as sent:
+            assert len(sent) == len(parts)

@@ -662,8 +662,9 @@ def choose_pages(
     page = sum(cpu.kv_page_bytes(engine.kv_type, layer.attention) for layer in config.layers[first_layer:])
     one = -(-context // cpu.PAGE)
     states = state_slots(engine.max_batch, engine.prefix_cache) * state_bytes(config)
-    memory = max(0, (available_memory() or 1 << 62) - states)
-    if one * page > memory:
+    free = available_memory() or 1 << 62
+    memory = max(0, free - states)
+    if one * page > memory or states > free:
         beside = f" beside {states >> 20} MiB of states" if states else ""
         raise RequestError(
             f"a context of {context} tokens needs a KV cache of {one * page >> 20} MiB and {memory >> 20} MiB are "

@@ -62,11 +62,22 @@ def buffer_bytes(layout: BundleLayout, neurons: int, limit: int) -> int:
     return nbytes - nbytes % min(nbytes, _SEGMENT)
 
 
-def expert_buffer(nbytes: int, experts: int) -> int:
-    """Bytes of a buffer for whole experts of `nbytes`, of layers that have that number: half a layer at most."""
-    count = max(1, min(PIECE // nbytes, -(-experts // 2)))
-    size = count * nbytes + _PADDING
+def expert_buffer(matrices: Sequence[int], experts: int) -> int:
+    """Bytes of a buffer for whole experts of layers that have that number: half a layer at most. matrices: bytes of
+    each of an expert's."""
+    count = max(1, min(PIECE // sum(matrices), -(-experts // 2)))
+    size = _table_bytes(experts) + count * _lines(matrices)
     return -(-size // _SEGMENT) * _SEGMENT if size >= _SEGMENT else size
+
+
+def _lines(matrices: Sequence[int]) -> int:
+    """Bytes of an expert whose matrices begin at lines."""
+    return sum(-(-one // LINE) * LINE for one in matrices)
+
+
+def _table_bytes(experts: int) -> int:
+    """Bytes of a table of each expert's place, int32, in whole lines."""
+    return -(-4 * experts // LINE) * LINE
 
 
 class Stage:
@@ -98,6 +109,10 @@ class Stage:
     def piece_bytes(self) -> int:
         """Bytes of the arrays that a buffer holds, at most five of which do not fill a line."""
         return self._size - _PADDING
+
+    def experts_at_once(self, matrices: Sequence[int], experts: int) -> int:
+        """How many experts a buffer holds beside the table of their places; arguments as of `expert_buffer`."""
+        return (self._size - _table_bytes(experts)) // _lines(matrices)
 
     @property
     def nbytes(self) -> int:

@@ -219,7 +219,8 @@ def open_folder(folder: Path) -> Source:
         stored = dict(_of_experts(config, metadata, stored))
     stored, notes = without_head_predictor(stored)
     if config.architecture in _DELTA:
-        stored, notes = _of_delta(stored)
+        stored, left_out = _of_delta(stored)
+        notes += left_out
     names = file_names(config, stored)
     if config.tied_embeddings:
         _drop_tied_head(stored, files, names, folder)

@@ -70,6 +70,8 @@ class _Experts:
         experts, rows, cols = shape
         first, turns = _TURNS[part]
         if self._packed:
+            if cols % _BLOCK:
+                raise ModelError(f"{self._where}_blocks: {cols} columns are not whole blocks of {_BLOCK}")
             per_row = cols // _BLOCK
             self._check("_blocks", self._sources[0], frozenset(("U8",)), (experts, turns * rows, per_row, 16))
             self._check("_scales", self._sources[1], frozenset(("U8",)), (experts, turns * rows, per_row))

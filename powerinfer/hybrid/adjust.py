@@ -1,4 +1,7 @@
-"""Which neurons to swap while a model serves: those that have become hot for those that have cooled. Pure functions."""
+"""Which neurons, or experts, to swap while a model serves: those that have become hot for those that have cooled.
+
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ MAX_SWAPS = 512
 def trades(fired: NDArray[np.float64], hot: Indices, cold: Indices, limit: int = MAX_SWAPS) -> tuple[Indices, Indices]:
     """(neurons of `hot` to move to the CPU, the same number of `cold` to move to the GPU), largest difference first.
 
-    fired: float64 [d_ff], tokens for which each neuron fired recently. The coldest hot neuron is compared with the
-    hottest cold one, and so on. The standard deviation of a count is its square root, so a difference below `NOISE`
-    roots of the sum is ignored: equally hot neurons are not swapped back and forth.
+    fired: float64 [neurons], tokens for which each fired recently; of experts, that selected each. The coldest hot
+    neuron is compared with the hottest cold one, and so on. The standard deviation of a count is its square root, so a
+    difference below `NOISE` roots of the sum is ignored: equally hot neurons are not swapped back and forth.
     """
     leave = hot[np.argsort(fired[hot], kind="stable")][:limit]
     come = cold[np.argsort(-fired[cold], kind="stable")][:limit]

@@ -111,6 +111,7 @@ def settle(
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
     path = prepared_folder(checkpoint.path, engine.prepared) / "crossing.json"
     key = trial_key(checkpoint, engine, selection, ())
+    key |= {"cold": str(max(ffn.cold_bytes for ffn in ffns))}
     key |= {"buffer": str(stage.nbytes), "tokens": str(executor.max_tokens)} | software(str(executor.gpu.device))
     kept = find_entry(path, KIND, _Kept, key)
     if kept is not None and not engine.retrial:

@@ -6,8 +6,9 @@ For each layer of a step:
     CPU                             wait                    | the cold experts  | back
 
 The router runs on the GPU alone, so both devices agree on each token's experts and their weights. An expert is on one
-device; a token's experts there are added up in their order, on each device by itself. Where experts are placed changes
-only how the sum is rounded.
+device, unless a policy exchanges those on the GPU: then the CPU has all. A token's experts are added up in their order,
+on each device by itself. Where experts are placed changes how the sum is rounded and, for types that the GPU lacks and
+converts, their weights by as much as Q8_0 rounds.
 
 For a long prompt, whose tokens select nearly all experts, the GPU computes the cold ones too: they stream to it from
 the model's file, through the buffers of devices/stage.py.
@@ -31,7 +32,7 @@ from powerinfer.devices.stage import Stage
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.devices.trace import span
-from powerinfer.errors import RequestError
+from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.hybrid.adjust import trades
 from powerinfer.kernels import gpu, gpu_experts
@@ -54,6 +55,12 @@ ENOUGH = 128
 
 MOST = 2
 """Experts of a layer swapped at a time: the swap happens between requests, which wait for it."""
+
+
+_HELD = (
+    "_gpu_part", "_router", "_router_bias", "_correction", "_shared", "_shared_weight", "_slots", "_biases",
+)  # fmt: skip
+"""What a layer's experts have on the GPU, by attribute."""
 
 
 class Copier:
@@ -128,6 +135,7 @@ class HybridExperts:
         self._top_k = about.router.top_k
         self.on_input: Callable[[Tensor], None] | None = None
         self._copier = copier
+        self._swapped = True
         self._copying: tuple[list[Swap], Future[Event | None]] | None = None
         with gpu_failures(f"loading the experts of layer {layer}", "give less --vram"), current(layers.device):
             self._upload(weights)
@@ -139,7 +147,9 @@ class HybridExperts:
             raise RequestError("--adjust does not swap experts that have biases: leave it out")
         if movable and self._tensors is None:
             flag = "--adjust" if copier is None else f"--expert-policy {copier.policy.name}"
-            raise RequestError(f"{flag} needs experts as a GGUF file has them, neither a folder nor --quantize")
+            raise RequestError(
+                f"{flag} needs experts as a GGUF file has them, not a folder, --quantize or types IQ1 to IQ3"
+            )
         self.stage = stage if stage is not None and self._tensors is not None else None
         self.clear()
 
@@ -196,6 +206,7 @@ class HybridExperts:
         import torch
 
         assert self._tensors is not None and self._gpu_part is not None and self._cpu_part is not None
+        self._swapped = False  # a swap that fails leaves an expert in neither place
         failures = gpu_failures(f"swapping experts of layer {self.layer}", "load the model again")
         with failures, current(self._layers.device):
             for old, new in zip(leave, come, strict=True):
@@ -205,7 +216,8 @@ class HybridExperts:
                 self._cpu_part.replace(place, [_one(tensor, old) for tensor in self._tensors])
                 self._slot[old], self._slot[new] = -1, slot
                 self._place_of[old], self._place_of[new] = place, -1
-            self._slots.copy_(torch.from_numpy(self._slot))
+                self._slots.copy_(torch.from_numpy(self._slot))
+            self._swapped = True
 
     def _exchange(self, swaps: list[Swap]) -> None:
         """Begin to copy experts into slots, beside the steps: the next step of the layer has them."""
@@ -225,12 +237,15 @@ class HybridExperts:
         if self._copying is None or self._copier is None:
             return
         (swaps, copying), self._copying = self._copying, None
-        self._copier.finish(copying)
-        for slot, expert in swaps:
-            self._slot[self._slot == slot] = -1
-            self._slot[expert] = slot
-        self._slots.copy_(torch.from_numpy(self._slot))
-        self.copied += len(swaps)
+        # A copy that fails leaves slots that nobody must use: the CPU has all experts.
+        self._slot[np.isin(self._slot, [slot for slot, _ in swaps])] = -1
+        try:
+            self._copier.finish(copying)
+            for slot, expert in swaps:
+                self._slot[expert] = slot
+            self.copied += len(swaps)
+        finally:
+            self._slots.copy_(torch.from_numpy(self._slot))
 
     def close(self) -> None:
         """Free both parts, and the buffers that are shared with others."""
@@ -240,7 +255,7 @@ class HybridExperts:
             self.stage.close()
         if self._copier is not None:
             self._copier.close()
-        for name in ("_gpu_part", "_cpu_part", "_router", "_shared", "_link", "_layers", "_tensors", "_slots"):
+        for name in (*_HELD, "_cpu_part", "_link", "_layers", "_tensors"):
             self.__dict__.pop(name, None)
 
     @property
@@ -293,6 +308,8 @@ class HybridExperts:
             self._link.send(len(step.x), EXPERT_BYTES * self._top_k)
 
     def _mark(self, step: Step) -> None:
+        if not self._swapped:
+            raise PowerInferError(f"experts of layer {self.layer} were lost in a swap: load the model again")
         self._take_copied()
         if self.on_input is not None:
             assert step.read is not None
@@ -351,8 +368,7 @@ class HybridExperts:
 
         assert self.stage is not None and self._tensors is not None and step.read is not None
         experts, weights = self._link.experts(len(step.x), self._top_k)
-        each = sum(_one(tensor, 0).nbytes for tensor in self._tensors)
-        count = max(1, self.stage.piece_bytes // each)
+        count = self.stage.experts_at_once([_one(tensor, 0).nbytes for tensor in self._tensors], self.about.n_experts)
         for first in range(0, len(self.cold), count):
             own = self.cold[first : first + count]
             places = np.full(self.about.n_experts, -1, np.int32)
@@ -465,7 +481,7 @@ class ExpertSparsity(Sparsity):
     def report(self) -> dict[str, Any]:
         """Per layer with cold experts and in all: hot, cold: experts on the GPU and on the CPU; gpu_share: of the
         tokens' experts, those on the GPU; jobs: share of the steps in which the CPU had work; traded: experts swapped
-        onto the GPU."""
+        onto the GPU between requests; copied: there, beside steps."""
         layers: list[dict[str, Any]] = []
         selected = hot = 0
         for ffn in self.ffns:
@@ -488,7 +504,8 @@ class ExpertSparsity(Sparsity):
             "tokens": max((ffn.tokens for ffn in self.ffns), default=0),
             "gpu_share": hot / selected if selected else None,
             "jobs": sum(ffn.jobs for ffn in self.ffns) / steps if steps else None,
-            "traded": self.traded + sum(ffn.copied for ffn in self.ffns),
+            "traded": self.traded,
+            "copied": sum(ffn.copied for ffn in self.ffns),
         }
 
     def clear(self) -> None:

@@ -6,7 +6,7 @@ them whole layers are placed on the GPU, as many as fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -76,6 +76,8 @@ def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = s
         raise RequestError(f"--expert-policy {engine.expert_policy} moves experts by itself: leave out --adjust")
     if engine.adjust and resolved.plan is None and resolved.experts is None:
         raise RequestError("--adjust is for models whose neurons or experts are split between a GPU and the CPU")
+    if engine.expert_policy != "static" and resolved.experts is None:
+        raise RequestError(f"--expert-policy {engine.expert_policy} is for experts on a GPU: leave it out")
     return resolved
 
 
@@ -109,7 +111,7 @@ class Needs(NamedTuple):
 def needs(resolved: Resolved) -> Needs:
     """What the load that was resolved takes, as the budgets count it."""
     from powerinfer.hardware.measure import measured
-    from powerinfer.placement.budget import in_ram, on_gpu
+    from powerinfer.placement.budget import in_ram, on_gpu, staged_in_ram, staged_on_gpu
     from powerinfer.placement.shapes import checkpoint_model
 
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
@@ -124,7 +126,8 @@ def needs(resolved: Resolved) -> Needs:
     slots = None if resolved.experts is None else [len(own) for own in resolved.experts]
     cached = engine.expert_policy != "static"
     ram = sum(in_ram(model, work, layers, head, hardware.host_bytes, slots=slots, cached=cached).values())
-    return Needs(ram, 0, sum(on_gpu(model, hardware, work, layers, head, True, slots).values()))
+    vram = sum(on_gpu(model, hardware, work, layers, head, True, slots).values())
+    return Needs(ram + staged_in_ram(resolved.staging), 0, vram + staged_on_gpu(resolved.staging))
 
 
 def without_gpu(resolved: Resolved, why: str) -> Resolved:
@@ -152,12 +155,24 @@ def with_fewer_layers(resolved: Resolved) -> Resolved | None:
 
 
 def with_fewer_experts(resolved: Resolved) -> Resolved | None:
-    """With an eighth fewer on the GPU, at least one of each layer; None if there are none."""
+    """With an eighth fewer on the GPU, at least one of each layer; None if there are none. RequestError if --ram does
+    not hold the rest."""
+    from powerinfer.placement.budget import gib
+
     assert resolved.experts is not None
     if not any(len(own) for own in resolved.experts):
         return None
-    fewer = tuple(own[: len(own) * 7 // 8] for own in resolved.experts)
-    return replace(resolved, experts=fewer)
+    experts = tuple(own[: len(own) * 7 // 8] for own in resolved.experts)
+    every = sum(one.n_experts for one in resolved.checkpoint.config.experts.values())
+    fewer = replace(resolved, experts=experts, why=_how_many(experts, every))
+    ram = resolved.engine.ram
+    if ram is not None and (needed := needs(fewer).ram) > ram:
+        raise RequestError(f"the experts that --vram does not hold need {gib(needed)} of RAM: give --ram {gib(needed)}")
+    return fewer
+
+
+def _how_many(experts: Sequence[Indices], every: int) -> str:
+    return f"{sum(map(len, experts))} of {every} experts"
 
 
 # ---------------------------------------------------------------- the CPU alone
@@ -366,6 +381,6 @@ def _split_experts(
     for layer, n in enumerate(claims.slots):
         order = np.arange(n) if known is None or layer not in known else np.argsort(-known[layer], kind="stable")[:n]
         hot.append(order.astype(np.int32))
-    why = f"{sum(claims.slots)} of {sum(plan.request.model.n_experts)} experts"
+    why = _how_many(hot, sum(plan.request.model.n_experts))
     placed = replace(resolved, gpu_layers=claims.gpu_layers, gpu_head=claims.gpu_head, why=why)
     return replace(placed, experts=tuple(hot), frequencies=known, staging=claims.staging)

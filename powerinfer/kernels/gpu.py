@@ -143,10 +143,12 @@ def _dtypes() -> dict[str, Any]:
 def overwrite(weight: Weight, at: int, tensor: RawTensor) -> None:
     """Rows of a weight from `at` on become those of a tensor [rows, k] of a type that gets the weight's."""
     assert (gpu_type(tensor.type, tensor.shape[1]), tensor.shape[1]) == (weight.type, weight.k)
-    _fill(weight, at, tensor, None)
+    _fill(weight, at, tensor, None, threads=1)  # on the stream of this thread
 
 
-def _fill(weight: Weight, at: int, tensor: RawTensor, row_map: NDArray[np.int32] | None) -> None:
+def _fill(
+    weight: Weight, at: int, tensor: RawTensor, row_map: NDArray[np.int32] | None, threads: int | None = None
+) -> None:
     """Rows of the weight from `at` on get those of the tensor."""
     rows, k = tensor.shape
     stored = tensor.gathered().rows()
@@ -165,13 +167,13 @@ def _fill(weight: Weight, at: int, tensor: RawTensor, row_map: NDArray[np.int32]
         _put(weight.data, at + begin, codes)
         _put(weight.scales, at + begin, scales)
 
-    _by_slabs(len(source), k, slab)
+    _by_slabs(len(source), k, slab, threads)
 
 
-def _by_slabs(rows: int, k: int, work: Callable[[int, int], None]) -> None:
+def _by_slabs(rows: int, k: int, work: Callable[[int, int], None], threads: int | None = None) -> None:
     """Calls work(begin, end) for some rows at a time, in several threads: numpy copies without the GIL."""
     slabs = list(_pieces(rows, k, _SLAB))
-    threads = min(len(slabs), 8, usable_cores()[0])
+    threads = threads or min(len(slabs), 8, usable_cores()[0])
     if threads < 2:
         for begin, end in slabs:
             work(begin, end)

@@ -335,9 +335,11 @@ def _expert_staging(model: Model, work: Workload, layers: Sequence[int], room: i
     every = {layer: model.expert_bytes(layer)[0] for layer in layers}
     if work.chunk <= kernels.FEW or sum(model.n_experts[layer] * each for layer, each in every.items()) <= room:
         return 0
-    if any(one.type != one.gpu_type for layer in layers for one in model.experts[layer]):
+    if not model.in_place or any(one.type != one.gpu_type for layer in layers for one in model.experts[layer]):
         return 0
-    size = expert_buffer(max(every.values()), max(model.n_experts))
+    largest = max(layers, key=lambda layer: every[layer])
+    matrices = [one.stored // model.n_experts[largest] for one in model.experts[largest] if one.type != "F32"]
+    size = expert_buffer(matrices or [every[largest]], max(model.n_experts))
     return size if EXPERT_STAGED * staged_on_gpu(size) <= room else 0
 
 

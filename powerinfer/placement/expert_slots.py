@@ -24,7 +24,7 @@ from powerinfer.experts import ExpertProfile, Selected
 from powerinfer.formats.json_file import Between, Count, Length, NonNegative, checked, of_kind, parse_json, read_limited
 from powerinfer.formats.prepared import prepared_folder, write_small
 from powerinfer.formats.quant import block_type
-from powerinfer.placement.experts import POLICIES, make_policy, replay, slots_by_frequency, slots_evenly
+from powerinfer.placement.experts import EXPERT_POLICIES, make_policy, replay, slots_by_frequency, slots_evenly
 from powerinfer.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class AtSlots:
     slots: NonNegative
     share: Share
     bytes: Count
-    policies: Annotated[dict[str, PolicyHits], Length(len(POLICIES), smallest=1)]
+    policies: Annotated[dict[str, PolicyHits], Length(len(EXPERT_POLICIES), smallest=1)]
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ def compare(
     for number, n in enumerate(counts):
         budget = round(n / mean * of_all)
         found = {}
-        for place, policy in enumerate(POLICIES):
-            progress("replaying", number * len(POLICIES) + place, len(counts) * len(POLICIES))
+        for place, policy in enumerate(EXPERT_POLICIES):
+            progress("replaying", number * len(EXPERT_POLICIES) + place, len(counts) * len(EXPERT_POLICIES))
             found[policy] = _with(profile, policy, nbytes, budget, selected)
         at.append(AtSlots(n, n / mean, budget, found))
     return Comparison(fingerprint, 0 if selected is None else max(map(len, selected.values())), at)
@@ -187,7 +187,7 @@ def kept(checkpoint: Checkpoint, prepared: str | None) -> Comparison | None:
         found = checked(Comparison, of_kind(raw, KIND, FORMAT, str(path)), str(path))
     except PowerInferError:
         return None
-    whole = all("static" in one.policies and one.policies.keys() <= set(POLICIES) for one in found.at)
+    whole = all("static" in one.policies and one.policies.keys() <= set(EXPERT_POLICIES) for one in found.at)
     return found if whole and found.fingerprint == checkpoint.fingerprint else None
 
 

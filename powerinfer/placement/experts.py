@@ -26,7 +26,7 @@ Swap = tuple[int, int]
 Frequencies = Mapping[int, NDArray[np.float64]]
 """Of each layer with experts the share of the tokens that select an expert, float64 [experts]."""
 
-POLICIES = ("static", "lru", "lfu", "dynamic")
+EXPERT_POLICIES = ("static", "lru", "lfu", "dynamic")
 
 HALF_LIFE = 64.0
 """Tokens after which a selection counts half, in `lfu` and `dynamic`."""
@@ -235,7 +235,7 @@ _CLASSES: dict[str, type[Policy]] = {one.name: one for one in (Static, Lru, Lfu,
 def make_policy(
     name: str, slots: Mapping[int, int], experts: Mapping[int, int], start: Frequencies | None = None
 ) -> Policy:
-    """The policy of a name of `POLICIES`; arguments as of `Policy`. ValueError: `static` needs frequencies."""
+    """The policy of a name of `EXPERT_POLICIES`; arguments as of `Policy`. ValueError: `static` needs frequencies."""
     if start is None and name == "static":
         raise ValueError("the policy static needs the frequencies of a profile")
     return _CLASSES[name](slots, experts, start)

@@ -161,6 +161,10 @@ def model_subject(
     config = checkpoint.config
     model = checkpoint_model(checkpoint, prepared, fresh=fresh)
     if any(model.n_experts):
+        if hot is not None or active is not None:
+            raise RequestError("--hot-share and --active are for models without experts: leave them out")
+        if selector not in ("auto", "all"):
+            raise RequestError(f"--selector {selector}: plans place experts as a whole, leave it out")
         return expert_subject(model, checkpoint, prepared)
     if selector == "auto":
         selector, _ = auto(config)

@@ -106,6 +106,7 @@ class Model:
     parameters: int
     fingerprint: str = ""
     quantize: str | None = None
+    in_place: bool = True  # experts lie in the file as they are used
 
     @property
     def weight_bytes(self) -> int:
@@ -125,7 +126,11 @@ class Model:
     def expert_bytes(self, layer: int) -> tuple[int, int]:
         """Bytes of an expert on a GPU and in panels; 0 where there are none."""
         n, own = max(1, self.n_experts[layer]), self.experts[layer]
-        return sum(one.stored for one in own) // n, sum(one.panels for one in own) // n
+        about = self.config.layers[layer].ffn
+        biases = 0
+        if isinstance(about, ExpertsConfig) and about.bias:
+            biases = 4 * ((len(about.matrices) - 1) * about.size + self.config.d_model)
+        return sum(one.stored for one in own) // n + biases, sum(one.panels for one in own) // n + biases
 
     @cached_property
     def weight_type(self) -> str:
@@ -284,7 +289,11 @@ def checkpoint_model(checkpoint: Checkpoint, prepared: str | None = None, fresh:
     name = config.name or checkpoint.path.name
     model = _model(config, name, checkpoint.taken_type, layouts, predictors, ratios)
     return replace(
-        model, parameters=checkpoint.parameters, fingerprint=checkpoint.fingerprint, quantize=checkpoint.quantize
+        model,
+        parameters=checkpoint.parameters,
+        fingerprint=checkpoint.fingerprint,
+        quantize=checkpoint.quantize,
+        in_place=checkpoint.path.is_file() and checkpoint.quantize is None,
     )
 
 

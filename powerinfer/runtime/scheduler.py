@@ -273,9 +273,10 @@ class Scheduler:
                 prompts.append(request)
         room = min(self._max_tokens - len(work), self._mixed_chunk if work else self._prefill_chunk)
         prompts = prompts[:room]  # oldest first
-        counts = shares(room, [len(request.tokens) - request.computed for request in prompts])
+        wanted = [len(request.tokens) - request.computed for request in prompts]
         if self.states is not None:
-            counts = [min(n, self.states.limit(one)) for one, n in zip(prompts, counts, strict=True)]
+            wanted = list(map(self.states.limit, prompts))
+        counts = shares(room, wanted)
         work.extend(zip(prompts, counts, strict=True))
 
     def _fill(self) -> Batch:

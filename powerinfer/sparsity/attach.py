@@ -87,7 +87,7 @@ class CpuSparsity(Sparsity):
         return round(total)
 
 
-class ExpertSparsity(Sparsity):
+class NeuronsInExperts(Sparsity):
     """Of a model whose experts, or some of them, are computed by neuron."""
 
     def __init__(self, selector: str, executor: CpuExecutor) -> None:
@@ -161,7 +161,7 @@ def attach(
     """
     if selection.in_experts:
         executor.choices["selector"] = f"{selection.selector} inside experts ({selection.why})"
-        return ExpertSparsity(selection.selector, executor)
+        return NeuronsInExperts(selection.selector, executor)
     if selection.bundles is None:
         executor.choices["selector"] = f"all ({selection.why})"
         return Sparsity()
