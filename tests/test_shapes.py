@@ -72,7 +72,7 @@ def test_opt_175b_to_the_byte() -> None:
 def test_types() -> None:
     config = SHAPES["llama-7b"].config
     bits = {dtype: described_model(config, dtype).ffn[0][0].stored * 8 / (11008 * 4096) for dtype in shapes.DTYPES}
-    assert bits == {"f16": 16, "bf16": 16, "q8_0": 8.5, "q4_0": 4.5, "mxfp4": 8.5}
+    assert bits == {"f16": 16, "bf16": 16, "q8_0": 8.5, "q4_0": 4.5, "mxfp4": 4.25}
     quantised = described_model(config, "q4_0").bundle
     assert (quantised.gate_type, quantised.down_type) == ("Q4_0", "Q4_0X32"), "as pack makes them"
     odd = described_model(changed(config, d_model=4100, head_dim=100, n_heads=41, n_kv_heads=41), "q4_0")
