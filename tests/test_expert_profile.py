@@ -360,3 +360,18 @@ def test_a_trace_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"cannot write {tmp_path}/t " in err and "--trace FILE names another" in err
     assert main(["profile", "-m", str(checkpoint.path), "--tokens", f"{1 << 32}"]) == 2
     assert "--tokens must be at most" in capsys.readouterr().err
+
+
+def test_a_trace_does_not_replace_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model, the text, or anything else that a mistyped name may be of; a trace is replaced by the next."""
+    path = experts_gguf().write(tmp_path / "m.gguf")
+    text = tmp_path / "text.txt"
+    text.write_text("abc bca cab " * 40)
+    before = path.read_bytes()
+    flags = ["profile", "-m", str(path), "--corpus", str(text), "--tokens", "64", "--trace"]
+    for other in (path, text):
+        assert main([*flags, str(other)]) == 2
+        assert "it would be lost" in capsys.readouterr().err
+    assert path.read_bytes() == before and text.read_text().startswith("abc")
+    for _ in range(2):
+        assert main([*flags, str(tmp_path / "trace.safetensors"), "--force"]) == 0

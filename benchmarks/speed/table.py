@@ -190,12 +190,13 @@ def table() -> str:
 
 def experts_table() -> str | None:
     """Of models of experts: the speed of both engines, and how much of the memory bandwidth decode uses."""
-    document = newest("experts")
-    if document is None:
+    documents = of_one_machine("experts")
+    if not documents:
         return None
-    (peer,) = document["peers"]
+    newest_of = {(one["model"], one["threads"]): (one, document) for document in documents for one in document["speed"]}
+    (peer,) = documents[-1]["peers"]
     rows = header("model", "threads", "", OURS, peer, "ratio", "read bandwidth", "peak memory by file", numbers=True)
-    for entry in document["speed"]:
+    for entry, document in newest_of.values():
         own, threads = entry["engines"][OURS], entry["threads"]
         peak = f"{own['peak_rss_mb'] * 2**20 / entry['file_bytes']:.2f}" if "peak_rss_mb" in own else ""
         for rate, label in LABELS.items():
@@ -205,7 +206,7 @@ def experts_table() -> str | None:
             cells = [entry["model"], str(threads), label.format_map(document), cell(own, rate)]
             cells += [cell(entry["engines"][peer], rate), f"{ratio['median']:.2f}" if ratio else "", share, peak]
             rows.append(row(*cells))
-    return "\n".join([*heading(document), *rows]) + "\n"
+    return "\n".join([*heading(documents[-1]), *rows]) + "\n"
 
 
 if __name__ == "__main__":

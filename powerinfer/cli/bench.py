@@ -48,6 +48,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace, out: Output) -> int:
+    from powerinfer.formats.prepared import check_replaceable
+
     asked = 1 if args.prompt_tokens is None else args.prompt_tokens
     if min(asked, args.repeat) < 1 or args.gen_tokens < 2:
         raise RequestError("bench needs --prompt-tokens and --repeat of at least 1 and --gen-tokens of at least 2")
@@ -59,6 +61,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 
     with open_llm(args.model, engine, out, fit) as llm:
         if args.trace:
+            check_replaceable(Path(args.trace), b"traceEvents", "trace")
             with llm.traced():  # an error now, not after all rounds
                 pass
         prefill, decode = _measure(llm, args)

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from powerinfer import __version__
-from powerinfer.errors import ModelError, PowerInferError
+from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.json_file import checked, parse_json
 from powerinfer.formats.mapped import MappedFile, shown
@@ -80,6 +80,14 @@ def prepared_folder(model: str | Path, prepared: str | None = None) -> Path:
     if prepared is not None:
         return Path(prepared).expanduser()
     return Path(os.path.abspath(model) + ".powerinfer")  # abspath resolves `.` and `dir/`
+
+
+def check_replaceable(path: Path, mark: bytes, noun: str) -> None:
+    """RequestError if there is a file of another content, which is not to be lost. mark: what its beginning holds if it
+    is what people call `noun`."""
+    with suppress(OSError), open(path, "rb") as file:
+        if mark not in file.read(1 << 16):
+            raise RequestError(f"{path} exists and is no {noun}: it would be lost, so give another file, or remove it")
 
 
 class PreparedFile:

@@ -95,13 +95,21 @@ class Copier:
 
         return self._pool.submit(beside)
 
-    def finish(self, copying: Future[Event | None]) -> None:
-        """The GPU waits for a copy before what it is given next. Raises what the copy raised."""
+    def finish(self, copying: Future[Event | None]) -> bool:
+        """The GPU waits for a copy before what it is given next. Raises what the first copy that fails raised; then
+        nothing is copied any more, and False is returned for others that failed."""
         import torch
 
-        done = copying.result()
+        try:
+            done = copying.result()
+        except Exception:
+            if not self.on:
+                return False
+            self.on = False
+            raise
         if done is not None:
             torch.cuda.current_stream().wait_event(done)
+        return True
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -240,10 +248,10 @@ class HybridExperts:
         # A copy that fails leaves slots that nobody must use: the CPU has all experts.
         self._slot[np.isin(self._slot, [slot for slot, _ in swaps])] = -1
         try:
-            self._copier.finish(copying)
-            for slot, expert in swaps:
-                self._slot[expert] = slot
-            self.copied += len(swaps)
+            if self._copier.finish(copying):
+                for slot, expert in swaps:
+                    self._slot[expert] = slot
+                self.copied += len(swaps)
         finally:
             self._slots.copy_(torch.from_numpy(self._slot))
 

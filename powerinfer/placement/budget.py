@@ -338,8 +338,8 @@ def _expert_staging(model: Model, work: Workload, layers: Sequence[int], room: i
     if not model.in_place or any(one.type != one.gpu_type for layer in layers for one in model.experts[layer]):
         return 0
     largest = max(layers, key=lambda layer: every[layer])
-    matrices = [one.stored // model.n_experts[largest] for one in model.experts[largest] if one.type != "F32"]
-    size = expert_buffer(matrices or [every[largest]], max(model.n_experts))
+    matrices = [one.stored // model.n_experts[largest] for one in model.experts[largest]]
+    size = expert_buffer(matrices, max(model.n_experts))
     return size if EXPERT_STAGED * staged_on_gpu(size) <= room else 0
 
 
@@ -349,17 +349,25 @@ def _too_large(
     """least: `least_ram`, where no GPU is used."""
     needed, beside = sum(cpu.values()), sum(gpu.values())
     runs = "" if least is None else f"; `run` without a GPU needs --ram {gib(least)}"
-    ends = cpu["embedding"] + cpu["head"]
     if needed > hardware.cpu.memory_bytes:
-        types = "" if model.fingerprint else f", --dtype (weights of {model.weight_type} are assumed)"
-        mend = f"{hardware.name} has {gib(hardware.cpu.memory_bytes)} of RAM; what helps is a lower --context{types}"
-        mend += ", or another machine's --hardware"
+        types = "" if model.fingerprint else f"--dtype (weights of {model.weight_type} are assumed), "
+        context = "a lower --context, " if needed - cpu["kv"] <= hardware.cpu.memory_bytes else ""
+        mend = f"{hardware.name} has {gib(hardware.cpu.memory_bytes)} of RAM; what helps is {context}{types}"
+        mend += "or another machine's --hardware"
     else:
         mend = f"give --ram {gib(needed)} or more{f' beside {gib(beside)} of VRAM' if gpu else ''}, not {gib(ram)}"
+        mend += ", or more --vram" if cpu.get("experts") else ""
+    experts = any(model.n_experts)
+    parts = {"attention": ("attention",), "KV cache": ("kv",), "embedding and head": ("embedding", "head")}
+    if experts:
+        parts["experts and FFNs"] = ("experts", "panels", "ffn")
+    sizes = {name: sum(held.get(use, 0) for held in (cpu, gpu) for use in uses) for name, uses in parts.items()}
+    sizes["the rest"] = needed + beside - sum(sizes.values())
+    where = "RAM" if experts and not gpu else "RAM + VRAM"
+    what = "" if experts else " for the dense part"
     return RequestError(
-        f"{model.name} needs at least {gib(needed + beside)} of RAM + VRAM for the dense part: {mend} (attention "
-        f"{gib(cpu['attention'])}, KV cache {gib(cpu['kv'])}, embedding and head {gib(ends)}, the rest "
-        f"{gib(needed - cpu['attention'] - cpu['kv'] - ends)}){runs}"
+        f"{model.name} needs at least {gib(needed + beside)} of {where}{what}: {mend} "
+        f"({', '.join(f'{name} {gib(size)}' for name, size in sizes.items())}){runs}"
     )
 
 

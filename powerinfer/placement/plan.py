@@ -686,7 +686,7 @@ def _helps(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tables
     model, hardware, layers = request.model, request.hardware, request.model.config.n_layers
     vram, _ = budgets(hardware, request.vram, request.ram)
     helps = []
-    if hardware.gpu is not None and vram and any(model.n_experts):
+    if hardware.gpu is not None and vram and any(model.n_experts) and model.config.why_not_on_gpu is None:
         return _helps_of_experts(request, vram, hardware.gpu.memory_bytes)
     if hardware.gpu is not None and vram and model.config.why_not_on_gpu is None:
         dense = model, hardware, request.workload, layers

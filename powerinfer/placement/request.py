@@ -58,7 +58,7 @@ class Subject:
             self.model,
             self.profile,
             hardware,
-            vram=engine.vram,
+            vram=0 if engine.gpu == "none" else engine.vram,
             ram=engine.ram,
             context=engine.context or self.model.config.context_length,
             batch=planning.batch,
@@ -129,6 +129,8 @@ def shape_subject(
     model = described_model(config, dtype, config.name or name, shape.predictor)
     if selector == "auto":
         selector, _ = auto(config, predictors=bool(model.predictors))
+    if any(model.n_experts):
+        _check_experts(selector, hot, active)
     check_suited(selector, config)
     profile, text = _assumed(config, shape.law, hot, active)
     assumed = [text] if selector != "all" else []
@@ -160,14 +162,11 @@ def model_subject(
 
     config = checkpoint.config
     model = checkpoint_model(checkpoint, prepared, fresh=fresh)
-    if any(model.n_experts):
-        if hot is not None or active is not None:
-            raise RequestError("--hot-share and --active are for models without experts: leave them out")
-        if selector not in ("auto", "all"):
-            raise RequestError(f"--selector {selector}: plans place experts as a whole, leave it out")
-        return expert_subject(model, checkpoint, prepared)
     if selector == "auto":
         selector, _ = auto(config)
+    if any(model.n_experts):
+        _check_experts(selector, hot, active)
+        return expert_subject(model, checkpoint, prepared)
     check_suited(selector, config)
     if selector == "predicted" and not model.predictors:
         command = PreparedFile(PREDICTOR, checkpoint, prepared).command
@@ -188,6 +187,14 @@ def model_subject(
     if selector == "threshold" and profile.thresholds is None:
         raise RequestError(f"{place.path} has no thresholds; `{place.command}` calibrates them")
     return Subject(model, profile, selector)
+
+
+def _check_experts(selector: str, hot: float | None, active: float | None) -> None:
+    """RequestError for options that plans of models of experts do not have."""
+    if hot is not None or active is not None:
+        raise RequestError("--hot-share and --active are for models without experts: leave them out")
+    if selector != "all":
+        raise RequestError(f"--selector {selector}: plans do not count neurons inside experts so far: leave it out")
 
 
 def expert_subject(model: Model, checkpoint: Checkpoint, prepared: str | None) -> Subject:

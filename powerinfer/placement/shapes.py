@@ -106,7 +106,7 @@ class Model:
     parameters: int
     fingerprint: str = ""
     quantize: str | None = None
-    in_place: bool = True  # experts lie in the file as they are used
+    in_place: bool = field(default=True, compare=False)  # experts lie in the file as they are used
 
     @property
     def weight_bytes(self) -> int:

@@ -23,6 +23,7 @@ from powerinfer.formats.expert_files import (
     write_expert_profile,
     write_trace,
 )
+from powerinfer.formats.prepared import check_replaceable
 from powerinfer.prepare.counting import SAVE_EVERY, groups, run_windows
 from powerinfer.prepare.expert_counting import count_experts
 from powerinfer.prepare.profiling import load_executor
@@ -63,6 +64,8 @@ def profile_experts(
     the same arguments. ModelError if the model computes numbers that are not finite, PowerInferError if a file cannot
     be written.
     """
+    if trace is not None:
+        check_replaceable(trace, b"experts-trace", "trace of experts")
     place = trace_place(checkpoint, engine.prepared, trace)
     recorded = None if force else _current_trace(checkpoint, place, task)
     found = None if force else _current(checkpoint, engine.prepared, task)

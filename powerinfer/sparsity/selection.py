@@ -59,6 +59,9 @@ DENSE = Selection("all", ASKED)
 
 def check_neurons(config: ModelConfig, what: str) -> None:
     """RequestError if the model has FFNs whose neurons are not told apart. what: needs them; the error begins so."""
+    if config.experts and config.why_whole is not None:
+        needs = "" if config.why_whole_experts else ", and --selector exact needs nothing prepared"
+        raise RequestError(f"{what}: not for models of experts, which run as they are{needs}")
     if config.why_whole is not None:
         raise RequestError(f"{what}: {config.why_whole}; the model runs with --selector all")
 
@@ -68,10 +71,11 @@ def check_experts(selector: str, checkpoint: Checkpoint) -> None:
     from powerinfer.devices.cpu_experts import ROW_TYPES
 
     config = checkpoint.config
+    if selector != "exact":
+        others = "all" if config.why_whole_experts else "exact or all"
+        raise RequestError(f"selector {selector}: not inside experts so far; use --selector {others}")
     if config.why_whole_experts is not None:
         raise RequestError(f"selector {selector}: {config.why_whole_experts}; the model runs with --selector all")
-    if selector != "exact":
-        raise RequestError(f"selector {selector}: not inside experts so far; use --selector exact or all")
     for layer, about in enumerate(layer.ffn for layer in config.layers):
         if isinstance(about, ExpertsConfig) and about.why_whole is None:
             for name in ("up", "down"):
@@ -112,8 +116,9 @@ def auto(
     run a model with it: predictors are there; thresholds are expected to be faster than computing every neuron.
     """
     if config.why_whole is not None:
-        asked = config.why_whole_experts is None
-        return "all", "--selector exact skips neurons inside experts, if asked for" if asked else config.why_whole
+        if config.experts:
+            return "all", config.why_whole_experts or "--selector exact skips neurons inside experts, if asked for"
+        return "all", config.why_whole
     if not config.partly_rectified:
         return ("threshold", "faster") if thresholds else ("all", f"{config.activations} is never exactly zero")
     if lacking is not None:
