@@ -130,15 +130,6 @@ ExpertRows::ExpertRows(const Sizes& s)
 
 namespace {
 
-// The matrices of the single experts, that lie one below the other.
-std::vector<Matrix> cut(const Matrix& all, int64_t experts, int64_t rows) {
-  std::vector<Matrix> each;
-  const int64_t panels = all.panels / experts;
-  for (int64_t e = 0; e < experts; e++)
-    each.push_back({all.type, rows, all.k, panels, all.data + e * panels * pi_panel_bytes(all.type, all.k), all.arena});
-  return each;
-}
-
 // As of matrices that `Experts::product` makes of bundles, a few panels at a time.
 std::vector<Matrix> repacked(int row_type, int64_t experts, int64_t rows, int64_t k) {
   return std::vector<Matrix>(

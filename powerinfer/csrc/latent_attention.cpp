@@ -11,16 +11,6 @@ const Vector NONE;
 // Rows of a head that a thread converts, and multiplies with the head's matrix, at a time.
 constexpr int64_t BLOCK = 64;
 
-// The matrices of heads that are stacked in one.
-std::vector<Matrix> cut(const Matrix& all, int64_t heads) {
-  std::vector<Matrix> each;
-  const int64_t panels = all.panels / heads;
-  for (int64_t h = 0; h < heads; h++)
-    each.push_back({all.type, panels * PI_LANES, all.k, panels, all.data + h * panels * pi_panel_bytes(all.type, all.k),
-                    all.arena});
-  return each;
-}
-
 // For rows of `tokens` that are `ld` apart, and of each the numbers of every head, `apart` from one to the next.
 struct HeadRows {
   float* data;
@@ -62,7 +52,7 @@ void multiply(const Thread& t, const std::vector<Matrix>& matrices, const HeadRo
 class LatentIn : public Op {
  public:
   LatentIn(LatentInput in, int64_t heads, const Cache::Layer& kv)
-      : in_(std::move(in)), heads_(heads), kv_(kv), k_b_(cut(*in_.k_b, heads)) {}
+      : in_(std::move(in)), heads_(heads), kv_(kv), k_b_(cut(*in_.k_b, heads, in_.k_b->panels / heads * PI_LANES)) {}
   const char* name() const override { return "attention_input"; }
 
   void run(Thread& t, const Step& step) override {
@@ -137,7 +127,10 @@ class LatentIn : public Op {
 class LatentOut : public Op {
  public:
   LatentOut(LatentOutput out, int64_t heads, const Cache::Layer& kv)
-      : out_(std::move(out)), heads_(heads), kv_(kv), v_b_(cut(*out_.v_b, heads)) {}
+      : out_(std::move(out)),
+        heads_(heads),
+        kv_(kv),
+        v_b_(cut(*out_.v_b, heads, out_.v_b->panels / heads * PI_LANES)) {}
   const char* name() const override { return "project"; }
 
   void run(Thread& t, const Step& step) override {

@@ -2,6 +2,13 @@
 
 #include <stdexcept>
 
+std::vector<Matrix> cut(const Matrix& all, int64_t n, int64_t rows) {
+  std::vector<Matrix> each;
+  const int64_t panels = all.panels / n, bytes = panels * pi_panel_bytes(all.type, all.k);
+  for (int64_t i = 0; i < n; i++) each.push_back({all.type, rows, all.k, panels, all.data + i * bytes, all.arena});
+  return each;
+}
+
 Vector padded(Vector v) {
   v.resize((size_t)pi_round_up((int64_t)v.size(), PI_LANES), 0.0f);
   return v;

@@ -17,6 +17,9 @@ struct Matrix {
   int form() const { return pi_form(type); }
 };
 
+// Of n matrices of that number of rows, which lie one below the other in whole panels, each one.
+std::vector<Matrix> cut(const Matrix& all, int64_t n, int64_t rows);
+
 // Rows to look up, as the model file stores them; the owner of the memory is kept alive by the binding.
 struct Table {
   int type;
