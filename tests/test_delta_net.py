@@ -210,7 +210,7 @@ def test_a_layer_against_numpy(path: Path, isa: str) -> None:
     model.forward(step(text, 0, 0, 0))
     names = [name for name, _ in program.take_times()]
     assert names[:3] == ["embed", "delta_net", "project"] and not seen
-    model._slots = model._states.begin(step(text, 0, 0, 1))  # type: ignore[union-attr]
+    model.slots = model._states.begin(step(text, 0, 0, 1))  # type: ignore[union-attr]
     model._run(step(text, 0, 0, 1), 0, 3)
     ours = program.residual(len(text)).astype(np.float64)
     assert np.abs(ours - expected).max() < 1e-5 * np.abs(expected).max()
