@@ -3,17 +3,31 @@ for a GPU against the CPU. Against `transformers`: test_gpu_layers.py, test_hybr
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from gguf_bytes import U32  # noqa: E402
+from model_files import delta_gguf  # noqa: E402
+from test_delta_net import CONTEXT, answers, step, texts  # noqa: E402
 from test_gpu_kernels import DEVICE, floats, kernels, on_device  # noqa: E402, F401
+from test_gpu_layers import on_gpu, opened  # noqa: E402
 
+from powerinfer import LLM, SamplingParams  # noqa: E402
+from powerinfer.cli.main import main  # noqa: E402
 from powerinfer.config import DeltaNetConfig  # noqa: E402
+from powerinfer.devices.split import SplitExecutor  # noqa: E402
+from powerinfer.errors import PowerInferError  # noqa: E402
+from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.kernels import gpu_delta  # noqa: E402
+from powerinfer.runtime import state_cache  # noqa: E402
 
 KINDS = {
     "in turn": DeltaNetConfig(2, 16, 4, 32, 4, tiled=True),
@@ -154,3 +168,162 @@ def test_what_states_take() -> None:
         assert states.nbytes == 3 * gpu_delta.state_bytes(about)
     both = gpu_delta.new_states(list(KINDS.values()), 5, "cpu")
     assert [one.nbytes for one in both] == [5 * gpu_delta.state_bytes(about) for about in KINDS.values()]
+
+
+# --- models
+
+
+LAYERS = 4
+"""Two of Gated DeltaNet and two of gated attention, in turn."""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    builder = delta_gguf(layers=LAYERS).put("qwen35.context_length", U32, CONTEXT)
+    return builder.write(tmp_path_factory.mktemp("delta") / "d.gguf")
+
+
+@pytest.fixture(params=[LAYERS, 2], ids=["all", "half"])
+def layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """That many layers are on the GPU."""
+    found: int = request.param
+    monkeypatch.setattr("powerinfer.placement.budget.layers_that_fit", lambda *_, **__: (found, found == LAYERS))
+    return found
+
+
+def test_answers_are_those_of_the_cpu(path: Path, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together, in chunks, with prefixes found again and states kept, on one device or on both."""
+    monkeypatch.setattr(state_cache, "_EVERY", 64)
+    system = texts(1, 200)[0]
+    prompts = [system + one for one in texts(3, 20)] + texts(3, 50) + [system[:100]]
+    alone = answers(path, prompts)
+    assert len({tuple(tokens) for tokens, _ in alone}) == len(prompts), "the answers are not all alike"
+    for options in ({"max_batch": 8}, {"max_batch": 3, "prefill_chunk": 48, "mixed_chunk": 5}):
+        beside = answers(path, prompts, 2, gpu="cpu", **options)
+        for (tokens, logprobs), (wanted, exact) in zip(beside, alone, strict=True):
+            assert tokens == wanted
+            np.testing.assert_allclose(logprobs, exact, atol=2e-3)  # the cache is of F16
+
+
+def test_a_prefix_is_not_computed_again(path: Path, layers: int) -> None:
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    base = texts(1, 200)[0]
+    with LLM(path, threads=1, gpu="cpu", context=CONTEXT) as llm:
+        assert llm.choices["gpu"].startswith(f"{layers} layers")
+        first = llm.generate([base], params)[0]
+        again = llm.generate([[*base, *first.token_ids, 1, 2, 3]], params)[0]
+        assert (first.cached_tokens, again.cached_tokens) == (0, 192)
+    with LLM(path, threads=1, gpu="none", context=CONTEXT) as llm:
+        assert llm.generate([[*base, *first.token_ids, 1, 2, 3]], params)[0].token_ids == again.token_ids
+
+
+def test_an_aborted_request_harms_nobody(path: Path, layers: int) -> None:
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    prompts = texts(4, 100)
+    with LLM(path, threads=2, gpu="cpu", context=CONTEXT, max_batch=2, prefill_chunk=32) as llm:
+        expected = [llm.generate([one], params)[0].token_ids for one in prompts]
+        for at in (1, 7, 33):
+            stream = llm.stream(prompts[0], params)
+            for _ in range(at):
+                next(stream)
+            stream.close()
+            assert [one.token_ids for one in llm.generate(prompts, params)] == expected
+
+
+def test_scores_and_embeddings(path: Path, layers: int) -> None:
+    text, found = texts(1, 150)[0], []
+    for device in ("none", "cpu"):
+        rows: list[np.ndarray] = []
+        with LLM(path, gpu=device, context=CONTEXT, threads=1) as llm:
+            llm.score(text, 30, lambda _, logits, rows=rows: rows.append(logits.copy()), step=7)
+            found.append((np.concatenate(rows), llm.embed([text, text[:50]])))
+    for ours, exact in zip(*found, strict=True):
+        assert np.abs(ours - exact).max() <= 2e-3 * np.abs(exact).max()
+
+
+def test_the_program_runs_them_beside_a_gpu(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["run", "-m", str(path), "-n", "8", "-t", "2", "--temperature", "0", "--raw", "a"]
+    said = []
+    for device in ("cpu", "none"):
+        assert main([*given, "--gpu", device]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+
+
+@contextmanager
+def split(path: Path, layers: int = LAYERS, **options: Any) -> Iterator[SplitExecutor]:
+    share = on_gpu(layers, layers == LAYERS)
+    with opened(path, share, **{"context": CONTEXT, "max_batch": 2, "prefill_chunk": 512} | options) as executor:
+        yield executor
+
+
+@pytest.mark.parametrize("count", [1, 3, LAYERS])
+def test_slots(path: Path, count: int) -> None:
+    """A state that is read elsewhere stays; one of other tokens is refused, and so are slots that there are not."""
+    with split(path, count) as model:
+        text = texts(1, 60)[0]
+        whole = model.forward(step(text, 0, 0, 0)).copy()
+        model.forward(step(text[:40], 0, 0, 3))
+        for _ in range(3):
+            ours = model.forward(step(text[40:], 40, 3, 1))
+            assert np.abs(ours - whole).max() <= 1e-5 * np.abs(whole).max()
+        for given in (step(text[41:], 41, 3, 0), step(text[40:], 40, 1, 1)):
+            with pytest.raises(RuntimeError, match="not that of the tokens before"):
+                model.forward(given)
+        for read, write in ((3, 99), (3, -1), (77, 0)):
+            with pytest.raises((ValueError, IndexError)):
+                model.forward(step(text[40:], 40, read, write))
+        np.testing.assert_array_equal(model.forward(step(text[40:], 40, 3, 2)), ours)
+
+
+@pytest.mark.parametrize("count", [1, LAYERS])
+def test_two_sequences_cannot_have_one_state(path: Path, count: int) -> None:
+    with split(path, count) as model:
+        given = step(texts(1, 2)[0], 0, 0, 0)
+        rows, zero, pages = np.arange(2, dtype=np.int32), np.zeros(2, np.int32), given.page_table.reshape(2, -1)
+        both = replace(given, rows=rows, positions=zero, page_table=np.ascontiguousarray(pages))
+        with pytest.raises(ValueError, match="two sequences write"):
+            model.forward(replace(both, read_states=zero, states=zero))
+        model.forward(replace(both, read_states=zero, states=rows))
+        later = replace(both, positions=zero + 1, states=rows + 1)
+        with pytest.raises(ValueError, match="reads a state that another one writes"):
+            model.forward(replace(later, read_states=rows))
+
+
+@pytest.mark.parametrize("count", [1, LAYERS])
+def test_a_step_that_fails_leaves_no_state(path: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    with split(path, count) as model:
+        text = texts(1, 60)[0]
+        whole = model.forward(step(text, 0, 0, 0)).copy()
+        model.forward(step(text[:40], 0, 0, 1))
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu_delta, "delta_net", full)
+            with pytest.raises(PowerInferError, match="ran out of memory"):
+                model.forward(step(text[40:50], 40, 1, 1))
+        with pytest.raises(RuntimeError, match="not that of the tokens before"):
+            model.forward(step(text[40:], 40, 1, 1))
+        np.testing.assert_array_equal(model.forward(step(text, 0, 1, 1)), whole)
+
+
+def test_numbers_that_are_none_stay_in_their_sequence(path: Path) -> None:
+    with split(path) as model:
+        text = texts(1, 40)[0]
+        whole = model.forward(step(text, 0, 0, 0)).copy()
+        for states in model.gpu._states.values():
+            states.window[0], states.heads[0] = torch.nan, torch.nan
+        assert np.isnan(model.forward(step(text[:1], 40, 0, 0))).all()
+        np.testing.assert_array_equal(model.forward(step(text, 0, 0, 0)), whole)
+
+
+@pytest.mark.parametrize("count", [1, 3, LAYERS])
+def test_each_device_has_the_states_of_its_layers(path: Path, count: int) -> None:
+    config = open_checkpoint(path).config
+    with split(path, count) as model:
+        assert model.n_states == 5 and list(model.gpu._states) == [layer for layer in config.states if layer < count]
+        here = [kind for layer, kind in config.states.items() if layer < count]
+        assert sum(one.nbytes for one in model.gpu._states.values()) == 5 * sum(map(gpu_delta.state_bytes, here))
+        assert model.cpu._states is not None
+        assert model.cpu._states.native.slot_bytes == gpu_delta.state_bytes(config.states[0]) * (2 - len(here))
