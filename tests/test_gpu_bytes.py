@@ -183,7 +183,9 @@ def test_a_plans_bytes_are_what_is_held(tmp_path: Path, name: str, groups: int, 
 @pytest.mark.parametrize(("layers", "head"), [(1, False), (2, False), (2, True)])
 def test_dense_layers_are_as_large_as_was_counted(tmp_path: Path, kv_type: str, layers: int, head: bool) -> None:
     """Layers as a whole and the head, use by use."""
-    check_dense_layers(tiny_folder(tmp_path / "model", "qwen2", dtype="F16", biases="qkv"), tmp_path, kv_type, layers, head)
+    check_dense_layers(
+        tiny_folder(tmp_path / "model", "qwen2", dtype="F16", biases="qkv"), tmp_path, kv_type, layers, head
+    )
 
 
 @pytest.mark.parametrize(("layers", "head"), [(1, False), (2, True)])

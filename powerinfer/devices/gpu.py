@@ -206,8 +206,8 @@ class GpuLayers:
         about = self._config.layers[layer].attention
         assert isinstance(about, DeltaNetConfig)
         products, states = self._upload("attention", *matrices), self._states[layer]
-        vectors = map(self._vector, (taps, decay, dt_bias, out_norm))
-        net = gpu_delta.DeltaNet(about, *vectors, self._config.norm_eps)
+        vectors = [self._vector(one) for one in (taps, decay, dt_bias, out_norm)]
+        net = gpu_delta.DeltaNet(about, *vectors, eps=self._config.norm_eps)
 
         def run(step: Step) -> None:
             assert step.runs is not None

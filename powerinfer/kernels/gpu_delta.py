@@ -35,8 +35,8 @@ class DeltaNet:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class States:
-    """A layer's states of sequences, in slots. window: float32 [slots, taps - 1, channels], the convolution's inputs for
-    the last tokens; heads: float32 [slots, value heads, value_dim, key_dim]."""
+    """A layer's states of sequences, in slots. window: float32 [slots, taps - 1, channels], the convolution's inputs
+    for the last tokens; heads: float32 [slots, value heads, value_dim, key_dim]."""
 
     window: Tensor
     heads: Tensor
@@ -99,7 +99,8 @@ def delta_net(net: DeltaNet, products: Tensor, states: States, runs: Tensor, row
     for t in range(len(products)):  # nothing depends on the data but the slots
         slot = torch.where(where[t, 0] == t, where[t, 2], where[t, 3]).view(1)
         window, state = (
-            part.index_select(0, slot.clamp(min=0))[0].masked_fill(slot < 0, 0) for part in (states.window, states.heads)
+            part.index_select(0, slot.clamp(min=0))[0].masked_fill(slot < 0, 0)
+            for part in (states.window, states.heads)
         )
         window = torch.cat([window, mixed[t : t + 1]])
         x = (net.taps * window).sum(dim=0)
