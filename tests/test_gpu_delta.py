@@ -79,7 +79,7 @@ class Exact:
         return (out * self.norm).reshape(-1) * gate / (1 + np.exp(-gate))
 
 
-def filled(about: DeltaNetConfig, slots: int) -> gpu_delta.States:
+def filled(about: DeltaNetConfig, slots: int) -> gpu_delta.DeltaStates:
     """Slots with states of some sequences, one of which holds no numbers."""
     (states,) = gpu_delta.new_states([about], slots, DEVICE)
     states.window.copy_(on_device(floats(6, *states.window.shape)))

@@ -206,8 +206,8 @@ class GpuLayers:
         about = self._config.layers[layer].attention
         assert isinstance(about, DeltaNetConfig)
         products, states = self._upload("attention", *matrices), self._states[layer]
-        vectors = [self._vector(one) for one in (taps, decay, dt_bias, out_norm)]
-        net = gpu_delta.DeltaNet(about, *vectors, eps=self._config.norm_eps)
+        own = self._vector
+        net = gpu_delta.DeltaNet(about, own(taps), own(decay), own(dt_bias), own(out_norm), self._config.norm_eps)
 
         def run(step: Step) -> None:
             assert step.runs is not None

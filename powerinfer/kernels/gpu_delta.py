@@ -5,46 +5,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import DeltaNetConfig
 from powerinfer.kernels import gpu
-from powerinfer.kernels.gpu_types import tensor_bytes
+from powerinfer.kernels.gpu_types import UNIT_EPS
+from powerinfer.kernels.gpu_types import DeltaNet as DeltaNet
+from powerinfer.kernels.gpu_types import DeltaStates as DeltaStates
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-UNIT_EPS = 1e-6
-"""Of the L2 norm of queries and keys: no file states it (csrc/delta_net.cpp has the same)."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DeltaNet:
-    """A layer beside its matrices. taps: float32 [taps, channels] of the convolution over queries, keys and values;
-    decay, dt_bias: float32 [value heads], the logarithm of a head's decay is decay * softplus(alpha + dt_bias); norm:
-    float32 [value_dim], of each value head, with eps."""
-
-    about: DeltaNetConfig
-    taps: Tensor
-    decay: Tensor
-    dt_bias: Tensor
-    norm: Tensor
-    eps: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class States:
-    """A layer's states of sequences, in slots. window: float32 [slots, taps - 1, channels], the convolution's inputs
-    for the last tokens; heads: float32 [slots, value heads, value_dim, key_dim]."""
-
-    window: Tensor
-    heads: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return tensor_bytes(self.window, self.heads)
 
 
 def state_bytes(about: DeltaNetConfig) -> int:
@@ -57,7 +27,7 @@ def _state_floats(about: DeltaNetConfig) -> tuple[int, int]:
     return (about.taps - 1) * about.channels, about.width * about.key_dim
 
 
-def new_states(kinds: Sequence[DeltaNetConfig], slots: int, device: Any) -> list[States]:
+def new_states(kinds: Sequence[DeltaNetConfig], slots: int, device: Any) -> list[DeltaStates]:
     """Slots for the states of some layers, in one piece of memory."""
     import torch
 
@@ -66,7 +36,7 @@ def new_states(kinds: Sequence[DeltaNetConfig], slots: int, device: Any) -> list
         return []
     parts = iter(torch.zeros(sum(sizes), dtype=torch.float32, device=device).split(sizes))
     return [
-        States(
+        DeltaStates(
             next(parts).view(slots, about.taps - 1, about.channels),
             next(parts).view(slots, about.n_value_heads, about.value_dim, about.key_dim),
         )
@@ -74,7 +44,7 @@ def new_states(kinds: Sequence[DeltaNetConfig], slots: int, device: Any) -> list
     ]
 
 
-def delta_net(net: DeltaNet, products: Tensor, states: States, runs: Tensor, rows: Tensor) -> Tensor:
+def delta_net(net: DeltaNet, products: Tensor, states: DeltaStates, runs: Tensor, rows: Tensor) -> Tensor:
     """What a layer gives for T tokens of several sequences, float32 [T, value heads * value_dim]; their states change.
 
     products: float32 [T, channels + 2 * value heads + value heads * value_dim], of the layer's input with the matrices

@@ -12,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from powerinfer.kernels.gpu_delta import UNIT_EPS
+from powerinfer.kernels.gpu_types import UNIT_EPS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from powerinfer.kernels.gpu_delta import DeltaNet, States
+    from powerinfer.kernels.gpu_types import DeltaNet, DeltaStates
 
 COLUMNS = 16  # of a head's state, in registers
 CHANNELS = 256  # of the convolution, whose inputs a program keeps
@@ -124,7 +124,7 @@ def _gated_norm_kernel(out, gate, stride, weight, width, eps, BLOCK: tl.constexp
     tl.store(at, x * (z / (1 + tl.exp(-z))), mask=here)
 
 
-def delta_net(net: DeltaNet, products: Tensor, states: States, runs: Tensor, rows: Tensor) -> Tensor:
+def delta_net(net: DeltaNet, products: Tensor, states: DeltaStates, runs: Tensor, rows: Tensor) -> Tensor:
     """`gpu_delta.delta_net`."""
     about, tokens, sequences = net.about, len(products), len(runs)
     heads, keys, channels, stride = about.n_value_heads, about.n_key_heads, about.channels, products.shape[1]
