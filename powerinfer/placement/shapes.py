@@ -362,6 +362,8 @@ def _model(
     def matrix(tensor: str, packed_rows: int | None = None) -> Matrix:
         *outer, cols = known[tensor]
         type_name = "F32" if tensor.endswith(".router") else type_of(tensor)  # it decides, so it is computed exactly
+        if len(outer) == 2:  # one below the other, each in whole panels
+            packed_rows = outer[0] * cpu.round_up(outer[1], cpu.LANES)
         return _matrix(prod(outer), cols, type_name, packed_rows)
 
     def attention(layer: int) -> tuple[Matrix, ...]:
