@@ -38,7 +38,11 @@ from powerinfer.placement.experts import Dynamic, Policy, make_policy  # noqa: E
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
 from powerinfer.sparsity.selection import select  # noqa: E402
 
-NAMES = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe", "gpt-oss", "smallthinker", "smallthinker-softmax")
+NAMES = (
+    "mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe", "gpt-oss", "smallthinker", "smallthinker-softmax",
+    "qwen3-next", "qwen35-moe",
+)  # fmt: skip
+FILES = ("qwen2-moe", "gpt-oss", "smallthinker-4b", "qwen3-next-some", "qwen35-moe")
 TOTAL = families.TOKENS
 
 
@@ -66,8 +70,7 @@ def split(
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [*((name, "folder") for name in NAMES), *((name, "gguf") for name in ("qwen2-moe", "gpt-oss", "smallthinker-4b"))],
+    ("name", "layout"), [*((name, "folder") for name in NAMES), *((name, "gguf") for name in FILES)]
 )
 def test_every_split_gives_the_answer_of_the_whole(name: str, layout: str, tmp_path: Path) -> None:
     truth = Truth(case_named(name), layout, tmp_path)

@@ -106,6 +106,7 @@ def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Pro
                 max_tokens=cpu.max_tokens,
                 rotations=rotary,
                 split=split is not None,
+                states=cpu.n_states,
             )
             wire(cpu, checkpoint, progress, gpu, neurons=selection, split=split, head=resolved.gpu_head)
     except BaseException:
