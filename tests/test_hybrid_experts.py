@@ -32,7 +32,8 @@ from powerinfer.neurons import Indices  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
 from powerinfer.placement.experts import Dynamic, Policy, make_policy  # noqa: E402
 
-NAMES = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe", "gpt-oss")
+LATENT = ("deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "glm4-moe-lite", "deepseek-v3-halves", "kimi-k2")
+NAMES = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe", "gpt-oss", *LATENT)
 TOTAL = families.TOKENS
 
 
@@ -60,7 +61,12 @@ def split(
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [*((name, "folder") for name in NAMES), ("qwen2-moe", "gguf"), ("gpt-oss", "gguf")]
+    ("name", "layout"),
+    [
+        *((name, "folder") for name in NAMES),
+        *((name, "gguf") for name in ("qwen2-moe", "gpt-oss", "deepseek-v2", "kimi-k2")),
+        ("deepseek-v3", "gguf-kv-b"),
+    ],
 )
 def test_every_split_gives_the_answer_of_the_whole(name: str, layout: str, tmp_path: Path) -> None:
     truth = Truth(case_named(name), layout, tmp_path)

@@ -145,7 +145,7 @@ class Model:
     def gpu_kv_bytes(self, kv_type: str, context: int, batch: int, layers: slice = _EVERY) -> int:
         """The same on a GPU, where heads are not padded."""
         heads = (layer.attention for layer in self.config.layers[layers])
-        token = sum(2 * one.n_kv_heads * gpu.kv_bytes(kv_type, one.head_dim) for one in heads)
+        token = sum((2 - bool(one.latents)) * one.n_kv_heads * gpu.kv_bytes(kv_type, one.head_dim) for one in heads)
         return batch * -(-context // cpu.PAGE) * cpu.PAGE * token
 
     def state_bytes(self, requests: int) -> int:
