@@ -652,10 +652,7 @@ class ModelConfig:
     def why_not_on_gpu(self) -> str | None:
         """Why no layer can run on a GPU; None: they can."""
         others = [part.title for layer in self.layers for part in (layer.attention, layer.ffn) if not part.on_gpu]
-        if others:
-            return f"layers of {others[0]} run on the CPU alone so far"
-        early = any(isinstance(layer.ffn, ExpertsConfig) and layer.ffn.early_router for layer in self.layers)
-        return "experts that are selected before attention run on the CPU alone so far" if early else None
+        return f"layers of {others[0]} run on the CPU alone so far" if others else None
 
     @property
     def attentions(self) -> tuple[AttentionKind, ...]:

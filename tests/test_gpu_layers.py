@@ -409,6 +409,9 @@ class Halves:
             about = config.activation, config.threshold
             self.parts.append(gpu.Neurons(gate, up, down, None, None, *own_biases, *about))
 
+    def before(self) -> list[Operator]:
+        return []
+
     def begin(self) -> list[Operator]:
         return [Operator("show", self.layer, lambda step: self.shown.append((self.layer, step.x.clone().numpy())))]
 

@@ -118,6 +118,19 @@ class ExpertSum:
         """
         return self._native.sum(self._program, x, selected, weights, out)
 
+    def order(self, selected: NDArray[np.int32], weights: Float32) -> None:
+        """The same in two parts: what does not need x, then, as the next call to any layer's experts, `sum_ordered`."""
+        self._native.order(self._program, selected, weights)
+
+    def fetch(self) -> bool:
+        """Between the two: read a little more of what the ordered experts' sum begins with into the caches of the
+        threads' cores. False once they hold what they can."""
+        return self._native.fetch(self._program)
+
+    def sum_ordered(self, x: Float32, out: Float32) -> bool:
+        """`sum` of the experts in `order`, of as many tokens. ValueError without it."""
+        return self._native.sum_ordered(self._program, x, out)
+
     def replace(self, place: int, matrices: Sequence[RawTensor]) -> None:
         """Put another expert in a place; not while a step runs. matrices: [out, in], as they were packed."""
         for packed, tensor in zip(self._matrices, matrices, strict=True):

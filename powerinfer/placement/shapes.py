@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import (
     AttentionConfig,
+    AttentionKind,
     DeltaNetConfig,
     ExpertsConfig,
     FfnConfig,
@@ -221,7 +222,7 @@ class Model:
         """
         config = self.config
         every = [layer.attention for layer in config.layers]
-        heads = max((7 * one.n_heads + 4 * one.n_kv_heads) * one.head_dim // 2 for one in every)
+        heads = max(map(_gpu_row, every))
         ffns = [(1 + layer.ffn.gated, layer.ffn.width) for layer in config.layers]
         experts = (layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig))
         pairs = max((one.router.top_k * (2 * config.d_model + one.size) for one in experts), default=0)
@@ -362,6 +363,8 @@ def _model(
     def matrix(tensor: str, packed_rows: int | None = None) -> Matrix:
         *outer, cols = known[tensor]
         type_name = "F32" if tensor.endswith(".router") else type_of(tensor)  # it decides, so it is computed exactly
+        if len(outer) == 2:  # one below the other, each in whole panels
+            packed_rows = outer[0] * cpu.round_up(outer[1], cpu.LANES)
         return _matrix(prod(outer), cols, type_name, packed_rows)
 
     def attention(layer: int) -> tuple[Matrix, ...]:
@@ -402,6 +405,15 @@ def _model(
 def _matrix(rows: int, cols: int, type_name: str, packed_rows: int | None = None) -> Matrix:
     panels = cpu.matrix_bytes(type_name, packed_rows or rows, cols)
     return Matrix(type_name, panels, gpu.weight_bytes(type_name, rows, cols), gpu.gpu_type(type_name, cols))
+
+
+def _gpu_row(about: AttentionKind) -> int:
+    """Numbers of a token that a GPU holds at a time for attention, or what stands in its place."""
+    row = (7 * about.n_heads + 4 * about.n_kv_heads) * about.head_dim // 2
+    if isinstance(about, LatentAttentionConfig):  # queries, those for latents, and what heads get; a copy of some
+        row = about.n_heads * (about.query_dim + about.plain_dim + 2 * about.latents)
+        row += 2 * ((about.q_latents or 0) + about.head_dim)
+    return row
 
 
 def _check_size(config: ModelConfig) -> None:
