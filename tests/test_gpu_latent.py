@@ -25,7 +25,8 @@ def head_matrices(type_name: str, heads: int, rows: int, k: int) -> RawTensor:
 @pytest.mark.parametrize("type_name", gpu.GPU_TYPES)
 def test_each_head_meets_its_own_matrix(type_name: str, tokens: int, kernels: str) -> None:  # noqa: F811
     """Rows that are parts of wider ones, token by token as a product gives them."""
-    for heads, rows, k in ((3, 5, 32), (2, 40, 96), (5, 1, 160)) if type_name[0] in "QM" else ((3, 7, 20), (2, 40, 130)):
+    sizes = ((3, 5, 32), (2, 40, 96), (5, 1, 160)) if type_name[0] in "QM" else ((3, 7, 20), (2, 40, 130))
+    for heads, rows, k in sizes:
         stored = head_matrices(type_name, heads, rows, k)
         wide = floats(1, tokens, heads, k + 8)
         x = wide[..., :k].astype(np.float64)

@@ -78,12 +78,10 @@ class GpuLayers:
         self._head: Operator | None = None
         self._final_norm: GpuNorm | None = None
         self._operators: list[Operator] | None = None
+        kinds = [layer.attention for layer in config.layers[:layers]]
         self._rotations = {rope: (self._vector(rotation[0]), rotation[1]) for rope, rotation in rotations.items()}
-        heads = [layer.attention for layer in config.layers[:layers]]
-        self._cache = [
-            tuple(gpu.new_cache(kv_type, pages, one.n_kv_heads, one.head_dim, device) for _ in range(2 - bool(one.latents)))
-            for one in heads
-        ]
+        heads = [(kind.n_kv_heads, kind.head_dim, "k" if kind.latents else "kv") for kind in kinds]
+        self._cache = [tuple(gpu.new_cache(kv_type, pages, n, dim, device) for _ in own) for n, dim, own in heads]
         self._bytes["kv"] = sum(part.nbytes for pair in self._cache for part in pair)
         changed = config.residual_scale != 1 or any(one.norms in ("output", "both") for one in config.layers[:layers])
         self.buffers = StepBuffers(device, max_tokens, config.d_model, config.vocab_size, totals=split and changed)

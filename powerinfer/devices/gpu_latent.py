@@ -21,8 +21,8 @@ else:
 class LatentInput:
     """attended = what each head gets of the latents in the cache for norm(x), float32 [heads, T, latents].
 
-    first: makes queries, or their latents where there is a second, and kv, latents and the rotated part of keys; second:
-    makes queries of latents; k_b: of each head what would make its keys; rotation: frequencies and factor.
+    first: makes queries, or their latents where there is a second, and kv: latents and the rotated part of keys;
+    second: makes queries of latents; k_b: of each head what would make its keys; rotation: frequencies and factor.
     """
 
     about: LatentAttentionConfig

@@ -131,7 +131,7 @@ def place(
 
 @triton.jit
 def _loaded(cache, scales, row, there, dims, dim, live, KIND: tl.constexpr, NARROW: tl.constexpr):
-    """Elements dim of keys at these rows, [rows, dims]; zeros for rows that are not there and dims that are not live."""
+    """Elements dim of the keys at these rows, [rows, dim]; zeros where a row is not there or a dim not live."""
     here = there[:, None] & live[None, :]
     y = tl.load(cache + row[:, None] * dims + dim[None, :], mask=here, other=0)
     if KIND == "Q8_0":
