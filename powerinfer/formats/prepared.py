@@ -70,7 +70,7 @@ BUNDLES = Kind("neurons", "bundles", "pack", format=4)
 PREDICTOR = Kind("predictor", "predictor", "train")
 PROFILE = Kind("profile", "profile", "profile")
 SAMPLES = Kind("samples", "samples", "profile")
-EXPERTS = Kind("experts", "expert profile", "profile", of_neurons=False)
+EXPERTS = Kind("experts", "expert profile", "profile", format=2, of_neurons=False)
 EXPERT_TRACE = Kind("experts-trace", "trace of experts", "profile", of_neurons=False)
 PROFILE_STATE = Kind("profile-unfinished", "unfinished profile", "profile")
 

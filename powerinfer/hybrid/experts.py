@@ -255,6 +255,22 @@ class HybridExperts:
         finally:
             self._slots.copy_(torch.from_numpy(self._slot))
 
+    def follow(self, policy: Policy) -> None:
+        """From the next step on a policy decides, and has its experts in their slots; not while a step runs."""
+        if self._copier is None:
+            return
+        self._take_copied()
+        self._copier.policy = policy
+        wanted = policy.resident(self.layer).tolist()
+        swaps = [(slot, expert) for slot, expert in enumerate(wanted) if self._slot[expert] != slot]
+        if swaps:
+            self._exchange(swaps)
+            self._take_copied()
+
+    def finish_copies(self) -> None:
+        """Wait for what is being copied; not while a step runs."""
+        self._take_copied()
+
     def close(self) -> None:
         """Free both parts, and the buffers that are shared with others."""
         if self._copying is not None:
@@ -515,16 +531,18 @@ class ExpertSparsity(Sparsity):
 
     selector = "router"
 
-    def __init__(self, executor: SplitExecutor, ffns: Sequence[HybridExperts]) -> None:
+    def __init__(self, executor: SplitExecutor, ffns: Sequence[HybridExperts], policy: str = "static") -> None:
+        """policy: who decides which experts the GPU has, a name of `placement.experts.EXPERT_POLICIES`."""
         self.ffns = ffns
+        self.policy = policy
         self.traded = 0  # experts moved to the GPU since the model was loaded
         self._executor = executor
         self._turn = 0
 
     def report(self) -> dict[str, Any]:
         """Per layer with cold experts and in all: hot, cold: experts on the GPU and on the CPU; gpu_share: of the
-        tokens' experts, those on the GPU; jobs: share of the steps in which the CPU had work; traded: experts swapped
-        onto the GPU between requests; copied: there, beside steps."""
+        tokens' experts, those on the GPU; jobs: share of the steps in which the CPU had work; policy: decides which
+        experts the GPU has; traded: experts swapped onto the GPU between requests; copied: there, beside steps."""
         layers: list[dict[str, Any]] = []
         selected = hot = 0
         for ffn in self.ffns:
@@ -547,6 +565,7 @@ class ExpertSparsity(Sparsity):
             "tokens": max((ffn.tokens for ffn in self.ffns), default=0),
             "gpu_share": hot / selected if selected else None,
             "jobs": sum(ffn.jobs for ffn in self.ffns) / steps if steps else None,
+            "policy": self.policy,
             "traded": self.traded,
             "copied": sum(ffn.copied for ffn in self.ffns),
         }
