@@ -62,6 +62,18 @@ class Builder(Protocol[Matrix, Norm]):
         k_b: RawTensor,
     ) -> None: ...
     def latent_project(self, layer: int, v_b: RawTensor, matrix: Matrix, norm: Norm | None = None) -> None: ...
+    def gate_attended(self, layer: int, norm: Norm | None, matrix: Matrix) -> None: ...
+    def delta_net(
+        self,
+        layer: int,
+        norm: Norm | None,
+        matrices: Sequence[Matrix],
+        *,
+        taps: NDArray[np.float32],
+        decay: NDArray[np.float32],
+        dt_bias: NDArray[np.float32],
+        out_norm: NDArray[np.float32],
+    ) -> None: ...
     def project(self, layer: int, matrix: Matrix, bias: Vector = None, norm: Norm | None = None) -> None: ...
     def ffn(
         self,
