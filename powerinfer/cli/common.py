@@ -356,6 +356,12 @@ class Output:
         sys.stdout.write(printable(piece) if self._terminal else piece)
         sys.stdout.flush()
 
+    def thought(self, piece: str) -> None:
+        """A piece of what a model writes before its answer: dimmed, on stderr, if that is a terminal."""
+        if piece and not self.json_mode and sys.stderr.isatty():
+            sys.stderr.write(f"\x1b[2m{printable(piece)}\x1b[0m")
+            sys.stderr.flush()
+
     def document(self, document: dict[str, Any]) -> None:
         """The result as JSON: the last line of stdout, only with --json."""
         if self.json_mode:
