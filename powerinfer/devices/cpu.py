@@ -162,7 +162,9 @@ class CpuExecutor:
         self.d_model = config.d_model
         self.ffns: dict[int, CpuFfn] = {}  # by layer
         self.in_experts = False  # experts that follow are computed by neuron, where they can be
+        self.expert_predictors: Callable[[int], Weights] | None = None  # what selects in them, by layer
         self.expert_ffns: dict[int, ExpertFfn] = {}  # those that are, by layer
+        self._recall_every = engine.recall_every
         self._experts: dict[int, _native.Experts] = {}  # by layer
         self._embedded = 0  # operators up to the embedding's
         self._pool = _native.Pool(threads)
@@ -414,7 +416,8 @@ class CpuExecutor:
         assert isinstance(about, ExpertsConfig)
         spec, made = _native.NeuronSpec(about.activation, about.threshold), None
         if self.in_experts and about.why_whole is None:
-            of_all, made = self._bundled(about, spec, experts)
+            weights = None if self.expert_predictors is None else self.expert_predictors(layer)
+            of_all, made = self._bundled(about, spec, experts, weights)
         else:
             *gate, up, down = (self._stack(tensor, about.router.top_k) for tensor in experts)
             of_gate, own = gate[0] if gate else None, _biases(about, biases)
@@ -449,22 +452,45 @@ class CpuExecutor:
         return ExpertSum(self._pool, self._program, about, matrices, stacks[0][0], biases)
 
     def _bundled(
-        self, about: ExpertsConfig, spec: _native.NeuronSpec, experts: Iterable[RawTensor]
+        self,
+        about: ExpertsConfig,
+        spec: _native.NeuronSpec,
+        experts: Iterable[RawTensor],
+        weights: Weights | None,
     ) -> tuple[_native.ExpertMatrices, Callable[[_native.Experts], ExpertFfn]]:
-        """Gates as matrices, the rest as bundles; and what makes the layer's FFN of its operator."""
+        """Experts as bundles, gates as matrices unless there is a predictor; and what makes the layer's FFN of its
+        operator."""
         n, top, size = about.n_experts, about.router.top_k, about.size
-        each = iter(experts)
-        gate = self._stack(next(each), top)
-        layout, rows = bundle(about, self.d_model, next(each), next(each), self._pool.threads)
-        ends = layout.gate_type, layout.down_type, layout.pitch, layout.up_at, layout.up_at, layout.down_at
+        each, predictor = iter(experts), self.parts.predictor(weights)
+        gate = None if predictor else self._stack(next(each), top)
+        of_rows = next(each) if predictor else None
+        layout, rows = bundle(about, self.d_model, of_rows, next(each), next(each), self._pool.threads)
+        gate_at = layout.gate_at if predictor else layout.up_at  # which is not read
+        ends = layout.gate_type, layout.down_type, layout.pitch, gate_at, layout.up_at, layout.down_at
         native = _native.Bundles(rows, n * size, self.d_model, layout.gate_type, *ends, spec)
         neurons = _native.NeuronSum(self._workspace, native)
         self.bytes_per_token += rows.nbytes * top // n
-        read = (gate.nbytes + rows.nbytes) * top // n
         made = partial(
-            ExpertFfn, sum=neurons, layout=layout, gate_row=gate.nbytes / (n * size), neurons=top * size, nbytes=read
+            ExpertFfn,
+            sum=neurons,
+            layout=layout,
+            gate_row=layout.gate_bytes if gate is None else gate.nbytes / (n * size),
+            predictor=(0, 0.0) if predictor is None else (predictor.inner_nbytes, predictor.outer_nbytes / (n * size)),
+            neurons=top * size,
+            nbytes=(rows.nbytes + (0 if gate is None else gate.nbytes)) * top // n,
         )
-        return _native.ExpertMatrices(n, size, spec, gate, None, None, bundled=neurons), made
+        of_all = _native.ExpertMatrices(
+            n,
+            size,
+            spec,
+            gate,
+            None,
+            None,
+            bundled=neurons,
+            predictor=predictor,
+            recall_every=self._recall_every,
+        )
+        return of_all, made
 
     def _stack(self, tensor: RawTensor, read: int | None = None) -> _native.Matrix:
         """Matrices [n, out, in] one below the other, each in whole panels; `read` of them, None: all, are read for a

@@ -1,4 +1,5 @@
-"""Experts of the CPU's executor whose neurons are told apart: gates as matrices, up and down as bundles.
+"""Experts of the CPU's executor whose neurons are told apart: up and down as bundles, gates as matrices, or, where a
+predictor selects before gates are computed, in the bundles too.
 
 The weights rest once: prompts repack the bundles of an expert, a few panels at a time, for the kernels of matrices.
 """
@@ -30,34 +31,36 @@ class ExpertFfn:
     sum: _native.NeuronSum
     layout: BundleLayout
     gate_row: float  # bytes of a neuron's gate
+    predictor: tuple[int, float]  # bytes of what all experts share of it, and of a neuron; 0: there is none
     neurons: int  # of a token's experts
     nbytes: int  # read for a token where every neuron of its experts is computed
 
     def counts(self) -> dict[str, int]:
         """As `CpuFfn.counts`; neurons: of the experts of all tokens."""
-        counts = dict(self.sum.counts())
+        counts = dict(self.op.counts())
         sizes = (self.gate_row, self.layout.gate_bytes, self.layout.down_bytes, self.layout.shared_bytes)
         rows = [counts.pop(name) for name in ("first_rows", "up_rows", "down_rows", "shared_scales")]
-        counts["bytes"] = round(sum(number * nbytes for number, nbytes in zip(rows, sizes, strict=True)))
-        return counts | {"neurons": counts["tokens"] * self.neurons} | dict.fromkeys(_SAMPLES, 0)
-
-
-_SAMPLES = ("sampled_tokens", "sampled_active", "sampled_found")  # of predictors
+        nbytes = sum(number * nbytes for number, nbytes in zip(rows, sizes, strict=True))
+        shared, row = self.predictor
+        counts["bytes"] = round(nbytes + counts["steps"] * shared + counts.pop("predictor_rows") * row)
+        return counts | {"neurons": counts["tokens"] * self.neurons}
 
 
 def bundle(
-    about: ExpertsConfig, d_model: int, up: RawTensor, down: RawTensor, threads: int
+    about: ExpertsConfig, d_model: int, gate: RawTensor | None, up: RawTensor, down: RawTensor, threads: int
 ) -> tuple[BundleLayout, Bytes]:
-    """All experts as bundles without gates: uint8 [groups, bytes of a group].
+    """All experts as bundles: uint8 [groups, bytes of a group].
 
-    up, down: of all experts, [experts, out, in], of types in `ROW_TYPES`.
+    gate, up, down: of all experts, [experts, out, in], of types in `ROW_TYPES`; gate: of up's type, None: it stays out.
     """
     neurons = about.n_experts * about.size
     down_type = ACROSS if down.type == "Q4_0" else down.type
     up_bytes, _ = cpu.bundle_row_bytes(up.type, d_model)
-    layout = BundleLayout(d_model, False, up.type, down_type, up_bytes, *cpu.bundle_row_bytes(down_type, d_model))
+    layout = BundleLayout(d_model, gate is not None, up.type, down_type, up_bytes, *cpu.bundle_row_bytes(down_type, d_model))
     groups = own_pages(n_groups(neurons) * layout.group_bytes).reshape(-1, layout.group_bytes)
     cpu.pack_bundle_rows(up.type, "dot", neurons, d_model, up.data, groups, layout.pitch, layout.up_at, threads)
+    if gate is not None:
+        cpu.pack_bundle_rows(up.type, "dot", neurons, d_model, gate.data, groups, layout.pitch, layout.gate_at, threads)
     each = n_groups(about.size)
     stored = down.data.reshape(about.n_experts, d_model, -1)
     for expert in range(about.n_experts):

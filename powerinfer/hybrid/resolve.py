@@ -198,11 +198,12 @@ def _ram_bytes(model: Model, engine: EngineConfig, selection: Selection | None =
     """Bytes of RAM that the model takes with the KV cache of one context. selection: None: every neuron is computed."""
     from powerinfer.placement.budget import least_ram
 
-    return least_ram(model, _workload(model, engine, "all" if selection is None else selection.selector))
+    more = 0 if selection is None else selection.in_experts_bytes
+    return more + least_ram(model, _workload(model, engine, "all" if selection is None else selection.selector))
 
 
 def _workload(model: Model, engine: EngineConfig, selector: str) -> Workload:
-    """selector: one inside experts takes no memory of its own."""
+    """selector: one inside experts takes the memory of its predictors alone."""
     from powerinfer.placement.budget import Workload
 
     context = _context(model, engine)

@@ -273,7 +273,7 @@ def checkpoint_model(checkpoint: Checkpoint, prepared: str | None = None, fresh:
         layouts = bundle_layouts(config, types.gate, types.down, cpu.bundle_row_bytes)
     predictors: tuple[tuple[Matrix, Matrix], ...] = ()
     ratios = (SELECTED_PER_FIRING,) * config.n_layers
-    if PreparedFile(PREDICTOR, checkpoint, prepared).exists() and not fresh:
+    if PreparedFile(PREDICTOR, checkpoint, prepared).exists() and not fresh and config.why_whole is None:
         file = open_predictor(checkpoint, prepared)
         predictors = tuple(
             _predictor(config, layer, one.predictor.rank, file.type, file.type) for layer, one in enumerate(file.layers)
