@@ -237,7 +237,9 @@ def test_a_model_says_what_it_computed(tmp_path: Path, capsys: pytest.CaptureFix
     assert result["mean_kl"] > 1e-4 and 0.3 < result["recall"] < 0.7 and 0.3 < result["candidate_fraction"] < 0.7
     few = ["--prompt-tokens", "8", "--gen-tokens", "4", "--repeat", "1"]
     assert main(["bench", "-m", str(path), "--selector", "predicted", "--gpu", "none", *few]) == 0
-    assert main(["bench", "-m", str(path), "--selector", "all", "--gpu", "none", *few]) == 0, "the file is in no one's way"
+    assert main(["bench", "-m", str(path), "--selector", "all", "--gpu", "none", *few]) == 0, (
+        "the file is in no one's way"
+    )
     assert main(["plan", "-m", str(path), "--hardware", "pc-16gb", "--context", "64"]) == 0
 
 

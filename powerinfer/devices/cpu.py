@@ -79,6 +79,19 @@ class Observer(Protocol):
         ...
 
 
+class ExpertObserver(Protocol):
+    """Observes the experts of a running executor; arrays are views that are valid during the call."""
+
+    def reads(self, layer: int, x: NDArray[np.float32]) -> None:
+        """Before the experts of a layer: as of `Observer`."""
+        ...
+
+    def fires(self, layer: int, selected: NDArray[np.int32], active: NDArray[np.uint8]) -> None:
+        """After them. selected: int32 [tokens, top_k], ascending for each token; active: uint8 [tokens, top_k * size / 8],
+        of their neurons those that fired, as of `Fired`."""
+        ...
+
+
 @dataclass(frozen=True)
 class _Observed:
     by: Observer | None
@@ -174,6 +187,7 @@ class CpuExecutor:
         self._program = self._empty_program(engine, pages, room)
         self._ropes = {rope: self._program.add_rope(*rotation) for rope, rotation in rotations.items()}
         self._observed: _Observed | None = None
+        self._expert_observer: ExpertObserver | None = None
         self._slots: tuple[NDArray[np.int32] | None, NDArray[np.int32] | None] = (None, None)  # of a step's states
         self._logits = np.empty((0, cpu.round_up(config.vocab_size, cpu.LANES)), np.float32)
 
@@ -529,7 +543,9 @@ class CpuExecutor:
 
     def forward(self, batch: Batch) -> Float32:
         self._make_room(batch)
-        if self._observed is None:
+        if self._expert_observer is not None:
+            self._run_experts(batch, self._expert_observer)
+        elif self._observed is None:
             self._run(batch, 0, self._program.size)
         else:
             self._run_observed(batch, self._observed)
@@ -645,15 +661,46 @@ class CpuExecutor:
                 op.record(False)
 
     def _routed(self) -> Routed:
-        found: Routed = {}
+        return {layer: self._selected(layer) for layer in self._experts}
+
+    def _selected(self, layer: int) -> NDArray[np.int32]:
+        selected, damaged = self._experts[layer].selected()
+        if damaged:
+            raise _not_finite(layer)
+        return np.array(selected, np.int32).reshape(-1, self.config.experts[layer].router.top_k)
+
+    @contextmanager
+    def observed_experts(self, observer: ExpertObserver) -> Iterator[None]:
+        """A context in which `observer` sees every layer of experts; of executors that compute these whole.
+
+        `forward` raises ModelError for a router's weights that are not finite.
+        """
+        assert not self.expert_ffns
+        for op in self._experts.values():
+            op.record(True, fired=True)
+        self._expert_observer = observer
+        try:
+            yield
+        finally:
+            self._expert_observer = None
+            for op in self._experts.values():
+                op.record(False)
+
+    def _run_experts(self, batch: Batch, observer: ExpertObserver) -> None:
+        """A call in parts, observing the experts of every layer."""
+        tokens, at = len(batch.tokens), 0
         for layer, op in self._experts.items():
-            selected, damaged = op.selected()
-            if damaged:
-                raise _not_finite(layer)
-            about = self.config.layers[layer].ffn
-            assert isinstance(about, ExpertsConfig)
-            found[layer] = np.array(selected, np.int32).reshape(-1, about.router.top_k)
-        return found
+            self._run(batch, at, op.number)
+            x = self._program.residual(tokens)
+            x.flags.writeable = False
+            observer.reads(layer, x)
+            at = op.number + 1
+            self._run(batch, op.number, at)
+            selected, size = self._selected(layer), self.config.experts[layer].size
+            active = np.empty((selected.size, -(-size // 8)), np.uint8)
+            op.fired(active)
+            observer.fires(layer, selected, active.reshape(tokens, -1))
+        self._run(batch, at, self._program.size)
 
     def time_operators(self, on: bool) -> dict[str, float]:
         """Switch timing on or off; seconds spent in each kind of operator since the last call."""
@@ -668,7 +715,7 @@ class CpuExecutor:
         raise RequestError("there is nothing to trace: no layer runs on a GPU (--gpu)")
 
     def close(self) -> None:
-        names = "_observed _program _states _ropes ffns _experts expert_ffns parts _pack _workspace _pool _logits"
+        names = "_observed _expert_observer _program _states _ropes ffns _experts expert_ffns parts _pack _workspace _pool _logits"
         for name in names.split():
             self.__dict__.pop(name, None)
 
