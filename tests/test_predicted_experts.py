@@ -286,5 +286,5 @@ def test_the_predictor_of_another_model(tmp_path: Path) -> None:
     (tmp_path / "other.gguf.powerinfer/predictor.safetensors").write_bytes(
         Path(f"{path}.powerinfer/predictor.safetensors").read_bytes()
     )
-    with pytest.raises(ModelError, match="another kind|was made for another model|of no use"):
+    with pytest.raises(ModelError, match=r"another kind|was made for another model|of no use"):
         open_predictor(open_checkpoint(other))

@@ -246,6 +246,20 @@ def test_an_expert_counts_only_its_own_tokens(model: Path) -> None:
     assert fit.start_rank() > 0
 
 
+def test_training_is_better_than_low_rank(tmp_path: Path) -> None:
+    """Six directions of each of four experts do not fit into 32 units as pairs."""
+    checkpoint = open_checkpoint(predictable(tmp_path, directions=6))
+    profile_experts(checkpoint, ENGINE, task())
+    samples = open_samples(checkpoint)
+    rows = split_rows(samples.rows, samples.windows)
+    config = replace(QUICK, steps=150, batch=64)
+    fit = LayerFit(checkpoint, 0, *samples.layers[0], rows, config, "F16", "cpu", samples.selected[0])
+    found, (inner, outer) = fit.fit(32, lambda share: None)
+    assert found.method == "trained" and found.figures.recall > 0.97 and found.svd.recall > 0.97
+    assert found.figures.lost < 0.8 * found.svd.lost, (found.figures, found.svd)
+    assert inner.nbytes == 2 * 32 * D and outer.nbytes == 2 * N * FF * 32
+
+
 @pytest.mark.parametrize("type_name", ["f16", "q8_0"])
 def test_an_expert_that_few_tokens_had_is_selected_whole(type_name: str, model: Path, tmp_path: Path) -> None:
     from powerinfer.formats.predictor_file import open_predictor
@@ -313,7 +327,7 @@ def test_from_a_text_to_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[
         result: dict[str, object] = json.loads(capsys.readouterr().out.splitlines()[-1])
         return result
 
-    with pytest.raises(ModelError, match="samples.safetensors; `powerinfer profile"):
+    with pytest.raises(ModelError, match=r"samples\.safetensors; `powerinfer profile"):
         train(open_checkpoint(path), None, QUICK)
     profiled = run("profile", "--corpus", str(text), "--window", "64")
     assert isinstance(profiled["samples"], dict) and profiled["samples"]["rows"] >= 512

@@ -835,7 +835,8 @@ void bind_experts(nb::module_& m) {
           "The experts of the last step's tokens, [tokens * top_k], those of a token ascending; empty before the\n"
           "first recorded one. And whether a weight was NaN or infinite.")
       .def("fired", &fired_in_experts, "out"_a.noconvert(),
-           "out [tokens * top_k, bytes of an expert's neurons] = the neurons that fired in the last step, a bit each, in\n"
+           "out [tokens * top_k, bytes of an expert's neurons] = the neurons that fired in the last step, a bit each, "
+           "in\n"
            "the order of `selected`.")
       .def("counts", &expert_counts,
            "As of NeuronSum; sampled_tokens, sampled_active, sampled_found; rows of the predictor's outer read.")

@@ -149,7 +149,7 @@ Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores
       d_model_(all.bundled ? all.bundled->bundles->up.k : all.up->k),
       activation_(all.activation),
       bundled_(all.bundled),
-      gate_(all.gate       ? cut(*all.gate, n_, neurons_)
+      gate_(all.gate        ? cut(*all.gate, n_, neurons_)
             : all.predictor ? repacked(bundled_->bundles->gate.type, n_, neurons_, d_model_)
                             : std::vector<Matrix>()),
       up_(bundled_ ? repacked(bundled_->bundles->up.type, n_, neurons_, d_model_) : cut(*all.up, n_, neurons_)),

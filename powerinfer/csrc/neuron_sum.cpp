@@ -91,8 +91,8 @@ void NeuronSum::sum_listed(int thread, const Piece& piece, const PiActs* acts, c
   own.done = {};
   int64_t* const fired = piece.fired || !piece.counted || !counts_fired ? piece.fired : fired_.data();
   add_neurons(workspace->kernels, *bundles, acts, tokens, own.taken.data(), n,
-              {known, ldk, some ? lists.selected_by.data() : nullptr, threshold, piece.groups}, own.block, own.sums.data(), lists.lds,
-              own.done, fired);
+              {known, ldk, some ? lists.selected_by.data() : nullptr, threshold, piece.groups}, own.block,
+              own.sums.data(), lists.lds, own.done, fired);
   workspace->pool->barrier();
   add_sums(thread, piece);
   if (thread == 0 && piece.counted) count(tokens);

@@ -87,8 +87,8 @@ class ExpertObserver(Protocol):
         ...
 
     def fires(self, layer: int, selected: NDArray[np.int32], active: NDArray[np.uint8]) -> None:
-        """After them. selected: int32 [tokens, top_k], ascending for each token; active: uint8 [tokens, top_k * size / 8],
-        of their neurons those that fired, as of `Fired`."""
+        """After them. selected: int32 [tokens, top_k], ascending for each token; active: uint8 [tokens, top_k * size /
+        8], of their neurons those that fired, as of `Fired`."""
         ...
 
 
@@ -715,8 +715,8 @@ class CpuExecutor:
         raise RequestError("there is nothing to trace: no layer runs on a GPU (--gpu)")
 
     def close(self) -> None:
-        names = "_observed _expert_observer _program _states _ropes ffns _experts expert_ffns parts _pack _workspace _pool _logits"
-        for name in names.split():
+        own = "_observed _expert_observer _program _states _ropes ffns _experts expert_ffns"
+        for name in (*own.split(), "parts", "_pack", "_workspace", "_pool", "_logits"):
             self.__dict__.pop(name, None)
 
 

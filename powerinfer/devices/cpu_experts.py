@@ -56,7 +56,9 @@ def bundle(
     neurons = about.n_experts * about.size
     down_type = ACROSS if down.type == "Q4_0" else down.type
     up_bytes, _ = cpu.bundle_row_bytes(up.type, d_model)
-    layout = BundleLayout(d_model, gate is not None, up.type, down_type, up_bytes, *cpu.bundle_row_bytes(down_type, d_model))
+    layout = BundleLayout(
+        d_model, gate is not None, up.type, down_type, up_bytes, *cpu.bundle_row_bytes(down_type, d_model)
+    )
     groups = own_pages(n_groups(neurons) * layout.group_bytes).reshape(-1, layout.group_bytes)
     cpu.pack_bundle_rows(up.type, "dot", neurons, d_model, up.data, groups, layout.pitch, layout.up_at, threads)
     if gate is not None:

@@ -1,7 +1,8 @@
 """Trained predictors on disk: for each layer `layers.N.in` [rank, d_model] and `layers.N.out` [neurons, rank].
 
-Of a layer of experts the neurons are those of all experts, one expert after another. A layer's rank, threshold and floor are in the file's description. Weights are F16, BF16, F32, or Q8_0, whose rows of
-blocks are stored as U8 [rows, row_bytes].
+Of a layer of experts the neurons are those of all experts, one expert after another, and the floor is 0. A layer's
+rank, threshold and floor are in the file's description. Weights are F16, BF16, F32, or Q8_0, whose rows of blocks are
+stored as U8 [rows, row_bytes].
 """
 
 from __future__ import annotations

@@ -41,9 +41,9 @@ class SamplesFile:
     """The samples of a model, mapped; call `file.check()` before they are read.
 
     layers: for each layer (x float16 [rows, d_model], active uint8 [rows, ceil(neurons / 8)]), read-only views;
-    of experts active is uint8 [rows, experts of a token * neurons of an expert / 8], and selected has for each layer the
-    experts, uint16 [rows, experts of a token]; else it is empty. windows: int64, the first row of each window, ascending
-    from 0; about: how they were made.
+    of experts active is uint8 [rows, experts of a token * neurons of an expert / 8], and selected has for each layer
+    the experts, uint16 [rows, experts of a token]; else it is empty. windows: int64, the first row of each window,
+    ascending from 0; about: how they were made.
     """
 
     rows: int

@@ -62,8 +62,8 @@ class Task:
         return rows * self.windows.tokens // max(1, self.rows) - window * self.windows.size
 
     def sampled(self, first: int, last: int, begin: int, end: int) -> tuple[int, NDArray[np.int64]]:
-        """Of the tokens of the windows from `first` to `last`, those from `begin` to `end`: the row of the first that is
-        sampled, and all that are, counted from `begin`."""
+        """Of the tokens of the windows from `first` to `last`, those from `begin` to `end`: the row of the first that
+        is sampled, and all that are, counted from `begin`."""
         every = [self.tokens_of(window) + (window - first) * self.windows.size for window in range(first, last)]
         sampled = np.concatenate(every)
         at, to = np.searchsorted(sampled, [begin, end])

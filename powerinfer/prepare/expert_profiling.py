@@ -165,7 +165,7 @@ def _samples(checkpoint: Checkpoint, prepared: str | None, task: Task, resume: b
 
 
 class _Recorder:
-    """Writes what tokens select, and, if there is a writer of samples, what their experts read and which neurons fired."""
+    """Writes what tokens select, and samples, if there is a writer: what experts read and which neurons fired."""
 
     def __init__(self, task: Task, trace: TraceWriter, samples: SamplesWriter | None) -> None:
         self._task, self._trace, self._samples = task, trace, samples

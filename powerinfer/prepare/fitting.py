@@ -377,7 +377,7 @@ class LayerFit:
     def _with_few(self, outer: Tensor) -> Tensor:
         """The same, where groups that few rows have are selected whole.
 
-        All of their weights are the largest of all, so that no z of a row exceeds theirs: hidden units are not negative.
+        All of their weights are the largest of all: as hidden units are not negative, no z of a row exceeds theirs.
         """
         few = self._torch.from_numpy(self._had < _FEW_ROWS).to(self._device)
         if not few.any():
@@ -628,8 +628,8 @@ class _LowRank:
             yield self._padded(f"{name} in pairs".strip(), *joined, rest, rank)
 
     def _first(self, basis: _Basis, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(inner [directions, d_model], outer [neurons, directions], rest [neurons]): margins = outer . (inner . r) + rest,
-        by the first directions alone."""
+        """(inner [directions, d_model], outer [neurons, directions], rest [neurons]), of the first directions alone:
+        margins = outer . (inner . r) + rest."""
         torch = self._torch
         inner = basis.inner[:number]
         blocks = basis.weights.split(_BLOCK)

@@ -93,8 +93,8 @@ def check_experts(selector: str, checkpoint: Checkpoint) -> None:
                 )
         if kinds.get("gate", kinds["up"]) != kinds["up"]:
             raise RequestError(
-                f"selector predicted: gate of type {kinds['gate']} and up of type {kinds['up']} in layer {layer}, which "
-                "must be the same; use --selector exact or all"
+                f"selector predicted: gate of type {kinds['gate']} and up of type {kinds['up']} in layer {layer} must "
+                "have the same type; use --selector exact or all"
             )
 
 
