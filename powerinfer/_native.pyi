@@ -396,6 +396,15 @@ class Experts(Operator):
         nothing was computed.
         """
 
+    def order(self, program: Program, selected: NDArray[np.int32], weights: NDArray[np.float32]) -> None:
+        """The first part of `sum`, which does not need x; nothing else of the program may run before sum_ordered."""
+
+    def fetch(self, program: Program) -> bool:
+        """Between the two: read a part of the weights into the caches. False once they hold what they can."""
+
+    def sum_ordered(self, program: Program, x: NDArray[np.float32], out: NDArray[np.float32]) -> bool:
+        """The second part of `sum`."""
+
 class Watch:
     """Records of a program's FFNs: views of its own memory, overwritten when the next FFN runs."""
 

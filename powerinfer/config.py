@@ -264,10 +264,6 @@ class GatedAttentionConfig(AttentionConfig):
     """Attention whose result is multiplied with the sigmoid of another product with the input."""
 
     @property
-    def on_gpu(self) -> bool:
-        return False
-
-    @property
     def title(self) -> str:
         return f"{super().title} with a gate"
 
@@ -331,7 +327,7 @@ class DeltaNetConfig:
 
     @property
     def on_gpu(self) -> bool:
-        return False
+        return True
 
     @property
     def title(self) -> str:
@@ -676,10 +672,7 @@ class ModelConfig:
     def why_not_on_gpu(self) -> str | None:
         """Why no layer can run on a GPU; None: they can."""
         others = [part.title for layer in self.layers for part in (layer.attention, layer.ffn) if not part.on_gpu]
-        if others:
-            return f"layers of {others[0]} run on the CPU alone so far"
-        early = any(isinstance(layer.ffn, ExpertsConfig) and layer.ffn.early_router for layer in self.layers)
-        return "experts that are selected before attention run on the CPU alone so far" if early else None
+        return f"layers of {others[0]} run on the CPU alone so far" if others else None
 
     @property
     def attentions(self) -> tuple[AttentionKind, ...]:
@@ -807,8 +800,9 @@ class EngineConfig:
     expert_policy: str = option(
         "static",
         "which experts the GPU holds: static, those that a profile finds most frequent; or, with all of them in RAM "
-        "too, those selected last (lru) or most often (lfu), or static at first and exchanged slowly (dynamic)",
-        choices=("static", "lru", "lfu", "dynamic"),
+        "too, those selected last (lru) or most often (lfu), or static at first and exchanged slowly (dynamic); auto: "
+        "the one that decodes fastest, tried at the first load",
+        choices=("static", "lru", "lfu", "dynamic", "auto"),
     )
     isa: str | None = option(None, "instruction set of the CPU kernels; default: the best supported", metavar="NAME")
 

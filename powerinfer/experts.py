@@ -22,12 +22,13 @@ tokens in the order in which decode computes them."""
 class LayerUse:
     """How the experts of one layer are used.
 
-    layer: its number in the model; top_k: experts of a token. counts: int64 [corpora, experts], tokens that selected an
-    expert. pairs: int64 [experts, experts], tokens that selected both, symmetric, zeros for an expert with itself.
-    follows: int64 [experts, experts of the next layer of experts], tokens that selected one here and then the other
-    there; None in the last. distances: int64 [experts + 1], selections by how many other experts of the layer were
-    selected since a token before last selected the same one; those of the first time at the end. Experts of one token
-    count in their order, and none of them before all are looked up.
+    layer: its number in the model; top_k: experts of a token. counts: int64 [parts, experts], tokens of each part of
+    the texts (`ExpertProfile.parts`) that selected an expert. pairs: int64 [experts, experts], tokens that selected
+    both, symmetric, zeros for an expert with itself. follows: int64 [experts, experts of the next layer of experts],
+    tokens that selected one here and then the other there; None in the last. distances: int64 [parts, experts + 1],
+    selections by how many other experts of the layer were selected since a token before last selected the same one;
+    those of the first time at the end. Experts of one token count in their order, and none of them before all are
+    looked up; parts follow one another.
     """
 
     layer: int
@@ -39,9 +40,9 @@ class LayerUse:
 
     def __post_init__(self) -> None:
         n = self.n_experts
-        assert self.pairs.shape == (n, n) and self.distances.shape == (n + 1,)
+        assert self.pairs.shape == (n, n) and self.distances.shape == (len(self.counts), n + 1)
         assert self.follows is None or len(self.follows) == n
-        assert self.distances.sum() == self.total.sum() > 0
+        assert (self.distances.sum(axis=1) == self.counts.sum(axis=1)).all() and self.total.sum() > 0
 
     @property
     def n_experts(self) -> int:
@@ -50,7 +51,7 @@ class LayerUse:
 
     @cached_property
     def total(self) -> Counts:
-        """Tokens that selected each expert, of all corpora: int64 [experts]."""
+        """Tokens that selected each expert, of all parts: int64 [experts]."""
         return np.asarray(self.counts.sum(axis=0))
 
     @property
@@ -66,7 +67,20 @@ class LayerUse:
     @property
     def lru_hits(self) -> NDArray[np.float64]:
         """Share of the selections that the n experts selected last answer, n = 0 ... experts."""
-        return np.concatenate([[0.0], np.cumsum(self.distances[:-1]) / self.distances.sum()])
+        return self._nearer(self.distances.sum(axis=0))
+
+    def lru_hits_of(self, part: int) -> NDArray[np.float64]:
+        """The same of one part."""
+        return self._nearer(self.distances[part])
+
+    def static_hits_of(self, part: int) -> NDArray[np.float64]:
+        """Share of a part's selections that the n experts answer which all other parts select most often."""
+        own = self.counts[part]
+        return _shares(own[np.argsort(own - self.total, kind="stable")])
+
+    @staticmethod
+    def _nearer(distances: Counts) -> NDArray[np.float64]:
+        return np.concatenate([[0.0], np.cumsum(distances[:-1]) / distances.sum()])
 
     @property
     def reuse(self) -> float:
@@ -110,18 +124,34 @@ def _shares(counts: Counts) -> NDArray[np.float64]:
 class ExpertProfile:
     """How often the experts of a model are selected over texts.
 
-    tokens: of all corpora together; corpora, corpus_tokens: their names and tokens; layers: those that have experts.
+    corpora: their names; parts: of each corpus the tokens of its parts, one after another, which say how much texts
+    differ; layers: those that have experts.
     """
 
-    tokens: int
     corpora: tuple[str, ...]
-    corpus_tokens: tuple[int, ...]
+    parts: tuple[tuple[int, ...], ...]
     layers: tuple[LayerUse, ...]
 
     def __post_init__(self) -> None:
-        assert self.tokens == sum(self.corpus_tokens) > 0 and len(self.corpora) == len(self.corpus_tokens)
+        assert len(self.corpora) == len(self.parts) > 0 and all(min(own, default=0) > 0 for own in self.parts)
+        each = np.concatenate(self.parts)
         for one in self.layers:
-            assert one.counts.shape[0] == len(self.corpora) and one.total.sum() == self.tokens * one.top_k
+            assert (one.counts.sum(axis=1) == each * one.top_k).all()
+
+    @property
+    def tokens(self) -> int:
+        """Of all corpora together."""
+        return sum(self.corpus_tokens)
+
+    @property
+    def corpus_tokens(self) -> tuple[int, ...]:
+        """Of each corpus."""
+        return tuple(map(sum, self.parts))
+
+    @property
+    def n_parts(self) -> int:
+        """Of all corpora together."""
+        return sum(map(len, self.parts))
 
     @property
     def frequencies(self) -> dict[int, NDArray[np.float64]]:
@@ -144,9 +174,10 @@ class ExpertProfile:
 
         Ties go to the lower number.
         """
-        found = []
+        found, ends = [], np.cumsum([0, *map(len, self.parts)])
         for one in self.layers:
             top = max(1, round(share * one.n_experts))
-            each = (set(np.argsort(-counts, kind="stable")[:top]) for counts in one.counts[[first, second]])
+            both = (one.counts[ends[at] : ends[at + 1]].sum(axis=0) for at in (first, second))
+            each = (set(np.argsort(-counts, kind="stable")[:top]) for counts in both)
             found.append(len(set.intersection(*each)) / top)
         return sum(found) / len(found)

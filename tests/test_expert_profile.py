@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,13 @@ def test_a_small_trace_by_hand() -> None:
     assert first.follows.tolist() == [[0, 0, 3], [1, 0, 2], [1, 0, 1], [0, 0, 0]]
     # What was selected last comes first, of one token the higher number: 1 0; then 2 0 1; 2 1 0; 1 0 2.
     # Token 1: 0 is second, 2 is new. Token 2: 1 is third, 2 is first. Token 3: 0 is third, 1 is second.
-    assert first.distances.tolist() == [1, 2, 2, 0, 3]
-    assert second.distances.tolist() == [1, 1, 0, 2]
+    assert first.distances.tolist() == [[1, 1, 1, 0, 3], [0, 1, 1, 0, 0]]
+    assert second.distances.tolist() == [[1, 0, 0, 2], [0, 1, 0, 0]]
+    assert found.parts == ((3,), (1,)) and found.n_parts == 2
+    assert first.lru_hits_of(0).tolist() == [0, 1 / 6, 2 / 6, 3 / 6, 3 / 6]
+    # text b selects 0 and 1; a as often as 2, so the lower number comes first
+    assert first.static_hits_of(1).tolist() == [0, 1 / 2, 1, 1, 1]
+    assert second.static_hits_of(0).tolist() == [0, 2 / 3, 1, 1], "2 first, by text b, then 0"
     assert first.frequency.tolist() == [0.75, 0.75, 0.5, 0.0]
     assert (
         first.reuse == 3 / 8 and second.reuse == 1 / 4 and found.mean("reuse") == pytest.approx((2 * 3 / 8 + 1 / 4) / 3)
@@ -84,6 +90,25 @@ def test_distances_say_what_an_lru_of_any_size_hits(tokens: int) -> None:
         for one in profile.layers:
             at = min(slots, one.n_experts)
             assert found.hits[one.layer] == round(one.lru_hits[at] * one.total.sum()), (slots, one.layer)
+
+
+@pytest.mark.parametrize(("tokens", "parts"), [(1, 1), (2047, 1), (2048, 2), (5000, 4), (70000, 8)])
+def test_a_corpus_is_counted_in_parts(tokens: int, parts: int) -> None:
+    """Of about the same size, in their order; together they are the whole, and none depends on how it is cut."""
+    rng = np.random.default_rng(tokens)
+    selected: Selected = {0: np.sort(np.argsort(rng.random((tokens + 3, 9)), axis=1)[:, :3], axis=1).astype(np.uint8)}
+    profile = count_experts(selected, {0: 9}, ["a", "b"], [tokens, 3])
+    one, (own, other) = profile.layers[0], profile.parts
+    assert len(own) == parts and other == (3,) and max(own) - min(own) <= 1 and sum(own) == tokens
+    ends = np.cumsum([0, *own])
+    assert profile.corpus_tokens == (tokens, 3) and profile.tokens == tokens + 3
+    for part, (begin, end) in enumerate(pairwise(ends.tolist())):
+        assert one.counts[part].tolist() == np.bincount(selected[0][begin:end].ravel(), minlength=9).tolist()
+        alone = replay(Lru({0: 4}, {0: 9}), {0: selected[0][:end]}).hits[0]
+        before = replay(Lru({0: 4}, {0: 9}), {0: selected[0][:begin]}).hits[0] if begin else 0
+        assert alone - before == round(one.lru_hits_of(part)[4] * 3 * own[part])
+        others = np.argsort(one.counts[part] - one.total, kind="stable")[:4]
+        assert one.static_hits_of(part)[4] == pytest.approx(np.isin(selected[0][begin:end], others).mean())
 
 
 # ---------------------------------------------------------------- models
@@ -139,7 +164,7 @@ def test_the_counts_are_those_of_transformers(tmp_path: Path) -> None:
 
 
 def same(one: ExpertProfile, other: ExpertProfile) -> bool:
-    if (one.tokens, one.corpora, one.corpus_tokens) != (other.tokens, other.corpora, other.corpus_tokens):
+    if (one.corpora, one.parts) != (other.corpora, other.parts):
         return False
     names = ("layer", "top_k", "counts", "pairs", "follows", "distances")
     return all(
@@ -273,7 +298,7 @@ def test_follows_that_do_not_add_up(tmp_path: Path) -> None:
         (lambda d: d["corpora"][0].update(tokens=-1), "tokens"),
         (lambda d: d["corpora"][0].update(tokens=1 << 40), "tokens"),
         (lambda d: d["corpora"].clear(), "corpora"),
-        (lambda d: d["corpora"].pop(), "does not|is not complete"),
+        (lambda d: d["corpora"].pop(), "does not|is not complete|do not add up to"),
         (lambda d: d.update(format=99), "another version of powerinfer"),
         (lambda d: d.update(kind="predictor"), "holds 'predictor'"),
         (lambda d: d.update(fingerprint="0"), "made for another model"),

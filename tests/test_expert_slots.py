@@ -46,7 +46,7 @@ def test_predictions_hold_on_other_text() -> None:
     texts = [skewed(6000, seed, 3, 32, 4) for seed in (2, 3)]
     profile = count_experts(texts[0], dict.fromkeys(range(3), 32), ["a"], [6000])
     found = compare(profile, dict.fromkeys(range(3), 1000), (4, 8, 16), texts[1])
-    assert found.tokens == 6000 and found.off is not None and found.off < 0.02
+    assert found.tokens == 6000 and (found.off("static") or 1) < 0.02 and (found.off("lru") or 1) < 0.02
     for at, slots in zip(found.at, (4, 8, 16), strict=True):
         static, lru = at.policies["static"], at.policies["lru"]
         assert (at.slots, at.share, at.bytes) == (slots, slots / 32, slots * 3 * 1000)
@@ -57,6 +57,24 @@ def test_predictions_hold_on_other_text() -> None:
         assert lfu.predicted is None and lfu.copies is not None and lfu.copies < lru.copies
         assert dynamic.measured is not None and static.measured is not None and lfu.measured is not None
         assert abs(dynamic.measured - static.measured) < 0.02 and abs(lfu.measured - static.measured) < 0.04
+
+
+def test_a_prediction_has_the_range_of_the_texts() -> None:
+    """A text that keeps fewer of a token's experts lies below the others; the range says so, and covers it."""
+    calm, wild = skewed(6000, 2, 3, 32, 4), skewed(6000, 3, 3, 32, 4)
+    rng = np.random.default_rng(4)
+    wild = {layer: rng.permutation(rows) for layer, rows in wild.items()}
+    both = {layer: np.concatenate([calm[layer], wild[layer]]) for layer in calm}
+    profile = count_experts(both, dict.fromkeys(range(3), 32), ["a", "b"], [6000, 6000])
+    assert [len(own) for own in profile.parts] == [5, 5]
+    (at,) = compare(profile, dict.fromkeys(range(3), 1), (8,), wild).at
+    lru, static = at.policies["lru"], at.policies["static"]
+    assert lru.low is not None and lru.high is not None and lru.predicted is not None and lru.measured is not None
+    assert lru.low < lru.predicted < lru.high and lru.low - 0.01 < lru.measured < lru.predicted - 0.05
+    assert lru.high - lru.low > 0.1 > 0.04 > (static.high or 1) - (static.low or 0)
+    assert at.policies["lfu"].low is None is at.policies["dynamic"].high
+    alone = count_experts(skewed(1000, 2, 3, 32, 4), dict.fromkeys(range(3), 32), ["a"], [1000])
+    assert compare(alone, dict.fromkeys(range(3), 1), (8,)).at[0].policies["lru"].low is None, "one part has no range"
 
 
 def test_what_changes_is_followed() -> None:
@@ -120,13 +138,17 @@ def test_the_command_replays_a_trace(tmp_path: Path, capsys: pytest.CaptureFixtu
     wanted = compare(
         open_expert_profile(checkpoint), expert_bytes(checkpoint), (1, 2.5), skewed(300, 3), checkpoint.fingerprint
     )
-    assert found["at"] == json.loads(json.dumps(document(wanted)))["at"] and found["off"] == wanted.off
+    assert found["at"] == json.loads(json.dumps(document(wanted)))["at"] and found["off"] == wanted.off("static")
+    assert found["off_lru"] == wanted.off("lru")
     assert found["trace"] == {"path": f"{tmp_path}/trace", "tokens": 300, "same_text": False}
     assert found["tokens"] == 400 and found["expert_bytes"] == 3 * D * FF * 4
     assert kept(checkpoint, None) == wanted
     assert main([*command, "--tokens", "50"]) == 0
     text = capsys.readouterr().out
-    assert "50 tokens replayed" in text and "differ by at most" in text
+    assert "50 tokens replayed" in text and "static: predicted and" in text and "lru: predicted and" in text
+    shown = found["at"][0]["policies"]["lru"]
+    assert shown["low"] <= shown["predicted"] <= shown["high"]
+    assert f"{100 * shown['predicted']:.1f} % ({100 * shown['low']:.1f} to {100 * shown['high']:.1f})" in text
     assert all(f"  {name} " in text for name in ("static", "lru", "lfu", "dynamic"))
 
 
@@ -170,7 +192,7 @@ def test_models_without_experts_or_profile(tmp_path: Path, capsys: pytest.Captur
     "change",
     [
         lambda d: d.update(fingerprint="x"),
-        lambda d: d.update(format=2),
+        lambda d: d.update(format=1),
         lambda d: d["at"][0]["policies"].pop("static"),
         lambda d: d["at"][0]["policies"].update(best=d["at"][0]["policies"]["lru"]),
         lambda d: d["at"].clear(),

@@ -158,12 +158,18 @@ class Layer:
         self, level: str, x: np.ndarray, experts: list[int], selected: np.ndarray, weights: np.ndarray
     ) -> tuple[bool, np.ndarray]:
         """The sum of some experts alone, outside of a program's steps. selected: places in `experts`."""
-        pool, program = self._program(level, len(x), 2)
-        matrices = (self._packed(pool, name, experts) for name in ("gate", "up", "down"))
-        spec = _native.NeuronSpec(self.activation)
-        some = program.expert_sum(_native.ExpertMatrices(len(experts), self.size, spec, *matrices), self.top)
+        program, some = self.made(level, len(x), experts)
         out = np.full_like(x, np.nan)
         return some.sum(program, x, selected.astype(np.int32), weights.astype(np.float32), out), out
+
+    def made(
+        self, level: str, tokens: int, experts: list[int], threads: int = 2
+    ) -> tuple[_native.Program, _native.Experts]:
+        """Some experts alone, outside of a program's steps."""
+        pool, program = self._program(level, tokens, threads)
+        matrices = (self._packed(pool, name, experts) for name in ("gate", "up", "down"))
+        spec = _native.NeuronSpec(self.activation)
+        return program, program.expert_sum(_native.ExpertMatrices(len(experts), self.size, spec, *matrices), self.top)
 
     def run(self, level: str, x: np.ndarray, threads: int) -> np.ndarray:
         """What the operator adds to x [tokens, d]."""
@@ -282,6 +288,63 @@ def test_no_expert_is_no_work() -> None:
     assert not some and not out.any()
     with pytest.raises(ValueError, match="no such expert"):
         layer.sum(LEVELS[0], x, [1], np.full((2, TOP), 1), np.ones((2, TOP)))
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_sum_whose_input_comes_after_its_selection(threads: int, tokens: int) -> None:
+    """Whatever was fetched in between, it has the bits of a sum that was given both at once."""
+    layer = Layer("Q4_0", 96, 64, gated=True, shared=0)
+    x = np.random.default_rng(9).standard_normal((tokens, 96)).astype(np.float32)
+    rng = np.random.default_rng(10)
+    selected = np.sort(rng.permuted(np.tile(np.arange(EXPERTS), (tokens, 1)), axis=1)[:, :TOP], axis=1)
+    selected, weights = selected.astype(np.int32), rng.random((tokens, TOP)).astype(np.float32)
+    program, experts = layer.made(LEVELS[-1], tokens, list(range(EXPERTS)), threads)
+    whole, found = (np.full_like(x, np.nan) for _ in range(2))
+    assert experts.sum(program, x, selected, weights, whole)
+    for fetches in (0, 1, 5):
+        experts.order(program, selected, weights)
+        for _ in range(fetches):
+            assert not experts.fetch(program), "experts as small as these are fetched at once"
+        assert experts.sum_ordered(program, x, found)
+        np.testing.assert_array_equal(found, whole)
+    experts.order(program, np.full_like(selected, -1), weights)
+    assert not experts.fetch(program) and not experts.sum_ordered(program, x, found) and not found.any()
+
+
+def test_large_experts_are_fetched_bit_by_bit() -> None:
+    layer = Layer("F32", 512, 512, gated=True, shared=0)
+    program, experts = layer.made(LEVELS[-1], 1, list(range(EXPERTS)), threads=1)
+    selected, weights = np.arange(TOP, dtype=np.int32)[None], np.ones((1, TOP), np.float32)
+    experts.order(program, selected, weights)
+    calls = 1
+    while experts.fetch(program):
+        calls += 1
+    assert 1 < calls <= 1 + TOP * 3 * 512 * 512 * 4 // (256 << 10)
+    x = np.random.default_rng(9).standard_normal((1, 512)).astype(np.float32)
+    found, whole = np.empty_like(x), np.empty_like(x)
+    assert experts.sum_ordered(program, x, found) and experts.sum(program, x, selected, weights, whole)
+    np.testing.assert_array_equal(found, whole)
+
+
+def test_what_was_not_ordered_is_not_summed() -> None:
+    layer = Layer("F32", 40, 24, gated=True, shared=0)
+    program, experts = layer.made(LEVELS[0], 4, list(range(EXPERTS)))
+    x, out = np.ones((2, 40), np.float32), np.empty((2, 40), np.float32)
+    selected, weights = np.tile(np.arange(TOP, dtype=np.int32), (2, 1)), np.ones((2, TOP), np.float32)
+    with pytest.raises(ValueError, match="not ordered"):
+        experts.sum_ordered(program, x, out)
+    with pytest.raises(ValueError, match="no such expert"):
+        experts.order(program, selected + EXPERTS, weights)
+    with pytest.raises(ValueError, match="top_k"):
+        experts.order(program, selected[:, :1].copy(), weights)
+    experts.order(program, selected, weights)
+    with pytest.raises(ValueError, match="not ordered"):
+        experts.sum_ordered(program, x[:1], out[:1])  # another number of tokens
+    experts.sum(program, x, selected, weights, out)
+    for call in (lambda: experts.sum_ordered(program, x, out), lambda: experts.fetch(program)):
+        with pytest.raises(ValueError, match="not ordered"):  # others were, in between
+            call()
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])

@@ -149,6 +149,9 @@ class Halves:
             gate, up, down = weights.get("gate"), weights["up"], weights["down"]
             self.parts.append(gpu.Neurons(gate, up, down, None, None, *of_part, s.activation, s.threshold))
 
+    def before(self) -> list[Operator]:
+        return []
+
     def begin(self) -> list[Operator]:
         return []
 

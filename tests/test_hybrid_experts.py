@@ -21,9 +21,11 @@ from test_gpu_kernels import TRITON  # noqa: E402
 from test_gpu_layers import Truth, case_named, engine_of, on_gpu, opened, stand_in_recorder, static_attention  # noqa: E402
 
 from powerinfer.config import ExpertsConfig, ModelConfig  # noqa: E402
+from powerinfer.devices.link import link_bytes  # noqa: E402
 from powerinfer.devices.stage import Stage, expert_buffer  # noqa: E402
 from powerinfer.errors import PowerInferError, RequestError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
+from powerinfer.hardware.measure import measured  # noqa: E402
 from powerinfer.hybrid.experts import Copier, ExpertSparsity, ExpertSplit, HybridExperts  # noqa: E402
 from powerinfer.hybrid.load import load_resolved  # noqa: E402
 from powerinfer.hybrid.resolve import needs, resolve  # noqa: E402
@@ -31,8 +33,13 @@ from powerinfer.kernels import gpu, gpu_experts  # noqa: E402
 from powerinfer.neurons import Indices  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
 from powerinfer.placement.experts import Dynamic, Policy, make_policy  # noqa: E402
+from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
 
-NAMES = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe", "gpt-oss")
+NAMES = (
+    "mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe", "gpt-oss", "smallthinker", "smallthinker-softmax",
+    "qwen3-next", "qwen35-moe",
+)  # fmt: skip
+FILES = ("qwen2-moe", "gpt-oss", "smallthinker-4b", "qwen3-next-some", "qwen35-moe")
 TOTAL = families.TOKENS
 
 
@@ -60,7 +67,7 @@ def split(
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [*((name, "folder") for name in NAMES), ("qwen2-moe", "gguf"), ("gpt-oss", "gguf")]
+    ("name", "layout"), [*((name, "folder") for name in NAMES), *((name, "gguf") for name in FILES)]
 )
 def test_every_split_gives_the_answer_of_the_whole(name: str, layout: str, tmp_path: Path) -> None:
     truth = Truth(case_named(name), layout, tmp_path)
@@ -81,6 +88,28 @@ def test_every_split_gives_the_answer_of_the_whole(name: str, layout: str, tmp_p
                 assert (ffn.jobs > 0) == (share < 1) and (ffn.cold_bytes > 0) == (share < 1)
 
 
+def test_a_selection_is_sent_before_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the router reads the layer's input; the CPU fetches weights until its own input is there."""
+    truth, waits = Truth(case_named("smallthinker"), "gguf", tmp_path), []
+    begun = ["router", "selection out", "mark selection", "attention", "project", "norm", "copy out", "mark"]
+    for share in (0.5, 1.0):
+        with split(truth.path, share) as (executor, _):
+            kinds = [one.kind for one in executor.gpu.operators if one.layer == 1]
+            ends = ["hot experts", "cold experts", "add"]
+            assert kinds == (begun + ends if share < 1 else ["router", *begun[3:6], ends[0]])
+    with split(truth.path, 0.5) as (executor, ffns):
+        link = executor.gpu.link
+
+        def arrived() -> bool:
+            waits.append(len(waits))
+            return len(waits) % 3 == 0
+
+        monkeypatch.setattr(link, "arrived", arrived)
+        pages = families.scattered_pages(executor, 1)[0]
+        truth.check(families.run_chunks(executor, truth.texts[0], [50, *[1] * (TOTAL - 50)], pages))
+        assert len(waits) >= (TOTAL - 49) * len(ffns)
+
+
 @pytest.mark.parametrize("layers", [1, 2])
 def test_layers_that_do_not_fit_run_on_the_cpu_as_a_whole(layers: int, tmp_path: Path) -> None:
     truth = Truth(case_named("qwen2-moe"), "gguf", tmp_path)
@@ -91,7 +120,7 @@ def test_layers_that_do_not_fit_run_on_the_cpu_as_a_whole(layers: int, tmp_path:
 
 
 @pytest.mark.skipif(not TRITON or torch.cuda.is_available(), reason="Triton's interpreter is not at hand")
-@pytest.mark.parametrize("name", ["gpt-oss", "glm4-moe"])
+@pytest.mark.parametrize("name", ["gpt-oss", "glm4-moe", "smallthinker"])
 def test_the_kernels_of_a_gpu(name: str, tmp_path: Path) -> None:
     truth = Truth(case_named(name), "folder", tmp_path)
     gpu.force_triton(True)
@@ -113,9 +142,10 @@ def static_sum(experts: Any, x: Any, slots: Any, weights: Any) -> Any:
     return every
 
 
-def test_recorded_launches_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["mixtral", "smallthinker"])
+def test_recorded_launches_are_replayed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is recorded is the same for every step of a shape, whatever experts are selected, and after a swap."""
-    truth, made = Truth(case_named("mixtral"), "gguf", tmp_path), []
+    truth, made = Truth(case_named(name), "gguf", tmp_path), []
     monkeypatch.setattr(gpu, "attention", static_attention)
     monkeypatch.setattr(gpu_experts, "expert_sum", static_sum)
     with split(truth.path, 0.5, movable=True) as (executor, ffns):
@@ -176,7 +206,7 @@ def test_quantised_experts_keep_their_types(tmp_path: Path) -> None:
     assert all(families.rms(answers[1] - other) < 2 * apart for other in (answers[0], answers[2]))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "smallthinker"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_prompt_streams_cold_experts(name: str, count: int, tmp_path: Path) -> None:
     """Through buffers of one expert, and of two; the answer is the same, and the CPU has nothing to do."""
@@ -210,10 +240,11 @@ def test_what_is_no_view_of_the_file_is_neither_streamed_nor_swapped(tmp_path: P
         pass
 
 
-def test_the_crossing_of_experts_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["qwen3-moe", "smallthinker-4b"])
+def test_the_crossing_of_experts_is_measured(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once: the second load finds it."""
     monkeypatch.setattr(budget, "EXPERT_STAGED", 1)  # half a layer is much of so small a model
-    truth = Truth(case_named("qwen3-moe"), "gguf", tmp_path)
+    truth = Truth(case_named(name), "gguf", tmp_path)
     engine = engine_of(gpu="cpu", kv_type="f16")
     every = needs(resolve(open_checkpoint(truth.path), engine)).vram
     room = replace(engine, vram=every - 2000)  # a few experts do not fit
@@ -227,6 +258,36 @@ def test_the_crossing_of_experts_is_measured(tmp_path: Path, monkeypatch: pytest
             assert families.rms(logits - truth.logits[0]) < 0.05 * families.rms(truth.logits[0])  # the cache is of F16
         finally:
             executor.close()
+
+
+def test_a_load_of_smallthinker_holds_what_is_planned(tmp_path: Path) -> None:
+    truth = Truth(case_named("smallthinker"), "gguf", tmp_path)
+    engine, checkpoint = engine_of(gpu="cpu", kv_type="f16"), open_checkpoint(truth.path)
+    model = checkpoint_model(checkpoint)
+    every = needs(resolve(checkpoint, engine))
+    room = replace(engine, vram=every.vram - 11 * model.expert_bytes(0)[0])
+    resolved = resolve(checkpoint, room)
+    assert resolved.experts is not None and [len(own) for own in resolved.experts] == [4, 4, 4, 4, 3]
+    assert needs(resolved).ram == every.ram + 11 * model.expert_bytes(0)[1]
+    executor, sparsity = load_resolved(resolved, list)
+    try:
+        assert isinstance(sparsity, ExpertSparsity) and executor.gpu.has_head
+        held, of_experts = executor.gpu.memory(), sum(ffn.memory()["ffn"] for ffn in sparsity.ffns)
+        hardware = measured(engine, gpu="cpu")
+        work = budget.Workload("f16", families.CONTEXT, TOTAL, 4)
+        planned = budget.on_gpu(model, hardware, work, 5, True, True, [4, 4, 4, 4, 3])
+        tables = 5 * 4 * 6  # where each of the experts is, int32
+        assert held["ffn"] + of_experts == planned["ffn"] + planned["experts"] + tables
+        assert [held[part] for part in ("attention", "head", "kv")] == [
+            planned[part] for part in ("attention", "head", "kv")
+        ]
+        assert executor.gpu.link.nbytes == link_bytes(TOTAL, model.config)
+        assert sum(ffn.cold_bytes for ffn in sparsity.ffns) == 11 * model.expert_bytes(0)[1]
+        ours = families.run_chunks(executor, truth.texts[0], [9] + [1] * 66, families.scattered_pages(executor, 1)[0])
+        assert families.rms(ours - truth.logits[0]) < 0.05 * families.rms(truth.logits[0])  # the cache is of F16
+        assert 0 < sparsity.report()["gpu_share"] < 1
+    finally:
+        executor.close()
 
 
 POLICIES = ("lru", "lfu", "dynamic")
@@ -249,9 +310,11 @@ def exchanged(path: Path, name: str, **options: Any) -> Iterator[tuple[Any, list
         yield executor, parts.ffns
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_experts_that_are_exchanged_from_step_to_step(name: str, tmp_path: Path) -> None:
-    truth = Truth(case_named("gpt-oss"), "gguf", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "model"), [*((policy, "gpt-oss") for policy in POLICIES), ("lru", "smallthinker"), ("lfu", "smallthinker")]
+)
+def test_experts_that_are_exchanged_from_step_to_step(name: str, model: str, tmp_path: Path) -> None:
+    truth = Truth(case_named(model), "gguf", tmp_path)
     runs = []
     for _ in range(2):
         with exchanged(truth.path, name) as (executor, ffns):

@@ -3,13 +3,15 @@
 A fast memory holds a number of experts of each layer. static: the most frequent ones of the profile; lru: those that
 were selected last; lfu: those selected most often of late; dynamic: static at first, then experts change places with
 ones that have become clearly more frequent, a few a step. By the profile (`powerinfer profile`) alone the hits of
-static and lru are predicted; --trace FILE, which `powerinfer profile --trace FILE` recorded on other text, is decoded
-under all of them, a token at a time. Its result is kept for `powerinfer report`.
+static and lru are predicted, with the range of parts of its texts: what a policy hits depends on the text. --trace
+FILE, which `powerinfer profile --trace FILE` recorded on other text, is decoded under all of them, a token at a time.
+Its result is kept for `powerinfer report`.
 
 JSON: path (of the profile), tokens (of it), trace (null, or path, tokens: replayed ones, same_text: it is the text of
 the profile), expert_bytes (of one, mean over the layers), at (slots of a layer, on average; share of all experts; bytes
-of all slots; policies: by name predicted, measured (shares of the selections that hit), copies (experts copied for a
-token), bytes (of these); null: not known), off (largest difference between predicted and measured hits of static).
+of all slots; policies: by name predicted, measured (shares of the selections that hit), low, high (the range of
+predicted over parts of the profile's texts), copies (experts copied for a token), bytes (of these); null: not known),
+off, off_lru (largest difference between predicted and measured hits of static, and of lru).
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         "trace": None if trace is None else {"path": str(trace.path), "tokens": found.tokens, "same_text": same},
         "expert_bytes": sum(nbytes.values()) / len(nbytes),
         "at": expert_slots.document(found)["at"],
-        "off": found.off,
+        "off": found.off("static"),
+        "off_lru": found.off("lru"),
     }
     _show(document, out)
     out.document(document)
@@ -104,25 +107,36 @@ def _show(document: dict[str, Any], out: Output) -> None:
         out.line(f"{trace['path']}: {trace['tokens']} tokens replayed")
     for line in table(document["at"]):
         out.line(line)
-    if document["off"] is not None:
-        out.line(f"static: predicted and measured hits differ by at most {100 * document['off']:.1f} points")
+    for name, key in (("static", "off"), ("lru", "off_lru")):
+        if document[key] is not None:
+            out.line(f"{name}: predicted and measured hits differ by at most {100 * document[key]:.1f} points")
     if trace is None:
         out.note("lfu and dynamic need a trace of other text: `powerinfer profile --trace FILE`, and --trace FILE here")
     elif trace["same_text"]:
         out.note("the trace is of the same text as the profile: the hits of static are too good; use other text")
 
 
+def ranged(one: dict[str, Any]) -> str:
+    """What a policy is predicted to hit, and over parts of the text."""
+    if one["low"] is None:
+        return _percent(one["predicted"])
+    return f"{_percent(one['predicted'])} ({100 * one['low']:.1f} to {100 * one['high']:.1f})"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """A line for each policy with each number of slots."""
     lines = [
-        f"{'slots':>7} {'of all':>8} {'memory':>10}  {'policy':<8} {'predicted':>9} {'measured':>9}  copied a token"
+        f"{'slots':>7} {'of all':>8} {'memory':>10}  {'policy':<8} {'predicted (range)':>24} {'measured':>9}  "
+        "copied a token"
     ]
     for row in rows:
         where = f"{row['slots']:>7.4g} {100 * row['share']:>6.1f} % {row['bytes'] / 2**30:>6.2f} GiB"
         for name, one in row["policies"].items():
-            hits = " ".join(
-                f"{'-' if one[what] is None else f'{100 * one[what]:.1f} %':>9}" for what in ("predicted", "measured")
-            )
+            hits = f"{ranged(one):>24} {_percent(one['measured']):>9}"
             copies = "" if one["copies"] is None else f"  {one['copies']:.2f} experts, {one['bytes'] / 1e6:.1f} MB"
             if one["predicted"] is not None or one["measured"] is not None:
                 lines.append(f"{where}  {name:<8} {hits}{copies}")

@@ -618,11 +618,12 @@ void bind_states(nb::module_& m) {
                       "heads of states must have multiples of 16 dimensions");
               all.push_back({taps - 1, 2 * key_heads * key_dim + heads * value_dim, heads, key_dim, value_dim});
             }
-            require(!all.empty() && slots > 0, "states need layers and slots");
+            require(slots > 0, "states need slots");
             new (states) States(std::move(all), slots);
           },
           "layers"_a, "slots"_a,
-          "layers: (taps of the convolution, key heads, their dimensions, value heads, their dimensions) of each.")
+          "layers: (taps of the convolution, key heads, their dimensions, value heads, their dimensions) of each on "
+          "the CPU.")
       .def_ro("slots", &States::slots)
       .def_prop_ro("slot_bytes", &States::slot_bytes);
 }
@@ -721,18 +722,40 @@ void bind_ffn(nb::module_& m) {
       .def("clear", &Ffn::clear, nb::call_guard<nb::gil_scoped_release>(), "Reset the counters.");
 }
 
-bool sum_experts(Experts& experts, Program& program, Floats2 x, Ints2 selected, Floats2 weights, OutFloats2 out) {
-  const size_t tokens = x.shape(0), k = (size_t)experts.d_model(), some = (size_t)experts.top_k();
+void check_expert_sum(const Experts& experts, const Program& program, Floats2 x, OutFloats2 out) {
+  const size_t tokens = x.shape(0), k = (size_t)experts.d_model();
   require(tokens > 0 && (int64_t)tokens <= program.sizes.max_tokens && x.shape(1) == k && out.shape(0) == tokens &&
               out.shape(1) == k,
           "x and out must be [tokens, d_model], for at most the program's tokens");
-  require(selected.shape(0) == tokens && selected.shape(1) == some && weights.shape(0) == tokens &&
-              weights.shape(1) == some,
+}
+
+void check_selected(const Experts& experts, const Program& program, Ints2 selected, Floats2 weights) {
+  const size_t tokens = selected.shape(0), some = (size_t)experts.top_k();
+  require(tokens > 0 && (int64_t)tokens <= program.sizes.max_tokens && selected.shape(1) == some &&
+              weights.shape(0) == tokens && weights.shape(1) == some,
           "selected and weights must be [tokens, top_k]");
   for (size_t i = 0; i < tokens * some; i++)
     require(selected.data()[i] >= -1 && selected.data()[i] < experts.experts(), "no such expert");
+}
+
+bool sum_experts(Experts& experts, Program& program, Floats2 x, Ints2 selected, Floats2 weights, OutFloats2 out) {
+  check_expert_sum(experts, program, x, out);
+  check_selected(experts, program, selected, weights);
+  require(selected.shape(0) == x.shape(0), "selected and weights must be [tokens, top_k]");
   nb::gil_scoped_release release;
-  return experts.sum(program, x.data(), (int64_t)tokens, selected.data(), weights.data(), out.data());
+  return experts.sum(program, x.data(), (int64_t)x.shape(0), selected.data(), weights.data(), out.data());
+}
+
+void order_experts(Experts& experts, Program& program, Ints2 selected, Floats2 weights) {
+  check_selected(experts, program, selected, weights);
+  nb::gil_scoped_release release;
+  experts.order(program, (int64_t)selected.shape(0), selected.data(), weights.data());
+}
+
+bool sum_ordered_experts(Experts& experts, Program& program, Floats2 x, OutFloats2 out) {
+  check_expert_sum(experts, program, x, out);
+  nb::gil_scoped_release release;
+  return experts.sum_ordered(program, x.data(), (int64_t)x.shape(0), out.data());
 }
 
 void fired_in_experts(const Experts& op, nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> out) {
@@ -844,7 +867,12 @@ void bind_experts(nb::module_& m) {
       .def("sum", &sum_experts, "program"_a, "x"_a, "selected"_a, "weights"_a, "out"_a,
            "out = the weighted sum of each token's experts; x and out: [tokens, d_model].\n\n"
            "selected, weights: [tokens, top_k]; -1 selects none. False where no expert is selected: out is zero, and\n"
-           "nothing was computed.");
+           "nothing was computed.")
+      .def("order", &order_experts, "program"_a, "selected"_a, "weights"_a,
+           "The first part of `sum`, which does not need x; nothing else of the program may run before sum_ordered.")
+      .def("fetch", &Experts::fetch, "program"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Between the two: read a part of the weights into the caches. False once they hold what they can.")
+      .def("sum_ordered", &sum_ordered_experts, "program"_a, "x"_a, "out"_a, "The second part of `sum`.");
 }
 
 void bind_watch(nb::module_& m) {

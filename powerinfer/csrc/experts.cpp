@@ -2,8 +2,10 @@
 
 #include <math.h>
 #include <string.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <numeric>
 #include <utility>
 
@@ -313,13 +315,84 @@ bool Experts::sum(Program& program, const float* x, int64_t tokens, const int32_
     std::fill(out, out + tokens * d_model_, 0.0f);
     return false;
   }
+  sum_rows(program, x, tokens, out, [&] { order_rows(*program.expert_rows, tokens, selected, weights); });
+  return true;
+}
+
+void Experts::order(Program& program, int64_t tokens, const int32_t* selected, const float* weights) {
+  workspace_->pool->between_jobs([&] {
+    ExpertRows& rows = *program.expert_rows;
+    order_rows(rows, tokens, selected, weights);
+    rows.ordered = this;
+    rows.ordered_tokens = tokens;
+    rows.fetched = 0;
+  });
+}
+
+bool Experts::sum_ordered(Program& program, const float* x, int64_t tokens, float* out) {
+  ExpertRows& rows = *program.expert_rows;
+  check(rows.ordered == this && rows.ordered_tokens == tokens, "the rows of these experts are not ordered");
+  rows.ordered = nullptr;
+  if (rows.active.empty()) {
+    std::fill(out, out + tokens * d_model_, 0.0f);
+    return false;
+  }
+  sum_rows(program, x, tokens, out, [] {});
+  return true;
+}
+
+void Experts::order_rows(ExpertRows& rows, int64_t tokens, const int32_t* selected, const float* weights) const {
+  const int64_t n = tokens * router_.spec.top_k;
+  std::copy(selected, selected + n, rows.selected.begin());
+  std::copy(weights, weights + n, rows.weights.begin());
+  router_.group(rows, tokens);
+}
+
+namespace {
+
+constexpr int64_t FETCHED = 256 << 10;  // bytes of a call for each thread: some ten microseconds
+
+// Bytes that a core may hold of weights: half of its own second cache and of its share of the third one.
+int64_t cached_bytes(int threads) {
+  const int64_t second = sysconf(_SC_LEVEL2_CACHE_SIZE), third = sysconf(_SC_LEVEL3_CACHE_SIZE);  // 0 or -1: not known
+  return (std::max<int64_t>(second, 2 * FETCHED) + std::max<int64_t>(third, 0) / threads) / 2;
+}
+
+}  // namespace
+
+bool Experts::fetch(Program& program) {
+  ExpertRows& rows = *program.expert_rows;
+  const int threads = workspace_->pool->threads();
+  check(rows.ordered == this, "the rows of these experts are not ordered");
+  const int64_t first = rows.fetched, last = std::min(first + FETCHED, cached_bytes(threads));
+  std::atomic<bool> more{false};
+  if (first < last)
+    workspace_->pool->run([&](int thread) {
+      Thread t{thread, &program, {}};
+      int64_t at = 0;  // of what this thread reads, in the order in which it does
+      const auto lines = [&](const Matrix& m, int64_t p0, int64_t p1) {
+        if (!m.data) return;  // bundles: which of their rows are read is not known yet
+        const int64_t each = pi_panel_bytes(m.type, m.k), n = (p1 - p0) * each;
+        const uint8_t* const data = m.data + p0 * each;
+        for (int64_t i = std::max<int64_t>(first - at, 0); i < std::min(last - at, n); i += 64)
+          __builtin_prefetch(data + i, 0, 2);
+        at += n;
+      };
+      each_share(t, rows, up_[0].panels, 2, [&](size_t e, int64_t p0, int64_t p1) {
+        if (!gate_.empty()) lines(gate_[e], p0, p1);
+        lines(up_[e], p0, p1);
+      });
+      each_share(t, rows, down_[0].panels, 2, [&](size_t e, int64_t p0, int64_t p1) { lines(down_[e], p0, p1); });
+      if (at > last) more = true;
+    });
+  rows.fetched = last;
+  return more && last < cached_bytes(threads);
+}
+
+template <class P>
+void Experts::sum_rows(Program& program, const float* x, int64_t tokens, float* out, P prepare) {
   Workspace& w = *program.workspace;
   ExpertRows& rows = *program.expert_rows;
-  const auto prepare = [&] {
-    std::copy(selected, selected + n, rows.selected.begin());
-    std::copy(weights, weights + n, rows.weights.begin());
-    router_.group(rows, tokens);
-  };
   const auto job = [&](int thread) {
     Thread t{thread, &program, {}};
     const int forms = (gate_.empty() ? 0 : gate_[0].form()) | up_[0].form();
@@ -331,7 +404,6 @@ bool Experts::sum(Program& program, const float* x, int64_t tokens, const int32_
     merge(t, rows, tokens, {out, d_model_, false, NONE});
   };
   w.pool->run(prepare, job);
-  return true;
 }
 
 void Router::select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const {
@@ -392,6 +464,7 @@ void Experts::weigh_shared(const Thread& t, ExpertRows& rows, const PiActs* acts
 
 void Router::group(ExpertRows& rows, int64_t tokens) const {
   const int64_t n = tokens * spec.top_k;
+  rows.ordered = nullptr;
   std::vector<int32_t>& begin = rows.begin;
   std::fill(begin.begin(), begin.begin() + experts + 1, 0);
   for (int64_t i = 0; i < n; i++)

@@ -23,6 +23,7 @@ void check_router(const RouterSpec& spec, int64_t experts);
 // and occurs once, whatever the logits are. scratch: [experts].
 void route(const RouterSpec& spec, float* logits, int64_t experts, float* scratch, int32_t* selected, float* weights);
 
+class Experts;
 struct ExpertRows;
 
 // Selects experts and orders the rows that follow, for the threads of a job.
@@ -71,11 +72,13 @@ struct ExpertRows {
   Mapping gate, up, out, shared;                     // [rows][ldh] twice, [rows][ldy], [tokens][ldy]
   std::vector<int32_t> selected, row_of, token_of;   // experts and rows [tokens][top_k]; tokens [rows]
   std::vector<float> weights, weight_of, of_shared;  // [tokens][top_k], [rows], [tokens]
-  std::vector<int32_t> begin, active;  // [experts + 1] first row of each expert; the experts that have rows
-  std::vector<int64_t> cost;           // [active + 1] of a unit of work of all those before
-  Mapping known;                       // activations of bundled neurons, [PI_NEURON_TOKENS][bundled]
-  std::vector<float> of_expert;        // weights of bundled experts, [PI_NEURON_TOKENS][experts]
-  Mapping panels;                      // two for each thread, repacked
+  std::vector<int32_t> begin, active;       // [experts + 1] first row of each expert; the experts that have rows
+  std::vector<int64_t> cost;                // [active + 1] of a unit of work of all those before
+  Mapping known;                            // activations of bundled neurons, [PI_NEURON_TOKENS][bundled]
+  std::vector<float> of_expert;             // weights of bundled experts, [PI_NEURON_TOKENS][experts]
+  Mapping panels;                           // two for each thread, repacked
+  const Experts* ordered = nullptr;         // whose rows `Experts::order` has ordered; null: nobody's
+  int64_t ordered_tokens = 0, fetched = 0;  // of these rows; bytes of their weights that each thread has fetched
   float* floats(const Mapping& of) const { return (float*)of.data(); }
   uint8_t* panels_of(int thread) const { return panels.data() + thread * panel_bytes(sizes); }
   static int64_t panel_bytes(const Sizes& s) {
@@ -115,6 +118,13 @@ class Experts : public Op {
   // out [tokens, d_model] = the sum of experts that the caller selects, outside of a program's steps. selected, weights:
   // [tokens][top_k]; -1 selects none. Returns false where no expert is selected: out is zero, and no job was run.
   bool sum(Program& program, const float* x, int64_t tokens, const int32_t* selected, const float* weights, float* out);
+  // The same in parts, for a selection that is known before x: `order`, then `fetch` as often as there is time, then
+  // `sum_ordered`, with nothing else of the program in between. Without `order`: std::invalid_argument.
+  void order(Program& program, int64_t tokens, const int32_t* selected, const float* weights);
+  // Reads the next part of the weights that each thread multiplies first into the caches of its core. False once they
+  // hold what they can, or all of it.
+  bool fetch(Program& program);
+  bool sum_ordered(Program& program, const float* x, int64_t tokens, float* out);
   // Whether steps compute every neuron of the selected experts, where they could skip some.
   void set_whole(bool on);
   int64_t experts() const { return n_; }
@@ -126,6 +136,9 @@ class Experts : public Op {
   void each_share(const Thread& t, const ExpertRows& rows, int64_t panels, int64_t unit, F work) const;
   void weigh_shared(const Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const;
   void keep(const ExpertRows& rows, int64_t tokens);
+  void order_rows(ExpertRows& rows, int64_t tokens, const int32_t* selected, const float* weights) const;
+  template <class P>
+  void sum_rows(Program& program, const float* x, int64_t tokens, float* out, P prepare);
   PiActs gather(Thread& t, const ExpertRows& rows, const PiActs* acts) const {
     return gather(t, rows, acts, d_model_, (gate_.empty() ? 0 : gate_[0].form()) | up_[0].form());
   }

@@ -25,7 +25,7 @@ from powerinfer.config import (
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu_experts import ExpertFfn, bundle
 from powerinfer.devices.cpu_ffn import CpuFfn, PartMaker, Weights, pack
-from powerinfer.devices.states import StateMemory, state_bytes, state_slots
+from powerinfer.devices.states import Slots, StateMemory, state_bytes, state_slots
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
@@ -131,6 +131,19 @@ class ExpertSum:
         """
         return self._native.sum(self._program, x, selected, weights, out)
 
+    def order(self, selected: NDArray[np.int32], weights: Float32) -> None:
+        """The same in two parts: what does not need x, then, as the next call to any layer's experts, `sum_ordered`."""
+        self._native.order(self._program, selected, weights)
+
+    def fetch(self) -> bool:
+        """Between the two: read a little more of what the ordered experts' sum begins with into the caches of the
+        threads' cores. False once they hold what they can."""
+        return self._native.fetch(self._program)
+
+    def sum_ordered(self, x: Float32, out: Float32) -> bool:
+        """`sum` of the experts in `order`, of as many tokens. ValueError without it."""
+        return self._native.sum_ordered(self._program, x, out)
+
     def replace(self, place: int, matrices: Sequence[RawTensor]) -> None:
         """Put another expert in a place; not while a step runs. matrices: [out, in], as they were packed."""
         for packed, tensor in zip(self._matrices, matrices, strict=True):
@@ -188,7 +201,7 @@ class CpuExecutor:
         self._ropes = {rope: self._program.add_rope(*rotation) for rope, rotation in rotations.items()}
         self._observed: _Observed | None = None
         self._expert_observer: ExpertObserver | None = None
-        self._slots: tuple[NDArray[np.int32] | None, NDArray[np.int32] | None] = (None, None)  # of a step's states
+        self.slots: Slots | None = None  # of the states of a step
         self._logits = np.empty((0, cpu.round_up(config.vocab_size, cpu.LANES)), np.float32)
 
     def _empty_program(self, engine: EngineConfig, pages: int | None, room: int | None) -> _native.Program:
@@ -203,9 +216,9 @@ class CpuExecutor:
         # Without layers here the cache still defines the pages; they are never written, so they use no memory.
         own = [layer.attention for layer in config.layers[self.first_layer :] or config.layers[-1:]]
         self._states, self.n_states = None, 0
-        if config.states:  # their layers run on no other device
+        if config.states:
             self.n_states = state_slots(engine.max_batch, engine.prefix_cache)
-            self._states = StateMemory(config, self.n_states)
+            self._states = StateMemory(config, self.n_states, self.first_layer)
         cache = _native.Cache(
             engine.kv_type, [(one.n_kv_heads, one.head_dim) for one in own], pages, [one.latents for one in own]
         )
@@ -322,7 +335,7 @@ class CpuExecutor:
         """
         about = self.config.layers[layer].attention
         assert isinstance(about, DeltaNetConfig)
-        state = list(self.config.states).index(layer)
+        state = [one for one in self.config.states if one >= self.first_layer].index(layer)
         of_heads = _native.Norm(out_norm, self.config.norm_eps)
         own = layer - self.first_layer
         self._program.delta_net(
@@ -549,8 +562,7 @@ class CpuExecutor:
             self._run(batch, 0, self._program.size)
         else:
             self._run_observed(batch, self._observed)
-        if self._states is not None:
-            self._states.end(batch)
+        self.end(batch)
         return self._logits[: len(batch.logit_rows), : self.vocab_size]
 
     def hidden_states(self, rows: NDArray[np.int32]) -> Float32:
@@ -567,14 +579,18 @@ class CpuExecutor:
 
     def finish(self, batch: Batch) -> Float32:
         """Run everything after the embedding on the current residual stream; logits as from `forward`."""
-        self._make_room(batch)
         self._run(batch, self._embedded, self._program.size)
         return self._logits[: len(batch.logit_rows), : self.vocab_size]
+
+    def end(self, batch: Batch) -> None:
+        """The batch was computed in all layers, on this device and others."""
+        if self._states is not None:
+            self._states.end(batch)
 
     def _make_room(self, batch: Batch) -> None:
         """For the logits of a batch, and for the states of its sequences."""
         if self._states is not None:
-            self._slots = self._states.begin(batch)
+            self.slots = self._states.begin(batch)
         if len(batch.logit_rows) > len(self._logits):
             self._logits = np.empty((len(batch.logit_rows), self._logits.shape[1]), np.float32)
 
@@ -590,7 +606,7 @@ class CpuExecutor:
             first,
             last,
             self.vocab_size,
-            *self._slots,
+            *(self.slots or (None, None)),
         )
 
     def _run_observed(self, batch: Batch, observed: _Observed) -> None:
@@ -734,7 +750,7 @@ def choose_pages(
     """
     page = sum(cpu.kv_page_bytes(engine.kv_type, layer.attention) for layer in config.layers[first_layer:])
     one = -(-context // cpu.PAGE)
-    states = state_slots(engine.max_batch, engine.prefix_cache) * state_bytes(config)
+    states = state_slots(engine.max_batch, engine.prefix_cache) * state_bytes(config, slice(first_layer, None))
     free = available_memory() or 1 << 62
     memory = max(0, free - states)
     if one * page > memory or states > free:

@@ -15,6 +15,10 @@ class FfnParts(Protocol):
     Its operators are asked for again after `GpuLayers.changed`.
     """
 
+    def before(self) -> Sequence[Operator]:
+        """Before attention: what follows from step.x as the layer gets it. These write to no tensor of the step."""
+        ...
+
     def begin(self) -> Sequence[Operator]:
         """Send what other devices need to start, as early as possible.
 
@@ -71,11 +75,11 @@ class GpuLayer:
         """All of them, in the order in which they run."""
         if self._ffn is None:
             return self._before
-        begin = [self._ffn.read, *self._ffn.parts.begin()]
+        before, begin = self._ffn.parts.before(), [self._ffn.read, *self._ffn.parts.begin()]
         finish = [*self._ffn.parts.finish(), *self._ffn.after]
         if self.parallel:  # attention and its projection run while other devices compute their parts
-            return [*begin, *self._before, *finish]
-        return [*self._before, *begin, *finish, *self._behind]
+            return [*before, *begin, *self._before, *finish]
+        return [*before, *self._before, *begin, *finish, *self._behind]
 
     def close(self) -> None:
         """Free what the operators hold; no step follows."""

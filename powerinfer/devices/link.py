@@ -35,8 +35,9 @@ class Link:
     """Buffers between a GPU and the CPU, one set for all layers, at fixed addresses.
 
     On the GPU the input of the neurons and the selection of cold ones are adjacent, so that one copy sends both; the
-    CPU waits only for that part of the GPU's work. A buffer is reused only when the next layer's input has arrived,
-    which is after the previous layer's sum was added.
+    CPU waits only for that part of the GPU's work. A selection that is known before the input is sent before it, by a
+    copy of its own. A buffer is reused only when the next layer's input, or selection, has arrived, which is after the
+    previous layer's sum was added.
     """
 
     def __init__(self, to: device, max_tokens: int, config: ModelConfig) -> None:
@@ -51,7 +52,7 @@ class Link:
         self._here = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
         self._hot = torch.zeros(selection, dtype=torch.uint8, device=to)
         self._back = torch.zeros((max_tokens, d_model), pin_memory=self._cuda)
-        self._came = torch.cuda.Event() if self._cuda else None
+        self._came, self._known = (torch.cuda.Event() if self._cuda else None for _ in range(2))
         self._views: dict[tuple[int, int], tuple[Float32, Bytes | None, Float32]] = {}
 
     @property
@@ -91,6 +92,12 @@ class Link:
         nbytes = tokens * (4 * self._d_model + cold)
         self._here[:nbytes].copy_(self._there[:nbytes], non_blocking=True)
 
+    def send_experts(self, tokens: int, top_k: int) -> None:
+        """Send the experts of each token, and their weights, to the CPU: the input follows."""
+        begin = 4 * tokens * self._d_model
+        end = begin + tokens * EXPERT_BYTES * top_k
+        self._here[begin:end].copy_(self._there[begin:end], non_blocking=True)
+
     def add_back(self, x: Tensor) -> None:
         """x float32 [tokens, d_model] += the CPU's sums."""
         back = self._back[: len(x)]
@@ -107,6 +114,20 @@ class Link:
         """Wait until all that was sent has arrived."""
         if self._came is not None:
             self._came.synchronize()
+
+    def mark_experts(self) -> None:
+        """`wait_experts` waits for everything sent so far."""
+        if self._known is not None:
+            self._known.record()
+
+    def wait_experts(self) -> None:
+        """Wait until the experts that were sent before the input have arrived."""
+        if self._known is not None:
+            self._known.synchronize()
+
+    def arrived(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._came is None or bool(self._came.query())
 
     def views(self, tokens: int, cold: int) -> tuple[Float32, Bytes | None, Float32]:
         """The received input, float32 [tokens, d_model], and selection, uint8 [tokens, cold], None if cold is 0; and

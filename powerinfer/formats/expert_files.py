@@ -1,8 +1,9 @@
 """The use of experts on disk: profiles, and traces, which say what every token selected.
 
-A profile has for each layer N of experts `layers.N.counts` I64 [corpora, experts], `layers.N.pairs` U32 [experts,
+A profile has for each layer N of experts `layers.N.counts` I64 [parts, experts], `layers.N.pairs` U32 [experts,
 experts], `layers.N.follows` U32 [experts, experts of the next layer of experts], unless it is the last, and
-`layers.N.distances` I64 [experts + 1]: see `experts.LayerUse`.
+`layers.N.distances` I64 [parts, experts + 1]: see `experts.LayerUse`. Its description has the tokens of the `parts` of
+each corpus.
 
 A trace has `layers.N.selected` [tokens, experts of a token], U8 if the layer has up to 256 experts, else U16: the
 experts that a token selected, ascending. `done` I64 [1] is the number of tokens, in a complete file all of them.
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,6 +63,19 @@ class _Description:
 
 
 @dataclass(frozen=True)
+class _ProfileDescription(_Description):
+    parts: list[Annotated[list[Annotated[int, Between(1, MAX_TOKENS)]], Length(1 << 12, smallest=1)]]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if [sum(own) for own in self.parts] != [one.tokens for one in self.corpora]:
+            raise ValueError("parts that do not add up to their corpora")
+
+
+D = TypeVar("D", bound=_Description)
+
+
+@dataclass(frozen=True)
 class ExpertProfileFile:
     """A profile, its file, and how it was made."""
 
@@ -90,8 +104,8 @@ def _layers(config: ModelConfig) -> list[_Layer]:
     return [_Layer(layer, ffn.n_experts, ffn.router.top_k) for layer, ffn in config.experts.items()]
 
 
-def _described(place: PreparedFile, config: ModelConfig, description: dict[str, Any]) -> _Description:
-    about = place.described(_Description, description)
+def _described(place: PreparedFile, config: ModelConfig, description: dict[str, Any], kind: type[D]) -> D:
+    about = place.described(kind, description)
     wanted = _layers(config)
     if about.layers != wanted:
         for found, own in zip(about.layers, wanted, strict=False):
@@ -124,28 +138,29 @@ def open_expert_profile_file(checkpoint: Checkpoint, prepared: str | None = None
     """The same with its path and how it was made."""
     place = PreparedFile(EXPERTS, checkpoint, prepared)
     description, tensors, file = place.read()
-    about = _described(place, checkpoint.config, description)
+    about = _described(place, checkpoint.config, description, _ProfileDescription)
     file.check()
-    tokens = np.array([one.tokens for one in about.corpora])
+    tokens = np.concatenate(about.parts)
     layers = []
     for one, after in zip(about.layers, [*about.layers[1:], None], strict=True):
         layers.append(_taken(place, tensors, one, after, tokens))
     place.holds_no_more(tensors)
-    names = tuple(one.name for one in about.corpora)
-    profile = ExpertProfile(about.tokens, names, tuple(tokens.tolist()), tuple(layers))
+    names, parts = tuple(one.name for one in about.corpora), tuple(map(tuple, about.parts))
+    profile = ExpertProfile(names, parts, tuple(layers))
     return ExpertProfileFile(profile, about.about, place.path)
 
 
 def _taken(
     place: PreparedFile, tensors: dict[str, RawTensor], one: _Layer, after: _Layer | None, tokens: NDArray[np.int64]
 ) -> LayerUse:
-    """The tensors of a layer, copied; tokens: of each corpus."""
+    """The tensors of a layer, copied; tokens: of each part."""
 
     def take(name: str, dtype: str, *shape: int) -> NDArray[np.int64]:
         raw = place.holds(tensors, f"layers.{one.layer}.{name}", dtype, shape)
         return np.frombuffer(raw.data.tobytes(), {"I64": "<i8", "U32": "<u4"}[dtype]).reshape(shape).astype(np.int64)
 
-    counts, distances = take("counts", "I64", len(tokens), one.experts), take("distances", "I64", one.experts + 1)
+    counts = take("counts", "I64", len(tokens), one.experts)
+    distances = take("distances", "I64", len(tokens), one.experts + 1)
     pairs = take("pairs", "U32", one.experts, one.experts)
     follows = None if after is None else take("follows", "U32", one.experts, after.experts)
     k, where = one.top_k, f"in layer {one.layer}"
@@ -156,7 +171,7 @@ def _taken(
         raise place.bad(f"counts pairs {where} that its experts do not have")
     if after is not None and follows is not None and (follows.sum(axis=1) != total * after.top_k).any():
         raise place.bad(f"counts experts that follow one another {where} more or less often than there are tokens")
-    if (distances < 0).any() or (distances > total.sum()).any() or distances.sum() != total.sum():
+    if (distances < 0).any() or (distances > total.sum()).any() or (distances.sum(axis=1) != tokens * k).any():
         raise place.bad(f"does not count each selection once in the distances of reuse {where}")
     return LayerUse(one.layer, k, counts, pairs, follows, distances)
 
@@ -179,7 +194,7 @@ def write_expert_profile(
         ]
         arrays += [(f"layers.{one.layer}.{name}", dtype, values) for name, dtype, values in own]
     corpora = list(zip(profile.corpora, profile.corpus_tokens, strict=True))
-    description = _description(checkpoint.config, corpora, about)
+    description = _description(checkpoint.config, corpora, about) | {"parts": list(map(list, profile.parts))}
     place = PreparedFile(EXPERTS, checkpoint, prepared)
     with place.write(description, [(name, dtype, values.shape) for name, dtype, values in arrays]) as write:
         for name, dtype, values in arrays:
@@ -199,7 +214,7 @@ def trace_place(checkpoint: Checkpoint, prepared: str | None, path: Path | None 
 def open_trace(checkpoint: Checkpoint, place: PreparedFile) -> TraceFile:
     """A trace of this model. ModelError, with the command that makes it, if it is none or of another model."""
     description, tensors, file = place.read()
-    about = _described(place, checkpoint.config, description)
+    about = _described(place, checkpoint.config, description, _Description)
     done = place.holds(tensors, "done", "I64", (1,))
     selected: Selected = {}
     file.check()

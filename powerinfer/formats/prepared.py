@@ -78,7 +78,7 @@ BUNDLES = Kind("neurons", "bundles", "pack", format=4)
 PREDICTOR = Kind("predictor", "predictor", "train", in_experts=True)
 PROFILE = Kind("profile", "profile", "profile")
 SAMPLES = Kind("samples", "samples", "profile", in_experts=True)
-EXPERTS = Kind("experts", "expert profile", "profile", of_neurons=False)
+EXPERTS = Kind("experts", "expert profile", "profile", format=2, of_neurons=False)
 EXPERT_TRACE = Kind("experts-trace", "trace of experts", "profile", of_neurons=False)
 PROFILE_STATE = Kind("profile-unfinished", "unfinished profile", "profile")
 

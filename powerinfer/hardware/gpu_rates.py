@@ -461,6 +461,10 @@ class _Sample:
     threshold: float
     exchange: bool
 
+    def before(self) -> list[Operator]:
+        """Nothing."""
+        return []
+
     def begin(self) -> list[Operator]:
         """Send the input, where there is an exchange."""
         if not self.exchange:

@@ -45,10 +45,11 @@ _CALLS = 3  # one after another, like the layers of a model
 class Streamed(Protocol):
     """An FFN of parts whose cold neurons, or experts, can be streamed. on_input: as of `HybridFfn`."""
 
-    on_input: Callable[[Tensor], None] | None
+    on_input: Callable[[Tensor, Tensor], None] | None
 
     @property
     def cold_bytes(self) -> int: ...
+    def before(self) -> list[Operator]: ...
     def begin(self) -> list[Operator]: ...
     def finish(self) -> list[Operator]: ...
 
@@ -147,13 +148,14 @@ def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[Streamed], sa
 
     with current(device), torch.inference_mode():
         inputs = _inputs(executor, ffn, sample)
-        operators = [*ffn.begin(), *ffn.finish()]
+        operators = [*ffn.before(), *ffn.begin(), *ffn.finish()]
 
         def seconds(tokens: int, streamed: bool) -> float:
             stage.least = 0 if streamed else None
             assert executor.gpu.link is not None
-            read, x = executor.gpu.link.read(tokens), torch.zeros((tokens, executor.gpu.d_model), device=device)
-            read.copy_(inputs[torch.arange(tokens, device=device) % len(inputs)])
+            some = torch.arange(tokens, device=device) % len(inputs[0])
+            x, read = inputs[0][some], executor.gpu.link.read(tokens)
+            read.copy_(inputs[1][some])
             step = Step(x, read, read, read, read, read, read)  # only x and read are used
 
             def run() -> None:
@@ -173,14 +175,14 @@ def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[Streamed], sa
             stage.least = None
 
 
-def _inputs(executor: SplitExecutor, ffn: Streamed, sample: Sequence[int]) -> Tensor:
-    """The input of the layer's neurons in a step of a text, float32 [tokens, d_model]."""
-    seen: list[Tensor] = []
+def _inputs(executor: SplitExecutor, ffn: Streamed, sample: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The residual stream and the input of the layer's neurons in a step of a text, float32 [tokens, d_model]."""
+    seen: list[tuple[Tensor, Tensor]] = []
     count = min(FEW, executor.max_tokens, executor.n_pages * executor.page_size)
     places = np.arange(count, dtype=np.int32)
     pages = np.arange(-(-count // executor.page_size), dtype=np.int32)[None]
     tokens = np.resize(np.asarray(sample or [0], np.int32), count)
-    ffn.on_input = lambda read: seen.append(read.clone())
+    ffn.on_input = lambda x, read: seen.append((x.clone(), read.clone()))
     try:
         executor.forward(Batch(tokens, places, np.zeros(count, np.int32), pages, np.empty(0, np.int32)))
     finally:

@@ -141,7 +141,7 @@ class HybridExperts:
         self._layers = layers
         self._link = layers.link
         self._top_k = about.router.top_k
-        self.on_input: Callable[[Tensor], None] | None = None
+        self.on_input: Callable[[Tensor, Tensor], None] | None = None
         self._copier = copier
         self._swapped = True
         self._copying: tuple[list[Swap], Future[Event | None]] | None = None
@@ -255,6 +255,22 @@ class HybridExperts:
         finally:
             self._slots.copy_(torch.from_numpy(self._slot))
 
+    def follow(self, policy: Policy) -> None:
+        """From the next step on a policy decides, and has its experts in their slots; not while a step runs."""
+        if self._copier is None:
+            return
+        self._take_copied()
+        self._copier.policy = policy
+        wanted = policy.resident(self.layer).tolist()
+        swaps = [(slot, expert) for slot, expert in enumerate(wanted) if self._slot[expert] != slot]
+        if swaps:
+            self._exchange(swaps)
+            self._take_copied()
+
+    def finish_copies(self) -> None:
+        """Wait for what is being copied; not while a step runs."""
+        self._take_copied()
+
     def close(self) -> None:
         """Free both parts, and the buffers that are shared with others."""
         if self._copying is not None:
@@ -281,9 +297,19 @@ class HybridExperts:
 
     # ---------------------------------------------------------------- a step
 
-    def begin(self) -> list[Operator]:
-        """Select experts, and send the CPU its input, see `FfnParts`."""
+    def before(self) -> list[Operator]:
+        """Select experts where the router reads the layer's input, and send the CPU the selection, see `FfnParts`."""
+        if not self.about.early_router:
+            return []
         operators = [Operator("router", self.layer, self._select)]
+        if self._cpu_part is not None:
+            operators.append(Operator("selection out", self.layer, self._send_experts))
+            operators.append(Operator("mark selection", self.layer, self._mark_experts, static=False))
+        return operators
+
+    def begin(self) -> list[Operator]:
+        """Select experts, unless that is done, and send the CPU its input, see `FfnParts`."""
+        operators = [] if self.about.early_router else [Operator("router", self.layer, self._select)]
         if self._cpu_part is not None:
             operators.append(Operator("copy out", self.layer, self._send))
             operators.append(Operator("mark", self.layer, self._mark, static=False))
@@ -304,16 +330,25 @@ class HybridExperts:
     def _select(self, step: Step) -> None:
         assert step.read is not None
         experts, weights = self._link.experts(len(step.x), self._top_k)
-        logits = gpu.linear(self._router, step.read, self._router_bias)
+        x = step.x if self.about.early_router else step.read
+        logits = gpu.linear(self._router, x, self._router_bias)
         gpu_experts.route(logits, self.about.router, self._correction, experts, weights)
 
     def _streams(self, step: Step) -> bool:
         """Whether the GPU computes the cold experts too."""
         return self.stage is not None and self.stage.takes(len(step.x))
 
+    def _send_experts(self, step: Step) -> None:
+        if not self._streams(step):
+            self._link.send_experts(len(step.x), self._top_k)
+
+    def _mark_experts(self, step: Step) -> None:
+        if not self._streams(step):
+            self._link.mark_experts()
+
     def _send(self, step: Step) -> None:
         if not self._streams(step):
-            self._link.send(len(step.x), EXPERT_BYTES * self._top_k)
+            self._link.send(len(step.x), 0 if self.about.early_router else EXPERT_BYTES * self._top_k)
 
     def _mark(self, step: Step) -> None:
         if not self._swapped:
@@ -321,7 +356,7 @@ class HybridExperts:
         self._take_copied()
         if self.on_input is not None:
             assert step.read is not None
-            self.on_input(step.read)
+            self.on_input(step.x, step.read)
         if not self._streams(step):
             self._link.mark()
 
@@ -352,12 +387,24 @@ class HybridExperts:
                 self._stream_cold(step)
             return
         assert self._cpu_part is not None
-        with span(self._layers.trace, "cpu", "wait", self.layer, "wait"):
-            self._link.wait()
-        with span(self._layers.trace, "cpu", "cold experts", self.layer):
-            x, experts, weights, out = self._link.received_experts(len(step.x), self._top_k)
-            places = np.where(self._slot[experts] < 0, self._place_of[experts], np.int32(-1))
-            job = self._cpu_part.sum(x, places, weights, out)
+        cpu, link, trace = self._cpu_part, self._link, self._layers.trace
+        x, experts, weights, out = link.received_experts(len(step.x), self._top_k)  # there once it was waited for
+        if self.about.early_router:
+            with span(trace, "cpu", "wait for the selection", self.layer, "wait"):
+                link.wait_experts()
+            with span(trace, "cpu", "prepare cold experts", self.layer):
+                places = self._places(experts)
+                cpu.order(places, weights)
+                while not link.arrived() and cpu.fetch():
+                    pass
+        with span(trace, "cpu", "wait", self.layer, "wait"):
+            link.wait()
+        with span(trace, "cpu", "cold experts", self.layer):
+            if self.about.early_router:
+                job = cpu.sum_ordered(x, out)
+            else:
+                places = self._places(experts)
+                job = cpu.sum(x, places, weights, out)
         counts = np.bincount(experts.reshape(-1), minlength=self.about.n_experts)
         self.selected += counts
         self.recent += counts
@@ -369,6 +416,10 @@ class HybridExperts:
             swaps = self._copier.policy.observe(self.layer, experts.reshape(-1).tolist(), len(step.x))
             if swaps:
                 self._exchange(swaps)
+
+    def _places(self, experts: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Where the CPU has experts; -1 for those on the GPU."""
+        return np.where(self._slot[experts] < 0, self._place_of[experts], np.int32(-1))
 
     def _stream_cold(self, step: Step) -> None:
         """Add the sum of the cold experts, some of which are on the GPU at a time."""
@@ -480,16 +531,18 @@ class ExpertSparsity(Sparsity):
 
     selector = "router"
 
-    def __init__(self, executor: SplitExecutor, ffns: Sequence[HybridExperts]) -> None:
+    def __init__(self, executor: SplitExecutor, ffns: Sequence[HybridExperts], policy: str = "static") -> None:
+        """policy: who decides which experts the GPU has, a name of `placement.experts.EXPERT_POLICIES`."""
         self.ffns = ffns
+        self.policy = policy
         self.traded = 0  # experts moved to the GPU since the model was loaded
         self._executor = executor
         self._turn = 0
 
     def report(self) -> dict[str, Any]:
         """Per layer with cold experts and in all: hot, cold: experts on the GPU and on the CPU; gpu_share: of the
-        tokens' experts, those on the GPU; jobs: share of the steps in which the CPU had work; traded: experts swapped
-        onto the GPU between requests; copied: there, beside steps."""
+        tokens' experts, those on the GPU; jobs: share of the steps in which the CPU had work; policy: decides which
+        experts the GPU has; traded: experts swapped onto the GPU between requests; copied: there, beside steps."""
         layers: list[dict[str, Any]] = []
         selected = hot = 0
         for ffn in self.ffns:
@@ -512,6 +565,7 @@ class ExpertSparsity(Sparsity):
             "tokens": max((ffn.tokens for ffn in self.ffns), default=0),
             "gpu_share": hot / selected if selected else None,
             "jobs": sum(ffn.jobs for ffn in self.ffns) / steps if steps else None,
+            "policy": self.policy,
             "traded": self.traded,
             "copied": sum(ffn.copied for ffn in self.ffns),
         }

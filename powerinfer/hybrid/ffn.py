@@ -63,7 +63,7 @@ class HybridFfn:
     """The FFN of one layer of `GpuLayers`: hot neurons on the GPU, cold ones on the CPU.
 
     hot, cold: int32, the neurons on the GPU and on the CPU, ascending. on_input: called in steps in which neurons are
-    cold with the input of gate and up, float32 [T, d_model] on the GPU.
+    cold with the residual stream and the input of gate and up, both float32 [T, d_model] on the GPU.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class HybridFfn:
         assert layers.link is not None
         self.layer = layer
         self.stage = stage
-        self.on_input: Callable[[Tensor], None] | None = None
+        self.on_input: Callable[[Tensor, Tensor], None] | None = None
         self._config = cpu.config.layers[layer].neurons
         self._layers = layers
         self._link = layers.link
@@ -157,6 +157,10 @@ class HybridFfn:
 
     # ---------------------------------------------------------------- a step
 
+    def before(self) -> list[Operator]:
+        """Nothing, see `FfnParts`."""
+        return []
+
     def begin(self) -> list[Operator]:
         """Send the CPU its input and its selection, see `FfnParts`.
 
@@ -217,7 +221,7 @@ class HybridFfn:
     def _mark(self, step: Step) -> None:
         if self.on_input is not None:
             assert step.read is not None
-            self.on_input(step.read)
+            self.on_input(step.x, step.read)
         if not self._streams(step):
             self._link.mark()
 

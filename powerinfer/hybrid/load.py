@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from powerinfer.devices import Executor
-from powerinfer.errors import GpuMemoryError
+from powerinfer.errors import GpuMemoryError, PowerInferError, RequestError
 from powerinfer.hybrid.resolve import NOT_USED, Resolved, with_fewer_experts, with_fewer_layers, without_gpu
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity import Sparsity
@@ -17,8 +18,9 @@ from powerinfer.sparsity import Sparsity
 if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.devices.stage import Stage
-    from powerinfer.hybrid.experts import ExpertSplit
+    from powerinfer.hybrid.experts import Copier, ExpertSplit
     from powerinfer.hybrid.ffn import NeuronSplit
+    from powerinfer.hybrid.policy_trial import Chosen
     from powerinfer.hybrid.vram import Attempt
     from powerinfer.models.blocks import SplitFfns
     from powerinfer.neurons import Indices
@@ -104,6 +106,7 @@ def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Pro
                 max_tokens=cpu.max_tokens,
                 rotations=rotary,
                 split=split is not None,
+                states=cpu.n_states,
             )
             wire(cpu, checkpoint, progress, gpu, neurons=selection, split=split, head=resolved.gpu_head)
     except BaseException:
@@ -166,11 +169,31 @@ def _load_neurons(resolved: Resolved, plan: Plan, sample: Sample, progress: Prog
 def _load_experts(
     resolved: Resolved, experts: Sequence[Indices], sample: Sample, progress: Progress
 ) -> tuple[SplitExecutor, Sparsity]:
-    from powerinfer.hybrid.experts import Copier, ExpertSparsity, ExpertSplit
+    from powerinfer.hybrid.experts import Copier, ExpertSparsity
+
+    if resolved.policy is None:
+        chosen = _tried_policies(resolved, experts, sample, progress)
+        resolved = replace(resolved, policy=chosen.policy, why_policy=chosen.why)
+    name = resolved.policy
+    assert name is not None
+    copier = None if name == "static" else Copier(_policy(resolved, experts, name))
+    executor, split = _split_of_experts(resolved, experts, copier, progress, sample)
+    sparsity = ExpertSparsity(executor, split.ffns, name)
+    sparsity.clear()  # counts of the measurements
+    if copier is not None:
+        copier.on = True
+    executor.choices["experts"] = f"{name} ({resolved.why_policy})"
+    executor.choices["selector"] = f"{sparsity.selector} (experts on both devices)"
+    return executor, sparsity
+
+
+def _split_of_experts(
+    resolved: Resolved, experts: Sequence[Indices], copier: Copier | None, progress: Progress, sample: Sample | None
+) -> tuple[SplitExecutor, ExpertSplit]:
+    """The model within its budget; the copier is off. sample: None: how prompts are computed is not measured."""
+    from powerinfer.hybrid.experts import ExpertSplit
     from powerinfer.hybrid.vram import hold_budget
 
-    policy = _policy(resolved, experts)
-    copier = None if policy is None else Copier(policy)
     split = ExpertSplit(experts, resolved.engine.adjust, _stage(resolved, resolved.staging), copier)
     try:
         executor = load_split(resolved, split, progress)
@@ -181,26 +204,44 @@ def _load_experts(
     if copier is not None:
         copier.on = False  # what is measured is no text
     try:
-        settle = partial(_settle_prompts, executor, resolved, split, sample, progress)
-        hold_budget(executor, resolved.engine.max_batch, resolved.vram, split=split, settle=settle)
+        settle = None if sample is None else partial(_settle_prompts, executor, resolved, split, sample, progress)
+        hold_budget(executor, resolved.engine.max_batch, resolved.vram, split=split, settle=settle or (lambda: None))
     except BaseException:
         executor.close()
         raise
-    sparsity = ExpertSparsity(executor, split.ffns)
-    sparsity.clear()  # counts of the measurements
-    if copier is not None:
+    return executor, split
+
+
+def _tried_policies(resolved: Resolved, experts: Sequence[Indices], sample: Sample, progress: Progress) -> Chosen:
+    """The policy that decodes fastest, chosen earlier or now. Nothing of the trial is left in memory."""
+    from powerinfer.hybrid.experts import Copier
+    from powerinfer.hybrid.policy_trial import Chosen, SavedChoices, measured
+
+    saved = SavedChoices(resolved)
+    earlier = saved.find()
+    if earlier is not None:
+        return earlier
+    make = partial(_policy, resolved, experts)
+    copier = Copier(make("static"))
+    try:
+        executor, split = _split_of_experts(resolved, experts, copier, progress, None)
+    except RequestError as error:
+        return Chosen("static", str(error))
+    try:
+        saved.begin()
         copier.on = True
-    executor.choices["selector"] = f"{sparsity.selector} (experts on both devices)"
-    return executor, sparsity
+        return saved.keep(measured(executor, split.ffns, make, sample(), progress))
+    except PowerInferError as error:
+        return saved.keep({}, f"the trial failed: {error}")
+    finally:
+        executor.close()
 
 
-def _policy(resolved: Resolved, experts: Sequence[Indices]) -> Policy | None:
-    """What exchanges the experts on the GPU from step to step; None: nothing does."""
+def _policy(resolved: Resolved, experts: Sequence[Indices], name: str) -> Policy:
+    """What says from step to step which experts the GPU has, at first those of the plan."""
     from powerinfer.placement.experts import make_policy
 
-    name, every = resolved.engine.expert_policy, resolved.checkpoint.config.experts
-    if name == "static":
-        return None
+    every = resolved.checkpoint.config.experts
     slots = {layer: len(experts[layer]) for layer in every if layer < resolved.gpu_layers}
     sizes = {layer: every[layer].n_experts for layer in slots}
     known = resolved.frequencies or {layer: np.full(n, every[layer].router.top_k / n) for layer, n in sizes.items()}

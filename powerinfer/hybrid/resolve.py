@@ -45,7 +45,8 @@ class Resolved:
     every device, None: as many as fit into the CPU's memory; kv_room: their limit in bytes then, None: no limit. vram:
     limit in bytes on the GPU without the driver, None: the device's memory. experts: for each layer those on the GPU,
     None: the model has none, or they are not split; frequencies: of experts, None: not known; staging: bytes of a
-    buffer that streams the others there for long prompts, 0: none.
+    buffer that streams the others there for long prompts, 0: none. policy: says which experts the GPU has, a name of
+    `placement.experts.EXPERT_POLICIES`, None: a trial chooses when the model is loaded; why_policy: for people.
     """
 
     checkpoint: Checkpoint
@@ -62,6 +63,8 @@ class Resolved:
     experts: tuple[Indices, ...] | None = None
     frequencies: Frequencies | None = None
     staging: int = 0
+    policy: str | None = "static"
+    why_policy: str = "the default"
 
 
 def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = silent, say: Say = silent) -> Resolved:
@@ -72,13 +75,52 @@ def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = s
     PowerInferError when a GPU that was requested by name cannot be used.
     """
     resolved = _resolve(checkpoint, engine, progress, say)
-    if engine.adjust and engine.expert_policy != "static":
+    if engine.adjust and engine.expert_policy not in ("static", "auto"):
         raise RequestError(f"--expert-policy {engine.expert_policy} moves experts by itself: leave out --adjust")
     if engine.adjust and resolved.plan is None and resolved.experts is None:
         raise RequestError("--adjust is for models whose neurons or experts are split between a GPU and the CPU")
-    if engine.expert_policy != "static" and resolved.experts is None:
+    if engine.expert_policy not in ("static", "auto") and resolved.experts is None:
         raise RequestError(f"--expert-policy {engine.expert_policy} is for experts on a GPU: leave it out")
-    return resolved
+    return _with_policy(resolved)
+
+
+def _with_policy(resolved: Resolved) -> Resolved:
+    """With the policy over experts that was asked for or, for `auto`, chosen earlier. Others than `static` need all
+    experts in RAM, as a GGUF file has them."""
+    from powerinfer.placement.budget import gib
+    from powerinfer.system import available_memory
+
+    engine, checkpoint, experts = resolved.engine, resolved.checkpoint, resolved.experts
+    if experts is None:
+        return resolved
+    if engine.expert_policy != "auto":
+        asked = "the default" if engine.expert_policy == "static" else "asked for: --expert-policy"
+        return replace(resolved, policy=engine.expert_policy, why_policy=asked)
+    here, every = sum(map(len, experts)), sum(checkpoint.config.experts[at].n_experts for at in _split_layers(resolved))
+    tried = replace(resolved, policy=None)
+    needed, ram = needs(tried).ram, engine.ram or available_memory()
+    why: str | None = None
+    if here in (0, every):
+        why = "all experts are on the GPU" if here else "no expert is on the GPU"
+    elif engine.adjust:
+        why = "--adjust moves experts between requests"
+    elif not checkpoint.path.is_file() or checkpoint.quantize is not None:
+        why = "others need experts as a GGUF file has them, without --quantize"
+    elif ram is not None and needed > ram:
+        why = f"others need all experts in RAM too, {gib(needed)} with all else"
+    elif not engine.trial:
+        why = "--no-trial: nothing was measured"
+    if why is not None:
+        return replace(resolved, policy="static", why_policy=why)
+    from powerinfer.hybrid.policy_trial import SavedChoices
+
+    found = SavedChoices(tried).find()
+    return tried if found is None else replace(resolved, policy=found.policy, why_policy=found.why)
+
+
+def _split_layers(resolved: Resolved) -> list[int]:
+    """Layers on the GPU that have experts."""
+    return [layer for layer in resolved.checkpoint.config.experts if layer < resolved.gpu_layers]
 
 
 def _resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress, say: Say) -> Resolved:
@@ -124,7 +166,7 @@ def needs(resolved: Resolved) -> Needs:
     hardware, work = measured(engine, gpu=resolved.gpu), _workload(model, engine, "all")
     layers, head = resolved.gpu_layers, resolved.gpu_head
     slots = None if resolved.experts is None else [len(own) for own in resolved.experts]
-    cached = engine.expert_policy != "static"
+    cached = resolved.policy != "static"
     ram = sum(in_ram(model, work, layers, head, hardware.host_bytes, slots=slots, cached=cached).values())
     vram = sum(on_gpu(model, hardware, work, layers, head, True, slots).values())
     return Needs(ram + staged_in_ram(resolved.staging), 0, vram + staged_on_gpu(resolved.staging))

@@ -78,7 +78,7 @@ what it reads, norm of what it adds, who else wires it: `OwnFfn` or None)."""
 
 
 BEFORE: dict[type, Callable[..., None]] = {ExpertsConfig: select_early}
-"""What a kind of FFN wires before attention, called with (device, checkpoint, layer)."""
+"""What a kind of FFN wires before attention, called with (device, checkpoint, layer, who else wires the FFN)."""
 
 
 def wire(
@@ -139,7 +139,7 @@ def _layer(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, o
         builder.normalise(layer, ffn_norm)
         return
     if type(config.ffn) in BEFORE:
-        BEFORE[type(config.ffn)](*where)
+        BEFORE[type(config.ffn)](*where, own)
     attention.attend(*where, attn_norm)
     if config.parallel:  # the FFN reads x before the result of attention is added to it
         ffn(*where, attn_norm if config.shared_norm else ffn_norm, ffn_out_norm, own)

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from powerinfer import _native
 
 
-def select_early(executor: CpuExecutor, checkpoint: Checkpoint, layer: int) -> None:
-    """The layer's experts are selected from x as it is, where its router reads that."""
+def select_early(executor: CpuExecutor, checkpoint: Checkpoint, layer: int, own: OwnFfn[_native.Norm] | None) -> None:
+    """The layer's experts are selected from x as it is, where its router reads that; own: does so by itself."""
     about = checkpoint.config.layers[layer].ffn
     assert isinstance(about, ExpertsConfig)
-    if about.early_router:
+    if about.early_router and own is None:
         name = f"layers.{layer}.router"
         router = executor.matrix(_float32(checkpoint.take(name)))
         executor.early_router(layer, router, vector(checkpoint, f"{name}_correction_bias"))

@@ -3,7 +3,7 @@
 A profile predicts `static` and `lru`; a trace of other text measures all policies. The document is kept beside the
 model for its report:
 
-    {"format": 1, "kind": "expert-slots", and the fields of `Comparison`}
+    {"format": 2, "kind": "expert-slots", and the fields of `Comparison`}
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from powerinfer.progress import Progress, silent
 if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint
 
-FORMAT = 1
+FORMAT = 2
 KIND = "expert-slots"
 SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)
 """Shares of the experts that have slots, where nobody asks for others."""
@@ -45,9 +45,12 @@ Share = Annotated[float, Between(0, 1 + 1e-9)]  # sums of floats may round up
 @dataclass(frozen=True)
 class PolicyHits:
     """A policy with some slots. predicted: by the profile, measured: by the trace, share of the selections whose expert
-    had a slot; copies: experts copied for a token; bytes: of these. None: not known."""
+    had a slot; low, high: of the parts of the profile's texts the one with the fewest hits, and the one with the most;
+    copies: experts copied for a token; bytes: of these. None: not known."""
 
     predicted: Share | None
+    low: Share | None
+    high: Share | None
     measured: Share | None
     copies: NonNegative | None
     bytes: NonNegative | None
@@ -71,11 +74,10 @@ class Comparison:
     tokens: Count
     at: Annotated[list[AtSlots], Length(1 << 10, smallest=1)]
 
-    @property
-    def off(self) -> float | None:
-        """The largest difference between what `static` was predicted to hit and what it hit; None without a trace."""
-        static = (one.policies["static"] for one in self.at)
-        pairs = [(one.predicted, one.measured) for one in static]
+    def off(self, policy: str) -> float | None:
+        """The largest difference between what a policy was predicted to hit and what it hit; None: not known."""
+        every = (one.policies[policy] for one in self.at if policy in one.policies)
+        pairs = [(one.predicted, one.measured) for one in every]
         return max((abs(a - b) for a, b in pairs if a is not None and b is not None), default=None)
 
 
@@ -95,7 +97,24 @@ def predicted_hits(profile: ExpertProfile, policy: str, slots: Mapping[int, int]
     """What a policy hits by a profile: `static` as often, `lru` as lately as experts are selected. None of others."""
     if policy not in ("static", "lru"):
         return None
-    hits = [getattr(one, f"{policy}_hits")[slots[one.layer]] for one in profile.layers]
+    return _mean(profile, [getattr(one, f"{policy}_hits")[slots[one.layer]] for one in profile.layers])
+
+
+def predicted_range(profile: ExpertProfile, policy: str, slots: Mapping[int, int]) -> tuple[float, float] | None:
+    """The fewest and the most hits of a part of the profile's texts, with `static` by the counts of all other parts;
+    None of other policies, and where the texts are one part. What a policy hits depends on the text: this says how
+    much, as far as these texts differ."""
+    if policy not in ("static", "lru") or profile.n_parts < 2:
+        return None
+    of_part = [
+        _mean(profile, [getattr(one, f"{policy}_hits_of")(part)[slots[one.layer]] for one in profile.layers])
+        for part in range(profile.n_parts)
+    ]
+    return min(of_part), max(of_part)
+
+
+def _mean(profile: ExpertProfile, hits: Sequence[float]) -> float:
+    """Of layers, by their selections."""
     return float(np.average(hits, weights=[one.top_k for one in profile.layers]))
 
 
@@ -137,12 +156,13 @@ def _with(
         slots = slots_by_frequency(frequencies, nbytes, budget)
     else:
         slots = slots_evenly(experts, nbytes, budget)
-    predicted = predicted_hits(profile, policy, slots)
+    low, high = predicted_range(profile, policy, slots) or (None, None)
+    predicted = predicted_hits(profile, policy, slots), low, high
     if selected is None:
-        return PolicyHits(predicted, None, None, None)
+        return PolicyHits(*predicted, None, None, None)
     found = replay(make_policy(policy, slots, experts, frequencies), selected)
     copies = sum(found.copies.values()) / found.tokens
-    return PolicyHits(predicted, found.hit_rate, copies, found.copied_bytes(nbytes))
+    return PolicyHits(*predicted, found.hit_rate, copies, found.copied_bytes(nbytes))
 
 
 def some_tokens(selected: Selected, corpus_tokens: Sequence[int], limit: int) -> Selected:
@@ -193,6 +213,22 @@ def kept(checkpoint: Checkpoint, prepared: str | None) -> Comparison | None:
 
 def curve(profile: ExpertProfile, policy: str, points: int = 65) -> Iterator[tuple[float, float]]:
     """(share of the experts that have slots, predicted hits) of `static` or `lru`, experts all of one size."""
+    for share, slots in _budgets(profile, policy, points):
+        hits = predicted_hits(profile, policy, slots)
+        assert hits is not None
+        yield share, hits
+
+
+def band(profile: ExpertProfile, policy: str, points: int = 65) -> Iterator[tuple[float, float, float]]:
+    """(share, fewest, most) of the same over parts of the texts; nothing where they are one part."""
+    for share, slots in _budgets(profile, policy, points):
+        found = predicted_range(profile, policy, slots)
+        if found is not None:
+            yield share, *found
+
+
+def _budgets(profile: ExpertProfile, policy: str, points: int) -> Iterator[tuple[float, dict[int, int]]]:
+    """(share of the experts that have slots, slots of each layer), experts all of one size."""
     experts = {one.layer: one.n_experts for one in profile.layers}
     same = dict.fromkeys(experts, 1)
     total = sum(experts.values())
@@ -201,6 +237,4 @@ def curve(profile: ExpertProfile, policy: str, points: int = 65) -> Iterator[tup
             slots = slots_by_frequency(profile.frequencies, same, budget)
         else:
             slots = slots_evenly(experts, same, budget)
-        hits = predicted_hits(profile, policy, slots)
-        assert hits is not None
-        yield budget / total, hits
+        yield budget / total, slots

@@ -63,7 +63,7 @@ from powerinfer.placement.plan_document import (
 from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
 
-GPU_ACCOUNTING = 7
+GPU_ACCOUNTING = 8
 """Incremented when bytes or times on a GPU are counted differently, so that earlier plans with one are not reused."""
 
 POLICIES = ("time", "ilp", "greedy", "random")

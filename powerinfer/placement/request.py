@@ -71,7 +71,7 @@ class Subject:
             requests=engine.max_batch,
             insist=emulated,
             frequencies=self.frequencies,
-            cached=engine.expert_policy != "static",
+            cached=engine.expert_policy not in ("static", "auto"),
         )
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import (
     AttentionConfig,
+    AttentionKind,
     DeltaNetConfig,
     ExpertsConfig,
     FfnConfig,
@@ -36,7 +37,7 @@ from powerinfer.formats.layout import check, is_matrix, shapes
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import FLOAT_TYPES
-from powerinfer.kernels import cpu, gpu
+from powerinfer.kernels import cpu, gpu, gpu_delta
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 from powerinfer.placement.power_law import FAMILIES, Law
 
@@ -148,13 +149,19 @@ class Model:
         token = sum(2 * one.n_kv_heads * gpu.kv_bytes(kv_type, one.head_dim) for one in heads)
         return batch * -(-context // cpu.PAGE) * cpu.PAGE * token
 
-    def state_bytes(self, requests: int) -> int:
-        """The states of sequences, if layers have any, for that many requests and their prefixes."""
-        return state_slots(requests, True) * state_bytes(self.config)
+    def state_bytes(self, requests: int, layers: slice = _EVERY) -> int:
+        """The states of sequences, if these layers have any, for that many requests and their prefixes."""
+        return state_slots(requests, True) * state_bytes(self.config, layers)
+
+    def gpu_state_bytes(self, requests: int, layers: slice = _EVERY) -> int:
+        """The same on a GPU."""
+        kinds = (layer.attention for layer in self.config.layers[layers])
+        each = sum(gpu_delta.state_bytes(kind) for kind in kinds if isinstance(kind, DeltaNetConfig))
+        return state_slots(requests, True) * each
 
     def layer_state(self, layer: int) -> int:
         """Bytes of a sequence's state in a layer, 0 where it has none."""
-        return state_bytes(self.config) // len(self.config.states) if layer in self.config.states else 0
+        return state_bytes(self.config, slice(layer, layer + 1))
 
     @property
     def rotation_bytes(self) -> int:
@@ -177,9 +184,9 @@ class Model:
         every: list[dict[str, int]] = [{} for _ in self.config.layers]
         for name, shape in shapes(self.config):
             _, _, inner = name.partition(".")
-            if inner and len(shape) == 1:
-                layer, _, own = inner.partition(".")
-                every[int(layer)][own] = shape[0]
+            layer, _, own = inner.partition(".")
+            if inner and (len(shape) == 1 or name.endswith("delta_conv")):
+                every[int(layer)][own] = prod(shape)
         return every
 
     @cached_property
@@ -221,7 +228,7 @@ class Model:
         """
         config = self.config
         every = [layer.attention for layer in config.layers]
-        heads = max((7 * one.n_heads + 4 * one.n_kv_heads) * one.head_dim // 2 for one in every)
+        heads = max(map(_gpu_row, every))
         ffns = [(1 + layer.ffn.gated, layer.ffn.width) for layer in config.layers]
         experts = (layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig))
         pairs = max((one.router.top_k * (2 * config.d_model + one.size) for one in experts), default=0)
@@ -362,6 +369,8 @@ def _model(
     def matrix(tensor: str, packed_rows: int | None = None) -> Matrix:
         *outer, cols = known[tensor]
         type_name = "F32" if tensor.endswith(".router") else type_of(tensor)  # it decides, so it is computed exactly
+        if len(outer) == 2:  # one below the other, each in whole panels
+            packed_rows = outer[0] * cpu.round_up(outer[1], cpu.LANES)
         return _matrix(prod(outer), cols, type_name, packed_rows)
 
     def attention(layer: int) -> tuple[Matrix, ...]:
@@ -402,6 +411,16 @@ def _model(
 def _matrix(rows: int, cols: int, type_name: str, packed_rows: int | None = None) -> Matrix:
     panels = cpu.matrix_bytes(type_name, packed_rows or rows, cols)
     return Matrix(type_name, panels, gpu.weight_bytes(type_name, rows, cols), gpu.gpu_type(type_name, cols))
+
+
+def _gpu_row(about: AttentionKind) -> int:
+    """Numbers of a token that a GPU holds at a time for attention, or what stands in its place."""
+    row = (7 * about.n_heads + 4 * about.n_kv_heads) * about.head_dim // 2
+    if isinstance(about, GatedAttentionConfig):
+        row += about.width
+    elif isinstance(about, DeltaNetConfig):  # the products, also of each matrix by itself
+        row = 2 * (about.channels + about.width + 2 * about.n_heads)
+    return row
 
 
 def _check_size(config: ModelConfig) -> None:

@@ -14,6 +14,11 @@ from powerinfer.progress import Progress, silent
 PIECE = 2048
 """Tokens counted at once."""
 
+PARTS = 8
+"""Of a corpus, at most: what is told apart."""
+PART = 1024
+"""Tokens of a part, at least, unless its corpus has fewer."""
+
 
 def count_experts(
     selected: Selected,
@@ -27,22 +32,23 @@ def count_experts(
     experts: of each layer; corpus_tokens: of each corpus, whose tokens follow one another in `selected`. Memory: what
     the profile takes, and a piece of the trace. progress: ("counting", tokens done, tokens).
     """
-    tokens = sum(corpus_tokens)
-    counts = {layer: np.zeros((len(corpora), n), np.int64) for layer, n in experts.items()}
+    tokens, divided = sum(corpus_tokens), tuple(map(_parts, corpus_tokens))
+    each = [n for own in divided for n in own]
+    counts = {layer: np.zeros((len(each), n), np.int64) for layer, n in experts.items()}
     pairs = {layer: np.zeros((n, n), np.int64) for layer, n in experts.items()}
     after = dict(zip(experts, list(experts)[1:], strict=False))  # the next layer of experts
     follows = {layer: np.zeros((experts[layer], experts[next_one]), np.int64) for layer, next_one in after.items()}
-    distances = Distances(experts, {layer: rows.shape[1] for layer, rows in selected.items()}, tokens)
+    distances = Distances(experts, {layer: rows.shape[1] for layer, rows in selected.items()}, each)
     done = 0
-    for corpus, part in _pieces(corpus_tokens):
-        piece = {layer: np.asarray(rows[part], np.int64) for layer, rows in selected.items()}
+    for part, where in _pieces(each):
+        piece = {layer: np.asarray(rows[where], np.int64) for layer, rows in selected.items()}
         for layer, rows in piece.items():
-            counts[layer][corpus] += np.bincount(rows.reshape(-1), minlength=experts[layer])
+            counts[layer][part] += np.bincount(rows.reshape(-1), minlength=experts[layer])
             _add_pairs(pairs[layer], rows, rows)
             if layer in after:
                 _add_pairs(follows[layer], rows, piece[after[layer]])
-        distances.count(piece)
-        done += part.stop - part.start
+        distances.count(piece, part)
+        done += where.stop - where.start
         progress("counting", done, tokens)
     for both in pairs.values():
         np.fill_diagonal(both, 0)
@@ -50,15 +56,21 @@ def count_experts(
         LayerUse(layer, rows.shape[1], counts[layer], pairs[layer], follows.get(layer), distances.found[layer])
         for layer, rows in selected.items()
     )
-    return ExpertProfile(tokens, tuple(corpora), tuple(corpus_tokens), layers)
+    return ExpertProfile(tuple(corpora), divided, layers)
 
 
-def _pieces(corpus_tokens: Iterable[int]) -> Iterator[tuple[int, slice]]:
-    """(corpus, tokens): pieces of one corpus."""
+def _parts(tokens: int) -> tuple[int, ...]:
+    """Tokens of the parts of a corpus, about equal ones."""
+    ends = np.linspace(0, tokens, 1 + max(1, min(PARTS, tokens // PART))).round().astype(np.int64)
+    return tuple(np.diff(ends).tolist())
+
+
+def _pieces(parts: Iterable[int]) -> Iterator[tuple[int, slice]]:
+    """(part, tokens): pieces of one part."""
     begin = 0
-    for corpus, tokens in enumerate(corpus_tokens):
+    for part, tokens in enumerate(parts):
         for at in range(begin, begin + tokens, PIECE):
-            yield corpus, slice(at, min(begin + tokens, at + PIECE))
+            yield part, slice(at, min(begin + tokens, at + PIECE))
         begin += tokens
 
 
@@ -71,21 +83,21 @@ def _add_pairs(to: Counts, first: NDArray[np.int64], second: NDArray[np.int64]) 
 class Distances:
     """Counts selections by their distance of reuse (`LayerUse.distances`), of layers that are alike together.
 
-    found: of each layer int64 [experts + 1].
+    found: of each layer int64 [parts, experts + 1]. parts: their tokens.
     """
 
-    def __init__(self, experts: Mapping[int, int], top_k: Mapping[int, int], tokens: int) -> None:
-        self.found: dict[int, Counts] = {layer: np.zeros(n + 1, np.int64) for layer, n in experts.items()}
+    def __init__(self, experts: Mapping[int, int], top_k: Mapping[int, int], parts: Sequence[int]) -> None:
+        self.found: dict[int, Counts] = {layer: np.zeros((len(parts), n + 1), np.int64) for layer, n in experts.items()}
         kinds: dict[tuple[int, int], list[int]] = {}
         for layer, n in experts.items():
             kinds.setdefault((n, top_k[layer]), []).append(layer)
         # When each expert was selected last, -1: never; no two at the same time.
-        dtype = np.int32 if tokens * max(top_k.values()) < 1 << 31 else np.int64
+        dtype = np.int32 if sum(parts) * max(top_k.values()) < 1 << 31 else np.int64
         self._last = [(layers, np.full((len(layers), n), -1, dtype)) for (n, _), layers in kinds.items()]
         self._tokens = 0
 
-    def count(self, piece: Mapping[int, NDArray[np.int64]]) -> None:
-        """The next tokens of every layer: [tokens, experts of a token]."""
+    def count(self, piece: Mapping[int, NDArray[np.int64]], part: int) -> None:
+        """The next tokens of every layer: [tokens, experts of a token]; they belong to that part."""
         tokens = len(next(iter(piece.values())))
         for layers, last in self._last:
             rows = np.stack([piece[layer] for layer in layers], axis=1)  # [tokens, layers, top_k]
@@ -99,5 +111,5 @@ class Distances:
                 found[token] = np.where(before < 0, n, np.bitwise_count(later).sum(axis=2, dtype=np.int64))
                 flat[own] = (self._tokens + token) * k + order
             for at, layer in enumerate(layers):
-                self.found[layer] += np.bincount(found[:, at].reshape(-1), minlength=n + 1)
+                self.found[layer][part] += np.bincount(found[:, at].reshape(-1), minlength=n + 1)
         self._tokens += tokens

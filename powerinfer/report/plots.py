@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from powerinfer.errors import RequestError, install_extra
 from powerinfer.experts import ExpertProfile
 from powerinfer.neurons import Profile
-from powerinfer.placement.expert_slots import Comparison, curve
+from powerinfer.placement.expert_slots import Comparison, band, curve
 from powerinfer.placement.plan_document import LayerPlan
 
 MASS = 0.8
@@ -288,11 +288,16 @@ POLICY_LOOKS = {
 
 
 def draw_slots(figure: Figure, profile: ExpertProfile, replayed: Comparison | None) -> None:
-    """Hits over slots: what a profile predicts of `static` and `lru` as lines, what a trace measured as marks."""
+    """Hits over slots: what a profile predicts of `static` and `lru` as lines, parts of its texts as bands around them,
+    what a trace measured as marks."""
     axes = figure.add_subplot()
     for policy in ("static", "lru"):
         shares, hits = zip(*curve(profile, policy), strict=True)
         label = f"{policy}, predicted"
+        parts = list(band(profile, policy))
+        if parts:
+            at, low, high = 100 * np.array(parts).T
+            axes.fill_between(at, low, high, color=POLICY_LOOKS[policy][0], alpha=0.18, linewidth=0)
         axes.plot(
             100 * np.array(shares), 100 * np.array(hits), color=POLICY_LOOKS[policy][0], linewidth=1.6, label=label
         )

@@ -165,11 +165,13 @@ def _policies(replayed: Comparison) -> Table:
             rows.append(
                 [
                     f"{name}, {at.slots:g} slots",
-                    *(percent(at.share), gib(at.bytes), percent(one.predicted), percent(one.measured)),
-                    *(copied, nbytes),
+                    *(percent(at.share), gib(at.bytes), percent(one.predicted)),
+                    "–" if one.low is None else f"{percent(one.low)} to {percent(one.high)}",
+                    *(percent(one.measured), copied, nbytes),
                 ]
             )
-    head = ["policy", "of all experts", "memory", "predicted", "measured", "experts copied a token", "bytes a token"]
+    head = ["policy", "of all experts", "memory", "predicted", "over parts of the texts", "measured"]
+    head += ["experts copied a token", "bytes a token"]
     title = f"Hits of the policies, replayed over {replayed.tokens:,} tokens" if replayed.tokens else "Hits, predicted"
     return Table(head, rows, title)
 

@@ -48,7 +48,7 @@ class EngineOptions(TypedDict, total=False):
     vram: int | None
     ram: int | None
     adjust: bool
-    expert_policy: Literal["static", "lru", "lfu", "dynamic"]
+    expert_policy: Literal["static", "lru", "lfu", "dynamic", "auto"]
     isa: str | None
 
 

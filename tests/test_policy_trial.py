@@ -1,0 +1,262 @@
+"""`--expert-policy auto`: policies are tried by decoding under each, and the choice is kept. Torch's CPU is the GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_experts import model as tiny_model
+
+torch = pytest.importorskip("torch")
+
+from powerinfer import LLM, SamplingParams  # noqa: E402
+from powerinfer.cli.main import main  # noqa: E402
+from powerinfer.config import EngineConfig  # noqa: E402
+from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
+from powerinfer.hybrid import policy_trial  # noqa: E402
+from powerinfer.hybrid.policy_trial import INTERRUPTED, ROUNDS, WARM_UP, choose  # noqa: E402
+from powerinfer.hybrid.resolve import needs, resolve  # noqa: E402
+from powerinfer.kernels import gpu_experts  # noqa: E402
+from powerinfer.placement.experts import EXPERT_POLICIES, Dynamic, Lfu, Lru, Static  # noqa: E402
+from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
+
+BASE = EngineConfig(threads=1, context=64, prefill_chunk=32, gpu="cpu")
+CLASSES: dict[str, Any] = {"static": Static, "lru": Lru, "lfu": Lfu, "dynamic": Dynamic}
+
+
+def test_what_is_clearly_faster_is_chosen() -> None:
+    base = [1.0, 1.1, 0.9, 1.0, 1.0, 1.0]
+    assert choose({"static": base}) == "static"
+    assert choose({"static": base, "lru": [0.8] * 6, "lfu": [0.7] * 6, "dynamic": [0.9] * 6}) == "lfu"
+    assert choose({"static": base, "lru": [0.98 * one for one in base]}) == "static", "within the noise"
+    once, twice = [0.5, 0.5, 0.5, 0.5, 0.5, 2.0], [0.5, 0.5, 0.5, 0.5, 2.0, 2.0]
+    assert choose({"static": base, "lru": once}) == "lru"
+    assert choose({"static": base, "lru": twice}) == "static", "not faster often enough"
+    assert choose({"static": [1.0], "lru": [0.5]}) == "static", "one round is none"
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> EngineConfig:
+    """Options with which five of eight experts are on the GPU."""
+    path = tiny_model(tmp_path)
+    each = checkpoint_model(open_checkpoint(path)).expert_bytes(0)[0]
+    return replace(BASE, vram=needs(resolve(open_checkpoint(path), BASE)).vram - 3 * each)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Mapping[str, float]], None]]:
+    """Sets the seconds that a step takes under each policy, in one layer; nothing else takes time."""
+    now = [0.0]
+    monkeypatch.setattr(policy_trial, "_finished", lambda device: now[0])
+
+    def slowed(seconds: Mapping[str, float]) -> None:
+        for name, kind in CLASSES.items():
+            before = kind.observe
+
+            def observe(
+                policy: Any, *given: Any, own: float = seconds[name], before: Any = before
+            ) -> list[tuple[int, int]]:
+                now[0] += own
+                found: list[tuple[int, int]] = before(policy, *given)
+                return found
+
+            monkeypatch.setattr(kind, "observe", observe)
+
+    yield slowed
+
+
+def load(folder: Path, engine: EngineConfig, policy: str = "auto", **more: Any) -> tuple[list[int], LLM]:
+    llm = LLM(
+        folder / "m.gguf",
+        threads=1,
+        context=64,
+        prefill_chunk=32,
+        gpu="cpu",
+        vram=engine.vram,
+        expert_policy=policy,
+        **more,
+    )
+    found = llm.generate("ab", SamplingParams(max_tokens=20, temperature=1.0, seed=5, ignore_eos=True))
+    return found.token_ids, llm
+
+
+def test_the_fastest_is_kept(room: EngineConfig, tmp_path: Path, slow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow({"static": 4, "lru": 3, "lfu": 2, "dynamic": 5})
+    first, llm = load(tmp_path, room)
+    assert llm.choices["experts"].startswith("lfu (a step takes 8e+03 ms with static, 6e+03 ms with lru, 4e+03 ms with")
+    assert "kept in" in llm.choices["experts"] and llm.sparsity["policy"] == "lfu"
+    llm.close()
+    (kept,) = json.loads((tmp_path / "m.gguf.powerinfer/expert-policy.json").read_text())["expert-policies"]
+    assert kept["policy"] == "lfu" and kept["seconds"] == {"static": 8, "lru": 6, "lfu": 4, "dynamic": 10}
+    slow({"static": 1, "lru": 3, "lfu": 9, "dynamic": 5})
+    with monkeypatch.context() as patch:
+        patch.setattr(policy_trial, "measured", lambda *given: pytest.fail("it is chosen already"))
+        again, llm = load(tmp_path, room)
+    assert again == first and "chosen earlier" in llm.choices["experts"] and llm.sparsity["policy"] == "lfu"
+    assert again == load_and_close(tmp_path, room, "lfu"), "as if it had been asked for"
+    llm.close()
+    anew, llm = load(tmp_path, room, retrial=True)
+    assert llm.choices["experts"].startswith("static (") and anew == load_and_close(tmp_path, room, "static")
+    llm.close()
+
+
+def load_and_close(folder: Path, engine: EngineConfig, policy: str) -> list[int]:
+    found, llm = load(folder, engine, policy)
+    llm.close()
+    return found
+
+
+def test_static_is_loaded_as_ever(room: EngineConfig, tmp_path: Path, slow: Any) -> None:
+    """Within the noise; then only the cold experts are in RAM, and the plan is that of `static`."""
+    slow({"static": 1.0, "lru": 0.98, "lfu": 1.0, "dynamic": 1.0})
+    checkpoint = open_checkpoint(tmp_path / "m.gguf")
+    auto = replace(room, expert_policy="auto")
+    before = resolve(checkpoint, auto)
+    assert before.policy is None and before.experts is not None
+    assert needs(before).ram == needs(resolve(checkpoint, replace(room, expert_policy="lru"))).ram
+    first, llm = load(tmp_path, room)
+    plain = load_and_close(tmp_path, room, "static")
+    assert first == plain and llm.sparsity["policy"] == "static" and llm.sparsity["copied"] == 0
+    cold = sum(ffn.cold_bytes for ffn in llm._sparsity.ffns)  # type: ignore[attr-defined]
+    llm.close()
+    _, llm = load(tmp_path, room, "lru")
+    assert cold < sum(ffn.cold_bytes for ffn in llm._sparsity.ffns)  # type: ignore[attr-defined]
+    llm.close()
+    after, wanted = resolve(checkpoint, auto), resolve(checkpoint, room)
+    assert after.policy == "static" and needs(after) == needs(wanted) and wanted.experts is not None
+    assert after.experts is not None
+    assert [own.tolist() for own in after.experts] == [own.tolist() for own in wanted.experts]
+
+
+def test_every_policy_decodes_the_same_steps(
+    room: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By turns, and each finds the experts on the GPU that it left there."""
+    seen: list[tuple[str, int, int, list[list[int]]]] = []
+    before, ffns, policies = policy_trial._decode, [], []
+    of_ffns, of_policies = policy_trial.measured, {}
+
+    def measured(executor: Any, every: Any, make: Any, *rest: Any) -> Any:
+        ffns.extend(every)
+
+        def made(name: str) -> Any:
+            of_policies[name] = make(name)
+            policies.append(name)
+            return of_policies[name]
+
+        return of_ffns(executor, every, made, *rest)
+
+    def decode(executor: Any, token: Any, at: int) -> None:
+        name = ffns[0]._copier.policy.name
+        own = [sorted(of_policies[name].resident(ffn.layer).tolist()) for ffn in ffns]
+        before(executor, token, at)
+        assert own == [sorted(ffn.hot.tolist()) for ffn in ffns], "what the policy wants is there once the step runs"
+        seen.append((name, int(token), at, own))
+
+    monkeypatch.setattr(policy_trial, "measured", measured)
+    monkeypatch.setattr(policy_trial, "_decode", decode)
+    _, llm = load(tmp_path, room)
+    llm.close()
+    assert sorted(policies) == sorted(EXPERT_POLICIES)
+    steps = {name: [(token, at) for own, token, at, _ in seen if own == name] for name in EXPERT_POLICIES}
+    assert len(steps["static"]) == 64 and all(own == steps["static"] for own in steps.values())
+    assert [at for _, at in steps["lru"]] == list(range(64))
+    turns = [seen[at][0] for at in range(0, len(seen), 64 // ROUNDS)]
+    assert turns[:5] == ["static", "lru", "lfu", "dynamic", "lru"] and WARM_UP < ROUNDS
+    assert len({str(own) for name, _, _, own in seen if name == "static"}) == 1
+    assert len({str(own) for name, _, _, own in seen if name == "lru"}) > 1
+
+
+@pytest.mark.parametrize("how", ["interrupted", "failing"])
+def test_a_trial_that_does_not_end_leaves_static(
+    how: str, room: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        if how == "failing":
+
+            def full(*given: Any) -> None:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+            patch.setattr(gpu_experts, "replace", full)
+            first, llm = load(tmp_path, room)
+            assert llm.choices["experts"].startswith("static (the trial failed: the GPU ran out of memory")
+            assert first == load_and_close(tmp_path, room, "static")
+            llm.close()
+        else:
+            steps: list[int] = []
+
+            def stopped(*given: Any) -> None:
+                steps.append(1)
+                if len(steps) > 20:
+                    raise KeyboardInterrupt
+
+            patch.setattr(policy_trial, "_decode", stopped)
+            with pytest.raises(KeyboardInterrupt):
+                load(tmp_path, room)
+    again, llm = load(tmp_path, room)
+    wanted = INTERRUPTED if how == "interrupted" else "the trial failed"
+    assert llm.choices["experts"].startswith(f"static ({wanted}") and "chosen earlier" in llm.choices["experts"]
+    assert again == load_and_close(tmp_path, room, "static")
+    llm.close()
+
+
+def test_when_nothing_is_tried(room: EngineConfig, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    reasons = {
+        "all experts are on the GPU": replace(BASE, expert_policy="auto"),
+        "--no-trial: nothing was measured": replace(room, expert_policy="auto", trial=False),
+        "--adjust moves experts between requests": replace(room, expert_policy="auto", adjust=True),
+        "others need all experts in RAM too": replace(
+            room, expert_policy="auto", ram=needs(resolve(open_checkpoint(path), room)).ram
+        ),
+    }
+    for why, engine in reasons.items():
+        found = resolve(open_checkpoint(path), engine)
+        assert found.policy == "static" and why in found.why_policy, why
+    alone = resolve(open_checkpoint(path), replace(BASE, gpu="none", expert_policy="auto"))
+    assert alone.experts is None and alone.policy == "static"
+    other = resolve(open_checkpoint(path), replace(room, expert_policy="auto", context=32))
+    assert other.policy is None, "tried"
+
+
+def test_the_commands_say_what_was_chosen(
+    room: EngineConfig, tmp_path: Path, slow: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow({"static": 4, "lru": 3, "lfu": 3.5, "dynamic": 5})
+    flags = ["-m", f"{tmp_path}/m.gguf", "--gpu", "cpu", "--vram", f"{room.vram}B", "--context", "64"]
+    flags += ["--prefill-chunk", "32", "--threads", "1", "--expert-policy", "auto"]
+    assert main(["run", "--raw", "ab", "-n", "4", "-v", *flags, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert "experts           lru (a step takes" in err
+    assert json.loads(out.splitlines()[-1])["sparsity"]["policy"] == "lru"
+    assert main(["bench", "--prompt-tokens", "4", "--gen-tokens", "4", "--repeat", "1", *flags, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert document["choices"]["experts"].startswith("lru (a step takes") and document["sparsity"]["policy"] == "lru"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda kept: kept.update(policy="best"),
+        lambda kept: kept.update(seconds={"static": -1}),
+        lambda kept: kept.update(seconds=[]),
+        lambda kept: kept.pop("why"),
+        lambda kept: kept["key"].update(experts="others"),
+        lambda kept: kept["key"].update(model="another"),
+    ],
+)
+def test_a_choice_that_does_not_fit_is_no_choice(change: Any, room: EngineConfig, tmp_path: Path, slow: Any) -> None:
+    slow({"static": 2, "lru": 1, "lfu": 2, "dynamic": 2})
+    _, llm = load(tmp_path, room)
+    llm.close()
+    path = tmp_path / "m.gguf.powerinfer/expert-policy.json"
+    auto = replace(room, expert_policy="auto")
+    assert resolve(open_checkpoint(tmp_path / "m.gguf"), auto).policy == "lru"
+    document = json.loads(path.read_text())
+    change(document["expert-policies"][0])
+    path.write_text(json.dumps(document))
+    assert resolve(open_checkpoint(tmp_path / "m.gguf"), auto).policy is None
