@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -23,7 +24,7 @@ from powerinfer.config import (
     RouterConfig,
 )
 from powerinfer.devices.batch import Batch
-from powerinfer.devices.cpu_experts import ExpertFfn, bundle
+from powerinfer.devices.cpu_experts import ByNeuron, ExpertFfn, bundle, rebundle
 from powerinfer.devices.cpu_ffn import CpuFfn, PartMaker, Weights, pack
 from powerinfer.devices.states import Slots, StateMemory, state_bytes, state_slots
 from powerinfer.errors import ModelError, RequestError
@@ -107,21 +108,23 @@ class ExpertSum:
         pool: _native.Pool,
         program: _native.Program,
         about: ExpertsConfig,
+        of_all: _native.ExpertMatrices,
         matrices: Sequence[_native.Matrix],
         n: int,
-        biases: Sequence[Float32 | None],
+        by_neuron: ByNeuron | None = None,
     ) -> None:
-        """matrices: of n experts, in the order of the layer's `matrices`; biases: of these, float32 [n, out]."""
-        *gate, up, down = matrices
-        spec = _native.NeuronSpec(about.activation, about.threshold)
-        own = _biases(about, biases)
-        of_all = _native.ExpertMatrices(n, about.size, spec, gate[0] if gate else None, up, down, **own)
-        self.nbytes = sum(one.nbytes for one in matrices)
+        """of_all: n experts, with these matrices; by_neuron: up and down, where they are no matrices."""
+        self.nbytes = sum(one.nbytes for one in matrices) + (0 if by_neuron is None else by_neuron.groups.nbytes)
+        self.by_neuron = by_neuron
         self._pool = pool
         self._program = program
         self._matrices = matrices
         self._n = n
         self._native = program.expert_sum(of_all, about.router.top_k)
+
+    def set_whole(self, on: bool) -> None:
+        """Whether every neuron of the experts is computed, where those could be left out that do not fire."""
+        self._native.set_whole(on)
 
     def sum(self, x: Float32, selected: NDArray[np.int32], weights: Float32, out: Float32) -> bool:
         """out = the weighted sum of each token's experts; x and out float32 [T, d_model].
@@ -146,7 +149,10 @@ class ExpertSum:
 
     def replace(self, place: int, matrices: Sequence[RawTensor]) -> None:
         """Put another expert in a place; not while a step runs. matrices: [out, in], as they were packed."""
-        for packed, tensor in zip(self._matrices, matrices, strict=True):
+        if (made := self.by_neuron) is not None:
+            up, down = matrices[1:]
+            rebundle(made.layout, made.groups, self._n, place, up, down, self._pool.threads)
+        for packed, tensor in zip(self._matrices, matrices, strict=made is None):
             first = place * (packed.rows // self._n)
             _native.repack(self._pool, packed, first, tensor.shape[0], tensor.gathered().data)
 
@@ -474,9 +480,19 @@ class CpuExecutor:
         """Some experts of a layer, which the caller selects; no operator. experts, biases: as of `experts`."""
         about = self.config.layers[layer].ffn
         assert isinstance(about, ExpertsConfig)
-        stacks = [(tensor.shape[0], self._stack(tensor, about.router.top_k)) for tensor in experts]
-        matrices = [matrix for _, matrix in stacks]
-        return ExpertSum(self._pool, self._program, about, matrices, stacks[0][0], biases)
+        each = iter(experts)
+        first = next(each)
+        n, top, spec = first.shape[0], about.router.top_k, _native.NeuronSpec(about.activation, about.threshold)
+        if self.in_experts and about.why_whole is None:
+            some = replace(about, n_experts=n)
+            of_some, gate, by_neuron = self._by_neuron(some, spec, chain([first], each))
+            assert gate is not None, "there is no predictor"
+            return ExpertSum(self._pool, self._program, about, of_some, [gate], n, by_neuron)
+        matrices = [self._stack(tensor, top) for tensor in chain([first], each)]
+        *gates, up, down = matrices
+        own = _biases(about, biases)
+        of_some = _native.ExpertMatrices(n, about.size, spec, gates[0] if gates else None, up, down, **own)
+        return ExpertSum(self._pool, self._program, about, of_some, matrices, n)
 
     def _bundled(
         self,
@@ -488,6 +504,26 @@ class CpuExecutor:
         """Experts as bundles, gates as matrices unless there is a predictor; and what makes the layer's FFN of its
         operator."""
         n, top, size = about.n_experts, about.router.top_k, about.size
+        of_all, gate, made = self._by_neuron(about, spec, experts, weights)
+        own, of_gates = made.predictor, 0 if gate is None else gate.nbytes
+        return of_all, partial(
+            ExpertFfn,
+            sum=made.sum,
+            layout=made.layout,
+            gate_row=made.layout.gate_bytes if gate is None else of_gates / (n * size),
+            predictor=(0, 0.0) if own is None else (own.inner_nbytes, own.outer_nbytes / (n * size)),
+            neurons=top * size,
+            nbytes=(of_gates + made.groups.nbytes) * top // n,
+        )
+
+    def _by_neuron(
+        self,
+        about: ExpertsConfig,
+        spec: _native.NeuronSpec,
+        experts: Iterable[RawTensor],
+        weights: Weights | None = None,
+    ) -> tuple[_native.ExpertMatrices, _native.Matrix | None, ByNeuron]:
+        n, top, size = about.n_experts, min(about.router.top_k, about.n_experts), about.size
         each, predictor = iter(experts), self.parts.predictor(weights)
         gate = None if predictor else self._stack(next(each), top)
         of_rows = next(each) if predictor else None
@@ -497,27 +533,10 @@ class CpuExecutor:
         native = _native.Bundles(rows, n * size, self.d_model, layout.gate_type, *ends, spec)
         neurons = _native.NeuronSum(self._workspace, native)
         self.bytes_per_token += rows.nbytes * top // n
-        made = partial(
-            ExpertFfn,
-            sum=neurons,
-            layout=layout,
-            gate_row=layout.gate_bytes if gate is None else gate.nbytes / (n * size),
-            predictor=(0, 0.0) if predictor is None else (predictor.inner_nbytes, predictor.outer_nbytes / (n * size)),
-            neurons=top * size,
-            nbytes=(rows.nbytes + (0 if gate is None else gate.nbytes)) * top // n,
-        )
         of_all = _native.ExpertMatrices(
-            n,
-            size,
-            spec,
-            gate,
-            None,
-            None,
-            bundled=neurons,
-            predictor=predictor,
-            recall_every=self._recall_every,
+            n, size, spec, gate, None, None, bundled=neurons, predictor=predictor, recall_every=self._recall_every
         )
-        return of_all, made
+        return of_all, gate, ByNeuron(neurons, layout, rows, predictor)
 
     def _stack(self, tensor: RawTensor, read: int | None = None) -> _native.Matrix:
         """Matrices [n, out, in] one below the other, each in whole panels; `read` of them, None: all, are read for a

@@ -29,10 +29,11 @@ from powerinfer.config import (
     RouterConfig,
     uniform,
 )
+from powerinfer.devices.cpu_experts import expert_layout
 from powerinfer.devices.recording import RECORDED_BYTES
 from powerinfer.devices.states import state_bytes, state_slots
 from powerinfer.errors import RequestError
-from powerinfer.formats.bundle_file import ACROSS, ROW_TYPES, bundle_layouts
+from powerinfer.formats.bundle_file import ACROSS, ROW_TYPES, bundle_layouts, n_groups
 from powerinfer.formats.layout import check, is_matrix, shapes
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.quant import block_type
@@ -132,6 +133,23 @@ class Model:
         if isinstance(about, ExpertsConfig) and about.bias:
             biases = 4 * ((len(about.matrices) - 1) * about.size + self.config.d_model)
         return sum(one.stored for one in own) // n + biases, sum(one.panels for one in own) // n + biases
+
+    def by_neuron(self, gated: bool = False) -> Model:
+        """The same with the neurons inside experts told apart in RAM: up and down as bundles, where they can be, gated:
+        gates, too."""
+
+        def bundled(layer: int, matrices: tuple[Matrix, ...]) -> tuple[Matrix, ...]:
+            about = self.config.layers[layer].ffn
+            if not isinstance(about, ExpertsConfig) or about.why_whole is not None:
+                return matrices
+            *others, up, down = matrices
+            layout = expert_layout(self.config.d_model, up.type, down.type, gated)
+            groups = about.n_experts * n_groups(about.size)
+            others = [replace(one, panels=0) for one in others] if gated else others
+            return *others, replace(up, panels=groups * layout.group_bytes), replace(down, panels=0)
+
+        pairs = [list(map(bundled, range(self.config.n_layers), every)) for every in (self.ffn, self.experts)]
+        return replace(self, ffn=tuple(pairs[0]), experts=tuple(pairs[1]))
 
     @cached_property
     def weight_type(self) -> str:
