@@ -186,7 +186,10 @@ class Cache:
 
 class States:
     def __init__(self, layers: Sequence[tuple[int, int, int, int, int]], slots: int) -> None:
-        """layers: (taps of the convolution, key heads, their dimensions, value heads, their dimensions) of each on the CPU."""
+        """
+        layers: (taps of the convolution, key heads, their dimensions, value heads, their dimensions) of each
+        on the CPU.
+        """
 
     @property
     def slots(self) -> int: ...

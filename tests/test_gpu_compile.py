@@ -27,7 +27,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
     from triton.runtime.jit import JITFunction
 
     from powerinfer.config import DeltaNetConfig, RouterConfig
-    from powerinfer.kernels import cpu, gpu, gpu_delta, gpu_experts, triton_kernels
+    from powerinfer.kernels import cpu, gpu, gpu_delta, gpu_experts, gpu_latent, triton_kernels
     from powerinfer.neurons import BundleLayout
 
     class Device:
@@ -117,6 +117,17 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         gpu.rotate_and_store(q, k, k, *turns, cache, cache, numbers.long())
         for sinks in (None, torch.empty(q.shape[1])):
             gpu.attention(q, cache, cache, torch.empty(4, 64, dtype=torch.int32), numbers, numbers, None, 0.1, sinks)
+    heads, latents, n, plain = 16, 512, 64, 128  # DeepSeek-V2-Lite's
+    for tokens, kv_type in ((1, "f16"), (4, "f16"), (64, "f16"), (4, "f32"), (4, "q8_0")):
+        q, kv = torch.empty(tokens, heads, plain + n), torch.empty(tokens, latents + n)
+        cache = gpu.new_cache(kv_type, 64, 1, latents + n, "cpu")
+        numbers = torch.empty(tokens, dtype=torch.int32)
+        turns = (numbers, torch.empty(n // 2), 1.0)
+        gpu_latent.place(q[..., plain:], kv, kv[0, :latents], 1e-6, *turns, cache, numbers.long())
+        step = torch.empty(4, 64, dtype=torch.int32), numbers, numbers
+        gpu_latent.attention(torch.empty(heads, tokens, latents), q[..., plain:], cache, *step, 0.1)
+        for kind in gpu.GPU_TYPES if tokens < gpu.FEW and kv_type == "f16" else ():
+            gpu_latent.per_head(weight(kind, heads * latents, plain), q[..., :plain].transpose(0, 1))
     return list(made.values())
 
 
@@ -131,7 +142,7 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr[-3000:]
     made = json.loads(run.stdout)
-    assert len({kernel["name"] for kernel in made}) == 27 and all(kernel["ptx"] for kernel in made)
+    assert len({kernel["name"] for kernel in made}) == 31 and all(kernel["ptx"] for kernel in made)
     most = max(made, key=lambda kernel: kernel["shared"])
     assert most["shared"] <= SHARED[capability] << 10, most
 

@@ -39,7 +39,7 @@ from powerinfer.formats.quant import block_type, quantize
 from powerinfer.placement.shapes import SHAPES
 
 SEED = 20241216
-TYPES = {name: gguf.GGMLQuantizationType[name.upper()] for name in ("q4_0", "q8_0", "mxfp4")}
+TYPES = {name: gguf.GGMLQuantizationType[name.upper()] for name in ("q4_0", "q8_0", "mxfp4", "f16")}
 PIECE = 1 << 24  # weights made at a time
 
 

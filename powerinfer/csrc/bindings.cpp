@@ -622,8 +622,8 @@ void bind_states(nb::module_& m) {
             new (states) States(std::move(all), slots);
           },
           "layers"_a, "slots"_a,
-          "layers: (taps of the convolution, key heads, their dimensions, value heads, their dimensions) of each on "
-          "the CPU.")
+          "layers: (taps of the convolution, key heads, their dimensions, value heads, their dimensions) of each\n"
+          "on the CPU.")
       .def_ro("slots", &States::slots)
       .def_prop_ro("slot_bytes", &States::slot_bytes);
 }
