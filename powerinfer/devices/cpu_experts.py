@@ -76,8 +76,8 @@ def bundle(
 def rebundle(
     layout: BundleLayout, groups: Bytes, experts: int, place: int, up: RawTensor, down: RawTensor, threads: int
 ) -> None:
-    """Put another expert in a place of those that `bundle` has made, without gates. up, down: [out, in], of the types of
-    all."""
+    """Put another expert in a place of those that `bundle` has made, without gates. up, down: [out, in] of the types
+    of all."""
     each = len(groups) // experts
     own = groups[place * each : (place + 1) * each]
     _put(layout, own, None, up.data, down.data.reshape(1, layout.d_model, -1), threads)
