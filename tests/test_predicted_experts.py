@@ -18,7 +18,7 @@ from powerinfer.config import EngineConfig
 from powerinfer.devices import Batch
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.checkpoint import open_checkpoint
-from powerinfer.formats.predictor_file import open_predictor, write_predictor
+from powerinfer.formats.predictor_file import PREDICTOR_TYPES, open_predictor, write_predictor
 from powerinfer.formats.prepared import PREDICTOR, PreparedFile
 from powerinfer.models import load
 from powerinfer.neurons import Predictor
@@ -142,6 +142,19 @@ def test_what_is_counted(tokens: int, tmp_path: Path) -> None:
         assert rows < some <= rows + candidates.sum() * (layout.gate_bytes + layout.down_bytes)
     ffn.op.clear()
     assert set(ffn.counts().values()) == {0}
+    executor.close()
+
+
+@pytest.mark.parametrize("kind", PREDICTOR_TYPES)
+def test_candidates_of_every_type(kind: str, tmp_path: Path) -> None:
+    path = give_predictors(model(tmp_path), kind=kind)
+    executor = opened(path)
+    for tokens in (1, 12):
+        executor.expert_ffns[1].op.clear()
+        x, _ = added(executor, 1, tokens)
+        _, candidates, _ = Reference(path, 1, "relu").sum(x)
+        near = {"F32": 0, "F16": 0, "BF16": 0.03, "Q8_0": 0.03}[kind] * candidates.size
+        assert abs(executor.expert_ffns[1].counts()["candidates"] - candidates.sum()) <= near, "activations are rounded"
     executor.close()
 
 
