@@ -283,6 +283,7 @@ def test_not_beside_a_gpu(tmp_path: Path) -> None:
         ({"neurons": [EXPERTS * FF]}, "states a neurons of"),
         ({"layers": [{"rank": RANK, "threshold": 0.0, "floor": 1}] * LAYERS}, "a floor of 1 in layer 0"),
         ({"layers": [{"rank": 2 * RANK, "threshold": 0.0, "floor": 0}] * LAYERS}, "does not hold"),
+        ({"layers": [{"rank": D + RANK, "threshold": 0.0, "floor": 0}] * LAYERS}, "a rank of 96 .* in layer 0"),
     ],
 )
 def test_files_that_do_not_suit(change: dict[str, Any], why: str, tmp_path: Path) -> None:

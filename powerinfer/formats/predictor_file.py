@@ -126,7 +126,8 @@ def open_predictor(checkpoint: Checkpoint, prepared: str | None = None) -> Predi
         raise place.bad(f"does not describe {config.n_layers} layers")
     layers = []
     for layer, one in enumerate(about.layers):
-        if one.rank % block or one.floor > (0 if config.experts else config.told_apart[layer]):
+        most = 0 if config.experts else config.told_apart[layer]
+        if one.rank % block or one.rank > config.d_model or one.floor > most:
             raise place.bad(f"has a rank of {one.rank} and a floor of {one.floor} in layer {layer}, which cannot be")
         predictor = Predictor(one.rank, one.threshold, one.floor)
         weights = []
