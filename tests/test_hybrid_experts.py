@@ -5,6 +5,7 @@ The GPU is torch's CPU device; truth and bound are those of test_architectures.p
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +23,7 @@ from model_files import LAYERS, D  # noqa: E402
 from test_gpu_kernels import TRITON  # noqa: E402
 from test_gpu_layers import Truth, case_named, engine_of, on_gpu, opened, stand_in_recorder, static_attention  # noqa: E402
 
+from powerinfer.cli.main import main  # noqa: E402
 from powerinfer.config import ExpertsConfig, ModelConfig  # noqa: E402
 from powerinfer.devices.link import link_bytes  # noqa: E402
 from powerinfer.devices.stage import Stage, expert_buffer  # noqa: E402
@@ -411,7 +413,7 @@ def test_neurons_inside_experts_with_the_kernels_of_a_gpu(tmp_path: Path) -> Non
         gpu.force_triton(False)
 
 
-def test_a_plan_counts_experts_by_neuron(tmp_path: Path) -> None:
+def test_a_plan_counts_experts_by_neuron(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = neurons_inside.model(tmp_path, "Q4_0")
     engine, checkpoint = engine_of(gpu="cpu", kv_type="f16", selector="exact"), open_checkpoint(path)
     each, by = checkpoint_model(checkpoint).expert_bytes(0), checkpoint_model(checkpoint).by_neuron().expert_bytes(0)
@@ -431,6 +433,14 @@ def test_a_plan_counts_experts_by_neuron(tmp_path: Path) -> None:
         assert held == planned["ffn"] + planned["experts"] + LAYERS * 4 * 4
     finally:
         executor.close()
+    flags = ["--gpu", "none", "--threads", "2", "--context", "64", "--json"]
+    held = []
+    for selector in ("all", "exact"):
+        assert main(["plan", "-m", str(path), "--selector", selector, *flags]) == 0
+        document = json.loads(capsys.readouterr().out.splitlines()[-1])
+        held.append(document["bytes"]["cpu"]["panels"])
+        assert any("as long as with every neuron" in one for one in document["assumed"]) == (selector == "exact")
+    assert held[1] - held[0] == LAYERS * 4 * (by[1] - each[1])
 
 
 POLICIES = ("lru", "lfu", "dynamic")
