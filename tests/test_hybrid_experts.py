@@ -32,6 +32,7 @@ from powerinfer.hybrid.experts import Copier, ExpertSparsity, ExpertSplit, Hybri
 from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
 from powerinfer.hybrid.resolve import Resolved, needs, resolve  # noqa: E402
 from powerinfer.kernels import gpu, gpu_experts, gpu_latent  # noqa: E402
+from powerinfer.models import load  # noqa: E402
 from powerinfer.neurons import Indices  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
 from powerinfer.placement.experts import Dynamic, Policy, make_policy  # noqa: E402
@@ -198,6 +199,24 @@ def test_recorded_launches_over_latents(name: str, tmp_path: Path, monkeypatch: 
             truth.check(both, text, "in a batch")
         truth.check(families.run_chunks(executor, truth.texts[1], [1] * TOTAL, pages[3]), 1)
         assert recorded and min(made) > 0
+
+
+@pytest.mark.parametrize(("kv_type", "nbytes"), [("f16", 160), ("q8_0", 86)])
+def test_a_narrow_cache_of_latents(kv_type: str, nbytes: int, tmp_path: Path) -> None:
+    """Keys are rounded as the CPU rounds them, but for values so near the middle between two codes that float32 decides
+    (as for other caches: test_gpu_layers.py); nbytes: of a key's 64 + 16 numbers."""
+    truth = Truth(case_named("kimi-k2"), "folder", tmp_path)
+    answers = []
+    cpu = load(open_checkpoint(truth.path), engine_of(kv_type=kv_type))
+    with split(truth.path, 0.5, kv_type=kv_type) as (executor, _):
+        for one in (cpu, executor):
+            pages = families.scattered_pages(one, 1)[0]
+            answers.append(families.run_chunks(one, truth.texts[0], [40, *[1] * (TOTAL - 40)], pages))
+        assert executor.gpu.memory()["kv"] == executor.gpu.layers * executor.n_pages * 32 * nbytes
+    cpu.close()
+    error = families.rms(answers[0] - truth.logits[0])
+    assert truth.allowed < families.rms(answers[1] - truth.logits[0]) <= 1.5 * error
+    assert families.rms(answers[1] - answers[0]) <= (12 * 0.01) ** 0.5 * error
 
 
 def test_swapped_experts_give_the_same_answer(tmp_path: Path) -> None:
