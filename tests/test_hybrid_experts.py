@@ -417,6 +417,19 @@ def test_neurons_inside_experts_that_move(tmp_path: Path) -> None:
         assert all(ffn.steps == 30 for ffn in ffns)
 
 
+@pytest.mark.skipif(not TRITON or torch.cuda.is_available(), reason="Triton's interpreter is not at hand")
+def test_neurons_inside_experts_with_the_kernels_of_a_gpu(tmp_path: Path) -> None:
+    path, chunks = neurons_inside.model(tmp_path, "Q4_0"), [33, 3, 1]
+    with by_neuron(path, 0.5) as (executor, _):
+        expected = logits_of(executor, chunks)
+    gpu.force_triton(True)
+    try:
+        with by_neuron(path, 0.5) as (executor, _):
+            assert neurons_inside.far(logits_of(executor, chunks), expected) <= 1e-3
+    finally:
+        gpu.force_triton(False)
+
+
 def test_a_plan_counts_experts_by_neuron(tmp_path: Path) -> None:
     path = neurons_inside.model(tmp_path, "Q4_0")
     engine, checkpoint = engine_of(gpu="cpu", kv_type="f16", selector="exact"), open_checkpoint(path)
@@ -428,7 +441,7 @@ def test_a_plan_counts_experts_by_neuron(tmp_path: Path) -> None:
     assert needs(resolved).ram == every.ram + 3 * by[1] + 2 * resolved.staging
     executor, sparsity = load_resolved(resolved, list)
     try:
-        assert isinstance(sparsity, ExpertSparsity) and "neurons inside" in executor.choices["selector"]
+        assert isinstance(sparsity, ExpertSparsity) and "exact (neurons inside" in executor.choices["selector"]
         assert sum(ffn.cold_bytes for ffn in sparsity.ffns) == 3 * by[1]
         held = executor.gpu.memory()["ffn"] + sum(ffn.memory()["ffn"] for ffn in sparsity.ffns)
         work, slots = budget.Workload("f16", families.CONTEXT, TOTAL, 4), [len(own) for own in resolved.experts]

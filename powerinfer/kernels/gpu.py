@@ -111,7 +111,7 @@ def upload_together(parts: Sequence[tuple[RawTensor, NDArray[np.int32] | None]],
     (first, _), *_ = parts
     kind, k = gpu_type(first.type, first.shape[1]), first.shape[1]
     counts = [tensor.shape[0] if row_map is None else len(row_map) for tensor, row_map in parts]
-    weight, at = _empty(kind, sum(counts), k, device), 0
+    weight, at = empty(kind, sum(counts), k, device), 0
     for (tensor, row_map), count in zip(parts, counts, strict=True):
         assert (gpu_type(tensor.type, k), tensor.shape[1]) == (kind, k)
         _fill(weight, at, tensor, row_map)
@@ -185,7 +185,8 @@ def _by_slabs(rows: int, k: int, work: Callable[[int, int], None], threads: int 
             pass
 
 
-def _empty(kind: str, rows: int, k: int, device: Any) -> Weight:
+def empty(kind: str, rows: int, k: int, device: Any) -> Weight:
+    """Room for a matrix [rows, k] of a type of `Weight`."""
     import torch
 
     def new(columns: int, dtype: Any) -> Tensor:
@@ -548,8 +549,8 @@ def empty_neurons(
     """Room for n neurons in `groups` groups, for `unpack`; the other arguments as in `Neurons`."""
     import torch
 
-    gate = _empty(layout.gate_type, n, layout.d_model, device) if layout.gated else None
-    up, down = (_empty(kind, n, layout.d_model, device) for kind in (layout.gate_type, layout.down_type))
+    gate = empty(layout.gate_type, n, layout.d_model, device) if layout.gated else None
+    up, down = (empty(kind, n, layout.d_model, device) for kind in (layout.gate_type, layout.down_type))
     shared = None
     if layout.shared_bytes:
         shared = torch.empty((groups, layout.d_model), dtype=torch.float16, device=device)
