@@ -282,7 +282,7 @@ def test_what_is_no_view_of_the_file_is_neither_streamed_nor_swapped(tmp_path: P
         pass
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "smallthinker-4b"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "smallthinker-4b", "qwen35-moe"])
 def test_the_crossing_of_experts_is_measured(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once: the second load finds it."""
     monkeypatch.setattr(budget, "EXPERT_STAGED", 1)  # half a layer is much of so small a model
@@ -328,6 +328,37 @@ def test_a_load_of_smallthinker_holds_what_is_planned(tmp_path: Path) -> None:
         ours = families.run_chunks(executor, truth.texts[0], [9] + [1] * 66, families.scattered_pages(executor, 1)[0])
         assert families.rms(ours - truth.logits[0]) < 0.05 * families.rms(truth.logits[0])  # the cache is of F16
         assert 0 < sparsity.report()["gpu_share"] < 1
+    finally:
+        executor.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen35-moe"])
+def test_a_load_with_states_holds_what_is_planned(name: str, tmp_path: Path) -> None:
+    """States in the slots of four requests and four prefixes, one for what is scored."""
+    truth = Truth(case_named(name), "gguf", tmp_path)
+    engine, checkpoint = engine_of(gpu="cpu", kv_type="f16"), open_checkpoint(truth.path)
+    model = checkpoint_model(checkpoint)
+    each = model.expert_bytes(0)[0]
+    resolved = resolve(checkpoint, replace(engine, vram=needs(resolve(checkpoint, engine)).vram - 5 * each))
+    assert resolved.experts is not None and resolved.gpu_layers == model.config.n_layers
+    slots = [len(own) for own in resolved.experts]
+    assert sum(slots) == sum(model.n_experts) - 5
+    executor, sparsity = load_resolved(resolved, list)
+    try:
+        assert isinstance(sparsity, ExpertSparsity) and executor.n_states == 9
+        held, of_experts = executor.gpu.memory(), sum(ffn.memory()["ffn"] for ffn in sparsity.ffns)
+        work = budget.Workload("f16", families.CONTEXT, TOTAL, 4)
+        planned = budget.on_gpu(model, measured(engine, gpu="cpu"), work, len(slots), True, True, slots)
+        states = model.gpu_state_bytes(4)
+        assert planned["kv"] == states + model.gpu_kv_bytes("f16", families.CONTEXT, 1) and states > 0
+        assert [held[part] for part in ("attention", "head", "kv")] == [
+            planned[part] for part in ("attention", "head", "kv")
+        ]
+        tables = 4 * sum(model.n_experts)  # where each of the experts is, int32
+        rest = planned["norms"] + planned["ffn"] + planned["experts"]
+        assert held["norms"] + held["ffn"] + of_experts == rest + tables
+        ours = families.run_chunks(executor, truth.texts[0], [40] + [1] * 35, families.scattered_pages(executor, 1)[0])
+        assert families.rms(ours - truth.logits[0]) < 0.05 * families.rms(truth.logits[0])  # the cache is of F16
     finally:
         executor.close()
 

@@ -434,8 +434,10 @@ def _gpu_row(about: AttentionKind) -> int:
     row = (7 * about.n_heads + 4 * about.n_kv_heads) * about.head_dim // 2
     if isinstance(about, GatedAttentionConfig):
         row += about.width
-    elif isinstance(about, DeltaNetConfig):  # the products, also of each matrix by itself
-        row = 2 * (about.channels + about.width + 2 * about.n_heads)
+    elif isinstance(about, DeltaNetConfig):  # the products, of each matrix by itself, too, or what kernels pass on
+        products = about.channels + about.width + 2 * about.n_heads
+        passed = about.n_heads * (about.key_dim + about.value_dim + gpu.DELTA_CHUNK + 1)
+        row = products + max(products, about.channels + about.width + passed)
     elif isinstance(about, LatentAttentionConfig):  # queries, those for latents, and what heads get; a copy of some
         row = about.n_heads * (about.query_dim + about.plain_dim + 2 * about.latents)
         row += 2 * ((about.q_latents or 0) + about.head_dim)
