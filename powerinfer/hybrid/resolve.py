@@ -87,15 +87,15 @@ def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = s
 def _with_policy(resolved: Resolved) -> Resolved:
     """With the policy over experts that was asked for or, for `auto`, chosen earlier. Others than `static` need all
     experts in RAM, as a GGUF file has them."""
-    from powerinfer.placement.budget import gib
-    from powerinfer.system import available_memory
-
     engine, checkpoint, experts = resolved.engine, resolved.checkpoint, resolved.experts
     if experts is None:
         return resolved
     if engine.expert_policy != "auto":
         asked = "the default" if engine.expert_policy == "static" else "asked for: --expert-policy"
         return replace(resolved, policy=engine.expert_policy, why_policy=asked)
+    from powerinfer.placement.budget import gib
+    from powerinfer.system import available_memory
+
     here, every = sum(map(len, experts)), sum(checkpoint.config.experts[at].n_experts for at in _split_layers(resolved))
     tried = replace(resolved, policy=None)
     needed, ram = needs(tried).ram, engine.ram or available_memory()
