@@ -134,7 +134,7 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "('auto', 'all', 'exact', 'predicted', 'threshold')",
         "('auto', 'cpu', 'cuda')",
         "('auto', 'q8_0', 'f16')",
-        "('static', 'lru', 'lfu', 'dynamic', 'auto')",  # policies over experts
+        "('static', 'lru', 'lfu', 'dynamic', 'auto')",  # over experts
     ],
     "devices/wanted.py": ["engine.gpu != 'auto'"],
     "formats/tools.py": ["('none', 'auto', 'required')"],  # whether tools are called
