@@ -116,8 +116,8 @@ def test_a_band_sorts_each_layer_once(monkeypatch: pytest.MonkeyPatch) -> None:
     points = list(band(profile, "static"))
     assert len(points) == 65 and len(sorts) == 3
     for share, low, high in [*points, *band(profile, "lru")]:
-        assert 0 <= low <= high <= 1 + 1e-9 and (share < 1 or high == pytest.approx(low))
-    assert points[0] == (0, 0, 0)
+        assert (low, high) == (0, 0) if share == 0 else 0 < low <= high <= 1 + 1e-9
+    assert points[-1] == pytest.approx((1, 1, 1))
 
 
 @pytest.mark.parametrize(("limit", "wanted"), [(3, [0, 4, 5]), (5, [0, 1, 4, 5, 6]), (99, list(range(9)))])
