@@ -267,10 +267,6 @@ class GatedAttentionConfig(AttentionConfig):
     """Attention whose result is multiplied with the sigmoid of another product with the input."""
 
     @property
-    def on_gpu(self) -> bool:
-        return False
-
-    @property
     def title(self) -> str:
         return f"{super().title} with a gate"
 
@@ -334,7 +330,7 @@ class DeltaNetConfig:
 
     @property
     def on_gpu(self) -> bool:
-        return False
+        return True
 
     @property
     def title(self) -> str:

@@ -376,9 +376,9 @@ def experts_gguf(experts: int = 4, top: int = 2, leave: str = "", router: int = 
 DELTA_KEYS, DELTA_VALUES, DELTA_DIM, TAPS = 2, 4, 16, 4  # key heads, value heads, their dimensions, of the convolution
 
 
-def delta_gguf(leave: str = "") -> Builder:
+def delta_gguf(leave: str = "", layers: int = 2) -> Builder:
     """A tiny model of Qwen3.5's kind, without the tensor `leave`: a layer of Gated DeltaNet, one of gated attention."""
-    builder = tiny_gguf("qwen35")
+    builder = tiny_gguf("qwen35").put("qwen35.block_count", U32, layers)
     builder.tensors = []
     keys, values = DELTA_KEYS * DELTA_DIM, DELTA_VALUES * DELTA_DIM
     for key, value in [
@@ -408,7 +408,7 @@ def delta_gguf(leave: str = "") -> Builder:
         },
     ]  # fmt: skip
     ffn = {"ffn_gate.weight": (FF, D), "ffn_up.weight": (FF, D), "ffn_down.weight": (D, FF)}
-    for layer, tensors in enumerate(own):
+    for layer, tensors in enumerate(own * (layers // 2)):
         norms = {"attn_norm.weight": (D,), "post_attention_norm.weight": (D,)}
         shapes |= {f"blk.{layer}.{name}": shape for name, shape in (norms | tensors | ffn).items()}
     rng = np.random.default_rng(5)

@@ -157,7 +157,8 @@ ON_CPU_ALONE = (
     "deepseek_v3",
     "glm4_moe_lite",
     "gpt_oss",
-    *WITH_STATES,
+    "qwen3_next",
+    "qwen3_5_moe_text",
 )
 """The kinds that no GPU runs, or only with experts on both devices (test_hybrid_experts.py)."""
 FOLDERS = ("folder", "folder-v4")

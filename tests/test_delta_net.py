@@ -12,7 +12,6 @@ from gguf_bytes import ARRAY, I32, U32, Array
 from model_files import VOCAB, delta_gguf
 
 from powerinfer import LLM, ModelError, RequestError, SamplingParams, _native
-from powerinfer.cli.main import main
 from powerinfer.config import EngineConfig
 from powerinfer.devices import Batch
 from powerinfer.devices.cpu import CpuExecutor
@@ -210,7 +209,7 @@ def test_a_layer_against_numpy(path: Path, isa: str) -> None:
     model.forward(step(text, 0, 0, 0))
     names = [name for name, _ in program.take_times()]
     assert names[:3] == ["embed", "delta_net", "project"] and not seen
-    model._slots = model._states.begin(step(text, 0, 0, 1))  # type: ignore[union-attr]
+    model.slots = model._states.begin(step(text, 0, 0, 1))  # type: ignore[union-attr]
     model._run(step(text, 0, 0, 1), 0, 3)
     ours = program.residual(len(text)).astype(np.float64)
     assert np.abs(ours - expected).max() < 1e-5 * np.abs(expected).max()
@@ -315,11 +314,6 @@ def test_recurrent_layers_must_be_truth_values(tmp_path: Path) -> None:
 def test_a_missing_tensor(tmp_path: Path, name: str) -> None:
     with pytest.raises(ModelError, match="missing"):
         open_checkpoint(delta_gguf(f"blk.0.{name}").write(tmp_path / "d.gguf"))
-
-
-def test_no_gpu_runs_them(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "-m", str(path), "-n", "2", "--gpu", "cpu", "--vram", "1GiB", "a"]) == 2
-    assert "run on the CPU alone so far" in capsys.readouterr().err
 
 
 def test_numbers_that_are_none_stay_in_their_sequence(path: Path) -> None:

@@ -22,7 +22,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import model_files  # noqa: E402
-from model_files import family_gguf, plain_folder, tiny_folder  # noqa: E402
+from model_files import delta_gguf, family_gguf, plain_folder, tiny_folder  # noqa: E402
 from sparse_models import give_bundles, give_predictor, give_profile, profile_for, tiny_llama  # noqa: E402
 
 from powerinfer.config import EngineConfig  # noqa: E402
@@ -183,7 +183,22 @@ def test_a_plans_bytes_are_what_is_held(tmp_path: Path, name: str, groups: int, 
 @pytest.mark.parametrize(("layers", "head"), [(1, False), (2, False), (2, True)])
 def test_dense_layers_are_as_large_as_was_counted(tmp_path: Path, kv_type: str, layers: int, head: bool) -> None:
     """Layers as a whole and the head, use by use."""
-    path = tiny_folder(tmp_path / "model", "qwen2", dtype="F16", biases="qkv")
+    check_dense_layers(
+        tiny_folder(tmp_path / "model", "qwen2", dtype="F16", biases="qkv"), tmp_path, kv_type, layers, head
+    )
+
+
+@pytest.mark.parametrize(("layers", "head"), [(1, False), (2, True)])
+def test_states_are_as_large_as_was_counted(tmp_path: Path, layers: int, head: bool) -> None:
+    """With keys and values, in the slots of all requests and of kept prefixes; the rest on the CPU."""
+    path = delta_gguf().write(tmp_path / "m.gguf")
+    check_dense_layers(path, tmp_path, "f16", layers, head)
+    model = checkpoint_model(open_checkpoint(path))
+    every, each = (model.state_bytes(REQUESTS, slice(at, None)) for at in (0, layers))
+    assert every > 0 and each == 0, "the first layer alone has states"
+
+
+def check_dense_layers(path: Path, tmp_path: Path, kv_type: str, layers: int, head: bool) -> None:
     model = checkpoint_model(open_checkpoint(path))
     planned = on_gpu(model, load("pc-low"), Workload(kv_type, CONTEXT, CHUNK, REQUESTS), layers, head, dense=True)
     checkpoint, engine, pages = open_checkpoint(path), EngineConfig(**OPTIONS, kv_type=kv_type), -(-CONTEXT // cpu.PAGE)

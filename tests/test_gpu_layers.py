@@ -86,6 +86,11 @@ class Truth:
         self.allowed = families.ROUNDING * families.rms(np.stack(errors))
         self.path = families.save(case, self.config, self.model, layout, folder)
 
+    @property
+    def all(self) -> dict[str, Any]:
+        """The whole model on the emulated GPU."""
+        return on_gpu(self.config.num_hidden_layers, head=True)
+
     def check(self, ours: np.ndarray, text: int = 0, what: str = "") -> None:
         assert ours.dtype == np.float32
         exact = self.logits[text][-len(ours) :]
@@ -119,13 +124,13 @@ def test_logits(case: families.Case, layout: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not kernels.TRITON or torch.cuda.is_available(), reason="Triton's interpreter is not at hand")
-@pytest.mark.parametrize("name", ["qwen3", "falcon-7b"])
+@pytest.mark.parametrize("name", ["qwen3", "falcon-7b", "qwen35"])
 def test_the_kernels_of_a_gpu(name: str, tmp_path: Path) -> None:
     """Prompts and single tokens with Triton's kernels, in its interpreter."""
     truth = Truth(case_named(name), "folder", tmp_path)
     gpu.force_triton(True)
     try:
-        with opened(truth.path, ALL) as executor:
+        with opened(truth.path, truth.all) as executor:
             pages = families.scattered_pages(executor, 1)[0]
             ours = families.run_chunks(executor, truth.texts[0][:37], [33, 3, 1], pages)
         assert families.rms(ours - truth.logits[0][:37]) <= truth.allowed
@@ -222,7 +227,7 @@ def static_attention(
     return torch.einsum("tghs,tsgd->tghd", weights, values).flatten(1, 2)
 
 
-@pytest.mark.parametrize("name", ["llama3", "opt-post-norm", "falcon-7b", "falcon-40b"])
+@pytest.mark.parametrize("name", ["llama3", "opt-post-norm", "falcon-7b", "falcon-40b", "qwen35-heads"])
 def test_replayed_steps_give_the_same_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of changing shapes, with neurons that are summed outside of what is recorded."""
     monkeypatch.setattr(gpu, "attention", static_attention)
@@ -230,17 +235,17 @@ def test_replayed_steps_give_the_same_bits(name: str, tmp_path: Path, monkeypatc
     runs = []
     for recorder in (None, stand_in_recorder(made)):
         split = halves(open_checkpoint(truth.path), shown)
-        with opened(truth.path, ALL, split=split) as executor:
+        with opened(truth.path, truth.all, split=split) as executor:
             executor.gpu.record(recorder)
             pages = families.scattered_pages(executor, 3)
             runs.append([families.run_chunks(executor, truth.texts[0], [3] * 20 + [1] * 15, pages[0])])
             families.run_chunks(executor, truth.texts[1][:32], [32], pages[1])
             rows = np.full((600, 3), -1, np.int32)  # their description does not fit where the others' were
             rows[0] = pages[1]
-            none = np.zeros(1, np.int32)
+            none, slots = np.zeros(1, np.int32), np.zeros(600, np.int32)
             for position in (32, 33, 34):
                 at = np.full(1, position, np.int32)
-                runs[-1].append(executor.forward(Batch(truth.texts[1][at], at, none, rows, none)).copy())
+                runs[-1].append(executor.forward(Batch(truth.texts[1][at], at, none, rows, none, slots, slots)).copy())
             runs[-1] += families.run_two(executor, *truth.texts, pages[1:])
     for launched, replayed in zip(*runs, strict=True):
         np.testing.assert_array_equal(launched, replayed)

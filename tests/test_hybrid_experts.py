@@ -17,6 +17,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import test_architectures as families  # noqa: E402
+import test_expert_neurons as neurons_inside  # noqa: E402
+from model_files import LAYERS, D  # noqa: E402
 from test_gpu_kernels import TRITON  # noqa: E402
 from test_gpu_layers import Truth, case_named, engine_of, on_gpu, opened, stand_in_recorder, static_attention  # noqa: E402
 
@@ -27,15 +29,20 @@ from powerinfer.errors import PowerInferError, RequestError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.hardware.measure import measured  # noqa: E402
 from powerinfer.hybrid.experts import Copier, ExpertSparsity, ExpertSplit, HybridExperts  # noqa: E402
-from powerinfer.hybrid.load import load_resolved  # noqa: E402
-from powerinfer.hybrid.resolve import needs, resolve  # noqa: E402
+from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
+from powerinfer.hybrid.resolve import Resolved, needs, resolve  # noqa: E402
 from powerinfer.kernels import gpu, gpu_experts  # noqa: E402
 from powerinfer.neurons import Indices  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
 from powerinfer.placement.experts import Dynamic, Policy, make_policy  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
+from powerinfer.sparsity.selection import select  # noqa: E402
 
-NAMES = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe", "gpt-oss", "smallthinker", "smallthinker-softmax")
+NAMES = (
+    "mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe", "gpt-oss", "smallthinker", "smallthinker-softmax",
+    "qwen3-next", "qwen35-moe",
+)  # fmt: skip
+FILES = ("qwen2-moe", "gpt-oss", "smallthinker-4b", "qwen3-next-some", "qwen35-moe")
 TOTAL = families.TOKENS
 
 
@@ -63,8 +70,7 @@ def split(
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [*((name, "folder") for name in NAMES), *((name, "gguf") for name in ("qwen2-moe", "gpt-oss", "smallthinker-4b"))],
+    ("name", "layout"), [*((name, "folder") for name in NAMES), *((name, "gguf") for name in FILES)]
 )
 def test_every_split_gives_the_answer_of_the_whole(name: str, layout: str, tmp_path: Path) -> None:
     truth = Truth(case_named(name), layout, tmp_path)
@@ -283,6 +289,94 @@ def test_a_load_of_smallthinker_holds_what_is_planned(tmp_path: Path) -> None:
         ours = families.run_chunks(executor, truth.texts[0], [9] + [1] * 66, families.scattered_pages(executor, 1)[0])
         assert families.rms(ours - truth.logits[0]) < 0.05 * families.rms(truth.logits[0])  # the cache is of F16
         assert 0 < sparsity.report()["gpu_share"] < 1
+    finally:
+        executor.close()
+
+
+@contextmanager
+def by_neuron(
+    path: Path, share: float, movable: bool = False, stage: Stage | None = None, copier: Copier | None = None
+) -> Iterator[tuple[Any, list[HybridExperts]]]:
+    """Split experts of which only the neurons that fire are computed."""
+    checkpoint = open_checkpoint(path)
+    selection = select(checkpoint, engine_of(selector="exact"))
+    parts = ExpertSplit(some(checkpoint.config, share), movable, stage, copier)
+    resolved = Resolved(checkpoint, engine_of(), selection, **on_gpu(LAYERS, head=True))
+    executor = load_split(resolved, parts)
+    try:
+        yield executor, parts.ffns
+    finally:
+        executor.close()
+
+
+def logits_of(executor: Any, chunks: list[int]) -> np.ndarray:
+    """Of random tokens, in chunks."""
+    tokens = np.random.default_rng(3).integers(0, executor.vocab_size, sum(chunks)).astype(np.int32)
+    return families.run_chunks(executor, tokens, chunks, np.arange(executor.n_pages, dtype=np.int32))
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0"])
+@pytest.mark.parametrize("activation", ["relu", "drelu"])
+def test_neurons_inside_split_experts(kind: str, activation: str, tmp_path: Path) -> None:
+    """Those that fire give the answer of all, wherever experts are; prompts have whole experts."""
+    path, chunks = neurons_inside.model(tmp_path, kind, activation), [40, 1, 1, 5, 1, 32, 1]
+    with split(path, 0.5) as (executor, _):
+        whole = logits_of(executor, chunks)
+    for share in (0.0, 0.5, 1.0):
+        with by_neuron(path, share) as (executor, ffns):
+            found = logits_of(executor, chunks)
+            assert neurons_inside.far(found, whole) <= {"F16": 1e-3, "BF16": 0.02, "Q4_0": 0.05}[kind]
+            np.testing.assert_array_equal(logits_of(executor, chunks), found)
+            report = ExpertSparsity(executor, ffns).report()
+            assert (report["active_fraction"] is None) == (share == 1)
+            if share < 1:
+                assert 0.1 < report["active_fraction"] < 0.7
+            with ExpertSparsity(executor, ffns).suspended():
+                before = [ffn.fired for ffn in ffns]
+                assert neurons_inside.far(logits_of(executor, chunks), whole) <= 0.05
+                assert [ffn.fired for ffn in ffns] == before, "every neuron was computed"
+
+
+def test_neurons_inside_experts_that_move(tmp_path: Path) -> None:
+    """Swapped, exchanged from step to step, and streamed."""
+    path, chunks = neurons_inside.model(tmp_path, "Q4_0"), [40, *[1] * 30]
+    with by_neuron(path, 0.5, movable=True) as (executor, ffns):
+        whole = logits_of(executor, chunks)
+        for ffn in ffns:
+            memory, cold = ffn.memory(), ffn.cold_bytes
+            ffn.swap(ffn.hot[:1], ffn.cold[1:])
+            assert (ffn.memory(), ffn.cold_bytes) == (memory, cold)
+        assert neurons_inside.far(logits_of(executor, chunks), whole) <= 0.05
+    with by_neuron(path, 0.5, copier=Copier(policy_of(path, "lru"))) as (executor, ffns):
+        assert neurons_inside.far(logits_of(executor, chunks), whole) <= 0.05
+        assert all(ffn.copied for ffn in ffns)
+    about = next(iter(open_checkpoint(path).config.experts.values()))
+    each = [about.size * D * 18 // 32] * 3
+    stage = Stage(torch.device("cpu"), expert_buffer(each, 2))
+    with by_neuron(path, 0.5, stage=stage) as (executor, ffns):
+        stage.least = 33
+        assert neurons_inside.far(logits_of(executor, chunks), whole) <= 0.05
+        assert all(ffn.steps == 30 for ffn in ffns)
+
+
+def test_a_plan_counts_experts_by_neuron(tmp_path: Path) -> None:
+    path = neurons_inside.model(tmp_path, "Q4_0")
+    engine, checkpoint = engine_of(gpu="cpu", kv_type="f16", selector="exact"), open_checkpoint(path)
+    each, by = checkpoint_model(checkpoint).expert_bytes(0), checkpoint_model(checkpoint).by_neuron().expert_bytes(0)
+    assert by[0] == each[0] and by[1] > each[1], "rows as short as these are mostly padding"
+    every = needs(resolve(checkpoint, engine))
+    resolved = resolve(open_checkpoint(path), replace(engine, vram=every.vram - 3 * each[0]))
+    assert resolved.experts is not None and sum(map(len, resolved.experts)) == 4 * LAYERS - 3
+    assert needs(resolved).ram == every.ram + 3 * by[1] + 2 * resolved.staging
+    executor, sparsity = load_resolved(resolved, list)
+    try:
+        assert isinstance(sparsity, ExpertSparsity) and "neurons inside" in executor.choices["selector"]
+        assert sum(ffn.cold_bytes for ffn in sparsity.ffns) == 3 * by[1]
+        held = executor.gpu.memory()["ffn"] + sum(ffn.memory()["ffn"] for ffn in sparsity.ffns)
+        work, slots = budget.Workload("f16", families.CONTEXT, TOTAL, 4), [len(own) for own in resolved.experts]
+        hardware = measured(engine, gpu="cpu")
+        planned = budget.on_gpu(checkpoint_model(checkpoint), hardware, work, LAYERS, True, True, slots)
+        assert held == planned["ffn"] + planned["experts"] + LAYERS * 4 * 4
     finally:
         executor.close()
 

@@ -31,7 +31,7 @@ LAZY = {
 }
 # Files that are themselves imported when they are used, and only then: their kernels are decorated, or their classes
 # derived, at the top.
-HEAVY = {f"powerinfer.kernels.triton_{name}" for name in ("bundles", "experts", "kernels", "neurons")} | {
+HEAVY = {f"powerinfer.kernels.triton_{name}" for name in ("bundles", "delta", "experts", "kernels", "neurons")} | {
     "powerinfer.cli.terminal",
     "powerinfer.sparsify.torch_model",
     "powerinfer.sparsify.training",

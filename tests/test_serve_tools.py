@@ -33,6 +33,10 @@ class Scripted(ToyExecutor):
         super().__init__(**sizes)
         self.ids = np.zeros(self.store.shape, np.int32)
 
+    def written(self, text: bytes) -> bytes:
+        """Of all text, what the model has written."""
+        return text.rpartition(self.mark)[2]
+
     def forward(self, batch: Batch) -> np.ndarray:
         for token, position, row in zip(batch.tokens, batch.positions, batch.rows, strict=True):
             page = batch.page_table[row, position // self.page_size]
@@ -41,7 +45,7 @@ class Scripted(ToyExecutor):
         for row, at in enumerate(batch.logit_rows.tolist()):
             count = int(batch.positions[at]) + 1
             pages = batch.page_table[batch.rows[at], : -(-count // self.page_size)]
-            written = bytes(min(token, 255) for token in self.ids[pages].reshape(-1)[:count]).rpartition(self.mark)[2]
+            written = self.written(bytes(min(token, 255) for token in self.ids[pages].reshape(-1)[:count]))
             if self.script.startswith(written):
                 logits[row, [*self.script, EOS][len(written)]] = 100
         return logits

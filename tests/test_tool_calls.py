@@ -501,4 +501,5 @@ def test_tool_choice() -> None:
 
 
 def test_every_format_has_a_row_or_is_the_fallback() -> None:
-    assert {row.format.name for row in tool_calls._ROWS} | {"generic"} == {form.name for form in FORMATS}
+    every = {form.name for form in FORMATS} | {"harmony"}  # test_harmony.py
+    assert {row.format.name for row in tool_calls._ROWS} | {"generic"} == every

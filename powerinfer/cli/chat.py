@@ -35,7 +35,7 @@ from powerinfer.cli.common import (
     sparsity_summary,
     with_model_defaults,
 )
-from powerinfer.cli.run import answer, ended_by, reading
+from powerinfer.cli.run import answer, ended_by, reading, told_apart
 from powerinfer.config import EngineConfig
 from powerinfer.errors import EngineError, PowerInferError, RequestError, did_you_mean
 from powerinfer.formats.chat import NEXT_TURN, plain_template, without_oldest
@@ -303,9 +303,10 @@ class Conversation:
         room = self._llm.context - len(prompt)
         stop = (*self.params.stop, NEXT_TURN) if self._plain else self.params.stop
         params = dataclasses.replace(self.params, max_tokens=min(self.params.max_tokens or room, room), stop=stop)
+        reader, params = told_apart(self._llm, params)
         with reading() as progress:
             events = self._llm.stream(prompt, params, progress=progress)
-            _, document = interrupts.allowed(lambda: answer(events, self._out, trim=self._plain))
+            _, document = interrupts.allowed(lambda: answer(events, self._out, trim=self._plain, reader=reader))
         self._out.text("\n")
         stopped = document["finish_reason"] == "abort"
         if stopped and not document["text"]:

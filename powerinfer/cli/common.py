@@ -356,6 +356,12 @@ class Output:
         sys.stdout.write(printable(piece) if self._terminal else piece)
         sys.stdout.flush()
 
+    def thought(self, piece: str) -> None:
+        """A piece of what a model writes before its answer: dimmed, on stderr, if that is a terminal."""
+        if piece and not self.json_mode and sys.stderr.isatty():
+            sys.stderr.write(f"\x1b[2m{printable(piece)}\x1b[0m")
+            sys.stderr.flush()
+
     def document(self, document: dict[str, Any]) -> None:
         """The result as JSON: the last line of stdout, only with --json."""
         if self.json_mode:
@@ -480,7 +486,9 @@ def sparsity_text(sparsity: Mapping[str, Any]) -> str:
         if sparsity["gpu_share"] is None:
             return "no expert was computed on the CPU"
         where = f"{100 * sparsity['gpu_share']:.1f} % of the selected experts on the GPU"
-        return f"{where}, the CPU had work in {100 * sparsity['jobs']:.0f} % of the FFNs"
+        active = sparsity["active_fraction"]
+        fired = "" if active is None else f", where {100 * active:.1f} % of its experts' neurons fired"
+        return f"{where}, the CPU had work in {100 * sparsity['jobs']:.0f} % of the FFNs{fired}"
     if not sparsity["tokens"]:
         return "no token was computed sparsely"
     needed = [f"{100 * sparsity['active_fraction']:.1f} % active"]

@@ -4,10 +4,12 @@ The prompt is formatted by the model's chat template; --raw passes it unchanged,
 a model without a template. Text that is piped in follows PROMPT after a blank line; without PROMPT, or with -, it is
 the prompt. The answer ends where the model ends it, or with the context. Ctrl-C ends it and keeps what was generated.
 
-JSON: text, token_ids, prompt_tokens, completion_tokens, cached_tokens, finish_reason, timings (load_s, ttft_s,
-prefill_tok_s, decode_tok_s), sampling (temperature, top_k, ...; defaults: where those come from that no flag gave:
-generation_config.json, GGUF metadata, model card or powerinfer), logprobs if requested; for a sparse model sparsity
-(selector, active_fraction, recall, ...: over all layers).
+Of a model that marks its reasoning (gpt-oss) only the answer is on stdout; the rest is shown on a terminal's stderr.
+
+JSON: text, reasoning (of a model that marks it), token_ids, prompt_tokens, completion_tokens, cached_tokens,
+finish_reason, timings (load_s, ttft_s, prefill_tok_s, decode_tok_s), sampling (temperature, top_k, ...; defaults: where
+those come from that no flag gave: generation_config.json, GGUF metadata, model card or powerinfer), logprobs if
+requested; for a sparse model sparsity (selector, active_fraction, recall, ...: over all layers).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +41,7 @@ from powerinfer.cli.common import (
 from powerinfer.cli.main import INTERRUPTED
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
+from powerinfer.formats.tool_parser import AnswerDelta, AnswerParser, Reasoning
 from powerinfer.progress import Progress, silent
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.request import Completion
@@ -90,8 +93,9 @@ def execute(args: argparse.Namespace, out: Output) -> int:
             out.note("this model has no chat template: it continues the prompt, as with --raw")
             args.raw = True
         params = with_model_defaults(params, llm, args)
+        reader, params = (None, params) if args.raw else told_apart(llm, params)
         with reading() as progress:
-            status, document = answer(_events(llm, prompt, args, params, progress), out)
+            status, document = answer(_events(llm, prompt, args, params, progress), out, reader=reader)
         document["sampling"] = describe_sampling(llm, params)
         out.text("" if document["text"].endswith("\n") else "\n")
         demonstration_note(args.model, out)
@@ -200,26 +204,56 @@ def ended_by(max_tokens: int | None) -> str:
     return "(the context is full)" if max_tokens is None else f"(ended by --max-tokens {max_tokens})"
 
 
-def answer(events: Stream, out: Output, *, trim: bool = False) -> tuple[int, dict[str, Any]]:
+def told_apart(llm: LLM, params: SamplingParams) -> tuple[AnswerParser | None, SamplingParams]:
+    """What tells reasoning from the answer, of a model that marks it, and parameters that keep the marks in the text;
+    None, and the same parameters, of others, and where special tokens are to be shown."""
+    from powerinfer.formats.tool_calls import reasoning_format
+
+    form = reasoning_format(None if llm.template is None else llm.template.source)
+    if form is None or not params.skip_special_tokens:
+        return None, params
+    return form.parser(), replace(params, skip_special_tokens=False)
+
+
+def answer(
+    events: Stream, out: Output, *, trim: bool = False, reader: AnswerParser | None = None
+) -> tuple[int, dict[str, Any]]:
     """Print a stream as it arrives; (exit status, document). Ctrl-C ends it, with the text so far.
 
-    trim: print it without the white space that it begins with.
+    trim: print it without the white space that it begins with. reader: tells reasoning from the answer (`told_apart`):
+    it is shown on stderr if that is a terminal, and is in the document.
     """
     pieces: list[str] = []
+    thoughts: list[str] = []
     ids: list[int] = []
+
+    def told() -> dict[str, Any]:
+        return {} if reader is None else {"text": "".join(pieces), "reasoning": "".join(thoughts)}
+
     try:
         for event in events:
-            pieces.append(event.text)
             if event.token_id is not None:
                 ids.append(event.token_id)
-            out.text(event.text.lstrip() if trim else event.text)
-            trim = trim and not event.text.strip()
+            found: list[AnswerDelta] = [event.text]
+            if reader is not None:
+                found = [*reader.push(event.text)]
+                found += [] if event.completion is None else reader.finish(event.finish_reason == "length")
+            for piece in found:
+                if isinstance(piece, str):
+                    if piece and thoughts and not any(pieces):
+                        out.thought("\n\n")
+                    pieces.append(piece)
+                    out.text(piece.lstrip() if trim else piece)
+                    trim = trim and not piece.strip()
+                elif isinstance(piece, Reasoning):
+                    thoughts.append(piece.text)
+                    out.thought(piece.text)
             if event.completion is not None:
-                return 0, describe(event.completion)
+                return 0, describe(event.completion) | told()
     except KeyboardInterrupt:
         events.close()
     document = {"text": "".join(pieces), "token_ids": ids, "completion_tokens": len(ids), "finish_reason": "abort"}
-    return INTERRUPTED, document
+    return INTERRUPTED, document | told()
 
 
 def describe(completion: Completion) -> dict[str, Any]:

@@ -618,11 +618,12 @@ void bind_states(nb::module_& m) {
                       "heads of states must have multiples of 16 dimensions");
               all.push_back({taps - 1, 2 * key_heads * key_dim + heads * value_dim, heads, key_dim, value_dim});
             }
-            require(!all.empty() && slots > 0, "states need layers and slots");
+            require(slots > 0, "states need slots");
             new (states) States(std::move(all), slots);
           },
           "layers"_a, "slots"_a,
-          "layers: (taps of the convolution, key heads, their dimensions, value heads, their dimensions) of each.")
+          "layers: (taps of the convolution, key heads, their dimensions, value heads, their dimensions) of each on "
+          "the CPU.")
       .def_ro("slots", &States::slots)
       .def_prop_ro("slot_bytes", &States::slot_bytes);
 }

@@ -279,7 +279,10 @@ void Experts::run(Thread& t, const Step& step) {
   if (router_.scores) router_.select(t, rows, acts, tokens);
   if (t.id == 0 && records_) keep(rows, tokens);
   weigh_shared(t, rows, acts, tokens);
-  if (bundled_ && !whole_ && tokens <= PI_NEURON_TOKENS) return sum_firing(t, rows, acts, x);
+  if (bundled_ && !whole_ && tokens <= PI_NEURON_TOKENS) {
+    sum_firing(t, rows, acts, {x, spec_.norm, p.added_to(0, spec_.out_norm, spec_.down_bias, p.up), true});
+    return p.add_normalised(t, spec_.out_norm, p.up, 0, tokens);
+  }
   if (shared_.neurons)
     shared_.neurons->sum(t, acts, tokens, {rows.floats(rows.shared), rows.ldy, false, NONE}, nullptr);
   multiply(t, rows, tokens == 1 ? *acts : gather(t, rows, acts), tokens == 1);
@@ -379,12 +382,15 @@ void Experts::sum_rows(Program& program, const float* x, int64_t tokens, float* 
   const auto job = [&](int thread) {
     Thread t{thread, &program, {}};
     const int forms = (gate_.empty() ? 0 : gate_[0].form()) | up_[0].form();
-    const PiActs* acts = w.prepare(thread, {x, d_model_, d_model_, tokens}, {}, forms);
+    const Rows in{x, d_model_, d_model_, tokens};
+    const Destination to{out, d_model_, false, NONE};
+    const PiActs* acts = w.prepare(thread, in, {}, forms);
+    if (bundled_ && !whole_ && tokens <= PI_NEURON_TOKENS) return sum_firing(t, rows, acts, {in, {}, to, true});
     multiply(t, rows, tokens == 1 ? *acts : gather(t, rows, acts), tokens == 1);
     w.pool->barrier();
     add_down(t, rows);
     w.pool->barrier();
-    merge(t, rows, tokens, {out, d_model_, false, NONE});
+    merge(t, rows, tokens, to);
   };
   w.pool->run(prepare, job);
 }
@@ -586,14 +592,11 @@ void Experts::product(const Thread& t, const ExpertRows& rows, const Matrix& mat
 // ---- The neurons that fire, of experts as bundles -------------------------------------------------------------------
 
 // Of up to PI_NEURON_TOKENS tokens: all gates of their experts, and the rest where they fire.
-void Experts::sum_firing(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows& x) const {
-  Program& p = *t.program;
-  list_firing(t, rows, acts, x.tokens);
-  p.workspace->pool->barrier();
-  const NeuronSum::Piece piece{x, spec_.norm, p.added_to(0, spec_.out_norm, spec_.down_bias, p.up), true};
+void Experts::sum_firing(Thread& t, ExpertRows& rows, const PiActs* acts, const NeuronSum::Piece& piece) const {
+  list_firing(t, rows, acts, piece.x.tokens);
+  workspace_->pool->barrier();
   bundled_->sum_listed(t.id, piece, acts, rows.floats(rows.known), n_ * neurons_, nullptr);
   if (t.id == 0) bundled_->count_gates((int64_t)rows.active.size() * neurons_);
-  p.add_normalised(t, spec_.out_norm, p.up, 0, x.tokens);
 }
 
 void Experts::set_whole(bool on) {

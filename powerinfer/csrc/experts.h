@@ -130,7 +130,7 @@ class Experts : public Op {
   template <class R>
   void product(const Thread& t, const ExpertRows& rows, const Matrix& matrix, const Vector& bias, const PiActs& acts,
                float* out, int64_t ldo, int64_t tokens, int64_t p0, int64_t p1, R repack) const;
-  void sum_firing(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows& x) const;
+  void sum_firing(Thread& t, ExpertRows& rows, const PiActs* acts, const NeuronSum::Piece& piece) const;
   void list_firing(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const;
   void add_down(Thread& t, const ExpertRows& rows) const;
   void merge(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const;

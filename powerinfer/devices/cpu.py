@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -23,9 +24,9 @@ from powerinfer.config import (
     RouterConfig,
 )
 from powerinfer.devices.batch import Batch
-from powerinfer.devices.cpu_experts import ExpertFfn, bundle
+from powerinfer.devices.cpu_experts import ByNeuron, ExpertFfn, bundle, rebundle
 from powerinfer.devices.cpu_ffn import CpuFfn, PartMaker, Weights, pack
-from powerinfer.devices.states import StateMemory, state_bytes, state_slots
+from powerinfer.devices.states import Slots, StateMemory, state_bytes, state_slots
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
@@ -94,21 +95,23 @@ class ExpertSum:
         pool: _native.Pool,
         program: _native.Program,
         about: ExpertsConfig,
+        of_all: _native.ExpertMatrices,
         matrices: Sequence[_native.Matrix],
         n: int,
-        biases: Sequence[Float32 | None],
+        by_neuron: ByNeuron | None = None,
     ) -> None:
-        """matrices: of n experts, in the order of the layer's `matrices`; biases: of these, float32 [n, out]."""
-        *gate, up, down = matrices
-        spec = _native.NeuronSpec(about.activation, about.threshold)
-        own = _biases(about, biases)
-        of_all = _native.ExpertMatrices(n, about.size, spec, gate[0] if gate else None, up, down, **own)
-        self.nbytes = sum(one.nbytes for one in matrices)
+        """of_all: n experts, with these matrices; by_neuron: up and down, where they are no matrices."""
+        self.nbytes = sum(one.nbytes for one in matrices) + (0 if by_neuron is None else by_neuron.groups.nbytes)
+        self.by_neuron = by_neuron
         self._pool = pool
         self._program = program
         self._matrices = matrices
         self._n = n
         self._native = program.expert_sum(of_all, about.router.top_k)
+
+    def set_whole(self, on: bool) -> None:
+        """Whether every neuron of the experts is computed, where those could be left out that do not fire."""
+        self._native.set_whole(on)
 
     def sum(self, x: Float32, selected: NDArray[np.int32], weights: Float32, out: Float32) -> bool:
         """out = the weighted sum of each token's experts; x and out float32 [T, d_model].
@@ -133,7 +136,10 @@ class ExpertSum:
 
     def replace(self, place: int, matrices: Sequence[RawTensor]) -> None:
         """Put another expert in a place; not while a step runs. matrices: [out, in], as they were packed."""
-        for packed, tensor in zip(self._matrices, matrices, strict=True):
+        if (made := self.by_neuron) is not None:
+            up, down = matrices[1:]
+            rebundle(made.layout, made.groups, self._n, place, up, down, self._pool.threads)
+        for packed, tensor in zip(self._matrices, matrices, strict=made is None):
             first = place * (packed.rows // self._n)
             _native.repack(self._pool, packed, first, tensor.shape[0], tensor.gathered().data)
 
@@ -185,7 +191,7 @@ class CpuExecutor:
         self._program = self._empty_program(engine, pages, room)
         self._ropes = {rope: self._program.add_rope(*rotation) for rope, rotation in rotations.items()}
         self._observed: _Observed | None = None
-        self._slots: tuple[NDArray[np.int32] | None, NDArray[np.int32] | None] = (None, None)  # of a step's states
+        self.slots: Slots | None = None  # of the states of a step
         self._logits = np.empty((0, cpu.round_up(config.vocab_size, cpu.LANES)), np.float32)
 
     def _empty_program(self, engine: EngineConfig, pages: int | None, room: int | None) -> _native.Program:
@@ -200,9 +206,9 @@ class CpuExecutor:
         # Without layers here the cache still defines the pages; they are never written, so they use no memory.
         own = [layer.attention for layer in config.layers[self.first_layer :] or config.layers[-1:]]
         self._states, self.n_states = None, 0
-        if config.states:  # their layers run on no other device
+        if config.states:
             self.n_states = state_slots(engine.max_batch, engine.prefix_cache)
-            self._states = StateMemory(config, self.n_states)
+            self._states = StateMemory(config, self.n_states, self.first_layer)
         cache = _native.Cache(
             engine.kv_type, [(one.n_kv_heads, one.head_dim) for one in own], pages, [one.latents for one in own]
         )
@@ -319,7 +325,7 @@ class CpuExecutor:
         """
         about = self.config.layers[layer].attention
         assert isinstance(about, DeltaNetConfig)
-        state = list(self.config.states).index(layer)
+        state = [one for one in self.config.states if one >= self.first_layer].index(layer)
         of_heads = _native.Norm(out_norm, self.config.norm_eps)
         own = layer - self.first_layer
         self._program.delta_net(
@@ -457,15 +463,35 @@ class CpuExecutor:
         """Some experts of a layer, which the caller selects; no operator. experts, biases: as of `experts`."""
         about = self.config.layers[layer].ffn
         assert isinstance(about, ExpertsConfig)
-        stacks = [(tensor.shape[0], self._stack(tensor, about.router.top_k)) for tensor in experts]
-        matrices = [matrix for _, matrix in stacks]
-        return ExpertSum(self._pool, self._program, about, matrices, stacks[0][0], biases)
+        each = iter(experts)
+        first = next(each)
+        n, top, spec = first.shape[0], about.router.top_k, _native.NeuronSpec(about.activation, about.threshold)
+        if self.in_experts and about.why_whole is None:
+            some = replace(about, n_experts=n)
+            of_some, gate, by_neuron = self._by_neuron(some, spec, chain([first], each))
+            return ExpertSum(self._pool, self._program, about, of_some, [gate], n, by_neuron)
+        matrices = [self._stack(tensor, top) for tensor in chain([first], each)]
+        *gates, up, down = matrices
+        own = _biases(about, biases)
+        of_some = _native.ExpertMatrices(n, about.size, spec, gates[0] if gates else None, up, down, **own)
+        return ExpertSum(self._pool, self._program, about, of_some, matrices, n)
 
     def _bundled(
         self, about: ExpertsConfig, spec: _native.NeuronSpec, experts: Iterable[RawTensor]
     ) -> tuple[_native.ExpertMatrices, Callable[[_native.Experts], ExpertFfn]]:
         """Gates as matrices, the rest as bundles; and what makes the layer's FFN of its operator."""
         n, top, size = about.n_experts, about.router.top_k, about.size
+        of_all, gate, made = self._by_neuron(about, spec, experts)
+        read = (gate.nbytes + made.groups.nbytes) * top // n
+        gate_row = gate.nbytes / (n * size)
+        return of_all, partial(
+            ExpertFfn, sum=made.sum, layout=made.layout, gate_row=gate_row, neurons=top * size, nbytes=read
+        )
+
+    def _by_neuron(
+        self, about: ExpertsConfig, spec: _native.NeuronSpec, experts: Iterable[RawTensor]
+    ) -> tuple[_native.ExpertMatrices, _native.Matrix, ByNeuron]:
+        n, top, size = about.n_experts, min(about.router.top_k, about.n_experts), about.size
         each = iter(experts)
         gate = self._stack(next(each), top)
         layout, rows = bundle(about, self.d_model, next(each), next(each), self._pool.threads)
@@ -473,11 +499,8 @@ class CpuExecutor:
         native = _native.Bundles(rows, n * size, self.d_model, layout.gate_type, *ends, spec)
         neurons = _native.NeuronSum(self._workspace, native)
         self.bytes_per_token += rows.nbytes * top // n
-        read = (gate.nbytes + rows.nbytes) * top // n
-        made = partial(
-            ExpertFfn, sum=neurons, layout=layout, gate_row=gate.nbytes / (n * size), neurons=top * size, nbytes=read
-        )
-        return _native.ExpertMatrices(n, size, spec, gate, None, None, bundled=neurons), made
+        of_all = _native.ExpertMatrices(n, size, spec, gate, None, None, bundled=neurons)
+        return of_all, gate, ByNeuron(neurons, layout, rows)
 
     def _stack(self, tensor: RawTensor, read: int | None = None) -> _native.Matrix:
         """Matrices [n, out, in] one below the other, each in whole panels; `read` of them, None: all, are read for a
@@ -520,8 +543,7 @@ class CpuExecutor:
             self._run(batch, 0, self._program.size)
         else:
             self._run_observed(batch, self._observed)
-        if self._states is not None:
-            self._states.end(batch)
+        self.end(batch)
         return self._logits[: len(batch.logit_rows), : self.vocab_size]
 
     def hidden_states(self, rows: NDArray[np.int32]) -> Float32:
@@ -538,14 +560,18 @@ class CpuExecutor:
 
     def finish(self, batch: Batch) -> Float32:
         """Run everything after the embedding on the current residual stream; logits as from `forward`."""
-        self._make_room(batch)
         self._run(batch, self._embedded, self._program.size)
         return self._logits[: len(batch.logit_rows), : self.vocab_size]
+
+    def end(self, batch: Batch) -> None:
+        """The batch was computed in all layers, on this device and others."""
+        if self._states is not None:
+            self._states.end(batch)
 
     def _make_room(self, batch: Batch) -> None:
         """For the logits of a batch, and for the states of its sequences."""
         if self._states is not None:
-            self._slots = self._states.begin(batch)
+            self.slots = self._states.begin(batch)
         if len(batch.logit_rows) > len(self._logits):
             self._logits = np.empty((len(batch.logit_rows), self._logits.shape[1]), np.float32)
 
@@ -561,7 +587,7 @@ class CpuExecutor:
             first,
             last,
             self.vocab_size,
-            *self._slots,
+            *(self.slots or (None, None)),
         )
 
     def _run_observed(self, batch: Batch, observed: _Observed) -> None:
@@ -674,7 +700,7 @@ def choose_pages(
     """
     page = sum(cpu.kv_page_bytes(engine.kv_type, layer.attention) for layer in config.layers[first_layer:])
     one = -(-context // cpu.PAGE)
-    states = state_slots(engine.max_batch, engine.prefix_cache) * state_bytes(config)
+    states = state_slots(engine.max_batch, engine.prefix_cache) * state_bytes(config, slice(first_layer, None))
     free = available_memory() or 1 << 62
     memory = max(0, free - states)
     if one * page > memory or states > free:

@@ -16,10 +16,19 @@ from powerinfer.formats.bundle_memory import by_group, own_pages, transposed
 from powerinfer.formats.quant import Bytes
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
-from powerinfer.neurons import BundleLayout
+from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 
 ROW_TYPES = ("F16", "BF16", "Q4_0")
 """Types of up and down that bundles hold without loss."""
+
+
+@dataclass(frozen=True)
+class ByNeuron:
+    """Up and down of some experts as bundles. sum: of their neurons, which counts its steps; groups: their bytes."""
+
+    sum: _native.NeuronSum
+    layout: BundleLayout
+    groups: Bytes
 
 
 @dataclass(frozen=True)
@@ -52,18 +61,36 @@ def bundle(
 
     up, down: of all experts, [experts, out, in], of types in `ROW_TYPES`.
     """
-    neurons = about.n_experts * about.size
-    down_type = ACROSS if down.type == "Q4_0" else down.type
-    up_bytes, _ = cpu.bundle_row_bytes(up.type, d_model)
-    layout = BundleLayout(d_model, False, up.type, down_type, up_bytes, *cpu.bundle_row_bytes(down_type, d_model))
-    groups = own_pages(n_groups(neurons) * layout.group_bytes).reshape(-1, layout.group_bytes)
-    cpu.pack_bundle_rows(up.type, "dot", neurons, d_model, up.data, groups, layout.pitch, layout.up_at, threads)
-    each = n_groups(about.size)
-    stored = down.data.reshape(about.n_experts, d_model, -1)
-    for expert in range(about.n_experts):
-        columns = stored[expert]
-        turned = by_group(columns) if down_type == ACROSS else transposed(columns.view(np.uint16)).view(np.uint8)
-        own = groups[expert * each : (expert + 1) * each]
-        data = np.ascontiguousarray(turned).reshape(-1)
-        cpu.pack_bundle_rows(down_type, "add", about.size, d_model, data, own, layout.pitch, layout.down_at, threads)
+    layout = expert_layout(d_model, up.type, down.type)
+    groups = own_pages(about.n_experts * n_groups(about.size) * layout.group_bytes).reshape(-1, layout.group_bytes)
+    _put(layout, groups, up.data, down.data.reshape(about.n_experts, d_model, -1), threads)
     return layout, groups
+
+
+def rebundle(
+    layout: BundleLayout, groups: Bytes, experts: int, place: int, up: RawTensor, down: RawTensor, threads: int
+) -> None:
+    """Put another expert in a place of those that `bundle` has made. up, down: [out, in] of the types of all."""
+    each = len(groups) // experts
+    own = groups[place * each : (place + 1) * each]
+    _put(layout, own, up.data, down.data.reshape(1, layout.d_model, -1), threads)
+
+
+def expert_layout(d_model: int, up_type: str, down_type: str) -> BundleLayout:
+    """Of neurons of experts whose up and down have types in `ROW_TYPES`."""
+    down_type = ACROSS if down_type == "Q4_0" else down_type
+    up_bytes, _ = cpu.bundle_row_bytes(up_type, d_model)
+    return BundleLayout(d_model, False, up_type, down_type, up_bytes, *cpu.bundle_row_bytes(down_type, d_model))
+
+
+def _put(layout: BundleLayout, groups: Bytes, up: Bytes, down: Bytes, threads: int) -> None:
+    """Fill the groups of experts. up: of all their rows; down: uint8 [experts, d_model, bytes of a row]."""
+    neurons, d_model = len(groups) * BUNDLE_GROUP, layout.d_model
+    cpu.pack_bundle_rows(layout.gate_type, "dot", neurons, d_model, up, groups, layout.pitch, layout.up_at, threads)
+    each, at = len(groups) // len(down), layout.down_at
+    for expert, columns in enumerate(down):
+        turned = by_group(columns) if layout.down_type == ACROSS else transposed(columns.view(np.uint16)).view(np.uint8)
+        own, data = groups[expert * each : (expert + 1) * each], np.ascontiguousarray(turned).reshape(-1)
+        cpu.pack_bundle_rows(
+            layout.down_type, "add", each * BUNDLE_GROUP, d_model, data, own, layout.pitch, at, threads
+        )

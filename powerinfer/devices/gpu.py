@@ -13,20 +13,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.config import AttentionConfig, ModelConfig, RopeConfig
+from powerinfer.config import AttentionConfig, DeltaNetConfig, ModelConfig, RopeConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import Rotation
 from powerinfer.devices.gpu_layer import FfnParts, GpuLayer
 from powerinfer.devices.gpu_weights import GpuNorm, Matrices, StoredMatrix
 from powerinfer.devices.link import Link
 from powerinfer.devices.recording import MOST_SHAPES, RECORDED_BYTES, Recorder, Recordings, cuda_graphs
+from powerinfer.devices.states import Slots
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.step_buffers import StepBuffers
 from powerinfer.devices.torch_device import current, gpu_failures, import_torch
 from powerinfer.devices.trace import Trace, span
 from powerinfer.formats.quant import Float32
 from powerinfer.formats.tensors import RawTensor
-from powerinfer.kernels import cpu, gpu
+from powerinfer.kernels import cpu, gpu, gpu_delta
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -55,8 +56,10 @@ class GpuLayers:
         max_tokens: int,
         rotations: Mapping[RopeConfig, Rotation],
         split: bool = False,
+        states: int = 0,
     ) -> None:
-        """rotations: of every rotary embedding of these layers; split: their FFNs are wired by `split_ffn`."""
+        """rotations: of every rotary embedding of these layers; split: their FFNs are wired by `split_ffn`; states:
+        slots for the states of sequences, of a model whose layers have any."""
         torch = import_torch()
         assert 0 < layers <= config.n_layers and pages > 0 and max_tokens > 0
         self.layers = layers
@@ -80,7 +83,10 @@ class GpuLayers:
         self._rotations = {rope: (self._vector(rotation[0]), rotation[1]) for rope, rotation in rotations.items()}
         heads = [(layer.attention.n_kv_heads, layer.attention.head_dim) for layer in config.layers[:layers]]
         self._cache = [tuple(gpu.new_cache(kv_type, pages, *one, device) for _ in "kv") for one in heads]
+        kinds = {layer: kind for layer, kind in config.states.items() if layer < layers}
+        self._states = dict(zip(kinds, gpu_delta.new_states(list(kinds.values()), states, device), strict=True))
         self._bytes["kv"] = sum(part.nbytes for pair in self._cache for part in pair)
+        self._bytes["kv"] += sum(part.nbytes for part in self._states.values())
         changed = config.residual_scale != 1 or any(one.norms in ("output", "both") for one in config.layers[:layers])
         self.buffers = StepBuffers(device, max_tokens, config.d_model, config.vocab_size, totals=split and changed)
         triton = self._cuda and gpu.which(torch.empty(0, device=device)) == "triton"
@@ -174,6 +180,40 @@ class GpuLayers:
             ).view(tokens, heads * dim)
 
         self._add(layer, "attention", run)
+
+    def gate_attended(self, layer: int, norm: GpuNorm | None, matrix: StoredMatrix) -> None:
+        """attended *= sigmoid(matrix . norm(x))."""
+        gate = self._upload("attention", matrix)
+
+        def run(step: Step) -> None:
+            assert step.attended is not None
+            step.attended.mul_(gate(step.normalised(norm)).sigmoid_())
+
+        self._add(layer, "gate", run)
+
+    def delta_net(
+        self,
+        layer: int,
+        norm: GpuNorm | None,
+        matrices: Sequence[StoredMatrix],
+        *,
+        taps: Float32,
+        decay: Float32,
+        dt_bias: Float32,
+        out_norm: Float32,
+    ) -> None:
+        """As `CpuExecutor.delta_net`."""
+        about = self._config.layers[layer].attention
+        assert isinstance(about, DeltaNetConfig)
+        products, states = self._upload("attention", *matrices), self._states[layer]
+        own = self._vector
+        net = gpu_delta.DeltaNet(about, own(taps), own(decay), own(dt_bias), own(out_norm), self._config.norm_eps)
+
+        def run(step: Step) -> None:
+            assert step.runs is not None
+            step.attended = gpu_delta.delta_net(net, products(step.normalised(norm)), states, step.runs, step.rows)
+
+        self._add(layer, "delta_net", run)
 
     def project(
         self, layer: int, matrix: StoredMatrix, bias: Float32 | None = None, norm: GpuNorm | None = None
@@ -299,8 +339,10 @@ class GpuLayers:
 
     # ---------------------------------------------------------------- running
 
-    def run(self, batch: Batch, x: Float32) -> Float32:
+    def run(self, batch: Batch, x: Float32, slots: Slots | None = None) -> Float32:
         """x float32 [T, d_model] after the embedding -> x after these layers, or logits float32 [R, vocab].
+
+        slots: of the sequences' states; None: each row of the page table has one of its own.
 
         The batch must have been checked, as the CPU's program does when it embeds: pages within the cache, positions
         within the page table. The result is a view that stays valid until the next call. PowerInferError when the
@@ -309,7 +351,7 @@ class GpuLayers:
         with gpu_failures(f"computing {len(batch.tokens)} tokens", "lower --prefill-chunk, --max-batch or --vram"):
             torch = import_torch()
             with current(self.device):
-                step = self._begin(batch, x)
+                step = self._begin(batch, x, slots)
                 with torch.inference_mode():
                     if self._recorder is not None and self.trace is None and len(step.x) <= gpu.FEW:
                         self._recorded(self._recorder).run(step)
@@ -333,9 +375,10 @@ class GpuLayers:
             values: Float32 = _normalised(self._final_norm, x).cpu().numpy()
         return values
 
-    def _begin(self, batch: Batch, x: Float32) -> Step:
+    def _begin(self, batch: Batch, x: Float32, slots: Slots | None) -> Step:
         """Upload a step."""
-        step = self.buffers.upload(batch, x)
+        own = np.arange(len(batch.page_table), dtype=np.int32)
+        step = self.buffers.upload(batch, x, (slots or (own, own)) if self._states else None)
         step.read = None if self.link is None else self.link.read(len(step.x))
         if self.has_head:
             self.buffers.logits(len(batch.logit_rows))  # may reallocate, so before the step is recorded
@@ -425,7 +468,7 @@ class GpuLayers:
         self._layers.clear()
         self._head = self._final_norm = self._operators = None
         self._recorder = self._recordings = None
-        for name in ("_cache", "buffers", "link", "_rotations"):
+        for name in ("_cache", "_states", "buffers", "link", "_rotations"):
             self.__dict__.pop(name, None)
         if self._cuda:
             import_torch().cuda.empty_cache()

@@ -51,12 +51,13 @@ class SplitExecutor:
     def _forward(self, batch: Batch) -> NDArray[np.float32]:
         with span(self.trace, "cpu", "embedding", -1):
             x = self.cpu.embedded(batch)
-        result = self.gpu.run(batch, x)
-        if self.gpu.has_head:
-            return result
-        x[:] = result
-        with span(self.trace, "cpu", "layers and head", -1):
-            return self.cpu.finish(batch)
+        result = self.gpu.run(batch, x, self.cpu.slots)
+        if not self.gpu.has_head:
+            x[:] = result
+            with span(self.trace, "cpu", "layers and head", -1):
+                result = self.cpu.finish(batch)
+        self.cpu.end(batch)
+        return result
 
     def hidden_states(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
         return self.gpu.hidden_states(rows) if self.gpu.has_head else self.cpu.hidden_states(rows)

@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from powerinfer import _native
-from powerinfer.config import ModelConfig
+from powerinfer.config import DeltaNetConfig, ModelConfig
 from powerinfer.errors import RequestError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from powerinfer.devices.batch import Batch
+
+Slots = tuple["NDArray[np.int32]", "NDArray[np.int32]"]
+"""The slots that a step reads and writes, for each row of its page table."""
 
 _MOST_KEPT = 8  # states of prefixes, which may take a hundred megabytes each
 _UNKNOWN = -1  # of a state that a failed step left behind
@@ -27,33 +30,35 @@ def state_slots(requests: int, prefixes: bool) -> int:
     return requests + 1 + prefixes * min(requests, _MOST_KEPT)
 
 
-def state_bytes(config: ModelConfig) -> int:
-    """Bytes of a sequence's state in all layers; 0: no layer has any."""
-    return StateMemory.slot_bytes(config)
+def state_bytes(config: ModelConfig, layers: slice = slice(None)) -> int:
+    """Bytes of a sequence's state in these layers, on the CPU; 0: none has any."""
+    return sum(
+        4 * (-(-(one.taps - 1) * one.channels // _native.LANES) * _native.LANES + one.width * one.key_dim)
+        for one in _kinds(config, layers)
+    )
+
+
+def _kinds(config: ModelConfig, layers: slice) -> list[DeltaNetConfig]:
+    every = config.states
+    return [every[layer] for layer in range(config.n_layers)[layers] if layer in every]
 
 
 class StateMemory:
     """Slots for states. A step reads the state of each of its sequences in one slot and leaves the new one in another,
-    or in the same: so a state is kept by going on elsewhere, and nothing is ever copied."""
+    or in the same: so a state is kept by going on elsewhere, and nothing is ever copied.
 
-    def __init__(self, config: ModelConfig, slots: int) -> None:
+    Here are the states of the layers on the CPU, and which tokens' state a slot has on all devices."""
+
+    def __init__(self, config: ModelConfig, slots: int, first_layer: int = 0) -> None:
+        """first_layer: the first that is on the CPU."""
         layers = [(one.taps, one.n_key_heads, one.key_dim, one.n_value_heads, one.value_dim)
-                  for one in config.states.values()]  # fmt: skip
+                  for one in _kinds(config, slice(first_layer, None))]  # fmt: skip
         self.native = _native.States(layers, slots)
         self.slots = slots
         self._tokens = np.zeros(slots, np.int64)  # of a sequence that each state holds
 
-    @staticmethod
-    def slot_bytes(config: ModelConfig) -> int:
-        """As `state_bytes`."""
-        kinds = config.states.values()
-        return sum(
-            4 * (-(-(one.taps - 1) * one.channels // _native.LANES) * _native.LANES + one.width * one.key_dim)
-            for one in kinds
-        )
-
-    def begin(self, batch: Batch) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """The slots that a step reads and writes, for each row of its page table.
+    def begin(self, batch: Batch) -> Slots:
+        """The slots of a step.
 
         RuntimeError where a slot to read does not hold the tokens before the step's: a mistake of the caller.
         RequestError for more sequences than slots, if the batch names none.
@@ -63,7 +68,7 @@ class StateMemory:
                 raise RequestError(f"{len(batch.page_table)} sequences, and states of {self.slots}: raise --max-batch")
             own = np.arange(len(batch.page_table), dtype=np.int32)
             return own, own
-        first, _ = _runs(batch)
+        first, _ = runs_of(batch)
         at, row = batch.positions[first], batch.rows[first]
         later = at > 0
         if not np.array_equal(self._tokens[batch.read_states[row[later]]], at[later]):
@@ -74,11 +79,22 @@ class StateMemory:
     def end(self, batch: Batch) -> None:
         """The step was computed."""
         if batch.states is not None:
-            _, last = _runs(batch)
+            _, last = runs_of(batch)
             self._tokens[batch.states[batch.rows[last]]] = batch.positions[last] + 1
 
 
-def _runs(batch: Batch) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+def runs_with_slots(batch: Batch, slots: Slots) -> NDArray[np.int32]:
+    """int32 [S, 4], for each row of a step's page table: its first token, their number, 0 where it has none, the slot
+    that is read, -1 for a sequence that begins, and the slot that is written."""
+    runs = np.zeros((len(batch.page_table), 4), np.int32)
+    first, last = runs_of(batch)
+    row, (read, written) = batch.rows[first], slots
+    runs[row, 0], runs[row, 1] = first, last + 1 - first
+    runs[row, 2], runs[row, 3] = np.where(batch.positions[first] > 0, read[row], -1), written[row]
+    return runs
+
+
+def runs_of(batch: Batch) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """The first and the last token of each sequence of a step."""
     change = np.flatnonzero(np.diff(batch.rows))
     return np.concatenate([[0], change + 1]), np.concatenate([change, [len(batch.rows) - 1]])

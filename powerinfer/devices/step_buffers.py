@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from powerinfer.devices.batch import Batch
+from powerinfer.devices.states import Slots, runs_with_slots
 from powerinfer.devices.step import Step
 from powerinfer.devices.torch_device import import_torch
 from powerinfer.formats.quant import Float32
@@ -52,20 +54,22 @@ class StepBuffers:
         """Addresses of a step's description and its logits; they change with a step that is larger than all before."""
         return self._description.address, int(self._host_logits.data_ptr())
 
-    def upload(self, batch: Batch, x: Float32) -> Step:
-        """A step on the device: its description and its residual stream, one transfer each."""
+    def upload(self, batch: Batch, x: Float32, slots: Slots | None = None) -> Step:
+        """A step on the device: its description and its residual stream, one transfer each. slots: of states, if layers
+        have them."""
         tokens = len(batch.tokens)
         assert 0 < tokens <= len(self._x) and x.shape == (tokens, self._x.shape[1])
         if self._uploaded is not None:
             self._uploaded.synchronize()  # after a step that was broken off, the device may still be reading
-        positions, rows, slots, page_table, logit_rows = self._description.upload(batch)
+        runs = None if slots is None else runs_with_slots(batch, slots)
+        (positions, rows, places, page_table, logit_rows), runs_there = self._description.upload(batch, runs)
         np.copyto(self._host_x[:tokens].numpy(), x)
         on_device = self._x[:tokens]
         if self._uploaded is not None:
             on_device.copy_(self._host_x[:tokens], non_blocking=True)
             self._uploaded.record()
         total = None if self._total is None else self._total[:tokens]
-        return Step(on_device, positions, rows, slots, page_table, logit_rows, total=total)
+        return Step(on_device, positions, rows, places, page_table, logit_rows, total=total, runs=runs_there)
 
     def residual(self, rows: Tensor) -> Tensor:
         """Rows of the last step's residual stream, on the device; rows: int32 [n], indices of its tokens."""
@@ -118,8 +122,10 @@ class _Description:
         """Their address on the device."""
         return int(self._there.data_ptr())
 
-    def upload(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """positions, rows, slots, page_table and logit_rows of a `Step`."""
+    def upload(
+        self, batch: Batch, runs: NDArray[np.int32] | None
+    ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor | None]:
+        """positions, rows, slots, page_table and logit_rows of a `Step`, and its runs, if there are any."""
         torch = import_torch()
         # The columns that are in use, as a power of two: shapes hardly change from step to step.
         width = min(batch.page_table.shape[1], 1 << int(int(batch.positions.max()) // cpu.PAGE).bit_length())
@@ -127,6 +133,7 @@ class _Description:
         pages = batch.page_table[batch.rows, batch.positions // cpu.PAGE].astype(np.int64)
         slots = pages * cpu.PAGE + batch.positions % cpu.PAGE
         parts = [slots.view(np.int32), batch.positions, batch.rows, batch.logit_rows, table]
+        parts += [] if runs is None else [runs]
         ends = np.cumsum([part.size for part in parts])
         nbytes = 4 * int(ends[-1])
         if nbytes > len(self._here):
@@ -137,5 +144,6 @@ class _Description:
         if self._there is not self._here:
             self._there[:nbytes].copy_(self._here[:nbytes], non_blocking=True)
         on_device = self._there[:nbytes].view(torch.int32).split([part.size for part in parts])
-        wide, positions, rows, logit_rows, page_table = on_device
-        return positions, rows, wide.view(torch.int64), page_table.view(table.shape), logit_rows
+        wide, positions, rows, logit_rows, page_table, *more = on_device
+        description = positions, rows, wide.view(torch.int64), page_table.view(table.shape), logit_rows
+        return description, more[0].view(-1, 4) if more else None

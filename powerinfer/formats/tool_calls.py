@@ -16,9 +16,9 @@ from string import ascii_letters, digits
 from typing import Any, NamedTuple
 
 from powerinfer.errors import RequestError
-from powerinfer.formats import tool_messages
+from powerinfer.formats import harmony, tool_messages
 from powerinfer.formats.grammar import JSON_OPTIONS, WHITESPACE, Grammar, LazyGrammar, json_text, literal
-from powerinfer.formats.tool_parser import ToolParser
+from powerinfer.formats.tool_parser import AnswerParser, ToolParser
 from powerinfer.formats.tools import Tool, ToolChoice
 
 MAX_CALLS = 16  # of one answer, where a grammar says what is called
@@ -99,8 +99,7 @@ class ToolFormat:
         calls = self._calls(begin, self.parallel and choice.kind == "required", special or {})
         if instead is None:
             return Grammar.lark("\n".join([f"start: {calls}", *self._objects(named, special or {})]))
-        if instead.kind != "json_schema":
-            raise RequestError("with tools that may be called, only JSON can be asked for beside them")
+        _check_json(instead)
         answer = f"answer: %json {_with_options(json.loads(instead.text))}"
         return Grammar.lark("\n".join([f"start: {calls} | answer", answer, *self._objects(named, special or {})]))
 
@@ -134,7 +133,17 @@ class ToolFormat:
             return min(found)
         return text.index("{") if self.bare and whole and _BARE.match(text) else None
 
-    def parser(self, new_id: Callable[[], str] | None = None) -> ToolParser:
+    @property
+    def reasons(self) -> bool:
+        """Whether reasoning is told apart from the answer."""
+        return False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The texts of the format that may be special tokens."""
+        return tuple(text for text in (*self.begins, self.end, self.argument_mark) if text)
+
+    def parser(self, new_id: Callable[[], str] | None = None) -> AnswerParser:
         """A parser for one answer. new_id: makes the ids of calls."""
         return ToolParser(self, new_id or (_short_id if self.short_ids else _long_id))
 
@@ -162,6 +171,86 @@ class ToolFormat:
         return rules
 
 
+@dataclass(frozen=True)
+class HarmonyFormat(ToolFormat):
+    """gpt-oss's: an answer is messages on channels (harmony.py), some of which are calls, and each call ends it.
+
+    may_call: there are functions to call.
+    """
+
+    may_call: bool = True
+
+    @property
+    def reasons(self) -> bool:
+        return True
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return harmony.MARKS
+
+    def conversation(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] = ()
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        plain, variables = super().conversation(messages, tools)
+        return tool_messages.on_channels(plain), variables
+
+    def grammar(
+        self,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+        special: Mapping[str, int] | None = None,
+        instead: Grammar | None = None,
+    ) -> Grammar | None:
+        """As of `ToolFormat`; reasoning may come first."""
+        if choice.kind not in ("required", "function"):
+            return None
+        named = [tool for tool in tools if choice.kind == "required" or tool.name == choice.name]
+        rules = self._rules(named, special or {})
+        ways = [f"channel {literal('commentary ' + harmony.TO)} call"] if named else []
+        if instead is not None:
+            _check_json(instead)
+            schema = _with_options(json.loads(instead.text))
+            rules += ['final: channel "final" message answer', f"answer: %json {schema}"]
+            ways.append("final")
+        inside = "/(.|\\n)*/" if harmony.END in (special or {}) else "/[^<]*/"
+        rules.append(f'thought: channel "analysis" message {inside} end start_of "assistant"')
+        return Grammar.lark("\n".join([f"start: thought? ({' | '.join(ways)})", *rules]))
+
+    def call_grammar(self, tools: Sequence[Tool], special: Mapping[str, int] | None = None) -> Grammar:
+        return Grammar.lark("\n".join(["start: call", *self._rules(tools, special or {})]))
+
+    def _rules(self, tools: Sequence[Tool], special: Mapping[str, int]) -> list[str]:
+        """The rules for the marks, and for `call`: a function's name, the rest of the header, and the arguments."""
+        marks = {"start_of": harmony.START, "channel": harmony.CHANNEL, "message": harmony.MESSAGE}
+        marks |= {"end": harmony.END, "constrain": harmony.CONSTRAIN}
+        rules = [f"{name}: {_mark(text, special)}" for name, text in marks.items()]
+        rules.append('header: (" "? channel "commentary")? (" "? constrain "json" | " json")? " "? message')
+        if tools:
+            rules.append("call: " + " | ".join(f"call_{at}" for at in range(len(tools))))
+        for at, tool in enumerate(tools):
+            rules.append(f"call_{at}: {literal(tool.name)} header arguments_{at}")
+            rules.append(f"arguments_{at}: %json {_with_options(tool.parameters)}")
+        return rules
+
+    def call_position(self, text: str, whole: bool) -> int | None:
+        found = harmony.CALL_BEGINS.search(text)
+        return None if found is None or (found.start() == 0 and not whole and text[0] != "<") else found.end()
+
+    def parser(self, new_id: Callable[[], str] | None = None) -> AnswerParser:
+        return harmony.HarmonyParser(new_id or _long_id, self.parallel, self.may_call)
+
+
+def reasoning_format(template: str | None) -> ToolFormat | None:
+    """How an answer without calls is read, if the model with this chat template marks its reasoning; else None."""
+    of_template = template or ""
+    return replace(HARMONY, may_call=False) if all(text in of_template for text in _HARMONY) else None
+
+
+def _check_json(grammar: Grammar) -> None:
+    if grammar.kind != "json_schema":
+        raise RequestError("with tools that may be called, only JSON can be asked for beside them")
+
+
 _BARE = re.compile(r'\s*\{\s*"name"\s*:\s*"')
 
 _TAGGED: dict[str, Any] = {"begins": ("<tool_call>",), "end": "</tool_call>", "inner": "\n", "between": "\n"}
@@ -170,6 +259,7 @@ GENERIC = ToolFormat("generic", told="words", **_TAGGED)
 LLAMA = ToolFormat("llama3", ("<|python_tag|>",), bare=True, between="; ", arguments="parameters")
 MISTRAL = ToolFormat("mistral", ("[TOOL_CALLS]",), listed=True, short_ids=True)
 MISTRAL_NAMED = ToolFormat("mistral-args", ("[TOOL_CALLS]",), argument_mark="[ARGS]", short_ids=True)
+HARMONY = HarmonyFormat("harmony", (harmony.TO,), harmony.CALL)
 PHI4_MINI = ToolFormat("phi4-mini", ("<|tool_call|>", "functools["), "<|/tool_call|>", listed=True, told="system")
 
 
@@ -181,7 +271,9 @@ class _Row(NamedTuple):
     lacks: tuple[str, ...] = ()
 
 
+_HARMONY = (harmony.START, harmony.CHANNEL, harmony.MESSAGE)  # in its template
 _ROWS = (
+    _Row(HARMONY, _HARMONY),
     _Row(HERMES, ("<tool_call>", "tools"), ("<function=", "<arg_key>")),  # Qwen 2.5 and 3, Hermes
     _Row(MISTRAL_NAMED, ("[TOOL_CALLS]", "[ARGS]")),
     _Row(MISTRAL, ("[TOOL_CALLS]",)),

@@ -81,6 +81,49 @@ def _shortened(given: str) -> str:
     return sha256(given.encode("utf-8", "replace")).hexdigest()[:9]
 
 
+def on_channels(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages for gpt-oss's template: reasoning is `thinking`, and a message has one call, with its result behind.
+
+    The template shows the text beside a call as reasoning, and takes only one of them.
+    """
+    made: list[dict[str, Any]] = []
+    at = 0
+    while at < len(messages):
+        message, at = messages[at], at + 1
+        results = []
+        calls = message.get("tool_calls", ())
+        while calls and at < len(messages) and messages[at].get("role") == "tool":
+            results.append(messages[at])
+            at += 1
+        made += _one_by_one(_thinking(message), calls, results) if calls else [_thinking(message)]
+    return made
+
+
+def _thinking(message: dict[str, Any]) -> dict[str, Any]:
+    reasoning = message.get("reasoning_content")
+    plain = {name: value for name, value in message.items() if name != "reasoning_content"}
+    return {**plain, "thinking": reasoning} if reasoning and message.get("role") == "assistant" else plain
+
+
+def _one_by_one(
+    message: dict[str, Any], calls: Sequence[dict[str, Any]], results: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """A message for each call, each with the results that belong to it; other results go to the last one."""
+    texts = [text for text in (message.get("thinking"), message["content"]) if text]
+    rest = {name: value for name, value in message.items() if name not in ("thinking", "content", "tool_calls")}
+    ids = [call.get("id") for call in calls]
+    by_call: list[list[dict[str, Any]]] = [[] for _ in calls]
+    for place, result in enumerate(results):
+        given = result.get("tool_call_id")
+        known = given is not None and given in ids
+        by_call[ids.index(given) if known else min(place, len(calls) - 1)].append(result)
+    made: list[dict[str, Any]] = []
+    for number, (call, own) in enumerate(zip(calls, by_call, strict=True)):
+        thinking = {"thinking": "\n\n".join(texts)} if texts and not number else {}
+        made += [{**rest, "content": "", **thinking, "tool_calls": [call]}, *own]
+    return made
+
+
 _PROMPT = """You may call functions. These are the functions, as JSON:
 <tools>
 {tools}

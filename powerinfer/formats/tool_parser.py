@@ -1,12 +1,12 @@
-"""The text of an answer, as it comes, turned into text and calls of functions."""
+"""The text of an answer, as it comes, turned into text, reasoning and calls of functions."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from powerinfer.formats.tools import NAME
 
@@ -26,6 +26,29 @@ class ToolDelta:
 
 Delta = str | ToolDelta
 """Text of the answer, or a piece of a call."""
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """Text that a model writes for itself, before its answer."""
+
+    text: str
+
+
+AnswerDelta = Delta | Reasoning
+
+
+class AnswerParser(Protocol):
+    """Turns the text of an answer into its parts, piece by piece. calls: so far; ended: after the only call."""
+
+    calls: int
+    ended: bool
+
+    def push(self, text: str) -> Sequence[AnswerDelta]:
+        """What is certain after this piece of the answer."""
+
+    def finish(self, cut: bool = False) -> Sequence[AnswerDelta]:
+        """The rest: no text follows. cut: the answer did not end by itself."""
 
 
 class ToolParser:
@@ -76,7 +99,7 @@ class ToolParser:
         if found:
             return self._open(*min(found))
         cut_mark = self._cut and (form.required or self.calls > 0)  # a `<` of mere text is no beginning
-        held = 0 if self._last and not cut_mark else max(_overlap(text, mark) for mark in form.begins)
+        held = 0 if self._last and not cut_mark else max(overlap(text, mark) for mark in form.begins)
         say = text[: len(text) - held].rstrip()
         if self._last and not self.calls and not cut_mark:
             say = text
@@ -207,7 +230,7 @@ class _Call:
             self.name = None if self.failed else name
             self._text, self._key, self._step = rest.lstrip(), "arguments", self._at_value
             return not self.failed
-        head = name[: len(name) - _overlap(name, self._mark)]
+        head = name[: len(name) - overlap(name, self._mark)]
         self.failed = bool(head) and NAME.fullmatch(head) is None
         return False
 
@@ -321,7 +344,7 @@ class _Value:
         return None
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """Length of the longest end of `text` that `mark` begins with, and is longer than."""
     longest = min(len(text), len(mark) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(mark[:length])), 0)

@@ -16,8 +16,9 @@ the model's file, through the buffers of devices/stage.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -405,6 +406,8 @@ class HybridExperts:
             else:
                 places = self._places(experts)
                 job = cpu.sum(x, places, weights, out)
+        if cpu.by_neuron is not None and len(step.x) <= NEURON_TOKENS:
+            self.by_neuron += int((places >= 0).sum()) * self.about.size
         counts = np.bincount(experts.reshape(-1), minlength=self.about.n_experts)
         self.selected += counts
         self.recent += counts
@@ -453,10 +456,24 @@ class HybridExperts:
     def clear(self) -> None:
         """Reset the counters. selected: int64 [experts], tokens that each was selected for; hits: selections of those
         on the GPU; copied: experts copied there beside steps; jobs: steps in which the CPU had one; recent: as
-        selected, halved now and then (`ExpertSparsity.adjust`)."""
+        selected, halved now and then (`ExpertSparsity.adjust`). by_neuron: neurons of the cold experts of steps that
+        skip those that do not fire."""
         self.selected = np.zeros(self.about.n_experts, np.int64)
         self.recent = np.zeros(self.about.n_experts)
-        self.tokens = self.steps = self.jobs = self.hits = self.copied = 0
+        self.tokens = self.steps = self.jobs = self.hits = self.copied = self.by_neuron = 0
+        if self._cpu_part is not None and self._cpu_part.by_neuron is not None:
+            self._cpu_part.by_neuron.sum.clear()
+
+    @property
+    def fired(self) -> int:
+        """Of the neurons `by_neuron`, those that fired."""
+        sparse = None if self._cpu_part is None else self._cpu_part.by_neuron
+        return 0 if sparse is None else sparse.sum.counts()["active"]
+
+    def set_whole(self, on: bool) -> None:
+        """Whether every neuron is computed of experts that could skip some."""
+        if self._cpu_part is not None:
+            self._cpu_part.set_whole(on)
 
 
 def in_file(tensor: RawTensor) -> bool:
@@ -542,7 +559,8 @@ class ExpertSparsity(Sparsity):
     def report(self) -> dict[str, Any]:
         """Per layer with cold experts and in all: hot, cold: experts on the GPU and on the CPU; gpu_share: of the
         tokens' experts, those on the GPU; jobs: share of the steps in which the CPU had work; policy: decides which
-        experts the GPU has; traded: experts swapped onto the GPU between requests; copied: there, beside steps."""
+        experts the GPU has; traded: experts swapped onto the GPU between requests; copied: there, beside steps;
+        active_fraction: of the cold experts' neurons, those that fired, None where all are computed."""
         layers: list[dict[str, Any]] = []
         selected = hot = 0
         for ffn in self.ffns:
@@ -558,7 +576,7 @@ class ExpertSparsity(Sparsity):
                     "jobs": ffn.jobs / ffn.steps if ffn.steps else None,
                 }
             )
-        steps = sum(ffn.steps for ffn in self.ffns)
+        steps, neurons = (sum(getattr(ffn, name) for ffn in self.ffns) for name in ("steps", "by_neuron"))
         return {
             "selector": self.selector,
             "layers": layers,
@@ -568,11 +586,23 @@ class ExpertSparsity(Sparsity):
             "policy": self.policy,
             "traded": self.traded,
             "copied": sum(ffn.copied for ffn in self.ffns),
+            "active_fraction": sum(ffn.fired for ffn in self.ffns) / neurons if neurons else None,
         }
 
     def clear(self) -> None:
         for ffn in self.ffns:
             ffn.clear()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Every neuron of the selected experts is computed inside the context."""
+        for ffn in self.ffns:
+            ffn.set_whole(True)
+        try:
+            yield
+        finally:
+            for ffn in self.ffns:
+                ffn.set_whole(False)
 
     def adjust(self) -> bool:
         """Swap experts of one layer, the next in turn with enough recent tokens, if the difference is clear."""

@@ -94,6 +94,7 @@ def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Pro
     rotary = rotations(checkpoint, engine)
     gpu = None
     cpu = CpuExecutor(config, engine, rotary, first_layer=resolved.gpu_layers, pages=resolved.pages)
+    cpu.in_experts = selection.in_experts
     try:
         with gpu_failures("the model was loaded", "put fewer layers on it, or lower --context or --max-batch"):
             gpu = GpuLayers(
@@ -105,6 +106,7 @@ def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Pro
                 max_tokens=cpu.max_tokens,
                 rotations=rotary,
                 split=split is not None,
+                states=cpu.n_states,
             )
             wire(cpu, checkpoint, progress, gpu, neurons=selection, split=split, head=resolved.gpu_head)
     except BaseException:
@@ -182,6 +184,8 @@ def _load_experts(
         copier.on = True
     executor.choices["experts"] = f"{name} ({resolved.why_policy})"
     executor.choices["selector"] = f"{sparsity.selector} (experts on both devices)"
+    if resolved.selection.in_experts:
+        executor.choices["selector"] += ", exact (neurons inside those on the CPU; those on the GPU are computed whole)"
     return executor, sparsity
 
 

@@ -154,13 +154,12 @@ def needs(resolved: Resolved) -> Needs:
     """What the load that was resolved takes, as the budgets count it."""
     from powerinfer.hardware.measure import measured
     from powerinfer.placement.budget import in_ram, on_gpu, staged_in_ram, staged_on_gpu
-    from powerinfer.placement.shapes import checkpoint_model
 
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
     if resolved.plan is not None:
         placed = resolved.plan.bytes
         return Needs(sum(placed["cpu"].values()), 0, sum(placed["gpu"].values()))
-    model = checkpoint_model(checkpoint, engine.prepared, fresh=selection.bundles is None)
+    model = _model(checkpoint, engine, selection)
     if resolved.gpu is None:
         return Needs(_ram_bytes(model, engine, selection), _kv_bytes(model, engine))
     hardware, work = measured(engine, gpu=resolved.gpu), _workload(model, engine, "all")
@@ -170,6 +169,14 @@ def needs(resolved: Resolved) -> Needs:
     ram = sum(in_ram(model, work, layers, head, hardware.host_bytes, slots=slots, cached=cached).values())
     vram = sum(on_gpu(model, hardware, work, layers, head, True, slots).values())
     return Needs(ram + staged_in_ram(resolved.staging), 0, vram + staged_on_gpu(resolved.staging))
+
+
+def _model(checkpoint: Checkpoint, engine: EngineConfig, selection: Selection) -> Model:
+    """The model as the selector has its weights."""
+    from powerinfer.placement.shapes import checkpoint_model
+
+    model = checkpoint_model(checkpoint, engine.prepared, fresh=selection.bundles is None)
+    return model.by_neuron() if selection.in_experts else model
 
 
 def without_gpu(resolved: Resolved, why: str) -> Resolved:
@@ -225,9 +232,7 @@ def _on_cpu(resolved: Resolved) -> Resolved:
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
     if engine.ram is None:
         return resolved
-    from powerinfer.placement.shapes import checkpoint_model
-
-    model = checkpoint_model(checkpoint, engine.prepared, fresh=selection.bundles is None)
+    model = _model(checkpoint, engine, selection)
     if engine.selector == "auto" and selection.bundles and _ram_bytes(model, engine, selection) > engine.ram:
         selection = select(checkpoint, engine, "--ram does not hold bundles beside the dense weights")
     total, kv = _ram_bytes(model, engine, selection), _kv_bytes(model, engine)
@@ -302,13 +307,10 @@ def _beside_gpu(
     from powerinfer.devices.torch_device import choose_device
     from powerinfer.formats.prepared import PROFILE, PreparedFile
     from powerinfer.hardware.measure import measured
-    from powerinfer.placement.shapes import checkpoint_model
 
     if checkpoint.config.why_not_on_gpu is not None:
         given = engine.gpu != "auto" or engine.vram
         raise RequestError(checkpoint.config.why_not_on_gpu + (": leave out --gpu and --vram" if given else ""))
-    if selection.in_experts:
-        raise RequestError("neurons inside experts are selected on the CPU alone so far: leave out --gpu or --selector")
     choose_device(gpu)
     profile = PreparedFile(PROFILE, checkpoint, engine.prepared)
     if selection.bundles is not None and not profile.exists():
@@ -318,7 +320,7 @@ def _beside_gpu(
             )
         lacking = f"no profile says which neurons are hot; {profile.command} makes it"
         selection = select(checkpoint, engine, lacking)
-    model = checkpoint_model(checkpoint, engine.prepared, fresh=selection.bundles is None)
+    model = _model(checkpoint, engine, selection)
     pages = -(-_context(model, engine) // cpu.PAGE)  # one full context, shared by all requests
     resolved = Resolved(checkpoint, engine, selection, gpu, pages=pages)
     place: Callable[[Hardware], Resolved | str]

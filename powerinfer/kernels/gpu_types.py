@@ -13,6 +13,8 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from powerinfer.config import DeltaNetConfig
+
 PAGE = 32
 """Tokens of a page of the KV cache."""
 
@@ -138,6 +140,38 @@ class Experts:
         """Bytes on the device."""
         weights = sum(weight.nbytes for weight in (self.gate, self.up, self.down) if weight is not None)
         return weights + tensor_bytes(self.gate_bias, self.up_bias, self.down_bias)
+
+
+UNIT_EPS = 1e-6
+"""Of the L2 norm of queries and keys: no file states it (csrc/delta_net.cpp has the same)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaNet:
+    """A layer beside its matrices. taps: float32 [taps, channels] of the convolution over queries, keys and values;
+    decay, dt_bias: float32 [value heads], the logarithm of a head's decay is decay * softplus(alpha + dt_bias); norm:
+    float32 [value_dim], of each value head, with eps."""
+
+    about: DeltaNetConfig
+    taps: Tensor
+    decay: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaStates:
+    """A layer's states of sequences, in slots. window: float32 [slots, taps - 1, channels], the convolution's inputs
+    for the last tokens; heads: float32 [slots, value heads, value_dim, key_dim]."""
+
+    window: Tensor
+    heads: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return tensor_bytes(self.window, self.heads)
 
 
 def tensor_bytes(*tensors: Tensor | None) -> int:

@@ -50,6 +50,18 @@ class Builder(Protocol[Matrix, Norm]):
         k_norm: Vector = None,
         sinks: Vector = None,
     ) -> None: ...
+    def gate_attended(self, layer: int, norm: Norm | None, matrix: Matrix) -> None: ...
+    def delta_net(
+        self,
+        layer: int,
+        norm: Norm | None,
+        matrices: Sequence[Matrix],
+        *,
+        taps: NDArray[np.float32],
+        decay: NDArray[np.float32],
+        dt_bias: NDArray[np.float32],
+        out_norm: NDArray[np.float32],
+    ) -> None: ...
     def project(self, layer: int, matrix: Matrix, bias: Vector = None, norm: Norm | None = None) -> None: ...
     def ffn(
         self,

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.models.attention import attend
-
-if TYPE_CHECKING:
-    from powerinfer import _native
+from powerinfer.models.builder import Builder, Matrix, Norm
 
 _MATRICES = tuple("qkvzba")
 
 
-def attend_gated(executor: CpuExecutor, checkpoint: Checkpoint, layer: int, norm: _native.Norm | None) -> None:
+def attend_gated(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, norm: Norm | None) -> None:
     """What attention gives for norm(x), times the sigmoid of q_gate . norm(x)."""
-    attend(executor, checkpoint, layer, norm)
-    executor.gate_attended(layer, norm, executor.matrix(checkpoint.take(f"layers.{layer}.q_gate")))
+    attend(builder, checkpoint, layer, norm)
+    builder.gate_attended(layer, norm, builder.matrix(checkpoint.take(f"layers.{layer}.q_gate")))
 
 
-def remember(executor: CpuExecutor, checkpoint: Checkpoint, layer: int, norm: _native.Norm | None) -> None:
+def remember(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, norm: Norm | None) -> None:
     """What Gated DeltaNet gives for norm(x)."""
     name = f"layers.{layer}.delta_"
     taps = checkpoint.take(f"{name}conv").float32()
-    executor.delta_net(
+    builder.delta_net(
         layer,
         norm,
-        [executor.matrix(checkpoint.take(name + part)) for part in _MATRICES],
+        [builder.matrix(checkpoint.take(name + part)) for part in _MATRICES],
         taps=np.ascontiguousarray(taps.T),
         decay=checkpoint.take(f"{name}decay").float32(),
         dt_bias=checkpoint.take(f"{name}dt_bias").float32(),
@@ -37,6 +32,6 @@ def remember(executor: CpuExecutor, checkpoint: Checkpoint, layer: int, norm: _n
     )
 
 
-def project_remembered(executor: CpuExecutor, checkpoint: Checkpoint, layer: int, norm: _native.Norm | None) -> None:
+def project_remembered(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, norm: Norm | None) -> None:
     """Its output projection: x += norm(delta_o . attended)."""
-    executor.project(layer, executor.matrix(checkpoint.take(f"layers.{layer}.delta_o")), None, norm)
+    builder.project(layer, builder.matrix(checkpoint.take(f"layers.{layer}.delta_o")), None, norm)

@@ -141,7 +141,8 @@ def on_gpu(
         "scratch": model.gpu_scratch(work.tokens, work.requests, layers),
         "norms": model.rotation_bytes + model.layer_vectors(dense, layers) + head * model.end_vectors,
         "attention": sum(map(_stored, model.attention[:layers])),
-        "kv": model.gpu_kv_bytes(work.kv_type, work.context, work.batch, slice(layers)),
+        "kv": model.gpu_kv_bytes(work.kv_type, work.context, work.batch, slice(layers))
+        + model.gpu_state_bytes(work.requests, slice(layers)),
     }
     if work.predicted:
         held["predictor"] = sum(map(model.gpu_predictor, model.predictors[:layers]))
@@ -185,7 +186,7 @@ def in_ram(
         "attention": sum(map(_panels, model.attention[layers:])),
         "head": _panels(model.projections[:1] if head else (model.head, *model.projections)),
         "kv": model.kv_bytes(work.kv_type, work.context, work.batch, slice(layers, None))
-        + model.state_bytes(work.requests),
+        + model.state_bytes(work.requests, slice(layers, None)),
         "predictor": sum(map(_panels, model.predictors[layers:])) if work.predicted else 0,
     }
     every = range(layers, config.n_layers)

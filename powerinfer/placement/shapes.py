@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import (
     AttentionConfig,
+    AttentionKind,
     DeltaNetConfig,
     ExpertsConfig,
     FfnConfig,
@@ -28,15 +29,16 @@ from powerinfer.config import (
     RouterConfig,
     uniform,
 )
+from powerinfer.devices.cpu_experts import expert_layout
 from powerinfer.devices.recording import RECORDED_BYTES
 from powerinfer.devices.states import state_bytes, state_slots
 from powerinfer.errors import RequestError
-from powerinfer.formats.bundle_file import ACROSS, ROW_TYPES, bundle_layouts
+from powerinfer.formats.bundle_file import ACROSS, ROW_TYPES, bundle_layouts, n_groups
 from powerinfer.formats.layout import check, is_matrix, shapes
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import FLOAT_TYPES
-from powerinfer.kernels import cpu, gpu
+from powerinfer.kernels import cpu, gpu, gpu_delta
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 from powerinfer.placement.power_law import FAMILIES, Law
 
@@ -132,6 +134,21 @@ class Model:
             biases = 4 * ((len(about.matrices) - 1) * about.size + self.config.d_model)
         return sum(one.stored for one in own) // n + biases, sum(one.panels for one in own) // n + biases
 
+    def by_neuron(self) -> Model:
+        """The same with the neurons inside experts told apart in RAM: up and down as bundles, where they can be."""
+
+        def bundled(layer: int, matrices: tuple[Matrix, ...]) -> tuple[Matrix, ...]:
+            about = self.config.layers[layer].ffn
+            if not isinstance(about, ExpertsConfig) or about.why_whole is not None:
+                return matrices
+            *others, up, down = matrices
+            layout = expert_layout(self.config.d_model, up.type, down.type)
+            groups = about.n_experts * n_groups(about.size)
+            return *others, replace(up, panels=groups * layout.group_bytes), replace(down, panels=0)
+
+        pairs = [list(map(bundled, range(self.config.n_layers), every)) for every in (self.ffn, self.experts)]
+        return replace(self, ffn=tuple(pairs[0]), experts=tuple(pairs[1]))
+
     @cached_property
     def weight_type(self) -> str:
         """The type of most of the FFNs' weights."""
@@ -148,13 +165,19 @@ class Model:
         token = sum(2 * one.n_kv_heads * gpu.kv_bytes(kv_type, one.head_dim) for one in heads)
         return batch * -(-context // cpu.PAGE) * cpu.PAGE * token
 
-    def state_bytes(self, requests: int) -> int:
-        """The states of sequences, if layers have any, for that many requests and their prefixes."""
-        return state_slots(requests, True) * state_bytes(self.config)
+    def state_bytes(self, requests: int, layers: slice = _EVERY) -> int:
+        """The states of sequences, if these layers have any, for that many requests and their prefixes."""
+        return state_slots(requests, True) * state_bytes(self.config, layers)
+
+    def gpu_state_bytes(self, requests: int, layers: slice = _EVERY) -> int:
+        """The same on a GPU."""
+        kinds = (layer.attention for layer in self.config.layers[layers])
+        each = sum(gpu_delta.state_bytes(kind) for kind in kinds if isinstance(kind, DeltaNetConfig))
+        return state_slots(requests, True) * each
 
     def layer_state(self, layer: int) -> int:
         """Bytes of a sequence's state in a layer, 0 where it has none."""
-        return state_bytes(self.config) // len(self.config.states) if layer in self.config.states else 0
+        return state_bytes(self.config, slice(layer, layer + 1))
 
     @property
     def rotation_bytes(self) -> int:
@@ -177,9 +200,9 @@ class Model:
         every: list[dict[str, int]] = [{} for _ in self.config.layers]
         for name, shape in shapes(self.config):
             _, _, inner = name.partition(".")
-            if inner and len(shape) == 1:
-                layer, _, own = inner.partition(".")
-                every[int(layer)][own] = shape[0]
+            layer, _, own = inner.partition(".")
+            if inner and (len(shape) == 1 or name.endswith("delta_conv")):
+                every[int(layer)][own] = prod(shape)
         return every
 
     @cached_property
@@ -221,7 +244,7 @@ class Model:
         """
         config = self.config
         every = [layer.attention for layer in config.layers]
-        heads = max((7 * one.n_heads + 4 * one.n_kv_heads) * one.head_dim // 2 for one in every)
+        heads = max(map(_gpu_row, every))
         ffns = [(1 + layer.ffn.gated, layer.ffn.width) for layer in config.layers]
         experts = (layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig))
         pairs = max((one.router.top_k * (2 * config.d_model + one.size) for one in experts), default=0)
@@ -404,6 +427,16 @@ def _model(
 def _matrix(rows: int, cols: int, type_name: str, packed_rows: int | None = None) -> Matrix:
     panels = cpu.matrix_bytes(type_name, packed_rows or rows, cols)
     return Matrix(type_name, panels, gpu.weight_bytes(type_name, rows, cols), gpu.gpu_type(type_name, cols))
+
+
+def _gpu_row(about: AttentionKind) -> int:
+    """Numbers of a token that a GPU holds at a time for attention, or what stands in its place."""
+    row = (7 * about.n_heads + 4 * about.n_kv_heads) * about.head_dim // 2
+    if isinstance(about, GatedAttentionConfig):
+        row += about.width
+    elif isinstance(about, DeltaNetConfig):  # the products, also of each matrix by itself
+        row = 2 * (about.channels + about.width + 2 * about.n_heads)
+    return row
 
 
 def _check_size(config: ModelConfig) -> None:

@@ -295,7 +295,7 @@ async def _chat(service: Service, request: Request, body: ChatRequest, shape: Ca
         raise model.refusal(error) or error from None
     if dropped:
         request.state.facts["dropped_turns"] = dropped
-    made = shape(params, *_shape_of(model, request, body), tools.form)
+    made = shape(params, *_shape_of(model, request, body), tools.reads)
     return await _answer(model, request, body, made, [tokens], params)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import RequestError
 from powerinfer.formats.grammar import Grammar, LazyGrammar, response_format
-from powerinfer.formats.tool_calls import ToolFormat
+from powerinfer.formats.tool_calls import ToolFormat, reasoning_format
 from powerinfer.formats.tools import Tool, ToolChoice, read_tool_choice, read_tools
 from powerinfer.serve.api_error import ApiError
 from powerinfer.serve.schema import ChatRequest, Sampling, template_options
@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tools:
-    """The functions of a request; form: how the model writes calls, None: it is to call nothing."""
+    """The functions of a request; form: how the model writes calls, None: it is to call nothing; reads: how its answer
+    is read, None: its text is the answer."""
 
     tools: list[Tool]
     choice: ToolChoice
     form: ToolFormat | None
+    reads: ToolFormat | None
 
 
 def read_grammar(body: Sampling) -> Grammar | None:
@@ -82,9 +84,10 @@ def read_chat_tools(llm: LLM, body: ChatRequest) -> Tools:
     except RequestError as error:
         raise ApiError(400, str(error), param="tool_choice") from None
     if choice.kind == "none":
-        return Tools(tools, choice, None)
+        return Tools(tools, choice, None, reasoning_format(_template(llm)))
     parallel, required = body.parallel_tool_calls is not False, choice.kind != "auto"
-    return Tools(tools, choice, replace(_format(llm), parallel=parallel, required=required))
+    form = replace(_format(llm), parallel=parallel, required=required)
+    return Tools(tools, choice, form, form)
 
 
 def chat_prompt(
@@ -93,8 +96,10 @@ def chat_prompt(
     """Messages and variables for the chat template. variables: the request's chat_template_kwargs."""
     messages, options = list(given), template_options(variables)
     shown = tools.tools if tools is not None and tools.form is not None else []
-    if shown or any("tool_calls" in message or message["role"] == "tool" for message in messages):
-        messages, more = _format(llm).conversation(messages, shown)
+    called = shown or any("tool_calls" in message or message["role"] == "tool" for message in messages)
+    form = _format(llm) if called else reasoning_format(_template(llm))
+    if form is not None:
+        messages, more = form.conversation(messages, shown)
         options |= more
     return messages, options
 
@@ -102,11 +107,14 @@ def chat_prompt(
 def constrained(llm: LLM, body: Sampling, params: SamplingParams, tools: Tools | None = None) -> SamplingParams:
     """The parameters, with what an answer must match."""
     wanted = read_grammar(body)
-    if tools is None or tools.form is None:
+    if tools is None or tools.reads is None:
         return params if wanted is None else replace(params, grammar=wanted)
-    form, special = tools.form, _special_marks(llm, tools.form)
+    form, special = tools.reads, _special_marks(llm, tools.reads)
     grammar: Grammar | LazyGrammar | None
-    if tools.choice.kind != "auto":
+    if tools.form is None:
+        json_asked = wanted is not None and wanted.kind == "json_schema"
+        grammar = form.grammar([], ToolChoice("required"), special, instead=wanted) if json_asked else wanted
+    elif tools.choice.kind != "auto":
         if wanted is not None:
             raise ApiError(400, "an answer that must be a call has no other format", param="tool_choice")
         grammar = form.grammar(tools.tools, tools.choice, special)
@@ -117,12 +125,15 @@ def constrained(llm: LLM, body: Sampling, params: SamplingParams, tools: Tools |
     return replace(params, grammar=grammar, skip_special_tokens=not special)
 
 
+def _template(llm: LLM) -> str | None:
+    return llm.template.source if llm.template is not None else None
+
+
 def _format(llm: LLM) -> ToolFormat:
-    return ToolFormat.of(llm.template.source if llm.template is not None else None)
+    return ToolFormat.of(_template(llm))
 
 
 def _special_marks(llm: LLM, form: ToolFormat) -> dict[str, int]:
     """Ids of those texts of a format that are special tokens of this model."""
-    marks = {text for text in (*form.begins, form.end, form.argument_mark) if text}
     texts = {llm.tokenizer.token_text(token): token for token in llm.tokenizer.special_ids}
-    return {text: texts[text] for text in marks if text in texts}
+    return {text: texts[text] for text in form.marks if text in texts}

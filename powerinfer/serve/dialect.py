@@ -1,7 +1,8 @@
 """What the APIs beside OpenAI's chat completions share: /v1/responses and /v1/messages.
 
-A body of theirs becomes a `ChatRequest`, and is answered as one. An answer is a list of blocks: texts and calls in the
-order in which the model writes them. `BlockShape` builds them; its subclasses write them as their API does.
+A body of theirs becomes a `ChatRequest`, and is answered as one. An answer is a list of blocks: texts, reasoning and
+calls in the order in which the model writes them. `BlockShape` builds them; its subclasses write them as their API
+does.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from powerinfer.formats.tool_calls import ToolFormat
-from powerinfer.formats.tool_parser import ToolDelta
+from powerinfer.formats.tool_parser import AnswerDelta, Reasoning, ToolDelta
 from powerinfer.formats.tools import MAX_TOOLS
 from powerinfer.serve.api_error import ApiError, not_supported
 from powerinfer.serve.schema import MAX_INT, MAX_PARTS, MAX_TEMPLATE_OPTIONS, Body, ChatRequest, Seed
@@ -131,10 +132,11 @@ def format_of(settings: Mapping[str, Any] | None, where: str, neutral: Mapping[s
 
 @dataclass
 class Block:
-    """A text, or the arguments of a call of the function `name`. index: its number in the answer."""
+    """A text, reasoning, or the arguments of a call of the function `name`. index: its number in the answer."""
 
     index: int
     text: str = ""
+    reasoning: bool = False
     name: str | None = None
     call_id: str = ""
     complete: bool = False
@@ -210,8 +212,11 @@ class BlockShape(ChatShape):
 
     def _advance(self, event: StreamEvent) -> Iterator[dict[str, Any]]:
         """Add an event to the blocks; what a stream sends for it."""
-        reason = event.finish_reason
-        for piece in [event.text] if self._parser is None else pieces(self._parser, event.text, reason):
+        found: list[AnswerDelta] = [event.text]
+        if self._parser is not None:
+            found = pieces(self._parser, event.text, event.finish_reason)
+            self.reasoning_of(found)
+        for piece in found:
             yield from self._add(piece)
         if event.finish_reason is not None:
             self._reason = event.finish_reason
@@ -221,15 +226,17 @@ class BlockShape(ChatShape):
     def _finish(self, event: StreamEvent) -> None:
         """The last event has come."""
 
-    def _add(self, piece: str | ToolDelta) -> Iterator[dict[str, Any]]:
+    def _add(self, piece: AnswerDelta) -> Iterator[dict[str, Any]]:
         if isinstance(piece, ToolDelta):
             text = piece.arguments
             if piece.name is not None:
                 yield from self._open(Block(len(self._blocks), name=piece.name, call_id=piece.id or ""))
         else:
-            text = piece
-            if text and (not self._blocks or self._blocks[-1].name is not None):
-                yield from self._open(Block(len(self._blocks)))
+            reasoning = isinstance(piece, Reasoning)
+            text = piece.text if isinstance(piece, Reasoning) else piece
+            last = self._blocks[-1] if self._blocks else None
+            if text and (last is None or last.name is not None or last.reasoning != reasoning):
+                yield from self._open(Block(len(self._blocks), reasoning=reasoning))
         if text:
             self._blocks[-1].text += text
             yield self._grown(self._blocks[-1], text)

@@ -1,4 +1,4 @@
-"""Anthropic's /v1/messages and /v1/messages/count_tokens: text and tool use, plain or as events."""
+"""Anthropic's /v1/messages and /v1/messages/count_tokens: text, thinking and tool use, plain or as events."""
 
 from __future__ import annotations
 
@@ -46,16 +46,18 @@ MESSAGES_NEUTRAL: Mapping[str, Sequence[Any]] = {
 """Fields of the API that this server does not have, with the values that ask for nothing."""
 
 BLOCK_IGNORED = ("cache_control",)
+OF_BLOCK_IGNORED = {"tool_use": ("caller",), "thinking": ("signature",)}
 TOOL_IGNORED = ("cache_control", "eager_input_streaming", "allowed_callers")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """Anthropic's tool_choice.type, and OpenAI's."""
 
 
 class ContentBlock(Strict):
-    """A text, a use of a tool, or its result."""
+    """A text, earlier thinking, a use of a tool, or its result."""
 
     type: Annotated[str, Field(max_length=64)]
     text: str | None = None
+    thinking: str | None = None
     id: Id | None = None
     name: Id | None = None
     input: dict[str, Any] | None = None
@@ -117,18 +119,22 @@ def _turn(turn: ClientMessage, where: str) -> list[dict[str, Any]]:
         return [{"role": turn.role, "content": turn.content}]
     messages: list[dict[str, Any]] = []
     texts: list[str] = []
+    thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
 
     def flush() -> None:
         if texts or calls:
-            messages.append({"role": turn.role, "content": "\n".join(texts), "tool_calls": list(calls) or None})
+            message = {"role": turn.role, "content": "\n".join(texts), "tool_calls": list(calls) or None}
+            messages.append({**message, "reasoning_content": "\n".join(thoughts) or None})
         texts.clear()
         calls.clear()
 
     for at, block in enumerate(turn.content):
         here = f"{where}.content[{at}]"
-        block.refuse_extra(here, (*BLOCK_IGNORED, *(("caller",) if block.type == "tool_use" else ())))
-        if block.type == "text":
+        block.refuse_extra(here, (*BLOCK_IGNORED, *OF_BLOCK_IGNORED.get(block.type, ())))
+        if block.type == "thinking" and turn.role == "assistant":
+            thoughts.append(needed(block.thinking, f"{here}.thinking"))
+        elif block.type == "text":
             texts.append(needed(block.text, f"{here}.text"))
         elif block.type == "tool_use" and turn.role == "assistant":
             calls.append(_call(block, here))
@@ -240,11 +246,13 @@ class MessagesShape(BlockShape):
         return [{"type": "message_start", "message": self._message([], _usage(usage))}]
 
     def _opened(self, block: Block) -> Iterator[dict[str, Any]]:
-        empty = Block(block.index, name=block.name, call_id=block.call_id)
+        empty = Block(block.index, name=block.name, call_id=block.call_id, reasoning=block.reasoning)
         yield {"type": "content_block_start", "index": block.index, "content_block": _content(empty)}
 
     def _grown(self, block: Block, text: str) -> dict[str, Any]:
         delta = {"type": "text_delta", "text": text}
+        if block.reasoning:
+            delta = {"type": "thinking_delta", "thinking": text}
         if block.name is not None:
             delta = {"type": "input_json_delta", "partial_json": text}
         return {"type": "content_block_delta", "index": block.index, "delta": delta}
@@ -261,6 +269,8 @@ class MessagesShape(BlockShape):
 
 
 def _content(block: Block) -> dict[str, Any]:
+    if block.reasoning:  # clients send it back as it is; nothing is signed here
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
     if block.name is None:
         return {"type": "text", "text": block.text}
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": block.arguments}

@@ -1,4 +1,5 @@
-"""OpenAI's /v1/responses: text and function calls, plain or as typed events. Nothing is stored between requests."""
+"""OpenAI's /v1/responses: text, reasoning and function calls, plain or as typed events. Nothing is stored between
+requests."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ RESPONSES_NEUTRAL: Mapping[str, Sequence[Any]] = {
     "access_programs": (),
     "image": (),
     "reasoning": ({},),
-    "include": ([], ["reasoning.encrypted_content"]),  # there are no reasoning items
+    "include": ([], ["reasoning.encrypted_content"]),  # reasoning items have their text
     "top_logprobs": (0,),
     "max_tool_calls": (),
     "moderation": (),
@@ -58,7 +59,7 @@ ROLES = ("user", "assistant", "system", "developer")
 
 
 class Item(Strict):
-    """A message, a call of a function, or its result."""
+    """A message, reasoning, a call of a function, or its result."""
 
     type: Annotated[str, Field(max_length=64)] = "message"
     role: Annotated[str, Field(max_length=64)] | None = None
@@ -101,13 +102,23 @@ def _messages(given: str | list[Item]) -> list[dict[str, Any]]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
+    thought = ""  # before the next message of the assistant
     for at, item in enumerate(given):
+        if item.type == "reasoning":
+            thought = _reasoning(item, f"input[{at}]")
+            continue
         message = _message(item, f"input[{at}]")
+        if thought and message["role"] == "assistant":
+            message["reasoning_content"], thought = thought, ""
+            messages.append(message)
+            continue
         last = messages[-1] if messages else {}
         if "tool_calls" in message and last.get("role") == "assistant":  # one answer: a text, then its calls
             last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
         else:
             messages.append(message)
+    if not messages:
+        raise ApiError(400, "input has no message", param="input")
     return messages
 
 
@@ -127,6 +138,12 @@ def _message(item: Item, where: str) -> dict[str, Any]:
         raise ApiError(400, f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
     content = text_of(needed(item.content, f"{where}.content"), PARTS, f"{where}.content", PART_IGNORED)
     return {"role": item.role, "content": content}
+
+
+def _reasoning(item: Item, where: str) -> str:
+    """The text of an earlier item of reasoning; summaries are left out."""
+    item.refuse_extra(where, ("id", "status", "summary", "encrypted_content"))
+    return text_of(item.content or "", ("reasoning_text",), f"{where}.content", ())
 
 
 def _tool(tool: Mapping[str, Any], at: int) -> dict[str, Any]:
@@ -199,7 +216,7 @@ class ResponsesShape(BlockShape):
             "tools": asked.tools or [],
             "top_p": self._params.top_p,
             "truncation": asked.truncation or "disabled",
-            "usage": None if usage is None else _usage(usage),
+            "usage": None if usage is None else _usage(usage, self.reasoning_tokens or 0),
         }
 
     def _item(self, block: Block, status: str | None = None) -> dict[str, Any]:
@@ -210,10 +227,13 @@ class ResponsesShape(BlockShape):
             return {
                 "type": "function_call", **item, "call_id": block.call_id, "name": block.name, "arguments": block.text,
             }  # fmt: skip
+        if block.reasoning:
+            return {"type": "reasoning", **item, "summary": [], "content": [_thought(block.text)]}
         return {"type": "message", **item, "role": "assistant", "content": [_part(block.text)]}
 
     def _item_id(self, block: Block) -> str:
-        return f"{'msg' if block.name is None else 'fc'}_{self._id}_{block.index}"
+        kind = "fc" if block.name is not None else "rs" if block.reasoning else "msg"
+        return f"{kind}_{self._id}_{block.index}"
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._sent += 1
@@ -234,15 +254,21 @@ class ResponsesShape(BlockShape):
             item["content"] = []
         yield self._event("response.output_item.added", output_index=block.index, item=item)
         if block.name is None:
-            yield self._of_block("response.content_part.added", block, part=_part(""))
+            part = _thought("") if block.reasoning else _part("")
+            yield self._of_block("response.content_part.added", block, part=part)
 
     def _grown(self, block: Block, text: str) -> dict[str, Any]:
+        if block.reasoning:
+            return self._of_block("response.reasoning_text.delta", block, delta=text)
         if block.name is None:
             return self._of_block("response.output_text.delta", block, delta=text, logprobs=[])
         return self._of_block("response.function_call_arguments.delta", block, delta=text)
 
     def _closed(self, block: Block) -> Iterator[dict[str, Any]]:
-        if block.name is None:
+        if block.reasoning:
+            yield self._of_block("response.reasoning_text.done", block, text=block.text)
+            yield self._of_block("response.content_part.done", block, part=_thought(block.text))
+        elif block.name is None:
             yield self._of_block("response.output_text.done", block, text=block.text, logprobs=[])
             yield self._of_block("response.content_part.done", block, part=_part(block.text))
         else:
@@ -262,11 +288,15 @@ def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _thought(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
+
+
+def _usage(usage: Usage, reasoning: int) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached},
         "output_tokens": usage.generated,
-        "output_tokens_details": {"reasoning_tokens": 0},  # the API's own: an answer has no reasoning items
+        "output_tokens_details": {"reasoning_tokens": reasoning},
         "total_tokens": usage.prompt + usage.generated,
     }

@@ -15,7 +15,7 @@ import msgspec
 
 from powerinfer import __version__
 from powerinfer.formats.tool_calls import ToolFormat
-from powerinfer.formats.tool_parser import ToolDelta, ToolParser
+from powerinfer.formats.tool_parser import AnswerDelta, AnswerParser, Reasoning, ToolDelta
 
 if TYPE_CHECKING:
     from powerinfer.formats.tokenizer import Tokenizer
@@ -38,12 +38,13 @@ def sent_event(document: dict[str, Any]) -> bytes:
 
 
 class Delta(NamedTuple):
-    """What an event adds to an answer."""
+    """What an event adds to an answer. reasoning: text before the answer, of a model that tells the two apart."""
 
     text: str
     logprobs: Logprobs | None
     finish_reason: str | None = None
     calls: tuple[ToolDelta, ...] = ()
+    reasoning: str = ""
 
 
 class Usage:
@@ -58,13 +59,15 @@ class Usage:
         self.generated += completion.completion_tokens
         self.cached += completion.cached_tokens if first else 0
 
-    def document(self) -> dict[str, Any]:
-        """The API's usage object."""
+    def document(self, reasoning: int | None = None) -> dict[str, Any]:
+        """The API's usage object. reasoning: tokens of it, None: that is not known."""
+        details = {} if reasoning is None else {"completion_tokens_details": {"reasoning_tokens": reasoning}}
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.generated,
             "total_tokens": self.prompt + self.generated,
             "prompt_tokens_details": {"cached_tokens": self.cached},
+            **details,
         }
 
 
@@ -73,6 +76,7 @@ class AnswerShape(ABC):
 
     name = chunk_name = prefix = ""
     ping = b": ping\n\n"  # what a stream sends while there is nothing else
+    reasoning_tokens: int | None = None  # so far; None: reasoning is not told apart
 
     def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, include_usage: bool) -> None:
         self._id = f"{self.prefix}-{request_id}"
@@ -109,7 +113,7 @@ class AnswerShape(ABC):
         if self._prompts is not None:
             for prompt, choice, own in zip(self._prompts, choices, ids, strict=True):
                 choice |= {"prompt_token_ids": prompt, "token_ids": own}
-        return self._envelope(self.name, choices) | {"usage": usage.document()}
+        return self._envelope(self.name, choices) | {"usage": usage.document(self.reasoning_tokens)}
 
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         """A chunk of a stream."""
@@ -118,7 +122,9 @@ class AnswerShape(ABC):
 
     def last_chunk(self, usage: Usage) -> dict[str, Any] | None:
         """The chunk with the numbers of tokens, if it was asked for."""
-        return self._envelope(self.chunk_name, []) | {"usage": usage.document()} if self._include_usage else None
+        if not self._include_usage:
+            return None
+        return self._envelope(self.chunk_name, []) | {"usage": usage.document(self.reasoning_tokens)}
 
     def begin(self, count: int, usage: Usage) -> list[bytes]:
         """The beginning of a stream of `count` answers."""
@@ -160,7 +166,8 @@ class AnswerShape(ABC):
 
 
 class ChatShape(AnswerShape):
-    """/v1/chat/completions. form: how the model writes calls of functions; None: it has none to call."""
+    """/v1/chat/completions. form: how the model writes calls of functions, and reasoning; None: its text is the answer.
+    """
 
     name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
@@ -169,8 +176,10 @@ class ChatShape(AnswerShape):
     ) -> None:
         super().__init__(request_id, model, tokenizer, include_usage)
         self._form = form
-        self._parsers: dict[int, ToolParser] = {}  # by answer
+        self._parsers: dict[int, AnswerParser] = {}  # by answer
         self._calls: dict[int, list[dict[str, Any]]] = {}
+        self._reasoning: dict[int, str] = {}
+        self.reasoning_tokens = 0 if form is not None and form.reasons else None
 
     def opening(self, index: int) -> dict[str, Any]:
         return self._part(index, {"role": "assistant", "content": ""})
@@ -184,19 +193,29 @@ class ChatShape(AnswerShape):
         return delta if self._form is None else self._parsed(index, delta, self._form)
 
     def _parsed(self, index: int, delta: Delta, form: ToolFormat) -> Delta:
-        """The delta with calls taken out of its text."""
+        """The delta with calls and reasoning taken out of its text."""
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = form.parser()
         found = pieces(parser, delta.text, delta.finish_reason)
         calls = tuple(one for one in found if isinstance(one, ToolDelta))
         self._keep(index, calls)
+        reasoning = self.reasoning_of(found)
+        self._reasoning[index] = self._reasoning.get(index, "") + reasoning
         called = delta.finish_reason == "stop" and parser.calls
         return delta._replace(
             text="".join(one for one in found if isinstance(one, str)),
             finish_reason="tool_calls" if called else delta.finish_reason,
             calls=calls,
+            reasoning=reasoning,
         )
+
+    def reasoning_of(self, found: Sequence[AnswerDelta]) -> str:
+        """The reasoning in what a token adds, which is counted."""
+        reasoning = "".join(one.text for one in found if isinstance(one, Reasoning))
+        if reasoning and self.reasoning_tokens is not None:
+            self.reasoning_tokens += 1
+        return reasoning
 
     def _keep(self, index: int, calls: Sequence[ToolDelta]) -> None:
         whole = self._calls.setdefault(index, [])
@@ -208,6 +227,8 @@ class ChatShape(AnswerShape):
 
     def chunk_choices(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         choices = []
+        if delta.reasoning:
+            choices.append(self._part(index, {"reasoning_content": delta.reasoning}))
         if delta.text or delta.logprobs:
             choices.append(self._part(index, {"content": delta.text}, delta.logprobs))
         choices += [self._part(index, {"tool_calls": [_call_chunk(call)]}) for call in delta.calls]
@@ -219,6 +240,8 @@ class ChatShape(AnswerShape):
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls := self._calls.get(index):
             message |= {"content": text or None, "tool_calls": calls}
+        if reasoning := self._reasoning.get(index):
+            message["reasoning_content"] = reasoning
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
 
     @staticmethod
@@ -230,10 +253,10 @@ def _token(one: TokenLogprob) -> dict[str, Any]:
     return {"token": one.text, "logprob": max(one.logprob, LOWEST_LOGPROB), "bytes": list(one.bytes)}
 
 
-def pieces(parser: ToolParser, text: str, finish_reason: str | None) -> list[str | ToolDelta]:
-    """Text and calls in a piece of an answer, in their order."""
-    found = parser.push(text)
-    return found if finish_reason is None else found + parser.finish(cut=finish_reason == "length")
+def pieces(parser: AnswerParser, text: str, finish_reason: str | None) -> list[AnswerDelta]:
+    """Text, reasoning and calls in a piece of an answer, in their order."""
+    found = list(parser.push(text))
+    return found if finish_reason is None else [*found, *parser.finish(cut=finish_reason == "length")]
 
 
 def _call_chunk(call: ToolDelta) -> dict[str, Any]:

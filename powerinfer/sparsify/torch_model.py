@@ -6,24 +6,34 @@ written back alike. What a family's layers compute is what `ModelConfig` says, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from powerinfer.config import AttentionConfig, ExpertsConfig, FfnConfig, GatedAttentionConfig, ModelConfig, RopeConfig
-from powerinfer.errors import RequestError
-from powerinfer.formats.checkpoint import Checkpoint
-from powerinfer.formats.layout import shapes
-from powerinfer.models.rope import rope_frequencies
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from powerinfer.config import (
+    AttentionConfig,
+    ExpertsConfig,
+    FfnConfig,
+    GatedAttentionConfig,
+    ModelConfig,
+    RopeConfig,
+    RouterConfig,
+)
+from powerinfer.errors import RequestError
+from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.layout import shapes
+from powerinfer.models.rope import rope_frequencies
+
 
 class Neurons(NamedTuple):
     """What happened in a sum of neurons, of each token: its input behind the norm [..., d_model], both products (gate
-    is None where there is none), h [..., d_ff] and its output [..., d_model]."""
+    is None where there is none), h [..., d_ff] and its output [..., d_model]. expert: its number, None: there are none.
+    """
 
+    expert: int | None
     x: Tensor
     gate: Tensor | None
     up: Tensor
@@ -32,13 +42,13 @@ class Neurons(NamedTuple):
 
 
 Hidden = Callable[[str, "Tensor | None", Tensor], Tensor]
-"""h from the name of an FFN (`layers.N.`) and its products with gate and up."""
+"""h from the name of an FFN (`layers.N.`, `layers.N.experts_`, `layers.N.shared_`) and its products with gate and up."""
 
 Seen = Callable[[str, Neurons], None]
 """Called with the name of an FFN and what happened there."""
 
 
-def activate(about: FfnConfig, gate: Tensor | None, up: Tensor) -> Tensor:
+def activate(about: FfnConfig | ExpertsConfig, gate: Tensor | None, up: Tensor) -> Tensor:
     """h of neurons, as `tests/reference.py` defines it."""
     own = up if gate is None else gate
     match about.activation:
@@ -50,6 +60,9 @@ def activate(about: FfnConfig, gate: Tensor | None, up: Tensor) -> Tensor:
             active = functional.relu(own)
         case "relu2":
             active = functional.relu(own).square()
+        case "cats":
+            active = functional.silu(own)
+            active = torch.where(active.abs() > about.threshold, active, 0)
         case _:
             active = torch.where(own > about.threshold, own, 0)
     if gate is None:
@@ -74,13 +87,16 @@ class TorchModel:
 
     # ------------------------------------------------------------------------------------------------ parts
 
-    def _weight(self, name: str) -> Tensor:
-        return self.weights[name].to(self.compute)
+    def _weight(self, name: str, expert: int | None = None) -> Tensor:
+        weight = self.weights[name]
+        return (weight if expert is None else weight[expert]).to(self.compute)
 
-    def _linear(self, x: Tensor, name: str) -> Tensor:
+    def _linear(self, x: Tensor, name: str, expert: int | None = None) -> Tensor:
         bias = self.weights.get(name + "_bias")
-        out = functional.linear(x.to(self.compute), self._weight(name))
-        return out if bias is None else out + bias.to(out.dtype)
+        out = functional.linear(x.to(self.compute), self._weight(name, expert))
+        if bias is None:
+            return out
+        return out + (bias if expert is None else bias[expert]).to(out.dtype)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         if name not in self.weights:
@@ -154,15 +170,55 @@ class TorchModel:
 
     def _plain(self, name: str, gate: Tensor | None, up: Tensor) -> Tensor:
         ffn = self.config.layers[int(name.split(".")[1])].ffn
-        own = ffn.neurons if ffn.neurons is not None else FfnConfig(1, ffn.activation, getattr(ffn, "threshold", 0.0))
-        return activate(own, gate, up)
+        assert isinstance(ffn, FfnConfig | ExpertsConfig)
+        return activate(ffn, gate, up)
 
-    def neurons(self, x: Tensor, name: str) -> Neurons:
+    def neurons(self, x: Tensor, name: str, expert: int | None = None) -> Neurons:
         """The sum of neurons whose matrices are `name` + gate, up and down, of x [..., d_model] behind the norm."""
-        gate = self._linear(x, name + "gate") if name + "gate" in self.weights else None
-        up = self._linear(x, name + "up")
+        gate = self._linear(x, name + "gate", expert) if name + "gate" in self.weights else None
+        up = self._linear(x, name + "up", expert)
         h = self.hidden(name, gate, up)
-        return Neurons(x, gate, up, h, self._linear(h, name + "down"))
+        return Neurons(expert, x, gate, up, h, self._linear(h, name + "down", expert))
+
+    def _selected(self, x: Tensor, name: str, router: RouterConfig) -> tuple[Tensor, Tensor]:
+        """(experts of each row of x, their weights), [rows, top_k]."""
+        scores = functional.linear(x.float(), self.weights[name + "router"].float())
+        if router.bias:
+            scores = scores + self.weights[name + "router_bias"]
+        scores = scores.sigmoid() if router.scoring == "sigmoid" else scores.softmax(-1)
+        ranked = scores + self.weights[name + "router_correction_bias"] if router.correction else scores
+        if router.groups > 1:
+            grouped = ranked.unflatten(-1, (router.groups, -1))
+            best = grouped.topk(router.group_best, -1).values.sum(-1).topk(router.top_groups, -1).indices
+            kept = torch.zeros_like(grouped[..., 0]).scatter_(-1, best, 1) > 0
+            ranked = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
+        selected = ranked.topk(router.top_k, -1).indices
+        weights = scores.gather(-1, selected)
+        if router.normalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return selected, weights * router.scale
+
+    def _experts(self, x: Tensor, routed: Tensor, name: str, about: ExpertsConfig, seen: Seen | None) -> Tensor:
+        """The selected experts' weighted sum and the shared expert's, float32. routed: what the router reads."""
+        rows = x.flatten(0, -2)
+        selected, weights = self._selected(routed.flatten(0, -2), name, about.router)
+        total = torch.zeros(rows.shape, device=rows.device)
+        for expert in range(about.n_experts):
+            row, place = (selected == expert).nonzero(as_tuple=True)
+            if len(row):
+                done = self.neurons(rows[row], name + "experts_", expert)
+                if seen is not None:
+                    seen(name + "experts_", done)
+                total = total.index_add(0, row, done.out.float() * weights[row, place, None])
+        if about.shared_size:
+            done = self.neurons(rows, name + "shared_")
+            if seen is not None:
+                seen(name + "shared_", done)
+            out = done.out.float()
+            if about.shared_weight:
+                out = out * torch.sigmoid(rows.float() @ self.weights[name + "shared_weight"].float())[:, None]
+            total = total + out
+        return total.view(x.shape)
 
     # ------------------------------------------------------------------------------------------------ the whole
 
@@ -186,7 +242,11 @@ class TorchModel:
         def attend(value: Tensor) -> Tensor:
             return self._attention(value, name, about.attention).float() * scale  # type: ignore[arg-type]
 
+        entered = x
+
         def sum_neurons(value: Tensor) -> Tensor:
+            if isinstance(about.ffn, ExpertsConfig):
+                return self._experts(value, entered if about.ffn.early_router else value, name, about.ffn, seen) * scale
             done = self.neurons(value, name)
             if seen is not None:
                 seen(name, done)
@@ -214,8 +274,8 @@ def unsupported(config: ModelConfig) -> str | None:
     for layer in config.layers:
         if not isinstance(layer.attention, AttentionConfig):
             return f"it has layers of {layer.attention.title}"
-        if layer.ffn.neurons is None:
-            return f"it has layers of {layer.ffn.title}"
+        if layer.ffn.activation == "swiglu_oai":
+            return f"its experts have the activation {layer.ffn.activation}"
     return None
 
 

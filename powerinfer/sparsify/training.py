@@ -37,7 +37,7 @@ from powerinfer.formats.prepared import TRAINING, PreparedFile
 from powerinfer.prepare.corpus import Corpus, Windows, read_windows
 from powerinfer.progress import Progress, silent
 from powerinfer.sparsify.recipes import Recipe, Stage, check_recipe
-from powerinfer.sparsify.torch_model import Neurons, TorchModel, activate, load
+from powerinfer.sparsify.torch_model import Neurons, TorchModel, load
 
 FFN_PARTS = ("gate", "up", "down")
 HELD_OUT = 0.02  # of the windows of each text, at least MIN_HELD_OUT: measured on, never trained on
@@ -162,7 +162,7 @@ class Sparsifier:
             nonlocal total
             with torch.enable_grad():
                 self._firing.clear()
-                own = self.student.neurons(seen.x, name).out.float()
+                own = self.student.neurons(seen.x, name, seen.expert).out.float()
                 wanted = seen.out.float()
                 loss = (own - wanted).square().sum() / wanted.square().sum().clamp_min(1e-20) / n
                 (scale * (loss + self._fine() / n)).backward()

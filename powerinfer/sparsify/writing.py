@@ -35,7 +35,7 @@ class _Change:
         self.rows: dict[str, list[range]] = {}
 
     def values(self, new: NewValues) -> Float32:
-        """float32, of the tensor's shape."""
+        """All of it, float32 [rows, columns]."""
         rows = np.array(dequantize(self.tensor.rows(), self.tensor.type))
         for name, ranges in self.rows.items():
             values = new(name).reshape(-1, rows.shape[-1])
@@ -45,7 +45,7 @@ class _Change:
                 at += len(one)
             if at != len(values):
                 raise ModelError(f"{name} has {len(values)} rows, and the file {at} of it")
-        return rows.reshape(self.tensor.shape)
+        return rows
 
 
 def check_writable(checkpoint: Checkpoint, names: Sequence[str]) -> None:
@@ -148,7 +148,7 @@ def _write_folder(
                 change = changes.get(name)
                 to.write((tensor.data if change is None else quantize(change.values(new), tensor.type)).data)
     with _whole(out / "config.json") as to:  # last: a folder without it is no model
-        document = dict(read_json(checkpoint.path / "config.json"))
+        document, _ = read_json(checkpoint.path / "config.json")
         to.write(json.dumps(document | dict(about), indent=2).encode() + b"\n")
     return out
 

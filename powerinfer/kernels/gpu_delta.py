@@ -1,0 +1,98 @@
+"""Gated DeltaNet (arXiv 2412.06464) over torch tensors: the states of sequences in slots, and what a layer gives. As in
+`gpu`, plain torch defines what the Triton kernels compute, and sums have a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from powerinfer.config import DeltaNetConfig
+from powerinfer.kernels import gpu
+from powerinfer.kernels.gpu_types import UNIT_EPS
+from powerinfer.kernels.gpu_types import DeltaNet as DeltaNet
+from powerinfer.kernels.gpu_types import DeltaStates as DeltaStates
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def state_bytes(about: DeltaNetConfig) -> int:
+    """Bytes of a sequence's state in a layer."""
+    return 4 * sum(_state_floats(about))
+
+
+def _state_floats(about: DeltaNetConfig) -> tuple[int, int]:
+    """Of the window, and of the heads."""
+    return (about.taps - 1) * about.channels, about.width * about.key_dim
+
+
+def new_states(kinds: Sequence[DeltaNetConfig], slots: int, device: Any) -> list[DeltaStates]:
+    """Slots for the states of some layers, in one piece of memory."""
+    import torch
+
+    sizes = [slots * floats for about in kinds for floats in _state_floats(about)]
+    if not kinds:
+        return []
+    parts = iter(torch.zeros(sum(sizes), dtype=torch.float32, device=device).split(sizes))
+    return [
+        DeltaStates(
+            next(parts).view(slots, about.taps - 1, about.channels),
+            next(parts).view(slots, about.n_value_heads, about.value_dim, about.key_dim),
+        )
+        for about in kinds
+    ]
+
+
+def delta_net(net: DeltaNet, products: Tensor, states: DeltaStates, runs: Tensor, rows: Tensor) -> Tensor:
+    """What a layer gives for T tokens of several sequences, float32 [T, value heads * value_dim]; their states change.
+
+    products: float32 [T, channels + 2 * value heads + value heads * value_dim], of the layer's input with the matrices
+    of queries, keys, values, gate, beta and alpha, in this order; runs: int32 [S, 4], of each sequence its first token,
+    their number, the slot that is read, negative for a sequence that begins, and the one that is written, which no
+    other sequence reads or writes; one without tokens has the number 0, and its slots do not count; rows: int32 [T],
+    the sequence of each token.
+    """
+    if gpu.which(products) == "triton":
+        from powerinfer.kernels import triton_delta
+
+        return triton_delta.delta_net(net, products, states, runs, rows)
+    import torch
+
+    about = net.about
+    heads, keys = about.n_value_heads, about.n_key_heads * about.key_dim
+    mixed, gate, beta, alpha = products.split([about.channels, about.width, heads, heads], dim=1)
+    beta = beta.sigmoid()
+    decay = torch.exp(net.decay * torch.nn.functional.softplus(alpha + net.dt_bias))
+    out = torch.empty((len(products), heads, about.value_dim), dtype=torch.float32, device=products.device)
+    where = runs[rows.long()].long()
+    for t in range(len(products)):  # nothing depends on the data but the slots
+        slot = torch.where(where[t, 0] == t, where[t, 2], where[t, 3]).view(1)
+        window, state = (
+            part.index_select(0, slot.clamp(min=0))[0].masked_fill(slot < 0, 0)
+            for part in (states.window, states.heads)
+        )
+        window = torch.cat([window, mixed[t : t + 1]])
+        x = (net.taps * window).sum(dim=0)
+        q, k, v = (x * x.sigmoid()).split([keys, keys, about.width])
+        q = _of_value_heads(_unit(q.view(-1, about.key_dim)) * about.key_dim**-0.5, about)
+        k = _of_value_heads(_unit(k.view(-1, about.key_dim)), about)
+        state = state * decay[t, :, None, None]
+        delta = beta[t, :, None] * (v.view(heads, -1) - (state * k[:, None, :]).sum(dim=-1))
+        state = state + delta[:, :, None] * k[:, None, :]
+        out[t] = (state * q[:, None, :]).sum(dim=-1)
+        states.window.index_copy_(0, where[t, 3:], window[None, 1:])
+        states.heads.index_copy_(0, where[t, 3:], state[None])
+    out = gpu.norm(out, net.norm, None, net.eps, False).view(len(products), -1)
+    return out * (gate * gate.sigmoid())
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Rows divided by their length."""
+    return x * (x * x).sum(dim=-1, keepdim=True).add(UNIT_EPS).rsqrt()
+
+
+def _of_value_heads(x: Tensor, about: DeltaNetConfig) -> Tensor:
+    """The query or key of each value head, from those of the key heads."""
+    shared = about.n_value_heads // about.n_key_heads
+    return x.repeat(shared, 1) if about.tiled else x.repeat_interleave(shared, dim=0)
