@@ -57,7 +57,9 @@ def test_every_recipe_makes_a_model_that_runs(recipe: str, dense: Path, tmp_path
     model = TorchModel(checkpoint.config, load(checkpoint), torch.float32)
     zeros: list[float] = []
     with torch.no_grad():
-        states = model.states(torch.tensor([tokens]), lambda name, seen: zeros.append(float((seen.h == 0).float().mean())))
+        states = model.states(
+            torch.tensor([tokens]), lambda name, seen: zeros.append(float((seen.h == 0).float().mean()))
+        )
         logits = model.logits(states)[0].numpy()
     assert np.abs(own - logits).max() < 0.05 * logits.std()
     assert abs(np.mean(zeros) - about["zeros"]) < 0.1
@@ -124,9 +126,7 @@ def test_a_state_of_another_training_is_refused(dense: Path, tmp_path: Path) -> 
         made(dense, tmp_path, tokens=1024)
 
 
-def test_a_loss_that_is_no_number_stops_and_keeps(
-    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_that_is_no_number_stops_and_keeps(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Sparsifier._distil
     calls = 0
 
@@ -190,7 +190,12 @@ def test_what_cannot_be(dense: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("one two three four five six seven eight nine ten")
     with pytest.raises(RequestError, match="too few to train on"):
-        sparsify(open_checkpoint(dense), [str(short)], SparsifyConfig(**(SMALL | {"window": 16, "batch": 16})), tmp_path / "out")
+        sparsify(
+            open_checkpoint(dense),
+            [str(short)],
+            SparsifyConfig(**(SMALL | {"window": 16, "batch": 16})),
+            tmp_path / "out",
+        )
 
 
 def test_a_full_disk_leaves_no_half_model(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_architectures import CASES, Case, double_precision, exact_logits, prompt, random_model, rms, save
+from test_architectures import CASES, Case, exact_logits, prompt, random_model, rms, save
 
 from powerinfer import RequestError
 from powerinfer.formats.checkpoint import open_checkpoint

@@ -30,7 +30,15 @@ from powerinfer.formats.layout import is_router, matrix_names
 from powerinfer.formats.mapped import MappedFile
 from powerinfer.formats.quant import Bytes, block_type
 from powerinfer.formats.source import Source
-from powerinfer.formats.tensors import FLOAT_TYPES, NATIVE_TYPES, RawTensor, StackedTensor, StoredTensor, convert, transpose
+from powerinfer.formats.tensors import (
+    FLOAT_TYPES,
+    NATIVE_TYPES,
+    RawTensor,
+    StackedTensor,
+    StoredTensor,
+    convert,
+    transpose,
+)
 from powerinfer.progress import Progress, silent
 
 if TYPE_CHECKING:

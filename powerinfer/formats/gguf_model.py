@@ -522,7 +522,8 @@ def _architecture(general: Fields, published: Collection[str] | None) -> str:
 
 
 def _activation(fields: Fields, family: _Family, n_layers: int) -> tuple[str, list[float]]:
-    """(activation, its threshold in each layer); `hidden_act` is a key of this engine's own: others go by the architecture alone."""
+    """(activation, its threshold in each layer); `hidden_act` is a key of this engine's own: others go by the
+    architecture alone."""
     name = fields.text("hidden_act", family.activation)
     if name not in family.activations:
         how = f"is {shown(name)}" if fields.has("hidden_act") else f"is missing, which means {name}"

@@ -42,7 +42,7 @@ class Neurons(NamedTuple):
 
 
 Hidden = Callable[[str, "Tensor | None", Tensor], Tensor]
-"""h from the name of an FFN (`layers.N.`, `layers.N.experts_`, `layers.N.shared_`) and its products with gate and up."""
+"""h from the name of an FFN (`layers.N.`, of experts `layers.N.experts_`, `layers.N.shared_`), and gate and up."""
 
 Seen = Callable[[str, Neurons], None]
 """Called with the name of an FFN and what happened there."""

@@ -18,7 +18,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from powerinfer.config import THRESHOLDED, SparsifyConfig
-from powerinfer.errors import ModelError, PowerInferError, RequestError
+from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.prepared import TRAINING, PreparedFile
 from powerinfer.prepare.corpus import Corpus, Windows, read_windows
@@ -39,7 +39,7 @@ from powerinfer.progress import Progress, silent
 from powerinfer.sparsify.recipes import Recipe, Stage, check_recipe
 from powerinfer.sparsify.torch_model import Neurons, TorchModel, load
 
-FFN_PARTS = ("gate", "up", "down")
+FFN_PARTS = frozenset(f"{of}{part}" for of in ("", "experts_", "shared_") for part in ("gate", "up", "down"))
 HELD_OUT = 0.02  # of the windows of each text, at least MIN_HELD_OUT: measured on, never trained on
 MIN_HELD_OUT = 2
 WARM_UP = 20  # steps in which a stage's learning rate rises
@@ -91,9 +91,7 @@ class Sparsifier:
         weights = {name: value.to(self.device) for name, value in load(checkpoint).items()}
         frozen = {name: value.to(compute) if value.ndim > 1 else value for name, value in weights.items()}
         self.teacher = TorchModel(checkpoint.config, frozen, compute)
-        self._ffns = [
-            name for name in weights if name.split(".")[-1].removeprefix("shared_").removeprefix("experts_") in FFN_PARTS
-        ]
+        self._ffns = [name for name in weights if name.rpartition(".")[2] in FFN_PARTS]
         self._all = [name for name in weights if not name.endswith("router")]
         own = dict(frozen) | {name: weights[name].clone() for name in self._all}
         self.student = TorchModel(checkpoint.config, own, compute)
@@ -221,9 +219,7 @@ class Sparsifier:
         seconds = time.monotonic() - began
         return Trained(self.student, tuple(self._changed), limits, before, after, tokens, seconds, resumed)
 
-    def _stage(
-        self, stage: Stage, first: int, steps: int, done: int, moments: Mapping[str, Tensor], log: Any
-    ) -> None:
+    def _stage(self, stage: Stage, first: int, steps: int, done: int, moments: Mapping[str, Tensor], log: Any) -> None:
         names = self._all if stage.every else self._ffns
         for name in self._all:
             self.student.weights[name].requires_grad_(name in names)
@@ -288,12 +284,15 @@ class Sparsifier:
             every[layer] += seen.h.numel()
 
         half = self._held_out.shape[1] // 2
-        for part in torch.from_numpy(self._held_out.astype(np.int64)).split(self.config.rows):
-            tokens = part.to(self.device)
-            states, targets = model.states(tokens, count)[:, half:-1], tokens[:, half + 1 :]
-            for own, wanted in zip(states.flatten(0, 1).split(SCORED), targets.flatten().split(SCORED), strict=True):
-                total += float(functional.cross_entropy(model.logits(own), wanted, reduction="sum"))
-            scored += targets.numel()
+        with torch.no_grad():
+            for part in torch.from_numpy(self._held_out.astype(np.int64)).split(self.config.rows):
+                tokens = part.to(self.device)
+                states, targets = model.states(tokens, count)[:, half:-1], tokens[:, half + 1 :]
+                for own, wanted in zip(
+                    states.flatten(0, 1).split(SCORED), targets.flatten().split(SCORED), strict=True
+                ):
+                    total += float(functional.cross_entropy(model.logits(own), wanted, reduction="sum"))
+                scored += targets.numel()
         return Figures(math.exp(total / scored), tuple(a / max(b, 1) for a, b in zip(zeros, every, strict=True)))
 
     # ---------------------------------------------------------------- what is kept
@@ -440,7 +439,9 @@ def _fast_type(device: torch.device) -> torch.dtype:
     """bfloat16 where the device multiplies matrices of it many times as fast, else float32."""
     if device.type == "cuda":
         return torch.bfloat16
-    return torch.bfloat16 if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported() else torch.float32
+    return (
+        torch.bfloat16 if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported() else torch.float32
+    )
 
 
 @contextmanager
