@@ -271,7 +271,6 @@ class Sparsifier:
             picked.append(int(self._order[1][place]))
         return torch.from_numpy(self._train[picked].astype(np.int64)).to(self.device)
 
-    @torch.no_grad()
     def evaluate(self, model: TorchModel) -> Figures:
         """On the held-out windows."""
         total = scored = 0.0
