@@ -235,7 +235,7 @@ class LatentAttentionConfig:
 
     @property
     def on_gpu(self) -> bool:
-        return False
+        return True
 
     def row_bytes(self) -> int:
         """Queries or values of all heads, their latents, the key."""

@@ -26,7 +26,10 @@ from powerinfer.placement.power_law import assumed_profile
 from powerinfer.placement.request import EVEN
 from powerinfer.placement.shapes import SHAPES, checkpoint_model, described_model
 
-MOE = ("mixtral-8x7b", "olmoe-1b-7b", "qwen3-30b-a3b", "glm-4.5-air", "smallthinker-4b", "smallthinker-21b")
+MOE = (
+    "mixtral-8x7b", "olmoe-1b-7b", "qwen3-30b-a3b", "glm-4.5-air", "smallthinker-4b", "smallthinker-21b",
+    "deepseek-v2-lite", "kimi-k2",
+)  # fmt: skip
 
 
 def cut(name: str, layers: int = 3) -> ModelConfig:

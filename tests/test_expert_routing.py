@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.models import expert_models
 from benchmarks.models.routing import Routing, selection_shares
-from powerinfer.config import AttentionConfig, EngineConfig, ModelConfig
+from powerinfer.config import (
+    AttentionConfig,
+    DeltaNetConfig,
+    EngineConfig,
+    ExpertsConfig,
+    FfnConfig,
+    LatentAttentionConfig,
+    ModelConfig,
+)
 from powerinfer.experts import ExpertProfile
 from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.placement.shapes import SHAPES
 from powerinfer.prepare.corpus import Windows
 from powerinfer.prepare.counting import Task
 from powerinfer.prepare.expert_profiling import profile_experts
@@ -23,20 +33,35 @@ EXPERTS, TOP = 32, 4
 def shape(name: str) -> ModelConfig:
     """A small model of that family, of two layers of experts."""
     config = expert_models.CONFIGS[name]
-    layer = config.layers[-1]
-    attention = layer.attention
-    assert isinstance(attention, AttentionConfig) and attention.rope is not None
-    rope = replace(attention.rope, dim=attention.rope.dim // 2)
-    small = replace(attention, n_heads=4, n_kv_heads=4 if name == "olmoe-1b-7b" else 2, head_dim=64, rope=rope)
-    ffn = layer.ffn
-    ffn = replace(ffn, n_experts=EXPERTS, size=32, router=replace(ffn.router, top_k=TOP), shared_size=0)  # type: ignore[call-arg]
-    layers = (replace(layer, attention=small, ffn=ffn),) * 2
-    return replace(config, d_model=256, vocab_size=1024, layers=layers)
+    first, last = config.layers[0], config.layers[-1]
+    ffn = last.ffn
+    assert isinstance(ffn, ExpertsConfig)
+    ffn = replace(ffn, n_experts=EXPERTS, size=32, router=replace(ffn.router, top_k=TOP))
+    ffn = replace(ffn, shared_size=32 if ffn.shared_size else 0)
+    others: tuple[Any, ...] = (replace(last, attention=attention_of(name, last.attention), ffn=ffn),) * 2
+    if isinstance(first.attention, DeltaNetConfig):
+        small = replace(first.attention, n_key_heads=2, key_dim=32, n_value_heads=4, value_dim=64)
+        others = (replace(first, attention=small, ffn=ffn), others[0])
+    elif isinstance(first.attention, LatentAttentionConfig):
+        assert isinstance(first.ffn, FfnConfig)
+        dense = replace(first, attention=others[0].attention, ffn=replace(first.ffn, size=64))
+        others = (dense, *others)
+    return replace(config, d_model=256, vocab_size=1024, layers=others)
+
+
+def attention_of(name: str, given: Any) -> Any:
+    if isinstance(given, LatentAttentionConfig):
+        small = replace(given, n_heads=4, latents=128, plain_dim=32, value_dim=64)
+        return replace(small, q_latents=None if given.q_latents is None else 64)
+    assert isinstance(given, AttentionConfig) and given.rope is not None
+    rope = replace(given.rope, dim=min(given.rope.dim, 64))
+    return replace(given, n_heads=4, n_kv_heads=4 if name == "olmoe-1b-7b" else 2, head_dim=64, rope=rope)
 
 
 def profiled(path: Path, config: ModelConfig, skew: float, locality: float, tokens: int = 4096) -> ExpertProfile:
     """A profile over random tokens, in two texts."""
-    expert_models.write(path, config, expert_models.Weights("q8_0", skew=skew, locality=locality))
+    about = expert_models.Weights("q8_0", skew=skew, locality=locality)
+    (expert_models.write if path.suffix == ".gguf" else expert_models.write_folder)(path, config, about)
     checkpoint = open_checkpoint(path)
     ids = np.random.default_rng(1).integers(0, config.vocab_size, (tokens // 1024, 1024)).astype(np.int32)
     task = Task(Windows(ids, ("a", "b"), (tokens // 2048, tokens // 2048), "x"), 0, None)
@@ -52,16 +77,24 @@ def test_shares_are_a_power_law(skew: float) -> None:
     assert exponent == pytest.approx(-skew, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "mixtral-8x7b", "olmoe-1b-7b"])
-def test_routers_select_as_asked(name: str, tmp_path: Path) -> None:
+FOLDERS = ["qwen3-30b-a3b", "mixtral-8x7b", "olmoe-1b-7b", "glm-4.5-air"]
+OTHERS = ["deepseek-v2-lite", "deepseek-v3", "qwen3-next-80b-a3b", "qwen3.6-35b-a3b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "end"), [*((name, "") for name in FOLDERS), *((name, ".gguf") for name in FOLDERS[:3] + OTHERS)]
+)
+def test_routers_select_as_asked(name: str, end: str, tmp_path: Path) -> None:
     """The power law, nearly, with and without locality; with it, the same ones again.
 
     Nearly, because a model as narrow as this one has embeddings that are less alike in length than those of real ones.
     """
     config = shape(name)
+    if not end:
+        config = replace(config, architecture=SHAPES[name].config.architecture)
     reuse = {}
     for locality in (0.0, 0.8):
-        found = profiled(tmp_path / f"{locality}.gguf", config, 1.0, locality)
+        found = profiled(tmp_path / f"model-{10 * locality:.0f}{end}", config, 1.0, locality)
         wanted = np.cumsum(selection_shares(EXPERTS, TOP, 1.0)) / TOP
         for one in found.layers:
             for n in (2, 4, 8, 16):

@@ -22,10 +22,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import model_files  # noqa: E402
-from model_files import delta_gguf, family_gguf, plain_folder, tiny_folder  # noqa: E402
+from model_files import delta_gguf, family_gguf, latent_gguf, plain_folder, tiny_folder  # noqa: E402
 from sparse_models import give_bundles, give_predictor, give_profile, profile_for, tiny_llama  # noqa: E402
+from test_serving_benchmark import small  # noqa: E402
 
-from powerinfer.config import EngineConfig  # noqa: E402
+from benchmarks.models import expert_models  # noqa: E402
+from powerinfer.config import EngineConfig, FfnConfig, LatentAttentionConfig, LayerConfig  # noqa: E402
 from powerinfer.devices.batch import Batch  # noqa: E402
 from powerinfer.devices.link import Link, link_bytes  # noqa: E402
 from powerinfer.devices.stage import Stage  # noqa: E402
@@ -38,6 +40,7 @@ from powerinfer.hardware import measure  # noqa: E402
 from powerinfer.hardware.description import Hardware, load  # noqa: E402
 from powerinfer.hybrid import crossing, resolve, vram  # noqa: E402
 from powerinfer.hybrid import load as hybrid_load  # noqa: E402
+from powerinfer.hybrid.experts import ExpertSplit  # noqa: E402
 from powerinfer.hybrid.ffn import HybridFfn, NeuronSplit  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
 from powerinfer.hybrid.parts import GpuPart  # noqa: E402
@@ -210,6 +213,49 @@ def check_dense_layers(path: Path, tmp_path: Path, kv_type: str, layers: int, he
             assert held | {name: planned[name] for name in ("runtime", "scratch")} == planned, when
     finally:
         executor.close()
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.parametrize(("older", "layers", "head"), [(False, 1, False), (True, 2, True)])
+def test_latent_attention_is_as_large_as_was_counted(
+    tmp_path: Path, kv_type: str, older: bool, layers: int, head: bool
+) -> None:
+    """Both forms of files."""
+    path = latent_gguf(older).write(tmp_path / "m.gguf")
+    model = checkpoint_model(open_checkpoint(path))
+    planned = on_gpu(model, load("pc-low"), Workload(kv_type, CONTEXT, CHUNK, REQUESTS), layers, head, dense=True)
+    checkpoint, engine, pages = open_checkpoint(path), EngineConfig(**OPTIONS, kv_type=kv_type), -(-CONTEXT // cpu.PAGE)
+    executor = load_split(Resolved(checkpoint, engine, gpu="cpu", gpu_layers=layers, gpu_head=head, pages=pages))
+    try:
+        for when in steps(executor):
+            held = {part: nbytes for part, nbytes in executor.gpu.memory().items() if nbytes}
+            assert held.pop("scratch") + passed(executor, tmp_path) <= planned["scratch"], when
+            assert held | {name: planned[name] for name in ("runtime", "scratch")} == planned, when
+    finally:
+        executor.close()
+
+
+@pytest.mark.parametrize("q_latents", [None, 32])
+def test_working_memory_of_latent_attention(tmp_path: Path, q_latents: int | None) -> None:
+    """Of layers with little else: never more than was counted without the margins, and not far less."""
+    config = expert_models.CONFIGS["deepseek-v2-lite"]
+    about = config.layers[0].attention
+    assert isinstance(about, LatentAttentionConfig)
+    about = replace(about, n_heads=8, latents=128, plain_dim=32, rope_dim=16, value_dim=32, q_latents=q_latents)
+    about = replace(about, rope=replace(about.rope, dim=16), scale=2 * about.scale)
+    layers = (LayerConfig(about, FfnConfig(32)), LayerConfig(about, small(config).layers[-1].ffn))
+    path = tmp_path / "m.gguf"
+    expert_models.write(path, replace(config, d_model=64, vocab_size=1200, layers=layers), expert_models.Weights("f16"))
+    model, engine = checkpoint_model(open_checkpoint(path)), EngineConfig(**OPTIONS)
+    split = ExpertSplit([np.arange(n, dtype=np.int32) for n in model.n_experts])
+    given = {"gpu": "cpu", "gpu_layers": 2, "gpu_head": True, "pages": -(-CONTEXT // cpu.PAGE)}
+    executor = load_split(Resolved(open_checkpoint(path), engine, **given), split)
+    try:
+        most = passed(executor, tmp_path) + executor.gpu.memory()["scratch"]
+    finally:
+        executor.close()
+    counted = model.gpu_scratch(CHUNK, REQUESTS, 2) - GPU_MARGIN - 2 * LAYER_MARGIN
+    assert most <= counted <= 4 * most
 
 
 def test_the_buffers_between_the_devices() -> None:

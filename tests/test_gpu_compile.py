@@ -27,7 +27,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
     from triton.runtime.jit import JITFunction
 
     from powerinfer.config import DeltaNetConfig, RouterConfig
-    from powerinfer.kernels import cpu, gpu, gpu_delta, gpu_experts, triton_kernels
+    from powerinfer.kernels import cpu, gpu, gpu_delta, gpu_experts, gpu_latent, triton_kernels
     from powerinfer.neurons import BundleLayout
 
     class Device:
@@ -59,7 +59,14 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
     d_model, d_ff, heads, kv_heads = 512, 1024, 8, 2
 
     def weight(kind: str, rows: int = d_ff, k: int = d_model) -> gpu.Weight:
-        return gpu._empty(kind, rows, k, "cpu")
+        return gpu.empty(kind, rows, k, "cpu")
+
+    def by_neuron(kind: str, gate: str, activation: str, x: torch.Tensor, slots: int = 4) -> None:
+        shared = torch.empty(d_ff // 32, d_model, dtype=torch.float16) if kind == "Q4_0" else None
+        parts = weight(gate), weight(kind), weight("Q4_0X32" if shared is not None else kind)
+        own = gpu_experts.Experts(slots, d_ff // slots, *parts, activation, 0.0, by_neuron=True, shared=shared)
+        places = torch.zeros(len(x), 2, dtype=torch.int32)
+        gpu_experts.expert_sum(own, x, places, places.float())
 
     for tokens in (1, 4):
         x = torch.empty(tokens, d_model)
@@ -86,8 +93,13 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
             gpu_experts.expert_sum(
                 gpu_experts.Experts(4, d_ff // 4, first, first, down, "silu", 0.0), x, slots, weights
             )
+        for kind, gate, activation in (("F16", "F32", "relu"), ("BF16", "Q8_0", "drelu"), ("Q4_0", "Q4_0", "relu2")):
+            by_neuron(kind, gate, activation, x)
         about = RouterConfig(2, "sigmoid", groups=4, top_groups=2, group_best=2)
         gpu_experts.route(torch.empty(tokens, 32), about, torch.empty(32), slots, weights)
+    for kind in ("F16", "Q4_0"):  # as many tokens of an expert as a tile has columns
+        for tokens in (gpu.FEW, 200):
+            by_neuron(kind, kind, "relu", torch.empty(tokens, d_model), slots=1)
     for kind, down in (("F16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q4_0X32")):
         gate_bytes, (down_bytes, shared_bytes) = (
             cpu.bundle_row_bytes(kind, d_model)[0],
@@ -117,6 +129,17 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         gpu.rotate_and_store(q, k, k, *turns, cache, cache, numbers.long())
         for sinks in (None, torch.empty(q.shape[1])):
             gpu.attention(q, cache, cache, torch.empty(4, 64, dtype=torch.int32), numbers, numbers, None, 0.1, sinks)
+    heads, latents, n, plain = 16, 512, 64, 128  # DeepSeek-V2-Lite's
+    for tokens, kv_type in ((1, "f16"), (4, "f16"), (64, "f16"), (4, "f32"), (4, "q8_0")):
+        q, kv = torch.empty(tokens, heads, plain + n), torch.empty(tokens, latents + n)
+        cache = gpu.new_cache(kv_type, 64, 1, latents + n, "cpu")
+        numbers = torch.empty(tokens, dtype=torch.int32)
+        turns = (numbers, torch.empty(n // 2), 1.0)
+        gpu_latent.place(q[..., plain:], kv, kv[0, :latents], 1e-6, *turns, cache, numbers.long())
+        step = torch.empty(4, 64, dtype=torch.int32), numbers, numbers
+        gpu_latent.attention(torch.empty(heads, tokens, latents), q[..., plain:], cache, *step, 0.1)
+        for kind in gpu.GPU_TYPES if tokens < gpu.FEW and kv_type == "f16" else ():
+            gpu_latent.per_head(weight(kind, heads * latents, plain), q[..., :plain].transpose(0, 1))
     return list(made.values())
 
 
@@ -131,7 +154,7 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr[-3000:]
     made = json.loads(run.stdout)
-    assert len({kernel["name"] for kernel in made}) == 27 and all(kernel["ptx"] for kernel in made)
+    assert len({kernel["name"] for kernel in made}) == 34 and all(kernel["ptx"] for kernel in made)
     most = max(made, key=lambda kernel: kernel["shared"])
     assert most["shared"] <= SHARED[capability] << 10, most
 

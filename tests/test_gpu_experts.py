@@ -151,3 +151,80 @@ def test_no_expert_is_here(kernels: str, tokens: int) -> None:  # noqa: F811
     slots = torch.full((tokens, TOP), -1, dtype=torch.int32, device=DEVICE)
     weights = torch.ones((tokens, TOP), device=DEVICE)
     assert not gpu_experts.expert_sum(experts, on_device(floats(1, tokens, 32)), slots, weights).any()
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 40])
+@pytest.mark.parametrize(
+    ("kind", "gate", "activation"),
+    [("F16", "F16", "relu"), ("BF16", "Q8_0", "drelu"), ("Q4_0", "Q4_0", "fatrelu"), ("Q4_0", "F32", "relu2")],
+)
+def test_neurons_that_fire(
+    kernels: str,  # noqa: F811
+    kind: str,
+    gate: str,
+    activation: str,
+    tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sum is that of whole experts. What no token needs may be no numbers."""
+    if kernels == "triton" and tokens > 9:
+        from powerinfer.kernels import triton_experts
+
+        monkeypatch.setattr(triton_experts, "TOKENS", 34)
+        monkeypatch.setattr(triton_experts, "MOST_COLUMNS", 16)
+    d, size = 96, 64
+    about, tensors = some_experts(kind, d, size, True, activation)
+    tensors[0] = some_experts(gate, d, size, True, activation)[1][0]
+    index = np.array([0, 3, 4, 8, 11], np.int32)
+    experts = gpu_experts.resident(tensors, index, about, DEVICE, by_neuron=True)
+    assert experts.nbytes == 5 * gpu_experts.slot_bytes([(one.type, one.shape[1], one.shape[2]) for one in tensors])
+    x, weights = floats(6, tokens, d), np.abs(floats(7, tokens, TOP))
+    selected = np.sort(np.argsort(floats(8, tokens, N), axis=1)[:, :TOP], axis=1)
+    places = np.full(N, -1, np.int32)
+    places[index] = np.arange(len(index))
+    slots = places[selected]
+    given = on_device(x), on_device(slots), on_device(weights)
+    found = gpu_experts.expert_sum(experts, *given).cpu().numpy()
+    exact, most = exact_sum(about, tensors, x, np.where(slots < 0, -1, selected), weights, [None] * 3)
+    assert np.abs(found - exact).max() <= 40 * (d + size) * EPS * most
+    whole = gpu_experts.resident(tensors, index, about, DEVICE)
+    np.testing.assert_allclose(found, gpu_experts.expert_sum(whole, *given).cpu(), atol=40 * (d + size) * EPS * most)
+    np.testing.assert_array_equal(found, gpu_experts.expert_sum(experts, *given).cpu().numpy())
+    if kernels == "triton":
+        monkeypatch.undo()
+        if tokens > gpu.FEW:
+            return
+        gates = tensors[0].float32().astype(np.float64)[index]
+        limit = about.threshold + 1e-4
+        fires = np.zeros((len(index), size), bool)
+        for row, own in zip(x, slots, strict=True):
+            for slot in own[own >= 0]:
+                fires[slot] |= gates[slot] @ row > -limit if activation != "fatrelu" else gates[slot] @ row > 0
+        unused = torch.from_numpy(~fires.reshape(-1))
+        assert unused.any()
+        for weight in (experts.up, experts.down):
+            damage(weight, unused.to(weight.data.device))
+        np.testing.assert_array_equal(found, gpu_experts.expert_sum(experts, *given).cpu().numpy())
+
+
+def damage(weight: gpu.Weight, rows: torch.Tensor) -> None:
+    """Make rows that do not count no numbers or, of codes, whose scales others share, other ones."""
+    if weight.data.dtype in (torch.float16, torch.bfloat16):
+        weight.data[rows] = float("nan")
+    else:
+        weight.data[rows] ^= 0x55
+    if weight.scales is not None:
+        weight.scales[rows] = float("nan")
+
+
+def test_an_expert_by_neuron_takes_anothers_slot(kernels: str) -> None:  # noqa: F811
+    for kind in ("F16", "Q4_0"):
+        about, tensors = some_experts(kind, 64, 96, True, "relu")
+        index = np.array([1, 2, 5], np.int32)
+        experts = gpu_experts.resident(tensors, np.array([1, 7, 5], np.int32), about, DEVICE, by_neuron=True)
+        own = [RawTensor(one.type, one.shape[1:], one.data.reshape(N, -1)[2]) for one in tensors]
+        gpu_experts.replace(experts, 1, own)
+        expected = gpu_experts.resident(tensors, index, about, DEVICE, by_neuron=True)
+        for name in ("gate", "up", "down"):
+            assert torch.equal(getattr(experts, name).data, getattr(expected, name).data)
+        assert experts.shared is None or (expected.shared is not None and torch.equal(experts.shared, expected.shared))

@@ -31,7 +31,7 @@ from powerinfer.hardware.measure import measured  # noqa: E402
 from powerinfer.hybrid.experts import Copier, ExpertSparsity, ExpertSplit, HybridExperts  # noqa: E402
 from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
 from powerinfer.hybrid.resolve import Resolved, needs, resolve  # noqa: E402
-from powerinfer.kernels import gpu, gpu_experts  # noqa: E402
+from powerinfer.kernels import gpu, gpu_experts, gpu_latent  # noqa: E402
 from powerinfer.neurons import Indices  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
 from powerinfer.placement.experts import Dynamic, Policy, make_policy  # noqa: E402
@@ -43,6 +43,14 @@ NAMES = (
     "qwen3-next", "qwen35-moe",
 )  # fmt: skip
 FILES = ("qwen2-moe", "gpt-oss", "smallthinker-4b", "qwen3-next-some", "qwen35-moe")
+LATENT = (
+    ("deepseek-v2-lite", "folder"),
+    ("deepseek-v2", "gguf"),
+    ("deepseek-v3", "gguf-kv-b"),
+    ("deepseek-v3-halves", "folder"),
+    ("glm4-moe-lite", "folder"),
+    ("kimi-k2", "gguf"),
+)
 TOTAL = families.TOKENS
 
 
@@ -70,7 +78,7 @@ def split(
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [*((name, "folder") for name in NAMES), *((name, "gguf") for name in FILES)]
+    ("name", "layout"), [*((name, "folder") for name in NAMES), *((name, "gguf") for name in FILES), *LATENT]
 )
 def test_every_split_gives_the_answer_of_the_whole(name: str, layout: str, tmp_path: Path) -> None:
     truth = Truth(case_named(name), layout, tmp_path)
@@ -123,7 +131,7 @@ def test_layers_that_do_not_fit_run_on_the_cpu_as_a_whole(layers: int, tmp_path:
 
 
 @pytest.mark.skipif(not TRITON or torch.cuda.is_available(), reason="Triton's interpreter is not at hand")
-@pytest.mark.parametrize("name", ["gpt-oss", "glm4-moe", "smallthinker"])
+@pytest.mark.parametrize("name", ["gpt-oss", "glm4-moe", "smallthinker", "deepseek-v2-lite", "kimi-k2"])
 def test_the_kernels_of_a_gpu(name: str, tmp_path: Path) -> None:
     truth = Truth(case_named(name), "folder", tmp_path)
     gpu.force_triton(True)
@@ -159,6 +167,37 @@ def test_recorded_launches_are_replayed(name: str, tmp_path: Path, monkeypatch: 
         for ffn in ffns:
             ffn.swap(ffn.hot[:1], ffn.cold[:1])
         truth.check(families.run_chunks(executor, truth.texts[0], [1] * TOTAL, pages[1]), what="after a swap")
+
+
+def static_latents(
+    q: Any, turned: Any, cache: Any, table: Any, rows: Any, positions: Any, scale: float
+) -> Any:  # fmt: skip
+    """`gpu_latent.attention` that launches the same for all data, as Triton's does."""
+    keys = cache.values(table.clamp(min=0).long()[rows.long()].flatten())[:, :, 0].unflatten(0, (len(rows), -1))
+    keys, latents = keys.flatten(1, 2), q.shape[2]
+    scores = torch.einsum("htd,tsd->ths", q, keys[..., :latents])
+    scores = (scores + torch.einsum("thn,tsn->ths", turned, keys[..., latents:])) * scale
+    hidden = torch.arange(keys.shape[1]) > positions.long()[:, None]
+    weights = scores.masked_fill(hidden[:, None, :], -torch.inf).softmax(dim=-1)
+    return torch.einsum("ths,tsd->htd", weights, keys[..., :latents]).contiguous()
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "kimi-k2"])
+def test_recorded_launches_over_latents(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replayed for other pages of another sequence, in other places of a page table, and for two together."""
+    truth, made = Truth(case_named(name), "gguf", tmp_path), []
+    monkeypatch.setattr(gpu_latent, "attention", static_latents)
+    monkeypatch.setattr(gpu_experts, "expert_sum", static_sum)
+    with split(truth.path, 0.5) as (executor, _):
+        executor.gpu.record(stand_in_recorder(made))
+        pages = families.scattered_pages(executor, 4)
+        for own in pages[:2]:
+            truth.check(families.run_chunks(executor, truth.texts[0], [2] * 10 + [1] * (TOTAL - 20), own))
+        recorded = len(made)
+        for text, both in enumerate(families.run_two(executor, *truth.texts, pages[2:])):
+            truth.check(both, text, "in a batch")
+        truth.check(families.run_chunks(executor, truth.texts[1], [1] * TOTAL, pages[3]), 1)
+        assert recorded and min(made) > 0
 
 
 def test_swapped_experts_give_the_same_answer(tmp_path: Path) -> None:
@@ -359,6 +398,19 @@ def test_neurons_inside_experts_that_move(tmp_path: Path) -> None:
         assert all(ffn.steps == 30 for ffn in ffns)
 
 
+@pytest.mark.skipif(not TRITON or torch.cuda.is_available(), reason="Triton's interpreter is not at hand")
+def test_neurons_inside_experts_with_the_kernels_of_a_gpu(tmp_path: Path) -> None:
+    path, chunks = neurons_inside.model(tmp_path, "Q4_0"), [33, 3, 1]
+    with by_neuron(path, 0.5) as (executor, _):
+        expected = logits_of(executor, chunks)
+    gpu.force_triton(True)
+    try:
+        with by_neuron(path, 0.5) as (executor, _):
+            assert neurons_inside.far(logits_of(executor, chunks), expected) <= 1e-3
+    finally:
+        gpu.force_triton(False)
+
+
 def test_a_plan_counts_experts_by_neuron(tmp_path: Path) -> None:
     path = neurons_inside.model(tmp_path, "Q4_0")
     engine, checkpoint = engine_of(gpu="cpu", kv_type="f16", selector="exact"), open_checkpoint(path)
@@ -370,7 +422,7 @@ def test_a_plan_counts_experts_by_neuron(tmp_path: Path) -> None:
     assert needs(resolved).ram == every.ram + 3 * by[1] + 2 * resolved.staging
     executor, sparsity = load_resolved(resolved, list)
     try:
-        assert isinstance(sparsity, ExpertSparsity) and "neurons inside" in executor.choices["selector"]
+        assert isinstance(sparsity, ExpertSparsity) and "exact (neurons inside" in executor.choices["selector"]
         assert sum(ffn.cold_bytes for ffn in sparsity.ffns) == 3 * by[1]
         held = executor.gpu.memory()["ffn"] + sum(ffn.memory()["ffn"] for ffn in sparsity.ffns)
         work, slots = budget.Workload("f16", families.CONTEXT, TOTAL, 4), [len(own) for own in resolved.experts]

@@ -32,7 +32,8 @@ LAZY = {
 }
 # Files that are themselves imported when they are used, and only then: their kernels are decorated, or their classes
 # derived, at the top.
-HEAVY = {f"powerinfer.kernels.triton_{name}" for name in ("bundles", "delta", "experts", "kernels", "neurons")} | {
+KERNELS = ("bundles", "delta", "experts", "kernels", "latent", "neurons")
+HEAVY = {f"powerinfer.kernels.triton_{name}" for name in KERNELS} | {
     "powerinfer.cli.terminal",
     "powerinfer.sparsify.torch_model",
     "powerinfer.sparsify.training",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,17 @@ from test_serving_benchmark import small  # noqa: E402
 
 from benchmarks.models import expert_models  # noqa: E402
 from powerinfer import LLM, SamplingParams  # noqa: E402
-from powerinfer.errors import ModelError, PowerInferError  # noqa: E402
+from powerinfer.config import EngineConfig  # noqa: E402
+from powerinfer.errors import ModelError  # noqa: E402
 from powerinfer.formats import gguf_model  # noqa: E402
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint  # noqa: E402
 from powerinfer.formats.gguf import read_gguf  # noqa: E402
 from powerinfer.formats.quant import dequantize, quantize  # noqa: E402
 from powerinfer.formats.tensors import RawTensor  # noqa: E402
+from powerinfer.hardware import measure  # noqa: E402
+from powerinfer.hardware.description import load  # noqa: E402
+from powerinfer.hybrid.resolve import needs, resolve  # noqa: E402
+from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
 
 HEADS, LATENTS, PLAIN, ROTATED, VALUES = 6, 64, 32, 16, 32  # of the case kimi-k2
 
@@ -137,6 +143,29 @@ def test_prefixes_batches_and_types_of_the_cache(model: Path) -> None:
         assert reused == together == anew
 
 
-def test_a_gpu_is_refused(model: Path) -> None:
-    with pytest.raises(PowerInferError, match=r"heads over 64 latents .* run on the CPU alone so far"):
-        LLM(model, gpu="cpu", context=64).close()
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "deepseek-v3"])
+def test_a_gpu_gives_the_answers_of_the_cpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without latents of queries; some experts on either device, and a layer that has none. Prompts in chunks,
+    with a prefix that is there, together, and after one that was given up."""
+    pytest.importorskip("torch")
+    hardware = replace(load("pc-low"), sync_us=0.0)  # or so small a model would run on the CPU alone
+    monkeypatch.setattr(measure, "measured", lambda *_, **__: hardware)
+    path = tmp_path / "tiny.gguf"
+    expert_models.write(path, small(expert_models.CONFIGS[name]), expert_models.Weights("f16", "f16"))
+    tokens = np.random.default_rng(5).integers(5, 1200, 90).tolist()
+    prompts = [tokens[:70], tokens, tokens[:66] + tokens[80:]]
+    settings = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    options: dict[str, Any] = {"threads": 1, "context": 128, "kv_type": "f32", "prefill_chunk": 40}
+    with LLM(path, gpu="none", **options) as llm:
+        wanted = [answer.token_ids for answer in llm.generate(prompts, settings)]
+    checkpoint = open_checkpoint(path)
+    every = needs(resolve(checkpoint, EngineConfig(gpu="cpu", **options))).vram
+    room = every - 9 * checkpoint_model(checkpoint).expert_bytes(2)[0]
+    for vram, experts in ((every, 16), (room, 7)):
+        with LLM(path, gpu="cpu", vram=vram, **options) as llm:
+            assert llm.choices["gpu"].startswith(f"3 layers and the head on cpu, {experts} of 16")
+            for event in llm.stream(prompts[1], settings):
+                if event.text is not None:
+                    break
+            assert [llm.generate([prompt], settings)[0].token_ids for prompt in prompts] == wanted
+            assert [answer.token_ids for answer in llm.generate(prompts, settings)] == wanted

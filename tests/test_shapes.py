@@ -52,6 +52,7 @@ def test_latents_are_kept_once() -> None:
     model = described_model(config, "f16")
     assert model.kv_bytes("f16", 64, 1) == 27 * 64 * 576 * 2
     assert model.kv_bytes("q8_0", 32, 1) == 27 * 32 * (576 + 576 // 32 * 2)
+    assert all(model.gpu_kv_bytes(kind, 64, 2) == model.kv_bytes(kind, 64, 2) for kind in ("f16", "q8_0", "f32"))
     latent = sum(one.stored for one in model.attention[0])
     assert latent == 2 * (16 * 192 * 2048 + 576 * 2048 + 16 * (128 + 128) * 512 + 2048 * 16 * 128)
 

@@ -9,6 +9,7 @@ Random weights say nothing about quality; the work they make is that of real one
 the same sizes, and about as many different ones for a batch, since its choices are independent of each other. With
 --skew S some experts are selected more often, by a power law with that exponent, and with --locality L, from 0 to less
 than 1, tokens tend to select what the tokens before them did: routing.py says how. `powerinfer profile` measures both.
+Both apply to files and folders; --locality needs a first layer without a window (not gpt-oss and SmallThinker-21B).
 --layers cuts the model, so that it fits small machines, and so does --vocab. Embedding and head are Q8_0 or as --head
 says, norms and routers F32; with mxfp4 all but the experts is Q8_0, as in published files. --active gives the share of
 neurons inside experts that fire for a token, of models whose activation can be zero. A file that exists is kept; for
@@ -39,7 +40,7 @@ from powerinfer.formats.quant import block_type, quantize
 from powerinfer.placement.shapes import SHAPES
 
 SEED = 20241216
-TYPES = {name: gguf.GGMLQuantizationType[name.upper()] for name in ("q4_0", "q8_0", "mxfp4")}
+TYPES = {name: gguf.GGMLQuantizationType[name.upper()] for name in ("q4_0", "q8_0", "mxfp4", "f16")}
 PIECE = 1 << 24  # weights made at a time
 
 
@@ -149,7 +150,7 @@ def _values(rng: np.random.Generator, name: str, dims: Shape, about: Weights, ro
     """Rows of a tensor, float32, in pieces. Norms are all ones; products of a matrix are about as large as what it
     reads, and small where they add up."""
     if name.endswith("ssm_a"):  # states forget half of what they hold within a few tokens, or within hundreds
-        yield -np.geomspace(0.001, 1, *dims, dtype=np.float32)
+        yield routing.vector(name, -np.geomspace(0.001, 1, *dims, dtype=np.float32))
         return
     if len(dims) == 1:
         yield routing.vector(name, np.full(dims, 0.0 if name.endswith("bias") else 1.0, np.float32))

@@ -5,26 +5,25 @@ row of expert e in a router is random, and has so much of u that the expert is s
 scores are normally distributed, so of the score that e needs for that, p_e of the distribution lies above 0. p_e is a
 power law, rank ** -skew, with `top_k` experts a token; which expert has which rank is drawn for every layer.
 
-Locality. The attention of layer 0 averages the values of about the last WINDOW tokens: queries and keys are the same
-for every token (they read u alone) in the dimensions that rotate slower than the window, so scores fall with the
-distance. Every second head averages the whole text instead, and is subtracted: what all of a text has in common is not
-slow, but skew. The difference changes slowly, and is so large that it is the share `locality` of the variance that
-routers see. Without locality, what a token selects is independent of the token before it, but for the skew.
+Locality. Layer 0 averages the values of about the last WINDOW tokens in every first head of two. The second averages
+the whole text, and is subtracted: what all of a text has in common is not slow, but skew. The difference changes
+slowly, and is so large that it is the share `locality` of the variance that routers see. Without locality, what a token
+selects is independent of the token before it, but for the skew. How a layer averages (`slow_layers.py`) depends on what
+it is: attention, latent attention, or Gated DeltaNet.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import NormalDist
 
 import numpy as np
 
-from powerinfer.config import AttentionConfig, ExpertsConfig, ModelConfig
+from benchmarks.models.slow_layers import SlowLayer, slow_layer
+from powerinfer.config import ExpertsConfig, ModelConfig
 
 COMMON = 0.5
-WINDOW = 32
-FALL = 3.0  # beyond the window, weights fall with this power of the distance
-LONGEST = 4096  # distances that count
 MOST = 0.98  # of the tokens select one expert
 
 
@@ -48,19 +47,10 @@ class Routing:
     seed: int = 7
 
     def __post_init__(self) -> None:
-        attention = self.config.layers[0].attention
         if not 0 <= self.locality < 1 or not 0 <= self.skew <= 4:
             raise ValueError("--skew must be from 0 to 4, --locality from 0 to less than 1")
-        if self.locality and (type(attention) is not AttentionConfig or attention.rope is None or attention.window):
-            raise ValueError(
-                "--locality needs a first layer with rotary attention over keys and values, without a window"
-            )
-        if (
-            self.locality
-            and attention.n_kv_heads != attention.n_heads
-            and attention.n_heads // attention.n_kv_heads % 2
-        ):
-            raise ValueError("--locality needs an even number of heads for each head of keys and values")
+        if self.locality:
+            self._slow  # noqa: B018 - ValueError where there can be none
         for ffn in self.config.experts.values():
             if (
                 self.skew
@@ -75,7 +65,7 @@ class Routing:
 
     def precise(self, name: str) -> bool:
         """Whether a matrix is stored in Q8_0, because its errors would add up over the window."""
-        return self.locality > 0 and name.startswith("blk.0.attn_") and name.endswith(".weight")
+        return self.locality > 0 and name.startswith(("blk.0.attn_", "blk.0.ssm_")) and name.endswith(".weight")
 
     def rows(self, name: str, values: np.ndarray, first: int) -> np.ndarray:
         """Rows of a matrix from `first` on, float32 [n, columns]."""
@@ -85,22 +75,16 @@ class Routing:
             return np.float32((1 - COMMON**2) ** 0.5) * self._without_u(values) + np.float32(COMMON) * self._signs
         if name.endswith("ffn_gate_inp.weight"):
             return self._router(int(name.split(".")[1]), values, first)
-        part = name.removeprefix("blk.0.").removesuffix(".weight") if self.locality else ""
-        if part in ("attn_q", "attn_k"):
-            at, size = first + np.arange(len(values)), len(self._slow)
-            dims = self._slow[at % size] * (part == "attn_k" or at // size % 2 == 0)
-            return np.float32(self._amplitude / self._seen) * dims[:, None] * self._u
-        if part == "attn_v":
-            assert not first, "all heads at once"
-            return self._without_u(self._halved(values.T).T)
-        return np.float32(self._gain) * self._halved(values, -1) if part == "attn_output" else values
+        return self._slow.rows(_part(name), values, first) if self.locality and name.startswith("blk.0.") else values
 
     def vector(self, name: str, values: np.ndarray) -> np.ndarray:
         """A norm or a bias."""
-        if self.locality and name == "blk.0.attn_q_norm.weight":
-            attention = self.config.layers[0].attention
-            return np.full_like(values, self._sharpness * attention.head_dim**-0.5)
-        return values
+        return self._slow.vector(_part(name), values) if self.locality and name.startswith("blk.0.") else values
+
+    @cached_property
+    def _slow(self) -> SlowLayer:
+        share = self.locality / (1 - self.locality) * (1 - COMMON**2)
+        return slow_layer(self.config, self._u, self._seen, 1 - COMMON**2, share)
 
     # ---- directions and sizes
 
@@ -127,14 +111,6 @@ class Routing:
     def _without_u(self, values: np.ndarray) -> np.ndarray:
         return values - np.outer(values @ self._u, self._u)
 
-    def _halved(self, values: np.ndarray, sign: int = 1) -> np.ndarray:
-        """Columns of heads: those of every second one are those of the head before it, unless both read one value."""
-        attention = self.config.layers[0].attention
-        heads = values.reshape(len(values), -1, attention.head_dim).copy()
-        if sign < 0 or attention.n_heads == attention.n_kv_heads:
-            heads[:, 1::2] = sign * heads[:, 0:-1:2]
-        return heads.reshape(values.shape)
-
     def _router(self, layer: int, values: np.ndarray, first: int) -> np.ndarray:
         ffn = self.config.layers[layer].ffn
         assert isinstance(ffn, ExpertsConfig)
@@ -146,50 +122,7 @@ class Routing:
         read = common**0.5 * self.config.d_model**0.5  # the product of u and what the router reads
         return (noise + np.outer(bias / read, self._u)).astype(np.float32)
 
-    # ---- the attention of layer 0
 
-    @property
-    def _frequencies(self) -> np.ndarray:
-        """Of the pairs that rotate less than a radian within the window."""
-        rope = self.config.layers[0].attention.rope
-        assert rope is not None
-        every = rope.theta ** -(np.arange(0, rope.dim, 2) / rope.dim)
-        return np.where(every * WINDOW <= 1, every, np.nan)
-
-    @property
-    def _slow(self) -> np.ndarray:
-        """Of a head's dimensions those of these pairs: ones, else zeros."""
-        attention = self.config.layers[0].attention
-        assert attention.rope is not None
-        of_pair = np.isfinite(self._frequencies).astype(np.float32)
-        beside = attention.rope.interleaved or self.config.architecture == "llama"  # as GGUF has its queries and keys
-        half = np.repeat(of_pair, 2) if beside else np.tile(of_pair, 2)
-        return np.concatenate([half, np.zeros(attention.head_dim - len(half), np.float32)])
-
-    @property
-    def _sharpness(self) -> float:
-        """The score of a token with itself: what makes weights fall with the power FALL."""
-        rope = self.config.layers[0].attention.rope
-        assert rope is not None
-        return FALL * float(np.log(rope.theta / WINDOW))
-
-    @property
-    def _amplitude(self) -> float:
-        """Of a query's and a key's dimensions; a norm of theirs replaces it."""
-        attention = self.config.layers[0].attention
-        scale = attention.scale or attention.head_dim**-0.5
-        return (self._sharpness / scale / float(self._slow.sum())) ** 0.5
-
-    @property
-    def kernel(self) -> np.ndarray:
-        """The weights of the tokens before, by distance."""
-        slow = self._frequencies[np.isfinite(self._frequencies)]
-        score = self._sharpness * np.cos(np.outer(np.arange(LONGEST), slow)).mean(axis=1)
-        weights = np.exp(score - score[0])
-        return weights / weights.sum()
-
-    @property
-    def _gain(self) -> float:
-        """Of the output matrix, whose products are otherwise small (`expert_models`)."""
-        own = (2 * 2 * self.config.n_layers) ** 0.5  # and half of the heads
-        return own * (self.locality / (1 - self.locality) / float((self.kernel**2).sum())) ** 0.5
+def _part(name: str) -> str:
+    """A tensor of layer 0 by its name in it."""
+    return name.removeprefix("blk.0.").removesuffix(".weight")

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.config import AttentionConfig, DeltaNetConfig, ModelConfig, RopeConfig
+from powerinfer.config import AttentionConfig, DeltaNetConfig, LatentAttentionConfig, ModelConfig, RopeConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import Rotation
+from powerinfer.devices.gpu_latent import LatentInput, LatentOutput
 from powerinfer.devices.gpu_layer import FfnParts, GpuLayer
-from powerinfer.devices.gpu_weights import GpuNorm, Matrices, StoredMatrix
+from powerinfer.devices.gpu_weights import GpuNorm, HeadMatrices, Matrices, StoredMatrix
 from powerinfer.devices.link import Link
 from powerinfer.devices.recording import MOST_SHAPES, RECORDED_BYTES, Recorder, Recordings, cuda_graphs
 from powerinfer.devices.states import Slots
@@ -80,11 +81,13 @@ class GpuLayers:
         self._head: Operator | None = None
         self._final_norm: GpuNorm | None = None
         self._operators: list[Operator] | None = None
+        kinds = [layer.attention for layer in config.layers[:layers]]
         self._rotations = {rope: (self._vector(rotation[0]), rotation[1]) for rope, rotation in rotations.items()}
-        heads = [(layer.attention.n_kv_heads, layer.attention.head_dim) for layer in config.layers[:layers]]
-        self._cache = [tuple(gpu.new_cache(kv_type, pages, *one, device) for _ in "kv") for one in heads]
-        kinds = {layer: kind for layer, kind in config.states.items() if layer < layers}
-        self._states = dict(zip(kinds, gpu_delta.new_states(list(kinds.values()), states, device), strict=True))
+        heads = [(kind.n_kv_heads, kind.head_dim, "k" if kind.latents else "kv") for kind in kinds]
+        self._cache = [tuple(gpu.new_cache(kv_type, pages, n, dim, device) for _ in own) for n, dim, own in heads]
+        remembered = {layer: kind for layer, kind in config.states.items() if layer < layers}
+        own_states = gpu_delta.new_states(list(remembered.values()), states, device)
+        self._states = dict(zip(remembered, own_states, strict=True))
         self._bytes["kv"] = sum(part.nbytes for pair in self._cache for part in pair)
         self._bytes["kv"] += sum(part.nbytes for part in self._states.values())
         changed = config.residual_scale != 1 or any(one.norms in ("output", "both") for one in config.layers[:layers])
@@ -109,6 +112,13 @@ class GpuLayers:
         self._bytes[part] += together.nbytes
         self.bytes_per_token += together.nbytes
         return together
+
+    def _upload_heads(self, tensor: RawTensor) -> HeadMatrices:
+        """Matrices [heads, out, in] of attention."""
+        heads = HeadMatrices(tensor, self.device)
+        self._bytes["attention"] += heads.nbytes
+        self.bytes_per_token += heads.nbytes
+        return heads
 
     def head_rows(self, heads: int, dim: int, interleaved: bool) -> NDArray[np.int32] | None:
         """The row map of a matrix whose rows are `heads` heads of `dim` dimensions: rotary pairs moved to
@@ -180,6 +190,37 @@ class GpuLayers:
             ).view(tokens, heads * dim)
 
         self._add(layer, "attention", run)
+
+    def latent_attention(
+        self,
+        layer: int,
+        norm: GpuNorm | None,
+        q_latent: StoredMatrix | None,
+        q_norm: Float32 | None,
+        q: StoredMatrix,
+        kv: StoredMatrix,
+        kv_norm: Float32,
+        k_b: RawTensor,
+    ) -> None:
+        """The same, of `LatentAttentionConfig`: attended = each head's sum of latents, [heads, T, latents].
+
+        Arguments as of `CpuExecutor.latent_attention`.
+        """
+        about = self._config.layers[layer].attention
+        assert isinstance(about, LatentAttentionConfig)
+        weights = [None if one is None else self._vector(one) for one in (q_norm, kv_norm)]
+        of_q, of_kv = (None if one is None else GpuNorm(one, None, about.norm_eps, False) for one in weights)
+        assert of_kv is not None
+        first = self._upload("attention", q if q_latent is None else q_latent, kv)
+        second = None if q_latent is None else self._upload("attention", q)
+        (cache,) = self._cache[layer]
+        given = first, second, of_q, of_kv, self._upload_heads(k_b), self._rotations[about.rope], cache
+        self._add(layer, "attention", LatentInput(about, norm, *given))
+
+    def latent_project(self, layer: int, v_b: RawTensor, matrix: StoredMatrix, norm: GpuNorm | None = None) -> None:
+        """x += norm(matrix . each head's v_b . attended)."""
+        heads, out = self._upload_heads(v_b), self._upload("attention", matrix)
+        self._add(layer, "project", LatentOutput(heads, out, norm))
 
     def gate_attended(self, layer: int, norm: GpuNorm | None, matrix: StoredMatrix) -> None:
         """attended *= sigmoid(matrix . norm(x))."""

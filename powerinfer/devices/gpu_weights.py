@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from powerinfer.devices.torch_device import import_torch
 from powerinfer.formats.tensors import RawTensor
-from powerinfer.kernels import gpu
+from powerinfer.kernels import gpu, gpu_latent
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -78,3 +78,15 @@ class Matrices:
             return gpu.linear(self.weights[0], x, self.bias)
         out = import_torch().cat([gpu.linear(weight, x) for weight in self.weights], dim=1)
         return out if self.bias is None else out.add_(self.bias)
+
+
+class HeadMatrices:
+    """A matrix of each head, [heads, out, in], which multiplies that head's rows."""
+
+    def __init__(self, tensor: RawTensor, device: device) -> None:
+        self.weight = gpu_latent.upload(tensor, device)
+        self.nbytes = self.weight.nbytes
+
+    def __call__(self, x: Tensor, by_token: bool = False) -> Tensor:
+        """x float32 [heads, T, in] -> float32 [heads, T, out], or [T, heads, out] if `by_token`."""
+        return gpu_latent.per_head(self.weight, x, by_token)

@@ -25,7 +25,7 @@ class Step:
     logit_rows: Tensor  # int32 [R]
     read: Tensor | None = None  # float32 [T, d_model], like x always at the same address: input of gate and up
     total: Tensor | None = None  # likewise: where the parts of an FFN are added if their sum is normalised; None: x
-    attended: Tensor | None = None  # float32 [T, heads * head_dim]
+    attended: Tensor | None = None  # float32 [T, heads * head_dim]; of latent attention [heads, T, latents]
     runs: Tensor | None = None  # int32 [S, 4] of models with states, as `runs_with_slots`
     normed: tuple[Norm, Tensor] | None = None  # a norm and its result, until x changes
 

@@ -189,7 +189,8 @@ class HybridExperts:
         on_cpu = np.arange(n, dtype=np.int32) if self._copier is not None else np.setdiff1d(np.arange(n), hot)
         self._gpu_part = None
         if len(here):
-            self._gpu_part = gpu_experts.resident(tensors, here, self.about, device, self._biases)
+            by_neuron = cpu.in_experts and self.about.why_whole is None
+            self._gpu_part = gpu_experts.resident(tensors, here, self.about, device, self._biases, by_neuron)
         self._cpu_part: ExpertSum | None = None
         if len(on_cpu):
             biases = [None if bias is None else bias[on_cpu] for bias in self._biases]
@@ -471,7 +472,7 @@ class HybridExperts:
         return 0 if sparse is None else sparse.sum.counts()["active"]
 
     def set_whole(self, on: bool) -> None:
-        """Whether every neuron is computed of experts that could skip some."""
+        """Whether every neuron is computed of cold experts that could skip some."""
         if self._cpu_part is not None:
             self._cpu_part.set_whole(on)
 
@@ -595,7 +596,7 @@ class ExpertSparsity(Sparsity):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Every neuron of the selected experts is computed inside the context."""
+        """Every neuron of the cold experts is computed inside the context. The GPU leaves out those that give zero."""
         for ffn in self.ffns:
             ffn.set_whole(True)
         try:

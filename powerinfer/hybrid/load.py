@@ -185,7 +185,7 @@ def _load_experts(
     executor.choices["experts"] = f"{name} ({resolved.why_policy})"
     executor.choices["selector"] = f"{sparsity.selector} (experts on both devices)"
     if resolved.selection.in_experts:
-        executor.choices["selector"] += ", exact (neurons inside those on the CPU; those on the GPU are computed whole)"
+        executor.choices["selector"] += ", exact (neurons inside them, too)"
     return executor, sparsity
 
 

@@ -111,7 +111,7 @@ def upload_together(parts: Sequence[tuple[RawTensor, NDArray[np.int32] | None]],
     (first, _), *_ = parts
     kind, k = gpu_type(first.type, first.shape[1]), first.shape[1]
     counts = [tensor.shape[0] if row_map is None else len(row_map) for tensor, row_map in parts]
-    weight, at = _empty(kind, sum(counts), k, device), 0
+    weight, at = empty(kind, sum(counts), k, device), 0
     for (tensor, row_map), count in zip(parts, counts, strict=True):
         assert (gpu_type(tensor.type, k), tensor.shape[1]) == (kind, k)
         _fill(weight, at, tensor, row_map)
@@ -172,7 +172,7 @@ def _fill(
 
 def _by_slabs(rows: int, k: int, work: Callable[[int, int], None], threads: int | None = None) -> None:
     """Calls work(begin, end) for some rows at a time, in several threads: numpy copies without the GIL."""
-    slabs = list(_pieces(rows, k, _SLAB))
+    slabs = list(pieces(rows, k, _SLAB))
     threads = threads or min(len(slabs), 8, usable_cores()[0])
     if threads < 2:
         for begin, end in slabs:
@@ -185,7 +185,8 @@ def _by_slabs(rows: int, k: int, work: Callable[[int, int], None], threads: int 
             pass
 
 
-def _empty(kind: str, rows: int, k: int, device: Any) -> Weight:
+def empty(kind: str, rows: int, k: int, device: Any) -> Weight:
+    """Room for a matrix [rows, k] of a type of `Weight`."""
     import torch
 
     def new(columns: int, dtype: Any) -> Tensor:
@@ -222,7 +223,8 @@ def _put(out: Tensor | None, first: int, rows: Bytes | None) -> None:
         own.copy_(host)
 
 
-def _pieces(rows: int, k: int, elements: int | None = None) -> Iterator[tuple[int, int]]:
+def pieces(rows: int, k: int, elements: int | None = None) -> Iterator[tuple[int, int]]:
+    """(begin, end) of as many rows of k elements at a time as are multiplied, or `elements`, together; at least one."""
     step = max(1, (elements or _PIECE) // k)
     for begin in range(0, rows, step):
         yield begin, min(begin + step, rows)
@@ -264,12 +266,12 @@ def linear(w: Weight, x: Tensor, bias: Tensor | None = None) -> Tensor:
     import torch
 
     out = torch.empty((x.shape[0], w.rows), dtype=torch.float32, device=x.device)
-    for begin, end in _pieces(w.rows, w.k):
-        out[:, begin:end] = _product(x, _operand(w, begin, end).T)
+    for begin, end in pieces(w.rows, w.k):
+        out[:, begin:end] = product(x, operand(w, begin, end).T)
     return out if bias is None else out + bias
 
 
-def _operand(w: Weight, begin: int, end: int, neurons: Neurons | None = None) -> Tensor:
+def operand(w: Weight, begin: int, end: int, neurons: Neurons | None = None) -> Tensor:
     """Rows of a weight in the type in which a device multiplies many tokens with them. neurons: whose down w is."""
     if w.data.device.type in _NARROW and w.type != "F32":
         if w.type in FLOAT_TYPES:
@@ -288,8 +290,8 @@ def _scales_of(neurons: Neurons | None, begin: int, end: int) -> Tensor | None:
     return neurons.shared[neurons.group[begin:end].long()]
 
 
-def _product(x: Tensor, w: Tensor) -> Tensor:
-    """x . w, float32 [T, n]. x: float32 [T, k]; w: [k, n], in whose type x is rounded."""
+def product(x: Tensor, w: Tensor) -> Tensor:
+    """x . w, float32 [T, n]. x: float32 [T, k]; w: [k, n], in whose type x is rounded. Or a batch of each."""
     import torch
 
     if w.dtype == x.dtype:
@@ -297,14 +299,16 @@ def _product(x: Tensor, w: Tensor) -> Tensor:
     if w.dtype == torch.bfloat16:
         return _wide(x.bfloat16(), w)
     peak = x.abs().amax(dim=-1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)
-    return _wide((x / peak).half(), w) * peak  # so that no activation exceeds float16
+    return _wide((x / peak).half(), w).mul_(peak)  # so that no activation exceeds float16
 
 
 def _wide(x: Tensor, w: Tensor) -> Tensor:
-    """The product of narrow matrices, with float32 sums."""
+    """The product of narrow matrices, or of a batch of them, with float32 sums."""
     import torch
 
-    return torch.mm(x, w, out_dtype=torch.float32) if x.is_cuda else x.float() @ w.float()
+    if not x.is_cuda:
+        return x.float() @ w.float()
+    return (torch.mm if x.ndim == 2 else torch.bmm)(x, w, out_dtype=torch.float32)
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool, into: Tensor | None = None) -> Tensor:
@@ -394,14 +398,19 @@ def store_kv(cache_k: Cached, cache_v: Cached, k: Tensor, v: Tensor, slots: Tens
     if _triton(k):
         _kernels().store_kv(cache_k, cache_v, k, v, slots)
         return
+    store(cache_k, k, slots)
+    store(cache_v, v, slots)
+
+
+def store(cached: Cached, new: Tensor, slots: Tensor) -> None:
+    """`store_kv` of keys, or of values, alone, in plain torch."""
     kept = slots >= 0
-    for cached, new in ((cache_k, k), (cache_v, v)):
-        if cached.scales is not None:
-            new, scales = quantised(new)
-            cached.scales.view(-1, *scales.shape[1:])[slots[kept]] = scales[kept]
-        elif cached.data.dtype != new.dtype:
-            new = new.clamp(-FLOAT16_MAX, FLOAT16_MAX).to(cached.data.dtype)
-        cached.data.view(-1, *new.shape[1:])[slots[kept]] = new[kept]
+    if cached.scales is not None:
+        new, scales = quantised(new)
+        cached.scales.view(-1, *scales.shape[1:])[slots[kept]] = scales[kept]
+    elif cached.data.dtype != new.dtype:
+        new = new.clamp(-FLOAT16_MAX, FLOAT16_MAX).to(cached.data.dtype)
+    cached.data.view(-1, *new.shape[1:])[slots[kept]] = new[kept]
 
 
 def rotate_and_store(
@@ -540,8 +549,8 @@ def empty_neurons(
     """Room for n neurons in `groups` groups, for `unpack`; the other arguments as in `Neurons`."""
     import torch
 
-    gate = _empty(layout.gate_type, n, layout.d_model, device) if layout.gated else None
-    up, down = (_empty(kind, n, layout.d_model, device) for kind in (layout.gate_type, layout.down_type))
+    gate = empty(layout.gate_type, n, layout.d_model, device) if layout.gated else None
+    up, down = (empty(kind, n, layout.d_model, device) for kind in (layout.gate_type, layout.down_type))
     shared = None
     if layout.shared_bytes:
         shared = torch.empty((groups, layout.d_model), dtype=torch.float16, device=device)
@@ -616,7 +625,7 @@ def _take(rows: Tensor, at: Tensor, offset: int, out: Tensor, unit: int, order: 
         return
     width = own.shape[1]
     lines = torch.arange(offset // LINE, -(-(offset + width * unit) // LINE), device=out.device)
-    for begin, end in _pieces(len(out), width):
+    for begin, end in pieces(len(out), width):
         places = (at[begin:end, None] + lines).view(-1)
         taken = rows.view(-1, LINE).index_select(0, places).view(end - begin, -1).view(dtype)
         taken = taken[:, :width] if order is None else taken.index_select(1, order)
@@ -644,8 +653,8 @@ def neuron_sum(
         return total, fired
     h = products(neurons, x, selected, threshold)
     torch.sum(h != 0, dim=0, dtype=torch.int32, out=fired)
-    for begin, end in _pieces(neurons.n, neurons.down.k):
-        total += _product(h[:, begin:end], _operand(neurons.down, begin, end, neurons))
+    for begin, end in pieces(neurons.n, neurons.down.k):
+        total += product(h[:, begin:end], operand(neurons.down, begin, end, neurons))
     return total, fired
 
 

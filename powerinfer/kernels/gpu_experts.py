@@ -14,7 +14,7 @@ from powerinfer.formats.quant import Float32
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import gpu
 from powerinfer.kernels.gpu_types import NOT_A_NUMBER, Experts, Weight
-from powerinfer.neurons import Indices
+from powerinfer.neurons import BUNDLE_GROUP, Indices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,11 +25,54 @@ Biases = Sequence[Float32 | None]
 
 
 def resident(
-    tensors: Sequence[RawTensor], index: Indices, about: ExpertsConfig, device: Any, biases: Biases = ()
+    tensors: Sequence[RawTensor],
+    index: Indices,
+    about: ExpertsConfig,
+    device: Any,
+    biases: Biases = (),
+    by_neuron: bool = False,
 ) -> Experts:
     """Some experts on a torch device. tensors: [experts, out, in], in the order of `about.matrices`; index: int32
-    ascending, at least one, the expert of each slot. ModelError for values that the device's type cannot hold."""
-    return _experts(about, len(index), [_slots(tensor, index, device) for tensor in tensors], biases, index)
+    ascending, at least one, the expert of each slot; by_neuron: as `Experts` has it. ModelError for values that the
+    device's type cannot hold."""
+    if not by_neuron:
+        return _experts(about, len(index), [_slots(tensor, index, device) for tensor in tensors], biases, index)
+    *first, down = tensors
+    gate, up = (_slots(tensor, index, device) for tensor in first)
+    weight, shared = _columns(down.type, len(index) * about.size, down.shape[1], device)
+    experts = Experts(
+        len(index), about.size, gate, up, weight, about.activation, about.threshold, by_neuron=True, shared=shared
+    )
+    for slot, expert in enumerate(index):
+        _put_down(experts, slot, RawTensor(down.type, down.shape[1:], down.data.reshape(down.shape[0], -1)[expert]))
+    return experts
+
+
+def _columns(kind: str, neurons: int, d_model: int, device: Any) -> tuple[Weight, Tensor | None]:
+    """Room for the columns of down, and for their scales."""
+    import torch
+
+    if kind != "Q4_0":
+        return gpu.empty(kind, neurons, d_model, device), None
+    shared = torch.empty((neurons // BUNDLE_GROUP, d_model), dtype=torch.float16, device=device)
+    return gpu.empty("Q4_0X32", neurons, d_model, device), shared
+
+
+def _put_down(experts: Experts, slot: int, tensor: RawTensor) -> None:
+    """The columns of an expert's down [d_model, size] become the rows of a slot."""
+    import torch
+
+    size, own = experts.size, gpu.upload(tensor, experts.down.data.device)
+    to = experts.down.data[slot * size : (slot + 1) * size]
+    if experts.shared is None or own.scales is None:
+        to.copy_(own.data.T)
+        return
+    rows, groups = own.rows, size // BUNDLE_GROUP
+    pairs = own.data.view(rows, groups, 16)
+    codes = torch.cat((pairs & 15, pairs >> 4), dim=-1).view(rows, size).T
+    low, high = codes.reshape(size, rows // 32, 2, 16).unbind(dim=2)
+    to.copy_((low | high << 4).view(size, rows // 2))
+    experts.shared[slot * groups : (slot + 1) * groups].copy_(own.scales.T)
 
 
 def _experts(about: ExpertsConfig, n: int, weights: Sequence[Weight], biases: Biases, index: Indices) -> Experts:
@@ -48,9 +91,12 @@ def replace(experts: Experts, slot: int, matrices: Sequence[RawTensor], expert: 
     """Put another expert in a slot. matrices: [out, in], in the order of `ExpertsConfig.matrices`; biases: of all."""
     import torch
 
+    if experts.by_neuron:
+        *matrices, down = matrices
+        _put_down(experts, slot, down)
     gated = experts.gate is not None
     own = [weight for weight in (experts.gate, experts.up, experts.down) if weight is not None]
-    for weight, tensor in zip(own, matrices, strict=True):
+    for weight, tensor in zip(own, matrices, strict=not experts.by_neuron):
         gpu.overwrite(weight, slot * tensor.shape[0], tensor)
     held = [experts.gate_bias] * gated + [experts.up_bias, experts.down_bias]
     for to, bias in zip(held, biases, strict=False):
@@ -155,7 +201,13 @@ def _expert(experts: Experts, slot: int, x: Tensor, weights: Tensor) -> Tensor:
     else:
         gate = product(experts.gate, experts.gate_bias, x)
         h = gpu.activate(experts.activation, gate, up, experts.threshold)
-    return weights[:, None] * product(experts.down, experts.down_bias, h)
+    if not experts.by_neuron:
+        return weights[:, None] * product(experts.down, experts.down_bias, h)
+    begin, end = slot * experts.size, (slot + 1) * experts.size
+    scales = None
+    if experts.shared is not None:
+        scales = experts.shared[begin // BUNDLE_GROUP : end // BUNDLE_GROUP].repeat_interleave(BUNDLE_GROUP, dim=0)
+    return weights[:, None] * (h @ gpu.values(experts.down, begin, end, scales))
 
 
 def shared_weight(x: Tensor, gate: Tensor) -> Tensor:

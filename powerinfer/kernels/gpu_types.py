@@ -121,7 +121,10 @@ class Experts:
     """Some experts of a layer on a device, in slots.
 
     gate (None without one), up: [slots * size, d_model], an expert's rows together; down: [slots * d_model, size];
-    biases: of these, float32 [rows] of the weight, or none of them has one.
+    biases: of these, float32 [rows] of the weight, or none of them has one. by_neuron: in steps of few tokens only the
+    neurons that fire are computed; then there are gates and no biases, size is a multiple of 32, and down, of F16,
+    BF16 or Q4_0X32, is [slots * size, d_model], row i being neuron i's column. shared: the scales of Q4_0X32, float16
+    [slots * size / 32, d_model], a row for 32 neurons one after another.
     """
 
     slots: int
@@ -134,12 +137,14 @@ class Experts:
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    by_neuron: bool = False
+    shared: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
         weights = sum(weight.nbytes for weight in (self.gate, self.up, self.down) if weight is not None)
-        return weights + tensor_bytes(self.gate_bias, self.up_bias, self.down_bias)
+        return weights + tensor_bytes(self.gate_bias, self.up_bias, self.down_bias, self.shared)
 
 
 UNIT_EPS = 1e-6

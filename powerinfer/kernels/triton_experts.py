@@ -3,6 +3,10 @@
 One token: its experts' products of gate and up, then those of down, added up in the order of the experts. Several
 tokens: pairs of a token and one of its experts are ordered by slot, so that an expert's weights are read once for all
 of its tokens, and each token's rows are added up at the end.
+
+Experts by neuron compute all gates of a token's experts, and up and down of the neurons that fire. One token: these of
+all its experts are listed, as those of a layer are (`triton_neurons`). Several: rows of up and columns of down that no
+token of an expert needs are masked. Steps of many tokens compute every neuron.
 """
 
 from __future__ import annotations
@@ -13,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from powerinfer.kernels.gpu_types import NOT_A_NUMBER, OAI_LIMIT, OAI_SCALE
-from powerinfer.kernels.triton_kernels import ONE, SEVERAL, add_bias, either, precision, row_dots
-from powerinfer.kernels.triton_neurons import active
+from powerinfer.kernels.gpu_types import FEW, NOT_A_NUMBER, OAI_LIMIT, OAI_SCALE
+from powerinfer.kernels.triton_kernels import ONE, SEVERAL, Tile, add_bias, either, nibbles, precision, row_dots
+from powerinfer.kernels.triton_neurons import active, sum_firing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +32,8 @@ COMPARED = 256  # pairs at a time that they are compared with
 MOST_COLUMNS = 64  # pairs of an expert in a tile
 TOKENS = 1024  # at a time: the rows of all pairs take memory, and are indexed with 32 bits
 COLUMNS = 256  # of d_model that a program adds up
+# Neurons, and columns of down, of experts by neuron.
+ACROSS = {**dict.fromkeys(("F16", "BF16"), Tile(32, 128, 4)), "Q4_0X32": Tile(32, 64, 4)}
 
 _LEAST = tl.constexpr(NOT_A_NUMBER)
 _LIMIT, _SCALE = tl.constexpr(OAI_LIMIT), tl.constexpr(OAI_SCALE)
@@ -184,6 +190,49 @@ def _of_one(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) -> Tens
     return out
 
 
+@triton.jit
+def _firing_kernel(
+    x, gate, gate_scales, up, up_scales, slots, weights, h, rows, counts, size, k, fatrelu,
+    ACTIVATION: tl.constexpr, TYPE: tl.constexpr, UP_TYPE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """h of R neurons of one of the token's experts, times its weight: rows of up are read where the gate fires. rows:
+    of down, of each neuron; counts: of the R neurons, those that fire."""
+    j = tl.program_id(1)
+    slot = tl.load(slots + j)
+    neuron = tl.program_id(0) * R + tl.arange(0, R)
+    live = neuron < size
+    row = slot.to(tl.int64) * size + neuron
+    a = tl.zeros((R,), tl.float32)
+    if slot >= 0:
+        a = row_dots(x, gate, gate_scales, row, live, 1, k, TYPE, 0, R, C, "ieee")
+        a = tl.where(live, active(a, fatrelu, ACTIVATION), 0.0)
+        fires = a != 0
+        if tl.max(fires.to(tl.int32), 0) > 0:
+            u = row_dots(x, up, up_scales, row, fires, 1, k, UP_TYPE, 0, R, C, "ieee")
+            if ACTIVATION == "drelu":
+                u = tl.where(u <= 0, 0.0, u)
+            a = tl.where(fires, a * u * tl.load(weights + j), 0.0)
+    tl.store(h + j * size + neuron, a, mask=live)
+    tl.store(rows + j * size + neuron, row.to(tl.int32), mask=live)
+    tl.store(counts + j * tl.num_programs(0) + tl.program_id(0), tl.sum((a != 0).to(tl.int32), 0))
+
+
+def _firing_of_one(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+    gate, up, size, top_k = experts.gate, experts.up, experts.size, slots.shape[1]
+    assert gate is not None
+    tile = ONE[up.type]
+    programs = triton.cdiv(size, tile.rows)
+    h = torch.empty((1, top_k * size), dtype=torch.float32, device=x.device)
+    rows, counts = (torch.empty(n, dtype=torch.int32, device=x.device) for n in (top_k * size, top_k * programs))
+    _firing_kernel[(programs, top_k)](
+        x.contiguous(), gate.data, either(gate.scales, gate.data), up.data, either(up.scales, up.data), slots, weights,
+        h, rows, counts, size, x.shape[1], experts.threshold,
+        ACTIVATION=experts.activation, TYPE=gate.type, UP_TYPE=up.type, R=tile.rows, C=tile.columns,
+        num_warps=tile.warps,
+    )  # fmt: skip
+    return sum_firing(experts.down, experts.shared, None, h, rows, None, counts, tile.rows)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Several tokens
 
@@ -273,6 +322,90 @@ def _grouped_down_kernel(
 
 
 @triton.jit
+def _grouped_firing_kernel(
+    x, gate, gate_scales, up, up_scales, begin, weight_of, h, size, k, fatrelu,
+    ACTIVATION: tl.constexpr, TYPE: tl.constexpr, UP_TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`_grouped_hidden_kernel` that reads a row of up where the gate fires for some of the rows of x."""
+    slot = tl.program_id(1)
+    neuron = tl.program_id(0) * R + tl.arange(0, R)
+    live = neuron < size
+    t = tl.arange(0, T)
+    row = slot.to(tl.int64) * size + neuron
+    last = tl.load(begin + slot + 1)
+    for at in range(tl.load(begin + slot), last, T):
+        here = last - at
+        own, mine = x + at * k, live[:, None] & (t < here)[None, :]
+        a = row_dots(own, gate, gate_scales, row, live, here, k, TYPE, T, R, C, PRECISION)
+        a = tl.where(mine, active(a, fatrelu, ACTIVATION), 0.0)
+        fires = tl.max((a != 0).to(tl.int32), 1)
+        if tl.max(fires, 0) > 0:
+            u = row_dots(own, up, up_scales, row, fires > 0, here, k, UP_TYPE, T, R, C, PRECISION)
+            if ACTIVATION == "drelu":
+                u = tl.where(u <= 0, 0.0, u)
+            weight = tl.load(weight_of + at + t, mask=t < here, other=0)
+            a = tl.where(a == 0, 0.0, a * u * weight[None, :])
+        tl.store(h + (at + t)[None, :] * size + neuron[:, None], a, mask=mine)
+
+
+@triton.jit
+def _needed(h, first, here, size, T: tl.constexpr, R: tl.constexpr):
+    """h [T, R] of R neurons from `first` on for up to T tokens, and which of them are not zero for some token."""
+    t, n = tl.arange(0, T)[:, None], first + tl.arange(0, R)
+    by = tl.load(h + t * size + n[None, :], mask=(t < here) & (n < size)[None, :], other=0)
+    return by, tl.max((by != 0).to(tl.int32), 0)
+
+
+@triton.jit
+def _grouped_across_kernel(
+    h, data, shared, begin, out, d, size,
+    TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """C columns (of Q4_0X32 bytes, of two columns each) of what the expert in a slot gives for the slot's rows of h,
+    from the columns of down of its neurons; those that no row needs are not read."""
+    slot = tl.program_id(1)
+    t, r = tl.arange(0, T)[:, None], tl.arange(0, R)
+    last = tl.load(begin + slot + 1)
+    for at in range(tl.load(begin + slot), last, T):
+        here, own, to = last - at, h + at * size, out + at * d
+        acc = tl.zeros((T, C), tl.float32)
+        if TYPE == "Q4_0X32":
+            B: tl.constexpr = C // 16
+            blocks = d // 32
+            b = tl.program_id(0) * B + tl.arange(0, B)
+            j = tl.arange(0, 16)[None, :]
+            first = b[:, None] * 32 + j
+            valid = (b < blocks)[:, None]
+            high_acc = tl.zeros((T, C), tl.float32)
+            for n in range(0, size, R):  # R is 32: they share their scales
+                by, needed = _needed(own, n, here, size, T, R)
+                if tl.max(needed, 0) > 0:
+                    row = slot.to(tl.int64) * size + n
+                    codes_at = data + (row + r)[:, None, None] * (blocks * 16) + (b[:, None] * 16 + j)[None]
+                    codes = tl.load(codes_at, mask=(needed > 0)[:, None, None] & valid[None], other=0)
+                    d_at = shared + row // 32 * d + first
+                    low, high = nibbles(codes)
+                    low *= 0.0625 * tl.load(d_at, mask=valid, other=0).to(tl.float32)[None]
+                    high *= 0.0625 * tl.load(d_at + 16, mask=valid, other=0).to(tl.float32)[None]
+                    acc = tl.dot(by, tl.reshape(low, (R, C)), acc, input_precision=PRECISION)
+                    high_acc = tl.dot(by, tl.reshape(high, (R, C)), high_acc, input_precision=PRECISION)
+            i = tl.arange(0, C)
+            c = tl.program_id(0) * (B * 32) + i // 16 * 32 + i % 16
+            tl.store(to + t * d + (c + 16)[None, :], high_acc, mask=(t < here) & (c < d)[None, :])
+        else:
+            c = tl.program_id(0) * C + tl.arange(0, C)
+            for n in range(0, size, R):
+                by, needed = _needed(own, n, here, size, T, R)
+                if tl.max(needed, 0) > 0:
+                    row = slot.to(tl.int64) * size + n + r
+                    mask = (needed > 0)[:, None] & (c < d)[None, :]
+                    w = tl.load(data + row[:, None] * d + c[None, :], mask=mask, other=0)
+                    acc = tl.dot(by, w.to(tl.float32), acc, input_precision=PRECISION)
+        tl.store(to + t * d + c[None, :], acc, mask=(t < here) & (c < d)[None, :])
+
+
+@triton.jit
 def _merge_kernel(rows, row_of, slots, out, top_k, d, C: tl.constexpr):
     """C elements of a token's sum, its experts in their order."""
     t = tl.program_id(0).to(tl.int64)
@@ -289,7 +422,7 @@ def expert_sum(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) -> T
     """`gpu_experts.expert_sum`."""
     tokens, top_k = slots.shape
     if tokens == 1:
-        return _of_one(experts, x, slots, weights)
+        return (_firing_of_one if experts.by_neuron else _of_one)(experts, x, slots, weights)
     if tokens > TOKENS:
         pieces = ((part[first : first + TOKENS] for part in (x, slots, weights)) for first in range(0, tokens, TOKENS))
         return torch.cat([expert_sum(experts, *piece) for piece in pieces])
@@ -311,18 +444,31 @@ def expert_sum(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) -> T
     up, down, size, exact, bias = experts.up, experts.down, experts.size, precision(x), experts.up_bias is not None
     first = up if experts.gate is None else experts.gate
     h = torch.empty((pairs, size), dtype=torch.float32, device=device)
-    tile = SEVERAL[up.type]
-    _grouped_hidden_kernel[(triton.cdiv(size, tile.rows), experts.slots)](
-        gathered, first.data, either(first.scales, first.data), either(experts.gate_bias, h), up.data,
-        either(up.scales, up.data), either(experts.up_bias, h), begin, weight_of, h, size, d, experts.threshold,
-        GATED=experts.gate is not None, BIAS=bias, ACTIVATION=experts.activation, TYPE=first.type,
-        UP_TYPE=up.type, T=columns, R=tile.rows, C=tile.columns, PRECISION=exact, num_warps=tile.warps,
-    )  # fmt: skip
-    tile = SEVERAL[down.type]
-    _grouped_down_kernel[(triton.cdiv(d, tile.rows), experts.slots)](
-        h, down.data, either(down.scales, down.data), either(experts.down_bias, h), begin, weight_of, rows, d, size,
-        TYPE=down.type, BIAS=bias, T=columns, R=tile.rows,
-        C=tile.columns, PRECISION=exact, num_warps=tile.warps,
-    )  # fmt: skip
+    tile, of_each = SEVERAL[up.type], (begin, weight_of, h, size, d, experts.threshold)
+    kinds = {"ACTIVATION": experts.activation, "TYPE": first.type, "UP_TYPE": up.type}
+    shape = {"T": columns, "R": tile.rows, "C": tile.columns, "PRECISION": exact, "num_warps": tile.warps}
+    weights_of = first.data, either(first.scales, first.data), up.data, either(up.scales, up.data)
+    grid = triton.cdiv(size, tile.rows), experts.slots
+    if experts.by_neuron and tokens <= FEW:
+        _grouped_firing_kernel[grid](gathered, *weights_of, *of_each, **kinds, **shape)
+    else:
+        gate_of, up_of = weights_of[:2], weights_of[2:]
+        _grouped_hidden_kernel[grid](
+            gathered, *gate_of, either(experts.gate_bias, h), *up_of, either(experts.up_bias, h), *of_each,
+            GATED=experts.gate is not None, BIAS=bias, **kinds, **shape,
+        )  # fmt: skip
+    if experts.by_neuron:
+        tile = ACROSS[down.type]
+        wide_tile = tile.columns * (2 if down.type == "Q4_0X32" else 1)
+        _grouped_across_kernel[(triton.cdiv(d, wide_tile), experts.slots)](
+            h, down.data, either(experts.shared, h), begin, rows, d, size,
+            TYPE=down.type, T=columns, R=tile.rows, C=tile.columns, PRECISION=exact, num_warps=tile.warps,
+        )  # fmt: skip
+    else:
+        tile = SEVERAL[down.type]
+        _grouped_down_kernel[(triton.cdiv(d, tile.rows), experts.slots)](
+            h, down.data, either(down.scales, h), either(experts.down_bias, h), begin, weight_of, rows, d, size,
+            TYPE=down.type, BIAS=bias, T=columns, R=tile.rows, C=tile.columns, PRECISION=exact, num_warps=tile.warps,
+        )  # fmt: skip
     _merge_kernel[(tokens, wide)](rows, row_of, slots, out, top_k, d, C=COLUMNS, num_warps=4)
     return out

@@ -330,7 +330,7 @@ def _warps(elements: int, each: int) -> int:
 
 
 @triton.jit
-def _turned(x, dim, position, frequencies, factor, pairs, dims):
+def turned_head(x, dim, position, frequencies, factor, pairs, dims):
     """Elements dim of heads at x [heads, dims], turned by their position."""
     i = tl.where(dim < pairs, dim, dim - pairs)
     turns = dim < 2 * pairs
@@ -347,7 +347,7 @@ def _turned(x, dim, position, frequencies, factor, pairs, dims):
 def _rotate_kernel(x, positions, frequencies, factor, pairs, dims, token_stride, head_stride, BLOCK: tl.constexpr):
     t, dim = tl.program_id(0), tl.arange(0, BLOCK)
     head = x + t.to(tl.int64) * token_stride + tl.program_id(1) * head_stride
-    y = _turned(head, dim, tl.load(positions + t), frequencies, factor, pairs, dims)
+    y = turned_head(head, dim, tl.load(positions + t), frequencies, factor, pairs, dims)
     tl.debug_barrier()  # every thread has read its pair
     tl.store(head + dim, y, mask=dim < 2 * pairs)
 
@@ -366,13 +366,13 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, factor: float) -> 
 
 
 @triton.jit
-def _half(y):
+def half(y):
     """Clipped to float16."""
     return tl.where(y > 65504.0, 65504.0, tl.where(y < -65504.0, -65504.0, y))
 
 
 @triton.jit
-def _stored(cache, scales, slot, head, heads, dims, dim, y, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def stored_head(cache, scales, slot, head, heads, dims, dim, y, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """Store a head's key or value in its slot; y [BLOCK] is zero from `dims` on."""
     row = slot * heads + head
     there = tl.where(slot >= 0, dims, 0)
@@ -380,7 +380,7 @@ def _stored(cache, scales, slot, head, heads, dims, dim, y, KIND: tl.constexpr, 
         b = tl.arange(0, BLOCK // 32)
         each = b[:, None] * 32 + tl.arange(0, 32)[None, :]
         y = tl.reshape(y, (BLOCK // 32, 32))
-        scale = _half(tl.max(tl.abs(y), 1) * Q8_STEP).to(tl.float16)
+        scale = half(tl.max(tl.abs(y), 1) * Q8_STEP).to(tl.float16)
         step = scale.to(tl.float32)
         by = tl.where(step > 0, tl.div_rn(tl.full((BLOCK // 32,), 1.0, tl.float32), tl.where(step > 0, step, 1.0)), 0.0)
         codes = (y * by[:, None] + ROUNDS) - ROUNDS
@@ -389,11 +389,11 @@ def _stored(cache, scales, slot, head, heads, dims, dim, y, KIND: tl.constexpr, 
         tl.store(scales + row * tl.cdiv(dims, 32) + b, scale, mask=b * 32 < there)
     else:
         if KIND == "F16":
-            y = _half(y)
+            y = half(y)
         tl.store(cache + row * dims + dim, y.to(cache.dtype.element_ty), mask=dim < there)
 
 
-def _kind(cache: Cached) -> str:
+def cache_kind(cache: Cached) -> str:
     return "Q8_0" if cache.scales is not None else "F16" if cache.data.dtype == torch.float16 else "F32"
 
 
@@ -416,8 +416,8 @@ def _store_kernel(
     slot, heads = tl.load(slots + t), tl.num_programs(1)
     key = tl.load(k + t * k_token + head * k_head + dim, mask=dim < dims, other=0)
     value = tl.load(v + t * v_token + head * v_head + dim, mask=dim < dims, other=0)
-    _stored(cache_k, scales_k, slot, head, heads, dims, dim, key, KIND, BLOCK)
-    _stored(cache_v, scales_v, slot, head, heads, dims, dim, value, KIND, BLOCK)
+    stored_head(cache_k, scales_k, slot, head, heads, dims, dim, key, KIND, BLOCK)
+    stored_head(cache_v, scales_v, slot, head, heads, dims, dim, value, KIND, BLOCK)
 
 
 def store_kv(cache_k: Cached, cache_v: Cached, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -425,7 +425,7 @@ def store_kv(cache_k: Cached, cache_v: Cached, k: Tensor, v: Tensor, slots: Tens
     tokens, heads, dims = k.shape
     assert k.stride(2) == v.stride(2) == 1
     if k.numel():
-        block, kind = _block(dims, cache_k), _kind(cache_k)
+        block, kind = _block(dims, cache_k), cache_kind(cache_k)
         _store_kernel[(tokens, heads)](
             k, v, *_parts(cache_k, cache_v), slots, dims, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             KIND=kind, BLOCK=block, num_warps=_warps(block, 2), enable_fp_fusion=kind != "Q8_0",
@@ -441,17 +441,17 @@ def _rotate_and_store_kernel(
     slot, position = tl.load(slots + t), tl.load(positions + t)
     if head < heads:
         x = q + t * q_token + head * q_head
-        y = _turned(x, dim, position, frequencies, factor, pairs, dims)
+        y = turned_head(x, dim, position, frequencies, factor, pairs, dims)
         tl.debug_barrier()
         tl.store(x + dim, y, mask=dim < 2 * pairs)
     elif head < heads + kv_heads:
         head -= heads
-        y = _turned(k + t * k_token + head * k_head, dim, position, frequencies, factor, pairs, dims)
-        _stored(cache_k, scales_k, slot, head, kv_heads, dims, dim, y, KIND, BLOCK)
+        y = turned_head(k + t * k_token + head * k_head, dim, position, frequencies, factor, pairs, dims)
+        stored_head(cache_k, scales_k, slot, head, kv_heads, dims, dim, y, KIND, BLOCK)
     else:
         head -= heads + kv_heads
         y = tl.load(v + t * v_token + head * v_head + dim, mask=dim < dims, other=0)
-        _stored(cache_v, scales_v, slot, head, kv_heads, dims, dim, y, KIND, BLOCK)
+        stored_head(cache_v, scales_v, slot, head, kv_heads, dims, dim, y, KIND, BLOCK)
 
 
 def rotate_and_store(
@@ -462,7 +462,7 @@ def rotate_and_store(
     (tokens, heads, dims), kv_heads = q.shape, k.shape[1]
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1
     if tokens:
-        block, kind = _block(dims, cache_k), _kind(cache_k)
+        block, kind = _block(dims, cache_k), cache_kind(cache_k)
         strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1))
         _rotate_and_store_kernel[(tokens, heads + 2 * kv_heads)](
             q, k, v, positions, frequencies, factor, frequencies.shape[0], *_parts(cache_k, cache_v), slots, heads,
@@ -486,7 +486,7 @@ def _loaded(cache, scales, row, live, dims, dim, KIND: tl.constexpr, HALF: tl.co
         here = live[:, None] & (b * 32 < dims)[None, :]
         d = tl.load(scales + row[:, None] * tl.cdiv(dims, 32) + b[None, :], mask=here, other=0).to(tl.float32)
         y = tl.reshape(codes * d[:, :, None], (32, BLOCK))
-        return _half(y).to(tl.float16) if HALF else y
+        return half(y).to(tl.float16) if HALF else y
     y = tl.load(cache + row[:, None] * dims + dim[None, :], mask=live[:, None] & (dim < dims)[None, :], other=0)
     return y.to(tl.float16 if HALF else tl.float32)
 
@@ -586,7 +586,7 @@ def attention(
         return out
     group = heads // kv_heads
     padded = triton.next_power_of_2(group)
-    kind = _kind(cache_k)
+    kind = cache_kind(cache_k)
     half = tokens > FEW and kind != "F32"
     tile = 1 if tokens <= FEW else max(1, ATTENTION_ROWS[half] // padded)
     tiles = triton.cdiv(tokens, tile)

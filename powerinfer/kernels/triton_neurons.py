@@ -8,6 +8,7 @@ theirs.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,7 @@ from powerinfer.kernels.triton_kernels import Tile, add_bias, columns, either, n
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from powerinfer.kernels.gpu_types import Neurons
+    from powerinfer.kernels.gpu_types import Neurons, Weight
 
 # Products of listed neurons, for one token and for several: fewer rows than for a whole matrix.
 DOT_ONE = dict.fromkeys(("F16", "BF16", "Q8_0", "Q4_0"), Tile(4, 1024, 4))
@@ -58,17 +59,18 @@ def _list_kernel(
     source, before, length, counts, listed, kept, total, tokens, n, pieces, per,
     LISTED: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
-    """List, ascending, the neurons that are not zero for some token in source [tokens, n].
+    """List, in the order of their places, the neurons that are not zero for some token in source [tokens, n].
 
-    LISTED: place i of source belongs to neuron before[i], and only the first `length` count; else to neuron i. counts:
-    [pieces] of neurons to list, `per` of them in a block. listed gets neurons; kept [tokens, n], with KEEP, their
-    values in source, in the order of the list.
+    LISTED: place i of source belongs to neuron before[i], and only the first `length` (None: all) count; else to neuron
+    i. counts: [pieces] of neurons to list, `per` of them in a block. listed gets neurons; kept [tokens, n], with KEEP,
+    their values in source, in the order of the list.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = i < n
     neuron = i
     if LISTED:
-        here &= i < tl.load(length)
+        if length is not None:
+            here &= i < tl.load(length)
         neuron = tl.load(before + i, mask=here, other=0)
     chosen = tl.zeros((BLOCK,), tl.int32)
     for t in range(tokens):
@@ -183,7 +185,10 @@ def _entries(listed, group, h, first, end, tokens, n, TYPE: tl.constexpr, T: tl.
         by = tl.load(h + i, mask=live, other=0)
     of = row
     if TYPE == "Q4_0X32":
-        of = tl.load(group + row, mask=live, other=0).to(tl.int64)
+        if group is None:  # noqa: SIM108 - known when it is compiled
+            of = row // 32
+        else:
+            of = tl.load(group + row, mask=live, other=0).to(tl.int64)
     return row, of, by
 
 
@@ -363,23 +368,44 @@ def neuron_sum(neurons: Neurons, x: Tensor, selected: Tensor | None, threshold: 
         GATE_BIAS=bias is not None, UP_BIAS=neurons.up_bias is not None, THRESHOLD=threshold > 0, T=columns(tokens),
         R=tile.rows, C=tile.columns, PRECISION=precision(x), num_warps=tile.warps,
     )  # fmt: skip
+    at = None if selected is None else listed
+    return sum_firing(neurons.down, neurons.shared, neurons.group, h, at, length, counts, tile.rows), fired
+
+
+def sum_firing(
+    down: Weight,
+    shared: Tensor | None,
+    group: Tensor | None,
+    h: Tensor,
+    at: Tensor | None,
+    length: Tensor | None,
+    counts: Tensor,
+    each: int,
+) -> Tensor:
+    """Sum of h [T, n] times the rows of down where it is not zero, float32 [T, d_model].
+
+    down, shared, group: as `Neurons` has them; without groups they are of 32 rows. at: int32 [n], the row of each place
+    in h, None: the place itself; length: places that count, None: all. counts: int32, of every `each` places those that
+    are not zero for some token.
+    """
+    (tokens, n), numbers = h.shape, partial(torch.empty, dtype=torch.int32, device=h.device)
     rows, total, kept = numbers(n), numbers(1), torch.empty_like(h)
-    _list_kernel[(blocks,)](
-        h, listed, length, counts, rows, kept, total, tokens, n, programs, LIST // tile.rows,
-        LISTED=selected is not None, KEEP=True, BLOCK=LIST, COUNTS=LIST,
+    _list_kernel[(triton.cdiv(n, LIST),)](
+        h, either(at, rows), length, counts, rows, kept, total, tokens, n, len(counts), LIST // each,
+        LISTED=at is not None, KEEP=True, BLOCK=LIST, COUNTS=LIST,
     )  # fmt: skip
-    return _down(neurons, kept, rows, total), fired
+    return _down(down, shared, group, kept, rows, total)
 
 
-def _down(neurons: Neurons, h: Tensor, rows: Tensor, total: Tensor) -> Tensor:
+def _down(down: Weight, shared: Tensor | None, group: Tensor | None, h: Tensor, rows: Tensor, total: Tensor) -> Tensor:
     """Sum of h [T, n] times the listed rows of down, float32 [T, d_model]."""
-    down, (tokens, n) = neurons.down, h.shape
+    tokens, n = h.shape
     tile = (ADD_SEVERAL if tokens > 1 else ADD_ONE)[down.type]
     across = triton.cdiv(down.k, tile.columns * (2 if down.type[:2] == "Q4" else 1))
     splits = min(triton.cdiv(ADD_PROGRAMS, across), triton.cdiv(n, ADD_ROUNDS * tile.rows))
     parts = torch.empty((splits, tokens, down.k), dtype=torch.float32, device=h.device)
     _add_kernel[(across, splits)](
-        down.data, either(down.scales, h), either(neurons.shared, h), either(neurons.group, h), rows, total, h,
+        down.data, either(down.scales, h), either(shared, h), group, rows, total, h,
         parts, tokens, n, down.k, splits,
         TYPE=down.type, T=columns(tokens), R=tile.rows, C=tile.columns, PRECISION=precision(h),
         num_warps=tile.warps,

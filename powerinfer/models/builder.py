@@ -50,6 +50,18 @@ class Builder(Protocol[Matrix, Norm]):
         k_norm: Vector = None,
         sinks: Vector = None,
     ) -> None: ...
+    def latent_attention(
+        self,
+        layer: int,
+        norm: Norm | None,
+        q_latent: Matrix | None,
+        q_norm: Vector,
+        q: Matrix,
+        kv: Matrix,
+        kv_norm: NDArray[np.float32],
+        k_b: RawTensor,
+    ) -> None: ...
+    def latent_project(self, layer: int, v_b: RawTensor, matrix: Matrix, norm: Norm | None = None) -> None: ...
     def gate_attended(self, layer: int, norm: Norm | None, matrix: Matrix) -> None: ...
     def delta_net(
         self,

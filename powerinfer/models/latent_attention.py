@@ -2,44 +2,38 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.config import LatentAttentionConfig
-from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.checkpoint import Checkpoint
-from powerinfer.models.builder import vector
-
-if TYPE_CHECKING:
-    from powerinfer import _native
+from powerinfer.models.builder import Builder, Matrix, Norm, vector
 
 
-def attend_latents(executor: CpuExecutor, checkpoint: Checkpoint, layer: int, norm: _native.Norm | None) -> None:
+def attend_latents(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, norm: Norm | None) -> None:
     """What each head gets from the latents in the cache, for norm(x)."""
     about, name = checkpoint.config.layers[layer].attention, f"layers.{layer}."
     assert isinstance(about, LatentAttentionConfig)
     q_latent = None
     if about.q_latents is not None:
-        q_latent = executor.matrix(checkpoint.take(name + "q_a"))
+        q_latent = builder.matrix(checkpoint.take(name + "q_a"))
     q = checkpoint.take(name + ("q" if q_latent is None else "q_b"))
-    executor.latent_attention(
+    builder.latent_attention(
         layer,
         norm,
         q_latent,
         vector(checkpoint, name + "q_a_norm"),
-        executor.matrix(q, _rotated_last(about.n_heads, about.plain_dim, about)),
-        executor.matrix(checkpoint.take(name + "kv_a"), _rotated_last(1, about.latents, about)),
+        builder.matrix(q, _rotated_last(about.n_heads, about.plain_dim, about)),
+        builder.matrix(checkpoint.take(name + "kv_a"), _rotated_last(1, about.latents, about)),
         checkpoint.take(name + "kv_a_norm").float32(),
         checkpoint.take(name + "k_b"),
     )
 
 
-def project_latents(executor: CpuExecutor, checkpoint: Checkpoint, layer: int, norm: _native.Norm | None) -> None:
+def project_latents(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, norm: Norm | None) -> None:
     """Values of the heads, and their output projection: x += norm(o . values)."""
     name = f"layers.{layer}."
-    executor.latent_project(layer, checkpoint.take(name + "v_b"), executor.matrix(checkpoint.take(name + "o")), norm)
+    builder.latent_project(layer, checkpoint.take(name + "v_b"), builder.matrix(checkpoint.take(name + "o")), norm)
 
 
 def _rotated_last(heads: int, before: int, about: LatentAttentionConfig) -> NDArray[np.int32] | None:

@@ -178,7 +178,8 @@ def attention_seconds(
     kv = (model.kv_bytes if panels else model.gpu_kv_bytes)(kv_type, max(1, seen), batch, slice(layer, layer + 1))
     kv += 2 * batch * model.layer_state(layer)  # read and written
     norms = 2 if config.norms == "post" else 0  # separate operators
-    fixed = 1e-6 * (3 + norms) * device.op_us
+    heads = 0 if panels or not config.attention.latents else 2  # products with a matrix of each head
+    fixed = 1e-6 * (3 + norms + heads) * device.op_us
     whole = config.ffn.share_read(batch) * matrix_seconds(device, model.whole_ffn(layer), panels) if ffn else 0.0
     return matrix_seconds(device, model.attention[layer], panels) + kv / (1e9 * device.kv_gb_s) + fixed + whole
 

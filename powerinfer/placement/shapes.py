@@ -162,7 +162,7 @@ class Model:
     def gpu_kv_bytes(self, kv_type: str, context: int, batch: int, layers: slice = _EVERY) -> int:
         """The same on a GPU, where heads are not padded."""
         heads = (layer.attention for layer in self.config.layers[layers])
-        token = sum(2 * one.n_kv_heads * gpu.kv_bytes(kv_type, one.head_dim) for one in heads)
+        token = sum((2 - bool(one.latents)) * one.n_kv_heads * gpu.kv_bytes(kv_type, one.head_dim) for one in heads)
         return batch * -(-context // cpu.PAGE) * cpu.PAGE * token
 
     def state_bytes(self, requests: int, layers: slice = _EVERY) -> int:
@@ -436,6 +436,9 @@ def _gpu_row(about: AttentionKind) -> int:
         row += about.width
     elif isinstance(about, DeltaNetConfig):  # the products, also of each matrix by itself
         row = 2 * (about.channels + about.width + 2 * about.n_heads)
+    elif isinstance(about, LatentAttentionConfig):  # queries, those for latents, and what heads get; a copy of some
+        row = about.n_heads * (about.query_dim + about.plain_dim + 2 * about.latents)
+        row += 2 * ((about.q_latents or 0) + about.head_dim)
     return row
 
 

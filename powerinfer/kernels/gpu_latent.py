@@ -1,0 +1,107 @@
+"""Multi-head latent attention over torch tensors (DeepSeek-V2, arXiv 2405.04434), in the absorbed form: keys and values
+of heads are never made. As in `gpu`, plain torch defines what the Triton kernels compute, and sums have a fixed order.
+
+The cache has one key for all heads of a token, `latents` numbers and then the rotated part; the latents are the value.
+What belongs to heads is head by head, [heads, T, ...], so that each head's rows meet its own matrix.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from powerinfer.formats.tensors import RawTensor
+from powerinfer.kernels import gpu
+from powerinfer.kernels.gpu_types import FEW, PAGE, Cached, Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def upload(tensor: RawTensor, device: Any) -> Weight:
+    """The matrices of all heads, [heads, out, in], one below the other on a torch device; raises as `gpu.upload`."""
+    heads, rows, k = tensor.shape
+    return gpu.upload(RawTensor(tensor.type, (heads * rows, k), tensor.gathered().data), device)
+
+
+def per_head(w: Weight, x: Tensor, by_token: bool = False) -> Tensor:
+    """Each head's rows times its matrix: float32 [heads, T, out], or [T, heads, out] if `by_token`.
+
+    w: of `upload`; x: float32 [heads, T, in], its last dimension contiguous.
+    """
+    import torch
+
+    heads, tokens, k = x.shape
+    rows = w.rows // heads
+    shape = (tokens, heads, rows) if by_token else (heads, tokens, rows)
+    out = torch.empty(shape, dtype=torch.float32, device=x.device)
+    each = out.transpose(0, 1) if by_token else out
+    if tokens <= FEW and gpu.which(x) == "triton":
+        from powerinfer.kernels import triton_latent
+
+        triton_latent.per_head(w, x, each)
+        return out
+    for begin, end in gpu.pieces(heads, rows * max(k, tokens)):
+        own = gpu.operand(w, begin * rows, end * rows).view(end - begin, rows, k)
+        each[begin:end] = gpu.product(x[begin:end], own.transpose(1, 2))
+    return out
+
+
+def place(
+    turned: Tensor,
+    kv: Tensor,
+    weight: Tensor,
+    eps: float,
+    positions: Tensor,
+    frequencies: Tensor,
+    factor: float,
+    cache: Cached,
+    slots: Tensor,
+) -> None:
+    """`gpu.rotate` of the rotated parts of queries, in place, float32 [T, heads, n]; and a layer's keys into the cache.
+
+    kv: float32 [T, latents + n], each token's latents, which get an RMS norm with weight, float32 [latents], and eps;
+    and what the keys of all heads share, which is rotated. kv is undefined afterwards. The others as in `gpu.rotate`
+    and `gpu.store_kv`.
+    """
+    if gpu.which(kv) == "triton":
+        from powerinfer.kernels import triton_latent
+
+        triton_latent.place(turned, kv, weight, eps, positions, frequencies, factor, cache, slots)
+        return
+    import torch
+
+    latents = len(weight)
+    gpu.rotate(turned, positions, frequencies, factor)
+    rest = gpu.rotate(kv[:, None, latents:], positions, frequencies, factor)
+    key = torch.cat([gpu.norm(kv[:, None, :latents], weight, None, eps, False), rest], dim=-1)
+    gpu.store(cache, key, slots)
+
+
+def attention(
+    q: Tensor, turned: Tensor, cache: Cached, page_table: Tensor, rows: Tensor, positions: Tensor, scale: float
+) -> Tensor:
+    """What each head gets of the latents in the cache, float32 [heads, T, latents].
+
+    q: float32 [heads, T, latents], queries for latents; turned: float32 [T, heads, n], their rotated parts; cache: with
+    this step's keys, [pages, PAGE, 1, latents + n]; scale: of the scores. The others as in `gpu.attention`.
+    """
+    if gpu.which(q) == "triton":
+        from powerinfer.kernels import triton_latent
+
+        return triton_latent.attention(q, turned, cache, page_table, rows, positions, scale)
+    import torch
+
+    out = torch.zeros_like(q)
+    latents = q.shape[2]
+    for row in torch.unique(rows).tolist():
+        tokens = ((rows == row) & (positions >= 0)).nonzero()[:, 0]
+        if not len(tokens):
+            continue
+        last = int(positions[tokens].max()) + 1
+        keys = cache.values(page_table[row, : -(-last // PAGE)].long()).flatten(0, 2)[:last]  # [last, latents + n]
+        scores = torch.matmul(q[:, tokens], keys[:, :latents].T)
+        scores += torch.einsum("thn,sn->hts", turned[tokens], keys[:, latents:])
+        hidden = torch.arange(last, device=q.device) > positions[tokens].long()[:, None]
+        scores.mul_(scale).masked_fill_(hidden, -torch.inf)
+        out[:, tokens] = torch.matmul(scores.softmax(dim=-1), keys[:, :latents])
+    return out
