@@ -691,6 +691,11 @@ class ModelConfig:
         return self.why_whole is None and all(layer.neurons.rectified for layer in self.layers)
 
     @property
+    def predictable(self) -> bool:
+        """Whether a predictor can tell which neurons fire: those of cats do on both sides of zero."""
+        return self.rectified and not any(layer.neurons.activation == "cats" for layer in self.layers)
+
+    @property
     def partly_rectified(self) -> bool:
         """Whether they are in some layer: it can be computed sparsely without loss."""
         return self.why_whole is None and any(layer.neurons.rectified for layer in self.layers)

@@ -162,7 +162,9 @@ class Checkpoint:
             if not isinstance(part, RawTensor) or self._own_name(name) != name:
                 raise ModelError(f"{self.path}: {name} is not stored as it is used, so it cannot be replaced")
             for run in part.data.reshape(1, -1) if part.data.ndim == 1 else part.data:
-                found.append(next(place for file in self._files if (place := _place(file, run)) is not None))
+                found += [place for file in self._files if (place := _place(file, run)) is not None]
+        if sum(place.nbytes for place in found) != tensor.nbytes:  # it was computed when the file was opened
+            raise ModelError(f"{self.path}: {name} is not stored as it is used, so it cannot be replaced")
         return found
 
     def taken_type(self, name: str) -> str:

@@ -218,7 +218,7 @@ def header_bytes(
     order, at multiples of the file's alignment.
     """
     stated = metadata.get("general.alignment")
-    alignment = _U32.unpack_from(stated, _U32.size)[0] if stated else _DEFAULT_ALIGNMENT
+    alignment = int.from_bytes(stated[_U32.size :], "little") if stated else _DEFAULT_ALIGNMENT
     parts = [b"GGUF", _U32.pack(3), _U64.pack(len(tensors)), _U64.pack(len(metadata))]
     for key, value in metadata.items():
         parts += [_text(key), value]

@@ -98,8 +98,14 @@ class PreparedFile:
     """
 
     def __init__(
-        self, kind: Kind, checkpoint: Checkpoint, prepared: str | None = None, path: Path | None = None
+        self,
+        kind: Kind,
+        checkpoint: Checkpoint,
+        prepared: str | None = None,
+        path: Path | None = None,
+        option: tuple[str, str] = ("--trace", "FILE"),
     ) -> None:
+        """option: the flag that `path` follows from, and what it takes."""
         self.kind = kind
         self.path = path or prepared_folder(checkpoint.path, prepared) / f"{kind.name}.safetensors"
         self._fingerprint = checkpoint.fingerprint
@@ -108,9 +114,10 @@ class PreparedFile:
         command = ["powerinfer", kind.verb, "-m", str(checkpoint.path)]
         command += ["--quantize", checkpoint.quantize] if checkpoint.quantize else []
         command += ["--prepared", prepared] if prepared is not None else []
-        command += ["--trace", str(path)] if path is not None else []
+        command += [option[0], str(path)] if path is not None else []
         self.command = shlex.join(command)
-        self._elsewhere = "--prepared PATH chooses another folder" if path is None else "--trace FILE names another"
+        named = f"{' '.join(option)} names another"
+        self._elsewhere = "--prepared PATH chooses another folder" if path is None else named
 
     def exists(self) -> bool:
         """Whether there is a file, valid or not."""

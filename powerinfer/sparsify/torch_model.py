@@ -83,13 +83,16 @@ class TorchModel:
         self.config, self.compute = config, compute
         self.weights = weights
         self.hidden: Hidden = self._plain
+        self._each: dict[str, tuple[Tensor, ...]] = {}  # of stacked matrices, those of each expert
         self._rotations: dict[tuple[RopeConfig, int], tuple[Tensor, Tensor]] = {}
 
     # ------------------------------------------------------------------------------------------------ parts
 
     def _weight(self, name: str, expert: int | None = None) -> Tensor:
-        weight = self.weights[name]
-        return (weight if expert is None else weight[expert]).to(self.compute)
+        if expert is None:
+            return self.weights[name].to(self.compute)
+        each = self._each.get(name)
+        return (self.weights[name][expert] if each is None else each[expert]).to(self.compute)
 
     def _linear(self, x: Tensor, name: str, expert: int | None = None) -> Tensor:
         bias = self.weights.get(name + "_bias")
@@ -203,6 +206,9 @@ class TorchModel:
         rows = x.flatten(0, -2)
         selected, weights = self._selected(routed.flatten(0, -2), name, about.router)
         total = torch.zeros(rows.shape, device=rows.device)
+        # one gradient of the whole stack, not one for each expert
+        stacks = [f"{name}experts_{part}" for part in about.matrices]
+        self._each = {stack: self.weights[stack].unbind(0) for stack in stacks}
         for expert in range(about.n_experts):
             row, place = (selected == expert).nonzero(as_tuple=True)
             if len(row):
@@ -210,6 +216,7 @@ class TorchModel:
                 if seen is not None:
                     seen(name + "experts_", done)
                 total = total.index_add(0, row, done.out.float() * weights[row, place, None])
+        self._each = {}
         if about.shared_size:
             done = self.neurons(rows, name + "shared_")
             if seen is not None:

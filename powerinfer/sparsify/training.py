@@ -1,9 +1,10 @@
 """Training of a sparse model: stages, thresholds, what is kept to resume from, and figures.
 
-The model is distilled: its teacher is the original, so any text will do, and an instruct model stays one on text that
-has its form. The share of zeros is raised slowly, from 40 % of the target to all of it at 60 % of the tokens.
+The model is distilled: its teacher is the original, so any text will do. The share of zeros is raised slowly, from 40 %
+of the target to all of it at 60 % of the tokens.
 
-    regress   sum over layers of |own FFN(x) - original FFN(x)|^2 / |original FFN(x)|^2, x from the original model
+    regress   sum over layers of |own FFN(x) - original FFN(x)|^2 / |original FFN(x)|^2, x from the original model;
+              an expert counts as an FFN
     distil    mean over tokens of KL(original || own) of the next token
 
 Where the activation has thresholds, each layer's follows the quantile of what it is compared with, so that the target
@@ -14,6 +15,7 @@ has a gradient (see `_firing`), times a factor that grows while fewer are zero t
 from __future__ import annotations
 
 import csv
+import fcntl
 import hashlib
 import json
 import math
@@ -30,9 +32,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from powerinfer.config import THRESHOLDED, SparsifyConfig
-from powerinfer.errors import PowerInferError, RequestError
+from powerinfer.config import THRESHOLDED, ModelConfig, SparsifyConfig
+from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.layout import is_router, matrix_names, shapes
 from powerinfer.formats.prepared import TRAINING, PreparedFile
 from powerinfer.prepare.corpus import Corpus, Windows, read_windows
 from powerinfer.progress import Progress, silent
@@ -43,7 +46,8 @@ FFN_PARTS = frozenset(f"{of}{part}" for of in ("", "experts_", "shared_") for pa
 HELD_OUT = 0.02  # of the windows of each text, at least MIN_HELD_OUT: measured on, never trained on
 MIN_HELD_OUT = 2
 WARM_UP = 20  # steps in which a stage's learning rate rises
-FOLLOWS = 0.1  # how far a threshold goes towards the quantile of a batch
+FOLLOWS = 0.1  # how far a threshold goes towards the quantile of a step
+EVERY = 61  # of the values that decide in a step, one of so many counts for the quantile
 SOFT = 0.25  # of `_firing`
 SCORED = 512  # tokens whose logits are in memory at once
 
@@ -58,13 +62,12 @@ class Figures(NamedTuple):
 
 @dataclass(frozen=True)
 class Trained:
-    """limits: thresholds of the layers, () where the activation has none; seconds and tokens: of this run and all."""
+    """changed: canonical names; limits: thresholds of the layers, () where the activation has none; tokens: of all
+    runs; seconds: of this one; resumed: steps of earlier ones."""
 
-    model: TorchModel
     changed: tuple[str, ...]
     limits: tuple[float, ...]
     before: Figures
-    after: Figures
     tokens: int
     seconds: float
     resumed: int
@@ -91,26 +94,22 @@ class Sparsifier:
         weights = {name: value.to(self.device) for name, value in load(checkpoint).items()}
         frozen = {name: value.to(compute) if value.ndim > 1 else value for name, value in weights.items()}
         self.teacher = TorchModel(checkpoint.config, frozen, compute)
-        self._ffns = [name for name in weights if name.rpartition(".")[2] in FFN_PARTS]
-        self._all = [name for name in weights if not name.endswith("router")]
+        self._ffns, self._all = trained_names(checkpoint.config)
         own = dict(frozen) | {name: weights[name].clone() for name in self._all}
+        del weights
         self.student = TorchModel(checkpoint.config, own, compute)
         self.student.hidden = self._hidden
         self.limits = dict.fromkeys(range(checkpoint.config.n_layers), 0.0)
         self._follow: float | None = None  # the share of zeros that thresholds are to give
         self._order: tuple[int, NDArray[np.int64]] | None = None  # (how often the text was through, its windows' order)
-        self._changed: Sequence[str] = self._ffns
         self._kept = 0
+        self._decides: list[list[Tensor]] = [[] for _ in self.limits]  # by layer, what thresholds are compared with
         self._penalty = 0.05
         self._counted = [0, 0]  # zeros, and all, since the log's last line
         self._firing: list[Tensor] = []
-        self._steps = max(len(self.recipe.stages), round(config.tokens / config.batch))
-        self._state = PreparedFile(TRAINING, checkpoint, path=out / "training.safetensors")
-
-    @property
-    def trained_names(self) -> Sequence[str]:
-        """Canonical names of the weights that some stage trains."""
-        return self._all if any(stage.every for stage in self.recipe.stages) else self._ffns
+        self._windows = config.batch // config.window  # of a step
+        self._steps = max(1, config.tokens // (self._windows * config.window))
+        self._state = PreparedFile(TRAINING, checkpoint, path=out / "training.safetensors", option=("--out", "FOLDER"))
 
     def values(self, name: str) -> NDArray[np.float32]:
         """Of a weight, by its canonical name."""
@@ -131,19 +130,23 @@ class Sparsifier:
             decides = active.detach().float()
             decides = decides.abs() if kind == "cats" else decides
             if self._follow is not None and torch.is_grad_enabled():
-                self._adapt(layer, decides, self._follow)
+                self._decides[layer].append(decides.flatten()[::EVERY])
             h = torch.where(decides > self.limits[layer], active, 0) * up
         with torch.no_grad():
             self._counted[0] += int((h == 0).sum())
             self._counted[1] += h.numel()
         return h
 
-    def _adapt(self, layer: int, decides: Tensor, share: float) -> None:
-        flat = decides.flatten()
-        some = flat[:: max(1, flat.numel() >> 16)][: 1 << 16]
-        wanted = max(0.0, float(torch.quantile(some, share)))
-        before = self.limits[layer]
-        self.limits[layer] = before + FOLLOWS * (wanted - before) if before else wanted
+    def _adapt(self, share: float) -> None:
+        """Each layer's threshold goes towards the quantile of what it was compared with in the step."""
+        for layer, seen in enumerate(self._decides):
+            if seen:
+                some = torch.cat(seen)
+                some = some[:: 1 + (some.numel() >> 20)]  # torch sorts no more than that
+                wanted = max(0.0, float(torch.quantile(some, share)))
+                before = self.limits[layer]
+                self.limits[layer] = before + FOLLOWS * (wanted - before) if before else wanted
+            seen.clear()
 
     def _zeros(self) -> float:
         zeros, of = self._counted
@@ -213,22 +216,22 @@ class Sparsifier:
                     done, moments = first + steps, {}
                 first += steps
         self._follow = None
-        after = self.evaluate(self.student)
         limits = tuple(self.limits.values()) if self.recipe.activation in THRESHOLDED else ()
-        tokens = self._steps * self.config.batch
+        every = any(stage.every and steps for stage, steps in _stages(self.recipe, self._steps))
         seconds = time.monotonic() - began
-        return Trained(self.student, tuple(self._changed), limits, before, after, tokens, seconds, resumed)
+        return Trained(self._all if every else self._ffns, limits, before, self._tokens(self._steps), seconds, resumed)
+
+    def _tokens(self, steps: int) -> int:
+        return steps * self._windows * self.config.window
 
     def _stage(self, stage: Stage, first: int, steps: int, done: int, moments: Mapping[str, Tensor], log: Any) -> None:
         names = self._all if stage.every else self._ffns
         for name in self._all:
             self.student.weights[name].requires_grad_(name in names)
-        self._changed = self._all if stage.every else self._ffns
         adam = torch.optim.Adam([self.student.weights[name] for name in names], lr=1.0, betas=(0.9, 0.98))
         self._put_moments(adam, names, moments, done - first)
         learn = self._regress if stage.name == "regress" else self._distil
-        micro = self.config.rows
-        each = max(1, self.config.batch // self.config.window)
+        micro, each = self.config.rows, self._windows
         saved = time.monotonic()
         for step in range(max(done, first), first + steps):
             for group in adam.param_groups:
@@ -236,17 +239,18 @@ class Sparsifier:
             self._follow = self._wanted(step)
             batch = self._batch(step, each)
             loss = sum(learn(part, len(part) / each) * len(part) / each for part in batch.split(micro))
-            if not math.isfinite(loss):
+            norm = float(torch.nn.utils.clip_grad_norm_([self.student.weights[name] for name in names], 1.0))
+            if not math.isfinite(loss) or not math.isfinite(norm):
                 raise PowerInferError(
-                    f"the loss is {loss} at step {step}: the state of step {self._kept} is kept; --lr below "
-                    f"{self.config.lr:g} may help"
+                    f"the loss is {loss} and its gradient {norm} at step {step}: the state of step {self._kept} is "
+                    f"kept, from which the same command with --lr below {self.config.lr:g} goes on"
                 )
-            torch.nn.utils.clip_grad_norm_([self.student.weights[name] for name in names], 1.0)
             adam.step()
             adam.zero_grad(set_to_none=True)
             zeros = self._zeros()
+            self._adapt(self._follow)
             self._steer(zeros, self._follow)
-            log.writerow([step, stage.name, (step + 1) * self.config.batch, f"{loss:.5f}", f"{zeros:.4f}"])
+            log.writerow([step, stage.name, self._tokens(step + 1), f"{loss:.5f}", f"{zeros:.4f}"])
             self._progress("training", step + 1, self._steps)
             if time.monotonic() - saved > self.config.save or step + 1 == first + steps:
                 self._keep(step + 1, adam, names)
@@ -292,12 +296,13 @@ class Sparsifier:
                 ):
                     total += float(functional.cross_entropy(model.logits(own), wanted, reduction="sum"))
                 scored += targets.numel()
-        return Figures(math.exp(total / scored), tuple(a / max(b, 1) for a, b in zip(zeros, every, strict=True)))
+        return Figures(_exp(total / scored), tuple(a / max(b, 1) for a, b in zip(zeros, every, strict=True)))
 
     # ---------------------------------------------------------------- what is kept
 
     def _key(self) -> str:
-        options = {name: value for name, value in asdict(self.config).items() if name not in ("save", "device", "type")}
+        free = ("save", "device", "type", "lr")
+        options = {name: value for name, value in asdict(self.config).items() if name not in free}
         digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
         for windows in (self._train, self._held_out):
             digest.update(np.ascontiguousarray(windows).tobytes())
@@ -323,34 +328,43 @@ class Sparsifier:
         """(steps that are done, the optimiser's moments)."""
         if not self._state.exists():
             return 0, {}
+        try:
+            return self._read_state()
+        except ModelError as error:
+            why = str(error).partition("; `")[0]
+            raise ModelError(f"{why}: remove it to begin anew, or give another --out") from None
+
+    def _read_state(self) -> tuple[int, dict[str, Tensor]]:
         about, tensors, file = self._state.read()
         if about.get("run") != self._key():
             raise RequestError(
                 f"{self._state.path} is of another training (other options or texts): give another --out, or remove it"
             )
         step, limits, penalty = about.get("step"), about.get("limits"), about.get("penalty")
-        if type(step) is not int or not 0 <= step <= self._steps or type(penalty) is not float:
+        right = type(step) is int and 0 < step <= self._steps and type(penalty) is float and type(limits) is list
+        if not right or len(limits) != len(self.limits) or not all(type(x) is float for x in limits):  # type: ignore
             raise self._state.bad("is damaged")
-        if type(limits) is not list or len(limits) != len(self.limits) or not all(type(x) is float for x in limits):
-            raise self._state.bad("is damaged")
-        self.limits = dict(enumerate(limits))
-        self._penalty, self._kept = penalty, step
+        assert isinstance(step, int) and isinstance(limits, list) and isinstance(penalty, float)
+        stage = next(stage for stage, last in _ends(self.recipe, self._steps) if step <= last)
+        trained = self._all if stage.every else self._ffns
+        names = [f"weights.{name}" for name in self._all]
+        names += [f"{moment}.{name}" for name in trained for moment in ("exp_avg", "exp_avg_sq")]
         file.check()
         moments = {}
-        for name, tensor in tensors.items():
+        for name in names:
             kind, _, own = name.partition(".")
-            known = self.student.weights.get(own)
-            if known is None or tensor.shape != tuple(known.shape) or tensor.type != "F32":
-                raise self._state.bad(f"holds {name}, which does not belong there")
-            values = torch.from_numpy(np.array(tensor.float32()))
+            known = self.student.weights[own]
+            values = torch.from_numpy(np.array(self._state.holds(tensors, name, "F32", tuple(known.shape)).float32()))
+            if not bool(values.isfinite().all()):
+                raise self._state.bad("holds values that are no numbers")
             if kind == "weights":
                 with torch.no_grad():
                     known.copy_(values)
             else:
                 moments[name] = values.to(self.device)
-        for stage, last in _ends(self.recipe, self._steps):
-            if step >= last and stage.every:
-                self._changed = self._all
+        self._state.holds_no_more(tensors)
+        self.limits = dict(enumerate(limits))
+        self._penalty, self._kept = penalty, step
         return step, moments
 
     def _put_moments(
@@ -364,6 +378,18 @@ class Sparsifier:
                 }
 
 
+def trained_names(config: ModelConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(matrices of FFNs, all matrices but the routers' and tables of positions), by canonical name."""
+    every = tuple(name for name in ("embed", *matrix_names(config)) if not is_router(name))
+    return tuple(name for name in every if name.rpartition(".")[2] in FFN_PARTS), every
+
+
+def needed_bytes(config: ModelConfig, device_bytes: int = 18) -> int:
+    """Memory of a training, about: the teacher in two bytes a weight, the student, its gradients and two moments in
+    four; what a batch needs comes on top."""
+    return device_bytes * sum(math.prod(shape) for _, shape in shapes(config))
+
+
 def _stages(recipe: Recipe, steps: int) -> list[tuple[Stage, int]]:
     """The stages with their steps."""
     ends = np.rint(np.cumsum([stage.share for stage in recipe.stages]) * steps).astype(int).tolist()
@@ -375,6 +401,10 @@ def _ends(recipe: Recipe, steps: int) -> Iterator[tuple[Stage, int]]:
     for stage, count in _stages(recipe, steps):
         end += count
         yield stage, end
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf
 
 
 def _schedule(step: int, steps: int) -> float:
@@ -450,9 +480,14 @@ def _log(path: Path, done: int) -> Iterator[Any]:
     path.parent.mkdir(parents=True, exist_ok=True)
     rows: list[list[str]] = []
     if done and path.exists():
-        with path.open(newline="") as file:
+        with path.open(newline="", encoding="ascii", errors="replace") as file:
             rows = [row for row in list(csv.reader(file))[1:] if row and row[0].isdigit() and int(row[0]) < done]
-    with path.open("w", newline="", buffering=1) as file:
+    with path.open("a", newline="", buffering=1) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise PowerInferError(f"another process is training in {path.parent}") from None
+        file.truncate(0)
         writer = csv.writer(file)
         writer.writerow(header)
         writer.writerows(rows)

@@ -12,46 +12,53 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from powerinfer.errors import ModelError, RequestError
+from powerinfer.errors import RequestError
 from powerinfer.formats.checkpoint import Checkpoint, Place
+from powerinfer.formats.folder_config import read_config
 from powerinfer.formats.gguf import encoded, header_bytes, metadata_bytes, read_gguf
 from powerinfer.formats.json_file import read_json
 from powerinfer.formats.quant import Bytes, Float32, block_type, dequantize, quantize
 from powerinfer.formats.safetensors_file import read_safetensors
 from powerinfer.formats.tensors import RawTensor
 
-TYPES = ("f16", "bf16", "q8_0", "q4_0")
-"""The types that changed matrices of a GGUF file can get."""
+_FILE_TYPES = {"f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}
+"""By the type of changed matrices, what GGUF calls a file of it."""
+
+_KEYS = {"gemma3_text": "hidden_activation", "openelm": "activation_fn_name"}
+"""Families of folders that call "hidden_act" otherwise."""
 
 NewValues = Callable[[str], Float32]
 """The values of a changed tensor, by its canonical name."""
 
 
 class _Change:
-    """What becomes of a tensor of a file: canonical tensors, and the rows of it that each has."""
+    """What becomes of a tensor of a file: by canonical name, which of its rows are which of that tensor's."""
 
     def __init__(self, tensor: RawTensor) -> None:
         self.tensor = tensor
-        self.rows: dict[str, list[range]] = {}
+        self.rows: list[tuple[str, slice, slice]] = []
 
     def values(self, new: NewValues) -> Float32:
         """All of it, float32 [rows, columns]."""
         rows = np.array(dequantize(self.tensor.rows(), self.tensor.type))
-        for name, ranges in self.rows.items():
-            values = new(name).reshape(-1, rows.shape[-1])
-            at = 0
-            for one in ranges:
-                rows[one.start : one.stop] = values[at : at + len(one)]
-                at += len(one)
-            if at != len(values):
-                raise ModelError(f"{name} has {len(values)} rows, and the file {at} of it")
+        for name, here, there in self.rows:
+            rows[here] = new(name).reshape(-1, rows.shape[-1])[there]
         return rows
 
 
-def check_writable(checkpoint: Checkpoint, names: Sequence[str]) -> None:
-    """ModelError if one of these tensors could not be replaced in the model's files."""
+def check_writable(checkpoint: Checkpoint, names: Sequence[str], about: Mapping[str, Any]) -> None:
+    """ModelError or RequestError if these tensors could not be replaced in the model's files, or the activation could
+    not be stated there."""
     for name in names:
         checkpoint.places(name)
+    if checkpoint.source == "gguf":
+        if len(read_gguf(checkpoint.path).files) > 1:
+            raise RequestError(f"{checkpoint.path} is split into parts: join them first, with llama-gguf-split --merge")
+        return
+    document, _ = read_json(checkpoint.path / "config.json")
+    made = read_config(document | _folder_keys(checkpoint, about), checkpoint.path)
+    if any(layer.ffn.activation != about["hidden_act"] for layer in made.layers):
+        raise RequestError(f"{checkpoint.path}: folders of {checkpoint.config.architecture} cannot state an activation")
 
 
 def write_model(
@@ -59,9 +66,9 @@ def write_model(
 ) -> Path:
     """Write the model with new values of the tensors `changed` (canonical names) into the folder `out`; its path.
 
-    type_name: of `TYPES`, for the changed matrices of a GGUF file; a folder keeps its types. about: the activation,
-    "hidden_act", and the thresholds of the layers, "hidden_act_param", if it has any. Each file takes its place when it
-    is complete and on disk.
+    type_name: f16, bf16, q8_0 or q4_0, for the changed matrices of a GGUF file; a folder keeps its types. about: the
+    activation, "hidden_act", and the thresholds of the layers, "hidden_act_param", if it has any. Each file takes its
+    place when it is complete and on disk.
     """
     out.mkdir(parents=True, exist_ok=True)
     if checkpoint.source == "gguf":
@@ -69,26 +76,30 @@ def write_model(
     return _write_folder(checkpoint, out, changed, new, about)
 
 
-def _changes(tensors: Mapping[str, RawTensor], base: Bytes, places: Mapping[str, list[Place]]) -> dict[str, _Change]:
-    """By the file's name of a tensor, what changes in it. base: the view of the file; places: those in it."""
+def _changes(
+    tensors: Mapping[str, RawTensor], base: Bytes, places: Sequence[tuple[str, Place, int]]
+) -> dict[str, _Change]:
+    """By the file's name of a tensor, what changes in it. base: the view of the file; places: of `_by_file`."""
     starts = {name: tensor.data.ctypes.data - base.ctypes.data for name, tensor in tensors.items()}
     found: dict[str, _Change] = {}
-    for canonical, runs in places.items():
-        for run in runs:
-            name = next(one for one, start in starts.items() if start <= run.begin < start + tensors[one].nbytes)
-            tensor = tensors[name]
-            row = block_type(tensor.type).row_bytes(tensor.shape[-1])
-            first = (run.begin - starts[name]) // row
-            change = found.setdefault(name, _Change(tensor))
-            change.rows.setdefault(canonical, []).append(range(first, first + run.nbytes // row))
+    for canonical, run, before in places:
+        name = next(one for one, start in starts.items() if start <= run.begin < start + tensors[one].nbytes)
+        tensor = tensors[name]
+        row = block_type(tensor.type).row_bytes(tensor.shape[-1])
+        first, own, count = (run.begin - starts[name]) // row, before // row, run.nbytes // row
+        change = found.setdefault(name, _Change(tensor))
+        change.rows.append((canonical, slice(first, first + count), slice(own, own + count)))
     return found
 
 
-def _by_file(checkpoint: Checkpoint, changed: Sequence[str]) -> dict[Path, dict[str, list[Place]]]:
-    files: dict[Path, dict[str, list[Place]]] = {}
+def _by_file(checkpoint: Checkpoint, changed: Sequence[str]) -> dict[Path, list[tuple[str, Place, int]]]:
+    """By file, (canonical name, a place of it there, bytes of the tensor before that)."""
+    files: dict[Path, list[tuple[str, Place, int]]] = {}
     for name in changed:
+        before = 0
         for place in checkpoint.places(name):
-            files.setdefault(place.path, {}).setdefault(name, []).append(place)
+            files.setdefault(place.path, []).append((name, place, before))
+            before += place.nbytes
     return files
 
 
@@ -99,13 +110,12 @@ def _write_gguf(
     checkpoint: Checkpoint, out: Path, type_name: str, changed: Sequence[str], new: NewValues, about: Mapping[str, Any]
 ) -> Path:
     file = read_gguf(checkpoint.path)
-    if len(file.files) > 1:
-        raise RequestError(f"{checkpoint.path} is split into parts: join them first, with llama-gguf-split --merge")
-    changes = _changes(file.tensors, file.files[0].view(), _by_file(checkpoint, changed).get(file.path, {}))
+    changes = _changes(file.tensors, file.files[0].view(), _by_file(checkpoint, changed).get(file.path, []))
     types = {name: _new_type(change.tensor, type_name) for name, change in changes.items()}
     tensors = [(name, types.get(name, tensor.type), tensor.shape) for name, tensor in file.tensors.items()]
     metadata = metadata_bytes(file.path)
     metadata |= {f"{checkpoint.config.architecture}.{key}": encoded(value) for key, value in about.items()}
+    metadata["general.file_type"] = encoded(_FILE_TYPES[type_name])
     header, starts = header_bytes(metadata, tensors)
     path = out / "model.gguf"
     with _whole(path) as to:
@@ -132,6 +142,7 @@ def _write_folder(
     checkpoint: Checkpoint, out: Path, changed: Sequence[str], new: NewValues, about: Mapping[str, Any]
 ) -> Path:
     files = _by_file(checkpoint, changed)
+    (out / "config.json").unlink(missing_ok=True)  # without it a folder is no model; it is written last
     for path in sorted(checkpoint.path.iterdir()):
         if path in files or not path.is_file() or path.name == "config.json" or path.suffix in (".bin", ".pt", ".pth"):
             continue
@@ -147,10 +158,15 @@ def _write_folder(
             for name, tensor in sorted(tensors.items(), key=lambda one: one[1].data.ctypes.data):
                 change = changes.get(name)
                 to.write((tensor.data if change is None else quantize(change.values(new), tensor.type)).data)
-    with _whole(out / "config.json") as to:  # last: a folder without it is no model
+    with _whole(out / "config.json") as to:
         document, _ = read_json(checkpoint.path / "config.json")
-        to.write(json.dumps(document | dict(about), indent=2).encode() + b"\n")
+        to.write(json.dumps(document | _folder_keys(checkpoint, about), indent=2).encode() + b"\n")
     return out
+
+
+def _folder_keys(checkpoint: Checkpoint, about: Mapping[str, Any]) -> dict[str, Any]:
+    named = _KEYS.get(checkpoint.config.architecture, "hidden_act")
+    return {named if key == "hidden_act" else key: value for key, value in about.items()}
 
 
 @contextmanager
