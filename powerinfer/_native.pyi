@@ -186,7 +186,10 @@ class Cache:
 
 class States:
     def __init__(self, layers: Sequence[tuple[int, int, int, int, int]], slots: int) -> None:
-        """layers: (taps of the convolution, key heads, their dimensions, value heads, their dimensions) of each."""
+        """
+        layers: (taps of the convolution, key heads, their dimensions, value heads, their dimensions) of each
+        on the CPU.
+        """
 
     @property
     def slots(self) -> int: ...
@@ -247,6 +250,10 @@ class Predictor:
     """
 
     def __init__(self, inner: Matrix, outer: Matrix, threshold: float = 0.0, floor: int = 0) -> None: ...
+    @property
+    def inner_nbytes(self) -> int: ...
+    @property
+    def outer_nbytes(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
 
@@ -340,11 +347,14 @@ class ExpertMatrices:
         up_bias: NDArray[np.float32] | None = None,
         down_bias: NDArray[np.float32] | None = None,
         bundled: NeuronSum | None = None,
+        predictor: Predictor | None = None,
+        recall_every: int = 0,
     ) -> None:
         """
         neurons: of each; rows of each are padded to LANES. spec: without biases, which are [experts, rows]. bundled:
-        all neurons, one expert after another, in place of up and down; their gates, which are not read, stand for the
-        matrix.
+        all neurons, one expert after another, in place of up and down; their gates are not read, but with a predictor,
+        which selects among all of these neurons and takes the place of the matrix of gates. recall_every: steps between
+        samples of its recall, 0: none.
         """
 
 class Experts(Operator):
@@ -353,14 +363,26 @@ class Experts(Operator):
     def set_whole(self, on: bool) -> None:
         """Whether steps compute every neuron of the selected experts, where they could skip some."""
 
-    def record(self, on: bool) -> None:
-        """Start or stop keeping what steps select."""
+    def record(self, on: bool, fired: bool = False) -> None:
+        """Start or stop keeping what steps select; fired: and which neurons of it fired, of whole experts."""
 
     def selected(self) -> tuple[list[int], bool]:
         """
         The experts of the last step's tokens, [tokens * top_k], those of a token ascending; empty before the
         first recorded one. And whether a weight was NaN or infinite.
         """
+
+    def fired(self, out: NDArray[np.uint8]) -> None:
+        """
+        out [tokens * top_k, bytes of an expert's neurons] = the neurons that fired in the last step, a bit each, in
+        the order of `selected`.
+        """
+
+    def counts(self) -> dict[str, int]:
+        """As of NeuronSum; sampled_tokens, sampled_active, sampled_found; rows of the predictor's outer read."""
+
+    def clear(self) -> None:
+        """Reset the counters."""
 
     def sum(
         self,

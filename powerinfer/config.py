@@ -382,6 +382,11 @@ class FfnKind(ABC):
         return None
 
     @property
+    def told_apart(self) -> int:
+        """Neurons among which a predictor can select, those of all experts together; 0: none can."""
+        return 0 if self.neurons is None else self.neurons.size
+
+    @property
     @abstractmethod
     def width(self) -> int:
         """Numbers of a token between its matrices, for buffers."""
@@ -547,6 +552,10 @@ class ExpertsConfig(FfnKind):
         return FfnConfig(self.size, self.activation, self.threshold, self.gated).problem()
 
     @property
+    def told_apart(self) -> int:
+        return self.n_experts * self.size if self.why_whole is None else 0
+
+    @property
     def why_whole(self) -> str | None:
         """Why the neurons inside selected experts cannot be told apart; None: they can."""
         if self.activation not in RECTIFIED:
@@ -641,6 +650,21 @@ class ModelConfig:
         every = dict.fromkeys(layer.ffn for layer in self.layers if isinstance(layer.ffn, ExpertsConfig))
         whole = [why for experts in every if (why := experts.why_whole) is not None]
         return (whole[0] if whole else "there are no experts") if len(whole) == len(every) else None
+
+    @property
+    def why_not_predicted(self) -> str | None:
+        """Why no predictors select inside the experts of every layer; None: they can."""
+        for at, layer in enumerate(self.layers):
+            if not isinstance(layer.ffn, ExpertsConfig):
+                return f"layer {at} has no experts"
+            if layer.ffn.why_whole is not None:
+                return f"layer {at}: {layer.ffn.why_whole}"
+        return None
+
+    @property
+    def told_apart(self) -> tuple[int, ...]:
+        """Of each layer the neurons among which a predictor can select, those of all experts together; 0: none can."""
+        return tuple(layer.ffn.told_apart for layer in self.layers)
 
     @property
     def experts(self) -> dict[int, ExpertsConfig]:

@@ -153,7 +153,7 @@ def test_a_model_says_what_it_computed(tmp_path: Path, capsys: pytest.CaptureFix
     [
         ({"kind": "Q8_0"}, "exact", "experts of type Q8_0 have no rows of single neurons"),
         ({"kind": "F32"}, "exact", "experts of type F32"),
-        ({}, "predicted", "selector predicted: not inside experts so far; use --selector exact or all"),
+        ({}, "threshold", "selector threshold: not inside experts so far; use --selector exact or all"),
         ({"activation": "silu"}, "exact", "never exactly zero"),
     ],
 )

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from gguf_bytes import U32  # noqa: E402
 from model_files import delta_gguf  # noqa: E402
 from test_delta_net import CONTEXT, answers, step, texts  # noqa: E402
-from test_gpu_kernels import DEVICE, floats, kernels, on_device  # noqa: E402, F401
+from test_gpu_kernels import DEVICE, TRITON, floats, kernels, on_device  # noqa: E402, F401
 from test_gpu_layers import on_gpu, opened  # noqa: E402
 
 from powerinfer import LLM, SamplingParams  # noqa: E402
@@ -26,7 +26,8 @@ from powerinfer.config import DeltaNetConfig  # noqa: E402
 from powerinfer.devices.split import SplitExecutor  # noqa: E402
 from powerinfer.errors import PowerInferError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
-from powerinfer.kernels import gpu_delta  # noqa: E402
+from powerinfer.kernels import gpu, gpu_delta  # noqa: E402
+from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
 from powerinfer.runtime import state_cache  # noqa: E402
 
 KINDS = {
@@ -93,13 +94,25 @@ def filled(about: DeltaNetConfig, slots: int) -> gpu_delta.DeltaStates:
 STEPS = {
     "one token": [(1, 2, 2)],
     "one token of several": [(1, 0, 0), (1, -1, 1), (1, 3, 2), (1, 4, 4)],
-    "prompts": [(0, 77, -5), (5, 2, 0), (1, -1, 1), (2, 4, 4), (0, 1, 0), (11, -1, 3)],
+    "prompts": [(0, 77, -5), (5, 2, 0), (1, -1, 1), (2, 4, 4), (0, 1, 0), (35, -1, 3)],
 }
+
+
+@pytest.fixture(params=["one after another", "in chunks"])
+def way(request: pytest.FixtureRequest, kernels: str, monkeypatch: pytest.MonkeyPatch) -> str:  # noqa: F811
+    """How Triton goes through the tokens of a sequence."""
+    if kernels == "torch" and request.param == "in chunks":
+        pytest.skip("there is one way in torch")
+    if kernels == "triton":
+        from powerinfer.kernels import triton_delta
+
+        monkeypatch.setattr(triton_delta, "CHUNKED", 1 if request.param == "in chunks" else 1 << 30)
+    return str(request.param)
 
 
 @pytest.mark.parametrize("about", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-def test_a_step(kernels: str, about: DeltaNetConfig, step: list[tuple[int, int, int]]) -> None:  # noqa: F811
+def test_a_step(way: str, about: DeltaNetConfig, step: list[tuple[int, int, int]]) -> None:
     """What sequences get, and their new states, wherever they are; the states of others stay."""
     net, states = weights(about), filled(about, 6)
     counts = np.array([count for count, _, _ in step])
@@ -126,8 +139,8 @@ def test_a_step(kernels: str, about: DeltaNetConfig, step: list[tuple[int, int, 
 
 
 @pytest.mark.parametrize("about", KINDS.values(), ids=KINDS)
-def test_a_text_in_pieces(kernels: str, about: DeltaNetConfig) -> None:  # noqa: F811
-    """The same bits in Triton; torch rounds functions by where in a tensor a number is."""
+def test_a_text_in_pieces(kernels: str, way: str, about: DeltaNetConfig) -> None:  # noqa: F811
+    """The same bits in Triton, one token after another; torch rounds functions by where in a tensor a number is."""
     net, products = weights(about), floats(8, 12, about.channels + about.width + 2 * about.n_value_heads)
     given = []
     for pieces in ([12], [1] * 12, [2, 1, 5, 4]):
@@ -140,9 +153,32 @@ def test_a_text_in_pieces(kernels: str, about: DeltaNetConfig) -> None:  # noqa:
         given.append([np.concatenate(out), states.window[0].cpu().numpy(), states.heads[0].cpu().numpy()])
     for one in given[1:]:
         for own, other in zip(one, given[0], strict=True):
-            if kernels == "triton":
+            if kernels == "triton" and way == "one after another":
                 np.testing.assert_array_equal(own, other)
             assert np.abs(own - other).max() <= 1e-5 * np.abs(other).max()
+
+
+@pytest.mark.skipif(not TRITON, reason="Triton is not installed")
+def test_chunks_are_as_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt whose keys are much alike, so that tokens correct each other, with states that fade slowly."""
+    from powerinfer.kernels import triton_delta
+
+    about, errors = KINDS["no groups, short convolution"], []
+    keys, heads = about.n_key_heads * about.key_dim, about.n_value_heads
+    products = floats(2, 70, about.channels + about.width + 2 * heads)
+    products[:, : 2 * keys] += 3 * floats(9, 2 * keys)
+    products[:, -2 * heads :] += np.repeat(np.array([3, -6], np.float32), heads)  # beta, alpha
+    runs, rows = np.array([[0, 70, 0, 0]], np.int32), np.zeros(70, np.int32)
+    monkeypatch.setattr(gpu, "_forced", [True])
+    for chunked in (1 << 30, triton_delta.CHUNKED):
+        monkeypatch.setattr(triton_delta, "CHUNKED", chunked)
+        net, states = weights(about), filled(about, 1)
+        exact = Exact(net, *(part[0].cpu().numpy().copy() for part in (states.window, states.heads)))
+        wanted = np.stack([exact.step(row) for row in products])
+        out = gpu_delta.delta_net(net, on_device(products), states, on_device(runs), on_device(rows)).cpu().numpy()
+        off = [out - wanted, states.heads[0].cpu().numpy() - exact.heads]
+        errors.append([float(np.sqrt((one**2).mean())) for one in off])
+    assert all(chunks <= 2 * alone for alone, chunks in zip(*errors, strict=True)), errors
 
 
 def test_gates_that_are_extreme(kernels: str) -> None:  # noqa: F811
@@ -320,10 +356,13 @@ def test_numbers_that_are_none_stay_in_their_sequence(path: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 3, LAYERS])
 def test_each_device_has_the_states_of_its_layers(path: Path, count: int) -> None:
-    config = open_checkpoint(path).config
+    checkpoint = open_checkpoint(path)
+    config, planned = checkpoint.config, checkpoint_model(checkpoint)
     with split(path, count) as model:
         assert model.n_states == 5 and list(model.gpu._states) == [layer for layer in config.states if layer < count]
         here = [kind for layer, kind in config.states.items() if layer < count]
         assert sum(one.nbytes for one in model.gpu._states.values()) == 5 * sum(map(gpu_delta.state_bytes, here))
         assert model.cpu._states is not None
-        assert model.cpu._states.native.slot_bytes == gpu_delta.state_bytes(config.states[0]) * (2 - len(here))
+        assert 5 * model.cpu._states.native.slot_bytes == planned.state_bytes(2, slice(count, None))
+        assert planned.gpu_state_bytes(2, slice(count)) + planned.state_bytes(2, slice(count, None)) > 0
+        assert planned.gpu_state_bytes(2, slice(count)) == 5 * sum(map(gpu_delta.state_bytes, here))

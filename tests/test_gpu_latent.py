@@ -94,7 +94,8 @@ def test_queries_are_turned_and_keys_stored(sizes: tuple[int, int, int], kv_type
 
 
 @pytest.mark.parametrize(
-    ("sizes", "many", "split"), [(SIZES[0], 31, True), (SIZES[1], 2, True), (SIZES[2], 2, False), (SIZES[2], 31, False)]
+    ("sizes", "many", "split"),
+    [(SIZES[0], 31, True), ((16, 512, 64), 2, True), (SIZES[1], 2, False), (SIZES[2], 2, True), (SIZES[2], 31, False)],
 )
 def test_attention_over_latents(
     sizes: tuple[int, int, int],

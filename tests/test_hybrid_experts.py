@@ -5,6 +5,7 @@ The GPU is torch's CPU device; truth and bound are those of test_architectures.p
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +23,7 @@ from model_files import LAYERS, D  # noqa: E402
 from test_gpu_kernels import TRITON  # noqa: E402
 from test_gpu_layers import Truth, case_named, engine_of, on_gpu, opened, stand_in_recorder, static_attention  # noqa: E402
 
+from powerinfer.cli.main import main  # noqa: E402
 from powerinfer.config import ExpertsConfig, ModelConfig  # noqa: E402
 from powerinfer.devices.link import link_bytes  # noqa: E402
 from powerinfer.devices.stage import Stage, expert_buffer  # noqa: E402
@@ -32,6 +34,7 @@ from powerinfer.hybrid.experts import Copier, ExpertSparsity, ExpertSplit, Hybri
 from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
 from powerinfer.hybrid.resolve import Resolved, needs, resolve  # noqa: E402
 from powerinfer.kernels import gpu, gpu_experts, gpu_latent  # noqa: E402
+from powerinfer.models import load  # noqa: E402
 from powerinfer.neurons import Indices  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
 from powerinfer.placement.experts import Dynamic, Policy, make_policy  # noqa: E402
@@ -200,6 +203,24 @@ def test_recorded_launches_over_latents(name: str, tmp_path: Path, monkeypatch: 
         assert recorded and min(made) > 0
 
 
+@pytest.mark.parametrize(("kv_type", "nbytes"), [("f16", 160), ("q8_0", 86)])
+def test_a_narrow_cache_of_latents(kv_type: str, nbytes: int, tmp_path: Path) -> None:
+    """Keys are rounded as the CPU rounds them, but for values so near the middle between two codes that float32 decides
+    (as for other caches: test_gpu_layers.py); nbytes: of a key's 64 + 16 numbers."""
+    truth = Truth(case_named("kimi-k2"), "folder", tmp_path)
+    answers = []
+    cpu = load(open_checkpoint(truth.path), engine_of(kv_type=kv_type))
+    with split(truth.path, 0.5, kv_type=kv_type) as (executor, _):
+        for one in (cpu, executor):
+            pages = families.scattered_pages(one, 1)[0]
+            answers.append(families.run_chunks(one, truth.texts[0], [40, *[1] * (TOTAL - 40)], pages))
+        assert executor.gpu.memory()["kv"] == executor.gpu.layers * executor.n_pages * 32 * nbytes
+    cpu.close()
+    error = families.rms(answers[0] - truth.logits[0])
+    assert truth.allowed < families.rms(answers[1] - truth.logits[0]) <= 1.5 * error
+    assert families.rms(answers[1] - answers[0]) <= (12 * 0.01) ** 0.5 * error
+
+
 def test_swapped_experts_give_the_same_answer(tmp_path: Path) -> None:
     truth = Truth(case_named("qwen3-moe"), "gguf", tmp_path)
     with split(truth.path, 0.5, movable=True) as (executor, ffns):
@@ -282,7 +303,7 @@ def test_what_is_no_view_of_the_file_is_neither_streamed_nor_swapped(tmp_path: P
         pass
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "smallthinker-4b"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "smallthinker-4b", "qwen35-moe"])
 def test_the_crossing_of_experts_is_measured(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once: the second load finds it."""
     monkeypatch.setattr(budget, "EXPERT_STAGED", 1)  # half a layer is much of so small a model
@@ -328,6 +349,37 @@ def test_a_load_of_smallthinker_holds_what_is_planned(tmp_path: Path) -> None:
         ours = families.run_chunks(executor, truth.texts[0], [9] + [1] * 66, families.scattered_pages(executor, 1)[0])
         assert families.rms(ours - truth.logits[0]) < 0.05 * families.rms(truth.logits[0])  # the cache is of F16
         assert 0 < sparsity.report()["gpu_share"] < 1
+    finally:
+        executor.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen35-moe"])
+def test_a_load_with_states_holds_what_is_planned(name: str, tmp_path: Path) -> None:
+    """States in the slots of four requests and four prefixes, one for what is scored."""
+    truth = Truth(case_named(name), "gguf", tmp_path)
+    engine, checkpoint = engine_of(gpu="cpu", kv_type="f16"), open_checkpoint(truth.path)
+    model = checkpoint_model(checkpoint)
+    each = model.expert_bytes(0)[0]
+    resolved = resolve(checkpoint, replace(engine, vram=needs(resolve(checkpoint, engine)).vram - 5 * each))
+    assert resolved.experts is not None and resolved.gpu_layers == model.config.n_layers
+    slots = [len(own) for own in resolved.experts]
+    assert sum(slots) == sum(model.n_experts) - 5
+    executor, sparsity = load_resolved(resolved, list)
+    try:
+        assert isinstance(sparsity, ExpertSparsity) and executor.n_states == 9
+        held, of_experts = executor.gpu.memory(), sum(ffn.memory()["ffn"] for ffn in sparsity.ffns)
+        work = budget.Workload("f16", families.CONTEXT, TOTAL, 4)
+        planned = budget.on_gpu(model, measured(engine, gpu="cpu"), work, len(slots), True, True, slots)
+        states = model.gpu_state_bytes(4)
+        assert planned["kv"] == states + model.gpu_kv_bytes("f16", families.CONTEXT, 1) and states > 0
+        assert [held[part] for part in ("attention", "head", "kv")] == [
+            planned[part] for part in ("attention", "head", "kv")
+        ]
+        tables = 4 * sum(model.n_experts)  # where each of the experts is, int32
+        rest = planned["norms"] + planned["ffn"] + planned["experts"]
+        assert held["norms"] + held["ffn"] + of_experts == rest + tables
+        ours = families.run_chunks(executor, truth.texts[0], [40] + [1] * 35, families.scattered_pages(executor, 1)[0])
+        assert families.rms(ours - truth.logits[0]) < 0.05 * families.rms(truth.logits[0])  # the cache is of F16
     finally:
         executor.close()
 
@@ -411,7 +463,7 @@ def test_neurons_inside_experts_with_the_kernels_of_a_gpu(tmp_path: Path) -> Non
         gpu.force_triton(False)
 
 
-def test_a_plan_counts_experts_by_neuron(tmp_path: Path) -> None:
+def test_a_plan_counts_experts_by_neuron(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = neurons_inside.model(tmp_path, "Q4_0")
     engine, checkpoint = engine_of(gpu="cpu", kv_type="f16", selector="exact"), open_checkpoint(path)
     each, by = checkpoint_model(checkpoint).expert_bytes(0), checkpoint_model(checkpoint).by_neuron().expert_bytes(0)
@@ -431,6 +483,14 @@ def test_a_plan_counts_experts_by_neuron(tmp_path: Path) -> None:
         assert held == planned["ffn"] + planned["experts"] + LAYERS * 4 * 4
     finally:
         executor.close()
+    flags = ["--gpu", "none", "--threads", "2", "--context", "64", "--json"]
+    held = []
+    for selector in ("all", "exact"):
+        assert main(["plan", "-m", str(path), "--selector", selector, *flags]) == 0
+        document = json.loads(capsys.readouterr().out.splitlines()[-1])
+        held.append(document["bytes"]["cpu"]["panels"])
+        assert any("as long as with every neuron" in one for one in document["assumed"]) == (selector == "exact")
+    assert held[1] - held[0] == LAYERS * 4 * (by[1] - each[1])
 
 
 POLICIES = ("lru", "lfu", "dynamic")

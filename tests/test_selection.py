@@ -134,18 +134,22 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "('auto', 'all', 'exact', 'predicted', 'threshold')",
         "('auto', 'cpu', 'cuda')",
         "('auto', 'q8_0', 'f16')",
+        "('static', 'lru', 'lfu', 'dynamic', 'auto')",  # over experts
     ],
     "devices/wanted.py": ["engine.gpu != 'auto'"],
     "formats/tools.py": ["('none', 'auto', 'required')"],  # whether tools are called
     "hardware/measure.py": ["engine.gpu != 'auto'"],
     "hybrid/load.py": ["resolved.engine.gpu != 'auto'"],
     "hybrid/resolve.py": [
+        "('static', 'auto')",
+        "('static', 'auto')",
+        "engine.expert_policy != 'auto'",
         "engine.gpu != 'auto'",
         "engine.gpu != 'auto'",
         "engine.selector != 'auto'",
         "engine.selector == 'auto'",
     ],
-    "placement/request.py": ["engine.gpu == 'auto'", "selector == 'auto'", "selector == 'auto'"],
+    "placement/request.py": ["('static', 'auto')", "engine.gpu == 'auto'", "selector == 'auto'", "selector == 'auto'"],
     "prepare/pipeline.py": [
         "('auto', 'predicted')",
         "('auto', 'predicted')",
@@ -153,7 +157,10 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "self.engine.selector != 'auto'",
     ],
     "prepare/training.py": ["config.type != 'auto'"],
-    "runtime/options.py": ["('auto', 'all', 'exact', 'predicted', 'threshold')"],  # the names that are allowed
+    "runtime/options.py": [  # the names that are allowed
+        "('auto', 'all', 'exact', 'predicted', 'threshold')",
+        "('static', 'lru', 'lfu', 'dynamic', 'auto')",
+    ],
     "serve/constraints.py": ["choice.kind != 'auto'", "tools.choice.kind != 'auto'"],  # of tools, too
     "serve/messages.py": ["{'auto': 'auto', 'any': 'required', 'none': 'none'}"],
     "serve/responses.py": ["('auto', 'disabled')", "self.truncation == 'auto'"],  # of prompts

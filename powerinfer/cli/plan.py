@@ -109,7 +109,8 @@ def _show(plan: Plan, document: PlanDocument, out: Output) -> None:
     for line in document.assumed:
         out.line(f"assumed: {line}")
     out.line()
-    _show_bytes(document, out, "neurons" if plan.claims.slots is None else "FFNs beside experts")
+    ffn = "neurons" if plan.claims.slots is None else "FFNs beside experts"
+    _show_bytes(document, out, ffn, "KV cache, states" if plan.request.model.config.states else "KV cache")
     out.line()
     used = any(other.work_on_gpu for other in document.predicted.policies.values())
     if used and plan.claims.slots is None:  # else they all say the same
@@ -141,13 +142,13 @@ def _show_policies(chosen: str, document: PlanDocument, out: Output) -> None:
         )
 
 
-def _show_bytes(document: PlanDocument, out: Output, ffn: str) -> None:
-    """Bytes: a row for each use, a column for each tier. ffn: what that use is."""
+def _show_bytes(document: PlanDocument, out: Output, ffn: str, kv: str) -> None:
+    """Bytes: a row for each use, a column for each tier. ffn, kv: what these uses are."""
     tiers = document.bytes
     used = [tier for tier in TIER_NAMES if tiers[tier]]
     parts = list(dict.fromkeys(part for tier in TIER_NAMES for part in tiers[tier]))
     out.line(f"{'':<22}" + "".join(f"{TIER_NAMES[tier]:>12}" for tier in used))
-    names = {"ffn": ffn, "panels": "FFN, matrices", "kv": "KV cache", "norms": "norms, biases"}
+    names = {"ffn": ffn, "panels": "FFN, matrices", "kv": kv, "norms": "norms, biases"}
     for part in parts:
         cells = "".join(f"{_size(tiers[tier][part]) if part in tiers[tier] else '-':>12}" for tier in used)
         out.line(f"{names.get(part, part):<22}{cells}")

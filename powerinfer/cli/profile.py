@@ -9,7 +9,8 @@ calibrated first: the largest quantile of the magnitudes, the same for all layer
 `--selector threshold` uses these thresholds by default.
 
 Of a model of experts the selections of its experts are counted instead, into experts.safetensors. --trace FILE also
-leaves what every token selected, for `powerinfer experts`. --samples and --perplexity-cost do not apply.
+leaves what every token selected, for `powerinfer experts`. Samples are of models whose neurons inside experts can be
+predicted, after a ReLU. --perplexity-cost does not apply.
 
 JSON: path, tokens, window, corpora (name, tokens), active_fraction, hot_share (share of the model's neurons that carry
 80 % of the activations), reuse (of the neurons that fire for a token, the share that fired for the previous one),
@@ -19,8 +20,8 @@ quantile, perplexity, perplexity_dense, cost, asked, tokens), seconds, tok_s (nu
 experts: path, tokens, window, corpora, top_10, top_25 and top_50 (share of the selections of the most frequent 10, 25
 and 50 % of the experts), gini (of the counts), reuse (of the experts that a token selects, the share that the previous
 one selected), overlap, layers (layer, experts, top_k, top_10, top_25, top_50, gini, reuse, never: experts never
-selected, foretold: share of the next layer's selections that this layer's foretell, null in the last), trace (path,
-bytes; null: none), seconds, tok_s.
+selected, foretold: share of the next layer's selections that this layer's foretell, null in the last), samples (path,
+bytes, rows; null: none), trace (path, bytes; null: none), seconds, tok_s.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ def _experts(
 
 def _show_experts(document: dict[str, Any], out: Output) -> None:
     _show_work(document, out)
+    _show_samples(document, out)
     if document["trace"]:
         out.line(f"{document['trace']['path']}: the trace, {document['trace']['bytes'] / 1e6:.1f} MB")
     for line in expert_lines(document):
@@ -120,11 +122,15 @@ def _show_work(document: dict[str, Any], out: Output) -> None:
         out.line(f"profiled in {document['seconds']:.1f} s, {document['tok_s']:.0f} tokens/s")
 
 
-def _show(document: dict[str, Any], out: Output) -> None:
-    _show_work(document, out)
+def _show_samples(document: dict[str, Any], out: Output) -> None:
     if document["samples"]:
         size = document["samples"]["bytes"] / 1e6
         out.line(f"{document['samples']['path']}: {document['samples']['rows']} samples, {size:.1f} MB")
+
+
+def _show(document: dict[str, Any], out: Output) -> None:
+    _show_work(document, out)
+    _show_samples(document, out)
     found = document["calibration"]
     if found:
         out.line(

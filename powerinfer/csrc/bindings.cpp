@@ -622,8 +622,8 @@ void bind_states(nb::module_& m) {
             new (states) States(std::move(all), slots);
           },
           "layers"_a, "slots"_a,
-          "layers: (taps of the convolution, key heads, their dimensions, value heads, their dimensions) of each on "
-          "the CPU.")
+          "layers: (taps of the convolution, key heads, their dimensions, value heads, their dimensions) of each\n"
+          "on the CPU.")
       .def_ro("slots", &States::slots)
       .def_prop_ro("slot_bytes", &States::slot_bytes);
 }
@@ -668,6 +668,8 @@ void bind_predictor(nb::module_& m) {
       "inner: [rank, d_model]; outer: [neurons, rank].")
       .def(nb::init<std::shared_ptr<Matrix>, std::shared_ptr<Matrix>, float, int64_t>(), "inner"_a, "outer"_a,
            "threshold"_a = 0.0f, "floor"_a = 0)
+      .def_prop_ro("inner_nbytes", [](const Predictor& p) { return p.in->bytes(); })
+      .def_prop_ro("outer_nbytes", [](const Predictor& p) { return p.out->bytes(); })
       .def_prop_ro("nbytes", [](const Predictor& p) { return p.in->bytes() + p.out->bytes(); });
 }
 
@@ -756,6 +758,29 @@ bool sum_ordered_experts(Experts& experts, Program& program, Floats2 x, OutFloat
   return experts.sum_ordered(program, x.data(), (int64_t)x.shape(0), out.data());
 }
 
+void fired_in_experts(const Experts& op, nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> out) {
+  Experts::Selected last;
+  {
+    nb::gil_scoped_release release;
+    last = op.recorded();
+  }
+  const size_t n = last.rows.size(), words = n ? last.fired.size() / n : 0, bytes = out.shape(1);
+  require(n && out.shape(0) == n && bytes <= 2 * words, "out has another shape than what was recorded");
+  for (size_t i = 0; i < n; i++)
+    memcpy(out.data() + i * bytes, last.fired.data() + (size_t)last.rows[i] * words, bytes);
+}
+
+Counts expert_counts(const Experts& op) {
+  nb::gil_scoped_release release;
+  const Experts::Counts all = op.counts();
+  Counts counts = counts_of(all.neurons);
+  counts["sampled_tokens"] = all.recall.tokens;
+  counts["sampled_active"] = all.recall.active;
+  counts["sampled_found"] = all.recall.found;
+  counts["predictor_rows"] = all.predictor_rows;
+  return counts;
+}
+
 void bind_experts(nb::module_& m) {
   nb::class_<RouterSpec>(m, "RouterSpec", "How a token's experts, and their weights, follow from the router's logits.")
       .def(
@@ -789,7 +814,7 @@ void bind_experts(nb::module_& m) {
           [](ExpertMatrices* all, int64_t experts, int64_t neurons, const NeuronSpec& spec,
              std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up, std::shared_ptr<Matrix> down,
              std::optional<Floats2> gate_bias, std::optional<Floats2> up_bias, std::optional<Floats2> down_bias,
-             std::shared_ptr<NeuronSum> bundled) {
+             std::shared_ptr<NeuronSum> bundled, std::shared_ptr<Predictor> predictor, int64_t recall_every) {
             require(spec.gate_bias.empty() && spec.up_bias.empty(), "biases of experts are not those of neurons");
             require(bundled || (up && down), "experts need up and down, or bundles");
             new (all) ExpertMatrices{experts,
@@ -801,20 +826,25 @@ void bind_experts(nb::module_& m) {
                                      vectors_of(gate_bias),
                                      vectors_of(up_bias),
                                      vectors_of(down_bias),
-                                     std::move(bundled)};
+                                     std::move(bundled),
+                                     std::move(predictor),
+                                     recall_every};
           },
           "experts"_a, "neurons"_a, "spec"_a, "gate"_a.none(), "up"_a.none(), "down"_a.none(),
           "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "down_bias"_a = nb::none(), "bundled"_a = nb::none(),
+          "predictor"_a = nb::none(), "recall_every"_a = 0,
           "neurons: of each; rows of each are padded to LANES. spec: without biases, which are [experts, rows]. "
           "bundled:\n"
-          "all neurons, one expert after another, in place of up and down; their gates, which are not read, stand for "
-          "the\n"
-          "matrix.");
+          "all neurons, one expert after another, in place of up and down; their gates are not read, but with a "
+          "predictor,\n"
+          "which selects among all of these neurons and takes the place of the matrix of gates. recall_every: steps "
+          "between\n"
+          "samples of its recall, 0: none.");
   nb::class_<Experts, Op>(m, "Experts", "An FFN of experts.")
       .def("set_whole", &Experts::set_whole, "on"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Whether steps compute every neuron of the selected experts, where they could skip some.")
-      .def("record", &Experts::record, "on"_a, nb::call_guard<nb::gil_scoped_release>(),
-           "Start or stop keeping what steps select.")
+      .def("record", &Experts::record, "on"_a, "fired"_a = false, nb::call_guard<nb::gil_scoped_release>(),
+           "Start or stop keeping what steps select; fired: and which neurons of it fired, of whole experts.")
       .def(
           "selected",
           [](const Experts& op) {
@@ -827,6 +857,13 @@ void bind_experts(nb::module_& m) {
           },
           "The experts of the last step's tokens, [tokens * top_k], those of a token ascending; empty before the\n"
           "first recorded one. And whether a weight was NaN or infinite.")
+      .def("fired", &fired_in_experts, "out"_a.noconvert(),
+           "out [tokens * top_k, bytes of an expert's neurons] = the neurons that fired in the last step, a bit each, "
+           "in\n"
+           "the order of `selected`.")
+      .def("counts", &expert_counts,
+           "As of NeuronSum; sampled_tokens, sampled_active, sampled_found; rows of the predictor's outer read.")
+      .def("clear", &Experts::clear, nb::call_guard<nb::gil_scoped_release>(), "Reset the counters.")
       .def("sum", &sum_experts, "program"_a, "x"_a, "selected"_a, "weights"_a, "out"_a,
            "out = the weighted sum of each token's experts; x and out: [tokens, d_model].\n\n"
            "selected, weights: [tokens, top_k]; -1 selects none. False where no expert is selected: out is zero, and\n"

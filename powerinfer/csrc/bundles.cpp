@@ -59,6 +59,8 @@ struct Work {
       if (f.known)
         for (int64_t j = 0; j < n; j++) a[j] = f.known[t * f.ld + block.index[j]];
       else b.spec.activation.apply_first(kernels, a, pi_round_up(n, PI_LANES));
+      if (!f.known && f.groups.of)
+        for (int64_t j = 0; j < n; j++) a[j] *= f.groups.of[t * f.groups.ld + block.index[j] / f.groups.each];
       if (f.selected_by)
         for (int64_t j = 0; j < n; j++)
           if (!(f.selected_by[block.index[j]] >> t & 1)) a[j] = 0.0f;
@@ -137,6 +139,8 @@ struct Work {
     } else {
       dot_pairs(b.first(), b.first_bias(), a);
       b.spec.activation.apply_first(kernels, a, pi_round_up(count, PI_LANES));
+      for (int64_t i = 0; i < count && f.groups.of; i++)
+        a[i] *= f.groups.of[block.pairs[i].token * f.groups.ld + block.pairs[i].neuron / f.groups.each];
     }
     if (f.threshold > 0.0f)
       for (int64_t i = 0; i < count; i++)

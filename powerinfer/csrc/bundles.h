@@ -54,12 +54,20 @@ struct NeuronCounts {
   int64_t first, up, down, shared, active;
 };
 
+// Of neurons in groups of `each`, what the activations of token t are multiplied with: of[t * ld + neuron / each]. Null:
+// nothing.
+struct GroupWeights {
+  const float* of = nullptr;
+  int64_t ld = 0, each = 1;
+};
+
 // Which neurons of a list are active.
 struct Firing {
   const float* known;  // activations already computed, [t * ld + neuron]; null: computed from the bundles
   int64_t ld;
   const uint32_t* selected_by;  // where not null, a neuron counts for token t only if bit t of its word is set
   float threshold;              // activations up to it in magnitude count as zero
+  GroupWeights groups = {};     // of activations that are not known
 };
 
 // out[t * ldo ..] += h * down of the listed neurons, each once: their gates where these are not known, then up where a

@@ -126,6 +126,7 @@ ExpertRows::ExpertRows(const Sizes& s)
       begin((size_t)s.experts + 1),
       cost((size_t)s.experts + 1),
       known(PI_NEURON_TOKENS * s.bundled * 4),
+      of_expert((size_t)(s.bundled ? PI_NEURON_TOKENS * s.experts : 0)),
       panels(s.bundled ? s.threads * panel_bytes(s) : 0) {
   active.reserve((size_t)s.experts);
 }
@@ -150,13 +151,19 @@ Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores
       d_model_(all.bundled ? all.bundled->bundles->up.k : all.up->k),
       activation_(all.activation),
       bundled_(all.bundled),
-      gate_(all.gate ? cut(*all.gate, n_, neurons_) : std::vector<Matrix>()),
+      gate_(all.gate        ? cut(*all.gate, n_, neurons_)
+            : all.predictor ? repacked(bundled_->bundles->gate.type, n_, neurons_, d_model_)
+                            : std::vector<Matrix>()),
       up_(bundled_ ? repacked(bundled_->bundles->up.type, n_, neurons_, d_model_) : cut(*all.up, n_, neurons_)),
       down_(bundled_ ? repacked(bundled_->bundles->down.type, n_, d_model_, neurons_) : cut(*all.down, n_, d_model_)),
       gate_bias_(std::move(all.gate_bias)),
       up_bias_(std::move(all.up_bias)),
       down_bias_(std::move(all.down_bias)),
-      workspace_(std::move(workspace)) {}
+      workspace_(std::move(workspace)),
+      predictor_(std::move(all.predictor)),
+      out_(predictor_ ? cut(*predictor_->out, n_, neurons_) : std::vector<Matrix>()),
+      recall_every_(all.recall_every),
+      sampled_((size_t)workspace_->pool->threads()) {}
 
 void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k) {
   const int64_t n = all.experts, d = sizes.d_model;
@@ -166,18 +173,26 @@ void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k) {
   };
   check(n > 0 && all.neurons > 0, "experts need neurons");
   workspace->reserve(1, all.neurons);
+  check(all.bundled || !all.predictor, "a predictor selects among experts as bundles");
   if (all.bundled) {
     const Bundles& b = *all.bundled->bundles;
     check(all.bundled->workspace == workspace, "the bundles are of another workspace than the program");
     check(all.gate_bias.empty() && all.up_bias.empty() && all.down_bias.empty(), "experts as bundles have no biases");
-    check(all.gate && !all.up && !all.down, "experts as bundles have a matrix of gates, and no others");
-    check(all.gate->k == d && stacked(*all.gate, all.neurons), "gate of the experts has a wrong shape");
+    check(!all.up && !all.down && !all.gate == !!all.predictor,
+          "experts as bundles have a matrix of gates or a predictor, and no other matrices");
+    check(!all.gate || (all.gate->k == d && stacked(*all.gate, all.neurons)), "gate of the experts has a wrong shape");
     check(b.complete() && b.gated() && b.neurons == n * all.neurons && b.up.k == d && all.neurons % PI_GROUP == 0,
           "the bundles are of other experts");
-    check(repacked_type(b.up.type) >= 0 && b.up.type != PI_Q4_0X32 && repacked_type(b.down.type) >= 0 &&
-              b.down.type != PI_Q4_0,
+    check(repacked_type(b.up.type) >= 0 && b.up.type != PI_Q4_0X32 && b.gate.type == b.up.type &&
+              repacked_type(b.down.type) >= 0 && b.down.type != PI_Q4_0,
           "bundles of these types cannot be repacked");
     check(b.spec.activation == all.activation, "the bundles have another activation");
+    check(all.recall_every >= 0, "an interval is negative");
+    if (all.predictor) {
+      all.predictor->check_sizes(d, b.neurons);
+      check(all.predictor->floor == 0, "a predictor of experts has no floor");
+      workspace->reserve_lists(b.neurons, d, all.predictor->rank());
+    }
     return reserve_expert_rows(n, top_k, all.neurons, b.neurons);
   }
   check(all.up && all.down, "experts need up and down");
@@ -210,6 +225,7 @@ void Program::reserve_expert_rows(int64_t n, int64_t top_k, int64_t neurons, int
 
 std::shared_ptr<Experts> Program::expert_sum(ExpertMatrices all, int64_t top_k) {
   check(top_k > 0, "a token needs experts");
+  check(!all.predictor, "predictors are for experts that a program's router selects");
   reserve_experts(all, top_k);
   RouterSpec router{};
   router.top_k = top_k;
@@ -272,17 +288,20 @@ void Experts::run(Thread& t, const Step& step) {
   Workspace& w = *p.workspace;
   ExpertRows& rows = *p.expert_rows;
   const int64_t tokens = step.tokens;
-  const int own = (gate_.empty() ? 0 : gate_[0].form()) | up_[0].form();
+  const bool some = bundled_ && !whole_ && tokens <= PI_NEURON_TOKENS;
+  const int own = some && predictor_ ? 0 : (gate_.empty() ? 0 : gate_[0].form()) | up_[0].form();
   const Rows x = p.residual(0, tokens);
   const int others = (router_.scores ? router_.scores->form() : 0) | (shared_.neurons ? shared_.neurons->forms() : 0);
   const PiActs* acts = w.prepare(t.id, x, spec_.norm, own | others | (shared_.gate.empty() ? 0 : PI_FORM_F32));
   if (router_.scores) router_.select(t, rows, acts, tokens);
   if (t.id == 0 && records_) keep(rows, tokens);
   weigh_shared(t, rows, acts, tokens);
-  if (bundled_ && !whole_ && tokens <= PI_NEURON_TOKENS) {
+  if (some && predictor_) return sum_predicted(t, rows, x);
+  if (some) {
     sum_firing(t, rows, acts, {x, spec_.norm, p.added_to(0, spec_.out_norm, spec_.down_bias, p.up), true});
     return p.add_normalised(t, spec_.out_norm, p.up, 0, tokens);
   }
+  if (records_fired_) w.pool->barrier();  // there is room for what fires
   if (shared_.neurons)
     shared_.neurons->sum(t, acts, tokens, {rows.floats(rows.shared), rows.ldy, false, NONE}, nullptr);
   multiply(t, rows, tokens == 1 ? *acts : gather(t, rows, acts), tokens == 1);
@@ -413,9 +432,10 @@ void Router::select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tok
   w.pool->barrier();
 }
 
-void Experts::record(bool on) {
+void Experts::record(bool on, bool fired) {
   workspace_->pool->between_jobs([&] {
     records_ = on;
+    records_fired_ = on && fired;
     recorded_ = {};
   });
 }
@@ -431,6 +451,9 @@ void Experts::keep(const ExpertRows& rows, int64_t tokens) {
   recorded_.experts.assign(rows.selected.begin(), rows.selected.begin() + n);
   recorded_.damaged =
       std::any_of(rows.weights.begin(), rows.weights.begin() + n, [](float weight) { return !isfinite(weight); });
+  if (!records_fired_) return;
+  recorded_.rows.assign(rows.row_of.begin(), rows.row_of.begin() + n);
+  recorded_.fired.assign((size_t)(n * up_[0].panels), 0);
 }
 
 // The weight of the shared expert for each token of this thread's share; a barrier comes before it is used.
@@ -476,11 +499,10 @@ void Router::group(ExpertRows& rows, int64_t tokens) const {
   begin[0] = 0;
 }
 
-// The input of each row.
-PiActs Experts::gather(Thread& t, const ExpertRows& rows, const PiActs* acts) const {
+// For each row its token's, of k elements.
+PiActs Experts::gather(Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t k, int forms) const {
   Workspace& w = *t.program->workspace;
-  const int64_t k = d_model_, nb = k / 32;
-  const int forms = (gate_.empty() ? 0 : gate_[0].form()) | up_[0].form();
+  const int64_t nb = k / 32;
   const PiActs to = rows.input.rows(k);
   int64_t begin, end;
   share(rows.begin[(size_t)n_], 1, w.pool->threads(), t.id, &begin, &end);
@@ -524,7 +546,7 @@ const Vector& bias_of(const std::vector<Vector>& biases, size_t e) { return bias
 }  // namespace
 
 // h of all rows: this thread's share, times the weights of the rows, in the form that down takes.
-void Experts::multiply(Thread& t, const ExpertRows& rows, const PiActs& acts, bool one) const {
+void Experts::multiply(Thread& t, const ExpertRows& rows, const PiActs& acts, bool one) {
   Workspace& w = *t.program->workspace;
   float *const gate = rows.floats(rows.gate), *const up = rows.floats(rows.up);
   const int form = down_[0].form();
@@ -536,14 +558,20 @@ void Experts::multiply(Thread& t, const ExpertRows& rows, const PiActs& acts, bo
     const int64_t lanes = (p1 - p0) * PI_LANES, columns = std::min(neurons_ - c0, lanes);
     const PiActs x = pi_acts_from(&acts, one ? 0 : begin, 0);
     float *const h = gate + begin * rows.ldh, *const more = up + begin * rows.ldh;
-    if (!gate_.empty()) w.linear(t.id, gate_[e], bias_of(gate_bias_, e), &x, h, rows.ldh, n, false, p0, p1);
-    const auto repack = [&](int64_t p, int count, uint8_t* to) {
-      panels_of_neurons(bundled_->bundles->up, (int64_t)e * neurons_ + p * PI_LANES, count, to);
+    const auto from = [&](PiRows Bundles::* part) {
+      return [&, part](int64_t p, int count, uint8_t* to) {
+        panels_of_neurons((*bundled_->bundles).*part, (int64_t)e * neurons_ + p * PI_LANES, count, to);
+      };
     };
-    product(t, rows, up_[e], bias_of(up_bias_, e), x, gate_.empty() ? h : more, rows.ldh, n, p0, p1, repack);
+    if (!gate_.empty())
+      product(t, rows, gate_[e], bias_of(gate_bias_, e), x, h, rows.ldh, n, p0, p1, from(&Bundles::gate));
+    product(t, rows, up_[e], bias_of(up_bias_, e), x, gate_.empty() ? h : more, rows.ldh, n, p0, p1,
+            from(&Bundles::up));
     for (int64_t i = 0; i < n; i++) {
       float* row = h + i * rows.ldh + c0;
       activation_.apply(w.kernels, row, gate_.empty() ? nullptr : more + i * rows.ldh + c0, lanes);
+      if (records_fired_)
+        w.kernels->neurons->fires(row, lanes, 0.0f, recorded_.fired.data() + (begin + i) * up_[0].panels + p0);
       w.kernels->scale(row, rows.weight_of[(size_t)(begin + i)], columns);
       if (form == PI_FORM_F32) continue;
       const PiActs to = pi_acts_from(&hidden, begin + i, c0);
@@ -633,6 +661,101 @@ void Experts::list_firing(Thread& t, ExpertRows& rows, const PiActs* acts, int64
         known[rows.token_of[(size_t)(begin + i)] * ldk + listed[j]] = h[i * rows.ldh + listed[j] - first];
     }
     own.n += found;
+  });
+}
+
+// Of up to PI_NEURON_TOKENS tokens: the neurons that the predictor selects of their experts.
+void Experts::sum_predicted(Thread& t, ExpertRows& rows, const Rows& x) {
+  Program& p = *t.program;
+  const bool sampled = recall_every_ && bundled_->stats_of_job().steps % recall_every_ == 0;
+  list_predicted(t, rows, x, sampled);
+  const PiActs* acts = p.workspace->prepare(t.id, x, spec_.norm, bundled_->bundles->forms());
+  if (sampled) sample(t, rows, acts, x.tokens);
+  NeuronSum::Piece piece{x, spec_.norm, p.added_to(0, spec_.out_norm, spec_.down_bias, p.up), true};
+  piece.groups = {rows.of_expert.data(), n_, neurons_};
+  bundled_->sum_listed(t.id, piece, acts, nullptr, 0, nullptr);
+  if (t.id == 0) {
+    predictor_rows_ += (int64_t)rows.active.size() * neurons_;
+    recall_.tokens += sampled ? x.tokens : 0;
+    for (const Ffn::Recall& one : sampled_)
+      if (sampled) recall_.active += one.active, recall_.found += one.found;
+  }
+  p.add_normalised(t, spec_.out_norm, p.up, 0, x.tokens);
+}
+
+// Lists the candidates, of this thread's share of the selected experts' neurons, and the tokens that select each. Ends
+// with a barrier.
+void Experts::list_predicted(Thread& t, ExpertRows& rows, const Rows& x, bool sampled) const {
+  Workspace& w = *t.program->workspace;
+  NeuronLists& lists = w.lists();
+  NeuronLists::Share& own = lists.shares[(size_t)t.id];
+  const int64_t tokens = x.tokens, k = router_.spec.top_k;
+  int64_t t0, t1;
+  share(tokens, 1, w.pool->threads(), t.id, &t0, &t1);
+  std::fill(rows.of_expert.begin() + t0 * n_, rows.of_expert.begin() + t1 * n_, 0.0f);
+  for (int64_t j = t0 * k; j < t1 * k; j++)
+    rows.of_expert[(size_t)(j / k * n_ + rows.selected[(size_t)j])] = rows.weights[(size_t)j];
+  const PiActs* hidden = predictor_->hide(t.id, w, x);
+  const PiActs inputs = tokens == 1 ? *hidden : gather(t, rows, hidden, predictor_->rank(), out_[0].form());
+  own.n = 0;
+  std::fill(own.counts, own.counts + PI_NEURON_TOKENS, 0);
+  each_share(t, rows, out_[0].panels, 2, [&](size_t e, int64_t p0, int64_t p1) {
+    const int64_t begin = rows.begin[e], n = rows.begin[e + 1] - begin, c0 = p0 * PI_LANES;
+    const int64_t lanes = (p1 - p0) * PI_LANES, first = (int64_t)e * neurons_ + c0;
+    const PiActs acts = pi_acts_from(&inputs, tokens == 1 ? 0 : begin, 0);
+    const auto token = [&](int64_t i) { return rows.token_of[(size_t)(begin + i)]; };
+    float* const z = rows.floats(rows.gate) + begin * rows.ldh + c0;
+    w.linear(t.id, out_[e], {}, &acts, z - c0, rows.ldh, n, false, p0, p1);
+    int64_t counts[PI_NEURON_TOKENS] = {0};
+    int32_t* const listed = own.listed.data() + own.n;
+    const int64_t found =
+        w.kernels->neurons->keep(z, rows.ldh, n, lanes, 0, predictor_->limit(), (int32_t)first, listed, counts);
+    for (int64_t i = 0; i < n; i++) own.counts[token(i)] += counts[i];
+    for (int64_t j = 0; j < found && tokens > 1; j++) {
+      uint32_t selects = 0;
+      for (int64_t i = 0; i < n; i++)
+        selects |= (uint32_t)predictor_->candidate(z[i * rows.ldh + listed[j] - first]) << token(i);
+      lists.selected_by[(size_t)listed[j]] = selects;
+    }
+    for (int64_t i = 0; i < n && sampled; i++)
+      std::copy(z + i * rows.ldh, z + i * rows.ldh + lanes, lists.z.begin() + token(i) * lists.ldz + first);
+    own.n += found;
+  });
+  w.pool->barrier();
+}
+
+// How many of the neurons that fire the predictor selected: computes whole experts.
+void Experts::sample(Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t tokens) {
+  const NeuronLists& lists = t.program->workspace->lists();
+  Ffn::Recall& own = sampled_[(size_t)t.id];
+  own = {};
+  multiply(t, rows, tokens == 1 ? *acts : gather(t, rows, acts), tokens == 1);
+  each_share(t, rows, up_[0].panels, 2, [&](size_t e, int64_t p0, int64_t p1) {  // as those of `multiply`
+    for (int64_t r = rows.begin[e]; r < rows.begin[e + 1]; r++) {
+      const float* const h = rows.floats(rows.gate) + r * rows.ldh;
+      const float* const z = lists.z.data() + rows.token_of[(size_t)r] * lists.ldz + (int64_t)e * neurons_;
+      for (int64_t c = p0 * PI_LANES; c < p1 * PI_LANES; c++) {
+        own.active += h[c] != 0.0f;
+        own.found += h[c] != 0.0f && predictor_->candidate(z[c]);
+      }
+    }
+  });
+}
+
+Experts::Counts Experts::counts() const {
+  Counts counts;
+  workspace_->pool->between_jobs([&] {
+    check((bool)bundled_, "that FFN has no bundles");
+    counts = {bundled_->stats_of_job(), recall_, predictor_rows_};
+  });
+  return counts;
+}
+
+void Experts::clear() {
+  workspace_->pool->between_jobs([&] {
+    if (bundled_) bundled_->clear_counts();
+    recall_ = {};
+    predictor_rows_ = 0;
   });
 }
 

@@ -38,13 +38,16 @@ struct Router {
 };
 
 // The experts' matrices: of all experts, one below the other, each padded to whole panels. gate may be null.
-// bundled: the neurons of all experts, one expert after another, in place of up and down; their gates are not read.
+// bundled: the neurons of all experts, one expert after another, in place of up and down. Their gates are read with a
+// predictor, which selects among all of these neurons and takes the matrix' place.
 struct ExpertMatrices {
   int64_t experts, neurons;  // neurons: of each expert
   Activation activation;
   std::shared_ptr<Matrix> gate, up, down;
   std::vector<Vector> gate_bias, up_bias, down_bias;  // of each expert, padded to whole panels; or none at all
   std::shared_ptr<NeuronSum> bundled = nullptr;
+  std::shared_ptr<const Predictor> predictor = nullptr;
+  int64_t recall_every = 0;  // steps between samples of its recall, for which all neurons are computed; 0: none
 };
 
 // The shared expert, and the weights of its own gate: a sigmoid of their product with the input. Either may be absent.
@@ -72,6 +75,7 @@ struct ExpertRows {
   std::vector<int32_t> begin, active;       // [experts + 1] first row of each expert; the experts that have rows
   std::vector<int64_t> cost;                // [active + 1] of a unit of work of all those before
   Mapping known;                            // activations of bundled neurons, [PI_NEURON_TOKENS][bundled]
+  std::vector<float> of_expert;             // weights of bundled experts, [PI_NEURON_TOKENS][experts]
   Mapping panels;                           // two for each thread, repacked
   const Experts* ordered = nullptr;         // whose rows `Experts::order` has ordered; null: nobody's
   int64_t ordered_tokens = 0, fetched = 0;  // of these rows; bytes of their weights that each thread has fetched
@@ -93,13 +97,24 @@ class Experts : public Op {
   void run(Thread& t, const Step& step) override;
 
   // Whether steps keep what they selected, until the next one: for profiles and for policies that place experts.
-  void record(bool on);
+  // fired: and which neurons of these fired, in steps that compute whole experts.
+  void record(bool on, bool fired = false);
   // Of the last step.
   struct Selected {
     std::vector<int32_t> experts;  // [tokens][top_k], ascending for each token
     bool damaged = false;          // a weight was NaN or infinite
+    std::vector<int32_t> rows;     // of `fired`, for each of `experts`
+    std::vector<uint16_t> fired;   // [rows][panels of up], a bit for each neuron
   };
   Selected recorded() const;
+  // Of steps whose neurons are told apart, as of `NeuronSum` and `Ffn`; rows of the predictor's `out` that were read.
+  struct Counts {
+    NeuronStats neurons;
+    Ffn::Recall recall;
+    int64_t predictor_rows;
+  };
+  Counts counts() const;
+  void clear();
   // out [tokens, d_model] = the sum of experts that the caller selects, outside of a program's steps. selected, weights:
   // [tokens][top_k]; -1 selects none. Returns false where no expert is selected: out is zero, and no job was run.
   bool sum(Program& program, const float* x, int64_t tokens, const int32_t* selected, const float* weights, float* out);
@@ -124,14 +139,20 @@ class Experts : public Op {
   void order_rows(ExpertRows& rows, int64_t tokens, const int32_t* selected, const float* weights) const;
   template <class P>
   void sum_rows(Program& program, const float* x, int64_t tokens, float* out, P prepare);
-  PiActs gather(Thread& t, const ExpertRows& rows, const PiActs* acts) const;
-  void multiply(Thread& t, const ExpertRows& rows, const PiActs& acts, bool one) const;
-  // A product of one expert's up or down, from matrices or from bundles.
+  PiActs gather(Thread& t, const ExpertRows& rows, const PiActs* acts) const {
+    return gather(t, rows, acts, d_model_, (gate_.empty() ? 0 : gate_[0].form()) | up_[0].form());
+  }
+  PiActs gather(Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t k, int forms) const;
+  void multiply(Thread& t, const ExpertRows& rows, const PiActs& acts, bool one);
+  // A product of one expert's gate, up or down, from matrices or from bundles.
   template <class R>
   void product(const Thread& t, const ExpertRows& rows, const Matrix& matrix, const Vector& bias, const PiActs& acts,
                float* out, int64_t ldo, int64_t tokens, int64_t p0, int64_t p1, R repack) const;
   void sum_firing(Thread& t, ExpertRows& rows, const PiActs* acts, const NeuronSum::Piece& piece) const;
   void list_firing(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const;
+  void sum_predicted(Thread& t, ExpertRows& rows, const Rows& x);
+  void list_predicted(Thread& t, ExpertRows& rows, const Rows& x, bool sampled) const;
+  void sample(Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t tokens);
   void add_down(Thread& t, const ExpertRows& rows) const;
   void merge(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const;
 
@@ -142,9 +163,15 @@ class Experts : public Op {
   const Activation activation_;
   bool whole_ = false;
   const std::shared_ptr<NeuronSum> bundled_;  // null: there are matrices
-  std::vector<Matrix> gate_, up_, down_;      // of each expert; no gates: empty; bundled: up and down without data
+  std::vector<Matrix> gate_, up_, down_;      // of each expert; no gates: empty; what is in bundles has no data
   const std::vector<Vector> gate_bias_, up_bias_, down_bias_;
   const std::shared_ptr<Workspace> workspace_;
-  bool records_ = false;
+  const std::shared_ptr<const Predictor> predictor_;  // null: gates find what fires
+  const std::vector<Matrix> out_;                     // of each expert, its rows of the predictor's
+  const int64_t recall_every_;
+  bool records_ = false, records_fired_ = false;
   Selected recorded_;
+  Ffn::Recall recall_ = {};
+  std::vector<Ffn::Recall> sampled_;  // of the threads
+  int64_t predictor_rows_ = 0;
 };

@@ -85,14 +85,14 @@ void NeuronSum::sum_listed(int thread, const Piece& piece, const PiActs* acts, c
   NeuronLists::Share& own = lists.shares[(size_t)thread];
   const int64_t tokens = piece.x.tokens, n = lists.take(thread, bundles->down.type == PI_Q4_0X32);
   // With one token, every listed neuron is selected by it.
-  const bool some = tokens > 1 && (predictor || piece.selected || piece.weight);
+  const bool some = tokens > 1 && (predictor || piece.selected || piece.weight || piece.groups.of);
   if (some && predictor) predictor->mark(lists, own.taken.data(), n, tokens);
   std::fill(own.sums.begin(), own.sums.begin() + tokens * lists.lds, 0.0f);
   own.done = {};
   int64_t* const fired = piece.fired || !piece.counted || !counts_fired ? piece.fired : fired_.data();
   add_neurons(workspace->kernels, *bundles, acts, tokens, own.taken.data(), n,
-              {known, ldk, some ? lists.selected_by.data() : nullptr, threshold}, own.block, own.sums.data(), lists.lds,
-              own.done, fired);
+              {known, ldk, some ? lists.selected_by.data() : nullptr, threshold, piece.groups}, own.block,
+              own.sums.data(), lists.lds, own.done, fired);
   workspace->pool->barrier();
   add_sums(thread, piece);
   if (thread == 0 && piece.counted) count(tokens);

@@ -40,6 +40,7 @@ class NeuronSum {
     const uint8_t* selected = nullptr;  // [tokens][members]
     const float* weight = nullptr;      // [tokens]
     int64_t* fired = nullptr;           // by place, if the caller counts the tokens that neurons fire for
+    GroupWeights groups = {};           // if given, `selected_by` of the lists says which tokens select a neuron
   };
   // Sums the selected neurons; all their gates are computed.
   void sum_selected(int thread, const Piece& piece);

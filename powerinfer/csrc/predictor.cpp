@@ -25,15 +25,21 @@ void Predictor::select(int thread, Workspace& w, const Rows& x) const {
   reach_floor(thread, w, x.tokens);
 }
 
-void Predictor::guess(int thread, Workspace& w, const Rows& x) const {
+const PiActs* Predictor::hide(int thread, Workspace& w, const Rows& x) const {
   NeuronLists& s = w.lists();
   const PiActs* acts = w.prepare(thread, x, {}, in->form());
-  const Columns inner(*in, *w.pool, thread), outer(*out, *w.pool, thread);
+  const Columns inner(*in, *w.pool, thread);
   w.linear(thread, *in, {}, acts, s.hidden.data(), s.ldr, x.tokens, false, inner.p0, inner.p1);
   for (int64_t i = 0; i < x.tokens; i++)
     w.kernels->activate(PI_RELU, 0.0f, s.hidden.data() + i * s.ldr + inner.c0, nullptr, inner.lanes());
   w.pool->barrier();
-  acts = w.prepare(thread, {s.hidden.data(), s.ldr, in->rows, x.tokens}, {}, out->form());
+  return w.prepare(thread, {s.hidden.data(), s.ldr, in->rows, x.tokens}, {}, out->form());
+}
+
+void Predictor::guess(int thread, Workspace& w, const Rows& x) const {
+  NeuronLists& s = w.lists();
+  const PiActs* acts = hide(thread, w, x);
+  const Columns outer(*out, *w.pool, thread);
   w.linear(thread, *out, {}, acts, s.z.data(), s.ldz, x.tokens, false, outer.p0, outer.p1);
 }
 

@@ -17,6 +17,10 @@ class Predictor {
   // For the threads of a job, and up to PI_NEURON_TOKENS tokens.
   // Each thread lists the candidates among its neurons; ends with a barrier.
   void select(int thread, Workspace& w, const Rows& x) const;
+  // The first half of that: relu(in . x) in the form that `out` takes.
+  const PiActs* hide(int thread, Workspace& w, const Rows& x) const;
+  // z of candidates exceeds it.
+  float limit() const { return above_; }
   // Sets `selected_by` of n neurons to the tokens for which each is a candidate.
   void mark(NeuronLists& lists, const int32_t* of, int64_t n, int64_t tokens) const;
   bool candidate(float z) const { return !(z <= above_); }

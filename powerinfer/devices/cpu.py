@@ -80,6 +80,19 @@ class Observer(Protocol):
         ...
 
 
+class ExpertObserver(Protocol):
+    """Observes the experts of a running executor; arrays are views that are valid during the call."""
+
+    def reads(self, layer: int, x: NDArray[np.float32]) -> None:
+        """Before the experts of a layer: as of `Observer`."""
+        ...
+
+    def fires(self, layer: int, selected: NDArray[np.int32], active: NDArray[np.uint8]) -> None:
+        """After them. selected: int32 [tokens, top_k], ascending for each token; active: uint8 [tokens, top_k * size /
+        8], of their neurons those that fired, as of `Fired`."""
+        ...
+
+
 @dataclass(frozen=True)
 class _Observed:
     by: Observer | None
@@ -181,7 +194,9 @@ class CpuExecutor:
         self.d_model = config.d_model
         self.ffns: dict[int, CpuFfn] = {}  # by layer
         self.in_experts = False  # experts that follow are computed by neuron, where they can be
+        self.expert_predictors: Callable[[int], Weights] | None = None  # what selects in them, by layer
         self.expert_ffns: dict[int, ExpertFfn] = {}  # those that are, by layer
+        self._recall_every = engine.recall_every
         self._experts: dict[int, _native.Experts] = {}  # by layer
         self._embedded = 0  # operators up to the embedding's
         self._pool = _native.Pool(threads)
@@ -191,6 +206,7 @@ class CpuExecutor:
         self._program = self._empty_program(engine, pages, room)
         self._ropes = {rope: self._program.add_rope(*rotation) for rope, rotation in rotations.items()}
         self._observed: _Observed | None = None
+        self._expert_observer: ExpertObserver | None = None
         self.slots: Slots | None = None  # of the states of a step
         self._logits = np.empty((0, cpu.round_up(config.vocab_size, cpu.LANES)), np.float32)
 
@@ -433,7 +449,8 @@ class CpuExecutor:
         assert isinstance(about, ExpertsConfig)
         spec, made = _native.NeuronSpec(about.activation, about.threshold), None
         if self.in_experts and about.why_whole is None:
-            of_all, made = self._bundled(about, spec, experts)
+            weights = None if self.expert_predictors is None else self.expert_predictors(layer)
+            of_all, made = self._bundled(about, spec, experts, weights)
         else:
             *gate, up, down = (self._stack(tensor, about.router.top_k) for tensor in experts)
             of_gate, own = gate[0] if gate else None, _biases(about, biases)
@@ -469,6 +486,7 @@ class CpuExecutor:
         if self.in_experts and about.why_whole is None:
             some = replace(about, n_experts=n)
             of_some, gate, by_neuron = self._by_neuron(some, spec, chain([first], each))
+            assert gate is not None, "there is no predictor"
             return ExpertSum(self._pool, self._program, about, of_some, [gate], n, by_neuron)
         matrices = [self._stack(tensor, top) for tensor in chain([first], each)]
         *gates, up, down = matrices
@@ -477,30 +495,48 @@ class CpuExecutor:
         return ExpertSum(self._pool, self._program, about, of_some, matrices, n)
 
     def _bundled(
-        self, about: ExpertsConfig, spec: _native.NeuronSpec, experts: Iterable[RawTensor]
+        self,
+        about: ExpertsConfig,
+        spec: _native.NeuronSpec,
+        experts: Iterable[RawTensor],
+        weights: Weights | None,
     ) -> tuple[_native.ExpertMatrices, Callable[[_native.Experts], ExpertFfn]]:
-        """Gates as matrices, the rest as bundles; and what makes the layer's FFN of its operator."""
+        """Experts as bundles, gates as matrices unless there is a predictor; and what makes the layer's FFN of its
+        operator."""
         n, top, size = about.n_experts, about.router.top_k, about.size
-        of_all, gate, made = self._by_neuron(about, spec, experts)
-        read = (gate.nbytes + made.groups.nbytes) * top // n
-        gate_row = gate.nbytes / (n * size)
+        of_all, gate, made = self._by_neuron(about, spec, experts, weights)
+        own, of_gates = made.predictor, 0 if gate is None else gate.nbytes
         return of_all, partial(
-            ExpertFfn, sum=made.sum, layout=made.layout, gate_row=gate_row, neurons=top * size, nbytes=read
+            ExpertFfn,
+            sum=made.sum,
+            layout=made.layout,
+            gate_row=made.layout.gate_bytes if gate is None else of_gates / (n * size),
+            predictor=(0, 0.0) if own is None else (own.inner_nbytes, own.outer_nbytes / (n * size)),
+            neurons=top * size,
+            nbytes=(of_gates + made.groups.nbytes) * top // n,
         )
 
     def _by_neuron(
-        self, about: ExpertsConfig, spec: _native.NeuronSpec, experts: Iterable[RawTensor]
-    ) -> tuple[_native.ExpertMatrices, _native.Matrix, ByNeuron]:
+        self,
+        about: ExpertsConfig,
+        spec: _native.NeuronSpec,
+        experts: Iterable[RawTensor],
+        weights: Weights | None = None,
+    ) -> tuple[_native.ExpertMatrices, _native.Matrix | None, ByNeuron]:
         n, top, size = about.n_experts, min(about.router.top_k, about.n_experts), about.size
-        each = iter(experts)
-        gate = self._stack(next(each), top)
-        layout, rows = bundle(about, self.d_model, next(each), next(each), self._pool.threads)
-        ends = layout.gate_type, layout.down_type, layout.pitch, layout.up_at, layout.up_at, layout.down_at
+        each, predictor = iter(experts), self.parts.predictor(weights)
+        gate = None if predictor else self._stack(next(each), top)
+        of_rows = next(each) if predictor else None
+        layout, rows = bundle(about, self.d_model, of_rows, next(each), next(each), self._pool.threads)
+        gate_at = layout.gate_at if predictor else layout.up_at  # which is not read
+        ends = layout.gate_type, layout.down_type, layout.pitch, gate_at, layout.up_at, layout.down_at
         native = _native.Bundles(rows, n * size, self.d_model, layout.gate_type, *ends, spec)
         neurons = _native.NeuronSum(self._workspace, native)
         self.bytes_per_token += rows.nbytes * top // n
-        of_all = _native.ExpertMatrices(n, size, spec, gate, None, None, bundled=neurons)
-        return of_all, gate, ByNeuron(neurons, layout, rows)
+        of_all = _native.ExpertMatrices(
+            n, size, spec, gate, None, None, bundled=neurons, predictor=predictor, recall_every=self._recall_every
+        )
+        return of_all, gate, ByNeuron(neurons, layout, rows, predictor)
 
     def _stack(self, tensor: RawTensor, read: int | None = None) -> _native.Matrix:
         """Matrices [n, out, in] one below the other, each in whole panels; `read` of them, None: all, are read for a
@@ -539,7 +575,9 @@ class CpuExecutor:
 
     def forward(self, batch: Batch) -> Float32:
         self._make_room(batch)
-        if self._observed is None:
+        if self._expert_observer is not None:
+            self._run_experts(batch, self._expert_observer)
+        elif self._observed is None:
             self._run(batch, 0, self._program.size)
         else:
             self._run_observed(batch, self._observed)
@@ -658,15 +696,46 @@ class CpuExecutor:
                 op.record(False)
 
     def _routed(self) -> Routed:
-        found: Routed = {}
+        return {layer: self._selected(layer) for layer in self._experts}
+
+    def _selected(self, layer: int) -> NDArray[np.int32]:
+        selected, damaged = self._experts[layer].selected()
+        if damaged:
+            raise _not_finite(layer)
+        return np.array(selected, np.int32).reshape(-1, self.config.experts[layer].router.top_k)
+
+    @contextmanager
+    def observed_experts(self, observer: ExpertObserver) -> Iterator[None]:
+        """A context in which `observer` sees every layer of experts; of executors that compute these whole.
+
+        `forward` raises ModelError for a router's weights that are not finite.
+        """
+        assert not self.expert_ffns
+        for op in self._experts.values():
+            op.record(True, fired=True)
+        self._expert_observer = observer
+        try:
+            yield
+        finally:
+            self._expert_observer = None
+            for op in self._experts.values():
+                op.record(False)
+
+    def _run_experts(self, batch: Batch, observer: ExpertObserver) -> None:
+        """A call in parts, observing the experts of every layer."""
+        tokens, at = len(batch.tokens), 0
         for layer, op in self._experts.items():
-            selected, damaged = op.selected()
-            if damaged:
-                raise _not_finite(layer)
-            about = self.config.layers[layer].ffn
-            assert isinstance(about, ExpertsConfig)
-            found[layer] = np.array(selected, np.int32).reshape(-1, about.router.top_k)
-        return found
+            self._run(batch, at, op.number)
+            x = self._program.residual(tokens)
+            x.flags.writeable = False
+            observer.reads(layer, x)
+            at = op.number + 1
+            self._run(batch, op.number, at)
+            selected, size = self._selected(layer), self.config.experts[layer].size
+            active = np.empty((selected.size, -(-size // 8)), np.uint8)
+            op.fired(active)
+            observer.fires(layer, selected, active.reshape(tokens, -1))
+        self._run(batch, at, self._program.size)
 
     def time_operators(self, on: bool) -> dict[str, float]:
         """Switch timing on or off; seconds spent in each kind of operator since the last call."""
@@ -681,8 +750,8 @@ class CpuExecutor:
         raise RequestError("there is nothing to trace: no layer runs on a GPU (--gpu)")
 
     def close(self) -> None:
-        names = "_observed _program _states _ropes ffns _experts expert_ffns parts _pack _workspace _pool _logits"
-        for name in names.split():
+        own = "_observed _expert_observer _program _states _ropes ffns _experts expert_ffns"
+        for name in (*own.split(), "parts", "_pack", "_workspace", "_pool", "_logits"):
             self.__dict__.pop(name, None)
 
 

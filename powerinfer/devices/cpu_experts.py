@@ -1,4 +1,5 @@
-"""Experts of the CPU's executor whose neurons are told apart: gates as matrices, up and down as bundles.
+"""Experts of the CPU's executor whose neurons are told apart: up and down as bundles, gates as matrices, or, where a
+predictor selects before gates are computed, in the bundles too.
 
 The weights rest once: prompts repack the bundles of an expert, a few panels at a time, for the kernels of matrices.
 """
@@ -24,11 +25,15 @@ ROW_TYPES = ("F16", "BF16", "Q4_0")
 
 @dataclass(frozen=True)
 class ByNeuron:
-    """Up and down of some experts as bundles. sum: of their neurons, which counts its steps; groups: their bytes."""
+    """Some experts as bundles. sum: of their neurons, which counts its steps; groups: their bytes.
+
+    predictor: selects neurons before gates are computed, which are then in the bundles; None: gates are a matrix.
+    """
 
     sum: _native.NeuronSum
     layout: BundleLayout
     groups: Bytes
+    predictor: _native.Predictor | None = None
 
 
 @dataclass(frozen=True)
@@ -39,53 +44,58 @@ class ExpertFfn:
     sum: _native.NeuronSum
     layout: BundleLayout
     gate_row: float  # bytes of a neuron's gate
+    predictor: tuple[int, float]  # bytes of what all experts share of it, and of a neuron; 0: there is none
     neurons: int  # of a token's experts
     nbytes: int  # read for a token where every neuron of its experts is computed
 
     def counts(self) -> dict[str, int]:
         """As `CpuFfn.counts`; neurons: of the experts of all tokens."""
-        counts = dict(self.sum.counts())
+        counts = dict(self.op.counts())
         sizes = (self.gate_row, self.layout.gate_bytes, self.layout.down_bytes, self.layout.shared_bytes)
         rows = [counts.pop(name) for name in ("first_rows", "up_rows", "down_rows", "shared_scales")]
-        counts["bytes"] = round(sum(number * nbytes for number, nbytes in zip(rows, sizes, strict=True)))
-        return counts | {"neurons": counts["tokens"] * self.neurons} | dict.fromkeys(_SAMPLES, 0)
-
-
-_SAMPLES = ("sampled_tokens", "sampled_active", "sampled_found")  # of predictors
+        nbytes = sum(number * nbytes for number, nbytes in zip(rows, sizes, strict=True))
+        shared, row = self.predictor
+        counts["bytes"] = round(nbytes + counts["steps"] * shared + counts.pop("predictor_rows") * row)
+        return counts | {"neurons": counts["tokens"] * self.neurons}
 
 
 def bundle(
-    about: ExpertsConfig, d_model: int, up: RawTensor, down: RawTensor, threads: int
+    about: ExpertsConfig, d_model: int, gate: RawTensor | None, up: RawTensor, down: RawTensor, threads: int
 ) -> tuple[BundleLayout, Bytes]:
-    """All experts as bundles without gates: uint8 [groups, bytes of a group].
+    """All experts as bundles: uint8 [groups, bytes of a group].
 
-    up, down: of all experts, [experts, out, in], of types in `ROW_TYPES`.
+    gate, up, down: of all experts, [experts, out, in], of types in `ROW_TYPES`; gate: of up's type, None: it stays out.
     """
-    layout = expert_layout(d_model, up.type, down.type)
+    layout = expert_layout(d_model, up.type, down.type, gate is not None)
     groups = own_pages(about.n_experts * n_groups(about.size) * layout.group_bytes).reshape(-1, layout.group_bytes)
-    _put(layout, groups, up.data, down.data.reshape(about.n_experts, d_model, -1), threads)
+    own = None if gate is None else gate.data
+    _put(layout, groups, own, up.data, down.data.reshape(about.n_experts, d_model, -1), threads)
     return layout, groups
 
 
 def rebundle(
     layout: BundleLayout, groups: Bytes, experts: int, place: int, up: RawTensor, down: RawTensor, threads: int
 ) -> None:
-    """Put another expert in a place of those that `bundle` has made. up, down: [out, in] of the types of all."""
+    """Put another expert in a place of those that `bundle` has made, without gates. up, down: [out, in] of the types
+    of all."""
     each = len(groups) // experts
     own = groups[place * each : (place + 1) * each]
-    _put(layout, own, up.data, down.data.reshape(1, layout.d_model, -1), threads)
+    _put(layout, own, None, up.data, down.data.reshape(1, layout.d_model, -1), threads)
 
 
-def expert_layout(d_model: int, up_type: str, down_type: str) -> BundleLayout:
-    """Of neurons of experts whose up and down have types in `ROW_TYPES`."""
+def expert_layout(d_model: int, up_type: str, down_type: str, gated: bool = False) -> BundleLayout:
+    """Of neurons of experts whose up and down have types in `ROW_TYPES`; gated: with gates of up's type."""
     down_type = ACROSS if down_type == "Q4_0" else down_type
     up_bytes, _ = cpu.bundle_row_bytes(up_type, d_model)
-    return BundleLayout(d_model, False, up_type, down_type, up_bytes, *cpu.bundle_row_bytes(down_type, d_model))
+    return BundleLayout(d_model, gated, up_type, down_type, up_bytes, *cpu.bundle_row_bytes(down_type, d_model))
 
 
-def _put(layout: BundleLayout, groups: Bytes, up: Bytes, down: Bytes, threads: int) -> None:
-    """Fill the groups of experts. up: of all their rows; down: uint8 [experts, d_model, bytes of a row]."""
+def _put(layout: BundleLayout, groups: Bytes, gate: Bytes | None, up: Bytes, down: Bytes, threads: int) -> None:
+    """Fill the groups of experts. gate, up: of all their rows; down: uint8 [experts, d_model, bytes of a row]."""
     neurons, d_model = len(groups) * BUNDLE_GROUP, layout.d_model
+    if gate is not None:
+        at = layout.gate_at
+        cpu.pack_bundle_rows(layout.gate_type, "dot", neurons, d_model, gate, groups, layout.pitch, at, threads)
     cpu.pack_bundle_rows(layout.gate_type, "dot", neurons, d_model, up, groups, layout.pitch, layout.up_at, threads)
     each, at = len(groups) // len(down), layout.down_at
     for expert, columns in enumerate(down):

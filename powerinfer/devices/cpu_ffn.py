@@ -91,7 +91,7 @@ class PartMaker:
         return _native.NeuronSum(self._workspace, native, threshold, count_fired)
 
     def predictor(self, weights: Weights | None) -> _native.Predictor | None:
-        """What selects among all of a layer's neurons."""
+        """What selects among all of a layer's neurons, of experts those of all of them."""
         if weights is None:
             return None
         about, inner, outer = weights

@@ -1,7 +1,8 @@
 """Trained predictors on disk: for each layer `layers.N.in` [rank, d_model] and `layers.N.out` [neurons, rank].
 
-A layer's rank, threshold and floor are in the file's description. Weights are F16, BF16, F32, or Q8_0, whose rows of
-blocks are stored as U8 [rows, row_bytes].
+Of a layer of experts the neurons are those of all experts, one expert after another, and the floor is 0. A layer's
+rank, threshold and floor are in the file's description. Weights are F16, BF16, F32, or Q8_0, whose rows of blocks are
+stored as U8 [rows, row_bytes].
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def open_predictor(checkpoint: Checkpoint, prepared: str | None = None) -> Predi
     place = PreparedFile(PREDICTOR, checkpoint, prepared)
     description, tensors, file = place.read()
     config = checkpoint.config
-    for name, size in (("d_model", config.d_model), ("neurons", list(config.ffn_sizes))):
+    for name, size in (("d_model", config.d_model), ("neurons", list(config.told_apart))):
         if description.get(name) != size:
             raise place.bad(f"states a {name} of {shown(description.get(name))}, and the model has {size}")
     about = place.described(_Description, description)
@@ -125,7 +126,8 @@ def open_predictor(checkpoint: Checkpoint, prepared: str | None = None) -> Predi
         raise place.bad(f"does not describe {config.n_layers} layers")
     layers = []
     for layer, one in enumerate(about.layers):
-        if one.rank % block or one.floor > config.ffn_sizes[layer]:
+        most = 0 if config.experts else config.told_apart[layer]
+        if one.rank % block or one.rank > config.d_model or one.floor > most:
             raise place.bad(f"has a rank of {one.rank} and a floor of {one.floor} in layer {layer}, which cannot be")
         predictor = Predictor(one.rank, one.threshold, one.floor)
         weights = []
@@ -158,7 +160,7 @@ def write_predictor(
     assert len(layers) == config.n_layers and type_name in PREDICTOR_TYPES
     description = {
         "d_model": config.d_model,
-        "neurons": list(config.ffn_sizes),
+        "neurons": list(config.told_apart),
         "type": type_name,
         "layers": [{**asdict(one), "threshold": float(one.threshold)} for one in layers],
         **({} if training is None else {"training": dict(training)}),
@@ -179,7 +181,7 @@ def write_predictor(
 
 def _shapes(config: ModelConfig, layer: int, rank: int) -> Iterator[tuple[str, tuple[int, int]]]:
     yield f"layers.{layer}.in", (rank, config.d_model)
-    yield f"layers.{layer}.out", (config.ffn_sizes[layer], rank)
+    yield f"layers.{layer}.out", (config.told_apart[layer], rank)
 
 
 def _stored(type_name: str, shape: tuple[int, int]) -> tuple[str, tuple[int, int]]:

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from powerinfer import __version__
+from powerinfer.config import ModelConfig
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.json_file import checked, parse_json
@@ -56,7 +57,7 @@ class Kind:
     """A kind of prepared file: its name, what people call its contents, and the verb that makes it.
 
     format: incremented with every change of the content, including the order of bytes in a bundle's part. of_neurons:
-    of use only to models whose neurons are told apart.
+    of use only to models whose neurons are told apart; in_experts: those inside experts, too.
     """
 
     name: str
@@ -64,12 +65,19 @@ class Kind:
     verb: str
     format: int = 1
     of_neurons: bool = True
+    in_experts: bool = False
+
+    def why_none(self, config: ModelConfig) -> str | None:
+        """Why such a file is of no use to a model; None: it is."""
+        if not self.of_neurons or (self.in_experts and config.why_not_predicted is None):
+            return None
+        return config.why_whole
 
 
 BUNDLES = Kind("neurons", "bundles", "pack", format=4)
-PREDICTOR = Kind("predictor", "predictor", "train")
+PREDICTOR = Kind("predictor", "predictor", "train", in_experts=True)
 PROFILE = Kind("profile", "profile", "profile")
-SAMPLES = Kind("samples", "samples", "profile")
+SAMPLES = Kind("samples", "samples", "profile", in_experts=True)
 EXPERTS = Kind("experts", "expert profile", "profile", format=2, of_neurons=False)
 EXPERT_TRACE = Kind("experts-trace", "trace of experts", "profile", of_neurons=False)
 TRAINING = Kind("training", "unfinished training", "sparsify", of_neurons=False)
@@ -110,7 +118,7 @@ class PreparedFile:
         self.path = path or prepared_folder(checkpoint.path, prepared) / f"{kind.name}.safetensors"
         self._fingerprint = checkpoint.fingerprint
         self._quantize = checkpoint.quantize
-        self._why_none = checkpoint.config.why_whole if kind.of_neurons else None
+        self._why_none = kind.why_none(checkpoint.config)
         command = ["powerinfer", kind.verb, "-m", str(checkpoint.path)]
         command += ["--quantize", checkpoint.quantize] if checkpoint.quantize else []
         command += ["--prepared", prepared] if prepared is not None else []

@@ -4,6 +4,9 @@ For each layer `layers.N.x` F16 [rows, d_model], the residual stream before the 
 the same, the layer's input), clipped to the range of F16, and `layers.N.active` U8 [rows, ceil(neurons / 8)]: bit i % 8
 of byte i // 8 is neuron i. Rows are in the order of the text, and row r of every layer is the same token. `windows` I64
 [number] holds the first row of each window of text, so that whole windows can be held out.
+
+Of a layer of experts `layers.N.selected` U16 [rows, experts of a token] holds the experts that the token selected,
+ascending, and `layers.N.active` U8 [rows, experts of a token * neurons of an expert / 8] the neurons of these.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from powerinfer.config import ExpertsConfig
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.json_file import Between
 from powerinfer.formats.mapped import MappedFile
@@ -37,7 +41,9 @@ class SamplesFile:
     """The samples of a model, mapped; call `file.check()` before they are read.
 
     layers: for each layer (x float16 [rows, d_model], active uint8 [rows, ceil(neurons / 8)]), read-only views;
-    windows: int64, the first row of each window, ascending from 0; about: how they were made.
+    of experts active is uint8 [rows, experts of a token * neurons of an expert / 8], and selected has for each layer
+    the experts, uint16 [rows, experts of a token]; else it is empty. windows: int64, the first row of each window,
+    ascending from 0; about: how they were made.
     """
 
     rows: int
@@ -45,6 +51,7 @@ class SamplesFile:
     windows: NDArray[np.int64]
     about: dict[str, Any]
     file: MappedFile
+    selected: tuple[NDArray[np.uint16], ...] = ()
 
     @property
     def path(self) -> Path:
@@ -54,8 +61,8 @@ class SamplesFile:
 
 def row_bytes(checkpoint: Checkpoint) -> int:
     """Bytes that one row takes, of all layers together."""
-    config = checkpoint.config
-    return sum(2 * config.d_model + -(-size // 8) for size in config.ffn_sizes)
+    tensors = (one for layer in range(checkpoint.config.n_layers) for one in _of_layer(checkpoint, layer, 1))
+    return sum(shape[1] * (1 if dtype == "U8" else 2) for _, dtype, shape in tensors)
 
 
 def open_samples(checkpoint: Checkpoint, prepared: str | None = None) -> SamplesFile:
@@ -67,7 +74,7 @@ def open_samples(checkpoint: Checkpoint, prepared: str | None = None) -> Samples
     description, tensors, file = place.read()
     about = place.described(_Description, description)
     rows = about.rows
-    layers = []
+    layers, selected = [], []
     for layer in range(checkpoint.config.n_layers):
         views = []
         for name, dtype, shape in _of_layer(checkpoint, layer, rows):
@@ -76,15 +83,19 @@ def open_samples(checkpoint: Checkpoint, prepared: str | None = None) -> Samples
                 raise place.bad(f"holds {name} at an odd place")
             views.append(tensor.data)
         layers.append((views[0].view("<f2").reshape(rows, -1), views[1].reshape(rows, -1)))
+        selected += [one.view("<u2").reshape(rows, -1) for one in views[2:]]
     windows = tensors.pop("windows", None)
     if windows is None or windows.type != "I64" or len(windows.shape) != 1 or not windows.size:
         raise place.bad("does not say where its windows begin")
     file.check()
+    for (layer, ffn), own in zip(checkpoint.config.experts.items(), selected, strict=True):
+        if int(own.max()) >= ffn.n_experts or (own[:, 1:] <= own[:, :-1]).any():
+            raise place.bad(f"selects no {ffn.router.top_k} different ones of {ffn.n_experts} experts in layer {layer}")
     starts = np.frombuffer(windows.data.tobytes(), "<i8").astype(np.int64)
     if starts[0] != 0 or starts.max() >= rows or (starts[1:] <= starts[:-1]).any():
         raise place.bad("has windows that do not follow one another")
     place.holds_no_more(tensors)
-    return SamplesFile(rows, tuple(layers), starts, about.about, file)
+    return SamplesFile(rows, tuple(layers), starts, about.about, file, tuple(selected))
 
 
 class SamplesWriter:
@@ -95,11 +106,18 @@ class SamplesWriter:
         self._part = part
         self.resumed = part.resumed
 
-    def put(self, layer: int, first: int, x: Float32, active: Bytes) -> None:
-        """Rows of a layer from `first` on: x [n, d_model] of any float type, active uint8 [n, ceil(neurons / 8)]."""
+    def put(
+        self, layer: int, first: int, x: Float32, active: Bytes, selected: NDArray[np.integer[Any]] | None = None
+    ) -> None:
+        """Rows of a layer from `first` on: x [n, d_model] of any float type, active uint8 as of `SamplesFile`.
+
+        selected: integers [n, experts of a token], of a layer of experts.
+        """
         shapes = [(name, shape[1]) for name, _, shape in _of_layer(self._checkpoint, layer, 1)]
-        halves = np.ascontiguousarray(np.clip(x, -_F16_MAX, _F16_MAX), "<f2")
-        for (name, width), values in zip(shapes, (halves, np.ascontiguousarray(active)), strict=True):
+        arrays = [np.ascontiguousarray(np.clip(x, -_F16_MAX, _F16_MAX), "<f2"), np.ascontiguousarray(active)]
+        if selected is not None:
+            arrays.append(np.ascontiguousarray(selected, "<u2"))
+        for (name, width), values in zip(shapes, arrays, strict=True):
             assert values.shape == (len(x), width), (name, values.shape)
             data = values.reshape(-1).view(np.uint8)
             self._part.put(name, first * width * values.itemsize, data)
@@ -135,8 +153,12 @@ def write_samples(
 
 def _of_layer(checkpoint: Checkpoint, layer: int, rows: int) -> list[tuple[str, str, tuple[int, int]]]:
     """(name, dtype, shape) of the tensors of a layer."""
-    config = checkpoint.config
+    ffn, x = checkpoint.config.layers[layer].ffn, (f"layers.{layer}.x", "F16", (rows, checkpoint.config.d_model))
+    if not isinstance(ffn, ExpertsConfig):
+        return [x, (f"layers.{layer}.active", "U8", (rows, -(-checkpoint.config.ffn_sizes[layer] // 8)))]
+    top = ffn.router.top_k
     return [
-        (f"layers.{layer}.x", "F16", (rows, config.d_model)),
-        (f"layers.{layer}.active", "U8", (rows, -(-config.ffn_sizes[layer] // 8))),
+        x,
+        (f"layers.{layer}.active", "U8", (rows, top * ffn.size // 8)),
+        (f"layers.{layer}.selected", "U16", (rows, top)),
     ]

@@ -10,6 +10,9 @@ device, unless a policy exchanges those on the GPU: then the CPU has all. A toke
 on each device by itself. Where experts are placed changes how the sum is rounded and, for types that the GPU lacks and
 converts, their weights by as much as Q8_0 rounds.
 
+A router that reads what the layer gets runs before attention, and the selection is sent ahead of the experts' input:
+the CPU orders its rows and fetches weights into its caches while attention runs.
+
 For a long prompt, whose tokens select nearly all experts, the GPU computes the cold ones too: they stream to it from
 the model's file, through the buffers of devices/stage.py.
 """

@@ -51,7 +51,8 @@ def load_resolved(
             if resolved.gpu is None:
                 say(NOT_USED.format(error))
     checkpoint, engine = resolved.checkpoint, resolved.engine
-    executor = load(checkpoint, engine, progress, resolved.kv_room, in_experts=resolved.selection.in_experts)
+    own, predictors = resolved.selection.in_experts, resolved.selection.predictors
+    executor = load(checkpoint, engine, progress, resolved.kv_room, in_experts=own, predictors=predictors)
     executor.choices["gpu"] = f"none ({resolved.why})"
     try:
         return executor, attach(executor, checkpoint, engine, resolved.selection, sample, progress)

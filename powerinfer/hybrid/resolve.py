@@ -87,15 +87,15 @@ def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = s
 def _with_policy(resolved: Resolved) -> Resolved:
     """With the policy over experts that was asked for or, for `auto`, chosen earlier. Others than `static` need all
     experts in RAM, as a GGUF file has them."""
-    from powerinfer.placement.budget import gib
-    from powerinfer.system import available_memory
-
     engine, checkpoint, experts = resolved.engine, resolved.checkpoint, resolved.experts
     if experts is None:
         return resolved
     if engine.expert_policy != "auto":
         asked = "the default" if engine.expert_policy == "static" else "asked for: --expert-policy"
         return replace(resolved, policy=engine.expert_policy, why_policy=asked)
+    from powerinfer.placement.budget import gib
+    from powerinfer.system import available_memory
+
     here, every = sum(map(len, experts)), sum(checkpoint.config.experts[at].n_experts for at in _split_layers(resolved))
     tried = replace(resolved, policy=None)
     needed, ram = needs(tried).ram, engine.ram or available_memory()
@@ -176,7 +176,7 @@ def _model(checkpoint: Checkpoint, engine: EngineConfig, selection: Selection) -
     from powerinfer.placement.shapes import checkpoint_model
 
     model = checkpoint_model(checkpoint, engine.prepared, fresh=selection.bundles is None)
-    return model.by_neuron() if selection.in_experts else model
+    return model.by_neuron(selection.predictors is not None) if selection.in_experts else model
 
 
 def without_gpu(resolved: Resolved, why: str) -> Resolved:
@@ -245,11 +245,12 @@ def _ram_bytes(model: Model, engine: EngineConfig, selection: Selection | None =
     """Bytes of RAM that the model takes with the KV cache of one context. selection: None: every neuron is computed."""
     from powerinfer.placement.budget import least_ram
 
-    return least_ram(model, _workload(model, engine, "all" if selection is None else selection.selector))
+    more = 0 if selection is None else selection.in_experts_bytes
+    return more + least_ram(model, _workload(model, engine, "all" if selection is None else selection.selector))
 
 
 def _workload(model: Model, engine: EngineConfig, selector: str) -> Workload:
-    """selector: one inside experts takes no memory of its own."""
+    """selector: one inside experts takes the memory of its predictors alone."""
     from powerinfer.placement.budget import Workload
 
     context = _context(model, engine)
@@ -311,6 +312,8 @@ def _beside_gpu(
     if checkpoint.config.why_not_on_gpu is not None:
         given = engine.gpu != "auto" or engine.vram
         raise RequestError(checkpoint.config.why_not_on_gpu + (": leave out --gpu and --vram" if given else ""))
+    if selection.in_experts and selection.predictors is not None:
+        raise RequestError("predictors select inside experts on the CPU alone so far: leave out --gpu or --selector")
     choose_device(gpu)
     profile = PreparedFile(PROFILE, checkpoint, engine.prepared)
     if selection.bundles is not None and not profile.exists():

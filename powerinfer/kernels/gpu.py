@@ -24,6 +24,7 @@ from powerinfer.formats.prepared import LINE
 from powerinfer.formats.quant import Bytes, Float32, as_q8_0, block_type
 from powerinfer.formats.tensors import FLOAT_TYPES, RawTensor, convert
 from powerinfer.kernels.cpu import bundle_row_order, code_bytes
+from powerinfer.kernels.gpu_types import DELTA_CHUNK as DELTA_CHUNK
 from powerinfer.kernels.gpu_types import FEW as FEW
 from powerinfer.kernels.gpu_types import FLOAT16_MAX, GELU_CUBIC, GELU_SCALE, OAI_LIMIT, OAI_SCALE, Q8_STEP
 from powerinfer.kernels.gpu_types import GPU_TYPES as GPU_TYPES

@@ -147,6 +147,9 @@ class Experts:
         return weights + tensor_bytes(self.gate_bias, self.up_bias, self.down_bias, self.shared)
 
 
+DELTA_CHUNK = 16
+"""Tokens that the delta rule takes at a time in steps of many."""
+
 UNIT_EPS = 1e-6
 """Of the L2 norm of queries and keys: no file states it (csrc/delta_net.cpp has the same)."""
 

@@ -1,7 +1,8 @@
 """Triton kernels of Gated DeltaNet; see `triton_kernels` for the rules.
 
 The delta rule works on each column of a head's state by itself. A program has some columns of one head of one sequence:
-it reads them once, keeps them in registers over all tokens of the step, and writes them once.
+it reads them once, keeps them in registers over all tokens of the step, and writes them once. In steps of many tokens
+it takes some of them at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from powerinfer.kernels.gpu_types import UNIT_EPS
+from powerinfer.kernels.gpu_types import DELTA_CHUNK, FEW, UNIT_EPS
+from powerinfer.kernels.triton_kernels import precision
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
 COLUMNS = 16  # of a head's state, in registers
 CHANNELS = 256  # of the convolution, whose inputs a program keeps
+CHUNKED = FEW + 1  # tokens of a step from which on they are computed some at a time:
+CHUNK = DELTA_CHUNK  # tokens,
+CHUNKED_COLUMNS = 32  # columns of a head's state
 
 _UNIT_EPS = tl.constexpr(UNIT_EPS)
 
@@ -112,6 +117,102 @@ def _rule_kernel(
     tl.store(states + (write * heads + h) * size + within, state, mask=there)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Prompts: the same rule for some tokens at a time (arXiv 2412.06464, section 3.3)
+#
+# Let G be the sum of the logarithms of a chunk's decays up to a token, S the state before the chunk. What the tokens
+# add to the state, d k^T each, follows from one triangular system,
+#
+#     d_t + sum over s < t of b_t exp(G_t - G_s) (k_s . k_t) d_s  =  b_t (v_t - exp(G_t) S k_t)
+#
+# whose inverse does not depend on S: it is made for all chunks at once. Then chunk after chunk
+#
+#     d = u - w S^T,   out_t = exp(G_t) S q_t + sum over s <= t of exp(G_t - G_s) (k_s . q_t) d_s,
+#     S becomes exp(G of the last token) S + sum over s of exp(G of the last token - G_s) d_s k_s^T
+
+
+@triton.jit(do_not_specialize_on_alignment=["runs"])
+def _chunk_kernel(
+    mixed, gates, stride, decays, biases, runs, w, u, pairs, sums, channels, key_heads, heads, key_dim, value_dim,
+    TILED: tl.constexpr, T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of T tokens of a sequence and a head: G (sums), exp(G_t - G_s) (k_s . q_t) (pairs), w and u."""
+    row, h = tl.program_id(0), tl.program_id(2)
+    first, count = tl.load(runs + row * 4), tl.load(runs + row * 4 + 1)
+    begin = tl.program_id(1) * T
+    if begin < count:
+        i, k, c = tl.arange(0, T), tl.arange(0, K), tl.arange(0, V)
+        live = begin + i < count
+        t = (first + begin + i).to(tl.int64)
+        key_head = h % key_heads if TILED else h // (heads // key_heads)
+        alpha = tl.load(gates + t * stride + heads + h, mask=live, other=0)
+        step = tl.load(decays + h) * _softplus(alpha + tl.load(biases + h))
+        total = tl.cumsum(tl.where(live, step, 0.0), 0)
+        beta = 1 / (1 + tl.exp(-tl.load(gates + t * stride + h, mask=live, other=0)))
+        beta = tl.where(live, beta, 0.0)
+        of_key, of_value = live[:, None] & (k < key_dim)[None, :], live[:, None] & (c < value_dim)[None, :]
+        token = mixed + t[:, None] * channels
+        query = tl.load(token + key_head * key_dim + k[None, :], mask=of_key, other=0)
+        key = tl.load(token + (key_heads + key_head) * key_dim + k[None, :], mask=of_key, other=0)
+        value = tl.load(token + 2 * key_heads * key_dim + h * value_dim + c[None, :], mask=of_value, other=0)
+        before, same = i[:, None] > i[None, :], i[:, None] == i[None, :]
+        fade = tl.exp(tl.where(before, total[:, None] - total[None, :], 0.0))
+        turned = tl.trans(key)
+        of_pair = tl.dot(query, turned, input_precision=PRECISION) * fade
+        of_pair = tl.where(before | same, of_pair, 0.0)
+        system = tl.where(before, tl.dot(key, turned, input_precision=PRECISION) * fade * beta[:, None], 0.0)
+        inverse = tl.where(same, 1.0, 0.0)
+        for at in range(1, T):  # a row at a time, from those above it
+            own = tl.sum(tl.where((i == at)[:, None], system, 0.0), 0)
+            inverse -= tl.where((i == at)[:, None], tl.sum(own[:, None] * inverse, 0)[None, :], 0.0)
+        of_state = tl.dot(inverse, key * (beta * tl.exp(total))[:, None], input_precision=PRECISION)
+        of_values = tl.dot(inverse, value * beta[:, None], input_precision=PRECISION)
+        at_head = t * heads + h
+        tl.store(w + at_head[:, None] * key_dim + k[None, :], of_state, mask=of_key)
+        tl.store(u + at_head[:, None] * value_dim + c[None, :], of_values, mask=of_value)
+        tl.store(pairs + at_head[:, None] * T + i[None, :], of_pair, mask=live[:, None])
+        tl.store(sums + at_head, total, mask=live)
+
+
+@triton.jit(do_not_specialize_on_alignment=["runs"])
+def _chunked_rule_kernel(
+    mixed, w, u, pairs, sums, states, runs, out, channels, key_heads, heads, key_dim, value_dim,
+    TILED: tl.constexpr, T: tl.constexpr, K: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`_rule_kernel`, T tokens at a time."""
+    row, h = tl.program_id(0), tl.program_id(1)
+    i, c, k = tl.arange(0, T), tl.program_id(2) * C + tl.arange(0, C), tl.arange(0, K)
+    first, count = tl.load(runs + row * 4), tl.load(runs + row * 4 + 1)
+    read, write = tl.load(runs + row * 4 + 2).to(tl.int64), tl.load(runs + row * 4 + 3).to(tl.int64)
+    key_head = h % key_heads if TILED else h // (heads // key_heads)
+    there = (c < value_dim)[:, None] & (k < key_dim)[None, :] & (count > 0)
+    within = c[:, None] * key_dim + k[None, :]
+    size = value_dim * key_dim
+    state = tl.load(states + (read * heads + h) * size + within, mask=there & (read >= 0), other=0)
+    for begin in range(0, count, T):
+        live = begin + i < count
+        t = (first + begin + i).to(tl.int64)
+        at_head = t * heads + h
+        of_key, of_value = live[:, None] & (k < key_dim)[None, :], live[:, None] & (c < value_dim)[None, :]
+        token = mixed + t[:, None] * channels
+        query = tl.load(token + key_head * key_dim + k[None, :], mask=of_key, other=0)
+        key = tl.load(token + (key_heads + key_head) * key_dim + k[None, :], mask=of_key, other=0)
+        total = tl.load(sums + at_head, mask=live, other=0)
+        last = tl.load(sums + (first + tl.minimum(begin + T, count) - 1).to(tl.int64) * heads + h)
+        of_state = tl.load(w + at_head[:, None] * key_dim + k[None, :], mask=of_key, other=0)
+        delta = tl.load(u + at_head[:, None] * value_dim + c[None, :], mask=of_value, other=0)
+        of_pair = tl.load(pairs + at_head[:, None] * T + i[None, :], mask=live[:, None], other=0)
+        turned = tl.trans(state)
+        delta -= tl.dot(of_state, turned, input_precision=PRECISION)
+        given = tl.dot(query, turned, input_precision=PRECISION) * tl.exp(total)[:, None]
+        given = tl.dot(of_pair, delta, given, input_precision=PRECISION)
+        tl.store(out + at_head[:, None] * value_dim + c[None, :], given, mask=of_value)
+        left = tl.where(live, tl.exp(last - total), 0.0)
+        state *= tl.exp(last)
+        state = tl.dot(tl.trans(delta), key * left[:, None], state, input_precision=PRECISION)
+    tl.store(states + (write * heads + h) * size + within, state, mask=there)
+
+
 @triton.jit
 def _gated_norm_kernel(out, gate, stride, weight, width, eps, BLOCK: tl.constexpr):
     """RMS norm of a token's head in place, times silu of its gate."""
@@ -141,12 +242,39 @@ def delta_net(net: DeltaNet, products: Tensor, states: DeltaStates, runs: Tensor
         PAD=triton.next_power_of_2(about.taps - 1), C=CHANNELS, num_warps=4,
     )  # fmt: skip
     gates = products[:, channels + about.width :]
-    _rule_kernel[(sequences, heads, triton.cdiv(about.value_dim, COLUMNS))](
-        mixed, gates, stride, net.decay, net.dt_bias, states.heads, runs, out, channels, keys, heads, *dims,
-        TILED=about.tiled, K=triton.next_power_of_2(about.key_dim), C=COLUMNS, num_warps=4,
-    )  # fmt: skip
+    rule = _chunked_rule if tokens >= CHUNKED else _rule
+    rule(net, mixed, gates, states.heads, runs, out)
     _gated_norm_kernel[(tokens, heads)](
         out, products[:, channels:], stride, net.norm, about.value_dim, net.eps,
         BLOCK=triton.next_power_of_2(about.value_dim), num_warps=1,
     )  # fmt: skip
     return out
+
+
+def _rule(net: DeltaNet, mixed: Tensor, gates: Tensor, states: Tensor, runs: Tensor, out: Tensor) -> None:
+    about = net.about
+    heads, dims = about.n_value_heads, (about.key_dim, about.value_dim)
+    _rule_kernel[(len(runs), heads, triton.cdiv(about.value_dim, COLUMNS))](
+        mixed, gates, gates.stride(0), net.decay, net.dt_bias, states, runs, out, about.channels, about.n_key_heads,
+        heads, *dims, TILED=about.tiled, K=triton.next_power_of_2(about.key_dim), C=COLUMNS, num_warps=4,
+    )  # fmt: skip
+
+
+def _chunked_rule(net: DeltaNet, mixed: Tensor, gates: Tensor, states: Tensor, runs: Tensor, out: Tensor) -> None:
+    """`_rule` with products of matrices, within float32 rounding."""
+    about, tokens, sequences = net.about, len(mixed), len(runs)
+    heads, dims = about.n_value_heads, (about.key_dim, about.value_dim)
+    sizes = [heads * size for size in (*dims, CHUNK, 1)]
+    w, u, pairs, sums = torch.empty(tokens * sum(sizes), dtype=torch.float32, device=out.device).split(
+        [tokens * size for size in sizes]
+    )
+    padded = [triton.next_power_of_2(size) for size in dims]
+    common = {"TILED": about.tiled, "T": CHUNK, "K": padded[0], "PRECISION": precision(mixed), "num_warps": 4}
+    _chunk_kernel[(sequences, triton.cdiv(tokens, CHUNK), heads)](
+        mixed, gates, gates.stride(0), net.decay, net.dt_bias, runs, w, u, pairs, sums, about.channels,
+        about.n_key_heads, heads, *dims, V=padded[1], **common,
+    )  # fmt: skip
+    _chunked_rule_kernel[(sequences, heads, triton.cdiv(about.value_dim, CHUNKED_COLUMNS))](
+        mixed, w, u, pairs, sums, states, runs, out, about.channels, about.n_key_heads, heads, *dims,
+        C=CHUNKED_COLUMNS, **common, num_stages=1,  # several do not fit into shared memory
+    )  # fmt: skip

@@ -140,6 +140,26 @@ def _loaded(cache, scales, row, there, dims, dim, live, KIND: tl.constexpr, NARR
     return y.to(NARROW)
 
 
+@triton.jit
+def _latents(
+    cache, scales, row, there, dims, latents, BLOCK: tl.constexpr, PLACES: tl.constexpr, KIND: tl.constexpr,
+    NARROW: tl.constexpr,
+):  # fmt: skip
+    """The latents [PLACES, BLOCK] of keys at these rows, scales once per block."""
+    if KIND == "Q8_0":
+        b = tl.arange(0, BLOCK // 32)
+        each = b[:, None] * 32 + tl.arange(0, 32)[None, :]
+        here = there[:, None, None] & (each < latents)[None]
+        codes = tl.load(cache + row[:, None, None] * dims + each[None], mask=here, other=0).to(tl.float32)
+        here = there[:, None] & (b * 32 < latents)[None, :]
+        d = tl.load(scales + row[:, None] * tl.cdiv(dims, 32) + b[None, :], mask=here, other=0).to(tl.float32)
+        y = tl.reshape(half(codes * d[:, :, None]).to(NARROW), (PLACES, BLOCK))
+    else:
+        dim = tl.arange(0, BLOCK)
+        y = _loaded(cache, scales, row, there, dims, dim, dim < latents, KIND, NARROW)
+    return y
+
+
 @triton.jit(do_not_specialize=["tokens", "pages", "per"], do_not_specialize_on_alignment=["table", "rows", "positions"])
 def _latent_kernel(
     q, turned, cache, scales, table, rows, positions, out, peaks, sums, tokens, heads, latents, dims, pages, per, scale,
@@ -189,7 +209,7 @@ def _latent_kernel(
                     piece = tl.load(q_at + d[None, :], mask=live[:, None] & (d < latents)[None, :], other=0) * scale
                     some = _loaded(cache, scales, from_, there, dims, d, d < latents, KIND, NARROW)
                     scores = tl.dot(piece, tl.trans(some), scores, input_precision=PRECISION)
-            values = _loaded(cache, scales, from_, there, dims, dim, dim < latents, KIND, NARROW)
+            values = _latents(cache, scales, from_, there, dims, latents, BLOCK, PLACES, KIND, NARROW)
             if PARTS:
                 scores = tl.dot(query_1, tl.trans(values), scores)
                 if PARTS == 2:
@@ -256,7 +276,7 @@ def attention(
     if splits > 1:
         parts = torch.empty((splits, heads, tokens, latents), dtype=torch.float32, device=q.device)
         peaks, sums = (torch.empty((splits, heads, tokens), dtype=torch.float32, device=q.device) for _ in range(2))
-    block = max(16, int(triton.next_power_of_2(latents)))
+    block = max(32, int(triton.next_power_of_2(latents)))
     _latent_kernel[(*grid, splits)](
         q, turned, cache.data, either(cache.scales, cache.data), page_table, rows, positions, parts, peaks, sums,
         tokens, heads, latents, dims, pages, per, scale, q.stride(0), turned.stride(0), turned.stride(1),

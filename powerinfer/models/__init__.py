@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from powerinfer.config import EngineConfig, RopeConfig
 from powerinfer.devices.cpu import CpuExecutor, Rotation
+from powerinfer.devices.cpu_ffn import Weights
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.models.blocks import wire
 from powerinfer.models.rope import rope_frequencies
@@ -19,16 +22,18 @@ def load(
     room: int | None = None,
     *,
     in_experts: bool = False,
+    predictors: Callable[[int], Weights] | None = None,
 ) -> CpuExecutor:
     """Pack the weights and wire the model on the CPU.
 
     Memory beyond the packed weights stays within one layer's file pages.
     progress: called with ("loading weights", layers done, layers); room: bytes that the KV cache must not exceed,
-    enough for one context. in_experts: of experts that allow it, compute only the neurons that fire. ModelError for a
-    checkpoint with tensors missing or left over, RequestError for options that cannot be met.
+    enough for one context. in_experts: of experts that allow it, compute only the neurons that fire, in small steps;
+    predictors: of each layer, what selects those that are computed. ModelError for a checkpoint with tensors missing or
+    left over, RequestError for options that cannot be met.
     """
     executor = CpuExecutor(checkpoint.config, engine, rotations(checkpoint, engine), room=room)
-    executor.in_experts = in_experts
+    executor.in_experts, executor.expert_predictors = in_experts, predictors
     try:
         wire(executor, checkpoint, progress)
         checkpoint.finish()

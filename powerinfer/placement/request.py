@@ -23,7 +23,7 @@ from powerinfer.placement.shapes import (
     law_of,
 )
 from powerinfer.progress import Progress, Say, silent
-from powerinfer.sparsity.selection import auto, check_suited
+from powerinfer.sparsity.selection import auto, check_experts, check_suited
 
 if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint
@@ -33,6 +33,9 @@ _LIMIT = 1 << 16
 
 EVEN = Law(1.0, 0.8)
 """Every neuron fires for every token."""
+
+WHOLE = "that a step takes as long as with every neuron of the selected experts computed"
+"""What plans assume of `exact` inside experts, whose memory they count as it is."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +168,12 @@ def model_subject(
     if selector == "auto":
         selector, _ = auto(config)
     if any(model.n_experts):
-        _check_experts(selector, hot, active)
-        return expert_subject(model, checkpoint, prepared)
+        _check_experts("all" if selector == "exact" else selector, hot, active)
+        if selector != "exact":
+            return expert_subject(model, checkpoint, prepared)
+        check_experts(selector, checkpoint)
+        subject = expert_subject(model.by_neuron(), checkpoint, prepared)
+        return replace(subject, assumed=(*subject.assumed, WHOLE))
     check_suited(selector, config)
     if selector == "predicted" and not model.predictors:
         command = PreparedFile(PREDICTOR, checkpoint, prepared).command
@@ -194,7 +201,7 @@ def _check_experts(selector: str, hot: float | None, active: float | None) -> No
     if hot is not None or active is not None:
         raise RequestError("--hot-share and --active are for models without experts: leave them out")
     if selector != "all":
-        raise RequestError(f"--selector {selector}: plans do not count neurons inside experts so far: leave it out")
+        raise RequestError(f"--selector {selector}: neurons inside experts count with -m MODEL and exact alone")
 
 
 def expert_subject(model: Model, checkpoint: Checkpoint, prepared: str | None) -> Subject:

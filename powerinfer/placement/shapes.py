@@ -134,16 +134,18 @@ class Model:
             biases = 4 * ((len(about.matrices) - 1) * about.size + self.config.d_model)
         return sum(one.stored for one in own) // n + biases, sum(one.panels for one in own) // n + biases
 
-    def by_neuron(self) -> Model:
-        """The same with the neurons inside experts told apart in RAM: up and down as bundles, where they can be."""
+    def by_neuron(self, gated: bool = False) -> Model:
+        """The same with the neurons inside experts told apart in RAM: up and down as bundles, where they can be, gated:
+        gates, too."""
 
         def bundled(layer: int, matrices: tuple[Matrix, ...]) -> tuple[Matrix, ...]:
             about = self.config.layers[layer].ffn
             if not isinstance(about, ExpertsConfig) or about.why_whole is not None:
                 return matrices
             *others, up, down = matrices
-            layout = expert_layout(self.config.d_model, up.type, down.type)
+            layout = expert_layout(self.config.d_model, up.type, down.type, gated)
             groups = about.n_experts * n_groups(about.size)
+            others = [replace(one, panels=0) for one in others] if gated else others
             return *others, replace(up, panels=groups * layout.group_bytes), replace(down, panels=0)
 
         pairs = [list(map(bundled, range(self.config.n_layers), every)) for every in (self.ffn, self.experts)]
@@ -296,7 +298,7 @@ def checkpoint_model(checkpoint: Checkpoint, prepared: str | None = None, fresh:
         layouts = bundle_layouts(config, types.gate, types.down, cpu.bundle_row_bytes)
     predictors: tuple[tuple[Matrix, Matrix], ...] = ()
     ratios = (SELECTED_PER_FIRING,) * config.n_layers
-    if PreparedFile(PREDICTOR, checkpoint, prepared).exists() and not fresh:
+    if PreparedFile(PREDICTOR, checkpoint, prepared).exists() and not fresh and config.why_whole is None:
         file = open_predictor(checkpoint, prepared)
         predictors = tuple(
             _predictor(config, layer, one.predictor.rank, file.type, file.type) for layer, one in enumerate(file.layers)
@@ -434,8 +436,10 @@ def _gpu_row(about: AttentionKind) -> int:
     row = (7 * about.n_heads + 4 * about.n_kv_heads) * about.head_dim // 2
     if isinstance(about, GatedAttentionConfig):
         row += about.width
-    elif isinstance(about, DeltaNetConfig):  # the products, also of each matrix by itself
-        row = 2 * (about.channels + about.width + 2 * about.n_heads)
+    elif isinstance(about, DeltaNetConfig):  # the products, of each matrix by itself, too, or what kernels pass on
+        products = about.channels + about.width + 2 * about.n_heads
+        passed = about.n_heads * (about.key_dim + about.value_dim + gpu.DELTA_CHUNK + 1)
+        row = products + max(products, about.channels + about.width + passed)
     elif isinstance(about, LatentAttentionConfig):  # queries, those for latents, and what heads get; a copy of some
         row = about.n_heads * (about.query_dim + about.plain_dim + 2 * about.latents)
         row += 2 * ((about.q_latents or 0) + about.head_dim)

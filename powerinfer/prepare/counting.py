@@ -61,6 +61,14 @@ class Task:
         rows = np.arange(self.first_row(window), self.first_row(window + 1))
         return rows * self.windows.tokens // max(1, self.rows) - window * self.windows.size
 
+    def sampled(self, first: int, last: int, begin: int, end: int) -> tuple[int, NDArray[np.int64]]:
+        """Of the tokens of the windows from `first` to `last`, those from `begin` to `end`: the row of the first that
+        is sampled, and all that are, counted from `begin`."""
+        every = [self.tokens_of(window) + (window - first) * self.windows.size for window in range(first, last)]
+        sampled = np.concatenate(every)
+        at, to = np.searchsorted(sampled, [begin, end])
+        return self.first_row(first) + int(at), sampled[at:to] - begin
+
     def starts(self) -> NDArray[np.int64]:
         """The first row of each window with sampled tokens."""
         return np.unique([self.first_row(window) for window in range(len(self.windows.ids)) if self._sampled(window)])
@@ -76,10 +84,11 @@ def current(checkpoint: Checkpoint, prepared: str | None, task: Task) -> Profile
     except ModelError:
         return None
     same = file.about.get("key") == task.key
-    return file if same and (not task.rows or _has_samples(checkpoint, prepared, task)) else None
+    return file if same and (not task.rows or has_samples(checkpoint, prepared, task)) else None
 
 
-def _has_samples(checkpoint: Checkpoint, prepared: str | None, task: Task) -> bool:
+def has_samples(checkpoint: Checkpoint, prepared: str | None, task: Task) -> bool:
+    """Whether there are samples that this task would make."""
     with suppress(ModelError):
         return open_samples(checkpoint, prepared).about.get("key") == task.key
     return False
@@ -198,15 +207,11 @@ class Tally:
     def look_at(self, executor: CpuExecutor, first: int, last: int) -> None:
         """Compute the windows from `first` to `last`, all of one corpus, on the observed executor."""
         task, windows = self._task, self._task.windows
-        sampled = np.concatenate(
-            [task.tokens_of(window) + (window - first) * windows.size for window in range(first, last)]
-        )
         self._corpus = windows.corpus_of(first)
 
         def expect(positions: NDArray[np.int32], at: int) -> None:
-            begin, end = np.searchsorted(sampled, [at, at + len(positions)])
-            self._positions, self._sampled = positions, sampled[begin:end] - at
-            self._row = task.first_row(first) + int(begin)  # of the first of these
+            self._positions = positions
+            self._row, self._sampled = task.sampled(first, last, at, at + len(positions))
 
         run_windows(executor, windows.ids[first:last], expect)
         self._state.windows = last
@@ -248,7 +253,7 @@ def count(
     checkpoint, prepared, task = saved.checkpoint, saved.prepared, saved.task
     windows, samples = task.windows, PreparedFile(SAMPLES, checkpoint, prepared)
     try:
-        if not task.rows or (state.windows == len(windows.ids) and _has_samples(checkpoint, prepared, task)):
+        if not task.rows or (state.windows == len(windows.ids) and has_samples(checkpoint, prepared, task)):
             _count(saved, executor, state, thresholds, None, progress)
         else:
             about = {"key": task.key, "tokens": windows.tokens}

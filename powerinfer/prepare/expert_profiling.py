@@ -1,13 +1,15 @@
 """Profiling a model of experts: a text is computed window by window, what its tokens select is recorded, then counted.
 
 The record is a trace (formats/expert_files.py). It is written while the text is computed, so that a killed process
-loses little, and removed once it is counted, unless it was asked for.
+loses little, and removed once it is counted, unless it was asked for. Where neurons inside experts can be predicted,
+samples for training predictors are written beside it.
 """
 
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -23,16 +25,21 @@ from powerinfer.formats.expert_files import (
     write_expert_profile,
     write_trace,
 )
-from powerinfer.formats.prepared import check_replaceable
-from powerinfer.prepare.counting import SAVE_EVERY, groups, run_windows
+from powerinfer.formats.prepared import SAMPLES, PreparedFile, check_replaceable
+from powerinfer.formats.samples_file import SamplesWriter, write_samples
+from powerinfer.prepare.counting import SAVE_EVERY, groups, has_samples, run_windows
 from powerinfer.prepare.expert_counting import count_experts
 from powerinfer.prepare.profiling import load_executor
 from powerinfer.progress import Progress, Say, silent
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from powerinfer.config import EngineConfig
+    from powerinfer.devices.cpu import CpuExecutor, Routed
     from powerinfer.formats.checkpoint import Checkpoint
-    from powerinfer.formats.prepared import PreparedFile
+    from powerinfer.formats.expert_files import TraceWriter
     from powerinfer.prepare.counting import Task
 
 TOP = (0.10, 0.25, 0.50)
@@ -41,9 +48,11 @@ TOP = (0.10, 0.25, 0.50)
 
 @dataclass(frozen=True)
 class ProfiledExperts:
-    """A profile, and its trace if one was asked for. tokens: computed now, 0: all was up to date; seconds: for it."""
+    """A profile, its trace if one was asked for, and the file of its samples and their number, None: there are none.
+    tokens: computed now, 0: all was up to date; seconds: for it."""
 
     file: ExpertProfileFile
+    samples: tuple[Path, int] | None
     trace: Path | None
     tokens: int
     seconds: float
@@ -67,13 +76,16 @@ def profile_experts(
     if trace is not None:
         check_replaceable(trace, b"experts-trace", "trace of experts")
     place = trace_place(checkpoint, engine.prepared, trace)
-    recorded = None if force else _current_trace(checkpoint, place, task)
-    found = None if force else _current(checkpoint, engine.prepared, task)
+    sampled = not task.rows or (not force and has_samples(checkpoint, engine.prepared, task))
+    recorded = None if force or not sampled else _current_trace(checkpoint, place, task)
+    found = None if force or not sampled else _current(checkpoint, engine.prepared, task)
+    samples = PreparedFile(SAMPLES, checkpoint, engine.prepared)
+    kept = (samples.path, task.rows) if task.rows else None
     if found is not None and (trace is None or recorded is not None):
-        return ProfiledExperts(found, trace, 0, 0.0)
+        return ProfiledExperts(found, kept, trace, 0, 0.0)
     begin, computed = time.perf_counter(), 0
     if recorded is None:
-        computed = _record(checkpoint, engine, task, place, say, progress, force)
+        computed = _record(checkpoint, engine, task, place, say, progress, force, not sampled)
         recorded = open_trace(checkpoint, place)
     experts = {layer: ffn.n_experts for layer, ffn in checkpoint.config.experts.items()}
     made = count_experts(recorded.selected, experts, recorded.corpora, recorded.corpus_tokens, progress)
@@ -81,7 +93,9 @@ def profile_experts(
     path = write_expert_profile(checkpoint, engine.prepared, made, about)
     if trace is None:
         place.remove()
-    return ProfiledExperts(ExpertProfileFile(made, about, path), trace, computed, time.perf_counter() - begin)
+    if not task.rows:
+        samples.remove()  # those of an earlier profile
+    return ProfiledExperts(ExpertProfileFile(made, about, path), kept, trace, computed, time.perf_counter() - begin)
 
 
 def _current(checkpoint: Checkpoint, prepared: str | None, task: Task) -> ExpertProfileFile | None:
@@ -106,32 +120,92 @@ def _record(
     say: Say,
     progress: Progress,
     force: bool,
+    sample: bool,
 ) -> int:
-    """Write the trace; the number of tokens computed."""
+    """Write the trace, and samples if they are wanted; the number of tokens computed."""
     windows = task.windows
     corpora = [(name, number * windows.size) for name, number in zip(windows.corpora, windows.number, strict=True)]
     about = {"key": task.key, "window": windows.size}
     executor = load_executor(checkpoint, engine, windows, progress)
     try:
-        with write_trace(checkpoint, place, corpora, about, not force) as writer:
+        with (
+            write_trace(checkpoint, place, corpora, about, not force) as writer,
+            _samples(checkpoint, engine.prepared, task, writer.done > 0) if sample else nullcontext() as samples,
+        ):
+            if samples is not None and not samples.resumed:  # their earlier part is lost
+                writer.done = 0
             first = min(writer.done // windows.size, len(windows.ids))
             writer.done = first * windows.size
             if first:
                 say(f"resuming: {writer.done} of {windows.tokens} tokens are done")
             due = time.monotonic() + SAVE_EVERY
-            with executor.routed() as routed:
+            recorder = _Recorder(task, writer, samples)
+            with recorder.watching(executor):
                 for begin, end in groups(windows, first):
-                    run_windows(executor, windows.ids[begin:end], after=lambda: writer.put(routed()))
+                    recorder.look_at(executor, begin, end)
                     if time.monotonic() >= due:
-                        writer.sync()
+                        recorder.sync()
                         due = time.monotonic() + SAVE_EVERY
                     progress("profiling", end * windows.size, windows.tokens)
+            recorder.sync()
             return windows.tokens - first * windows.size
     except ModelError:  # it would fail again: do not resume
         place.remove_part()
+        PreparedFile(SAMPLES, checkpoint, engine.prepared).remove_part()
         raise
     finally:
         executor.close()
+
+
+@contextmanager
+def _samples(checkpoint: Checkpoint, prepared: str | None, task: Task, resume: bool) -> Iterator[SamplesWriter]:
+    about = {"key": task.key, "tokens": task.windows.tokens}
+    with write_samples(checkpoint, prepared, task.rows, task.starts(), about, resume) as writer:
+        yield writer
+
+
+class _Recorder:
+    """Writes what tokens select, and samples, if there is a writer: what experts read and which neurons fired."""
+
+    def __init__(self, task: Task, trace: TraceWriter, samples: SamplesWriter | None) -> None:
+        self._task, self._trace, self._samples = task, trace, samples
+        self._selected: Routed = {}
+        self._take: Callable[[], Routed] = lambda: self._selected
+
+    @contextmanager
+    def watching(self, executor: CpuExecutor) -> Iterator[None]:
+        """A context in which `look_at` sees what the executor selects."""
+        if self._samples is not None:
+            with executor.observed_experts(self):
+                yield
+        else:
+            with executor.routed() as taken:
+                self._take = taken
+                yield
+
+    def look_at(self, executor: CpuExecutor, first: int, last: int) -> None:
+        """Compute the windows from `first` to `last`, all of one corpus."""
+
+        def expect(positions: NDArray[np.int32], at: int) -> None:
+            self._row, self._sampled = self._task.sampled(first, last, at, at + len(positions))
+
+        windows = self._task.windows.ids[first:last]
+        run_windows(executor, windows, expect, lambda: self._trace.put(self._take()))
+
+    def sync(self) -> None:
+        """Sync to disk: the trace says how far both are."""
+        if self._samples is not None:
+            self._samples.sync()
+        self._trace.sync()
+
+    def reads(self, layer: int, x: NDArray[np.float32]) -> None:
+        self._x = x[self._sampled]
+
+    def fires(self, layer: int, selected: NDArray[np.int32], active: NDArray[np.uint8]) -> None:
+        self._selected[layer] = selected
+        if self._samples is not None and len(self._sampled):
+            some = self._sampled
+            self._samples.put(layer, self._row, self._x, active[some], selected[some])
 
 
 def describe(made: ProfiledExperts) -> dict[str, Any]:
@@ -165,6 +239,9 @@ def describe(made: ProfiledExperts) -> dict[str, Any]:
             for first, second in combinations(range(len(one.corpora)), 2)
         ],
         "layers": layers,
+        "samples": None
+        if made.samples is None
+        else {"path": str(made.samples[0]), "bytes": made.samples[0].stat().st_size, "rows": made.samples[1]},
         "trace": None if made.trace is None else {"path": str(made.trace), "bytes": made.trace.stat().st_size},
         "seconds": made.seconds,
         "tok_s": made.tokens / made.seconds if made.tokens else None,

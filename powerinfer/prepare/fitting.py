@@ -1,5 +1,8 @@
 """The predictor of one layer, fitted to samples of the layer's FFN input and of the neurons that fire.
 
+Of a layer of experts one predictor selects among the neurons of all experts: they share its hidden units. What counts
+is the cells (row, neuron) of the experts that a row selects; an FFN without experts is one group that every row has.
+
 A predictor is z = out . relu(in . r), r the residual stream before the FFN's norm, and selects the neurons whose z
 reaches a threshold (PowerInfer, arXiv 2312.12456). It has no biases, so it is homogeneous: z(s r) = s z(r) for s > 0.
 Whether a neuron fires does not depend on the length of r either, because a norm divides by it. So a predictor is fitted
@@ -28,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.config import TrainConfig
+from powerinfer.config import ExpertsConfig, FfnConfig, TrainConfig
 from powerinfer.errors import ModelError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.quant import Bytes, Float32, dequantize, quantize
@@ -48,6 +51,8 @@ _SOME_ROWS = 256  # rows used for scales
 _PATIENCE = 5  # checks, of twenty, within which the loss must improve
 _EASILY = 0.75  # fraction of the allowed loss at which training ends early
 _AS_GOOD = 0.001  # minimum gain of a trained predictor over one of low rank
+_FEW_ROWS = 32  # training rows of an expert below which all of its neurons are selected
+_BLOCK = 4096  # neurons computed in float64 at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,15 +136,19 @@ def margins(checkpoint: Checkpoint, layer: int) -> tuple[Margins, ...]:
     The FFN's norm (weight, bias, subtraction of the mean) is folded into the weights.
     """
     config, own, name = checkpoint.config, checkpoint.config.layers[layer], f"layers.{layer}."
-    parts = ["gate", "up"] if own.neurons.activation == "drelu" else ["gate" if own.neurons.gated else "up"]
+    ffn = own.ffn
+    assert isinstance(ffn, FfnConfig | ExpertsConfig)
+    parts = ["gate", "up"] if ffn.activation == "drelu" else ["gate" if ffn.gated else "up"]
+    of_experts = "experts_" if isinstance(ffn, ExpertsConfig) else ""
     result = []
     for part in parts:
-        weights = np.array(checkpoint.take(name + part).float32(), np.float32)
+        stored = checkpoint.take(f"{name}{of_experts}{part}").float32()
+        weights = np.array(stored, np.float32).reshape(-1, config.d_model)
         offset = np.zeros(len(weights), np.float32)
         if checkpoint.has(f"{name}{part}_bias"):
             offset += checkpoint.take(f"{name}{part}_bias").float32()
-        if own.neurons.activation == "fatrelu":
-            offset -= np.float32(own.neurons.threshold)
+        if ffn.activation == "fatrelu":
+            offset -= np.float32(ffn.threshold)
         if own.norms in ("pre", "both"):
             norm = name + ("attn_norm" if own.shared_norm else "ffn_norm")
             if checkpoint.has(norm + "_bias"):
@@ -164,13 +173,35 @@ def _scale(checkpoint: Checkpoint, layer: int, x: Tensor) -> Tensor:
 # ---------------------------------------------------------------- a layer
 
 
+@dataclass(frozen=True, slots=True)
+class _Cells:
+    """Cells (row, neuron) of a batch of rows, group after group.
+
+    parts: of each group that some row has its number and those rows, None: all; size: neurons of a group; fires: bool
+    [cells].
+    """
+
+    parts: list[tuple[int, Tensor | None]]
+    size: int
+    fires: Tensor
+
+    def z(self, hidden: Tensor, outer: Tensor) -> Tensor:
+        """[cells], of the hidden units of the rows."""
+        import torch
+
+        blocks = outer.split(self.size)
+        found = [
+            ((hidden if rows is None else hidden[rows]) @ blocks[group].T).reshape(-1) for group, rows in self.parts
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
 class LayerFit:
     """Makes predictors of any size for one layer.
 
-    x: float16 [rows, d_model]; active: uint8 [rows, ceil(neurons / 8)], bit i % 8 of byte i // 8 is neuron i. Both may
-    be mapped files: rows are read a batch at a time. Memory, besides a predictor, its gradients and two moments: the
-    margins' matrices and, for each of them, one of their size and three of [d_model, d_model], twice as wide.
-    ModelError for samples that are not finite.
+    x, active, selected: as of `SamplesFile`, selected None where there are no experts. They may be mapped files: rows
+    are read a batch at a time. Memory, besides a predictor, its gradients and two moments: the margins' matrices, of
+    dReLU one more, and for each a few of [d_model, d_model], twice as wide. ModelError for samples that are not finite.
     """
 
     def __init__(
@@ -183,18 +214,28 @@ class LayerFit:
         config: TrainConfig,
         type_name: str,
         device: str,
+        selected: NDArray[np.uint16] | None = None,
     ) -> None:
         import torch
 
         self._torch = torch
         self._checkpoint = checkpoint
         self._layer = layer
-        self._x, self._active, self._rows = x, active, rows
+        self._x, self._active, self._selected, self._rows = x, active, selected, rows
         self._config, self._type, self._device = config, type_name, torch.device(device)
-        self._neurons = checkpoint.config.ffn_sizes[layer]
-        self._at_once = max(1, min(_BATCH, _CELLS // self._neurons))
-        self.frequency = self._counted() / len(rows.train)
-        """Share of the training rows for which each neuron fires, float64 [neurons]."""
+        self._neurons = checkpoint.config.told_apart[layer]
+        self._groups = 1 if selected is None else checkpoint.config.experts[layer].n_experts
+        self._size = self._neurons // self._groups  # of a group
+        self._cells = self._size * (1 if selected is None else selected.shape[1])  # of a row
+        self._at_once = max(1, min(_BATCH, _CELLS // self._cells))
+        self._had = (
+            np.full(1, len(rows.train))
+            if selected is None
+            else np.bincount(selected[rows.train].reshape(-1), minlength=self._groups)
+        )
+        """Training rows that have each group, int64 [groups]."""
+        self.frequency = self._counted() / np.maximum(1, self._had).repeat(self._size)
+        """Share of these for which each neuron fires, float64 [neurons]."""
         self._low_rank: _LowRank | None = None
 
     @property
@@ -211,7 +252,7 @@ class LayerFit:
         """
         p = np.clip(self.frequency, 1e-12, 1 - 1e-12)
         entropy = -(p * np.log2(p) + (1 - p) * np.log2(1 - p))
-        return 0.5 * self._checkpoint.config.d_model * float(entropy.mean())
+        return 0.5 * self._checkpoint.config.d_model * self._mean(entropy)
 
     def low_rank_lost(self, rank: int) -> float:
         """Approximate loss of the low-rank predictor of that size, without the rounding of the stored type."""
@@ -233,9 +274,13 @@ class LayerFit:
 
     # ------------------------------------------------------------ rows
 
+    def _mean(self, values: NDArray[np.float64]) -> float:
+        """Of a value for each neuron, the mean over the cells of the training rows."""
+        return float(np.average(values, weights=self._had.repeat(self._size)))
+
     def _counted(self) -> NDArray[np.float64]:
         """How often each neuron fires in the training rows; all rows are checked."""
-        counts = np.zeros(self._neurons)
+        counts = np.zeros((self._groups, self._size))
         for at in range(0, len(self._x), self._at_once):
             part = slice(at, at + self._at_once)
             if not np.isfinite(self._x[part]).all():
@@ -243,29 +288,45 @@ class LayerFit:
                     f"the samples of layer {self._layer} are not all finite: the model's weights may be damaged; "
                     "profile it again"
                 )
-            bits = np.unpackbits(self._active[part], axis=1, bitorder="little", count=self._neurons)
-            counts += bits[: max(0, len(self._rows.train) - at)].sum(axis=0)  # training rows come first
-        return counts
+            bits = np.unpackbits(self._active[part], axis=1, bitorder="little", count=self._cells)
+            own = bits[: max(0, len(self._rows.train) - at)]  # training rows come first
+            if self._selected is None:
+                counts[0] += own.sum(axis=0)
+                continue
+            groups, each = self._selected[part][: len(own)].reshape(-1), own.reshape(-1, self._size)
+            for group in np.unique(groups):
+                counts[group] += each[groups == group].sum(axis=0)
+        return counts.reshape(-1)
 
-    def _batch(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """(x float32 [n, d_model], fires bool [n, neurons]) of some rows."""
+    def _batch(self, rows: NDArray[np.int64]) -> tuple[Tensor, _Cells]:
+        """(x float32 [n, d_model], their cells) of some rows."""
         torch = self._torch
         x = torch.from_numpy(np.ascontiguousarray(self._x[rows], np.float16)).to(self._device).float()
         packed = torch.from_numpy(np.ascontiguousarray(self._active[rows])).to(self._device)
         places = torch.arange(8, device=self._device, dtype=torch.uint8)
         bits = (packed[:, :, None] >> places) & 1
-        return x, bits.reshape(len(rows), -1)[:, : self._neurons].bool()
+        fires = bits.reshape(len(rows), -1)[:, : self._cells].bool()
+        if self._selected is None:
+            return x, _Cells([(0, None)], self._size, fires.reshape(-1))
+        selected = self._selected[rows]
+        order = np.argsort(selected.reshape(-1), kind="stable")
+        of_row = torch.from_numpy(order // selected.shape[1]).to(self._device)
+        counts = np.bincount(selected.reshape(-1), minlength=self._groups)
+        each = of_row.split(counts.tolist())
+        parts = [(group, each[group]) for group in np.flatnonzero(counts).tolist()]
+        in_order = fires.reshape(-1, self._size)[torch.from_numpy(order).to(self._device)]
+        return x, _Cells(parts, self._size, in_order.reshape(-1))
 
-    def _batches(self, rows: NDArray[np.int64]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _batches(self, rows: NDArray[np.int64]) -> Iterator[tuple[Tensor, _Cells]]:
         for at in range(0, len(rows), self._at_once):
             yield self._batch(rows[at : at + self._at_once])
 
     # ------------------------------------------------------------ measuring
 
-    def _z(self, x: Tensor, inner: Tensor, outer: Tensor) -> Tensor:
-        """z [n, neurons], as the engine computes it from raw x."""
+    def _z(self, x: Tensor, cells: _Cells, inner: Tensor, outer: Tensor) -> Tensor:
+        """z of the cells, as the engine computes it from raw x."""
         hidden = self._torch.relu(self._rounded(x) @ inner.T)
-        return self._rounded(hidden) @ outer.T
+        return cells.z(self._rounded(hidden), outer)
 
     def _rounded(self, values: Tensor) -> Tensor:
         """Activations rounded as by the kernels of the stored type."""
@@ -275,10 +336,10 @@ class LayerFit:
         """Histograms of z: (neurons that fire, all), int64 [bins], by ascending z."""
         torch = self._torch
         fires, every = (torch.zeros(1 << (32 - _BINS_SHIFT), dtype=torch.int64, device=self._device) for _ in range(2))
-        for x, active in self._batches(rows):
-            bins = _bins(torch, self._z(x, inner, outer))
-            every += torch.bincount(bins.reshape(-1), minlength=len(every))
-            fires += torch.bincount(bins[active], minlength=len(every))
+        for x, cells in self._batches(rows):
+            bins = _bins(torch, self._z(x, cells, inner, outer))
+            every += torch.bincount(bins, minlength=len(every))
+            fires += torch.bincount(bins[cells.fires], minlength=len(every))
         return fires, every
 
     def _threshold(self, fires: Tensor) -> int:
@@ -296,11 +357,12 @@ class LayerFit:
     @property
     def _choosing(self) -> NDArray[np.int64]:
         """The choosing rows, together with the training rows if hardly anything fires in them."""
-        fired = np.unpackbits(self._active[self._rows.choose], axis=1, bitorder="little", count=self._neurons).sum()
+        fired = np.unpackbits(self._active[self._rows.choose], axis=1, bitorder="little", count=self._cells).sum()
         enough = fired >= 1 / (1 - self._config.recall)
         return self._rows.choose if enough else np.concatenate([self._rows.train, self._rows.choose])
 
     def _measured(self, inner: Tensor, outer: Tensor) -> _Measured:
+        outer = self._with_few(outer)
         stored = [self._stored(one) for one in (inner, outer)]
         inner, outer = (
             self._torch.from_numpy(dequantize(one, self._type)).to(self._device).reshape(weights.shape)
@@ -311,6 +373,18 @@ class LayerFit:
         chosen = _figures(fires, every, at)
         figures = _figures(*self._histograms(inner, outer, self._rows.report), at)
         return _Measured(_lowest_of(at), (stored[0], stored[1]), chosen, figures)
+
+    def _with_few(self, outer: Tensor) -> Tensor:
+        """The same, where groups that few rows have are selected whole.
+
+        All of their weights are the largest of all: as hidden units are not negative, no z of a row exceeds theirs.
+        """
+        few = self._torch.from_numpy(self._had < _FEW_ROWS).to(self._device)
+        if not few.any():
+            return outer
+        blocks = outer.clone().reshape(self._groups, self._size, -1)
+        blocks[few] = outer.abs().max()
+        return blocks.reshape(outer.shape)
 
     def _stored(self, weights: Tensor) -> Bytes:
         """In the stored type, after scaling by a power of two into the precise range of F16, the type of the scales."""
@@ -328,7 +402,7 @@ class LayerFit:
         selected = 1.0 if every else 0.0
         found = []
         for rows in (self._rows.choose, self._rows.report):
-            bits = np.unpackbits(self._active[rows], axis=1, bitorder="little", count=self._neurons)
+            bits = np.unpackbits(self._active[rows], axis=1, bitorder="little", count=self._cells)
             active = float(bits.mean())
             found.append(Figures(1.0 if every or not active else 0.0, active if every else 1.0, selected, active))
         predictor = Predictor(rank, 0.0 if every else 1.0, 0)
@@ -349,18 +423,26 @@ class LayerFit:
         """Weights with the errors of the stored type, for comparison."""
         return _in_8_bits(weights) if self._type == "Q8_0" else weights
 
-    def _moments(self) -> tuple[Tensor, Tensor]:
-        """Mean [d_model] and second moments [d_model, d_model] of r / scale(r), float64."""
+    def _moments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of r / scale(r) the mean [d_model], second moments [d_model, d_model] and the mean of the rows that have each
+        group [groups, d_model], float64."""
         torch = self._torch
         rows = self._rows.train[:: -(-len(self._rows.train) // _MOMENT_ROWS)]
         d_model = self._checkpoint.config.d_model
         mean = torch.zeros(d_model, dtype=torch.float64, device=self._device)
         second = torch.zeros((d_model, d_model), dtype=torch.float64, device=self._device)
-        for x, _ in self._batches(rows):
+        sums = torch.zeros((self._groups, d_model), dtype=torch.float64, device=self._device)
+        counts = torch.zeros((self._groups, 1), dtype=torch.float64, device=self._device)
+        for x, cells in self._batches(rows):
             unit = x / _scale(self._checkpoint, self._layer, x)
             mean += unit.sum(0)
             second += unit.T @ unit
-        return mean / len(rows), second / len(rows)
+            for group, own in cells.parts:
+                some = unit if own is None else unit[own]
+                sums[group] += some.sum(0)
+                counts[group] += len(some)
+        mean /= len(rows)
+        return mean, second / len(rows), torch.where(counts > 0, sums / counts.clamp(min=1), mean)
 
     def _fit(
         self, inner: Tensor, outer: Tensor, rank: int, tick: Callable[[float], None]
@@ -413,9 +495,10 @@ class LayerFit:
         is reached). All neurons share it, because they share a threshold. In Q8_0, gradients pass straight through the
         rounding of weights and activations.
         """
-        torch, recall, active = self._torch, self._config.recall, float(self.frequency.mean())
-        x, fires = self._batch(rows)
-        z = self._through(x / _scale(self._checkpoint, self._layer, x), inner, outer)
+        torch, recall, active = self._torch, self._config.recall, self._mean(self.frequency)
+        x, cells = self._batch(rows)
+        fires = cells.fires
+        z = self._through(x / _scale(self._checkpoint, self._layer, x), cells, inner, outer)
         with torch.no_grad():
             found = ((z >= 0) & fires).sum() / fires.sum().clamp(min=1)
             log_weight += _RISE * (recall - found) / (1 - recall)
@@ -441,9 +524,9 @@ class LayerFit:
         The recall is reached at z = 0, by means of the constant unit, and the slope of z minimises the logistic loss.
         """
         torch, nn = self._torch, self._torch.nn.functional
-        x, fires = self._some()
-        hidden = torch.relu(x @ inner.T)
-        z = hidden @ outer.T
+        x, cells = self._some()
+        fires, hidden = cells.fires, torch.relu(x @ inner.T)
+        z = cells.z(hidden, outer)
         losses = [float(nn.softplus(slope * torch.where(fires, -z, z)).mean()) for slope in _SLOPES]
         slope = _SLOPES[int(np.argmin(losses))]
         outer = slope * outer
@@ -451,15 +534,15 @@ class LayerFit:
             firing = z[fires].sort().values
             at = slope * firing[int((1 - self._config.recall) * len(firing))]
             outer[:, -1] -= at / hidden[:, -1].mean().clamp(min=1e-6)
-        z = hidden @ outer.T
+        z = cells.z(hidden, outer)
         forces = [torch.sigmoid(z)[~fires].sum(), torch.sigmoid(-z)[fires].sum()]
         log_weight = (forces[0].clamp(min=1e-6) / forces[1].clamp(min=1e-6)).log().clamp(-3.0, 7.0)
         return inner.clone(), outer, log_weight
 
-    def _some(self) -> tuple[Tensor, Tensor]:
-        """(r / scale(r), fires) of a few training rows, evenly spaced."""
-        x, fires = self._batch(self._rows.train[:: -(-len(self._rows.train) // _SOME_ROWS)])
-        return x / _scale(self._checkpoint, self._layer, x), fires
+    def _some(self) -> tuple[Tensor, _Cells]:
+        """(r / scale(r), their cells) of a few training rows, evenly spaced."""
+        x, cells = self._batch(self._rows.train[:: -(-len(self._rows.train) // _SOME_ROWS)])
+        return x / _scale(self._checkpoint, self._layer, x), cells
 
     def _balanced(self, x: Tensor, inner: Tensor, outer: Tensor) -> tuple[Tensor, Tensor]:
         """The same predictor with hidden units of root mean square 1.
@@ -470,16 +553,16 @@ class LayerFit:
         size = self._torch.where(size > 0, size, 1.0)
         return inner / size[:, None], outer * size
 
-    def _through(self, x: Tensor, inner: Tensor, outer: Tensor) -> Tensor:
-        """z in the stored type, with gradients as if nothing were rounded."""
+    def _through(self, x: Tensor, cells: _Cells, inner: Tensor, outer: Tensor) -> Tensor:
+        """z of the cells in the stored type, with gradients as if nothing were rounded."""
 
         def rounded(values: Tensor) -> Tensor:
             return values + (_in_8_bits(values.detach()) - values.detach())
 
         if self._type != "Q8_0":
-            return self._torch.relu(x @ inner.T) @ outer.T
+            return cells.z(self._torch.relu(x @ inner.T), outer)
         hidden = self._torch.relu(_in_8_bits(x) @ rounded(inner).T)
-        return rounded(hidden) @ rounded(outer).T
+        return cells.z(rounded(hidden), rounded(outer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -497,47 +580,64 @@ class _LowRank:
     """Low-rank linear approximations of the margins of a layer, as predictors.
 
     For dReLU, where two margins must be positive, there are two: the gate's alone, and the sum of both in units of
-    their standard deviations.
+    their standard deviations. Margins of a group are centred at the mean of the rows that have it.
     """
 
-    def __init__(self, torch: Any, parts: tuple[Margins, ...], mean: Tensor, second: Tensor) -> None:
+    def __init__(self, torch: Any, parts: tuple[Margins, ...], mean: Tensor, second: Tensor, means: Tensor) -> None:
+        """mean: float64 [d_model], second: moments [d_model, d_model], means: of the groups, [groups, d_model]."""
         self._torch = torch
+        self._mean, self._means = mean, means
         eye = torch.eye(len(mean), dtype=mean.dtype, device=mean.device)
         # least squares solution of u . r = scale(r)
         self._constant = torch.linalg.solve(second + 1e-4 * second.trace() / len(mean) * eye, mean)
         covariance = second - torch.outer(mean, mean)
         values, vectors = torch.linalg.eigh(covariance)
         root = vectors * values.clamp(min=0).sqrt()
-        wide = [(torch.from_numpy(part.weights).to(mean), torch.from_numpy(part.offset).to(mean)) for part in parts]
+        wide = [
+            (torch.from_numpy(part.weights).to(mean.device), torch.from_numpy(part.offset).to(mean)) for part in parts
+        ]
         scaled = [_in_deviations(weights, offset, root) for weights, offset in wide]
-        self._bases = {"gate" if len(parts) > 1 else "": self._basis(*scaled[0], root, mean)}
+        self._bases = {"gate" if len(parts) > 1 else "": self._basis(*scaled[0], root)}
         if len(parts) > 1:
             both = _in_deviations(sum(one[0] for one in scaled), sum(one[1] for one in scaled), root)
-            self._bases["gate + up"] = self._basis(*both, root, mean)
+            self._bases["gate + up"] = self._basis(*both, root)
 
-    def _basis(self, weights: Tensor, offset: Tensor, root: Tensor, mean: Tensor) -> _Basis:
-        spread = weights @ root
-        squares, vectors = self._torch.linalg.eigh(spread.T @ spread)
+    def _basis(self, weights: Tensor, offset: Tensor, root: Tensor) -> _Basis:
+        gram = sum(block.double().T @ block.double() for block in weights.split(_BLOCK))
+        squares, vectors = self._torch.linalg.eigh(root.T @ gram @ root)
         squares, vectors = squares.flip(0), vectors.flip(1)
         number = max(1, int((squares > 1e-10 * squares[0]).sum()))
         sizes = squares[:number].clamp(min=1e-300).sqrt()
-        outer = spread @ vectors[:, :number] / sizes
-        inner = outer.T @ weights
-        return _Basis(inner, outer, sizes, inner @ mean, offset + weights @ mean)
+        directions = root @ vectors[:, :number] / sizes
+        inner = directions.T @ gram
+        groups = weights.split(len(weights) // len(self._means))
+        level = self._torch.cat([own.double() @ mean for own, mean in zip(groups, self._means, strict=True)])
+        return _Basis(weights, directions, inner, sizes, offset + level)
 
     def forms(self, rank: int) -> Iterator[tuple[str, Tensor, Tensor]]:
         """(name, in [rank, d_model], out [neurons, rank]) of every form with that number of units, float64."""
         torch = self._torch
         for name, basis in self._bases.items():
             for reach in (2.0, 4.0):  # standard deviations by which a unit stays active
-                inner, outer, levels = basis.first(rank - 1)
-                open_by = (reach * basis.sizes[: len(inner)] - levels).clamp(min=0)
-                rest = basis.level - outer @ levels - outer @ open_by
+                inner, outer, rest = self._first(basis, rank - 1)
+                open_by = (reach * basis.sizes[: len(inner)] - inner @ self._mean).clamp(min=0)
                 joined = (inner + open_by[:, None] * self._constant, outer)
-                yield self._padded(f"{name} opened by {reach:g}".strip(), *joined, rest, rank)
-            inner, outer, levels = basis.first((rank - 1) // 2)
+                yield self._padded(f"{name} opened by {reach:g}".strip(), *joined, rest - outer @ open_by, rank)
+            inner, outer, rest = self._first(basis, (rank - 1) // 2)
             joined = (torch.cat([inner, -inner]), torch.cat([outer, -outer], 1))
-            yield self._padded(f"{name} in pairs".strip(), *joined, basis.level - outer @ levels, rank)
+            yield self._padded(f"{name} in pairs".strip(), *joined, rest, rank)
+
+    def _first(self, basis: _Basis, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(inner [directions, d_model], outer [neurons, directions], rest [neurons]), of the first directions alone:
+        margins = outer . (inner . r) + rest."""
+        torch = self._torch
+        inner = basis.inner[:number]
+        blocks = basis.weights.split(_BLOCK)
+        outer = torch.cat([block.double() @ basis.directions[:, :number] for block in blocks])
+        levels = self._means @ inner.T  # of the groups
+        each = outer.split(len(outer) // len(levels))
+        explained = torch.cat([own @ level for own, level in zip(each, levels, strict=True)])
+        return inner, outer, basis.level - explained
 
     def _padded(self, name: str, inner: Tensor, outer: Tensor, rest: Tensor, rank: int) -> tuple[str, Tensor, Tensor]:
         """Order the units: the constant one last, in a block with the least important; padded with zero units."""
@@ -550,23 +650,27 @@ class _LowRank:
 
 @dataclass(frozen=True, slots=True)
 class _Basis:
-    """margins = outer . (inner . r - levels) + level; directions by descending share, sizes: their deviations."""
+    """margins - level = outer . inner . (r - its mean), outer = weights . directions; by descending share.
 
+    In float64 but for the weights, which are as many as the margins' own.
+    """
+
+    weights: Tensor  # float32 [neurons, d_model], of the margins
+    directions: Tensor  # [d_model, directions]
     inner: Tensor  # [directions, d_model]
-    outer: Tensor  # [neurons, directions]
-    sizes: Tensor  # [directions]
-    levels: Tensor  # [directions], means of inner . r
+    sizes: Tensor  # [directions], their deviations
     level: Tensor  # [neurons], means of the margins
-
-    def first(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        return self.inner[:number], self.outer[:, :number], self.levels[:number]
 
 
 def _in_deviations(weights: Tensor, offset: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
-    """Margins in units of their standard deviations."""
-    deviation = (weights @ root).square().sum(1).sqrt()
-    deviation = deviation.where(deviation > 0, deviation.new_ones(()))
-    return weights / deviation[:, None], offset / deviation
+    """Margins in units of their standard deviations. weights: float32, overwritten; offset, root: float64."""
+    for first in range(0, len(weights), _BLOCK):
+        block, own = weights[first : first + _BLOCK], offset[first : first + _BLOCK]
+        deviation = (block.double() @ root).square().sum(1).sqrt()
+        deviation = deviation.where(deviation > 0, deviation.new_ones(()))
+        block /= deviation[:, None].float()
+        own /= deviation
+    return weights, offset
 
 
 # ---------------------------------------------------------------- numbers

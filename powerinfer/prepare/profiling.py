@@ -70,9 +70,11 @@ def read(checkpoint: Checkpoint, options: ProfileConfig, say: Say, progress: Pro
     windows = read_windows(corpora, checkpoint.tokenizer(), window, options.tokens, progress)
     if not options.corpus:
         say(f"the text is a small built-in sample of {windows.tokens} tokens ({SAMPLE_SOURCE}): use --corpus for more")
-    if config.experts:
+    if config.experts and config.why_not_predicted is not None:
         return Task(windows, 0, None)
     rows = min(windows.tokens, options.samples // row_bytes(checkpoint))
+    if config.experts:
+        return Task(windows, rows, None)
     return Task(windows, rows, None if config.partly_rectified else options.perplexity_cost)
 
 

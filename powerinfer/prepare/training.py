@@ -34,13 +34,13 @@ from powerinfer.formats.quant import Float32, block_type, dequantize
 from powerinfer.formats.samples_file import SamplesFile, open_samples
 from powerinfer.prepare.fitting import Fitted, LayerFit, Stored, split_rows
 from powerinfer.progress import Progress, silent
-from powerinfer.sparsity.selection import check_neurons
+from powerinfer.sparsity.selection import check_experts, check_neurons
 
 MIN_ROWS = 512
 """Minimum number of samples for training and measuring."""
 
 _NO_TORCH = f"training needs torch: {install_extra('train')}"
-_METHOD = 3
+_METHOD = 4
 """Incremented when the same samples and options give another predictor."""
 
 _RUNG = 32  # units: whole blocks of Q8_0
@@ -86,8 +86,11 @@ def current(checkpoint: Checkpoint, prepared: str | None, config: TrainConfig) -
 
 def check(checkpoint: Checkpoint, config: TrainConfig) -> None:
     """RequestError if the model cannot have predictors, or an option is out of its range."""
-    check_neurons(checkpoint.config, "train")
-    if not checkpoint.config.rectified:
+    if checkpoint.config.experts:
+        check_experts("predicted", checkpoint)
+    else:
+        check_neurons(checkpoint.config, "train")
+    if not checkpoint.config.experts and not checkpoint.config.rectified:
         raise RequestError(
             f"activations of {checkpoint.config.activations_never_zero} are never exactly zero, so there is nothing to "
             "predict: use --selector threshold, which needs no predictor"
@@ -274,8 +277,9 @@ class _Work:
             self._layer = None
             self._samples.file.check()
             x, active = self._samples.layers[layer]
-            fit = LayerFit(self._checkpoint, layer, x, active, self._rows, self._config, self._type, self._device)
-            self._layer = (layer, fit)
+            selected = self._samples.selected[layer] if self._samples.selected else None
+            own = (x, active, self._rows, self._config, self._type, self._device, selected)
+            self._layer = (layer, LayerFit(self._checkpoint, layer, *own))
         return self._layer[1]
 
     def _point(self, layer: int, rank: int) -> Fitted:
@@ -300,7 +304,7 @@ class _Work:
         self._progress("training predictors", min(total, int(1000 * self._done)), total)
 
     def _place(self, layer: int, rank: int) -> PreparedFile:
-        kind = Kind(f"predictor.{layer}.{rank}", "part of a predictor", "train")
+        kind = Kind(f"predictor.{layer}.{rank}", "part of a predictor", "train", in_experts=True)
         return PreparedFile(kind, self._checkpoint, self._prepared)
 
     def _keep(self, layer: int, point: Fitted, weights: Stored) -> None:
@@ -324,14 +328,14 @@ class _Work:
 
     def _shapes(self, layer: int, rank: int) -> set[tuple[int, ...]]:
         kind, config = block_type(self._type), self._checkpoint.config
-        return {(rank * kind.row_bytes(config.d_model),), (config.ffn_sizes[layer] * kind.row_bytes(rank),)}
+        return {(rank * kind.row_bytes(config.d_model),), (config.told_apart[layer] * kind.row_bytes(rank),)}
 
     def _weights(self, layer: int, rank: int) -> tuple[Float32, Float32]:
         """in and out as float32; converted back to their type they give the same bytes."""
         _, tensors, file = self._place(layer, rank).read()
         file.check()
         config = self._checkpoint.config
-        shapes = {"in": (rank, config.d_model), "out": (config.ffn_sizes[layer], rank)}
+        shapes = {"in": (rank, config.d_model), "out": (config.told_apart[layer], rank)}
         inner, outer = (
             dequantize(tensors[name].data.reshape(shape[0], -1), self._type).reshape(shape)
             for name, shape in shapes.items()
@@ -393,7 +397,7 @@ def _ladder(checkpoint: Checkpoint, config: TrainConfig) -> list[int]:
             step *= 2
     if rungs[-1] < d_model // _RUNG * _RUNG:  # as many units as dimensions: the maximum of the engine
         rungs.append(d_model // _RUNG * _RUNG)
-    kind, neurons = _type(checkpoint, config), checkpoint.config.ffn_sizes
+    kind, neurons = _type(checkpoint, config), checkpoint.config.told_apart
     largest = neurons.index(max(neurons))
     sizes = {rank: _bytes(checkpoint.config, kind, largest, rank) for rank in rungs}
     whole = model_bytes(checkpoint)
@@ -411,7 +415,7 @@ def _ladder(checkpoint: Checkpoint, config: TrainConfig) -> list[int]:
 def _bytes(config: ModelConfig, type_name: str, layer: int, rank: int) -> int:
     """Of the predictor of a layer."""
     kind = block_type(type_name)
-    return rank * kind.row_bytes(config.d_model) + config.ffn_sizes[layer] * kind.row_bytes(rank)
+    return rank * kind.row_bytes(config.d_model) + config.told_apart[layer] * kind.row_bytes(rank)
 
 
 def _type(checkpoint: Checkpoint, config: TrainConfig) -> str:

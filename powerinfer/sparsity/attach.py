@@ -88,7 +88,7 @@ class CpuSparsity(Sparsity):
 
 
 class NeuronsInExperts(Sparsity):
-    """Of a model whose experts, or some of them, are computed by neuron."""
+    """Of a model whose experts, or some of them, are computed by neuron; selector: `exact` or `predicted`."""
 
     def __init__(self, selector: str, executor: CpuExecutor) -> None:
         self.selector = selector
@@ -98,20 +98,22 @@ class NeuronsInExperts(Sparsity):
     def report(self) -> dict[str, Any]:
         """As of `CpuSparsity`; fractions are of the neurons of the selected experts."""
         counts = {layer: ffn.counts() for layer, ffn in self._layers.items()}
-        ways = {"ways": {"1": "exact", "32": "exact"}, "reason": ASKED}
+        ways = {"ways": {"1": self.selector, "32": self.selector}, "reason": ASKED}
         layers = [{"layer": layer, **ways, **_rates(own)} for layer, own in counts.items()]
         totals = {name: sum(own[name] for own in counts.values()) for name in (*_COUNTED, "neurons")}
-        whole = _rates(totals) | {"tokens": max(own["tokens"] for own in counts.values())}
+        whole = _rates(totals)
+        for name in ("tokens", "sampled"):
+            whole[name] = max(layer[name] for layer in layers)
         if whole["tokens"]:
             whole["bytes_per_token"] = sum(layer["bytes_per_token"] or 0 for layer in layers)
         return {"selector": self.selector, "layers": layers, **whole}
 
     def way(self, layer: int) -> str:
-        return "exact" if layer in self._layers else "dense"
+        return self.selector if layer in self._layers else "dense"
 
     def clear(self) -> None:
         for ffn in self._layers.values():
-            ffn.sum.clear()
+            ffn.op.clear()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

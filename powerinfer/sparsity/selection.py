@@ -37,7 +37,7 @@ class Selection:
     why: the reason, for people; thresholds: magnitudes up to which activations count as zero (CATS, arXiv 2404.08763),
     of each layer, () for 0; bundles: of the neurons, None for the selector `all`; predictors: gives the predictor of a
     layer, None: the selector has none; files: the prepared files in use. in_experts: it selects neurons inside experts,
-    for which nothing is prepared.
+    for which only predictors are prepared, of in_experts_bytes.
     """
 
     selector: str
@@ -47,6 +47,7 @@ class Selection:
     predictors: Callable[[int], Weights] | None = None
     files: tuple[Path, ...] = ()
     in_experts: bool = False
+    in_experts_bytes: int = 0
 
     def threshold(self, layer: int) -> float:
         """The magnitude up to which activations of a layer count as zero."""
@@ -61,6 +62,7 @@ def check_neurons(config: ModelConfig, what: str) -> None:
     """RequestError if the model has FFNs whose neurons are not told apart. what: needs them; the error begins so."""
     if config.experts and config.why_whole is not None:
         needs = "" if config.why_whole_experts else ", and --selector exact needs nothing prepared"
+        needs = needs if config.why_not_predicted else f"{needs}, predicted only `powerinfer train`"
         raise RequestError(f"{what}: not for models of experts, which run as they are{needs}")
     if config.why_whole is not None:
         raise RequestError(f"{what}: {config.why_whole}; the model runs with --selector all")
@@ -71,20 +73,29 @@ def check_experts(selector: str, checkpoint: Checkpoint) -> None:
     from powerinfer.devices.cpu_experts import ROW_TYPES
 
     config = checkpoint.config
-    if selector != "exact":
+    if selector not in ("exact", "predicted"):
         others = "all" if config.why_whole_experts else "exact or all"
         raise RequestError(f"selector {selector}: not inside experts so far; use --selector {others}")
     if config.why_whole_experts is not None:
         raise RequestError(f"selector {selector}: {config.why_whole_experts}; the model runs with --selector all")
+    if selector == "predicted" and config.why_not_predicted is not None:
+        raise RequestError(f"selector predicted: {config.why_not_predicted}; use --selector exact or all")
     for layer, about in enumerate(layer.ffn for layer in config.layers):
-        if isinstance(about, ExpertsConfig) and about.why_whole is None:
-            for name in ("up", "down"):
-                kind = checkpoint.taken_type(f"layers.{layer}.experts_{name}")
-                if kind not in ROW_TYPES:
-                    raise RequestError(
-                        f"selector exact: experts of type {kind} have no rows of single neurons (only "
-                        f"{', '.join(ROW_TYPES)}); take the model in one of these, or use --selector all"
-                    )
+        if not isinstance(about, ExpertsConfig) or about.why_whole is not None:
+            continue
+        of_rows = ("up", "down") if selector == "exact" else ("gate", "up", "down")
+        kinds = {name: checkpoint.taken_type(f"layers.{layer}.experts_{name}") for name in of_rows}
+        for kind in kinds.values():
+            if kind not in ROW_TYPES:
+                raise RequestError(
+                    f"selector {selector}: experts of type {kind} have no rows of single neurons (only "
+                    f"{', '.join(ROW_TYPES)}); take the model in one of these, or use --selector all"
+                )
+        if kinds.get("gate", kinds["up"]) != kinds["up"]:
+            raise RequestError(
+                f"selector predicted: gate of type {kinds['gate']} and up of type {kinds['up']} in layer {layer} must "
+                "have the same type; use --selector exact or all"
+            )
 
 
 def check_suited(selector: str, config: ModelConfig) -> None:
@@ -149,7 +160,9 @@ def select(checkpoint: Checkpoint, engine: EngineConfig, lacking: str | None = N
         return Selection(name, why)
     if name != "all" and any(isinstance(layer.ffn, ExpertsConfig) for layer in checkpoint.config.layers):
         check_experts(name, checkpoint)
-        return Selection(name, why, in_experts=True)
+        _thresholds(checkpoint, engine, name)
+        found = Selection(name, why, in_experts=True)
+        return found if name == "exact" else _with_predictors(found, checkpoint, engine)
     if name != "all":
         check_neurons(checkpoint.config, f"selector {name}")
     thresholds = _thresholds(checkpoint, engine, name)
@@ -205,4 +218,5 @@ def _with_predictors(selection: Selection, checkpoint: Checkpoint, engine: Engin
         one = file.layers[layer]
         return one.predictor, one.inner, one.outer
 
-    return replace(selection, predictors=trained, files=(*selection.files, file.path))
+    nbytes = file.nbytes if selection.in_experts else 0
+    return replace(selection, predictors=trained, files=(*selection.files, file.path), in_experts_bytes=nbytes)

@@ -1,0 +1,304 @@
+"""Selector `predicted` inside experts: what a predictor selects is computed, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from model_files import FF, LAYERS, D, experts_gguf
+from test_expert_neurons import ACTIVATIONS, ALLOWED, TOKENS, far, logits, model
+from test_prepared import describe
+
+from powerinfer import LLM, ModelError, RequestError, SamplingParams, _native
+from powerinfer.cli.main import main
+from powerinfer.config import EngineConfig
+from powerinfer.devices import Batch
+from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.predictor_file import PREDICTOR_TYPES, open_predictor, write_predictor
+from powerinfer.formats.prepared import PREDICTOR, PreparedFile
+from powerinfer.models import load
+from powerinfer.neurons import Predictor
+
+EXPERTS, TOP, RANK = 4, 2, 32
+
+
+def give_predictors(path: Path, threshold: float = 0.0, kind: str = "F16", seed: int = 5) -> Path:
+    """The same path, with random predictors beside it: z of a neuron is as often above 0 as below."""
+    rng = np.random.default_rng(seed)
+    pair = lambda: tuple(  # noqa: E731
+        rng.standard_normal(shape).astype(np.float32) for shape in ((RANK, D), (EXPERTS * FF, RANK))
+    )
+    write_predictor(
+        open_checkpoint(path), None, kind, [Predictor(RANK, threshold, 0)] * LAYERS, [pair() for _ in range(LAYERS)]
+    )
+    return path
+
+
+def opened(path: Path, *, threads: int = 2, level: str | None = None, recall_every: int = 0) -> CpuExecutor:
+    """With the predictors beside the model."""
+    engine = EngineConfig(
+        threads=threads, context=128, kv_type="f32", prefill_chunk=TOKENS, isa=level, recall_every=recall_every
+    )
+    file = open_predictor(open_checkpoint(path))
+    own = [(one.predictor, one.inner, one.outer) for one in file.layers]
+    return load(open_checkpoint(path), engine, in_experts=True, predictors=own.__getitem__)
+
+
+def whole(path: Path, *, exact: bool = False, level: str | None = None) -> CpuExecutor:
+    engine = EngineConfig(threads=2, context=128, kv_type="f32", prefill_chunk=TOKENS, isa=level)
+    return load(open_checkpoint(path), engine, in_experts=exact)
+
+
+def act(name: str, x: np.ndarray) -> np.ndarray:
+    positive = np.maximum(x, 0)
+    return {"relu2": positive**2, "fatrelu": np.where(x > 0.1, x, 0)}.get(name, positive)
+
+
+class Reference:
+    """The experts of a layer in float64, and what its predictor says."""
+
+    def __init__(self, path: Path, layer: int, activation: str) -> None:
+        checkpoint, file = open_checkpoint(path), open_predictor(open_checkpoint(path))
+
+        def weights(name: str) -> np.ndarray:
+            return checkpoint.take(f"layers.{layer}.{name}").float32().astype(np.float64)
+
+        self.norm, self.router = weights("ffn_norm"), weights("router")
+        self.gate, self.up, self.down = (weights(f"experts_{part}") for part in ("gate", "up", "down"))
+        self.eps, self.activation = checkpoint.config.norm_eps, activation
+        one = file.layers[layer]
+        self.inner, self.outer = one.inner.float32(), one.outer.float32().reshape(EXPERTS, FF, RANK)
+        self.threshold = one.predictor.threshold
+
+    def sum(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(what is added to x, candidates, neurons that fire): the last two bool [tokens, TOP, FF]."""
+        n = x / np.sqrt((x**2).mean(1, keepdims=True) + self.eps) * self.norm
+        scores = np.exp(n @ self.router.T)
+        scores /= scores.sum(1, keepdims=True)
+        out, candidates, fires = np.zeros_like(x), [], []
+        for token, row in enumerate(n):
+            selected = np.sort(np.argsort(-scores[token])[:TOP])
+            own = scores[token, selected] / scores[token, selected].sum()
+            z = self.outer[selected] @ np.maximum(self.inner @ x[token], 0)
+            up = self.up[selected] @ row
+            h = act(self.activation, self.gate[selected] @ row) * (
+                np.maximum(up, 0) if self.activation == "drelu" else up
+            )
+            candidates.append(z >= self.threshold)
+            fires.append(h != 0)
+            kept = h * candidates[-1] * own[:, None]
+            out[token] = np.einsum("edf,ef->d", self.down[selected], kept)
+        return out, np.array(candidates), np.array(fires)
+
+
+def added(executor: CpuExecutor, layer: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """(x before the experts of a layer, what they add to it), float64 [tokens, D]; of tokens of as many sequences."""
+    program, at = executor._program, executor.expert_ffns[layer].op.number
+    ids = np.random.default_rng(8).integers(0, executor.vocab_size, tokens).astype(np.int32)
+    rows = np.arange(tokens, dtype=np.int32)
+    batch = Batch(ids, np.zeros(tokens, np.int32), rows, rows[:, None].copy(), np.empty(0, np.int32))
+    executor._run(batch, 0, at)
+    before = program.residual(tokens).astype(np.float64)
+    executor._run(batch, at, at + 1)
+    return before, program.residual(tokens).astype(np.float64) - before
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 32])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_candidates_are_summed(activation: str, tokens: int, tmp_path: Path) -> None:
+    path = give_predictors(model(tmp_path, activation=activation))
+    executor = opened(path, threads=1 + tokens % 3, recall_every=1)
+    for layer in range(LAYERS):
+        x, found = added(executor, layer, tokens)
+        expected, candidates, fires = Reference(path, layer, activation).sum(x)
+        assert far(found, expected) < 1e-4
+        assert 0.2 < candidates.mean() < 0.8 and 0.1 < fires.mean() < 0.7
+        counts = executor.expert_ffns[layer].counts()
+        assert counts["tokens"] == counts["sampled_tokens"] == tokens
+    executor.close()
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_what_is_counted(tokens: int, tmp_path: Path) -> None:
+    path = give_predictors(model(tmp_path), threshold=20.0)
+    executor = opened(path, recall_every=1)
+    ffn = executor.expert_ffns[0]
+    x, _ = added(executor, 0, tokens)
+    _, candidates, fires = Reference(path, 0, "relu").sum(x)
+    counts = ffn.counts()
+    assert counts["candidates"] == candidates.sum() and counts["active"] == (candidates & fires).sum()
+    assert counts["sampled_active"] == fires.sum() and counts["sampled_found"] == (candidates & fires).sum()
+    assert counts["neurons"] == tokens * TOP * FF
+    experts = 2 if tokens == 1 else EXPERTS
+    layout, (shared, row) = ffn.layout, ffn.predictor
+    assert shared == RANK * D * 2 and row == RANK * 2
+    some = counts["bytes"] - shared - experts * FF * row
+    if tokens == 1:  # each row once
+        rows = candidates.sum() * layout.gate_bytes
+        assert rows < some <= rows + candidates.sum() * (layout.gate_bytes + layout.down_bytes)
+    ffn.op.clear()
+    assert set(ffn.counts().values()) == {0}
+    executor.close()
+
+
+@pytest.mark.parametrize("kind", PREDICTOR_TYPES)
+def test_candidates_of_every_type(kind: str, tmp_path: Path) -> None:
+    path = give_predictors(model(tmp_path), kind=kind)
+    executor = opened(path)
+    for tokens in (1, 12):
+        executor.expert_ffns[1].op.clear()
+        x, _ = added(executor, 1, tokens)
+        _, candidates, _ = Reference(path, 1, "relu").sum(x)
+        near = {"F32": 0, "F16": 0, "BF16": 0.03, "Q8_0": 0.03}[kind] * candidates.size
+        assert abs(executor.expert_ffns[1].counts()["candidates"] - candidates.sum()) <= near, "activations are rounded"
+    executor.close()
+
+
+@pytest.mark.parametrize("kind", ALLOWED)
+@pytest.mark.parametrize("level", _native.levels())
+def test_prompts_have_the_bits_of_whole_experts(kind: str, level: str, tmp_path: Path) -> None:
+    """Gates, too, become the panels that the file's matrices would."""
+    path = give_predictors(model(tmp_path, kind))
+    dense, predicted = whole(path, level=level), opened(path, level=level)
+    expected = logits(dense, TOKENS)
+    assert np.array_equal(logits(predicted, TOKENS), expected)
+    assert far(logits(predicted, 25), expected) > 0.01, "half of the neurons are missing"
+    for ffn in predicted.expert_ffns.values():
+        ffn.op.set_whole(True)
+    assert np.array_equal(logits(predicted, 25), logits(dense, 25)), "the selector is suspended"
+    for one in (dense, predicted):
+        one.close()
+
+
+@pytest.mark.parametrize("step", [1, 25])
+@pytest.mark.parametrize("kind", ALLOWED)
+@pytest.mark.parametrize("level", _native.levels())
+def test_where_all_are_candidates_it_is_exact(kind: str, level: str, step: int, tmp_path: Path) -> None:
+    path = give_predictors(model(tmp_path, kind), threshold=-1e5, kind="Q8_0")
+    exact, predicted = whole(path, exact=True, level=level), opened(path, level=level, recall_every=2)
+    assert far(logits(predicted, step), logits(exact, step)) <= ALLOWED[kind]
+    for ffn in predicted.expert_ffns.values():
+        counts = ffn.counts()
+        assert counts["candidates"] == counts["neurons"] == TOKENS * TOP * FF
+        assert counts["sampled_found"] == counts["sampled_active"] > 0
+    for one in (exact, predicted):
+        one.close()
+
+
+def test_candidates_depend_on_their_token_alone(tmp_path: Path) -> None:
+    """Not on the batch, nor on the threads."""
+    path = give_predictors(model(tmp_path, "Q4_0"), kind="Q8_0")
+    found = []
+    for threads, tokens in ((1, 1), (1, 12), (2, 12), (3, 32)):
+        executor = opened(path, threads=threads)
+        number = []
+        for first in range(0, 12 if tokens == 1 else 1):
+            ids = np.random.default_rng(8).integers(0, executor.vocab_size, 32).astype(np.int32)
+            rows = np.arange(tokens, dtype=np.int32)
+            batch = Batch(
+                ids[first : first + tokens], np.zeros(tokens, np.int32), rows, rows[:, None].copy(),
+                np.empty(0, np.int32),
+            )  # fmt: skip
+            executor.forward(batch)
+            number.append(executor.expert_ffns[0].counts()["candidates"])
+        found.append(number[-1])
+        executor.close()
+    assert found[0] == found[1] == found[2] < found[3]
+
+
+def test_the_same_step_has_the_same_bits(tmp_path: Path) -> None:
+    path = give_predictors(model(tmp_path, "Q4_0"), kind="Q8_0")
+    results = []
+    for _ in range(2):
+        executor = opened(path, threads=3, recall_every=3)
+        results.append(logits(executor, 5))
+        executor.close()
+    assert np.array_equal(*results)
+
+
+def test_numbers_that_are_none_stay_in_their_token(tmp_path: Path) -> None:
+    executor = opened(give_predictors(model(tmp_path)), recall_every=1)
+    rows = np.arange(3, dtype=np.int32)
+    batch = Batch(rows + 1, np.zeros(3, np.int32), rows, rows[:, None].copy(), np.empty(0, np.int32))
+    executor.embedded(batch)[1] = np.nan
+    executor.finish(batch)
+    assert np.isfinite(executor.hidden_states(rows)).all(axis=1).tolist() == [True, False, True]
+    executor.close()
+
+
+def test_a_model_says_what_it_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = give_predictors(model(tmp_path), threshold=-1e5)
+    settings = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+    with LLM(path, gpu="none", threads=2, selector="all") as llm:
+        expected = llm.generate("ab", settings).token_ids
+    with LLM(path, gpu="none", threads=2, selector="predicted", recall_every=1) as llm:
+        assert llm.generate("ab", settings).token_ids == expected
+        report = llm.sparsity
+        assert report is not None and report["selector"] == "predicted" and report["tokens"] == report["sampled"] >= 8
+        assert report["recall"] == report["candidate_fraction"] == 1.0 and 0.3 < report["active_fraction"] < 0.7
+        assert report["layers"][0]["ways"]["1"] == "predicted"
+    give_predictors(path)
+    text = tmp_path / "text.txt"
+    text.write_text("ab ba " * 40)
+    flags = ["--selector", "predicted", "--file", str(text), "--context", "32", "--gpu", "none", "--json"]
+    assert main(["eval", "agreement", "-m", str(path), *flags]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["mean_kl"] > 1e-4 and 0.3 < result["recall"] < 0.7 and 0.3 < result["candidate_fraction"] < 0.7
+    few = ["--prompt-tokens", "8", "--gen-tokens", "4", "--repeat", "1"]
+    assert main(["bench", "-m", str(path), "--selector", "predicted", "--gpu", "none", *few]) == 0
+    assert main(["bench", "-m", str(path), "--selector", "all", "--gpu", "none", *few]) == 0, (
+        "the file is in no one's way"
+    )
+    assert main(["plan", "-m", str(path), "--hardware", "pc-16gb", "--context", "64"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        ({"kind": "Q8_0"}, "experts of type Q8_0 have no rows of single neurons"),
+        ({"activation": "silu"}, "never exactly zero"),
+        ({}, "there is no .*predictor.safetensors; `powerinfer train"),
+    ],
+)
+def test_what_is_refused(made: dict[str, Any], why: str, tmp_path: Path) -> None:
+    path = model(tmp_path, **made)
+    with pytest.raises((RequestError, ModelError), match=why):
+        LLM(path, gpu="none", threads=1, selector="predicted")
+
+
+def test_not_beside_a_gpu(tmp_path: Path) -> None:
+    path = give_predictors(model(tmp_path))
+    with pytest.raises(RequestError, match="on the CPU alone so far"):
+        LLM(path, gpu="cpu", threads=1, selector="predicted")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"neurons": [FF, FF]}, "states a neurons of"),
+        ({"neurons": [EXPERTS * FF]}, "states a neurons of"),
+        ({"layers": [{"rank": RANK, "threshold": 0.0, "floor": 1}] * LAYERS}, "a floor of 1 in layer 0"),
+        ({"layers": [{"rank": 2 * RANK, "threshold": 0.0, "floor": 0}] * LAYERS}, "does not hold"),
+        ({"layers": [{"rank": D + RANK, "threshold": 0.0, "floor": 0}] * LAYERS}, "a rank of 96 .* in layer 0"),
+    ],
+)
+def test_files_that_do_not_suit(change: dict[str, Any], why: str, tmp_path: Path) -> None:
+    path = give_predictors(model(tmp_path))
+    describe(PreparedFile(PREDICTOR, open_checkpoint(path)), lambda description: description.update(change))
+    with pytest.raises(ModelError, match=why):
+        LLM(path, gpu="none", threads=1, selector="predicted")
+
+
+def test_the_predictor_of_another_model(tmp_path: Path) -> None:
+    path = give_predictors(model(tmp_path))
+    other = experts_gguf(experts=8).write(tmp_path / "other.gguf")
+    (tmp_path / "other.gguf.powerinfer").mkdir()
+    (tmp_path / "other.gguf.powerinfer/predictor.safetensors").write_bytes(
+        Path(f"{path}.powerinfer/predictor.safetensors").read_bytes()
+    )
+    with pytest.raises(ModelError, match=r"another kind|was made for another model|of no use"):
+        open_predictor(open_checkpoint(other))
