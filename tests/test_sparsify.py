@@ -190,7 +190,8 @@ def test_what_cannot_be(dense: Path, tmp_path: Path) -> None:
         ({"zeros": 1.0}, "--zeros 1 must be between 0 and 1"),
         ({"batch": 16}, "--batch 16 is less than a window of 32"),
         ({"lr": 0.0}, "--lr 0 must be"),
-        ({"window": 65536, "batch": 65536}, "less than one window of 65536"),
+        ({"tokens": 100}, "--tokens 100 is less than a step of --batch 256 tokens"),
+        ({"window": 65536, "batch": 65536, "tokens": 65536}, "less than one window of 65536"),
         ({"recipe": "gelu"}, "there is no recipe 'gelu'"),
     ):
         with pytest.raises(RequestError, match=message):

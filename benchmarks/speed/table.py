@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.lib.machine import ROOT
 from benchmarks.lib.programs import OURS
-from benchmarks.lib.results import RESULTS, header, newest, number, of_one_machine, percent, row, write_tables
+from benchmarks.lib.results import RESULTS, header, newest, number, of_kind, of_one_machine, percent, row, write_tables
 
 LABELS = {"prefill_tok_s": "prefill of {prompt_tokens}", "decode_tok_s": "decode of {gen_tokens}"}
 MODELS = {"smollm2": "SmolLM2-135M", "r1b": "LLaMA 1.1B (random)"}
@@ -189,10 +189,18 @@ def table() -> str:
 
 
 def experts_table() -> str | None:
-    """Of models of experts: the speed of both engines, and how much of the memory bandwidth decode uses."""
-    documents = of_one_machine("experts")
-    if not documents:
-        return None
+    """Of models of experts: the speed of both engines, and how much of the memory bandwidth decode uses. A table for
+    each machine, the newest first."""
+    left, tables = of_kind("experts"), []
+    while left:
+        cpu = left[-1]["cpu"]
+        tables.append(_experts_on([one for one in left if one["cpu"] == cpu]))
+        left = [one for one in left if one["cpu"] != cpu]
+    return "\n".join(tables) or None
+
+
+def _experts_on(documents: list[dict[str, Any]]) -> str:
+    """documents: of one machine, oldest first."""
     newest_of = {(one["model"], one["threads"]): (one, document) for document in documents for one in document["speed"]}
     (peer,) = documents[-1]["peers"]
     rows = header("model", "threads", "", OURS, peer, "ratio", "read bandwidth", "peak memory by file", numbers=True)

@@ -484,7 +484,7 @@ def sparsity_text(sparsity: Mapping[str, Any]) -> str:
     """`LLM.sparsity` or its summary as text."""
     if sparsity["selector"] == "router":  # experts on two devices
         if sparsity["gpu_share"] is None:
-            return "no expert was computed on the CPU"
+            return "no layer has experts on both devices"
         where = f"{100 * sparsity['gpu_share']:.1f} % of the selected experts on the GPU"
         active = sparsity["active_fraction"]
         fired = "" if active is None else f", where {100 * active:.1f} % of its experts' neurons fired"

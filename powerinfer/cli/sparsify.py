@@ -17,6 +17,9 @@ from pathlib import Path
 from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, open_model
 from powerinfer.config import EngineConfig, SparsifyConfig
 
+MISSED = 0.02
+"""How far the share of zeros may stay behind its target without a word."""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     model_argument(parser)
@@ -40,6 +43,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     about = made.document
     out.line(f"perplexity {about['perplexity_before']:.3f} -> {about['perplexity']:.3f} ({about['ratio']:.3f} times)")
     out.line(f"{about['zeros']:.1%} of the neurons are zero for a token (target {config.zeros:.1%})")
+    if about["zeros"] < config.zeros - MISSED:
+        out.note(f"{about['zeros']:.1%} is less than --zeros asks for: train longer, with more --tokens")
     out.line(f"{made.path}: {about['tokens']:,} tokens in {about['seconds']:.0f} s")
     out.document(about)
     return 0

@@ -201,7 +201,9 @@ def _check_experts(selector: str, hot: float | None, active: float | None) -> No
     if hot is not None or active is not None:
         raise RequestError("--hot-share and --active are for models without experts: leave them out")
     if selector != "all":
-        raise RequestError(f"--selector {selector}: neurons inside experts count with -m MODEL and exact alone")
+        raise RequestError(
+            f"--selector {selector}: plans of models of experts know exact alone, and with -m MODEL: leave out --selector"
+        )
 
 
 def expert_subject(model: Model, checkpoint: Checkpoint, prepared: str | None) -> Subject:

@@ -46,7 +46,7 @@ FFN_PARTS = frozenset(f"{of}{part}" for of in ("", "experts_", "shared_") for pa
 HELD_OUT = 0.02  # of the windows of each text, at least MIN_HELD_OUT: measured on, never trained on
 MIN_HELD_OUT = 2
 WARM_UP = 20  # steps in which a stage's learning rate rises
-FOLLOWS = 0.1  # how far a threshold goes towards the quantile of a step
+FOLLOWS = 0.5  # how far a threshold goes towards the quantile of a step
 EVERY = 61  # of the values that decide in a step, one of so many counts for the quantile
 SOFT = 0.25  # of `_firing`
 SCORED = 512  # tokens whose logits are in memory at once
@@ -434,6 +434,8 @@ def _check(config: SparsifyConfig) -> None:
         raise RequestError(f"--zeros {config.zeros:g} must be between 0 and 1")
     if not 0 < config.lr <= 100:
         raise RequestError(f"--lr {config.lr:g} must be between 0 and 100")
+    if config.tokens < config.batch:
+        raise RequestError(f"--tokens {config.tokens} is less than a step of --batch {config.batch} tokens")
     if config.batch < config.window:
         raise RequestError(f"--batch {config.batch} is less than a window of {config.window} tokens")
 
