@@ -61,14 +61,17 @@ class RopeConfig:
         return None
 
 
-ACTIVATIONS = ("silu", "gelu_tanh", "relu", "relu2", "fatrelu", "drelu")
+ACTIVATIONS = ("silu", "gelu_tanh", "relu", "relu2", "fatrelu", "drelu", "cats")
 """gelu_tanh is GELU by its tanh approximation; relu2 is relu squared; fatrelu keeps what exceeds a threshold; drelu is
-relu on the gate and on up."""
+relu on the gate and on up; cats (arXiv 2404.08763) is silu where its magnitude exceeds a threshold."""
+
+THRESHOLDED = ("fatrelu", "cats")
+"""Activations that have a threshold."""
 
 EXPERT_ACTIVATIONS = (*ACTIVATIONS, "swiglu_oai")
 """Those of experts: swiglu_oai, gpt-oss's, is gate * sigmoid(1.702 gate) * (up + 1), with both clamped at 7."""
 
-RECTIFIED = ("relu", "relu2", "fatrelu", "drelu")
+RECTIFIED = ("relu", "relu2", "fatrelu", "drelu", "cats")
 """Activations that are exactly zero for a neuron that does not fire."""
 
 
@@ -394,7 +397,7 @@ class FfnConfig(FfnKind):
 
     size: int  # neurons
     activation: str = "silu"  # of ACTIVATIONS
-    threshold: float = 0.0  # fatrelu: what the gate must exceed
+    threshold: float = 0.0  # fatrelu: what the gate must exceed; cats: what silu of the gate must, in magnitude
     gated: bool = True  # False: no gate matrix, the activation is applied to up
     bias: bool = False
 
@@ -424,7 +427,7 @@ class FfnConfig(FfnKind):
             return f"activation {self.activation!r} is unknown (only {', '.join(ACTIVATIONS)})"
         if self.activation == "drelu" and not self.gated:
             return "activation drelu needs a gated FFN"
-        if self.threshold < 0 or (self.threshold and self.activation != "fatrelu"):
+        if self.threshold < 0 or (self.threshold and self.activation not in THRESHOLDED):
             return f"activation {self.activation} with threshold {self.threshold:g}"
         return None
 
@@ -684,6 +687,11 @@ class ModelConfig:
         return self.why_whole is None and all(layer.neurons.rectified for layer in self.layers)
 
     @property
+    def predictable(self) -> bool:
+        """Whether a predictor can tell which neurons fire: those of cats do on both sides of zero."""
+        return self.rectified and not any(layer.neurons.activation == "cats" for layer in self.layers)
+
+    @property
     def partly_rectified(self) -> bool:
         """Whether they are in some layer: it can be computed sparsely without loss."""
         return self.why_whole is None and any(layer.neurons.rectified for layer in self.layers)
@@ -811,6 +819,31 @@ class TrainConfig:
     steps: int = option(3000, "maximum training steps per layer and size; 0: low rank only", metavar="N", least=0)
     batch: int = option(256, "tokens per training step", metavar="N")
     lr: float = option(0.02, "learning rate, relative to the magnitude of the weights", metavar="X")
+    seed: int = option(0, "random seed", metavar="N", least=0, flags=("-s",))
+
+
+@dataclass(frozen=True)
+class SparsifyConfig:
+    """How a dense model is made sparse. Field names are the Python keyword arguments and, with dashes, the flags."""
+
+    recipe: str = option(
+        "cats",
+        "how: cats, silu where its magnitude exceeds a threshold; or ReLU in its place: fatrelu, reglu, drelu",
+        choices=("cats", "fatrelu", "reglu", "drelu"),
+    )
+    zeros: float = option(0.6, "target share of the neurons that are zero for a token", metavar="X")
+    tokens: int = option(1_000_000, "tokens to train on; the texts are repeated if they have fewer", metavar="N")
+    window: int = option(256, "tokens of a window of text", metavar="N", least=8)
+    batch: int = option(2048, "tokens of a training step", metavar="N")
+    rows: int = option(8, "windows computed at once; fewer need less memory", metavar="N")
+    lr: float = option(1.0, "factor of the recipe's learning rates", metavar="X")
+    type: str = option(
+        "q8_0",
+        "type of the changed matrices of a GGUF file; a folder keeps its own",
+        choices=("f16", "bf16", "q8_0", "q4_0"),
+    )
+    save: float = option(600.0, "seconds between the states that are kept, to resume from", metavar="X")
+    device: str = option("auto", "device to train on; auto: a GPU if torch has one", choices=("auto", "cpu", "cuda"))
     seed: int = option(0, "random seed", metavar="N", least=0, flags=("-s",))
 
 

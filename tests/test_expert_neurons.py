@@ -13,7 +13,7 @@ from model_files import FF, LAYERS, D, experts_gguf
 
 from powerinfer import LLM, RequestError, SamplingParams, _native
 from powerinfer.cli.main import main
-from powerinfer.config import EngineConfig, ExpertsConfig, RouterConfig
+from powerinfer.config import THRESHOLDED, EngineConfig, ExpertsConfig, RouterConfig
 from powerinfer.devices import Batch
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.checkpoint import open_checkpoint
@@ -24,12 +24,12 @@ from powerinfer.sparsity.selection import auto
 TOKENS = 75  # as a prompt more than what is computed sparsely, and whole steps of those otherwise
 TYPES = {"F16": 1, "BF16": 30, "Q4_0": 2, "Q8_0": 8}
 ALLOWED = {"F16": 1e-5, "BF16": 0.004, "Q4_0": 1e-5}  # of the logits; whole experts round h to bfloat16
-ACTIVATIONS = ("relu", "relu2", "fatrelu", "drelu")
+ACTIVATIONS = ("relu", "relu2", "fatrelu", "drelu", "cats")
 
 
 def model(folder: Path, kind: str = "F16", activation: str = "relu", **change: Any) -> Path:
     builder = experts_gguf(**change).add("llama.hidden_act", STRING, activation)
-    if activation == "fatrelu":
+    if activation in THRESHOLDED:
         builder.add("llama.hidden_act_param", F32, 0.1)
     for tensor in [one for one in builder.tensors if "_exps" in one.name]:
         builder.tensors.remove(tensor)

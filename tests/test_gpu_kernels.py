@@ -18,7 +18,7 @@ import reference
 import torch
 from stored_weights import stored_evenly
 
-from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig
+from powerinfer.config import THRESHOLDED, AttentionConfig, FfnConfig, LayerConfig, ModelConfig
 from powerinfer.formats.bundle_file import bundle_layouts
 from powerinfer.formats.quant import block_type, dequantize, quantize
 from powerinfer.formats.tensors import RawTensor
@@ -464,11 +464,12 @@ def expected(
         return (value, off) if bias is None else (value + bias[index], off + 2 * EPS * np.abs(bias[index]))
 
     first, off = dots("gate", bundles.biases[0]) if config.gated else dots("up", bundles.biases[1])
-    limit = THRESHOLD if config.activation == "fatrelu" else 0.0
-    sure = np.abs(first - limit) > off
+    limit = THRESHOLD if config.activation in THRESHOLDED else 0.0
+    decides = np.abs(reference.activate("silu", first)) if config.activation == "cats" else first
+    sure = np.abs(decides - limit) > 1.2 * off
     h = reference.activate("relu" if config.activation == "drelu" else config.activation, first, None, THRESHOLD)
     off = off * (2 * np.abs(first) + 1 if config.activation == "relu2" else 1.2) + 8 * EPS * np.abs(h)
-    if config.activation == "fatrelu":
+    if config.activation in THRESHOLDED:
         off = np.where(sure, off, off + THRESHOLD)
     if most:
         sure &= np.abs(np.abs(h) - most) > off
@@ -558,7 +559,7 @@ def test_many_neurons(types: tuple[str, str], tokens: int) -> None:
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
-@pytest.mark.parametrize("activation", ["silu", "relu", "relu2", "fatrelu", "drelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "relu", "relu2", "fatrelu", "drelu", "gelu_tanh", "cats"])
 def test_every_activation(activation: str, gated: bool, kernels: str) -> None:
     if activation == "drelu" and not gated:
         return

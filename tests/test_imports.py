@@ -14,7 +14,8 @@ PACKAGE = Path(__file__).parent.parent / "powerinfer"
 RANK = {
     **dict.fromkeys(("config", "errors", "experts", "neurons", "progress", "system"), 0),
     **{"formats": 1, "kernels": 2, "hub": 2, "devices": 3, "models": 4, "sparsity": 5, "hardware": 5, "placement": 6},
-    **{"hybrid": 7, "runtime": 8, "evaluate": 9, "report": 9, "prepare": 10, "serve": 10, "cli": 11, "__main__": 12},
+    **{"hybrid": 7, "runtime": 8, "evaluate": 9, "report": 9, "prepare": 10, "serve": 10, "sparsify": 11},
+    **{"cli": 12, "__main__": 13},
 }
 # Imported when they are used: slow to import, or not in the core install.
 LAZY = {
@@ -32,7 +33,11 @@ LAZY = {
 # Files that are themselves imported when they are used, and only then: their kernels are decorated, or their classes
 # derived, at the top.
 KERNELS = ("bundles", "delta", "experts", "kernels", "latent", "neurons")
-HEAVY = {f"powerinfer.kernels.triton_{name}" for name in KERNELS} | {"powerinfer.cli.terminal"}
+HEAVY = {f"powerinfer.kernels.triton_{name}" for name in KERNELS} | {
+    "powerinfer.cli.terminal",
+    "powerinfer.sparsify.torch_model",
+    "powerinfer.sparsify.training",
+}
 NEVER = {"pickle", "transformers", "gguf", "requests", "safetensors"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -20,7 +20,7 @@ EPS = float(np.finfo(np.float32).eps)
 TYPES = ("F16", "BF16", "Q8_0", "Q4_0")
 ACROSS = "Q4_0X32"
 GROUP = _native.GROUP
-ACTIVATIONS = ("silu", "gelu_tanh", "relu", "relu2", "fatrelu", "drelu")
+ACTIVATIONS = ("silu", "gelu_tanh", "relu", "relu2", "fatrelu", "drelu", "cats")
 THRESHOLD = 0.25
 POOL = _native.Pool(2)
 
@@ -95,6 +95,9 @@ def make_layer(
 def activate(x: np.ndarray, activation: str) -> np.ndarray:
     if activation == "silu":
         return x / (1 + np.exp(-x))
+    if activation == "cats":
+        s = x / (1 + np.exp(-x))
+        return np.where(np.abs(s) > THRESHOLD, s, 0)
     if activation == "gelu_tanh":
         return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
     if activation == "fatrelu":
@@ -137,6 +140,9 @@ def expected(layer: Layer, x: np.ndarray, index: np.ndarray, most: float = 0.0) 
         off = gate_off * np.abs(up) + np.abs(gate) * up_off + gate_off * up_off + EPS * np.abs(h)
     if layer.activation == "fatrelu":
         assert (np.abs(first - THRESHOLD) > first_off).all(), "the case depends on a rounding"
+    if layer.activation == "cats":
+        near = np.abs(np.abs(activate(first, "silu")) - THRESHOLD)
+        assert (near > 1.2 * first_off).all(), "the case depends on a rounding"
     if layer.down_type == ACROSS:  # h in 8 bits of the largest of its group
         for group in np.unique(index // GROUP):
             of = index // GROUP == group

@@ -103,6 +103,10 @@ def test_activations() -> None:
     ):
         assert np.array_equal(reference.activate(name, gate, up, 0.25), gated, equal_nan=True), name
         assert np.array_equal(reference.activate(name, gate, threshold=0.25), plain, equal_nan=True), name
+    silu = [-0.2689414213699951, 0, 0, 0.3112296656009273, 2.8577223804673]  # of 0.25 it is 0.14
+    assert close(reference.activate("cats", gate[:-1], threshold=0.25), silu)
+    assert close(reference.activate("cats", gate[:-1], up[:-1], 0.25), np.array(silu) * up[:-1])
+    assert np.isnan(reference.activate("cats", gate[-1:], threshold=0.25)).all()
     assert np.isnan(reference.activate("drelu", np.ones(1), np.array([nan]))).all()
 
 

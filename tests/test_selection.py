@@ -133,6 +133,7 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
     "config.py": [
         "('auto', 'all', 'exact', 'predicted', 'threshold')",
         "('auto', 'cpu', 'cuda')",
+        "('auto', 'cpu', 'cuda')",
         "('auto', 'q8_0', 'f16')",
         "('static', 'lru', 'lfu', 'dynamic', 'auto')",  # over experts
     ],

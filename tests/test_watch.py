@@ -37,6 +37,7 @@ MODELS = {
     "silu": lambda: family_gguf("llama"),
     "relu": lambda: llama("relu"),
     "fatrelu": lambda: llama("fatrelu").add("llama.hidden_act_param", F32, 2.5),
+    "cats": lambda: llama("cats").add("llama.hidden_act_param", F32, 0.5),
     "drelu": lambda: family_gguf("bamboo"),
     "relu2, plain": lambda: family_gguf("nemotron"),
     "relu, plain, biases": lambda: family_gguf("opt"),
@@ -117,7 +118,7 @@ def products(checkpoint: Checkpoint, layer: int, x: np.ndarray) -> tuple[np.ndar
     act, limit = ffn.activation, ffn.threshold
     a = reference.activate("relu" if act == "drelu" else act, inner, None, limit)
     h = reference.activate(act, inner, n @ take("up").T if ffn.gated else None, limit)
-    close = np.abs(inner - limit) <= bound
+    close = np.abs((np.abs(a) if act == "cats" else inner) - limit) <= 1.2 * bound
     if act == "drelu":
         close |= np.abs(n @ take("up").T) <= bound
     return h, a, close

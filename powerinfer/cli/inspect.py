@@ -311,7 +311,12 @@ def _layer_lines(kinds: dict[LayerConfig, list[int]]) -> dict[str, str]:
 
     if len(kinds) == 1:
         return {"each layer": _layer(next(iter(kinds)))}
-    lines = [f"{len(numbers)} ({ranges(numbers)}): {_layer(layer)}" for layer, numbers in kinds.items()]
+    of: dict[str, list[int]] = {}  # thresholds differ from layer to layer, and are not shown
+    for layer, numbers in kinds.items():
+        of.setdefault(_layer(layer), []).extend(numbers)
+    if len(of) == 1:
+        return {"each layer": next(iter(of))}
+    lines = [f"{len(numbers)} ({ranges(sorted(numbers))}): {title}" for title, numbers in of.items()]
     return {"kinds of them": f"\n{'':<14}".join(lines)}
 
 

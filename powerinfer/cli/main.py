@@ -29,6 +29,7 @@ VERBS = {
     "experts": "show what memory for some experts would hit",
     "pack": "store the neurons of a model for sparse decoding",
     "train": "train predictors of the neurons that fire",
+    "sparsify": "make a dense model sparse, by training",
     "measure": "measure this machine, for plans",
     "report": "write a page with plots of a model's prepared data",
     "plan": "decide what is placed on the GPU, in RAM and on disk",

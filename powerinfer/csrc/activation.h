@@ -6,7 +6,7 @@
 
 struct Activation {
   int kind = PI_SILU;   // PiAct
-  float threshold = 0;  // of FATRELU
+  float threshold = 0;  // of FATRELU and CATS
 
   // Rows of n elements, a multiple of 16, in place.
   // gate = h; up may be null.

@@ -45,8 +45,8 @@ using Ints2 = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::
 
 const char* const TYPES[PI_N_TYPES] = {"F32",  "F16",  "BF16", "Q8_0", "Q4_0",   "Q4_1",   "Q5_0",
                                        "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"};
-const char* const ACTIVATIONS[PI_N_ACTS + 1] = {"silu",  "relu",      "relu2",     "fatrelu",
-                                                "drelu", "gelu_tanh", "swiglu_oai"};  // the last is of experts alone
+const char* const ACTIVATIONS[PI_N_ACTS + 1] = {"silu",      "relu", "relu2",     "fatrelu", "drelu",
+                                                "gelu_tanh", "cats", "swiglu_oai"};  // the last is of experts alone
 const char* const KV_TYPES[PI_N_KV_TYPES] = {"f32", "f16", "q8_0"};
 
 int index_of(const char* const* names, int n, const std::string& name, const char* what) {

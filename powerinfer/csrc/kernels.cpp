@@ -614,6 +614,10 @@ PI_INLINE f32x16 second(f32x16 u, f32x16 threshold) {
 template <int act>
 PI_INLINE f32x16 activated(f32x16 x, f32x16 threshold) {
   if constexpr (act == PI_SILU) return sigmoid_of(x, x);
+  if constexpr (act == PI_CATS) {
+    const f32x16 s = sigmoid_of(x, x);
+    return f_sub(f_above(s, threshold), f_above(f_sub(f_zero(), s), threshold));  // NaN stays
+  }
   if constexpr (act == PI_SIGMOID) return sigmoid_of(x, f_set(1.0f));
   if constexpr (act ==
                 PI_GELU_TANH) {  // x / 2 * (1 + tanh(u)) = x / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3)
@@ -630,7 +634,7 @@ PI_INLINE f32x16 activated(f32x16 x, f32x16 threshold) {
 
 template <int act>
 void activate_as(float threshold, float* gate, const float* up, int64_t n) {
-  const f32x16 t = f_set(act == PI_FATRELU ? threshold : 0.0f);
+  const f32x16 t = f_set(act == PI_FATRELU || act == PI_CATS ? threshold : 0.0f);
   for (int64_t i = 0; i < n; i += 16) {
     f32x16 a = activated<act>(f_load(gate + i), t);
     if (up) a = f_mul(a, second<act>(f_load(up + i), t));
@@ -646,6 +650,7 @@ void activate(int act, float threshold, float* gate, const float* up, int64_t n)
     case PI_FATRELU: return activate_as<PI_FATRELU>(threshold, gate, up, n);
     case PI_DRELU: return activate_as<PI_DRELU>(threshold, gate, up, n);
     case PI_GELU_TANH: return activate_as<PI_GELU_TANH>(threshold, gate, up, n);
+    case PI_CATS: return activate_as<PI_CATS>(threshold, gate, up, n);
     case PI_SWIGLU_OAI: return activate_as<PI_SWIGLU_OAI>(threshold, gate, up, n);
     case PI_SIGMOID: return activate_as<PI_SIGMOID>(threshold, gate, up, n);
   }

@@ -46,7 +46,7 @@ enum PiType {
 enum PiForm { PI_FORM_F32 = 1, PI_FORM_BF16 = 2, PI_FORM_Q8 = 4 };
 
 // Activations of the FFN. RELU2 is relu squared; FATRELU keeps what exceeds a threshold; DRELU is relu on the gate and
-// on up; GELU_TANH is GELU in its approximation by tanh. Experts may also have SWIGLU_OAI, gpt-oss's: with both clamped
+// on up; GELU_TANH is GELU in its approximation by tanh; CATS is silu where its magnitude exceeds a threshold. Experts may also have SWIGLU_OAI, gpt-oss's: with both clamped
 // at 7, gate * sigmoid(1.702 gate) * (up + 1). SIGMOID is that of gates, and none of an FFN.
 enum PiAct {
   PI_SILU,
@@ -55,6 +55,7 @@ enum PiAct {
   PI_FATRELU,
   PI_DRELU,
   PI_GELU_TANH,
+  PI_CATS,
   PI_N_ACTS,
   PI_SWIGLU_OAI = PI_N_ACTS,
   PI_SIGMOID
@@ -304,7 +305,7 @@ struct PiKernels {
   // Norms of one row; out may be x. The bias of layer_norm may be null.
   void (*rms_norm)(const float* x, const float* w, int64_t n, float eps, float* out);
   void (*layer_norm)(const float* x, const float* w, const float* b, int64_t n, float eps, float* out);
-  // gate = act(gate) * up, or act(gate) where up is null; n is a multiple of 16. The threshold is FATRELU's.
+  // gate = act(gate) * up, or act(gate) where up is null; n is a multiple of 16. The threshold is FATRELU's and CATS's.
   void (*activate)(int act, float threshold, float* gate, const float* up, int64_t n);
   void (*rope)(float* head, const float* cos, const float* sin, int64_t half);
   void (*scale)(float* x, float by, int64_t n);

@@ -23,13 +23,22 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.layout import is_router, matrix_names
-from powerinfer.formats.quant import block_type
+from powerinfer.formats.mapped import MappedFile
+from powerinfer.formats.quant import Bytes, block_type
 from powerinfer.formats.source import Source
-from powerinfer.formats.tensors import FLOAT_TYPES, NATIVE_TYPES, RawTensor, StoredTensor, convert, transpose
+from powerinfer.formats.tensors import (
+    FLOAT_TYPES,
+    NATIVE_TYPES,
+    RawTensor,
+    StackedTensor,
+    StoredTensor,
+    convert,
+    transpose,
+)
 from powerinfer.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -40,6 +49,14 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoint", "Progress", "RawTensor", "open_checkpoint"]
 
 _QUANTIZE = {"q8_0": "Q8_0", "q4_0": "Q4_0"}
+
+
+class Place(NamedTuple):
+    """Bytes of a file."""
+
+    path: Path
+    begin: int
+    nbytes: int
 
 
 class Checkpoint:
@@ -132,6 +149,23 @@ class Checkpoint:
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
         return self._own_name(name) in self._tensors
+
+    def places(self, name: str) -> list[Place]:
+        """Where the rows of a tensor lie in the model's files, in their order.
+
+        ModelError for one that is made of what the files have: it has no place of its own.
+        """
+        tensor = self._tensors[self._own_name(name)]
+        parts = tensor.parts if isinstance(tensor, StackedTensor) else (tensor,)
+        found = []
+        for part in parts:
+            if not isinstance(part, RawTensor) or self._own_name(name) != name:
+                raise ModelError(f"{self.path}: {name} is not stored as it is used, so it cannot be replaced")
+            for run in part.data.reshape(1, -1) if part.data.ndim == 1 else part.data:
+                found += [place for file in self._files if (place := _place(file, run)) is not None]
+        if sum(place.nbytes for place in found) != tensor.nbytes:  # it was computed when the file was opened
+            raise ModelError(f"{self.path}: {name} is not stored as it is used, so it cannot be replaced")
+        return found
 
     def taken_type(self, name: str) -> str:
         """The type that `take` gives that tensor in."""
@@ -256,6 +290,11 @@ class Checkpoint:
         from powerinfer.formats.chat import chat_template
 
         return chat_template(self._tokenizer)
+
+
+def _place(file: MappedFile, run: Bytes) -> Place | None:
+    at = run.ctypes.data - file.view().ctypes.data
+    return Place(file.path, at, run.nbytes) if 0 <= at < file.size else None
 
 
 def _is_predictor(name: str) -> bool:

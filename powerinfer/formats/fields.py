@@ -80,6 +80,16 @@ class Fields:
 
         return self._typed(key, default, accept, f"a number from {low:g} to {high:g}")
 
+    def numbers(self, key: str, count: int, low: float, high: float) -> list[float]:
+        """Of `count` layers a finite float each, from `low` to `high`: one for all of them, or a list."""
+        values = self.get(key, None)
+        if type(values) is not list:
+            return [self.number(key, low, high)] * count
+        right = [type(value) in (int, float) and low <= value <= high for value in values]
+        if len(values) != count or not all(right):
+            raise self.bad(key, f"is {shown(values)}, not a number from {low:g} to {high:g} for every layer")
+        return [float(value) for value in values]
+
     def flag(self, key: str, default: Any = _REQUIRED) -> Any:
         """A truth value."""
         return self._typed(key, default, lambda value: value if type(value) is bool else None, "true or false")

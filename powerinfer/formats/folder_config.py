@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from powerinfer.config import (
+    THRESHOLDED,
     AttentionConfig,
     AttentionKind,
     DeltaNetConfig,
@@ -104,7 +105,20 @@ def read_config(metadata: dict[str, Any], folder: Path) -> ModelConfig:
         tied_embeddings=fields.flag(key("tie_word_embeddings"), False),
         name=printable(folder.resolve().name),
     )
-    return _READERS[architecture](fields, config, fields.integer(key("num_hidden_layers"), 1, layout.MAX_LAYERS))
+    n_layers = fields.integer(key("num_hidden_layers"), 1, layout.MAX_LAYERS)
+    return _with_thresholds(fields, _READERS[architecture](fields, config, n_layers))
+
+
+def _with_thresholds(fields: Fields, config: ModelConfig) -> ModelConfig:
+    """With those of the activations that have one: a number for all layers, or a list with one for each."""
+    if not any(layer.ffn.activation in THRESHOLDED for layer in config.layers):
+        return config
+    limits = fields.numbers("hidden_act_param", config.n_layers, 0, layout.MAX_SCALE)
+    layers = []
+    for layer, limit in zip(config.layers, limits, strict=True):
+        assert isinstance(layer.ffn, FfnConfig | ExpertsConfig)
+        layers.append(replace(layer, ffn=replace(layer.ffn, threshold=limit)))
+    return replace(config, layers=tuple(layers))
 
 
 def _text_part(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -154,7 +168,7 @@ def _replaced(code: Any, name: str | None) -> bool:
 # A reader gets the configuration without its layers, and adds them and the settings of the family.
 
 _WITH_PICTURES = ("qwen3_5_text", "qwen3_5_moe_text")
-_GATED = {"silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2"}
+_GATED = {"silu": "silu", "swish": "silu", **{name: name for name in ("relu", "relu2", "drelu", "fatrelu", "cats")}}
 _PLAIN = {"relu": "relu", "relu2": "relu2"}
 
 # Defaults of missing keys in the family's class, where families differ.
@@ -280,19 +294,15 @@ def _llama_like(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConf
         o_bias=architecture != "qwen2" and attention_bias,
         qk_norm="head" if architecture == "qwen3" else None,
     )
-    ffn = FfnConfig(_ffn_size(fields), *_gated_activation(fields, architecture), bias=mlp_bias)
+    ffn = FfnConfig(_ffn_size(fields), _gated_activation(fields, architecture), bias=mlp_bias)
     windows = _windows(fields, architecture, n_layers)
     return replace(config, layers=tuple(LayerConfig(replace(attention, window=one), ffn) for one in windows))
 
 
-def _gated_activation(fields: Fields, architecture: str) -> tuple[str, float]:
-    """(activation, its threshold) of a gated FFN."""
-    if architecture == "bamboo":
-        return _activation(fields, "hidden_act", {"relu": "drelu"}), 0.0
-    if architecture != "sparsellama":
-        return _activation(fields, "hidden_act", _GATED), 0.0
-    activation = _activation(fields, "hidden_act", {"fatrelu": "fatrelu", "relu": "relu"})
-    return activation, fields.number("hidden_act_param", 0, layout.MAX_SCALE) if activation == "fatrelu" else 0.0
+def _gated_activation(fields: Fields, architecture: str) -> str:
+    """The activation of a gated FFN."""
+    known = {"bamboo": {"relu": "drelu"}, "sparsellama": {"fatrelu": "fatrelu", "relu": "relu"}}
+    return _activation(fields, "hidden_act", known.get(architecture, _GATED))
 
 
 def _opt(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
@@ -447,7 +457,7 @@ def _experts_of(fields: Fields, count: str, size: str, **router: Any) -> Experts
     if n_experts is None or fields.has(count):
         n_experts = fields.integer(count, 1, layout.MAX_EXPERTS)
     top_k = fields.integer("num_experts_per_tok", 1, n_experts)
-    activation = _activation(fields, "hidden_act", _GATED | {"drelu": "drelu"})  # TurboSparse-Mixtral
+    activation = _activation(fields, "hidden_act", _GATED)  # drelu: TurboSparse-Mixtral
     neurons = fields.integer(size, 1, layout.MAX_WIDTH)
     return ExpertsConfig(n_experts, neurons, RouterConfig(top_k, **router), activation)
 

@@ -9,8 +9,10 @@ header is checked against the size of the file before it is used, and long array
 
 from __future__ import annotations
 
+import math
 import re
 import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import numpy as np
 
 from powerinfer.errors import ModelError
 from powerinfer.formats.mapped import MappedFile, shown
-from powerinfer.formats.quant import BLOCK_TYPES, BlockType
+from powerinfer.formats.quant import BLOCK_TYPES, BlockType, block_type
 from powerinfer.formats.tensors import RawTensor
 
 # Far above any real model, far below what would be expensive: the largest vocabularies have about 1e6 tokens and
@@ -37,7 +39,7 @@ _FIRST_READ = 1 << 21  # most headers fit in one read
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
-_STRING, _ARRAY, _BOOL = 8, 9, 7
+_STRING, _ARRAY, _BOOL, _UINT32, _FLOAT32 = 8, 9, 7, 4, 6
 _NUMBERS: dict[int, tuple[struct.Struct, np.dtype[Any]]] = {  # metadata type -> (struct code, numpy type)
     0: (struct.Struct("<B"), np.dtype("<u1")),
     1: (struct.Struct("<b"), np.dtype("<i1")),
@@ -178,6 +180,57 @@ class _Header:
                 raise self.bad(f"metadata {shown(key)} occurs twice")
             entries[key] = self.value(self.number(_U32), key)
         return entries
+
+
+def metadata_bytes(path: Path) -> dict[str, bytes]:
+    """The metadata of one file as it is stored: by key, the number of the value's type and the value."""
+    header = _Header(MappedFile(path))
+    header.at = 4 + _U32.size + _U64.size  # of the tensors
+    entries = {}
+    for _ in range(header.number(_U64)):
+        key = header.string("a metadata key", _MAX_NAME)
+        start = header.at
+        header.value(header.number(_U32), key)
+        entries[key] = header.buffer[start : header.at]
+    return entries
+
+
+def encoded(value: str | int | Sequence[float]) -> bytes:
+    """A value of the metadata as it is stored: a text, a uint32, or floats."""
+    if isinstance(value, str):
+        return _U32.pack(_STRING) + _text(value)
+    if isinstance(value, int):
+        return _U32.pack(_UINT32) + _U32.pack(value)
+    return _U32.pack(_ARRAY) + _U32.pack(_FLOAT32) + _U64.pack(len(value)) + np.array(value, "<f4").tobytes()
+
+
+def _text(text: str) -> bytes:
+    raw = text.encode()
+    return _U64.pack(len(raw)) + raw
+
+
+def header_bytes(
+    metadata: Mapping[str, bytes], tensors: Sequence[tuple[str, str, tuple[int, ...]]]
+) -> tuple[bytes, list[int]]:
+    """(the beginning of a file up to its data, where each tensor begins in the data).
+
+    metadata: as `metadata_bytes` gives it; tensors: (name, type, shape) of each, which follow one another in this
+    order, at multiples of the file's alignment.
+    """
+    stated = metadata.get("general.alignment")
+    alignment = int.from_bytes(stated[_U32.size :], "little") if stated else _DEFAULT_ALIGNMENT
+    parts = [b"GGUF", _U32.pack(3), _U64.pack(len(tensors)), _U64.pack(len(metadata))]
+    for key, value in metadata.items():
+        parts += [_text(key), value]
+    at, starts = 0, []
+    for name, type_name, shape in tensors:
+        kind = block_type(type_name)
+        dims = b"".join(_U64.pack(dim) for dim in reversed(shape))
+        parts += [_text(name), _U32.pack(len(shape)), dims, _U32.pack(kind.id), _U64.pack(at)]
+        starts.append(at)
+        at += -(-math.prod(shape[:-1]) * kind.row_bytes(shape[-1]) // alignment) * alignment
+    header = b"".join(parts)
+    return header + b"\0" * (-len(header) % alignment), starts
 
 
 @dataclass(frozen=True, slots=True)

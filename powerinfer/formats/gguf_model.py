@@ -15,6 +15,7 @@ import numpy as np
 
 from powerinfer.config import (
     ACTIVATIONS,
+    THRESHOLDED,
     AttentionConfig,
     AttentionKind,
     DeltaNetConfig,
@@ -426,17 +427,20 @@ def _latent_rope(file: GGUFFile, fields: Fields, family: _Family, dim: int) -> t
 
 def _ffns(file: GGUFFile, fields: Fields, family: _Family, n_layers: int) -> list[FfnKind]:
     """The FFN of each layer; layers with a router have experts."""
-    activation, threshold = _activation(fields, family)
+    activation, thresholds = _activation(fields, family, n_layers)
     bias = "blk.0.ffn_up.bias" in file.tensors
     default = {"default": 1} if fields.has("expert_feed_forward_length") and family.delta else {}
     sizes = fields.integers("feed_forward_length", n_layers, 1, layout.MAX_WIDTH, **default)
-    ffns: list[FfnKind] = [FfnConfig(size, activation, threshold, family.gated, bias) for size in sizes]
+    ffns: list[FfnKind] = [
+        FfnConfig(size, activation, threshold, family.gated, bias)
+        for size, threshold in zip(sizes, thresholds, strict=True)
+    ]
     if family.experts is None or not fields.integer("expert_count", 0, layout.MAX_EXPERTS, 0):
         fields.only("expert_count", 0)
         fields.only("expert_used_count", 0)
         return ffns
     experts = _experts(file, fields, family.experts, activation, sizes[0])
-    experts = replace(experts, threshold=threshold, early_router=family.early_router)
+    experts = replace(experts, early_router=family.early_router)
     if "blk.0.ffn_gate.0.weight" in file.tensors:
         raise ModelError(
             f"{file.path}: has a tensor for each expert, as files of 2023 do: "
@@ -448,7 +452,10 @@ def _ffns(file: GGUFFile, fields: Fields, family: _Family, n_layers: int) -> lis
     dense = fields.integer("leading_dense_block_count", 0, n_layers, 0)
     if any(with_router[:dense]):
         raise fields.bad("leading_dense_block_count", f"is {dense}, but some of these layers have experts")
-    return [experts if routed else ffn for ffn, routed in zip(ffns, with_router, strict=True)]
+    return [
+        replace(experts, threshold=threshold) if routed else ffn
+        for ffn, routed, threshold in zip(ffns, with_router, thresholds, strict=True)
+    ]
 
 
 def _experts(file: GGUFFile, fields: Fields, router: RouterConfig, activation: str, size: int) -> ExpertsConfig:
@@ -514,13 +521,16 @@ def _architecture(general: Fields, published: Collection[str] | None) -> str:
     return name
 
 
-def _activation(fields: Fields, family: _Family) -> tuple[str, float]:
-    """(activation, its threshold); `hidden_act` is a key of this engine's own: others go by the architecture alone."""
+def _activation(fields: Fields, family: _Family, n_layers: int) -> tuple[str, list[float]]:
+    """(activation, its threshold in each layer); `hidden_act` is a key of this engine's own: others go by the
+    architecture alone."""
     name = fields.text("hidden_act", family.activation)
     if name not in family.activations:
         how = f"is {shown(name)}" if fields.has("hidden_act") else f"is missing, which means {name}"
         raise fields.bad("hidden_act", f"{how}; only {', '.join(family.activations)} is supported here")
-    return name, fields.number("hidden_act_param", 0, layout.MAX_SCALE) if name == "fatrelu" else 0.0
+    if name not in THRESHOLDED:
+        return name, [0.0] * n_layers
+    return name, fields.numbers("hidden_act_param", n_layers, 0, layout.MAX_SCALE)
 
 
 def _epsilon(fields: Fields, family: _Family, architecture: str) -> float:

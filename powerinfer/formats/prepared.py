@@ -80,6 +80,7 @@ PROFILE = Kind("profile", "profile", "profile")
 SAMPLES = Kind("samples", "samples", "profile", in_experts=True)
 EXPERTS = Kind("experts", "expert profile", "profile", format=2, of_neurons=False)
 EXPERT_TRACE = Kind("experts-trace", "trace of experts", "profile", of_neurons=False)
+TRAINING = Kind("training", "unfinished training", "sparsify", of_neurons=False)
 PROFILE_STATE = Kind("profile-unfinished", "unfinished profile", "profile")
 
 
@@ -105,8 +106,14 @@ class PreparedFile:
     """
 
     def __init__(
-        self, kind: Kind, checkpoint: Checkpoint, prepared: str | None = None, path: Path | None = None
+        self,
+        kind: Kind,
+        checkpoint: Checkpoint,
+        prepared: str | None = None,
+        path: Path | None = None,
+        option: tuple[str, str] = ("--trace", "FILE"),
     ) -> None:
+        """option: the flag that `path` follows from, and what it takes."""
         self.kind = kind
         self.path = path or prepared_folder(checkpoint.path, prepared) / f"{kind.name}.safetensors"
         self._fingerprint = checkpoint.fingerprint
@@ -115,9 +122,10 @@ class PreparedFile:
         command = ["powerinfer", kind.verb, "-m", str(checkpoint.path)]
         command += ["--quantize", checkpoint.quantize] if checkpoint.quantize else []
         command += ["--prepared", prepared] if prepared is not None else []
-        command += ["--trace", str(path)] if path is not None else []
+        command += [option[0], str(path)] if path is not None else []
         self.command = shlex.join(command)
-        self._elsewhere = "--prepared PATH chooses another folder" if path is None else "--trace FILE names another"
+        named = f"{' '.join(option)} names another"
+        self._elsewhere = "--prepared PATH chooses another folder" if path is None else named
 
     def exists(self) -> bool:
         """Whether there is a file, valid or not."""

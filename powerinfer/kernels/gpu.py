@@ -685,5 +685,8 @@ def _activate(x: Tensor, activation: str, threshold: float) -> Tensor:
         return x * (GELU_SCALE * (x + GELU_CUBIC * x * x * x)).sigmoid()
     if activation == "fatrelu":
         return x.masked_fill(x <= threshold, 0)
+    if activation == "cats":
+        s = x * x.sigmoid()
+        return s.masked_fill(s.abs() <= threshold, 0)
     kept = x.relu()
     return kept * kept if activation == "relu2" else kept

@@ -87,7 +87,7 @@ class Neurons:
 
     up, and gate unless the FFN is plain: [n, d_model]; down: [n, d_model], row i is neuron i's column of down; its type
     may be Q4_0X32, then neuron i's scales are row group[i] of `shared`, float16 [groups, d_model], group int32 [n].
-    gate_bias, up_bias: float32 [n]; activation: of config.ACTIVATIONS; threshold: of fatrelu.
+    gate_bias, up_bias: float32 [n]; activation: of config.ACTIVATIONS; threshold: of fatrelu and cats.
     """
 
     gate: Weight | None

@@ -113,7 +113,7 @@ def route(logits: Tensor, about: RouterConfig, correction: Tensor | None, expert
 
 
 @triton.jit
-def _activated(a, u, fatrelu, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
+def _activated(a, u, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
     """h of gate (unless GATED: any) and up."""
     if ACTIVATION == "swiglu_oai":
         a = tl.where(a > _LIMIT, _LIMIT, a)  # NaN stays
@@ -122,15 +122,15 @@ def _activated(a, u, fatrelu, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
     elif GATED:
         if ACTIVATION == "drelu":
             u = tl.where(u <= 0, 0.0, u)
-        h = active(a, fatrelu, ACTIVATION) * u
+        h = active(a, limit, ACTIVATION) * u
     else:
-        h = active(u, fatrelu, ACTIVATION)
+        h = active(u, limit, ACTIVATION)
     return h
 
 
 @triton.jit
 def _hidden_kernel(
-    x, gate, gate_scales, gate_bias, up, up_scales, up_bias, slots, weights, h, size, k, fatrelu,
+    x, gate, gate_scales, gate_bias, up, up_scales, up_bias, slots, weights, h, size, k, limit,
     GATED: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, UP_TYPE: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -147,7 +147,7 @@ def _hidden_kernel(
         if GATED:
             a = row_dots(x, gate, gate_scales, row, live, 1, k, TYPE, 0, R, C, "ieee")
             a = add_bias(a, gate_bias, row, live, BIAS, 0)
-        a = _activated(a, u, fatrelu, ACTIVATION, GATED)
+        a = _activated(a, u, limit, ACTIVATION, GATED)
         tl.store(h + j * size + neuron, a * tl.load(weights + j), mask=live)
 
 
@@ -273,7 +273,7 @@ def _gather_kernel(x, token_of, out, d, C: tl.constexpr):
 
 @triton.jit
 def _grouped_hidden_kernel(
-    x, gate, gate_scales, gate_bias, up, up_scales, up_bias, begin, weight_of, h, size, k, fatrelu,
+    x, gate, gate_scales, gate_bias, up, up_scales, up_bias, begin, weight_of, h, size, k, limit,
     GATED: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, UP_TYPE: tl.constexpr,
     T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -293,7 +293,7 @@ def _grouped_hidden_kernel(
         if GATED:
             a = row_dots(own, gate, gate_scales, row, live, here, k, TYPE, T, R, C, PRECISION)
             a = add_bias(a, gate_bias, row, live, BIAS, T)
-        a = _activated(a, u, fatrelu, ACTIVATION, GATED)
+        a = _activated(a, u, limit, ACTIVATION, GATED)
         a *= tl.load(weight_of + at + t, mask=t < here, other=0)[None, :]
         to = h + (at + t)[None, :] * size + neuron[:, None]
         tl.store(to, a, mask=live[:, None] & (t < here)[None, :])

@@ -95,14 +95,17 @@ def _list_kernel(
 
 
 @triton.jit
-def active(a, fatrelu, ACTIVATION: tl.constexpr):
+def active(a, limit, ACTIVATION: tl.constexpr):
     """The activation; of drelu, the gate's half. NaN propagates."""
     if ACTIVATION == "silu":
         return a / (1 + tl.exp(-a))
+    if ACTIVATION == "cats":
+        a = a / (1 + tl.exp(-a))
+        return tl.where(tl.abs(a) <= limit, 0.0, a)
     if ACTIVATION == "gelu_tanh":
         return a / (1 + tl.exp(-_GELU_SCALE * (a + _GELU_CUBIC * a * a * a)))
     if ACTIVATION == "fatrelu":
-        return tl.where(a <= fatrelu, 0.0, a)
+        return tl.where(a <= limit, 0.0, a)
     a = tl.where(a <= 0, 0.0, a)
     return a * a if ACTIVATION == "relu2" else a
 
@@ -117,7 +120,7 @@ def _tokens_of(a, T: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens"])
 def _products_kernel(
     x, gate, gate_scales, gate_bias, up, up_scales, up_bias, selected, listed, length, h, fired, counts, tokens, n, k,
-    fatrelu, threshold,
+    limit, threshold,
     GATED: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, LISTED: tl.constexpr, GATE_BIAS: tl.constexpr,
     UP_BIAS: tl.constexpr, THRESHOLD: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -136,7 +139,7 @@ def _products_kernel(
     count = 0
     if tl.program_id(0) * R < many:
         a = row_dots(x, gate, gate_scales, row, live, tokens, k, TYPE, T, R, C, PRECISION)
-        a = active(add_bias(a, gate_bias, row, live, GATE_BIAS, T), fatrelu, ACTIVATION)
+        a = active(add_bias(a, gate_bias, row, live, GATE_BIAS, T), limit, ACTIVATION)
         if THRESHOLD:
             a = tl.where(tl.abs(a) <= threshold, 0.0, a)
         mine = live

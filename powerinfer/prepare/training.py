@@ -95,6 +95,11 @@ def check(checkpoint: Checkpoint, config: TrainConfig) -> None:
             f"activations of {checkpoint.config.activations_never_zero} are never exactly zero, so there is nothing to "
             "predict: use --selector threshold, which needs no predictor"
         )
+    if not checkpoint.config.predictable:
+        raise RequestError(
+            "neurons of cats fire on both sides of zero, which a predictor cannot tell: use --selector exact, which "
+            "needs none"
+        )
     for name, low, high in (("recall", 0.5, 0.9999), ("lost", 0.0, 1.0), ("share", 0.0, 1.0), ("lr", 0.0, 1.0)):
         value = getattr(config, name)
         if not (low <= value <= high and value > 0) and not (name == "lost" and value == 0):
@@ -128,7 +133,7 @@ def train(
         raise RequestError(
             f"{samples.path} holds {samples.rows} samples and at least {MIN_ROWS} are needed: profile a longer corpus"
         )
-    with _threads(threads):
+    with torch_threads(threads):
         work = _Work(checkpoint, prepared, config, samples, device, progress)
         file = work.run()
     return Trained(file, time.perf_counter() - begin, work.resumed, tuple(work.notes))
@@ -454,7 +459,7 @@ def _device(config: TrainConfig) -> str:
 
 
 @contextmanager
-def _threads(number: int) -> Iterator[None]:
+def torch_threads(number: int) -> Iterator[None]:
     """A context in which torch uses that number of CPU threads; 0: all that the process may use."""
     from powerinfer.kernels import cpu
 

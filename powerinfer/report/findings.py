@@ -108,7 +108,7 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
             checkpoint,
             prepared,
             lambda: open_predictor(checkpoint, prepared),
-            config.rectified and checkpoint.predictor_threshold is None,
+            config.predictable and checkpoint.predictor_threshold is None,
         ),
         _found(BUNDLES, checkpoint, prepared, lambda: open_bundles(checkpoint, prepared, bundle_row_bytes), neurons),
         experts,

@@ -302,13 +302,16 @@ void test_layer_norm(const PiKernels* kernels) {
   }
 }
 
-const char* const ACTIVATIONS[PI_N_ACTS] = {"silu", "relu", "relu2", "fatrelu", "drelu", "gelu_tanh"};
+const char* const ACTIVATIONS[PI_N_ACTS] = {"silu", "relu", "relu2", "fatrelu", "drelu", "gelu_tanh", "cats"};
 
 // gelu_tanh(x) = x / 2 (1 + tanh(u)) = x / (1 + exp(-2 u)); this is 2 u.
 double gelu_argument(double x) { return sqrt(8 / M_PI) * (x + 0.044715 * x * x * x); }
 
 double activated(int act, double threshold, double x) {
-  if (act == PI_SILU) return x / (1 + exp(-x));
+  if (act == PI_SILU || act == PI_CATS) {
+    const double s = x / (1 + exp(-x));
+    return act == PI_CATS && fabs(s) <= threshold ? 0 : s;
+  }
   if (act == PI_GELU_TANH) return x / (1 + exp(-gelu_argument(x)));
   const double kept = x <= (act == PI_FATRELU ? threshold : 0) ? 0 : x;
   return act == PI_RELU2 ? kept * kept : kept;
@@ -360,7 +363,7 @@ void test_activate(const PiKernels* kernels) {
         // e^x: the argument's last reduction and the polynomial, 4 u; then 1 +, /, *. The argument is held at 88, so
         // that far below zero the answer is g e^-88 at most. GELU's argument has rounded six times, constants included,
         // which counts as often as it is large. A square and the product round once each.
-        const bool exponential = act == PI_SILU || act == PI_GELU_TANH;
+        const bool exponential = act == PI_SILU || act == PI_GELU_TANH || act == PI_CATS;
         const double argument = act == PI_GELU_TANH ? gelu_argument(g) : g,
                      skewed = act == PI_GELU_TANH ? 6 * std::min(std::max(-argument, 0.0), 88.0) : 0,
                      n_u = exponential ? gamma_of(8 + skewed) : gamma_of(act == PI_RELU2 ? 2 : 1),

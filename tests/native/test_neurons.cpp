@@ -12,7 +12,7 @@
 namespace {
 
 const int ROW_TYPES[] = {PI_F16, PI_BF16, PI_Q8_0, PI_Q4_0};
-const char* const ACTIVATIONS[PI_N_ACTS] = {"silu", "relu", "relu2", "fatrelu", "drelu", "gelu_tanh"};
+const char* const ACTIVATIONS[PI_N_ACTS] = {"silu", "relu", "relu2", "fatrelu", "drelu", "gelu_tanh", "cats"};
 
 // Whether an activation is never exactly zero.
 bool never_silent(int act) { return act == PI_SILU || act == PI_GELU_TANH; }
@@ -537,7 +537,7 @@ struct Layer {
         type(type),
         down_type(down_type),
         act(act),
-        threshold(act == PI_FATRELU ? 0.125f : 0.0f),
+        threshold(act == PI_FATRELU || act == PI_CATS ? 0.125f : 0.0f),
         gated(gated) {
     const int64_t packed = pi_row_bytes(type, k), down_at = gated ? 2 * packed : packed,
                   pitch = down_at + pi_row_bytes(down_type, k);
@@ -610,9 +610,12 @@ struct Activity {
 
   Near activated(Near x, Sure* fires) const {
     *fires = YES;
-    if (layer.act == PI_SILU) {  // its slope is 1.1 at most, and it is made by 8 operations
+    if (layer.act == PI_SILU || layer.act == PI_CATS) {  // its slope is 1.1 at most, and it is made by 8 operations
       const double a = x.value / (1 + exp(-x.value));
-      return {a, 1.1 * x.off + gamma_of(8) * (fabs(a) + 1.1 * x.off)};
+      const Near s = {a, 1.1 * x.off + gamma_of(8) * (fabs(a) + 1.1 * x.off)};
+      if (layer.act == PI_SILU) return s;
+      *fires = above({fabs(s.value), s.off}, layer.threshold);
+      return where(*fires, s);
     }
     if (layer.act == PI_GELU_TANH) {  // 1.13 at most; 8 operations, behind 6 whose roundings the exponent multiplies
       const double y = sqrt(8 / M_PI) * (x.value + 0.044715 * x.value * x.value * x.value), a = x.value / (1 + exp(-y));

@@ -1,0 +1,83 @@
+"""Making a dense model sparse: another activation, and training until the model has learnt to do with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from powerinfer.config import THRESHOLDED, SparsifyConfig
+from powerinfer.errors import PowerInferError, RequestError
+from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
+from powerinfer.formats.prepared import write_small
+from powerinfer.prepare.corpus import open_corpora
+from powerinfer.prepare.training import torch_threads
+from powerinfer.progress import Progress, silent
+from powerinfer.sparsify.card import card, document
+from powerinfer.sparsify.recipes import check_recipe
+from powerinfer.sparsify.writing import check_writable, write_model
+from powerinfer.system import available_memory
+
+
+@dataclass(frozen=True)
+class Made:
+    """path: of the model; document: figures, see `powerinfer sparsify --help`."""
+
+    path: Path
+    document: dict[str, Any]
+
+
+def sparsify(
+    checkpoint: Checkpoint,
+    corpora: Sequence[str],
+    config: SparsifyConfig,
+    out: Path,
+    progress: Progress = silent,
+    threads: int = 0,
+) -> Made:
+    """Make a sparse model out of a dense one in the folder `out`. corpora: paths of texts, none: the built-in sample.
+
+    threads: of the CPU, 0 for all. RequestError for options and texts that do not suit the model or the machine,
+    PowerInferError without torch or if the loss becomes no number, that or OSError if a file cannot be written. An
+    interrupted run goes on.
+    """
+    recipe = check_recipe(config.recipe, checkpoint.config)
+    if out.resolve() in (checkpoint.path.resolve(), checkpoint.path.parent.resolve()):
+        raise RequestError(f"--out {out} holds the model itself: give another folder")
+    if out.is_dir() and any(out.iterdir()) and not (out / "training.safetensors").exists():
+        kept = (out / "log.csv").exists() and len(list(out.iterdir())) == 1
+        if not kept:
+            raise RequestError(f"--out {out} has files that no training made: give a new folder")
+    texts = open_corpora(corpora)
+    with torch_threads(threads):
+        from powerinfer.sparsify.torch_model import TorchModel, load, unsupported
+        from powerinfer.sparsify.training import Sparsifier, needed_bytes, trained_names
+
+        problem = unsupported(checkpoint.config)
+        if problem:
+            raise RequestError(f"sparsify cannot train this model: {problem}")
+        about: dict[str, Any] = {"hidden_act": recipe.activation}
+        limited = {"hidden_act_param": [0.0] * checkpoint.config.n_layers} if recipe.activation in THRESHOLDED else {}
+        check_writable(checkpoint, trained_names(checkpoint.config)[1], about | limited)
+        needed, available = needed_bytes(checkpoint.config), available_memory()
+        if needed > available:
+            raise RequestError(
+                f"training needs about {needed / 2**30:.1f} GiB of memory, and {available / 2**30:.1f} GiB are free"
+            )
+        work = Sparsifier(checkpoint, texts, config, out, progress)
+        done = work.run()
+        if done.limits:
+            about["hidden_act_param"] = list(done.limits)
+        path = write_model(checkpoint, out, config.type, done.changed, work.values, about)
+        written = open_checkpoint(path)
+        after = work.evaluate(TorchModel(written.config, load(written), work.teacher.compute))
+        if not math.isfinite(after.perplexity):
+            raise PowerInferError(f"{path} gives no usable probabilities: train it anew with another --lr or --zeros")
+    names = [one.name for one in texts]
+    figures = document(
+        checkpoint.config, checkpoint.path.name, config, names, done.before, after, done.tokens, done.seconds
+    )
+    write_small(out / "README.md", card(figures).encode())
+    return Made(path, {"path": str(path), **figures, "limits": list(done.limits), "resumed": done.resumed})

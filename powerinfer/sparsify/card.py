@@ -1,0 +1,55 @@
+"""The model card of a model that was made sparse: what it is, how it was made, and what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from powerinfer.config import ModelConfig, SparsifyConfig
+
+
+def document(
+    model: ModelConfig,
+    source: str,
+    config: SparsifyConfig,
+    corpora: Sequence[str],
+    before: tuple[float, Sequence[float]],
+    after: tuple[float, Sequence[float]],
+    tokens: int,
+    seconds: float,
+) -> dict[str, Any]:
+    """Figures as a JSON document. before, after: (perplexity, share of zeros in each layer) on held-out windows."""
+    zeros = after[1]
+    return {
+        "source": source,
+        "architecture": model.architecture,
+        "recipe": config.recipe,
+        "target_zeros": config.zeros,
+        "tokens": tokens,
+        "corpora": list(corpora),
+        "perplexity_before": before[0],
+        "perplexity": after[0],
+        "ratio": after[0] / before[0],
+        "zeros": sum(zeros) / len(zeros),
+        "zeros_by_layer": list(zeros),
+        "seconds": seconds,
+    }
+
+
+def card(about: dict[str, Any]) -> str:
+    """README.md of the model."""
+    layers = ", ".join(f"{100 * share:.0f}" for share in about["zeros_by_layer"])
+    return f"""# {about["source"]}, made sparse
+
+Made with `powerinfer sparsify --recipe {about["recipe"]} --zeros {about["target_zeros"]:g}` out of {about["source"]}
+({about["architecture"]}), trained on {about["tokens"]:,} tokens of: {", ".join(about["corpora"])}. The activation and
+its thresholds are in the model's file under `hidden_act` and `hidden_act_param`, keys of powerinfer's own: other
+programs would compute the original activation.
+
+| | original | sparse |
+|---|---:|---:|
+| perplexity, held-out windows of these texts | {about["perplexity_before"]:.3f} | {about["perplexity"]:.3f} |
+| neurons that are zero for a token | | {100 * about["zeros"]:.1f} % |
+
+By layer, per cent: {layers}. The licence is that of the original; the texts may add conditions of their own.
+"""

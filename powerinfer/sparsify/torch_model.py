@@ -1,0 +1,296 @@
+"""A model of the engine's configuration in torch, with gradients: what `sparsify` trains, and its teacher.
+
+Weights have their canonical names (`formats.layout`), so a model of any family and file format is loaded, trained and
+written back alike. What a family's layers compute is what `ModelConfig` says, as everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from powerinfer.config import (
+    AttentionConfig,
+    ExpertsConfig,
+    FfnConfig,
+    GatedAttentionConfig,
+    ModelConfig,
+    RopeConfig,
+    RouterConfig,
+)
+from powerinfer.errors import RequestError
+from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.layout import shapes
+from powerinfer.models.rope import rope_frequencies
+
+
+class Neurons(NamedTuple):
+    """What happened in a sum of neurons, of each token: its input behind the norm [..., d_model], both products (gate
+    is None where there is none), h [..., d_ff] and its output [..., d_model]. expert: its number, None: there are none.
+    """
+
+    expert: int | None
+    x: Tensor
+    gate: Tensor | None
+    up: Tensor
+    h: Tensor
+    out: Tensor
+
+
+Hidden = Callable[[str, "Tensor | None", Tensor], Tensor]
+"""h from the name of an FFN (`layers.N.`, of experts `layers.N.experts_`, `layers.N.shared_`), and gate and up."""
+
+Seen = Callable[[str, Neurons], None]
+"""Called with the name of an FFN and what happened there."""
+
+
+def activate(about: FfnConfig | ExpertsConfig, gate: Tensor | None, up: Tensor) -> Tensor:
+    """h of neurons, as `tests/reference.py` defines it."""
+    own = up if gate is None else gate
+    match about.activation:
+        case "silu":
+            active = functional.silu(own)
+        case "gelu_tanh":
+            active = functional.gelu(own, approximate="tanh")
+        case "relu" | "drelu":
+            active = functional.relu(own)
+        case "relu2":
+            active = functional.relu(own).square()
+        case "cats":
+            active = functional.silu(own)
+            active = torch.where(active.abs() > about.threshold, active, 0)
+        case _:
+            active = torch.where(own > about.threshold, own, 0)
+    if gate is None:
+        return active
+    return active * (functional.relu(up) if about.activation == "drelu" else up)
+
+
+class TorchModel:
+    """Weights by canonical name, and the forward pass over whole windows of text.
+
+    Matrices are multiplied in `compute`; norms, the residual stream, the router and the logits are float32.
+    """
+
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], compute: torch.dtype) -> None:
+        problem = unsupported(config)
+        if problem:
+            raise RequestError(f"sparsify cannot train this model: {problem}")
+        self.config, self.compute = config, compute
+        self.weights = weights
+        self.hidden: Hidden = self._plain
+        self._each: dict[str, tuple[Tensor, ...]] = {}  # of stacked matrices, those of each expert
+        self._rotations: dict[tuple[RopeConfig, int], tuple[Tensor, Tensor]] = {}
+
+    # ------------------------------------------------------------------------------------------------ parts
+
+    def _weight(self, name: str, expert: int | None = None) -> Tensor:
+        if expert is None:
+            return self.weights[name].to(self.compute)
+        each = self._each.get(name)
+        return (self.weights[name][expert] if each is None else each[expert]).to(self.compute)
+
+    def _linear(self, x: Tensor, name: str, expert: int | None = None) -> Tensor:
+        bias = self.weights.get(name + "_bias")
+        out = functional.linear(x.to(self.compute), self._weight(name, expert))
+        if bias is None:
+            return out
+        return out + (bias if expert is None else bias[expert]).to(out.dtype)
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        if name not in self.weights:
+            return x
+        weight, eps = self.weights[name], self.config.norm_eps
+        if self.config.norm == "layer":
+            return functional.layer_norm(x, x.shape[-1:], weight, self.weights.get(name + "_bias"), eps)
+        return functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+    def _rotation(self, rope: RopeConfig, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        key = rope, tokens
+        if key not in self._rotations:
+            frequencies, factor = rope_frequencies(rope, tokens)
+            angles = torch.outer(torch.arange(tokens).float(), torch.from_numpy(frequencies.copy()))
+            self._rotations[key] = (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
+        return self._rotations[key]
+
+    def _rotate(self, x: Tensor, rope: RopeConfig) -> Tensor:
+        """x [batch, tokens, heads, dim]."""
+        cos, sin = (part[:, None] for part in self._rotation(rope, x.shape[1], x.device))
+        turned, rest = x[..., : rope.dim].float(), x[..., rope.dim :]
+        if rope.interleaved:
+            first, second = turned[..., 0::2], turned[..., 1::2]
+            pair = torch.stack((first * cos - second * sin, first * sin + second * cos), -1).flatten(-2)
+        else:
+            first, second = turned.chunk(2, -1)
+            pair = torch.cat((first * cos - second * sin, first * sin + second * cos), -1)
+        return torch.cat((pair.to(x.dtype), rest), -1)
+
+    def _attention(self, x: Tensor, name: str, about: AttentionConfig) -> Tensor:
+        heads = {"q": about.n_heads, "k": about.n_kv_heads, "v": about.n_kv_heads}
+        parts = {}
+        for part in heads:
+            product = self._linear(x, name + part)
+            if part != "v" and about.qk_norm == "width":
+                product = self._own_norm(product, f"{name}{part}_norm")
+            product = product.unflatten(-1, (heads[part], about.head_dim))
+            if part != "v" and about.qk_norm == "head":
+                product = self._own_norm(product, f"{name}{part}_norm")
+            if part != "v" and about.rope is not None:
+                product = self._rotate(product, about.rope)
+            parts[part] = product.transpose(1, 2)
+        q, k, v = (parts[part] for part in "qkv")
+        mixed = self._mixed(q, k, v, name, about).transpose(1, 2).flatten(-2)
+        if isinstance(about, GatedAttentionConfig):
+            mixed = mixed * torch.sigmoid(self._linear(x, name + "q_gate"))
+        return self._linear(mixed, name + "o")
+
+    def _own_norm(self, x: Tensor, name: str) -> Tensor:
+        return functional.rms_norm(x.float(), x.shape[-1:], self.weights[name], self.config.norm_eps).to(x.dtype)
+
+    def _mixed(self, q: Tensor, k: Tensor, v: Tensor, name: str, about: AttentionConfig) -> Tensor:
+        tokens, grouped = q.shape[2], about.n_heads != about.n_kv_heads
+        windowed = about.window is not None and about.window < tokens
+        if not windowed and not about.sinks:
+            return functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=about.scale, enable_gqa=grouped
+            )
+        at = torch.arange(tokens, device=q.device)
+        seen = at[:, None] >= at
+        if windowed:
+            assert about.window is not None
+            seen &= at[:, None] - at < about.window
+        if not about.sinks:
+            return functional.scaled_dot_product_attention(q, k, v, seen, scale=about.scale, enable_gqa=grouped)
+        k, v = (part.repeat_interleave(about.n_heads // about.n_kv_heads, 1) for part in (k, v))
+        scores = (q @ k.transpose(-1, -2)).float() * (about.scale or about.head_dim**-0.5)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        sinks = self.weights[name + "sinks"][:, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1].to(v.dtype) @ v
+
+    def _plain(self, name: str, gate: Tensor | None, up: Tensor) -> Tensor:
+        ffn = self.config.layers[int(name.split(".")[1])].ffn
+        assert isinstance(ffn, FfnConfig | ExpertsConfig)
+        return activate(ffn, gate, up)
+
+    def neurons(self, x: Tensor, name: str, expert: int | None = None) -> Neurons:
+        """The sum of neurons whose matrices are `name` + gate, up and down, of x [..., d_model] behind the norm."""
+        gate = self._linear(x, name + "gate", expert) if name + "gate" in self.weights else None
+        up = self._linear(x, name + "up", expert)
+        h = self.hidden(name, gate, up)
+        return Neurons(expert, x, gate, up, h, self._linear(h, name + "down", expert))
+
+    def _selected(self, x: Tensor, name: str, router: RouterConfig) -> tuple[Tensor, Tensor]:
+        """(experts of each row of x, their weights), [rows, top_k]."""
+        scores = functional.linear(x.float(), self.weights[name + "router"].float())
+        if router.bias:
+            scores = scores + self.weights[name + "router_bias"]
+        scores = scores.sigmoid() if router.scoring == "sigmoid" else scores.softmax(-1)
+        ranked = scores + self.weights[name + "router_correction_bias"] if router.correction else scores
+        if router.groups > 1:
+            grouped = ranked.unflatten(-1, (router.groups, -1))
+            best = grouped.topk(router.group_best, -1).values.sum(-1).topk(router.top_groups, -1).indices
+            kept = torch.zeros_like(grouped[..., 0]).scatter_(-1, best, 1) > 0
+            ranked = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
+        selected = ranked.topk(router.top_k, -1).indices
+        weights = scores.gather(-1, selected)
+        if router.normalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return selected, weights * router.scale
+
+    def _experts(self, x: Tensor, routed: Tensor, name: str, about: ExpertsConfig, seen: Seen | None) -> Tensor:
+        """The selected experts' weighted sum and the shared expert's, float32. routed: what the router reads."""
+        rows = x.flatten(0, -2)
+        selected, weights = self._selected(routed.flatten(0, -2), name, about.router)
+        total = torch.zeros(rows.shape, device=rows.device)
+        # one gradient of the whole stack, not one for each expert
+        stacks = [f"{name}experts_{part}" for part in about.matrices]
+        self._each = {stack: self.weights[stack].unbind(0) for stack in stacks}
+        for expert in range(about.n_experts):
+            row, place = (selected == expert).nonzero(as_tuple=True)
+            if len(row):
+                done = self.neurons(rows[row], name + "experts_", expert)
+                if seen is not None:
+                    seen(name + "experts_", done)
+                total = total.index_add(0, row, done.out.float() * weights[row, place, None])
+        self._each = {}
+        if about.shared_size:
+            done = self.neurons(rows, name + "shared_")
+            if seen is not None:
+                seen(name + "shared_", done)
+            out = done.out.float()
+            if about.shared_weight:
+                out = out * torch.sigmoid(rows.float() @ self.weights[name + "shared_weight"].float())[:, None]
+            total = total + out
+        return total.view(x.shape)
+
+    # ------------------------------------------------------------------------------------------------ the whole
+
+    def states(self, tokens: Tensor, seen: Seen | None = None) -> Tensor:
+        """int64 [batch, tokens] -> what the head reads, float32 [batch, tokens, width]."""
+        config = self.config
+        x = functional.embedding(tokens, self.weights["embed"]).float() * config.embedding_scale
+        if config.embed_dim:
+            x = self._linear(x, "project_in").float()
+        if config.positions == "learned":
+            x = x + self.weights["positions"][config.position_offset :][: tokens.shape[1]]
+        for layer in range(config.n_layers):
+            x = self._layer(x, layer, seen)
+        x = self._norm(x, "final_norm")
+        return self._linear(x, "project_out").float() if config.embed_dim else x
+
+    def _layer(self, x: Tensor, layer: int, seen: Seen | None) -> Tensor:
+        about, name, scale = self.config.layers[layer], f"layers.{layer}.", self.config.residual_scale
+        assert isinstance(about.attention, AttentionConfig)
+
+        def attend(value: Tensor) -> Tensor:
+            return self._attention(value, name, about.attention).float() * scale  # type: ignore[arg-type]
+
+        entered = x
+
+        def sum_neurons(value: Tensor) -> Tensor:
+            if isinstance(about.ffn, ExpertsConfig):
+                return self._experts(value, entered if about.ffn.early_router else value, name, about.ffn, seen) * scale
+            done = self.neurons(value, name)
+            if seen is not None:
+                seen(name, done)
+            return done.out.float() * scale
+
+        if about.norms == "post":
+            x = self._norm(x + attend(x), name + "attn_norm")
+            return self._norm(x + sum_neurons(x), name + "ffn_norm")
+        normed = self._norm(x, name + "attn_norm")
+        attended = self._norm(attend(normed), name + "attn_out_norm")
+        if about.parallel:
+            own = normed if about.shared_norm else self._norm(x, name + "ffn_norm")
+            return x + attended + sum_neurons(own)
+        x = x + attended
+        return x + self._norm(sum_neurons(self._norm(x, name + "ffn_norm")), name + "ffn_out_norm")
+
+    def logits(self, states: Tensor) -> Tensor:
+        """float32 [..., vocab]."""
+        head = self._weight("embed" if self.config.tied_embeddings else "head")
+        return functional.linear(states.to(self.compute), head).float() * self.config.logit_scale
+
+
+def unsupported(config: ModelConfig) -> str | None:
+    """Why a model cannot be computed here; None: it can."""
+    for layer in config.layers:
+        if not isinstance(layer.attention, AttentionConfig):
+            return f"it has layers of {layer.attention.title}"
+        if layer.ffn.activation == "swiglu_oai":
+            return f"its experts have the activation {layer.ffn.activation}"
+    return None
+
+
+def load(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """All weights of a model by canonical name, dequantised."""
+    weights = {}
+    for name, _ in shapes(checkpoint.config):
+        if checkpoint.has(name):
+            weights[name] = torch.from_numpy(checkpoint.take(name).float32().copy()).to(dtype)
+            checkpoint.release()
+    return weights

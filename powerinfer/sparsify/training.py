@@ -1,0 +1,494 @@
+"""Training of a sparse model: stages, thresholds, what is kept to resume from, and figures.
+
+The model is distilled: its teacher is the original, so any text will do. The share of zeros is raised slowly, from 40 %
+of the target to all of it at 60 % of the tokens.
+
+    regress   sum over layers of |own FFN(x) - original FFN(x)|^2 / |original FFN(x)|^2, x from the original model;
+              an expert counts as an FFN
+    distil    mean over tokens of KL(original || own) of the next token
+
+Where the activation has thresholds, each layer's follows the quantile of what it is compared with, so that the target
+share stays below. Elsewhere a penalty is added to the loss: the share of neurons that fire, counted softly so that it
+has a gradient (see `_firing`), times a factor that grows while fewer are zero than the target asks for.
+"""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from powerinfer.config import THRESHOLDED, ModelConfig, SparsifyConfig
+from powerinfer.errors import ModelError, PowerInferError, RequestError
+from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.layout import is_router, matrix_names, shapes
+from powerinfer.formats.prepared import TRAINING, PreparedFile
+from powerinfer.prepare.corpus import Corpus, Windows, read_windows
+from powerinfer.progress import Progress, silent
+from powerinfer.sparsify.recipes import Recipe, Stage, check_recipe
+from powerinfer.sparsify.torch_model import Neurons, TorchModel, load
+
+FFN_PARTS = frozenset(f"{of}{part}" for of in ("", "experts_", "shared_") for part in ("gate", "up", "down"))
+HELD_OUT = 0.02  # of the windows of each text, at least MIN_HELD_OUT: measured on, never trained on
+MIN_HELD_OUT = 2
+WARM_UP = 20  # steps in which a stage's learning rate rises
+FOLLOWS = 0.1  # how far a threshold goes towards the quantile of a step
+EVERY = 61  # of the values that decide in a step, one of so many counts for the quantile
+SOFT = 0.25  # of `_firing`
+SCORED = 512  # tokens whose logits are in memory at once
+
+
+class Figures(NamedTuple):
+    """Of a model on the held-out windows: perplexity of their second halves, as `eval perplexity` scores them, and the
+    share of zeros in each layer."""
+
+    perplexity: float
+    zeros: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """changed: canonical names; limits: thresholds of the layers, () where the activation has none; tokens: of all
+    runs; seconds: of this one; resumed: steps of earlier ones."""
+
+    changed: tuple[str, ...]
+    limits: tuple[float, ...]
+    before: Figures
+    tokens: int
+    seconds: float
+    resumed: int
+
+
+class Sparsifier:
+    """One training. `run` may be interrupted at any time, and goes on from the state kept last."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        corpora: Sequence[Corpus],
+        config: SparsifyConfig,
+        out: Path,
+        progress: Progress = silent,
+    ) -> None:
+        """RequestError for options that do not suit the model or each other, and for texts that are too short."""
+        self.recipe = check_recipe(config.recipe, checkpoint.config)
+        _check(config)
+        self.config, self._progress, self._checkpoint, self._out = config, progress, checkpoint, out
+        self.device = _device(config.device)
+        self._train, self._held_out = _texts(checkpoint, corpora, config, progress)
+        compute = _fast_type(self.device)
+        weights = {name: value.to(self.device) for name, value in load(checkpoint).items()}
+        frozen = {name: value.to(compute) if value.ndim > 1 else value for name, value in weights.items()}
+        self.teacher = TorchModel(checkpoint.config, frozen, compute)
+        self._ffns, self._all = trained_names(checkpoint.config)
+        own = dict(frozen) | {name: weights[name].clone() for name in self._all}
+        del weights
+        self.student = TorchModel(checkpoint.config, own, compute)
+        self.student.hidden = self._hidden
+        self.limits = dict.fromkeys(range(checkpoint.config.n_layers), 0.0)
+        self._follow: float | None = None  # the share of zeros that thresholds are to give
+        self._order: tuple[int, NDArray[np.int64]] | None = None  # (how often the text was through, its windows' order)
+        self._kept = 0
+        self._decides: list[list[Tensor]] = [[] for _ in self.limits]  # by layer, what thresholds are compared with
+        self._penalty = 0.05
+        self._counted = [0, 0]  # zeros, and all, since the log's last line
+        self._firing: list[Tensor] = []
+        self._windows = config.batch // config.window  # of a step
+        self._steps = max(1, config.tokens // (self._windows * config.window))
+        self._state = PreparedFile(TRAINING, checkpoint, path=out / "training.safetensors", option=("--out", "FOLDER"))
+
+    def values(self, name: str) -> NDArray[np.float32]:
+        """Of a weight, by its canonical name."""
+        return np.asarray(self.student.weights[name].detach().float().cpu().numpy())
+
+    # ---------------------------------------------------------------- the activation
+
+    def _hidden(self, name: str, gate: Tensor | None, up: Tensor) -> Tensor:
+        assert gate is not None
+        layer, kind = int(name.split(".")[1]), self.recipe.activation
+        if kind not in THRESHOLDED:
+            active = functional.relu(gate)
+            h = active * (functional.relu(up) if kind == "drelu" else up)
+            if torch.is_grad_enabled():
+                self._firing.append(_firing(gate, up if kind == "drelu" else None))
+        else:
+            active = functional.silu(gate) if kind == "cats" else gate
+            decides = active.detach().float()
+            decides = decides.abs() if kind == "cats" else decides
+            if self._follow is not None and torch.is_grad_enabled():
+                self._decides[layer].append(decides.flatten()[::EVERY])
+            h = torch.where(decides > self.limits[layer], active, 0) * up
+        with torch.no_grad():
+            self._counted[0] += int((h == 0).sum())
+            self._counted[1] += h.numel()
+        return h
+
+    def _adapt(self, share: float) -> None:
+        """Each layer's threshold goes towards the quantile of what it was compared with in the step."""
+        for layer, seen in enumerate(self._decides):
+            if seen:
+                some = torch.cat(seen)
+                some = some[:: 1 + (some.numel() >> 20)]  # torch sorts no more than that
+                wanted = max(0.0, float(torch.quantile(some, share)))
+                before = self.limits[layer]
+                self.limits[layer] = before + FOLLOWS * (wanted - before) if before else wanted
+            seen.clear()
+
+    def _zeros(self) -> float:
+        zeros, of = self._counted
+        self._counted = [0, 0]
+        return zeros / max(of, 1)
+
+    # ---------------------------------------------------------------- losses
+
+    def _regress(self, tokens: Tensor, scale: float) -> float:
+        """Adds the gradients of `scale` times the loss; the loss."""
+        total, n = 0.0, self._checkpoint.config.n_layers
+
+        def learn(name: str, seen: Neurons) -> None:
+            nonlocal total
+            with torch.enable_grad():
+                self._firing.clear()
+                own = self.student.neurons(seen.x, name, seen.expert).out.float()
+                wanted = seen.out.float()
+                loss = (own - wanted).square().sum() / wanted.square().sum().clamp_min(1e-20) / n
+                (scale * (loss + self._fine() / n)).backward()
+            total += float(loss.detach())
+
+        with torch.no_grad():
+            self.teacher.states(tokens, learn)
+        return total
+
+    def _distil(self, tokens: Tensor, scale: float) -> float:
+        """Adds the gradients of `scale` times the loss; the loss. Logits are computed some tokens at a time."""
+        with torch.no_grad():
+            wanted = self.teacher.states(tokens).flatten(0, 1)
+        self._firing.clear()
+        states = self.student.states(tokens).flatten(0, 1)
+        fine = self._fine()
+        leaf, total = states.detach().requires_grad_(), 0.0
+        for at in range(0, len(leaf), SCORED):
+            with torch.no_grad():
+                target = functional.log_softmax(self.teacher.logits(wanted[at : at + SCORED]), -1)
+            own = functional.log_softmax(self.student.logits(leaf[at : at + SCORED]), -1)
+            loss = functional.kl_div(own, target, log_target=True, reduction="sum") / len(leaf)
+            (scale * loss).backward()
+            total += float(loss.detach())
+        assert leaf.grad is not None
+        heads, gradients = [states], [leaf.grad]
+        if fine.requires_grad:
+            heads, gradients = [states, fine], [leaf.grad, torch.full_like(fine, scale)]
+        torch.autograd.backward(heads, gradients)
+        return total
+
+    def _fine(self) -> Tensor:
+        """The penalty on the neurons that fired since `_firing` was cleared."""
+        if not self._firing:
+            return torch.zeros((), device=self.device)
+        return self._penalty * torch.stack(self._firing).mean()
+
+    # ---------------------------------------------------------------- the run
+
+    def run(self) -> Trained:
+        """Train to the end. PowerInferError if the loss becomes no number: the state kept last stays."""
+        began = time.monotonic()
+        before = self.evaluate(self.teacher)
+        done, moments = self._resume()
+        resumed, first = done, 0
+        with _log(self._out / "log.csv", done) as log:
+            for stage, steps in _stages(self.recipe, self._steps):
+                if done < first + steps:
+                    self._stage(stage, first, steps, done, moments, log)
+                    done, moments = first + steps, {}
+                first += steps
+        self._follow = None
+        limits = tuple(self.limits.values()) if self.recipe.activation in THRESHOLDED else ()
+        every = any(stage.every and steps for stage, steps in _stages(self.recipe, self._steps))
+        seconds = time.monotonic() - began
+        return Trained(self._all if every else self._ffns, limits, before, self._tokens(self._steps), seconds, resumed)
+
+    def _tokens(self, steps: int) -> int:
+        return steps * self._windows * self.config.window
+
+    def _stage(self, stage: Stage, first: int, steps: int, done: int, moments: Mapping[str, Tensor], log: Any) -> None:
+        names = self._all if stage.every else self._ffns
+        for name in self._all:
+            self.student.weights[name].requires_grad_(name in names)
+        adam = torch.optim.Adam([self.student.weights[name] for name in names], lr=1.0, betas=(0.9, 0.98))
+        self._put_moments(adam, names, moments, done - first)
+        learn = self._regress if stage.name == "regress" else self._distil
+        micro, each = self.config.rows, self._windows
+        saved = time.monotonic()
+        for step in range(max(done, first), first + steps):
+            for group in adam.param_groups:
+                group["lr"] = self.config.lr * stage.rate * _schedule(step - first, steps)
+            self._follow = self._wanted(step)
+            batch = self._batch(step, each)
+            loss = sum(learn(part, len(part) / each) * len(part) / each for part in batch.split(micro))
+            norm = float(torch.nn.utils.clip_grad_norm_([self.student.weights[name] for name in names], 1.0))
+            if not math.isfinite(loss) or not math.isfinite(norm):
+                raise PowerInferError(
+                    f"the loss is {loss} and its gradient {norm} at step {step}: the state of step {self._kept} is "
+                    f"kept, from which the same command with --lr below {self.config.lr:g} goes on"
+                )
+            adam.step()
+            adam.zero_grad(set_to_none=True)
+            zeros = self._zeros()
+            self._adapt(self._follow)
+            self._steer(zeros, self._follow)
+            log.writerow([step, stage.name, self._tokens(step + 1), f"{loss:.5f}", f"{zeros:.4f}"])
+            self._progress("training", step + 1, self._steps)
+            if time.monotonic() - saved > self.config.save or step + 1 == first + steps:
+                self._keep(step + 1, adam, names)
+                saved = time.monotonic()
+
+    def _wanted(self, step: int) -> float:
+        """The share of zeros that a step is to have."""
+        return self.config.zeros * min(1.0, 0.4 + step / self._steps)
+
+    def _steer(self, zeros: float, wanted: float) -> None:
+        if self.recipe.activation not in THRESHOLDED:
+            self._penalty = min(10.0, max(1e-4, self._penalty * math.exp(0.5 * (wanted - zeros))))
+
+    def _batch(self, step: int, rows: int) -> Tensor:
+        """The windows of a step: all of the text in a random order, then in another one."""
+        picked = []
+        for at in range(step * rows, (step + 1) * rows):
+            epoch, place = divmod(at, len(self._train))
+            if self._order is None or self._order[0] != epoch:
+                rng = np.random.default_rng([self.config.seed, epoch])
+                self._order = epoch, rng.permutation(len(self._train))
+            picked.append(int(self._order[1][place]))
+        return torch.from_numpy(self._train[picked].astype(np.int64)).to(self.device)
+
+    def evaluate(self, model: TorchModel) -> Figures:
+        """On the held-out windows."""
+        total = scored = 0.0
+        n = model.config.n_layers
+        zeros, every = [0] * n, [0] * n
+
+        def count(name: str, seen: Neurons) -> None:
+            layer = int(name.split(".")[1])
+            zeros[layer] += int((seen.h == 0).sum())
+            every[layer] += seen.h.numel()
+
+        half = self._held_out.shape[1] // 2
+        with torch.no_grad():
+            for part in torch.from_numpy(self._held_out.astype(np.int64)).split(self.config.rows):
+                tokens = part.to(self.device)
+                states, targets = model.states(tokens, count)[:, half:-1], tokens[:, half + 1 :]
+                for own, wanted in zip(
+                    states.flatten(0, 1).split(SCORED), targets.flatten().split(SCORED), strict=True
+                ):
+                    total += float(functional.cross_entropy(model.logits(own), wanted, reduction="sum"))
+                scored += targets.numel()
+        return Figures(_exp(total / scored), tuple(a / max(b, 1) for a, b in zip(zeros, every, strict=True)))
+
+    # ---------------------------------------------------------------- what is kept
+
+    def _key(self) -> str:
+        free = ("save", "device", "type", "lr")
+        options = {name: value for name, value in asdict(self.config).items() if name not in free}
+        digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
+        for windows in (self._train, self._held_out):
+            digest.update(np.ascontiguousarray(windows).tobytes())
+        return digest.hexdigest()
+
+    def _keep(self, step: int, adam: torch.optim.Adam, names: Sequence[str]) -> None:
+        tensors = {f"weights.{name}": self.student.weights[name].detach() for name in self._all}
+        for name in names:
+            state = adam.state[self.student.weights[name]]
+            tensors |= {f"{moment}.{name}": state[moment] for moment in ("exp_avg", "exp_avg_sq")}
+        about = {
+            "run": self._key(),
+            "step": step,
+            "limits": list(self.limits.values()),
+            "penalty": self._penalty,
+        }
+        with self._state.write(about, [(name, "F32", tuple(one.shape)) for name, one in tensors.items()]) as write:
+            for name, one in tensors.items():
+                write(name, one.float().cpu().contiguous().numpy().reshape(-1).view(np.uint8))
+        self._kept = step
+
+    def _resume(self) -> tuple[int, dict[str, Tensor]]:
+        """(steps that are done, the optimiser's moments)."""
+        if not self._state.exists():
+            return 0, {}
+        try:
+            return self._read_state()
+        except ModelError as error:
+            why = str(error).partition("; `")[0]
+            raise ModelError(f"{why}: remove it to begin anew, or give another --out") from None
+
+    def _read_state(self) -> tuple[int, dict[str, Tensor]]:
+        about, tensors, file = self._state.read()
+        if about.get("run") != self._key():
+            raise RequestError(
+                f"{self._state.path} is of another training (other options or texts): give another --out, or remove it"
+            )
+        step, limits, penalty = about.get("step"), about.get("limits"), about.get("penalty")
+        right = type(step) is int and 0 < step <= self._steps and type(penalty) is float and type(limits) is list
+        if not right or len(limits) != len(self.limits) or not all(type(x) is float for x in limits):  # type: ignore
+            raise self._state.bad("is damaged")
+        assert isinstance(step, int) and isinstance(limits, list) and isinstance(penalty, float)
+        stage = next(stage for stage, last in _ends(self.recipe, self._steps) if step <= last)
+        trained = self._all if stage.every else self._ffns
+        names = [f"weights.{name}" for name in self._all]
+        names += [f"{moment}.{name}" for name in trained for moment in ("exp_avg", "exp_avg_sq")]
+        file.check()
+        moments = {}
+        for name in names:
+            kind, _, own = name.partition(".")
+            known = self.student.weights[own]
+            values = torch.from_numpy(np.array(self._state.holds(tensors, name, "F32", tuple(known.shape)).float32()))
+            if not bool(values.isfinite().all()):
+                raise self._state.bad("holds values that are no numbers")
+            if kind == "weights":
+                with torch.no_grad():
+                    known.copy_(values)
+            else:
+                moments[name] = values.to(self.device)
+        self._state.holds_no_more(tensors)
+        self.limits = dict(enumerate(limits))
+        self._penalty, self._kept = penalty, step
+        return step, moments
+
+    def _put_moments(
+        self, adam: torch.optim.Adam, names: Sequence[str], moments: Mapping[str, Tensor], steps: int
+    ) -> None:
+        for name in names:
+            if f"exp_avg.{name}" in moments and steps > 0:
+                adam.state[self.student.weights[name]] = {
+                    "step": torch.tensor(float(steps)),
+                    **{one: moments[f"{one}.{name}"] for one in ("exp_avg", "exp_avg_sq")},
+                }
+
+
+def trained_names(config: ModelConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(matrices of FFNs, all matrices but the routers' and tables of positions), by canonical name."""
+    every = tuple(name for name in ("embed", *matrix_names(config)) if not is_router(name))
+    return tuple(name for name in every if name.rpartition(".")[2] in FFN_PARTS), every
+
+
+def needed_bytes(config: ModelConfig, device_bytes: int = 18) -> int:
+    """Memory of a training, about: the teacher in two bytes a weight, the student, its gradients and two moments in
+    four; what a batch needs comes on top."""
+    return device_bytes * sum(math.prod(shape) for _, shape in shapes(config))
+
+
+def _stages(recipe: Recipe, steps: int) -> list[tuple[Stage, int]]:
+    """The stages with their steps."""
+    ends = np.rint(np.cumsum([stage.share for stage in recipe.stages]) * steps).astype(int).tolist()
+    return [(stage, end - begin) for stage, begin, end in zip(recipe.stages, [0, *ends[:-1]], ends, strict=True)]
+
+
+def _ends(recipe: Recipe, steps: int) -> Iterator[tuple[Stage, int]]:
+    end = 0
+    for stage, count in _stages(recipe, steps):
+        end += count
+        yield stage, end
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf
+
+
+def _schedule(step: int, steps: int) -> float:
+    """Of the learning rate: up, then down along a cosine to a tenth."""
+    return min(1.0, (step + 1) / WARM_UP) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+
+
+def _firing(gate: Tensor, up: Tensor | None) -> Tensor:
+    """About the share of neurons that fire: the mean of s(gate), for dReLU of s(gate) * s(up).
+
+    s(a) = sigmoid(a / (SOFT * the neuron's root mean square of a)): it counts signs, so scaling weights does not lower
+    it, and a margin grows around zero. A penalty on magnitudes moves them from h into down instead of silencing
+    neurons (runs/README.md).
+    """
+
+    def positive(a: Tensor) -> Tensor:
+        a = a.float()
+        scale = a.detach().square().flatten(0, -2).mean(0).sqrt()
+        return torch.sigmoid(a / (SOFT * scale + 1e-6))
+
+    share = positive(gate)
+    return (share if up is None else share * positive(up)).mean()
+
+
+def _check(config: SparsifyConfig) -> None:
+    if not 0 < config.zeros < 1:
+        raise RequestError(f"--zeros {config.zeros:g} must be between 0 and 1")
+    if not 0 < config.lr <= 100:
+        raise RequestError(f"--lr {config.lr:g} must be between 0 and 100")
+    if config.batch < config.window:
+        raise RequestError(f"--batch {config.batch} is less than a window of {config.window} tokens")
+
+
+def _texts(
+    checkpoint: Checkpoint, corpora: Sequence[Corpus], config: SparsifyConfig, progress: Progress
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """(windows to train on, windows that are held out), the last of each text."""
+    windows: Windows = read_windows(corpora, checkpoint.tokenizer(), config.window, config.tokens * 2, progress)
+    train, held, begin = [], [], 0
+    for corpus, number in zip(windows.corpora, windows.number, strict=True):
+        last = max(MIN_HELD_OUT, round(HELD_OUT * number))
+        if number < 2 * last:
+            raise RequestError(
+                f"corpus {corpus} has {number} windows of {config.window} tokens, too few to train on and to measure: "
+                "use a longer text, or a smaller --window"
+            )
+        train.append(windows.ids[begin : begin + number - last])
+        held.append(windows.ids[begin + number - last : begin + number])
+        begin += number
+    return np.concatenate(train), np.concatenate(held)
+
+
+def _device(name: str) -> torch.device:
+    has = torch.cuda.is_available()
+    if name == "cuda" and not has:
+        raise RequestError("--device cuda: torch finds no GPU here; use --device cpu")
+    return torch.device("cuda" if has and name != "cpu" else "cpu")
+
+
+def _fast_type(device: torch.device) -> torch.dtype:
+    """bfloat16 where the device multiplies matrices of it many times as fast, else float32."""
+    if device.type == "cuda":
+        return torch.bfloat16
+    return (
+        torch.bfloat16 if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported() else torch.float32
+    )
+
+
+@contextmanager
+def _log(path: Path, done: int) -> Iterator[Any]:
+    """A table of the steps; of an earlier run only those before `done` are left."""
+    header = ["step", "stage", "tokens", "loss", "zeros"]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows: list[list[str]] = []
+    if done and path.exists():
+        with path.open(newline="", encoding="ascii", errors="replace") as file:
+            rows = [row for row in list(csv.reader(file))[1:] if row and row[0].isdigit() and int(row[0]) < done]
+    with path.open("a", newline="", buffering=1) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise PowerInferError(f"another process is training in {path.parent}") from None
+        file.truncate(0)
+        writer = csv.writer(file)
+        writer.writerow(header)
+        writer.writerows(rows)
+        yield writer

@@ -1,0 +1,183 @@
+"""A model's files again, with other weights: GGUF to GGUF, a folder to a folder. What is not changed is copied."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from powerinfer.errors import RequestError
+from powerinfer.formats.checkpoint import Checkpoint, Place
+from powerinfer.formats.folder_config import read_config
+from powerinfer.formats.gguf import encoded, header_bytes, metadata_bytes, read_gguf
+from powerinfer.formats.json_file import read_json
+from powerinfer.formats.quant import Bytes, Float32, block_type, dequantize, quantize
+from powerinfer.formats.safetensors_file import read_safetensors
+from powerinfer.formats.tensors import RawTensor
+
+_FILE_TYPES = {"f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}
+"""By the type of changed matrices, what GGUF calls a file of it."""
+
+_KEYS = {"gemma3_text": "hidden_activation", "openelm": "activation_fn_name"}
+"""Families of folders that call "hidden_act" otherwise."""
+
+NewValues = Callable[[str], Float32]
+"""The values of a changed tensor, by its canonical name."""
+
+
+class _Change:
+    """What becomes of a tensor of a file: by canonical name, which of its rows are which of that tensor's."""
+
+    def __init__(self, tensor: RawTensor) -> None:
+        self.tensor = tensor
+        self.rows: list[tuple[str, slice, slice]] = []
+
+    def values(self, new: NewValues) -> Float32:
+        """All of it, float32 [rows, columns]."""
+        rows = np.array(dequantize(self.tensor.rows(), self.tensor.type))
+        for name, here, there in self.rows:
+            rows[here] = new(name).reshape(-1, rows.shape[-1])[there]
+        return rows
+
+
+def check_writable(checkpoint: Checkpoint, names: Sequence[str], about: Mapping[str, Any]) -> None:
+    """ModelError or RequestError if these tensors could not be replaced in the model's files, or the activation could
+    not be stated there."""
+    for name in names:
+        checkpoint.places(name)
+    if checkpoint.source == "gguf":
+        if len(read_gguf(checkpoint.path).files) > 1:
+            raise RequestError(f"{checkpoint.path} is split into parts: join them first, with llama-gguf-split --merge")
+        return
+    document, _ = read_json(checkpoint.path / "config.json")
+    made = read_config(document | _folder_keys(checkpoint, about), checkpoint.path)
+    if any(layer.ffn.activation != about["hidden_act"] for layer in made.layers):
+        raise RequestError(f"{checkpoint.path}: folders of {checkpoint.config.architecture} cannot state an activation")
+
+
+def write_model(
+    checkpoint: Checkpoint, out: Path, type_name: str, changed: Sequence[str], new: NewValues, about: Mapping[str, Any]
+) -> Path:
+    """Write the model with new values of the tensors `changed` (canonical names) into the folder `out`; its path.
+
+    type_name: f16, bf16, q8_0 or q4_0, for the changed matrices of a GGUF file; a folder keeps its types. about: the
+    activation, "hidden_act", and the thresholds of the layers, "hidden_act_param", if it has any. Each file takes its
+    place when it is complete and on disk.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    if checkpoint.source == "gguf":
+        return _write_gguf(checkpoint, out, type_name, changed, new, about)
+    return _write_folder(checkpoint, out, changed, new, about)
+
+
+def _changes(
+    tensors: Mapping[str, RawTensor], base: Bytes, places: Sequence[tuple[str, Place, int]]
+) -> dict[str, _Change]:
+    """By the file's name of a tensor, what changes in it. base: the view of the file; places: of `_by_file`."""
+    starts = {name: tensor.data.ctypes.data - base.ctypes.data for name, tensor in tensors.items()}
+    found: dict[str, _Change] = {}
+    for canonical, run, before in places:
+        name = next(one for one, start in starts.items() if start <= run.begin < start + tensors[one].nbytes)
+        tensor = tensors[name]
+        row = block_type(tensor.type).row_bytes(tensor.shape[-1])
+        first, own, count = (run.begin - starts[name]) // row, before // row, run.nbytes // row
+        change = found.setdefault(name, _Change(tensor))
+        change.rows.append((canonical, slice(first, first + count), slice(own, own + count)))
+    return found
+
+
+def _by_file(checkpoint: Checkpoint, changed: Sequence[str]) -> dict[Path, list[tuple[str, Place, int]]]:
+    """By file, (canonical name, a place of it there, bytes of the tensor before that)."""
+    files: dict[Path, list[tuple[str, Place, int]]] = {}
+    for name in changed:
+        before = 0
+        for place in checkpoint.places(name):
+            files.setdefault(place.path, []).append((name, place, before))
+            before += place.nbytes
+    return files
+
+
+# --- GGUF ------------------------------------------------------------------------------------------------------------
+
+
+def _write_gguf(
+    checkpoint: Checkpoint, out: Path, type_name: str, changed: Sequence[str], new: NewValues, about: Mapping[str, Any]
+) -> Path:
+    file = read_gguf(checkpoint.path)
+    changes = _changes(file.tensors, file.files[0].view(), _by_file(checkpoint, changed).get(file.path, []))
+    types = {name: _new_type(change.tensor, type_name) for name, change in changes.items()}
+    tensors = [(name, types.get(name, tensor.type), tensor.shape) for name, tensor in file.tensors.items()]
+    metadata = metadata_bytes(file.path)
+    metadata |= {f"{checkpoint.config.architecture}.{key}": encoded(value) for key, value in about.items()}
+    metadata["general.file_type"] = encoded(_FILE_TYPES[type_name])
+    header, starts = header_bytes(metadata, tensors)
+    path = out / "model.gguf"
+    with _whole(path) as to:
+        to.write(header)
+        for (name, kind, _), start in zip(tensors, starts, strict=True):
+            to.write(b"\0" * (len(header) + start - to.tell()))
+            change = changes.get(name)
+            to.write((file.tensors[name].data if change is None else quantize(change.values(new), kind)).data)
+    return path
+
+
+def _new_type(tensor: RawTensor, wanted: str) -> str:
+    """Vectors stay as they are."""
+    if len(tensor.shape) == 1:
+        return tensor.type
+    kind = block_type(wanted.upper())
+    return kind.name if tensor.shape[-1] % kind.block == 0 else "F16"
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------
+
+
+def _write_folder(
+    checkpoint: Checkpoint, out: Path, changed: Sequence[str], new: NewValues, about: Mapping[str, Any]
+) -> Path:
+    files = _by_file(checkpoint, changed)
+    (out / "config.json").unlink(missing_ok=True)  # without it a folder is no model; it is written last
+    for path in sorted(checkpoint.path.iterdir()):
+        if path in files or not path.is_file() or path.name == "config.json" or path.suffix in (".bin", ".pt", ".pth"):
+            continue
+        with _whole(out / path.name) as to, path.open("rb") as source:
+            shutil.copyfileobj(source, to, 1 << 22)
+    for path, places in files.items():
+        tensors, _, mapped = read_safetensors(path)
+        base = mapped.view()
+        changes = _changes(tensors, base, places)
+        end = min(tensor.data.ctypes.data - base.ctypes.data for tensor in tensors.values())
+        with _whole(out / path.name) as to:
+            to.write(base[:end].data)  # the same types and shapes, and so the same header
+            for name, tensor in sorted(tensors.items(), key=lambda one: one[1].data.ctypes.data):
+                change = changes.get(name)
+                to.write((tensor.data if change is None else quantize(change.values(new), tensor.type)).data)
+    with _whole(out / "config.json") as to:
+        document, _ = read_json(checkpoint.path / "config.json")
+        to.write(json.dumps(document | _folder_keys(checkpoint, about), indent=2).encode() + b"\n")
+    return out
+
+
+def _folder_keys(checkpoint: Checkpoint, about: Mapping[str, Any]) -> dict[str, Any]:
+    named = _KEYS.get(checkpoint.config.architecture, "hidden_act")
+    return {named if key == "hidden_act" else key: value for key, value in about.items()}
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[BinaryIO]:
+    """A file that has its name only when it is complete and on disk."""
+    part = path.with_name(path.name + ".part")
+    try:
+        with part.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

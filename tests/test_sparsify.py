@@ -1,0 +1,220 @@
+"""`powerinfer sparsify`: stages, what is kept of an interrupted run, what is written and how it runs, bad input."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from model_files import edit_config
+
+from benchmarks.models import make_model
+from benchmarks.models.speed_models import Shape, write_random_llama
+from powerinfer import LLM, PowerInferError, RequestError
+from powerinfer.cli.main import main
+from powerinfer.config import SparsifyConfig
+from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.sparsify import Made, sparsify
+from powerinfer.sparsify.recipes import RECIPES
+from powerinfer.sparsify.torch_model import TorchModel, load
+from powerinfer.sparsify.training import Sparsifier
+
+SHAPE = Shape(d_model=64, d_ff=128, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, vocab=1200, context=128)
+SMALL = {"window": 32, "batch": 256, "rows": 4, "tokens": 10_240, "save": 1e9, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("dense") / "tiny.gguf"
+    write_random_llama(path, SHAPE)
+    return path
+
+
+def made(model: Path, out: Path, **options: Any) -> Made:
+    config = SparsifyConfig(**(SMALL | {"zeros": 0.7} | options))
+    return sparsify(open_checkpoint(model), [], config, out, threads=1)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_makes_a_model_that_runs(recipe: str, dense: Path, tmp_path: Path) -> None:
+    about = made(dense, tmp_path, recipe=recipe, type="f16").document
+    checkpoint = open_checkpoint(tmp_path / "model.gguf")
+    assert checkpoint.config.activations == RECIPES[recipe].activation
+    limits = [layer.neurons.threshold for layer in checkpoint.config.layers]
+    assert np.allclose(limits, about["limits"] or [0, 0])
+    assert about["zeros"] > {"cats": 0.6, "fatrelu": 0.6, "reglu": 0.5, "drelu": 0.7}[recipe]
+    # what the engine counts and computes is what was measured
+    with LLM(tmp_path / "model.gguf", threads=1, selector="all") as llm:
+        tokens = llm.tokenizer.encode("It was the best of times, it was the worst of times.")
+        rows: list[np.ndarray] = []
+        llm.score(tokens, 0, lambda at, logits: rows.append(np.array(logits)))
+    own = np.concatenate(rows)
+    model = TorchModel(checkpoint.config, load(checkpoint), torch.float32)
+    zeros: list[float] = []
+    with torch.no_grad():
+        states = model.states(
+            torch.tensor([tokens]), lambda name, seen: zeros.append(float((seen.h == 0).float().mean()))
+        )
+        logits = model.logits(states)[0].numpy()
+    assert np.abs(own - logits).max() < 0.05 * logits.std()
+    assert abs(np.mean(zeros) - about["zeros"]) < 0.1
+
+
+def test_distilling_teaches(dense: Path, tmp_path: Path) -> None:
+    """The same thresholds without training are much further from the original."""
+    config = SparsifyConfig(**(SMALL | {"zeros": 0.8, "tokens": 20_480, "lr": 3.0}))
+    work = Sparsifier(open_checkpoint(dense), _sample(), config, tmp_path)
+    done = work.run()
+    untrained = dict(work.teacher.weights)
+    trained, work.student.weights = work.student.weights, untrained
+    before = divergence(work)
+    work.student.weights = trained
+    assert divergence(work) < 0.7 * before
+    assert len(done.limits) == 2
+
+
+def _sample() -> Any:
+    from powerinfer.prepare.corpus import open_corpora
+
+    return open_corpora([])
+
+
+@torch.no_grad()
+def divergence(work: Sparsifier) -> float:
+    tokens = torch.from_numpy(work._held_out.astype(np.int64))
+    wanted, own = (torch.log_softmax(m.logits(m.states(tokens)), -1) for m in (work.teacher, work.student))
+    return float((wanted.exp() * (wanted - own)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("recipe", ["cats", "reglu"])
+def test_an_interrupted_run_goes_on_and_gives_the_same(recipe: str, dense: Path, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    made(dense, whole, recipe=recipe)
+    steps = 0
+
+    def stop(label: str, done: int, total: int) -> None:
+        nonlocal steps
+        steps += label == "training"
+        if steps in (7, 30):
+            steps += 1
+            raise KeyboardInterrupt
+
+    config = SparsifyConfig(**(SMALL | {"zeros": 0.7, "save": 1e-9, "recipe": recipe}))
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            sparsify(open_checkpoint(dense), [], config, parts, stop, threads=1)
+        assert not (parts / "model.gguf").exists()
+    done = made(dense, parts, recipe=recipe)
+    assert done.document["resumed"] > 20
+    assert (parts / "model.gguf").read_bytes() == (whole / "model.gguf").read_bytes()
+    rows = list(csv.reader((parts / "log.csv").read_text().splitlines()))
+    assert [row[0] for row in rows[1:]] == [str(step) for step in range(40)]
+    assert (parts / "log.csv").read_text() == (whole / "log.csv").read_text()
+
+
+def test_a_state_of_another_training_is_refused(dense: Path, tmp_path: Path) -> None:
+    made(dense, tmp_path, tokens=1024)
+    with pytest.raises(RequestError, match="is of another training"):
+        made(dense, tmp_path, tokens=2048)
+    state = tmp_path / "training.safetensors"
+    state.write_bytes(state.read_bytes()[:-100])
+    with pytest.raises(
+        PowerInferError, match=r"training\.safetensors.*: remove it to begin anew, or give another --out"
+    ):
+        made(dense, tmp_path, tokens=1024)
+
+
+def test_a_loss_that_is_no_number_stops_and_keeps(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Sparsifier._distil
+    calls = 0
+
+    def broken(self: Sparsifier, tokens: torch.Tensor, scale: float) -> float:
+        nonlocal calls
+        calls += 1
+        return float("nan") if calls == 20 else plain(self, tokens, scale)
+
+    monkeypatch.setattr(Sparsifier, "_distil", broken)
+    with pytest.raises(PowerInferError, match=r"the loss is nan and .* at step 9: the state of step 9 is kept"):
+        made(dense, tmp_path, save=1e-9)
+    assert not (tmp_path / "model.gguf").exists()
+    monkeypatch.undo()
+    assert made(dense, tmp_path, lr=0.5).document["resumed"] == 9
+
+
+def test_folders(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    sizes = ["--shape", "tiny", "--format", "hf", "--profile", "reglu-70b", "--layers", "2", "--type", "bf16"]
+    asked = make_model.parser().parse_args([str(source), *sizes])
+    make_model.make(source, make_model.plan_of(asked), asked.format, asked.type)
+    edit_config(source, hidden_act="silu")
+    done = made(source, tmp_path / "out", tokens=2048)
+    checkpoint, before = open_checkpoint(done.path), open_checkpoint(source)
+    assert checkpoint.config.activations == "cats" and checkpoint.main_type == "BF16"
+    assert [layer.neurons.threshold for layer in checkpoint.config.layers] == done.document["limits"]
+    for name in before.names():
+        assert checkpoint.take(name).shape == before.take(name).shape
+    changed = checkpoint.take("layers.0.gate").float32() != before.take("layers.0.gate").float32()
+    assert changed.any()
+    assert "made sparse" in (tmp_path / "out" / "README.md").read_text()
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+def test_the_command(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("It is a truth universally acknowledged, that a single man must be in want of a wife. " * 60)
+    flags = ["--window", "32", "--batch", "128", "--tokens", "512", "--zeros", "0.5", "--corpus", str(text), "--json"]
+    assert main(["sparsify", "-m", str(dense), "--out", str(tmp_path / "out"), "-t", "1", *flags]) == 0
+    about = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert about["path"] == str(tmp_path / "out" / "model.gguf") and about["corpora"] == ["text.txt"]
+    assert len(about["zeros_by_layer"]) == 2 and about["tokens"] == 512 and about["resumed"] == 0
+
+
+def test_what_cannot_be(dense: Path, tmp_path: Path) -> None:
+    relu = tmp_path / "relu"
+    made(dense, relu, recipe="reglu", tokens=512)
+    with pytest.raises(RequestError, match="recipe cats is for gated FFNs of silu, and this model has FFN of 128"):
+        made(relu / "model.gguf", tmp_path / "out")
+    with pytest.raises(RequestError, match="holds the model itself"):
+        made(dense, dense.parent)
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "README.md").write_text("mine")
+    with pytest.raises(RequestError, match="has files that no training made"):
+        made(dense, foreign)
+    assert (foreign / "README.md").read_text() == "mine"
+    for options, message in (
+        ({"zeros": 1.0}, "--zeros 1 must be between 0 and 1"),
+        ({"batch": 16}, "--batch 16 is less than a window of 32"),
+        ({"lr": 0.0}, "--lr 0 must be"),
+        ({"window": 65536, "batch": 65536}, "less than one window of 65536"),
+        ({"recipe": "gelu"}, "there is no recipe 'gelu'"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            made(dense, tmp_path / "out", **options)
+    short = tmp_path / "short.txt"
+    short.write_text("one two three four five six seven eight nine ten")
+    with pytest.raises(RequestError, match="too few to train on"):
+        sparsify(
+            open_checkpoint(dense),
+            [str(short)],
+            SparsifyConfig(**(SMALL | {"window": 16, "batch": 16})),
+            tmp_path / "out",
+        )
+
+
+def test_a_full_disk_leaves_no_half_model(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(dense, tmp_path / "out", tokens=512)
+    before = (tmp_path / "out" / "model.gguf").read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("powerinfer.sparsify.writing.quantize", full)
+    with pytest.raises(OSError, match="No space left"):
+        made(dense, tmp_path / "out", tokens=512)
+    assert (tmp_path / "out" / "model.gguf").read_bytes() == before
+    assert not list((tmp_path / "out").glob("*.part"))
