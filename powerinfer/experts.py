@@ -69,18 +69,21 @@ class LayerUse:
         """Share of the selections that the n experts selected last answer, n = 0 ... experts."""
         return self._nearer(self.distances.sum(axis=0))
 
-    def lru_hits_of(self, part: int) -> NDArray[np.float64]:
-        """The same of one part."""
-        return self._nearer(self.distances[part])
+    @cached_property
+    def lru_hits_by_part(self) -> NDArray[np.float64]:
+        """The same of each part, [parts, experts + 1]."""
+        return self._nearer(self.distances)
 
-    def static_hits_of(self, part: int) -> NDArray[np.float64]:
-        """Share of a part's selections that the n experts answer which all other parts select most often."""
-        own = self.counts[part]
-        return _shares(own[np.argsort(own - self.total, kind="stable")])
+    @cached_property
+    def static_hits_by_part(self) -> NDArray[np.float64]:
+        """Share of each part's selections that the n experts answer which all other parts select most often, [parts,
+        experts + 1]."""
+        order = np.argsort(self.counts - self.total, axis=1, kind="stable")
+        return _shares(np.take_along_axis(self.counts, order, axis=1))
 
     @staticmethod
     def _nearer(distances: Counts) -> NDArray[np.float64]:
-        return np.concatenate([[0.0], np.cumsum(distances[:-1]) / distances.sum()])
+        return _shares(distances)[..., :-1]
 
     @property
     def reuse(self) -> float:
@@ -117,7 +120,9 @@ class LayerUse:
 
 
 def _shares(counts: Counts) -> NDArray[np.float64]:
-    return np.concatenate([[0.0], np.cumsum(counts) / counts.sum()])
+    """Of the last axis: the share of the first n, n = 0 ... all."""
+    none = np.zeros((*counts.shape[:-1], 1))
+    return np.concatenate([none, np.cumsum(counts, axis=-1) / counts.sum(axis=-1, keepdims=True)], axis=-1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -60,10 +60,10 @@ def test_a_small_trace_by_hand() -> None:
     assert first.distances.tolist() == [[1, 1, 1, 0, 3], [0, 1, 1, 0, 0]]
     assert second.distances.tolist() == [[1, 0, 0, 2], [0, 1, 0, 0]]
     assert found.parts == ((3,), (1,)) and found.n_parts == 2
-    assert first.lru_hits_of(0).tolist() == [0, 1 / 6, 2 / 6, 3 / 6, 3 / 6]
+    assert first.lru_hits_by_part[0].tolist() == [0, 1 / 6, 2 / 6, 3 / 6, 3 / 6]
     # text b selects 0 and 1; a as often as 2, so the lower number comes first
-    assert first.static_hits_of(1).tolist() == [0, 1 / 2, 1, 1, 1]
-    assert second.static_hits_of(0).tolist() == [0, 2 / 3, 1, 1], "2 first, by text b, then 0"
+    assert first.static_hits_by_part[1].tolist() == [0, 1 / 2, 1, 1, 1]
+    assert second.static_hits_by_part[0].tolist() == [0, 2 / 3, 1, 1], "2 first, by text b, then 0"
     assert first.frequency.tolist() == [0.75, 0.75, 0.5, 0.0]
     assert (
         first.reuse == 3 / 8 and second.reuse == 1 / 4 and found.mean("reuse") == pytest.approx((2 * 3 / 8 + 1 / 4) / 3)
@@ -106,9 +106,9 @@ def test_a_corpus_is_counted_in_parts(tokens: int, parts: int) -> None:
         assert one.counts[part].tolist() == np.bincount(selected[0][begin:end].ravel(), minlength=9).tolist()
         alone = replay(Lru({0: 4}, {0: 9}), {0: selected[0][:end]}).hits[0]
         before = replay(Lru({0: 4}, {0: 9}), {0: selected[0][:begin]}).hits[0] if begin else 0
-        assert alone - before == round(one.lru_hits_of(part)[4] * 3 * own[part])
+        assert alone - before == round(one.lru_hits_by_part[part][4] * 3 * own[part])
         others = np.argsort(one.counts[part] - one.total, kind="stable")[:4]
-        assert one.static_hits_of(part)[4] == pytest.approx(np.isin(selected[0][begin:end], others).mean())
+        assert one.static_hits_by_part[part][4] == pytest.approx(np.isin(selected[0][begin:end], others).mean())
 
 
 # ---------------------------------------------------------------- models
@@ -315,6 +315,18 @@ def test_descriptions_that_are_refused(
     refused(
         (lambda: open_trace(checkpoint, trace)) if place == "trace" else lambda: open_expert_profile(checkpoint), why
     )
+
+
+def test_a_profile_of_too_many_parts(tmp_path: Path) -> None:
+    """Every one of 4096 corpora may have 4096 of them: each has counters, and a curve in the report."""
+    checkpoint, file = written(tmp_path)
+
+    def change(d: dict[str, Any]) -> None:
+        d["corpora"] = [{"name": f"{at}", "tokens": 4096} for at in range(9)]
+        d["parts"] = [[1] * 4096 for _ in range(9)]
+
+    describe(file, change)
+    refused(lambda: open_expert_profile(checkpoint), "more than 32768 parts")
 
 
 @pytest.mark.parametrize(("at", "value"), [(0, 4), (0, 1), (1, 0), (1, 255)])

@@ -16,6 +16,7 @@ from powerinfer.experts import Selected
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.expert_files import open_expert_profile, trace_place, write_expert_profile, write_trace
 from powerinfer.placement.expert_slots import (
+    band,
     compare,
     curve,
     document,
@@ -99,6 +100,24 @@ def test_curves_go_from_nothing_to_everything() -> None:
         if policy == "lru":
             assert predicted_hits(profile, policy, even) == pytest.approx(dict(points)[0.25])
     assert list(curve(profile, "static"))[16][1] >= (predicted_hits(profile, "static", dict.fromkeys(range(3), 8)) or 0)
+
+
+def test_a_band_sorts_each_layer_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = count_experts(skewed(6000, 2, 3, 32, 4), dict.fromkeys(range(3), 32), ["a"], [6000])
+    sorts: list[int] = []
+    before = np.argsort
+
+    def argsort(*given: Any, **more: Any) -> Any:
+        if more.get("kind") == "stable":  # numpy sorts its axes, too
+            sorts.append(1)
+        return before(*given, **more)
+
+    monkeypatch.setattr(np, "argsort", argsort)
+    points = list(band(profile, "static"))
+    assert len(points) == 65 and len(sorts) == 3
+    for share, low, high in [*points, *band(profile, "lru")]:
+        assert (low, high) == (0, 0) if share == 0 else 0 < low <= high <= 1 + 1e-9
+    assert points[-1] == pytest.approx((1, 1, 1))
 
 
 @pytest.mark.parametrize(("limit", "wanted"), [(3, [0, 4, 5]), (5, [0, 1, 4, 5, 6]), (99, list(range(9)))])

@@ -21,6 +21,7 @@ from test_tool_calls import NOW, WEATHER, Marked
 from toy_model import VOCAB, toy_llm
 
 from powerinfer.cli.common import Output
+from powerinfer.cli.main import INTERRUPTED
 from powerinfer.cli.run import answer, told_apart
 from powerinfer.formats.chat import ChatTemplate, plain_messages
 from powerinfer.formats.grammar import Grammar
@@ -31,6 +32,9 @@ from powerinfer.formats.tools import ToolChoice, read_tools
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.grammar import Grammars
 from powerinfer.runtime.params import SamplingParams
+from powerinfer.runtime.request import StreamEvent
+from powerinfer.serve.messages import CountRequest
+from powerinfer.serve.responses import ResponsesRequest
 from powerinfer.serve.server import Server
 
 TOOLS = read_tools([WEATHER, NOW])
@@ -197,6 +201,20 @@ def test_what_is_certain_is_told_at_once() -> None:
     assert parser.finish(cut=True) == []
 
 
+@pytest.mark.parametrize("text", ["t", "to", "to=5", "to=5 <", "<", "<|", "  t", "<|mess"])
+def test_a_short_answer_without_a_header(text: str) -> None:
+    """As a grammar may demand it; a header could begin like this, but the answer has ended."""
+    assert read([text]) == ("", text, []) and read(list(text)) == ("", text, [])
+    assert read([text], cut=True) == ("", "", []), "a header that was cut off"
+    first = "<|channel|>final<|message|>Yes.<|end|>"
+    assert read([first, text]) == ("", f"Yes.\n\n{text}", [])
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n", "<|start|>", "<|channel|>final", "to=functions.now<|channel|>json"])
+def test_a_header_without_text_is_no_answer(text: str) -> None:
+    assert read([text]) == ("", "", [])
+
+
 def test_an_answer_ends_with_its_only_call() -> None:
     call = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>"
     alone = replace(HARMONY, parallel=False)
@@ -314,6 +332,13 @@ def test_calls_that_the_model_begins_are_held_to_the_schema(head: str, special: 
     assert mask.allowed() is None, "what follows is free"
     mask.accept(ord("!"))
     assert mask.allowed() is None
+
+
+def test_a_call_behind_the_beginning_of_a_part_of_the_text() -> None:
+    """What looks like a call where the text was cut is none, but hides no call after it."""
+    position = HARMONY.lazy_grammar(TOOLS).position
+    text = "to=functions.x is how.<|end|><|start|>assistant to=functions."
+    assert position(text + "now", False) == len(text) and position(text + "now", True) == len("to=functions.")
 
 
 def test_text_about_calls_is_no_call() -> None:
@@ -533,6 +558,30 @@ def test_messages(server: Server, script: Any) -> None:
     assert count_ == len(wanted)
 
 
+def thought_item(text: str) -> dict[str, Any]:
+    return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+
+def test_reasoning_items_belong_to_the_message_behind_them() -> None:
+    """Several of one message are joined; what a message of others follows does not go on to a later answer."""
+    said, asked = {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Is it?"}
+    call = {"type": "function_call", "call_id": "c0", "name": "now", "arguments": "{}"}
+    items = [asked, thought_item("A"), thought_item("B"), said, thought_item("C"), asked, said, thought_item("D"), call]
+    chat = ResponsesRequest.model_validate({"model": "toy", "input": items}).to_chat()
+    assert [(one.role, one.reasoning_content) for one in chat.messages] == [
+        ("user", None), ("assistant", "A\nB"), ("user", None), ("assistant", None), ("assistant", "D"),
+    ]  # fmt: skip
+
+
+def test_a_turn_of_thinking_alone_keeps_it() -> None:
+    blocks = [{"type": "thinking", "thinking": text, "signature": ""} for text in ("A", "B")]
+    turns = [ASK, {"role": "assistant", "content": blocks}, ASK]
+    chat = CountRequest.model_validate({"model": "toy", "messages": turns}).to_chat()
+    assert [(one.role, one.content, one.reasoning_content) for one in chat.messages] == [
+        ("user", "Is it warm?", None), ("assistant", "", "A\nB"), ("user", "Is it warm?", None),
+    ]  # fmt: skip
+
+
 def test_thinking_of_the_user_is_refused(server: Server) -> None:
     block = {"type": "thinking", "thinking": "x", "signature": ""}
     with client(server) as http:
@@ -560,3 +609,33 @@ def test_run_prints_the_answer_alone(llm: LLM, script: Any, capsys: pytest.Captu
     assert (document["text"], document["reasoning"], document["finish_reason"]) == ("", "Is it <b> ", "length")
     assert told_apart(llm, replace(params, skip_special_tokens=False))[0] is None, "asked to see all"
     assert told_apart(toy_llm(), params) == (None, params)
+
+
+class Interrupted:
+    """A stream that Ctrl-C ends."""
+
+    closed = False
+
+    def __init__(self, *texts: str) -> None:
+        self._texts = texts
+
+    def __iter__(self) -> Iterator[StreamEvent]:
+        for at, text in enumerate(self._texts):
+            yield StreamEvent(text, at)
+        raise KeyboardInterrupt
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"), [(" 3 <", ("Is 2 < 3 <", "Hm.")), ("<|end|><|start|>assist", ("Is 2 <", "Hm."))]
+)
+def test_run_interrupted_shows_what_was_held(
+    more: str, wanted: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It might have begun a mark; the beginning of a header is none of the answer."""
+    events: Any = Interrupted("<|channel|>analysis<|message|>Hm.<|end|><|channel|>final<|message|>Is 2 <", more)
+    status, document = answer(events, Output(json_mode=False), reader=HARMONY.parser())
+    assert (status, events.closed, document["finish_reason"]) == (INTERRUPTED, True, "abort")
+    assert (document["text"], document["reasoning"]) == wanted and capsys.readouterr().out == wanted[0]

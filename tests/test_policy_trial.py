@@ -8,22 +8,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from model_files import experts_gguf
 from test_experts import model as tiny_model
 
 torch = pytest.importorskip("torch")
 
-from powerinfer import LLM, SamplingParams  # noqa: E402
+from powerinfer import LLM, PowerInferError, SamplingParams, system  # noqa: E402
 from powerinfer.cli.main import main  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
+from powerinfer.formats.quant import BLOCK_TYPES  # noqa: E402
 from powerinfer.hybrid import policy_trial  # noqa: E402
+from powerinfer.hybrid.experts import HybridExperts  # noqa: E402
 from powerinfer.hybrid.policy_trial import INTERRUPTED, ROUNDS, WARM_UP, choose  # noqa: E402
 from powerinfer.hybrid.resolve import needs, resolve  # noqa: E402
 from powerinfer.kernels import gpu_experts  # noqa: E402
 from powerinfer.placement.experts import EXPERT_POLICIES, Dynamic, Lfu, Lru, Static  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
+from powerinfer.system import Disturbance  # noqa: E402
 
+F64 = next(at for at, one in BLOCK_TYPES.items() if one.name == "F64")
 BASE = EngineConfig(threads=1, context=64, prefill_chunk=32, gpu="cpu")
 CLASSES: dict[str, Any] = {"static": Static, "lru": Lru, "lfu": Lfu, "dynamic": Dynamic}
 
@@ -50,23 +56,23 @@ def room(tmp_path: Path) -> EngineConfig:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Mapping[str, float]], None]]:
     """Sets the seconds that a step takes under each policy, in one layer; nothing else takes time."""
-    now = [0.0]
+    now, taken = [0.0], dict.fromkeys(CLASSES, 0.0)
     monkeypatch.setattr(policy_trial, "_finished", lambda device: now[0])
+    before = HybridExperts._sum_cold
 
-    def slowed(seconds: Mapping[str, float]) -> None:
-        for name, kind in CLASSES.items():
-            before = kind.observe
+    def sum_cold(ffn: HybridExperts, step: Any) -> None:
+        now[0] += 0.0 if ffn._copier is None else taken[ffn._copier.policy.name]
+        before(ffn, step)
 
-            def observe(
-                policy: Any, *given: Any, own: float = seconds[name], before: Any = before
-            ) -> list[tuple[int, int]]:
-                now[0] += own
-                found: list[tuple[int, int]] = before(policy, *given)
-                return found
+    monkeypatch.setattr(HybridExperts, "_sum_cold", sum_cold)
+    yield taken.update
 
-            monkeypatch.setattr(kind, "observe", observe)
 
-    yield slowed
+@pytest.fixture(autouse=True)
+def others(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
+    """Sets the cores that other programs take: none, until then."""
+    monkeypatch.setattr(Disturbance, "cores", 0.0)
+    yield lambda cores: monkeypatch.setattr(Disturbance, "cores", cores)
 
 
 def load(folder: Path, engine: EngineConfig, policy: str = "auto", **more: Any) -> tuple[list[int], LLM]:
@@ -186,6 +192,9 @@ def test_a_trial_that_does_not_end_leaves_static(
             assert llm.choices["experts"].startswith("static (the trial failed: the GPU ran out of memory")
             assert first == load_and_close(tmp_path, room, "static")
             llm.close()
+            _, llm = load(tmp_path, room)
+            assert "chosen earlier" not in llm.choices["experts"], "the failure may have been a chance"
+            llm.close()
         else:
             steps: list[int] = []
 
@@ -217,10 +226,92 @@ def test_when_nothing_is_tried(room: EngineConfig, tmp_path: Path) -> None:
     for why, engine in reasons.items():
         found = resolve(open_checkpoint(path), engine)
         assert found.policy == "static" and why in found.why_policy, why
+    converted = resolve(open_checkpoint(f64_experts(tmp_path)), replace(room, expert_policy="auto"))
+    assert converted.policy == "static" and "need experts as a GGUF file has them" in converted.why_policy
     alone = resolve(open_checkpoint(path), replace(BASE, gpu="none", expert_policy="auto"))
     assert alone.experts is None and alone.policy == "static"
     other = resolve(open_checkpoint(path), replace(room, expert_policy="auto", context=32))
     assert other.policy is None, "tried"
+
+
+def f64_experts(folder: Path) -> Path:
+    """The model with experts in a type that is converted on load."""
+    builder = experts_gguf()
+    for tensor in builder.tensors:
+        if tensor.name.endswith("up_exps.weight"):
+            tensor.data, tensor.type_id = np.frombuffer(tensor.data, np.float32).astype(np.float64).tobytes(), F64
+    return builder.write(folder / "f64.gguf")
+
+
+def test_a_trial_that_succeeds_after_a_failure_counts(
+    room: EngineConfig, tmp_path: Path, slow: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*given: Any) -> None:
+        raise PowerInferError("the GPU is busy")
+
+    slow({"static": 4, "lru": 3, "lfu": 5, "dynamic": 5})
+    with monkeypatch.context() as patch:
+        patch.setattr(policy_trial, "measured", failing)
+        _, llm = load(tmp_path, room)
+        assert llm.choices["experts"].startswith("static (the trial failed: the GPU is busy, kept in")
+        llm.close()
+    for how in ("kept in", "chosen earlier"):
+        _, llm = load(tmp_path, room)
+        assert llm.choices["experts"].startswith("lru (a step takes") and how in llm.choices["experts"]
+        llm.close()
+
+
+def test_a_disturbed_trial_is_repeated_once_it_is_quiet(
+    room: EngineConfig, tmp_path: Path, slow: Any, others: Any
+) -> None:
+    slow({"static": 4, "lru": 3, "lfu": 5, "dynamic": 5})
+    others(1.5)
+    for how in ("while others took 1.5 cores", "chosen earlier"):
+        _, llm = load(tmp_path, room)
+        assert llm.choices["experts"].startswith("lru (a step takes") and how in llm.choices["experts"]
+        llm.close()
+    others(0.0)
+    slow({"static": 4, "lru": 5, "lfu": 3, "dynamic": 5})
+    for how in ("kept in", "chosen earlier"):
+        _, llm = load(tmp_path, room)
+        assert llm.choices["experts"].startswith("lfu (a step takes") and how in llm.choices["experts"]
+        llm.close()
+
+
+@pytest.mark.parametrize("disturbed", [0.0, 1.0])
+def test_a_choice_holds_where_memory_is_short(
+    disturbed: float, room: EngineConfig, tmp_path: Path, slow: Any, others: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bits would change from run to run; only a trial needs the memory. A `--ram` that does not change decides."""
+    auto, path = replace(room, expert_policy="auto"), tmp_path / "m.gguf"
+    ram = needs(resolve(open_checkpoint(path), room)).ram
+    monkeypatch.setattr(system, "available_memory", lambda: ram)
+    assert "not tried" in resolve(open_checkpoint(path), auto).why_policy
+    monkeypatch.setattr(system, "available_memory", lambda: 0)
+    assert resolve(open_checkpoint(path), auto).policy is None, "unknown"
+    slow({"static": 4, "lru": 3, "lfu": 5, "dynamic": 5})
+    others(disturbed)
+    _, llm = load(tmp_path, room)
+    llm.close()
+    others(0.0)
+    monkeypatch.setattr(system, "available_memory", lambda: ram)
+    assert resolve(open_checkpoint(path), auto).policy == "lru"
+    assert resolve(open_checkpoint(path), replace(auto, ram=ram)).policy == "static"
+
+
+def test_static_is_told_nothing(room: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it where it was chosen."""
+    told: list[str] = []
+
+    def observe(policy: Any, *given: Any) -> list[tuple[int, int]]:
+        told.append(policy.name)
+        return []
+
+    for kind in CLASSES.values():
+        monkeypatch.setattr(kind, "observe", observe)
+    _, llm = load(tmp_path, room)
+    llm.close()
+    assert {*told} == {"lru", "lfu", "dynamic"}
 
 
 def test_the_commands_say_what_was_chosen(

@@ -18,7 +18,7 @@ import argparse
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -230,6 +230,19 @@ def answer(
     def told() -> dict[str, Any]:
         return {} if reader is None else {"text": "".join(pieces), "reasoning": "".join(thoughts)}
 
+    def show(found: Sequence[AnswerDelta]) -> None:
+        nonlocal trim
+        for piece in found:
+            if isinstance(piece, str):
+                if piece and thoughts and not any(pieces):
+                    out.thought("\n\n")
+                pieces.append(piece)
+                out.text(piece.lstrip() if trim else piece)
+                trim = trim and not piece.strip()
+            elif isinstance(piece, Reasoning):
+                thoughts.append(piece.text)
+                out.thought(piece.text)
+
     try:
         for event in events:
             if event.token_id is not None:
@@ -238,20 +251,12 @@ def answer(
             if reader is not None:
                 found = [*reader.push(event.text)]
                 found += [] if event.completion is None else reader.finish(event.finish_reason == "length")
-            for piece in found:
-                if isinstance(piece, str):
-                    if piece and thoughts and not any(pieces):
-                        out.thought("\n\n")
-                    pieces.append(piece)
-                    out.text(piece.lstrip() if trim else piece)
-                    trim = trim and not piece.strip()
-                elif isinstance(piece, Reasoning):
-                    thoughts.append(piece.text)
-                    out.thought(piece.text)
+            show(found)
             if event.completion is not None:
                 return 0, describe(event.completion) | told()
     except KeyboardInterrupt:
         events.close()
+        show([] if reader is None else reader.finish(cut=True))
     document = {"text": "".join(pieces), "token_ids": ids, "completion_tokens": len(ids), "finish_reason": "abort"}
     return INTERRUPTED, document | told()
 

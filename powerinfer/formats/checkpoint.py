@@ -171,6 +171,10 @@ class Checkpoint:
         """The type that `take` gives that tensor in."""
         return self._targets.get(name) or self._tensors[self._own_name(name)].type
 
+    def as_stored(self, name: str) -> bool:
+        """Whether `take` gives a view of the file, not a copy."""
+        return name not in self._targets and isinstance(self._tensors[self._own_name(name)], RawTensor)
+
     def take(self, name: str) -> RawTensor:
         """The tensor: matrices in one of `NATIVE_TYPES`, vectors in F32, F16 or BF16. ModelError if it is missing.
 

@@ -33,6 +33,9 @@ from powerinfer.formats.tensors import RawTensor
 MAX_TOKENS = (1 << 32) - 1
 """Of a profile or a trace: what counters of pairs can hold."""
 
+MAX_PARTS = 1 << 15
+"""Of a profile, of all corpora: each has counters of its own."""
+
 
 @dataclass(frozen=True)
 class _Corpus:
@@ -70,6 +73,8 @@ class _ProfileDescription(_Description):
         super().__post_init__()
         if [sum(own) for own in self.parts] != [one.tokens for one in self.corpora]:
             raise ValueError("parts that do not add up to their corpora")
+        if sum(map(len, self.parts)) > MAX_PARTS:
+            raise ValueError(f"more than {MAX_PARTS} parts")
 
 
 D = TypeVar("D", bound=_Description)

@@ -35,10 +35,10 @@ _LONGEST = 512  # characters of a header
 class HarmonyParser:
     """Turns the text of an answer into its parts, piece by piece, whatever the pieces.
 
-    Text without a header, as a grammar may demand it, is the answer. A header that was cut off is dropped, and so are
-    messages that the model writes in the name of others. Messages of one kind are separated by an empty line. If calls
-    are not parallel, the answer ends with the first one. may_call: messages to functions are calls; else they are
-    reasoning, as those to the model's own tools are.
+    Text without a header, as a grammar may demand it, is the answer, however short. A header that was cut off is
+    dropped, and so are messages that the model writes in the name of others. Messages of one kind are separated by an
+    empty line. If calls are not parallel, the answer ends with the first one. may_call: messages to functions are
+    calls; else they are reasoning, as those to the model's own tools are.
     """
 
     def __init__(self, new_id: Callable[[], str], parallel: bool = True, may_call: bool = True) -> None:
@@ -80,8 +80,11 @@ class HarmonyParser:
             self._open(text[:at])
             return True
         if self._may_be_header(text):
-            self._text = "" if self._last else text
-            return False
+            if not self._last:
+                return False
+            if self._cut or START in text or CHANNEL in text or not text.strip():
+                self._text = ""
+                return False
         mark = next((mark for mark in (START, CHANNEL) if text.lstrip().startswith(mark)), "")
         self._text = text.lstrip()[len(mark) :] if mark else text  # one that never ends
         self._open("")

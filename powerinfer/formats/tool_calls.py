@@ -233,8 +233,8 @@ class HarmonyFormat(ToolFormat):
         return rules
 
     def call_position(self, text: str, whole: bool) -> int | None:
-        found = harmony.CALL_BEGINS.search(text)
-        return None if found is None or (found.start() == 0 and not whole and text[0] != "<") else found.end()
+        found = harmony.CALL_BEGINS.finditer(text)
+        return next((one.end() for one in found if one.start() or whole or text[0] == "<"), None)
 
     def parser(self, new_id: Callable[[], str] | None = None) -> AnswerParser:
         return harmony.HarmonyParser(new_id or _long_id, self.parallel, self.may_call)

@@ -419,8 +419,10 @@ class HybridExperts:
         self.tokens += len(step.x)
         self.steps += 1
         self.jobs += job
-        if self._copier is not None and self._copier.on and len(step.x) <= NEURON_TOKENS:  # a prompt selects nearly all
-            swaps = self._copier.policy.observe(self.layer, experts.reshape(-1).tolist(), len(step.x))
+        # A prompt selects nearly all. `static` has a copier in a trial alone, and costs there what it does without.
+        copier = self._copier
+        if copier is not None and copier.on and copier.policy.name != "static" and len(step.x) <= NEURON_TOKENS:
+            swaps = copier.policy.observe(self.layer, experts.reshape(-1).tolist(), len(step.x))
             if swaps:
                 self._exchange(swaps)
 

@@ -219,6 +219,7 @@ def _tried_policies(resolved: Resolved, experts: Sequence[Indices], sample: Samp
     """The policy that decodes fastest, chosen earlier or now. Nothing of the trial is left in memory."""
     from powerinfer.hybrid.experts import Copier
     from powerinfer.hybrid.policy_trial import Chosen, SavedChoices, measured
+    from powerinfer.system import Disturbance
 
     saved = SavedChoices(resolved)
     earlier = saved.find()
@@ -233,9 +234,12 @@ def _tried_policies(resolved: Resolved, experts: Sequence[Indices], sample: Samp
     try:
         saved.begin()
         copier.on = True
-        return saved.keep(measured(executor, split.ffns, make, sample(), progress))
+        text = sample()
+        with Disturbance() as others:
+            seconds = measured(executor, split.ffns, make, text, progress)
+        return saved.keep(seconds, round(others.cores, 3) if others.disturbed else 0.0)
     except PowerInferError as error:
-        return saved.keep({}, f"the trial failed: {error}")
+        return saved.keep_failure(str(error))
     finally:
         executor.close()
 

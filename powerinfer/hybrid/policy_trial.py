@@ -4,7 +4,8 @@
 model, the same tokens for each. Policies take turns, a block of steps at a time, and each finds its experts on the GPU
 as it left them. What counts is a policy's time of a block by that of `static` in the same round. The choice is saved in
 expert-policy.json: if it changed from run to run, so would the bits of the answers. It is `static` unless another one
-is clearly faster, and where the trial fails or is interrupted.
+is clearly faster, and where the trial fails or is interrupted. A choice is made anew at a later load if other programs
+disturbed the trial and the machine is quiet then, and if a trial failed for the first time.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from powerinfer.hardware.gpu_rates import software
 from powerinfer.placement.experts import EXPERT_POLICIES, Policy
 from powerinfer.progress import Progress, silent
 from powerinfer.sparsity.saved_trials import Key, find_entry, keep_entry, trial_key
+from powerinfer.system import quiet
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +50,12 @@ GAIN = 0.97
 """Another policy must take less than this share of the time of `static`, in the median of the rounds, and be faster in
 all of them but one: else the difference may be chance."""
 
+FAILURES = 2
+"""Trials that fail, one after another: then `static` stays."""
+
 INTERRUPTED = "its trial was interrupted; --retrial repeats it"
+
+_WHY = 1 << 10  # characters
 
 Seconds = dict[str, list[float]]
 """Of each policy the time of a step, in every round that counts."""
@@ -58,12 +65,15 @@ Name = Literal["static", "lru", "lfu", "dynamic"]
 
 @dataclass(frozen=True)
 class _Kept:
-    """A choice in the file. why: there is no measurement; seconds: of a step, medians, otherwise."""
+    """A choice in the file. why: there is no measurement; seconds: of a step, medians, otherwise; disturbed: cores that
+    others took during the trial, 0 if it was not disturbed; failures: trials that failed, up to this one."""
 
     key: Key
     policy: Name
     seconds: Annotated[dict[str, Annotated[float, Between(0, 1e6)]], Length(len(EXPERT_POLICIES))]
-    why: Annotated[str, Length(1 << 10)]
+    why: Annotated[str, Length(_WHY)]
+    disturbed: Annotated[float, Between(0, 1e6)] = 0.0
+    failures: Annotated[int, Between(0, FAILURES)] = 0
 
 
 @dataclass(frozen=True)
@@ -160,11 +170,13 @@ class SavedChoices:
         }
         self._key = trial_key(checkpoint, engine, resolved.selection, ()) | software(resolved.gpu) | facts
         self._renew = engine.retrial
+        self._failures = 0  # before the trial
 
-    def find(self) -> Chosen | None:
-        """What was chosen earlier; None: nothing, or it is to be chosen anew."""
+    def find(self, anew: bool = True) -> Chosen | None:
+        """What was chosen earlier; None: nothing, or it is to be chosen anew, if there can be a trial (`anew`)."""
         kept = None if self._renew else find_entry(self.path, KIND, _Kept, self._key)
-        if kept is None:
+        self._failures = 0 if kept is None else kept.failures
+        if kept is None or (anew and (0 < kept.failures < FAILURES or (kept.disturbed and quiet()))):
             return None
         return Chosen(kept.policy, f"{kept.why or _times(kept.seconds)}, chosen earlier ({self.path})")
 
@@ -172,15 +184,28 @@ class SavedChoices:
         """From now on a start that finds no choice has been interrupted."""
         self._keep("static", {}, INTERRUPTED)
 
-    def keep(self, seconds: Seconds, why: str = "") -> Chosen:
-        """Choose, and save it. why: there are no measurements."""
-        policy, medians = choose(seconds) if seconds else "static", {n: median(own) for n, own in seconds.items()}
-        problem = self._keep(policy, medians, why)
-        how = f"kept in {self.path}" if problem is None else f"cannot be kept: {problem}"
-        return Chosen(policy, f"{why or _times(medians)}, {how}")
+    def keep(self, seconds: Seconds, disturbed: float = 0.0) -> Chosen:
+        """Choose, and save it. disturbed: cores that others took during the trial, 0 if it was not disturbed."""
+        if not seconds:
+            return self._chosen("static", {}, "the context is too short for a trial")
+        busy = f" while others took {disturbed:.1f} cores (repeated at a start when they do not)" if disturbed else ""
+        medians = {name: median(own) for name, own in seconds.items()}
+        return self._chosen(choose(seconds), medians, disturbed=disturbed, more=busy)
 
-    def _keep(self, policy: str, seconds: Mapping[str, float], why: str) -> str | None:
-        result: dict[str, Any] = {"policy": policy, "seconds": dict(seconds), "why": why}
+    def keep_failure(self, problem: str) -> Chosen:
+        """Choose `static`, since a trial failed."""
+        why, failures = f"the trial failed: {problem}"[:_WHY], min(FAILURES, self._failures + 1)
+        return self._chosen("static", {}, why, failures=failures)
+
+    def _chosen(
+        self, policy: str, seconds: Mapping[str, float], why: str = "", more: str = "", **facts: float
+    ) -> Chosen:
+        problem = self._keep(policy, seconds, why, **facts)
+        how = f"kept in {self.path}" if problem is None else f"cannot be kept: {problem}"
+        return Chosen(policy, f"{why or _times(seconds)}{more}, {how}")
+
+    def _keep(self, policy: str, seconds: Mapping[str, float], why: str, **facts: float) -> str | None:
+        result: dict[str, Any] = {"policy": policy, "seconds": dict(seconds), "why": why, **facts}
         return keep_entry(self.path, KIND, _Kept, self._key, result)
 
 

@@ -98,24 +98,36 @@ def _with_policy(resolved: Resolved) -> Resolved:
 
     here, every = sum(map(len, experts)), sum(checkpoint.config.experts[at].n_experts for at in _split_layers(resolved))
     tried = replace(resolved, policy=None)
-    needed, ram = needs(tried).ram, engine.ram or available_memory()
+    needed = needs(tried).ram
+    short = f"others need all experts in RAM too, {gib(needed)} with all else"
     why: str | None = None
     if here in (0, every):
         why = "all experts are on the GPU" if here else "no expert is on the GPU"
     elif engine.adjust:
         why = "--adjust moves experts between requests"
-    elif not checkpoint.path.is_file() or checkpoint.quantize is not None:
-        why = "others need experts as a GGUF file has them, without --quantize"
-    elif ram is not None and needed > ram:
-        why = f"others need all experts in RAM too, {gib(needed)} with all else"
+    elif not checkpoint.path.is_file() or not _experts_in_file(resolved):
+        why = "others need experts as a GGUF file has them, without --quantize or types IQ1 to IQ3"
+    elif engine.ram is not None and needed > engine.ram:
+        why = short
     elif not engine.trial:
         why = "--no-trial: nothing was measured"
     if why is not None:
         return replace(resolved, policy="static", why_policy=why)
     from powerinfer.hybrid.policy_trial import SavedChoices
 
-    found = SavedChoices(tried).find()
-    return tried if found is None else replace(resolved, policy=found.policy, why_policy=found.why)
+    # Only a trial depends on the memory that is free at the moment: else bits would change from run to run.
+    room = not 0 < available_memory() < needed
+    found = SavedChoices(tried).find(anew=room)
+    if found is not None:
+        return replace(resolved, policy=found.policy, why_policy=found.why)
+    return tried if room else replace(resolved, policy="static", why_policy=f"{short}: not tried")
+
+
+def _experts_in_file(resolved: Resolved) -> bool:
+    """Whether those of the layers on the GPU are used as the file has them."""
+    checkpoint, config = resolved.checkpoint, resolved.checkpoint.config
+    names = (f"layers.{at}.experts_{part}" for at in _split_layers(resolved) for part in config.experts[at].matrices)
+    return all(map(checkpoint.as_stored, names))
 
 
 def _split_layers(resolved: Resolved) -> list[int]:

@@ -106,11 +106,9 @@ def predicted_range(profile: ExpertProfile, policy: str, slots: Mapping[int, int
     much, as far as these texts differ."""
     if policy not in ("static", "lru") or profile.n_parts < 2:
         return None
-    of_part = [
-        _mean(profile, [getattr(one, f"{policy}_hits_of")(part)[slots[one.layer]] for one in profile.layers])
-        for part in range(profile.n_parts)
-    ]
-    return min(of_part), max(of_part)
+    hits = [getattr(one, f"{policy}_hits_by_part")[:, slots[one.layer]] for one in profile.layers]
+    of_part = np.average(np.stack(hits), axis=0, weights=[one.top_k for one in profile.layers])
+    return float(of_part.min()), float(of_part.max())
 
 
 def _mean(profile: ExpertProfile, hits: Sequence[float]) -> float:

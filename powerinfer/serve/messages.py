@@ -123,7 +123,7 @@ def _turn(turn: ClientMessage, where: str) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
 
     def flush() -> None:
-        if texts or calls:
+        if texts or calls or thoughts:
             message = {"role": turn.role, "content": "\n".join(texts), "tool_calls": list(calls) or None}
             messages.append({**message, "reasoning_content": "\n".join(thoughts) or None})
         texts.clear()

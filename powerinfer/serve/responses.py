@@ -102,15 +102,16 @@ def _messages(given: str | list[Item]) -> list[dict[str, Any]]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
-    thought = ""  # before the next message of the assistant
+    thoughts: list[str] = []  # before the next message of the assistant
     for at, item in enumerate(given):
         if item.type == "reasoning":
-            thought = _reasoning(item, f"input[{at}]")
+            thoughts += filter(None, [_reasoning(item, f"input[{at}]")])
             continue
         message = _message(item, f"input[{at}]")
+        thought = "\n".join(thoughts)
+        thoughts.clear()  # what no message of the assistant follows belongs to none
         if thought and message["role"] == "assistant":
-            message["reasoning_content"], thought = thought, ""
-            messages.append(message)
+            messages.append({**message, "reasoning_content": thought})
             continue
         last = messages[-1] if messages else {}
         if "tool_calls" in message and last.get("role") == "assistant":  # one answer: a text, then its calls
