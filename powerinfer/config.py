@@ -110,11 +110,6 @@ class AttentionKind(Protocol):
         """What it is, for people."""
         ...
 
-    @property
-    def on_gpu(self) -> bool:
-        """Whether a GPU can compute it."""
-        ...
-
     def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
         """(name within the layer, shape) of every tensor; matrices are [out, in]."""
         ...
@@ -155,10 +150,6 @@ class AttentionConfig:
     @property
     def title(self) -> str:
         return f"{self.n_heads} heads of {self.head_dim}, {self.n_kv_heads} for keys and values"
-
-    @property
-    def on_gpu(self) -> bool:
-        return True
 
     def row_bytes(self) -> int:
         return 0
@@ -232,10 +223,6 @@ class LatentAttentionConfig:
     @property
     def title(self) -> str:
         return f"{self.n_heads} heads over {self.latents} latents and {self.rope_dim} rotated dimensions"
-
-    @property
-    def on_gpu(self) -> bool:
-        return True
 
     def row_bytes(self) -> int:
         """Queries or values of all heads, their latents, the key."""
@@ -329,10 +316,6 @@ class DeltaNetConfig:
         return 4 * (self.channels + 2 * ((self.n_value_heads + 15) // 16 * 16))
 
     @property
-    def on_gpu(self) -> bool:
-        return True
-
-    @property
     def title(self) -> str:
         return f"Gated DeltaNet of {self.n_value_heads} heads"
 
@@ -365,11 +348,6 @@ class FfnKind(ABC):
 
     activation: str  # for people
     gated: bool  # its first product has two matrices
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether a GPU can compute it."""
-        return True
 
     @property
     def matrices(self) -> tuple[str, ...]:
@@ -670,12 +648,6 @@ class ModelConfig:
     def experts(self) -> dict[int, ExpertsConfig]:
         """The FFNs of the layers that have experts, by layer."""
         return {at: layer.ffn for at, layer in enumerate(self.layers) if isinstance(layer.ffn, ExpertsConfig)}
-
-    @property
-    def why_not_on_gpu(self) -> str | None:
-        """Why no layer can run on a GPU; None: they can."""
-        others = [part.title for layer in self.layers for part in (layer.attention, layer.ffn) if not part.on_gpu]
-        return f"layers of {others[0]} run on the CPU alone so far" if others else None
 
     @property
     def attentions(self) -> tuple[AttentionKind, ...]:

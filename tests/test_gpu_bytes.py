@@ -221,18 +221,7 @@ def test_latent_attention_is_as_large_as_was_counted(
     tmp_path: Path, kv_type: str, older: bool, layers: int, head: bool
 ) -> None:
     """Both forms of files."""
-    path = latent_gguf(older).write(tmp_path / "m.gguf")
-    model = checkpoint_model(open_checkpoint(path))
-    planned = on_gpu(model, load("pc-low"), Workload(kv_type, CONTEXT, CHUNK, REQUESTS), layers, head, dense=True)
-    checkpoint, engine, pages = open_checkpoint(path), EngineConfig(**OPTIONS, kv_type=kv_type), -(-CONTEXT // cpu.PAGE)
-    executor = load_split(Resolved(checkpoint, engine, gpu="cpu", gpu_layers=layers, gpu_head=head, pages=pages))
-    try:
-        for when in steps(executor):
-            held = {part: nbytes for part, nbytes in executor.gpu.memory().items() if nbytes}
-            assert held.pop("scratch") + passed(executor, tmp_path) <= planned["scratch"], when
-            assert held | {name: planned[name] for name in ("runtime", "scratch")} == planned, when
-    finally:
-        executor.close()
+    check_dense_layers(latent_gguf(older).write(tmp_path / "m.gguf"), tmp_path, kv_type, layers, head)
 
 
 @pytest.mark.parametrize("q_latents", [None, 32])
@@ -259,9 +248,9 @@ def test_working_memory_of_latent_attention(tmp_path: Path, q_latents: int | Non
 
 
 def test_the_buffers_between_the_devices() -> None:
-    for name in ("bamboo-7b", "qwen3-30b-a3b"):
+    for name in ("bamboo-7b", "qwen3-30b-a3b", "smallthinker-21b"):
         config = SHAPES[name].config
-        for tokens in (3, 40):
+        for tokens in (3, 40, 2048):
             assert Link(torch.device("cpu"), tokens, config).nbytes == link_bytes(tokens, config)
 
 

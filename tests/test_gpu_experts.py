@@ -217,13 +217,19 @@ def damage(weight: gpu.Weight, rows: torch.Tensor) -> None:
         weight.scales[rows] = float("nan")
 
 
-def test_an_expert_by_neuron_takes_anothers_slot(kernels: str) -> None:  # noqa: F811
+def test_an_expert_by_neuron_takes_anothers_slot(
+    kernels: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Block by block of its down, it is the expert that was put there as a whole."""
     for kind in ("F16", "Q4_0"):
         about, tensors = some_experts(kind, 64, 96, True, "relu")
         index = np.array([1, 2, 5], np.int32)
         experts = gpu_experts.resident(tensors, np.array([1, 7, 5], np.int32), about, DEVICE, by_neuron=True)
         own = [RawTensor(one.type, one.shape[1:], one.data.reshape(N, -1)[2]) for one in tensors]
-        gpu_experts.replace(experts, 1, own)
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu_experts, "TURNED", 1)
+            gpu_experts.replace(experts, 1, own)
         expected = gpu_experts.resident(tensors, index, about, DEVICE, by_neuron=True)
         for name in ("gate", "up", "down"):
             assert torch.equal(getattr(experts, name).data, getattr(expected, name).data)

@@ -308,6 +308,7 @@ class Sequence:
     positions: list[int]  # of the step's tokens
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter, where a sequence has NaN
 @pytest.mark.parametrize(
     ("sizes", "window", "many", "split", "sinks"),
     [
@@ -360,17 +361,14 @@ def test_attention(
         step = on_device(np.array([*rows, 0], np.int32)), on_device(np.array([*positions, -1], np.int32))
         for part in parts:  # a page of nobody
             (part.data if part.scales is None else part.scales)[0] = torch.nan
-        got = gpu.attention(
-            extra,
-            *parts,
-            on_device(table),
-            *step,
-            window,
-            1 / np.sqrt(dim),
-            None if beside is None else on_device(beside),
-        )
+        how = window, 1 / np.sqrt(dim), None if beside is None else on_device(beside)
+        got = gpu.attention(extra, *parts, on_device(table), *step, *how)
         assert_close(got[:-1], np.concatenate(want), np.concatenate(bound))
         assert (got[-1] == 0).all()
+        for part in parts:
+            (part.data if part.scales is None else part.scales)[several[0].pages] = torch.nan
+        again = gpu.attention(extra, *parts, on_device(table), *step, *how)
+        assert again[0].isnan().all() and torch.equal(again[1:], got[1:]), "of the first sequence alone"
 
 
 @pytest.mark.parametrize("tokens", [1, 32, 33])

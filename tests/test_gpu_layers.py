@@ -561,6 +561,19 @@ def test_other_errors_pass() -> None:
             raise error
 
 
+@pytest.mark.skipif(not kernels.TRITON, reason="Triton is not installed")
+def test_kernels_that_do_not_fit_are_one_line() -> None:
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources
+
+    for error in (OutOfResources(139264, 101376, "shared memory"), CompilationError("x = y", None, "no such type")):
+        with pytest.raises(PowerInferError) as caught, gpu_failures("computing 3 tokens", "do not"):
+            raise error
+        said = one_line(caught.value)
+        assert said.startswith("this GPU cannot run a kernel of this model while computing 3 tokens (")
+        assert said.endswith("); leave out the GPU")
+
+
 def test_no_memory_for_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     truth = Truth(case_named("llama-gqa"), "folder", tmp_path)
     closed: list[CpuExecutor] = []
@@ -604,10 +617,10 @@ def test_missing_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     refused(r"no CUDA GPU \(the NVIDIA driver on your system is too old\)")
     monkeypatch.setattr(cuda, "is_available", lambda: True)
     monkeypatch.setattr(cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(cuda, "get_device_name", lambda index: "GeForce GTX 1080")
-    monkeypatch.setattr(cuda, "get_device_capability", lambda index: (6, 1))
+    monkeypatch.setattr(cuda, "get_device_name", lambda index: "GeForce RTX 2080")
+    monkeypatch.setattr(cuda, "get_device_capability", lambda index: (7, 5))
     refused("there is no cuda:1: this machine has 1 GPU, counted", "cuda:1")
-    refused("GeForce GTX 1080 is too old: its compute capability is 6.1, and 7.0 is needed")
+    refused("GeForce RTX 2080 is too old: its compute capability is 7.5, and 8.0 is needed")
     monkeypatch.setattr(cuda, "get_device_capability", lambda index: (9, 0))
 
     def broken(*args: Any, **kwargs: Any) -> Any:

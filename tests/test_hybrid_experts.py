@@ -426,6 +426,7 @@ def test_neurons_inside_split_experts(kind: str, activation: str, tmp_path: Path
                 before = [ffn.fired for ffn in ffns]
                 assert neurons_inside.far(logits_of(executor, chunks), whole) <= 0.05
                 assert [ffn.fired for ffn in ffns] == before, "every neuron was computed"
+            assert ExpertSparsity(executor, ffns).report()["active_fraction"] == report["active_fraction"]
 
 
 def test_neurons_inside_experts_that_move(tmp_path: Path) -> None:

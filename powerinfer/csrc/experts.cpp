@@ -369,7 +369,8 @@ bool Experts::fetch(Program& program) {
   ExpertRows& rows = *program.expert_rows;
   const int threads = workspace_->pool->threads();
   check(rows.ordered == this, "the rows of these experts are not ordered");
-  const int64_t first = rows.fetched, last = std::min(first + FETCHED, cached_bytes(threads));
+  const int64_t first = rows.fetched, most = cached_bytes(threads);
+  const int64_t last = std::min(first + FETCHED, most);
   std::atomic<bool> more{false};
   if (first < last)
     workspace_->pool->run([&](int thread) {
@@ -391,7 +392,7 @@ bool Experts::fetch(Program& program) {
       if (at > last) more = true;
     });
   rows.fetched = last;
-  return more && last < cached_bytes(threads);
+  return more && last < most;
 }
 
 template <class P>

@@ -466,7 +466,7 @@ class GpuLayers:
         few = sorted({min(gpu.FEW, logit_rows, largest), 1}, reverse=True)
         for pages in (1 << power for power in range(1, self.n_pages.bit_length())):  # contexts are read in more splits
             self._rehearse(1, logit_rows, pages * self.page_size - 1)
-        for tokens in (gpu.FEW, gpu.FEW // 2):  # the numbers of columns of product tiles
+        for tokens in (gpu.FEW, gpu.FEW // 2, 8, 3):  # columns of product tiles, and where parts of buffers begin
             self._rehearse(min(tokens, largest), logit_rows)
         for tokens in (largest, *few):
             self._rehearse(tokens, logit_rows)

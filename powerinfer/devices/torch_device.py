@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -16,7 +17,7 @@ else:
     device = Any
 
 _NO_MEMORY = re.compile("out of memory|ALLOC_FAILED")
-_OLDEST = (7, 0)  # compute capability: tensor cores for float16, and what Triton compiles for
+_OLDEST = (8, 0)  # compute capability: kernels take more shared memory than earlier GPUs have
 
 
 def choose_device(name: str) -> device:
@@ -77,9 +78,20 @@ def _first_line(error: object) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
+def _triton_errors() -> tuple[type[Exception], ...]:
+    """What Triton raises where it compiles or launches; none if it was not imported."""
+    if "triton" not in sys.modules:
+        return ()
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    return CompilationError, OutOfResources, PTXASError
+
+
 @contextmanager
 def gpu_failures(doing: str, remedy: str) -> Iterator[None]:
-    """Turn failures of the device into one line: out of memory, with the remedy, and errors of the device itself.
+    """Turn failures of the device into one line: out of memory, with the remedy, errors of the device itself, and
+    kernels that do not compile or need more shared memory than it has.
 
     Memory cached by torch is freed, so that the next step has all that there is.
     """
@@ -95,7 +107,14 @@ def gpu_failures(doing: str, remedy: str) -> Iterator[None]:
             problem = PowerInferError(f"the GPU failed while {doing}: {_first_line(error)}; load the model again")
         else:
             raise
-        problem.__cause__ = error.with_traceback(None)  # whose frames would keep the step's tensors alive
+        cause: Exception = error
+    except _triton_errors() as error:
+        why = (str(error).splitlines() or [type(error).__name__])[-1]  # before it a part of the kernel
+        problem = PowerInferError(
+            f"this GPU cannot run a kernel of this model while {doing} ({why}); leave out the GPU"
+        )
+        cause = error
+    problem.__cause__ = cause.with_traceback(None)  # whose frames would keep the step's tensors alive
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         with suppress(RuntimeError):
             torch.cuda.empty_cache()

@@ -147,7 +147,7 @@ class HybridExperts:
         self._top_k = about.router.top_k
         self.on_input: Callable[[Tensor, Tensor], None] | None = None
         self._copier = copier
-        self._swapped = True
+        self._swapped, self._whole = True, False
         self._copying: tuple[list[Swap], Future[Event | None]] | None = None
         with gpu_failures(f"loading the experts of layer {layer}", "give less --vram"), current(layers.device):
             self._upload(weights)
@@ -410,7 +410,7 @@ class HybridExperts:
             else:
                 places = self._places(experts)
                 job = cpu.sum(x, places, weights, out)
-        if cpu.by_neuron is not None and len(step.x) <= NEURON_TOKENS:
+        if cpu.by_neuron is not None and not self._whole and len(step.x) <= NEURON_TOKENS:
             self.by_neuron += int((places >= 0).sum()) * self.about.size
         counts = np.bincount(experts.reshape(-1), minlength=self.about.n_experts)
         self.selected += counts
@@ -478,6 +478,7 @@ class HybridExperts:
 
     def set_whole(self, on: bool) -> None:
         """Whether every neuron is computed of cold experts that could skip some."""
+        self._whole = on
         if self._cpu_part is not None:
             self._cpu_part.set_whole(on)
 

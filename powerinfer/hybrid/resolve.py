@@ -321,9 +321,6 @@ def _beside_gpu(
     from powerinfer.formats.prepared import PROFILE, PreparedFile
     from powerinfer.hardware.measure import measured
 
-    if checkpoint.config.why_not_on_gpu is not None:
-        given = engine.gpu != "auto" or engine.vram
-        raise RequestError(checkpoint.config.why_not_on_gpu + (": leave out --gpu and --vram" if given else ""))
     if selection.in_experts and selection.predictors is not None:
         raise RequestError("predictors select inside experts on the CPU alone so far: leave out --gpu or --selector")
     choose_device(gpu)

@@ -19,6 +19,7 @@ from powerinfer.neurons import BUNDLE_GROUP, Indices
 if TYPE_CHECKING:
     from torch import Tensor
 
+TURNED = 1 << 19  # elements of down at a time that become columns: of Q4_0 some 2 MiB are between
 
 Biases = Sequence[Float32 | None]
 """Of experts' matrices, float32 [experts, out], in the order of `ExpertsConfig.matrices`; None where there is none."""
@@ -33,7 +34,7 @@ def resident(
     by_neuron: bool = False,
 ) -> Experts:
     """Some experts on a torch device. tensors: [experts, out, in], in the order of `about.matrices`; index: int32
-    ascending, at least one, the expert of each slot; by_neuron: as `Experts` has it. ModelError for values that the
+    at least one, the expert of each slot; by_neuron: as `Experts` has it. ModelError for values that the
     device's type cannot hold."""
     if not by_neuron:
         return _experts(about, len(index), [_slots(tensor, index, device) for tensor in tensors], biases, index)
@@ -59,20 +60,27 @@ def _columns(kind: str, neurons: int, d_model: int, device: Any) -> tuple[Weight
 
 
 def _put_down(experts: Experts, slot: int, tensor: RawTensor) -> None:
-    """The columns of an expert's down [d_model, size] become the rows of a slot."""
+    """The columns of an expert's down [d_model, size] become the rows of a slot. Some blocks of d_model at a time, for
+    what is between takes memory; on the stream of this thread."""
     import torch
 
-    size, own = experts.size, gpu.upload(tensor, experts.down.data.device)
+    d_model, size = tensor.shape
+    stored, device = tensor.gathered().rows(), experts.down.data.device
     to = experts.down.data[slot * size : (slot + 1) * size]
-    if experts.shared is None or own.scales is None:
-        to.copy_(own.data.T)
-        return
-    rows, groups = own.rows, size // BUNDLE_GROUP
-    pairs = own.data.view(rows, groups, 16)
-    codes = torch.cat((pairs & 15, pairs >> 4), dim=-1).view(rows, size).T
-    low, high = codes.reshape(size, rows // 32, 2, 16).unbind(dim=2)
-    to.copy_((low | high << 4).view(size, rows // 2))
-    experts.shared[slot * groups : (slot + 1) * groups].copy_(own.scales.T)
+    groups = size // BUNDLE_GROUP
+    for first, last in gpu.pieces(-(-d_model // 32), 32 * size, TURNED):
+        begin, end = 32 * first, min(32 * last, d_model)
+        rows = end - begin
+        own = gpu.empty(gpu.gpu_type(tensor.type, size), rows, size, device)
+        gpu.overwrite(own, 0, RawTensor(tensor.type, (rows, size), stored[begin:end].reshape(-1)))
+        if experts.shared is None or own.scales is None:
+            to[:, begin:end].copy_(own.data.T)
+            continue
+        pairs = own.data.view(rows, groups, 16)
+        codes = torch.cat((pairs & 15, pairs >> 4), dim=-1).view(rows, size).T
+        low, high = codes.reshape(size, rows // 32, 2, 16).unbind(dim=2)
+        to[:, begin // 2 : end // 2].copy_((low | high << 4).view(size, rows // 2))
+        experts.shared[slot * groups : (slot + 1) * groups, begin:end].copy_(own.scales.T)
 
 
 def _experts(about: ExpertsConfig, n: int, weights: Sequence[Weight], biases: Biases, index: Indices) -> Experts:

@@ -242,7 +242,7 @@ def delta_net(net: DeltaNet, products: Tensor, states: DeltaStates, runs: Tensor
         PAD=triton.next_power_of_2(about.taps - 1), C=CHANNELS, num_warps=4,
     )  # fmt: skip
     gates = products[:, channels + about.width :]
-    rule = _chunked_rule if tokens >= CHUNKED else _rule
+    rule = _chunked_rule if tokens >= max(CHUNKED, 2 * sequences) else _rule  # not where many decode
     rule(net, mixed, gates, states.heads, runs, out)
     _gated_norm_kernel[(tokens, heads)](
         out, products[:, channels:], stride, net.norm, about.value_dim, net.eps,

@@ -46,7 +46,7 @@ def _best(x, place):
     return tl.min(tl.where(x == top, place, 1 << 30), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["experts", "weights"])
 def _route_kernel(
     logits, correction, experts, weights, n, top_k, groups, top_groups, group_best, scale,
     SIGMOID: tl.constexpr, CORRECTION: tl.constexpr, NORMALISE: tl.constexpr, BLOCK: tl.constexpr,
@@ -237,7 +237,7 @@ def _firing_of_one(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) 
 # Several tokens
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["pairs"], do_not_specialize_on_alignment=["weights"])
 def _order_kernel(
     slots, weights, token_of, weight_of, row_of, begin, pairs, top_k, n, BLOCK: tl.constexpr, OTHER: tl.constexpr
 ):  # fmt: skip

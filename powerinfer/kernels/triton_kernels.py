@@ -541,7 +541,8 @@ def _attention_kernel(
             shrink = tl.exp(peak - level)
             weights = tl.exp(scores - level[:, None])
             values = _loaded(cache_v, scales_v, from_, there, dims, dim, KIND, HALF, BLOCK)
-            acc = tl.dot(weights.to(NARROW), values, acc * shrink[:, None], input_precision=PRECISION)
+            summed = tl.dot(weights.to(NARROW), values, acc * shrink[:, None], input_precision=PRECISION)
+            acc = tl.where(mine[:, None], summed, acc) if TILE > 1 else summed  # 0 * NaN of another sequence is NaN
             total = total * shrink + tl.sum(weights, 1)
             peak = higher
         left = left & (row != one)

@@ -163,7 +163,7 @@ def _latents(
 @triton.jit(do_not_specialize=["tokens", "pages", "per"], do_not_specialize_on_alignment=["table", "rows", "positions"])
 def _latent_kernel(
     q, turned, cache, scales, table, rows, positions, out, peaks, sums, tokens, heads, latents, dims, pages, per, scale,
-    q_head, turned_token, turned_head,
+    q_head, of_token, of_head,
     HEADS: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, TURNED: tl.constexpr,
     PLACES: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr, PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -177,7 +177,7 @@ def _latent_kernel(
     position = tl.load(positions + token, mask=live, other=-1)
     row = tl.load(rows + token, mask=live, other=0)
     q_at = q + (head.to(tl.int64) * q_head + token.to(tl.int64) * latents)[:, None]
-    at = turned + (token.to(tl.int64) * turned_token + head * turned_head)[:, None] + turn[None, :]
+    at = turned + (token.to(tl.int64) * of_token + head * of_head)[:, None] + turn[None, :]
     tail = tl.load(at, mask=live[:, None] & (turn < dims - latents)[None, :], other=0) * scale
     tail_1 = tail.to(NARROW)
     if PARTS == 2:
@@ -220,9 +220,10 @@ def _latent_kernel(
             shrink = tl.exp(peak - level)
             weights = tl.exp(scores - level[:, None])
             weights_1 = weights.to(NARROW)
-            acc = tl.dot(weights_1, values, acc * shrink[:, None], input_precision=PRECISION)
+            summed = tl.dot(weights_1, values, acc * shrink[:, None], input_precision=PRECISION)
             if PARTS == 2:
-                acc = tl.dot((weights - weights_1.to(tl.float32)).to(NARROW), values, acc)
+                summed = tl.dot((weights - weights_1.to(tl.float32)).to(NARROW), values, summed)
+            acc = tl.where(mine[:, None], summed, acc) if TILE > 1 else summed  # 0 * NaN of another sequence is NaN
             total = total * shrink + tl.sum(weights, 1)
             peak = higher
         left = left & (row != one)

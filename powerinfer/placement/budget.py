@@ -217,7 +217,7 @@ def layers_that_fit(
 ) -> tuple[int, bool]:
     """How many layers, from the first on, fit into a GPU budget, and whether the head fits too. dense: as `on_gpu`;
     experts: with all of theirs, else with none."""
-    if hardware.gpu is None or not vram or model.config.why_not_on_gpu is not None:
+    if hardware.gpu is None or not vram:
         return 0, False
     slots = None if experts else [0] * model.config.n_layers
 

@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.config import ModelConfig
+from powerinfer.config import AttentionKind, DeltaNetConfig, GatedAttentionConfig, ModelConfig
 from powerinfer.hardware.description import Device, Disk
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Indices, Profile
 from powerinfer.placement.shapes import Matrix, Model
@@ -165,6 +165,15 @@ def matrix_seconds(device: Device, matrices: tuple[Matrix, ...], panels: bool) -
     return sum(device.dense_seconds(one.gpu_type, one.stored) for one in matrices)
 
 
+def _further(attention: AttentionKind) -> int:
+    """Launches of a kind of attention on a GPU beyond those of input, attention and projection."""
+    if isinstance(attention, DeltaNetConfig):
+        return 3  # convolution, what it keeps, the norm with its gate
+    if isinstance(attention, GatedAttentionConfig):
+        return 3  # product of the gate, sigmoid, multiplication
+    return 2 if attention.latents else 0  # products with a matrix of each head
+
+
 def attention_seconds(
     device: Device, model: Model, layer: int, kv_type: str, past: int, batch: int, panels: bool, ffn: bool = True
 ) -> float:
@@ -178,8 +187,8 @@ def attention_seconds(
     kv = (model.kv_bytes if panels else model.gpu_kv_bytes)(kv_type, max(1, seen), batch, slice(layer, layer + 1))
     kv += 2 * batch * model.layer_state(layer)  # read and written
     norms = 2 if config.norms == "post" else 0  # separate operators
-    heads = 0 if panels or not config.attention.latents else 2  # products with a matrix of each head
-    fixed = 1e-6 * (3 + norms + heads) * device.op_us
+    further = 0 if panels else _further(config.attention)
+    fixed = 1e-6 * (3 + norms + further) * device.op_us
     whole = config.ffn.share_read(batch) * matrix_seconds(device, model.whole_ffn(layer), panels) if ffn else 0.0
     return matrix_seconds(device, model.attention[layer], panels) + kv / (1e9 * device.kv_gb_s) + fixed + whole
 

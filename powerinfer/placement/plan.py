@@ -63,7 +63,7 @@ from powerinfer.placement.plan_document import (
 from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
 
-GPU_ACCOUNTING = 8
+GPU_ACCOUNTING = 9
 """Incremented when bytes or times on a GPU are counted differently, so that earlier plans with one are not reused."""
 
 POLICIES = ("time", "ilp", "greedy", "random")
@@ -639,8 +639,6 @@ def _reasons(request: PlanRequest, claims: Claims, choice: Choice) -> tuple[str,
         unused = f", so {gib(request.vram)} of VRAM stay unused; --hardware describes another" if request.vram else ""
         why = "--vram is 0" if hardware.gpu else f"{hardware.name} has none{unused}"
         reasons.append(f"no GPU is used: {why}")
-    elif config.why_not_on_gpu is not None:
-        reasons.append(f"no GPU is used: {config.why_not_on_gpu}")
     elif not claims.gpu_layers:
         reasons.append(f"no GPU is used: {gib(vram)} do not hold driver, scratch and the attention of one layer")
     elif claims.gpu_layers < config.n_layers:
@@ -686,9 +684,9 @@ def _helps(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tables
     model, hardware, layers = request.model, request.hardware, request.model.config.n_layers
     vram, _ = budgets(hardware, request.vram, request.ram)
     helps = []
-    if hardware.gpu is not None and vram and any(model.n_experts) and model.config.why_not_on_gpu is None:
+    if hardware.gpu is not None and vram and any(model.n_experts):
         return _helps_of_experts(request, vram, hardware.gpu.memory_bytes)
-    if hardware.gpu is not None and vram and model.config.why_not_on_gpu is None:
+    if hardware.gpu is not None and vram:
         dense = model, hardware, request.workload, layers
         what = "attention, KV cache and predictors" if request.workload.predicted else "attention and KV cache"
         goals = [(f"{what} of all layers on the GPU", sum(on_gpu(*dense, False).values()))]

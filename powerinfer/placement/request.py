@@ -81,8 +81,6 @@ class Subject:
 def on_named_gpu(request: PlanRequest) -> PlanRequest:
     """The same request; RequestError, with the smallest budget that does, if no layer fits on its machine's GPU."""
     vram, _ = budgets(request.hardware, request.vram, request.ram)
-    if vram and request.model.config.why_not_on_gpu is not None:
-        raise RequestError(f"{request.model.config.why_not_on_gpu}: leave out --gpu and --vram")
     if vram and not request.claims().gpu_layers:
         raise no_layer_fits(request.model, request.hardware, request.workload, vram)
     return request
