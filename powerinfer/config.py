@@ -687,9 +687,9 @@ class ModelConfig:
         return self.why_whole is None and all(layer.neurons.rectified for layer in self.layers)
 
     @property
-    def predictable(self) -> bool:
-        """Whether a predictor can tell which neurons fire: those of cats do on both sides of zero."""
-        return self.rectified and not any(layer.neurons.activation == "cats" for layer in self.layers)
+    def fires_both_ways(self) -> bool:
+        """Whether neurons fire on both sides of zero, as those of cats do: no predictor can tell which."""
+        return any(layer.ffn.activation == "cats" for layer in self.layers)
 
     @property
     def partly_rectified(self) -> bool:

@@ -146,7 +146,6 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "('static', 'auto')",
         "engine.expert_policy != 'auto'",
         "engine.gpu != 'auto'",
-        "engine.gpu != 'auto'",
         "engine.selector != 'auto'",
         "engine.selector == 'auto'",
     ],

@@ -252,7 +252,7 @@ def test_training_is_better_than_low_rank(tmp_path: Path) -> None:
     profile_experts(checkpoint, ENGINE, task())
     samples = open_samples(checkpoint)
     rows = split_rows(samples.rows, samples.windows)
-    with training._threads(1):
+    with training.torch_threads(1):
         config = replace(QUICK, steps=800)
         fit = LayerFit(checkpoint, 0, *samples.layers[0], rows, config, "F16", "cpu", samples.selected[0])
         found, (inner, outer) = fit.fit(32, lambda share: None)

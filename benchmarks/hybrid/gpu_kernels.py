@@ -44,7 +44,7 @@ Call = Callable[[int], Any]
 
 
 def random_weight(kind: str, rows: int, k: int, device: str) -> gpu.Weight:
-    weight = gpu._empty(kind, rows, k, device)
+    weight = gpu.empty(kind, rows, k, device)
     if weight.data.is_floating_point():
         weight.data.normal_(0, k**-0.5)
     else:

@@ -84,7 +84,7 @@ class Work:
         config = self.checkpoint.config
         if not config.rectified:
             return f"activations of {config.activations_never_zero} are never exactly zero"
-        if not config.predictable:
+        if config.fires_both_ways:
             return "neurons of cats fire on both sides of zero"
         if not self.train:
             return "--no-train"

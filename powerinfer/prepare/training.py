@@ -95,7 +95,7 @@ def check(checkpoint: Checkpoint, config: TrainConfig) -> None:
             f"activations of {checkpoint.config.activations_never_zero} are never exactly zero, so there is nothing to "
             "predict: use --selector threshold, which needs no predictor"
         )
-    if not checkpoint.config.predictable:
+    if checkpoint.config.fires_both_ways:
         raise RequestError(
             "neurons of cats fire on both sides of zero, which a predictor cannot tell: use --selector exact, which "
             "needs none"

@@ -108,7 +108,7 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
             checkpoint,
             prepared,
             lambda: open_predictor(checkpoint, prepared),
-            config.predictable and checkpoint.predictor_threshold is None,
+            config.rectified and not config.fires_both_ways and checkpoint.predictor_threshold is None,
         ),
         _found(BUNDLES, checkpoint, prepared, lambda: open_bundles(checkpoint, prepared, bundle_row_bytes), neurons),
         experts,
