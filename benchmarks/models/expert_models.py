@@ -3,7 +3,8 @@
     python -m benchmarks.models.expert_models OUT.gguf --shape qwen3-30b-a3b --layers 8 --type q4_0
     python -m benchmarks.models.expert_models FOLDER --shape smallthinker-4b --layers 4
 
-An OUT that does not end in .gguf is a Hugging Face folder, in F16.
+An OUT that does not end in .gguf is a Hugging Face folder, in F16; gpt-oss's experts are in MXFP4, as in published
+folders. Its values are those of the GGUF file, before they are rounded.
 
 Random weights say nothing about quality; the work they make is that of real ones: the router selects as many experts of
 the same sizes, and about as many different ones for a batch, since its choices are independent of each other. With
@@ -33,7 +34,15 @@ import numpy as np
 from benchmarks.models import expert_folders
 from benchmarks.models.routing import Routing
 from benchmarks.models.speed_models import write_tokenizer
-from powerinfer.config import RECTIFIED, ExpertsConfig, LatentAttentionConfig, ModelConfig, Shape
+from powerinfer.config import (
+    RECTIFIED,
+    DeltaNetConfig,
+    ExpertsConfig,
+    GatedAttentionConfig,
+    LatentAttentionConfig,
+    ModelConfig,
+    Shape,
+)
 from powerinfer.formats.gguf_model import NAMES
 from powerinfer.formats.layout import shapes
 from powerinfer.formats.quant import block_type, quantize
@@ -94,14 +103,19 @@ def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     """(name in the file, shape) of every tensor, in file order. Norms, biases and routers are F32."""
     found: dict[str, Shape] = {}
     for canonical, shape in shapes(config):
-        name = NAMES(canonical)
-        if config.architecture in ("glm4moe", "gpt-oss") or config.states:
-            name = name.replace("ffn_norm", "post_attention_norm")
-        if config.architecture == "qwen3next":
-            name = name.replace("ssm_alpha", "ssm_ba").replace("ssm_beta", "ssm_ba")
-        name = name.replace("ssm_a.weight", "ssm_a")
+        name = file_name(config, canonical)
         found[name] = (found.get(name, (0,))[0] + shape[0], *shape[1:])  # some are one below the other in a tensor
     yield from found.items()
+
+
+def file_name(config: ModelConfig, canonical: str) -> str:
+    """The name in a GGUF file. config: with the architecture in GGUF, or the family of folders."""
+    name = NAMES(canonical)
+    if config.architecture in ("glm4moe", "gpt-oss") or config.states:
+        name = name.replace("ffn_norm", "post_attention_norm")
+    if config.architecture in ("qwen3next", "qwen3_next"):
+        name = name.replace("ssm_alpha", "ssm_ba").replace("ssm_beta", "ssm_ba")
+    return name.replace("ssm_a.weight", "ssm_a")
 
 
 def kind_of(name: str, dims: Shape, about: Weights, routing: Routing) -> str:
@@ -141,9 +155,30 @@ def write(path: Path, config: ModelConfig, about: Weights) -> None:
 
 def write_folder(path: Path, config: ModelConfig, about: Weights) -> None:
     """The same as a Hugging Face folder. config: with the family of folders as its architecture."""
+    expert_folders.write_folder(path, config, _canonical(config, about))
+
+
+def _canonical(config: ModelConfig, about: Weights) -> Iterator[tuple[str, Iterator[np.ndarray]]]:
+    """(canonical name, its values as `_values` has them) of every tensor: those of the GGUF file with that seed."""
     rng, routing = np.random.default_rng(about.seed), about.routing(config)
-    made = {name: _values(rng, NAMES(name), shape, about, routing) for name, shape in shapes(config)}
-    expert_folders.write_folder(path, config, made)
+    known = dict(shapes(config))
+    parts: dict[str, list[str]] = {}
+    for one in known:
+        parts.setdefault(file_name(config, one), []).append(one)
+    for name, dims in tensors(config):
+        values = _values(rng, name, dims, about, routing)
+        if len(parts[name]) == 1:
+            yield parts[name][0], values
+            continue
+        attention = config.layers[int(name.split(".")[1])].attention
+        groups = 1  # of the rows of GGUF's tensor
+        if isinstance(attention, GatedAttentionConfig):
+            groups = attention.n_heads
+        elif name.endswith("ssm_ba.weight") and isinstance(attention, DeltaNetConfig):
+            groups = attention.n_key_heads
+        whole = np.concatenate(list(values))
+        rows = expert_folders.rows_of([known[one][0] for one in parts[name]], groups)
+        yield from ((one, iter([whole[own]])) for one, own in zip(parts[name], rows, strict=True))
 
 
 def _values(rng: np.random.Generator, name: str, dims: Shape, about: Weights, routing: Routing) -> Iterator[np.ndarray]:
@@ -248,7 +283,7 @@ def _latents(writer: gguf.GGUFWriter, attention: LatentAttentionConfig) -> None:
 
 def in_folders(shape: str) -> bool:
     """Whether a model of that shape can be written as a folder."""
-    return SHAPES[shape].config.architecture in expert_folders.CLASSES
+    return SHAPES[shape].config.architecture in expert_folders.FAMILIES
 
 
 def main() -> None:
