@@ -139,7 +139,7 @@ def as_stated(config: ModelConfig) -> ModelConfig:
     return replace(config, layers=tuple(rounded))
 
 
-@pytest.mark.parametrize("name", [name for name in expert_models.CONFIGS if expert_models.in_folders(name)])
+@pytest.mark.parametrize("name", expert_models.CONFIGS)
 def test_random_models_of_experts_as_folders(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(expert_models.CONFIGS, name, small(expert_models.CONFIGS[name]))
     monkeypatch.setattr(sys, "argv", ["script", str(tmp_path / "m"), "--shape", name, "--layers", "3"])

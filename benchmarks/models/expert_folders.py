@@ -61,13 +61,15 @@ def rows_of(counts: list[int], groups: int) -> list[np.ndarray]:
 class _Run:
     """Bytes of the file, from `at` on: one tensor, those of all experts, or an MXFP4 one's blocks and scales.
 
-    kind: a name of `quant.BLOCK_TYPES`; columns: values of a row; parts: canonical name -> its rows.
+    kind: a name of `quant.BLOCK_TYPES`; columns: values of a row; parts: canonical name -> its number of rows,
+    in turn in each of the groups.
     """
 
     tensors: list[tuple[str, str, Shape]]  # (name, type, shape)
     kind: str
     columns: int
-    parts: dict[str, np.ndarray]
+    parts: dict[str, int]
+    groups: int = 1
     at: int = 0
 
     @property
@@ -75,8 +77,8 @@ class _Run:
         return block_type(self.kind).row_bytes(self.columns)
 
     @property
-    def nbytes(self) -> int:
-        return sum(map(len, self.parts.values())) * self.row_bytes
+    def rows(self) -> int:
+        return sum(self.parts.values())
 
 
 def _runs(config: ModelConfig) -> Iterator[_Run]:
@@ -113,7 +115,7 @@ def _runs(config: ModelConfig) -> Iterator[_Run]:
             tensors = [(name, kind, (1, *first))]
         elif parts[0].endswith(".delta_conv"):
             tensors = [(name, kind, (first[0], 1, first[1]))]
-        yield _Run(tensors, kind, columns, dict(zip(parts, rows_of(counts, groups), strict=True)))
+        yield _Run(tensors, kind, columns, dict(zip(parts, counts, strict=True)), groups)
 
 
 def _turned(canonical: str) -> bool:
@@ -127,8 +129,8 @@ def _is_vector(canonical: str, shape: Shape) -> bool:
 
 
 def write_folder(path: Path, config: ModelConfig, values: Iterable[tuple[str, Values]]) -> None:
-    """config.json, tokenizer.json and model.safetensors. values: of each canonical name, in any order, its values row by
-    row in pieces; a tensor that has several is put together in memory."""
+    """config.json, tokenizer.json and model.safetensors. values: of each canonical name, in any order, its values row
+    by row in pieces; a tensor that has several is put together in memory."""
     beside = path.with_name(path.name + ".part")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
@@ -168,11 +170,12 @@ def _write_tensors(file: BinaryIO, config: ModelConfig, values: Iterable[tuple[s
             for part in stored:
                 file.write(part.data)
             continue
-        empty = np.empty((run.nbytes // run.row_bytes, run.row_bytes), np.uint8)
+        empty = np.empty((run.rows, run.row_bytes), np.uint8)
         whole, missing = unfinished.setdefault(run.at, (empty, set(run.parts)))
+        rows = dict(zip(run.parts, rows_of(list(run.parts.values()), run.groups), strict=True))[canonical]
         done = 0
         for part in stored:
-            whole[run.parts[canonical][done : done + len(part)]] = part
+            whole[rows[done : done + len(part)]] = part
             done += len(part)
         missing.remove(canonical)
         if not missing:

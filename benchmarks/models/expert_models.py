@@ -281,11 +281,6 @@ def _latents(writer: gguf.GGUFWriter, attention: LatentAttentionConfig) -> None:
     writer.add_rope_scaling_yarn_log_mul((gain - 1) / math.log(rope.factor))
 
 
-def in_folders(shape: str) -> bool:
-    """Whether a model of that shape can be written as a folder."""
-    return SHAPES[shape].config.architecture in expert_folders.FAMILIES
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", help="NAME.gguf, or a folder")
@@ -314,9 +309,6 @@ def main() -> None:
             parser.error(f"--active: the activation {config.layers[-1].ffn.activation} is never exactly zero")
     if all(layer.attention.rope is None for layer in config.layers):
         parser.error(f"--layers must be larger: the first {config.n_layers} have no attention")
-    family = SHAPES[arguments.shape].config.architecture
-    if arguments.out.suffix != ".gguf" and not in_folders(arguments.shape):
-        parser.error(f"no folders of {family} are written: name a .gguf file")
     about = Weights(arguments.type, arguments.head, arguments.active, skew=arguments.skew, locality=arguments.locality)
     try:
         about.routing(config)
@@ -329,7 +321,7 @@ def main() -> None:
     if arguments.out.suffix == ".gguf":
         write(arguments.out, config, about)
     else:
-        write_folder(arguments.out, replace(config, architecture=family), about)
+        write_folder(arguments.out, replace(config, architecture=SHAPES[arguments.shape].config.architecture), about)
 
 
 if __name__ == "__main__":
