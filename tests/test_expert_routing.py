@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from powerinfer.config import (
 )
 from powerinfer.experts import ExpertProfile
 from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.layout import shapes
 from powerinfer.placement.shapes import SHAPES
 from powerinfer.prepare.corpus import Windows
 from powerinfer.prepare.counting import Task
@@ -103,6 +104,48 @@ def test_routers_select_as_asked(name: str, end: str, tmp_path: Path) -> None:
         reuse[locality] = found.mean("reuse")
     chance = float((selection_shares(EXPERTS, TOP, 1.0) ** 2).sum() / TOP)
     assert reuse[0.0] == pytest.approx(chance, abs=0.05) and reuse[0.8] > reuse[0.0] + 0.15
+
+
+LATENT_OR_STATES = [*OTHERS, "kimi-k2"]
+
+
+def as_stated(config: ModelConfig) -> Any:
+    """A configuration without what only one of the formats states, and with numbers as exact as float32."""
+
+    def plain(value: Any) -> Any:
+        if is_dataclass(value):
+            said = {one.name: plain(getattr(value, one.name)) for one in fields(value)}
+            only_one = ("architecture", "name", "context_length", "interleaved", "tiled", "truncate")
+            return type(value), {key: one for key, one in said.items() if key not in only_one}
+        if isinstance(value, tuple):
+            return tuple(map(plain, value))
+        return float(f"{value:.5g}") if isinstance(value, float) else value
+
+    return plain(config)
+
+
+@pytest.mark.parametrize("name", [*FOLDERS, *LATENT_OR_STATES, "gpt-oss-20b"])
+def test_folders_hold_what_files_hold(name: str, tmp_path: Path) -> None:
+    """The same configuration and the same values, but for roundings."""
+    config, mxfp4 = shape(name), name.startswith("gpt-oss")
+    locality = 0.5 if name in LATENT_OR_STATES else 0.0
+    about = expert_models.Weights("mxfp4" if mxfp4 else "f16", "f16", skew=0.5, locality=locality)
+    expert_models.write(tmp_path / "m.gguf", config, about)
+    family = SHAPES[name].config.architecture
+    expert_models.write_folder(tmp_path / "m", replace(config, architecture=family), about)
+    file, folder = open_checkpoint(tmp_path / "m.gguf"), open_checkpoint(tmp_path / "m")
+    assert as_stated(folder.config) == as_stated(file.config)
+    for canonical, dims in shapes(folder.config):
+        found, wanted = (one.take(canonical).float32() for one in (folder, file))
+        assert found.shape == wanted.shape == dims
+        if mxfp4 and ".experts_" in canonical and not canonical.endswith("_bias"):
+            assert folder.taken_type(canonical) == "MXFP4" and np.array_equal(found, wanted)
+            continue
+        precise = mxfp4 or locality  # where the file has Q8_0
+        off = np.abs(wanted).max() / 127 if precise else 1e-3 * np.abs(wanted)
+        assert np.all(np.abs(found - wanted) <= off + 1e-6), canonical
+    folder.finish()
+    file.finish()
 
 
 def test_without_skew_all_are_alike(tmp_path: Path) -> None:

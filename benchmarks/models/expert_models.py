@@ -3,7 +3,8 @@
     python -m benchmarks.models.expert_models OUT.gguf --shape qwen3-30b-a3b --layers 8 --type q4_0
     python -m benchmarks.models.expert_models FOLDER --shape smallthinker-4b --layers 4
 
-An OUT that does not end in .gguf is a Hugging Face folder, in F16.
+An OUT that does not end in .gguf is a Hugging Face folder, in F16; gpt-oss's experts are in MXFP4, as in published
+folders. Its values are those of the GGUF file, before they are rounded.
 
 Random weights say nothing about quality; the work they make is that of real ones: the router selects as many experts of
 the same sizes, and about as many different ones for a batch, since its choices are independent of each other. With
@@ -33,7 +34,15 @@ import numpy as np
 from benchmarks.models import expert_folders
 from benchmarks.models.routing import Routing
 from benchmarks.models.speed_models import write_tokenizer
-from powerinfer.config import RECTIFIED, ExpertsConfig, LatentAttentionConfig, ModelConfig, Shape
+from powerinfer.config import (
+    RECTIFIED,
+    DeltaNetConfig,
+    ExpertsConfig,
+    GatedAttentionConfig,
+    LatentAttentionConfig,
+    ModelConfig,
+    Shape,
+)
 from powerinfer.formats.gguf_model import NAMES
 from powerinfer.formats.layout import shapes
 from powerinfer.formats.quant import block_type, quantize
@@ -94,14 +103,19 @@ def tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     """(name in the file, shape) of every tensor, in file order. Norms, biases and routers are F32."""
     found: dict[str, Shape] = {}
     for canonical, shape in shapes(config):
-        name = NAMES(canonical)
-        if config.architecture in ("glm4moe", "gpt-oss") or config.states:
-            name = name.replace("ffn_norm", "post_attention_norm")
-        if config.architecture == "qwen3next":
-            name = name.replace("ssm_alpha", "ssm_ba").replace("ssm_beta", "ssm_ba")
-        name = name.replace("ssm_a.weight", "ssm_a")
+        name = file_name(config, canonical)
         found[name] = (found.get(name, (0,))[0] + shape[0], *shape[1:])  # some are one below the other in a tensor
     yield from found.items()
+
+
+def file_name(config: ModelConfig, canonical: str) -> str:
+    """The name in a GGUF file. config: with the architecture in GGUF, or the family of folders."""
+    name = NAMES(canonical)
+    if config.architecture in ("glm4moe", "gpt-oss") or config.states:
+        name = name.replace("ffn_norm", "post_attention_norm")
+    if config.architecture in ("qwen3next", "qwen3_next"):
+        name = name.replace("ssm_alpha", "ssm_ba").replace("ssm_beta", "ssm_ba")
+    return name.replace("ssm_a.weight", "ssm_a")
 
 
 def kind_of(name: str, dims: Shape, about: Weights, routing: Routing) -> str:
@@ -141,9 +155,30 @@ def write(path: Path, config: ModelConfig, about: Weights) -> None:
 
 def write_folder(path: Path, config: ModelConfig, about: Weights) -> None:
     """The same as a Hugging Face folder. config: with the family of folders as its architecture."""
+    expert_folders.write_folder(path, config, _canonical(config, about))
+
+
+def _canonical(config: ModelConfig, about: Weights) -> Iterator[tuple[str, Iterator[np.ndarray]]]:
+    """(canonical name, its values as `_values` has them) of every tensor: those of the GGUF file with that seed."""
     rng, routing = np.random.default_rng(about.seed), about.routing(config)
-    made = {name: _values(rng, NAMES(name), shape, about, routing) for name, shape in shapes(config)}
-    expert_folders.write_folder(path, config, made)
+    known = dict(shapes(config))
+    parts: dict[str, list[str]] = {}
+    for one in known:
+        parts.setdefault(file_name(config, one), []).append(one)
+    for name, dims in tensors(config):
+        values = _values(rng, name, dims, about, routing)
+        if len(parts[name]) == 1:
+            yield parts[name][0], values
+            continue
+        attention = config.layers[int(name.split(".")[1])].attention
+        groups = 1  # of the rows of GGUF's tensor
+        if isinstance(attention, GatedAttentionConfig):
+            groups = attention.n_heads
+        elif name.endswith("ssm_ba.weight") and isinstance(attention, DeltaNetConfig):
+            groups = attention.n_key_heads
+        whole = np.concatenate(list(values))
+        rows = expert_folders.rows_of([known[one][0] for one in parts[name]], groups)
+        yield from ((one, iter([whole[own]])) for one, own in zip(parts[name], rows, strict=True))
 
 
 def _values(rng: np.random.Generator, name: str, dims: Shape, about: Weights, routing: Routing) -> Iterator[np.ndarray]:
@@ -246,11 +281,6 @@ def _latents(writer: gguf.GGUFWriter, attention: LatentAttentionConfig) -> None:
     writer.add_rope_scaling_yarn_log_mul((gain - 1) / math.log(rope.factor))
 
 
-def in_folders(shape: str) -> bool:
-    """Whether a model of that shape can be written as a folder."""
-    return SHAPES[shape].config.architecture in expert_folders.CLASSES
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", help="NAME.gguf, or a folder")
@@ -279,9 +309,6 @@ def main() -> None:
             parser.error(f"--active: the activation {config.layers[-1].ffn.activation} is never exactly zero")
     if all(layer.attention.rope is None for layer in config.layers):
         parser.error(f"--layers must be larger: the first {config.n_layers} have no attention")
-    family = SHAPES[arguments.shape].config.architecture
-    if arguments.out.suffix != ".gguf" and not in_folders(arguments.shape):
-        parser.error(f"no folders of {family} are written: name a .gguf file")
     about = Weights(arguments.type, arguments.head, arguments.active, skew=arguments.skew, locality=arguments.locality)
     try:
         about.routing(config)
@@ -294,7 +321,7 @@ def main() -> None:
     if arguments.out.suffix == ".gguf":
         write(arguments.out, config, about)
     else:
-        write_folder(arguments.out, replace(config, architecture=family), about)
+        write_folder(arguments.out, replace(config, architecture=SHAPES[arguments.shape].config.architecture), about)
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ _NAMES = {
     "phi3": replace(_LLAMA, inner=_LLAMA.inner | _PHI3),
 }
 _DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-_NORMS_LESS_ONE = ("nemotron", "gemma3_text", *_DELTA)
+NORMS_LESS_ONE = ("nemotron", "gemma3_text", *_DELTA)
 _MAX_SHARDS = 1 << 12
 
 
@@ -174,7 +174,7 @@ def file_names(config: ModelConfig, stored: dict[str, RawTensor]) -> Names:
     return _NAMES.get(config.architecture, _LLAMA)
 
 
-def _fused(config: ModelConfig, names: Names) -> list[Fused]:
+def fused(config: ModelConfig, names: Names) -> list[Fused]:
     """The matrices that files of the family store in one tensor."""
     if config.architecture == "falcon":
         return [Fused(("q", "k", "v"), config.layers[0].attention.n_kv_heads)]
@@ -186,8 +186,8 @@ def _fused(config: ModelConfig, names: Names) -> list[Fused]:
         experts = config.layers[0].ffn
         assert isinstance(experts, ExpertsConfig)
         return [Fused(("experts_gate", "experts_up"), experts.n_experts), Fused(("shared_gate", "shared_up"))]
-    fused = config.architecture in ("phi3", "openelm")
-    return [Fused(("q", "k", "v")), Fused(("gate", "up"))] if fused else []
+    both = config.architecture in ("phi3", "openelm")
+    return [Fused(("q", "k", "v")), Fused(("gate", "up"))] if both else []
 
 
 def _fused_delta(config: ModelConfig, names: Names) -> list[Fused]:
@@ -226,8 +226,8 @@ def open_folder(folder: Path) -> Source:
         _drop_tied_head(stored, files, names, folder)
     predictors = config.architecture == "bamboo" and any(".mlp.predictor." in name for name in stored)
     extra = predictor_shapes(config, stored, names) if predictors else ()
-    tensors = collect(config, stored, names, str(folder), extra, _fused(config, names), made)
-    if config.architecture in _NORMS_LESS_ONE:
+    tensors = collect(config, stored, names, str(folder), extra, fused(config, names), made)
+    if config.architecture in NORMS_LESS_ONE:
         _add_one_to_norms(tensors, files)
     for name in (f"layers.{layer}.delta_decay" for layer in config.states):
         rates = -np.exp(tensors[name].gathered().float32())
