@@ -24,7 +24,6 @@ from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.layout import shapes
 from powerinfer.formats.prepared import PROFILE, PreparedFile
 from powerinfer.hardware.description import load
-from powerinfer.hybrid import resolve as hybrid_resolve
 from powerinfer.hybrid.resolve import resolve
 from powerinfer.kernels import cpu
 from powerinfer.models.blocks import FFNS
@@ -146,18 +145,6 @@ def test_whole_layers_are_placed(model: Path, vram: str) -> None:
     found = resolve(open_checkpoint(model), EngineConfig(gpu="cpu", vram=0 if vram == "0" else 1 << 30, context=64))
     assert found.plan is None and found.selection.bundles is None and WHY in found.selection.why
     assert found.gpu_layers == (0 if vram == "0" else LAYERS)
-
-
-def test_flags_that_were_not_given_are_not_to_be_left_out(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LinearConfig, "on_gpu", False)
-    monkeypatch.setattr(hybrid_resolve, "wanted_gpu", lambda engine: ("cpu", ""))
-    checkpoint = open_checkpoint(model)
-    said: list[str] = []
-    assert resolve(checkpoint, EngineConfig(context=64), say=said.append).gpu is None
-    assert resolve(checkpoint, EngineConfig(context=64, vram=1 << 30), say=said.append).gpu is None
-    assert [line.partition("so far")[2] for line in said] == ["", ": leave out --gpu and --vram"]
-    with pytest.raises(RequestError, match="so far: leave out --gpu and --vram"):
-        resolve(checkpoint, EngineConfig(gpu="cpu", context=64))
 
 
 @pytest.mark.parametrize("vram", [0, 2 << 30, None])

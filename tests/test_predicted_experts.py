@@ -118,7 +118,7 @@ def test_candidates_are_summed(activation: str, tokens: int, tmp_path: Path) -> 
         x, found = added(executor, layer, tokens)
         expected, candidates, fires = Reference(path, layer, activation).sum(x)
         assert far(found, expected) < 1e-4
-        assert 0.2 < candidates.mean() < 0.8 and 0.1 < fires.mean() < 0.7
+        assert 0.2 < candidates.mean() < 0.8 and 0.1 < fires.mean() < 0.85
         counts = executor.expert_ffns[layer].counts()
         assert counts["tokens"] == counts["sampled_tokens"] == tokens
     executor.close()

@@ -190,7 +190,8 @@ def test_help_is_wrapped_at_the_terminals_width(
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_an_error_of_any_verb_is_a_document(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    needed = {"eval": ["perplexity", "--file", "x"], "completion": ["bash"], "rm": ["x"], "sparsify": ["--out", "x"]}.get(verb, [])
+    files = {"eval": ["perplexity", "--file", "x"], "rm": ["x"], "sparsify": ["--out", "x"]}
+    needed = (files | {"completion": ["bash"]}).get(verb, [])
     assert main([verb, *needed, "--no-such-flag", "--json"]) == 2
     out, err = capsys.readouterr()
     document = json.loads(out)
