@@ -30,7 +30,7 @@ ACTIVATIONS = ("relu", "relu2", "fatrelu", "drelu", "cats")
 def model(folder: Path, kind: str = "F16", activation: str = "relu", **change: Any) -> Path:
     builder = experts_gguf(**change).add("llama.hidden_act", STRING, activation)
     if activation in THRESHOLDED:
-        builder.add("llama.hidden_act_param", F32, 0.1)
+        builder.add("llama.hidden_act_param", F32, {"fatrelu": 0.1, "cats": 0.2}[activation])
     for tensor in [one for one in builder.tensors if "_exps" in one.name]:
         builder.tensors.remove(tensor)
         values = np.frombuffer(tensor.data, np.float32).reshape(tensor.dims[::-1])

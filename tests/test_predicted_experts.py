@@ -56,7 +56,7 @@ def whole(path: Path, *, exact: bool = False, level: str | None = None) -> CpuEx
 def act(name: str, x: np.ndarray) -> np.ndarray:
     positive = np.maximum(x, 0)
     silu = x / (1 + np.exp(-x))
-    own = {"relu2": positive**2, "fatrelu": np.where(x > 0.1, x, 0), "cats": np.where(np.abs(silu) > 0.1, silu, 0)}
+    own = {"relu2": positive**2, "fatrelu": np.where(x > 0.1, x, 0), "cats": np.where(np.abs(silu) > 0.2, silu, 0)}
     return own.get(name, positive)
 
 
@@ -118,7 +118,7 @@ def test_candidates_are_summed(activation: str, tokens: int, tmp_path: Path) -> 
         x, found = added(executor, layer, tokens)
         expected, candidates, fires = Reference(path, layer, activation).sum(x)
         assert far(found, expected) < 1e-4
-        assert 0.2 < candidates.mean() < 0.8 and 0.1 < fires.mean() < 0.85
+        assert 0.2 < candidates.mean() < 0.8 and 0.1 < fires.mean() < 0.7
         counts = executor.expert_ffns[layer].counts()
         assert counts["tokens"] == counts["sampled_tokens"] == tokens
     executor.close()

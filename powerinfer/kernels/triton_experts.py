@@ -192,7 +192,7 @@ def _of_one(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) -> Tens
 
 @triton.jit
 def _firing_kernel(
-    x, gate, gate_scales, up, up_scales, slots, weights, h, rows, counts, size, k, fatrelu,
+    x, gate, gate_scales, up, up_scales, slots, weights, h, rows, counts, size, k, limit,
     ACTIVATION: tl.constexpr, TYPE: tl.constexpr, UP_TYPE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """h of R neurons of one of the token's experts, times its weight: rows of up are read where the gate fires. rows:
@@ -205,7 +205,7 @@ def _firing_kernel(
     a = tl.zeros((R,), tl.float32)
     if slot >= 0:
         a = row_dots(x, gate, gate_scales, row, live, 1, k, TYPE, 0, R, C, "ieee")
-        a = tl.where(live, active(a, fatrelu, ACTIVATION), 0.0)
+        a = tl.where(live, active(a, limit, ACTIVATION), 0.0)
         fires = a != 0
         if tl.max(fires.to(tl.int32), 0) > 0:
             u = row_dots(x, up, up_scales, row, fires, 1, k, UP_TYPE, 0, R, C, "ieee")
@@ -323,7 +323,7 @@ def _grouped_down_kernel(
 
 @triton.jit
 def _grouped_firing_kernel(
-    x, gate, gate_scales, up, up_scales, begin, weight_of, h, size, k, fatrelu,
+    x, gate, gate_scales, up, up_scales, begin, weight_of, h, size, k, limit,
     ACTIVATION: tl.constexpr, TYPE: tl.constexpr, UP_TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
     C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -338,7 +338,7 @@ def _grouped_firing_kernel(
         here = last - at
         own, mine = x + at * k, live[:, None] & (t < here)[None, :]
         a = row_dots(own, gate, gate_scales, row, live, here, k, TYPE, T, R, C, PRECISION)
-        a = tl.where(mine, active(a, fatrelu, ACTIVATION), 0.0)
+        a = tl.where(mine, active(a, limit, ACTIVATION), 0.0)
         fires = tl.max((a != 0).to(tl.int32), 1)
         if tl.max(fires, 0) > 0:
             u = row_dots(own, up, up_scales, row, fires > 0, here, k, UP_TYPE, T, R, C, PRECISION)
