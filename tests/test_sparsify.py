@@ -18,10 +18,12 @@ from powerinfer import LLM, PowerInferError, RequestError
 from powerinfer.cli.main import main
 from powerinfer.config import SparsifyConfig
 from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.prepare.corpus import open_corpora
+from powerinfer.progress import silent
 from powerinfer.sparsify import Made, sparsify
 from powerinfer.sparsify.recipes import RECIPES
 from powerinfer.sparsify.torch_model import TorchModel, load
-from powerinfer.sparsify.training import Sparsifier
+from powerinfer.sparsify.training import Sparsifier, read_texts
 
 SHAPE = Shape(d_model=64, d_ff=128, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, vocab=1200, context=128)
 SMALL = {"window": 32, "batch": 256, "rows": 4, "tokens": 10_240, "save": 1e9, "device": "cpu"}
@@ -67,7 +69,8 @@ def test_every_recipe_makes_a_model_that_runs(recipe: str, dense: Path, tmp_path
 def test_distilling_teaches(dense: Path, tmp_path: Path) -> None:
     """The same thresholds without training are much further from the original."""
     config = SparsifyConfig(**(SMALL | {"zeros": 0.8, "tokens": 20_480, "lr": 3.0}))
-    work = Sparsifier(open_checkpoint(dense), _sample(), config, tmp_path)
+    checkpoint = open_checkpoint(dense)
+    work = Sparsifier(checkpoint, read_texts(checkpoint, open_corpora([]), config, silent), config, tmp_path)
     done = work.run()
     untrained = dict(work.teacher.weights)
     trained, work.student.weights = work.student.weights, untrained
@@ -75,12 +78,6 @@ def test_distilling_teaches(dense: Path, tmp_path: Path) -> None:
     work.student.weights = trained
     assert divergence(work) < 0.7 * before
     assert len(done.limits) == 2
-
-
-def _sample() -> Any:
-    from powerinfer.prepare.corpus import open_corpora
-
-    return open_corpora([])
 
 
 @torch.no_grad()

@@ -53,24 +53,24 @@ def sparsify(
     texts = open_corpora(corpora)
     with torch_threads(threads):
         from powerinfer.sparsify.torch_model import TorchModel, load, unsupported
-        from powerinfer.sparsify.training import Sparsifier, needed_bytes, trained_names
+        from powerinfer.sparsify.training import Sparsifier, needed_bytes, read_texts, trained_names
 
         problem = unsupported(checkpoint.config)
         if problem:
             raise RequestError(f"sparsify cannot train this model: {problem}")
         about: dict[str, Any] = {"hidden_act": recipe.activation}
         limited = {"hidden_act_param": [0.0] * checkpoint.config.n_layers} if recipe.activation in THRESHOLDED else {}
-        check_writable(checkpoint, trained_names(checkpoint.config)[1], about | limited)
+        check_writable(checkpoint, trained_names(checkpoint.config, recipe)[1], about | limited)
         needed, available = needed_bytes(checkpoint.config), available_memory()
         if needed > available:
             raise RequestError(
                 f"training needs about {needed / 2**30:.1f} GiB of memory, and {available / 2**30:.1f} GiB are free"
             )
-        work = Sparsifier(checkpoint, texts, config, out, progress)
+        work = Sparsifier(checkpoint, read_texts(checkpoint, texts, config, progress), config, out, progress)
         done = work.run()
-        if done.limits:
+        if any(done.limits):
             about["hidden_act_param"] = list(done.limits)
-        path = write_model(checkpoint, out, config.type, done.changed, work.values, about)
+        path = write_model(checkpoint, out, config.type, done.changed, work.values, about, done.thresholds)
         written = open_checkpoint(path)
         after = work.evaluate(TorchModel(written.config, load(written), work.teacher.compute))
         if not math.isfinite(after.perplexity):

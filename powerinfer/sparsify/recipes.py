@@ -10,8 +10,9 @@ from powerinfer.errors import RequestError
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the training. share: of the tokens; rate: Adam's learning rate; every: all weights are trained, else
-    those of the FFNs alone.
+    """A part of the training. share: of the tokens; rate: Adam's learning rate for the FFNs' matrices; other: its
+    factor for the layers' other matrices, 0: these are not trained; stored: weights are rounded to the type they will
+    be stored in wherever they are used, so that what remains learns to do with that.
 
     name: "regress": each FFN learns the original one's outputs for the original one's inputs, all layers side by side;
     "distil": the model learns the original's logits.
@@ -20,7 +21,8 @@ class Stage:
     name: str
     share: float
     rate: float
-    every: bool = False
+    other: float = 0.0
+    stored: bool = False
 
 
 @dataclass(frozen=True)
@@ -28,18 +30,30 @@ class Recipe:
     """activation: of the sparse model; of: activations of models that it is for.
 
     How the share of zeros comes about: by a threshold in each layer that follows a quantile of what it is compared
-    with, where the activation has one; else by a penalty on the neurons that fire.
+    with, where the activation has one; else by a penalty on the neurons that fire. It rises from `begin` of the target
+    to all of it at the share `reached` of the tokens.
+
+    weighted: a neuron of a dense FFN has a threshold of its own, the layer's divided by its importance
+    (`training.importances`).
     """
 
     activation: str
     of: tuple[str, ...]
     stages: tuple[Stage, ...]
+    weighted: bool = False
+    begin: float = 0.4
+    reached: float = 0.6
 
 
-_RELU = (Stage("regress", 0.4, 2e-3), Stage("distil", 0.45, 3e-4), Stage("distil", 0.15, 3e-5, every=True))
+_RELU = (
+    Stage("regress", 0.4, 2e-3),
+    Stage("distil", 0.45, 3e-4),
+    Stage("distil", 0.15, 3e-5, other=1.0, stored=True),
+)
+_CATS = (Stage("distil", 0.65, 6e-4, other=0.3), Stage("distil", 0.35, 3e-4, other=0.3, stored=True))
 
 RECIPES = {
-    "cats": Recipe("cats", ("silu",), (Stage("distil", 0.85, 3e-4), Stage("distil", 0.15, 3e-5, every=True))),
+    "cats": Recipe("cats", ("silu",), _CATS, weighted=True, begin=0.7, reached=0.25),
     "fatrelu": Recipe("fatrelu", ("silu", "gelu_tanh"), _RELU),
     "reglu": Recipe("relu", ("silu", "gelu_tanh"), _RELU),
     "drelu": Recipe("drelu", ("silu", "gelu_tanh"), _RELU),

@@ -7,7 +7,7 @@ written back alike. What a family's layers compute is what `ModelConfig` says, a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,7 +73,8 @@ def activate(about: FfnConfig | ExpertsConfig, gate: Tensor | None, up: Tensor) 
 class TorchModel:
     """Weights by canonical name, and the forward pass over whole windows of text.
 
-    Matrices are multiplied in `compute`; norms, the residual stream, the router and the logits are float32.
+    Matrices are multiplied in `compute`; norms, the residual stream, the router and the logits are float32. rounded:
+    names of the matrices that are used as Q4_0 stores them, with the gradient of what they are rounded from.
     """
 
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], compute: torch.dtype) -> None:
@@ -83,16 +84,16 @@ class TorchModel:
         self.config, self.compute = config, compute
         self.weights = weights
         self.hidden: Hidden = self._plain
+        self.rounded: frozenset[str] = frozenset()
         self._each: dict[str, tuple[Tensor, ...]] = {}  # of stacked matrices, those of each expert
         self._rotations: dict[tuple[RopeConfig, int], tuple[Tensor, Tensor]] = {}
 
     # ------------------------------------------------------------------------------------------------ parts
 
     def _weight(self, name: str, expert: int | None = None) -> Tensor:
-        if expert is None:
-            return self.weights[name].to(self.compute)
         each = self._each.get(name)
-        return (self.weights[name][expert] if each is None else each[expert]).to(self.compute)
+        weight = self.weights[name] if expert is None else self.weights[name][expert] if each is None else each[expert]
+        return (_Rounded.apply(weight) if name in self.rounded else weight).to(self.compute)
 
     def _linear(self, x: Tensor, name: str, expert: int | None = None) -> Tensor:
         bias = self.weights.get(name + "_bias")
@@ -274,6 +275,27 @@ class TorchModel:
         """float32 [..., vocab]."""
         head = self._weight("embed" if self.config.tied_embeddings else "head")
         return functional.linear(states.to(self.compute), head).float() * self.config.logit_scale
+
+    def before_logits(self, gradient: Tensor) -> Tensor:
+        """The gradient for `states` of one for their logits, float32 [..., vocab] -> [..., width]."""
+        head = self._weight("embed" if self.config.tied_embeddings else "head")
+        return ((gradient * self.config.logit_scale).to(self.compute) @ head).float()
+
+
+class _Rounded(torch.autograd.Function):  # type: ignore[misc]
+    """A matrix as Q4_0 stores it (`formats.quant.quantize`); the gradient passes straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        blocks = weight.unflatten(-1, (-1, 32))
+        high, low = blocks.amax(-1, True), blocks.amin(-1, True)
+        scale = torch.where(high > -low, high, low) / -8
+        codes = (blocks * torch.where(scale == 0, 0, 1 / scale)).add_(8.5).floor_().clamp_(0, 15)
+        return codes.sub_(8).mul_(scale.half().float()).view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
 
 
 def unsupported(config: ModelConfig) -> str | None:

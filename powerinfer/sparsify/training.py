@@ -1,27 +1,31 @@
 """Training of a sparse model: stages, thresholds, what is kept to resume from, and figures.
 
-The model is distilled: its teacher is the original, so any text will do. The share of zeros is raised slowly, from 40 %
-of the target to all of it at 60 % of the tokens.
+The model is distilled: its teacher is the original, so any text will do. The share of zeros is raised slowly.
 
     regress   sum over layers of |own FFN(x) - original FFN(x)|^2 / |original FFN(x)|^2, x from the original model;
               an expert counts as an FFN
     distil    mean over tokens of KL(original || own) of the next token
 
 Where the activation has thresholds, each layer's follows the quantile of what it is compared with, so that the target
-share stays below. Elsewhere a penalty is added to the loss: the share of neurons that fire, counted softly so that it
-has a gradient (see `_firing`), times a factor that grows while fewer are zero than the target asks for.
+share stays below. A weighted recipe compares a neuron's activation a times its importance, which is the same as a
+threshold of its own: the root mean square of dL/da over tokens, L the loss of labels that the original draws, so that
+its square times a^2 / 2 is about what L gains when the neuron is left out (the diagonal of the Fisher information).
+
+Without thresholds a penalty is added to the loss: the share of neurons that fire, counted softly so that it has a
+gradient (see `_firing`), times a factor that grows while fewer are zero than the target asks for.
 """
 
 from __future__ import annotations
 
 import csv
+import ctypes
 import fcntl
 import hashlib
 import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +36,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from powerinfer.config import THRESHOLDED, ModelConfig, SparsifyConfig
+from powerinfer.config import THRESHOLDED, FfnConfig, ModelConfig, SparsifyConfig
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.layout import is_router, matrix_names, shapes
@@ -47,9 +51,17 @@ HELD_OUT = 0.02  # of the windows of each text, at least MIN_HELD_OUT: measured 
 MIN_HELD_OUT = 2
 WARM_UP = 20  # steps in which a stage's learning rate rises
 FOLLOWS = 0.5  # how far a threshold goes towards the quantile of a step
-EVERY = 61  # of the values that decide in a step, one of so many counts for the quantile
+EVERY = 31  # of the tokens of a step, one of so many counts for the quantile
 SOFT = 0.25  # of `_firing`
-SCORED = 512  # tokens whose logits are in memory at once
+SCORED = 128  # tokens whose logits are in memory at once: few, so that they stay in the caches
+WEIGHED = 12_288  # tokens that importances are taken from
+
+
+class Texts(NamedTuple):
+    """Windows of token ids, int32 [windows, size]: to train on, and held out."""
+
+    train: NDArray[np.int32]
+    held_out: NDArray[np.int32]
 
 
 class Figures(NamedTuple):
@@ -62,11 +74,13 @@ class Figures(NamedTuple):
 
 @dataclass(frozen=True)
 class Trained:
-    """changed: canonical names; limits: thresholds of the layers, () where the activation has none; tokens: of all
-    runs; seconds: of this one; resumed: steps of earlier ones."""
+    """changed: canonical names; limits: thresholds of the layers, () where the activation has none; thresholds: of the
+    neurons, by canonical name, of layers that have such; tokens: of all runs; seconds: of this one; resumed: steps of
+    earlier ones."""
 
     changed: tuple[str, ...]
     limits: tuple[float, ...]
+    thresholds: Mapping[str, NDArray[np.float32]]
     before: Figures
     tokens: int
     seconds: float
@@ -79,27 +93,32 @@ class Sparsifier:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        corpora: Sequence[Corpus],
+        texts: Texts,
         config: SparsifyConfig,
         out: Path,
         progress: Progress = silent,
     ) -> None:
-        """RequestError for options that do not suit the model or each other, and for texts that are too short."""
+        """RequestError for options that do not suit the model or each other."""
         self.recipe = check_recipe(config.recipe, checkpoint.config)
         _check(config)
         self.config, self._progress, self._checkpoint, self._out = config, progress, checkpoint, out
         self.device = _device(config.device)
-        self._train, self._held_out = _texts(checkpoint, corpora, config, progress)
+        if self.device.type == "cpu":
+            _keep_freed_memory()
+        self._train, self._held_out = texts
         compute = _fast_type(self.device)
         weights = {name: value.to(self.device) for name, value in load(checkpoint).items()}
         frozen = {name: value.to(compute) if value.ndim > 1 else value for name, value in weights.items()}
         self.teacher = TorchModel(checkpoint.config, frozen, compute)
-        self._ffns, self._all = trained_names(checkpoint.config)
+        self._ffns, self._all = trained_names(checkpoint.config, self.recipe)
+        rough = config.type == "q4_0" and checkpoint.source == "gguf"  # others are too fine to be worth it
+        self._rounded = [name for name in self._all if rough and weights[name].shape[-1] % 32 == 0]
         own = dict(frozen) | {name: weights[name].clone() for name in self._all}
         del weights
         self.student = TorchModel(checkpoint.config, own, compute)
         self.student.hidden = self._hidden
         self.limits = dict.fromkeys(range(checkpoint.config.n_layers), 0.0)
+        self._importance: dict[str, Tensor] = {}  # by the name of an FFN
         self._follow: float | None = None  # the share of zeros that thresholds are to give
         self._order: tuple[int, NDArray[np.int64]] | None = None  # (how often the text was through, its windows' order)
         self._kept = 0
@@ -120,21 +139,21 @@ class Sparsifier:
     def _hidden(self, name: str, gate: Tensor | None, up: Tensor) -> Tensor:
         assert gate is not None
         layer, kind = int(name.split(".")[1]), self.recipe.activation
-        if kind not in THRESHOLDED:
+        if kind in THRESHOLDED:
+            importance = self._importance.get(name)
+            limit = torch.tensor(self.limits[layer], device=gate.device)
+            limit = limit if importance is None else limit / importance
+            h, decides = _Cut.apply(gate, up, limit, kind == "cats")
+            if self._follow is not None and torch.is_grad_enabled():
+                some = decides.flatten(0, -2)[::EVERY]
+                self._decides[layer].append((some if importance is None else some * importance).flatten())
+        else:
             active = functional.relu(gate)
             h = active * (functional.relu(up) if kind == "drelu" else up)
             if torch.is_grad_enabled():
                 self._firing.append(_firing(gate, up if kind == "drelu" else None))
-        else:
-            active = functional.silu(gate) if kind == "cats" else gate
-            decides = active.detach().float()
-            decides = decides.abs() if kind == "cats" else decides
-            if self._follow is not None and torch.is_grad_enabled():
-                self._decides[layer].append(decides.flatten()[::EVERY])
-            h = torch.where(decides > self.limits[layer], active, 0) * up
-        with torch.no_grad():
-            self._counted[0] += int((h == 0).sum())
-            self._counted[1] += h.numel()
+        self._counted[0] += h.numel() - int(h.count_nonzero())
+        self._counted[1] += h.numel()
         return h
 
     def _adapt(self, share: float) -> None:
@@ -142,8 +161,7 @@ class Sparsifier:
         for layer, seen in enumerate(self._decides):
             if seen:
                 some = torch.cat(seen)
-                some = some[:: 1 + (some.numel() >> 20)]  # torch sorts no more than that
-                wanted = max(0.0, float(torch.quantile(some, share)))
+                wanted = max(0.0, float(some.kthvalue(max(1, round(share * some.numel()))).values))
                 before = self.limits[layer]
                 self.limits[layer] = before + FOLLOWS * (wanted - before) if before else wanted
             seen.clear()
@@ -174,26 +192,36 @@ class Sparsifier:
         return total
 
     def _distil(self, tokens: Tensor, scale: float) -> float:
-        """Adds the gradients of `scale` times the loss; the loss. Logits are computed some tokens at a time."""
+        """Adds the gradients of `scale` times the loss; the loss."""
         with torch.no_grad():
             wanted = self.teacher.states(tokens).flatten(0, 1)
         self._firing.clear()
         states = self.student.states(tokens).flatten(0, 1)
         fine = self._fine()
-        leaf, total = states.detach().requires_grad_(), 0.0
-        for at in range(0, len(leaf), SCORED):
-            with torch.no_grad():
-                target = functional.log_softmax(self.teacher.logits(wanted[at : at + SCORED]), -1)
-            own = functional.log_softmax(self.student.logits(leaf[at : at + SCORED]), -1)
-            loss = functional.kl_div(own, target, log_target=True, reduction="sum") / len(leaf)
-            (scale * loss).backward()
-            total += float(loss.detach())
-        assert leaf.grad is not None
-        heads, gradients = [states], [leaf.grad]
+        with torch.no_grad():
+            total, gradient = self._divergence(wanted, states.detach())
+        heads, gradients = [states], [gradient.mul_(scale / len(states))]
         if fine.requires_grad:
-            heads, gradients = [states, fine], [leaf.grad, torch.full_like(fine, scale)]
+            heads, gradients = [states, fine], [*gradients, torch.full_like(fine, scale)]
         torch.autograd.backward(heads, gradients)
-        return total
+        return total / len(states)
+
+    def _divergence(self, wanted: Tensor, own: Tensor) -> tuple[float, Tensor]:
+        """(sum over tokens of KL(p || q), its gradient for `own`) of what the head reads [tokens, width], p the
+        teacher's and q the student's probabilities of the next token. By hand: d KL / d logits = q - p, and the logits
+        of some tokens at a time are gone through as few times as can be."""
+        gradient, total = torch.empty_like(own), 0.0
+        for at in range(0, len(own), SCORED):
+            some = slice(at, at + SCORED)
+            p, q = self.teacher.logits(wanted[some]), self.student.logits(own[some])
+            for logits in (p, q):
+                logits.sub_(logits.amax(1, True))
+            apart = p - q
+            p_sum, q_sum = p.exp_().sum(1, True), q.exp_().sum(1, True)
+            p.div_(p_sum)
+            total += float(torch.dot(p.flatten(), apart.flatten()) + (q_sum.log() - p_sum.log()).sum())
+            gradient[some] = self.student.before_logits(q.div_(q_sum).sub_(p))
+        return total, gradient
 
     def _fine(self) -> Tensor:
         """The penalty on the neurons that fired since `_firing` was cleared."""
@@ -208,6 +236,8 @@ class Sparsifier:
         began = time.monotonic()
         before = self.evaluate(self.teacher)
         done, moments = self._resume()
+        if self.recipe.weighted and not done:
+            self._importance = self._importances()
         resumed, first = done, 0
         with _log(self._out / "log.csv", done) as log:
             for stage, steps in _stages(self.recipe, self._steps):
@@ -217,25 +247,84 @@ class Sparsifier:
                 first += steps
         self._follow = None
         limits = tuple(self.limits.values()) if self.recipe.activation in THRESHOLDED else ()
-        every = any(stage.every and steps for stage, steps in _stages(self.recipe, self._steps))
-        seconds = time.monotonic() - began
-        return Trained(self._all if every else self._ffns, limits, before, self._tokens(self._steps), seconds, resumed)
+        thresholds = {}
+        for name, importance in self._importance.items():
+            layer = int(name.split(".")[1])
+            thresholds[f"{name}threshold"] = np.asarray((self.limits[layer] / importance).cpu().numpy())
+            limits = (*limits[:layer], 0.0, *limits[layer + 1 :])
+        every = any(stage.other and steps for stage, steps in _stages(self.recipe, self._steps))
+        seconds, tokens = time.monotonic() - began, self._tokens(self._steps)
+        return Trained(self._all if every else self._ffns, limits, thresholds, before, tokens, seconds, resumed)
+
+    def _importances(self) -> dict[str, Tensor]:
+        """By the name of a dense FFN, of each neuron float32 [d_ff], with mean 1."""
+        seen: dict[str, Tensor] = {}
+        sums: dict[str, Tensor] = {}
+
+        def hidden(name: str, gate: Tensor | None, up: Tensor) -> Tensor:
+            assert gate is not None
+            active = functional.silu(gate) if self.recipe.activation == "cats" else gate
+            if name.count(".") == 2 and name.endswith("."):  # not of experts
+                active = active.requires_grad_() if not active.requires_grad else active
+                active.retain_grad()
+                seen[name] = active
+            return active * up
+
+        rng = torch.Generator(self.device).manual_seed(self.config.seed)
+        before, self.teacher.hidden = self.teacher.hidden, hidden
+        count = max(1, min(len(self._train), WEIGHED // self.config.window))
+        try:
+            for at in range(0, count, self.config.rows):
+                self._progress("weighing neurons", at, count)
+                with torch.enable_grad():
+                    states = self.teacher.states(self._batch(0, count)[at : at + self.config.rows]).flatten(0, 1)
+                if seen:
+                    states.backward(self._drawn(states.detach(), rng))
+                for name, active in seen.items():
+                    assert active.grad is not None
+                    mean = active.grad.float().square().flatten(0, -2).sum(0)
+                    sums[name] = sums[name] + mean if name in sums else mean
+                seen.clear()
+            self._progress("weighing neurons", count, count)
+        finally:
+            self.teacher.hidden = before
+        roots = {name: value.sqrt() for name, value in sums.items()}
+        # a neuron that nothing depends on gets a threshold that it rarely exceeds, and no infinite one
+        return {name: (root / root.mean().clamp_min(1e-30)).clamp_min(1e-3) for name, root in roots.items()}
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _drawn(self, states: Tensor, rng: torch.Generator) -> Tensor:
+        """The gradient, for what the head reads [tokens, width], of the loss of labels drawn from the probabilities."""
+        gradient = torch.empty_like(states)
+        for at in range(0, len(states), SCORED):
+            p = self.teacher.logits(states[at : at + SCORED]).softmax(-1)
+            labels = torch.multinomial(p, 1, generator=rng)
+            gradient[at : at + SCORED] = self.teacher.before_logits(
+                p.scatter_add_(1, labels, -torch.ones_like(p[:, :1]))
+            )
+        return gradient
 
     def _tokens(self, steps: int) -> int:
         return steps * self._windows * self.config.window
 
     def _stage(self, stage: Stage, first: int, steps: int, done: int, moments: Mapping[str, Tensor], log: Any) -> None:
-        names = self._all if stage.every else self._ffns
+        names = self._all if stage.other else self._ffns
         for name in self._all:
             self.student.weights[name].requires_grad_(name in names)
-        adam = torch.optim.Adam([self.student.weights[name] for name in names], lr=1.0, betas=(0.9, 0.98))
+        self.student.rounded = frozenset(names).intersection(self._rounded if stage.stored else ())
+        ffns = set(self._ffns)
+        groups = [
+            {"params": [self.student.weights[name] for name in names if (name in ffns) == own], "rate": rate}
+            for own, rate in ((True, stage.rate), (False, stage.rate * stage.other))
+        ]
+        adam = torch.optim.Adam([group for group in groups if group["params"]], lr=1.0, betas=(0.9, 0.98))
         self._put_moments(adam, names, moments, done - first)
         learn = self._regress if stage.name == "regress" else self._distil
         micro, each = self.config.rows, self._windows
         saved = time.monotonic()
         for step in range(max(done, first), first + steps):
             for group in adam.param_groups:
-                group["lr"] = self.config.lr * stage.rate * _schedule(step - first, steps)
+                group["lr"] = self.config.lr * group["rate"] * _schedule(step - first, steps)
             self._follow = self._wanted(step)
             batch = self._batch(step, each)
             loss = sum(learn(part, len(part) / each) * len(part) / each for part in batch.split(micro))
@@ -258,7 +347,8 @@ class Sparsifier:
 
     def _wanted(self, step: int) -> float:
         """The share of zeros that a step is to have."""
-        return self.config.zeros * min(1.0, 0.4 + step / self._steps)
+        begin, reached = self.recipe.begin, self.recipe.reached
+        return self.config.zeros * min(1.0, begin + (1 - begin) * step / (self._steps * reached))
 
     def _steer(self, zeros: float, wanted: float) -> None:
         if self.recipe.activation not in THRESHOLDED:
@@ -310,6 +400,7 @@ class Sparsifier:
 
     def _keep(self, step: int, adam: torch.optim.Adam, names: Sequence[str]) -> None:
         tensors = {f"weights.{name}": self.student.weights[name].detach() for name in self._all}
+        tensors |= {f"importance.{name}": value for name, value in self._importance.items()}
         for name in names:
             state = adam.state[self.student.weights[name]]
             tensors |= {f"{moment}.{name}": state[moment] for moment in ("exp_avg", "exp_avg_sq")}
@@ -346,26 +437,35 @@ class Sparsifier:
             raise self._state.bad("is damaged")
         assert isinstance(step, int) and isinstance(limits, list) and isinstance(penalty, float)
         stage = next(stage for stage, last in _ends(self.recipe, self._steps) if step <= last)
-        trained = self._all if stage.every else self._ffns
+        trained = self._all if stage.other else self._ffns
         names = [f"weights.{name}" for name in self._all]
         names += [f"{moment}.{name}" for name in trained for moment in ("exp_avg", "exp_avg_sq")]
+        weighted = {f"importance.{name}": (size,) for name, size in self._weighted()}
         file.check()
         moments = {}
-        for name in names:
+        for name in (*names, *weighted):
             kind, _, own = name.partition(".")
-            known = self.student.weights[own]
-            values = torch.from_numpy(np.array(self._state.holds(tensors, name, "F32", tuple(known.shape)).float32()))
-            if not bool(values.isfinite().all()):
+            shape = weighted.get(name) or tuple(self.student.weights[own].shape)
+            values = torch.from_numpy(np.array(self._state.holds(tensors, name, "F32", shape).float32()))
+            if not bool(values.isfinite().all()) or (kind == "importance" and not bool((values > 0).all())):
                 raise self._state.bad("holds values that are no numbers")
             if kind == "weights":
                 with torch.no_grad():
-                    known.copy_(values)
+                    self.student.weights[own].copy_(values)
+            elif kind == "importance":
+                self._importance[own] = values.to(self.device)
             else:
                 moments[name] = values.to(self.device)
         self._state.holds_no_more(tensors)
         self.limits = dict(enumerate(limits))
         self._penalty, self._kept = penalty, step
         return step, moments
+
+    def _weighted(self) -> Iterator[tuple[str, int]]:
+        """(name, neurons) of the FFNs whose neurons have importances."""
+        for n, layer in enumerate(self._checkpoint.config.layers):
+            if self.recipe.weighted and isinstance(layer.ffn, FfnConfig):
+                yield f"layers.{n}.", layer.ffn.size
 
     def _put_moments(
         self, adam: torch.optim.Adam, names: Sequence[str], moments: Mapping[str, Tensor], steps: int
@@ -378,10 +478,30 @@ class Sparsifier:
                 }
 
 
-def trained_names(config: ModelConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(matrices of FFNs, all matrices but the routers' and tables of positions), by canonical name."""
-    every = tuple(name for name in ("embed", *matrix_names(config)) if not is_router(name))
-    return tuple(name for name in every if name.rpartition(".")[2] in FFN_PARTS), every
+def read_texts(checkpoint: Checkpoint, corpora: Sequence[Corpus], config: SparsifyConfig, progress: Progress) -> Texts:
+    """The windows of the corpora; the last of each text are held out. RequestError for texts that are too short."""
+    _check(config)
+    windows: Windows = read_windows(corpora, checkpoint.tokenizer(), config.window, config.tokens * 2, progress)
+    train, held, begin = [], [], 0
+    for corpus, number in zip(windows.corpora, windows.number, strict=True):
+        last = max(MIN_HELD_OUT, round(HELD_OUT * number))
+        if number < 2 * last:
+            raise RequestError(
+                f"corpus {corpus} has {number} windows of {config.window} tokens, too few to train on and to measure: "
+                "use a longer text, or a smaller --window"
+            )
+        train.append(windows.ids[begin : begin + number - last])
+        held.append(windows.ids[begin + number - last : begin + number])
+        begin += number
+    return Texts(np.concatenate(train), np.concatenate(held))
+
+
+def trained_names(config: ModelConfig, recipe: Recipe) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(matrices of FFNs, all matrices of layers but the routers' if a stage trains them, else those of FFNs), by
+    canonical name. The embedding and the head stay as they are."""
+    every = tuple(name for name in matrix_names(config) if name.startswith("layers.") and not is_router(name))
+    ffns = tuple(name for name in every if name.rpartition(".")[2] in FFN_PARTS)
+    return ffns, every if any(stage.other for stage in recipe.stages) else ffns
 
 
 def needed_bytes(config: ModelConfig, device_bytes: int = 18) -> int:
@@ -429,6 +549,31 @@ def _firing(gate: Tensor, up: Tensor | None) -> Tensor:
     return (share if up is None else share * positive(up)).mean()
 
 
+class _Cut(torch.autograd.Function):  # type: ignore[misc]
+    """h = act(gate) * up where act(gate) exceeds its limit, else 0, and what was compared: of cats |silu(gate)|, else
+    the gate. As one function, for elementwise operations cost a CPU as much as the matrices here."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, limit: Tensor, cats: bool) -> tuple[Tensor, Tensor]:
+        active = functional.silu(gate) if cats else gate
+        decides = active.abs() if cats else gate
+        cut = ~(decides > limit)
+        ctx.save_for_backward(gate, up, cut)
+        ctx.cats = cats
+        h = active * up
+        ctx.mark_non_differentiable(decides)
+        return h.masked_fill_(cut, 0), decides
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        gate, up, cut = ctx.saved_tensors
+        own = gradients[0].masked_fill(cut, 0)
+        if not ctx.cats:
+            return own * up, own * gate, None, None
+        by_gate = torch.ops.aten.silu_backward(own * up, gate)
+        return by_gate, own.mul_(functional.silu(gate)), None, None
+
+
 def _check(config: SparsifyConfig) -> None:
     if not 0 < config.zeros < 1:
         raise RequestError(f"--zeros {config.zeros:g} must be between 0 and 1")
@@ -440,25 +585,6 @@ def _check(config: SparsifyConfig) -> None:
         raise RequestError(f"--batch {config.batch} is less than a window of {config.window} tokens")
 
 
-def _texts(
-    checkpoint: Checkpoint, corpora: Sequence[Corpus], config: SparsifyConfig, progress: Progress
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """(windows to train on, windows that are held out), the last of each text."""
-    windows: Windows = read_windows(corpora, checkpoint.tokenizer(), config.window, config.tokens * 2, progress)
-    train, held, begin = [], [], 0
-    for corpus, number in zip(windows.corpora, windows.number, strict=True):
-        last = max(MIN_HELD_OUT, round(HELD_OUT * number))
-        if number < 2 * last:
-            raise RequestError(
-                f"corpus {corpus} has {number} windows of {config.window} tokens, too few to train on and to measure: "
-                "use a longer text, or a smaller --window"
-            )
-        train.append(windows.ids[begin : begin + number - last])
-        held.append(windows.ids[begin + number - last : begin + number])
-        begin += number
-    return np.concatenate(train), np.concatenate(held)
-
-
 def _device(name: str) -> torch.device:
     has = torch.cuda.is_available()
     if name == "cuda" and not has:
@@ -466,13 +592,19 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda" if has and name != "cpu" else "cpu")
 
 
+def _keep_freed_memory() -> None:
+    """Have glibc keep large blocks that are freed: to get them anew from the system takes a tenth of the time here."""
+    with suppress(AttributeError, OSError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-4, 0)  # M_MMAP_MAX: no mapping of its own for any block
+        mallopt(-1, 0x7FFFFFFF)  # M_TRIM_THRESHOLD
+
+
 def _fast_type(device: torch.device) -> torch.dtype:
-    """bfloat16 where the device multiplies matrices of it many times as fast, else float32."""
-    if device.type == "cuda":
-        return torch.bfloat16
-    return (
-        torch.bfloat16 if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported() else torch.float32
-    )
+    """bfloat16 where the device multiplies matrices of it several times as fast, else float32: with AVX-512 BF16 alone
+    torch has 0.6 of the speed of float32."""
+    fast = device.type == "cuda" or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if fast else torch.float32
 
 
 @contextmanager
