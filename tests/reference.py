@@ -98,8 +98,8 @@ def rope(x: Floats, cos: Floats, sin: Floats) -> Float64:
 def activate(activation: str, gate: Floats, up: Floats | None = None, threshold: float | Floats = 0.0) -> Float64:
     """The FFN's product h from gate . n and up . n, or, without a gate, from up . n alone (here `gate`).
 
-    activation: of `config.ACTIVATIONS`; threshold: what a value must exceed to be kept, of cats its magnitude; a number,
-    or one for each neuron. NaN stays NaN.
+    activation: of `config.ACTIVATIONS`; threshold: what a value must exceed to be kept, of cats its magnitude: one
+    number, or one for each neuron. NaN stays NaN.
     """
 
     def kept(x: Floats, limit: float | Floats) -> Float64:

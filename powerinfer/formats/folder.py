@@ -303,8 +303,8 @@ def _with_thresholds(config: ModelConfig, stored: dict[str, RawTensor], folder: 
         )
     if found and not each:
         raise ModelError(
-            f"{folder}: has thresholds of single neurons ({shown(found[0])}), which go neither with hidden_act_param in "
-            f"config.json nor with experts nor with an activation other than {' and '.join(THRESHOLDED)}"
+            f"{folder}: has thresholds of single neurons ({shown(found[0])}), which go neither with hidden_act_param "
+            f"in config.json nor with experts nor with an activation other than {' and '.join(THRESHOLDED)}"
         )
     return {f"{name}.weight" if name.endswith(THRESHOLD) else name: tensor for name, tensor in stored.items()}
 
