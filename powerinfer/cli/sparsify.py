@@ -39,7 +39,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     engine, config = config_from(args, EngineConfig), config_from(args, SparsifyConfig)
     checkpoint = open_model(args.model, engine, out)
     with Bar() as bar:
-        made = sparsify(checkpoint, args.corpus, config, Path(args.out).expanduser(), bar, engine.threads)
+        made = sparsify(checkpoint, args.corpus, config, Path(args.out).expanduser(), bar, engine.threads, out.note)
     about = made.document
     out.line(f"perplexity {about['perplexity_before']:.3f} -> {about['perplexity']:.3f} ({about['ratio']:.3f} times)")
     out.line(f"{about['zeros']:.1%} of the neurons are zero for a token (target {config.zeros:.1%})")

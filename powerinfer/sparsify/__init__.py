@@ -14,7 +14,7 @@ from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.prepared import write_small
 from powerinfer.prepare.corpus import open_corpora
 from powerinfer.prepare.training import torch_threads
-from powerinfer.progress import Progress, silent
+from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsify.card import card, document
 from powerinfer.sparsify.recipes import check_recipe
 from powerinfer.sparsify.writing import check_writable, write_model
@@ -36,12 +36,13 @@ def sparsify(
     out: Path,
     progress: Progress = silent,
     threads: int = 0,
+    say: Say = silent,
 ) -> Made:
     """Make a sparse model out of a dense one in the folder `out`. corpora: paths of texts, none: the built-in sample.
 
-    threads: of the CPU, 0 for all. RequestError for options and texts that do not suit the model or the machine,
-    PowerInferError without torch or if the loss becomes no number, that or OSError if a file cannot be written. An
-    interrupted run goes on.
+    threads: of the CPU, 0 for all; say: receives notes for the user. RequestError for options and texts that do not
+    suit the model or the machine, PowerInferError without torch or if the loss becomes no number, that or OSError if a
+    file cannot be written. An interrupted run goes on.
     """
     recipe = check_recipe(config.recipe, checkpoint.config)
     if out.resolve() in (checkpoint.path.resolve(), checkpoint.path.parent.resolve()):
@@ -66,7 +67,7 @@ def sparsify(
             raise RequestError(
                 f"training needs about {needed / 2**30:.1f} GiB of memory, and {available / 2**30:.1f} GiB are free"
             )
-        work = Sparsifier(checkpoint, texts, config, out, progress)
+        work = Sparsifier(checkpoint, texts, config, out, progress, say)
         done = work.run()
         if done.limits:
             about["hidden_act_param"] = list(done.limits)

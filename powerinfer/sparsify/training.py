@@ -37,8 +37,8 @@ from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.layout import is_router, matrix_names, shapes
 from powerinfer.formats.prepared import TRAINING, PreparedFile
-from powerinfer.prepare.corpus import Corpus, Windows, read_windows
-from powerinfer.progress import Progress, silent
+from powerinfer.prepare.corpus import Corpus, read_windows
+from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsify.recipes import Recipe, Stage, check_recipe
 from powerinfer.sparsify.torch_model import Neurons, TorchModel, load
 
@@ -83,13 +83,14 @@ class Sparsifier:
         config: SparsifyConfig,
         out: Path,
         progress: Progress = silent,
+        say: Say = silent,
     ) -> None:
         """RequestError for options that do not suit the model or each other, and for texts that are too short."""
         self.recipe = check_recipe(config.recipe, checkpoint.config)
         _check(config)
         self.config, self._progress, self._checkpoint, self._out = config, progress, checkpoint, out
         self.device = _device(config.device)
-        self._train, self._held_out = _texts(checkpoint, corpora, config, progress)
+        self._train, self._held_out = _texts(checkpoint, corpora, config, progress, say)
         compute = _fast_type(self.device)
         weights = {name: value.to(self.device) for name, value in load(checkpoint).items()}
         frozen = {name: value.to(compute) if value.ndim > 1 else value for name, value in weights.items()}
@@ -441,10 +442,11 @@ def _check(config: SparsifyConfig) -> None:
 
 
 def _texts(
-    checkpoint: Checkpoint, corpora: Sequence[Corpus], config: SparsifyConfig, progress: Progress
+    checkpoint: Checkpoint, corpora: Sequence[Corpus], config: SparsifyConfig, progress: Progress, say: Say
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """(windows to train on, windows that are held out), the last of each text."""
-    windows: Windows = read_windows(corpora, checkpoint.tokenizer(), config.window, config.tokens * 2, progress)
+    template, limit = checkpoint.chat_template(), config.tokens * 2
+    windows = read_windows(corpora, checkpoint.tokenizer(), config.window, limit, progress, template, say)
     train, held, begin = [], [], 0
     for corpus, number in zip(windows.corpora, windows.number, strict=True):
         last = max(MIN_HELD_OUT, round(HELD_OUT * number))
