@@ -400,6 +400,9 @@ class FfnConfig(FfnKind):
     threshold: float = 0.0  # fatrelu: what the gate must exceed; cats: what silu of the gate must, in magnitude
     gated: bool = True  # False: no gate matrix, the activation is applied to up
     bias: bool = False
+    # The threshold is not one of the layer but one of each neuron. Not in `repr`, of which fingerprints of models
+    # consist: these have the names of the tensors.
+    thresholds: bool = field(default=False, repr=False)
 
     @property
     def neurons(self) -> FfnConfig:
@@ -421,6 +424,8 @@ class FfnConfig(FfnKind):
     def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
         for name in self.matrices:
             yield from _matrix(name, *((d_model, self.size) if name == "down" else (self.size, d_model)), self.bias)
+        if self.thresholds:
+            yield "threshold", (self.size,)
 
     def problem(self) -> str | None:
         if self.activation not in ACTIVATIONS:
@@ -429,6 +434,10 @@ class FfnConfig(FfnKind):
             return "activation drelu needs a gated FFN"
         if self.threshold < 0 or (self.threshold and self.activation not in THRESHOLDED):
             return f"activation {self.activation} with threshold {self.threshold:g}"
+        if self.thresholds and self.activation not in THRESHOLDED:
+            return f"activation {self.activation} has no thresholds of neurons (only {', '.join(THRESHOLDED)} have)"
+        if self.thresholds and self.threshold:
+            return "a threshold of the layer and thresholds of its neurons"
         return None
 
 
@@ -833,6 +842,9 @@ class SparsifyConfig:
     )
     zeros: float = option(0.6, "target share of the neurons that are zero for a token", metavar="X")
     tokens: int = option(1_000_000, "tokens to train on; the texts are repeated if they have fewer", metavar="N")
+    own_text: int = option(
+        0, "tokens of text that the model writes first, to train on beside the texts", metavar="N", least=0
+    )
     window: int = option(256, "tokens of a window of text", metavar="N", least=8)
     batch: int = option(2048, "tokens of a training step", metavar="N")
     rows: int = option(8, "windows computed at once; fewer need less memory", metavar="N")

@@ -95,22 +95,22 @@ def rope(x: Floats, cos: Floats, sin: Floats) -> Float64:
     return out
 
 
-def activate(activation: str, gate: Floats, up: Floats | None = None, threshold: float = 0.0) -> Float64:
+def activate(activation: str, gate: Floats, up: Floats | None = None, threshold: float | Floats = 0.0) -> Float64:
     """The FFN's product h from gate . n and up . n, or, without a gate, from up . n alone (here `gate`).
 
-    activation: of `config.ACTIVATIONS`; threshold: what a value must exceed to be kept, of cats its magnitude.
-    NaN stays NaN.
+    activation: of `config.ACTIVATIONS`; threshold: what a value must exceed to be kept, of cats its magnitude: one
+    number, or one for each neuron. NaN stays NaN.
     """
 
-    def kept(x: Floats, limit: float) -> Float64:
-        return np.where(np.asarray(x) <= np.float32(limit), 0.0, np.asarray(x, np.float64))
+    def kept(x: Floats, limit: float | Floats) -> Float64:
+        return np.where(np.asarray(x) <= np.asarray(limit, np.float32), 0.0, np.asarray(x, np.float64))
 
     wide = np.asarray(gate, np.float64)
     if activation == "silu":
         active = wide * 0.5 * (1.0 + np.tanh(0.5 * wide))
     elif activation == "cats":
         active = wide * 0.5 * (1.0 + np.tanh(0.5 * wide))
-        active = np.where(np.abs(active) <= np.float32(threshold), 0.0, active)
+        active = np.where(np.abs(active) <= np.asarray(threshold, np.float32), 0.0, active)
     elif activation == "gelu_tanh":
         active = wide * 0.5 * (1.0 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
     else:

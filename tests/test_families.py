@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from model_files import (
     D,
     as_stored,
     edit_config,
+    experts_gguf,
     family_gguf,
     family_weights,
     safetensors_bytes,
@@ -703,6 +705,64 @@ def test_gguf_files_say_their_activation(tmp_path: Path) -> None:
     assert activation("falcon", ("hidden_act", STRING, "relu2")) == ("relu2", 0.0)
 
 
+LIMITS = np.linspace(0, 1, FF, dtype=np.float32)
+
+
+def limit(builder: Builder, activation: str, limits: np.ndarray, layers: int = LAYERS) -> Builder:
+    """With a threshold for each neuron."""
+    for layer in range(layers):
+        builder.tensor(f"blk.{layer}.ffn_threshold.weight", limits)
+    return builder.put("llama.hidden_act", STRING, activation)
+
+
+def test_thresholds_of_neurons(tmp_path: Path) -> None:
+    plain = open_checkpoint(family_gguf("llama").write(tmp_path / "plain.gguf"))
+    for activation in ("fatrelu", "cats"):
+        checkpoint, taken = read(limit(family_gguf("llama"), activation, LIMITS).write(tmp_path / "m.gguf"))
+        assert checkpoint.config == changed(plain.config, activation=activation, thresholds=True)
+        for layer in range(LAYERS):
+            assert np.array_equal(taken[f"layers.{layer}.threshold"], LIMITS)
+    other = limit(family_gguf("llama"), activation, LIMITS / 2).write(tmp_path / "other.gguf")
+    assert open_checkpoint(other).fingerprint != checkpoint.fingerprint
+    of_experts = limit(experts_gguf(), "cats", LIMITS).write(tmp_path / "experts.gguf")
+    refused(of_experts, "has thresholds of single neurons, which models of experts cannot have")
+    assert "thresholds" not in repr(checkpoint.config)  # so models without them keep their fingerprints
+
+
+@pytest.mark.parametrize("value", [-1e-30, math.nan, math.inf])
+def test_damaged_thresholds_are_refused(tmp_path: Path, value: float) -> None:
+    limits = LIMITS.copy()
+    limits[-1] = value
+    checkpoint = open_checkpoint(limit(family_gguf("llama"), "cats", limits).write(tmp_path / "m.gguf"))
+    with pytest.raises(
+        ModelError, match=r"m\.gguf: tensor layers\.0\.threshold holds values that are negative or no n"
+    ):
+        checkpoint.take("layers.0.threshold")
+
+
+def test_folders_with_thresholds_of_neurons(tmp_path: Path) -> None:
+    """In a folder they are the parameters `threshold` of the MLPs, and config.json states none."""
+    folder = tiny_folder(tmp_path / "tiny")
+    path = folder / "model.safetensors"
+    plain = as_stored(weights("llama", True))
+    own = {f"model.layers.{layer}.mlp.threshold": ("F32", (FF,), LIMITS.tobytes()) for layer in range(LAYERS)}
+    path.write_bytes(safetensors_bytes(plain | own))
+    edit_config(folder, hidden_act="cats")
+    checkpoint, taken = read(folder)
+    assert all(layer.neurons.thresholds for layer in checkpoint.config.layers)
+    assert np.array_equal(taken["layers.1.threshold"], LIMITS)
+    for changes in ({"hidden_act_param": 0.5}, {"hidden_act": "silu", "hidden_act_param": ...}):
+        edit_config(folder, **changes)
+        refused(
+            folder, r"has thresholds of single neurons \('model\.layers\.0\.mlp\.threshold'\), which go neither with"
+        )
+    path.write_bytes(safetensors_bytes(plain | dict(list(own.items())[:1])))
+    edit_config(folder, hidden_act="cats")
+    refused(folder, r"tensor model\.layers\.1\.mlp\.threshold\.weight is missing")
+    path.write_bytes(safetensors_bytes(plain))
+    refused(folder, r"config\.json: hidden_act_param is missing, and the folder has no thresholds of neurons")
+
+
 def test_gguf_files_state_the_context_of_opt_in_two_ways(tmp_path: Path) -> None:
     plain = open_checkpoint(family_gguf("opt").write(tmp_path / "m.gguf")).config
     assert plain.context_length == 128
@@ -742,6 +802,18 @@ GGUF_REFUSED: dict[str, tuple[str, Any, str]] = {
     "gated activation": ("opt", put("opt.hidden_act", STRING, "drelu"), "hidden_act is 'drelu'"),
     "no threshold": ("llama", put("llama.hidden_act", STRING, "fatrelu"), "hidden_act_param is missing"),
     "a threshold for nothing": ("llama", put("llama.hidden_act_param", F32, 0.5), "hidden_act_param is set"),
+    "thresholds of relu": ("llama", lambda b: limit(b, "relu", LIMITS), "relu has no thresholds of neurons"),
+    "thresholds of a layer": (
+        "llama",
+        lambda b: limit(b, "cats", LIMITS, 1),
+        r"blk\.1\.ffn_threshold\.weight is missing",
+    ),
+    "few thresholds": ("llama", lambda b: limit(b, "cats", LIMITS[1:]), rf"has shape \[{FF - 1}\], not \[{FF}\]"),
+    "two kinds of thresholds": (
+        "llama",
+        lambda b: limit(b, "cats", LIMITS).put("llama.hidden_act_param", F32, 0.5),
+        "hidden_act_param is set, but the file has a threshold for each neuron",
+    ),
     "partial rotation": ("falcon", put("falcon.rope.dimension_count", U32, 8), "dimension_count is '8'"),
     "odd rotation": ("nemotron", put("nemotron.rope.dimension_count", U32, 7), "7 of a head's 16"),
     "rotation": ("nemotron", put("nemotron.rope.dimension_count", U32, 18), "dimension_count is '18'"),

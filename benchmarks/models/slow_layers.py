@@ -234,4 +234,3 @@ class SlowDeltaNet(SlowLayer):
             normed = out / (np.square(out).mean(axis=1, keepdims=True) + self.config.norm_eps) ** 0.5
             found[token] = gate * (normed[0] - normed[1])
         return float(found[WINDOW:].var(axis=0).mean())
-

@@ -40,10 +40,15 @@ _PLAIN = """{% for message in messages %}\
 
 
 class ChatTemplate:
-    """A model's chat template, in Jinja. `bos`, `eos`: its bos_token and eos_token."""
+    """A model's chat template, in Jinja. `bos`, `eos`: its bos_token and eos_token. `now`: the time that it is told,
+    as ISO text; "": the clock's."""
 
-    def __init__(self, source: str, bos: str = "", eos: str = "") -> None:
-        self.source, self.bos, self.eos = source, bos, eos
+    def __init__(self, source: str, bos: str = "", eos: str = "", now: str = "") -> None:
+        self.source, self.bos, self.eos, self.now = source, bos, eos, now
+
+    def at(self, now: str) -> ChatTemplate:
+        """The same at another time: some templates write the date."""
+        return ChatTemplate(self.source, self.bos, self.eos, now)
 
     def render(
         self,
@@ -84,7 +89,7 @@ class ChatTemplate:
         from powerinfer.formats import sandbox
 
         try:
-            return sandbox.render(self.source, variables)
+            return sandbox.render(self.source, variables, self.now)
         except sandbox.Refused as error:
             raise RequestError(f"the chat template does not take these messages: {one_line(error)}") from error
         except sandbox.Failed as error:

@@ -10,7 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from powerinfer.config import ExpertsConfig, GatedAttentionConfig, LatentAttentionConfig, ModelConfig
+from powerinfer.config import (
+    THRESHOLDED,
+    ExpertsConfig,
+    FfnConfig,
+    GatedAttentionConfig,
+    LatentAttentionConfig,
+    ModelConfig,
+)
 from powerinfer.errors import ModelError
 from powerinfer.formats import layout
 from powerinfer.formats.folder_config import read_config
@@ -30,6 +37,7 @@ _LLAMA = Names(
         **{name: f"self_attn.{name}_proj" for name in "qkvo"},
         **{name: f"self_attn.{name}" for name in ("q_norm", "k_norm")},
         **{name: f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+        "threshold": "mlp.threshold",
         "predictor_in": "mlp.predictor.fc1",  # of TurboSparse models
         "predictor_out": "mlp.predictor.fc2",
     },
@@ -84,6 +92,7 @@ _OPENELM = Names(
         "k_norm": "attn.k_norm",
         **dict.fromkeys(("gate", "up"), "ffn.proj_1"),
         "down": "ffn.proj_2",
+        "threshold": "ffn.threshold",
     },
 )
 _FALCON_TWO_NORMS = replace(_FALCON, inner=_FALCON.inner | {"attn_norm": "ln_attn", "ffn_norm": "ln_mlp"})
@@ -160,6 +169,8 @@ _NAMES = {
     "olmo3": replace(_LLAMA, inner=_LLAMA.inner | _FOUR_NORMS),
     "phi3": replace(_LLAMA, inner=_LLAMA.inner | _PHI3),
 }
+THRESHOLD = ".threshold"
+"""The end of the names of thresholds of neurons, which are parameters of their own, not weights of a module."""
 _DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 NORMS_LESS_ONE = ("nemotron", "gemma3_text", *_DELTA)
 _MAX_SHARDS = 1 << 12
@@ -222,6 +233,7 @@ def open_folder(folder: Path) -> Source:
         stored, left_out = _of_delta(stored)
         notes += left_out
     names = file_names(config, stored)
+    stored = _with_thresholds(config, stored, folder)
     if config.tied_embeddings:
         _drop_tied_head(stored, files, names, folder)
     predictors = config.architecture == "bamboo" and any(".mlp.predictor." in name for name in stored)
@@ -278,6 +290,23 @@ def _of_delta(stored: dict[str, RawTensor]) -> tuple[dict[str, RawTensor], list[
         of_all = name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"))
         found[f"{name}.weight" if of_all else name] = tensor
     return found, ["only text is read: the part for pictures is left out"] if pictures else []
+
+
+def _with_thresholds(config: ModelConfig, stored: dict[str, RawTensor], folder: Path) -> dict[str, RawTensor]:
+    """The tensors, with the names of others for the thresholds of neurons; ModelError where config.json says otherwise
+    than the tensors."""
+    found = [name for name in stored if name.endswith(THRESHOLD)]
+    each = any(isinstance(layer.ffn, FfnConfig) and layer.ffn.thresholds for layer in config.layers)
+    if each and not found:
+        raise ModelError(
+            f"{folder / 'config.json'}: hidden_act_param is missing, and the folder has no thresholds of neurons"
+        )
+    if found and not each:
+        raise ModelError(
+            f"{folder}: has thresholds of single neurons ({shown(found[0])}), which go neither with hidden_act_param "
+            f"in config.json nor with experts nor with an activation other than {' and '.join(THRESHOLDED)}"
+        )
+    return {f"{name}.weight" if name.endswith(THRESHOLD) else name: tensor for name, tensor in stored.items()}
 
 
 def _add_one_to_norms(tensors: dict[str, StoredTensor], files: list[MappedFile]) -> None:

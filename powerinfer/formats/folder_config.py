@@ -110,9 +110,14 @@ def read_config(metadata: dict[str, Any], folder: Path) -> ModelConfig:
 
 
 def _with_thresholds(fields: Fields, config: ModelConfig) -> ModelConfig:
-    """With those of the activations that have one: a number for all layers, or a list with one for each."""
+    """With those of the activations that have one: a number for all layers, or a list with one for each; where none is
+    stated, each neuron has its own, unless they are of experts."""
     if not any(layer.ffn.activation in THRESHOLDED for layer in config.layers):
         return config
+    each = not fields.has("hidden_act_param") and not config.experts
+    if each:
+        every = (replace(layer, ffn=replace(layer.neurons, thresholds=True)) for layer in config.layers)
+        return replace(config, layers=tuple(every))
     limits = fields.numbers("hidden_act_param", config.n_layers, 0, layout.MAX_SCALE)
     layers = []
     for layer, limit in zip(config.layers, limits, strict=True):

@@ -142,6 +142,7 @@ NAMES = Names(
         "gate": "ffn_gate",
         "up": "ffn_up",
         "down": "ffn_down",
+        "threshold": "ffn_threshold",
         "router": "ffn_gate_inp",
         "router_correction": "exp_probs_b",
         **{f"experts_{part}": f"ffn_{part}_exps" for part in ("gate", "up", "down")},
@@ -427,18 +428,21 @@ def _latent_rope(file: GGUFFile, fields: Fields, family: _Family, dim: int) -> t
 
 def _ffns(file: GGUFFile, fields: Fields, family: _Family, n_layers: int) -> list[FfnKind]:
     """The FFN of each layer; layers with a router have experts."""
-    activation, thresholds = _activation(fields, family, n_layers)
+    each = _somewhere(file, "ffn_threshold")
+    activation, thresholds = _activation(fields, family, n_layers, each)
     bias = "blk.0.ffn_up.bias" in file.tensors
     default = {"default": 1} if fields.has("expert_feed_forward_length") and family.delta else {}
     sizes = fields.integers("feed_forward_length", n_layers, 1, layout.MAX_WIDTH, **default)
     ffns: list[FfnKind] = [
-        FfnConfig(size, activation, threshold, family.gated, bias)
+        FfnConfig(size, activation, threshold, family.gated, bias, each)
         for size, threshold in zip(sizes, thresholds, strict=True)
     ]
     if family.experts is None or not fields.integer("expert_count", 0, layout.MAX_EXPERTS, 0):
         fields.only("expert_count", 0)
         fields.only("expert_used_count", 0)
         return ffns
+    if each:
+        raise ModelError(f"{file.path}: has thresholds of single neurons, which models of experts cannot have")
     experts = _experts(file, fields, family.experts, activation, sizes[0])
     experts = replace(experts, early_router=family.early_router)
     if "blk.0.ffn_gate.0.weight" in file.tensors:
@@ -521,14 +525,16 @@ def _architecture(general: Fields, published: Collection[str] | None) -> str:
     return name
 
 
-def _activation(fields: Fields, family: _Family, n_layers: int) -> tuple[str, list[float]]:
+def _activation(fields: Fields, family: _Family, n_layers: int, each: bool) -> tuple[str, list[float]]:
     """(activation, its threshold in each layer); `hidden_act` is a key of this engine's own: others go by the
-    architecture alone."""
+    architecture alone. each: every neuron has a threshold of its own."""
     name = fields.text("hidden_act", family.activation)
     if name not in family.activations:
         how = f"is {shown(name)}" if fields.has("hidden_act") else f"is missing, which means {name}"
         raise fields.bad("hidden_act", f"{how}; only {', '.join(family.activations)} is supported here")
-    if name not in THRESHOLDED:
+    if each and fields.has("hidden_act_param"):
+        raise fields.bad("hidden_act_param", "is set, but the file has a threshold for each neuron")
+    if each or name not in THRESHOLDED:
         return name, [0.0] * n_layers
     return name, fields.numbers("hidden_act_param", n_layers, 0, layout.MAX_SCALE)
 

@@ -6,6 +6,8 @@ overlaps, no holes, no duplicate names, nothing beyond the end.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,17 @@ def read_safetensors(path: Path) -> tuple[dict[str, RawTensor], dict[str, Any], 
     data = file.view()[start:]
     tensors = {name: RawTensor(kind, shape, data[begin:end]) for begin, end, kind, shape, name in entries}
     return tensors, metadata or {}, file
+
+
+def safetensors_header(tensors: Mapping[str, RawTensor], metadata: Mapping[str, Any]) -> bytes:
+    """The beginning of a file of these tensors, whose data follow it in this order."""
+    entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    at = 0
+    for name, tensor in tensors.items():
+        entries[name] = {"dtype": tensor.type, "shape": tensor.shape, "data_offsets": [at, at := at + tensor.nbytes]}
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header
 
 
 def _entry(name: str, entry: Any, where: str) -> tuple[int, int, str, tuple[int, ...]]:

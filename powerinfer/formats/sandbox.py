@@ -44,14 +44,15 @@ _lock = threading.Lock()
 _worker: subprocess.Popen[bytes] | None = None
 
 
-def render(source: str, variables: dict[str, Any] | None) -> str:
+def render(source: str, variables: dict[str, Any] | None, now: str = "") -> str:
     """The text of template `source` with `variables` (strings, numbers, lists, dicts). Refused, Failed or Limit.
 
-    variables None: only starts the process and compiles `source`, ahead of its first rendering; the text is empty.
+    variables None: only starts the process and compiles `source`, ahead of its first rendering; the text is empty. now:
+    the time of `strftime_now`, as ISO text; "": the clock's.
     """
     if len(source) > MAX_SOURCE:
         raise Limit(f"it is longer than {MAX_SOURCE} characters")
-    question = {"source": source, "variables": variables, "seconds": SECONDS, "memory": MEMORY}
+    question = {"source": source, "variables": variables, "now": now, "seconds": SECONDS, "memory": MEMORY}
     with _lock:
         kind, text = _exchange(json.dumps(question).encode() + b"\n")
     if kind != "text":

@@ -64,8 +64,11 @@ def _raise_exception(message: Any) -> None:
     raise Refused(str(message))
 
 
+_now = ""  # of the question
+
+
 def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
+    return (datetime.fromisoformat(_now) if _now else datetime.now()).strftime(format)
 
 
 def _text(template: Any, variables: dict[str, Any], limit: int) -> str:
@@ -113,6 +116,7 @@ def _say(kind: str, text: str) -> None:
 
 
 def main() -> None:
+    global _now
     sys.path[:] = json.loads(sys.stdin.buffer.readline())
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent that ignores or blocks it passes that on
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
@@ -123,6 +127,7 @@ def main() -> None:
         return
     for line in sys.stdin.buffer:
         question = json.loads(line)
+        _now = question["now"]
         _limit(question["seconds"], question["memory"] + MAX_GROWTH * len(line))
         found = answer(compiled, question["source"], question["variables"], len(line))
         _limit(0, None)

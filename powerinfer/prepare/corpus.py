@@ -1,7 +1,8 @@
 """Texts to profile a model with: files and folders, read in pieces, as windows of token ids.
 
 A corpus is the argument of one --corpus: a text file, a JSONL file, or a folder of both. Only a piece of text is in
-memory at a time; the token ids are in a temporary file.
+memory at a time; the token ids are in a temporary file. Conversations are read as the model is used: through its chat
+template, if it has one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -21,9 +22,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.errors import RequestError
+from powerinfer.errors import ModelError, RequestError
+from powerinfer.formats.chat import ROLES, ChatTemplate, encode_chat
 from powerinfer.formats.mapped import shown
-from powerinfer.progress import Progress, silent
+from powerinfer.progress import Progress, Say, silent
 
 if TYPE_CHECKING:
     from powerinfer.formats.tokenizer import Tokenizer
@@ -39,6 +41,42 @@ TEXT = (".txt", ".text", ".md", ".markdown", ".rst", ".raw", *JSONL)
 
 PIECE = 1 << 16  # characters encoded at once
 LINE = 1 << 26  # maximum bytes of a line of JSON
+CONVERSATION = 1 << 20  # maximum characters of a conversation, which is encoded at once
+MOST_FAILURES = 8  # a template that fails so often in a row is broken
+NOW = "2025-01-01T12:00:00"
+"""The date that templates see, some of which write it: the same texts give the same tokens every day."""
+
+SAYS = {"human": "user", "gpt": "assistant"}
+"""Roles of ShareGPT, and what templates call them."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns, each (role, None if there is none; text)."""
+
+    turns: tuple[tuple[str | None, str], ...]
+
+    def text(self) -> str:
+        """Lines `role: content`, for models without a chat template."""
+        return "\n".join(what if who is None else f"{who}: {what}" for who, what in self.turns)
+
+    def opening(self) -> Conversation:
+        """Up to the user's first turn; no turns if there is none."""
+        at = next((at for at, (who, _) in enumerate(self.turns) if SAYS.get(who or "", who) == "user"), -1)
+        return Conversation(self.turns[: at + 1])
+
+    def messages(self) -> list[dict[str, str]]:
+        """As templates take them. RequestError for a role that none takes, and for a conversation that is too long."""
+        if sum(len(what) for _, what in self.turns) > CONVERSATION:
+            raise RequestError(f"it is longer than {CONVERSATION} characters")
+        names = [SAYS.get(who or "", who) for who, _ in self.turns]
+        if strange := [who for who in names if who not in ROLES]:
+            raise RequestError(f"the role {shown(strange[0] or '')} is unknown")
+        return [{"role": ROLES[str(who)], "content": what} for who, (_, what) in zip(names, self.turns, strict=True)]
+
+
+Piece = str | Conversation | NDArray[np.int32]
+"""A piece of a text: text, a conversation, or token ids."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +86,7 @@ class Corpus:
     name: str
     paths: tuple[Path, ...]
 
-    def pieces(self) -> Iterator[str]:
+    def pieces(self) -> Iterator[Piece]:
         """The text in pieces that end at line breaks if possible. RequestError if a file cannot be read."""
         if not self.paths:
             yield files("powerinfer.prepare").joinpath("sample.txt").read_text(encoding="utf-8")
@@ -155,7 +193,7 @@ def _line_end(text: str) -> int:
     return text.rfind(" ") if " " in text[1:] else len(text)
 
 
-def _documents(file: BinaryIO, path: Path) -> Iterator[str]:
+def _documents(file: BinaryIO, path: Path) -> Iterator[str | Conversation]:
     """The texts of a JSONL file: of each line's "text", or its "messages" or "conversations", one after another."""
     number = 0
     while line := file.readline(LINE + 1):
@@ -176,14 +214,22 @@ def _documents(file: BinaryIO, path: Path) -> Iterator[str]:
             raise RequestError(f"{where}: not JSON ({reason})") from None
         if text is None:
             raise RequestError(f'{where}: neither "text" nor "messages" nor "conversations" with text in it')
-        for at in range(0, len(text), PIECE):
-            yield text[at : at + PIECE]
-        if text:
-            yield "\n\n"
+        if isinstance(text, Conversation):
+            if text.turns:
+                yield text
+        elif text:
+            yield from _as_document(text)
 
 
-def _document(value: Any) -> str | None:
-    """The text of a line, None if it has none. A conversation becomes lines `role: content`."""
+def _as_document(text: str) -> Iterator[str]:
+    """A text in pieces, and a blank line."""
+    for at in range(0, len(text), PIECE):
+        yield text[at : at + PIECE]
+    yield "\n\n"
+
+
+def _document(value: Any) -> str | Conversation | None:
+    """The text of a line, None if it has none."""
     if type(value) is not dict:
         return None
     if type(value.get("text")) is str:
@@ -191,11 +237,11 @@ def _document(value: Any) -> str | None:
     for turns, role, content in (("messages", "role", "content"), ("conversations", "from", "value")):
         if type(value.get(turns)) is list:
             said = [_said(turn, role, content) for turn in value[turns]]
-            return None if None in said else "\n".join(turn for turn in said if turn is not None)
+            return None if None in said else Conversation(tuple(turn for turn in said if turn is not None))
     return None
 
 
-def _said(turn: Any, role: str, content: str) -> str | None:
+def _said(turn: Any, role: str, content: str) -> tuple[str | None, str] | None:
     if type(turn) is not dict:
         return None
     who, what = turn.get(role), turn.get(content)
@@ -203,7 +249,7 @@ def _said(turn: Any, role: str, content: str) -> str | None:
         what = "".join(part["text"] for part in what if type(part) is dict and type(part.get("text")) is str)
     if type(what) is not str:
         return None
-    return f"{who}: {what}" if type(who) is str else what
+    return who if type(who) is str else None, what
 
 
 # ---------------------------------------------------------------- tokens
@@ -237,13 +283,21 @@ class Windows:
 
 
 def read_windows(
-    corpora: Sequence[Corpus], tokenizer: Tokenizer, size: int, limit: int, progress: Progress = silent
+    corpora: Sequence[Corpus],
+    tokenizer: Tokenizer,
+    size: int,
+    limit: int,
+    progress: Progress = silent,
+    template: ChatTemplate | None = None,
+    say: Say = silent,
 ) -> Windows:
     """The corpora as windows of `size` tokens that do not overlap, as `evaluate.perplexity` cuts them.
 
     An incomplete last window is dropped. If the model starts texts with a BOS token, it replaces the first token of
-    every window. limit: of all tokens; each corpus gets an equal share of what is left. RequestError for a corpus that
-    cannot be read or does not fill a window. progress: called with ("reading the corpus", tokens, limit).
+    every window. limit: of all tokens; each corpus gets an equal share of what is left. template: renders
+    conversations; those that it does not take are left out, and `say` tells how many. None: they become lines `role:
+    content`. RequestError for a corpus that cannot be read or does not fill a window, ModelError for a broken template.
+    progress: called with ("reading the corpus", tokens, limit).
     """
     assert size > 0
     bos = tokenizer.bos_id if tokenizer.add_bos else None
@@ -253,7 +307,8 @@ def read_windows(
         for at, corpus in enumerate(corpora):
             room = max(1, (limit // size - sum(number)) // (len(corpora) - at))
             count = 0
-            for ids in _cut(corpus, tokenizer, size, room):
+            encoder = Encoder(tokenizer, template)
+            for ids in _cut(corpus, encoder, size, room):
                 if bos is not None:
                     ids[:, 0] = bos
                 raw = ids.tobytes()
@@ -261,6 +316,8 @@ def read_windows(
                 spool.write(raw)
                 count += len(ids)
                 progress("reading the corpus", (sum(number) + count) * size, limit)
+            if encoder.left_out:
+                say(f"corpus {corpus.name}: {encoder.about_left_out}")
             number.append(count)
             digest.update(f"{corpus.name} {count}".encode(errors="surrogateescape"))
         progress("reading the corpus", limit, limit)
@@ -269,12 +326,56 @@ def read_windows(
     return Windows(ids, tuple(corpus.name for corpus in corpora), tuple(number), digest.hexdigest())
 
 
-def _cut(corpus: Corpus, tokenizer: Tokenizer, size: int, room: int) -> Iterator[NDArray[np.int32]]:
+class Encoder:
+    """Token ids of pieces. left_out: conversations that the template did not take."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self._tokenizer = tokenizer
+        self._template = None if template is None else template.at(NOW)
+        self.left_out = 0
+        self._failures = 0  # in a row
+        self._why = ""
+
+    def ids(self, pieces: Iterable[Piece]) -> Iterator[Sequence[int]]:
+        """ModelError if the template seems to take no conversation."""
+        for piece in pieces:
+            if isinstance(piece, Conversation) and self._template is not None:
+                yield self.chat(piece)
+            elif isinstance(piece, Conversation):
+                yield from self.ids(_as_document(piece.text()))
+            elif isinstance(piece, str):
+                yield self._tokenizer.encode(piece, special=False, add_bos=False)
+            else:
+                yield piece.tolist()
+
+    def chat(self, said: Conversation, answer: bool = False) -> Sequence[int]:
+        """A conversation through the template, nothing if it is left out. answer: with the start of the next answer."""
+        assert self._template is not None
+        try:
+            ids = encode_chat(self._tokenizer, self._template, said.messages(), answer)
+            self._failures = 0
+            return ids
+        except RequestError as error:
+            why = str(error)
+        except ModelError as error:
+            self._failures += 1
+            if self._failures == MOST_FAILURES:
+                raise
+            why = str(error)
+        self.left_out += 1
+        self._why = self._why or why.partition("; --raw")[0]
+        return []
+
+    @property
+    def about_left_out(self) -> str:
+        return f"conversations left out: {self.left_out}; of the first one, {self._why}"
+
+
+def _cut(corpus: Corpus, encoder: Encoder, size: int, room: int) -> Iterator[NDArray[np.int32]]:
     """At most `room` windows of a corpus, int32 [some, size]."""
     rest: list[int] = []
     seen = done = 0
-    for text in corpus.pieces():
-        fresh = tokenizer.encode(text, special=False, add_bos=False)
+    for fresh in encoder.ids(corpus.pieces()):
         seen += len(fresh)
         rest += fresh
         count = min(len(rest) // size, room - done)
@@ -285,7 +386,8 @@ def _cut(corpus: Corpus, tokenizer: Tokenizer, size: int, room: int) -> Iterator
         if done == room:
             return
     if not done:
+        also = f" ({encoder.about_left_out})" if encoder.left_out else ""
         raise RequestError(
-            f"corpus {corpus.name} has {seen} tokens, less than one window of {size}: use a longer text, or a smaller "
-            "--window"
+            f"corpus {corpus.name} has {seen} tokens{also}, less than one window of {size}: use a longer text, or a "
+            "smaller --window"
         )

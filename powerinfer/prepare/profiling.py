@@ -67,7 +67,8 @@ def read(checkpoint: Checkpoint, options: ProfileConfig, say: Say, progress: Pro
         raise RequestError(f"--window {options.window} is more than the model's context of {config.context_length}")
     corpora = open_corpora(options.corpus)
     window = options.window or min(WINDOW, config.context_length)
-    windows = read_windows(corpora, checkpoint.tokenizer(), window, options.tokens, progress)
+    template = checkpoint.chat_template()
+    windows = read_windows(corpora, checkpoint.tokenizer(), window, options.tokens, progress, template, say)
     if not options.corpus:
         say(f"the text is a small built-in sample of {windows.tokens} tokens ({SAMPLE_SOURCE}): use --corpus for more")
     if config.experts and config.why_not_predicted is not None:

@@ -166,8 +166,7 @@ class AnswerShape(ABC):
 
 
 class ChatShape(AnswerShape):
-    """/v1/chat/completions. form: how the model writes calls of functions, and reasoning; None: its text is the answer.
-    """
+    """/v1/chat/completions. form: how the model writes calls and reasoning; None: its text is the answer."""
 
     name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 

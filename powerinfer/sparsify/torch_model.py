@@ -48,9 +48,12 @@ Seen = Callable[[str, Neurons], None]
 """Called with the name of an FFN and what happened there."""
 
 
-def activate(about: FfnConfig | ExpertsConfig, gate: Tensor | None, up: Tensor) -> Tensor:
-    """h of neurons, as `tests/reference.py` defines it."""
+def activate(
+    about: FfnConfig | ExpertsConfig, gate: Tensor | None, up: Tensor, thresholds: Tensor | None = None
+) -> Tensor:
+    """h of neurons, as `tests/reference.py` defines it. thresholds: [d_ff], where each neuron has its own."""
     own = up if gate is None else gate
+    threshold = about.threshold if thresholds is None else thresholds
     match about.activation:
         case "silu":
             active = functional.silu(own)
@@ -62,9 +65,9 @@ def activate(about: FfnConfig | ExpertsConfig, gate: Tensor | None, up: Tensor) 
             active = functional.relu(own).square()
         case "cats":
             active = functional.silu(own)
-            active = torch.where(active.abs() > about.threshold, active, 0)
+            active = torch.where(active.abs() > threshold, active, 0)
         case _:
-            active = torch.where(own > about.threshold, own, 0)
+            active = torch.where(own > threshold, own, 0)
     if gate is None:
         return active
     return active * (functional.relu(up) if about.activation == "drelu" else up)
@@ -175,7 +178,7 @@ class TorchModel:
     def _plain(self, name: str, gate: Tensor | None, up: Tensor) -> Tensor:
         ffn = self.config.layers[int(name.split(".")[1])].ffn
         assert isinstance(ffn, FfnConfig | ExpertsConfig)
-        return activate(ffn, gate, up)
+        return activate(ffn, gate, up, self.weights.get(name + "threshold"))
 
     def neurons(self, x: Tensor, name: str, expert: int | None = None) -> Neurons:
         """The sum of neurons whose matrices are `name` + gate, up and down, of x [..., d_model] behind the norm."""

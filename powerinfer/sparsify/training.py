@@ -41,8 +41,8 @@ from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.layout import is_router, matrix_names, shapes
 from powerinfer.formats.prepared import TRAINING, PreparedFile
-from powerinfer.prepare.corpus import Corpus, Windows, read_windows
-from powerinfer.progress import Progress, silent
+from powerinfer.prepare.corpus import Corpus, read_windows
+from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsify.recipes import Recipe, Stage, check_recipe
 from powerinfer.sparsify.torch_model import Neurons, TorchModel, load
 
@@ -55,13 +55,6 @@ EVERY = 31  # of the tokens of a step, one of so many counts for the quantile
 SOFT = 0.25  # of `_firing`
 SCORED = 128  # tokens whose logits are in memory at once: few, so that they stay in the caches
 WEIGHED = 12_288  # tokens that importances are taken from
-
-
-class Texts(NamedTuple):
-    """Windows of token ids, int32 [windows, size]: to train on, and held out."""
-
-    train: NDArray[np.int32]
-    held_out: NDArray[np.int32]
 
 
 class Figures(NamedTuple):
@@ -93,19 +86,20 @@ class Sparsifier:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        texts: Texts,
+        corpora: Sequence[Corpus],
         config: SparsifyConfig,
         out: Path,
         progress: Progress = silent,
+        say: Say = silent,
     ) -> None:
-        """RequestError for options that do not suit the model or each other."""
+        """RequestError for options that do not suit the model or each other, and for texts that are too short."""
         self.recipe = check_recipe(config.recipe, checkpoint.config)
         _check(config)
         self.config, self._progress, self._checkpoint, self._out = config, progress, checkpoint, out
         self.device = _device(config.device)
         if self.device.type == "cpu":
             _keep_freed_memory()
-        self._train, self._held_out = texts
+        self._train, self._held_out = _texts(checkpoint, corpora, config, progress, say)
         compute = _fast_type(self.device)
         weights = {name: value.to(self.device) for name, value in load(checkpoint).items()}
         frozen = {name: value.to(compute) if value.ndim > 1 else value for name, value in weights.items()}
@@ -391,7 +385,7 @@ class Sparsifier:
     # ---------------------------------------------------------------- what is kept
 
     def _key(self) -> str:
-        free = ("save", "device", "type", "lr")
+        free = ("save", "device", "type", "lr", "own_text")  # a text that is written is in the windows
         options = {name: value for name, value in asdict(self.config).items() if name not in free}
         digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
         for windows in (self._train, self._held_out):
@@ -476,24 +470,6 @@ class Sparsifier:
                     "step": torch.tensor(float(steps)),
                     **{one: moments[f"{one}.{name}"] for one in ("exp_avg", "exp_avg_sq")},
                 }
-
-
-def read_texts(checkpoint: Checkpoint, corpora: Sequence[Corpus], config: SparsifyConfig, progress: Progress) -> Texts:
-    """The windows of the corpora; the last of each text are held out. RequestError for texts that are too short."""
-    _check(config)
-    windows: Windows = read_windows(corpora, checkpoint.tokenizer(), config.window, config.tokens * 2, progress)
-    train, held, begin = [], [], 0
-    for corpus, number in zip(windows.corpora, windows.number, strict=True):
-        last = max(MIN_HELD_OUT, round(HELD_OUT * number))
-        if number < 2 * last:
-            raise RequestError(
-                f"corpus {corpus} has {number} windows of {config.window} tokens, too few to train on and to measure: "
-                "use a longer text, or a smaller --window"
-            )
-        train.append(windows.ids[begin : begin + number - last])
-        held.append(windows.ids[begin + number - last : begin + number])
-        begin += number
-    return Texts(np.concatenate(train), np.concatenate(held))
 
 
 def trained_names(config: ModelConfig, recipe: Recipe) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -581,8 +557,30 @@ def _check(config: SparsifyConfig) -> None:
         raise RequestError(f"--lr {config.lr:g} must be between 0 and 100")
     if config.tokens < config.batch:
         raise RequestError(f"--tokens {config.tokens} is less than a step of --batch {config.batch} tokens")
+    if config.own_text < 0:
+        raise RequestError(f"--own-text must be a number of tokens, not {config.own_text}")
     if config.batch < config.window:
         raise RequestError(f"--batch {config.batch} is less than a window of {config.window} tokens")
+
+
+def _texts(
+    checkpoint: Checkpoint, corpora: Sequence[Corpus], config: SparsifyConfig, progress: Progress, say: Say
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """(windows to train on, windows that are held out), the last of each text."""
+    template, limit = checkpoint.chat_template(), config.tokens * 2
+    windows = read_windows(corpora, checkpoint.tokenizer(), config.window, limit, progress, template, say)
+    train, held, begin = [], [], 0
+    for corpus, number in zip(windows.corpora, windows.number, strict=True):
+        last = max(MIN_HELD_OUT, round(HELD_OUT * number))
+        if number < 2 * last:
+            raise RequestError(
+                f"corpus {corpus} has {number} windows of {config.window} tokens, too few to train on and to measure: "
+                "use a longer text, or a smaller --window"
+            )
+        train.append(windows.ids[begin : begin + number - last])
+        held.append(windows.ids[begin + number - last : begin + number])
+        begin += number
+    return np.concatenate(train), np.concatenate(held)
 
 
 def _device(name: str) -> torch.device:

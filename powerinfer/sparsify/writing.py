@@ -1,4 +1,7 @@
-"""A model's files again, with other weights: GGUF to GGUF, a folder to a folder. What is not changed is copied."""
+"""A model's files again, with other weights: GGUF to GGUF, a folder to a folder. What is not changed is copied.
+
+Thresholds of neurons, tensors that a dense model does not have, are added, replaced or left out.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,27 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from powerinfer.config import THRESHOLDED
 from powerinfer.errors import RequestError
 from powerinfer.formats.checkpoint import Checkpoint, Place
+from powerinfer.formats.folder import THRESHOLD, file_names
 from powerinfer.formats.folder_config import read_config
 from powerinfer.formats.gguf import encoded, header_bytes, metadata_bytes, read_gguf
+from powerinfer.formats.gguf_model import NAMES
 from powerinfer.formats.json_file import read_json
 from powerinfer.formats.quant import Bytes, Float32, block_type, dequantize, quantize
-from powerinfer.formats.safetensors_file import read_safetensors
+from powerinfer.formats.safetensors_file import read_safetensors, safetensors_header
 from powerinfer.formats.tensors import RawTensor
 
 _FILE_TYPES = {"f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}
 """By the type of changed matrices, what GGUF calls a file of it."""
 
+_LIMITS, _INDEX = "hidden_act_param", "model.safetensors.index.json"
 _KEYS = {"gemma3_text": "hidden_activation", "openelm": "activation_fn_name"}
 """Families of folders that call "hidden_act" otherwise."""
 
@@ -55,25 +63,38 @@ def check_writable(checkpoint: Checkpoint, names: Sequence[str], about: Mapping[
         if len(read_gguf(checkpoint.path).files) > 1:
             raise RequestError(f"{checkpoint.path} is split into parts: join them first, with llama-gguf-split --merge")
         return
-    document, _ = read_json(checkpoint.path / "config.json")
-    made = read_config(document | _folder_keys(checkpoint, about), checkpoint.path)
+    made = read_config(_document(checkpoint, about), checkpoint.path)
     if any(layer.ffn.activation != about["hidden_act"] for layer in made.layers):
         raise RequestError(f"{checkpoint.path}: folders of {checkpoint.config.architecture} cannot state an activation")
 
 
 def write_model(
-    checkpoint: Checkpoint, out: Path, type_name: str, changed: Sequence[str], new: NewValues, about: Mapping[str, Any]
+    checkpoint: Checkpoint,
+    out: Path,
+    type_name: str,
+    changed: Sequence[str],
+    new: NewValues,
+    about: Mapping[str, Any],
+    added: Mapping[str, Float32] = MappingProxyType({}),
 ) -> Path:
     """Write the model with new values of the tensors `changed` (canonical names) into the folder `out`; its path.
 
     type_name: f16, bf16, q8_0 or q4_0, for the changed matrices of a GGUF file; a folder keeps its types. about: the
-    activation, "hidden_act", and the thresholds of the layers, "hidden_act_param", if it has any. Each file takes its
-    place when it is complete and on disk.
+    activation, "hidden_act", and the thresholds of the layers, "hidden_act_param", if it has any. added: of every
+    layer, as `layers.N.threshold`, the thresholds of its neurons, float32 [neurons]. Where neither states thresholds
+    those that the model has for its neurons stay, if the activation is one that needs them. Each file takes its place
+    when it is complete and on disk.
     """
     out.mkdir(parents=True, exist_ok=True)
+    stay = not added and about["hidden_act"] in THRESHOLDED and _LIMITS not in about
+    gone = [name for name in checkpoint.names() if name.endswith(THRESHOLD) and not stay]
+    own = {
+        name: RawTensor("F32", values.shape, np.ascontiguousarray(values, "<f4").view(np.uint8))
+        for name, values in added.items()
+    }
     if checkpoint.source == "gguf":
-        return _write_gguf(checkpoint, out, type_name, changed, new, about)
-    return _write_folder(checkpoint, out, changed, new, about)
+        return _write_gguf(checkpoint, out, type_name, changed, new, about, own, gone)
+    return _write_folder(checkpoint, out, changed, new, about, own, gone)
 
 
 def _changes(
@@ -107,13 +128,24 @@ def _by_file(checkpoint: Checkpoint, changed: Sequence[str]) -> dict[Path, list[
 
 
 def _write_gguf(
-    checkpoint: Checkpoint, out: Path, type_name: str, changed: Sequence[str], new: NewValues, about: Mapping[str, Any]
+    checkpoint: Checkpoint,
+    out: Path,
+    type_name: str,
+    changed: Sequence[str],
+    new: NewValues,
+    about: Mapping[str, Any],
+    added: Mapping[str, RawTensor],
+    gone: Sequence[str],
 ) -> Path:
     file = read_gguf(checkpoint.path)
     changes = _changes(file.tensors, file.files[0].view(), _by_file(checkpoint, changed).get(file.path, []))
     types = {name: _new_type(change.tensor, type_name) for name, change in changes.items()}
-    tensors = [(name, types.get(name, tensor.type), tensor.shape) for name, tensor in file.tensors.items()]
+    left_out = {NAMES(name) for name in gone}
+    every = {name: tensor for name, tensor in file.tensors.items() if name not in left_out}
+    every |= {NAMES(name): tensor for name, tensor in added.items()}
+    tensors = [(name, types.get(name, tensor.type), tensor.shape) for name, tensor in every.items()]
     metadata = metadata_bytes(file.path)
+    metadata.pop(f"{checkpoint.config.architecture}.{_LIMITS}", None)
     metadata |= {f"{checkpoint.config.architecture}.{key}": encoded(value) for key, value in about.items()}
     metadata["general.file_type"] = encoded(_FILE_TYPES[type_name])
     header, starts = header_bytes(metadata, tensors)
@@ -123,7 +155,7 @@ def _write_gguf(
         for (name, kind, _), start in zip(tensors, starts, strict=True):
             to.write(b"\0" * (len(header) + start - to.tell()))
             change = changes.get(name)
-            to.write((file.tensors[name].data if change is None else quantize(change.values(new), kind)).data)
+            to.write((every[name].data if change is None else quantize(change.values(new), kind)).data)
     return path
 
 
@@ -139,34 +171,61 @@ def _new_type(tensor: RawTensor, wanted: str) -> str:
 
 
 def _write_folder(
-    checkpoint: Checkpoint, out: Path, changed: Sequence[str], new: NewValues, about: Mapping[str, Any]
+    checkpoint: Checkpoint,
+    out: Path,
+    changed: Sequence[str],
+    new: NewValues,
+    about: Mapping[str, Any],
+    added: Mapping[str, RawTensor],
+    gone: Sequence[str],
 ) -> Path:
     files = _by_file(checkpoint, changed)
+    for name in gone:
+        files.setdefault(checkpoint.places(name)[0].path, [])
+    home = checkpoint.places("embed")[0].path  # of what is added
+    names = file_names(checkpoint.config, {})
+    extra = {names(name).removesuffix(".weight"): tensor for name, tensor in added.items()}
+    if extra:
+        files.setdefault(home, [])
     (out / "config.json").unlink(missing_ok=True)  # without it a folder is no model; it is written last
     for path in sorted(checkpoint.path.iterdir()):
-        if path in files or not path.is_file() or path.name == "config.json" or path.suffix in (".bin", ".pt", ".pth"):
+        made = path in files or path.name in ("config.json", _INDEX)
+        if made or not path.is_file() or path.suffix in (".bin", ".pt", ".pth"):
             continue
         with _whole(out / path.name) as to, path.open("rb") as source:
             shutil.copyfileobj(source, to, 1 << 22)
     for path, places in files.items():
-        tensors, _, mapped = read_safetensors(path)
-        base = mapped.view()
-        changes = _changes(tensors, base, places)
-        end = min(tensor.data.ctypes.data - base.ctypes.data for tensor in tensors.values())
+        tensors, metadata, mapped = read_safetensors(path)
+        changes = _changes(tensors, mapped.view(), places)
+        kept = extra.copy() if path == home else {}  # first, where float32 is aligned whatever follows
+        stored = sorted(tensors.items(), key=lambda one: one[1].data.ctypes.data)
+        kept |= {name: tensor for name, tensor in stored if not (gone and name.endswith(THRESHOLD))}
         with _whole(out / path.name) as to:
-            to.write(base[:end].data)  # the same types and shapes, and so the same header
-            for name, tensor in sorted(tensors.items(), key=lambda one: one[1].data.ctypes.data):
+            to.write(safetensors_header(kept, metadata))
+            for name, tensor in kept.items():
                 change = changes.get(name)
                 to.write((tensor.data if change is None else quantize(change.values(new), tensor.type)).data)
+    if (checkpoint.path / _INDEX).exists():
+        index, _ = read_json(checkpoint.path / _INDEX)
+        stay = {name: file for name, file in index["weight_map"].items() if not (gone and name.endswith(THRESHOLD))}
+        index["weight_map"] = stay | dict.fromkeys(extra, home.name)
+        about_all = index.get("metadata")
+        if type(about_all) is dict and type(about_all.get("total_size")) is int:
+            about_all["total_size"] += sum(tensor.nbytes for tensor in extra.values())
+            about_all["total_size"] -= sum(place.nbytes for name in gone for place in checkpoint.places(name))
+        with _whole(out / _INDEX) as to:
+            to.write(json.dumps(index, indent=2).encode() + b"\n")
     with _whole(out / "config.json") as to:
-        document, _ = read_json(checkpoint.path / "config.json")
-        to.write(json.dumps(document | _folder_keys(checkpoint, about), indent=2).encode() + b"\n")
+        to.write(json.dumps(_document(checkpoint, about), indent=2).encode() + b"\n")
     return out
 
 
-def _folder_keys(checkpoint: Checkpoint, about: Mapping[str, Any]) -> dict[str, Any]:
+def _document(checkpoint: Checkpoint, about: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with the activation and its thresholds."""
+    document, _ = read_json(checkpoint.path / "config.json")
+    document.pop(_LIMITS, None)
     named = _KEYS.get(checkpoint.config.architecture, "hidden_act")
-    return {named if key == "hidden_act" else key: value for key, value in about.items()}
+    return document | {named if key == "hidden_act" else key: value for key, value in about.items()}
 
 
 @contextmanager
