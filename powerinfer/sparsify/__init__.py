@@ -62,7 +62,7 @@ def sparsify(
             raise RequestError(f"sparsify cannot train this model: {problem}")
         about: dict[str, Any] = {"hidden_act": recipe.activation}
         limited = {"hidden_act_param": [0.0] * checkpoint.config.n_layers} if recipe.activation in THRESHOLDED else {}
-        check_writable(checkpoint, trained_names(checkpoint.config, recipe)[1], about | limited)
+        check_writable(checkpoint, trained_names(checkpoint.config)[1], about | limited)
         needed, available = needed_bytes(checkpoint.config), available_memory()
         if needed > available:
             raise RequestError(

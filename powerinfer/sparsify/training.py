@@ -104,7 +104,7 @@ class Sparsifier:
         weights = {name: value.to(self.device) for name, value in load(checkpoint).items()}
         frozen = {name: value.to(compute) if value.ndim > 1 else value for name, value in weights.items()}
         self.teacher = TorchModel(checkpoint.config, frozen, compute)
-        self._ffns, self._all = trained_names(checkpoint.config, self.recipe)
+        self._ffns, self._all = trained_names(checkpoint.config)
         rough = config.type == "q4_0" and checkpoint.source == "gguf"  # others are too fine to be worth it
         self._rounded = [name for name in self._all if rough and weights[name].shape[-1] % 32 == 0]
         own = dict(frozen) | {name: weights[name].clone() for name in self._all}
@@ -472,12 +472,11 @@ class Sparsifier:
                 }
 
 
-def trained_names(config: ModelConfig, recipe: Recipe) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(matrices of FFNs, all matrices of layers but the routers' if a stage trains them, else those of FFNs), by
-    canonical name. The embedding and the head stay as they are."""
+def trained_names(config: ModelConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(matrices of FFNs, all matrices of layers but the routers'), by canonical name. The embedding and the head stay
+    as they are."""
     every = tuple(name for name in matrix_names(config) if name.startswith("layers.") and not is_router(name))
-    ffns = tuple(name for name in every if name.rpartition(".")[2] in FFN_PARTS)
-    return ffns, every if any(stage.other for stage in recipe.stages) else ffns
+    return tuple(name for name in every if name.rpartition(".")[2] in FFN_PARTS), every
 
 
 def needed_bytes(config: ModelConfig, device_bytes: int = 18) -> int:
