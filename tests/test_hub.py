@@ -468,3 +468,23 @@ def test_list_and_rm(cache: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     assert main(["rm", "owner/name"]) == 2 and "--yes" in capsys.readouterr().err and model.exists()
     assert main(["rm", "owner/name", "--yes"]) == 0 and not model.parent.exists()
+
+
+def test_a_model_of_the_clone_is_used_in_place(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "models" / "own"
+    own.mkdir(parents=True)
+    monkeypatch.setattr(hub, "CLONED", tmp_path / "models")
+    first, second = (own / f"Own-0000{part}-of-00002.gguf" for part in (1, 2))
+    first.write_bytes(b"one")
+    second.write_bytes(b"three")
+    (own / "other-00001-of-00002.txt").write_bytes(b"")
+    assert hub.resolve_model("OWN") == first and "own" in hub.known_names() and hub.names_model("own")
+    assert hub.list_stored() == []
+    stored = hub.pull("own")
+    assert (stored.name, stored.path, stored.nbytes) == ("own", first, 8)
+    assert hub.pull("own") == hub.pull(first) == stored
+    second.unlink()
+    assert hub.find_stored("own") is None, "a part is missing"
+    monkeypatch.setattr(hub, "CLONED", tmp_path / "nowhere")  # an installed package
+    with pytest.raises(RequestError, match="no model ours"):
+        hub.resolve_model("ours")

@@ -195,12 +195,14 @@ def metadata_bytes(path: Path) -> dict[str, bytes]:
     return entries
 
 
-def encoded(value: str | int | Sequence[float]) -> bytes:
-    """A value of the metadata as it is stored: a text, a uint32, or floats."""
+def encoded(value: str | int | float | Sequence[float]) -> bytes:
+    """A value of the metadata as it is stored: a text, a uint32, a float or floats."""
     if isinstance(value, str):
         return _U32.pack(_STRING) + _text(value)
     if isinstance(value, int):
         return _U32.pack(_UINT32) + _U32.pack(value)
+    if isinstance(value, float):
+        return _U32.pack(_FLOAT32) + np.float32(value).tobytes()
     return _U32.pack(_ARRAY) + _U32.pack(_FLOAT32) + _U64.pack(len(value)) + np.array(value, "<f4").tobytes()
 
 
