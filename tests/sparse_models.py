@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from gguf_bytes import STRING
-from model_files import give_limits, gguf_name, tiny_gguf, weights
+from model_files import gguf_name, give_limits, tiny_gguf, weights
 
 from powerinfer.formats.bundle_types import choose_types
 from powerinfer.formats.checkpoint import open_checkpoint
