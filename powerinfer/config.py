@@ -842,6 +842,9 @@ class SparsifyConfig:
     )
     zeros: float = option(0.6, "target share of the neurons that are zero for a token", metavar="X")
     tokens: int = option(1_000_000, "tokens to train on; the texts are repeated if they have fewer", metavar="N")
+    own_text: int = option(
+        0, "tokens of text that the model writes first, to train on beside the texts", metavar="N", least=0
+    )
     window: int = option(256, "tokens of a window of text", metavar="N", least=8)
     batch: int = option(2048, "tokens of a training step", metavar="N")
     rows: int = option(8, "windows computed at once; fewer need less memory", metavar="N")

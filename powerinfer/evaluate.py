@@ -1,4 +1,4 @@
-"""Quality: the perplexity of a model, and the agreement of two engines on the same text."""
+"""Quality: the perplexity of a model, its accuracy in tasks, and the agreement of two engines on the same text."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from powerinfer.formats.tokenizer import Tokenizer
     from powerinfer.runtime.engine import LLM
+    from powerinfer.tasks import Item
 
 PROMPT = 16
 """Tokens at the start of a window that are computed as a prompt when two engines are compared."""
@@ -76,6 +77,90 @@ def windows_perplexity(
         llm.score(inside[:-1], len(inside) // 2, use, step)
         progress("perplexity", window + 1, len(windows))
     return _summary(np.concatenate(losses))
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Shares of the items whose right choice is the most likely one, each with one standard error.
+
+    acc: by the sum of the log-probabilities of a choice's tokens; acc_norm: by that sum divided by the choice's bytes
+    in UTF-8. cut: items whose beginning was left out, because they are longer than the context.
+    """
+
+    items: int
+    acc: float
+    acc_error: float
+    acc_norm: float
+    acc_norm_error: float
+    chance: float  # what guessing would reach
+    cut: int
+
+
+@dataclass(frozen=True)
+class EncodedItem:
+    """texts: of each choice, the tokens of what stands before it and of itself; firsts: where its own begin."""
+
+    texts: tuple[list[int], ...]
+    firsts: tuple[int, ...]
+    sizes: tuple[int, ...]  # bytes of each choice
+    answer: int
+    cut: bool = False
+
+
+def encode_items(tokenizer: Tokenizer, items: Sequence[Item], context: int) -> list[EncodedItem]:
+    """The tokens of items, as lm-eval makes them: a choice's are what it adds to those of the text before it.
+
+    Spaces at the end of that text count to the choice. Of a text that is longer than `context` tokens the last ones are
+    kept. RequestError for a choice that is longer itself, or that adds no token.
+    """
+    encoded = []
+    for item in items:
+        known = len(_with_bos(tokenizer, item.context.rstrip()))
+        texts, firsts = [], []
+        for choice in item.choices:
+            tokens = _with_bos(tokenizer, f"{item.context} {choice}")
+            over = max(0, len(tokens) - 1 - context)  # the last token is only predicted
+            if not over < known < len(tokens):
+                raise RequestError(
+                    f"{item.where}: a choice of {len(tokens) - known} tokens cannot be scored in a context of {context}"
+                )
+            texts.append(tokens[over:])
+            firsts.append(known - over)
+        sizes = tuple(len(choice.encode()) for choice in item.choices)
+        encoded.append(EncodedItem(tuple(texts), tuple(firsts), sizes, item.answer, min(firsts) < known))
+    return encoded
+
+
+def accuracy(llm: LLM, items: Sequence[EncodedItem], progress: Progress = silent, step: int = SCORE_ROWS) -> Accuracy:
+    """How often the right choice of items is the most likely one. step: as of `perplexity`."""
+    right = np.empty((len(items), 2))
+    for number, item in enumerate(items):
+        sums = choice_log_probabilities(llm, item, step)
+        if not np.isfinite(sums).all():
+            raise RequestError(UNUSABLE)
+        right[number] = sums.argmax() == item.answer, (sums / item.sizes).argmax() == item.answer
+        progress("tasks", number + 1, len(items))
+    acc, acc_norm = right.mean(axis=0).tolist()
+    errors = right.std(axis=0, ddof=1) / math.sqrt(len(items)) if len(items) > 1 else np.zeros(2)
+    chance = sum(1 / len(item.texts) for item in items) / len(items)
+    cut = sum(item.cut for item in items)
+    return Accuracy(len(items), acc, float(errors[0]), acc_norm, float(errors[1]), chance, cut)
+
+
+def choice_log_probabilities(llm: LLM, item: EncodedItem, step: int = SCORE_ROWS) -> NDArray[np.float64]:
+    """The sum of the log-probabilities of each choice's tokens, in nats, float64 [choices]."""
+    sums = np.zeros(len(item.texts))
+
+    def use(choice: int, at: int, logits: NDArray[np.float32]) -> None:
+        sums[choice] -= _losses(logits, item.texts[choice][at + 1 :]).sum()
+
+    llm.score_texts([tokens[:-1] for tokens in item.texts], [first - 1 for first in item.firsts], use, step)
+    return sums
+
+
+def _with_bos(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Plain text, begun as the model begins texts, and not ended."""
+    return tokenizer.encode(text, special=False, add_bos=tokenizer.add_bos and tokenizer.bos_id is not None)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,9 @@ def test_checks_come_before_the_weights(
     for measure, says in (("perplexity", "the text has 0 tokens"), ("agreement", "the text has 0 tokens")):
         assert main(["eval", measure, "--file", str(text), "-m", str(bare)]) == 2
         assert says in capsys.readouterr().err
+    text.write_text('{"context": "ab", "choices": ["c", "d"], "answer": 2}')
+    assert main(["eval", "tasks", "--file", str(text), "-m", str(bare)]) == 2
+    assert "item 1: the answer is number 2" in capsys.readouterr().err
     assert main(["run", "abc", "-m", str(bare), "--system", "cab"]) == 2
     assert "--system needs a chat template" in capsys.readouterr().err
     assert main(["run", "abc", "-m", str(bare)]) == 1

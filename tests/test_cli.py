@@ -104,12 +104,15 @@ def test_every_verb_has_help_and_json(verb: str) -> None:
         (["run", "hi", "-m", "owner/name"], "powerinfer pull owner/name"),
         (["inspect", "-m", "smollm2-135m-instruc"], "did you mean smollm2-135m-instruct?"),
         (["bench", "--repeat", "0"], "--repeat"),
-        (["eval"], "missing: perplexity|agreement (what to measure), --file (a UTF-8 text file); see"),
+        (
+            ["eval"],
+            "missing: perplexity|agreement|tasks (what to measure), --file (UTF-8 text; tasks: items, repeatable); see",
+        ),
         (["eval", "perplexity"], "--file"),
         (["eval", "perplexity", "--file", "/nowhere.txt"], "/nowhere.txt"),
         (
             ["eval", "likeness", "--file", "x"],
-            "follows `powerinfer eval` must be one of perplexity, agreement, not 'likeness'",
+            "follows `powerinfer eval` must be one of perplexity, agreement, tasks, not 'likeness'",
         ),
         (["eval", "agrement", "--file", "x"], "not 'agrement'; did you mean agreement?"),
         (["run", "hi", "--vram", "much"], "--vram must be a size (such as 8GiB, 500MB), not 'much'"),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from model_files import edit_config
 
 from benchmarks.models import make_model
@@ -17,8 +19,14 @@ from benchmarks.models.speed_models import Shape, write_random_llama
 from powerinfer import LLM, PowerInferError, RequestError
 from powerinfer.cli.main import main
 from powerinfer.config import SparsifyConfig
+from powerinfer.formats.chat import ChatTemplate
 from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.prepare.corpus import open_corpora
+from powerinfer.progress import silent
+from powerinfer.report.plots import draw_training
 from powerinfer.sparsify import Made, sparsify
+from powerinfer.sparsify.loss_plot import draw_log, read_log
+from powerinfer.sparsify.own_text import OwnText, is_useful, write_own_text
 from powerinfer.sparsify.recipes import RECIPES
 from powerinfer.sparsify.torch_model import TorchModel, load
 from powerinfer.sparsify.training import Sparsifier
@@ -145,6 +153,106 @@ def test_a_loss_that_is_no_number_stops_and_keeps(dense: Path, tmp_path: Path, m
     assert made(dense, tmp_path, lr=0.5).document["resumed"] == 9
 
 
+# ---------------------------------------------------------------- text that the model writes itself
+
+
+def chats(folder: Path) -> Path:
+    said = [("system", "Be brief."), ("user", "What is the year?"), ("assistant", "It is late.")]
+    lines = [{"messages": [{"role": role, "content": what} for role, what in said]}] * 3 + [{"text": "Not a prompt."}]
+    path = folder / "chats.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def written(model: Path, out: Path, *texts: Path, tokens: int = 1200, progress: Any = silent) -> OwnText:
+    return write_own_text(
+        open_checkpoint(model), open_corpora(list(map(str, texts))), tokens, 0, out, progress, threads=1
+    )
+
+
+def test_own_text_is_written_batch_by_batch(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("powerinfer.sparsify.own_text.BATCH", 4)
+    whole = written(dense, tmp_path / "whole")
+    tokenizer = open_checkpoint(dense).tokenizer()
+    prompt = tokenizer.encode("Alice was beginning to get very tired of sitting by her", special=False, add_bos=False)
+    assert whole.answers[0].tolist()[: len(prompt)] == prompt and len(whole.answers[0]) > len(prompt) + 10
+    assert len({one.tobytes() for one in whole.answers}) == len(whole.answers), "answers differ"
+    assert whole.tokens == sum(map(len, whole.answers)) >= 1200 and len(whole.answers) % 4 == 0
+
+    calls = 0
+
+    def stop(label: str, done: int, total: int) -> None:
+        nonlocal calls
+        calls += label == "writing text" and done > 0
+        if calls == 6:  # in the second batch
+            raise KeyboardInterrupt
+
+    parts = tmp_path / "parts"
+    with pytest.raises(KeyboardInterrupt):
+        written(dense, parts, progress=stop)
+    assert not (parts / "own-text.jsonl").exists()
+    kept = (parts / "own-text.jsonl.part").read_bytes()
+    assert kept.count(b"\n") == 5, "what it was made from, and a batch"
+    (parts / "own-text.jsonl.part").write_bytes(kept + b"[[1,2],[3")
+    again = written(dense, parts)
+    assert (parts / "own-text.jsonl").read_bytes() == (tmp_path / "whole" / "own-text.jsonl").read_bytes()
+    assert [one.tolist() for one in again.answers] == [one.tolist() for one in whole.answers]
+    monkeypatch.setattr("powerinfer.runtime.engine.LLM", None)  # nothing is written twice
+    assert written(dense, parts).tokens == whole.tokens
+    with pytest.raises(RequestError, match=r"own-text\.jsonl is of another model, text or option"):
+        written(dense, parts, tokens=1300)
+    (parts / "own-text.jsonl").write_bytes(kept + b"[[1,2],[99999]]\n")
+    with pytest.raises(PowerInferError, match="is damaged: remove it"):
+        written(dense, parts)
+
+
+def test_own_text_answers_conversations(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("powerinfer.sparsify.own_text.BATCH", 2)
+    source = "{% for one in messages %}[{{ one.role }}] {{ one.content }}\n{% endfor %}"
+    source += "{% if add_generation_prompt %}[answer]{% endif %}"
+    monkeypatch.setattr("powerinfer.formats.checkpoint.Checkpoint.chat_template", lambda _: ChatTemplate(source))
+    made = written(dense, tmp_path / "out", chats(tmp_path), tokens=10)
+    tokenizer = open_checkpoint(dense).tokenizer()
+    assert len(made.answers) == 2
+    for answer in made.answers:
+        assert tokenizer.decode(answer.tolist()).startswith("[system] Be brief.\n[user] What is the year?\n[answer]")
+    nothing = tmp_path / "a.txt"
+    nothing.write_text("Heading\n\nTwo words\n")
+    with pytest.raises(RequestError, match="hold no conversation or sentence"):
+        written(dense, tmp_path / "none", nothing)
+
+
+def test_answers_that_are_of_no_use(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = open_checkpoint(dense).tokenizer()
+    end = sorted(tokenizer.eos_ids)[:1]
+    words = tokenizer.encode("It was the best of times, it was the worst of times; a far better thing that I do.")
+    assert is_useful(words, tokenizer) and is_useful(words + end, tokenizer) and is_useful([5] * 23, tokenizer)
+    for period in (1, 7, 64):
+        loop = list(range(10, 10 + period)) * max(3, 25 // period + 1)
+        assert not is_useful(words + loop, tokenizer) and not is_useful(words + loop + end, tokenizer)
+        assert is_useful(loop + words, tokenizer)
+    assert not is_useful([], tokenizer) and not is_useful(end, tokenizer)
+    monkeypatch.setattr("powerinfer.sparsify.own_text.BATCH", 1)
+    monkeypatch.setattr("powerinfer.sparsify.own_text.is_useful", lambda *_: False)
+    with pytest.raises(PowerInferError, match="the model's answers are empty or loops"):
+        written(dense, tmp_path / "out")
+
+
+def test_own_text_joins_the_texts(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("powerinfer.sparsify.own_text.BATCH", 4)
+    done = made(dense, tmp_path / "out", tokens=1024, own_text=1000)
+    assert done.document["corpora"] == ["built-in sample", "own text"]
+    assert done.document["own_text_tokens"] >= 1000
+    assert (
+        f"{done.document['own_text_tokens']:,} tokens of the original's answers"
+        in (tmp_path / "out" / "README.md").read_text()
+    )
+    assert made(dense, tmp_path / "out", tokens=1024, own_text=1000).document["resumed"] == 4
+
+
+# ---------------------------------------------------------------- files, the command, what is refused
+
+
 def test_folders(tmp_path: Path) -> None:
     source = tmp_path / "source"
     sizes = ["--shape", "tiny", "--format", "hf", "--profile", "reglu-70b", "--layers", "2", "--type", "bf16"]
@@ -187,6 +295,7 @@ def test_what_cannot_be(dense: Path, tmp_path: Path) -> None:
         made(dense, foreign)
     assert (foreign / "README.md").read_text() == "mine"
     for options, message in (
+        ({"own_text": -1}, "--own-text must be a number of tokens, not -1"),
         ({"zeros": 1.0}, "--zeros 1 must be between 0 and 1"),
         ({"batch": 16}, "--batch 16 is less than a window of 32"),
         ({"lr": 0.0}, "--lr 0 must be"),
@@ -205,6 +314,25 @@ def test_what_cannot_be(dense: Path, tmp_path: Path) -> None:
             SparsifyConfig(**(SMALL | {"window": 16, "batch": 16})),
             tmp_path / "out",
         )
+
+
+def test_the_steps_as_a_picture(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [f"{at},{'regress' if at < 40 else 'distil'},{100 * (at + 1)},{5 / (1 + at)},0.{at:02}" for at in range(99)]
+    broken = ["", "x", "7,distil,700,nan,0.3", "9,distil"]
+    (tmp_path / "log.csv").write_text("\n".join(["step,stage,tokens,loss,zeros", *lines, *broken]))
+    steps = read_log(tmp_path / "log.csv")
+    assert len(steps) == 99 and steps[40] == (4100, 5 / 41, 0.4)
+    image = draw_log(tmp_path, RECIPES["reglu"].stages)
+    assert image == tmp_path / "loss.png" and image.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    figure = Figure()
+    tokens, loss, zeros = ([step[at] for step in steps] for at in range(3))
+    draw_training(figure, tokens, loss, zeros, [("regress", 0), ("distil", 40)])
+    above, below = figure.axes
+    assert [text.get_text() for text in above.texts] == ["regress", "distil"]
+    assert below.lines[0].get_ydata()[50] == 50 and below.lines[-1].get_xdata()[0] == 4000, "where a stage begins"
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    made(dense, tmp_path / "out", tokens=512)
+    assert (tmp_path / "out" / "log.csv").exists() and not (tmp_path / "out" / "loss.png").exists()
 
 
 def test_a_full_disk_leaves_no_half_model(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

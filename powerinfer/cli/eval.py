@@ -1,4 +1,4 @@
-"""Measure a model's quality on a text.
+"""Measure a model's quality, on a text or in tasks.
 
 perplexity: the text is cut into windows of --context tokens (512, or the model's context if that is shorter) that do
 not overlap, and the second half of each is scored, as llama-perplexity does. With a sparse --selector that half is
@@ -12,6 +12,15 @@ which both find the same token most likely), mean_kl (of --against's distributio
 max_abs_logit_diff, tokens (positions), active_fraction (neurons computed in full), candidate_fraction, recall (of a
 predictor), bytes_per_token, selector, against, context, step.
 
+tasks: how often the right one of several choices is the most likely continuation, as lm-eval counts it without
+examples: acc by the sum of log-probabilities, acc_norm by that sum divided by the choice's bytes. Each --file holds the
+items of one task, as HellaSwag and ARC are published, as LLM-Adapters has PIQA and ARC, or as lines of {"context": ...,
+"choices": [...], "answer": index or text}. An item's beginning is computed once for all its choices; the choices of a
+sparse --selector --step tokens at a time. That is for selectors that are not exact: auto, all and exact give the same
+answer, also where the activation makes zeros itself (relu, cats), and all at once is fastest. JSON: tasks (file, items,
+acc, acc_error, acc_norm, acc_norm_error, chance, cut: items longer than the context, of which the end was scored), acc
+and acc_norm (means of the tasks), limit, context; for a sparse selector sparsity.
+
 The selector is used in every layer, as with --no-trial: this measures its quality, not its speed.
 """
 
@@ -20,6 +29,7 @@ from __future__ import annotations
 import argparse
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.cli.common import (
@@ -43,12 +53,15 @@ DENSE = ("auto", "all")  # auto is dense or exact, which give the same answer
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    measures = ("perplexity", "agreement")
-    parser.add_argument("measure", choices=measures, metavar="perplexity|agreement", help="what to measure")
-    parser.add_argument("--file", required=True, metavar="TEXT", help="a UTF-8 text file")
+    measures = ("perplexity", "agreement", "tasks")
+    parser.add_argument("measure", choices=measures, metavar="|".join(measures), help="what to measure")
+    parser.add_argument(
+        "--file", required=True, action="append", metavar="FILE", help="UTF-8 text; tasks: items, repeatable"
+    )
     model_flag(parser)
     parser.add_argument("--against", choices=SELECTORS, help="agreement: the selector to compare with (default all)")
     parser.add_argument("--tokens", type=int, metavar="N", help="agreement: compare at most N positions")
+    parser.add_argument("--limit", type=int, metavar="N", help="tasks: only the first N items of each file")
     parser.add_argument(
         "--step",
         type=int,
@@ -62,7 +75,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace, out: Output) -> int:
     engine = replace(config_from(args, EngineConfig, recall_every=1), trial=False)
     _check(args, engine)
-    text = _read(args.file)
+    if args.measure == "tasks":
+        out.document(_tasks(args, engine, out))
+        return 0
+    text = _read(args.file[0])
     if not engine.context:  # 512 tokens, or the model's context if that is shorter
         engine = replace(engine, context=min(512, open_model(args.model, engine, out).config.context_length))
     measure = _perplexity if args.measure == "perplexity" else _agreement
@@ -73,8 +89,12 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 def _check(args: argparse.Namespace, engine: EngineConfig) -> None:
     if args.measure != "agreement" and (args.against is not None or args.tokens is not None):
         raise RequestError("--against and --tokens are options of eval agreement")
-    if args.tokens is not None and args.tokens < 1:
-        raise RequestError(f"--tokens must be at least 1, not {args.tokens}")
+    if args.measure != "tasks" and (args.limit is not None or len(args.file) > 1):
+        raise RequestError("--limit and several --file are options of eval tasks")
+    for name in ("tokens", "limit"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise RequestError(f"--{name} must be at least 1, not {value}")
     if args.step is not None:
         from powerinfer.kernels.cpu import NEURON_TOKENS
 
@@ -130,6 +150,44 @@ def _agreement(args: argparse.Namespace, engine: EngineConfig, text: str, out: O
     shown = {name: (sparsity or {}).get(name) for name in ("candidate_fraction", "recall", "bytes_per_token")}
     about = {"selector": engine.selector, "against": against, "context": engine.context, "step": step}
     return {**asdict(result), **shown, **about}
+
+
+def _tasks(args: argparse.Namespace, engine: EngineConfig, out: Output) -> dict[str, Any]:
+    from powerinfer.cli.progress import Bar
+    from powerinfer.evaluate import accuracy, encode_items
+    from powerinfer.runtime.runner import SCORE_ROWS
+    from powerinfer.tasks import read_items
+
+    read = [read_items(Path(path), args.limit) for path in args.file]
+    checkpoint = open_model(args.model, engine, out)
+    tokenizer, most = checkpoint.tokenizer(), engine.context or checkpoint.config.context_length
+    encoded = [encode_items(tokenizer, items, most) for items in read]
+    if not engine.context:
+        longest = max(len(tokens) - 1 for items in encoded for item in items for tokens in item.texts)
+        engine = replace(engine, context=longest)
+    dense = args.step is None and engine.selector in DENSE
+    with open_llm(args.model, engine, out) as llm, Bar() as bar:
+        found = [accuracy(llm, items, bar, SCORE_ROWS if dense else args.step or 1) for items in encoded]
+        sparsity = None if dense else sparsity_summary(llm)
+    names = [Path(path).name for path in args.file]
+    for name, one in zip(names, found, strict=True):
+        out.line(
+            f"{name:<18}acc {_share(one.acc, one.acc_error)}, acc_norm {_share(one.acc_norm, one.acc_norm_error)}, "
+            f"{one.items} items; guessing: {100 * one.chance:.1f} %"
+        )
+        if one.cut:
+            out.line(f"{'':<18}{one.cut} longer than the context of {engine.context} tokens: their ends were scored")
+    means = {name: sum(getattr(one, name) for one in found) / len(found) for name in ("acc", "acc_norm")}
+    if len(found) > 1:
+        out.line(f"{'mean':<18}acc {100 * means['acc']:.1f} %, acc_norm {100 * means['acc_norm']:.1f} %")
+    _show_sparsity(sparsity, out)
+    tasks = [{"file": name, **asdict(one)} for name, one in zip(names, found, strict=True)]
+    about = {"limit": args.limit, "context": engine.context}
+    return {"tasks": tasks, **means, **about, **({"sparsity": sparsity} if sparsity else {})}
+
+
+def _share(value: float, error: float) -> str:
+    return f"{100 * value:.1f} +- {100 * error:.1f} %"
 
 
 def _with_selector(engine: EngineConfig, selector: str, other: str) -> EngineConfig:

@@ -4,9 +4,9 @@ The original is the teacher, so any text will do; text in the form that the mode
 the same format into --out, with a card (README.md), the steps (log.csv) and the state of the training
 (training.safetensors), from which an interrupted run goes on. Needs torch.
 
-JSON: path, source, architecture, recipe, target_zeros, tokens, corpora, perplexity_before, perplexity, ratio, zeros,
-zeros_by_layer (on held-out windows of the texts), limits (thresholds of the layers), resumed (steps that an earlier run
-did), seconds.
+JSON: path, source, architecture, recipe, target_zeros, tokens, corpora, own_text_tokens (written with --own-text, with
+the prompts), perplexity_before, perplexity, ratio, zeros, zeros_by_layer (on held-out windows of the texts), limits
+(thresholds of the layers), resumed (steps that an earlier run did), seconds.
 """
 
 from __future__ import annotations

@@ -60,6 +60,11 @@ class Conversation:
         """Lines `role: content`, for models without a chat template."""
         return "\n".join(what if who is None else f"{who}: {what}" for who, what in self.turns)
 
+    def opening(self) -> Conversation:
+        """Up to the user's first turn; no turns if there is none."""
+        at = next((at for at, (who, _) in enumerate(self.turns) if SAYS.get(who or "", who) == "user"), -1)
+        return Conversation(self.turns[: at + 1])
+
     def messages(self) -> list[dict[str, str]]:
         """As templates take them. RequestError for a role that none takes, and for a conversation that is too long."""
         if sum(len(what) for _, what in self.turns) > CONVERSATION:
@@ -70,7 +75,7 @@ class Conversation:
         return [{"role": ROLES[str(who)], "content": what} for who, (_, what) in zip(names, self.turns, strict=True)]
 
 
-Piece = str | Conversation | Sequence[int]
+Piece = str | Conversation | NDArray[np.int32]
 """A piece of a text: text, a conversation, or token ids."""
 
 
@@ -302,7 +307,7 @@ def read_windows(
         for at, corpus in enumerate(corpora):
             room = max(1, (limit // size - sum(number)) // (len(corpora) - at))
             count = 0
-            encoder = _Encoder(tokenizer, template)
+            encoder = Encoder(tokenizer, template)
             for ids in _cut(corpus, encoder, size, room):
                 if bos is not None:
                     ids[:, 0] = bos
@@ -321,7 +326,7 @@ def read_windows(
     return Windows(ids, tuple(corpus.name for corpus in corpora), tuple(number), digest.hexdigest())
 
 
-class _Encoder:
+class Encoder:
     """Token ids of pieces. left_out: conversations that the template did not take."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
@@ -335,16 +340,19 @@ class _Encoder:
         """ModelError if the template seems to take no conversation."""
         for piece in pieces:
             if isinstance(piece, Conversation) and self._template is not None:
-                yield self._templated(piece, self._template)
+                yield self.chat(piece)
             elif isinstance(piece, Conversation):
                 yield from self.ids(_as_document(piece.text()))
+            elif isinstance(piece, str):
+                yield self._tokenizer.encode(piece, special=False, add_bos=False)
             else:
-                yield self._tokenizer.encode(piece, special=False, add_bos=False) if isinstance(piece, str) else piece
+                yield piece.tolist()
 
-    def _templated(self, said: Conversation, template: ChatTemplate) -> Sequence[int]:
-        """Nothing for a conversation that is left out."""
+    def chat(self, said: Conversation, answer: bool = False) -> Sequence[int]:
+        """A conversation through the template, nothing if it is left out. answer: with the start of the next answer."""
+        assert self._template is not None
         try:
-            ids = encode_chat(self._tokenizer, template, said.messages(), add_generation_prompt=False)
+            ids = encode_chat(self._tokenizer, self._template, said.messages(), answer)
             self._failures = 0
             return ids
         except RequestError as error:
@@ -363,7 +371,7 @@ class _Encoder:
         return f"conversations left out: {self.left_out}; of the first one, {self._why}"
 
 
-def _cut(corpus: Corpus, encoder: _Encoder, size: int, room: int) -> Iterator[NDArray[np.int32]]:
+def _cut(corpus: Corpus, encoder: Encoder, size: int, room: int) -> Iterator[NDArray[np.int32]]:
     """At most `room` windows of a corpus, int32 [some, size]."""
     rest: list[int] = []
     seen = done = 0

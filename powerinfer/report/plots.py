@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -430,3 +431,41 @@ def draw_time(figure: Figure, layers: Sequence[LayerPlan]) -> None:
     figure.suptitle("Time of a token, by layer", x=0.01, ha="left")
     _layer_axis(axes, len(layers))
     figure.legend(loc="outside lower center", ncols=3)
+
+
+# ---------------------------------------------------------------- training
+
+
+def draw_training(
+    figure: Figure,
+    tokens: Sequence[int],
+    loss: Sequence[float],
+    zeros: Sequence[float],
+    stages: Sequence[tuple[str, int]],
+) -> None:
+    """Loss and share of zeros of the steps of a training against its tokens. stages: (name, first step) of each."""
+    figure.suptitle("Loss, and neurons that are zero", x=0.01, ha="left")
+    above, below = figure.subplots(2, 1, sharex=True)
+    for axes, values, colour in ((above, loss, TIER_COLOURS["cpu"]), (below, [100 * share for share in zeros], _GREEN)):
+        axes.plot(tokens, values, color=colour, linewidth=0.6, alpha=0.45)
+        for (_, first), (_, end) in pairwise([*stages, ("", len(tokens))]):
+            axes.plot(tokens[first:end], _smooth(values[first:end]), color=colour, linewidth=1.6)
+            if first:
+                axes.axvline(tokens[first - 1], color=_ink(), linewidth=0.8, linestyle=":")
+    for name, first in stages:
+        at = tokens[first - 1] if first else 0
+        above.annotate(name, (at, 1), xycoords=("data", "axes fraction"), xytext=(2, 3), textcoords="offset points")
+    if min(loss) > 0:
+        above.set_yscale("log")
+    above.set(ylabel="loss")
+    below.set(ylabel="zeros", xlabel="tokens", ylim=(0, 100), xlim=(0, None))
+    _percent(below.yaxis)
+
+
+def _smooth(values: Sequence[float]) -> NDArray[np.float64]:
+    """The mean of the values around each one: a fiftieth of them."""
+    reach = len(values) // 100
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    at = np.arange(len(values))
+    low, high = np.maximum(0, at - reach), np.minimum(len(values), at + reach + 1)
+    return np.asarray((sums[high] - sums[low]) / (high - low))

@@ -380,13 +380,24 @@ class LLM:
             raise RequestError(NO_TEMPLATE)
         return encode_chat(self.tokenizer, self.template, plain_messages(messages), **variables)
 
-    def score(self, tokens: Sequence[int], first: int, use: UseLogits, step: int = SCORE_ROWS) -> None:
+    def score(
+        self, tokens: Sequence[int], first: int, use: Callable[[int, NDArray[np.float32]], None], step: int = SCORE_ROWS
+    ) -> None:
         """Compute a text and pass its logits to `use(position, float32 [n, vocab])`, from position `first` on.
 
         From there on up to `step` tokens are computed per step; steps of 1 to 32 tokens are sparse, like decode. `use`
         is called on the model's thread, where it must not wait for an answer.
         """
-        self._runner.score(tokens, first, use, step)
+        self._runner.score([tokens], [first], lambda _, at, logits: use(at, logits), step)
+
+    def score_texts(
+        self, texts: Sequence[Sequence[int]], firsts: Sequence[int], use: UseLogits, step: int = SCORE_ROWS
+    ) -> None:
+        """As `score` of every text, with `use(text, position, logits)`; computed together, and once what they share.
+
+        texts: token ids; firsts: of each the position from which its logits are wanted.
+        """
+        self._runner.score(texts, firsts, use, step)
 
     def close(self) -> None:
         """End running requests and free the model, its threads and its memory. What needs it says then that it was

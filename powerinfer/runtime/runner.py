@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import islice, pairwise
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 
     from powerinfer.formats.tokenizer import Tokenizer
 
-    UseLogits = Callable[[int, NDArray[np.float32]], None]
-    """use(position of the first row, float32 [n, vocab]), on the engine's thread; the rows are valid in the call."""
+    UseLogits = Callable[[int, int, NDArray[np.float32]], None]
+    """use(text, position of the first row, float32 [n, vocab]), on the engine's thread; the rows are valid in the call.
+    """
 
 T = TypeVar("T")
 
@@ -47,6 +49,7 @@ class Runner:
         self.context = min(context, executor.n_pages * executor.page_size)
         self._executor = executor
         self._tokenizer = tokenizer
+        self._max_batch = engine.max_batch
         self._scratch = np.empty((2, executor.vocab_size), np.float32)
         self._grammars = Grammars(tokenizer, executor.vocab_size)
         self._scheduler = Scheduler(
@@ -211,21 +214,44 @@ class Runner:
         """
         self._driver.idle_work = work
 
-    def score(self, tokens: Sequence[int], first: int, use: UseLogits, step: int = SCORE_ROWS) -> None:
-        """Compute a text and hand the logits at its positions from `first` on to `use`.
+    def score(self, texts: Sequence[Sequence[int]], firsts: Sequence[int], use: UseLogits, step: int) -> None:
+        """Compute texts and hand the logits at the positions of each from `firsts` on to `use`.
 
-        The text is computed from its beginning, without the prefix cache, in turns with the steps of requests. What
-        comes before `first` is computed as a prompt is, the rest in calls of up to `step` tokens: one token a call is
-        what decode does.
+        They are computed without the prefix cache, in turns with the steps of requests, up to `max_batch` texts
+        together; whole pages of tokens with which all of these begin are computed once. What comes before `firsts` is
+        computed as a prompt is, the rest in calls of up to `step` tokens: one token a call is what decode does.
         """
         assert step > 0
-        self._check_prompt(tokens)
-        self._check_fits(tokens)
+        for tokens in texts:
+            self._check_prompt(tokens)
+            self._check_fits(tokens)
+        begin = 0
+        while begin < len(texts):
+            end, pages = begin, 0
+            while end < len(texts) and end - begin < self._together:
+                pages += self._pages(len(texts[end]))
+                if pages > self._executor.n_pages and end > begin:
+                    break
+                end += 1
+            self._score_some(texts[begin:end], firsts[begin:end], partial(_numbered, use, begin), step)
+            begin = end
+
+    @property
+    def _together(self) -> int:
+        """How many texts are scored together: one, where sequences have states, which cannot be shared."""
+        return self._max_batch if self._scheduler.states is None else 1
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self._executor.page_size)
+
+    def _score_some(self, texts: Sequence[Sequence[int]], firsts: Sequence[int], use: UseLogits, step: int) -> None:
         driver, cache, states = self._driver, self._scheduler.cache, self._scheduler.states
         pages, slots = list[int](), list[int]()
+        shared = _same(texts, min(firsts)) // self._executor.page_size if len(texts) > 1 else 0  # pages
+        own = [self._pages(len(tokens)) - shared for tokens in texts]
 
         def begin() -> None:
-            taken = cache.reserve(-(-len(tokens) // self._executor.page_size))
+            taken = cache.reserve(shared + sum(own))
             state = None if states is None or taken is None else states.hold()
             if taken is None or (states is not None and state is None):
                 cache.release(taken or [])
@@ -244,38 +270,51 @@ class Runner:
 
         try:
             self.call(begin)
-            for batch in self._batches(tokens, first, min(step, SCORE_ROWS), pages, slots):
-                self.call(partial(self._score, batch, use))
+            rest = iter(pages[shared:])
+            table = np.full((len(texts), shared + max(own)), -1, np.int32)
+            table[:, :shared] = pages[:shared]
+            for row, count in enumerate(own):
+                table[row, shared : shared + count] = list(islice(rest, count))
+            held = np.asarray(slots or [0], np.int32)
+            for rows, positions, wanted in self._parts(texts, firsts, shared * self._executor.page_size, step):
+                some, own_rows = np.unique(rows, return_inverse=True)
+                batch = Batch(
+                    np.asarray([texts[row][at] for row, at in zip(rows, positions, strict=True)], np.int32),
+                    positions,
+                    own_rows.astype(np.int32),
+                    table[some],
+                    np.arange(len(rows) if wanted else 0, dtype=np.int32),
+                    *(() if states is None else (held, held)),
+                )
+                self.call(partial(self._score, batch, rows, use))
         finally:
             driver.tell(end)  # after what an interrupt left under way
 
-    def _batches(
-        self, tokens: Sequence[int], first: int, step: int, pages: list[int], slots: list[int]
-    ) -> Iterator[Batch]:
-        """The calls that compute a text, with logits from position `first` on. slots: of its state, if it has one."""
-        states = np.asarray(slots or [0], np.int32)
-        page_table = np.asarray([pages], np.int32)
-        limit = self._executor.max_tokens
-        start = 0
-        while start < len(tokens):
-            wanted = start >= first
-            end = min(start + min(limit, step), len(tokens)) if wanted else min(start + limit, first, len(tokens))
-            yield Batch(
-                np.asarray(tokens[start:end], np.int32),
-                np.arange(start, end, dtype=np.int32),
-                np.zeros(end - start, np.int32),
-                page_table,
-                np.arange(end - start if wanted else 0, dtype=np.int32),
-                states,
-                states,
-            )
-            start = end
+    def _parts(
+        self, texts: Sequence[Sequence[int]], firsts: Sequence[int], shared: int, step: int
+    ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int32], bool]]:
+        """(text, position) of the tokens of each call, int32 [T], and whether their logits are wanted.
 
-    def _score(self, batch: Batch, use: UseLogits) -> None:
+        shared: tokens of the first text that are computed for all.
+        """
+        limit = self._executor.max_tokens
+        before = [(row, shared, first) for row, first in enumerate(firsts)]
+        after = [(row, first, len(texts[row])) for row, first in enumerate(firsts)]
+        calls = ([(0, 0, shared)], limit, False), (before, limit, False), (after, min(step, SCORE_ROWS, limit), True)
+        for ranges, size, wanted in calls:
+            rows = np.concatenate([np.full(end - start, row, np.int32) for row, start, end in ranges])
+            positions = np.concatenate([np.arange(start, end, dtype=np.int32) for _, start, end in ranges])
+            for at in range(0, len(rows), size):
+                yield rows[at : at + size], positions[at : at + size], wanted
+
+    def _score(self, batch: Batch, texts: NDArray[np.int32], use: UseLogits) -> None:
+        """texts: of each token, int32 [T]."""
         self._driver.check()
         logits = self._executor.forward(batch)
         if len(logits):
-            use(int(batch.positions[0]), logits)
+            cuts = [0, *(np.flatnonzero(np.diff(texts)) + 1).tolist(), len(texts)]
+            for start, end in pairwise(cuts):
+                use(int(texts[start]), int(batch.positions[start]), logits[start:end])
 
     def close(self) -> None:
         """End running requests and close the executor. May be called twice."""
@@ -293,6 +332,15 @@ class Runner:
         if min(prompt) < 0 or max(prompt) >= self._executor.vocab_size:
             wrong = next(token for token in prompt if not 0 <= token < self._executor.vocab_size)
             raise RequestError(f"the prompt holds token {wrong}, but the model has {self._executor.vocab_size} tokens")
+
+
+def _same(texts: Sequence[Sequence[int]], most: int) -> int:
+    """How many tokens all texts begin with, at most `most`."""
+    return next((at for at in range(most) if len({tokens[at] for tokens in texts}) > 1), most)
+
+
+def _numbered(use: UseLogits, first: int, text: int, at: int, logits: NDArray[np.float32]) -> None:
+    use(first + text, at, logits)
 
 
 def _limits(salt: bytes, timeout: float | None, queue_timeout: float | None) -> dict[str, Any]:

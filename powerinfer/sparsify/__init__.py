@@ -16,6 +16,8 @@ from powerinfer.prepare.corpus import open_corpora
 from powerinfer.prepare.training import torch_threads
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsify.card import card, document
+from powerinfer.sparsify.loss_plot import draw_log
+from powerinfer.sparsify.own_text import FILE, PART, write_own_text
 from powerinfer.sparsify.recipes import check_recipe
 from powerinfer.sparsify.writing import check_writable, write_model
 from powerinfer.system import available_memory
@@ -47,11 +49,10 @@ def sparsify(
     recipe = check_recipe(config.recipe, checkpoint.config)
     if out.resolve() in (checkpoint.path.resolve(), checkpoint.path.parent.resolve()):
         raise RequestError(f"--out {out} holds the model itself: give another folder")
-    if out.is_dir() and any(out.iterdir()) and not (out / "training.safetensors").exists():
-        kept = (out / "log.csv").exists() and len(list(out.iterdir())) == 1
-        if not kept:
-            raise RequestError(f"--out {out} has files that no training made: give a new folder")
-    texts = open_corpora(corpora)
+    found = {one.name for one in out.iterdir()} if out.is_dir() else set()
+    if "training.safetensors" not in found and found - {"log.csv", FILE, PART}:
+        raise RequestError(f"--out {out} has files that no training made: give a new folder")
+    texts, own_tokens = open_corpora(corpora), 0
     with torch_threads(threads):
         from powerinfer.sparsify.torch_model import TorchModel, load, unsupported
         from powerinfer.sparsify.training import Sparsifier, needed_bytes, trained_names
@@ -67,6 +68,9 @@ def sparsify(
             raise RequestError(
                 f"training needs about {needed / 2**30:.1f} GiB of memory, and {available / 2**30:.1f} GiB are free"
             )
+        if config.own_text:
+            own = write_own_text(checkpoint, texts, config.own_text, config.seed, out, progress, threads)
+            texts, own_tokens = [*texts, own], own.tokens
         work = Sparsifier(checkpoint, texts, config, out, progress, say)
         done = work.run()
         if done.limits:
@@ -80,5 +84,7 @@ def sparsify(
     figures = document(
         checkpoint.config, checkpoint.path.name, config, names, done.before, after, done.tokens, done.seconds
     )
+    figures["own_text_tokens"] = own_tokens
+    draw_log(out, recipe.stages)
     write_small(out / "README.md", card(figures).encode())
     return Made(path, {"path": str(path), **figures, "limits": list(done.limits), "resumed": done.resumed})

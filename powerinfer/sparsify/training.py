@@ -302,7 +302,7 @@ class Sparsifier:
     # ---------------------------------------------------------------- what is kept
 
     def _key(self) -> str:
-        free = ("save", "device", "type", "lr")
+        free = ("save", "device", "type", "lr", "own_text")  # a text that is written is in the windows
         options = {name: value for name, value in asdict(self.config).items() if name not in free}
         digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
         for windows in (self._train, self._held_out):
@@ -437,6 +437,8 @@ def _check(config: SparsifyConfig) -> None:
         raise RequestError(f"--lr {config.lr:g} must be between 0 and 100")
     if config.tokens < config.batch:
         raise RequestError(f"--tokens {config.tokens} is less than a step of --batch {config.batch} tokens")
+    if config.own_text < 0:
+        raise RequestError(f"--own-text must be a number of tokens, not {config.own_text}")
     if config.batch < config.window:
         raise RequestError(f"--batch {config.batch} is less than a window of {config.window} tokens")
 

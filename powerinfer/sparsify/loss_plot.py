@@ -1,0 +1,50 @@
+"""The steps of a training as a picture, `loss.png` beside `log.csv`, where matplotlib is there."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+from powerinfer.errors import RequestError
+from powerinfer.formats.prepared import write_small
+from powerinfer.report.plots import draw_training, need_matplotlib, png
+from powerinfer.sparsify.recipes import Stage
+
+
+class Step(NamedTuple):
+    tokens: int
+    loss: float
+    zeros: float
+
+
+def draw_log(folder: Path, stages: Sequence[Stage]) -> Path | None:
+    """The picture of the whole training in a folder's `log.csv`; None without matplotlib, and if it has no steps."""
+    steps = read_log(folder / "log.csv")
+    with suppress(RequestError):
+        need_matplotlib()
+        if len(steps) > 1:
+            ends = accumulate(stage.share for stage in stages)
+            begins = [0, *(round(end * len(steps)) for end in ends)]
+            places = [(stage.name, begin) for stage, begin in zip(stages, begins, strict=False)]
+            tokens, loss, zeros = zip(*steps, strict=True)
+            image = png(lambda figure: draw_training(figure, tokens, loss, zeros, places))
+            write_small(folder / "loss.png", image)
+            return folder / "loss.png"
+    return None
+
+
+def read_log(path: Path) -> list[Step]:
+    """Its steps; lines that are none are left out."""
+    steps = []
+    with path.open(newline="", encoding="ascii", errors="replace") as file:
+        for row in csv.DictReader(file):
+            with suppress(KeyError, TypeError, ValueError):
+                step = Step(int(row["tokens"]), float(row["loss"]), float(row["zeros"]))
+                if math.isfinite(step.loss + step.zeros):
+                    steps.append(step)
+    return steps
