@@ -19,7 +19,7 @@ import torch
 from gguf_bytes import F32, STRING, Builder
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_files import FF, LAYERS, VOCAB, D, family_gguf, give_limits, gguf_name, tiny_gguf, weights
+from model_files import FF, LAYERS, VOCAB, D, family_gguf, gguf_name, give_limits, tiny_gguf, weights
 from prepared_models import checkpoint
 from sparse_models import give_bundles
 from test_prepared import describe, left_in
