@@ -159,9 +159,9 @@ def _arc(value: dict[str, Any]) -> tuple[str, list[str], int]:
     """As published, or as the hub has it, where choices are two lists."""
     asked, choices = value["question"], value.get("choices")
     if type(asked) is dict:
-        asked, choices = _text(asked, "stem"), asked.get("choices")
+        stem, choices = _text(asked, "stem"), asked.get("choices")
     else:
-        asked = _text(value, "question")
+        stem = _text(value, "question")
     if type(choices) is list and all(type(one) is dict for one in choices):
         choices = {name: [_text(one, name) for one in choices] for name in ("text", "label")}
     if type(choices) is not dict:
@@ -169,7 +169,7 @@ def _arc(value: dict[str, Any]) -> tuple[str, list[str], int]:
     texts, labels, key = _texts(choices, "text"), _texts(choices, "label"), _text(value, "answerKey")
     if len(texts) != len(labels) or labels.count(key) != 1:
         raise _Wrong(f"answerKey {shown(key)} is not one of the labels {shown(', '.join(labels))}")
-    return _question(asked), texts, labels.index(key)
+    return _question(stem), texts, labels.index(key)
 
 
 def _generic(value: dict[str, Any]) -> tuple[str, list[str], int]:

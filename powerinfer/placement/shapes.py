@@ -484,6 +484,17 @@ def _llama(
     return ModelConfig("llama", width, 32000, context, 1e-5, uniform(layers, layer))
 
 
+def _llama3() -> ModelConfig:
+    rope = RopeConfig(5e5, 128, scaling="llama3", factor=8.0, original_context_length=8192)
+    layer = LayerConfig(AttentionConfig(32, 8, 128, rope), FfnConfig(14336))
+    return ModelConfig("llama", 4096, 128256, 131072, 1e-5, uniform(32, layer))
+
+
+def _qwen3(layers: int, width: int, neurons: int) -> ModelConfig:
+    layer = LayerConfig(AttentionConfig(32, 8, 128, RopeConfig(1e6, 128), qk_norm="head"), FfnConfig(neurons))
+    return ModelConfig("qwen3", width, 151936, 40960, 1e-6, uniform(layers, layer), tied_embeddings=True)
+
+
 def _experts(
     family: str, layers: int, width: int, heads: tuple[int, int], experts: ExpertsConfig, vocab: int, context: int,
     dense: tuple[int, int] = (0, 0), **attention: Any,
@@ -570,6 +581,8 @@ SHAPES: dict[str, ModelShape] = {
     "llama-70b-swiglu": ModelShape(_llama(80, 8192, 64, 8, 28672, "silu"), FAMILIES["swiglu"]),
     "bamboo-7b": ModelShape(_llama(32, 4096, 32, 8, 14336, "drelu", context=32768), FAMILIES["drelu"]),
     "mistral-7b": ModelShape(_llama(32, 4096, 32, 8, 14336, "silu", context=32768), FAMILIES["swiglu"]),
+    "llama-3.1-8b": ModelShape(_llama3(), FAMILIES["swiglu"]),
+    "qwen3-4b": ModelShape(_qwen3(36, 2560, 9728), FAMILIES["swiglu"]),
     "mixtral-8x7b": ModelShape(
         _experts("mixtral", 32, 4096, (32, 8), ExpertsConfig(8, 14336, RouterConfig(2)), 32000, 32768),
         FAMILIES["swiglu"],

@@ -39,10 +39,9 @@ from powerinfer.formats.layout import is_router, matrix_names, shapes
 from powerinfer.formats.prepared import TRAINING, PreparedFile
 from powerinfer.prepare.corpus import Corpus, read_windows
 from powerinfer.progress import Progress, Say, silent
-from powerinfer.sparsify.recipes import Recipe, Stage, check_recipe
+from powerinfer.sparsify.recipes import FFN_PARTS, Recipe, Stage, check_recipe
 from powerinfer.sparsify.torch_model import Neurons, TorchModel, load
 
-FFN_PARTS = frozenset(f"{of}{part}" for of in ("", "experts_", "shared_") for part in ("gate", "up", "down"))
 HELD_OUT = 0.02  # of the windows of each text, at least MIN_HELD_OUT: measured on, never trained on
 MIN_HELD_OUT = 2
 WARM_UP = 20  # steps in which a stage's learning rate rises
@@ -91,7 +90,7 @@ class Sparsifier:
         self.config, self._progress, self._checkpoint, self._out = config, progress, checkpoint, out
         self.device = _device(config.device)
         self._train, self._held_out = _texts(checkpoint, corpora, config, progress, say)
-        compute = _fast_type(self.device)
+        compute = fast_type(self.device)
         weights = {name: value.to(self.device) for name, value in load(checkpoint).items()}
         frozen = {name: value.to(compute) if value.ndim > 1 else value for name, value in weights.items()}
         self.teacher = TorchModel(checkpoint.config, frozen, compute)
@@ -470,7 +469,7 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda" if has and name != "cpu" else "cpu")
 
 
-def _fast_type(device: torch.device) -> torch.dtype:
+def fast_type(device: torch.device) -> torch.dtype:
     """bfloat16 where the device multiplies matrices of it many times as fast, else float32."""
     if device.type == "cuda":
         return torch.bfloat16

@@ -1,0 +1,259 @@
+"""A sparse model beside the dense one that it was made of: quality, neurons, speed.
+
+    python -m benchmarks.sparse.report ORIGINAL SPARSE --text A --text B --task F --task G --out FOLDER
+
+Writes report.json, and of it report.md with plots. Each result is kept as soon as it is measured; the same command goes
+on where it was interrupted, and measures again only what has other options. Sections (--sections):
+
+perplexity  of both models on each text, as `eval perplexity` measures it
+tasks       accuracy of both in each task, as `eval tasks` measures it
+firing      of SPARSE: the share of zeros by layer, and what the most active neurons carry
+kept        perplexity of both where only the largest 5 to 50 % of the neurons of each token and layer are computed
+predictor   what SPARSE's predictors reach, as they were trained; without measuring
+speed       tokens a second of decoding: ORIGINAL, and in llama.cpp (--llama-bench), SPARSE dense, `exact` and, with
+            predictors, `predicted`, in turn, round by round. Stores SPARSE's neurons first (`powerinfer pack`).
+
+firing and kept are computed in torch (extra `train`) on --windows windows of 512 tokens, spread evenly over the texts;
+plots need the extra `report`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib import machine, programs, results
+from benchmarks.sparse.compare import RATE, own_fields
+from benchmarks.sparse.report_page import page, plots
+from benchmarks.sparse.trained import command
+from powerinfer.errors import ModelError, PowerInferError
+from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
+from powerinfer.formats.predictor_file import FIGURES, open_predictor
+
+SECTIONS = ("perplexity", "tasks", "firing", "kept", "predictor", "speed")
+SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
+ENGINES = {
+    "original": ["--selector", "all"],
+    "sparse, dense": ["--selector", "all"],
+    "sparse, exact": ["--selector", "exact", "--no-trial"],
+    "sparse, predicted": ["--selector", "predicted", "--no-trial"],
+}
+PEER = "original, llama.cpp"
+
+Work = Callable[[], dict[str, Any]]
+
+
+class Report:
+    """The results in a folder's report.json, by name, with what they were measured with."""
+
+    def __init__(self, folder: Path, models: dict[str, Checkpoint]) -> None:
+        self.path, self.failed = folder / "report.json", False
+        about = {label: described(checkpoint) for label, checkpoint in models.items()}
+        self.document: dict[str, Any] = json.loads(self.path.read_text()) if self.path.exists() else {"results": {}}
+        if self.document.get("models", about) != about:
+            sys.exit(f"{self.path} is the report of other models: give another --out")
+        self.results: dict[str, Any] = self.document.pop("results")
+        self.document |= {"kind": "sparse-report", **machine.description(), "models": about, "results": self.results}
+
+    def measure(self, name: str, options: dict[str, Any], work: Work) -> None:
+        """Keep what `work` finds under a name, unless it is there already, with these options."""
+        if (known := self.results.get(name)) is not None and known["options"] == options:
+            print(f"{name}: kept, of {known['date']}", file=sys.stderr)
+            return
+        print(name, file=sys.stderr)
+        about = {"options": options, **{key: self.document[key] for key in ("date", "commit")}}
+        try:
+            self.results[name] = {**about, "cpu": self.document["cpu"]["name"], **work()}
+        except (PowerInferError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            self.failed = True
+            return
+        results.write_json(self.path, self.document)
+
+
+def described(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "file": checkpoint.path.name,
+        "fingerprint": checkpoint.fingerprint,
+        "parameters": checkpoint.parameters,
+        "type": checkpoint.main_type,
+        "activation": checkpoint.config.activations,
+    }
+
+
+def measure_perplexity(report: Report, models: dict[str, Checkpoint], args: argparse.Namespace) -> None:
+    for text in args.text:
+        for label, model in models.items():
+            words = ("eval", "perplexity", "-m", model.path, "--file", text, *args.flags)
+            work = eval_work(words, ("perplexity", "error", "tokens", "context"))
+            report.measure(f"perplexity, {text.name}, {label}", {"bytes": text.stat().st_size}, work)
+
+
+def measure_tasks(report: Report, models: dict[str, Checkpoint], args: argparse.Namespace) -> None:
+    limit = ("--limit", str(args.limit)) if args.limit else ()
+    for task in args.task:
+        for label, model in models.items():
+            words = ("eval", "tasks", "-m", model.path, "--file", task, *limit, *args.flags)
+            report.measure(
+                f"tasks, {task.name}, {label}",
+                {"bytes": task.stat().st_size, "limit": args.limit},
+                eval_work(words, ("tasks", "context")),
+            )
+
+
+def eval_work(words: tuple[str | Path, ...], kept: tuple[str, ...]) -> Work:
+    def work() -> dict[str, Any]:
+        commands: list[str] = []
+        found = command(commands, *words)
+        return {"command": commands[0], **{name: found[name] for name in kept}}
+
+    return work
+
+
+def measure_firing(report: Report, models: dict[str, Checkpoint], args: argparse.Namespace) -> None:
+    from benchmarks.sparse import neurons
+
+    model = models["sparse"]
+
+    def work() -> dict[str, Any]:
+        tokens = neurons.windows(model, args.text, args.windows, context_of(models))
+        return neurons.firing(neurons.open_torch(model), tokens)
+
+    report.measure("firing", window_options(models, args), work)
+
+
+def measure_kept(report: Report, models: dict[str, Checkpoint], args: argparse.Namespace) -> None:
+    from benchmarks.sparse import neurons
+
+    for label, model in models.items():
+
+        def work(label: str = label, model: Checkpoint = model) -> dict[str, Any]:
+            tokens = neurons.windows(model, args.text, args.windows, context_of(models))
+            torch_model, found = neurons.open_torch(model), []
+            for share in SHARES:
+                with neurons.only_largest(torch_model, share):
+                    value = neurons.perplexity(torch_model, tokens, f"{label}, {100 * share:g} % kept")
+                found.append({"share": share, "perplexity": value})
+            return {"kept": found, "windows": len(tokens)}
+
+        report.measure(f"kept, {label}", window_options(models, args) | {"shares": list(SHARES)}, work)
+
+
+def context_of(models: dict[str, Checkpoint]) -> int:
+    return min(512, *(model.config.context_length for model in models.values()))
+
+
+def window_options(models: dict[str, Checkpoint], args: argparse.Namespace) -> dict[str, Any]:
+    texts = {text.name: text.stat().st_size for text in args.text}
+    return {"texts": texts, "windows": args.windows, "context": context_of(models)}
+
+
+def measure_predictor(report: Report, models: dict[str, Checkpoint], args: argparse.Namespace) -> None:
+    found = predictor_of(models["sparse"])
+    report.measure("predictor", {"found": found}, lambda: {"predictor": found})
+
+
+def predictor_of(model: Checkpoint) -> dict[str, Any] | str:
+    """How the predictors of a model were trained; or why there are none."""
+    try:
+        file = open_predictor(model)
+    except ModelError as error:
+        return str(error).replace(str(model.path.parent), "").strip()
+    training = file.training or {}
+    about = {
+        name: training[name] for name in ("recall_target", "share_of_model", "held_out_tokens") if name in training
+    }
+    layers = [{name: layer[name] for name in ("rank", *FIGURES)} for layer in training.get("layers", ())]
+    return about | {"type": file.type, "layers": layers}
+
+
+def measure_speed(report: Report, models: dict[str, Checkpoint], args: argparse.Namespace) -> None:
+    settings = dict(ENGINES)
+    if not isinstance(predictor_of(models["sparse"]), dict):
+        del settings["sparse, predicted"]
+    peers = {PEER: args.llama_bench.resolve().parent} if args.llama_bench else {}
+    engines = programs.Engines(shlex.split(args.powerinfer), peers, 16, args.gen_tokens, settings, rates=(RATE,))
+    options = {"engines": engines.labels(), "rounds": args.rounds, "gen_tokens": args.gen_tokens}
+
+    def work(threads: int) -> dict[str, Any]:
+        programs.output([*engines.own, "pack", "-m", str(models["sparse"].path), "--no-check"])
+        runs = {label: programs.Runs() for label in engines.labels()}
+
+        def job(label: str) -> dict[str, Any]:
+            return engines.measure(label, models[label.split(",")[0]].path, threads)
+
+        for number in range(args.rounds):
+            programs.one_round(runs, number, args.retries, args.quiet, job)
+        found = {label: run.summary((RATE,)) | own_fields(run) for label, run in runs.items()}
+        if not any(RATE in one for one in found.values()):
+            raise RuntimeError("no engine could be measured")
+        bases = [base for base in ("original", PEER) if base in runs]
+        ratio = {label: {base: programs.ratios(run, runs[base], RATE) for base in bases} for label, run in runs.items()}
+        return {
+            "engines": found,
+            "ratio": ratio,
+            "peers": {name: programs.peer_facts(at) for name, at in peers.items()},
+        }
+
+    for threads in args.threads:
+        report.measure(f"speed, {threads} threads", options, lambda threads=threads: work(threads))
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("original", type=Path)
+    made.add_argument("sparse", type=Path)
+    made.add_argument("--text", type=Path, action="append", default=[], metavar="FILE", help="UTF-8; repeatable")
+    made.add_argument("--task", type=Path, action="append", default=[], metavar="FILE", help="repeatable")
+    made.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    made.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="default: all")
+    made.add_argument("--limit", type=int, help="items of each task; default: all")
+    made.add_argument("--windows", type=int, default=32, help="of the texts, for firing and kept (%(default)s)")
+    made.add_argument("--flags", type=shlex.split, default=[], help="more flags of eval, such as '--threads 2'")
+    made.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of speed; default: 1 2")
+    made.add_argument("--rounds", type=int, default=5, help="of speed (%(default)s)")
+    made.add_argument("--retries", type=int, default=1, help="of a disturbed run (%(default)s)")
+    made.add_argument("--quiet", type=float, default=8.0, help="seconds to wait for a quiet machine (%(default)s)")
+    made.add_argument("--gen-tokens", type=int, default=128, help="tokens that are decoded (%(default)s)")
+    made.add_argument("--llama-bench", type=Path, metavar="PATH", help="llama.cpp's program")
+    own = f"{shlex.quote(sys.executable)} -m powerinfer.cli.main"
+    made.add_argument("--powerinfer", default=own, metavar="COMMAND", help="for speed; default: %(default)s")
+    return made
+
+
+def main(arguments: list[str] | None = None) -> None:
+    made = parser()
+    args = made.parse_args(arguments)
+    for name in ("text", "task"):
+        files = [path.name for path in getattr(args, name)]
+        if missing := [str(path) for path in getattr(args, name) if not path.is_file()]:
+            made.error(f"no file {', '.join(missing)}")
+        if len(set(files)) < len(files):
+            made.error(f"two files of one name: {', '.join(files)}")
+    if not args.text and {"perplexity", "firing", "kept"} & set(args.sections):
+        made.error("give a --text, or --sections that need none (tasks, predictor, speed)")
+    try:
+        models = {label: open_checkpoint(getattr(args, label)) for label in ("original", "sparse")}
+    except PowerInferError as error:
+        sys.exit(str(error))
+    report = Report(args.out, models)
+    measures = (measure_perplexity, measure_tasks, measure_firing, measure_kept, measure_predictor, measure_speed)
+    for section, measure in zip(SECTIONS, measures, strict=True):
+        if section in args.sections:
+            measure(report, models, args)
+    for name, image in plots(report.document).items():
+        (args.out / name).write_bytes(image)
+    (args.out / "report.md").write_text(page(report.document), encoding="utf-8")
+    print(args.out / "report.md", file=sys.stderr)
+    if report.failed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""benchmarks/sparse/report.py: its figures on tiny models, what is kept of an interrupted run, and its page."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sparse_models import TEXT, give_bundles, give_predictor, tiny_llama
+from test_sparse_benchmark import OWN, PEER
+
+from benchmarks.sparse import neurons, report
+from benchmarks.sparse.report_page import page
+from powerinfer.cli.main import main as cli
+from powerinfer.formats.checkpoint import open_checkpoint
+
+ITEMS = [{"context": TEXT[at : at + 20], "choices": [TEXT[30:39], "ab"], "answer": at % 2} for at in range(6)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return tiny_llama(folder / "dense.gguf", "silu"), give_predictor(give_bundles(tiny_llama(folder / "sparse.gguf")))
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[], list[str]]:
+    """`powerinfer` without processes; the commands so far."""
+    seen: list[str] = []
+
+    def command(commands: list[str], *words: str | Path) -> dict[str, Any]:
+        capsys.readouterr()
+        if cli([*map(str, words), "--json", "--threads", "1"]):
+            raise RuntimeError(capsys.readouterr().err)
+        commands.append(" ".join(map(str, words[:2])))
+        seen.extend(commands)
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    monkeypatch.setattr(report, "command", command)
+    return lambda: seen
+
+
+def test_the_report(
+    models: tuple[Path, Path], here: Callable[[], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neurons, "fast_type", lambda device: torch.float32)
+    text, task, own, peer = (tmp_path / name for name in ("text.txt", "task.jsonl", "own.py", "llama-bench"))
+    text.write_text(TEXT)
+    task.write_text("".join(f"{json.dumps(item)}\n" for item in ITEMS))
+    own.write_text(OWN)
+    peer.write_text(PEER)
+    peer.chmod(0o755)
+    command = [*map(str, models), "--text", str(text), "--task", str(task), "--out", str(tmp_path / "out")]
+    command += ["--powerinfer", f"{sys.executable} {own}", "--llama-bench", str(peer), "--rounds", "3"]
+    command += ["--retries", "0", "--quiet", "0", "--windows", "100"]
+    with pytest.raises(SystemExit, match="1"):  # one section cannot be, the others are measured
+        report.main(
+            [*command[:2], *command[2:], "--sections", "perplexity", "speed", "--powerinfer", "/nowhere/program"]
+        )
+    document = json.loads((tmp_path / "out/report.json").read_text())
+    assert list(document["results"]) == ["perplexity, text.txt, original", "perplexity, text.txt, sparse"]
+    report.main(command)
+    assert here() == ["eval perplexity"] * 2 + ["eval tasks"] * 2, "perplexities were kept"
+    document = json.loads((tmp_path / "out/report.json").read_text())
+    found = document["results"]
+    assert document["models"]["sparse"]["activation"] == "relu" and found["firing"]["cpu"] == document["cpu"]["name"]
+
+    # the same windows as the engine's, whose cache is float16
+    for label in ("original", "sparse"):
+        measured = found[f"perplexity, text.txt, {label}"]["perplexity"]
+        assert found[f"kept, {label}"]["kept"][-1] == {"share": 1.0, "perplexity": pytest.approx(measured, rel=0.02)}
+        assert found[f"kept, {label}"]["kept"][0]["perplexity"] != pytest.approx(measured, rel=0.02)
+    fires = found["firing"]["active_fraction"]
+    assert 0.3 < fires < 0.7 and np.mean(found["firing"]["zeros_by_layer"]) == pytest.approx(1 - fires)
+    assert found["firing"]["tokens"] == 128 * (found["perplexity, text.txt, sparse"]["tokens"] // 63)
+
+    speed = found["speed, 1 threads"]
+    assert list(speed["engines"]) == [*report.ENGINES, report.PEER]
+    assert speed["engines"]["sparse, exact"]["decode_tok_s"]["median"] == 30
+    assert speed["ratio"]["sparse, exact"] == {
+        "original": {"median": 1.5, "min": 1.5, "max": 1.5},
+        report.PEER: {"median": 1.875, "min": 1.875, "max": 1.875},
+    }
+    shown = (tmp_path / "out/report.md").read_text(encoding="utf-8")
+    for title in ("Perplexity", "Tasks", "Neurons that fire", "Power law", "Only the largest", "Predictors", "Speed"):
+        assert f"\n## {title}\n" in shown
+    assert "| sparse, exact | 30.0" in shown and "| task.jsonl | 6 |" in shown and "training is not recorded" in shown
+    for name in ("zeros.png", "power-law.png", "kept.png"):
+        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG") and f"({name})" in shown
+
+    report.main([*command, "--limit", "4"])
+    assert here()[4:] == ["eval tasks"] * 2, "only what has other options is measured again"
+    with pytest.raises(SystemExit, match="is the report of other models"):
+        report.main([command[0], command[0], *command[2:]])
+
+
+def test_the_page_of_a_few_results() -> None:
+    result = {"date": "", "commit": "abc", "cpu": "a processor"}
+    about = {"file": "x.gguf", "parameters": 5, "type": "F16", "activation": "cats"}
+    task = {"items": 100, "acc_error": 0.05, "acc_norm_error": 0.05, "chance": 0.5}
+    shares = {"original": (0.7, 0.6), "sparse": (0.65, 0.58)}
+    found = {
+        f"tasks, {name}, {label}": {**result, "tasks": [task | {"acc": acc - less, "acc_norm": norm - less}]}
+        for label, (acc, norm) in shares.items()
+        for name, less in (("a, b.json", 0.0), ("c.json", 0.2))
+    }
+    found["predictor"] = {**result, "predictor": "x.gguf has no predictor"}
+    shown = page({"models": {"original": about, "sparse": about}, "results": found})
+    assert "| a, b.json | 100 | 60.0 ± 5.0 | 58.0 ± 5.0 | 2.0 | 70.0 ± 5.0 | 65.0 ± 5.0 | 5.0 | 50.0 % |" in shown
+    assert "| mean | | 50.0 | 48.0 | 2.0 | 60.0 | 55.0 | 5.0 | |" in shown
+    assert "None: x.gguf has no predictor" in shown and "Speed" not in shown and "commit abc on a processor" in shown
+
+
+def test_the_largest_are_kept() -> None:
+    h = torch.tensor([[1.0, -5.0, 0.0, 2.0, -2.5], [0.0, 0.0, 0.5, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0, 1.0]])
+    kept = neurons.largest(h, 0.4)
+    assert kept[0].tolist() == [0.0, -5.0, 0.0, 0.0, -2.5] and kept[1].tolist() == h[1].tolist()
+    assert (kept[2] != 0).sum() == 2 and (neurons.largest(h, 0.01) != 0).sum(-1).tolist() == [1, 1, 1]
+
+
+def test_the_skew() -> None:
+    assert neurons.hot_share(np.array([0, 4, 0, 3, 1, 1, 1, 0, 0, 0])) == 0.3  # 4 + 3 + 1 of 10
+    assert neurons.hot_share(np.zeros(5, np.int64)) == 0
+
+
+def test_firing_counts_what_is_not_zero(models: tuple[Path, Path]) -> None:
+    """A model of 2 layers whose h is known: the first neuron of a layer always fires, the others never."""
+    model = neurons.open_torch(open_checkpoint(models[0]))
+
+    def hidden(name: str, gate: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
+        h = torch.zeros_like(up)
+        h[..., 0] = -1e-3
+        return h
+
+    model.hidden = hidden
+    found = neurons.firing(model, torch.zeros((5, 8), dtype=torch.int64))
+    size = model.config.ffn_sizes[0]
+    assert found["tokens"] == 40 and found["active_fraction"] == 1 / size
+    assert found["zeros_by_layer"] == pytest.approx([1 - 1 / size] * 2) and found["hot_share"] == 1 / size
+    assert found["hot_share_by_layer"] == [1 / size] * 2 and found["curve"][0] == 0 and found["curve"][2:] == [1.0] * 99
