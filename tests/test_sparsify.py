@@ -21,7 +21,8 @@ from powerinfer import LLM, PowerInferError, RequestError, SamplingParams
 from powerinfer.cli.main import main
 from powerinfer.config import ExpertsConfig, ModelConfig, RopeConfig, SparsifyConfig
 from powerinfer.formats.chat import ChatTemplate
-from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
+from powerinfer.formats.quant import dequantize, quantize
 from powerinfer.placement.shapes import SHAPES
 from powerinfer.prepare.corpus import open_corpora
 from powerinfer.progress import silent
@@ -31,8 +32,8 @@ from powerinfer.sparsify.estimate import estimate
 from powerinfer.sparsify.loss_plot import draw_log, read_log
 from powerinfer.sparsify.own_text import OwnText, is_useful, write_own_text
 from powerinfer.sparsify.recipes import RECIPES
-from powerinfer.sparsify.torch_model import TorchModel, load
-from powerinfer.sparsify.training import Sparsifier
+from powerinfer.sparsify.torch_model import TorchModel, _Rounded, load
+from powerinfer.sparsify.training import Sparsifier, _Cut
 
 SHAPE = Shape(d_model=64, d_ff=128, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, vocab=1200, context=128)
 SMALL = {"window": 32, "batch": 256, "rows": 4, "tokens": 10_240, "save": 1e9, "device": "cpu"}
@@ -50,13 +51,20 @@ def made(model: Path, out: Path, **options: Any) -> Made:
     return sparsify(open_checkpoint(model), [], config, out, threads=1)
 
 
+def limits(checkpoint: Checkpoint) -> list[float]:
+    """Thresholds of the layers; where neurons have their own, of one of mean importance."""
+    if not all(layer.neurons.thresholds for layer in checkpoint.config.layers):
+        return [layer.neurons.threshold for layer in checkpoint.config.layers]
+    own = (checkpoint.take(f"layers.{n}.threshold").float32() for n in range(len(checkpoint.config.layers)))
+    return [float(1 / np.mean(1 / one)) for one in own]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_makes_a_model_that_runs(recipe: str, dense: Path, tmp_path: Path) -> None:
     about = made(dense, tmp_path, recipe=recipe, type="f16").document
     checkpoint = open_checkpoint(tmp_path / "model.gguf")
     assert checkpoint.config.activations == RECIPES[recipe].activation
-    limits = [layer.neurons.threshold for layer in checkpoint.config.layers]
-    assert np.allclose(limits, about["limits"] or [0, 0])
+    assert np.allclose(limits(checkpoint), about["limits"] or [0, 0], rtol=1e-5)
     assert about["zeros"] > {"cats": 0.6, "fatrelu": 0.6, "reglu": 0.5, "drelu": 0.7}[recipe]
     # what the engine counts and computes is what was measured
     with LLM(tmp_path / "model.gguf", threads=1, selector="all") as llm:
@@ -259,7 +267,7 @@ def test_folders(tmp_path: Path) -> None:
     done = made(source, tmp_path / "out", tokens=2048)
     checkpoint, before = open_checkpoint(done.path), open_checkpoint(source)
     assert checkpoint.config.activations == "cats" and checkpoint.main_type == "BF16"
-    assert [layer.neurons.threshold for layer in checkpoint.config.layers] == done.document["limits"]
+    assert np.allclose(limits(checkpoint), done.document["limits"], rtol=1e-5)
     for name in before.names():
         assert checkpoint.take(name).shape == before.take(name).shape
     changed = checkpoint.take("layers.0.gate").float32() != before.take("layers.0.gate").float32()
@@ -438,3 +446,59 @@ def test_a_full_disk_leaves_no_half_model(dense: Path, tmp_path: Path, monkeypat
         made(dense, tmp_path / "out", tokens=512)
     assert (tmp_path / "out" / "model.gguf").read_bytes() == before
     assert not list((tmp_path / "out").glob("*.part"))
+
+
+@pytest.mark.parametrize("cats", [True, False])
+def test_the_gradient_of_a_cut(cats: bool) -> None:
+    torch.manual_seed(0)
+    gate, up, limit = (torch.randn(5, 32, requires_grad=True), torch.randn(5, 32, requires_grad=True), torch.rand(32))
+    h, decides = _Cut.apply(gate, up, limit, cats)
+    active = torch.nn.functional.silu(gate) if cats else gate
+    wanted = torch.where((active.abs() if cats else active) > limit, active * up, 0)
+    assert torch.equal(h, wanted) and torch.equal(decides, active.abs() if cats else gate)
+    assert 0.2 < float((h == 0).float().mean()) < 0.9
+    back = torch.randn(5, 32)
+    for own, known in zip(
+        torch.autograd.grad(h, (gate, up), back), torch.autograd.grad(wanted, (gate, up), back), strict=True
+    ):
+        assert torch.allclose(own, known, atol=1e-6)
+
+
+def test_rounded_weights_are_those_that_are_stored() -> None:
+    weight = torch.randn(7, 96, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    weight.data[3, :32] = 0
+    rounded = _Rounded.apply(weight)
+    assert np.array_equal(rounded.detach().numpy(), dequantize(quantize(weight.detach().numpy(), "Q4_0"), "Q4_0"))
+    rounded.backward(torch.full((7, 96), 2.0))
+    assert torch.equal(weight.grad, torch.full((7, 96), 2.0))
+
+
+def test_the_gradient_of_the_divergence(dense: Path, tmp_path: Path) -> None:
+    config = SparsifyConfig(**(SMALL | {"zeros": 0.5}))
+    work = Sparsifier(open_checkpoint(dense), open_corpora([]), config, tmp_path)
+    rng = torch.Generator().manual_seed(0)
+    wanted, own = (torch.randn(200, SHAPE.d_model, generator=rng) for _ in range(2))
+    leaf = own.clone().requires_grad_()
+    p, q = (torch.log_softmax(work.student.logits(states), -1) for states in (wanted, leaf))
+    loss = (p.exp() * (p - q)).sum()
+    loss.backward()
+    with torch.no_grad():
+        total, gradient = work._divergence(wanted, own)
+    assert abs(total - float(loss.detach())) < 1e-4 * total
+    assert torch.allclose(gradient, leaf.grad, atol=1e-4 * float(leaf.grad.abs().max()))
+
+
+def test_importances_say_what_the_loss_depends_on(dense: Path, tmp_path: Path) -> None:
+    """A neuron whose down column is zero has the least there may be, and doubled columns count twice."""
+    config = SparsifyConfig(**(SMALL | {"zeros": 0.5}))
+    work = Sparsifier(open_checkpoint(dense), open_corpora([]), config, tmp_path)
+    plain = work._importances()["layers.1."]
+    assert plain.shape == (SHAPE.d_ff,) and abs(float(plain.mean()) - 1) < 1e-3
+    down = work.teacher.weights["layers.1.down"].clone()
+    down[:, 0] = 0
+    up = work.teacher.weights["layers.1.up"].clone()
+    up[1], down[:, 1] = up[1] / 2, down[:, 1] * 2  # the same function
+    work.teacher.weights |= {"layers.1.down": down, "layers.1.up": up}
+    own = work._importances()["layers.1."]
+    assert own[0] == float(np.float32(1e-3)) and plain[0] > 0.01
+    assert torch.allclose(own[1:] / own[2], plain[1:] / plain[2], rtol=0.3)

@@ -74,7 +74,7 @@ def sparsify(
             texts, own_tokens = [*texts, own], own.tokens
         work = Sparsifier(checkpoint, texts, config, out, progress, say)
         done = work.run()
-        if any(done.limits):
+        if done.limits and not done.thresholds:
             about["hidden_act_param"] = list(done.limits)
         path = write_model(checkpoint, out, config.type, done.changed, work.values, about, done.thresholds)
         written = open_checkpoint(path)

@@ -36,7 +36,7 @@ class Recipe:
     with, where the activation has one; else by a penalty on the neurons that fire. It rises from `begin` of the target
     to all of it at the share `reached` of the tokens.
 
-    weighted: a neuron of a dense FFN has a threshold of its own, the layer's divided by its importance
+    weighted: in a model without experts a neuron has a threshold of its own, the layer's divided by its importance
     (`training.importances`).
     """
 

@@ -111,7 +111,10 @@ class Sparsifier:
         self.student = TorchModel(checkpoint.config, own, compute)
         self.student.hidden = self._hidden
         self.limits = dict.fromkeys(range(checkpoint.config.n_layers), 0.0)
-        self._importance: dict[str, Tensor] = {}  # by the name of an FFN
+        ffns = {f"layers.{n}.": layer.ffn for n, layer in enumerate(checkpoint.config.layers)}
+        dense = self.recipe.weighted and all(isinstance(ffn, FfnConfig) for ffn in ffns.values())
+        self._weighted = {name: ffn.width for name, ffn in ffns.items() if dense}  # by the name of an FFN, its neurons
+        self._importance: dict[str, Tensor] = {}
         self._follow: float | None = None  # the share of zeros that thresholds are to give
         self._order: tuple[int, NDArray[np.int64]] | None = None  # (how often the text was through, its windows' order)
         self._kept = 0
@@ -229,7 +232,7 @@ class Sparsifier:
         began = time.monotonic()
         before = self.evaluate(self.teacher)
         done, moments = self._resume()
-        if self.recipe.weighted and not done:
+        if self._weighted and not done:
             self._importance = self._importances()
         resumed, first = done, 0
         with _log(self._out / "log.csv", done) as log:
@@ -241,26 +244,23 @@ class Sparsifier:
         self._follow = None
         limits = tuple(self.limits.values()) if self.recipe.activation in THRESHOLDED else ()
         thresholds = {}
-        for name, importance in self._importance.items():
-            layer = int(name.split(".")[1])
-            thresholds[f"{name}threshold"] = np.asarray((self.limits[layer] / importance).cpu().numpy())
-            limits = (*limits[:layer], 0.0, *limits[layer + 1 :])
+        for limit, (name, importance) in zip(limits, self._importance.items(), strict=False):
+            thresholds[f"{name}threshold"] = np.asarray((limit / importance).cpu().numpy())
         every = any(stage.other and steps for stage, steps in _stages(self.recipe, self._steps))
         seconds, tokens = time.monotonic() - began, self._tokens(self._steps)
         return Trained(self._all if every else self._ffns, limits, thresholds, before, tokens, seconds, resumed)
 
     def _importances(self) -> dict[str, Tensor]:
-        """By the name of a dense FFN, of each neuron float32 [d_ff], with mean 1."""
+        """By the name of an FFN, of each neuron float32 [d_ff], with mean 1."""
         seen: dict[str, Tensor] = {}
         sums: dict[str, Tensor] = {}
 
         def hidden(name: str, gate: Tensor | None, up: Tensor) -> Tensor:
             assert gate is not None
             active = functional.silu(gate) if self.recipe.activation == "cats" else gate
-            if name.count(".") == 2 and name.endswith("."):  # not of experts
-                active = active.requires_grad_() if not active.requires_grad else active
-                active.retain_grad()
-                seen[name] = active
+            active = active.requires_grad_() if not active.requires_grad else active
+            active.retain_grad()
+            seen[name] = active
             return active * up
 
         rng = torch.Generator(self.device).manual_seed(self.config.seed)
@@ -271,8 +271,7 @@ class Sparsifier:
                 self._progress("weighing neurons", at, count)
                 with torch.enable_grad():
                     states = self.teacher.states(self._batch(0, count)[at : at + self.config.rows]).flatten(0, 1)
-                if seen:
-                    states.backward(self._drawn(states.detach(), rng))
+                states.backward(self._drawn(states.detach(), rng))
                 for name, active in seen.items():
                     assert active.grad is not None
                     mean = active.grad.float().square().flatten(0, -2).sum(0)
@@ -433,7 +432,7 @@ class Sparsifier:
         trained = self._all if stage.other else self._ffns
         names = [f"weights.{name}" for name in self._all]
         names += [f"{moment}.{name}" for name in trained for moment in ("exp_avg", "exp_avg_sq")]
-        weighted = {f"importance.{name}": (size,) for name, size in self._weighted()}
+        weighted = {f"importance.{name}": (size,) for name, size in self._weighted.items()}
         file.check()
         moments = {}
         for name in (*names, *weighted):
@@ -453,12 +452,6 @@ class Sparsifier:
         self.limits = dict(enumerate(limits))
         self._penalty, self._kept = penalty, step
         return step, moments
-
-    def _weighted(self) -> Iterator[tuple[str, int]]:
-        """(name, neurons) of the FFNs whose neurons have importances."""
-        for n, layer in enumerate(self._checkpoint.config.layers):
-            if self.recipe.weighted and isinstance(layer.ffn, FfnConfig):
-                yield f"layers.{n}.", layer.ffn.size
 
     def _put_moments(
         self, adam: torch.optim.Adam, names: Sequence[str], moments: Mapping[str, Tensor], steps: int
