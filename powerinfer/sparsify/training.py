@@ -301,7 +301,7 @@ class Sparsifier:
     # ---------------------------------------------------------------- what is kept
 
     def _key(self) -> str:
-        free = ("save", "device", "type", "lr", "own_text")  # a text that is written is in the windows
+        free = ("save", "device", "type", "format", "lr", "own_text")  # a text that is written is in the windows
         options = {name: value for name, value in asdict(self.config).items() if name not in free}
         digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
         for windows in (self._train, self._held_out):
