@@ -187,8 +187,8 @@ class Model:
         return sum(4 * (rope.dim // 2) for rope in self.config.ropes)
 
     def layer_vectors(self, dense: bool, layers: int = 1) -> int:
-        """Norms and biases of the first layers; without `dense` not those of gate and up, which go with neurons."""
-        left_out = () if dense else ("gate_bias", "up_bias")
+        """Norms, biases and thresholds of the first layers; without `dense` not those that go with neurons."""
+        left_out = () if dense else ("gate_bias", "up_bias", "threshold")
         return 4 * sum(size for each in self._vectors[:layers] for name, size in each.items() if name not in left_out)
 
     @cached_property
@@ -218,14 +218,14 @@ class Model:
         return max(map(self.gpu_neuron_of, range(self.config.n_layers)))
 
     def gpu_neuron_of(self, layer: int) -> int:
-        """Bytes of one neuron on a GPU, `gpu_shared` aside: its rows, its biases, where its group is, its counter."""
+        """Bytes of one neuron on a GPU, `gpu_shared` aside: rows, biases, threshold, where its group is, counter."""
         bundles, ffn = self.bundles[layer], self.config.layers[layer].ffn.neurons
-        bias = ffn is not None and ffn.bias
+        bias, threshold = ffn is not None and ffn.bias, ffn is not None and ffn.thresholds
         first = gpu.weight_bytes(bundles.gate_type, 1, bundles.d_model)
         across = bundles.down_type == ACROSS
         down = bundles.d_model // 2 + 4 if across else gpu.weight_bytes(bundles.down_type, 1, bundles.d_model)
         rows = 2 if bundles.gated else 1
-        return rows * (first + (4 if bias else 0)) + down + 8
+        return rows * (first + 4 * bias) + 4 * threshold + down + 8
 
     @property
     def gpu_shared(self) -> int:
