@@ -258,7 +258,7 @@ def test_own_text_joins_the_texts(dense: Path, tmp_path: Path, monkeypatch: pyte
 # ---------------------------------------------------------------- files, the command, what is refused
 
 
-def test_folders(tmp_path: Path) -> None:
+def test_folders(dense: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     sizes = ["--shape", "tiny", "--format", "hf", "--profile", "reglu-70b", "--layers", "2", "--type", "bf16"]
     asked = make_model.parser().parse_args([str(source), *sizes])
@@ -274,6 +274,13 @@ def test_folders(tmp_path: Path) -> None:
     assert changed.any()
     assert "made sparse" in (tmp_path / "out" / "README.md").read_text()
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    as_gguf = made(source, tmp_path / "gguf", tokens=2048, format="gguf", type="f16")
+    assert as_gguf.path == tmp_path / "gguf" / "model.gguf" and open_checkpoint(as_gguf.path).main_type == "F16"
+    assert as_gguf.document["perplexity"] == pytest.approx(done.document["perplexity"], rel=0.01)
+    with LLM(as_gguf.path, threads=1) as llm:
+        assert len(llm.generate("It was", SamplingParams(max_tokens=4, ignore_eos=True)).token_ids) == 4
+    with pytest.raises(RequestError, match=r"--format folder: .*tiny\.gguf has no files of a tokenizer"):
+        made(dense, tmp_path / "other", format="folder")
 
 
 def test_the_command(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,7 +63,7 @@ def sparsify(
             raise RequestError(f"sparsify cannot train this model: {problem}")
         about: dict[str, Any] = {"hidden_act": recipe.activation}
         limited = {"hidden_act_param": [0.0] * checkpoint.config.n_layers} if recipe.activation in THRESHOLDED else {}
-        check_writable(checkpoint, trained_names(checkpoint.config)[1], about | limited)
+        check_writable(checkpoint, trained_names(checkpoint.config)[1], about | limited, config.format)
         needed, available = needed_bytes(checkpoint.config), available_memory()
         if needed > available:
             raise RequestError(
@@ -76,7 +76,9 @@ def sparsify(
         done = work.run()
         if done.limits and not done.thresholds:
             about["hidden_act_param"] = list(done.limits)
-        path = write_model(checkpoint, out, config.type, done.changed, work.values, about, done.thresholds)
+        path = write_model(
+            checkpoint, out, config.type, done.changed, work.values, about, done.thresholds, form=config.format
+        )
         written = open_checkpoint(path)
         after = work.evaluate(TorchModel(written.config, load(written), work.teacher.compute))
         if not math.isfinite(after.perplexity):

@@ -104,7 +104,7 @@ class Sparsifier:
         frozen = {name: value.to(compute) if value.ndim > 1 else value for name, value in weights.items()}
         self.teacher = TorchModel(checkpoint.config, frozen, compute)
         self._ffns, self._all = trained_names(checkpoint.config)
-        rough = config.type == "q4_0" and checkpoint.source == "gguf"  # others are too fine to be worth it
+        rough = config.type == "q4_0" and "gguf" in (checkpoint.source, config.format)  # others are too fine to be worth it
         self._rounded = [name for name in self._all if rough and weights[name].shape[-1] % 32 == 0]
         own = dict(frozen) | {name: weights[name].clone() for name in self._all}
         del weights
@@ -383,7 +383,7 @@ class Sparsifier:
     # ---------------------------------------------------------------- what is kept
 
     def _key(self) -> str:
-        free = ("save", "device", "type", "lr", "own_text")  # a text that is written is in the windows
+        free = ("save", "device", "type", "format", "lr", "own_text")  # a text that is written is in the windows
         options = {name: value for name, value in asdict(self.config).items() if name not in free}
         digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
         for windows in (self._train, self._held_out):
