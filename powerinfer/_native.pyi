@@ -111,7 +111,8 @@ def unpack_bundle_rows(
 class NeuronSpec:
     """
     What neurons compute with their weights: activation, a name of ACTIVATIONS; threshold, of
-    fatrelu; biases of gate and up, a value for each neuron.
+    fatrelu and cats; biases of gate and up, a value for each neuron; limits, in place of threshold
+    one for each neuron.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class NeuronSpec:
         threshold: float = 0.0,
         gate_bias: NDArray[np.float32] | None = None,
         up_bias: NDArray[np.float32] | None = None,
+        limits: NDArray[np.float32] | None = None,
     ) -> None: ...
 
 class Bundles:
@@ -127,7 +129,7 @@ class Bundles:
     Neurons of a layer, each with its rows of gate and up and its column of down.
 
     data: [groups, bytes of a group], kept; or, with counts (bundles of each group), [1, bytes] of
-    groups that differ; then spec's biases have a value for every place of a group.
+    groups that differ; then spec's vectors have a value for every place of a group.
     """
 
     def __init__(

@@ -849,6 +849,9 @@ class SparsifyConfig:
     batch: int = option(2048, "tokens of a training step", metavar="N")
     rows: int = option(8, "windows computed at once; fewer need less memory", metavar="N")
     lr: float = option(1.0, "factor of the recipe's learning rates", metavar="X")
+    format: str = option(
+        "same", "format of the sparse model; gguf: of a folder, too", choices=("same", "gguf", "folder")
+    )
     type: str = option(
         "q8_0",
         "type of the changed matrices of a GGUF file; a folder keeps its own",

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +24,30 @@ ROW_ALIGNMENT = 64
 
 BUNDLE_GROUP = 32
 """Bundles of a group: as many as a quantised block that runs across neurons has."""
+
+
+NeuronVectors = Sequence[NDArray[np.float32] | None]
+"""float32 [neurons of a layer]: the biases of gate and up, and the neurons' own thresholds of the activation; None, or
+left out at the end, where there is none."""
+
+
+class FfnVectors(NamedTuple):
+    """What an FFN has beside its matrices, float32; None where there is none.
+
+    gate_bias, up_bias: [neurons]; down_bias: [d_model]; limits: [neurons], thresholds in place of one for all of them.
+    """
+
+    gate_bias: NDArray[np.float32] | None = None
+    up_bias: NDArray[np.float32] | None = None
+    down_bias: NDArray[np.float32] | None = None
+    limits: NDArray[np.float32] | None = None
+
+    @property
+    def of_neurons(self) -> NeuronVectors:
+        return self.gate_bias, self.up_bias, self.limits
+
+
+NO_VECTORS = FfnVectors()
 
 
 class Tier(IntEnum):

@@ -168,6 +168,14 @@ def tiny_gguf(architecture: str = "llama", tied: bool = True, biases: str = "") 
     return builder
 
 
+def give_limits(builder: Builder, limits: np.ndarray | None = None, layers: int = LAYERS) -> Builder:
+    """The same, with a threshold for each neuron of the first layers; None: random ones, others in each layer."""
+    for layer in range(layers):
+        own = np.random.default_rng([layer, FF]).random(FF, np.float32) if limits is None else limits
+        builder.tensor(f"blk.{layer}.ffn_threshold.weight", own)
+    return builder
+
+
 def family_gguf(architecture: str, two_norms: bool = False, published: bool = False) -> Builder:
     """A complete model of any architecture; published: as PowerInfer wrote it, with predictors."""
     values = family_weights(architecture, two_norms, published)

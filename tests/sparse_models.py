@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from gguf_bytes import STRING
-from model_files import gguf_name, tiny_gguf, weights
+from model_files import gguf_name, give_limits, tiny_gguf, weights
 
 from powerinfer.formats.bundle_types import choose_types
 from powerinfer.formats.checkpoint import open_checkpoint
@@ -22,14 +22,17 @@ TEXT = "a cab back bab abc cad deaf face bead fab cafe gab cab abba dad add fade
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
-def tiny_llama(path: Path, activation: str = "relu") -> Path:
-    """A model whose weights are float16 numbers, so that bundles of F16 hold them exactly."""
+def tiny_llama(path: Path, activation: str = "relu", limits: bool = False) -> Path:
+    """A model whose weights are float16 numbers, so that bundles of F16 hold them exactly. limits: with a threshold for
+    each neuron."""
     builder = (
         tiny_gguf("llama").add("llama.hidden_act", STRING, activation).add("tokenizer.chat_template", STRING, CHAT)
     )
     builder.tensors = []
     for name, values in weights("llama").items():
         builder.tensor(gguf_name(name), values.astype(np.float16).astype(np.float32))
+    if limits:
+        give_limits(builder)
     return builder.write(path)
 
 

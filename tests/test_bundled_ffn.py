@@ -6,12 +6,13 @@ What is expected, and how far off it may be, is that of tests/test_neuron_kernel
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from test_neuron_kernels import ACROSS, ACTIVATIONS, THRESHOLD, TYPES, Layer, expected, make_layer
+from test_neuron_kernels import ACROSS, ACTIVATIONS, THRESHOLD, TYPES, Layer, expected, limits_of, make_layer
 
 from powerinfer import _native
 from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig
@@ -19,7 +20,7 @@ from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.bundle_memory import gather, some_bytes
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
-from powerinfer.neurons import BundleLayout, Predictor
+from powerinfer.neurons import BundleLayout, FfnVectors, Predictor
 
 K, NEURONS, TOKENS = 128, 160, 33
 
@@ -32,7 +33,8 @@ def layout_of(layer: Layer) -> BundleLayout:
 
 
 def executor_of(layer: Layer, threads: int) -> CpuExecutor:
-    ffn = FfnConfig(NEURONS, layer.activation, THRESHOLD, layer.gate is not None, bias=True)
+    each = layer.limits is not None
+    ffn = FfnConfig(NEURONS, layer.activation, 0.0 if each else THRESHOLD, layer.gate is not None, True, each)
     layers = (LayerConfig(AttentionConfig(1, 1, 16, RopeConfig(dim=16)), ffn),)
     config = ModelConfig("sample", K, K, 64, 1e-5, layers)
     engine = EngineConfig(threads=threads, context=64, prefill_chunk=64)
@@ -45,7 +47,9 @@ def some(share: float, seed: int = 0) -> np.ndarray:
 
 def part_of(layer: Layer, index: np.ndarray, threads: int = 2, **more: Any) -> _native.NeuronSum:
     bundles = gather(layout_of(layer), layer.data, index)
-    return executor_of(layer, threads).parts.bundled(0, layout_of(layer), bundles, layer.biases, **more)
+    return executor_of(layer, threads).parts.bundled(
+        0, layout_of(layer), bundles, (*layer.biases, layer.limits), **more
+    )
 
 
 def sum_of(
@@ -86,6 +90,24 @@ def test_every_kind_of_ffn(activation: str, gated: bool) -> None:
     x, index = tokens(3), some(0.4, 1)
     want, bound = expected(layer, x, index)
     assert (np.abs(sum_of(layer, index, x) - want) <= bound).all()
+
+
+@pytest.mark.parametrize("activation", ["fatrelu", "cats"])
+@pytest.mark.parametrize("types", [("F16", "F16"), ("Q4_0", ACROSS)])
+def test_each_neuron_has_its_threshold(types: tuple[str, str], activation: str) -> None:
+    """Some neurons, all tokens and those that select them, few or many; dense neurons are of the same kind."""
+    layer, index, x = make_layer(K, NEURONS, types, activation, limits=limits_of(NEURONS)), some(0.6, 2), tokens(TOKENS)
+    for n in (1, 9, TOKENS):
+        want, bound = expected(layer, x[:n], index)
+        assert (np.abs(sum_of(layer, index, x[:n]) - want) <= bound).all()
+    for share in (0.05, 0.9):
+        names = (np.random.default_rng(10).random((TOKENS, len(index))) < share).astype(np.uint8)
+        together = sum_of(layer, index, x, names, 1)
+        for i in range(TOKENS):
+            want, bound = expected(layer, x[i : i + 1], index[names[i] > 0])
+            assert (np.abs(together[i] - want[0]) <= bound[0]).all()
+            alone = sum_of(layer, index, x[i : i + 1], names[i : i + 1], 1)
+            np.testing.assert_array_equal(together[i], alone[0])
 
 
 @pytest.mark.parametrize("types", [("F16", "F16"), ("Q4_0", ACROSS)])
@@ -185,7 +207,7 @@ def test_within_a_model_it_adds_to_the_residual_stream() -> None:
     table = RawTensor("F32", (K, K), np.ascontiguousarray(rows).view(np.uint8).reshape(-1))
     bias = np.random.default_rng(6).standard_normal(K).astype(np.float32)
     executor.embed(table)
-    executor.bundled_ffn(0, layout_of(layer), layer.data, biases=(None, None, bias))
+    executor.bundled_ffn(0, layout_of(layer), layer.data, vectors=FfnVectors(down_bias=bias))
     one = RawTensor("F32", (K, K), np.eye(K, dtype=np.float32).view(np.uint8).reshape(-1))
     executor.head(None, executor.matrix(one))
     from powerinfer.devices.batch import Batch
@@ -270,6 +292,17 @@ def test_bundles_of_another_kind_than_the_matrices_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match="another kind"):
             ffn.set_bundled(neurons)
+    own, other = limits_of(NEURONS), limits_of(NEURONS)[::-1].copy()
+    layer = make_layer(K, NEURONS, ("F16", "F16"), "cats", limits=own)
+    each = executor_of(layer, 1)
+    alike = each.parts.bundled(0, layout_of(layer), layer.data, (None, None, own))
+    for limits in (own, other, None):
+        spec = _native.NeuronSpec("cats", 0.0, limits=limits)
+        ffn = each._program.ffn(_native.FfnSpec(), _native.DenseNeurons(spec, gate, up, down))
+        with nullcontext() if limits is own else pytest.raises(ValueError, match="other biases or thresholds"):
+            ffn.set_bundled(alike)
+    with pytest.raises(ValueError, match="one for every neuron"):
+        _native.DenseNeurons(_native.NeuronSpec("cats", limits=own[1:].copy()), gate, up, down)
     with pytest.raises(ValueError, match="another workspace"):
         ffns[0].set_bundled(part_of(layer, np.arange(NEURONS, dtype=np.int32)))
 

@@ -26,6 +26,7 @@ from model_files import (
     experts_gguf,
     family_gguf,
     family_weights,
+    give_limits,
     safetensors_bytes,
     tiny_folder,
     weights,
@@ -710,9 +711,7 @@ LIMITS = np.linspace(0, 1, FF, dtype=np.float32)
 
 def limit(builder: Builder, activation: str, limits: np.ndarray, layers: int = LAYERS) -> Builder:
     """With a threshold for each neuron."""
-    for layer in range(layers):
-        builder.tensor(f"blk.{layer}.ffn_threshold.weight", limits)
-    return builder.put("llama.hidden_act", STRING, activation)
+    return give_limits(builder, limits, layers).put("llama.hidden_act", STRING, activation)
 
 
 def test_thresholds_of_neurons(tmp_path: Path) -> None:

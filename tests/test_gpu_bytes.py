@@ -74,6 +74,8 @@ def models(folder: Path, name: str) -> tuple[Path, str | None]:
     """(path, what its matrices are quantised to on load)."""
     if name == "llama":
         return prepared(tiny_llama(folder / "m.gguf"), ("F16", "F16")), None
+    if name == "llama-limits":
+        return prepared(tiny_llama(folder / "m.gguf", "cats", limits=True), ("F16", "F16")), None
     if name == "llama-q8_0":
         return prepared(tiny_llama(folder / "m.gguf"), ("Q8_0", "Q8_0"), "q8_0"), "q8_0"
     if name == "llama-q4_0":
@@ -150,7 +152,10 @@ def steps(executor: Any) -> Iterator[str]:
     yield "full batch"
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-q8_0", "llama-q4_0", "llama-predictors", "opt", "falcon", "nemotron"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "llama-limits", "llama-q8_0", "llama-q4_0", "llama-predictors", "opt", "falcon", "nemotron"],
+)
 @pytest.mark.parametrize(("groups", "layers"), [(0, None), (1, None), (3, None), (99, None), (0, 1)])
 def test_a_plans_bytes_are_what_is_held(tmp_path: Path, name: str, groups: int, layers: int | None) -> None:
     path, quantize = models(tmp_path, name)

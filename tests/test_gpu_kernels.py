@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,7 +23,7 @@ from powerinfer.formats.bundle_file import bundle_layouts
 from powerinfer.formats.quant import block_type, dequantize, quantize
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu, gpu
-from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
+from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, NeuronVectors
 
 EPS = float(np.finfo(np.float32).eps)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -416,11 +416,23 @@ class Bundles:
     layout: BundleLayout
     groups: np.ndarray  # uint8 [groups, group_bytes]
     parts: dict[str, np.ndarray]  # the values that they hold, float64 [d_ff, d_model]
-    biases: list[np.ndarray | None]
+    vectors: NeuronVectors
+
+    @property
+    def limit(self) -> Any:
+        """The activation's threshold, or that of each neuron."""
+        limits = self.vectors[2]
+        return THRESHOLD if limits is None else limits
 
 
 def make_bundles(
-    d_model: int, d_ff: int, types: tuple[str, str], activation: str = "relu", gated: bool = True, biases: bool = False
+    d_model: int,
+    d_ff: int,
+    types: tuple[str, str],
+    activation: str = "relu",
+    gated: bool = True,
+    biases: bool = False,
+    limits: bool = False,
 ) -> Bundles:
     config = ModelConfig(
         architecture="test", d_model=d_model, vocab_size=8,
@@ -446,11 +458,12 @@ def make_bundles(
         cpu.pack_bundle_rows(kind, use, d_ff, d_model, data.reshape(-1), groups, layout.pitch, at, 1)
         parts[name] = values.astype(np.float64)
     both = [floats(20 + i, d_ff) if biases else None for i in range(2)]
-    return Bundles(config, layout, groups, parts, [both[0] if gated else None, both[1], None])
+    own = np.abs(floats(22, d_ff)) if limits else None
+    return Bundles(config, layout, groups, parts, (both[0] if gated else None, both[1], own))
 
 
 def all_of(bundles: Bundles, index: np.ndarray) -> gpu.Neurons:
-    return gpu.resident(bundles.layout, bundles.groups, index, DEVICE, bundles.config.layers[0].ffn, bundles.biases)
+    return gpu.resident(bundles.layout, bundles.groups, index, DEVICE, bundles.config.layers[0].ffn, bundles.vectors)
 
 
 def expected(
@@ -463,20 +476,21 @@ def expected(
         value, off = product(bundles.parts[name][index], x)
         return (value, off) if bias is None else (value + bias[index], off + 2 * EPS * np.abs(bias[index]))
 
-    first, off = dots("gate", bundles.biases[0]) if config.gated else dots("up", bundles.biases[1])
-    limit = THRESHOLD if config.activation in THRESHOLDED else 0.0
+    first, off = dots("gate", bundles.vectors[0]) if config.gated else dots("up", bundles.vectors[1])
+    own = bundles.limit if bundles.vectors[2] is None else bundles.limit[index]
+    limit = own if config.activation in THRESHOLDED else 0.0
     decides = np.abs(reference.activate("silu", first)) if config.activation == "cats" else first
     sure = np.abs(decides - limit) > 1.2 * off
-    h = reference.activate("relu" if config.activation == "drelu" else config.activation, first, None, THRESHOLD)
+    h = reference.activate("relu" if config.activation == "drelu" else config.activation, first, None, own)
     off = off * (2 * np.abs(first) + 1 if config.activation == "relu2" else 1.2) + 8 * EPS * np.abs(h)
     if config.activation in THRESHOLDED:
-        off = np.where(sure, off, off + THRESHOLD)
+        off = np.where(sure, off, off + own)
     if most:
         sure &= np.abs(np.abs(h) - most) > off
         off = np.where(sure, off, off + most)
         h = np.where(np.abs(h) <= most, 0, h)
     if config.gated:
-        up, up_off = dots("up", bundles.biases[1])
+        up, up_off = dots("up", bundles.vectors[1])
         if config.activation == "drelu":
             sure &= np.abs(up) > up_off
             up = np.maximum(up, 0)
@@ -567,6 +581,23 @@ def test_every_activation(activation: str, gated: bool, kernels: str) -> None:
     for tokens in (1, 4):
         check(bundles, index, tokens, 0.5)
         check(bundles, index, tokens, None, most=0.3)
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("activation", ["fatrelu", "cats"])
+def test_each_neuron_has_its_threshold(activation: str, gated: bool, kernels: str) -> None:
+    bundles = make_bundles(48, 70, ("F16", "F16"), activation, gated, biases=True, limits=True)
+    for index in (np.arange(70, dtype=np.int32), np.array([3, 31, 32, 69], np.int32)):
+        for tokens in (1, 4):
+            check(bundles, index, tokens, 0.5)
+            check(bundles, index, tokens, None, most=0.3)
+    x = floats(36, 2, 48)
+    other = replace(bundles, vectors=(*bundles.vectors[:2], np.roll(bundles.limit, 1)))
+    one, two = (run(all_of(of, np.arange(70, dtype=np.int32)), x)[0] for of in (bundles, other))
+    assert ((one - two).abs() > 1e-2).any()
+    x[0, 5] = np.nan
+    total, _ = run(all_of(bundles, np.arange(70, dtype=np.int32)), x)
+    assert torch.isnan(total[0]).all() and torch.isfinite(total[1]).all()
 
 
 def test_no_neuron_and_none_named(kernels: str) -> None:

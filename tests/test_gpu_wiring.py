@@ -24,6 +24,7 @@ from powerinfer.devices.gpu import GpuLayers  # noqa: E402
 from powerinfer.devices.step import Operator  # noqa: E402
 from powerinfer.formats.tensors import RawTensor  # noqa: E402
 from powerinfer.kernels import gpu  # noqa: E402
+from powerinfer.neurons import FfnVectors, NeuronVectors  # noqa: E402
 
 SETTINGS = {
     "four norms a layer": replace(
@@ -32,7 +33,8 @@ SETTINGS = {
     **{
         name: programs.SETTINGS[name]
         for name in ("norms behind, of all heads together", "learned positions, norms behind, projections",
-                     "a norm of all heads, which fill their lanes", "attention and FFN side by side, biases")
+                     "a norm of all heads, which fill their lanes", "attention and FFN side by side, biases",
+                     "silu beyond a threshold of each neuron, biases")
     },
 }  # fmt: skip
 
@@ -47,7 +49,7 @@ def config_of(s: programs.Setting) -> ModelConfig:
                 None if base is None or s.rotated == 0 else RopeConfig(theta=base), window or None, s.biases, s.biases,
                 norms, s.scale,
             ),
-            FfnConfig(s.d_ff, s.activation, s.threshold, s.gated, s.biases),
+            FfnConfig(s.d_ff, s.activation, s.threshold, s.gated, s.biases, s.limits),
             orders.get(s.order, s.order),
             s.order in orders,
             s.order == "shared",
@@ -109,13 +111,15 @@ class Wired:
 
     def _ffn(self, layer: int, norm: Any, split: bool) -> None:
         names = [f"{layer}.{part}" for part in ("gate", "up", "down")]
-        biases = [self.w.vectors.get(f"{name}_bias") for name in names]
+        vectors = FfnVectors(
+            *(self.w.vectors.get(f"{name}_bias") for name in names), self.w.vectors.get(f"{layer}.limits")
+        )
         out_norm = self._norm(f"{layer}.ffn_out_norm")
         if split:
-            self.gpu.split_ffn(layer, norm, Halves(self, layer, biases), biases[2], out_norm)
+            self.gpu.split_ffn(layer, norm, Halves(self, layer, vectors.of_neurons), vectors.down_bias, out_norm)
         else:
             gate, up, down = (self._matrix(name) if name in self.w.data else None for name in names)
-            self.gpu.ffn(layer, norm, gate, up, down, biases, out_norm)
+            self.gpu.ffn(layer, norm, gate, up, down, vectors, out_norm)
 
     def logits(self, chunks: list[int]) -> np.ndarray:
         """Of the first sequence, in chunks."""
@@ -138,16 +142,16 @@ class Wired:
 class Halves:
     """The neurons of a layer as two parts, the second of which is launched in every step."""
 
-    def __init__(self, wired: Wired, layer: int, biases: list[np.ndarray | None]) -> None:
+    def __init__(self, wired: Wired, layer: int, vectors: NeuronVectors) -> None:
         s, half = wired.w.s, wired.w.s.d_ff // 2
         values = {part: wired._raw(f"{layer}.{part}").float32() for part in s.parts if part in ("gate", "up", "down")}
         values["down"] = values["down"].T
         self.layer, self.parts = layer, []
         for own in (slice(0, half), slice(half, None)):
             weights = {part: of_rows(s.type_of(part), matrix[own]) for part, matrix in values.items()}
-            of_part = [None if bias is None else torch.from_numpy(bias[own].copy()) for bias in biases[:2]]
+            *biases, limits = (None if one is None else torch.from_numpy(one[own].copy()) for one in vectors)
             gate, up, down = weights.get("gate"), weights["up"], weights["down"]
-            self.parts.append(gpu.Neurons(gate, up, down, None, None, *of_part, s.activation, s.threshold))
+            self.parts.append(gpu.Neurons(gate, up, down, None, None, *biases, s.activation, s.threshold, limits))
 
     def before(self) -> list[Operator]:
         return []

@@ -19,13 +19,23 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import test_architectures as families  # noqa: E402
+from sparse_models import give_bundles, tiny_llama  # noqa: E402
 from test_gpu_layers import stand_in_recorder, static_attention  # noqa: E402
-from test_sparse import RELU, case_named, model_of, one_by_one, packed, predictor_weights, side_by_side  # noqa: E402
+from test_sparse import (  # noqa: E402
+    RELU,
+    case_named,
+    model_of,
+    one_by_one,
+    opened,
+    packed,
+    predictor_weights,
+    side_by_side,
+)
 
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices.link import Link  # noqa: E402
 from powerinfer.devices.recording import cuda_graphs  # noqa: E402
-from powerinfer.devices.stage import Stage  # noqa: E402
+from powerinfer.devices.stage import Stage, buffer_bytes  # noqa: E402
 from powerinfer.devices.trace import Span, Trace  # noqa: E402
 from powerinfer.errors import PowerInferError  # noqa: E402
 from powerinfer.formats.bundle_file import open_bundles  # noqa: E402
@@ -227,6 +237,36 @@ def test_both_devices_apply_the_threshold(tmp_path: Path) -> None:
     assert families.rms(answers[0] - truth) > 100 * allowed
     with split(path, 0.5, 1, most=[0.05] * config.num_hidden_layers) as (executor, _):
         assert families.rms(one_by_one(executor, tokens) - answers[0]) <= 2 * allowed
+
+
+@pytest.mark.parametrize("activation", ["cats", "fatrelu"])
+def test_thresholds_of_neurons(activation: str, tmp_path: Path) -> None:
+    """Wherever neurons and layers are, decode, batches and prompts, streamed or not, are the CPU's dense answer."""
+    path = give_bundles(tiny_llama(tmp_path / "m.gguf", activation, limits=True))
+    checkpoint = open_checkpoint(path)
+    layout, config = open_bundles(checkpoint, None, cpu.bundle_row_bytes).layouts[0], checkpoint.config
+    rng = np.random.default_rng(1)
+    tokens = [rng.integers(0, config.vocab_size, 40).astype(np.int32) for _ in range(2)]
+    with opened(path, selector="all") as (executor, _):
+        wanted = [one_by_one(executor, one) for one in tokens]
+    bound = 1e-4 * np.abs(wanted).max()
+    for share, layers in ((0.0, None), (0.5, None), (1.0, None), (0.5, 1)):
+        stage = Stage(torch.device("cpu"), buffer_bytes(layout, config.widest_ffn, 1 << 15))
+        with split(path, share, layers, stage=stage) as (executor, _):
+            together = side_by_side(executor, tokens)
+            assert max(np.abs(ours - one).max() for ours, one in zip(together, wanted, strict=True)) < bound
+            pages = families.scattered_pages(executor, 1)[0]
+            for least in (None, 33):
+                stage.least = least
+                prompt = families.run_chunks(executor, tokens[0], [40], pages)
+                assert np.abs(prompt - wanted[0]).max() < bound, (share, layers, least)
+    engine = EngineConfig(threads=1, context=families.CONTEXT, kv_type="f32", prefill_chunk=families.TOKENS)
+    selection = Selection("all", "a test")
+    executor = load_split(Resolved(checkpoint, engine, selection, "cpu", "", config.n_layers, True))
+    try:
+        assert np.abs(one_by_one(executor, tokens[0]) - wanted[0]).max() < bound  # whole layers
+    finally:
+        executor.close()
 
 
 def test_hot_neurons_are_on_the_gpu_and_only_there(tmp_path: Path) -> None:

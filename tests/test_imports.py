@@ -35,6 +35,7 @@ LAZY = {
 KERNELS = ("bundles", "delta", "experts", "kernels", "latent", "neurons")
 HEAVY = {f"powerinfer.kernels.triton_{name}" for name in KERNELS} | {
     "powerinfer.cli.terminal",
+    "powerinfer.sparsify.timing",
     "powerinfer.sparsify.torch_model",
     "powerinfer.sparsify.training",
 }

@@ -6,7 +6,7 @@ A float32 sum of n products is off by at most n * eps * sum |a b|; the bounds be
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,7 @@ class Layer:
     up_type: str
     down_type: str
     biases: tuple[np.ndarray | None, np.ndarray | None]
+    limits: np.ndarray | None  # of each neuron, in place of THRESHOLD
 
     @property
     def neurons(self) -> int:
@@ -64,7 +65,13 @@ class Layer:
 
 
 def make_layer(
-    k: int, neurons: int, types: tuple[str, str], activation: str = "relu", gated: bool = True, biases: bool = False
+    k: int,
+    neurons: int,
+    types: tuple[str, str],
+    activation: str = "relu",
+    gated: bool = True,
+    biases: bool = False,
+    limits: np.ndarray | None = None,
 ) -> Layer:
     rng = np.random.default_rng([k, neurons])
     parts = [("gate", types[0], "dot")] * gated + [("up", types[0], "dot"), ("down", types[1], "add")]
@@ -87,21 +94,27 @@ def make_layer(
         bias[0] = None
     native = _native.Bundles(
         data, neurons, k, types[0] if gated else None, *types, pitch, at.get("gate", 0), at["up"], at["down"],
-        _native.NeuronSpec(activation, THRESHOLD, *bias),
+        _native.NeuronSpec(activation, THRESHOLD if limits is None else 0.0, *bias, limits),
     )  # fmt: skip
-    return Layer(native, data, held.get("gate"), held["up"], held["down"], activation, *types, (bias[0], bias[1]))
+    values = held.get("gate"), held["up"], held["down"]
+    return Layer(native, data, *values, activation, *types, (bias[0], bias[1]), limits)
 
 
-def activate(x: np.ndarray, activation: str) -> np.ndarray:
+def limits_of(neurons: int) -> np.ndarray:
+    """A threshold of its own for each neuron."""
+    return np.random.default_rng([neurons, 2]).uniform(0, 2, neurons).astype(np.float32)
+
+
+def activate(x: np.ndarray, activation: str, limit: float | np.ndarray = THRESHOLD) -> np.ndarray:
     if activation == "silu":
         return x / (1 + np.exp(-x))
     if activation == "cats":
         s = x / (1 + np.exp(-x))
-        return np.where(np.abs(s) > THRESHOLD, s, 0)
+        return np.where(np.abs(s) > limit, s, 0)
     if activation == "gelu_tanh":
         return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
     if activation == "fatrelu":
-        return np.where(x > THRESHOLD, x, 0)
+        return np.where(x > limit, x, 0)
     return np.maximum(x, 0) ** (2 if activation == "relu2" else 1)
 
 
@@ -114,6 +127,7 @@ def expected(layer: Layer, x: np.ndarray, index: np.ndarray, most: float = 0.0) 
     """(sum of the listed neurons, bound of its error), float64 [tokens, d_model]."""
     seen = seen_by(x, layer.up_type)
     k = x.shape[1]
+    limit = THRESHOLD if layer.limits is None else layer.limits[index]
 
     def dots(weights: np.ndarray, bias: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         value, size = seen @ weights[index].T, np.abs(seen) @ np.abs(weights[index].T)
@@ -123,12 +137,12 @@ def expected(layer: Layer, x: np.ndarray, index: np.ndarray, most: float = 0.0) 
 
     if layer.gate is None:
         first, first_off = dots(layer.up, layer.biases[1])
-        h = activate(first, layer.activation)
+        h = activate(first, layer.activation, limit)
         off = first_off * steepest(first, layer.activation) + 4 * EPS * np.abs(h)
     else:
         first, first_off = dots(layer.gate, layer.biases[0])
         up, up_off = dots(layer.up, layer.biases[1])
-        gate = activate(first, layer.activation)
+        gate = activate(first, layer.activation, limit)
         gate_off = first_off * steepest(first, layer.activation) + 4 * EPS * np.abs(gate)
         if most:
             assert (np.abs(np.abs(gate) - most) > gate_off).all(), "the case depends on a rounding"
@@ -139,9 +153,9 @@ def expected(layer: Layer, x: np.ndarray, index: np.ndarray, most: float = 0.0) 
         h = gate * up
         off = gate_off * np.abs(up) + np.abs(gate) * up_off + gate_off * up_off + EPS * np.abs(h)
     if layer.activation == "fatrelu":
-        assert (np.abs(first - THRESHOLD) > first_off).all(), "the case depends on a rounding"
+        assert (np.abs(first - limit) > first_off).all(), "the case depends on a rounding"
     if layer.activation == "cats":
-        near = np.abs(np.abs(activate(first, "silu")) - THRESHOLD)
+        near = np.abs(np.abs(activate(first, "silu")) - limit)
         assert (near > 1.2 * first_off).all(), "the case depends on a rounding"
     if layer.down_type == ACROSS:  # h in 8 bits of the largest of its group
         for group in np.unique(index // GROUP):
@@ -250,6 +264,41 @@ def test_every_activation(activation: str, gated: bool, level: str) -> None:
     for biases in (False, True):
         layer = make_layer(64, 37, ("Q8_0", "F16"), activation, gated, biases)
         check(layer, tokens(3, 64), np.arange(37), level)
+
+
+@pytest.mark.parametrize("level", _native.levels())
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("activation", ["fatrelu", "cats"])
+def test_thresholds_of_neurons(activation: str, gated: bool, level: str) -> None:
+    layer = make_layer(64, 70, ("Q8_0", "F16"), activation, gated, biases=True, limits=limits_of(70))
+    x = tokens(3, 64)
+    for index in (np.arange(70), np.array([67, 3, 40])):
+        check(layer, x, index, level, most=0.3 if gated else 0.0)
+    wrong, _ = expected(replace(layer, limits=np.roll(layer.limits, 1)), x, np.arange(70))
+    _, bound = expected(layer, x, np.arange(70))
+    assert (np.abs(wrong - part(layer, x, np.arange(70), level)) > bound).any()
+
+
+@pytest.mark.parametrize("level", _native.levels())
+@pytest.mark.parametrize("activation", ["fatrelu", "cats"])
+def test_thresholds_alike_are_one(activation: str, level: str) -> None:
+    """Bit by bit; and what is no number stays so."""
+    alike = np.full(37, THRESHOLD, np.float32)
+    one, each = (make_layer(64, 37, ("F16", "F16"), activation, limits=limits) for limits in (None, alike))
+    x = tokens(5, 64)
+    np.testing.assert_array_equal(part(each, x, np.arange(37), level), part(one, x, np.arange(37), level))
+    x[2, 7] = np.nan
+    out = part(each, x, np.arange(37), level)
+    assert np.isnan(out[2]).all() and np.isfinite(out[[0, 1, 3, 4]]).all()
+
+
+def test_thresholds_that_do_not_go_together_are_refused() -> None:
+    own = np.zeros(37, np.float32)
+    for activation, threshold in (("relu", 0.0), ("silu", 0.0), ("cats", 0.5)):
+        with pytest.raises(ValueError, match="thresholds of neurons are for fatrelu and cats"):
+            _native.NeuronSpec(activation, threshold, limits=own)
+    with pytest.raises(ValueError, match="thresholds must have one value for every neuron"):
+        make_layer(64, 37, ("F16", "F16"), "cats", limits=own[1:].copy())
 
 
 @pytest.mark.parametrize("level", _native.levels())

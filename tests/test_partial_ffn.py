@@ -11,7 +11,7 @@ from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
-from powerinfer.neurons import BundleLayout, Predictor
+from powerinfer.neurons import BundleLayout, FfnVectors, Predictor
 
 D_MODEL, D_FF, RANK, TOKENS = 64, 224, 32, 3
 EPS = float(np.finfo(np.float32).eps)
@@ -56,8 +56,8 @@ class Case:
         table[:TOKENS] = self.w["x"]
         executor.embed(half(table))
         gate, up, down = self.w["gate"][neurons], self.w["up"][neurons], self.w["down"][:, neurons]
-        biases = (self.bias["gate"][neurons], self.bias["up"][neurons], None)
-        executor.ffn(0, None, *(executor.matrix(half(part)) for part in (gate, up, down)), biases)  # type: ignore[misc]
+        vectors = FfnVectors(self.bias["gate"][neurons], self.bias["up"][neurons])
+        executor.ffn(0, None, *(executor.matrix(half(part)) for part in (gate, up, down)), vectors)  # type: ignore[misc]
         layout, bundles = self.bundles(neurons)
         predictor = Predictor(RANK, 0.0, 0), half(self.w["inner"]), half(self.w["outer"][neurons])
         executor.ffns[0].add_bundles(layout, bundles, predictor=predictor)

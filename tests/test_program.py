@@ -68,6 +68,7 @@ class Setting:
     order: str = "pre"
     activation: str = "silu"
     threshold: float = 0.0
+    limits: bool = False  # thresholds of neurons
     gated: bool = True
     learned_positions: bool = False
     embed_dim: int | None = None
@@ -152,6 +153,10 @@ SETTINGS = {
         3, 3, 32, 96, 64, "F16", "f32", head_norms=True, wide_norms=True, order="output", activation="gelu_tanh",
         gated=False, biases=True, embed_dim=64, embedding_scale=0.5, rope_bases=(None, 30.0),
     ),
+    "relu above a threshold of each neuron": Setting(2, 1, 16, 48, 56, "F16", "f32", activation="fatrelu", limits=True),
+    "silu beyond a threshold of each neuron, biases": Setting(
+        2, 1, 16, 48, 104, "F32", "f32", activation="cats", limits=True, biases=True
+    ),
 }  # fmt: skip
 
 every_setting = pytest.mark.parametrize("name", SETTINGS)
@@ -179,7 +184,11 @@ class Weights:
                 vectors |= {f"{layer}.{part}_norm": n * s.head_dim for part, n in heads.items()}
             if s.biases:
                 vectors |= {f"{layer}.{part}_bias": s.shape(part)[0] for part in s.parts}
+            if s.limits:
+                vectors[f"{layer}.limits"] = s.d_ff
         self.vectors = {name: rng.uniform(0.5, 1.5, n).astype(np.float32) for name, n in vectors.items()}
+        for layer in range(self.layers if s.limits else 0):
+            self.vectors[f"{layer}.limits"] *= np.float32(0.2)
         pairs = s.head_dim // 2 if s.rotated is None else s.rotated
         self.frequencies = {
             base: (base ** -(np.arange(pairs) / pairs)).astype(np.float32) for base in s.rope_bases if base and pairs
@@ -258,7 +267,7 @@ class Weights:
     def _ffn(self, p: _native.Program, i: int, norm: _native.Norm | None) -> None:
         up, down = (self.packed[f"{i}.{part}"] for part in ("up", "down"))
         *biases, down_bias = (self.vectors.get(f"{i}.{part}_bias") for part in ("gate", "up", "down"))
-        spec = _native.NeuronSpec(self.s.activation, self.s.threshold, *biases)
+        spec = _native.NeuronSpec(self.s.activation, self.s.threshold, *biases, self.vectors.get(f"{i}.limits"))
         neurons = _native.DenseNeurons(spec, self.packed.get(f"{i}.gate"), up, down)
         p.ffn(_native.FfnSpec(norm, self.norm(f"{i}.ffn_out_norm"), down_bias), neurons)
 
@@ -334,7 +343,8 @@ class Reference:
     def _ffn(self, normed: np.ndarray, i: int) -> np.ndarray:
         s = self.w.s
         hidden = [self._linear(normed, f"{i}.{part}") for part in s.parts if part in ("gate", "up")]
-        active = reference.activate(s.activation, *hidden, threshold=s.threshold)
+        limits = self.w.vectors.get(f"{i}.limits", s.threshold)
+        active = reference.activate(s.activation, *hidden, threshold=limits)
         return self._linear(self._disturbed(active, np.abs(active), 12), f"{i}.down")
 
     def _sum(self, x: np.ndarray, more: np.ndarray) -> np.ndarray:
@@ -440,7 +450,7 @@ def test_the_bound_notices_every_setting(name: str) -> None:
         wrong["scale"] = replace(s, scale=s.scale * 1.1)
     if s.embedding_scale != 1:
         wrong["embedding"] = replace(s, embedding_scale=1.0)
-    if s.activation == "fatrelu":
+    if s.threshold:
         wrong["threshold"] = replace(s, threshold=s.threshold * 1.1)
     if s.order == "parallel":
         wrong["order"] = replace(s, order="pre")
@@ -485,10 +495,12 @@ def test_batches_give_the_same_bits(name: str, level: str) -> None:
 
 @every_level
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_what_is_no_number_stays_so(activation: str, gated: bool, level: str) -> None:
+@pytest.mark.parametrize(
+    ("activation", "limits"), [*((name, False) for name in ACTIVATIONS), ("fatrelu", True), ("cats", True)]
+)
+def test_what_is_no_number_stays_so(activation: str, limits: bool, gated: bool, level: str) -> None:
     """A NaN that enters the activation of one neuron reaches every logit, as it does in `transformers`."""
-    setting = Setting(2, 1, 8, 24, 40, "F32", "f32", activation=activation, gated=gated, biases=True)
+    setting = Setting(2, 1, 8, 24, 40, "F32", "f32", activation=activation, limits=limits, gated=gated, biases=True)
     for part in setting.parts[4:-1]:
         weights = Weights(setting, seed=5)
         vocab, tokens, at = setting.vocab, np.arange(3, dtype=np.int32), np.zeros(3, np.int32)

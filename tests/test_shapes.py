@@ -31,7 +31,8 @@ from powerinfer.prepare.packing import pack
 PUBLISHED = {  # as their authors count them, in 1e9 (GLM-4.5-Air: 106, rounded down; Kimi K2: 1 T)
     "opt-6.7b": 6.7, "opt-13b": 13, "opt-30b": 30, "opt-66b": 66, "opt-175b": 175, "falcon-7b": 7, "falcon-40b": 41,
     "llama-7b": 6.74, "llama-13b": 13.0, "llama-70b": 69.0, "llama-70b-swiglu": 69.0, "bamboo-7b": 7.24,
-    "mistral-7b": 7.24, "mixtral-8x7b": 46.7, "olmoe-1b-7b": 6.92, "qwen3-30b-a3b": 30.5, "glm-4.5-air": 106.9,
+    "mistral-7b": 7.24, "llama-3.1-8b": 8.03, "qwen3-4b": 4.02,
+    "mixtral-8x7b": 46.7, "olmoe-1b-7b": 6.92, "qwen3-30b-a3b": 30.5, "glm-4.5-air": 106.9,
     "smallthinker-4b": 4, "smallthinker-21b": 21.5,
     "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8,
     "qwen3-next-80b-a3b": 80, "qwen3.6-35b-a3b": 35,

@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 
 import test_architectures as families  # noqa: E402
 from model_files import family_gguf  # noqa: E402
+from sparse_models import give_bundles, tiny_llama  # noqa: E402
 
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices import Batch  # noqa: E402
@@ -310,6 +311,39 @@ def test_a_threshold_leaves_more_out_the_higher_it_is(tmp_path: Path) -> None:
             active.append(sparsity.report()["active_fraction"])
     assert active[0] == 1 > active[1] > active[2] and off[0] < off[1] < off[2]
     assert off[0] <= families.ROUNDING * families.rms(families.logits(model, tokens) - truth)
+
+
+@pytest.mark.parametrize("activation", ["cats", "fatrelu"])
+def test_thresholds_of_neurons(activation: str, tmp_path: Path) -> None:
+    """Dense and sparse, tokens alone and together, are what torch computes."""
+    from powerinfer.sparsify.torch_model import TorchModel
+    from powerinfer.sparsify.torch_model import load as load_torch
+
+    path = give_bundles(tiny_llama(tmp_path / "m.gguf", activation, limits=True))
+    checkpoint = open_checkpoint(path)
+    rng = np.random.default_rng(1)
+    tokens = [rng.integers(0, checkpoint.config.vocab_size, 30).astype(np.int32) for _ in range(3)]
+
+    def truth(weights: dict[str, Any]) -> list[np.ndarray]:
+        model = TorchModel(checkpoint.config, weights, torch.float32)
+        with torch.no_grad():
+            return [model.logits(model.states(torch.from_numpy(one).long()[None]))[0].numpy() for one in tokens]
+
+    weights = load_torch(checkpoint)
+    wanted = truth(weights)
+    weights["layers.1.threshold"] = weights["layers.1.threshold"].roll(1)
+    bound = 1e-4 * np.abs(wanted).max()
+    assert np.abs(truth(weights)[0] - wanted[0]).max() > 100 * bound, "other thresholds change nothing"
+    for selector, above in (("all", 1.0), ("exact", 1.0), ("exact", 0.0), ("threshold", 1.0)):
+        options = {"threshold": 1e-6} if selector == "threshold" else {}
+        with opened(path, selector=selector, **options) as (executor, sparsity):
+            for ffn in executor.ffns.values():
+                ffn.op.dense_above = above
+            assert np.abs(one_by_one(executor, tokens[0]) - wanted[0]).max() < bound
+            if sparsity is not None:
+                assert 0.1 < sparsity.report()["active_fraction"] < 0.8
+            together = side_by_side(executor, tokens)
+            assert max(np.abs(ours - one).max() for ours, one in zip(together, wanted, strict=True)) < bound
 
 
 def test_the_trial_decides_for_every_layer_and_batch(tmp_path: Path) -> None:

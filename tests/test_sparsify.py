@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,19 @@ import torch
 from matplotlib.figure import Figure
 from model_files import edit_config
 
-from benchmarks.models import make_model
+from benchmarks.models import expert_models, make_model
 from benchmarks.models.speed_models import Shape, write_random_llama
-from powerinfer import LLM, PowerInferError, RequestError
+from powerinfer import LLM, PowerInferError, RequestError, SamplingParams
 from powerinfer.cli.main import main
-from powerinfer.config import SparsifyConfig
+from powerinfer.config import ExpertsConfig, ModelConfig, RopeConfig, SparsifyConfig
 from powerinfer.formats.chat import ChatTemplate
 from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.placement.shapes import SHAPES
 from powerinfer.prepare.corpus import open_corpora
 from powerinfer.progress import silent
 from powerinfer.report.plots import draw_training
-from powerinfer.sparsify import Made, sparsify
+from powerinfer.sparsify import Made, measured, sparsify
+from powerinfer.sparsify.estimate import estimate
 from powerinfer.sparsify.loss_plot import draw_log, read_log
 from powerinfer.sparsify.own_text import OwnText, is_useful, write_own_text
 from powerinfer.sparsify.recipes import RECIPES
@@ -253,7 +256,7 @@ def test_own_text_joins_the_texts(dense: Path, tmp_path: Path, monkeypatch: pyte
 # ---------------------------------------------------------------- files, the command, what is refused
 
 
-def test_folders(tmp_path: Path) -> None:
+def test_folders(dense: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     sizes = ["--shape", "tiny", "--format", "hf", "--profile", "reglu-70b", "--layers", "2", "--type", "bf16"]
     asked = make_model.parser().parse_args([str(source), *sizes])
@@ -269,6 +272,13 @@ def test_folders(tmp_path: Path) -> None:
     assert changed.any()
     assert "made sparse" in (tmp_path / "out" / "README.md").read_text()
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    as_gguf = made(source, tmp_path / "gguf", tokens=2048, format="gguf", type="f16")
+    assert as_gguf.path == tmp_path / "gguf" / "model.gguf" and open_checkpoint(as_gguf.path).main_type == "F16"
+    assert as_gguf.document["perplexity"] == pytest.approx(done.document["perplexity"], rel=0.01)
+    with LLM(as_gguf.path, threads=1) as llm:
+        assert len(llm.generate("It was", SamplingParams(max_tokens=4, ignore_eos=True)).token_ids) == 4
+    with pytest.raises(RequestError, match=r"--format folder: .*tiny\.gguf has no files of a tokenizer"):
+        made(dense, tmp_path / "other", format="folder")
 
 
 def test_the_command(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,6 +289,100 @@ def test_the_command(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     about = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert about["path"] == str(tmp_path / "out" / "model.gguf") and about["corpora"] == ["text.txt"]
     assert len(about["zeros_by_layer"]) == 2 and about["tokens"] == 512 and about["resumed"] == 0
+
+
+# ---------------------------------------------------------------- larger models: what they would take, and small ones
+
+PUBLISHED = {"llama-3.1-8b": "llama", "qwen3-4b": "qwen3", "qwen3-30b-a3b": "qwen3moe"}
+"""By name of a shape, the architecture in GGUF."""
+
+
+def small_shape(name: str) -> ModelConfig:
+    """Two layers of a published model, narrow."""
+    config = SHAPES[name].config
+    layer = config.layers[-1]
+    ffn = replace(layer.ffn, size=64)
+    if isinstance(ffn, ExpertsConfig):
+        ffn = replace(ffn, n_experts=8, router=replace(ffn.router, top_k=2))
+    attention = replace(layer.attention, n_heads=4, n_kv_heads=2, head_dim=16, rope=RopeConfig(1e6, 16))
+    layers = (replace(layer, attention=attention, ffn=ffn),) * 2
+    return replace(config, architecture=PUBLISHED[name], d_model=64, vocab_size=1200, layers=layers)
+
+
+def estimated(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    assert main(["sparsify", "--estimate", "--json", *flags]) == 0
+    about = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert isinstance(about, dict)
+    return about
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_models_of_published_families(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command trains them, and says before what it would take."""
+    path = tmp_path / "tiny.gguf"
+    expert_models.write(path, small_shape(name), expert_models.Weights("f16", "f16"))
+    about = estimated(capsys, "-m", str(path), "--tokens", "1024")
+    assert about["parameters"] == open_checkpoint(path).parameters and about["here"] is None
+    flags = ["--window", "32", "--batch", "256", "--rows", "4", "--tokens", "1024", "-t", "1", "--device", "cpu"]
+    assert main(["sparsify", "-m", str(path), "--out", str(tmp_path / "out"), "--json", *flags]) == 0
+    done = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert done["architecture"] == PUBLISHED[name] and done["zeros"] > 0.3
+    with LLM(done["path"], threads=1) as llm:
+        assert len(llm.generate("It was", SamplingParams(max_tokens=4, ignore_eos=True)).token_ids) == 4
+
+
+def test_what_a_training_would_take(capsys: pytest.CaptureFixture[str]) -> None:
+    every = {name: estimated(capsys, "--shape", name, "--tokens", "1000000") for name in PUBLISHED}
+    llama = every["llama-3.1-8b"]
+    ffns, attention, head = 32 * 3 * 4096 * 14336, 32 * (2 * 4096 + 2 * 1024) * 4096, 128256 * 4096
+    mixing = 32 * 32 * 128 * 256  # layers, heads, their width, a window; a token sees half of it, twice
+    assert llama["active_parameters"] == ffns + attention + head
+    first, last = llama["stages"]
+    ways = 2 * (ffns + attention + head)  # teacher forward, student forward, and backward to the inputs
+    assert first["flops"] == 3 * ways + 2 * 4 * mixing + 2 * first["weights"] and first["weights"] >= ffns
+    assert first["tokens"] + last["tokens"] == 1_000_000
+    assert llama["flops"] == sum(one["tokens"] * one["flops"] for one in llama["stages"])
+    whole, moments, weights = llama["memory"]
+    assert whole["device"] - moments["device"] == moments["ram"] == 8 * last["weights"]
+    assert whole["device"] - weights["device"] == weights["ram"] == 12 * last["weights"]
+    assert 20 * last["weights"] < whole["device"] < 24 * llama["parameters"]
+    card, h100 = llama["devices"]
+    assert card["hours"] == pytest.approx(llama["flops"] / 165.2e12 / 0.35 / 3600) and card["fits"] is None
+    assert h100["hours"] == pytest.approx(card["hours"] * 165.2 / 989.4)
+    experts = every["qwen3-30b-a3b"]
+    assert experts["active_parameters"] == pytest.approx(3.04e9, rel=0.01), "what the model's name says, but the table"
+    assert experts["flops"] < every["qwen3-4b"]["flops"]
+    half = estimated(capsys, "--shape", "llama-3.1-8b", "--tokens", "1000000", "--share", "0.7")
+    assert half["devices"][0]["hours"] == pytest.approx(card["hours"] / 2)
+    regress = estimated(capsys, "--shape", "llama-3.1-8b", "--recipe", "reglu")["stages"][0]
+    assert regress["flops"] == 2 * (ffns + attention + mixing) + 2 * ffns + 2 * (ffns + ffns // 3)
+
+
+@pytest.mark.parametrize("name", ["qwen3-4b", "qwen3-30b-a3b"])
+def test_a_measured_rate(name: str) -> None:
+    config = small_shape(name)
+    options = SparsifyConfig(recipe="reglu", window=16, batch=64, rows=2, device="cpu", own_text=99)
+    rates = measured(config, options, 1)
+    assert len(rates.stages) == 3 and min(*rates.stages, rates.peak) > 0 and rates.device == "cpu"
+    about = estimate(config, options, None, rates)
+    seconds = sum(one["tokens"] * one["flops"] / rate for one, rate in zip(about["stages"], rates.stages, strict=True))
+    assert about["here"]["hours"] == pytest.approx(seconds / 3600)
+    assert about["share"] == pytest.approx(min(1, about["flops"] / seconds / rates.peak))
+
+
+def test_estimates_that_cannot_be(dense: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, message in (
+        (["--estimate", "--shape", "gpt-5"], "no shape 'gpt-5'"),
+        (["--estimate", "--shape", "llama-7b"], "recipe cats is for gated FFNs of silu"),
+        (["--estimate", "--shape", "qwen3-4b", "-m", str(dense)], "not both"),
+        (["--estimate", "--shape", "qwen3-4b", "--share", "0"], "--share 0 must be between 0 and 1"),
+        (["--estimate", "--shape", "qwen3-4b", "--window", "0"], "--window must be"),
+        (["--estimate", "--shape", "qwen3-next-80b-a3b", "--measure"], "it has layers of"),
+        (["-m", str(dense), "--measure", "--out", "x"], "are for --estimate"),
+        (["-m", str(dense)], "missing: --out"),
+    ):
+        assert main(["sparsify", *flags]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_what_cannot_be(dense: Path, tmp_path: Path) -> None:

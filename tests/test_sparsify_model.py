@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 import reference
 import torch
+from model_files import tiny_folder
 from test_architectures import CASES, Case, exact_logits, prompt, random_model, rms, save
 
+from benchmarks.models.writers import write_tokenizer_files
 from powerinfer import RequestError
 from powerinfer.config import FfnConfig
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
+from powerinfer.formats.tokenizer_gguf import PRE_TOKENIZERS, tokenizer_from_gguf
+from powerinfer.sparsify.as_gguf import ARCHITECTURES, PROBE, SPLITS, AsGGUF
 from powerinfer.sparsify.torch_model import TorchModel, activate, load, unsupported
 from powerinfer.sparsify.training import trained_names
 from powerinfer.sparsify.writing import check_writable, write_model
@@ -48,6 +52,106 @@ def test_every_file_is_written_again(case: Case, layout: str, tmp_path: Path) ->
         assert np.allclose(own, wanted, rtol=2**-7, atol=1e-5), name
     if case.name in ("llama-gqa", "openelm", "qwen35"):
         add_thresholds(written, tmp_path)
+
+
+FOLDERS = [case for case in cases() if case.kind in ARCHITECTURES and "folder" in case.layouts]
+
+
+@pytest.mark.parametrize("case", FOLDERS, ids=lambda case: case.name)
+def test_a_folder_as_gguf(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same logits, or a refusal; the tokenizers of these models are none."""
+    monkeypatch.setattr(AsGGUF, "_tokenizer", lambda *_: {})
+    config = case.config()
+    checkpoint = open_checkpoint(save(case, config, random_model(case, config, 1), "folder", tmp_path))
+    about = {"hidden_act": checkpoint.config.activations}
+    if case.name.endswith(("-window", "-yarn")) or case.name == "mistral-relu":
+        with pytest.raises(RequestError, match=r"--format gguf, .*: (GGUF has no keys|its scaling of the rotary)"):
+            check_writable(checkpoint, [], about, "gguf")
+        return
+    check_writable(checkpoint, [], about, "gguf")
+    doubled = ["layers.0.k", "layers.1.down"] if "layers.1.down" in checkpoint.names() else ["layers.0.k"]
+    path = write_model(
+        checkpoint, tmp_path, "f16", doubled, lambda name: 2 * values(checkpoint, name), about, form="gguf"
+    )
+    written = open_checkpoint(path)
+    assert {kind for name, kind, *_ in written.tensor_list() if name.endswith(("gate", "q", "embed"))} == {"F16"}
+    tokens = torch.from_numpy(prompt(3).astype(np.int64))[None]
+    logits = []
+    for one in (checkpoint, written):
+        weights = load(one)
+        for name in doubled if one is checkpoint else ():
+            weights[name] = 2 * weights[name]
+        model = TorchModel(one.config, weights, torch.float32)
+        with torch.no_grad():
+            logits.append(model.logits(model.states(tokens)).numpy())
+    assert rms(logits[1] - logits[0]) < 5e-3 * rms(logits[0])
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_tokenizer_as_gguf(split: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every split of words is recognised by the tokens of the probe, which merges across words tell apart."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    learnt = Tokenizer(models.BPE())
+    learnt.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    learnt.train_from_iterator([PROBE] * 3, trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet))
+    model = json.loads(learnt.to_str())["model"]
+    pieces = [*sorted(model["vocab"], key=model["vocab"].get), "<|im_end|>", "<tool>"]
+    size = len(pieces) + 3
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": split,
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.token_type": [1] * (len(pieces) - 2) + [3, 4],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
+        "tokenizer.ggml.eos_token_id": len(pieces) - 2,
+        "tokenizer.ggml.add_bos_token": False,
+    }
+    engine = tokenizer_from_gguf(metadata)._engine._full
+    engine.decoder = decoders.ByteLevel()
+    folder = tiny(tmp_path, size, monkeypatch)
+    (folder / "tokenizer.json").write_text(engine.to_str())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": "{{ 1 }}"}))
+    made = AsGGUF(open_checkpoint(folder)).metadata
+    assert PRE_TOKENIZERS[made["tokenizer.ggml.pre"]].patterns == PRE_TOKENIZERS[split].patterns
+    assert made["tokenizer.ggml.tokens"][:-3] == pieces and made["tokenizer.ggml.tokens"][-1] == f"[PAD{size - 1}]"
+    assert made["tokenizer.ggml.token_type"][-5:] == [3, 4, 5, 5, 5] and made["tokenizer.chat_template"] == "{{ 1 }}"
+    path = write_model(
+        open_checkpoint(folder), tmp_path, "q8_0", [], lambda _: np.zeros(0), {"hidden_act": "silu"}, form="gguf"
+    )
+    read, known = open_checkpoint(path).tokenizer(), open_checkpoint(folder).tokenizer()
+    text = PROBE + "<|im_end|><tool>" + PROBE
+    assert read.encode(text) == known.encode(text) and read.chat_template == known.chat_template
+    assert read.eos_ids == known.eos_ids
+
+
+def tiny(folder: Path, vocab: int, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("model_files.VOCAB", vocab)
+    return tiny_folder(folder / "tiny")
+
+
+def test_tokenizers_that_gguf_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny(tmp_path, 1200, monkeypatch)
+    write_tokenizer_files(folder, 1200)
+    assert AsGGUF(open_checkpoint(folder)).metadata["tokenizer.ggml.pre"] == "gpt-2"
+    path = folder / "tokenizer.json"
+    document = json.loads(path.read_text())
+    words = {"type": "Split", "pattern": {"Regex": "[aeiou]+"}, "behavior": "Isolated", "invert": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    stripping = [token | {"lstrip": True} for token in document["added_tokens"]]
+    scored = {"decoder": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"}}
+    for change, why in (
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, level]}}, "splits words, or ends answers"),
+        ({"added_tokens": stripping}, "take the spaces around them"),
+        (scored, "not byte-level BPE"),
+    ):
+        path.write_text(json.dumps(document | change))
+        with pytest.raises(RequestError, match=f"--format gguf, .*{why}.*; --format same writes a folder"):
+            AsGGUF(open_checkpoint(folder))
+    write_tokenizer_files(folder, 1300)
+    with pytest.raises(RequestError, match="it has 1300 tokens, and 1200 rows in the embedding"):
+        AsGGUF(open_checkpoint(folder))
 
 
 def add_thresholds(checkpoint: Checkpoint, folder: Path) -> None:

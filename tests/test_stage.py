@@ -51,7 +51,7 @@ def streamed(stage: Stage, bundles: Bundles, cold: np.ndarray, x: np.ndarray, mo
         buffer.fill_(255)  # no number in any type
     total = torch.zeros(x.shape)
     kept = gather(bundles.layout, bundles.groups, cold)
-    stage.add_sum(total, torch.from_numpy(x), bundles.layout, kept, bundles.config.layers[0].ffn, bundles.biases, most)
+    stage.add_sum(total, torch.from_numpy(x), bundles.layout, kept, bundles.config.layers[0].ffn, bundles.vectors, most)
     return total
 
 
@@ -96,9 +96,11 @@ def test_in_the_narrow_types_of_a_gpu(types: tuple[str, str], monkeypatch: pytes
     assert_close(streamed(Stage(CPU, of_groups(bundles, 2)), bundles, SOME, x), want, 2 * bound + off)
 
 
+@pytest.mark.parametrize("limits", [False, True], ids=["one threshold", "of neurons"])
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
-def test_biases_and_thresholds(gated: bool) -> None:
-    bundles, x = make_bundles(48, 200, ("F16", "F16"), "fatrelu", gated, biases=True), floats(42, TOKENS, 48)
+def test_biases_and_thresholds(gated: bool, limits: bool) -> None:
+    bundles = make_bundles(48, 200, ("F16", "F16"), "fatrelu", gated, biases=True, limits=limits)
+    x = floats(42, TOKENS, 48)
     for most in (0.0, 0.4):
         want, bound, _, _ = expected(bundles, SOME, x, None, most)
         got = streamed(Stage(CPU, of_groups(bundles, 2)), bundles, SOME, x, most)

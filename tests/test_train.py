@@ -19,7 +19,7 @@ import torch
 from gguf_bytes import F32, STRING, Builder
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_files import FF, LAYERS, VOCAB, D, family_gguf, gguf_name, tiny_gguf, weights
+from model_files import FF, LAYERS, VOCAB, D, family_gguf, gguf_name, give_limits, tiny_gguf, weights
 from prepared_models import checkpoint
 from sparse_models import give_bundles
 from test_prepared import describe, left_in
@@ -213,6 +213,7 @@ KINDS = {
     "fatrelu": lambda: (
         family_gguf("llama").add("llama.hidden_act", STRING, "fatrelu").add("llama.hidden_act_param", F32, 2.5)
     ),
+    "fatrelu of neurons": lambda: give_limits(family_gguf("llama").add("llama.hidden_act", STRING, "fatrelu")),
     "drelu": lambda: family_gguf("bamboo"),
     "relu2, plain": lambda: family_gguf("nemotron"),
     "relu, plain, biases": lambda: family_gguf("opt"),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import reference
 from gguf_bytes import F32, STRING, Builder
-from model_files import family_gguf, family_name
+from model_files import family_gguf, family_name, give_limits
 from sparse_models import tiny_llama
 
 from powerinfer.config import EngineConfig
@@ -38,6 +38,8 @@ MODELS = {
     "relu": lambda: llama("relu"),
     "fatrelu": lambda: llama("fatrelu").add("llama.hidden_act_param", F32, 2.5),
     "cats": lambda: llama("cats").add("llama.hidden_act_param", F32, 0.5),
+    "cats of neurons": lambda: give_limits(llama("cats")),
+    "fatrelu of neurons": lambda: give_limits(llama("fatrelu")),
     "drelu": lambda: family_gguf("bamboo"),
     "relu2, plain": lambda: family_gguf("nemotron"),
     "relu, plain, biases": lambda: family_gguf("opt"),
@@ -115,7 +117,7 @@ def products(checkpoint: Checkpoint, layer: int, x: np.ndarray) -> tuple[np.ndar
     first = take("gate" if ffn.gated else "up")
     inner = n @ first.T + (take("up_bias") if ffn.bias else 0.0)
     bound = 4 * config.d_model * EPS * (np.abs(n) @ np.abs(first).T + 1)
-    act, limit = ffn.activation, ffn.threshold
+    act, limit = ffn.activation, take("threshold") if ffn.thresholds else ffn.threshold
     a = reference.activate("relu" if act == "drelu" else act, inner, None, limit)
     h = reference.activate(act, inner, n @ take("up").T if ffn.gated else None, limit)
     close = np.abs((np.abs(a) if act == "cats" else inner) - limit) <= 1.2 * bound

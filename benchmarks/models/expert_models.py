@@ -41,6 +41,7 @@ from powerinfer.config import (
     GatedAttentionConfig,
     LatentAttentionConfig,
     ModelConfig,
+    RopeConfig,
     Shape,
 )
 from powerinfer.formats.gguf_model import NAMES
@@ -213,15 +214,13 @@ def _values(rng: np.random.Generator, name: str, dims: Shape, about: Weights, ro
 
 def _metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
     attention = next(layer.attention for layer in reversed(config.layers) if layer.attention.rope is not None)
-    experts = config.layers[-1].ffn
-    assert isinstance(experts, ExpertsConfig) and attention.rope is not None
-    first = config.layers[0].ffn.neurons
-    dense = sum(layer.ffn.neurons is not None for layer in config.layers)
-    writer.add_name(f"random experts, {config.architecture}")
+    assert attention.rope is not None
+    writer.add_name(f"random weights, {config.architecture}")
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(config.d_model)
     writer.add_block_count(config.n_layers)
-    writer.add_feed_forward_length(experts.size if first is None else first.size)
+    first = config.layers[0].ffn
+    writer.add_feed_forward_length(first.size if isinstance(first, ExpertsConfig) else first.width)
     writer.add_head_count(attention.n_heads)
     writer.add_head_count_kv(attention.n_kv_heads)
     writer.add_key_length(attention.head_dim)
@@ -231,6 +230,13 @@ def _metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_rope_freq_base(attention.rope.theta)
     writer.add_rope_dimension_count(attention.rope.dim)
+    experts = config.layers[-1].ffn
+    if isinstance(experts, ExpertsConfig):
+        _experts(writer, config, experts, attention.rope)
+    write_tokenizer(writer, config.vocab_size)
+
+
+def _experts(writer: gguf.GGUFWriter, config: ModelConfig, experts: ExpertsConfig, rope: RopeConfig) -> None:
     writer.add_expert_count(experts.n_experts)
     writer.add_expert_used_count(experts.router.top_k)
     if config.architecture != "llama":
@@ -238,6 +244,7 @@ def _metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
     if config.architecture in ("glm4moe", "deepseek2"):
         router = experts.router
         writer.add_expert_shared_count(experts.shared_size // experts.size)
+        dense = sum(layer.ffn.neurons is not None for layer in config.layers)
         writer.add_leading_dense_block_count(dense)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType[router.scoring.upper()])
         writer.add_expert_weights_norm(router.normalise)
@@ -251,8 +258,8 @@ def _metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config.architecture == "gpt-oss":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(attention.rope.factor)
-        writer.add_rope_scaling_orig_ctx_len(attention.rope.original_context_length)
+        writer.add_rope_scaling_factor(rope.factor)
+        writer.add_rope_scaling_orig_ctx_len(rope.original_context_length)
     for delta in list(config.states.values())[:1]:
         writer.add_expert_shared_feed_forward_length(experts.shared_size)
         writer.add_ssm_conv_kernel(delta.taps)
@@ -264,7 +271,6 @@ def _metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
         writer.add_array(f"{config.architecture}.attention.recurrent_layers", kept)
         if config.architecture != "qwen3next":
             writer.add_rope_dimension_sections([11, 11, 10, 0])
-    write_tokenizer(writer, config.vocab_size)
 
 
 def _latents(writer: gguf.GGUFWriter, attention: LatentAttentionConfig) -> None:

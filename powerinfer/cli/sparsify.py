@@ -1,12 +1,18 @@
 """Make a dense model sparse: another activation, and training until the model has learnt to do with it.
 
 The original is the teacher, so any text will do; text in the form that the model is used for is best. Writes a model of
-the same format into --out, with a card (README.md), the steps (log.csv) and the state of the training
+the same format (or --format) into --out, with a card (README.md), the steps (log.csv), and the state of the training
 (training.safetensors), from which an interrupted run goes on. Needs torch.
 
 JSON: path, source, architecture, recipe, target_zeros, tokens, corpora, own_text_tokens (written with --own-text, with
 the prompts), perplexity_before, perplexity, ratio, zeros, zeros_by_layer (on held-out windows of the texts), limits
 (thresholds of the layers), resumed (steps that an earlier run did), seconds.
+
+--estimate says what a training would take, of a model (-m), of which only the headers are read, or of a published one
+by its name or a config.json (--shape). JSON: model, parameters, active_parameters (multiplied with for a token),
+recipe, tokens, stages (name, tokens, flops of a token, weights that are trained), flops, memory (place of moments and
+weights; bytes of device and ram), share (of a device's peak), devices (name, flops_s, hours, fits: the first place for
+which it has the memory, or null), here (--measure: device, flops_s, peak_flops_s, hours; or null).
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ from pathlib import Path
 
 from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, open_model
 from powerinfer.config import EngineConfig, SparsifyConfig
+from powerinfer.errors import RequestError
 
 MISSED = 0.02
 """How far the share of zeros may stay behind its target without a word."""
@@ -24,12 +31,19 @@ MISSED = 0.02
 def configure(parser: argparse.ArgumentParser) -> None:
     model_argument(parser)
     model_flag(parser)
-    parser.add_argument("--out", metavar="FOLDER", required=True, help="folder for the sparse model")
+    parser.add_argument("--out", metavar="FOLDER", help="folder for the sparse model")
     parser.add_argument(
         "--corpus", action="append", default=[], metavar="PATH", help="text file, JSONL file or folder (repeatable)"
     )
     config_flags(parser, SparsifyConfig, "training")
     config_flags(parser, EngineConfig, "engine", only=("threads",))
+    paper = parser.add_argument_group("estimate")
+    paper.add_argument("--estimate", action="store_true", help="do not train, say what it would take")
+    paper.add_argument("--shape", metavar="NAME|FILE", help="of a described model: qwen3-4b, llama-3.1-8b, ...")
+    paper.add_argument("--measure", action="store_true", help="time a few steps on this machine, with random weights")
+    paper.add_argument(
+        "--share", type=float, metavar="X", help="share of a device's peak (default: as measured, else 0.35)"
+    )
 
 
 def execute(args: argparse.Namespace, out: Output) -> int:
@@ -37,6 +51,12 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.sparsify import sparsify
 
     engine, config = config_from(args, EngineConfig), config_from(args, SparsifyConfig)
+    if args.estimate:
+        return _estimate(args, engine, config, out)
+    if args.shape is not None or args.measure or args.share is not None:
+        raise RequestError("--shape, --measure and --share are for --estimate")
+    if args.out is None:
+        raise RequestError("missing: --out (folder for the sparse model); see `powerinfer sparsify --help`")
     checkpoint = open_model(args.model, engine, out)
     with Bar() as bar:
         made = sparsify(checkpoint, args.corpus, config, Path(args.out).expanduser(), bar, engine.threads, out.note)
@@ -46,5 +66,40 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     if about["zeros"] < config.zeros - MISSED:
         out.note(f"{about['zeros']:.1%} is less than --zeros asks for: train longer, with more --tokens")
     out.line(f"{made.path}: {about['tokens']:,} tokens in {about['seconds']:.0f} s")
+    out.document(about)
+    return 0
+
+
+def _estimate(args: argparse.Namespace, engine: EngineConfig, config: SparsifyConfig, out: Output) -> int:
+    from powerinfer.cli.progress import Bar
+    from powerinfer.placement.shapes import find_shape
+    from powerinfer.sparsify import measured
+    from powerinfer.sparsify.estimate import estimate
+
+    if args.shape is not None and args.model is not None:
+        raise RequestError("give a model (-m) or a shape (--shape), not both")
+    model = open_model(args.model, engine, out).config if args.shape is None else find_shape(args.shape).config
+    estimate(model, config, args.share, None)  # refuses before anything is measured
+    rates = None
+    if args.measure:
+        with Bar() as bar:
+            rates = measured(model, config, engine.threads, bar)
+    about = estimate(model, config, args.share, rates)
+    weights, active = about["parameters"] / 1e9, about["active_parameters"] / 1e9
+    out.line(f"{about['model']}: {weights:.2f} billion weights, {active:.2f} of them multiplied with for a token")
+    for one in about["stages"]:
+        trained = f"{one['weights'] / 1e9:.2f} billion weights trained"
+        out.line(f"{one['name']}: {one['tokens']:,} tokens of {one['flops'] / 1e9:.1f} GFLOP, {trained}")
+    for place in about["memory"]:
+        ram = f" and {place['ram'] / 2**30:.0f} GiB of RAM" if place["ram"] else ""
+        out.line(f"memory, {place['place']}: {place['device'] / 2**30:.1f} GiB of the device{ram}")
+    for device in about["devices"]:
+        fits = f"fits with {device['fits']}" if device["fits"] else "does not fit"
+        rate = f"{about['share']:.0%} of {device['flops_s'] / 1e12:.0f} TFLOP/s"
+        out.line(f"{device['name']}: {device['hours']:.1f} hours ({rate}), {fits}")
+    if about["here"] is not None:
+        here = about["here"]
+        rate = f"{here['flops_s'] / 1e12:.3g} of {here['peak_flops_s'] / 1e12:.3g} TFLOP/s, measured"
+        out.line(f"this machine ({here['device']}): {here['hours']:.1f} hours ({rate})")
     out.document(about)
     return 0

@@ -1,5 +1,7 @@
 // What the neurons of an FFN compute with their weights, whatever these are stored in.
 #pragma once
+#include <math.h>
+
 #include <vector>
 
 #include "table.h"
@@ -8,14 +10,24 @@ struct Activation {
   int kind = PI_SILU;   // PiAct
   float threshold = 0;  // of FATRELU and CATS
 
-  // Rows of n elements, a multiple of 16, in place.
+  bool has_threshold() const { return kind == PI_FATRELU || kind == PI_CATS; }
+
+  // Rows of n elements, a multiple of 16, in place. limits: a threshold for each of them; null: `threshold` of all.
   // gate = h; up may be null.
-  void apply(const PiKernels* kernels, float* gate, const float* up, int64_t n) const {
-    kernels->activate(kind, threshold, gate, up, n);
+  void apply(const PiKernels* kernels, float* gate, const float* up, int64_t n, const float* limits = nullptr) const {
+    if (!limits) return kernels->activate(kind, threshold, gate, up, n);
+    apply_first(kernels, gate, n, limits);
+    for (int64_t i = 0; i < n && up; i++) gate[i] *= up[i];
   }
   // x = act(x), what up is multiplied with.
-  void apply_first(const PiKernels* kernels, float* x, int64_t n) const {
-    kernels->activate(kind == PI_DRELU ? PI_RELU : kind, threshold, x, nullptr, n);
+  void apply_first(const PiKernels* kernels, float* x, int64_t n, const float* limits = nullptr) const {
+    if (!limits) return kernels->activate(kind == PI_DRELU ? PI_RELU : kind, threshold, x, nullptr, n);
+    if (kind == PI_CATS) {
+      kernels->activate(PI_SILU, 0.0f, x, nullptr, n);
+      for (int64_t i = 0; i < n; i++) x[i] = fabsf(x[i]) <= limits[i] ? 0.0f : x[i];  // NaN stays
+    } else {
+      for (int64_t i = 0; i < n; i++) x[i] = x[i] <= limits[i] ? 0.0f : x[i];
+    }
   }
   // up = the factor of act(gate): of DRELU relu(up), else up itself.
   void apply_second(const PiKernels* kernels, float* up, int64_t n) const {
@@ -28,5 +40,7 @@ struct Activation {
 struct NeuronSpec {
   Activation activation;
   std::vector<float> gate_bias, up_bias;  // a value for each neuron; empty: none
+  std::vector<float> limits;              // of each neuron, the activation's threshold; empty: that of all
   const std::vector<float>& first_bias(bool gated) const { return gated ? gate_bias : up_bias; }
+  const float* limits_from(int64_t neuron) const { return limits.empty() ? nullptr : limits.data() + neuron; }
 };

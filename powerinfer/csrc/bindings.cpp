@@ -250,8 +250,9 @@ std::shared_ptr<Bundles> make_bundles(Bytes2 data, int64_t neurons, int64_t d_mo
   b->down = rows(down_type, PI_ADD, down_at);
   b->neurons = neurons;
   b->spec = spec;
-  for (const Vector* bias : {&spec.gate_bias, &spec.up_bias})
-    require(bias->empty() || (int64_t)bias->size() == b->neurons, "biases must have one value for every neuron");
+  for (const Vector* one : {&spec.gate_bias, &spec.up_bias, &spec.limits})
+    require(one->empty() || (int64_t)one->size() == b->neurons,
+            "biases and thresholds must have one value for every neuron");
   require(b->gated() || spec.gate_bias.empty(), "a bias of gate, but no gate");
   return b;
 }
@@ -525,26 +526,29 @@ void bind_bundle_rows(nb::module_& m) {
 }
 
 void bind_neuron_spec(nb::module_& m) {
-  nb::class_<NeuronSpec>(m, "NeuronSpec",
-                         "What neurons compute with their weights: activation, a name of ACTIVATIONS; threshold, of\n"
-                         "fatrelu; biases of gate and up, a value for each neuron.")
+  nb::class_<NeuronSpec>(
+      m, "NeuronSpec",
+      "What neurons compute with their weights: activation, a name of ACTIVATIONS; threshold, of\n"
+      "fatrelu and cats; biases of gate and up, a value for each neuron; limits, in place of threshold\n"
+      "one for each neuron.")
       .def(
           "__init__",
           [](NeuronSpec* spec, const std::string& activation, float threshold, std::optional<Floats> gate_bias,
-             std::optional<Floats> up_bias) {
-            new (spec) NeuronSpec{{index_of(ACTIVATIONS, PI_N_ACTS + 1, activation, "activation"), threshold},
-                                  vector_of(gate_bias),
-                                  vector_of(up_bias)};
+             std::optional<Floats> up_bias, std::optional<Floats> limits) {
+            const Activation own{index_of(ACTIVATIONS, PI_N_ACTS + 1, activation, "activation"), threshold};
+            require(!limits || (own.has_threshold() && threshold == 0),
+                    "thresholds of neurons are for fatrelu and cats, and in place of one of all");
+            new (spec) NeuronSpec{own, vector_of(gate_bias), vector_of(up_bias), vector_of(limits)};
           },
           "activation"_a = ACTIVATIONS[PI_SILU], "threshold"_a = 0.0f, "gate_bias"_a = nb::none(),
-          "up_bias"_a = nb::none());
+          "up_bias"_a = nb::none(), "limits"_a = nb::none());
 }
 
 void bind_bundles(nb::module_& m) {
   nb::class_<Bundles>(m, "Bundles",
                       "Neurons of a layer, each with its rows of gate and up and its column of down.\n\n"
                       "data: [groups, bytes of a group], kept; or, with counts (bundles of each group), [1, bytes] of\n"
-                      "groups that differ; then spec's biases have a value for every place of a group.")
+                      "groups that differ; then spec's vectors have a value for every place of a group.")
       .def(nb::new_(&make_bundles), "data"_a.noconvert(), "neurons"_a, "d_model"_a, "gate_type"_a.none(), "up_type"_a,
            "down_type"_a, "pitch"_a, "gate_at"_a, "up_at"_a, "down_at"_a, "spec"_a, "counts"_a = nb::none(),
            nb::keep_alive<0, 2>())  // 1 is the class
@@ -816,6 +820,7 @@ void bind_experts(nb::module_& m) {
              std::optional<Floats2> gate_bias, std::optional<Floats2> up_bias, std::optional<Floats2> down_bias,
              std::shared_ptr<NeuronSum> bundled, std::shared_ptr<Predictor> predictor, int64_t recall_every) {
             require(spec.gate_bias.empty() && spec.up_bias.empty(), "biases of experts are not those of neurons");
+            require(spec.limits.empty(), "neurons of experts have no thresholds of their own");
             require(bundled || (up && down), "experts need up and down, or bundles");
             new (all) ExpertMatrices{experts,
                                      neurons,

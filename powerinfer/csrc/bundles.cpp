@@ -51,14 +51,23 @@ struct Work {
       for (int64_t j = 0; j < n; j++) out[t * NeuronBlock::NEURONS + j] += bias[(size_t)block.index[j]];
   }
 
+  // The thresholds of `count` listed neurons, in `more`, which is free before up is multiplied; null: none of their own.
+  template <class NeuronOf>
+  const float* limits(int64_t count, const NeuronOf& neuron_of) const {
+    if (b.spec.limits.empty()) return nullptr;
+    for (int64_t i = 0; i < count; i++) block.more[i] = b.spec.limits[(size_t)neuron_of(i)];
+    return block.more;
+  }
+
   // Activations of the first product; zero where a neuron does not count for a token.
   void activate(const Firing& f) {
     if (!f.known) dots(b.first(), b.first_bias(), block.h);
+    const float* const own = f.known ? nullptr : limits(n, [&](int64_t j) { return block.index[j]; });
     for (int64_t t = 0; t < tokens; t++) {
       float* a = h(t);
       if (f.known)
         for (int64_t j = 0; j < n; j++) a[j] = f.known[t * f.ld + block.index[j]];
-      else b.spec.activation.apply_first(kernels, a, pi_round_up(n, PI_LANES));
+      else b.spec.activation.apply_first(kernels, a, pi_round_up(n, PI_LANES), own);
       if (!f.known && f.groups.of)
         for (int64_t j = 0; j < n; j++) a[j] *= f.groups.of[t * f.groups.ld + block.index[j] / f.groups.each];
       if (f.selected_by)
@@ -138,7 +147,8 @@ struct Work {
       for (int64_t i = 0; i < count; i++) a[i] = f.known[block.pairs[i].token * f.ld + block.pairs[i].neuron];
     } else {
       dot_pairs(b.first(), b.first_bias(), a);
-      b.spec.activation.apply_first(kernels, a, pi_round_up(count, PI_LANES));
+      const float* const own = limits(count, [&](int64_t i) { return block.pairs[i].neuron; });
+      b.spec.activation.apply_first(kernels, a, pi_round_up(count, PI_LANES), own);
       for (int64_t i = 0; i < count && f.groups.of; i++)
         a[i] *= f.groups.of[block.pairs[i].token * f.groups.ld + block.pairs[i].neuron / f.groups.each];
     }

@@ -25,7 +25,7 @@ void fill_lanes(const PiActs* x, int64_t tokens, uint8_t* out);
 struct Bundles {
   PiRows gate, up, down;         // gate.groups null: no gate
   int64_t neurons;               // places: where groups have fewer bundles, some are empty
-  NeuronSpec spec;               // biases have a value for every place
+  NeuronSpec spec;               // biases and limits have a value for every place
   std::vector<int32_t> members;  // the places that hold a neuron, ascending
   std::vector<int64_t> offsets;  // of groups, where some have fewer bundles; else empty
   bool gated() const { return gate.groups != nullptr; }

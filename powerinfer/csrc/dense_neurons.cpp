@@ -4,10 +4,10 @@
 #include <string.h>
 
 namespace {
-// Whether a padded bias is that one, bit by bit.
-bool same(const Vector& padded, const Vector& bias) {
-  return padded.empty() == bias.empty() && padded.size() >= bias.size() &&
-         (bias.empty() || memcmp(padded.data(), bias.data(), bias.size() * sizeof(float)) == 0);
+// Whether a padded vector is that one, bit by bit.
+bool same(const Vector& padded, const Vector& other) {
+  return padded.empty() == other.empty() && padded.size() >= other.size() &&
+         (other.empty() || memcmp(padded.data(), other.data(), other.size() * sizeof(float)) == 0);
 }
 }  // namespace
 
@@ -20,13 +20,14 @@ DenseNeurons::DenseNeurons(NeuronSpec spec, std::shared_ptr<Matrix> gate, std::s
   check(gate_ || spec_.gate_bias.empty(), "a bias of gate without a gate");
   check_bias(spec_.gate_bias, neurons(), "gate");
   check_bias(spec_.up_bias, neurons(), "up");
-  for (Vector* bias : {&spec_.gate_bias, &spec_.up_bias}) *bias = padded(std::move(*bias));
+  check(spec_.limits.empty() || (int64_t)spec_.limits.size() == neurons(), "thresholds must be one for every neuron");
+  for (Vector* one : {&spec_.gate_bias, &spec_.up_bias, &spec_.limits}) *one = padded(std::move(*one));
 }
 
 bool DenseNeurons::same_kind(const Bundles& bundles) const {
   return bundles.complete() && bundles.neurons == neurons() && bundles.gated() == gated() &&
          bundles.spec.activation == spec_.activation && same(spec_.gate_bias, bundles.spec.gate_bias) &&
-         same(spec_.up_bias, bundles.spec.up_bias);
+         same(spec_.up_bias, bundles.spec.up_bias) && same(spec_.limits, bundles.spec.limits);
 }
 
 void DenseNeurons::sum(Thread& t, const PiActs* acts, int64_t tokens, const Destination& to, int64_t* fired) const {
@@ -53,8 +54,9 @@ Columns DenseNeurons::multiply(Thread& t, const PiActs* acts, int64_t tokens) co
   for (int64_t i = 0; i < tokens && mine.n(); i++) {
     float* h = p.gate + i * p.ldh + mine.c0;
     const float* up = gate_ ? p.up + i * p.ldh + mine.c0 : nullptr;
-    if (watch) watch->before(look, i, spec_.activation, h, up);
-    spec_.activation.apply(w.kernels, h, up, mine.lanes());
+    const float* limits = spec_.limits_from(mine.c0);
+    if (watch) watch->before(look, i, spec_.activation, limits, h, up);
+    spec_.activation.apply(w.kernels, h, up, mine.lanes(), limits);
     if (watch) watch->after(look, i, h);
   }
   if (watch && mine.n()) watch->count(look, tokens);
@@ -67,7 +69,7 @@ Columns DenseNeurons::activate(Thread& t, const PiActs* acts, int64_t tokens) co
   const Columns mine(first(), *w.pool, t.id);
   w.linear(t.id, first(), spec_.first_bias(gated()), acts, p.gate, p.ldh, tokens, false, mine.p0, mine.p1);
   for (int64_t i = 0; i < tokens; i++)
-    spec_.activation.apply_first(w.kernels, p.gate + i * p.ldh + mine.c0, mine.lanes());
+    spec_.activation.apply_first(w.kernels, p.gate + i * p.ldh + mine.c0, mine.lanes(), spec_.limits_from(mine.c0));
   return mine;
 }
 

@@ -11,7 +11,7 @@ class DenseNeurons {
   int64_t neurons() const { return up_->rows; }
   int64_t d_model() const { return up_->k; }
   bool gated() const { return (bool)gate_; }
-  // Whether bundles hold neurons of the same kind: as many, with the same activation and biases.
+  // Whether bundles hold neurons of the same kind: as many, with the same activation, biases and limits.
   bool same_kind(const Bundles& bundles) const;
   int forms() const { return first().form() | up_->form(); }  // of the input
 
@@ -32,6 +32,6 @@ class DenseNeurons {
   static void count_fired(const Thread& t, const Columns& mine, int64_t tokens, int64_t* fired);
   void add_down(Thread& t, int64_t tokens, const Columns& mine, const Destination& to) const;
 
-  NeuronSpec spec_;  // biases padded to whole panels
+  NeuronSpec spec_;  // biases and limits padded to whole panels
   const std::shared_ptr<Matrix> gate_, up_, down_;
 };

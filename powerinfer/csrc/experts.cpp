@@ -186,7 +186,7 @@ void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k) {
     check(repacked_type(b.up.type) >= 0 && b.up.type != PI_Q4_0X32 && b.gate.type == b.up.type &&
               repacked_type(b.down.type) >= 0 && b.down.type != PI_Q4_0,
           "bundles of these types cannot be repacked");
-    check(b.spec.activation == all.activation, "the bundles have another activation");
+    check(b.spec.activation == all.activation && b.spec.limits.empty(), "the bundles have another activation");
     check(all.recall_every >= 0, "an interval is negative");
     if (all.predictor) {
       all.predictor->check_sizes(d, b.neurons);

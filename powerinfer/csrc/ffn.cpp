@@ -28,7 +28,8 @@ void Ffn::set_bundled(std::shared_ptr<NeuronSum> bundled, std::shared_ptr<const 
   const Bundles& bundles = *bundled->bundles;
   check(bundled->workspace == workspace_, "the neurons are of another workspace than the program");
   check(!dense_ || bundles.up.k == dense_->d_model(), "the bundles have another width than the matrices");
-  check(!dense_ || dense_->same_kind(bundles), "the bundles are of another kind of FFN, or have other biases");
+  check(!dense_ || dense_->same_kind(bundles),
+        "the bundles are of another kind of FFN, or have other biases or thresholds");
   check(recall_every >= 0, "an interval is negative");
   check(recall_every == 0 || dense_, "the recall of a predictor is sampled from matrices");
   if (predictor) {

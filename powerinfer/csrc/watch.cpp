@@ -39,14 +39,15 @@ bool Watch::suits(int64_t neurons, int64_t tokens, int threads) const {
   return d_ff == neurons && max_tokens == tokens && (int)damaged.size() == threads;
 }
 
-void Watch::before(const Look& look, int64_t i, const Activation& activation, const float* first, const float* up) {
+void Watch::before(const Look& look, int64_t i, const Activation& activation, const float* limits, const float* first,
+                   const float* up) {
   int odd = kernels_->neurons->fires(first, look.lanes, FLT_MAX, nullptr);
   if (up) odd |= kernels_->neurons->fires(up, look.lanes, FLT_MAX, nullptr);
   if (odd) damaged[(size_t)look.thread] = 1;
   if (!gate) return;
   float* a = activated_[(size_t)look.thread].data();
   memcpy(a, first, (size_t)look.lanes * 4);
-  activation.apply_first(kernels_, a, look.lanes);
+  activation.apply_first(kernels_, a, look.lanes, limits);
   kernels_->neurons->fires(a, look.lanes, threshold, bits_of(look, i));
   if (!measure) return;
   int64_t* bins = magnitudes.data() + look.thread * BINS;

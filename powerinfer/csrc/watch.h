@@ -30,8 +30,9 @@ class Watch {
     int thread;
     int64_t c0, n, lanes;
   };
-  // Before the activation: the first product, and up where there is a gate.
-  void before(const Look& look, int64_t i, const Activation& activation, const float* first, const float* up);
+  // Before the activation: the first product, and up where there is a gate. limits: as `Activation` has them.
+  void before(const Look& look, int64_t i, const Activation& activation, const float* limits, const float* first,
+              const float* up);
   // After it.
   void after(const Look& look, int64_t i, float* h);
   // Counts the neurons that fired, of all tokens.

@@ -30,6 +30,7 @@ from powerinfer.devices.states import Slots, StateMemory, state_bytes, state_slo
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
+from powerinfer.neurons import NO_VECTORS, FfnVectors
 from powerinfer.system import available_memory
 
 if TYPE_CHECKING:
@@ -391,16 +392,14 @@ class CpuExecutor:
         gate: _native.Matrix | None,
         up: _native.Matrix,
         down: _native.Matrix,
-        biases: Sequence[Float32 | None] = (None, None, None),
+        vectors: FfnVectors = NO_VECTORS,
         out_norm: _native.Norm | None = None,
     ) -> None:
-        """x += out_norm(down . (act(gate . n) * (up . n))) with n = norm(x), or down . act(up . n) without a gate.
-
-        biases: of gate, up and down.
-        """
-        dense = self.parts.dense(layer, gate, up, down, biases)
-        op = self._program.ffn(_native.FfnSpec(norm, out_norm, biases[2]), dense)
-        self.ffns[layer] = CpuFfn(self.parts, layer, op, biases, matrices=(gate, up, down))
+        """x += out_norm(down . (act(gate . n) * (up . n))) with n = norm(x), or down . act(up . n) without a gate."""
+        own = vectors.of_neurons
+        dense = self.parts.dense(layer, gate, up, down, own)
+        op = self._program.ffn(_native.FfnSpec(norm, out_norm, vectors.down_bias), dense)
+        self.ffns[layer] = CpuFfn(self.parts, layer, op, own, matrices=(gate, up, down))
 
     def bundled_ffn(
         self,
@@ -410,7 +409,7 @@ class CpuExecutor:
         *,
         norm: _native.Norm | None = None,
         out_norm: _native.Norm | None = None,
-        biases: Sequence[Float32 | None] = (None, None, None),
+        vectors: FfnVectors = NO_VECTORS,
         threshold: float = 0.0,
         predictor: Weights | None = None,
     ) -> None:
@@ -419,10 +418,11 @@ class CpuExecutor:
         predictor: selects, of all neurons, those that are computed in steps of up to `neuron_tokens`. ValueError for
         shapes that are not the layer's.
         """
-        neurons = self.parts.bundled(layer, layout, bundles, biases, threshold=threshold)
+        own = vectors.of_neurons
+        neurons = self.parts.bundled(layer, layout, bundles, own, threshold=threshold)
         selects = self.parts.predictor(predictor)
-        op = self._program.ffn(_native.FfnSpec(norm, out_norm, biases[2]), None, neurons, selects)
-        self.ffns[layer] = CpuFfn(self.parts, layer, op, biases, layout=layout, predictor=selects)
+        op = self._program.ffn(_native.FfnSpec(norm, out_norm, vectors.down_bias), None, neurons, selects)
+        self.ffns[layer] = CpuFfn(self.parts, layer, op, own, layout=layout, predictor=selects)
 
     def experts(
         self,

@@ -12,16 +12,13 @@ from powerinfer import _native
 from powerinfer.config import ModelConfig
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels.cpu import NEURON_TOKENS
-from powerinfer.neurons import BUNDLE_GROUP
+from powerinfer.neurons import BUNDLE_GROUP, NeuronVectors
 
 if TYPE_CHECKING:
     from powerinfer.formats.bundle_memory import SomeBundles
     from powerinfer.neurons import BundleLayout, Predictor
 
 Float32 = NDArray[np.float32]
-
-Biases = Sequence[Float32 | None]
-"""float32 [neurons of the layer] of gate and up, and maybe more; None where there is none."""
 
 Weights = tuple["Predictor", RawTensor, RawTensor]
 """A layer's predictor with its matrices in [rank, d_model] and out [neurons, rank]."""
@@ -46,17 +43,17 @@ class PartMaker:
         self._pack = pack
 
     def dense(
-        self, layer: int, gate: _native.Matrix | None, up: _native.Matrix, down: _native.Matrix, biases: Biases
+        self, layer: int, gate: _native.Matrix | None, up: _native.Matrix, down: _native.Matrix, vectors: NeuronVectors
     ) -> _native.DenseNeurons:
         """Neurons as matrices."""
-        return _native.DenseNeurons(self._spec(layer, biases), gate, up, down)
+        return _native.DenseNeurons(self._spec(layer, vectors), gate, up, down)
 
     def bundled(
         self,
         layer: int,
         layout: BundleLayout,
         bundles: NDArray[np.uint8] | SomeBundles,
-        biases: Biases = (None, None),
+        vectors: NeuronVectors = (),
         *,
         neurons: int | None = None,
         threshold: float = 0.0,
@@ -73,7 +70,7 @@ class PartMaker:
             rows, neurons = bundles, neurons or self.config.ffn_sizes[layer]
         else:
             rows, neurons, counts = bundles.rows, len(bundles.index), bundles.counts
-            biases = [_placed(bundles, bias) for bias in biases[:2]]
+            vectors = [_placed(bundles, one) for one in vectors]
         native = _native.Bundles(
             rows,
             neurons,
@@ -85,7 +82,7 @@ class PartMaker:
             layout.gate_at if layout.gated else 0,
             layout.up_at,
             layout.down_at,
-            self._spec(layer, biases),
+            self._spec(layer, vectors),
             counts,
         )
         return _native.NeuronSum(self._workspace, native, threshold, count_fired)
@@ -97,9 +94,9 @@ class PartMaker:
         about, inner, outer = weights
         return _native.Predictor(self._pack(inner), self._pack(outer), about.threshold, about.floor)
 
-    def _spec(self, layer: int, biases: Biases) -> _native.NeuronSpec:
+    def _spec(self, layer: int, vectors: NeuronVectors) -> _native.NeuronSpec:
         about = self.config.layers[layer].neurons
-        return _native.NeuronSpec(about.activation, about.threshold, *biases[:2])
+        return _native.NeuronSpec(about.activation, about.threshold, *vectors)
 
 
 class CpuFfn:
@@ -114,7 +111,7 @@ class CpuFfn:
         parts: PartMaker,
         layer: int,
         op: _native.Ffn,
-        biases: Biases,
+        vectors: NeuronVectors,
         *,
         matrices: Sequence[_native.Matrix | None] = (),
         layout: BundleLayout | None = None,
@@ -125,7 +122,7 @@ class CpuFfn:
         self.neurons = self.matrices[0].rows if matrices else parts.config.ffn_sizes[layer]
         self._parts = parts
         self._layer = layer
-        self._biases = biases
+        self._vectors = vectors
         self._layout = layout
         self._predictor = predictor
 
@@ -157,7 +154,7 @@ class CpuFfn:
         for shapes that are not the layer's.
         """
         neurons = self._parts.bundled(
-            self._layer, layout, rows, self._biases, neurons=self.neurons, threshold=threshold
+            self._layer, layout, rows, self._vectors, neurons=self.neurons, threshold=threshold
         )
         selects = self._parts.predictor(predictor)
         self.op.set_bundled(neurons, selects, recall_every)
@@ -213,9 +210,9 @@ class CpuFfn:
         return self.op.take_fired(fired), fired
 
 
-def _placed(bundles: SomeBundles, bias: Float32 | None) -> Float32 | None:
-    if bias is None:
+def _placed(bundles: SomeBundles, values: Float32 | None) -> Float32 | None:
+    if values is None:
         return None
     placed = np.zeros(len(bundles.counts) * BUNDLE_GROUP, np.float32)
-    placed[bundles.places] = bias[bundles.index]
+    placed[bundles.places] = values[bundles.index]
     return placed

@@ -29,6 +29,7 @@ from powerinfer.devices.trace import Trace, span
 from powerinfer.formats.quant import Float32
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu, gpu, gpu_delta
+from powerinfer.neurons import NO_VECTORS, FfnVectors
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -276,25 +277,24 @@ class GpuLayers:
         gate: StoredMatrix | None,
         up: StoredMatrix,
         down: StoredMatrix,
-        biases: Sequence[Float32 | None] = (None, None, None),
+        vectors: FfnVectors = NO_VECTORS,
         out_norm: GpuNorm | None = None,
     ) -> None:
-        """x += out_norm(down . (act(gate . n) * (up . n))) with n = norm(x), or down . act(up . n) without a gate.
-
-        biases: of gate, up and down.
-        """
+        """x += out_norm(down . (act(gate . n) * (up . n))) with n = norm(x), or down . act(up . n) without a gate."""
         inputs = [up] if gate is None else [gate, up]
-        first = self._upload("ffn", *inputs, biases=biases[2 - len(inputs) : 2])
-        second = self._upload("ffn", down, biases=biases[2:])
+        first = self._upload("ffn", *inputs, biases=(vectors.gate_bias, vectors.up_bias)[2 - len(inputs) :])
+        second = self._upload("ffn", down, biases=[vectors.down_bias])
+        limits = self._some(vectors.limits)
         about, neurons, plain = self._config.layers[layer].neurons, up.rows, gate is None  # not the matrices themselves
+        limit = about.threshold if limits is None else limits
 
         def run(step: Step) -> None:
             product = first(step.normalised(norm))
             if plain:
-                hidden = gpu.activate(about.activation, product, None, about.threshold)
+                hidden = gpu.activate(about.activation, product, None, limit)
             else:
                 halves = product[:, :neurons], product[:, neurons:]
-                hidden = gpu.activate(about.activation, *halves, about.threshold)
+                hidden = gpu.activate(about.activation, *halves, limit)
             out = second(hidden)
             step.add(_normalised(out_norm, out))
 

@@ -28,9 +28,9 @@ from powerinfer.config import FfnConfig
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.bundle_memory import SomeBundles, pieces
 from powerinfer.formats.prepared import LINE
-from powerinfer.formats.quant import Bytes, Float32
+from powerinfer.formats.quant import Bytes
 from powerinfer.kernels import gpu
-from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
+from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, NeuronVectors
 from powerinfer.system import usable_cores
 
 if TYPE_CHECKING:
@@ -41,10 +41,10 @@ PIECE = 32 << 20
 
 BUFFERS = 2
 
-BESIDE = 20
-"""Maximum bytes of metadata per bundle: its offset, its group, the offset of the group's scales, and its biases."""
+BESIDE = 24
+"""Maximum bytes of metadata per bundle: its offset, its group, the offset of the group's scales, and its vectors."""
 
-_PADDING = 5 * LINE  # the parts of a piece begin at cache lines
+_PADDING = 6 * LINE  # the parts of a piece begin at cache lines
 _SEGMENT = 2 << 20  # torch's rounding of tensors of that size on a GPU
 _MOST_THREADS = 4  # copying; more threads are not faster
 _LEAST_SHARE = 1 << 20  # minimum bytes per thread
@@ -107,7 +107,7 @@ class Stage:
 
     @property
     def piece_bytes(self) -> int:
-        """Bytes of the arrays that a buffer holds, at most five of which do not fill a line."""
+        """Bytes of the arrays that a buffer holds, at most six of which do not fill a line."""
         return self._size - _PADDING
 
     def experts_at_once(self, matrices: Sequence[int], experts: int) -> int:
@@ -137,25 +137,25 @@ class Stage:
         layout: BundleLayout,
         cold: SomeBundles,
         ffn: FfnConfig,
-        biases: Sequence[Float32 | None],
+        vectors: NeuronVectors,
         threshold: float,
     ) -> None:
         """total += the sum of these neurons of n, both float32 [T, d_model] on the GPU.
 
-        biases: float32 [neurons of the layer] of gate and up; threshold: activations up to it count as zero.
+        threshold: activations up to it count as zero.
         """
         import torch
 
-        kinds = torch.int32, torch.int32, torch.int32, torch.float32, torch.float32
+        kinds = (torch.int32,) * 3 + (torch.float32,) * len(vectors)
         for piece in pieces(layout, cold, self.piece_bytes, BESIDE):
             index = cold.index[piece.first : piece.last]
-            own = [None if bias is None else bias[index].astype(np.float32) for bias in biases[:2]]
+            own = [None if values is None else values[index].astype(np.float32) for values in vectors]
             with self.sent([piece.rows, piece.at, piece.group, piece.shared, *own]) as (rows, *others):
-                at, group, shared, gate_bias, up_bias = (
+                at, group, shared, *of_piece = (
                     None if part is None else part.view(kind) for part, kind in zip(others, kinds, strict=True)
                 )
                 assert rows is not None and at is not None and shared is not None
-                neurons = gpu.empty_neurons(layout, len(at), len(shared), self._to, ffn, group, gate_bias, up_bias)
+                neurons = gpu.empty_neurons(layout, len(at), len(shared), self._to, ffn, group, *of_piece)
                 gpu.unpack(layout, rows, at, shared, neurons)
                 total.add_(gpu.neuron_sum(neurons, n, None, threshold)[0])
                 del neurons  # the next piece reuses their memory

@@ -39,7 +39,7 @@ _FIRST_READ = 1 << 21  # most headers fit in one read
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
-_STRING, _ARRAY, _BOOL, _UINT32, _FLOAT32 = 8, 9, 7, 4, 6
+_STRING, _ARRAY, _BOOL, _UINT32, _INT32, _FLOAT32 = 8, 9, 7, 4, 5, 6
 _NUMBERS: dict[int, tuple[struct.Struct, np.dtype[Any]]] = {  # metadata type -> (struct code, numpy type)
     0: (struct.Struct("<B"), np.dtype("<u1")),
     1: (struct.Struct("<b"), np.dtype("<i1")),
@@ -195,13 +195,22 @@ def metadata_bytes(path: Path) -> dict[str, bytes]:
     return entries
 
 
-def encoded(value: str | int | Sequence[float]) -> bytes:
-    """A value of the metadata as it is stored: a text, a uint32, or floats."""
+def encoded(value: str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]) -> bytes:
+    """A value of the metadata as it is stored: a text, a bool, a uint32, a float32, or texts, int32 or floats."""
     if isinstance(value, str):
         return _U32.pack(_STRING) + _text(value)
+    if isinstance(value, bool):
+        return _U32.pack(_BOOL) + bytes([value])
     if isinstance(value, int):
         return _U32.pack(_UINT32) + _U32.pack(value)
-    return _U32.pack(_ARRAY) + _U32.pack(_FLOAT32) + _U64.pack(len(value)) + np.array(value, "<f4").tobytes()
+    if isinstance(value, float):
+        return _U32.pack(_FLOAT32) + _NUMBERS[_FLOAT32][0].pack(value)
+    kinds = {type(one) for one in value}
+    kind = _STRING if kinds == {str} else _INT32 if kinds == {int} else _FLOAT32
+    head = _U32.pack(_ARRAY) + _U32.pack(kind) + _U64.pack(len(value))
+    if kind == _STRING:
+        return head + b"".join(_text(str(one)) for one in value)
+    return head + np.array(value, _NUMBERS[kind][1]).tobytes()
 
 
 def _text(text: str) -> bytes:

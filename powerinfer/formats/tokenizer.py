@@ -259,6 +259,11 @@ class Tokenizer:
         return self.token_bytes(token).decode("utf-8", "replace")
 
     @property
+    def vocabulary(self) -> Vocabulary:
+        """What it was made from."""
+        return self._vocabulary
+
+    @property
     def special_ids(self) -> frozenset[int]:
         """Ids of the special tokens, which `decode` hides."""
         return self._special_ids

@@ -33,11 +33,11 @@ from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.devices.trace import span
 from powerinfer.formats.bundle_file import BundleFile
-from powerinfer.hybrid.parts import Biases, CpuPart, GpuPart
+from powerinfer.hybrid.parts import CpuPart, GpuPart
 from powerinfer.kernels import gpu
 from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.kernels.gpu_types import tensor_bytes
-from powerinfer.neurons import Counts, Indices, Placement, Predictor, Tier
+from powerinfer.neurons import Counts, FfnVectors, Indices, NeuronVectors, Placement, Predictor, Tier
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,13 +74,13 @@ class HybridFfn:
         bundles: BundleFile,
         hot: Indices,
         *,
-        biases: Biases = (None, None, None),
+        vectors: NeuronVectors = (),
         threshold: float = 0.0,
         weights: Weights | None = None,
         stage: Stage | None = None,
     ) -> None:
-        """biases: of gate, up and down; the last is not this FFN's to add. threshold: activations up to this magnitude
-        count as zero; weights: of a predictor; stage: streams cold neurons to the GPU for long prompts.
+        """threshold: activations up to this magnitude count as zero; weights: of a predictor; stage: streams cold
+        neurons to the GPU for long prompts.
 
         PowerInferError if a device runs out of memory.
         """
@@ -92,10 +92,10 @@ class HybridFfn:
         self._layers = layers
         self._link = layers.link
         self._bundles = bundles
-        self._biases = biases
+        self._vectors = vectors
         self._threshold = threshold
         self._gpu_part: GpuPart | None = None
-        self._cpu_part = CpuPart(cpu, layer, bundles.layouts[layer], biases, threshold)
+        self._cpu_part = CpuPart(cpu, layer, bundles.layouts[layer], vectors, threshold)
         self._predicts = True
         self._predictor: _GpuPredictor | None = None
         if weights is not None:
@@ -121,7 +121,7 @@ class HybridFfn:
         self._gpu_part = None  # free its memory before allocating
         with self._failures(), current(to):
             if len(hot):
-                own = self._config, self._biases, self._threshold
+                own = self._config, self._vectors, self._threshold
                 self._gpu_part = GpuPart(layout, groups, hot, to, *own)
             if self._predictor is not None:
                 columns = (torch.from_numpy(part.astype(np.int64)).to(to) for part in (hot, self.cold))
@@ -249,7 +249,7 @@ class HybridFfn:
 
     def _stream_cold(self, step: Step) -> None:
         assert self.stage is not None and self._cpu_part.bundles is not None and step.read is not None
-        own = self._cpu_part.bundles, self._config, self._biases, self._threshold
+        own = self._cpu_part.bundles, self._config, self._vectors, self._threshold
         self.stage.add_sum(step.target, step.read, self._bundles.layouts[self.layer], *own)
 
     def _add_cold(self, step: Step) -> None:
@@ -338,7 +338,7 @@ class NeuronSplit:
     ffns: list[HybridFfn] = field(default_factory=list)
     kind: type = FfnConfig
 
-    def __call__(self, cpu: CpuExecutor, layers: GpuLayers, layer: int, given: Biases) -> HybridFfn:
+    def __call__(self, cpu: CpuExecutor, layers: GpuLayers, layer: int, given: FfnVectors) -> HybridFfn:
         """PowerInferError if a device runs out of memory."""
         ffn = HybridFfn(
             layer,
@@ -346,7 +346,7 @@ class NeuronSplit:
             layers,
             self.bundles,
             self.placement.by_tier(layer)[Tier.GPU],
-            biases=given,
+            vectors=given.of_neurons,
             threshold=self.threshold(layer),
             weights=None if self.predictors is None else self.predictors(layer),
             stage=self.stage,

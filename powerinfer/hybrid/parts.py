@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,15 +13,12 @@ from powerinfer.formats.bundle_memory import SomeBundles, gather, own_pages
 from powerinfer.formats.quant import Float32
 from powerinfer.kernels import gpu
 from powerinfer.kernels.gpu_types import tensor_bytes
-from powerinfer.neurons import BundleLayout, Counts, Indices
+from powerinfer.neurons import BundleLayout, Counts, Indices, NeuronVectors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from powerinfer import _native
-
-Biases = Sequence[Float32 | None]
-"""float32 [neurons of the layer] of gate, up and down; None where there is none. A part uses those of gate and up."""
 
 
 class GpuPart:
@@ -35,14 +31,14 @@ class GpuPart:
         index: Indices,
         to: Any,
         config: FfnConfig,
-        biases: Biases,
+        vectors: NeuronVectors,
         threshold: float,
     ) -> None:
         """groups: uint8 [groups, layout.group_bytes], the layer's bundles; threshold: activations up to it are zero."""
         import torch
 
         self.index = index
-        self.neurons = gpu.resident(layout, groups, index, to, config, biases)
+        self.neurons = gpu.resident(layout, groups, index, to, config, vectors)
         self._threshold = threshold
         self._fired = torch.zeros(len(index), dtype=torch.int64, device=to)
 
@@ -72,13 +68,15 @@ class GpuPart:
 class CpuPart:
     """Some neurons of a layer in the CPU's memory: copies of their bundles, in memory that later ones reuse."""
 
-    def __init__(self, cpu: CpuExecutor, layer: int, layout: BundleLayout, biases: Biases, threshold: float) -> None:
+    def __init__(
+        self, cpu: CpuExecutor, layer: int, layout: BundleLayout, vectors: NeuronVectors, threshold: float
+    ) -> None:
         """threshold: activations up to it count as zero."""
         self.bundles: SomeBundles | None = None
         self._cpu = cpu
         self._layer = layer
         self._layout = layout
-        self._biases = biases[:2]
+        self._vectors = vectors
         self._threshold = threshold
         self._memory: NDArray[np.uint8] | None = None
         self._neurons: _native.NeuronSum | None = None
@@ -103,7 +101,7 @@ class CpuPart:
         if self._memory is None or len(self._memory) < nbytes:
             self._memory = own_pages(nbytes)
         self.bundles = gather(layout, groups, index, self._memory)
-        own = self._layer, layout, self.bundles, self._biases
+        own = self._layer, layout, self.bundles, self._vectors
         self._neurons = self._cpu.parts.bundled(*own, threshold=self._threshold, count_fired=True)
 
     def sum(self, x: Float32, selected: NDArray[np.uint8] | None, out: Float32) -> bool:

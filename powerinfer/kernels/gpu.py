@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from powerinfer.config import FfnConfig
 from powerinfer.formats.bundle_memory import cuts, gather, some_bytes, whole
 from powerinfer.formats.prepared import LINE
-from powerinfer.formats.quant import Bytes, Float32, as_q8_0, block_type
+from powerinfer.formats.quant import Bytes, as_q8_0, block_type
 from powerinfer.formats.tensors import FLOAT_TYPES, RawTensor, convert
 from powerinfer.kernels.cpu import bundle_row_order, code_bytes
 from powerinfer.kernels.gpu_types import DELTA_CHUNK as DELTA_CHUNK
@@ -32,7 +32,7 @@ from powerinfer.kernels.gpu_types import PAGE as PAGE
 from powerinfer.kernels.gpu_types import Cached as Cached
 from powerinfer.kernels.gpu_types import Neurons as Neurons
 from powerinfer.kernels.gpu_types import Weight as Weight
-from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
+from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, NeuronVectors
 from powerinfer.system import usable_cores
 
 if TYPE_CHECKING:
@@ -327,13 +327,16 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool
     return out if into is None else into.copy_(out)
 
 
-def activate(activation: str, x: Tensor, up: Tensor | None = None, threshold: float = 0.0) -> Tensor:
-    """The FFN's product h of gate . n and up . n or, without a gate, of up . n alone (here x); of their shape."""
+def activate(activation: str, x: Tensor, up: Tensor | None = None, limit: float | Tensor = 0.0) -> Tensor:
+    """The FFN's product h of gate . n and up . n or, without a gate, of up . n alone (here x); of their shape.
+
+    limit: the threshold of fatrelu and cats, of all neurons or float32 [neurons] of each.
+    """
     if activation == "swiglu_oai":
         assert up is not None
         gate = x.clamp(max=OAI_LIMIT)
         return gate * (OAI_SCALE * gate).sigmoid() * (up.clamp(-OAI_LIMIT, OAI_LIMIT) + 1)
-    h = _activate(x, activation, threshold)
+    h = _activate(x, activation, limit)
     if up is None:
         return h
     return h * (up.relu() if activation == "drelu" else up)
@@ -507,12 +510,11 @@ def resident(
     index: NDArray[np.int32],
     device: Any,
     ffn: FfnConfig,
-    biases: Sequence[Float32 | None] = (None, None, None),
+    vectors: NeuronVectors = (),
 ) -> Neurons:
     """Some neurons of a layer on a torch device, from their bundles.
 
-    groups: uint8 [groups, layout.group_bytes], a layer of a BundleFile; index: int32 [n] ascending, the neurons;
-    biases: float32 [d_ff] of gate and up (that of down belongs to no neuron and is ignored).
+    groups: uint8 [groups, layout.group_bytes], a layer of a BundleFile; index: int32 [n] ascending, the neurons.
     """
     import torch
 
@@ -524,7 +526,7 @@ def resident(
     counts = np.bincount(index // BUNDLE_GROUP, minlength=len(groups)).astype(np.int32)
     present = counts[counts > 0]
     group = own(np.repeat(np.arange(len(present), dtype=np.int32), present)) if layout.shared_bytes else None
-    of_index = [None if values is None else own(values[index].astype(np.float32)) for values in biases[:2]]
+    of_index = [None if values is None else own(values[index].astype(np.float32)) for values in vectors]
     neurons = empty_neurons(layout, len(index), len(present), device, ffn, group, *of_index)
     memory = np.empty(min(some_bytes(layout, index), max(_LOADED, layout.group_bytes)), np.uint8)
     row = first = 0
@@ -544,8 +546,9 @@ def empty_neurons(
     device: Any,
     ffn: FfnConfig,
     group: Tensor | None,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    limits: Tensor | None = None,
 ) -> Neurons:
     """Room for n neurons in `groups` groups, for `unpack`; the other arguments as in `Neurons`."""
     import torch
@@ -555,7 +558,7 @@ def empty_neurons(
     shared = None
     if layout.shared_bytes:
         shared = torch.empty((groups, layout.d_model), dtype=torch.float16, device=device)
-    return Neurons(gate, up, down, shared, group, gate_bias, up_bias, ffn.activation, ffn.threshold)
+    return Neurons(gate, up, down, shared, group, gate_bias, up_bias, ffn.activation, ffn.threshold, limits)
 
 
 def unpack(
@@ -665,7 +668,7 @@ def products(neurons: Neurons, x: Tensor, selected: Tensor | None, threshold: fl
 
     first = neurons.up if neurons.gate is None else neurons.gate
     h = linear(first, x, neurons.up_bias if neurons.gate is None else neurons.gate_bias)
-    h = _activate(h, neurons.activation, neurons.threshold)
+    h = _activate(h, neurons.activation, neurons.threshold if neurons.limits is None else neurons.limits)
     if selected is not None:
         h = h.masked_fill_(selected == 0, 0)
     if threshold > 0:
@@ -677,16 +680,16 @@ def products(neurons: Neurons, x: Tensor, selected: Tensor | None, threshold: fl
     return h
 
 
-def _activate(x: Tensor, activation: str, threshold: float) -> Tensor:
+def _activate(x: Tensor, activation: str, limit: float | Tensor) -> Tensor:
     """The activation; of drelu, the gate's half. NaN propagates."""
     if activation == "silu":
         return x * x.sigmoid()
     if activation == "gelu_tanh":
         return x * (GELU_SCALE * (x + GELU_CUBIC * x * x * x)).sigmoid()
     if activation == "fatrelu":
-        return x.masked_fill(x <= threshold, 0)
+        return x.masked_fill(x <= limit, 0)
     if activation == "cats":
         s = x * x.sigmoid()
-        return s.masked_fill(s.abs() <= threshold, 0)
+        return s.masked_fill(s.abs() <= limit, 0)
     kept = x.relu()
     return kept * kept if activation == "relu2" else kept

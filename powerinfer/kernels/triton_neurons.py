@@ -119,15 +119,16 @@ def _tokens_of(a, T: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"])
 def _products_kernel(
-    x, gate, gate_scales, gate_bias, up, up_scales, up_bias, selected, listed, length, h, fired, counts, tokens, n, k,
-    limit, threshold,
+    x, gate, gate_scales, gate_bias, up, up_scales, up_bias, limits, selected, listed, length, h, fired, counts, tokens,
+    n, k, limit, threshold,
     GATED: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, LISTED: tl.constexpr, GATE_BIAS: tl.constexpr,
-    UP_BIAS: tl.constexpr, THRESHOLD: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr,
+    UP_BIAS: tl.constexpr, LIMITS: tl.constexpr, THRESHOLD: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """h [tokens, n] at places of the list, of R neurons: rows of up are read only where gate is not zero.
 
-    fired: by neuron; counts: number of the R neurons that fire. Without GATED, the gate arguments are up's.
+    fired: by neuron; counts: number of the R neurons that fire. Without GATED, the gate arguments are up's. LIMITS: the
+    activation's threshold is not `limit` but each neuron's own.
     """
     place = tl.program_id(0) * R + tl.arange(0, R)
     many, neuron = n, place
@@ -139,7 +140,12 @@ def _products_kernel(
     count = 0
     if tl.program_id(0) * R < many:
         a = row_dots(x, gate, gate_scales, row, live, tokens, k, TYPE, T, R, C, PRECISION)
-        a = active(add_bias(a, gate_bias, row, live, GATE_BIAS, T), limit, ACTIVATION)
+        a = add_bias(a, gate_bias, row, live, GATE_BIAS, T)
+        if LIMITS:
+            own = tl.load(limits + row, mask=live, other=0)
+            a = active(a, own[:, None] if T else own, ACTIVATION)
+        else:
+            a = active(a, limit, ACTIVATION)
         if THRESHOLD:
             a = tl.where(tl.abs(a) <= threshold, 0.0, a)
         mine = live
@@ -362,11 +368,12 @@ def neuron_sum(neurons: Neurons, x: Tensor, selected: Tensor | None, threshold: 
     first, bias = (up, neurons.up_bias) if neurons.gate is None else (neurons.gate, neurons.gate_bias)
     _products_kernel[(programs,)](
         x, first.data, either(first.scales, h), either(bias, h), up.data, either(up.scales, h),
-        either(neurons.up_bias, h), either(selected, h), listed, length, h, fired, counts, tokens, n, up.k,
-        neurons.threshold, threshold,
+        either(neurons.up_bias, h), either(neurons.limits, h), either(selected, h), listed, length, h, fired, counts,
+        tokens, n, up.k, neurons.threshold, threshold,
         GATED=neurons.gate is not None, ACTIVATION=neurons.activation, TYPE=up.type, LISTED=selected is not None,
-        GATE_BIAS=bias is not None, UP_BIAS=neurons.up_bias is not None, THRESHOLD=threshold > 0, T=columns(tokens),
-        R=tile.rows, C=tile.columns, PRECISION=precision(x), num_warps=tile.warps,
+        GATE_BIAS=bias is not None, UP_BIAS=neurons.up_bias is not None, LIMITS=neurons.limits is not None,
+        THRESHOLD=threshold > 0, T=columns(tokens), R=tile.rows, C=tile.columns, PRECISION=precision(x),
+        num_warps=tile.warps,
     )  # fmt: skip
     at = None if selected is None else listed
     return sum_firing(neurons.down, neurons.shared, neurons.group, h, at, length, counts, tile.rows), fired

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -19,11 +19,12 @@ from powerinfer.devices.cpu_ffn import Weights
 from powerinfer.formats import layout
 from powerinfer.formats.checkpoint import Checkpoint, RawTensor
 from powerinfer.models.attention import attend, project
-from powerinfer.models.builder import Builder, ExpertWeights, Matrix, Norm, OwnFfn, Vector, vector
+from powerinfer.models.builder import Builder, ExpertWeights, Matrix, Norm, OwnFfn, vector
 from powerinfer.models.delta_net import attend_gated, project_remembered, remember
 from powerinfer.models.experts import select_early, sum_experts
 from powerinfer.models.ffn import sum_neurons
 from powerinfer.models.latent_attention import attend_latents, project_latents
+from powerinfer.neurons import FfnVectors
 from powerinfer.progress import Progress
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def _split(
     given: Any,
     out_norm: GpuNorm | None,
 ) -> None:
-    bias = None if isinstance(given, ExpertWeights) else given[2]
+    bias = None if isinstance(given, ExpertWeights) else given.down_bias
     first.split_ffn(layer, norm, split(executor, first, layer, given), bias, out_norm)
 
 
@@ -167,7 +168,7 @@ def _bundled(
     neurons: Neurons,
     layer: int,
     norm: _native.Norm | None,
-    biases: Sequence[Vector],
+    vectors: FfnVectors,
     out_norm: _native.Norm | None,
 ) -> None:
     bundles, threshold = neurons.bundles, neurons.threshold(layer)
@@ -177,7 +178,7 @@ def _bundled(
     norms: dict[str, Any] = {"norm": norm, "out_norm": out_norm}
     rows = bundles.copied(layer)
     executor.bundled_ffn(
-        layer, bundles.layouts[layer], rows, **norms, biases=biases, threshold=threshold, predictor=weights
+        layer, bundles.layouts[layer], rows, **norms, vectors=vectors, threshold=threshold, predictor=weights
     )
 
 

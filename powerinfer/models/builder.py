@@ -9,14 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.formats.checkpoint import Checkpoint, RawTensor
+from powerinfer.neurons import FfnVectors
 
 Vector = NDArray[np.float32] | None
 Matrix = TypeVar("Matrix")
 Norm = TypeVar("Norm")
 
 OwnFfn = Callable[[Norm | None, Any, Norm | None], None]
-"""Wires an FFN in another way: called with its norm, what the kind of FFN gives (of neurons the biases of gate, up and
-down, whose matrices are not the checkpoint's; of experts `ExpertWeights`), and the norm of its output."""
+"""Wires an FFN in another way: called with its norm, what the kind of FFN gives (of neurons `FfnVectors`, whose
+matrices are not the checkpoint's; of experts `ExpertWeights`), and the norm of its output."""
 
 
 class ExpertWeights(NamedTuple):
@@ -82,7 +83,7 @@ class Builder(Protocol[Matrix, Norm]):
         gate: Matrix | None,
         up: Matrix,
         down: Matrix,
-        biases: Sequence[Vector] = ...,
+        vectors: FfnVectors = ...,
         out_norm: Norm | None = None,
     ) -> None: ...
     def normalise(self, layer: int, norm: Norm) -> None: ...
@@ -90,5 +91,5 @@ class Builder(Protocol[Matrix, Norm]):
 
 
 def vector(checkpoint: Checkpoint, name: str) -> Vector:
-    """A norm's weights or a bias; None if the model has no tensor of that name."""
+    """A norm's weights, a bias or thresholds; None if the model has no tensor of that name."""
     return checkpoint.take(name).float32() if checkpoint.has(name) else None

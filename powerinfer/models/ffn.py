@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.models.builder import Builder, Matrix, Norm, OwnFfn, vector
+from powerinfer.neurons import FfnVectors
 
 
 def sum_neurons(
@@ -16,11 +17,12 @@ def sum_neurons(
 ) -> None:
     """x += out_norm(the neurons' sum of norm(x)); own: wires the FFN in the checkpoint's place."""
     name, parts = f"layers.{layer}.", checkpoint.config.layers[layer].neurons.matrices
-    biases = [vector(checkpoint, name + part + "_bias") for part in ("gate", "up", "down")]
+    own_vectors = ("gate_bias", "up_bias", "down_bias", "threshold")
+    vectors = FfnVectors(*(vector(checkpoint, name + one) for one in own_vectors))
     if own is not None:
         for part in parts:
             checkpoint.skip(name + part)
-        own(norm, biases, out_norm)
+        own(norm, vectors, out_norm)
         return
     *gate, up, down = (builder.matrix(checkpoint.take(name + part)) for part in parts)
-    builder.ffn(layer, norm, gate[0] if gate else None, up, down, biases, out_norm)
+    builder.ffn(layer, norm, gate[0] if gate else None, up, down, vectors, out_norm)

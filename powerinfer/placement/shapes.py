@@ -187,8 +187,8 @@ class Model:
         return sum(4 * (rope.dim // 2) for rope in self.config.ropes)
 
     def layer_vectors(self, dense: bool, layers: int = 1) -> int:
-        """Norms and biases of the first layers; without `dense` not those of gate and up, which go with neurons."""
-        left_out = () if dense else ("gate_bias", "up_bias")
+        """Norms, biases and thresholds of the first layers; without `dense` not those that go with neurons."""
+        left_out = () if dense else ("gate_bias", "up_bias", "threshold")
         return 4 * sum(size for each in self._vectors[:layers] for name, size in each.items() if name not in left_out)
 
     @cached_property
@@ -218,14 +218,14 @@ class Model:
         return max(map(self.gpu_neuron_of, range(self.config.n_layers)))
 
     def gpu_neuron_of(self, layer: int) -> int:
-        """Bytes of one neuron on a GPU, `gpu_shared` aside: its rows, its biases, where its group is, its counter."""
+        """Bytes of one neuron on a GPU, `gpu_shared` aside: rows, biases, threshold, where its group is, counter."""
         bundles, ffn = self.bundles[layer], self.config.layers[layer].ffn.neurons
-        bias = ffn is not None and ffn.bias
+        bias, threshold = ffn is not None and ffn.bias, ffn is not None and ffn.thresholds
         first = gpu.weight_bytes(bundles.gate_type, 1, bundles.d_model)
         across = bundles.down_type == ACROSS
         down = bundles.d_model // 2 + 4 if across else gpu.weight_bytes(bundles.down_type, 1, bundles.d_model)
         rows = 2 if bundles.gated else 1
-        return rows * (first + (4 if bias else 0)) + down + 8
+        return rows * (first + 4 * bias) + 4 * threshold + down + 8
 
     @property
     def gpu_shared(self) -> int:
@@ -484,6 +484,17 @@ def _llama(
     return ModelConfig("llama", width, 32000, context, 1e-5, uniform(layers, layer))
 
 
+def _llama3() -> ModelConfig:
+    rope = RopeConfig(5e5, 128, scaling="llama3", factor=8.0, original_context_length=8192)
+    layer = LayerConfig(AttentionConfig(32, 8, 128, rope), FfnConfig(14336))
+    return ModelConfig("llama", 4096, 128256, 131072, 1e-5, uniform(32, layer))
+
+
+def _qwen3(layers: int, width: int, neurons: int) -> ModelConfig:
+    layer = LayerConfig(AttentionConfig(32, 8, 128, RopeConfig(1e6, 128), qk_norm="head"), FfnConfig(neurons))
+    return ModelConfig("qwen3", width, 151936, 40960, 1e-6, uniform(layers, layer), tied_embeddings=True)
+
+
 def _experts(
     family: str, layers: int, width: int, heads: tuple[int, int], experts: ExpertsConfig, vocab: int, context: int,
     dense: tuple[int, int] = (0, 0), **attention: Any,
@@ -570,6 +581,8 @@ SHAPES: dict[str, ModelShape] = {
     "llama-70b-swiglu": ModelShape(_llama(80, 8192, 64, 8, 28672, "silu"), FAMILIES["swiglu"]),
     "bamboo-7b": ModelShape(_llama(32, 4096, 32, 8, 14336, "drelu", context=32768), FAMILIES["drelu"]),
     "mistral-7b": ModelShape(_llama(32, 4096, 32, 8, 14336, "silu", context=32768), FAMILIES["swiglu"]),
+    "llama-3.1-8b": ModelShape(_llama3(), FAMILIES["swiglu"]),
+    "qwen3-4b": ModelShape(_qwen3(36, 2560, 9728), FAMILIES["swiglu"]),
     "mixtral-8x7b": ModelShape(
         _experts("mixtral", 32, 4096, (32, 8), ExpertsConfig(8, 14336, RouterConfig(2)), 32000, 32768),
         FAMILIES["swiglu"],

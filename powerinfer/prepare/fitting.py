@@ -148,7 +148,8 @@ def margins(checkpoint: Checkpoint, layer: int) -> tuple[Margins, ...]:
         if checkpoint.has(f"{name}{part}_bias"):
             offset += checkpoint.take(f"{name}{part}_bias").float32()
         if ffn.activation == "fatrelu":
-            offset -= np.float32(ffn.threshold)
+            limits = name + "threshold"
+            offset -= checkpoint.take(limits).float32() if checkpoint.has(limits) else np.float32(ffn.threshold)
         if own.norms in ("pre", "both"):
             norm = name + ("attn_norm" if own.shared_norm else "ffn_norm")
             if checkpoint.has(norm + "_bias"):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from powerinfer.config import THRESHOLDED, SparsifyConfig
+from powerinfer.config import THRESHOLDED, ModelConfig, SparsifyConfig
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.prepared import write_small
@@ -16,6 +16,7 @@ from powerinfer.prepare.corpus import open_corpora
 from powerinfer.prepare.training import torch_threads
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsify.card import card, document
+from powerinfer.sparsify.estimate import Rates
 from powerinfer.sparsify.loss_plot import draw_log
 from powerinfer.sparsify.own_text import FILE, PART, write_own_text
 from powerinfer.sparsify.recipes import check_recipe
@@ -62,7 +63,7 @@ def sparsify(
             raise RequestError(f"sparsify cannot train this model: {problem}")
         about: dict[str, Any] = {"hidden_act": recipe.activation}
         limited = {"hidden_act_param": [0.0] * checkpoint.config.n_layers} if recipe.activation in THRESHOLDED else {}
-        check_writable(checkpoint, trained_names(checkpoint.config)[1], about | limited)
+        check_writable(checkpoint, trained_names(checkpoint.config)[1], about | limited, config.format)
         needed, available = needed_bytes(checkpoint.config), available_memory()
         if needed > available:
             raise RequestError(
@@ -75,7 +76,7 @@ def sparsify(
         done = work.run()
         if done.limits:
             about["hidden_act_param"] = list(done.limits)
-        path = write_model(checkpoint, out, config.type, done.changed, work.values, about)
+        path = write_model(checkpoint, out, config.type, done.changed, work.values, about, form=config.format)
         written = open_checkpoint(path)
         after = work.evaluate(TorchModel(written.config, load(written), work.teacher.compute))
         if not math.isfinite(after.perplexity):
@@ -88,3 +89,11 @@ def sparsify(
     draw_log(out, recipe.stages)
     write_small(out / "README.md", card(figures).encode())
     return Made(path, {"path": str(path), **figures, "limits": list(done.limits), "resumed": done.resumed})
+
+
+def measured(config: ModelConfig, options: SparsifyConfig, threads: int = 0, progress: Progress = silent) -> Rates:
+    """How fast this machine trains a model, see `timing.measure`. PowerInferError without torch."""
+    with torch_threads(threads):
+        from powerinfer.sparsify.timing import measure
+
+        return measure(config, options, progress)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from powerinfer.config import ExpertsConfig, FfnConfig, ModelConfig
 from powerinfer.errors import RequestError
 
+FFN_PARTS = frozenset(f"{of}{part}" for of in ("", "experts_", "shared_") for part in ("gate", "up", "down"))
+"""Matrices of a layer's FFN, by the last part of their canonical names."""
+
 
 @dataclass(frozen=True)
 class Stage:

@@ -39,10 +39,9 @@ from powerinfer.formats.layout import is_router, matrix_names, shapes
 from powerinfer.formats.prepared import TRAINING, PreparedFile
 from powerinfer.prepare.corpus import Corpus, read_windows
 from powerinfer.progress import Progress, Say, silent
-from powerinfer.sparsify.recipes import Recipe, Stage, check_recipe
+from powerinfer.sparsify.recipes import FFN_PARTS, Recipe, Stage, check_recipe
 from powerinfer.sparsify.torch_model import Neurons, TorchModel, load
 
-FFN_PARTS = frozenset(f"{of}{part}" for of in ("", "experts_", "shared_") for part in ("gate", "up", "down"))
 HELD_OUT = 0.02  # of the windows of each text, at least MIN_HELD_OUT: measured on, never trained on
 MIN_HELD_OUT = 2
 WARM_UP = 20  # steps in which a stage's learning rate rises
@@ -302,7 +301,7 @@ class Sparsifier:
     # ---------------------------------------------------------------- what is kept
 
     def _key(self) -> str:
-        free = ("save", "device", "type", "lr", "own_text")  # a text that is written is in the windows
+        free = ("save", "device", "type", "format", "lr", "own_text")  # a text that is written is in the windows
         options = {name: value for name, value in asdict(self.config).items() if name not in free}
         digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
         for windows in (self._train, self._held_out):

@@ -1,4 +1,5 @@
-"""A model's files again, with other weights: GGUF to GGUF, a folder to a folder. What is not changed is copied.
+"""A model's files again, with other weights: GGUF to GGUF, a folder to a folder or to GGUF. What is not changed is
+copied, but for the last.
 
 Thresholds of neurons, tensors that a dense model does not have, are added, replaced or left out.
 """
@@ -24,13 +25,16 @@ from powerinfer.formats.folder_config import read_config
 from powerinfer.formats.gguf import encoded, header_bytes, metadata_bytes, read_gguf
 from powerinfer.formats.gguf_model import NAMES
 from powerinfer.formats.json_file import read_json
+from powerinfer.formats.layout import is_router, shapes
 from powerinfer.formats.quant import Bytes, Float32, block_type, dequantize, quantize
 from powerinfer.formats.safetensors_file import read_safetensors, safetensors_header
 from powerinfer.formats.tensors import RawTensor
+from powerinfer.sparsify.as_gguf import AsGGUF
 
 _FILE_TYPES = {"f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}
 """By the type of changed matrices, what GGUF calls a file of it."""
 
+_DIVISORS = "rope_freqs.weight"
 _LIMITS, _INDEX = "hidden_act_param", "model.safetensors.index.json"
 _KEYS = {"gemma3_text": "hidden_activation", "openelm": "activation_fn_name"}
 """Families of folders that call "hidden_act" otherwise."""
@@ -54,9 +58,16 @@ class _Change:
         return rows
 
 
-def check_writable(checkpoint: Checkpoint, names: Sequence[str], about: Mapping[str, Any]) -> None:
+def check_writable(checkpoint: Checkpoint, names: Sequence[str], about: Mapping[str, Any], form: str = "same") -> None:
     """ModelError or RequestError if these tensors could not be replaced in the model's files, or the activation could
-    not be stated there."""
+    not be stated there. form: as of `write_model`."""
+    if form == "folder" and checkpoint.source == "gguf":
+        raise RequestError(
+            f"--format folder: {checkpoint.path} has no files of a tokenizer: take the folder that it was made of"
+        )
+    if form == "gguf" and checkpoint.source != "gguf":
+        AsGGUF(checkpoint)
+        return
     for name in names:
         checkpoint.places(name)
     if checkpoint.source == "gguf":
@@ -76,10 +87,12 @@ def write_model(
     new: NewValues,
     about: Mapping[str, Any],
     added: Mapping[str, Float32] = MappingProxyType({}),
+    form: str = "same",
 ) -> Path:
     """Write the model with new values of the tensors `changed` (canonical names) into the folder `out`; its path.
 
-    type_name: f16, bf16, q8_0 or q4_0, for the changed matrices of a GGUF file; a folder keeps its types. about: the
+    form: same, as the model's; gguf, of a folder too. type_name: f16, bf16, q8_0 or q4_0, for the changed matrices of a
+    GGUF file, for all if it is made of a folder; a folder keeps its types. about: the
     activation, "hidden_act", and the thresholds of the layers, "hidden_act_param", if it has any. added: of every
     layer, as `layers.N.threshold`, the thresholds of its neurons, float32 [neurons]. Where neither states thresholds
     those that the model has for its neurons stay, if the activation is one that needs them. Each file takes its place
@@ -94,6 +107,8 @@ def write_model(
     }
     if checkpoint.source == "gguf":
         return _write_gguf(checkpoint, out, type_name, changed, new, about, own, gone)
+    if form == "gguf":
+        return _write_as_gguf(checkpoint, out, type_name, changed, new, about, own, gone)
     return _write_folder(checkpoint, out, changed, new, about, own, gone)
 
 
@@ -159,12 +174,55 @@ def _write_gguf(
     return path
 
 
+def _write_as_gguf(
+    checkpoint: Checkpoint,
+    out: Path,
+    type_name: str,
+    changed: Sequence[str],
+    new: NewValues,
+    about: Mapping[str, Any],
+    added: Mapping[str, RawTensor],
+    gone: Sequence[str],
+) -> Path:
+    """The model of a folder. Vectors and routers are F32."""
+    form = AsGGUF(checkpoint)
+    metadata = form.metadata | {f"{form.architecture}.{key}": value for key, value in about.items()}
+    metadata |= {"general.file_type": _FILE_TYPES[type_name], "general.quantization_version": 2}
+    every = {name: shape for name, shape in shapes(checkpoint.config) if name not in gone}
+    every |= {name: tensor.shape for name, tensor in added.items()}
+    if form.divisors is not None:
+        every[_DIVISORS] = form.divisors.shape
+    types = {name: "F32" if len(shape) == 1 or is_router(name) else type_name for name, shape in every.items()}
+    types = {name: _fitting(kind, every[name]) for name, kind in types.items()}
+    header, starts = header_bytes(
+        {key: encoded(value) for key, value in metadata.items()},
+        [(name if name == _DIVISORS else NAMES(name), types[name], shape) for name, shape in every.items()],
+    )
+    path = out / "model.gguf"
+    with _whole(path) as to:
+        to.write(header)
+        for (name, shape), start in zip(every.items(), starts, strict=True):
+            to.write(b"\0" * (len(header) + start - to.tell()))
+            if name == _DIVISORS and form.divisors is not None:
+                values = form.divisors
+            elif name in added:
+                values = added[name].float32()
+            else:
+                values = form.turned(name, new(name) if name in changed else checkpoint.take(name).float32())
+            to.write(quantize(np.ascontiguousarray(values, np.float32).reshape(-1, shape[-1]), types[name]).data)
+            checkpoint.release()
+    return path
+
+
+def _fitting(wanted: str, shape: Sequence[int]) -> str:
+    """The type, or F16 for rows that are not whole blocks of it."""
+    kind = block_type(wanted.upper())
+    return kind.name if shape[-1] % kind.block == 0 else "F16"
+
+
 def _new_type(tensor: RawTensor, wanted: str) -> str:
     """Vectors stay as they are."""
-    if len(tensor.shape) == 1:
-        return tensor.type
-    kind = block_type(wanted.upper())
-    return kind.name if tensor.shape[-1] % kind.block == 0 else "F16"
+    return tensor.type if len(tensor.shape) == 1 else _fitting(wanted, tensor.shape)
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------

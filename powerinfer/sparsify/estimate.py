@@ -1,0 +1,187 @@
+"""What a training would take, on paper: operations, memory and hours, from a model's configuration and a recipe alone.
+
+Operations are those of products, two for a multiplication and an addition. A matrix of n weights takes 2n for a token
+forward, 2n for the gradient of its input and 2n for its own; of experts those that a token selects. Attention within a
+window of w tokens takes 2w for each dimension of its heads, since a token sees half of them, and backward twice that.
+
+    regress   the teacher's layers forward; the student's FFNs forward, and backward for their matrices
+    distil    teacher and student forward with their heads; backward from the head to the first layer for inputs, and
+              for the matrices that are trained
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from powerinfer.config import AttentionConfig, ExpertsConfig, ModelConfig, SparsifyConfig
+from powerinfer.errors import RequestError
+from powerinfer.formats.layout import is_matrix, is_router, shapes
+from powerinfer.sparsify.recipes import FFN_PARTS, Recipe, Stage, check_recipe
+
+SHARE = 0.35  # of a device's peak that a training reaches, unless another one is given
+
+
+class Device(NamedTuple):
+    """flops_s: products of bfloat16 matrices, summed in float32, without sparsity; memory: bytes."""
+
+    name: str
+    flops_s: float
+    memory: float
+
+
+DEVICES = (Device("RTX 4090", 165.2e12, 24 * 2**30), Device("H100 SXM", 989.4e12, 80 * 2**30))
+"""NVIDIA's figures: the whitepaper of the Ada architecture (appendix A) and of the H100 (table 1)."""
+
+PLACES = ("all on the device", "moments in RAM", "moments and weights in RAM")
+"""Where Adam's moments and the float32 weights of the student are."""
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """tokens: of the stage; flops: of a token; weights: that are trained."""
+
+    name: str
+    tokens: int
+    flops: float
+    weights: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a training, about. place: of PLACES."""
+
+    place: str
+    device: int
+    ram: int
+
+
+@dataclass(frozen=True)
+class Rates:
+    """FLOP/s of the stages of a training on this machine. peak: of the product of two large matrices."""
+
+    device: str
+    stages: tuple[float, ...]
+    peak: float
+
+
+def stage_costs(config: ModelConfig, recipe: Recipe, tokens: int, window: int) -> list[StageCost]:
+    """Of each stage of a recipe."""
+    return [
+        StageCost(stage.name, round(stage.share * tokens), _flops(config, stage, window), _trained(config, stage))
+        for stage in recipe.stages
+    ]
+
+
+class _Matrix(NamedTuple):
+    """weights: all of them; used: those that a token is multiplied with."""
+
+    name: str
+    weights: int
+    used: float
+
+    @property
+    def part(self) -> str:
+        return self.name.rpartition(".")[2]
+
+
+def _matrices(config: ModelConfig) -> Iterator[_Matrix]:
+    """Those that are multiplied with; the embedding only if it is the head, too."""
+    for name, shape in shapes(config):
+        if name == "positions" or not is_matrix(name, shape) or (name == "embed" and not config.tied_embeddings):
+            continue
+        used = float(math.prod(shape))
+        if ".experts_" in name:
+            about = config.layers[int(name.split(".")[1])].ffn
+            assert isinstance(about, ExpertsConfig)
+            used *= about.router.top_k / about.n_experts
+        yield _Matrix(name, math.prod(shape), used)
+
+
+def _is_trained(matrix: _Matrix, stage: Stage) -> bool:
+    return matrix.part in FFN_PARTS or (stage.every and not is_router(matrix.name))
+
+
+def _trained(config: ModelConfig, stage: Stage) -> int:
+    return sum(one.weights for one in _matrices(config) if _is_trained(one, stage))
+
+
+def _flops(config: ModelConfig, stage: Stage, window: int) -> float:
+    every = list(_matrices(config))
+    head = sum(one.used for one in every if "." not in one.name)
+    layers = sum(one.used for one in every if "." in one.name)
+    attention = [layer.attention for layer in config.layers]
+    mixing = sum(one.n_heads * one.head_dim * window for one in attention if isinstance(one, AttentionConfig))
+    if stage.name == "regress":
+        ffns = sum(one.used for one in every if one.part in FFN_PARTS)
+        down = sum(one.used for one in every if one.part.endswith("down"))
+        return 2 * (layers + mixing) + 2 * ffns + 2 * (ffns + down)
+    own = sum(one.used for one in every if _is_trained(one, stage))
+    forward = 2 * (layers + head + mixing)
+    return 2 * forward + 2 * (layers + head + 2 * mixing) + 2 * own
+
+
+def memory(config: ModelConfig, recipe: Recipe, rows: int, window: int) -> list[Memory]:
+    """For each of PLACES. Of a weight there are, in bytes, 2 of the teacher's, and of one that is trained 4 of the
+    student's, 2 of its copy for the products, 4 of the gradient and 8 of the moments. On top comes what the rows that
+    are computed at once keep for the way back."""
+    every = sum(math.prod(shape) for _, shape in shapes(config))
+    trained = max(_trained(config, stage) for stage in recipe.stages)
+    fixed = 2 * every + 6 * trained + rows * window * _kept(config)
+    return [
+        Memory(PLACES[0], fixed + 12 * trained, 0),
+        Memory(PLACES[1], fixed + 4 * trained, 8 * trained),
+        Memory(PLACES[2], fixed, 12 * trained),
+    ]
+
+
+def _kept(config: ModelConfig) -> int:
+    """Bytes that a token keeps for the way back, about: of each layer the stream and its norms, what attention and the
+    neurons read and give, in four and two bytes; and 16 of each logit of a piece of the tokens, counted as of all."""
+    total = 0
+    for layer in config.layers:
+        ffn, attention = layer.ffn, layer.attention
+        heads = (2 * attention.n_heads + 2 * attention.n_kv_heads) * attention.head_dim
+        neurons = ffn.size * ffn.router.top_k + ffn.shared_size if isinstance(ffn, ExpertsConfig) else ffn.width
+        total += 28 * config.d_model + 8 * heads + 10 * neurons
+    return total
+
+
+def estimate(config: ModelConfig, options: SparsifyConfig, share: float | None, rates: Rates | None) -> dict[str, Any]:
+    """The document of `powerinfer sparsify --estimate`. share: of a device's peak, None: as measured, or SHARE; rates:
+    measured on this machine. RequestError for a recipe that is not for the model, and options out of their range."""
+    for name in ("tokens", "window", "batch", "rows"):
+        if getattr(options, name) < 1:
+            raise RequestError(f"--{name} must be a whole number of at least 1, not {getattr(options, name)}")
+    if share is not None and not 0 < share <= 1:
+        raise RequestError(f"--share {share:g} must be between 0 and 1")
+    recipe = check_recipe(options.recipe, config)
+    stages = stage_costs(config, recipe, options.tokens, options.window)
+    total = sum(stage.tokens * stage.flops for stage in stages)
+    places = memory(config, recipe, options.rows, options.window)
+    here, reached = None, SHARE if share is None else share
+    if rates is not None:
+        seconds = sum(stage.tokens * stage.flops / rate for stage, rate in zip(stages, rates.stages, strict=True))
+        flops_s = total / seconds
+        here = {"device": rates.device, "flops_s": flops_s, "peak_flops_s": rates.peak, "hours": seconds / 3600}
+        reached = min(1.0, flops_s / rates.peak) if share is None else share
+    devices = []
+    for device in DEVICES:
+        fits = next((one.place for one in places if one.device <= device.memory), None)
+        hours = total / (device.flops_s * reached) / 3600
+        devices.append({"name": device.name, "flops_s": device.flops_s, "hours": hours, "fits": fits})
+    return {
+        "model": config.name or config.architecture,
+        "parameters": sum(math.prod(shape) for _, shape in shapes(config)),
+        "active_parameters": round(sum(one.used for one in _matrices(config))),
+        "recipe": options.recipe,
+        "tokens": options.tokens,
+        "stages": [asdict(stage) for stage in stages],
+        "flops": total,
+        "memory": [asdict(one) for one in places],
+        "share": reached,
+        "devices": devices,
+        "here": here,
+    }

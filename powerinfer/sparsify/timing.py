@@ -1,0 +1,140 @@
+"""How fast this machine trains: a few real steps, timed, of a model of some of the layers with random weights."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from powerinfer.config import ModelConfig, SparsifyConfig
+from powerinfer.errors import RequestError
+from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.layout import shapes
+from powerinfer.prepare.corpus import Corpus, Piece
+from powerinfer.progress import Progress, silent
+from powerinfer.sparsify.estimate import Rates, memory, stage_costs
+from powerinfer.sparsify.recipes import check_recipe
+from powerinfer.sparsify.torch_model import TorchModel, unsupported
+from powerinfer.sparsify.training import Figures, Sparsifier
+from powerinfer.system import available_memory
+
+STEPS = 4  # of each stage; the first is not counted
+LAYERS = 2  # of the model, fewer where memory is short
+VOCAB = 32768  # at most: the head of a few layers would else be most of the work
+PEAK = 2048  # rows and columns of the matrices whose product says what the machine could do
+
+
+def measure(config: ModelConfig, options: SparsifyConfig, progress: Progress = silent) -> Rates:
+    """The rates of the stages of a recipe. progress: called with ("training", step, steps).
+
+    RequestError for a model that cannot be trained, and where these layers need more memory than is free.
+    """
+    recipe = check_recipe(options.recipe, config)
+    if problem := unsupported(config):
+        raise RequestError(f"sparsify cannot train this model: {problem}")
+    stages, count = recipe.stages, len(recipe.stages)
+    cut = replace(config, vocab_size=min(config.vocab_size, VOCAB))
+    free = available_memory()
+    for layers in range(min(LAYERS, config.n_layers), -1, -1):
+        if not layers:
+            raise RequestError(f"{free / 2**30:.1f} GiB are free, too few to train one layer of this model")
+        cut = replace(cut, layers=config.layers[-layers:])
+        if memory(cut, recipe, options.rows, options.window)[0].device < free:
+            break
+    ends: list[float] = []
+
+    def tell(label: str, done: int, of: int) -> None:
+        if label == "training":
+            ends.append(time.perf_counter())
+        progress(label, done, of)
+
+    options = replace(options, tokens=STEPS * count * options.batch, own_text=0)
+    text = _RandomText("random", (), cut.vocab_size, options.tokens + 8 * options.window)
+    with tempfile.TemporaryDirectory() as folder:
+        work = _Timed(cast(Checkpoint, _RandomModel(cut)), [text], options, Path(folder), tell)
+        work.recipe = replace(recipe, stages=tuple(replace(stage, share=1 / count) for stage in stages))
+        work.run()
+    costs = [stage.flops * options.batch for stage in stage_costs(cut, recipe, options.tokens, options.window)]
+    took = [statistics.median(np.diff(ends[STEPS * at : STEPS * (at + 1)]).tolist()) for at in range(count)]
+    rates = tuple(cost / seconds for cost, seconds in zip(costs, took, strict=True))
+    return Rates(work.device.type, rates, _peak(work.device, work.teacher.compute))
+
+
+class _Timed(Sparsifier):
+    """A training of which nothing is kept."""
+
+    def evaluate(self, model: TorchModel) -> Figures:
+        return Figures(math.nan, ())
+
+    def _resume(self) -> tuple[int, dict[str, torch.Tensor]]:
+        return 0, {}
+
+    def _keep(self, *_: object) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class _RandomText(Corpus):
+    """Token ids below `vocab`."""
+
+    vocab: int = 0
+    tokens: int = 0
+
+    def pieces(self) -> Iterator[Piece]:
+        yield np.random.default_rng(0).integers(0, self.vocab, self.tokens, np.int32)
+
+
+class _RandomModel:
+    """What a training asks of a checkpoint, with random weights."""
+
+    source, quantize, fingerprint, path = "folder", None, "", Path("random")
+    bos_id, add_bos = None, False  # of the tokenizer
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self._shapes = dict(shapes(config))
+        self._rng = np.random.default_rng(0)
+        self._values: NDArray[np.float32] = np.zeros(0, np.float32)
+
+    def tokenizer(self) -> _RandomModel:
+        return self
+
+    def chat_template(self) -> None:
+        return None
+
+    def has(self, name: str) -> bool:
+        return name in self._shapes
+
+    def take(self, name: str) -> _RandomModel:
+        shape = self._shapes[name]
+        vector = np.full(shape, 0.0 if name.endswith("bias") else 1.0, np.float32)
+        matrix = self._rng.standard_normal(shape, np.float32) * np.float32(shape[-1] ** -0.5)
+        self._values = matrix if len(shape) > 1 else vector
+        return self
+
+    def float32(self) -> NDArray[np.float32]:
+        return self._values
+
+    def release(self) -> None:
+        pass
+
+
+def _peak(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the product of two large matrices."""
+    a = torch.randn(PEAK, PEAK, device=device).to(dtype)
+    best = math.inf
+    for _ in range(4):
+        begin = time.perf_counter()
+        product = a @ a
+        float(product[0, 0])  # waits for a GPU
+        best = min(best, time.perf_counter() - begin)
+    return 2 * PEAK**3 / best
