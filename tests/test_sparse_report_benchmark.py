@@ -59,9 +59,7 @@ def test_the_report(
     command += ["--powerinfer", f"{sys.executable} {own}", "--llama-bench", str(peer), "--rounds", "3"]
     command += ["--retries", "0", "--quiet", "0", "--windows", "100"]
     with pytest.raises(SystemExit, match="1"):  # one section cannot be, the others are measured
-        report.main(
-            [*command[:2], *command[2:], "--sections", "perplexity", "speed", "--powerinfer", "/nowhere/program"]
-        )
+        report.main([*command, "--sections", "perplexity", "speed", "--powerinfer", "/nowhere/program"])
     document = json.loads((tmp_path / "out/report.json").read_text())
     assert list(document["results"]) == ["perplexity, text.txt, original", "perplexity, text.txt, sparse"]
     report.main(command)
@@ -97,6 +95,9 @@ def test_the_report(
     assert here()[4:] == ["eval tasks"] * 2, "only what has other options is measured again"
     with pytest.raises(SystemExit, match="is the report of other models"):
         report.main([command[0], command[0], *command[2:]])
+    (tmp_path / "out/report.json").write_text("{")
+    with pytest.raises(SystemExit, match="remove it to begin anew"):
+        report.main(command)
 
 
 def test_the_page_of_a_few_results() -> None:

@@ -210,9 +210,10 @@ def relu(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_same_by_torch(relu: Path) -> None:
     """Weights and cache are float32: what differs is the order of sums, a few roundings of 6e-8 in each layer."""
-    item = Item(TEXT[:50], (TEXT[51:60], TEXT[70:75], TEXT[20:29]), 0, "")
+    item = Item(TEXT[:100], (TEXT[51:60], TEXT[70:75], TEXT[20:29]), 0, "")
     checkpoint = open_checkpoint(relu)
     (encoded,) = encode_items(checkpoint.tokenizer(), [item], 128)
+    assert min(encoded.firsts) > 64, "two pages of the cache are shared"
     model = TorchModel(checkpoint.config, load(checkpoint), torch.float32)
     expected = []
     with torch_threads(1), torch.no_grad():

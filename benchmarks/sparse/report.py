@@ -55,7 +55,10 @@ class Report:
     def __init__(self, folder: Path, models: dict[str, Checkpoint]) -> None:
         self.path, self.failed = folder / "report.json", False
         about = {label: described(checkpoint) for label, checkpoint in models.items()}
-        self.document: dict[str, Any] = json.loads(self.path.read_text()) if self.path.exists() else {"results": {}}
+        try:
+            self.document: dict[str, Any] = json.loads(self.path.read_text()) if self.path.exists() else {"results": {}}
+        except ValueError as error:
+            sys.exit(f"{self.path}: {error}: remove it to begin anew")
         if self.document.get("models", about) != about:
             sys.exit(f"{self.path} is the report of other models: give another --out")
         self.results: dict[str, Any] = self.document.pop("results")
@@ -79,7 +82,7 @@ class Report:
 
 def described(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
-        "file": checkpoint.path.name,
+        "file": "/".join(checkpoint.path.parts[-2:]),
         "fingerprint": checkpoint.fingerprint,
         "parameters": checkpoint.parameters,
         "type": checkpoint.main_type,
@@ -164,7 +167,7 @@ def predictor_of(model: Checkpoint) -> dict[str, Any] | str:
     try:
         file = open_predictor(model)
     except ModelError as error:
-        return str(error).replace(str(model.path.parent), "").strip()
+        return str(error).replace(f"{model.path.parent}/", "")
     training = file.training or {}
     about = {
         name: training[name] for name in ("recall_target", "share_of_model", "held_out_tokens") if name in training
@@ -236,6 +239,8 @@ def main(arguments: list[str] | None = None) -> None:
             made.error(f"no file {', '.join(missing)}")
         if len(set(files)) < len(files):
             made.error(f"two files of one name: {', '.join(files)}")
+    if args.llama_bench and not (args.llama_bench.is_file() and args.llama_bench.name == "llama-bench"):
+        made.error(f"--llama-bench {args.llama_bench} is no program llama-bench")
     if not args.text and {"perplexity", "firing", "kept"} & set(args.sections):
         made.error("give a --text, or --sections that need none (tasks, predictor, speed)")
     try:

@@ -96,6 +96,9 @@ def neurons(found: Results) -> Iterator[str]:
             [str(layer), percent(share), percent(hot)]
             for layer, (share, hot) in enumerate(zip(zeros, one["hot_share_by_layer"], strict=True))
         ]
+        rows.append(
+            ["mean", *(percent(sum(one[name]) / len(zeros)) for name in ("zeros_by_layer", "hot_share_by_layer"))]
+        )
         yield table(["layer", "zeros", "neurons that carry 80 % of its activations"], rows, numbers=True)
         yield "![Zeros by layer](zeros.png)\n"
 
