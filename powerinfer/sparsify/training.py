@@ -104,7 +104,8 @@ class Sparsifier:
         frozen = {name: value.to(compute) if value.ndim > 1 else value for name, value in weights.items()}
         self.teacher = TorchModel(checkpoint.config, frozen, compute)
         self._ffns, self._all = trained_names(checkpoint.config)
-        rough = config.type == "q4_0" and "gguf" in (checkpoint.source, config.format)  # others are too fine to be worth it
+        # other types are too fine for this to be worth it
+        rough = config.type == "q4_0" and "gguf" in (checkpoint.source, config.format)
         self._rounded = [name for name in self._all if rough and weights[name].shape[-1] % 32 == 0]
         own = dict(frozen) | {name: weights[name].clone() for name in self._all}
         del weights
