@@ -129,6 +129,22 @@ def test_an_interrupted_run_goes_on_and_gives_the_same(recipe: str, dense: Path,
     assert (parts / "log.csv").read_text() == (whole / "log.csv").read_text()
 
 
+def test_a_sparse_model_is_trained_further(dense: Path, tmp_path: Path) -> None:
+    first = made(dense, tmp_path / "first", type="f16")
+    original, begun = open_checkpoint(dense), open_checkpoint(first.path)
+    config = SparsifyConfig(**(SMALL | {"zeros": 0.7, "type": "f16", "tokens": 1024}))
+    work = Sparsifier(original, open_corpora([]), config, tmp_path / "second", start=begun)
+    assert np.allclose(list(work.limits.values()), first.document["limits"], rtol=1e-5)
+    assert np.array_equal(work.values("layers.1.up"), begun.take("layers.1.up").float32())
+    assert abs(float(work._importance["layers.0."].mean()) - 1) < 1e-4
+    assert 0.65 < work.evaluate(work.student).zeros[0] < 0.75
+    done = sparsify(original, [], config, tmp_path / "second", threads=1, start=begun).document
+    assert done["start"] == "model.gguf" and abs(done["zeros"] - 0.7) < 0.05
+    for wrong in (original, open_checkpoint(made(dense, tmp_path / "third", recipe="reglu").path)):
+        with pytest.raises(RequestError, match="no model that recipe cats made out of"):
+            Sparsifier(original, open_corpora([]), config, tmp_path / "fourth", start=wrong)
+
+
 def test_a_state_of_another_training_is_refused(dense: Path, tmp_path: Path) -> None:
     made(dense, tmp_path, tokens=1024)
     with pytest.raises(RequestError, match="is of another training"):

@@ -6,7 +6,7 @@ the same format (or --format) into --out, with a card (README.md), the steps (lo
 
 JSON: path, source, architecture, recipe, target_zeros, tokens, corpora, own_text_tokens (written with --own-text, with
 the prompts), perplexity_before, perplexity, ratio, zeros, zeros_by_layer (on held-out windows of the texts), limits
-(thresholds of the layers), resumed (steps that an earlier run did), seconds.
+(thresholds of the layers), start (file of --start), resumed (steps that an earlier run did), seconds.
 
 --estimate says what a training would take, of a model (-m), of which only the headers are read, or of a published one
 by its name or a config.json (--shape). JSON: model, parameters, active_parameters (multiplied with for a token),
@@ -35,6 +35,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--corpus", action="append", default=[], metavar="PATH", help="text file, JSONL file or folder (repeatable)"
     )
+    parser.add_argument(
+        "--start", metavar="MODEL", help="a model that this recipe made out of the same original: train it further"
+    )
     config_flags(parser, SparsifyConfig, "training")
     config_flags(parser, EngineConfig, "engine", only=("threads",))
     paper = parser.add_argument_group("estimate")
@@ -58,8 +61,10 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     if args.out is None:
         raise RequestError("missing: --out (folder for the sparse model); see `powerinfer sparsify --help`")
     checkpoint = open_model(args.model, engine, out)
+    start = open_model(args.start, engine, out) if args.start else None
+    folder = Path(args.out).expanduser()
     with Bar() as bar:
-        made = sparsify(checkpoint, args.corpus, config, Path(args.out).expanduser(), bar, engine.threads, out.note)
+        made = sparsify(checkpoint, args.corpus, config, folder, bar, engine.threads, out.note, start)
     about = made.document
     out.line(f"perplexity {about['perplexity_before']:.3f} -> {about['perplexity']:.3f} ({about['ratio']:.3f} times)")
     out.line(f"{about['zeros']:.1%} of the neurons are zero for a token (target {config.zeros:.1%})")

@@ -40,10 +40,12 @@ def sparsify(
     progress: Progress = silent,
     threads: int = 0,
     say: Say = silent,
+    start: Checkpoint | None = None,
 ) -> Made:
     """Make a sparse model out of a dense one in the folder `out`. corpora: paths of texts, none: the built-in sample.
 
-    threads: of the CPU, 0 for all; say: receives notes for the user. RequestError for options and texts that do not
+    threads: of the CPU, 0 for all; say: receives notes for the user; start: a sparse model made out of the dense one,
+    which is trained further. RequestError for options and texts that do not
     suit the model or the machine, PowerInferError without torch or if the loss becomes no number, that or OSError if a
     file cannot be written. An interrupted run goes on.
     """
@@ -72,7 +74,7 @@ def sparsify(
         if config.own_text:
             own = write_own_text(checkpoint, texts, config.own_text, config.seed, out, progress, threads)
             texts, own_tokens = [*texts, own], own.tokens
-        work = Sparsifier(checkpoint, texts, config, out, progress, say)
+        work = Sparsifier(checkpoint, texts, config, out, progress, say, start)
         done = work.run()
         if done.limits and not done.thresholds:
             about["hidden_act_param"] = list(done.limits)
@@ -87,7 +89,7 @@ def sparsify(
     figures = document(
         checkpoint.config, checkpoint.path.name, config, names, done.before, after, done.tokens, done.seconds
     )
-    figures["own_text_tokens"] = own_tokens
+    figures |= {"own_text_tokens": own_tokens, "start": start.path.name if start else None}
     draw_log(out, recipe.stages)
     write_small(out / "README.md", card(figures).encode())
     return Made(path, {"path": str(path), **figures, "limits": list(done.limits), "resumed": done.resumed})

@@ -40,13 +40,14 @@ def card(about: dict[str, Any]) -> str:
     """README.md of the model."""
     written = about["own_text_tokens"]
     own = f" Own text: {written:,} tokens of the original's answers to prompts out of these texts." if written else ""
+    start = f" It went on from {about['start']}, made by an earlier training." if about["start"] else ""
     layers = ", ".join(f"{100 * share:.0f}" for share in about["zeros_by_layer"])
     return f"""# {about["source"]}, made sparse
 
 Made with `powerinfer sparsify --recipe {about["recipe"]} --zeros {about["target_zeros"]:g}` out of {about["source"]}
-({about["architecture"]}), trained on {about["tokens"]:,} tokens of: {", ".join(about["corpora"])}.{own}
-The activation and its thresholds are in the model's file under `hidden_act` and `hidden_act_param`, keys of
-powerinfer's own: other programs would compute the original activation.
+({about["architecture"]}), trained on {about["tokens"]:,} tokens of: {", ".join(about["corpora"])}.{own}{start}
+The activation and its thresholds are stated in the model's file as powerinfer's own keys and tensors: other programs
+refuse it, or would compute the original activation.
 
 | | original | sparse |
 |---|---:|---:|

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from powerinfer.config import THRESHOLDED, FfnConfig, ModelConfig, SparsifyConfig
+from powerinfer.config import THRESHOLDED, ExpertsConfig, FfnConfig, ModelConfig, SparsifyConfig
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.layout import is_router, matrix_names, shapes
@@ -90,8 +90,13 @@ class Sparsifier:
         out: Path,
         progress: Progress = silent,
         say: Say = silent,
+        start: Checkpoint | None = None,
     ) -> None:
-        """RequestError for options that do not suit the model or each other, and for texts that are too short."""
+        """start: a sparse model made out of the checkpoint's, whose weights and thresholds the training begins with.
+
+        RequestError for options that do not suit the model or each other, a start that is none, and for texts that are
+        too short.
+        """
         self.recipe = check_recipe(config.recipe, checkpoint.config)
         _check(config)
         self.config, self._progress, self._checkpoint, self._out = config, progress, checkpoint, out
@@ -107,8 +112,9 @@ class Sparsifier:
         # other types are too fine for this to be worth it
         rough = config.type == "q4_0" and "gguf" in (checkpoint.source, config.format)
         self._rounded = [name for name in self._all if rough and weights[name].shape[-1] % 32 == 0]
-        own = dict(frozen) | {name: weights[name].clone() for name in self._all}
-        del weights
+        first = weights if start is None else self._started(start)
+        own = dict(frozen) | {name: first[name].to(self.device).clone() for name in self._all}
+        del weights, first
         self.student = TorchModel(checkpoint.config, own, compute)
         self.student.hidden = self._hidden
         self.limits = dict.fromkeys(range(checkpoint.config.n_layers), 0.0)
@@ -116,6 +122,9 @@ class Sparsifier:
         dense = self.recipe.weighted and all(isinstance(ffn, FfnConfig) for ffn in ffns.values())
         self._weighted = {name: ffn.width for name, ffn in ffns.items() if dense}  # by the name of an FFN, its neurons
         self._importance: dict[str, Tensor] = {}
+        self._start = start
+        if start is not None:
+            self._take_thresholds(start)
         self._follow: float | None = None  # the share of zeros that thresholds are to give
         self._order: tuple[int, NDArray[np.int64]] | None = None  # (how often the text was through, its windows' order)
         self._kept = 0
@@ -130,6 +139,27 @@ class Sparsifier:
     def values(self, name: str) -> NDArray[np.float32]:
         """Of a weight, by its canonical name."""
         return np.asarray(self.student.weights[name].detach().float().cpu().numpy())
+
+    def _started(self, start: Checkpoint) -> dict[str, Tensor]:
+        """The weights of a sparse model."""
+        ours, theirs = (
+            {name: shape for name, shape in shapes(one.config) if not name.endswith(".threshold")}
+            for one in (self._checkpoint, start)
+        )
+        if ours != theirs or start.config.activations != self.recipe.activation:
+            raise RequestError(
+                f"--start {start.path} is no model that recipe {self.config.recipe} made out of {self._checkpoint.path}"
+            )
+        return load(start)
+
+    def _take_thresholds(self, start: Checkpoint) -> None:
+        for n, layer in enumerate(start.config.layers):
+            assert isinstance(layer.ffn, FfnConfig | ExpertsConfig)
+            self.limits[n] = layer.ffn.threshold
+            if f"layers.{n}." in self._weighted and isinstance(layer.ffn, FfnConfig) and layer.ffn.thresholds:
+                inverse = 1 / torch.from_numpy(start.take(f"layers.{n}.threshold").float32().copy()).to(self.device)
+                self.limits[n] = 1 / float(inverse.mean())
+                self._importance[f"layers.{n}."] = inverse * self.limits[n]
 
     # ---------------------------------------------------------------- the activation
 
@@ -233,7 +263,7 @@ class Sparsifier:
         began = time.monotonic()
         before = self.evaluate(self.teacher)
         done, moments = self._resume()
-        if self._weighted and not done:
+        if self._weighted and not self._importance:
             self._importance = self._importances()
         resumed, first = done, 0
         with _log(self._out / "log.csv", done) as log:
@@ -340,7 +370,7 @@ class Sparsifier:
 
     def _wanted(self, step: int) -> float:
         """The share of zeros that a step is to have."""
-        begin, reached = self.recipe.begin, self.recipe.reached
+        begin, reached = 1.0 if self._start else self.recipe.begin, self.recipe.reached
         return self.config.zeros * min(1.0, begin + (1 - begin) * step / (self._steps * reached))
 
     def _steer(self, zeros: float, wanted: float) -> None:
@@ -387,6 +417,8 @@ class Sparsifier:
         free = ("save", "device", "type", "format", "lr", "own_text")  # a text that is written is in the windows
         options = {name: value for name, value in asdict(self.config).items() if name not in free}
         digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
+        if self._start is not None:
+            digest.update(self._start.fingerprint.encode())
         for windows in (self._train, self._held_out):
             digest.update(np.ascontiguousarray(windows).tobytes())
         return digest.hexdigest()
