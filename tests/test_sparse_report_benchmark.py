@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
 import torch
+from model_files import experts_gguf
 from sparse_models import TEXT, give_bundles, give_predictor, tiny_llama
 from test_sparse_benchmark import OWN, PEER
 
@@ -18,6 +21,7 @@ from benchmarks.sparse import neurons, report
 from benchmarks.sparse.report_page import page
 from powerinfer.cli.main import main as cli
 from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.sparsify.torch_model import TorchModel
 
 ITEMS = [{"context": TEXT[at : at + 20], "choices": [TEXT[30:39], "ab"], "answer": at % 2} for at in range(6)]
 
@@ -87,6 +91,7 @@ def test_the_report(
     shown = (tmp_path / "out/report.md").read_text(encoding="utf-8")
     for title in ("Perplexity", "Tasks", "Neurons that fire", "Power law", "Only the largest", "Predictors", "Speed"):
         assert f"\n## {title}\n" in shown
+    assert "\n## Thresholds\n\nNone: the activation relu has no thresholds.\n" in shown
     assert "| sparse, exact | 30.0" in shown and "| task.jsonl | 6 |" in shown and "training is not recorded" in shown
     for name in ("zeros.png", "power-law.png", "kept.png"):
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG") and f"({name})" in shown
@@ -95,9 +100,31 @@ def test_the_report(
     assert here()[4:] == ["eval tasks"] * 2, "only what has other options is measured again"
     with pytest.raises(SystemExit, match="is the report of other models"):
         report.main([command[0], command[0], *command[2:]])
-    (tmp_path / "out/report.json").write_text("{")
-    with pytest.raises(SystemExit, match="remove it to begin anew"):
-        report.main(command)
+    text.write_text(TEXT.swapcase())
+    report.main([*command, "--flags=--context 64", "--sections", "perplexity", "tasks"])
+    assert here()[6:] == ["eval perplexity"] * 2 + ["eval tasks"] * 2, "another text of the same size, other flags"
+    with pytest.raises(SystemExit, match="1"):  # another program is another measurement
+        report.main([*command, "--sections", "speed", "--powerinfer", "/nowhere/program"])
+    for broken in ("{", "[]", "{}", '{"results": 5}', "\ud800"):
+        (tmp_path / "out/report.json").write_text(broken, errors="surrogatepass")
+        with pytest.raises(SystemExit, match="remove it to begin anew"):
+            report.main(command)
+
+
+def test_what_the_command_refuses(
+    models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"\xff")
+    command = [*map(str, models), "--text", str(text), "--sections", "firing", "--out"]
+    with pytest.raises(SystemExit, match="2"):
+        report.main([*command, str(tmp_path), "--windows", "0"])
+    assert "--windows must be at least 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"--out: .*File exists"):
+        report.main([*command, str(text)])
+    with pytest.raises(SystemExit, match="1"):
+        report.main([*command, str(tmp_path / "out")])
+    assert f"firing: {text} is not UTF-8" in capsys.readouterr().err and (tmp_path / "out/report.md").exists()
 
 
 def test_the_page_of_a_few_results() -> None:
@@ -122,6 +149,68 @@ def test_the_largest_are_kept() -> None:
     kept = neurons.largest(h, 0.4)
     assert kept[0].tolist() == [0.0, -5.0, 0.0, 0.0, -2.5] and kept[1].tolist() == h[1].tolist()
     assert (kept[2] != 0).sum() == 2 and (neurons.largest(h, 0.01) != 0).sum(-1).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["of neurons", "of layers"])
+def test_thresholds_times_a_factor(own: bool, models: tuple[Path, Path], tmp_path: Path) -> None:
+    path = tiny_llama(tmp_path / "cats.gguf", "cats", limits=True)
+
+    def with_factor(factor: float) -> TorchModel:
+        """The model as if its files stated other thresholds."""
+        model = neurons.open_torch(open_checkpoint(path))
+        for layer in range(model.config.n_layers):
+            if own:
+                model.weights[f"layers.{layer}.threshold"] *= factor
+            else:
+                del model.weights[f"layers.{layer}.threshold"]
+        layers = [
+            replace(one, ffn=replace(one.ffn, threshold=0 if own else 0.2 * factor)) for one in model.config.layers
+        ]
+        model.config = replace(model.config, layers=tuple(layers))
+        return model
+
+    tokens = torch.arange(96).reshape(2, 48) % open_checkpoint(path).config.vocab_size
+    found = neurons.curve(with_factor(1), tokens, (0.5, 1, 1.25))
+    for one in found:
+        model = with_factor(one["factor"])
+        assert one["perplexity"] == neurons.perplexity(model, tokens, "")
+        assert one["zeros"] == pytest.approx(1 - neurons.firing(model, tokens)["active_fraction"])
+    assert found[0]["zeros"] < found[1]["zeros"] < found[2]["zeros"]
+    if own:
+        text = tmp_path / "text.txt"
+        text.write_text(TEXT)
+        command = [
+            str(models[0]),
+            str(path),
+            "--text",
+            str(text),
+            "--out",
+            str(tmp_path),
+            "--sections",
+            "kept",
+            "curve",
+        ]
+        report.main(command)
+        results = json.loads((tmp_path / "report.json").read_text())["results"]
+        kept = {label: results[f"kept, {label}"]["kept"][-1]["perplexity"] for label in ("original", "sparse")}
+        assert results["curve"]["original"] == kept["original"], "on the same windows"
+        assert results["curve"]["curve"][4] == {"factor": 1, "perplexity": kept["sparse"], "zeros": ANY}
+        shown = (tmp_path / "report.md").read_text(encoding="utf-8")
+        ratio = kept["sparse"] / kept["original"]
+        assert f"{kept['sparse']:.3f} | {ratio:.3f} |" in shown.partition("## Thresholds")[2] and "(curve.png)" in shown
+        assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_experts_that_no_token_selected(tmp_path: Path) -> None:
+    """Their neurons are neurons of the model that never fire."""
+    model = neurons.open_torch(open_checkpoint(experts_gguf(4, 2).write(tmp_path / "experts.gguf")))
+    for layer in range(model.config.n_layers):
+        router = model.weights[f"layers.{layer}.router"]
+        router[:] = router[:1]  # all alike: every token has the same two experts
+    model.hidden = lambda name, gate, up: torch.ones_like(up)
+    found = neurons.firing(model, torch.zeros((2, 8), dtype=torch.int64))
+    assert found["hot_share"] == pytest.approx(0.8 / 2, abs=0.02) and found["active_fraction"] == 1
+    assert found["curve"][50:] == pytest.approx([1.0] * 51) and found["curve"][25] == pytest.approx(0.5)
 
 
 def test_the_skew() -> None:

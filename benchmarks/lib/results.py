@@ -17,10 +17,14 @@ RESULTS = ROOT / "benchmarks/results"
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write a result beside its place and rename it."""
+    write_whole(path, (json.dumps(document, indent=1) + "\n").encode())
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file beside its place and rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".part")
-    beside.write_text(json.dumps(document, indent=1) + "\n")
+    beside.write_bytes(data)
     os.replace(beside, path)
     print(path, file=sys.stderr)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from powerinfer.config import ExpertsConfig
+from powerinfer.errors import RequestError
 from powerinfer.evaluate import perplexity_windows
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.report.plots import MASS, cumulative
-from powerinfer.sparsify.torch_model import Neurons, TorchModel, load
+from powerinfer.sparsify.torch_model import Hidden, Neurons, Seen, TorchModel, activate, load
 from powerinfer.sparsify.training import fast_type
 
 ROWS = 4
@@ -35,12 +38,17 @@ def open_torch(checkpoint: Checkpoint) -> TorchModel:
 
 
 def windows(checkpoint: Checkpoint, texts: Sequence[Path], count: int, context: int) -> Tensor:
-    """`count` windows of `context` tokens, spread evenly over the windows of all texts, int64 [count, context]."""
-    found = [
-        window
-        for text in texts
-        for window in perplexity_windows(checkpoint.tokenizer(), text.read_text(encoding="utf-8"), context)
-    ]
+    """`count` windows of `context` tokens, spread evenly over the windows of all texts, int64 [count, context].
+
+    RequestError for a text that is not UTF-8, or has less than two windows.
+    """
+    found: list[list[int]] = []
+    for text in texts:
+        try:
+            words = text.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise RequestError(f"{text} is not UTF-8") from None
+        found += perplexity_windows(checkpoint.tokenizer(), words, context)
     some = np.linspace(0, len(found) - 1, min(count, len(found))).round().astype(int)
     return torch.tensor([found[at] for at in some])
 
@@ -76,7 +84,11 @@ def firing(model: TorchModel, tokens: Tensor) -> dict[str, Any]:
     counts: list[list[np.ndarray]] = [[] for _ in range(n)]
     for (layer, _, _), ones in fired.items():
         counts[layer].append(ones.numpy())
-    layers = [np.concatenate(one) for one in counts]
+    layers = []
+    for layer, own in zip(model.config.layers, counts, strict=True):
+        ffn, seen = layer.ffn, np.concatenate(own)
+        neurons = ffn.n_experts * ffn.size + ffn.shared_size if isinstance(ffn, ExpertsConfig) else ffn.width
+        layers.append(np.pad(seen, (0, neurons - len(seen))))  # experts that no token selected
     every = np.concatenate(layers)
     share = cumulative(every)
     return {
@@ -101,23 +113,53 @@ def largest(h: Tensor, share: float) -> Tensor:
     return torch.zeros_like(h).scatter(-1, at, h.gather(-1, at))
 
 
-@contextmanager
-def only_largest(model: TorchModel, share: float) -> Iterator[None]:
+def only_largest(model: TorchModel, share: float) -> AbstractContextManager[None]:
     plain = model.hidden
-    if share < 1:
-        model.hidden = lambda name, gate, up: largest(plain(name, gate, up), share)
+    return with_hidden(model, plain if share == 1 else lambda *parts: largest(plain(*parts), share))
+
+
+def with_thresholds(model: TorchModel, factor: float) -> AbstractContextManager[None]:
+    """The model with every threshold, of a layer or of a neuron, times `factor`."""
+
+    def hidden(name: str, gate: Tensor | None, up: Tensor) -> Tensor:
+        ffn, own = model.config.layers[int(name.split(".")[1])].ffn, model.weights.get(f"{name}threshold")
+        return activate(replace(ffn, threshold=factor * ffn.threshold), gate, up, None if own is None else factor * own)
+
+    return with_hidden(model, hidden)
+
+
+@contextmanager
+def with_hidden(model: TorchModel, hidden: Hidden) -> Iterator[None]:
+    plain, model.hidden = model.hidden, hidden
     try:
         yield
     finally:
         model.hidden = plain
 
 
+def curve(model: TorchModel, tokens: Tensor, factors: Sequence[float]) -> list[dict[str, float]]:
+    """The perplexity, and the share of h that is zero, where the thresholds are multiplied by each of `factors`."""
+    found = []
+    for factor in factors:
+        zeros, computed = 0, 0
+
+        def count(_: str, seen: Neurons) -> None:
+            nonlocal zeros, computed
+            zeros += int((seen.h == 0).sum())
+            computed += seen.h.numel()
+
+        with with_thresholds(model, factor):
+            value = perplexity(model, tokens, f"thresholds times {factor:g}", count)
+        found.append({"factor": factor, "perplexity": value, "zeros": zeros / computed})
+    return found
+
+
 @torch.no_grad()
-def perplexity(model: TorchModel, tokens: Tensor, label: str) -> float:
+def perplexity(model: TorchModel, tokens: Tensor, label: str, seen: Seen | None = None) -> float:
     """Of the second half of each window, as `eval perplexity` scores it."""
     half, total, scored = tokens.shape[1] // 2, 0.0, 0
     for part in parts(tokens, label):
-        for states, inside in zip(model.states(part)[:, half:-1], part[:, half + 1 :], strict=True):
+        for states, inside in zip(model.states(part, seen)[:, half:-1], part[:, half + 1 :], strict=True):
             total += float(functional.cross_entropy(model.logits(states), inside, reduction="sum"))
             scored += inside.numel()
     return math.exp(min(total / scored, 700.0))

@@ -3,23 +3,25 @@
     python -m benchmarks.sparse.report ORIGINAL SPARSE --text A --text B --task F --task G --out FOLDER
 
 Writes report.json, and of it report.md with plots. Each result is kept as soon as it is measured; the same command goes
-on where it was interrupted, and measures again only what has other options. Sections (--sections):
+on where it was interrupted, and measures again only what has other options or files. Sections (--sections):
 
 perplexity  of both models on each text, as `eval perplexity` measures it
 tasks       accuracy of both in each task, as `eval tasks` measures it
 firing      of SPARSE: the share of zeros by layer, and what the most active neurons carry
 kept        perplexity of both where only the largest 5 to 50 % of the neurons of each token and layer are computed
+curve       perplexity and zeros of SPARSE where its thresholds are 0.25 to 1.25 times what they are
 predictor   what SPARSE's predictors reach, as they were trained; without measuring
 speed       tokens a second of decoding: ORIGINAL, and in llama.cpp (--llama-bench), SPARSE dense, `exact` and, with
             predictors, `predicted`, in turn, round by round. Stores SPARSE's neurons first (`powerinfer pack`).
 
-firing and kept are computed in torch (extra `train`) on --windows windows of 512 tokens, spread evenly over the texts;
-plots need the extra `report`.
+firing, kept and curve are computed in torch (extra `train`) on --windows windows of 512 tokens, spread evenly over the
+texts; plots need the extra `report`.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import shlex
 import subprocess
@@ -32,12 +34,15 @@ from benchmarks.lib import machine, programs, results
 from benchmarks.sparse.compare import RATE, own_fields
 from benchmarks.sparse.report_page import page, plots
 from benchmarks.sparse.trained import command
+from powerinfer.config import THRESHOLDED
 from powerinfer.errors import ModelError, PowerInferError
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.predictor_file import FIGURES, open_predictor
 
-SECTIONS = ("perplexity", "tasks", "firing", "kept", "predictor", "speed")
+SECTIONS = ("perplexity", "tasks", "firing", "kept", "curve", "predictor", "speed")
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
+FACTORS = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25)
+"""Of the thresholds."""
 ENGINES = {
     "original": ["--selector", "all"],
     "sparse, dense": ["--selector", "all"],
@@ -56,9 +61,15 @@ class Report:
         self.path, self.failed = folder / "report.json", False
         about = {label: described(checkpoint) for label, checkpoint in models.items()}
         try:
-            self.document: dict[str, Any] = json.loads(self.path.read_text()) if self.path.exists() else {"results": {}}
+            folder.mkdir(parents=True, exist_ok=True)
+            read = json.loads(self.path.read_text("utf-8")) if self.path.exists() else {"results": {}}
+            if type(read) is not dict or type(read.get("results")) is not dict:
+                raise ValueError("it has no results")
+        except OSError as error:
+            sys.exit(f"--out: {error}")
         except ValueError as error:
             sys.exit(f"{self.path}: {error}: remove it to begin anew")
+        self.document: dict[str, Any] = read
         if self.document.get("models", about) != about:
             sys.exit(f"{self.path} is the report of other models: give another --out")
         self.results: dict[str, Any] = self.document.pop("results")
@@ -80,6 +91,11 @@ class Report:
         results.write_json(self.path, self.document)
 
 
+def digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def described(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "file": "/".join(checkpoint.path.parts[-2:]),
@@ -95,7 +111,7 @@ def measure_perplexity(report: Report, models: dict[str, Checkpoint], args: argp
         for label, model in models.items():
             words = ("eval", "perplexity", "-m", model.path, "--file", text, *args.flags)
             work = eval_work(words, ("perplexity", "error", "tokens", "context"))
-            report.measure(f"perplexity, {text.name}, {label}", {"bytes": text.stat().st_size}, work)
+            report.measure(f"perplexity, {text.name}, {label}", {"text": digest(text), "flags": args.flags}, work)
 
 
 def measure_tasks(report: Report, models: dict[str, Checkpoint], args: argparse.Namespace) -> None:
@@ -105,7 +121,7 @@ def measure_tasks(report: Report, models: dict[str, Checkpoint], args: argparse.
             words = ("eval", "tasks", "-m", model.path, "--file", task, *limit, *args.flags)
             report.measure(
                 f"tasks, {task.name}, {label}",
-                {"bytes": task.stat().st_size, "limit": args.limit},
+                {"task": digest(task), "limit": args.limit, "flags": args.flags},
                 eval_work(words, ("tasks", "context")),
             )
 
@@ -148,12 +164,31 @@ def measure_kept(report: Report, models: dict[str, Checkpoint], args: argparse.N
         report.measure(f"kept, {label}", window_options(models, args) | {"shares": list(SHARES)}, work)
 
 
+def measure_curve(report: Report, models: dict[str, Checkpoint], args: argparse.Namespace) -> None:
+    from benchmarks.sparse import neurons
+
+    config = models["sparse"].config
+
+    def work() -> dict[str, Any]:
+        if not any(layer.ffn.activation in THRESHOLDED for layer in config.layers):
+            return {"curve": f"the activation {config.activations} has no thresholds"}
+        tokens = {
+            label: neurons.windows(model, args.text, args.windows, context_of(models))
+            for label, model in models.items()
+        }
+        original = neurons.perplexity(neurons.open_torch(models["original"]), tokens["original"], "original")
+        found = neurons.curve(neurons.open_torch(models["sparse"]), tokens["sparse"], FACTORS)
+        return {"curve": found, "original": original, "windows": len(tokens["sparse"])}
+
+    report.measure("curve", window_options(models, args) | {"factors": list(FACTORS)}, work)
+
+
 def context_of(models: dict[str, Checkpoint]) -> int:
     return min(512, *(model.config.context_length for model in models.values()))
 
 
 def window_options(models: dict[str, Checkpoint], args: argparse.Namespace) -> dict[str, Any]:
-    texts = {text.name: text.stat().st_size for text in args.text}
+    texts = {text.name: digest(text) for text in args.text}
     return {"texts": texts, "windows": args.windows, "context": context_of(models)}
 
 
@@ -183,6 +218,7 @@ def measure_speed(report: Report, models: dict[str, Checkpoint], args: argparse.
     peers = {PEER: args.llama_bench.resolve().parent} if args.llama_bench else {}
     engines = programs.Engines(shlex.split(args.powerinfer), peers, 16, args.gen_tokens, settings, rates=(RATE,))
     options = {"engines": engines.labels(), "rounds": args.rounds, "gen_tokens": args.gen_tokens}
+    options |= {"powerinfer": args.powerinfer, "llama_bench": str(args.llama_bench and args.llama_bench.resolve())}
 
     def work(threads: int) -> dict[str, Any]:
         programs.output([*engines.own, "pack", "-m", str(models["sparse"].path), "--no-check"])
@@ -208,6 +244,17 @@ def measure_speed(report: Report, models: dict[str, Checkpoint], args: argparse.
         report.measure(f"speed, {threads} threads", options, lambda threads=threads: work(threads))
 
 
+MEASURES = (
+    measure_perplexity,
+    measure_tasks,
+    measure_firing,
+    measure_kept,
+    measure_curve,
+    measure_predictor,
+    measure_speed,
+)
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("original", type=Path)
@@ -217,7 +264,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     made.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="default: all")
     made.add_argument("--limit", type=int, help="items of each task; default: all")
-    made.add_argument("--windows", type=int, default=32, help="of the texts, for firing and kept (%(default)s)")
+    made.add_argument("--windows", type=int, default=32, help="of the texts, computed in torch (%(default)s)")
     made.add_argument("--flags", type=shlex.split, default=[], help="more flags of eval, such as '--threads 2'")
     made.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of speed; default: 1 2")
     made.add_argument("--rounds", type=int, default=5, help="of speed (%(default)s)")
@@ -241,21 +288,21 @@ def main(arguments: list[str] | None = None) -> None:
             made.error(f"two files of one name: {', '.join(files)}")
     if args.llama_bench and not (args.llama_bench.is_file() and args.llama_bench.name == "llama-bench"):
         made.error(f"--llama-bench {args.llama_bench} is no program llama-bench")
-    if not args.text and {"perplexity", "firing", "kept"} & set(args.sections):
+    if not args.text and {"perplexity", "firing", "kept", "curve"} & set(args.sections):
         made.error("give a --text, or --sections that need none (tasks, predictor, speed)")
+    if args.windows < 1:
+        made.error("--windows must be at least 1")
     try:
         models = {label: open_checkpoint(getattr(args, label)) for label in ("original", "sparse")}
     except PowerInferError as error:
         sys.exit(str(error))
     report = Report(args.out, models)
-    measures = (measure_perplexity, measure_tasks, measure_firing, measure_kept, measure_predictor, measure_speed)
-    for section, measure in zip(SECTIONS, measures, strict=True):
+    for section, measure in zip(SECTIONS, MEASURES, strict=True):
         if section in args.sections:
             measure(report, models, args)
     for name, image in plots(report.document).items():
-        (args.out / name).write_bytes(image)
-    (args.out / "report.md").write_text(page(report.document), encoding="utf-8")
-    print(args.out / "report.md", file=sys.stderr)
+        results.write_whole(args.out / name, image)
+    results.write_whole(args.out / "report.md", page(report.document).encode())
     if report.failed:
         sys.exit(1)
 

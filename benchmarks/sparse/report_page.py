@@ -133,6 +133,28 @@ def kept(found: Results) -> Iterator[str]:
         yield "![Perplexity by the share that is kept](kept.png)\n"
 
 
+def curve(found: Results) -> Iterator[str]:
+    if one := found.get("curve"):
+        if isinstance(one["curve"], str):
+            yield f"None: {one['curve']}.\n"
+            return
+        rows = [
+            [
+                f"{at['factor']:g}",
+                percent(at["zeros"]),
+                f"{at['perplexity']:.3f}",
+                f"{at['perplexity'] / one['original']:.3f}",
+            ]
+            for at in one["curve"]
+        ]
+        yield (
+            f"The sparse model with its thresholds times a factor, on {one['windows']} windows of the texts; the "
+            f"original's perplexity there is {one['original']:.3f}:\n"
+        )
+        yield table(["thresholds times", "zeros", "perplexity", "by the original's"], rows, numbers=True)
+        yield "![Perplexity by zeros](curve.png)\n"
+
+
 def predictor(found: Results) -> Iterator[str]:
     if one := found.get("predictor"):
         about = one["predictor"]
@@ -184,6 +206,7 @@ SECTIONS: dict[str, Callable[[Results], Iterator[str]]] = {
     "Neurons that fire": neurons,
     "Power law": power_law,
     "Only the largest": kept,
+    "Thresholds": curve,
     "Predictors": predictor,
     "Speed": speed,
 }
@@ -201,6 +224,8 @@ def plots(document: dict[str, Any]) -> dict[str, bytes]:
     models = {label: found[f"kept, {label}"] for label in ("original", "sparse") if f"kept, {label}" in found}
     if models:
         made["kept.png"] = png(partial(draw_kept, models=models))
+    if (one := found.get("curve")) and not isinstance(one["curve"], str):
+        made["curve.png"] = png(partial(draw_curve, points=one["curve"], original=one["original"]))
     return made
 
 
@@ -228,3 +253,14 @@ def draw_kept(figure: Any, models: dict[str, Any]) -> None:
     axes.set(yscale="log", xlabel="largest neurons that are kept, %", ylabel="perplexity")
     axes.set(title="Perplexity by the share of neurons that is kept")
     axes.legend()
+
+
+def draw_curve(figure: Any, points: list[dict[str, float]], original: float) -> None:
+    axes = figure.add_subplot()
+    zeros, ratios = zip(*((100 * one["zeros"], one["perplexity"] / original) for one in points), strict=True)
+    axes.plot(zeros, ratios, "o-", color=ORANGE)
+    for one, at in zip(points, zip(zeros, ratios, strict=True), strict=True):
+        axes.annotate(f"{one['factor']:g}", at, textcoords="offset points", xytext=(0, 6), ha="center")
+    axes.axhline(1, color=GREY, linestyle="--")
+    axes.set(xlabel="neurons that are zero, %", ylabel="perplexity by the original's")
+    axes.set(title="Perplexity by zeros, where the thresholds are multiplied")
