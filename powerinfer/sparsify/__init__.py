@@ -56,12 +56,9 @@ def sparsify(
         raise RequestError(f"--out {out} has files that no training made: give a new folder")
     texts, own_tokens = open_corpora(corpora), 0
     with torch_threads(threads):
-        from powerinfer.sparsify.torch_model import TorchModel, load, unsupported
+        from powerinfer.sparsify.torch_model import TorchModel, load
         from powerinfer.sparsify.training import Sparsifier, find_device, free_bytes, needed_bytes, trained_names
 
-        problem = unsupported(checkpoint.config)
-        if problem:
-            raise RequestError(f"sparsify cannot train this model: {problem}")
         about: dict[str, Any] = {"hidden_act": recipe.activation}
         limited = {"hidden_act_param": [0.0] * checkpoint.config.n_layers} if recipe.activation in THRESHOLDED else {}
         check_writable(checkpoint, trained_names(checkpoint.config)[1], about | limited, config.format)

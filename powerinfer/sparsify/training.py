@@ -154,8 +154,8 @@ class Sparsifier:
         alike = known(start.config) == known(self._checkpoint.config)
         alike = alike and start.config.activations == self.recipe.activation
         theirs = load(start) if alike else {}
-        vectors = [name for name, value in ours.items() if value.ndim == 1 and not name.endswith(".threshold")]
-        if not alike or not all(torch.equal(ours[name].cpu(), theirs[name]) for name in vectors):
+        untrained = [name for name in ours if name not in self._all and not name.endswith(".threshold")]
+        if not alike or not all(_alike(ours[name].cpu(), theirs[name]) for name in untrained):
             raise RequestError(
                 f"--start {start.path} is no model that recipe {self.config.recipe} made out of {self._checkpoint.path}"
             )
@@ -536,6 +536,11 @@ def _stages(stages: Sequence[Stage], steps: int) -> list[tuple[Stage, int]]:
     return [(stage, end - begin) for stage, begin, end in zip(stages, [0, *ends[:-1]], ends, strict=True)]
 
 
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same but for the type they are stored in."""
+    return float((one - other).norm()) <= 0.1 * float(one.norm())
+
+
 def _exp(x: float) -> float:
     return math.exp(x) if x < 700 else math.inf
 
@@ -592,6 +597,9 @@ def _check(config: SparsifyConfig) -> None:
         raise RequestError(f"--zeros {config.zeros:g} must be between 0 and 1")
     if not 0 < config.lr <= 100:
         raise RequestError(f"--lr {config.lr:g} must be between 0 and 100")
+    for name, least in (("window", 8), ("rows", 1)):
+        if getattr(config, name) < least:
+            raise RequestError(f"--{name} must be a whole number of at least {least}, not {getattr(config, name)}")
     if config.tokens < config.batch:
         raise RequestError(f"--tokens {config.tokens} is less than a step of --batch {config.batch} tokens")
     if config.own_text < 0:
