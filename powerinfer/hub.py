@@ -74,7 +74,7 @@ CATALOGUE = {
 }
 DEFAULT_MODEL = "smollm2-135m-instruct"
 CLONED = Path(__file__).resolve().parent.parent / "models"
-"""Where a clone of this repository has models of its own; an installed package has none."""
+"""Where a clone of this repository has models of its own."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,9 @@ def full_name(name: str) -> str:
 
 
 def cloned_models() -> dict[str, Path]:
-    """The models of a clone of this repository, by name."""
+    """The models of a clone of this repository, by name; none of an installed package."""
+    if not (CLONED.parent / "pyproject.toml").exists():
+        return {}
     return {name: path for folder in sorted(CLONED.glob("*/")) for name, path in models_in(folder).items()}
 
 
@@ -377,7 +379,9 @@ def _parts(path: Path) -> list[Path]:
     """The files of a GGUF model: of a split one, all its parts."""
     shard = _SHARD.search(path.stem)
     return (
-        sorted(path.parent.glob(f"{glob.escape(path.stem[: shard.start()])}-*{shard[0][6:]}.gguf")) if shard else [path]
+        sorted(path.parent.glob(f"{glob.escape(path.stem[: shard.start()])}-?????{shard[0][6:]}.gguf"))
+        if shard
+        else [path]
     )
 
 

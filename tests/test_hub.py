@@ -474,10 +474,13 @@ def test_a_model_of_the_clone_is_used_in_place(cache: Path, tmp_path: Path, monk
     own = tmp_path / "models" / "own"
     own.mkdir(parents=True)
     monkeypatch.setattr(hub, "CLONED", tmp_path / "models")
+    assert not hub.cloned_models(), "no clone: another package's folder of that name"
+    (tmp_path / "pyproject.toml").write_text("")
     first, second = (own / f"Own-0000{part}-of-00002.gguf" for part in (1, 2))
     first.write_bytes(b"one")
     second.write_bytes(b"three")
     (own / "other-00001-of-00002.txt").write_bytes(b"")
+    (own / "own-two-00001-of-00002.gguf").write_bytes(b"of another model")
     assert hub.resolve_model("OWN") == first and "own" in hub.known_names() and hub.names_model("own")
     assert hub.list_stored() == []
     stored = hub.pull("own")

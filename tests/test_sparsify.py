@@ -36,6 +36,7 @@ from powerinfer.sparsify.own_text import OwnText, is_useful, write_own_text
 from powerinfer.sparsify.recipes import RECIPES, check_recipe
 from powerinfer.sparsify.torch_model import TorchModel, _Rounded, load
 from powerinfer.sparsify.training import Sparsifier, _Cut
+from powerinfer.sparsify.writing import write_model
 
 SHAPE = Shape(d_model=64, d_ff=128, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, vocab=1200, context=128)
 SMALL = {"window": 32, "batch": 256, "rows": 4, "tokens": 10_240, "save": 1e9, "device": "cpu"}
@@ -141,10 +142,46 @@ def test_a_sparse_model_is_trained_further(dense: Path, tmp_path: Path) -> None:
     assert abs(float(work._importance["layers.0."].mean()) - 1) < 1e-4
     assert 0.65 < work.evaluate(work.student).zeros[0] < 0.75
     done = sparsify(original, [], config, tmp_path / "second", threads=1, start=begun).document
-    assert done["start"] == "model.gguf" and abs(done["zeros"] - 0.7) < 0.05
-    for wrong in (original, open_checkpoint(made(dense, tmp_path / "third", recipe="reglu").path)):
+    assert done["start"] == "first/model.gguf" and abs(done["zeros"] - 0.7) < 0.05
+    write_random_llama(tmp_path / "other.gguf", SHAPE, seed=1)
+    relu = made(dense, tmp_path / "third", recipe="reglu").path
+    for source, wrong in ((dense, dense), (dense, relu), (tmp_path / "other.gguf", first.path)):
         with pytest.raises(RequestError, match="no model that recipe cats made out of"):
-            Sparsifier(original, open_corpora([]), config, tmp_path / "fourth", start=wrong)
+            Sparsifier(open_checkpoint(source), open_corpora([]), config, tmp_path / "4", start=open_checkpoint(wrong))
+    config = SparsifyConfig(**(SMALL | {"zeros": 0.7, "recipe": "reglu"}))
+    work = Sparsifier(original, open_corpora([]), config, tmp_path / "5", start=open_checkpoint(relu))
+    assert [stage.name for stage, _ in work._stages] == ["distil", "distil"]
+    assert sum(steps for _, steps in work._stages) == work._steps
+
+
+def test_a_start_with_rows_in_another_order_is_refused(dense: Path, tmp_path: Path) -> None:
+    """The rows of q and k of a Llama lie otherwise in a GGUF file than in a folder."""
+    first = made(dense, tmp_path / "first", tokens=1024)
+    work = Sparsifier(open_checkpoint(dense), open_corpora([]), SparsifyConfig(**(SMALL | {"zeros": 0.7})), tmp_path)
+    layers = work._checkpoint.config.layers
+    turned = tuple(
+        replace(one, attention=replace(one.attention, rope=replace(one.attention.rope, interleaved=False)))
+        for one in layers
+    )
+    start = open_checkpoint(first.path)
+    start.config = replace(start.config, layers=turned)
+    with pytest.raises(RequestError, match="no model that recipe cats made out of"):
+        work._started(start, work.teacher.weights)
+
+
+def test_thresholds_of_zero_in_a_start(dense: Path, tmp_path: Path) -> None:
+    first = made(dense, tmp_path / "first", tokens=1024, type="f16")
+    start = open_checkpoint(first.path)
+    thresholds = np.array(start.take("layers.0.threshold").float32())
+    thresholds[3] = 0
+    path = write_model(start, tmp_path / "zero", "f16", [], lambda name: 0, {"hidden_act": "cats"}, {
+        "layers.0.threshold": thresholds,
+        "layers.1.threshold": np.array(start.take("layers.1.threshold").float32()),
+    })  # fmt: skip
+    config = SparsifyConfig(**(SMALL | {"zeros": 0.7}))
+    work = Sparsifier(open_checkpoint(dense), open_corpora([]), config, tmp_path, start=open_checkpoint(path))
+    importance = work._importance["layers.0."]
+    assert bool(importance.isfinite().all()) and int(importance.argmax()) == 3 and work.limits[0] > 0
 
 
 def test_a_state_of_another_training_is_refused(dense: Path, tmp_path: Path) -> None:
@@ -153,9 +190,7 @@ def test_a_state_of_another_training_is_refused(dense: Path, tmp_path: Path) -> 
         made(dense, tmp_path, tokens=2048)
     state = tmp_path / "training.safetensors"
     state.write_bytes(state.read_bytes()[:-100])
-    with pytest.raises(
-        PowerInferError, match=r"training\.safetensors.*: remove it to begin anew, or give another --out"
-    ):
+    with pytest.raises(PowerInferError, match=r"training\.safetensors.*: give another --out"):
         made(dense, tmp_path, tokens=1024)
 
 
@@ -427,6 +462,12 @@ def test_estimates_that_cannot_be(dense: Path, capsys: pytest.CaptureFixture[str
     ):
         assert main(["sparsify", *flags]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["window", "rows", "batch", "tokens"])
+def test_numbers_that_are_none(option: str, dense: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=rf"--{option} (0 )?(must be|is less)"):
+        made(dense, tmp_path, **{option: 0})
 
 
 def test_what_cannot_be(dense: Path, tmp_path: Path) -> None:

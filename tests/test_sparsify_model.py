@@ -20,7 +20,8 @@ from powerinfer.config import FfnConfig
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.tokenizer_gguf import PRE_TOKENIZERS, tokenizer_from_gguf
 from powerinfer.sparsify.as_gguf import ARCHITECTURES, PROBE, SPLITS, AsGGUF
-from powerinfer.sparsify.torch_model import TorchModel, activate, load, unsupported
+from powerinfer.sparsify.recipes import unsupported
+from powerinfer.sparsify.torch_model import TorchModel, activate, load
 from powerinfer.sparsify.training import trained_names
 from powerinfer.sparsify.writing import check_writable, write_model
 

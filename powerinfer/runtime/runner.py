@@ -218,8 +218,9 @@ class Runner:
         """Compute texts and hand the logits at the positions of each from `firsts` on to `use`.
 
         A first behind a text's end asks for none. They are computed without the prefix cache, in turns with the steps
-        of requests, up to `max_batch` texts together; whole pages of tokens with which all of these begin are computed once. What comes before `firsts` is
-        computed as a prompt is, the rest in calls of up to `step` tokens: one token a call is what decode does.
+        of requests, up to `max_batch` texts together; whole pages of tokens with which all of these begin are computed
+        once. What comes before `firsts` is computed as a prompt is, the rest in calls of up to `step` tokens: one token
+        a call is what decode does.
         """
         assert step > 0
         for tokens in texts:

@@ -21,7 +21,6 @@ from powerinfer.sparsify.loss_plot import draw_log
 from powerinfer.sparsify.own_text import FILE, PART, write_own_text
 from powerinfer.sparsify.recipes import check_recipe
 from powerinfer.sparsify.writing import check_writable, write_model
-from powerinfer.system import available_memory
 
 
 @dataclass(frozen=True)
@@ -53,20 +52,18 @@ def sparsify(
     if out.resolve() in (checkpoint.path.resolve(), checkpoint.path.parent.resolve()):
         raise RequestError(f"--out {out} holds the model itself: give another folder")
     found = {one.name for one in out.iterdir()} if out.is_dir() else set()
-    if "training.safetensors" not in found and found - {"log.csv", FILE, PART}:
+    if "training.safetensors" not in found and found - {"log.csv", "training.safetensors.part", FILE, PART}:
         raise RequestError(f"--out {out} has files that no training made: give a new folder")
     texts, own_tokens = open_corpora(corpora), 0
     with torch_threads(threads):
-        from powerinfer.sparsify.torch_model import TorchModel, load, unsupported
-        from powerinfer.sparsify.training import Sparsifier, needed_bytes, trained_names
+        from powerinfer.sparsify.torch_model import TorchModel, load
+        from powerinfer.sparsify.training import Sparsifier, find_device, free_bytes, needed_bytes, trained_names
 
-        problem = unsupported(checkpoint.config)
-        if problem:
-            raise RequestError(f"sparsify cannot train this model: {problem}")
         about: dict[str, Any] = {"hidden_act": recipe.activation}
         limited = {"hidden_act_param": [0.0] * checkpoint.config.n_layers} if recipe.activation in THRESHOLDED else {}
         check_writable(checkpoint, trained_names(checkpoint.config)[1], about | limited, config.format)
-        needed, available = needed_bytes(checkpoint.config), available_memory()
+        device = find_device(config.device)
+        needed, available = needed_bytes(checkpoint.config, device), free_bytes(device)
         if needed > available:
             raise RequestError(
                 f"training needs about {needed / 2**30:.1f} GiB of memory, and {available / 2**30:.1f} GiB are free"
@@ -84,12 +81,16 @@ def sparsify(
         written = open_checkpoint(path)
         after = work.evaluate(TorchModel(written.config, load(written), work.teacher.compute))
         if not math.isfinite(after.perplexity):
-            raise PowerInferError(f"{path} gives no usable probabilities: train it anew with another --lr or --zeros")
+            (path if path.is_file() else path / "config.json").unlink()
+            raise PowerInferError(
+                "the trained model gives no usable probabilities and was removed: train anew, into another --out, with "
+                "a smaller --lr or other --zeros"
+            )
     names = [one.name for one in texts]
     figures = document(
         checkpoint.config, checkpoint.path.name, config, names, done.before, after, done.tokens, done.seconds
     )
-    figures |= {"own_text_tokens": own_tokens, "start": start.path.name if start else None}
+    figures |= {"own_text_tokens": own_tokens, "start": "/".join(start.path.parts[-2:]) if start else None}
     draw_log(out, recipe.stages)
     write_small(out / "README.md", card(figures).encode())
     return Made(path, {"path": str(path), **figures, "limits": list(done.limits), "resumed": done.resumed})

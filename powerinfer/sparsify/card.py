@@ -40,7 +40,11 @@ def card(about: dict[str, Any]) -> str:
     """README.md of the model."""
     written = about["own_text_tokens"]
     own = f" Own text: {written:,} tokens of the original's answers to prompts out of these texts." if written else ""
-    start = f" It went on from {about['start']}, made by an earlier training." if about["start"] else ""
+    start = (
+        f" It began with {about['start']}, made by an earlier training, whose tokens are not counted here."
+        if about["start"]
+        else ""
+    )
     layers = ", ".join(f"{100 * share:.0f}" for share in about["zeros_by_layer"])
     return f"""# {about["source"]}, made sparse
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from powerinfer.config import ExpertsConfig, FfnConfig, ModelConfig
+from powerinfer.config import AttentionConfig, ExpertsConfig, FfnConfig, ModelConfig
 from powerinfer.errors import RequestError
 
 FFN_PARTS = frozenset(f"{of}{part}" for of in ("", "experts_", "shared_") for part in ("gate", "up", "down"))
@@ -66,7 +66,7 @@ RECIPES = {
 
 
 def check_recipe(name: str, config: ModelConfig) -> Recipe:
-    """RequestError if there is no such recipe, or it is not for that model."""
+    """RequestError if there is no such recipe, it is not for that model, or the model cannot be trained."""
     if name not in RECIPES:
         raise RequestError(f"there is no recipe {name!r} (only {', '.join(RECIPES)})")
     recipe = RECIPES[name]
@@ -75,4 +75,17 @@ def check_recipe(name: str, config: ModelConfig) -> Recipe:
         if not isinstance(ffn, FfnConfig | ExpertsConfig) or not ffn.gated or ffn.activation not in recipe.of:
             suited = " and ".join(recipe.of)
             raise RequestError(f"recipe {name} is for gated FFNs of {suited}, and this model has {ffn.title}")
+    problem = unsupported(config)
+    if problem:
+        raise RequestError(f"sparsify cannot train this model: {problem}")
     return recipe
+
+
+def unsupported(config: ModelConfig) -> str | None:
+    """Why a model cannot be computed by `torch_model`; None: it can."""
+    for layer in config.layers:
+        if not isinstance(layer.attention, AttentionConfig):
+            return f"it has layers of {layer.attention.title}"
+        if layer.ffn.activation == "swiglu_oai":
+            return f"its experts have the activation {layer.ffn.activation}"
+    return None

@@ -22,8 +22,8 @@ from powerinfer.formats.layout import shapes
 from powerinfer.prepare.corpus import Corpus, Piece
 from powerinfer.progress import Progress, silent
 from powerinfer.sparsify.estimate import Rates, memory, stage_costs
-from powerinfer.sparsify.recipes import check_recipe
-from powerinfer.sparsify.torch_model import TorchModel, unsupported
+from powerinfer.sparsify.recipes import check_recipe, unsupported
+from powerinfer.sparsify.torch_model import TorchModel
 from powerinfer.sparsify.training import Figures, Sparsifier
 from powerinfer.system import available_memory
 

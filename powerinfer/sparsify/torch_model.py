@@ -26,6 +26,7 @@ from powerinfer.errors import RequestError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.layout import shapes
 from powerinfer.models.rope import rope_frequencies
+from powerinfer.sparsify.recipes import unsupported
 
 
 class Neurons(NamedTuple):
@@ -299,16 +300,6 @@ class _Rounded(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return gradients[0]
-
-
-def unsupported(config: ModelConfig) -> str | None:
-    """Why a model cannot be computed here; None: it can."""
-    for layer in config.layers:
-        if not isinstance(layer.attention, AttentionConfig):
-            return f"it has layers of {layer.attention.title}"
-        if layer.ffn.activation == "swiglu_oai":
-            return f"its experts have the activation {layer.ffn.activation}"
-    return None
 
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

@@ -24,9 +24,10 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,8 +44,9 @@ from powerinfer.formats.layout import is_router, matrix_names, shapes
 from powerinfer.formats.prepared import TRAINING, PreparedFile
 from powerinfer.prepare.corpus import Corpus, read_windows
 from powerinfer.progress import Progress, Say, silent
-from powerinfer.sparsify.recipes import FFN_PARTS, Recipe, Stage, check_recipe
+from powerinfer.sparsify.recipes import FFN_PARTS, Stage, check_recipe
 from powerinfer.sparsify.torch_model import Neurons, TorchModel, load
+from powerinfer.system import available_memory
 
 HELD_OUT = 0.02  # of the windows of each text, at least MIN_HELD_OUT: measured on, never trained on
 MIN_HELD_OUT = 2
@@ -100,7 +102,7 @@ class Sparsifier:
         self.recipe = check_recipe(config.recipe, checkpoint.config)
         _check(config)
         self.config, self._progress, self._checkpoint, self._out = config, progress, checkpoint, out
-        self.device = _device(config.device)
+        self.device = find_device(config.device)
         if self.device.type == "cpu":
             _keep_freed_memory()
         self._train, self._held_out = _texts(checkpoint, corpora, config, progress, say)
@@ -112,7 +114,7 @@ class Sparsifier:
         # other types are too fine for this to be worth it
         rough = config.type == "q4_0" and "gguf" in (checkpoint.source, config.format)
         self._rounded = [name for name in self._all if rough and weights[name].shape[-1] % 32 == 0]
-        first = weights if start is None else self._started(start)
+        first = weights if start is None else self._started(start, weights)
         own = dict(frozen) | {name: first[name].to(self.device).clone() for name in self._all}
         del weights, first
         self.student = TorchModel(checkpoint.config, own, compute)
@@ -134,30 +136,38 @@ class Sparsifier:
         self._firing: list[Tensor] = []
         self._windows = config.batch // config.window  # of a step
         self._steps = max(1, config.tokens // (self._windows * config.window))
+        stages = [stage for stage in self.recipe.stages if start is None or stage.name != "regress"]
+        self._stages = _stages(stages, self._steps)
         self._state = PreparedFile(TRAINING, checkpoint, path=out / "training.safetensors", option=("--out", "FOLDER"))
 
     def values(self, name: str) -> NDArray[np.float32]:
         """Of a weight, by its canonical name."""
         return np.asarray(self.student.weights[name].detach().float().cpu().numpy())
 
-    def _started(self, start: Checkpoint) -> dict[str, Tensor]:
-        """The weights of a sparse model."""
-        ours, theirs = (
-            {name: shape for name, shape in shapes(one.config) if not name.endswith(".threshold")}
-            for one in (self._checkpoint, start)
-        )
-        if ours != theirs or start.config.activations != self.recipe.activation:
+    def _started(self, start: Checkpoint, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights of a sparse model that was made out of the original: what is never trained is the same."""
+
+        def known(config: ModelConfig) -> tuple[Any, ...]:
+            sizes = {name: shape for name, shape in shapes(config) if not name.endswith(".threshold")}
+            return sizes, [layer.attention for layer in config.layers]
+
+        alike = known(start.config) == known(self._checkpoint.config)
+        alike = alike and start.config.activations == self.recipe.activation
+        theirs = load(start) if alike else {}
+        untrained = [name for name in ours if name not in self._all and not name.endswith(".threshold")]
+        if not alike or not all(_alike(ours[name].cpu(), theirs[name]) for name in untrained):
             raise RequestError(
                 f"--start {start.path} is no model that recipe {self.config.recipe} made out of {self._checkpoint.path}"
             )
-        return load(start)
+        return theirs
 
     def _take_thresholds(self, start: Checkpoint) -> None:
         for n, layer in enumerate(start.config.layers):
             assert isinstance(layer.ffn, FfnConfig | ExpertsConfig)
             self.limits[n] = layer.ffn.threshold
             if f"layers.{n}." in self._weighted and isinstance(layer.ffn, FfnConfig) and layer.ffn.thresholds:
-                inverse = 1 / torch.from_numpy(start.take(f"layers.{n}.threshold").float32().copy()).to(self.device)
+                own = torch.from_numpy(start.take(f"layers.{n}.threshold").float32().copy()).to(self.device)
+                inverse = 1 / own.clamp_min(1e-3 * float(own.mean()) + 1e-30)
                 self.limits[n] = 1 / float(inverse.mean())
                 self._importance[f"layers.{n}."] = inverse * self.limits[n]
 
@@ -261,13 +271,13 @@ class Sparsifier:
     def run(self) -> Trained:
         """Train to the end. PowerInferError if the loss becomes no number: the state kept last stays."""
         began = time.monotonic()
-        before = self.evaluate(self.teacher)
-        done, moments = self._resume()
-        if self._weighted and not self._importance:
-            self._importance = self._importances()
-        resumed, first = done, 0
-        with _log(self._out / "log.csv", done) as log:
-            for stage, steps in _stages(self.recipe, self._steps):
+        with _log(self._out / "log.csv") as begin:
+            before = self.evaluate(self.teacher)
+            done, moments = self._resume()
+            if self._weighted and not self._importance:
+                self._importance = self._importances()
+            log, resumed, first = begin(done), done, 0
+            for stage, steps in self._stages:
                 if done < first + steps:
                     self._stage(stage, first, steps, done, moments, log)
                     done, moments = first + steps, {}
@@ -277,7 +287,7 @@ class Sparsifier:
         thresholds = {}
         for limit, (name, importance) in zip(limits, self._importance.items(), strict=False):
             thresholds[f"{name}threshold"] = np.asarray((limit / importance).cpu().numpy())
-        every = any(stage.other and steps for stage, steps in _stages(self.recipe, self._steps))
+        every = any(stage.other and steps for stage, steps in self._stages)
         seconds, tokens = time.monotonic() - began, self._tokens(self._steps)
         return Trained(self._all if every else self._ffns, limits, thresholds, before, tokens, seconds, resumed)
 
@@ -288,7 +298,7 @@ class Sparsifier:
 
         def hidden(name: str, gate: Tensor | None, up: Tensor) -> Tensor:
             assert gate is not None
-            active = functional.silu(gate) if self.recipe.activation == "cats" else gate
+            active = functional.silu(gate)
             active = active.requires_grad_() if not active.requires_grad else active
             active.retain_grad()
             seen[name] = active
@@ -297,18 +307,18 @@ class Sparsifier:
         rng = torch.Generator(self.device).manual_seed(self.config.seed)
         before, self.teacher.hidden = self.teacher.hidden, hidden
         count = max(1, min(len(self._train), WEIGHED // self.config.window))
+        done = 0
         try:
-            for at in range(0, count, self.config.rows):
-                self._progress("weighing neurons", at, count)
-                with torch.enable_grad():
-                    states = self.teacher.states(self._batch(0, count)[at : at + self.config.rows]).flatten(0, 1)
+            for part in self._batch(0, count).split(self.config.rows):
+                states = self.teacher.states(part).flatten(0, 1)
                 states.backward(self._drawn(states.detach(), rng))
                 for name, active in seen.items():
                     assert active.grad is not None
-                    mean = active.grad.float().square().flatten(0, -2).sum(0)
-                    sums[name] = sums[name] + mean if name in sums else mean
+                    squares = active.grad.float().square().flatten(0, -2).sum(0)
+                    sums[name] = sums[name] + squares if name in sums else squares
                 seen.clear()
-            self._progress("weighing neurons", count, count)
+                done += len(part)
+                self._progress("weighing neurons", done, count)
         finally:
             self.teacher.hidden = before
         roots = {name: value.sqrt() for name, value in sums.items()}
@@ -419,6 +429,8 @@ class Sparsifier:
         digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
         if self._start is not None:
             digest.update(self._start.fingerprint.encode())
+        if self._rounded:
+            digest.update(b"rounded")
         for windows in (self._train, self._held_out):
             digest.update(np.ascontiguousarray(windows).tobytes())
         return digest.hexdigest()
@@ -448,20 +460,21 @@ class Sparsifier:
             return self._read_state()
         except ModelError as error:
             why = str(error).partition("; `")[0]
-            raise ModelError(f"{why}: remove it to begin anew, or give another --out") from None
+            raise ModelError(f"{why}: give another --out") from None
 
     def _read_state(self) -> tuple[int, dict[str, Tensor]]:
         about, tensors, file = self._state.read()
         if about.get("run") != self._key():
             raise RequestError(
-                f"{self._state.path} is of another training (other options or texts): give another --out, or remove it"
+                f"{self._state.path} is of another training (other options or texts): give another --out"
             )
         step, limits, penalty = about.get("step"), about.get("limits"), about.get("penalty")
         right = type(step) is int and 0 < step <= self._steps and type(penalty) is float and type(limits) is list
         if not right or len(limits) != len(self.limits) or not all(type(x) is float for x in limits):  # type: ignore
             raise self._state.bad("is damaged")
         assert isinstance(step, int) and isinstance(limits, list) and isinstance(penalty, float)
-        stage = next(stage for stage, last in _ends(self.recipe, self._steps) if step <= last)
+        ends = accumulate(steps for _, steps in self._stages)
+        stage = next(stage for (stage, _), end in zip(self._stages, ends, strict=True) if step <= end)
         trained = self._all if stage.other else self._ffns
         names = [f"weights.{name}" for name in self._all]
         names += [f"{moment}.{name}" for name in trained for moment in ("exp_avg", "exp_avg_sq")]
@@ -504,23 +517,28 @@ def trained_names(config: ModelConfig) -> tuple[tuple[str, ...], tuple[str, ...]
     return tuple(name for name in every if name.rpartition(".")[2] in FFN_PARTS), every
 
 
-def needed_bytes(config: ModelConfig, device_bytes: int = 18) -> int:
-    """Memory of a training, about: the teacher in two bytes a weight, the student, its gradients and two moments in
-    four; what a batch needs comes on top."""
-    return device_bytes * sum(math.prod(shape) for _, shape in shapes(config))
+def needed_bytes(config: ModelConfig, device: torch.device) -> int:
+    """Memory of a training, about: the teacher in the type that is computed in, the student, its gradients and two
+    moments in four bytes a weight; what a batch needs comes on top."""
+    compute = int(fast_type(device).itemsize)
+    return (16 + compute) * sum(math.prod(shape) for _, shape in shapes(config))
 
 
-def _stages(recipe: Recipe, steps: int) -> list[tuple[Stage, int]]:
-    """The stages with their steps."""
-    ends = np.rint(np.cumsum([stage.share for stage in recipe.stages]) * steps).astype(int).tolist()
-    return [(stage, end - begin) for stage, begin, end in zip(recipe.stages, [0, *ends[:-1]], ends, strict=True)]
+def free_bytes(device: torch.device) -> int:
+    """Memory of the device that is free."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_memory()
 
 
-def _ends(recipe: Recipe, steps: int) -> Iterator[tuple[Stage, int]]:
-    end = 0
-    for stage, count in _stages(recipe, steps):
-        end += count
-        yield stage, end
+def _stages(stages: Sequence[Stage], steps: int) -> list[tuple[Stage, int]]:
+    """The stages with their steps, by their shares of the tokens."""
+    shares = np.cumsum([stage.share for stage in stages])
+    ends = np.rint(shares / shares[-1] * steps).astype(int).tolist()
+    return [(stage, end - begin) for stage, begin, end in zip(stages, [0, *ends[:-1]], ends, strict=True)]
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same but for the type they are stored in."""
+    return float((one - other).norm()) <= 0.1 * float(one.norm())
 
 
 def _exp(x: float) -> float:
@@ -579,6 +597,9 @@ def _check(config: SparsifyConfig) -> None:
         raise RequestError(f"--zeros {config.zeros:g} must be between 0 and 1")
     if not 0 < config.lr <= 100:
         raise RequestError(f"--lr {config.lr:g} must be between 0 and 100")
+    for name, least in (("window", 8), ("rows", 1)):
+        if getattr(config, name) < least:
+            raise RequestError(f"--{name} must be a whole number of at least {least}, not {getattr(config, name)}")
     if config.tokens < config.batch:
         raise RequestError(f"--tokens {config.tokens} is less than a step of --batch {config.batch} tokens")
     if config.own_text < 0:
@@ -607,7 +628,7 @@ def _texts(
     return np.concatenate(train), np.concatenate(held)
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
     has = torch.cuda.is_available()
     if name == "cuda" and not has:
         raise RequestError("--device cuda: torch finds no GPU here; use --device cpu")
@@ -630,21 +651,22 @@ def fast_type(device: torch.device) -> torch.dtype:
 
 
 @contextmanager
-def _log(path: Path, done: int) -> Iterator[Any]:
-    """A table of the steps; of an earlier run only those before `done` are left."""
-    header = ["step", "stage", "tokens", "loss", "zeros"]
+def _log(path: Path) -> Iterator[Callable[[int], Any]]:
+    """A table of the steps, which no other process may write meanwhile. What it gives keeps those of an earlier run
+    before a step, and returns a writer."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows: list[list[str]] = []
-    if done and path.exists():
-        with path.open(newline="", encoding="ascii", errors="replace") as file:
-            rows = [row for row in list(csv.reader(file))[1:] if row and row[0].isdigit() and int(row[0]) < done]
-    with path.open("a", newline="", buffering=1) as file:
+    with path.open("a+", newline="", buffering=1, encoding="ascii", errors="replace") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise PowerInferError(f"another process is training in {path.parent}") from None
-        file.truncate(0)
-        writer = csv.writer(file)
-        writer.writerow(header)
-        writer.writerows(rows)
-        yield writer
+
+        def begin(done: int) -> Any:
+            file.seek(0)
+            rows = [row for row in list(csv.reader(file))[1:] if row and row[0].isdigit() and int(row[0]) < done]
+            file.truncate(0)
+            writer = csv.writer(file)
+            writer.writerows([["step", "stage", "tokens", "loss", "zeros"], *rows])
+            return writer
+
+        yield begin
