@@ -83,8 +83,8 @@ def windows_perplexity(
 class Accuracy:
     """Shares of the items whose right choice is the most likely one, each with one standard error.
 
-    acc: by the sum of the log-probabilities of a choice's tokens; acc_norm: by that sum divided by the choice's bytes
-    in UTF-8. cut: items whose beginning was left out, because they are longer than the context.
+    acc: by the sum of the log-probabilities of a choice's tokens; acc_norm: by that sum divided by the choice's
+    characters, as lm-eval divides. cut: items whose beginning was left out, because they are longer than the context.
     """
 
     items: int
@@ -102,7 +102,7 @@ class EncodedItem:
 
     texts: tuple[list[int], ...]
     firsts: tuple[int, ...]
-    sizes: tuple[int, ...]  # bytes of each choice
+    sizes: tuple[int, ...]  # characters of each choice
     answer: int
     cut: bool = False
 
@@ -126,7 +126,7 @@ def encode_items(tokenizer: Tokenizer, items: Sequence[Item], context: int) -> l
                 )
             texts.append(tokens[over:])
             firsts.append(known - over)
-        sizes = tuple(len(choice.encode()) for choice in item.choices)
+        sizes = tuple(map(len, item.choices))
         encoded.append(EncodedItem(tuple(texts), tuple(firsts), sizes, item.answer, min(firsts) < known))
     return encoded
 

@@ -15,6 +15,7 @@ from typing import Any
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.json_file import parse_json, read_limited
 from powerinfer.formats.mapped import shown
+from powerinfer.formats.tokenizer import valid_unicode
 
 MAX_BYTES = 1 << 27
 MAX_CHOICES = 64
@@ -84,7 +85,7 @@ def _checked(context: str, choices: list[str], answer: int, where: str) -> Item:
         raise RequestError(f"{where}: a choice is empty")
     if not 0 <= answer < len(choices):
         raise RequestError(f"{where}: the answer is number {answer} of {len(choices)} choices, counted from 0")
-    return Item(context, tuple(choices), answer, where)
+    return Item(valid_unicode(context), tuple(map(valid_unicode, choices)), answer, where)
 
 
 # ---------------------------------------------------------------- the formats

@@ -516,6 +516,19 @@ def test_an_error_of_who_scores_is_his_own() -> None:
     usable(llm)
 
 
+def test_scores_from_beyond_the_ends() -> None:
+    llm = toy_llm()
+    seen: list[tuple[int, int]] = []
+    texts = [ids("hello"), ids("hello world"), ids("hell")]
+    llm.score_texts(
+        texts, [-3, 50, 3], lambda text, at, logits: seen.extend((text, at + n) for n in range(len(logits)))
+    )
+    assert seen == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (2, 3)]
+    llm.score(ids("hello"), 6, lambda *_: seen.clear())
+    assert seen, "there is nothing behind the end"
+    usable(llm)
+
+
 def test_damaged_weights_are_named() -> None:
     class Damaged(ToyExecutor):
         def forward(self, batch: object) -> np.ndarray:

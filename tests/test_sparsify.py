@@ -6,7 +6,9 @@ import csv
 import json
 import sys
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,10 +30,10 @@ from powerinfer.prepare.corpus import open_corpora
 from powerinfer.progress import silent
 from powerinfer.report.plots import draw_training
 from powerinfer.sparsify import Made, measured, sparsify
-from powerinfer.sparsify.estimate import estimate
+from powerinfer.sparsify.estimate import estimate, stage_costs
 from powerinfer.sparsify.loss_plot import draw_log, read_log
 from powerinfer.sparsify.own_text import OwnText, is_useful, write_own_text
-from powerinfer.sparsify.recipes import RECIPES
+from powerinfer.sparsify.recipes import RECIPES, check_recipe
 from powerinfer.sparsify.torch_model import TorchModel, _Rounded, load
 from powerinfer.sparsify.training import Sparsifier, _Cut
 from powerinfer.sparsify.writing import write_model
@@ -272,6 +274,17 @@ def test_own_text_answers_conversations(dense: Path, tmp_path: Path, monkeypatch
     assert len(made.answers) == 2
     for answer in made.answers:
         assert tokenizer.decode(answer.tolist()).startswith("[system] Be brief.\n[user] What is the year?\n[answer]")
+    refused = "{% if messages[0].content == 'Stop.' %}{{ raise_exception('not this one') }}{% endif %}" + source
+    monkeypatch.setattr("powerinfer.formats.checkpoint.Checkpoint.chat_template", lambda _: ChatTemplate(refused))
+    bad = tmp_path / "bad.jsonl"
+    said = [("user", "Stop."), ("assistant", "Yes.")]
+    bad.write_text(json.dumps({"messages": [{"role": role, "content": what} for role, what in said]}) + "\n")
+    lines: list[str] = []
+    corpora = open_corpora([str(bad), str(chats(tmp_path))])
+    some = write_own_text(open_checkpoint(dense), corpora, 400, 0, tmp_path / "some", threads=1, say=lines.append)
+    assert len(some.answers) > 2 and len(lines) == 1 and "conversations left out: 1; of the first one" in lines[0]
+    with pytest.raises(RequestError, match=r"hold no conversation .* \(conversations left out: 1; .*not this one"):
+        written(dense, tmp_path / "bad", bad)
     nothing = tmp_path / "a.txt"
     nothing.write_text("Heading\n\nTwo words\n")
     with pytest.raises(RequestError, match="hold no conversation or sentence"):
@@ -315,6 +328,8 @@ def test_folders(dense: Path, tmp_path: Path) -> None:
     asked = make_model.parser().parse_args([str(source), *sizes])
     make_model.make(source, make_model.plan_of(asked), asked.format, asked.type)
     edit_config(source, hidden_act="silu")
+    sampling = {"temperature": 0.35, "top_p": 0.9, "top_k": -1, "repetition_penalty": 1.1}
+    (source / "generation_config.json").write_text(json.dumps(sampling))
     done = made(source, tmp_path / "out", tokens=2048)
     checkpoint, before = open_checkpoint(done.path), open_checkpoint(source)
     assert checkpoint.config.activations == "cats" and checkpoint.main_type == "BF16"
@@ -327,6 +342,7 @@ def test_folders(dense: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     as_gguf = made(source, tmp_path / "gguf", tokens=2048, format="gguf", type="f16")
     assert as_gguf.path == tmp_path / "gguf" / "model.gguf" and open_checkpoint(as_gguf.path).main_type == "F16"
+    assert open_checkpoint(as_gguf.path).sampling_defaults().values == sampling
     assert as_gguf.document["perplexity"] == pytest.approx(done.document["perplexity"], rel=0.01)
     with LLM(as_gguf.path, threads=1) as llm:
         assert len(llm.generate("It was", SamplingParams(max_tokens=4, ignore_eos=True)).token_ids) == 4
@@ -421,6 +437,16 @@ def test_a_measured_rate(name: str) -> None:
     seconds = sum(one["tokens"] * one["flops"] / rate for one, rate in zip(about["stages"], rates.stages, strict=True))
     assert about["here"]["hours"] == pytest.approx(seconds / 3600)
     assert about["share"] == pytest.approx(min(1, about["flops"] / seconds / rates.peak))
+
+
+def test_a_rate_counts_the_tokens_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 steps of each of 3 stages, a second each by this clock; a batch of 70 tokens is 4 windows of 16."""
+    monkeypatch.setattr("powerinfer.sparsify.timing.time", SimpleNamespace(perf_counter=count().__next__))
+    config, steps = small_shape("qwen3-4b"), list[int]()
+    options = SparsifyConfig(recipe="reglu", window=16, batch=70, rows=2, device="cpu")
+    rates = measured(config, options, 1, lambda label, done, of: steps.append(of) if label == "training" else None)
+    costs = stage_costs(config, check_recipe("reglu", config), 1000, 16)
+    assert steps == [12] * 12 and rates.stages == tuple(cost.flops * 64 for cost in costs)
 
 
 def test_estimates_that_cannot_be(dense: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,6 +61,7 @@ def written(path: Path, *items: Any) -> Path:
             {"question": "Is it", "choices": ["warm", "cold"], "answer": "warm", "more": 1},
             ("Is it", ("warm", "cold"), 0),
         ),
+        (PLAIN | {"context": "\ud800", "choices": ["\udc00!", "b"]}, ("\ufffd", ("\ufffd!", "b"), 1)),
         (HELLASWAG, ("Baking: How to bake. Begin. Heat it. A cook", (" stirs it.", "a]b[c"), 1)),
         (PIQA, ("Question: What now?\nAnswer:", ("do this", "do that"), 1)),
         (ARC, (ASKED, ("one", "the Answer 3: x", "two"), 1)),
@@ -176,7 +177,7 @@ def test_what_choices_share_is_computed_once() -> None:
 def test_accuracy() -> None:
     llm = toy_llm()
     sums = [np.array([reference_sum(item.context, choice) for choice in item.choices]) for item in ITEMS[:2]]
-    sizes = [[len(choice.encode()) for choice in item.choices] for item in ITEMS[:2]]
+    sizes = [list(map(len, item.choices)) for item in ITEMS[:2]]
     best = [int(one.argmax()) for one in sums]
     normed = [int((one / size).argmax()) for one, size in zip(sums, sizes, strict=True)]
     assert best != normed, "the two measures differ here"
@@ -186,6 +187,8 @@ def test_accuracy() -> None:
     found = accuracy(llm, encode_items(llm.tokenizer, items, 512), lambda label, done, total: seen.append(done))
     assert found.acc == 0.75 and found.items == 4 and seen == [1, 2, 3, 4]
     assert found.acc_error == pytest.approx(np.sqrt(0.75 * 0.25 / 3))
+    (encoded,) = encode_items(llm.tokenizer, ITEMS[1:2], 512)
+    assert encoded.sizes == (3, 3, 3), "characters, not bytes"
     right = [normed[0] == best[0]] * 3 + [normed[1] == (best[1] + 1) % 3]
     assert found.acc_norm == np.mean(right) and found.chance == pytest.approx(1 / 3) and found.cut == 0
 

@@ -13,13 +13,13 @@ max_abs_logit_diff, tokens (positions), active_fraction (neurons computed in ful
 predictor), bytes_per_token, selector, against, context, step.
 
 tasks: how often the right one of several choices is the most likely continuation, as lm-eval counts it without
-examples: acc by the sum of log-probabilities, acc_norm by that sum divided by the choice's bytes. Each --file holds the
-items of one task, as HellaSwag and ARC are published, as LLM-Adapters has PIQA and ARC, or as lines of {"context": ...,
-"choices": [...], "answer": index or text}. An item's beginning is computed once for all its choices; the choices of a
-sparse --selector --step tokens at a time. That is for selectors that are not exact: auto, all and exact give the same
-answer, also where the activation makes zeros itself (relu, cats), and all at once is fastest. JSON: tasks (file, items,
-acc, acc_error, acc_norm, acc_norm_error, chance, cut: items longer than the context, of which the end was scored), acc
-and acc_norm (means of the tasks), limit, context; for a sparse selector sparsity.
+examples: acc by the sum of log-probabilities, acc_norm by that sum divided by the choice's characters. Each --file
+holds the items of one task, as HellaSwag and ARC are published, as LLM-Adapters has PIQA and ARC, or as lines of
+{"context": ..., "choices": [...], "answer": index or text}. An item's beginning is computed once for all its choices;
+the choices of a sparse --selector --step tokens at a time. That is for selectors that are not exact: auto, all and
+exact give the same answer, also where the activation makes zeros itself (relu, cats), and all at once is fastest. JSON:
+tasks (file, items, acc, acc_error, acc_norm, acc_norm_error, chance, cut: items longer than the context, of which the
+end was scored), acc and acc_norm (means of the tasks), limit, context; for a sparse selector sparsity.
 
 The selector is used in every layer, as with --no-trial: this measures its quality, not its speed.
 """

@@ -12,16 +12,16 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from powerinfer.errors import ModelError
 from powerinfer.formats.mapped import MappedFile, shown
-from powerinfer.formats.quant import BLOCK_TYPES, BlockType, block_type
+from powerinfer.formats.quant import BLOCK_TYPES, BlockType, Bytes, block_type
 from powerinfer.formats.tensors import RawTensor
 
 # Far above any real model, far below what would be expensive: the largest vocabularies have about 1e6 tokens and
@@ -196,13 +196,15 @@ def metadata_bytes(path: Path) -> dict[str, bytes]:
 
 
 def encoded(value: str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]) -> bytes:
-    """A value of the metadata as it is stored: a text, a bool, a uint32, a float32, or texts, int32 or floats."""
+    """A value of the metadata as it is stored: a text, a bool, a uint32 (below 0: an int32), a float32, or texts, int32
+    or floats."""
     if isinstance(value, str):
         return _U32.pack(_STRING) + _text(value)
     if isinstance(value, bool):
         return _U32.pack(_BOOL) + bytes([value])
     if isinstance(value, int):
-        return _U32.pack(_UINT32) + _U32.pack(value)
+        kind = _UINT32 if value >= 0 else _INT32
+        return _U32.pack(kind) + _NUMBERS[kind][0].pack(value)
     if isinstance(value, float):
         return _U32.pack(_FLOAT32) + _NUMBERS[_FLOAT32][0].pack(value)
     kinds = {type(one) for one in value}
@@ -218,9 +220,10 @@ def _text(text: str) -> bytes:
     return _U64.pack(len(raw)) + raw
 
 
-def header_bytes(
-    metadata: Mapping[str, bytes], tensors: Sequence[tuple[str, str, tuple[int, ...]]]
-) -> tuple[bytes, list[int]]:
+_Tensors = Sequence[tuple[str, str, tuple[int, ...]]]
+
+
+def header_bytes(metadata: Mapping[str, bytes], tensors: _Tensors) -> tuple[bytes, list[int]]:
     """(the beginning of a file up to its data, where each tensor begins in the data).
 
     metadata: as `metadata_bytes` gives it; tensors: (name, type, shape) of each, which follow one another in this
@@ -240,6 +243,15 @@ def header_bytes(
         at += -(-math.prod(shape[:-1]) * kind.row_bytes(shape[-1]) // alignment) * alignment
     header = b"".join(parts)
     return header + b"\0" * (-len(header) % alignment), starts
+
+
+def write_gguf(to: BinaryIO, metadata: Mapping[str, bytes], tensors: _Tensors, data: Iterable[Bytes]) -> None:
+    """A whole file. metadata, tensors: as of `header_bytes`; data: the bytes of each tensor, in this order."""
+    header, starts = header_bytes(metadata, tensors)
+    to.write(header)
+    for start, one in zip(starts, data, strict=True):
+        to.write(b"\0" * (len(header) + start - to.tell()))
+        to.write(one.data)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,13 +67,15 @@ def folder_defaults(folder: Path) -> SamplingDefaults:
     return found
 
 
+GGUF_KEYS = {name: _GGUF + _GGUF_NAMES.get(name, name) for name in _LIMITS}
+
+
 def gguf_defaults(metadata: Mapping[str, Any]) -> SamplingDefaults:
     """The defaults in a GGUF file's metadata."""
-    keys = {name: _GGUF + _GGUF_NAMES.get(name, name) for name in _LIMITS}
-    stated = {name: metadata.get(key) for name, key in keys.items()}
+    stated = {name: metadata.get(key) for name, key in GGUF_KEYS.items()}
     # float32 in the file: 0.95 reads as 0.949999988, and an explicit 0.95 would not give the same answer
     stated = {name: float(f"{value:.7g}") if type(value) is float else value for name, value in stated.items()}
-    return _checked(stated, keys, "GGUF metadata")
+    return _checked(stated, GGUF_KEYS, "GGUF metadata")
 
 
 def _checked(stated: Mapping[str, Any], keys: Mapping[str, str], source: str) -> SamplingDefaults:

@@ -217,14 +217,16 @@ class Runner:
     def score(self, texts: Sequence[Sequence[int]], firsts: Sequence[int], use: UseLogits, step: int) -> None:
         """Compute texts and hand the logits at the positions of each from `firsts` on to `use`.
 
-        They are computed without the prefix cache, in turns with the steps of requests, up to `max_batch` texts
-        together; whole pages of tokens with which all of these begin are computed once. What comes before `firsts` is
-        computed as a prompt is, the rest in calls of up to `step` tokens: one token a call is what decode does.
+        A first behind a text's end asks for none. They are computed without the prefix cache, in turns with the steps
+        of requests, up to `max_batch` texts together; whole pages of tokens with which all of these begin are computed
+        once. What comes before `firsts` is computed as a prompt is, the rest in calls of up to `step` tokens: one token
+        a call is what decode does.
         """
         assert step > 0
         for tokens in texts:
             self._check_prompt(tokens)
             self._check_fits(tokens)
+        firsts = [min(max(first, 0), len(tokens)) for first, tokens in zip(firsts, texts, strict=True)]
         begin = 0
         while begin < len(texts):
             end, pages = begin, 0

@@ -20,6 +20,7 @@ from powerinfer.formats.gguf import GGUFFile
 from powerinfer.formats.gguf_model import NAMES, read_config
 from powerinfer.formats.layout import shapes
 from powerinfer.formats.quant import Float32
+from powerinfer.formats.sampling_defaults import GGUF_KEYS
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.formats.tokenizer import Tokenizer
 from powerinfer.formats.tokenizer_gguf import CONTROL, NORMAL, UNUSED, USER_DEFINED, tokenizer_from_gguf
@@ -63,6 +64,7 @@ class AsGGUF:
         self.metadata = {"general.architecture": self.architecture, "general.name": name} | own
         self._check_config()
         self.metadata |= self._tokenizer(checkpoint)
+        self.metadata |= {GGUF_KEYS[key]: value for key, value in checkpoint.sampling_defaults().values.items()}
 
     def _refused(self, why: str) -> RequestError:
         return RequestError(f"--format gguf, {self._where}: {why}; --format same writes a folder")

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.prepare.corpus import Conversation, Corpus, Encoder, Piece
-from powerinfer.progress import Progress, silent
+from powerinfer.progress import Progress, Say, silent
 
 if TYPE_CHECKING:
     from powerinfer.formats.tokenizer import Tokenizer
@@ -78,10 +78,12 @@ def write_own_text(
     out: Path,
     progress: Progress = silent,
     threads: int = 0,
+    say: Say = silent,
 ) -> OwnText:
     """That many tokens of text, prompts included, or a little more: what is kept in `out`, and what that lacks.
 
-    progress: called with ("writing text", tokens, all of them). RequestError if the texts hold no prompts, or what is
+    progress: called with ("writing text", tokens, all of them); say: how many conversations the template did not take,
+    if any. RequestError if the texts hold no prompts, or what is
     kept is of another model, other texts or other options; PowerInferError if the model writes nothing of use.
     """
     writer = _Writer(checkpoint, corpora, tokens, seed)
@@ -98,7 +100,7 @@ def write_own_text(
         file.truncate(end)
         if not end:
             _append(file.fileno(), [writer.asked])
-        writer.write(done, file.fileno(), progress, threads)
+        writer.write(done, file.fileno(), progress, threads, say)
     os.replace(part, whole)
     return writer.text(done)
 
@@ -112,7 +114,7 @@ class _Writer:
         self._chats = checkpoint.chat_template() is not None and any(
             isinstance(piece, Conversation) for corpus in corpora for piece in corpus.pieces()
         )
-        first = json.dumps(list(islice(self._prompts(), BATCH))).encode()
+        first = json.dumps(list(islice(self._prompts(self._encoder()), BATCH))).encode()
         self.asked = {
             "model": checkpoint.fingerprint,
             "prompts": sha256(first).hexdigest(),
@@ -129,14 +131,16 @@ class _Writer:
 
     # ------------------------------------------------------------------------------------------------ prompts
 
-    def _prompts(self) -> Iterator[list[int]]:
+    def _encoder(self) -> Encoder:
+        return Encoder(self._tokenizer, self._checkpoint.chat_template())
+
+    def _prompts(self, encoder: Encoder) -> Iterator[list[int]]:
         """All prompts of the texts, of each in turn."""
         longest = self._context - self._answer
-        for row in zip_longest(*map(self._prompts_of, self._corpora)):
+        for row in zip_longest(*(self._prompts_of(corpus, encoder) for corpus in self._corpora)):
             yield from (list(prompt) for prompt in row if prompt is not None and 0 < len(prompt) <= longest)
 
-    def _prompts_of(self, corpus: Corpus) -> Iterator[Sequence[int]]:
-        encoder = Encoder(self._tokenizer, self._checkpoint.chat_template())
+    def _prompts_of(self, corpus: Corpus, encoder: Encoder) -> Iterator[Sequence[int]]:
         for piece in corpus.pieces():
             if self._chats:
                 if isinstance(piece, Conversation):
@@ -149,23 +153,27 @@ class _Writer:
                     ids = self._tokenizer.encode(sentence, special=False, add_bos=self._tokenizer.add_bos)
                     yield ids[:SENTENCE]
 
-    def _endless(self) -> Iterator[list[int]]:
+    def _endless(self, encoder: Encoder) -> Iterator[list[int]]:
+        """The prompts again and again. encoder: of the first time, which counts what is left out."""
         while True:
             none = True
-            for prompt in self._prompts():
+            for prompt in self._prompts(encoder):
                 none = False
                 yield prompt
             if none:
-                raise RequestError("--own-text: the texts hold no conversation or sentence to begin with")
+                also = f" ({encoder.about_left_out})" if encoder.left_out else ""
+                raise RequestError(f"--own-text: the texts hold no conversation or sentence to begin with{also}")
+            encoder = self._encoder()
 
     # ------------------------------------------------------------------------------------------------ answers
 
-    def write(self, done: list[Said], fd: int, progress: Progress, threads: int) -> None:
+    def write(self, done: list[Said], fd: int, progress: Progress, threads: int, say: Say) -> None:
         """Answers, added to `done` and to a file, batch by batch."""
         from powerinfer.runtime.engine import LLM
         from powerinfer.runtime.params import SamplingParams
 
-        prompts = islice(self._endless(), len(done), None)
+        encoder = self._encoder()
+        prompts = islice(self._endless(encoder), len(done), None)
         written, fruitless = self.text(done).tokens, 0
         if written >= self._tokens:
             return
@@ -190,6 +198,8 @@ class _Writer:
                 if fruitless == FRUITLESS:
                     raise PowerInferError("--own-text: the model's answers are empty or loops: leave it out")
             progress("writing text", self._tokens, self._tokens)
+        if encoder.left_out:
+            say(f"--own-text: {encoder.about_left_out}")
 
     def kept(self, path: Path) -> tuple[list[Said], int]:
         """(the answers of whole batches, where they end in the file)."""

@@ -57,13 +57,14 @@ def measure(config: ModelConfig, options: SparsifyConfig, progress: Progress = s
             ends.append(time.perf_counter())
         progress(label, done, of)
 
-    options = replace(options, tokens=STEPS * count * options.batch, own_text=0)
+    step = options.batch // options.window * options.window  # tokens: whole windows
+    options = replace(options, tokens=STEPS * count * step, batch=step, own_text=0)
     text = _RandomText("random", (), cut.vocab_size, options.tokens + 8 * options.window)
     with tempfile.TemporaryDirectory() as folder:
         work = _Timed(cast(Checkpoint, _RandomModel(cut)), [text], options, Path(folder), tell)
         work.recipe = replace(recipe, stages=tuple(replace(stage, share=1 / count) for stage in stages))
         work.run()
-    costs = [stage.flops * options.batch for stage in stage_costs(cut, recipe, options.tokens, options.window)]
+    costs = [stage.flops * step for stage in stage_costs(cut, recipe, options.tokens, options.window)]
     took = [statistics.median(np.diff(ends[STEPS * at : STEPS * (at + 1)]).tolist()) for at in range(count)]
     rates = tuple(cost / seconds for cost, seconds in zip(costs, took, strict=True))
     return Rates(work.device.type, rates, _peak(work.device, work.teacher.compute))

@@ -22,7 +22,7 @@ from powerinfer.errors import RequestError
 from powerinfer.formats.checkpoint import Checkpoint, Place
 from powerinfer.formats.folder import THRESHOLD, file_names
 from powerinfer.formats.folder_config import read_config
-from powerinfer.formats.gguf import encoded, header_bytes, metadata_bytes, read_gguf
+from powerinfer.formats.gguf import encoded, metadata_bytes, read_gguf, write_gguf
 from powerinfer.formats.gguf_model import NAMES
 from powerinfer.formats.json_file import read_json
 from powerinfer.formats.layout import is_router, shapes
@@ -163,14 +163,12 @@ def _write_gguf(
     metadata.pop(f"{checkpoint.config.architecture}.{_LIMITS}", None)
     metadata |= {f"{checkpoint.config.architecture}.{key}": encoded(value) for key, value in about.items()}
     metadata["general.file_type"] = encoded(_FILE_TYPES[type_name])
-    header, starts = header_bytes(metadata, tensors)
+    data = (
+        quantize(changes[name].values(new), kind) if name in changes else every[name].data for name, kind, _ in tensors
+    )
     path = out / "model.gguf"
     with _whole(path) as to:
-        to.write(header)
-        for (name, kind, _), start in zip(tensors, starts, strict=True):
-            to.write(b"\0" * (len(header) + start - to.tell()))
-            change = changes.get(name)
-            to.write((every[name].data if change is None else quantize(change.values(new), kind)).data)
+        write_gguf(to, metadata, tensors, data)
     return path
 
 
@@ -194,23 +192,22 @@ def _write_as_gguf(
         every[_DIVISORS] = form.divisors.shape
     types = {name: "F32" if len(shape) == 1 or is_router(name) else type_name for name, shape in every.items()}
     types = {name: _fitting(kind, every[name]) for name, kind in types.items()}
-    header, starts = header_bytes(
-        {key: encoded(value) for key, value in metadata.items()},
-        [(name if name == _DIVISORS else NAMES(name), types[name], shape) for name, shape in every.items()],
-    )
-    path = out / "model.gguf"
-    with _whole(path) as to:
-        to.write(header)
-        for (name, shape), start in zip(every.items(), starts, strict=True):
-            to.write(b"\0" * (len(header) + start - to.tell()))
+    tensors = [(name if name == _DIVISORS else NAMES(name), types[name], shape) for name, shape in every.items()]
+
+    def data() -> Iterator[Bytes]:
+        for name, shape in every.items():
             if name == _DIVISORS and form.divisors is not None:
                 values = form.divisors
             elif name in added:
                 values = added[name].float32()
             else:
                 values = form.turned(name, new(name) if name in changed else checkpoint.take(name).float32())
-            to.write(quantize(np.ascontiguousarray(values, np.float32).reshape(-1, shape[-1]), types[name]).data)
+            yield quantize(np.ascontiguousarray(values, np.float32).reshape(-1, shape[-1]), types[name])
             checkpoint.release()
+
+    path = out / "model.gguf"
+    with _whole(path) as to:
+        write_gguf(to, {key: encoded(value) for key, value in metadata.items()}, tensors, data())
     return path
 
 
