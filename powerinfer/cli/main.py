@@ -24,7 +24,7 @@ VERBS = {
     "serve": "answer requests over HTTP, as OpenAI's API does",
     "prepare": "profile, train, pack and plan in one command",
     "bench": "measure prefill and decode speed",
-    "eval": "measure quality: eval perplexity, eval agreement, eval tasks",
+    "eval": "measure quality: perplexity, agreement, tasks",
     "profile": "count how often each neuron fires over a text",
     "experts": "show what memory for some experts would hit",
     "pack": "store the neurons of a model for sparse decoding",
