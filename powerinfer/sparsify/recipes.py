@@ -53,7 +53,7 @@ _RELU = (
     Stage("distil", 0.45, 3e-4),
     Stage("distil", 0.15, 3e-5, other=1.0, stored=True),
 )
-_CATS = (Stage("distil", 0.65, 6e-4, other=0.3), Stage("distil", 0.35, 1e-4, other=0.3, stored=True))
+_CATS = (Stage("distil", 0.5, 6e-4, other=0.3), Stage("distil", 0.5, 2e-4, other=0.3, stored=True))
 
 RECIPES = {
     "cats": Recipe("cats", ("silu",), _CATS, weighted=True, begin=0.7, reached=0.25),
