@@ -72,6 +72,9 @@ THRESHOLDED = ("fatrelu", "cats")
 EXPERT_ACTIVATIONS = (*ACTIVATIONS, "swiglu_oai")
 """Those of experts: swiglu_oai, gpt-oss's, is gate * sigmoid(1.702 gate) * (up + 1), with both clamped at 7."""
 
+LIMITED = (*THRESHOLDED, "topk")
+"""Activations with a number that each layer may have another of: a threshold, or how many neurons count."""
+
 BANK = 64
 """Neurons of a bank, among which the activation topk selects."""
 
@@ -858,8 +861,9 @@ class SparsifyConfig:
 
     recipe: str = option(
         "cats",
-        "how: cats, silu where its magnitude exceeds a threshold; or ReLU in its place: fatrelu, reglu, drelu",
-        choices=("cats", "fatrelu", "reglu", "drelu"),
+        "how: cats, silu where its magnitude exceeds a threshold; topk, where it is one of the largest of 64 neurons; "
+        "or ReLU in its place: fatrelu, reglu, drelu",
+        choices=("cats", "topk", "fatrelu", "reglu", "drelu"),
     )
     zeros: float = option(0.6, "target share of the neurons that are zero for a token", metavar="X")
     tokens: int = option(1_000_000, "tokens to train on; the texts are repeated if they have fewer", metavar="N")

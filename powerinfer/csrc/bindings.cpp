@@ -45,8 +45,9 @@ using Ints2 = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::
 
 const char* const TYPES[PI_N_TYPES] = {"F32",  "F16",  "BF16", "Q8_0", "Q4_0",   "Q4_1",   "Q5_0",
                                        "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"};
-const char* const ACTIVATIONS[PI_N_ACTS + 1] = {"silu",      "relu", "relu2",     "fatrelu", "drelu",
-                                                "gelu_tanh", "cats", "swiglu_oai"};  // the last is of experts alone
+const char* const ACTIVATIONS[PI_N_ACTS + 1] = {
+    "silu",      "relu", "relu2", "fatrelu",   "drelu",
+    "gelu_tanh", "cats", "topk",  "swiglu_oai"};  // the last is of experts alone
 const char* const KV_TYPES[PI_N_KV_TYPES] = {"f32", "f16", "q8_0"};
 
 int index_of(const char* const* names, int n, const std::string& name, const char* what) {
@@ -541,8 +542,9 @@ void bind_neuron_spec(nb::module_& m) {
             if (own.in_banks())
               require(limits && threshold >= 1 && threshold <= PI_BANK && threshold == floorf(threshold),
                       "topk keeps a whole number of a bank's neurons, and has thresholds of neurons");
-            else require(!limits || (own.has_threshold() && threshold == 0),
-                    "thresholds of neurons are for fatrelu and cats, and in place of one of all");
+            else
+              require(!limits || (own.has_threshold() && threshold == 0),
+                      "thresholds of neurons are for fatrelu and cats, and in place of one of all");
             new (spec) NeuronSpec{own, vector_of(gate_bias), vector_of(up_bias), vector_of(limits)};
           },
           "activation"_a = ACTIVATIONS[PI_SILU], "threshold"_a = 0.0f, "gate_bias"_a = nb::none(),

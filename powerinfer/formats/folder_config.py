@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from powerinfer.config import (
+    ACTIVATIONS,
     THRESHOLDED,
     AttentionConfig,
     AttentionKind,
@@ -122,8 +123,8 @@ def _with_thresholds(fields: Fields, config: ModelConfig) -> ModelConfig:
     layers = []
     for layer, limit in zip(config.layers, limits, strict=True):
         assert isinstance(layer.ffn, FfnConfig | ExpertsConfig)
-        own = {"thresholds": True} if topk and isinstance(layer.ffn, FfnConfig) else {}
-        layers.append(replace(layer, ffn=replace(layer.ffn, threshold=limit, **own)))
+        ffn = replace(layer.ffn, threshold=limit)
+        layers.append(replace(layer, ffn=replace(ffn, thresholds=True) if topk and isinstance(ffn, FfnConfig) else ffn))
     return replace(config, layers=tuple(layers))
 
 
@@ -174,7 +175,7 @@ def _replaced(code: Any, name: str | None) -> bool:
 # A reader gets the configuration without its layers, and adds them and the settings of the family.
 
 _WITH_PICTURES = ("qwen3_5_text", "qwen3_5_moe_text")
-_GATED = {"silu": "silu", "swish": "silu", **{name: name for name in ("relu", "relu2", "drelu", "fatrelu", "cats", "topk")}}
+_GATED = {"silu": "silu", "swish": "silu", **{name: name for name in ACTIVATIONS if name not in ("silu", "gelu_tanh")}}
 _PLAIN = {"relu": "relu", "relu2": "relu2"}
 
 # Defaults of missing keys in the family's class, where families differ.

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from powerinfer.config import (
+    BANK,
     AttentionConfig,
     ExpertsConfig,
     FfnConfig,
@@ -67,11 +68,23 @@ def activate(
         case "cats":
             active = functional.silu(own)
             active = torch.where(active.abs() > threshold, active, 0)
+        case "topk":
+            assert thresholds is not None
+            active = functional.silu(own)
+            active = torch.where(largest(active.abs() / thresholds, int(about.threshold)), active, 0)
         case _:
             active = torch.where(own > threshold, own, 0)
     if gate is None:
         return active
     return active * (functional.relu(up) if about.activation == "drelu" else up)
+
+
+def largest(ranked: Tensor, kept: int) -> Tensor:
+    """bool, of the shape of ranked [..., neurons]: those among the `kept` largest of their bank of BANK neurons, the
+    first among equals."""
+    order = ranked.unflatten(-1, (-1, BANK)).sort(dim=-1, descending=True, stable=True).indices[..., :kept]
+    found = torch.zeros((*ranked.shape[:-1], ranked.shape[-1] // BANK, BANK), dtype=torch.bool, device=ranked.device)
+    return found.scatter_(-1, order, True).flatten(-2)
 
 
 class TorchModel:
@@ -112,7 +125,7 @@ class TorchModel:
         weight, eps = self.weights[name], self.config.norm_eps
         if self.config.norm == "layer":
             return functional.layer_norm(x, x.shape[-1:], weight, self.weights.get(name + "_bias"), eps)
-        return _Rms.apply(x, weight, eps)  # type: ignore[no-any-return]
+        return _Rms.apply(x, weight, eps)
 
     def _rotation(self, rope: RopeConfig, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
         key = rope, tokens
@@ -154,7 +167,7 @@ class TorchModel:
         return self._linear(mixed, name + "o")
 
     def _own_norm(self, x: Tensor, name: str) -> Tensor:
-        return _Rms.apply(x.float(), self.weights[name], self.config.norm_eps).to(x.dtype)  # type: ignore[no-any-return]
+        return _Rms.apply(x.float(), self.weights[name], self.config.norm_eps).to(x.dtype)
 
     def _mixed(self, q: Tensor, k: Tensor, v: Tensor, name: str, about: AttentionConfig) -> Tensor:
         tokens, grouped = q.shape[2], about.n_heads != about.n_kv_heads

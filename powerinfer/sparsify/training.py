@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from powerinfer.config import THRESHOLDED, ExpertsConfig, FfnConfig, ModelConfig, SparsifyConfig
+from powerinfer.config import BANK, LIMITED, ExpertsConfig, FfnConfig, ModelConfig, SparsifyConfig
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.layout import is_router, matrix_names, shapes
@@ -169,21 +169,24 @@ class Sparsifier:
             if f"layers.{n}." in self._weighted and isinstance(layer.ffn, FfnConfig) and layer.ffn.thresholds:
                 own = torch.from_numpy(start.take(f"layers.{n}.threshold").float32().copy()).to(self.device)
                 inverse = 1 / own.clamp_min(1e-3 * float(own.mean()) + 1e-30)
-                self.limits[n] = 1 / float(inverse.mean())
-                self._importance[f"layers.{n}."] = inverse * self.limits[n]
+                mean = float(inverse.mean())
+                self._importance[f"layers.{n}."] = inverse / mean
+                if self.recipe.activation != "topk":
+                    self.limits[n] = 1 / mean
 
     # ---------------------------------------------------------------- the activation
 
     def _hidden(self, name: str, gate: Tensor | None, up: Tensor) -> Tensor:
         assert gate is not None
         layer, kind = int(name.split(".")[1]), self.recipe.activation
-        if kind in THRESHOLDED:
+        if kind in LIMITED:
             importance = self._importance.get(name)
-            limit = torch.tensor(self.limits[layer], device=gate.device)
+            kept = int(self.limits[layer]) if kind == "topk" else 0
+            limit = torch.tensor(1.0 if kept else self.limits[layer], device=gate.device)
             limit = limit if importance is None else limit / importance
-            h, decides, fires = _Cut.apply(gate, up, limit, kind == "cats")
+            h, decides, fires = _Cut.apply(gate, up, limit, kind != "fatrelu", kept)
             self._counted[0] += fires.numel() - int(fires.sum(dtype=torch.float32))
-            if self._follow is not None and torch.is_grad_enabled():
+            if not kept and self._follow is not None and torch.is_grad_enabled():
                 some = decides.flatten(0, -2)[::EVERY]
                 self._decides[layer].append((some if importance is None else some * importance).flatten())
         else:
@@ -289,10 +292,11 @@ class Sparsifier:
                     done, moments = first + steps, {}
                 first += steps
         self._follow = None
-        limits = tuple(self.limits.values()) if self.recipe.activation in THRESHOLDED else ()
+        limits = tuple(self.limits.values()) if self.recipe.activation in LIMITED else ()
         thresholds = {}
         for limit, (name, importance) in zip(limits, self._importance.items(), strict=False):
-            thresholds[f"{name}threshold"] = np.asarray((limit / importance).cpu().numpy())
+            own = 1 / importance if self.recipe.activation == "topk" else limit / importance
+            thresholds[f"{name}threshold"] = np.asarray(own.cpu().numpy())
         every = any(stage.other and steps for stage, steps in self._stages)
         seconds, tokens = time.monotonic() - began, self._tokens(self._steps)
         return Trained(self._all if every else self._ffns, limits, thresholds, before, tokens, seconds, resumed)
@@ -365,6 +369,8 @@ class Sparsifier:
             for group in adam.param_groups:
                 group["lr"] = self.config.lr * group["rate"] * _schedule(step - first, steps)
             self._follow = self._wanted(step)
+            if self.recipe.activation == "topk":
+                self.limits = dict.fromkeys(self.limits, float(max(1, round((1 - self._follow) * BANK))))
             batch = self._batch(step, each)
             loss = sum(learn(part, len(part) / each) * len(part) / each for part in batch.split(micro))
             norm = float(torch.nn.utils.clip_grad_norm_([self.student.weights[name] for name in names], 1.0))
@@ -390,7 +396,7 @@ class Sparsifier:
         return self.config.zeros * min(1.0, begin + (1 - begin) * step / (self._steps * reached))
 
     def _steer(self, zeros: float, wanted: float) -> None:
-        if self.recipe.activation not in THRESHOLDED:
+        if self.recipe.activation not in LIMITED:
             self._penalty = min(10.0, max(1e-4, self._penalty * math.exp(0.5 * (wanted - zeros))))
 
     def _batch(self, step: int, rows: int) -> Tensor:
@@ -574,29 +580,34 @@ def _firing(gate: Tensor, up: Tensor | None) -> Tensor:
 
 
 class _Cut(torch.autograd.Function):  # type: ignore[misc]
-    """h = act(gate) * up where act(gate) exceeds its limit, else 0; what was compared, of cats |silu(gate)|, else the
-    gate; and 1 where it exceeds, else 0. As one function, for elementwise operations cost a CPU as much as the matrices
+    """h = act(gate) * up where act(gate) exceeds its limit or, with `kept`, is among so many of its bank that are the
+    largest multiples of their limits, else 0; what was compared, with `silu` |silu(gate)|, else the gate; and 1 where
+    it counts, else 0. As one function, for elementwise operations cost a CPU as much as the matrices
     here; products with 1 and 0 are several times as fast there as masks."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, limit: Tensor, cats: bool) -> tuple[Tensor, Tensor, Tensor]:
-        active = functional.silu(gate) if cats else gate
-        decides = active.abs() if cats else gate
-        fires = torch.gt(decides, limit, out=torch.empty_like(gate))
+    def forward(ctx: Any, gate: Tensor, up: Tensor, limit: Tensor, silu: bool, kept: int) -> tuple[Tensor, ...]:
+        active = functional.silu(gate) if silu else gate
+        decides = active.abs() if silu else gate
+        if kept:
+            banks = (decides / limit).unflatten(-1, (-1, BANK))
+            fires = banks.ge(banks.topk(kept, sorted=False).values.amin(-1, True)).flatten(-2).to(gate.dtype)
+        else:
+            fires = torch.gt(decides, limit, out=torch.empty_like(gate))
         ctx.save_for_backward(gate, up, fires)
-        ctx.cats = cats
+        ctx.silu = silu
         h = (active * up).mul_(fires)
         ctx.mark_non_differentiable(decides, fires)
         return h, decides, fires
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         gate, up, fires = ctx.saved_tensors
         own = gradients[0] * fires
-        if not ctx.cats:
-            return own * up, own.mul_(gate), None, None
+        if not ctx.silu:
+            return own * up, own.mul_(gate), None, None, None
         by_gate = torch.ops.aten.silu_backward(own * up, gate)
-        return by_gate, own.mul_(functional.silu(gate)), None, None
+        return by_gate, own.mul_(functional.silu(gate)), None, None, None
 
 
 def _check(config: SparsifyConfig) -> None:

@@ -102,7 +102,8 @@ def check_suited(selector: str, config: ModelConfig) -> None:
     """RequestError if a model of this configuration cannot use the selector."""
     if selector != "all":
         check_neurons(config, f"selector {selector}")
-    suited = {"exact": config.partly_rectified, "predicted": config.rectified and not config.fires_both_ways}
+    predictable = config.rectified and not config.fires_both_ways and not config.in_banks
+    suited = {"exact": config.partly_rectified, "predicted": predictable}
     if suited.get(selector, True):
         return
     other = "exact" if config.partly_rectified else "threshold"
