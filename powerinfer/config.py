@@ -697,7 +697,8 @@ class ModelConfig:
 
     @property
     def fires_both_ways(self) -> bool:
-        """Whether neurons fire on both sides of zero, as those of cats do: no predictor can tell which."""
+        """Whether neurons fire on both sides of zero, as those of cats do: a predictor then selects many others too,
+        and is trained only where one is asked for."""
         return any(layer.ffn.activation == "cats" for layer in self.layers)
 
     @property

@@ -95,11 +95,6 @@ def check(checkpoint: Checkpoint, config: TrainConfig) -> None:
             f"activations of {checkpoint.config.activations_never_zero} are never exactly zero, so there is nothing to "
             "predict: use --selector threshold, which needs no predictor"
         )
-    if checkpoint.config.fires_both_ways:
-        raise RequestError(
-            "neurons of cats fire on both sides of zero, which a predictor cannot tell: use --selector exact, which "
-            "needs none"
-        )
     for name, low, high in (("recall", 0.5, 0.9999), ("lost", 0.0, 1.0), ("share", 0.0, 1.0), ("lr", 0.0, 1.0)):
         value = getattr(config, name)
         if not (low <= value <= high and value > 0) and not (name == "lost" and value == 0):
