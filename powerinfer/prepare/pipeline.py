@@ -88,8 +88,8 @@ class Work:
             return "--no-train"
         if self.engine.selector not in ("auto", "predicted"):
             return f"--selector {self.engine.selector} uses no predictor"
-        if config.fires_both_ways and self.engine.selector == "auto":
-            return "those of neurons that fire on both sides of zero select many others: --selector predicted trains them"
+        if config.fires_both_ways and self.engine.selector != "predicted":
+            return "neurons fire on both sides of zero, which takes large predictors: --selector predicted trains them"
         if self.checkpoint.predictor_threshold is not None:
             return "the model's file has its own predictors"
         return None
