@@ -33,7 +33,7 @@ from powerinfer.sparsify import Made, measured, sparsify
 from powerinfer.sparsify.estimate import estimate, stage_costs
 from powerinfer.sparsify.loss_plot import draw_log, read_log
 from powerinfer.sparsify.own_text import OwnText, is_useful, write_own_text
-from powerinfer.sparsify.recipes import RECIPES, check_recipe
+from powerinfer.sparsify.recipes import RECIPES, Stage, check_recipe
 from powerinfer.sparsify.torch_model import TorchModel, _Rounded, load
 from powerinfer.sparsify.training import Sparsifier, _Cut
 from powerinfer.sparsify.writing import write_model
@@ -451,6 +451,34 @@ def test_a_rate_counts_the_tokens_of_a_step(monkeypatch: pytest.MonkeyPatch) -> 
     rates = measured(config, options, 1, lambda label, done, of: steps.append(of) if label == "training" else None)
     costs = stage_costs(config, check_recipe("reglu", config), 1000, 16)
     assert steps == [12] * 12 and rates.stages == tuple(cost.flops * 64 for cost in costs)
+
+
+def test_each_stage_is_timed_over_its_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By this clock a look takes 1 s, and a step of the stages 10, 20 and 40 s, whose shares of the tokens differ."""
+    now, stages = [0], list[Stage]()
+
+    def clock() -> int:
+        now[0] += 1
+        return now[0]
+
+    def step(label: str, done: int, of: int) -> None:
+        if label == "training":
+            now[0] += 10 * 2 ** RECIPES["reglu"].stages.index(stages[-1])
+
+    plain = Sparsifier._stage
+
+    def begun(self: Sparsifier, stage: Stage, *about: Any) -> None:
+        stages.append(stage)
+        plain(self, stage, *about)
+
+    monkeypatch.setattr("powerinfer.sparsify.timing.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(Sparsifier, "_stage", begun)
+    config = small_shape("qwen3-4b")
+    options = SparsifyConfig(recipe="reglu", window=16, batch=64, rows=2, device="cpu")
+    rates = measured(config, options, 1, step)
+    costs = stage_costs(config, check_recipe("reglu", config), 1000, 16)
+    took = [64 * cost.flops / rate for cost, rate in zip(costs, rates.stages, strict=True)]
+    assert took == pytest.approx([11, 21, 41])
 
 
 def test_estimates_that_cannot_be(dense: Path, capsys: pytest.CaptureFixture[str]) -> None:

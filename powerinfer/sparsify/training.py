@@ -137,8 +137,14 @@ class Sparsifier:
         self._windows = config.batch // config.window  # of a step
         self._steps = max(1, config.tokens // (self._windows * config.window))
         stages = [stage for stage in self.recipe.stages if start is None or stage.name != "regress"]
-        self._stages = _stages(stages, self._steps)
+        self._stages = self._divided(stages)
         self._state = PreparedFile(TRAINING, checkpoint, path=out / "training.safetensors", option=("--out", "FOLDER"))
+
+    def _divided(self, stages: Sequence[Stage]) -> list[tuple[Stage, int]]:
+        """The stages with their steps, by their shares of the tokens."""
+        shares = np.cumsum([stage.share for stage in stages])
+        ends = np.rint(shares / shares[-1] * self._steps).astype(int).tolist()
+        return [(stage, end - begin) for stage, begin, end in zip(stages, [0, *ends[:-1]], ends, strict=True)]
 
     def values(self, name: str) -> NDArray[np.float32]:
         """Of a weight, by its canonical name."""
@@ -527,13 +533,6 @@ def needed_bytes(config: ModelConfig, device: torch.device) -> int:
 def free_bytes(device: torch.device) -> int:
     """Memory of the device that is free."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_memory()
-
-
-def _stages(stages: Sequence[Stage], steps: int) -> list[tuple[Stage, int]]:
-    """The stages with their steps, by their shares of the tokens."""
-    shares = np.cumsum([stage.share for stage in stages])
-    ends = np.rint(shares / shares[-1] * steps).astype(int).tolist()
-    return [(stage, end - begin) for stage, begin, end in zip(stages, [0, *ends[:-1]], ends, strict=True)]
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
