@@ -232,12 +232,14 @@ def written(model: Path, out: Path, *texts: Path, tokens: int = 1200, progress: 
 
 def test_own_text_is_written_batch_by_batch(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("powerinfer.sparsify.own_text.BATCH", 4)
-    whole = written(dense, tmp_path / "whole")
+    told: list[tuple[str, int, int]] = []
+    whole = written(dense, tmp_path / "whole", progress=lambda *about: told.append(about))
+    assert [done for label, done, _ in told if label == "writing text" and done >= 1200] == [1200], "all, once"
     tokenizer = open_checkpoint(dense).tokenizer()
     prompt = tokenizer.encode("Alice was beginning to get very tired of sitting by her", special=False, add_bos=False)
     assert whole.answers[0].tolist()[: len(prompt)] == prompt and len(whole.answers[0]) > len(prompt) + 10
     assert len({one.tobytes() for one in whole.answers}) == len(whole.answers), "answers differ"
-    assert whole.tokens == sum(map(len, whole.answers)) >= 1200 and len(whole.answers) % 4 == 0
+    assert whole.tokens - len(whole.answers[-1]) < 1200 <= whole.tokens == sum(map(len, whole.answers))
 
     calls = 0
 
@@ -271,9 +273,9 @@ def test_own_text_answers_conversations(dense: Path, tmp_path: Path, monkeypatch
     source = "{% for one in messages %}[{{ one.role }}] {{ one.content }}\n{% endfor %}"
     source += "{% if add_generation_prompt %}[answer]{% endif %}"
     monkeypatch.setattr("powerinfer.formats.checkpoint.Checkpoint.chat_template", lambda _: ChatTemplate(source))
-    made = written(dense, tmp_path / "out", chats(tmp_path), tokens=10)
+    made = written(dense, tmp_path / "out", chats(tmp_path), tokens=150)
     tokenizer = open_checkpoint(dense).tokenizer()
-    assert len(made.answers) == 2
+    assert len(made.answers) > 1
     for answer in made.answers:
         assert tokenizer.decode(answer.tolist()).startswith("[system] Be brief.\n[user] What is the year?\n[answer]")
     refused = "{% if messages[0].content == 'Stop.' %}{{ raise_exception('not this one') }}{% endif %}" + source
