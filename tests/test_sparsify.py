@@ -152,8 +152,8 @@ def test_a_sparse_model_is_trained_further(dense: Path, tmp_path: Path) -> None:
             Sparsifier(open_checkpoint(source), open_corpora([]), config, tmp_path / "4", start=open_checkpoint(wrong))
     config = SparsifyConfig(**(SMALL | {"zeros": 0.7, "recipe": "reglu"}))
     work = Sparsifier(original, open_corpora([]), config, tmp_path / "5", start=open_checkpoint(relu))
-    assert [stage.name for stage, _ in work._stages] == ["distil", "distil"]
-    assert sum(steps for _, steps in work._stages) == work._steps
+    assert [stage.name for stage, _ in work.stages] == ["distil", "distil"]
+    assert sum(steps for _, steps in work.stages) == work._steps
 
 
 def test_a_start_with_rows_in_another_order_is_refused(dense: Path, tmp_path: Path) -> None:
@@ -545,8 +545,13 @@ def test_the_steps_as_a_picture(dense: Path, tmp_path: Path, monkeypatch: pytest
     (tmp_path / "log.csv").write_text("\n".join(["step,stage,tokens,loss,zeros", *lines, *broken]))
     steps = read_log(tmp_path / "log.csv")
     assert len(steps) == 99 and steps[40] == (4100, 5 / 41, 0.4)
-    image = draw_log(tmp_path, RECIPES["reglu"].stages)
+    drawn: list[Any] = []
+    monkeypatch.setattr("powerinfer.sparsify.loss_plot.draw_training", lambda *about: drawn.append(about[-1]))
+    regress, distil, last = RECIPES["reglu"].stages
+    image = draw_log(tmp_path, [(regress, 40), (distil, 45), (last, 14)])
     assert image == tmp_path / "loss.png" and image.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    draw_log(tmp_path, [(distil, 75), (last, 24)])  # what a training with --start leaves
+    assert drawn == [[("regress", 0), ("distil", 40), ("distil", 85)], [("distil", 0), ("distil", 75)]]
     figure = Figure()
     tokens, loss, zeros = ([step[at] for step in steps] for at in range(3))
     draw_training(figure, tokens, loss, zeros, [("regress", 0), ("distil", 40)])

@@ -91,7 +91,7 @@ def sparsify(
         checkpoint.config, checkpoint.path.name, config, names, done.before, after, done.tokens, done.seconds
     )
     figures |= {"own_text_tokens": own_tokens, "start": "/".join(start.path.parts[-2:]) if start else None}
-    draw_log(out, recipe.stages)
+    draw_log(out, work.stages)
     write_small(out / "README.md", card(figures).encode())
     return Made(path, {"path": str(path), **figures, "limits": list(done.limits), "resumed": done.resumed})
 

@@ -137,7 +137,7 @@ class Sparsifier:
         self._windows = config.batch // config.window  # of a step
         self._steps = max(1, config.tokens // (self._windows * config.window))
         stages = [stage for stage in self.recipe.stages if start is None or stage.name != "regress"]
-        self._stages = self._divided(stages)
+        self.stages = self._divided(stages)
         self._state = PreparedFile(TRAINING, checkpoint, path=out / "training.safetensors", option=("--out", "FOLDER"))
 
     def _divided(self, stages: Sequence[Stage]) -> list[tuple[Stage, int]]:
@@ -283,7 +283,7 @@ class Sparsifier:
             if self._weighted and not self._importance:
                 self._importance = self._importances()
             log, resumed, first = begin(done), done, 0
-            for stage, steps in self._stages:
+            for stage, steps in self.stages:
                 if done < first + steps:
                     self._stage(stage, first, steps, done, moments, log)
                     done, moments = first + steps, {}
@@ -293,7 +293,7 @@ class Sparsifier:
         thresholds = {}
         for limit, (name, importance) in zip(limits, self._importance.items(), strict=False):
             thresholds[f"{name}threshold"] = np.asarray((limit / importance).cpu().numpy())
-        every = any(stage.other and steps for stage, steps in self._stages)
+        every = any(stage.other and steps for stage, steps in self.stages)
         seconds, tokens = time.monotonic() - began, self._tokens(self._steps)
         return Trained(self._all if every else self._ffns, limits, thresholds, before, tokens, seconds, resumed)
 
@@ -479,8 +479,8 @@ class Sparsifier:
         if not right or len(limits) != len(self.limits) or not all(type(x) is float for x in limits):  # type: ignore
             raise self._state.bad("is damaged")
         assert isinstance(step, int) and isinstance(limits, list) and isinstance(penalty, float)
-        ends = accumulate(steps for _, steps in self._stages)
-        stage = next(stage for (stage, _), end in zip(self._stages, ends, strict=True) if step <= end)
+        ends = accumulate(steps for _, steps in self.stages)
+        stage = next(stage for (stage, _), end in zip(self.stages, ends, strict=True) if step <= end)
         trained = self._all if stage.other else self._ffns
         names = [f"weights.{name}" for name in self._all]
         names += [f"{moment}.{name}" for name in trained for moment in ("exp_avg", "exp_avg_sq")]
