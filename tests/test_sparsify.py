@@ -429,6 +429,11 @@ def test_what_a_training_would_take(capsys: pytest.CaptureFixture[str]) -> None:
     assert experts["flops"] < every["qwen3-4b"]["flops"]
     half = estimated(capsys, "--shape", "llama-3.1-8b", "--tokens", "1000000", "--share", "0.7")
     assert half["devices"][0]["hours"] == pytest.approx(card["hours"] / 2)
+    assert main(["sparsify", "--estimate", "--shape", "qwen3-4b", "--recipe", "reglu", "--tokens", "400000"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    starts = ("stage 1, regress: 160,000", "stage 2, distil: 180,000", "stage 3, distil: 60,000")
+    assert all(line.startswith(start) for line, start in zip(lines[1:4], starts, strict=True))
+    assert lines[-2].startswith("RTX 4090: 3.0 minutes (35% of 165") and lines[-1].startswith("H100 SXM: 30.2 seconds")
     regress = estimated(capsys, "--shape", "llama-3.1-8b", "--recipe", "reglu")["stages"][0]
     assert regress["flops"] == 2 * (ffns + attention + mixing) + 2 * ffns + 2 * (ffns + ffns // 3)
 
