@@ -44,9 +44,9 @@ def sparsify(
     """Make a sparse model out of a dense one in the folder `out`. corpora: paths of texts, none: the built-in sample.
 
     threads: of the CPU, 0 for all; say: receives notes for the user; start: a sparse model made out of the dense one,
-    which is trained further. RequestError for options and texts that do not
-    suit the model or the machine, PowerInferError without torch or if the loss becomes no number, that or OSError if a
-    file cannot be written. An interrupted run goes on.
+    which is trained further. RequestError for options and texts that do not suit the model or the machine,
+    PowerInferError without torch or if the loss becomes no number, that or OSError if a file cannot be written. An
+    interrupted run goes on.
     """
     recipe = check_recipe(config.recipe, checkpoint.config)
     if out.resolve() in (checkpoint.path.resolve(), checkpoint.path.parent.resolve()):

@@ -328,7 +328,7 @@ class Sparsifier:
         finally:
             self.teacher.hidden = before
         roots = {name: value.sqrt() for name, value in sums.items()}
-        # a neuron that nothing depends on gets a threshold that it rarely exceeds, and no infinite one
+        # where nothing depends on a neuron its threshold would be infinite: so it is a thousand times the layer's
         return {name: (root / root.mean().clamp_min(1e-30)).clamp_min(1e-3) for name, root in roots.items()}
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
