@@ -716,7 +716,8 @@ class ModelConfig:
 
     @property
     def fires_both_ways(self) -> bool:
-        """Whether neurons fire on both sides of zero, as those of cats do: no predictor can tell which."""
+        """Whether neurons fire on both sides of zero, as those of cats do: a predictor must then be large, or selects
+        many others too, so it is trained only where it is asked for."""
         return any(layer.ffn.activation == "cats" for layer in self.layers)
 
     @property

@@ -282,7 +282,7 @@ def test_thresholds_of_neurons(activation: str, gated: bool, level: str) -> None
 @pytest.mark.parametrize("level", _native.levels())
 @pytest.mark.parametrize("activation", ["fatrelu", "cats"])
 def test_thresholds_alike_are_one(activation: str, level: str) -> None:
-    """Bit by bit; and what is no number stays so."""
+    """They give the same bits as one threshold of the layer, and a NaN in the input still gives NaN."""
     alike = np.full(37, THRESHOLD, np.float32)
     one, each = (make_layer(64, 37, ("F16", "F16"), activation, limits=limits) for limits in (None, alike))
     x = tokens(5, 64)

@@ -34,7 +34,7 @@ from powerinfer.sparsify import Made, measured, sparsify
 from powerinfer.sparsify.estimate import estimate, stage_costs
 from powerinfer.sparsify.loss_plot import draw_log, read_log
 from powerinfer.sparsify.own_text import OwnText, is_useful, write_own_text
-from powerinfer.sparsify.recipes import RECIPES, check_recipe
+from powerinfer.sparsify.recipes import RECIPES, Stage, check_recipe
 from powerinfer.sparsify.torch_model import TorchModel, _Rounded, load
 from powerinfer.sparsify.training import Sparsifier, _Cut
 from powerinfer.sparsify.writing import write_model
@@ -153,8 +153,8 @@ def test_a_sparse_model_is_trained_further(dense: Path, tmp_path: Path) -> None:
             Sparsifier(open_checkpoint(source), open_corpora([]), config, tmp_path / "4", start=open_checkpoint(wrong))
     config = SparsifyConfig(**(SMALL | {"zeros": 0.7, "recipe": "reglu"}))
     work = Sparsifier(original, open_corpora([]), config, tmp_path / "5", start=open_checkpoint(relu))
-    assert [stage.name for stage, _ in work._stages] == ["distil", "distil"]
-    assert sum(steps for _, steps in work._stages) == work._steps
+    assert [stage.name for stage, _ in work.stages] == ["distil", "distil"]
+    assert sum(steps for _, steps in work.stages) == work._steps
 
 
 def test_a_start_with_rows_in_another_order_is_refused(dense: Path, tmp_path: Path) -> None:
@@ -233,12 +233,14 @@ def written(model: Path, out: Path, *texts: Path, tokens: int = 1200, progress: 
 
 def test_own_text_is_written_batch_by_batch(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("powerinfer.sparsify.own_text.BATCH", 4)
-    whole = written(dense, tmp_path / "whole")
+    told: list[tuple[str, int, int]] = []
+    whole = written(dense, tmp_path / "whole", progress=lambda *about: told.append(about))
+    assert [done for label, done, _ in told if label == "writing text" and done >= 1200] == [1200], "all, once"
     tokenizer = open_checkpoint(dense).tokenizer()
     prompt = tokenizer.encode("Alice was beginning to get very tired of sitting by her", special=False, add_bos=False)
     assert whole.answers[0].tolist()[: len(prompt)] == prompt and len(whole.answers[0]) > len(prompt) + 10
     assert len({one.tobytes() for one in whole.answers}) == len(whole.answers), "answers differ"
-    assert whole.tokens == sum(map(len, whole.answers)) >= 1200 and len(whole.answers) % 4 == 0
+    assert whole.tokens - len(whole.answers[-1]) < 1200 <= whole.tokens == sum(map(len, whole.answers))
 
     calls = 0
 
@@ -272,9 +274,9 @@ def test_own_text_answers_conversations(dense: Path, tmp_path: Path, monkeypatch
     source = "{% for one in messages %}[{{ one.role }}] {{ one.content }}\n{% endfor %}"
     source += "{% if add_generation_prompt %}[answer]{% endif %}"
     monkeypatch.setattr("powerinfer.formats.checkpoint.Checkpoint.chat_template", lambda _: ChatTemplate(source))
-    made = written(dense, tmp_path / "out", chats(tmp_path), tokens=10)
+    made = written(dense, tmp_path / "out", chats(tmp_path), tokens=150)
     tokenizer = open_checkpoint(dense).tokenizer()
-    assert len(made.answers) == 2
+    assert len(made.answers) > 1
     for answer in made.answers:
         assert tokenizer.decode(answer.tolist()).startswith("[system] Be brief.\n[user] What is the year?\n[answer]")
     refused = "{% if messages[0].content == 'Stop.' %}{{ raise_exception('not this one') }}{% endif %}" + source
@@ -433,6 +435,11 @@ def test_what_a_training_would_take(capsys: pytest.CaptureFixture[str]) -> None:
     assert experts["flops"] < every["qwen3-4b"]["flops"]
     half = estimated(capsys, "--shape", "llama-3.1-8b", "--tokens", "1000000", "--share", "0.7")
     assert half["devices"][0]["hours"] == pytest.approx(card["hours"] / 2)
+    assert main(["sparsify", "--estimate", "--shape", "qwen3-4b", "--recipe", "reglu", "--tokens", "400000"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    starts = ("stage 1, regress: 160,000", "stage 2, distil: 180,000", "stage 3, distil: 60,000")
+    assert all(line.startswith(start) for line, start in zip(lines[1:4], starts, strict=True))
+    assert lines[-2].startswith("RTX 4090: 3.0 minutes (35% of 165") and lines[-1].startswith("H100 SXM: 30.2 seconds")
     regress = estimated(capsys, "--shape", "llama-3.1-8b", "--recipe", "reglu")["stages"][0]
     assert regress["flops"] == 2 * (ffns + attention + mixing) + 2 * ffns + 2 * (ffns + ffns // 3)
 
@@ -457,6 +464,34 @@ def test_a_rate_counts_the_tokens_of_a_step(monkeypatch: pytest.MonkeyPatch) -> 
     rates = measured(config, options, 1, lambda label, done, of: steps.append(of) if label == "training" else None)
     costs = stage_costs(config, check_recipe("reglu", config), 1000, 16)
     assert steps == [12] * 12 and rates.stages == tuple(cost.flops * 64 for cost in costs)
+
+
+def test_each_stage_is_timed_over_its_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By this clock a look takes 1 s, and a step of the stages 10, 20 and 40 s, whose shares of the tokens differ."""
+    now, stages = [0], list[Stage]()
+
+    def clock() -> int:
+        now[0] += 1
+        return now[0]
+
+    def step(label: str, done: int, of: int) -> None:
+        if label == "training":
+            now[0] += 10 * 2 ** RECIPES["reglu"].stages.index(stages[-1])
+
+    plain = Sparsifier._stage
+
+    def begun(self: Sparsifier, stage: Stage, *about: Any) -> None:
+        stages.append(stage)
+        plain(self, stage, *about)
+
+    monkeypatch.setattr("powerinfer.sparsify.timing.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(Sparsifier, "_stage", begun)
+    config = small_shape("qwen3-4b")
+    options = SparsifyConfig(recipe="reglu", window=16, batch=64, rows=2, device="cpu")
+    rates = measured(config, options, 1, step)
+    costs = stage_costs(config, check_recipe("reglu", config), 1000, 16)
+    took = [64 * cost.flops / rate for cost, rate in zip(costs, rates.stages, strict=True)]
+    assert took == pytest.approx([11, 21, 41])
 
 
 def test_estimates_that_cannot_be(dense: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -521,8 +556,13 @@ def test_the_steps_as_a_picture(dense: Path, tmp_path: Path, monkeypatch: pytest
     (tmp_path / "log.csv").write_text("\n".join(["step,stage,tokens,loss,zeros", *lines, *broken]))
     steps = read_log(tmp_path / "log.csv")
     assert len(steps) == 99 and steps[40] == (4100, 5 / 41, 0.4)
-    image = draw_log(tmp_path, RECIPES["reglu"].stages)
+    drawn: list[Any] = []
+    monkeypatch.setattr("powerinfer.sparsify.loss_plot.draw_training", lambda *about: drawn.append(about[-1]))
+    regress, distil, last = RECIPES["reglu"].stages
+    image = draw_log(tmp_path, [(regress, 40), (distil, 45), (last, 14)])
     assert image == tmp_path / "loss.png" and image.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    draw_log(tmp_path, [(distil, 75), (last, 24)])  # what a training with --start leaves
+    assert drawn == [[("regress", 0), ("distil", 40), ("distil", 85)], [("distil", 0), ("distil", 75)]]
     figure = Figure()
     tokens, loss, zeros = ([step[at] for step in steps] for at in range(3))
     draw_training(figure, tokens, loss, zeros, [("regress", 0), ("distil", 40)])

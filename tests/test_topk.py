@@ -17,7 +17,7 @@ from test_hybrid import split  # noqa: E402
 from test_sparse import one_by_one, opened, side_by_side  # noqa: E402
 from test_watch import look  # noqa: E402
 
-from powerinfer.config import BANK, EngineConfig  # noqa: E402
+from powerinfer.config import BANK, EngineConfig, TrainConfig  # noqa: E402
 from powerinfer.errors import ModelError, RequestError  # noqa: E402
 from powerinfer.formats.bundle_types import choose_types  # noqa: E402
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint  # noqa: E402
@@ -27,6 +27,7 @@ from powerinfer.kernels import gpu  # noqa: E402
 from powerinfer.models import load  # noqa: E402
 from powerinfer.placement.request import model_subject  # noqa: E402
 from powerinfer.prepare.packing import pack  # noqa: E402
+from powerinfer.prepare.training import check  # noqa: E402
 from powerinfer.sparsify.torch_model import TorchModel, largest  # noqa: E402
 from powerinfer.sparsify.torch_model import load as load_torch  # noqa: E402
 from powerinfer.sparsity.selection import Selection  # noqa: E402
@@ -144,6 +145,8 @@ def test_neurons_are_not_split_over_devices(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="selector exact: layers with the activation topk run whole"):
         model_subject(checkpoint, None, "exact")
     assert model_subject(checkpoint, None, "auto").selector == "all"
+    with pytest.raises(RequestError, match="train: which neurons of the activation topk count is not predicted"):
+        check(checkpoint, TrainConfig())
     with pytest.raises(RequestError, match="no predictor can select neurons of the activation topk"):
         resolve(checkpoint, EngineConfig(selector="predicted"))
 

@@ -92,19 +92,27 @@ def _estimate(args: argparse.Namespace, engine: EngineConfig, config: SparsifyCo
     about = estimate(model, config, args.share, rates)
     weights, active = about["parameters"] / 1e9, about["active_parameters"] / 1e9
     out.line(f"{about['model']}: {weights:.2f} billion weights, {active:.2f} of them multiplied with for a token")
-    for one in about["stages"]:
+    for number, one in enumerate(about["stages"], 1):
         trained = f"{one['weights'] / 1e9:.2f} billion weights trained"
-        out.line(f"{one['name']}: {one['tokens']:,} tokens of {one['flops'] / 1e9:.1f} GFLOP, {trained}")
+        work = f"{one['tokens']:,} tokens of {one['flops'] / 1e9:.1f} GFLOP"
+        out.line(f"stage {number}, {one['name']}: {work}, {trained}")
     for place in about["memory"]:
         ram = f" and {place['ram'] / 2**30:.0f} GiB of RAM" if place["ram"] else ""
         out.line(f"memory, {place['place']}: {place['device'] / 2**30:.1f} GiB of the device{ram}")
     for device in about["devices"]:
         fits = f"fits with {device['fits']}" if device["fits"] else "does not fit"
         rate = f"{about['share']:.0%} of {device['flops_s'] / 1e12:.0f} TFLOP/s"
-        out.line(f"{device['name']}: {device['hours']:.1f} hours ({rate}), {fits}")
+        out.line(f"{device['name']}: {_time(device['hours'])} ({rate}), {fits}")
     if about["here"] is not None:
         here = about["here"]
         rate = f"{here['flops_s'] / 1e12:.3g} of {here['peak_flops_s'] / 1e12:.3g} TFLOP/s, measured"
-        out.line(f"this machine ({here['device']}): {here['hours']:.1f} hours ({rate})")
+        out.line(f"this machine ({here['device']}): {_time(here['hours'])} ({rate})")
     out.document(about)
     return 0
+
+
+def _time(hours: float) -> str:
+    for unit, of_an_hour in (("hours", 1), ("minutes", 60)):
+        if hours * of_an_hour >= 1:
+            return f"{hours * of_an_hour:.1f} {unit}"
+    return f"{hours * 3600:.1f} seconds"

@@ -44,9 +44,9 @@ def sparsify(
     """Make a sparse model out of a dense one in the folder `out`. corpora: paths of texts, none: the built-in sample.
 
     threads: of the CPU, 0 for all; say: receives notes for the user; start: a sparse model made out of the dense one,
-    which is trained further. RequestError for options and texts that do not
-    suit the model or the machine, PowerInferError without torch or if the loss becomes no number, that or OSError if a
-    file cannot be written. An interrupted run goes on.
+    which is trained further. RequestError for options and texts that do not suit the model or the machine,
+    PowerInferError without torch or if the loss becomes no number, that or OSError if a file cannot be written. An
+    interrupted run goes on.
     """
     recipe = check_recipe(config.recipe, checkpoint.config)
     if out.resolve() in (checkpoint.path.resolve(), checkpoint.path.parent.resolve()):
@@ -91,7 +91,7 @@ def sparsify(
         checkpoint.config, checkpoint.path.name, config, names, done.before, after, done.tokens, done.seconds
     )
     figures |= {"own_text_tokens": own_tokens, "start": "/".join(start.path.parts[-2:]) if start else None}
-    draw_log(out, recipe.stages)
+    draw_log(out, work.stages)
     write_small(out / "README.md", card(figures).encode())
     return Made(path, {"path": str(path), **figures, "limits": list(done.limits), "resumed": done.resumed})
 

@@ -22,15 +22,17 @@ class Step(NamedTuple):
     zeros: float
 
 
-def draw_log(folder: Path, stages: Sequence[Stage]) -> Path | None:
-    """The picture of the whole training in a folder's `log.csv`; None without matplotlib, and if it has no steps."""
+def draw_log(folder: Path, stages: Sequence[tuple[Stage, int]]) -> Path | None:
+    """The picture of the whole training in a folder's `log.csv`; None without matplotlib, and if it has no steps.
+
+    stages: with their steps.
+    """
     steps = read_log(folder / "log.csv")
     with suppress(RequestError):
         need_matplotlib()
         if len(steps) > 1:
-            ends = accumulate(stage.share for stage in stages)
-            begins = [0, *(round(end * len(steps)) for end in ends)]
-            places = [(stage.name, begin) for stage, begin in zip(stages, begins, strict=False)]
+            begins = accumulate((count for _, count in stages), initial=0)
+            places = [(stage.name, min(at, len(steps))) for (stage, _), at in zip(stages, begins, strict=False)]
             tokens, loss, zeros = zip(*steps, strict=True)
             image = png(lambda figure: draw_training(figure, tokens, loss, zeros, places))
             write_small(folder / "loss.png", image)

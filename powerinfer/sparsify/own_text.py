@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -80,11 +81,11 @@ def write_own_text(
     threads: int = 0,
     say: Say = silent,
 ) -> OwnText:
-    """That many tokens of text, prompts included, or a little more: what is kept in `out`, and what that lacks.
+    """That many tokens of text, prompts included, or up to an answer more: what is kept in `out`, and what that lacks.
 
     progress: called with ("writing text", tokens, all of them); say: how many conversations the template did not take,
-    if any. RequestError if the texts hold no prompts, or what is
-    kept is of another model, other texts or other options; PowerInferError if the model writes nothing of use.
+    if any. RequestError if the texts hold no prompts, or what is kept is of another model, other texts or other
+    options; PowerInferError if the model writes nothing of use.
     """
     writer = _Writer(checkpoint, corpora, tokens, seed)
     whole, part = out / FILE, out / PART
@@ -96,9 +97,10 @@ def write_own_text(
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise PowerInferError(f"another process is training in {out}") from None
-        done, end = writer.kept(part)
-        file.truncate(end)
-        if not end:
+        done, ends = writer.kept(part)
+        del done[len(done) // BATCH * BATCH :]
+        file.truncate(ends[len(done)] if ends else 0)
+        if not ends:
             _append(file.fileno(), [writer.asked])
         writer.write(done, file.fileno(), progress, threads, say)
     os.replace(part, whole)
@@ -168,7 +170,7 @@ class _Writer:
     # ------------------------------------------------------------------------------------------------ answers
 
     def write(self, done: list[Said], fd: int, progress: Progress, threads: int, say: Say) -> None:
-        """Answers, added to `done` and to a file, batch by batch."""
+        """Answers, added to `done` and to a file, batch by batch, until there are tokens enough."""
         from powerinfer.runtime.engine import LLM
         from powerinfer.runtime.params import SamplingParams
 
@@ -181,31 +183,36 @@ class _Writer:
         with LLM(self._checkpoint.path, progress=progress, selector="all", **options) as llm:
             while written < self._tokens:
                 progress("writing text", written, self._tokens)
-                batch = list(islice(prompts, BATCH))
+                each = written / len(done) if done else self._answer
+                wanted = max(TOGETHER, math.ceil((self._tokens - written) / max(each, 1)))
+                # none crosses a multiple of BATCH: so far an interrupted run is kept, and goes on with the same batches
+                batch = list(islice(prompts, min(wanted, BATCH - len(done) % BATCH)))
                 seeds = [self._seed * 1_000_003 + len(done) + at for at in range(len(batch))]
                 params = [SamplingParams(max_tokens=self._answer, seed=seed, **SAMPLING) for seed in seeds]
-                each = written / len(done) if done else self._answer
 
                 def tell(_: str, answers: int, of: int, begin: int = written, each: float = each) -> None:
-                    progress("writing text", min(self._tokens, begin + round(answers * each)), self._tokens)
+                    progress("writing text", min(self._tokens - 1, begin + round(answers * each)), self._tokens)
 
+                before, said = written, list[Said]()
                 answers = [one.token_ids for one in llm.generate(batch, params, tell)]
-                said = [Said(*(np.array(ids, np.int32) for ids in one)) for one in zip(batch, answers, strict=True)]
+                for one in zip(batch, answers, strict=True):
+                    if written < self._tokens:
+                        said.append(Said(*(np.array(ids, np.int32) for ids in one)))
+                        written += self.text(said[-1:]).tokens
                 _append(fd, [[part.tolist() for part in one] for one in said])
                 done += said
-                fresh = self.text(said).tokens
-                written, fruitless = written + fresh, 0 if fresh else fruitless + 1
+                fruitless = 0 if written > before else fruitless + 1
                 if fruitless == FRUITLESS:
                     raise PowerInferError("--own-text: the model's answers are empty or loops: leave it out")
             progress("writing text", self._tokens, self._tokens)
         if encoder.left_out:
             say(f"--own-text: {encoder.about_left_out}")
 
-    def kept(self, path: Path) -> tuple[list[Said], int]:
-        """(the answers of whole batches, where they end in the file)."""
+    def kept(self, path: Path) -> tuple[list[Said], list[int]]:
+        """(the answers in a file, where each of its whole lines ends: what it was asked for, and each answer)."""
         bad = ModelError(f"{path} is damaged: remove it, and the text is written anew")
         said: list[Said] = []
-        end = 0
+        ends: list[int] = []
         with path.open("rb") as file:
             for number, line in enumerate(file):
                 if not line.endswith(b"\n"):  # the run was interrupted
@@ -220,9 +227,8 @@ class _Writer:
                     if not isinstance(value, list) or len(value) != 2 or not all(map(self._are_ids, value)):
                         raise bad
                     said.append(Said(*(np.array(ids, np.int32) for ids in value)))
-                if len(said) % BATCH == 0:
-                    end = file.tell()
-        return said[: len(said) // BATCH * BATCH], end
+                ends.append(ends[-1] + len(line) if ends else len(line))
+        return said, ends
 
     def _are_ids(self, value: Any) -> bool:
         size = self._tokenizer.vocab_size

@@ -37,7 +37,7 @@ class Recipe:
     to all of it at the share `reached` of the tokens.
 
     weighted: in a model without experts a neuron has a threshold of its own, the layer's divided by its importance
-    (`training.importances`).
+    (`training`).
 
     topk has no thresholds to follow: how many neurons of a bank count follows from the share of zeros.
     """

@@ -6,7 +6,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -22,7 +22,7 @@ from powerinfer.formats.layout import shapes
 from powerinfer.prepare.corpus import Corpus, Piece
 from powerinfer.progress import Progress, silent
 from powerinfer.sparsify.estimate import Rates, memory, stage_costs
-from powerinfer.sparsify.recipes import check_recipe, unsupported
+from powerinfer.sparsify.recipes import Stage, check_recipe
 from powerinfer.sparsify.torch_model import TorchModel
 from powerinfer.sparsify.training import Figures, Sparsifier
 from powerinfer.system import available_memory
@@ -39,9 +39,7 @@ def measure(config: ModelConfig, options: SparsifyConfig, progress: Progress = s
     RequestError for a model that cannot be trained, and where these layers need more memory than is free.
     """
     recipe = check_recipe(options.recipe, config)
-    if problem := unsupported(config):
-        raise RequestError(f"sparsify cannot train this model: {problem}")
-    stages, count = recipe.stages, len(recipe.stages)
+    count = len(recipe.stages)
     cut = replace(config, vocab_size=min(config.vocab_size, VOCAB))
     free = available_memory()
     for layers in range(min(LAYERS, config.n_layers), -1, -1):
@@ -62,7 +60,6 @@ def measure(config: ModelConfig, options: SparsifyConfig, progress: Progress = s
     text = _RandomText("random", (), cut.vocab_size, options.tokens + 8 * options.window)
     with tempfile.TemporaryDirectory() as folder:
         work = _Timed(cast(Checkpoint, _RandomModel(cut)), [text], options, Path(folder), tell)
-        work.recipe = replace(recipe, stages=tuple(replace(stage, share=1 / count) for stage in stages))
         work.run()
     costs = [stage.flops * step for stage in stage_costs(cut, recipe, options.tokens, options.window)]
     took = [statistics.median(np.diff(ends[STEPS * at : STEPS * (at + 1)]).tolist()) for at in range(count)]
@@ -71,7 +68,10 @@ def measure(config: ModelConfig, options: SparsifyConfig, progress: Progress = s
 
 
 class _Timed(Sparsifier):
-    """A training of which nothing is kept."""
+    """A training of STEPS steps of each stage, of which nothing is kept."""
+
+    def _divided(self, stages: Sequence[Stage]) -> list[tuple[Stage, int]]:
+        return [(stage, STEPS) for stage in stages]
 
     def evaluate(self, model: TorchModel) -> Figures:
         return Figures(math.nan, ())

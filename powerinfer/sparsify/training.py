@@ -138,8 +138,14 @@ class Sparsifier:
         self._windows = config.batch // config.window  # of a step
         self._steps = max(1, config.tokens // (self._windows * config.window))
         stages = [stage for stage in self.recipe.stages if start is None or stage.name != "regress"]
-        self._stages = _stages(stages, self._steps)
+        self.stages = self._divided(stages)
         self._state = PreparedFile(TRAINING, checkpoint, path=out / "training.safetensors", option=("--out", "FOLDER"))
+
+    def _divided(self, stages: Sequence[Stage]) -> list[tuple[Stage, int]]:
+        """The stages with their steps, by their shares of the tokens."""
+        shares = np.cumsum([stage.share for stage in stages])
+        ends = np.rint(shares / shares[-1] * self._steps).astype(int).tolist()
+        return [(stage, end - begin) for stage, begin, end in zip(stages, [0, *ends[:-1]], ends, strict=True)]
 
     def values(self, name: str) -> NDArray[np.float32]:
         """Of a weight, by its canonical name."""
@@ -286,7 +292,7 @@ class Sparsifier:
             if self._weighted and not self._importance:
                 self._importance = self._importances()
             log, resumed, first = begin(done), done, 0
-            for stage, steps in self._stages:
+            for stage, steps in self.stages:
                 if done < first + steps:
                     self._stage(stage, first, steps, done, moments, log)
                     done, moments = first + steps, {}
@@ -297,7 +303,7 @@ class Sparsifier:
         for limit, (name, importance) in zip(limits, self._importance.items(), strict=False):
             own = 1 / importance if self.recipe.activation == "topk" else limit / importance
             thresholds[f"{name}threshold"] = np.asarray(own.cpu().numpy())
-        every = any(stage.other and steps for stage, steps in self._stages)
+        every = any(stage.other and steps for stage, steps in self.stages)
         seconds, tokens = time.monotonic() - began, self._tokens(self._steps)
         return Trained(self._all if every else self._ffns, limits, thresholds, before, tokens, seconds, resumed)
 
@@ -332,7 +338,7 @@ class Sparsifier:
         finally:
             self.teacher.hidden = before
         roots = {name: value.sqrt() for name, value in sums.items()}
-        # a neuron that nothing depends on gets a threshold that it rarely exceeds, and no infinite one
+        # where nothing depends on a neuron its threshold would be infinite: so it is a thousand times the layer's
         return {name: (root / root.mean().clamp_min(1e-30)).clamp_min(1e-3) for name, root in roots.items()}
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -485,8 +491,8 @@ class Sparsifier:
         if not right or len(limits) != len(self.limits) or not all(type(x) is float for x in limits):  # type: ignore
             raise self._state.bad("is damaged")
         assert isinstance(step, int) and isinstance(limits, list) and isinstance(penalty, float)
-        ends = accumulate(steps for _, steps in self._stages)
-        stage = next(stage for (stage, _), end in zip(self._stages, ends, strict=True) if step <= end)
+        ends = accumulate(steps for _, steps in self.stages)
+        stage = next(stage for (stage, _), end in zip(self.stages, ends, strict=True) if step <= end)
         trained = self._all if stage.other else self._ffns
         names = [f"weights.{name}" for name in self._all]
         names += [f"{moment}.{name}" for name in trained for moment in ("exp_avg", "exp_avg_sq")]
@@ -539,13 +545,6 @@ def needed_bytes(config: ModelConfig, device: torch.device) -> int:
 def free_bytes(device: torch.device) -> int:
     """Memory of the device that is free."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_memory()
-
-
-def _stages(stages: Sequence[Stage], steps: int) -> list[tuple[Stage, int]]:
-    """The stages with their steps, by their shares of the tokens."""
-    shares = np.cumsum([stage.share for stage in stages])
-    ends = np.rint(shares / shares[-1] * steps).astype(int).tolist()
-    return [(stage, end - begin) for stage, begin, end in zip(stages, [0, *ends[:-1]], ends, strict=True)]
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
@@ -105,11 +106,26 @@ def write_model(
         name: RawTensor("F32", values.shape, np.ascontiguousarray(values, "<f4").view(np.uint8))
         for name, values in added.items()
     }
-    if checkpoint.source == "gguf":
-        return _write_gguf(checkpoint, out, type_name, changed, new, about, own, gone)
-    if form == "gguf":
-        return _write_as_gguf(checkpoint, out, type_name, changed, new, about, own, gone)
-    return _write_folder(checkpoint, out, changed, new, about, own, gone)
+    model = _Model(checkpoint, type_name, changed, new, about, own, gone)
+    if checkpoint.source != "gguf" and form != "gguf":
+        return _write_folder(model, out)
+    content = _changed_gguf(model) if checkpoint.source == "gguf" else _folder_as_gguf(model)
+    with _whole(out / "model.gguf") as to:
+        write_gguf(to, *content)
+    return out / "model.gguf"
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What is written: fields as of `write_model`; gone: canonical names of the tensors that are left out."""
+
+    checkpoint: Checkpoint
+    type_name: str
+    changed: Sequence[str]
+    new: NewValues
+    about: Mapping[str, Any]
+    added: Mapping[str, RawTensor]
+    gone: Sequence[str]
 
 
 def _changes(
@@ -128,12 +144,12 @@ def _changes(
     return found
 
 
-def _by_file(checkpoint: Checkpoint, changed: Sequence[str]) -> dict[Path, list[tuple[str, Place, int]]]:
-    """By file, (canonical name, a place of it there, bytes of the tensor before that)."""
+def _by_file(model: _Model) -> dict[Path, list[tuple[str, Place, int]]]:
+    """By file, (canonical name of a changed tensor, a place of it there, bytes of the tensor before that)."""
     files: dict[Path, list[tuple[str, Place, int]]] = {}
-    for name in changed:
+    for name in model.changed:
         before = 0
-        for place in checkpoint.places(name):
+        for place in model.checkpoint.places(name):
             files.setdefault(place.path, []).append((name, place, before))
             before += place.nbytes
     return files
@@ -141,56 +157,41 @@ def _by_file(checkpoint: Checkpoint, changed: Sequence[str]) -> dict[Path, list[
 
 # --- GGUF ------------------------------------------------------------------------------------------------------------
 
+_Content = tuple[dict[str, bytes], list[tuple[str, str, tuple[int, ...]]], Iterator[Bytes]]
+"""Of a file, as `write_gguf` takes it."""
 
-def _write_gguf(
-    checkpoint: Checkpoint,
-    out: Path,
-    type_name: str,
-    changed: Sequence[str],
-    new: NewValues,
-    about: Mapping[str, Any],
-    added: Mapping[str, RawTensor],
-    gone: Sequence[str],
-) -> Path:
-    file = read_gguf(checkpoint.path)
-    changes = _changes(file.tensors, file.files[0].view(), _by_file(checkpoint, changed).get(file.path, []))
-    types = {name: _new_type(change.tensor, type_name) for name, change in changes.items()}
-    left_out = {NAMES(name) for name in gone}
+
+def _changed_gguf(model: _Model) -> _Content:
+    """Of a GGUF file."""
+    file = read_gguf(model.checkpoint.path)
+    changes = _changes(file.tensors, file.files[0].view(), _by_file(model).get(file.path, []))
+    types = {name: _new_type(change.tensor, model.type_name) for name, change in changes.items()}
+    left_out = {NAMES(name) for name in model.gone}
     every = {name: tensor for name, tensor in file.tensors.items() if name not in left_out}
-    every |= {NAMES(name): tensor for name, tensor in added.items()}
+    every |= {NAMES(name): tensor for name, tensor in model.added.items()}
     tensors = [(name, types.get(name, tensor.type), tensor.shape) for name, tensor in every.items()]
-    metadata = metadata_bytes(file.path)
-    metadata.pop(f"{checkpoint.config.architecture}.{_LIMITS}", None)
-    metadata |= {f"{checkpoint.config.architecture}.{key}": encoded(value) for key, value in about.items()}
-    metadata["general.file_type"] = encoded(_FILE_TYPES[type_name])
+    architecture, metadata = model.checkpoint.config.architecture, metadata_bytes(file.path)
+    metadata.pop(f"{architecture}.{_LIMITS}", None)
+    metadata |= {f"{architecture}.{key}": encoded(value) for key, value in model.about.items()}
+    metadata["general.file_type"] = encoded(_FILE_TYPES[model.type_name])
     data = (
-        quantize(changes[name].values(new), kind) if name in changes else every[name].data for name, kind, _ in tensors
+        quantize(changes[name].values(model.new), kind) if name in changes else every[name].data
+        for name, kind, _ in tensors
     )
-    path = out / "model.gguf"
-    with _whole(path) as to:
-        write_gguf(to, metadata, tensors, data)
-    return path
+    return metadata, tensors, data
 
 
-def _write_as_gguf(
-    checkpoint: Checkpoint,
-    out: Path,
-    type_name: str,
-    changed: Sequence[str],
-    new: NewValues,
-    about: Mapping[str, Any],
-    added: Mapping[str, RawTensor],
-    gone: Sequence[str],
-) -> Path:
-    """The model of a folder. Vectors and routers are F32."""
+def _folder_as_gguf(model: _Model) -> _Content:
+    """Of a folder. Vectors and routers are F32."""
+    checkpoint = model.checkpoint
     form = AsGGUF(checkpoint)
-    metadata = form.metadata | {f"{form.architecture}.{key}": value for key, value in about.items()}
-    metadata |= {"general.file_type": _FILE_TYPES[type_name], "general.quantization_version": 2}
-    every = {name: shape for name, shape in shapes(checkpoint.config) if name not in gone}
-    every |= {name: tensor.shape for name, tensor in added.items()}
+    metadata = form.metadata | {f"{form.architecture}.{key}": value for key, value in model.about.items()}
+    metadata |= {"general.file_type": _FILE_TYPES[model.type_name], "general.quantization_version": 2}
+    every = {name: shape for name, shape in shapes(checkpoint.config) if name not in model.gone}
+    every |= {name: tensor.shape for name, tensor in model.added.items()}
     if form.divisors is not None:
         every[_DIVISORS] = form.divisors.shape
-    types = {name: "F32" if len(shape) == 1 or is_router(name) else type_name for name, shape in every.items()}
+    types = {name: "F32" if len(shape) == 1 or is_router(name) else model.type_name for name, shape in every.items()}
     types = {name: _fitting(kind, every[name]) for name, kind in types.items()}
     tensors = [(name if name == _DIVISORS else NAMES(name), types[name], shape) for name, shape in every.items()]
 
@@ -198,17 +199,15 @@ def _write_as_gguf(
         for name, shape in every.items():
             if name == _DIVISORS and form.divisors is not None:
                 values = form.divisors
-            elif name in added:
-                values = added[name].float32()
+            elif name in model.added:
+                values = model.added[name].float32()
             else:
-                values = form.turned(name, new(name) if name in changed else checkpoint.take(name).float32())
+                own = model.new(name) if name in model.changed else checkpoint.take(name).float32()
+                values = form.turned(name, own)
             yield quantize(np.ascontiguousarray(values, np.float32).reshape(-1, shape[-1]), types[name])
             checkpoint.release()
 
-    path = out / "model.gguf"
-    with _whole(path) as to:
-        write_gguf(to, {key: encoded(value) for key, value in metadata.items()}, tensors, data())
-    return path
+    return {key: encoded(value) for key, value in metadata.items()}, tensors, data()
 
 
 def _fitting(wanted: str, shape: Sequence[int]) -> str:
@@ -225,21 +224,13 @@ def _new_type(tensor: RawTensor, wanted: str) -> str:
 # --- folders ---------------------------------------------------------------------------------------------------------
 
 
-def _write_folder(
-    checkpoint: Checkpoint,
-    out: Path,
-    changed: Sequence[str],
-    new: NewValues,
-    about: Mapping[str, Any],
-    added: Mapping[str, RawTensor],
-    gone: Sequence[str],
-) -> Path:
-    files = _by_file(checkpoint, changed)
+def _write_folder(model: _Model, out: Path) -> Path:
+    checkpoint, gone, files = model.checkpoint, model.gone, _by_file(model)
     for name in gone:
         files.setdefault(checkpoint.places(name)[0].path, [])
     home = checkpoint.places("embed")[0].path  # of what is added
     names = file_names(checkpoint.config, {})
-    extra = {names(name).removesuffix(".weight"): tensor for name, tensor in added.items()}
+    extra = {names(name).removesuffix(".weight"): tensor for name, tensor in model.added.items()}
     if extra:
         files.setdefault(home, [])
     (out / "config.json").unlink(missing_ok=True)  # without it a folder is no model; it is written last
@@ -259,7 +250,7 @@ def _write_folder(
             to.write(safetensors_header(kept, metadata))
             for name, tensor in kept.items():
                 change = changes.get(name)
-                to.write((tensor.data if change is None else quantize(change.values(new), tensor.type)).data)
+                to.write((tensor.data if change is None else quantize(change.values(model.new), tensor.type)).data)
     if (checkpoint.path / _INDEX).exists():
         index, _ = read_json(checkpoint.path / _INDEX)
         stay = {name: file for name, file in index["weight_map"].items() if not (gone and name.endswith(THRESHOLD))}
@@ -271,7 +262,7 @@ def _write_folder(
         with _whole(out / _INDEX) as to:
             to.write(json.dumps(index, indent=2).encode() + b"\n")
     with _whole(out / "config.json") as to:
-        to.write(json.dumps(_document(checkpoint, about), indent=2).encode() + b"\n")
+        to.write(json.dumps(_document(checkpoint, model.about), indent=2).encode() + b"\n")
     return out
 
 
