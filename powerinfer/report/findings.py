@@ -93,7 +93,9 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
 
     config = checkpoint.config
     neurons = config.why_whole is None  # else there is nothing to prepare
-    asked_for = not config.fires_both_ways or PreparedFile(PREDICTOR, checkpoint, prepared).exists()
+    asked_for = (
+        not (config.fires_both_ways or config.in_banks) or PreparedFile(PREDICTOR, checkpoint, prepared).exists()
+    )
     profile = _found(PROFILE, checkpoint, prepared, lambda: open_profile(checkpoint, prepared), neurons)
     experts: Found[ExpertProfile] = _NONE
     if config.experts:

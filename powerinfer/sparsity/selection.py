@@ -109,9 +109,8 @@ def check_suited(selector: str, config: ModelConfig) -> None:
     if selector == "exact":
         why = f"the activation {config.activations} is never exactly zero: use --selector threshold, which is lossy"
     else:
-        why = (
-            f"no predictor can select neurons of the activation {config.activations_never_zero}: use --selector {other}"
-        )
+        unsuited = config.activations_never_zero or config.activations
+        why = f"no predictor can select neurons of the activation {unsuited}: use --selector {other}"
     raise RequestError(f"selector {selector}: {why}")
 
 
