@@ -715,6 +715,11 @@ class ModelConfig:
         return self.why_whole is None and all(layer.neurons.rectified for layer in self.layers)
 
     @property
+    def partly_rectified(self) -> bool:
+        """Whether they are in some layer: it can be computed sparsely without loss."""
+        return self.why_whole is None and any(layer.neurons.rectified for layer in self.layers)
+
+    @property
     def fires_both_ways(self) -> bool:
         """Whether neurons fire on both sides of zero, as those of cats do: a predictor must then be large, or selects
         many others too, so it is trained only where it is asked for."""
@@ -726,9 +731,9 @@ class ModelConfig:
         return any(layer.ffn.activation == "topk" for layer in self.layers)
 
     @property
-    def partly_rectified(self) -> bool:
-        """Whether they are in some layer: it can be computed sparsely without loss."""
-        return self.why_whole is None and any(layer.neurons.rectified for layer in self.layers)
+    def why_not_split(self) -> str | None:
+        """Why the neurons of a layer are not placed one by one, on two devices; None: they can be."""
+        return "layers with the activation topk run whole beside a GPU" if self.in_banks else None
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

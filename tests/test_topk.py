@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import model_files
@@ -13,10 +14,12 @@ from model_files import Builder, experts_gguf, family_gguf, give_limits
 
 torch = pytest.importorskip("torch")
 
+from sparse_models import TEXT  # noqa: E402
 from test_hybrid import split  # noqa: E402
 from test_sparse import one_by_one, opened, side_by_side  # noqa: E402
 from test_watch import look  # noqa: E402
 
+from powerinfer.cli.main import main  # noqa: E402
 from powerinfer.config import BANK, EngineConfig, TrainConfig  # noqa: E402
 from powerinfer.errors import ModelError, RequestError  # noqa: E402
 from powerinfer.formats.bundle_types import choose_types  # noqa: E402
@@ -28,6 +31,7 @@ from powerinfer.models import load  # noqa: E402
 from powerinfer.placement.request import model_subject  # noqa: E402
 from powerinfer.prepare.packing import pack  # noqa: E402
 from powerinfer.prepare.training import check  # noqa: E402
+from powerinfer.report import plots  # noqa: E402
 from powerinfer.sparsify.torch_model import TorchModel, largest  # noqa: E402
 from powerinfer.sparsify.torch_model import load as load_torch  # noqa: E402
 from powerinfer.sparsity.selection import Selection  # noqa: E402
@@ -149,6 +153,27 @@ def test_neurons_are_not_split_over_devices(tmp_path: Path) -> None:
         check(checkpoint, TrainConfig())
     with pytest.raises(RequestError, match="no predictor can select neurons of the activation topk"):
         resolve(checkpoint, EngineConfig(selector="predicted"))
+
+
+def test_prepare_packs_and_plans_whole_layers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it recommends then runs `exact` without a GPU."""
+    monkeypatch.setattr(plots, "png", lambda draw, look: b"a plot")
+    path, text = topk().write(tmp_path / "m.gguf"), tmp_path / "text.txt"
+    text.write_text(TEXT * 6)
+    quick = ["--corpus", str(text), "--window", "64", "--tokens", "512", "--hardware", "pc-8gb", "--threads", "1"]
+    for selector in ("exact", "threshold"):
+        assert main(["prepare", "-m", str(path), *quick, "--selector", selector]) == 2
+        assert f"selector {selector}: layers with the activation topk" in capsys.readouterr().err
+    assert main(["prepare", "-m", str(path), *quick, "--json"]) == 0
+    out, said = capsys.readouterr()
+    about = json.loads(out.splitlines()[-1])
+    states = {name: step["state"] for name, step in about["steps"].items()}
+    assert states["pack"] == "done" and states["train"] == "not needed" and about["plan"]["selector"] == "all"
+    assert f"powerinfer run -m {path} --selector auto" in said
+    found = resolve(open_checkpoint(path), EngineConfig(gpu="none"))
+    assert found.selection.selector == "exact"
 
 
 REFUSED = {

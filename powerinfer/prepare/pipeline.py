@@ -124,7 +124,13 @@ class Work:
             return self.engine.selector
         predictors = bool(checkpoint_model(self.checkpoint, self.engine.prepared).predictors)
         faster = self.gain is not None and self.gain[0] < GAIN * self.gain[1]
-        return auto(self.checkpoint.config, predictors=predictors, thresholds=faster)[0]
+        config = self.checkpoint.config
+        return auto(config, config.why_not_split, predictors=predictors, thresholds=faster)[0]
+
+    @property
+    def run_with(self) -> str:
+        """The selector to run with. Where only whole layers are planned for, `auto`: without a GPU it is `exact`."""
+        return self.engine.selector if self.checkpoint.config.why_not_split is not None else self.selector
 
     @property
     def dense(self) -> bool:
@@ -327,7 +333,7 @@ def check_bytes(work: Work) -> None:
 def _least_request(work: Work) -> PlanRequest:
     selector = work.engine.selector
     if selector in ("auto", "predicted"):  # predictors only add to it, and are not there yet
-        selector, _ = auto(work.checkpoint.config)
+        selector, _ = auto(work.checkpoint.config, work.checkpoint.config.why_not_split)
     return work.request(selector, assume=True, fresh=True)
 
 
