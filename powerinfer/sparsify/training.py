@@ -523,7 +523,7 @@ class Sparsifier:
         for name in names:
             if f"exp_avg.{name}" in moments and steps > 0:
                 adam.state[self.student.weights[name]] = {
-                    "step": torch.tensor(float(steps)),
+                    "step": torch.tensor(float(steps), device=self.device),  # where the fused step reads it
                     **{one: moments[f"{one}.{name}"] for one in ("exp_avg", "exp_avg_sq")},
                 }
 
