@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import reference
 from gguf_bytes import F32, STRING
-from model_files import Builder, experts_gguf, family_gguf, give_limits
+from model_files import Builder, edit_config, experts_gguf, family_gguf, give_limits, tiny_folder
 
 torch = pytest.importorskip("torch")
 
@@ -32,6 +32,7 @@ from powerinfer.placement.request import model_subject  # noqa: E402
 from powerinfer.prepare.packing import pack  # noqa: E402
 from powerinfer.prepare.training import check  # noqa: E402
 from powerinfer.report import plots  # noqa: E402
+from powerinfer.report.findings import findings  # noqa: E402
 from powerinfer.sparsify.torch_model import TorchModel, largest  # noqa: E402
 from powerinfer.sparsify.torch_model import load as load_torch  # noqa: E402
 from powerinfer.sparsity.selection import Selection  # noqa: E402
@@ -172,6 +173,7 @@ def test_prepare_packs_and_plans_whole_layers(
     states = {name: step["state"] for name, step in about["steps"].items()}
     assert states["pack"] == "done" and states["train"] == "not needed" and about["plan"]["selector"] == "all"
     assert f"powerinfer run -m {path} --selector auto" in said
+    assert findings(open_checkpoint(path)).lacking == [], "a report asks for no predictors"
     found = resolve(open_checkpoint(path), EngineConfig(gpu="none"))
     assert found.selection.selector == "exact"
 
@@ -197,6 +199,16 @@ def test_files_that_are_refused(case: str, tmp_path: Path) -> None:
     make, why = REFUSED[case]
     with pytest.raises(ModelError, match=why):
         open_checkpoint(make().write(tmp_path / "m.gguf"))
+
+
+def test_folders_that_are_refused(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "tiny")
+    edit_config(folder, hidden_act="topk", hidden_act_param=8)
+    with pytest.raises(ModelError, match="tiny: activation topk without thresholds of neurons"):
+        open_checkpoint(folder)
+    edit_config(folder, hidden_act_param=...)
+    with pytest.raises(ModelError, match="hidden_act_param is missing$"):
+        open_checkpoint(folder)
 
 
 def test_banks_that_are_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

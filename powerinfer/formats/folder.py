@@ -297,6 +297,8 @@ def _with_thresholds(config: ModelConfig, stored: dict[str, RawTensor], folder: 
     than the tensors."""
     found = [name for name in stored if name.endswith(THRESHOLD)]
     each = any(isinstance(layer.ffn, FfnConfig) and layer.ffn.thresholds for layer in config.layers)
+    if each and not found and config.in_banks:
+        raise ModelError(f"{folder}: activation topk without thresholds of neurons")
     if each and not found:
         raise ModelError(
             f"{folder / 'config.json'}: hidden_act_param is missing, and the folder has no thresholds of neurons"

@@ -93,9 +93,9 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
 
     config = checkpoint.config
     neurons = config.why_whole is None  # else there is nothing to prepare
-    asked_for = (
-        not (config.fires_both_ways or config.in_banks) or PreparedFile(PREDICTOR, checkpoint, prepared).exists()
-    )
+    trained = config.rectified and not config.in_banks and checkpoint.predictor_threshold is None
+    if config.fires_both_ways:  # only where it is asked for
+        trained = trained and PreparedFile(PREDICTOR, checkpoint, prepared).exists()
     profile = _found(PROFILE, checkpoint, prepared, lambda: open_profile(checkpoint, prepared), neurons)
     experts: Found[ExpertProfile] = _NONE
     if config.experts:
@@ -106,13 +106,7 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
         f"{_layers(config.ffn_sizes)}, {config.activations}",
         _newest_plan(checkpoint, prepared, profile.value),
         profile,
-        _found(
-            PREDICTOR,
-            checkpoint,
-            prepared,
-            lambda: open_predictor(checkpoint, prepared),
-            config.rectified and asked_for and checkpoint.predictor_threshold is None,
-        ),
+        _found(PREDICTOR, checkpoint, prepared, lambda: open_predictor(checkpoint, prepared), trained),
         _found(BUNDLES, checkpoint, prepared, lambda: open_bundles(checkpoint, prepared, bundle_row_bytes), neurons),
         experts,
         newest_trial(checkpoint, prepared),
