@@ -6,7 +6,8 @@ the same format (or --format) into --out, with a card (README.md), the steps (lo
 
 JSON: path, source, architecture, recipe, target_zeros, tokens, corpora, own_text_tokens (written with --own-text, with
 the prompts), perplexity_before, perplexity, ratio, zeros, zeros_by_layer (on held-out windows of the texts), limits
-(thresholds of the layers), start (file of --start), resumed (steps that an earlier run did), seconds.
+(thresholds of the layers; of topk how many neurons of a bank count), start (file of --start), resumed (steps that an
+earlier run did), seconds.
 
 --estimate says what a training would take, of a model (-m), of which only the headers are read, or of a published one
 by its name or a config.json (--shape). JSON: model, parameters, active_parameters (multiplied with for a token),

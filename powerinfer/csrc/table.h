@@ -47,8 +47,8 @@ enum PiForm { PI_FORM_F32 = 1, PI_FORM_BF16 = 2, PI_FORM_Q8 = 4 };
 
 // Activations of the FFN. RELU2 is relu squared; FATRELU keeps what exceeds a threshold; DRELU is relu on the gate and
 // on up; GELU_TANH is GELU in its approximation by tanh; CATS is silu where its magnitude exceeds a threshold; TOPK is
-// silu for so many neurons of each bank of PI_BANK, see `keep_largest`. Experts may also have SWIGLU_OAI, gpt-oss's: with
-// both clamped at 7, gate * sigmoid(1.702 gate) * (up + 1). SIGMOID is that of gates, and none of an FFN.
+// silu for so many neurons of each bank of PI_BANK, see `keep_largest`. Experts may also have SWIGLU_OAI, gpt-oss's:
+// with both clamped at 7, gate * sigmoid(1.702 gate) * (up + 1). SIGMOID is that of gates, and none of an FFN.
 enum PiAct {
   PI_SILU,
   PI_RELU,

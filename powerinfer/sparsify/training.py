@@ -11,8 +11,10 @@ share stays below. A weighted recipe compares a neuron's activation a times its 
 threshold of its own: the root mean square of dL/da over tokens, L the loss of labels that the original draws, so that
 its square times a^2 / 2 is about what L gains when the neuron is left out (the diagonal of the Fisher information).
 
-Without thresholds a penalty is added to the loss: the share of neurons that fire, counted softly so that it has a
-gradient (see `_firing`), times a factor that grows while fewer are zero than the target asks for.
+Of topk these thresholds are the inverse importances, and how many neurons of a bank count follows from the target.
+
+With neither a penalty is added to the loss: the share of neurons that fire, counted softly so that it has a gradient
+(see `_firing`), times a factor that grows while fewer are zero than the target asks for.
 """
 
 from __future__ import annotations
@@ -69,9 +71,9 @@ class Figures(NamedTuple):
 
 @dataclass(frozen=True)
 class Trained:
-    """changed: canonical names; limits: thresholds of the layers, () where the activation has none; thresholds: of the
-    neurons, by canonical name, of layers that have such; tokens: of all runs; seconds: of this one; resumed: steps of
-    earlier ones."""
+    """changed: canonical names; limits: thresholds of the layers, of topk how many neurons of a bank count, () where
+    there are none; thresholds: of the neurons, by canonical name, of layers that have such; tokens: of all runs;
+    seconds: of this one; resumed: steps of earlier ones."""
 
     changed: tuple[str, ...]
     limits: tuple[float, ...]
@@ -581,8 +583,8 @@ def _firing(gate: Tensor, up: Tensor | None) -> Tensor:
 class _Cut(torch.autograd.Function):  # type: ignore[misc]
     """h = act(gate) * up where act(gate) exceeds its limit or, with `kept`, is among so many of its bank that are the
     largest multiples of their limits, else 0; what was compared, with `silu` |silu(gate)|, else the gate; and 1 where
-    it counts, else 0. As one function, for elementwise operations cost a CPU as much as the matrices
-    here; products with 1 and 0 are several times as fast there as masks."""
+    it counts, else 0. As one function, for elementwise operations cost a CPU as much as the matrices here; products
+    with 1 and 0 are several times as fast there as masks."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, limit: Tensor, silu: bool, kept: int) -> tuple[Tensor, ...]:
