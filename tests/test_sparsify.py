@@ -109,7 +109,7 @@ def divergence(work: Sparsifier) -> float:
     return float((wanted.exp() * (wanted - own)).sum(-1).mean())
 
 
-@pytest.mark.parametrize("recipe", ["cats", "reglu"])
+@pytest.mark.parametrize("recipe", ["cats", "topk", "reglu"])
 def test_an_interrupted_run_goes_on_and_gives_the_same(recipe: str, dense: Path, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     made(dense, whole, recipe=recipe)
@@ -155,6 +155,18 @@ def test_a_sparse_model_is_trained_further(dense: Path, tmp_path: Path) -> None:
     work = Sparsifier(original, open_corpora([]), config, tmp_path / "5", start=open_checkpoint(relu))
     assert [stage.name for stage, _ in work.stages] == ["distil", "distil"]
     assert sum(steps for _, steps in work.stages) == work._steps
+
+
+def test_another_number_of_neurons_of_a_bank(dense: Path, tmp_path: Path) -> None:
+    """A model of topk is trained further with the thresholds that its neurons have."""
+    options: dict[str, Any] = {"recipe": "topk", "tokens": 1024, "type": "f16"}
+    begun = open_checkpoint(made(dense, tmp_path / "first", **options).path)
+    config = SparsifyConfig(**(SMALL | options | {"zeros": 0.5}))
+    done = sparsify(open_checkpoint(dense), [], config, tmp_path / "second", threads=1, start=begun)
+    ours = open_checkpoint(done.path)
+    assert limits(begun) == [19, 19] and limits(ours) == done.document["limits"] == [32, 32]
+    for name in ("layers.0.threshold", "layers.1.threshold"):
+        assert np.allclose(ours.take(name).float32(), begun.take(name).float32(), rtol=1e-5)
 
 
 def test_a_start_with_rows_in_another_order_is_refused(dense: Path, tmp_path: Path) -> None:
