@@ -76,7 +76,15 @@ def sparsify(
         if done.limits and (recipe.activation == "topk" or not done.thresholds):
             about["hidden_act_param"] = list(done.limits)
         path = write_model(
-            checkpoint, out, config.type, done.changed, work.values, about, done.thresholds, form=config.format
+            checkpoint,
+            out,
+            config.type,
+            done.changed,
+            work.values,
+            about,
+            done.thresholds,
+            form=config.format,
+            attention_type=config.attention_type,
         )
         written = open_checkpoint(path)
         after = work.evaluate(TorchModel(written.config, load(written), work.teacher.compute))

@@ -11,6 +11,11 @@ FFN_PARTS = frozenset(f"{of}{part}" for of in ("", "experts_", "shared_") for pa
 """Matrices of a layer's FFN, by the last part of their canonical names."""
 
 
+def stored_type(name: str, kind: str, attention: str) -> str:
+    """Of a trained matrix, by its canonical name; kind, attention: --type and --attention-type."""
+    return kind if attention == "same" or name.rpartition(".")[2] in FFN_PARTS else attention
+
+
 @dataclass(frozen=True)
 class Stage:
     """A part of the training. share: of the tokens; rate: Adam's learning rate for the FFNs' matrices; other: its

@@ -44,7 +44,7 @@ from powerinfer.formats.layout import is_router, matrix_names, shapes
 from powerinfer.formats.prepared import TRAINING, PreparedFile
 from powerinfer.prepare.corpus import Corpus, read_windows
 from powerinfer.progress import Progress, Say, silent
-from powerinfer.sparsify.recipes import FFN_PARTS, Stage, check_recipe
+from powerinfer.sparsify.recipes import FFN_PARTS, Stage, check_recipe, stored_type
 from powerinfer.sparsify.torch_model import Neurons, TorchModel, load
 from powerinfer.system import available_memory
 
@@ -113,8 +113,9 @@ class Sparsifier:
         self.teacher = TorchModel(checkpoint.config, frozen, compute)
         self._ffns, self._all = trained_names(checkpoint.config)
         # other types are too fine for this to be worth it
-        rough = config.type == "q4_0" and "gguf" in (checkpoint.source, config.format)
-        self._rounded = [name for name in self._all if rough and weights[name].shape[-1] % 32 == 0]
+        rough = [name for name in self._all if stored_type(name, config.type, config.attention_type) == "q4_0"]
+        gguf = "gguf" in (checkpoint.source, config.format)
+        self._rounded = [name for name in rough if gguf and weights[name].shape[-1] % 32 == 0]
         first = weights if start is None else self._started(start, weights)
         own = dict(frozen) | {name: first[name].to(self.device).clone() for name in self._all}
         del weights, first
@@ -442,7 +443,15 @@ class Sparsifier:
     # ---------------------------------------------------------------- what is kept
 
     def _key(self) -> str:
-        free = ("save", "device", "type", "format", "lr", "own_text")  # a text that is written is in the windows
+        free = (
+            "save",
+            "device",
+            "type",
+            "attention_type",
+            "format",
+            "lr",
+            "own_text",
+        )  # a text that is written is in the windows
         options = {name: value for name, value in asdict(self.config).items() if name not in free}
         digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
         if self._start is not None:
