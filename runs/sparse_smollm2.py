@@ -46,6 +46,7 @@ OPTIONS = {
     "batch": 1024,
     "rows": 4,
     "type": "q4_0",
+    "attention-type": "q5_1",
 }
 PART = 48_000_000  # bytes of tensors in a part of the published model
 TESTED = 150  # conversations that are never trained on

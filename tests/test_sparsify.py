@@ -34,7 +34,7 @@ from powerinfer.sparsify import Made, measured, sparsify
 from powerinfer.sparsify.estimate import estimate, stage_costs
 from powerinfer.sparsify.loss_plot import draw_log, read_log
 from powerinfer.sparsify.own_text import OwnText, is_useful, write_own_text
-from powerinfer.sparsify.recipes import RECIPES, Stage, check_recipe
+from powerinfer.sparsify.recipes import FFN_PARTS, RECIPES, Stage, check_recipe
 from powerinfer.sparsify.torch_model import TorchModel, _Rounded, load
 from powerinfer.sparsify.training import Sparsifier, _Cut
 from powerinfer.sparsify.writing import write_model
@@ -621,6 +621,19 @@ def test_the_gradient_of_the_largest_of_a_bank() -> None:
         torch.autograd.grad(h, (gate, up), back), torch.autograd.grad(wanted, (gate, up), back), strict=True
     ):
         assert torch.allclose(own, known, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["q5_1", "same"])
+def test_attention_of_another_type(kind: str, dense: Path, tmp_path: Path) -> None:
+    config = SparsifyConfig(**(SMALL | {"type": "q4_0", "attention_type": kind}))
+    rounded = Sparsifier(open_checkpoint(dense), open_corpora([]), config, tmp_path)._rounded
+    made(dense, tmp_path / "out", tokens=512, type="q4_0", attention_type=kind)
+    checkpoint = open_checkpoint(tmp_path / "out" / "model.gguf")
+    for name in checkpoint.names():
+        layer, _, part = name.rpartition(".")
+        if layer and part in ("q", "k", "v", "o", "gate", "up", "down"):
+            wanted = "Q4_0" if kind == "same" or part in FFN_PARTS else kind.upper()
+            assert checkpoint.take(name).type == wanted and (name in rounded) == (wanted == "Q4_0"), name
 
 
 def test_rounded_weights_are_those_that_are_stored() -> None:
