@@ -396,9 +396,9 @@ def test_models_of_published_families(name: str, tmp_path: Path, capsys: pytest.
     """The command trains them, and says before what it would take."""
     path = tmp_path / "tiny.gguf"
     expert_models.write(path, small_shape(name), expert_models.Weights("f16", "f16"))
-    about = estimated(capsys, "-m", str(path), "--tokens", "1024")
-    assert about["parameters"] == open_checkpoint(path).parameters and about["here"] is None
     flags = ["--window", "32", "--batch", "256", "--rows", "4", "--tokens", "1024", "-t", "1", "--device", "cpu"]
+    about = estimated(capsys, "-m", str(path), *flags)
+    assert about["parameters"] == open_checkpoint(path).parameters and about["here"] is None
     assert main(["sparsify", "-m", str(path), "--out", str(tmp_path / "out"), "--json", *flags]) == 0
     done = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert done["architecture"] == PUBLISHED[name] and done["zeros"] > 0.3
@@ -493,10 +493,13 @@ def test_estimates_that_cannot_be(dense: Path, capsys: pytest.CaptureFixture[str
         (["--estimate", "--shape", "gpt-5"], "no shape 'gpt-5'"),
         (["--estimate", "--shape", "llama-7b"], "recipe cats is for gated FFNs of silu"),
         (["--estimate", "--shape", "qwen3-4b", "-m", str(dense)], "not both"),
-        (["--estimate", "--shape", "qwen3-4b", "--share", "0"], "--share 0 must be between 0 and 1"),
+        (["--estimate", "--shape", "qwen3-4b", "--share", "0"], "--share 0 must be above 0 and at most 1"),
         (["--estimate", "--shape", "qwen3-4b", "--window", "0"], "--window must be"),
         (["--estimate", "--shape", "qwen3-next-80b-a3b", "--measure"], "it has layers of"),
+        (["--estimate", "--shape", "qwen3-4b", "--tokens", "1024"], "--tokens 1024 is less than a step"),
+        (["--estimate", "--shape", "qwen3-4b", "--window", "40961", "--batch", "40961"], "is more than the model's"),
         (["-m", str(dense), "--measure", "--out", "x"], "are for --estimate"),
+        (["-m", str(dense.parent / "none"), "--out", "x", "--tokens", "0"], "--tokens must be a whole number"),
         (["-m", str(dense)], "missing: --out"),
     ):
         assert main(["sparsify", *flags]) == 2
@@ -523,16 +526,19 @@ def test_what_cannot_be(dense: Path, tmp_path: Path) -> None:
         made(dense, foreign)
     assert (foreign / "README.md").read_text() == "mine"
     for options, message in (
-        ({"own_text": -1}, "--own-text must be a number of tokens, not -1"),
-        ({"zeros": 1.0}, "--zeros 1 must be between 0 and 1"),
+        ({"own_text": -1}, "--own-text must be a whole number of at least 0, not -1"),
+        ({"seed": -1}, "--seed must be a whole number of at least 0, not -1"),
+        ({"zeros": 1.0}, "--zeros 1 must be above 0 and below 1"),
+        ({"save": float("nan")}, "--save must be a number of seconds, not nan"),
+        ({"type": "q5_0"}, "--type must be one of f16, bf16, q8_0, q4_0, not 'q5_0'"),
         ({"batch": 16}, "--batch 16 is less than a window of 32"),
-        ({"lr": 0.0}, "--lr 0 must be"),
+        ({"lr": 0.0}, "--lr 0 must be above 0"),
         ({"tokens": 100}, "--tokens 100 is less than a step of --batch 256 tokens"),
-        ({"window": 65536, "batch": 65536, "tokens": 65536}, "less than one window of 65536"),
-        ({"recipe": "gelu"}, "there is no recipe 'gelu'"),
+        ({"window": 129}, "--window 129 is more than the model's context of 128"),
+        ({"recipe": "gelu"}, "--recipe must be one of cats, "),
     ):
         with pytest.raises(RequestError, match=message):
-            made(dense, tmp_path / "out", **options)
+            made(dense, tmp_path / "out", **({"own_text": 10**9} | options))
     short = tmp_path / "short.txt"
     short.write_text("one two three four five six seven eight nine ten")
     with pytest.raises(RequestError, match="too few to train on"):

@@ -19,7 +19,7 @@ from powerinfer.sparsify.card import card, document
 from powerinfer.sparsify.estimate import Rates
 from powerinfer.sparsify.loss_plot import draw_log
 from powerinfer.sparsify.own_text import FILE, PART, write_own_text
-from powerinfer.sparsify.recipes import check_recipe
+from powerinfer.sparsify.recipes import check
 from powerinfer.sparsify.writing import check_writable, write_model
 
 
@@ -48,7 +48,7 @@ def sparsify(
     PowerInferError without torch or if the loss becomes no number, that or OSError if a file cannot be written. An
     interrupted run goes on.
     """
-    recipe = check_recipe(config.recipe, checkpoint.config)
+    recipe = check(config, checkpoint.config)
     if out.resolve() in (checkpoint.path.resolve(), checkpoint.path.parent.resolve()):
         raise RequestError(f"--out {out} holds the model itself: give another folder")
     found = {one.name for one in out.iterdir()} if out.is_dir() else set()

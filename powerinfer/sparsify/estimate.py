@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from powerinfer.config import AttentionConfig, ExpertsConfig, ModelConfig, SparsifyConfig
 from powerinfer.errors import RequestError
 from powerinfer.formats.layout import is_matrix, is_router, shapes
-from powerinfer.sparsify.recipes import FFN_PARTS, Recipe, Stage, check_recipe
+from powerinfer.sparsify.recipes import FFN_PARTS, Recipe, Stage, check
 
 SHARE = 0.35  # of a device's peak that a training reaches, unless another one is given
 
@@ -152,13 +152,10 @@ def _kept(config: ModelConfig) -> int:
 
 def estimate(config: ModelConfig, options: SparsifyConfig, share: float | None, rates: Rates | None) -> dict[str, Any]:
     """The document of `powerinfer sparsify --estimate`. share: of a device's peak, None: as measured, or SHARE; rates:
-    measured on this machine. RequestError for a recipe that is not for the model, and options out of their range."""
-    for name in ("tokens", "window", "batch", "rows"):
-        if getattr(options, name) < 1:
-            raise RequestError(f"--{name} must be a whole number of at least 1, not {getattr(options, name)}")
+    measured on this machine. RequestError for options that `check` refuses, and a share out of its range."""
     if share is not None and not 0 < share <= 1:
-        raise RequestError(f"--share {share:g} must be between 0 and 1")
-    recipe = check_recipe(options.recipe, config)
+        raise RequestError(f"--share {share:g} must be above 0 and at most 1")
+    recipe = check(options, config)
     stages = stage_costs(config, recipe, options.tokens, options.window)
     total = sum(stage.tokens * stage.flops for stage in stages)
     places = memory(config, recipe, options.rows, options.window)

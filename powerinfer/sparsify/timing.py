@@ -22,7 +22,7 @@ from powerinfer.formats.layout import shapes
 from powerinfer.prepare.corpus import Corpus, Piece
 from powerinfer.progress import Progress, silent
 from powerinfer.sparsify.estimate import Rates, memory, stage_costs
-from powerinfer.sparsify.recipes import Stage, check_recipe
+from powerinfer.sparsify.recipes import Stage, check
 from powerinfer.sparsify.torch_model import TorchModel
 from powerinfer.sparsify.training import Figures, Sparsifier
 from powerinfer.system import available_memory
@@ -38,7 +38,7 @@ def measure(config: ModelConfig, options: SparsifyConfig, progress: Progress = s
 
     RequestError for a model that cannot be trained, and where these layers need more memory than is free.
     """
-    recipe = check_recipe(options.recipe, config)
+    recipe = check(options, config)
     count = len(recipe.stages)
     cut = replace(config, vocab_size=min(config.vocab_size, VOCAB))
     free = available_memory()

@@ -44,7 +44,7 @@ from powerinfer.formats.layout import is_router, matrix_names, shapes
 from powerinfer.formats.prepared import TRAINING, PreparedFile
 from powerinfer.prepare.corpus import Corpus, read_windows
 from powerinfer.progress import Progress, Say, silent
-from powerinfer.sparsify.recipes import FFN_PARTS, Stage, check_recipe
+from powerinfer.sparsify.recipes import FFN_PARTS, Stage, check
 from powerinfer.sparsify.torch_model import Neurons, TorchModel, load
 from powerinfer.system import available_memory
 
@@ -99,8 +99,7 @@ class Sparsifier:
         RequestError for options that do not suit the model or each other, a start that is none, and for texts that are
         too short.
         """
-        self.recipe = check_recipe(config.recipe, checkpoint.config)
-        _check(config)
+        self.recipe = check(config, checkpoint.config)
         self.config, self._progress, self._checkpoint, self._out = config, progress, checkpoint, out
         self.device = find_device(config.device)
         if self.device.type == "cpu":
@@ -589,22 +588,6 @@ class _Cut(torch.autograd.Function):  # type: ignore[misc]
             return own * up, own * gate, None, None
         by_gate = torch.ops.aten.silu_backward(own * up, gate)
         return by_gate, own.mul_(functional.silu(gate)), None, None
-
-
-def _check(config: SparsifyConfig) -> None:
-    if not 0 < config.zeros < 1:
-        raise RequestError(f"--zeros {config.zeros:g} must be between 0 and 1")
-    if not 0 < config.lr <= 100:
-        raise RequestError(f"--lr {config.lr:g} must be between 0 and 100")
-    for name, least in (("window", 8), ("rows", 1)):
-        if getattr(config, name) < least:
-            raise RequestError(f"--{name} must be a whole number of at least {least}, not {getattr(config, name)}")
-    if config.tokens < config.batch:
-        raise RequestError(f"--tokens {config.tokens} is less than a step of --batch {config.batch} tokens")
-    if config.own_text < 0:
-        raise RequestError(f"--own-text must be a number of tokens, not {config.own_text}")
-    if config.batch < config.window:
-        raise RequestError(f"--batch {config.batch} is less than a window of {config.window} tokens")
 
 
 def _texts(
