@@ -30,7 +30,7 @@ from powerinfer.prepare.corpus import open_corpora
 from powerinfer.progress import silent
 from powerinfer.report.plots import draw_training
 from powerinfer.sparsify import Made, measured, sparsify
-from powerinfer.sparsify.estimate import estimate, stage_costs
+from powerinfer.sparsify.estimate import estimate, memory, stage_costs
 from powerinfer.sparsify.loss_plot import draw_log, read_log
 from powerinfer.sparsify.own_text import OwnText, is_useful, write_own_text
 from powerinfer.sparsify.recipes import RECIPES, Stage, check_recipe
@@ -548,6 +548,23 @@ def test_what_cannot_be(dense: Path, tmp_path: Path) -> None:
             SparsifyConfig(**(SMALL | {"window": 16, "batch": 16})),
             tmp_path / "out",
         )
+
+
+@pytest.mark.parametrize("product", [torch.float32, torch.bfloat16])
+def test_memory_is_asked_for_before_anything_else(
+    product: torch.dtype, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the rule of --estimate: 20 bytes of a weight that is trained, and what the windows take."""
+    config = open_checkpoint(dense).config
+    trained = SHAPE.n_layers * 64 * (2 * 64 + 2 * 32 + 3 * 128)
+    one, all_rows = (memory(config, RECIPES["cats"], rows, 32, product.itemsize)[0].device for rows in (1, 4))
+    stored = product.itemsize * open_checkpoint(dense).parameters
+    assert 0 < one - stored - (18 if product.itemsize == 2 else 16) * trained == (all_rows - one) // 3
+    monkeypatch.setattr("powerinfer.sparsify.training.fast_type", lambda device: product)
+    monkeypatch.setattr("powerinfer.sparsify.training.free_bytes", lambda device: all_rows - 1)
+    with pytest.raises(RequestError, match=r"training needs about .* are free: smaller --rows"):
+        made(dense, tmp_path, own_text=10**9)
+    assert made(dense, tmp_path, tokens=512, rows=3).document["tokens"] == 512
 
 
 def test_the_steps_as_a_picture(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from powerinfer.prepare.corpus import open_corpora
 from powerinfer.prepare.training import torch_threads
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsify.card import card, document
-from powerinfer.sparsify.estimate import Rates
+from powerinfer.sparsify.estimate import Rates, memory
 from powerinfer.sparsify.loss_plot import draw_log
 from powerinfer.sparsify.own_text import FILE, PART, write_own_text
 from powerinfer.sparsify.recipes import check
@@ -57,16 +57,18 @@ def sparsify(
     texts, own_tokens = open_corpora(corpora), 0
     with torch_threads(threads):
         from powerinfer.sparsify.torch_model import TorchModel, load
-        from powerinfer.sparsify.training import Sparsifier, find_device, free_bytes, needed_bytes, trained_names
+        from powerinfer.sparsify.training import Sparsifier, fast_type, find_device, free_bytes, trained_names
 
         about: dict[str, Any] = {"hidden_act": recipe.activation}
         limited = {"hidden_act_param": [0.0] * checkpoint.config.n_layers} if recipe.activation in THRESHOLDED else {}
         check_writable(checkpoint, trained_names(checkpoint.config)[1], about | limited, config.format)
         device = find_device(config.device)
-        needed, available = needed_bytes(checkpoint.config, device), free_bytes(device)
-        if needed > available:
+        product, free = fast_type(device).itemsize, free_bytes(device)
+        needed = memory(checkpoint.config, recipe, config.rows, config.window, product)[0].device
+        if needed > free:
             raise RequestError(
-                f"training needs about {needed / 2**30:.1f} GiB of memory, and {available / 2**30:.1f} GiB are free"
+                f"training needs about {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free: "
+                "smaller --rows and --window need less"
             )
         if config.own_text:
             own = write_own_text(checkpoint, texts, config.own_text, config.seed, out, progress, threads, say)

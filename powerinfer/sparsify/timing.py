@@ -24,8 +24,7 @@ from powerinfer.progress import Progress, silent
 from powerinfer.sparsify.estimate import Rates, memory, stage_costs
 from powerinfer.sparsify.recipes import Stage, check
 from powerinfer.sparsify.torch_model import TorchModel
-from powerinfer.sparsify.training import Figures, Sparsifier
-from powerinfer.system import available_memory
+from powerinfer.sparsify.training import Figures, Sparsifier, fast_type, find_device, free_bytes
 
 STEPS = 4  # of each stage; the first is not counted
 LAYERS = 2  # of the model, fewer where memory is short
@@ -41,12 +40,13 @@ def measure(config: ModelConfig, options: SparsifyConfig, progress: Progress = s
     recipe = check(options, config)
     count = len(recipe.stages)
     cut = replace(config, vocab_size=min(config.vocab_size, VOCAB))
-    free = available_memory()
+    device = find_device(options.device)
+    free = free_bytes(device)
     for layers in range(min(LAYERS, config.n_layers), -1, -1):
         if not layers:
             raise RequestError(f"{free / 2**30:.1f} GiB are free, too few to train one layer of this model")
         cut = replace(cut, layers=config.layers[-layers:])
-        if memory(cut, recipe, options.rows, options.window)[0].device < free:
+        if memory(cut, recipe, options.rows, options.window, fast_type(device).itemsize)[0].device < free:
             break
     ends: list[float] = []
 

@@ -522,13 +522,6 @@ def trained_names(config: ModelConfig) -> tuple[tuple[str, ...], tuple[str, ...]
     return tuple(name for name in every if name.rpartition(".")[2] in FFN_PARTS), every
 
 
-def needed_bytes(config: ModelConfig, device: torch.device) -> int:
-    """Memory of a training, about: the teacher in the type that is computed in, the student, its gradients and two
-    moments in four bytes a weight; what a batch needs comes on top."""
-    compute = int(fast_type(device).itemsize)
-    return (16 + compute) * sum(math.prod(shape) for _, shape in shapes(config))
-
-
 def free_bytes(device: torch.device) -> int:
     """Memory of the device that is free."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_memory()
