@@ -61,9 +61,10 @@ class RopeConfig:
         return None
 
 
-ACTIVATIONS = ("silu", "gelu_tanh", "relu", "relu2", "fatrelu", "drelu", "cats")
+ACTIVATIONS = ("silu", "gelu_tanh", "relu", "relu2", "fatrelu", "drelu", "cats", "topk")
 """gelu_tanh is GELU by its tanh approximation; relu2 is relu squared; fatrelu keeps what exceeds a threshold; drelu is
-relu on the gate and on up; cats (arXiv 2404.08763) is silu where its magnitude exceeds a threshold."""
+relu on the gate and on up; cats (arXiv 2404.08763) is silu where its magnitude exceeds a threshold; topk is silu for so
+many neurons of each bank of BANK in turn, those whose magnitude is largest as a multiple of the neuron's threshold."""
 
 THRESHOLDED = ("fatrelu", "cats")
 """Activations that have a threshold."""
@@ -71,7 +72,13 @@ THRESHOLDED = ("fatrelu", "cats")
 EXPERT_ACTIVATIONS = (*ACTIVATIONS, "swiglu_oai")
 """Those of experts: swiglu_oai, gpt-oss's, is gate * sigmoid(1.702 gate) * (up + 1), with both clamped at 7."""
 
-RECTIFIED = ("relu", "relu2", "fatrelu", "drelu", "cats")
+LIMITED = (*THRESHOLDED, "topk")
+"""Activations with a number that each layer may have another of: a threshold, or how many neurons count."""
+
+BANK = 64
+"""Neurons of a bank, among which the activation topk selects."""
+
+RECTIFIED = ("relu", "relu2", "fatrelu", "drelu", "cats", "topk")
 """Activations that are exactly zero for a neuron that does not fire."""
 
 
@@ -397,7 +404,8 @@ class FfnConfig(FfnKind):
 
     size: int  # neurons
     activation: str = "silu"  # of ACTIVATIONS
-    threshold: float = 0.0  # fatrelu: what the gate must exceed; cats: what silu of the gate must, in magnitude
+    # fatrelu: what the gate must exceed; cats: what silu of the gate must, in magnitude; topk: how many of a bank count
+    threshold: float = 0.0
     gated: bool = True  # False: no gate matrix, the activation is applied to up
     bias: bool = False
     # The threshold is not one of the layer but one of each neuron. Not in `repr`, of which fingerprints of models
@@ -432,6 +440,8 @@ class FfnConfig(FfnKind):
             return f"activation {self.activation!r} is unknown (only {', '.join(ACTIVATIONS)})"
         if self.activation == "drelu" and not self.gated:
             return "activation drelu needs a gated FFN"
+        if self.activation == "topk":
+            return self._problem_of_topk()
         if self.threshold < 0 or (self.threshold and self.activation not in THRESHOLDED):
             return f"activation {self.activation} with threshold {self.threshold:g}"
         if self.thresholds and self.activation not in THRESHOLDED:
@@ -439,6 +449,13 @@ class FfnConfig(FfnKind):
         if self.thresholds and self.threshold:
             return "a threshold of the layer and thresholds of its neurons"
         return None
+
+    def _problem_of_topk(self) -> str | None:
+        if self.size % BANK:
+            return f"activation topk needs whole banks of {BANK} neurons, not {self.size}"
+        if not 1 <= self.threshold <= BANK or self.threshold % 1:
+            return f"activation topk with {self.threshold:g} of a bank's {BANK} neurons"
+        return None if self.thresholds else "activation topk without thresholds of neurons"
 
 
 def _matrix(name: str, rows: int, cols: int, bias: bool) -> Iterator[tuple[str, Shape]]:
@@ -536,6 +553,8 @@ class ExpertsConfig(FfnKind):
             return "a bias of a router that reads a layer's input"
         if self.activation == "swiglu_oai":
             return None if self.gated and not self.shared_size else "activation swiglu_oai is of gated experts alone"
+        if self.activation == "topk":
+            return "activation topk is not for experts"
         return FfnConfig(self.size, self.activation, self.threshold, self.gated).problem()
 
     @property
@@ -697,8 +716,14 @@ class ModelConfig:
 
     @property
     def fires_both_ways(self) -> bool:
-        """Whether neurons fire on both sides of zero, as those of cats do: no predictor can tell which."""
+        """Whether neurons fire on both sides of zero, as those of cats do: a predictor must then be large, or selects
+        many others too, so it is trained only where it is asked for."""
         return any(layer.ffn.activation == "cats" for layer in self.layers)
+
+    @property
+    def in_banks(self) -> bool:
+        """Whether neurons compete in banks: whether one fires depends on the gates of others."""
+        return any(layer.ffn.activation == "topk" for layer in self.layers)
 
     @property
     def partly_rectified(self) -> bool:
@@ -837,8 +862,9 @@ class SparsifyConfig:
 
     recipe: str = option(
         "cats",
-        "how: cats, silu where its magnitude exceeds a threshold; or ReLU in its place: fatrelu, reglu, drelu",
-        choices=("cats", "fatrelu", "reglu", "drelu"),
+        "how: cats, silu where its magnitude exceeds a threshold; topk, where it is one of the largest of 64 neurons; "
+        "or ReLU in its place: fatrelu, reglu, drelu",
+        choices=("cats", "topk", "fatrelu", "reglu", "drelu"),
     )
     zeros: float = option(0.6, "target share of the neurons that are zero for a token", metavar="X")
     tokens: int = option(1_000_000, "tokens to train on; the texts are repeated if they have fewer", metavar="N")

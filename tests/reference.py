@@ -95,14 +95,17 @@ def rope(x: Floats, cos: Floats, sin: Floats) -> Float64:
     return out
 
 
-def activate(activation: str, gate: Floats, up: Floats | None = None, threshold: float | Floats = 0.0) -> Float64:
+def activate(
+    activation: str, gate: Floats, up: Floats | None = None, threshold: float | Floats = 0.0, kept: int = 0
+) -> Float64:
     """The FFN's product h from gate . n and up . n, or, without a gate, from up . n alone (here `gate`).
 
     activation: of `config.ACTIVATIONS`; threshold: what a value must exceed to be kept, of cats its magnitude: one
-    number, or one for each neuron. NaN stays NaN.
+    number, or one for each neuron. NaN stays NaN. topk: of each 64 neurons the `kept` with the largest magnitude of
+    silu over threshold, the first among equals, NaN before all others.
     """
 
-    def kept(x: Floats, limit: float | Floats) -> Float64:
+    def above(x: Floats, limit: float | Floats) -> Float64:
         return np.where(np.asarray(x) <= np.asarray(limit, np.float32), 0.0, np.asarray(x, np.float64))
 
     wide = np.asarray(gate, np.float64)
@@ -111,15 +114,22 @@ def activate(activation: str, gate: Floats, up: Floats | None = None, threshold:
     elif activation == "cats":
         active = wide * 0.5 * (1.0 + np.tanh(0.5 * wide))
         active = np.where(np.abs(active) <= np.asarray(threshold, np.float32), 0.0, active)
+    elif activation == "topk":
+        active = wide * 0.5 * (1.0 + np.tanh(0.5 * wide))
+        banks = (np.abs(active) / np.asarray(threshold, np.float32)).reshape(-1, 64)
+        order = np.argsort(-np.nan_to_num(banks, nan=np.inf), axis=1, kind="stable")[:, :kept]
+        counts = np.zeros(banks.shape, bool)
+        np.put_along_axis(counts, order, True, axis=1)
+        active = np.where(counts.reshape(active.shape), active, 0.0)
     elif activation == "gelu_tanh":
         active = wide * 0.5 * (1.0 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
     else:
-        active = kept(wide, threshold if activation == "fatrelu" else 0.0)
+        active = above(wide, threshold if activation == "fatrelu" else 0.0)
     if activation == "relu2":
         active = active * active
     if up is None:
         return active
-    return active * (kept(up, 0.0) if activation == "drelu" else np.asarray(up, np.float64))
+    return active * (above(up, 0.0) if activation == "drelu" else np.asarray(up, np.float64))
 
 
 def kv_rounded(x: Floats, kv_type: str) -> Float32:

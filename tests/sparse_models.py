@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from gguf_bytes import STRING
+from gguf_bytes import F32, STRING
 from model_files import gguf_name, give_limits, tiny_gguf, weights
 
 from powerinfer.formats.bundle_types import choose_types
@@ -22,17 +22,19 @@ TEXT = "a cab back bab abc cad deaf face bead fab cafe gab cab abba dad add fade
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
-def tiny_llama(path: Path, activation: str = "relu", limits: bool = False) -> Path:
+def tiny_llama(path: Path, activation: str = "relu", limits: bool | float = False) -> Path:
     """A model whose weights are float16 numbers, so that bundles of F16 hold them exactly. limits: with a threshold for
-    each neuron."""
+    each neuron; a number: with that one for all."""
     builder = (
         tiny_gguf("llama").add("llama.hidden_act", STRING, activation).add("tokenizer.chat_template", STRING, CHAT)
     )
     builder.tensors = []
     for name, values in weights("llama").items():
         builder.tensor(gguf_name(name), values.astype(np.float16).astype(np.float32))
-    if limits:
+    if limits is True:
         give_limits(builder)
+    elif limits:
+        builder.add("llama.hidden_act_param", F32, limits)
     return builder.write(path)
 
 
@@ -54,6 +56,19 @@ def give_predictor(path: Path, threshold: float = 0.0) -> Path:
     ]
     write_predictor(checkpoint, None, "F16", [Predictor(32, threshold, 4)] * config.n_layers, layers)  # type: ignore[arg-type]
     return path
+
+
+def some_neurons(n_layers: int, neurons: int, share: float = 0.7, seed: int = 6) -> np.ndarray:
+    """Bool [layers, neurons]: those that `predictors_of` are to select."""
+    return np.random.default_rng(seed).random((n_layers, neurons)) < share
+
+
+def predictors_of(selected: np.ndarray, d_model: int) -> tuple[Predictor, list[tuple[np.ndarray, np.ndarray]]]:
+    """(their description, in and out of each layer) of predictors that select these neurons, whatever they read."""
+    direction = np.random.default_rng(7).standard_normal((1, d_model)).astype(np.float16).astype(np.float32)
+    inner = np.concatenate([direction, -direction])
+    weights = [(inner, np.repeat(np.where(own, 0, -1).astype(np.float32)[:, None], 2, 1)) for own in selected]
+    return Predictor(2, 0.0, 0), weights
 
 
 def profile_of(layers: int, d_ff: int, seed: int = 4, most: float = 0.9) -> Profile:

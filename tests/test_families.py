@@ -557,7 +557,7 @@ def test_folders_with_code_of_their_own(tmp_path: Path, make: Any, changes: dict
 def test_other_activations_are_refused_by_name(tmp_path: Path, name: str) -> None:
     folder = tiny_folder(tmp_path / "tiny")
     edit_config(folder, hidden_act=name)
-    known = "silu, swish, relu, relu2, drelu, fatrelu, cats"
+    known = "silu, swish, relu, relu2, fatrelu, drelu, cats, topk"
     refused(folder, f"hidden_act is '{name}'; of this family only {known} is supported")
 
 

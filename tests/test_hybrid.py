@@ -19,7 +19,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import test_architectures as families  # noqa: E402
-from sparse_models import give_bundles, tiny_llama  # noqa: E402
+from sparse_models import give_bundles, predictors_of, some_neurons, tiny_llama  # noqa: E402
 from test_gpu_layers import stand_in_recorder, static_attention  # noqa: E402
 from test_sparse import (  # noqa: E402
     RELU,
@@ -42,6 +42,7 @@ from powerinfer.formats.bundle_file import open_bundles  # noqa: E402
 from powerinfer.formats.bundle_memory import some_bytes  # noqa: E402
 from powerinfer.formats.bundle_types import choose_types  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
+from powerinfer.formats.predictor_file import write_predictor  # noqa: E402
 from powerinfer.formats.tensors import RawTensor  # noqa: E402
 from powerinfer.hybrid import ffn as hybrid  # noqa: E402
 from powerinfer.hybrid.adjust import trades  # noqa: E402
@@ -135,12 +136,20 @@ def test_layers_that_do_not_fit_run_on_the_cpu_as_a_whole(name: str, layers: int
 
 
 def predictor_of(config: Any, threshold: float = 0.0, floor: int = 0) -> Any:
-    def weights(layer: int) -> tuple[Predictor, RawTensor, RawTensor]:
-        parts = predictor_weights(config.d_model, config.widest_ffn, layer)
-        raw = [RawTensor("F16", part.shape, part.astype(np.float16).view(np.uint8).reshape(-1)) for part in parts]
-        return Predictor(len(parts[0]), threshold, floor), *raw
+    parts = [predictor_weights(config.d_model, config.widest_ffn, layer) for layer in range(config.n_layers)]
+    return given(Predictor(len(parts[0][0]), threshold, floor), parts)
 
-    return weights
+
+def given(about: Predictor, weights: Sequence[tuple[np.ndarray, np.ndarray]]) -> Any:
+    """As a selection has them: what makes the predictor of a layer."""
+
+    def of(layer: int) -> tuple[Predictor, RawTensor, RawTensor]:
+        inner, outer = (
+            RawTensor("F16", part.shape, part.astype(np.float16).view(np.uint8).reshape(-1)) for part in weights[layer]
+        )
+        return about, inner, outer
+
+    return of
 
 
 @pytest.mark.parametrize("name", ["llama-relu", "turbosparse", "falcon-40b"])
@@ -267,6 +276,32 @@ def test_thresholds_of_neurons(activation: str, tmp_path: Path) -> None:
         assert np.abs(one_by_one(executor, tokens[0]) - wanted[0]).max() < bound  # whole layers
     finally:
         executor.close()
+
+
+@pytest.mark.parametrize("limits", [True, 0.3], ids=["of neurons", "of layers"])
+def test_predicted_with_thresholds(limits: bool | float, tmp_path: Path) -> None:
+    """Of neurons that fire on both sides of zero those that are selected count, wherever they are."""
+    path = give_bundles(tiny_llama(tmp_path / "m.gguf", "cats", limits))
+    config = open_checkpoint(path).config
+    tokens = np.random.default_rng(1).integers(0, config.vocab_size, 40).astype(np.int32)
+    with opened(path, selector="exact") as (executor, _):
+        dense = one_by_one(executor, tokens)
+    bound = 1e-4 * np.abs(dense).max()
+    for select in (1.1, 0.7):
+        about, weights = predictors_of(some_neurons(config.n_layers, config.widest_ffn, select), config.d_model)
+        write_predictor(open_checkpoint(path), None, "F16", [about] * config.n_layers, weights)
+        with opened(path, selector="predicted") as (executor, _):
+            wanted = one_by_one(executor, tokens)
+        if select > 1:
+            assert np.abs(wanted - dense).max() < bound
+        else:
+            assert np.abs(wanted - dense).max() > 100 * bound, "what is left out changes nothing"
+        chosen = given(about, weights)
+        for share, layers in ((0.0, None), (0.5, None), (1.0, None), (0.5, 1)):
+            with split(path, share, layers, predictors=chosen) as (executor, _):
+                assert np.abs(one_by_one(executor, tokens) - wanted).max() < bound, (select, share, layers)
+                together = side_by_side(executor, [tokens, tokens[::-1].copy()])
+                assert np.abs(together[0] - wanted).max() < bound
 
 
 def test_hot_neurons_are_on_the_gpu_and_only_there(tmp_path: Path) -> None:

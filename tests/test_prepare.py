@@ -175,6 +175,22 @@ def test_a_model_that_is_never_silent(model: Path, capsys: pytest.CaptureFixture
     assert "silu" in fails(capsys, 2, model, "--selector", "exact")
 
 
+def test_neurons_that_fire_on_both_sides_of_zero(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their predictors, which select many others too, are trained where they are asked for, and then kept."""
+    tiny_llama(model, "cats", limits=True)
+    first = run(capsys, model)
+    train = first["steps"]["train"]
+    assert train["state"] == "not needed" and "--selector predicted trains them" in train["why"]
+    assert first["plan"]["selector"] == "exact" and "predictor.safetensors" not in left(model)
+    assert findings(open_checkpoint(model)).lacking == [], "a report does not ask for it"
+    asked = run(capsys, model, "--selector", "predicted")
+    assert asked["steps"]["train"]["state"] == "done" and asked["plan"]["selector"] == "predicted"
+    assert findings(open_checkpoint(model)).predictor.value is not None
+    file = model.with_name(f"{model.name}.powerinfer") / "predictor.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert [one.noun for one in findings(open_checkpoint(model)).lacking] == ["predictor"], "a damaged one is told"
+
+
 # ---------------------------------------------------------------- stopped half-way
 
 

@@ -157,6 +157,12 @@ SETTINGS = {
     "silu beyond a threshold of each neuron, biases": Setting(
         2, 1, 16, 48, 104, "F32", "f32", activation="cats", limits=True, biases=True
     ),
+    "silu of the largest of a bank": Setting(
+        2, 1, 16, 48, 192, "F32", "f32", activation="topk", threshold=20, limits=True, biases=True
+    ),
+    "the largest of a bank, one bank, no gate": Setting(
+        2, 1, 16, 48, 64, "F16", "f32", activation="topk", threshold=63, limits=True, gated=False
+    ),
 }  # fmt: skip
 
 every_setting = pytest.mark.parametrize("name", SETTINGS)
@@ -344,7 +350,7 @@ class Reference:
         s = self.w.s
         hidden = [self._linear(normed, f"{i}.{part}") for part in s.parts if part in ("gate", "up")]
         limits = self.w.vectors.get(f"{i}.limits", s.threshold)
-        active = reference.activate(s.activation, *hidden, threshold=limits)
+        active = reference.activate(s.activation, *hidden, threshold=limits, kept=int(s.threshold))
         return self._linear(self._disturbed(active, np.abs(active), 12), f"{i}.down")
 
     def _sum(self, x: np.ndarray, more: np.ndarray) -> np.ndarray:
@@ -451,7 +457,7 @@ def test_the_bound_notices_every_setting(name: str) -> None:
     if s.embedding_scale != 1:
         wrong["embedding"] = replace(s, embedding_scale=1.0)
     if s.threshold:
-        wrong["threshold"] = replace(s, threshold=s.threshold * 1.1)
+        wrong["threshold"] = replace(s, threshold=s.threshold + 1 if s.limits else s.threshold * 1.1)
     if s.order == "parallel":
         wrong["order"] = replace(s, order="pre")
     for what, setting in wrong.items():
@@ -496,11 +502,12 @@ def test_batches_give_the_same_bits(name: str, level: str) -> None:
 @every_level
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(
-    ("activation", "limits"), [*((name, False) for name in ACTIVATIONS), ("fatrelu", True), ("cats", True)]
+    ("activation", "limits"), [*((name, name == "topk") for name in ACTIVATIONS), ("fatrelu", True), ("cats", True)]
 )
 def test_what_is_no_number_stays_so(activation: str, limits: bool, gated: bool, level: str) -> None:
     """A NaN that enters the activation of one neuron reaches every logit, as it does in `transformers`."""
-    setting = Setting(2, 1, 8, 24, 40, "F32", "f32", activation=activation, limits=limits, gated=gated, biases=True)
+    own = {"activation": activation, "limits": limits, "threshold": 30 if activation == "topk" else 0}
+    setting = Setting(2, 1, 8, 24, 64, "F32", "f32", gated=gated, biases=True, **own)  # type: ignore[arg-type]
     for part in setting.parts[4:-1]:
         weights = Weights(setting, seed=5)
         vocab, tokens, at = setting.vocab, np.arange(3, dtype=np.int32), np.zeros(3, np.int32)

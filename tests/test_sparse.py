@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 import test_architectures as families  # noqa: E402
 from model_files import family_gguf  # noqa: E402
-from sparse_models import give_bundles, tiny_llama  # noqa: E402
+from sparse_models import give_bundles, predictors_of, some_neurons, tiny_llama  # noqa: E402
 
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices import Batch  # noqa: E402
@@ -344,6 +344,52 @@ def test_thresholds_of_neurons(activation: str, tmp_path: Path) -> None:
                 assert 0.1 < sparsity.report()["active_fraction"] < 0.8
             together = side_by_side(executor, tokens)
             assert max(np.abs(ours - one).max() for ours, one in zip(together, wanted, strict=True)) < bound
+
+
+@pytest.mark.parametrize("limits", [True, 0.3], ids=["of neurons", "of layers"])
+@pytest.mark.parametrize("activation", ["cats", "fatrelu"])
+def test_predicted_with_thresholds(activation: str, limits: bool | float, tmp_path: Path) -> None:
+    """What is selected counts where it fires, on either side of zero, and what is not selected is left out."""
+    from powerinfer.sparsify.torch_model import Neurons, TorchModel
+    from powerinfer.sparsify.torch_model import load as load_torch
+
+    path = give_bundles(tiny_llama(tmp_path / "m.gguf", activation, limits))
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config
+    rng = np.random.default_rng(1)
+    tokens = [rng.integers(0, config.vocab_size, 30).astype(np.int32) for _ in range(3)]
+    whole = None
+    for share in (1.1, 0.7):
+        selected = some_neurons(config.n_layers, config.widest_ffn, share)
+        about, weights = predictors_of(selected, config.d_model)
+        write_predictor(checkpoint, None, "F16", [about] * config.n_layers, weights)
+        model = TorchModel(config, load_torch(checkpoint), torch.float32)
+        for layer, own in enumerate(selected):
+            model.weights[f"layers.{layer}.down"] *= torch.from_numpy(own)
+        fires: list[torch.Tensor] = []
+
+        def count(name: str, seen: Neurons, fires: list[torch.Tensor] = fires) -> None:
+            fires.append((seen.h != 0).flatten(0, -2))
+
+        with torch.no_grad():
+            wanted = [model.logits(model.states(torch.from_numpy(tokens[0]).long()[None], count))[0].numpy()]
+            each = torch.stack(fires, 1)  # [tokens, layers, neurons]
+            for one in tokens[1:]:
+                wanted.append(model.logits(model.states(torch.from_numpy(one).long()[None]))[0].numpy())
+        bound = 1e-4 * np.abs(wanted).max()
+        whole = wanted[0] if whole is None else whole
+        found = float((each & torch.from_numpy(selected)).sum() / each.sum())
+        with opened(path, selector="predicted") as (executor, sparsity):
+            assert sparsity is not None
+            assert np.abs(one_by_one(executor, tokens[0]) - wanted[0]).max() < bound
+            report = sparsity.report()
+            assert report["sampled"] == len(tokens[0]) and report["recall"] == pytest.approx(found, abs=1e-3)
+            assert report["candidate_fraction"] == pytest.approx(selected.mean())
+            fired = float((each & torch.from_numpy(selected)).float().mean())
+            assert report["active_fraction"] == pytest.approx(fired, abs=1e-3) and 0.05 < fired < 0.8
+            together = side_by_side(executor, tokens)
+            assert max(np.abs(ours - one).max() for ours, one in zip(together, wanted, strict=True)) < bound
+    assert np.abs(wanted[0] - whole).max() > 100 * bound, "what is left out changes nothing"
 
 
 def test_the_trial_decides_for_every_layer_and_batch(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.tokenizer_gguf import PRE_TOKENIZERS, tokenizer_from_gguf
 from powerinfer.sparsify.as_gguf import ARCHITECTURES, PROBE, SPLITS, AsGGUF
 from powerinfer.sparsify.recipes import unsupported
-from powerinfer.sparsify.torch_model import TorchModel, activate, load
+from powerinfer.sparsify.torch_model import TorchModel, _Rms, activate, load
 from powerinfer.sparsify.training import trained_names
 from powerinfer.sparsify.writing import check_writable, write_model
 
@@ -225,3 +225,12 @@ def test_thresholds_of_neurons(name: str) -> None:
     own = activate(about, *map(torch.from_numpy, (gate, up, limits)))
     assert np.allclose(own, reference.activate(name, gate, up, limits), atol=1e-6)
     assert not np.allclose(own, reference.activate(name, gate, up, float(limits.mean())), atol=1e-6)
+
+
+def test_the_gradient_of_a_norm() -> None:
+    torch.manual_seed(0)
+    x, weight, back = torch.randn(3, 5, 64, requires_grad=True), torch.rand(64) + 0.5, torch.randn(3, 5, 64)
+    own, known = _Rms.apply(x, weight, 1e-2), torch.nn.functional.rms_norm(x, (64,), weight, 1e-2)
+    assert torch.allclose(own, known, atol=1e-6)
+    for mine, wanted in zip(torch.autograd.grad(own, x, back), torch.autograd.grad(known, x, back), strict=True):
+        assert torch.allclose(mine, wanted, atol=1e-6)

@@ -46,9 +46,12 @@ ROWS, WINDOW = 2000, 40
 QUICK = TrainConfig(steps=200, batch=128, share=1.0, type="f16")
 
 
-def few_directions(path: Path, directions: int) -> Path:
-    """A tiny LLaMA with ReLU, whose gates look at few directions of what they read: so many suffice to predict them."""
-    builder = tiny_gguf("llama").add("llama.hidden_act", STRING, "relu")
+def few_directions(path: Path, directions: int, activation: str = "relu", limits: bool | float = False) -> Path:
+    """A tiny LLaMA whose gates look at few directions of what they read: with ReLU so many suffice to predict them.
+
+    limits: with thresholds of the neurons, or this one for all of them.
+    """
+    builder = tiny_gguf("llama").add("llama.hidden_act", STRING, activation)
     builder.tensors = []
     rng = np.random.default_rng(9)
     for name, values in weights("llama").items():
@@ -57,6 +60,10 @@ def few_directions(path: Path, directions: int) -> Path:
         if name.endswith("ffn_norm"):
             values = 1 + 0.1 * values
         builder.tensor(gguf_name(name), values.astype(np.float32))
+    if limits is True:
+        give_limits(builder, np.linspace(0.12, 0.24, FF, dtype=np.float32))
+    elif limits:
+        builder.add("llama.hidden_act_param", F32, limits)
     return builder.write(path)
 
 
@@ -204,6 +211,40 @@ def test_the_engine_finds_the_recall_that_was_told(model: Path, tmp_path: Path, 
     for found, told in zip(report["layers"], file.training["layers"], strict=True):
         assert found["recall"] == pytest.approx(told["recall"], abs=0.015)
         assert found["candidate_fraction"] == pytest.approx(told["candidate_fraction"], abs=0.04)
+
+
+@pytest.mark.parametrize("limits", [True, 0.2], ids=["of neurons", "of layers"])
+def test_neurons_that_fire_on_both_sides_of_zero(limits: bool | float, tmp_path: Path) -> None:
+    """Their predictors select fewer than any that knows one side, and the engine finds the recall that was told."""
+    path = give_bundles(give_samples(few_directions(tmp_path / "m.gguf", 3, "cats", limits), rows=6000))
+    config = TrainConfig(recall=0.97, lost=0.1, steps=400, batch=128, share=1.0)
+    told = (made(path, config).training or {})["layers"]
+    checkpoint = open_checkpoint(path)
+    samples = open_samples(checkpoint)
+    rows = split_rows(samples.rows, samples.windows)
+    for layer, figures in enumerate(told):
+        x, fires = held_out(samples, layer, rows.report)
+        scale = fitting._scale(checkpoint, layer, torch.from_numpy(x)).numpy()
+        (gate,) = margins(checkpoint, layer)
+        g = x / scale @ gate.weights.T + gate.offset
+        silu = g / (1 + np.exp(-g))
+        limit = checkpoint.take(f"layers.{layer}.threshold").float32() if limits is True else limits
+        assert ((np.abs(silu) > limit) != fires).mean() < 2e-3, "what they learn from is what the engine computes"
+        assert 0.1 < (silu[fires] < 0).mean() < 0.9
+        one_side = max(np.mean(sign * g >= np.quantile((sign * g)[fires], 0.03)) for sign in (1, -1))
+        lost = figures["candidate_fraction"] - figures["active_fraction"]
+        assert figures["recall"] > 0.955 and lost < 0.12 and lost < 0.5 * (one_side - fires.mean())
+    options: dict[str, Any] = {"selector": "predicted", "trial": False, "recall_every": 1, "threads": 2, "context": 128}
+    with LLM(path, **options) as llm:
+        rng = np.random.default_rng(5)
+        for _ in range(6):
+            prompt = rng.integers(1, VOCAB, 4).tolist()
+            llm.generate([prompt], SamplingParams(max_tokens=60, temperature=1.5, seed=1, ignore_eos=True))
+        report = llm.sparsity
+    assert report is not None and report["sampled"] > 200
+    for found, figures in zip(report["layers"], told, strict=True):
+        assert found["recall"] == pytest.approx(figures["recall"], abs=0.02)
+        assert found["candidate_fraction"] == pytest.approx(figures["candidate_fraction"], abs=0.05)
 
 
 # ---------------------------------------------------------------- a layer

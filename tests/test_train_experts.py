@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_bytes import STRING
+import torch
+from gguf_bytes import F32, STRING
 from model_files import FF, LAYERS, VOCAB, D, experts_gguf
 from test_prepared import describe, edit_header, left_in
 
@@ -38,6 +39,8 @@ QUICK = TrainConfig(steps=200, batch=128, share=1.0, type="f16")
 def predictable(folder: Path, directions: int = 3, activation: str = "relu", kind: int = 1) -> Path:
     """A tiny model whose experts' gates look at few directions, each at its own."""
     builder = experts_gguf().add("llama.hidden_act", STRING, activation)
+    if activation == "cats":
+        builder.add("llama.hidden_act_param", F32, 0.2)
     rng = np.random.default_rng(9)
     for tensor in [one for one in builder.tensors if "_exps" in one.name]:
         builder.tensors.remove(tensor)
@@ -244,6 +247,31 @@ def test_an_expert_counts_only_its_own_tokens(model: Path) -> None:
     for expert in range(N):
         assert np.allclose(frequency[expert], fires[selected == expert].mean(0))
     assert fit.start_rank() > 0
+
+
+def test_neurons_that_fire_on_both_sides_of_zero(tmp_path: Path) -> None:
+    """Where they fire is approximated with least squares, of each expert over its own tokens; and training goes on."""
+    checkpoint = open_checkpoint(predictable(tmp_path, 2, "cats"))
+    profile_experts(checkpoint, ENGINE, task())
+    samples = open_samples(checkpoint)
+    rows = split_rows(samples.rows, samples.windows)
+    config = replace(QUICK, steps=300, recall=0.97)
+    fit = LayerFit(checkpoint, 0, *samples.layers[0], rows, config, "F16", "cpu", samples.selected[0])
+    inner = np.random.default_rng(2).standard_normal((32, D))
+    outer = fit._solved(torch.from_numpy(inner)).numpy().reshape(N, FF, 32)
+    x, selected = samples.layers[0][0][rows.train].astype(np.float64), samples.selected[0][rows.train]
+    hidden = np.maximum(x / np.sqrt((x**2).mean(1, keepdims=True) + checkpoint.config.norm_eps) @ inner.T, 0)
+    fires = fires_of(samples, 0)[rows.train]
+    for expert in range(N):
+        own = selected == expert
+        h, wanted = hidden[own.any(1)], fires[own].astype(np.float64)
+        ridge = 1e-3 * np.square(h).sum(0).mean() * np.eye(32)
+        expected = np.linalg.solve(h.T @ h + ridge, h.T @ wanted).T
+        assert np.abs(outer[expert] - expected).max() < 1e-4 * np.abs(expected).max()
+    with training.torch_threads(1):
+        found, _ = fit.fit(32, lambda share: None)
+    assert found.method == "trained" and found.figures.recall > 0.95
+    assert found.figures.lost < 0.95 * found.svd.lost, (found.figures, found.svd)
 
 
 def test_training_is_better_than_low_rank(tmp_path: Path) -> None:

@@ -4,9 +4,10 @@ Each step does what the command of its name does and writes the same files, into
 --prepared. Steps that are up to date are skipped, so the command can be stopped at any time and run again: it resumes.
 Everything that can be checked before the long work is checked first: the corpus, the budgets, disk space, torch.
 
-ReLU models get a profile, predictors and bundles. Others (SwiGLU) never have a neuron that is exactly zero: they get a
-profile with thresholds, no predictors, and bundles only if skipping neurons is predicted to be faster. With --selector
-auto the plan is for the fastest selector that this allows, and the last line says how to run it.
+ReLU models get a profile, predictors and bundles; those of cats get predictors only with --selector predicted. Others
+(SwiGLU) never have a neuron that is exactly zero: they get a profile with thresholds, no predictors, and bundles only
+if skipping neurons is predicted to be faster. With --selector auto the plan is for the fastest selector that this
+allows, and the last line says how to run it.
 
 JSON: model, folder, seconds, steps (by name: state "done", "skipped" (up to date) or "not needed"; seconds, path, why
 (not needed), and the key figures of the command), plan (the document of `powerinfer plan`).

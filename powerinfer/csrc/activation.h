@@ -8,12 +8,15 @@
 
 struct Activation {
   int kind = PI_SILU;   // PiAct
-  float threshold = 0;  // of FATRELU and CATS
+  float threshold = 0;  // of FATRELU and CATS; of TOPK how many neurons of a bank are kept
 
   bool has_threshold() const { return kind == PI_FATRELU || kind == PI_CATS; }
+  bool in_banks() const { return kind == PI_TOPK; }
+  // Panels of 16 neurons that a thread must have together.
+  int64_t panels(int64_t least) const { return in_banks() ? PI_BANK / PI_LANES : least; }
 
-  // Rows of n elements, a multiple of 16, in place. limits: a threshold for each of them; null: `threshold` of all.
-  // gate = h; up may be null.
+  // Rows of n elements, a multiple of 16 or whole banks, in place. limits: a threshold for each of them; null:
+  // `threshold` of all. gate = h; up may be null.
   void apply(const PiKernels* kernels, float* gate, const float* up, int64_t n, const float* limits = nullptr) const {
     if (!limits) return kernels->activate(kind, threshold, gate, up, n);
     apply_first(kernels, gate, n, limits);
@@ -22,7 +25,10 @@ struct Activation {
   // x = act(x), what up is multiplied with.
   void apply_first(const PiKernels* kernels, float* x, int64_t n, const float* limits = nullptr) const {
     if (!limits) return kernels->activate(kind == PI_DRELU ? PI_RELU : kind, threshold, x, nullptr, n);
-    if (kind == PI_CATS) {
+    if (kind == PI_TOPK) {
+      kernels->activate(PI_TOPK, 0.0f, x, nullptr, n);
+      kernels->keep_largest(x, limits, (int64_t)threshold, n);
+    } else if (kind == PI_CATS) {
       kernels->activate(PI_SILU, 0.0f, x, nullptr, n);
       for (int64_t i = 0; i < n; i++) x[i] = fabsf(x[i]) <= limits[i] ? 0.0f : x[i];  // NaN stays
     } else {

@@ -45,8 +45,9 @@ using Ints2 = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::
 
 const char* const TYPES[PI_N_TYPES] = {"F32",  "F16",  "BF16", "Q8_0", "Q4_0",   "Q4_1",   "Q5_0",
                                        "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"};
-const char* const ACTIVATIONS[PI_N_ACTS + 1] = {"silu",      "relu", "relu2",     "fatrelu", "drelu",
-                                                "gelu_tanh", "cats", "swiglu_oai"};  // the last is of experts alone
+const char* const ACTIVATIONS[PI_N_ACTS + 1] = {
+    "silu",      "relu", "relu2", "fatrelu",   "drelu",
+    "gelu_tanh", "cats", "topk",  "swiglu_oai"};  // the last is of experts alone
 const char* const KV_TYPES[PI_N_KV_TYPES] = {"f32", "f16", "q8_0"};
 
 int index_of(const char* const* names, int n, const std::string& name, const char* what) {
@@ -262,6 +263,7 @@ void add_listed(const Bundles& b, const std::string& level, Floats2 x, Ints inde
   const PiKernels* kernels = find_level(level);
   const int64_t tokens = (int64_t)x.shape(0), k = b.up.k, n = (int64_t)index.shape(0);
   require(tokens > 0 && tokens <= PI_NEURON_TOKENS, "bundles take between 1 and 32 tokens");
+  require(!b.spec.activation.in_banks(), "topk selects by the gates of matrices");
   require((int64_t)x.shape(1) == k && out.shape(0) == x.shape(0) && (int64_t)out.shape(1) == k,
           "x and out must be [tokens, d_model]");
   std::vector<bool> listed((size_t)b.neurons, true);  // places that are empty count as listed
@@ -530,14 +532,19 @@ void bind_neuron_spec(nb::module_& m) {
       m, "NeuronSpec",
       "What neurons compute with their weights: activation, a name of ACTIVATIONS; threshold, of\n"
       "fatrelu and cats; biases of gate and up, a value for each neuron; limits, in place of threshold\n"
-      "one for each neuron.")
+      "one for each neuron. Of topk, threshold is how many neurons of a bank are kept, and limits the units\n"
+      "in which their magnitudes are compared.")
       .def(
           "__init__",
           [](NeuronSpec* spec, const std::string& activation, float threshold, std::optional<Floats> gate_bias,
              std::optional<Floats> up_bias, std::optional<Floats> limits) {
             const Activation own{index_of(ACTIVATIONS, PI_N_ACTS + 1, activation, "activation"), threshold};
-            require(!limits || (own.has_threshold() && threshold == 0),
-                    "thresholds of neurons are for fatrelu and cats, and in place of one of all");
+            if (own.in_banks())
+              require(limits && threshold >= 1 && threshold <= PI_BANK && threshold == floorf(threshold),
+                      "topk keeps a whole number of a bank's neurons, and has thresholds of neurons");
+            else
+              require(!limits || (own.has_threshold() && threshold == 0),
+                      "thresholds of neurons are for fatrelu and cats, and in place of one of all");
             new (spec) NeuronSpec{own, vector_of(gate_bias), vector_of(up_bias), vector_of(limits)};
           },
           "activation"_a = ACTIVATIONS[PI_SILU], "threshold"_a = 0.0f, "gate_bias"_a = nb::none(),

@@ -21,6 +21,7 @@ DenseNeurons::DenseNeurons(NeuronSpec spec, std::shared_ptr<Matrix> gate, std::s
   check_bias(spec_.gate_bias, neurons(), "gate");
   check_bias(spec_.up_bias, neurons(), "up");
   check(spec_.limits.empty() || (int64_t)spec_.limits.size() == neurons(), "thresholds must be one for every neuron");
+  check(!spec_.activation.in_banks() || neurons() % PI_BANK == 0, "topk needs whole banks of neurons");
   for (Vector* one : {&spec_.gate_bias, &spec_.up_bias, &spec_.limits}) *one = padded(std::move(*one));
 }
 
@@ -46,7 +47,8 @@ void DenseNeurons::count_fired(const Thread& t, const Columns& mine, int64_t tok
 Columns DenseNeurons::multiply(Thread& t, const PiActs* acts, int64_t tokens) const {
   Program& p = *t.program;
   Workspace& w = *p.workspace;
-  const Columns mine(*up_, *w.pool, t.id, 2);  // two panels: a whole block of the activations below
+  // two panels: a whole block of the activations below
+  const Columns mine(*up_, *w.pool, t.id, spec_.activation.panels(2));
   if (gate_) w.linear(t.id, *gate_, spec_.gate_bias, acts, p.gate, p.ldh, tokens, false, mine.p0, mine.p1);
   w.linear(t.id, *up_, spec_.up_bias, acts, gate_ ? p.up : p.gate, p.ldh, tokens, false, mine.p0, mine.p1);
   Watch* const watch = p.watch.get();
@@ -66,7 +68,7 @@ Columns DenseNeurons::multiply(Thread& t, const PiActs* acts, int64_t tokens) co
 Columns DenseNeurons::activate(Thread& t, const PiActs* acts, int64_t tokens) const {
   Program& p = *t.program;
   Workspace& w = *p.workspace;
-  const Columns mine(first(), *w.pool, t.id);
+  const Columns mine(first(), *w.pool, t.id, spec_.activation.panels(1));
   w.linear(t.id, first(), spec_.first_bias(gated()), acts, p.gate, p.ldh, tokens, false, mine.p0, mine.p1);
   for (int64_t i = 0; i < tokens; i++)
     spec_.activation.apply_first(w.kernels, p.gate + i * p.ldh + mine.c0, mine.lanes(), spec_.limits_from(mine.c0));

@@ -30,6 +30,8 @@ void Ffn::set_bundled(std::shared_ptr<NeuronSum> bundled, std::shared_ptr<const 
   check(!dense_ || bundles.up.k == dense_->d_model(), "the bundles have another width than the matrices");
   check(!dense_ || dense_->same_kind(bundles),
         "the bundles are of another kind of FFN, or have other biases or thresholds");
+  check(dense_ || !bundles.spec.activation.in_banks(), "topk selects by the gates of matrices");
+  check(!predictor || !bundles.spec.activation.in_banks(), "no predictor selects neurons of topk");
   check(recall_every >= 0, "an interval is negative");
   check(recall_every == 0 || dense_, "the recall of a predictor is sampled from matrices");
   if (predictor) {

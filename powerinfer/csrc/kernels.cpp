@@ -644,6 +644,7 @@ void activate_as(float threshold, float* gate, const float* up, int64_t n) {
 
 void activate(int act, float threshold, float* gate, const float* up, int64_t n) {
   switch (act) {
+    case PI_TOPK:  // its selection comes after
     case PI_SILU: return activate_as<PI_SILU>(threshold, gate, up, n);
     case PI_RELU: return activate_as<PI_RELU>(threshold, gate, up, n);
     case PI_RELU2: return activate_as<PI_RELU2>(threshold, gate, up, n);
@@ -653,6 +654,29 @@ void activate(int act, float threshold, float* gate, const float* up, int64_t n)
     case PI_CATS: return activate_as<PI_CATS>(threshold, gate, up, n);
     case PI_SWIGLU_OAI: return activate_as<PI_SWIGLU_OAI>(threshold, gate, up, n);
     case PI_SIGMOID: return activate_as<PI_SIGMOID>(threshold, gate, up, n);
+  }
+}
+
+void keep_largest(float* x, const float* unit, int64_t kept, int64_t n) {
+  for (; n > 0; n -= PI_BANK, x += PI_BANK, unit += PI_BANK) {
+    int32_t rank[PI_BANK];  // bits of floats that are not negative: in their order, and NaN is the largest
+    for (int i = 0; i < PI_BANK; i++) {
+      const float quotient = x[i] / unit[i];
+      memcpy(rank + i, &quotient, 4);
+      rank[i] &= 0x7fffffff;  // its magnitude
+    }
+    int32_t least = 0;  // the largest value that at least `kept` reach, bit by bit
+    for (int32_t bit = 1 << 30; bit; bit >>= 1) {
+      int32_t reach = 0;
+      for (int i = 0; i < PI_BANK; i++) reach += rank[i] >= (least | bit);
+      if (reach >= kept) least |= bit;
+    }
+    int32_t above = 0;
+    for (int i = 0; i < PI_BANK; i++) above += rank[i] > least;
+    int64_t equal = kept - above;
+    for (int i = 0; i < PI_BANK; i++) {
+      if (rank[i] < least || (rank[i] == least && equal-- <= 0)) x[i] = 0.0f;
+    }
   }
 }
 
@@ -1000,6 +1024,7 @@ const PiKernels kernels = {
     rms_norm,
     layer_norm,
     activate,
+    keep_largest,
     rope,
     scale,
     store_kv,

@@ -46,8 +46,9 @@ enum PiType {
 enum PiForm { PI_FORM_F32 = 1, PI_FORM_BF16 = 2, PI_FORM_Q8 = 4 };
 
 // Activations of the FFN. RELU2 is relu squared; FATRELU keeps what exceeds a threshold; DRELU is relu on the gate and
-// on up; GELU_TANH is GELU in its approximation by tanh; CATS is silu where its magnitude exceeds a threshold. Experts may also have SWIGLU_OAI, gpt-oss's: with both clamped
-// at 7, gate * sigmoid(1.702 gate) * (up + 1). SIGMOID is that of gates, and none of an FFN.
+// on up; GELU_TANH is GELU in its approximation by tanh; CATS is silu where its magnitude exceeds a threshold; TOPK is
+// silu for so many neurons of each bank of PI_BANK, see `keep_largest`. Experts may also have SWIGLU_OAI, gpt-oss's: with
+// both clamped at 7, gate * sigmoid(1.702 gate) * (up + 1). SIGMOID is that of gates, and none of an FFN.
 enum PiAct {
   PI_SILU,
   PI_RELU,
@@ -56,6 +57,7 @@ enum PiAct {
   PI_DRELU,
   PI_GELU_TANH,
   PI_CATS,
+  PI_TOPK,
   PI_N_ACTS,
   PI_SWIGLU_OAI = PI_N_ACTS,
   PI_SIGMOID
@@ -63,7 +65,7 @@ enum PiAct {
 
 enum PiKvType { PI_KV_F32, PI_KV_F16, PI_KV_Q8_0, PI_N_KV_TYPES };
 
-enum { PI_LANES = 16, PI_PAGE = 32 };
+enum { PI_LANES = 16, PI_PAGE = 32, PI_BANK = 64 };
 
 static inline int64_t pi_round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -307,6 +309,9 @@ struct PiKernels {
   void (*layer_norm)(const float* x, const float* w, const float* b, int64_t n, float eps, float* out);
   // gate = act(gate) * up, or act(gate) where up is null; n is a multiple of 16. The threshold is FATRELU's and CATS's.
   void (*activate)(int act, float threshold, float* gate, const float* up, int64_t n);
+  // Of each bank of PI_BANK elements of x keeps the `kept` whose magnitude is largest as a multiple of `unit`, the first
+  // among equals, NaN before all others; the rest become 0. n is a multiple of PI_BANK.
+  void (*keep_largest)(float* x, const float* unit, int64_t kept, int64_t n);
   void (*rope)(float* head, const float* cos, const float* sin, int64_t half);
   void (*scale)(float* x, float by, int64_t n);
   // Writes the key and the value of one slot of a page; either may be null.

@@ -287,14 +287,15 @@ class GpuLayers:
         limits = self._some(vectors.limits)
         about, neurons, plain = self._config.layers[layer].neurons, up.rows, gate is None  # not the matrices themselves
         limit = about.threshold if limits is None else limits
+        kept = int(about.threshold) if about.activation == "topk" else 0
 
         def run(step: Step) -> None:
             product = first(step.normalised(norm))
             if plain:
-                hidden = gpu.activate(about.activation, product, None, limit)
+                hidden = gpu.activate(about.activation, product, None, limit, kept)
             else:
                 halves = product[:, :neurons], product[:, neurons:]
-                hidden = gpu.activate(about.activation, *halves, limit)
+                hidden = gpu.activate(about.activation, *halves, limit, kept)
             out = second(hidden)
             step.add(_normalised(out_norm, out))
 

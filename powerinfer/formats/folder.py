@@ -304,7 +304,7 @@ def _with_thresholds(config: ModelConfig, stored: dict[str, RawTensor], folder: 
     if found and not each:
         raise ModelError(
             f"{folder}: has thresholds of single neurons ({shown(found[0])}), which go neither with hidden_act_param "
-            f"in config.json nor with experts nor with an activation other than {' and '.join(THRESHOLDED)}"
+            f"in config.json nor with experts nor with an activation other than {', '.join(THRESHOLDED)} and topk"
         )
     return {f"{name}.weight" if name.endswith(THRESHOLD) else name: tensor for name, tensor in stored.items()}
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from powerinfer.config import (
+    ACTIVATIONS,
     THRESHOLDED,
     AttentionConfig,
     AttentionKind,
@@ -111,18 +112,19 @@ def read_config(metadata: dict[str, Any], folder: Path) -> ModelConfig:
 
 def _with_thresholds(fields: Fields, config: ModelConfig) -> ModelConfig:
     """With those of the activations that have one: a number for all layers, or a list with one for each; where none is
-    stated, each neuron has its own, unless they are of experts."""
-    if not any(layer.ffn.activation in THRESHOLDED for layer in config.layers):
+    stated, each neuron has its own, unless they are of experts. Of topk both are there: a layer's is how many count."""
+    topk = any(layer.ffn.activation == "topk" for layer in config.layers)
+    if not topk and not any(layer.ffn.activation in THRESHOLDED for layer in config.layers):
         return config
-    each = not fields.has("hidden_act_param") and not config.experts
-    if each:
+    if not fields.has("hidden_act_param") and not config.experts and not topk:
         every = (replace(layer, ffn=replace(layer.neurons, thresholds=True)) for layer in config.layers)
         return replace(config, layers=tuple(every))
     limits = fields.numbers("hidden_act_param", config.n_layers, 0, layout.MAX_SCALE)
     layers = []
     for layer, limit in zip(config.layers, limits, strict=True):
         assert isinstance(layer.ffn, FfnConfig | ExpertsConfig)
-        layers.append(replace(layer, ffn=replace(layer.ffn, threshold=limit)))
+        ffn = replace(layer.ffn, threshold=limit)
+        layers.append(replace(layer, ffn=replace(ffn, thresholds=True) if topk and isinstance(ffn, FfnConfig) else ffn))
     return replace(config, layers=tuple(layers))
 
 
@@ -173,7 +175,7 @@ def _replaced(code: Any, name: str | None) -> bool:
 # A reader gets the configuration without its layers, and adds them and the settings of the family.
 
 _WITH_PICTURES = ("qwen3_5_text", "qwen3_5_moe_text")
-_GATED = {"silu": "silu", "swish": "silu", **{name: name for name in ("relu", "relu2", "drelu", "fatrelu", "cats")}}
+_GATED = {"silu": "silu", "swish": "silu", **{name: name for name in ACTIVATIONS if name not in ("silu", "gelu_tanh")}}
 _PLAIN = {"relu": "relu", "relu2": "relu2"}
 
 # Defaults of missing keys in the family's class, where families differ.

@@ -527,11 +527,13 @@ def _architecture(general: Fields, published: Collection[str] | None) -> str:
 
 def _activation(fields: Fields, family: _Family, n_layers: int, each: bool) -> tuple[str, list[float]]:
     """(activation, its threshold in each layer); `hidden_act` is a key of this engine's own: others go by the
-    architecture alone. each: every neuron has a threshold of its own."""
+    architecture alone. each: every neuron has a threshold of its own; of topk the layer then has how many count."""
     name = fields.text("hidden_act", family.activation)
     if name not in family.activations:
         how = f"is {shown(name)}" if fields.has("hidden_act") else f"is missing, which means {name}"
         raise fields.bad("hidden_act", f"{how}; only {', '.join(family.activations)} is supported here")
+    if name == "topk":
+        return name, fields.numbers("hidden_act_param", n_layers, 0, layout.MAX_SCALE)
     if each and fields.has("hidden_act_param"):
         raise fields.bad("hidden_act_param", "is set, but the file has a threshold for each neuron")
     if each or name not in THRESHOLDED:

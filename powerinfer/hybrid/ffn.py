@@ -82,9 +82,12 @@ class HybridFfn:
         """threshold: activations up to this magnitude count as zero; weights: of a predictor; stage: streams cold
         neurons to the GPU for long prompts.
 
-        PowerInferError if a device runs out of memory.
+        PowerInferError if a device runs out of memory; ValueError for neurons that compete in banks: which of them
+        count depends on gates of both devices.
         """
         assert layers.link is not None
+        if cpu.config.in_banks:
+            raise ValueError("neurons of the activation topk cannot be split over devices")
         self.layer = layer
         self.stage = stage
         self.on_input: Callable[[Tensor, Tensor], None] | None = None

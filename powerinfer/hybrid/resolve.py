@@ -324,6 +324,13 @@ def _beside_gpu(
     if selection.in_experts and selection.predictors is not None:
         raise RequestError("predictors select inside experts on the CPU alone so far: leave out --gpu or --selector")
     choose_device(gpu)
+    if selection.bundles is not None and checkpoint.config.in_banks:
+        if engine.selector != "auto":
+            raise RequestError(
+                f"--selector {engine.selector}: layers with the activation topk run whole beside a GPU so far: leave "
+                "out --selector, or use --gpu none"
+            )
+        selection = select(checkpoint, engine, "layers with the activation topk run whole beside a GPU")
     profile = PreparedFile(PROFILE, checkpoint, engine.prepared)
     if selection.bundles is not None and not profile.exists():
         if engine.selector != "auto":

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.config import FfnConfig
+from powerinfer.config import BANK, FfnConfig
 from powerinfer.formats.bundle_memory import cuts, gather, some_bytes, whole
 from powerinfer.formats.prepared import LINE
 from powerinfer.formats.quant import Bytes, as_q8_0, block_type
@@ -327,16 +327,22 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool
     return out if into is None else into.copy_(out)
 
 
-def activate(activation: str, x: Tensor, up: Tensor | None = None, limit: float | Tensor = 0.0) -> Tensor:
+def activate(
+    activation: str, x: Tensor, up: Tensor | None = None, limit: float | Tensor = 0.0, kept: int = 0
+) -> Tensor:
     """The FFN's product h of gate . n and up . n or, without a gate, of up . n alone (here x); of their shape.
 
-    limit: the threshold of fatrelu and cats, of all neurons or float32 [neurons] of each.
+    limit: the threshold of fatrelu and cats, of all neurons or float32 [neurons] of each, as topk has; kept: neurons of
+    a bank, of topk.
     """
     if activation == "swiglu_oai":
         assert up is not None
         gate = x.clamp(max=OAI_LIMIT)
         return gate * (OAI_SCALE * gate).sigmoid() * (up.clamp(-OAI_LIMIT, OAI_LIMIT) + 1)
     h = _activate(x, activation, limit)
+    if activation == "topk":
+        assert not isinstance(limit, float)
+        h = _keep_largest(h, limit, kept)
     if up is None:
         return h
     return h * (up.relu() if activation == "drelu" else up)
@@ -680,9 +686,19 @@ def products(neurons: Neurons, x: Tensor, selected: Tensor | None, threshold: fl
     return h
 
 
+def _keep_largest(h: Tensor, unit: Tensor, kept: int) -> Tensor:
+    """h [..., neurons] where it is among the `kept` largest of its bank in magnitude, as multiples of unit [neurons],
+    else 0; the first among equals, NaN before all others."""
+    import torch
+
+    ranked = (h.abs() / unit).unflatten(-1, (-1, BANK)).sort(dim=-1, descending=True, stable=True).indices
+    keeps = torch.zeros_like(ranked, dtype=torch.bool).scatter_(-1, ranked[..., :kept], True)
+    return h.masked_fill(~keeps.flatten(-2), 0)
+
+
 def _activate(x: Tensor, activation: str, limit: float | Tensor) -> Tensor:
-    """The activation; of drelu, the gate's half. NaN propagates."""
-    if activation == "silu":
+    """The activation; of drelu, the gate's half; of topk without its selection. NaN propagates."""
+    if activation in ("silu", "topk"):
         return x * x.sigmoid()
     if activation == "gelu_tanh":
         return x * (GELU_SCALE * (x + GELU_CUBIC * x * x * x)).sigmoid()

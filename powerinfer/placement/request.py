@@ -129,10 +129,12 @@ def shape_subject(
     config = shape.config
     model = described_model(config, dtype, config.name or name, shape.predictor)
     if selector == "auto":
-        selector, _ = auto(config, predictors=bool(model.predictors))
+        selector, _ = auto(config, _together(config), predictors=bool(model.predictors))
     if any(model.n_experts):
         _check_experts(selector, hot, active)
     check_suited(selector, config)
+    if selector != "all" and (why := _together(config)):
+        raise RequestError(f"selector {selector}: {why}; plan with --selector all")
     profile, text = _assumed(config, shape.law, hot, active)
     assumed = [text] if selector != "all" else []
     if selector == "predicted":
@@ -142,6 +144,11 @@ def shape_subject(
             "times the neurons that fire"
         )
     return Subject(model, profile, selector, tuple(assumed))
+
+
+def _together(config: ModelConfig) -> str | None:
+    """Why neurons are not placed one by one; None: they are."""
+    return "layers with the activation topk run whole beside a GPU" if config.in_banks else None
 
 
 def model_subject(
@@ -164,7 +171,7 @@ def model_subject(
     config = checkpoint.config
     model = checkpoint_model(checkpoint, prepared, fresh=fresh)
     if selector == "auto":
-        selector, _ = auto(config)
+        selector, _ = auto(config, _together(config))
     if any(model.n_experts):
         _check_experts("all" if selector == "exact" else selector, hot, active)
         if selector != "exact":
@@ -173,6 +180,8 @@ def model_subject(
         subject = expert_subject(model.by_neuron(), checkpoint, prepared)
         return replace(subject, assumed=(*subject.assumed, WHOLE))
     check_suited(selector, config)
+    if selector != "all" and (why := _together(config)):
+        raise RequestError(f"selector {selector}: {why}; plan with --selector all")
     if selector == "predicted" and not model.predictors:
         command = PreparedFile(PREDICTOR, checkpoint, prepared).command
         raise RequestError(f"there is no predictor of {checkpoint.path}: `{command}` makes it")

@@ -11,11 +11,13 @@ therefore kept near 0 in training.
 
 There are two ways to obtain weights:
 
-- low rank, without training ("svd"). A neuron fires when its margin, linear in r / scale(r), is positive. Margins in
+- low rank, without training ("svd"). A neuron fires where its margin, linear in r / scale(r), is positive. Margins in
   units of their standard deviation are approximated with least mean squared error over the samples (SVD of G C^(1/2), C
   the covariance). A linear direction v takes two units, relu(v . r) - relu(-v . r), or, if some direction u has
   u . r = scale(r) approximately (as in the residual streams of language models), one unit that is always active,
-  relu((v + c u) . r) - c u . r; the second term is shared by all directions. The same u provides offsets.
+  relu((v + c u) . r) - c u . r; the second term is shared by all directions. The same u provides offsets. Neurons that
+  fire on both sides of zero (cats) have no such margin: `in` is that of their gates, and `out` the least squares
+  solution for where they fire.
 - training from there: gradient descent on the class-balanced loss of `_training_loss`, through the quantisation.
 
 Everything is measured as the engine computes it: weights in their stored type, and with Q8_0 the activations in 8 bits.
@@ -47,6 +49,7 @@ _CHECK_ROWS = 4096  # rows used to check training
 _BINS_SHIFT = 12  # low bits of a float that a bin of z ignores: bins are 2^-11 of z wide
 _RISE = 0.02  # rate at which the weight of firing neurons follows the recall
 _SLOPES = [2.0**n for n in range(-2, 9)]  # initial slopes of the logistic that are tried
+_SOLVED_ROWS = 1 << 14  # rows used for least squares
 _SOME_ROWS = 256  # rows used for scales
 _PATIENCE = 5  # checks, of twenty, within which the loss must improve
 _EASILY = 0.75  # fraction of the allowed loss at which training ends early
@@ -133,6 +136,7 @@ class Margins:
 def margins(checkpoint: Checkpoint, layer: int) -> tuple[Margins, ...]:
     """The margins that must be positive for a neuron to fire: the gate's (plain FFN: up's), and for dReLU up's too.
 
+    Of neurons that fire on both sides of zero they are the gate itself: they fire where it is large either way.
     The FFN's norm (weight, bias, subtraction of the mean) is folded into the weights.
     """
     config, own, name = checkpoint.config, checkpoint.config.layers[layer], f"layers.{layer}."
@@ -186,6 +190,11 @@ class _Cells:
     size: int
     fires: Tensor
 
+    def by_part(self) -> Iterator[Tensor]:
+        """`fires` of each of `parts`: bool [its rows, size]."""
+        sizes = [len(self.fires) if rows is None else len(rows) * self.size for _, rows in self.parts]
+        return (own.reshape(-1, self.size) for own in self.fires.split(sizes))
+
     def z(self, hidden: Tensor, outer: Tensor) -> Tensor:
         """[cells], of the hidden units of the rows."""
         import torch
@@ -229,6 +238,7 @@ class LayerFit:
         self._size = self._neurons // self._groups  # of a group
         self._cells = self._size * (1 if selected is None else selected.shape[1])  # of a row
         self._at_once = max(1, min(_BATCH, _CELLS // self._cells))
+        self._two_sided = checkpoint.config.fires_both_ways
         self._had = (
             np.full(1, len(rows.train))
             if selected is None
@@ -415,10 +425,26 @@ class LayerFit:
             self._low_rank = _LowRank(self._torch, margins(self._checkpoint, self._layer), *self._moments())
         x, _ = self._some()
         forms = [
-            (name, *self._balanced(x, inner.float(), outer.float()))
+            (name, *self._balanced(x, inner.float(), (self._solved(inner) if self._two_sided else outer).float()))
             for name, inner, outer in self._low_rank.forms(rank)
         ]
         return min(forms, key=lambda form: self._lost(self._nearly(form[1]), self._nearly(form[2])))
+
+    def _solved(self, inner: Tensor) -> Tensor:
+        """out [neurons, rank] whose z is nearest to 1 where a neuron fires and to 0 elsewhere, in the training rows."""
+        torch, rank = self._torch, len(inner)
+        inner = inner.float()
+        gram = torch.zeros((self._groups, rank, rank), dtype=torch.float64, device=self._device)
+        fired = torch.zeros((self._groups, rank, self._size), dtype=torch.float64, device=self._device)
+        for x, cells in self._batches(self._rows.train[:: -(-len(self._rows.train) // _SOLVED_ROWS)]):
+            hidden = torch.relu(x / _scale(self._checkpoint, self._layer, x) @ inner.T)
+            for (group, own), fires in zip(cells.parts, cells.by_part(), strict=True):
+                some = hidden if own is None else hidden[own]
+                gram[group] += some.T @ some
+                fired[group] += some.T @ fires.float()
+        ridge = gram.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-12)
+        gram += 1e-3 * ridge[:, None, None] * torch.eye(rank, dtype=gram.dtype, device=self._device)
+        return torch.linalg.solve(gram, fired).transpose(1, 2).reshape(-1, rank)
 
     def _nearly(self, weights: Tensor) -> Tensor:
         """Weights with the errors of the stored type, for comparison."""

@@ -84,12 +84,14 @@ class Work:
         config = self.checkpoint.config
         if not config.rectified:
             return f"activations of {config.activations_never_zero} are never exactly zero"
-        if config.fires_both_ways:
-            return "neurons of cats fire on both sides of zero"
+        if config.in_banks:
+            return "which neurons of the activation topk count is not predicted so far"
         if not self.train:
             return "--no-train"
         if self.engine.selector not in ("auto", "predicted"):
             return f"--selector {self.engine.selector} uses no predictor"
+        if config.fires_both_ways and self.engine.selector != "predicted":
+            return "neurons fire on both sides of zero, which takes large predictors: --selector predicted trains them"
         if self.checkpoint.predictor_threshold is not None:
             return "the model's file has its own predictors"
         return None

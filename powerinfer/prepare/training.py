@@ -95,10 +95,9 @@ def check(checkpoint: Checkpoint, config: TrainConfig) -> None:
             f"activations of {checkpoint.config.activations_never_zero} are never exactly zero, so there is nothing to "
             "predict: use --selector threshold, which needs no predictor"
         )
-    if checkpoint.config.fires_both_ways:
+    if checkpoint.config.in_banks:
         raise RequestError(
-            "neurons of cats fire on both sides of zero, which a predictor cannot tell: use --selector exact, which "
-            "needs none"
+            "train: which neurons of the activation topk count is not predicted so far: use --selector exact"
         )
     for name, low, high in (("recall", 0.5, 0.9999), ("lost", 0.0, 1.0), ("share", 0.0, 1.0), ("lr", 0.0, 1.0)):
         value = getattr(config, name)

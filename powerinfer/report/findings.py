@@ -93,6 +93,9 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
 
     config = checkpoint.config
     neurons = config.why_whole is None  # else there is nothing to prepare
+    asked_for = (
+        not (config.fires_both_ways or config.in_banks) or PreparedFile(PREDICTOR, checkpoint, prepared).exists()
+    )
     profile = _found(PROFILE, checkpoint, prepared, lambda: open_profile(checkpoint, prepared), neurons)
     experts: Found[ExpertProfile] = _NONE
     if config.experts:
@@ -108,7 +111,7 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
             checkpoint,
             prepared,
             lambda: open_predictor(checkpoint, prepared),
-            config.rectified and not config.fires_both_ways and checkpoint.predictor_threshold is None,
+            config.rectified and asked_for and checkpoint.predictor_threshold is None,
         ),
         _found(BUNDLES, checkpoint, prepared, lambda: open_bundles(checkpoint, prepared, bundle_row_bytes), neurons),
         experts,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from powerinfer.config import THRESHOLDED, ModelConfig, SparsifyConfig
+from powerinfer.config import LIMITED, ModelConfig, SparsifyConfig
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.prepared import write_small
@@ -60,7 +60,7 @@ def sparsify(
         from powerinfer.sparsify.training import Sparsifier, fast_type, find_device, free_bytes, trained_names
 
         about: dict[str, Any] = {"hidden_act": recipe.activation}
-        limited = {"hidden_act_param": [0.0] * checkpoint.config.n_layers} if recipe.activation in THRESHOLDED else {}
+        limited = {"hidden_act_param": [0.0] * checkpoint.config.n_layers} if recipe.activation in LIMITED else {}
         check_writable(checkpoint, trained_names(checkpoint.config)[1], about | limited, config.format)
         device = find_device(config.device)
         product, free = fast_type(device).itemsize, free_bytes(device)
@@ -75,7 +75,7 @@ def sparsify(
             texts, own_tokens = [*texts, own], own.tokens
         work = Sparsifier(checkpoint, texts, config, out, progress, say, start)
         done = work.run()
-        if done.limits and not done.thresholds:
+        if done.limits and (recipe.activation == "topk" or not done.thresholds):
             about["hidden_act_param"] = list(done.limits)
         path = write_model(
             checkpoint, out, config.type, done.changed, work.values, about, done.thresholds, form=config.format

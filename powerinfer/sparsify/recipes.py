@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from powerinfer.config import AttentionConfig, ExpertsConfig, FfnConfig, ModelConfig, SparsifyConfig
+from powerinfer.config import BANK, AttentionConfig, ExpertsConfig, FfnConfig, ModelConfig, SparsifyConfig
 from powerinfer.errors import RequestError
 
 FFN_PARTS = frozenset(f"{of}{part}" for of in ("", "experts_", "shared_") for part in ("gate", "up", "down"))
@@ -38,6 +38,8 @@ class Recipe:
 
     weighted: in a model without experts a neuron has a threshold of its own, the layer's divided by its importance
     (`training`).
+
+    topk has no thresholds to follow: how many neurons of a bank count follows from the share of zeros.
     """
 
     activation: str
@@ -53,10 +55,11 @@ _RELU = (
     Stage("distil", 0.45, 3e-4),
     Stage("distil", 0.15, 3e-5, other=1.0, stored=True),
 )
-_CATS = (Stage("distil", 0.65, 6e-4, other=0.3), Stage("distil", 0.35, 1e-4, other=0.3, stored=True))
+_CATS = (Stage("distil", 0.5, 6e-4, other=0.3), Stage("distil", 0.5, 2e-4, other=0.3, stored=True))
 
 RECIPES = {
     "cats": Recipe("cats", ("silu",), _CATS, weighted=True, begin=0.7, reached=0.25),
+    "topk": Recipe("topk", ("silu",), _CATS, weighted=True, begin=0.7, reached=0.25),
     "fatrelu": Recipe("fatrelu", ("silu", "gelu_tanh"), _RELU),
     "reglu": Recipe("relu", ("silu", "gelu_tanh"), _RELU),
     "drelu": Recipe("drelu", ("silu", "gelu_tanh"), _RELU),
@@ -104,6 +107,11 @@ def check_recipe(name: str, config: ModelConfig) -> Recipe:
         if not isinstance(ffn, FfnConfig | ExpertsConfig) or not ffn.gated or ffn.activation not in recipe.of:
             suited = " and ".join(recipe.of)
             raise RequestError(f"recipe {name} is for gated FFNs of {suited}, and this model has {ffn.title}")
+        if recipe.activation == "topk" and not (isinstance(ffn, FfnConfig) and ffn.size % BANK == 0):
+            raise RequestError(
+                f"recipe {name} is for FFNs of whole banks of {BANK} neurons, without experts, and this model has "
+                f"{ffn.title}: use recipe cats"
+            )
     problem = unsupported(config)
     if problem:
         raise RequestError(f"sparsify cannot train this model: {problem}")

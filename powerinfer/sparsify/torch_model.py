@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from powerinfer.config import (
+    BANK,
     AttentionConfig,
     ExpertsConfig,
     FfnConfig,
@@ -67,11 +68,23 @@ def activate(
         case "cats":
             active = functional.silu(own)
             active = torch.where(active.abs() > threshold, active, 0)
+        case "topk":
+            assert thresholds is not None
+            active = functional.silu(own)
+            active = torch.where(largest(active.abs() / thresholds, int(about.threshold)), active, 0)
         case _:
             active = torch.where(own > threshold, own, 0)
     if gate is None:
         return active
     return active * (functional.relu(up) if about.activation == "drelu" else up)
+
+
+def largest(ranked: Tensor, kept: int) -> Tensor:
+    """bool, of the shape of ranked [..., neurons]: those among the `kept` largest of their bank of BANK neurons, the
+    first among equals."""
+    order = ranked.unflatten(-1, (-1, BANK)).sort(dim=-1, descending=True, stable=True).indices[..., :kept]
+    found = torch.zeros((*ranked.shape[:-1], ranked.shape[-1] // BANK, BANK), dtype=torch.bool, device=ranked.device)
+    return found.scatter_(-1, order, True).flatten(-2)
 
 
 class TorchModel:
@@ -112,7 +125,7 @@ class TorchModel:
         weight, eps = self.weights[name], self.config.norm_eps
         if self.config.norm == "layer":
             return functional.layer_norm(x, x.shape[-1:], weight, self.weights.get(name + "_bias"), eps)
-        return functional.rms_norm(x, x.shape[-1:], weight, eps)
+        return _Rms.apply(x, weight, eps)
 
     def _rotation(self, rope: RopeConfig, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
         key = rope, tokens
@@ -154,7 +167,7 @@ class TorchModel:
         return self._linear(mixed, name + "o")
 
     def _own_norm(self, x: Tensor, name: str) -> Tensor:
-        return functional.rms_norm(x.float(), x.shape[-1:], self.weights[name], self.config.norm_eps).to(x.dtype)
+        return _Rms.apply(x.float(), self.weights[name], self.config.norm_eps).to(x.dtype)
 
     def _mixed(self, q: Tensor, k: Tensor, v: Tensor, name: str, about: AttentionConfig) -> Tensor:
         tokens, grouped = q.shape[2], about.n_heads != about.n_kv_heads
@@ -275,15 +288,43 @@ class TorchModel:
         x = x + attended
         return x + self._norm(sum_neurons(self._norm(x, name + "ffn_norm")), name + "ffn_out_norm")
 
+    def products(self, states: Tensor) -> Tensor:
+        """Of states with the head, in the type that is computed in [..., vocab]."""
+        return functional.linear(states.to(self.compute), self._head())
+
+    def scaled(self, products: Tensor) -> Tensor:
+        """The logits that `products` become, float32."""
+        logits = products.float()
+        return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
+
     def logits(self, states: Tensor) -> Tensor:
         """float32 [..., vocab]."""
-        head = self._weight("embed" if self.config.tied_embeddings else "head")
-        return functional.linear(states.to(self.compute), head).float() * self.config.logit_scale
+        return self.scaled(self.products(states))
 
     def before_logits(self, gradient: Tensor) -> Tensor:
-        """The gradient for `states` of one for their logits, float32 [..., vocab] -> [..., width]."""
-        head = self._weight("embed" if self.config.tied_embeddings else "head")
-        return ((gradient * self.config.logit_scale).to(self.compute) @ head).float()
+        """The gradient for `states` of one for their logits, [..., vocab] -> float32 [..., width]."""
+        return (gradient.to(self.compute) @ self._head()).float() * self.config.logit_scale
+
+    def _head(self) -> Tensor:
+        return self._weight("embed" if self.config.tied_embeddings else "head")
+
+
+class _Rms(torch.autograd.Function):  # type: ignore[misc]
+    """`rms_norm` over the last dimension, float32. As one function, for the reason of `training._Cut`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        inverse = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps)).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return (x * inverse).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """d x = inverse * (g - y * mean(g * y)), g the gradient times the weight and y = x * inverse."""
+        x, weight, inverse = ctx.saved_tensors
+        own = gradients[0] * weight
+        mean = torch.linalg.vecdot(own, x).unsqueeze(-1).mul_(inverse.square() / x.shape[-1])
+        return own.addcmul_(x, mean, value=-1).mul_(inverse), None, None
 
 
 class _Rounded(torch.autograd.Function):  # type: ignore[misc]

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from powerinfer.config import THRESHOLDED, ExpertsConfig, FfnConfig, ModelConfig, SparsifyConfig
+from powerinfer.config import BANK, LIMITED, ExpertsConfig, FfnConfig, ModelConfig, SparsifyConfig
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.layout import is_router, matrix_names, shapes
@@ -54,7 +54,8 @@ WARM_UP = 20  # steps in which a stage's learning rate rises
 FOLLOWS = 0.5  # how far a threshold goes towards the quantile of a step
 EVERY = 31  # of the tokens of a step, one of so many counts for the quantile
 SOFT = 0.25  # of `_firing`
-SCORED = 128  # tokens whose logits are in memory at once: few, so that they stay in the caches
+SCORED = 128  # tokens whose logits are in memory at once
+CACHED = 8  # of them, those gone through at once on a CPU: few, so that their logits stay in the caches
 WEIGHED = 12_288  # tokens that importances are taken from
 
 
@@ -173,20 +174,24 @@ class Sparsifier:
             if f"layers.{n}." in self._weighted and isinstance(layer.ffn, FfnConfig) and layer.ffn.thresholds:
                 own = torch.from_numpy(start.take(f"layers.{n}.threshold").float32().copy()).to(self.device)
                 inverse = 1 / own.clamp_min(1e-3 * float(own.mean()) + 1e-30)
-                self.limits[n] = 1 / float(inverse.mean())
-                self._importance[f"layers.{n}."] = inverse * self.limits[n]
+                mean = float(inverse.mean())
+                self._importance[f"layers.{n}."] = inverse / mean
+                if self.recipe.activation != "topk":
+                    self.limits[n] = 1 / mean
 
     # ---------------------------------------------------------------- the activation
 
     def _hidden(self, name: str, gate: Tensor | None, up: Tensor) -> Tensor:
         assert gate is not None
         layer, kind = int(name.split(".")[1]), self.recipe.activation
-        if kind in THRESHOLDED:
+        if kind in LIMITED:
             importance = self._importance.get(name)
-            limit = torch.tensor(self.limits[layer], device=gate.device)
+            kept = int(self.limits[layer]) if kind == "topk" else 0
+            limit = torch.tensor(1.0 if kept else self.limits[layer], device=gate.device)
             limit = limit if importance is None else limit / importance
-            h, decides = _Cut.apply(gate, up, limit, kind == "cats")
-            if self._follow is not None and torch.is_grad_enabled():
+            h, decides, fires = _Cut.apply(gate, up, limit, kind != "fatrelu", kept)
+            self._counted[0] += fires.numel() - int(fires.sum(dtype=torch.float32))
+            if not kept and self._follow is not None and torch.is_grad_enabled():
                 some = decides.flatten(0, -2)[::EVERY]
                 self._decides[layer].append((some if importance is None else some * importance).flatten())
         else:
@@ -194,7 +199,7 @@ class Sparsifier:
             h = active * (functional.relu(up) if kind == "drelu" else up)
             if torch.is_grad_enabled():
                 self._firing.append(_firing(gate, up if kind == "drelu" else None))
-        self._counted[0] += h.numel() - int(h.count_nonzero())
+            self._counted[0] += h.numel() - int(h.count_nonzero())
         self._counted[1] += h.numel()
         return h
 
@@ -252,17 +257,21 @@ class Sparsifier:
         """(sum over tokens of KL(p || q), its gradient for `own`) of what the head reads [tokens, width], p the
         teacher's and q the student's probabilities of the next token. By hand: d KL / d logits = q - p, and the logits
         of some tokens at a time are gone through as few times as can be."""
-        gradient, total = torch.empty_like(own), 0.0
+        gradient, total, student = torch.empty_like(own), 0.0, self.student
+        rows = CACHED if self.device.type == "cpu" else SCORED
         for at in range(0, len(own), SCORED):
             some = slice(at, at + SCORED)
-            p, q = self.teacher.logits(wanted[some]), self.student.logits(own[some])
-            for logits in (p, q):
-                logits.sub_(logits.amax(1, True))
-            apart = p - q
-            p_sum, q_sum = p.exp_().sum(1, True), q.exp_().sum(1, True)
-            p.div_(p_sum)
-            total += float(torch.dot(p.flatten(), apart.flatten()) + (q_sum.log() - p_sum.log()).sum())
-            gradient[some] = self.student.before_logits(q.div_(q_sum).sub_(p))
+            ps, qs = self.teacher.products(wanted[some]), student.products(own[some])
+            for p_part, q_part in zip(ps.split(rows), qs.split(rows), strict=True):
+                p, q = self.teacher.scaled(p_part), student.scaled(q_part)
+                for logits in (p, q):
+                    logits.sub_(logits.amax(1, True))
+                apart = p - q
+                p_sum, q_sum = p.exp_().sum(1, True), q.exp_().sum(1, True)
+                p.div_(p_sum)
+                total += float(torch.dot(p.flatten(), apart.flatten()) + (q_sum.log() - p_sum.log()).sum())
+                q_part.copy_(q.div_(q_sum).sub_(p))
+            gradient[some] = student.before_logits(qs)
         return total, gradient
 
     def _fine(self) -> Tensor:
@@ -288,10 +297,11 @@ class Sparsifier:
                     done, moments = first + steps, {}
                 first += steps
         self._follow = None
-        limits = tuple(self.limits.values()) if self.recipe.activation in THRESHOLDED else ()
+        limits = tuple(self.limits.values()) if self.recipe.activation in LIMITED else ()
         thresholds = {}
         for limit, (name, importance) in zip(limits, self._importance.items(), strict=False):
-            thresholds[f"{name}threshold"] = np.asarray((limit / importance).cpu().numpy())
+            own = 1 / importance if self.recipe.activation == "topk" else limit / importance
+            thresholds[f"{name}threshold"] = np.asarray(own.cpu().numpy())
         every = any(stage.other and steps for stage, steps in self.stages)
         seconds, tokens = time.monotonic() - began, self._tokens(self._steps)
         return Trained(self._all if every else self._ffns, limits, thresholds, before, tokens, seconds, resumed)
@@ -355,7 +365,7 @@ class Sparsifier:
             {"params": [self.student.weights[name] for name in names if (name in ffns) == own], "rate": rate}
             for own, rate in ((True, stage.rate), (False, stage.rate * stage.other))
         ]
-        adam = torch.optim.Adam([group for group in groups if group["params"]], lr=1.0, betas=(0.9, 0.98))
+        adam = torch.optim.Adam([group for group in groups if group["params"]], lr=1.0, betas=(0.9, 0.98), fused=True)
         self._put_moments(adam, names, moments, done - first)
         learn = self._regress if stage.name == "regress" else self._distil
         micro, each = self.config.rows, self._windows
@@ -364,6 +374,8 @@ class Sparsifier:
             for group in adam.param_groups:
                 group["lr"] = self.config.lr * group["rate"] * _schedule(step - first, steps)
             self._follow = self._wanted(step)
+            if self.recipe.activation == "topk":
+                self.limits = dict.fromkeys(self.limits, float(max(1, round((1 - self._follow) * BANK))))
             batch = self._batch(step, each)
             loss = sum(learn(part, len(part) / each) * len(part) / each for part in batch.split(micro))
             norm = float(torch.nn.utils.clip_grad_norm_([self.student.weights[name] for name in names], 1.0))
@@ -389,7 +401,7 @@ class Sparsifier:
         return self.config.zeros * min(1.0, begin + (1 - begin) * step / (self._steps * reached))
 
     def _steer(self, zeros: float, wanted: float) -> None:
-        if self.recipe.activation not in THRESHOLDED:
+        if self.recipe.activation not in LIMITED:
             self._penalty = min(10.0, max(1e-4, self._penalty * math.exp(0.5 * (wanted - zeros))))
 
     def _batch(self, step: int, rows: int) -> Tensor:
@@ -559,28 +571,34 @@ def _firing(gate: Tensor, up: Tensor | None) -> Tensor:
 
 
 class _Cut(torch.autograd.Function):  # type: ignore[misc]
-    """h = act(gate) * up where act(gate) exceeds its limit, else 0, and what was compared: of cats |silu(gate)|, else
-    the gate. As one function, for elementwise operations cost a CPU as much as the matrices here."""
+    """h = act(gate) * up where act(gate) exceeds its limit or, with `kept`, is among so many of its bank that are the
+    largest multiples of their limits, else 0; what was compared, with `silu` |silu(gate)|, else the gate; and 1 where
+    it counts, else 0. As one function, for elementwise operations cost a CPU as much as the matrices
+    here; products with 1 and 0 are several times as fast there as masks."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, limit: Tensor, cats: bool) -> tuple[Tensor, Tensor]:
-        active = functional.silu(gate) if cats else gate
-        decides = active.abs() if cats else gate
-        cut = ~(decides > limit)
-        ctx.save_for_backward(gate, up, cut)
-        ctx.cats = cats
-        h = active * up
-        ctx.mark_non_differentiable(decides)
-        return h.masked_fill_(cut, 0), decides
+    def forward(ctx: Any, gate: Tensor, up: Tensor, limit: Tensor, silu: bool, kept: int) -> tuple[Tensor, ...]:
+        active = functional.silu(gate) if silu else gate
+        decides = active.abs() if silu else gate
+        if kept:
+            banks = (decides / limit).unflatten(-1, (-1, BANK))
+            fires = banks.ge(banks.topk(kept, sorted=False).values.amin(-1, True)).flatten(-2).to(gate.dtype)
+        else:
+            fires = torch.gt(decides, limit, out=torch.empty_like(gate))
+        ctx.save_for_backward(gate, up, fires)
+        ctx.silu = silu
+        h = (active * up).mul_(fires)
+        ctx.mark_non_differentiable(decides, fires)
+        return h, decides, fires
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        gate, up, cut = ctx.saved_tensors
-        own = gradients[0].masked_fill(cut, 0)
-        if not ctx.cats:
-            return own * up, own * gate, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        gate, up, fires = ctx.saved_tensors
+        own = gradients[0] * fires
+        if not ctx.silu:
+            return own * up, own.mul_(gate), None, None, None
         by_gate = torch.ops.aten.silu_backward(own * up, gate)
-        return by_gate, own.mul_(functional.silu(gate)), None, None
+        return by_gate, own.mul_(functional.silu(gate)), None, None, None
 
 
 def _texts(

@@ -102,17 +102,15 @@ def check_suited(selector: str, config: ModelConfig) -> None:
     """RequestError if a model of this configuration cannot use the selector."""
     if selector != "all":
         check_neurons(config, f"selector {selector}")
-    suited = {"exact": config.partly_rectified, "predicted": config.rectified and not config.fires_both_ways}
+    suited = {"exact": config.partly_rectified, "predicted": config.rectified and not config.in_banks}
     if suited.get(selector, True):
         return
     other = "exact" if config.partly_rectified else "threshold"
     if selector == "exact":
         why = f"the activation {config.activations} is never exactly zero: use --selector threshold, which is lossy"
     else:
-        why = (
-            "no predictor can select neurons of the activation "
-            f"{config.activations_never_zero or config.activations}: use --selector {other}"
-        )
+        unsuited = config.activations_never_zero or config.activations
+        why = f"no predictor can select neurons of the activation {unsuited}: use --selector {other}"
     raise RequestError(f"selector {selector}: {why}")
 
 
