@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from powerinfer.config import LIMITED, ModelConfig, SparsifyConfig
@@ -55,10 +56,20 @@ def sparsify(
     if "training.safetensors" not in found and found - {"log.csv", "training.safetensors.part", FILE, PART}:
         raise RequestError(f"--out {out} has files that no training made: give a new folder")
     texts, own_tokens = open_corpora(corpora), 0
+    _make(out)
     with torch_threads(threads):
         from powerinfer.sparsify.torch_model import TorchModel, load
-        from powerinfer.sparsify.training import Sparsifier, fast_type, find_device, free_bytes, trained_names
+        from powerinfer.sparsify.training import (
+            Sparsifier,
+            check_start,
+            fast_type,
+            find_device,
+            free_bytes,
+            trained_names,
+        )
 
+        if start is not None:
+            check_start(start, checkpoint, config.recipe)
         about: dict[str, Any] = {"hidden_act": recipe.activation}
         limited = {"hidden_act_param": [0.0] * checkpoint.config.n_layers} if recipe.activation in LIMITED else {}
         check_writable(checkpoint, trained_names(checkpoint.config)[1], about | limited, config.format)
@@ -96,6 +107,16 @@ def sparsify(
     draw_log(out, work.stages)
     write_small(out / "README.md", card(figures).encode())
     return Made(path, {"path": str(path), **figures, "limits": list(done.limits), "resumed": done.resumed})
+
+
+def _make(out: Path) -> None:
+    """RequestError for a folder that nothing can be written into."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise RequestError(f"--out {out} cannot be written: {error.strerror or error}; give another folder") from None
 
 
 def measured(config: ModelConfig, options: SparsifyConfig, threads: int = 0, progress: Progress = silent) -> Rates:

@@ -87,6 +87,8 @@ def check_options(options: SparsifyConfig) -> None:
         least = field.metadata.get("least", 0 if field.default == 0 else 1)
         if type(field.default) is int and (type(value) is not int or value < least):
             raise RequestError(f"{flag} must be a whole number of at least {least}, not {value}")
+        if type(value) is int and value >= 1 << 63:
+            raise RequestError(f"{flag} {value} is more than 64 bits hold")
     if not 0 < options.zeros < 1:
         raise RequestError(f"--zeros {options.zeros:g} must be above 0 and below 1")
     if not 0 < options.lr <= 100:

@@ -44,7 +44,7 @@ from powerinfer.formats.layout import is_router, matrix_names, shapes
 from powerinfer.formats.prepared import TRAINING, PreparedFile
 from powerinfer.prepare.corpus import Corpus, read_windows
 from powerinfer.progress import Progress, Say, silent
-from powerinfer.sparsify.recipes import FFN_PARTS, Stage, check
+from powerinfer.sparsify.recipes import FFN_PARTS, RECIPES, Stage, check
 from powerinfer.sparsify.torch_model import Neurons, TorchModel, load
 from powerinfer.system import available_memory
 
@@ -152,19 +152,11 @@ class Sparsifier:
 
     def _started(self, start: Checkpoint, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights of a sparse model that was made out of the original: what is never trained is the same."""
-
-        def known(config: ModelConfig) -> tuple[Any, ...]:
-            sizes = {name: shape for name, shape in shapes(config) if not name.endswith(".threshold")}
-            return sizes, [layer.attention for layer in config.layers]
-
-        alike = known(start.config) == known(self._checkpoint.config)
-        alike = alike and start.config.activations == self.recipe.activation
-        theirs = load(start) if alike else {}
+        check_start(start, self._checkpoint, self.config.recipe)
+        theirs = load(start)
         untrained = [name for name in ours if name not in self._all and not name.endswith(".threshold")]
-        if not alike or not all(_alike(ours[name].cpu(), theirs[name]) for name in untrained):
-            raise RequestError(
-                f"--start {start.path} is no model that recipe {self.config.recipe} made out of {self._checkpoint.path}"
-            )
+        if not all(_alike(ours[name].cpu(), theirs[name]) for name in untrained):
+            raise _no_start(start, self._checkpoint, self.config.recipe)
         return theirs
 
     def _take_thresholds(self, start: Checkpoint) -> None:
@@ -286,8 +278,8 @@ class Sparsifier:
         """Train to the end. PowerInferError if the loss becomes no number: the state kept last stays."""
         began = time.monotonic()
         with _log(self._out / "log.csv") as begin:
-            before = self.evaluate(self.teacher)
             done, moments = self._resume()
+            before = self.evaluate(self.teacher)
             if self._weighted and not self._importance:
                 self._importance = self._importances()
             log, resumed, first = begin(done), done, 0
@@ -476,7 +468,7 @@ class Sparsifier:
         try:
             return self._read_state()
         except ModelError as error:
-            why = str(error).partition("; `")[0]
+            why = str(error).partition("; `")[0].removesuffix("; is the download complete?")
             raise ModelError(f"{why}: give another --out") from None
 
     def _read_state(self) -> tuple[int, dict[str, Tensor]]:
@@ -525,6 +517,21 @@ class Sparsifier:
                     "step": torch.tensor(float(steps)),
                     **{one: moments[f"{one}.{name}"] for one in ("exp_avg", "exp_avg_sq")},
                 }
+
+
+def check_start(start: Checkpoint, original: Checkpoint, recipe: str) -> None:
+    """RequestError if the headers of a model say that the recipe did not make it out of the original."""
+
+    def known(config: ModelConfig) -> tuple[Any, ...]:
+        sizes = {name: shape for name, shape in shapes(config) if not name.endswith(".threshold")}
+        return sizes, [layer.attention for layer in config.layers]
+
+    if known(start.config) != known(original.config) or start.config.activations != RECIPES[recipe].activation:
+        raise _no_start(start, original, recipe)
+
+
+def _no_start(start: Checkpoint, original: Checkpoint, recipe: str) -> RequestError:
+    return RequestError(f"--start {start.path} is no model that recipe {recipe} made out of {original.path}")
 
 
 def trained_names(config: ModelConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
