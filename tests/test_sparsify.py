@@ -410,7 +410,9 @@ def test_models_of_published_families(name: str, tmp_path: Path, capsys: pytest.
     about = estimated(capsys, "-m", str(path), *flags)
     assert about["parameters"] == open_checkpoint(path).parameters and about["here"] is None
     assert main(["sparsify", "-m", str(path), "--out", str(tmp_path / "out"), "--json", *flags]) == 0
-    done = json.loads(capsys.readouterr().out.splitlines()[-1])
+    said = capsys.readouterr()
+    done = json.loads(said.out.splitlines()[-1])
+    assert "the text is a small built-in sample" in said.err
     assert done["architecture"] == PUBLISHED[name] and done["zeros"] > 0.3
     with LLM(done["path"], threads=1) as llm:
         assert len(llm.generate("It was", SamplingParams(max_tokens=4, ignore_eos=True)).token_ids) == 4

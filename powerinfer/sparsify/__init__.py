@@ -13,7 +13,7 @@ from powerinfer.config import LIMITED, ModelConfig, SparsifyConfig
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.prepared import write_small
-from powerinfer.prepare.corpus import open_corpora
+from powerinfer.prepare.corpus import SAMPLE_SOURCE, open_corpora
 from powerinfer.prepare.training import torch_threads
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsify.card import card, document
@@ -56,6 +56,8 @@ def sparsify(
     if "training.safetensors" not in found and found - {"log.csv", "training.safetensors.part", FILE, PART}:
         raise RequestError(f"--out {out} has files that no training made: give a new folder")
     texts, own_tokens = open_corpora(corpora), 0
+    if not corpora:
+        say(f"the text is a small built-in sample ({SAMPLE_SOURCE}), which teaches little: use --corpus")
     _make(out)
     with torch_threads(threads):
         from powerinfer.sparsify.torch_model import TorchModel, load
