@@ -199,6 +199,7 @@ def test_thresholds_times_a_factor(own: bool, models: tuple[Path, Path], tmp_pat
         assert one["zeros"] == pytest.approx(1 - neurons.firing(model, tokens)["active_fraction"])
     assert found[0]["zeros"] < found[1]["zeros"] < found[2]["zeros"]
     if own:
+        give_predictor(path)
         text = tmp_path / "text.txt"
         text.write_text(TEXT)
         command = [
@@ -211,12 +212,14 @@ def test_thresholds_times_a_factor(own: bool, models: tuple[Path, Path], tmp_pat
             "--sections",
             "kept",
             "curve",
+            "predictor",
         ]
         report.main(command)
         results = json.loads((tmp_path / "report.json").read_text())["results"]
         kept = {label: results[f"kept, {label}"]["kept"][-1]["perplexity"] for label in ("original", "sparse")}
         assert results["curve"]["original"] == kept["original"], "on the same windows"
         assert results["curve"]["curve"][4] == {"factor": 1, "perplexity": kept["sparse"], "zeros": ANY}
+        assert results["predictor"]["predictor"]["type"] == "F16", "as of any model that has one"
         shown = (tmp_path / "report.md").read_text(encoding="utf-8")
         ratio = kept["sparse"] / kept["original"]
         assert f"{kept['sparse']:.3f} | {ratio:.3f} |" in shown.partition("## Thresholds")[2] and "(curve.png)" in shown
