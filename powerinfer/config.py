@@ -888,6 +888,11 @@ class SparsifyConfig:
         "type of the changed matrices of a GGUF file; a folder keeps its own",
         choices=("f16", "bf16", "q8_0", "q4_0"),
     )
+    attention_type: str = option(
+        "same",
+        "type of the changed matrices of attention in a GGUF file; same: --type",
+        choices=("same", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"),
+    )
     save: float = option(600.0, "seconds between the states that are kept, to resume from", metavar="X")
     device: str = option("auto", "device to train on; auto: a GPU if torch has one", choices=("auto", "cpu", "cuda"))
     seed: int = option(0, "random seed", metavar="N", least=0, flags=("-s",))

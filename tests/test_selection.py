@@ -147,6 +147,7 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "engine.expert_policy != 'auto'",
         "engine.gpu != 'auto'",
         "engine.selector != 'auto'",
+        "engine.selector != 'auto'",
         "engine.selector == 'auto'",
     ],
     "placement/request.py": ["('static', 'auto')", "engine.gpu == 'auto'", "selector == 'auto'", "selector == 'auto'"],

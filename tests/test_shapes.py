@@ -212,8 +212,16 @@ def test_shapes_by_name_and_by_file(tmp_path: Path) -> None:
     for given in (str(file), str(tmp_path)):
         found = find_shape(given)
         assert found.config.activations == "relu" and found.law == FAMILIES["reglu-7b"]
-    with pytest.raises(RequestError, match=r"neither a config.json nor one of opt-6.7b, "):
-        find_shape("mixtral-8x70b")
+    for given, near in (
+        ("mixtral-8x70b", "the nearest are mixtral-8x7b, mistral-7b;"),
+        ("Qwen3-4", "the nearest are qwen3-4b, qwen3-30b-a3b"),
+        ("wrong/path", "such as opt-6.7b, opt-13b, opt-30b"),
+    ):
+        with pytest.raises(RequestError, match=near) as caught:
+            find_shape(given)
+        assert len(str(caught.value)) < 180
+    text = (Path(__file__).parent.parent / "docs/plan.md").read_text("utf-8")
+    assert all(f"`{name}`" in text for name in SHAPES), "where the message says that all are"
 
 
 @pytest.mark.parametrize(

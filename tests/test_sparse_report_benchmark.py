@@ -105,7 +105,8 @@ def test_the_report(
     assert here()[6:] == ["eval perplexity"] * 2 + ["eval tasks"] * 2, "another text of the same size, other flags"
     with pytest.raises(SystemExit, match="1"):  # another program is another measurement
         report.main([*command, "--sections", "speed", "--powerinfer", "/nowhere/program"])
-    for broken in ("{", "[]", "{}", '{"results": 5}', "\ud800"):
+    others = ('{"results": {"firing": 5}}', '{"results": {"firing": {"x": 1}}}')
+    for broken in ("{", "[]", "{}", '{"results": 5}', "\ud800", *others):
         (tmp_path / "out/report.json").write_text(broken, errors="surrogatepass")
         with pytest.raises(SystemExit, match="remove it to begin anew"):
             report.main(command)
@@ -114,17 +115,38 @@ def test_the_report(
 def test_what_the_command_refuses(
     models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = tmp_path / "text.txt"
-    text.write_bytes(b"\xff")
-    command = [*map(str, models), "--text", str(text), "--sections", "firing", "--out"]
-    with pytest.raises(SystemExit, match="2"):
-        report.main([*command, str(tmp_path), "--windows", "0"])
-    assert "--windows must be at least 1" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match=r"--out: .*File exists"):
-        report.main([*command, str(text)])
+    text, task, short = (tmp_path / name for name in ("text.txt", "task.json", "short.txt"))
+    text.write_text(TEXT)
+    short.write_text("Once upon a time")
+    task.write_text(json.dumps(ITEMS))
+    command = [*map(str, models), "--text", str(text), "--out", str(tmp_path / "out")]
+    bad = {"none": b"", "binary": b"\xff\xfe\0", "json": b'{"a": 1}'}
+    for name, data in bad.items():
+        (tmp_path / name).write_bytes(data)
+    for flags, message in (
+        (["--windows", "0"], "--windows must be at least 1"),
+        (["--threads", "1", "0"], "--threads must be at least 1"),
+        (["--gen-tokens", "0"], "--gen-tokens must be at least 1"),
+        (["--limit", "0", "--task", str(task)], "--limit must be at least 1"),
+        (["--text", str(tmp_path / "missing")], "no file "),
+        (["--text", str(tmp_path / "none")], "none is empty"),
+        (["--text", str(tmp_path / "binary")], "binary is not UTF-8 text"),
+        (["--task", str(tmp_path / "none")], "none has no items"),
+        (["--task", str(tmp_path / "binary")], "binary, item 1: not valid UTF-8"),
+        (["--task", str(tmp_path / "json")], "json, item 1: the fields 'a' are those of no known task"),
+        (["--sections", "tasks"], "give a --task, or --sections without tasks"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            report.main([*command, *flags])
+        assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+    with pytest.raises(SystemExit, match=r"--out .*text\.txt: File exists"):
+        report.main([*command[:-1], str(text), "--sections", "predictor"])
+    command[3] = str(short)
     with pytest.raises(SystemExit, match="1"):
-        report.main([*command, str(tmp_path / "out")])
-    assert f"firing: {text} is not UTF-8" in capsys.readouterr().err and (tmp_path / "out/report.md").exists()
+        report.main([*command, "--sections", "firing", "perplexity"])
+    said = capsys.readouterr().err
+    assert "firing: the text has " in said and (tmp_path / "out/report.md").exists()
+    assert "perplexity, short.txt, sparse: not measured" in said and "CalledProcess" not in said
 
 
 def test_the_page_of_a_few_results() -> None:
@@ -177,6 +199,7 @@ def test_thresholds_times_a_factor(own: bool, models: tuple[Path, Path], tmp_pat
         assert one["zeros"] == pytest.approx(1 - neurons.firing(model, tokens)["active_fraction"])
     assert found[0]["zeros"] < found[1]["zeros"] < found[2]["zeros"]
     if own:
+        give_predictor(path)
         text = tmp_path / "text.txt"
         text.write_text(TEXT)
         command = [
@@ -189,12 +212,14 @@ def test_thresholds_times_a_factor(own: bool, models: tuple[Path, Path], tmp_pat
             "--sections",
             "kept",
             "curve",
+            "predictor",
         ]
         report.main(command)
         results = json.loads((tmp_path / "report.json").read_text())["results"]
         kept = {label: results[f"kept, {label}"]["kept"][-1]["perplexity"] for label in ("original", "sparse")}
         assert results["curve"]["original"] == kept["original"], "on the same windows"
         assert results["curve"]["curve"][4] == {"factor": 1, "perplexity": kept["sparse"], "zeros": ANY}
+        assert results["predictor"]["predictor"]["type"] == "F16", "as of any model that has one"
         shown = (tmp_path / "report.md").read_text(encoding="utf-8")
         ratio = kept["sparse"] / kept["original"]
         assert f"{kept['sparse']:.3f} | {ratio:.3f} |" in shown.partition("## Thresholds")[2] and "(curve.png)" in shown

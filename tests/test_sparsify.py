@@ -31,10 +31,10 @@ from powerinfer.prepare.corpus import open_corpora
 from powerinfer.progress import silent
 from powerinfer.report.plots import draw_training
 from powerinfer.sparsify import Made, measured, sparsify
-from powerinfer.sparsify.estimate import estimate, stage_costs
+from powerinfer.sparsify.estimate import estimate, memory, stage_costs
 from powerinfer.sparsify.loss_plot import draw_log, read_log
 from powerinfer.sparsify.own_text import OwnText, is_useful, write_own_text
-from powerinfer.sparsify.recipes import RECIPES, Stage, check_recipe
+from powerinfer.sparsify.recipes import FFN_PARTS, RECIPES, Stage, check_recipe
 from powerinfer.sparsify.torch_model import TorchModel, _Rounded, load
 from powerinfer.sparsify.training import Sparsifier, _Cut
 from powerinfer.sparsify.writing import write_model
@@ -148,6 +148,9 @@ def test_a_sparse_model_is_trained_further(dense: Path, tmp_path: Path) -> None:
     assert done["start"] == "first/model.gguf" and abs(done["zeros"] - 0.7) < 0.05
     write_random_llama(tmp_path / "other.gguf", SHAPE, seed=1)
     relu = made(dense, tmp_path / "third", recipe="reglu").path
+    with pytest.raises(RequestError, match="no model that recipe cats made out of"):  # before text is written
+        long = replace(config, own_text=10**9)
+        sparsify(original, [], long, tmp_path / "4", threads=1, start=open_checkpoint(relu))
     for source, wrong in ((dense, dense), (dense, relu), (tmp_path / "other.gguf", first.path)):
         with pytest.raises(RequestError, match="no model that recipe cats made out of"):
             Sparsifier(open_checkpoint(source), open_corpora([]), config, tmp_path / "4", start=open_checkpoint(wrong))
@@ -199,13 +202,14 @@ def test_thresholds_of_zero_in_a_start(dense: Path, tmp_path: Path) -> None:
     assert bool(importance.isfinite().all()) and int(importance.argmax()) == 3 and work.limits[0] > 0
 
 
-def test_a_state_of_another_training_is_refused(dense: Path, tmp_path: Path) -> None:
+def test_a_state_of_another_training_is_refused(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made(dense, tmp_path, tokens=1024)
     with pytest.raises(RequestError, match="is of another training"):
         made(dense, tmp_path, tokens=2048)
     state = tmp_path / "training.safetensors"
     state.write_bytes(state.read_bytes()[:-100])
-    with pytest.raises(PowerInferError, match=r"training\.safetensors.*: give another --out"):
+    monkeypatch.setattr(Sparsifier, "evaluate", None)  # not before the state is read
+    with pytest.raises(PowerInferError, match=r"training\.safetensors.*past the end of the file: give another --out"):
         made(dense, tmp_path, tokens=1024)
 
 
@@ -414,11 +418,13 @@ def test_models_of_published_families(name: str, tmp_path: Path, capsys: pytest.
     """The command trains them, and says before what it would take."""
     path = tmp_path / "tiny.gguf"
     expert_models.write(path, small_shape(name), expert_models.Weights("f16", "f16"))
-    about = estimated(capsys, "-m", str(path), "--tokens", "1024")
-    assert about["parameters"] == open_checkpoint(path).parameters and about["here"] is None
     flags = ["--window", "32", "--batch", "256", "--rows", "4", "--tokens", "1024", "-t", "1", "--device", "cpu"]
+    about = estimated(capsys, "-m", str(path), *flags)
+    assert about["parameters"] == open_checkpoint(path).parameters and about["here"] is None
     assert main(["sparsify", "-m", str(path), "--out", str(tmp_path / "out"), "--json", *flags]) == 0
-    done = json.loads(capsys.readouterr().out.splitlines()[-1])
+    said = capsys.readouterr()
+    done = json.loads(said.out.splitlines()[-1])
+    assert "the text is a small built-in sample" in said.err
     assert done["architecture"] == PUBLISHED[name] and done["zeros"] > 0.3
     with LLM(done["path"], threads=1) as llm:
         assert len(llm.generate("It was", SamplingParams(max_tokens=4, ignore_eos=True)).token_ids) == 4
@@ -511,10 +517,13 @@ def test_estimates_that_cannot_be(dense: Path, capsys: pytest.CaptureFixture[str
         (["--estimate", "--shape", "gpt-5"], "no shape 'gpt-5'"),
         (["--estimate", "--shape", "llama-7b"], "recipe cats is for gated FFNs of silu"),
         (["--estimate", "--shape", "qwen3-4b", "-m", str(dense)], "not both"),
-        (["--estimate", "--shape", "qwen3-4b", "--share", "0"], "--share 0 must be between 0 and 1"),
+        (["--estimate", "--shape", "qwen3-4b", "--share", "0"], "--share 0 must be above 0 and at most 1"),
         (["--estimate", "--shape", "qwen3-4b", "--window", "0"], "--window must be"),
         (["--estimate", "--shape", "qwen3-next-80b-a3b", "--measure"], "it has layers of"),
+        (["--estimate", "--shape", "qwen3-4b", "--tokens", "1024"], "--tokens 1024 is less than a step"),
+        (["--estimate", "--shape", "qwen3-4b", "--window", "40961", "--batch", "40961"], "is more than the model's"),
         (["-m", str(dense), "--measure", "--out", "x"], "are for --estimate"),
+        (["-m", str(dense.parent / "none"), "--out", "x", "--tokens", "0"], "--tokens must be a whole number"),
         (["-m", str(dense)], "missing: --out"),
     ):
         assert main(["sparsify", *flags]) == 2
@@ -541,16 +550,22 @@ def test_what_cannot_be(dense: Path, tmp_path: Path) -> None:
         made(dense, foreign)
     assert (foreign / "README.md").read_text() == "mine"
     for options, message in (
-        ({"own_text": -1}, "--own-text must be a number of tokens, not -1"),
-        ({"zeros": 1.0}, "--zeros 1 must be between 0 and 1"),
+        ({"own_text": -1}, "--own-text must be a whole number of at least 0, not -1"),
+        ({"seed": -1}, "--seed must be a whole number of at least 0, not -1"),
+        ({"seed": 1 << 63}, "--seed 9223372036854775808 is more than 64 bits hold"),
+        ({"zeros": 1.0}, "--zeros 1 must be above 0 and below 1"),
+        ({"save": float("nan")}, "--save must be a number of seconds, not nan"),
+        ({"type": "q5_0"}, "--type must be one of f16, bf16, q8_0, q4_0, not 'q5_0'"),
         ({"batch": 16}, "--batch 16 is less than a window of 32"),
-        ({"lr": 0.0}, "--lr 0 must be"),
+        ({"lr": 0.0}, "--lr 0 must be above 0"),
         ({"tokens": 100}, "--tokens 100 is less than a step of --batch 256 tokens"),
-        ({"window": 65536, "batch": 65536, "tokens": 65536}, "less than one window of 65536"),
-        ({"recipe": "gelu"}, "there is no recipe 'gelu'"),
+        ({"window": 129}, "--window 129 is more than the model's context of 128"),
+        ({"recipe": "gelu"}, "--recipe must be one of cats, "),
     ):
         with pytest.raises(RequestError, match=message):
-            made(dense, tmp_path / "out", **options)
+            made(dense, tmp_path / "out", **({"own_text": 10**9} | options))
+    with pytest.raises(RequestError, match=r"--out .*README\.md/out cannot be written: Not a directory; give another"):
+        made(dense, foreign / "README.md" / "out", own_text=10**9)
     short = tmp_path / "short.txt"
     short.write_text("one two three four five six seven eight nine ten")
     with pytest.raises(RequestError, match="too few to train on"):
@@ -560,6 +575,23 @@ def test_what_cannot_be(dense: Path, tmp_path: Path) -> None:
             SparsifyConfig(**(SMALL | {"window": 16, "batch": 16})),
             tmp_path / "out",
         )
+
+
+@pytest.mark.parametrize("product", [torch.float32, torch.bfloat16])
+def test_memory_is_asked_for_before_anything_else(
+    product: torch.dtype, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the rule of --estimate: 20 bytes of a weight that is trained, and what the windows take."""
+    config = open_checkpoint(dense).config
+    trained = SHAPE.n_layers * 64 * (2 * 64 + 2 * 32 + 3 * 128)
+    one, all_rows = (memory(config, RECIPES["cats"], rows, 32, product.itemsize)[0].device for rows in (1, 4))
+    stored = product.itemsize * open_checkpoint(dense).parameters
+    assert 0 < one - stored - (18 if product.itemsize == 2 else 16) * trained == (all_rows - one) // 3
+    monkeypatch.setattr("powerinfer.sparsify.training.fast_type", lambda device: product)
+    monkeypatch.setattr("powerinfer.sparsify.training.free_bytes", lambda device: all_rows - 1)
+    with pytest.raises(RequestError, match=r"training needs about .* are free: smaller --rows"):
+        made(dense, tmp_path, own_text=10**9)
+    assert made(dense, tmp_path, tokens=512, rows=3).document["tokens"] == 512
 
 
 def test_the_steps_as_a_picture(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -633,6 +665,19 @@ def test_the_gradient_of_the_largest_of_a_bank() -> None:
         torch.autograd.grad(h, (gate, up), back), torch.autograd.grad(wanted, (gate, up), back), strict=True
     ):
         assert torch.allclose(own, known, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["q5_1", "same"])
+def test_attention_of_another_type(kind: str, dense: Path, tmp_path: Path) -> None:
+    config = SparsifyConfig(**(SMALL | {"type": "q4_0", "attention_type": kind}))
+    rounded = Sparsifier(open_checkpoint(dense), open_corpora([]), config, tmp_path)._rounded
+    made(dense, tmp_path / "out", tokens=512, type="q4_0", attention_type=kind)
+    checkpoint = open_checkpoint(tmp_path / "out" / "model.gguf")
+    for name in checkpoint.names():
+        layer, _, part = name.rpartition(".")
+        if layer and part in ("q", "k", "v", "o", "gate", "up", "down"):
+            wanted = "Q4_0" if kind == "same" or part in FFN_PARTS else kind.upper()
+            assert checkpoint.take(name).type == wanted and (name in rounded) == (wanted == "Q4_0"), name
 
 
 def test_rounded_weights_are_those_that_are_stored() -> None:

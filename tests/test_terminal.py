@@ -211,10 +211,15 @@ def test_errors_that_are_no_mistake_in_a_flag(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(KeyboardInterrupt(), 130), (MemoryError(), 1), (ZeroDivisionError(), 1)]
+    ("error", "status", "kind"),
+    [
+        (KeyboardInterrupt(), 130, "Interrupted"),
+        (MemoryError(), 1, "MemoryError"),
+        (ZeroDivisionError(), 1, "ZeroDivisionError"),
+    ],
 )
 def test_other_ends_are_documents_too(
-    error: BaseException, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: BaseException, status: int, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from powerinfer.cli import list as listing
 
@@ -224,7 +229,7 @@ def test_other_ends_are_documents_too(
     monkeypatch.setattr(listing, "list_stored", fail)
     assert main(["list", "--json"]) == status
     document = json.loads(capsys.readouterr().out)
-    assert document["status"] == status and document["error"]["type"] == type(error).__name__
+    assert document["status"] == status and document["error"]["type"] == kind
     assert document["error"]["message"]
 
 

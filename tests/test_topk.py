@@ -207,7 +207,7 @@ def test_folders_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="tiny: activation topk without thresholds of neurons"):
         open_checkpoint(folder)
     edit_config(folder, hidden_act_param=...)
-    with pytest.raises(ModelError, match="hidden_act_param is missing$"):
+    with pytest.raises(ModelError, match=r"hidden_act_param is missing$"):
         open_checkpoint(folder)
 
 

@@ -36,7 +36,7 @@ def source(folder: Path) -> Path:
     """llama.cpp's source tree under `folder`, downloaded and mended once."""
     target = folder / "source"
     if not target.exists():
-        command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--no-binary", ":all:"]
+        command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--no-binary", "llama-cpp-python"]
         subprocess.run([*command, "-d", str(folder), SDIST], check=True, stdout=sys.stderr)
         archive = next(folder.glob("llama_cpp_python-*.tar.gz"))
         with tarfile.open(archive) as tar:

@@ -38,6 +38,7 @@ from powerinfer.config import THRESHOLDED
 from powerinfer.errors import ModelError, PowerInferError
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.predictor_file import FIGURES, open_predictor
+from powerinfer.tasks import read_items
 
 SECTIONS = ("perplexity", "tasks", "firing", "kept", "curve", "predictor", "speed")
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
@@ -65,8 +66,10 @@ class Report:
             read = json.loads(self.path.read_text("utf-8")) if self.path.exists() else {"results": {}}
             if type(read) is not dict or type(read.get("results")) is not dict:
                 raise ValueError("it has no results")
+            if any(type(one) is not dict or not {"options", "date"} <= one.keys() for one in read["results"].values()):
+                raise ValueError("it has results that are not of this program")
         except OSError as error:
-            sys.exit(f"--out: {error}")
+            sys.exit(f"--out {folder}: {error.strerror}")
         except ValueError as error:
             sys.exit(f"{self.path}: {error}: remove it to begin anew")
         self.document: dict[str, Any] = read
@@ -85,7 +88,9 @@ class Report:
         try:
             self.results[name] = {**about, "cpu": self.document["cpu"]["name"], **work()}
         except (PowerInferError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
-            print(f"{name}: {error}", file=sys.stderr)
+            # the command has said why
+            why = "not measured" if isinstance(error, subprocess.CalledProcessError) else error
+            print(f"{name}: {why}", file=sys.stderr)
             self.failed = True
             return
         results.write_json(self.path, self.document)
@@ -277,21 +282,41 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(arguments: list[str] | None = None) -> None:
-    made = parser()
-    args = made.parse_args(arguments)
+def check(made: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuses what no section could use, before the first one is measured."""
     for name in ("text", "task"):
         files = [path.name for path in getattr(args, name)]
         if missing := [str(path) for path in getattr(args, name) if not path.is_file()]:
             made.error(f"no file {', '.join(missing)}")
         if len(set(files)) < len(files):
             made.error(f"two files of one name: {', '.join(files)}")
+    for text in args.text:
+        try:
+            if not text.read_text("utf-8").strip():
+                made.error(f"{text} is empty")
+        except UnicodeDecodeError:
+            made.error(f"{text} is not UTF-8 text")
+    for task in args.task:
+        try:
+            read_items(task)
+        except PowerInferError as error:
+            made.error(str(error))
     if args.llama_bench and not (args.llama_bench.is_file() and args.llama_bench.name == "llama-bench"):
         made.error(f"--llama-bench {args.llama_bench} is no program llama-bench")
     if not args.text and {"perplexity", "firing", "kept", "curve"} & set(args.sections):
         made.error("give a --text, or --sections that need none (tasks, predictor, speed)")
-    if args.windows < 1:
-        made.error("--windows must be at least 1")
+    if not args.task and "tasks" in args.sections and args.sections is not SECTIONS:
+        made.error("give a --task, or --sections without tasks")
+    for name in ("windows", "limit", "threads", "rounds", "gen_tokens"):
+        value = getattr(args, name)
+        if value is not None and min(value if isinstance(value, list) else [value]) < 1:
+            made.error(f"--{name.replace('_', '-')} must be at least 1")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    made = parser()
+    args = made.parse_args(arguments)
+    check(made, args)
     try:
         models = {label: open_checkpoint(getattr(args, label)) for label in ("original", "sparse")}
     except PowerInferError as error:

@@ -78,7 +78,8 @@ def main(argv: list[str]) -> int:
             import traceback
 
             traceback.print_exc()
-        _report(type(error).__name__, message, status, json_mode)
+        kind = "Interrupted" if status == INTERRUPTED else type(error).__name__
+        _report(kind, message, status, json_mode)
         return status
 
 

@@ -53,8 +53,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
     from powerinfer.sparsify import sparsify
+    from powerinfer.sparsify.recipes import check_options
 
     engine, config = config_from(args, EngineConfig), config_from(args, SparsifyConfig)
+    check_options(config)
     if args.estimate:
         return _estimate(args, engine, config, out)
     if args.shape is not None or args.measure or args.share is not None:

@@ -664,7 +664,14 @@ def find_shape(name: str) -> ModelShape:
     path = Path(name).expanduser()
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise RequestError(f"no shape {shown(name)}: neither a config.json nor one of {', '.join(SHAPES)}")
+        from difflib import get_close_matches
+
+        near = get_close_matches(name.lower(), SHAPES, 3, 0.5)
+        known = f"the nearest are {', '.join(near)}" if near else f"such as {', '.join(list(SHAPES)[:3])}"
+        raise RequestError(
+            f"no shape {shown(name)}: neither a config.json nor a published model's name ({known}; docs/plan.md has "
+            "all)"
+        )
     from powerinfer.formats.folder_config import read_config
     from powerinfer.formats.json_file import read_json
 

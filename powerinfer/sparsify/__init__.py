@@ -6,20 +6,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from powerinfer.config import LIMITED, ModelConfig, SparsifyConfig
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.prepared import write_small
-from powerinfer.prepare.corpus import open_corpora
+from powerinfer.prepare.corpus import SAMPLE_SOURCE, open_corpora
 from powerinfer.prepare.training import torch_threads
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsify.card import card, document
-from powerinfer.sparsify.estimate import Rates
+from powerinfer.sparsify.estimate import Rates, memory
 from powerinfer.sparsify.loss_plot import draw_log
 from powerinfer.sparsify.own_text import FILE, PART, write_own_text
-from powerinfer.sparsify.recipes import check_recipe
+from powerinfer.sparsify.recipes import check
 from powerinfer.sparsify.writing import check_writable, write_model
 
 
@@ -48,25 +49,39 @@ def sparsify(
     PowerInferError without torch or if the loss becomes no number, that or OSError if a file cannot be written. An
     interrupted run goes on.
     """
-    recipe = check_recipe(config.recipe, checkpoint.config)
+    recipe = check(config, checkpoint.config)
     if out.resolve() in (checkpoint.path.resolve(), checkpoint.path.parent.resolve()):
         raise RequestError(f"--out {out} holds the model itself: give another folder")
     found = {one.name for one in out.iterdir()} if out.is_dir() else set()
     if "training.safetensors" not in found and found - {"log.csv", "training.safetensors.part", FILE, PART}:
         raise RequestError(f"--out {out} has files that no training made: give a new folder")
     texts, own_tokens = open_corpora(corpora), 0
+    if not corpora:
+        say(f"the text is a small built-in sample ({SAMPLE_SOURCE}), which teaches little: use --corpus")
+    _make(out)
     with torch_threads(threads):
         from powerinfer.sparsify.torch_model import TorchModel, load
-        from powerinfer.sparsify.training import Sparsifier, find_device, free_bytes, needed_bytes, trained_names
+        from powerinfer.sparsify.training import (
+            Sparsifier,
+            check_start,
+            fast_type,
+            find_device,
+            free_bytes,
+            trained_names,
+        )
 
+        if start is not None:
+            check_start(start, checkpoint, config.recipe)
         about: dict[str, Any] = {"hidden_act": recipe.activation}
         limited = {"hidden_act_param": [0.0] * checkpoint.config.n_layers} if recipe.activation in LIMITED else {}
         check_writable(checkpoint, trained_names(checkpoint.config)[1], about | limited, config.format)
         device = find_device(config.device)
-        needed, available = needed_bytes(checkpoint.config, device), free_bytes(device)
-        if needed > available:
+        product, free = fast_type(device).itemsize, free_bytes(device)
+        needed = memory(checkpoint.config, recipe, config.rows, config.window, product)[0].device
+        if needed > free:
             raise RequestError(
-                f"training needs about {needed / 2**30:.1f} GiB of memory, and {available / 2**30:.1f} GiB are free"
+                f"training needs about {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free: "
+                "smaller --rows and --window need less"
             )
         if config.own_text:
             own = write_own_text(checkpoint, texts, config.own_text, config.seed, out, progress, threads, say)
@@ -76,7 +91,15 @@ def sparsify(
         if done.limits and (recipe.activation == "topk" or not done.thresholds):
             about["hidden_act_param"] = list(done.limits)
         path = write_model(
-            checkpoint, out, config.type, done.changed, work.values, about, done.thresholds, form=config.format
+            checkpoint,
+            out,
+            config.type,
+            done.changed,
+            work.values,
+            about,
+            done.thresholds,
+            form=config.format,
+            attention_type=config.attention_type,
         )
         written = open_checkpoint(path)
         after = work.evaluate(TorchModel(written.config, load(written), work.teacher.compute))
@@ -94,6 +117,16 @@ def sparsify(
     draw_log(out, work.stages)
     write_small(out / "README.md", card(figures).encode())
     return Made(path, {"path": str(path), **figures, "limits": list(done.limits), "resumed": done.resumed})
+
+
+def _make(out: Path) -> None:
+    """RequestError for a folder that nothing can be written into."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise RequestError(f"--out {out} cannot be written: {error.strerror or error}; give another folder") from None
 
 
 def measured(config: ModelConfig, options: SparsifyConfig, threads: int = 0, progress: Progress = silent) -> Rates:

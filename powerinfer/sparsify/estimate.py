@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from powerinfer.config import AttentionConfig, ExpertsConfig, ModelConfig, SparsifyConfig
 from powerinfer.errors import RequestError
 from powerinfer.formats.layout import is_matrix, is_router, shapes
-from powerinfer.sparsify.recipes import FFN_PARTS, Recipe, Stage, check_recipe
+from powerinfer.sparsify.recipes import FFN_PARTS, Recipe, Stage, check
 
 SHARE = 0.35  # of a device's peak that a training reaches, unless another one is given
 
@@ -124,13 +124,16 @@ def _flops(config: ModelConfig, stage: Stage, window: int) -> float:
     return 2 * forward + 2 * (layers + head + 2 * mixing) + 2 * own
 
 
-def memory(config: ModelConfig, recipe: Recipe, rows: int, window: int) -> list[Memory]:
-    """For each of PLACES. Of a weight there are, in bytes, 2 of the teacher's, and of one that is trained 4 of the
-    student's, 2 of its copy for the products, 4 of the gradient and 8 of the moments. On top comes what the rows that
-    are computed at once keep for the way back."""
+def memory(config: ModelConfig, recipe: Recipe, rows: int, window: int, product: int = 2) -> list[Memory]:
+    """For each of PLACES. product: bytes of the type that matrices are multiplied in.
+
+    Of a weight there are, in bytes, `product` of the teacher's, and of one that is trained 4 of the student's, 4 of the
+    gradient, 8 of the moments and 2 of its copy for the products, if these are in two. On top comes what the rows that
+    are computed at once keep for the way back.
+    """
     every = sum(math.prod(shape) for _, shape in shapes(config))
     trained = max(_trained(config, stage) for stage in recipe.stages)
-    fixed = 2 * every + 6 * trained + rows * window * _kept(config)
+    fixed = product * every + (6 if product == 2 else 4) * trained + rows * window * _kept(config, product)
     return [
         Memory(PLACES[0], fixed + 12 * trained, 0),
         Memory(PLACES[1], fixed + 4 * trained, 8 * trained),
@@ -138,27 +141,24 @@ def memory(config: ModelConfig, recipe: Recipe, rows: int, window: int) -> list[
     ]
 
 
-def _kept(config: ModelConfig) -> int:
-    """Bytes that a token keeps for the way back, about: of each layer the stream and its norms, what attention and the
-    neurons read and give, in four and two bytes; and 16 of each logit of a piece of the tokens, counted as of all."""
+def _kept(config: ModelConfig, product: int) -> int:
+    """Bytes that a token keeps for the way back, about: of each layer the stream and its norms, what attention reads
+    and gives, and of a neuron four values in the type of the products and what is cut."""
     total = 0
     for layer in config.layers:
         ffn, attention = layer.ffn, layer.attention
         heads = (2 * attention.n_heads + 2 * attention.n_kv_heads) * attention.head_dim
         neurons = ffn.size * ffn.router.top_k + ffn.shared_size if isinstance(ffn, ExpertsConfig) else ffn.width
-        total += 28 * config.d_model + 8 * heads + 10 * neurons
+        total += 28 * config.d_model + 8 * heads + (4 * product + 2) * neurons
     return total
 
 
 def estimate(config: ModelConfig, options: SparsifyConfig, share: float | None, rates: Rates | None) -> dict[str, Any]:
     """The document of `powerinfer sparsify --estimate`. share: of a device's peak, None: as measured, or SHARE; rates:
-    measured on this machine. RequestError for a recipe that is not for the model, and options out of their range."""
-    for name in ("tokens", "window", "batch", "rows"):
-        if getattr(options, name) < 1:
-            raise RequestError(f"--{name} must be a whole number of at least 1, not {getattr(options, name)}")
+    measured on this machine. RequestError for options that `check` refuses, and a share out of its range."""
     if share is not None and not 0 < share <= 1:
-        raise RequestError(f"--share {share:g} must be between 0 and 1")
-    recipe = check_recipe(options.recipe, config)
+        raise RequestError(f"--share {share:g} must be above 0 and at most 1")
+    recipe = check(options, config)
     stages = stage_costs(config, recipe, options.tokens, options.window)
     total = sum(stage.tokens * stage.flops for stage in stages)
     places = memory(config, recipe, options.rows, options.window)

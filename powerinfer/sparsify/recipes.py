@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from powerinfer.config import BANK, AttentionConfig, ExpertsConfig, FfnConfig, ModelConfig
+from powerinfer.config import BANK, AttentionConfig, ExpertsConfig, FfnConfig, ModelConfig, SparsifyConfig
 from powerinfer.errors import RequestError
 
 FFN_PARTS = frozenset(f"{of}{part}" for of in ("", "experts_", "shared_") for part in ("gate", "up", "down"))
 """Matrices of a layer's FFN, by the last part of their canonical names."""
+
+
+def stored_type(name: str, kind: str, attention: str) -> str:
+    """Of a trained matrix, by its canonical name; kind, attention: --type and --attention-type."""
+    return kind if attention == "same" or name.rpartition(".")[2] in FFN_PARTS else attention
 
 
 @dataclass(frozen=True)
@@ -68,10 +73,41 @@ RECIPES = {
 2406.05955."""
 
 
+def check(options: SparsifyConfig, config: ModelConfig) -> Recipe:
+    """The recipe of the options. RequestError if one is out of its range or does not suit the others or the model, or
+    if the model cannot be trained."""
+    check_options(options)
+    if options.window > config.context_length:
+        raise RequestError(f"--window {options.window} is more than the model's context of {config.context_length}")
+    return check_recipe(options.recipe, config)
+
+
+def check_options(options: SparsifyConfig) -> None:
+    """What can be said without the model: RequestError for options out of their range, or that do not suit others."""
+    for field in fields(options):
+        flag, value = f"--{field.name.replace('_', '-')}", getattr(options, field.name)
+        choices = field.metadata.get("choices")
+        if choices and value not in choices:
+            raise RequestError(f"{flag} must be one of {', '.join(choices)}, not {value!r}")
+        least = field.metadata.get("least", 0 if field.default == 0 else 1)
+        if type(field.default) is int and (type(value) is not int or value < least):
+            raise RequestError(f"{flag} must be a whole number of at least {least}, not {value}")
+        if type(value) is int and value >= 1 << 63:
+            raise RequestError(f"{flag} {value} is more than 64 bits hold")
+    if not 0 < options.zeros < 1:
+        raise RequestError(f"--zeros {options.zeros:g} must be above 0 and below 1")
+    if not 0 < options.lr <= 100:
+        raise RequestError(f"--lr {options.lr:g} must be above 0 and at most 100")
+    if not options.save >= 0:
+        raise RequestError(f"--save must be a number of seconds, not {options.save:g}")
+    if options.batch < options.window:
+        raise RequestError(f"--batch {options.batch} is less than a window of {options.window} tokens")
+    if options.tokens < options.batch:
+        raise RequestError(f"--tokens {options.tokens} is less than a step of --batch {options.batch} tokens")
+
+
 def check_recipe(name: str, config: ModelConfig) -> Recipe:
-    """RequestError if there is no such recipe, it is not for that model, or the model cannot be trained."""
-    if name not in RECIPES:
-        raise RequestError(f"there is no recipe {name!r} (only {', '.join(RECIPES)})")
+    """RequestError if the recipe is not for that model, or the model cannot be trained."""
     recipe = RECIPES[name]
     for layer in config.layers:
         ffn = layer.ffn

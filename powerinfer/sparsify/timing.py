@@ -22,10 +22,9 @@ from powerinfer.formats.layout import shapes
 from powerinfer.prepare.corpus import Corpus, Piece
 from powerinfer.progress import Progress, silent
 from powerinfer.sparsify.estimate import Rates, memory, stage_costs
-from powerinfer.sparsify.recipes import Stage, check_recipe
+from powerinfer.sparsify.recipes import Stage, check
 from powerinfer.sparsify.torch_model import TorchModel
-from powerinfer.sparsify.training import Figures, Sparsifier
-from powerinfer.system import available_memory
+from powerinfer.sparsify.training import Figures, Sparsifier, fast_type, find_device, free_bytes
 
 STEPS = 4  # of each stage; the first is not counted
 LAYERS = 2  # of the model, fewer where memory is short
@@ -38,15 +37,16 @@ def measure(config: ModelConfig, options: SparsifyConfig, progress: Progress = s
 
     RequestError for a model that cannot be trained, and where these layers need more memory than is free.
     """
-    recipe = check_recipe(options.recipe, config)
+    recipe = check(options, config)
     count = len(recipe.stages)
     cut = replace(config, vocab_size=min(config.vocab_size, VOCAB))
-    free = available_memory()
+    device = find_device(options.device)
+    free = free_bytes(device)
     for layers in range(min(LAYERS, config.n_layers), -1, -1):
         if not layers:
             raise RequestError(f"{free / 2**30:.1f} GiB are free, too few to train one layer of this model")
         cut = replace(cut, layers=config.layers[-layers:])
-        if memory(cut, recipe, options.rows, options.window)[0].device < free:
+        if memory(cut, recipe, options.rows, options.window, fast_type(device).itemsize)[0].device < free:
             break
     ends: list[float] = []
 

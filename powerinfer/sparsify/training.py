@@ -46,7 +46,7 @@ from powerinfer.formats.layout import is_router, matrix_names, shapes
 from powerinfer.formats.prepared import TRAINING, PreparedFile
 from powerinfer.prepare.corpus import Corpus, read_windows
 from powerinfer.progress import Progress, Say, silent
-from powerinfer.sparsify.recipes import FFN_PARTS, Stage, check_recipe
+from powerinfer.sparsify.recipes import FFN_PARTS, RECIPES, Stage, check, stored_type
 from powerinfer.sparsify.torch_model import Neurons, TorchModel, load
 from powerinfer.system import available_memory
 
@@ -102,8 +102,7 @@ class Sparsifier:
         RequestError for options that do not suit the model or each other, a start that is none, and for texts that are
         too short.
         """
-        self.recipe = check_recipe(config.recipe, checkpoint.config)
-        _check(config)
+        self.recipe = check(config, checkpoint.config)
         self.config, self._progress, self._checkpoint, self._out = config, progress, checkpoint, out
         self.device = find_device(config.device)
         if self.device.type == "cpu":
@@ -115,8 +114,9 @@ class Sparsifier:
         self.teacher = TorchModel(checkpoint.config, frozen, compute)
         self._ffns, self._all = trained_names(checkpoint.config)
         # other types are too fine for this to be worth it
-        rough = config.type == "q4_0" and "gguf" in (checkpoint.source, config.format)
-        self._rounded = [name for name in self._all if rough and weights[name].shape[-1] % 32 == 0]
+        rough = [name for name in self._all if stored_type(name, config.type, config.attention_type) == "q4_0"]
+        gguf = "gguf" in (checkpoint.source, config.format)
+        self._rounded = [name for name in rough if gguf and weights[name].shape[-1] % 32 == 0]
         first = weights if start is None else self._started(start, weights)
         own = dict(frozen) | {name: first[name].to(self.device).clone() for name in self._all}
         del weights, first
@@ -155,19 +155,11 @@ class Sparsifier:
 
     def _started(self, start: Checkpoint, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights of a sparse model that was made out of the original: what is never trained is the same."""
-
-        def known(config: ModelConfig) -> tuple[Any, ...]:
-            sizes = {name: shape for name, shape in shapes(config) if not name.endswith(".threshold")}
-            return sizes, [layer.attention for layer in config.layers]
-
-        alike = known(start.config) == known(self._checkpoint.config)
-        alike = alike and start.config.activations == self.recipe.activation
-        theirs = load(start) if alike else {}
+        check_start(start, self._checkpoint, self.config.recipe)
+        theirs = load(start)
         untrained = [name for name in ours if name not in self._all and not name.endswith(".threshold")]
-        if not alike or not all(_alike(ours[name].cpu(), theirs[name]) for name in untrained):
-            raise RequestError(
-                f"--start {start.path} is no model that recipe {self.config.recipe} made out of {self._checkpoint.path}"
-            )
+        if not all(_alike(ours[name].cpu(), theirs[name]) for name in untrained):
+            raise _no_start(start, self._checkpoint, self.config.recipe)
         return theirs
 
     def _take_thresholds(self, start: Checkpoint) -> None:
@@ -289,8 +281,8 @@ class Sparsifier:
         """Train to the end. PowerInferError if the loss becomes no number: the state kept last stays."""
         began = time.monotonic()
         with _log(self._out / "log.csv") as begin:
-            before = self.evaluate(self.teacher)
             done, moments = self._resume()
+            before = self.evaluate(self.teacher)
             if self._weighted and not self._importance:
                 self._importance = self._importances()
             log, resumed, first = begin(done), done, 0
@@ -444,7 +436,15 @@ class Sparsifier:
     # ---------------------------------------------------------------- what is kept
 
     def _key(self) -> str:
-        free = ("save", "device", "type", "format", "lr", "own_text")  # a text that is written is in the windows
+        free = (
+            "save",
+            "device",
+            "type",
+            "attention_type",
+            "format",
+            "lr",
+            "own_text",
+        )  # a text that is written is in the windows
         options = {name: value for name, value in asdict(self.config).items() if name not in free}
         digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
         if self._start is not None:
@@ -479,7 +479,7 @@ class Sparsifier:
         try:
             return self._read_state()
         except ModelError as error:
-            why = str(error).partition("; `")[0]
+            why = str(error).partition("; `")[0].removesuffix("; is the download complete?")
             raise ModelError(f"{why}: give another --out") from None
 
     def _read_state(self) -> tuple[int, dict[str, Tensor]]:
@@ -530,18 +530,26 @@ class Sparsifier:
                 }
 
 
+def check_start(start: Checkpoint, original: Checkpoint, recipe: str) -> None:
+    """RequestError if the headers of a model say that the recipe did not make it out of the original."""
+
+    def known(config: ModelConfig) -> tuple[Any, ...]:
+        sizes = {name: shape for name, shape in shapes(config) if not name.endswith(".threshold")}
+        return sizes, [layer.attention for layer in config.layers]
+
+    if known(start.config) != known(original.config) or start.config.activations != RECIPES[recipe].activation:
+        raise _no_start(start, original, recipe)
+
+
+def _no_start(start: Checkpoint, original: Checkpoint, recipe: str) -> RequestError:
+    return RequestError(f"--start {start.path} is no model that recipe {recipe} made out of {original.path}")
+
+
 def trained_names(config: ModelConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(matrices of FFNs, all matrices of layers but the routers'), by canonical name. The embedding and the head stay
     as they are."""
     every = tuple(name for name in matrix_names(config) if name.startswith("layers.") and not is_router(name))
     return tuple(name for name in every if name.rpartition(".")[2] in FFN_PARTS), every
-
-
-def needed_bytes(config: ModelConfig, device: torch.device) -> int:
-    """Memory of a training, about: the teacher in the type that is computed in, the student, its gradients and two
-    moments in four bytes a weight; what a batch needs comes on top."""
-    compute = int(fast_type(device).itemsize)
-    return (16 + compute) * sum(math.prod(shape) for _, shape in shapes(config))
 
 
 def free_bytes(device: torch.device) -> int:
@@ -609,22 +617,6 @@ class _Cut(torch.autograd.Function):  # type: ignore[misc]
             return own * up, own.mul_(gate), None, None, None
         by_gate = torch.ops.aten.silu_backward(own * up, gate)
         return by_gate, own.mul_(functional.silu(gate)), None, None, None
-
-
-def _check(config: SparsifyConfig) -> None:
-    if not 0 < config.zeros < 1:
-        raise RequestError(f"--zeros {config.zeros:g} must be between 0 and 1")
-    if not 0 < config.lr <= 100:
-        raise RequestError(f"--lr {config.lr:g} must be between 0 and 100")
-    for name, least in (("window", 8), ("rows", 1)):
-        if getattr(config, name) < least:
-            raise RequestError(f"--{name} must be a whole number of at least {least}, not {getattr(config, name)}")
-    if config.tokens < config.batch:
-        raise RequestError(f"--tokens {config.tokens} is less than a step of --batch {config.batch} tokens")
-    if config.own_text < 0:
-        raise RequestError(f"--own-text must be a number of tokens, not {config.own_text}")
-    if config.batch < config.window:
-        raise RequestError(f"--batch {config.batch} is less than a window of {config.window} tokens")
 
 
 def _texts(
