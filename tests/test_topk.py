@@ -22,11 +22,12 @@ from test_watch import look  # noqa: E402
 from powerinfer.cli.main import main  # noqa: E402
 from powerinfer.config import BANK, EngineConfig, TrainConfig  # noqa: E402
 from powerinfer.errors import ModelError, RequestError  # noqa: E402
+from powerinfer.formats.bundle_file import open_bundles  # noqa: E402
 from powerinfer.formats.bundle_types import choose_types  # noqa: E402
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
 from powerinfer.hybrid.resolve import Resolved, resolve  # noqa: E402
-from powerinfer.kernels import gpu  # noqa: E402
+from powerinfer.kernels import cpu, gpu  # noqa: E402
 from powerinfer.models import load  # noqa: E402
 from powerinfer.placement.request import model_subject  # noqa: E402
 from powerinfer.prepare.packing import pack  # noqa: E402
@@ -81,6 +82,14 @@ def test_dense_and_sparse_are_what_torch_computes(tmp_path: Path) -> None:
             assert max(np.abs(ours - one).max() for ours, one in zip(together, wanted, strict=True)) < bound
             if sparsity is not None:
                 assert sparsity.report()["active_fraction"] == pytest.approx(KEPT / BANK)
+
+
+def test_single_neurons_on_a_gpu_are_refused(tmp_path: Path) -> None:
+    checkpoint = packed(tmp_path / "m.gguf")
+    layout = open_bundles(checkpoint, None, cpu.bundle_row_bytes).layouts[0]
+    about = checkpoint.config.layers[0].neurons
+    with pytest.raises(ValueError, match="neurons of the activation topk are not computed one by one"):
+        gpu.empty_neurons(layout, 64, 2, "cpu", about, None)
 
 
 def test_every_bank_has_its_share(tmp_path: Path) -> None:

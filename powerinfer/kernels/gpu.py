@@ -556,9 +556,12 @@ def empty_neurons(
     up_bias: Tensor | None = None,
     limits: Tensor | None = None,
 ) -> Neurons:
-    """Room for n neurons in `groups` groups, for `unpack`; the other arguments as in `Neurons`."""
+    """Room for n neurons in `groups` groups, for `unpack`; the other arguments as in `Neurons`. ValueError for neurons
+    that compete in banks, which may not all be there."""
     import torch
 
+    if ffn.activation == "topk":
+        raise ValueError("neurons of the activation topk are not computed one by one")
     gate = empty(layout.gate_type, n, layout.d_model, device) if layout.gated else None
     up, down = (empty(kind, n, layout.d_model, device) for kind in (layout.gate_type, layout.down_type))
     shared = None

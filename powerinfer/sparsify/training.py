@@ -443,7 +443,7 @@ class Sparsifier:
         if self._start is not None:
             digest.update(self._start.fingerprint.encode())
         if self._rounded:
-            digest.update(b"rounded")
+            digest.update(" ".join(self._rounded).encode())
         for windows in (self._train, self._held_out):
             digest.update(np.ascontiguousarray(windows).tobytes())
         return digest.hexdigest()
