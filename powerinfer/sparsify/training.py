@@ -436,15 +436,8 @@ class Sparsifier:
     # ---------------------------------------------------------------- what is kept
 
     def _key(self) -> str:
-        free = (
-            "save",
-            "device",
-            "type",
-            "attention_type",
-            "format",
-            "lr",
-            "own_text",
-        )  # a text that is written is in the windows
+        # own_text: what is written is in the windows
+        free = ("save", "device", "type", "attention_type", "format", "lr", "own_text")
         options = {name: value for name, value in asdict(self.config).items() if name not in free}
         digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
         if self._start is not None:
