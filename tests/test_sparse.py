@@ -6,7 +6,7 @@ in float32. Weights are float16 numbers, so bundles of F16 hold them exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from powerinfer.formats.predictor_file import write_predictor  # noqa: E402
 from powerinfer.models import load  # noqa: E402
 from powerinfer.neurons import Predictor  # noqa: E402
 from powerinfer.prepare.packing import pack  # noqa: E402
+from powerinfer.sparsify.torch_model import Neurons, TorchModel  # noqa: E402
+from powerinfer.sparsify.torch_model import load as load_torch  # noqa: E402
 from powerinfer.sparsity.attach import CpuSparsity, attach  # noqa: E402
 from powerinfer.sparsity.selection import select  # noqa: E402
 
@@ -313,23 +315,43 @@ def test_a_threshold_leaves_more_out_the_higher_it_is(tmp_path: Path) -> None:
     assert off[0] <= families.ROUNDING * families.rms(families.logits(model, tokens) - truth)
 
 
+def far_from_thresholds(models: Sequence[TorchModel], number: int = 3) -> list[np.ndarray]:
+    """Sequences of 30 random tokens, of which no model has a neuron so near its threshold that rounding decides whether
+    it fires."""
+    rng = np.random.default_rng(1)
+    found: list[np.ndarray] = []
+    while len(found) < number:
+        one = rng.integers(0, models[0].config.vocab_size, 30).astype(np.int32)
+        nearest: list[float] = []
+        for model in models:
+
+            def measure(name: str, seen: Neurons, model: TorchModel = model, near: list[float] = nearest) -> None:
+                ffn = model.config.layers[int(name.split(".")[1])].ffn
+                assert seen.gate is not None
+                decides = torch.nn.functional.silu(seen.gate).abs() if ffn.activation == "cats" else seen.gate
+                limit = model.weights.get(f"{name}threshold", torch.tensor(ffn.threshold))
+                near.append(float((decides - limit).abs().min()))
+
+            with torch.no_grad():
+                model.states(torch.from_numpy(one).long()[None], measure)
+        if min(nearest) > 3e-5:  # values about 1, sums of a few hundred products
+            found.append(one)
+    return found
+
+
 @pytest.mark.parametrize("activation", ["cats", "fatrelu"])
 def test_thresholds_of_neurons(activation: str, tmp_path: Path) -> None:
     """Dense and sparse, tokens alone and together, are what torch computes."""
-    from powerinfer.sparsify.torch_model import TorchModel
-    from powerinfer.sparsify.torch_model import load as load_torch
-
     path = give_bundles(tiny_llama(tmp_path / "m.gguf", activation, limits=True))
     checkpoint = open_checkpoint(path)
-    rng = np.random.default_rng(1)
-    tokens = [rng.integers(0, checkpoint.config.vocab_size, 30).astype(np.int32) for _ in range(3)]
+    weights = load_torch(checkpoint)
+    tokens = far_from_thresholds([TorchModel(checkpoint.config, weights, torch.float32)])
 
     def truth(weights: dict[str, Any]) -> list[np.ndarray]:
         model = TorchModel(checkpoint.config, weights, torch.float32)
         with torch.no_grad():
             return [model.logits(model.states(torch.from_numpy(one).long()[None]))[0].numpy() for one in tokens]
 
-    weights = load_torch(checkpoint)
     wanted = truth(weights)
     weights["layers.1.threshold"] = weights["layers.1.threshold"].roll(1)
     bound = 1e-4 * np.abs(wanted).max()
@@ -350,22 +372,19 @@ def test_thresholds_of_neurons(activation: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("activation", ["cats", "fatrelu"])
 def test_predicted_with_thresholds(activation: str, limits: bool | float, tmp_path: Path) -> None:
     """What is selected counts where it fires, on either side of zero, and what is not selected is left out."""
-    from powerinfer.sparsify.torch_model import Neurons, TorchModel
-    from powerinfer.sparsify.torch_model import load as load_torch
-
     path = give_bundles(tiny_llama(tmp_path / "m.gguf", activation, limits))
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
-    rng = np.random.default_rng(1)
-    tokens = [rng.integers(0, config.vocab_size, 30).astype(np.int32) for _ in range(3)]
-    whole = None
-    for share in (1.1, 0.7):
-        selected = some_neurons(config.n_layers, config.widest_ffn, share)
-        about, weights = predictors_of(selected, config.d_model)
-        write_predictor(checkpoint, None, "F16", [about] * config.n_layers, weights)
-        model = TorchModel(config, load_torch(checkpoint), torch.float32)
+    choices = [some_neurons(config.n_layers, config.widest_ffn, share) for share in (1.1, 0.7)]
+    models = [TorchModel(config, load_torch(checkpoint), torch.float32) for _ in choices]
+    for model, selected in zip(models, choices, strict=True):
         for layer, own in enumerate(selected):
             model.weights[f"layers.{layer}.down"] *= torch.from_numpy(own)
+    tokens = far_from_thresholds(models)
+    whole = None
+    for model, selected in zip(models, choices, strict=True):
+        about, weights = predictors_of(selected, config.d_model)
+        write_predictor(checkpoint, None, "F16", [about] * config.n_layers, weights)
         fires: list[torch.Tensor] = []
 
         def count(name: str, seen: Neurons, fires: list[torch.Tensor] = fires) -> None:
