@@ -112,7 +112,8 @@ class NeuronSpec:
     """
     What neurons compute with their weights: activation, a name of ACTIVATIONS; threshold, of
     fatrelu and cats; biases of gate and up, a value for each neuron; limits, in place of threshold
-    one for each neuron.
+    one for each neuron. Of topk, threshold is how many neurons of a bank are kept, and limits the units
+    in which their magnitudes are compared.
     """
 
     def __init__(
