@@ -195,11 +195,8 @@ def test_training_spends_units_where_they_decide(tmp_path: Path) -> None:
     assert found.svd.lost > 0.03 and found.figures.lost < 0.6 * found.svd.lost, (found.svd.lost, found.figures.lost)
 
 
-@pytest.mark.parametrize("type_name", ["q8_0", "f16"])
-def test_the_engine_finds_the_recall_that_was_told(model: Path, tmp_path: Path, type_name: str) -> None:
-    path = give_bundles(copied(model, tmp_path))
-    file = made(path, replace(QUICK, type=type_name))
-    assert file.type == type_name.upper() and file.training is not None
+def sampled_layers(path: Path) -> list[dict[str, Any]]:
+    """Of each layer what the engine reports of a predicted run, with the recall that it sampled in every step."""
     options: dict[str, Any] = {"selector": "predicted", "trial": False, "recall_every": 1, "threads": 2, "context": 128}
     with LLM(path, **options) as llm:
         rng = np.random.default_rng(5)
@@ -208,7 +205,15 @@ def test_the_engine_finds_the_recall_that_was_told(model: Path, tmp_path: Path, 
             llm.generate([prompt], SamplingParams(max_tokens=60, temperature=1.5, seed=1, ignore_eos=True))
         report = llm.sparsity
     assert report is not None and report["sampled"] > 200
-    for found, told in zip(report["layers"], file.training["layers"], strict=True):
+    return list(report["layers"])
+
+
+@pytest.mark.parametrize("type_name", ["q8_0", "f16"])
+def test_the_engine_finds_the_recall_that_was_told(model: Path, tmp_path: Path, type_name: str) -> None:
+    path = give_bundles(copied(model, tmp_path))
+    file = made(path, replace(QUICK, type=type_name))
+    assert file.type == type_name.upper() and file.training is not None
+    for found, told in zip(sampled_layers(path), file.training["layers"], strict=True):
         assert found["recall"] == pytest.approx(told["recall"], abs=0.015)
         assert found["candidate_fraction"] == pytest.approx(told["candidate_fraction"], abs=0.04)
 
@@ -234,15 +239,7 @@ def test_neurons_that_fire_on_both_sides_of_zero(limits: bool | float, tmp_path:
         one_side = max(np.mean(sign * g >= np.quantile((sign * g)[fires], 0.03)) for sign in (1, -1))
         lost = figures["candidate_fraction"] - figures["active_fraction"]
         assert figures["recall"] > 0.955 and lost < 0.12 and lost < 0.5 * (one_side - fires.mean())
-    options: dict[str, Any] = {"selector": "predicted", "trial": False, "recall_every": 1, "threads": 2, "context": 128}
-    with LLM(path, **options) as llm:
-        rng = np.random.default_rng(5)
-        for _ in range(6):
-            prompt = rng.integers(1, VOCAB, 4).tolist()
-            llm.generate([prompt], SamplingParams(max_tokens=60, temperature=1.5, seed=1, ignore_eos=True))
-        report = llm.sparsity
-    assert report is not None and report["sampled"] > 200
-    for found, figures in zip(report["layers"], told, strict=True):
+    for found, figures in zip(sampled_layers(path), told, strict=True):
         assert found["recall"] == pytest.approx(figures["recall"], abs=0.02)
         assert found["candidate_fraction"] == pytest.approx(figures["candidate_fraction"], abs=0.05)
 
