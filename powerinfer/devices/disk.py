@@ -1,0 +1,82 @@
+"""The disk as a tier below RAM: what of a model stays in its files, and the reads that bring it into memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer import _native
+from powerinfer.errors import ModelError
+
+if TYPE_CHECKING:
+    from powerinfer.formats.mapped import MappedFile
+    from powerinfer.formats.quant import Bytes
+    from powerinfer.formats.tensors import RawTensor
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """What of a model stays on disk while it runs on the CPU, and how much of it RAM holds at a time.
+
+    matrices: canonical names of those that pass through a window of `window` bytes, in the order in which a step uses
+    them. experts, neurons: by layer the number of those in RAM, where the layer's rest on disk. direct: reads go past
+    the system's cache.
+    """
+
+    matrices: frozenset[str] = frozenset()
+    window: int = 0
+    experts: Mapping[int, int] = field(default_factory=dict)
+    neurons: Mapping[int, int] = field(default_factory=dict)
+    direct: bool = True
+
+
+class DiskTier:
+    """The files of a model that is read while it runs, and what of it stays in them. about: `OnDisk`; reads: of all
+    that a step needs."""
+
+    def __init__(
+        self, about: OnDisk, files: Sequence[MappedFile], tensors: Mapping[str, Bytes], reads: _native.Reads | None = None
+    ) -> None:
+        """files: of the model, and of its bundles; tensors: of `about.matrices`, views of these files, the stored rows.
+
+        reads: of the files in that order, None: of the disk itself. ModelError if a file cannot be read.
+        """
+        self.about = about
+        self._files = list(files)
+        self._begin = [file.view().ctypes.data for file in self._files]
+        self._streamed = {data.ctypes.data for data in tensors.values()}
+        self.reads = reads or read_files(self._files, about.direct)
+        self.window = _native.Window(self.reads, about.window) if about.window else None
+
+    def place(self, data: Bytes) -> tuple[int, int]:
+        """(file, offset) of a view of one of the files. ValueError for other data."""
+        address = data.ctypes.data
+        for number, (file, begin) in enumerate(zip(self._files, self._begin, strict=True)):
+            if begin <= address < begin + file.size:
+                return number, address - begin
+        raise ValueError("the data is in none of the files")
+
+    def matrix(self, tensor: RawTensor, row_map: NDArray[np.int32] | None) -> _native.Matrix | None:
+        """A matrix that passes through the window; None: the tensor is not one of those."""
+        if tensor.data.ctypes.data not in self._streamed:
+            return None
+        rows, cols = tensor.shape
+        return _native.disk_matrix(tensor.type, rows, cols, *self.place(tensor.data), row_map)
+
+    def check(self) -> None:
+        """ModelError if a file was changed since it was opened: what was read from it may be of both."""
+        for file in self._files:
+            file.check_unchanged()
+
+
+def read_files(files: Sequence[MappedFile], direct: bool) -> _native.Reads:
+    """Reads of files that are open. ModelError if one cannot be opened again, or is no longer the same."""
+    try:
+        return _native.Reads([(os.fspath(file.path), file.size) for file in files], direct)
+    except _native.ReadError as error:
+        raise ModelError(str(error)) from None
