@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -40,33 +40,37 @@ class DiskTier:
     that a step needs."""
 
     def __init__(
-        self, about: OnDisk, files: Sequence[MappedFile], tensors: Mapping[str, Bytes], reads: _native.Reads | None = None
+        self,
+        about: OnDisk,
+        files: Sequence[MappedFile],
+        places: Iterable[tuple[int, int]] = (),
+        reads: _native.Reads | None = None,
     ) -> None:
-        """files: of the model, and of its bundles; tensors: of `about.matrices`, views of these files, the stored rows.
+        """files: of the model, and of its bundles; places: (file, offset) of `about.matrices`.
 
         reads: of the files in that order, None: of the disk itself. ModelError if a file cannot be read.
         """
         self.about = about
         self._files = list(files)
         self._begin = [file.view().ctypes.data for file in self._files]
-        self._streamed = {data.ctypes.data for data in tensors.values()}
+        self._streamed = frozenset(places)
         self.reads = reads or read_files(self._files, about.direct)
         self.window = _native.Window(self.reads, about.window) if about.window else None
 
-    def place(self, data: Bytes) -> tuple[int, int]:
-        """(file, offset) of a view of one of the files. ValueError for other data."""
+    def place(self, data: Bytes) -> tuple[int, int] | None:
+        """(file, offset) of a view of one of the files; None for other data."""
         address = data.ctypes.data
         for number, (file, begin) in enumerate(zip(self._files, self._begin, strict=True)):
             if begin <= address < begin + file.size:
                 return number, address - begin
-        raise ValueError("the data is in none of the files")
+        return None
 
     def matrix(self, tensor: RawTensor, row_map: NDArray[np.int32] | None) -> _native.Matrix | None:
         """A matrix that passes through the window; None: the tensor is not one of those."""
-        if tensor.data.ctypes.data not in self._streamed:
+        place = self.place(tensor.data)
+        if place is None or place not in self._streamed:
             return None
-        rows, cols = tensor.shape
-        return _native.disk_matrix(tensor.type, rows, cols, *self.place(tensor.data), row_map)
+        return _native.disk_matrix(tensor.type, *tensor.shape, *place, row_map)
 
     def check(self) -> None:
         """ModelError if a file was changed since it was opened: what was read from it may be of both."""
