@@ -58,7 +58,8 @@ def _rate(files: Iterable[MappedFile], direct: bool) -> float:
     pieces = range(0, min(largest.size, _TRIED) // _PIECE * _PIECE, _PIECE)
     if not direct:
         largest.forget()
-    start, waiting = time.perf_counter(), []
+    start = time.perf_counter()
+    waiting: list[int] = []
     for number, offset in enumerate(pieces):
         if len(waiting) == 2:
             reads.wait(waiting.pop(0))

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 NOT_USED = "the GPU is not used: {}"
 
+_MOST_GROWTH = 8  # of weights as they are loaded: types without kernels become others
 _SHORT = 256  # tokens: a shorter context is not suggested
 
 
@@ -248,16 +249,17 @@ def _on_cpu(resolved: Resolved) -> Resolved:
     """The same within --ram, or within the free memory if that does not hold the model; `auto` does not use bundles if
     the model fits without them."""
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
+    ram, free = engine.ram, available_memory()
+    if ram is None and not 0 < free < _MOST_GROWTH * checkpoint.file_bytes:
+        return resolved
     model = _model(checkpoint, engine, selection)
-    ram = engine.ram
     if ram is None:
-        free = available_memory()
         if engine.disk == "none" or not 0 < free < _ram_bytes(model, engine):
             return resolved
         ram = free * 9 // 10
-    if engine.selector == "auto" and selection.bundles and _ram_bytes(model, engine) <= ram:
-        if _ram_bytes(model, engine, selection) > ram:
-            selection = select(checkpoint, engine, "--ram does not hold bundles beside the dense weights")
+    beside = selection.bundles is not None and engine.selector == "auto"
+    if beside and _ram_bytes(model, engine) <= ram < _ram_bytes(model, engine, selection):
+        selection = select(checkpoint, engine, "--ram does not hold bundles beside the dense weights")
     total, kv = _ram_bytes(model, engine, selection), _kv_bytes(model, engine)
     if total <= ram:
         return replace(resolved, selection=selection, kv_room=ram - total + kv if engine.ram else None)
