@@ -34,6 +34,10 @@ class OnDisk:
     neurons: Mapping[int, int] = field(default_factory=dict)
     direct: bool = True
 
+    @property
+    def anything(self) -> bool:
+        return bool(self.matrices or self.experts or self.neurons)
+
 
 class DiskTier:
     """The files of a model that is read while it runs, and what of it stays in them. about: `OnDisk`; reads: of all
@@ -70,7 +74,8 @@ class DiskTier:
         place = self.place(tensor.data)
         if place is None or place not in self._streamed:
             return None
-        return _native.disk_matrix(tensor.type, *tensor.shape, *place, row_map)
+        rows, cols = tensor.shape
+        return _native.disk_matrix(tensor.type, rows, cols, *place, row_map)
 
     def check(self) -> None:
         """ModelError if a file was changed since it was opened: what was read from it may be of both."""

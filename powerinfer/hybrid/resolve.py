@@ -282,7 +282,7 @@ def _on_disk(resolved: Resolved, model: Model, ram: int) -> Resolved:
     work = _workload(model, engine, selection.selector if bundled else "all")
     threads, _ = cpu.choose_threads(engine.threads)
     plan = plan_disk(model, work, ram, lambda name: checkpoint.rests_at(name) is not None, threads, bundled)
-    return replace(resolved, disk=plan, kv_room=_kv_bytes(model, engine))
+    return replace(resolved, disk=plan if plan.about.anything else None, kv_room=_kv_bytes(model, engine))
 
 
 def _ram_bytes(model: Model, engine: EngineConfig, selection: Selection | None = None) -> int:

@@ -26,7 +26,7 @@ BLOCK = 4096
 """Bytes of a block of the disk: what is read begins and ends with whole ones."""
 
 AHEAD = 64 << 20
-"""Bytes that are read ahead beside what a step uses: some twenty milliseconds of a fast disk."""
+"""Most bytes that are read ahead beside what a step uses: some twenty milliseconds of a fast disk."""
 
 PACKED = 1 << 20
 """Bytes of a thread for the panels of matrices on disk."""
@@ -101,11 +101,13 @@ def plan_disk(
     prompts = [one.prompts for one in neurons.values()]
     streamed = list(prompts)
     rest = [unit for unit in free if not any(set(unit.names) >= set(one.names) for one in prompts)]
-    while fixed + sum(unit.held for unit in rest) + _window(streamed, rest) > ram:
+    ahead = min(AHEAD, ram // 16)
+    while fixed + sum(unit.held for unit in rest) + _window(streamed, ahead) > ram:
         if not rest:
-            raise _too_little(model, held, fixed + _window(streamed, rest), ram)
+            raise _too_little(model, held, fixed + _window(streamed, 0), ram)
         streamed.append(rest.pop(0))
-    window = _window(streamed, rest)
+        ahead = ahead if rest else 0
+    window = _window(streamed, ahead)
     left = ram - fixed - sum(unit.held for unit in rest) - window
     slots = _share(least, slot, {layer: model.n_experts[layer] for layer in experts}, left)
     left -= sum((slots[layer] - least[layer]) * slot[layer] for layer in experts)
@@ -181,14 +183,11 @@ def _parts(model: Model, layer: int) -> Sequence[str]:
     return model.config.experts[layer].matrices
 
 
-def _window(streamed: Sequence[_Unit], rest: Sequence[_Unit]) -> int:
+def _window(streamed: Sequence[_Unit], ahead: int) -> int:
     """Bytes of a window for these: two of the largest, so that one is read while the other is used, and more to read
     ahead while what is resident is used."""
-    if not streamed:
-        return 0
-    largest = max(unit.read + 2 * BLOCK * len(unit.names) for unit in streamed)
-    every = sum(unit.read + 2 * BLOCK * len(unit.names) for unit in streamed)
-    return min(every, 2 * largest + (AHEAD if rest else 0))
+    sizes = [unit.read + 2 * BLOCK * len(unit.names) for unit in streamed]
+    return min(sum(sizes), 2 * max(sizes, default=0) + ahead)
 
 
 def _spread(units: Sequence[_Unit]) -> list[_Unit]:
