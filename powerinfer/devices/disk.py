@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer import _native
-from powerinfer.errors import ModelError
+from powerinfer.devices.disk_policy import DiskPolicy, make_disk_policy
+from powerinfer.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
     from powerinfer.formats.mapped import MappedFile
     from powerinfer.formats.quant import Bytes
-    from powerinfer.formats.tensors import RawTensor
+    from powerinfer.formats.tensors import RawTensor, RestingTensor
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class OnDisk:
 
     matrices: canonical names of those that pass through a window of `window` bytes, in the order in which a step uses
     them. experts, neurons: by layer the number of those in RAM, where the layer's rest on disk. direct: reads go past
-    the system's cache.
+    the system's cache. policy: of `DISK_POLICIES`, says which experts stay; frequencies: of each layer's experts, the
+    share of the tokens that select it, None: not known. prefetch: experts are guessed a layer ahead, and read early.
     """
 
     matrices: frozenset[str] = frozenset()
@@ -33,6 +35,9 @@ class OnDisk:
     experts: Mapping[int, int] = field(default_factory=dict)
     neurons: Mapping[int, int] = field(default_factory=dict)
     direct: bool = True
+    policy: str = "lru"
+    frequencies: Mapping[int, NDArray[np.float64]] | None = None
+    prefetch: bool = False
 
     @property
     def anything(self) -> bool:
@@ -60,6 +65,13 @@ class DiskTier:
         self._streamed = frozenset(places)
         self.reads = reads or read_files(self._files, about.direct)
         self.window = _native.Window(self.reads, about.window) if about.window else None
+        self.slots: list[_native.Slots] = []
+        """Of experts and neurons, all of a step."""
+        self._experts: dict[int, _native.Experts] = {}  # by layer
+        self._uses: list[NDArray[np.int32]] = []  # of the layers, [experts]
+        self._priorities: list[NDArray[np.float32]] = []
+        self._policy: DiskPolicy | None = None  # None: nothing has priorities
+        self._before: dict[str, float] = {}
 
     def place(self, data: Bytes) -> tuple[int, int] | None:
         """(file, offset) of a view of one of the files; None for other data."""
@@ -76,6 +88,69 @@ class DiskTier:
             return None
         rows, cols = tensor.shape
         return _native.disk_matrix(tensor.type, rows, cols, *place, row_map)
+
+    def expert_slots(self, layer: int, matrices: Sequence[RestingTensor]) -> _native.Slots:
+        """Memory for some experts of a layer. matrices: of all of them, in the order of its parts."""
+        parts = [_native.Resting.at(one.each_nbytes, one.places) for one in matrices]
+        slots = _native.Slots(self.reads, parts, matrices[0].shape[0], self.about.experts[layer])
+        self.slots.append(slots)
+        return slots
+
+    def add_experts(self, layer: int, op: _native.Experts, slots: _native.Slots) -> None:
+        """The operator that uses the slots of a layer; layers in their order."""
+        self._experts[layer] = op
+        self._uses.append(op.uses)
+        self._priorities.append(slots.priority)
+
+    def begin(self) -> None:
+        """When all operators are there. RequestError for a policy that lacks a profile."""
+        if not self._uses:
+            return
+        widest, known = max(map(len, self._uses)), self.about.frequencies
+        start = None if known is None else np.zeros((len(self._uses), widest), np.float32)
+        for row, layer in enumerate(self._experts):
+            if start is not None and known is not None:
+                start[row, : len(known[layer])] = known[layer]
+        try:
+            self._policy = make_disk_policy(self.about.policy, len(self._uses), widest, start)
+        except ValueError as error:
+            raise RequestError(f"{error}: run `powerinfer profile`, or choose another policy") from None
+        self._all_uses = np.zeros((len(self._uses), widest), np.int32)
+        self._set_priorities(self._policy)
+
+    def observe(self, tokens: int) -> None:
+        """After a step of that many tokens: what leaves memory first in the next one."""
+        if self._policy is None:
+            return
+        for row, own in zip(self._all_uses, self._uses, strict=True):
+            row[: len(own)] = own
+            own[:] = 0
+        self._policy.observe(self._all_uses, tokens)
+        self._set_priorities(self._policy)
+
+    def _set_priorities(self, policy: DiskPolicy) -> None:
+        for own, row in zip(self._priorities, policy.priority, strict=True):
+            own[:] = row[: len(own)]
+
+    def counts(self) -> dict[str, float]:
+        """Since `clear`, not while a step runs. wanted: experts and neurons that steps used; hits: those of them that
+        were in memory, or on their way; reads, bytes: of everything that was read, the window's too; waited: seconds in
+        which steps waited for reads; active: seconds in which any was under way."""
+        return {key: value - self._before.get(key, 0) for key, value in self._totals().items()}
+
+    def _totals(self) -> dict[str, float]:
+        read, kept = self.reads.stats(), [one.stats() for one in self.slots]
+        items = {key: sum(one[key] for one in kept) for key in ("wanted", "hits")}
+        return {**items, "reads": read.reads, "bytes": read.bytes, "waited": read.waited, "active": read.active}
+
+    def clear(self) -> None:
+        """Reset the counts."""
+        self._before = self._totals()
+
+    def by_layer(self) -> dict[int, dict[str, float]]:
+        """Of each layer whose experts rest on disk, since it was loaded: wanted, hits; waited, in seconds; guessed:
+        experts read because they were expected; right: those of them that were needed."""
+        return {layer: op.disk_counts() for layer, op in self._experts.items()}
 
     def check(self) -> None:
         """ModelError if a file was changed since it was opened: what was read from it may be of both."""

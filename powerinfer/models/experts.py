@@ -8,7 +8,9 @@ import numpy as np
 
 from powerinfer.config import ExpertsConfig
 from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.errors import ModelError
 from powerinfer.formats.checkpoint import Checkpoint, RawTensor
+from powerinfer.formats.tensors import RestingTensor
 from powerinfer.models.builder import ExpertWeights, OwnFfn, vector
 
 if TYPE_CHECKING:
@@ -49,11 +51,12 @@ def sum_experts(
     if own is not None:
         own(norm, weights, out_norm)
         return
+    rests = executor.disk is not None and layer in executor.disk.about.experts
     executor.experts(
         layer,
         norm,
         None if about.early_router else executor.matrix(weights.router),
-        weights.experts(),
+        [_rest(checkpoint, f"{name}experts_{part}") for part in about.matrices] if rests else weights.experts(),
         [executor.matrix(tensor) for tensor in weights.shared],
         correction=None if about.early_router else weights.correction,
         shared_weight=weights.shared_weight,
@@ -66,3 +69,13 @@ def sum_experts(
 def _float32(tensor: RawTensor) -> RawTensor:
     """A router's scores decide: they are computed exactly, whatever type a file has them in."""
     return RawTensor("F32", tensor.shape, tensor.float32().view(np.uint8).reshape(-1))
+
+
+def _rest(checkpoint: Checkpoint, name: str) -> RestingTensor:
+    found = checkpoint.rest(name)
+    if found is None:
+        raise ModelError(
+            f"{checkpoint.path}: {name} is not stored as it is computed, so it cannot stay on disk: leave out "
+            "--quantize, or take a file in a type that is computed as it is"
+        )
+    return found

@@ -1,0 +1,95 @@
+#include "resting_experts.h"
+
+#include <math.h>
+
+#include <algorithm>
+#include <chrono>
+#include <iterator>
+
+#include "experts.h"
+
+RestingExperts::RestingExperts(std::shared_ptr<Slots> slots, const std::vector<std::vector<Matrix>*>& parts)
+    : uses((size_t)slots->items()), slots_(std::move(slots)), parts_(uses.size()) {
+  for (std::vector<Matrix>* const of_all : parts) {
+    for (size_t e = 0; e < parts_.size(); e++) {
+      Matrix& one = (*of_all)[e];
+      one.disk = std::make_shared<OnDisk>(*one.disk);
+      parts_[e].push_back(one.disk);
+    }
+  }
+}
+
+template <class F>
+void RestingExperts::waiting(F wait) {
+  const auto begin = std::chrono::steady_clock::now();
+  wait();
+  waited_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+void RestingExperts::expect(const int32_t* experts, int64_t n) {
+  std::vector<int32_t> list;
+  for (int64_t i = 0; i < n && (int64_t)list.size() < slots_->slots(); i++) {
+    float& priority = slots_->priority[(size_t)experts[i]];
+    if (priority == INFINITY) continue;
+    raised_.emplace_back(experts[i], priority);
+    priority = INFINITY;
+    list.push_back(experts[i]);
+  }
+  const auto absent = [&](int32_t e) { return !slots_->held(e) && !slots_->coming(e); };
+  std::copy_if(list.begin(), list.end(), std::back_inserter(early_), absent);
+  slots_->fetch(list.data(), (int64_t)list.size());
+}
+
+void RestingExperts::begin(const ExpertRows& rows) {
+  for (const int32_t e : early_) {
+    guessed_ += slots_->held(e) || slots_->coming(e);
+    right_ += (slots_->held(e) || slots_->coming(e)) && rows.begin[(size_t)e + 1] > rows.begin[(size_t)e];
+  }
+  end();
+  for (const int32_t e : rows.active) uses[(size_t)e] += rows.begin[(size_t)e + 1] - rows.begin[(size_t)e];
+  wanted_ = rows.active;
+  const auto rank = [&](int32_t e) { return slots_->held(e) ? 0 : slots_->coming(e) ? 1 : 2; };
+  std::stable_sort(wanted_.begin(), wanted_.end(), [&](int32_t a, int32_t b) { return rank(a) < rank(b); });
+  read_more();
+}
+
+// Pins experts, from the first on, one at a time: then each can be waited for.
+void RestingExperts::read_more() {
+  if (pinned_ == wanted_.size()) return;
+  waiting([&] {
+    while (pinned_ < wanted_.size() && slots_->want(&wanted_[pinned_], 1)) coming_.push_back(wanted_[pinned_++]);
+  });
+}
+
+void RestingExperts::next(ExpertRows& rows) {
+  for (const int32_t e : now_) slots_->let_go(e);
+  now_.clear();
+  read_more();
+  // Where others are to follow into their memory, few at a time, so that reads go on.
+  const size_t most = pinned_ == wanted_.size() ? wanted_.size() : std::max((size_t)slots_->slots() / 4, (size_t)1);
+  take_arrived(most);
+  if (now_.empty() && !coming_.empty()) {
+    waiting([&] { slots_->wait(coming_.front()); });
+    take_arrived(most);
+  }
+  for (const int32_t e : now_)
+    for (size_t i = 0; i < parts_[(size_t)e].size(); i++) parts_[(size_t)e][i]->rows = slots_->part(e, i);
+  rows.compute(now_);
+}
+
+void RestingExperts::take_arrived(size_t most) {
+  std::vector<int32_t> left;
+  for (const int32_t e : coming_) (now_.size() < most && slots_->arrived(e) ? now_ : left).push_back(e);
+  coming_ = std::move(left);
+}
+
+void RestingExperts::end() {
+  slots_->let_go();
+  for (const auto& [e, priority] : raised_) slots_->priority[(size_t)e] = priority;
+  raised_.clear();
+  early_.clear();
+  wanted_.clear();
+  coming_.clear();
+  now_.clear();
+  pinned_ = 0;
+}

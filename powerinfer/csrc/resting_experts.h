@@ -1,0 +1,50 @@
+// Experts of a layer that rest on disk: which of those that a step needs are there, in the order in which they arrive.
+#pragma once
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "slots.h"
+#include "weights.h"
+
+struct ExpertRows;
+
+// By thread 0 of a job, but the constructor and `stats`.
+class RestingExperts {
+ public:
+  struct Stats {
+    Slots::Stats slots;
+    double waited;           // seconds in which nothing could be computed
+    int64_t guessed, right;  // experts that were read because they were expected; of these, needed by the step
+  };
+  // slots: of experts; their parts are rows of `parts`, the matrices of each expert.
+  RestingExperts(std::shared_ptr<Slots> slots, const std::vector<std::vector<Matrix>*>& parts);
+
+  // Begins to read experts that the step is to need, one of them perhaps repeatedly, in place of those that matter least.
+  void expect(const int32_t* experts, int64_t n);
+  // Begins a step: to read what it needs and is not there. rows: ordered.
+  void begin(const ExpertRows& rows);
+  // The experts to compute next, in memory until the next call: `active` of the rows; none: that was all.
+  void next(ExpertRows& rows);
+  // Lets everything go: a read failed, here or elsewhere.
+  void end();
+
+  Stats stats() const { return {slots_->stats(), waited_, guessed_, right_}; }
+  std::vector<int32_t> uses;  // tokens that selected each expert, until someone resets them
+
+ private:
+  template <class F>
+  void waiting(F wait);
+  void read_more();
+  void take_arrived(size_t most);
+
+  const std::shared_ptr<Slots> slots_;
+  std::vector<std::vector<std::shared_ptr<OnDisk>>> parts_;  // of each expert
+  std::vector<int32_t> wanted_;                              // those there, those that are coming, then the others
+  size_t pinned_ = 0;                                        // the first of these that are not
+  std::vector<int32_t> coming_, now_;                        // pinned: to be computed, and being computed
+  std::vector<std::pair<int32_t, float>> raised_;            // expected experts, and their own priorities
+  std::vector<int32_t> early_;                               // expected and not there
+  double waited_ = 0;
+  int64_t guessed_ = 0, right_ = 0;
+};
