@@ -883,8 +883,7 @@ void bind_experts(nb::module_& m) {
           "predictor,\n"
           "which selects among all of these neurons and takes the place of the matrix of gates. recall_every: steps "
           "between\n"
-          "samples of its recall, 0: none. slots: the experts rest on disk, their matrices are the parts; the three are
-"
+          "samples of its recall, 0: none. slots: the experts rest on disk, their matrices are the parts; the three are\n"
           "of `disk_matrix` then, [experts * rows, k].");
   nb::class_<Experts, Op>(m, "Experts", "An FFN of experts.")
       .def("set_whole", &Experts::set_whole, "on"_a, nb::call_guard<nb::gil_scoped_release>(),
@@ -924,8 +923,8 @@ void bind_experts(nb::module_& m) {
           "disk_counts",
           [](const Experts& op) {
             const RestingExperts::Stats s = resting_of(op).stats();
-            return std::map<std::string, double>{{"wanted", (double)s.slots.wanted}, {"hits", (double)s.slots.hits},
-                                                 {"waited", s.waited},               {"guessed", (double)s.guessed},
+            return std::map<std::string, double>{{"wanted", (double)s.wanted}, {"hits", (double)s.hits},
+                                                 {"waited", s.waited},         {"guessed", (double)s.guessed},
                                                  {"right", (double)s.right}};
           },
           "Of experts on disk, not while a step runs: wanted, hits; waited: seconds; guessed: read because they were\n"
@@ -1228,7 +1227,15 @@ void bind_slots(nb::module_& m) {
           "__init__",
           [](Resting* resting, int file, int64_t offset, int64_t bytes, int64_t stride, std::optional<int64_t> each,
              int64_t outer) { new (resting) Resting{file, offset, bytes, stride, each.value_or(1LL << 40), outer}; },
-          "file"_a, "offset"_a, "bytes"_a, "stride"_a, "each"_a = nb::none(), "outer"_a = 0);
+          "file"_a, "offset"_a, "bytes"_a, "stride"_a, "each"_a = nb::none(), "outer"_a = 0)
+      .def_static(
+          "scattered",
+          [](int64_t bytes, const std::vector<std::pair<int, int64_t>>& places) {
+            Resting resting{0, 0, bytes, 0};
+            for (const auto& [file, offset] : places) resting.places.push_back({file, offset});
+            return resting;
+          },
+          "bytes"_a, "places"_a, "The same of items that have places of their own, (file, offset) each.");
   nb::class_<Slots>(m, "Slots",
                     "Items of equal size that rest on disk, and memory for some of them. For one thread at a time.\n\n"
                     "parts: of each item. What has least `priority` is replaced first, of equals the lowest item.")
@@ -1252,9 +1259,9 @@ void bind_slots(nb::module_& m) {
           "items"_a,
           "Begin to read items that may be wanted later, in place of others of less priority. For how many there\n"
           "was room.")
-      .def("wait", &Slots::wait, nb::call_guard<nb::gil_scoped_release>(),
+      .def("wait", nb::overload_cast<>(&Slots::wait), nb::call_guard<nb::gil_scoped_release>(),
            "Wait for what is pinned. ReadError: an item that could not be read is not there, and all are let go.")
-      .def("let_go", &Slots::let_go, "Of all that is pinned.")
+      .def("let_go", nb::overload_cast<>(&Slots::let_go), "Of all that is pinned.")
       .def(
           "held",
           [](const Slots& slots, int64_t item) {

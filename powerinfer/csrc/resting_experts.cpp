@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <iterator>
 
 #include "experts.h"
 
@@ -23,27 +22,33 @@ template <class F>
 void RestingExperts::waiting(F wait) {
   const auto begin = std::chrono::steady_clock::now();
   wait();
-  waited_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  stats_.waited += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
 void RestingExperts::expect(const int32_t* experts, int64_t n) {
-  std::vector<int32_t> list;
-  for (int64_t i = 0; i < n && (int64_t)list.size() < slots_->slots(); i++) {
-    float& priority = slots_->priority[(size_t)experts[i]];
-    if (priority == INFINITY) continue;
-    raised_.emplace_back(experts[i], priority);
-    priority = INFINITY;
-    list.push_back(experts[i]);
-  }
   const auto absent = [&](int32_t e) { return !slots_->held(e) && !slots_->coming(e); };
-  std::copy_if(list.begin(), list.end(), std::back_inserter(early_), absent);
+  std::vector<int32_t> list;
+  for (const bool there : {true, false})  // what is there stays, before others come
+    for (int64_t i = 0; i < n && (int64_t)list.size() < slots_->slots(); i++) {
+      float& priority = slots_->priority[(size_t)experts[i]];
+      if (priority == INFINITY || absent(experts[i]) == there) continue;
+      raised_.emplace_back(experts[i], priority);
+      priority = INFINITY;
+      list.push_back(experts[i]);
+      if (!there) early_.push_back(experts[i]);
+    }
   slots_->fetch(list.data(), (int64_t)list.size());
 }
 
 void RestingExperts::begin(const ExpertRows& rows) {
+  stats_.wanted += (int64_t)rows.active.size();
+  for (const int32_t e : rows.active) stats_.hits += slots_->held(e);
   for (const int32_t e : early_) {
-    guessed_ += slots_->held(e) || slots_->coming(e);
-    right_ += (slots_->held(e) || slots_->coming(e)) && rows.begin[(size_t)e + 1] > rows.begin[(size_t)e];
+    if (!slots_->held(e) && !slots_->coming(e)) continue;  // there was no room
+    const bool needed = rows.begin[(size_t)e + 1] > rows.begin[(size_t)e];
+    stats_.guessed++;
+    stats_.right += needed;
+    stats_.hits -= needed && slots_->held(e);
   }
   end();
   for (const int32_t e : rows.active) uses[(size_t)e] += rows.begin[(size_t)e + 1] - rows.begin[(size_t)e];

@@ -13,7 +13,7 @@ struct ExpertRows;
 class RestingExperts {
  public:
   struct Stats {
-    Slots::Stats slots;
+    int64_t wanted, hits;    // experts of steps; of these, in memory without a read of this step
     double waited;           // seconds in which nothing could be computed
     int64_t guessed, right;  // experts that were read because they were expected; of these, needed by the step
   };
@@ -29,7 +29,7 @@ class RestingExperts {
   // Lets everything go: a read failed, here or elsewhere.
   void end();
 
-  Stats stats() const { return {slots_->stats(), waited_, guessed_, right_}; }
+  Stats stats() const { return stats_; }
   std::vector<int32_t> uses;  // tokens that selected each expert, until someone resets them
 
  private:
@@ -45,6 +45,5 @@ class RestingExperts {
   std::vector<int32_t> coming_, now_;                        // pinned: to be computed, and being computed
   std::vector<std::pair<int32_t, float>> raised_;            // expected experts, and their own priorities
   std::vector<int32_t> early_;                               // expected and not there
-  double waited_ = 0;
-  int64_t guessed_ = 0, right_ = 0;
+  Stats stats_ = {};
 };

@@ -49,6 +49,7 @@ int64_t Slots::lay_out(int64_t items, int64_t slots) {
   int64_t at = 0;
   for (const Resting& part : parts_) {
     const int64_t most = (INT64_MAX / 2) / items;
+    check(part.places.empty() || (int64_t)part.places.size() == items, "not a place for each item");
     check(part.bytes > 0 && part.each > 0 && part.stride >= 0 && part.outer >= 0 && part.stride < most &&
               part.outer < most,
           "parts have bytes, and follow each other");
@@ -56,7 +57,7 @@ int64_t Slots::lay_out(int64_t items, int64_t slots) {
     int64_t largest = 0;
     for (int64_t i = 0; i < items; i++) {
       const int64_t offset = part.at(i), in_block = reads_->direct() ? offset % Reads::ALIGN : 0;
-      reads_->check(part.file, offset, part.bytes);
+      reads_->check(part.file_of(i), offset, part.bytes);
       largest = std::max(largest, in_block + part.bytes);
     }
     at += up_to(largest, reads_->direct() ? (int64_t)Reads::ALIGN : LINE);
@@ -194,7 +195,7 @@ void Slots::read_misses(bool pinned) {
     coming.slots.push_back(slot);
     if (!lines_.empty()) lines_[(size_t)item] = (uint32_t)(place(slot, item, 0) / LINE);
     for (size_t i = 0; i < parts_.size(); i++)
-      begun_.push_back({parts_[i].file, parts_[i].at(item), parts_[i].bytes, memory_.data() + place(slot, item, i)});
+      begun_.push_back({parts_[i].file_of(item), parts_[i].at(item), parts_[i].bytes, memory_.data() + place(slot, item, i)});
   }
   coming.ticket = reads_->begin(begun_.data(), begun_.size());
   coming_.push_back(std::move(coming));
@@ -277,10 +278,40 @@ void Slots::wait() {
   } catch (const ReadError&) {  // the disk does not answer, nor will it for the others
     if (!error_) error_ = std::current_exception();
   }
+  tell();
+}
+
+// Whoever waits of what failed.
+void Slots::tell() {
   if (!error_) return;
   const std::exception_ptr error = error_;
   let_go();
   std::rethrow_exception(error);
+}
+
+void Slots::wait(int32_t item) {
+  const int32_t slot = -2 - slot_of_[(size_t)item];
+  const auto reads_it = [&](const Coming& one) { return std::count(one.slots.begin(), one.slots.end(), slot) > 0; };
+  const auto found = std::find_if(coming_.begin(), coming_.end(), reads_it);
+  try {
+    if (found != coming_.end()) finish((size_t)(found - coming_.begin()));
+  } catch (const ReadError&) {
+    if (!error_) error_ = std::current_exception();
+  }
+  tell();
+}
+
+bool Slots::arrived(int32_t item) {
+  if (!held(item)) take_in();
+  tell();
+  return held(item);
+}
+
+void Slots::let_go(int32_t item) {
+  const int32_t slot = coming(item) ? -2 - slot_of_[(size_t)item] : slot_of_[(size_t)item];
+  if (slot < 0) return;
+  kept_[(size_t)slot] = 0;
+  pins_.erase(std::remove(pins_.begin(), pins_.end(), slot), pins_.end());
 }
 
 void Slots::clear() { stats_ = {}; }

@@ -7,12 +7,20 @@
 #include "panels.h"
 #include "reads.h"
 
-// Where a part of each item rests: item i at offset + i / each * outer + i % each * stride.
+// Where a part of each item rests: item i at offset + i / each * outer + i % each * stride, or in a place of its own.
 struct Resting {
+  struct Place {
+    int file;
+    int64_t offset;
+  };
   int file;
   int64_t offset, bytes, stride;
   int64_t each = 1LL << 40, outer = 0;
-  int64_t at(int64_t i) const { return offset + i / each * outer + i % each * stride; }
+  std::vector<Place> places = {};  // of each item, or none
+  int64_t at(int64_t i) const {
+    return places.empty() ? offset + i / each * outer + i % each * stride : places[(size_t)i].offset;
+  }
+  int file_of(int64_t i) const { return places.empty() ? file : places[(size_t)i].file; }
 };
 
 // By one thread at a time, but `part`, `lines` and `held`, which threads may ask of pinned items between `wait` and the
@@ -39,7 +47,12 @@ class Slots {
   // does not answer, the slots stay taken until it does.
   void wait();
   void let_go();  // of all that is pinned
+  // The same of one item that is pinned; others may be wanted meanwhile.
+  void wait(int32_t item);
+  bool arrived(int32_t item);  // whether `wait` would return, or fail, at once; ReadError as of it
+  void let_go(int32_t item);
   bool held(int64_t item) const { return slot_of_[(size_t)item] >= 0; }
+  bool coming(int64_t item) const { return slot_of_[(size_t)item] < -1; }
 
   // Of an item that is pinned and was waited for.
   const uint8_t* part(int64_t item, size_t part) const;
@@ -75,6 +88,7 @@ class Slots {
   void choose_victims(int64_t n);
   void read_misses(bool pinned);
   void finish(size_t i);
+  void tell();
   void take_in();
 
   const std::shared_ptr<Reads> reads_;

@@ -66,7 +66,7 @@ class DiskTier:
         self.reads = reads or read_files(self._files, about.direct)
         self.window = _native.Window(self.reads, about.window) if about.window else None
         self.slots: list[_native.Slots] = []
-        """Of experts and neurons, all of a step."""
+        """Of neurons."""
         self._experts: dict[int, _native.Experts] = {}  # by layer
         self._uses: list[NDArray[np.int32]] = []  # of the layers, [experts]
         self._priorities: list[NDArray[np.float32]] = []
@@ -91,10 +91,8 @@ class DiskTier:
 
     def expert_slots(self, layer: int, matrices: Sequence[RestingTensor]) -> _native.Slots:
         """Memory for some experts of a layer. matrices: of all of them, in the order of its parts."""
-        parts = [_native.Resting.at(one.each_nbytes, one.places) for one in matrices]
-        slots = _native.Slots(self.reads, parts, matrices[0].shape[0], self.about.experts[layer])
-        self.slots.append(slots)
-        return slots
+        parts = [_native.Resting.scattered(one.each_nbytes, one.places) for one in matrices]
+        return _native.Slots(self.reads, parts, matrices[0].shape[0], self.about.experts[layer])
 
     def add_experts(self, layer: int, op: _native.Experts, slots: _native.Slots) -> None:
         """The operator that uses the slots of a layer; layers in their order."""
@@ -134,12 +132,13 @@ class DiskTier:
 
     def counts(self) -> dict[str, float]:
         """Since `clear`, not while a step runs. wanted: experts and neurons that steps used; hits: those of them that
-        were in memory, or on their way; reads, bytes: of everything that was read, the window's too; waited: seconds in
+        were in memory when the step began; reads, bytes: of everything that was read, the window's too; waited: seconds in
         which steps waited for reads; active: seconds in which any was under way."""
         return {key: value - self._before.get(key, 0) for key, value in self._totals().items()}
 
     def _totals(self) -> dict[str, float]:
-        read, kept = self.reads.stats(), [one.stats() for one in self.slots]
+        read = self.reads.stats()
+        kept = [*(one.stats() for one in self.slots), *(one.disk_counts() for one in self._experts.values())]
         items = {key: sum(one[key] for one in kept) for key in ("wanted", "hits")}
         return {**items, "reads": read.reads, "bytes": read.bytes, "waited": read.waited, "active": read.active}
 

@@ -1,0 +1,211 @@
+"""Experts that rest on disk: the same bits as in memory, whatever is there when a step begins, and failures of the disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from model_files import experts_gguf
+from test_disk import ENGINE, answers, steps
+from test_expert_routing import shape
+
+from benchmarks.models import expert_models
+from powerinfer import ModelError, RequestError, _native
+from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.devices.disk import DiskTier, OnDisk
+from powerinfer.devices.disk_policy import DISK_POLICIES
+from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
+from powerinfer.models import load
+
+FILES: dict[str, str] = {  # by name: the type of the matrices
+    "qwen3-30b-a3b": "q4_0", "smallthinker-4b": "q8_0", "gpt-oss-20b": "mxfp4", "deepseek-v2-lite": "q8_0",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A small model of a family, as a file, or, of "folder", with a tensor for each expert."""
+    folder = tmp_path_factory.mktemp("models")
+
+    @cache
+    def write(name: str) -> Path:
+        if name == "folder":
+            path, config = folder / name, replace(shape("qwen3-30b-a3b"), architecture="qwen3_moe")
+            expert_models.write_folder(path, config, expert_models.Weights("f16", "f16"))
+        else:
+            path = folder / f"{name}.gguf"
+            expert_models.write(path, shape(name), expert_models.Weights(FILES[name]))
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def expected(written: Callable[[str], Path]) -> Callable[[str], list[np.ndarray]]:
+    """What a model answers that is in memory."""
+
+    @cache
+    def answer(name: str) -> list[np.ndarray]:
+        executor = load(open_checkpoint(written(name)), ENGINE)
+        found = answers(executor)
+        executor.close()
+        return found
+
+    return answer
+
+
+def on_disk(checkpoint: Checkpoint, slots: int, emulated: dict[str, Any] | None = None, **about: Any) -> CpuExecutor:
+    """With that many experts of each layer in memory."""
+    files = [(os.fspath(file.path), file.size) for file in checkpoint.files]
+    what = OnDisk(experts=dict.fromkeys(checkpoint.config.experts, slots), **about)
+    reads = _native.Reads(files, what.direct, **(emulated or {}))
+    return load(checkpoint, ENGINE, disk=DiskTier(what, checkpoint.files, (), reads))
+
+
+def check_bits(executor: CpuExecutor, right: list[np.ndarray]) -> dict[str, float]:
+    """Twice: the second time with what the first one left in memory. What was read."""
+    for _ in range(2):
+        for own, one in zip(answers(executor), right, strict=True):
+            assert np.array_equal(own, one)
+    assert executor.disk is not None
+    counts = executor.disk.counts()
+    executor.close()
+    return counts
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
+@pytest.mark.parametrize("name", [*FILES, "folder"])
+def test_the_bits_are_those_of_experts_in_memory(name: str, direct: bool, written: Any, expected: Any) -> None:
+    read = []
+    for slots in (1, 5, 32):
+        executor = on_disk(open_checkpoint(written(name)), slots, direct=direct)
+        read.append(check_bits(executor, expected(name)))
+    few, some, every = read
+    assert few["bytes"] > some["bytes"] > every["bytes"] > 0
+    assert few["wanted"] == some["wanted"] == every["wanted"]
+    assert few["hits"] < some["hits"] < every["hits"] < every["wanted"]
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("policy", DISK_POLICIES)
+def test_a_policy_says_what_is_read_but_nothing_of_the_result(
+    policy: str, prefetch: bool, written: Any, expected: Any
+) -> None:
+    checkpoint = open_checkpoint(written("qwen3-30b-a3b"))
+    shares = {layer: np.linspace(0, 1, about.n_experts) for layer, about in checkpoint.config.experts.items()}
+    executor = on_disk(checkpoint, 8, policy=policy, frequencies=shares, prefetch=prefetch)
+    check_bits(executor, expected("qwen3-30b-a3b"))
+
+
+def test_static_needs_a_profile(written: Any) -> None:
+    with pytest.raises(RequestError, match="powerinfer profile"):
+        on_disk(open_checkpoint(written("qwen3-30b-a3b")), 8, policy="static")
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "smallthinker-4b"])
+@pytest.mark.parametrize("slots", [2, 12])
+def test_a_slow_disk_changes_nothing(name: str, slots: int, written: Any, expected: Any) -> None:
+    slow = {"latency": 1e-4, "rate": 2e9}
+    executor = on_disk(open_checkpoint(written(name)), slots, slow, direct=False, prefetch=True)
+    assert executor.disk is not None
+    by_layer = executor.disk.by_layer
+    counts = check_bits(executor, expected(name))
+    assert counts["waited"] > 0 and counts["active"] > 0
+    layers = by_layer().values()
+    assert sum(one["waited"] for one in layers) > 0
+    guessed, right = (sum(one[key] for one in layers) for key in ("guessed", "right"))
+    assert guessed >= right > 0
+    if name == "smallthinker-4b":  # its router selects before attention
+        assert guessed == right
+
+
+def test_each_expert_is_read_once_for_a_piece_of_a_prompt(written: Any) -> None:
+    checkpoint = open_checkpoint(written("qwen3-30b-a3b"))
+    executor = on_disk(checkpoint, 4)
+    assert executor.disk is not None
+    with executor.routed() as routed:
+        for batch in steps(executor.config.vocab_size):
+            executor.disk.clear()
+            executor.forward(batch)
+            wanted = sum(len(np.unique(one)) for one in routed().values())
+            counts = executor.disk.counts()
+            assert counts["wanted"] == wanted
+            parts = 3
+            assert counts["reads"] == parts * (wanted - counts["hits"])
+    executor.close()
+
+
+@pytest.mark.parametrize("at", [0, 7, 100, 200])
+def test_a_step_that_could_not_read_fails_and_the_next_one_is_right(at: int, written: Any) -> None:
+    path = written("qwen3-30b-a3b")
+    whole, fault = load(open_checkpoint(path), ENGINE), {"fail_at": at, "failures": 1, "error": errno.EIO}
+    executor = on_disk(open_checkpoint(path), 8, fault, direct=False)
+    failed = 0
+    for batch in steps(executor.config.vocab_size):
+        right = whole.forward(batch).copy()
+        try:
+            own = executor.forward(batch).copy()
+        except ModelError as error:
+            assert str(error) == f"cannot read {path}: {os.strerror(errno.EIO)}"
+            failed += 1
+            own = executor.forward(batch).copy()
+        assert np.array_equal(own, right)
+    assert failed == 1
+
+
+def test_a_disk_that_is_gone_is_said_at_every_step(written: Any) -> None:
+    executor = on_disk(open_checkpoint(written("smallthinker-4b")), 8, {"fail_at": 0, "error": errno.ENODEV})
+    for batch in steps(executor.config.vocab_size):
+        with pytest.raises(ModelError, match=os.strerror(errno.ENODEV)):
+            executor.forward(batch)
+
+
+def test_a_file_that_changes_is_no_longer_computed(tmp_path: Path) -> None:
+    path = experts_gguf().write(tmp_path / "m.gguf")
+    executor = on_disk(open_checkpoint(path), 2)
+    first, *_, last = steps(executor.config.vocab_size)
+    executor.forward(first)
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(ModelError, match="changed while it was in use"):
+        executor.forward(last)
+
+
+def test_what_is_converted_cannot_stay_on_disk(tmp_path: Path) -> None:
+    path = experts_gguf().write(tmp_path / "m.gguf")
+    with pytest.raises(ModelError, match="leave out --quantize"):
+        on_disk(open_checkpoint(path, quantize="q8_0"), 2)
+
+
+def test_neurons_in_experts_are_not_selected_on_disk(written: Any) -> None:
+    checkpoint = open_checkpoint(written("smallthinker-4b"))
+    tier = DiskTier(OnDisk(experts=dict.fromkeys(checkpoint.config.experts, 8)), checkpoint.files)
+    with pytest.raises(RequestError, match="--selector all"):
+        load(checkpoint, ENGINE, in_experts=True, disk=tier)
+
+
+def test_slots_of_other_experts_are_refused(tmp_path: Path) -> None:
+    """Of the native operator, whose sizes the wiring gets from one place."""
+    path = experts_gguf().write(tmp_path / "m.gguf")
+    executor = on_disk(open_checkpoint(path), 2)
+    about, disk = executor.config.experts[0], executor.disk
+    assert disk is not None
+    matrices = [_native.disk_matrix("F32", 4 * 96, 64, 0, 0) for _ in range(2)]
+    down = _native.disk_matrix("F32", 4 * 64, 96, 0, 0)
+    spec = _native.NeuronSpec(about.activation)
+    for items, nbytes, why in ((3, 96 * 64 * 4, "number of experts"), (4, 64, "another size")):
+        part = _native.Resting(0, 0, nbytes, nbytes)
+        slots = _native.Slots(disk.reads, [part] * 3, items, 2)
+        of_all = _native.ExpertMatrices(4, 96, spec, *matrices, down, slots=slots)
+        with pytest.raises(ValueError, match=why):
+            executor._program.experts(_native.FfnSpec(), _native.RouterSpec(2), None, of_all)
+    slots = _native.Slots(disk.reads, [_native.Resting(0, 0, 96 * 64 * 4, 96 * 64 * 4)] * 3, 4, 2)
+    of_all = _native.ExpertMatrices(4, 96, spec, *matrices, down, slots=slots)
+    with pytest.raises(ValueError, match="are in memory"):
+        executor._program.expert_sum(of_all, 2)
