@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +60,8 @@ class DiskTier:
         self._streamed = frozenset(places)
         self.reads = reads or read_files(self._files, about.direct)
         self.window = _native.Window(self.reads, about.window) if about.window else None
+        self.slots: dict[int, _native.Slots] = {}  # of layers whose neurons or experts are on disk
+        self._cleared: dict[str, float] = {}
 
     def place(self, data: Bytes) -> tuple[int, int] | None:
         """(file, offset) of a view of one of the files; None for other data."""
@@ -76,6 +78,32 @@ class DiskTier:
             return None
         rows, cols = tensor.shape
         return _native.disk_matrix(tensor.type, rows, cols, *place, row_map)
+
+    def report(self) -> dict[str, Any]:
+        """What was read since the last `clear`, not while a step runs.
+
+        mode; bytes; read_gb_s: while the disk was reading, None without reads; stall_seconds: that steps waited; of
+        neurons and experts wanted, how many RAM had: hit_rate, None where none is on disk.
+        """
+        now = self._now()
+        since = {name: value - self._cleared.get(name, 0) for name, value in now.items()}
+        return {
+            "mode": f"{self.reads.engine}, {'direct' if self.reads.direct else 'cached'}",
+            "bytes": int(since["bytes"]),
+            "read_gb_s": since["bytes"] / since["active"] / 1e9 if since["active"] else None,
+            "stall_seconds": since["waited"],
+            "hit_rate": since["hits"] / since["wanted"] if since["wanted"] else None,
+        }
+
+    def clear(self) -> None:
+        """Begin to count anew."""
+        self._cleared = self._now()
+
+    def _now(self) -> dict[str, float]:
+        stats = self.reads.stats()
+        counted = {"bytes": float(stats.bytes), "waited": stats.waited, "active": stats.active}
+        every = [slots.stats() for slots in self.slots.values()]
+        return counted | {name: float(sum(one[name] for one in every)) for name in ("wanted", "hits")}
 
     def check(self) -> None:
         """ModelError if a file was changed since it was opened: what was read from it may be of both."""
