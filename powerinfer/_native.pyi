@@ -103,7 +103,7 @@ class Reads:
     def stats(self) -> ReadStats: ...
     @property
     def engine(self) -> str:
-        """What reads: "uring", "threads" or "emulated"."""
+        """Which one: "uring", "threads" or "emulated"."""
 
     @property
     def direct(self) -> bool: ...

@@ -1174,7 +1174,7 @@ void bind_reads(nb::module_& m) {
       .def("cancel", &Reads::cancel, "ticket"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Return when none of them is under way; some may not have been begun.")
       .def("stats", &Reads::stats)
-      .def_prop_ro("engine", &Reads::engine, "What reads: \"uring\", \"threads\" or \"emulated\".")
+      .def_prop_ro("engine", &Reads::engine, "Which one: \"uring\", \"threads\" or \"emulated\".")
       .def_prop_ro("direct", &Reads::direct)
       .def_prop_rw(
           "patience", [](const Reads& reads) { return reads.patience; },
