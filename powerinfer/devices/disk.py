@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,13 +65,12 @@ class DiskTier:
         self._streamed = frozenset(places)
         self.reads = reads or read_files(self._files, about.direct)
         self.window = _native.Window(self.reads, about.window) if about.window else None
-        self.slots: list[_native.Slots] = []
-        """Of neurons."""
+        self.slots: dict[int, _native.Slots] = {}  # of layers whose neurons are on disk
         self._experts: dict[int, _native.Experts] = {}  # by layer
         self._uses: list[NDArray[np.int32]] = []  # of the layers, [experts]
         self._priorities: list[NDArray[np.float32]] = []
         self._policy: DiskPolicy | None = None  # None: nothing has priorities
-        self._before: dict[str, float] = {}
+        self._cleared: dict[str, float] = {}
 
     def place(self, data: Bytes) -> tuple[int, int] | None:
         """(file, offset) of a view of one of the files; None for other data."""
@@ -130,21 +129,36 @@ class DiskTier:
         for own, row in zip(self._priorities, policy.priority, strict=True):
             own[:] = row[: len(own)]
 
-    def counts(self) -> dict[str, float]:
-        """Since `clear`, not while a step runs. wanted: experts and neurons that steps used; hits: those of them that
-        were in memory when the step began; reads, bytes: of everything that was read, the window's too; waited: seconds in
-        which steps waited for reads; active: seconds in which any was under way."""
-        return {key: value - self._before.get(key, 0) for key, value in self._totals().items()}
+    def report(self) -> dict[str, Any]:
+        """What was read since the last `clear`, not while a step runs.
 
-    def _totals(self) -> dict[str, float]:
-        read = self.reads.stats()
-        kept = [*(one.stats() for one in self.slots), *(one.disk_counts() for one in self._experts.values())]
-        items = {key: sum(one[key] for one in kept) for key in ("wanted", "hits")}
-        return {**items, "reads": read.reads, "bytes": read.bytes, "waited": read.waited, "active": read.active}
+        mode; bytes; read_gb_s: while the disk was reading, None without reads; stall_seconds: that steps waited; of
+        neurons and experts wanted, how many RAM had: hit_rate, None where none is on disk.
+        """
+        since = self.counts()
+        return {
+            "mode": f"{self.reads.engine}, {'direct' if self.reads.direct else 'cached'}",
+            "bytes": int(since["bytes"]),
+            "read_gb_s": since["bytes"] / since["active"] / 1e9 if since["active"] else None,
+            "stall_seconds": since["waited"],
+            "hit_rate": since["hits"] / since["wanted"] if since["wanted"] else None,
+        }
+
+    def counts(self) -> dict[str, float]:
+        """Since the last `clear`, not while a step runs. wanted: experts and neurons that steps used; hits: those of them
+        that were in memory when the step began; reads, bytes: of everything that was read, the window's too; waited:
+        seconds in which steps waited for reads; active: seconds in which any was under way."""
+        return {name: value - self._cleared.get(name, 0) for name, value in self._now().items()}
 
     def clear(self) -> None:
-        """Reset the counts."""
-        self._before = self._totals()
+        """Begin to count anew."""
+        self._cleared = self._now()
+
+    def _now(self) -> dict[str, float]:
+        read = self.reads.stats()
+        kept = [one.stats() for one in self.slots.values()] + [one.disk_counts() for one in self._experts.values()]
+        items = {name: float(sum(one[name] for one in kept)) for name in ("wanted", "hits")}
+        return items | {name: float(getattr(read, name)) for name in ("reads", "bytes", "waited", "active")}
 
     def by_layer(self) -> dict[int, dict[str, float]]:
         """Of each layer whose experts rest on disk, since it was loaded: wanted, hits; waited, in seconds; guessed:

@@ -190,9 +190,19 @@ class Checkpoint:
             return self._placed(tensor.data)
         return None
 
-    def rest(self, name: str) -> RestingTensor | None:
-        """Matrices [n, out, in] that are not taken but stay where they are; None where a model's files do not have each
-        in one piece as `take` gives it."""
+    def rest(self, name: str) -> RestingTensor:
+        """Matrices [n, out, in] that are read later, in place of `take`. ModelError if they cannot be."""
+        found = self.resting(name)
+        if found is None:
+            raise ModelError(
+                f"{self.path}: {name} is not stored as it is computed, so it cannot stay on disk: leave out "
+                "--quantize, or take a file in a type that is computed as it is"
+            )
+        self._taken.add(name)
+        return found
+
+    def resting(self, name: str) -> RestingTensor | None:
+        """Where matrices [n, out, in] lie; None where the files do not have each in one piece as `take` gives it."""
         tensor = self._tensors.get(name)
         if name in self._targets or not isinstance(tensor, RawTensor | StackedTensor):
             return None
@@ -204,7 +214,6 @@ class Checkpoint:
         places = tuple(place for data in each if (place := self._placed(data)) is not None)
         if len(places) != n:
             return None
-        self._taken.add(name)
         return RestingTensor(tensor.type, tensor.shape, places)
 
     def _placed(self, data: Bytes) -> tuple[int, int] | None:

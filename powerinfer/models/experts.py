@@ -8,9 +8,7 @@ import numpy as np
 
 from powerinfer.config import ExpertsConfig
 from powerinfer.devices.cpu import CpuExecutor
-from powerinfer.errors import ModelError
 from powerinfer.formats.checkpoint import Checkpoint, RawTensor
-from powerinfer.formats.tensors import RestingTensor
 from powerinfer.models.builder import ExpertWeights, OwnFfn, vector
 
 if TYPE_CHECKING:
@@ -56,7 +54,7 @@ def sum_experts(
         layer,
         norm,
         None if about.early_router else executor.matrix(weights.router),
-        [_rest(checkpoint, f"{name}experts_{part}") for part in about.matrices] if rests else weights.experts(),
+        [checkpoint.rest(f"{name}experts_{part}") for part in about.matrices] if rests else weights.experts(),
         [executor.matrix(tensor) for tensor in weights.shared],
         correction=None if about.early_router else weights.correction,
         shared_weight=weights.shared_weight,
@@ -69,13 +67,3 @@ def sum_experts(
 def _float32(tensor: RawTensor) -> RawTensor:
     """A router's scores decide: they are computed exactly, whatever type a file has them in."""
     return RawTensor("F32", tensor.shape, tensor.float32().view(np.uint8).reshape(-1))
-
-
-def _rest(checkpoint: Checkpoint, name: str) -> RestingTensor:
-    found = checkpoint.rest(name)
-    if found is None:
-        raise ModelError(
-            f"{checkpoint.path}: {name} is not stored as it is computed, so it cannot stay on disk: leave out "
-            "--quantize, or take a file in a type that is computed as it is"
-        )
-    return found

@@ -102,13 +102,14 @@ def plan_disk(
     streamed = list(prompts)
     rest = [unit for unit in free if not any(set(unit.names) >= set(one.names) for one in prompts)]
     ahead = min(AHEAD, ram // 16)
-    while fixed + sum(unit.held for unit in rest) + _window(streamed, ahead) > ram:
-        if not rest:
-            raise _too_little(model, held, fixed + _window(streamed, 0), ram)
+    while rest and fixed + sum(unit.held for unit in rest) + _window(streamed, ahead) > ram:
         streamed.append(rest.pop(0))
-        ahead = ahead if rest else 0
-    window = _window(streamed, ahead)
-    left = ram - fixed - sum(unit.held for unit in rest) - window
+    needed = fixed + sum(unit.held for unit in rest) + _largest(streamed)
+    if needed > ram:
+        raise _too_little(model, held, needed, ram)
+    left = ram - fixed - sum(unit.held for unit in rest)
+    window = min(left, _window(streamed, ahead))
+    left -= window
     slots = _share(least, slot, {layer: model.n_experts[layer] for layer in experts}, left)
     left -= sum((slots[layer] - least[layer]) * slot[layer] for layer in experts)
     cached = {layer: one.slots(left // len(neurons)) for layer, one in neurons.items()}
@@ -186,8 +187,15 @@ def _parts(model: Model, layer: int) -> Sequence[str]:
 def _window(streamed: Sequence[_Unit], ahead: int) -> int:
     """Bytes of a window for these: two of the largest, so that one is read while the other is used, and more to read
     ahead while what is resident is used."""
-    sizes = [unit.read + 2 * BLOCK * len(unit.names) for unit in streamed]
-    return min(sum(sizes), 2 * max(sizes, default=0) + ahead)
+    return min(sum(map(_in_window, streamed)), 2 * _largest(streamed) + ahead)
+
+
+def _largest(streamed: Sequence[_Unit]) -> int:
+    return max(map(_in_window, streamed), default=0)
+
+
+def _in_window(unit: _Unit) -> int:
+    return unit.read + 2 * BLOCK * len(unit.names)
 
 
 def _spread(units: Sequence[_Unit]) -> list[_Unit]:
