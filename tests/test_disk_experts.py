@@ -1,4 +1,4 @@
-"""Experts that rest on disk: the same bits as in memory, whatever is there when a step begins, and failures of the disk."""
+"""Experts that rest on disk: the same bits as in memory, whatever is there already, and failures of the disk."""
 
 from __future__ import annotations
 

@@ -883,7 +883,8 @@ void bind_experts(nb::module_& m) {
           "predictor,\n"
           "which selects among all of these neurons and takes the place of the matrix of gates. recall_every: steps "
           "between\n"
-          "samples of its recall, 0: none. slots: the experts rest on disk, their matrices are the parts; the three are\n"
+          "samples of its recall, 0: none. slots: the experts rest on disk, their matrices are the parts; the three "
+          "are\n"
           "of `disk_matrix` then, [experts * rows, k].");
   nb::class_<Experts, Op>(m, "Experts", "An FFN of experts.")
       .def("set_whole", &Experts::set_whole, "on"_a, nb::call_guard<nb::gil_scoped_release>(),
@@ -923,8 +924,10 @@ void bind_experts(nb::module_& m) {
           "disk_counts",
           [](const Experts& op) {
             const RestingExperts::Stats s = resting_of(op).stats();
-            return std::map<std::string, double>{{"wanted", (double)s.wanted}, {"hits", (double)s.hits},
-                                                 {"waited", s.waited},         {"guessed", (double)s.guessed},
+            return std::map<std::string, double>{{"wanted", (double)s.wanted},
+                                                 {"hits", (double)s.hits},
+                                                 {"waited", s.waited},
+                                                 {"guessed", (double)s.guessed},
                                                  {"right", (double)s.right}};
           },
           "Of experts on disk, not while a step runs: wanted, hits; waited: seconds; guessed: read because they were\n"

@@ -157,6 +157,14 @@ std::vector<Matrix> of_each(const ExpertMatrices& about, const Matrix& all, int6
                              {all.type, rows, all.k, panels, nullptr, nullptr, std::make_shared<OnDisk>(disk)});
 }
 
+std::unique_ptr<RestingExperts> make_resting(std::shared_ptr<Slots> slots, std::vector<Matrix>& gate,
+                                             std::vector<Matrix>& up, std::vector<Matrix>& down) {
+  if (!slots) return nullptr;
+  std::vector<std::vector<Matrix>*> parts{&up, &down};
+  if (!gate.empty()) parts.insert(parts.begin(), &gate);
+  return std::make_unique<RestingExperts>(std::move(slots), parts);
+}
+
 }  // namespace
 
 Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
@@ -173,15 +181,12 @@ Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores
             : all.predictor ? repacked(bundled_->bundles->gate.type, n_, neurons_, d_model_)
                             : std::vector<Matrix>()),
       up_(bundled_ ? repacked(bundled_->bundles->up.type, n_, neurons_, d_model_) : of_each(all, *all.up, neurons_)),
-      down_(bundled_ ? repacked(bundled_->bundles->down.type, n_, d_model_, neurons_) : of_each(all, *all.down, d_model_)),
+      down_(bundled_ ? repacked(bundled_->bundles->down.type, n_, d_model_, neurons_)
+                     : of_each(all, *all.down, d_model_)),
       gate_bias_(std::move(all.gate_bias)),
       up_bias_(std::move(all.up_bias)),
       down_bias_(std::move(all.down_bias)),
-      resting_(!all.slots ? nullptr
-               : gate_.empty()
-                   ? std::make_unique<RestingExperts>(all.slots, std::vector<std::vector<Matrix>*>{&up_, &down_})
-                   : std::make_unique<RestingExperts>(all.slots,
-                                                      std::vector<std::vector<Matrix>*>{&gate_, &up_, &down_})),
+      resting_(make_resting(all.slots, gate_, up_, down_)),
       workspace_(std::move(workspace)),
       predictor_(std::move(all.predictor)),
       out_(predictor_ ? cut(*predictor_->out, n_, neurons_) : std::vector<Matrix>()),
@@ -299,8 +304,7 @@ void EarlyRouter::run(Thread& t, const Step& step) {
   ExpertRows& rows = *p.expert_rows;
   const PiActs* acts = p.workspace->prepare(t.id, p.residual(0, step.tokens), {}, router_.scores->form());
   router_.select(t, rows, acts, step.tokens);
-  if (of_ && t.id == 0)
-    p.attempt([&] { of_->resting_->expect(rows.active.data(), (int64_t)rows.active.size()); });
+  if (of_ && t.id == 0) p.attempt([&] { of_->resting_->expect(rows.active.data(), (int64_t)rows.active.size()); });
 }
 
 void EarlyRouter::foresee(std::shared_ptr<Experts> of) {

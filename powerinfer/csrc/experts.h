@@ -67,7 +67,7 @@ struct ExpertRows {
     int64_t bundled;  // neurons of all experts of a layer whose neurons are bundles; 0: there is none
     int threads;
   };
-  static constexpr int64_t GUESSED = PI_NEURON_TOKENS;  // tokens of a step that guesses: of more, nearly all are selected
+  static constexpr int64_t GUESSED = PI_NEURON_TOKENS;  // tokens of a step that guesses
   explicit ExpertRows(const Sizes& sizes);
 
   const Sizes sizes;

@@ -192,9 +192,7 @@ class Program {
     if (!failure_.empty()) return false;
     try {
       work();
-    } catch (const std::exception& error) {
-      failure_ = error.what();
-    }
+    } catch (const std::exception& error) { failure_ = error.what(); }
     return failure_.empty();
   }
   // x, from row `first` on, += norm(row), by all threads, if there is a norm; the rows are overwritten.

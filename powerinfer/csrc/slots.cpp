@@ -195,7 +195,8 @@ void Slots::read_misses(bool pinned) {
     coming.slots.push_back(slot);
     if (!lines_.empty()) lines_[(size_t)item] = (uint32_t)(place(slot, item, 0) / LINE);
     for (size_t i = 0; i < parts_.size(); i++)
-      begun_.push_back({parts_[i].file_of(item), parts_[i].at(item), parts_[i].bytes, memory_.data() + place(slot, item, i)});
+      begun_.push_back(
+          {parts_[i].file_of(item), parts_[i].at(item), parts_[i].bytes, memory_.data() + place(slot, item, i)});
   }
   coming.ticket = reads_->begin(begun_.data(), begun_.size());
   coming_.push_back(std::move(coming));

@@ -435,7 +435,7 @@ class CpuExecutor:
         layer: int,
         norm: _native.Norm | None,
         router: _native.Matrix | None,
-        experts: Iterable[RawTensor | RestingTensor],
+        experts: Iterable[RawTensor],
         shared: Sequence[_native.Matrix] = (),
         *,
         correction: Float32 | None = None,
@@ -443,20 +443,20 @@ class CpuExecutor:
         router_bias: Float32 | None = None,
         biases: Sequence[Float32 | None] = (),
         out_norm: _native.Norm | None = None,
+        resting: Sequence[RestingTensor] = (),
     ) -> None:
         """x += out_norm(the sum of each token's weighted experts of n = norm(x), and of the shared expert).
 
         router: [experts, d_model], None: it was given to `early_router`; experts: the matrices of all experts,
-        [experts, out, in], in the order of the layer's `matrices`, which rest on disk where that has the layer; shared:
-        those of the shared expert.
+        [experts, out, in], in the order of the layer's `matrices`; shared: those of the shared expert.
         shared_weight: float32 [d_model]; router_bias: float32 [experts]; biases: of the matrices, float32 [experts,
-        out], or none at all.
+        out], or none at all. resting: the experts, if they stay on disk; then `experts` is not asked for.
         """
         about = self.config.layers[layer].ffn
         assert isinstance(about, ExpertsConfig)
         spec, made, slots = _native.NeuronSpec(about.activation, about.threshold), None, None
-        if self.disk is not None and layer in self.disk.about.experts:
-            of_all, slots = self._resting(self.disk, layer, about, spec, experts, biases)
+        if self.disk is not None and resting:
+            of_all, slots = self._resting(self.disk, layer, spec, resting, biases)
         elif self.in_experts and about.why_whole is None:
             weights = None if self.expert_predictors is None else self.expert_predictors(layer)
             of_all, made = self._bundled(about, spec, experts, weights)
@@ -492,23 +492,19 @@ class CpuExecutor:
         self,
         disk: DiskTier,
         layer: int,
-        about: ExpertsConfig,
         spec: _native.NeuronSpec,
-        experts: Iterable[RawTensor | RestingTensor],
+        experts: Sequence[RestingTensor],
         biases: Sequence[Float32 | None],
     ) -> tuple[_native.ExpertMatrices, _native.Slots]:
-        """Experts that rest on disk, and the memory for some of them."""
+        """Experts that stay on disk, and the memory for some of them."""
         if self.in_experts:
             raise RequestError("experts on disk are computed whole: choose --selector all")
-        tensors = []
-        for tensor in experts:
-            assert isinstance(tensor, RestingTensor)
-            tensors.append(tensor)
-        slots = disk.expert_slots(layer, tensors)
+        about = self.config.experts[layer]
+        slots = disk.expert_slots(layer, experts)
         *gate, up, down = (
-            _native.disk_matrix(one.type, math.prod(one.shape[:2]), one.shape[2], *one.places[0]) for one in tensors
+            _native.disk_matrix(one.type, math.prod(one.shape[:2]), one.shape[2], *one.places[0]) for one in experts
         )
-        self.bytes_per_token += sum(one.each_nbytes for one in tensors) * about.router.top_k
+        self.bytes_per_token += sum(one.each_nbytes for one in experts) * about.router.top_k
         own = _biases(about, biases)
         of_gate = gate[0] if gate else None
         return _native.ExpertMatrices(about.n_experts, about.size, spec, of_gate, up, down, **own, slots=slots), slots

@@ -145,9 +145,12 @@ class DiskTier:
         }
 
     def counts(self) -> dict[str, float]:
-        """Since the last `clear`, not while a step runs. wanted: experts and neurons that steps used; hits: those of them
-        that were in memory when the step began; reads, bytes: of everything that was read, the window's too; waited:
-        seconds in which steps waited for reads; active: seconds in which any was under way."""
+        """Since the last `clear`, not while a step runs.
+
+        wanted: experts and neurons that steps used; hits: those of them that were in memory when the step began; reads,
+        bytes: of everything that was read, the window's too; waited: seconds in which steps waited for reads; active:
+        seconds in which any was under way.
+        """
         return {name: value - self._cleared.get(name, 0) for name, value in self._now().items()}
 
     def clear(self) -> None:

@@ -76,9 +76,7 @@ class Lru(DiskPolicy):
 class Lfu(DiskPolicy):
     name = "lfu"
 
-    def __init__(
-        self, layers: int, items: int, start: Float32 | None = None, half_life: float = HALF_LIFE
-    ) -> None:
+    def __init__(self, layers: int, items: int, start: Float32 | None = None, half_life: float = HALF_LIFE) -> None:
         super().__init__(layers, items, start)
         self._decay = 0.5 ** (1 / half_life)
         self.priority /= np.float32(1 - self._decay)

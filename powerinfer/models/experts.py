@@ -54,13 +54,14 @@ def sum_experts(
         layer,
         norm,
         None if about.early_router else executor.matrix(weights.router),
-        [checkpoint.rest(f"{name}experts_{part}") for part in about.matrices] if rests else weights.experts(),
+        weights.experts(),
         [executor.matrix(tensor) for tensor in weights.shared],
         correction=None if about.early_router else weights.correction,
         shared_weight=weights.shared_weight,
         router_bias=weights.router_bias,
         biases=weights.biases,
         out_norm=out_norm,
+        resting=[checkpoint.rest(f"{name}experts_{part}") for part in about.matrices if rests],
     )
 
 
