@@ -47,6 +47,7 @@ from typing import Any
 
 from benchmarks.hybrid import recipes, worker
 from benchmarks.lib import machine, programs, results
+from benchmarks.models import prepared
 from powerinfer.errors import PowerInferError
 from powerinfer.system import Disturbance
 
@@ -355,7 +356,7 @@ def measure(measurement: Measurement) -> bool:
                 return False
             measurement.do(key, work)
         if not arguments.keep and set(arguments.sections) > {"make"}:
-            recipes.remove(model)
+            prepared.remove(model)
     return True
 
 
