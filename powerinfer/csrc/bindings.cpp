@@ -27,6 +27,7 @@
 #include "program.h"
 #include "reads.h"
 #include "slots.h"
+#include "window.h"
 #include "workspace.h"
 
 namespace nb = nanobind;
@@ -103,8 +104,26 @@ std::shared_ptr<Matrix> pack_matrix(Pool& pool, std::shared_ptr<Arena> arena, co
   return m;
 }
 
+std::shared_ptr<Matrix> disk_matrix(const std::string& type_name, int64_t rows, int64_t k, int file, int64_t offset,
+                                    std::optional<Ints> map) {
+  const int type = type_of(type_name);
+  const int64_t bytes = rows * stored_row_bytes(type, k);
+  check_stored(type, rows, k, bytes);
+  auto m = std::make_shared<Matrix>();
+  m->type = type;
+  m->rows = map ? (int64_t)map->shape(0) : rows;
+  m->k = k;
+  m->panels = (m->rows + PI_LANES - 1) / PI_LANES;
+  m->data = nullptr;
+  std::vector<int32_t> of_rows;
+  if (map) of_rows.assign(map->data(), map->data() + map->shape(0));
+  m->disk = std::make_shared<OnDisk>(OnDisk{file, offset, bytes, rows, std::move(of_rows)});
+  return m;
+}
+
 // Packs other rows in the place of those from `first` on, which begins a panel.
 void repack(Pool& pool, Matrix& m, int64_t first, int64_t rows, Bytes data) {
+  require(m.data, "the matrix rests on disk");
   check_stored(m.type, rows, m.k, (int64_t)data.shape(0));
   const int64_t panels = (rows + PI_LANES - 1) / PI_LANES;
   require(first >= 0 && first % PI_LANES == 0 && first / PI_LANES + panels <= m.panels, "rows beyond the matrix");
@@ -490,6 +509,10 @@ void bind_matrix(nb::module_& m) {
       "pack_matrix", &pack_matrix, "pool"_a, "arena"_a, "type"_a, "rows"_a, "k"_a, "data"_a, "row_map"_a = nb::none(),
       "A matrix [rows, k] from the blocks of a model file, uint8 1-D. row_map: packed row r is row row_map[r], zeros\n"
       "where that is -1.");
+  m.def(
+      "disk_matrix", &disk_matrix, "type"_a, "rows"_a, "k"_a, "file"_a, "offset"_a, "row_map"_a = nb::none(),
+      "A matrix that stays on disk, as of `pack_matrix`: [rows, k] as stored in a file of `Reads` from `offset`\non. A "
+      "program that uses it needs a window.");
   m.def("repack", &repack, "pool"_a, "matrix"_a, "first"_a, "rows"_a, "data"_a,
         "Replace rows from `first` on, a multiple of LANES, by [rows, k] as in `pack_matrix`. Not while a step runs.");
   m.def("matmul", &matmul, "pool"_a, "matrix"_a, "level"_a, "x"_a, "out"_a.noconvert(),
@@ -889,6 +912,16 @@ void bind_experts(nb::module_& m) {
       .def("sum_ordered", &sum_ordered_experts, "program"_a, "x"_a, "out"_a, "The second part of `sum`.");
 }
 
+void bind_window(nb::module_& m) {
+  nb::class_<Window>(m, "Window", "A ring of memory through which matrices on disk pass, in the order of operators.")
+      .def(nb::init<std::shared_ptr<Reads>, int64_t>(), "reads"_a, "nbytes"_a)
+      .def_prop_ro("nbytes", &Window::bytes)
+      .def("clear", &Window::clear, "Reset the counts; not while a step runs.")
+      .def_prop_ro(
+          "counts", [](const Window& w) { return std::make_pair(w.stats().bytes, w.stats().waited); },
+          "(bytes of matrices that steps used, seconds that they waited for them), not while a step runs.");
+}
+
 void bind_watch(nb::module_& m) {
   auto watch =
       nb::class_<Watch>(m, "Watch",
@@ -1265,6 +1298,10 @@ void bind_program(nb::module_& m) {
           "tokens"_a, "The residual stream x, [tokens, d_model]: the program's own memory, which may be written.")
       .def("hidden_states", &hidden_states, "rows"_a, "out"_a.noconvert(),
            "out [rows, d_model] = norm(x) with the head's norm: rows of the last step.")
+      .def(
+          "set_window", &Program::set_window, "window"_a,
+          "What matrices on disk pass through; once, when all operators are there. Then `run` raises ReadError if one\n"
+          "could not be read: what it computed is void.")
       .def_prop_ro("size", &Program::size)
       .def_prop_rw(
           "timed", [](const Program& p) { return p.timed; },
@@ -1284,6 +1321,9 @@ NB_MODULE(_native, m) {
   bind_constants(m);
   bind_levels(m);
   bind_pool(m);
+  bind_reads(m);
+  bind_slots(m);
+  bind_window(m);
   bind_matrix(m);
   bind_bundle_rows(m);
   bind_neuron_spec(m);
@@ -1300,6 +1340,4 @@ NB_MODULE(_native, m) {
   bind_experts(m);
   bind_watch(m);
   bind_program(m);
-  bind_reads(m);
-  bind_slots(m);
 }

@@ -248,9 +248,10 @@ std::shared_ptr<Experts> Program::experts(FfnSpec spec, RouterSpec router, std::
   check_norm(spec.out_norm, d, "the norm of the FFN's output");
   if (shared.neurons) workspace->reserve(1, shared.neurons->neurons());
   spec.down_bias = padded(std::move(spec.down_bias));
+  auto matrices = shared.neurons ? shared.neurons->matrices() : std::vector<std::shared_ptr<Matrix>>();
   const auto op = std::make_shared<Experts>(std::move(spec), std::move(router), std::move(scores), std::move(all),
                                             std::move(shared), workspace);
-  add(op);
+  add(op, std::move(matrices));
   return op;
 }
 

@@ -60,7 +60,10 @@ class Op {
   virtual ~Op() = default;
   virtual void run(Thread& t, const Step& step) = 0;
   virtual const char* name() const = 0;
+  // Whether a step of the program multiplies with `matrices`.
+  virtual bool wants(const Program&, const Step&) const { return true; }
   size_t number = 0;  // in its program
+  std::vector<std::shared_ptr<Matrix>> matrices;
 };
 
 struct Sizes {
@@ -101,9 +104,9 @@ struct RouterSpec;
 struct ExpertMatrices;
 struct SharedExpert;
 struct ExpertRows;
-class Experts;
 class NeuronSum;
 class Predictor;
+class Window;
 
 class Program {
  public:
@@ -147,7 +150,9 @@ class Program {
   std::shared_ptr<Experts> expert_sum(ExpertMatrices all, int64_t top_k);
 
   size_t size() const { return ops_.size(); }
-  // Runs operators [first, last) on a step that has been checked.
+  // Matrices without data pass through a window, which reads them. Once, when all operators are there.
+  void set_window(std::shared_ptr<Window> window);
+  // Runs operators [first, last) on a step that has been checked. ReadError if something could not be read from disk.
   void run(const Step& step, size_t first, size_t last);
   // out [count, d_model] = norm(x), the head's: rows of the last step.
   void hidden_states(const int32_t* rows, int64_t count, float* out);
@@ -190,8 +195,9 @@ class Program {
 
  private:
   template <class T>
-  std::shared_ptr<T> add(std::shared_ptr<T> op) {
+  std::shared_ptr<T> add(std::shared_ptr<T> op, std::vector<std::shared_ptr<Matrix>> matrices = {}) {
     op->number = ops_.size();
+    op->matrices = std::move(matrices);
     ops_.push_back(op);
     return op;
   }
@@ -208,6 +214,7 @@ class Program {
   std::vector<int32_t> rotated_;  // the positions that their angles are of
   Arena memory_;
   std::vector<std::shared_ptr<Op>> ops_;
+  std::shared_ptr<Window> window_;  // null: every matrix is in memory
   std::vector<Thread> threads_;
   std::vector<double> times_;
 };

@@ -56,16 +56,18 @@ class Workspace {
   Workspace(const Workspace&) = delete;
   Workspace& operator=(const Workspace&) = delete;
 
-  // Makes room, waiting until no job runs: for products of `rows` rows of k; for lists of `neurons` neurons of a model
+  // Makes room, waiting until no job runs: for products of `rows` rows of k, of matrices on disk; for lists of `neurons` neurons of a model
   // of width d_model, selected by a predictor of that rank or by none (0).
   void reserve(int64_t tokens, int64_t k);
+  void reserve_packed(const Matrix& w);  // for products of a matrix on disk
   void reserve_lists(int64_t neurons, int64_t d_model, int64_t rank);
 
   // The following are called by the threads of a job.
   // Normalises rows and converts them to the requested forms. Few elements: every thread makes its own copy. Many: the
   // threads divide the work and end with a barrier.
   const PiActs* prepare(int thread, const Rows& rows, const Norm& norm, int forms);
-  // out[t * ldo ..] = bias + w . acts, or += where `add`: panels [p0, p1).
+  // out[t * ldo ..] = bias + w . acts, or += where `add`: panels [p0, p1). Rows that came from disk are packed into
+  // panels, a few at a time, as they are multiplied.
   void linear(int thread, const Matrix& w, const Vector& bias, const PiActs* acts, float* out, int64_t ldo,
               int64_t tokens, bool add, int64_t p0, int64_t p1);
   // This thread's panels of w . acts.
@@ -83,7 +85,13 @@ class Workspace {
     ActMemory memory;
     PiActs acts;
     std::vector<uint8_t> scratch;
+    std::unique_ptr<Mapping> packed;  // PACKED bytes of panels, or two
+    int64_t packed_bytes = 0;
   };
+  static constexpr int64_t PACKED = 256 << 10;  // which stay in a core's cache until they are multiplied
+  void* scratch_of(int thread);
+  void linear_from_disk(int thread, const PiLinear& l, const Matrix& w, const PiActs* acts, int64_t tokens, int64_t p0,
+                        int64_t p1);
   ActMemory shared_;
   std::vector<Own> own_;
   std::unique_ptr<NeuronLists> lists_;

@@ -26,6 +26,7 @@ from powerinfer.config import (
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu_experts import ByNeuron, ExpertFfn, bundle, rebundle
 from powerinfer.devices.cpu_ffn import CpuFfn, PartMaker, Weights, pack
+from powerinfer.devices.disk import DiskTier
 from powerinfer.devices.states import Slots, StateMemory, state_bytes, state_slots
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.tensors import RawTensor
@@ -176,8 +177,9 @@ class CpuExecutor:
         first_layer: int = 0,
         pages: int | None = None,
         room: int | None = None,
+        disk: DiskTier | None = None,
     ) -> None:
-        """rotations: of every rotary embedding of these layers.
+        """rotations: of every rotary embedding of these layers. disk: what stays there, None: nothing.
 
         first_layer: the first that it is to have, n_layers for none; pages: of the KV cache, None: chosen here,
         and room: the most bytes that they may take then. RequestError for options that cannot be met.
@@ -186,6 +188,7 @@ class CpuExecutor:
         threads, threads_reason = cpu.choose_threads(engine.threads)
         self.choices = {"isa": f"{isa} ({isa_reason})", "threads": f"{threads} ({threads_reason})"}
         self.config = config
+        self.disk = disk
         self.first_layer = first_layer
         self.page_size = cpu.PAGE
         self.max_tokens = max(engine.prefill_chunk, engine.max_batch)
@@ -247,7 +250,8 @@ class CpuExecutor:
 
     def matrix(self, tensor: RawTensor, row_map: NDArray[np.int32] | None = None) -> _native.Matrix:
         """Pack a matrix [out, in]. row_map: packed row r is row row_map[r] of the tensor, zeros where it is -1."""
-        packed = self._pack(tensor, row_map)
+        packed = None if self.disk is None else self.disk.matrix(tensor, row_map)
+        packed = packed or self._pack(tensor, row_map)
         self.bytes_per_token += packed.nbytes
         return packed
 
@@ -556,6 +560,8 @@ class CpuExecutor:
     def head(self, norm: _native.Norm | None, matrix: _native.Matrix, projection: _native.Matrix | None = None) -> None:
         """logits = the config's scale * matrix . projection . norm(x)."""
         self._program.head(norm, matrix, projection, self.config.logit_scale)
+        if self.disk is not None and self.disk.window is not None:
+            self._program.set_window(self.disk.window)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -615,6 +621,14 @@ class CpuExecutor:
 
     def _run(self, batch: Batch, first: int, last: int) -> None:
         """Operators `first` up to `last` of a call."""
+        try:
+            self._run_operators(batch, first, last)
+        except _native.ReadError as error:
+            raise ModelError(str(error)) from None
+        if self.disk is not None:
+            self.disk.check()
+
+    def _run_operators(self, batch: Batch, first: int, last: int) -> None:
         self._program.run(
             batch.tokens,
             batch.positions,

@@ -71,6 +71,12 @@ class MappedFile:
         if os.fstat(self._fd).st_size != self.size:
             raise ModelError(f"{self.path} changed while it was in use; load the model again")
 
+    def check_unchanged(self) -> None:
+        """The same, or if it was written to."""
+        status = os.fstat(self._fd)
+        if (status.st_size, status.st_mtime_ns) != (self.size, self.modified_ns):
+            raise ModelError(f"{self.path} changed while it was in use; load the model again")
+
     def view(self) -> NDArray[np.uint8]:
         """The whole file, memory-mapped: uint8 [size], read-only. Keep it (or a slice) and the mapping stays."""
         if self._view is None:
@@ -101,6 +107,12 @@ class MappedFile:
         if self._mapping is not None:
             with contextlib.suppress(OSError, ValueError):
                 self._mapping.madvise(_POPULATE_READ, *self._pages(part))
+
+    def forget(self) -> None:
+        """Let the system's cache give up what it has of the file. Best effort."""
+        if hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _pages(self, part: NDArray[np.uint8] | None) -> tuple[int, int]:
         """(offset, bytes) of the pages that a part of the view touches, None: of the whole."""
