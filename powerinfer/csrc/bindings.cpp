@@ -1232,13 +1232,16 @@ void bind_slots(nb::module_& m) {
              int64_t outer) { new (resting) Resting{file, offset, bytes, stride, each.value_or(1LL << 40), outer}; },
           "file"_a, "offset"_a, "bytes"_a, "stride"_a, "each"_a = nb::none(), "outer"_a = 0)
       .def_static(
-          "scattered",
-          [](int64_t bytes, const std::vector<std::pair<int, int64_t>>& places) {
-            Resting resting{0, 0, bytes, 0};
+          "matrices",
+          [](const std::string& type, int64_t rows, int64_t k, const std::vector<std::pair<int, int64_t>>& places) {
+            Resting resting{0, 0, rows * stored_row_bytes(type_of(type), k), 0};
+            check_stored(type_of(type), rows, k, resting.bytes);
+            resting.before = packed_excess(type_of(type), rows, k);
             for (const auto& [file, offset] : places) resting.places.push_back({file, offset});
             return resting;
           },
-          "bytes"_a, "places"_a, "The same of items that have places of their own, (file, offset) each.");
+          "type"_a, "rows"_a, "k"_a, "places"_a,
+          "A matrix [rows, k] of each item, at (file, offset), with room for its panels.");
   nb::class_<Slots>(m, "Slots",
                     "Items of equal size that rest on disk, and memory for some of them. For one thread at a time.\n\n"
                     "parts: of each item. What has least `priority` is replaced first, of equals the lowest item.")

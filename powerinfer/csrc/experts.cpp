@@ -247,9 +247,12 @@ void Program::reserve_resting(const ExpertMatrices& all) {
   size_t part = 0;
   for (const auto& one : {all.gate, all.up, all.down}) {
     if (!one) continue;
-    check(all.slots->part_bytes(part++) == one->rows / all.experts * stored_row_bytes(one->type, one->k),
+    const int64_t rows_of = one->rows / all.experts, excess = packed_excess(one->type, rows_of, one->k);
+    check(all.slots->part_bytes(part) == rows_of * stored_row_bytes(one->type, one->k) &&
+              all.slots->before(part) == excess,
           "the slots are of matrices of another size");
-    workspace->reserve_packed(*one);
+    part++;
+    workspace->reserve_packed(*one, 2 * excess);
   }
 }
 
@@ -368,9 +371,14 @@ void Experts::multiply_arriving(Thread& t, ExpertRows& rows, const PiActs& acts,
     if (t.id == 0 && !p.attempt([&] { resting_->next(rows); })) rows.compute({});
     p.workspace->pool->barrier();
     if (rows.active.empty()) return;
+    const bool settles = resting_->settles();
     multiply(t, rows, acts, one);
     p.workspace->pool->barrier();
+    if (settles) p.workspace->settle(t.id);
     add_down(t, rows);
+    p.workspace->pool->barrier();
+    if (!settles) continue;
+    p.workspace->settle(t.id);
     p.workspace->pool->barrier();
   }
 }

@@ -13,7 +13,7 @@ RestingExperts::RestingExperts(std::shared_ptr<Slots> slots, const std::vector<s
     for (size_t e = 0; e < parts_.size(); e++) {
       Matrix& one = (*of_all)[e];
       one.disk = std::make_shared<OnDisk>(*one.disk);
-      parts_[e].push_back(one.disk);
+      parts_[e].push_back(&one);
     }
   }
 }
@@ -67,7 +67,10 @@ void RestingExperts::read_more() {
 }
 
 void RestingExperts::next(ExpertRows& rows) {
-  for (const int32_t e : now_) slots_->let_go(e);
+  for (const int32_t e : now_) {
+    slots_->changed(e);
+    slots_->let_go(e);
+  }
   now_.clear();
   read_more();
   // Where others are to follow into their memory, few at a time, so that reads go on.
@@ -77,9 +80,24 @@ void RestingExperts::next(ExpertRows& rows) {
     waiting([&] { slots_->wait(coming_.front()); });
     take_arrived(most);
   }
-  for (const int32_t e : now_)
-    for (size_t i = 0; i < parts_[(size_t)e].size(); i++) parts_[(size_t)e][i]->rows = slots_->part(e, i);
+  place();
   rows.compute(now_);
+}
+
+// The matrices of the experts that are computed now: as they were read, or as an earlier step has left them.
+void RestingExperts::place() {
+  settles_ = false;
+  for (const int32_t e : now_) {
+    const bool as_read = slots_->as_read(e);
+    for (size_t i = 0; i < parts_[(size_t)e].size(); i++) {
+      Matrix& one = *parts_[(size_t)e][i];
+      uint8_t* const rows = slots_->own(e, i);
+      one.disk->rows = rows;
+      one.disk->panels = rows - slots_->before(i);
+      one.data = as_read ? nullptr : one.disk->panels;
+      settles_ = settles_ || (as_read && slots_->before(i) > 0);
+    }
+  }
 }
 
 void RestingExperts::take_arrived(size_t most) {

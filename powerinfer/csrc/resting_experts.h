@@ -17,7 +17,8 @@ class RestingExperts {
     double waited;           // seconds in which nothing could be computed
     int64_t guessed, right;  // experts that were read because they were expected; of these, needed by the step
   };
-  // slots: of experts; their parts are rows of `parts`, the matrices of each expert.
+  // slots: of experts; their parts are rows of `parts`, the matrices of each expert, with room for their panels. What a
+  // step has used stays in panels.
   RestingExperts(std::shared_ptr<Slots> slots, const std::vector<std::vector<Matrix>*>& parts);
 
   // Begins to read experts that the step is to need, one of them perhaps repeatedly, in place of those that matter least.
@@ -26,6 +27,8 @@ class RestingExperts {
   void begin(const ExpertRows& rows);
   // The experts to compute next, in memory until the next call: `active` of the rows; none: that was all.
   void next(ExpertRows& rows);
+  // Whether threads must `Workspace::settle` after a product of these.
+  bool settles() const { return settles_; }
   // Lets everything go: a read failed, here or elsewhere.
   void end();
 
@@ -37,12 +40,14 @@ class RestingExperts {
   void waiting(F wait);
   void read_more();
   void take_arrived(size_t most);
+  void place();
 
   const std::shared_ptr<Slots> slots_;
-  std::vector<std::vector<std::shared_ptr<OnDisk>>> parts_;  // of each expert
+  std::vector<std::vector<Matrix*>> parts_;                  // of each expert
   std::vector<int32_t> wanted_;                              // those there, those that are coming, then the others
   size_t pinned_ = 0;                                        // the first of these that are not
   std::vector<int32_t> coming_, now_;                        // pinned: to be computed, and being computed
+  bool settles_ = false;
   std::vector<std::pair<int32_t, float>> raised_;            // expected experts, and their own priorities
   std::vector<int32_t> early_;                               // expected and not there
   Stats stats_ = {};

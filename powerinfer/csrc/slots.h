@@ -8,6 +8,7 @@
 #include "reads.h"
 
 // Where a part of each item rests: item i at offset + i / each * outer + i % each * stride, or in a place of its own.
+// before: bytes of memory that the part has before those that are read.
 struct Resting {
   struct Place {
     int file;
@@ -16,6 +17,7 @@ struct Resting {
   int file;
   int64_t offset, bytes, stride;
   int64_t each = 1LL << 40, outer = 0;
+  int64_t before = 0;
   std::vector<Place> places = {};  // of each item, or none
   int64_t at(int64_t i) const {
     return places.empty() ? offset + i / each * outer + i % each * stride : places[(size_t)i].offset;
@@ -56,6 +58,10 @@ class Slots {
 
   // Of an item that is pinned and was waited for.
   const uint8_t* part(int64_t item, size_t part) const;
+  // The same to be written to: whoever does so says that the item is no longer as it was read.
+  uint8_t* own(int64_t item, size_t part) { return memory_.data() + place(slot_of_[(size_t)item], item, part); }
+  bool as_read(int64_t item) const { return as_read_[(size_t)item]; }
+  void changed(int64_t item) { as_read_[(size_t)item] = 0; }
   // Where part 0 of each item lies, in units of 64 bytes from `memory`; of those that are not there, anywhere. Null if
   // parts 0 do not all begin such a unit: past the cache they lie in memory as they do in their file.
   const uint32_t* lines() const { return lines_.empty() ? nullptr : lines_.data(); }
@@ -67,6 +73,7 @@ class Slots {
   int64_t slots() const { return (int64_t)item_of_.size(); }
   int64_t slot_bytes() const { return slot_bytes_; }
   size_t parts() const { return parts_.size(); }
+  int64_t before(size_t part) const { return parts_[part].before; }
   int64_t part_bytes(size_t part) const { return parts_[part].bytes; }
   std::vector<float> priority;  // of the items: a policy sets it between steps
 
@@ -77,6 +84,7 @@ class Slots {
     std::vector<int32_t> slots;
   };
   int64_t lay_out(int64_t items, int64_t slots);
+  int64_t place_in_part(const Resting& part, int64_t item) const;
   int64_t place(int64_t slot, int64_t item, size_t part) const;
   void check_items(const int32_t* items, int64_t n) const;
   void pin(int32_t slot);
@@ -97,6 +105,7 @@ class Slots {
   const int64_t slot_bytes_;
   int64_t item_bytes_ = 0;
   Mapping memory_;
+  std::vector<uint8_t> as_read_;            // items
   std::vector<int32_t> slot_of_, item_of_;  // -1: none; of an item that is being read -2 - its slot
   std::vector<uint8_t> kept_;               // slots that are pinned, or not to be given to others now
   std::vector<int32_t> pins_, free_;        // slots that are pinned; that have no item
