@@ -15,6 +15,7 @@ import pytest
 from model_files import experts_gguf
 from test_disk import ENGINE, answers, steps
 from test_expert_routing import shape
+from test_experts import EXPERTS, LEVELS, Layer
 
 from benchmarks.models import expert_models
 from powerinfer import ModelError, RequestError, _native
@@ -78,6 +79,69 @@ def check_bits(executor: CpuExecutor, right: list[np.ndarray]) -> dict[str, floa
     counts = executor.disk.counts()
     executor.close()
     return counts
+
+
+# ---- the operator
+
+
+class RestingLayer(Layer):
+    """Random experts in a file, of which memory has some; `run` finds what it left there the last time."""
+
+    def write(self, path: Path, slots: int, direct: bool) -> None:
+        """At places that nothing aligns."""
+        data, places = b"?", []
+        for name, _ in self.shapes(self.size):
+            found = []
+            for one in self.stored[name]:
+                data += b"?" * 37
+                found.append((0, len(data)))
+                data += one.tobytes()
+            places.append(found)
+        path.write_bytes(data)
+        reads = _native.Reads([(str(path), len(data))], direct)
+        parts = [
+            _native.Resting.matrices(self.kind, *shape, own)
+            for (_, shape), own in zip(self.shapes(self.size), places, strict=True)
+        ]
+        self.slots = _native.Slots(reads, parts, EXPERTS, slots)
+
+    def experts(self, pool: _native.Pool) -> _native.ExpertMatrices:
+        shapes = dict(self.shapes(self.size))
+        gate, up, down = (
+            (shape := shapes.get(name)) and _native.disk_matrix(self.kind, EXPERTS * shape[0], shape[1], 0, 0)
+            for name in ("gate", "up", "down")
+        )
+        return _native.ExpertMatrices(
+            EXPERTS, self.size, _native.NeuronSpec(self.activation), gate, up, down, slots=self.slots
+        )
+
+
+TYPES = {
+    "F32": (40, 24), "F16": (48, 40), "BF16": (64, 40), "Q8_0": (96, 160), "Q4_0": (96, 64), "Q4_1": (96, 64),
+    "Q5_0": (96, 64), "Q5_1": (96, 64), "Q4_K": (256, 512), "Q5_K": (256, 512), "Q6_K": (256, 512),
+    "IQ4_NL": (96, 64), "IQ4_XS": (256, 512), "MXFP4": (96, 64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
+@pytest.mark.parametrize("kind", TYPES)
+def test_rows_from_disk_and_the_panels_that_are_made_of_them_give_the_same_bits(
+    kind: str, direct: bool, tmp_path: Path
+) -> None:
+    """Whatever the sizes and the number of threads, which pack parts of the same expert in place."""
+    d, size = TYPES[kind]
+    gated = kind != "F16"
+    resting = RestingLayer(kind, d, size, gated, shared=0)
+    rng = np.random.default_rng(3)
+    steps = [rng.standard_normal((tokens, d)).astype(np.float32) for tokens in (1, 3, 40, 1)]
+    right = [Layer(kind, d, size, gated, shared=0).run(LEVELS[-1], x, threads=2) for x in steps]
+    for slots, threads in ((1, 5), (3, 2), (EXPERTS, 3)):
+        resting.write(tmp_path / "rows", slots, direct)
+        for x, one in zip(steps, right, strict=True):
+            assert np.array_equal(resting.run(LEVELS[-1], x, threads), one)
+
+
+# ---- models
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
