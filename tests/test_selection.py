@@ -162,6 +162,7 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
     "prepare/training.py": ["config.type != 'auto'"],
     "runtime/options.py": [  # the names that are allowed
         "('auto', 'all', 'exact', 'predicted', 'threshold')",
+        "('auto', 'direct', 'cached', 'none')",
         "('static', 'lru', 'lfu', 'dynamic', 'auto')",
     ],
     "serve/constraints.py": ["choice.kind != 'auto'", "tools.choice.kind != 'auto'"],  # of tools, too
