@@ -56,21 +56,39 @@ def cpu_name() -> str:
 def total_memory() -> int:
     """Bytes of memory that this process may use: of the machine, or of its container."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        return min(total, int(limit)) if limit != "max" else total
-    except (OSError, ValueError):
-        return total
+    limit = _cgroup_memory()
+    return total if limit is None else min(total, limit[0])
 
 
 def available_memory() -> int:
-    """Bytes that can be allocated without swapping; 0 if unknown."""
+    """Bytes that can be allocated without swapping, in the machine and in this process' container; 0 if unknown."""
     try:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":") for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        free = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return 0
+    limit = _cgroup_memory()
+    return free if limit is None else min(free, max(1, limit[0] - limit[1]))
+
+
+_CGROUP_MEMORY = (("", "memory.max", "memory.current"), ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"))
+"""The files of version 2 and 1: folder, limit, use."""
+
+
+def _cgroup_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int] | None:
+    """(limit, bytes used that cannot be reclaimed) of this process' container; None without a limit."""
+    for folder, limit, used in _CGROUP_MEMORY:
+        try:
+            most = (root / folder / limit).read_text().strip()
+            if most == "max" or int(most) >= 1 << 60:
+                return None
+            stat = dict(line.split() for line in (root / folder / "memory.stat").read_text().splitlines())
+            cached = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+            return int(most), max(0, int((root / folder / used).read_text()) - cached)
+        except (OSError, ValueError):
+            continue
+    return None
 
 
 def resident_memory() -> int:

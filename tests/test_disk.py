@@ -225,7 +225,7 @@ def test_free_memory_is_the_budget_where_it_does_not_hold_the_model(
     smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     least = least_of(smollm2, context=128)
-    monkeypatch.setattr("powerinfer.hybrid.resolve.available_memory", lambda: (least + (8 << 20)) * 10 // 9)
+    monkeypatch.setattr("powerinfer.system.available_memory", lambda: (least + (8 << 20)) * 10 // 9)
     with LLM(smollm2, **OPTIONS, context=128) as llm:
         assert "disk" in llm.choices
         assert llm.generate("Water boils", PARAMS).token_ids

@@ -22,7 +22,6 @@ from powerinfer.kernels import cpu
 from powerinfer.neurons import Indices
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity.selection import DENSE, Selection, select
-from powerinfer.system import available_memory
 
 if TYPE_CHECKING:
     from powerinfer.hardware.description import Hardware
@@ -99,6 +98,7 @@ def _with_policy(resolved: Resolved) -> Resolved:
         asked = "the default" if engine.expert_policy == "static" else "asked for: --expert-policy"
         return replace(resolved, policy=engine.expert_policy, why_policy=asked)
     from powerinfer.placement.budget import gib
+    from powerinfer.system import available_memory
 
     here, every = sum(map(len, experts)), sum(checkpoint.config.experts[at].n_experts for at in _split_layers(resolved))
     tried = replace(resolved, policy=None)
@@ -249,6 +249,8 @@ def _on_cpu(resolved: Resolved) -> Resolved:
     """The same within --ram, or within the free memory if that does not hold the model; `auto` does not use bundles if
     the model fits without them."""
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
+    from powerinfer.system import available_memory
+
     ram, free = engine.ram, available_memory()
     if ram is None and not 0 < free < _MOST_GROWTH * checkpoint.file_bytes:
         return resolved
@@ -421,6 +423,7 @@ def _planned(resolved: Resolved, model: Model) -> Callable[[Hardware], PlanReque
     """Gives the request for a plan on a machine. RequestError, from it, if no layer fits on the GPU."""
     from powerinfer.formats.profile_file import open_profile
     from powerinfer.placement.request import Subject, expert_subject, on_named_gpu
+    from powerinfer.system import available_memory
 
     if any(model.n_experts):
         subject = expert_subject(model, resolved.checkpoint, resolved.engine.prepared)
