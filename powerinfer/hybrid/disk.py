@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from powerinfer.devices.disk import DiskTier, read_files
 from powerinfer.formats.bundle_memory import own_pages
+from powerinfer.progress import Say
 from powerinfer.system import available_memory
 
 if TYPE_CHECKING:
@@ -22,18 +23,23 @@ _TRIED = 64 << 20
 _PIECE = 4 << 20
 
 
-def open_tier(resolved: Resolved, plan: DiskPlan) -> tuple[DiskTier, str]:
-    """The files of a model that does not fit into RAM, and how they are read, with the reason. ModelError if they
+def open_tier(resolved: Resolved, say: Say) -> DiskTier | None:
+    """What of a model stays on disk, its files open; None: nothing. say: told what is read. ModelError if the files
     cannot be read."""
+    plan = resolved.disk
+    if plan is None:
+        return None
+    say(f"not all of the model fits into RAM: it reads {plan.why}")
     checkpoint, bundles = resolved.checkpoint, resolved.selection.bundles
     files = [*checkpoint.files, *([] if bundles is None else [bundles.file])]
     places = [checkpoint.rests_at(name) for name in sorted(plan.about.matrices)]
     direct, why = _direct(resolved, plan, files)
     about = replace(plan.about, direct=direct)
-    tier = DiskTier(about, files, [place for place in places if place is not None])
-    if direct and not tier.reads.direct:
+    reads = read_files(files, direct)
+    if direct and not reads.direct:
         why = "through the system's cache: this file system cannot do without"
-    return tier, f"{tier.reads.engine}, {why}"
+    about = replace(about, why=f"{plan.why}; {reads.engine}, {why}")
+    return DiskTier(about, files, [place for place in places if place is not None], reads)
 
 
 def _direct(resolved: Resolved, plan: DiskPlan, files: Sequence[MappedFile]) -> tuple[bool, str]:
