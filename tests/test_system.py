@@ -8,7 +8,6 @@ import pytest
 
 from powerinfer import system
 
-
 VERSION_2 = ("", "memory.max", "memory.current")
 VERSION_1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
 
