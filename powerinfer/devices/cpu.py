@@ -190,6 +190,8 @@ class CpuExecutor:
         self.choices = {"isa": f"{isa} ({isa_reason})", "threads": f"{threads} ({threads_reason})"}
         self.config = config
         self.disk = disk
+        if disk is not None:
+            self.choices["disk"] = disk.about.why
         self.first_layer = first_layer
         self.page_size = cpu.PAGE
         self.max_tokens = max(engine.prefill_chunk, engine.max_batch)
@@ -600,8 +602,6 @@ class CpuExecutor:
         self._program.head(norm, matrix, projection, self.config.logit_scale)
         if self.disk is not None and self.disk.window is not None:
             self._program.set_window(self.disk.window)
-        if self.disk is not None:
-            self.disk.begin()
 
     @contextmanager
     def timed(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer import _native
-from powerinfer.devices.disk_policy import DiskPolicy, make_disk_policy
+from powerinfer.devices.disk_policy import Residents
 from powerinfer.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
@@ -26,8 +26,9 @@ class OnDisk:
 
     matrices: canonical names of those that pass through a window of `window` bytes, in the order in which a step uses
     them. experts, neurons: by layer the number of those in RAM, where the layer's rest on disk. direct: reads go past
-    the system's cache. policy: of `DISK_POLICIES`, says which experts stay; frequencies: of each layer's experts, the
-    share of the tokens that select it, None: not known. prefetch: experts are guessed a layer ahead, and read early.
+    the system's cache; why: for people. policy: of `DISK_POLICIES`, says which experts stay; frequencies: of each
+    layer's experts, the share of the tokens that select it, None: not known. prefetch: experts are guessed a layer
+    ahead, and read early.
     """
 
     matrices: frozenset[str] = frozenset()
@@ -35,6 +36,7 @@ class OnDisk:
     experts: Mapping[int, int] = field(default_factory=dict)
     neurons: Mapping[int, int] = field(default_factory=dict)
     direct: bool = True
+    why: str = ""
     policy: str = "lru"
     frequencies: Mapping[int, NDArray[np.float64]] | None = None
     prefetch: bool = False
@@ -67,9 +69,7 @@ class DiskTier:
         self.window = _native.Window(self.reads, about.window) if about.window else None
         self.slots: dict[int, _native.Slots] = {}  # of layers whose neurons are on disk
         self._experts: dict[int, _native.Experts] = {}  # by layer
-        self._uses: list[NDArray[np.int32]] = []  # of the layers, [experts]
-        self._priorities: list[NDArray[np.float32]] = []
-        self._policy: DiskPolicy | None = None  # None: nothing has priorities
+        self._residents = Residents(about.policy)  # experts in RAM
         self._cleared: dict[str, float] = {}
 
     def place(self, data: Bytes) -> tuple[int, int] | None:
@@ -94,40 +94,18 @@ class DiskTier:
         return _native.Slots(self.reads, parts, matrices[0].shape[0], self.about.experts[layer])
 
     def add_experts(self, layer: int, op: _native.Experts, slots: _native.Slots) -> None:
-        """The operator that uses the slots of a layer; layers in their order."""
-        self._experts[layer] = op
-        self._uses.append(op.uses)
-        self._priorities.append(slots.priority)
-
-    def begin(self) -> None:
-        """When all operators are there. RequestError for a policy that lacks a profile."""
-        if not self._uses:
-            return
-        widest, known = max(map(len, self._uses)), self.about.frequencies
-        start = None if known is None else np.zeros((len(self._uses), widest), np.float32)
-        for row, layer in enumerate(self._experts):
-            if start is not None and known is not None:
-                start[row, : len(known[layer])] = known[layer]
+        """The operator that uses the slots of a layer. RequestError for a policy that lacks a profile."""
+        known = self.about.frequencies
         try:
-            self._policy = make_disk_policy(self.about.policy, len(self._uses), widest, start)
+            self._residents.add(op.uses, slots.priority, None if known is None else known[layer])
         except ValueError as error:
             raise RequestError(f"{error}: run `powerinfer profile`, or choose another policy") from None
-        self._all_uses = np.zeros((len(self._uses), widest), np.int32)
-        self._set_priorities(self._policy)
+        self._experts[layer] = op
 
     def observe(self, tokens: int) -> None:
         """After a step of that many tokens: what leaves memory first in the next one."""
-        if self._policy is None:
-            return
-        for row, own in zip(self._all_uses, self._uses, strict=True):
-            row[: len(own)] = own
-            own[:] = 0
-        self._policy.observe(self._all_uses, tokens)
-        self._set_priorities(self._policy)
-
-    def _set_priorities(self, policy: DiskPolicy) -> None:
-        for own, row in zip(self._priorities, policy.priority, strict=True):
-            own[:] = row[: len(own)]
+        if self._experts:
+            self._residents.observe(tokens)
 
     def report(self) -> dict[str, Any]:
         """What was read since the last `clear`, not while a step runs.

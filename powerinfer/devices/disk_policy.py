@@ -115,3 +115,49 @@ def make_disk_policy(name: str, layers: int, items: int, start: Float32 | None =
     if start is None and name == "static":
         raise ValueError("the policy static needs the frequencies of a profile")
     return _CLASSES[name](layers, items, start)
+
+
+class Residents:
+    """The items of several layers that memory has, by a policy over all of them.
+
+    policy: of `DISK_POLICIES`.
+    """
+
+    def __init__(self, policy: str) -> None:
+        self._name = policy
+        self._layers: list[tuple[NDArray[np.int32], Float32]] = []
+        self._start: list[NDArray[np.floating]] = []
+        self._policy: DiskPolicy | None = None  # None: there was no step
+        self._uses: NDArray[np.int32] = np.zeros((0, 0), np.int32)
+
+    def add(self, uses: NDArray[np.int32], priority: Float32, start: NDArray[np.floating] | None = None) -> None:
+        """A layer of n items. uses [n]: the tokens of a step that used each, read and set to zero after it; priority
+        [n], to be written; start [n]: how often each is used, shares of the tokens; of all layers or of none.
+
+        ValueError: `static` needs them.
+        """
+        make_disk_policy(self._name, 1, len(uses), None if start is None else start[None].astype(np.float32))
+        self._layers.append((uses, priority))
+        if start is not None:
+            self._start.append(start)
+            priority[:] = start
+
+    def observe(self, tokens: int) -> None:
+        """After a step of that many tokens: what leaves memory first in the next one."""
+        if self._policy is None:
+            self._policy = self._make()
+        for row, (uses, _) in zip(self._uses, self._layers, strict=True):
+            row[: len(uses)] = uses
+            uses[:] = 0
+        self._policy.observe(self._uses, tokens)
+        for row, (_, priority) in zip(self._policy.priority, self._layers, strict=True):
+            priority[:] = row[: len(priority)]
+
+    def _make(self) -> DiskPolicy:
+        shape = len(self._layers), max(len(uses) for uses, _ in self._layers)
+        self._uses = np.zeros(shape, np.int32)
+        start = np.zeros(shape, np.float32) if self._start else None
+        if start is not None:
+            for row, own in zip(start, self._start, strict=True):
+                row[: len(own)] = own
+        return make_disk_policy(self._name, *shape, start)
