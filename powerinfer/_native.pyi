@@ -124,8 +124,8 @@ class Resting:
         self, file: int, offset: int, bytes: int, stride: int, each: int | None = None, outer: int = 0
     ) -> None: ...
     @staticmethod
-    def scattered(bytes: int, places: Sequence[tuple[int, int]]) -> Resting:
-        """The same of items that have places of their own, (file, offset) each."""
+    def matrices(type: str, rows: int, k: int, places: Sequence[tuple[int, int]]) -> Resting:
+        """A matrix [rows, k] of each item, at (file, offset), with room for its panels."""
 
 class Slots:
     """

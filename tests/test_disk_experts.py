@@ -14,20 +14,29 @@ import numpy as np
 import pytest
 from model_files import experts_gguf
 from test_disk import ENGINE, answers, steps
-from test_expert_routing import shape
+from test_expert_routing import TOP, shape
 from test_experts import EXPERTS, LEVELS, Layer
 
 from benchmarks.models import expert_models
 from powerinfer import ModelError, RequestError, _native
+from powerinfer.config import ModelConfig
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.disk import DiskTier, OnDisk
 from powerinfer.devices.disk_policy import DISK_POLICIES
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
+from powerinfer.hybrid.load import load_resolved
+from powerinfer.hybrid.resolve import resolve
 from powerinfer.models import load
 
 FILES: dict[str, str] = {  # by name: the type of the matrices
     "qwen3-30b-a3b": "q4_0", "smallthinker-4b": "q8_0", "gpt-oss-20b": "mxfp4", "deepseek-v2-lite": "q8_0",
 }  # fmt: skip
+
+
+def larger(config: ModelConfig) -> ModelConfig:
+    """Experts that are worth reading: of more than a few blocks."""
+    layers = [replace(layer, ffn=replace(layer.ffn, size=256)) for layer in config.layers]  # type: ignore[type-var]
+    return replace(config, layers=tuple(layers))
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +47,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @cache
     def write(name: str) -> Path:
         if name == "folder":
-            path, config = folder / name, replace(shape("qwen3-30b-a3b"), architecture="qwen3_moe")
+            path, config = folder / name, replace(larger(shape("qwen3-30b-a3b")), architecture="qwen3_moe")
             expert_models.write_folder(path, config, expert_models.Weights("f16", "f16"))
         else:
             path = folder / f"{name}.gguf"
-            expert_models.write(path, shape(name), expert_models.Weights(FILES[name]))
+            config = larger(shape("qwen3-30b-a3b")) if name == "larger" else shape(name)
+            expert_models.write(path, config, expert_models.Weights(FILES.get(name, "q8_0")))
         return path
 
     return write
@@ -273,3 +283,25 @@ def test_slots_of_other_experts_are_refused(tmp_path: Path) -> None:
     of_all = _native.ExpertMatrices(4, 96, spec, *matrices, down, slots=slots)
     with pytest.raises(ValueError, match="are in memory"):
         executor._program.expert_sum(of_all, 2)
+
+
+# ---- what --ram does not hold
+
+
+@pytest.mark.parametrize("name", ["larger", "folder"])
+def test_experts_that_ram_does_not_hold_stay_on_disk(name: str, written: Any, expected: Any) -> None:
+    engine, low, high = replace(ENGINE, gpu="none"), 1 << 20, 1 << 33
+    checkpoint = open_checkpoint(written(name))
+    while high - low > 1 << 16:  # the least that holds all
+        ram = (low + high) // 2
+        try:
+            held = resolve(checkpoint, replace(engine, ram=ram)).disk is None
+        except RequestError:
+            held = False
+        low, high = (low, ram) if held else (ram, high)
+    resolved = resolve(checkpoint, replace(engine, ram=low - (1 << 20)))
+    assert resolved.disk is not None
+    slots = resolved.disk.about.experts.values()
+    assert len(slots) == 2 and all(2 * TOP <= n < 32 for n in slots)
+    executor, _ = load_resolved(replace(resolved, kv_room=None), list)
+    check_bits(executor, expected(name))

@@ -204,7 +204,7 @@ class Checkpoint:
     def resting(self, name: str) -> RestingTensor | None:
         """Where matrices [n, out, in] lie; None where the files do not have each in one piece as `take` gives it."""
         tensor = self._tensors.get(name)
-        if name in self._targets or not isinstance(tensor, RawTensor | StackedTensor):
+        if name in self._targets or not isinstance(tensor, RawTensor | StackedTensor) or len(tensor.shape) != 3:
             return None
         n = tensor.shape[0]
         if isinstance(tensor, StackedTensor):
