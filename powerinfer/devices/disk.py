@@ -90,7 +90,7 @@ class DiskTier:
 
     def expert_slots(self, layer: int, matrices: Sequence[RestingTensor]) -> _native.Slots:
         """Memory for some experts of a layer. matrices: of all of them, in the order of its parts."""
-        parts = [_native.Resting.matrices(one.type, *one.shape[1:], list(one.places)) for one in matrices]
+        parts = [_native.Resting.matrices(one.type, one.shape[1], one.shape[2], one.places) for one in matrices]
         return _native.Slots(self.reads, parts, matrices[0].shape[0], self.about.experts[layer])
 
     def add_experts(self, layer: int, op: _native.Experts, slots: _native.Slots) -> None:
