@@ -43,12 +43,12 @@ class RestingExperts {
   void place();
 
   const std::shared_ptr<Slots> slots_;
-  std::vector<std::vector<Matrix*>> parts_;                  // of each expert
-  std::vector<int32_t> wanted_;                              // those there, those that are coming, then the others
-  size_t pinned_ = 0;                                        // the first of these that are not
-  std::vector<int32_t> coming_, now_;                        // pinned: to be computed, and being computed
+  std::vector<std::vector<Matrix*>> parts_;  // of each expert
+  std::vector<int32_t> wanted_;              // those there, those that are coming, then the others
+  size_t pinned_ = 0;                        // the first of these that are not
+  std::vector<int32_t> coming_, now_;        // pinned: to be computed, and being computed
   bool settles_ = false;
-  std::vector<std::pair<int32_t, float>> raised_;            // expected experts, and their own priorities
-  std::vector<int32_t> early_;                               // expected and not there
+  std::vector<std::pair<int32_t, float>> raised_;  // expected experts, and their own priorities
+  std::vector<int32_t> early_;                     // expected and not there
   Stats stats_ = {};
 };

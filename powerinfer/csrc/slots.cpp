@@ -51,8 +51,8 @@ int64_t Slots::lay_out(int64_t items, int64_t slots) {
   for (const Resting& part : parts_) {
     const int64_t most = (INT64_MAX / 2) / items;
     check(part.places.empty() || (int64_t)part.places.size() == items, "not a place for each item");
-    check(part.bytes > 0 && part.before >= 0 && part.before <= MOST_BYTES && part.each > 0 && part.stride >= 0 && part.outer >= 0 && part.stride < most &&
-              part.outer < most,
+    check(part.bytes > 0 && part.before >= 0 && part.before <= MOST_BYTES && part.each > 0 && part.stride >= 0 &&
+              part.outer >= 0 && part.stride < most && part.outer < most,
           "parts have bytes, and follow each other");
     part_at_.push_back(at);
     int64_t largest = 0;
