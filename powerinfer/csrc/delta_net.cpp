@@ -183,5 +183,6 @@ void Program::delta_net(DeltaNetSpec spec) {
   check_norm(spec.norm, sizes.d_model, "the attention norm");
   check(spec.out_norm && (int64_t)spec.out_norm.w.size() == about.value_dim,
         "the norm of the values has a wrong width");
-  add(std::make_shared<DeltaNet>(std::move(spec), about));
+  std::vector<std::shared_ptr<Matrix>> matrices = {spec.query, spec.key, spec.value, spec.gate, spec.beta, spec.alpha};
+  add(std::make_shared<DeltaNet>(std::move(spec), about), std::move(matrices));
 }

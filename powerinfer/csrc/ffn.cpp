@@ -15,9 +15,9 @@ std::shared_ptr<Ffn> Program::ffn(FfnSpec spec, std::shared_ptr<const DenseNeuro
   check(!bundled || bundled->bundles->up.k == sizes.d_model, "the bundles have another width than d_model");
   if (dense) workspace->reserve(1, dense->neurons());  // a narrow matrix can need more scratch than a wide one
   spec.down_bias = padded(std::move(spec.down_bias));
-  auto op = std::make_shared<Ffn>(workspace, std::move(spec), std::move(dense));
+  auto op = std::make_shared<Ffn>(workspace, std::move(spec), dense);
   if (bundled) op->set_bundled(std::move(bundled), std::move(predictor));
-  return add(std::move(op));
+  return add(std::move(op), dense ? dense->matrices() : std::vector<std::shared_ptr<Matrix>>());
 }
 
 Ffn::Ffn(std::shared_ptr<Workspace> workspace, FfnSpec spec, std::shared_ptr<const DenseNeurons> dense)

@@ -34,6 +34,7 @@ class Ffn : public Op {
   const std::shared_ptr<NeuronSum>& bundled() const { return bundled_; }
 
   const char* name() const override { return "ffn"; }
+  bool wants(const Program& p, const Step& step) const override { return way(p, step.tokens) != WAY_PREDICTED; }
   void run(Thread& t, const Step& step) override;
 
   // How many active neurons of sampled tokens were candidates.

@@ -183,7 +183,8 @@ void Program::latent_input(LatentInput in) {
   check_rope(in.rope, rotated);
   workspace->reserve(sizes.max_tokens, in.q->k);
   reserve_latents(in.q_latent ? in.q_latent->rows : 0, in.q->rows, own.head_dim, in.k_b->k);
-  add(std::make_shared<LatentIn>(std::move(in), heads, own));
+  std::vector<std::shared_ptr<Matrix>> matrices = {in.q_latent, in.q, in.kv};
+  add(std::make_shared<LatentIn>(std::move(in), heads, own), std::move(matrices));
 }
 
 void Program::latent_project(LatentOutput out) {
@@ -197,7 +198,8 @@ void Program::latent_project(LatentOutput out) {
   check_norm(out.norm, sizes.d_model, "the norm of the output projection");
   workspace->reserve(sizes.max_tokens, out.o->k);
   reserve_latents(0, out.o->k, own.head_dim, own.latents);
-  add(std::make_shared<LatentOut>(std::move(out), heads, own));
+  std::shared_ptr<Matrix> o = out.o;
+  add(std::make_shared<LatentOut>(std::move(out), heads, own), {o});
 }
 
 // Buffers for the widest layer, as of `LatentRows::Sizes`.

@@ -301,7 +301,8 @@ void Program::attention_input(AttentionInput in) {
   check_heads(in.k_norm, own.kv_heads, "the norm of k");
   check_rope(in.rope, own.head_dim);
   if (!in.scale) in.scale = 1.0f / sqrtf((float)own.head_dim);
-  add(std::make_shared<AttentionIn>(std::move(in), heads, own));
+  std::vector<std::shared_ptr<Matrix>> matrices = {in.q, in.k, in.v};
+  add(std::make_shared<AttentionIn>(std::move(in), heads, own), std::move(matrices));
 }
 
 void Program::attention(int layer, int window, Vector sinks) {
@@ -318,7 +319,7 @@ void Program::gate_attended(int layer, Norm norm, std::shared_ptr<Matrix> w) {
   const int64_t width = sizes.heads[(size_t)layer] * cache->layers[(size_t)layer].head_dim;
   check(w->rows == width && w->k == sizes.d_model && ldqkv >= w->panels * PI_LANES, "the gate has a wrong shape");
   check_norm(norm, sizes.d_model, "the attention norm");
-  add(std::make_shared<GateAttended>(std::move(norm), std::move(w)));
+  add(std::make_shared<GateAttended>(std::move(norm), w), {w});
 }
 
 void Program::project(int layer, std::shared_ptr<Matrix> w, Vector bias, Norm norm) {
@@ -328,7 +329,7 @@ void Program::project(int layer, std::shared_ptr<Matrix> w, Vector bias, Norm no
         "the output projection has a wrong shape");
   check_bias(bias, sizes.d_model, "the output projection");
   check_norm(norm, sizes.d_model, "the norm of the output projection");
-  add(std::make_shared<Project>(std::move(w), padded(std::move(bias)), std::move(norm)));
+  add(std::make_shared<Project>(w, padded(std::move(bias)), std::move(norm)), {w});
 }
 
 // ---- A norm by itself -----------------------------------------------------------------------------------------------
@@ -377,6 +378,7 @@ class Head : public Op {
     for (int t = 0; t < threads; t++) forms_.emplace_back(2 * ROWS * w_->k);
   }
   const char* name() const override { return "head"; }
+  bool wants(const Program&, const Step& step) const override { return step.logit_rows > 0; }
   void run(Thread& t, const Step& step) override {
     if (step.logit_rows == 0) return;
     const Here here(t);
@@ -451,5 +453,5 @@ void Program::head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<M
   check_norm(norm, sizes.d_model, "the final norm");
   final_norm_ = std::make_shared<const Norm>(norm);
   head_panels = w->panels;
-  add(std::make_shared<Head>(std::move(norm), std::move(project), std::move(w), scale, workspace->pool->threads()));
+  add(std::make_shared<Head>(std::move(norm), project, w, scale, workspace->pool->threads()), {project, w});
 }

@@ -104,7 +104,7 @@ void unpack_nibbles(const uint8_t* q, const int8_t* values, float scale, float* 
   for (int i = 0; i < 32; i++) out[i] = scale * (float)values[i < 16 ? q[i] & 15 : q[i - 16] >> 4];
 }
 
-// One panel; dst is zeroed, so missing rows stay zero.
+// One panel; where dst is not written, it stays as it is: zeroed for missing rows and for what pads BF16.
 void pack_panel(int type, const uint8_t* const* rows, int64_t k, uint8_t* dst) {
   uint8_t* meta = dst + pi_codes_bytes(type, k);
   const int64_t nb = k / pi_block(type), size = stored_row_bytes(type, pi_block(type));
@@ -243,16 +243,23 @@ int64_t stored_row_bytes(int type, int64_t k) {
   return 0;
 }
 
+int64_t packed_excess(int type, int64_t rows, int64_t k) {
+  return pi_round_up(rows, PI_LANES) / PI_LANES * pi_panel_bytes(type, k) - rows * stored_row_bytes(type, k);
+}
+
 void pack_panels(int type, const uint8_t* src, int64_t rows, int64_t k, const int32_t* map, int64_t map_rows,
-                 uint8_t* dst, int64_t p0, int64_t p1) {
+                 uint8_t* dst, int64_t p0, int64_t p1, int64_t at) {
   const int64_t row_bytes = stored_row_bytes(type, k), panel_bytes = pi_panel_bytes(type, k);
   for (int64_t p = p0; p < p1; p++) {
     const uint8_t* from[16];
+    uint8_t* const panel = dst + (p - at) * panel_bytes;
     for (int r = 0; r < 16; r++) {
       const int64_t i = p * 16 + r, row = map ? (i < map_rows ? map[i] : -1) : i;
       from[r] = row >= 0 && row < rows ? src + row * row_bytes : nullptr;
     }
-    pack_panel(type, from, k, dst + p * panel_bytes);
+    const bool gaps = std::find(from, from + 16, nullptr) != from + 16 || (type == PI_BF16 && k % 32);
+    if (gaps) memset(panel, 0, (size_t)panel_bytes);
+    pack_panel(type, from, k, panel);
   }
 }
 

@@ -6,6 +6,7 @@
 #include <chrono>
 
 #include "delta_net.h"
+#include "window.h"
 
 namespace {
 
@@ -138,6 +139,7 @@ void Program::run(const Step& step, size_t first, size_t last) {
     times_.resize(ops_.size(), 0.0);
     last = std::min(last, ops_.size());
     // A step that is run in parts keeps its angles.
+    if (window_) window_->begin([&](size_t op) { return ops_[op]->wants(*this, step); });
     moved = !std::equal(rotated_.begin(), rotated_.end(), step.position, step.position + step.tokens);
     if (moved) rotated_.assign(step.position, step.position + step.tokens);
   };
@@ -149,11 +151,34 @@ void Program::run(const Step& step, size_t first, size_t last) {
     const bool clock = timed && thread == 0;
     for (size_t i = first; i < last; i++) {
       const auto start = clock ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point();
-      ops_[i]->run(threads_[(size_t)thread], step);
+      const bool reads = window_ && window_->has(i) && ops_[i]->wants(*this, step);
+      if (reads) {
+        if (thread == 0) window_->take(i);
+        workspace->pool->barrier();
+      }
+      ops_[i]->run(threads_[(size_t)thread], step);  // it ends with a barrier
+      if (window_ && thread == 0) reads ? window_->release(i) : window_->read_ahead();
       if (clock) times_[i] += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     }
   };
+  std::string failure;
   workspace->pool->run(prepare, job);
+  failure.swap(failure_);
+  if (window_) window_->end();
+  if (!failure.empty()) throw ReadError(failure);
+}
+
+void Program::set_window(std::shared_ptr<Window> window) {
+  for (size_t i = 0; i < ops_.size(); i++) {
+    std::vector<std::shared_ptr<OnDisk>> unit;
+    for (const auto& one : ops_[i]->matrices) {
+      if (!one || one->data) continue;
+      unit.push_back(one->disk);
+      workspace->reserve_packed(*one);
+    }
+    if (!unit.empty()) window->add(i, unit);
+  }
+  workspace->pool->between_jobs([&] { window_ = std::move(window); });
 }
 
 void Program::hidden_states(const int32_t* rows, int64_t count, float* out) {

@@ -7,12 +7,22 @@
 #include "panels.h"
 #include "table.h"
 
-// A weight matrix [rows, k] in panels.
+// Rows of a matrix that rest in a file of `Reads`, as a model file stores them.
+struct OnDisk {
+  int file;
+  int64_t offset, bytes, stored;  // stored: number of rows there
+  std::vector<int32_t> map;       // row r of the matrix is row map[r] there, zeros where it is -1; empty: row r itself
+  const uint8_t* rows = nullptr;  // where they are while a step needs them
+  uint8_t* panels = nullptr;      // where panels that were made of them stay, over rows, too; null: nowhere
+};
+
+// A weight matrix [rows, k] in panels; without `data` it rests on disk.
 struct Matrix {
   int type;
   int64_t rows, k, panels;
   const uint8_t* data;
   std::shared_ptr<Arena> arena;
+  std::shared_ptr<OnDisk> disk = nullptr;
   int64_t bytes() const { return panels * pi_panel_bytes(type, k); }
   int form() const { return pi_form(type); }
 };

@@ -52,6 +52,18 @@ void Workspace::reserve(int64_t tokens, int64_t k) {
   });
 }
 
+void Workspace::reserve_packed(const Matrix& w, int64_t waiting) {
+  const int64_t bytes = std::max(PACKED, 2 * pi_panel_bytes(w.type, w.k));
+  pool->between_jobs([&] {
+    for (Own& own : own_) {
+      own.waiting.reserve((size_t)(waiting ? waiting + 2 * bytes : 0));
+      if (own.packed_bytes >= bytes) continue;
+      own.packed = std::make_unique<Mapping>(bytes);
+      own.packed_bytes = bytes;
+    }
+  });
+}
+
 void Workspace::reserve_lists(int64_t neurons, int64_t d_model, int64_t rank) {
   reserve(PI_NEURON_TOKENS, d_model);
   if (rank) reserve(PI_NEURON_TOKENS, rank);
@@ -95,8 +107,55 @@ void Workspace::linear(int thread, const Matrix& w, const Vector& bias, const Pi
                        int64_t tokens, bool add, int64_t p0, int64_t p1) {
   if (p0 >= p1) return;
   const PiLinear l{w.data, bias.empty() ? nullptr : bias.data(), out, ldo, w.type, add};
-  uint8_t* scratch = own_[(size_t)thread].scratch.data();
-  kernels->linear(&l, acts, p0, p1, tokens, (void*)(((uintptr_t)scratch + 63) & ~(uintptr_t)63));
+  if (!w.data) return linear_from_disk(thread, l, w, acts, tokens, p0, p1);
+  kernels->linear(&l, acts, p0, p1, tokens, scratch_of(thread));
+}
+
+void* Workspace::scratch_of(int thread) {
+  return (void*)(((uintptr_t)own_[(size_t)thread].scratch.data() + 63) & ~(uintptr_t)63);
+}
+
+void Workspace::linear_from_disk(int thread, const PiLinear& l, const Matrix& w, const PiActs* acts, int64_t tokens,
+                                 int64_t p0, int64_t p1) {
+  const OnDisk& disk = *w.disk;
+  Own& own = own_[(size_t)thread];
+  const int64_t some = own.packed_bytes / pi_panel_bytes(w.type, w.k) / 2 * 2;
+  const int32_t* const map = disk.map.empty() ? nullptr : disk.map.data();
+  PiLinear part = l;
+  part.w = own.packed->data();
+  for (int64_t p = p0, n; p < p1; p += n) {
+    n = std::min(some, p1 - p);
+    pack_panels(w.type, disk.rows, disk.stored, w.k, map, w.rows, own.packed->data(), p, p + n, p);
+    part.bias = l.bias ? l.bias + p * PI_LANES : nullptr;
+    part.out = l.out + p * PI_LANES;
+    kernels->linear(&part, acts, 0, n, tokens, scratch_of(thread));
+    if (disk.panels) keep_panels(own, disk, w, p0, p, n);
+  }
+}
+
+// Panels [p, p + n), just packed, of those from p0 on that are this thread's. They end before the rows of those that
+// follow, but may begin before the rows of those before p0 end.
+void Workspace::keep_panels(Own& own, const OnDisk& disk, const Matrix& w, int64_t p0, int64_t p, int64_t n) {
+  const int64_t each = pi_panel_bytes(w.type, w.k);
+  const uint8_t* const others = disk.rows + p0 * PI_LANES * stored_row_bytes(w.type, w.k);
+  uint8_t* const to = disk.panels + p * each;
+  if (p0 == 0 || to >= others) {
+    memcpy(to, own.packed->data(), (size_t)(n * each));
+    return;
+  }
+  own.settling.emplace_back(to, n * each);
+  own.waiting.insert(own.waiting.end(), own.packed->data(), own.packed->data() + n * each);
+}
+
+void Workspace::settle(int thread) {
+  Own& own = own_[(size_t)thread];
+  const uint8_t* from = own.waiting.data();
+  for (const auto& [to, bytes] : own.settling) {
+    memcpy(to, from, (size_t)bytes);
+    from += bytes;
+  }
+  own.settling.clear();
+  own.waiting.clear();
 }
 
 void Workspace::product(int thread, const Matrix& w, const PiActs* acts, int64_t tokens, const Destination& to) {

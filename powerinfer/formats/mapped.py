@@ -71,6 +71,12 @@ class MappedFile:
         if os.fstat(self._fd).st_size != self.size:
             raise ModelError(f"{self.path} changed while it was in use; load the model again")
 
+    def check_unchanged(self) -> None:
+        """The same, or if it was written to."""
+        status = os.fstat(self._fd)
+        if (status.st_size, status.st_mtime_ns) != (self.size, self.modified_ns):
+            raise ModelError(f"{self.path} changed while it was in use; load the model again")
+
     def view(self) -> NDArray[np.uint8]:
         """The whole file, memory-mapped: uint8 [size], read-only. Keep it (or a slice) and the mapping stays."""
         if self._view is None:

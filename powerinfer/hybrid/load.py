@@ -11,6 +11,7 @@ import numpy as np
 
 from powerinfer.devices import Executor
 from powerinfer.errors import GpuMemoryError, PowerInferError, RequestError
+from powerinfer.hybrid.disk import open_tier
 from powerinfer.hybrid.resolve import NOT_USED, Resolved, with_fewer_experts, with_fewer_layers, without_gpu
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity import Sparsity
@@ -52,7 +53,8 @@ def load_resolved(
                 say(NOT_USED.format(error))
     checkpoint, engine = resolved.checkpoint, resolved.engine
     own, predictors = resolved.selection.in_experts, resolved.selection.predictors
-    executor = load(checkpoint, engine, progress, resolved.kv_room, in_experts=own, predictors=predictors)
+    disk = open_tier(resolved, say)
+    executor = load(checkpoint, engine, progress, resolved.kv_room, in_experts=own, predictors=predictors, disk=disk)
     executor.choices["gpu"] = f"none ({resolved.why})"
     try:
         return executor, attach(executor, checkpoint, engine, resolved.selection, sample, progress)
@@ -94,7 +96,8 @@ def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Pro
     device = choose_device(resolved.gpu)
     rotary = rotations(checkpoint, engine)
     gpu = None
-    cpu = CpuExecutor(config, engine, rotary, first_layer=resolved.gpu_layers, pages=resolved.pages)
+    disk = open_tier(resolved, silent)
+    cpu = CpuExecutor(config, engine, rotary, first_layer=resolved.gpu_layers, pages=resolved.pages, disk=disk)
     cpu.in_experts = selection.in_experts
     try:
         with gpu_failures("the model was loaded", "put fewer layers on it, or lower --context or --max-batch"):

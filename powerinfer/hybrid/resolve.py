@@ -26,12 +26,14 @@ from powerinfer.sparsity.selection import DENSE, Selection, select
 if TYPE_CHECKING:
     from powerinfer.hardware.description import Hardware
     from powerinfer.placement.budget import Workload
+    from powerinfer.placement.disk import DiskPlan
     from powerinfer.placement.experts import Frequencies
     from powerinfer.placement.plan import Plan, PlanRequest
     from powerinfer.placement.shapes import Model
 
 NOT_USED = "the GPU is not used: {}"
 
+_MOST_GROWTH = 8  # of weights as they are loaded: types without kernels become others
 _SHORT = 256  # tokens: a shorter context is not suggested
 
 
@@ -46,7 +48,8 @@ class Resolved:
     limit in bytes on the GPU without the driver, None: the device's memory. experts: for each layer those on the GPU,
     None: the model has none, or they are not split; frequencies: of experts, None: not known; staging: bytes of a
     buffer that streams the others there for long prompts, 0: none. policy: says which experts the GPU has, a name of
-    `placement.experts.EXPERT_POLICIES`, None: a trial chooses when the model is loaded; why_policy: for people.
+    `placement.experts.EXPERT_POLICIES`, None: a trial chooses when the model is loaded; why_policy: for people. disk:
+    what stays there, on the CPU alone, None: nothing.
     """
 
     checkpoint: Checkpoint
@@ -65,6 +68,7 @@ class Resolved:
     staging: int = 0
     policy: str | None = "static"
     why_policy: str = "the default"
+    disk: DiskPlan | None = None
 
 
 def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = silent, say: Say = silent) -> Resolved:
@@ -168,6 +172,8 @@ def needs(resolved: Resolved) -> Needs:
     from powerinfer.placement.budget import in_ram, on_gpu, staged_in_ram, staged_on_gpu
 
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
+    if resolved.disk is not None and resolved.gpu is None:
+        return Needs(sum(resolved.disk.held.values()))
     if resolved.plan is not None:
         placed = resolved.plan.bytes
         return Needs(sum(placed["cpu"].values()), 0, sum(placed["gpu"].values()))
@@ -179,6 +185,8 @@ def needs(resolved: Resolved) -> Needs:
     slots = None if resolved.experts is None else [len(own) for own in resolved.experts]
     cached = resolved.policy != "static"
     ram = sum(in_ram(model, work, layers, head, hardware.host_bytes, slots=slots, cached=cached).values())
+    if resolved.disk is not None:
+        ram = sum(resolved.disk.held.values())
     vram = sum(on_gpu(model, hardware, work, layers, head, True, slots).values())
     return Needs(ram + staged_in_ram(resolved.staging), 0, vram + staged_on_gpu(resolved.staging))
 
@@ -209,10 +217,11 @@ def with_fewer_layers(resolved: Resolved) -> Resolved | None:
     layers = resolved.gpu_layers - (not resolved.gpu_head)
     if not layers:
         return None
-    if resolved.engine.ram is not None:
-        model = checkpoint_model(resolved.checkpoint, resolved.engine.prepared, fresh=True)
-        _check_ram(resolved.engine, model, measured(resolved.engine, gpu=resolved.gpu), layers, False)
-    return replace(resolved, gpu_layers=layers, gpu_head=False)
+    fewer = replace(resolved, gpu_layers=layers, gpu_head=False)
+    if resolved.engine.ram is None:
+        return fewer
+    model = checkpoint_model(resolved.checkpoint, resolved.engine.prepared, fresh=True)
+    return _within_ram(fewer, model, measured(resolved.engine, gpu=resolved.gpu))
 
 
 def with_fewer_experts(resolved: Resolved) -> Resolved | None:
@@ -240,17 +249,55 @@ def _how_many(experts: Sequence[Indices], every: int) -> str:
 
 
 def _on_cpu(resolved: Resolved) -> Resolved:
-    """The same within --ram; `auto` does not use bundles if they do not fit."""
+    """The same within --ram, or within the free memory if that does not hold the model; `auto` does not use bundles if
+    the model fits without them."""
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
-    if engine.ram is None:
+    from powerinfer.system import available_memory
+
+    ram, free = engine.ram, available_memory()
+    if ram is None and not 0 < free < _MOST_GROWTH * checkpoint.file_bytes:
         return resolved
     model = _model(checkpoint, engine, selection)
-    if engine.selector == "auto" and selection.bundles and _ram_bytes(model, engine, selection) > engine.ram:
+    if ram is None:
+        if engine.disk == "none" or not 0 < free < _ram_bytes(model, engine):
+            return resolved
+        ram = free * 9 // 10
+    beside = selection.bundles is not None and engine.selector == "auto"
+    if beside and _ram_bytes(model, engine) <= ram < _ram_bytes(model, engine, selection):
         selection = select(checkpoint, engine, "--ram does not hold bundles beside the dense weights")
     total, kv = _ram_bytes(model, engine, selection), _kv_bytes(model, engine)
-    if total > engine.ram:
+    if total <= ram:
+        return replace(resolved, selection=selection, kv_room=ram - total + kv if engine.ram else None)
+    if engine.disk == "none":
         raise _too_little_ram(checkpoint, engine, selection, model, total)
-    return replace(resolved, selection=selection, kv_room=engine.ram - total + kv)
+    return replace(_on_disk(resolved, model, ram), kv_room=kv)
+
+
+def _on_disk(resolved: Resolved, model: Model, ram: int, host_bytes: int = 0) -> Resolved:
+    """The same with what does not fit into `ram` on disk. RequestError if the rest does not fit. host_bytes: of a GPU's
+    libraries."""
+    from powerinfer.placement.disk import plan_disk
+
+    checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
+    if selection.in_experts:
+        raise RequestError(
+            f"--selector {selection.selector} needs all experts in RAM, and they do not fit: leave it out, and "
+            "whole experts are read from disk"
+        )
+    bundled = selection.bundles is not None and selection.selector in ("exact", "predicted")
+    work = _workload(model, engine, selection.selector if bundled else "all")
+    threads, _ = cpu.choose_threads(engine.threads)
+    plan = plan_disk(
+        model,
+        work,
+        ram,
+        lambda name: checkpoint.rests_at(name) is not None or checkpoint.resting(name) is not None,
+        threads,
+        bundled,
+        first=resolved.gpu_layers,
+        host_bytes=host_bytes,
+    )
+    return replace(resolved, disk=plan if plan.about.anything else None)
 
 
 def _ram_bytes(model: Model, engine: EngineConfig, selection: Selection | None = None) -> int:
@@ -367,22 +414,26 @@ def _whole_layers(resolved: Resolved, model: Model, hardware: Hardware) -> Resol
     layers, head = layers_that_fit(model, hardware, work, vram, dense=True)
     if not layers:
         raise no_layer_fits(model, hardware, work, vram, dense=True)
-    _check_ram(engine, model, hardware, layers, head)
     why = f"whole layers ({resolved.selection.why})"
-    return replace(resolved, gpu_layers=layers, gpu_head=head, why=why)
+    return _within_ram(replace(resolved, gpu_layers=layers, gpu_head=head, why=why), model, hardware)
 
 
-def _check_ram(engine: EngineConfig, model: Model, hardware: Hardware, layers: int, head: bool) -> None:
-    """RequestError if --ram does not hold what is left beside the first layers, as a whole on the GPU."""
+def _within_ram(resolved: Resolved, model: Model, hardware: Hardware) -> Resolved:
+    """The same within --ram, with what that does not hold on disk, where layers are on the GPU as a whole. RequestError
+    if it does not hold the rest."""
     from powerinfer.placement.budget import gib, in_ram
 
+    engine, layers, head = resolved.engine, resolved.gpu_layers, resolved.gpu_head
     needed = sum(in_ram(model, _workload(model, engine, "all"), layers, head, hardware.host_bytes).values())
-    if engine.ram is not None and needed > engine.ram:
-        held = "layer" if layers == 1 else f"{layers} layers"
-        raise RequestError(
-            f"{model.name} needs {gib(needed)} of RAM beside the {held} that --vram holds: give --ram "
-            f"{gib(needed)}, or more --vram"
-        )
+    if engine.ram is None or needed <= engine.ram:
+        return replace(resolved, disk=None)
+    if engine.disk != "none" and not head:
+        return _on_disk(resolved, model, engine.ram, hardware.host_bytes)
+    held = "layer" if layers == 1 else f"{layers} layers"
+    raise RequestError(
+        f"{model.name} needs {gib(needed)} of RAM beside the {held} that --vram holds: give --ram "
+        f"{gib(needed)}, or more --vram"
+    )
 
 
 def _planned(resolved: Resolved, model: Model) -> Callable[[Hardware], PlanRequest]:

@@ -1,0 +1,126 @@
+#include "window.h"
+
+#include <algorithm>
+#include <chrono>
+
+namespace {
+
+// Bytes that a matrix takes in the ring: its own, and those of the blocks around it.
+int64_t held(const OnDisk& matrix) {
+  return pi_round_up(matrix.offset % Reads::ALIGN + matrix.bytes, (int64_t)Reads::ALIGN);
+}
+
+}  // namespace
+
+Window::Window(std::shared_ptr<Reads> reads, int64_t bytes)
+    : reads_(std::move(reads)), size_(bytes / Reads::ALIGN * Reads::ALIGN), ring_(std::max<int64_t>(size_, 1)) {}
+
+Window::~Window() {
+  while (!loaded_.empty()) (void)drop();  // however long it takes: the ring is written to
+}
+
+void Window::add(size_t op, const std::vector<std::shared_ptr<OnDisk>>& matrices) {
+  Unit unit{op, 0, matrices};
+  for (const auto& one : matrices) unit.bytes += held(*one);
+  check(unit.bytes <= size_, "the window is smaller than the matrices of one operator");
+  check(unit_of_.size() <= op, "operators are added in their order");
+  uint8_t* at = ring_.data();
+  for (const auto& one : matrices) {
+    one->rows = at;  // there is memory behind it whatever happens to its reads
+    at += held(*one);
+  }
+  unit_of_.resize(op + 1, -1);
+  unit_of_[op] = (int)units_.size();
+  units_.push_back(std::move(unit));
+}
+
+void Window::begin(const std::function<bool(size_t)>& wanted) {
+  if (!failure_.empty()) {
+    failure_.clear();
+    while (!loaded_.empty() && drop()) continue;
+  }
+  for (Unit& unit : units_) unit.wanted = wanted(unit.op);
+  if (loaded_.empty()) next_ = 0;
+  read_ahead();
+}
+
+void Window::take(size_t op) {
+  const size_t unit = (size_t)unit_of_[op];
+  while (failure_.empty() && !loaded_.empty() && loaded_.front().unit != unit) drop();
+  if (!failure_.empty()) return;
+  if (loaded_.empty()) {
+    next_ = unit;
+    load(unit);
+  }
+  const auto begin = std::chrono::steady_clock::now();
+  wait();
+  stats_.waited += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  for (const auto& one : units_[unit].matrices) stats_.bytes += one->bytes;
+}
+
+void Window::release(size_t op) {
+  if (!failure_.empty()) return;
+  if (!loaded_.empty() && loaded_.front().unit == (size_t)unit_of_[op]) loaded_.pop_front();
+  read_ahead();
+}
+
+void Window::read_ahead() {
+  if (!failure_.empty()) return;
+  for (size_t tried = 0; tried < units_.size(); tried++) {
+    if (!loaded_.empty() && next_ == loaded_.front().unit) break;  // all of them are there
+    if (!units_[next_].wanted) next_ = after(next_);
+    else if (!load(next_)) break;
+  }
+  if (!loaded_.empty()) (void)reads_->done(loaded_.front().ticket);  // what waits for a place in the queue goes on
+}
+
+// Begins to read a unit into the ring; false where there is no room.
+bool Window::load(size_t index) {
+  const Unit& unit = units_[index];
+  const int64_t at = room_for(unit.bytes);
+  if (at < 0) return false;
+  std::vector<Read> reads;
+  uint8_t* to = ring_.data() + at;
+  for (const auto& one : unit.matrices) {
+    uint8_t* const rows = to + one->offset % Reads::ALIGN;
+    one->rows = rows;
+    reads.push_back({one->file, one->offset, one->bytes, rows});
+    to += held(*one);
+  }
+  loaded_.push_back({index, at, at + unit.bytes, reads_->begin(reads.data(), reads.size())});
+  next_ = after(index);
+  return true;
+}
+
+// Where that many bytes are free behind what was loaded last, -1: nowhere.
+int64_t Window::room_for(int64_t bytes) const {
+  if (loaded_.empty()) return 0;
+  const int64_t first = loaded_.front().begin, last = loaded_.back().end;
+  if (loaded_.back().begin < first) return last + bytes <= first ? last : -1;
+  if (last + bytes <= size_) return last;
+  return bytes <= first ? 0 : -1;
+}
+
+// For what was read first. Whether nothing is written to its memory any more.
+bool Window::wait() {
+  try {
+    reads_->wait(loaded_.front().ticket);
+    return true;
+  } catch (const ReadError& error) {
+    failure_ = error.what();
+    return reads_->done(loaded_.front().ticket);
+  }
+}
+
+// Forgets what was read first. False where its reads have not ended: the disk does not answer.
+bool Window::drop() {
+  const std::string before = failure_;
+  if (!wait()) return false;
+  failure_ = before;  // nobody needed it
+  loaded_.pop_front();
+  return true;
+}
+
+void Window::end() {
+  if (!failure_.empty()) throw ReadError(failure_);
+}

@@ -1,0 +1,67 @@
+// Matrices that RAM does not hold, in the order in which a step uses them: a ring of memory through which they pass,
+// filled from disk ahead of the step, and across steps.
+#pragma once
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "reads.h"
+#include "weights.h"
+
+// By one thread at a time.
+class Window {
+ public:
+  struct Stats {
+    int64_t bytes;  // of matrices that steps used
+    double waited;  // seconds
+  };
+  // bytes: of the ring.
+  Window(std::shared_ptr<Reads> reads, int64_t bytes);
+  ~Window();
+  // What the operator of that number, larger than the last one's, reads. std::invalid_argument if the ring is too small.
+  void add(size_t op, const std::vector<std::shared_ptr<OnDisk>>& matrices);
+  bool has(size_t op) const { return op < unit_of_.size() && unit_of_[op] >= 0; }
+
+  // Begins a step. wanted: whether its operators read what they could; also assumed of the next step.
+  void begin(const std::function<bool(size_t)>& wanted);
+  // Waits for an operator's matrices, which are in memory until `release`; what was read ahead in vain is dropped.
+  void take(size_t op);
+  void release(size_t op);
+  // Begins as many reads as there is room for.
+  void read_ahead();
+  // Ends a step. ReadError if one of its reads failed: then what was computed is void.
+  void end();
+  Stats stats() const { return stats_; }
+  void clear() { stats_ = {}; }
+  int64_t bytes() const { return size_; }
+
+ private:
+  struct Unit {
+    size_t op;
+    int64_t bytes;  // in the ring
+    std::vector<std::shared_ptr<OnDisk>> matrices;
+    bool wanted = true;
+  };
+  struct Loaded {
+    size_t unit;
+    int64_t begin, end;  // in the ring
+    int64_t ticket;
+  };
+  bool load(size_t unit);
+  bool wait();
+  bool drop();
+  int64_t room_for(int64_t bytes) const;
+  size_t after(size_t unit) const { return (unit + 1) % units_.size(); }
+
+  const std::shared_ptr<Reads> reads_;
+  const int64_t size_;
+  Mapping ring_;
+  std::vector<Unit> units_;
+  std::vector<int> unit_of_;   // by operator, -1: none
+  std::deque<Loaded> loaded_;  // in the order of the ring
+  size_t next_ = 0;            // the unit to load
+  std::string failure_;        // of this step
+  Stats stats_ = {};
+};

@@ -1,0 +1,160 @@
+"""The disk as a tier below RAM: what of a model stays in its files, and the reads that bring it into memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer import _native
+from powerinfer.devices.disk_policy import Residents
+from powerinfer.errors import ModelError, RequestError
+
+if TYPE_CHECKING:
+    from powerinfer.formats.mapped import MappedFile
+    from powerinfer.formats.quant import Bytes
+    from powerinfer.formats.tensors import RawTensor, RestingTensor
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """What of a model stays on disk while it runs on the CPU, and how much of it RAM holds at a time.
+
+    matrices: canonical names of those that pass through a window of `window` bytes, in the order in which a step uses
+    them. experts, neurons: by layer the number of those in RAM, where the layer's rest on disk. direct: reads go past
+    the system's cache; why: for people. policy: of `DISK_POLICIES`, says which experts stay; frequencies: of each
+    layer's experts, the share of the tokens that select it, None: not known. prefetch: experts are guessed a layer
+    ahead, and read early.
+    """
+
+    matrices: frozenset[str] = frozenset()
+    window: int = 0
+    experts: Mapping[int, int] = field(default_factory=dict)
+    neurons: Mapping[int, int] = field(default_factory=dict)
+    direct: bool = True
+    why: str = ""
+    policy: str = "lru"
+    frequencies: Mapping[int, NDArray[np.float64]] | None = None
+    prefetch: bool = False
+
+    @property
+    def anything(self) -> bool:
+        return bool(self.matrices or self.experts or self.neurons)
+
+
+class DiskTier:
+    """The files of a model that is read while it runs, and what of it stays in them. about: `OnDisk`; reads: of all
+    that a step needs."""
+
+    def __init__(
+        self,
+        about: OnDisk,
+        files: Sequence[MappedFile],
+        places: Iterable[tuple[int, int]] = (),
+        reads: _native.Reads | None = None,
+    ) -> None:
+        """files: of the model, and of its bundles; places: (file, offset) of `about.matrices`.
+
+        reads: of the files in that order, None: of the disk itself. ModelError if a file cannot be read.
+        """
+        self.about = about
+        self._files = list(files)
+        self._begin = [file.view().ctypes.data for file in self._files]
+        self._streamed = frozenset(places)
+        self.reads = reads or read_files(self._files, about.direct)
+        self.window = _native.Window(self.reads, about.window) if about.window else None
+        self.slots: dict[int, _native.Slots] = {}  # of layers whose neurons are on disk
+        self._experts: dict[int, _native.Experts] = {}  # by layer
+        self._residents = Residents(about.policy)  # experts in RAM
+        self._cleared: dict[str, float] = {}
+
+    def place(self, data: Bytes) -> tuple[int, int] | None:
+        """(file, offset) of a view of one of the files; None for other data."""
+        address = data.ctypes.data
+        for number, (file, begin) in enumerate(zip(self._files, self._begin, strict=True)):
+            if begin <= address < begin + file.size:
+                return number, address - begin
+        return None
+
+    def matrix(self, tensor: RawTensor, row_map: NDArray[np.int32] | None) -> _native.Matrix | None:
+        """A matrix that passes through the window; None: the tensor is not one of those."""
+        place = self.place(tensor.data)
+        if place is None or place not in self._streamed:
+            return None
+        rows, cols = tensor.shape
+        return _native.disk_matrix(tensor.type, rows, cols, *place, row_map)
+
+    def expert_slots(self, layer: int, matrices: Sequence[RestingTensor]) -> _native.Slots:
+        """Memory for some experts of a layer. matrices: of all of them, in the order of its parts."""
+        parts = [_native.Resting.matrices(one.type, one.shape[1], one.shape[2], one.places) for one in matrices]
+        return _native.Slots(self.reads, parts, matrices[0].shape[0], self.about.experts[layer])
+
+    def add_experts(self, layer: int, op: _native.Experts, slots: _native.Slots) -> None:
+        """The operator that uses the slots of a layer. RequestError for a policy that lacks a profile."""
+        known = self.about.frequencies
+        try:
+            self._residents.add(op.uses, slots.priority, None if known is None else known[layer])
+        except ValueError as error:
+            raise RequestError(f"{error}: run `powerinfer profile`, or choose another policy") from None
+        self._experts[layer] = op
+
+    def observe(self, tokens: int) -> None:
+        """After a step of that many tokens: what leaves memory first in the next one."""
+        if self._experts:
+            self._residents.observe(tokens)
+
+    def report(self) -> dict[str, Any]:
+        """What was read since the last `clear`, not while a step runs.
+
+        mode; bytes; read_gb_s: while the disk was reading, None without reads; stall_seconds: that steps waited; of
+        neurons and experts wanted, how many RAM had: hit_rate, None where none is on disk.
+        """
+        since = self.counts()
+        return {
+            "mode": f"{self.reads.engine}, {'direct' if self.reads.direct else 'cached'}",
+            "bytes": int(since["bytes"]),
+            "read_gb_s": since["bytes"] / since["active"] / 1e9 if since["active"] else None,
+            "stall_seconds": since["waited"],
+            "hit_rate": since["hits"] / since["wanted"] if since["wanted"] else None,
+        }
+
+    def counts(self) -> dict[str, float]:
+        """Since the last `clear`, not while a step runs.
+
+        wanted: experts and neurons that steps used; hits: those of them that were in memory when the step began; reads,
+        bytes: of everything that was read, the window's too; waited: seconds in which steps waited for reads; active:
+        seconds in which any was under way.
+        """
+        return {name: value - self._cleared.get(name, 0) for name, value in self._now().items()}
+
+    def clear(self) -> None:
+        """Begin to count anew."""
+        self._cleared = self._now()
+
+    def _now(self) -> dict[str, float]:
+        read = self.reads.stats()
+        kept = [one.stats() for one in self.slots.values()] + [one.disk_counts() for one in self._experts.values()]
+        items = {name: float(sum(one[name] for one in kept)) for name in ("wanted", "hits")}
+        return items | {name: float(getattr(read, name)) for name in ("reads", "bytes", "waited", "active")}
+
+    def by_layer(self) -> dict[int, dict[str, float]]:
+        """Of each layer whose experts rest on disk, since it was loaded: wanted, hits; waited, in seconds; guessed:
+        experts read because they were expected; right: those of them that were needed."""
+        return {layer: op.disk_counts() for layer, op in self._experts.items()}
+
+    def check(self) -> None:
+        """ModelError if a file was changed since it was opened: what was read from it may be of both."""
+        for file in self._files:
+            file.check_unchanged()
+
+
+def read_files(files: Sequence[MappedFile], direct: bool) -> _native.Reads:
+    """Reads of files that are open. ModelError if one cannot be opened again, or is no longer the same."""
+    try:
+        return _native.Reads([(os.fspath(file.path), file.size) for file in files], direct)
+    except _native.ReadError as error:
+        raise ModelError(str(error)) from None

@@ -1,0 +1,46 @@
+"""Opening the disk as a tier: how its files are read on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from powerinfer.devices.disk import DiskTier, read_files
+from powerinfer.progress import Say
+from powerinfer.system import available_memory
+
+if TYPE_CHECKING:
+    from powerinfer.formats.mapped import MappedFile
+    from powerinfer.hybrid.resolve import Resolved
+    from powerinfer.placement.disk import DiskPlan
+
+
+def open_tier(resolved: Resolved, say: Say) -> DiskTier | None:
+    """What of a model stays on disk, its files open; None: nothing. say: told what is read. ModelError if the files
+    cannot be read."""
+    plan = resolved.disk
+    if plan is None:
+        return None
+    say(f"not all of the model fits into RAM: it reads {plan.why}")
+    checkpoint, bundles = resolved.checkpoint, resolved.selection.bundles
+    files = [*checkpoint.files, *([] if bundles is None else [bundles.file])]
+    places = [checkpoint.rests_at(name) for name in sorted(plan.about.matrices)]
+    direct, why = _direct(resolved, plan, files)
+    about = replace(plan.about, direct=direct)
+    reads = read_files(files, direct)
+    if direct and not reads.direct:
+        why = "through the system's cache: this file system cannot do without"
+    about = replace(about, why=f"{plan.why}; {reads.engine}, {why}")
+    return DiskTier(about, files, [place for place in places if place is not None], reads)
+
+
+def _direct(resolved: Resolved, plan: DiskPlan, files: Sequence[MappedFile]) -> tuple[bool, str]:
+    """Whether reads go past the system's cache, and why."""
+    asked = resolved.engine.disk
+    if asked != "auto":
+        return asked == "direct", f"{asked}: asked for with --disk"
+    size, held = sum(file.size for file in files), sum(plan.held.values())
+    if held + size < available_memory():
+        return False, "through the system's cache, which has room for the files beside --ram"
+    return True, "past the system's cache, which has no room for the files beside --ram and would fetch them in vain"
