@@ -37,9 +37,9 @@ class OnDisk:
     neurons: Mapping[int, int] = field(default_factory=dict)
     direct: bool = True
     why: str = ""
-    policy: str = "lru"
+    policy: str = "lfu"
     frequencies: Mapping[int, NDArray[np.float64]] | None = None
-    prefetch: bool = False
+    prefetch: bool = True
 
     @property
     def anything(self) -> bool:
