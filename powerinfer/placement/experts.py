@@ -347,8 +347,8 @@ def replay_on_disk(
         free -= n_missed - leaving
         if leaving.any():
             order = np.argsort(np.where(held & ~used, policy.priority, np.inf), axis=1, kind="stable")
-            for row in np.flatnonzero(leaving):
-                held[row, order[row, : leaving[row]]] = False
+            for at in np.flatnonzero(leaving).tolist():
+                held[at, order[at, : leaving[at]]] = False
         held |= missed
         policy.observe(uses, 1)
     by_layer = [dict(zip(selected, found.tolist(), strict=True)) for found in (hits, misses)]
