@@ -184,6 +184,18 @@ class Program {
   Destination added_to(int64_t first, const Norm& norm, const Vector& bias, float* rows) const {
     return norm ? Destination{rows, ldh, false, bias} : Destination{x + first * ldx, ldx, true, bias};
   }
+  // By thread 0 of a step: work with files. False if it fails, or something did before in this step: then what follows
+  // is void, but must be computed, since threads wait for each other.
+  template <class F>
+  bool attempt(F work) {
+    if (!failure_.empty()) return false;
+    try {
+      work();
+    } catch (const std::exception& error) {
+      failure_ = error.what();
+    }
+    return failure_.empty();
+  }
   // x, from row `first` on, += norm(row), by all threads, if there is a norm; the rows are overwritten.
   void add_normalised(Thread& t, const Norm& norm, float* rows, int64_t first, int64_t tokens);
   // Rotary frequencies, and the angles' cosine and sine [tokens, pairs] of the step.
@@ -215,6 +227,7 @@ class Program {
   Arena memory_;
   std::vector<std::shared_ptr<Op>> ops_;
   std::shared_ptr<Window> window_;  // null: every matrix is in memory
+  std::string failure_;             // of this step
   std::vector<Thread> threads_;
   std::vector<double> times_;
 };
