@@ -812,6 +812,12 @@ class EngineConfig:
         None, "GPU memory budget, everything included, such as 8GiB; 0: no GPU; default: free GPU memory", size=True
     )
     ram: int | None = option(None, "RAM budget, everything included; default: free RAM", size=True)
+    disk: str = option(
+        "auto",
+        "how weights that --ram does not hold are read while the model runs: direct, past the system's cache; cached, "
+        "through it; auto: the one that suits this machine; none: they are not, and --ram must hold the model",
+        choices=("auto", "direct", "cached", "none"),
+    )
     adjust: bool = option(
         False,
         "between requests, swap neurons or experts on the GPU that have become cold for ones that have become hot",

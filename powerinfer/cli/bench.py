@@ -11,7 +11,8 @@ with its ways by batch size and the reason); for one split between GPU and CPU a
 neurons that fired, those on the GPU), jobs (share of the FFNs in which the CPU had work), traded (neurons that --adjust
 moved to the GPU) and streams_from (tokens of a step from which on the GPU computes the cold neurons too). With --trace,
 trace: seconds of a step in total and by kind of work, overlap (1 - the share of it in which neither device worked),
-path.
+path. Where weights are read from disk, disk: mode, bytes, bytes_per_token, read_gb_s, stall_seconds and hit_rate (of
+neurons and experts on disk) of the last round's decode.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, open_llm, sparsity_text
+from powerinfer.cli.common import (
+    Output,
+    config_flags,
+    config_from,
+    disk_text,
+    model_argument,
+    model_flag,
+    open_llm,
+    sparsity_text,
+)
 from powerinfer.config import EngineConfig
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.runtime.params import SamplingParams
@@ -77,6 +87,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
             "peak_rss_mb": peak_memory() / (1 << 20),
             "choices": llm.choices,
             **({"sparsity": llm.sparsity} if llm.sparsity else {}),
+            **({"disk": _disk(llm.disk, args.gen_tokens)} if llm.disk else {}),
             **({"trace": _trace(llm, Path(args.trace))} if args.trace else {}),
         }
     _show(document, out)
@@ -148,6 +159,10 @@ def _bytes_read(llm: LLM, decode_tok_s: float) -> dict[str, Any]:
     return {"bytes_per_token": read, "bandwidth_gb_s": None if read is None else read * decode_tok_s / 1e9}
 
 
+def _disk(disk: dict[str, Any], tokens: int) -> dict[str, Any]:
+    return {**disk, "bytes_per_token": disk["bytes"] / tokens}
+
+
 def _show(document: dict[str, Any], out: Output) -> None:
     for name, label in (("prefill_tok_s", "prefill"), ("decode_tok_s", "decode")):
         rate = document[name]
@@ -157,6 +172,9 @@ def _show(document: dict[str, Any], out: Output) -> None:
         out.line(f"{'weights':<12}{megabytes:>10.1f} MB a token, read at {document['bandwidth_gb_s']:.1f} GB/s")
     if "sparsity" in document:
         _show_sparsity(document["sparsity"], out)
+    if "disk" in document:
+        disk = document["disk"]
+        out.line(f"{'disk':<12}{disk['bytes_per_token'] / 1e6:>10.1f} MB a token; {disk_text(disk)}")
     if "trace" in document:
         trace = document["trace"]
         out.line(

@@ -480,6 +480,15 @@ def sparsity_summary(llm: LLM) -> dict[str, Any] | None:
     return {**report, "ways": {way: ways.count(way) for way in sorted(set(ways))}}
 
 
+def disk_text(disk: Mapping[str, Any]) -> str:
+    """`LLM.disk` as text."""
+    if disk["read_gb_s"] is None:
+        return f"nothing was read ({disk['mode']})"
+    hits = "" if disk["hit_rate"] is None else f", {100 * disk['hit_rate']:.1f} % of what was needed was in RAM"
+    read = f"{disk['bytes'] / 1e6:.0f} MB read at {disk['read_gb_s']:.2f} GB/s ({disk['mode']})"
+    return f"{read}, {disk['stall_seconds']:.2f} s waited{hits}"
+
+
 def sparsity_text(sparsity: Mapping[str, Any]) -> str:
     """`LLM.sparsity` or its summary as text."""
     if sparsity["selector"] == "router":  # experts on two devices

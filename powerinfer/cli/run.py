@@ -9,7 +9,8 @@ Of a model that marks its reasoning (gpt-oss) only the answer is on stdout; the 
 JSON: text, reasoning (of a model that marks it), token_ids, prompt_tokens, completion_tokens, cached_tokens,
 finish_reason, timings (load_s, ttft_s, prefill_tok_s, decode_tok_s), sampling (temperature, top_k, ...; defaults: where
 those come from that no flag gave: generation_config.json, GGUF metadata, model card or powerinfer), logprobs if
-requested; for a sparse model sparsity (selector, active_fraction, recall, ...: over all layers).
+requested; for a sparse model sparsity (selector, active_fraction, recall, ...: over all layers); where weights are read
+from disk, disk (mode, bytes, read_gb_s, stall_seconds, hit_rate).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from powerinfer.cli.common import (
     config_flags,
     config_from,
     demonstration_note,
+    disk_text,
     model_flag,
     open_llm,
     refuse_model_as_prompt,
@@ -104,7 +106,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         if document["finish_reason"] == "length":
             out.note(ended_by(params.max_tokens))
         sparsity = sparsity_summary(llm)
-        out.document({**document, **({"sparsity": sparsity} if sparsity else {})})
+        more = {name: value for name, value in (("sparsity", sparsity), ("disk", llm.disk)) if value}
+        out.document({**document, **more})
     return status
 
 
@@ -297,5 +300,7 @@ def _explain(llm: LLM, document: dict[str, Any], out: Output) -> None:
     rows["sampling"] = ", ".join(f"{name} {value}" for name, value in document["sampling"].items())
     if llm.sparsity is not None:
         rows["neurons"] = sparsity_text(llm.sparsity)
+    if llm.disk is not None:
+        rows["disk reads"] = disk_text(llm.disk)
     for name, value in rows.items():
         out.note(f"{name:<18}{value}")

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -176,6 +176,20 @@ class Checkpoint:
     def as_stored(self, name: str) -> bool:
         """Whether `take` gives a view of the file, not a copy."""
         return name not in self._targets and isinstance(self._tensors[self._own_name(name)], RawTensor)
+
+    @property
+    def files(self) -> Sequence[MappedFile]:
+        """The model's files."""
+        return self._files
+
+    def rests_at(self, name: str) -> tuple[int, int] | None:
+        """(number of the file, offset) of what `take` gives; None where that is not one piece of a file."""
+        tensor = self._tensors.get(name)
+        if name not in self._targets and isinstance(tensor, RawTensor) and tensor.data.flags.c_contiguous:
+            for number, file in enumerate(self._files):
+                if (place := _place(file, tensor.data)) is not None:
+                    return number, place.begin
+        return None
 
     def take(self, name: str) -> RawTensor:
         """The tensor: matrices in one of `NATIVE_TYPES`, vectors in F32, F16 or BF16. ModelError if it is missing.

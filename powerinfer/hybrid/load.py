@@ -11,6 +11,7 @@ import numpy as np
 
 from powerinfer.devices import Executor
 from powerinfer.errors import GpuMemoryError, PowerInferError, RequestError
+from powerinfer.hybrid.disk import open_tier
 from powerinfer.hybrid.resolve import NOT_USED, Resolved, with_fewer_experts, with_fewer_layers, without_gpu
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity import Sparsity
@@ -52,8 +53,12 @@ def load_resolved(
                 say(NOT_USED.format(error))
     checkpoint, engine = resolved.checkpoint, resolved.engine
     own, predictors = resolved.selection.in_experts, resolved.selection.predictors
-    executor = load(checkpoint, engine, progress, resolved.kv_room, in_experts=own, predictors=predictors)
+    disk, why = (None, "") if resolved.disk is None else open_tier(resolved, resolved.disk)
+    executor = load(checkpoint, engine, progress, resolved.kv_room, in_experts=own, predictors=predictors, disk=disk)
     executor.choices["gpu"] = f"none ({resolved.why})"
+    if resolved.disk is not None:
+        executor.choices["disk"] = f"{resolved.disk.why}; {why}"
+        say(f"not all of the model fits into RAM: it reads {resolved.disk.why}")
     try:
         return executor, attach(executor, checkpoint, engine, resolved.selection, sample, progress)
     except BaseException:

@@ -22,16 +22,19 @@ from powerinfer.kernels import cpu
 from powerinfer.neurons import Indices
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity.selection import DENSE, Selection, select
+from powerinfer.system import available_memory
 
 if TYPE_CHECKING:
     from powerinfer.hardware.description import Hardware
     from powerinfer.placement.budget import Workload
+    from powerinfer.placement.disk import DiskPlan
     from powerinfer.placement.experts import Frequencies
     from powerinfer.placement.plan import Plan, PlanRequest
     from powerinfer.placement.shapes import Model
 
 NOT_USED = "the GPU is not used: {}"
 
+_MOST_GROWTH = 8  # of weights as they are loaded: types without kernels become others
 _SHORT = 256  # tokens: a shorter context is not suggested
 
 
@@ -46,7 +49,8 @@ class Resolved:
     limit in bytes on the GPU without the driver, None: the device's memory. experts: for each layer those on the GPU,
     None: the model has none, or they are not split; frequencies: of experts, None: not known; staging: bytes of a
     buffer that streams the others there for long prompts, 0: none. policy: says which experts the GPU has, a name of
-    `placement.experts.EXPERT_POLICIES`, None: a trial chooses when the model is loaded; why_policy: for people.
+    `placement.experts.EXPERT_POLICIES`, None: a trial chooses when the model is loaded; why_policy: for people. disk:
+    what stays there, on the CPU alone, None: nothing.
     """
 
     checkpoint: Checkpoint
@@ -65,6 +69,7 @@ class Resolved:
     staging: int = 0
     policy: str | None = "static"
     why_policy: str = "the default"
+    disk: DiskPlan | None = None
 
 
 def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = silent, say: Say = silent) -> Resolved:
@@ -94,7 +99,6 @@ def _with_policy(resolved: Resolved) -> Resolved:
         asked = "the default" if engine.expert_policy == "static" else "asked for: --expert-policy"
         return replace(resolved, policy=engine.expert_policy, why_policy=asked)
     from powerinfer.placement.budget import gib
-    from powerinfer.system import available_memory
 
     here, every = sum(map(len, experts)), sum(checkpoint.config.experts[at].n_experts for at in _split_layers(resolved))
     tried = replace(resolved, policy=None)
@@ -168,6 +172,8 @@ def needs(resolved: Resolved) -> Needs:
     from powerinfer.placement.budget import in_ram, on_gpu, staged_in_ram, staged_on_gpu
 
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
+    if resolved.disk is not None:
+        return Needs(sum(resolved.disk.held.values()))
     if resolved.plan is not None:
         placed = resolved.plan.bytes
         return Needs(sum(placed["cpu"].values()), 0, sum(placed["gpu"].values()))
@@ -240,17 +246,43 @@ def _how_many(experts: Sequence[Indices], every: int) -> str:
 
 
 def _on_cpu(resolved: Resolved) -> Resolved:
-    """The same within --ram; `auto` does not use bundles if they do not fit."""
+    """The same within --ram, or within the free memory if that does not hold the model; `auto` does not use bundles if
+    the model fits without them."""
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
-    if engine.ram is None:
+    ram, free = engine.ram, available_memory()
+    if ram is None and not 0 < free < _MOST_GROWTH * checkpoint.file_bytes:
         return resolved
     model = _model(checkpoint, engine, selection)
-    if engine.selector == "auto" and selection.bundles and _ram_bytes(model, engine, selection) > engine.ram:
+    if ram is None:
+        if engine.disk == "none" or not 0 < free < _ram_bytes(model, engine):
+            return resolved
+        ram = free * 9 // 10
+    beside = selection.bundles is not None and engine.selector == "auto"
+    if beside and _ram_bytes(model, engine) <= ram < _ram_bytes(model, engine, selection):
         selection = select(checkpoint, engine, "--ram does not hold bundles beside the dense weights")
     total, kv = _ram_bytes(model, engine, selection), _kv_bytes(model, engine)
-    if total > engine.ram:
+    if total <= ram:
+        return replace(resolved, selection=selection, kv_room=ram - total + kv if engine.ram else None)
+    if engine.disk == "none":
         raise _too_little_ram(checkpoint, engine, selection, model, total)
-    return replace(resolved, selection=selection, kv_room=engine.ram - total + kv)
+    return _on_disk(resolved, model, ram)
+
+
+def _on_disk(resolved: Resolved, model: Model, ram: int) -> Resolved:
+    """The same with what does not fit into `ram` on disk. RequestError if the rest does not fit."""
+    from powerinfer.placement.disk import plan_disk
+
+    checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
+    if selection.in_experts:
+        raise RequestError(
+            f"--selector {selection.selector} needs all experts in RAM, and they do not fit: leave it out, and "
+            "whole experts are read from disk"
+        )
+    bundled = selection.bundles is not None and selection.selector in ("exact", "predicted")
+    work = _workload(model, engine, selection.selector if bundled else "all")
+    threads, _ = cpu.choose_threads(engine.threads)
+    plan = plan_disk(model, work, ram, lambda name: checkpoint.rests_at(name) is not None, threads, bundled)
+    return replace(resolved, disk=plan if plan.about.anything else None, kv_room=_kv_bytes(model, engine))
 
 
 def _ram_bytes(model: Model, engine: EngineConfig, selection: Selection | None = None) -> int:
@@ -389,7 +421,6 @@ def _planned(resolved: Resolved, model: Model) -> Callable[[Hardware], PlanReque
     """Gives the request for a plan on a machine. RequestError, from it, if no layer fits on the GPU."""
     from powerinfer.formats.profile_file import open_profile
     from powerinfer.placement.request import Subject, expert_subject, on_named_gpu
-    from powerinfer.system import available_memory
 
     if any(model.n_experts):
         subject = expert_subject(model, resolved.checkpoint, resolved.engine.prepared)

@@ -31,8 +31,8 @@ def load(
     Memory beyond the packed weights stays within one layer's file pages.
     progress: called with ("loading weights", layers done, layers); room: bytes that the KV cache must not exceed,
     enough for one context. in_experts: of experts that allow it, compute only the neurons that fire, in small steps;
-    predictors: of each layer, what selects those that are computed. disk: what stays there. ModelError for a checkpoint with tensors missing or
-    left over, RequestError for options that cannot be met.
+    predictors: of each layer, what selects those that are computed. disk: what stays there. ModelError for a checkpoint
+    with tensors missing or left over, RequestError for options that cannot be met.
     """
     executor = CpuExecutor(checkpoint.config, engine, rotations(checkpoint, engine), room=room, disk=disk)
     executor.in_experts, executor.expert_predictors = in_experts, predictors

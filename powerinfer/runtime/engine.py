@@ -44,6 +44,7 @@ from powerinfer.system import limited_threads
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from powerinfer.devices.disk import DiskTier
     from powerinfer.devices.trace import Trace
     from powerinfer.formats.chat import ChatTemplate
     from powerinfer.formats.checkpoint import Checkpoint
@@ -221,8 +222,22 @@ class LLM:
         return self._runner.ask(self._sparsity.report)
 
     def clear_sparsity(self) -> None:
-        """Reset the counters of `sparsity` and, for a sparse model, `bytes_per_token`."""
+        """Reset the counters of `sparsity` and `disk` and, for a sparse model, `bytes_per_token`."""
         self._runner.ask(self._sparsity.clear)
+        if (tier := self._tier) is not None:
+            self._runner.ask(tier.clear)
+
+    @property
+    def disk(self) -> dict[str, Any] | None:
+        """What was read from disk since the last clear (`DiskTier.report`); None where RAM holds the model."""
+        tier = self._tier
+        return None if tier is None else self._runner.ask(tier.report)
+
+    @property
+    def _tier(self) -> DiskTier | None:
+        from powerinfer.devices.cpu import CpuExecutor
+
+        return self._executor.disk if isinstance(self._executor, CpuExecutor) else None
 
     def default_params(self, **given: Unpack[SamplingOptions]) -> SamplingParams:
         """`SamplingParams` with the model's own defaults for what is not given.

@@ -1,0 +1,254 @@
+"""What of a model stays on disk where RAM does not hold it, on the CPU alone.
+
+Every byte that stays on disk costs the same to read, so what matters is how many a token needs. Neurons and experts
+come first: of those on disk a token reads only the ones that it selects and RAM does not have. Dense matrices are read
+whole, by every step, so RAM keeps as many of them as it can: FFNs stay on disk before attention, and the head last,
+evenly over the layers, so that the disk works while the resident ones are multiplied. What is used once in each step in
+the same order gains nothing from a cache that replaces it: of n matrices in a cache of n - 1, the one that is missing
+is always the next. So which ones stay in RAM is fixed (Belady, IBM Systems Journal 5, 1966).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from powerinfer.config import ExpertsConfig, FfnConfig
+from powerinfer.devices.disk import OnDisk
+from powerinfer.errors import RequestError
+from powerinfer.formats.bundle_file import n_groups
+from powerinfer.formats.layout import is_matrix
+from powerinfer.placement.budget import Footprint, Workload, gib, in_ram
+from powerinfer.placement.shapes import Matrix, Model
+from powerinfer.system import MOST_THREADS
+
+BLOCK = 4096
+"""Bytes of a block of the disk: what is read begins and ends with whole ones."""
+
+AHEAD = 64 << 20
+"""Most bytes that are read ahead beside what a step uses: some twenty milliseconds of a fast disk."""
+
+PACKED = 1 << 20
+"""Bytes of a thread for the panels of matrices on disk."""
+
+FEWEST = 50
+"""Of a layer's neurons on disk RAM holds at least 1 / FEWEST."""
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Matrices that a step uses together. names: canonical; held: bytes in RAM as panels; read: bytes in the file."""
+
+    names: tuple[str, ...]
+    held: int
+    read: int
+
+
+@dataclass(frozen=True)
+class DiskPlan:
+    """about: what stays on disk; held: bytes in RAM by use, which fit; streamed: bytes that every step reads."""
+
+    about: OnDisk
+    held: Footprint
+    streamed: int
+
+    @property
+    def why(self) -> str:
+        """What is read, for people."""
+        about, parts = self.about, []
+        if self.streamed:
+            parts.append(f"{gib(self.streamed)} of dense weights at every step")
+        if about.neurons:
+            parts.append(f"neurons that fire, of {len(about.neurons)} layers")
+        if about.experts:
+            parts.append(f"experts that are selected, of {len(about.experts)} layers")
+        return f"{' and '.join(parts)}, where RAM does not hold them"
+
+
+def plan_disk(
+    model: Model, work: Workload, ram: int, as_stored: Callable[[str], bool], threads: int, bundled: bool = False
+) -> DiskPlan:
+    """What stays on disk so that the model runs within `ram` bytes.
+
+    as_stored: whether a tensor lies in the file as it is used. bundled: neurons may stay on disk as bundles, of a
+    selector that is `exact` or `predicted`.
+
+    RequestError, with the least that would do, where even one matrix at a time does not fit.
+    """
+    held = in_ram(model, work)
+    held["embedding"] = 0  # looked up in the mapped file, whose pages the system may take back
+    held["disk"] = PACKED * min(threads, MOST_THREADS)
+    fixed = sum(held[use] for use in ("runtime", "scratch", "norms", "kv", "predictor", "disk"))
+    ffns = [list(_ffn_units(model, layer)) for layer in range(model.config.n_layers)]
+    order = [
+        *_spread([unit for units in ffns for unit in units]),
+        *_spread([unit for layer in range(model.config.n_layers) for unit in _attention_units(model, layer)]),
+        _head_unit(model),
+    ]
+    free = [unit for unit in order if all(map(as_stored, unit.names))]
+    neurons = _neurons(model, work) if bundled else {}
+    stuck = sum(unit.held for unit in order) - sum(unit.held for unit in free) + _other(model)
+    experts = {layer: model.experts[layer] for layer in model.config.experts}
+    slot = {layer: _slot_bytes(matrices, model.n_experts[layer]) for layer, matrices in experts.items()}
+    least = {layer: least_slots(model.config.experts[layer]) for layer in experts}
+    if experts and not all(as_stored(f"layers.{at}.experts_{part}") for at in experts for part in _parts(model, at)):
+        raise RequestError(
+            f"{model.name}: experts are read from disk as a GGUF file has them, and these would be converted: "
+            "leave out --quantize, or take a file in a type that is computed as it is"
+        )
+    fixed += stuck + sum(least[layer] * slot[layer] for layer in experts)
+    fixed += sum(one.least for one in neurons.values())
+    prompts = [one.prompts for one in neurons.values()]
+    streamed = list(prompts)
+    rest = [unit for unit in free if not any(set(unit.names) >= set(one.names) for one in prompts)]
+    ahead = min(AHEAD, ram // 16)
+    while rest and fixed + sum(unit.held for unit in rest) + _window(streamed, ahead) > ram:
+        streamed.append(rest.pop(0))
+    needed = fixed + sum(unit.held for unit in rest) + _largest(streamed)
+    if needed > ram:
+        raise _too_little(model, held, needed, ram)
+    left = ram - fixed - sum(unit.held for unit in rest)
+    window = min(left, _window(streamed, ahead))
+    left -= window
+    slots = _share(least, slot, {layer: model.n_experts[layer] for layer in experts}, left)
+    left -= sum((slots[layer] - least[layer]) * slot[layer] for layer in experts)
+    cached = {layer: one.slots(left // len(neurons)) for layer, one in neurons.items()}
+    held["panels"] = sum(unit.held for unit in rest) + stuck
+    held["window"] = window
+    held["experts"] = sum(slots[layer] * slot[layer] for layer in experts)
+    held["ffn"] = sum(one.least + cached[layer] * one.slot for layer, one in neurons.items())
+    for use in ("attention", "head"):
+        held[use] = 0  # part of panels
+    about = OnDisk(frozenset(name for unit in streamed for name in unit.names), window, slots, cached)
+    once = sum(unit.read for unit in streamed if unit not in prompts)
+    return DiskPlan(about, held, once)
+
+
+def least_slots(about: ExpertsConfig) -> int:
+    """Experts that RAM must hold of a layer: those of a token, and as many that are read meanwhile."""
+    return min(about.n_experts, 2 * about.router.top_k)
+
+
+@dataclass(frozen=True)
+class _Neurons:
+    """A layer whose neurons stay on disk. prompts: the matrices that only prompts use; slot: bytes of a neuron in RAM;
+    least: bytes of the fewest slots, and of what is there beside them; n: neurons."""
+
+    prompts: _Unit
+    slot: int
+    least: int
+    n: int
+    fewest: int
+
+    def slots(self, left: int) -> int:
+        return min(self.n, self.fewest + max(0, left) // self.slot)
+
+
+def _neurons(model: Model, work: Workload) -> dict[int, _Neurons]:
+    found = {}
+    for layer, config in enumerate(model.config.layers):
+        about, layout = config.ffn, model.bundles[layer]
+        if not isinstance(about, FfnConfig):
+            continue
+        names = [f"layers.{layer}.{name}" for name in about.matrices]
+        first = about.gated and work.selector == "exact"  # the gate is in RAM, and says which other rows are read
+        gate = model.ffn[layer][0].panels if first else 0
+        slot = layout.pitch - (layout.gate_bytes if first else 0) + 2 * BLOCK
+        fewest = max(1, about.size // FEWEST)
+        beside = gate + n_groups(about.size) * layout.shared_bytes
+        prompts = _unit(names[first:], model.ffn[layer][first:])
+        found[layer] = _Neurons(prompts, slot, beside + fewest * slot, about.size, fewest)
+    return found
+
+
+def _share(least: dict[int, int], slot: dict[int, int], most: dict[int, int], left: int) -> dict[int, int]:
+    """Slots of each layer: as many in all, as far as they go."""
+    slots = dict(least)
+    while True:
+        wanting = [layer for layer in slots if slots[layer] < most[layer]]
+        each = sum(slot[layer] for layer in wanting)
+        more = left // each if each else 0
+        if not more:
+            return slots
+        for layer in wanting:
+            took = min(more, most[layer] - slots[layer])
+            slots[layer] += took
+            left -= took * slot[layer]
+
+
+def _slot_bytes(matrices: Sequence[Matrix], n: int) -> int:
+    return sum(one.stored // n + 2 * BLOCK for one in matrices)
+
+
+def _parts(model: Model, layer: int) -> Sequence[str]:
+    return model.config.experts[layer].matrices
+
+
+def _window(streamed: Sequence[_Unit], ahead: int) -> int:
+    """Bytes of a window for these: two of the largest, so that one is read while the other is used, and more to read
+    ahead while what is resident is used."""
+    return min(sum(map(_in_window, streamed)), 2 * _largest(streamed) + ahead)
+
+
+def _largest(streamed: Sequence[_Unit]) -> int:
+    return max(map(_in_window, streamed), default=0)
+
+
+def _in_window(unit: _Unit) -> int:
+    return unit.read + 2 * BLOCK * len(unit.names)
+
+
+def _spread(units: Sequence[_Unit]) -> list[_Unit]:
+    """In an order whose every beginning is spread evenly: that of the bits of their numbers, reversed."""
+    bits = max(1, (len(units) - 1).bit_length())
+    return [units[at] for at in sorted(range(len(units)), key=lambda at: int(f"{at:0{bits}b}"[::-1], 2))]
+
+
+def _unit(names: Sequence[str], matrices: Sequence[Matrix]) -> _Unit:
+    return _Unit(tuple(names), sum(one.panels for one in matrices), sum(one.stored for one in matrices))
+
+
+def _matrix_names(model: Model, layer: int, kind: str) -> list[str]:
+    part = getattr(model.config.layers[layer], kind)
+    return [name for name, shape in part.tensors(model.config.d_model) if is_matrix(name, shape)]
+
+
+_APART = ("o", "q_gate", "delta_o")  # an operator of their own
+_STACKED = ("k_b", "v_b")  # matrices of single heads
+
+
+def _attention_units(model: Model, layer: int) -> Iterator[_Unit]:
+    named = dict(zip(_matrix_names(model, layer, "attention"), model.attention[layer], strict=True))
+    inputs = [name for name in named if name not in (*_APART, *_STACKED)]
+    for group in (inputs, *([name] for name in _APART if name in named)):
+        yield _unit([f"layers.{layer}.{name}" for name in group], [named[name] for name in group])
+
+
+def _ffn_units(model: Model, layer: int) -> Iterator[_Unit]:
+    named = dict(zip(_matrix_names(model, layer, "ffn"), model.ffn[layer], strict=True))
+    shared = [name for name in named if name == "router" or name.startswith("experts_")]
+    names = [name for name in named if name not in shared]
+    if names:
+        yield _unit([f"layers.{layer}.{name}" for name in names], [named[name] for name in names])
+
+
+def _head_unit(model: Model) -> _Unit:
+    return _unit(["embed" if model.config.tied_embeddings else "head"], [model.head])
+
+
+def _other(model: Model) -> int:
+    """Bytes in panels of what is always in RAM: routers, the matrices of latent attention's heads, projections."""
+    total = sum(one.panels for one in model.projections)
+    for layer in range(model.config.n_layers):
+        for kind, matrices in (("attention", model.attention[layer]), ("ffn", model.ffn[layer])):
+            named = zip(_matrix_names(model, layer, kind), matrices, strict=True)
+            total += sum(one.panels for name, one in named if name in (*_STACKED, "router"))
+    return total
+
+
+def _too_little(model: Model, held: Footprint, least: int, ram: int) -> RequestError:
+    return RequestError(
+        f"{model.name} needs {gib(least)} of RAM even if its weights stay on disk, {gib(held['kv'])} of it for the KV "
+        f"cache and {gib(held['scratch'])} for a piece of a prompt, and --ram is {gib(ram)}: give "
+        f"--ram {gib(least)}, or a lower --context or --prefill-chunk"
+    )
