@@ -36,6 +36,160 @@ class Pool:
     @property
     def threads(self) -> int: ...
 
+class ReadError(OSError):
+    pass
+
+class ReadStats:
+    """
+    What was read, as it was asked for; waited: seconds in `wait`; active: seconds in which
+    any read was under way, as far as the calls of `Reads` saw.
+    """
+
+    @property
+    def reads(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def waited(self) -> float: ...
+    @property
+    def active(self) -> float: ...
+
+class Reads:
+    """
+    Reads of files that go on while the caller computes. For one thread at a time.
+
+    files: their paths and bytes. direct: past the system's cache, if the file systems allow it.
+    engine: "uring", "threads", or "auto": the first that works here. ReadError for a file that
+    cannot be opened, or has another size.
+
+    If any of the others is given, the disk is emulated, for tests: it serves one read after another,
+    in latency seconds and at rate bytes a second (0: at once). The read number fail_at, from 0, and
+    those after it, `failures` in all (None: every one), fail with the errno `error`, 0: as if the
+    file ended.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[tuple[str, int]],
+        direct: bool,
+        engine: str = "auto",
+        *,
+        latency: float | None = None,
+        rate: float | None = None,
+        fail_at: int | None = None,
+        failures: int | None = None,
+        error: int | None = None,
+    ) -> None: ...
+    def begin(self, reads: Sequence[tuple[int, int, int, int]], buffer: NDArray[np.uint8]) -> int:
+        """
+        Begin reads, (file, offset, bytes, place in the buffer) each, and return what to wait for.
+
+        Where `direct`, the memory at that place must lie in a block of ALIGN bytes as the offset does, and the
+        rest of the blocks that a read touches must be in the buffer: it is overwritten, too.
+        """
+
+    def wait(self, ticket: int) -> None:
+        """
+        Wait until all of them are there; ReadError if one failed, or the file has changed. They are all over
+        then, but of a disk that has not answered for `patience` seconds they can be waited for again.
+        """
+
+    def done(self, ticket: int) -> bool:
+        """Whether `wait` would return, or fail, at once."""
+
+    def cancel(self, ticket: int) -> None:
+        """Return when none of them is under way; some may not have been begun."""
+
+    def stats(self) -> ReadStats: ...
+    @property
+    def engine(self) -> str:
+        """ "uring", "threads" or "emulated"."""
+
+    @property
+    def direct(self) -> bool: ...
+    @property
+    def patience(self) -> float: ...
+    @patience.setter
+    def patience(self, arg: float, /) -> None: ...
+
+    ALIGN: int = 4096
+
+class Resting:
+    """
+    Where a part of each of equal items rests in a file: item i at offset + i // each * outer
+    + i % each * stride.
+    """
+
+    def __init__(
+        self, file: int, offset: int, bytes: int, stride: int, each: int | None = None, outer: int = 0
+    ) -> None: ...
+
+class Slots:
+    """
+    Items of equal size that rest on disk, and memory for some of them. For one thread at a time.
+
+    parts: of each item. What has least `priority` is replaced first, of equals the lowest item.
+    """
+
+    def __init__(self, reads: Reads, parts: Sequence[Resting], items: int, slots: int) -> None: ...
+    def want(self, items: NDArray[np.int32]) -> int:
+        """
+        Pin these items, from the first on as many as there is room for beside those pinned, and begin to read
+        those that are not there. How many.
+        """
+
+    def fetch(self, items: NDArray[np.int32]) -> int:
+        """
+        Begin to read items that may be wanted later, in place of others of less priority. For how many there
+        was room.
+        """
+
+    def wait(self) -> None:
+        """Wait for what is pinned. ReadError: an item that could not be read is not there, and all are let go."""
+
+    def let_go(self) -> None:
+        """Of all that is pinned."""
+
+    def held(self, item: int) -> bool:
+        """Whether it is in memory."""
+
+    def part(self, item: int, part: int) -> NDArray[np.uint8]:
+        """A part of an item in memory, uint8; it is the item's while that is pinned."""
+
+    @property
+    def lines(self) -> NDArray[np.uint32] | None:
+        """Where part 0 of each item in memory lies, in units of 64 bytes; None if they do not begin at such."""
+
+    @property
+    def priority(self) -> NDArray[np.float32]:
+        """Of each item: the slots' own memory, to be written between steps."""
+
+    def stats(self) -> dict[str, int]:
+        """Items that were pinned; of those, that needed no read; bytes read for the others."""
+
+    def clear(self) -> None:
+        """Reset the counters."""
+
+    @property
+    def items(self) -> int: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def slot_bytes(self) -> int: ...
+
+class Window:
+    """A ring of memory through which matrices on disk pass, in the order of operators."""
+
+    def __init__(self, reads: Reads, nbytes: int) -> None: ...
+    @property
+    def nbytes(self) -> int: ...
+    def clear(self) -> None:
+        """Reset the counts; not while a step runs."""
+
+    @property
+    def counts(self) -> tuple[int, float]:
+        """(bytes of matrices that steps used, seconds that they waited for them), not while a step runs."""
+
 class Arena:
     def __init__(self) -> None: ...
 
@@ -61,6 +215,14 @@ def pack_matrix(
     """
     A matrix [rows, k] from the blocks of a model file, uint8 1-D. row_map: packed row r is row row_map[r], zeros
     where that is -1.
+    """
+
+def disk_matrix(
+    type: str, rows: int, k: int, file: int, offset: int, row_map: NDArray[np.int32] | None = None
+) -> Matrix:
+    """
+    A matrix that stays on disk, as of `pack_matrix`: [rows, k] as stored in a file of `Reads` from `offset` on. A program
+    that uses it needs a window.
     """
 
 def repack(pool: Pool, matrix: Matrix, first: int, rows: int, data: NDArray[np.uint8]) -> None:
@@ -593,6 +755,12 @@ class Program:
 
     def hidden_states(self, rows: NDArray[np.int32], out: NDArray[np.float32]) -> None:
         """out [rows, d_model] = norm(x) with the head's norm: rows of the last step."""
+
+    def set_window(self, window: Window) -> None:
+        """
+        What matrices on disk pass through; once, when all operators are there. Then `run` raises ReadError if one
+        could not be read: what it computed is void.
+        """
 
     @property
     def size(self) -> int: ...

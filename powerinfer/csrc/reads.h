@@ -20,11 +20,12 @@ struct ReadError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// What stands in for a disk in tests: one read after another, each after `latency` seconds and at `rate` bytes a second
-// (0: at once); the read number `fail_at` (from 0) and those after it fail with `error`, -1: none does.
+// What stands in for a disk in tests: one read after another, in the order in which they were begun, each after `latency`
+// seconds and at `rate` bytes a second (0: at once). The read number `fail_at` (from 0, -1: none) and those after it fail,
+// `failures` in all (-1: every one), with `error`, 0: as if the file ended.
 struct EmulatedDisk {
   double latency = 0, rate = 0;
-  int64_t fail_at = -1;
+  int64_t fail_at = -1, failures = -1;
   int error = 0;
 };
 
@@ -38,24 +39,30 @@ class Reads {
   };
   struct Stats {
     int64_t reads, bytes;   // as the caller asked for them
-    double waited, active;  // seconds in `wait`; seconds in which any read was under way
+    double waited, active;  // seconds in `wait`; seconds in which any read was under way, as far as these calls saw
   };
-  // direct: past the system's cache, where the file system allows it. engine: "uring", "threads", or "auto": the first
-  // that works here. emulated: null: the disk itself. ReadError for a file that cannot be opened, or has another size.
+  // direct: past the system's cache, where the file systems of all files allow it. engine: "uring", "threads", or "auto":
+  // the first that works here. emulated: null: the disk itself. ReadError for a file that cannot be opened, or has another
+  // size.
   Reads(std::vector<File> files, bool direct, const std::string& engine = "auto",
         const EmulatedDisk* emulated = nullptr);
   ~Reads();  // waits for what is under way
   Reads(const Reads&) = delete;
   Reads& operator=(const Reads&) = delete;
 
-  // Begins reads, in large pieces side by side, and returns at once. Returns what to wait for.
+  // Begins reads, in large pieces side by side, and returns at once. Returns what to wait for. Only so many pieces are under
+  // way at a time (DEPTH of reads.cpp): with io_uring the next ones follow when this, `wait` or `done` is called.
   int64_t begin(const Read* reads, size_t n);
-  // Waits until all of them are there. ReadError if one failed; they are all over then, but for a disk that does not
-  // answer for `patience` seconds.
+  // Waits until all of them are there; a ticket that was waited for is there. ReadError if one failed, or the file changed;
+  // they are all over then. But if the disk has not answered for `patience` seconds they may still write to their memory:
+  // then the ticket remains, to be waited for again, or cancelled.
   void wait(int64_t ticket);
-  bool done(int64_t ticket);  // whether `wait` would return, or fail, at once
+  bool done(int64_t ticket);    // whether `wait` would return, or fail, at once
+  void cancel(int64_t ticket);  // returns when none of them is under way, without error; some may not have been begun
+  // std::invalid_argument unless the file has these bytes; so does `begin`, and for a misaligned `to`.
+  void check(int file, int64_t offset, int64_t bytes) const;
   Stats stats() const;
-  const std::string& engine() const;
+  const std::string& engine() const;  // "uring", "threads" or "emulated"
   bool direct() const;
   double patience = 60;
 

@@ -1,5 +1,6 @@
 // Items of equal size that rest on disk, such as a layer's neurons or experts, and memory for some of them.
 #pragma once
+#include <exception>
 #include <memory>
 #include <vector>
 
@@ -14,29 +15,37 @@ struct Resting {
   int64_t at(int64_t i) const { return offset + i / each * outer + i % each * stride; }
 };
 
-// By one thread at a time, but `part`, `lines` and `held`, which threads may read between `wait` and the next `want`.
+// By one thread at a time, but `part`, `lines` and `held`, which threads may ask of pinned items between `wait` and the
+// next `want`.
 class Slots {
  public:
   struct Stats {
-    int64_t wanted, hits, bytes;  // items that were wanted; that were there; bytes read for the others
+    int64_t wanted, hits, bytes;  // items that were pinned; that needed no read; bytes read for the others
   };
   // parts: of each item, in any order; memory for `slots` items, at least one.
   Slots(std::shared_ptr<Reads> reads, std::vector<Resting> parts, int64_t items, int64_t slots);
+  ~Slots();  // waits for what is under way
+  Slots(const Slots&) = delete;
+  Slots& operator=(const Slots&) = delete;
 
   // Pins these items, each once, from the first on as many as there is room for beside those pinned, and begins to read
   // those that are not there, in place of those of the least `priority` (of equals, the lowest item). Returns how many.
+  // Where there is only room that is being read into, it waits for that: ReadError if the disk does not answer.
   int64_t want(const int32_t* items, int64_t n);
-  // The same for items that may be wanted later: in place of others of less priority, and not pinned nor counted.
+  // The same for items that may be wanted later: in place of others of less priority, and not pinned nor counted. Those
+  // that are being read stay until they are there.
   int64_t fetch(const int32_t* items, int64_t n);
-  // Waits for what is pinned. ReadError: an item that could not be read is not there, and all are let go.
+  // Waits for what is pinned. ReadError: an item that could not be read is not there, and all are let go. Of a disk that
+  // does not answer, the slots stay taken until it does.
   void wait();
   void let_go();  // of all that is pinned
   bool held(int64_t item) const { return slot_of_[(size_t)item] >= 0; }
 
   // Of an item that is pinned and was waited for.
   const uint8_t* part(int64_t item, size_t part) const;
-  // Where part 0 of each item lies, in units of 64 bytes from `memory`; of those that are not there, anywhere.
-  const uint32_t* lines() const { return lines_.data(); }
+  // Where part 0 of each item lies, in units of 64 bytes from `memory`; of those that are not there, anywhere. Null if
+  // parts 0 do not all begin such a unit: past the cache they lie in memory as they do in their file.
+  const uint32_t* lines() const { return lines_.empty() ? nullptr : lines_.data(); }
   const uint8_t* memory() const { return memory_.data(); }
 
   Stats stats() const { return stats_; }
@@ -44,14 +53,45 @@ class Slots {
   int64_t items() const { return (int64_t)slot_of_.size(); }
   int64_t slots() const { return (int64_t)item_of_.size(); }
   int64_t slot_bytes() const { return slot_bytes_; }
+  size_t parts() const { return parts_.size(); }
+  int64_t part_bytes(size_t part) const { return parts_[part].bytes; }
   std::vector<float> priority;  // of the items: a policy sets it between steps
 
  private:
+  // Items that are being read, all begun together, and their slots.
+  struct Coming {
+    int64_t ticket;
+    std::vector<int32_t> slots;
+  };
+  int64_t lay_out(int64_t items, int64_t slots);
+  int64_t place(int64_t slot, int64_t item, size_t part) const;
+  void check_items(const int32_t* items, int64_t n) const;
+  void pin(int32_t slot);
+  size_t pins(const Coming& coming) const;
+  int64_t room() const;
+  bool make_room();
+  int64_t pin_all(const int32_t* items, int64_t n);
+  uint64_t rank(int64_t item) const;
+  void choose_victims(int64_t n);
+  void read_misses(bool pinned);
+  void finish(size_t i);
+  void take_in();
+
   const std::shared_ptr<Reads> reads_;
   const std::vector<Resting> parts_;
-  int64_t slot_bytes_;
+  std::vector<int64_t> part_at_;  // of each part, its place in a slot
+  const int64_t slot_bytes_;
+  int64_t item_bytes_ = 0;
   Mapping memory_;
-  std::vector<int32_t> slot_of_, item_of_;
+  std::vector<int32_t> slot_of_, item_of_;  // -1: none; of an item that is being read -2 - its slot
+  std::vector<uint8_t> kept_;               // slots that are pinned, or not to be given to others now
+  std::vector<int32_t> pins_, free_;        // slots that are pinned; that have no item
+  std::vector<Coming> coming_;              // in the order in which they were begun
+  std::exception_ptr error_;                // of reads that failed and whose items were pinned
   std::vector<uint32_t> lines_;
   Stats stats_ = {};
+  std::vector<int32_t> misses_;    // of one call: items to read
+  std::vector<int32_t> kept_now_;  // slots of others that it names
+  std::vector<uint64_t> victims_;  // ranks of those that they replace
+  std::vector<Read> begun_;
 };

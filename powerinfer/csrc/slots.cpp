@@ -1,0 +1,286 @@
+#include "slots.h"
+
+#include <string.h>
+
+#include <algorithm>
+#include <exception>
+
+#include "weights.h"
+
+namespace {
+
+constexpr int64_t LINE = 64;
+constexpr int64_t MOST_BYTES = 1LL << 46;
+constexpr int32_t MISSED = INT32_MIN;  // in place of a slot: it is about to be read
+
+int64_t up_to(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+}  // namespace
+
+Slots::Slots(std::shared_ptr<Reads> reads, std::vector<Resting> parts, int64_t items, int64_t slots)
+    : reads_(std::move(reads)),
+      parts_(std::move(parts)),
+      slot_bytes_(lay_out(items, slots)),
+      memory_(slots * slot_bytes_),
+      slot_of_((size_t)items, -1),
+      item_of_((size_t)slots, -1),
+      kept_((size_t)slots),
+      free_((size_t)slots) {
+  priority.resize((size_t)items);
+  for (int64_t i = 0; i < slots; i++) free_[(size_t)i] = (int32_t)(slots - 1 - i);  // taken from the end
+  bool in_lines = slots * slot_bytes_ / LINE <= UINT32_MAX;
+  for (int64_t i = 0; i < items && reads_->direct(); i++) in_lines = in_lines && parts_[0].at(i) % LINE == 0;
+  if (in_lines) lines_.resize((size_t)items);
+  for (const Resting& part : parts_) item_bytes_ += part.bytes;
+}
+
+Slots::~Slots() {
+  for (const Coming& coming : coming_) {
+    try {
+      reads_->cancel(coming.ticket);
+    } catch (const ReadError&) {}
+  }
+}
+
+// Bytes of a slot. Past the cache whole blocks are read, at other places in their blocks from item to item.
+int64_t Slots::lay_out(int64_t items, int64_t slots) {
+  check(items > 0 && items < INT32_MAX && !parts_.empty(), "slots are for items that have parts");
+  check(slots > 0 && slots < INT32_MAX, "at least one slot is needed");
+  int64_t at = 0;
+  for (const Resting& part : parts_) {
+    const int64_t most = (INT64_MAX / 2) / items;
+    check(part.bytes > 0 && part.each > 0 && part.stride >= 0 && part.outer >= 0 && part.stride < most &&
+              part.outer < most,
+          "parts have bytes, and follow each other");
+    part_at_.push_back(at);
+    int64_t largest = 0;
+    for (int64_t i = 0; i < items; i++) {
+      const int64_t offset = part.at(i), in_block = reads_->direct() ? offset % Reads::ALIGN : 0;
+      reads_->check(part.file, offset, part.bytes);
+      largest = std::max(largest, in_block + part.bytes);
+    }
+    at += up_to(largest, reads_->direct() ? (int64_t)Reads::ALIGN : LINE);
+  }
+  check(at <= MOST_BYTES / slots, "so much memory for slots cannot be had");
+  return at;
+}
+
+int64_t Slots::place(int64_t slot, int64_t item, size_t part) const {
+  const int64_t in_block = reads_->direct() ? parts_[part].at(item) % Reads::ALIGN : 0;
+  return slot * slot_bytes_ + part_at_[part] + in_block;
+}
+
+const uint8_t* Slots::part(int64_t item, size_t part) const {
+  return memory_.data() + place(slot_of_[(size_t)item], item, part);
+}
+
+void Slots::check_items(const int32_t* list, int64_t n) const {
+  for (int64_t i = 0; i < n; i++)
+    if (list[i] < 0 || list[i] >= items()) throw std::invalid_argument("no such item");
+}
+
+void Slots::pin(int32_t slot) {
+  kept_[(size_t)slot] = 1;
+  pins_.push_back(slot);
+}
+
+void Slots::let_go() {
+  for (const int32_t slot : pins_) kept_[(size_t)slot] = 0;
+  pins_.clear();
+  error_ = nullptr;
+}
+
+// Slots that are pinned.
+size_t Slots::pins(const Coming& coming) const {
+  size_t n = 0;
+  for (const int32_t slot : coming.slots) n += kept_[(size_t)slot];
+  return n;
+}
+
+// Slots that can be given to others, or be pinned as they are.
+int64_t Slots::room() const {
+  int64_t n = slots() - (int64_t)pins_.size();
+  for (const Coming& coming : coming_) n -= (int64_t)(coming.slots.size() - pins(coming));
+  return n;
+}
+
+// Waits for reads, which are over then. If they failed, their slots are free, and those who wanted the items are told by
+// `wait`; of items that nobody wants the error is forgotten. ReadError if they are not over.
+void Slots::finish(size_t i) {
+  const Coming& coming = coming_[i];
+  std::exception_ptr error;
+  try {
+    reads_->wait(coming.ticket);
+  } catch (const ReadError&) {
+    if (!reads_->done(coming.ticket)) throw;
+    error = std::current_exception();
+  }
+  if (error && !error_ && pins(coming)) error_ = error;
+  for (const int32_t slot : coming.slots) {
+    int32_t& item = item_of_[(size_t)slot];
+    slot_of_[(size_t)item] = error ? -1 : slot;
+    if (!error) continue;
+    item = -1;
+    kept_[(size_t)slot] = 0;
+    free_.push_back(slot);
+  }
+  if (error)
+    pins_.erase(std::remove_if(pins_.begin(), pins_.end(), [&](int32_t slot) { return !kept_[(size_t)slot]; }),
+                pins_.end());
+  coming_.erase(coming_.begin() + (int64_t)i);
+}
+
+// What has arrived.
+void Slots::take_in() {
+  for (size_t i = 0; i < coming_.size();) {
+    if (reads_->done(coming_[i].ticket)) finish(i);
+    else i++;
+  }
+}
+
+// Waits for the oldest reads with slots that are not pinned; false if there are none.
+bool Slots::make_room() {
+  for (size_t i = 0; i < coming_.size(); i++) {
+    if (pins(coming_[i]) == coming_[i].slots.size()) continue;
+    finish(i);
+    return true;
+  }
+  return false;
+}
+
+// By priority, then by number, as unsigned integers; any NaN has its place, too.
+uint64_t Slots::rank(int64_t item) const {
+  const float value = priority[(size_t)item] + 0.0f;  // no negative zero
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  bits = bits >> 31 ? ~bits : bits | 0x80000000u;
+  return (uint64_t)bits << 32 | (uint64_t)item;
+}
+
+// The n lowest of the items that can be replaced, in order; all if there are fewer.
+void Slots::choose_victims(int64_t n) {
+  victims_.clear();
+  if (n <= 0) return;
+  for (size_t slot = 0; slot < item_of_.size(); slot++) {
+    const int32_t item = item_of_[slot];
+    if (item >= 0 && !kept_[slot] && held(item)) victims_.push_back(rank(item));
+  }
+  if (n < (int64_t)victims_.size()) {
+    std::nth_element(victims_.begin(), victims_.begin() + n, victims_.end());
+    victims_.resize((size_t)n);
+  }
+  std::sort(victims_.begin(), victims_.end());
+}
+
+// Begins to read the misses, into free slots and in place of the victims.
+void Slots::read_misses(bool pinned) {
+  if (misses_.empty()) return;
+  Coming coming = {};
+  begun_.clear();
+  size_t victim = 0;
+  for (const int32_t item : misses_) {
+    int32_t slot;
+    if (free_.empty()) {
+      const size_t old = (size_t)(uint32_t)victims_[victim++];
+      slot = slot_of_[old];
+      slot_of_[old] = -1;
+    } else {
+      slot = free_.back();
+      free_.pop_back();
+    }
+    item_of_[(size_t)slot] = item;
+    slot_of_[(size_t)item] = -2 - slot;
+    if (pinned) pin(slot);
+    coming.slots.push_back(slot);
+    if (!lines_.empty()) lines_[(size_t)item] = (uint32_t)(place(slot, item, 0) / LINE);
+    for (size_t i = 0; i < parts_.size(); i++)
+      begun_.push_back({parts_[i].file, parts_[i].at(item), parts_[i].bytes, memory_.data() + place(slot, item, i)});
+  }
+  coming.ticket = reads_->begin(begun_.data(), begun_.size());
+  coming_.push_back(std::move(coming));
+}
+
+// Pins what is there or being read, and notes what is not. Returns for how many there was room.
+int64_t Slots::pin_all(const int32_t* items, int64_t n) {
+  misses_.clear();
+  int64_t left = room(), i = 0;
+  for (; i < n; i++) {
+    int32_t& slot = slot_of_[(size_t)items[i]];
+    const bool coming = slot < -1 && slot != MISSED;
+    if (slot == MISSED || (slot != -1 && kept_[(size_t)(coming ? -2 - slot : slot)])) continue;
+    while (!coming && left == 0 && make_room()) left = room() - (int64_t)misses_.size();
+    if (!coming && left == 0) break;
+    left -= !coming;
+    stats_.wanted++;
+    stats_.hits += slot != -1;
+    if (slot != -1) {
+      pin(coming ? -2 - slot : slot);
+    } else {
+      slot = MISSED;
+      misses_.push_back(items[i]);
+    }
+  }
+  return i;
+}
+
+int64_t Slots::want(const int32_t* items, int64_t n) {
+  check_items(items, n);
+  take_in();
+  int64_t some;
+  try {
+    some = pin_all(items, n);
+  } catch (...) {
+    for (const int32_t item : misses_) slot_of_[(size_t)item] = -1;
+    let_go();
+    throw;
+  }
+  choose_victims((int64_t)misses_.size() - (int64_t)free_.size());
+  read_misses(true);
+  stats_.bytes += (int64_t)misses_.size() * item_bytes_;
+  return some;
+}
+
+int64_t Slots::fetch(const int32_t* items, int64_t n) {
+  check_items(items, n);
+  take_in();
+  misses_.clear();
+  kept_now_.clear();
+  for (int64_t i = 0; i < n; i++) {
+    const int32_t slot = slot_of_[(size_t)items[i]];
+    if (slot < 0 || kept_[(size_t)slot]) continue;
+    kept_[(size_t)slot] = 1;
+    kept_now_.push_back(slot);
+  }
+  choose_victims(n - (int64_t)kept_now_.size() - (int64_t)free_.size());
+  size_t left = free_.size(), victim = 0;
+  int64_t some = 0;
+  for (; some < n; some++) {
+    const int32_t item = items[some];
+    if (slot_of_[(size_t)item] != -1) continue;
+    if (left > 0) left--;
+    else if (victim < victims_.size() && victims_[victim] >> 32 < rank(item) >> 32) victim++;
+    else break;
+    slot_of_[(size_t)item] = MISSED;
+    misses_.push_back(item);
+  }
+  for (const int32_t slot : kept_now_) kept_[(size_t)slot] = 0;
+  read_misses(false);
+  return some;
+}
+
+void Slots::wait() {
+  try {
+    for (size_t i = 0; i < coming_.size();) {
+      if (pins(coming_[i])) finish(i);
+      else i++;
+    }
+  } catch (const ReadError&) {  // the disk does not answer, nor will it for the others
+    if (!error_) error_ = std::current_exception();
+  }
+  if (!error_) return;
+  const std::exception_ptr error = error_;
+  let_go();
+  std::rethrow_exception(error);
+}
+
+void Slots::clear() { stats_ = {}; }

@@ -1,0 +1,340 @@
+"""Memory for some of the items that rest on disk, against a model of it in Python."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_reads import LONG, both_ways, open_reads, random_file
+
+from powerinfer._native import ReadError, Reads, Resting, Slots
+
+ITEMS = 40
+SIZE = 400_000
+# Where the parts of item i rest: one behind the other; far apart; in groups of 7. Also at odd offsets.
+LAYOUTS = {
+    "one part": [(128, 512, 512)],
+    "neurons": [(4096, 8192, 8192), (86 * 4096, 64, 64)],
+    "odd": [(13, 1000, 4099, 7, 29_000), (200_001, 4097, 4100), (0, 1, 3)],
+}
+Part = tuple[int, ...]
+
+
+def array(items: Sequence[int]) -> np.ndarray:
+    return np.array(items, np.int32)
+
+
+def rests_at(part: Part, item: int) -> int:
+    offset, _, stride, *groups = part
+    each, outer = groups or (1 << 40, 0)
+    return offset + item // each * outer + item % each * stride
+
+
+def make(reads: Reads, layout: Sequence[Part], slots: int) -> Slots:
+    parts = [Resting(0, offset, size, *rest) for offset, size, *rest in layout]
+    return Slots(reads, parts, ITEMS, slots)
+
+
+def check_bytes(slots: Slots, layout: Sequence[Part], data: np.ndarray, item: int) -> None:
+    for i, part in enumerate(layout):
+        at = rests_at(part, item)
+        np.testing.assert_array_equal(slots.part(item, i), data[at : at + part[1]])
+
+
+def settle(slots: Slots, items: Sequence[int]) -> None:
+    """Until what was fetched is there."""
+    while not all(slots.held(item) for item in items):
+        slots.fetch(array([]))
+
+
+class Model:
+    """What Slots are to do, where reads are over at once."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.priority = np.zeros(ITEMS, np.float32)
+        self.held: set[int] = set()
+        self.pinned: set[int] = set()
+        self.wanted = self.hits = self.misses = 0
+
+    def least(self, but: set[int]) -> list[int]:
+        return sorted(self.held - but, key=lambda item: (self.priority[item], item))
+
+    def want(self, items: Sequence[int]) -> int:
+        some = 0
+        for item in items:
+            if item not in self.pinned and len(self.pinned) == self.slots:
+                break
+            self.wanted += item not in self.pinned
+            self.hits += item not in self.pinned and item in self.held
+            self.pinned.add(item)
+            some += 1
+        missing = self.pinned - self.held
+        self.misses += len(missing)
+        gone = len(self.held) + len(missing) - self.slots
+        self.held -= set(self.least(self.pinned)[: max(gone, 0)])
+        self.held |= missing
+        return some
+
+    def fetch(self, items: Sequence[int]) -> int:
+        victims = self.least(self.pinned | set(items))
+        some = 0
+        for item in items:
+            if item not in self.held:
+                if len(self.held) == self.slots:
+                    if not victims or self.priority[victims[0]] >= self.priority[item]:
+                        break
+                    self.held.remove(victims.pop(0))
+                self.held.add(item)
+            some += 1
+        return some
+
+
+@both_ways
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("n", [1, 2, 13, ITEMS, ITEMS + 3])
+@pytest.mark.parametrize("engine", ["uring", "threads"])
+def test_as_the_model_does(tmp_path: Path, engine: str, n: int, layout: str, direct: bool) -> None:
+    parts = LAYOUTS[layout]
+    data = random_file(tmp_path / "a", SIZE)
+    slots, model = make(open_reads([tmp_path / "a"], engine, direct), parts, n), Model(n)
+    rng = np.random.default_rng(n)
+    read = 0
+    for _ in range(60):
+        if rng.random() < 0.3:
+            model.priority[:] = slots.priority[:] = rng.integers(-2, 3, ITEMS)  # many are equal
+        items = rng.integers(0, ITEMS, rng.integers(0, 12)).tolist()  # some of them twice
+        if rng.random() < 0.3:
+            before = set(model.held)
+            assert slots.fetch(array(items)) == model.fetch(items)
+            settle(slots, sorted(model.held - before))
+        else:
+            assert slots.want(array(items)) == model.want(items)
+            slots.wait()
+            read = model.misses
+        assert {item for item in range(ITEMS) if slots.held(item)} == model.held
+        for item in model.pinned:
+            check_bytes(slots, parts, data, item)
+        bytes_of_item = sum(part[1] for part in parts)
+        assert slots.stats() == {"wanted": model.wanted, "hits": model.hits, "bytes": read * bytes_of_item}
+        if rng.random() < 0.6:
+            slots.let_go()
+            model.pinned.clear()
+    for item in model.held:  # also what was fetched and never wanted
+        check_bytes(slots, parts, data, item)
+    assert model.misses and (model.hits or n == 1)
+    slots.clear()
+    assert set(slots.stats().values()) == {0}
+    assert (slots.items, slots.slots) == (ITEMS, n)
+
+
+@both_ways
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_lines(tmp_path: Path, layout: str, direct: bool) -> None:
+    random_file(tmp_path / "a", SIZE)
+    reads = open_reads([tmp_path / "a"], "threads", direct)
+    slots = make(reads, LAYOUTS[layout], 9)
+    if reads.direct and layout == "odd":
+        assert slots.lines is None
+        return
+    items = [3, 39, 0, 17, 25]
+    assert slots.want(array(items)) == 5
+    slots.wait()
+    lines = slots.lines
+    assert lines is not None
+    memory = {slots.part(item, 0).ctypes.data - 64 * int(lines[item]) for item in items}
+    assert len(memory) == 1 and memory.pop() % 4096 == 0
+    whole = 4096 if reads.direct else 64
+    assert slots.slot_bytes % whole == 0
+    if layout == "neurons":
+        assert slots.slot_bytes == (8192 + 4096 if reads.direct else 8192 + 64)
+
+
+def test_what_is_fetched_is_not_read_twice(tmp_path: Path) -> None:
+    data = random_file(tmp_path / "a", SIZE)
+    reads = Reads([(str(tmp_path / "a"), SIZE)], False, latency=1e-3)
+    parts = LAYOUTS["neurons"]
+    slots = make(reads, parts, 4)
+    assert slots.fetch(array([5, 6])) == slots.fetch(array([6, 5])) == 2
+    assert slots.want(array([6, 7, 5])) == 3
+    slots.wait()
+    for item in 5, 6, 7:
+        check_bytes(slots, parts, data, item)
+    assert reads.stats().reads == 3 * len(parts)
+    assert slots.stats() == {"wanted": 3, "hits": 2, "bytes": 8192 + 64}
+
+
+def test_wants_wait_for_room_that_is_being_read_into(tmp_path: Path) -> None:
+    data = random_file(tmp_path / "a", SIZE)
+    reads = Reads([(str(tmp_path / "a"), SIZE)], False, latency=1e-3)
+    parts = LAYOUTS["odd"]
+    slots = make(reads, parts, 2)
+    for _ in range(3):
+        slots.priority[:] = 0
+        slots.priority[[1, 2]] = 9  # what is being read stays, whatever its priority
+        assert slots.fetch(array([1])) == slots.fetch(array([2])) == 1
+        assert slots.fetch(array([3])) == 0
+        assert slots.want(array([3, 4, 5])) == 2
+        slots.wait()
+        for item in 3, 4:
+            check_bytes(slots, parts, data, item)
+        slots.let_go()
+
+
+def test_what_is_pinned_stays(tmp_path: Path) -> None:
+    random_file(tmp_path / "a", SIZE)
+    slots = make(open_reads([tmp_path / "a"], "threads"), LAYOUTS["one part"], 3)
+    slots.priority[:] = np.arange(ITEMS)
+    slots.priority[7] = np.nan  # has its place, too
+    assert slots.want(array([0, 1])) == 2
+    assert slots.want(array([2, 3])) == 1
+    slots.wait()
+    assert slots.fetch(array([30])) == 0
+    assert slots.want(array([9])) == 0
+    slots.let_go()
+    assert slots.fetch(array([30, 7, 8])) == 3
+    settle(slots, [30, 7, 8])
+    assert slots.want(array([4])) == 1
+    slots.wait()
+    assert [item for item in range(ITEMS) if slots.held(item)] == [4, 7, 30]
+
+
+@pytest.mark.parametrize("at", range(0, 24, 5))
+def test_after_a_fault(tmp_path: Path, at: int) -> None:
+    """The items of failed reads are not there, nothing is pinned, and the next time they are read."""
+    data = random_file(tmp_path / "a", SIZE)
+    parts = LAYOUTS["neurons"]
+    reads = Reads([(str(tmp_path / "a"), SIZE)], False, fail_at=at, failures=1, error=errno.EIO)
+    slots = make(reads, parts, 5)
+    rng = np.random.default_rng(at)
+    faults = 0
+    for step in range(12):
+        items = rng.permutation(ITEMS)[:3].tolist()
+        if step % 3 == 2:
+            slots.fetch(array(items))
+        assert slots.want(array(items)) == 3
+        try:
+            slots.wait()
+        except ReadError as error:
+            faults += 1
+            assert "cannot read" in str(error)
+            assert not all(slots.held(item) for item in items)
+            with pytest.raises(ValueError, match="not in memory"):
+                check_bytes(slots, parts, data, next(item for item in items if not slots.held(item)))
+            assert slots.want(array(range(5))) == 5  # nothing else is pinned
+            slots.wait()
+            slots.let_go()
+            assert slots.want(array(items)) == 3
+            slots.wait()
+        for item in items:
+            check_bytes(slots, parts, data, item)
+        slots.let_go()
+        slots.wait()
+    assert faults == 1 or 12 <= at < 18  # those of `fetch`, which may fail before somebody wants them
+
+
+def test_nobody_hears_of_what_nobody_wants(tmp_path: Path) -> None:
+    """A fault of `fetch` alone; then one of reads that are wanted meanwhile, which `want` itself comes upon."""
+    data = random_file(tmp_path / "a", SIZE)
+    files = [(str(tmp_path / "a"), SIZE)]
+    parts = LAYOUTS["one part"]
+    slots = make(Reads(files, False, latency=0, fail_at=0, failures=1, error=errno.EIO), parts, 1)
+    assert slots.fetch(array([1])) == 1
+    assert slots.want(array([2])) == 1
+    slots.wait()
+    check_bytes(slots, parts, data, 2)
+    slots = make(Reads(files, False, latency=0.05, fail_at=0, failures=1, error=errno.EIO), parts, 3)
+    assert slots.fetch(array([1, 2])) == 2
+    assert slots.want(array([1, 5, 6])) == 3
+    try:
+        slots.wait()  # where this process slept for long, all that is wanted was begun after the fault
+    except ReadError:
+        assert not slots.held(1)
+    else:
+        check_bytes(slots, parts, data, 1)
+        slots.let_go()
+    assert slots.want(array([1, 2, 3])) == 3
+    slots.wait()
+    for item in 1, 2, 3:
+        check_bytes(slots, parts, data, item)
+
+
+def test_a_disk_that_does_not_answer(tmp_path: Path) -> None:
+    random_file(tmp_path / "a", SIZE)
+    reads = Reads([(str(tmp_path / "a"), SIZE)], False, latency=LONG)
+    reads.patience = 0.01
+    slots = make(reads, LAYOUTS["one part"], 2)
+    assert slots.want(array([1])) == 1
+    with pytest.raises(ReadError, match="has not answered"):
+        slots.wait()
+    slots.wait()  # nothing is pinned
+    assert slots.want(array([2])) == 1  # into the other slot
+    slots.let_go()
+    with pytest.raises(ReadError, match="has not answered"):
+        slots.want(array([3]))
+    assert slots.want(array([1, 2])) == 2  # still the same reads
+    assert reads.stats().reads == 2
+    with pytest.raises(ReadError, match="has not answered"):
+        slots.wait()
+    assert slots.fetch(array([5])) == 0
+    del slots  # which does not wait for the disk to answer
+    assert reads.stats().reads == 2
+
+
+def test_a_disk_that_answers_late(tmp_path: Path) -> None:
+    data = random_file(tmp_path / "a", SIZE)
+    reads = Reads([(str(tmp_path / "a"), SIZE)], False, latency=0.02)
+    reads.patience = 0.001
+    parts = LAYOUTS["neurons"]
+    slots = make(reads, parts, 1)
+    for item in 4, 5:
+        there = False
+        while not there:
+            try:
+                there = slots.want(array([item])) == 1
+                slots.wait()
+            except ReadError as error:
+                there = False
+                assert "has not answered" in str(error)
+        check_bytes(slots, parts, data, item)
+        slots.let_go()
+
+
+def test_what_cannot_be_made(tmp_path: Path) -> None:
+    random_file(tmp_path / "a", SIZE)
+    reads = open_reads([tmp_path / "a"], "threads")
+    good = Resting(0, 0, 512, 512)
+    for parts, items, slots in ([], 4, 1), ([good], 0, 1), ([good], 4, 0), ([good], 1 << 31, 1), ([good], 4, 1 << 40):
+        with pytest.raises(ValueError, match=r"parts|slot"):
+            Slots(reads, parts, items, slots)
+    for bad in (
+        Resting(1, 0, 512, 512),
+        Resting(0, -1, 512, 512),
+        Resting(0, 0, 0, 512),
+        Resting(0, 0, 512, -1),
+        Resting(0, 0, 512, 1 << 62),
+        Resting(0, 0, 512, 512, 0, 0),
+        Resting(0, 0, 512, 512, 2, SIZE),
+        Resting(0, SIZE - 600, 512, 512),
+    ):
+        with pytest.raises(ValueError, match=r"no such file|outside its file|have bytes"):
+            Slots(reads, [good, bad], 4, 1)
+    slots = Slots(reads, [good], 4, 1)
+    for item in -1, 4:
+        with pytest.raises(ValueError, match="no such item"):
+            slots.want(array([0, item]))
+        with pytest.raises(ValueError, match="no such item"):
+            slots.held(item)
+        with pytest.raises(ValueError, match="no such item"):
+            slots.part(item, 0)
+    with pytest.raises(ValueError, match="or part"):
+        slots.part(0, 1)
+    with pytest.raises(ValueError, match="not in memory"):
+        slots.part(0, 0)
+    priority = slots.priority
+    del slots
+    priority[:] = 3  # keeps the slots alive
+    assert priority.tolist() == [3, 3, 3, 3]
