@@ -634,9 +634,6 @@ void bind_bundles(nb::module_& m) {
         "Bundles of neurons on disk, the items of the slots, whose one part is what a step reads of each. The place of\n"
         "a row is None where it is no part of that: its products are known from a matrix. shared: the scales of all\n"
         "groups of down, [groups, bytes], kept.");
-  m.def(
-      "least_slots", [](const Pool& pool, int64_t neurons) { return NeuronSum::least_slots(pool, neurons); }, "pool"_a,
-      "neurons"_a, "The fewest slots with which a layer's neurons on disk can be summed.");
 }
 
 void bind_table(nb::module_& m) {
@@ -738,12 +735,21 @@ void bind_neuron_sum(nb::module_& m) {
            "selected: [tokens, neurons], not zero where a token selects a neuron, None: all; weight: [tokens], 0: the\n"
            "token selects none, None: 1. False where no neuron is selected: out is zero, nothing was computed.")
       .def_prop_ro("neurons", [](const NeuronSum& sum) { return sum.bundles->members.size(); })
+      .def_prop_ro(
+          "uses",
+          [](NeuronSum& sum) {
+            return nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>(sum.uses.data(), {sum.uses.size()}, nb::find(sum));
+          },
+          "Of neurons on disk: steps that summed each, until they are reset here, between steps.")
       .def("counts", &sum_counts,
            "steps, tokens and, summed over tokens, neurons active and candidates (computed); rows of bundles read.\n\n"
            "Waits until no job runs, like the others that read or reset counters: all of a job is counted, or nothing.")
       .def("take_fired", &take_fired, "out"_a.noconvert(),
            "out = tokens that each neuron fired for since the last call, [neurons].")
       .def("clear", &NeuronSum::clear, nb::call_guard<nb::gil_scoped_release>(), "Reset the counters.");
+  m.def(
+      "least_slots", [](const Workspace& w, int64_t neurons) { return NeuronSum::least_slots(*w.pool, neurons); },
+      "workspace"_a, "neurons"_a, "The fewest slots with which a layer's neurons on disk can be summed.");
 }
 
 void bind_predictor(nb::module_& m) {

@@ -11,6 +11,7 @@ NeuronSum::NeuronSum(std::shared_ptr<Workspace> w, std::shared_ptr<Bundles> b, f
       bundles(std::move(b)),
       threshold(threshold_),
       counts_fired(count_fired),
+      uses((size_t)(bundles->slots ? bundles->neurons : 0)),
       fired_((size_t)(count_fired ? bundles->neurons : 0)) {
   check(threshold >= 0.0f, "a threshold is negative");
   check(!bundles->slots || bundles->slots->slots() >= least_slots(*workspace->pool, bundles->neurons),
@@ -114,7 +115,7 @@ void NeuronSum::sum_listed(int thread, const Piece& piece, const PiActs* acts, c
 // every thread. While those that are not there are read, the others are multiplied, by whichever thread is free.
 
 int64_t NeuronSum::least_slots(const Pool& pool, int64_t neurons) {
-  return std::min(neurons, pool.threads() * (int64_t)NeuronBlock::NEURONS);
+  return std::min(neurons, pool.threads() * (int64_t)(2 * PI_GROUP));
 }
 
 void NeuronSum::add_from_disk(int thread, const Piece& piece, const PiActs* acts, const Firing& firing, int64_t n,
@@ -162,14 +163,18 @@ void NeuronSum::next_wave() {
   Slots& slots = *bundles->slots;
   NeuronLists& lists = workspace->lists();
   NeuronLists::Wave& wave = lists.wave;
-  const int64_t most = slots.slots() / (int64_t)lists.shares.size() / NeuronBlock::NEURONS * NeuronBlock::NEURONS;
-  const bool whole = slots.slots() == slots.items(), whole_groups = bundles->down.type == PI_Q4_0X32;
+  const bool whole_groups = bundles->down.type == PI_Q4_0X32;
+  int64_t left = 0;
+  for (const NeuronLists::Share& share : lists.shares) left += share.n_taken - share.end;
+  // Of more than the slots hold half as many at a time: then half of those that are there stay.
+  const int64_t threads = (int64_t)lists.shares.size();
+  const int64_t most = left <= slots.slots() ? left : slots.slots() / (2 * threads * PI_GROUP) * PI_GROUP;
   wave.n = 0;
   wave.last = true;
   for (NeuronLists::Share& share : lists.shares) {
     const int32_t* const taken = share.taken.data();
     share.begin = share.end;
-    share.end = whole ? share.n_taken : std::min(share.n_taken, share.begin + most);
+    share.end = std::min(share.n_taken, share.begin + most);
     while (whole_groups && share.end < share.n_taken && share.end > share.begin &&
            taken[share.end - 1] / PI_GROUP == taken[share.end] / PI_GROUP)
       share.end--;
@@ -177,6 +182,7 @@ void NeuronSum::next_wave() {
     std::copy(taken + share.begin, taken + share.end, wave.neurons.data() + wave.n);
     wave.n += share.end - share.begin;
   }
+  for (int64_t j = 0; j < wave.n; j++) uses[(size_t)wave.neurons[(size_t)j]]++;
   slots.let_go();
   slots.fetch(nullptr, 0);  // takes in what has arrived
   int32_t* const all = wave.neurons.data();

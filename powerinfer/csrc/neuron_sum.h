@@ -66,6 +66,7 @@ class NeuronSum {
   const std::shared_ptr<Bundles> bundles;
   const float threshold;
   const bool counts_fired;
+  std::vector<int32_t> uses;  // of neurons on disk: steps that summed each, until someone resets them
 
  private:
   void list_selected(int thread, const Piece& piece);

@@ -27,6 +27,7 @@ from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu_experts import ByNeuron, ExpertFfn, bundle, rebundle
 from powerinfer.devices.cpu_ffn import CpuFfn, PartMaker, Weights, pack
 from powerinfer.devices.disk import DiskTier
+from powerinfer.devices.disk_neurons import RestingNeurons
 from powerinfer.devices.states import Slots, StateMemory, state_bytes, state_slots
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.tensors import RawTensor
@@ -202,6 +203,7 @@ class CpuExecutor:
         self.expert_ffns: dict[int, ExpertFfn] = {}  # those that are, by layer
         self._recall_every = engine.recall_every
         self._experts: dict[int, _native.Experts] = {}  # by layer
+        self.resting: RestingNeurons | None = None  # neurons on disk
         self._embedded = 0  # operators up to the embedding's
         self._pool = _native.Pool(threads)
         self._workspace = _native.Workspace(self._pool, isa)
@@ -609,6 +611,8 @@ class CpuExecutor:
 
     def end(self, batch: Batch) -> None:
         """The batch was computed in all layers, on this device and others."""
+        if self.resting is not None:
+            self.resting.observe(len(batch.tokens))
         if self._states is not None:
             self._states.end(batch)
 
@@ -764,7 +768,7 @@ class CpuExecutor:
         raise RequestError("there is nothing to trace: no layer runs on a GPU (--gpu)")
 
     def close(self) -> None:
-        own = "_observed _expert_observer _program _states _ropes ffns _experts expert_ffns"
+        own = "_observed _expert_observer _program _states _ropes ffns _experts expert_ffns resting"
         for name in (*own.split(), "parts", "_pack", "_workspace", "_pool", "_logits"):
             self.__dict__.pop(name, None)
 
