@@ -243,6 +243,8 @@ void check_vectors(const Bundles& b) {
   require(b.gated() || b.spec.gate_bias.empty(), "a bias of gate, but no gate");
 }
 
+constexpr int64_t LINE = 64;  // bytes, in which `PiRows` says where bundles lie
+
 std::shared_ptr<Bundles> make_bundles(Bytes2 data, int64_t neurons, int64_t d_model,
                                       const std::optional<std::string>& gate_type, const std::string& up_type,
                                       const std::string& down_type, int64_t pitch, int64_t gate_at, int64_t up_at,
@@ -254,14 +256,18 @@ std::shared_ptr<Bundles> make_bundles(Bytes2 data, int64_t neurons, int64_t d_mo
   if (counts) {
     const int64_t shared = pi_shared_bytes(row_type(down_type), d_model);
     require(data.shape(0) == 1 && pitch > 0 && groups > 0, "groups of different sizes must be contiguous");
-    b->offsets.push_back(0);
+    require(pitch % LINE == 0 && (int64_t)data.shape(1) / LINE <= UINT32_MAX, "bundles are of whole cache lines");
+    int64_t at = 0;
     for (int64_t g = 0; g < groups; g++) {
       const int64_t n = counts->data()[g];
       require(n >= 0 && n <= PI_GROUP, "a group has between 0 and 32 bundles");
       for (int64_t i = 0; i < n; i++) b->members.push_back((int32_t)(g * PI_GROUP + i));
-      b->offsets.push_back(b->offsets.back() + (n ? n * pitch + shared : 0));
+      for (int64_t i = 0; i < PI_GROUP; i++) b->lines.push_back((uint32_t)(i < n ? (at + i * pitch) / LINE : 0));
+      at += n * pitch;
+      b->shared_lines.push_back((uint32_t)(n ? at / LINE : 0));
+      at += n ? shared : 0;
     }
-    require(b->offsets.back() == (int64_t)data.shape(1), "the number of bundles does not match the number of rows");
+    require(at == (int64_t)data.shape(1), "the number of bundles does not match the number of rows");
     require((int64_t)b->members.size() == neurons, "the groups do not hold the stated number of neurons");
     neurons = groups * PI_GROUP;
     group_bytes = PI_GROUP * pitch + shared;
@@ -271,7 +277,10 @@ std::shared_ptr<Bundles> make_bundles(Bytes2 data, int64_t neurons, int64_t d_mo
   }
   const auto rows = [&](const std::string& name, int kind, int64_t at) {
     PiRows whole = rows_of(name, kind, d_model, neurons, data.data(), (size_t)groups, (size_t)group_bytes, pitch, at);
-    if (counts) whole.offsets = b->offsets.data();
+    if (!counts) return whole;
+    whole.lines = b->lines.data();
+    whole.shared = data.data();
+    whole.shared_lines = b->shared_lines.data();
     return whole;
   };
   b->gate = gate_type ? rows(*gate_type, PI_DOT, gate_at) : PiRows{nullptr, 0, 0, 0, d_model, 0};
@@ -301,12 +310,12 @@ std::shared_ptr<Bundles> make_resting_bundles(std::shared_ptr<Slots> slots, int6
     check_row(type, kind, d_model);
     require(!at || (*at >= 0 && *at % 64 == 0 && *at <= slots->part_bytes(0) - pi_row_bytes(type, d_model)),
             "a row does not fit into what is read of a neuron, or is not aligned");
-    PiRows all{slots->memory(), 0, 0, at.value_or(0), d_model, type, nullptr, slots->lines()};
     const int64_t bytes = pi_shared_bytes(type, d_model);
     require(!bytes || (shared && (int64_t)shared->shape(0) == groups && (int64_t)shared->shape(1) == bytes),
             "the scales that groups share must be [groups, their bytes]");
-    if (bytes) all.shared = shared->data();
-    return all;
+    for (int64_t g = 0; bytes && g < groups; g++) b->shared_lines.push_back((uint32_t)(g * bytes / LINE));
+    return PiRows{slots->memory(), 0, 0, at.value_or(0), d_model, type, slots->lines(),
+                  bytes ? shared->data() : nullptr, b->shared_lines.data()};
   };
   b->firsts = gate_type ? gate_at.has_value() : up_at.has_value();
   require(up_at || !gate_type, "rows of up are missing");

@@ -178,7 +178,7 @@ struct Work {
   }
 
   // h of the first `n` of a list. Returns the number of cells that are not zero; the others are left out.
-  int64_t multiply(const int32_t* list, const Firing& f, NeuronCounts& counts) {
+  __attribute__((always_inline)) int64_t multiply(const int32_t* list, const Firing& f, NeuronCounts& counts) {
     memcpy(block.index, list, (size_t)n * sizeof *list);
     if (!f.known) counts.first += n;
     pairs = f.selected_by && take_selected(f);

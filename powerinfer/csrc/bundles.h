@@ -29,7 +29,7 @@ struct Bundles {
   int64_t neurons;               // places: where groups have fewer bundles, some are empty
   NeuronSpec spec;               // biases and limits have a value for every place
   std::vector<int32_t> members;  // the places that hold a neuron, ascending
-  std::vector<int64_t> offsets;  // of groups, where some have fewer bundles; else empty
+  std::vector<uint32_t> lines, shared_lines;  // of rows, where these do not lie group by group, or are in `slots`
   // Where they rest on disk: items are neurons, with all that is read of them. firsts: the rows of `first` are.
   std::shared_ptr<Slots> slots = nullptr;
   bool firsts = true;
