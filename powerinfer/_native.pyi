@@ -103,7 +103,7 @@ class Reads:
     def stats(self) -> ReadStats: ...
     @property
     def engine(self) -> str:
-        """ "uring", "threads" or "emulated"."""
+        """Which one: "uring", "threads" or "emulated"."""
 
     @property
     def direct(self) -> bool: ...
@@ -221,8 +221,8 @@ def disk_matrix(
     type: str, rows: int, k: int, file: int, offset: int, row_map: NDArray[np.int32] | None = None
 ) -> Matrix:
     """
-    A matrix that stays on disk, as of `pack_matrix`: [rows, k] as stored in a file of `Reads` from `offset` on. A program
-    that uses it needs a window.
+    A matrix that stays on disk, as of `pack_matrix`: [rows, k] as stored in a file of `Reads` from `offset`
+    on. A program that uses it needs a window.
     """
 
 def repack(pool: Pool, matrix: Matrix, first: int, rows: int, data: NDArray[np.uint8]) -> None:

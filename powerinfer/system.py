@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 
 MOST_THREADS = 1024
 """Maximum of `--threads`."""
@@ -56,21 +57,48 @@ def cpu_name() -> str:
 def total_memory() -> int:
     """Bytes of memory that this process may use: of the machine, or of its container."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        return min(total, int(limit)) if limit != "max" else total
-    except (OSError, ValueError):
-        return total
+    limit = _cgroup_memory()
+    return total if limit is None else min(total, limit[0])
 
 
 def available_memory() -> int:
-    """Bytes that can be allocated without swapping; 0 if unknown."""
+    """Bytes that can be allocated without swapping, in the machine and in this process' container; 0 if unknown."""
     try:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":") for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        free = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return 0
+    limit = _cgroup_memory()
+    return free if limit is None else min(free, max(1, limit[0] - limit[1]))
+
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def _cgroup_memory(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> tuple[int, int] | None:
+    """(limit, bytes used that cannot be reclaimed) of the container that leaves this process least; None: no limit.
+
+    Limits hold for all that is below, so each group up to the root counts. Of version 2 or 1.
+    """
+    groups = {"": PurePosixPath("/"), "memory": PurePosixPath("/")}  # as a container sees its own
+    with suppress(OSError, ValueError):
+        for line in own.read_text().splitlines():
+            _, controllers, name = line.split(":", 2)
+            if controllers in groups:
+                groups[controllers] = PurePosixPath(name)
+    found = []
+    for controller, path in groups.items():
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controller else ("memory.max", "memory.current")
+        for group in (path, *path.parents):
+            folder = root / controller / group.relative_to("/")
+            with suppress(OSError, ValueError):  # no such group here, or no limit
+                limit, used = (int((folder / one).read_text()) for one in names)
+                stat = {key: value for key, value in map(str.split, (folder / "memory.stat").read_text().splitlines())}
+                cached = int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
+                if limit < 1 << 60:
+                    found.append((limit, max(0, used - cached)))
+    return min(found, key=lambda one: one[0] - one[1], default=None)
 
 
 def resident_memory() -> int:

@@ -225,7 +225,7 @@ def test_free_memory_is_the_budget_where_it_does_not_hold_the_model(
     smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     least = least_of(smollm2, context=128)
-    monkeypatch.setattr("powerinfer.hybrid.resolve.available_memory", lambda: (least + (8 << 20)) * 10 // 9)
+    monkeypatch.setattr("powerinfer.system.available_memory", lambda: (least + (8 << 20)) * 10 // 9)
     with LLM(smollm2, **OPTIONS, context=128) as llm:
         assert "disk" in llm.choices
         assert llm.generate("Water boils", PARAMS).token_ids
@@ -246,3 +246,25 @@ def test_a_request_that_fails_leaves_the_engine_usable(smollm2: Path, monkeypatc
             llm.generate("Water boils", PARAMS)
         for _ in range(2):
             assert llm.generate("Water boils", PARAMS).token_ids == right
+
+
+def test_layers_beside_a_gpu_are_read_from_disk(tmp_path: Path) -> None:
+    """Those that stay on the CPU as a whole."""
+    pytest.importorskip("torch")
+    from powerinfer.hybrid.load import load_split
+    from powerinfer.hybrid.resolve import Resolved
+    from powerinfer.placement.disk import DiskPlan
+
+    path = tiny_gguf("llama").write(tmp_path / "m.gguf")
+    names = frozenset(f"layers.1.{name}" for name in ("q", "k", "v", "o", "gate", "up", "down"))
+    plan = DiskPlan(OnDisk(names, 128 << 10), {}, 0)
+    found = []
+    for disk in (None, plan):
+        resolved = Resolved(open_checkpoint(path), ENGINE, gpu="cpu", gpu_layers=1, pages=8, disk=disk)
+        executor = load_split(resolved)
+        found.append([executor.forward(batch).copy() for batch in steps(executor.vocab_size)])
+        read = 0 if executor.cpu.disk is None else executor.cpu.disk.report()["bytes"]
+        assert (read > 0) is (disk is not None)
+        executor.close()
+    for own, right in zip(*found, strict=True):
+        assert np.array_equal(own, right)

@@ -16,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from benchmarks.hybrid import compare, recipes, table, worker  # noqa: E402
+from benchmarks.lib import jobs as lib_jobs  # noqa: E402
 from benchmarks.models import make_model  # noqa: E402
 from benchmarks.models.weights import Weights, shapes  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
@@ -110,8 +111,8 @@ def test_it_ends_in_time_and_goes_on(tmp_path: Path) -> None:
 
     out = tmp_path / "hybrid.json"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare.time, "monotonic", lambda: seconds[0])
-        patch.setattr(compare.machine, "wait_until_quiet", lambda _: None)
+        patch.setattr(lib_jobs.time, "monotonic", lambda: seconds[0])
+        patch.setattr(lib_jobs.machine, "wait_until_quiet", lambda _: None)
         counts = [len(measured(out, "--minutes", 3, run=run)["jobs"]) for _ in range(6)]
     assert counts[0] == 3 and counts == sorted(counts) and counts[-1] == counts[-2] == 10
 

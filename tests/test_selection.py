@@ -134,12 +134,14 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "('auto', 'all', 'exact', 'predicted', 'threshold')",
         "('auto', 'cpu', 'cuda')",
         "('auto', 'cpu', 'cuda')",
+        "('auto', 'direct', 'cached', 'none')",  # how the disk is read
         "('auto', 'q8_0', 'f16')",
         "('static', 'lru', 'lfu', 'dynamic', 'auto')",  # over experts
     ],
     "devices/wanted.py": ["engine.gpu != 'auto'"],
     "formats/tools.py": ["('none', 'auto', 'required')"],  # whether tools are called
     "hardware/measure.py": ["engine.gpu != 'auto'"],
+    "hybrid/disk.py": ["asked != 'auto'"],
     "hybrid/load.py": ["resolved.engine.gpu != 'auto'"],
     "hybrid/resolve.py": [
         "('static', 'auto')",
@@ -160,6 +162,7 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
     "prepare/training.py": ["config.type != 'auto'"],
     "runtime/options.py": [  # the names that are allowed
         "('auto', 'all', 'exact', 'predicted', 'threshold')",
+        "('auto', 'direct', 'cached', 'none')",
         "('static', 'lru', 'lfu', 'dynamic', 'auto')",
     ],
     "serve/constraints.py": ["choice.kind != 'auto'", "tools.choice.kind != 'auto'"],  # of tools, too

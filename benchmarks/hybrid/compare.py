@@ -39,16 +39,14 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.hybrid import recipes, worker
 from benchmarks.lib import machine, programs, results
-from powerinfer.errors import PowerInferError
-from powerinfer.system import Disturbance
+from benchmarks.lib.jobs import Jobs, Result, opened
+from benchmarks.models import prepared
 
 SECTIONS = ("make", "peer", "decode", "ablation", "prefill", "budget", "kernel")
 SHARES = (0.25, 0.5, 0.75, 1.0, 1.5)  # of the budget
@@ -57,8 +55,6 @@ KERNEL_TOKENS = (1, 8, 32)
 MOST_TRIES = 6  # for one limit of the peer
 HANGS = 240  # seconds, after which a program is taken not to end any more
 EVERYTHING = 999  # as -ngl: all layers and the head
-
-Result = dict[str, Any]
 
 
 class Vram:
@@ -216,59 +212,12 @@ def limit(peer: Peer, model: Path, way: str, layers: int, budget: int, each: int
 # ---------------------------------------------------------------- jobs
 
 
-@dataclass
-class Measurement:
-    """What is measured, and the document that holds what has been."""
+@dataclass(kw_only=True)
+class Measurement(Jobs):
+    """What is measured."""
 
     arguments: argparse.Namespace
-    document: Result
     peer: Peer | None
-    begun: float = field(default_factory=lambda: time.monotonic())
-    longest: dict[str, float] = field(default_factory=dict)  # seconds, of the jobs of a section
-
-    @property
-    def jobs(self) -> dict[str, Result]:
-        jobs: dict[str, Result] = self.document["jobs"]
-        return jobs
-
-    def wanted(self, key: str) -> bool:
-        """Whether the job is still to be done."""
-        done = self.jobs.get(key)
-        return done is None or (self.arguments.retry and "error" in done)
-
-    def over(self, key: str) -> bool:
-        """Whether the job might not end in time if it takes as long as any of its section, or else any but make did."""
-        left = 60 * self.arguments.minutes - (time.monotonic() - self.begun)
-        others = [seconds for section, seconds in self.longest.items() if section != "make"]
-        return bool(self.arguments.minutes) and left < self.longest.get(_section(key), max(others, default=0.0))
-
-    def do(self, key: str, work: Callable[[], Result]) -> None:
-        """Do a job and write down what came of it."""
-        machine.wait_until_quiet(self.arguments.quiet)
-        begin = time.monotonic()
-        with Disturbance() as load:
-            try:
-                result = work()
-            except (OSError, RuntimeError, ValueError, KeyError, IndexError, PowerInferError) as error:
-                result = {"error": programs.reason(error)}
-        taken = time.monotonic() - begin
-        self.longest[_section(key)] = max(self.longest.get(_section(key), 0.0), taken)
-        others = {"others": round(load.others, 3), "steal": round(load.steal, 3), "disturbed": load.disturbed}
-        self.jobs[key] = result | others | {"wall_s": round(taken, 1), "commit": machine.commit()}
-        results.write_json(self.arguments.out, self.document)
-        print(f"{key}: {said(result)} ({taken:.0f} s)", file=sys.stderr, flush=True)
-
-
-def _section(key: str) -> str:
-    return key.partition("/")[0]
-
-
-def said(result: Result) -> str:
-    """A result in a few words."""
-    if "error" in result:
-        return str(result["error"])
-    rates = result.get("decode_tok_s") or result.get("prefill_tok_s", {})
-    return ", ".join(f"{batch}: {rate:.1f} tok/s" for batch, rate in rates.items()) or "done"
 
 
 def jobs(measurement: Measurement, name: str) -> Iterator[tuple[str, Callable[[], Result]]]:
@@ -288,7 +237,7 @@ def jobs(measurement: Measurement, name: str) -> Iterator[tuple[str, Callable[[]
         return result | {"vram_used": used.peak}
 
     def theirs(way: str, prompt: bool = False) -> Result:
-        found = measurement.jobs.get(f"peer/{name}/{way}", {})
+        found = measurement.done.get(f"peer/{name}/{way}", {})
         if peer is None or "flags" not in found:
             raise RuntimeError(f"no flags are known to fit: section peer, job peer/{name}/{way}")
         if prompt:
@@ -346,7 +295,7 @@ def measure(measurement: Measurement) -> bool:
             make = threads | {"what": "make", "model": str(model), "name": name, "scale": arguments.scale}
             if measurement.wanted(f"make/{name}") or not bundles_of(model).exists():
                 measurement.do(f"make/{name}", lambda make=make: run(make))
-            if "error" in measurement.jobs[f"make/{name}"]:
+            if "error" in measurement.done[f"make/{name}"]:
                 continue
         if left and measurement.wanted("hardware"):
             measurement.do("hardware", lambda: run(threads | {"what": "hardware", "gpu": arguments.gpu}))
@@ -355,23 +304,13 @@ def measure(measurement: Measurement) -> bool:
                 return False
             measurement.do(key, work)
         if not arguments.keep and set(arguments.sections) > {"make"}:
-            recipes.remove(model)
+            prepared.remove(model)
     return True
 
 
 def bundles_of(model: Path) -> Path:
     """The last file of a model's making."""
     return Path(f"{model}.powerinfer") / "neurons.safetensors"
-
-
-def opened(out: Path, settings: Result) -> Result:
-    """The document that is gone on with, or a new one. SystemExit where it was measured otherwise."""
-    if not out.exists():
-        return {"kind": "hybrid", **machine.description(), "settings": settings, "jobs": {}}
-    document: Result = json.loads(out.read_text())
-    if document.get("settings") != json.loads(json.dumps(settings)):
-        sys.exit(f"{out} was measured with other settings; give another --out, or remove it")
-    return document
 
 
 def gpu_name(gpu: str) -> str:
@@ -420,7 +359,7 @@ def main() -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # models are made by threads of their own
     settings = {"scale": arguments.scale, "gpu": arguments.gpu, "device": gpu_name(arguments.gpu)}
     settings |= {name: getattr(arguments, name) for name in ("threads", "batches", "tokens", "prompt", "peer_flags")}
-    document = opened(arguments.out, settings)
+    document = opened(arguments.out, "hybrid", settings)
     models = document.setdefault("models", {})
     for name in arguments.names:
         whole = recipes.RECIPES[name]
@@ -431,7 +370,8 @@ def main() -> int:
         peer = Peer(arguments.peer, arguments.gpu, arguments.peer_flags.split())
         document["peer"] = programs.peer_facts(arguments.peer)
     arguments.models.mkdir(parents=True, exist_ok=True)
-    if not measure(Measurement(arguments, document, peer)):
+    left = {name: getattr(arguments, name) for name in ("out", "quiet", "minutes", "retry")}
+    if not measure(Measurement(document=document, arguments=arguments, peer=peer, **left)):
         print("time is over: start it again with the same --out to go on", file=sys.stderr)
     return 0
 

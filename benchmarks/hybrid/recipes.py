@@ -1,25 +1,15 @@
-"""The models of compare.py: shapes of published ones with random weights, and everything that `prepare` would make.
-
-Made from what is known rather than measured, to save time: the neurons of models/make_model.py fire as often as a power
-law says, so the profile holds these frequencies (`make_model.known_profile`) and the predictor is the one that the
-weights were built around (`make_model.make_predictor`). The bundles are packed by `powerinfer pack`.
-"""
+"""The models of compare.py: shapes of published ones with random weights, which models/prepared.py makes."""
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.models import make_model
 from benchmarks.models.weights import Plan
-from powerinfer.cli.main import main as powerinfer
-from powerinfer.formats.checkpoint import open_checkpoint
-from powerinfer.formats.profile_file import write_profile
 
 GIB = 1 << 30
-RANK = 512  # of the predictors
 
 
 @dataclass(frozen=True)
@@ -110,28 +100,3 @@ def recipe(name: str, scale: str) -> Recipe:
 
 def path_of(folder: Path, name: str, scale: str) -> Path:
     return folder / f"{name}-{scale}.gguf"
-
-
-def prepare(path: Path, made: Recipe, threads: int) -> None:
-    """The model's file, profile, predictor and bundles: what of them is not there yet."""
-    make_model.make(path, made.plan, "gguf", made.stored, threads)
-    checkpoint = open_checkpoint(path)
-    folder = Path(f"{path}.powerinfer")
-    if not (folder / "profile.safetensors").exists():
-        about = {"method": "frequencies that the weights were made for; nothing was run"}
-        write_profile(checkpoint, None, make_model.known_profile(made.plan), about)
-    if not (folder / "predictor.safetensors").exists():
-        make_model.make_predictor(path, made.plan, rank_of(made.plan))
-    if not (folder / "neurons.safetensors").exists() and powerinfer(["pack", "-m", str(path), "--no-check"]):
-        raise RuntimeError(f"powerinfer pack failed on {path.name}")
-
-
-def rank_of(plan: Plan) -> int:
-    """Of the predictor: what the noise needs, in whole blocks of Q8_0."""
-    return min(RANK, -(-(2 * plan.noise_rank + 1) // 32) * 32)
-
-
-def remove(path: Path) -> None:
-    """A model and what was prepared for it."""
-    path.unlink(missing_ok=True)
-    shutil.rmtree(f"{path}.powerinfer", ignore_errors=True)

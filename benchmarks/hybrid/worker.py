@@ -28,6 +28,7 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.hybrid import recipes
+from benchmarks.models import prepared
 from powerinfer import LLM, SamplingParams
 from powerinfer.config import EngineConfig
 from powerinfer.formats.bundle_file import open_bundles
@@ -294,7 +295,8 @@ def make(task: dict[str, Any]) -> dict[str, Any]:
     """Model, profile, predictor and bundles; the bytes of its file."""
     path = Path(task["model"])
     begin = time.perf_counter()
-    recipes.prepare(path, recipes.recipe(task["name"], task["scale"]), task["threads"])
+    made = recipes.recipe(task["name"], task["scale"])
+    prepared.prepare(path, made.plan, made.stored, task["threads"])
     return {"seconds": time.perf_counter() - begin, "file_bytes": path.stat().st_size}
 
 

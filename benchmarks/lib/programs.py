@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -117,10 +117,14 @@ class Engines:
         return commands
 
 
-def output(command: list[str], timeout: float | None = None) -> str:
-    """What a program prints; RuntimeError with its last line if it fails or has not ended after `timeout` seconds."""
+def output(command: list[str], timeout: float | None = None, prefix: Sequence[str] = ()) -> str:
+    """What a program prints; RuntimeError with its last line if it fails or has not ended after `timeout` seconds.
+
+    prefix: a command that becomes the program.
+    """
+    whole = [*prefix, *command]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=timeout)
+        done = subprocess.run(whole, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=timeout)
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"{Path(command[0]).name} had not ended after {timeout:.0f} seconds") from None
     if done.returncode:

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import machine, programs, results
-from benchmarks.models import make_model
+from benchmarks.models import make_model, prepared
 from benchmarks.models.speed_models import requantize
 from benchmarks.models.weights import Plan
 
@@ -39,12 +38,6 @@ ENGINES = {
 
 def model_path(folder: Path, fraction: float, kind: str) -> Path:
     return folder / f"sparse-{100 * fraction:g}-{kind}.gguf"
-
-
-def remove(model: Path) -> None:
-    """A model and what was prepared for it."""
-    model.unlink(missing_ok=True)
-    shutil.rmtree(f"{model}.powerinfer", ignore_errors=True)
 
 
 def prepare(model: Path, plan: Plan, own: list[str], arguments: argparse.Namespace) -> None:
@@ -145,9 +138,9 @@ def main() -> None:
             document["sparse"].append({"active": fraction, "type": kind, "file_bytes": model.stat().st_size, **result})
             results.write_json(out, document)  # after every step: an interrupted session keeps what it has
             if not arguments.keep and kind != "F16":
-                remove(model)
+                prepared.remove(model)
         if not arguments.keep:
-            remove(model_path(arguments.models, fraction, "F16"))
+            prepared.remove(model_path(arguments.models, fraction, "F16"))
 
 
 if __name__ == "__main__":

@@ -561,8 +561,8 @@ void bind_matrix(nb::module_& m) {
       "where that is -1.");
   m.def(
       "disk_matrix", &disk_matrix, "type"_a, "rows"_a, "k"_a, "file"_a, "offset"_a, "row_map"_a = nb::none(),
-      "A matrix that stays on disk, as of `pack_matrix`: [rows, k] as stored in a file of `Reads` from `offset` on. A "
-      "program\nthat uses it needs a window.");
+      "A matrix that stays on disk, as of `pack_matrix`: [rows, k] as stored in a file of `Reads` from `offset`\non. A "
+      "program that uses it needs a window.");
   m.def("repack", &repack, "pool"_a, "matrix"_a, "first"_a, "rows"_a, "data"_a,
         "Replace rows from `first` on, a multiple of LANES, by [rows, k] as in `pack_matrix`. Not while a step runs.");
   m.def("matmul", &matmul, "pool"_a, "matrix"_a, "level"_a, "x"_a, "out"_a.noconvert(),
@@ -1239,7 +1239,7 @@ void bind_reads(nb::module_& m) {
       .def("cancel", &Reads::cancel, "ticket"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Return when none of them is under way; some may not have been begun.")
       .def("stats", &Reads::stats)
-      .def_prop_ro("engine", &Reads::engine, "\"uring\", \"threads\" or \"emulated\".")
+      .def_prop_ro("engine", &Reads::engine, "Which one: \"uring\", \"threads\" or \"emulated\".")
       .def_prop_ro("direct", &Reads::direct)
       .def_prop_rw(
           "patience", [](const Reads& reads) { return reads.patience; },

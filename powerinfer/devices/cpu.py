@@ -190,6 +190,8 @@ class CpuExecutor:
         self.choices = {"isa": f"{isa} ({isa_reason})", "threads": f"{threads} ({threads_reason})"}
         self.config = config
         self.disk = disk
+        if disk is not None:
+            self.choices["disk"] = disk.about.why
         self.first_layer = first_layer
         self.page_size = cpu.PAGE
         self.max_tokens = max(engine.prefill_chunk, engine.max_batch)

@@ -25,7 +25,7 @@ class OnDisk:
 
     matrices: canonical names of those that pass through a window of `window` bytes, in the order in which a step uses
     them. experts, neurons: by layer the number of those in RAM, where the layer's rest on disk. direct: reads go past
-    the system's cache.
+    the system's cache; why: for people.
     """
 
     matrices: frozenset[str] = frozenset()
@@ -33,6 +33,7 @@ class OnDisk:
     experts: Mapping[int, int] = field(default_factory=dict)
     neurons: Mapping[int, int] = field(default_factory=dict)
     direct: bool = True
+    why: str = ""
 
     @property
     def anything(self) -> bool:

@@ -53,12 +53,9 @@ def load_resolved(
                 say(NOT_USED.format(error))
     checkpoint, engine = resolved.checkpoint, resolved.engine
     own, predictors = resolved.selection.in_experts, resolved.selection.predictors
-    disk, why = (None, "") if resolved.disk is None else open_tier(resolved, resolved.disk)
+    disk = open_tier(resolved, say)
     executor = load(checkpoint, engine, progress, resolved.kv_room, in_experts=own, predictors=predictors, disk=disk)
     executor.choices["gpu"] = f"none ({resolved.why})"
-    if resolved.disk is not None:
-        executor.choices["disk"] = f"{resolved.disk.why}; {why}"
-        say(f"not all of the model fits into RAM: it reads {resolved.disk.why}")
     try:
         return executor, attach(executor, checkpoint, engine, resolved.selection, sample, progress)
     except BaseException:
@@ -99,7 +96,8 @@ def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Pro
     device = choose_device(resolved.gpu)
     rotary = rotations(checkpoint, engine)
     gpu = None
-    cpu = CpuExecutor(config, engine, rotary, first_layer=resolved.gpu_layers, pages=resolved.pages)
+    disk = open_tier(resolved, silent)
+    cpu = CpuExecutor(config, engine, rotary, first_layer=resolved.gpu_layers, pages=resolved.pages, disk=disk)
     cpu.in_experts = selection.in_experts
     try:
         with gpu_failures("the model was loaded", "put fewer layers on it, or lower --context or --max-batch"):

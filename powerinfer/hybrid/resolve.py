@@ -22,7 +22,6 @@ from powerinfer.kernels import cpu
 from powerinfer.neurons import Indices
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity.selection import DENSE, Selection, select
-from powerinfer.system import available_memory
 
 if TYPE_CHECKING:
     from powerinfer.hardware.description import Hardware
@@ -99,6 +98,7 @@ def _with_policy(resolved: Resolved) -> Resolved:
         asked = "the default" if engine.expert_policy == "static" else "asked for: --expert-policy"
         return replace(resolved, policy=engine.expert_policy, why_policy=asked)
     from powerinfer.placement.budget import gib
+    from powerinfer.system import available_memory
 
     here, every = sum(map(len, experts)), sum(checkpoint.config.experts[at].n_experts for at in _split_layers(resolved))
     tried = replace(resolved, policy=None)
@@ -172,7 +172,7 @@ def needs(resolved: Resolved) -> Needs:
     from powerinfer.placement.budget import in_ram, on_gpu, staged_in_ram, staged_on_gpu
 
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
-    if resolved.disk is not None:
+    if resolved.disk is not None and resolved.gpu is None:
         return Needs(sum(resolved.disk.held.values()))
     if resolved.plan is not None:
         placed = resolved.plan.bytes
@@ -185,6 +185,8 @@ def needs(resolved: Resolved) -> Needs:
     slots = None if resolved.experts is None else [len(own) for own in resolved.experts]
     cached = resolved.policy != "static"
     ram = sum(in_ram(model, work, layers, head, hardware.host_bytes, slots=slots, cached=cached).values())
+    if resolved.disk is not None:
+        ram = sum(resolved.disk.held.values())
     vram = sum(on_gpu(model, hardware, work, layers, head, True, slots).values())
     return Needs(ram + staged_in_ram(resolved.staging), 0, vram + staged_on_gpu(resolved.staging))
 
@@ -215,10 +217,11 @@ def with_fewer_layers(resolved: Resolved) -> Resolved | None:
     layers = resolved.gpu_layers - (not resolved.gpu_head)
     if not layers:
         return None
-    if resolved.engine.ram is not None:
-        model = checkpoint_model(resolved.checkpoint, resolved.engine.prepared, fresh=True)
-        _check_ram(resolved.engine, model, measured(resolved.engine, gpu=resolved.gpu), layers, False)
-    return replace(resolved, gpu_layers=layers, gpu_head=False)
+    fewer = replace(resolved, gpu_layers=layers, gpu_head=False)
+    if resolved.engine.ram is None:
+        return fewer
+    model = checkpoint_model(resolved.checkpoint, resolved.engine.prepared, fresh=True)
+    return _within_ram(fewer, model, measured(resolved.engine, gpu=resolved.gpu))
 
 
 def with_fewer_experts(resolved: Resolved) -> Resolved | None:
@@ -249,6 +252,8 @@ def _on_cpu(resolved: Resolved) -> Resolved:
     """The same within --ram, or within the free memory if that does not hold the model; `auto` does not use bundles if
     the model fits without them."""
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
+    from powerinfer.system import available_memory
+
     ram, free = engine.ram, available_memory()
     if ram is None and not 0 < free < _MOST_GROWTH * checkpoint.file_bytes:
         return resolved
@@ -265,11 +270,12 @@ def _on_cpu(resolved: Resolved) -> Resolved:
         return replace(resolved, selection=selection, kv_room=ram - total + kv if engine.ram else None)
     if engine.disk == "none":
         raise _too_little_ram(checkpoint, engine, selection, model, total)
-    return _on_disk(resolved, model, ram)
+    return replace(_on_disk(resolved, model, ram), kv_room=kv)
 
 
-def _on_disk(resolved: Resolved, model: Model, ram: int) -> Resolved:
-    """The same with what does not fit into `ram` on disk. RequestError if the rest does not fit."""
+def _on_disk(resolved: Resolved, model: Model, ram: int, host_bytes: int = 0) -> Resolved:
+    """The same with what does not fit into `ram` on disk. RequestError if the rest does not fit. host_bytes: of a GPU's
+    libraries."""
     from powerinfer.placement.disk import plan_disk
 
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
@@ -281,8 +287,17 @@ def _on_disk(resolved: Resolved, model: Model, ram: int) -> Resolved:
     bundled = selection.bundles is not None and selection.selector in ("exact", "predicted")
     work = _workload(model, engine, selection.selector if bundled else "all")
     threads, _ = cpu.choose_threads(engine.threads)
-    plan = plan_disk(model, work, ram, lambda name: checkpoint.rests_at(name) is not None, threads, bundled)
-    return replace(resolved, disk=plan if plan.about.anything else None, kv_room=_kv_bytes(model, engine))
+    plan = plan_disk(
+        model,
+        work,
+        ram,
+        lambda name: checkpoint.rests_at(name) is not None,
+        threads,
+        bundled,
+        first=resolved.gpu_layers,
+        host_bytes=host_bytes,
+    )
+    return replace(resolved, disk=plan if plan.about.anything else None)
 
 
 def _ram_bytes(model: Model, engine: EngineConfig, selection: Selection | None = None) -> int:
@@ -399,28 +414,33 @@ def _whole_layers(resolved: Resolved, model: Model, hardware: Hardware) -> Resol
     layers, head = layers_that_fit(model, hardware, work, vram, dense=True)
     if not layers:
         raise no_layer_fits(model, hardware, work, vram, dense=True)
-    _check_ram(engine, model, hardware, layers, head)
     why = f"whole layers ({resolved.selection.why})"
-    return replace(resolved, gpu_layers=layers, gpu_head=head, why=why)
+    return _within_ram(replace(resolved, gpu_layers=layers, gpu_head=head, why=why), model, hardware)
 
 
-def _check_ram(engine: EngineConfig, model: Model, hardware: Hardware, layers: int, head: bool) -> None:
-    """RequestError if --ram does not hold what is left beside the first layers, as a whole on the GPU."""
+def _within_ram(resolved: Resolved, model: Model, hardware: Hardware) -> Resolved:
+    """The same within --ram, with what that does not hold on disk, where layers are on the GPU as a whole. RequestError
+    if it does not hold the rest."""
     from powerinfer.placement.budget import gib, in_ram
 
+    engine, layers, head = resolved.engine, resolved.gpu_layers, resolved.gpu_head
     needed = sum(in_ram(model, _workload(model, engine, "all"), layers, head, hardware.host_bytes).values())
-    if engine.ram is not None and needed > engine.ram:
-        held = "layer" if layers == 1 else f"{layers} layers"
-        raise RequestError(
-            f"{model.name} needs {gib(needed)} of RAM beside the {held} that --vram holds: give --ram "
-            f"{gib(needed)}, or more --vram"
-        )
+    if engine.ram is None or needed <= engine.ram:
+        return replace(resolved, disk=None)
+    if engine.disk != "none" and not head:
+        return _on_disk(resolved, model, engine.ram, hardware.host_bytes)
+    held = "layer" if layers == 1 else f"{layers} layers"
+    raise RequestError(
+        f"{model.name} needs {gib(needed)} of RAM beside the {held} that --vram holds: give --ram "
+        f"{gib(needed)}, or more --vram"
+    )
 
 
 def _planned(resolved: Resolved, model: Model) -> Callable[[Hardware], PlanRequest]:
     """Gives the request for a plan on a machine. RequestError, from it, if no layer fits on the GPU."""
     from powerinfer.formats.profile_file import open_profile
     from powerinfer.placement.request import Subject, expert_subject, on_named_gpu
+    from powerinfer.system import available_memory
 
     if any(model.n_experts):
         subject = expert_subject(model, resolved.checkpoint, resolved.engine.prepared)

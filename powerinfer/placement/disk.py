@@ -10,7 +10,7 @@ is always the next. So which ones stay in RAM is fixed (Belady, IBM Systems Jour
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from powerinfer.config import ExpertsConfig, FfnConfig
@@ -66,29 +66,37 @@ class DiskPlan:
 
 
 def plan_disk(
-    model: Model, work: Workload, ram: int, as_stored: Callable[[str], bool], threads: int, bundled: bool = False
+    model: Model,
+    work: Workload,
+    ram: int,
+    as_stored: Callable[[str], bool],
+    threads: int,
+    bundled: bool = False,
+    *,
+    first: int = 0,
+    host_bytes: int = 0,
 ) -> DiskPlan:
-    """What stays on disk so that the model runs within `ram` bytes.
+    """What stays on disk so that the layers from `first` on, and the head, run on the CPU within `ram` bytes.
 
     as_stored: whether a tensor lies in the file as it is used. bundled: neurons may stay on disk as bundles, of a
-    selector that is `exact` or `predicted`.
+    selector that is `exact` or `predicted`. host_bytes: of the libraries of a GPU that has the layers before.
 
     RequestError, with the least that would do, where even one matrix at a time does not fit.
     """
-    held = in_ram(model, work)
+    held = in_ram(model, work, first, host_bytes=host_bytes)
+    layers = range(first, model.config.n_layers)
     held["embedding"] = 0  # looked up in the mapped file, whose pages the system may take back
     held["disk"] = PACKED * min(threads, MOST_THREADS)
     fixed = sum(held[use] for use in ("runtime", "scratch", "norms", "kv", "predictor", "disk"))
-    ffns = [list(_ffn_units(model, layer)) for layer in range(model.config.n_layers)]
     order = [
-        *_spread([unit for units in ffns for unit in units]),
-        *_spread([unit for layer in range(model.config.n_layers) for unit in _attention_units(model, layer)]),
+        *_spread([unit for layer in layers for unit in _ffn_units(model, layer)]),
+        *_spread([unit for layer in layers for unit in _attention_units(model, layer)]),
         _head_unit(model),
     ]
     free = [unit for unit in order if all(map(as_stored, unit.names))]
     neurons = _neurons(model, work) if bundled else {}
-    stuck = sum(unit.held for unit in order) - sum(unit.held for unit in free) + _other(model)
-    experts = {layer: model.experts[layer] for layer in model.config.experts}
+    stuck = sum(unit.held for unit in order) - sum(unit.held for unit in free) + _other(model, layers)
+    experts = {layer: model.experts[layer] for layer in model.config.experts if layer >= first}
     slot = {layer: _slot_bytes(matrices, model.n_experts[layer]) for layer, matrices in experts.items()}
     least = {layer: least_slots(model.config.experts[layer]) for layer in experts}
     if experts and not all(as_stored(f"layers.{at}.experts_{part}") for at in experts for part in _parts(model, at)):
@@ -236,10 +244,10 @@ def _head_unit(model: Model) -> _Unit:
     return _unit(["embed" if model.config.tied_embeddings else "head"], [model.head])
 
 
-def _other(model: Model) -> int:
+def _other(model: Model, layers: Iterable[int]) -> int:
     """Bytes in panels of what is always in RAM: routers, the matrices of latent attention's heads, projections."""
     total = sum(one.panels for one in model.projections)
-    for layer in range(model.config.n_layers):
+    for layer in layers:
         for kind, matrices in (("attention", model.attention[layer]), ("ffn", model.ffn[layer])):
             named = zip(_matrix_names(model, layer, kind), matrices, strict=True)
             total += sum(one.panels for name, one in named if name in (*_STACKED, "router"))

@@ -235,9 +235,8 @@ class LLM:
 
     @property
     def _tier(self) -> DiskTier | None:
-        from powerinfer.devices.cpu import CpuExecutor
-
-        return self._executor.disk if isinstance(self._executor, CpuExecutor) else None
+        executor = getattr(self._executor, "cpu", self._executor)  # of one that is split, what computes on the CPU
+        return getattr(executor, "disk", None)
 
     def default_params(self, **given: Unpack[SamplingOptions]) -> SamplingParams:
         """`SamplingParams` with the model's own defaults for what is not given.

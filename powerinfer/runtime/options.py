@@ -47,6 +47,7 @@ class EngineOptions(TypedDict, total=False):
     gpu: str
     vram: int | None
     ram: int | None
+    disk: Literal["auto", "direct", "cached", "none"]
     adjust: bool
     expert_policy: Literal["static", "lru", "lfu", "dynamic", "auto"]
     isa: str | None

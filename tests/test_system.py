@@ -1,0 +1,49 @@
+"""What the operating system says of this machine and of the container that the process runs in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from powerinfer import system
+
+VERSION_2 = ("", "memory.max", "memory.current")
+VERSION_1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
+@pytest.mark.parametrize("files", [VERSION_2, VERSION_1])
+def test_a_containers_memory_is_its_limit_less_what_it_uses(files: tuple[str, str, str], tmp_path: Path) -> None:
+    controller, limit, used = files
+    own = tmp_path / "own"
+    own.write_text("12:cpu,cpuacct:/elsewhere\n" + ("7:memory:/a/b\n" if controller else "0::/a/b\n"))
+
+    def group(name: str, most: str, now: int) -> None:
+        folder = tmp_path / controller / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.stat").write_text("anon 5\ninactive_file 300\ntotal_inactive_file 400\n")
+        (folder / limit).write_text(f"{most}\n")
+        (folder / used).write_text(f"{now}\n")
+
+    def found() -> tuple[int, int] | None:
+        return system._cgroup_memory(tmp_path, own)
+
+    assert found() is None
+    group("a/b", "5000", 1000)
+    assert found() == (5000, 600)
+    group("a", "4000", 1000)  # what holds for it holds for b
+    assert found() == (4000, 600)
+    group("", "max" if not controller else str((1 << 63) - 4096), 1 << 40)
+    assert found() == (4000, 600)
+    own.write_text("no such file")
+    assert found() is None
+    group("", "3000", 100)  # as a container sees its own
+    assert found() == (3000, 0)
+
+
+def test_what_is_available_is_within_the_containers_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = system.available_memory()
+    monkeypatch.setattr(system, "_cgroup_memory", lambda: (5000, 1000))
+    assert (system.total_memory(), system.available_memory()) == (5000, min(free, 4000))
+    monkeypatch.setattr(system, "_cgroup_memory", lambda: (5000, 6000))
+    assert system.available_memory() == 1  # 0 would mean that it is not known
