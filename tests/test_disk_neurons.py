@@ -26,7 +26,6 @@ from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.predictor_file import write_predictor
 from powerinfer.models import load
 from powerinfer.prepare.packing import pack
-from powerinfer.sparsity import attach as attaching
 from powerinfer.sparsity.attach import CpuSparsity, attach
 from powerinfer.sparsity.selection import Selection, select
 
@@ -84,7 +83,12 @@ def in_memory(path: Path, selector: str) -> CpuExecutor:
 
 
 def tier_of(
-    checkpoint: Checkpoint, selection: Selection, slots: int, direct: bool = True, **emulated: Any
+    checkpoint: Checkpoint,
+    selection: Selection,
+    slots: int,
+    direct: bool = True,
+    policy: str = "lfu",
+    **emulated: Any,
 ) -> DiskTier:
     """What dense steps alone read passes through a window; of the neurons of every layer memory has `slots`."""
     assert selection.bundles is not None
@@ -98,13 +102,14 @@ def tier_of(
     assert len(places) == len(names)
     reads = _native.Reads([(os.fspath(file.path), file.size) for file in files], direct, **emulated)
     neurons = dict.fromkeys(range(checkpoint.config.n_layers), slots)
-    return DiskTier(OnDisk(frozenset(names), 512 << 10, neurons=neurons, direct=direct), files, places, reads)
+    about = OnDisk(frozenset(names), 512 << 10, neurons=neurons, direct=direct, neuron_policy=policy)
+    return DiskTier(about, files, places, reads)
 
 
-def opened(path: Path, selector: str, slots: int, direct: bool = True, **emulated: Any) -> Opened:
+def opened(path: Path, selector: str, slots: int, direct: bool = True, **more: Any) -> Opened:
     engine, checkpoint = engine_of(selector), open_checkpoint(path)
     selection = select(checkpoint, engine)
-    tier = tier_of(checkpoint, selection, slots, direct, **emulated)
+    tier = tier_of(checkpoint, selection, slots, direct, **more)
     executor = load(checkpoint, engine, disk=tier)
     sparsity = attach(executor, checkpoint, engine, selection, list)
     assert isinstance(sparsity, CpuSparsity)
@@ -191,13 +196,10 @@ def test_every_neuron_is_read_once_where_all_have_room(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", DISK_POLICIES)
-def test_policies_change_what_is_read_and_nothing_else(
-    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_policies_change_what_is_read_and_nothing_else(policy: str, tmp_path: Path) -> None:
     path = give_profile(model(tmp_path))
     expected = answers(in_memory(path, "predicted"))
-    monkeypatch.setattr(attaching, "POLICY", policy)
-    own = opened(path, "predicted", NEURONS // 2)
+    own = opened(path, "predicted", NEURONS // 2, policy=policy)
     hottest = {int(item) for item in np.argsort(-_frequency(path, 0), kind="stable")[: NEURONS // 2]}
     assert {item for item in range(NEURONS) if own.tier.slots[0].held(item)} == hottest
     assert own.tier.slots[0].stats()["wanted"] == 0
@@ -213,9 +215,8 @@ def _frequency(path: Path, layer: int) -> np.ndarray:
     return open_profile(open_checkpoint(path), None).fraction(layer)
 
 
-def test_what_was_used_last_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attaching, "POLICY", "lru")
-    own = opened(model(tmp_path), "predicted", NEURONS * 3 // 4)
+def test_what_was_used_last_stays(tmp_path: Path) -> None:
+    own = opened(model(tmp_path), "predicted", NEURONS * 3 // 4, policy="lru")
     batch = next(batch for batch in steps(own.executor.config.vocab_size) if len(batch.tokens) == 5)
     own.executor.forward(batch)
     for slots in own.tier.slots.values():

@@ -219,7 +219,7 @@ def _attach_resting(
 ) -> Sparsity:
     """The same of a model of which a part stays on disk: neurons of the layers that it says. Nothing is tried: in small
     steps these use the selector, since dense ones read whole matrices."""
-    from powerinfer.devices.disk_neurons import RestingNeurons
+    from powerinfer.devices.disk_neurons import neuron_slots
     from powerinfer.formats.prepared import PROFILE, PreparedFile
     from powerinfer.formats.profile_file import open_profile
     from powerinfer.sparsity.trial import apply, forced
@@ -228,36 +228,27 @@ def _attach_resting(
     assert bundles is not None
     profiled = PreparedFile(PROFILE, checkpoint, engine.prepared).exists()
     profile = open_profile(checkpoint, engine.prepared) if profiled else None
-    resting = RestingNeurons(disk, executor.parts, POLICY, None if profile is None else profile.fraction)
     bundles.file.check()
     for done, layer in enumerate(disk.about.neurons):
-        groups = bundles.layers[layer]
-        resting.add(
-            layer,
-            executor.ffns[layer],
-            bundles.layouts[layer],
-            groups,
-            threshold=selection.threshold(layer),
-            predictor=None if selection.predictors is None else selection.predictors(layer),
-        )
+        ffn, layout, groups = executor.ffns[layer], bundles.layouts[layer], bundles.layers[layer]
+        predictor = None if selection.predictors is None else selection.predictors(layer)
+        least = executor.parts.least_slots(ffn.neurons)
+        own = neuron_slots(disk, layer, layout, groups, ffn.neurons, least=least, whole=predictor is not None)
         bundles.file.release(groups)
+        neurons = ffn.add_resting(own, threshold=selection.threshold(layer), predictor=predictor)
+        disk.add_neurons(layer, own.slots, neurons.uses, None if profile is None else profile.fraction(layer))
         progress("loading neurons", done + 1, len(disk.about.neurons))
-    resting.begin()
-    executor.resting = resting
     way: Way = "predicted" if name == "predicted" else "exact"
     rests = [layer in disk.about.neurons for layer in range(layers)]
     sizes = (1, executor.neuron_tokens)
     verdicts = forced(rests, way, sizes, "neurons are read from disk", "RAM does not hold its bundles")
     apply(executor, verdicts)
-    kept = f"{POLICY} over {'the profile' if profile else 'what was used'}"
+    kept = f"{disk.about.neuron_policy} over {'the profile' if profile else 'what was used'}"
     executor.choices["selector"] = (
         f"{name} in {sum(rests)} of {layers} layers ({selection.why}; their neurons are on disk, RAM has some: {kept})"
     )
     return CpuSparsity(name, executor, verdicts)
 
-
-POLICY = "lfu"
-"""Of `DISK_POLICIES`: which neurons stay in RAM."""
 
 TRIALS = 3
 """Most trials at a start, if others disturb them."""
