@@ -314,8 +314,9 @@ std::shared_ptr<Bundles> make_resting_bundles(std::shared_ptr<Slots> slots, int6
     require(!bytes || (shared && (int64_t)shared->shape(0) == groups && (int64_t)shared->shape(1) == bytes),
             "the scales that groups share must be [groups, their bytes]");
     for (int64_t g = 0; bytes && g < groups; g++) b->shared_lines.push_back((uint32_t)(g * bytes / LINE));
-    return PiRows{slots->memory(), 0, 0, at.value_or(0), d_model, type, slots->lines(),
-                  bytes ? shared->data() : nullptr, b->shared_lines.data()};
+    return PiRows{
+        slots->memory(),       0, 0, at.value_or(0), d_model, type, slots->lines(), bytes ? shared->data() : nullptr,
+        b->shared_lines.data()};
   };
   b->firsts = gate_type ? gate_at.has_value() : up_at.has_value();
   require(up_at || !gate_type, "rows of up are missing");
@@ -637,12 +638,13 @@ void bind_bundles(nb::module_& m) {
       .def_ro("neurons", &Bundles::neurons)
       .def("add", &add_listed, "level"_a, "x"_a, "index"_a, "out"_a.noconvert(), "threshold"_a = 0.0f,
            "Add the sum of the listed neurons of x to out, both [tokens, d_model], by one thread.");
-  m.def("resting_bundles", &make_resting_bundles, "slots"_a, "d_model"_a, "gate_type"_a.none(), "up_type"_a,
-        "down_type"_a, "gate_at"_a.none(), "up_at"_a.none(), "down_at"_a, "spec"_a, "shared"_a = nb::none(),
-        nb::keep_alive<0, 10>(),
-        "Bundles of neurons on disk, the items of the slots, whose one part is what a step reads of each. The place of\n"
-        "a row is None where it is no part of that: its products are known from a matrix. shared: the scales of all\n"
-        "groups of down, [groups, bytes], kept.");
+  m.def(
+      "resting_bundles", &make_resting_bundles, "slots"_a, "d_model"_a, "gate_type"_a.none(), "up_type"_a,
+      "down_type"_a, "gate_at"_a.none(), "up_at"_a.none(), "down_at"_a, "spec"_a, "shared"_a = nb::none(),
+      nb::keep_alive<0, 10>(),
+      "Bundles of neurons on disk, the items of the slots, whose one part is what a step reads of each. The place of\n"
+      "a row is None where it is no part of that: its products are known from a matrix. shared: the scales of all\n"
+      "groups of down, [groups, bytes], kept.");
 }
 
 void bind_table(nb::module_& m) {

@@ -25,10 +25,10 @@ void fill_lanes(const PiActs* x, int64_t tokens, uint8_t* out);
 
 // Neurons of one layer.
 struct Bundles {
-  PiRows gate, up, down;         // gate.groups null: no gate
-  int64_t neurons;               // places: where groups have fewer bundles, some are empty
-  NeuronSpec spec;               // biases and limits have a value for every place
-  std::vector<int32_t> members;  // the places that hold a neuron, ascending
+  PiRows gate, up, down;                      // gate.groups null: no gate
+  int64_t neurons;                            // places: where groups have fewer bundles, some are empty
+  NeuronSpec spec;                            // biases and limits have a value for every place
+  std::vector<int32_t> members;               // the places that hold a neuron, ascending
   std::vector<uint32_t> lines, shared_lines;  // of rows, where these do not lie group by group, or are in `slots`
   // Where they rest on disk: items are neurons, with all that is read of them. firsts: the rows of `first` are.
   std::shared_ptr<Slots> slots = nullptr;

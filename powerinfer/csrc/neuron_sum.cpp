@@ -98,8 +98,7 @@ void NeuronSum::sum_listed(int thread, const Piece& piece, const PiActs* acts, c
   own.done = {};
   int64_t* const fired = piece.fired || !piece.counted || !counts_fired ? piece.fired : fired_.data();
   const Firing firing = {known, ldk, some ? lists.selected_by.data() : nullptr, threshold, piece.groups};
-  if (bundles->slots)
-    add_from_disk(thread, piece, acts, firing, n, fired);
+  if (bundles->slots) add_from_disk(thread, piece, acts, firing, n, fired);
   else
     add_neurons(workspace->kernels, *bundles, acts, tokens, own.taken.data(), n, firing, own.block, own.sums.data(),
                 lists.lds, own.done, fired);

@@ -186,8 +186,8 @@ class CpuFfn:
     def add_resting(
         self, own: NeuronSlots, *, threshold: float = 0.0, predictor: Weights | None = None
     ) -> _native.NeuronSum:
-        """The same of neurons that rest on disk. Without a predictor the first of the matrices, that of gates where there
-        are any, must be in memory. ValueError as of `add_bundles`."""
+        """The same of neurons on disk. Without a predictor the first of the matrices, of gates where there are any,
+        must be in memory. ValueError as of `add_bundles`."""
         neurons = self._parts.resting(self._layer, own, self._vectors, threshold)
         self._set_bundled(neurons, own.layout, self._parts.predictor(predictor))
         return neurons

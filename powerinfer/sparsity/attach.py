@@ -176,7 +176,7 @@ def attach(
     if executor.disk is not None and not executor.disk.about.neurons:
         if engine.selector != "auto":
             raise RequestError(
-                f"--selector {selection.selector}: RAM does not hold the neurons' bundles: give more --ram, or leave it out"
+                f"--selector {selection.selector}: RAM does not hold its bundles: give more --ram, or leave it out"
             )
         executor.choices["selector"] = "all (RAM does not hold the neurons' bundles)"
         return Sparsity()
