@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from model_files import family_gguf
 from sparse_models import give_profile, predictors_of, some_neurons, tiny_llama
 
 from powerinfer import ModelError, RequestError, _native
+from powerinfer.cli.common import read_size
 from powerinfer.config import EngineConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor
@@ -25,6 +27,9 @@ from powerinfer.formats.bundle_types import choose_types
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.predictor_file import write_predictor
 from powerinfer.models import load
+from powerinfer.placement.budget import Workload
+from powerinfer.placement.disk import plan_disk
+from powerinfer.placement.shapes import checkpoint_model
 from powerinfer.prepare.packing import pack
 from powerinfer.sparsity.attach import CpuSparsity, attach
 from powerinfer.sparsity.selection import Selection, select
@@ -72,9 +77,9 @@ class Opened:
     selection: Selection
 
 
-def in_memory(path: Path, selector: str) -> CpuExecutor:
+def in_memory(path: Path, selector: str, **more: Any) -> CpuExecutor:
     """Every small step as from disk."""
-    engine, checkpoint = engine_of(selector), open_checkpoint(path)
+    engine, checkpoint = engine_of(selector, **more), open_checkpoint(path)
     executor = load(checkpoint, engine)
     attach(executor, checkpoint, engine, select(checkpoint, engine), list)
     for ffn in executor.ffns.values():
@@ -351,3 +356,30 @@ def _resident(file: Path) -> int:
         elif inside and line.startswith("Rss:"):
             nbytes += int(line.split()[1]) << 10
     return nbytes
+
+
+@pytest.mark.parametrize("selector", ["exact", "predicted", "threshold"])
+@pytest.mark.parametrize("activation", ["relu", "opt"])
+def test_what_a_plan_leaves_on_disk_runs(selector: str, activation: str, tmp_path: Path) -> None:
+    path = give_profile(model(tmp_path, activation=activation))
+    engine = engine_of(selector, threshold=0.1 if selector == "threshold" else None)
+    checkpoint = open_checkpoint(path)
+    selection = select(checkpoint, engine)
+    whole, work = checkpoint_model(checkpoint, None), Workload("f16", 128, 64, 1, selector=selector)
+    plan = partial(plan_disk, whole, work, as_stored=lambda name: True, threads=2, bundled=True)
+    with pytest.raises(RequestError, match="give --ram") as caught:
+        plan(ram=1 << 20)
+    least = read_size(str(caught.value).rpartition("give --ram ")[2].split(",")[0])
+    found = plan(ram=least)
+    assert sum(found.held.values()) <= least
+    assert FEWEST <= found.about.neurons[0] <= NEURONS
+    first, *rest = (f"layers.0.{name}" for name in checkpoint.config.layers[0].neurons.matrices)
+    assert (first in found.about.matrices) is (selector == "predicted")
+    assert found.about.matrices.issuperset(rest)
+    places = [place for name in found.about.matrices if (place := checkpoint.rests_at(name)) is not None]
+    assert selection.bundles is not None
+    tier = DiskTier(found.about, [*checkpoint.files, selection.bundles.file], places)
+    executor = load(checkpoint, engine, disk=tier)
+    attach(executor, checkpoint, engine, selection, list)
+    right = in_memory(path, selector, threshold=engine.threshold)
+    check_same(executor, answers(right))
