@@ -291,7 +291,7 @@ def _on_disk(resolved: Resolved, model: Model, ram: int, host_bytes: int = 0) ->
         model,
         work,
         ram,
-        lambda name: checkpoint.rests_at(name) is not None,
+        lambda name: checkpoint.rests_at(name) is not None or checkpoint.resting(name) is not None,
         threads,
         bundled,
         first=resolved.gpu_layers,
