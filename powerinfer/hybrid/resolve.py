@@ -284,7 +284,7 @@ def _on_disk(resolved: Resolved, model: Model, ram: int, host_bytes: int = 0) ->
             f"--selector {selection.selector} needs all experts in RAM, and they do not fit: leave it out, and "
             "whole experts are read from disk"
         )
-    bundled = selection.bundles is not None and selection.selector in ("exact", "predicted")
+    bundled = selection.bundles is not None
     work = _workload(model, engine, selection.selector if bundled else "all")
     threads, _ = cpu.choose_threads(engine.threads)
     plan = plan_disk(

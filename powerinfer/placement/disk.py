@@ -18,6 +18,7 @@ from powerinfer.devices.disk import OnDisk
 from powerinfer.errors import RequestError
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.layout import is_matrix
+from powerinfer.neurons import BUNDLE_GROUP
 from powerinfer.placement.budget import Footprint, Workload, gib, in_ram
 from powerinfer.placement.shapes import Matrix, Model
 from powerinfer.system import MOST_THREADS
@@ -32,7 +33,10 @@ PACKED = 1 << 20
 """Bytes of a thread for the panels of matrices on disk."""
 
 FEWEST = 50
-"""Of a layer's neurons on disk RAM holds at least 1 / FEWEST."""
+"""Of a layer's neurons on disk RAM holds at least 1 / FEWEST,"""
+
+LEAST = 2 * BUNDLE_GROUP
+"""and so many for each thread."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,8 @@ def plan_disk(
 ) -> DiskPlan:
     """What stays on disk so that the layers from `first` on, and the head, run on the CPU within `ram` bytes.
 
-    as_stored: whether a tensor lies in the file as it is used. bundled: neurons may stay on disk as bundles, of a
-    selector that is `exact` or `predicted`. host_bytes: of the libraries of a GPU that has the layers before.
+    as_stored: whether a tensor lies in the file as it is used. bundled: neurons may stay on disk as bundles, of any
+    selector but `all`. host_bytes: of the libraries of a GPU that has the layers before.
 
     RequestError, with the least that would do, where even one matrix at a time does not fit.
     """
@@ -94,7 +98,7 @@ def plan_disk(
         _head_unit(model),
     ]
     free = [unit for unit in order if all(map(as_stored, unit.names))]
-    neurons = _neurons(model, work) if bundled else {}
+    neurons = _neurons(model, work, threads, as_stored) if bundled else {}
     stuck = sum(unit.held for unit in order) - sum(unit.held for unit in free) + _other(model, layers)
     experts = {layer: model.experts[layer] for layer in model.config.experts if layer >= first}
     slot = {layer: _slot_bytes(matrices, model.n_experts[layer]) for layer, matrices in experts.items()}
@@ -124,7 +128,7 @@ def plan_disk(
     held["panels"] = sum(unit.held for unit in rest) + stuck
     held["window"] = window
     held["experts"] = sum(slots[layer] * slot[layer] for layer in experts)
-    held["ffn"] = sum(one.least + cached[layer] * one.slot for layer, one in neurons.items())
+    held["ffn"] = sum(one.least + (cached[layer] - one.fewest) * one.slot for layer, one in neurons.items())
     for use in ("attention", "head"):
         held[use] = 0  # part of panels
     about = OnDisk(frozenset(name for unit in streamed for name in unit.names), window, slots, cached)
@@ -152,18 +156,21 @@ class _Neurons:
         return min(self.n, self.fewest + max(0, left) // self.slot)
 
 
-def _neurons(model: Model, work: Workload) -> dict[int, _Neurons]:
+def _neurons(model: Model, work: Workload, threads: int, as_stored: Callable[[str], bool]) -> dict[int, _Neurons]:
+    """By layer, where neurons can be left out and prompts find their matrices in the file."""
     found = {}
     for layer, config in enumerate(model.config.layers):
         about, layout = config.ffn, model.bundles[layer]
-        if not isinstance(about, FfnConfig):
+        if not isinstance(about, FfnConfig) or not (config.neurons.rectified or work.selector == "threshold"):
             continue
         names = [f"layers.{layer}.{name}" for name in about.matrices]
-        first = about.gated and work.selector == "exact"  # the gate is in RAM, and says which other rows are read
-        gate = model.ffn[layer][0].panels if first else 0
+        if not all(map(as_stored, names)):
+            continue
+        # Without a predictor the first matrix is in RAM, and says which rows of the others are read.
+        first = work.selector != "predicted"
+        beside = n_groups(about.size) * layout.shared_bytes + (model.ffn[layer][0].panels if first else 0)
         slot = layout.pitch - (layout.gate_bytes if first else 0) + 2 * BLOCK
-        fewest = max(1, about.size // FEWEST)
-        beside = gate + n_groups(about.size) * layout.shared_bytes
+        fewest = min(about.size, max(about.size // FEWEST, LEAST * threads))
         prompts = _unit(names[first:], model.ffn[layer][first:])
         found[layer] = _Neurons(prompts, slot, beside + fewest * slot, about.size, fewest)
     return found
