@@ -579,10 +579,10 @@ class Experts(Operator):
     def clear(self) -> None:
         """Reset the counters."""
 
-    def foresee(self, after: Experts) -> None:
+    def foresee(self, after: Experts, router: Matrix) -> None:
         """
-        Small steps begin to read what the router of `after`, whose experts rest on disk, would select of this
-        one's input.
+        Small steps begin to read what `router`, about that of `after`, whose experts rest on disk, would select of
+        this one's input.
         """
 
     @property

@@ -977,9 +977,10 @@ void bind_experts(nb::module_& m) {
       .def("counts", &expert_counts,
            "As of NeuronSum; sampled_tokens, sampled_active, sampled_found; rows of the predictor's outer read.")
       .def("clear", &Experts::clear, nb::call_guard<nb::gil_scoped_release>(), "Reset the counters.")
-      .def("foresee", &Experts::foresee, "after"_a, nb::call_guard<nb::gil_scoped_release>(),
-           "Small steps begin to read what the router of `after`, whose experts rest on disk, would select of this\n"
-           "one's input.")
+      .def("foresee", &Experts::foresee, "after"_a, "router"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Small steps begin to read what `router`, about that of `after`, whose experts rest on disk, would select "
+           "of\n"
+           "this one's input.")
       .def_prop_ro(
           "uses",
           [](Experts& op) {

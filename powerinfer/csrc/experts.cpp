@@ -334,7 +334,7 @@ void Experts::run(Thread& t, const Step& step) {
   const int own = some && predictor_ ? 0 : (gate_.empty() ? 0 : gate_[0].form()) | up_[0].form();
   const Rows x = p.residual(0, tokens);
   const bool guesses = after_ && tokens <= ExpertRows::GUESSED && after_->resting_->foreseeable();
-  if (guesses) after_->guess(t, rows, x);
+  if (guesses) guess(t, rows, x);
   const int others = (router_.scores ? router_.scores->form() : 0) | (shared_.neurons ? shared_.neurons->forms() : 0);
   const PiActs* acts = w.prepare(t.id, x, spec_.norm, own | others | (shared_.gate.empty() ? 0 : PI_FORM_F32));
   if (router_.scores) router_.select(t, rows, acts, tokens);
@@ -383,26 +383,37 @@ void Experts::multiply_arriving(Thread& t, ExpertRows& rows, const PiActs& acts,
   }
 }
 
-void Experts::foresee(std::shared_ptr<Experts> after) {
+void Experts::foresee(std::shared_ptr<Experts> after, std::shared_ptr<Matrix> router) {
   check(after->resting_ && after->router_.scores, "there is nothing on disk that a router could guess");
-  workspace_->pool->between_jobs([&] { after_ = std::move(after); });
+  check(router->rows == after->experts() && router->k == d_model_, "the router is of other experts");
+  workspace_->pool->between_jobs([&] {
+    after_ = std::move(after);
+    after_router_ = std::move(router);
+  });
 }
 
-// The logits that this operator's router would have of x.
+// The logits that the next layer's router would have of x.
 void Experts::guess(Thread& t, ExpertRows& rows, const Rows& x) const {
   Workspace& w = *t.program->workspace;
-  const PiActs* acts = w.prepare(t.id, x, spec_.norm, router_.scores->form());
-  w.product(t.id, *router_.scores, acts, x.tokens, {rows.guessed.data(), rows.ldl, false, NONE});
+  const PiActs* acts = w.prepare(t.id, x, after_->spec_.norm, after_router_->form());
+  w.product(t.id, *after_router_, acts, x.tokens, {rows.guessed.data(), rows.ldl, false, NONE});
   if (x.tokens > 1) w.pool->barrier();  // what is prepared next may be in the same memory
 }
 
 void Experts::expect_guessed(ExpertRows& rows, int64_t tokens) {
   const int64_t k = router_.spec.top_k;
   std::vector<float> scores((size_t)n_), weights((size_t)k);
-  std::vector<int32_t> selected((size_t)(tokens * k));
-  for (int64_t i = 0; i < tokens; i++)
-    route(router_.spec, rows.guessed.data() + i * rows.ldl, n_, scores.data(), selected.data() + i * k, weights.data());
-  resting_->expect(selected.data(), tokens * k);
+  std::vector<int32_t> selected((size_t)k), best;
+  std::vector<std::pair<float, int32_t>> ranked((size_t)k);
+  for (int64_t i = 0; i < tokens; i++) {
+    route(router_.spec, rows.guessed.data() + i * rows.ldl, n_, scores.data(), selected.data(), weights.data());
+    for (size_t j = 0; j < ranked.size(); j++) ranked[j] = {-weights[j], selected[j]};
+    std::sort(ranked.begin(), ranked.end());
+    ranked.resize((size_t)(k - k / 4));  // of the lightest ones every third guess is wrong
+    for (const auto& one : ranked) best.push_back(one.second);
+    ranked.resize((size_t)k);
+  }
+  resting_->expect(best.data(), (int64_t)best.size());
 }
 
 bool Experts::sum(Program& program, const float* x, int64_t tokens, const int32_t* selected, const float* weights,

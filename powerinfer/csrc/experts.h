@@ -135,8 +135,9 @@ class Experts : public Op {
   bool sum_ordered(Program& program, const float* x, int64_t tokens, float* out);
   // Whether steps compute every neuron of the selected experts, where they could skip some.
   void set_whole(bool on);
-  // Small steps begin to read what the router of `after`, whose experts rest on disk, would select of this one's input.
-  void foresee(std::shared_ptr<Experts> after);
+  // Small steps begin to read what `router`, about that of `after`, whose experts rest on disk, would select of this one's
+  // input.
+  void foresee(std::shared_ptr<Experts> after, std::shared_ptr<Matrix> router);
   // Of experts on disk, or null.
   RestingExperts* resting() const { return resting_.get(); }
   int64_t experts() const { return n_; }
@@ -183,6 +184,7 @@ class Experts : public Op {
   const std::vector<Vector> gate_bias_, up_bias_, down_bias_;
   const std::unique_ptr<RestingExperts> resting_;  // null: they are in memory
   std::shared_ptr<Experts> after_;                 // whose experts are guessed; null: nobody's
+  std::shared_ptr<Matrix> after_router_;
   const std::shared_ptr<Workspace> workspace_;
   const std::shared_ptr<const Predictor> predictor_;  // null: gates find what fires
   const std::vector<Matrix> out_;                     // of each expert, its rows of the predictor's

@@ -30,7 +30,8 @@ from powerinfer.devices.cpu_ffn import CpuFfn, PartMaker, Weights, pack
 from powerinfer.devices.disk import DiskTier
 from powerinfer.devices.states import Slots, StateMemory, state_bytes, state_slots
 from powerinfer.errors import ModelError, RequestError
-from powerinfer.formats.tensors import RawTensor, RestingTensor
+from powerinfer.formats.quant import block_type
+from powerinfer.formats.tensors import RawTensor, RestingTensor, convert
 from powerinfer.kernels import cpu
 from powerinfer.neurons import NO_VECTORS, FfnVectors
 from powerinfer.system import available_memory
@@ -446,13 +447,15 @@ class CpuExecutor:
         biases: Sequence[Float32 | None] = (),
         out_norm: _native.Norm | None = None,
         resting: Sequence[RestingTensor] = (),
+        guess: RawTensor | None = None,
     ) -> None:
         """x += out_norm(the sum of each token's weighted experts of n = norm(x), and of the shared expert).
 
         router: [experts, d_model], None: it was given to `early_router`; experts: the matrices of all experts,
         [experts, out, in], in the order of the layer's `matrices`; shared: those of the shared expert.
         shared_weight: float32 [d_model]; router_bias: float32 [experts]; biases: of the matrices, float32 [experts,
-        out], or none at all. resting: the experts, if they stay on disk; then `experts` is not asked for.
+        out], or none at all. resting: the experts, if they stay on disk; then `experts` is not asked for, and
+        guess is the router, too.
         """
         about = self.config.layers[layer].ffn
         assert isinstance(about, ExpertsConfig)
@@ -481,7 +484,7 @@ class CpuExecutor:
         if made is not None:
             self.expert_ffns[layer] = made(self._experts[layer])
         if self.disk is not None and slots is not None:
-            self._foresee(self.disk, layer)
+            self._foresee(self.disk, layer, guess)
             self.disk.add_experts(layer, self._experts[layer], slots)
 
     def early_router(self, layer: int, router: _native.Matrix, correction: Float32 | None = None) -> None:
@@ -511,14 +514,16 @@ class CpuExecutor:
         of_gate = gate[0] if gate else None
         return _native.ExpertMatrices(about.n_experts, about.size, spec, of_gate, up, down, **own, slots=slots), slots
 
-    def _foresee(self, disk: DiskTier, layer: int) -> None:
+    def _foresee(self, disk: DiskTier, layer: int, guess: RawTensor | None) -> None:
         """Whoever knows a layer's experts early reads them early: a router before attention, and, of `prefetch`, the
-        layer before it."""
+        layer before it. guess: the router, which it computes then."""
         op = self._experts[layer]
         if layer in self._early_routers:
             self._early_routers[layer].foresee(op)
-        elif disk.about.prefetch and layer - 1 in disk.about.experts:
-            self._experts[layer - 1].foresee(op)
+        elif guess is not None and disk.about.prefetch and layer - 1 in disk.about.experts:
+            small = guess.shape[1] % block_type("Q8_0").block == 0  # a guess need not be exact
+            router = convert(guess, "Q8_0", lambda elements: None) if small else guess
+            self._experts[layer - 1].foresee(op, self.matrix(router))
 
     def expert_sum(self, layer: int, experts: Iterable[RawTensor], biases: Sequence[Float32 | None] = ()) -> ExpertSum:
         """Some experts of a layer, which the caller selects; no operator. experts, biases: as of `experts`."""

@@ -61,6 +61,7 @@ def sum_experts(
         router_bias=weights.router_bias,
         biases=weights.biases,
         out_norm=out_norm,
+        guess=weights.router,
         resting=[checkpoint.rest(f"{name}experts_{part}") for part in about.matrices if rests],
     )
 
