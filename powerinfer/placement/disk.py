@@ -200,7 +200,7 @@ def _parts(model: Model, layer: int) -> Sequence[str]:
 
 def _window(streamed: Sequence[_Unit], prompts: Sequence[_Unit], ahead: int) -> int:
     """Bytes of a window for what every step reads: two of the largest, so that one is read while the other is used, and
-    more to read ahead while what is resident is used. What prompts alone read passes one by one: they compute for longer
+    more to read ahead while what is resident is used. What prompts alone read passes one by one: they compute longer
     than they read, and memory serves neurons better."""
     every = min(sum(map(_in_window, streamed)), 2 * _largest(streamed) + ahead) if streamed else 0
     return max(every, _largest(prompts))
