@@ -261,7 +261,8 @@ def _on_cpu(resolved: Resolved) -> Resolved:
     if ram is None:
         return _within_free_memory(resolved, model, free)
     beside = selection.bundles is not None and engine.selector == "auto"
-    if beside and _ram_bytes(model, engine) <= ram < _ram_bytes(model, engine, selection):
+    dense = engine.disk == "none" or _ram_bytes(model, engine) <= ram
+    if beside and dense and _ram_bytes(model, engine, selection) > ram:
         selection = select(checkpoint, engine, "--ram does not hold bundles beside the dense weights")
     total, kv = _ram_bytes(model, engine, selection), _kv_bytes(model, engine)
     if total <= ram:
