@@ -258,6 +258,31 @@ def test_each_expert_is_read_once_for_a_piece_of_a_prompt(written: Any) -> None:
     executor.close()
 
 
+class Seen:
+    """Every layer's input, selected experts and neurons that fired."""
+
+    def __init__(self) -> None:
+        self.found: list[np.ndarray] = []
+
+    def reads(self, layer: int, x: np.ndarray) -> None:
+        self.found.append(x.copy())
+
+    def fires(self, layer: int, selected: np.ndarray, active: np.ndarray) -> None:
+        self.found += [selected.copy(), active.copy()]
+
+
+def test_experts_can_be_observed(written: Any) -> None:
+    """`forward` runs in parts then."""
+    path, seen = written("smallthinker-4b"), []
+    for executor in (load(open_checkpoint(path), ENGINE), on_disk(open_checkpoint(path), 6)):
+        seen.append(Seen())
+        with executor.observed_experts(seen[-1]):
+            answers(executor)
+    whole, own = (one.found for one in seen)
+    assert len(whole) == len(own) > 20
+    assert all(np.array_equal(a, b) for a, b in zip(whole, own, strict=True))
+
+
 @pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("at", [0, 7, 100, 200])
 def test_a_step_that_could_not_read_fails_and_the_next_one_is_right(at: int, prefetch: bool, written: Any) -> None:
