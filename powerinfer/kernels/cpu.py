@@ -19,6 +19,7 @@ LANES = _native.LANES
 """Rows of a panel: widths of native buffers are multiples of it."""
 
 NEURON_TOKENS = _native.NEURON_TOKENS
+READ_COPIES = _native.READ_COPIES
 """Maximum number of tokens of a sparse step."""
 
 ISA_VARIABLE = "POWERINFER_ISA"
