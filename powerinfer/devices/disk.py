@@ -37,9 +37,9 @@ class OnDisk:
     neurons: Mapping[int, int] = field(default_factory=dict)
     direct: bool = True
     why: str = ""
-    policy: str = "lru"
+    policy: str = "lfu"
     frequencies: Mapping[int, NDArray[np.float64]] | None = None
-    prefetch: bool = False
+    prefetch: bool = True
     neuron_policy: str = "lfu"
 
     @property
@@ -170,7 +170,7 @@ class DiskTier:
         return {layer: op.disk_counts() for layer, op in self._experts.items()}
 
     def check(self) -> None:
-        """ModelError if a file was changed since it was opened: what was read from it may be of both."""
+        """ChangedError if a file was changed since it was opened: what was read from it may be of both."""
         for file in self._files:
             file.check_unchanged()
 

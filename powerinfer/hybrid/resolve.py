@@ -259,11 +259,10 @@ def _on_cpu(resolved: Resolved) -> Resolved:
         return resolved
     model = _model(checkpoint, engine, selection)
     if ram is None:
-        if engine.disk == "none" or not 0 < free < _ram_bytes(model, engine):
-            return resolved
-        ram = free * 9 // 10
+        return _within_free_memory(resolved, model, free)
     beside = selection.bundles is not None and engine.selector == "auto"
-    if beside and _ram_bytes(model, engine) <= ram < _ram_bytes(model, engine, selection):
+    dense = engine.disk == "none" or _ram_bytes(model, engine) <= ram
+    if beside and dense and _ram_bytes(model, engine, selection) > ram:
         selection = select(checkpoint, engine, "--ram does not hold bundles beside the dense weights")
     total, kv = _ram_bytes(model, engine, selection), _kv_bytes(model, engine)
     if total <= ram:
@@ -271,6 +270,19 @@ def _on_cpu(resolved: Resolved) -> Resolved:
     if engine.disk == "none":
         raise _too_little_ram(checkpoint, engine, selection, model, total)
     return replace(_on_disk(resolved, model, ram), kv_room=kv)
+
+
+def _within_free_memory(resolved: Resolved, model: Model, free: int) -> Resolved:
+    """The same without --ram: with what the free memory does not hold on disk. The KV cache of a context that was not
+    asked for takes memory as it fills, so little of it counts."""
+    engine = resolved.engine
+    short = replace(engine, context=engine.context or min(_SHORT, model.config.context_length))
+    if engine.disk == "none" or _ram_bytes(model, short) <= free:
+        return resolved
+    with suppress(RequestError):  # not even that fits: the system may still find the memory
+        placed = _on_disk(replace(resolved, engine=short), model, free * 9 // 10)
+        return replace(placed, engine=engine)
+    return resolved
 
 
 def _on_disk(resolved: Resolved, model: Model, ram: int, host_bytes: int = 0) -> Resolved:

@@ -30,7 +30,7 @@ BLOCK = 4096
 AHEAD = 64 << 20
 """Most bytes that are read ahead beside what a step uses: some twenty milliseconds of a fast disk."""
 
-PACKED = 1 << 20
+PACKED = 4 << 20
 """Bytes of a thread for the panels of matrices on disk."""
 
 FEWEST = 50
@@ -118,16 +118,16 @@ def plan_disk(
     fixed += stuck + sum(least[layer] * slot[layer] for layer in experts)
     fixed += sum(one.least for one in neurons.values())
     prompts = [one.prompts for one in neurons.values()]
-    streamed = list(prompts)
+    streamed: list[_Unit] = []
     rest = [unit for unit in free if not any(set(unit.names) >= set(one.names) for one in prompts)]
     ahead = min(AHEAD, ram // 16)
-    while rest and fixed + sum(unit.held for unit in rest) + _window(streamed, ahead) > ram:
+    while rest and fixed + sum(unit.held for unit in rest) + _window(streamed, prompts, ahead) > ram:
         streamed.append(rest.pop(0))
-    needed = fixed + sum(unit.held for unit in rest) + _largest(streamed)
+    needed = fixed + sum(unit.held for unit in rest) + _largest(prompts + streamed)
     if needed > ram:
         raise _too_little(model, held, needed, ram)
     left = ram - fixed - sum(unit.held for unit in rest)
-    window = min(left, _window(streamed, ahead))
+    window = min(left, _window(streamed, prompts, ahead))
     left -= window
     slots = _share(least, slot, {layer: model.n_experts[layer] for layer in experts}, left)
     left -= sum((slots[layer] - least[layer]) * slot[layer] for layer in experts)
@@ -138,9 +138,8 @@ def plan_disk(
     held["ffn"] = sum(one.least + (cached[layer] - one.fewest) * one.slot for layer, one in neurons.items())
     for use in ("attention", "head"):
         held[use] = 0  # part of panels
-    about = OnDisk(frozenset(name for unit in streamed for name in unit.names), window, slots, cached)
-    once = sum(unit.read for unit in streamed if unit not in prompts)
-    return DiskPlan(about, held, once)
+    about = OnDisk(frozenset(name for unit in prompts + streamed for name in unit.names), window, slots, cached)
+    return DiskPlan(about, held, sum(unit.read for unit in streamed))
 
 
 def least_slots(about: ExpertsConfig) -> int:
@@ -200,17 +199,19 @@ def _share(least: dict[int, int], slot: dict[int, int], most: dict[int, int], le
 
 
 def _slot_bytes(matrices: Sequence[Matrix], n: int) -> int:
-    return sum(max(one.stored, one.panels) // n + 2 * BLOCK for one in matrices)
+    return sum(max(one.file, one.panels) // n + 2 * BLOCK for one in matrices)
 
 
 def _parts(model: Model, layer: int) -> Sequence[str]:
     return model.config.experts[layer].matrices
 
 
-def _window(streamed: Sequence[_Unit], ahead: int) -> int:
-    """Bytes of a window for these: two of the largest, so that one is read while the other is used, and more to read
-    ahead while what is resident is used."""
-    return min(sum(map(_in_window, streamed)), 2 * _largest(streamed) + ahead)
+def _window(streamed: Sequence[_Unit], prompts: Sequence[_Unit], ahead: int) -> int:
+    """Bytes of a window for what every step reads: two of the largest, so that one is read while the other is used, and
+    more to read ahead while what is resident is used. What prompts alone read passes one by one: they compute longer
+    than they read, and memory serves neurons better."""
+    every = min(sum(map(_in_window, streamed)), 2 * _largest(streamed) + ahead) if streamed else 0
+    return max(every, _largest(prompts))
 
 
 def _largest(streamed: Sequence[_Unit]) -> int:
@@ -228,7 +229,7 @@ def _spread(units: Sequence[_Unit]) -> list[_Unit]:
 
 
 def _unit(names: Sequence[str], matrices: Sequence[Matrix]) -> _Unit:
-    return _Unit(tuple(names), sum(one.panels for one in matrices), sum(one.stored for one in matrices))
+    return _Unit(tuple(names), sum(one.panels for one in matrices), sum(one.file for one in matrices))
 
 
 def _matrix_names(model: Model, layer: int, kind: str) -> list[str]:
