@@ -19,8 +19,10 @@ LANES = _native.LANES
 """Rows of a panel: widths of native buffers are multiples of it."""
 
 NEURON_TOKENS = _native.NEURON_TOKENS
-READ_COPIES = _native.READ_COPIES
 """Maximum number of tokens of a sparse step."""
+
+READ_COPIES = _native.READ_COPIES
+"""Bytes of memory from which small reads past the system's cache are copied, at most."""
 
 ISA_VARIABLE = "POWERINFER_ISA"
 
