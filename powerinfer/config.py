@@ -818,6 +818,12 @@ class EngineConfig:
         "through it; auto: the one that suits this machine; none: they are not, and --ram must hold the model",
         choices=("auto", "direct", "cached", "none"),
     )
+    disk_policy: str = option(
+        "lfu",
+        "which of the neurons or experts on disk RAM holds: lfu, those selected most often lately; window, by the last "
+        "tokens; lru, those selected last; static, those that a profile finds most frequent",
+        choices=("lfu", "window", "lru", "static"),
+    )
     adjust: bool = option(
         False,
         "between requests, swap neurons or experts on the GPU that have become cold for ones that have become hot",

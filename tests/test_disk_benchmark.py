@@ -159,6 +159,21 @@ def test_a_program_that_exceeds_the_limit(measured: Callable[..., dict[str, Any]
     assert document["jobs"]["powerinfer/relu/0.5/0"]["error"].endswith("was killed: it needs more than 0.20 GiB")
 
 
+def test_a_file_that_another_program_reads(
+    measured: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--names", "dense", "--rounds", 1, "--sweep", "--engines", "llama.cpp", "llama.cpp-ram", "--retry")
+    kept = [0, RAM + 1, 0, FILE, 0]  # after dropping, after the program; of the next engine, which has no limit
+    monkeypatch.setattr(compare.page_cache, "cached", lambda _: kept.pop(0) if kept else 0)
+    jobs = measured(*flags)["jobs"]
+    assert jobs["llama.cpp/dense/0.5/0"]["error"].endswith("another program has read them")
+    assert jobs["llama.cpp-ram/dense/all/0"]["decode_tok_s"] == 8
+    kept[:] = [FILE // 100 + 1]
+    jobs = measured(*flags)["jobs"]
+    assert jobs["llama.cpp/dense/0.5/0"]["error"].endswith("does another program use them?")
+    assert measured(*flags)["jobs"]["llama.cpp/dense/0.5/0"]["decode_tok_s"] == 2
+
+
 def test_rates_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "model"
     path.write_bytes(bytes(33 << 20))

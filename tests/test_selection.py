@@ -165,6 +165,7 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "('auto', 'direct', 'cached', 'none')",
         "('static', 'lru', 'lfu', 'dynamic', 'auto')",
     ],
+    "sparsity/attach.py": ["engine.selector != 'auto'"],  # whether a selector was asked for
     "serve/constraints.py": ["choice.kind != 'auto'", "tools.choice.kind != 'auto'"],  # of tools, too
     "serve/messages.py": ["{'auto': 'auto', 'any': 'required', 'none': 'none'}"],
     "serve/responses.py": ["('auto', 'disabled')", "self.truncation == 'auto'"],  # of prompts

@@ -16,8 +16,9 @@ are --rounds rounds; in each every engine runs once, the first one another each 
 
 Each decodes --gen-tokens behind one token, and computes a prompt of --prompt-tokens, both after a warm-up in the same
 process. Before every process the page cache is dropped (`cache` says how), so all start cold. A program that has not
-ended after --timeout seconds has failed; a failure is written down as `error`. `memory` has the limit, by which
-cgroups, the peak with the page cache, and the bytes that the whole process read from disk.
+ended after --timeout seconds has failed, and so has one during which another program read the model's files: what is
+in the page cache on that one's account costs nothing. A failure is written down as `error`. `memory` has the limit, by
+which cgroups, the peak with the page cache, and the bytes that the whole process read from disk.
 
 --sweep: the same with other limits, --sweep-rounds times, for the plot of speed over RAM. Once for each model: `plan`,
 the speed that `powerinfer plan` predicts, and for `experts` `hits`, what policies hit of a recorded trace by the memory
@@ -61,6 +62,24 @@ def key_of(engine: str, name: str, share: float | None, number: int) -> str:
     return f"{engine}/{name}/{'all' if share is None else f'{share:g}'}/{number}"
 
 
+def drop(files: list[Path]) -> str:
+    """Drop files from the page cache; says how. RuntimeError where more than a hundredth of them stays."""
+    how = page_cache.drop(files)
+    kept = sum(map(page_cache.cached, files))
+    if kept > sum(path.stat().st_size for path in files) / 100:
+        raise RuntimeError(f"{kept} bytes of the model's files stay in the page cache: does another program use them?")
+    return how
+
+
+def check_alone(files: list[Path], ram: int | None) -> None:
+    """RuntimeError where the page cache has more of the files than the limit, in bytes, allows: another program read
+    them meanwhile, and what was in its share of the memory has cost the program under the limit nothing.
+    """
+    kept = sum(map(page_cache.cached, files))
+    if ram is not None and kept > ram:
+        raise RuntimeError(f"{kept} bytes of the model's files are in the page cache: another program has read them")
+
+
 @dataclass(kw_only=True)
 class Measurement(Jobs):
     """What is measured."""
@@ -70,11 +89,13 @@ class Measurement(Jobs):
     def ours(self, model: Path, ram: int | None) -> Result:
         """Rates of one process. ram: bytes, None: no limit."""
         about = self.arguments
-        cache = page_cache.drop(disk_models.prepared_files(model))
+        files = disk_models.prepared_files(model)
+        cache = drop(files)
         sizes = ["--prompt-tokens", str(about.prompt_tokens), "--gen-tokens", str(about.gen_tokens), "--repeat", "1"]
         command = [*about.powerinfer.split(), "bench", "-m", str(model), *sizes, "--json", *self._common()]
         command += [] if ram is None else ["--ram", f"{ram}B"]
         text, usage = memory_limit.output(command, ram, about.timeout)
+        check_alone(files, ram)
         document = json.loads(text.splitlines()[-1])
         result = {name: document[name]["median"] for name in programs.RATES}
         result |= {name: document[name] for name in FIELDS if name in document}
@@ -93,8 +114,9 @@ class Measurement(Jobs):
         }
         result: Result = {"memory": {}}
         for rate, flags in sizes.items():
-            result["cache"] = page_cache.drop([model])
+            result["cache"] = drop([model])
             text, usage = memory_limit.output([*command, *flags], ram, about.timeout)
+            check_alone([model], ram)
             result[rate] = json.loads(text)[0]["avg_ts"]
             result["memory"][rate] = usage.document()
         return result

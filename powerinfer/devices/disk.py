@@ -98,10 +98,7 @@ class DiskTier:
     def add_experts(self, layer: int, op: _native.Experts, slots: _native.Slots) -> None:
         """The operator that uses the slots of a layer. RequestError for a policy that lacks a profile."""
         known = self.about.frequencies
-        try:
-            self._residents.add(op.uses, slots.priority, None if known is None else known[layer])
-        except ValueError as error:
-            raise RequestError(f"{error}: run `powerinfer profile`, or choose another policy") from None
+        _add(self._residents, op.uses, slots.priority, None if known is None else known[layer])
         self._experts[layer] = op
 
     def add_neurons(
@@ -109,8 +106,8 @@ class DiskTier:
     ) -> None:
         """The slots of a layer's neurons. uses: int32 [neurons], steps that used each; frequency: [neurons], the share
         of the tokens that each fires for, None: not known. ModelError if those that fire most often cannot be read,
-        ValueError for a policy that lacks a profile."""
-        self._neurons.add(uses, slots.priority, frequency)
+        RequestError for a policy that lacks a profile."""
+        _add(self._neurons, uses, slots.priority, frequency)
         self.slots[layer] = slots
         if frequency is None:
             return
@@ -173,6 +170,15 @@ class DiskTier:
         """ChangedError if a file was changed since it was opened: what was read from it may be of both."""
         for file in self._files:
             file.check_unchanged()
+
+
+def _add(
+    residents: Residents, uses: NDArray[np.int32], priority: NDArray[np.float32], frequency: NDArray[np.float64] | None
+) -> None:
+    try:
+        residents.add(uses, priority, frequency)
+    except ValueError as error:
+        raise RequestError(f"{error}: run `powerinfer profile`, or choose another --disk-policy") from None
 
 
 def read_files(files: Sequence[MappedFile], direct: bool) -> _native.Reads:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from powerinfer.formats.mapped import MappedFile
     from powerinfer.hybrid.resolve import Resolved
     from powerinfer.placement.disk import DiskPlan
+    from powerinfer.placement.experts import Frequencies
 
 
 def open_tier(resolved: Resolved, say: Say) -> DiskTier | None:
@@ -27,12 +28,25 @@ def open_tier(resolved: Resolved, say: Say) -> DiskTier | None:
     files = [*checkpoint.files, *([] if bundles is None else [bundles.file])]
     places = [checkpoint.rests_at(name) for name in sorted(plan.about.matrices)]
     direct, why = _direct(resolved, plan, files)
-    about = replace(plan.about, direct=direct)
+    policy = resolved.engine.disk_policy
+    known = _frequencies(resolved) if plan.about.experts else None
+    about = replace(plan.about, direct=direct, policy=policy, neuron_policy=policy, frequencies=known)
     reads = read_files(files, direct)
     if direct and not reads.direct:
         why = "through the system's cache: this file system cannot do without"
     about = replace(about, why=f"{plan.why}; {reads.engine}, {why}")
     return DiskTier(about, files, [place for place in places if place is not None], reads)
+
+
+def _frequencies(resolved: Resolved) -> Frequencies | None:
+    """How often each expert is selected; None: no profile says it."""
+    from powerinfer.formats.expert_files import open_expert_profile
+    from powerinfer.formats.prepared import EXPERTS, PreparedFile
+
+    checkpoint, prepared = resolved.checkpoint, resolved.engine.prepared
+    if not PreparedFile(EXPERTS, checkpoint, prepared).exists():
+        return None
+    return open_expert_profile(checkpoint, prepared).frequencies
 
 
 def _direct(resolved: Resolved, plan: DiskPlan, files: Sequence[MappedFile]) -> tuple[bool, str]:

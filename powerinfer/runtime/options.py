@@ -48,6 +48,7 @@ class EngineOptions(TypedDict, total=False):
     vram: int | None
     ram: int | None
     disk: Literal["auto", "direct", "cached", "none"]
+    disk_policy: Literal["lfu", "window", "lru", "static"]
     adjust: bool
     expert_policy: Literal["static", "lru", "lfu", "dynamic", "auto"]
     isa: str | None
