@@ -18,6 +18,7 @@ from powerinfer.devices.disk import OnDisk
 from powerinfer.errors import RequestError
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.layout import is_matrix
+from powerinfer.kernels.cpu import READ_COPIES
 from powerinfer.neurons import BUNDLE_GROUP
 from powerinfer.placement.budget import Footprint, Workload, gib, in_ram
 from powerinfer.placement.shapes import Matrix, Model
@@ -37,6 +38,9 @@ FEWEST = 50
 
 LEAST = 2 * BUNDLE_GROUP
 """and so many for each thread."""
+
+NEURON = 48
+"""Bytes that say of a neuron on disk where it is, and how often it was used."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,9 @@ def plan_disk(
     ]
     free = [unit for unit in order if all(map(as_stored, unit.names))]
     neurons = _neurons(model, work, threads, as_stored) if bundled else {}
+    if neurons:
+        held["disk"] += READ_COPIES
+        fixed += READ_COPIES
     stuck = sum(unit.held for unit in order) - sum(unit.held for unit in free) + _other(model, layers)
     experts = {layer: model.experts[layer] for layer in model.config.experts if layer >= first}
     slot = {layer: _slot_bytes(matrices, model.n_experts[layer]) for layer, matrices in experts.items()}
@@ -168,7 +175,8 @@ def _neurons(model: Model, work: Workload, threads: int, as_stored: Callable[[st
         # Without a predictor the first matrix is in RAM, and says which rows of the others are read.
         first = work.selector != "predicted"
         beside = n_groups(about.size) * layout.shared_bytes + (model.ffn[layer][0].panels if first else 0)
-        slot = layout.pitch - (layout.gate_bytes if first else 0) + 2 * BLOCK
+        beside += about.size * NEURON
+        slot = layout.pitch - (layout.gate_bytes if first else 0)
         fewest = min(about.size, max(about.size // FEWEST, LEAST * threads))
         prompts = _unit(names[first:], model.ffn[layer][first:])
         found[layer] = _Neurons(prompts, slot, beside + fewest * slot, about.size, fewest)
