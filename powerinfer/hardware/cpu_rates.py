@@ -44,7 +44,7 @@ class Effort:
     rows: tuple[tuple[int, int], ...] = ((1024, 4096), (4096, 2048))  # d_model, d_ff of sparse FFNs
     context: int = 2048  # tokens that attention reads
     warm_mib: tuple[float, ...] = (16, 32, 64, 96, 128, 192)  # weights of the samples that caches may hold
-    disk_bytes: int = 64 << 20
+    disk_bytes: int = 128 << 20
     disk_seconds: float = 0.25  # of each size of read
 
 

@@ -251,9 +251,10 @@ def _how_many(experts: Sequence[Indices], every: int) -> str:
 def _on_cpu(resolved: Resolved) -> Resolved:
     """The same within --ram, or within the free memory if that does not hold the model; `auto` does not use bundles if
     the model fits without them."""
-    checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
+    from powerinfer.placement.disk import within
     from powerinfer.system import available_memory
 
+    checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
     ram, free = engine.ram, available_memory()
     if ram is None and not 0 < free < _MOST_GROWTH * checkpoint.file_bytes:
         return resolved
@@ -261,7 +262,7 @@ def _on_cpu(resolved: Resolved) -> Resolved:
     if ram is None:
         if engine.disk == "none" or not 0 < free < _ram_bytes(model, engine):
             return resolved
-        ram = free * 9 // 10
+        ram = within(free)
     beside = selection.bundles is not None and engine.selector == "auto"
     if beside and _ram_bytes(model, engine) <= ram < _ram_bytes(model, engine, selection):
         selection = select(checkpoint, engine, "--ram does not hold bundles beside the dense weights")
@@ -278,25 +279,11 @@ def _on_disk(resolved: Resolved, model: Model, ram: int, host_bytes: int = 0) ->
     libraries."""
     from powerinfer.placement.disk import plan_disk
 
-    checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
-    if selection.in_experts:
-        raise RequestError(
-            f"--selector {selection.selector} needs all experts in RAM, and they do not fit: leave it out, and "
-            "whole experts are read from disk"
-        )
+    engine, selection = resolved.engine, resolved.selection
     bundled = selection.bundles is not None and selection.selector in ("exact", "predicted")
     work = _workload(model, engine, selection.selector if bundled else "all")
     threads, _ = cpu.choose_threads(engine.threads)
-    plan = plan_disk(
-        model,
-        work,
-        ram,
-        lambda name: checkpoint.rests_at(name) is not None,
-        threads,
-        bundled,
-        first=resolved.gpu_layers,
-        host_bytes=host_bytes,
-    )
+    plan = plan_disk(model, work, ram, threads, bundled, first=resolved.gpu_layers, host_bytes=host_bytes)
     return replace(resolved, disk=plan if plan.about.anything else None)
 
 
