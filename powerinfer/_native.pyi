@@ -123,6 +123,9 @@ class Resting:
     def __init__(
         self, file: int, offset: int, bytes: int, stride: int, each: int | None = None, outer: int = 0
     ) -> None: ...
+    @staticmethod
+    def matrices(type: str, rows: int, k: int, places: Sequence[tuple[int, int]]) -> Resting:
+        """A matrix [rows, k] of each item, at (file, offset), with room for its panels."""
 
 class Slots:
     """
@@ -514,12 +517,14 @@ class ExpertMatrices:
         bundled: NeuronSum | None = None,
         predictor: Predictor | None = None,
         recall_every: int = 0,
+        slots: Slots | None = None,
     ) -> None:
         """
         neurons: of each; rows of each are padded to LANES. spec: without biases, which are [experts, rows]. bundled:
         all neurons, one expert after another, in place of up and down; their gates are not read, but with a predictor,
         which selects among all of these neurons and takes the place of the matrix of gates. recall_every: steps between
-        samples of its recall, 0: none.
+        samples of its recall, 0: none. slots: the experts rest on disk, their matrices are the parts; the three are
+        of `disk_matrix` then, [experts * rows, k].
         """
 
 class Experts(Operator):
@@ -549,6 +554,22 @@ class Experts(Operator):
     def clear(self) -> None:
         """Reset the counters."""
 
+    def foresee(self, after: Experts) -> None:
+        """
+        Small steps begin to read what the router of `after`, whose experts rest on disk, would select of this
+        one's input.
+        """
+
+    @property
+    def uses(self) -> NDArray[np.int32]:
+        """Of experts on disk: the tokens that selected each since someone wrote zeros; not while a step runs."""
+
+    def disk_counts(self) -> dict[str, float]:
+        """
+        Of experts on disk, not while a step runs: wanted, hits; waited: seconds; guessed: read because they were
+        expected; right: of these, needed.
+        """
+
     def sum(
         self,
         program: Program,
@@ -572,6 +593,12 @@ class Experts(Operator):
 
     def sum_ordered(self, program: Program, x: NDArray[np.float32], out: NDArray[np.float32]) -> bool:
         """The second part of `sum`."""
+
+class EarlyRouter(Operator):
+    """Selects experts before attention."""
+
+    def foresee(self, of: Experts) -> None:
+        """Begin to read what it selects, of experts on disk."""
 
 class Watch:
     """Records of a program's FFNs: views of its own memory, overwritten when the next FFN runs."""
@@ -740,7 +767,7 @@ class Program:
     def expert_sum(self, experts: ExpertMatrices, top_k: int) -> Experts:
         """Experts that the caller selects, at most top_k for a token. Not while a step runs."""
 
-    def early_router(self, router: RouterSpec, scores: Matrix) -> None:
+    def early_router(self, router: RouterSpec, scores: Matrix) -> EarlyRouter:
         """Select the experts of the next operator `experts` from x as it is; scores: [experts, d_model]."""
 
     def normalise(self, norm: Norm) -> None:

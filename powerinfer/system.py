@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 
 MOST_THREADS = 1024
 """Maximum of `--threads`."""
@@ -72,23 +73,32 @@ def available_memory() -> int:
     return free if limit is None else min(free, max(1, limit[0] - limit[1]))
 
 
-_CGROUP_MEMORY = (("", "memory.max", "memory.current"), ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"))
-"""The files of version 2 and 1: folder, limit, use."""
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
-def _cgroup_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int] | None:
-    """(limit, bytes used that cannot be reclaimed) of this process' container; None without a limit."""
-    for folder, limit, used in _CGROUP_MEMORY:
-        try:
-            most = (root / folder / limit).read_text().strip()
-            if most == "max" or int(most) >= 1 << 60:
-                return None
-            stat = dict(line.split() for line in (root / folder / "memory.stat").read_text().splitlines())
-            cached = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-            return int(most), max(0, int((root / folder / used).read_text()) - cached)
-        except (OSError, ValueError):
-            continue
-    return None
+def _cgroup_memory(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> tuple[int, int] | None:
+    """(limit, bytes used that cannot be reclaimed) of the container that leaves this process least; None: no limit.
+
+    Limits hold for all that is below, so each group up to the root counts. Of version 2 or 1.
+    """
+    groups = {"": PurePosixPath("/"), "memory": PurePosixPath("/")}  # as a container sees its own
+    with suppress(OSError, ValueError):
+        for line in own.read_text().splitlines():
+            _, controllers, name = line.split(":", 2)
+            if controllers in groups:
+                groups[controllers] = PurePosixPath(name)
+    found = []
+    for controller, path in groups.items():
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controller else ("memory.max", "memory.current")
+        for group in (path, *path.parents):
+            folder = root / controller / group.relative_to("/")
+            with suppress(OSError, ValueError):  # no such group here, or no limit
+                limit, used = (int((folder / one).read_text()) for one in names)
+                stat = {key: value for key, value in map(str.split, (folder / "memory.stat").read_text().splitlines())}
+                cached = int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
+                if limit < 1 << 60:
+                    found.append((limit, max(0, used - cached)))
+    return min(found, key=lambda one: one[0] - one[1], default=None)
 
 
 def resident_memory() -> int:

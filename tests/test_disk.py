@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -268,3 +270,20 @@ def test_layers_beside_a_gpu_are_read_from_disk(tmp_path: Path) -> None:
         executor.close()
     for own, right in zip(*found, strict=True):
         assert np.array_equal(own, right)
+
+
+def test_ram_is_kept(smollm2: Path) -> None:
+    """In a memory cgroup of --ram, where exceeding it means being killed."""
+    from benchmarks.lib import memory_limit
+
+    with memory_limit.Group(1 << 30) as group:
+        if group.by is None:
+            pytest.skip("no memory cgroup can be made here")
+    least = least_of(smollm2, context=128)
+    flags = ["--context", "128", "--prefill-chunk", "32", "--max-batch", "1", "--threads", "2", "--disk", "direct"]
+    command = [sys.executable, "-m", "powerinfer", "bench", "-m", str(smollm2), "--gpu", "none", "--ram", f"{least}B"]
+    command += [*flags, "--prompt-tokens", "40", "--gen-tokens", "4", "--repeat", "1", "--json"]
+    text, usage = memory_limit.output(command, least)
+    document = json.loads(text.splitlines()[-1])
+    assert not usage.killed and document["disk"]["bytes"] > 0
+    assert document["disk"]["bytes_per_token"] <= smollm2.stat().st_size * 1.1

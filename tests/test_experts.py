@@ -123,12 +123,12 @@ class Layer:
         self.top = TOP
         self.record = False
         self.selected: tuple[list[int], bool] = ([], False)
-        self.stored = {name: self._stack(EXPERTS, *shape) for name, shape in self._shapes(size)}
-        self.stored |= {f"shared_{name}": self._stack(1, *shape) for name, shape in self._shapes(shared) if shared}
+        self.stored = {name: self._stack(EXPERTS, *shape) for name, shape in self.shapes(size)}
+        self.stored |= {f"shared_{name}": self._stack(1, *shape) for name, shape in self.shapes(shared) if shared}
         self.router = self.rng.standard_normal((EXPERTS, d)).astype(np.float32) / np.float32(d**0.5)
         self.shared_gate = self.rng.standard_normal(d).astype(np.float32) / np.float32(d**0.5) if shared else None
 
-    def _shapes(self, size: int) -> list[tuple[str, tuple[int, int]]]:
+    def shapes(self, size: int) -> list[tuple[str, tuple[int, int]]]:
         gate = [("gate", (size, self.d))] if self.gated else []
         return [*gate, ("up", (size, self.d)), ("down", (self.d, size))]
 
@@ -146,7 +146,7 @@ class Layer:
         if every is None:
             return None
         every = every if experts is None else [every[one] for one in experts]
-        rows, k = dict(self._shapes(self.shared if "shared" in name else self.size))[name.split("_")[-1]]
+        rows, k = dict(self.shapes(self.shared if "shared" in name else self.size))[name.split("_")[-1]]
         padded = -(-rows // _native.LANES) * _native.LANES
         within = np.arange(padded)
         row_map = np.where(within < rows, np.arange(len(every))[:, None] * rows + within, -1)
@@ -171,12 +171,17 @@ class Layer:
         spec = _native.NeuronSpec(self.activation)
         return program, program.expert_sum(_native.ExpertMatrices(len(experts), self.size, spec, *matrices), self.top)
 
+    def experts(self, pool: _native.Pool) -> _native.ExpertMatrices:
+        """All of them."""
+        matrices = (self._packed(pool, name) for name in ("gate", "up", "down"))
+        return _native.ExpertMatrices(EXPERTS, self.size, _native.NeuronSpec(self.activation), *matrices)
+
     def run(self, level: str, x: np.ndarray, threads: int) -> np.ndarray:
         """What the operator adds to x [tokens, d]."""
         pool, program = self._program(level, len(x), threads)
         spec = _native.NeuronSpec(self.activation)
         packed = partial(self._packed, pool)
-        experts = _native.ExpertMatrices(EXPERTS, self.size, spec, packed("gate"), packed("up"), packed("down"))
+        experts = self.experts(pool)
         shared = None
         if self.shared:
             shared = _native.DenseNeurons(spec, *(packed(f"shared_{name}") for name in ("gate", "up", "down")))
@@ -198,7 +203,7 @@ class Layer:
         return program.residual(len(x)).copy() - x
 
     def linear(self, x: np.ndarray, name: str, expert: int) -> np.ndarray:
-        rows = dict(self._shapes(self.shared if "shared" in name else self.size))[name.split("_")[-1]][0]
+        rows = dict(self.shapes(self.shared if "shared" in name else self.size))[name.split("_")[-1]][0]
         return reference.linear(x, self.stored[name][expert], self.kind, rows)
 
     def hidden(self, x: np.ndarray, prefix: str, expert: int) -> np.ndarray:

@@ -9,6 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -112,6 +113,20 @@ def test_polling_brings_them_in(tmp_path: Path, engine: str) -> None:
     batch.check([data])
     assert reads.done(batch.ticket)
     assert reads.stats().active > 0
+
+
+@every_engine
+@both_ways
+def test_a_thread_that_ends_leaves_its_reads(tmp_path: Path, engine: str, direct: bool) -> None:
+    data = random_file(tmp_path / "a", 40 * PIECE)
+    reads = open_reads([tmp_path / "a"], engine, direct)
+    begun: list[Batch] = []
+    for ranges in [(0, 9, 40 * PIECE - 9)], [(0, i * BLOCK, BLOCK) for i in range(DEPTH)]:
+        thread = Thread(target=lambda ranges=ranges: begun.append(Batch(reads, ranges)))
+        thread.start()
+        thread.join()
+    for batch in begun:
+        batch.check([data])
 
 
 def test_auto_is_what_works_here(tmp_path: Path) -> None:

@@ -8,26 +8,37 @@ import pytest
 
 from powerinfer import system
 
+VERSION_2 = ("", "memory.max", "memory.current")
+VERSION_1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
 
-def test_a_containers_memory_is_its_limit_less_what_it_uses(tmp_path: Path) -> None:
-    assert system._cgroup_memory(tmp_path) is None
-    stat = "anon 5\ninactive_file 300\ntotal_inactive_file 400\n"
-    for folder, limit, used, cached in (
-        (tmp_path / "2", "memory.max", "memory.current", 400),
-        (tmp_path / "1" / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", 400),
-    ):
-        folder.mkdir(parents=True)
-        root = tmp_path / folder.relative_to(tmp_path).parts[0]
-        (folder / "memory.stat").write_text(stat)
-        (folder / used).write_text("1000\n")
-        (folder / limit).write_text("5000\n")
-        assert system._cgroup_memory(root) == (5000, 1000 - cached)
-        for unlimited in ("max", str((1 << 63) - 4096)):
-            (folder / limit).write_text(unlimited)
-            assert system._cgroup_memory(root) is None
-        (folder / limit).write_text("5000\n")
-        (folder / used).write_text("no number")
-        assert system._cgroup_memory(root) is None
+
+@pytest.mark.parametrize("files", [VERSION_2, VERSION_1])
+def test_a_containers_memory_is_its_limit_less_what_it_uses(files: tuple[str, str, str], tmp_path: Path) -> None:
+    controller, limit, used = files
+    own = tmp_path / "own"
+    own.write_text("12:cpu,cpuacct:/elsewhere\n" + ("7:memory:/a/b\n" if controller else "0::/a/b\n"))
+
+    def group(name: str, most: str, now: int) -> None:
+        folder = tmp_path / controller / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.stat").write_text("anon 5\ninactive_file 300\ntotal_inactive_file 400\n")
+        (folder / limit).write_text(f"{most}\n")
+        (folder / used).write_text(f"{now}\n")
+
+    def found() -> tuple[int, int] | None:
+        return system._cgroup_memory(tmp_path, own)
+
+    assert found() is None
+    group("a/b", "5000", 1000)
+    assert found() == (5000, 600)
+    group("a", "4000", 1000)  # what holds for it holds for b
+    assert found() == (4000, 600)
+    group("", "max" if not controller else str((1 << 63) - 4096), 1 << 40)
+    assert found() == (4000, 600)
+    own.write_text("no such file")
+    assert found() is None
+    group("", "3000", 100)  # as a container sees its own
+    assert found() == (3000, 0)
 
 
 def test_what_is_available_is_within_the_containers_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -817,6 +817,11 @@ Counts expert_counts(const Experts& op) {
   return counts;
 }
 
+RestingExperts& resting_of(const Experts& op) {
+  require(op.resting(), "the experts are in memory");
+  return *op.resting();
+}
+
 void bind_experts(nb::module_& m) {
   nb::class_<RouterSpec>(m, "RouterSpec", "How a token's experts, and their weights, follow from the router's logits.")
       .def(
@@ -850,7 +855,8 @@ void bind_experts(nb::module_& m) {
           [](ExpertMatrices* all, int64_t experts, int64_t neurons, const NeuronSpec& spec,
              std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up, std::shared_ptr<Matrix> down,
              std::optional<Floats2> gate_bias, std::optional<Floats2> up_bias, std::optional<Floats2> down_bias,
-             std::shared_ptr<NeuronSum> bundled, std::shared_ptr<Predictor> predictor, int64_t recall_every) {
+             std::shared_ptr<NeuronSum> bundled, std::shared_ptr<Predictor> predictor, int64_t recall_every,
+             std::shared_ptr<Slots> slots) {
             require(spec.gate_bias.empty() && spec.up_bias.empty(), "biases of experts are not those of neurons");
             require(spec.limits.empty(), "neurons of experts have no thresholds of their own");
             require(bundled || (up && down), "experts need up and down, or bundles");
@@ -865,18 +871,21 @@ void bind_experts(nb::module_& m) {
                                      vectors_of(down_bias),
                                      std::move(bundled),
                                      std::move(predictor),
-                                     recall_every};
+                                     recall_every,
+                                     std::move(slots)};
           },
           "experts"_a, "neurons"_a, "spec"_a, "gate"_a.none(), "up"_a.none(), "down"_a.none(),
           "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "down_bias"_a = nb::none(), "bundled"_a = nb::none(),
-          "predictor"_a = nb::none(), "recall_every"_a = 0,
+          "predictor"_a = nb::none(), "recall_every"_a = 0, "slots"_a = nb::none(),
           "neurons: of each; rows of each are padded to LANES. spec: without biases, which are [experts, rows]. "
           "bundled:\n"
           "all neurons, one expert after another, in place of up and down; their gates are not read, but with a "
           "predictor,\n"
           "which selects among all of these neurons and takes the place of the matrix of gates. recall_every: steps "
           "between\n"
-          "samples of its recall, 0: none.");
+          "samples of its recall, 0: none. slots: the experts rest on disk, their matrices are the parts; the three "
+          "are\n"
+          "of `disk_matrix` then, [experts * rows, k].");
   nb::class_<Experts, Op>(m, "Experts", "An FFN of experts.")
       .def("set_whole", &Experts::set_whole, "on"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Whether steps compute every neuron of the selected experts, where they could skip some.")
@@ -901,6 +910,28 @@ void bind_experts(nb::module_& m) {
       .def("counts", &expert_counts,
            "As of NeuronSum; sampled_tokens, sampled_active, sampled_found; rows of the predictor's outer read.")
       .def("clear", &Experts::clear, nb::call_guard<nb::gil_scoped_release>(), "Reset the counters.")
+      .def("foresee", &Experts::foresee, "after"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Small steps begin to read what the router of `after`, whose experts rest on disk, would select of this\n"
+           "one's input.")
+      .def_prop_ro(
+          "uses",
+          [](Experts& op) {
+            std::vector<int32_t>& uses = resting_of(op).uses;
+            return nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>(uses.data(), {uses.size()}, nb::find(op));
+          },
+          "Of experts on disk: the tokens that selected each since someone wrote zeros; not while a step runs.")
+      .def(
+          "disk_counts",
+          [](const Experts& op) {
+            const RestingExperts::Stats s = resting_of(op).stats();
+            return std::map<std::string, double>{{"wanted", (double)s.wanted},
+                                                 {"hits", (double)s.hits},
+                                                 {"waited", s.waited},
+                                                 {"guessed", (double)s.guessed},
+                                                 {"right", (double)s.right}};
+          },
+          "Of experts on disk, not while a step runs: wanted, hits; waited: seconds; guessed: read because they were\n"
+          "expected; right: of these, needed.")
       .def("sum", &sum_experts, "program"_a, "x"_a, "selected"_a, "weights"_a, "out"_a,
            "out = the weighted sum of each token's experts; x and out: [tokens, d_model].\n\n"
            "selected, weights: [tokens, top_k]; -1 selects none. False where no expert is selected: out is zero, and\n"
@@ -910,6 +941,12 @@ void bind_experts(nb::module_& m) {
       .def("fetch", &Experts::fetch, "program"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Between the two: read a part of the weights into the caches. False once they hold what they can.")
       .def("sum_ordered", &sum_ordered_experts, "program"_a, "x"_a, "out"_a, "The second part of `sum`.");
+}
+
+void bind_early_router(nb::module_& m) {
+  nb::class_<EarlyRouter, Op>(m, "EarlyRouter", "Selects experts before attention.")
+      .def("foresee", &EarlyRouter::foresee, "of"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Begin to read what it selects, of experts on disk.");
 }
 
 void bind_window(nb::module_& m) {
@@ -1193,7 +1230,18 @@ void bind_slots(nb::module_& m) {
           "__init__",
           [](Resting* resting, int file, int64_t offset, int64_t bytes, int64_t stride, std::optional<int64_t> each,
              int64_t outer) { new (resting) Resting{file, offset, bytes, stride, each.value_or(1LL << 40), outer}; },
-          "file"_a, "offset"_a, "bytes"_a, "stride"_a, "each"_a = nb::none(), "outer"_a = 0);
+          "file"_a, "offset"_a, "bytes"_a, "stride"_a, "each"_a = nb::none(), "outer"_a = 0)
+      .def_static(
+          "matrices",
+          [](const std::string& type, int64_t rows, int64_t k, const std::vector<std::pair<int, int64_t>>& places) {
+            Resting resting{0, 0, rows * stored_row_bytes(type_of(type), k), 0};
+            check_stored(type_of(type), rows, k, resting.bytes);
+            resting.before = packed_excess(type_of(type), rows, k);
+            for (const auto& [file, offset] : places) resting.places.push_back({file, offset});
+            return resting;
+          },
+          "type"_a, "rows"_a, "k"_a, "places"_a,
+          "A matrix [rows, k] of each item, at (file, offset), with room for its panels.");
   nb::class_<Slots>(m, "Slots",
                     "Items of equal size that rest on disk, and memory for some of them. For one thread at a time.\n\n"
                     "parts: of each item. What has least `priority` is replaced first, of equals the lowest item.")
@@ -1217,9 +1265,9 @@ void bind_slots(nb::module_& m) {
           "items"_a,
           "Begin to read items that may be wanted later, in place of others of less priority. For how many there\n"
           "was room.")
-      .def("wait", &Slots::wait, nb::call_guard<nb::gil_scoped_release>(),
+      .def("wait", nb::overload_cast<>(&Slots::wait), nb::call_guard<nb::gil_scoped_release>(),
            "Wait for what is pinned. ReadError: an item that could not be read is not there, and all are let go.")
-      .def("let_go", &Slots::let_go, "Of all that is pinned.")
+      .def("let_go", nb::overload_cast<>(&Slots::let_go), "Of all that is pinned.")
       .def(
           "held",
           [](const Slots& slots, int64_t item) {
@@ -1338,6 +1386,7 @@ NB_MODULE(_native, m) {
   bind_dense_neurons(m);
   bind_ffn(m);
   bind_experts(m);
+  bind_early_router(m);
   bind_watch(m);
   bind_program(m);
 }

@@ -127,8 +127,17 @@ ExpertRows::ExpertRows(const Sizes& s)
       cost((size_t)s.experts + 1),
       known(PI_NEURON_TOKENS * s.bundled * 4),
       of_expert((size_t)(s.bundled ? PI_NEURON_TOKENS * s.experts : 0)),
+      guessed((size_t)(GUESSED * ldl)),
       panels(s.bundled ? s.threads * panel_bytes(s) : 0) {
   active.reserve((size_t)s.experts);
+}
+
+void ExpertRows::compute(const std::vector<int32_t>& experts) {
+  active = experts;
+  for (size_t i = 0; i < active.size(); i++) {
+    const size_t e = (size_t)active[i];
+    cost[i + 1] = cost[i] + begin[e + 1] - begin[e] + 2;  // a row each, and to read the weights and to widen them
+  }
 }
 
 namespace {
@@ -137,6 +146,23 @@ namespace {
 std::vector<Matrix> repacked(int row_type, int64_t experts, int64_t rows, int64_t k) {
   return std::vector<Matrix>(
       (size_t)experts, {repacked_type(row_type), rows, k, pi_round_up(rows, PI_LANES) / PI_LANES, nullptr, nullptr});
+}
+
+// Of each expert the matrix that `all` has of all of them, one below the other.
+std::vector<Matrix> of_each(const ExpertMatrices& about, const Matrix& all, int64_t rows) {
+  if (!about.slots) return cut(all, about.experts, rows);
+  const OnDisk disk{0, 0, rows * stored_row_bytes(all.type, all.k), rows, {}};
+  const int64_t panels = pi_round_up(rows, PI_LANES) / PI_LANES;
+  return std::vector<Matrix>((size_t)about.experts,
+                             {all.type, rows, all.k, panels, nullptr, nullptr, std::make_shared<OnDisk>(disk)});
+}
+
+std::unique_ptr<RestingExperts> make_resting(std::shared_ptr<Slots> slots, std::vector<Matrix>& gate,
+                                             std::vector<Matrix>& up, std::vector<Matrix>& down) {
+  if (!slots) return nullptr;
+  std::vector<std::vector<Matrix>*> parts{&up, &down};
+  if (!gate.empty()) parts.insert(parts.begin(), &gate);
+  return std::make_unique<RestingExperts>(std::move(slots), parts);
 }
 
 }  // namespace
@@ -151,14 +177,16 @@ Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores
       d_model_(all.bundled ? all.bundled->bundles->up.k : all.up->k),
       activation_(all.activation),
       bundled_(all.bundled),
-      gate_(all.gate        ? cut(*all.gate, n_, neurons_)
+      gate_(all.gate        ? of_each(all, *all.gate, neurons_)
             : all.predictor ? repacked(bundled_->bundles->gate.type, n_, neurons_, d_model_)
                             : std::vector<Matrix>()),
-      up_(bundled_ ? repacked(bundled_->bundles->up.type, n_, neurons_, d_model_) : cut(*all.up, n_, neurons_)),
-      down_(bundled_ ? repacked(bundled_->bundles->down.type, n_, d_model_, neurons_) : cut(*all.down, n_, d_model_)),
+      up_(bundled_ ? repacked(bundled_->bundles->up.type, n_, neurons_, d_model_) : of_each(all, *all.up, neurons_)),
+      down_(bundled_ ? repacked(bundled_->bundles->down.type, n_, d_model_, neurons_)
+                     : of_each(all, *all.down, d_model_)),
       gate_bias_(std::move(all.gate_bias)),
       up_bias_(std::move(all.up_bias)),
       down_bias_(std::move(all.down_bias)),
+      resting_(make_resting(all.slots, gate_, up_, down_)),
       workspace_(std::move(workspace)),
       predictor_(std::move(all.predictor)),
       out_(predictor_ ? cut(*predictor_->out, n_, neurons_) : std::vector<Matrix>()),
@@ -168,12 +196,14 @@ Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores
 void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k) {
   const int64_t n = all.experts, d = sizes.d_model;
   const auto stacked = [&](const Matrix& m, int64_t rows) {
-    return m.panels == n * (pi_round_up(rows, PI_LANES) / PI_LANES) &&
+    if (all.slots) return !m.data && m.rows == n * rows;
+    return m.data && m.panels == n * (pi_round_up(rows, PI_LANES) / PI_LANES) &&
            (m.rows == n * rows || m.rows == m.panels * PI_LANES);
   };
   check(n > 0 && all.neurons > 0, "experts need neurons");
   workspace->reserve(1, all.neurons);
   check(all.bundled || !all.predictor, "a predictor selects among experts as bundles");
+  check(!all.bundled || !all.slots, "experts as bundles are in memory");
   if (all.bundled) {
     const Bundles& b = *all.bundled->bundles;
     check(all.bundled->workspace == workspace, "the bundles are of another workspace than the program");
@@ -207,7 +237,23 @@ void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k) {
   check_biases(all.gate_bias, all.neurons, "an expert's gate");
   check_biases(all.up_bias, all.neurons, "an expert's up");
   check_biases(all.down_bias, d, "an expert's down");
+  if (all.slots) reserve_resting(all);
   reserve_expert_rows(n, top_k, all.neurons);
+}
+
+void Program::reserve_resting(const ExpertMatrices& all) {
+  check(all.slots->items() == all.experts, "the slots are of another number of experts");
+  check(all.slots->parts() == (all.gate ? 3 : 2), "the slots have another number of matrices than the experts");
+  size_t part = 0;
+  for (const auto& one : {all.gate, all.up, all.down}) {
+    if (!one) continue;
+    const int64_t rows_of = one->rows / all.experts, excess = packed_excess(one->type, rows_of, one->k);
+    check(all.slots->part_bytes(part) == rows_of * stored_row_bytes(one->type, one->k) &&
+              all.slots->before(part) == excess,
+          "the slots are of matrices of another size");
+    part++;
+    workspace->reserve_packed(*one, 2 * excess);
+  }
 }
 
 void Program::reserve_expert_rows(int64_t n, int64_t top_k, int64_t neurons, int64_t bundled) {
@@ -226,6 +272,7 @@ void Program::reserve_expert_rows(int64_t n, int64_t top_k, int64_t neurons, int
 std::shared_ptr<Experts> Program::expert_sum(ExpertMatrices all, int64_t top_k) {
   check(top_k > 0, "a token needs experts");
   check(!all.predictor, "predictors are for experts that a program's router selects");
+  check(!all.slots, "experts that the caller selects are in memory");
   reserve_experts(all, top_k);
   RouterSpec router{};
   router.top_k = top_k;
@@ -255,31 +302,25 @@ std::shared_ptr<Experts> Program::experts(FfnSpec spec, RouterSpec router, std::
   return op;
 }
 
-namespace {
+void EarlyRouter::run(Thread& t, const Step& step) {
+  Program& p = *t.program;
+  ExpertRows& rows = *p.expert_rows;
+  const PiActs* acts = p.workspace->prepare(t.id, p.residual(0, step.tokens), {}, router_.scores->form());
+  router_.select(t, rows, acts, step.tokens);
+  if (of_ && t.id == 0) p.attempt([&] { of_->resting_->expect(rows.active.data(), (int64_t)rows.active.size()); });
+}
 
-// A router that reads the residual stream as it is, before attention, for experts further on in the step.
-class EarlyRouter : public Op {
- public:
-  explicit EarlyRouter(Router router) : router_(std::move(router)) {}
-  const char* name() const override { return "router"; }
-  void run(Thread& t, const Step& step) override {
-    Program& p = *t.program;
-    const PiActs* acts = p.workspace->prepare(t.id, p.residual(0, step.tokens), {}, router_.scores->form());
-    router_.select(t, *p.expert_rows, acts, step.tokens);
-  }
+void EarlyRouter::foresee(std::shared_ptr<Experts> of) {
+  check(of->resting_ && !of->router_.scores && of->experts() == router_.experts, "it does not select these experts");
+  of_ = std::move(of);
+}
 
- private:
-  const Router router_;
-};
-
-}  // namespace
-
-void Program::early_router(RouterSpec spec, std::shared_ptr<Matrix> scores) {
+std::shared_ptr<EarlyRouter> Program::early_router(RouterSpec spec, std::shared_ptr<Matrix> scores) {
   const int64_t n = scores->rows;
   check(scores->k == sizes.d_model, "the router has another width than d_model");
   check_router(spec, n);
   reserve_expert_rows(n, spec.top_k, 1);
-  add(std::make_shared<EarlyRouter>(Router{std::move(spec), std::move(scores), n}));
+  return add(std::make_shared<EarlyRouter>(Router{std::move(spec), std::move(scores), n}));
 }
 
 // ---- A step ---------------------------------------------------------------------------------------------------------
@@ -292,9 +333,13 @@ void Experts::run(Thread& t, const Step& step) {
   const bool some = bundled_ && !whole_ && tokens <= PI_NEURON_TOKENS;
   const int own = some && predictor_ ? 0 : (gate_.empty() ? 0 : gate_[0].form()) | up_[0].form();
   const Rows x = p.residual(0, tokens);
+  const bool guesses = after_ && tokens <= ExpertRows::GUESSED;
+  if (guesses) after_->guess(t, rows, x);
   const int others = (router_.scores ? router_.scores->form() : 0) | (shared_.neurons ? shared_.neurons->forms() : 0);
   const PiActs* acts = w.prepare(t.id, x, spec_.norm, own | others | (shared_.gate.empty() ? 0 : PI_FORM_F32));
   if (router_.scores) router_.select(t, rows, acts, tokens);
+  if (t.id == 0 && resting_) p.attempt([&] { resting_->begin(rows); });
+  if (t.id == 0 && guesses) p.attempt([&] { after_->expect_guessed(rows, tokens); });
   if (t.id == 0 && records_) keep(rows, tokens);
   weigh_shared(t, rows, acts, tokens);
   if (some && predictor_) return sum_predicted(t, rows, x);
@@ -305,13 +350,59 @@ void Experts::run(Thread& t, const Step& step) {
   if (records_fired_) w.pool->barrier();  // there is room for what fires
   if (shared_.neurons)
     shared_.neurons->sum(t, acts, tokens, {rows.floats(rows.shared), rows.ldy, false, NONE}, nullptr);
-  multiply(t, rows, tokens == 1 ? *acts : gather(t, rows, acts), tokens == 1);
-  w.pool->barrier();
-  add_down(t, rows);
+  const PiActs in = tokens == 1 ? *acts : gather(t, rows, acts);
+  if (resting_) {
+    multiply_arriving(t, rows, in, tokens == 1);
+  } else {
+    multiply(t, rows, in, tokens == 1);
+    w.pool->barrier();
+    add_down(t, rows);
+  }
   w.pool->barrier();
   merge(t, rows, tokens, p.added_to(0, spec_.out_norm, spec_.down_bias, p.up));
   w.pool->barrier();
   p.add_normalised(t, spec_.out_norm, p.up, 0, tokens);
+}
+
+// Some experts after others, those first that are in memory. A row has the same bits whichever are computed with it.
+void Experts::multiply_arriving(Thread& t, ExpertRows& rows, const PiActs& acts, bool one) {
+  Program& p = *t.program;
+  for (;;) {
+    if (t.id == 0 && !p.attempt([&] { resting_->next(rows); })) rows.compute({});
+    p.workspace->pool->barrier();
+    if (rows.active.empty()) return;
+    const bool settles = resting_->settles();
+    multiply(t, rows, acts, one);
+    p.workspace->pool->barrier();
+    if (settles) p.workspace->settle(t.id);
+    add_down(t, rows);
+    p.workspace->pool->barrier();
+    if (!settles) continue;
+    p.workspace->settle(t.id);
+    p.workspace->pool->barrier();
+  }
+}
+
+void Experts::foresee(std::shared_ptr<Experts> after) {
+  check(after->resting_ && after->router_.scores, "there is nothing on disk that a router could guess");
+  workspace_->pool->between_jobs([&] { after_ = std::move(after); });
+}
+
+// The logits that this operator's router would have of x.
+void Experts::guess(Thread& t, ExpertRows& rows, const Rows& x) const {
+  Workspace& w = *t.program->workspace;
+  const PiActs* acts = w.prepare(t.id, x, spec_.norm, router_.scores->form());
+  w.product(t.id, *router_.scores, acts, x.tokens, {rows.guessed.data(), rows.ldl, false, NONE});
+  if (x.tokens > 1) w.pool->barrier();  // what is prepared next may be in the same memory
+}
+
+void Experts::expect_guessed(ExpertRows& rows, int64_t tokens) {
+  const int64_t k = router_.spec.top_k;
+  std::vector<float> scores((size_t)n_), weights((size_t)k);
+  std::vector<int32_t> selected((size_t)(tokens * k));
+  for (int64_t i = 0; i < tokens; i++)
+    route(router_.spec, rows.guessed.data() + i * rows.ldl, n_, scores.data(), selected.data() + i * k, weights.data());
+  resting_->expect(selected.data(), tokens * k);
 }
 
 bool Experts::sum(Program& program, const float* x, int64_t tokens, const int32_t* selected, const float* weights,
@@ -609,7 +700,7 @@ void Experts::product(const Thread& t, const ExpertRows& rows, const Matrix& mat
                       const PiActs& acts, float* out, int64_t ldo, int64_t tokens, int64_t p0, int64_t p1,
                       R repack) const {
   Workspace& w = *t.program->workspace;
-  if (matrix.data) return w.linear(t.id, matrix, bias, &acts, out, ldo, tokens, false, p0, p1);
+  if (matrix.data || matrix.disk) return w.linear(t.id, matrix, bias, &acts, out, ldo, tokens, false, p0, p1);
   Matrix some = matrix;
   some.data = rows.panels_of(t.id);
   for (int64_t p = p0; p < p1; p += 2) {

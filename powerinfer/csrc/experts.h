@@ -2,6 +2,7 @@
 // token. Beside them may be a shared expert, which every token has.
 #pragma once
 #include "ffn.h"
+#include "resting_experts.h"
 
 // How a token's experts follow from the router's scores, one for each expert.
 struct RouterSpec {
@@ -40,6 +41,8 @@ struct Router {
 // The experts' matrices: of all experts, one below the other, each padded to whole panels. gate may be null.
 // bundled: the neurons of all experts, one expert after another, in place of up and down. Their gates are read with a
 // predictor, which selects among all of these neurons and takes the matrix' place.
+// slots: the matrices of each expert rest on disk, as they are stored: its parts are gate, up and down. `gate`, `up` and
+// `down` say then what they are alone.
 struct ExpertMatrices {
   int64_t experts, neurons;  // neurons: of each expert
   Activation activation;
@@ -48,6 +51,7 @@ struct ExpertMatrices {
   std::shared_ptr<NeuronSum> bundled = nullptr;
   std::shared_ptr<const Predictor> predictor = nullptr;
   int64_t recall_every = 0;  // steps between samples of its recall, for which all neurons are computed; 0: none
+  std::shared_ptr<Slots> slots = nullptr;
 };
 
 // The shared expert, and the weights of its own gate: a sigmoid of their product with the input. Either may be absent.
@@ -63,6 +67,7 @@ struct ExpertRows {
     int64_t bundled;  // neurons of all experts of a layer whose neurons are bundles; 0: there is none
     int threads;
   };
+  static constexpr int64_t GUESSED = PI_NEURON_TOKENS;  // tokens of a step that guesses
   explicit ExpertRows(const Sizes& sizes);
 
   const Sizes sizes;
@@ -76,9 +81,12 @@ struct ExpertRows {
   std::vector<int64_t> cost;                // [active + 1] of a unit of work of all those before
   Mapping known;                            // activations of bundled neurons, [PI_NEURON_TOKENS][bundled]
   std::vector<float> of_expert;             // weights of bundled experts, [PI_NEURON_TOKENS][experts]
+  std::vector<float> guessed;               // logits, [GUESSED][ldl]
   Mapping panels;                           // two for each thread, repacked
   const Experts* ordered = nullptr;         // whose rows `Experts::order` has ordered; null: nobody's
   int64_t ordered_tokens = 0, fetched = 0;  // of these rows; bytes of their weights that each thread has fetched
+  // The experts that are computed next, of those that have rows: `active` and `cost`.
+  void compute(const std::vector<int32_t>& experts);
   float* floats(const Mapping& of) const { return (float*)of.data(); }
   uint8_t* panels_of(int thread) const { return panels.data() + thread * panel_bytes(sizes); }
   static int64_t panel_bytes(const Sizes& s) {
@@ -127,11 +135,19 @@ class Experts : public Op {
   bool sum_ordered(Program& program, const float* x, int64_t tokens, float* out);
   // Whether steps compute every neuron of the selected experts, where they could skip some.
   void set_whole(bool on);
+  // Small steps begin to read what the router of `after`, whose experts rest on disk, would select of this one's input.
+  void foresee(std::shared_ptr<Experts> after);
+  // Of experts on disk, or null.
+  RestingExperts* resting() const { return resting_.get(); }
   int64_t experts() const { return n_; }
   int64_t top_k() const { return router_.spec.top_k; }
   int64_t d_model() const { return d_model_; }
 
  private:
+  friend class EarlyRouter;
+  void guess(Thread& t, ExpertRows& rows, const Rows& x) const;
+  void expect_guessed(ExpertRows& rows, int64_t tokens);
+  void multiply_arriving(Thread& t, ExpertRows& rows, const PiActs& acts, bool one);
   template <class F>
   void each_share(const Thread& t, const ExpertRows& rows, int64_t panels, int64_t unit, F work) const;
   void weigh_shared(const Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const;
@@ -165,6 +181,8 @@ class Experts : public Op {
   const std::shared_ptr<NeuronSum> bundled_;  // null: there are matrices
   std::vector<Matrix> gate_, up_, down_;      // of each expert; no gates: empty; what is in bundles has no data
   const std::vector<Vector> gate_bias_, up_bias_, down_bias_;
+  const std::unique_ptr<RestingExperts> resting_;  // null: they are in memory
+  std::shared_ptr<Experts> after_;                 // whose experts are guessed; null: nobody's
   const std::shared_ptr<Workspace> workspace_;
   const std::shared_ptr<const Predictor> predictor_;  // null: gates find what fires
   const std::vector<Matrix> out_;                     // of each expert, its rows of the predictor's
@@ -174,4 +192,18 @@ class Experts : public Op {
   Ffn::Recall recall_ = {};
   std::vector<Ffn::Recall> sampled_;  // of the threads
   int64_t predictor_rows_ = 0;
+};
+
+// A router that reads the residual stream as it is, before attention, for experts further on in the step.
+class EarlyRouter : public Op {
+ public:
+  explicit EarlyRouter(Router router) : router_(std::move(router)) {}
+  const char* name() const override { return "router"; }
+  void run(Thread& t, const Step& step) override;
+  // Begins to read what it selects, of experts on disk.
+  void foresee(std::shared_ptr<Experts> of);
+
+ private:
+  const Router router_;
+  std::shared_ptr<Experts> of_;  // null: they are in memory
 };

@@ -243,6 +243,10 @@ int64_t stored_row_bytes(int type, int64_t k) {
   return 0;
 }
 
+int64_t packed_excess(int type, int64_t rows, int64_t k) {
+  return pi_round_up(rows, PI_LANES) / PI_LANES * pi_panel_bytes(type, k) - rows * stored_row_bytes(type, k);
+}
+
 void pack_panels(int type, const uint8_t* src, int64_t rows, int64_t k, const int32_t* map, int64_t map_rows,
                  uint8_t* dst, int64_t p0, int64_t p1, int64_t at) {
   const int64_t row_bytes = stored_row_bytes(type, k), panel_bytes = pi_panel_bytes(type, k);

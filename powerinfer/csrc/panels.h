@@ -38,6 +38,9 @@ class Arena {
 // Bytes of one row of k elements as a model file stores it.
 int64_t stored_row_bytes(int type, int64_t k);
 
+// Bytes by which the panels of a matrix are larger than its stored rows.
+int64_t packed_excess(int type, int64_t rows, int64_t k);
+
 // Packs panels [p0, p1) to dst, which begins with panel `at`. Packed row r is row map[r] of src, zeros where map[r] < 0;
 // without a map, row r itself, zeros from `rows` on.
 void pack_panels(int type, const uint8_t* src, int64_t rows, int64_t k, const int32_t* map, int64_t map_rows,

@@ -161,8 +161,11 @@ void Program::run(const Step& step, size_t first, size_t last) {
       if (clock) times_[i] += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     }
   };
+  std::string failure;
   workspace->pool->run(prepare, job);
+  failure.swap(failure_);
   if (window_) window_->end();
+  if (!failure.empty()) throw ReadError(failure);
 }
 
 void Program::set_window(std::shared_ptr<Window> window) {

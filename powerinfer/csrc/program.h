@@ -100,6 +100,7 @@ struct FfnSpec;
 class Ffn;
 class DenseNeurons;
 class Experts;
+class EarlyRouter;
 struct RouterSpec;
 struct ExpertMatrices;
 struct SharedExpert;
@@ -145,7 +146,7 @@ class Program {
   std::shared_ptr<Experts> experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
                                    SharedExpert shared);
   // Selects the experts of an operator `experts` without scores that follows in the step, from x as it is.
-  void early_router(RouterSpec spec, std::shared_ptr<Matrix> scores);
+  std::shared_ptr<EarlyRouter> early_router(RouterSpec spec, std::shared_ptr<Matrix> scores);
   // No operator: experts that the caller selects, at most top_k for a token. Not while a step runs.
   std::shared_ptr<Experts> expert_sum(ExpertMatrices all, int64_t top_k);
 
@@ -184,6 +185,16 @@ class Program {
   Destination added_to(int64_t first, const Norm& norm, const Vector& bias, float* rows) const {
     return norm ? Destination{rows, ldh, false, bias} : Destination{x + first * ldx, ldx, true, bias};
   }
+  // By thread 0 of a step: work with files. False if it fails, or something did before in this step: then what follows
+  // is void, but must be computed, since threads wait for each other.
+  template <class F>
+  bool attempt(F work) {
+    if (!failure_.empty()) return false;
+    try {
+      work();
+    } catch (const std::exception& error) { failure_ = error.what(); }
+    return failure_.empty();
+  }
   // x, from row `first` on, += norm(row), by all threads, if there is a norm; the rows are overwritten.
   void add_normalised(Thread& t, const Norm& norm, float* rows, int64_t first, int64_t tokens);
   // Rotary frequencies, and the angles' cosine and sine [tokens, pairs] of the step.
@@ -204,6 +215,7 @@ class Program {
   void rotate(int thread, const Step& step);
   // Checks the shapes of experts, and makes room for the rows of a step.
   void reserve_experts(const ExpertMatrices& all, int64_t top_k);
+  void reserve_resting(const ExpertMatrices& all);
   void reserve_expert_rows(int64_t experts, int64_t top_k, int64_t neurons, int64_t bundled = 0);
   void check_layer(int layer) const;
   void check_rope(int table, int64_t dims) const;
@@ -215,6 +227,7 @@ class Program {
   Arena memory_;
   std::vector<std::shared_ptr<Op>> ops_;
   std::shared_ptr<Window> window_;  // null: every matrix is in memory
+  std::string failure_;             // of this step
   std::vector<Thread> threads_;
   std::vector<double> times_;
 };

@@ -34,6 +34,7 @@ constexpr int64_t ALIGN = Reads::ALIGN;
 constexpr int64_t PIECE = 512 << 10;         // larger reads are split: a disk serves several side by side
 constexpr int64_t DEPTH = 256;               // pieces under way
 constexpr int64_t DEPTH_BYTES = 64 * PIECE;  // and their bytes, so that what is begun next is not late
+constexpr int64_t COPIED_AT_ONCE = 64 << 10;
 constexpr int MOST_THREADS = 16;
 constexpr int CHANGED = -1;  // in place of an errno: the file ended before the read did
 constexpr int AGAIN = -2;    // the rest is still to be read
@@ -64,7 +65,8 @@ struct Piece {
 
   // Takes in the result of a read, bytes or -errno. Returns 0 when all is there, AGAIN, CHANGED, or an errno.
   int advance(int64_t result, bool direct) {
-    if (result == -EINTR || result == -EAGAIN) return AGAIN;
+    // The kernel cancels what a thread has begun when it ends; the thread that asks for it then begins it again.
+    if (result == -EINTR || result == -EAGAIN || result == -ECANCELED) return AGAIN;
     if (result < 0) return (int)-result;
     if (result >= needed) return 0;
     // Past the cache a read goes on at a block; only the end of the file is within one.
@@ -455,6 +457,8 @@ struct Reads::Uring : Reads::Engine {
     io_uring_sqe* entry = entries_ + (tail & sq_mask_);
     memset(entry, 0, sizeof *entry);
     entry->opcode = IORING_OP_READ;
+    // Large pieces that are in the system's cache are copied by a thread of the kernel: by the caller would take it long.
+    if (!direct && piece.bytes > COPIED_AT_ONCE) entry->flags = IOSQE_ASYNC;
     entry->fd = piece.fd;
     entry->off = (uint64_t)piece.offset;
     entry->addr = (uint64_t)(uintptr_t)piece.to;
@@ -487,7 +491,7 @@ struct Reads::Uring : Reads::Engine {
     __atomic_store_n(cq_head_, head, __ATOMIC_RELEASE);
   }
 
-  // Submits what was added, and waits for so many results, if any, for that time.
+  // Submits what was added, and waits for so many results, if any, for that time. ReadError if it cannot wait.
   void enter(int64_t some, Clock::duration longest) {
     const int64_t ns = std::chrono::duration_cast<std::chrono::nanoseconds>(longest).count();
     __kernel_timespec time = {ns / 1000000000, ns % 1000000000};
@@ -498,7 +502,7 @@ struct Reads::Uring : Reads::Engine {
                                some ? sizeof more : 0);
     if (taken >= 0) unsubmitted_ -= (unsigned)taken;
     else if (errno == EAGAIN || errno == EBUSY) std::this_thread::yield();  // the kernel has no memory for more now
-    else if (errno != EINTR && errno != ETIME)
+    else if (some && errno != EINTR && errno != ETIME)
       throw ReadError(std::string("cannot read: io_uring: ") + strerror(errno));
   }
 

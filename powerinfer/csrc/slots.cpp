@@ -22,6 +22,7 @@ Slots::Slots(std::shared_ptr<Reads> reads, std::vector<Resting> parts, int64_t i
       parts_(std::move(parts)),
       slot_bytes_(lay_out(items, slots)),
       memory_(slots * slot_bytes_),
+      as_read_((size_t)items),
       slot_of_((size_t)items, -1),
       item_of_((size_t)slots, -1),
       kept_((size_t)slots),
@@ -30,7 +31,7 @@ Slots::Slots(std::shared_ptr<Reads> reads, std::vector<Resting> parts, int64_t i
   for (int64_t i = 0; i < slots; i++) free_[(size_t)i] = (int32_t)(slots - 1 - i);  // taken from the end
   bool in_lines = slots * slot_bytes_ / LINE <= UINT32_MAX;
   for (int64_t i = 0; i < items && reads_->direct(); i++) in_lines = in_lines && parts_[0].at(i) % LINE == 0;
-  if (in_lines) lines_.resize((size_t)items);
+  if (in_lines && !parts_[0].before) lines_.resize((size_t)items);
   for (const Resting& part : parts_) item_bytes_ += part.bytes;
 }
 
@@ -49,15 +50,15 @@ int64_t Slots::lay_out(int64_t items, int64_t slots) {
   int64_t at = 0;
   for (const Resting& part : parts_) {
     const int64_t most = (INT64_MAX / 2) / items;
-    check(part.bytes > 0 && part.each > 0 && part.stride >= 0 && part.outer >= 0 && part.stride < most &&
-              part.outer < most,
+    check(part.places.empty() || (int64_t)part.places.size() == items, "not a place for each item");
+    check(part.bytes > 0 && part.before >= 0 && part.before <= MOST_BYTES && part.each > 0 && part.stride >= 0 &&
+              part.outer >= 0 && part.stride < most && part.outer < most,
           "parts have bytes, and follow each other");
     part_at_.push_back(at);
     int64_t largest = 0;
     for (int64_t i = 0; i < items; i++) {
-      const int64_t offset = part.at(i), in_block = reads_->direct() ? offset % Reads::ALIGN : 0;
-      reads_->check(part.file, offset, part.bytes);
-      largest = std::max(largest, in_block + part.bytes);
+      reads_->check(part.file_of(i), part.at(i), part.bytes);
+      largest = std::max(largest, place_in_part(part, i) + part.bytes);
     }
     at += up_to(largest, reads_->direct() ? (int64_t)Reads::ALIGN : LINE);
   }
@@ -66,8 +67,14 @@ int64_t Slots::lay_out(int64_t items, int64_t slots) {
 }
 
 int64_t Slots::place(int64_t slot, int64_t item, size_t part) const {
-  const int64_t in_block = reads_->direct() ? parts_[part].at(item) % Reads::ALIGN : 0;
-  return slot * slot_bytes_ + part_at_[part] + in_block;
+  return slot * slot_bytes_ + part_at_[part] + place_in_part(parts_[part], item);
+}
+
+// Past the cache, what is read lies in a block of memory as in its file.
+int64_t Slots::place_in_part(const Resting& part, int64_t item) const {
+  if (!reads_->direct()) return part.before;
+  const int64_t align = Reads::ALIGN;
+  return part.before + ((part.at(item) - part.before) % align + align) % align;
 }
 
 const uint8_t* Slots::part(int64_t item, size_t part) const {
@@ -190,11 +197,13 @@ void Slots::read_misses(bool pinned) {
     }
     item_of_[(size_t)slot] = item;
     slot_of_[(size_t)item] = -2 - slot;
+    as_read_[(size_t)item] = 1;
     if (pinned) pin(slot);
     coming.slots.push_back(slot);
     if (!lines_.empty()) lines_[(size_t)item] = (uint32_t)(place(slot, item, 0) / LINE);
     for (size_t i = 0; i < parts_.size(); i++)
-      begun_.push_back({parts_[i].file, parts_[i].at(item), parts_[i].bytes, memory_.data() + place(slot, item, i)});
+      begun_.push_back(
+          {parts_[i].file_of(item), parts_[i].at(item), parts_[i].bytes, memory_.data() + place(slot, item, i)});
   }
   coming.ticket = reads_->begin(begun_.data(), begun_.size());
   coming_.push_back(std::move(coming));
@@ -277,10 +286,40 @@ void Slots::wait() {
   } catch (const ReadError&) {  // the disk does not answer, nor will it for the others
     if (!error_) error_ = std::current_exception();
   }
+  tell();
+}
+
+// Whoever waits of what failed.
+void Slots::tell() {
   if (!error_) return;
   const std::exception_ptr error = error_;
   let_go();
   std::rethrow_exception(error);
+}
+
+void Slots::wait(int32_t item) {
+  const int32_t slot = -2 - slot_of_[(size_t)item];
+  const auto reads_it = [&](const Coming& one) { return std::count(one.slots.begin(), one.slots.end(), slot) > 0; };
+  const auto found = std::find_if(coming_.begin(), coming_.end(), reads_it);
+  try {
+    if (found != coming_.end()) finish((size_t)(found - coming_.begin()));
+  } catch (const ReadError&) {
+    if (!error_) error_ = std::current_exception();
+  }
+  tell();
+}
+
+bool Slots::arrived(int32_t item) {
+  if (!held(item)) take_in();
+  tell();
+  return held(item);
+}
+
+void Slots::let_go(int32_t item) {
+  const int32_t slot = coming(item) ? -2 - slot_of_[(size_t)item] : slot_of_[(size_t)item];
+  if (slot < 0) return;
+  kept_[(size_t)slot] = 0;
+  pins_.erase(std::remove(pins_.begin(), pins_.end(), slot), pins_.end());
 }
 
 void Slots::clear() { stats_ = {}; }

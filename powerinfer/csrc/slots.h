@@ -7,12 +7,22 @@
 #include "panels.h"
 #include "reads.h"
 
-// Where a part of each item rests: item i at offset + i / each * outer + i % each * stride.
+// Where a part of each item rests: item i at offset + i / each * outer + i % each * stride, or in a place of its own.
+// before: bytes of memory that the part has before those that are read.
 struct Resting {
+  struct Place {
+    int file;
+    int64_t offset;
+  };
   int file;
   int64_t offset, bytes, stride;
   int64_t each = 1LL << 40, outer = 0;
-  int64_t at(int64_t i) const { return offset + i / each * outer + i % each * stride; }
+  int64_t before = 0;
+  std::vector<Place> places = {};  // of each item, or none
+  int64_t at(int64_t i) const {
+    return places.empty() ? offset + i / each * outer + i % each * stride : places[(size_t)i].offset;
+  }
+  int file_of(int64_t i) const { return places.empty() ? file : places[(size_t)i].file; }
 };
 
 // By one thread at a time, but `part`, `lines` and `held`, which threads may ask of pinned items between `wait` and the
@@ -39,10 +49,19 @@ class Slots {
   // does not answer, the slots stay taken until it does.
   void wait();
   void let_go();  // of all that is pinned
+  // The same of one item that is pinned; others may be wanted meanwhile.
+  void wait(int32_t item);
+  bool arrived(int32_t item);  // whether `wait` would return, or fail, at once; ReadError as of it
+  void let_go(int32_t item);
   bool held(int64_t item) const { return slot_of_[(size_t)item] >= 0; }
+  bool coming(int64_t item) const { return slot_of_[(size_t)item] < -1; }
 
   // Of an item that is pinned and was waited for.
   const uint8_t* part(int64_t item, size_t part) const;
+  // The same to be written to: whoever does so says that the item is no longer as it was read.
+  uint8_t* own(int64_t item, size_t part) { return memory_.data() + place(slot_of_[(size_t)item], item, part); }
+  bool as_read(int64_t item) const { return as_read_[(size_t)item]; }
+  void changed(int64_t item) { as_read_[(size_t)item] = 0; }
   // Where part 0 of each item lies, in units of 64 bytes from `memory`; of those that are not there, anywhere. Null if
   // parts 0 do not all begin such a unit: past the cache they lie in memory as they do in their file.
   const uint32_t* lines() const { return lines_.empty() ? nullptr : lines_.data(); }
@@ -54,6 +73,7 @@ class Slots {
   int64_t slots() const { return (int64_t)item_of_.size(); }
   int64_t slot_bytes() const { return slot_bytes_; }
   size_t parts() const { return parts_.size(); }
+  int64_t before(size_t part) const { return parts_[part].before; }
   int64_t part_bytes(size_t part) const { return parts_[part].bytes; }
   std::vector<float> priority;  // of the items: a policy sets it between steps
 
@@ -64,6 +84,7 @@ class Slots {
     std::vector<int32_t> slots;
   };
   int64_t lay_out(int64_t items, int64_t slots);
+  int64_t place_in_part(const Resting& part, int64_t item) const;
   int64_t place(int64_t slot, int64_t item, size_t part) const;
   void check_items(const int32_t* items, int64_t n) const;
   void pin(int32_t slot);
@@ -75,6 +96,7 @@ class Slots {
   void choose_victims(int64_t n);
   void read_misses(bool pinned);
   void finish(size_t i);
+  void tell();
   void take_in();
 
   const std::shared_ptr<Reads> reads_;
@@ -83,6 +105,7 @@ class Slots {
   const int64_t slot_bytes_;
   int64_t item_bytes_ = 0;
   Mapping memory_;
+  std::vector<uint8_t> as_read_;            // items
   std::vector<int32_t> slot_of_, item_of_;  // -1: none; of an item that is being read -2 - its slot
   std::vector<uint8_t> kept_;               // slots that are pinned, or not to be given to others now
   std::vector<int32_t> pins_, free_;        // slots that are pinned; that have no item

@@ -13,6 +13,7 @@ struct OnDisk {
   int64_t offset, bytes, stored;  // stored: number of rows there
   std::vector<int32_t> map;       // row r of the matrix is row map[r] there, zeros where it is -1; empty: row r itself
   const uint8_t* rows = nullptr;  // where they are while a step needs them
+  uint8_t* panels = nullptr;      // where panels that were made of them stay, over rows, too; null: nowhere
 };
 
 // A weight matrix [rows, k] in panels; without `data` it rests on disk.

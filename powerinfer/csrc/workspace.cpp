@@ -52,10 +52,11 @@ void Workspace::reserve(int64_t tokens, int64_t k) {
   });
 }
 
-void Workspace::reserve_packed(const Matrix& w) {
+void Workspace::reserve_packed(const Matrix& w, int64_t waiting) {
   const int64_t bytes = std::max(PACKED, 2 * pi_panel_bytes(w.type, w.k));
   pool->between_jobs([&] {
     for (Own& own : own_) {
+      own.waiting.reserve((size_t)(waiting ? waiting + 2 * bytes : 0));
       if (own.packed_bytes >= bytes) continue;
       own.packed = std::make_unique<Mapping>(bytes);
       own.packed_bytes = bytes;
@@ -128,7 +129,33 @@ void Workspace::linear_from_disk(int thread, const PiLinear& l, const Matrix& w,
     part.bias = l.bias ? l.bias + p * PI_LANES : nullptr;
     part.out = l.out + p * PI_LANES;
     kernels->linear(&part, acts, 0, n, tokens, scratch_of(thread));
+    if (disk.panels) keep_panels(own, disk, w, p0, p, n);
   }
+}
+
+// Panels [p, p + n), just packed, of those from p0 on that are this thread's. They end before the rows of those that
+// follow, but may begin before the rows of those before p0 end.
+void Workspace::keep_panels(Own& own, const OnDisk& disk, const Matrix& w, int64_t p0, int64_t p, int64_t n) {
+  const int64_t each = pi_panel_bytes(w.type, w.k);
+  const uint8_t* const others = disk.rows + p0 * PI_LANES * stored_row_bytes(w.type, w.k);
+  uint8_t* const to = disk.panels + p * each;
+  if (p0 == 0 || to >= others) {
+    memcpy(to, own.packed->data(), (size_t)(n * each));
+    return;
+  }
+  own.settling.emplace_back(to, n * each);
+  own.waiting.insert(own.waiting.end(), own.packed->data(), own.packed->data() + n * each);
+}
+
+void Workspace::settle(int thread) {
+  Own& own = own_[(size_t)thread];
+  const uint8_t* from = own.waiting.data();
+  for (const auto& [to, bytes] : own.settling) {
+    memcpy(to, from, (size_t)bytes);
+    from += bytes;
+  }
+  own.settling.clear();
+  own.waiting.clear();
 }
 
 void Workspace::product(int thread, const Matrix& w, const PiActs* acts, int64_t tokens, const Destination& to) {

@@ -2,6 +2,7 @@
 // runs on one pool shares one workspace, since a pool runs one job at a time.
 #pragma once
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "pool.h"
@@ -59,7 +60,7 @@ class Workspace {
   // Makes room, waiting until no job runs: for products of `rows` rows of k, of matrices on disk; for lists of `neurons` neurons of a model
   // of width d_model, selected by a predictor of that rank or by none (0).
   void reserve(int64_t tokens, int64_t k);
-  void reserve_packed(const Matrix& w);  // for products of a matrix on disk
+  void reserve_packed(const Matrix& w, int64_t waiting = 0);  // for products of a matrix on disk; see `settle`
   void reserve_lists(int64_t neurons, int64_t d_model, int64_t rank);
 
   // The following are called by the threads of a job.
@@ -70,6 +71,9 @@ class Workspace {
   // panels, a few at a time, as they are multiplied.
   void linear(int thread, const Matrix& w, const Vector& bias, const PiActs* acts, float* out, int64_t ldo,
               int64_t tokens, bool add, int64_t p0, int64_t p1);
+  // Panels that stay (`OnDisk::panels`) could lie over rows that another thread has yet to read: such ones wait. After a
+  // barrier each thread puts its own into their places.
+  void settle(int thread);
   // This thread's panels of w . acts.
   void product(int thread, const Matrix& w, const PiActs* acts, int64_t tokens, const Destination& to);
   float* row(int thread) {
@@ -87,9 +91,12 @@ class Workspace {
     std::vector<uint8_t> scratch;
     std::unique_ptr<Mapping> packed;  // PACKED bytes of panels, or two
     int64_t packed_bytes = 0;
+    std::vector<uint8_t> waiting;                        // panels
+    std::vector<std::pair<uint8_t*, int64_t>> settling;  // where they go, and their bytes
   };
   static constexpr int64_t PACKED = 256 << 10;  // which stay in a core's cache until they are multiplied
   void* scratch_of(int thread);
+  void keep_panels(Own& own, const OnDisk& disk, const Matrix& w, int64_t p0, int64_t p, int64_t n);
   void linear_from_disk(int thread, const PiLinear& l, const Matrix& w, const PiActs* acts, int64_t tokens, int64_t p0,
                         int64_t p1);
   ActMemory shared_;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from powerinfer.devices.cpu_ffn import CpuFfn, PartMaker, Weights, pack
 from powerinfer.devices.disk import DiskTier
 from powerinfer.devices.states import Slots, StateMemory, state_bytes, state_slots
 from powerinfer.errors import ModelError, RequestError
-from powerinfer.formats.tensors import RawTensor
+from powerinfer.formats.tensors import RawTensor, RestingTensor
 from powerinfer.kernels import cpu
 from powerinfer.neurons import NO_VECTORS, FfnVectors
 from powerinfer.system import available_memory
@@ -204,6 +205,7 @@ class CpuExecutor:
         self.expert_ffns: dict[int, ExpertFfn] = {}  # those that are, by layer
         self._recall_every = engine.recall_every
         self._experts: dict[int, _native.Experts] = {}  # by layer
+        self._early_routers: dict[int, _native.EarlyRouter] = {}
         self._embedded = 0  # operators up to the embedding's
         self._pool = _native.Pool(threads)
         self._workspace = _native.Workspace(self._pool, isa)
@@ -443,18 +445,21 @@ class CpuExecutor:
         router_bias: Float32 | None = None,
         biases: Sequence[Float32 | None] = (),
         out_norm: _native.Norm | None = None,
+        resting: Sequence[RestingTensor] = (),
     ) -> None:
         """x += out_norm(the sum of each token's weighted experts of n = norm(x), and of the shared expert).
 
         router: [experts, d_model], None: it was given to `early_router`; experts: the matrices of all experts,
         [experts, out, in], in the order of the layer's `matrices`; shared: those of the shared expert.
         shared_weight: float32 [d_model]; router_bias: float32 [experts]; biases: of the matrices, float32 [experts,
-        out], or none at all.
+        out], or none at all. resting: the experts, if they stay on disk; then `experts` is not asked for.
         """
         about = self.config.layers[layer].ffn
         assert isinstance(about, ExpertsConfig)
-        spec, made = _native.NeuronSpec(about.activation, about.threshold), None
-        if self.in_experts and about.why_whole is None:
+        spec, made, slots = _native.NeuronSpec(about.activation, about.threshold), None, None
+        if self.disk is not None and resting:
+            of_all, slots = self._resting(self.disk, layer, spec, resting, biases)
+        elif self.in_experts and about.why_whole is None:
             weights = None if self.expert_predictors is None else self.expert_predictors(layer)
             of_all, made = self._bundled(about, spec, experts, weights)
         else:
@@ -475,12 +480,45 @@ class CpuExecutor:
         )
         if made is not None:
             self.expert_ffns[layer] = made(self._experts[layer])
+        if self.disk is not None and slots is not None:
+            self._foresee(self.disk, layer)
+            self.disk.add_experts(layer, self._experts[layer], slots)
 
     def early_router(self, layer: int, router: _native.Matrix, correction: Float32 | None = None) -> None:
         """Select the experts of a layer from x as it is; router: [experts, d_model]."""
         about = self.config.layers[layer].ffn
         assert isinstance(about, ExpertsConfig)
-        self._program.early_router(_router(about.router, correction, None), router)
+        self._early_routers[layer] = self._program.early_router(_router(about.router, correction, None), router)
+
+    def _resting(
+        self,
+        disk: DiskTier,
+        layer: int,
+        spec: _native.NeuronSpec,
+        experts: Sequence[RestingTensor],
+        biases: Sequence[Float32 | None],
+    ) -> tuple[_native.ExpertMatrices, _native.Slots]:
+        """Experts that stay on disk, and the memory for some of them."""
+        if self.in_experts:
+            raise RequestError("experts on disk are computed whole: choose --selector all")
+        about = self.config.experts[layer]
+        slots = disk.expert_slots(layer, experts)
+        *gate, up, down = (
+            _native.disk_matrix(one.type, math.prod(one.shape[:2]), one.shape[2], *one.places[0]) for one in experts
+        )
+        self.bytes_per_token += sum(one.each_nbytes for one in experts) * about.router.top_k
+        own = _biases(about, biases)
+        of_gate = gate[0] if gate else None
+        return _native.ExpertMatrices(about.n_experts, about.size, spec, of_gate, up, down, **own, slots=slots), slots
+
+    def _foresee(self, disk: DiskTier, layer: int) -> None:
+        """Whoever knows a layer's experts early reads them early: a router before attention, and, of `prefetch`, the
+        layer before it."""
+        op = self._experts[layer]
+        if layer in self._early_routers:
+            self._early_routers[layer].foresee(op)
+        elif disk.about.prefetch and layer - 1 in disk.about.experts:
+            self._experts[layer - 1].foresee(op)
 
     def expert_sum(self, layer: int, experts: Iterable[RawTensor], biases: Sequence[Float32 | None] = ()) -> ExpertSum:
         """Some experts of a layer, which the caller selects; no operator. experts, biases: as of `experts`."""
@@ -613,6 +651,8 @@ class CpuExecutor:
         """The batch was computed in all layers, on this device and others."""
         if self._states is not None:
             self._states.end(batch)
+        if self.disk is not None:
+            self.disk.observe(len(batch.tokens))
 
     def _make_room(self, batch: Batch) -> None:
         """For the logits of a batch, and for the states of its sequences."""
@@ -766,7 +806,7 @@ class CpuExecutor:
         raise RequestError("there is nothing to trace: no layer runs on a GPU (--gpu)")
 
     def close(self) -> None:
-        own = "_observed _expert_observer _program _states _ropes ffns _experts expert_ffns"
+        own = "_observed _expert_observer _program _states _ropes ffns _experts _early_routers expert_ffns disk"
         for name in (*own.split(), "parts", "_pack", "_workspace", "_pool", "_logits"):
             self.__dict__.pop(name, None)
 

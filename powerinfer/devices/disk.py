@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer import _native
-from powerinfer.errors import ModelError
+from powerinfer.devices.disk_policy import Residents
+from powerinfer.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
     from powerinfer.formats.mapped import MappedFile
     from powerinfer.formats.quant import Bytes
-    from powerinfer.formats.tensors import RawTensor
+    from powerinfer.formats.tensors import RawTensor, RestingTensor
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,9 @@ class OnDisk:
 
     matrices: canonical names of those that pass through a window of `window` bytes, in the order in which a step uses
     them. experts, neurons: by layer the number of those in RAM, where the layer's rest on disk. direct: reads go past
-    the system's cache; why: for people.
+    the system's cache; why: for people. policy: of `DISK_POLICIES`, says which experts stay; frequencies: of each
+    layer's experts, the share of the tokens that select it, None: not known. prefetch: experts are guessed a layer
+    ahead, and read early.
     """
 
     matrices: frozenset[str] = frozenset()
@@ -34,6 +37,9 @@ class OnDisk:
     neurons: Mapping[int, int] = field(default_factory=dict)
     direct: bool = True
     why: str = ""
+    policy: str = "lru"
+    frequencies: Mapping[int, NDArray[np.float64]] | None = None
+    prefetch: bool = False
 
     @property
     def anything(self) -> bool:
@@ -61,7 +67,9 @@ class DiskTier:
         self._streamed = frozenset(places)
         self.reads = reads or read_files(self._files, about.direct)
         self.window = _native.Window(self.reads, about.window) if about.window else None
-        self.slots: dict[int, _native.Slots] = {}  # of layers whose neurons or experts are on disk
+        self.slots: dict[int, _native.Slots] = {}  # of layers whose neurons are on disk
+        self._experts: dict[int, _native.Experts] = {}  # by layer
+        self._residents = Residents(about.policy)  # experts in RAM
         self._cleared: dict[str, float] = {}
 
     def place(self, data: Bytes) -> tuple[int, int] | None:
@@ -80,14 +88,32 @@ class DiskTier:
         rows, cols = tensor.shape
         return _native.disk_matrix(tensor.type, rows, cols, *place, row_map)
 
+    def expert_slots(self, layer: int, matrices: Sequence[RestingTensor]) -> _native.Slots:
+        """Memory for some experts of a layer. matrices: of all of them, in the order of its parts."""
+        parts = [_native.Resting.matrices(one.type, one.shape[1], one.shape[2], one.places) for one in matrices]
+        return _native.Slots(self.reads, parts, matrices[0].shape[0], self.about.experts[layer])
+
+    def add_experts(self, layer: int, op: _native.Experts, slots: _native.Slots) -> None:
+        """The operator that uses the slots of a layer. RequestError for a policy that lacks a profile."""
+        known = self.about.frequencies
+        try:
+            self._residents.add(op.uses, slots.priority, None if known is None else known[layer])
+        except ValueError as error:
+            raise RequestError(f"{error}: run `powerinfer profile`, or choose another policy") from None
+        self._experts[layer] = op
+
+    def observe(self, tokens: int) -> None:
+        """After a step of that many tokens: what leaves memory first in the next one."""
+        if self._experts:
+            self._residents.observe(tokens)
+
     def report(self) -> dict[str, Any]:
         """What was read since the last `clear`, not while a step runs.
 
         mode; bytes; read_gb_s: while the disk was reading, None without reads; stall_seconds: that steps waited; of
         neurons and experts wanted, how many RAM had: hit_rate, None where none is on disk.
         """
-        now = self._now()
-        since = {name: value - self._cleared.get(name, 0) for name, value in now.items()}
+        since = self.counts()
         return {
             "mode": f"{self.reads.engine}, {'direct' if self.reads.direct else 'cached'}",
             "bytes": int(since["bytes"]),
@@ -96,15 +122,29 @@ class DiskTier:
             "hit_rate": since["hits"] / since["wanted"] if since["wanted"] else None,
         }
 
+    def counts(self) -> dict[str, float]:
+        """Since the last `clear`, not while a step runs.
+
+        wanted: experts and neurons that steps used; hits: those of them that were in memory when the step began; reads,
+        bytes: of everything that was read, the window's too; waited: seconds in which steps waited for reads; active:
+        seconds in which any was under way.
+        """
+        return {name: value - self._cleared.get(name, 0) for name, value in self._now().items()}
+
     def clear(self) -> None:
         """Begin to count anew."""
         self._cleared = self._now()
 
     def _now(self) -> dict[str, float]:
-        stats = self.reads.stats()
-        counted = {"bytes": float(stats.bytes), "waited": stats.waited, "active": stats.active}
-        every = [slots.stats() for slots in self.slots.values()]
-        return counted | {name: float(sum(one[name] for one in every)) for name in ("wanted", "hits")}
+        read = self.reads.stats()
+        kept = [one.stats() for one in self.slots.values()] + [one.disk_counts() for one in self._experts.values()]
+        items = {name: float(sum(one[name] for one in kept)) for name in ("wanted", "hits")}
+        return items | {name: float(getattr(read, name)) for name in ("reads", "bytes", "waited", "active")}
+
+    def by_layer(self) -> dict[int, dict[str, float]]:
+        """Of each layer whose experts rest on disk, since it was loaded: wanted, hits; waited, in seconds; guessed:
+        experts read because they were expected; right: those of them that were needed."""
+        return {layer: op.disk_counts() for layer, op in self._experts.items()}
 
     def check(self) -> None:
         """ModelError if a file was changed since it was opened: what was read from it may be of both."""

@@ -36,6 +36,7 @@ from powerinfer.formats.tensors import (
     FLOAT_TYPES,
     NATIVE_TYPES,
     RawTensor,
+    RestingTensor,
     StackedTensor,
     StoredTensor,
     convert,
@@ -186,9 +187,39 @@ class Checkpoint:
         """(number of the file, offset) of what `take` gives; None where that is not one piece of a file."""
         tensor = self._tensors.get(name)
         if name not in self._targets and isinstance(tensor, RawTensor) and tensor.data.flags.c_contiguous:
-            for number, file in enumerate(self._files):
-                if (place := _place(file, tensor.data)) is not None:
-                    return number, place.begin
+            return self._placed(tensor.data)
+        return None
+
+    def rest(self, name: str) -> RestingTensor:
+        """Matrices [n, out, in] that are read later, in place of `take`. ModelError if they cannot be."""
+        found = self.resting(name)
+        if found is None:
+            raise ModelError(
+                f"{self.path}: {name} is not stored as it is computed, so it cannot stay on disk: leave out "
+                "--quantize, or take a file in a type that is computed as it is"
+            )
+        self._taken.add(name)
+        return found
+
+    def resting(self, name: str) -> RestingTensor | None:
+        """Where matrices [n, out, in] lie; None where the files do not have each in one piece as `take` gives it."""
+        tensor = self._tensors.get(name)
+        if name in self._targets or not isinstance(tensor, RawTensor | StackedTensor) or len(tensor.shape) != 3:
+            return None
+        n = tensor.shape[0]
+        if isinstance(tensor, StackedTensor):
+            each = [part.data for part in tensor.parts if part.data.ndim == 1]
+        else:
+            each = list(tensor.data.reshape(n, -1) if tensor.data.ndim == 1 else tensor.data)
+        places = tuple(place for data in each if (place := self._placed(data)) is not None)
+        if len(places) != n:
+            return None
+        return RestingTensor(tensor.type, tensor.shape, places)
+
+    def _placed(self, data: Bytes) -> tuple[int, int] | None:
+        for number, file in enumerate(self._files):
+            if (place := _place(file, data)) is not None:
+                return number, place.begin
         return None
 
     def take(self, name: str) -> RawTensor:

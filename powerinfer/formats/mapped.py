@@ -108,12 +108,6 @@ class MappedFile:
             with contextlib.suppress(OSError, ValueError):
                 self._mapping.madvise(_POPULATE_READ, *self._pages(part))
 
-    def forget(self) -> None:
-        """Let the system's cache give up what it has of the file. Best effort."""
-        if hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError):
-                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
     def _pages(self, part: NDArray[np.uint8] | None) -> tuple[int, int]:
         """(offset, bytes) of the pages that a part of the view touches, None: of the whole."""
         if part is None or self._view is None:

@@ -130,6 +130,21 @@ class MadeTensor:
 StoredTensor = RawTensor | StackedTensor | MadeTensor
 
 
+@dataclass(frozen=True, slots=True)
+class RestingTensor:
+    """Matrices [n, out, in] that stay in their files. places: of each (number of the file, offset), its rows one behind
+    another."""
+
+    type: str
+    shape: tuple[int, ...]
+    places: tuple[tuple[int, int], ...]
+
+    @property
+    def each_nbytes(self) -> int:
+        """Bytes of one matrix."""
+        return self.shape[1] * block_type(self.type).row_bytes(self.shape[2])
+
+
 def convert(tensor: RawTensor, type_name: str, tick: Callable[[int], None]) -> RawTensor:
     """The tensor in another type, a new array; `tick` gets the number of elements done, now and then.
 

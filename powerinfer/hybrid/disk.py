@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from powerinfer.devices.disk import DiskTier, read_files
-from powerinfer.formats.bundle_memory import own_pages
 from powerinfer.progress import Say
 from powerinfer.system import available_memory
 
@@ -16,11 +14,6 @@ if TYPE_CHECKING:
     from powerinfer.formats.mapped import MappedFile
     from powerinfer.hybrid.resolve import Resolved
     from powerinfer.placement.disk import DiskPlan
-
-_TRIED = 64 << 20
-"""Bytes that a trial reads each way."""
-
-_PIECE = 4 << 20
 
 
 def open_tier(resolved: Resolved, say: Say) -> DiskTier | None:
@@ -50,26 +43,4 @@ def _direct(resolved: Resolved, plan: DiskPlan, files: Sequence[MappedFile]) -> 
     size, held = sum(file.size for file in files), sum(plan.held.values())
     if held + size < available_memory():
         return False, "through the system's cache, which has room for the files beside --ram"
-    rates = {direct: _rate(files, direct) for direct in (True, False)}
-    better = rates[True] >= rates[False]
-    shown = f"{rates[better] / 1e9:.2f} GB/s, {rates[not better] / 1e9:.2f} the other way"
-    return better, f"{'past' if better else 'through'} the system's cache ({shown})"
-
-
-def _rate(files: Iterable[MappedFile], direct: bool) -> float:
-    """Bytes a second of reading parts of the largest file that the system's cache does not have, two at a time."""
-    largest = max(files, key=lambda file: file.size)
-    reads = read_files([largest], direct)
-    memory = own_pages(2 * _PIECE)
-    pieces = range(0, min(largest.size, _TRIED) // _PIECE * _PIECE, _PIECE)
-    if not direct:
-        largest.forget()
-    start = time.perf_counter()
-    waiting: list[int] = []
-    for number, offset in enumerate(pieces):
-        if len(waiting) == 2:
-            reads.wait(waiting.pop(0))
-        waiting.append(reads.begin([(0, offset, _PIECE, number % 2 * _PIECE)], memory))
-    for ticket in waiting:
-        reads.wait(ticket)
-    return len(pieces) * _PIECE / max(time.perf_counter() - start, 1e-6)
+    return True, "past the system's cache, which has no room for the files beside --ram and would fetch them in vain"

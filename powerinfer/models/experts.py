@@ -49,6 +49,7 @@ def sum_experts(
     if own is not None:
         own(norm, weights, out_norm)
         return
+    rests = executor.disk is not None and layer in executor.disk.about.experts
     executor.experts(
         layer,
         norm,
@@ -60,6 +61,7 @@ def sum_experts(
         router_bias=weights.router_bias,
         biases=weights.biases,
         out_norm=out_norm,
+        resting=[checkpoint.rest(f"{name}experts_{part}") for part in about.matrices if rests],
     )
 
 

@@ -122,7 +122,7 @@ def plan_disk(
     least = {layer: least_slots(model.config.experts[layer]) for layer in experts}
     if any(f"layers.{at}.experts_{part}" in model.converted for at in experts for part in _parts(model, at)):
         raise RequestError(
-            f"{model.name}: experts are read from disk as a GGUF file has them, and these would be converted: "
+            f"{model.name}: experts are read from disk as a file has them, and these would be converted: "
             "leave out --quantize, or take a file in a type that is computed as it is"
         )
     fixed += stuck + sum(least[layer] * slot[layer] for layer in experts)
@@ -216,7 +216,7 @@ def _share(least: dict[int, int], slot: dict[int, int], most: dict[int, int], le
 
 
 def _slot_bytes(matrices: Sequence[Matrix], n: int) -> int:
-    return sum(one.stored // n + 2 * BLOCK for one in matrices)
+    return sum(max(one.stored, one.panels) // n + 2 * BLOCK for one in matrices)
 
 
 def _parts(model: Model, layer: int) -> Sequence[str]:

@@ -323,7 +323,9 @@ def checkpoint_model(checkpoint: Checkpoint, prepared: str | None = None, fresh:
         quantize=checkpoint.quantize,
         in_place=checkpoint.path.is_file() and checkpoint.quantize is None,
         converted=frozenset(
-            name for name in ("embed", *matrix_names(config)) if checkpoint.rests_at(name) is None
+            name
+            for name in ("embed", *matrix_names(config))
+            if checkpoint.rests_at(name) is None and checkpoint.resting(name) is None
         ),
     )
 

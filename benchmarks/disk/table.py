@@ -1,0 +1,251 @@
+"""Write the tables and the plots of docs/disk.md from the newest result of compare.py.
+
+    python -m benchmarks.disk.table [--check]     --check: only say whether the tables are up to date
+
+The plots are docs/img/disk-speed.svg, speed over RAM, and docs/img/disk-hits.svg, hits over the memory for experts by
+policy; drawing them needs matplotlib, of the `bench` extra.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from benchmarks.disk.compare import DISK, OURS, OURS_RAM, PEER, PEER_RAM, key_of
+from benchmarks.lib.machine import ROOT
+from benchmarks.lib.programs import RATES, Runs, ratios
+from benchmarks.lib.results import header, newest, number, percent, row, write_tables
+
+PAGE = ROOT / "docs/disk.md"
+IMAGES = ROOT / "docs/img"
+PREFILL, DECODE = RATES
+LABELS = {
+    "dense": "dense, SwiGLU (Mistral-7B's layers)",
+    "relu": "dReLU, 10 % of the neurons active (Bamboo-7B's layers)",
+    "experts": "128 experts, 8 a token (Qwen3-30B-A3B's layers)",
+}
+COUNTED = 3  # rounds from which on a median is not marked
+
+
+def names(document: dict[str, Any]) -> list[str]:
+    """The models that were measured."""
+    return [name for name in LABELS if "file_bytes" in document["jobs"].get(f"make/{name}", {})]
+
+
+def rounds_of(document: dict[str, Any], name: str, share: float | None) -> int:
+    """How many rounds any engine has."""
+    parts = (key.split("/") for key in document["jobs"])
+    wanted = key_of("", name, share, 0).split("/")[1:3]
+    return max((int(part[3]) + 1 for part in parts if part[1:3] == wanted and len(part) == 4), default=0)
+
+
+def runs_of(document: dict[str, Any], engine: str, name: str, share: float | None, rounds: int = 0) -> Runs:
+    """An engine's runs, at least `rounds` of them: None where one failed or is missing."""
+    jobs, count = document["jobs"], max(rounds, rounds_of(document, name, share))
+    found = [jobs.get(key_of(engine, name, share, n), {"error": ""}) for n in range(count)]
+    errors = [one["error"] for one in found if one.get("error")]
+    return Runs([None if "error" in one else one for one in found], errors[0] if errors else "")
+
+
+def disk_rates(document: dict[str, Any], name: str) -> tuple[float, dict[str, float]] | None:
+    """(sequential GB/s, random GB/s by the bytes of a read) of the model's file, medians of the rounds."""
+    jobs = document["jobs"].items()
+    found = [job for key, job in jobs if key.startswith(f"{DISK}/{name}/") and "error" not in job]
+    if not found:
+        return None
+    random = {size: median(one["random_gb_s"][size] for one in found) for size in found[0]["random_gb_s"]}
+    return median(one["sequential_gb_s"] for one in found), random
+
+
+# ---------------------------------------------------------------- what the engine says of its reads
+
+
+def of_disk(runs: Runs, figure: str) -> float | None:
+    """The median of a figure of the reads while it decoded; None without any."""
+    if figure == "hidden":
+        values = [hidden(one["disk"]) for one in runs.rounds if one is not None and one.get("disk")]
+    else:
+        values = [one["disk"].get(figure) for one in runs.rounds if one is not None and one.get("disk")]
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def hidden(disk: dict[str, Any]) -> float | None:
+    """Of the time in which the disk read, the share in which no step waited."""
+    if not disk["read_gb_s"]:
+        return None
+    return 1 - disk["stall_seconds"] / (disk["bytes"] / disk["read_gb_s"] / 1e9)
+
+
+def share_of_sequential(document: dict[str, Any], name: str, runs: Runs) -> float | None:
+    """Bytes from disk by the time of decoding, relative to what the disk gives in order."""
+    rates, speed, read = disk_rates(document, name), middle(runs, DECODE), of_disk(runs, "bytes_per_token")
+    return None if rates is None or speed is None or read is None else speed * read / 1e9 / rates[0]
+
+
+def middle(runs: Runs, rate: str) -> float | None:
+    values = runs.values(rate)
+    return median(values) if values else None
+
+
+def peak_share(runs: Runs) -> float | None:
+    """The highest peak of memory, page cache included, by the limit."""
+    found = [one["memory"] for one in runs.rounds if one is not None]
+    return max((one["peak"] / one["limit"] for one in found if one["peak"] and one["limit"]), default=None)
+
+
+# ---------------------------------------------------------------- tables
+
+
+def cell(runs: Runs, rate: str) -> str:
+    summary = runs.summary((rate,))
+    if rate not in summary:
+        return "fails" if runs.error else ""
+    speed = summary[rate]["median"]
+    return (f"{speed:.2f}" if speed < 10 else number(speed)) + ("" if summary["kept"] >= COUNTED else "*")
+
+
+def ratio(ours: Runs, theirs: Runs, rate: str, digits: int = 1) -> str:
+    found = ratios(ours, theirs, rate)
+    return "" if found is None else f"{found['median']:.{digits}f}"
+
+
+def heading(document: dict[str, Any]) -> str:
+    cpu, settings = document["cpu"], document["settings"]
+    by = document["limited_by"]
+    limit = f"limited by a memory cgroup ({by}), no swap" if by else "without any limit: no memory cgroup was to be had"
+    disks = []
+    for name in names(document):
+        if rates := disk_rates(document, name):
+            random = ", ".join(f"{int(size) >> 10} KiB {rate:.2f}" for size, rate in rates[1].items())
+            disks.append(f"{name} {rates[0]:.2f} GB/s in order, at random {random}")
+    counts = [rounds_of(document, name, settings["share"]) for name in names(document)]
+    return (
+        f"{document['date'][:10]}, commit {document['commit']}, {settings['threads']} threads on {cpu['cores']} cores "
+        f"of {cpu['name']}, kernel {document['kernel']}; {limit}. Every process began with a cold page cache. Tokens "
+        f"per second, medians of {max(counts)} interleaved runs; ratios are medians of those within a round; * fewer "
+        f"than {COUNTED} undisturbed runs. The disk past the page cache: {'; '.join(disks)}."
+    )
+
+
+def speed_table(document: dict[str, Any]) -> str:
+    settings = document["settings"]
+    share = settings["share"]
+    heads = ["", "model, GB", "RAM, GB", "", OURS, "all in RAM", "of it", "llama.cpp, mmap", "ratio"]
+    lines = header(*heads, "llama.cpp, all in RAM", numbers=True)
+    labels = {DECODE: f"decode of {settings['gen_tokens']}", PREFILL: f"prompt of {settings['prompt_tokens']}"}
+    failed = []
+    for name in names(document):
+        rounds = max(rounds_of(document, name, share), rounds_of(document, name, None))
+        ours, theirs = (runs_of(document, engine, name, share, rounds) for engine in (OURS, PEER))
+        ours_ram, theirs_ram = (runs_of(document, engine, name, None, rounds) for engine in (OURS_RAM, PEER_RAM))
+        size = document["jobs"][f"make/{name}"]["file_bytes"]
+        sizes = [LABELS[name], f"{size / 1e9:.2f}", f"{share * size / 1e9:.2f}"]
+        for rate, label in labels.items():
+            part = ratios(ours, ours_ram, rate)
+            kept = percent(part["median"], 0) if part else ""
+            cells = [cell(ours, rate), cell(ours_ram, rate), kept, cell(theirs, rate), ratio(ours, theirs, rate)]
+            lines.append(row(*sizes, label, *cells, cell(theirs_ram, rate)))
+            sizes = ["", "", ""]
+        every = {OURS: ours, "llama.cpp, mmap": theirs, "all in RAM": ours_ram, "llama.cpp, all in RAM": theirs_ram}
+        failed += [f"- {name}, {label}: {runs.error}" for label, runs in every.items() if runs.error]
+    return "\n".join([heading(document), "", *lines, *(["", *failed] if failed else []), ""])
+
+
+def reads_table(document: dict[str, Any]) -> str | None:
+    """What decoding read; None where nothing has been measured that reads."""
+    share = document["settings"]["share"]
+    heads = ["", "read a token, MB", "GB/s while reading", "of the disk's rate in order", "hits", "reading hidden"]
+    lines = header(*heads, "plan, tokens/s", "measured by plan", "peak memory by limit", numbers=True)
+    any_reads = False
+    for name in names(document):
+        runs = runs_of(document, OURS, name, share)
+        read, rate = of_disk(runs, "bytes_per_token"), of_disk(runs, "read_gb_s")
+        any_reads |= read is not None
+        plan = document["jobs"].get(f"plan/{name}/{share:g}", {}).get(DECODE)
+        speed = middle(runs, DECODE)
+        cells = ["" if read is None else f"{read / 1e6:.0f}", "" if rate is None else f"{rate:.2f}"]
+        cells.append(percent(share_of_sequential(document, name, runs), 0))
+        cells += [percent(of_disk(runs, figure), 0) for figure in ("hit_rate", "hidden")]
+        cells += ["" if plan is None else f"{plan:.2f}", f"{speed / plan:.2f}" if plan and speed else ""]
+        lines.append(row(name, *cells, percent(peak_share(runs), 0)))
+    return "\n".join([*lines, ""]) if any_reads else None
+
+
+# ---------------------------------------------------------------- plots
+
+
+def speeds(document: dict[str, Any], engine: str, name: str) -> list[tuple[float, float]]:
+    """(RAM in GB, tokens per second of decoding) of every share that was measured, in its order."""
+    shares = {key.split("/")[2] for key in document["jobs"] if key.startswith(f"{engine}/{name}/")} - {"all"}
+    size = document["jobs"][f"make/{name}"]["file_bytes"] / 1e9
+    found = ((share, middle(runs_of(document, engine, name, share), DECODE)) for share in sorted(map(float, shares)))
+    return [(share * size, speed) for share, speed in found if speed is not None]
+
+
+def hits(document: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
+    """Policy -> (share of the experts in memory, share of the selections of the trace that hit), in per cent."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for at in document["jobs"].get("hits/experts", {}).get("at", []):
+        for policy, one in at["policies"].items():
+            if one["measured"] is not None:
+                found.setdefault(policy, []).append((100 * at["share"], 100 * one["measured"]))
+    return found
+
+
+def draw(document: dict[str, Any]) -> None:
+    """Both plots, as far as there is something to draw."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.hashsalt": "powerinfer", "svg.fonttype": "none", "font.size": 9}
+    from matplotlib import pyplot
+
+    IMAGES.mkdir(exist_ok=True)
+    save = {"bbox_inches": "tight", "metadata": {"Date": None}}
+    models = [name for name in names(document) if speeds(document, OURS, name) and speeds(document, PEER, name)]
+    if models:
+        figure, axes = pyplot.subplots(1, len(models), figsize=(3.6 * len(models), 3.2), squeeze=False)
+        for axis, name in zip(axes[0], models, strict=True):
+            _draw_speeds(axis, document, name)
+        axes[0][0].set_ylabel("tokens a second")
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="upper center", ncols=len(labels), fontsize=8, frameon=False)
+        figure.tight_layout(rect=(0, 0, 1, 0.92))
+        figure.savefig(IMAGES / "disk-speed.svg", **save)
+        pyplot.close(figure)
+    if found := hits(document):
+        figure, axis = pyplot.subplots(figsize=(4.6, 3.4))
+        for (policy, points), marker in zip(sorted(found.items()), "sov^", strict=False):
+            axis.plot(*zip(*points, strict=True), marker=marker, markersize=4, label=policy)
+        axis.plot([0, 100], [0, 100], linestyle=":", color="0.2", label="used alike and at random")
+        axis.set(xlim=(0, 100), ylim=(0, 100), xlabel="experts in RAM, %", ylabel="selections that hit, %")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+        figure.savefig(IMAGES / "disk-hits.svg", **save)
+        pyplot.close(figure)
+
+
+def _draw_speeds(axis: Any, document: dict[str, Any], name: str) -> None:
+    for engine, label, marker in ((OURS, OURS, "o"), (PEER, "llama.cpp, mmap", "s")):
+        axis.plot(*zip(*speeds(document, engine, name), strict=True), marker=marker, label=label)
+    for number_, (engine, label) in enumerate(((OURS_RAM, "all in RAM"), (PEER_RAM, "llama.cpp, all in RAM"))):
+        if speed := middle(runs_of(document, engine, name, None), DECODE):
+            axis.axhline(speed, linestyle="--", color=f"C{number_}", label=label, linewidth=1)
+    size = document["jobs"][f"make/{name}"]["file_bytes"] / 1e9
+    axis.axvline(size, linestyle=":", color="0.2", label="the model's file")
+    axis.set(yscale="log", xlabel="RAM, GB", title=name, xlim=(0, 1.05 * size))
+    axis.grid(alpha=0.3, which="both")
+
+
+def tables() -> dict[str, str | None]:
+    document = newest("disk")
+    if document is None:
+        return {"disk speed": None, "disk reads": None}
+    return {"disk speed": speed_table(document), "disk reads": reads_table(document)}
+
+
+if __name__ == "__main__":
+    write_tables(__doc__, PAGE, tables)
+    if result := newest("disk"):
+        draw(result)

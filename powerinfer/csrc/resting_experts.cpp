@@ -1,0 +1,118 @@
+#include "resting_experts.h"
+
+#include <math.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "experts.h"
+
+RestingExperts::RestingExperts(std::shared_ptr<Slots> slots, const std::vector<std::vector<Matrix>*>& parts)
+    : uses((size_t)slots->items()), slots_(std::move(slots)), parts_(uses.size()) {
+  for (std::vector<Matrix>* const of_all : parts) {
+    for (size_t e = 0; e < parts_.size(); e++) {
+      Matrix& one = (*of_all)[e];
+      one.disk = std::make_shared<OnDisk>(*one.disk);
+      parts_[e].push_back(&one);
+    }
+  }
+}
+
+template <class F>
+void RestingExperts::waiting(F wait) {
+  const auto begin = std::chrono::steady_clock::now();
+  wait();
+  stats_.waited += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+void RestingExperts::expect(const int32_t* experts, int64_t n) {
+  const auto absent = [&](int32_t e) { return !slots_->held(e) && !slots_->coming(e); };
+  std::vector<int32_t> list;
+  for (const bool there : {true, false})  // what is there stays, before others come
+    for (int64_t i = 0; i < n && (int64_t)list.size() < slots_->slots(); i++) {
+      float& priority = slots_->priority[(size_t)experts[i]];
+      if (priority == INFINITY || absent(experts[i]) == there) continue;
+      raised_.emplace_back(experts[i], priority);
+      priority = INFINITY;
+      list.push_back(experts[i]);
+      if (!there) early_.push_back(experts[i]);
+    }
+  slots_->fetch(list.data(), (int64_t)list.size());
+}
+
+void RestingExperts::begin(const ExpertRows& rows) {
+  stats_.wanted += (int64_t)rows.active.size();
+  for (const int32_t e : rows.active) stats_.hits += slots_->held(e);
+  for (const int32_t e : early_) {
+    if (!slots_->held(e) && !slots_->coming(e)) continue;  // there was no room
+    const bool needed = rows.begin[(size_t)e + 1] > rows.begin[(size_t)e];
+    stats_.guessed++;
+    stats_.right += needed;
+    stats_.hits -= needed && slots_->held(e);
+  }
+  end();
+  for (const int32_t e : rows.active) uses[(size_t)e] += rows.begin[(size_t)e + 1] - rows.begin[(size_t)e];
+  wanted_ = rows.active;
+  const auto rank = [&](int32_t e) { return slots_->held(e) ? 0 : slots_->coming(e) ? 1 : 2; };
+  std::stable_sort(wanted_.begin(), wanted_.end(), [&](int32_t a, int32_t b) { return rank(a) < rank(b); });
+  read_more();
+}
+
+// Pins experts, from the first on, one at a time: then each can be waited for.
+void RestingExperts::read_more() {
+  if (pinned_ == wanted_.size()) return;
+  waiting([&] {
+    while (pinned_ < wanted_.size() && slots_->want(&wanted_[pinned_], 1)) coming_.push_back(wanted_[pinned_++]);
+  });
+}
+
+void RestingExperts::next(ExpertRows& rows) {
+  for (const int32_t e : now_) {
+    slots_->changed(e);
+    slots_->let_go(e);
+  }
+  now_.clear();
+  read_more();
+  // Where others are to follow into their memory, few at a time, so that reads go on.
+  const size_t most = pinned_ == wanted_.size() ? wanted_.size() : std::max((size_t)slots_->slots() / 4, (size_t)1);
+  take_arrived(most);
+  if (now_.empty() && !coming_.empty()) {
+    waiting([&] { slots_->wait(coming_.front()); });
+    take_arrived(most);
+  }
+  place();
+  rows.compute(now_);
+}
+
+// The matrices of the experts that are computed now: as they were read, or as an earlier step has left them.
+void RestingExperts::place() {
+  settles_ = false;
+  for (const int32_t e : now_) {
+    const bool as_read = slots_->as_read(e);
+    for (size_t i = 0; i < parts_[(size_t)e].size(); i++) {
+      Matrix& one = *parts_[(size_t)e][i];
+      uint8_t* const rows = slots_->own(e, i);
+      one.disk->rows = rows;
+      one.disk->panels = rows - slots_->before(i);
+      one.data = as_read ? nullptr : one.disk->panels;
+      settles_ = settles_ || (as_read && slots_->before(i) > 0);
+    }
+  }
+}
+
+void RestingExperts::take_arrived(size_t most) {
+  std::vector<int32_t> left;
+  for (const int32_t e : coming_) (now_.size() < most && slots_->arrived(e) ? now_ : left).push_back(e);
+  coming_ = std::move(left);
+}
+
+void RestingExperts::end() {
+  slots_->let_go();
+  for (const auto& [e, priority] : raised_) slots_->priority[(size_t)e] = priority;
+  raised_.clear();
+  early_.clear();
+  wanted_.clear();
+  coming_.clear();
+  now_.clear();
+  pinned_ = 0;
+}
