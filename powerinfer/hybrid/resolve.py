@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from powerinfer.hardware.description import Hardware
     from powerinfer.placement.budget import Workload
     from powerinfer.placement.disk import DiskPlan
+    from powerinfer.placement.disk_speed import Prediction
     from powerinfer.placement.experts import Frequencies
     from powerinfer.placement.plan import Plan, PlanRequest
     from powerinfer.placement.shapes import Model
@@ -49,7 +50,7 @@ class Resolved:
     None: the model has none, or they are not split; frequencies: of experts, None: not known; staging: bytes of a
     buffer that streams the others there for long prompts, 0: none. policy: says which experts the GPU has, a name of
     `placement.experts.EXPERT_POLICIES`, None: a trial chooses when the model is loaded; why_policy: for people. disk:
-    what stays there, on the CPU alone, None: nothing.
+    what stays there, None: nothing; disk_speed: how fast that is, on the CPU alone, None: the machine was not measured.
     """
 
     checkpoint: Checkpoint
@@ -69,6 +70,7 @@ class Resolved:
     policy: str | None = "static"
     why_policy: str = "the default"
     disk: DiskPlan | None = None
+    disk_speed: Prediction | None = None
 
 
 def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = silent, say: Say = silent) -> Resolved:
@@ -271,7 +273,8 @@ def _on_cpu(resolved: Resolved) -> Resolved:
         return replace(resolved, selection=selection, kv_room=ram - total + kv if engine.ram else None)
     if engine.disk == "none":
         raise _too_little_ram(checkpoint, engine, selection, model, total)
-    return replace(_on_disk(resolved, model, ram), kv_room=kv)
+    placed = _on_disk(resolved, model, ram)
+    return replace(placed, kv_room=kv, disk_speed=_disk_speed(placed, model, ram))
 
 
 def _on_disk(resolved: Resolved, model: Model, ram: int, host_bytes: int = 0) -> Resolved:
@@ -285,6 +288,32 @@ def _on_disk(resolved: Resolved, model: Model, ram: int, host_bytes: int = 0) ->
     threads, _ = cpu.choose_threads(engine.threads)
     plan = plan_disk(model, work, ram, threads, bundled, first=resolved.gpu_layers, host_bytes=host_bytes)
     return replace(resolved, disk=plan if plan.about.anything else None)
+
+
+def _disk_speed(resolved: Resolved, model: Model, ram: int) -> Prediction | None:
+    """How fast the model decodes, as `powerinfer plan` says it; None if the machine, or how often neurons fire, is not
+    known."""
+    from powerinfer.formats.prepared import PROFILE, PreparedFile
+    from powerinfer.formats.profile_file import open_profile
+    from powerinfer.hardware.measure import known
+    from powerinfer.placement.plan import make_plan
+    from powerinfer.placement.request import Subject, even_profile, expert_subject
+
+    checkpoint, engine = resolved.checkpoint, resolved.engine
+    hardware = None if resolved.disk is None else known(engine)
+    if resolved.disk is None or hardware is None or hardware.disk is None:
+        return None
+    if any(model.n_experts):
+        subject = expert_subject(model, checkpoint, engine.prepared)
+    elif not resolved.disk.about.neurons:
+        subject = Subject(model, even_profile(model), "all")
+    elif PreparedFile(PROFILE, checkpoint, engine.prepared).exists():
+        subject = Subject(model, open_profile(checkpoint, engine.prepared), resolved.selection.selector)
+    else:
+        return None
+    with suppress(RequestError):  # --ram is more than the machine has
+        return make_plan(subject.request(hardware, replace(engine, ram=ram, gpu="none"))).from_disk
+    return None
 
 
 def _ram_bytes(model: Model, engine: EngineConfig, selection: Selection | None = None) -> int:

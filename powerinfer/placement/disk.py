@@ -11,7 +11,7 @@ is always the next. So which ones stay in RAM is fixed (Belady, IBM Systems Jour
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from powerinfer.config import ExpertsConfig, FfnConfig
@@ -26,8 +26,9 @@ from powerinfer.system import MOST_THREADS
 BLOCK = 4096
 """Bytes of a block of the disk: what is read begins and ends with whole ones."""
 
-AHEAD = 64 << 20
-"""Most bytes that are read ahead beside what a step uses: some twenty milliseconds of a fast disk."""
+AHEAD = 32 << 20
+"""Bytes that are read ahead of what a step uses, or the next matrices, if they are larger: what is under way at a time
+(reads.cpp)."""
 
 PACKED = 1 << 20
 """Bytes of a thread for the panels of matrices on disk."""
@@ -54,6 +55,11 @@ class Unit:
         """Bytes in the file."""
         return sum(one.stored for one in self.matrices)
 
+    def only(self, names: Collection[str]) -> Unit:
+        """Those of its matrices."""
+        pairs = [(name, one) for name, one in zip(self.names, self.matrices, strict=True) if name in names]
+        return Unit(self.use, tuple(name for name, _ in pairs), tuple(one for _, one in pairs))
+
 
 @dataclass(frozen=True)
 class DiskPlan:
@@ -77,6 +83,14 @@ class DiskPlan:
             parts.append(f"experts that are selected, of {len(about.experts)} layers")
         return f"{' and '.join(parts)}, where RAM does not hold them"
 
+    def kept(self, sizes: Sequence[int]) -> list[int]:
+        """Of each layer's neurons those that RAM has. sizes: all of them."""
+        every = enumerate(sizes)
+        return [self.about.neurons.get(layer, 0 if self._streamed_ffn(layer) else n) for layer, n in every]
+
+    def _streamed_ffn(self, layer: int) -> bool:
+        return any(f"layers.{layer}.{name}" in self.about.matrices for name in ("gate", "up", "down"))
+
 
 def plan_disk(
     model: Model,
@@ -97,8 +111,8 @@ def plan_disk(
     """
     if model.in_experts:
         raise RequestError(
-            "neurons inside experts are computed where all experts are in RAM, and they do not fit: leave out --selector, "
-            "and whole experts are read from disk"
+            "neurons inside experts are computed where all experts are in RAM, and they do not fit: leave out "
+            "--selector, and whole experts are read from disk"
         )
     held = in_ram(model, work, first, host_bytes=host_bytes)
     layers = range(first, model.config.n_layers)
@@ -133,6 +147,14 @@ def plan_disk(
     ahead = min(AHEAD, ram // 16)
     while rest and fixed + sum(unit.held for unit in rest) + _window(streamed, ahead) > ram:
         streamed.append(rest.pop(0))
+    if len(streamed) > len(prompts):  # of the last one RAM may hold some matrices
+        part = streamed.pop()
+        for name in part.names[1:]:
+            one, others = part.only([name]), part.only(set(part.names) - {name})
+            if fixed + sum(unit.held for unit in (*rest, one)) + _window([*streamed, others], ahead) <= ram:
+                rest.append(one)
+                part = others
+        streamed.append(part)
     needed = fixed + sum(unit.held for unit in rest) + _largest(streamed)
     if needed > ram:
         raise _too_little(model, held, needed, ram)
@@ -224,9 +246,12 @@ def _parts(model: Model, layer: int) -> Sequence[str]:
 
 
 def _window(streamed: Sequence[Unit], ahead: int) -> int:
-    """Bytes of a window for these: two of the largest, so that one is read while the other is used, and more to read
-    ahead while what is resident is used."""
-    return min(sum(map(_in_window, streamed)), 2 * _largest(streamed) + ahead)
+    """Bytes of a window for these: the largest, and a layer's, so that they are read while it is used, or at least
+    `ahead`. More would not hold others of that size: matrices that are used together lie side by side."""
+    of_layer: Counter[str] = Counter()
+    for unit in streamed:
+        of_layer[unit.names[0].rpartition(".")[0]] += _in_window(unit)
+    return min(of_layer.total(), _largest(streamed) + max(ahead, *of_layer.values(), 0))
 
 
 def _largest(streamed: Sequence[Unit]) -> int:

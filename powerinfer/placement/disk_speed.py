@@ -30,13 +30,15 @@ from numpy.typing import NDArray
 from powerinfer.hardware.description import Device, Disk
 from powerinfer.neurons import Profile
 from powerinfer.placement import cost
-from powerinfer.placement.budget import Workload
+from powerinfer.placement.budget import Workload, gib
 from powerinfer.placement.disk import BLOCK, DiskPlan, Unit, attention_units, ffn_units, head_unit
 from powerinfer.placement.shapes import Matrix, Model
 from powerinfer.placement.solver import GROUP
 
 Hits = Mapping[int, NDArray[np.float64]]
 """By layer of experts: share of the selections that RAM answers with room for n of them, float64 [experts + 1]."""
+
+_LARGE = 4 << 20  # bytes of a read
 
 _STEPS = 5  # that are followed; the first one fills the window
 
@@ -54,15 +56,30 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A decode step. seconds: in all; layers: of each layer, those of computing, and those in which it waits for the
-    disk; nbytes: read from disk; hits: of the experts and neurons that are needed, the share that RAM has, None: none
-    are on disk. prompt_bytes: read for a piece of a prompt."""
+    """A decode step. seconds: in all; waited: of these for the disk; layers: of each layer, those of computing, and
+    those in which it waits; nbytes: read from disk; hits: of the experts and neurons that are needed, the share that
+    RAM has, None: none are on disk. prompt_bytes: read for a piece of a prompt; disk_rate: bytes a second of large
+    reads."""
 
     seconds: float
+    waited: float
     layers: tuple[tuple[float, float], ...]
     nbytes: float
     hits: float | None
     prompt_bytes: float
+    disk_rate: float
+
+    def reasons(self, plan: DiskPlan, known: bool) -> Iterator[str]:
+        """What is read, and how long it takes, for people. known: how often experts are selected."""
+        yield f"a step reads {plan.why}"
+        share, rate = 100 * self.waited / self.seconds, self.disk_rate / 1e9
+        how = f"past the system's cache at up to {rate:.2f} GB/s"
+        yield f"that is {gib(self.nbytes)} a step, {how}: it waits {share:.0f} % of its time"
+        if self.hits is not None:
+            kind = "experts" if plan.about.experts else "neurons"
+            how = "" if known or not plan.about.experts else ", if all are selected equally often"
+            yield f"RAM has {100 * self.hits:.0f} % of the {kind} that a token needs{how}"
+        yield f"a piece of a prompt reads {gib(self.prompt_bytes)}"
 
 
 def predict(plan: DiskPlan, model: Model, device: Device, disk: Disk, decoding: Decoding) -> Prediction:
@@ -76,10 +93,12 @@ def predict(plan: DiskPlan, model: Model, device: Device, disk: Disk, decoding: 
     needed = sum(op.needed for op in ops)
     return Prediction(
         seconds,
+        sum(waited),
         tuple((float(own), float(wait)) for own, wait in layers),
         sum(op.read + op.fetched for op in ops),
         1 - sum(op.missed for op in ops) / needed if needed else None,
         steps.prompt_bytes(),
+        disk.rate(_LARGE),
     )
 
 
@@ -130,51 +149,50 @@ class _Steps:
     def end(self) -> Op:
         """The head, and what is between two steps."""
         taken = cost.end_seconds(self._device, self._model, panels=True) + 1e-6 * self._device.step_us
-        unit = head_unit(self._model)
-        return Op(-1, taken + self._packed(unit.read), *_passes(unit)) if self._streamed(unit) else Op(-1, taken)
+        unit = head_unit(self._model).only(self._about.matrices)
+        return Op(-1, taken + self._packing(unit.matrices), *_passes(unit))
 
     def prompt_bytes(self) -> float:
         """Bytes read for a piece of a prompt: what is streamed, and experts that some of its tokens select."""
         streamed = sum(n for use, n in self._plan.resting.items() if use in ("attention", "panels", "head"))
-        chunk = self._decoding.work.chunk
-        return streamed + sum(self._of_experts(at, chunk)[1] * self._expert_bytes(at) for at in self._about.experts)
+        chunk, every = self._decoding.work.chunk, self._about.experts.items()
+        shares = ((at, 1 - slots / self._model.n_experts[at]) for at, slots in every)
+        return streamed + sum(self._needed(at, chunk) * lacking * self._expert_bytes(at) for at, lacking in shares)
 
     def _units(self, layer: int, units: Sequence[Unit], taken: float) -> Iterator[Op]:
         """taken: seconds of computing in all, if RAM has the matrices as panels."""
         rest = taken - sum(self._seconds(unit.matrices) for unit in units)
         for unit in units:
-            if self._streamed(unit):
-                yield Op(layer, rest + self._packed(unit.read), *_passes(unit))
-            else:
-                yield Op(layer, rest + self._seconds(unit.matrices))
+            read = unit.only(self._about.matrices)
+            yield Op(layer, rest + self._seconds(unit.matrices) + self._packing(read.matrices), *_passes(read))
             rest = 0.0
         if not units:
             yield Op(layer, rest)
 
-    def _streamed(self, unit: Unit) -> bool:
-        return self._about.matrices.issuperset(unit.names)
-
     def _seconds(self, matrices: tuple[Matrix, ...]) -> float:
         return cost.matrix_seconds(self._device, matrices, panels=True)
 
-    def _packed(self, nbytes: float) -> float:
-        """Seconds of products with weights as a file has them."""
-        return nbytes / (1e9 * self._device.pack_gb_s) if self._device.pack_gb_s else 0.0
+    def _packing(self, matrices: tuple[Matrix, ...]) -> float:
+        """Seconds by which products with weights as a file has them take longer."""
+        if not self._device.pack_gb_s:
+            return 0.0
+        nbytes = sum(one.stored for one in matrices)
+        return max(0.0, nbytes / (1e9 * self._device.pack_gb_s) - self._seconds(matrices))
 
     def _expert_bytes(self, layer: int) -> float:
         return sum(one.stored for one in self._model.experts[layer]) / self._model.n_experts[layer]
 
-    def _of_experts(self, layer: int, tokens: int) -> tuple[float, float]:
-        """Of a layer's experts, how many a step of that many tokens needs, and how many of them RAM does not have."""
-        about, slots, hits = self._model.config.experts[layer], self._about.experts[layer], self._decoding.hits
-        needed = about.n_experts * (1 - (1 - about.router.top_k / about.n_experts) ** tokens)
-        there = slots / about.n_experts if hits is None else float(hits[layer][slots])
-        return needed, needed * (1 - there)
+    def _needed(self, layer: int, tokens: int) -> float:
+        """Of a layer's experts, how many a step of that many tokens needs."""
+        about = self._model.config.experts[layer]
+        return about.n_experts * (1 - (1 - about.router.top_k / about.n_experts) ** tokens)
 
     def _experts(self, layer: int) -> Op:
-        needed, missed = self._of_experts(layer, self._batch)
-        each, n = self._packed(self._expert_bytes(layer)), self._model.n_experts[layer]
-        parts = sum(self._disk.seconds(one.stored // n + BLOCK) for one in self._model.experts[layer])
+        n, slots, hits = self._model.n_experts[layer], self._about.experts[layer], self._decoding.hits
+        matrices, needed = self._model.experts[layer], self._needed(layer, self._batch)
+        each = (self._seconds(matrices) + self._packing(matrices)) / n
+        missed = needed * (1 - (slots / n if hits is None else float(hits[layer][slots])))
+        parts = sum(self._disk.seconds(one.stored // n + BLOCK) for one in matrices)
         return Op(
             layer,
             needed * each,
