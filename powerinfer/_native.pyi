@@ -325,6 +325,24 @@ class Bundles:
     ) -> None:
         """Add the sum of the listed neurons of x to out, both [tokens, d_model], by one thread."""
 
+def resting_bundles(
+    slots: Slots,
+    d_model: int,
+    gate_type: str | None,
+    up_type: str,
+    down_type: str,
+    gate_at: int | None,
+    up_at: int | None,
+    down_at: int,
+    spec: NeuronSpec,
+    shared: NDArray[np.uint8] | None = None,
+) -> Bundles:
+    """
+    Bundles of neurons on disk, the items of the slots, whose one part is what a step reads of each. The place of
+    a row is None where it is no part of that: its products are known from a matrix. shared: the scales of all
+    groups of down, [groups, bytes], kept.
+    """
+
 class Table:
     def __init__(self, type: str, rows: int, k: int, data: NDArray[np.uint8]) -> None: ...
     def row(self, index: int, out: NDArray[np.float32]) -> None: ...
@@ -396,6 +414,10 @@ class NeuronSum:
 
     @property
     def neurons(self) -> int: ...
+    @property
+    def uses(self) -> NDArray[np.int32]:
+        """Of neurons on disk: steps that summed each, until they are reset here, between steps."""
+
     def counts(self) -> dict[str, int]:
         """
         steps, tokens and, summed over tokens, neurons active and candidates (computed); rows of bundles read.
@@ -408,6 +430,9 @@ class NeuronSum:
 
     def clear(self) -> None:
         """Reset the counters."""
+
+def least_slots(workspace: Workspace, neurons: int) -> int:
+    """The fewest slots with which a layer's neurons on disk can be summed."""
 
 class Predictor:
     """

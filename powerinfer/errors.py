@@ -43,6 +43,10 @@ class ModelError(PowerInferError, ValueError):
     exit_status = 2
 
 
+class ChangedError(ModelError):
+    """A file of a loaded model is no longer what it was: the model must be loaded again."""
+
+
 class GpuMemoryError(PowerInferError):
     """A GPU ran out of memory."""
 

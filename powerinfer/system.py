@@ -57,8 +57,7 @@ def cpu_name() -> str:
 def total_memory() -> int:
     """Bytes of memory that this process may use: of the machine, or of its container."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _cgroup_memory()
-    return total if limit is None else min(total, limit[0])
+    return min([total, *(limit for limit, _ in _cgroup_memory())])
 
 
 def available_memory() -> int:
@@ -69,17 +68,15 @@ def available_memory() -> int:
         free = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return 0
-    limit = _cgroup_memory()
-    return free if limit is None else min(free, max(1, limit[0] - limit[1]))
+    return min([free, *(max(1, limit - used) for limit, used in _cgroup_memory())])
 
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-def _cgroup_memory(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> tuple[int, int] | None:
-    """(limit, bytes used that cannot be reclaimed) of the container that leaves this process least; None: no limit.
-
-    Limits hold for all that is below, so each group up to the root counts. Of version 2 or 1.
+def _cgroup_memory(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> list[tuple[int, int]]:
+    """(limit, bytes used that cannot be reclaimed) of every container that limits this process, of version 2 or 1: a
+    limit holds for all that is below.
     """
     groups = {"": PurePosixPath("/"), "memory": PurePosixPath("/")}  # as a container sees its own
     with suppress(OSError, ValueError):
@@ -98,7 +95,7 @@ def _cgroup_memory(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup"))
                 cached = int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
                 if limit < 1 << 60:
                     found.append((limit, max(0, used - cached)))
-    return min(found, key=lambda one: one[0] - one[1], default=None)
+    return found
 
 
 def resident_memory() -> int:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -233,6 +234,15 @@ def test_free_memory_is_the_budget_where_it_does_not_hold_the_model(
         assert llm.generate("Water boils", PARAMS).token_ids
 
 
+def test_a_context_that_nobody_asked_for_keeps_no_model_on_disk(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its KV cache takes memory as it fills."""
+    engine = EngineConfig(max_batch=1, prefill_chunk=32, gpu="none", trial=False, threads=2)
+    for free, disk in ((280 << 20, False), (200 << 20, True), (20 << 20, False)):  # with 8,192 tokens 400 MiB
+        monkeypatch.setattr("powerinfer.system.available_memory", lambda free=free: free)
+        resolved = resolve(open_checkpoint(smollm2), engine)
+        assert (resolved.disk is not None) is disk and resolved.engine == engine
+
+
 def test_a_request_that_fails_leaves_the_engine_usable(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options, real = OPTIONS | {"context": 128, "disk": "cached"}, _native.Reads
 
@@ -270,6 +280,32 @@ def test_layers_beside_a_gpu_are_read_from_disk(tmp_path: Path) -> None:
         executor.close()
     for own, right in zip(*found, strict=True):
         assert np.array_equal(own, right)
+
+
+def test_a_file_that_is_cut_off_ends_a_request(smollm2: Path, tmp_path: Path) -> None:
+    """Down to its first page: the embedding is looked up in the mapped file, where nothing is left."""
+    path = tmp_path / "m.gguf"
+    shutil.copy(smollm2, path)
+    options = OPTIONS | {"context": 128, "disk": "direct", "ram": least_of(smollm2, context=128)}
+    code = f"""
+import os
+from powerinfer import LLM, ModelError, SamplingParams
+from powerinfer.errors import EngineError
+params = SamplingParams(max_tokens=4)
+with LLM({str(path)!r}, **{options!r}) as llm:
+    llm.generate("Water boils", params)
+    os.truncate({str(path)!r}, 4096)
+    try:
+        llm.generate("Water boils", params)
+    except ModelError as error:
+        print(error)
+    try:
+        llm.generate("Water boils", params)
+    except EngineError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == 2 * f"{path} changed while it was in use; load the model again\n"
 
 
 def test_ram_is_kept(smollm2: Path) -> None:

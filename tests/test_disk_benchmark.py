@@ -29,7 +29,7 @@ if what == "bench" and ram and name == "dense.gguf":
 if what == "bench":
     speed = 6.0 if ram else 10.0
     disk = {"mode": ram, "bytes": 4_000_000_000, "bytes_per_token": 125_000_000, "read_gb_s": 2.0, "hit_rate": 0.75}
-    document = {"decode_tok_s": {"median": speed}, "prefill_tok_s": {"median": 10 * speed}, "load_s": 1.0}
+    document = {"decode_tok_s": {"median": speed}, "prefill_tok_s": {"median": 10 * speed}, "peak_rss_mb": 194.0}
     print(json.dumps(document | ({"disk": disk | {"stall_seconds": 0.5}} if ram else {})))
 elif what == "plan":
     print(json.dumps({"predicted": {"decode_tok_s": 5.0}}))
@@ -99,7 +99,6 @@ def test_jobs_tables_and_plots(
 
     for job in jobs.values():
         job["disturbed"] = False
-    ours["memory"] = {"limit": 100, "peak": 97}
     text = table.speed_table(document)
     speeds = [line for line in text.splitlines() if line.startswith("|")]
     names = [table.LABELS[name] for name in ("dense", "experts")]
@@ -110,7 +109,8 @@ def test_jobs_tables_and_plots(
         "| | | | prompt of 512 | 60.0 | 100 | 60 % | 20.0 | 3.0 | 80.0 |",
     ]
     assert "- dense, powerinfer: " in text and "dense 3.00 GB/s in order, at random 4 KiB 0.25" in text
-    # 125 MB at 6 tokens a second are a quarter of 3 GB/s; of 2 seconds in which the disk read, steps waited a half
+    # 125 MB at 6 tokens a second are a quarter of 3 GB/s; of 2 seconds in which the disk read, steps waited a quarter;
+    # 194 of 200 MiB
     reads = table.reads_table(document)
     assert reads is not None
     assert reads.splitlines()[2:] == [

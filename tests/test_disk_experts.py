@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,13 +20,15 @@ from test_experts import EXPERTS, LEVELS, Layer
 from benchmarks.models import expert_models
 from powerinfer import ModelError, RequestError, _native
 from powerinfer.config import ModelConfig
+from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.disk import DiskTier, OnDisk
-from powerinfer.devices.disk_policy import DISK_POLICIES
+from powerinfer.devices.disk_policy import DISK_POLICIES, make_disk_policy
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.hybrid.load import load_resolved
 from powerinfer.hybrid.resolve import resolve
 from powerinfer.models import load
+from powerinfer.placement.experts import replay_on_disk
 
 FILES: dict[str, str] = {  # by name: the type of the matrices
     "qwen3-30b-a3b": "q4_0", "smallthinker-4b": "q8_0", "gpt-oss-20b": "mxfp4", "deepseek-v2-lite": "q8_0",
@@ -78,6 +80,12 @@ def on_disk(checkpoint: Checkpoint, slots: int, emulated: dict[str, Any] | None 
     what = OnDisk(experts=dict.fromkeys(checkpoint.config.experts, slots), **about)
     reads = _native.Reads(files, what.direct, **(emulated or {}))
     return load(checkpoint, ENGINE, disk=DiskTier(what, checkpoint.files, (), reads))
+
+
+def single_tokens(n: int, vocab: int) -> Iterator[Batch]:
+    tokens, zero = np.random.default_rng(0).integers(0, vocab, n).astype(np.int32), np.zeros(1, np.int32)
+    for at in range(n):
+        yield Batch(tokens[at : at + 1], np.array([at], np.int32), zero, np.array([[0, 1, 2, 3]], np.int32), zero)
 
 
 def check_bits(executor: CpuExecutor, right: list[np.ndarray]) -> dict[str, float]:
@@ -178,6 +186,27 @@ def test_a_policy_says_what_is_read_but_nothing_of_the_result(
     check_bits(executor, expected("qwen3-30b-a3b"))
 
 
+@pytest.mark.parametrize("policy", DISK_POLICIES)
+def test_a_replay_hits_what_a_model_does(policy: str, written: Any) -> None:
+    checkpoint, tokens = open_checkpoint(written("qwen3-30b-a3b")), 60
+    shares = {layer: np.linspace(0, 1, about.n_experts) for layer, about in checkpoint.config.experts.items()}
+    executor = on_disk(checkpoint, 8, policy=policy, frequencies=shares, prefetch=False)
+    selected: dict[int, list[np.ndarray]] = {layer: [] for layer in shares}
+    with executor.routed() as routed:
+        for one in single_tokens(tokens, executor.vocab_size):
+            executor.forward(one)
+            for layer, found in routed().items():
+                selected[layer].extend(found)
+    assert executor.disk is not None
+    start = np.array([*shares.values()], np.float32)
+    made = make_disk_policy(policy, *start.shape, start)
+    replayed = replay_on_disk(made, {layer: np.array(one) for layer, one in selected.items()}, dict.fromkeys(shares, 8))
+    by_layer = executor.disk.by_layer()
+    assert replayed.hits == {layer: by_layer[layer]["hits"] for layer in shares}
+    assert replayed.copies == {layer: by_layer[layer]["wanted"] - by_layer[layer]["hits"] for layer in shares}
+    assert sum(replayed.hits.values()) > 0.2 * sum(replayed.selections.values())
+
+
 def test_static_needs_a_profile(written: Any) -> None:
     with pytest.raises(RequestError, match="powerinfer profile"):
         on_disk(open_checkpoint(written("qwen3-30b-a3b")), 8, policy="static")
@@ -200,9 +229,22 @@ def test_a_slow_disk_changes_nothing(name: str, slots: int, written: Any, expect
         assert guessed == right
 
 
+def test_guesses_end_where_they_are_wrong(tmp_path: Path) -> None:
+    """Where a layer changes the stream so much that the next one's router selects others."""
+    builder = experts_gguf(experts=32, top=2)
+    down = next(one for one in builder.tensors if one.name == "blk.0.ffn_down_exps.weight")
+    down.data = (100 * np.frombuffer(down.data, np.float32)).astype(np.float32).tobytes()
+    executor = on_disk(open_checkpoint(builder.write(tmp_path / "m.gguf")), 4)
+    assert executor.disk is not None
+    for one in single_tokens(120, executor.vocab_size):
+        executor.forward(one)
+    last = executor.disk.by_layer()[1]
+    assert 64 <= last["guessed"] < 70 and last["right"] < 0.4 * last["guessed"]
+
+
 def test_each_expert_is_read_once_for_a_piece_of_a_prompt(written: Any) -> None:
     checkpoint = open_checkpoint(written("qwen3-30b-a3b"))
-    executor = on_disk(checkpoint, 4)
+    executor = on_disk(checkpoint, 4, prefetch=False)
     assert executor.disk is not None
     with executor.routed() as routed:
         for batch in steps(executor.config.vocab_size):
@@ -216,11 +258,12 @@ def test_each_expert_is_read_once_for_a_piece_of_a_prompt(written: Any) -> None:
     executor.close()
 
 
+@pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("at", [0, 7, 100, 200])
-def test_a_step_that_could_not_read_fails_and_the_next_one_is_right(at: int, written: Any) -> None:
+def test_a_step_that_could_not_read_fails_and_the_next_one_is_right(at: int, prefetch: bool, written: Any) -> None:
     path = written("qwen3-30b-a3b")
     whole, fault = load(open_checkpoint(path), ENGINE), {"fail_at": at, "failures": 1, "error": errno.EIO}
-    executor = on_disk(open_checkpoint(path), 8, fault, direct=False)
+    executor = on_disk(open_checkpoint(path), 8, fault, direct=False, prefetch=prefetch)
     failed = 0
     for batch in steps(executor.config.vocab_size):
         right = whole.forward(batch).copy()
@@ -231,7 +274,7 @@ def test_a_step_that_could_not_read_fails_and_the_next_one_is_right(at: int, wri
             failed += 1
             own = executor.forward(batch).copy()
         assert np.array_equal(own, right)
-    assert failed == 1
+    assert failed == 1 or (prefetch and failed == 0)  # nobody may need what was expected
 
 
 def test_a_disk_that_is_gone_is_said_at_every_step(written: Any) -> None:

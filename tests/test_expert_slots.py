@@ -42,6 +42,23 @@ def skewed(tokens: int, seed: int, layers: int = 2, experts: int = 4, top: int =
     return found
 
 
+def test_of_experts_on_disk_lfu_suits_both_kinds_of_text() -> None:
+    """Whether a token resembles the last ones or not; what a token needs is there, however few slots there are."""
+    texts = [skewed(1500, seed, 3, 32, 4) for seed in (2, 3)]
+    profile = count_experts(texts[0], dict.fromkeys(range(3), 32), ["a"], [1500])
+    found = compare(profile, dict.fromkeys(range(3), 1000), (2, 4, 8, 16), texts[1], disk=True)
+    for at in found.at:
+        assert list(at.policies) == ["static", "lru", "lfu", "window"]
+        measured = {name: one.measured or 0.0 for name, one in at.policies.items()}
+        for one in at.policies.values():
+            assert one.copies == pytest.approx(3 * 4 * (1 - (one.measured or 0.0)))  # what is missed is read
+        assert at.slots < 8 or measured["lfu"] > measured["lru"]
+        lru = at.policies["lru"].predicted
+        assert lru is not None and abs(lru - measured["lru"]) < 0.02
+    few, least = (at.policies["lru"].measured for at in found.at[:2])
+    assert few == least
+
+
 def test_predictions_hold_on_other_text() -> None:
     """Of 32 experts; within two points for static and LRU, although only one text was counted."""
     texts = [skewed(6000, seed, 3, 32, 4) for seed in (2, 3)]

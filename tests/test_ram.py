@@ -20,7 +20,14 @@ from powerinfer.kernels import cpu
 from powerinfer.placement.budget import Workload, bundle_bytes, gib, in_ram, least_ram
 from powerinfer.placement.shapes import checkpoint_model
 
-OPTIONS: dict[str, Any] = {"threads": 1, "prefill_chunk": 32, "max_batch": 3, "gpu": "none", "trial": False}
+OPTIONS: dict[str, Any] = {
+    "threads": 1,
+    "prefill_chunk": 32,
+    "max_batch": 3,
+    "gpu": "none",
+    "trial": False,
+    "disk": "none",
+}
 
 
 def test_what_ram_holds(tmp_path: Path) -> None:

@@ -78,6 +78,8 @@ class Measurement(Jobs):
         document = json.loads(text.splitlines()[-1])
         result = {name: document[name]["median"] for name in programs.RATES}
         result |= {name: document[name] for name in FIELDS if name in document}
+        if "sparsity" in document:
+            result["sparsity"] = {name: value for name, value in document["sparsity"].items() if name != "layers"}
         return result | {"cache": cache, "memory": usage.document()}
 
     def theirs(self, model: Path, ram: int | None) -> Result:

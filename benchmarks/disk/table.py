@@ -89,9 +89,9 @@ def middle(runs: Runs, rate: str) -> float | None:
 
 
 def peak_share(runs: Runs) -> float | None:
-    """The highest peak of memory, page cache included, by the limit."""
-    found = [one["memory"] for one in runs.rounds if one is not None]
-    return max((one["peak"] / one["limit"] for one in found if one["peak"] and one["limit"]), default=None)
+    """The most memory that the process had, by the limit. The peak of the cgroup has the page cache of loading, too."""
+    found = [(one["peak_rss_mb"], one["memory"]["limit"]) for one in runs.rounds if one is not None]
+    return max((peak * (1 << 20) / limit for peak, limit in found if limit), default=None)
 
 
 # ---------------------------------------------------------------- tables
@@ -156,7 +156,7 @@ def reads_table(document: dict[str, Any]) -> str | None:
     """What decoding read; None where nothing has been measured that reads."""
     share = document["settings"]["share"]
     heads = ["", "read a token, MB", "GB/s while reading", "of the disk's rate in order", "hits", "reading hidden"]
-    lines = header(*heads, "plan, tokens/s", "measured by plan", "peak memory by limit", numbers=True)
+    lines = header(*heads, "plan, tokens/s", "measured by plan", "peak memory by `--ram`", numbers=True)
     any_reads = False
     for name in names(document):
         runs = runs_of(document, OURS, name, share)

@@ -7,11 +7,14 @@ static and lru are predicted, with the range of parts of its texts: what a polic
 FILE, which `powerinfer profile --trace FILE` recorded on other text, is decoded under all of them, a token at a time.
 Its result is kept for `powerinfer report`.
 
+--disk: the same of RAM, where the experts rest on disk (docs/disk.md) and each one that RAM lacks is read in place of
+another. Beside static, lru and lfu, window: those that the last tokens selected most often.
+
 JSON: path (of the profile), tokens (of it), trace (null, or path, tokens: replayed ones, same_text: it is the text of
-the profile), expert_bytes (of one, mean over the layers), at (slots of a layer, on average; share of all experts; bytes
-of all slots; policies: by name predicted, measured (shares of the selections that hit), low, high (the range of
-predicted over parts of the profile's texts), copies (experts copied for a token), bytes (of these); null: not known),
-off, off_lru (largest difference between predicted and measured hits of static, and of lru).
+the profile), disk, expert_bytes (of one, mean over the layers), at (slots of a layer, on average; share of all experts;
+bytes of all slots; policies: by name predicted, measured (shares of the selections that hit), low, high (the range of
+predicted over parts of the profile's texts), copies (experts copied, or read, for a token), bytes (of these); null: not
+known), off, off_lru (largest difference between predicted and measured hits of static, and of lru).
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     model_argument(parser)
     model_flag(parser)
     parser.add_argument("--trace", metavar="FILE", help="replay this trace, of `powerinfer profile --trace FILE`")
+    parser.add_argument("--disk", action="store_true", help="of RAM, where the experts rest on disk")
     parser.add_argument(
         "--slots",
         metavar="N,N,...",
@@ -63,8 +67,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     selected = None if trace is None else expert_slots.some_tokens(trace.selected, trace.corpus_tokens, args.tokens)
     nbytes = expert_slots.expert_bytes(checkpoint)
     with Bar() as bar:
-        found = expert_slots.compare(file.profile, nbytes, slots, selected, checkpoint.fingerprint, bar)
-    if trace is not None:
+        found = expert_slots.compare(file.profile, nbytes, slots, selected, checkpoint.fingerprint, bar, disk=args.disk)
+    if trace is not None and not args.disk:
         try:
             expert_slots.keep(checkpoint, engine.prepared, found)
         except (OSError, PowerInferError) as error:
@@ -75,6 +79,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         "tokens": file.profile.tokens,
         "trace": None if trace is None else {"path": str(trace.path), "tokens": found.tokens, "same_text": same},
         "expert_bytes": sum(nbytes.values()) / len(nbytes),
+        "disk": args.disk,
         "at": expert_slots.document(found)["at"],
         "off": found.off("static"),
         "off_lru": found.off("lru"),
@@ -105,13 +110,14 @@ def _show(document: dict[str, Any], out: Output) -> None:
     out.line(f"{document['path']}: {document['tokens']} tokens; an expert has {document['expert_bytes'] / 1e6:.2f} MB")
     if trace is not None:
         out.line(f"{trace['path']}: {trace['tokens']} tokens replayed")
-    for line in table(document["at"]):
+    for line in table(document["at"], document["disk"]):
         out.line(line)
     for name, key in (("static", "off"), ("lru", "off_lru")):
         if document[key] is not None:
             out.line(f"{name}: predicted and measured hits differ by at most {100 * document[key]:.1f} points")
     if trace is None:
-        out.note("lfu and dynamic need a trace of other text: `powerinfer profile --trace FILE`, and --trace FILE here")
+        which = "all but lru" if document["disk"] else "lfu and dynamic"
+        out.note(f"{which} need a trace of other text: `powerinfer profile --trace FILE`, and --trace FILE here")
     elif trace["same_text"]:
         out.note("the trace is of the same text as the profile: the hits of static are too good; use other text")
 
@@ -127,11 +133,11 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
+def table(rows: list[dict[str, Any]], disk: bool = False) -> list[str]:
     """A line for each policy with each number of slots."""
     lines = [
         f"{'slots':>7} {'of all':>8} {'memory':>10}  {'policy':<8} {'predicted (range)':>24} {'measured':>9}  "
-        "copied a token"
+        f"{'read' if disk else 'copied'} a token"
     ]
     for row in rows:
         where = f"{row['slots']:>7.4g} {100 * row['share']:>6.1f} % {row['bytes'] / 2**30:>6.2f} GiB"

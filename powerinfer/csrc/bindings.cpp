@@ -236,6 +236,15 @@ nb::ndarray<nb::numpy, int32_t, nb::ndim<1>> row_order_of(const std::string& typ
   return {order.release(), {(size_t)k}, owner};
 }
 
+void check_vectors(const Bundles& b) {
+  for (const Vector* one : {&b.spec.gate_bias, &b.spec.up_bias, &b.spec.limits})
+    require(one->empty() || (int64_t)one->size() == b.neurons,
+            "biases and thresholds must have one value for every neuron");
+  require(b.gated() || b.spec.gate_bias.empty(), "a bias of gate, but no gate");
+}
+
+constexpr int64_t LINE = 64;  // bytes, in which `PiRows` says where bundles lie
+
 std::shared_ptr<Bundles> make_bundles(Bytes2 data, int64_t neurons, int64_t d_model,
                                       const std::optional<std::string>& gate_type, const std::string& up_type,
                                       const std::string& down_type, int64_t pitch, int64_t gate_at, int64_t up_at,
@@ -247,14 +256,18 @@ std::shared_ptr<Bundles> make_bundles(Bytes2 data, int64_t neurons, int64_t d_mo
   if (counts) {
     const int64_t shared = pi_shared_bytes(row_type(down_type), d_model);
     require(data.shape(0) == 1 && pitch > 0 && groups > 0, "groups of different sizes must be contiguous");
-    b->offsets.push_back(0);
+    require(pitch % LINE == 0 && (int64_t)data.shape(1) / LINE <= UINT32_MAX, "bundles are of whole cache lines");
+    int64_t at = 0;
     for (int64_t g = 0; g < groups; g++) {
       const int64_t n = counts->data()[g];
       require(n >= 0 && n <= PI_GROUP, "a group has between 0 and 32 bundles");
       for (int64_t i = 0; i < n; i++) b->members.push_back((int32_t)(g * PI_GROUP + i));
-      b->offsets.push_back(b->offsets.back() + (n ? n * pitch + shared : 0));
+      for (int64_t i = 0; i < PI_GROUP; i++) b->lines.push_back((uint32_t)(i < n ? (at + i * pitch) / LINE : 0));
+      at += n * pitch;
+      b->shared_lines.push_back((uint32_t)(n ? at / LINE : 0));
+      at += n ? shared : 0;
     }
-    require(b->offsets.back() == (int64_t)data.shape(1), "the number of bundles does not match the number of rows");
+    require(at == (int64_t)data.shape(1), "the number of bundles does not match the number of rows");
     require((int64_t)b->members.size() == neurons, "the groups do not hold the stated number of neurons");
     neurons = groups * PI_GROUP;
     group_bytes = PI_GROUP * pitch + shared;
@@ -264,7 +277,10 @@ std::shared_ptr<Bundles> make_bundles(Bytes2 data, int64_t neurons, int64_t d_mo
   }
   const auto rows = [&](const std::string& name, int kind, int64_t at) {
     PiRows whole = rows_of(name, kind, d_model, neurons, data.data(), (size_t)groups, (size_t)group_bytes, pitch, at);
-    if (counts) whole.offsets = b->offsets.data();
+    if (!counts) return whole;
+    whole.lines = b->lines.data();
+    whole.shared = data.data();
+    whole.shared_lines = b->shared_lines.data();
     return whole;
   };
   b->gate = gate_type ? rows(*gate_type, PI_DOT, gate_at) : PiRows{nullptr, 0, 0, 0, d_model, 0};
@@ -272,10 +288,44 @@ std::shared_ptr<Bundles> make_bundles(Bytes2 data, int64_t neurons, int64_t d_mo
   b->down = rows(down_type, PI_ADD, down_at);
   b->neurons = neurons;
   b->spec = spec;
-  for (const Vector* one : {&spec.gate_bias, &spec.up_bias, &spec.limits})
-    require(one->empty() || (int64_t)one->size() == b->neurons,
-            "biases and thresholds must have one value for every neuron");
-  require(b->gated() || spec.gate_bias.empty(), "a bias of gate, but no gate");
+  check_vectors(*b);
+  return b;
+}
+
+std::shared_ptr<Bundles> make_resting_bundles(std::shared_ptr<Slots> slots, int64_t d_model,
+                                              const std::optional<std::string>& gate_type, const std::string& up_type,
+                                              const std::string& down_type, std::optional<int64_t> gate_at,
+                                              std::optional<int64_t> up_at, int64_t down_at, const NeuronSpec& spec,
+                                              std::optional<Bytes2> shared) {
+  require(spec.activation.kind < PI_N_ACTS, "only experts have that activation");
+  require(slots->parts() == 1, "the slots of neurons hold one part of each");
+  require(slots->lines(), "the neurons do not begin with cache lines of their file");
+  auto b = std::make_shared<Bundles>();
+  b->neurons = slots->items();
+  b->members.resize((size_t)b->neurons);
+  std::iota(b->members.begin(), b->members.end(), 0);
+  const int64_t groups = (b->neurons + PI_GROUP - 1) / PI_GROUP;
+  const auto rows = [&](const std::string& name, int kind, std::optional<int64_t> at) {
+    const int type = row_type(name);
+    check_row(type, kind, d_model);
+    require(!at || (*at >= 0 && *at % 64 == 0 && *at <= slots->part_bytes(0) - pi_row_bytes(type, d_model)),
+            "a row does not fit into what is read of a neuron, or is not aligned");
+    const int64_t bytes = pi_shared_bytes(type, d_model);
+    require(!bytes || (shared && (int64_t)shared->shape(0) == groups && (int64_t)shared->shape(1) == bytes),
+            "the scales that groups share must be [groups, their bytes]");
+    for (int64_t g = 0; bytes && g < groups; g++) b->shared_lines.push_back((uint32_t)(g * bytes / LINE));
+    return PiRows{
+        slots->memory(),       0, 0, at.value_or(0), d_model, type, slots->lines(), bytes ? shared->data() : nullptr,
+        b->shared_lines.data()};
+  };
+  b->firsts = gate_type ? gate_at.has_value() : up_at.has_value();
+  require(up_at || !gate_type, "rows of up are missing");
+  b->gate = gate_type ? rows(*gate_type, PI_DOT, gate_at) : PiRows{nullptr, 0, 0, 0, d_model, 0};
+  b->up = rows(up_type, PI_DOT, up_at);
+  b->down = rows(down_type, PI_ADD, down_at);
+  b->spec = spec;
+  b->slots = std::move(slots);
+  check_vectors(*b);
   return b;
 }
 
@@ -285,6 +335,7 @@ void add_listed(const Bundles& b, const std::string& level, Floats2 x, Ints inde
   const int64_t tokens = (int64_t)x.shape(0), k = b.up.k, n = (int64_t)index.shape(0);
   require(tokens > 0 && tokens <= PI_NEURON_TOKENS, "bundles take between 1 and 32 tokens");
   require(!b.spec.activation.in_banks(), "topk selects by the gates of matrices");
+  require(!b.slots, "neurons on disk are summed in the steps of a program");
   require((int64_t)x.shape(1) == k && out.shape(0) == x.shape(0) && (int64_t)out.shape(1) == k,
           "x and out must be [tokens, d_model]");
   std::vector<bool> listed((size_t)b.neurons, true);  // places that are empty count as listed
@@ -587,6 +638,13 @@ void bind_bundles(nb::module_& m) {
       .def_ro("neurons", &Bundles::neurons)
       .def("add", &add_listed, "level"_a, "x"_a, "index"_a, "out"_a.noconvert(), "threshold"_a = 0.0f,
            "Add the sum of the listed neurons of x to out, both [tokens, d_model], by one thread.");
+  m.def(
+      "resting_bundles", &make_resting_bundles, "slots"_a, "d_model"_a, "gate_type"_a.none(), "up_type"_a,
+      "down_type"_a, "gate_at"_a.none(), "up_at"_a.none(), "down_at"_a, "spec"_a, "shared"_a = nb::none(),
+      nb::keep_alive<0, 10>(),
+      "Bundles of neurons on disk, the items of the slots, whose one part is what a step reads of each. The place of\n"
+      "a row is None where it is no part of that: its products are known from a matrix. shared: the scales of all\n"
+      "groups of down, [groups, bytes], kept.");
 }
 
 void bind_table(nb::module_& m) {
@@ -688,12 +746,21 @@ void bind_neuron_sum(nb::module_& m) {
            "selected: [tokens, neurons], not zero where a token selects a neuron, None: all; weight: [tokens], 0: the\n"
            "token selects none, None: 1. False where no neuron is selected: out is zero, nothing was computed.")
       .def_prop_ro("neurons", [](const NeuronSum& sum) { return sum.bundles->members.size(); })
+      .def_prop_ro(
+          "uses",
+          [](NeuronSum& sum) {
+            return nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>(sum.uses.data(), {sum.uses.size()}, nb::find(sum));
+          },
+          "Of neurons on disk: steps that summed each, until they are reset here, between steps.")
       .def("counts", &sum_counts,
            "steps, tokens and, summed over tokens, neurons active and candidates (computed); rows of bundles read.\n\n"
            "Waits until no job runs, like the others that read or reset counters: all of a job is counted, or nothing.")
       .def("take_fired", &take_fired, "out"_a.noconvert(),
            "out = tokens that each neuron fired for since the last call, [neurons].")
       .def("clear", &NeuronSum::clear, nb::call_guard<nb::gil_scoped_release>(), "Reset the counters.");
+  m.def(
+      "least_slots", [](const Workspace& w, int64_t neurons) { return NeuronSum::least_slots(*w.pool, neurons); },
+      "workspace"_a, "neurons"_a, "The fewest slots with which a layer's neurons on disk can be summed.");
 }
 
 void bind_predictor(nb::module_& m) {

@@ -40,6 +40,7 @@ struct Work {
   NeuronBlock& block;
   int64_t n;
   int64_t count = 0;
+  bool pairs = false;
 
   float* h(int64_t t) const { return block.h + t * NeuronBlock::NEURONS; }
   float* more(int64_t t) const { return block.more + t * NeuronBlock::NEURONS; }
@@ -174,6 +175,29 @@ struct Work {
       block.h[left++] = block.h[i];
     }
     return count = left;
+  }
+
+  // h of the first `n` of a list. Returns the number of cells that are not zero; the others are left out.
+  __attribute__((always_inline)) int64_t multiply(const int32_t* list, const Firing& f, NeuronCounts& counts) {
+    memcpy(block.index, list, (size_t)n * sizeof *list);
+    if (!f.known) counts.first += n;
+    pairs = f.selected_by && take_selected(f);
+    if (pairs) activate_pairs(f);
+    else activate(f);
+    const int64_t active = drop();
+    if (!b.gated() || f.multiplied) return active;
+    counts.up += n;
+    if (pairs) multiply_up_pairs();
+    else multiply_up();
+    return drop();
+  }
+
+  int64_t drop() {
+    if (pairs) return drop_zero_pairs();
+    const int64_t cells = drop_zeros();
+    pairs = few(cells);
+    if (pairs) take_active();
+    return cells;
   }
 
   // Adds the neurons of each group at once, with h in 8 bits as on the dense path. Returns the number of groups.
@@ -311,39 +335,26 @@ void unpack_bundle_row(int kind, const PiRows& rows, int64_t i, float* out) {
   }
 }
 
+PiActs with_lanes(const Bundles& b, const PiActs& x, int64_t tokens, NeuronBlock& block) {
+  PiActs acts = x;
+  if (!acts.lanes && (wants_lanes(b.up.type) || (b.gated() && wants_lanes(b.gate.type)))) {
+    block.lanes.resize((size_t)(pi_lanes_bytes(x.k) * tokens));
+    fill_lanes(&x, tokens, block.lanes.data());
+    acts.lanes = block.lanes.data();
+  }
+  return acts;
+}
+
 void add_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, int64_t tokens, const int32_t* index,
                  int64_t n, const Firing& firing, NeuronBlock& block, float* out, int64_t ldo, NeuronCounts& counts,
                  int64_t* fired) {
-  PiActs acts = *x;
-  if (wants_lanes(b.up.type) || (b.gated() && wants_lanes(b.gate.type))) {
-    block.lanes.resize((size_t)(pi_lanes_bytes(x->k) * tokens));
-    fill_lanes(x, tokens, block.lanes.data());
-    acts.lanes = block.lanes.data();
-  }
+  const PiActs acts = firing.multiplied ? *x : with_lanes(b, *x, tokens, block);
   if (b.down.type == PI_Q4_0X32) block.sums.resize((size_t)pi_round_up(x->k, 128));
   for (int64_t j = 0, take; j < n; j += take) {
     take = block_of(b, index + j, n - j);
     Work w{kernels, b, &acts, tokens, block, take};
-    memcpy(block.index, index + j, (size_t)w.n * sizeof *index);
-    if (!firing.known) counts.first += w.n;
-    int64_t active;
-    bool pairs = firing.selected_by && w.take_selected(firing);
-    const auto drop = [&] {
-      if (pairs) return w.drop_zero_pairs();
-      const int64_t cells = w.drop_zeros();
-      pairs = w.few(cells);
-      if (pairs) w.take_active();
-      return cells;
-    };
-    if (pairs) w.activate_pairs(firing);
-    else w.activate(firing);
-    active = drop();
-    if (b.gated()) {
-      counts.up += w.n;
-      if (pairs) w.multiply_up_pairs();
-      else w.multiply_up();
-      active = drop();
-    }
+    const int64_t active = w.multiply(index + j, firing, counts);
+    const bool pairs = w.pairs;
     counts.active += active;
     counts.down += w.n;
     if (fired && pairs)
@@ -354,5 +365,23 @@ void add_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, in
     if (b.down.type == PI_Q4_0X32) counts.shared += pairs ? w.add_groups_of_pairs(out, ldo) : w.add_groups(out, ldo);
     else if (pairs) kernels->neurons->add_pairs(&b.down, block.pairs, w.count, block.h, out, ldo);
     else kernels->neurons->add(&b.down, block.index, w.n, block.h, NeuronBlock::NEURONS, tokens, out, ldo);
+  }
+}
+
+void multiply_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, int64_t tokens, const int32_t* index,
+                      int64_t n, const Firing& firing, NeuronBlock& block, float* h, int64_t ldh,
+                      NeuronCounts& counts) {
+  const PiActs acts = with_lanes(b, *x, tokens, block);
+  for (int64_t j = 0, take; j < n; j += take) {
+    take = std::min(n - j, (int64_t)NeuronBlock::NEURONS);
+    Work w{kernels, b, &acts, tokens, block, take};
+    w.multiply(index + j, firing, counts);
+    for (int64_t t = 0; t < tokens; t++)
+      for (int64_t i = j; i < j + take; i++) h[t * ldh + index[i]] = 0.0f;
+    if (w.pairs)
+      for (int64_t i = 0; i < w.count; i++) h[block.pairs[i].token * ldh + block.pairs[i].neuron] = block.h[i];
+    else
+      for (int64_t t = 0; t < tokens; t++)
+        for (int64_t i = 0; i < w.n; i++) h[t * ldh + block.index[i]] = w.h(t)[i];
   }
 }

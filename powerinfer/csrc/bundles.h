@@ -1,9 +1,11 @@
 // The neurons of one layer as bundles, and the sum of listed neurons: what each device computes for its own part of
 // an FFN.
 #pragma once
+#include <memory>
 #include <vector>
 
 #include "activation.h"
+#include "slots.h"
 #include "table.h"
 
 // Bytes of the input of pack_bundle_rows for `rows` neurons: rows as stored; for Q4_0X32 whole groups, each k consecutive
@@ -23,11 +25,14 @@ void fill_lanes(const PiActs* x, int64_t tokens, uint8_t* out);
 
 // Neurons of one layer.
 struct Bundles {
-  PiRows gate, up, down;         // gate.groups null: no gate
-  int64_t neurons;               // places: where groups have fewer bundles, some are empty
-  NeuronSpec spec;               // biases and limits have a value for every place
-  std::vector<int32_t> members;  // the places that hold a neuron, ascending
-  std::vector<int64_t> offsets;  // of groups, where some have fewer bundles; else empty
+  PiRows gate, up, down;                      // gate.groups null: no gate
+  int64_t neurons;                            // places: where groups have fewer bundles, some are empty
+  NeuronSpec spec;                            // biases and limits have a value for every place
+  std::vector<int32_t> members;               // the places that hold a neuron, ascending
+  std::vector<uint32_t> lines, shared_lines;  // of rows, where these do not lie group by group, or are in `slots`
+  // Where they rest on disk: items are neurons, with all that is read of them. firsts: the rows of `first` are.
+  std::shared_ptr<Slots> slots = nullptr;
+  bool firsts = true;
   bool gated() const { return gate.groups != nullptr; }
   const PiRows& first() const { return gated() ? gate : up; }  // what the activation is on
   const std::vector<float>& first_bias() const { return spec.first_bias(gated()); }
@@ -68,6 +73,7 @@ struct Firing {
   const uint32_t* selected_by;  // where not null, a neuron counts for token t only if bit t of its word is set
   float threshold;              // activations up to it in magnitude count as zero
   GroupWeights groups = {};     // of activations that are not known
+  bool multiplied = false;      // `known` are h, of `multiply_neurons`
 };
 
 // out[t * ldo ..] += h * down of the listed neurons, each once: their gates where these are not known, then up where a
@@ -77,3 +83,9 @@ struct Firing {
 void add_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, int64_t tokens, const int32_t* index,
                  int64_t n, const Firing& firing, NeuronBlock& block, float* out, int64_t ldo, NeuronCounts& counts,
                  int64_t* fired = nullptr);
+// The same in two steps, of which the first may take the neurons in any order: h[t * ldh + neuron], which may be `known`;
+// then add_neurons where they are known and `multiplied`.
+void multiply_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, int64_t tokens, const int32_t* index,
+                      int64_t n, const Firing& firing, NeuronBlock& block, float* h, int64_t ldh, NeuronCounts& counts);
+// x with the `lanes` that quantised bundles take, which are in the block's memory.
+PiActs with_lanes(const Bundles& b, const PiActs& x, int64_t tokens, NeuronBlock& block);

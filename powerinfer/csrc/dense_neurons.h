@@ -12,6 +12,8 @@ class DenseNeurons {
   std::vector<std::shared_ptr<Matrix>> matrices() const { return {gate_, up_, down_}; }
   int64_t d_model() const { return up_->k; }
   bool gated() const { return (bool)gate_; }
+  bool in_memory() const { return first().data && up_->data && down_->data; }
+  bool first_in_memory() const { return first().data; }  // what `activate` needs
   // Whether bundles hold neurons of the same kind: as many, with the same activation, biases and limits.
   bool same_kind(const Bundles& bundles) const;
   int forms() const { return first().form() | up_->form(); }  // of the input

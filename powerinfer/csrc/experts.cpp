@@ -333,7 +333,7 @@ void Experts::run(Thread& t, const Step& step) {
   const bool some = bundled_ && !whole_ && tokens <= PI_NEURON_TOKENS;
   const int own = some && predictor_ ? 0 : (gate_.empty() ? 0 : gate_[0].form()) | up_[0].form();
   const Rows x = p.residual(0, tokens);
-  const bool guesses = after_ && tokens <= ExpertRows::GUESSED;
+  const bool guesses = after_ && tokens <= ExpertRows::GUESSED && after_->resting_->foreseeable();
   if (guesses) after_->guess(t, rows, x);
   const int others = (router_.scores ? router_.scores->form() : 0) | (shared_.neurons ? shared_.neurons->forms() : 0);
   const PiActs* acts = w.prepare(t.id, x, spec_.norm, own | others | (shared_.gate.empty() ? 0 : PI_FORM_F32));

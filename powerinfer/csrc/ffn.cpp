@@ -33,7 +33,10 @@ void Ffn::set_bundled(std::shared_ptr<NeuronSum> bundled, std::shared_ptr<const 
   check(dense_ || !bundles.spec.activation.in_banks(), "topk selects by the gates of matrices");
   check(!predictor || !bundles.spec.activation.in_banks(), "no predictor selects neurons of topk");
   check(recall_every >= 0, "an interval is negative");
-  check(recall_every == 0 || dense_, "the recall of a predictor is sampled from matrices");
+  check(recall_every == 0 || (dense_ && dense_->in_memory()),
+        "the recall of a predictor is sampled from matrices in memory");
+  check(dense_ || !bundles.slots, "neurons on disk have matrices beside them");
+  check(!predictor || bundles.firsts, "a predictor selects among whole bundles");
   if (predictor) {
     check(bundles.complete(), "a predictor is for an FFN that has all of its neurons");
     predictor->check_sizes(bundles.up.k, bundles.neurons);
@@ -58,6 +61,8 @@ void Ffn::set_ways(const Way* ways) {
     check(!any(WAY_DENSE) || dense_, "that FFN has no matrices");
     check(bundled_ || (!any(WAY_EXACT) && !any(WAY_PREDICTED)), "that FFN has no bundles");
     check(!any(WAY_PREDICTED) || predictor_, "that FFN has no predictor");
+    check(!any(WAY_EXACT) || !bundled_->bundles->slots || dense_->first_in_memory(),
+          "which neurons on disk fire is found by matrices in memory");
     std::copy(ways, ways + PI_NEURON_TOKENS, ways_ + 1);
   });
 }
@@ -109,6 +114,11 @@ void Ffn::clear_counts() {
   recall_ = {};
 }
 
+bool Ffn::wants(const Program& p, const Step& step) const {
+  const Way chosen = way(p, step.tokens);
+  return chosen == WAY_DENSE || (chosen == WAY_EXACT && dense_ && (falls_back() || !dense_->first_in_memory()));
+}
+
 // A program is watched on its matrices.
 Way Ffn::way(const Program& p, int64_t tokens) const {
   if (dense_ && (!bundled_ || p.watch || tokens > PI_NEURON_TOKENS)) return WAY_DENSE;
@@ -126,7 +136,7 @@ void Ffn::run(Thread& t, const Step& step) {
   for (int64_t first = 0; first < step.tokens; first += at_once) {
     const Rows x = p.residual(first, std::min(step.tokens - first, at_once));
     const Destination to = p.added_to(first, spec_.out_norm, spec_.down_bias, p.up);
-    const NeuronSum::Piece piece{x, spec_.norm, to, counted, nullptr, nullptr, fired};
+    const NeuronSum::Piece piece{x, spec_.norm, to, counted, nullptr, nullptr, fired, {}, &p};
     if (chosen == WAY_DENSE)
       dense_->sum(t, p.workspace->prepare(t.id, x, spec_.norm, dense_->forms()), x.tokens, to, fired);
     else if (chosen == WAY_PREDICTED) predicted(t, piece);
@@ -166,6 +176,7 @@ void Ffn::list_firing(Thread& t, const PiActs* acts, int64_t tokens) {
 // Whether so many neurons fire that reading a whole matrix is faster than reading their rows. With many tokens, each
 // must contribute its share: a neuron that fires for few tokens is read, but quick to multiply.
 bool Ffn::many(const NeuronLists& lists, int64_t tokens) const {
+  if (!falls_back()) return false;
   int64_t listed = 0, cells = 0;
   for (const NeuronLists::Share& share : lists.shares) {
     listed += share.n;

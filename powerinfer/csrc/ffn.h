@@ -23,7 +23,8 @@ class Ffn : public Op {
 
   // Replaces its neurons as bundles, and the predictor, which may be null; resets its counters and its ways: dense
   // where it has matrices. recall_every: steps between samples of the predictor's recall, for which all gates are
-  // computed from the matrices; 0: none.
+  // computed from the matrices; 0: none. Neurons that rest on disk have matrices beside them, of which those that only
+  // dense steps read may rest there, too.
   void set_bundled(std::shared_ptr<NeuronSum> bundled, std::shared_ptr<const Predictor> predictor,
                    int64_t recall_every = 0);
   // The ways of steps of 1, 2, .. PI_NEURON_TOKENS tokens. Larger steps are dense, or without matrices exact.
@@ -34,7 +35,7 @@ class Ffn : public Op {
   const std::shared_ptr<NeuronSum>& bundled() const { return bundled_; }
 
   const char* name() const override { return "ffn"; }
-  bool wants(const Program& p, const Step& step) const override { return way(p, step.tokens) != WAY_PREDICTED; }
+  bool wants(const Program& p, const Step& step) const override;
   void run(Thread& t, const Step& step) override;
 
   // How many active neurons of sampled tokens were candidates.
@@ -61,6 +62,7 @@ class Ffn : public Op {
   void exact(Thread& t, const NeuronSum::Piece& piece);
   void predicted(Thread& t, const NeuronSum::Piece& piece);
   void list_firing(Thread& t, const PiActs* acts, int64_t tokens);
+  bool falls_back() const { return dense_above_ < 1 && !bundled_->bundles->slots; }
   bool many(const NeuronLists& lists, int64_t tokens) const;
   void sample(Thread& t, const PiActs* acts, int64_t tokens);
   void clear_counts();

@@ -15,6 +15,7 @@ NeuronLists::NeuronLists(int threads, int64_t n, int64_t d, int64_t r, const Neu
       z((size_t)(rank ? ldz * PI_NEURON_TOKENS : 0)),
       hidden((size_t)(ldr * PI_NEURON_TOKENS)),
       shares((size_t)threads) {
+  wave.neurons.resize((size_t)neurons);
   for (Share& s : shares) {
     s.listed.resize((size_t)(ldz + PI_LANES));
     s.taken.resize((size_t)neurons);

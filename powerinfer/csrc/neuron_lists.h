@@ -1,6 +1,7 @@
 // Lists of neurons of the current step: each thread lists the selected neurons of its share of a layer, then sums an
 // even part of all that are listed. One set of buffers serves all layers.
 #pragma once
+#include <atomic>
 #include <vector>
 
 #include "bundles.h"
@@ -18,13 +19,21 @@ class NeuronLists {
     int64_t counts[PI_NEURON_TOKENS];  // and for each token
     NeuronCounts done;
     NeuronBlock block;
-    std::vector<int32_t> taken;  // what it sums of the lists of all threads
-    Vector sums;                 // what its neurons add, [tokens][lds]
+    std::vector<int32_t> taken;   // what it sums of the lists of all threads
+    int64_t n_taken, begin, end;  // the number of these; which of them are in the current wave
+    Vector sums;                  // what its neurons add, [tokens][lds]
   };
   const int64_t neurons, d_model, rank, ldz, ldr, lds;
   std::vector<uint32_t> selected_by;  // by place of a listed neuron: the tokens that select it, a bit each
   Vector z, hidden;                   // of a predictor, [tokens][ldz] and [tokens][ldr]
   std::vector<Share> shares;
+  // A wave of neurons that rest on disk: first those that are there at once; how many were multiplied of either kind.
+  struct Wave {
+    std::vector<int32_t> neurons;
+    int64_t n, there;
+    bool last;
+    std::atomic<int64_t> done[2];
+  } wave;
 
   // Makes `taken` of the thread, in the order of the lists; cut between groups of neurons if `whole_groups`. Returns its
   // length.

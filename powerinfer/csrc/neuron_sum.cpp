@@ -4,18 +4,24 @@
 
 #include <algorithm>
 
+#include "program.h"
+
 NeuronSum::NeuronSum(std::shared_ptr<Workspace> w, std::shared_ptr<Bundles> b, float threshold_, bool count_fired)
     : workspace(std::move(w)),
       bundles(std::move(b)),
       threshold(threshold_),
       counts_fired(count_fired),
+      uses((size_t)(bundles->slots ? bundles->neurons : 0)),
       fired_((size_t)(count_fired ? bundles->neurons : 0)) {
   check(threshold >= 0.0f, "a threshold is negative");
+  check(!bundles->slots || bundles->slots->slots() >= least_slots(*workspace->pool, bundles->neurons),
+        "there are fewer slots than the threads compute at once");
   workspace->reserve_lists(bundles->neurons, bundles->up.k, 0);
 }
 
 bool NeuronSum::sum(const float* x, int64_t tokens, const uint8_t* selected, const float* weight, float* out) {
   check(!bundles->spec.activation.in_banks(), "topk selects by the gates of matrices");
+  check(!bundles->slots, "neurons on disk are summed in the steps of a program");
   const int64_t k = bundles->up.k, all = (int64_t)bundles->members.size();
   bool any = false;
   for (int64_t t = 0; t < tokens && !any; t++) {
@@ -91,13 +97,96 @@ void NeuronSum::sum_listed(int thread, const Piece& piece, const PiActs* acts, c
   std::fill(own.sums.begin(), own.sums.begin() + tokens * lists.lds, 0.0f);
   own.done = {};
   int64_t* const fired = piece.fired || !piece.counted || !counts_fired ? piece.fired : fired_.data();
-  add_neurons(workspace->kernels, *bundles, acts, tokens, own.taken.data(), n,
-              {known, ldk, some ? lists.selected_by.data() : nullptr, threshold, piece.groups}, own.block,
-              own.sums.data(), lists.lds, own.done, fired);
+  const Firing firing = {known, ldk, some ? lists.selected_by.data() : nullptr, threshold, piece.groups};
+  if (bundles->slots) add_from_disk(thread, piece, acts, firing, n, fired);
+  else
+    add_neurons(workspace->kernels, *bundles, acts, tokens, own.taken.data(), n, firing, own.block, own.sums.data(),
+                lists.lds, own.done, fired);
   workspace->pool->barrier();
   add_sums(thread, piece);
+  if (thread == 0 && bundles->slots) bundles->slots->let_go();
   if (thread == 0 && piece.counted) count(tokens);
   workspace->pool->barrier();
+}
+
+// ---- Neurons on disk ------------------------------------------------------------------------------------------------
+// Each thread adds the same neurons in the same order as if all were in memory, in waves that the slots hold, so many of
+// every thread. While those that are not there are read, the others are multiplied, by whichever thread is free.
+
+int64_t NeuronSum::least_slots(const Pool& pool, int64_t neurons) {
+  return std::min(neurons, pool.threads() * (int64_t)(2 * PI_GROUP));
+}
+
+void NeuronSum::add_from_disk(int thread, const Piece& piece, const PiActs* acts, const Firing& firing, int64_t n,
+                              int64_t* fired) {
+  NeuronLists& lists = workspace->lists();
+  NeuronLists::Share& own = lists.shares[(size_t)thread];
+  NeuronLists::Wave& wave = lists.wave;
+  Program& program = *piece.program;
+  const PiActs in = with_lanes(*bundles, *acts, piece.x.tokens, own.block);
+  Firing multiplied = {program.gate, program.ldh, nullptr, 0.0f};
+  multiplied.multiplied = true;
+  const auto multiply = [&](int kind) {
+    const int64_t begin = kind ? wave.there : 0, end = kind ? wave.n : wave.there;
+    const int64_t most = NeuronBlock::NEURONS, some = pi_round_up((end - begin) / (4 * workspace->pool->threads()), 8);
+    const int64_t step = std::min(std::max(some, (int64_t)8), most);
+    for (int64_t j; (j = begin + wave.done[kind].fetch_add(step, std::memory_order_relaxed)) < end;)
+      multiply_neurons(workspace->kernels, *bundles, &in, piece.x.tokens, wave.neurons.data() + j,
+                       std::min(step, end - j), firing, own.block, program.gate, program.ldh, own.done);
+    if (thread == 0 && kind == 0) program.attempt([&] { bundles->slots->wait(); });
+    workspace->pool->barrier();
+  };
+  own.n_taken = n;
+  own.end = 0;
+  do {
+    workspace->pool->barrier();  // all have taken theirs, or added those of the wave before
+    if (thread == 0) next_wave();
+    workspace->pool->barrier();
+    const bool all_there = wave.there == wave.n;
+    if (thread == 0)
+      program.attempt([&] {
+        const int64_t n = bundles->slots->want(wave.neurons.data(), wave.n);
+        check(n == wave.n, "the slots have no room for the neurons of a step");
+      });
+    if (!all_there) {
+      multiply(0);
+      multiply(1);
+    }
+    add_neurons(workspace->kernels, *bundles, &in, piece.x.tokens, own.taken.data() + own.begin, own.end - own.begin,
+                all_there ? firing : multiplied, own.block, own.sums.data(), lists.lds, own.done, fired);
+  } while (!wave.last);
+}
+
+// Chooses what each thread adds next, and lists all of it.
+void NeuronSum::next_wave() {
+  Slots& slots = *bundles->slots;
+  NeuronLists& lists = workspace->lists();
+  NeuronLists::Wave& wave = lists.wave;
+  const bool whole_groups = bundles->down.type == PI_Q4_0X32;
+  int64_t left = 0;
+  for (const NeuronLists::Share& share : lists.shares) left += share.n_taken - share.end;
+  // Of more than the slots hold half as many at a time: then half of those that are there stay.
+  const int64_t threads = (int64_t)lists.shares.size();
+  const int64_t most = left <= slots.slots() ? left : slots.slots() / (2 * threads * PI_GROUP) * PI_GROUP;
+  wave.n = 0;
+  wave.last = true;
+  for (NeuronLists::Share& share : lists.shares) {
+    const int32_t* const taken = share.taken.data();
+    share.begin = share.end;
+    share.end = std::min(share.n_taken, share.begin + most);
+    while (whole_groups && share.end < share.n_taken && share.end > share.begin &&
+           taken[share.end - 1] / PI_GROUP == taken[share.end] / PI_GROUP)
+      share.end--;
+    wave.last = wave.last && share.end == share.n_taken;
+    std::copy(taken + share.begin, taken + share.end, wave.neurons.data() + wave.n);
+    wave.n += share.end - share.begin;
+  }
+  for (int64_t j = 0; j < wave.n; j++) uses[(size_t)wave.neurons[(size_t)j]]++;
+  slots.let_go();
+  slots.fetch(nullptr, 0);  // takes in what has arrived
+  int32_t* const all = wave.neurons.data();
+  wave.there = std::stable_partition(all, all + wave.n, [&](int32_t i) { return slots.held(i); }) - all;
+  for (auto& done : wave.done) done.store(0, std::memory_order_relaxed);
 }
 
 // Adds the sums of all threads to the output, in the order of the threads.

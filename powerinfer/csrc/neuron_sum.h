@@ -12,6 +12,8 @@ struct NeuronStats {
   int64_t steps, tokens, active, candidates, first_rows, up_rows, down_rows, shared_scales;
 };
 
+class Program;
+
 class NeuronSum {
  public:
   // threshold: activations up to this magnitude count as zero; count_fired: also count, for each neuron, the tokens
@@ -21,7 +23,7 @@ class NeuronSum {
   // out[t] = weight[t] * sum of the neurons that token t selects; x and out [tokens, d_model] without gaps.
   // selected: [tokens][members], not zero where a token selects a neuron; null: all. weight: [tokens], null: 1; a token
   // of weight 0 selects none. Returns false where no neuron is selected: out is zero, and no job was run.
-  // Steps of up to PI_NEURON_TOKENS tokens are counted.
+  // Steps of up to PI_NEURON_TOKENS tokens are counted. Not of neurons that rest on disk.
   bool sum(const float* x, int64_t tokens, const uint8_t* selected, const float* weight, float* out);
 
   // ---- Counters. Jobs write them, so these wait until none runs: a job counts as a whole or not at all.
@@ -41,6 +43,7 @@ class NeuronSum {
     const float* weight = nullptr;      // [tokens]
     int64_t* fired = nullptr;           // by place, if the caller counts the tokens that neurons fire for
     GroupWeights groups = {};           // if given, `selected_by` of the lists says which tokens select a neuron
+    Program* program = nullptr;         // of the step; `gate` is overwritten with the h of neurons on disk
   };
   // Sums the selected neurons; all their gates are computed.
   void sum_selected(int thread, const Piece& piece);
@@ -53,6 +56,8 @@ class NeuronSum {
   void count(int64_t tokens);
   // Gates that the caller has computed from elsewhere.
   void count_gates(int64_t rows) { stats_.first_rows += rows; }
+  // The fewest slots of neurons on disk.
+  static int64_t least_slots(const Pool& pool, int64_t neurons);
   // The counters as they are, and their reset; also for who has the pool between jobs.
   const NeuronStats& stats_of_job() const { return stats_; }
   void clear_counts();
@@ -61,9 +66,13 @@ class NeuronSum {
   const std::shared_ptr<Bundles> bundles;
   const float threshold;
   const bool counts_fired;
+  std::vector<int32_t> uses;  // of neurons on disk: steps that summed each, until someone resets them
 
  private:
   void list_selected(int thread, const Piece& piece);
+  void add_from_disk(int thread, const Piece& piece, const PiActs* acts, const Firing& firing, int64_t n,
+                     int64_t* fired);
+  void next_wave();
   void add_sums(int thread, const Piece& piece);
 
   NeuronStats stats_ = {};

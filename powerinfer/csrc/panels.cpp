@@ -203,7 +203,7 @@ Mapping::Mapping(int64_t bytes) : bytes_(pi_round_up(bytes < 1 ? 1 : bytes, 4096
   data_ = (uint8_t*)p + skip;
   bytes_ -= skip;
 #if defined(MADV_HUGEPAGE)
-  if (bytes >= HUGE) madvise(data_, (size_t)bytes_, MADV_HUGEPAGE);
+  if (bytes >= HUGE) madvise(data_, (size_t)(bytes / HUGE * HUGE), MADV_HUGEPAGE);  // no page beyond what is asked for
 #endif
 }
 

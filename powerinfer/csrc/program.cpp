@@ -168,6 +168,8 @@ void Program::run(const Step& step, size_t first, size_t last) {
   if (!failure.empty()) throw ReadError(failure);
 }
 
+bool Program::failed() const { return !failure_.empty() || (window_ && window_->failed()); }
+
 void Program::set_window(std::shared_ptr<Window> window) {
   for (size_t i = 0; i < ops_.size(); i++) {
     std::vector<std::shared_ptr<OnDisk>> unit;

@@ -189,12 +189,13 @@ class Program {
   // is void, but must be computed, since threads wait for each other.
   template <class F>
   bool attempt(F work) {
-    if (!failure_.empty()) return false;
+    if (failed()) return false;
     try {
       work();
     } catch (const std::exception& error) { failure_ = error.what(); }
     return failure_.empty();
   }
+  bool failed() const;  // this step, by what it could not read
   // x, from row `first` on, += norm(row), by all threads, if there is a norm; the rows are overwritten.
   void add_normalised(Thread& t, const Norm& norm, float* rows, int64_t first, int64_t tokens);
   // Rotary frequencies, and the angles' cosine and sine [tokens, pairs] of the step.

@@ -49,7 +49,11 @@ void RestingExperts::begin(const ExpertRows& rows) {
     stats_.guessed++;
     stats_.right += needed;
     stats_.hits -= needed && slots_->held(e);
+    judged_++;
+    found_ += needed;
   }
+  if (judged_ >= 4 * ENOUGH) judged_ /= 2, found_ /= 2;
+  if (!foreseeable() && ++paused_ == PAUSE) judged_ = found_ = paused_ = 0;
   end();
   for (const int32_t e : rows.active) uses[(size_t)e] += rows.begin[(size_t)e + 1] - rows.begin[(size_t)e];
   wanted_ = rows.active;

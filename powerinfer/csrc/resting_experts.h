@@ -23,6 +23,9 @@ class RestingExperts {
 
   // Begins to read experts that the step is to need, one of them perhaps repeatedly, in place of those that matter least.
   void expect(const int32_t* experts, int64_t n);
+  // Whether what was expected of late was needed at least every other time: a read in vain delays others by as much as one
+  // in time saves. Where it was not, it is tried again after some steps.
+  bool foreseeable() const { return judged_ < ENOUGH || 2 * found_ >= judged_; }
   // Begins a step: to read what it needs and is not there. rows: ordered.
   void begin(const ExpertRows& rows);
   // The experts to compute next, in memory until the next call: `active` of the rows; none: that was all.
@@ -50,5 +53,7 @@ class RestingExperts {
   bool settles_ = false;
   std::vector<std::pair<int32_t, float>> raised_;  // expected experts, and their own priorities
   std::vector<int32_t> early_;                     // expected and not there
+  static constexpr int ENOUGH = 64, PAUSE = 1024;
+  int judged_ = 0, found_ = 0, paused_ = 0;  // expected experts of late, of these needed; steps without any
   Stats stats_ = {};
 };

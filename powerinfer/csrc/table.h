@@ -223,25 +223,29 @@ static inline int64_t pi_row_bytes(int type, int64_t k) {
 // Bytes of the scales that the rows of a group share.
 static inline int64_t pi_shared_bytes(int type, int64_t k) { return type == PI_Q4_0X32 ? pi_round_up(k, 128) * 2 : 0; }
 
-// The gate rows, up rows or down rows of the bundles of a layer. Groups are `stride` apart, or, where some have fewer
-// bundles, group g from offsets[g] to offsets[g + 1]; the bundles of a group `pitch`, and in each of these the row is at
-// byte `at`.
+// The gate rows, up rows or down rows of the bundles of a layer. Groups are `stride` apart, the bundles of a group `pitch`,
+// and in each of these the row is at byte `at`. Or they lie anywhere: bundle i 64 * lines[i] bytes behind `groups`, and
+// the scales of group g 64 * shared_lines[g] behind `shared`.
 struct PiRows {
   const uint8_t* groups;
   int64_t stride, pitch, at, k;
   int type;
-  const int64_t* offsets = nullptr;
+  const uint32_t* lines = nullptr;
+  const uint8_t* shared = nullptr;
+  const uint32_t* shared_lines = nullptr;
 };
 
 static inline const uint8_t* pi_row(const PiRows* rows, int32_t i) {
-  const int64_t group = rows->offsets ? rows->offsets[i / PI_GROUP] : i / PI_GROUP * rows->stride;
-  return rows->groups + group + i % PI_GROUP * rows->pitch + rows->at;
+  const int64_t bundle =
+      rows->lines ? 64 * (int64_t)rows->lines[i] : i / PI_GROUP * rows->stride + i % PI_GROUP * rows->pitch;
+  return rows->groups + bundle + rows->at;
 }
 
 // The scales that neuron i shares with its group.
 static inline const uint8_t* pi_shared(const PiRows* rows, int32_t i) {
-  return rows->groups + (rows->offsets ? rows->offsets[i / PI_GROUP + 1] - pi_shared_bytes(rows->type, rows->k)
-                                       : i / PI_GROUP * rows->stride + PI_GROUP * rows->pitch);
+  const int64_t group = i / PI_GROUP;
+  return rows->lines ? rows->shared + 64 * (int64_t)rows->shared_lines[group]
+                     : rows->groups + group * rows->stride + PI_GROUP * rows->pitch;
 }
 
 // Activations for quantised rows, per token and 16 blocks of 32: s8 q[8][16][4], i32 sums of the blocks' q, f32 d;

@@ -16,7 +16,13 @@ Window::Window(std::shared_ptr<Reads> reads, int64_t bytes)
     : reads_(std::move(reads)), size_(bytes / Reads::ALIGN * Reads::ALIGN), ring_(std::max<int64_t>(size_, 1)) {}
 
 Window::~Window() {
-  while (!loaded_.empty()) (void)drop();  // however long it takes: the ring is written to
+  for (const Loaded& one : loaded_) {
+    try {
+      reads_->cancel(one.ticket);  // however long it takes: the ring is written to
+    } catch (const std::exception&) {
+      // it cannot be waited for
+    }
+  }
 }
 
 void Window::add(size_t op, const std::vector<std::shared_ptr<OnDisk>>& matrices) {
@@ -35,10 +41,7 @@ void Window::add(size_t op, const std::vector<std::shared_ptr<OnDisk>>& matrices
 }
 
 void Window::begin(const std::function<bool(size_t)>& wanted) {
-  if (!failure_.empty()) {
-    failure_.clear();
-    while (!loaded_.empty() && drop()) continue;
-  }
+  if (!failure_.empty() && over()) failure_.clear();
   for (Unit& unit : units_) unit.wanted = wanted(unit.op);
   if (loaded_.empty()) next_ = 0;
   read_ahead();
@@ -46,26 +49,32 @@ void Window::begin(const std::function<bool(size_t)>& wanted) {
 
 void Window::take(size_t op) {
   const size_t unit = (size_t)unit_of_[op];
-  while (failure_.empty() && !loaded_.empty() && loaded_.front().unit != unit) drop();
-  if (!failure_.empty()) return;
-  if (loaded_.empty()) {
-    next_ = unit;
-    load(unit);
-  }
   const auto begin = std::chrono::steady_clock::now();
-  wait();
+  attempt([&] {
+    for (; !loaded_.empty() && loaded_.front().unit != unit; loaded_.pop_front())
+      reads_->cancel(loaded_.front().ticket);
+    if (loaded_.empty()) {
+      next_ = unit;
+      load(unit);
+    }
+    reads_->wait(loaded_.front().ticket);
+  });
+  if (failed()) return;
   stats_.waited += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   for (const auto& one : units_[unit].matrices) stats_.bytes += one->bytes;
 }
 
 void Window::release(size_t op) {
-  if (!failure_.empty()) return;
+  if (failed()) return;
   if (!loaded_.empty() && loaded_.front().unit == (size_t)unit_of_[op]) loaded_.pop_front();
   read_ahead();
 }
 
 void Window::read_ahead() {
-  if (!failure_.empty()) return;
+  attempt([&] { load_next(); });
+}
+
+void Window::load_next() {
   for (size_t tried = 0; tried < units_.size(); tried++) {
     if (!loaded_.empty() && next_ == loaded_.front().unit) break;  // all of them are there
     if (!units_[next_].wanted) next_ = after(next_);
@@ -101,26 +110,22 @@ int64_t Window::room_for(int64_t bytes) const {
   return bytes <= first ? 0 : -1;
 }
 
-// For what was read first. Whether nothing is written to its memory any more.
-bool Window::wait() {
-  try {
-    reads_->wait(loaded_.front().ticket);
-    return true;
-  } catch (const ReadError& error) {
-    failure_ = error.what();
-    return reads_->done(loaded_.front().ticket);
+// After a failure: whether nothing is written to the ring any more, which is empty then. A disk is waited for once; while
+// it does not answer, steps fail at once.
+bool Window::over() {
+  for (; !loaded_.empty(); loaded_.pop_front()) {
+    const int64_t ticket = loaded_.front().ticket;
+    try {
+      if (!silent_ && !reads_->done(ticket)) reads_->wait(ticket);
+    } catch (const std::exception&) {
+      // nobody needs it
+    }
+    silent_ = !reads_->done(ticket);
+    if (silent_) return false;
   }
-}
-
-// Forgets what was read first. False where its reads have not ended: the disk does not answer.
-bool Window::drop() {
-  const std::string before = failure_;
-  if (!wait()) return false;
-  failure_ = before;  // nobody needed it
-  loaded_.pop_front();
   return true;
 }
 
 void Window::end() {
-  if (!failure_.empty()) throw ReadError(failure_);
+  if (failed()) throw ReadError(failure_);
 }

@@ -33,6 +33,7 @@ class Window {
   void read_ahead();
   // Ends a step. ReadError if one of its reads failed: then what was computed is void.
   void end();
+  bool failed() const { return !failure_.empty(); }
   Stats stats() const { return stats_; }
   void clear() { stats_ = {}; }
   int64_t bytes() const { return size_; }
@@ -49,9 +50,17 @@ class Window {
     int64_t begin, end;  // in the ring
     int64_t ticket;
   };
+  // Nothing is thrown in a step, where threads wait for each other: `end` tells of it.
+  template <class F>
+  void attempt(F work) {
+    if (failed()) return;
+    try {
+      work();
+    } catch (const std::exception& error) { failure_ = error.what(); }
+  }
   bool load(size_t unit);
-  bool wait();
-  bool drop();
+  void load_next();
+  bool over();
   int64_t room_for(int64_t bytes) const;
   size_t after(size_t unit) const { return (unit + 1) % units_.size(); }
 
@@ -63,5 +72,6 @@ class Window {
   std::deque<Loaded> loaded_;  // in the order of the ring
   size_t next_ = 0;            // the unit to load
   std::string failure_;        // of this step
+  bool silent_ = false;        // the disk has not answered
   Stats stats_ = {};
 };

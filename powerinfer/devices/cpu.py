@@ -663,12 +663,15 @@ class CpuExecutor:
 
     def _run(self, batch: Batch, first: int, last: int) -> None:
         """Operators `first` up to `last` of a call."""
+        if self.disk is None:
+            return self._run_operators(batch, first, last)
+        self.disk.check()  # the embedding is read from the mapped file, which must not have become shorter
         try:
             self._run_operators(batch, first, last)
         except _native.ReadError as error:
-            raise ModelError(str(error)) from None
-        if self.disk is not None:
             self.disk.check()
+            raise ModelError(str(error)) from None
+        self.disk.check()
 
     def _run_operators(self, batch: Batch, first: int, last: int) -> None:
         self._program.run(

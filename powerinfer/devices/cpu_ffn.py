@@ -15,6 +15,7 @@ from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.neurons import BUNDLE_GROUP, NeuronVectors
 
 if TYPE_CHECKING:
+    from powerinfer.devices.disk_neurons import NeuronSlots
     from powerinfer.formats.bundle_memory import SomeBundles
     from powerinfer.neurons import BundleLayout, Predictor
 
@@ -87,6 +88,29 @@ class PartMaker:
         )
         return _native.NeuronSum(self._workspace, native, threshold, count_fired)
 
+    def least_slots(self, neurons: int) -> int:
+        """The fewest slots with which neurons on disk can be computed."""
+        return _native.least_slots(self._workspace, neurons)
+
+    def resting(
+        self, layer: int, own: NeuronSlots, vectors: NeuronVectors = (), threshold: float = 0.0
+    ) -> _native.NeuronSum:
+        """Neurons as bundles on disk; arguments as of `bundled`."""
+        layout, left_out = own.layout, own.left_out
+        native = _native.resting_bundles(
+            own.slots,
+            self.config.d_model,
+            layout.gate_type if layout.gated else None,
+            layout.gate_type,
+            layout.down_type,
+            layout.gate_at if layout.gated and not left_out else None,
+            layout.up_at - left_out if layout.up_at >= left_out else None,
+            layout.down_at - left_out,
+            self._spec(layer, vectors),
+            own.shared,
+        )
+        return _native.NeuronSum(self._workspace, native, threshold)
+
     def predictor(self, weights: Weights | None) -> _native.Predictor | None:
         """What selects among all of a layer's neurons, of experts those of all of them."""
         if weights is None:
@@ -156,10 +180,32 @@ class CpuFfn:
         neurons = self._parts.bundled(
             self._layer, layout, rows, self._vectors, neurons=self.neurons, threshold=threshold
         )
-        selects = self._parts.predictor(predictor)
-        self.op.set_bundled(neurons, selects, recall_every)
+        self._set_bundled(neurons, layout, self._parts.predictor(predictor), recall_every)
         self.op.dense_above = dense_above
-        self._layout, self._predictor = layout, selects
+
+    def add_resting(
+        self, own: NeuronSlots, *, threshold: float = 0.0, predictor: Weights | None = None
+    ) -> _native.NeuronSum:
+        """The same of neurons on disk. Without a predictor the first of the matrices, of gates where there are any,
+        must be in memory. ValueError as of `add_bundles`."""
+        neurons = self._parts.resting(self._layer, own, self._vectors, threshold)
+        self._set_bundled(neurons, own.layout, self._parts.predictor(predictor))
+        return neurons
+
+    def _set_bundled(
+        self,
+        neurons: _native.NeuronSum,
+        layout: BundleLayout,
+        predictor: _native.Predictor | None,
+        recall_every: int = 0,
+    ) -> None:
+        self.op.set_bundled(neurons, predictor, recall_every)
+        self._layout, self._predictor = layout, predictor
+
+    @property
+    def bundled(self) -> bool:
+        """Whether it has its neurons as bundles."""
+        return self._layout is not None
 
     def set_ways(self, ways: Mapping[int, str]) -> None:
         """How steps of few tokens run: number of tokens -> "dense", "exact" or "predicted".

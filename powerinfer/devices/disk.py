@@ -28,7 +28,7 @@ class OnDisk:
     them. experts, neurons: by layer the number of those in RAM, where the layer's rest on disk. direct: reads go past
     the system's cache; why: for people. policy: of `DISK_POLICIES`, says which experts stay; frequencies: of each
     layer's experts, the share of the tokens that select it, None: not known. prefetch: experts are guessed a layer
-    ahead, and read early.
+    ahead, and read early. neuron_policy: says which neurons stay.
     """
 
     matrices: frozenset[str] = frozenset()
@@ -37,9 +37,10 @@ class OnDisk:
     neurons: Mapping[int, int] = field(default_factory=dict)
     direct: bool = True
     why: str = ""
-    policy: str = "lru"
+    policy: str = "lfu"
     frequencies: Mapping[int, NDArray[np.float64]] | None = None
-    prefetch: bool = False
+    prefetch: bool = True
+    neuron_policy: str = "lfu"
 
     @property
     def anything(self) -> bool:
@@ -70,6 +71,7 @@ class DiskTier:
         self.slots: dict[int, _native.Slots] = {}  # of layers whose neurons are on disk
         self._experts: dict[int, _native.Experts] = {}  # by layer
         self._residents = Residents(about.policy)  # experts in RAM
+        self._neurons = Residents(about.neuron_policy)
         self._cleared: dict[str, float] = {}
 
     def place(self, data: Bytes) -> tuple[int, int] | None:
@@ -102,10 +104,31 @@ class DiskTier:
             raise RequestError(f"{error}: run `powerinfer profile`, or choose another policy") from None
         self._experts[layer] = op
 
+    def add_neurons(
+        self, layer: int, slots: _native.Slots, uses: NDArray[np.int32], frequency: NDArray[np.float64] | None
+    ) -> None:
+        """The slots of a layer's neurons. uses: int32 [neurons], steps that used each; frequency: [neurons], the share
+        of the tokens that each fires for, None: not known. ModelError if those that fire most often cannot be read,
+        ValueError for a policy that lacks a profile."""
+        self._neurons.add(uses, slots.priority, frequency)
+        self.slots[layer] = slots
+        if frequency is None:
+            return
+        hottest = np.argsort(-frequency, kind="stable")[: slots.slots]
+        try:
+            slots.want(np.sort(hottest).astype(np.int32))
+            slots.wait()
+        except _native.ReadError as error:
+            raise ModelError(str(error)) from None
+        slots.let_go()
+        slots.clear()
+
     def observe(self, tokens: int) -> None:
         """After a step of that many tokens: what leaves memory first in the next one."""
         if self._experts:
             self._residents.observe(tokens)
+        if self.slots:
+            self._neurons.observe(tokens)
 
     def report(self) -> dict[str, Any]:
         """What was read since the last `clear`, not while a step runs.
@@ -147,12 +170,16 @@ class DiskTier:
         return {layer: op.disk_counts() for layer, op in self._experts.items()}
 
     def check(self) -> None:
-        """ModelError if a file was changed since it was opened: what was read from it may be of both."""
+        """ChangedError if a file was changed since it was opened: what was read from it may be of both."""
         for file in self._files:
             file.check_unchanged()
 
 
-def read_files(files: Sequence[MappedFile], direct: bool) -> _native.Reads:
+Reads = _native.Reads
+"""Reads of files that go on while the caller computes; OSError where they fail."""
+
+
+def read_files(files: Sequence[MappedFile], direct: bool) -> Reads:
     """Reads of files that are open. ModelError if one cannot be opened again, or is no longer the same."""
     try:
         return _native.Reads([(os.fspath(file.path), file.size) for file in files], direct)

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 DISK_POLICIES = ("static", "lru", "lfu", "window")
 
-HALF_LIFE = 64.0
+HALF_LIFE = 16.0
 """Tokens after which a use counts half, in `lfu`."""
 
-WINDOW = 64
+WINDOW = 32
 """Tokens that `window` counts."""
 
 _STEPS = 1 << 16  # that float32 counts, with parts of a step

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.errors import ModelError
+from powerinfer.errors import ChangedError, ModelError
 
 _POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, missing in the mmap module
 
@@ -72,10 +72,10 @@ class MappedFile:
             raise ModelError(f"{self.path} changed while it was in use; load the model again")
 
     def check_unchanged(self) -> None:
-        """The same, or if it was written to."""
+        """ChangedError if it is not, or if it was written to."""
         status = os.fstat(self._fd)
         if (status.st_size, status.st_mtime_ns) != (self.size, self.modified_ns):
-            raise ModelError(f"{self.path} changed while it was in use; load the model again")
+            raise ChangedError(f"{self.path} changed while it was in use; load the model again")
 
     def view(self) -> NDArray[np.uint8]:
         """The whole file, memory-mapped: uint8 [size], read-only. Keep it (or a slice) and the mapping stays."""

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import median
 
-from powerinfer import _native
+from powerinfer.devices.disk import Reads
 from powerinfer.formats.bundle_memory import own_pages
 from powerinfer.hardware.description import READERS, Disk
 from powerinfer.progress import Progress, silent
@@ -36,7 +36,7 @@ def disk_rates(folder: Path, nbytes: int, seconds: float, progress: Progress = s
     """
     try:
         with _scratch_file(folder, nbytes) as (fd, size):
-            reads = _native.Reads([(f"/proc/self/fd/{fd}", size)], True)
+            reads = Reads([(f"/proc/self/fd/{fd}", size)], True)
             if not (reads.direct or hasattr(os, "posix_fadvise")):
                 return None
             rates = {}
@@ -79,7 +79,7 @@ def _fill(fd: int, nbytes: int) -> int:
     return written
 
 
-def _places(reads: _native.Reads, fd: int, size: int, each: int) -> Iterator[int]:
+def _places(reads: Reads, fd: int, size: int, each: int) -> Iterator[int]:
     """Offsets in random order, again and again; what the system's cache has is forgotten first."""
     places = list(range(0, size - each + 1, each))
     while True:
@@ -89,7 +89,7 @@ def _places(reads: _native.Reads, fd: int, size: int, each: int) -> Iterator[int
         yield from places
 
 
-def _rate(reads: _native.Reads, fd: int, size: int, each: int, seconds: float) -> float:
+def _rate(reads: Reads, fd: int, size: int, each: int, seconds: float) -> float:
     """Bytes a second of reads of `each` bytes, READERS or 32 MiB of them under way."""
     together = max(1, min(READERS, _AHEAD // each) // _TICKETS)
     places, memory = _places(reads, fd, size, each), own_pages(_TICKETS * together * each)
@@ -109,7 +109,7 @@ def _rate(reads: _native.Reads, fd: int, size: int, each: int, seconds: float) -
     return waited * together * each / (end - begin)
 
 
-def _latency(reads: _native.Reads, fd: int, size: int, seconds: float) -> float:
+def _latency(reads: Reads, fd: int, size: int, seconds: float) -> float:
     """Seconds of the smallest read alone."""
     each = SIZES[0]
     places, memory = _places(reads, fd, size, each), own_pages(each)

@@ -253,7 +253,6 @@ def _how_many(experts: Sequence[Indices], every: int) -> str:
 def _on_cpu(resolved: Resolved) -> Resolved:
     """The same within --ram, or within the free memory if that does not hold the model; `auto` does not use bundles if
     the model fits without them."""
-    from powerinfer.placement.disk import within
     from powerinfer.system import available_memory
 
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
@@ -262,11 +261,10 @@ def _on_cpu(resolved: Resolved) -> Resolved:
         return resolved
     model = _model(checkpoint, engine, selection)
     if ram is None:
-        if engine.disk == "none" or not 0 < free < _ram_bytes(model, engine):
-            return resolved
-        ram = within(free)
+        return _within_free_memory(resolved, model, free)
     beside = selection.bundles is not None and engine.selector == "auto"
-    if beside and _ram_bytes(model, engine) <= ram < _ram_bytes(model, engine, selection):
+    dense = engine.disk == "none" or _ram_bytes(model, engine) <= ram
+    if beside and dense and _ram_bytes(model, engine, selection) > ram:
         selection = select(checkpoint, engine, "--ram does not hold bundles beside the dense weights")
     total, kv = _ram_bytes(model, engine, selection), _kv_bytes(model, engine)
     if total <= ram:
@@ -277,13 +275,29 @@ def _on_cpu(resolved: Resolved) -> Resolved:
     return replace(placed, kv_room=kv, disk_speed=_disk_speed(placed, model, ram))
 
 
+def _within_free_memory(resolved: Resolved, model: Model, free: int) -> Resolved:
+    """The same without --ram: with what the free memory does not hold on disk. The KV cache of a context that was not
+    asked for takes memory as it fills, so little of it counts."""
+    from powerinfer.placement.disk import within
+
+    engine = resolved.engine
+    short = replace(engine, context=engine.context or min(_SHORT, model.config.context_length))
+    if engine.disk == "none" or _ram_bytes(model, short) <= free:
+        return resolved
+    with suppress(RequestError):  # not even that fits: the system may still find the memory
+        ram = within(free)
+        placed = _on_disk(replace(resolved, engine=short), model, ram)
+        return replace(placed, engine=engine, disk_speed=_disk_speed(placed, model, ram))
+    return resolved
+
+
 def _on_disk(resolved: Resolved, model: Model, ram: int, host_bytes: int = 0) -> Resolved:
     """The same with what does not fit into `ram` on disk. RequestError if the rest does not fit. host_bytes: of a GPU's
     libraries."""
     from powerinfer.placement.disk import plan_disk
 
     engine, selection = resolved.engine, resolved.selection
-    bundled = selection.bundles is not None and selection.selector in ("exact", "predicted")
+    bundled = selection.bundles is not None
     work = _workload(model, engine, selection.selector if bundled else "all")
     threads, _ = cpu.choose_threads(engine.threads)
     plan = plan_disk(model, work, ram, threads, bundled, first=resolved.gpu_layers, host_bytes=host_bytes)

@@ -19,6 +19,7 @@ from powerinfer.devices.disk import OnDisk
 from powerinfer.errors import RequestError
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.layout import is_matrix
+from powerinfer.neurons import BUNDLE_GROUP
 from powerinfer.placement.budget import Footprint, Workload, gib, in_ram
 from powerinfer.placement.shapes import Matrix, Model
 from powerinfer.system import MOST_THREADS
@@ -30,11 +31,14 @@ AHEAD = 32 << 20
 """Bytes that are read ahead of what a step uses, or the next matrices, if they are larger: what is under way at a time
 (reads.cpp)."""
 
-PACKED = 1 << 20
+PACKED = 4 << 20
 """Bytes of a thread for the panels of matrices on disk."""
 
 FEWEST = 50
-"""Of a layer's neurons on disk RAM holds at least 1 / FEWEST."""
+"""Of a layer's neurons on disk RAM holds at least 1 / FEWEST,"""
+
+LEAST = 2 * BUNDLE_GROUP
+"""and so many for each thread."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Unit:
     @property
     def read(self) -> int:
         """Bytes in the file."""
-        return sum(one.stored for one in self.matrices)
+        return sum(one.file for one in self.matrices)
 
     def only(self, names: Collection[str]) -> Unit:
         """Those of its matrices."""
@@ -104,8 +108,8 @@ def plan_disk(
 ) -> DiskPlan:
     """What stays on disk so that the layers from `first` on, and the head, run on the CPU within `ram` bytes.
 
-    bundled: neurons may stay on disk as bundles, of a selector that is `exact` or `predicted`. host_bytes: of the
-    libraries of a GPU that has the layers before.
+    bundled: neurons may stay on disk as bundles, of any selector but `all`. host_bytes: of the libraries of a GPU that
+    has the layers before.
 
     RequestError, with the least that would do, where even one matrix at a time does not fit.
     """
@@ -126,7 +130,7 @@ def plan_disk(
         head_unit(model),
     ]
     free = [unit for unit in order if model.converted.isdisjoint(unit.names)]
-    neurons = _neurons(model, work) if bundled else {}
+    neurons = _neurons(model, work, threads) if bundled else {}
     kept = _other(model, layers)
     for unit in order:
         kept[unit.use] += 0 if unit in free else unit.held
@@ -142,24 +146,24 @@ def plan_disk(
     fixed += stuck + sum(least[layer] * slot[layer] for layer in experts)
     fixed += sum(one.least for one in neurons.values())
     prompts = [one.prompts for one in neurons.values()]
-    streamed = list(prompts)
+    streamed: list[Unit] = []
     rest = [unit for unit in free if not any(set(unit.names) >= set(one.names) for one in prompts)]
     ahead = min(AHEAD, ram // 16)
-    while rest and fixed + sum(unit.held for unit in rest) + _window(streamed, ahead) > ram:
+    while rest and fixed + sum(unit.held for unit in rest) + _window(streamed, prompts, ahead) > ram:
         streamed.append(rest.pop(0))
-    if len(streamed) > len(prompts):  # of the last one RAM may hold some matrices
+    if streamed:  # of the last one RAM may hold some matrices
         part = streamed.pop()
         for name in part.names[1:]:
             one, others = part.only([name]), part.only(set(part.names) - {name})
-            if fixed + sum(unit.held for unit in (*rest, one)) + _window([*streamed, others], ahead) <= ram:
+            if fixed + sum(unit.held for unit in (*rest, one)) + _window([*streamed, others], prompts, ahead) <= ram:
                 rest.append(one)
                 part = others
         streamed.append(part)
-    needed = fixed + sum(unit.held for unit in rest) + _largest(streamed)
+    needed = fixed + sum(unit.held for unit in rest) + _largest(prompts + streamed)
     if needed > ram:
         raise _too_little(model, held, needed, ram)
     left = ram - fixed - sum(unit.held for unit in rest)
-    window = min(left, _window(streamed, ahead))
+    window = min(left, _window(streamed, prompts, ahead))
     left -= window
     slots = _share(least, slot, {layer: model.n_experts[layer] for layer in experts}, left)
     left -= sum((slots[layer] - least[layer]) * slot[layer] for layer in experts)
@@ -171,13 +175,13 @@ def plan_disk(
     held["experts"] = sum(slots[layer] * slot[layer] for layer in experts)
     held["ffn"] = sum(one.least + (cached[layer] - one.fewest) * one.slot for layer, one in neurons.items())
     resting = Counter({"embedding": table})
-    for unit in streamed:
+    for unit in prompts + streamed:
         resting[unit.use] += unit.read
-    resting["experts"] = sum(one.stored for matrices in experts.values() for one in matrices)
+    resting["experts"] = sum(one.file for matrices in experts.values() for one in matrices)
     resting["ffn"] = sum(model.bundles[layer].pitch * one.n for layer, one in neurons.items())
-    about = OnDisk(frozenset(name for unit in streamed for name in unit.names), window, slots, cached)
-    once = sum(unit.read for unit in streamed if unit not in prompts)
-    return DiskPlan(about, held, once, {use: n for use, n in resting.items() if n})
+    about = OnDisk(frozenset(name for unit in prompts + streamed for name in unit.names), window, slots, cached)
+    every = sum(unit.read for unit in streamed)
+    return DiskPlan(about, held, every, {use: n for use, n in resting.items() if n})
 
 
 def within(free: int) -> int:
@@ -205,18 +209,21 @@ class _Neurons:
         return min(self.n, self.fewest + max(0, left) // self.slot)
 
 
-def _neurons(model: Model, work: Workload) -> dict[int, _Neurons]:
+def _neurons(model: Model, work: Workload, threads: int) -> dict[int, _Neurons]:
+    """By layer, where neurons can be left out and prompts find their matrices in the file."""
     found = {}
     for layer, config in enumerate(model.config.layers):
         about, layout = config.ffn, model.bundles[layer]
-        if not isinstance(about, FfnConfig):
+        if not isinstance(about, FfnConfig) or not (config.neurons.rectified or work.selector == "threshold"):
             continue
         names = [f"layers.{layer}.{name}" for name in about.matrices]
-        first = about.gated and work.selector == "exact"  # the gate is in RAM, and says which other rows are read
-        gate = model.ffn[layer][0].panels if first else 0
+        if not model.converted.isdisjoint(names):
+            continue
+        # Without a predictor the first matrix is in RAM, and says which rows of the others are read.
+        first = work.selector != "predicted"
+        beside = n_groups(about.size) * layout.shared_bytes + (model.ffn[layer][0].panels if first else 0)
         slot = layout.pitch - (layout.gate_bytes if first else 0) + 2 * BLOCK
-        fewest = max(1, about.size // FEWEST)
-        beside = gate + n_groups(about.size) * layout.shared_bytes
+        fewest = min(about.size, max(about.size // FEWEST, LEAST * threads))
         prompts = Unit("panels", tuple(names[first:]), model.ffn[layer][first:])
         found[layer] = _Neurons(prompts, slot, beside + fewest * slot, about.size, fewest)
     return found
@@ -238,20 +245,22 @@ def _share(least: dict[int, int], slot: dict[int, int], most: dict[int, int], le
 
 
 def _slot_bytes(matrices: Sequence[Matrix], n: int) -> int:
-    return sum(max(one.stored, one.panels) // n + 2 * BLOCK for one in matrices)
+    return sum(max(one.file, one.panels) // n + 2 * BLOCK for one in matrices)
 
 
 def _parts(model: Model, layer: int) -> Sequence[str]:
     return model.config.experts[layer].matrices
 
 
-def _window(streamed: Sequence[Unit], ahead: int) -> int:
-    """Bytes of a window for these: the largest, and a layer's, so that they are read while it is used, or at least
-    `ahead`. More would not hold others of that size: matrices that are used together lie side by side."""
+def _window(streamed: Sequence[Unit], prompts: Sequence[Unit], ahead: int) -> int:
+    """Bytes of a window for what every step reads: the largest, and a layer's, so that they are read while it is used,
+    or at least `ahead`. More would not hold others of that size: matrices that are used together lie side by side. What
+    prompts alone read passes one by one: they compute longer than they read, and memory serves neurons better."""
     of_layer: Counter[str] = Counter()
     for unit in streamed:
         of_layer[unit.names[0].rpartition(".")[0]] += _in_window(unit)
-    return min(of_layer.total(), _largest(streamed) + max(ahead, *of_layer.values(), 0))
+    every = min(of_layer.total(), _largest(streamed) + max(ahead, *of_layer.values())) if streamed else 0
+    return max(every, _largest(prompts))
 
 
 def _largest(streamed: Sequence[Unit]) -> int:

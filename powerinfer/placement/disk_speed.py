@@ -125,11 +125,13 @@ class _Steps:
     def __init__(self, plan: DiskPlan, model: Model, device: Device, disk: Disk, decoding: Decoding) -> None:
         self._plan, self._model, self._device, self._disk, self._decoding = plan, model, device, disk, decoding
         self._about, self._batch = plan.about, decoding.work.batch
-        self._way = cost.WAYS[decoding.work.selector][0] if plan.about.neurons else "all"
+        self._way = cost.WAYS[decoding.work.selector][0]
         profile, config = decoding.profile, model.config
         orders = [profile.order(layer) for layer in range(config.n_layers)]
         self._expected = cost.expected(profile, orders, config, model.selected, self._batch, GROUP)
-        self._ffn = cost.cpu_time(device, self._expected, model, self._way, panels=True).total[:, 0]
+        self._ffn, self._sparse = (
+            cost.cpu_time(device, self._expected, model, way, panels=True).total[:, 0] for way in ("all", self._way)
+        )
 
     def layer(self, layer: int) -> Iterator[Op]:
         """Its attention, by what is read together, and its FFN."""
@@ -176,11 +178,11 @@ class _Steps:
         """Seconds by which products with weights as a file has them take longer."""
         if not self._device.pack_gb_s:
             return 0.0
-        nbytes = sum(one.stored for one in matrices)
+        nbytes = sum(one.file for one in matrices)
         return max(0.0, nbytes / (1e9 * self._device.pack_gb_s) - self._seconds(matrices))
 
     def _expert_bytes(self, layer: int) -> float:
-        return sum(one.stored for one in self._model.experts[layer]) / self._model.n_experts[layer]
+        return sum(one.file for one in self._model.experts[layer]) / self._model.n_experts[layer]
 
     def _needed(self, layer: int, tokens: int) -> float:
         """Of a layer's experts, how many a step of that many tokens needs."""
@@ -192,7 +194,7 @@ class _Steps:
         matrices, needed = self._model.experts[layer], self._needed(layer, self._batch)
         each = (self._seconds(matrices) + self._packing(matrices)) / n
         missed = needed * (1 - (slots / n if hits is None else float(hits[layer][slots])))
-        parts = sum(self._disk.seconds(one.stored // n + BLOCK) for one in matrices)
+        parts = sum(self._disk.seconds(one.file // n + BLOCK) for one in matrices)
         return Op(
             layer,
             needed * each,
@@ -211,7 +213,7 @@ class _Steps:
         needed = float(of_kind[-1])
         missed = needed - float(np.interp(self._about.neurons[layer] / GROUP, np.arange(len(of_kind)), of_kind))
         first = self._seconds(self._model.ffn[layer][:1]) if exact else self._seconds(self._model.predictors[layer])
-        seconds = float(self._ffn[layer]) + (0.0 if exact else first)
+        seconds = float(self._sparse[layer]) + (0.0 if exact else first)
         nbytes = layout.pitch - (layout.gate_bytes if exact and layout.gated else 0)
         return Op(
             layer,

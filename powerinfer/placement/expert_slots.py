@@ -19,12 +19,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from powerinfer.devices.disk_policy import DISK_POLICIES, make_disk_policy
 from powerinfer.errors import PowerInferError
 from powerinfer.experts import ExpertProfile, Selected
 from powerinfer.formats.json_file import Between, Count, Length, NonNegative, checked, of_kind, parse_json, read_limited
 from powerinfer.formats.prepared import prepared_folder, write_small
 from powerinfer.formats.quant import block_type
-from powerinfer.placement.experts import EXPERT_POLICIES, make_policy, replay, slots_by_frequency, slots_evenly
+from powerinfer.placement.experts import (
+    EXPERT_POLICIES,
+    Replayed,
+    make_policy,
+    replay,
+    replay_on_disk,
+    slots_by_frequency,
+    slots_evenly,
+)
 from powerinfer.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -123,8 +132,10 @@ def compare(
     selected: Selected | None = None,
     fingerprint: str = "",
     progress: Progress = silent,
+    *,
+    disk: bool = False,
 ) -> Comparison:
-    """All policies with several numbers of slots.
+    """All policies with several numbers of slots; disk: those of `DISK_POLICIES`, over experts that rest on disk.
 
     nbytes: of an expert, by layer; slots: of a layer, on average; (): `SHARES` of the experts. Policies begin with the
     most frequent experts of the profile; `static` and `dynamic` divide the slots among the layers by frequency, the
@@ -138,9 +149,10 @@ def compare(
     for number, n in enumerate(counts):
         budget = round(n / mean * of_all)
         found = {}
-        for place, policy in enumerate(EXPERT_POLICIES):
-            progress("replaying", number * len(EXPERT_POLICIES) + place, len(counts) * len(EXPERT_POLICIES))
-            found[policy] = _with(profile, policy, nbytes, budget, selected)
+        policies = DISK_POLICIES if disk else EXPERT_POLICIES
+        for place, policy in enumerate(policies):
+            progress("replaying", number * len(policies) + place, len(counts) * len(policies))
+            found[policy] = (_with_disk if disk else _with)(profile, policy, nbytes, budget, selected)
         at.append(AtSlots(n, n / mean, budget, found))
     return Comparison(fingerprint, 0 if selected is None else max(map(len, selected.values())), at)
 
@@ -158,7 +170,31 @@ def _with(
     predicted = predicted_hits(profile, policy, slots), low, high
     if selected is None:
         return PolicyHits(*predicted, None, None, None)
-    found = replay(make_policy(policy, slots, experts, frequencies), selected)
+    return _measured(predicted, replay(make_policy(policy, slots, experts, frequencies), selected), nbytes)
+
+
+def _with_disk(
+    profile: ExpertProfile, policy: str, nbytes: Mapping[int, int], budget: int, selected: Selected | None
+) -> PolicyHits:
+    """Layers share the memory evenly, and each has slots for a token's experts at least. Of `lru` alone a profile says
+    what it hits: memory for `static` has what a token needs, too, be it frequent or not."""
+    experts = {one.layer: one.n_experts for one in profile.layers}
+    least = {one.layer: one.top_k for one in profile.layers}
+    slots = {layer: max(least[layer], n) for layer, n in slots_evenly(experts, nbytes, budget).items()}
+    predicted: tuple[float | None, float | None, float | None] = None, None, None
+    if policy == "lru":
+        predicted = predicted_hits(profile, policy, slots), *(predicted_range(profile, policy, slots) or (None, None))
+    if selected is None:
+        return PolicyHits(*predicted, None, None, None)
+    start = np.zeros((len(experts), max(experts.values())), np.float32)
+    for row, layer in zip(start, selected, strict=True):
+        row[: experts[layer]] = profile.frequencies[layer]
+    return _measured(predicted, replay_on_disk(make_disk_policy(policy, *start.shape, start), selected, slots), nbytes)
+
+
+def _measured(
+    predicted: tuple[float | None, float | None, float | None], found: Replayed, nbytes: Mapping[int, int]
+) -> PolicyHits:
     copies = sum(found.copies.values()) / found.tokens
     return PolicyHits(*predicted, found.hit_rate, copies, found.copied_bytes(nbytes))
 

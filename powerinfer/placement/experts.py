@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from powerinfer.devices.disk_policy import DiskPolicy
+
 Swap = tuple[int, int]
 """(slot, expert): the expert takes the slot's place in the fast memory."""
 
@@ -315,3 +317,40 @@ def replay(policy: Policy, selected: Mapping[int, NDArray[np.integer]]) -> Repla
             copies[layer] += len(policy.observe(layer, experts))
     sizes = {layer: each.size for layer, each in selected.items()}
     return Replayed(policy.name, slots, max(map(len, selected.values())), sizes, hits, copies)
+
+
+def replay_on_disk(
+    policy: DiskPolicy, selected: Mapping[int, NDArray[np.integer]], slots: Mapping[int, int]
+) -> Replayed:
+    """Play selections to a policy of experts that rest on disk, a token a step: each one that memory lacks is read, in
+    place of the one of least priority that the token does not select, of equals the lowest, as `Slots` (csrc/slots.cpp)
+    does.
+
+    policy: new, its rows the layers in order; selected: of each layer [tokens, experts of a token], as many; slots: at
+    least those of a token.
+    """
+    rows, n = policy.priority.shape
+    held = np.zeros((rows, n), bool)
+    free = np.array([slots[layer] for layer in selected])
+    tokens = len(next(iter(selected.values())))
+    hits, misses = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+    for token in range(tokens):
+        uses = np.zeros((rows, n), np.int32)
+        for row, each in enumerate(selected.values()):
+            uses[row, each[token]] = 1
+        used = uses > 0
+        missed = used & ~held
+        n_missed = missed.sum(1)
+        hits += (used & held).sum(1)
+        misses += n_missed
+        leaving = np.maximum(n_missed - free, 0)
+        free -= n_missed - leaving
+        if leaving.any():
+            order = np.argsort(np.where(held & ~used, policy.priority, np.inf), axis=1, kind="stable")
+            for at in np.flatnonzero(leaving).tolist():
+                held[at, order[at, : leaving[at]]] = False
+        held |= missed
+        policy.observe(uses, 1)
+    by_layer = [dict(zip(selected, found.tolist(), strict=True)) for found in (hits, misses)]
+    sizes = {layer: each.size for layer, each in selected.items()}
+    return Replayed(policy.name, {layer: slots[layer] for layer in selected}, tokens, sizes, *by_layer)

@@ -141,10 +141,8 @@ class PlanRequest:
         _, ram = budgets(self.hardware, self.vram, self.ram)
         if found.gpu_layers or ram >= least_ram(model, work):
             return found
-        bundled = self.selector in ("exact", "predicted")
-        work = work if bundled else replace(work, selector="all")
         ram = within(ram) if self.ram is None else ram
-        disk = plan_disk(model, work, ram, self.hardware.cpu.threads, bundled)
+        disk = plan_disk(model, work, ram, self.hardware.cpu.threads, self.selector != "all")
         left = ram - sum(disk.held.values())
         resting = disk if disk.about.anything else None  # else RAM holds all but the embedding
         return replace(found, cpu=disk.held, cpu_left=left, bundles=False, disk=resting)

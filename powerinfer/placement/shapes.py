@@ -71,12 +71,13 @@ _EVERY = slice(None)
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix: its type, its bytes in panels (CPU), and those on a GPU with the type that it gets there."""
+    """A matrix: its type, its bytes in panels (CPU), those on a GPU with the type that it gets there, and in a file."""
 
     type: str
     panels: int
     stored: int
     gpu_type: str = field(repr=False)  # follows from type and bytes, so that plans need no other key
+    file: int = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -436,7 +437,8 @@ def _model(
 
 def _matrix(rows: int, cols: int, type_name: str, packed_rows: int | None = None) -> Matrix:
     panels = cpu.matrix_bytes(type_name, packed_rows or rows, cols)
-    return Matrix(type_name, panels, gpu.weight_bytes(type_name, rows, cols), gpu.gpu_type(type_name, cols))
+    on_gpu, in_file = gpu.weight_bytes(type_name, rows, cols), rows * block_type(type_name).row_bytes(cols)
+    return Matrix(type_name, panels, on_gpu, gpu.gpu_type(type_name, cols), in_file)
 
 
 def _gpu_row(about: AttentionKind) -> int:

@@ -22,7 +22,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from powerinfer.devices import Executor
-from powerinfer.errors import CLOSED, EngineError, PowerInferError, QueueFullError, RequestError, RequestTimeoutError
+from powerinfer.errors import (
+    CLOSED,
+    ChangedError,
+    EngineError,
+    PowerInferError,
+    QueueFullError,
+    RequestError,
+    RequestTimeoutError,
+)
 from powerinfer.runtime.request import AnswerRequest, Request, StreamEvent
 from powerinfer.runtime.sampling import token_logprob
 from powerinfer.runtime.scheduler import Scheduler
@@ -315,6 +323,8 @@ class Driver:
             failure = error
         for request in requests:
             self._fail(request, failure)
+        if isinstance(failure, ChangedError):
+            self._end(lambda: EngineError(str(failure)))
         return None
 
     def _embed(self) -> None:

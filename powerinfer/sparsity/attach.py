@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import EngineConfig
+from powerinfer.errors import RequestError
 from powerinfer.progress import Progress, silent
 from powerinfer.sparsity import Sparsity
 from powerinfer.sparsity.selection import ASKED
@@ -17,6 +18,7 @@ from powerinfer.system import Disturbance
 
 if TYPE_CHECKING:
     from powerinfer.devices.cpu import CpuExecutor
+    from powerinfer.devices.disk import DiskTier
     from powerinfer.formats.bundle_file import BundleFile
     from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.formats.quant import Bytes
@@ -43,7 +45,7 @@ class CpuSparsity(Sparsity):
         layers: list[dict[str, Any]] = []
         totals = dict.fromkeys((*_COUNTED, "neurons"), 0)
         for layer, verdict in enumerate(self.verdicts):
-            counts = self.executor.ffns[layer].counts()
+            counts = self._counts(layer)
             counts["neurons"] = counts["tokens"] * sizes[layer]
             for name in totals:
                 totals[name] += counts[name]
@@ -54,6 +56,10 @@ class CpuSparsity(Sparsity):
         if whole["tokens"]:
             whole["bytes_per_token"] = sum(layer["bytes_per_token"] or 0 for layer in layers)
         return {"selector": self.selector, "layers": layers, **whole}
+
+    def _counts(self, layer: int) -> dict[str, int]:
+        ffn = self.executor.ffns[layer]
+        return ffn.counts() if ffn.bundled else dict.fromkeys(_COUNTED, 0)
 
     def way(self, layer: int) -> str:
         return self.verdicts[layer].ways["1"]
@@ -81,7 +87,7 @@ class CpuSparsity(Sparsity):
             return None
         total = float(dense)
         for layer in range(len(self.verdicts)):
-            counts = self.executor.ffns[layer].counts()
+            counts = self._counts(layer)
             if counts["tokens"]:
                 total += counts["bytes"] / counts["tokens"] - self.executor.ffns[layer].nbytes
         return round(total)
@@ -167,6 +173,15 @@ def attach(
     if selection.bundles is None:
         executor.choices["selector"] = f"all ({selection.why})"
         return Sparsity()
+    if executor.disk is not None and not executor.disk.about.neurons:
+        if engine.selector != "auto":
+            raise RequestError(
+                f"--selector {selection.selector}: RAM does not hold its bundles: give more --ram, or leave it out"
+            )
+        executor.choices["selector"] = "all (RAM does not hold the neurons' bundles)"
+        return Sparsity()
+    if executor.disk is not None:
+        return _attach_resting(executor, checkpoint, engine, selection, executor.disk, progress)
     _load(executor, engine, selection, selection.bundles, progress)
     from powerinfer.sparsity.saved_trials import SavedTrials, trial_key
     from powerinfer.sparsity.trial import apply, forced, sizes_tried
@@ -192,6 +207,47 @@ def attach(
     sparsity = CpuSparsity(name, executor, verdicts)
     sparsity.clear()  # counts of the trial
     return sparsity
+
+
+def _attach_resting(
+    executor: CpuExecutor,
+    checkpoint: Checkpoint,
+    engine: EngineConfig,
+    selection: Selection,
+    disk: DiskTier,
+    progress: Progress,
+) -> Sparsity:
+    """The same of a model of which a part stays on disk: neurons of the layers that it says. Nothing is tried: in small
+    steps these use the selector, since dense ones read whole matrices."""
+    from powerinfer.devices.disk_neurons import neuron_slots
+    from powerinfer.formats.prepared import PROFILE, PreparedFile
+    from powerinfer.formats.profile_file import open_profile
+    from powerinfer.sparsity.trial import apply, forced
+
+    name, layers, bundles = selection.selector, checkpoint.config.n_layers, selection.bundles
+    assert bundles is not None
+    profiled = PreparedFile(PROFILE, checkpoint, engine.prepared).exists()
+    profile = open_profile(checkpoint, engine.prepared) if profiled else None
+    bundles.file.check()
+    for done, layer in enumerate(disk.about.neurons):
+        ffn, layout, groups = executor.ffns[layer], bundles.layouts[layer], bundles.layers[layer]
+        predictor = None if selection.predictors is None else selection.predictors(layer)
+        least = executor.parts.least_slots(ffn.neurons)
+        own = neuron_slots(disk, layer, layout, groups, ffn.neurons, least=least, whole=predictor is not None)
+        bundles.file.release(groups)
+        neurons = ffn.add_resting(own, threshold=selection.threshold(layer), predictor=predictor)
+        disk.add_neurons(layer, own.slots, neurons.uses, None if profile is None else profile.fraction(layer))
+        progress("loading neurons", done + 1, len(disk.about.neurons))
+    way: Way = "predicted" if name == "predicted" else "exact"
+    rests = [layer in disk.about.neurons for layer in range(layers)]
+    sizes = (1, executor.neuron_tokens)
+    verdicts = forced(rests, way, sizes, "neurons are read from disk", "RAM does not hold its bundles")
+    apply(executor, verdicts)
+    kept = f"{disk.about.neuron_policy} over {'the profile' if profile else 'what was used'}"
+    executor.choices["selector"] = (
+        f"{name} in {sum(rests)} of {layers} layers ({selection.why}; their neurons are on disk, RAM has some: {kept})"
+    )
+    return CpuSparsity(name, executor, verdicts)
 
 
 TRIALS = 3

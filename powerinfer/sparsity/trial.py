@@ -35,11 +35,12 @@ class Verdict:
     ways: dict[str, Way]
     seconds: dict[Way, Annotated[float, Between(0, 1e6)]] = field(default_factory=dict)
     earlier: bool = False  # a saved result was used
+    why_untried: str = "asked for: --no-trial"
 
     @property
     def reason(self) -> str:
         if not self.seconds:
-            return "asked for: --no-trial"
+            return self.why_untried
         times = ", ".join(f"{way} {1e6 * value:.0f} us" for way, value in self.seconds.items())
         return f"one token: {times}" + ", measured earlier (trial.json)" * self.earlier
 
@@ -55,9 +56,15 @@ def apply(executor: CpuExecutor, verdicts: Sequence[Verdict]) -> None:
         executor.ffns[layer].set_ways({int(size): way for size, way in verdict.ways.items()})
 
 
-def forced(skips: Sequence[bool], way: Way, sizes: Sequence[int]) -> list[Verdict]:
-    """One way for small batches, in all layers but those that skip no neuron. skips: of each layer, whether it does."""
-    sparse, dense = (Verdict({str(size): one for size in sizes}) for one in (way, "dense"))
+def forced(
+    skips: Sequence[bool], way: Way, sizes: Sequence[int], why: str = Verdict.why_untried, why_dense: str | None = None
+) -> list[Verdict]:
+    """One way for small batches, in all layers but those that skip no neuron. skips: of each layer, whether it does;
+    why: the reason for either, or for those that do."""
+    sparse, dense = (
+        Verdict({str(size): one for size in sizes}, why_untried=reason)
+        for one, reason in ((way, why), ("dense", why_dense or why))
+    )
     return [sparse if some else dense for some in skips]
 
 

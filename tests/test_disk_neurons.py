@@ -1,0 +1,385 @@
+"""Neurons that rest on disk: the same bits as from memory, whatever the slots hold, and failures of the disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import model_files
+import numpy as np
+import pytest
+from model_files import family_gguf
+from sparse_models import give_profile, predictors_of, some_neurons, tiny_llama
+
+from powerinfer import ModelError, RequestError, _native
+from powerinfer.cli.common import read_size
+from powerinfer.config import EngineConfig
+from powerinfer.devices.batch import Batch
+from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.devices.disk import DiskTier, OnDisk
+from powerinfer.devices.disk_policy import DISK_POLICIES
+from powerinfer.formats.bundle_types import choose_types
+from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
+from powerinfer.formats.predictor_file import write_predictor
+from powerinfer.models import load
+from powerinfer.placement.budget import Workload
+from powerinfer.placement.disk import plan_disk
+from powerinfer.placement.shapes import checkpoint_model
+from powerinfer.prepare.packing import pack
+from powerinfer.sparsity.attach import CpuSparsity, attach
+from powerinfer.sparsity.selection import Selection, select
+
+NEURONS = 384
+FEWEST = 128  # slots that two threads need
+TYPES = [("F16", "F16"), ("BF16", "Q8_0"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q8_0", "Q4_0X32")]
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_files, "FF", NEURONS)
+
+
+def engine_of(selector: str, **more: Any) -> EngineConfig:
+    options = {"threads": 2, "prefill_chunk": 64, "max_batch": 4, "context": 128, "trial": False, "recall_every": 0}
+    return EngineConfig(**(options | {"selector": selector} | more))
+
+
+def model(folder: Path, types: tuple[str, str] = ("F16", "F16"), activation: str = "relu") -> Path:
+    """With bundles, and predictors that select seven in ten neurons."""
+    path = folder / "m.gguf"
+    return prepared(
+        family_gguf("opt").write(path)
+        if activation == "opt"
+        else tiny_llama(path, activation, 0.5 if activation == "fatrelu" else False),
+        types,
+    )
+
+
+def prepared(path: Path, types: tuple[str, str]) -> Path:
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config
+    pack(checkpoint, None, choose_types(checkpoint, *types))
+    about, predictors = predictors_of(some_neurons(config.n_layers, NEURONS), config.d_model)
+    write_predictor(checkpoint, None, "F16", [about] * config.n_layers, predictors)
+    return path
+
+
+@dataclass
+class Opened:
+    executor: CpuExecutor
+    sparsity: CpuSparsity
+    tier: DiskTier
+    selection: Selection
+
+
+def in_memory(path: Path, selector: str, **more: Any) -> CpuExecutor:
+    """Every small step as from disk."""
+    engine, checkpoint = engine_of(selector, **more), open_checkpoint(path)
+    executor = load(checkpoint, engine)
+    attach(executor, checkpoint, engine, select(checkpoint, engine), list)
+    for ffn in executor.ffns.values():
+        ffn.set_ways({32: "predicted" if selector == "predicted" else "exact"})
+    return executor
+
+
+def tier_of(
+    checkpoint: Checkpoint,
+    selection: Selection,
+    slots: int,
+    direct: bool = True,
+    policy: str = "lfu",
+    **emulated: Any,
+) -> DiskTier:
+    """What dense steps alone read passes through a window; of the neurons of every layer memory has `slots`."""
+    assert selection.bundles is not None
+    files = [*checkpoint.files, selection.bundles.file]
+    names = [
+        f"layers.{layer}.{name}"
+        for layer, about in enumerate(checkpoint.config.layers)
+        for name in about.neurons.matrices[0 if selection.predictors else 1 :]
+    ]
+    places = [place for name in names if (place := checkpoint.rests_at(name)) is not None]
+    assert len(places) == len(names)
+    reads = _native.Reads([(os.fspath(file.path), file.size) for file in files], direct, **emulated)
+    neurons = dict.fromkeys(range(checkpoint.config.n_layers), slots)
+    about = OnDisk(frozenset(names), 512 << 10, neurons=neurons, direct=direct, neuron_policy=policy)
+    return DiskTier(about, files, places, reads)
+
+
+def opened(path: Path, selector: str, slots: int, direct: bool = True, **more: Any) -> Opened:
+    engine, checkpoint = engine_of(selector), open_checkpoint(path)
+    selection = select(checkpoint, engine)
+    tier = tier_of(checkpoint, selection, slots, direct, **more)
+    executor = load(checkpoint, engine, disk=tier)
+    sparsity = attach(executor, checkpoint, engine, selection, list)
+    assert isinstance(sparsity, CpuSparsity)
+    return Opened(executor, sparsity, tier, selection)
+
+
+def steps(vocab: int) -> Iterator[Batch]:
+    """Prompts of 40, 5 and 32 tokens, single tokens, and three at once."""
+    rng = np.random.default_rng(5)
+
+    def step(*runs: tuple[int, int, int]) -> Batch:
+        positions = np.concatenate([np.arange(first, first + n) for _, first, n in runs]).astype(np.int32)
+        rows = np.repeat(np.arange(len(runs)), [n for *_, n in runs]).astype(np.int32)
+        pages = np.array([[3 * own, 3 * own + 1, 3 * own + 2] for own, *_ in runs], np.int32)
+        tokens = rng.integers(0, vocab, len(positions)).astype(np.int32)
+        return Batch(tokens, positions, rows, pages, np.arange(len(positions), dtype=np.int32))
+
+    yield step((0, 0, 40))
+    for at in range(40, 44):
+        yield step((0, at, 1))
+    yield step((1, 0, 5))
+    yield step((2, 0, 32))
+    yield step((0, 44, 1), (1, 5, 1), (2, 32, 1))
+
+
+def answers(executor: CpuExecutor) -> list[np.ndarray]:
+    return [executor.forward(batch).copy() for batch in steps(executor.config.vocab_size)]
+
+
+def check_same(executor: CpuExecutor, expected: list[np.ndarray]) -> None:
+    for own, right in zip(answers(executor), expected, strict=True):
+        assert np.array_equal(own, right)
+
+
+@pytest.mark.parametrize("selector", ["exact", "predicted"])
+@pytest.mark.parametrize("types", TYPES, ids="-".join)
+def test_neurons_on_disk_give_the_same_bits(selector: str, types: tuple[str, str], tmp_path: Path) -> None:
+    path = model(tmp_path, types)
+    expected = answers(in_memory(path, selector))
+    for slots, direct in ((FEWEST, True), (NEURONS // 2, False), (NEURONS, True)):
+        own = opened(path, selector, slots, direct)
+        for _ in range(2):  # the second time with what the first one read
+            check_same(own.executor, expected)
+        assert all(one.slots == slots for one in own.tier.slots.values())
+        counts = [one.stats() for one in own.tier.slots.values()]
+        assert all(0 < one["hits"] < one["wanted"] for one in counts)
+
+
+@pytest.mark.parametrize("activation", ["opt", "relu2", "drelu", "fatrelu"])
+def test_what_a_matrix_in_memory_has_is_not_read(activation: str, tmp_path: Path) -> None:
+    path = model(tmp_path, activation=activation)
+    expected = answers(in_memory(path, "exact"))
+    own = opened(path, "exact", FEWEST)
+    check_same(own.executor, expected)
+    assert own.selection.bundles is not None
+    layout = own.selection.bundles.layouts[0]
+    rest = layout.pitch - layout.gate_bytes
+    for slots in own.tier.slots.values():
+        assert slots.stats()["bytes"] == rest * (slots.stats()["wanted"] - slots.stats()["hits"])
+
+
+@pytest.mark.parametrize("selector", ["exact", "predicted"])
+def test_only_dense_steps_read_matrices(selector: str, tmp_path: Path) -> None:
+    own = opened(model(tmp_path), selector, NEURONS // 2)
+    assert own.tier.window is not None
+    used, touched = [], []
+    for batch in steps(own.executor.config.vocab_size):
+        own.tier.window.clear()
+        own.executor.forward(batch)
+        used.append(own.tier.window.counts[0] > 0)
+        touched.append(len(batch.tokens) > 32)
+    assert used == touched and any(used) and not all(used)
+
+
+def test_every_neuron_is_read_once_where_all_have_room(tmp_path: Path) -> None:
+    own = opened(model(tmp_path), "predicted", NEURONS)
+    answers(own.executor)
+    for slots in own.tier.slots.values():
+        slots.clear()
+    answers(own.executor)
+    for slots in own.tier.slots.values():
+        assert slots.stats()["wanted"] == slots.stats()["hits"] > 0
+        assert slots.stats()["bytes"] == 0
+
+
+@pytest.mark.parametrize("policy", DISK_POLICIES)
+def test_policies_change_what_is_read_and_nothing_else(policy: str, tmp_path: Path) -> None:
+    path = give_profile(model(tmp_path))
+    expected = answers(in_memory(path, "predicted"))
+    own = opened(path, "predicted", NEURONS // 2, policy=policy)
+    hottest = {int(item) for item in np.argsort(-_frequency(path, 0), kind="stable")[: NEURONS // 2]}
+    assert {item for item in range(NEURONS) if own.tier.slots[0].held(item)} == hottest
+    assert own.tier.slots[0].stats()["wanted"] == 0
+    check_same(own.executor, expected)
+    check_same(own.executor, expected)
+    if policy == "static":
+        assert np.array_equal(own.tier.slots[0].priority, _frequency(path, 0).astype(np.float32))
+
+
+def _frequency(path: Path, layer: int) -> np.ndarray:
+    from powerinfer.formats.profile_file import open_profile
+
+    return open_profile(open_checkpoint(path), None).fraction(layer)
+
+
+def test_what_was_used_last_stays(tmp_path: Path) -> None:
+    own = opened(model(tmp_path), "predicted", NEURONS * 3 // 4, policy="lru")
+    batch = next(batch for batch in steps(own.executor.config.vocab_size) if len(batch.tokens) == 5)
+    own.executor.forward(batch)
+    for slots in own.tier.slots.values():
+        slots.clear()
+    own.executor.forward(batch)
+    for slots in own.tier.slots.values():
+        assert slots.stats()["hits"] == slots.stats()["wanted"] > 0
+
+
+def test_a_slow_disk_changes_nothing(tmp_path: Path) -> None:
+    path = model(tmp_path)
+    expected = answers(in_memory(path, "predicted"))
+    own = opened(path, "predicted", NEURONS // 2, False, latency=2e-5, rate=1e9)
+    check_same(own.executor, expected)
+    report = own.tier.report()
+    assert report["stall_seconds"] > 0 and 0 < report["hit_rate"] < 1 and report["bytes"] > 0
+
+
+@pytest.mark.parametrize("selector", ["exact", "predicted"])
+@pytest.mark.parametrize("at", [0, 3, 400, 900])
+def test_a_step_that_could_not_read_fails_and_the_next_one_is_right(selector: str, at: int, tmp_path: Path) -> None:
+    path = model(tmp_path)
+    whole = in_memory(path, selector)
+    own = opened(path, selector, NEURONS // 2, False, fail_at=at, failures=1, error=errno.EIO)
+    failed = 0
+    for batch in steps(whole.config.vocab_size):
+        right = whole.forward(batch).copy()
+        try:
+            found = own.executor.forward(batch).copy()
+        except ModelError as error:
+            assert str(error).endswith(os.strerror(errno.EIO)) and "\n" not in str(error)
+            failed += 1
+            found = own.executor.forward(batch).copy()
+        assert np.array_equal(found, right)
+    assert failed == 1
+
+
+def test_a_disk_that_fails_for_good_fails_every_step_at_once(tmp_path: Path) -> None:
+    own = opened(model(tmp_path), "predicted", FEWEST, False, fail_at=4, error=errno.EIO)
+    for batch in steps(own.executor.config.vocab_size):
+        with pytest.raises(ModelError):
+            own.executor.forward(batch)
+
+
+@pytest.mark.parametrize("change", ["truncate", "write", "touch"])
+def test_bundles_that_change_are_noticed(change: str, tmp_path: Path) -> None:
+    own = opened(model(tmp_path), "predicted", FEWEST)
+    assert own.selection.bundles is not None
+    file, batches = own.selection.bundles.path, list(steps(own.executor.config.vocab_size))
+    own.executor.forward(batches[0])
+    if change == "truncate":
+        os.truncate(file, file.stat().st_size // 2)
+    elif change == "write":
+        with file.open("r+b") as stream:
+            stream.seek(-4096, os.SEEK_END)
+            stream.write(bytes(4096))
+    else:
+        os.utime(file, ns=(1, 1))
+    for batch in batches[1:]:
+        with pytest.raises(ModelError, match="changed while it was in use"):
+            own.executor.forward(batch)
+
+
+def test_bundles_that_cannot_be_read_at_the_start_are_refused(tmp_path: Path) -> None:
+    path = give_profile(model(tmp_path))
+    with pytest.raises(ModelError, match=os.strerror(errno.EIO)):
+        opened(path, "predicted", FEWEST, False, fail_at=7, error=errno.EIO)
+
+
+def test_the_report_says_how_layers_decode(tmp_path: Path) -> None:
+    own = opened(give_profile(model(tmp_path)), "exact", NEURONS // 2)
+    answers(own.executor)
+    report = own.sparsity.report()
+    assert all(layer["ways"] == {"1": "exact", "32": "exact"} for layer in report["layers"])
+    assert all(layer["reason"] == "neurons are read from disk" for layer in report["layers"])
+    assert 0 < report["active_fraction"] < 1 and report["tokens"] > 0
+    assert "neurons are on disk" in own.executor.choices["selector"]
+    with own.sparsity.suspended():  # through the window
+        dense = answers(own.executor)
+    whole = in_memory(own.selection.bundles.path.parent.with_suffix(""), "exact")  # type: ignore[union-attr]
+    for ffn in whole.ffns.values():
+        ffn.set_ways({})
+    for left, right in zip(dense, answers(whole), strict=True):
+        assert np.array_equal(left, right)
+
+
+def test_layers_whose_neurons_are_not_on_disk_stay_dense(tmp_path: Path) -> None:
+    path = model(tmp_path)
+    engine, checkpoint = engine_of("predicted"), open_checkpoint(path)
+    selection = select(checkpoint, engine)
+    tier = tier_of(checkpoint, selection, FEWEST)
+    tier.about.neurons.pop(1)  # type: ignore[attr-defined]
+    executor = load(checkpoint, engine, disk=tier)
+    sparsity = attach(executor, checkpoint, engine, selection, list)
+    answers(executor)
+    report = sparsity.report()
+    assert report is not None
+    first, second = report["layers"]
+    assert first["ways"]["1"] == "predicted" and first["tokens"] > 0
+    assert second["ways"]["1"] == "dense" and second["tokens"] == 0
+
+
+def test_a_selector_that_was_asked_for_needs_its_neurons(tmp_path: Path) -> None:
+    path = model(tmp_path)
+    for selector, problem in (("predicted", True), ("auto", False)):
+        engine, checkpoint = engine_of(selector), open_checkpoint(path)
+        selection = select(checkpoint, engine)
+        tier = tier_of(checkpoint, selection, FEWEST)
+        tier.about.neurons.clear()  # type: ignore[attr-defined]
+        executor = load(checkpoint, engine, disk=tier)
+        if problem:
+            with pytest.raises(RequestError, match="--selector predicted"):
+                attach(executor, checkpoint, engine, selection, list)
+        else:
+            assert attach(executor, checkpoint, engine, selection, list).report() is None
+
+
+def test_the_bundle_file_stays_on_disk(tmp_path: Path) -> None:
+    path = give_profile(model(tmp_path))
+    own = opened(path, "predicted", FEWEST)
+    answers(own.executor)
+    assert own.selection.bundles is not None
+    assert _resident(own.selection.bundles.path) == 0
+
+
+def _resident(file: Path) -> int:
+    """Bytes of a mapped file in this process' memory."""
+    nbytes, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            inside = line.endswith(str(file))
+        elif inside and line.startswith("Rss:"):
+            nbytes += int(line.split()[1]) << 10
+    return nbytes
+
+
+@pytest.mark.parametrize("selector", ["exact", "predicted", "threshold"])
+@pytest.mark.parametrize("activation", ["relu", "opt"])
+def test_what_a_plan_leaves_on_disk_runs(selector: str, activation: str, tmp_path: Path) -> None:
+    path = give_profile(model(tmp_path, activation=activation))
+    engine = engine_of(selector, threshold=0.1 if selector == "threshold" else None)
+    checkpoint = open_checkpoint(path)
+    selection = select(checkpoint, engine)
+    whole, work = checkpoint_model(checkpoint, None), Workload("f16", 128, 64, 1, selector=selector)
+    plan = partial(plan_disk, whole, work, as_stored=lambda name: True, threads=2, bundled=True)
+    with pytest.raises(RequestError, match="give --ram") as caught:
+        plan(ram=1 << 20)
+    least = read_size(str(caught.value).rpartition("give --ram ")[2].split(",")[0])
+    found = plan(ram=least)
+    assert sum(found.held.values()) <= least
+    assert FEWEST <= found.about.neurons[0] <= NEURONS
+    first, *rest = (f"layers.0.{name}" for name in checkpoint.config.layers[0].neurons.matrices)
+    assert (first in found.about.matrices) is (selector == "predicted")
+    assert found.about.matrices.issuperset(rest)
+    places = [place for name in found.about.matrices if (place := checkpoint.rests_at(name)) is not None]
+    assert selection.bundles is not None
+    tier = DiskTier(found.about, [*checkpoint.files, selection.bundles.file], places)
+    executor = load(checkpoint, engine, disk=tier)
+    attach(executor, checkpoint, engine, selection, list)
+    right = in_memory(path, selector, threshold=engine.threshold)
+    check_same(executor, answers(right))
