@@ -271,7 +271,7 @@ def _on_cpu(resolved: Resolved) -> Resolved:
         return replace(resolved, selection=selection, kv_room=ram - total + kv if engine.ram else None)
     if engine.disk == "none":
         raise _too_little_ram(checkpoint, engine, selection, model, total)
-    placed = _on_disk(resolved, model, ram)
+    placed = _on_disk(resolved, model, ram, whole=total)
     return replace(placed, kv_room=kv, disk_speed=_disk_speed(placed, model, ram))
 
 
@@ -291,16 +291,17 @@ def _within_free_memory(resolved: Resolved, model: Model, free: int) -> Resolved
     return resolved
 
 
-def _on_disk(resolved: Resolved, model: Model, ram: int, host_bytes: int = 0) -> Resolved:
+def _on_disk(resolved: Resolved, model: Model, ram: int, host_bytes: int = 0, whole: int | None = None) -> Resolved:
     """The same with what does not fit into `ram` on disk. RequestError if the rest does not fit. host_bytes: of a GPU's
-    libraries."""
+    libraries; whole: bytes that hold the model."""
     from powerinfer.placement.disk import plan_disk
 
     engine, selection = resolved.engine, resolved.selection
     bundled = selection.bundles is not None
     work = _workload(model, engine, selection.selector if bundled else "all")
     threads, _ = cpu.choose_threads(engine.threads)
-    plan = plan_disk(model, work, ram, threads, bundled, first=resolved.gpu_layers, host_bytes=host_bytes)
+    first = resolved.gpu_layers
+    plan = plan_disk(model, work, ram, threads, bundled, first=first, host_bytes=host_bytes, whole=whole)
     return replace(resolved, disk=plan if plan.about.anything else None)
 
 

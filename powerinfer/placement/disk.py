@@ -105,11 +105,12 @@ def plan_disk(
     *,
     first: int = 0,
     host_bytes: int = 0,
+    whole: int | None = None,
 ) -> DiskPlan:
     """What stays on disk so that the layers from `first` on, and the head, run on the CPU within `ram` bytes.
 
     bundled: neurons may stay on disk as bundles, of any selector but `all`. host_bytes: of the libraries of a GPU that
-    has the layers before.
+    has the layers before. whole: bytes of RAM that hold the model, of a small one less than what reading it takes.
 
     RequestError, with the least that would do, where even one matrix at a time does not fit.
     """
@@ -161,7 +162,7 @@ def plan_disk(
         streamed.append(part)
     needed = fixed + sum(unit.held for unit in rest) + _largest(prompts + streamed)
     if needed > ram:
-        raise _too_little(model, held, needed, ram)
+        raise _too_little(model, held, needed, needed if whole is None else whole, ram)
     left = ram - fixed - sum(unit.held for unit in rest)
     window = min(left, _window(streamed, prompts, ahead))
     left -= window
@@ -325,9 +326,10 @@ def _other(model: Model, layers: Iterable[int]) -> Counter[str]:
     return total
 
 
-def _too_little(model: Model, held: Footprint, least: int, ram: int) -> RequestError:
+def _too_little(model: Model, held: Footprint, least: int, whole: int, ram: int) -> RequestError:
+    needs = f"{gib(whole)} of RAM" if whole < least else f"{gib(least)} of RAM even if its weights stay on disk"
     return RequestError(
-        f"{model.name} needs {gib(least)} of RAM even if its weights stay on disk, {gib(held['kv'])} of it for the KV "
-        f"cache and {gib(held['scratch'])} for a piece of a prompt, and --ram is {gib(ram)}: give "
-        f"--ram {gib(least)}, or a lower --context or --prefill-chunk"
+        f"{model.name} needs {needs}, {gib(held['kv'])} of it for the KV cache and {gib(held['scratch'])} for a piece "
+        f"of a prompt, and --ram is {gib(ram)}: give --ram {gib(min(least, whole))}, or a lower --context or "
+        "--prefill-chunk"
     )

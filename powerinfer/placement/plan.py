@@ -139,10 +139,11 @@ class PlanRequest:
         model, work = self.model, self.workload
         found = claim(model, self.hardware, work, self.vram, self.ram, self.frequencies, self.cached)
         _, ram = budgets(self.hardware, self.vram, self.ram)
-        if found.gpu_layers or ram >= least_ram(model, work):
+        whole = least_ram(model, work)
+        if found.gpu_layers or ram >= whole:
             return found
         ram = within(ram) if self.ram is None else ram
-        disk = plan_disk(model, work, ram, self.hardware.cpu.threads, self.selector != "all")
+        disk = plan_disk(model, work, ram, self.hardware.cpu.threads, self.selector != "all", whole=whole)
         left = ram - sum(disk.held.values())
         resting = disk if disk.about.anything else None  # else RAM holds all but the embedding
         return replace(found, cpu=disk.held, cpu_left=left, bundles=False, disk=resting)
