@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from powerinfer.devices.disk import DiskTier, read_files
-from powerinfer.placement.plan_document import rate
 from powerinfer.progress import Say
 from powerinfer.system import available_memory
 
@@ -36,6 +35,8 @@ def open_tier(resolved: Resolved, say: Say) -> DiskTier | None:
         why = "through the system's cache: this file system cannot do without"
     speed = ""
     if resolved.disk_speed is not None and reads.direct:
+        from powerinfer.placement.plan_document import rate
+
         speed = f", about {rate(1 / resolved.disk_speed.seconds)} tokens/s"
     say(f"not all of the model fits into RAM: it reads {plan.why}{speed}")
     about = replace(about, why=f"{plan.why}{speed}; {reads.engine}, {why}")

@@ -112,7 +112,7 @@ class Model:
     quantize: str | None = None
     in_place: bool = field(default=True, compare=False)  # experts lie in the file as they are used
     in_experts: bool = False
-    converted: frozenset[str] = field(default=frozenset(), repr=False)  # follows from fingerprint and quantize
+    converted: frozenset[str] = field(default=frozenset(), repr=False, compare=False)  # follows from the file
 
     @property
     def weight_bytes(self) -> int:
