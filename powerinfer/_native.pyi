@@ -111,8 +111,16 @@ class Reads:
     def patience(self) -> float: ...
     @patience.setter
     def patience(self, arg: float, /) -> None: ...
+    @property
+    def gap(self) -> int:
+        """Bytes between small parts of `Slots` up to which they are read past the cache as one."""
+
+    @gap.setter
+    def gap(self, arg: int, /) -> None: ...
 
     ALIGN: int = 4096
+
+READ_COPIES: int = 16777216
 
 class Resting:
     """

@@ -366,7 +366,7 @@ def test_what_a_plan_leaves_on_disk_runs(selector: str, activation: str, tmp_pat
     checkpoint = open_checkpoint(path)
     selection = select(checkpoint, engine)
     whole, work = checkpoint_model(checkpoint, None), Workload("f16", 128, 64, 1, selector=selector)
-    plan = partial(plan_disk, whole, work, as_stored=lambda name: True, threads=2, bundled=True)
+    plan = partial(plan_disk, whole, work, threads=2, bundled=True)
     with pytest.raises(RequestError, match="give --ram") as caught:
         plan(ram=1 << 20)
     least = read_size(str(caught.value).rpartition("give --ram ")[2].split(",")[0])

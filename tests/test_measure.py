@@ -15,6 +15,7 @@ import pytest
 
 from powerinfer.cli.main import main
 from powerinfer.config import EngineConfig
+from powerinfer.devices.disk import Reads
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.bundle_file import ROW_TYPES
 from powerinfer.formats.tensors import NATIVE_TYPES
@@ -219,24 +220,21 @@ LITTLE_SIZES = (8 << 20, 16 << 20, 32 << 20, 64 << 20, 128 << 20)
 def test_disk_reads(tmp_path: Path) -> None:
     disk = disk_rates.disk_rates(tmp_path / "new", 16 << 20, 0.02)
     assert disk is None or (tuple(disk.read_gb_s) == disk_rates.SIZES and min(disk.read_gb_s.values()) > 0)
+    assert disk is None or disk.latency_us > 0
     assert list((tmp_path / "new").iterdir()) == []
 
 
 def test_disk_reads_without_direct_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.open
+    def through_the_cache(files: Any, direct: bool) -> Reads:
+        return Reads(files, False)
 
-    def refuse(path: Any, flags: int, *rest: Any, **more: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "not here")
-        return real(path, flags, *rest, **more)
-
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(disk_rates, "Reads", through_the_cache)
     disk = disk_rates.disk_rates(tmp_path, 16 << 20, 0.02)
     assert disk is not None and min(disk.read_gb_s.values()) > 0
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("where", ["write", "fsync", "preadv", "statvfs"])
+@pytest.mark.parametrize("where", ["write", "fsync", "statvfs"])
 def test_a_disk_that_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, "broken")
@@ -244,6 +242,28 @@ def test_a_disk_that_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, where, fail)
     assert disk_rates.disk_rates(tmp_path, 16 << 20, 0.02) is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(files: Any, direct: bool) -> Reads:
+        return Reads(files, direct, fail_at=5, error=errno.EIO)
+
+    monkeypatch.setattr(disk_rates, "Reads", failing)
+    assert disk_rates.disk_rates(tmp_path, 16 << 20, 0.02) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_of_known_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An emulated one serves one read after another, so that its rate is known, but for the time of other programs."""
+
+    def slow(files: Any, direct: bool) -> Reads:
+        return Reads(files, direct, latency=0.002, rate=1e9)
+
+    monkeypatch.setattr(disk_rates, "Reads", slow)
+    disk = disk_rates.disk_rates(tmp_path, 16 << 20, 0.02)
+    assert disk is not None and disk.latency_us >= 2000
+    for size, found in disk.read_gb_s.items():
+        assert 0 < found <= 1.001 * size / (0.002e9 + size)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -158,6 +158,7 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "('auto', 'predicted')",
         "self.engine.selector != 'auto'",
         "self.engine.selector != 'auto'",
+        "self.engine.selector == 'auto'",
     ],
     "prepare/training.py": ["config.type != 'auto'"],
     "runtime/options.py": [  # the names that are allowed

@@ -14,11 +14,14 @@ from powerinfer._native import ReadError, Reads, Resting, Slots
 
 ITEMS = 40
 SIZE = 400_000
-# Where the parts of item i rest: one behind the other; far apart; in groups of 7. Also at odd offsets.
+# Where the parts of item i rest: one behind the other; far apart; in groups of 7. Also at odd offsets. Past the cache
+# small ones are copied to their slots, large ones are read there.
 LAYOUTS = {
     "one part": [(128, 512, 512)],
     "neurons": [(4096, 8192, 8192), (86 * 4096, 64, 64)],
     "odd": [(13, 1000, 4099, 7, 29_000), (200_001, 4097, 4100), (0, 1, 3)],
+    "large": [(64, 70_000, 8256)],
+    "large odd": [(13, 70_000, 8200), (1, 70_000, 8000)],
 }
 Part = tuple[int, ...]
 
@@ -137,7 +140,7 @@ def test_lines(tmp_path: Path, layout: str, direct: bool) -> None:
     random_file(tmp_path / "a", SIZE)
     reads = open_reads([tmp_path / "a"], "threads", direct)
     slots = make(reads, LAYOUTS[layout], 9)
-    if reads.direct and layout == "odd":
+    if reads.direct and layout == "large odd":
         assert slots.lines is None
         return
     items = [3, 39, 0, 17, 25]
@@ -147,10 +150,11 @@ def test_lines(tmp_path: Path, layout: str, direct: bool) -> None:
     assert lines is not None
     memory = {slots.part(item, 0).ctypes.data - 64 * int(lines[item]) for item in items}
     assert len(memory) == 1 and memory.pop() % 4096 == 0
-    whole = 4096 if reads.direct else 64
-    assert slots.slot_bytes % whole == 0
+    assert slots.slot_bytes % 64 == 0
     if layout == "neurons":
-        assert slots.slot_bytes == (8192 + 4096 if reads.direct else 8192 + 64)
+        assert slots.slot_bytes == 8192 + 64
+    if layout == "large":
+        assert slots.slot_bytes == (18 * 4096 if reads.direct else 70_016)
 
 
 def test_what_is_fetched_is_not_read_twice(tmp_path: Path) -> None:

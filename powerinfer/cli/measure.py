@@ -89,6 +89,8 @@ def _show_device(device: Device, out: Output) -> None:
         f"an operator {device.op_us:.1f} us, {device.sparse_us:.1f} us more for a sparse FFN, a step "
         f"{device.step_us:.0f} us; keys and values {device.kv_gb_s:.1f} GB/s"
     )
+    if device.pack_gb_s:
+        out.line(f"weights from disk, packed as they are multiplied: {device.pack_gb_s:.1f} GB/s")
 
 
 def _size(nbytes: int) -> str:

@@ -1287,7 +1287,15 @@ void bind_reads(nb::module_& m) {
             require(seconds >= 0, "patience is a number of seconds");
             reads.patience = seconds;
           })
+      .def_prop_rw(
+          "gap", [](const Reads& reads) { return reads.gap; },
+          [](Reads& reads, int64_t bytes) {
+            require(bytes >= 0, "a gap has some bytes");
+            reads.gap = bytes;
+          },
+          "Bytes between small parts of `Slots` up to which they are read past the cache as one.")
       .attr("ALIGN") = (int)Reads::ALIGN;
+  m.attr("READ_COPIES") = Reads::COPIES;
 }
 
 void bind_slots(nb::module_& m) {

@@ -17,6 +17,8 @@
 #include <system_error>
 #include <thread>
 
+#include "panels.h"
+
 #if defined(__linux__) && __has_include(<linux/io_uring.h>)
 #include <linux/io_uring.h>
 #include <sys/mman.h>
@@ -35,6 +37,7 @@ constexpr int64_t PIECE = 512 << 10;         // larger reads are split: a disk s
 constexpr int64_t DEPTH = 256;               // pieces under way
 constexpr int64_t DEPTH_BYTES = 64 * PIECE;  // and their bytes, so that what is begun next is not late
 constexpr int64_t COPIED_AT_ONCE = 64 << 10;
+constexpr int64_t SMALL = Reads::COPIES / DEPTH;  // bytes of pieces that are copied
 constexpr int MOST_THREADS = 16;
 constexpr int CHANGED = -1;  // in place of an errno: the file ended before the read did
 constexpr int AGAIN = -2;    // the rest is still to be read
@@ -46,9 +49,16 @@ Clock::duration of_seconds(double seconds) {
 
 double seconds_of(Clock::duration t) { return std::chrono::duration<double>(t).count(); }
 
+// Bytes of a piece, from `at` on, that are copied.
+struct Part {
+  uint8_t* to;
+  int64_t at, bytes;
+};
+
 // What was begun together.
 struct Ticket {
   int64_t left = 0;                  // pieces that are not over
+  std::vector<Part> parts;           // of those that are copied
   std::vector<int> files;            // each once
   int error = 0, file = -1;          // of the piece that failed first
   std::atomic<bool> dropped{false};  // what has not begun never will
@@ -62,7 +72,14 @@ struct Piece {
   uint8_t* to;
   int64_t number;  // of its read
   Clock::time_point begun;
+  int64_t part = 0, parts = 0;  // which of the ticket's it has; none: it is read in place
+  uint8_t* memory = nullptr;    // from which these are copied
 
+  void read_to(uint8_t* place) { memory = to = place; }
+  void copy() const {
+    for (const Part* p = ticket->parts.data() + part; p < ticket->parts.data() + part + parts; p++)
+      memcpy(p->to, memory + p->at, (size_t)p->bytes);
+  }
   // Takes in the result of a read, bytes or -errno. Returns 0 when all is there, AGAIN, CHANGED, or an errno.
   int advance(int64_t result, bool direct) {
     // The kernel cancels what a thread has begun when it ends; the thread that asks for it then begins it again.
@@ -200,6 +217,37 @@ struct Reads::Engine {
     number++;
   }
 
+  // Pieces of at most SMALL bytes, each of the reads that lie closely together. With an emulated disk each of one.
+  void split_small(const Read* reads, size_t n, int64_t gap, Ticket* ticket, std::vector<Piece>& pieces) {
+    if (!copies) copies = std::make_unique<Mapping>(COPIES);
+    sorted.assign(reads, reads + n);
+    std::sort(sorted.begin(), sorted.end(),
+              [](const Read& a, const Read& b) { return a.file != b.file ? a.file < b.file : a.offset < b.offset; });
+    const Clock::time_point now = Clock::now();
+    for (const Read& read : sorted) {
+      const int64_t end = read.offset + read.bytes;
+      bool joins = !whole_reads && !pieces.empty() && pieces.back().file == read.file;
+      if (joins) {
+        const Piece& last = pieces.back();
+        joins = read.offset - (last.offset + last.bytes) <= gap && end - last.offset <= SMALL;
+      }
+      for (int64_t at = read.offset; at < end;) {
+        if (!joins)
+          pieces.push_back({ticket, read.file, files[(size_t)read.file].fd(), at / ALIGN * ALIGN, 0, 0, nullptr, number,
+                            now, (int64_t)ticket->parts.size()});
+        Piece& piece = pieces.back();
+        const int64_t stop = std::min(end, piece.offset + SMALL);
+        ticket->parts.push_back({read.to + (at - read.offset), at - piece.offset, stop - at});
+        piece.parts++;
+        piece.needed = std::max(piece.needed, stop - piece.offset);
+        piece.bytes = (piece.needed + ALIGN - 1) / ALIGN * ALIGN;
+        at = stop;
+        joins = false;
+      }
+      number++;
+    }
+  }
+
   void begun(int64_t pieces) {
     if (outstanding == 0) since = Clock::now();
     outstanding += pieces;
@@ -244,6 +292,8 @@ struct Reads::Engine {
   Clock::time_point since;                        // when the first of those was begun
   Stats stats = {};
   std::vector<Piece> pieces;  // of what is being begun
+  std::vector<Read> sorted;
+  std::unique_ptr<Mapping> copies;  // memory of small reads, SMALL bytes for each that is under way
 };
 
 // A few threads that each read one piece after another. With an emulated disk one thread, which takes its time.
@@ -254,7 +304,7 @@ struct Reads::Threads : Reads::Engine {
         emulated_(emulated),
         most_(emulated ? 1 : MOST_THREADS) {
     whole_reads = emulated_;
-    threads_.emplace_back([this] { work(); });
+    begin_thread();
   }
 
   ~Threads() override {
@@ -274,7 +324,7 @@ struct Reads::Threads : Reads::Engine {
       threads = (int64_t)queue_.size() - idle_;
     }
     try {
-      for (; threads > 0 && (int)threads_.size() < most_; threads--) threads_.emplace_back([this] { work(); });
+      for (; threads > 0 && (int)threads_.size() < most_; threads--) begin_thread();
     } catch (const std::system_error&) {  // those that there are will do
     }
     if (more.size() > 1) wake_.notify_all();
@@ -316,7 +366,11 @@ struct Reads::Threads : Reads::Engine {
     Clock::time_point when;
   };
 
-  void work() {
+  void begin_thread() {
+    threads_.emplace_back([this, n = (int64_t)threads_.size()] { work(n); });
+  }
+
+  void work(int64_t thread) {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       idle_++;
@@ -326,6 +380,7 @@ struct Reads::Threads : Reads::Engine {
       Piece piece = queue_.front();
       queue_.pop_front();
       lock.unlock();
+      if (piece.parts) piece.read_to(copies->data() + thread * SMALL);
       const int error = piece.ticket->dropped ? 0 : emulated_ ? emulate(piece) : read(piece);
       if (error) piece.ticket->dropped = true;
       lock.lock();
@@ -339,6 +394,7 @@ struct Reads::Threads : Reads::Engine {
     for (;;) {
       const ssize_t got = pread(piece.fd, piece.to, (size_t)piece.bytes, piece.offset);
       const int error = piece.advance(got < 0 ? -errno : got, direct);
+      if (!error) piece.copy();
       if (error != AGAIN) return error;
     }
   }
@@ -448,6 +504,7 @@ struct Reads::Uring : Reads::Engine {
     const int slot = free_[DEPTH - 1 - flying_++];
     flying_bytes_ += piece.bytes;
     in_flight_[slot] = piece;
+    if (piece.parts) in_flight_[slot].read_to(copies->data() + slot * SMALL);
     submit(slot);
   }
 
@@ -484,6 +541,7 @@ struct Reads::Uring : Reads::Engine {
         submit(slot);
         continue;
       }
+      if (!error) piece.copy();
       flying_bytes_ -= bytes;
       free_[DEPTH - flying_--] = slot;
       over(piece, error, now);
@@ -566,20 +624,25 @@ void Reads::check(int file, int64_t offset, int64_t bytes) const {
     throw std::invalid_argument("a read lies outside its file");
 }
 
-int64_t Reads::begin(const Read* reads, size_t n) {
+int64_t Reads::begin(const Read* reads, size_t n) { return begin(reads, n, false); }
+
+int64_t Reads::begin_small(const Read* reads, size_t n) { return begin(reads, n, engine_->direct); }
+
+int64_t Reads::begin(const Read* reads, size_t n, bool small) {
   Engine& e = *engine_;
   for (size_t i = 0; i < n; i++) {
     check(reads[i].file, reads[i].offset, reads[i].bytes);
-    if (e.direct && ((int64_t)(uintptr_t)reads[i].to - reads[i].offset) % ALIGN)
+    if (e.direct && !small && ((int64_t)(uintptr_t)reads[i].to - reads[i].offset) % ALIGN)
       throw std::invalid_argument("a read past the cache needs memory that is aligned as the file is");
   }
   const int64_t id = e.next++;
   Ticket& ticket = e.tickets[id];
   e.pieces.clear();
+  if (small) e.split_small(reads, n, gap, &ticket, e.pieces);
   for (size_t i = 0; i < n; i++) {
     std::vector<int>& files = ticket.files;
     if (std::find(files.begin(), files.end(), reads[i].file) == files.end()) files.push_back(reads[i].file);
-    e.split(reads[i], &ticket, e.pieces);
+    if (!small) e.split(reads[i], &ticket, e.pieces);
     e.stats.bytes += reads[i].bytes;
   }
   e.stats.reads += (int64_t)n;

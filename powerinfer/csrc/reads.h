@@ -8,7 +8,8 @@
 #include <vector>
 
 // Bytes [offset, offset + bytes) of a file, to `to`. Past the system's cache whole blocks are read: then `to` lies as far
-// behind a multiple of `ALIGN` as `offset` does, and the blocks around [to, to + bytes) are the caller's, too.
+// behind a multiple of `ALIGN` as `offset` does, and the blocks around [to, to + bytes) are the caller's, too; unless the
+// read is one of many small ones, which are copied from where they were read.
 struct Read {
   int file;
   int64_t offset, bytes;
@@ -53,6 +54,8 @@ class Reads {
   // Begins reads, in large pieces side by side, and returns at once. Returns what to wait for. Only so many pieces are under
   // way at a time (DEPTH of reads.cpp): with io_uring the next ones follow when this, `wait` or `done` is called.
   int64_t begin(const Read* reads, size_t n);
+  // The same of small ones, whose neighbours and what lies between them, up to `gap` bytes, the disk reads at once.
+  int64_t begin_small(const Read* reads, size_t n);
   // Waits until all of them are there; a ticket that was waited for is there. ReadError if one failed, or the file changed;
   // they are all over then. But if the disk has not answered for `patience` seconds they may still write to their memory:
   // then the ticket remains, to be waited for again, or cancelled.
@@ -65,8 +68,11 @@ class Reads {
   const std::string& engine() const;  // "uring", "threads" or "emulated"
   bool direct() const;
   double patience = 60;
+  int64_t gap = 24 << 10;
+  static constexpr int64_t COPIES = 16 << 20;  // bytes of memory, at most, from which small reads are copied
 
  private:
+  int64_t begin(const Read* reads, size_t n, bool small);
   struct Engine;
   struct Uring;
   struct Threads;

@@ -30,7 +30,7 @@ Slots::Slots(std::shared_ptr<Reads> reads, std::vector<Resting> parts, int64_t i
   priority.resize((size_t)items);
   for (int64_t i = 0; i < slots; i++) free_[(size_t)i] = (int32_t)(slots - 1 - i);  // taken from the end
   bool in_lines = slots * slot_bytes_ / LINE <= UINT32_MAX;
-  for (int64_t i = 0; i < items && reads_->direct(); i++) in_lines = in_lines && parts_[0].at(i) % LINE == 0;
+  for (int64_t i = 0; i < items && reads_->direct() && !small_; i++) in_lines = in_lines && parts_[0].at(i) % LINE == 0;
   if (in_lines && !parts_[0].before) lines_.resize((size_t)items);
   for (const Resting& part : parts_) item_bytes_ += part.bytes;
 }
@@ -43,24 +43,33 @@ Slots::~Slots() {
   }
 }
 
-// Bytes of a slot. Past the cache whole blocks are read, at other places in their blocks from item to item.
+// Bytes of a slot. Past the cache whole blocks are read, at other places in their blocks from item to item; small parts
+// are copied from these.
 int64_t Slots::lay_out(int64_t items, int64_t slots) {
   check(items > 0 && items < INT32_MAX && !parts_.empty(), "slots are for items that have parts");
   check(slots > 0 && slots < INT32_MAX, "at least one slot is needed");
-  int64_t at = 0;
+  std::vector<int64_t> largest;
+  int64_t whole = 0, close = 0;
   for (const Resting& part : parts_) {
     const int64_t most = (INT64_MAX / 2) / items;
     check(part.places.empty() || (int64_t)part.places.size() == items, "not a place for each item");
     check(part.bytes > 0 && part.before >= 0 && part.before <= MOST_BYTES && part.each > 0 && part.stride >= 0 &&
               part.outer >= 0 && part.stride < most && part.outer < most,
           "parts have bytes, and follow each other");
-    part_at_.push_back(at);
-    int64_t largest = 0;
+    largest.push_back(0);
     for (int64_t i = 0; i < items; i++) {
       reads_->check(part.file_of(i), part.at(i), part.bytes);
-      largest = std::max(largest, place_in_part(part, i) + part.bytes);
+      largest.back() = std::max(largest.back(), place_in_part(part, i) + part.bytes);
     }
-    at += up_to(largest, reads_->direct() ? (int64_t)Reads::ALIGN : LINE);
+    whole += up_to(largest.back(), reads_->direct() ? (int64_t)Reads::ALIGN : LINE);
+    close += up_to(part.before + part.bytes, LINE);
+  }
+  small_ = reads_->direct() && whole > close + close / 8;
+  int64_t at = 0;
+  for (size_t i = 0; i < parts_.size(); i++) {
+    part_at_.push_back(at);
+    if (small_) at += up_to(parts_[i].before + parts_[i].bytes, LINE);
+    else at += up_to(largest[i], reads_->direct() ? (int64_t)Reads::ALIGN : LINE);
   }
   check(at <= MOST_BYTES / slots, "so much memory for slots cannot be had");
   return at;
@@ -72,7 +81,7 @@ int64_t Slots::place(int64_t slot, int64_t item, size_t part) const {
 
 // Past the cache, what is read lies in a block of memory as in its file.
 int64_t Slots::place_in_part(const Resting& part, int64_t item) const {
-  if (!reads_->direct()) return part.before;
+  if (!reads_->direct() || small_) return part.before;
   const int64_t align = Reads::ALIGN;
   return part.before + ((part.at(item) - part.before) % align + align) % align;
 }
@@ -205,7 +214,8 @@ void Slots::read_misses(bool pinned) {
       begun_.push_back(
           {parts_[i].file_of(item), parts_[i].at(item), parts_[i].bytes, memory_.data() + place(slot, item, i)});
   }
-  coming.ticket = reads_->begin(begun_.data(), begun_.size());
+  const size_t n = begun_.size();
+  coming.ticket = small_ ? reads_->begin_small(begun_.data(), n) : reads_->begin(begun_.data(), n);
   coming_.push_back(std::move(coming));
 }
 

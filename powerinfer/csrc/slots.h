@@ -63,7 +63,7 @@ class Slots {
   bool as_read(int64_t item) const { return as_read_[(size_t)item]; }
   void changed(int64_t item) { as_read_[(size_t)item] = 0; }
   // Where part 0 of each item lies, in units of 64 bytes from `memory`; of those that are not there, anywhere. Null if
-  // parts 0 do not all begin such a unit: past the cache they lie in memory as they do in their file.
+  // parts 0 do not all begin such a unit: past the cache large parts lie in memory as they do in their file.
   const uint32_t* lines() const { return lines_.empty() ? nullptr : lines_.data(); }
   const uint8_t* memory() const { return memory_.data(); }
 
@@ -102,6 +102,7 @@ class Slots {
   const std::shared_ptr<Reads> reads_;
   const std::vector<Resting> parts_;
   std::vector<int64_t> part_at_;  // of each part, its place in a slot
+  bool small_ = false;  // parts lie close together: read past the cache in place, they would leave much memory unused
   const int64_t slot_bytes_;
   int64_t item_bytes_ = 0;
   Mapping memory_;

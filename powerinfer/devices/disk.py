@@ -181,7 +181,11 @@ def _add(
         raise RequestError(f"{error}: run `powerinfer profile`, or choose another --disk-policy") from None
 
 
-def read_files(files: Sequence[MappedFile], direct: bool) -> _native.Reads:
+Reads = _native.Reads
+"""Reads of files that go on while the caller computes; OSError where they fail."""
+
+
+def read_files(files: Sequence[MappedFile], direct: bool) -> Reads:
     """Reads of files that are open. ModelError if one cannot be opened again, or is no longer the same."""
     try:
         return _native.Reads([(os.fspath(file.path), file.size) for file in files], direct)

@@ -44,7 +44,7 @@ class Effort:
     rows: tuple[tuple[int, int], ...] = ((1024, 4096), (4096, 2048))  # d_model, d_ff of sparse FFNs
     context: int = 2048  # tokens that attention reads
     warm_mib: tuple[float, ...] = (16, 32, 64, 96, 128, 192)  # weights of the samples that caches may hold
-    disk_bytes: int = 64 << 20
+    disk_bytes: int = 128 << 20
     disk_seconds: float = 0.25  # of each size of read
 
 
@@ -73,12 +73,13 @@ def cpu_rates(engine: EngineConfig, effort: Effort, progress: Progress = silent)
         )
     work = _CpuSamples(engine, effort, nbytes, progress)
     op_us = work.operator_us()
-    dense, head, beside = {}, {}, []
+    dense, head, beside, packed = {}, {}, [], []
     for name in sorted(NATIVE_TYPES):
         sample = work.dense(name, effort.wide)
         dense[name] = _rate(sample.layer_bytes, sample.layer_s, len(_OPERATORS) * op_us)
         head[name] = _rate(sample.head_bytes, sample.head_s, op_us)
         beside.append(sample.beside_s)
+        packed.append(sample.pack_gb_s)
     dense[OTHER], head[OTHER] = min(dense.values()), min(head.values())
     bundle, row_ns, extra = {}, {}, []
     for name in ROW_TYPES:
@@ -96,6 +97,7 @@ def cpu_rates(engine: EngineConfig, effort: Effort, progress: Progress = silent)
         "sparse_us": figure(max(0.0, median(extra))),
         "step_us": figure(max(0.0, 1e6 * median(beside))),
         "kv_gb_s": figure(work.kv_gb_s(op_us)),
+        "pack_gb_s": figure(max(packed)),  # once each: the least disturbed
         "cache_bytes": size,
         "cache_gain": figure(gain),
     }
@@ -143,13 +145,16 @@ def fit_cache(sizes: Sequence[int], gains: Sequence[float]) -> tuple[int, float]
 
 @dataclass(frozen=True)
 class Sample:
-    """Bytes and seconds of a layer and of the head of a dense transformer; beside_s: of a step, outside of both."""
+    """Bytes and seconds of a layer and of the head of a dense transformer; beside_s: of a step, outside of both.
+    pack_gb_s: of packing the layers: what is packed as it is multiplied is written to caches, and takes as long with
+    the product."""
 
     layer_bytes: int
     layer_s: float
     head_bytes: int
     head_s: float
     beside_s: float
+    pack_gb_s: float
 
 
 class _CpuSamples(Samples):
@@ -190,11 +195,13 @@ class _CpuSamples(Samples):
                 self._matrix(type_name, rows, cols)
                 for rows, cols in ((d_model, d_model), (d_ff, d_model), (d_model, d_ff))
             )
+            begin = time.perf_counter()
             wire(executor, d_model, layers, [square] * 3, square, [up, up, down])
+            packed = layers * layer_bytes / (time.perf_counter() - begin) / 1e9
             executor.head(self._norm(executor), executor.matrix(self._matrix(type_name, vocab, d_model)))
             seconds, beside = self._operators(executor, logits=True)
             layer_s = sum(seconds[name] for name in _OPERATORS) / layers
-            return Sample(layer_bytes, layer_s, vocab * row, seconds["head"], seconds["embed"] + beside)
+            return Sample(layer_bytes, layer_s, vocab * row, seconds["head"], seconds["embed"] + beside, packed)
 
     def kv_gb_s(self, op_us: float) -> float:
         """Attention over keys and values of the usual type, four heads of queries to one of keys."""

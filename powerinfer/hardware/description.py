@@ -58,6 +58,7 @@ class Device:
     step_us: fixed time of a step beside these: the embedding, waking the threads, Python.
     sparse_us: fixed time of a sparse FFN beyond `op_us`: lists and additional barriers.
     kv_gb_s: bytes of keys and values that attention reads.
+    pack_gb_s: bytes of weights as files have them that are multiplied, each being packed for it; 0 if unknown.
     cache_bytes, cache_gain: the rates hold for steps that read more than twice `cache_bytes`, so that every byte comes
         from memory; a step that reads up to `cache_bytes` finds them in the cache, `cache_gain` times as fast, and so
         are operators, which wait for the first bytes of their weights (`warm`). 0 and 1 if unknown.
@@ -75,6 +76,7 @@ class Device:
     sparse_us: _Time
     step_us: _Time
     kv_gb_s: _Rate
+    pack_gb_s: Annotated[float, Between(0, _MOST_RATE)] = 0.0
     cache_bytes: _Bytes = 0
     cache_gain: Annotated[float, Between(1, 1000)] = 1.0
 
@@ -116,9 +118,11 @@ class Device:
 
 @dataclass(frozen=True)
 class Disk:
-    """read_gb_s: by the bytes of one read, rate of random reads, `READERS` of them in flight."""
+    """read_gb_s: by the bytes of one read, rate of random reads, `READERS` of them in flight. latency_us: of one alone,
+    from its beginning to its end, beyond what its bytes take; 0 if unknown."""
 
     read_gb_s: Annotated[Mapping[Annotated[int, Between(1, _MOST_BYTES)], _Rate], Length(64, smallest=1)]
+    latency_us: _Time = 0.0
 
     def seconds(self, size: int) -> float:
         """Time that a read of `size` bytes adds while many are in flight.
@@ -135,7 +139,7 @@ class Disk:
         return size / self.seconds(size)
 
 
-READERS = 8
+READERS = 64
 """Number of reads in flight for which a disk's figures hold."""
 
 

@@ -1,17 +1,20 @@
-"""Speed of random disk reads that bypass the system's cache."""
+"""Speed of random disk reads past the system's cache, by the engine's own reader."""
 
 from __future__ import annotations
 
-import mmap
 import os
 import random
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
+from statistics import median
 
+from powerinfer.devices.disk import Reads
+from powerinfer.formats.bundle_memory import own_pages
 from powerinfer.hardware.description import READERS, Disk
 from powerinfer.progress import Progress, silent
 
@@ -21,6 +24,8 @@ SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 _LEAST = 4 * SIZES[-1]  # minimum size of the file for a meaningful result
 _WRITE_SECONDS = 2.0
 _SLAB = 1 << 20
+_TICKETS = 2  # that are waited for in turn, so that reads are under way meanwhile
+_AHEAD = 32 << 20  # bytes under way, as the reader has
 
 
 def disk_rates(folder: Path, nbytes: int, seconds: float, progress: Progress = silent) -> Disk | None:
@@ -30,44 +35,33 @@ def disk_rates(folder: Path, nbytes: int, seconds: float, progress: Progress = s
     seconds, or the system cannot bypass its cache.
     """
     try:
-        with _scratch_file(folder, nbytes) as (fd, size, direct):
+        with _scratch_file(folder, nbytes) as (fd, size):
+            reads = Reads([(f"/proc/self/fd/{fd}", size)], True)
+            if not (reads.direct or hasattr(os, "posix_fadvise")):
+                return None
             rates = {}
             for done, each in enumerate(SIZES):
                 progress("measuring the disk", done, len(SIZES))
-                rates[each] = _random_reads(fd, size, each, seconds, direct)
+                rates[each] = float(f"{_rate(reads, fd, size, each, seconds) / 1e9:.4g}")
+            latency = _latency(reads, fd, size, seconds)
     except OSError:
         return None
-    return Disk(rates)
+    return Disk(rates, float(f"{1e6 * latency:.4g}"))
 
 
 @contextmanager
-def _scratch_file(folder: Path, nbytes: int) -> Iterator[tuple[int, int, bool]]:
-    """(descriptor, bytes, whether it was opened with O_DIRECT) of an unlinked file."""
+def _scratch_file(folder: Path, nbytes: int) -> Iterator[tuple[int, int]]:
+    """(descriptor, bytes) of an unlinked file."""
     folder.mkdir(parents=True, exist_ok=True)
     space = os.statvfs(folder)
     if space.f_bavail * space.f_frsize < 4 * nbytes:
         raise OSError("the disk has no room")
     fd, name = tempfile.mkstemp(prefix="measure-", suffix=".part", dir=folder)
     try:
-        try:
-            reader, direct = _open_past_cache(name)
-        finally:
-            os.unlink(name)
-        try:
-            yield reader, _fill(fd, nbytes), direct
-        finally:
-            os.close(reader)
+        os.unlink(name)
+        yield fd, _fill(fd, nbytes)
     finally:
         os.close(fd)
-
-
-def _open_past_cache(name: str) -> tuple[int, bool]:
-    if hasattr(os, "O_DIRECT"):
-        with suppress(OSError):
-            return os.open(name, os.O_RDONLY | os.O_DIRECT), True
-    if not hasattr(os, "posix_fadvise"):
-        raise OSError("this system cannot bypass its cache")
-    return os.open(name, os.O_RDONLY), False
 
 
 def _fill(fd: int, nbytes: int) -> int:
@@ -85,27 +79,44 @@ def _fill(fd: int, nbytes: int) -> int:
     return written
 
 
-def _random_reads(fd: int, size: int, each: int, seconds: float, direct: bool) -> float:
-    """GB/s of reads of `each` bytes at random offsets, READERS at a time; each offset is read at most once."""
-    if not direct:
-        os.posix_fadvise(fd, 0, size, os.POSIX_FADV_DONTNEED)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+def _places(reads: Reads, fd: int, size: int, each: int) -> Iterator[int]:
+    """Offsets in random order, again and again; what the system's cache has is forgotten first."""
     places = list(range(0, size - each + 1, each))
-    random.Random(each).shuffle(places)
-    begin = time.perf_counter()
-    end = begin + seconds
+    while True:
+        random.Random(each).shuffle(places)
+        if not reads.direct:
+            os.posix_fadvise(fd, 0, size, os.POSIX_FADV_DONTNEED)
+        yield from places
 
-    def reader(number: int) -> int:
-        done = 0
-        with mmap.mmap(-1, each) as buffer:  # page alignment, as O_DIRECT requires
-            for place in places[number::READERS]:
-                done += os.preadv(fd, [buffer], place)
-                if time.perf_counter() > end:  # after the read: a busy machine measures one, too
-                    break
-        return done
 
-    with ThreadPoolExecutor(READERS) as pool:
-        done = sum(pool.map(reader, range(READERS)))
-    if done == 0:
-        raise OSError("nothing was read")
-    return float(f"{done / (time.perf_counter() - begin) / 1e9:.4g}")
+def _rate(reads: Reads, fd: int, size: int, each: int, seconds: float) -> float:
+    """Bytes a second of reads of `each` bytes, READERS or 32 MiB of them under way."""
+    together = max(1, min(READERS, _AHEAD // each) // _TICKETS)
+    places, memory = _places(reads, fd, size, each), own_pages(_TICKETS * together * each)
+    tickets: deque[int] = deque()
+    begin, waited, number = time.perf_counter(), 0, 0
+    while not waited or time.perf_counter() < begin + seconds:
+        first = number % _TICKETS * together
+        wanted = [(0, place, each, (first + i) * each) for i, place in enumerate(islice(places, together))]
+        tickets.append(reads.begin(wanted, memory))
+        number += 1
+        if len(tickets) == _TICKETS:
+            reads.wait(tickets.popleft())
+            waited += 1
+    end = time.perf_counter()
+    for ticket in tickets:
+        reads.wait(ticket)
+    return waited * together * each / (end - begin)
+
+
+def _latency(reads: Reads, fd: int, size: int, seconds: float) -> float:
+    """Seconds of the smallest read alone."""
+    each = SIZES[0]
+    places, memory = _places(reads, fd, size, each), own_pages(each)
+    taken: list[float] = []
+    end = time.perf_counter() + seconds
+    while not taken or time.perf_counter() < end:
+        begin = time.perf_counter()
+        reads.wait(reads.begin([(0, next(places), each, 0)], memory))
+        taken.append(time.perf_counter() - begin)
+    return median(taken)

@@ -23,7 +23,7 @@ from powerinfer.kernels import cpu
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.system import Disturbance, available_memory, cpu_name, quiet, total_memory
 
-METHOD = 2
+METHOD = 3
 """Incremented when the measuring changes so much that saved figures must not be reused."""
 
 GPU_METHOD = 2

@@ -23,7 +23,6 @@ def open_tier(resolved: Resolved, say: Say) -> DiskTier | None:
     plan = resolved.disk
     if plan is None:
         return None
-    say(f"not all of the model fits into RAM: it reads {plan.why}")
     checkpoint, bundles = resolved.checkpoint, resolved.selection.bundles
     files = [*checkpoint.files, *([] if bundles is None else [bundles.file])]
     places = [checkpoint.rests_at(name) for name in sorted(plan.about.matrices)]
@@ -34,7 +33,13 @@ def open_tier(resolved: Resolved, say: Say) -> DiskTier | None:
     reads = read_files(files, direct)
     if direct and not reads.direct:
         why = "through the system's cache: this file system cannot do without"
-    about = replace(about, why=f"{plan.why}; {reads.engine}, {why}")
+    speed = ""
+    if resolved.disk_speed is not None and reads.direct:
+        from powerinfer.placement.plan_document import rate
+
+        speed = f", about {rate(1 / resolved.disk_speed.seconds)} tokens/s"
+    say(f"not all of the model fits into RAM: it reads {plan.why}{speed}")
+    about = replace(about, why=f"{plan.why}{speed}; {reads.engine}, {why}")
     return DiskTier(about, files, [place for place in places if place is not None], reads)
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from powerinfer.hardware.description import Hardware
     from powerinfer.placement.budget import Workload
     from powerinfer.placement.disk import DiskPlan
+    from powerinfer.placement.disk_speed import Prediction
     from powerinfer.placement.experts import Frequencies
     from powerinfer.placement.plan import Plan, PlanRequest
     from powerinfer.placement.shapes import Model
@@ -49,7 +50,7 @@ class Resolved:
     None: the model has none, or they are not split; frequencies: of experts, None: not known; staging: bytes of a
     buffer that streams the others there for long prompts, 0: none. policy: says which experts the GPU has, a name of
     `placement.experts.EXPERT_POLICIES`, None: a trial chooses when the model is loaded; why_policy: for people. disk:
-    what stays there, on the CPU alone, None: nothing.
+    what stays there, None: nothing; disk_speed: how fast that is, on the CPU alone, None: the machine was not measured.
     """
 
     checkpoint: Checkpoint
@@ -69,6 +70,7 @@ class Resolved:
     policy: str | None = "static"
     why_policy: str = "the default"
     disk: DiskPlan | None = None
+    disk_speed: Prediction | None = None
 
 
 def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = silent, say: Say = silent) -> Resolved:
@@ -251,9 +253,9 @@ def _how_many(experts: Sequence[Indices], every: int) -> str:
 def _on_cpu(resolved: Resolved) -> Resolved:
     """The same within --ram, or within the free memory if that does not hold the model; `auto` does not use bundles if
     the model fits without them."""
-    checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
     from powerinfer.system import available_memory
 
+    checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
     ram, free = engine.ram, available_memory()
     if ram is None and not 0 < free < _MOST_GROWTH * checkpoint.file_bytes:
         return resolved
@@ -269,47 +271,64 @@ def _on_cpu(resolved: Resolved) -> Resolved:
         return replace(resolved, selection=selection, kv_room=ram - total + kv if engine.ram else None)
     if engine.disk == "none":
         raise _too_little_ram(checkpoint, engine, selection, model, total)
-    return replace(_on_disk(resolved, model, ram), kv_room=kv)
+    placed = _on_disk(resolved, model, ram, whole=total)
+    return replace(placed, kv_room=kv, disk_speed=_disk_speed(placed, model, ram))
 
 
 def _within_free_memory(resolved: Resolved, model: Model, free: int) -> Resolved:
     """The same without --ram: with what the free memory does not hold on disk. The KV cache of a context that was not
     asked for takes memory as it fills, so little of it counts."""
+    from powerinfer.placement.disk import within
+
     engine = resolved.engine
     short = replace(engine, context=engine.context or min(_SHORT, model.config.context_length))
     if engine.disk == "none" or _ram_bytes(model, short) <= free:
         return resolved
     with suppress(RequestError):  # not even that fits: the system may still find the memory
-        placed = _on_disk(replace(resolved, engine=short), model, free * 9 // 10)
-        return replace(placed, engine=engine)
+        ram = within(free)
+        placed = _on_disk(replace(resolved, engine=short), model, ram)
+        return replace(placed, engine=engine, disk_speed=_disk_speed(placed, model, ram))
     return resolved
 
 
-def _on_disk(resolved: Resolved, model: Model, ram: int, host_bytes: int = 0) -> Resolved:
+def _on_disk(resolved: Resolved, model: Model, ram: int, host_bytes: int = 0, whole: int | None = None) -> Resolved:
     """The same with what does not fit into `ram` on disk. RequestError if the rest does not fit. host_bytes: of a GPU's
-    libraries."""
+    libraries; whole: bytes that hold the model."""
     from powerinfer.placement.disk import plan_disk
 
-    checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
-    if selection.in_experts:
-        raise RequestError(
-            f"--selector {selection.selector} needs all experts in RAM, and they do not fit: leave it out, and "
-            "whole experts are read from disk"
-        )
+    engine, selection = resolved.engine, resolved.selection
     bundled = selection.bundles is not None
     work = _workload(model, engine, selection.selector if bundled else "all")
     threads, _ = cpu.choose_threads(engine.threads)
-    plan = plan_disk(
-        model,
-        work,
-        ram,
-        lambda name: checkpoint.rests_at(name) is not None or checkpoint.resting(name) is not None,
-        threads,
-        bundled,
-        first=resolved.gpu_layers,
-        host_bytes=host_bytes,
-    )
+    first = resolved.gpu_layers
+    plan = plan_disk(model, work, ram, threads, bundled, first=first, host_bytes=host_bytes, whole=whole)
     return replace(resolved, disk=plan if plan.about.anything else None)
+
+
+def _disk_speed(resolved: Resolved, model: Model, ram: int) -> Prediction | None:
+    """How fast the model decodes, as `powerinfer plan` says it; None if the machine, or how often neurons fire, is not
+    known."""
+    from powerinfer.formats.prepared import PROFILE, PreparedFile
+    from powerinfer.formats.profile_file import open_profile
+    from powerinfer.hardware.measure import known
+    from powerinfer.placement.plan import make_plan
+    from powerinfer.placement.request import Subject, even_profile, expert_subject
+
+    checkpoint, engine = resolved.checkpoint, resolved.engine
+    hardware = None if resolved.disk is None else known(engine)
+    if resolved.disk is None or hardware is None or hardware.disk is None:
+        return None
+    if any(model.n_experts):
+        subject = expert_subject(model, checkpoint, engine.prepared)
+    elif not resolved.disk.about.neurons:
+        subject = Subject(model, even_profile(model), "all")
+    elif PreparedFile(PROFILE, checkpoint, engine.prepared).exists():
+        subject = Subject(model, open_profile(checkpoint, engine.prepared), resolved.selection.selector)
+    else:
+        return None
+    with suppress(RequestError):  # --ram is more than the machine has
+        return make_plan(subject.request(hardware, replace(engine, ram=ram, gpu="none"))).from_disk
+    return None
 
 
 def _ram_bytes(model: Model, engine: EngineConfig, selection: Selection | None = None) -> int:

@@ -21,6 +21,9 @@ LANES = _native.LANES
 NEURON_TOKENS = _native.NEURON_TOKENS
 """Maximum number of tokens of a sparse step."""
 
+READ_COPIES = _native.READ_COPIES
+"""Bytes of memory from which small reads past the system's cache are copied, at most."""
+
 ISA_VARIABLE = "POWERINFER_ISA"
 
 

@@ -9,8 +9,8 @@ Priority on the GPU: runtime and working memory; for one layer after another att
 layers that do not fit run on the CPU as a whole. A small part of the room for neurons is used for buffers that stream
 those in RAM to the GPU for long prompts (devices/stage.py), if every neuron still fits. RAM holds
 runtime, working memory, the embedding and every dense part that is not on the GPU; what is left is for the other
-neurons. Without a GPU the engine keeps the dense matrices of the FFNs beside the bundles, for prompts; if
-both do not fit, only the bundles are kept.
+neurons. Without a GPU the engine keeps the dense matrices of the FFNs beside the bundles, for prompts; where RAM does
+not hold all of it, `disk.plan_disk` says what stays on disk.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from powerinfer.devices.link import link_bytes
 from powerinfer.devices.stage import BUFFERS, buffer_bytes, expert_buffer
@@ -28,6 +29,9 @@ from powerinfer.kernels import gpu as kernels
 from powerinfer.placement.experts import Frequencies, slots_by_frequency, slots_evenly
 from powerinfer.placement.shapes import Matrix, Model
 from powerinfer.placement.solver import GROUP
+
+if TYPE_CHECKING:
+    from powerinfer.placement.disk import DiskPlan
 
 RUNTIME_BYTES = 80 << 20
 """RAM of the interpreter, its libraries, the tokenizer and the threads: 47 to 65 MiB with vocabularies of 16,000 and
@@ -44,7 +48,8 @@ _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 Footprint = dict[str, int]
 """Bytes by use: runtime, scratch (working memory), staging (buffers for long prompts), embedding, norms (with biases),
 attention, predictor, head, kv (with the states of sequences), panels (dense matrices of FFNs in RAM), ffn (neurons, or
-dense FFNs on a GPU), experts (those that are on either device of layers on a GPU)."""
+dense FFNs on a GPU), experts (those that are on either device of layers on a GPU, or that RAM has of those on disk),
+window (through which dense matrices on disk pass)."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ class Claims:
     RAM beside that. staging: bytes of a buffer, 0 for none; what they take of either memory is not part of what is
     left. bundles: neurons are placed as bundles, which then go where there is room; panels: dense matrices of the FFNs
     are in RAM. slots: of each layer the number of its experts on the GPU; None: the model has none, or no GPU is used.
+    disk: what stays on disk where no GPU is used; None: nothing, or only neurons, beside a GPU.
     """
 
     gpu_layers: int
@@ -96,6 +102,7 @@ class Claims:
     panels: bool
     staging: int = 0
     slots: tuple[int, ...] | None = None
+    disk: DiskPlan | None = None
 
 
 def budgets(hardware: Hardware, vram: int | None, ram: int | None) -> tuple[int, int]:
@@ -266,8 +273,9 @@ def claim(
     frequencies: Frequencies | None = None,
     cached: bool = False,
 ) -> Claims:
-    """Place the dense parts, and experts. RequestError, with the minimum, if they do not fit into RAM and VRAM
-    together. frequencies: how often each expert is selected, None: not known; cached: RAM has those on the GPU too."""
+    """Place the dense parts, and experts. Without a layer on a GPU less than nothing may be left of RAM. RequestError,
+    with the minimum, if they do not fit into RAM and VRAM together. frequencies: how often each expert is selected,
+    None: not known; cached: RAM has those on the GPU too."""
     vram, ram = budgets(hardware, vram, ram)
     if any(model.n_experts):
         found = _claim_experts(model, hardware, work, (vram, ram), frequencies, cached)
@@ -275,24 +283,21 @@ def claim(
             return found
         vram = 0
     layers, head = layers_that_fit(model, hardware, work, vram)
-    gpu = on_gpu(model, hardware, work, layers, head) if layers else {}
+    if not layers:
+        cpu = in_ram(model, work)
+        return Claims(
+            0, False, {}, cpu, 0, ram - sum(cpu.values()), model.bundle.stride, work.selector != "all", panels=True
+        )
+    gpu = on_gpu(model, hardware, work, layers, head)
     cpu = in_ram(model, work, layers, head, hardware.host_bytes, panels=False)
     left = ram - sum(cpu.values())
     if left < 0:
-        raise _too_large(model, gpu, cpu, ram, None if layers else least_ram(model, work), hardware)
-    if layers:
-        gpu_left = max(0, vram - sum(gpu.values()) - shared_on_gpu(model, layers))
-        left = max(0, left - shared_in_ram(model, layers))
-        staging = _staging(model, work, layers, gpu_left, left)
-        gpu_left, left = gpu_left - staged_on_gpu(staging), left - staged_in_ram(staging)
-        return Claims(layers, head, gpu, cpu, gpu_left, left, model.bundle.pitch, True, False, staging)
-    whole, dense = cpu.get("panels", 0), work.selector == "all"
-    panels = sum(map(_panels, model.ffn)) - whole
-    keep = ram >= least_ram(model, work)
-    if keep:
-        cpu["panels"] = panels + whole
-        left -= panels
-    return Claims(0, False, {}, cpu, 0, left, model.bundle.stride, not (dense and keep), keep)
+        raise _too_large(model, gpu, cpu, ram, hardware)
+    gpu_left = max(0, vram - sum(gpu.values()) - shared_on_gpu(model, layers))
+    left = max(0, left - shared_in_ram(model, layers))
+    staging = _staging(model, work, layers, gpu_left, left)
+    gpu_left, left = gpu_left - staged_on_gpu(staging), left - staged_in_ram(staging)
+    return Claims(layers, head, gpu, cpu, gpu_left, left, model.bundle.pitch, True, False, staging)
 
 
 def _claim_experts(
@@ -325,7 +330,7 @@ def _claim_experts(
     cpu = in_ram(model, work, layers, head, hardware.host_bytes, slots=slots, cached=cached)
     left = ram - sum(cpu.values()) - staged_in_ram(staging)
     if left < 0:
-        raise _too_large(model, gpu, cpu, ram, None, hardware)
+        raise _too_large(model, gpu, cpu, ram, hardware)
     gpu_left = vram - sum(gpu.values()) - staged_on_gpu(staging)
     return Claims(layers, head, gpu, cpu, gpu_left, left, 0, False, True, staging, slots)
 
@@ -344,19 +349,15 @@ def _expert_staging(model: Model, work: Workload, layers: Sequence[int], room: i
     return size if EXPERT_STAGED * staged_on_gpu(size) <= room else 0
 
 
-def _too_large(
-    model: Model, gpu: Footprint, cpu: Footprint, ram: int, least: int | None, hardware: Hardware
-) -> RequestError:
-    """least: `least_ram`, where no GPU is used."""
+def _too_large(model: Model, gpu: Footprint, cpu: Footprint, ram: int, hardware: Hardware) -> RequestError:
     needed, beside = sum(cpu.values()), sum(gpu.values())
-    runs = "" if least is None else f"; `run` without a GPU needs --ram {gib(least)}"
     if needed > hardware.cpu.memory_bytes:
         types = "" if model.fingerprint else f"--dtype (weights of {model.weight_type} are assumed), "
         context = "a lower --context, " if needed - cpu["kv"] <= hardware.cpu.memory_bytes else ""
         mend = f"{hardware.name} has {gib(hardware.cpu.memory_bytes)} of RAM; what helps is {context}{types}"
         mend += "or another machine's --hardware"
     else:
-        mend = f"give --ram {gib(needed)} or more{f' beside {gib(beside)} of VRAM' if gpu else ''}, not {gib(ram)}"
+        mend = f"give --ram {gib(needed)} or more beside {gib(beside)} of VRAM, not {gib(ram)}"
         mend += ", or more --vram" if cpu.get("experts") else ""
     experts = any(model.n_experts)
     parts = {"attention": ("attention",), "KV cache": ("kv",), "embedding and head": ("embedding", "head")}
@@ -364,11 +365,10 @@ def _too_large(
         parts["experts and FFNs"] = ("experts", "panels", "ffn")
     sizes = {name: sum(held.get(use, 0) for held in (cpu, gpu) for use in uses) for name, uses in parts.items()}
     sizes["the rest"] = needed + beside - sum(sizes.values())
-    where = "RAM" if experts and not gpu else "RAM + VRAM"
     what = "" if experts else " for the dense part"
     return RequestError(
-        f"{model.name} needs at least {gib(needed + beside)} of {where}{what}: {mend} "
-        f"({', '.join(f'{name} {gib(size)}' for name, size in sizes.items())}){runs}"
+        f"{model.name} needs at least {gib(needed + beside)} of RAM + VRAM{what}: {mend} "
+        f"({', '.join(f'{name} {gib(size)}' for name, size in sizes.items())})"
     )
 
 

@@ -10,14 +10,16 @@ is always the next. So which ones stay in RAM is fixed (Belady, IBM Systems Jour
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from powerinfer.config import ExpertsConfig, FfnConfig
 from powerinfer.devices.disk import OnDisk
 from powerinfer.errors import RequestError
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.layout import is_matrix
+from powerinfer.kernels.cpu import READ_COPIES
 from powerinfer.neurons import BUNDLE_GROUP
 from powerinfer.placement.budget import Footprint, Workload, gib, in_ram
 from powerinfer.placement.shapes import Matrix, Model
@@ -26,8 +28,9 @@ from powerinfer.system import MOST_THREADS
 BLOCK = 4096
 """Bytes of a block of the disk: what is read begins and ends with whole ones."""
 
-AHEAD = 64 << 20
-"""Most bytes that are read ahead beside what a step uses: some twenty milliseconds of a fast disk."""
+AHEAD = 32 << 20
+"""Bytes that are read ahead of what a step uses, or the next matrices, if they are larger: what is under way at a time
+(reads.cpp)."""
 
 PACKED = 4 << 20
 """Bytes of a thread for the panels of matrices on disk."""
@@ -38,23 +41,43 @@ FEWEST = 50
 LEAST = 2 * BUNDLE_GROUP
 """and so many for each thread."""
 
+NEURON = 48
+"""Bytes that say of a neuron on disk where it is, and how often it was used."""
+
 
 @dataclass(frozen=True)
-class _Unit:
-    """Matrices that a step uses together. names: canonical; held: bytes in RAM as panels; read: bytes in the file."""
+class Unit:
+    """Matrices that a step uses together. use: what they count as; names: canonical; matrices: the same."""
 
+    use: str
     names: tuple[str, ...]
-    held: int
-    read: int
+    matrices: tuple[Matrix, ...]
+
+    @property
+    def held(self) -> int:
+        """Bytes in RAM, as panels."""
+        return sum(one.panels for one in self.matrices)
+
+    @property
+    def read(self) -> int:
+        """Bytes in the file."""
+        return sum(one.file for one in self.matrices)
+
+    def only(self, names: Collection[str]) -> Unit:
+        """Those of its matrices."""
+        pairs = [(name, one) for name, one in zip(self.names, self.matrices, strict=True) if name in names]
+        return Unit(self.use, tuple(name for name, _ in pairs), tuple(one for _, one in pairs))
 
 
 @dataclass(frozen=True)
 class DiskPlan:
-    """about: what stays on disk; held: bytes in RAM by use, which fit; streamed: bytes that every step reads."""
+    """about: what stays on disk; held: bytes in RAM by use, which fit; streamed: bytes that every step reads; resting:
+    bytes of what stays on disk, by use."""
 
     about: OnDisk
     held: Footprint
     streamed: int
+    resting: Footprint = field(default_factory=dict)
 
     @property
     def why(self) -> str:
@@ -68,42 +91,62 @@ class DiskPlan:
             parts.append(f"experts that are selected, of {len(about.experts)} layers")
         return f"{' and '.join(parts)}, where RAM does not hold them"
 
+    def kept(self, sizes: Sequence[int]) -> list[int]:
+        """Of each layer's neurons those that RAM has. sizes: all of them."""
+        every = enumerate(sizes)
+        return [self.about.neurons.get(layer, 0 if self._streamed_ffn(layer) else n) for layer, n in every]
+
+    def _streamed_ffn(self, layer: int) -> bool:
+        return any(f"layers.{layer}.{name}" in self.about.matrices for name in ("gate", "up", "down"))
+
 
 def plan_disk(
     model: Model,
     work: Workload,
     ram: int,
-    as_stored: Callable[[str], bool],
     threads: int,
     bundled: bool = False,
     *,
     first: int = 0,
     host_bytes: int = 0,
+    whole: int | None = None,
 ) -> DiskPlan:
     """What stays on disk so that the layers from `first` on, and the head, run on the CPU within `ram` bytes.
 
-    as_stored: whether a tensor lies in the file as it is used. bundled: neurons may stay on disk as bundles, of any
-    selector but `all`. host_bytes: of the libraries of a GPU that has the layers before.
+    bundled: neurons may stay on disk as bundles, of any selector but `all`. host_bytes: of the libraries of a GPU that
+    has the layers before. whole: bytes of RAM that hold the model, of a small one less than what reading it takes.
 
     RequestError, with the least that would do, where even one matrix at a time does not fit.
     """
+    if model.in_experts:
+        raise RequestError(
+            "neurons inside experts are computed where all experts are in RAM, and they do not fit: leave out "
+            "--selector, and whole experts are read from disk"
+        )
     held = in_ram(model, work, first, host_bytes=host_bytes)
     layers = range(first, model.config.n_layers)
-    held["embedding"] = 0  # looked up in the mapped file, whose pages the system may take back
-    held["disk"] = PACKED * min(threads, MOST_THREADS)
-    fixed = sum(held[use] for use in ("runtime", "scratch", "norms", "kv", "predictor", "disk"))
+    table = 0 if "embed" in model.converted else model.tables  # in the mapped file, whose pages the system may take
+    held["embedding"] -= table
+    held["scratch"] += PACKED * min(threads, MOST_THREADS)
+    fixed = sum(held[use] for use in ("runtime", "scratch", "embedding", "norms", "kv", "predictor"))
     order = [
-        *_spread([unit for layer in layers for unit in _ffn_units(model, layer)]),
-        *_spread([unit for layer in layers for unit in _attention_units(model, layer)]),
-        _head_unit(model),
+        *_spread([unit for layer in layers for unit in ffn_units(model, layer)]),
+        *_spread([unit for layer in layers for unit in attention_units(model, layer)]),
+        head_unit(model),
     ]
-    free = [unit for unit in order if all(map(as_stored, unit.names))]
-    neurons = _neurons(model, work, threads, as_stored) if bundled else {}
-    stuck = sum(unit.held for unit in order) - sum(unit.held for unit in free) + _other(model, layers)
+    free = [unit for unit in order if model.converted.isdisjoint(unit.names)]
+    neurons = _neurons(model, work, threads) if bundled else {}
+    if neurons:
+        held["scratch"] += READ_COPIES
+        fixed += READ_COPIES
+    kept = _other(model, layers)
+    for unit in order:
+        kept[unit.use] += 0 if unit in free else unit.held
+    stuck = sum(kept.values())
     experts = {layer: model.experts[layer] for layer in model.config.experts if layer >= first}
     slot = {layer: _slot_bytes(matrices, model.n_experts[layer]) for layer, matrices in experts.items()}
     least = {layer: least_slots(model.config.experts[layer]) for layer in experts}
-    if experts and not all(as_stored(f"layers.{at}.experts_{part}") for at in experts for part in _parts(model, at)):
+    if any(f"layers.{at}.experts_{part}" in model.converted for at in experts for part in _parts(model, at)):
         raise RequestError(
             f"{model.name}: experts are read from disk as a file has them, and these would be converted: "
             "leave out --quantize, or take a file in a type that is computed as it is"
@@ -111,28 +154,47 @@ def plan_disk(
     fixed += stuck + sum(least[layer] * slot[layer] for layer in experts)
     fixed += sum(one.least for one in neurons.values())
     prompts = [one.prompts for one in neurons.values()]
-    streamed: list[_Unit] = []
+    streamed: list[Unit] = []
     rest = [unit for unit in free if not any(set(unit.names) >= set(one.names) for one in prompts)]
     ahead = min(AHEAD, ram // 16)
     while rest and fixed + sum(unit.held for unit in rest) + _window(streamed, prompts, ahead) > ram:
         streamed.append(rest.pop(0))
+    if streamed:  # of the last one RAM may hold some matrices
+        part = streamed.pop()
+        for name in part.names[1:]:
+            one, others = part.only([name]), part.only(set(part.names) - {name})
+            if fixed + sum(unit.held for unit in (*rest, one)) + _window([*streamed, others], prompts, ahead) <= ram:
+                rest.append(one)
+                part = others
+        streamed.append(part)
     needed = fixed + sum(unit.held for unit in rest) + _largest(prompts + streamed)
     if needed > ram:
-        raise _too_little(model, held, needed, ram)
+        raise _too_little(model, held, needed, needed if whole is None else whole, ram)
     left = ram - fixed - sum(unit.held for unit in rest)
     window = min(left, _window(streamed, prompts, ahead))
     left -= window
     slots = _share(least, slot, {layer: model.n_experts[layer] for layer in experts}, left)
     left -= sum((slots[layer] - least[layer]) * slot[layer] for layer in experts)
     cached = {layer: one.slots(left // len(neurons)) for layer, one in neurons.items()}
-    held["panels"] = sum(unit.held for unit in rest) + stuck
+    for unit in rest:
+        kept[unit.use] += unit.held
+    held |= {use: kept[use] for use in ("attention", "panels", "head")}
     held["window"] = window
     held["experts"] = sum(slots[layer] * slot[layer] for layer in experts)
     held["ffn"] = sum(one.least + (cached[layer] - one.fewest) * one.slot for layer, one in neurons.items())
-    for use in ("attention", "head"):
-        held[use] = 0  # part of panels
+    resting = Counter({"embedding": table})
+    for unit in prompts + streamed:
+        resting[unit.use] += unit.read
+    resting["experts"] = sum(one.file for matrices in experts.values() for one in matrices)
+    resting["ffn"] = sum(model.bundles[layer].pitch * one.n for layer, one in neurons.items())
     about = OnDisk(frozenset(name for unit in prompts + streamed for name in unit.names), window, slots, cached)
-    return DiskPlan(about, held, sum(unit.read for unit in streamed))
+    every = sum(unit.read for unit in streamed)
+    return DiskPlan(about, held, every, {use: n for use, n in resting.items() if n})
+
+
+def within(free: int) -> int:
+    """The budget, where none is given and `free` bytes of RAM do not hold the model."""
+    return free * 9 // 10
 
 
 def least_slots(about: ExpertsConfig) -> int:
@@ -145,7 +207,7 @@ class _Neurons:
     """A layer whose neurons stay on disk. prompts: the matrices that only prompts use; slot: bytes of a neuron in RAM;
     least: bytes of the fewest slots, and of what is there beside them; n: neurons."""
 
-    prompts: _Unit
+    prompts: Unit
     slot: int
     least: int
     n: int
@@ -155,7 +217,7 @@ class _Neurons:
         return min(self.n, self.fewest + max(0, left) // self.slot)
 
 
-def _neurons(model: Model, work: Workload, threads: int, as_stored: Callable[[str], bool]) -> dict[int, _Neurons]:
+def _neurons(model: Model, work: Workload, threads: int) -> dict[int, _Neurons]:
     """By layer, where neurons can be left out and prompts find their matrices in the file."""
     found = {}
     for layer, config in enumerate(model.config.layers):
@@ -163,14 +225,15 @@ def _neurons(model: Model, work: Workload, threads: int, as_stored: Callable[[st
         if not isinstance(about, FfnConfig) or not (config.neurons.rectified or work.selector == "threshold"):
             continue
         names = [f"layers.{layer}.{name}" for name in about.matrices]
-        if not all(map(as_stored, names)):
+        if not model.converted.isdisjoint(names):
             continue
         # Without a predictor the first matrix is in RAM, and says which rows of the others are read.
         first = work.selector != "predicted"
         beside = n_groups(about.size) * layout.shared_bytes + (model.ffn[layer][0].panels if first else 0)
-        slot = layout.pitch - (layout.gate_bytes if first else 0) + 2 * BLOCK
+        beside += about.size * NEURON
+        slot = layout.pitch - (layout.gate_bytes if first else 0)
         fewest = min(about.size, max(about.size // FEWEST, LEAST * threads))
-        prompts = _unit(names[first:], model.ffn[layer][first:])
+        prompts = Unit("panels", tuple(names[first:]), model.ffn[layer][first:])
         found[layer] = _Neurons(prompts, slot, beside + fewest * slot, about.size, fewest)
     return found
 
@@ -198,30 +261,29 @@ def _parts(model: Model, layer: int) -> Sequence[str]:
     return model.config.experts[layer].matrices
 
 
-def _window(streamed: Sequence[_Unit], prompts: Sequence[_Unit], ahead: int) -> int:
-    """Bytes of a window for what every step reads: two of the largest, so that one is read while the other is used, and
-    more to read ahead while what is resident is used. What prompts alone read passes one by one: they compute longer
-    than they read, and memory serves neurons better."""
-    every = min(sum(map(_in_window, streamed)), 2 * _largest(streamed) + ahead) if streamed else 0
+def _window(streamed: Sequence[Unit], prompts: Sequence[Unit], ahead: int) -> int:
+    """Bytes of a window for what every step reads: the largest, and a layer's, so that they are read while it is used,
+    or at least `ahead`. More would not hold others of that size: matrices that are used together lie side by side. What
+    prompts alone read passes one by one: they compute longer than they read, and memory serves neurons better."""
+    of_layer: Counter[str] = Counter()
+    for unit in streamed:
+        of_layer[unit.names[0].rpartition(".")[0]] += _in_window(unit)
+    every = min(of_layer.total(), _largest(streamed) + max(ahead, *of_layer.values())) if streamed else 0
     return max(every, _largest(prompts))
 
 
-def _largest(streamed: Sequence[_Unit]) -> int:
+def _largest(streamed: Sequence[Unit]) -> int:
     return max(map(_in_window, streamed), default=0)
 
 
-def _in_window(unit: _Unit) -> int:
+def _in_window(unit: Unit) -> int:
     return unit.read + 2 * BLOCK * len(unit.names)
 
 
-def _spread(units: Sequence[_Unit]) -> list[_Unit]:
+def _spread(units: Sequence[Unit]) -> list[Unit]:
     """In an order whose every beginning is spread evenly: that of the bits of their numbers, reversed."""
     bits = max(1, (len(units) - 1).bit_length())
     return [units[at] for at in sorted(range(len(units)), key=lambda at: int(f"{at:0{bits}b}"[::-1], 2))]
-
-
-def _unit(names: Sequence[str], matrices: Sequence[Matrix]) -> _Unit:
-    return _Unit(tuple(names), sum(one.panels for one in matrices), sum(one.file for one in matrices))
 
 
 def _matrix_names(model: Model, layer: int, kind: str) -> list[str]:
@@ -233,38 +295,49 @@ _APART = ("o", "q_gate", "delta_o")  # an operator of their own
 _STACKED = ("k_b", "v_b")  # matrices of single heads
 
 
-def _attention_units(model: Model, layer: int) -> Iterator[_Unit]:
+def attention_units(model: Model, layer: int) -> Iterator[Unit]:
+    """Of a layer's attention, in the order in which a step uses them; without what is always in RAM."""
     named = dict(zip(_matrix_names(model, layer, "attention"), model.attention[layer], strict=True))
     inputs = [name for name in named if name not in (*_APART, *_STACKED)]
     for group in (inputs, *([name] for name in _APART if name in named)):
-        yield _unit([f"layers.{layer}.{name}" for name in group], [named[name] for name in group])
+        yield _of_layer(layer, "attention", {name: named[name] for name in group})
 
 
-def _ffn_units(model: Model, layer: int) -> Iterator[_Unit]:
+def ffn_units(model: Model, layer: int) -> Iterator[Unit]:
+    """The same of its FFN, beside experts that a router selects."""
     named = dict(zip(_matrix_names(model, layer, "ffn"), model.ffn[layer], strict=True))
-    shared = [name for name in named if name == "router" or name.startswith("experts_")]
-    names = [name for name in named if name not in shared]
-    if names:
-        yield _unit([f"layers.{layer}.{name}" for name in names], [named[name] for name in names])
+    beside = {name: one for name, one in named.items() if name != "router" and not name.startswith("experts_")}
+    if beside:
+        yield _of_layer(layer, "panels", beside)
 
 
-def _head_unit(model: Model) -> _Unit:
-    return _unit(["embed" if model.config.tied_embeddings else "head"], [model.head])
+def head_unit(model: Model) -> Unit:
+    """The output head."""
+    return Unit("head", ("embed" if model.config.tied_embeddings else "head",), (model.head,))
 
 
-def _other(model: Model, layers: Iterable[int]) -> int:
-    """Bytes in panels of what is always in RAM: routers, the matrices of latent attention's heads, projections."""
-    total = sum(one.panels for one in model.projections)
+def _of_layer(layer: int, use: str, named: Mapping[str, Matrix]) -> Unit:
+    return Unit(use, tuple(f"layers.{layer}.{name}" for name in named), tuple(named.values()))
+
+
+def _other(model: Model, layers: Iterable[int]) -> Counter[str]:
+    """Bytes in panels of what is always in RAM, by use: routers, the matrices of latent attention's heads,
+    projections."""
+    total = Counter({"head": sum(one.panels for one in model.projections)})
     for layer in layers:
-        for kind, matrices in (("attention", model.attention[layer]), ("ffn", model.ffn[layer])):
+        for use, kind, matrices in (
+            ("attention", "attention", model.attention[layer]),
+            ("panels", "ffn", model.ffn[layer]),
+        ):
             named = zip(_matrix_names(model, layer, kind), matrices, strict=True)
-            total += sum(one.panels for name, one in named if name in (*_STACKED, "router"))
+            total[use] += sum(one.panels for name, one in named if name in (*_STACKED, "router"))
     return total
 
 
-def _too_little(model: Model, held: Footprint, least: int, ram: int) -> RequestError:
+def _too_little(model: Model, held: Footprint, least: int, whole: int, ram: int) -> RequestError:
+    needs = f"{gib(whole)} of RAM" if whole < least else f"{gib(least)} of RAM even if its weights stay on disk"
     return RequestError(
-        f"{model.name} needs {gib(least)} of RAM even if its weights stay on disk, {gib(held['kv'])} of it for the KV "
-        f"cache and {gib(held['scratch'])} for a piece of a prompt, and --ram is {gib(ram)}: give "
-        f"--ram {gib(least)}, or a lower --context or --prefill-chunk"
+        f"{model.name} needs {needs}, {gib(held['kv'])} of it for the KV cache and {gib(held['scratch'])} for a piece "
+        f"of a prompt, and --ram is {gib(ram)}: give --ram {gib(min(least, whole))}, or a lower --context or "
+        "--prefill-chunk"
     )

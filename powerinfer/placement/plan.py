@@ -48,6 +48,8 @@ from powerinfer.placement.budget import (
     staged_in_ram,
     staged_on_gpu,
 )
+from powerinfer.placement.disk import DiskPlan, plan_disk, within
+from powerinfer.placement.disk_speed import Decoding, Hits, Prediction, predict
 from powerinfer.placement.experts import Frequencies
 from powerinfer.placement.plan_document import (
     FORMAT,
@@ -87,7 +89,8 @@ class PlanRequest:
     seed: of the policy `random`. time_limit: seconds for the solver. requests: that decode together in the caches of
     `batch`, which only working memory counts; 0: as many as `batch`. insist: use the GPU even if it is slower than the
     CPU. frequencies: of experts, how often each is selected; None: that is not known. cached: experts on the GPU are
-    in RAM too.
+    in RAM too. hits: of experts on disk, None: not known. chosen: the selector is what `auto` would take if RAM has
+    room for bundles beside dense matrices.
     """
 
     model: Model
@@ -107,6 +110,8 @@ class PlanRequest:
     insist: bool = False
     frequencies: Frequencies | None = None
     cached: bool = False
+    hits: Hits | None = None
+    chosen: bool = False
 
     def __post_init__(self) -> None:
         """RequestError for contradictory options."""
@@ -131,7 +136,25 @@ class PlanRequest:
 
     def claims(self) -> Claims:
         """Where the dense parts are placed. RequestError, with the minimum, if the budgets are too small for them."""
-        return claim(self.model, self.hardware, self.workload, self.vram, self.ram, self.frequencies, self.cached)
+        model, work = self.model, self.workload
+        found = claim(model, self.hardware, work, self.vram, self.ram, self.frequencies, self.cached)
+        _, ram = budgets(self.hardware, self.vram, self.ram)
+        whole = least_ram(model, work)
+        if found.gpu_layers or ram >= whole:
+            return found
+        ram = within(ram) if self.ram is None else ram
+        disk = plan_disk(model, work, ram, self.hardware.cpu.threads, self.selector != "all", whole=whole)
+        left = ram - sum(disk.held.values())
+        resting = disk if disk.about.anything else None  # else RAM holds all but the embedding
+        return replace(found, cpu=disk.held, cpu_left=left, bundles=False, disk=resting)
+
+    def settled(self) -> PlanRequest:
+        """The same with the selector that a load without a GPU takes: `auto` uses no bundles where RAM holds only the
+        dense matrices."""
+        if not self.chosen or self.selector == "all" or self.claims().disk is None:
+            return self
+        dense = replace(self, selector="all", chosen=False)
+        return dense if dense.claims().disk is None else self
 
     def vram_for(self, groups: int = 0) -> int:
         """Bytes of VRAM for all dense parts and that number of groups of neurons, buffers for cold ones included."""
@@ -170,10 +193,11 @@ class PlanRequest:
             "hardware": dataclasses.asdict(self.hardware),
             "group": GROUP,
         }
-        own = ("model", "profile", "hardware", "requests", "insist", "frequencies")
-        if self.frequencies is not None:
-            pairs = sorted((layer, each.tobytes()) for layer, each in self.frequencies.items())
-            facts["experts"] = hashlib.sha256(repr(pairs).encode()).hexdigest()
+        own = ("model", "profile", "hardware", "requests", "insist", "frequencies", "hits")
+        for name, known in (("experts", self.frequencies), ("hits", self.hits)):
+            if known is not None:
+                pairs = sorted((layer, each.tobytes()) for layer, each in known.items())
+                facts[name] = hashlib.sha256(repr(pairs).encode()).hexdigest()
         facts |= {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in own}
         if self.hardware.gpu is None:
             del facts["hardware"]["host_bytes"]
@@ -211,7 +235,7 @@ class Plan:
     """The answer to a request: placement of the dense parts (claims) and of the neurons (choice).
 
     others: the choice of every policy, the plan's own included; reasons: explanations, as text; helps: the next budgets
-    at which more fits.
+    at which more fits. from_disk: what is read while decoding without a GPU, where that is predicted.
     """
 
     request: PlanRequest
@@ -220,11 +244,15 @@ class Plan:
     others: dict[str, Choice]
     reasons: tuple[str, ...]
     helps: tuple[Help, ...]
+    from_disk: Prediction | None = None
 
     @property
     def neurons(self) -> list[dict[Tier, int]]:
         """For each layer, how many neurons are placed where."""
         sizes = self.request.profile.sizes
+        if self.claims.disk is not None:
+            in_ram = self.claims.disk.kept(sizes)
+            return [{Tier.GPU: 0, Tier.CPU: n, Tier.DISK: size - n} for n, size in zip(in_ram, sizes, strict=True)]
         if not self.claims.bundles:  # layers on a GPU are there as a whole, apart from experts
             first = self.claims.gpu_layers
             both = [(size, 0) if layer < first else (0, size) for layer, size in enumerate(sizes)]
@@ -239,6 +267,8 @@ class Plan:
     def bytes(self) -> dict[str, Footprint]:
         """Bytes by tier and use."""
         tiers: dict[str, Footprint] = {"gpu": dict(self.claims.gpu), "cpu": dict(self.claims.cpu), "disk": {}}
+        if self.claims.disk is not None:
+            tiers["disk"] = dict(self.claims.disk.resting)
         if self.claims.bundles:
             for tier, name in _NAMES.items():
                 tiers[name]["ffn"] = tiers[name].get("ffn", 0) + sum(layer[tier] for layer in self._neuron_bytes)
@@ -302,7 +332,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Nothing is read from disk."""
-        return not any(layer[Tier.DISK] for layer in self.neurons)
+        return self.claims.disk is None and not any(layer[Tier.DISK] for layer in self.neurons)
 
     def placement(self, profile: Profile) -> Placement:
         """The tier of every neuron. profile: the one that the plan was made from."""
@@ -316,7 +346,7 @@ class Plan:
 
     def document(self, path: Path | None = None) -> PlanDocument:
         """The plan as a document; path: of its file."""
-        request, choice = self.request, self.choice
+        request, choice, read = self.request, self.choice, self.from_disk
         vram, ram = budgets(request.hardware, request.vram, request.ram)
         slots = self.claims.slots or (0,) * request.model.config.n_layers
         return PlanDocument(
@@ -357,6 +387,9 @@ class Plan:
                     )
                     for name, one in self.others.items()
                 },
+                disk_bytes=0.0 if read is None else read.nbytes / request.batch,
+                disk_hits=None if read is None else read.hits,
+                prompt_disk_bytes=0.0 if read is None else read.prompt_bytes,
             ),
             reasons=list(self.reasons),
             helps=list(self.helps),
@@ -371,11 +404,12 @@ class Plan:
 
 def make_plan(request: PlanRequest) -> Plan:
     """Make the plan. RequestError if the budgets are too small for the dense part, or for the model without a disk."""
-    plan = _solved(request, request.claims())
+    claims = request.claims()
+    plan = _solved(request, claims) if claims.disk is None else _from_disk(request, claims, claims.disk)
     may_leave = request.policy == "time" and plan.claims.gpu_layers and not request.insist
     if may_leave:
         with suppress(RequestError):  # the CPU alone does not hold the model
-            alone = make_plan(replace(request, vram=0))
+            alone = make_plan(replace(request, vram=0).settled())
             if alone.choice.seconds < plan.choice.seconds:
                 slower = f"with the GPU a step would take {1e3 * plan.choice.seconds:.1f} ms: the CPU alone is faster"
                 return replace(alone, request=request, reasons=(slower, *alone.reasons[1:]))  # the first: no GPU
@@ -418,6 +452,49 @@ def _solved(request: PlanRequest, claims: Claims, policies: Sequence[str] = POLI
     choice = others[request.policy]
     helps = _helps(request, claims, choice, tables[False])
     return Plan(request, claims, choice, others, _reasons(request, claims, choice), helps)
+
+
+def _from_disk(request: PlanRequest, claims: Claims, disk: DiskPlan) -> Plan:
+    """The plan for the CPU alone where weights stay on disk: there is nothing to choose."""
+    model, hardware = request.model, request.hardware
+    if hardware.disk is None:
+        raise RequestError(
+            f"{model.name} needs {gib(least_ram(model, request.workload))} of RAM, and {hardware.name} describes no "
+            "disk to read the rest from"
+        )
+    read = predict(
+        disk,
+        model,
+        hardware.cpu,
+        hardware.disk,
+        Decoding(request.workload, request.past, request.profile, request.hits),
+    )
+    nothing = (0,) * model.config.n_layers
+    choice = Choice(
+        gpu=nothing,
+        kept=tuple(n // GROUP for n in disk.kept(request.profile.sizes)),
+        layer_seconds=tuple(
+            dict.fromkeys(SECONDS, 0.0) | {"other": own, "disk": waited} for own, waited in read.layers
+        ),
+        seconds=read.seconds,
+        mass=(0.0,) * model.config.n_layers,
+        mass_on_gpu=0.0,
+        work_on_gpu=0.0,
+        optimal=None,
+        solve_s=0.0,
+    )
+    reasons = _why_no_gpu(request), *read.reasons(disk, request.hits is not None)
+    return Plan(request, claims, choice, dict.fromkeys(POLICIES, choice), reasons, _helps_of_ram(request), read)
+
+
+def _helps_of_ram(request: PlanRequest) -> tuple[Help, ...]:
+    """The RAM in which nothing is read from disk."""
+    model, work = request.model, request.workload
+    goals = [("everything in memory", least_ram(model, work))]
+    if request.chosen and work.selector != "all":
+        goals.insert(0, ("the dense weights in memory", least_ram(model, replace(work, selector="all"))))
+    most = request.hardware.cpu.memory_bytes
+    return tuple(Help(what, "--ram", nbytes, nbytes <= most) for what, nbytes in goals)
 
 
 @dataclass(frozen=True, eq=False)
@@ -632,15 +709,10 @@ def _least(request: PlanRequest, bundles: BundleLayout) -> int | None:
 
 def _reasons(request: PlanRequest, claims: Claims, choice: Choice) -> tuple[str, ...]:
     """Explanations of the placement."""
-    hardware, config = request.hardware, request.model.config
-    vram, _ = budgets(hardware, request.vram, request.ram)
+    config = request.model.config
     reasons = []
-    if not vram:
-        unused = f", so {gib(request.vram)} of VRAM stay unused; --hardware describes another" if request.vram else ""
-        why = "--vram is 0" if hardware.gpu else f"{hardware.name} has none{unused}"
-        reasons.append(f"no GPU is used: {why}")
-    elif not claims.gpu_layers:
-        reasons.append(f"no GPU is used: {gib(vram)} do not hold driver, scratch and the attention of one layer")
+    if not claims.gpu_layers:
+        reasons.append(_why_no_gpu(request))
     elif claims.gpu_layers < config.n_layers:
         reasons.append(
             f"attention and KV cache of {claims.gpu_layers} of {config.n_layers} layers fit on the GPU; "
@@ -650,15 +722,25 @@ def _reasons(request: PlanRequest, claims: Claims, choice: Choice) -> tuple[str,
         reasons.append("attention of all layers is on the GPU; the output head does not fit")
     if not claims.bundles:
         reasons.append(_what_is_read(request, claims))
-    elif not claims.gpu_layers and not claims.panels:
-        reasons.append("prompts are computed from bundles: RAM does not hold the FFNs' dense matrices beside them")
     if claims.bundles:
         each = zip(config.ffn_sizes, choice.kept, request.model.bundles, strict=True)
         if on_disk := sum(max(0, n - kept * GROUP) * layout.stride for n, kept, layout in each):
-            reasons.append(f"{gib(on_disk)} of neurons do not fit and are read from disk when they are needed")
+            reasons.append(
+                f"{gib(on_disk)} of neurons do not fit and would be read from disk when they are needed, which a load "
+                "does not do beside a GPU so far"
+            )
     if choice.optimal is False:
         reasons.append(f"not proven to be optimal: the solver's {request.time_limit:g} s ran out")
     return tuple(reasons)
+
+
+def _why_no_gpu(request: PlanRequest) -> str:
+    hardware = request.hardware
+    vram, _ = budgets(hardware, request.vram, request.ram)
+    if vram:
+        return f"no GPU is used: {gib(vram)} do not hold driver, scratch and the attention of one layer"
+    unused = f", so {gib(request.vram)} of VRAM stay unused; --hardware describes another" if request.vram else ""
+    return f"no GPU is used: {'--vram is 0' if hardware.gpu else f'{hardware.name} has none{unused}'}"
 
 
 def _what_is_read(request: PlanRequest, claims: Claims) -> str:
@@ -703,10 +785,6 @@ def _helps(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tables
         neurons = (groups - sum(choice.gpu)) * GROUP * claims.cpu_neuron
         nbytes = sum(claims.cpu.values()) + shared_in_ram(model, claims.gpu_layers) + neurons
         helps.append(Help("everything in memory", "--ram", nbytes, nbytes <= hardware.cpu.memory_bytes))
-    if not claims.gpu_layers and not claims.panels:
-        nbytes = least_ram(model, request.workload)
-        what = "the FFNs' dense matrices, which `run` needs without a GPU"
-        helps.append(Help(what, "--ram", nbytes, nbytes <= hardware.cpu.memory_bytes))
     return tuple(helps)
 
 
@@ -789,7 +867,7 @@ def _of_document(document: PlanDocument, request: PlanRequest) -> Plan:
     if document.key != request.key:
         raise ValueError("another key")
     used = document.gpu_layers
-    claims = (request if used else replace(request, vram=0)).claims()
+    claims = (request if used else replace(request, vram=0).settled()).claims()
     if used != claims.gpu_layers:
         raise ValueError("other layers on the GPU")
     layers, groups = profile.n_layers, -(-max(profile.sizes) // GROUP)
@@ -805,6 +883,9 @@ def _of_document(document: PlanDocument, request: PlanRequest) -> Plan:
             raise ValueError(f"other times of layer {layer}")
     everything = claims.cpu_neuron * config.n_neurons
     on_gpu, in_ram = sum(gpu) * GROUP * request.model.gpu_neuron, (sum(kept) - sum(gpu)) * GROUP * claims.cpu_neuron
+    disk = claims.disk
+    if disk is not None and kept != [n // GROUP for n in disk.kept(profile.sizes)]:
+        raise ValueError("other neurons in memory")
     if on_gpu > claims.gpu_left or (claims.bundles and in_ram > claims.cpu_left < everything):
         raise ValueError("more than the budgets hold")
     choice = Choice(

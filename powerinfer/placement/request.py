@@ -6,11 +6,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from powerinfer.config import EngineConfig, ModelConfig, PlanConfig
 from powerinfer.errors import RequestError
 from powerinfer.hardware.description import Hardware, load
 from powerinfer.neurons import Profile
 from powerinfer.placement.budget import budgets, no_layer_fits
+from powerinfer.placement.disk_speed import Hits
 from powerinfer.placement.experts import Frequencies
 from powerinfer.placement.plan import PlanRequest
 from powerinfer.placement.power_law import Law, assumed_profile
@@ -40,14 +43,16 @@ WHOLE = "that a step takes as long as with every neuron of the selected experts 
 
 @dataclass(frozen=True)
 class Subject:
-    """The subject of a plan. selector: of `cost.WAYS`; assumed: assumptions, lines for people; frequencies: of experts,
-    None: not known."""
+    """The subject of a plan. selector: of `cost.WAYS`; assumed: assumptions, lines for people; frequencies, hits: of
+    experts, None: not known; chosen: the selector is that of `auto`."""
 
     model: Model
     profile: Profile
     selector: str
     assumed: tuple[str, ...] = ()
     frequencies: Frequencies | None = None
+    hits: Hits | None = None
+    chosen: bool = False
 
     def request(self, hardware: Hardware, engine: EngineConfig, planning: PlanConfig | None = None) -> PlanRequest:
         """The request for a plan on a machine under the engine's budgets, for a load and for `powerinfer plan` alike.
@@ -57,7 +62,7 @@ class Subject:
         """
         planning = planning or PlanConfig()
         emulated = engine.gpu == "cpu" and planning.hardware is None and hardware.gpu is not None
-        return PlanRequest(
+        made = PlanRequest(
             self.model,
             self.profile,
             hardware,
@@ -75,7 +80,10 @@ class Subject:
             insist=emulated,
             frequencies=self.frequencies,
             cached=engine.expert_policy not in ("static", "auto"),
+            hits=self.hits,
+            chosen=self.chosen,
         )
+        return made.settled()
 
 
 def on_named_gpu(request: PlanRequest) -> PlanRequest:
@@ -128,7 +136,8 @@ def shape_subject(
     shape = find_shape(name)
     config = shape.config
     model = described_model(config, dtype, config.name or name, shape.predictor)
-    if selector == "auto":
+    chosen = selector == "auto"
+    if chosen:
         selector, _ = auto(config, config.why_not_split, predictors=bool(model.predictors))
     if any(model.n_experts):
         _check_experts(selector, hot, active)
@@ -141,7 +150,7 @@ def shape_subject(
             f"predictors in Q8_0, {100 * share:.1f} % of the model's bytes, that select {SELECTED_PER_FIRING:g} "
             "times the neurons that fire"
         )
-    return Subject(model, profile, selector, tuple(assumed))
+    return Subject(model, profile, selector, tuple(assumed), chosen=chosen)
 
 
 def _check_selector(selector: str, config: ModelConfig) -> None:
@@ -170,7 +179,8 @@ def model_subject(
 
     config = checkpoint.config
     model = checkpoint_model(checkpoint, prepared, fresh=fresh)
-    if selector == "auto":
+    chosen = selector == "auto"
+    if chosen:
         selector, _ = auto(config, config.why_not_split)
     if any(model.n_experts):
         _check_experts("all" if selector == "exact" else selector, hot, active)
@@ -185,7 +195,7 @@ def model_subject(
         raise RequestError(f"there is no predictor of {checkpoint.path}: `{command}` makes it")
     if hot is not None or active is not None:
         profile, text = _assumed(config, law_of(config), hot, active)
-        return Subject(model, profile, selector, (text,))
+        return Subject(model, profile, selector, (text,), chosen=chosen)
     place = PreparedFile(PROFILE, checkpoint, prepared)
     if not place.exists():
         if selector != "all":
@@ -194,11 +204,11 @@ def model_subject(
             )
         text = f"that all neurons count alike, since there is no profile; `{place.command}` makes it"
         assumed = (text,) if config.why_whole is None else ()
-        return Subject(model, assumed_profile(EVEN, config.ffn_sizes), selector, assumed)
+        return Subject(model, even_profile(model), selector, assumed, chosen=chosen)
     profile = open_profile(checkpoint, prepared)
     if selector == "threshold" and profile.thresholds is None:
         raise RequestError(f"{place.path} has no thresholds; `{place.command}` calibrates them")
-    return Subject(model, profile, selector)
+    return Subject(model, profile, selector, chosen=chosen)
 
 
 def _check_experts(selector: str, hot: float | None, active: float | None) -> None:
@@ -216,12 +226,19 @@ def expert_subject(model: Model, checkpoint: Checkpoint, prepared: str | None) -
     from powerinfer.formats.expert_files import open_expert_profile
     from powerinfer.formats.prepared import EXPERTS, PreparedFile
 
-    subject = Subject(model, assumed_profile(EVEN, checkpoint.config.ffn_sizes), "all")
+    subject = Subject(model, even_profile(model), "all")
     place = PreparedFile(EXPERTS, checkpoint, prepared)
     if place.exists():
-        return replace(subject, frequencies=open_expert_profile(checkpoint, prepared).frequencies)
+        use = open_expert_profile(checkpoint, prepared)
+        hits = {one.layer: np.maximum(one.static_hits, one.lru_hits) for one in use.layers}
+        return replace(subject, frequencies=use.frequencies, hits=hits)
     text = f"that all experts are selected equally often, since there is no profile; `{place.command}` makes it"
     return replace(subject, assumed=(text,))
+
+
+def even_profile(model: Model) -> Profile:
+    """Of a model whose neurons are all computed."""
+    return assumed_profile(EVEN, model.config.ffn_sizes)
 
 
 def _assumed(config: ModelConfig, law: Law, hot: float | None, active: float | None) -> tuple[Profile, str]:

@@ -34,7 +34,7 @@ from powerinfer.devices.recording import RECORDED_BYTES
 from powerinfer.devices.states import state_bytes, state_slots
 from powerinfer.errors import RequestError
 from powerinfer.formats.bundle_file import ACROSS, ROW_TYPES, bundle_layouts, n_groups
-from powerinfer.formats.layout import check, is_matrix, shapes
+from powerinfer.formats.layout import check, is_matrix, matrix_names, shapes
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import FLOAT_TYPES
@@ -90,7 +90,8 @@ class Model:
     that its predictor selects by those that fire; tables: embedding and learned positions, as they are stored;
     projections: around an embedding of another width. bundles: layouts of the layers' neurons. fingerprint: of the
     weights' origin, "" for a model that is only described. quantize: the type its float matrices are quantised to on
-    load, as the engine's option; `type` of the matrices is then this type.
+    load, as the engine's option; `type` of the matrices is then this type. in_experts: neurons inside experts are told
+    apart. converted: canonical names of matrices that do not lie in the file as they are used.
     """
 
     name: str
@@ -110,6 +111,8 @@ class Model:
     fingerprint: str = ""
     quantize: str | None = None
     in_place: bool = field(default=True, compare=False)  # experts lie in the file as they are used
+    in_experts: bool = False
+    converted: frozenset[str] = field(default=frozenset(), repr=False, compare=False)  # follows from the file
 
     @property
     def weight_bytes(self) -> int:
@@ -150,7 +153,7 @@ class Model:
             return *others, replace(up, panels=groups * layout.group_bytes), replace(down, panels=0)
 
         pairs = [list(map(bundled, range(self.config.n_layers), every)) for every in (self.ffn, self.experts)]
-        return replace(self, ffn=tuple(pairs[0]), experts=tuple(pairs[1]))
+        return replace(self, ffn=tuple(pairs[0]), experts=tuple(pairs[1]), in_experts=True)
 
     @cached_property
     def weight_type(self) -> str:
@@ -320,6 +323,11 @@ def checkpoint_model(checkpoint: Checkpoint, prepared: str | None = None, fresh:
         fingerprint=checkpoint.fingerprint,
         quantize=checkpoint.quantize,
         in_place=checkpoint.path.is_file() and checkpoint.quantize is None,
+        converted=frozenset(
+            name
+            for name in ("embed", *matrix_names(config))
+            if checkpoint.rests_at(name) is None and checkpoint.resting(name) is None
+        ),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,6 +108,7 @@ class Work:
         assert self.hardware is not None, "the machine is measured first"
         active = law_of(self.checkpoint.config).active if assume else None
         subject = model_subject(self.checkpoint, self.engine.prepared, selector, active=active, fresh=fresh)
+        subject = replace(subject, chosen=self.engine.selector == "auto")
         return subject.request(self.hardware, self.engine, self.planning)
 
     @cached_property
@@ -269,8 +270,8 @@ def plan(work: Work, progress: Progress) -> Outcome:
         facts = made.document(save_plan(made, work.folder))
     work.plan, work.plan_path = facts, path
     on_gpu = f"{100 * facts.mass_on_gpu:.1f} % of the activations on the GPU"
-    said = f"{rate(facts.predicted.decode_tok_s)} tokens/s estimated with --selector {work.selector}, {on_gpu}"
-    figures = {"path": str(path), "key": request.key, "selector": work.selector}
+    said = f"{rate(facts.predicted.decode_tok_s)} tokens/s estimated with --selector {request.selector}, {on_gpu}"
+    figures = {"path": str(path), "key": request.key, "selector": request.selector}
     return Outcome(SKIPPED if known else DONE, said, figures)
 
 

@@ -1,0 +1,291 @@
+"""Plans where RAM does not hold a model on the CPU alone: what a load leaves on disk, and how fast that decodes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import model_files
+import numpy as np
+import pytest
+from sparse_models import give_bundles, give_predictor, give_profile, profile_for, tiny_llama
+from test_disk import OPTIONS, PARAMS, least_of
+from test_disk_experts import larger
+from test_expert_routing import shape
+
+from benchmarks.models import expert_models
+from powerinfer import LLM, ModelError, RequestError
+from powerinfer.cli.main import main
+from powerinfer.config import EngineConfig
+from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.hardware import measure
+from powerinfer.hardware.description import Disk, Hardware, load, save
+from powerinfer.hybrid.resolve import resolve
+from powerinfer.placement import disk
+from powerinfer.placement.budget import Workload, least_ram
+from powerinfer.placement.disk import plan_disk
+from powerinfer.placement.disk_speed import Decoding, Op, follow, predict
+from powerinfer.placement.plan import PlanRequest, make_plan, read_plan, save_plan
+from powerinfer.placement.plan_document import rate
+from powerinfer.placement.power_law import FAMILIES, assumed_profile
+from powerinfer.placement.request import model_subject, shape_subject
+from powerinfer.placement.shapes import Model
+
+MIB, GIB = 1 << 20, 1 << 30
+HIGH = load("pc-high")
+DISK = Disk({4096: 1.0, 1 << 20: 1.0})  # 1 GB/s, whatever the size
+MB = 1_000_000
+
+
+def op(seconds: float, read: int = 0, **more: Any) -> Op:
+    return Op(0, seconds, read, read, **more)
+
+
+# ---------------------------------------------------------------- following a step
+
+
+def test_a_step_computes_while_the_disk_reads() -> None:
+    read, reads_less = op(0.004, 10 * MB), op(0.015, 10 * MB)
+    for ops, window, seconds in (
+        ([op(0.004), op(0.002)], 0, 0.006),
+        ([read, read], 20 * MB, 0.020),  # the disk never waits
+        ([read, read], 10 * MB, 0.028),  # nothing is read while it is used
+        ([reads_less, reads_less], 20 * MB, 0.030),
+        ([read, op(0.030)], 10 * MB, 0.034),  # read meanwhile
+        ([op(0.001, 10 * MB), op(0.002)], 15 * MB, 0.011),  # the next step's has no room beside it
+        ([read, op(0.001, 5 * MB), read], 25 * MB, 0.025),
+    ):
+        found, waited = follow(ops, window, DISK)
+        assert found == pytest.approx(seconds), (ops, window)
+        assert sum(waited) == pytest.approx(seconds - sum(one.seconds for one in ops))
+
+
+def test_what_is_fetched_delays_what_needs_it() -> None:
+    for fetch, seconds in ((0.005, 0.010), (0.012, 0.015)):  # known after 2 ms, 1 ms remains to be computed
+        found, _ = follow([op(0.010, first=0.002, last=0.001, fetch=fetch)], 0, DISK)
+        assert found == pytest.approx(seconds)
+    behind, waited = follow([op(0.001, 20 * MB), op(0.001, fetch=0.004, last=0.001)], 40 * MB, DISK)
+    assert behind == pytest.approx(0.026), "one disk serves both, the next step first"
+    assert waited[1] == pytest.approx(0.024)
+
+
+# ---------------------------------------------------------------- predictions
+
+
+def planned(model: Model, ram: int, selector: str = "all") -> tuple[disk.DiskPlan, Workload]:
+    work = Workload("f16", 1024, 128, selector=selector)
+    return plan_disk(model, work, ram, HIGH.cpu.threads, selector != "all"), work
+
+
+def test_dense_models_take_the_time_of_their_reads_or_products() -> None:
+    model, profile = (
+        shape_subject("mistral-7b", "q4_0", "all").model,
+        assumed_profile(FAMILIES["swiglu"], (14336,) * 32),
+    )
+    assert HIGH.disk is not None
+    last = None
+    for ram in range(GIB, 4 * GIB, GIB // 4):
+        plan, work = planned(model, ram)
+        found = predict(plan, model, HIGH.cpu, HIGH.disk, Decoding(work, 512, profile))
+        assert found.nbytes == plan.streamed and found.hits is None and found.prompt_bytes == plan.streamed
+        reading, computing = found.nbytes / HIGH.disk.rate(4 << 20), sum(own for own, _ in found.layers)
+        assert max(reading, computing) * (1 - 1e-9) <= found.seconds <= reading + computing + 0.01
+        if computing < reading / 2:
+            assert found.seconds < 1.1 * reading, "the disk hardly ever waits"
+        assert last is None or (found.seconds < last.seconds and found.nbytes < last.nbytes)
+        last = found
+        slower = replace(HIGH.cpu, pack_gb_s=0.5)
+        assert predict(plan, model, slower, HIGH.disk, Decoding(work, 512, profile)).seconds > found.seconds
+
+
+@pytest.mark.parametrize("selector", ["exact", "predicted"])
+def test_neurons_that_fire_often_are_in_memory(selector: str) -> None:
+    model = shape_subject("llama-7b", "q4_0", "predicted").model
+    profile, last = profile_for(model.config.ffn_sizes), 1.0
+    assert HIGH.disk is not None
+    for ram in (2 * GIB, 5 * GIB // 2, 3 * GIB):
+        plan, work = planned(model, ram, selector)
+        found = predict(plan, model, HIGH.cpu, HIGH.disk, Decoding(work, 512, profile))
+        read = needed = 0.0
+        for layer, slots in plan.about.neurons.items():
+            fired = np.sort(profile.fraction(layer))[::-1]
+            wanted = fired if selector == "exact" else np.minimum(1, model.selected[layer] * fired)
+            layout = model.bundles[layer]
+            read += wanted[slots:].sum() * (layout.pitch - (layout.gate_bytes if selector == "exact" else 0))
+            needed += wanted.sum()
+        assert found.nbytes == pytest.approx(read + plan.streamed, rel=1e-3)
+        assert found.hits is not None and 0 < found.hits < 1
+        assert found.seconds <= last
+        last = found.seconds
+
+
+def test_experts_that_are_there_are_not_read() -> None:
+    model = shape_subject("qwen3-30b-a3b", "q4_0", "all").model
+    assert HIGH.disk is not None
+    profile, n = assumed_profile(FAMILIES["swiglu"], model.config.ffn_sizes), 128
+    plan, work = planned(model, 8 * GIB)
+    each = sum(one.file for one in model.experts[0]) / n
+    often = {layer: np.linspace(0, 1, n + 1) ** 0.3 for layer in model.config.experts}
+    found = []
+    for hits in (None, often):
+        decoding = Decoding(work, 512, profile, hits)
+        one = predict(plan, model, HIGH.cpu, HIGH.disk, decoding)
+        lacking = [1 - (slots / n if hits is None else hits[at][slots]) for at, slots in plan.about.experts.items()]
+        assert one.nbytes == pytest.approx(8 * sum(lacking) * each)
+        assert one.hits == pytest.approx(1 - sum(lacking) / len(lacking))
+        found.append(one)
+    assert found[1].seconds < found[0].seconds
+    assert found[0].prompt_bytes == pytest.approx(
+        sum((n - slots) * each for slots in plan.about.experts.values()), rel=1e-3
+    ), "a piece of a prompt selects nearly all of them"
+
+
+# ---------------------------------------------------------------- plans
+
+
+def request(ram: int | None, name: str = "mistral-7b", hardware: Hardware = HIGH, **options: Any) -> PlanRequest:
+    engine = EngineConfig(ram=ram, gpu="none", context=1024, max_batch=1, **options)
+    return shape_subject(name, "q4_0", engine.selector).request(hardware, engine)
+
+
+def test_a_plan_says_what_is_read_and_what_would_hold_it() -> None:
+    made = make_plan(request(2 * GIB))
+    document = made.document()
+    assert not document.fits and sum(document.bytes["cpu"].values()) <= 2 * GIB
+    assert document.bytes["disk"]["panels"] == document.predicted.disk_bytes == made.claims.disk.streamed  # type: ignore[union-attr]
+    assert document.predicted.decode_tok_s == 1 / made.choice.seconds
+    assert all(layer.cpu + layer.disk == 14336 for layer in document.layers)
+    said = " ".join(document.reasons)
+    assert "of dense weights at every step" in said and "GB/s" in said and "no GPU is used" in said
+    (more,) = document.helps
+    assert make_plan(request(more.bytes)).fits and more.bytes == least_ram(made.request.model, made.request.workload)
+    assert not make_plan(request(more.bytes - (200 << 20))).fits
+    with pytest.raises(RequestError, match="pc-high describes no disk"):
+        make_plan(request(2 * GIB, hardware=replace(HIGH, disk=None)))
+    with pytest.raises(RequestError, match=r"even if its weights stay on disk.* give --ram "):
+        make_plan(request(100 << 20))
+
+
+def test_a_plan_is_kept_and_read_again(tmp_path: Path) -> None:
+    for name, ram in (("mistral-7b", 2 * GIB), ("llama-7b", 3 * GIB), ("qwen3-30b-a3b", 8 * GIB)):
+        asked = request(ram, name)
+        made = make_plan(asked)
+        path = save_plan(made, tmp_path)
+        found = read_plan(tmp_path, asked)
+        assert found is not None and found.claims == made.claims and found.bytes == made.bytes
+        assert found.neurons == made.neurons and not found.fits
+        assert found.choice.seconds == pytest.approx(made.choice.seconds)
+        document = json.loads(path.read_text())
+        document["groups"]["kept"][0] += 1
+        path.write_text(json.dumps(document))
+        with pytest.raises(ModelError, match="not the plan that its name says"):
+            read_plan(tmp_path, asked)
+
+
+def test_auto_uses_no_bundles_where_only_dense_matrices_fit() -> None:
+    """As a load does."""
+    both = request(None, "llama-7b")
+    assert both.selector != "all"
+    dense = replace(both, selector="all")
+    enough, all_dense = (least_ram(one.model, one.workload) for one in (both, dense))
+    for ram, selector, fits in (
+        (enough, both.selector, True),
+        (enough - 1, "all", True),
+        (all_dense, "all", True),
+        (all_dense - GIB, both.selector, False),
+    ):
+        made = make_plan(request(ram, "llama-7b"))
+        assert (made.request.selector, made.fits) == (selector, fits)
+        asked = make_plan(request(ram, "llama-7b", selector=both.selector))
+        assert asked.request.selector == both.selector and asked.fits is (ram == enough)
+    assert [one.bytes for one in made.helps] == [all_dense, enough]
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["plan", "--shape", "qwen3-30b-a3b", "--dtype", "q4_0", "--hardware", "pc-high", "--vram", "0"]
+    assert main([*flags, "--ram", "8GiB", "--context", "1024", "--json"]) == 0
+    shown = capsys.readouterr()
+    document = json.loads(shown.out)
+    assert document["predicted"]["disk_hits"] > 0 and document["predicted"]["disk_bytes"] > 0
+    assert document["bytes"]["disk"]["experts"] > document["bytes"]["cpu"]["experts"] > 0
+    assert "of the experts that a token needs, if all are selected equally often" in shown.err
+
+
+# ---------------------------------------------------------------- beside a load
+
+
+def give_machine(cache: Path, engine: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Hardware:
+    """pc-high, with the engine's threads, as if it was measured here."""
+    monkeypatch.setenv("POWERINFER_CACHE", str(cache))
+    key = measure.machine_key(engine)
+    machine = replace(HIGH, gpu=None, cpu=replace(HIGH.cpu, threads=int(key["threads"])), key=key)
+    machine = replace(machine, sync_us=0.0, copy_gb_s=0.0)
+    save(machine, measure.kept_at(key))
+    return machine
+
+
+def _experts(folder: Path) -> Path:
+    path = folder / "m.gguf"
+    expert_models.write(path, larger(shape("qwen3-30b-a3b")), expert_models.Weights("q8_0"))
+    return path
+
+
+def _neurons(folder: Path) -> Path:
+    return give_profile(give_predictor(give_bundles(tiny_llama(folder / "m.gguf"))))
+
+
+@pytest.mark.parametrize(
+    ("write", "selector"), [(_experts, "auto"), (_neurons, "exact"), (_neurons, "predicted"), (_neurons, "auto")]
+)
+def test_plan_and_load_decide_alike(
+    write: Callable[[Path], Path], selector: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_files, "FF", 1024)
+    for name in ("PACKED", "BLOCK", "READ_COPIES"):  # else so small models are not read from disk
+        monkeypatch.setattr(disk, name, 0)
+    path = write(tmp_path)
+    engine = EngineConfig(selector=selector, threads=1, context=64, prefill_chunk=32, max_batch=1, gpu="none")
+    machine = give_machine(tmp_path, engine, monkeypatch)
+    subject = model_subject(open_checkpoint(path), None, selector)
+    whole = subject.request(machine, replace(engine, ram=GIB))
+    least, seen = least_ram(whole.model, whole.workload), 0
+    for ram in range(least - 1, 0, -(least - 80 * MIB) // 12):
+        asked = replace(engine, ram=ram)
+        try:
+            resolved = resolve(open_checkpoint(path), asked)
+        except RequestError as error:
+            with pytest.raises(RequestError) as caught:
+                make_plan(subject.request(machine, asked))
+            assert str(caught.value) == str(error)
+            break
+        made = make_plan(subject.request(machine, asked))
+        assert made.claims.disk == resolved.disk and made.request.selector == resolved.selection.selector
+        assert (resolved.disk_speed is None) is (resolved.disk is None)
+        if resolved.disk is not None:
+            assert made.from_disk == resolved.disk_speed
+            seen += 1
+    else:
+        pytest.fail("at last it does not fit")
+    assert seen > 1
+
+
+def test_a_load_says_the_speed_where_the_machine_was_measured(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = OPTIONS | {"context": 128, "max_batch": 1, "disk": "direct"}
+    ram = least_of(smollm2, context=128) + (16 << 20)
+    monkeypatch.setenv("POWERINFER_CACHE", str(tmp_path))
+    with LLM(smollm2, ram=ram, **options) as llm:
+        assert "of dense weights at every step" in llm.choices["disk"] and "tokens/s" not in llm.choices["disk"]
+        right = llm.generate("Water boils", PARAMS).token_ids
+    engine = EngineConfig(ram=ram, **options)
+    machine = give_machine(tmp_path, engine, monkeypatch)
+    made = make_plan(model_subject(open_checkpoint(smollm2), None, "auto").request(machine, engine))
+    with LLM(smollm2, ram=ram, **options) as llm:
+        assert f"about {rate(1 / made.choice.seconds)} tokens/s" in llm.choices["disk"]
+        assert llm.generate("Water boils", PARAMS).token_ids == right
+    with LLM(smollm2, ram=ram, **(options | {"disk": "cached"})) as llm:
+        assert "tokens/s" not in llm.choices["disk"], "the estimate is of a disk"
