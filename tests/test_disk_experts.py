@@ -23,7 +23,7 @@ from powerinfer.config import ModelConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.disk import DiskTier, OnDisk
-from powerinfer.devices.disk_policy import DISK_POLICIES, make_disk_policy
+from powerinfer.devices.disk_policy import DISK_POLICIES, Lfu, make_disk_policy
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.hybrid.load import load_resolved
 from powerinfer.hybrid.resolve import resolve
@@ -300,6 +300,22 @@ def test_a_step_that_could_not_read_fails_and_the_next_one_is_right(at: int, pre
             own = executor.forward(batch).copy()
         assert np.array_equal(own, right)
     assert failed == 1 or (prefetch and failed == 0)  # nobody may need what was expected
+
+
+def test_a_step_that_fails_counts_for_no_policy(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[np.ndarray] = []
+    monkeypatch.setattr(Lfu, "observe", lambda policy, uses, tokens: seen.append(uses.copy()))
+    fault = {"fail_at": 60, "failures": 1, "error": errno.EIO}
+    executor = on_disk(open_checkpoint(written("qwen3-30b-a3b")), 8, fault, direct=False, prefetch=False)
+    failed = 0
+    for batch in steps(executor.config.vocab_size):
+        try:
+            executor.forward(batch)
+        except ModelError:
+            failed += 1
+            executor.forward(batch)
+        assert (seen.pop().sum(axis=1) == TOP * len(batch.tokens)).all() and not seen
+    assert failed == 1
 
 
 def test_a_disk_that_is_gone_is_said_at_every_step(written: Any) -> None:

@@ -259,6 +259,23 @@ def test_a_step_that_could_not_read_fails_and_the_next_one_is_right(selector: st
     assert failed == 1
 
 
+def test_a_step_that_fails_counts_for_no_policy(tmp_path: Path) -> None:
+    path = model(tmp_path)
+    good = opened(path, "predicted", NEURONS // 2)
+    bad = opened(path, "predicted", NEURONS // 2, False, fail_at=400, failures=1, error=errno.EIO)
+    failed = 0
+    for batch in steps(good.executor.config.vocab_size):
+        good.executor.forward(batch)
+        try:
+            bad.executor.forward(batch)
+        except ModelError:
+            failed += 1
+            bad.executor.forward(batch)
+        for layer, slots in good.tier.slots.items():
+            assert np.array_equal(bad.tier.slots[layer].priority, slots.priority)
+    assert failed == 1
+
+
 def test_a_disk_that_fails_for_good_fails_every_step_at_once(tmp_path: Path) -> None:
     own = opened(model(tmp_path), "predicted", FEWEST, False, fail_at=4, error=errno.EIO)
     for batch in steps(own.executor.config.vocab_size):

@@ -73,6 +73,7 @@ class DiskTier:
         self._residents = Residents(about.policy)  # experts in RAM
         self._neurons = Residents(about.neuron_policy)
         self._cleared: dict[str, float] = {}
+        self._in_step = False
 
     def place(self, data: Bytes) -> tuple[int, int] | None:
         """(file, offset) of a view of one of the files; None for other data."""
@@ -120,8 +121,16 @@ class DiskTier:
         slots.let_go()
         slots.clear()
 
+    def begin(self) -> None:
+        """Before a step. What one that failed has used counts for nothing."""
+        if self._in_step:
+            self._residents.forget()
+            self._neurons.forget()
+        self._in_step = True
+
     def observe(self, tokens: int) -> None:
         """After a step of that many tokens: what leaves memory first in the next one."""
+        self._in_step = False
         if self._experts:
             self._residents.observe(tokens)
         if self.slots:
