@@ -7,18 +7,20 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from model_files import experts_gguf
+from serving import ByteTokenizer, client, post, serving
 from test_disk import ENGINE, answers, steps
 from test_expert_routing import TOP, shape
 from test_experts import EXPERTS, LEVELS, Layer
 
 from benchmarks.models import expert_models
-from powerinfer import ModelError, RequestError, _native
+from powerinfer import LLM, ModelError, RequestError, _native
 from powerinfer.config import ModelConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor
@@ -367,6 +369,31 @@ def test_slots_of_other_experts_are_refused(tmp_path: Path) -> None:
     of_all = _native.ExpertMatrices(4, 96, spec, *matrices, down, slots=slots)
     with pytest.raises(ValueError, match="are in memory"):
         executor._program.expert_sum(of_all, 2)
+
+
+def test_the_server_shows_what_was_read(written: Any) -> None:
+    executor = on_disk(open_checkpoint(written("qwen3-30b-a3b")), 8)
+    llm = LLM.from_parts(executor, ByteTokenizer(), executor.config, ENGINE)  # type: ignore[arg-type]
+    names = {"disk_read_bytes": "bytes", "disk_wanted": "wanted", "disk_hits": "hits", "disk_stall_seconds": "waited"}
+
+    def figures() -> dict[str, float]:
+        lines = [line.rsplit(" ", 1) for line in http.get("/metrics").text.splitlines()]
+        values = dict(line for line in lines if len(line) == 2)
+        return {own: float(values[f'powerinfer_{name}_total{{model="toy"}}']) for name, own in names.items()}
+
+    with serving(llm) as server, client(server) as http:
+        tier = executor.disk
+        assert tier is not None
+        seen = [figures()]
+        for _ in range(2):
+            status, _ = post(server, "/v1/completions", {"prompt": "some", "max_tokens": 4, "ignore_eos": True})
+            assert status == 200
+            seen.append(figures())
+            totals = tier.totals()
+            assert seen[-1] == {own: pytest.approx(totals[own]) for own in names.values()}
+            assert 0 < totals["hits"] < totals["wanted"]
+        assert all(before[own] < after[own] for before, after in pairwise(seen) for own in names.values())
+        assert http.get("/v1/engine").json()["disk"]["bytes"] == seen[-1]["bytes"]
 
 
 # ---- what --ram does not hold

@@ -158,13 +158,14 @@ class DiskTier:
         bytes: of everything that was read, the window's too; waited: seconds in which steps waited for reads; active:
         seconds in which any was under way.
         """
-        return {name: value - self._cleared.get(name, 0) for name, value in self._now().items()}
+        return {name: value - self._cleared.get(name, 0) for name, value in self.totals().items()}
 
     def clear(self) -> None:
         """Begin to count anew."""
-        self._cleared = self._now()
+        self._cleared = self.totals()
 
-    def _now(self) -> dict[str, float]:
+    def totals(self) -> dict[str, float]:
+        """`counts` since the model was loaded."""
         read = self.reads.stats()
         kept = [one.stats() for one in self.slots.values()] + [one.disk_counts() for one in self._experts.values()]
         items = {name: float(sum(one[name] for one in kept)) for name in ("wanted", "hits")}

@@ -235,8 +235,7 @@ class LLM:
 
     @property
     def _tier(self) -> DiskTier | None:
-        executor = getattr(self._executor, "cpu", self._executor)  # of one that is split, what computes on the CPU
-        return getattr(executor, "disk", None)
+        return getattr(self._executor, "disk", None)  # a model that was closed has none
 
     def default_params(self, **given: Unpack[SamplingOptions]) -> SamplingParams:
         """`SamplingParams` with the model's own defaults for what is not given.
