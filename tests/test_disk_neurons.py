@@ -17,7 +17,6 @@ from model_files import family_gguf
 from sparse_models import give_profile, predictors_of, some_neurons, tiny_llama
 
 from powerinfer import ModelError, RequestError, _native
-from powerinfer.cli.common import read_size
 from powerinfer.config import EngineConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor
@@ -31,6 +30,7 @@ from powerinfer.placement.budget import Workload
 from powerinfer.placement.disk import plan_disk
 from powerinfer.placement.shapes import checkpoint_model
 from powerinfer.prepare.packing import pack
+from powerinfer.sizes import read_size
 from powerinfer.sparsity.attach import CpuSparsity, attach
 from powerinfer.sparsity.selection import Selection, select
 
