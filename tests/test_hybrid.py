@@ -34,7 +34,7 @@ from test_sparse import (  # noqa: E402
 
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices.link import Link  # noqa: E402
-from powerinfer.devices.recording import cuda_graphs  # noqa: E402
+from powerinfer.devices.recording import recorder_of  # noqa: E402
 from powerinfer.devices.stage import Stage, buffer_bytes  # noqa: E402
 from powerinfer.devices.trace import Span, Trace  # noqa: E402
 from powerinfer.errors import PowerInferError  # noqa: E402
@@ -337,7 +337,7 @@ def test_replayed_steps_give_the_same_bits(
     path = packed(case, config, model, tmp_path)
     tokens, made, runs = families.prompt(case)[:16], [], []
     predictors = predictor_of(open_checkpoint(path).config) if predicted else None
-    for recorder in (None, cuda_graphs(torch.device("cuda", 0)) if cuda else stand_in_recorder(made)):
+    for recorder in (None, recorder_of(torch.device("cuda", 0)) if cuda else stand_in_recorder(made)):
         with split(path, 0.5, predictors=predictors, device="cuda" if cuda else "cpu") as (executor, ffns):
             sparsity = HybridSparsity("exact", executor, ffns)
             executor.gpu.record(recorder)
