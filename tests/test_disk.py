@@ -183,7 +183,7 @@ def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
 
 def least_of(path: Path, **more: Any) -> int:
     """The smallest --ram that the error of a smaller one states, in bytes: a MiB more, for its rounding."""
-    from powerinfer.cli.common import read_size
+    from powerinfer.sizes import read_size
 
     with pytest.raises(RequestError, match=r"even if its weights stay on disk.* give --ram ") as caught:
         LLM(path, ram=1 << 20, **OPTIONS, **more)

@@ -34,7 +34,7 @@ from powerinfer.devices import Batch  # noqa: E402
 from powerinfer.devices.cpu import CpuExecutor  # noqa: E402
 from powerinfer.devices.gpu import GpuLayers  # noqa: E402
 from powerinfer.devices.gpu_weights import Matrices, StoredMatrix  # noqa: E402
-from powerinfer.devices.recording import Recorder, Run, State, cuda_graphs  # noqa: E402
+from powerinfer.devices.recording import Recorder, Run, State, recorder_of  # noqa: E402
 from powerinfer.devices.split import SplitExecutor  # noqa: E402
 from powerinfer.devices.step import Operator  # noqa: E402
 from powerinfer.devices.torch_device import choose_device, gpu_failures  # noqa: E402
@@ -205,7 +205,8 @@ def counting_recorder(made: list[int]) -> Recorder:
     """The device's own recorder, or a stand-in for one. Counts how often each recording is replayed."""
     if device_name() == "cpu":
         return stand_in_recorder(made)
-    own = cuda_graphs(torch_device())
+    own = recorder_of(torch_device())
+    assert own is not None
 
     def record(run: Run, state: State) -> Run:
         made.append(0)

@@ -21,7 +21,6 @@ torch = pytest.importorskip("torch")
 from sparse_models import TEXT, give_bundles, give_predictor, give_profile, tiny_llama  # noqa: E402
 from test_cli import error_line, powerinfer  # noqa: E402
 
-from powerinfer.cli.common import read_size  # noqa: E402
 from powerinfer.cli.main import main  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices import wanted  # noqa: E402
@@ -40,6 +39,7 @@ from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
 from powerinfer.progress import silent  # noqa: E402
 from powerinfer.runtime.engine import LLM  # noqa: E402
 from powerinfer.runtime.params import SamplingParams  # noqa: E402
+from powerinfer.sizes import read_size  # noqa: E402
 
 LITTLE = GpuEffort(1 << 17, (128, 192), (64, 64), ((64, 64), (128, 64)), 128, 3, (1, 3), 1 << 16)
 ONE = EngineConfig(threads=1)

@@ -218,8 +218,8 @@ def test_no_buffer_is_written_while_it_is_read(forgotten: str | None, monkeypatc
         order.do(main.known, ("there", there[rows.data_ptr()]), False)
         take(layout, rows, *others)
 
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: main)
-    monkeypatch.setattr(torch.cuda, "stream", within)
+    monkeypatch.setattr(stage._streams, "current", lambda: main)
+    monkeypatch.setattr(stage._streams, "on", within)
     monkeypatch.setattr(stage, "_copy", fill)
     monkeypatch.setattr(torch.Tensor, "copy_", copied)
     monkeypatch.setattr(gpu, "unpack", unpack)

@@ -78,6 +78,7 @@ def reference_greedy(prompt: Sequence[int], max_tokens: int) -> list[int]:
 class ToyExecutor:
     vocab_size = VOCAB
     bytes_per_token = None
+    disk = None
 
     def __init__(self, n_pages: int = 64, page_size: int = 32, max_tokens: int = 64, n_states: int = 0) -> None:
         """n_states: slots for states, without which the model does not go on; 0: it needs none."""

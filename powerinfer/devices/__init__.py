@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from powerinfer.devices.disk import DiskTier
     from powerinfer.devices.trace import Trace
 
 __all__ = ["Batch", "Executor"]
@@ -29,6 +30,11 @@ class Executor(Protocol):
     max_tokens: int  # maximum tokens of one forward call
     vocab_size: int
     choices: dict[str, str]  # what was chosen (instruction set, threads, ...) and why, for people
+
+    @property
+    def disk(self) -> DiskTier | None:
+        """What of the model stays on disk, until `close`; None: nothing."""
+        ...
 
     @property
     def bytes_per_token(self) -> int | None:

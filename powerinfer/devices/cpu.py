@@ -660,7 +660,9 @@ class CpuExecutor:
             self.disk.observe(len(batch.tokens))
 
     def _make_room(self, batch: Batch) -> None:
-        """For the logits of a batch, and for the states of its sequences."""
+        """For the logits of a batch, and for the states of its sequences; a step begins."""
+        if self.disk is not None:
+            self.disk.begin()
         if self._states is not None:
             self.slots = self._states.begin(batch)
         if len(batch.logit_rows) > len(self._logits):

@@ -20,7 +20,7 @@ from powerinfer.devices.gpu_latent import LatentInput, LatentOutput
 from powerinfer.devices.gpu_layer import FfnParts, GpuLayer
 from powerinfer.devices.gpu_weights import GpuNorm, HeadMatrices, Matrices, StoredMatrix
 from powerinfer.devices.link import Link
-from powerinfer.devices.recording import MOST_SHAPES, RECORDED_BYTES, Recorder, Recordings, cuda_graphs
+from powerinfer.devices.recording import MOST_SHAPES, RECORDED_BYTES, Recorder, Recordings, recorder_of
 from powerinfer.devices.states import Slots
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.step_buffers import StepBuffers
@@ -93,8 +93,8 @@ class GpuLayers:
         self._bytes["kv"] += sum(part.nbytes for part in self._states.values())
         changed = config.residual_scale != 1 or any(one.norms in ("output", "both") for one in config.layers[:layers])
         self.buffers = StepBuffers(device, max_tokens, config.d_model, config.vocab_size, totals=split and changed)
-        triton = self._cuda and gpu.which(torch.empty(0, device=device)) == "triton"
-        self._recorder = cuda_graphs(device) if triton else None
+        static = gpu.which(torch.empty(0, device=device)) == "triton"  # torch's own operators look at the data
+        self._recorder = recorder_of(device) if static else None
         self._recordings: Recordings | None = None
         self._recorded_at = self.buffers.addresses
         self._shapes = MOST_SHAPES

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from powerinfer.devices.streams import Event, streams_of
+
 if TYPE_CHECKING:
     from torch import device
 
@@ -29,15 +31,14 @@ class Span:
 class Trace:
     """Spans of the steps that run within `step()`.
 
-    On CUDA a span of the GPU lies between two events of its stream, so it shows when the GPU computed, not when kernels
-    were launched; elsewhere operators are synchronous, and a clock is enough.
+    A span of the GPU lies between two events of its stream, so it shows when the GPU computed, not when kernels were
+    launched.
     """
 
     def __init__(self, device: device) -> None:
-        self._cuda = device.type == "cuda"
-        self._device = device
+        self._streams = streams_of(device)
         self._begin = time.perf_counter()
-        self._events: list[tuple[str, int, Any, Any]] = []
+        self._events: list[tuple[str, int, Event, Event]] = []
         self.spans: list[Span] = []
         self.steps: list[tuple[float, float]] = []
 
@@ -57,15 +58,11 @@ class Trace:
             self._events.clear()
             self.steps.append((origin[0], end[0]))
 
-    def _synchronised(self) -> tuple[float, Any]:
+    def _synchronised(self) -> tuple[float, Event]:
         """(current time, an event recorded now)."""
-        if not self._cuda:
-            return self._now(), None
-        import torch
-
-        torch.cuda.synchronize(self._device)
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        self._streams.finish()
+        event = self._streams.event(timed=True)
+        event.record(self._streams.current())
         return self._now(), event
 
     def _now(self) -> float:
@@ -74,14 +71,8 @@ class Trace:
     @contextmanager
     def gpu(self, kind: str, layer: int) -> Iterator[None]:
         """A span of the work launched on the GPU within this context."""
-        if not self._cuda:
-            with self.cpu(kind, layer, "GPU"):
-                yield
-            return
-        import torch
-
-        stream = torch.cuda.current_stream(self._device)
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = self._streams.current()
+        first, last = (self._streams.event(timed=True) for _ in range(2))
         first.record(stream)
         yield
         last.record(stream)

@@ -25,6 +25,7 @@ from powerinfer.devices.batch import Batch
 from powerinfer.devices.gpu import GpuLayers
 from powerinfer.devices.link import Link
 from powerinfer.devices.step import Operator, Step
+from powerinfer.devices.streams import streams_of
 from powerinfer.devices.torch_device import choose_device, current, gpu_failures
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.bundle_file import ROW_TYPES
@@ -211,6 +212,7 @@ class _GpuSamples(Samples):
         super().__init__("measuring the GPU", 4 + 2 * len(gpu.GPU_TYPES) + len(ROW_TYPES), effort.context, progress)
         self._device = chosen
         self._cuda = chosen.type == "cuda"
+        self._streams = streams_of(chosen)
         self._effort = effort
 
     def close(self) -> None:
@@ -340,7 +342,7 @@ class _GpuSamples(Samples):
         import torch
 
         self.tick()
-        here = torch.zeros(self._effort.copy_bytes, dtype=torch.uint8, pin_memory=self._cuda)
+        here = self._streams.pinned(self._effort.copy_bytes, torch.uint8)
         there = torch.zeros(len(here), dtype=torch.uint8, device=self._device)
         ways = (lambda: there.copy_(here, non_blocking=True), lambda: here.copy_(there, non_blocking=True))
         return len(here) / max(self._seconds([way]) for way in ways) / 1e9
@@ -395,27 +397,21 @@ class _GpuSamples(Samples):
         import torch
 
         with torch.inference_mode():
-            run = self._recorded(calls) if self._cuda and gpu.which(self._input(1, 1)) == "triton" else _all(calls)
+            run = self._recorded(calls) if gpu.which(self._input(1, 1)) == "triton" else _all(calls)
             return median(self._paced(lambda: self._finished(run))) / len(calls)
 
     def _recorded(self, calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
         """The calls, recorded so that launches do not count."""
-        import torch
-
+        record = self._streams.recorder()
+        if record is None:
+            return _all(calls)
         for _ in range(_WARM_UP):
             self._finished(_all(calls))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.Stream(self._device), capture_error_mode="thread_local"):
-            _all(calls)()
-        replay: Callable[[], Any] = graph.replay
-        return replay
+        return record(_all(calls))
 
     def _finished(self, run: Callable[[], Any]) -> None:
         run()
-        if self._cuda:
-            import torch
-
-            torch.cuda.synchronize(self._device)
+        self._streams.finish()
 
     def _paced(self, run: Callable[[], Any]) -> Iterator[float]:
         """Seconds of each run after the warm-up; fewer runs on a slow device."""

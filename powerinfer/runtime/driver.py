@@ -59,6 +59,10 @@ class EngineStats:
     aborted: int
     rejected: int  # because the queue was full
     timed_out: int
+    disk_bytes: int  # of weights that were read from disk, to the end of the last step
+    disk_wanted: int  # neurons and experts on disk that steps used
+    disk_hits: int  # of these, in RAM when the step began
+    disk_stall_s: float  # seconds that steps waited for the disk
 
 
 class _Life(Enum):
@@ -107,6 +111,7 @@ class Driver:
         self._prompt_tokens = self._cached_tokens = self._answer_tokens = 0
         self._steps = self._aborted = self._rejected = self._timed_out = 0
         self._step_s = 0.0
+        self._disk = self._read()
         self._logprob_scratch = np.empty(executor.vocab_size, np.float32)
 
     # ---------------------------------------------------------------- for other threads
@@ -178,7 +183,7 @@ class Driver:
 
     def stats(self) -> EngineStats:
         scheduler, cache = self.scheduler, self.scheduler.cache
-        running = len(scheduler.running)
+        running, disk = len(scheduler.running), self._disk
         return EngineStats(
             running=running,
             waiting=max(0, len(self.live) - running),
@@ -194,6 +199,10 @@ class Driver:
             aborted=self._aborted,
             rejected=self._rejected,
             timed_out=self._timed_out,
+            disk_bytes=int(disk.get("bytes", 0)),
+            disk_wanted=int(disk.get("wanted", 0)),
+            disk_hits=int(disk.get("hits", 0)),
+            disk_stall_s=disk.get("waited", 0.0),
         )
 
     def _start(self) -> None:
@@ -307,9 +316,15 @@ class Driver:
                 except PowerInferError as error:  # this request failed: the others continue
                     self._fail(request, error)
             self._embed()
+        self._disk = self._read()
         self._steps += 1
         self._step_s += time.perf_counter() - begin
         return True
+
+    def _read(self) -> dict[str, float]:
+        """What was read from disk, which cannot be asked during a step."""
+        disk = self._executor.disk
+        return {} if disk is None else disk.totals()
 
     def _rows(
         self, compute: Callable[[], NDArray[np.float32]], requests: Iterable[Request]
