@@ -198,7 +198,7 @@ class Tape(TorchDispatchMode):
 
 
 def on_device(values: np.ndarray) -> Any:
-    return torch.tensor(np.asarray(values, np.float32), device=torch_device())
+    return torch.from_numpy(np.array(values, np.float32, order="C")).to(torch_device())
 
 
 def counting_recorder(made: list[int]) -> Recorder:
