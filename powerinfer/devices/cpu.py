@@ -681,6 +681,7 @@ class CpuExecutor:
         self.disk.check()
 
     def _run_operators(self, batch: Batch, first: int, last: int) -> None:
+        read_states, states = self.slots or (None, None)
         whole = self._program.run(
             batch.tokens,
             batch.positions,
@@ -691,8 +692,9 @@ class CpuExecutor:
             first,
             last,
             self.vocab_size,
-            *(self.slots or (None, None)),
-            stop=batch.stop,
+            read_states,
+            states,
+            batch.stop,
         )
         if not whole:
             raise StoppedError
