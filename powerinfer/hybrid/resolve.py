@@ -50,7 +50,8 @@ class Resolved:
     None: the model has none, or they are not split; frequencies: of experts, None: not known; staging: bytes of a
     buffer that streams the others there for long prompts, 0: none. policy: says which experts the GPU has, a name of
     `placement.experts.EXPERT_POLICIES`, None: a trial chooses when the model is loaded; why_policy: for people. disk:
-    what stays there, None: nothing; disk_speed: how fast that is, on the CPU alone, None: the machine was not measured.
+    what stays there, None: nothing; disk_speed: how fast that is, on the CPU alone, None: the machine was not measured;
+    whole_context: the longest --context with which nothing would stay there, None: there is none worth it.
     """
 
     checkpoint: Checkpoint
@@ -71,6 +72,7 @@ class Resolved:
     why_policy: str = "the default"
     disk: DiskPlan | None = None
     disk_speed: Prediction | None = None
+    whole_context: int | None = None
 
 
 def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = silent, say: Say = silent) -> Resolved:
@@ -272,7 +274,9 @@ def _on_cpu(resolved: Resolved) -> Resolved:
     if engine.disk == "none":
         raise _too_little_ram(checkpoint, engine, selection, model, total)
     placed = _on_disk(resolved, model, ram, whole=total)
-    return replace(placed, kv_room=kv, disk_speed=_disk_speed(placed, model, ram))
+    least = total if engine.selector != "auto" else _ram_bytes(model, engine)
+    context = _fitting_context(model, engine, ram, least)
+    return replace(placed, kv_room=kv, disk_speed=_disk_speed(placed, model, ram), whole_context=context)
 
 
 def _within_free_memory(resolved: Resolved, model: Model, free: int) -> Resolved:
@@ -287,7 +291,8 @@ def _within_free_memory(resolved: Resolved, model: Model, free: int) -> Resolved
     with suppress(RequestError):  # not even that fits: the system may still find the memory
         ram = within(free)
         placed = _on_disk(replace(resolved, engine=short), model, ram)
-        return replace(placed, engine=engine, disk_speed=_disk_speed(placed, model, ram))
+        context = _fitting_context(model, engine, ram, _ram_bytes(model, engine)) if engine.context else None
+        return replace(placed, engine=engine, disk_speed=_disk_speed(placed, model, ram), whole_context=context)
     return resolved
 
 
@@ -356,6 +361,14 @@ def _context(model: Model, engine: EngineConfig) -> int:
     return engine.context or model.config.context_length
 
 
+def _fitting_context(model: Model, engine: EngineConfig, ram: int, total: int) -> int | None:
+    """The longest context, in whole pages, with which `ram` bytes hold what takes `total` with the engine's; None where
+    that is too short to be suggested."""
+    page = model.kv_bytes(engine.kv_type, 1, 1)
+    tokens = (ram - total + _kv_bytes(model, engine)) // page * cpu.PAGE
+    return tokens if tokens >= min(_context(model, engine) // 2, _SHORT) else None
+
+
 def _too_little_ram(
     checkpoint: Checkpoint, engine: EngineConfig, selection: Selection, model: Model, total: int
 ) -> RequestError:
@@ -366,9 +379,7 @@ def _too_little_ram(
 
     ram, context, kv = engine.ram or 0, _context(model, engine), _kv_bytes(model, engine)
     helps = [f"give --ram {gib(total)}"]
-    page = model.kv_bytes(engine.kv_type, 1, 1)
-    tokens = (ram - total + kv) // page * cpu.PAGE
-    if tokens >= min(context // 2, _SHORT):
+    if (tokens := _fitting_context(model, engine, ram, total)) is not None:
         helps.append(f"--context {tokens}")
     if _ram_bytes(model, replace(engine, kv_type="q8_0"), selection) <= ram:
         helps.append("--kv-type q8_0")
@@ -459,7 +470,8 @@ def _within_ram(resolved: Resolved, model: Model, hardware: Hardware) -> Resolve
     if engine.ram is None or needed <= engine.ram:
         return replace(resolved, disk=None)
     if engine.disk != "none" and not head:
-        return _on_disk(resolved, model, engine.ram, hardware.host_bytes)
+        placed = _on_disk(resolved, model, engine.ram, hardware.host_bytes)
+        return replace(placed, whole_context=_fitting_context(model, engine, engine.ram, needed))
     held = "layer" if layers == 1 else f"{layers} layers"
     raise RequestError(
         f"{model.name} needs {gib(needed)} of RAM beside the {held} that --vram holds: give --ram "
