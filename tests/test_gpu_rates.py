@@ -25,6 +25,7 @@ from powerinfer.cli.main import main  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices import wanted  # noqa: E402
 from powerinfer.devices.link import Link  # noqa: E402
+from powerinfer.devices.streams import ImmediateStreams  # noqa: E402
 from powerinfer.errors import PowerInferError, RequestError  # noqa: E402
 from powerinfer.formats.bundle_file import ROW_TYPES  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
@@ -153,6 +154,47 @@ def test_what_a_layer_pays_for_sparsity_and_for_waiting(clock: Clock, monkeypatc
     monkeypatch.setattr(kernels, "neuron_sum", slow_sum)
     monkeypatch.setattr(Link, "wait", slow_wait)
     assert work().split(0.0, 0.0, 1e9) == pytest.approx((30_000, 20_000))
+
+
+def test_kernels_are_timed_by_the_device_within_one_recording(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a launch, which may take longer than a kernel, counts for little, and the host's waiting not at all."""
+    recorded: list[int] = []
+    calls = [0]
+
+    class Event:
+        def record(self, stream: Any = None) -> None:
+            self.at = clock.now
+
+        def elapsed_time(self, end: Any) -> float:
+            return 1e3 * (end.at - self.at)
+
+    class Recording(ImmediateStreams):
+        def event(self, *, timed: bool = False) -> Any:
+            assert timed
+            return Event()
+
+        def finish(self) -> None:
+            clock.sleep(5)
+
+        def recorder(self) -> Any:
+            def record(run: Any) -> Any:
+                before = calls[0]
+                run()
+                recorded.append(calls[0] - before)
+                return lambda: (clock.sleep(0.03), run())
+
+            return record
+
+    def call() -> None:
+        calls[0] += 1
+        clock.sleep(0.01)
+
+    samples = work()
+    samples._streams = Recording(torch.device("cpu"))
+    monkeypatch.setattr(kernels, "which", lambda _: "triton")
+    for number, many in ((1, 16), (3, 18), (20, 20)):
+        assert samples._seconds([call] * number) == pytest.approx(0.01 + 0.03 / many)
+        assert recorded.pop() == many
 
 
 def test_rows_are_counted_as_they_fire() -> None:

@@ -36,6 +36,7 @@ from test_sparse import (  # noqa: E402
 
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices.link import Link  # noqa: E402
+from powerinfer.devices.replayed_spans import UNRECORDED  # noqa: E402
 from powerinfer.devices.stage import Stage, buffer_bytes  # noqa: E402
 from powerinfer.devices.trace import Span, Trace  # noqa: E402
 from powerinfer.errors import PowerInferError  # noqa: E402
@@ -428,8 +429,9 @@ def test_a_trace_shows_both_halves(tmp_path: Path) -> None:
         with executor.traced() as trace:
             np.testing.assert_array_equal(one_by_one(executor, tokens), plain)  # tracing changes nothing
         one_by_one(executor, tokens)  # not traced any more
-        assert executor.trace is None and len(trace.steps) == len(tokens)
-    kinds = {(span.lane, span.kind) for span in trace.spans}
+        unrecorded = UNRECORDED if executor.gpu._recorder else 0
+        assert executor.trace is None and len(trace.steps) == len(tokens) - unrecorded
+    kinds = {(span.lane, kind) for span in trace.spans for kind in span.kind.split("+")}
     assert {("GPU", "attention"), ("GPU", "hot neurons"), ("CPU", "cold neurons"), ("wait", "wait")} <= kinds
     assert {span.layer for span in trace.spans if span.kind == "cold neurons"} == {0, 1}
     summary = trace.summary()
@@ -448,6 +450,32 @@ def test_a_trace_adds_up_what_overlaps() -> None:
     summary = trace.summary()
     assert (summary["gpu_s"], summary["cpu_s"], summary["both_s"], summary["neither_s"]) == (5.0, 2.5, 0.5, 3.0)
     assert summary["overlap"] == pytest.approx(0.7)
+
+
+@pytest.mark.usefixtures("device")
+def test_a_trace_of_replayed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is replayed is a span, as long as it takes; steps that are launched or recorded are left out."""
+    static_where_emulated(monkeypatch)
+    case = case_named("llama-relu")
+    config, model = model_of(case)
+    path = packed(case, config, model, tmp_path)
+    tokens, made = families.prompt(case)[:6], []
+    with split(path, 0.5) as (executor, ffns):
+        executor.gpu.record(counting_recorder(made))
+        plain = one_by_one(executor, tokens)
+        with executor.traced() as trace:
+            np.testing.assert_array_equal(one_by_one(executor, tokens), plain)
+            assert sum(made[2 * len(ffns) + 1 :]) == (2 * len(ffns) + 1) * (len(tokens) - 1)
+            families.run_chunks(executor, tokens, [3, 3], families.scattered_pages(executor, 1)[0])
+        np.testing.assert_array_equal(one_by_one(executor, tokens), plain)
+    assert len(trace.steps) == len(tokens) - UNRECORDED
+    replays = [span.kind for span in trace.spans if span.lane == "GPU"]
+    last = "attention+project+norm+copy out", "hot neurons", "add+head"
+    assert len(replays) == (2 * len(ffns) + 1) * len(trace.steps)
+    assert replays[0] == last[0] and replays[1] == last[1] and replays[2 * len(ffns)] == last[2], replays[:7]
+    begins = [(begin, end) for begin, end in trace.steps]
+    for span in trace.spans:
+        assert any(begin <= span.begin <= span.end <= end + 1e-3 for begin, end in begins)
 
 
 @pytest.mark.usefixtures("device")
