@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 
 from powerinfer.devices.recording import Recorder, Run, State
@@ -35,7 +36,7 @@ class ReplayedSpans:
             own = list(group)
             if static:
                 of = "+".join(dict.fromkeys(one.kind for one in own)), own[0].layer
-                begin = Operator(*of, lambda _, of=of: self._begin(*of), static=False)
+                begin = Operator(*of, partial(self._begin, *of), static=False)
                 own = [begin, *own, replace(begin, run=self._end)]
             marked += own
         return marked
@@ -51,7 +52,7 @@ class ReplayedSpans:
 
         return replay
 
-    def _begin(self, kinds: str, layer: int) -> None:
+    def _begin(self, kinds: str, layer: int, _: Step) -> None:
         self._replayed = False
         self._span = self._trace.gpu(kinds, layer)
         self._span.__enter__()

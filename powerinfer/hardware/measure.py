@@ -110,7 +110,8 @@ def known(engine: EngineConfig, gpu: str | None = None) -> Hardware | None:
     if found is None or _of_rates(found.key) != _of_rates(key) or (found.disturbed and quiet()):
         return None
     if found.key != key:
-        found = replace(found, cpu=replace(found.cpu, **_memory_now()), key=key)
+        memory, used = _memory_now()
+        found = replace(found, cpu=replace(found.cpu, memory_bytes=memory, reserved_bytes=used), key=key)
     if gpu is None:
         return found
     if found.gpu is None:
@@ -196,10 +197,10 @@ def _of_rates(key: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in key.items() if name != MEMORY}
 
 
-def _memory_now() -> dict[str, int]:
-    """Of `Device`: the machine's memory, and what is in use."""
+def _memory_now() -> tuple[int, int]:
+    """Bytes of the machine's memory, and of it in use."""
     memory, free = total_memory(), available_memory()
-    return {"memory_bytes": memory, "reserved_bytes": max(0, memory - free) if free else 0}
+    return memory, max(0, memory - free) if free else 0
 
 
 def kept_at(key: Mapping[str, str]) -> Path:
@@ -211,9 +212,10 @@ def kept_at(key: Mapping[str, str]) -> Path:
 def measure(engine: EngineConfig, progress: Progress = silent, effort: Effort = FULL) -> Hardware:
     """Measure this machine without a GPU; about fifteen seconds. PowerInferError if too little memory is free."""
     key = machine_key(engine)
-    memory = _memory_now()
+    memory, used = _memory_now()
     with Disturbance() as others:
         rates = cpu_rates(engine, effort, progress)
-    device = Device(name=cpu_name() or "CPU", threads=int(key["threads"]), **memory, **rates)
+    name, threads = cpu_name() or "CPU", int(key["threads"])
+    device = Device(name=name, memory_bytes=memory, reserved_bytes=used, threads=threads, **rates)
     disk = disk_rates(cache_folder(), effort.disk_bytes, effort.disk_seconds, progress)
     return Hardware("this machine", SOURCE, device, disk=disk, key=key, disturbed=_disturbed(others))
