@@ -305,7 +305,9 @@ def _on_disk(resolved: Resolved, model: Model, ram: int, host_bytes: int = 0, wh
     work = _workload(model, engine, selection.selector if bundled else "all")
     threads, _ = cpu.choose_threads(engine.threads)
     first = resolved.gpu_layers
-    plan = plan_disk(model, work, ram, threads, bundled, first=first, host_bytes=host_bytes, whole=whole, profile=profile)
+    plan = plan_disk(
+        model, work, ram, threads, bundled, first=first, host_bytes=host_bytes, whole=whole, profile=profile
+    )
     return replace(resolved, disk=plan if plan.about.anything else None)
 
 

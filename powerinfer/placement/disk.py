@@ -235,8 +235,8 @@ def least_slots(about: ExpertsConfig) -> int:
 @dataclass(frozen=True)
 class _Neurons:
     """A layer whose neurons stay on disk. decoded: the matrices that every step uses; prompts: those that only prompts
-    use; slot: bytes of a neuron that are read, and of its place in RAM; least: bytes of the fewest slots, and of what is
-    there beside them; n: neurons."""
+    use; slot: bytes of a neuron that are read, and of its place in RAM; least: bytes of the fewest slots, and of what
+    is there beside them; n: neurons."""
 
     decoded: Unit
     prompts: Unit
