@@ -16,6 +16,7 @@ from powerinfer.cli import bench, inspect
 from powerinfer.cli.main import main
 from powerinfer.errors import PowerInferError
 from powerinfer.hybrid import load
+from powerinfer.placement.budget import gib
 from powerinfer.report.findings import _exact
 
 COMMAND = [sys.executable, "-m", "powerinfer.cli.main"]
@@ -158,6 +159,25 @@ def test_inspect_says_what_run_would_do(tmp_path: Path, capsys: pytest.CaptureFi
     refused = json.loads(capsys.readouterr().out)["choices"]["refused"]
     assert main(["run", "--raw", "abc", "-m", str(path), "--gpu", "none", "--ram", "1MiB"]) == 2
     assert refused in capsys.readouterr().err
+
+
+def test_inspect_says_what_stays_on_disk(smollm2: Path, unloaded: None, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["inspect", "-m", str(smollm2), "--gpu", "none", "--context", "512"]
+
+    def memory(*flags: str) -> tuple[dict[str, str], dict[str, int], str]:
+        assert main([*command, *flags]) == 0
+        shown = capsys.readouterr().out
+        assert main([*command, *flags, "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        return document["choices"], document["memory"], shown
+
+    choices, whole, _ = memory("--ram", "8GiB")
+    assert "disk" not in choices and whole["disk"] == whole["vram"] == 0 and 0 < whole["kv"] < whole["ram"]
+    budget = whole["ram"] - (30 << 20)
+    choices, some, shown = memory("--ram", f"{budget}B")
+    assert "of dense weights at every step, where RAM does not hold them" in choices["disk"] in shown
+    assert some["ram"] <= budget and some["kv"] == whole["kv"] and some["disk"] > 0
+    assert f"{gib(some['disk'])} on disk" in shown
 
 
 def test_bench_fits_the_context(tmp_path: Path, unloaded: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,23 +7,25 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from model_files import experts_gguf
+from serving import ByteTokenizer, client, post, serving
 from test_disk import ENGINE, answers, steps
 from test_expert_routing import TOP, shape
 from test_experts import EXPERTS, LEVELS, Layer
 
 from benchmarks.models import expert_models
-from powerinfer import ModelError, RequestError, _native
+from powerinfer import LLM, ModelError, RequestError, _native
 from powerinfer.config import ModelConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.disk import DiskTier, OnDisk
-from powerinfer.devices.disk_policy import DISK_POLICIES, make_disk_policy
+from powerinfer.devices.disk_policy import DISK_POLICIES, Lfu, make_disk_policy
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.hybrid.load import load_resolved
 from powerinfer.hybrid.resolve import resolve
@@ -302,6 +304,22 @@ def test_a_step_that_could_not_read_fails_and_the_next_one_is_right(at: int, pre
     assert failed == 1 or (prefetch and failed == 0)  # nobody may need what was expected
 
 
+def test_a_step_that_fails_counts_for_no_policy(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[np.ndarray] = []
+    monkeypatch.setattr(Lfu, "observe", lambda policy, uses, tokens: seen.append(uses.copy()))
+    fault = {"fail_at": 60, "failures": 1, "error": errno.EIO}
+    executor = on_disk(open_checkpoint(written("qwen3-30b-a3b")), 8, fault, direct=False, prefetch=False)
+    failed = 0
+    for batch in steps(executor.config.vocab_size):
+        try:
+            executor.forward(batch)
+        except ModelError:
+            failed += 1
+            executor.forward(batch)
+        assert (seen.pop().sum(axis=1) == TOP * len(batch.tokens)).all() and not seen
+    assert failed == 1
+
+
 def test_a_disk_that_is_gone_is_said_at_every_step(written: Any) -> None:
     executor = on_disk(open_checkpoint(written("smallthinker-4b")), 8, {"fail_at": 0, "error": errno.ENODEV})
     for batch in steps(executor.config.vocab_size):
@@ -351,6 +369,31 @@ def test_slots_of_other_experts_are_refused(tmp_path: Path) -> None:
     of_all = _native.ExpertMatrices(4, 96, spec, *matrices, down, slots=slots)
     with pytest.raises(ValueError, match="are in memory"):
         executor._program.expert_sum(of_all, 2)
+
+
+def test_the_server_shows_what_was_read(written: Any) -> None:
+    executor = on_disk(open_checkpoint(written("qwen3-30b-a3b")), 8)
+    llm = LLM.from_parts(executor, ByteTokenizer(), executor.config, ENGINE)  # type: ignore[arg-type]
+    names = {"disk_read_bytes": "bytes", "disk_wanted": "wanted", "disk_hits": "hits", "disk_stall_seconds": "waited"}
+
+    def figures() -> dict[str, float]:
+        lines = [line.rsplit(" ", 1) for line in http.get("/metrics").text.splitlines()]
+        values = dict(line for line in lines if len(line) == 2)
+        return {own: float(values[f'powerinfer_{name}_total{{model="toy"}}']) for name, own in names.items()}
+
+    with serving(llm) as server, client(server) as http:
+        tier = executor.disk
+        assert tier is not None
+        seen = [figures()]
+        for _ in range(2):
+            status, _ = post(server, "/v1/completions", {"prompt": "some", "max_tokens": 4, "ignore_eos": True})
+            assert status == 200
+            seen.append(figures())
+            totals = tier.totals()
+            assert seen[-1] == {own: pytest.approx(totals[own]) for own in names.values()}
+            assert 0 < totals["hits"] < totals["wanted"]
+        assert all(before[own] < after[own] for before, after in pairwise(seen) for own in names.values())
+        assert http.get("/v1/engine").json()["disk"]["bytes"] == seen[-1]["bytes"]
 
 
 # ---- what --ram does not hold

@@ -17,7 +17,6 @@ from model_files import family_gguf
 from sparse_models import give_profile, predictors_of, some_neurons, tiny_llama
 
 from powerinfer import ModelError, RequestError, _native
-from powerinfer.cli.common import read_size
 from powerinfer.config import EngineConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor
@@ -31,6 +30,7 @@ from powerinfer.placement.budget import Workload
 from powerinfer.placement.disk import plan_disk
 from powerinfer.placement.shapes import checkpoint_model
 from powerinfer.prepare.packing import pack
+from powerinfer.sizes import read_size
 from powerinfer.sparsity.attach import CpuSparsity, attach
 from powerinfer.sparsity.selection import Selection, select
 
@@ -276,6 +276,23 @@ def test_a_step_that_could_not_read_fails_and_the_next_one_is_right(selector: st
             failed += 1
             found = own.executor.forward(batch).copy()
         assert np.array_equal(found, right)
+    assert failed == 1
+
+
+def test_a_step_that_fails_counts_for_no_policy(tmp_path: Path) -> None:
+    path = model(tmp_path)
+    good = opened(path, "predicted", NEURONS // 2)
+    bad = opened(path, "predicted", NEURONS // 2, False, fail_at=400, failures=1, error=errno.EIO)
+    failed = 0
+    for batch in steps(good.executor.config.vocab_size):
+        good.executor.forward(batch)
+        try:
+            bad.executor.forward(batch)
+        except ModelError:
+            failed += 1
+            bad.executor.forward(batch)
+        for layer, slots in good.tier.slots.items():
+            assert np.array_equal(bad.tier.slots[layer].priority, slots.priority)
     assert failed == 1
 
 

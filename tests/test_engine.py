@@ -249,8 +249,11 @@ def test_wrong_requests_are_refused() -> None:
         ({"prefill_chunk": 2.5}, "prefill_chunk must be a whole number"),
         ({"recall_every": -1}, "recall_every must be a whole number of at least 0"),
         ({"context": -1}, "context must be a whole number of at least 0"),
-        ({"vram": "8GiB"}, "vram must be a whole number of bytes or None, not '8GiB'"),
-        ({"ram": -1}, "ram must be a whole number of bytes"),
+        ({"vram": "8"}, r"vram: 8 has no unit: did you mean 8GiB\?$"),
+        ({"vram": "8x"}, r"vram must be a size \(such as 8GiB, 500MB\), not '8x'$"),
+        ({"ram": "-1GiB"}, "ram must be a size .*, not '-1GiB'"),
+        ({"ram": -1}, "ram must be a size .*, a whole number of bytes or None, not -1$"),
+        ({"ram": 1.5}, "ram must be a size .*, a whole number of bytes or None, not 1.5$"),
         ({"kv_type": "q4"}, "kv_type must be one of f16, q8_0, f32, not 'q4'"),
     ):
         with pytest.raises(RequestError, match=message):

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from sparse_models import give_bundles, give_predictor, give_profile, profile_for, profile_of, tiny_llama
 from test_cli import error_line, powerinfer
 
-from powerinfer.cli.common import read_size
 from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.bundle_file import ROW_TYPES
@@ -32,6 +31,7 @@ from powerinfer.placement.plan import POLICIES, Plan, PlanRequest, make_plan, re
 from powerinfer.placement.power_law import FAMILIES, Law, assumed_profile, fit_skew
 from powerinfer.placement.shapes import SHAPES, Model, described_model
 from powerinfer.placement.solver import GROUP
+from powerinfer.sizes import read_size
 
 HIGH, LOW = load("pc-high"), load("pc-low")
 MIB, GIB = 1 << 20, 1 << 30

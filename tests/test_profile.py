@@ -372,7 +372,7 @@ def test_sizes_that_are_none(size: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_sizes() -> None:
-    from powerinfer.cli.common import read_size
+    from powerinfer.sizes import read_size
 
     given = {"0": 0, "4096B": 4096, "8GiB": 8 << 30, "500MB": 500_000_000, "1.5 kib": 1536, "0.5GB": 500_000_000}
     given |= {"8G": 8 << 30, "8gb": 8_000_000_000}

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
+from model_files import tiny_gguf
 from toy_model import toy_llm
 
 from powerinfer import AsyncLLM, EngineConfig, SamplingParams
@@ -46,7 +47,8 @@ def test_the_engines_keywords_are_its_configuration() -> None:
         choices = tuple(one for literal in chosen for one in get_args(literal))
         assert choices == tuple(field.metadata.get("choices", ())), field.name
         if not choices:
-            assert keywords[field.name] == options[field.name], field.name
+            texts = field.metadata.get("size", False)
+            assert keywords[field.name] == (options[field.name] | str if texts else options[field.name]), field.name
         assert (type(None) in get_args(keywords[field.name])) == (type(None) in get_args(options[field.name]))
 
 
@@ -138,6 +140,15 @@ def test_wrong_calls_get_one_line(call: Callable[[LLM], Any], says: str) -> None
         call(llm)
     assert "\n" not in str(raised.value)
     assert len(llm.generate("it still works", GREEDY).token_ids) == 4
+
+
+def test_sizes_are_bytes_or_what_the_flags_take(tmp_path: Path) -> None:
+    path, common = tiny_gguf("llama").write(tmp_path / "m.gguf"), {"gpu": "none", "trial": False, "context": 64}
+    for given, ram in (("1.5GiB", 3 << 29), ("2GB", 2 * 10**9), ("none", None), (1 << 30, 1 << 30), (None, None)):
+        with LLM(path, ram=given, vram="0", **common) as llm:
+            assert (llm.engine.ram, llm.engine.vram) == (ram, 0)
+    with pytest.raises(RequestError, match="and --ram is 1MiB"):
+        LLM(path, ram="1MiB", **common)
 
 
 def test_a_closed_model_says_so() -> None:

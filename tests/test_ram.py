@@ -13,12 +13,12 @@ from model_files import family_gguf
 from sparse_models import TEXT, give_bundles, give_predictor, give_profile, tiny_llama
 
 from powerinfer import LLM, RequestError, SamplingParams
-from powerinfer.cli.common import read_size
 from powerinfer.cli.main import main
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.kernels import cpu
 from powerinfer.placement.budget import Workload, bundle_bytes, gib, in_ram, least_ram
 from powerinfer.placement.shapes import checkpoint_model
+from powerinfer.sizes import read_size
 
 OPTIONS: dict[str, Any] = {
     "threads": 1,

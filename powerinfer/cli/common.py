@@ -8,12 +8,12 @@ import gc
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError, did_you_mean
 from powerinfer.progress import Progress, silent
+from powerinfer.sizes import A_SIZE, NoUnitError, read_size
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -184,26 +184,12 @@ def _or_none(read: Callable[[str], Any], name: str, unlimited: int | None = None
     return convert
 
 
-_UNITS = {"b": 1} | {
-    f"{prefix}{end}": base**power
-    for power, prefix in enumerate("kmgt", 1)
-    for end, base in (("", 1024), ("ib", 1024), ("b", 1000))
-}
-
-
-def read_size(text: str) -> int:
-    """Bytes: "8GiB" or "8G" (1024), "500MB" (1000), "1.5 GB", "4096B", or 0.
-
-    ArgumentTypeError for another number without a unit, with the unit that it may lack; ValueError for anything else.
-    """
-    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{0,9})?)\s*([A-Za-z]*)\s*", text)
-    if found is None or (found[2] and found[2].lower() not in _UNITS):
-        raise ValueError(text)
-    number, unit = Fraction(found[1]), found[2].lower()
-    if not unit and number:
-        likely = "GiB" if number < 256 else "MiB" if number < 1 << 20 else "B"
-        raise argparse.ArgumentTypeError(f"{found[1]} has no unit: did you mean {found[1]}{likely}?")
-    return int(number * _UNITS[unit or "b"])
+def _size(text: str) -> int:
+    """As of `read_size`; ArgumentTypeError for a number without a unit."""
+    try:
+        return read_size(text)
+    except NoUnitError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 _SECONDS = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -232,7 +218,7 @@ _NUMBER = {"type": _or_none(float, "number")}
 _READERS: dict[str, dict[str, Any]] = {
     "int": _WHOLE,
     "int | None": _WHOLE,
-    "size": {"type": _or_none(read_size, "size (such as 8GiB, 500MB)"), "metavar": "SIZE"},
+    "size": {"type": _or_none(_size, A_SIZE), "metavar": "SIZE"},
     "duration": {"type": _or_none(read_duration, "duration (such as 30s, 5m)"), "metavar": "TIME"},
     "float": _NUMBER,
     "float | None": _NUMBER,

@@ -3,12 +3,14 @@
 JSON: name, architecture, source, path, file_bytes, parameters, sizes (n_layers, d_model, heads, ...; heads that differ
 are lists, of every layer), layers (each kind of layer: numbers of the layers, and what `LayerConfig` says),
 quantisation (main type, bytes by type), tokenizer (null: none), chat_template, notes, fingerprint, choices (chosen and
-why), prepared (folder; profile, expert_profile, predictor, bundles and the newest plan, each null if missing: path,
-bytes, stale (null, or why it cannot be used), and if it can, tokens, corpora, active_fraction, hot_share (of the
-neurons, that carry 80 % of activations) and thresholds of a profile, tokens, corpora, top_25 (share of the selections
-of the most frequent quarter of the experts), gini, reuse and slots (share of the experts that have one: predicted hits
-of static and lru) of an expert profile, type, layers and training of a predictor, types of bundles, selector, policy,
-hardware, budgets, context, batch, fits, mass_on_gpu and decode_tok_s (estimated) of a plan; report: path of its page).
+why), memory (bytes that it takes: ram, kv (of that, the cache of one context; 0: not told apart), vram, and disk,
+which stay there; null: it would be refused), prepared (folder; profile, expert_profile, predictor, bundles and the
+newest plan, each null if missing: path, bytes, stale (null, or why it cannot be used), and if it can, tokens, corpora,
+active_fraction, hot_share (of the neurons, that carry 80 % of activations) and thresholds of a profile, tokens,
+corpora, top_25 (share of the selections of the most frequent quarter of the experts), gini, reuse and slots (share of
+the experts that have one: predicted hits of static and lru) of an expert profile, type, layers and training of a
+predictor, types of bundles, selector, policy, hardware, budgets, context, batch, fits, mass_on_gpu and decode_tok_s
+(estimated) of a plan; report: path of its page).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, open_model
 from powerinfer.config import AttentionConfig, EngineConfig
 from powerinfer.errors import PowerInferError
-from powerinfer.progress import Progress
+from powerinfer.progress import Progress, silent
 
 if TYPE_CHECKING:
     from powerinfer.config import LayerConfig, ModelConfig, RopeConfig
@@ -55,7 +57,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     with Bar() as bar:
         checkpoint = open_model(args.model, engine, out, bar)
         document = describe(checkpoint)
-        document["choices"] = _choices(checkpoint, engine, bar, out)
+        document["choices"], document["memory"] = _resolved(checkpoint, engine, bar, out)
     document["prepared"] = prepared(checkpoint, engine.prepared)
     _show(document, checkpoint.config, out)
     out.document(document)
@@ -174,23 +176,32 @@ def _plan(plan: PlanDocument) -> dict[str, Any]:
     }
 
 
-def _choices(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress, out: Output) -> dict[str, str]:
-    """What `run` would choose with these options, or why it would refuse."""
-    from powerinfer.hybrid.resolve import resolve
+def _resolved(
+    checkpoint: Checkpoint, engine: EngineConfig, progress: Progress, out: Output
+) -> tuple[dict[str, str], dict[str, int] | None]:
+    """What `run` would choose with these options, or why it would refuse; and what memory that takes."""
+    from powerinfer.hybrid.disk import open_tier
+    from powerinfer.hybrid.resolve import needs, resolve
     from powerinfer.kernels.cpu import choices
     from powerinfer.sparsity.selection import choose
 
     machine = choices(engine)
     try:
         found = resolve(checkpoint, engine, progress, out.note)
+        disk = open_tier(found, silent)
     except PowerInferError as error:
         selector, why = choose(checkpoint, engine)
-        return machine | {"selector": f"{selector} ({why})", "refused": str(error)}
+        return machine | {"selector": f"{selector} ({why})", "refused": str(error)}, None
     gpu = "none"
     if found.gpu is not None:
         layers = f"{found.gpu_layers} of {checkpoint.config.n_layers} layers"
         gpu = f"{layers}{' and the head' * found.gpu_head} on {found.gpu}"
-    return machine | {"selector": f"{found.selection.selector} ({found.selection.why})", "gpu": f"{gpu} ({found.why})"}
+    chosen = {"selector": f"{found.selection.selector} ({found.selection.why})", "gpu": f"{gpu} ({found.why})"}
+    memory = needs(found)._asdict() | {"disk": 0}
+    if found.disk is not None and disk is not None:
+        chosen["disk"] = disk.about.why
+        memory |= {"kv": found.disk.held["kv"], "disk": sum(found.disk.resting.values())}
+    return machine | chosen, memory
 
 
 def _show(document: dict[str, Any], config: ModelConfig, out: Output) -> None:
@@ -208,6 +219,7 @@ def _show(document: dict[str, Any], config: ModelConfig, out: Output) -> None:
         "weights": ", ".join(f"{kind} {n / 1e6:.1f} MB" for kind, n in document["quantisation"]["bytes"].items()),
         "chat": "has a chat template" if document["chat_template"] else NO_TEMPLATE,
         **document["choices"],
+        **_memory_line(document["memory"]),
         **_prepared_lines(document["prepared"]),
     }
     for label, text in lines.items():
@@ -215,6 +227,17 @@ def _show(document: dict[str, Any], config: ModelConfig, out: Output) -> None:
     _show_training(document["prepared"]["predictor"], out)
     for note in document["notes"]:
         out.note(note)
+
+
+def _memory_line(memory: dict[str, int] | None) -> dict[str, str]:
+    from powerinfer.placement.budget import gib
+
+    if memory is None:
+        return {}
+    kv = f" ({gib(memory['kv'])} of it for the KV cache)" if memory["kv"] else ""
+    more = {"vram": "of VRAM", "disk": "on disk"}
+    parts = [f"{gib(memory[use])} {where}" for use, where in more.items() if memory[use]]
+    return {"memory": ", ".join([f"{gib(memory['ram'])} of RAM{kv}", *parts])}
 
 
 def _ends(tokenizer: dict[str, Any] | None) -> str:

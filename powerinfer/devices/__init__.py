@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from powerinfer.devices.disk import DiskTier
     from powerinfer.devices.trace import Trace
 
 __all__ = ["Batch", "Executor"]
@@ -31,6 +32,11 @@ class Executor(Protocol):
     choices: dict[str, str]  # what was chosen (instruction set, threads, ...) and why, for people
 
     @property
+    def disk(self) -> DiskTier | None:
+        """What of the model stays on disk, until `close`; None: nothing."""
+        ...
+
+    @property
     def bytes_per_token(self) -> int | None:
         """Bytes of weights read per decoded token if every neuron is computed; None: unknown."""
         ...
@@ -38,7 +44,7 @@ class Executor(Protocol):
     def forward(self, batch: Batch) -> NDArray[np.float32]:
         """Write the keys and values of the batch's tokens and return logits, float32 [R, vocab_size].
 
-        The result is a view that stays valid until the next call.
+        The result is a view that stays valid until the next call. StoppedError: of a batch that was stopped.
         """
         ...
 

@@ -24,7 +24,7 @@ from powerinfer.config import (
     RopeConfig,
     RouterConfig,
 )
-from powerinfer.devices.batch import Batch
+from powerinfer.devices.batch import Batch, StoppedError
 from powerinfer.devices.cpu_experts import ByNeuron, ExpertFfn, bundle, rebundle
 from powerinfer.devices.cpu_ffn import CpuFfn, PartMaker, Weights, pack
 from powerinfer.devices.disk import DiskTier
@@ -660,7 +660,9 @@ class CpuExecutor:
             self.disk.observe(len(batch.tokens))
 
     def _make_room(self, batch: Batch) -> None:
-        """For the logits of a batch, and for the states of its sequences."""
+        """For the logits of a batch, and for the states of its sequences; a step begins."""
+        if self.disk is not None:
+            self.disk.begin()
         if self._states is not None:
             self.slots = self._states.begin(batch)
         if len(batch.logit_rows) > len(self._logits):
@@ -679,7 +681,8 @@ class CpuExecutor:
         self.disk.check()
 
     def _run_operators(self, batch: Batch, first: int, last: int) -> None:
-        self._program.run(
+        read_states, states = self.slots or (None, None)
+        whole = self._program.run(
             batch.tokens,
             batch.positions,
             batch.rows,
@@ -689,8 +692,12 @@ class CpuExecutor:
             first,
             last,
             self.vocab_size,
-            *(self.slots or (None, None)),
+            read_states,
+            states,
+            batch.stop,
         )
+        if not whole:
+            raise StoppedError
 
     def _run_observed(self, batch: Batch, observed: _Observed) -> None:
         """A call in parts, observing every FFN."""

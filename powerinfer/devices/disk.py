@@ -73,6 +73,7 @@ class DiskTier:
         self._residents = Residents(about.policy)  # experts in RAM
         self._neurons = Residents(about.neuron_policy)
         self._cleared: dict[str, float] = {}
+        self._in_step = False
 
     def place(self, data: Bytes) -> tuple[int, int] | None:
         """(file, offset) of a view of one of the files; None for other data."""
@@ -120,8 +121,16 @@ class DiskTier:
         slots.let_go()
         slots.clear()
 
+    def begin(self) -> None:
+        """Before a step. What one that failed has used counts for nothing."""
+        if self._in_step:
+            self._residents.forget()
+            self._neurons.forget()
+        self._in_step = True
+
     def observe(self, tokens: int) -> None:
         """After a step of that many tokens: what leaves memory first in the next one."""
+        self._in_step = False
         if self._experts:
             self._residents.observe(tokens)
         if self.slots:
@@ -149,13 +158,14 @@ class DiskTier:
         bytes: of everything that was read, the window's too; waited: seconds in which steps waited for reads; active:
         seconds in which any was under way.
         """
-        return {name: value - self._cleared.get(name, 0) for name, value in self._now().items()}
+        return {name: value - self._cleared.get(name, 0) for name, value in self.totals().items()}
 
     def clear(self) -> None:
         """Begin to count anew."""
-        self._cleared = self._now()
+        self._cleared = self.totals()
 
-    def _now(self) -> dict[str, float]:
+    def totals(self) -> dict[str, float]:
+        """`counts` since the model was loaded."""
         read = self.reads.stats()
         kept = [one.stats() for one in self.slots.values()] + [one.disk_counts() for one in self._experts.values()]
         items = {name: float(sum(one[name] for one in kept)) for name in ("wanted", "hits")}

@@ -142,6 +142,11 @@ class Residents:
             self._start.append(start)
             priority[:] = start
 
+    def forget(self) -> None:
+        """What was used since the last step is of one that has no result."""
+        for uses, _ in self._layers:
+            uses[:] = 0
+
     def observe(self, tokens: int) -> None:
         """After a step of that many tokens: what leaves memory first in the next one."""
         if self._policy is None:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.config import ExpertsConfig, ModelConfig
+from powerinfer.devices.streams import streams_of
 from powerinfer.formats.quant import Bytes, Float32
 from powerinfer.kernels.cpu import NEURON_TOKENS
 
@@ -43,16 +44,15 @@ class Link:
     def __init__(self, to: device, max_tokens: int, config: ModelConfig) -> None:
         import torch
 
-        d_model = config.d_model
-        self._cuda = to.type == "cuda"
+        d_model, streams = config.d_model, streams_of(to)
         self._d_model = d_model
         selection = _selection_bytes(max_tokens, config)
         nbytes = 4 * max_tokens * d_model + selection
         self._there = torch.zeros(nbytes, dtype=torch.uint8, device=to)
-        self._here = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
+        self._here = streams.pinned(nbytes, torch.uint8)
         self._hot = torch.zeros(selection, dtype=torch.uint8, device=to)
-        self._back = torch.zeros((max_tokens, d_model), pin_memory=self._cuda)
-        self._came, self._known = (torch.cuda.Event() if self._cuda else None for _ in range(2))
+        self._back = streams.pinned((max_tokens, d_model), torch.float32)
+        self._came, self._known = streams.event(), streams.event()
         self._views: dict[tuple[int, int], tuple[Float32, Bytes | None, Float32]] = {}
 
     @property
@@ -100,34 +100,29 @@ class Link:
 
     def add_back(self, x: Tensor) -> None:
         """x float32 [tokens, d_model] += the CPU's sums."""
-        back = self._back[: len(x)]
-        x.add_(back.to(x.device, non_blocking=True) if self._cuda else back)
+        x.add_(self._back[: len(x)].to(x.device, non_blocking=True))
 
     # ---------------------------------------------------------------- on the CPU
 
     def mark(self) -> None:
         """`wait` waits for everything sent so far. The host can only wait for events outside of recordings."""
-        if self._came is not None:
-            self._came.record()
+        self._came.record()
 
     def wait(self) -> None:
         """Wait until all that was sent has arrived."""
-        if self._came is not None:
-            self._came.synchronize()
+        self._came.synchronize()
 
     def mark_experts(self) -> None:
         """`wait_experts` waits for everything sent so far."""
-        if self._known is not None:
-            self._known.record()
+        self._known.record()
 
     def wait_experts(self) -> None:
         """Wait until the experts that were sent before the input have arrived."""
-        if self._known is not None:
-            self._known.synchronize()
+        self._known.synchronize()
 
     def arrived(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._came is None or bool(self._came.query())
+        return self._came.query()
 
     def views(self, tokens: int, cold: int) -> tuple[Float32, Bytes | None, Float32]:
         """The received input, float32 [tokens, d_model], and selection, uint8 [tokens, cold], None if cold is 0; and

@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from powerinfer.devices.step import Operator, Step
+from powerinfer.devices.streams import streams_of
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -82,28 +83,26 @@ def _runner(operators: Sequence[Operator], step: Step) -> Run:
     return run
 
 
-def cuda_graphs(device: device) -> Recorder:
-    """A recorder that makes CUDA graphs on a device, all of which share one memory pool.
+def recorder_of(device: device) -> Recorder | None:
+    """A recorder of a device's own recordings, all of which share one pool of memory; None: it has none.
 
-    Memory that a graph frees while it is recorded may be used by graphs recorded later. That is safe for graphs that
-    are replayed one after another in one stream, as parts of whole steps: only what operators pass on must outlive its
-    graph, and `after` keeps that allocated for as long as the recording is kept. The next graph of the step reads it
-    before any other is replayed: if recorded later, it cannot have been given this memory; if recorded earlier, it
+    Memory that is freed while something is recorded may be used by what is recorded later. That is safe for recordings
+    that are replayed one after another in one stream, as parts of whole steps: only what operators pass on must outlive
+    its recording, and `after` keeps that allocated for as long as the recording is kept. The next one of the step reads
+    it before any other is replayed: if recorded later, it cannot have been given this memory; if recorded earlier, it
     wrote there before, as part of this step, or will in the next one.
     """
-    import torch
-
-    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
-    first: list[torch.cuda.CUDAGraph] = []  # kept: a pool ends with the last of its graphs
+    recorder = streams_of(device).recorder()
+    if recorder is None:
+        return None
 
     def record(run: Run, state: State) -> Run:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            after = run(state)  # is recorded, not run
-        first.append(graph) if not first else None
+        passed: list[State] = []
+        again = recorder(lambda: passed.append(run(state)))
+        (after,) = passed
 
         def replay(_: State) -> State:
-            graph.replay()
+            again()
             return after
 
         return replay

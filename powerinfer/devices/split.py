@@ -15,6 +15,7 @@ from powerinfer.devices.trace import Trace, span
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from powerinfer.devices.disk import DiskTier
     from powerinfer.devices.gpu import GpuLayers
 
 
@@ -36,6 +37,11 @@ class SplitExecutor:
         self.trace: Trace | None = None
         layers = f"{gpu.layers} layer{'s' * (gpu.layers > 1)}{' and the head' * gpu.has_head}"
         self.choices = cpu.choices | {"gpu": f"{layers} on {gpu.device}"}
+
+    @property
+    def disk(self) -> DiskTier | None:
+        """What of the CPU's layers stays on disk."""
+        return self.cpu.disk
 
     @property
     def bytes_per_token(self) -> int:

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.config import FfnConfig
+from powerinfer.devices.streams import streams_of
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.bundle_memory import SomeBundles, pieces
 from powerinfer.formats.prepared import LINE
@@ -93,15 +94,14 @@ class Stage:
         self.least: int | None = None
         self._to = to
         self._size = nbytes
-        cuda = to.type == "cuda"
-        self._host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(BUFFERS)]
+        self._streams = streams_of(to)
+        self._host = [self._streams.pinned(nbytes, torch.uint8) for _ in range(BUFFERS)]
         self._there = [torch.empty(nbytes, dtype=torch.uint8, device=to) for _ in range(BUFFERS)]
         self._turn = 0
-        self._side = torch.cuda.Stream(to) if cuda else None
-        self._copied = [torch.cuda.Event() for _ in range(BUFFERS)] if cuda else []
-        self._summed = [torch.cuda.Event() for _ in range(BUFFERS)] if cuda else []
+        self._side = self._streams.stream()
+        self._copied, self._summed = ([self._streams.event() for _ in range(BUFFERS)] for _ in range(2))
         for event in self._summed:  # earlier contents of this memory may still be read
-            event.record(torch.cuda.current_stream(to))
+            event.record(self._streams.current())
         self._threads = min(_MOST_THREADS, usable_cores()[0])
         self._pool = ThreadPoolExecutor(self._threads) if self._threads > 1 else None
 
@@ -163,11 +163,8 @@ class Stage:
     @contextmanager
     def sent(self, parts: Sequence[NDArray[Any] | None]) -> Iterator[list[Tensor | None]]:
         """Arrays, one after another in a buffer on the GPU, each at a line: their bytes there, within the context."""
-        import torch
-
         slot, self._turn = self._turn, (self._turn + 1) % BUFFERS
-        if self._copied:
-            self._copied[slot].synchronize()
+        self._copied[slot].synchronize()
         host, at, places = self._host[slot].numpy(), 0, []
         for part in parts:
             size = 0 if part is None else part.nbytes
@@ -176,20 +173,16 @@ class Stage:
                 self._copy(host[places[-1]], part.view(np.uint8))
             at += -(-size // LINE) * LINE
         here, there = self._host[slot][:at], self._there[slot][:at]
-        if self._side is None:
-            there.copy_(here)
-        else:
-            main = torch.cuda.current_stream(self._to)
-            self._side.wait_event(self._summed[slot])
-            with torch.cuda.stream(self._side):
-                there.copy_(here, non_blocking=True)
-            self._copied[slot].record(self._side)
-            main.wait_event(self._copied[slot])
+        main = self._streams.current()
+        self._side.wait_event(self._summed[slot])
+        with self._streams.on(self._side):
+            there.copy_(here, non_blocking=True)
+        self._copied[slot].record(self._side)
+        main.wait_event(self._copied[slot])
         try:
             yield [None if part is None else there[place] for part, place in zip(parts, places, strict=True)]
         finally:
-            if self._side is not None:
-                self._summed[slot].record(main)
+            self._summed[slot].record(main)
 
     def _copy(self, out: Bytes, part: Bytes) -> None:
         """out[:] = part, by several threads where that is long: numpy copies without Python's lock."""

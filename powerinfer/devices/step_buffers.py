@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.states import Slots, runs_with_slots
 from powerinfer.devices.step import Step
+from powerinfer.devices.streams import Streams, streams_of
 from powerinfer.devices.torch_device import import_torch
 from powerinfer.formats.quant import Float32
 from powerinfer.kernels import cpu
@@ -29,15 +30,14 @@ class StepBuffers:
 
     def __init__(self, to: device, max_tokens: int, d_model: int, vocab_size: int, *, totals: bool) -> None:
         torch = import_torch()
-        self._cuda = to.type == "cuda"
+        self._streams = streams_of(to)
         self._vocab_size = vocab_size
         self._x = torch.zeros((max_tokens, d_model), device=to)
-        self._host_x = torch.zeros(self._x.shape, pin_memory=True) if self._cuda else self._x
+        self._host_x = self._streams.pinned(self._x.shape, torch.float32)
         self._total = torch.zeros_like(self._x) if totals else None
         self._host_logits = self._new_logits(1)
-        self._description = _Description(to)
-        self._uploaded = torch.cuda.Event() if self._cuda else None
-        self._done = torch.cuda.Event() if self._cuda else None
+        self._description = _Description(to, self._streams)
+        self._uploaded, self._done = self._streams.event(), self._streams.event()
 
     @property
     def totals(self) -> bool:
@@ -59,15 +59,13 @@ class StepBuffers:
         have them."""
         tokens = len(batch.tokens)
         assert 0 < tokens <= len(self._x) and x.shape == (tokens, self._x.shape[1])
-        if self._uploaded is not None:
-            self._uploaded.synchronize()  # after a step that was broken off, the device may still be reading
+        self._uploaded.synchronize()  # after a step that was broken off, the device may still be reading
         runs = None if slots is None else runs_with_slots(batch, slots)
         (positions, rows, places, page_table, logit_rows), runs_there = self._description.upload(batch, runs)
         np.copyto(self._host_x[:tokens].numpy(), x)
         on_device = self._x[:tokens]
-        if self._uploaded is not None:
-            on_device.copy_(self._host_x[:tokens], non_blocking=True)
-            self._uploaded.record()
+        on_device.copy_(self._host_x[:tokens], non_blocking=True)
+        self._uploaded.record()
         total = None if self._total is None else self._total[:tokens]
         return Step(on_device, positions, rows, places, page_table, logit_rows, total=total, runs=runs_there)
 
@@ -82,7 +80,7 @@ class StepBuffers:
         return self._host_logits[:rows]
 
     def _new_logits(self, rows: int) -> Tensor:
-        return import_torch().zeros((rows, self._vocab_size), pin_memory=self._cuda)
+        return self._streams.pinned((rows, self._vocab_size), import_torch().float32)
 
     def download(self, step: Step, logits: bool) -> Float32:
         """The logits of a step or its residual stream, once the device is done with it."""
@@ -90,11 +88,9 @@ class StepBuffers:
             out = self.logits(len(step.logit_rows))
         else:
             out = self._host_x[: len(step.x)]
-            if self._cuda:
-                out.copy_(step.x, non_blocking=True)
-        if self._done is not None:
-            self._done.record()
-            self._done.synchronize()
+            out.copy_(step.x, non_blocking=True)
+        self._done.record()
+        self._done.synchronize()
         values: Float32 = out.numpy()
         return values
 
@@ -102,15 +98,15 @@ class StepBuffers:
 class _Description:
     """The numbers of a batch, uploaded in one transfer from memory at a fixed address."""
 
-    def __init__(self, to: device) -> None:
+    def __init__(self, to: device, streams: Streams) -> None:
         self._device = to
+        self._streams = streams
         self._allocate(1 << 12)
 
     def _allocate(self, nbytes: int) -> None:
         torch = import_torch()
-        cuda = self._device.type == "cuda"
-        self._here = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=cuda)
-        self._there = torch.zeros(nbytes, dtype=torch.uint8, device=self._device) if cuda else self._here
+        self._here = self._streams.pinned(nbytes, torch.uint8)
+        self._there = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
 
     @property
     def nbytes(self) -> int:
@@ -141,8 +137,7 @@ class _Description:
         numbers = self._here.numpy()[:nbytes].view(np.int32)
         for part, end in zip(parts, ends, strict=True):
             numbers[end - part.size : end] = part.reshape(-1)
-        if self._there is not self._here:
-            self._there[:nbytes].copy_(self._here[:nbytes], non_blocking=True)
+        self._there[:nbytes].copy_(self._here[:nbytes], non_blocking=True)
         on_device = self._there[:nbytes].view(torch.int32).split([part.size for part in parts])
         wide, positions, rows, logit_rows, page_table, *more = on_device
         description = positions, rows, wide.view(torch.int64), page_table.view(table.shape), logit_rows

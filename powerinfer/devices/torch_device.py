@@ -6,9 +6,10 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from powerinfer.devices.streams import KINDS, streams_of
 from powerinfer.errors import GpuMemoryError, PowerInferError, RequestError, install_extra
 
 if TYPE_CHECKING:
@@ -30,10 +31,10 @@ def choose_device(name: str) -> device:
         chosen = torch.device(name)
     except RuntimeError:
         raise RequestError(f"there is no device {name!r}: choose cuda, cuda:1 or cpu") from None
-    if chosen.type == "cpu":
-        return chosen
-    if chosen.type != "cuda":
+    if chosen.type not in KINDS:
         raise RequestError(f"layers cannot run on a device of type {chosen.type}: choose cuda, cuda:1 or cpu")
+    if chosen.type != "cuda":
+        return chosen
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -62,7 +63,7 @@ def choose_device(name: str) -> device:
 
 def current(device: device) -> AbstractContextManager[Any]:
     """A context in which kernels are launched on this device: Triton asks the thread for it, not the tensors."""
-    return import_torch().cuda.device(device) if device.type == "cuda" else nullcontext()
+    return streams_of(device).active()
 
 
 def import_torch() -> Any:

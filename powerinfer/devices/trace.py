@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from powerinfer.devices.streams import Event, streams_of
+
 if TYPE_CHECKING:
     from torch import device
 
@@ -29,43 +31,49 @@ class Span:
 class Trace:
     """Spans of the steps that run within `step()`.
 
-    On CUDA a span of the GPU lies between two events of its stream, so it shows when the GPU computed, not when kernels
-    were launched; elsewhere operators are synchronous, and a clock is enough.
+    A span of the GPU lies between two events of its stream, so it shows when the GPU computed, not when kernels were
+    launched.
     """
 
     def __init__(self, device: device) -> None:
-        self._cuda = device.type == "cuda"
-        self._device = device
+        self._streams = streams_of(device)
         self._begin = time.perf_counter()
-        self._events: list[tuple[str, int, Any, Any]] = []
+        self._events: list[tuple[str, int, Event, Event]] = []
         self.spans: list[Span] = []
         self.steps: list[tuple[float, float]] = []
+        self._left_out = False
+
+    def leave_out(self) -> None:
+        """The current step is no part of the trace."""
+        self._left_out = True
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Trace one forward call, until the GPU has finished it."""
+        self._left_out, before = False, len(self.spans)
         origin = self._synchronised()
         try:
             yield
         finally:
             end = self._synchronised()
-            for kind, layer, first, last in self._events:
-                begin = 1e-3 * origin[1].elapsed_time(first)
-                self.spans.append(
-                    Span("GPU", kind, layer, origin[0] + begin, origin[0] + begin + 1e-3 * first.elapsed_time(last))
-                )
+            if self._left_out:
+                del self.spans[before:]
+            else:
+                self._take(origin)
+                self.steps.append((origin[0], end[0]))
             self._events.clear()
-            self.steps.append((origin[0], end[0]))
 
-    def _synchronised(self) -> tuple[float, Any]:
+    def _take(self, origin: tuple[float, Event]) -> None:
+        """The step's events as spans."""
+        for kind, layer, first, last in self._events:
+            begin = origin[0] + 1e-3 * origin[1].elapsed_time(first)
+            self.spans.append(Span("GPU", kind, layer, begin, begin + 1e-3 * first.elapsed_time(last)))
+
+    def _synchronised(self) -> tuple[float, Event]:
         """(current time, an event recorded now)."""
-        if not self._cuda:
-            return self._now(), None
-        import torch
-
-        torch.cuda.synchronize(self._device)
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        self._streams.finish()
+        event = self._streams.event(timed=True)
+        event.record(self._streams.current())
         return self._now(), event
 
     def _now(self) -> float:
@@ -74,14 +82,8 @@ class Trace:
     @contextmanager
     def gpu(self, kind: str, layer: int) -> Iterator[None]:
         """A span of the work launched on the GPU within this context."""
-        if not self._cuda:
-            with self.cpu(kind, layer, "GPU"):
-                yield
-            return
-        import torch
-
-        stream = torch.cuda.current_stream(self._device)
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = self._streams.current()
+        first, last = (self._streams.event(timed=True) for _ in range(2))
         first.record(stream)
         yield
         last.record(stream)

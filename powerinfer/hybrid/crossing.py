@@ -17,6 +17,7 @@ import numpy as np
 
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.step import Operator, Step
+from powerinfer.devices.streams import streams_of
 from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.formats.json_file import Between
 from powerinfer.formats.prepared import prepared_folder
@@ -139,11 +140,9 @@ def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[Streamed], sa
 
     ffn = max(ffns, key=lambda one: one.cold_bytes)
     device = executor.gpu.device
-    cuda = device.type == "cuda"
 
     def finished() -> float:
-        if cuda:
-            torch.cuda.synchronize(device)
+        streams_of(device).finish()
         return time.perf_counter()
 
     with current(device), torch.inference_mode():

@@ -34,6 +34,7 @@ from powerinfer.devices.gpu_weights import Matrices, StoredMatrix
 from powerinfer.devices.link import EXPERT_BYTES
 from powerinfer.devices.stage import Stage
 from powerinfer.devices.step import Operator, Step
+from powerinfer.devices.streams import Event, Stream, Streams, streams_of
 from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.devices.trace import span
 from powerinfer.errors import PowerInferError, RequestError
@@ -49,7 +50,6 @@ from powerinfer.sparsity import Sparsity
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.cuda import Event
 
     from powerinfer.devices.gpu import GpuLayers
     from powerinfer.devices.split import SplitExecutor
@@ -77,33 +77,26 @@ class Copier:
         self.policy = policy
         self.on = True
         self._pool = ThreadPoolExecutor(1)
-        self._side: Any = None
+        self._side: Stream | None = None
 
-    def begin(self, copy: Callable[[], None]) -> Future[Event | None]:
-        """Copy, once what the GPU was given so far is done."""
-        import torch
-
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        if device is None:
-            return self._pool.submit(copy)
-        ready, done = torch.cuda.Event(), torch.cuda.Event()
-        ready.record()
-        self._side = self._side or torch.cuda.Stream(device)
+    def begin(self, streams: Streams, copy: Callable[[], None]) -> Future[Event]:
+        """Copy, once what the GPU was given so far is done. streams: of the GPU."""
+        ready, done = streams.event(), streams.event()
+        ready.record(streams.current())
+        self._side = side = self._side or streams.stream()
 
         def beside() -> Event:
-            with torch.cuda.device(device), torch.cuda.stream(self._side):
-                self._side.wait_event(ready)
+            with streams.active(), streams.on(side):
+                side.wait_event(ready)
                 copy()
-                done.record(self._side)
+                done.record(side)
             return done
 
         return self._pool.submit(beside)
 
-    def finish(self, copying: Future[Event | None]) -> bool:
+    def finish(self, streams: Streams, copying: Future[Event]) -> bool:
         """The GPU waits for a copy before what it is given next. Raises what the first copy that fails raised; then
         nothing is copied any more, and False is returned for others that failed."""
-        import torch
-
         try:
             done = copying.result()
         except Exception:
@@ -111,8 +104,7 @@ class Copier:
                 return False
             self.on = False
             raise
-        if done is not None:
-            torch.cuda.current_stream().wait_event(done)
+        streams.current().wait_event(done)
         return True
 
     def close(self) -> None:
@@ -148,7 +140,7 @@ class HybridExperts:
         self.on_input: Callable[[Tensor, Tensor], None] | None = None
         self._copier = copier
         self._swapped, self._whole = True, False
-        self._copying: tuple[list[Swap], Future[Event | None]] | None = None
+        self._copying: tuple[list[Swap], Future[Event]] | None = None
         with gpu_failures(f"loading the experts of layer {layer}", "give less --vram"), current(layers.device):
             self._upload(weights)
             tensors = [tensor.gathered() for tensor in weights.experts()]
@@ -241,7 +233,7 @@ class HybridExperts:
             for slot, expert in swaps:
                 gpu_experts.replace(part, slot, [_one(tensor, expert) for tensor in tensors], expert, biases)
 
-        self._copying = swaps, self._copier.begin(copy)
+        self._copying = swaps, self._copier.begin(streams_of(self._layers.device), copy)
 
     def _take_copied(self) -> None:
         """What was copied since the layer's last step is used from now on."""
@@ -253,7 +245,7 @@ class HybridExperts:
         # A copy that fails leaves slots that nobody must use: the CPU has all experts.
         self._slot[np.isin(self._slot, [slot for slot, _ in swaps])] = -1
         try:
-            if self._copier.finish(copying):
+            if self._copier.finish(streams_of(self._layers.device), copying):
                 for slot, expert in swaps:
                     self._slot[expert] = slot
                 self.copied += len(swaps)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 
 from powerinfer.devices.batch import Batch
+from powerinfer.devices.streams import streams_of
 from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.formats.json_file import Between, Length
 from powerinfer.formats.prepared import prepared_folder
@@ -133,10 +134,7 @@ def measured(
 
 def _finished(device: torch.device) -> float:
     """The time when all that the device was given is done."""
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.synchronize(device)
+    streams_of(device).finish()
     return time.perf_counter()
 
 

@@ -75,7 +75,8 @@ class LLM:
                 print(event.text, end="", flush=True)
 
     `model` is a GGUF file, a Hugging Face folder, or a name that `powerinfer pull` knows; None is the default model.
-    The keywords are the fields of `EngineConfig`; what is not given is chosen for the machine and the model.
+    The keywords are the fields of `EngineConfig`, sizes as bytes or as texts such as "8GiB"; what is not given is
+    chosen for the machine and the model.
     `progress(label, done, total)` is called while the model loads, `check(checkpoint)` before its weights are read; it
     may raise.
 
@@ -235,8 +236,7 @@ class LLM:
 
     @property
     def _tier(self) -> DiskTier | None:
-        executor = getattr(self._executor, "cpu", self._executor)  # of one that is split, what computes on the CPU
-        return getattr(executor, "disk", None)
+        return getattr(self._executor, "disk", None)  # a model that was closed has none
 
     def default_params(self, **given: Unpack[SamplingOptions]) -> SamplingParams:
         """`SamplingParams` with the model's own defaults for what is not given.

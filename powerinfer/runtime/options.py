@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar
 
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError, did_you_mean
+from powerinfer.sizes import A_SIZE, NoUnitError, read_size
 
 if TYPE_CHECKING:
     from powerinfer.formats.grammar import Grammar, LazyGrammar
@@ -27,7 +28,7 @@ Message = Mapping[str, Any]
 
 
 class EngineOptions(TypedDict, total=False):
-    """The fields of `EngineConfig`."""
+    """The fields of `EngineConfig`; sizes also as texts, such as "8GiB"."""
 
     threads: int
     context: int
@@ -45,8 +46,8 @@ class EngineOptions(TypedDict, total=False):
     prepared: str | None
     recall_every: int
     gpu: str
-    vram: int | None
-    ram: int | None
+    vram: int | str | None
+    ram: int | str | None
     disk: Literal["auto", "direct", "cached", "none"]
     disk_policy: Literal["lfu", "window", "lru", "static"]
     adjust: bool
@@ -145,6 +146,8 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     """The options of `LLM` as an EngineConfig; RequestError for an invalid one."""
     known = {field.name: field for field in fields(EngineConfig)}
     check_names(options, known, "LLM")
+    sizes = {name: _bytes(name, value) for name, value in options.items() if known[name].metadata.get("size")}
+    options = {**options, **sizes}
     for name, value in options.items():
         default, choices = known[name].default, known[name].metadata.get("choices")
         if choices and value is not None and value not in choices:
@@ -155,9 +158,21 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
             least = known[name].metadata.get("least", 0 if default == 0 else 1)  # a default of 0 means automatic
             if type(value) is not int or value < least:
                 raise RequestError(f"{name} must be a whole number of at least {least}, not {value!r}")
-        if known[name].metadata.get("size") and value is not None and (type(value) is not int or value < 0):
-            raise RequestError(f"{name} must be a whole number of bytes or None, not {value!r}")
     return EngineConfig(**options)
+
+
+def _bytes(name: str, value: object) -> int | None:
+    """A size in bytes, or as the flag of that name takes it. RequestError for what is none."""
+    if isinstance(value, str):
+        try:
+            return None if value.lower() == "none" else read_size(value)
+        except NoUnitError as error:
+            raise RequestError(f"{name}: {error}") from None
+        except ValueError:
+            raise RequestError(f"{name} must be a {A_SIZE}, not {value!r}") from None
+    if value is not None and (type(value) is not int or value < 0):
+        raise RequestError(f"{name} must be a {A_SIZE}, a whole number of bytes or None, not {value!r}")
+    return value
 
 
 def token_ids(prompt: object) -> list[int]:

@@ -472,6 +472,7 @@ def _describe(model: ServedModel) -> dict[str, Any]:
         "load_s": llm.load_s,
         "bytes_per_token": llm.bytes_per_token,
         "sparsity": llm.sparsity,
+        "disk": llm.disk,
         "stats": asdict(llm.stats()),
     }
 

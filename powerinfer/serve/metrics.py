@@ -71,6 +71,10 @@ COUNTERS = (
     ("aborted_requests", "Requests ended before their end", "aborted"),
     ("rejected_requests", "Requests refused because the queue was full", "rejected"),
     ("timed_out_requests", "Requests that waited or took too long", "timed_out"),
+    ("disk_read_bytes", "Bytes of weights read from disk", "disk_bytes"),
+    ("disk_wanted", "Neurons and experts on disk that steps used", "disk_wanted"),
+    ("disk_hits", "Those of them that RAM had when the step began", "disk_hits"),
+    ("disk_stall_seconds", "Time that steps waited for the disk", "disk_stall_s"),
 )
 """Name, description, field of `EngineStats`."""
 

@@ -13,7 +13,7 @@ from powerinfer import LLM, AsyncLLM, Completion, SamplingParams, StreamEvent
 CHAT = [{"role": "user", "content": "hi"}]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
 
-llm = LLM("model.gguf", threads=4, context=4096, selector="exact", vram=8 << 30, gpu="none")
+llm = LLM("model.gguf", threads=4, context=4096, selector="exact", vram=8 << 30, ram="16GiB", gpu="none")
 params = SamplingParams(temperature=0, max_tokens=None, stop=["x"], regex="[0-9]+")
 SamplingParams(grammar='root ::= "x"')
 assert_type(llm.generate("a"), Completion)

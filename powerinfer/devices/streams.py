@@ -1,0 +1,204 @@
+"""What a device does beside the host: its streams, events, pinned memory and recordings, in one interface.
+
+All that the project says about them goes through `streams_of(device)`. CUDA's own objects have these methods; on
+torch's CPU device, which emulates a GPU, an operation is done when its call returns, so there is nothing to wait for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor, device, dtype
+
+
+class Event(Protocol):
+    """A point in a stream, as `torch.cuda.Event` has it; one that was never recorded has been reached."""
+
+    def record(self, stream: Any = None) -> None:
+        """All that a stream was given so far, by default the current one of this thread."""
+        ...
+
+    def synchronize(self) -> None:
+        """The host waits until the stream is past what was recorded."""
+        ...
+
+    def query(self) -> bool:
+        """Whether it is."""
+        ...
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds until a later event; of timed events that have been reached."""
+        ...
+
+
+class Stream(Protocol):
+    """Operations of a device, one after another; those of two streams run in any order, or at the same time."""
+
+    def wait_event(self, event: Any) -> None:
+        """What the stream is given from now on begins once the event is reached."""
+        ...
+
+
+Recorded = Callable[[], None]
+"""Gives the current stream all operations of a recording again, on the same memory."""
+
+
+class Streams(Protocol):
+    """Of one device."""
+
+    def pinned(self, shape: int | Sequence[int], kind: dtype) -> Tensor:
+        """Zeros in host memory with which copies go on beside the host (`non_blocking`)."""
+        ...
+
+    def event(self, *, timed: bool = False) -> Event: ...
+
+    def stream(self) -> Stream:
+        """A new one."""
+        ...
+
+    def current(self) -> Stream:
+        """The one that this thread gives its operations to."""
+        ...
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """A context in which that is another one."""
+        ...
+
+    def active(self) -> AbstractContextManager[Any]:
+        """A context in which kernels are launched on this device: Triton asks the thread for it, not the tensors."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for all streams."""
+        ...
+
+    def recorder(self) -> Callable[[Callable[[], None]], Recorded] | None:
+        """Records the operations that a function gives its stream, without running them; recordings share their memory
+        (`devices/recording.py`). None: the device records nothing."""
+        ...
+
+
+class CudaStreams:
+    """A CUDA device's."""
+
+    def __init__(self, device: device) -> None:
+        import torch
+
+        self._device = device
+        self._cuda: Any = torch.cuda
+
+    def pinned(self, shape: int | Sequence[int], kind: dtype) -> Tensor:
+        import torch
+
+        return torch.zeros(shape, dtype=kind, pin_memory=True)
+
+    def event(self, *, timed: bool = False) -> Event:
+        own: Event = self._cuda.Event(enable_timing=timed)
+        return own
+
+    def stream(self) -> Stream:
+        own: Stream = self._cuda.Stream(self._device)
+        return own
+
+    def current(self) -> Stream:
+        own: Stream = self._cuda.current_stream(self._device)
+        return own
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        own: AbstractContextManager[Any] = self._cuda.stream(stream)
+        return own
+
+    def active(self) -> AbstractContextManager[Any]:
+        own: AbstractContextManager[Any] = self._cuda.device(self._device)
+        return own
+
+    def finish(self) -> None:
+        self._cuda.synchronize(self._device)
+
+    def recorder(self) -> Callable[[Callable[[], None]], Recorded]:
+        cuda = self._cuda
+        pool, stream = cuda.graph_pool_handle(), cuda.Stream(self._device)
+        first: list[Any] = []  # kept: a pool ends with the last of its graphs
+
+        def record(run: Callable[[], None]) -> Recorded:
+            graph = cuda.CUDAGraph()
+            with cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                run()
+            first.append(graph) if not first else None
+            replay: Recorded = graph.replay
+            return replay
+
+        return record
+
+
+class _Reached:
+    """An event that is reached when it is recorded."""
+
+    _at = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: _Reached) -> float:
+        return 1e3 * (end._at - self._at)
+
+
+class _Immediate:
+    """A stream whose operations are done when they are given."""
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+
+class ImmediateStreams:
+    """Those of torch's CPU device."""
+
+    def __init__(self, _: device) -> None:
+        pass
+
+    def pinned(self, shape: int | Sequence[int], kind: dtype) -> Tensor:
+        import torch
+
+        return torch.zeros(shape, dtype=kind)
+
+    def event(self, *, timed: bool = False) -> Event:
+        return _Reached()
+
+    def stream(self) -> Stream:
+        return _Immediate()
+
+    def current(self) -> Stream:
+        return _Immediate()
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def active(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def finish(self) -> None:
+        pass
+
+    def recorder(self) -> None:
+        return None
+
+
+KINDS: dict[str, Callable[[Any], Streams]] = {"cuda": CudaStreams, "cpu": ImmediateStreams}
+"""By type of a torch device."""
+
+
+@cache
+def streams_of(device: device) -> Streams:
+    """Those of a torch device of a type of `KINDS`."""
+    return KINDS[device.type](device)

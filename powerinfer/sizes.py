@@ -1,0 +1,34 @@
+"""Sizes of memory as people write them."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+A_SIZE = "size (such as 8GiB, 500MB)"
+"""What a text should have been that is none."""
+
+_UNITS = {"b": 1} | {
+    f"{prefix}{end}": base**power
+    for power, prefix in enumerate("kmgt", 1)
+    for end, base in (("", 1024), ("ib", 1024), ("b", 1000))
+}
+
+
+class NoUnitError(ValueError):
+    """A number other than 0 without a unit; the message has the unit that it may lack."""
+
+
+def read_size(text: str) -> int:
+    """Bytes: "8GiB" or "8G" (1024), "500MB" (1000), "1.5 GB", "4096B", or 0.
+
+    NoUnitError for another number without a unit, ValueError for anything else.
+    """
+    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{0,9})?)\s*([A-Za-z]*)\s*", text)
+    if found is None or (found[2] and found[2].lower() not in _UNITS):
+        raise ValueError(text)
+    number, unit = Fraction(found[1]), found[2].lower()
+    if not unit and number:
+        likely = "GiB" if number < 256 else "MiB" if number < 1 << 20 else "B"
+        raise NoUnitError(f"{found[1]} has no unit: did you mean {found[1]}{likely}?")
+    return int(number * _UNITS[unit or "b"])
