@@ -173,7 +173,7 @@ def test_gates_on_disk_give_the_same_bits(activation: str, slots: int, tmp_path:
     own = opened(path, "exact", slots, gates=True)
     check_same(own.executor, expected)
     first = "up" if activation == "opt" else "gate"
-    each = [open_checkpoint(path).tensor(f"layers.{at}.{first}").data.nbytes for at in own.tier.slots]
+    each = [open_checkpoint(path).take(f"layers.{at}.{first}").data.nbytes for at in own.tier.slots]
     single = next(batch for batch in steps(own.executor.config.vocab_size) if len(batch.tokens) == 1)
     for _ in range(2):  # the first one follows another kind of step, and what was read ahead for that
         own.tier.clear()
