@@ -6,6 +6,7 @@ them whole layers are placed on the GPU, as many as fit.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -274,8 +275,7 @@ def _on_cpu(resolved: Resolved) -> Resolved:
     if engine.disk == "none":
         raise _too_little_ram(checkpoint, engine, selection, model, total)
     placed = _on_disk(resolved, model, ram, whole=total)
-    least = total if engine.selector != "auto" else _ram_bytes(model, engine)
-    context = _fitting_context(model, engine, ram, least)
+    context = _whole_context(resolved, model, ram)
     return replace(placed, kv_room=kv, disk_speed=_disk_speed(placed, model, ram), whole_context=context)
 
 
@@ -291,7 +291,7 @@ def _within_free_memory(resolved: Resolved, model: Model, free: int) -> Resolved
     with suppress(RequestError):  # not even that fits: the system may still find the memory
         ram = within(free)
         placed = _on_disk(replace(resolved, engine=short), model, ram)
-        context = _fitting_context(model, engine, ram, _ram_bytes(model, engine)) if engine.context else None
+        context = _whole_context(resolved, model, ram) if engine.context else None
         return replace(placed, engine=engine, disk_speed=_disk_speed(placed, model, ram), whole_context=context)
     return resolved
 
@@ -367,12 +367,24 @@ def _context(model: Model, engine: EngineConfig) -> int:
     return engine.context or model.config.context_length
 
 
-def _fitting_context(model: Model, engine: EngineConfig, ram: int, total: int) -> int | None:
-    """The longest context, in whole pages, with which `ram` bytes hold what takes `total` with the engine's; None where
-    that is too short to be suggested."""
-    page = model.kv_bytes(engine.kv_type, 1, 1)
-    tokens = (ram - total + _kv_bytes(model, engine)) // page * cpu.PAGE
-    return tokens if tokens >= min(_context(model, engine) // 2, _SHORT) else None
+def _whole_context(resolved: Resolved, model: Model, ram: int, host_bytes: int = 0) -> int | None:
+    """The longest context, in whole pages, with which nothing stays on disk; None where that is too short to be
+    suggested. Arguments as of `_on_disk`."""
+    engine, selection = resolved.engine, resolved.selection
+
+    def too_long(pages: int) -> bool:
+        shorter = replace(engine, context=pages * cpu.PAGE)
+        dense = engine.selector == "auto" or selection.bundles is None
+        if not resolved.gpu_layers and _ram_bytes(model, shorter, None if dense else selection) <= ram:
+            return False
+        try:
+            return _on_disk(replace(resolved, engine=shorter), model, ram, host_bytes).disk is not None
+        except RequestError:
+            return True
+
+    context = _context(model, engine)
+    tokens = (bisect_left(range(1, context // cpu.PAGE), True, key=too_long)) * cpu.PAGE
+    return tokens if tokens >= min(context // 2, _SHORT) else None
 
 
 def _too_little_ram(
@@ -385,7 +397,9 @@ def _too_little_ram(
 
     ram, context, kv = engine.ram or 0, _context(model, engine), _kv_bytes(model, engine)
     helps = [f"give --ram {gib(total)}"]
-    if (tokens := _fitting_context(model, engine, ram, total)) is not None:
+    page = model.kv_bytes(engine.kv_type, 1, 1)
+    tokens = (ram - total + kv) // page * cpu.PAGE
+    if tokens >= min(context // 2, _SHORT):
         helps.append(f"--context {tokens}")
     if _ram_bytes(model, replace(engine, kv_type="q8_0"), selection) <= ram:
         helps.append("--kv-type q8_0")
@@ -477,7 +491,7 @@ def _within_ram(resolved: Resolved, model: Model, hardware: Hardware) -> Resolve
         return replace(resolved, disk=None)
     if engine.disk != "none" and not head:
         placed = _on_disk(resolved, model, engine.ram, hardware.host_bytes)
-        return replace(placed, whole_context=_fitting_context(model, engine, engine.ram, needed))
+        return replace(placed, whole_context=_whole_context(resolved, model, engine.ram, hardware.host_bytes))
     held = "layer" if layers == 1 else f"{layers} layers"
     raise RequestError(
         f"{model.name} needs {gib(needed)} of RAM beside the {held} that --vram holds: give --ram "
