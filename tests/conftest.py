@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import shutil
 import signal
 import sys
 import time
@@ -16,10 +15,8 @@ from typing import TYPE_CHECKING
 # Before torch and numpy are loaded: a worker of pytest-xdist has one core, and even alone, torch's threads and the
 # engine's on the same cores wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Before anything imports Triton, which reads it once: without a GPU, kernels run in Triton's interpreter.
-if shutil.which("nvidia-smi") is None:
-    os.environ["TRITON_INTERPRET"] = "1"
 
+import gpu_device  # before anything imports Triton, for it says whether kernels are interpreted
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -62,6 +59,17 @@ def collectable() -> Iterator[None]:
 def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests run side by side, which would count as a disturbance of trials: for them the machine is quiet."""
     monkeypatch.setattr(Disturbance, "_read", staticmethod(lambda: (0.0, 0.0, 0.0, time.monotonic())))
+
+
+@pytest.fixture(params=gpu_device.DEVICES)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """What a test of GPU code runs on, for `gpu_device.device_name`: every device that there is.
+
+    A prompt's products are of float32 there, as the bounds are; tests of narrower types ask for them.
+    """
+    monkeypatch.setattr("powerinfer.kernels.gpu._NARROW", [])
+    with gpu_device.used(request.param):
+        yield request.param
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import gpu_device
 import numpy as np
 import pytest
 import torch
@@ -484,7 +485,7 @@ def deferred(seed: int) -> Iterator[Machine]:
     """A context in which the device "deferred" is there."""
     machine = Machine(seed)
     _used.append(machine)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, gpu_device.used(DEFERRED.type):
         patch.setitem(streams.KINDS, DEFERRED.type, lambda _: machine)
         for module, name, like in KERNELS:
             patch.setattr(module, name, kernel(getattr(module, name), like))

@@ -20,6 +20,7 @@ import test_architectures as families  # noqa: E402
 import test_hybrid as neurons  # noqa: E402
 import test_hybrid_experts as experts  # noqa: E402
 from deferred import DEFERRED, Machine, deferred  # noqa: E402
+from gpu_device import device_name, torch_device  # noqa: E402
 from sparse_models import give_bundles, tiny_llama  # noqa: E402
 from test_gpu_layers import engine_of  # noqa: E402
 from test_sparse import case_named, model_of, packed, side_by_side  # noqa: E402
@@ -196,12 +197,12 @@ def saved(name: str, folder: Path) -> Path:
     return packed(case, *model_of(case), own)
 
 
-def answers(executor: Any, ffns: Sequence[Any], device: torch.device, swaps: bool = False) -> list[np.ndarray]:
+def answers(executor: Any, ffns: Sequence[Any], swaps: bool = False) -> list[np.ndarray]:
     """Of a prompt, decoding and a batch, first without recordings, then with them."""
     tokens = np.random.default_rng(5).integers(0, executor.vocab_size, 52).astype(np.int32)
     pages = families.scattered_pages(executor, 2)
     found = [families.run_chunks(executor, tokens[:44], [40, 1, 1, 2], pages[0])]
-    executor.gpu.record(recorder_of(device))
+    executor.gpu.record(recorder_of(executor.gpu.device))
     found.append(families.run_chunks(executor, tokens, [44, 1, 1, 1, 1, 2, 2], pages[1]))
     found += side_by_side(executor, [tokens[:4], tokens[4:8]])
     if swaps:
@@ -214,16 +215,16 @@ def answers(executor: Any, ffns: Sequence[Any], device: torch.device, swaps: boo
     return found
 
 
-def whole_layers(name: str, folder: Path, device: torch.device, breaks: Breaks | None = None) -> list[np.ndarray]:
+def whole_layers(name: str, folder: Path, breaks: Breaks | None = None) -> list[np.ndarray]:
     checkpoint = open_checkpoint(saved(name, folder))
     resolved = Resolved(
-        checkpoint, engine_of(), gpu=device.type, gpu_layers=checkpoint.config.n_layers - 1, gpu_head=False
+        checkpoint, engine_of(), gpu=device_name(), gpu_layers=checkpoint.config.n_layers - 1, gpu_head=False
     )
     executor = load_split(resolved)
     try:
         if breaks is not None:
             breaks(executor, None, None)
-        return answers(executor, (), device)
+        return answers(executor, ())
     finally:
         executor.close()
 
@@ -231,7 +232,6 @@ def whole_layers(name: str, folder: Path, device: torch.device, breaks: Breaks |
 def of_neurons(
     name: str,
     folder: Path,
-    device: torch.device,
     breaks: Breaks | None = None,
     *,
     predicted: bool = False,
@@ -244,19 +244,18 @@ def of_neurons(
     if streams:
         layout = open_bundles(open_checkpoint(path), None, cpu.bundle_row_bytes).layouts[0]
         a_group = layout.group_bytes + BUNDLE_GROUP * BESIDE + _PADDING
-        stage = Stage(device, buffer_bytes(layout, config.widest_ffn, a_group))
+        stage = Stage(torch_device(), buffer_bytes(layout, config.widest_ffn, a_group))
         stage.least = 33
     predictors = neurons.predictor_of(config) if predicted else None
-    with neurons.split(path, 0.5, predictors=predictors, stage=stage, device=device.type) as (executor, ffns):
+    with neurons.split(path, 0.5, predictors=predictors, stage=stage) as (executor, ffns):
         if breaks is not None:
             breaks(executor, stage, None)
-        return answers(executor, ffns, device, swaps)
+        return answers(executor, ffns, swaps)
 
 
 def of_experts(
     name: str,
     folder: Path,
-    device: torch.device,
     breaks: Breaks | None = None,
     *,
     streams: bool = False,
@@ -269,15 +268,15 @@ def of_experts(
     copier = None if policy is None else Copier(experts.policy_of(path, policy))
     if streams:
         about = next(iter(config.experts.values()))
-        stage = Stage(device, expert_buffer([4 * about.size * config.d_model] * len(about.matrices), 2))
+        stage = Stage(torch_device(), expert_buffer([4 * about.size * config.d_model] * len(about.matrices), 2))
         stage.least = 33
     parts = ExpertSplit(experts.some(config, 0.5), swaps, stage, copier)
-    resolved = Resolved(checkpoint, engine_of(), gpu=device.type, gpu_layers=config.n_layers, gpu_head=True)
+    resolved = Resolved(checkpoint, engine_of(), gpu=device_name(), gpu_layers=config.n_layers, gpu_head=True)
     executor = load_split(resolved, parts)
     try:
         if breaks is not None:
             breaks(executor, stage, copier)
-        return answers(executor, parts.ffns, device, swaps)
+        return answers(executor, parts.ffns, swaps)
     finally:
         executor.close()
 
@@ -302,14 +301,14 @@ SCENES: dict[str, Scene] = {
 
 @functools.cache
 def expected(name: str, folder: Path) -> list[np.ndarray]:
-    return SCENES[name](folder, torch.device("cpu"))
+    return SCENES[name](folder)
 
 
 @pytest.mark.parametrize("name", SCENES)
 def test_every_order_gives_the_same_bits(name: str, folder: Path) -> None:
     for seed in SEEDS:
         with deferred(seed):
-            found = SCENES[name](folder, DEFERRED)
+            found = SCENES[name](folder)
         for one, other in zip(found, expected(name, folder), strict=True):
             np.testing.assert_array_equal(one, other)
 
@@ -377,7 +376,7 @@ FAULTS: dict[str, tuple[str, Breaks]] = {
 def is_right(name: str, folder: Path, seed: int, breaks: Breaks | None = None) -> bool:
     try:
         with deferred(seed):
-            found = SCENES[name](folder, DEFERRED, breaks)
+            found = SCENES[name](folder, breaks)
     except (IndexError, RuntimeError):  # of numbers that are no indices
         return False
     return all(np.array_equal(one, other) for one, other in zip(found, expected(name, folder), strict=True))

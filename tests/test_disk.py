@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from sparse_models import CHAT
 
 from powerinfer import LLM, ModelError, RequestError, SamplingParams, _native
 from powerinfer.config import EngineConfig
-from powerinfer.devices.batch import Batch
+from powerinfer.devices.batch import Batch, StoppedError
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.disk import DiskTier, OnDisk
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
@@ -149,6 +150,25 @@ def test_a_step_that_could_not_read_fails_and_the_next_one_is_right(at: int, tmp
             own = executor.forward(batch).copy()
         assert np.array_equal(own, right)
     assert failed == 1
+
+
+def test_a_step_is_stopped_while_it_is_read_and_the_next_one_is_right(tmp_path: Path) -> None:
+    path = write_family("llama", tmp_path)
+    whole, checkpoint = load(open_checkpoint(path), ENGINE), open_checkpoint(path)
+    executor = load(checkpoint, ENGINE, disk=on_disk(checkpoint, 0, False, latency=0.2))
+    for number, batch in enumerate(steps(executor.config.vocab_size)):
+        right = whole.forward(batch).copy()
+        if number < 2:
+            batch.stop = np.zeros(1, np.int32)
+            waiter = threading.Timer(0.01, lambda stop=batch.stop: stop.fill(1))  # a step takes seconds
+            waiter.start()
+            with pytest.raises(StoppedError):
+                executor.forward(batch)
+            waiter.join()
+            batch.stop = None
+        assert np.array_equal(executor.forward(batch), right)
+        if number == 2:
+            return
 
 
 def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gguf_bytes import U32  # noqa: E402
+from gpu_device import CUDA, device_name  # noqa: E402
 from model_files import delta_gguf  # noqa: E402
 from test_delta_net import CONTEXT, answers, step, texts  # noqa: E402
-from test_gpu_kernels import DEVICE, TRITON, floats, kernels, on_device  # noqa: E402, F401
+from test_gpu_kernels import TRITON, floats, kernels, on_device  # noqa: E402, F401
 from test_gpu_layers import on_gpu, opened  # noqa: E402
 
 from powerinfer import LLM, SamplingParams  # noqa: E402
@@ -82,7 +83,7 @@ class Exact:
 
 def filled(about: DeltaNetConfig, slots: int) -> gpu_delta.DeltaStates:
     """Slots with states of some sequences, one of which holds no numbers."""
-    (states,) = gpu_delta.new_states([about], slots, DEVICE)
+    (states,) = gpu_delta.new_states([about], slots, device_name())
     states.window.copy_(on_device(floats(6, *states.window.shape)))
     states.heads.copy_(on_device(floats(7, *states.heads.shape)))
     if slots > 1:
@@ -159,8 +160,10 @@ def test_a_text_in_pieces(kernels: str, way: str, about: DeltaNetConfig) -> None
 
 
 @pytest.mark.skipif(not TRITON, reason="Triton is not installed")
-def test_chunks_are_as_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_as_exact(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prompt whose keys are much alike, so that tokens correct each other, with states that fade slowly."""
+    if device == "cpu" and CUDA:
+        pytest.skip("kernels are compiled for the GPU")
     from powerinfer.kernels import triton_delta
 
     about, errors = KINDS["no groups, short convolution"], []
@@ -227,6 +230,7 @@ def layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
     return found
 
 
+@pytest.mark.usefixtures("device")
 def test_answers_are_those_of_the_cpu(path: Path, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Together, in chunks, with prefixes found again and states kept, on one device or on both."""
     monkeypatch.setattr(state_cache, "_EVERY", 64)
@@ -235,16 +239,17 @@ def test_answers_are_those_of_the_cpu(path: Path, layers: int, monkeypatch: pyte
     alone = answers(path, prompts)
     assert len({tuple(tokens) for tokens, _ in alone}) == len(prompts), "the answers are not all alike"
     for options in ({"max_batch": 8}, {"max_batch": 3, "prefill_chunk": 48, "mixed_chunk": 5}):
-        beside = answers(path, prompts, 2, gpu="cpu", **options)
+        beside = answers(path, prompts, 2, gpu=device_name(), **options)
         for (tokens, logprobs), (wanted, exact) in zip(beside, alone, strict=True):
             assert tokens == wanted
             np.testing.assert_allclose(logprobs, exact, atol=2e-3)  # the cache is of F16
 
 
+@pytest.mark.usefixtures("device")
 def test_a_prefix_is_not_computed_again(path: Path, layers: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     base = texts(1, 200)[0]
-    with LLM(path, threads=1, gpu="cpu", context=CONTEXT) as llm:
+    with LLM(path, threads=1, gpu=device_name(), context=CONTEXT) as llm:
         assert llm.choices["gpu"].startswith(f"{layers} layers")
         first = llm.generate([base], params)[0]
         again = llm.generate([[*base, *first.token_ids, 1, 2, 3]], params)[0]
@@ -253,10 +258,11 @@ def test_a_prefix_is_not_computed_again(path: Path, layers: int) -> None:
         assert llm.generate([[*base, *first.token_ids, 1, 2, 3]], params)[0].token_ids == again.token_ids
 
 
+@pytest.mark.usefixtures("device")
 def test_an_aborted_request_harms_nobody(path: Path, layers: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
     prompts = texts(4, 100)
-    with LLM(path, threads=2, gpu="cpu", context=CONTEXT, max_batch=2, prefill_chunk=32) as llm:
+    with LLM(path, threads=2, gpu=device_name(), context=CONTEXT, max_batch=2, prefill_chunk=32) as llm:
         expected = [llm.generate([one], params)[0].token_ids for one in prompts]
         for at in (1, 7, 33):
             stream = llm.stream(prompts[0], params)
@@ -266,22 +272,24 @@ def test_an_aborted_request_harms_nobody(path: Path, layers: int) -> None:
             assert [one.token_ids for one in llm.generate(prompts, params)] == expected
 
 
+@pytest.mark.usefixtures("device")
 def test_scores_and_embeddings(path: Path, layers: int) -> None:
     text, found = texts(1, 150)[0], []
-    for device in ("none", "cpu"):
+    for name in ("none", device_name()):
         rows: list[np.ndarray] = []
-        with LLM(path, gpu=device, context=CONTEXT, threads=1) as llm:
+        with LLM(path, gpu=name, context=CONTEXT, threads=1) as llm:
             llm.score(text, 30, lambda _, logits, rows=rows: rows.append(logits.copy()), step=7)
             found.append((np.concatenate(rows), llm.embed([text, text[:50]])))
     for ours, exact in zip(*found, strict=True):
         assert np.abs(ours - exact).max() <= 2e-3 * np.abs(exact).max()
 
 
+@pytest.mark.usefixtures("device")
 def test_the_program_runs_them_beside_a_gpu(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["run", "-m", str(path), "-n", "8", "-t", "2", "--temperature", "0", "--raw", "a"]
     said = []
-    for device in ("cpu", "none"):
-        assert main([*given, "--gpu", device]) == 0
+    for name in (device_name(), "none"):
+        assert main([*given, "--gpu", name]) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]
 
@@ -294,6 +302,7 @@ def split(path: Path, layers: int = LAYERS, **options: Any) -> Iterator[SplitExe
 
 
 @pytest.mark.parametrize("count", [1, 3, LAYERS])
+@pytest.mark.usefixtures("device")
 def test_slots(path: Path, count: int) -> None:
     """A state that is read elsewhere stays; one of other tokens is refused, and so are slots that there are not."""
     with split(path, count) as model:
@@ -313,6 +322,7 @@ def test_slots(path: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, LAYERS])
+@pytest.mark.usefixtures("device")
 def test_two_sequences_cannot_have_one_state(path: Path, count: int) -> None:
     with split(path, count) as model:
         given = step(texts(1, 2)[0], 0, 0, 0)
@@ -327,6 +337,7 @@ def test_two_sequences_cannot_have_one_state(path: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, LAYERS])
+@pytest.mark.usefixtures("device")
 def test_a_step_that_fails_leaves_no_state(path: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
@@ -344,6 +355,7 @@ def test_a_step_that_fails_leaves_no_state(path: Path, count: int, monkeypatch: 
         np.testing.assert_array_equal(model.forward(step(text, 0, 1, 1)), whole)
 
 
+@pytest.mark.usefixtures("device")
 def test_numbers_that_are_none_stay_in_their_sequence(path: Path) -> None:
     with split(path) as model:
         text = texts(1, 40)[0]
@@ -355,6 +367,7 @@ def test_numbers_that_are_none_stay_in_their_sequence(path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3, LAYERS])
+@pytest.mark.usefixtures("device")
 def test_each_device_has_the_states_of_its_layers(path: Path, count: int) -> None:
     checkpoint = open_checkpoint(path)
     config, planned = checkpoint.config, checkpoint_model(checkpoint)

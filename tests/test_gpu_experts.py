@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gpu_device import EPS, device_name
 from stored_weights import stored_evenly
-from test_gpu_kernels import DEVICE, EPS, floats, kernels, on_device  # noqa: F401
+from test_gpu_kernels import floats, kernels, on_device  # noqa: F401
 
 from powerinfer import _native
 from powerinfer.config import ExpertsConfig, RouterConfig
@@ -32,8 +33,8 @@ ROUTERS = {
 def routed(about: RouterConfig, logits: Float32, correction: Float32 | None) -> tuple[np.ndarray, np.ndarray]:
     """As on the GPU."""
     tokens = len(logits)
-    experts = torch.full((tokens, about.top_k), -7, dtype=torch.int32, device=DEVICE)
-    weights = torch.empty((tokens, about.top_k), device=DEVICE)
+    experts = torch.full((tokens, about.top_k), -7, dtype=torch.int32, device=device_name())
+    weights = torch.empty((tokens, about.top_k), device=device_name())
     own = None if correction is None else on_device(correction)
     gpu_experts.route(on_device(logits), about, own, experts, weights)
     return experts.cpu().numpy(), weights.cpu().numpy()
@@ -125,7 +126,7 @@ def test_the_sum_of_the_experts_that_are_here(
     about, tensors = some_experts(kind, d, size, gated, activation)
     index = np.array([0, 3, 4, 8, 11], np.int32)
     biases = some_biases(tensors) if activation in ("swiglu_oai", "relu") else [None] * len(tensors)
-    experts = gpu_experts.resident(tensors, index, about, DEVICE, biases)
+    experts = gpu_experts.resident(tensors, index, about, device_name(), biases)
     each = gpu_experts.slot_bytes([(one.type, one.shape[1], one.shape[2]) for one in tensors])
     assert experts.slots == 5
     assert experts.nbytes == 5 * (each + sum(bias[0].nbytes for bias in biases if bias is not None))
@@ -147,9 +148,9 @@ def test_the_sum_of_the_experts_that_are_here(
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_no_expert_is_here(kernels: str, tokens: int) -> None:  # noqa: F811
     about, tensors = some_experts("F32", 32, 32, True, "silu")
-    experts = gpu_experts.resident(tensors, np.array([2], np.int32), about, DEVICE)
-    slots = torch.full((tokens, TOP), -1, dtype=torch.int32, device=DEVICE)
-    weights = torch.ones((tokens, TOP), device=DEVICE)
+    experts = gpu_experts.resident(tensors, np.array([2], np.int32), about, device_name())
+    slots = torch.full((tokens, TOP), -1, dtype=torch.int32, device=device_name())
+    weights = torch.ones((tokens, TOP), device=device_name())
     assert not gpu_experts.expert_sum(experts, on_device(floats(1, tokens, 32)), slots, weights).any()
 
 
@@ -176,7 +177,7 @@ def test_neurons_that_fire(
     about, tensors = some_experts(kind, d, size, True, activation)
     tensors[0] = some_experts(gate, d, size, True, activation)[1][0]
     index = np.array([0, 3, 4, 8, 11], np.int32)
-    experts = gpu_experts.resident(tensors, index, about, DEVICE, by_neuron=True)
+    experts = gpu_experts.resident(tensors, index, about, device_name(), by_neuron=True)
     assert experts.nbytes == 5 * gpu_experts.slot_bytes([(one.type, one.shape[1], one.shape[2]) for one in tensors])
     x, weights = floats(6, tokens, d), np.abs(floats(7, tokens, TOP))
     selected = np.sort(np.argsort(floats(8, tokens, N), axis=1)[:, :TOP], axis=1)
@@ -187,7 +188,7 @@ def test_neurons_that_fire(
     found = gpu_experts.expert_sum(experts, *given).cpu().numpy()
     exact, most = exact_sum(about, tensors, x, np.where(slots < 0, -1, selected), weights, [None] * 3)
     assert np.abs(found - exact).max() <= 40 * (d + size) * EPS * most
-    whole = gpu_experts.resident(tensors, index, about, DEVICE)
+    whole = gpu_experts.resident(tensors, index, about, device_name())
     np.testing.assert_allclose(found, gpu_experts.expert_sum(whole, *given).cpu(), atol=40 * (d + size) * EPS * most)
     np.testing.assert_array_equal(found, gpu_experts.expert_sum(experts, *given).cpu().numpy())
     if kernels == "triton":
@@ -225,12 +226,12 @@ def test_an_expert_by_neuron_takes_anothers_slot(
     for kind in ("F16", "Q4_0"):
         about, tensors = some_experts(kind, 64, 96, True, "relu")
         index = np.array([1, 2, 5], np.int32)
-        experts = gpu_experts.resident(tensors, np.array([1, 7, 5], np.int32), about, DEVICE, by_neuron=True)
+        experts = gpu_experts.resident(tensors, np.array([1, 7, 5], np.int32), about, device_name(), by_neuron=True)
         own = [RawTensor(one.type, one.shape[1:], one.data.reshape(N, -1)[2]) for one in tensors]
         with monkeypatch.context() as patch:
             patch.setattr(gpu_experts, "TURNED", 1)
             gpu_experts.replace(experts, 1, own)
-        expected = gpu_experts.resident(tensors, index, about, DEVICE, by_neuron=True)
+        expected = gpu_experts.resident(tensors, index, about, device_name(), by_neuron=True)
         for name in ("gate", "up", "down"):
             assert torch.equal(getattr(experts, name).data, getattr(expected, name).data)
         assert experts.shared is None or (expected.shared is not None and torch.equal(experts.shared, expected.shared))

@@ -1,12 +1,12 @@
 """The kernels over torch tensors against float64 on the values that the weights hold.
 
-They run on a GPU where there is one, else plain torch on the CPU and the Triton kernels in Triton's interpreter. A
-float32 sum of n products is off by at most n * eps * sum |a b|; the bounds below carry that through the products.
+They run on every device that there is (gpu_device.py), in plain torch and in Triton, which is compiled on a GPU and
+otherwise interpreted. A float32 sum of n products is off by at most n * eps * sum |a b|; the bounds below carry that
+through the products.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import reference
 import torch
+from gpu_device import CUDA, EPS, device_name, sum_error
 from stored_weights import stored_evenly
 
 from powerinfer.config import THRESHOLDED, AttentionConfig, FfnConfig, LayerConfig, ModelConfig
@@ -25,15 +26,11 @@ from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu, gpu
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, NeuronVectors
 
-EPS = float(np.finfo(np.float32).eps)
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TRITON = find_spec("triton") is not None
 KERNELS = ("torch", pytest.param("triton", marks=pytest.mark.skipif(not TRITON, reason="Triton is not installed")))
 THRESHOLD = 0.25
 
-if DEVICE == "cpu" and TRITON:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
-
+if TRITON and not CUDA:
     from triton.runtime import interpreter
 
     plain = interpreter._patch_lang_tensor
@@ -47,8 +44,10 @@ if DEVICE == "cpu" and TRITON:
 
 
 @pytest.fixture(params=KERNELS)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def kernels(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Every test that takes this runs with plain torch and with Triton, in memory that holds no numbers at first."""
+    if request.param == "triton" and device == "cpu" and CUDA:
+        pytest.skip("kernels are compiled for the GPU")
     plain_empty = torch.empty
 
     def spoilt(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -58,7 +57,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch, "empty", spoilt)
     gpu.force_triton(request.param == "triton")
     yield request.param
-    gpu.force_triton(False)
+    gpu.force_triton(None)
 
 
 @pytest.fixture
@@ -84,7 +83,7 @@ def small_tiles(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_device(array: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE)
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device_name())
 
 
 def floats(seed: int, *shape: int) -> np.ndarray:
@@ -98,7 +97,7 @@ def raw(type_name: str, rows: int, k: int) -> RawTensor:
 def product(weights: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(x . W^T, bound of a float32 sum's error), float64 [T, rows]."""
     size = np.abs(x.astype(np.float64)) @ np.abs(weights.T)
-    return x.astype(np.float64) @ weights.T, (x.shape[1] + 2) * EPS * size
+    return x.astype(np.float64) @ weights.T, sum_error(x.shape[1]) * size
 
 
 def assert_close(got: torch.Tensor, want: np.ndarray, bound: np.ndarray | float) -> None:
@@ -111,9 +110,10 @@ def assert_close(got: torch.Tensor, want: np.ndarray, bound: np.ndarray | float)
 
 
 @pytest.mark.parametrize("type_name", gpu.GPU_TYPES)
+@pytest.mark.usefixtures("device")
 def test_a_weight_holds_the_values_of_the_file(type_name: str) -> None:
     stored = raw(type_name, 7, 96)
-    weight = gpu.upload(stored, DEVICE)
+    weight = gpu.upload(stored, device_name())
     np.testing.assert_array_equal(gpu.values(weight).cpu().numpy(), stored.float32())
     np.testing.assert_array_equal(gpu.values(weight, 2, 5).cpu().numpy(), stored.float32()[2:5])
     assert (weight.type, weight.rows, weight.k) == (type_name, 7, 96)
@@ -121,9 +121,10 @@ def test_a_weight_holds_the_values_of_the_file(type_name: str) -> None:
 
 
 @pytest.mark.parametrize("type_name", ["Q4_1", "Q5_0", "Q4_K", "Q6_K"])
+@pytest.mark.usefixtures("device")
 def test_other_types_become_8_bits(type_name: str) -> None:
     stored = raw(type_name, 3, 256)
-    weight = gpu.upload(stored, DEVICE)
+    weight = gpu.upload(stored, device_name())
     assert weight.type == gpu.gpu_type(type_name) == "Q8_0"
     assert weight.nbytes == gpu.weight_bytes(type_name, 3, 256) == 3 * 256 * 34 // 32
     if type_name == "Q5_0":
@@ -141,19 +142,21 @@ def test_types_that_no_block_fits() -> None:
 
 
 @pytest.mark.parametrize("type_name", ["F32", "BF16", "Q8_0", "Q4_0", "Q5_0"])
+@pytest.mark.usefixtures("device")
 def test_rows_are_reordered_and_padded(type_name: str) -> None:
     stored = raw(type_name, 6, 64)
     row_map = np.array([3, -1, 0, 5, 5, -1], np.int32)
-    values = gpu.values(gpu.upload(stored, DEVICE)).cpu().numpy()
+    values = gpu.values(gpu.upload(stored, device_name())).cpu().numpy()
     want = np.where(row_map[:, None] < 0, 0, values[row_map])
-    np.testing.assert_array_equal(gpu.values(gpu.upload(stored, DEVICE, row_map)).cpu().numpy(), want)
+    np.testing.assert_array_equal(gpu.values(gpu.upload(stored, device_name(), row_map)).cpu().numpy(), want)
 
 
+@pytest.mark.usefixtures("device")
 def test_a_read_only_mapping_is_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = raw("Q8_0", 40, 64)
     stored.data.flags.writeable = False
     monkeypatch.setattr(gpu, "_SLAB", 7 * 64)
-    np.testing.assert_array_equal(gpu.values(gpu.upload(stored, DEVICE)).cpu().numpy(), stored.float32())
+    np.testing.assert_array_equal(gpu.values(gpu.upload(stored, device_name())).cpu().numpy(), stored.float32())
 
 
 # ---- Operators -------------------------------------------------------------------------------------------------------
@@ -166,17 +169,20 @@ def test_linear(type_name: str, tokens: int, kernels: str) -> None:
         stored = raw(type_name, rows, k)
         x, bias = floats(1, tokens, k), floats(2, rows)
         want, bound = product(stored.float32().astype(np.float64), x)
-        weight = gpu.upload(stored, DEVICE)
+        weight = gpu.upload(stored, device_name())
         assert_close(gpu.linear(weight, on_device(x)), want, bound)
         assert_close(
             gpu.linear(weight, on_device(x), on_device(bias)), want + bias, bound + 2 * EPS * np.abs(want + bias)
         )
 
 
+@pytest.mark.usefixtures("device")
 def test_a_matrix_is_multiplied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     stored, x = raw("Q4_0", 21, 64), floats(3, 40, 64)
     monkeypatch.setattr(gpu, "_PIECE", 5 * 64)
-    assert_close(gpu.linear(gpu.upload(stored, DEVICE), on_device(x)), *product(stored.float32().astype(np.float64), x))
+    assert_close(
+        gpu.linear(gpu.upload(stored, device_name()), on_device(x)), *product(stored.float32().astype(np.float64), x)
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -185,7 +191,7 @@ def test_a_matrix_is_multiplied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) 
 def test_long_rows(type_name: str, tokens: int) -> None:
     stored, x = raw(type_name, 37, 160), floats(1, tokens, 160)
     want, bound = product(stored.float32().astype(np.float64), x)
-    assert_close(gpu.linear(gpu.upload(stored, DEVICE), on_device(x)), want, bound)
+    assert_close(gpu.linear(gpu.upload(stored, device_name()), on_device(x)), want, bound)
 
 
 @pytest.mark.parametrize("type_name", ["F16", "BF16", "Q8_0", "Q4_0"])
@@ -193,14 +199,14 @@ def test_long_rows(type_name: str, tokens: int) -> None:
 def test_many_tokens_are_multiplied_in_a_narrow_type(
     type_name: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu, "_NARROW", [DEVICE])
+    monkeypatch.setattr(gpu, "_NARROW", [device_name()])
     stored, x = raw(type_name, 21, 96), floats(3, 40, 96)
     x[7] *= 1e9
     x[8] = 0
     want, bound = product(stored.float32().astype(np.float64), x)
     rounding = 2**-8 if type_name == "BF16" else 2**-10 if type_name == "F16" else 2**-9
-    got = gpu.linear(gpu.upload(stored, DEVICE), on_device(x))
-    assert_close(got, want, bound * (1 + rounding / (98 * EPS)))
+    got = gpu.linear(gpu.upload(stored, device_name()), on_device(x))
+    assert_close(got, want, bound * (1 + rounding / sum_error(96)))
     bundles = make_bundles(96, 38, (type_name, "Q4_0X32" if type_name == "Q4_0" else type_name), "silu")
     index, x = np.arange(38, dtype=np.int32), floats(36, 40, 96)
     want, _, h, _ = expected(bundles, index, x)
@@ -211,11 +217,11 @@ def test_many_tokens_are_multiplied_in_a_narrow_type(
 @pytest.mark.usefixtures("small_tiles")
 def test_many_tokens_of_mxfp4(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which there are no bundles."""
-    monkeypatch.setattr(gpu, "_NARROW", [DEVICE])
+    monkeypatch.setattr(gpu, "_NARROW", [device_name()])
     stored, x = raw("MXFP4", 21, 96), floats(3, 40, 96)
     want, bound = product(stored.float32().astype(np.float64), x)
-    got = gpu.linear(gpu.upload(stored, DEVICE), on_device(x))
-    assert_close(got, want, bound * (1 + 2**-11 / (98 * EPS)))
+    got = gpu.linear(gpu.upload(stored, device_name()), on_device(x))
+    assert_close(got, want, bound * (1 + 2**-11 / sum_error(96)))
 
 
 @pytest.mark.parametrize("width", [1, 33, 64, 200])
@@ -246,7 +252,7 @@ def test_rotary_embedding(dim: int, pairs: int, kernels: str) -> None:
 
 def unwritten(kv_type: str, pages: int, kv_heads: int, dim: int) -> gpu.Cached:
     """A cache in which every value is no number."""
-    cached = gpu.new_cache(kv_type, pages, kv_heads, dim, DEVICE)
+    cached = gpu.new_cache(kv_type, pages, kv_heads, dim, device_name())
     cached.data.fill_(77)
     (cached.data if cached.scales is None else cached.scales).fill_(torch.nan)
     return cached
@@ -254,7 +260,7 @@ def unwritten(kv_type: str, pages: int, kv_heads: int, dim: int) -> gpu.Cached:
 
 def held(cached: gpu.Cached) -> np.ndarray:
     """Its values by slot."""
-    return cached.values(torch.arange(len(cached.data), device=DEVICE)).flatten(0, 1).cpu().numpy()
+    return cached.values(torch.arange(len(cached.data), device=device_name())).flatten(0, 1).cpu().numpy()
 
 
 @pytest.mark.parametrize(("kv_type", "dim"), [("f16", 24), ("f32", 24), ("q8_0", 24), ("q8_0", 96)])
@@ -352,7 +358,13 @@ def test_attention(
             eps = 2**-10 if many > 8 and kv_type != "f32" else EPS  # prompts meet an F16 cache in F16
             score = np.abs(q[at : at + n]).sum(axis=2).max() * np.abs(caches[0]).max() / np.sqrt(dim)
             longest = max(one.positions) + 1
-            bound.append(2 * eps * ((dim + 4) * score + longest + 8) * np.abs(caches[1]).max() * np.ones_like(want[-1]))
+            bound.append(
+                2
+                * eps
+                * ((sum_error(dim) / EPS + 2) * score + longest + 8)
+                * np.abs(caches[1]).max()
+                * np.ones_like(want[-1])
+            )
         parts = [cached(kv_type, on_device(c)) for c in caches]
         for part, values in zip(parts, caches, strict=True):
             np.testing.assert_array_equal(held(part), values.reshape(-1, kv_heads, dim))
@@ -381,7 +393,7 @@ def test_what_a_predictor_names(type_name: str, tokens: int, kernels: str) -> No
     wide = outer.float32().astype(np.float64)
     z = hidden @ wide.T
     doubt = off @ np.abs(wide.T) + 40 * EPS * (hidden @ np.abs(wide.T))
-    weights = gpu.upload(inner, DEVICE), gpu.upload(outer, DEVICE)
+    weights = gpu.upload(inner, device_name()), gpu.upload(outer, device_name())
     for share in (0.0, 0.3, 1.0):
         threshold = float(np.float32(np.quantile(z, 1 - share) + (1 if share == 0 else -1e-3)))
         got = gpu.predict(*weights, on_device(x), threshold, 0).cpu().numpy()
@@ -398,13 +410,13 @@ def test_what_a_predictor_names(type_name: str, tokens: int, kernels: str) -> No
 
 
 def test_of_equal_guesses_the_first_are_named(kernels: str) -> None:
-    inner = gpu.upload(raw("F32", 4, 8), DEVICE)
-    outer = gpu.upload(RawTensor("F32", (70, 4), np.zeros(70 * 16, np.uint8)), DEVICE)
+    inner = gpu.upload(raw("F32", 4, 8), device_name())
+    outer = gpu.upload(RawTensor("F32", (70, 4), np.zeros(70 * 16, np.uint8)), device_name())
     got = gpu.predict(inner, outer, on_device(floats(15, 2, 8)), 0.5, 9).cpu().numpy()
     np.testing.assert_array_equal(got, np.tile(np.arange(70) < 9, (2, 1)))
     assert gpu.predict(inner, outer, on_device(floats(15, 2, 8)), 0.0, 9).all()
     odd = np.full((2, 8), np.nan, np.float32)
-    assert gpu.predict(inner, gpu.upload(raw("F32", 70, 4), DEVICE), on_device(odd), 0.5, 0).all()
+    assert gpu.predict(inner, gpu.upload(raw("F32", 70, 4), device_name()), on_device(odd), 0.5, 0).all()
 
 
 # ---- Neurons ---------------------------------------------------------------------------------------------------------
@@ -463,7 +475,9 @@ def make_bundles(
 
 
 def all_of(bundles: Bundles, index: np.ndarray) -> gpu.Neurons:
-    return gpu.resident(bundles.layout, bundles.groups, index, DEVICE, bundles.config.layers[0].ffn, bundles.vectors)
+    return gpu.resident(
+        bundles.layout, bundles.groups, index, device_name(), bundles.config.layers[0].ffn, bundles.vectors
+    )
 
 
 def expected(

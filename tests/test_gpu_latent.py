@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import reference
 import torch
+from gpu_device import EPS, device_name, sum_error
 from stored_weights import stored_evenly
-from test_gpu_kernels import DEVICE, EPS, TRITON, assert_close, cached, floats, held, kernels, on_device, unwritten  # noqa: F401
+from test_gpu_kernels import assert_close, cached, floats, held, kernels, on_device, unwritten  # noqa: F401
 
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import gpu, gpu_latent
@@ -32,8 +33,8 @@ def test_each_head_meets_its_own_matrix(type_name: str, tokens: int, kernels: st
         x = wide[..., :k].astype(np.float64)
         weights = stored.float32().astype(np.float64)
         want = np.einsum("thk,hrk->htr", x, weights)
-        bound = (k + 2) * EPS * np.einsum("thk,hrk->htr", np.abs(x), np.abs(weights))
-        weight = gpu_latent.upload(stored, DEVICE)
+        bound = sum_error(k) * np.einsum("thk,hrk->htr", np.abs(x), np.abs(weights))
+        weight = gpu_latent.upload(stored, device_name())
         assert (weight.rows, weight.k) == (heads * rows, k)
         given = on_device(wide)[..., :k].transpose(0, 1)
         assert_close(gpu_latent.per_head(weight, given), want, bound)
@@ -49,7 +50,7 @@ def test_many_tokens_of_heads_are_multiplied_in_a_narrow_type(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Some heads at a time; activations beyond float16 too."""
-    monkeypatch.setattr(gpu, "_NARROW", [DEVICE])
+    monkeypatch.setattr(gpu, "_NARROW", [device_name()])
     monkeypatch.setattr(gpu, "_PIECE", 2 * 21 * 96)
     stored = head_matrices(type_name, 5, 21, 96)
     x = floats(3, 5, 40, 96)
@@ -58,8 +59,8 @@ def test_many_tokens_of_heads_are_multiplied_in_a_narrow_type(
     weights = stored.float32().astype(np.float64)
     size = np.einsum("htk,hrk->htr", np.abs(x.astype(np.float64)), np.abs(weights))
     rounding = 2**-8 if type_name == "BF16" else 2**-10 if type_name == "F16" else 2**-9
-    got = gpu_latent.per_head(gpu_latent.upload(stored, DEVICE), on_device(x))
-    assert_close(got, np.einsum("htk,hrk->htr", x.astype(np.float64), weights), (98 * EPS + rounding) * size)
+    got = gpu_latent.per_head(gpu_latent.upload(stored, device_name()), on_device(x))
+    assert_close(got, np.einsum("htk,hrk->htr", x.astype(np.float64), weights), (sum_error(96) + rounding) * size)
 
 
 @pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0"])
@@ -134,7 +135,11 @@ def test_attention_over_latents(
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             want[:, t] = (weights / weights.sum(axis=1, keepdims=True)) @ seen[:, :latents]
             size = (np.abs(own) @ np.abs(seen).T).max(axis=1)
-            off = 2 * EPS * ((latents + n + 8) * size + position + 9) if exact else 2**-11 * (2 * size + 2)
+            off = (
+                2 * EPS * ((sum_error(latents + n) / EPS + 6) * size + position + 9)
+                if exact
+                else 2**-11 * (2 * size + 2)
+            )
             bound[:, t, 0] = off * np.abs(keys).max()
         cache = cached(kv_type, on_device(keys))
         np.testing.assert_array_equal(held(cache), keys.reshape(-1, 1, latents + n))

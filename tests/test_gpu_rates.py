@@ -25,6 +25,7 @@ from powerinfer.cli.main import main  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices import wanted  # noqa: E402
 from powerinfer.devices.link import Link  # noqa: E402
+from powerinfer.devices.streams import ImmediateStreams  # noqa: E402
 from powerinfer.errors import PowerInferError, RequestError  # noqa: E402
 from powerinfer.formats.bundle_file import ROW_TYPES  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
@@ -60,18 +61,20 @@ def rates() -> GpuRates:
 # ---------------------------------------------------------------- figures
 
 
-def test_sane_figures() -> None:
+def test_sane_figures(device: str) -> None:
+    """Of a GPU, as it is measured for plans."""
     steps: list[tuple[str, int, int]] = []
-    found = gpu_rates.gpu_rates("cpu", LITTLE, lambda *state: steps.append(state))
-    device = found.device
-    assert set(device.dense_gb_s) == set(device.head_gb_s) == {*kernels.GPU_TYPES, "other"}
-    assert set(device.bundle_gb_s) == set(device.row_ns) == set(ROW_TYPES)
-    every = [*device.dense_gb_s.values(), *device.head_gb_s.values(), *device.bundle_gb_s.values(), device.kv_gb_s]
-    assert all(1e-5 < rate < 2000 for rate in every) and 0 < found.copy_gb_s < 2000
-    assert device.dense_gb_s["other"] == min(device.dense_gb_s.values())
-    assert all(0 <= time < 1e7 for time in (device.op_us, device.sparse_us, device.step_us, found.sync_us))
-    assert device.threads == 1 and device.reserved_bytes == 0 < device.memory_bytes
-    assert "stand-in" in device.name
+    effort = LITTLE if device == "cpu" else None
+    found = gpu_rates.gpu_rates(device, effort, lambda *state: steps.append(state))
+    gpu = found.device
+    assert set(gpu.dense_gb_s) == set(gpu.head_gb_s) == {*kernels.GPU_TYPES, "other"}
+    assert set(gpu.bundle_gb_s) == set(gpu.row_ns) == set(ROW_TYPES)
+    every = [*gpu.dense_gb_s.values(), *gpu.head_gb_s.values(), *gpu.bundle_gb_s.values(), gpu.kv_gb_s]
+    assert all(1e-5 < rate < 20_000 for rate in every) and 0 < found.copy_gb_s < 2000
+    assert gpu.dense_gb_s["other"] == min(gpu.dense_gb_s.values())
+    assert all(0 <= time < 1e7 for time in (gpu.op_us, gpu.sparse_us, gpu.step_us, found.sync_us))
+    assert gpu.threads == 1 and 0 <= gpu.reserved_bytes < gpu.memory_bytes
+    assert ("stand-in" in gpu.name) == (gpu.reserved_bytes == 0) == (device == "cpu")
     assert [done for _, done, _ in steps] == list(range(steps[0][2])), "the progress ends where it said"
 
 
@@ -151,6 +154,47 @@ def test_what_a_layer_pays_for_sparsity_and_for_waiting(clock: Clock, monkeypatc
     monkeypatch.setattr(kernels, "neuron_sum", slow_sum)
     monkeypatch.setattr(Link, "wait", slow_wait)
     assert work().split(0.0, 0.0, 1e9) == pytest.approx((30_000, 20_000))
+
+
+def test_kernels_are_timed_by_the_device_within_one_recording(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a launch, which may take longer than a kernel, counts for little, and the host's waiting not at all."""
+    recorded: list[int] = []
+    calls = [0]
+
+    class Event:
+        def record(self, stream: Any = None) -> None:
+            self.at = clock.now
+
+        def elapsed_time(self, end: Any) -> float:
+            return 1e3 * (end.at - self.at)
+
+    class Recording(ImmediateStreams):
+        def event(self, *, timed: bool = False) -> Any:
+            assert timed
+            return Event()
+
+        def finish(self) -> None:
+            clock.sleep(5)
+
+        def recorder(self) -> Any:
+            def record(run: Any) -> Any:
+                before = calls[0]
+                run()
+                recorded.append(calls[0] - before)
+                return lambda: (clock.sleep(0.03), run())
+
+            return record
+
+    def call() -> None:
+        calls[0] += 1
+        clock.sleep(0.01)
+
+    samples = work()
+    samples._streams = Recording(torch.device("cpu"))
+    monkeypatch.setattr(kernels, "which", lambda _: "triton")
+    for number, many in ((1, 16), (3, 18), (20, 20)):
+        assert samples._seconds([call] * number) == pytest.approx(0.01 + 0.03 / many)
+        assert recorded.pop() == many
 
 
 def test_rows_are_counted_as_they_fire() -> None:

@@ -1,4 +1,4 @@
-"""Every kind of layer that a description can have, wired on a GPU (torch's CPU in its stead), against the reference.
+"""Every kind of layer that a description can have, wired on a GPU (gpu_device.py), against the reference.
 
 The random models, the reference operators and the bounds are those of test_program.py, with weights in floating point:
 a GPU does not quantise activations.
@@ -15,8 +15,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import gpu_device  # noqa: E402
 import test_gpu_kernels as kernels  # noqa: E402
 import test_program as programs  # noqa: E402
+from gpu_device import torch_device  # noqa: E402
+from test_gpu_layers import on_device  # noqa: E402
 
 from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig  # noqa: E402
 from powerinfer.devices.batch import Batch  # noqa: E402
@@ -70,7 +73,7 @@ class Wired:
         config = config_of(s)
         rotations = {rope: (weights.frequencies[rope.theta], s.rope_factor) for rope in config.ropes}
         self.gpu = GpuLayers(
-            config, torch.device("cpu"), layers=weights.layers, pages=8, kv_type=s.kv_type, max_tokens=75,
+            config, torch_device(), layers=weights.layers, pages=8, kv_type=s.kv_type, max_tokens=75,
             rotations=rotations, split=split,
         )  # fmt: skip
         for layer, about in enumerate(config.layers):
@@ -149,7 +152,7 @@ class Halves:
         self.layer, self.parts = layer, []
         for own in (slice(0, half), slice(half, None)):
             weights = {part: of_rows(s.type_of(part), matrix[own]) for part, matrix in values.items()}
-            *biases, limits = (None if one is None else torch.from_numpy(one[own].copy()) for one in vectors)
+            *biases, limits = (None if one is None else on_device(one[own]) for one in vectors)
             gate, up, down = weights.get("gate"), weights["up"], weights["down"]
             self.parts.append(gpu.Neurons(gate, up, down, None, None, *biases, s.activation, s.threshold, limits))
 
@@ -172,7 +175,7 @@ class Halves:
 
 def of_rows(kind: str, values: np.ndarray) -> gpu.Weight:
     dtype = {"F32": torch.float32, "F16": torch.float16}[kind]
-    return gpu.Weight(kind, *values.shape, torch.from_numpy(np.ascontiguousarray(values, np.float32)).to(dtype))
+    return gpu.Weight(kind, *values.shape, on_device(values).to(dtype))
 
 
 def bounded(name: str) -> tuple[programs.Weights, np.ndarray, float]:
@@ -185,6 +188,7 @@ def bounded(name: str) -> tuple[programs.Weights, np.ndarray, float]:
 
 @pytest.mark.parametrize("split", [False, True], ids=["dense", "split"])
 @pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.usefixtures("device")
 def test_logits_are_those_of_the_reference(name: str, split: bool) -> None:
     weights, exact, bound = bounded(name)
     wired = Wired(weights, split=split)
@@ -192,7 +196,8 @@ def test_logits_are_those_of_the_reference(name: str, split: bool) -> None:
         assert np.abs(wired.logits(chunks) - exact).max() <= bound
 
 
-@pytest.mark.skipif(not kernels.TRITON or torch.cuda.is_available(), reason="Triton's interpreter is not at hand")
+@pytest.mark.skipif(not kernels.TRITON or gpu_device.CUDA, reason="Triton's interpreter is not at hand")
+@pytest.mark.usefixtures("device")
 def test_the_kernels_of_a_gpu() -> None:
     """Four norms, gelu_tanh and two rotary tables with Triton's kernels, in its interpreter."""
     weights, exact, bound = bounded("four norms a layer")
@@ -201,10 +206,11 @@ def test_the_kernels_of_a_gpu() -> None:
     try:
         ours = Wired(weights, split=True).logits([4, 1])
     finally:
-        gpu.force_triton(False)
+        gpu.force_triton(None)
     assert np.abs(ours - exact[:5]).max() <= bound
 
 
+@pytest.mark.usefixtures("device")
 def test_order_of_operators() -> None:
     """Other devices start as early as their input is known, and their sum is added last."""
     kinds = {}

@@ -1,7 +1,8 @@
 """Placement independence: wherever neurons, layers and the head are placed, the answer is the dense one.
 
-The GPU is torch's CPU device. The truth and the bound are those of test_architectures.py: float64, and four times the
-error that `transformers` makes in float32. Weights are float16 numbers, so bundles of F16 hold them exactly.
+The GPU is every device that there is (gpu_device.py). The truth and the bound are those of test_architectures.py:
+float64, and four times the error that `transformers` makes in float32. Weights are float16 numbers, so bundles of F16
+hold them exactly.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import test_architectures as families  # noqa: E402
+from gpu_device import device_name, torch_device  # noqa: E402
 from sparse_models import give_bundles, predictors_of, some_neurons, tiny_llama  # noqa: E402
-from test_gpu_layers import stand_in_recorder, static_attention  # noqa: E402
+from test_gpu_layers import counting_recorder, static_where_emulated  # noqa: E402
 from test_sparse import (  # noqa: E402
     RELU,
     case_named,
@@ -34,7 +36,7 @@ from test_sparse import (  # noqa: E402
 
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices.link import Link  # noqa: E402
-from powerinfer.devices.recording import recorder_of  # noqa: E402
+from powerinfer.devices.replayed_spans import UNRECORDED  # noqa: E402
 from powerinfer.devices.stage import Stage, buffer_bytes  # noqa: E402
 from powerinfer.devices.trace import Span, Trace  # noqa: E402
 from powerinfer.errors import PowerInferError  # noqa: E402
@@ -75,7 +77,6 @@ def split(
     predictors: Any = None,
     most: Sequence[float] | None = None,
     stage: Stage | None = None,
-    device: str = "cpu",
     **options: Any,
 ) -> Iterator[tuple[Any, list[HybridFfn]]]:
     settings = {"threads": 1, "context": families.CONTEXT, "kv_type": "f32", "prefill_chunk": families.TOKENS}
@@ -88,7 +89,7 @@ def split(
     selection = Selection(selector, "a test", tuple(most or ()), bundles, predictors)
     whole = head and gpu_layers == config.n_layers
     parts = NeuronSplit(bundles, placed(config, share), selection.threshold, predictors, stage)
-    executor = load_split(Resolved(checkpoint, engine, selection, device, "", gpu_layers, whole), parts)
+    executor = load_split(Resolved(checkpoint, engine, selection, device_name(), "", gpu_layers, whole), parts)
     try:
         yield executor, parts.ffns
     finally:
@@ -96,6 +97,7 @@ def split(
 
 
 @pytest.mark.parametrize("case", RELU, ids=lambda case: case.name)
+@pytest.mark.usefixtures("device")
 def test_every_split_gives_the_dense_answer(case: families.Case, tmp_path: Path) -> None:
     config, model = model_of(case)
     tokens = [families.prompt(case, seed) for seed in (3, 4, 5)]
@@ -120,6 +122,7 @@ def test_every_split_gives_the_dense_answer(case: families.Case, tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["llama-relu", "falcon-40b", "opt"])
 @pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.usefixtures("device")
 def test_layers_that_do_not_fit_run_on_the_cpu_as_a_whole(name: str, layers: int, tmp_path: Path) -> None:
     case = next(case for case in RELU if case.name.startswith(name))
     config, model = model_of(case)
@@ -153,6 +156,7 @@ def given(about: Predictor, weights: Sequence[tuple[np.ndarray, np.ndarray]]) ->
 
 
 @pytest.mark.parametrize("name", ["llama-relu", "turbosparse", "falcon-40b"])
+@pytest.mark.usefixtures("device")
 def test_predicted_is_the_same_wherever_neurons_are_placed(name: str, tmp_path: Path) -> None:
     case = case_named(name)
     config, model = model_of(case)
@@ -195,6 +199,7 @@ def test_predicted_is_the_same_wherever_neurons_are_placed(name: str, tmp_path: 
         assert families.rms(whole - truth) <= allowed and executor.cpu.ffns[1].counts() == counts  # a prompt
 
 
+@pytest.mark.usefixtures("device")
 def test_no_job_if_no_cold_neuron_is_selected(tmp_path: Path) -> None:
     case = case_named("llama-relu")
     config, model = model_of(case)
@@ -213,6 +218,7 @@ TYPES = [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q8_0"), (
 
 
 @pytest.mark.parametrize("types", TYPES)
+@pytest.mark.usefixtures("device")
 def test_every_type_of_bundle(types: tuple[str, str], tmp_path: Path) -> None:
     """Cold quantised neurons use 8-bit activations, hot ones 32-bit: results of splits lie between the extremes."""
     case = case_named("llama-relu")
@@ -231,6 +237,7 @@ def test_every_type_of_bundle(types: tuple[str, str], tmp_path: Path) -> None:
         assert families.rms(answer - answers[-1]) <= 1.5 * rounding + 1e-5
 
 
+@pytest.mark.usefixtures("device")
 def test_both_devices_apply_the_threshold(tmp_path: Path) -> None:
     case = case_named("llama2")
     config, model = model_of(case)
@@ -249,6 +256,7 @@ def test_both_devices_apply_the_threshold(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("activation", ["cats", "fatrelu"])
+@pytest.mark.usefixtures("device")
 def test_thresholds_of_neurons(activation: str, tmp_path: Path) -> None:
     """Wherever neurons and layers are, decode, batches and prompts, streamed or not, are the CPU's dense answer."""
     path = give_bundles(tiny_llama(tmp_path / "m.gguf", activation, limits=True))
@@ -260,7 +268,7 @@ def test_thresholds_of_neurons(activation: str, tmp_path: Path) -> None:
         wanted = [one_by_one(executor, one) for one in tokens]
     bound = 1e-4 * np.abs(wanted).max()
     for share, layers in ((0.0, None), (0.5, None), (1.0, None), (0.5, 1)):
-        stage = Stage(torch.device("cpu"), buffer_bytes(layout, config.widest_ffn, 1 << 15))
+        stage = Stage(torch_device(), buffer_bytes(layout, config.widest_ffn, 1 << 15))
         with split(path, share, layers, stage=stage) as (executor, _):
             together = side_by_side(executor, tokens)
             assert max(np.abs(ours - one).max() for ours, one in zip(together, wanted, strict=True)) < bound
@@ -271,14 +279,37 @@ def test_thresholds_of_neurons(activation: str, tmp_path: Path) -> None:
                 assert np.abs(prompt - wanted[0]).max() < bound, (share, layers, least)
     engine = EngineConfig(threads=1, context=families.CONTEXT, kv_type="f32", prefill_chunk=families.TOKENS)
     selection = Selection("all", "a test")
-    executor = load_split(Resolved(checkpoint, engine, selection, "cpu", "", config.n_layers, True))
+    executor = load_split(Resolved(checkpoint, engine, selection, device_name(), "", config.n_layers, True))
     try:
         assert np.abs(one_by_one(executor, tokens[0]) - wanted[0]).max() < bound  # whole layers
     finally:
         executor.close()
 
 
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("name", ["llama-relu", "falcon-40b"])
+def test_a_prompt_in_a_narrow_type(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As GPUs multiply many tokens: off by less than `transformers` is in float16, and by more than in float32."""
+    monkeypatch.setattr(hybrid.gpu, "_NARROW", [device_name()])
+    case = case_named(name)
+    config, model = model_of(case)
+    path, tokens = packed(case, config, model, tmp_path), families.prompt(case)
+    truth = families.exact_logits(case, config, model, tokens)
+    exact = families.rms(families.logits(model, tokens) - truth)
+    allowed = families.rms(families.logits(model.half(), tokens) - truth)
+    checkpoint = open_checkpoint(path)
+    layout, d_ff = open_bundles(checkpoint, None, cpu.bundle_row_bytes).layouts[0], checkpoint.config.widest_ffn
+    for share in (0.5, 1.0):
+        stage = Stage(torch_device(), buffer_bytes(layout, d_ff, 1 << 15))
+        with split(path, share, stage=stage) as (executor, _):
+            pages = families.scattered_pages(executor, 1)[0]
+            for stage.least in (None, 33):
+                off = families.rms(families.run_chunks(executor, tokens, [len(tokens)], pages) - truth)
+                assert 2 * families.ROUNDING * exact < off <= allowed, (share, stage.least)
+
+
 @pytest.mark.parametrize("limits", [True, 0.3], ids=["of neurons", "of layers"])
+@pytest.mark.usefixtures("device")
 def test_predicted_with_thresholds(limits: bool | float, tmp_path: Path) -> None:
     """Of neurons that fire on both sides of zero those that are selected count, wherever they are."""
     path = give_bundles(tiny_llama(tmp_path / "m.gguf", "cats", limits))
@@ -304,6 +335,7 @@ def test_predicted_with_thresholds(limits: bool | float, tmp_path: Path) -> None
                 assert np.abs(together[0] - wanted).max() < bound
 
 
+@pytest.mark.usefixtures("device")
 def test_hot_neurons_are_on_the_gpu_and_only_there(tmp_path: Path) -> None:
     case = case_named("llama-relu")
     config, model = model_of(case)
@@ -322,23 +354,19 @@ def test_hot_neurons_are_on_the_gpu_and_only_there(tmp_path: Path) -> None:
     ("name", "predicted"),
     [("llama-relu", False), ("llama-relu", True), ("falcon-7b", False), ("falcon-40b", True), ("opt-post-norm", True)],
 )
+@pytest.mark.usefixtures("device")
 def test_replayed_steps_give_the_same_bits(
     name: str, predicted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of changing sizes, neurons that are swapped between them, and a predictor that is suspended meanwhile.
-
-    On a GPU where there is one, with its own recorder.
-    """
-    cuda = torch.cuda.is_available()
-    if not cuda:
-        monkeypatch.setattr(hybrid.gpu, "attention", static_attention)
+    """Steps of changing sizes, neurons that are swapped between them, and a predictor that is suspended meanwhile."""
+    static_where_emulated(monkeypatch)
     case = case_named(name)
     config, model = model_of(case)
     path = packed(case, config, model, tmp_path)
     tokens, made, runs = families.prompt(case)[:16], [], []
     predictors = predictor_of(open_checkpoint(path).config) if predicted else None
-    for recorder in (None, recorder_of(torch.device("cuda", 0)) if cuda else stand_in_recorder(made)):
-        with split(path, 0.5, predictors=predictors, device="cuda" if cuda else "cpu") as (executor, ffns):
+    for recorder in (None, counting_recorder(made)):
+        with split(path, 0.5, predictors=predictors) as (executor, ffns):
             sparsity = HybridSparsity("exact", executor, ffns)
             executor.gpu.record(recorder)
             pages = families.scattered_pages(executor, 1)[0]
@@ -359,21 +387,23 @@ def test_replayed_steps_give_the_same_bits(
             runs.append([*answers, sparsity.report()])
     for launched, replayed in zip(*runs, strict=True):
         np.testing.assert_equal(launched, replayed)
-    assert cuda or (made and min(made) > 0)
+    assert made and min(made) > 0
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("name", ["llama-relu", "falcon-40b"])
+@pytest.mark.usefixtures("device")
 def test_what_a_step_launches(name: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer takes two replays, a mark and the CPU's work; where all its neurons are on one device, less."""
     case = case_named(name)
     config, model = model_of(case)
     path = packed(case, config, model, tmp_path)
     tokens, made, done = families.prompt(case)[:4], [], []
-    monkeypatch.setattr(Link, "mark", lambda link: done.append("mark"))
-    monkeypatch.setattr(Link, "wait", lambda link: done.append("wait"))
+    for name_of in ("mark", "wait"):
+        plain = getattr(Link, name_of)
+        monkeypatch.setattr(Link, name_of, lambda link, what=name_of, plain=plain: (done.append(what), plain(link)))
     with split(path, share, predictors=predictor_of(open_checkpoint(path).config)) as (executor, ffns):
-        executor.gpu.record(stand_in_recorder(made))
+        executor.gpu.record(counting_recorder(made))
         one_by_one(executor, tokens)
         kinds = [operator.kind for operator in executor.gpu.operators if operator.layer == 0]
     if share == 0.5:
@@ -388,6 +418,7 @@ def test_what_a_step_launches(name: str, share: float, tmp_path: Path, monkeypat
     assert done == ["mark", "wait"] * (layers * len(tokens) * (share < 1))
 
 
+@pytest.mark.usefixtures("device")
 def test_a_trace_shows_both_halves(tmp_path: Path) -> None:
     case = case_named("llama-relu")
     config, model = model_of(case)
@@ -398,8 +429,9 @@ def test_a_trace_shows_both_halves(tmp_path: Path) -> None:
         with executor.traced() as trace:
             np.testing.assert_array_equal(one_by_one(executor, tokens), plain)  # tracing changes nothing
         one_by_one(executor, tokens)  # not traced any more
-        assert executor.trace is None and len(trace.steps) == len(tokens)
-    kinds = {(span.lane, span.kind) for span in trace.spans}
+        unrecorded = UNRECORDED if executor.gpu._recorder else 0
+        assert executor.trace is None and len(trace.steps) == len(tokens) - unrecorded
+    kinds = {(span.lane, kind) for span in trace.spans for kind in span.kind.split("+")}
     assert {("GPU", "attention"), ("GPU", "hot neurons"), ("CPU", "cold neurons"), ("wait", "wait")} <= kinds
     assert {span.layer for span in trace.spans if span.kind == "cold neurons"} == {0, 1}
     summary = trace.summary()
@@ -420,6 +452,33 @@ def test_a_trace_adds_up_what_overlaps() -> None:
     assert summary["overlap"] == pytest.approx(0.7)
 
 
+@pytest.mark.usefixtures("device")
+def test_a_trace_of_replayed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is replayed is a span, as long as it takes; steps that are launched or recorded are left out."""
+    static_where_emulated(monkeypatch)
+    case = case_named("llama-relu")
+    config, model = model_of(case)
+    path = packed(case, config, model, tmp_path)
+    tokens, made = families.prompt(case)[:6], []
+    with split(path, 0.5) as (executor, ffns):
+        executor.gpu.record(counting_recorder(made))
+        plain = one_by_one(executor, tokens)
+        with executor.traced() as trace:
+            np.testing.assert_array_equal(one_by_one(executor, tokens), plain)
+            assert sum(made[2 * len(ffns) + 1 :]) == (2 * len(ffns) + 1) * (len(tokens) - 1)
+            families.run_chunks(executor, tokens, [3, 3], families.scattered_pages(executor, 1)[0])
+        np.testing.assert_array_equal(one_by_one(executor, tokens), plain)
+    assert len(trace.steps) == len(tokens) - UNRECORDED
+    replays = [span.kind for span in trace.spans if span.lane == "GPU"]
+    last = "attention+project+norm+copy out", "hot neurons", "add+head"
+    assert len(replays) == (2 * len(ffns) + 1) * len(trace.steps)
+    assert replays[0] == last[0] and replays[1] == last[1] and replays[2 * len(ffns)] == last[2], replays[:7]
+    begins = [(begin, end) for begin, end in trace.steps]
+    for span in trace.spans:
+        assert any(begin <= span.begin <= span.end <= end + 1e-3 for begin, end in begins)
+
+
+@pytest.mark.usefixtures("device")
 def test_the_report_counts_what_fired_where(tmp_path: Path) -> None:
     case = case_named("llama-relu")
     config, model = model_of(case)
@@ -450,6 +509,7 @@ def test_the_report_counts_what_fired_where(tmp_path: Path) -> None:
         assert round(report["active_fraction"], 3) == round(reports[0]["active_fraction"], 3)
 
 
+@pytest.mark.usefixtures("device")
 def test_a_live_view_of_split_layers(tmp_path: Path) -> None:
     """Its firings are those of the report, whatever else reads the counters meanwhile."""
 
@@ -478,6 +538,7 @@ def test_a_live_view_of_split_layers(tmp_path: Path) -> None:
         live.close()
 
 
+@pytest.mark.usefixtures("device")
 def test_neurons_that_became_hot_are_swapped(tmp_path: Path) -> None:
     """The coldest neurons are on the GPU at first: soon more of what fires is there, and the answer is the same."""
     case = case_named("llama-relu")
@@ -519,6 +580,7 @@ def test_neurons_that_became_hot_are_swapped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("types", [("F16", "F16"), ("Q4_0", "Q4_0X32")])
+@pytest.mark.usefixtures("device")
 def test_swapped_neurons_exchange_their_memory(types: tuple[str, str], tmp_path: Path) -> None:
     case = case_named("llama-relu")
     config = case.config(intermediate_size=96)
@@ -552,12 +614,13 @@ def test_only_clear_differences_are_swapped() -> None:
         assert len(trades(fired, hot, np.array([3], np.int32))[0]) == 1
 
 
+@pytest.mark.usefixtures("device")
 def test_closing_frees_both_parts_and_what_is_between_them(tmp_path: Path) -> None:
     """Though the executor, the FFNs and what reports of them are still referred to, as they are by a model."""
     case = case_named("llama-relu")
     config, model = model_of(case)
     path = packed(case, config, model, tmp_path)
-    stage = Stage(torch.device("cpu"), 1 << 20)
+    stage = Stage(torch_device(), 1 << 20)
     stage.least = 2
     predictors = predictor_of(open_checkpoint(path).config)
     with split(path, 0.5, predictors=predictors, stage=stage, threads=3) as (executor, ffns):
@@ -582,6 +645,7 @@ def test_closing_frees_both_parts_and_what_is_between_them(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("room", [True, False], ids=["they come back", "no room for them"])
+@pytest.mark.usefixtures("device")
 def test_a_layer_can_be_computed_after_a_failed_swap(
     room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -613,6 +677,7 @@ def test_a_layer_can_be_computed_after_a_failed_swap(
         assert families.rms(one_by_one(executor, tokens) - truth) <= allowed
 
 
+@pytest.mark.usefixtures("device")
 def test_a_failed_swap_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_named("llama-relu")
     config, model = model_of(case)

@@ -80,7 +80,7 @@ def test_kept_and_taken_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     ("what", "value"),
-    [("__version__", "99.0"), ("METHOD", 99), ("total_memory", lambda: 1 << 40)],
+    [("__version__", "99.0"), ("METHOD", 99)],
 )
 def test_another_engine_or_machine_is_measured_again(
     cache: Path, monkeypatch: pytest.MonkeyPatch, what: str, value: object
@@ -89,6 +89,16 @@ def test_another_engine_or_machine_is_measured_again(
     assert measure.known(ONE) == machine
     monkeypatch.setattr(measure, what, value)
     assert measure.known(ONE) is None
+
+
+def test_memory_that_grew_is_not_measured_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its size is asked for, and nothing else changes."""
+    machine = keep_something(ONE)
+    monkeypatch.setattr(measure, "total_memory", lambda: 1 << 40)
+    monkeypatch.setattr(measure, "available_memory", lambda: 1 << 39)
+    found = measure.measured(ONE)
+    grown = dataclasses.replace(machine.cpu, memory_bytes=1 << 40, reserved_bytes=1 << 39)
+    assert found == dataclasses.replace(machine, cpu=grown, key=measure.machine_key(ONE))
 
 
 @pytest.mark.parametrize(("where", "what"), [(cpu, "build"), (measure, "cpu_name")])

@@ -13,8 +13,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import test_architectures as families  # noqa: E402
+from gpu_device import device_name, torch_device  # noqa: E402
 from sparse_models import give_bundles, give_profile, tiny_llama  # noqa: E402
-from test_gpu_kernels import ROW_TYPES, Bundles, all_of, assert_close, expected, floats, make_bundles  # noqa: E402
+from test_gpu_kernels import ROW_TYPES, Bundles, all_of, assert_close, expected, floats, make_bundles, on_device  # noqa: E402
 from test_hybrid import split  # noqa: E402
 from test_sparse import case_named, model_of, packed  # noqa: E402
 
@@ -36,7 +37,6 @@ from powerinfer.placement.plan import PlanRequest  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
 from powerinfer.placement.solver import GROUP  # noqa: E402
 
-CPU = torch.device("cpu")
 TOKENS = 37  # more than those whose products read a weight once
 
 
@@ -48,9 +48,9 @@ def of_groups(bundles: Bundles, groups: int) -> int:
 def streamed(stage: Stage, bundles: Bundles, cold: np.ndarray, x: np.ndarray, most: float = 0.0) -> torch.Tensor:
     for buffer in (*stage._host, *stage._there):
         buffer.fill_(255)  # no number in any type
-    total = torch.zeros(x.shape)
+    total = torch.zeros(x.shape, device=torch_device())
     kept = gather(bundles.layout, bundles.groups, cold)
-    stage.add_sum(total, torch.from_numpy(x), bundles.layout, kept, bundles.config.layers[0].ffn, bundles.vectors, most)
+    stage.add_sum(total, on_device(x), bundles.layout, kept, bundles.config.layers[0].ffn, bundles.vectors, most)
     return total
 
 
@@ -59,10 +59,11 @@ SPARSE = np.arange(3, 200, 60, dtype=np.int32)  # groups of one neuron, and some
 
 
 @pytest.mark.parametrize("types", ROW_TYPES)
+@pytest.mark.usefixtures("device")
 def test_the_sum_of_every_type(types: tuple[str, str]) -> None:
     """Against float64, within the rounding of float32; the buffers go round several times; the same bits again."""
     bundles, x = make_bundles(96, 200, types), floats(41, TOKENS, 96)
-    stage = Stage(CPU, of_groups(bundles, 1))
+    stage = Stage(torch_device(), of_groups(bundles, 1))
     for cold in (SOME, SPARSE, np.arange(200, dtype=np.int32)):
         want, bound, _, _ = expected(bundles, cold, x)
         got = streamed(stage, bundles, cold, x)
@@ -84,25 +85,27 @@ def test_the_sum_of_every_type(types: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("types", ROW_TYPES)
+@pytest.mark.usefixtures("device")
 def test_in_the_narrow_types_of_a_gpu(types: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum of the same neurons on the GPU: the operands are the same, and the sums are of float32."""
-    monkeypatch.setattr(gpu, "_NARROW", ["cpu"])
+    monkeypatch.setattr(gpu, "_NARROW", [device_name()])
     bundles, x = make_bundles(96, 200, types), floats(44, TOKENS, 96)
-    want = gpu.neuron_sum(all_of(bundles, SOME), torch.from_numpy(x))[0].double().numpy()
+    want = gpu.neuron_sum(all_of(bundles, SOME), on_device(x))[0].double().cpu().numpy()
     _, bound, _, _ = expected(bundles, SOME, x)
     rounding = 2**-8 if types[0] == "BF16" else 2**-11  # of h, where its sums differ
     off = rounding * np.abs(x).max() * np.abs(bundles.parts["down"][SOME]).sum(axis=0)
-    assert_close(streamed(Stage(CPU, of_groups(bundles, 2)), bundles, SOME, x), want, 2 * bound + off)
+    assert_close(streamed(Stage(torch_device(), of_groups(bundles, 2)), bundles, SOME, x), want, 2 * bound + off)
 
 
 @pytest.mark.parametrize("limits", [False, True], ids=["one threshold", "of neurons"])
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.usefixtures("device")
 def test_biases_and_thresholds(gated: bool, limits: bool) -> None:
     bundles = make_bundles(48, 200, ("F16", "F16"), "fatrelu", gated, biases=True, limits=limits)
     x = floats(42, TOKENS, 48)
     for most in (0.0, 0.4):
         want, bound, _, _ = expected(bundles, SOME, x, None, most)
-        got = streamed(Stage(CPU, of_groups(bundles, 2)), bundles, SOME, x, most)
+        got = streamed(Stage(torch_device(), of_groups(bundles, 2)), bundles, SOME, x, most)
         assert_close(got, want, bound + 8 * np.abs(want) * 2**-23)
 
 
@@ -134,6 +137,7 @@ def test_a_buffer_is_half_a_layer_at_most() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-relu", "falcon-40b", "opt"])
+@pytest.mark.usefixtures("device")
 def test_a_prompt_is_the_dense_answer_whoever_computes_it(name: str, tmp_path: Path) -> None:
     case = case_named(name)
     config, model = model_of(case)
@@ -144,7 +148,7 @@ def test_a_prompt_is_the_dense_answer_whoever_computes_it(name: str, tmp_path: P
     checkpoint = open_checkpoint(path)
     layout, d_ff = open_bundles(checkpoint, None, cpu.bundle_row_bytes).layouts[0], checkpoint.config.widest_ffn
     for share in (0.0, 0.5, 1.0):
-        stage = Stage(CPU, buffer_bytes(layout, d_ff, 1 << 15))
+        stage = Stage(torch_device(), buffer_bytes(layout, d_ff, 1 << 15))
         with split(path, share, stage=stage) as (executor, _):
             pages = families.scattered_pages(executor, 1)[0]
             answers = []

@@ -137,10 +137,11 @@ def _trace(llm: LLM, path: Path) -> dict[str, Any]:
     """Decode a few more tokens and write their trace."""
     import json
 
+    from powerinfer.devices.replayed_spans import UNRECORDED
     from powerinfer.formats.prepared import write_small
 
     with llm.traced() as trace:
-        llm.generate([[1]], SamplingParams(max_tokens=TRACED, temperature=0.0, ignore_eos=True))
+        llm.generate([[1]], SamplingParams(max_tokens=TRACED + UNRECORDED, temperature=0.0, ignore_eos=True))
     try:
         write_small(path, json.dumps(trace.document()).encode())
     except OSError as error:

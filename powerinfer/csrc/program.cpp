@@ -3,6 +3,7 @@
 #include <math.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 
 #include "delta_net.h"
@@ -133,11 +134,13 @@ void Program::add_normalised(Thread& t, const Norm& norm, float* rows, int64_t f
   workspace->pool->barrier();
 }
 
-void Program::run(const Step& step, size_t first, size_t last) {
+bool Program::run(const Step& step, size_t first, size_t last) {
   bool moved = false;
+  // Behind the operator that is run when thread 0 sees that it is to stop: all threads see it at its barrier.
+  std::atomic<size_t> end{0};
   const auto prepare = [&] {
     times_.resize(ops_.size(), 0.0);
-    last = std::min(last, ops_.size());
+    end = last = std::min(last, ops_.size());
     // A step that is run in parts keeps its angles.
     if (window_) window_->begin([&](size_t op) { return ops_[op]->wants(*this, step); });
     moved = !std::equal(rotated_.begin(), rotated_.end(), step.position, step.position + step.tokens);
@@ -149,7 +152,9 @@ void Program::run(const Step& step, size_t first, size_t last) {
       if (first > 0) workspace->pool->barrier();  // else the embedding's barrier comes before any use
     }
     const bool clock = timed && thread == 0;
-    for (size_t i = first; i < last; i++) {
+    for (size_t i = first; i < end.load(std::memory_order_relaxed); i++) {
+      if (thread == 0 && step.stop && __atomic_load_n(step.stop, __ATOMIC_RELAXED))
+        end.store(i + 1, std::memory_order_relaxed);
       const auto start = clock ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point();
       const bool reads = window_ && window_->has(i) && ops_[i]->wants(*this, step);
       if (reads) {
@@ -166,6 +171,7 @@ void Program::run(const Step& step, size_t first, size_t last) {
   failure.swap(failure_);
   if (window_) window_->end();
   if (!failure.empty()) throw ReadError(failure);
+  return end == last;
 }
 
 bool Program::failed() const { return !failure_.empty() || (window_ && window_->failed()); }

@@ -21,6 +21,7 @@ from powerinfer.devices.gpu_layer import FfnParts, GpuLayer
 from powerinfer.devices.gpu_weights import GpuNorm, HeadMatrices, Matrices, StoredMatrix
 from powerinfer.devices.link import Link
 from powerinfer.devices.recording import MOST_SHAPES, RECORDED_BYTES, Recorder, Recordings, recorder_of
+from powerinfer.devices.replayed_spans import ReplayedSpans
 from powerinfer.devices.states import Slots
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.step_buffers import StepBuffers
@@ -372,12 +373,13 @@ class GpuLayers:
 
     @contextmanager
     def noted(self, trace: Trace) -> Iterator[None]:
-        """Trace each static operator within this context; the others add their own spans."""
-        self.trace = trace
+        """Trace static operators within this context, as they are replayed or one by one; the others add their own
+        spans. What is replayed is recorded anew, within the context and after it."""
+        self.trace, self._recordings = trace, None
         try:
             yield
         finally:
-            self.trace = None
+            self.trace = self._recordings = None
 
     # ---------------------------------------------------------------- running
 
@@ -395,7 +397,7 @@ class GpuLayers:
             with current(self.device):
                 step = self._begin(batch, x, slots)
                 with torch.inference_mode():
-                    if self._recorder is not None and self.trace is None and len(step.x) <= gpu.FEW:
+                    if self._recorder is not None and len(step.x) <= gpu.FEW:
                         self._recorded(self._recorder).run(step)
                     else:
                         for operator in self.operators:
@@ -433,6 +435,9 @@ class GpuLayers:
     def _recorded(self, recorder: Recorder) -> Recordings:
         operators = self.operators
         if self._recordings is None or self._recorded_at != self.buffers.addresses:
+            if self.trace is not None:
+                spans = ReplayedSpans(recorder, self.trace)
+                operators, recorder = spans.marked(operators), spans.record
             self._recordings = Recordings(operators, recorder, self._shapes)
             self._recorded_at = self.buffers.addresses
         return self._recordings

@@ -41,22 +41,33 @@ class Trace:
         self._events: list[tuple[str, int, Event, Event]] = []
         self.spans: list[Span] = []
         self.steps: list[tuple[float, float]] = []
+        self._left_out = False
+
+    def leave_out(self) -> None:
+        """The current step is no part of the trace."""
+        self._left_out = True
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Trace one forward call, until the GPU has finished it."""
+        self._left_out, before = False, len(self.spans)
         origin = self._synchronised()
         try:
             yield
         finally:
             end = self._synchronised()
-            for kind, layer, first, last in self._events:
-                begin = 1e-3 * origin[1].elapsed_time(first)
-                self.spans.append(
-                    Span("GPU", kind, layer, origin[0] + begin, origin[0] + begin + 1e-3 * first.elapsed_time(last))
-                )
+            if self._left_out:
+                del self.spans[before:]
+            else:
+                self._take(origin)
+                self.steps.append((origin[0], end[0]))
             self._events.clear()
-            self.steps.append((origin[0], end[0]))
+
+    def _take(self, origin: tuple[float, Event]) -> None:
+        """The step's events as spans."""
+        for kind, layer, first, last in self._events:
+            begin = origin[0] + 1e-3 * origin[1].elapsed_time(first)
+            self.spans.append(Span("GPU", kind, layer, begin, begin + 1e-3 * first.elapsed_time(last)))
 
     def _synchronised(self) -> tuple[float, Event]:
         """(current time, an event recorded now)."""

@@ -1,9 +1,9 @@
 """The rates of a GPU in decoding, from the layers and kernels that decode on it, over weights larger than caches.
 
 Dense products and fixed times: steps of `GpuLayers` of two widths, launched or replayed as in decoding. Rows of
-bundles: `kernels.gpu.neuron_sum` over neurons of which chosen fractions fire, recorded and replayed, so that launches
-do not count. The cost of a sparse FFN, and of an exchange with the CPU, is the extra time of steps that have one.
-torch's CPU device is measured the same way.
+bundles: `kernels.gpu.neuron_sum` over neurons of which chosen fractions fire, many calls in one recording, timed by the
+device, so that launches do not count. The cost of a sparse FFN, and of an exchange with the CPU, is the extra time of
+steps that have one. torch's CPU device is measured the same way.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from powerinfer.devices.batch import Batch
 from powerinfer.devices.gpu import GpuLayers
 from powerinfer.devices.link import Link
 from powerinfer.devices.step import Operator, Step
-from powerinfer.devices.streams import streams_of
+from powerinfer.devices.streams import Event, streams_of
 from powerinfer.devices.torch_device import choose_device, current, gpu_failures
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.bundle_file import ROW_TYPES
@@ -62,6 +62,7 @@ MOST_CONTEXT = 1 << 30
 
 _HOST_BYTES = 1 << 30  # where it cannot be measured
 _MOST_WAIT = 120.0  # seconds
+_RECORDED = 16  # calls of a recording, at least: its launch takes as long as a small kernel
 _WARM_UP = 3  # steps: kernels are compiled in the first, the second is recorded
 _SAMPLE_SECONDS = 0.3  # after which a sample gets only the minimum of steps
 _LEAST_STEPS = 3
@@ -397,17 +398,18 @@ class _GpuSamples(Samples):
         import torch
 
         with torch.inference_mode():
-            run = self._recorded(calls) if gpu.which(self._input(1, 1)) == "triton" else _all(calls)
-            return median(self._paced(lambda: self._finished(run))) / len(calls)
-
-    def _recorded(self, calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
-        """The calls, recorded so that launches do not count."""
-        record = self._streams.recorder()
-        if record is None:
-            return _all(calls)
-        for _ in range(_WARM_UP):
-            self._finished(_all(calls))
-        return record(_all(calls))
+            record = self._streams.recorder() if gpu.which(self._input(1, 1)) == "triton" else None
+            if record is None:
+                return median(self._paced(lambda: self._finished(_all(calls)))) / len(calls)
+            every = [call for _ in range(-(-_RECORDED // len(calls))) for call in calls]
+            for _ in range(_WARM_UP):
+                self._finished(_all(calls))
+            run = record(_all(every))
+            first, last = (self._streams.event(timed=True) for _ in range(2))
+            times = []
+            for _ in self._paced(lambda: self._finished(lambda: _between(first, run, last))):
+                times.append(1e-3 * first.elapsed_time(last))
+            return median(times) / len(every)
 
     def _finished(self, run: Callable[[], Any]) -> None:
         run()
@@ -424,6 +426,12 @@ class _GpuSamples(Samples):
             last = time.perf_counter()
             run()
             yield time.perf_counter() - last
+
+
+def _between(first: Event, run: Callable[[], Any], last: Event) -> None:
+    first.record()
+    run()
+    last.record()
 
 
 def _all(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:

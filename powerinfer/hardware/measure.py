@@ -26,8 +26,11 @@ from powerinfer.system import Disturbance, available_memory, cpu_name, quiet, to
 METHOD = 3
 """Incremented when the measuring changes so much that saved figures must not be reused."""
 
-GPU_METHOD = 2
+GPU_METHOD = 3
 """The same for GPUs."""
+
+MEMORY = "memory_gib"
+"""The one part of a key that no rate depends on."""
 
 SOURCE = "measured with the engine's operators, on random weights larger than the caches"
 
@@ -95,7 +98,8 @@ def known(engine: EngineConfig, gpu: str | None = None) -> Hardware | None:
 
     None, too, if other programs disturbed the measuring and the machine is quiet now.
 
-    The free memory of a GPU is queried again: other programs may use some.
+    The free memory of a GPU is queried again: other programs may use some. So is the machine's where it has another
+    size now, as that of a virtual machine may grow with use: no rate depends on it.
     """
     key = machine_key(engine, gpu)
     path = kept_at(key)
@@ -103,8 +107,11 @@ def known(engine: EngineConfig, gpu: str | None = None) -> Hardware | None:
         found = read(path) if path.is_file() else None
     except (PowerInferError, OSError):
         return None
-    if found is None or found.key != key or (found.disturbed and quiet()):
+    if found is None or _of_rates(found.key) != _of_rates(key) or (found.disturbed and quiet()):
         return None
+    if found.key != key:
+        memory, used = _memory_now()
+        found = replace(found, cpu=replace(found.cpu, memory_bytes=memory, reserved_bytes=used), key=key)
     if gpu is None:
         return found
     if found.gpu is None:
@@ -169,7 +176,7 @@ def _disturbed(others: Disturbance) -> float:
 
 
 def machine_key(engine: EngineConfig, gpu: str | None = None) -> dict[str, str]:
-    """Everything that the figures depend on."""
+    """Everything that the figures depend on, and how large the memory is."""
     facts: dict[str, object] = {
         "method": METHOD,
         "version": __version__,
@@ -177,13 +184,23 @@ def machine_key(engine: EngineConfig, gpu: str | None = None) -> dict[str, str]:
         "cpu": cpu_name(),
         "isa": cpu.choose_isa(engine.isa)[0],
         "threads": cpu.choose_threads(engine.threads)[0],
-        "memory_gib": round(total_memory() / 2**30),
+        MEMORY: round(total_memory() / 2**30),
     }
     if gpu is not None:
         from powerinfer.hardware.gpu_rates import software
 
         facts |= {"gpu": gpu, "gpu_method": GPU_METHOD} | software(gpu)
     return {name: str(value) for name, value in facts.items()}
+
+
+def _of_rates(key: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in key.items() if name != MEMORY}
+
+
+def _memory_now() -> tuple[int, int]:
+    """Bytes of the machine's memory, and of it in use."""
+    memory, free = total_memory(), available_memory()
+    return memory, max(0, memory - free) if free else 0
 
 
 def kept_at(key: Mapping[str, str]) -> Path:
@@ -195,15 +212,10 @@ def kept_at(key: Mapping[str, str]) -> Path:
 def measure(engine: EngineConfig, progress: Progress = silent, effort: Effort = FULL) -> Hardware:
     """Measure this machine without a GPU; about fifteen seconds. PowerInferError if too little memory is free."""
     key = machine_key(engine)
-    memory, free = total_memory(), available_memory()
+    memory, used = _memory_now()
     with Disturbance() as others:
         rates = cpu_rates(engine, effort, progress)
-    device = Device(
-        name=cpu_name() or "CPU",
-        memory_bytes=memory,
-        reserved_bytes=max(0, memory - free) if free else 0,
-        threads=int(key["threads"]),
-        **rates,
-    )
+    name, threads = cpu_name() or "CPU", int(key["threads"])
+    device = Device(name=name, memory_bytes=memory, reserved_bytes=used, threads=threads, **rates)
     disk = disk_rates(cache_folder(), effort.disk_bytes, effort.disk_seconds, progress)
     return Hardware("this machine", SOURCE, device, disk=disk, key=key, disturbed=_disturbed(others))

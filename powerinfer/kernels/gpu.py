@@ -49,11 +49,12 @@ _E2M1 = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 
 
 _NARROW = ["cuda"]  # devices that multiply many tokens in float16 or bfloat16
 
-_forced = [False]
+_forced: list[bool | None] = [None]
 
 
-def force_triton(on: bool) -> None:
-    """Whether to use Triton kernels for tensors of any device: for Triton's interpreter, which runs on the CPU."""
+def force_triton(on: bool | None) -> None:
+    """Whether to use Triton kernels, for tensors of any device: for tests, and for Triton's interpreter, which runs on
+    the CPU. None: where they are on a GPU."""
     _forced[0] = on
 
 
@@ -63,7 +64,8 @@ def which(tensor: Tensor) -> str:
 
 
 def _triton(tensor: Tensor) -> bool:
-    return _forced[0] or (tensor.is_cuda and _has_triton())
+    forced = _forced[0]
+    return (tensor.is_cuda and _has_triton()) if forced is None else forced
 
 
 def _kernels() -> Any:
