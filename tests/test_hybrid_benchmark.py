@@ -19,7 +19,9 @@ from benchmarks.hybrid import compare, recipes, table, worker  # noqa: E402
 from benchmarks.lib import jobs as lib_jobs  # noqa: E402
 from benchmarks.models import make_model  # noqa: E402
 from benchmarks.models.weights import Weights, shapes  # noqa: E402
+from powerinfer import LLM  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
+from powerinfer.kernels import gpu  # noqa: E402
 from powerinfer.placement.solver import GROUP  # noqa: E402
 
 GIB = 1 << 30
@@ -44,11 +46,17 @@ def test_all_of_it_on_a_stand_in(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [job["error"] for job in jobs.values() if "error" in job] == []
     model = "falcon-40b"
     steps = [f"ablation/{model}/0/{step}" for step in ("dense", "layers", "random", "exact")]
-    expected = [f"make/{model}", "hardware", f"decode/{model}/0/powerinfer", *steps]
+    expected = [f"decode/{model}/0/powerinfer", *steps]
     prompt = f"prefill/{model}/0/powerinfer"
-    assert list(jobs) == [*expected[:2], f"kernel/{model}", *expected[2:], prompt, f"budget/{model}/1.5"]
+    before = [f"make/{model}", "hardware", f"reference/{model}"]
+    assert list(jobs) == [*before, f"kernel/{model}", *expected, prompt, f"budget/{model}/1.5"]
+    apart = jobs[f"reference/{model}"]["apart"]
+    assert apart > 0.01, "the predictor leaves something out"
+    for key in expected:
+        names = {"every"} if key.split("/")[-1] in ("dense", "exact") else {"every", "predicted"}
+        assert set(jobs[key]["off"]) == names and max(jobs[key]["off"].values()) < 1e-4 * apart, "F16"
     assert set(jobs[prompt]["prefill_tok_s"]) == {"streamed", "cpu"} and min(jobs[prompt]["prefill_tok_s"].values()) > 0
-    plan, dense, *others = (jobs[key] for key in expected[2:])
+    plan, dense, *others = (jobs[key] for key in expected)
     assert set(plan["decode_tok_s"]) == {"1", "9"} and all(rate > 0 for rate in plan["decode_tok_s"].values())
     assert "sparsity" not in dense and set(plan["sparsity"]) == {"1", "9"}
     whole = plan["vram"]
@@ -97,6 +105,23 @@ def test_what_failed_is_said_and_can_be_done_again(tmp_path: Path) -> None:
     assert "error" not in again["jobs"]["kernel/falcon-40b"]
 
 
+@pytest.mark.parametrize("section", ["decode", "prefill"])
+def test_a_wrong_model_is_not_timed(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose neurons on the GPU count twice: its logits are not the CPU's."""
+    plain, timed = gpu.neuron_sum, []
+
+    def wrong(*given: Any) -> Any:
+        total, fired = plain(*given)
+        return 2 * total, fired
+
+    monkeypatch.setattr(gpu, "neuron_sum", wrong)
+    monkeypatch.setattr(worker, "_decoded", lambda *_: timed.append(1))
+    monkeypatch.setattr(LLM, "generate", lambda *_: timed.append(1))
+    jobs = measured(tmp_path / "hybrid.json", "--sections", section)["jobs"]
+    error = jobs[f"{section}/falcon-40b/0/powerinfer"]["error"]
+    assert error.startswith("not timed: logits are off by ") and not timed
+
+
 def test_a_program_that_hangs_is_ended() -> None:
     with pytest.raises(RuntimeError, match=r"sleep had not ended after 0 seconds"):
         compare.programs.output(["sleep", "30"], 0.1)
@@ -107,6 +132,10 @@ def test_it_ends_in_time_and_goes_on(tmp_path: Path) -> None:
 
     def run(task: dict[str, Any]) -> dict[str, Any]:
         seconds[0] += 50
+        made = compare.bundles_of(Path(task["model"])), worker.reference_of(Path(task["model"]))
+        for path in made:
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
         return {"decode_tok_s": {"1": 1.0}}
 
     out = tmp_path / "hybrid.json"
@@ -114,14 +143,17 @@ def test_it_ends_in_time_and_goes_on(tmp_path: Path) -> None:
         patch.setattr(lib_jobs.time, "monotonic", lambda: seconds[0])
         patch.setattr(lib_jobs.machine, "wait_until_quiet", lambda _: None)
         counts = [len(measured(out, "--minutes", 3, run=run)["jobs"]) for _ in range(6)]
-    assert counts[0] == 3 and counts == sorted(counts) and counts[-1] == counts[-2] == 10
+    assert counts[0] == 3 and counts == sorted(counts) and counts[-1] == counts[-2] == 11
 
 
 def test_cutting_keeps_layers_and_budget_in_proportion() -> None:
     whole = recipes.RECIPES["falcon-40b"]
     cut = recipes.recipe("falcon-40b", "own")
-    assert (whole.layers, cut.plan.n_layers, cut.vram) == (60, 15, 6 * GIB)
-    assert recipes.recipe("drelu-7b", "own").vram == 24 * GIB
+    assert (whole.layers, cut.plan.n_layers, cut.vram, cut.part) == (60, 15, 24 * GIB, 0.25)
+    assert worker.part_of(cut.vram, 2 * GIB, cut.part) == 7.5 * GIB, "what layers share does not shrink"
+    assert recipes.recipe("drelu-7b", "own").part == 1 and worker.part_of(24 * GIB, 2 * GIB, 1) == 24 * GIB
+    with pytest.raises(RuntimeError, match="does not hold what all layers share"):
+        worker.part_of(GIB, GIB, 0.5)
     assert recipes.recipe("reglu-70b", "0.001").plan.n_layers == 1
     for wrong in ("0", "1.5", "much"):
         with pytest.raises(ValueError):
@@ -179,11 +211,12 @@ class FakePeer(compare.Peer):
         return 8.0 / threads, GIB + count * GIB // 2
 
 
-@pytest.mark.parametrize("guess", [GIB // 4, GIB // 2, GIB])
-def test_the_most_layers_within_the_budget(guess: int) -> None:
+@pytest.mark.parametrize(("guess", "count"), [(GIB // 4, 9), (GIB // 2, 10), (GIB, 10)])
+def test_the_most_layers_within_the_budget(guess: int, count: int) -> None:
+    """In three tries, with one less than would fit after a guess that is far off."""
     found = compare.limit(FakePeer(Path(), "cuda", []), Path("m"), "ngl", 40, 6 * GIB, guess, 4)
-    assert found["count"] == 10 and found["flags"] == ["-ngl", "10"] and found["threads"] == 2
-    assert max(one["vram_used"] for one in found["tries"] if one["count"] <= 10) == 6 * GIB
+    assert found["count"] == count and found["flags"] == ["-ngl", str(count)] and found["threads"] == 2
+    assert max(one["vram_used"] for one in found["tries"] if one["count"] <= 10) == GIB + count * GIB // 2
     assert len(found["tries"]) <= compare.MOST_TRIES
     with pytest.raises(RuntimeError, match="nothing fits"):
         compare.limit(FakePeer(Path(), "cuda", []), Path("m"), "ngl", 40, GIB // 2, guess, 4)

@@ -5,9 +5,8 @@
 
 It makes the models (recipes.py), one at a time, and measures section by section:
 
-    make       the model, its profile, predictor and bundles, and what this machine can do (`powerinfer measure`)
-    peer       how many layers llama.cpp can put on the GPU within the budget: whole ones (-ngl), or all attention and
-               the FFNs of some (-ot); each with all threads and with half of them
+    make       the model, its profile, predictor and bundles; before any other section what this machine can do
+               (`powerinfer measure`), the budget of the layers that there are, and a text's logits on the CPU
     kernel     bandwidth of the sum over a layer's neurons, a tenth of which fires
     decode     tokens per second of 1, 8 and 32 requests together: this engine and llama.cpp in turn, round by round; of
                this engine also the share of the firing neurons that the GPU had, a trace, what the plan predicted
@@ -16,11 +15,15 @@ It makes the models (recipes.py), one at a time, and measures section by section
                `exact` is the plan without a predictor
     prefill    tokens per second of a prompt: cold neurons streamed to the GPU, or by the CPU; llama.cpp
     budget     tokens per second by the budget
+    peer       how many layers llama.cpp can put on the GPU within the budget: whole ones (-ngl), or all attention and
+               the FFNs of some (-ot); in few tries, with all threads and with half of them. Its runs need that, and in
+               the first round both come after all of this engine's
+
+Before anything of this engine is timed, its logits of a text are compared with the CPU's: a wrong model is an error.
 
 A card with less memory is stood in for by the budget: the GPU is as fast as it is. --scale takes a share of a model's
-layers and the same share of its budget, for both engines (by itself a quarter of falcon-40b and of reglu-70b, all of
-drelu-7b); embedding, head and what a driver takes stay whole, so at a
-small scale less of the budget is left for layers than the real model would have.
+layers (by itself a quarter of falcon-40b and of reglu-70b, all of drelu-7b); the budget of both engines is then that
+share of the card, but for what layers share: head, driver and working memory stay whole (`worker.card`).
 
 Every job is written down when it is done. Started again with the same --out, the script goes on where it was; with
 --minutes it ends before a job that might take longer. --retry does jobs that failed again. A model is removed when its
@@ -47,13 +50,15 @@ from benchmarks.hybrid import recipes, worker
 from benchmarks.lib import machine, programs, results
 from benchmarks.lib.jobs import Jobs, Result, opened
 from benchmarks.models import prepared
+from powerinfer.sizes import read_size
 
-SECTIONS = ("make", "peer", "decode", "ablation", "prefill", "budget", "kernel")
+SECTIONS = ("make", "kernel", "decode", "ablation", "prefill", "peer", "budget")
 SHARES = (0.25, 0.5, 0.75, 1.0, 1.5)  # of the budget
 STEPS = ("dense", "layers", "random")  # of the ablation, before the plan
 KERNEL_TOKENS = (1, 8, 32)
-MOST_TRIES = 6  # for one limit of the peer
+MOST_TRIES = 3  # for one limit of the peer: each loads the model
 HANGS = 240  # seconds, after which a program is taken not to end any more
+LLAMA_CPP = "llama.cpp"
 EVERYTHING = 999  # as -ngl: all layers and the head
 
 
@@ -226,11 +231,15 @@ def jobs(measurement: Measurement, name: str) -> Iterator[tuple[str, Callable[[]
     made = recipes.recipe(name, arguments.scale)
     model = recipes.path_of(arguments.models, name, arguments.scale)
     layers, sections = made.plan.n_layers, arguments.sections
-    vram: int | float = made.vram or 0.5
 
-    def ours(policy: str, selector: str, budget: int | float, batches: list[int], trace: Path | None = None) -> Result:
-        task = {"what": "decode", "model": str(model), "gpu": arguments.gpu, "vram": budget, "policy": policy}
-        task |= {"selector": selector, "batches": batches, "tokens": arguments.tokens, "threads": arguments.threads}
+    def vram() -> int | float:
+        """Bytes; at the tiny scale room for a share of the neurons. Known when the model is there."""
+        return int(measurement.done[f"card/{name}"]["vram"]) if made.vram else 0.5
+
+    def ours(policy: str, selector: str, share: float, batches: list[int], trace: Path | None = None) -> Result:
+        task = basis(arguments, model) | {"what": "decode", "vram": vram(), "policy": policy, "selector": selector}
+        task["vram"] = int(share * task["vram"]) if made.vram else share * task["vram"]
+        task |= {"batches": batches, "tokens": arguments.tokens}
         task["most"] = max(arguments.batches)  # so that all runs have the same cache
         with Vram(arguments.gpu) as used:
             result = run(task | {"trace": None if trace is None else str(trace)})
@@ -245,60 +254,60 @@ def jobs(measurement: Measurement, name: str) -> Iterator[tuple[str, Callable[[]
         return peer.measure(model, found, arguments.batches, arguments.tokens)
 
     def our_prompt() -> Result:
-        task = {"what": "prefill", "model": str(model), "gpu": arguments.gpu, "vram": vram, "policy": "time"}
-        return run(task | {"selector": "predicted", "prompt": arguments.prompt, "threads": arguments.threads})
+        task = basis(arguments, model) | {"what": "prefill", "vram": vram(), "policy": "time"}
+        return run(task | {"selector": "predicted", "prompt": arguments.prompt})
 
     def found_limit(way: str) -> Result:
         assert peer is not None
         each = max(1, model.stat().st_size // (layers + 1))
-        return limit(peer, model, way, layers, made.vram, each, arguments.threads)
+        return limit(peer, model, way, layers, int(vram()), each, arguments.threads)
 
     ways = list(WAYS) if peer is not None and made.vram else []
-    if "peer" in sections:
-        for way in ways:
-            yield f"peer/{name}/{way}", lambda way=way: found_limit(way)
+    limits = [(f"peer/{name}/{way}", lambda way=way: found_limit(way)) for way in ways if "peer" in sections]
     if "kernel" in sections:
-        task = {"what": "kernel", "model": str(model), "gpu": arguments.gpu, "tokens": list(KERNEL_TOKENS)}
+        task = basis(arguments, model) | {"what": "kernel", "tokens": list(KERNEL_TOKENS)}
         yield f"kernel/{name}", lambda: run(task)
     for number in range(arguments.rounds):
         each: list[tuple[str, Callable[[], Result]]] = []
         if "decode" in sections:
             trace = arguments.out.with_name(f"{arguments.out.stem}-{name}-trace.json") if number == 0 else None
-            plan = lambda trace=trace: ours("time", "predicted", vram, arguments.batches, trace)  # noqa: E731
+            plan = lambda trace=trace: ours("time", "predicted", 1, arguments.batches, trace)  # noqa: E731
             each.append((f"decode/{name}/{number}/powerinfer", plan))
-            each += [(f"decode/{name}/{number}/llama.cpp-{way}", lambda way=way: theirs(way)) for way in ways]
+            each += [(f"decode/{name}/{number}/{LLAMA_CPP}-{way}", lambda way=way: theirs(way)) for way in ways]
         if "ablation" in sections and number < arguments.ablation_rounds:
-            steps = [(step, lambda step=step: ours(step, "predicted", vram, [1])) for step in STEPS]
-            steps.append(("exact", lambda: ours("time", "exact", vram, [1])))
+            steps = [(step, lambda step=step: ours(step, "predicted", 1, [1])) for step in STEPS]
+            steps.append(("exact", lambda: ours("time", "exact", 1, [1])))
             each += [(f"ablation/{name}/{number}/{step}", work) for step, work in steps]
         if "prefill" in sections:
             each.append((f"prefill/{name}/{number}/powerinfer", our_prompt))
-            each += [(f"prefill/{name}/{number}/llama.cpp-{way}", lambda way=way: theirs(way, True)) for way in ways]
+            each += [(f"prefill/{name}/{number}/{LLAMA_CPP}-{way}", lambda way=way: theirs(way, True)) for way in ways]
+        if number == 0:  # ours first: where time ends early, the others can be measured another day
+            each.sort(key=lambda job: LLAMA_CPP in job[0])
+            first = next((at for at, job in enumerate(each) if LLAMA_CPP in job[0]), len(each))
+            each[first:first] = limits
         shift = number % max(1, len(each))
         yield from each[shift:] + each[:shift]
     if "budget" in sections:
         for share in arguments.shares:
-            budget = int(share * made.vram) if made.vram else share / 2
-            yield f"budget/{name}/{share:g}", lambda budget=budget: ours("time", "predicted", budget, [1])
+            yield f"budget/{name}/{share:g}", lambda share=share: ours("time", "predicted", share, [1])
 
 
 def measure(measurement: Measurement) -> bool:
     """Do what is left of all models. False where time was over before all was done."""
     arguments = measurement.arguments
-    threads = {"threads": arguments.threads}
     for name in arguments.names:
         left = [(key, work) for key, work in jobs(measurement, name) if measurement.wanted(key)]
         model = recipes.path_of(arguments.models, name, arguments.scale)
         if left or ("make" in arguments.sections and measurement.wanted(f"make/{name}")):
             if measurement.over(f"make/{name}"):
                 return False
-            make = threads | {"what": "make", "model": str(model), "name": name, "scale": arguments.scale}
+            make = basis(arguments, model) | {"what": "make", "name": name, "scale": arguments.scale}
             if measurement.wanted(f"make/{name}") or not bundles_of(model).exists():
                 measurement.do(f"make/{name}", lambda make=make: run(make))
             if "error" in measurement.done[f"make/{name}"]:
                 continue
-        if left and measurement.wanted("hardware"):
-            measurement.do("hardware", lambda: run(threads | {"what": "hardware", "gpu": arguments.gpu}))
+        if left and not before(measurement, name):
+            return False
         for key, work in left:
             if measurement.over(key):
                 return False
@@ -306,6 +315,30 @@ def measure(measurement: Measurement) -> bool:
         if not arguments.keep and set(arguments.sections) > {"make"}:
             prepared.remove(model)
     return True
+
+
+def before(measurement: Measurement, name: str) -> bool:
+    """What the jobs on a model need. False where time was over."""
+    arguments = measurement.arguments
+    model, made = recipes.path_of(arguments.models, name, arguments.scale), recipes.recipe(name, arguments.scale)
+    own = basis(arguments, model)
+    card = own | {"what": "card", "vram": made.vram, "part": made.part, "policy": "time", "selector": "predicted"}
+    card |= {"most": max(arguments.batches), "tokens": arguments.tokens}
+    todo = {"hardware": own | {"what": "hardware"}, f"reference/{name}": own | {"what": "reference"}}
+    if made.vram:
+        todo[f"card/{name}"] = card
+    for key, task in todo.items():
+        lost = key.startswith("reference") and not worker.reference_of(model).exists()
+        if measurement.wanted(key) or lost:
+            if measurement.over(key):
+                return False
+            measurement.do(key, lambda task=task: run(task))
+    return True
+
+
+def basis(arguments: argparse.Namespace, model: Path) -> Result:
+    """What every task of a model has."""
+    return {"model": str(model), "gpu": arguments.gpu, "threads": arguments.threads, "ram": arguments.ram}
 
 
 def bundles_of(model: Path) -> Path:
@@ -332,6 +365,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpu", default="cuda", help="cuda, cuda:1, or cpu, which stands in (default %(default)s)")
     parser.add_argument("--peer", type=Path, metavar="FOLDER", help="of llama.cpp's binaries, built with CUDA")
     parser.add_argument("--peer-flags", default="", metavar="FLAGS", help="more, that both of its programs take")
+    ram = "RAM that there is, where it is not all there before it is used (such as 100GiB)"
+    parser.add_argument("--ram", type=read_size, metavar="SIZE", help=ram)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: %(default)s")
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 8, 32), help="requests together")
     parser.add_argument("--tokens", type=int, default=64, help="decoded by one request alone; several: 31 at most")
@@ -358,13 +393,15 @@ def main() -> int:
     arguments = parse()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # models are made by threads of their own
     settings = {"scale": arguments.scale, "gpu": arguments.gpu, "device": gpu_name(arguments.gpu)}
-    settings |= {name: getattr(arguments, name) for name in ("threads", "batches", "tokens", "prompt", "peer_flags")}
+    settings |= {
+        name: getattr(arguments, name) for name in ("threads", "batches", "tokens", "prompt", "peer_flags", "ram")
+    }
     document = opened(arguments.out, "hybrid", settings)
     models = document.setdefault("models", {})
     for name in arguments.names:
-        whole = recipes.RECIPES[name]
-        models[name] = recipes.recipe(name, arguments.scale).document()
-        models[name] |= {"whole_layers": whole.layers, "whole_vram": whole.vram}
+        if name not in models:  # it takes some seconds
+            models[name] = recipes.recipe(name, arguments.scale).document()
+            models[name]["whole_layers"] = recipes.RECIPES[name].layers
     peer = None
     if arguments.peer is not None:
         peer = Peer(arguments.peer, arguments.gpu, arguments.peer_flags.split())

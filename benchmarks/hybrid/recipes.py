@@ -17,7 +17,8 @@ class Recipe:
     """A model and the memory of the card that is stood in for.
 
     stored: type of the matrices; vram: bytes; about: what the firing is taken from; share: of the layers, where nobody
-    asks for another: so that model, bundles and what making them takes suit 64 GB of disk and the time that there is.
+    asks for another: so that model, bundles and what making them takes suit 64 GB of disk and the time that there is;
+    part: of the layers that there are, which get as much of the card's memory (`worker.card`).
     """
 
     plan: Plan
@@ -25,16 +26,17 @@ class Recipe:
     vram: int
     about: str
     share: float
+    part: float = 1.0
 
     @property
     def layers(self) -> int:
         return self.plan.n_layers
 
     def scaled(self, scale: float) -> Recipe:
-        """A share of the layers, and the same share of the budget: 15 of 60 layers get a quarter of it."""
+        """A share of the layers."""
         layers = max(1, round(scale * self.layers))
         plan = replace(self.plan, n_layers=layers, layer_ratio=self.plan.layer_ratio if layers > 1 else 1.0)
-        return replace(self, plan=plan, vram=self.vram * layers // self.layers)
+        return replace(self, plan=plan, part=layers / self.layers)
 
     def tiny(self) -> Recipe:
         """The same kind of model, small enough for any machine. Without a budget: its runs have room for half the
@@ -49,7 +51,14 @@ class Recipe:
         chosen = make_model.chosen_statistics(self.plan)
         shares = chosen["hot_share_of_layer"]
         firing = {"hot_share_of_layer": sum(shares) / len(shares), "hot_share_of_model": chosen["hot_share_of_model"]}
-        return {"plan": asdict(self.plan), "stored": self.stored, "vram": self.vram, "about": self.about, **firing}
+        return {
+            "plan": asdict(self.plan),
+            "stored": self.stored,
+            "vram": self.vram,
+            "part": self.part,
+            "about": self.about,
+            **firing,
+        }
 
 
 # Shapes as published (docs/plan.md names the sources of the shares).

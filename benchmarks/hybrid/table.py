@@ -74,7 +74,8 @@ def about(document: dict[str, Any]) -> list[str]:
     for name, model in document["models"].items():
         plan = model["plan"]
         cut = "" if plan["n_layers"] == model["whole_layers"] else f" of {model['whole_layers']}"
-        budget = f"budget {gib(model['vram'])} of {gib(model['whole_vram'])} GiB" if model["vram"] else "tiny"
+        own = document["jobs"].get(f"card/{name}", {}).get("vram")
+        budget = f"budget {gib(own)} of {gib(model['vram'])} GiB" if model["vram"] else "tiny"
         lines.append(
             f"- {name}: {plan['n_layers']}{cut} layers of {plan['d_model']} x {plan['d_ff']}, "
             f"{model['stored'].upper()}, {budget}; {percent(plan['active'], 0)} of the neurons fire for a token, and "

@@ -3,8 +3,12 @@
     python -m benchmarks.hybrid.worker '{"what": "decode", "model": "m.gguf", "gpu": "cuda", "vram": 6442450944, ...}'
 
 what: "decode" loads a model as `run` does, under a budget and a policy, and decodes; "prefill" computes a prompt, cold
-neurons streaming to the GPU or computed by the CPU; "kernel" times the sum of a
-layer's neurons of which a tenth fires; "hardware" measures the machine; "make" makes a model.
+neurons streaming to the GPU or computed by the CPU; "kernel" times the sum of a layer's neurons of which a tenth fires;
+"hardware" measures the machine; "make" makes a model; "card" says what of a card's memory a part of a model gets;
+"reference" computes a text on the CPU alone.
+
+Nothing is timed before the model's logits of that text have been compared with those of the CPU; a model that gives
+others fails. Every task may have `ram`, bytes that there are, of a machine whose memory grows with use.
 
 On torch's CPU device, which stands in for a GPU, the machine is not measured: plans are made for one on which splitting
 pays for the smallest model, so that everything runs, and their predictions mean nothing.
@@ -17,8 +21,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -27,10 +33,11 @@ from unittest import mock
 
 import numpy as np
 
-from benchmarks.hybrid import recipes
+from benchmarks.hybrid import gpu_kernels, recipes
 from benchmarks.models import prepared
 from powerinfer import LLM, SamplingParams
 from powerinfer.config import EngineConfig
+from powerinfer.devices.replayed_spans import UNRECORDED
 from powerinfer.formats.bundle_file import open_bundles
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.hardware.description import Hardware, load
@@ -47,8 +54,13 @@ POLICIES = ("time", "ilp", "greedy", "random", "layers", "dense")
 TRACED = 4  # steps
 ACTIVE = 0.10  # of the kernel's neurons
 SETS = 8  # inputs of the kernel, in turn, so that its rows are not in a cache already
-KERNEL_RUNS = 40
 COPIED = 1 << 30  # bytes of the copy that a kernel's bandwidth is held against
+TEXT = 48  # tokens that are computed on the CPU and beside a GPU
+ALONE = 8  # of them, one at a time: launched, recorded and replayed; those before in one step
+FURTHEST = 0.25
+"""How far logits may be from the CPU's, as a share of the distance that the predictor's misses make, a few of a hundred
+neurons that fire. The devices round activations of Q4_0 neurons and the products of prompts to different types, which
+makes up to an eighth of that distance."""
 
 
 def decode(task: dict[str, Any]) -> dict[str, Any]:
@@ -56,14 +68,15 @@ def decode(task: dict[str, Any]) -> dict[str, Any]:
 
     task: model, gpu, vram (bytes; or a share from 0 to 1, then room for the dense parts and that share of the neurons),
     selector, policy, batches, most (requests that there is a cache for), tokens (of one request alone), threads, trace
-    (a path or None).
+    (a path or None). RuntimeError for a model whose logits are not the CPU's.
     """
     batches, tokens = task["batches"], task["tokens"]
     engine = _engine(task, _context(task["most"], tokens), task["most"])
     begin = time.perf_counter()
     llm, plan = _load(Path(task["model"]), engine, task["policy"])
-    result: dict[str, Any] = {"vram": engine.vram, "load_s": time.perf_counter() - begin, "decode_tok_s": {}}
+    result: dict[str, Any] = {"vram": engine.vram, "load_s": time.perf_counter() - begin}
     with llm:
+        result |= {"off": checked(llm, Path(task["model"]), engine.selector), "decode_tok_s": {}}
         result["choices"] = {name: llm.choices[name] for name in ("gpu", "selector", "threads") if name in llm.choices}
         for batch in batches:
             rate, report = _decoded(llm, batch, _tokens(batch, tokens))
@@ -89,6 +102,7 @@ def _engine(task: dict[str, Any], context: int, batch: int) -> EngineConfig:
         prefix_cache=False,
         selector="all" if task["policy"] == "dense" else task["selector"],
         gpu=task["gpu"],
+        ram=task.get("ram"),
     )
     return replace(engine, vram=_vram(Path(task["model"]), engine, task["vram"]))
 
@@ -102,10 +116,12 @@ def prefill(task: dict[str, Any]) -> dict[str, Any]:
     engine = _engine(task, cpu.PAGE * (1 + -(-tokens // cpu.PAGE)), 1)
     llm, plan = _load(Path(task["model"]), engine, task["policy"])
     with llm:
+        off = checked(llm, Path(task["model"]), engine.selector)
         prompt = [1 + (7919 * number) % (llm.config.vocab_size - 1) for number in range(tokens)]
         once = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         stage = llm._sparsity.stage if isinstance(llm._sparsity, HybridSparsity) else None
-        result: dict[str, Any] = {"vram": engine.vram, "choice": llm.choices.get("prefill"), "prefill_tok_s": {}}
+        result: dict[str, Any] = {"vram": engine.vram, "off": off, "choice": llm.choices.get("prefill")}
+        result["prefill_tok_s"] = {}
         result["streams_from"] = None if stage is None else stage.least
         for way, least in (("streamed", 1), ("cpu", None)):
             if stage is not None:
@@ -116,6 +132,85 @@ def prefill(task: dict[str, Any]) -> dict[str, Any]:
     if plan is not None:
         result["bytes"] = plan.bytes
     return result
+
+
+def card(task: dict[str, Any]) -> dict[str, Any]:
+    """The budget of a part of a model's layers, in bytes: that part of a card's memory, less what all layers share.
+
+    The output head, the driver and libraries, and the working memory of a step are as large for few layers as for many.
+    task: as of `decode`, with vram (the card's) and part (from 0 to 1).
+    """
+    engine = _engine(task, _context(task["most"], task["tokens"]), task["most"])
+    plan = resolve(open_checkpoint(Path(task["model"])), engine).plan
+    assert plan is not None
+    fixed = {name: plan.bytes["gpu"].get(name, 0) for name in ("head", "runtime", "scratch")}
+    return {"vram": part_of(task["vram"], sum(fixed.values()), task["part"]), "fixed": fixed}
+
+
+def part_of(whole: int, fixed: int, part: float) -> int:
+    """A part of some bytes of which `fixed` do not shrink. RuntimeError where these are all of it."""
+    if fixed >= whole:
+        raise RuntimeError(f"a card of {whole} bytes does not hold what all layers share, {fixed} bytes")
+    return fixed + int(part * (whole - fixed))
+
+
+# ---------------------------------------------------------------- what is right
+
+
+def reference(task: dict[str, Any]) -> dict[str, Any]:
+    """A text's logits on the CPU alone, with every neuron and with those that are predicted; kept for `checked`.
+
+    task: model, threads.
+    """
+    path = Path(task["model"])
+    engine = {"threads": task["threads"], "context": 2 * TEXT, "max_batch": 1, "prefix_cache": False, "trial": False}
+    with LLM(path, gpu="none", selector="predicted", **engine) as llm:
+        predicted = _logits(llm)
+        with llm.every_neuron():
+            every = _logits(llm)
+    np.savez(reference_of(path), predicted=predicted, every=every)
+    return {"apart": _apart(predicted, every)}
+
+
+def checked(llm: LLM, model: Path, selector: str) -> dict[str, float]:
+    """How far a model's logits are from the CPU's: with every neuron and, of `predicted`, with those selected.
+
+    RuntimeError where that is too far for the same model.
+    """
+    with np.load(reference_of(model)) as wanted:
+        furthest = FURTHEST * _apart(wanted["predicted"], wanted["every"])
+        off = {}
+        if selector == "predicted":
+            off["predicted"] = _apart(_logits(llm), wanted["predicted"])
+            with llm.every_neuron():
+                off["every"] = _apart(_logits(llm), wanted["every"])
+        else:
+            off["every"] = _apart(_logits(llm), wanted["every"])
+    wrong = [f"{value:.3g} ({name})" for name, value in off.items() if not value <= furthest]
+    if wrong:
+        raise RuntimeError(f"not timed: logits are off by {', '.join(wrong)} of the CPU's, more than {furthest:.3g}")
+    return off
+
+
+def _logits(llm: LLM) -> np.ndarray:
+    """float32 [ALONE, vocab] of the last tokens of the text."""
+    rng, rows = np.random.default_rng(5), []
+    text = rng.integers(1, llm.config.vocab_size, TEXT).tolist()
+    llm.score(text, TEXT - ALONE, lambda _, logits: rows.append(logits.copy()), step=1)
+    return np.concatenate(rows)
+
+
+def _apart(ours: np.ndarray, wanted: np.ndarray) -> float:
+    """Their distance, as a share of the size of those that are wanted; not a number if any is none."""
+    difference = np.square(ours - wanted, dtype=np.float64).mean() / np.square(wanted, dtype=np.float64).mean()
+    return float(np.sqrt(difference))
+
+
+def reference_of(model: Path) -> Path:
+    return Path(f"{model}.powerinfer") / "reference-logits.npz"
+
+
+# ---------------------------------------------------------------- budgets and plans
 
 
 def _context(most: int, tokens: int) -> int:
@@ -175,8 +270,7 @@ def _decoded(llm: LLM, batch: int, tokens: int) -> tuple[float, dict[str, Any] |
 
 def _traced(llm: LLM, path: Path) -> dict[str, Any]:
     """What takes the time of a few steps of one request; the spans as a Chrome trace at the path."""
-    params = SamplingParams(max_tokens=1 + TRACED, temperature=0.0, ignore_eos=True)
-    llm.generate([[1]], params)
+    params = SamplingParams(max_tokens=TRACED + UNRECORDED, temperature=0.0, ignore_eos=True)
     with llm.traced() as trace:
         llm.generate([[1]], params)
     path.write_text(json.dumps(trace.document()) + "\n")
@@ -219,11 +313,11 @@ def kernel(task: dict[str, Any]) -> dict[str, Any]:
         calls = [_sum(neurons, x, selected) for x, selected in inputs]
         fired = [int((call()[1] > 0).sum()) for call in calls]
         bytes_read = median(fired) * neurons.nbytes / neurons.n
-        seconds = _seconds(calls, device)
+        seconds = gpu_kernels.seconds(lambda i, calls=calls: calls[i](), SETS, device.type)
         runs.append({"tokens": tokens, "fired": median(fired), "bytes": bytes_read, "seconds": seconds})
     source = torch.ones(COPIED if device.type == "cuda" else COPIED >> 6, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copied = 2 * source.numel() / _seconds([lambda: target.copy_(source)], device)
+    copied = 2 * source.numel() / gpu_kernels.seconds(lambda _: target.copy_(source), 1, device.type)
     for run in runs:
         run["gb_s"] = run["bytes"] / run["seconds"] / 1e9
         run["share_of_copy"] = run["bytes"] / run["seconds"] / copied
@@ -248,37 +342,6 @@ def _sum(neurons: Any, x: Any, selected: Any) -> Callable[[], Any]:
     from powerinfer.kernels import gpu
 
     return lambda: gpu.neuron_sum(neurons, x, selected)
-
-
-def _seconds(calls: list[Callable[[], Any]], device: Any) -> float:
-    """Median of a call, by the device's own clock; on CUDA replayed from a recording, as decode steps are."""
-    import torch
-
-    if device.type != "cuda":
-        taken = []
-        for number in range(KERNEL_RUNS // 4):
-            begin = time.perf_counter()
-            calls[number % len(calls)]()
-            taken.append(time.perf_counter() - begin)
-        return median(taken)
-    recordings = []
-    for call in calls:
-        for _ in range(3):
-            call()  # compiled, and its memory found
-        torch.cuda.synchronize(device)
-        recording = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(recording):
-            call()
-        recordings.append(recording)
-    taken = []
-    for number in range(KERNEL_RUNS):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        recordings[number % len(recordings)].replay()
-        last.record()
-        last.synchronize()
-        taken.append(1e-3 * first.elapsed_time(last))
-    return median(taken)
 
 
 # ---------------------------------------------------------------- tasks
@@ -313,7 +376,24 @@ def stand_in() -> Hardware:
 
 def perform(task: dict[str, Any]) -> dict[str, Any]:
     """The result of a task."""
-    work = {"decode": decode, "prefill": prefill, "kernel": kernel, "hardware": hardware, "make": make}[task["what"]]
+    works = (decode, prefill, kernel, hardware, make, card, reference)
+    work = {work.__name__: work for work in works}[task["what"]]
+    with _memory_of(task.get("ram")):
+        return _performed(work, task)
+
+
+@contextmanager
+def _memory_of(ram: int | None) -> Iterator[None]:
+    """That many bytes are there and free, whatever the machine says: it may have more once they are used."""
+    with ExitStack() as stack:
+        for module in [module for name, module in sys.modules.items() if name.startswith("powerinfer.")]:
+            for name in ("total_memory", "available_memory"):
+                if ram is not None and hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, lambda: ram))
+        yield
+
+
+def _performed(work: Callable[[dict[str, Any]], dict[str, Any]], task: dict[str, Any]) -> dict[str, Any]:
     if task.get("gpu") != "cpu":
         return work(task)
     import torch

@@ -61,8 +61,8 @@ class Op {
   virtual ~Op() = default;
   virtual void run(Thread& t, const Step& step) = 0;
   virtual const char* name() const = 0;
-  // Whether a step of the program multiplies with `matrices`.
-  virtual bool wants(const Program&, const Step&) const { return true; }
+  // How many of `matrices`, from the first on, a step of the program multiplies with.
+  virtual size_t wants(const Program&, const Step&) const { return matrices.size(); }
   size_t number = 0;  // in its program
   std::vector<std::shared_ptr<Matrix>> matrices;
 };

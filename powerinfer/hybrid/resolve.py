@@ -294,14 +294,20 @@ def _within_free_memory(resolved: Resolved, model: Model, free: int) -> Resolved
 def _on_disk(resolved: Resolved, model: Model, ram: int, host_bytes: int = 0, whole: int | None = None) -> Resolved:
     """The same with what does not fit into `ram` on disk. RequestError if the rest does not fit. host_bytes: of a GPU's
     libraries; whole: bytes that hold the model."""
+    from powerinfer.formats.prepared import PROFILE, PreparedFile
+    from powerinfer.formats.profile_file import open_profile
     from powerinfer.placement.disk import plan_disk
 
-    engine, selection = resolved.engine, resolved.selection
-    bundled = selection.bundles is not None
+    engine, selection, checkpoint = resolved.engine, resolved.selection, resolved.checkpoint
+    bundled, profile = selection.bundles is not None, None
+    if bundled and PreparedFile(PROFILE, checkpoint, engine.prepared).exists():
+        profile = open_profile(checkpoint, engine.prepared)
     work = _workload(model, engine, selection.selector if bundled else "all")
     threads, _ = cpu.choose_threads(engine.threads)
     first = resolved.gpu_layers
-    plan = plan_disk(model, work, ram, threads, bundled, first=first, host_bytes=host_bytes, whole=whole)
+    plan = plan_disk(
+        model, work, ram, threads, bundled, first=first, host_bytes=host_bytes, whole=whole, profile=profile
+    )
     return replace(resolved, disk=plan if plan.about.anything else None)
 
 
