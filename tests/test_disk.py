@@ -278,7 +278,7 @@ def test_a_lower_context_that_keeps_all_in_ram_is_said(smollm2: Path, monkeypatc
     assert resolve(checkpoint, replace(engine, context=context)).disk is None
     more = resolve(checkpoint, replace(engine, context=context + 32))
     assert more.disk is not None and more.whole_context == context
-    less = resolve(checkpoint, replace(engine, ram=ram - (140 << 20), context=512))
+    less = resolve(checkpoint, replace(engine, ram=ram - (160 << 20), context=512))
     assert less.disk is not None and less.whole_context is None, "its weights do not fit"
     monkeypatch.setattr("powerinfer.system.available_memory", lambda: ram)
     found = resolve(checkpoint, replace(engine, ram=None, context=8192)).whole_context

@@ -275,7 +275,7 @@ def _on_cpu(resolved: Resolved) -> Resolved:
     if engine.disk == "none":
         raise _too_little_ram(checkpoint, engine, selection, model, total)
     placed = _on_disk(resolved, model, ram, whole=total)
-    context = _whole_context(resolved, model, ram)
+    context = _whole_context(placed, model, ram)
     return replace(placed, kv_room=kv, disk_speed=_disk_speed(placed, model, ram), whole_context=context)
 
 
@@ -291,7 +291,7 @@ def _within_free_memory(resolved: Resolved, model: Model, free: int) -> Resolved
     with suppress(RequestError):  # not even that fits: the system may still find the memory
         ram = within(free)
         placed = _on_disk(replace(resolved, engine=short), model, ram)
-        context = _whole_context(resolved, model, ram) if engine.context else None
+        context = _whole_context(placed, model, ram) if engine.context else None
         return replace(placed, engine=engine, disk_speed=_disk_speed(placed, model, ram), whole_context=context)
     return resolved
 
@@ -367,23 +367,25 @@ def _context(model: Model, engine: EngineConfig) -> int:
     return engine.context or model.config.context_length
 
 
-def _whole_context(resolved: Resolved, model: Model, ram: int, host_bytes: int = 0) -> int | None:
-    """The longest context, in whole pages, with which nothing stays on disk; None where that is too short to be
-    suggested. Arguments as of `_on_disk`."""
-    engine, selection = resolved.engine, resolved.selection
+def _whole_context(placed: Resolved, model: Model, ram: int, host_bytes: int = 0) -> int | None:
+    """The longest context, in whole pages, with which nothing stays on disk; None where nothing does, or where that is
+    too short to be suggested. placed: by `_on_disk`, with these arguments."""
+    engine, selection = placed.engine, placed.selection
+    if placed.disk is None:
+        return None
 
     def too_long(pages: int) -> bool:
         shorter = replace(engine, context=pages * cpu.PAGE)
         dense = engine.selector == "auto" or selection.bundles is None
-        if not resolved.gpu_layers and _ram_bytes(model, shorter, None if dense else selection) <= ram:
+        if not placed.gpu_layers and _ram_bytes(model, shorter, None if dense else selection) <= ram:
             return False
         try:
-            return _on_disk(replace(resolved, engine=shorter), model, ram, host_bytes).disk is not None
+            return _on_disk(replace(placed, engine=shorter), model, ram, host_bytes).disk is not None
         except RequestError:
             return True
 
     context = _context(model, engine)
-    tokens = (bisect_left(range(1, context // cpu.PAGE), True, key=too_long)) * cpu.PAGE
+    tokens = bisect_left(range(1, context // cpu.PAGE), True, key=too_long) * cpu.PAGE
     return tokens if tokens >= min(context // 2, _SHORT) else None
 
 
@@ -491,7 +493,7 @@ def _within_ram(resolved: Resolved, model: Model, hardware: Hardware) -> Resolve
         return replace(resolved, disk=None)
     if engine.disk != "none" and not head:
         placed = _on_disk(resolved, model, engine.ram, hardware.host_bytes)
-        return replace(placed, whole_context=_whole_context(resolved, model, engine.ram, hardware.host_bytes))
+        return replace(placed, whole_context=_whole_context(placed, model, engine.ram, hardware.host_bytes))
     held = "layer" if layers == 1 else f"{layers} layers"
     raise RequestError(
         f"{model.name} needs {gib(needed)} of RAM beside the {held} that --vram holds: give --ram "
