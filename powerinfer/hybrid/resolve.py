@@ -52,7 +52,8 @@ class Resolved:
     buffer that streams the others there for long prompts, 0: none. policy: says which experts the GPU has, a name of
     `placement.experts.EXPERT_POLICIES`, None: a trial chooses when the model is loaded; why_policy: for people. disk:
     what stays there, None: nothing; disk_speed: how fast that is, on the CPU alone, None: the machine was not measured;
-    whole_context: the longest --context with which nothing would stay there, None: there is none worth it.
+    whole_context: the longest --context with which nothing would stay there, None: there is none worth it;
+    whole_dense: nothing would stay there with --selector all.
     """
 
     checkpoint: Checkpoint
@@ -74,6 +75,7 @@ class Resolved:
     disk: DiskPlan | None = None
     disk_speed: Prediction | None = None
     whole_context: int | None = None
+    whole_dense: bool = False
 
 
 def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = silent, say: Say = silent) -> Resolved:
@@ -275,8 +277,10 @@ def _on_cpu(resolved: Resolved) -> Resolved:
     if engine.disk == "none":
         raise _too_little_ram(checkpoint, engine, selection, model, total)
     placed = _on_disk(resolved, model, ram, whole=total)
-    context = _whole_context(placed, model, ram)
-    return replace(placed, kv_room=kv, disk_speed=_disk_speed(placed, model, ram), whole_context=context)
+    context, fits = _whole_context(placed, model, ram), selection.bundles is not None and dense
+    return replace(
+        placed, kv_room=kv, disk_speed=_disk_speed(placed, model, ram), whole_context=context, whole_dense=fits
+    )
 
 
 def _within_free_memory(resolved: Resolved, model: Model, free: int) -> Resolved:
