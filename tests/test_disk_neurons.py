@@ -448,5 +448,12 @@ def test_neurons_stay_on_disk_only_where_that_is_asked_for_if_ram_holds_the_dens
     assert "; --selector all or --context 96 would leave room for all of it" in said[-1]
     assert executor.choices["disk"].endswith("; --selector all or --context 96 would leave room for all of it")
     executor.close()
+    with pytest.raises(RequestError, match="give --ram ") as caught:
+        found("exact", 1 << 20)
+    least = read_size(str(caught.value).rpartition("give --ram ")[2].split(",")[0])  # with neurons on disk
+    assert least > dense
     less = found("auto", dense - 1)
-    assert less.disk is not None and less.disk.about.neurons and not less.whole_dense
+    assert less.disk is not None and not less.disk.about.neurons and less.selection.selector == "all"
+    with pytest.raises(RequestError, match="give --ram ") as caught:
+        found("auto", 1 << 20)
+    assert read_size(str(caught.value).rpartition("give --ram ")[2].split(",")[0]) <= dense

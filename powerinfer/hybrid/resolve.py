@@ -301,8 +301,18 @@ def _within_free_memory(resolved: Resolved, model: Model, free: int) -> Resolved
 
 
 def _on_disk(resolved: Resolved, model: Model, ram: int, host_bytes: int = 0, whole: int | None = None) -> Resolved:
-    """The same with what does not fit into `ram` on disk. RequestError if the rest does not fit. host_bytes: of a GPU's
-    libraries; whole: bytes that hold the model."""
+    """The same with what does not fit into `ram` on disk; `auto` does not use bundles if what they need in RAM does not
+    fit. RequestError if the rest does not fit. host_bytes: of a GPU's libraries; whole: bytes that hold the model."""
+    if resolved.selection.bundles is not None and resolved.engine.selector == "auto":
+        with suppress(RequestError):
+            return _planned_on_disk(resolved, model, ram, host_bytes, whole)
+        lacking = "--ram does not hold what bundles on disk need"
+        resolved = replace(resolved, selection=select(resolved.checkpoint, resolved.engine, lacking))
+        whole = None if whole is None else _ram_bytes(model, resolved.engine)
+    return _planned_on_disk(resolved, model, ram, host_bytes, whole)
+
+
+def _planned_on_disk(resolved: Resolved, model: Model, ram: int, host_bytes: int, whole: int | None) -> Resolved:
     from powerinfer.formats.prepared import PROFILE, PreparedFile
     from powerinfer.formats.profile_file import open_profile
     from powerinfer.placement.disk import plan_disk
@@ -380,11 +390,13 @@ def _whole_context(placed: Resolved, model: Model, ram: int, host_bytes: int = 0
 
     def too_long(pages: int) -> bool:
         shorter = replace(engine, context=pages * cpu.PAGE)
-        dense = engine.selector == "auto" or selection.bundles is None
-        if not placed.gpu_layers and _ram_bytes(model, shorter, None if dense else selection) <= ram:
+        if engine.selector != "auto" and selection.bundles is not None:
+            return _ram_bytes(model, shorter, selection) > ram
+        if not placed.gpu_layers and _ram_bytes(model, shorter) <= ram:
             return False
         try:
-            return _on_disk(replace(placed, engine=shorter), model, ram, host_bytes).disk is not None
+            dense = replace(placed, engine=shorter, selection=DENSE)
+            return _on_disk(dense, model, ram, host_bytes).disk is not None
         except RequestError:
             return True
 
