@@ -844,9 +844,11 @@ class Program:
         vocab: int,
         read_states: NDArray[np.int32] | None = None,
         states: NDArray[np.int32] | None = None,
-    ) -> None:
+        stop: NDArray[np.int32] | None = None,
+    ) -> bool:
         """
         Run operators [first, last) on a step: tokens, their positions and rows of the page table; the logits of
         logit_rows go to logits [rows, vocab rounded up to LANES]. read_states, states: for each row of the page
-        table the slots of its state before the step, not read at position 0, and after it.
+        table the slots of its state before the step, not read at position 0, and after it. stop: one number; once it
+        is not 0 the run ends with the operator that is under way. False if that was not the last one.
         """

@@ -24,6 +24,7 @@ from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.hardware import measure
 from powerinfer.hardware.description import Disk, Hardware, load, save
 from powerinfer.hybrid.resolve import resolve
+from powerinfer.neurons import Profile
 from powerinfer.placement import disk
 from powerinfer.placement.budget import Workload, least_ram
 from powerinfer.placement.disk import plan_disk
@@ -120,6 +121,34 @@ def test_neurons_that_fire_often_are_in_memory(selector: str) -> None:
         assert found.hits is not None and 0 < found.hits < 1
         assert found.seconds <= last
         last = found.seconds
+
+
+def test_ram_goes_to_what_would_be_read_the_longest() -> None:
+    model = shape_subject("llama-7b", "q4_0", "exact").model
+    n, work = 11008, Workload("f16", 1024, 128, selector="exact")
+
+    def profile(*shares: np.ndarray) -> Profile:
+        counts = tuple((1e6 * np.minimum(1, shares[layer % len(shares)])).astype(np.int64) for layer in range(32))
+        return replace(assumed_profile(FAMILIES["swiglu"], (n,) * 32), tokens=10**6, counts=counts)
+
+    def read(plan: disk.DiskPlan, own: Profile) -> float:
+        each = model.bundles[0].pitch - model.bundles[0].gate_bytes + disk.APART
+        missed = (np.sort(own.fraction(layer))[::-1][slots:].sum() for layer, slots in plan.about.neurons.items())
+        return plan.streamed + sum(missed) * each
+
+    skewed = 100 / np.arange(1, n + 1)
+    uneven, rare, often = profile(2 * skewed, skewed / 2), profile(np.full(n, 0.001)), profile(np.full(n, 0.9))
+    gains = []
+    for ram in (3 * GIB // 2, 2 * GIB, 5 * GIB // 2):
+        plain = plan_disk(model, work, ram, HIGH.cpu.threads, True)
+        plans = {own: plan_disk(model, work, ram, HIGH.cpu.threads, True, profile=own) for own in (uneven, rare, often)}
+        for own, plan in plans.items():
+            assert sum(plan.held.values()) <= ram
+            assert read(plan, own) <= read(plain, own)
+        assert plans[rare].streamed < plans[uneven].streamed < plans[often].streamed
+        assert plans[uneven].about.neurons[0] > 2 * plans[uneven].about.neurons[31]
+        gains.append(read(plain, uneven) / read(plans[uneven], uneven))
+    assert 1 < gains[0] < gains[1] < gains[2]
 
 
 def test_experts_that_are_there_are_not_read() -> None:

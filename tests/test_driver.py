@@ -15,7 +15,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from sparse_models import tiny_llama
-from toy_model import Asked, ToyExecutor, ask, idle, joined, reference_greedy, settled, toy_llm, until
+from toy_model import (
+    Asked,
+    StoppableExecutor,
+    ToyExecutor,
+    ask,
+    idle,
+    joined,
+    reference_greedy,
+    settled,
+    toy_llm,
+    until,
+)
 
 from powerinfer.errors import EngineError, PowerInferError, QueueFullError, RequestError, RequestTimeoutError
 from powerinfer.runtime.engine import LLM
@@ -108,6 +119,63 @@ def test_abort_in_every_state(state: Callable[[ToyExecutor, LLM], Asked]) -> Non
     assert token_ids(other) == answer(prompt(20))
     assert idle(llm)
     assert llm.stats().aborted == (0 if state in (ended, never_submitted) else 1)
+
+
+def test_a_step_that_nobody_needs_is_stopped() -> None:
+    """The pages that were computed before stay, those of the step do not."""
+    executor = StoppableExecutor(max_tokens=64)
+    executor.held = True
+    llm = toy_llm(executor)
+    one, other = ask(llm, prompt(50, 1), LONG), ask(llm, prompt(200), LONG)
+    executor.wait_for(0)
+    executor.let()
+    executor.wait_for(1)
+    llm._runner.abort([one.request])
+    executor.let()  # someone needs it
+    executor.wait_for(2)
+    assert not executor.stopped and llm.stats().aborted == 1
+    llm._runner.abort([other.request])
+    until(lambda: idle(llm))
+    assert executor.stopped == 1 and executor.begun == 3
+    last = other.rest()[-1]
+    assert last is not None and last.finish_reason == "abort"
+    executor.release()
+    again = llm.generate([prompt(200)], LONG)[0]
+    assert again.token_ids == answer(prompt(200)) and 32 <= again.cached_tokens <= other.request.n_prompt - 64
+
+
+def test_closing_a_model_stops_its_step() -> None:
+    executor = StoppableExecutor()
+    executor.held = True
+    llm = toy_llm(executor)
+    asked = ask(llm, prompt(50), LONG)
+    executor.wait_for(0)
+    llm.close()
+    assert executor.stopped == 1 and executor.closed and asked.rest()[-1].finish_reason == "abort"  # type: ignore[union-attr]
+
+    executor = StoppableExecutor()
+    executor.held = True
+    llm = toy_llm(executor)
+    closing = threading.Thread(target=lambda: (executor.wait_for(0), llm.close()))
+    closing.start()
+    with pytest.raises(RequestError, match="the model was closed"):
+        llm.score(prompt(50), 10, lambda at, logits: None)
+    closing.join()
+    assert executor.stopped == 1
+
+
+def test_a_text_that_is_scored_is_not_stopped_by_others() -> None:
+    executor = StoppableExecutor()
+    executor.held = True
+    llm, seen = toy_llm(executor), list[int]()
+    scoring = threading.Thread(target=lambda: llm.score(prompt(50), 49, lambda at, logits: seen.append(at)))
+    scoring.start()
+    executor.wait_for(0)
+    asked = ask(llm, prompt(20), LONG)
+    llm._runner.abort([asked.request])
+    executor.release()
+    scoring.join()
+    assert seen == [49] and not executor.stopped
 
 
 def test_abort_of_a_preempted_request() -> None:

@@ -536,6 +536,26 @@ def simple() -> tuple[Weights, _native.Program, dict[str, np.ndarray]]:
     return weights, weights.program("", 1), step_of
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_step_that_is_stopped_ends_with_the_operator_under_way(threads: int) -> None:
+    weights, _, step_of = simple()
+    program = weights.program("", threads)
+    run = partial(program.run, **step_of, last=program.size, vocab=45)
+    assert run(first=0, stop=np.zeros(1, np.int32)) is True
+    right = step_of["logits"].copy()
+    step_of["logits"][:] = 0
+    stop = np.ones(1, np.int32)
+    for first in range(program.size - 1):  # as many calls as there are operators
+        assert run(first=first, stop=stop) is False
+        assert not step_of["logits"].any()
+    assert run(first=program.size - 1, stop=stop) is True, "nothing was left out"
+    assert same_bits(step_of["logits"], right)
+    with pytest.raises(ValueError, match="stop is one number"):
+        run(first=0, stop=np.zeros(2, np.int32))
+    with pytest.raises(TypeError):  # a copy would not be seen
+        run(first=0, stop=np.zeros(1, np.int64))
+
+
 def test_only_the_logits_asked_for_are_written() -> None:
     weights, program, step_of = simple()
     every = step_of | {"logit_rows": np.arange(6, dtype=np.int32), "logits": np.full((6, 48), np.nan, np.float32)}

@@ -25,7 +25,7 @@ import openai
 import pytest
 from serving import SlowExecutor, client, served_llm, serving, until
 from sparse_models import tiny_llama
-from toy_model import PATIENCE, ToyExecutor, idle
+from toy_model import PATIENCE, StoppableExecutor, ToyExecutor, idle
 
 from powerinfer.config import ServeConfig
 from powerinfer.errors import EngineError, PowerInferError, RequestError
@@ -435,6 +435,20 @@ def test_a_client_that_leaves_frees_its_slot(stream: bool) -> None:
         stats = llm.stats()
         assert stats.answer_tokens < 400
         assert 'powerinfer_requests_total{endpoint="/v1/completions",status="499"} 2.0' in http.get("/metrics").text
+
+
+def test_a_step_of_a_client_that_leaves_is_stopped() -> None:
+    executor = StoppableExecutor()
+    executor.held = True
+    llm = served_llm(executor)
+    with serving(llm) as server:
+        body = json.dumps(LONG).encode()
+        with connected(server) as running:
+            running.sendall(REQUEST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            executor.wait_for(0)
+        until(lambda: idle(llm))
+        assert executor.stopped == 1 and llm.stats().aborted == 1
+        executor.release()
 
 
 def test_many_clients_that_leave(llm: LLM, server: Server) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 
 from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerConfig, ModelConfig
 from powerinfer.devices import Batch
+from powerinfer.devices.batch import StoppedError
 from powerinfer.errors import RequestError
 from powerinfer.runtime.driver import EngineStats
 from powerinfer.runtime.engine import LLM
@@ -111,7 +112,7 @@ class ToyExecutor:
         number, self.begun = self.begun, self.begun + 1
         self.calls.put(number)
         if self.held:
-            assert self._allowed.acquire(timeout=4 * PATIENCE), "nobody let this call go on"
+            self.wait(batch)
         if number in self.fail_at:
             raise self.fail_at.pop(number)
         self.values = []
@@ -138,6 +139,9 @@ class ToyExecutor:
     def hidden_states(self, rows: np.ndarray) -> np.ndarray:
         assert rows.dtype == np.int32
         return np.stack([state_of(self.values[row]) for row in rows])
+
+    def wait(self, batch: Batch) -> None:
+        assert self._allowed.acquire(timeout=4 * PATIENCE), "nobody let this call go on"
 
     def let(self, calls: int = 1) -> None:
         """Let calls of a held executor go on."""
@@ -181,6 +185,21 @@ class ToyExecutor:
 
     def close(self) -> None:
         self.closed = True
+
+
+class StoppableExecutor(ToyExecutor):
+    """Held calls that are stopped end."""
+
+    stopped = 0
+
+    def wait(self, batch: Batch) -> None:
+        assert batch.stop is not None
+        deadline = time.monotonic() + 4 * PATIENCE
+        while not self._allowed.acquire(timeout=0.005):
+            if batch.stop[0]:
+                self.stopped += 1
+                raise StoppedError
+            assert time.monotonic() < deadline, "nobody let this call go on"
 
 
 class ToyDecoder:

@@ -444,8 +444,9 @@ void add_states(const States& states, std::vector<Run>& runs, const std::vector<
   }
 }
 
-void run(Program& p, Ints tokens, Ints positions, Ints rows, Ints2 page_table, Ints logit_rows, OutFloats2 logits,
-         size_t first, size_t last, int64_t vocab, std::optional<Ints> read_states, std::optional<Ints> states) {
+bool run(Program& p, Ints tokens, Ints positions, Ints rows, Ints2 page_table, Ints logit_rows, OutFloats2 logits,
+         size_t first, size_t last, int64_t vocab, std::optional<Ints> read_states, std::optional<Ints> states,
+         std::optional<Ints> stop) {
   Step step;
   step.tokens = (int64_t)tokens.shape(0);
   step.logit_rows = (int64_t)logit_rows.shape(0);
@@ -488,8 +489,10 @@ void run(Program& p, Ints tokens, Ints positions, Ints rows, Ints2 page_table, I
   for (int64_t i = 0; i < step.logit_rows; i++)
     require(step.logit_row[i] >= 0 && step.logit_row[i] < step.tokens, "a logit row is outside the step");
   if (p.states) add_states(*p.states, step.runs, row_of, read_states, states, sequences);
+  require(!stop || stop->shape(0) == 1, "stop is one number");
+  step.stop = stop ? stop->data() : nullptr;
   nb::gil_scoped_release release;
-  p.run(step, first, last);
+  return p.run(step, first, last);
 }
 
 void hidden_states(Program& p, Ints rows, OutFloats2 out) {
@@ -1434,9 +1437,12 @@ void bind_program(nb::module_& m) {
            "Seconds spent in each operator since the last call, while `timed`.")
       .def("run", &run, "tokens"_a, "positions"_a, "rows"_a, "page_table"_a, "logit_rows"_a, "logits"_a.noconvert(),
            "first"_a, "last"_a, "vocab"_a, "read_states"_a = nb::none(), "states"_a = nb::none(),
+           "stop"_a.noconvert() = nb::none(),
            "Run operators [first, last) on a step: tokens, their positions and rows of the page table; the logits of\n"
            "logit_rows go to logits [rows, vocab rounded up to LANES]. read_states, states: for each row of the page\n"
-           "table the slots of its state before the step, not read at position 0, and after it.");
+           "table the slots of its state before the step, not read at position 0, and after it. stop: one number; once "
+           "it\n"
+           "is not 0 the run ends with the operator that is under way. False if that was not the last one.");
 }
 
 }  // namespace

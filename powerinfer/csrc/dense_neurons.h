@@ -9,11 +9,13 @@ class DenseNeurons {
   // gate may be null: the activation is on up. std::invalid_argument where their sizes do not go together.
   DenseNeurons(NeuronSpec spec, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up, std::shared_ptr<Matrix> down);
   int64_t neurons() const { return up_->rows; }
-  std::vector<std::shared_ptr<Matrix>> matrices() const { return {gate_, up_, down_}; }
+  // In the order in which a step uses them.
+  std::vector<std::shared_ptr<Matrix>> matrices() const {
+    return gate_ ? std::vector{gate_, up_, down_} : std::vector{up_, down_};
+  }
   int64_t d_model() const { return up_->k; }
   bool gated() const { return (bool)gate_; }
   bool in_memory() const { return first().data && up_->data && down_->data; }
-  bool first_in_memory() const { return first().data; }  // what `activate` needs
   // Whether bundles hold neurons of the same kind: as many, with the same activation, biases and limits.
   bool same_kind(const Bundles& bundles) const;
   int forms() const { return first().form() | up_->form(); }  // of the input

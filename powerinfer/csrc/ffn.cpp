@@ -61,8 +61,6 @@ void Ffn::set_ways(const Way* ways) {
     check(!any(WAY_DENSE) || dense_, "that FFN has no matrices");
     check(bundled_ || (!any(WAY_EXACT) && !any(WAY_PREDICTED)), "that FFN has no bundles");
     check(!any(WAY_PREDICTED) || predictor_, "that FFN has no predictor");
-    check(!any(WAY_EXACT) || !bundled_->bundles->slots || dense_->first_in_memory(),
-          "which neurons on disk fire is found by matrices in memory");
     std::copy(ways, ways + PI_NEURON_TOKENS, ways_ + 1);
   });
 }
@@ -114,9 +112,10 @@ void Ffn::clear_counts() {
   recall_ = {};
 }
 
-bool Ffn::wants(const Program& p, const Step& step) const {
+size_t Ffn::wants(const Program& p, const Step& step) const {
   const Way chosen = way(p, step.tokens);
-  return chosen == WAY_DENSE || (chosen == WAY_EXACT && dense_ && (falls_back() || !dense_->first_in_memory()));
+  if (chosen == WAY_DENSE || (chosen == WAY_EXACT && dense_ && falls_back())) return matrices.size();
+  return chosen == WAY_EXACT && dense_ ? 1 : 0;  // the gates; what fires is read as neurons
 }
 
 // A program is watched on its matrices.

@@ -35,7 +35,7 @@ class Ffn : public Op {
   const std::shared_ptr<NeuronSum>& bundled() const { return bundled_; }
 
   const char* name() const override { return "ffn"; }
-  bool wants(const Program& p, const Step& step) const override;
+  size_t wants(const Program& p, const Step& step) const override;
   void run(Thread& t, const Step& step) override;
 
   // How many active neurons of sampled tokens were candidates.

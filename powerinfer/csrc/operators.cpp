@@ -378,7 +378,7 @@ class Head : public Op {
     for (int t = 0; t < threads; t++) forms_.emplace_back(2 * ROWS * w_->k);
   }
   const char* name() const override { return "head"; }
-  bool wants(const Program&, const Step& step) const override { return step.logit_rows > 0; }
+  size_t wants(const Program&, const Step& step) const override { return step.logit_rows > 0 ? matrices.size() : 0; }
   void run(Thread& t, const Step& step) override {
     if (step.logit_rows == 0) return;
     const Here here(t);

@@ -3,6 +3,7 @@
 #include <math.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 
 #include "delta_net.h"
@@ -32,6 +33,14 @@ int64_t largest_of(const Cache& cache, const std::vector<int64_t>& heads, F f) {
   int64_t found = 0;
   for (size_t i = 0; i < std::min(heads.size(), cache.layers.size()); i++)
     found = std::max(found, f(cache.layers[i], heads[i]));
+  return found;
+}
+
+// Of the first n matrices of an operator those on disk.
+std::vector<const Matrix*> resting(const Op& op, size_t n) {
+  std::vector<const Matrix*> found;
+  for (size_t i = 0; i < n; i++)
+    if (op.matrices[i] && !op.matrices[i]->data) found.push_back(op.matrices[i].get());
   return found;
 }
 
@@ -133,13 +142,15 @@ void Program::add_normalised(Thread& t, const Norm& norm, float* rows, int64_t f
   workspace->pool->barrier();
 }
 
-void Program::run(const Step& step, size_t first, size_t last) {
+bool Program::run(const Step& step, size_t first, size_t last) {
   bool moved = false;
+  // Behind the operator that is run when thread 0 sees that it is to stop: all threads see it at its barrier.
+  std::atomic<size_t> end{0};
   const auto prepare = [&] {
     times_.resize(ops_.size(), 0.0);
-    last = std::min(last, ops_.size());
+    end = last = std::min(last, ops_.size());
     // A step that is run in parts keeps its angles.
-    if (window_) window_->begin([&](size_t op) { return ops_[op]->wants(*this, step); });
+    if (window_) window_->begin([&](size_t op) { return resting(*ops_[op], ops_[op]->wants(*this, step)).size(); });
     moved = !std::equal(rotated_.begin(), rotated_.end(), step.position, step.position + step.tokens);
     if (moved) rotated_.assign(step.position, step.position + step.tokens);
   };
@@ -149,9 +160,11 @@ void Program::run(const Step& step, size_t first, size_t last) {
       if (first > 0) workspace->pool->barrier();  // else the embedding's barrier comes before any use
     }
     const bool clock = timed && thread == 0;
-    for (size_t i = first; i < last; i++) {
+    for (size_t i = first; i < end.load(std::memory_order_relaxed); i++) {
+      if (thread == 0 && step.stop && __atomic_load_n(step.stop, __ATOMIC_RELAXED))
+        end.store(i + 1, std::memory_order_relaxed);
       const auto start = clock ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point();
-      const bool reads = window_ && window_->has(i) && ops_[i]->wants(*this, step);
+      const bool reads = window_ && window_->wanted(i);
       if (reads) {
         if (thread == 0) window_->take(i);
         workspace->pool->barrier();
@@ -166,6 +179,7 @@ void Program::run(const Step& step, size_t first, size_t last) {
   failure.swap(failure_);
   if (window_) window_->end();
   if (!failure.empty()) throw ReadError(failure);
+  return end == last;
 }
 
 bool Program::failed() const { return !failure_.empty() || (window_ && window_->failed()); }
@@ -173,8 +187,7 @@ bool Program::failed() const { return !failure_.empty() || (window_ && window_->
 void Program::set_window(std::shared_ptr<Window> window) {
   for (size_t i = 0; i < ops_.size(); i++) {
     std::vector<std::shared_ptr<OnDisk>> unit;
-    for (const auto& one : ops_[i]->matrices) {
-      if (!one || one->data) continue;
+    for (const Matrix* one : resting(*ops_[i], ops_[i]->matrices.size())) {
       unit.push_back(one->disk);
       workspace->reserve_packed(*one);
     }

@@ -44,6 +44,7 @@ struct Step {
   int64_t tokens = 0, logit_rows = 0, logit_stride = 0;
   const int32_t *token = nullptr, *position = nullptr, *logit_row = nullptr;
   float* logits = nullptr;
+  const int32_t* stop = nullptr;  // not 0: nobody needs the result any more; null: someone does
   std::vector<Run> runs;
 };
 
@@ -60,8 +61,8 @@ class Op {
   virtual ~Op() = default;
   virtual void run(Thread& t, const Step& step) = 0;
   virtual const char* name() const = 0;
-  // Whether a step of the program multiplies with `matrices`.
-  virtual bool wants(const Program&, const Step&) const { return true; }
+  // How many of `matrices`, from the first on, a step of the program multiplies with.
+  virtual size_t wants(const Program&, const Step&) const { return matrices.size(); }
   size_t number = 0;  // in its program
   std::vector<std::shared_ptr<Matrix>> matrices;
 };
@@ -153,8 +154,9 @@ class Program {
   size_t size() const { return ops_.size(); }
   // Matrices without data pass through a window, which reads them. Once, when all operators are there.
   void set_window(std::shared_ptr<Window> window);
-  // Runs operators [first, last) on a step that has been checked. ReadError if something could not be read from disk.
-  void run(const Step& step, size_t first, size_t last);
+  // Runs operators [first, last) on a step that has been checked. False if it was stopped before their end. ReadError if
+  // something could not be read from disk.
+  bool run(const Step& step, size_t first, size_t last);
   // out [count, d_model] = norm(x), the head's: rows of the last step.
   void hidden_states(const int32_t* rows, int64_t count, float* out);
   // Seconds spent in each operator since the last call, while `timed`.

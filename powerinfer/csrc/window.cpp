@@ -10,6 +10,12 @@ int64_t held(const OnDisk& matrix) {
   return pi_round_up(matrix.offset % Reads::ALIGN + matrix.bytes, (int64_t)Reads::ALIGN);
 }
 
+int64_t held(const std::vector<std::shared_ptr<OnDisk>>& matrices, size_t n) {
+  int64_t bytes = 0;
+  for (size_t i = 0; i < n; i++) bytes += held(*matrices[i]);
+  return bytes;
+}
+
 }  // namespace
 
 Window::Window(std::shared_ptr<Reads> reads, int64_t bytes)
@@ -26,9 +32,7 @@ Window::~Window() {
 }
 
 void Window::add(size_t op, const std::vector<std::shared_ptr<OnDisk>>& matrices) {
-  Unit unit{op, 0, matrices};
-  for (const auto& one : matrices) unit.bytes += held(*one);
-  check(unit.bytes <= size_, "the window is smaller than the matrices of one operator");
+  check(held(matrices, matrices.size()) <= size_, "the window is smaller than the matrices of one operator");
   check(unit_of_.size() <= op, "operators are added in their order");
   uint8_t* at = ring_.data();
   for (const auto& one : matrices) {
@@ -37,10 +41,10 @@ void Window::add(size_t op, const std::vector<std::shared_ptr<OnDisk>>& matrices
   }
   unit_of_.resize(op + 1, -1);
   unit_of_[op] = (int)units_.size();
-  units_.push_back(std::move(unit));
+  units_.push_back({op, matrices, matrices.size()});
 }
 
-void Window::begin(const std::function<bool(size_t)>& wanted) {
+void Window::begin(const std::function<size_t(size_t)>& wanted) {
   if (!failure_.empty() && over()) failure_.clear();
   for (Unit& unit : units_) unit.wanted = wanted(unit.op);
   if (loaded_.empty()) next_ = 0;
@@ -51,8 +55,8 @@ void Window::take(size_t op) {
   const size_t unit = (size_t)unit_of_[op];
   const auto begin = std::chrono::steady_clock::now();
   attempt([&] {
-    for (; !loaded_.empty() && loaded_.front().unit != unit; loaded_.pop_front())
-      reads_->cancel(loaded_.front().ticket);
+    const auto has_all = [&](const Loaded& one) { return one.unit == unit && one.matrices >= units_[unit].wanted; };
+    for (; !loaded_.empty() && !has_all(loaded_.front()); loaded_.pop_front()) reads_->cancel(loaded_.front().ticket);
     if (loaded_.empty()) {
       next_ = unit;
       load(unit);
@@ -61,7 +65,7 @@ void Window::take(size_t op) {
   });
   if (failed()) return;
   stats_.waited += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  for (const auto& one : units_[unit].matrices) stats_.bytes += one->bytes;
+  for (size_t i = 0; i < units_[unit].wanted; i++) stats_.bytes += units_[unit].matrices[i]->bytes;
 }
 
 void Window::release(size_t op) {
@@ -86,17 +90,18 @@ void Window::load_next() {
 // Begins to read a unit into the ring; false where there is no room.
 bool Window::load(size_t index) {
   const Unit& unit = units_[index];
-  const int64_t at = room_for(unit.bytes);
+  const int64_t bytes = held(unit.matrices, unit.wanted), at = room_for(bytes);
   if (at < 0) return false;
   std::vector<Read> reads;
   uint8_t* to = ring_.data() + at;
-  for (const auto& one : unit.matrices) {
+  for (size_t i = 0; i < unit.wanted; i++) {
+    const auto& one = unit.matrices[i];
     uint8_t* const rows = to + one->offset % Reads::ALIGN;
     one->rows = rows;
     reads.push_back({one->file, one->offset, one->bytes, rows});
     to += held(*one);
   }
-  loaded_.push_back({index, at, at + unit.bytes, reads_->begin(reads.data(), reads.size())});
+  loaded_.push_back({index, unit.wanted, at, at + bytes, reads_->begin(reads.data(), reads.size())});
   next_ = after(index);
   return true;
 }

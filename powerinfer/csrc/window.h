@@ -22,10 +22,10 @@ class Window {
   ~Window();
   // What the operator of that number, larger than the last one's, reads. std::invalid_argument if the ring is too small.
   void add(size_t op, const std::vector<std::shared_ptr<OnDisk>>& matrices);
-  bool has(size_t op) const { return op < unit_of_.size() && unit_of_[op] >= 0; }
-
-  // Begins a step. wanted: whether its operators read what they could; also assumed of the next step.
-  void begin(const std::function<bool(size_t)>& wanted);
+  // Begins a step. wanted: how many of its matrices an operator uses, from the first on; also assumed of the next step.
+  void begin(const std::function<size_t(size_t)>& wanted);
+  // Whether the step uses any of an operator's.
+  bool wanted(size_t op) const { return op < unit_of_.size() && unit_of_[op] >= 0 && of(op).wanted > 0; }
   // Waits for an operator's matrices, which are in memory until `release`; what was read ahead in vain is dropped.
   void take(size_t op);
   void release(size_t op);
@@ -41,12 +41,11 @@ class Window {
  private:
   struct Unit {
     size_t op;
-    int64_t bytes;  // in the ring
     std::vector<std::shared_ptr<OnDisk>> matrices;
-    bool wanted = true;
+    size_t wanted;  // of them, by this step
   };
   struct Loaded {
-    size_t unit;
+    size_t unit, matrices;
     int64_t begin, end;  // in the ring
     int64_t ticket;
   };
@@ -58,6 +57,7 @@ class Window {
       work();
     } catch (const std::exception& error) { failure_ = error.what(); }
   }
+  const Unit& of(size_t op) const { return units_[(size_t)unit_of_[op]]; }
   bool load(size_t unit);
   void load_next();
   bool over();

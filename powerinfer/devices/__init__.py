@@ -44,7 +44,7 @@ class Executor(Protocol):
     def forward(self, batch: Batch) -> NDArray[np.float32]:
         """Write the keys and values of the batch's tokens and return logits, float32 [R, vocab_size].
 
-        The result is a view that stays valid until the next call.
+        The result is a view that stays valid until the next call. StoppedError: of a batch that was stopped.
         """
         ...
 

@@ -12,6 +12,10 @@ if TYPE_CHECKING:  # importing numpy.typing takes milliseconds
     Int32 = NDArray[np.int32]
 
 
+class StoppedError(Exception):
+    """A call ended early, as its batch's `stop` says: what it wrote is as of one that failed."""
+
+
 @dataclass(slots=True)
 class Batch:
     """T tokens of S sequences whose keys and values are stored in pages.
@@ -30,3 +34,6 @@ class Batch:
     # it; [S], only those of rows with tokens count. None: every row has a slot of its own, which nobody else uses.
     read_states: Int32 | None = None
     states: Int32 | None = None
+    # [1]: once it is not 0, set by any thread, nobody needs the result, and the call may end with StoppedError. None:
+    # somebody does.
+    stop: Int32 | None = None

@@ -24,7 +24,7 @@ from powerinfer.config import (
     RopeConfig,
     RouterConfig,
 )
-from powerinfer.devices.batch import Batch
+from powerinfer.devices.batch import Batch, StoppedError
 from powerinfer.devices.cpu_experts import ByNeuron, ExpertFfn, bundle, rebundle
 from powerinfer.devices.cpu_ffn import CpuFfn, PartMaker, Weights, pack
 from powerinfer.devices.disk import DiskTier
@@ -681,7 +681,8 @@ class CpuExecutor:
         self.disk.check()
 
     def _run_operators(self, batch: Batch, first: int, last: int) -> None:
-        self._program.run(
+        read_states, states = self.slots or (None, None)
+        whole = self._program.run(
             batch.tokens,
             batch.positions,
             batch.rows,
@@ -691,8 +692,12 @@ class CpuExecutor:
             first,
             last,
             self.vocab_size,
-            *(self.slots or (None, None)),
+            read_states,
+            states,
+            batch.stop,
         )
+        if not whole:
+            raise StoppedError
 
     def _run_observed(self, batch: Batch, observed: _Observed) -> None:
         """A call in parts, observing every FFN."""

@@ -38,8 +38,10 @@ def open_tier(resolved: Resolved, say: Say) -> DiskTier | None:
         from powerinfer.placement.plan_document import rate
 
         speed = f", about {rate(1 / resolved.disk_speed.seconds)} tokens/s"
-    say(f"not all of the model fits into RAM: it reads {plan.why}{speed}")
-    about = replace(about, why=f"{plan.why}{speed}; {reads.engine}, {why}")
+    context = resolved.whole_context
+    helps = "" if context is None else f"; --context {context} would leave room for all of it"
+    say(f"not all of the model fits into RAM: it reads {plan.why}{speed}{helps}")
+    about = replace(about, why=f"{plan.why}{speed}; {reads.engine}, {why}{helps}")
     return DiskTier(about, files, [place for place in places if place is not None], reads)
 
 

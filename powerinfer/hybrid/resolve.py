@@ -6,6 +6,7 @@ them whole layers are placed on the GPU, as many as fit.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -50,7 +51,8 @@ class Resolved:
     None: the model has none, or they are not split; frequencies: of experts, None: not known; staging: bytes of a
     buffer that streams the others there for long prompts, 0: none. policy: says which experts the GPU has, a name of
     `placement.experts.EXPERT_POLICIES`, None: a trial chooses when the model is loaded; why_policy: for people. disk:
-    what stays there, None: nothing; disk_speed: how fast that is, on the CPU alone, None: the machine was not measured.
+    what stays there, None: nothing; disk_speed: how fast that is, on the CPU alone, None: the machine was not measured;
+    whole_context: the longest --context with which nothing would stay there, None: there is none worth it.
     """
 
     checkpoint: Checkpoint
@@ -71,6 +73,7 @@ class Resolved:
     why_policy: str = "the default"
     disk: DiskPlan | None = None
     disk_speed: Prediction | None = None
+    whole_context: int | None = None
 
 
 def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = silent, say: Say = silent) -> Resolved:
@@ -272,7 +275,8 @@ def _on_cpu(resolved: Resolved) -> Resolved:
     if engine.disk == "none":
         raise _too_little_ram(checkpoint, engine, selection, model, total)
     placed = _on_disk(resolved, model, ram, whole=total)
-    return replace(placed, kv_room=kv, disk_speed=_disk_speed(placed, model, ram))
+    context = _whole_context(placed, model, ram)
+    return replace(placed, kv_room=kv, disk_speed=_disk_speed(placed, model, ram), whole_context=context)
 
 
 def _within_free_memory(resolved: Resolved, model: Model, free: int) -> Resolved:
@@ -287,21 +291,28 @@ def _within_free_memory(resolved: Resolved, model: Model, free: int) -> Resolved
     with suppress(RequestError):  # not even that fits: the system may still find the memory
         ram = within(free)
         placed = _on_disk(replace(resolved, engine=short), model, ram)
-        return replace(placed, engine=engine, disk_speed=_disk_speed(placed, model, ram))
+        context = _whole_context(placed, model, ram) if engine.context else None
+        return replace(placed, engine=engine, disk_speed=_disk_speed(placed, model, ram), whole_context=context)
     return resolved
 
 
 def _on_disk(resolved: Resolved, model: Model, ram: int, host_bytes: int = 0, whole: int | None = None) -> Resolved:
     """The same with what does not fit into `ram` on disk. RequestError if the rest does not fit. host_bytes: of a GPU's
     libraries; whole: bytes that hold the model."""
+    from powerinfer.formats.prepared import PROFILE, PreparedFile
+    from powerinfer.formats.profile_file import open_profile
     from powerinfer.placement.disk import plan_disk
 
-    engine, selection = resolved.engine, resolved.selection
-    bundled = selection.bundles is not None
+    engine, selection, checkpoint = resolved.engine, resolved.selection, resolved.checkpoint
+    bundled, profile = selection.bundles is not None, None
+    if bundled and PreparedFile(PROFILE, checkpoint, engine.prepared).exists():
+        profile = open_profile(checkpoint, engine.prepared)
     work = _workload(model, engine, selection.selector if bundled else "all")
     threads, _ = cpu.choose_threads(engine.threads)
     first = resolved.gpu_layers
-    plan = plan_disk(model, work, ram, threads, bundled, first=first, host_bytes=host_bytes, whole=whole)
+    plan = plan_disk(
+        model, work, ram, threads, bundled, first=first, host_bytes=host_bytes, whole=whole, profile=profile
+    )
     return replace(resolved, disk=plan if plan.about.anything else None)
 
 
@@ -354,6 +365,28 @@ def _kv_bytes(model: Model, engine: EngineConfig) -> int:
 
 def _context(model: Model, engine: EngineConfig) -> int:
     return engine.context or model.config.context_length
+
+
+def _whole_context(placed: Resolved, model: Model, ram: int, host_bytes: int = 0) -> int | None:
+    """The longest context, in whole pages, with which nothing stays on disk; None where nothing does, or where that is
+    too short to be suggested. placed: by `_on_disk`, with these arguments."""
+    engine, selection = placed.engine, placed.selection
+    if placed.disk is None:
+        return None
+
+    def too_long(pages: int) -> bool:
+        shorter = replace(engine, context=pages * cpu.PAGE)
+        dense = engine.selector == "auto" or selection.bundles is None
+        if not placed.gpu_layers and _ram_bytes(model, shorter, None if dense else selection) <= ram:
+            return False
+        try:
+            return _on_disk(replace(placed, engine=shorter), model, ram, host_bytes).disk is not None
+        except RequestError:
+            return True
+
+    context = _context(model, engine)
+    tokens = bisect_left(range(1, context // cpu.PAGE), True, key=too_long) * cpu.PAGE
+    return tokens if tokens >= min(context // 2, _SHORT) else None
 
 
 def _too_little_ram(
@@ -459,7 +492,8 @@ def _within_ram(resolved: Resolved, model: Model, hardware: Hardware) -> Resolve
     if engine.ram is None or needed <= engine.ram:
         return replace(resolved, disk=None)
     if engine.disk != "none" and not head:
-        return _on_disk(resolved, model, engine.ram, hardware.host_bytes)
+        placed = _on_disk(resolved, model, engine.ram, hardware.host_bytes)
+        return replace(placed, whole_context=_whole_context(placed, model, engine.ram, hardware.host_bytes))
     held = "layer" if layers == 1 else f"{layers} layers"
     raise RequestError(
         f"{model.name} needs {gib(needed)} of RAM beside the {held} that --vram holds: give --ram "

@@ -57,6 +57,9 @@ _STREAM = 1 << 20  # bytes of a read of consecutive neurons
 
 EACH, SELECTED, FIRED, ACTIVE, SHARED = _KINDS = range(5)
 
+_UP_FIRES = 0.8
+"""Of the neurons of a dReLU whose gates fire, the share whose up fires, too (arXiv 2406.06282, section 4)."""
+
 
 @dataclass(frozen=True, eq=False)
 class Expected:
@@ -87,8 +90,7 @@ def expected(
     """Expected neurons needed in a step of `batch` tokens, by layer and group: `group` neurons of its `order`.
 
     selected: for each layer, neurons that a predictor selects per neuron that fires. A neuron is needed when some token
-    needs it: 1 - (1 - p) ** batch. A dReLU's gate and up are assumed to fire independently and equally often: p(gate)
-    is the root of p(active).
+    needs it: 1 - (1 - p) ** batch.
     """
     groups = -(-max(profile.sizes) // group)
     starts = np.arange(groups) * group
@@ -96,10 +98,11 @@ def expected(
     idle = np.ones((profile.n_layers, groups + 1))
     for layer in range(profile.n_layers):
         p = profile.fraction(layer)[order[layer]]
-        active = _any(p, batch)
-        fired = _any(np.sqrt(p), batch) if config.layers[layer].ffn.activation == "drelu" else active
-        guessed = _any(np.minimum(1.0, selected[layer] * p), batch)
-        shared = _groups_read(_any(profile.fraction(layer), batch))[order[layer]]
+        active, fired, guessed = (
+            any_of(needed(p, config.layers[layer].ffn.activation, kind, selected[layer]), batch)
+            for kind in (ACTIVE, FIRED, SELECTED)
+        )
+        shared = _groups_read(any_of(profile.fraction(layer), batch))[order[layer]]
         for kind, values in enumerate((np.ones_like(p), guessed, fired, active, shared)):
             sums[layer, 1:, kind] = np.cumsum(by_group(values, starts))
         silent = by_group(np.log1p(-np.minimum(guessed, 1 - 1e-15)), starts)
@@ -113,7 +116,16 @@ def by_group(values: NDArray[Any], starts: NDArray[np.int64]) -> NDArray[Any]:
     return np.asarray(np.add.reduceat(np.pad(values, (0, missing)), starts))
 
 
-def _any(p: Float64, batch: int) -> Float64:
+def needed(active: Float64, activation: str, kind: int, selected: float) -> Float64:
+    """Share of the tokens that need each neuron. active: for which it fires; kind: `ACTIVE`, `FIRED` (its gate does) or
+    `SELECTED` (by a predictor that selects `selected` times as many as fire)."""
+    if kind == SELECTED:
+        return np.minimum(1.0, selected * active)
+    return np.minimum(1.0, active / _UP_FIRES) if kind == FIRED and activation == "drelu" else active
+
+
+def any_of(p: Float64, batch: int) -> Float64:
+    """Probability that one of `batch` tokens needs what each needs with probability p, independently."""
     return p if batch == 1 else np.asarray(-np.expm1(batch * np.log1p(-np.minimum(p, 1 - 1e-15))))
 
 
@@ -254,7 +266,7 @@ def experts_read(n: int, top_k: int, slots: int, batch: int, frequency: Float64 
     """n: experts, of which each of `batch` tokens has top_k; slots: how many are on the GPU. frequency: float64 [n],
     the share of the tokens that select each, those on the GPU being the most frequent; None: all are alike."""
     each = np.full(n, top_k / n) if frequency is None else np.sort(frequency)[::-1]
-    needed = _any(each, batch)
+    needed = any_of(each, batch)
     none_cold = float(np.prod(1 - needed[slots:])) if slots < n else 1.0
     total = float(each.sum())
     hits = float(each[:slots].sum()) / total if total else 0.0

@@ -6,6 +6,10 @@ whole, by every step, so RAM keeps as many of them as it can: FFNs stay on disk 
 evenly over the layers, so that the disk works while the resident ones are multiplied. What is used once in each step in
 the same order gains nothing from a cache that replaces it: of n matrices in a cache of n - 1, the one that is missing
 is always the next. So which ones stay in RAM is fixed (Belady, IBM Systems Journal 5, 1966).
+
+A neuron on disk is a read of its own, which takes as long as many more bytes in order (`APART`), but few tokens need
+it. Where a profile says how often each fires, RAM goes to what would take the disk the longest, the next neurons or the
+next dense matrix: of all numbers of dense matrices on disk the one with which a step reads the shortest.
 """
 
 from __future__ import annotations
@@ -14,13 +18,16 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from powerinfer.config import ExpertsConfig, FfnConfig
 from powerinfer.devices.disk import OnDisk
 from powerinfer.errors import RequestError
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.layout import is_matrix
 from powerinfer.kernels.cpu import READ_COPIES
-from powerinfer.neurons import BUNDLE_GROUP
+from powerinfer.neurons import BUNDLE_GROUP, Profile
+from powerinfer.placement import cost
 from powerinfer.placement.budget import Footprint, Workload, gib, in_ram
 from powerinfer.placement.shapes import Matrix, Model
 from powerinfer.system import MOST_THREADS
@@ -43,6 +50,9 @@ LEAST = 2 * BUNDLE_GROUP
 
 NEURON = 48
 """Bytes that say of a neuron on disk where it is, and how often it was used."""
+
+APART = 32 << 10
+"""Bytes in order that a disk reads in the time that a small read takes beyond its own: about 10 us at 3 GB/s."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,12 @@ class Unit:
         """Those of its matrices."""
         pairs = [(name, one) for name, one in zip(self.names, self.matrices, strict=True) if name in names]
         return Unit(self.use, tuple(name for name, _ in pairs), tuple(one for _, one in pairs))
+
+    def first(self, n: int) -> Unit:
+        return Unit(self.use, self.names[:n], self.matrices[:n])
+
+    def after(self, n: int) -> Unit:
+        return Unit(self.use, self.names[n:], self.matrices[n:])
 
 
 @dataclass(frozen=True)
@@ -110,11 +126,13 @@ def plan_disk(
     first: int = 0,
     host_bytes: int = 0,
     whole: int | None = None,
+    profile: Profile | None = None,
 ) -> DiskPlan:
     """What stays on disk so that the layers from `first` on, and the head, run on the CPU within `ram` bytes.
 
     bundled: neurons may stay on disk as bundles, of any selector but `all`. host_bytes: of the libraries of a GPU that
     has the layers before. whole: bytes of RAM that hold the model, of a small one less than what reading it takes.
+    profile: how often neurons fire, None: not known.
 
     RequestError, with the least that would do, where even one matrix at a time does not fit.
     """
@@ -154,28 +172,40 @@ def plan_disk(
     fixed += stuck + sum(least[layer] * slot[layer] for layer in experts)
     fixed += sum(one.least for one in neurons.values())
     prompts = [one.prompts for one in neurons.values()]
-    streamed: list[Unit] = []
-    rest = [unit for unit in free if not any(set(unit.names) >= set(one.names) for one in prompts)]
+    units = [unit for unit in (_decoded(one, neurons) for one in free) if unit.names]
     ahead = min(AHEAD, ram // 16)
-    while rest and fixed + sum(unit.held for unit in rest) + _window(streamed, prompts, ahead) > ram:
-        streamed.append(rest.pop(0))
+
+    def left(streamed: Sequence[Unit], rest: Sequence[Unit]) -> int:
+        return ram - fixed - sum(unit.held for unit in rest) - _window(streamed, prompts, ahead)
+
+    hottest = _Hottest(neurons, model, work, profile) if neurons and profile else None
+
+    def read(streamed: Sequence[Unit], rest: Sequence[Unit]) -> float:
+        dense = sum(unit.read for unit in streamed)
+        return dense + (hottest.read(left(streamed, rest)) if hottest else 0)
+
+    cuts = [(units[:n], units[n:]) for n in range(len(units) + 1)]
+    streamed, rest = min((cut for cut in cuts if left(*cut) >= 0), key=lambda cut: read(*cut), default=cuts[-1])
     if streamed:  # of the last one RAM may hold some matrices
         part = streamed.pop()
         for name in part.names[1:]:
             one, others = part.only([name]), part.only(set(part.names) - {name})
-            if fixed + sum(unit.held for unit in (*rest, one)) + _window([*streamed, others], prompts, ahead) <= ram:
+            fewer = [*streamed, others], [*rest, one]
+            if left(*fewer) >= 0 and read(*fewer) <= read([*streamed, part], rest):
                 rest.append(one)
                 part = others
         streamed.append(part)
-    needed = fixed + sum(unit.held for unit in rest) + _largest(prompts + streamed)
+    needed = fixed + sum(unit.held for unit in rest) + _largest(_together(streamed, prompts))
     if needed > ram:
         raise _too_little(model, held, needed, needed if whole is None else whole, ram)
-    left = ram - fixed - sum(unit.held for unit in rest)
-    window = min(left, _window(streamed, prompts, ahead))
-    left -= window
-    slots = _share(least, slot, {layer: model.n_experts[layer] for layer in experts}, left)
-    left -= sum((slots[layer] - least[layer]) * slot[layer] for layer in experts)
-    cached = {layer: one.slots(left // len(neurons)) for layer, one in neurons.items()}
+    free_bytes = max(0, left(streamed, rest))
+    window = ram - fixed - sum(unit.held for unit in rest) - free_bytes
+    slots = _share(least, slot, {layer: model.n_experts[layer] for layer in experts}, free_bytes)
+    free_bytes -= sum((slots[layer] - least[layer]) * slot[layer] for layer in experts)
+    if hottest:
+        cached = hottest.slots(free_bytes)
+    else:
+        cached = {layer: one.slots(free_bytes // len(neurons)) for layer, one in neurons.items()}
     for unit in rest:
         kept[unit.use] += unit.held
     held |= {use: kept[use] for use in ("attention", "panels", "head")}
@@ -204,9 +234,11 @@ def least_slots(about: ExpertsConfig) -> int:
 
 @dataclass(frozen=True)
 class _Neurons:
-    """A layer whose neurons stay on disk. prompts: the matrices that only prompts use; slot: bytes of a neuron in RAM;
-    least: bytes of the fewest slots, and of what is there beside them; n: neurons."""
+    """A layer whose neurons stay on disk. decoded: the matrices that every step uses; prompts: those that only prompts
+    use; slot: bytes of a neuron that are read, and of its place in RAM; least: bytes of the fewest slots, and of what
+    is there beside them; n: neurons."""
 
+    decoded: Unit
     prompts: Unit
     slot: int
     least: int
@@ -224,18 +256,58 @@ def _neurons(model: Model, work: Workload, threads: int) -> dict[int, _Neurons]:
         about, layout = config.ffn, model.bundles[layer]
         if not isinstance(about, FfnConfig) or not (config.neurons.rectified or work.selector == "threshold"):
             continue
-        names = [f"layers.{layer}.{name}" for name in about.matrices]
-        if not model.converted.isdisjoint(names):
+        every = Unit("panels", tuple(f"layers.{layer}.{name}" for name in about.matrices), tuple(model.ffn[layer]))
+        if not model.converted.isdisjoint(every.names):
             continue
-        # Without a predictor the first matrix is in RAM, and says which rows of the others are read.
-        first = work.selector != "predicted"
-        beside = n_groups(about.size) * layout.shared_bytes + (model.ffn[layer][0].panels if first else 0)
-        beside += about.size * NEURON
-        slot = layout.pitch - (layout.gate_bytes if first else 0)
+        # Without a predictor every step multiplies with the first matrix, which says what is read of the others.
+        first = int(work.selector != "predicted")
+        beside = n_groups(about.size) * layout.shared_bytes + about.size * NEURON
+        read = layout.pitch - (layout.gate_bytes if first else 0)
         fewest = min(about.size, max(about.size // FEWEST, LEAST * threads))
-        prompts = Unit("panels", tuple(names[first:]), model.ffn[layer][first:])
-        found[layer] = _Neurons(prompts, slot, beside + fewest * slot, about.size, fewest)
+        least = beside + fewest * read
+        found[layer] = _Neurons(every.first(first), every.after(first), read, least, about.size, fewest)
     return found
+
+
+def _decoded(unit: Unit, neurons: Mapping[int, _Neurons]) -> Unit:
+    """What of a unit every step uses."""
+    for one in neurons.values():
+        if set(one.prompts.names) <= set(unit.names):
+            return one.decoded
+    return unit
+
+
+class _Hottest:
+    """Which neurons of all layers RAM has: those that are needed most often. Arguments as of `plan_disk`."""
+
+    def __init__(self, neurons: Mapping[int, _Neurons], model: Model, work: Workload, profile: Profile) -> None:
+        self._neurons = neurons
+        kind = cost.SELECTED if work.selector == "predicted" else cost.FIRED
+        layers, slots, reads = [], [], []
+        for layer, one in neurons.items():
+            activation = model.config.layers[layer].neurons.activation
+            share = cost.needed(profile.fraction(layer), activation, kind, model.selected[layer])
+            share = np.sort(cost.any_of(share, work.batch))[::-1][one.fewest :]
+            layers.append(np.full(len(share), layer))
+            slots.append(np.full(len(share), one.slot))
+            reads.append(share * (one.slot + APART))
+        order = np.argsort(-np.concatenate(reads) / np.concatenate(slots), kind="stable")
+        self._layers = np.concatenate(layers)[order]
+        self._slots = np.cumsum(np.concatenate(slots)[order])
+        read = np.concatenate(reads)[order]
+        self._left_out = np.append(np.cumsum(read[::-1])[::-1], 0.0)
+
+    def _most(self, nbytes: int) -> int:
+        return int(np.searchsorted(self._slots, nbytes, "right"))
+
+    def read(self, nbytes: int) -> float:
+        """Bytes in order that take as long as what a step reads of neurons, with so much memory beyond the fewest."""
+        return float(self._left_out[self._most(nbytes)])
+
+    def slots(self, nbytes: int) -> dict[int, int]:
+        """By layer."""
+        counts = Counter(self._layers[: self._most(nbytes)].tolist())
+        return {layer: one.fewest + counts[layer] for layer, one in self._neurons.items()}
 
 
 def _share(least: dict[int, int], slot: dict[int, int], most: dict[int, int], left: int) -> dict[int, int]:
@@ -267,9 +339,24 @@ def _window(streamed: Sequence[Unit], prompts: Sequence[Unit], ahead: int) -> in
     prompts alone read passes one by one: they compute longer than they read, and memory serves neurons better."""
     of_layer: Counter[str] = Counter()
     for unit in streamed:
-        of_layer[unit.names[0].rpartition(".")[0]] += _in_window(unit)
+        of_layer[_layer_of(unit)] += _in_window(unit)
     every = min(of_layer.total(), _largest(streamed) + max(ahead, *of_layer.values())) if streamed else 0
-    return max(every, _largest(prompts))
+    return max(every, _largest(_together(streamed, prompts)))
+
+
+def _together(streamed: Sequence[Unit], prompts: Sequence[Unit]) -> list[Unit]:
+    """What prompts read, operator by operator: beside the matrices that they alone use those of every step."""
+    gates = {_layer_of(unit): unit for unit in streamed if unit.use == "panels"}
+    read = [unit for unit in streamed if unit.use != "panels"]
+    for unit in prompts:
+        every = gates.pop(_layer_of(unit), None)
+        names, matrices = (every.names, every.matrices) if every else ((), ())
+        read.append(Unit(unit.use, names + unit.names, matrices + unit.matrices))
+    return [*read, *gates.values()]
+
+
+def _layer_of(unit: Unit) -> str:
+    return unit.names[0].rpartition(".")[0]
 
 
 def _largest(streamed: Sequence[Unit]) -> int:

@@ -215,9 +215,13 @@ class _Steps:
         first = self._seconds(self._model.ffn[layer][:1]) if exact else self._seconds(self._model.predictors[layer])
         seconds = float(self._sparse[layer]) + (0.0 if exact else first)
         nbytes = layout.pitch - (layout.gate_bytes if exact and layout.gated else 0)
+        gates = next(ffn_units(self._model, layer)).first(int(exact)).only(self._about.matrices)
+        packing = self._packing(gates.matrices)
+        first, seconds = first + packing, seconds + packing
         return Op(
             layer,
             seconds,
+            *_passes(gates),
             first=first,
             last=(seconds - first) * missed / needed if needed else 0.0,
             fetched=missed * nbytes,

@@ -143,7 +143,8 @@ class PlanRequest:
         if found.gpu_layers or ram >= whole:
             return found
         ram = within(ram) if self.ram is None else ram
-        disk = plan_disk(model, work, ram, self.hardware.cpu.threads, self.selector != "all", whole=whole)
+        bundled, threads = self.selector != "all", self.hardware.cpu.threads
+        disk = plan_disk(model, work, ram, threads, bundled, whole=whole, profile=self.profile)
         left = ram - sum(disk.held.values())
         resting = disk if disk.about.anything else None  # else RAM holds all but the embedding
         return replace(found, cpu=disk.held, cpu_left=left, bundles=False, disk=resting)

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from heapq import heapify, heappop, heappush
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from powerinfer.devices import Executor
+from powerinfer.devices import Batch, Executor
+from powerinfer.devices.batch import StoppedError
 from powerinfer.errors import (
     CLOSED,
     ChangedError,
@@ -63,6 +64,18 @@ class EngineStats:
     disk_wanted: int  # neurons and experts on disk that steps used
     disk_hits: int  # of these, in RAM when the step began
     disk_stall_s: float  # seconds that steps waited for the disk
+
+
+class _Step(NamedTuple):
+    """What the executor computes at the moment. requests: whose step it is, none: another caller's; stop: of its batch,
+    set when nobody needs its result."""
+
+    requests: Sequence[Request]
+    stop: NDArray[np.int32]
+
+    @property
+    def unwanted(self) -> bool:
+        return bool(self.requests) and all(request.unwanted for request in self.requests)
 
 
 class _Life(Enum):
@@ -112,6 +125,7 @@ class Driver:
         self._steps = self._aborted = self._rejected = self._timed_out = 0
         self._step_s = 0.0
         self._disk = self._read()
+        self._step_now: _Step | None = None
         self._logprob_scratch = np.empty(executor.vocab_size, np.float32)
 
     # ---------------------------------------------------------------- for other threads
@@ -141,6 +155,10 @@ class Driver:
         running = [request for request in requests if not request.ended]
         if running:
             self.tell(lambda: self._abort(running))
+            for request in running:
+                request.unwanted = True
+            if (step := self._step_now) is not None and step.unwanted:
+                step.stop[0] = 1
 
     @property
     def here(self) -> bool:
@@ -161,6 +179,8 @@ class Driver:
         """End the thread within a step, and its requests as aborted. May be called anywhere."""
         if not self.ended:  # a command that nobody takes any more would keep this object in a cycle
             self.tell(lambda: self._end(_closed))
+            if (step := self._step_now) is not None:
+                step.stop[0] = 1
 
     def close(self) -> None:
         """End the requests as aborted and close the executor; wait for it. May be called twice."""
@@ -308,7 +328,8 @@ class Driver:
         for request in self.scheduler.started:
             self._prompt_tokens += request.n_prompt
             self._cached_tokens += request.cached
-        logits = self._rows(lambda: self._executor.forward(batch), self.scheduler.planned)
+        planned = self.scheduler.planned
+        logits = self._rows(lambda: self.compute(batch, planned), planned)
         if logits is not None:
             for row, request in enumerate(self.scheduler.commit()):
                 try:
@@ -321,6 +342,19 @@ class Driver:
         self._step_s += time.perf_counter() - begin
         return True
 
+    def compute(self, batch: Batch, requests: Sequence[Request] = ()) -> NDArray[np.float32]:
+        """The executor's result for a batch; StoppedError if before it is there the model is closed, or all of
+        `requests`, if there are any, are aborted."""
+        step = _Step(requests, np.zeros(1, np.int32))
+        batch.stop = step.stop
+        self._step_now = step
+        try:
+            if step.unwanted:  # before it could be seen that it is computed
+                raise StoppedError
+            return self._executor.forward(batch)
+        finally:
+            self._step_now = None
+
     def _read(self) -> dict[str, float]:
         """What was read from disk, which cannot be asked during a step."""
         disk = self._executor.disk
@@ -329,9 +363,11 @@ class Driver:
     def _rows(
         self, compute: Callable[[], NDArray[np.float32]], requests: Iterable[Request]
     ) -> NDArray[np.float32] | None:
-        """What the executor computes; None if it failed, and with it the requests."""
+        """What the executor computes; None if it was stopped, or failed, and with it the requests."""
         try:
             return compute()
+        except StoppedError:  # the command that ends the requests is there
+            return None
         except MemoryError:
             failure = PowerInferError("out of memory; a smaller context or model needs less")
         except PowerInferError as error:

@@ -87,6 +87,7 @@ class Request:
         self.keeps: set[int] = set()  # numbers of tokens behind which its state is to be kept
         self.kept = b""  # key of the state that it kept last without being asked
 
+        self.unwanted = False  # whoever asked is gone: it is ended between two steps
         self.error: PowerInferError | None = None
         self.submit_time = time.perf_counter()
         self.start_time: float | None = None

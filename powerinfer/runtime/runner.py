@@ -14,6 +14,7 @@ import numpy as np
 
 from powerinfer.config import EngineConfig
 from powerinfer.devices import Batch, Executor
+from powerinfer.devices.batch import StoppedError
 from powerinfer.errors import CLOSED, RequestError
 from powerinfer.runtime.driver import Driver, EngineStats
 from powerinfer.runtime.grammar import Grammars
@@ -312,7 +313,10 @@ class Runner:
     def _score(self, batch: Batch, texts: NDArray[np.int32], use: UseLogits) -> None:
         """texts: of each token, int32 [T]."""
         self._driver.check()
-        logits = self._executor.forward(batch)
+        try:
+            logits = self._driver.compute(batch)
+        except StoppedError:
+            raise RequestError(CLOSED) from None
         if len(logits):
             cuts = [0, *(np.flatnonzero(np.diff(texts)) + 1).tolist(), len(texts)]
             for start, end in pairwise(cuts):
