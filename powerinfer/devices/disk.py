@@ -158,8 +158,8 @@ class DiskTier:
 
         wanted: experts and neurons that steps used; hits: those of them that were in memory when the step began;
         guessed: experts that were read because they were expected; right: those of them that were needed; reads, bytes:
-        of everything that was read, the window's too; waited: seconds in which steps waited for reads; active: seconds in
-        which any was under way.
+        of everything that was read, the window's too; waited: seconds in which steps waited for reads; active: seconds
+        in which any was under way.
         """
         return {name: value - self._cleared.get(name, 0) for name, value in self.totals().items()}
 
