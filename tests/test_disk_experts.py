@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -15,10 +17,11 @@ import numpy as np
 import pytest
 from model_files import experts_gguf
 from serving import ByteTokenizer, client, post, serving
-from test_disk import ENGINE, answers, steps
+from test_disk import ENGINE, answers, least_of, steps
 from test_expert_routing import TOP, shape
 from test_experts import EXPERTS, LEVELS, Layer
 
+from benchmarks.lib import memory_limit
 from benchmarks.models import expert_models
 from powerinfer import LLM, ModelError, RequestError, _native
 from powerinfer.config import ModelConfig
@@ -414,3 +417,23 @@ def test_experts_that_ram_does_not_hold_stay_on_disk(name: str, written: Any, ex
     assert len(slots) == 2 and all(2 * TOP <= n < 32 for n in slots)
     executor, _ = load_resolved(replace(resolved, kv_room=None), list)
     check_bits(executor, expected(name))
+
+
+def test_ram_is_kept(tmp_path: Path) -> None:
+    """In a memory cgroup of --ram, where exceeding it means being killed."""
+    with memory_limit.Group(1 << 30) as group:
+        if group.by is None:
+            pytest.skip("no memory cgroup can be made here")
+    small, path = shape("qwen3-30b-a3b"), tmp_path / "m.gguf"
+    layers = tuple(replace(layer, ffn=replace(layer.ffn, size=2048)) for layer in small.layers)  # type: ignore[type-var]
+    expert_models.write(path, replace(small, layers=layers), expert_models.Weights("q8_0"))
+    assert path.stat().st_size > 100 << 20
+    flags = ["--context", "128", "--prefill-chunk", "32", "--max-batch", "1", "--threads", "2", "--disk", "direct"]
+    flags += ["--gpu", "none", "--prompt-tokens", "60", "--gen-tokens", "30", "--repeat", "1", "--json"]
+    least, hits = least_of(path, context=128), 0.0
+    for ram in (least, least + (24 << 20)):
+        command = [sys.executable, "-m", "powerinfer", "bench", "-m", str(path), "--ram", f"{ram}B", *flags]
+        text, usage = memory_limit.output(command, ram)
+        disk = json.loads(text.splitlines()[-1])["disk"]
+        assert not usage.killed and disk["bytes"] > 0 and hits < disk["hit_rate"] < 1
+        hits = disk["hit_rate"]
