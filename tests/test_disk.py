@@ -30,6 +30,7 @@ from powerinfer.formats.layout import matrix_names
 from powerinfer.formats.quant import block_type, quantize
 from powerinfer.hybrid.resolve import resolve
 from powerinfer.models import load
+from powerinfer.sizes import read_size
 
 ENGINE = EngineConfig(threads=2, prefill_chunk=64, max_batch=4, context=64, trial=False)
 OPTIONS: dict[str, Any] = {"threads": 2, "prefill_chunk": 32, "max_batch": 2, "gpu": "none", "trial": False}
@@ -203,8 +204,6 @@ def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
 
 def least_of(path: Path, **more: Any) -> int:
     """The smallest --ram that the error of a smaller one states, in bytes: a MiB more, for its rounding."""
-    from powerinfer.sizes import read_size
-
     with pytest.raises(RequestError, match=r"even if its weights stay on disk.* give --ram ") as caught:
         LLM(path, ram=1 << 20, **OPTIONS, **more)
     return read_size(str(caught.value).rpartition("give --ram ")[2].split(",")[0])
@@ -261,6 +260,29 @@ def test_a_context_that_nobody_asked_for_keeps_no_model_on_disk(smollm2: Path, m
         monkeypatch.setattr("powerinfer.system.available_memory", lambda free=free: free)
         resolved = resolve(open_checkpoint(smollm2), engine)
         assert (resolved.disk is not None) is disk and resolved.engine == engine
+
+
+def test_a_lower_context_that_keeps_all_in_ram_is_said(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest one: with a page more, parts of the model stay on disk."""
+    common: dict[str, Any] = OPTIONS | {"max_batch": 1}
+    with pytest.raises(RequestError, match="give --ram ") as caught:
+        LLM(smollm2, ram=1 << 20, disk="none", context=6144, **common)
+    ram = read_size(str(caught.value).partition("give --ram ")[2].split(",")[0])
+    with LLM(smollm2, ram=ram, **common) as llm:
+        said = llm.choices["disk"].rpartition("; --context ")[2]
+        assert said.endswith(" would leave room for all of it")
+        assert said in llm.notes[-1]
+        context = int(said.split()[0])
+        assert 6144 <= context < 8192
+    checkpoint, engine = open_checkpoint(smollm2), EngineConfig(**common, ram=ram)
+    assert resolve(checkpoint, replace(engine, context=context)).disk is None
+    more = resolve(checkpoint, replace(engine, context=context + 32))
+    assert more.disk is not None and more.whole_context == context
+    less = resolve(checkpoint, replace(engine, ram=ram - (160 << 20), context=512))
+    assert less.disk is not None and less.whole_context is None, "its weights do not fit"
+    monkeypatch.setattr("powerinfer.system.available_memory", lambda: ram)
+    found = resolve(checkpoint, replace(engine, ram=None, context=8192)).whole_context
+    assert found is not None and 1024 < found < context
 
 
 def test_a_request_that_fails_leaves_the_engine_usable(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:

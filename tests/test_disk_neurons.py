@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from powerinfer.devices.disk_policy import DISK_POLICIES
 from powerinfer.formats.bundle_types import choose_types
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.predictor_file import write_predictor
+from powerinfer.hybrid.load import load_resolved
+from powerinfer.hybrid.resolve import Resolved, needs, resolve
 from powerinfer.models import load
 from powerinfer.placement.budget import Workload
 from powerinfer.placement.disk import plan_disk
@@ -419,3 +421,39 @@ def test_what_a_plan_leaves_on_disk_runs(selector: str, activation: str, tmp_pat
     attach(executor, checkpoint, engine, selection, list)
     right = in_memory(path, selector, threshold=engine.threshold)
     check_same(executor, answers(right))
+
+
+def test_neurons_stay_on_disk_only_where_that_is_asked_for_if_ram_holds_the_dense_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`auto` does not use bundles for which there is no room; a selector that was asked for is kept, and it is said
+    that without it nothing would be read."""
+    monkeypatch.setattr(model_files, "FF", 1 << 15)
+    path = tiny_llama(tmp_path / "m.gguf", "relu", False)
+    pack(open_checkpoint(path), None, choose_types(open_checkpoint(path), "F16", "F16"))
+    engine = engine_of("auto", gpu="none")
+
+    def found(selector: str, ram: int) -> Resolved:
+        return resolve(open_checkpoint(path), replace(engine, selector=selector, ram=ram))
+
+    dense, bundled = (needs(found(selector, 1 << 34)).ram for selector in ("all", "exact"))
+    between = bundled - 1
+    assert dense < between
+    plain = found("auto", between)
+    assert plain.disk is None and plain.selection.selector == "all"
+    asked = found("exact", between)
+    assert asked.disk is not None and asked.disk.about.neurons and asked.whole_dense
+    said: list[str] = []
+    executor, _ = load_resolved(asked, list, say=said.append)
+    assert "; --selector all or --context 96 would leave room for all of it" in said[-1]
+    assert executor.choices["disk"].endswith("; --selector all or --context 96 would leave room for all of it")
+    executor.close()
+    with pytest.raises(RequestError, match="give --ram ") as caught:
+        found("exact", 1 << 20)
+    least = read_size(str(caught.value).rpartition("give --ram ")[2].split(",")[0])  # with neurons on disk
+    assert least > dense
+    less = found("auto", dense - 1)
+    assert less.disk is not None and not less.disk.about.neurons and less.selection.selector == "all"
+    with pytest.raises(RequestError, match="give --ram ") as caught:
+        found("auto", 1 << 20)
+    assert read_size(str(caught.value).rpartition("give --ram ")[2].split(",")[0]) <= dense

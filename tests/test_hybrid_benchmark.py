@@ -35,8 +35,10 @@ def measured(out: Path, *more: object, run: Callable[..., Any] = compare.run) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "run", run)
         patch.setattr(sys, "argv", ["hybrid.py", *map(str, (*fixed, *sizes, "--out", out, *more))])
-        assert compare.main() == 0
-    return json.loads(out.read_text())
+        status = compare.main()
+    document = json.loads(out.read_text())
+    assert status == any("error" in job for job in document["jobs"].values())
+    return document
 
 
 def test_all_of_it_on_a_stand_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +117,7 @@ def test_a_wrong_model_is_not_timed(section: str, tmp_path: Path, monkeypatch: p
         return 2 * total, fired
 
     monkeypatch.setattr(gpu, "neuron_sum", wrong)
-    monkeypatch.setattr(worker, "_decoded", lambda *_: timed.append(1))
+    monkeypatch.setattr(worker, "decoded", lambda *_: timed.append(1))
     monkeypatch.setattr(LLM, "generate", lambda *_: timed.append(1))
     jobs = measured(tmp_path / "hybrid.json", "--sections", section)["jobs"]
     error = jobs[f"{section}/falcon-40b/0/powerinfer"]["error"]

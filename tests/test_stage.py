@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,111 +131,6 @@ def test_a_buffer_is_half_a_layer_at_most() -> None:
     assert buffer_bytes(layout, d_ff, group + pad - 1) == buffer_bytes(layout, d_ff, 0) == 0
     assert buffer_bytes(layout, 1 << 24, (9 << 20) + 1) == 8 << 20
     assert buffer_bytes(layout, 1 << 24, 1 << 40) == staging.PIECE
-
-
-# ---- What a GPU does at the same time --------------------------------------------------------------------------------
-
-
-class Order:
-    """The order of operations of a host and streams that work at the same time. Every operation knows which others must
-    have ended; touching a buffer that another operation may still be using is an error."""
-
-    def __init__(self) -> None:
-        self.host: set[int] = set()
-        self.current: Any = None
-        self.count = 0
-        self.touched: dict[Any, list[tuple[int, bool]]] = {}
-
-    def do(self, known: set[int], buffer: Any, writes: bool) -> None:
-        """One operation that knows of `known`, and of all that the host knew when it gave the order."""
-        before, self.count = known | self.host, self.count + 1
-        for number, wrote in self.touched.setdefault(buffer, []):
-            assert number in before or not (writes or wrote), f"{buffer} is used twice at a time"
-        self.touched[buffer].append((self.count, writes))
-        known |= before | {self.count}
-
-
-class Lane:
-    """A stream."""
-
-    def __init__(self, order: Order) -> None:
-        self.order, self.known = order, set[int]()
-
-    def wait_event(self, event: Mark) -> None:
-        self.known |= event.known
-
-
-class Mark:
-    """An event."""
-
-    def __init__(self, order: Order) -> None:
-        self.order, self.known = order, set[int]()
-
-    def record(self, stream: Lane) -> None:
-        self.known = set(stream.known)
-
-    def synchronize(self) -> None:
-        self.order.host |= self.known
-
-
-@pytest.mark.parametrize("forgotten", [None, "host waits", "side waits", "main waits", "sum is marked"])
-def test_no_buffer_is_written_while_it_is_read(forgotten: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CUDA, with streams and events that only keep count; the test fails without any one of them."""
-    bundles, x = make_bundles(32, 200, ("F16", "F16")), floats(43, TOKENS, 32)
-    stage, order = Stage(torch.device("cpu"), of_groups(bundles, 1)), Order()
-    main, side = Lane(order), Lane(order)
-    stage._side, stage._copied, stage._summed = side, [Mark(order), Mark(order)], [Mark(order), Mark(order)]
-
-    @contextmanager
-    def within(stream: Lane) -> Iterator[None]:
-        order.current = stream
-        yield
-        order.current = None
-
-    def nothing(*_: Any) -> None:
-        pass
-
-    copy_, plain = torch.Tensor.copy_, stage._copy
-    slots = {stage._host[slot].data_ptr(): slot for slot in range(2)}
-    there = {stage._there[slot].data_ptr(): slot for slot in range(2)}
-
-    def fill(out: np.ndarray, part: np.ndarray) -> None:
-        at = max(start for start in slots if start <= out.ctypes.data)
-        order.do(order.host, ("pinned", slots[at]), True)
-        plain(out, part)
-
-    def copied(self: torch.Tensor, other: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        if self.data_ptr() in there:
-            assert order.current is side and non_blocking
-            order.do(side.known, ("pinned", slots[other.data_ptr()]), False)
-            order.do(side.known, ("there", there[self.data_ptr()]), True)
-        return copy_(self, other)
-
-    take = gpu.unpack
-
-    def unpack(layout: Any, rows: torch.Tensor, *others: Any) -> None:
-        order.do(main.known, ("there", there[rows.data_ptr()]), False)
-        take(layout, rows, *others)
-
-    monkeypatch.setattr(stage._streams, "current", lambda: main)
-    monkeypatch.setattr(stage._streams, "on", within)
-    monkeypatch.setattr(stage, "_copy", fill)
-    monkeypatch.setattr(torch.Tensor, "copy_", copied)
-    monkeypatch.setattr(gpu, "unpack", unpack)
-    if forgotten == "host waits":
-        monkeypatch.setattr(Mark, "synchronize", nothing)
-    elif forgotten in ("side waits", "main waits"):
-        monkeypatch.setattr(side if forgotten == "side waits" else main, "wait_event", nothing)
-    elif forgotten == "sum is marked":
-        for mark in stage._summed:
-            monkeypatch.setattr(mark, "record", nothing)
-    every = np.arange(200, dtype=np.int32)
-    if forgotten is None:
-        want, bound, _, _ = expected(bundles, every, x)
-        assert_close(streamed(stage, bundles, every, x), want, bound + 8 * np.abs(want) * 2**-23)
-    else:
-        with pytest.raises(AssertionError, match="used twice at a time"):
-            streamed(stage, bundles, every, x)
 
 
 # ---- In a model ------------------------------------------------------------------------------------------------------

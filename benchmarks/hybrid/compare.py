@@ -26,8 +26,8 @@ layers (by itself a quarter of falcon-40b and of reglu-70b, all of drelu-7b); th
 share of the card, but for what layers share: head, driver and working memory stay whole (`worker.card`).
 
 Every job is written down when it is done. Started again with the same --out, the script goes on where it was; with
---minutes it ends before a job that might take longer. --retry does jobs that failed again. A model is removed when its
-jobs are done, unless --keep. table.py makes tables and plots of the JSON.
+--minutes it ends before a job that might take longer. --retry does jobs that failed again; the exit status is 1 where
+any did. A model is removed when its jobs are done, unless --keep. table.py makes tables and plots of the JSON.
 
 llama.cpp has no budget for VRAM: what it takes is read from nvidia-smi. `lib/llama_cpp.py FOLDER --cuda 90` builds it.
 It reads the same files; it does not know of ReLU in them and computes the activation of their family, which costs the
@@ -178,8 +178,18 @@ def ot_flags(count: int, layers: int) -> list[str]:
     return flags
 
 
-WAYS: dict[str, tuple[Callable[[int, int], list[str]], int]] = {"ngl": (ngl_flags, 1), "ot": (ot_flags, 0)}
+def ncmoe_flags(count: int, layers: int) -> list[str]:
+    """All but experts on the GPU, and those of the last `count` layers."""
+    return ["-ngl", str(EVERYTHING), "-ncmoe", str(layers - count)]
+
+
+WAYS: dict[str, tuple[Callable[[int, int], list[str]], int]] = {
+    "ngl": (ngl_flags, 1),
+    "ot": (ot_flags, 0),
+    "ncmoe": (ncmoe_flags, 0),
+}
 """Of llama.cpp: flags for a count of units on the GPU, and units beyond the layers."""
+DENSE_WAYS = ("ngl", "ot")
 
 
 def limit(peer: Peer, model: Path, way: str, layers: int, budget: int, each: int, threads: int) -> Result:
@@ -262,7 +272,7 @@ def jobs(measurement: Measurement, name: str) -> Iterator[tuple[str, Callable[[]
         each = max(1, model.stat().st_size // (layers + 1))
         return limit(peer, model, way, layers, int(vram()), each, arguments.threads)
 
-    ways = list(WAYS) if peer is not None and made.vram else []
+    ways = DENSE_WAYS if peer is not None and made.vram else ()
     limits = [(f"peer/{name}/{way}", lambda way=way: found_limit(way)) for way in ways if "peer" in sections]
     if "kernel" in sections:
         task = basis(arguments, model) | {"what": "kernel", "tokens": list(KERNEL_TOKENS)}
@@ -410,7 +420,7 @@ def main() -> int:
     left = {name: getattr(arguments, name) for name in ("out", "quiet", "minutes", "retry")}
     if not measure(Measurement(document=document, arguments=arguments, peer=peer, **left)):
         print("time is over: start it again with the same --out to go on", file=sys.stderr)
-    return 0
+    return int(any("error" in job for job in document["jobs"].values()))
 
 
 if __name__ == "__main__":

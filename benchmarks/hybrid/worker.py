@@ -71,7 +71,7 @@ def decode(task: dict[str, Any]) -> dict[str, Any]:
     (a path or None). RuntimeError for a model whose logits are not the CPU's.
     """
     batches, tokens = task["batches"], task["tokens"]
-    engine = _engine(task, _context(task["most"], tokens), task["most"])
+    engine = _engine(task, context_of(task["most"], tokens), task["most"])
     begin = time.perf_counter()
     llm, plan = _load(Path(task["model"]), engine, task["policy"])
     result: dict[str, Any] = {"vram": engine.vram, "load_s": time.perf_counter() - begin}
@@ -79,7 +79,7 @@ def decode(task: dict[str, Any]) -> dict[str, Any]:
         result |= {"off": checked(llm, Path(task["model"]), engine.selector), "decode_tok_s": {}}
         result["choices"] = {name: llm.choices[name] for name in ("gpu", "selector", "threads") if name in llm.choices}
         for batch in batches:
-            rate, report = _decoded(llm, batch, _tokens(batch, tokens))
+            rate, report = decoded(llm, batch, tokens_of(batch, tokens))
             result["decode_tok_s"][str(batch)] = rate
             if report is not None and report["tokens"]:
                 told = {name: report[name] for name in ("active_fraction", "gpu_share", "jobs", "tokens")}
@@ -140,7 +140,7 @@ def card(task: dict[str, Any]) -> dict[str, Any]:
     The output head, the driver and libraries, and the working memory of a step are as large for few layers as for many.
     task: as of `decode`, with vram (the card's) and part (from 0 to 1).
     """
-    engine = _engine(task, _context(task["most"], task["tokens"]), task["most"])
+    engine = _engine(task, context_of(task["most"], task["tokens"]), task["most"])
     plan = resolve(open_checkpoint(Path(task["model"])), engine).plan
     assert plan is not None
     fixed = {name: plan.bytes["gpu"].get(name, 0) for name in ("head", "runtime", "scratch")}
@@ -165,11 +165,11 @@ def reference(task: dict[str, Any]) -> dict[str, Any]:
     path = Path(task["model"])
     engine = {"threads": task["threads"], "context": 2 * TEXT, "max_batch": 1, "prefix_cache": False, "trial": False}
     with LLM(path, gpu="none", selector="predicted", **engine) as llm:
-        predicted = _logits(llm)
+        predicted = logits_of(llm)
         with llm.every_neuron():
-            every = _logits(llm)
+            every = logits_of(llm)
     np.savez(reference_of(path), predicted=predicted, every=every)
-    return {"apart": _apart(predicted, every)}
+    return {"apart": apart(predicted, every)}
 
 
 def checked(llm: LLM, model: Path, selector: str) -> dict[str, float]:
@@ -178,21 +178,21 @@ def checked(llm: LLM, model: Path, selector: str) -> dict[str, float]:
     RuntimeError where that is too far for the same model.
     """
     with np.load(reference_of(model)) as wanted:
-        furthest = FURTHEST * _apart(wanted["predicted"], wanted["every"])
+        furthest = FURTHEST * apart(wanted["predicted"], wanted["every"])
         off = {}
         if selector == "predicted":
-            off["predicted"] = _apart(_logits(llm), wanted["predicted"])
+            off["predicted"] = apart(logits_of(llm), wanted["predicted"])
             with llm.every_neuron():
-                off["every"] = _apart(_logits(llm), wanted["every"])
+                off["every"] = apart(logits_of(llm), wanted["every"])
         else:
-            off["every"] = _apart(_logits(llm), wanted["every"])
+            off["every"] = apart(logits_of(llm), wanted["every"])
     wrong = [f"{value:.3g} ({name})" for name, value in off.items() if not value <= furthest]
     if wrong:
         raise RuntimeError(f"not timed: logits are off by {', '.join(wrong)} of the CPU's, more than {furthest:.3g}")
     return off
 
 
-def _logits(llm: LLM) -> np.ndarray:
+def logits_of(llm: LLM) -> np.ndarray:
     """float32 [ALONE, vocab] of the last tokens of the text."""
     rng, rows = np.random.default_rng(5), []
     text = rng.integers(1, llm.config.vocab_size, TEXT).tolist()
@@ -200,7 +200,7 @@ def _logits(llm: LLM) -> np.ndarray:
     return np.concatenate(rows)
 
 
-def _apart(ours: np.ndarray, wanted: np.ndarray) -> float:
+def apart(ours: np.ndarray, wanted: np.ndarray) -> float:
     """Their distance, as a share of the size of those that are wanted; not a number if any is none."""
     difference = np.square(ours - wanted, dtype=np.float64).mean() / np.square(wanted, dtype=np.float64).mean()
     return float(np.sqrt(difference))
@@ -213,13 +213,13 @@ def reference_of(model: Path) -> Path:
 # ---------------------------------------------------------------- budgets and plans
 
 
-def _context(most: int, tokens: int) -> int:
+def context_of(most: int, tokens: int) -> int:
     """Tokens of the cache, which the requests share; whole pages for each, and one to begin with."""
-    pages = {batch: 1 + -(-(1 + _tokens(batch, tokens)) // cpu.PAGE) for batch in (1, most)}
+    pages = {batch: 1 + -(-(1 + tokens_of(batch, tokens)) // cpu.PAGE) for batch in (1, most)}
     return cpu.PAGE * max(batch * each for batch, each in pages.items())
 
 
-def _tokens(batch: int, tokens: int) -> int:
+def tokens_of(batch: int, tokens: int) -> int:
     """That a request decodes: several share the time that one alone may take, and with it the cache."""
     return tokens if batch == 1 else min(tokens, cpu.PAGE - 1)
 
@@ -258,7 +258,7 @@ def whole_layers(plan: Plan) -> Plan:
     return replace(plan, choice=replace(plan.choice, gpu=gpu, kept=(groups,) * len(gpu)))
 
 
-def _decoded(llm: LLM, batch: int, tokens: int) -> tuple[float, dict[str, Any] | None]:
+def decoded(llm: LLM, batch: int, tokens: int) -> tuple[float, dict[str, Any] | None]:
     """Tokens per second of `batch` requests decoding together, after one warm-up round."""
     params = SamplingParams(max_tokens=1 + tokens, temperature=0.0, ignore_eos=True)
     prompts = [[1 + number % (llm.config.vocab_size - 1)] for number in range(batch)]
@@ -378,12 +378,12 @@ def perform(task: dict[str, Any]) -> dict[str, Any]:
     """The result of a task."""
     works = (decode, prefill, kernel, hardware, make, card, reference)
     work = {work.__name__: work for work in works}[task["what"]]
-    with _memory_of(task.get("ram")):
+    with memory_of(task.get("ram")):
         return _performed(work, task)
 
 
 @contextmanager
-def _memory_of(ram: int | None) -> Iterator[None]:
+def memory_of(ram: int | None) -> Iterator[None]:
     """That many bytes are there and free, whatever the machine says: it may have more once they are used."""
     with ExitStack() as stack:
         for module in [module for name, module in sys.modules.items() if name.startswith("powerinfer.")]:

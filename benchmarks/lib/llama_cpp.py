@@ -12,6 +12,9 @@ holds on processors that have none. Needs cmake, ninja and a C++ compiler.
 default; needs CUDA's compiler, nvcc. What is built already stays, so a build that was stopped goes on. Compiling the
 kernels of flash attention takes most of the time; --no-flash-attention leaves them out.
 
+Binaries for a machine with another processor than this one: `--no-native` leaves GGML_NATIVE out, and compiles for the
+extensions of current servers (AVX-512 with VNNI and BF16, AMX).
+
 For a machine without a network: `--archive` writes what building needs of the source, mended, and nothing else;
 unpacked into FOLDER there, it is not downloaded.
 """
@@ -28,6 +31,7 @@ SDIST = "llama-cpp-python==0.3.36"
 PROGRAMS = ("llama-bench", "llama-completion", "llama-perplexity", "llama-quantize")
 CUDA_PROGRAMS = ("llama-bench", "llama-batched-bench")
 PARTS = ("CMakeLists.txt", "LICENSE", "app", "cmake", "common", "ggml", "include", "licenses", "src", "tools", "vendor")
+SERVER = ("AVX2", "FMA", "F16C", "BMI2", "AVX512", "AVX512_VNNI", "AVX512_BF16", "AMX_TILE", "AMX_INT8", "AMX_BF16")
 AMX_LINE = "    _tile_loadconfig(&tc);\n"
 AMX_MENDED = '    asm volatile("" : : "m"(tc));  // gcc: keep all stores to tc\n' + AMX_LINE
 
@@ -51,14 +55,18 @@ def source(folder: Path) -> Path:
     return target
 
 
-def build(folder: Path, amx: bool = True, cuda: str | None = None, flash_attention: bool = True) -> Path:
+def build(
+    folder: Path, amx: bool = True, cuda: str | None = None, flash_attention: bool = True, native: bool = True
+) -> Path:
     """Configure and build (only what is missing); returns the folder of the binaries.
 
     cuda: compute capability of the GPU without its point, None for a build without CUDA.
     """
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / ("build" if amx else "build-no-amx")
-    flags = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DBUILD_SHARED_LIBS=OFF"]
+    flags = ["-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_CURL=OFF", "-DBUILD_SHARED_LIBS=OFF"]
+    flags += [f"-DGGML_NATIVE={'ON' if native else 'OFF'}"]
+    flags += [] if native else [f"-DGGML_{name}=ON" for name in SERVER]
     flags += ["-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF"]
     programs = PROGRAMS
     if not amx:
@@ -90,12 +98,14 @@ def main() -> None:
     variant.add_argument("--cuda", metavar="ARCHITECTURE", help="compute capability without its point, such as 90")
     variant.add_argument("--archive", type=Path, metavar="FILE")
     parser.add_argument("--no-flash-attention", action="store_true", help="with --cuda")
+    parser.add_argument("--no-native", action="store_true", help="for other servers than this one")
     arguments = parser.parse_args()
     if arguments.archive:
         arguments.folder.mkdir(parents=True, exist_ok=True)
         archive(arguments.folder, arguments.archive)
         return
-    print(build(arguments.folder, not arguments.no_amx, arguments.cuda, not arguments.no_flash_attention))
+    variant_of = (not arguments.no_amx, arguments.cuda, not arguments.no_flash_attention, not arguments.no_native)
+    print(build(arguments.folder, *variant_of))
 
 
 if __name__ == "__main__":

@@ -38,8 +38,11 @@ def open_tier(resolved: Resolved, say: Say) -> DiskTier | None:
         from powerinfer.placement.plan_document import rate
 
         speed = f", about {rate(1 / resolved.disk_speed.seconds)} tokens/s"
-    say(f"not all of the model fits into RAM: it reads {plan.why}{speed}")
-    about = replace(about, why=f"{plan.why}{speed}; {reads.engine}, {why}")
+    flags = ["--selector all"] * resolved.whole_dense
+    flags += [] if resolved.whole_context is None else [f"--context {resolved.whole_context}"]
+    helps = f"; {' or '.join(flags)} would leave room for all of it" if flags else ""
+    say(f"not all of the model fits into RAM: it reads {plan.why}{speed}{helps}")
+    about = replace(about, why=f"{plan.why}{speed}; {reads.engine}, {why}{helps}")
     return DiskTier(about, files, [place for place in places if place is not None], reads)
 
 

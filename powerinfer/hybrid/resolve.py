@@ -6,6 +6,7 @@ them whole layers are placed on the GPU, as many as fit.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -50,7 +51,9 @@ class Resolved:
     None: the model has none, or they are not split; frequencies: of experts, None: not known; staging: bytes of a
     buffer that streams the others there for long prompts, 0: none. policy: says which experts the GPU has, a name of
     `placement.experts.EXPERT_POLICIES`, None: a trial chooses when the model is loaded; why_policy: for people. disk:
-    what stays there, None: nothing; disk_speed: how fast that is, on the CPU alone, None: the machine was not measured.
+    what stays there, None: nothing; disk_speed: how fast that is, on the CPU alone, None: the machine was not measured;
+    whole_context: the longest --context with which nothing would stay there, None: there is none worth it;
+    whole_dense: nothing would stay there with --selector all.
     """
 
     checkpoint: Checkpoint
@@ -71,6 +74,8 @@ class Resolved:
     why_policy: str = "the default"
     disk: DiskPlan | None = None
     disk_speed: Prediction | None = None
+    whole_context: int | None = None
+    whole_dense: bool = False
 
 
 def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = silent, say: Say = silent) -> Resolved:
@@ -272,7 +277,10 @@ def _on_cpu(resolved: Resolved) -> Resolved:
     if engine.disk == "none":
         raise _too_little_ram(checkpoint, engine, selection, model, total)
     placed = _on_disk(resolved, model, ram, whole=total)
-    return replace(placed, kv_room=kv, disk_speed=_disk_speed(placed, model, ram))
+    context, fits = _whole_context(placed, model, ram), selection.bundles is not None and dense
+    return replace(
+        placed, kv_room=kv, disk_speed=_disk_speed(placed, model, ram), whole_context=context, whole_dense=fits
+    )
 
 
 def _within_free_memory(resolved: Resolved, model: Model, free: int) -> Resolved:
@@ -287,13 +295,24 @@ def _within_free_memory(resolved: Resolved, model: Model, free: int) -> Resolved
     with suppress(RequestError):  # not even that fits: the system may still find the memory
         ram = within(free)
         placed = _on_disk(replace(resolved, engine=short), model, ram)
-        return replace(placed, engine=engine, disk_speed=_disk_speed(placed, model, ram))
+        context = _whole_context(placed, model, ram) if engine.context else None
+        return replace(placed, engine=engine, disk_speed=_disk_speed(placed, model, ram), whole_context=context)
     return resolved
 
 
 def _on_disk(resolved: Resolved, model: Model, ram: int, host_bytes: int = 0, whole: int | None = None) -> Resolved:
-    """The same with what does not fit into `ram` on disk. RequestError if the rest does not fit. host_bytes: of a GPU's
-    libraries; whole: bytes that hold the model."""
+    """The same with what does not fit into `ram` on disk; `auto` does not use bundles if what they need in RAM does not
+    fit. RequestError if the rest does not fit. host_bytes: of a GPU's libraries; whole: bytes that hold the model."""
+    if resolved.selection.bundles is not None and resolved.engine.selector == "auto":
+        with suppress(RequestError):
+            return _planned_on_disk(resolved, model, ram, host_bytes, whole)
+        lacking = "--ram does not hold what bundles on disk need"
+        resolved = replace(resolved, selection=select(resolved.checkpoint, resolved.engine, lacking))
+        whole = None if whole is None else _ram_bytes(model, resolved.engine)
+    return _planned_on_disk(resolved, model, ram, host_bytes, whole)
+
+
+def _planned_on_disk(resolved: Resolved, model: Model, ram: int, host_bytes: int, whole: int | None) -> Resolved:
     from powerinfer.formats.prepared import PROFILE, PreparedFile
     from powerinfer.formats.profile_file import open_profile
     from powerinfer.placement.disk import plan_disk
@@ -360,6 +379,30 @@ def _kv_bytes(model: Model, engine: EngineConfig) -> int:
 
 def _context(model: Model, engine: EngineConfig) -> int:
     return engine.context or model.config.context_length
+
+
+def _whole_context(placed: Resolved, model: Model, ram: int, host_bytes: int = 0) -> int | None:
+    """The longest context, in whole pages, with which nothing stays on disk; None where nothing does, or where that is
+    too short to be suggested. placed: by `_on_disk`, with these arguments."""
+    engine, selection = placed.engine, placed.selection
+    if placed.disk is None:
+        return None
+
+    def too_long(pages: int) -> bool:
+        shorter = replace(engine, context=pages * cpu.PAGE)
+        if engine.selector != "auto" and selection.bundles is not None:
+            return _ram_bytes(model, shorter, selection) > ram
+        if not placed.gpu_layers and _ram_bytes(model, shorter) <= ram:
+            return False
+        try:
+            dense = replace(placed, engine=shorter, selection=DENSE)
+            return _on_disk(dense, model, ram, host_bytes).disk is not None
+        except RequestError:
+            return True
+
+    context = _context(model, engine)
+    tokens = bisect_left(range(1, context // cpu.PAGE), True, key=too_long) * cpu.PAGE
+    return tokens if tokens >= min(context // 2, _SHORT) else None
 
 
 def _too_little_ram(
@@ -465,7 +508,8 @@ def _within_ram(resolved: Resolved, model: Model, hardware: Hardware) -> Resolve
     if engine.ram is None or needed <= engine.ram:
         return replace(resolved, disk=None)
     if engine.disk != "none" and not head:
-        return _on_disk(resolved, model, engine.ram, hardware.host_bytes)
+        placed = _on_disk(resolved, model, engine.ram, hardware.host_bytes)
+        return replace(placed, whole_context=_whole_context(placed, model, engine.ram, hardware.host_bytes))
     held = "layer" if layers == 1 else f"{layers} layers"
     raise RequestError(
         f"{model.name} needs {gib(needed)} of RAM beside the {held} that --vram holds: give --ram "

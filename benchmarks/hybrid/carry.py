@@ -1,0 +1,92 @@
+"""What a machine without a network needs to run this engine, in one folder: a wheel of it, and those of packages.
+
+    python -m benchmarks.hybrid.carry FOLDER --python PYTHON [--packages highspy gguf ...] [--most 64MiB]
+
+PYTHON is a program of the version that the machine has: the engine is compiled for it here, by a C++ compiler no newer
+than the machine's libraries, and for every processor (its kernels are chosen at start). --packages are those of the
+engine's dependencies that the machine lacks, and of theirs; wheels that suit the project's requirements are fetched.
+There, `sh FOLDER/install.sh TARGET` unpacks all of it into a folder for PYTHONPATH, without asking any registry; in a
+clone of this repository, whose scripts take the source beside them, it puts the native module there too.
+
+What is there already stays, but for the engine's wheel, which is that of this source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from powerinfer.sizes import read_size
+
+ROOT = Path(__file__).resolve().parents[2]
+MISSING = ("highspy", "llguidance", "prompt_toolkit", "wcwidth", "gguf")
+"""Of the packages that `powerinfer` and its benchmarks need, those that few machines have."""
+GLIBC = range(5, 40)  # minor versions whose wheels a machine of today runs
+INSTALL = """#!/bin/sh
+# sh install.sh TARGET: these wheels, into a folder for PYTHONPATH
+set -e
+python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$1" "$(dirname "$0")"/*.whl
+[ ! -d powerinfer/csrc ] || cp "$1"/powerinfer/_native*.so powerinfer/
+"""
+
+
+def build(folder: Path, python: str) -> Path:
+    """The engine's wheel, for this source and PYTHON."""
+    for old in folder.glob("powerinfer-*.whl"):
+        old.unlink()
+    subprocess.run([python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT)], check=True)
+    (made,) = folder.glob("powerinfer-*.whl")
+    return made
+
+
+def requirements(packages: list[str]) -> list[str]:
+    """The packages as the project requires them, with the versions that it does."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    stated = [*project["dependencies"], *extras["bench"], *extras["test"]]
+    known = {one.partition(";")[0].strip() for one in stated}
+
+    def of(package: str) -> str:
+        name = package.replace("-", "_").lower()
+        fits = (one for one in known if one.replace("-", "_").lower().removeprefix(name)[:1] in (*"<>=", ""))
+        return next((one for one in fits if one.replace("-", "_").lower().startswith(name)), package)
+
+    return [of(package) for package in packages]
+
+
+def fetch(folder: Path, packages: list[str], version: str) -> None:
+    """The packages' wheels for Linux on x86-64 and that version of Python, such as "3.12"."""
+    flags = ["--only-binary=:all:", "--python-version", version, "--implementation", "cp"]
+    for minor in reversed(GLIBC):
+        flags += ["--platform", f"manylinux_2_{minor}_x86_64"]
+    flags += ["--platform", "manylinux2014_x86_64", "--platform", "manylinux1_x86_64", "--platform", "any"]
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
+    subprocess.run([*pip, *flags, *requirements(packages)], check=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--python", required=True, help="of the machine's version, with pip")
+    parser.add_argument("--packages", nargs="*", default=list(MISSING), help="default: %(default)s")
+    parser.add_argument("--most", type=read_size, default=64 << 20, metavar="SIZE", help="default: 64MiB")
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    ask = "import sys; print(f'{sys.version_info.major}.{sys.version_info.minor}')"
+    version = subprocess.run([arguments.python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
+    fetch(arguments.folder, arguments.packages, version)
+    build(arguments.folder, arguments.python)
+    (arguments.folder / "install.sh").write_text(INSTALL)
+    sizes = {path.name: path.stat().st_size for path in sorted(arguments.folder.iterdir())}
+    for name, size in sizes.items():
+        print(f"{size / 2**20:8.1f} MiB  {name}")
+    if sum(sizes.values()) > arguments.most:
+        sys.exit(f"{sum(sizes.values()) / 2**20:.0f} MiB are more than {arguments.most / 2**20:.0f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""Decode a model of experts of which all, and then half, are on the GPU; llama.cpp with CUDA beside it.
+
+    python -m benchmarks.hybrid.experts --models FOLDER [--peer FOLDER_OF_BINARIES] [--out FILE]
+    python -m benchmarks.hybrid.experts --models FOLDER --gpu cpu --tiny               tries it without a GPU
+
+The model has random weights in the shape of Qwen3-30B-A3B, cut to some layers. Before anything is timed its logits of a
+text are compared with the CPU's; a model that gives others is an error. llama.cpp then gets the experts of as many
+layers on the GPU as fit into the same budget (-ncmoe), by three tries at most, which read the GPU's memory in use.
+Every job is written down when it is done, and started again with the same --out, what is done is not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from benchmarks.hybrid import compare, worker
+from benchmarks.lib import programs, results
+from benchmarks.lib.jobs import Jobs, Result, opened
+from benchmarks.models import expert_models
+from powerinfer import LLM
+from powerinfer.config import AttentionConfig, EngineConfig, ExpertsConfig, ModelConfig
+from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.hardware import measure
+from powerinfer.hybrid.resolve import needs, resolve
+from powerinfer.placement.shapes import checkpoint_model
+from powerinfer.sizes import read_size
+
+SHAPE, LAYERS = "qwen3-30b-a3b", 16
+SHARES = (1.0, 0.5)  # of the experts, on the GPU
+BATCHES = (1, 8)
+FURTHEST = 0.05
+"""How far the logits of a token may be from the CPU's, as a share of their size, in the median over tokens: where the
+CPU rounds activations to 8 bits they differ by a per cent or two. A token for which two experts are nearly equal may
+select the other, and be farther."""
+
+
+@dataclass(kw_only=True)
+class Measurement(Jobs):
+    """What is measured."""
+
+    arguments: argparse.Namespace
+    peer: compare.Peer | None
+
+    @property
+    def model(self) -> Path:
+        return Path(self.arguments.models / f"{SHAPE}-{'tiny' if self.arguments.tiny else LAYERS}.gguf")
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """Of every load: room for the most requests, and nothing chosen by a trial."""
+        tokens = worker.context_of(max(BATCHES), self.arguments.tokens)
+        given = {"threads": self.arguments.threads, "context": tokens, "max_batch": max(BATCHES), "trial": False}
+        return {**given, "prefix_cache": False, "ram": self.arguments.ram}
+
+
+def shape(tiny: bool) -> ModelConfig:
+    """The model's, cut."""
+    config = expert_models.CONFIGS[SHAPE]
+    if not tiny:
+        return replace(config, layers=config.layers[:LAYERS])
+    layer = config.layers[0]
+    assert isinstance(layer.attention, AttentionConfig) and isinstance(layer.ffn, ExpertsConfig)
+    rope = layer.attention.rope and replace(layer.attention.rope, dim=32)
+    attention = replace(layer.attention, n_heads=2, n_kv_heads=1, head_dim=32, rope=rope)
+    layer = replace(layer, attention=attention, ffn=replace(layer.ffn, n_experts=16, size=32))
+    return replace(config, d_model=64, vocab_size=1200, layers=(layer,) * 2)
+
+
+def make(measurement: Measurement) -> Result:
+    """The model's file."""
+    config = shape(measurement.arguments.tiny)
+    if not measurement.model.exists():
+        expert_models.write(measurement.model, config, expert_models.Weights("q8_0"))
+    return {"file_bytes": measurement.model.stat().st_size, "layers": config.n_layers}
+
+
+def reference(measurement: Measurement) -> Result:
+    """The text's logits on the CPU alone."""
+    with LLM(measurement.model, gpu="none", **measurement.engine) as llm:
+        np.save(reference_of(measurement.model), worker.logits_of(llm))
+    return {}
+
+
+def reference_of(model: Path) -> Path:
+    return model.with_suffix(".logits.npy")
+
+
+def ours(measurement: Measurement, share: float) -> Result:
+    """Tokens per second by the number of requests, with that share of the experts on the GPU."""
+    arguments = measurement.arguments
+    checkpoint = open_checkpoint(measurement.model)
+    engine = EngineConfig(**measurement.engine, gpu=arguments.gpu)
+    each = checkpoint_model(checkpoint).expert_bytes(0)[0]
+    experts = sum(one.n_experts for one in checkpoint.config.experts.values())
+    vram = needs(resolve(checkpoint, engine)).vram - int((1 - share) * experts) * each
+    with (
+        compare.Vram(arguments.gpu) as used,
+        LLM(measurement.model, **measurement.engine, gpu=arguments.gpu, vram=vram) as llm,
+    ):
+        off = checked(worker.logits_of(llm), np.load(reference_of(measurement.model)))
+        rates = {str(batch): worker.decoded(llm, batch, worker.tokens_of(batch, arguments.tokens)) for batch in BATCHES}
+        told = llm.sparsity or {}
+        result: Result = {"vram": vram, "off": off, "decode_tok_s": {batch: rate for batch, (rate, _) in rates.items()}}
+        result |= {name: told.get(name) for name in ("gpu_share", "jobs")} | {"choices": dict(llm.choices)}
+    return result | {"vram_used": used.peak}
+
+
+def checked(found: np.ndarray, wanted: np.ndarray) -> float:
+    """How far logits [n, vocab] are from the CPU's. RuntimeError where that is too far for the same model."""
+    each = [worker.apart(one, other) for one, other in zip(found, wanted, strict=True)]
+    off = float(np.median(each))
+    if not off <= FURTHEST:
+        raise RuntimeError(f"not timed: logits are off by {off:.3g} of the CPU's, more than {FURTHEST}")
+    return off
+
+
+def theirs(measurement: Measurement, share: float) -> Result:
+    """llama.cpp with as many experts on the GPU as the budget of `ours` holds."""
+    peer, model, threads = measurement.peer, measurement.model, measurement.arguments.threads
+    budget = measurement.done[f"experts/{share:g}/powerinfer"].get("vram")
+    if peer is None or budget is None:
+        raise RuntimeError("there is no budget of ours to compare with")
+    layers = int(measurement.done["make"]["layers"])
+    found = compare.limit(peer, model, "ncmoe", layers, budget, model.stat().st_size // (layers + 1), threads)
+    return found | peer.measure(model, found, list(BATCHES), measurement.arguments.tokens)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, required=True, metavar="FOLDER", help="where the model is made")
+    parser.add_argument("--gpu", default="cuda", help="cuda, cuda:1, or cpu, which stands in (default %(default)s)")
+    parser.add_argument("--peer", type=Path, metavar="FOLDER", help="of llama.cpp's binaries, built with CUDA")
+    parser.add_argument("--ram", type=read_size, metavar="SIZE", help="RAM that there is, where it grows with use")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=64, help="decoded by one request alone")
+    parser.add_argument("--tiny", action="store_true", help="a small model of the same kind")
+    parser.add_argument("--out", type=Path, default=results.RESULTS / "hybrid-experts.json")
+    arguments = parser.parse_args(argv)
+    settings = {name: getattr(arguments, name) for name in ("gpu", "threads", "tokens", "tiny", "ram")}
+    document = opened(arguments.out, "hybrid-experts", settings | {"device": compare.gpu_name(arguments.gpu)})
+    peer = None
+    if arguments.peer is not None:
+        peer = compare.Peer(arguments.peer, arguments.gpu, [])
+        document["peer"] = programs.peer_facts(arguments.peer)
+    arguments.models.mkdir(parents=True, exist_ok=True)
+    measurement = Measurement(document=document, out=arguments.out, quiet=0, retry=True, arguments=arguments, peer=peer)
+    emulated = mock.patch.object(measure, "measured", lambda *_, **__: worker.stand_in())
+    with emulated if arguments.gpu == "cpu" else nullcontext(), worker.memory_of(arguments.ram):
+        if measurement.wanted("make") or not measurement.model.exists():
+            measurement.do("make", lambda: make(measurement))
+        if measurement.wanted("reference") or not reference_of(measurement.model).exists():
+            measurement.do("reference", lambda: reference(measurement))
+        for name, work in (("powerinfer", ours), (compare.LLAMA_CPP, theirs)):
+            for share in SHARES if name == "powerinfer" or peer is not None else ():
+                key = f"experts/{share:g}/{name}"
+                if measurement.wanted(key):
+                    measurement.do(key, lambda work=work, share=share: work(measurement, share))
+    return int(any("error" in job for job in measurement.done.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

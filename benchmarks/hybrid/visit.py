@@ -1,0 +1,239 @@
+"""What to run on a machine with a GPU that is there for half an hour: few calls of ten minutes, each by itself.
+
+    python -m benchmarks.hybrid.visit kernels --out DIR       the environment, tests on the GPU, kernels, launches
+    python -m benchmarks.hybrid.visit llama.cpp --out DIR     builds the peer for this GPU
+    python -m benchmarks.hybrid.visit falcon --out DIR        Falcon-40B in F16, 24 GB: decode, ablation; the peer
+    python -m benchmarks.hybrid.visit drelu --out DIR         7B, all on the GPU: decode, prompts, tiles; the peer
+    python -m benchmarks.hybrid.visit experts --out DIR       experts, all and half on the GPU: decode; the peer
+    python -m benchmarks.hybrid.visit CALL --trial ...        the same at a tiny scale, on torch's CPU device
+
+A call's steps check first, then time: what is timed after a check that failed is left out. A step has a time limit, the
+call --minutes. Every step writes what it has as it goes: into --work, where the next call goes on, and copied to --out
+after each step, so that little is lost when the call is killed. What is done is not done again, unless it failed.
+
+Models are made in --work, by default in memory, and kept: Falcon's take 39 GB there, so remove what is not needed any
+more (--clear removes all models first). --ram says how much RAM there is, where that is not known before it is used.
+On a machine without a network: `carry.py` brings what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib import machine, results
+
+CALLS = ("kernels", "llama.cpp", "falcon", "drelu", "experts")
+LEFT = 5.0  # seconds of a call that remain for writing down
+KERNEL_TESTS = ("test_gpu_kernels", "test_gpu_latent", "test_gpu_experts", "test_gpu_delta")
+LAYER_TESTS = (
+    "test_gpu_layers", "test_gpu_wiring", "test_hybrid", "test_stage", "test_hybrid_experts", "test_gpu_bytes",
+    "test_gpu_rates",
+)  # fmt: skip
+MOST_WORKERS = 12  # of the tests: each has a CUDA context
+PROBE = """
+import json, os, platform, shutil, sys
+import torch, numpy
+from powerinfer.kernels import cpu
+from powerinfer.hardware.gpu_rates import software
+told = {"python": sys.version.split()[0], "numpy": numpy.__version__, "isa": cpu.choose_isa(None)[0]}
+told |= {"kernel": platform.release(), "cores": os.cpu_count(), "shm_gib": shutil.disk_usage("/dev/shm").free >> 30}
+told |= {name: shutil.which(name) for name in ("nvcc", "cmake", "ninja", "c++", "nvidia-smi")}
+told |= software(sys.argv[1])
+if torch.cuda.is_available():
+    about = torch.cuda.get_device_properties(0)
+    told |= {"gpu_gib": about.total_memory >> 30, "processors": about.multi_processor_count}
+    told |= {"l2_mib": about.L2_cache_size >> 20, "cuda": torch.version.cuda}
+    told |= {"capability": torch.cuda.get_device_capability(0)}
+print(json.dumps(told))
+"""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A program. seconds: that it may take; needs: steps without which its figures mean nothing."""
+
+    name: str
+    command: tuple[str, ...]
+    seconds: int
+    needs: tuple[str, ...] = ()
+
+
+def module(name: str, *arguments: object) -> tuple[str, ...]:
+    return (sys.executable, "-m", name, *map(str, arguments))
+
+
+def steps(arguments: argparse.Namespace) -> Iterator[Step]:
+    """Of a call, in order."""
+    work, trial = arguments.work, arguments.trial
+    models, gpu = work / "models", "cpu" if trial else "cuda"
+    peer = next(work.glob("llama.cpp/build-cuda-*/bin"), None)
+    ram = () if arguments.ram is None else ("--ram", arguments.ram)
+
+    def tests(names: tuple[str, ...], tried: str) -> tuple[str, ...]:
+        """All of them on the GPU; in a trial one of the first file."""
+        files = [f"tests/{name}.py" for name in (names[:1] if trial else names)]
+        chosen = f"cpu and {tried}" if trial else "cuda"
+        # what other versions of pytest and of libraries warn of says nothing about this engine
+        quiet = ("-o", "minversion=0", "-o", "filterwarnings=", "-o", "addopts=", "-p", "no:cacheprovider")
+        workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+        return module("pytest", "-q", "-rfE", "--tb=short", *quiet, "-n", 0 if trial else workers, "-k", chosen, *files)
+
+    def compare(name: str, *sections: str, with_peer: bool = False, scale: str = "own") -> tuple[str, ...]:
+        given: list[object] = ["--models", models, "--names", name, "--gpu", gpu, "--keep", "--quiet", 0, "--retry"]
+        given += ["--scale", "tiny" if trial else scale, "--out", work / f"{name}-{scale}.json", "--rounds", 1]
+        given += ["--sections", *sections, *ram]
+        if trial:
+            given += ["--tokens", 4, "--batches", 1, 2, "--prompt", 48, "--threads", 1]
+        if with_peer and peer is not None:
+            given += ["--peer", peer]
+        return module("benchmarks.hybrid.compare", *given)
+
+    def kernels(*more: object) -> tuple[str, ...]:
+        shape = (256, 320) if trial else (8192, 32768)
+        return module(
+            "benchmarks.hybrid.gpu_kernels", "--device", gpu, "--d-model", shape[0], "--d-ff", shape[1], *more
+        )
+
+    if arguments.call == "kernels":
+        yield Step("probe", (sys.executable, "-c", PROBE, gpu), 90)
+        yield Step("kernel tests", tests(KERNEL_TESTS, "holds_the_values"), 200)
+        yield Step("kernels", kernels("--tokens", 1, 8, 32, "--out", work / "kernels.json"), 120, ("kernel tests",))
+        yield Step("layer tests", tests(LAYER_TESTS, "unused_pages"), 300)
+        small = "drelu-7b"
+        yield Step("small model", compare(small, "make", scale="0.1"), 90)
+        made = models / f"{small}-{'tiny' if trial else '0.1'}.gguf"
+        launches = ("--gpu", gpu, "--selector", "predicted", "--steps", 6 if trial else 32)
+        yield Step("launches", module("benchmarks.hybrid.launches", made, *launches), 60, ("small model",))
+        if not trial:  # which every later call needs
+            threads = ("--threads", len(os.sched_getaffinity(0)))
+            yield Step("hardware", module("powerinfer", "measure", "--gpu", gpu, *threads), 200)
+    elif arguments.call == "llama.cpp":
+        capability = arguments.capability
+        folder = work / "llama.cpp"
+        if arguments.source is not None and not (folder / "source").exists():
+            unpack = (
+                f"import tarfile; tarfile.open({str(arguments.source)!r}).extractall({str(folder)!r}, filter='data')"
+            )
+            yield Step("source", (sys.executable, "-c", unpack), 60)
+        yield Step("build", module("benchmarks.lib.llama_cpp", folder, "--cuda", capability), 570)
+    elif arguments.call == "falcon":
+        yield Step("model", compare("falcon-40b", "make"), 420)
+        yield Step("ours", compare("falcon-40b", "decode", "ablation", "kernel"), 500, ("model",))
+        if peer is not None:
+            yield Step("peer", compare("falcon-40b", "decode", "peer", with_peer=True), 500, ("ours",))
+    elif arguments.call == "drelu":
+        yield Step("model", compare("drelu-7b", "make"), 300)
+        yield Step("ours", compare("drelu-7b", "decode", "prefill", "kernel"), 400, ("model",))
+        if not trial:
+            swept = ("--sweep", "--kernels", "neurons", "--types", "F16/F16", "--tokens", 1)
+            yield Step("tiles", kernels(*swept, "--out", work / "tiles.json"), 200, ("ours",))
+        if peer is not None:
+            yield Step("peer", compare("drelu-7b", "decode", "prefill", "peer", with_peer=True), 400, ("ours",))
+    else:
+        given: list[object] = ["--models", models, "--gpu", gpu, "--out", work / "experts.json", *ram]
+        given += ["--peer", peer] if peer is not None else []
+        yield Step("experts", module("benchmarks.hybrid.experts", *given, *(("--tiny",) if trial else ())), 560)
+
+
+class Visit:
+    """The steps of a call. work: what is kept; out: where copies go."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.begun = time.time()
+        self.ends = time.monotonic() + 60 * arguments.minutes - LEFT
+        self.file = arguments.work / "visit.json"
+        self.log = arguments.work / f"{arguments.call}.log"
+        self.done: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
+
+    def run(self) -> bool:
+        """Whether every step has succeeded."""
+        for step in steps(self.arguments):
+            key = f"{self.arguments.call}/{step.name}"
+            if self.done.get(key, {}).get("rc") == 0:
+                continue
+            left = self.ends - time.monotonic()
+            missing = [one for one in step.needs if self.done.get(f"{self.arguments.call}/{one}", {}).get("rc") != 0]
+            if missing or left < 1:
+                self.done[key] = {"rc": None, "why": f"{', '.join(missing)} failed" if missing else "no time left"}
+            else:
+                self.done[key] = self.one(step, min(step.seconds, left))
+            self.written()
+        self.told()
+        own = [f"{self.arguments.call}/{step.name}" for step in steps(self.arguments)]
+        return all(self.done[key]["rc"] == 0 for key in own)
+
+    def one(self, step: Step, limit: float) -> dict[str, Any]:
+        """A step's exit status and seconds; its output goes to the log as it comes."""
+        print(f"--- {step.name}", flush=True)
+        begin, at = time.monotonic(), self.log.stat().st_size if self.log.exists() else 0
+        environment = os.environ | {"PYTHONUNBUFFERED": "1", "POWERINFER_CACHE": str(self.arguments.work / "cache")}
+        environment["TRITON_CACHE_DIR"] = str(self.arguments.work / "triton")
+        with self.log.open("ab") as log:
+            log.write(f"--- {step.name}: {' '.join(step.command)}\n".encode())
+            log.flush()
+            process = subprocess.Popen(
+                step.command, stdout=log, stderr=subprocess.STDOUT, cwd=machine.ROOT, env=environment,
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                rc: int | None = process.wait(limit)
+                why = ""
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                process.wait()
+                rc, why = None, f"took more than {limit:.0f} s"
+        with self.log.open("rb") as log:
+            log.seek(at)
+            text = log.read().decode(errors="replace")
+        last = [line for line in text.splitlines() if line.strip()][-1][-2000:]
+        return {"rc": rc, "why": why, "seconds": round(time.monotonic() - begin, 1), "last": last}
+
+    def written(self) -> None:
+        """What is known so far, here and where copies go."""
+        results.write_json(self.file, self.done)
+        if self.arguments.out is not None:
+            self.arguments.out.mkdir(parents=True, exist_ok=True)
+            for path in (*self.arguments.work.glob("*.json"), *self.arguments.work.glob("*.log")):
+                if path.stat().st_mtime >= self.begun:
+                    shutil.copyfile(path, self.arguments.out / path.name)
+
+    def told(self) -> None:
+        """A line for each step of the call."""
+        for key, one in self.done.items():
+            if not key.startswith(f"{self.arguments.call}/"):
+                continue
+            state = "ok" if one["rc"] == 0 else one["why"] or f"status {one['rc']}"
+            print(f"{key:<24}{one.get('seconds', 0):8.1f} s  {state:<28} {one.get('last', '')[:160]}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("call", choices=CALLS)
+    parser.add_argument("--work", type=Path, default=Path("/dev/shm/powerinfer"), help="default: %(default)s")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the results are copied after each step")
+    parser.add_argument("--minutes", type=float, default=9.7, help="that the call may take; default: %(default)s")
+    parser.add_argument("--ram", metavar="SIZE", help="such as 100GiB; default: what the machine says")
+    parser.add_argument("--source", type=Path, metavar="FILE.tgz", help="of llama.cpp (lib/llama_cpp.py --archive)")
+    parser.add_argument("--capability", default="90", help="of the GPU, for llama.cpp; default: %(default)s")
+    parser.add_argument("--clear", action="store_true", help="remove the models that are there, first")
+    parser.add_argument("--trial", action="store_true", help="at a tiny scale, on torch's CPU device")
+    arguments = parser.parse_args(argv)
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    if arguments.clear:
+        shutil.rmtree(arguments.work / "models", ignore_errors=True)
+    return 0 if Visit(arguments).run() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,497 @@
+"""A stand-in for a GPU that works later: what it is given queues up, and runs when its stream gets round to it.
+
+A device of torch's, "deferred", with tensors of its own: numpy cannot see them, and they do not mix with the host's.
+As on CUDA
+
+- operations of a stream run in their order; those of two streams in any, except where one waits for an event;
+- the host goes on at once. It waits where torch does: for events, for results whose shape or value it asks for, for
+  copies that are not `non_blocking` or whose memory on the host is not pinned. What it reads earlier is not there yet,
+  and what it overwrites too early is copied as it is then;
+- memory that is freed is given out again, to the same stream, though others may still be using it; new memory holds
+  NaN and -1;
+- a recording runs nothing; it is replayed on the same memory, and recordings share theirs.
+
+Which stream works when is drawn from a seed: streams stall, run on, and take turns. Operations are computed by torch on
+the CPU, so the answer is that of torch's CPU device, bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import gpu_device
+import numpy as np
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from powerinfer.devices import streams
+from powerinfer.kernels import gpu, gpu_delta, gpu_experts, gpu_latent
+
+aten = torch.ops.aten
+
+_setup_privateuseone_for_python_backend("deferred")
+DEFERRED = torch.device("deferred")
+
+MOODS = (0.0, 0.0, 0.2, 0.9, 1.0)
+"""How likely a stream runs its next operation whenever something is launched."""
+
+LENGTHS = (10, 100, 1000)
+"""For how many launches at most."""
+
+_used: list[Machine] = []
+"""The one whose device it is now, last."""
+
+
+class Tensor(torch.Tensor):
+    """A tensor on the device. inner: its memory, which only operations that run may look at."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    inner: torch.Tensor
+    block: Block
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, block: Block) -> Tensor:
+        about = {"strides": inner.stride(), "storage_offset": inner.storage_offset(), "dtype": inner.dtype}
+        with torch.inference_mode(False):  # those of inference mode have no views outside of it
+            made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, device=DEFERRED, **about)
+        made.inner, made.block = inner, block
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _used[-1].dispatch(func, args, kwargs or {})
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Tensor({self.dtype}, {tuple(self.shape)}, on the device)"
+
+
+class Block:
+    """Memory of the device, for as long as a tensor there has it; then its stream may give it to another one."""
+
+    def __init__(self, free: list[np.ndarray], memory: np.ndarray) -> None:
+        self._free, self._memory = free, memory
+
+    def __del__(self) -> None:
+        self._free.append(self._memory)
+
+
+class Event:
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.recorded = self.reached = 0
+        self._at = 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        machine = self._machine
+        machine.outside_of_recordings()
+        with machine.lock:
+            self.recorded += 1
+            number = self.recorded
+
+            def reach() -> None:
+                self.reached, self._at = number, time.perf_counter()
+
+            (stream or machine.current()).queue.append(reach)
+            machine.tick()
+
+    def synchronize(self) -> None:
+        number = self.recorded
+        self._machine.wait(lambda: self.reached >= number)
+
+    def query(self) -> bool:
+        with self._machine.lock:
+            self._machine.tick()
+            return self.reached >= self.recorded
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end._at - self._at)
+
+
+class Stream:
+    """queue: operations, and (event, number) to wait for."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.queue: deque[Callable[[], Any] | tuple[Event, int]] = deque()
+        self.mood = 0.0
+
+    def wait_event(self, event: Event) -> None:
+        self._machine.outside_of_recordings()
+        self.queue.append((event, event.recorded))
+
+    def ready(self) -> bool:
+        """Whether there is something to run."""
+        while self.queue and isinstance(self.queue[0], tuple):
+            event, number = self.queue[0]
+            if event.reached < number:
+                return False
+            self.queue.popleft()
+        return bool(self.queue)
+
+    def step(self) -> None:
+        operation = self.queue.popleft()
+        assert callable(operation)
+        with torch.inference_mode():
+            operation()
+
+
+class Machine:
+    """The device, as `devices.streams.Streams` has it."""
+
+    def __init__(self, seed: int) -> None:
+        self.lock = threading.RLock()
+        self.operations = 0
+        self._random = random.Random(seed)
+        self._streams: list[Stream] = []
+        self._default = self.stream()
+        self._thread = threading.local()
+        self._pinned: dict[int, torch.Tensor] = {}  # kept, so that no other memory gets their addresses
+        self._free: defaultdict[Any, list[np.ndarray]] = defaultdict(list)
+        self._shapes: dict[Any, Any] = {}
+        self._until = 0
+
+    # ---------------------------------------------------------------- the interface
+
+    def pinned(self, shape: int | Sequence[int], kind: torch.dtype) -> torch.Tensor:
+        made = torch.zeros(shape, dtype=kind)
+        self._pinned[made.data_ptr()] = made
+        return made
+
+    def event(self, *, timed: bool = False) -> Event:
+        return Event(self)
+
+    def stream(self) -> Stream:
+        with self.lock:
+            self._streams.append(Stream(self))
+            return self._streams[-1]
+
+    def current(self) -> Stream:
+        found: Stream = getattr(self._thread, "stream", self._default)
+        return found
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self._thread.stream = self.current(), stream
+        try:
+            yield
+        finally:
+            self._thread.stream = before
+
+    def active(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def finish(self) -> None:
+        self.wait(lambda: not any(stream.queue for stream in self._streams))
+
+    def recorder(self) -> Callable[[Callable[[], None]], streams.Recorded]:
+        pool: Any = object()
+
+        def record(run: Callable[[], None]) -> streams.Recorded:
+            self.outside_of_recordings()
+            tape: list[Callable[[], Any]] = []
+            self._thread.tape, self._thread.pool = tape, pool
+            try:
+                run()
+            finally:
+                self._thread.tape = None
+
+            def replay() -> None:
+                self.outside_of_recordings()
+                with self.lock:
+                    self.current().queue.extend(tape)
+                    self.tick()
+
+            return replay
+
+        return record
+
+    # ---------------------------------------------------------------- time
+
+    def launch(self, operation: Callable[[], Any]) -> None:
+        """The current stream, or recording, gets an operation."""
+        tape = getattr(self._thread, "tape", None)
+        with self.lock:
+            self.operations += 1
+            if tape is not None:
+                tape.append(operation)
+            else:
+                self.current().queue.append(operation)
+                self.tick()
+
+    def tick(self) -> None:
+        """Some time passes."""
+        if self._until == 0:
+            self._until = self._random.randint(1, self._random.choice(LENGTHS))
+            for stream in self._streams:
+                stream.mood = self._random.choice(MOODS)
+        self._until -= 1
+        for stream in self._random.sample(self._streams, len(self._streams)):
+            while self._random.random() < stream.mood and stream.ready():
+                stream.step()
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        """The host waits."""
+        self.outside_of_recordings()
+        with self.lock:
+            while not done():
+                ready = [stream for stream in self._streams if stream.ready()]
+                assert ready, "the host waits for what never happens"
+                awake = [stream for stream in ready if stream.mood] or ready
+                self._random.choice(awake).step()
+
+    def wait_for_stream(self) -> None:
+        """For all that the current one has."""
+        self.outside_of_recordings()
+        own = self.event()
+        own.record()
+        own.synchronize()
+
+    def outside_of_recordings(self) -> None:
+        if getattr(self._thread, "tape", None) is not None:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    # ---------------------------------------------------------------- memory
+
+    def empty(self, shape: Sequence[int], stride: Sequence[int], kind: torch.dtype) -> Tensor:
+        """Memory for a tensor, from what the current stream, or the recordings, have freed."""
+        last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if 0 not in shape else 0
+        nbytes = last * kind.itemsize
+        size = max(512, -(-nbytes // 512) * 512)
+        owner = self.current() if getattr(self._thread, "tape", None) is None else self._thread.pool
+        free = self._free[owner, size]
+        try:
+            memory = free.pop()
+        except IndexError:
+            memory = np.empty(size + 64, np.uint8)
+            memory = memory[-memory.ctypes.data % 64 :][:size]
+        every = torch.from_numpy(memory[:nbytes])
+        self.launch(lambda: every.fill_(255))
+        return Tensor(every.view(kind).as_strided(shape, stride), Block(free, memory))
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
+        """Between the device and the host."""
+        host = to if isinstance(source, Tensor) else source
+        pinned = host.untyped_storage().data_ptr() in self._pinned
+        if not pinned:
+            self.outside_of_recordings()
+        if not pinned and host is source:
+            source = source.clone()
+        out, own = _inner(to), _inner(source)
+        self.launch(lambda: out.copy_(own))
+        if not non_blocking or (host is to and not pinned):
+            self.wait_for_stream()
+        return to
+
+    # ---------------------------------------------------------------- operations of torch
+
+    def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func._can_decompose():
+            return func.decompose(*args, **kwargs)
+        if func is aten.copy_.default and isinstance(args[0], Tensor) != isinstance(args[1], Tensor):
+            return self.copy(args[0], args[1], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking")))
+        to = kwargs.get("device")
+        if to is not None and to.type != DEFERRED.type:
+            if func is not aten._to_copy.default:  # empty_like and others that read nothing
+                return func(*_inner(args), **kwargs)
+            kind = kwargs.get("dtype") or args[0].dtype
+            return self.copy(torch.empty(args[0].shape, dtype=kind), args[0], False)
+        inner, options = _inner(args), _inner(kwargs)
+        if "device" in options:
+            options["device"] = None
+        schema = func._schema
+        if func is not aten.copy_.default:
+            for one in tree_leaves((args, kwargs)):
+                if isinstance(one, torch.Tensor) and not isinstance(one, Tensor) and one.dim():
+                    raise RuntimeError(f"Expected all tensors to be on the same device: {func}")
+        written = [one for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+        if written:
+            named = dict(zip((one.name for one in schema.arguments), args, strict=False)) | kwargs
+            self.launch(lambda: func(*inner, **options))
+            back = [named[one.name] for one in written]
+            return back[0] if len(back) == 1 else tuple(back)
+        if any(one.alias_info is not None for one in schema.returns):  # a view
+            block = next(one.block for one in tree_leaves(args) if isinstance(one, Tensor))
+            return tree_map(lambda one: Tensor(one, block), func(*inner, **options))
+        key = func, _key(args), _key(sorted(kwargs.items()))
+        if key not in self._shapes:
+            self._shapes[key] = _shapes(func, args, kwargs)
+        shapes = self._shapes[key]
+        if shapes is None:  # the host has to know the data
+            self.wait_for_stream()
+            found = func(*inner, **options)
+            return tree_map(lambda one: self.kept(one) if isinstance(one, torch.Tensor) else one, found)
+        made = tree_map(lambda one: self.empty(*one), shapes, is_leaf=lambda one: isinstance(one, _Shape))
+        outs = [one.inner for one in tree_leaves(made)]
+
+        def run() -> None:
+            for out, value in zip(outs, tree_leaves(func(*inner, **options)), strict=True):
+                out.copy_(value)
+
+        self.launch(run)
+        return made
+
+    def kept(self, value: torch.Tensor) -> Tensor:
+        """What the host has computed, on the device."""
+        made = self.empty(value.shape, value.stride(), value.dtype)
+        out = made.inner
+        self.launch(lambda: out.copy_(value))
+        return made
+
+
+class _Shape(tuple[Any, ...]):
+    """shape, stride, type."""
+
+
+def _inner(tree: Any) -> Any:
+    """The same with the memory of tensors, in dataclasses as well."""
+    if isinstance(tree, Tensor):
+        return tree.inner
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map(_inner, tree))
+    if isinstance(tree, dict):
+        return {name: _inner(value) for name, value in tree.items()}
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        made = copy.copy(tree)
+        for field in dataclasses.fields(tree):
+            object.__setattr__(made, field.name, _inner(getattr(tree, field.name)))
+        return made
+    return tree
+
+
+def _on_device(tree: Any) -> bool:
+    """Whether any tensor of it is, in dataclasses as well."""
+    if isinstance(tree, (list, tuple)):
+        return any(map(_on_device, tree))
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return any(_on_device(getattr(tree, field.name)) for field in dataclasses.fields(tree))
+    return isinstance(tree, Tensor)
+
+
+def _key(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return tree.shape, tree.stride(), tree.dtype, tree.device
+    if isinstance(tree, (list, tuple)):
+        return tuple(map(_key, tree))
+    return type(tree), tree
+
+
+def _shapes(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operation returns, without its values; None where these say."""
+
+    def on_meta(one: Any) -> Any:
+        if isinstance(one, Tensor):
+            return torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
+        return torch.device("meta") if isinstance(one, torch.device) else one
+
+    try:
+        found = func(*tree_map(on_meta, args), **tree_map(on_meta, kwargs))
+    except (RuntimeError, NotImplementedError):
+        return None
+    if not all(isinstance(one, torch.Tensor) for one in tree_leaves(found)):
+        return None
+    return tree_map(lambda one: _Shape((tuple(one.shape), one.stride(), one.dtype)), found)
+
+
+def _empty(size: Any, dtype: Any = None, **_: Any) -> Tensor:
+    stride = torch.empty(size, device="meta").stride()
+    return _used[-1].empty(tuple(size), stride, dtype or torch.get_default_dtype())
+
+
+def _empty_strided(size: Any, stride: Any, dtype: Any = None, **_: Any) -> Tensor:
+    return _used[-1].empty(tuple(size), tuple(stride), dtype or torch.get_default_dtype())
+
+
+def _arange(*given: Any, dtype: Any = None, **_: Any) -> Tensor:
+    return _used[-1].kept(torch.arange(*given, dtype=dtype))
+
+
+def _copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    return _used[-1].copy(to, source, non_blocking)
+
+
+_library = torch.library.Library("aten", "IMPL")
+for _name in ("arange", "arange.start", "arange.start_step"):
+    _library.impl(_name, _arange, "PrivateUse1")
+_library.impl("empty.memory_format", _empty, "PrivateUse1")
+_library.impl("empty_strided", _empty_strided, "PrivateUse1")
+_library.impl("_copy_from", _copy_from, "PrivateUse1")
+
+
+# ---- What a GPU computes by kernels that do not ask the host ---------------------------------------------------------
+
+
+def kernel(plain: Callable[..., Any], like: Callable[..., torch.Tensor] | None = None) -> Callable[..., Any]:
+    """A function as one launch. like: makes memory for what it returns, None: nothing is returned."""
+
+    def launch(*args: Any) -> Any:
+        if not _on_device(args):
+            return plain(*args)
+        given = _inner(args)
+        result = None if like is None else like(*args)
+        out = None if result is None else _inner(result)
+
+        def run() -> None:
+            found = plain(*given)
+            if out is not None:
+                out.copy_(found)
+
+        _used[-1].launch(run)
+        return result
+
+    return launch
+
+
+def _like_first(first: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(first)
+
+
+def _like_second(_: Any, second: torch.Tensor, *__: Any) -> torch.Tensor:
+    return torch.empty_like(second)
+
+
+def _of_net(net: Any, products: torch.Tensor, *_: Any) -> torch.Tensor:
+    return products.new_empty((len(products), net.about.width))
+
+
+KERNELS: list[tuple[Any, str, Callable[..., torch.Tensor] | None]] = [
+    (gpu, "attention", _like_first),
+    (gpu, "store_kv", None),
+    (gpu, "rotate_and_store", None),
+    (gpu_latent, "attention", _like_first),
+    (gpu_latent, "place", None),
+    (gpu_experts, "expert_sum", _like_second),
+    (gpu_delta, "delta_net", _of_net),
+]
+
+
+@contextmanager
+def deferred(seed: int) -> Iterator[Machine]:
+    """A context in which the device "deferred" is there."""
+    machine = Machine(seed)
+    _used.append(machine)
+    with pytest.MonkeyPatch.context() as patch, gpu_device.used(DEFERRED.type):
+        patch.setitem(streams.KINDS, DEFERRED.type, lambda _: machine)
+        for module, name, like in KERNELS:
+            patch.setattr(module, name, kernel(getattr(module, name), like))
+        streams.streams_of.cache_clear()
+        try:
+            yield machine
+        finally:
+            streams.streams_of.cache_clear()
+            _used.remove(machine)
