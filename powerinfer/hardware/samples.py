@@ -63,8 +63,8 @@ class Samples:
         )
 
     def normal(self, kind: str, rows: int, cols: int) -> RawTensor:
-        """Normal values of variance 1/cols, so that the product with a normalised row has variance 1; of K-quants, which
-        cannot be written, any values whose squares have that mean."""
+        """Normal values of variance 1/cols, so that the product with a normalised row has variance 1; of K-quants,
+        which cannot be written, any values whose squares have that mean."""
         if kind in _HALVES:
             data = self._blocks(kind, min(rows, _DISTINCT), cols).reshape(-1)
         else:

@@ -50,8 +50,8 @@ class Weight:
     byte 16 b + j of a row is element 32 b + j in its low and element 32 b + 16 + j in its high nibble (j < 16), in
     two's complement; both: scales float16 [rows, k / 32]. Q4_0X32: data as Q4_0, the scales are in `Neurons.shared`.
     MXFP4: data as Q4_0, codes of E2M1, scales uint8 [rows, k / 32], exponents of E8M0.
-    Q4_K, Q5_K, Q6_K: as in a file, each 256 elements cut in two by `K_CODES`: data uint8 [rows, k / 256 * codes], scales
-    uint8 [rows, k / 256 * scales].
+    Q4_K, Q5_K, Q6_K: as in a file, each 256 elements cut in two by `K_CODES`: data uint8 [rows, k / 256 * codes],
+    scales uint8 [rows, k / 256 * scales].
     """
 
     type: str
