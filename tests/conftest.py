@@ -61,15 +61,35 @@ def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Disturbance, "_read", staticmethod(lambda: (0.0, 0.0, 0.0, time.monotonic())))
 
 
-@pytest.fixture(params=gpu_device.DEVICES)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--deferred", type=int, action="append", default=[], metavar="SEED",
+        help="run tests of GPU code on the device that works later instead (tests/deferred.py); may be repeated",
+    )  # fmt: skip
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "device" in metafunc.fixturenames:
+        seeds = [f"deferred {seed}" for seed in metafunc.config.getoption("--deferred")]
+        metafunc.parametrize("device", seeds or gpu_device.DEVICES, indirect=True)
+
+
+@pytest.fixture
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """What a test of GPU code runs on, for `gpu_device.device_name`: every device that there is.
 
     A prompt's products are of float32 there, as the bounds are; tests of narrower types ask for them.
     """
     monkeypatch.setattr("powerinfer.kernels.gpu._NARROW", [])
-    with gpu_device.used(request.param):
-        yield request.param
+    name, _, seed = request.param.partition(" ")
+    if not seed:
+        with gpu_device.used(name):
+            yield name
+        return
+    from deferred import deferred
+
+    with deferred(int(seed)):
+        yield name
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from triton.runtime.interpreter import GridExecutor
 
 from powerinfer.devices import streams
 from powerinfer.kernels import gpu, gpu_delta, gpu_experts, gpu_latent
@@ -156,12 +157,12 @@ class Machine:
 
     def __init__(self, seed: int) -> None:
         self.lock = threading.RLock()
-        self.operations = 0
+        self.replays = 0
         self._random = random.Random(seed)
         self._streams: list[Stream] = []
         self._default = self.stream()
         self._thread = threading.local()
-        self._pinned: dict[int, torch.Tensor] = {}  # kept, so that no other memory gets their addresses
+        self._pinned: dict[int, np.ndarray] = {}  # kept, so that no other memory gets their addresses
         self._free: defaultdict[Any, list[np.ndarray]] = defaultdict(list)
         self._shapes: dict[Any, Any] = {}
         self._until = 0
@@ -169,9 +170,9 @@ class Machine:
     # ---------------------------------------------------------------- the interface
 
     def pinned(self, shape: int | Sequence[int], kind: torch.dtype) -> torch.Tensor:
-        made = torch.zeros(shape, dtype=kind)
-        self._pinned[made.data_ptr()] = made
-        return made
+        memory = np.zeros(shape, torch.empty(0, dtype=kind).numpy().dtype)
+        self._pinned[memory.ctypes.data] = memory
+        return torch.from_numpy(memory)
 
     def event(self, *, timed: bool = False) -> Event:
         return Event(self)
@@ -214,6 +215,7 @@ class Machine:
             def replay() -> None:
                 self.outside_of_recordings()
                 with self.lock:
+                    self.replays += 1
                     self.current().queue.extend(tape)
                     self.tick()
 
@@ -227,7 +229,6 @@ class Machine:
         """The current stream, or recording, gets an operation."""
         tape = getattr(self._thread, "tape", None)
         with self.lock:
-            self.operations += 1
             if tape is not None:
                 tape.append(operation)
             else:
@@ -480,14 +481,30 @@ KERNELS: list[tuple[Any, str, Callable[..., torch.Tensor] | None]] = [
 ]
 
 
+def _launched(plain: Callable[..., None]) -> Callable[..., None]:
+    """Triton's interpreter, as one launch."""
+
+    def launch(grid: Any, *args: Any, **kwargs: Any) -> None:
+        if not _on_device((args, tuple(kwargs.values()))):
+            plain(grid, *args, **kwargs)
+            return
+        given, named = _inner(args), _inner(kwargs)
+        _used[-1].launch(lambda: plain(grid, *given, **named))
+
+    return launch
+
+
 @contextmanager
-def deferred(seed: int) -> Iterator[Machine]:
-    """A context in which the device "deferred" is there."""
+def deferred(seed: int, *, triton: bool = False) -> Iterator[Machine]:
+    """A context in which tests run on the device "deferred". triton: with Triton's kernels, in its interpreter."""
     machine = Machine(seed)
     _used.append(machine)
     with pytest.MonkeyPatch.context() as patch, gpu_device.used(DEFERRED.type):
         patch.setitem(streams.KINDS, DEFERRED.type, lambda _: machine)
-        for module, name, like in KERNELS:
+        if triton:
+            patch.setattr(gpu, "_forced", [True])
+            patch.setattr(GridExecutor, "__call__", _launched(GridExecutor.__call__))
+        for module, name, like in KERNELS if not triton else ():
             patch.setattr(module, name, kernel(getattr(module, name), like))
         streams.streams_of.cache_clear()
         try:

@@ -34,7 +34,7 @@ from powerinfer.hybrid.experts import Copier, ExpertSplit  # noqa: E402
 from powerinfer.hybrid.ffn import HybridFfn  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
 from powerinfer.hybrid.resolve import Resolved  # noqa: E402
-from powerinfer.kernels import cpu  # noqa: E402
+from powerinfer.kernels import cpu, gpu  # noqa: E402
 from powerinfer.neurons import BUNDLE_GROUP  # noqa: E402
 
 SEEDS = range(3)
@@ -311,6 +311,22 @@ def test_every_order_gives_the_same_bits(name: str, folder: Path) -> None:
             found = SCENES[name](folder)
         for one, other in zip(found, expected(name, folder), strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+def test_the_kernels_of_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's, each of them a launch; steps are recorded and replayed as on CUDA."""
+    path = saved("tiny", folder)
+
+    def run() -> np.ndarray:
+        with neurons.split(path, 0.5, predictors=neurons.predictor_of(open_checkpoint(path).config)) as (executor, _):
+            tokens = np.random.default_rng(5).integers(0, executor.vocab_size, 4).astype(np.int32)
+            return families.run_chunks(executor, tokens, [1] * 4, families.scattered_pages(executor, 1)[0])
+
+    monkeypatch.setattr(gpu, "_forced", [True])
+    right = run()
+    with deferred(1, triton=True) as machine:
+        np.testing.assert_array_equal(run(), right)
+    assert machine.replays > 2
 
 
 # ---- What would be wrong without a wait ------------------------------------------------------------------------------
