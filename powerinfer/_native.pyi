@@ -192,14 +192,6 @@ class Window:
     """A ring of memory through which matrices on disk pass, in the order of operators."""
 
     def __init__(self, reads: Reads, nbytes: int) -> None: ...
-    @property
-    def nbytes(self) -> int: ...
-    def clear(self) -> None:
-        """Reset the counts; not while a step runs."""
-
-    @property
-    def counts(self) -> tuple[int, float]:
-        """(bytes of matrices that steps used, seconds that they waited for them), not while a step runs."""
 
 class Arena:
     def __init__(self) -> None: ...
@@ -597,10 +589,10 @@ class Experts(Operator):
     def uses(self) -> NDArray[np.int32]:
         """Of experts on disk: the tokens that selected each since someone wrote zeros; not while a step runs."""
 
-    def disk_counts(self) -> dict[str, float]:
+    def disk_counts(self) -> dict[str, int]:
         """
-        Of experts on disk, not while a step runs: wanted, hits; waited: seconds; guessed: read because they were
-        expected; right: of these, needed.
+        Of experts on disk, not while a step runs: wanted, hits; guessed: read because they were expected; right: of
+        these, needed.
         """
 
     def sum(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -15,10 +17,11 @@ import numpy as np
 import pytest
 from model_files import experts_gguf
 from serving import ByteTokenizer, client, post, serving
-from test_disk import ENGINE, answers, steps
+from test_disk import ENGINE, answers, least_of, steps
 from test_expert_routing import TOP, shape
 from test_experts import EXPERTS, LEVELS, Layer
 
+from benchmarks.lib import memory_limit
 from benchmarks.models import expert_models
 from powerinfer import LLM, ModelError, RequestError, _native
 from powerinfer.config import ModelConfig
@@ -203,7 +206,7 @@ def test_a_replay_hits_what_a_model_does(policy: str, written: Any) -> None:
     start = np.array([*shares.values()], np.float32)
     made = make_disk_policy(policy, *start.shape, start)
     replayed = replay_on_disk(made, {layer: np.array(one) for layer, one in selected.items()}, dict.fromkeys(shares, 8))
-    by_layer = executor.disk.by_layer()
+    by_layer = {layer: op.disk_counts() for layer, op in executor._experts.items()}
     assert replayed.hits == {layer: by_layer[layer]["hits"] for layer in shares}
     assert replayed.copies == {layer: by_layer[layer]["wanted"] - by_layer[layer]["hits"] for layer in shares}
     assert sum(replayed.hits.values()) > 0.2 * sum(replayed.selections.values())
@@ -220,15 +223,13 @@ def test_a_slow_disk_changes_nothing(name: str, slots: int, written: Any, expect
     slow = {"latency": 1e-4, "rate": 2e9}
     executor = on_disk(open_checkpoint(written(name)), slots, slow, direct=False, prefetch=True)
     assert executor.disk is not None
-    by_layer = executor.disk.by_layer
+    report = executor.disk.report
     counts = check_bits(executor, expected(name))
     assert counts["waited"] > 0 and counts["active"] > 0
-    layers = by_layer().values()
-    assert sum(one["waited"] for one in layers) > 0
-    guessed, right = (sum(one[key] for one in layers) for key in ("guessed", "right"))
-    assert guessed >= right > 0
+    assert counts["guessed"] >= counts["right"] > 0
+    assert report()["guess_rate"] == counts["right"] / counts["guessed"]
     if name == "smallthinker-4b":  # its router selects before attention
-        assert guessed == right
+        assert counts["guessed"] == counts["right"]
 
 
 def test_guesses_end_where_they_are_wrong(tmp_path: Path) -> None:
@@ -240,7 +241,7 @@ def test_guesses_end_where_they_are_wrong(tmp_path: Path) -> None:
     assert executor.disk is not None
     for one in single_tokens(120, executor.vocab_size):
         executor.forward(one)
-    last = executor.disk.by_layer()[1]
+    last = executor.disk.counts()  # of the second layer: nothing is guessed of the first
     assert 64 <= last["guessed"] < 70 and last["right"] < 0.4 * last["guessed"]
 
 
@@ -416,3 +417,23 @@ def test_experts_that_ram_does_not_hold_stay_on_disk(name: str, written: Any, ex
     assert len(slots) == 2 and all(2 * TOP <= n < 32 for n in slots)
     executor, _ = load_resolved(replace(resolved, kv_room=None), list)
     check_bits(executor, expected(name))
+
+
+def test_ram_is_kept(tmp_path: Path) -> None:
+    """In a memory cgroup of --ram, where exceeding it means being killed."""
+    with memory_limit.Group(1 << 30) as group:
+        if group.by is None:
+            pytest.skip("no memory cgroup can be made here")
+    small, path = shape("qwen3-30b-a3b"), tmp_path / "m.gguf"
+    layers = tuple(replace(layer, ffn=replace(layer.ffn, size=2048)) for layer in small.layers)  # type: ignore[type-var]
+    expert_models.write(path, replace(small, layers=layers), expert_models.Weights("q8_0"))
+    assert path.stat().st_size > 100 << 20
+    flags = ["--context", "128", "--prefill-chunk", "32", "--max-batch", "1", "--threads", "2", "--disk", "direct"]
+    flags += ["--gpu", "none", "--prompt-tokens", "60", "--gen-tokens", "30", "--repeat", "1", "--json"]
+    least, hits = least_of(path, context=128), 0.0
+    for ram in (least, least + (24 << 20)):
+        command = [sys.executable, "-m", "powerinfer", "bench", "-m", str(path), "--ram", f"{ram}B", *flags]
+        text, usage = memory_limit.output(command, ram)
+        disk = json.loads(text.splitlines()[-1])["disk"]
+        assert not usage.killed and disk["bytes"] > 0 and hits < disk["hit_rate"] < 1
+        hits = disk["hit_rate"]

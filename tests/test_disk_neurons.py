@@ -201,12 +201,14 @@ def test_what_a_matrix_in_memory_has_is_not_read(activation: str, tmp_path: Path
 @pytest.mark.parametrize("selector", ["exact", "predicted"])
 def test_only_dense_steps_read_matrices(selector: str, tmp_path: Path) -> None:
     own = opened(model(tmp_path), selector, NEURONS // 2)
-    assert own.tier.window is not None
     used, touched = [], []
     for batch in steps(own.executor.config.vocab_size):
-        own.tier.window.clear()
+        own.tier.clear()
+        for slots in own.tier.slots.values():
+            slots.clear()
         own.executor.forward(batch)
-        used.append(own.tier.window.counts[0] > 0)
+        of_neurons = sum(slots.stats()["bytes"] for slots in own.tier.slots.values())
+        used.append(own.tier.counts()["bytes"] > of_neurons)
         touched.append(len(batch.tokens) > 32)
     assert used == touched and any(used) and not all(used)
 

@@ -105,6 +105,7 @@ def exact_sum(
     [
         ("F32", True, "silu"), ("F16", True, "drelu"), ("BF16", False, "relu2"), ("Q8_0", True, "fatrelu"),
         ("Q4_0", True, "silu"), ("Q4_0", False, "gelu_tanh"), ("MXFP4", True, "swiglu_oai"), ("F32", False, "relu"),
+        ("Q4_K", True, "silu"), ("Q5_K", False, "gelu_tanh"), ("Q6_K", True, "silu"),
     ],
 )  # fmt: skip
 def test_the_sum_of_the_experts_that_are_here(
@@ -122,7 +123,7 @@ def test_the_sum_of_the_experts_that_are_here(
         monkeypatch.setattr(triton_experts, "PAIRS", 16)
         monkeypatch.setattr(triton_experts, "COMPARED", 32)
         monkeypatch.setattr(triton_experts, "MOST_COLUMNS", 16)
-    d, size = 64, 96
+    d, size = (256, 512) if kind in gpu.K_CODES else (64, 96)
     about, tensors = some_experts(kind, d, size, gated, activation)
     index = np.array([0, 3, 4, 8, 11], np.int32)
     biases = some_biases(tensors) if activation in ("swiglu_oai", "relu") else [None] * len(tensors)

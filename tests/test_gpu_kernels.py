@@ -94,6 +94,11 @@ def raw(type_name: str, rows: int, k: int) -> RawTensor:
     return RawTensor(type_name, (rows, k), stored_evenly(type_name, rows, k, 1.0, np.random.default_rng([rows, k])))
 
 
+def whole(type_name: str, k: int) -> int:
+    """k, or the next width of whole blocks."""
+    return k + -k % block_type(type_name).block
+
+
 def product(weights: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(x . W^T, bound of a float32 sum's error), float64 [T, rows]."""
     size = np.abs(x.astype(np.float64)) @ np.abs(weights.T)
@@ -112,15 +117,18 @@ def assert_close(got: torch.Tensor, want: np.ndarray, bound: np.ndarray | float)
 @pytest.mark.parametrize("type_name", gpu.GPU_TYPES)
 @pytest.mark.usefixtures("device")
 def test_a_weight_holds_the_values_of_the_file(type_name: str) -> None:
-    stored = raw(type_name, 7, 96)
-    weight = gpu.upload(stored, device_name())
-    np.testing.assert_array_equal(gpu.values(weight).cpu().numpy(), stored.float32())
-    np.testing.assert_array_equal(gpu.values(weight, 2, 5).cpu().numpy(), stored.float32()[2:5])
-    assert (weight.type, weight.rows, weight.k) == (type_name, 7, 96)
-    assert weight.nbytes == gpu.weight_bytes(type_name, 7, 96)
+    k = whole(type_name, 96)
+    stored = raw(type_name, 7, k)
+    on_gpu = stored.data if device_name() == "cpu" else stored.data.copy()
+    from_file = gpu.stored(type_name, 7, k, on_device(on_gpu))
+    for weight in (gpu.upload(stored, device_name()), from_file):
+        np.testing.assert_array_equal(gpu.values(weight).cpu().numpy(), stored.float32())
+        np.testing.assert_array_equal(gpu.values(weight, 2, 5).cpu().numpy(), stored.float32()[2:5])
+        assert (weight.type, weight.rows, weight.k) == (type_name, 7, k)
+        assert weight.nbytes == gpu.weight_bytes(type_name, 7, k)
 
 
-@pytest.mark.parametrize("type_name", ["Q4_1", "Q5_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("type_name", ["Q4_1", "Q5_0", "Q3_K", "IQ4_XS"])
 @pytest.mark.usefixtures("device")
 def test_other_types_become_8_bits(type_name: str) -> None:
     stored = raw(type_name, 3, 256)
@@ -141,10 +149,10 @@ def test_types_that_no_block_fits() -> None:
     assert gpu.weight_bytes("F64", 2, 20) == 160
 
 
-@pytest.mark.parametrize("type_name", ["F32", "BF16", "Q8_0", "Q4_0", "Q5_0"])
+@pytest.mark.parametrize("type_name", ["F32", "BF16", "Q8_0", "Q4_0", "Q5_0", "Q4_K", "Q6_K"])
 @pytest.mark.usefixtures("device")
 def test_rows_are_reordered_and_padded(type_name: str) -> None:
-    stored = raw(type_name, 6, 64)
+    stored = raw(type_name, 6, whole(type_name, 64))
     row_map = np.array([3, -1, 0, 5, 5, -1], np.int32)
     values = gpu.values(gpu.upload(stored, device_name())).cpu().numpy()
     want = np.where(row_map[:, None] < 0, 0, values[row_map])
@@ -165,7 +173,8 @@ def test_a_read_only_mapping_is_uploaded(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("tokens", [1, 3, 20, 33])
 @pytest.mark.parametrize("type_name", gpu.GPU_TYPES)
 def test_linear(type_name: str, tokens: int, kernels: str) -> None:
-    for rows, k in ((5, 32), (37, 96), (16, 544)) if type_name[0] in "QM" else ((1, 1), (37, 33), (7, 544)):
+    sizes = ((5, 256), (37, 512), (16, 1280)) if type_name in gpu.K_CODES else ((5, 32), (37, 96), (16, 544))
+    for rows, k in sizes if type_name[0] in "QM" else ((1, 1), (37, 33), (7, 544)):
         stored = raw(type_name, rows, k)
         x, bias = floats(1, tokens, k), floats(2, rows)
         want, bound = product(stored.float32().astype(np.float64), x)
@@ -189,7 +198,8 @@ def test_a_matrix_is_multiplied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("type_name", gpu.GPU_TYPES)
 @pytest.mark.usefixtures("small_tiles")
 def test_long_rows(type_name: str, tokens: int) -> None:
-    stored, x = raw(type_name, 37, 160), floats(1, tokens, 160)
+    k = whole(type_name, 160)
+    stored, x = raw(type_name, 37, k), floats(1, tokens, k)
     want, bound = product(stored.float32().astype(np.float64), x)
     assert_close(gpu.linear(gpu.upload(stored, device_name()), on_device(x)), want, bound)
 
@@ -214,14 +224,16 @@ def test_many_tokens_are_multiplied_in_a_narrow_type(
     assert_close(total, want, 8 * rounding * (np.abs(h).max() * np.abs(bundles.parts["down"]).sum(axis=0)))
 
 
+@pytest.mark.parametrize("type_name", ["MXFP4", *gpu.K_CODES])
 @pytest.mark.usefixtures("small_tiles")
-def test_many_tokens_of_mxfp4(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which there are no bundles."""
+def test_many_tokens_of_types_without_bundles(type_name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "_NARROW", [device_name()])
-    stored, x = raw("MXFP4", 21, 96), floats(3, 40, 96)
+    k = whole(type_name, 96)
+    stored, x = raw(type_name, 21, k), floats(3, 40, k)
     want, bound = product(stored.float32().astype(np.float64), x)
     got = gpu.linear(gpu.upload(stored, device_name()), on_device(x))
-    assert_close(got, want, bound * (1 + 2**-11 / sum_error(96)))
+    rounding = 2**-11 if type_name == "MXFP4" else 2**-10  # of x, and of weights that float16 does not have
+    assert_close(got, want, bound * (1 + rounding / sum_error(k)))
 
 
 @pytest.mark.parametrize("width", [1, 33, 64, 200])

@@ -42,7 +42,7 @@ from powerinfer.runtime.engine import LLM  # noqa: E402
 from powerinfer.runtime.params import SamplingParams  # noqa: E402
 from powerinfer.sizes import read_size  # noqa: E402
 
-LITTLE = GpuEffort(1 << 17, (128, 192), (64, 64), ((64, 64), (128, 64)), 128, 3, (1, 3), 1 << 16)
+LITTLE = GpuEffort(1 << 17, (256, 512), (64, 64), ((64, 64), (128, 64)), 128, 3, (1, 3), 1 << 16)
 ONE = EngineConfig(threads=1)
 CONTEXT = 128
 

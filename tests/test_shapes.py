@@ -183,9 +183,9 @@ def test_neurons_on_a_gpu_have_the_bytes_that_are_counted(
 def test_types_that_a_gpu_converts_cost_no_more_elsewhere(tmp_path: Path) -> None:
     """The type of most FFN weights is that of the file, whatever type they get on a GPU."""
     config = SHAPES["llama-7b"].config
-    small, large = shapes._matrix(64, 512, "Q4_K"), shapes._matrix(64, 512, "Q6_K")
+    small, large = shapes._matrix(64, 512, "Q4_1"), shapes._matrix(64, 512, "Q5_1")
     model = replace(described_model(config, "f16"), ffn=((small, small, large),))
-    assert small.stored == large.stored and model.weight_type == "Q6_K"
+    assert small.stored == large.stored and model.weight_type == "Q5_1"
 
 
 def test_what_training_says_of_selected_neurons() -> None:

@@ -995,14 +995,12 @@ void bind_experts(nb::module_& m) {
           "disk_counts",
           [](const Experts& op) {
             const RestingExperts::Stats s = resting_of(op).stats();
-            return std::map<std::string, double>{{"wanted", (double)s.wanted},
-                                                 {"hits", (double)s.hits},
-                                                 {"waited", s.waited},
-                                                 {"guessed", (double)s.guessed},
-                                                 {"right", (double)s.right}};
+            return std::map<std::string, int64_t>{
+                {"wanted", s.wanted}, {"hits", s.hits}, {"guessed", s.guessed}, {"right", s.right}};
           },
-          "Of experts on disk, not while a step runs: wanted, hits; waited: seconds; guessed: read because they were\n"
-          "expected; right: of these, needed.")
+          "Of experts on disk, not while a step runs: wanted, hits; guessed: read because they were expected; right: "
+          "of\n"
+          "these, needed.")
       .def("sum", &sum_experts, "program"_a, "x"_a, "selected"_a, "weights"_a, "out"_a,
            "out = the weighted sum of each token's experts; x and out: [tokens, d_model].\n\n"
            "selected, weights: [tokens, top_k]; -1 selects none. False where no expert is selected: out is zero, and\n"
@@ -1022,12 +1020,7 @@ void bind_early_router(nb::module_& m) {
 
 void bind_window(nb::module_& m) {
   nb::class_<Window>(m, "Window", "A ring of memory through which matrices on disk pass, in the order of operators.")
-      .def(nb::init<std::shared_ptr<Reads>, int64_t>(), "reads"_a, "nbytes"_a)
-      .def_prop_ro("nbytes", &Window::bytes)
-      .def("clear", &Window::clear, "Reset the counts; not while a step runs.")
-      .def_prop_ro(
-          "counts", [](const Window& w) { return std::make_pair(w.stats().bytes, w.stats().waited); },
-          "(bytes of matrices that steps used, seconds that they waited for them), not while a step runs.");
+      .def(nb::init<std::shared_ptr<Reads>, int64_t>(), "reads"_a, "nbytes"_a);
 }
 
 void bind_watch(nb::module_& m) {

@@ -3,7 +3,6 @@
 #include <math.h>
 
 #include <algorithm>
-#include <chrono>
 
 #include "experts.h"
 
@@ -16,13 +15,6 @@ RestingExperts::RestingExperts(std::shared_ptr<Slots> slots, const std::vector<s
       parts_[e].push_back(&one);
     }
   }
-}
-
-template <class F>
-void RestingExperts::waiting(F wait) {
-  const auto begin = std::chrono::steady_clock::now();
-  wait();
-  stats_.waited += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
 void RestingExperts::expect(const int32_t* experts, int64_t n) {
@@ -64,10 +56,7 @@ void RestingExperts::begin(const ExpertRows& rows) {
 
 // Pins experts, from the first on, one at a time: then each can be waited for.
 void RestingExperts::read_more() {
-  if (pinned_ == wanted_.size()) return;
-  waiting([&] {
-    while (pinned_ < wanted_.size() && slots_->want(&wanted_[pinned_], 1)) coming_.push_back(wanted_[pinned_++]);
-  });
+  while (pinned_ < wanted_.size() && slots_->want(&wanted_[pinned_], 1)) coming_.push_back(wanted_[pinned_++]);
 }
 
 void RestingExperts::next(ExpertRows& rows) {
@@ -81,7 +70,7 @@ void RestingExperts::next(ExpertRows& rows) {
   const size_t most = pinned_ == wanted_.size() ? wanted_.size() : std::max((size_t)slots_->slots() / 4, (size_t)1);
   take_arrived(most);
   if (now_.empty() && !coming_.empty()) {
-    waiting([&] { slots_->wait(coming_.front()); });
+    slots_->wait(coming_.front());
     take_arrived(most);
   }
   place();

@@ -14,7 +14,6 @@ class RestingExperts {
  public:
   struct Stats {
     int64_t wanted, hits;    // experts of steps; of these, in memory without a read of this step
-    double waited;           // seconds in which nothing could be computed
     int64_t guessed, right;  // experts that were read because they were expected; of these, needed by the step
   };
   // slots: of experts; their parts are rows of `parts`, the matrices of each expert, with room for their panels. What a
@@ -39,8 +38,6 @@ class RestingExperts {
   std::vector<int32_t> uses;  // tokens that selected each expert, until someone resets them
 
  private:
-  template <class F>
-  void waiting(F wait);
   void read_more();
   void take_arrived(size_t most);
   void place();

@@ -1,7 +1,6 @@
 #include "window.h"
 
 #include <algorithm>
-#include <chrono>
 
 namespace {
 
@@ -53,7 +52,6 @@ void Window::begin(const std::function<size_t(size_t)>& wanted) {
 
 void Window::take(size_t op) {
   const size_t unit = (size_t)unit_of_[op];
-  const auto begin = std::chrono::steady_clock::now();
   attempt([&] {
     const auto has_all = [&](const Loaded& one) { return one.unit == unit && one.matrices >= units_[unit].wanted; };
     for (; !loaded_.empty() && !has_all(loaded_.front()); loaded_.pop_front()) reads_->cancel(loaded_.front().ticket);
@@ -63,9 +61,6 @@ void Window::take(size_t op) {
     }
     reads_->wait(loaded_.front().ticket);
   });
-  if (failed()) return;
-  stats_.waited += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  for (size_t i = 0; i < units_[unit].wanted; i++) stats_.bytes += units_[unit].matrices[i]->bytes;
 }
 
 void Window::release(size_t op) {

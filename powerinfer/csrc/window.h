@@ -13,10 +13,6 @@
 // By one thread at a time.
 class Window {
  public:
-  struct Stats {
-    int64_t bytes;  // of matrices that steps used
-    double waited;  // seconds
-  };
   // bytes: of the ring.
   Window(std::shared_ptr<Reads> reads, int64_t bytes);
   ~Window();
@@ -34,9 +30,6 @@ class Window {
   // Ends a step. ReadError if one of its reads failed: then what was computed is void.
   void end();
   bool failed() const { return !failure_.empty(); }
-  Stats stats() const { return stats_; }
-  void clear() { stats_ = {}; }
-  int64_t bytes() const { return size_; }
 
  private:
   struct Unit {
@@ -73,5 +66,4 @@ class Window {
   size_t next_ = 0;            // the unit to load
   std::string failure_;        // of this step
   bool silent_ = false;        // the disk has not answered
-  Stats stats_ = {};
 };

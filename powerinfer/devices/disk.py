@@ -140,7 +140,8 @@ class DiskTier:
         """What was read since the last `clear`, not while a step runs.
 
         mode; bytes; read_gb_s: while the disk was reading, None without reads; stall_seconds: that steps waited; of
-        neurons and experts wanted, how many RAM had: hit_rate, None where none is on disk.
+        neurons and experts wanted, how many RAM had: hit_rate, None where none is on disk; of experts read because they
+        were expected, how many were needed: guess_rate, None where none was.
         """
         since = self.counts()
         return {
@@ -149,14 +150,16 @@ class DiskTier:
             "read_gb_s": since["bytes"] / since["active"] / 1e9 if since["active"] else None,
             "stall_seconds": since["waited"],
             "hit_rate": since["hits"] / since["wanted"] if since["wanted"] else None,
+            "guess_rate": since["right"] / since["guessed"] if since["guessed"] else None,
         }
 
     def counts(self) -> dict[str, float]:
         """Since the last `clear`, not while a step runs.
 
-        wanted: experts and neurons that steps used; hits: those of them that were in memory when the step began; reads,
-        bytes: of everything that was read, the window's too; waited: seconds in which steps waited for reads; active:
-        seconds in which any was under way.
+        wanted: experts and neurons that steps used; hits: those of them that were in memory when the step began;
+        guessed: experts that were read because they were expected; right: those of them that were needed; reads, bytes:
+        of everything that was read, the window's too; waited: seconds in which steps waited for reads; active: seconds
+        in which any was under way.
         """
         return {name: value - self._cleared.get(name, 0) for name, value in self.totals().items()}
 
@@ -168,13 +171,9 @@ class DiskTier:
         """`counts` since the model was loaded."""
         read = self.reads.stats()
         kept = [one.stats() for one in self.slots.values()] + [one.disk_counts() for one in self._experts.values()]
-        items = {name: float(sum(one[name] for one in kept)) for name in ("wanted", "hits")}
+        names = ("wanted", "hits", "guessed", "right")
+        items = {name: float(sum(one.get(name, 0) for one in kept)) for name in names}
         return items | {name: float(getattr(read, name)) for name in ("reads", "bytes", "waited", "active")}
-
-    def by_layer(self) -> dict[int, dict[str, float]]:
-        """Of each layer whose experts rest on disk, since it was loaded: wanted, hits; waited, in seconds; guessed:
-        experts read because they were expected; right: those of them that were needed."""
-        return {layer: op.disk_counts() for layer, op in self._experts.items()}
 
     def check(self) -> None:
         """ChangedError if a file was changed since it was opened: what was read from it may be of both."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
 from powerinfer.formats.bundle_file import ACROSS, n_groups
-from powerinfer.formats.quant import block_type, quantize
+from powerinfer.formats.quant import Bytes, block_type, dequantize, quantize
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
 from powerinfer.models.builder import Builder, Matrix, Norm
@@ -24,6 +24,7 @@ FRACTIONS = (0.02, 0.1, 0.25, 0.5)
 HEAD_DIM = 64
 
 _DISTINCT = 1024  # rows of random weights, repeated to the height of a matrix
+_HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where a block of K-quants has numbers of F16
 _ACROSS = {"Q4_0": ACROSS}  # what `pack` takes for down where it is not the type of gate
 
 
@@ -62,10 +63,26 @@ class Samples:
         )
 
     def normal(self, kind: str, rows: int, cols: int) -> RawTensor:
-        """Normal values of variance 1/cols, so that the product with a normalised row has variance 1."""
-        values = self._random.standard_normal((min(rows, _DISTINCT), cols), np.float32) / math.sqrt(cols)
-        data = quantize(values.astype(np.float32), kind).reshape(-1)
+        """Normal values of variance 1/cols, so that the product with a normalised row has variance 1; of K-quants,
+        which cannot be written, any values whose squares have that mean."""
+        if kind in _HALVES:
+            data = self._blocks(kind, min(rows, _DISTINCT), cols).reshape(-1)
+        else:
+            values = self._random.standard_normal((min(rows, _DISTINCT), cols), np.float32) / math.sqrt(cols)
+            data = quantize(values.astype(np.float32), kind).reshape(-1)
         return RawTensor(kind, (rows, cols), np.resize(data, rows * block_type(kind).row_bytes(cols)))
+
+    def _blocks(self, kind: str, rows: int, cols: int) -> Bytes:
+        """Rows of K-quants, uint8 [rows, row_bytes]."""
+        about = block_type(kind)
+        blocks = self._random.integers(0, 256, (rows, cols // about.block, about.nbytes), np.uint8)
+
+        def filled(scale: float) -> Bytes:
+            for at in _HALVES[kind]:
+                blocks[..., at : at + 2] = np.array([scale], np.float16).view(np.uint8)
+            return blocks.reshape(rows, -1)
+
+        return filled(1 / math.sqrt(cols * np.square(dequantize(filled(1.0), kind), dtype=np.float64).mean()))
 
     def bundles(self, kind: str, shape: tuple[int, int], threads: int) -> tuple[BundleLayout, NDArray[np.uint8]]:
         """Gated neurons as bundles, in the types that `pack` makes of this one; gate and up are the same normal rows.

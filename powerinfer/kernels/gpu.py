@@ -28,6 +28,7 @@ from powerinfer.kernels.gpu_types import DELTA_CHUNK as DELTA_CHUNK
 from powerinfer.kernels.gpu_types import FEW as FEW
 from powerinfer.kernels.gpu_types import FLOAT16_MAX, GELU_CUBIC, GELU_SCALE, OAI_LIMIT, OAI_SCALE, Q8_STEP
 from powerinfer.kernels.gpu_types import GPU_TYPES as GPU_TYPES
+from powerinfer.kernels.gpu_types import K_CODES as K_CODES
 from powerinfer.kernels.gpu_types import PAGE as PAGE
 from powerinfer.kernels.gpu_types import Cached as Cached
 from powerinfer.kernels.gpu_types import Neurons as Neurons
@@ -128,7 +129,11 @@ def stored(kind: str, rows: int, k: int, raw: Tensor) -> Weight:
 
     if kind in FLOAT_TYPES:
         return Weight(kind, rows, k, raw.view(_dtypes()[kind]).view(rows, k))
-    blocks = raw.view(rows, k // 32, block_type(kind).nbytes)
+    blocks = raw.view(rows, -1, block_type(kind).nbytes)
+    if kind in K_CODES:
+        begin, end = K_CODES[kind]
+        header = torch.cat((blocks[..., :begin], blocks[..., end:]), dim=-1)
+        return Weight(kind, rows, k, blocks[..., begin:end].reshape(rows, -1), header.view(rows, -1))
     if kind == "MXFP4":
         return Weight(kind, rows, k, blocks[..., 1:].contiguous().view(rows, k // 2), blocks[..., 0].contiguous())
     scales, codes = blocks[..., :2].contiguous().view(torch.float16).view(rows, -1), blocks[..., 2:]
@@ -197,6 +202,10 @@ def empty(kind: str, rows: int, k: int, device: Any) -> Weight:
 
     if kind in FLOAT_TYPES:
         return Weight(kind, rows, k, new(k, _dtypes()[kind]))
+    if kind in K_CODES:
+        begin, end = K_CODES[kind]
+        sizes = end - begin, block_type(kind).nbytes - (end - begin)
+        return Weight(kind, rows, k, *(new(k // 256 * size, torch.uint8) for size in sizes))
     scales = None
     if kind != "Q4_0X32":
         scales = new(k // 32, torch.uint8 if kind == "MXFP4" else torch.float16)
@@ -208,6 +217,10 @@ def _split(kind: str, raw: Bytes) -> tuple[Bytes, Bytes | None]:
     if kind in FLOAT_TYPES:
         return raw, None
     blocks = raw.reshape(len(raw), -1, block_type(kind).nbytes)
+    if kind in K_CODES:
+        begin, end = K_CODES[kind]
+        header = np.concatenate((blocks[..., :begin], blocks[..., end:]), axis=-1)
+        return blocks[..., begin:end].reshape(len(raw), -1), header.reshape(len(raw), -1)
     scale = 1 if kind == "MXFP4" else 2
     codes, scales = blocks[..., scale:].reshape(len(raw), -1), blocks[..., :scale].reshape(len(raw), -1)
     return (codes ^ _SIGNS if kind == "Q4_0" else codes), scales
@@ -240,6 +253,9 @@ def values(weight: Weight, begin: int = 0, end: int | None = None, scales: Tenso
     data = weight.data[begin:end]
     if weight.type in FLOAT_TYPES:
         return data.float()
+    if weight.type in K_CODES:
+        assert weight.scales is not None
+        return _k_values(weight.type, data, weight.scales[begin:end]).view(-1, weight.k)
     blocks = weight.k // 32
     if weight.type == "MXFP4":
         assert weight.scales is not None
@@ -256,6 +272,31 @@ def values(weight: Weight, begin: int = 0, end: int | None = None, scales: Tenso
         return (codes * weight.scales[begin:end].float()[..., None]).view(-1, weight.k)
     assert scales is not None
     return codes.view(-1, weight.k) * scales.float()
+
+
+def _k_values(kind: str, data: Tensor, scales: Tensor) -> Tensor:
+    """The values of rows of K-quants, float32 [n, 256]."""
+    import torch
+
+    begin, end = K_CODES[kind]
+    codes = data.view(-1, end - begin)
+    header = scales.view(-1, block_type(kind).nbytes - (end - begin))
+    if kind == "Q6_K":  # by halves of 128 elements: 4 bits of two in each of 64 bytes, 2 of four in each of 32
+        four, two = codes[:, :128].view(-1, 2, 64), codes[:, 128:].view(-1, 2, 32)
+        high = torch.cat([two >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
+        wide = (torch.cat((four & 15, four >> 4), dim=-1) | high << 4).view(-1, 16, 16).float() - 32
+        scale = header[:, 16:].contiguous().view(torch.float16).float() * header[:, :16].view(torch.int8).float()
+        return wide * scale[..., None]
+    pairs = codes[:, -128:].view(-1, 4, 32)
+    wide = torch.stack((pairs & 15, pairs >> 4), dim=2).view(-1, 8, 32)
+    if kind == "Q5_K":
+        bits = torch.arange(8, dtype=torch.uint8, device=data.device)[:, None]
+        wide = wide | (codes[:, None, :32] >> bits & 1) << 4
+    first, second, third = header[:, 4:].view(-1, 3, 4).unbind(dim=1)  # 8 scales and 8 minima of 6 bits
+    scale = torch.cat((first & 63, (third & 15) | first >> 6 << 4), dim=-1).float()
+    least = torch.cat((second & 63, third >> 4 | second >> 6 << 4), dim=-1).float()
+    both = header[:, :4].contiguous().view(torch.float16).float()
+    return wide.float() * (both[:, :1] * scale)[..., None] - (both[:, 1:] * least)[..., None]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,13 @@ PAGE = 32
 FEW = 32
 """Most tokens whose products read a weight once, as it is; for more of them matrices are dequantised first."""
 
-GPU_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "MXFP4")
+K_CODES = {"Q4_K": (16, 144), "Q5_K": (16, 176), "Q6_K": (0, 192)}
+"""K-quants on a GPU: of the bytes of 256 elements in a file those of the codes; the others are of the scales."""
+
+FOUR_BITS = ("Q4_0", "MXFP4", *K_CODES)
+"""Types in whose rows a byte has the low four bits of two codes."""
+
+GPU_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "MXFP4", *K_CODES)
 """The types of matrices on a GPU. Parts of bundles may be Q4_0X32 as well."""
 
 FLOAT16_MAX = 65504.0
@@ -44,6 +50,8 @@ class Weight:
     byte 16 b + j of a row is element 32 b + j in its low and element 32 b + 16 + j in its high nibble (j < 16), in
     two's complement; both: scales float16 [rows, k / 32]. Q4_0X32: data as Q4_0, the scales are in `Neurons.shared`.
     MXFP4: data as Q4_0, codes of E2M1, scales uint8 [rows, k / 32], exponents of E8M0.
+    Q4_K, Q5_K, Q6_K: as in a file, each 256 elements cut in two by `K_CODES`: data uint8 [rows, k / 256 * codes],
+    scales uint8 [rows, k / 256 * scales].
     """
 
     type: str

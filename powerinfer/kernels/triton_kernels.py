@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from powerinfer.kernels.gpu_types import FEW
+from powerinfer.kernels.gpu_types import FEW, FOUR_BITS, K_CODES
 from powerinfer.kernels.gpu_types import Q8_STEP as Q8
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Tile(NamedTuple):
-    """The tile of a program: rows of a matrix, columns (of Q4_0 bytes, two columns each), and its warps."""
+    """The tile of a program: rows of a matrix, columns (of `FOUR_BITS` bytes, two columns each), and its warps."""
 
     rows: int
     columns: int
@@ -40,11 +40,10 @@ ONE = {
     "F16": Tile(4, 1024, 4),
     "BF16": Tile(4, 1024, 4),
     "Q8_0": Tile(4, 1024, 4),
-    "Q4_0": Tile(4, 1024, 4),
-    "MXFP4": Tile(4, 1024, 4),
+    **dict.fromkeys(FOUR_BITS, Tile(4, 1024, 4)),
 }
 # Several tokens: tiles for tensor cores, whose operands come in stages.
-SEVERAL = {**dict.fromkeys(ONE, Tile(64, 64, 4)), **dict.fromkeys(("Q4_0", "MXFP4"), Tile(64, 32, 4))}
+SEVERAL = {**dict.fromkeys(ONE, Tile(64, 64, 4)), **dict.fromkeys(FOUR_BITS, Tile(64, 32, 4))}
 
 Q8_STEP = tl.constexpr(Q8)  # of 32 values in 8 bits, by their largest
 ROUNDS = tl.constexpr(1.5 * 2**23)  # added and subtracted again, it rounds to an integer, ties to even
@@ -122,6 +121,115 @@ def _dots_4bit(
 
 
 @triton.jit
+def _six_bits(first, second, third, j):
+    """Scale and minimum of blocks of 32 elements, number j of 256: Q4_K and Q5_K have 8 of each in three words."""
+    shift = 8 * (j % 4)
+    first, second, third = first >> shift & 255, second >> shift & 255, third >> shift & 255
+    scale = tl.where(j < 4, first & 63, (third & 15) | (first >> 6 << 4))
+    least = tl.where(j < 4, second & 63, (third >> 4) | (second >> 6 << 4))
+    return scale.to(tl.float32), least.to(tl.float32)
+
+
+@triton.jit
+def _half_float(bits):
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _k_pieces(data, scales, row, u, here, k, TYPE: tl.constexpr):
+    """Of each row [R] the pieces u [U] of sixteen bytes of four bits: the codes in low and high nibbles, float32
+    [R, U, 16]; scale and what is subtracted, [R, U], of the low ones and of the high ones."""
+    CODES: tl.constexpr = 192 if TYPE == "Q6_K" else 160 if TYPE == "Q5_K" else 128  # bytes of 256 elements
+    HEADER: tl.constexpr = 18 if TYPE == "Q6_K" else 16
+    j = tl.arange(0, 16)[None, None, :]
+    s, v = u // 8, u % 8
+    begin = data + row[:, None, None] * (k // 256 * CODES) + (s * CODES)[None, :, None]
+    header = scales + row[:, None] * (k // 256 * HEADER) + (s * HEADER)[None, :]
+    wide = here[:, :, None]
+    if TYPE == "Q6_K":
+        half, p, part = v // 4, v % 4 // 2, v % 2
+        pairs = tl.load(begin + (v * 16)[None, :, None] + j, mask=wide, other=0).to(tl.int32)
+        two = tl.load(begin + (128 + half * 32 + part * 16)[None, :, None] + j, mask=wide, other=0).to(tl.int32)
+        shift = (2 * p)[None, :, None]
+        low = ((pairs & 15) | ((two >> shift & 3) << 4)).to(tl.float32) - 32
+        high = ((pairs >> 4) | ((two >> (shift + 4) & 3) << 4)).to(tl.float32) - 32
+        d = _half_float(tl.load((header + 16).to(tl.pointer_type(tl.int16)), mask=here, other=0))
+        own = header + (8 * half + 2 * p + part)[None, :]
+        low_scale = d * tl.load(own, mask=here, other=0).to(tl.int8, bitcast=True).to(tl.float32)
+        high_scale = d * tl.load(own + 4, mask=here, other=0).to(tl.int8, bitcast=True).to(tl.float32)
+        low_least = tl.zeros_like(low_scale)
+        high_least = tl.zeros_like(low_scale)
+    else:
+        chunk, part = v // 2, v % 2
+        pairs = tl.load(begin + (CODES - 128 + v * 16)[None, :, None] + j, mask=wide, other=0).to(tl.int32)
+        low, high = pairs & 15, pairs >> 4
+        if TYPE == "Q5_K":
+            one = tl.load(begin + (part * 16)[None, :, None] + j, mask=wide, other=0).to(tl.int32)
+            shift = (2 * chunk)[None, :, None]
+            low |= (one >> shift & 1) << 4
+            high |= (one >> (shift + 1) & 1) << 4
+        low, high = low.to(tl.float32), high.to(tl.float32)
+        words = header.to(tl.pointer_type(tl.int32))
+        both = tl.load(words, mask=here, other=0)
+        d, least = _half_float(both), _half_float(both >> 16)
+        first = tl.load(words + 1, mask=here, other=0)
+        second = tl.load(words + 2, mask=here, other=0)
+        third = tl.load(words + 3, mask=here, other=0)
+        low_scale, low_least = _six_bits(first, second, third, (2 * chunk)[None, :])
+        high_scale, high_least = _six_bits(first, second, third, (2 * chunk + 1)[None, :])
+        low_scale *= d
+        high_scale *= d
+        low_least *= least
+        high_least *= least
+    return low, high, low_scale, high_scale, low_least, high_least
+
+
+@triton.jit
+def _k_columns(u, TYPE: tl.constexpr):
+    """The first column of the low nibbles of a piece; those of the high ones are 64 (Q6_K) or 32 behind them."""
+    s, v = u // 8, u % 8
+    if TYPE == "Q6_K":
+        first = s * 256 + v // 4 * 128 + v % 4 // 2 * 32 + v % 2 * 16
+    else:
+        first = s * 256 + v // 2 * 64 + v % 2 * 16
+    return first
+
+
+@triton.jit
+def _dots_k(
+    x, data, scales, row, live, tokens, k, TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`row_dots` of Q4_K, Q5_K and Q6_K: C bytes of four bits of a row at a time."""
+    U: tl.constexpr = C // 16
+    APART: tl.constexpr = 64 if TYPE == "Q6_K" else 32
+    t = tl.arange(0, T if T else 1)
+    acc = tl.zeros((R, T if T else U), tl.float32)
+    pieces = k // 32
+    for u0 in range(0, pieces, U):
+        u = u0 + tl.arange(0, U)
+        here = live[:, None] & (u < pieces)[None, :]
+        low, high, low_scale, high_scale, low_least, high_least = _k_pieces(data, scales, row, u, here, k, TYPE)
+        if T:
+            at = u0 + tl.arange(0, C) // 16
+            c = _k_columns(at, TYPE) + tl.arange(0, C) % 16
+            ok = (at < pieces)[:, None] & (t < tokens)[None, :]
+            x_at = x + t[None, :] * k + c[:, None]
+            low = tl.reshape(low * low_scale[:, :, None] - low_least[:, :, None], (R, C))
+            high = tl.reshape(high * high_scale[:, :, None] - high_least[:, :, None], (R, C))
+            acc = tl.dot(low, tl.load(x_at, mask=ok, other=0), acc, input_precision=PRECISION)
+            acc = tl.dot(high, tl.load(x_at + APART, mask=ok, other=0), acc, input_precision=PRECISION)
+        else:
+            x_at = x + _k_columns(u, TYPE)[:, None] + tl.arange(0, 16)[None, :]
+            x_low = tl.load(x_at, mask=(u < pieces)[:, None], other=0)
+            x_high = tl.load(x_at + APART, mask=(u < pieces)[:, None], other=0)
+            acc += tl.sum(low * x_low[None], 2) * low_scale + tl.sum(high * x_high[None], 2) * high_scale
+            if TYPE != "Q6_K":
+                acc -= tl.sum(x_low, 1)[None, :] * low_least + tl.sum(x_high, 1)[None, :] * high_least
+    return acc
+
+
+@triton.jit
 def _dots_8bit(
     x, data, scales, row, live, tokens, k, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
@@ -175,6 +283,8 @@ def row_dots(
     """Products of rows, int64 [R], with x [tokens, k]: float32 [R], of several tokens [R, T]. Not live: 0 or NaN."""
     if TYPE == "Q4_0" or TYPE == "MXFP4":
         acc = _dots_4bit(x, data, scales, row, live, tokens, k, TYPE, T, R, C, PRECISION)
+    elif TYPE == "Q4_K" or TYPE == "Q5_K" or TYPE == "Q6_K":
+        acc = _dots_k(x, data, scales, row, live, tokens, k, TYPE, T, R, C, PRECISION)
     elif TYPE == "Q8_0":
         acc = _dots_8bit(x, data, scales, row, live, tokens, k, T, R, C, PRECISION)
     else:
@@ -225,6 +335,21 @@ def linear(w: Weight, x: Tensor, bias: Tensor | None = None, relu: bool = False)
 
 
 @triton.jit(do_not_specialize=["first"])
+def _k_values_kernel(data, scales, out, first, k, TYPE: tl.constexpr, U: tl.constexpr):
+    """U pieces of a row of K-quants, as float16."""
+    APART: tl.constexpr = 64 if TYPE == "Q6_K" else 32
+    row = first + tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    u = tl.program_id(1) * U + tl.arange(0, U)
+    here = (u < k // 32)[None, :]
+    low, high, low_scale, high_scale, low_least, high_least = _k_pieces(data, scales, row, u, here, k, TYPE)
+    to = out + tl.program_id(0).to(tl.int64) * k + _k_columns(u, TYPE)[None, :, None] + tl.arange(0, 16)[None, None, :]
+    low = low * low_scale[:, :, None] - low_least[:, :, None]
+    high = high * high_scale[:, :, None] - high_least[:, :, None]
+    tl.store(to, low.to(tl.float16), mask=here[:, :, None])
+    tl.store(to + APART, high.to(tl.float16), mask=here[:, :, None])
+
+
+@triton.jit(do_not_specialize=["first"])
 def _values_kernel(
     data, scales, shared, group, out, first, k, TYPE: tl.constexpr, B: tl.constexpr
 ):  # fmt: skip
@@ -262,7 +387,11 @@ def _values_kernel(
 def values(w: Weight, begin: int, end: int, shared: Tensor | None, group: Tensor | None) -> Tensor:
     """Rows begin .. end of a quantised weight, float16 [end - begin, k]; shared, group: of Q4_0X32, see `Neurons`."""
     out = torch.empty((end - begin, w.k), dtype=torch.float16, device=w.data.device)
-    if out.numel():
+    if out.numel() and w.type in K_CODES:
+        _k_values_kernel[(end - begin, triton.cdiv(w.k, 32 * VALUES))](
+            w.data, w.scales, out, begin, w.k, TYPE=w.type, U=VALUES, num_warps=4
+        )
+    elif out.numel():
         _values_kernel[(end - begin, triton.cdiv(w.k, 32 * VALUES))](
             w.data, either(w.scales, w.data), either(shared, w.data), either(group, w.data), out, begin, w.k,
             TYPE=w.type, B=VALUES, num_warps=4,

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from powerinfer.kernels.gpu_types import FEW
+from powerinfer.kernels.gpu_types import FEW, FOUR_BITS
 from powerinfer.kernels.triton_kernels import (
     ONE,
     SEVERAL,
@@ -72,7 +72,7 @@ def per_head(w: Weight, x: Tensor, out: Tensor) -> None:
         x = x.contiguous()
     assert x.stride(2) == out.stride(2) == 1
     tile = (SEVERAL if tokens > 1 else ONE)[w.type]
-    used = max(32, int(triton.next_power_of_2(k // 2 if w.type in ("Q4_0", "MXFP4") else k)))
+    used = max(32, int(triton.next_power_of_2(k // 2 if w.type in FOUR_BITS else k)))
     wide = min(tile.columns, used)  # rows are short
     tall = tile.rows if tokens > 1 else tile.rows * (tile.columns // wide)
     rows = w.rows // heads
