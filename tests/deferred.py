@@ -441,7 +441,7 @@ def kernel(plain: Callable[..., Any], like: Callable[..., torch.Tensor] | None =
     """A function as one launch. like: makes memory for what it returns, None: nothing is returned."""
 
     def launch(*args: Any) -> Any:
-        if not _on_device(args):
+        if gpu.which(torch.empty(0)) == "triton" or not _on_device(args):  # Triton's kernels are launches themselves
             return plain(*args)
         given = _inner(args)
         result = None if like is None else like(*args)
@@ -495,16 +495,14 @@ def _launched(plain: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextmanager
-def deferred(seed: int, *, triton: bool = False) -> Iterator[Machine]:
-    """A context in which tests run on the device "deferred". triton: with Triton's kernels, in its interpreter."""
+def deferred(seed: int) -> Iterator[Machine]:
+    """A context in which tests run on the device "deferred"."""
     machine = Machine(seed)
     _used.append(machine)
     with pytest.MonkeyPatch.context() as patch, gpu_device.used(DEFERRED.type):
         patch.setitem(streams.KINDS, DEFERRED.type, lambda _: machine)
-        if triton:
-            patch.setattr(gpu, "_forced", [True])
-            patch.setattr(GridExecutor, "__call__", _launched(GridExecutor.__call__))
-        for module, name, like in KERNELS if not triton else ():
+        patch.setattr(GridExecutor, "__call__", _launched(GridExecutor.__call__))
+        for module, name, like in KERNELS:
             patch.setattr(module, name, kernel(getattr(module, name), like))
         streams.streams_of.cache_clear()
         try:

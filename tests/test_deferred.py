@@ -28,6 +28,7 @@ from test_sparse import case_named, model_of, packed, side_by_side  # noqa: E402
 from powerinfer.devices.recording import recorder_of  # noqa: E402
 from powerinfer.devices.stage import _PADDING, BESIDE, Stage, buffer_bytes, expert_buffer  # noqa: E402
 from powerinfer.devices.streams import streams_of  # noqa: E402
+from powerinfer.errors import PowerInferError  # noqa: E402
 from powerinfer.formats.bundle_file import open_bundles  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.hybrid.experts import Copier, ExpertSplit  # noqa: E402
@@ -198,13 +199,16 @@ def saved(name: str, folder: Path) -> Path:
 
 
 def answers(executor: Any, ffns: Sequence[Any], swaps: bool = False) -> list[np.ndarray]:
-    """Of a prompt, decoding and a batch, first without recordings, then with them."""
+    """Of a prompt, decoding and a batch, first without recordings, then with them, and traced."""
     tokens = np.random.default_rng(5).integers(0, executor.vocab_size, 52).astype(np.int32)
     pages = families.scattered_pages(executor, 2)
     found = [families.run_chunks(executor, tokens[:44], [40, 1, 1, 2], pages[0])]
+    found.append(executor.hidden_states(np.array([1, 0], np.int32)).copy())
     executor.gpu.record(recorder_of(executor.gpu.device))
     found.append(families.run_chunks(executor, tokens, [44, 1, 1, 1, 1, 2, 2], pages[1]))
     found += side_by_side(executor, [tokens[:4], tokens[4:8]])
+    with executor.traced():
+        found += side_by_side(executor, [tokens[:4], tokens[4:8]])
     if swaps:
         for ffn in ffns:
             if isinstance(ffn, HybridFfn):
@@ -216,14 +220,25 @@ def answers(executor: Any, ffns: Sequence[Any], swaps: bool = False) -> list[np.
 
 
 def whole_layers(name: str, folder: Path, breaks: Breaks | None = None) -> list[np.ndarray]:
-    checkpoint = open_checkpoint(saved(name, folder))
+    """All but the last. A step before them is broken off after the first products."""
+    checkpoint, launched = open_checkpoint(saved(name, folder)), []
     resolved = Resolved(
         checkpoint, engine_of(), gpu=device_name(), gpu_layers=checkpoint.config.n_layers - 1, gpu_head=False
     )
-    executor = load_split(resolved)
+    executor, linear = load_split(resolved), gpu.linear
+
+    def failing(*given: Any) -> torch.Tensor:
+        launched.append(given)
+        if len(launched) > 1:
+            raise torch.OutOfMemoryError("no room")
+        return linear(*given)
+
     try:
         if breaks is not None:
             breaks(executor, None, None)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(PowerInferError, match="ran out of memory"):
+            patch.setattr(gpu, "linear", failing)
+            families.run_chunks(executor, np.arange(30, dtype=np.int32), [30], families.scattered_pages(executor, 2)[1])
         return answers(executor, ())
     finally:
         executor.close()
@@ -319,12 +334,12 @@ def test_the_kernels_of_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     def run() -> np.ndarray:
         with neurons.split(path, 0.5, predictors=neurons.predictor_of(open_checkpoint(path).config)) as (executor, _):
-            tokens = np.random.default_rng(5).integers(0, executor.vocab_size, 4).astype(np.int32)
-            return families.run_chunks(executor, tokens, [1] * 4, families.scattered_pages(executor, 1)[0])
+            tokens = np.random.default_rng(5).integers(0, executor.vocab_size, 3).astype(np.int32)
+            return families.run_chunks(executor, tokens, [1] * 3, families.scattered_pages(executor, 1)[0])
 
     monkeypatch.setattr(gpu, "_forced", [True])
     right = run()
-    with deferred(1, triton=True) as machine:
+    with deferred(1) as machine:
         np.testing.assert_array_equal(run(), right)
     assert machine.replays > 2
 
@@ -377,6 +392,7 @@ FAULTS: dict[str, tuple[str, Breaks]] = {
     "the event after the selection is left out": ("experts selected before attention", without("link.mark_experts")),
     "the answer is read before it is there": ("neurons", without("buffers._done.synchronize")),
     "the residual stream is read before it is there": ("whole layers", without("buffers._done.synchronize")),
+    "a step begins while one that failed is uploaded": ("whole layers", without("buffers._uploaded.synchronize")),
     "a pinned buffer is filled while it is copied": ("neurons that stream", without_all("_copied", "synchronize")),
     "a buffer is overwritten while it is summed": ("neurons that stream", without_all("_side", "wait_event")),
     "the end of a sum is not marked": ("neurons that stream", without_all("_summed", "record")),

@@ -65,6 +65,11 @@ def test_a_call_keeps_what_it_has(
     said = capsys.readouterr().out
     assert [line for line in said.splitlines() if line.startswith("---")] == ["--- slow", "--- wrong", "--- after"]
     assert visit.main([*where, "--minutes", "0"]) == 1 and "no time left" in capsys.readouterr().out
+    seconds = 100
+    (tmp_path / "work/visit.json").unlink()
+    assert visit.main([*where, "--regardless"]) == 1
+    told = json.loads((tmp_path / "out/visit.json").read_text())
+    assert (told["falcon/slow"]["rc"], told["falcon/after"]["rc"]) == (None, 0)
 
 
 def test_experts_whose_logits_differ_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
