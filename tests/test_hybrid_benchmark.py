@@ -224,6 +224,21 @@ def test_the_most_layers_within_the_budget(guess: int, count: int) -> None:
         compare.limit(FakePeer(Path(), "cuda", []), Path("m"), "ngl", 40, GIB // 2, guess, 4)
 
 
+def test_the_peer_runs_after_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first round; later ones take turns."""
+    given = ["--models", tmp_path, "--names", "falcon-40b", "--sections", "decode", "peer", "ablation", "--rounds", 2]
+    monkeypatch.setattr(sys, "argv", ["compare", *map(str, given)])
+    arguments = compare.parse()
+    peer = compare.Peer(tmp_path, "cuda", [])
+    measurement = compare.Measurement(document={"jobs": {}}, out=tmp_path, quiet=0, arguments=arguments, peer=peer)
+    keys = [key.replace("/falcon-40b", "") for key, _ in compare.jobs(measurement, "falcon-40b")]
+    ours = ["decode/0/powerinfer", *(f"ablation/0/{step}" for step in (*compare.STEPS, "exact"))]
+    ways = compare.DENSE_WAYS
+    first = [*ours, *(f"peer/{way}" for way in ways), *(f"decode/0/llama.cpp-{way}" for way in ways)]
+    assert keys[: len(first)] == first
+    assert set(keys[len(first) :]) == {f"decode/1/{name}" for name in ("powerinfer", *(f"llama.cpp-{w}" for w in ways))}
+
+
 def test_flags_of_the_peer() -> None:
     assert compare.ngl_flags(3, 4) == ["-ngl", "3"] and compare.ngl_flags(5, 4) == ["-ngl", "999"]
     assert compare.ot_flags(4, 4) == ["-ngl", "999"]

@@ -12,7 +12,10 @@
 namespace {
 
 const int ROW_TYPES[] = {PI_F16, PI_BF16, PI_Q8_0, PI_Q4_0};
-const char* const ACTIVATIONS[PI_N_ACTS] = {"silu", "relu", "relu2", "fatrelu", "drelu", "gelu_tanh", "cats"};
+// Those of bundles alone: of topk, the gates are those of matrices.
+const char* const ACTIVATIONS[] = {"silu", "relu", "relu2", "fatrelu", "drelu", "gelu_tanh", "cats"};
+constexpr int N_ACTS = PI_TOPK;
+static_assert(std::size(ACTIVATIONS) == N_ACTS && N_ACTS + 1 == PI_N_ACTS);
 
 // Whether an activation is never exactly zero.
 bool never_silent(int act) { return act == PI_SILU || act == PI_GELU_TANH; }
@@ -558,8 +561,9 @@ struct Layer {
                                                 of(type, gated ? packed : 0),
                                                 of(down_type, down_at),
                                                 neurons,
-                                                {{act, threshold}, gate_bias, up_bias},
+                                                {{act, threshold}, gate_bias, up_bias, {}},
                                                 every_one(neurons),
+                                                {},
                                                 {}});
   }
 };
@@ -757,7 +761,7 @@ void add_case(const PiKernels* kernels, int type, int down_type, int act, bool g
 void test_add_neurons(const PiKernels* kernels) {
   const int types[][2] = {
       {PI_F16, PI_F16}, {PI_Q8_0, PI_Q8_0}, {PI_BF16, PI_Q4_0}, {PI_Q4_0, PI_BF16}, {PI_Q4_0, PI_Q4_0X32}};
-  for (int act = 0; act < PI_N_ACTS; act++) {
+  for (int act = 0; act < N_ACTS; act++) {
     for (bool gated : {false, true}) {
       if (act == PI_DRELU && !gated) continue;  // it is on gate and up
       for (const auto& t : types)
@@ -770,7 +774,7 @@ void test_add_neurons(const PiKernels* kernels) {
 // nothing else is touched, and a token's results do not depend on what is beside it.
 void test_hostile(const PiKernels* kernels) {
   for (int type : ROW_TYPES) {
-    for (int act = 0; act < PI_N_ACTS; act++) {
+    for (int act = 0; act < N_ACTS; act++) {
       Check check(std::string(kernels->name) + " any bundles " + TYPES[type] + " " + ACTIVATIONS[act]);
       Random r((uint64_t)(type * 10 + act));
       const int64_t k = 96, neurons = 70, tokens = PI_NEURON_TOKENS;
