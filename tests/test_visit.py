@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 from benchmarks.hybrid import carry, compare, experts, visit, worker  # noqa: E402
 from benchmarks.hybrid.visit import Step  # noqa: E402
+from benchmarks.lib import machine  # noqa: E402
 
 
 @pytest.mark.slow
@@ -90,6 +91,13 @@ def test_experts_whose_logits_differ_are_not_timed(tmp_path: Path, monkeypatch: 
 
 def test_flags_for_experts_of_the_peer() -> None:
     assert compare.ncmoe_flags(3, 16) == ["-ngl", "999", "-ncmoe", "13"]
+
+
+def test_a_copy_of_the_source_knows_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    assert machine.commit() == ""
+    (tmp_path / "COMMIT").write_text("0123456789ab+changes\n")
+    assert machine.commit() == "0123456789ab+changes"
 
 
 def test_packages_are_those_that_the_project_requires() -> None:
