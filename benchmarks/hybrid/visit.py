@@ -38,7 +38,7 @@ LEFT = 5.0  # seconds of a call that remain for writing down
 KERNEL_TESTS = ("test_gpu_kernels", "test_gpu_latent", "test_gpu_experts", "test_gpu_delta")
 LAYER_TESTS = (
     "test_gpu_layers", "test_gpu_wiring", "test_hybrid", "test_stage", "test_hybrid_experts", "test_gpu_bytes",
-    "test_gpu_rates",
+    "test_gpu_rates", "test_unlike_layers", "test_topk", "test_embeddings",
 )  # fmt: skip
 MOST_WORKERS = 12  # of the tests: each has a CUDA context
 PROBE = """
