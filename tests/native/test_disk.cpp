@@ -2,11 +2,9 @@
 // temporary files (checks.h says how). tests/test_reads.py and tests/test_slots.py say what is read when; here the
 // memory is exact, and the sanitisers watch.
 #include <errno.h>
-#include <fcntl.h>
-#include <sys/stat.h>
 
 #include "checks.h"
-#include "reads.h"
+#include "files.h"
 #include "slots.h"
 #include "window.h"
 
@@ -14,30 +12,6 @@ namespace {
 
 constexpr int64_t BLOCK = Reads::ALIGN;
 constexpr double LONG = 3600;  // seconds
-
-// A temporary file of random bytes.
-struct File {
-  std::vector<uint8_t> data;
-  std::string path;
-  File(Random& r, int64_t bytes) : data((size_t)bytes) {
-    for (uint8_t& b : data) b = (uint8_t)r.next();
-    const char* const folder = getenv("TMPDIR");
-    path = std::string(folder ? folder : "/tmp") + "/powerinfer-XXXXXX";
-    const int fd = mkstemp(path.data());
-    for (size_t at = 0; fd >= 0 && at < data.size();) {
-      const ssize_t n = write(fd, data.data() + at, data.size() - at);
-      if (n <= 0) break;
-      at += (size_t)n;
-    }
-    if (fd < 0 || close(fd) != 0) perror(path.c_str()), exit(2);
-  }
-  File(const File&) = delete;
-  ~File() { unlink(path.c_str()); }
-  Reads::File about() const { return {path, (int64_t)data.size()}; }
-  bool has(const uint8_t* p, int64_t offset, int64_t bytes) const {
-    return memcmp(p, data.data() + offset, (size_t)bytes) == 0;
-  }
-};
 
 // What is read by. `emulated`: "emulated" takes its time, and fails.
 struct Way {
@@ -104,7 +78,7 @@ struct Batch {
 
 void test_reads(const Way& way) {
   Random r(1);
-  const File file(r, 5 * (512 << 10) + 4321);
+  const File file(random_bytes(r, 5 * (512 << 10) + 4321));
   auto reads = way.open({file.about()});
   if (!reads) return;
   Check bytes("reads, " + way.name());
@@ -129,7 +103,7 @@ void test_reads(const Way& way) {
 
 void test_failures(const Way& way) {
   Random r(2);
-  const File file(r, 1 << 20);
+  const File file(random_bytes(r, 1 << 20));
   auto reads = way.open({file.about()});
   if (!reads) return;
   Check told("failing reads, " + way.name());
@@ -141,7 +115,7 @@ void test_failures(const Way& way) {
   told.yes(fails([&] { way.open({file.about()}); }), 2);
   if (std::string(way.engine) != "emulated") return;
 
-  const File other(r, 1 << 20);
+  const File other(random_bytes(r, 1 << 20));
   auto faulty = way.open({other.about()}, {1e-5, 1e9, 7, 2, EIO});
   int failed = 0;
   for (int i = 0; i < 12; i++) {
@@ -190,7 +164,7 @@ bool right(Slots& slots, const Layout& layout, const File& file, int32_t item) {
 
 void test_slots(const Way& way) {
   Random r(3);
-  const File file(r, 2 << 20);
+  const File file(random_bytes(r, 2 << 20));
   for (const Layout& layout : layouts(r, (int64_t)file.data.size()))
     for (const int64_t n : {1, 5, (int)ITEMS}) {
       const bool faulty = std::string(way.engine) == "emulated";
@@ -232,7 +206,7 @@ void test_slots(const Way& way) {
 
 void test_window(const Way& way) {
   Random r(4);
-  const File file(r, 3 << 20);
+  const File file(random_bytes(r, 3 << 20));
   const bool emulated = std::string(way.engine) == "emulated";
   for (const int64_t ring : {560 << 10, 900 << 10, 4 << 20})
     for (const bool faulty : {false, true}) {
