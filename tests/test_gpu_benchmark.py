@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 from sparse_models import give_bundles, give_predictor, tiny_llama
 
 from benchmarks.hybrid import gpu_kernels, launches
@@ -40,6 +42,20 @@ def test_other_tiles_are_tried_and_put_back() -> None:
         seen = {(*chosen,) for chosen in choices}
     assert len(seen) > 40 and (before[0]["Q4_0"], before[1]["Q4_0X32"]) in seen
     assert before == (triton_neurons.DOT_ONE, triton_neurons.ADD_ONE)
+
+
+def test_tiles_that_compute_something_else_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    results = iter(
+        [torch.ones(4), *[torch.full((4,), 1 + 1e-6)] * 2, torch.full((4,), 1.1), torch.full((4,), torch.nan)]
+    )
+    timed: list[int] = []
+    monkeypatch.setattr(gpu_kernels, "seconds", lambda *_: timed.append(1) or 1.0)
+    monkeypatch.setattr(gpu_kernels, "tiles", lambda *_: nullcontext(iter([((16, 32, 4),)] * 4)))
+    found = gpu_kernels.swept("linear", "F16", 1, lambda _: next(results), 1, "cpu", None)
+    assert (found["tried"], found["wrong"], len(timed)) == (2, 2, 2)
+    assert gpu_kernels.swept("linear", "F16", 1, lambda _: torch.ones(4), 1, "cpu", -1)["tried"] == 0
+    assert gpu_kernels.swept("attention", "F16", 1, lambda _: None, 1, "cpu", None) == {}
 
 
 def test_what_is_launched_is_counted(tmp_path: Path) -> None:
