@@ -58,7 +58,7 @@ def test_tiles_that_compute_something_else_are_not_timed(monkeypatch: pytest.Mon
     assert gpu_kernels.swept("attention", "F16", 1, lambda _: None, 1, "cpu", None) == {}
 
 
-def test_what_is_launched_is_counted(tmp_path: Path) -> None:
+def test_what_is_launched_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = give_predictor(give_bundles(tiny_llama(tmp_path / "m.gguf")))
     for selector, asked in (("exact", ()), ("predicted", ("predictor",))):
         made = launches.main([str(path), "--gpu", "cpu", "--selector", selector, "--steps", "6", "--threads", "1"])
@@ -68,6 +68,11 @@ def test_what_is_launched_is_counted(tmp_path: Path) -> None:
         each = ("attention", "project", "norm", *asked, "copy out", "mark", "hot neurons", "cold neurons", "add")
         assert made["one by one"]["operators"] == {"replays": 0, "head": 1, **dict.fromkeys(each, layers)}
         assert 0 < made["replayed"]["python_us_per_layer"] < 1e4
+        assert made["off"] < 1e-4
+    plain = gpu.neuron_sum
+    monkeypatch.setattr(gpu, "neuron_sum", lambda *given: (2 * plain(*given)[0], plain(*given)[1]))
+    with pytest.raises(SystemExit, match="not timed: logits are off by"):
+        launches.main([str(path), "--gpu", "cpu", "--steps", "6", "--threads", "1"])
 
 
 def test_no_gpu_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
