@@ -137,7 +137,7 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
         yield Step("model", compare("drelu-7b", "make"), 300)
         yield Step("ours", compare("drelu-7b", "decode", "prefill", "kernel"), 400, ("model",))
         if not trial:
-            swept = ("--sweep", "--kernels", "neurons", "--types", "F16/F16", "--tokens", 1)
+            swept = ("--sweep", "--sweep-seconds", 150, "--kernels", "neurons", "--types", "F16/F16", "--tokens", 1)
             yield Step("tiles", kernels(*swept, "--out", work / "tiles.json"), 200)
         if peer is not None:
             yield Step("peer", compare("drelu-7b", "decode", "prefill", "peer", with_peer=True), 400, ("model",))
