@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +19,11 @@ from benchmarks.hybrid import compare, recipes, table, worker  # noqa: E402
 from benchmarks.lib import jobs as lib_jobs  # noqa: E402
 from benchmarks.models import make_model  # noqa: E402
 from benchmarks.models.weights import Weights, shapes  # noqa: E402
-from powerinfer import LLM  # noqa: E402
+from powerinfer import LLM, system  # noqa: E402
+from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
+from powerinfer.hardware import measure  # noqa: E402
+from powerinfer.hardware.description import load, save  # noqa: E402
 from powerinfer.kernels import gpu  # noqa: E402
 from powerinfer.placement.solver import GROUP  # noqa: E402
 
@@ -122,6 +125,26 @@ def test_a_wrong_model_is_not_timed(section: str, tmp_path: Path, monkeypatch: p
     jobs = measured(tmp_path / "hybrid.json", "--sections", section)["jobs"]
     error = jobs[f"{section}/falcon-40b/0/powerinfer"]["error"]
     assert error.startswith("not timed: logits are off by ") and not timed
+
+
+def test_memory_that_is_there_once_it_is_used() -> None:
+    before = measure.memories(EngineConfig()).cpu.memory_bytes
+    with worker.memory_of(before + GIB):
+        grown = measure.memories(EngineConfig()).cpu
+        assert (grown.memory_bytes, grown.reserved_bytes, system.available_memory()) == (before + GIB, 0, before + GIB)
+    with worker.memory_of(None):
+        assert measure.memories(EngineConfig()).cpu.memory_bytes == before
+
+
+def test_rates_that_were_disturbed_are_kept_between_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POWERINFER_CACHE", str(tmp_path))
+    engine = EngineConfig(threads=1)
+    disturbed = replace(load("pc-low"), gpu=None, disturbed=1.0, key=measure.machine_key(engine))
+    save(disturbed, measure.kept_at(disturbed.key))
+    monkeypatch.setattr(measure, "quiet", lambda: True)
+    assert measure.known(engine) is None
+    with worker.rates_once():
+        assert measure.known(engine) == disturbed
 
 
 def test_a_program_that_hangs_is_ended() -> None:

@@ -32,6 +32,18 @@ def test_every_call_at_a_tiny_scale(call: str, tmp_path: Path, capsys: pytest.Ca
     assert visit.main(where) == 0 and "---" not in capsys.readouterr().out, "nothing is done twice"
 
 
+def test_models_are_made_in_memory_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, disk = tmp_path / "shm", tmp_path / "disk"
+    assert visit.default_work(memory, disk) == disk / "powerinfer"
+    memory.mkdir()
+    monkeypatch.setattr(visit, "ROOM", 1)
+    assert visit.default_work(memory, disk) == memory / "powerinfer"
+    monkeypatch.setattr(visit, "ROOM", 1 << 60)
+    assert visit.default_work(memory, disk) == disk / "powerinfer"
+    (memory / "powerinfer").mkdir()
+    assert visit.default_work(memory, disk) == memory / "powerinfer", "where the last call was"
+
+
 def python(code: str) -> tuple[str, ...]:
     return (sys.executable, "-c", code)
 

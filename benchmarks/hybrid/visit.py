@@ -12,9 +12,9 @@ no job times a model whose logits are not the CPU's. A step has a time limit, th
 it has as it goes: into --work, where the next call goes on, and copied to --out after each step, so that little is lost
 when the call is killed. What is done is not done again, unless it failed.
 
-Models are made in --work, by default in memory, and kept: Falcon's take 39 GB there, so remove what is not needed any
-more (--clear removes all models first). --ram says how much RAM there is, where that is not known before it is used.
-On a machine without a network: `carry.py` brings what is missing.
+Models are made in --work, by default in memory where that has room, and kept: Falcon's take 39 GB there, the 7B model
+26 GB, so remove what is not needed any more (--clear removes all models first). --ram says how much RAM there is beside
+them, where that is not known before it is used. On a machine without a network: `carry.py` brings what is missing.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from typing import Any
 from benchmarks.lib import machine, results
 
 CALLS = ("kernels", "llama.cpp", "falcon", "drelu", "experts")
+ROOM = 42 << 30  # bytes of the largest model, with what is prepared for it
 LEFT = 5.0  # seconds of a call that remain for writing down
 KERNEL_TESTS = ("test_gpu_kernels", "test_gpu_latent", "test_gpu_experts", "test_gpu_delta")
 LAYER_TESTS = (
     "test_gpu_layers", "test_gpu_wiring", "test_hybrid", "test_stage", "test_hybrid_experts", "test_gpu_bytes",
-    "test_gpu_rates",
+    "test_gpu_rates", "test_unlike_layers", "test_topk", "test_embeddings",
 )  # fmt: skip
 MOST_WORKERS = 12  # of the tests: each has a CUDA context
 PROBE = """
@@ -136,7 +137,7 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
         yield Step("model", compare("drelu-7b", "make"), 300)
         yield Step("ours", compare("drelu-7b", "decode", "prefill", "kernel"), 400, ("model",))
         if not trial:
-            swept = ("--sweep", "--kernels", "neurons", "--types", "F16/F16", "--tokens", 1)
+            swept = ("--sweep", "--sweep-seconds", 150, "--kernels", "neurons", "--types", "F16/F16", "--tokens", 1)
             yield Step("tiles", kernels(*swept, "--out", work / "tiles.json"), 200)
         if peer is not None:
             yield Step("peer", compare("drelu-7b", "decode", "prefill", "peer", with_peer=True), 400, ("model",))
@@ -144,6 +145,13 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
         given: list[object] = ["--models", models, "--gpu", gpu, "--out", work / "experts.json", *ram]
         given += ["--peer", peer] if peer is not None else []
         yield Step("experts", module("benchmarks.hybrid.experts", *given, *(("--tiny",) if trial else ())), 560)
+
+
+def default_work(memory: Path = Path("/dev/shm"), disk: Path = Path("/tmp")) -> Path:
+    """In memory, where a call has begun there already or a model has room; else on disk."""
+    own = memory / "powerinfer"
+    roomy = memory.is_dir() and shutil.disk_usage(memory).free >= ROOM
+    return own if own.exists() or roomy else disk / "powerinfer"
 
 
 class Visit:
@@ -222,7 +230,7 @@ class Visit:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("call", choices=CALLS)
-    parser.add_argument("--work", type=Path, default=Path("/dev/shm/powerinfer"), help="default: %(default)s")
+    parser.add_argument("--work", type=Path, default=default_work(), help="default: %(default)s")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the results are copied after each step")
     parser.add_argument("--minutes", type=float, default=9.7, help="that the call may take; default: %(default)s")
     parser.add_argument("--ram", metavar="SIZE", help="such as 100GiB; default: what the machine says")

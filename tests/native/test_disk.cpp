@@ -1,12 +1,11 @@
-// Reads of files, and the memory that they fill: slots and the window, by every way of reading that works here, with
-// temporary files (checks.h says how). tests/test_reads.py and tests/test_slots.py say what is read when; here the
+// Reads of files, and what they fill: slots, the window and the experts of an operator, by every engine that works here,
+// with temporary files (checks.h says how). tests/test_reads.py and tests/test_slots.py say what is read when; here the
 // memory is exact, and the sanitisers watch.
 #include <errno.h>
-#include <fcntl.h>
-#include <sys/stat.h>
 
 #include "checks.h"
-#include "reads.h"
+#include "experts.h"
+#include "files.h"
 #include "slots.h"
 #include "window.h"
 
@@ -15,45 +14,21 @@ namespace {
 constexpr int64_t BLOCK = Reads::ALIGN;
 constexpr double LONG = 3600;  // seconds
 
-// A temporary file of random bytes.
-struct File {
-  std::vector<uint8_t> data;
-  std::string path;
-  File(Random& r, int64_t bytes) : data((size_t)bytes) {
-    for (uint8_t& b : data) b = (uint8_t)r.next();
-    const char* const folder = getenv("TMPDIR");
-    path = std::string(folder ? folder : "/tmp") + "/powerinfer-XXXXXX";
-    const int fd = mkstemp(path.data());
-    for (size_t at = 0; fd >= 0 && at < data.size();) {
-      const ssize_t n = write(fd, data.data() + at, data.size() - at);
-      if (n <= 0) break;
-      at += (size_t)n;
-    }
-    if (fd < 0 || close(fd) != 0) perror(path.c_str()), exit(2);
-  }
-  File(const File&) = delete;
-  ~File() { unlink(path.c_str()); }
-  Reads::File about() const { return {path, (int64_t)data.size()}; }
-  bool has(const uint8_t* p, int64_t offset, int64_t bytes) const {
-    return memcmp(p, data.data() + offset, (size_t)bytes) == 0;
-  }
-};
-
 // What is read by. `emulated`: "emulated" takes its time, and fails.
-struct Way {
-  const char* engine;
+struct Engine {
+  const char* kind;
   bool direct;
-  std::string name() const { return std::string(engine) + (direct ? ", direct" : ", cached"); }
+  std::string name() const { return std::string(kind) + (direct ? ", direct" : ", cached"); }
   // Null where it does not work here.
   std::shared_ptr<Reads> open(const std::vector<Reads::File>& files, EmulatedDisk disk = {}) const {
     try {
-      if (std::string(engine) == "emulated") return std::make_shared<Reads>(files, direct, "auto", &disk);
-      return std::make_shared<Reads>(files, direct, engine);
+      if (std::string(kind) == "emulated") return std::make_shared<Reads>(files, direct, "auto", &disk);
+      return std::make_shared<Reads>(files, direct, kind);
     } catch (const std::invalid_argument&) { return nullptr; }
   }
 };
-const Way WAYS[] = {{"uring", false},  {"uring", true},     {"threads", false},
-                    {"threads", true}, {"emulated", false}, {"emulated", true}};
+const Engine ENGINES[] = {{"uring", false},  {"uring", true},     {"threads", false},
+                          {"threads", true}, {"emulated", false}, {"emulated", true}};
 
 template <class F>
 bool fails(const F& work) {
@@ -102,12 +77,12 @@ struct Batch {
 
 // ---- Reads -----------------------------------------------------------------------------------------------------------
 
-void test_reads(const Way& way) {
+void test_reads(const Engine& by) {
   Random r(1);
-  const File file(r, 5 * (512 << 10) + 4321);
-  auto reads = way.open({file.about()});
+  const File file(random_bytes(r, 5 * (512 << 10) + 4321));
+  auto reads = by.open({file.about()});
   if (!reads) return;
-  Check bytes("reads, " + way.name());
+  Check bytes("reads, " + by.name());
   for (int round = 0; round < 12; round++) {
     const bool small = round % 2;
     Batch first(*reads, r, file, 1 + round, small ? 9000 : 2 << 20, small), second(*reads, r, file, 5, 70000, !small);
@@ -127,22 +102,22 @@ void test_reads(const Way& way) {
   left.reset();
 }
 
-void test_failures(const Way& way) {
+void test_failures(const Engine& by) {
   Random r(2);
-  const File file(r, 1 << 20);
-  auto reads = way.open({file.about()});
+  const File file(random_bytes(r, 1 << 20));
+  auto reads = by.open({file.about()});
   if (!reads) return;
-  Check told("failing reads, " + way.name());
+  Check told("failing reads, " + by.name());
   Batch before(*reads, r, file, 3, 5000, false);
   told.yes(!fails([&] { reads->wait(before.ticket); }), 0);
   if (truncate(file.path.c_str(), 1000) != 0) abort();
   Memory gone(*reads, 500000, 70000);
   told.yes(fails([&] { reads->wait(reads->begin(&gone.read, 1)); }), 1);
-  told.yes(fails([&] { way.open({file.about()}); }), 2);
-  if (std::string(way.engine) != "emulated") return;
+  told.yes(fails([&] { by.open({file.about()}); }), 2);
+  if (std::string(by.kind) != "emulated") return;
 
-  const File other(r, 1 << 20);
-  auto faulty = way.open({other.about()}, {1e-5, 1e9, 7, 2, EIO});
+  const File other(random_bytes(r, 1 << 20));
+  auto faulty = by.open({other.about()}, {1e-5, 1e9, 7, 2, EIO});
   int failed = 0;
   for (int i = 0; i < 12; i++) {
     Memory one(*faulty, 4000 * i, 3000);
@@ -150,7 +125,7 @@ void test_failures(const Way& way) {
     else told.yes(other.has(one.read.to, 4000 * i, 3000), i);
   }
   told.yes(failed == 2, failed);
-  auto silent = way.open({other.about()}, {LONG});
+  auto silent = by.open({other.about()}, {LONG});
   silent->patience = 0.01;
   Memory one(*silent, 0, 10);
   const int64_t ticket = silent->begin(&one.read, 1);
@@ -188,15 +163,15 @@ bool right(Slots& slots, const Layout& layout, const File& file, int32_t item) {
   return true;
 }
 
-void test_slots(const Way& way) {
+void test_slots(const Engine& by) {
   Random r(3);
-  const File file(r, 2 << 20);
+  const File file(random_bytes(r, 2 << 20));
   for (const Layout& layout : layouts(r, (int64_t)file.data.size()))
     for (const int64_t n : {1, 5, (int)ITEMS}) {
-      const bool faulty = std::string(way.engine) == "emulated";
-      auto reads = way.open({file.about()}, {1e-6, 0, 30, 20, EIO});
+      const bool faulty = std::string(by.kind) == "emulated";
+      auto reads = by.open({file.about()}, {1e-6, 0, 30, 20, EIO});
       if (!reads) return;
-      Check bytes("slots, " + way.name() + ", " + layout.name + ", " + std::to_string(n));
+      Check bytes("slots, " + by.name() + ", " + layout.name + ", " + std::to_string(n));
       Slots slots(reads, layout.parts, ITEMS, n);
       int failed = 0;
       for (int step = 0; step < 60; step++) {
@@ -230,16 +205,16 @@ void test_slots(const Way& way) {
 
 // ---- The window --------------------------------------------------------------------------------------------------------
 
-void test_window(const Way& way) {
+void test_window(const Engine& by) {
   Random r(4);
-  const File file(r, 3 << 20);
-  const bool emulated = std::string(way.engine) == "emulated";
+  const File file(random_bytes(r, 3 << 20));
+  const bool emulated = std::string(by.kind) == "emulated";
   for (const int64_t ring : {560 << 10, 900 << 10, 4 << 20})
     for (const bool faulty : {false, true}) {
       if (faulty && !emulated) continue;
-      auto reads = way.open({file.about()}, faulty ? EmulatedDisk{1e-6, 0, 50, 3, EIO} : EmulatedDisk{1e-6});
+      auto reads = by.open({file.about()}, faulty ? EmulatedDisk{1e-6, 0, 50, 3, EIO} : EmulatedDisk{1e-6});
       if (!reads) return;
-      Check bytes("window, " + way.name() + ", " + std::to_string(ring) + (faulty ? ", faulty" : ""));
+      Check bytes("window, " + by.name() + ", " + std::to_string(ring) + (faulty ? ", faulty" : ""));
       std::vector<std::vector<std::shared_ptr<OnDisk>>> ops(9);
       Window window(reads, ring);
       for (size_t op = 0; op < ops.size(); op += 1 + op % 2) {
@@ -277,17 +252,124 @@ void test_window(const Way& way) {
     }
 }
 
+// ---- Experts -----------------------------------------------------------------------------------------------------------
+
+// An operator of experts, from memory or from a file, of which slots hold some: the same bits, and after reads that fail.
+struct ExpertLayer {
+  static constexpr int64_t EXPERTS = 12, TOP = 3, D = 64, SIZE = 96, TOKENS = 40;
+  int type;
+  std::vector<uint8_t> rows[3];  // gate, up, down
+  std::vector<float> scores, x;
+  ExpertLayer(Random& r, int t) : type(t), scores(r.normals(EXPERTS * D)), x(r.normals(TOKENS * D)) {
+    for (int part = 0; part < 3; part++) rows[part] = random_rows(r, type, EXPERTS * height(part), width(part));
+  }
+  static int64_t height(int part) { return part == 2 ? D : SIZE; }
+  static int64_t width(int part) { return part == 2 ? SIZE : D; }
+  int64_t bytes(int part) const { return height(part) * stored_row_bytes(type, width(part)); }
+
+  // Each expert's matrices at places that nothing aligns.
+  std::vector<uint8_t> stored(std::vector<Resting>& parts) const {
+    std::vector<uint8_t> data;
+    for (int part = 0; part < 3; part++) {
+      Resting one{0, 0, bytes(part), 0};
+      one.before = packed_excess(type, height(part), width(part));
+      for (int64_t e = 0; e < EXPERTS; e++) {
+        data.resize(data.size() + 37);
+        one.places.push_back({0, (int64_t)data.size()});
+        data.insert(data.end(), rows[part].begin() + e * bytes(part), rows[part].begin() + (e + 1) * bytes(part));
+      }
+      parts.push_back(one);
+    }
+    return data;
+  }
+
+  struct Wired {
+    std::shared_ptr<Workspace> workspace;
+    std::unique_ptr<Program> program;
+  };
+  Wired program(const PiKernels* kernels, int threads, std::shared_ptr<Slots> slots) const {
+    auto workspace = std::make_shared<Workspace>(std::make_shared<Pool>(threads), kernels);
+    auto arena = std::make_shared<Arena>();
+    auto cache = std::make_shared<Cache>(PI_KV_F32, std::vector<std::pair<int64_t, int64_t>>{{1, 16}}, 1);
+    auto p = std::make_unique<Program>(workspace, cache, Sizes{TOKENS, D, SIZE, {1}});
+    const auto packed = [&](int t, int64_t n, int64_t k, const uint8_t* from) {
+      auto m = std::make_shared<Matrix>(Matrix{t, n, k, (n + PI_LANES - 1) / PI_LANES, nullptr, arena});
+      uint8_t* data = arena->allocate(m->bytes());
+      pack_panels(t, from, n, k, nullptr, 0, data, 0, m->panels);
+      m->data = data;
+      return m;
+    };
+    const auto matrix = [&](int part) {
+      const int64_t n = EXPERTS * height(part), k = width(part);
+      if (!slots) return packed(type, n, k, rows[part].data());
+      auto m = std::make_shared<Matrix>(Matrix{type, n, k, (n + PI_LANES - 1) / PI_LANES, nullptr, nullptr});
+      m->disk = std::make_shared<OnDisk>(OnDisk{0, 0, n * stored_row_bytes(type, k), n, {}});
+      return m;
+    };
+    ExpertMatrices all{EXPERTS, SIZE, {PI_SILU}, matrix(0), matrix(1), matrix(2), {}, {}, {}};
+    all.slots = std::move(slots);
+    RouterSpec router{};
+    router.top_k = TOP;
+    p->experts({}, router, packed(PI_F32, EXPERTS, D, (const uint8_t*)scores.data()), std::move(all), {});
+    return {workspace, std::move(p)};
+  }
+
+  // x of the last tokens after a step. ReadError as of Program.
+  std::vector<float> run(const Wired& wired, int64_t tokens) const {
+    Program& p = *wired.program;
+    for (int64_t t = 0; t < tokens; t++) std::copy_n(&x[(size_t)((TOKENS - tokens + t) * D)], D, p.x + t * p.ldx);
+    const std::vector<int32_t> zeros((size_t)tokens, 0);
+    Step step;
+    step.tokens = tokens;
+    step.token = step.position = zeros.data();
+    p.run(step, 0, 1);
+    std::vector<float> out;
+    for (int64_t t = 0; t < tokens; t++) out.insert(out.end(), p.x + t * p.ldx, p.x + t * p.ldx + D);
+    return out;
+  }
+};
+
+void test_experts(const Engine& by) {
+  Random r(5);
+  const PiKernels* const kernels = supported_levels().front();
+  for (const int type : {PI_F32, PI_Q8_0, PI_Q4_0, PI_Q5_1}) {
+    const ExpertLayer layer(r, type);
+    std::vector<Resting> parts;
+    const File file(layer.stored(parts));
+    for (const bool faulty : {false, true})
+      for (const int threads : {1, 3})
+        for (const int64_t n : {(int64_t)1, (int64_t)5, ExpertLayer::EXPERTS}) {
+          if (faulty && std::string(by.kind) != "emulated") continue;
+          auto reads = by.open({file.about()}, {1e-6, 0, faulty ? 6 : -1, 2, EIO});
+          if (!reads) return;
+          Check bits("experts, " + by.name() + ", " + TYPES[type] + ", " + std::to_string(n) + " slots");
+          auto slots = std::make_shared<Slots>(reads, parts, ExpertLayer::EXPERTS, n);
+          const ExpertLayer::Wired here = layer.program(kernels, threads, nullptr),
+                                   there = layer.program(kernels, threads, slots);
+          int failed = 0;
+          for (const int64_t tokens : {1, 2, 7, (int)ExpertLayer::TOKENS, 1, 3}) {
+            const std::vector<float> wanted = layer.run(here, tokens);
+            std::vector<float> got;
+            while (fails([&] { got = layer.run(there, tokens); }) && failed++ < 10) {}
+            for (size_t i = 0; i < wanted.size(); i++) bits.same(got[i], wanted[i], (int64_t)i);
+          }
+          bits.yes(faulty == (failed > 0), failed);
+        }
+  }
+}
+
 }  // namespace
 
 int main() {
   watch_fences();
-  for (const Way& way : WAYS) {
+  for (const Engine& by : ENGINES) {
     const int before = passed, wrong = failed;
-    test_reads(way);
-    test_failures(way);
-    test_slots(way);
-    test_window(way);
-    printf("%-18s %d passed, %d failed\n", way.name().c_str(), passed - before, failed - wrong);
+    test_reads(by);
+    test_failures(by);
+    test_slots(by);
+    test_window(by);
+    test_experts(by);
+    printf("%-18s %d passed, %d failed\n", by.name().c_str(), passed - before, failed - wrong);
     fflush(stdout);
   }
   printf("%d passed, %d failed\n", passed, failed);

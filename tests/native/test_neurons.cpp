@@ -4,6 +4,7 @@
 
 #include "bundles.h"
 #include "checks.h"
+#include "files.h"
 #include "ffn.h"
 
 #include <numeric>
@@ -851,8 +852,9 @@ struct FfnModel {
     std::shared_ptr<Ffn> ffn;
   };
 
-  // The dense operator; its bundles are there, and its predictor where one is described.
-  Wired program(const PiKernels* kernels, int threads, const Predictor* about, int64_t recall_every) const {
+  // The dense operator; its bundles are there, and its predictor where one is described. bundles: null: the layer's.
+  Wired program(const PiKernels* kernels, int threads, const Predictor* about, int64_t recall_every,
+                std::shared_ptr<Bundles> bundles = nullptr) const {
     auto workspace = std::make_shared<Workspace>(std::make_shared<Pool>(threads), kernels);
     auto arena = std::make_shared<Arena>();
     auto cache = std::make_shared<Cache>(PI_KV_F32, std::vector<std::pair<int64_t, int64_t>>{{1, 16}}, 1);
@@ -872,7 +874,7 @@ struct FfnModel {
                                               matrix_of(arena, PI_F16, what.neurons, RANK, predictor_out),
                                               about->threshold, about->floor);
     }
-    auto bundled = std::make_shared<NeuronSum>(workspace, layer.bundles, what.most, false);
+    auto bundled = std::make_shared<NeuronSum>(workspace, bundles ? bundles : layer.bundles, what.most, false);
     ffn->set_bundled(std::move(bundled), std::move(predictor), recall_every);
     return {std::move(p), std::move(ffn)};
   }
@@ -1140,6 +1142,37 @@ void hostile_predictor(const PiKernels* kernels) {
   }
 }
 
+// The layer's bundles in a file, of which memory has some: the same bits, whatever is there already.
+void neurons_on_disk(const PiKernels* kernels, int type) {
+  Check check(std::string(kernels->name) + " neurons on disk " + TYPES[type]);
+  FfnModel model({160, 333, type, PI_RELU, true, true, true, 0});
+  const Layer& layer = model.layer;
+  const PiRows& up = layer.bundles->up;
+  const File file(std::vector<uint8_t>(layer.data.begin(), layer.data.end()));
+  const Predictor about{nullptr, nullptr, 0.0f, 40};
+  for (int threads : {1, 3})
+    for (const bool direct : {false, true})
+      for (const int64_t n : {NeuronSum::least_slots(Pool(threads), layer.neurons), layer.neurons}) {
+        const Resting part{0, 0, up.pitch, up.pitch, PI_GROUP, up.stride};
+        auto reads = std::make_shared<Reads>(std::vector<Reads::File>{file.about()}, direct);
+        auto bundles = std::make_shared<Bundles>(*layer.bundles);
+        bundles->slots = std::make_shared<Slots>(reads, std::vector<Resting>{part}, layer.neurons, n);
+        for (PiRows* rows : {&bundles->gate, &bundles->up, &bundles->down})
+          *rows = {bundles->slots->memory(), 0,       0,      rows->at, rows->k, rows->type,
+                   bundles->slots->lines(),  nullptr, nullptr};
+        const FfnModel::Wired here = model.program(kernels, threads, &about, 0),
+                              there = model.program(kernels, threads, &about, 0, bundles);
+        for (int round = 0; round < 2; round++)
+          for (int64_t tokens : STEPS)
+            for (const Way way : {WAY_PREDICTED, WAY_EXACT}) {
+              const std::vector<float> wanted = model.run(here, tokens, way), got = model.run(there, tokens, way);
+              for (size_t i = 0; i < wanted.size(); i++) check.same(got[i], wanted[i], (int64_t)i);
+            }
+        const Slots::Stats stats = bundles->slots->stats();
+        check.yes(stats.hits > 0 && stats.hits < stats.wanted, n);
+      }
+}
+
 void test_sparse_ffn(const PiKernels* kernels) {
   const FfnCase cases[] = {
       {100, 150, PI_F16, PI_RELU, true, false, true, 0},      {576, 333, PI_F16, PI_DRELU, true, true, true, 0},
@@ -1151,6 +1184,7 @@ void test_sparse_ffn(const PiKernels* kernels) {
   for (const FfnCase& c : cases) ffn_case(kernels, c);
   counters_between_jobs(kernels);
   hostile_predictor(kernels);
+  for (int type : ROW_TYPES) neurons_on_disk(kernels, type);
 }
 
 }  // namespace
