@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ EPS = float(np.finfo(np.float32).eps)
 
 def _cuda() -> bool:
     """Whether torch finds a GPU; it is imported only where there is a driver."""
-    if not Path("/dev/nvidiactl").exists() or find_spec("torch") is None:
+    driver = Path("/dev/nvidiactl").exists() or which("nvidia-smi") is not None
+    if not driver or find_spec("torch") is None:
         return False
     import torch
 

@@ -99,13 +99,12 @@ def test_leaving_ends_the_request_within_a_step(way: str) -> None:
                     await task
             else:
                 await task
-        begun_calls = 1 if way == "cancel generate" else 2
-        await asyncio.to_thread(executor.wait_for, begun_calls - 1)
-        while llm._runner._driver._commands.empty():  # the loop closes the generator that was left
+        # The loop closes the generator that was left: in the next step, or just before it.
+        while not llm.stats().aborted and llm._runner._driver._commands.empty():
             await asyncio.sleep(0.001)
         executor.release()
         assert await asyncio.to_thread(idle, llm)
-        assert executor.begun == begun_calls and llm.stats().aborted == 1
+        assert 1 <= executor.begun <= (1 if way == "cancel generate" else 2) and llm.stats().aborted == 1
 
     run(test, executor)
 

@@ -308,7 +308,7 @@ def test_the_embeddings_of_transformers(name: str, tmp_path: Path) -> None:
 
 
 def gpu_executors(path: Path, layers: int) -> Iterator[Any]:
-    """Executors with their first layers on an emulated GPU."""
+    """Executors with their first layers on the test's device."""
     import test_gpu_layers
 
     for count, head in ((layers, True), (layers, False), (1, False)):
@@ -316,6 +316,7 @@ def gpu_executors(path: Path, layers: int) -> Iterator[Any]:
             yield executor
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("name", ["llama3", "gemma3", "opt-post-norm"])
 def test_with_layers_on_a_gpu(name: str, tmp_path: Path) -> None:
     case, config = wired(name)

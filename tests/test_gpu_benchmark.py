@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 from sparse_models import give_bundles, give_predictor, tiny_llama
 
 from benchmarks.hybrid import gpu_kernels, launches
@@ -42,7 +44,21 @@ def test_other_tiles_are_tried_and_put_back() -> None:
     assert before == (triton_neurons.DOT_ONE, triton_neurons.ADD_ONE)
 
 
-def test_what_is_launched_is_counted(tmp_path: Path) -> None:
+def test_tiles_that_compute_something_else_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    results = iter(
+        [torch.ones(4), *[torch.full((4,), 1 + 1e-6)] * 2, torch.full((4,), 1.1), torch.full((4,), torch.nan)]
+    )
+    timed: list[int] = []
+    monkeypatch.setattr(gpu_kernels, "seconds", lambda *_: timed.append(1) or 1.0)
+    monkeypatch.setattr(gpu_kernels, "tiles", lambda *_: nullcontext(iter([((16, 32, 4),)] * 4)))
+    found = gpu_kernels.swept("linear", "F16", 1, lambda _: next(results), 1, "cpu", None)
+    assert (found["tried"], found["wrong"], len(timed)) == (2, 2, 2)
+    assert gpu_kernels.swept("linear", "F16", 1, lambda _: torch.ones(4), 1, "cpu", -1)["tried"] == 0
+    assert gpu_kernels.swept("attention", "F16", 1, lambda _: None, 1, "cpu", None) == {}
+
+
+def test_what_is_launched_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = give_predictor(give_bundles(tiny_llama(tmp_path / "m.gguf")))
     for selector, asked in (("exact", ()), ("predicted", ("predictor",))):
         made = launches.main([str(path), "--gpu", "cpu", "--selector", selector, "--steps", "6", "--threads", "1"])
@@ -52,6 +68,11 @@ def test_what_is_launched_is_counted(tmp_path: Path) -> None:
         each = ("attention", "project", "norm", *asked, "copy out", "mark", "hot neurons", "cold neurons", "add")
         assert made["one by one"]["operators"] == {"replays": 0, "head": 1, **dict.fromkeys(each, layers)}
         assert 0 < made["replayed"]["python_us_per_layer"] < 1e4
+        assert made["off"] < 1e-4
+    plain = gpu.neuron_sum
+    monkeypatch.setattr(gpu, "neuron_sum", lambda *given: (2 * plain(*given)[0], plain(*given)[1]))
+    with pytest.raises(SystemExit, match="not timed: logits are off by"):
+        launches.main([str(path), "--gpu", "cpu", "--steps", "6", "--threads", "1"])
 
 
 def test_no_gpu_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +19,11 @@ from benchmarks.hybrid import compare, recipes, table, worker  # noqa: E402
 from benchmarks.lib import jobs as lib_jobs  # noqa: E402
 from benchmarks.models import make_model  # noqa: E402
 from benchmarks.models.weights import Weights, shapes  # noqa: E402
-from powerinfer import LLM  # noqa: E402
+from powerinfer import LLM, system  # noqa: E402
+from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
+from powerinfer.hardware import measure  # noqa: E402
+from powerinfer.hardware.description import load, save  # noqa: E402
 from powerinfer.kernels import gpu  # noqa: E402
 from powerinfer.placement.solver import GROUP  # noqa: E402
 
@@ -124,6 +127,26 @@ def test_a_wrong_model_is_not_timed(section: str, tmp_path: Path, monkeypatch: p
     assert error.startswith("not timed: logits are off by ") and not timed
 
 
+def test_memory_that_is_there_once_it_is_used() -> None:
+    before = measure.memories(EngineConfig()).cpu.memory_bytes
+    with worker.memory_of(before + GIB):
+        grown = measure.memories(EngineConfig()).cpu
+        assert (grown.memory_bytes, grown.reserved_bytes, system.available_memory()) == (before + GIB, 0, before + GIB)
+    with worker.memory_of(None):
+        assert measure.memories(EngineConfig()).cpu.memory_bytes == before
+
+
+def test_rates_that_were_disturbed_are_kept_between_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POWERINFER_CACHE", str(tmp_path))
+    engine = EngineConfig(threads=1)
+    disturbed = replace(load("pc-low"), gpu=None, disturbed=1.0, key=measure.machine_key(engine))
+    save(disturbed, measure.kept_at(disturbed.key))
+    monkeypatch.setattr(measure, "quiet", lambda: True)
+    assert measure.known(engine) is None
+    with worker.rates_once():
+        assert measure.known(engine) == disturbed
+
+
 def test_a_program_that_hangs_is_ended() -> None:
     with pytest.raises(RuntimeError, match=r"sleep had not ended after 0 seconds"):
         compare.programs.output(["sleep", "30"], 0.1)
@@ -222,6 +245,21 @@ def test_the_most_layers_within_the_budget(guess: int, count: int) -> None:
     assert len(found["tries"]) <= compare.MOST_TRIES
     with pytest.raises(RuntimeError, match="nothing fits"):
         compare.limit(FakePeer(Path(), "cuda", []), Path("m"), "ngl", 40, GIB // 2, guess, 4)
+
+
+def test_the_peer_runs_after_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first round; later ones take turns."""
+    given = ["--models", tmp_path, "--names", "falcon-40b", "--sections", "decode", "peer", "ablation", "--rounds", 2]
+    monkeypatch.setattr(sys, "argv", ["compare", *map(str, given)])
+    arguments = compare.parse()
+    peer = compare.Peer(tmp_path, "cuda", [])
+    measurement = compare.Measurement(document={"jobs": {}}, out=tmp_path, quiet=0, arguments=arguments, peer=peer)
+    keys = [key.replace("/falcon-40b", "") for key, _ in compare.jobs(measurement, "falcon-40b")]
+    ours = ["decode/0/powerinfer", *(f"ablation/0/{step}" for step in (*compare.STEPS, "exact"))]
+    ways = compare.DENSE_WAYS
+    first = [*ours, *(f"peer/{way}" for way in ways), *(f"decode/0/llama.cpp-{way}" for way in ways)]
+    assert keys[: len(first)] == first
+    assert set(keys[len(first) :]) == {f"decode/1/{name}" for name in ("powerinfer", *(f"llama.cpp-{w}" for w in ways))}
 
 
 def test_flags_of_the_peer() -> None:

@@ -58,7 +58,7 @@ def test_module_exports_its_entry_point_only() -> None:
     assert not [name for name in names if "pi_" in name or "kernels" in name]
 
 
-@pytest.mark.parametrize("source", ["test_kernels.cpp", "test_neurons.cpp", "test_delta.cpp"])
+@pytest.mark.parametrize("source", ["test_kernels.cpp", "test_neurons.cpp", "test_delta.cpp", "test_disk.cpp"])
 def test_standalone_tests_fit_the_sources(source: str) -> None:
     """They run in `make test-native` only; here the compiler reads them, so that they cannot fall behind."""
     compiler = os.environ.get("CXX") or shutil.which("c++")

@@ -123,24 +123,25 @@ def test_the_first_among_equals(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [1, 20, 64])
-def test_on_a_gpu_as_in_the_reference(kept: int) -> None:
+def test_on_a_gpu_as_in_the_reference(kept: int, device: str) -> None:
     rng = np.random.default_rng(kept)
     gate, up = (rng.standard_normal((5, FF)).astype(np.float32) for _ in range(2))
     unit = rng.random(FF, np.float32) + np.float32(0.1)
     wanted = reference.activate("topk", gate, up, unit, kept)
-    ours = gpu.activate("topk", *map(torch.from_numpy, (gate, up)), torch.from_numpy(unit), kept)
+    there = [torch.from_numpy(one).to(device) for one in (gate, up, unit)]
+    ours = gpu.activate("topk", *there, kept).cpu()
     assert np.allclose(ours, wanted, atol=1e-6) and (np.count_nonzero(wanted.reshape(-1, BANK), axis=1) == kept).all()
     gate[2, 70] = np.nan
-    ours = gpu.activate("topk", torch.from_numpy(gate), None, torch.from_numpy(unit), kept)
+    ours = gpu.activate("topk", torch.from_numpy(gate).to(device), None, there[2], kept)
     assert bool(ours[2, 70].isnan()) and int(ours.isnan().sum()) == 1
 
 
-def test_whole_layers_on_a_gpu(tmp_path: Path) -> None:
+def test_whole_layers_on_a_gpu(device: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(topk().write(tmp_path / "m.gguf"))
     wanted = truth(checkpoint)
     for layers, head in ((1, False), (2, True)):
         engine = EngineConfig(threads=1, context=128, kv_type="f32")
-        executor = load_split(Resolved(checkpoint, engine, Selection("all", "a test"), "cpu", "", layers, head))
+        executor = load_split(Resolved(checkpoint, engine, Selection("all", "a test"), device, "", layers, head))
         try:
             assert np.abs(one_by_one(executor, TOKENS[0]) - wanted[0]).max() < 1e-3 * np.abs(wanted[0]).max()
         finally:

@@ -234,8 +234,10 @@ def test_exact_skips_neurons_where_they_are_zero(packed: Path, tokens: Any, trut
 
 
 @pytest.mark.parametrize("layers", [1, 2, 4])
-def test_whole_layers_on_a_gpu(tmp_path: Path, tokens: Any, truth: Any, allowed: float, layers: int) -> None:
-    on_gpu: dict[str, Any] = {"gpu": "cpu", "gpu_layers": layers, "gpu_head": layers == 4}
+def test_whole_layers_on_a_gpu(
+    device: str, tmp_path: Path, tokens: Any, truth: Any, allowed: float, layers: int
+) -> None:
+    on_gpu: dict[str, Any] = {"gpu": device, "gpu_layers": layers, "gpu_head": layers == 4}
     executor = load_split(Resolved(checkpoint(tmp_path), engine_of(), **on_gpu))
     try:
         check_answers(executor, tokens, truth, allowed)
@@ -244,13 +246,15 @@ def test_whole_layers_on_a_gpu(tmp_path: Path, tokens: Any, truth: Any, allowed:
 
 
 @pytest.mark.parametrize("share", SPLITS)
-def test_neurons_split_between_gpu_and_cpu(packed: Path, tokens: Any, truth: Any, allowed: float, share: float) -> None:
+def test_neurons_split_between_gpu_and_cpu(
+    device: str, packed: Path, tokens: Any, truth: Any, allowed: float, share: float
+) -> None:
     own = checkpoint(packed)
     bundles = open_bundles(own, None, cpu.bundle_row_bytes)
     selection = Selection("exact", "a test", (), bundles)
     for layers in (2, 4):
         parts = NeuronSplit(bundles, placed(CONFIG, share))
-        resolved = Resolved(checkpoint(packed), engine_of(), selection, "cpu", "", layers, layers == 4)
+        resolved = Resolved(checkpoint(packed), engine_of(), selection, device, "", layers, layers == 4)
         executor = load_split(resolved, parts)
         try:
             check_answers(executor, tokens, truth, allowed)

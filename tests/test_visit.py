@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 from benchmarks.hybrid import carry, compare, experts, visit, worker  # noqa: E402
 from benchmarks.hybrid.visit import Step  # noqa: E402
+from benchmarks.lib import machine  # noqa: E402
 
 
 @pytest.mark.slow
@@ -29,6 +30,18 @@ def test_every_call_at_a_tiny_scale(call: str, tmp_path: Path, capsys: pytest.Ca
     jobs = [job for one in measured for key, job in one.get("jobs", {}).items() if "powerinfer" in key]
     assert (call == "kernels") == (not jobs) and all(job["off"] for job in jobs), "checked, then timed"
     assert visit.main(where) == 0 and "---" not in capsys.readouterr().out, "nothing is done twice"
+
+
+def test_models_are_made_in_memory_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, disk = tmp_path / "shm", tmp_path / "disk"
+    assert visit.default_work(memory, disk) == disk / "powerinfer"
+    memory.mkdir()
+    monkeypatch.setattr(visit, "ROOM", 1)
+    assert visit.default_work(memory, disk) == memory / "powerinfer"
+    monkeypatch.setattr(visit, "ROOM", 1 << 60)
+    assert visit.default_work(memory, disk) == disk / "powerinfer"
+    (memory / "powerinfer").mkdir()
+    assert visit.default_work(memory, disk) == memory / "powerinfer", "where the last call was"
 
 
 def python(code: str) -> tuple[str, ...]:
@@ -65,6 +78,11 @@ def test_a_call_keeps_what_it_has(
     said = capsys.readouterr().out
     assert [line for line in said.splitlines() if line.startswith("---")] == ["--- slow", "--- wrong", "--- after"]
     assert visit.main([*where, "--minutes", "0"]) == 1 and "no time left" in capsys.readouterr().out
+    seconds = 100
+    (tmp_path / "work/visit.json").unlink()
+    assert visit.main([*where, "--regardless"]) == 1
+    told = json.loads((tmp_path / "out/visit.json").read_text())
+    assert (told["falcon/slow"]["rc"], told["falcon/after"]["rc"]) == (None, 0)
 
 
 def test_experts_whose_logits_differ_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +103,13 @@ def test_experts_whose_logits_differ_are_not_timed(tmp_path: Path, monkeypatch: 
 
 def test_flags_for_experts_of_the_peer() -> None:
     assert compare.ncmoe_flags(3, 16) == ["-ngl", "999", "-ncmoe", "13"]
+
+
+def test_a_copy_of_the_source_knows_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    assert machine.commit() == ""
+    (tmp_path / "COMMIT").write_text("0123456789ab+changes\n")
+    assert machine.commit() == "0123456789ab+changes"
 
 
 def test_packages_are_those_that_the_project_requires() -> None:

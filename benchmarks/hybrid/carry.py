@@ -1,14 +1,14 @@
-"""What a machine without a network needs to run this engine, in one folder: a wheel of it, and those of packages.
+"""What a machine without a network needs to run this engine's tests and benchmarks, in one small folder.
 
     python -m benchmarks.hybrid.carry FOLDER --python PYTHON [--packages highspy gguf ...] [--most 64MiB]
 
-PYTHON is a program of the version that the machine has: the engine is compiled for it here, by a C++ compiler no newer
-than the machine's libraries, and for every processor (its kernels are chosen at start). --packages are those of the
-engine's dependencies that the machine lacks, and of theirs; wheels that suit the project's requirements are fetched.
-There, `sh FOLDER/install.sh TARGET` unpacks all of it into a folder for PYTHONPATH, without asking any registry; in a
-clone of this repository, whose scripts take the source beside them, it puts the native module there too.
+The folder gets the source that is committed, without its models, a wheel of the engine, and wheels of packages. PYTHON
+is a program of the version that the machine has: the engine is compiled for it here, by a C++ compiler no newer than
+the machine's libraries, and for every processor (its kernels are chosen at start). --packages are those of the engine's
+dependencies that the machine lacks, and of theirs; wheels that suit the project's requirements are fetched.
 
-What is there already stays, but for the engine's wheel, which is that of this source.
+There, `sh FOLDER/install.sh TARGET` unpacks it, without asking any registry: TARGET/source, to work in, and
+TARGET/site, for PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -19,17 +19,23 @@ import sys
 import tomllib
 from pathlib import Path
 
+from benchmarks.lib import machine
+from benchmarks.lib.machine import ROOT
 from powerinfer.sizes import read_size
 
-ROOT = Path(__file__).resolve().parents[2]
 MISSING = ("highspy", "llguidance", "prompt_toolkit", "wcwidth", "gguf")
 """Of the packages that `powerinfer` and its benchmarks need, those that few machines have."""
 GLIBC = range(5, 40)  # minor versions whose wheels a machine of today runs
+SOURCE = ("powerinfer", "benchmarks", "tests", "runs", "pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE")
 INSTALL = """#!/bin/sh
-# sh install.sh TARGET: these wheels, into a folder for PYTHONPATH
+# sh install.sh TARGET: the source in TARGET/source, the packages in TARGET/site, for PYTHONPATH
 set -e
-python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$1" "$(dirname "$0")"/*.whl
-[ ! -d powerinfer/csrc ] || cp "$1"/powerinfer/_native*.so powerinfer/
+here=$(cd "$(dirname "$0")" && pwd)
+mkdir -p "$1/source"
+tar -xzf "$here/source.tgz" -C "$1/source"
+echo {commit} > "$1/source/COMMIT"
+python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$1/site" "$here"/*.whl
+cp "$1"/site/powerinfer/_native*.so "$1/source/powerinfer/"
 """
 
 
@@ -79,7 +85,9 @@ def main() -> int:
     version = subprocess.run([arguments.python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
     fetch(arguments.folder, arguments.packages, version)
     build(arguments.folder, arguments.python)
-    (arguments.folder / "install.sh").write_text(INSTALL)
+    archive = ["git", "archive", "--format=tar.gz", "-o", str((arguments.folder / "source.tgz").resolve()), "HEAD"]
+    subprocess.run([*archive, *SOURCE], check=True, cwd=ROOT)
+    (arguments.folder / "install.sh").write_text(INSTALL.format(commit=machine.commit()))
     sizes = {path.name: path.stat().st_size for path in sorted(arguments.folder.iterdir())}
     for name, size in sizes.items():
         print(f"{size / 2**20:8.1f} MiB  {name}")

@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments.models.mkdir(parents=True, exist_ok=True)
     measurement = Measurement(document=document, out=arguments.out, quiet=0, retry=True, arguments=arguments, peer=peer)
     emulated = mock.patch.object(measure, "measured", lambda *_, **__: worker.stand_in())
-    with emulated if arguments.gpu == "cpu" else nullcontext(), worker.memory_of(arguments.ram):
+    with emulated if arguments.gpu == "cpu" else nullcontext(), worker.memory_of(arguments.ram), worker.rates_once():
         if measurement.wanted("make") or not measurement.model.exists():
             measurement.do("make", lambda: make(measurement))
         if measurement.wanted("reference") or not reference_of(measurement.model).exists():

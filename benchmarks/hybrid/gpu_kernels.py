@@ -35,6 +35,7 @@ KERNELS = ("linear", "neurons", "predict", "attention")
 TOKENS = (1, 8, 32)
 TYPES = (("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q4_0X32"))
 UNCACHED = 512 << 20  # bytes that copies of weights come to
+SAME = 1e-4  # of the largest result: sums of float32 in another order
 CALLS = 16  # of a recorded step
 REPEATS = 7
 CONTEXT = 4096
@@ -201,19 +202,37 @@ def tiles(what: str, kind: str, tokens: int) -> Iterator[Iterator[tuple[Any, ...
             table[name] = own
 
 
-def swept(what: str, kind: str, tokens: int, call: Call, copies: int, device: str) -> dict[str, Any]:
-    """The fastest tiles of those tried."""
+def swept(
+    what: str, kind: str, tokens: int, call: Call, copies: int, device: str, most: float | None
+) -> dict[str, Any]:
+    """The fastest tiles of those tried, in at most so many seconds. Those that give another result are not timed."""
     from triton.errors import TritonError
 
-    tried = []
+    tried, wrong, begin = [], 0, time.monotonic()
+    if what == "attention":  # it has no table of tiles
+        return {}
+    wanted = summed(call(0))
     with tiles(what, kind, tokens) as choices:
         for chosen in choices:
+            if most is not None and time.monotonic() - begin > most:
+                break
             try:
+                if not torch.allclose(summed(call(0)), wanted, rtol=SAME, atol=SAME * float(wanted.abs().max())):
+                    wrong += 1
+                    continue
                 tried.append((seconds(call, copies, device), [list(tile) for tile in chosen]))
             except (TritonError, RuntimeError):  # too large for the GPU, or the compiler refuses it
                 continue
     best = sorted(tried, key=lambda one: one[0])[:3]
-    return {"best": [{"us": round(1e6 * s, 2), "tiles": chosen} for s, chosen in best]} if best else {}
+    told = [{"us": round(1e6 * s, 2), "tiles": chosen} for s, chosen in best]
+    return {"tried": len(tried), "wrong": wrong, "best": told}
+
+
+def summed(found: Any) -> torch.Tensor:
+    """What a kernel computed: alone, or the first of what it gives."""
+    tensor = found[0] if isinstance(found, tuple) else found
+    assert isinstance(tensor, torch.Tensor)
+    return tensor.double()
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -230,7 +249,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             case = {"kernel": what, "type": kind, "tokens": tokens, "bytes": nbytes, "us": round(1e6 * s, 2)}
             case |= {"gb_s": round(nbytes / s / 1e9, 1), "share": round(nbytes / s / 1e9 / peak, 3)}
             if arguments.sweep:
-                case |= swept(what, kind, tokens, call, copies, device)
+                case |= swept(what, kind, tokens, call, copies, device, arguments.sweep_seconds)
         timed.append(case)
         print(json.dumps(case), flush=True)
         if arguments.out is not None:
@@ -248,6 +267,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--types", nargs="+", metavar="TYPE", help="as the results name them, such as F16/F16")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="default: 1 8 32")
     parser.add_argument("--sweep", action="store_true", help="try other tiles")
+    parser.add_argument("--sweep-seconds", type=float, metavar="N", help="that it may take of each; default: no limit")
     parser.add_argument("--out", type=Path, help="write the document there too")
     arguments = parser.parse_args(argv)
     if arguments.device == "cuda" and not torch.cuda.is_available():

@@ -4,7 +4,8 @@
 
 MODEL has bundles (`powerinfer pack`), and a predictor if one is to be asked (--selector predicted). All of its layers
 go to the GPU, and of their neurons a share chosen at random (--split). A step is run replayed, as the engine does it,
-and launched one by one. Of each way:
+and launched one by one. Before that, the logits of some steps are compared with those of the CPU alone: a wrong model
+is not timed. Of each way:
 
 - `operators` of a step: replays, and by kind those that are launched in every step; counted on any machine
 - `calls` of a step: calls of the driver, by name, as torch's profiler has it; on a GPU only
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.hybrid import worker
 from benchmarks.lib import machine
 from powerinfer.config import EngineConfig
 from powerinfer.devices.batch import Batch
@@ -40,11 +43,15 @@ from powerinfer.hybrid.load import load_split
 from powerinfer.hybrid.parts import CpuPart
 from powerinfer.hybrid.resolve import Resolved
 from powerinfer.kernels import cpu
+from powerinfer.models import load
 from powerinfer.neurons import Placement, Tier
+from powerinfer.sparsity.attach import attach
 from powerinfer.sparsity.selection import select
 
 CONTEXT = 256  # tokens of a request at most
 FIRST = 3  # steps until all is recorded
+FURTHEST = 0.05
+"""How far logits may be from the CPU's, as a share of their size: rounding, of activations too, makes a per cent."""
 
 Replay = Callable[[State], State]
 
@@ -85,15 +92,19 @@ class Clock:
         setattr(thing, name, timed)
 
 
+def engine_of(arguments: argparse.Namespace) -> EngineConfig:
+    return EngineConfig(
+        context=CONTEXT, max_batch=arguments.requests, prefill_chunk=64, threads=arguments.threads, kv_type="f16",
+        selector=arguments.selector, trial=False,
+    )  # fmt: skip
+
+
 @contextmanager
 def loaded(arguments: argparse.Namespace) -> Iterator[SplitExecutor]:
     """All layers and the head on the GPU, neurons on both sides."""
     checkpoint = open_checkpoint(arguments.model)
     config, rng = checkpoint.config, np.random.default_rng(0)
-    engine = EngineConfig(
-        context=CONTEXT, max_batch=arguments.requests, prefill_chunk=64, threads=arguments.threads, kv_type="f16",
-        selector=arguments.selector,
-    )  # fmt: skip
+    engine = engine_of(arguments)
     selection, pages = select(checkpoint, engine), arguments.requests * CONTEXT // cpu.PAGE
     assert selection.bundles is not None
     tiers = [
@@ -115,6 +126,25 @@ def batch_at(executor: SplitExecutor, requests: int, position: int) -> Batch:
     each = np.arange(requests, dtype=np.int32)
     pages = np.arange(requests * CONTEXT // cpu.PAGE, dtype=np.int32).reshape(requests, -1)
     return Batch(each % executor.vocab_size, np.full(requests, position, np.int32), each, pages, each)
+
+
+def checked(executor: SplitExecutor, arguments: argparse.Namespace) -> float:
+    """How far the logits of steps, the last ones replayed, are from the CPU's. SystemExit where that is too far."""
+    checkpoint, engine = open_checkpoint(arguments.model), engine_of(arguments)
+    alone = load(checkpoint, engine)
+    try:
+        attach(alone, checkpoint, engine, select(checkpoint, engine), list)
+        each = []
+        for position in range(FIRST + 2):
+            batch = batch_at(executor, arguments.requests, position)
+            ours, wanted = executor.forward(batch).copy(), alone.forward(batch)
+            each.append(worker.apart(ours, wanted))
+        off = float(np.max(each))  # not a number if any is none
+    finally:
+        alone.close()
+    if not off <= FURTHEST:
+        sys.exit(f"not timed: logits are off by {off:.3g} of the CPU's, more than {FURTHEST}")
+    return off
 
 
 def timed_steps(executor: SplitExecutor, requests: int, steps: int, clock: Clock) -> tuple[float, float]:
@@ -146,6 +176,7 @@ def driver_calls(executor: SplitExecutor, requests: int, steps: int) -> dict[str
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with loaded(arguments) as executor:
         layers, requests, steps = executor.gpu.layers, arguments.requests, arguments.steps
+        off = checked(executor, arguments)
         link, on_gpu, clock = executor.gpu.link, arguments.gpu != "cpu", Clock()
         for thing, name in ((link, "wait"), (CpuPart, "sum"), (executor.gpu.buffers, "download")):
             clock.within(thing, name)
@@ -170,7 +201,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 ways.idle = False
             document[name] = way
         about = {key: getattr(arguments, key) for key in ("gpu", "selector", "split", "requests", "steps")}
-        return {**machine.description(), **about, "model": arguments.model.name, "layers": layers, **document}
+        return {
+            **machine.description(),
+            **about,
+            "model": arguments.model.name,
+            "layers": layers,
+            "off": off,
+            **document,
+        }
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:

@@ -7,13 +7,14 @@
     python -m benchmarks.hybrid.visit experts --out DIR       experts, all and half on the GPU: decode; the peer
     python -m benchmarks.hybrid.visit CALL --trial ...        the same at a tiny scale, on torch's CPU device
 
-A call's steps check first, then time: what is timed after a check that failed is left out. A step has a time limit, the
-call --minutes. Every step writes what it has as it goes: into --work, where the next call goes on, and copied to --out
-after each step, so that little is lost when the call is killed. What is done is not done again, unless it failed.
+A call's steps check first, then time: what is timed after a check that failed is left out (but for --regardless), and
+no job times a model whose logits are not the CPU's. A step has a time limit, the call --minutes. Every step writes what
+it has as it goes: into --work, where the next call goes on, and copied to --out after each step, so that little is lost
+when the call is killed. What is done is not done again, unless it failed.
 
-Models are made in --work, by default in memory, and kept: Falcon's take 39 GB there, so remove what is not needed any
-more (--clear removes all models first). --ram says how much RAM there is, where that is not known before it is used.
-On a machine without a network: `carry.py` brings what is missing.
+Models are made in --work, by default in memory where that has room, and kept: Falcon's take 39 GB there, the 7B model
+26 GB, so remove what is not needed any more (--clear removes all models first). --ram says how much RAM there is beside
+them, where that is not known before it is used. On a machine without a network: `carry.py` brings what is missing.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ from typing import Any
 from benchmarks.lib import machine, results
 
 CALLS = ("kernels", "llama.cpp", "falcon", "drelu", "experts")
+ROOM = 42 << 30  # bytes of the largest model, with what is prepared for it
 LEFT = 5.0  # seconds of a call that remain for writing down
 KERNEL_TESTS = ("test_gpu_kernels", "test_gpu_latent", "test_gpu_experts", "test_gpu_delta")
 LAYER_TESTS = (
     "test_gpu_layers", "test_gpu_wiring", "test_hybrid", "test_stage", "test_hybrid_experts", "test_gpu_bytes",
-    "test_gpu_rates",
+    "test_gpu_rates", "test_unlike_layers", "test_topk", "test_embeddings",
 )  # fmt: skip
 MOST_WORKERS = 12  # of the tests: each has a CUDA context
 PROBE = """
@@ -86,7 +88,7 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
         # what other versions of pytest and of libraries warn of says nothing about this engine
         quiet = ("-o", "minversion=0", "-o", "filterwarnings=", "-o", "addopts=", "-p", "no:cacheprovider")
         workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)))
-        return module("pytest", "-q", "-rfE", "--tb=short", *quiet, "-n", 0 if trial else workers, "-k", chosen, *files)
+        return module("pytest", "-v", "-rfE", "--tb=short", *quiet, "-n", 0 if trial else workers, "-k", chosen, *files)
 
     def compare(name: str, *sections: str, with_peer: bool = False, scale: str = "own") -> tuple[str, ...]:
         given: list[object] = ["--models", models, "--names", name, "--gpu", gpu, "--keep", "--quiet", 0, "--retry"]
@@ -130,19 +132,26 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
         yield Step("model", compare("falcon-40b", "make"), 420)
         yield Step("ours", compare("falcon-40b", "decode", "ablation", "kernel"), 500, ("model",))
         if peer is not None:
-            yield Step("peer", compare("falcon-40b", "decode", "peer", with_peer=True), 500, ("ours",))
+            yield Step("peer", compare("falcon-40b", "decode", "peer", with_peer=True), 500, ("model",))
     elif arguments.call == "drelu":
         yield Step("model", compare("drelu-7b", "make"), 300)
         yield Step("ours", compare("drelu-7b", "decode", "prefill", "kernel"), 400, ("model",))
         if not trial:
-            swept = ("--sweep", "--kernels", "neurons", "--types", "F16/F16", "--tokens", 1)
-            yield Step("tiles", kernels(*swept, "--out", work / "tiles.json"), 200, ("ours",))
+            swept = ("--sweep", "--sweep-seconds", 150, "--kernels", "neurons", "--types", "F16/F16", "--tokens", 1)
+            yield Step("tiles", kernels(*swept, "--out", work / "tiles.json"), 200)
         if peer is not None:
-            yield Step("peer", compare("drelu-7b", "decode", "prefill", "peer", with_peer=True), 400, ("ours",))
+            yield Step("peer", compare("drelu-7b", "decode", "prefill", "peer", with_peer=True), 400, ("model",))
     else:
         given: list[object] = ["--models", models, "--gpu", gpu, "--out", work / "experts.json", *ram]
         given += ["--peer", peer] if peer is not None else []
         yield Step("experts", module("benchmarks.hybrid.experts", *given, *(("--tiny",) if trial else ())), 560)
+
+
+def default_work(memory: Path = Path("/dev/shm"), disk: Path = Path("/tmp")) -> Path:
+    """In memory, where a call has begun there already or a model has room; else on disk."""
+    own = memory / "powerinfer"
+    roomy = memory.is_dir() and shutil.disk_usage(memory).free >= ROOM
+    return own if own.exists() or roomy else disk / "powerinfer"
 
 
 class Visit:
@@ -163,7 +172,8 @@ class Visit:
             if self.done.get(key, {}).get("rc") == 0:
                 continue
             left = self.ends - time.monotonic()
-            missing = [one for one in step.needs if self.done.get(f"{self.arguments.call}/{one}", {}).get("rc") != 0]
+            needs = () if self.arguments.regardless else step.needs
+            missing = [one for one in needs if self.done.get(f"{self.arguments.call}/{one}", {}).get("rc") != 0]
             if missing or left < 1:
                 self.done[key] = {"rc": None, "why": f"{', '.join(missing)} failed" if missing else "no time left"}
             else:
@@ -220,12 +230,13 @@ class Visit:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("call", choices=CALLS)
-    parser.add_argument("--work", type=Path, default=Path("/dev/shm/powerinfer"), help="default: %(default)s")
+    parser.add_argument("--work", type=Path, default=default_work(), help="default: %(default)s")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the results are copied after each step")
     parser.add_argument("--minutes", type=float, default=9.7, help="that the call may take; default: %(default)s")
     parser.add_argument("--ram", metavar="SIZE", help="such as 100GiB; default: what the machine says")
     parser.add_argument("--source", type=Path, metavar="FILE.tgz", help="of llama.cpp (lib/llama_cpp.py --archive)")
     parser.add_argument("--capability", default="90", help="of the GPU, for llama.cpp; default: %(default)s")
+    parser.add_argument("--regardless", action="store_true", help="time what a check that failed would leave out")
     parser.add_argument("--clear", action="store_true", help="remove the models that are there, first")
     parser.add_argument("--trial", action="store_true", help="at a tiny scale, on torch's CPU device")
     arguments = parser.parse_args(argv)

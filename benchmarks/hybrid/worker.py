@@ -24,7 +24,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -40,6 +40,7 @@ from powerinfer.config import EngineConfig
 from powerinfer.devices.replayed_spans import UNRECORDED
 from powerinfer.formats.bundle_file import open_bundles
 from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.hardware import measure
 from powerinfer.hardware.description import Hardware, load
 from powerinfer.hybrid.load import load_resolved
 from powerinfer.hybrid.resolve import resolve
@@ -349,8 +350,6 @@ def _sum(neurons: Any, x: Any, selected: Any) -> Callable[[], Any]:
 
 def hardware(task: dict[str, Any]) -> dict[str, Any]:
     """What the machine is measured to do; kept, and taken by every later run."""
-    from powerinfer.hardware import measure
-
     return asdict(measure.measured(EngineConfig(threads=task["threads"]), gpu=task["gpu"]))
 
 
@@ -378,8 +377,14 @@ def perform(task: dict[str, Any]) -> dict[str, Any]:
     """The result of a task."""
     works = (decode, prefill, kernel, hardware, make, card, reference)
     work = {work.__name__: work for work in works}[task["what"]]
-    with memory_of(task.get("ram")):
+    with memory_of(task.get("ram")), rates_once():
         return _performed(work, task)
+
+
+def rates_once() -> AbstractContextManager[Any]:
+    """The machine's rates are those that were measured first, though other programs disturbed that (`disturbed`): to
+    measure again in every job would take minutes, and their plans would differ."""
+    return mock.patch.object(measure, "quiet", lambda: False)
 
 
 @contextmanager
@@ -397,8 +402,6 @@ def _performed(work: Callable[[dict[str, Any]], dict[str, Any]], task: dict[str,
     if task.get("gpu") != "cpu":
         return work(task)
     import torch
-
-    from powerinfer.hardware import measure
 
     torch.set_num_threads(1)  # two pools of threads on the same cores wait for each other
     small = mock.patch.object(budget, "STAGED", 2)  # of tiny models a sixteenth holds nothing

@@ -33,7 +33,7 @@ const float NOT = std::numeric_limits<float>::quiet_NaN();
 const char* const TYPES[PI_N_TYPES] = {"F32",  "F16",  "BF16", "Q8_0", "Q4_0",   "Q4_1",   "Q5_0",
                                        "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"};
 
-double gamma_of(double n) { return n * U / (1 - n * U); }
+[[maybe_unused]] double gamma_of(double n) { return n * U / (1 - n * U); }
 
 // ---- Results -----------------------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ struct Random {
 bool is_quantised(int type) { return type >= PI_Q8_0; }
 
 // Random stored rows: every code occurs, scales have both signs where the type has signs.
-std::vector<uint8_t> random_rows(Random& r, int type, int64_t rows, int64_t k) {
+[[maybe_unused]] std::vector<uint8_t> random_rows(Random& r, int type, int64_t rows, int64_t k) {
   std::vector<uint8_t> out((size_t)(rows * stored_row_bytes(type, k)));
   const auto put_half = [&](uint8_t* p) {
     const uint16_t h = (uint16_t)((r.next() & 1) << 15 | (6 + r.next() % 6) << 10 | (r.next() & 1023));

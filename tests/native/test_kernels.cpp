@@ -302,13 +302,14 @@ void test_layer_norm(const PiKernels* kernels) {
   }
 }
 
-const char* const ACTIVATIONS[PI_N_ACTS] = {"silu", "relu", "relu2", "fatrelu", "drelu", "gelu_tanh", "cats"};
+const char* const ACTIVATIONS[] = {"silu", "relu", "relu2", "fatrelu", "drelu", "gelu_tanh", "cats", "topk"};
+static_assert(std::size(ACTIVATIONS) == PI_N_ACTS);
 
 // gelu_tanh(x) = x / 2 (1 + tanh(u)) = x / (1 + exp(-2 u)); this is 2 u.
 double gelu_argument(double x) { return sqrt(8 / M_PI) * (x + 0.044715 * x * x * x); }
 
 double activated(int act, double threshold, double x) {
-  if (act == PI_SILU || act == PI_CATS) {
+  if (act == PI_SILU || act == PI_CATS || act == PI_TOPK) {  // which of a bank remain is found after it
     const double s = x / (1 + exp(-x));
     return act == PI_CATS && fabs(s) <= threshold ? 0 : s;
   }
@@ -363,7 +364,7 @@ void test_activate(const PiKernels* kernels) {
         // e^x: the argument's last reduction and the polynomial, 4 u; then 1 +, /, *. The argument is held at 88, so
         // that far below zero the answer is g e^-88 at most. GELU's argument has rounded six times, constants included,
         // which counts as often as it is large. A square and the product round once each.
-        const bool exponential = act == PI_SILU || act == PI_GELU_TANH || act == PI_CATS;
+        const bool exponential = act == PI_SILU || act == PI_GELU_TANH || act == PI_CATS || act == PI_TOPK;
         const double argument = act == PI_GELU_TANH ? gelu_argument(g) : g,
                      skewed = act == PI_GELU_TANH ? 6 * std::min(std::max(-argument, 0.0), 88.0) : 0,
                      n_u = exponential ? gamma_of(8 + skewed) : gamma_of(act == PI_RELU2 ? 2 : 1),
@@ -595,7 +596,7 @@ struct Model {
     const auto ffn = [&](Norm n, Norm out) {
       const Activation activation{plain ? PI_RELU2 : PI_GELU_TANH, 0};
       const auto gate = plain ? nullptr : matrix(type, FF, D), up = matrix(other, FF, D), down = matrix(type, D, FF);
-      const NeuronSpec spec{activation, plain ? Vector() : r.normals(FF), {}};
+      const NeuronSpec spec{activation, plain ? Vector() : r.normals(FF), {}, {}};
       program->ffn({std::move(n), std::move(out), r.normals(D)}, std::make_shared<DenseNeurons>(spec, gate, up, down));
     };
     if (plain)

@@ -4,6 +4,7 @@
 
 #include "bundles.h"
 #include "checks.h"
+#include "files.h"
 #include "ffn.h"
 
 #include <numeric>
@@ -12,7 +13,10 @@
 namespace {
 
 const int ROW_TYPES[] = {PI_F16, PI_BF16, PI_Q8_0, PI_Q4_0};
-const char* const ACTIVATIONS[PI_N_ACTS] = {"silu", "relu", "relu2", "fatrelu", "drelu", "gelu_tanh", "cats"};
+// Those of bundles alone: of topk, the gates are those of matrices.
+const char* const ACTIVATIONS[] = {"silu", "relu", "relu2", "fatrelu", "drelu", "gelu_tanh", "cats"};
+constexpr int N_ACTS = PI_TOPK;
+static_assert(std::size(ACTIVATIONS) == N_ACTS && N_ACTS + 1 == PI_N_ACTS);
 
 // Whether an activation is never exactly zero.
 bool never_silent(int act) { return act == PI_SILU || act == PI_GELU_TANH; }
@@ -558,8 +562,9 @@ struct Layer {
                                                 of(type, gated ? packed : 0),
                                                 of(down_type, down_at),
                                                 neurons,
-                                                {{act, threshold}, gate_bias, up_bias},
+                                                {{act, threshold}, gate_bias, up_bias, {}},
                                                 every_one(neurons),
+                                                {},
                                                 {}});
   }
 };
@@ -757,7 +762,7 @@ void add_case(const PiKernels* kernels, int type, int down_type, int act, bool g
 void test_add_neurons(const PiKernels* kernels) {
   const int types[][2] = {
       {PI_F16, PI_F16}, {PI_Q8_0, PI_Q8_0}, {PI_BF16, PI_Q4_0}, {PI_Q4_0, PI_BF16}, {PI_Q4_0, PI_Q4_0X32}};
-  for (int act = 0; act < PI_N_ACTS; act++) {
+  for (int act = 0; act < N_ACTS; act++) {
     for (bool gated : {false, true}) {
       if (act == PI_DRELU && !gated) continue;  // it is on gate and up
       for (const auto& t : types)
@@ -770,7 +775,7 @@ void test_add_neurons(const PiKernels* kernels) {
 // nothing else is touched, and a token's results do not depend on what is beside it.
 void test_hostile(const PiKernels* kernels) {
   for (int type : ROW_TYPES) {
-    for (int act = 0; act < PI_N_ACTS; act++) {
+    for (int act = 0; act < N_ACTS; act++) {
       Check check(std::string(kernels->name) + " any bundles " + TYPES[type] + " " + ACTIVATIONS[act]);
       Random r((uint64_t)(type * 10 + act));
       const int64_t k = 96, neurons = 70, tokens = PI_NEURON_TOKENS;
@@ -847,8 +852,9 @@ struct FfnModel {
     std::shared_ptr<Ffn> ffn;
   };
 
-  // The dense operator; its bundles are there, and its predictor where one is described.
-  Wired program(const PiKernels* kernels, int threads, const Predictor* about, int64_t recall_every) const {
+  // The dense operator; its bundles are there, and its predictor where one is described. bundles: null: the layer's.
+  Wired program(const PiKernels* kernels, int threads, const Predictor* about, int64_t recall_every,
+                std::shared_ptr<Bundles> bundles = nullptr) const {
     auto workspace = std::make_shared<Workspace>(std::make_shared<Pool>(threads), kernels);
     auto arena = std::make_shared<Arena>();
     auto cache = std::make_shared<Cache>(PI_KV_F32, std::vector<std::pair<int64_t, int64_t>>{{1, 16}}, 1);
@@ -868,7 +874,7 @@ struct FfnModel {
                                               matrix_of(arena, PI_F16, what.neurons, RANK, predictor_out),
                                               about->threshold, about->floor);
     }
-    auto bundled = std::make_shared<NeuronSum>(workspace, layer.bundles, what.most, false);
+    auto bundled = std::make_shared<NeuronSum>(workspace, bundles ? bundles : layer.bundles, what.most, false);
     ffn->set_bundled(std::move(bundled), std::move(predictor), recall_every);
     return {std::move(p), std::move(ffn)};
   }
@@ -1136,6 +1142,37 @@ void hostile_predictor(const PiKernels* kernels) {
   }
 }
 
+// The layer's bundles in a file, of which memory has some: the same bits, whatever is there already.
+void neurons_on_disk(const PiKernels* kernels, int type) {
+  Check check(std::string(kernels->name) + " neurons on disk " + TYPES[type]);
+  FfnModel model({160, 333, type, PI_RELU, true, true, true, 0});
+  const Layer& layer = model.layer;
+  const PiRows& up = layer.bundles->up;
+  const File file(std::vector<uint8_t>(layer.data.begin(), layer.data.end()));
+  const Predictor about{nullptr, nullptr, 0.0f, 40};
+  for (int threads : {1, 3})
+    for (const bool direct : {false, true})
+      for (const int64_t n : {NeuronSum::least_slots(Pool(threads), layer.neurons), layer.neurons}) {
+        const Resting part{0, 0, up.pitch, up.pitch, PI_GROUP, up.stride};
+        auto reads = std::make_shared<Reads>(std::vector<Reads::File>{file.about()}, direct);
+        auto bundles = std::make_shared<Bundles>(*layer.bundles);
+        bundles->slots = std::make_shared<Slots>(reads, std::vector<Resting>{part}, layer.neurons, n);
+        for (PiRows* rows : {&bundles->gate, &bundles->up, &bundles->down})
+          *rows = {bundles->slots->memory(), 0,       0,      rows->at, rows->k, rows->type,
+                   bundles->slots->lines(),  nullptr, nullptr};
+        const FfnModel::Wired here = model.program(kernels, threads, &about, 0),
+                              there = model.program(kernels, threads, &about, 0, bundles);
+        for (int round = 0; round < 2; round++)
+          for (int64_t tokens : STEPS)
+            for (const Way way : {WAY_PREDICTED, WAY_EXACT}) {
+              const std::vector<float> wanted = model.run(here, tokens, way), got = model.run(there, tokens, way);
+              for (size_t i = 0; i < wanted.size(); i++) check.same(got[i], wanted[i], (int64_t)i);
+            }
+        const Slots::Stats stats = bundles->slots->stats();
+        check.yes(stats.hits > 0 && stats.hits < stats.wanted, n);
+      }
+}
+
 void test_sparse_ffn(const PiKernels* kernels) {
   const FfnCase cases[] = {
       {100, 150, PI_F16, PI_RELU, true, false, true, 0},      {576, 333, PI_F16, PI_DRELU, true, true, true, 0},
@@ -1147,6 +1184,7 @@ void test_sparse_ffn(const PiKernels* kernels) {
   for (const FfnCase& c : cases) ffn_case(kernels, c);
   counters_between_jobs(kernels);
   hostile_predictor(kernels);
+  for (int type : ROW_TYPES) neurons_on_disk(kernels, type);
 }
 
 }  // namespace
