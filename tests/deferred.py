@@ -21,6 +21,7 @@ import copy
 import dataclasses
 import linecache
 import random
+import re
 import sys
 import threading
 import time
@@ -37,7 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from triton.runtime.interpreter import GridExecutor
 
-from powerinfer.devices import streams
+from powerinfer.devices import streams, wanted
 from powerinfer.kernels import gpu, gpu_delta, gpu_experts, gpu_latent
 
 aten = torch.ops.aten
@@ -528,6 +529,7 @@ def deferred(seed: int, without: str | None = None) -> Iterator[Machine]:
     _used.append(machine)
     with pytest.MonkeyPatch.context() as patch, gpu_device.used(DEFERRED.type):
         patch.setitem(streams.KINDS, DEFERRED.type, lambda _: machine)
+        patch.setattr(wanted, "_NAME", re.compile(f"{wanted._NAME.pattern}|{DEFERRED.type}"))
         patch.setattr(GridExecutor, "__call__", _launched(GridExecutor.__call__))
         for module, name, like in KERNELS:
             patch.setattr(module, name, kernel(getattr(module, name), like))

@@ -44,7 +44,7 @@ def ffn_seconds(
     for neuron in neurons:
         p = profile.counts[layer][neuron] / profile.tokens
         some = lambda chance: 1 - (1 - chance) ** batch  # noqa: E731
-        fires = some(p**0.5 if model.config.activations == "drelu" else p)
+        fires = some(min(1.0, p / 0.8) if model.config.activations == "drelu" else p)
         if way == "all":
             kind = model.bundle.gate_type
             sparse += model.bundle.stride / (1e9 * device.dense_gb_s[kind])  # type: ignore[attr-defined]

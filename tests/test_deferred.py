@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
 
 import test_architectures as families  # noqa: E402
 import test_hybrid as neurons  # noqa: E402
 import test_hybrid_experts as experts  # noqa: E402
 from deferred import DEFERRED, Machine, deferred  # noqa: E402
-from gpu_device import device_name, torch_device  # noqa: E402
+from gpu_device import CUDA, device_name, torch_device  # noqa: E402
 from sparse_models import give_bundles, tiny_llama  # noqa: E402
 from test_gpu_layers import engine_of  # noqa: E402
 from test_sparse import case_named, model_of, packed, side_by_side  # noqa: E402
@@ -334,6 +335,7 @@ def test_every_order_gives_the_same_bits(name: str, folder: Path) -> None:
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.skipif(CUDA, reason="Triton's interpreter is not at hand")
 def test_the_kernels_of_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's, each of them a launch; steps are recorded and replayed as on CUDA."""
     path = saved("tiny", folder)

@@ -64,7 +64,7 @@ def rates() -> GpuRates:
 def test_sane_figures(device: str) -> None:
     """Of a GPU, as it is measured for plans."""
     steps: list[tuple[str, int, int]] = []
-    effort = LITTLE if device == "cpu" else None
+    effort = None if device == "cuda" else LITTLE
     found = gpu_rates.gpu_rates(device, effort, lambda *state: steps.append(state))
     gpu = found.device
     assert set(gpu.dense_gb_s) == set(gpu.head_gb_s) == {*kernels.GPU_TYPES, "other"}
@@ -74,7 +74,7 @@ def test_sane_figures(device: str) -> None:
     assert gpu.dense_gb_s["other"] == min(gpu.dense_gb_s.values())
     assert all(0 <= time < 1e7 for time in (gpu.op_us, gpu.sparse_us, gpu.step_us, found.sync_us))
     assert gpu.threads == 1 and 0 <= gpu.reserved_bytes < gpu.memory_bytes
-    assert ("stand-in" in gpu.name) == (gpu.reserved_bytes == 0) == (device == "cpu")
+    assert ("stand-in" in gpu.name) == (gpu.reserved_bytes == 0) == (device != "cuda")
     assert [done for _, done, _ in steps] == list(range(steps[0][2])), "the progress ends where it said"
 
 

@@ -998,9 +998,8 @@ void bind_experts(nb::module_& m) {
             return std::map<std::string, int64_t>{
                 {"wanted", s.wanted}, {"hits", s.hits}, {"guessed", s.guessed}, {"right", s.right}};
           },
-          "Of experts on disk, not while a step runs: wanted, hits; guessed: read because they were expected; right: "
-          "of\n"
-          "these, needed.")
+          "Of experts on disk, not while a step runs: wanted, hits; guessed: read because they were expected;\n"
+          "right: of these, needed.")
       .def("sum", &sum_experts, "program"_a, "x"_a, "selected"_a, "weights"_a, "out"_a,
            "out = the weighted sum of each token's experts; x and out: [tokens, d_model].\n\n"
            "selected, weights: [tokens, top_k]; -1 selects none. False where no expert is selected: out is zero, and\n"
@@ -1433,9 +1432,8 @@ void bind_program(nb::module_& m) {
            "stop"_a.noconvert() = nb::none(),
            "Run operators [first, last) on a step: tokens, their positions and rows of the page table; the logits of\n"
            "logit_rows go to logits [rows, vocab rounded up to LANES]. read_states, states: for each row of the page\n"
-           "table the slots of its state before the step, not read at position 0, and after it. stop: one number; once "
-           "it\n"
-           "is not 0 the run ends with the operator that is under way. False if that was not the last one.");
+           "table the slots of its state before the step, not read at position 0, and after it. stop: one number;\n"
+           "once it is not 0 the run ends with the operator that is under way. False if that was not the last one.");
 }
 
 }  // namespace
