@@ -591,8 +591,8 @@ class Experts(Operator):
 
     def disk_counts(self) -> dict[str, int]:
         """
-        Of experts on disk, not while a step runs: wanted, hits; guessed: read because they were expected; right: of
-        these, needed.
+        Of experts on disk, not while a step runs: wanted, hits; guessed: read because they were expected;
+        right: of these, needed.
         """
 
     def sum(
@@ -841,6 +841,6 @@ class Program:
         """
         Run operators [first, last) on a step: tokens, their positions and rows of the page table; the logits of
         logit_rows go to logits [rows, vocab rounded up to LANES]. read_states, states: for each row of the page
-        table the slots of its state before the step, not read at position 0, and after it. stop: one number; once it
-        is not 0 the run ends with the operator that is under way. False if that was not the last one.
+        table the slots of its state before the step, not read at position 0, and after it. stop: one number;
+        once it is not 0 the run ends with the operator that is under way. False if that was not the last one.
         """
