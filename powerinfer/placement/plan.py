@@ -151,10 +151,17 @@ class PlanRequest:
 
     def settled(self) -> PlanRequest:
         """The same with the selector that a load without a GPU takes: `auto` uses no bundles where RAM holds only the
-        dense matrices."""
-        if not self.chosen or self.selector == "all" or self.claims().disk is None:
+        dense matrices, or not what bundles on disk need beside them."""
+        if not self.chosen or self.selector == "all":
             return self
         dense = replace(self, selector="all", chosen=False)
+        try:
+            if self.claims().disk is None:
+                return self
+        except RequestError:
+            if self.hardware.gpu is not None and self.vram != 0:
+                raise
+            return dense
         return dense if dense.claims().disk is None else self
 
     def vram_for(self, groups: int = 0) -> int:
