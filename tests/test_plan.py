@@ -801,7 +801,7 @@ def test_the_command_reads_no_weights(tmp_path: Path) -> None:
         (["--shape", "opt-13b", "--vram", "lots"], "size"),
         (["--shape", "opt-13b", "--vram", "-1GiB"], "vram"),
         (["--shape", "opt-13b", "--ram", "1e9"], "size"),
-        (["--shape", "opt-13b", "--vram", "0", "--ram", "3GiB"], "even if its weights stay on disk"),
+        (["--shape", "opt-13b", "--vram", "0", "--ram", "1GiB"], "even if its weights stay on disk"),
         (["--shape", "opt-13b", "--vram", "99GiB"], "has 11GiB"),
         (["--shape", "opt-13b", "--context", "4096"], "takes 1 to 2048"),
         (["--shape", "opt-13b", "--batch", "0"], "--batch"),

@@ -150,7 +150,9 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "engine.gpu != 'auto'",
         "engine.selector != 'auto'",
         "engine.selector != 'auto'",
+        "engine.selector != 'auto'",
         "engine.selector == 'auto'",
+        "resolved.engine.selector == 'auto'",
     ],
     "placement/request.py": ["('static', 'auto')", "engine.gpu == 'auto'", "selector == 'auto'", "selector == 'auto'"],
     "prepare/pipeline.py": [
