@@ -23,6 +23,10 @@ def test_every_kernel_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert json.loads(out.read_text()) == document
     cases = {(case["kernel"], case["type"], case["tokens"]): case for case in document["kernels"]}
     assert {kernel for kernel, _, _ in cases} == {"linear", "neurons", "predict", "attention"}
+    for kind in gpu.K_CODES:
+        assert cases["linear", kind, 8]["bytes"] == gpu.weight_bytes(kind, 256, 256)
+        weights = gpu_kernels.random_weights(kind, 4, 256, "cpu")
+        assert len(weights) == 2 and all(torch.isfinite(gpu.linear(one, torch.ones(1, 256))).all() for one in weights)
     some = gpu_kernels.main([*arguments, "--kernels", "neurons", "predict", "--types", "Q8_0/Q8_0", "--tokens", "2"])
     assert [(case["kernel"], case["tokens"]) for case in some["kernels"]] == [("neurons", 2)]
     assert all(case["us"] > 0 for case in cases.values())

@@ -3,7 +3,7 @@
     python -m benchmarks.hybrid.gpu_kernels [--d-model 8192] [--d-ff 28672] [--active 0.1] [--sweep] [--out FILE]
     python -m benchmarks.hybrid.gpu_kernels --sweep --kernels neurons --types F16/F16 --tokens 1      some of them
 
-For every type of weights: a matrix against 1, 8 and 32 tokens, and the neurons of a gated ReLU layer of which a share
+For every type of weights a matrix against 1, 8 and 32 tokens; for those of neurons a gated ReLU layer of which a share
 is selected, all of which fire; then attention over a long context, and a predictor. A kernel's reads are counted once,
 the neurons that any token selects for all tokens together. Weights are taken in turn from copies that are larger in all
 than any cache, in steps that are recorded as CUDA graphs, so that neither caches nor Python help or hinder.
@@ -29,6 +29,8 @@ import numpy as np
 import torch
 
 from benchmarks.lib import machine, results
+from powerinfer.formats.quant import block_type
+from powerinfer.hardware.samples import Samples
 from powerinfer.kernels import gpu
 
 KERNELS = ("linear", "neurons", "predict", "attention")
@@ -54,6 +56,15 @@ def random_weight(kind: str, rows: int, k: int, device: str) -> gpu.Weight:
     if weight.scales is not None:
         weight.scales.fill_(0.2 * k**-0.5)
     return weight
+
+
+def random_weights(kind: str, rows: int, k: int, device: str) -> list[gpu.Weight]:
+    """As many as no cache holds."""
+    copies = range(copies_of(gpu.weight_bytes(kind, rows, k), device))
+    if kind not in gpu.K_CODES:
+        return [random_weight(kind, rows, k, device) for _ in copies]
+    sample = Samples("", 1, 0, lambda *_: None).normal(kind, rows, k)  # in random bytes some scales are not finite
+    return [gpu.upload(sample, device) for _ in copies]
 
 
 def random_neurons(types: tuple[str, str], n: int, d_model: int, device: str) -> gpu.Neurons:
@@ -113,9 +124,11 @@ def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str, int, int, i
     def wanted(what: str, kind: str) -> bool:
         return what in arguments.kernels and (arguments.types is None or kind in arguments.types)
 
-    for kind in dict.fromkeys(kind for kind, _ in TYPES if wanted("linear", kind)):
+    for kind in dict.fromkeys((*(kind for kind, _ in TYPES), *gpu.K_CODES)):
+        if not wanted("linear", kind) or d_model % block_type(kind).block:
+            continue
         nbytes = gpu.weight_bytes(kind, d_model, d_model)
-        weights = [random_weight(kind, d_model, d_model, device) for _ in range(copies_of(nbytes, device))]
+        weights = random_weights(kind, d_model, d_model, device)
         for tokens in arguments.tokens:
             x = torch.randn(tokens, d_model, device=device)
             yield "linear", kind, tokens, nbytes, len(weights), lambda i, w=weights, x=x: gpu.linear(w[i], x)
