@@ -110,6 +110,42 @@ def test_what_failed_is_said_and_can_be_done_again(tmp_path: Path) -> None:
     assert "error" not in again["jobs"]["kernel/falcon-40b"]
 
 
+@pytest.mark.parametrize("what", ["hardware", "reference"])
+def test_no_job_is_done_without_what_it_needs(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tasks: list[str] = []
+
+    def run(task: dict[str, Any]) -> dict[str, Any]:
+        tasks.append(task["what"])
+        if task["what"] == what:
+            raise RuntimeError("no memory")
+        return {"runs": []}
+
+    out = tmp_path / "hybrid.json"
+    jobs = measured(out, "--sections", "decode", "kernel", run=run)["jobs"]
+    before = ["make", "hardware", "reference"]
+    assert tasks == before[: before.index(what) + 1] and len(jobs) == len(tasks)
+    key = what if what == "hardware" else f"{what}/falcon-40b"
+    assert capsys.readouterr().err.splitlines()[-1] == f"falcon-40b: no job can be done, {key} failed: no memory"
+    again = measured(out, "--sections", "kernel", "--retry", run=lambda _: {"runs": []})["jobs"]
+    assert "kernel/falcon-40b" in again and not [key for key, job in again.items() if "error" in job]
+
+
+def test_measuring_the_machine_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+    monkeypatch.setattr(compare.programs, "output", lambda _, timeout: limits.append(timeout) or "{}")
+    for what in ("decode", "hardware", "make"):
+        compare.run({"what": what, "gpu": "cuda"})
+    assert limits[0] < limits[1] and limits[2] is None
+
+
+def test_a_model_that_is_gone_is_made_again_where_that_is_all(tmp_path: Path) -> None:
+    tasks: list[str] = []
+    for sections in (("make",), ("make",), ("kernel", "make"), ("kernel", "make")):
+        run = lambda task: tasks.append(task["what"]) or {"runs": []}  # noqa: E731
+        measured(tmp_path / "hybrid.json", "--sections", *sections, run=run)
+    assert tasks == ["make", "make", "make", "hardware", "reference", "kernel"]
+
+
 @pytest.mark.parametrize("section", ["decode", "prefill"])
 def test_a_wrong_model_is_not_timed(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One whose neurons on the GPU count twice: its logits are not the CPU's."""

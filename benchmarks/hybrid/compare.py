@@ -58,6 +58,7 @@ STEPS = ("dense", "layers", "random")  # of the ablation, before the plan
 KERNEL_TOKENS = (1, 8, 32)
 MOST_TRIES = 3  # for one limit of the peer: each loads the model
 HANGS = 240  # seconds, after which a program is taken not to end any more
+LIMITS: dict[str, int | None] = {"make": None, "hardware": 2 * HANGS}  # of other tasks: measuring compiles all kernels
 LLAMA_CPP = "llama.cpp"
 EVERYTHING = 999  # as -ngl: all layers and the head
 
@@ -114,7 +115,7 @@ def run(task: Result) -> Result:
     if task.get("gpu") == "cpu":
         return worker.perform(task)
     command = [sys.executable, "-m", "benchmarks.hybrid.worker", json.dumps(task)]
-    return dict(json.loads(programs.output(command, None if task["what"] == "make" else HANGS).splitlines()[-1]))
+    return dict(json.loads(programs.output(command, LIMITS.get(task["what"], HANGS)).splitlines()[-1]))
 
 
 @dataclass
@@ -308,7 +309,8 @@ def measure(measurement: Measurement) -> bool:
     for name in arguments.names:
         left = [(key, work) for key, work in jobs(measurement, name) if measurement.wanted(key)]
         model = recipes.path_of(arguments.models, name, arguments.scale)
-        if left or ("make" in arguments.sections and measurement.wanted(f"make/{name}")):
+        make_alone = set(arguments.sections) == {"make"} and not bundles_of(model).exists()
+        if left or make_alone or ("make" in arguments.sections and measurement.wanted(f"make/{name}")):
             if measurement.over(f"make/{name}"):
                 return False
             make = basis(arguments, model) | {"what": "make", "name": name, "scale": arguments.scale}
@@ -318,6 +320,9 @@ def measure(measurement: Measurement) -> bool:
                 continue
         if left and not before(measurement, name):
             return False
+        if left and (failed := failed_before(measurement, name)):
+            print(f"{name}: no job can be done, {failed}", file=sys.stderr)
+            left = []
         for key, work in left:
             if measurement.over(key):
                 return False
@@ -328,7 +333,7 @@ def measure(measurement: Measurement) -> bool:
 
 
 def before(measurement: Measurement, name: str) -> bool:
-    """What the jobs on a model need. False where time was over."""
+    """What the jobs on a model need, until some of it fails. False where time was over."""
     arguments = measurement.arguments
     model, made = recipes.path_of(arguments.models, name, arguments.scale), recipes.recipe(name, arguments.scale)
     own = basis(arguments, model)
@@ -343,7 +348,17 @@ def before(measurement: Measurement, name: str) -> bool:
             if measurement.over(key):
                 return False
             measurement.do(key, lambda task=task: run(task))
+        if "error" in measurement.done[key]:
+            break
     return True
+
+
+def failed_before(measurement: Measurement, name: str) -> str:
+    """Which of what the jobs on a model need failed, and why; "" where none of it did."""
+    for key in ("hardware", f"reference/{name}", f"card/{name}"):
+        if error := measurement.done.get(key, {}).get("error"):
+            return f"{key} failed: {error}"
+    return ""
 
 
 def basis(arguments: argparse.Namespace, model: Path) -> Result:
