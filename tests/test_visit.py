@@ -77,12 +77,63 @@ def test_a_call_keeps_what_it_has(
     assert visit.main(where) == 1
     said = capsys.readouterr().out
     assert [line for line in said.splitlines() if line.startswith("---")] == ["--- slow", "--- wrong", "--- after"]
+    monkeypatch.setattr(visit, "steps", lambda _: [*steps(_), Step("new", python("print('four')"), 60)])
     assert visit.main([*where, "--minutes", "0"]) == 1 and "no time left" in capsys.readouterr().out
+    assert visit.main(where) == 1
+    said = capsys.readouterr().out
+    assert [line for line in said.splitlines() if line.startswith("---")] == ["--- new", "--- wrong"], "failed last"
+    monkeypatch.setattr(visit, "steps", steps)
     seconds = 100
     (tmp_path / "work/visit.json").unlink()
     assert visit.main([*where, "--regardless"]) == 1
     told = json.loads((tmp_path / "out/visit.json").read_text())
     assert (told["falcon/slow"]["rc"], told["falcon/after"]["rc"]) == (None, 0)
+
+
+def test_models_of_other_calls_are_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A call that is gone on with keeps its own; where they are gone, they are made again if a step needs them."""
+    fails = True
+
+    def steps(arguments: Any) -> list[Step]:
+        made = visit.models_of(tmp_path, arguments.call)
+        make = f"import pathlib; pathlib.Path({str(made)!r}).mkdir(parents=True); print('made')"
+        used = f"print('used'); raise SystemExit({int(fails)})"
+        return [Step("model", python(make), 60, makes=made), Step("ours", python(used), 60, ("model",))]
+
+    def begun(call: str) -> list[str]:
+        visit.main([call, "--clear", "--work", str(tmp_path)])
+        return [line[4:] for line in capsys.readouterr().out.splitlines() if line.startswith("--- ")]
+
+    monkeypatch.setattr(visit, "steps", steps)
+    assert begun("falcon") == ["model", "ours"] and begun("falcon") == ["ours"]
+    assert begun("drelu") == ["model", "ours"] and not visit.models_of(tmp_path, "falcon").exists()
+    assert begun("falcon") == ["model", "ours"]
+    fails = False
+    assert begun("falcon") == ["ours"] and begun("drelu") == ["model", "ours"]
+    assert begun("falcon") == [], "nothing needs it any more"
+
+
+def test_a_peer_is_one_that_was_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[Step]] = []
+    monkeypatch.setattr(visit.Visit, "run", lambda self: seen.append([*visit.steps(self.arguments)]) or True)
+    program = tmp_path / "llama.cpp/build-cuda-90/bin/llama-bench"
+    program.parent.mkdir(parents=True)
+    visit.main(["falcon", "--work", str(tmp_path)])
+    program.touch()
+    visit.main(["falcon", "--work", str(tmp_path)])
+    half, whole = ([step.name for step in one] for one in seen)
+    assert half == ["model", "ours"] and whole == ["model", "ours", "peer"]
+    assert str(program.parent) in seen[1][-1].command
+
+
+def test_rates_are_measured_before_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    take = lambda self: names.extend(step.name for step in visit.steps(self.arguments)) or True  # noqa: E731
+    monkeypatch.setattr(visit.Visit, "run", take)
+    visit.main(["kernels", "--work", str(tmp_path)])
+    assert names[:3] == ["probe", "hardware", "kernel tests"]
 
 
 def test_experts_whose_logits_differ_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +143,7 @@ def test_experts_whose_logits_differ_are_not_timed(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(worker, "logits_of", beside_a_gpu)
     out = tmp_path / "experts.json"
     given = ["--models", str(tmp_path), "--gpu", "cpu", "--tiny", "--threads", "1", "--out", str(out)]
+    assert experts.main([*given, "--make"]) == 0 and set(json.loads(out.read_text())["jobs"]) == {"make"}
     assert experts.main(given) == 1
     jobs = json.loads(out.read_text())["jobs"]
     assert "not timed: logits are off by 0.1" in jobs["experts/1/powerinfer"]["error"]

@@ -142,6 +142,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ram", type=read_size, metavar="SIZE", help="RAM that there is, where it grows with use")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: %(default)s")
     parser.add_argument("--tokens", type=int, default=64, help="decoded by one request alone")
+    parser.add_argument("--make", action="store_true", help="make the model, nothing else")
     parser.add_argument("--tiny", action="store_true", help="a small model of the same kind")
     parser.add_argument("--out", type=Path, default=results.RESULTS / "hybrid-experts.json")
     arguments = parser.parse_args(argv)
@@ -157,6 +158,8 @@ def main(argv: list[str] | None = None) -> int:
     with emulated if arguments.gpu == "cpu" else nullcontext(), worker.memory_of(arguments.ram), worker.rates_once():
         if measurement.wanted("make") or not measurement.model.exists():
             measurement.do("make", lambda: make(measurement))
+        if arguments.make:
+            return int("error" in measurement.done["make"])
         if measurement.wanted("reference") or not reference_of(measurement.model).exists():
             measurement.do("reference", lambda: reference(measurement))
         for name, work in (("powerinfer", ours), (compare.LLAMA_CPP, theirs)):

@@ -7,14 +7,16 @@
     python -m benchmarks.hybrid.visit experts --out DIR       experts, all and half on the GPU: decode; the peer
     python -m benchmarks.hybrid.visit CALL --trial ...        the same at a tiny scale, on torch's CPU device
 
-A call's steps check first, then time: what is timed after a check that failed is left out (but for --regardless), and
-no job times a model whose logits are not the CPU's. A step has a time limit, the call --minutes. Every step writes what
-it has as it goes: into --work, where the next call goes on, and copied to --out after each step, so that little is lost
-when the call is killed. What is done is not done again, unless it failed.
+A call's steps check first, then time (but for the machine's rates, which plans need): what is timed after a check that
+failed is left out (but for --regardless), and no job times a model whose logits are not the CPU's. A step has a time
+limit, the call --minutes. Every step writes what it has as it goes: into --work, where the next call goes on, and
+copied to --out after each step, so that little is lost when the call is killed. What is done is not done again, unless
+it failed; what failed comes after what was not begun.
 
-Models are made in --work, by default in memory where that has room, and kept: Falcon's take 39 GB there, the 7B model
-26 GB, so remove what is not needed any more (--clear removes all models first). --ram says how much RAM there is beside
-them, where that is not known before it is used. On a machine without a network: `carry.py` brings what is missing.
+Models are made in --work, by default in memory where that has room, a folder for each call, and kept: Falcon's take 39
+GB there, the 7B model 26 GB, so remove what is not needed any more (--clear removes those of other calls first). One
+that was removed is made again if a step still needs it. --ram says how much RAM there is beside them, where that is not
+known before it is used. On a machine without a network: `carry.py` brings what is missing.
 """
 
 from __future__ import annotations
@@ -62,12 +64,14 @@ print(json.dumps(told))
 
 @dataclass(frozen=True)
 class Step:
-    """A program. seconds: that it may take; needs: steps without which its figures mean nothing."""
+    """A program. seconds: that it may take; needs: steps without which its figures mean nothing; makes: a folder that
+    it fills."""
 
     name: str
     command: tuple[str, ...]
     seconds: int
     needs: tuple[str, ...] = ()
+    makes: Path | None = None
 
 
 def module(name: str, *arguments: object) -> tuple[str, ...]:
@@ -77,8 +81,9 @@ def module(name: str, *arguments: object) -> tuple[str, ...]:
 def steps(arguments: argparse.Namespace) -> Iterator[Step]:
     """Of a call, in order."""
     work, trial = arguments.work, arguments.trial
-    models, gpu = work / "models", "cpu" if trial else "cuda"
-    peer = next(work.glob("llama.cpp/build-cuda-*/bin"), None)
+    models, gpu = models_of(work, arguments.call), "cpu" if trial else "cuda"
+    built = next(work.glob("llama.cpp/build-cuda-*/bin/llama-bench"), None)  # the folder alone is there while it builds
+    peer = None if built is None else built.parent
     ram = () if arguments.ram is None else ("--ram", arguments.ram)
 
     def tests(names: tuple[str, ...], tried: str) -> tuple[str, ...]:
@@ -108,17 +113,17 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
 
     if arguments.call == "kernels":
         yield Step("probe", (sys.executable, "-c", PROBE, gpu), 90)
+        if not trial:  # every later call needs it, so it comes before what may fail or take long
+            threads = ("--threads", len(os.sched_getaffinity(0)))
+            yield Step("hardware", module("powerinfer", "measure", "--gpu", gpu, *threads), 300)
         yield Step("kernel tests", tests(KERNEL_TESTS, "holds_the_values"), 200)
-        yield Step("kernels", kernels("--tokens", 1, 8, 32, "--out", work / "kernels.json"), 120, ("kernel tests",))
+        yield Step("kernels", kernels("--tokens", 1, 8, 32, "--out", work / "kernels.json"), 150, ("kernel tests",))
         yield Step("layer tests", tests(LAYER_TESTS, "unused_pages"), 300)
         small = "drelu-7b"
-        yield Step("small model", compare(small, "make", scale="0.1"), 90)
+        yield Step("small model", compare(small, "make", scale="0.1"), 90, makes=models)
         made = models / f"{small}-{'tiny' if trial else '0.1'}.gguf"
         launches = ("--gpu", gpu, "--selector", "predicted", "--steps", 6 if trial else 32)
         yield Step("launches", module("benchmarks.hybrid.launches", made, *launches), 60, ("small model",))
-        if not trial:  # which every later call needs
-            threads = ("--threads", len(os.sched_getaffinity(0)))
-            yield Step("hardware", module("powerinfer", "measure", "--gpu", gpu, *threads), 200)
     elif arguments.call == "llama.cpp":
         capability = arguments.capability
         folder = work / "llama.cpp"
@@ -129,12 +134,12 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
             yield Step("source", (sys.executable, "-c", unpack), 60)
         yield Step("build", module("benchmarks.lib.llama_cpp", folder, "--cuda", capability), 570)
     elif arguments.call == "falcon":
-        yield Step("model", compare("falcon-40b", "make"), 420)
+        yield Step("model", compare("falcon-40b", "make"), 420, makes=models)
         yield Step("ours", compare("falcon-40b", "decode", "ablation", "kernel"), 500, ("model",))
         if peer is not None:
             yield Step("peer", compare("falcon-40b", "decode", "peer", with_peer=True), 500, ("model",))
     elif arguments.call == "drelu":
-        yield Step("model", compare("drelu-7b", "make"), 300)
+        yield Step("model", compare("drelu-7b", "make"), 300, makes=models)
         yield Step("ours", compare("drelu-7b", "decode", "prefill", "kernel"), 400, ("model",))
         if not trial:
             swept = ("--sweep", "--sweep-seconds", 150, "--kernels", "neurons", "--types", "F16/F16", "--tokens", 1)
@@ -143,8 +148,15 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
             yield Step("peer", compare("drelu-7b", "decode", "prefill", "peer", with_peer=True), 400, ("model",))
     else:
         given: list[object] = ["--models", models, "--gpu", gpu, "--out", work / "experts.json", *ram]
-        given += ["--peer", peer] if peer is not None else []
-        yield Step("experts", module("benchmarks.hybrid.experts", *given, *(("--tiny",) if trial else ())), 560)
+        given += ["--tiny"] if trial else []
+        with_peer = ["--peer", peer] if peer is not None else []
+        yield Step("model", module("benchmarks.hybrid.experts", *given, "--make"), 560, makes=models)
+        yield Step("experts", module("benchmarks.hybrid.experts", *given, *with_peer), 560, ("model",))
+
+
+def models_of(work: Path, call: str) -> Path:
+    """The folder of a call's models."""
+    return work / "models" / call
 
 
 def default_work(memory: Path = Path("/dev/shm"), disk: Path = Path("/tmp")) -> Path:
@@ -167,21 +179,40 @@ class Visit:
 
     def run(self) -> bool:
         """Whether every step has succeeded."""
-        for step in steps(self.arguments):
-            key = f"{self.arguments.call}/{step.name}"
-            if self.done.get(key, {}).get("rc") == 0:
-                continue
+        for step in self.left():
+            key = self.key(step.name)
             left = self.ends - time.monotonic()
             needs = () if self.arguments.regardless else step.needs
-            missing = [one for one in needs if self.done.get(f"{self.arguments.call}/{one}", {}).get("rc") != 0]
+            missing = [one for one in needs if not self.succeeded(one)]
             if missing or left < 1:
-                self.done[key] = {"rc": None, "why": f"{', '.join(missing)} failed" if missing else "no time left"}
+                why = f"{', '.join(missing)} failed" if missing else "no time left"
+                self.done[key] = self.done.get(key, {}) | {"rc": None, "why": why}  # it still was begun, if it was
             else:
                 self.done[key] = self.one(step, min(step.seconds, left))
             self.written()
         self.told()
-        own = [f"{self.arguments.call}/{step.name}" for step in steps(self.arguments)]
-        return all(self.done[key]["rc"] == 0 for key in own)
+        return all(self.succeeded(step.name) for step in steps(self.arguments))
+
+    def key(self, name: str) -> str:
+        """Of a step of this call, among what is done."""
+        return f"{self.arguments.call}/{name}"
+
+    def succeeded(self, name: str) -> bool:
+        return self.done.get(self.key(name), {}).get("rc") == 0
+
+    def left(self) -> list[Step]:
+        """The steps to do: those that failed, and those that need them, after those that were not begun."""
+        left: list[Step] = []
+        for step in reversed([*steps(self.arguments)]):
+            gone = step.makes is not None and not step.makes.exists()
+            if not self.succeeded(step.name) or (gone and any(step.name in other.needs for other in left)):
+                left.insert(0, step)
+        last: list[str] = []
+        for step in left:
+            begun = "seconds" in self.done.get(self.key(step.name), {}) and not self.succeeded(step.name)
+            if begun or set(step.needs) & set(last):
+                last.append(step.name)
+        return sorted(left, key=lambda step: step.name in last)
 
     def one(self, step: Step, limit: float) -> dict[str, Any]:
         """A step's exit status and seconds; its output goes to the log as it comes."""
@@ -237,12 +268,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--source", type=Path, metavar="FILE.tgz", help="of llama.cpp (lib/llama_cpp.py --archive)")
     parser.add_argument("--capability", default="90", help="of the GPU, for llama.cpp; default: %(default)s")
     parser.add_argument("--regardless", action="store_true", help="time what a check that failed would leave out")
-    parser.add_argument("--clear", action="store_true", help="remove the models that are there, first")
+    parser.add_argument("--clear", action="store_true", help="remove the models of other calls, first")
     parser.add_argument("--trial", action="store_true", help="at a tiny scale, on torch's CPU device")
     arguments = parser.parse_args(argv)
     arguments.work.mkdir(parents=True, exist_ok=True)
     if arguments.clear:
-        shutil.rmtree(arguments.work / "models", ignore_errors=True)
+        for other in CALLS:
+            if other != arguments.call:  # called again, it goes on with its own
+                shutil.rmtree(models_of(arguments.work, other), ignore_errors=True)
     return 0 if Visit(arguments).run() else 1
 
 
