@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from powerinfer.config import EngineConfig, FfnConfig  # noqa: E402
 from powerinfer.devices import Batch  # noqa: E402
+from powerinfer.devices.batch import StoppedError  # noqa: E402
 from powerinfer.devices.cpu import CpuExecutor  # noqa: E402
 from powerinfer.devices.gpu import GpuLayers  # noqa: E402
 from powerinfer.devices.gpu_weights import Matrices, StoredMatrix  # noqa: E402
@@ -575,6 +576,32 @@ def test_a_step_that_fails_leaves_the_executor_usable(
             with pytest.raises(PowerInferError) as caught:
                 families.run_chunks(executor, truth.texts[0], [families.TOKENS], pages[1])
         assert one_line(caught.value).startswith(message)
+        assert np.array_equal(families.run_chunks(executor, truth.texts[0], [families.TOKENS], pages[1]), whole)
+
+
+@pytest.mark.usefixtures("device")
+def test_a_prompt_that_nobody_needs_ends_between_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = Truth(case_named("falcon-7b"), "folder", tmp_path)
+    with opened(truth.path, everything()) as executor:
+        pages = families.scattered_pages(executor, 2)
+        whole = families.run_chunks(executor, truth.texts[0], [families.TOKENS], pages[0])
+        forward, linear, stop, calls = executor.forward, gpu.linear, np.zeros(1, np.int32), [0]
+
+        def stoppable(batch: Batch) -> Any:
+            batch.stop = stop
+            return forward(batch)
+
+        def stopping(*args: Any) -> Any:
+            calls[0] += 1
+            stop[0] = calls[0] == 3
+            return linear(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(executor, "forward", stoppable)
+            patch.setattr(gpu, "linear", stopping)
+            with pytest.raises(StoppedError):
+                families.run_chunks(executor, truth.texts[0], [families.TOKENS], pages[1])
+            assert calls == [3]
         assert np.array_equal(families.run_chunks(executor, truth.texts[0], [families.TOKENS], pages[1]), whole)
 
 

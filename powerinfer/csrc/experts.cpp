@@ -364,6 +364,11 @@ void Experts::run(Thread& t, const Step& step) {
   p.add_normalised(t, spec_.out_norm, p.up, 0, tokens);
 }
 
+// What was read early was for another step.
+void Experts::skip() {
+  if (resting_) resting_->end();
+}
+
 // Some experts after others, those first that are in memory. A row has the same bits whichever are computed with it.
 void Experts::multiply_arriving(Thread& t, ExpertRows& rows, const PiActs& acts, bool one) {
   Program& p = *t.program;

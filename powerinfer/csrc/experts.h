@@ -103,6 +103,7 @@ class Experts : public Op {
 
   const char* name() const override { return "experts"; }
   void run(Thread& t, const Step& step) override;
+  void skip() override;
 
   // Whether steps keep what they selected, until the next one: for profiles and for policies that place experts.
   // fired: and which neurons of these fired, in steps that compute whole experts.

@@ -23,8 +23,8 @@ class Ffn : public Op {
 
   // Replaces its neurons as bundles, and the predictor, which may be null; resets its counters and its ways: dense
   // where it has matrices. recall_every: steps between samples of the predictor's recall, for which all gates are
-  // computed from the matrices; 0: none. Neurons that rest on disk have matrices beside them, of which those that only
-  // dense steps read may rest there, too.
+  // computed from the matrices; 0: none. Neurons that rest on disk have matrices beside them, which may rest
+  // there, too.
   void set_bundled(std::shared_ptr<NeuronSum> bundled, std::shared_ptr<const Predictor> predictor,
                    int64_t recall_every = 0);
   // The ways of steps of 1, 2, .. PI_NEURON_TOKENS tokens. Larger steps are dense, or without matrices exact.

@@ -179,6 +179,7 @@ bool Program::run(const Step& step, size_t first, size_t last) {
   failure.swap(failure_);
   if (window_) window_->end();
   if (!failure.empty()) throw ReadError(failure);
+  for (size_t i = end; i < last; i++) ops_[i]->skip();
   return end == last;
 }
 

@@ -63,6 +63,8 @@ class Op {
   virtual const char* name() const = 0;
   // How many of `matrices`, from the first on, a step of the program multiplies with.
   virtual size_t wants(const Program&, const Step&) const { return matrices.size(); }
+  // The step ended before it, as `stop` says.
+  virtual void skip() {}
   size_t number = 0;  // in its program
   std::vector<std::shared_ptr<Matrix>> matrices;
 };

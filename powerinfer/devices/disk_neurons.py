@@ -14,7 +14,7 @@ from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 class NeuronSlots:
     """The neurons of a layer.
 
-    left_out: bytes at the beginning of each bundle that are not read: the row that a matrix in memory has, too. shared:
+    left_out: bytes at the beginning of each bundle that are not read: the row that a matrix has, too. shared:
     uint8 [groups, layout.shared_bytes], a copy of the scales that rows of down share, None: they share none.
     """
 
@@ -29,8 +29,8 @@ def neuron_slots(
 ) -> NeuronSlots:
     """Memory for those neurons of a layer that RAM is to hold, or for `least`.
 
-    groups: uint8 [groups, layout.group_bytes] in a file of the tier. whole: all rows are read; else a matrix in memory
-    has those of gate, or of up where there is no gate.
+    groups: uint8 [groups, layout.group_bytes] in a file of the tier. whole: all rows are read; else a matrix has
+    those of gate, or of up where there is no gate.
     """
     place = disk.place(groups)
     assert place is not None

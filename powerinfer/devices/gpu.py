@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.config import AttentionConfig, DeltaNetConfig, LatentAttentionConfig, ModelConfig, RopeConfig
-from powerinfer.devices.batch import Batch
+from powerinfer.devices.batch import Batch, StoppedError
 from powerinfer.devices.cpu import Rotation
 from powerinfer.devices.gpu_latent import LatentInput, LatentOutput
 from powerinfer.devices.gpu_layer import FfnParts, GpuLayer
@@ -401,6 +401,8 @@ class GpuLayers:
                         self._recorded(self._recorder).run(step)
                     else:
                         for operator in self.operators:
+                            if batch.stop is not None and batch.stop[0]:
+                                raise StoppedError
                             with span(self.trace if operator.static else None, "gpu", operator.kind, operator.layer):
                                 operator.run(step)
                 result = self.buffers.download(step, logits=self.has_head)

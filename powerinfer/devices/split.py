@@ -72,7 +72,7 @@ class SplitExecutor:
     def traced(self) -> Iterator[Trace]:
         """Trace the steps within this context; operators that sum neurons elsewhere add their own spans.
 
-        Operators are launched individually instead of being replayed, so steps take longer.
+        What is replayed is recorded anew with the spans in it.
         """
         self.trace = Trace(self.gpu.device)
         try:

@@ -306,7 +306,7 @@ def _on_disk(resolved: Resolved, model: Model, ram: int, host_bytes: int = 0, wh
     if resolved.selection.bundles is not None and resolved.engine.selector == "auto":
         with suppress(RequestError):
             return _planned_on_disk(resolved, model, ram, host_bytes, whole)
-        lacking = "--ram does not hold what bundles on disk need"
+        lacking = "RAM does not hold what bundles on disk need"
         resolved = replace(resolved, selection=select(resolved.checkpoint, resolved.engine, lacking))
         whole = None if whole is None else _ram_bytes(model, resolved.engine)
     return _planned_on_disk(resolved, model, ram, host_bytes, whole)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -63,12 +64,12 @@ class Unit:
     names: tuple[str, ...]
     matrices: tuple[Matrix, ...]
 
-    @property
+    @cached_property
     def held(self) -> int:
         """Bytes in RAM, as panels."""
         return sum(one.panels for one in self.matrices)
 
-    @property
+    @cached_property
     def read(self) -> int:
         """Bytes in the file."""
         return sum(one.file for one in self.matrices)

@@ -206,7 +206,7 @@ class _Steps:
         )
 
     def _neurons(self, layer: int) -> Op:
-        """`exact` computes the gates first, from a matrix in RAM; a predictor's neurons are known at once."""
+        """`exact` computes the first matrix, of gates where there are any; a predictor's neurons are known at once."""
         layout, sums = self._model.bundles[layer], self._expected.sums[layer]
         exact = self._way == "exact"
         of_kind = sums[:, cost.FIRED if exact else cost.SELECTED]
@@ -214,7 +214,7 @@ class _Steps:
         missed = needed - float(np.interp(self._about.neurons[layer] / GROUP, np.arange(len(of_kind)), of_kind))
         first = self._seconds(self._model.ffn[layer][:1]) if exact else self._seconds(self._model.predictors[layer])
         seconds = float(self._sparse[layer]) + (0.0 if exact else first)
-        nbytes = layout.pitch - (layout.gate_bytes if exact and layout.gated else 0)
+        nbytes = layout.pitch - (layout.gate_bytes if exact else 0)
         gates = next(ffn_units(self._model, layer)).first(int(exact)).only(self._about.matrices)
         packing = self._packing(gates.matrices)
         first, seconds = first + packing, seconds + packing

@@ -126,6 +126,7 @@ class Driver:
         self._step_s = 0.0
         self._disk = self._read()
         self._step_now: _Step | None = None
+        self._stopping = False  # no step's result is needed any more
         self._logprob_scratch = np.empty(executor.vocab_size, np.float32)
 
     # ---------------------------------------------------------------- for other threads
@@ -179,6 +180,7 @@ class Driver:
         """End the thread within a step, and its requests as aborted. May be called anywhere."""
         if not self.ended:  # a command that nobody takes any more would keep this object in a cycle
             self.tell(lambda: self._end(_closed))
+            self._stopping = True
             if (step := self._step_now) is not None:
                 step.stop[0] = 1
 
@@ -349,7 +351,7 @@ class Driver:
         batch.stop = step.stop
         self._step_now = step
         try:
-            if step.unwanted:  # before it could be seen that it is computed
+            if step.unwanted or self._stopping:  # before it could be seen that it is computed
                 raise StoppedError
             return self._executor.forward(batch)
         finally:
