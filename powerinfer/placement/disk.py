@@ -307,8 +307,8 @@ class _Hottest:
 
     def slots(self, nbytes: int) -> dict[int, int]:
         """By layer."""
-        counts = Counter(self._layers[: self._most(nbytes)].tolist())
-        return {layer: one.fewest + counts[layer] for layer, one in self._neurons.items()}
+        counts = np.bincount(self._layers[: self._most(nbytes)], minlength=max(self._neurons) + 1)
+        return {layer: one.fewest + int(counts[layer]) for layer, one in self._neurons.items()}
 
 
 def _share(least: dict[int, int], slot: dict[int, int], most: dict[int, int], left: int) -> dict[int, int]:
