@@ -186,29 +186,32 @@ class HybridExperts:
         here = hot if self._copier is not None else np.sort(hot)  # of each slot
         every = self._copier is not None or self._disk is not None  # can be asked of the CPU
         on_cpu = np.arange(n, dtype=np.int32) if every else np.setdiff1d(np.arange(n), hot)
-        tensors = None if self._disk is not None else [tensor.gathered() for tensor in weights.experts()]
         self._gpu_part = None
-        if len(here) and tensors is None:
-            biases = [None if bias is None else bias[here] for bias in self._biases]
-            of_some = np.arange(len(here), dtype=np.int32)
-            self._gpu_part = gpu_experts.resident(weights.some(here), of_some, self.about, device, biases)
-        elif len(here):
-            by_neuron = cpu.in_experts and self.about.why_whole is None
-            self._gpu_part = gpu_experts.resident(tensors, here, self.about, device, self._biases, by_neuron)
         self._cpu_part: ExpertSum | None = None
         self._resting: Sequence[RestingTensor] = ()
-        if tensors is None:
+        views: list[RawTensor] | None = None
+        if self._disk is not None:
             self._resting = weights.resting()
             self._cpu_part = cpu.resting_sum(self.layer, self._resting, self._biases)
-        elif len(on_cpu):
-            biases = [None if bias is None else bias[on_cpu] for bias in self._biases]
-            self._cpu_part = cpu.expert_sum(self.layer, (_some(tensor, on_cpu) for tensor in tensors), biases)
+            if len(here):
+                biases = [None if bias is None else bias[here] for bias in self._biases]
+                slots = np.arange(len(here), dtype=np.int32)
+                self._gpu_part = gpu_experts.resident(weights.some(here), slots, self.about, device, biases)
+        else:
+            tensors = [tensor.gathered() for tensor in weights.experts()]
+            views = tensors if all(map(in_file, tensors)) else None
+            if len(here):
+                by_neuron = cpu.in_experts and self.about.why_whole is None
+                self._gpu_part = gpu_experts.resident(tensors, here, self.about, device, self._biases, by_neuron)
+            if len(on_cpu):
+                biases = [None if bias is None else bias[on_cpu] for bias in self._biases]
+                self._cpu_part = cpu.expert_sum(self.layer, (_some(tensor, on_cpu) for tensor in tensors), biases)
         # Of each expert its slot on the GPU, and its place on the CPU; -1 where it is not there.
         self._slot, self._place_of = np.full(n, -1, np.int32), np.full(n, -1, np.int32)
         self._slot[here] = np.arange(len(here))
         self._place_of[on_cpu] = np.arange(len(on_cpu))
         self._slots = torch.from_numpy(self._slot.copy()).to(device)
-        return tensors if tensors is not None and all(map(in_file, tensors)) else None
+        return views
 
     def _stored(self, expert: int) -> list[RawTensor]:
         """An expert's matrices [out, in], as the file has them. ModelError if they cannot be read."""
