@@ -30,7 +30,7 @@ from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.bundle_memory import SomeBundles, pieces
 from powerinfer.formats.prepared import LINE
 from powerinfer.formats.quant import Bytes
-from powerinfer.kernels import gpu
+from powerinfer.kernels import gpu, gpu_panels
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, NeuronVectors
 from powerinfer.system import usable_cores
 
@@ -113,6 +113,10 @@ class Stage:
     def experts_at_once(self, matrices: Sequence[int], experts: int) -> int:
         """How many experts a buffer holds beside the table of their places; arguments as of `expert_buffer`."""
         return (self._size - _table_bytes(experts)) // _lines(matrices)
+
+    def panels_at_once(self, kind: str, k: int, nbytes: int) -> int:
+        """How many panels of k columns, of `nbytes` each, a buffer holds as they are and converted; at least one."""
+        return max(1, self._size // max(nbytes, gpu_panels.panel_bytes(kind, k)))
 
     @property
     def nbytes(self) -> int:

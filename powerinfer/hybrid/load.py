@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -77,15 +77,18 @@ def _smaller(resolved: Resolved, problem: GpuMemoryError) -> Resolved:
     return without_gpu(resolved, str(problem))
 
 
-def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Progress = silent) -> SplitExecutor:
+def load_split(
+    resolved: Resolved, split: SplitFfns | None = None, progress: Progress = silent, stage: Stage | None = None
+) -> SplitExecutor:
     """The executor of a model whose first layers are on a GPU, at least one.
 
-    split: makes the FFNs of these layers, and the checkpoint's matrices are not read; None: they are dense. Raises as
-    `load_resolved` does.
+    split: makes the FFNs of these layers, and the checkpoint's matrices are not read; None: they are dense. stage:
+    what the other layers stream through, of dense FFNs; None: they do not. Raises as `load_resolved` does.
     """
     from powerinfer.devices.cpu import CpuExecutor
     from powerinfer.devices.gpu import GpuLayers
     from powerinfer.devices.split import SplitExecutor
+    from powerinfer.devices.streamed import StreamedLayers
     from powerinfer.devices.torch_device import choose_device, gpu_failures
     from powerinfer.models import rotations
     from powerinfer.models.blocks import wire
@@ -95,7 +98,7 @@ def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Pro
     assert resolved.gpu is not None and (not resolved.gpu_head or resolved.gpu_layers == config.n_layers)
     device = choose_device(resolved.gpu)
     rotary = rotations(checkpoint, engine)
-    gpu = None
+    gpu = streamed = None
     disk = open_tier(resolved, silent)
     cpu = CpuExecutor(config, engine, rotary, first_layer=resolved.gpu_layers, pages=resolved.pages, disk=disk)
     cpu.in_experts = selection.in_experts
@@ -112,7 +115,10 @@ def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Pro
                 split=split is not None,
                 states=cpu.n_states,
             )
-            wire(cpu, checkpoint, progress, gpu, neurons=selection, split=split, head=resolved.gpu_head)
+            if stage is not None:
+                streamed = StreamedLayers(cpu, gpu, stage)
+            where: dict[str, Any] = {"split": split, "head": resolved.gpu_head, "last": streamed}
+            wire(cpu, checkpoint, progress, gpu, neurons=selection, **where)
     except BaseException:
         if gpu is not None:
             gpu.close()
@@ -120,7 +126,7 @@ def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Pro
         raise
     checkpoint.finish()
     checkpoint.release()
-    return SplitExecutor(cpu, gpu)
+    return SplitExecutor(cpu, gpu, streamed)
 
 
 def _load_beside_gpu(resolved: Resolved, sample: Sample, progress: Progress) -> tuple[SplitExecutor, Sparsity]:
