@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +14,34 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import model_files  # noqa: E402
 import test_architectures as families  # noqa: E402
 from gpu_device import device_name, sum_error, torch_device  # noqa: E402
+from sparse_models import tiny_llama  # noqa: E402
 from stored_weights import stored  # noqa: E402
 from test_gpu_kernels import floats, on_device  # noqa: E402
-from test_gpu_layers import Truth, engine_of, on_gpu  # noqa: E402
+from test_gpu_layers import Truth, engine_of  # noqa: E402
+from test_gpu_layers import on_gpu as placed  # noqa: E402
 from test_sparse import case_named  # noqa: E402
 
-from powerinfer import _native  # noqa: E402
-from powerinfer.config import ExpertsConfig  # noqa: E402
+from powerinfer import LLM, SamplingParams, _native  # noqa: E402
+from powerinfer.config import EngineConfig, ExpertsConfig  # noqa: E402
 from powerinfer.devices.gpu_weights import PanelMatrix, StreamedMatrices  # noqa: E402
 from powerinfer.devices.split import SplitExecutor  # noqa: E402
 from powerinfer.devices.stage import Stage  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.quant import block_type, dequantize  # noqa: E402
 from powerinfer.formats.tensors import NATIVE_TYPES  # noqa: E402
+from powerinfer.hardware import measure  # noqa: E402
+from powerinfer.hardware.description import load  # noqa: E402
+from powerinfer.hybrid import crossing  # noqa: E402
+from powerinfer.hybrid.crossing import Crossing  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
-from powerinfer.hybrid.resolve import Resolved  # noqa: E402
+from powerinfer.hybrid.resolve import Resolved, needs, resolve  # noqa: E402
 from powerinfer.kernels import gpu_panels  # noqa: E402
+from powerinfer.placement import budget  # noqa: E402
+from powerinfer.placement.budget import Workload, on_gpu  # noqa: E402
+from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
 
 TOKENS = 37  # more than those whose products read a weight once
 LEAST = 33
@@ -87,7 +99,7 @@ def test_products_of_every_type(kind: str) -> None:
 @contextmanager
 def opened(path: Path, layers: int, buffer: int = 1 << 13, **options: Any) -> Iterator[SplitExecutor]:
     engine = engine_of(**options)
-    resolved = Resolved(open_checkpoint(path, engine.quantize), engine, **on_gpu(layers))
+    resolved = Resolved(open_checkpoint(path, engine.quantize), engine, **placed(layers))
     executor = load_split(resolved, stage=filled(Stage(torch_device(), buffer)))
     try:
         yield executor
@@ -153,3 +165,103 @@ def test_short_steps_are_those_of_the_cpu(tmp_path: Path, products: list[int]) -
             answers.append(families.run_chunks(executor, truth.texts[0], [32, 32, 1, 10], own))
         np.testing.assert_array_equal(*answers)
         assert not products
+
+
+# ---- The load --------------------------------------------------------------------------------------------------------
+
+GIVEN: dict[str, Any] = {
+    "threads": 1,
+    "context": 96,
+    "prefill_chunk": 64,
+    "max_batch": 2,
+    "gpu": "cpu",
+    "kv_type": "f32",
+}
+PROMPT, SHORT = [5, 9, 2] * 23, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model of twelve dense layers."""
+    monkeypatch.setattr(measure, "measured", lambda *_, **__: load("pc-low"))
+    monkeypatch.setattr(model_files, "LAYERS", 12)
+    return tiny_llama(tmp_path / "m.gguf", "silu")
+
+
+def room(path: Path, layers: int, more: int = 0) -> int:
+    """--vram for that number of layers, and `more` bytes."""
+    model, work = checkpoint_model(open_checkpoint(path)), Workload("f32", 96, 64, 2)
+    return sum(on_gpu(model, load("pc-low"), work, layers, False, dense=True).values()) + more
+
+
+def loaded(path: Path, vram: int, **more: Any) -> tuple[dict[str, str], int | None, list[int]]:
+    """(choices, from how many tokens on layers stream, the answer to a prompt)."""
+    with LLM(path, **(GIVEN | {"vram": vram} | more)) as llm:
+        executor = llm._executor
+        assert isinstance(executor, SplitExecutor)
+        least = None if executor.streamed is None else executor.streamed.stage.least
+        return llm.choices, least, llm.generate([PROMPT], SHORT)[0].token_ids
+
+
+def test_the_crossing_is_measured_once(model: Path, monkeypatch: pytest.MonkeyPatch, products: list[int]) -> None:
+    vram, file = room(model, 4), Path(f"{model}.powerinfer") / "crossing.json"
+    choices, least, wanted = loaded(model, vram, trial=False)
+    assert choices["gpu"].startswith("3 layers on cpu"), "one makes room for the buffers"
+    assert "nothing was measured" in choices["prefill"] and least is None and not file.exists() and not products
+    choices, least, answer = loaded(model, vram)
+    assert "measured in" in choices["prefill"] and "layers in RAM" in choices["prefill"] and answer == wanted
+    entry = json.loads(file.read_text())["crossings"][0]
+    assert entry["least"] == least and entry["tried"][0][0] == 64 and min(entry["tried"][0][1:]) > 0
+
+    for found in (50, None):
+        monkeypatch.setattr(crossing, "measured_layers", lambda _, n=found: Crossing(n, ((40, 1e-3, 2e-3),)))
+        products.clear()
+        assert loaded(model, vram, retrial=True)[1:] == (found, wanted)
+        monkeypatch.setattr(crossing, "measured_layers", None)
+        assert loaded(model, vram)[1:] == (found, wanted)
+        assert set(products) == ({64} if found else set()), "the first piece streams, what is left of it does not"
+        assert "measured earlier" in loaded(model, vram, trial=False)[0]["prefill"]
+
+
+def test_room_for_the_buffers(model: Path) -> None:
+    """Of many layers on the CPU one more makes room; of few none does, and buffers take what is left."""
+    engine = EngineConfig(**GIVEN)
+    shape = checkpoint_model(open_checkpoint(model))
+    size = budget.streamed_buffer(shape)
+
+    def resolved(vram: int, **more: Any) -> Resolved:
+        return resolve(open_checkpoint(model), replace(engine, vram=vram, **more))
+
+    for layers, left, expected in [
+        (4, 0, (3, size)),
+        (4, budget.staged_on_gpu(size) + budget.streamed_vectors(shape, 4), (4, size)),
+        (4, budget.staged_on_gpu(size) + budget.streamed_vectors(shape, 4) - 1, (3, size)),
+        (5, 0, (5, 0)),
+        (5, budget.staged_on_gpu(size) + budget.streamed_vectors(shape, 5), (5, size)),
+        (1, 0, (1, 0)),
+        (12, 0, (12, 0)),
+    ]:
+        found = resolved(room(model, layers, left))
+        assert (found.gpu_layers, found.staging) == expected, (layers, left)
+        taken = needs(found)
+        assert taken.vram <= room(model, layers, left)
+        assert taken.ram - needs(replace(found, staging=0)).ram == 2 * found.staging
+    streaming = resolved(room(model, 4))
+    enough = needs(streaming).ram
+    assert resolved(room(model, 4), ram=enough).staging == size
+    assert resolved(room(model, 4), ram=enough - 1).staging == 0
+    assert resolved(room(model, 4), prefill_chunk=32).staging == 0, "no step is long enough"
+
+
+def test_without_memory_nothing_streams(model: Path, monkeypatch: pytest.MonkeyPatch, products: list[int]) -> None:
+    """The buffers go before layers do."""
+
+    def failing(*_: Any) -> Crossing:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried")
+
+    vram = room(model, 4)
+    wanted = loaded(model, vram, trial=False)[2]
+    monkeypatch.setattr(crossing, "measured_layers", failing)
+    choices, least, answer = loaded(model, vram)
+    assert choices["gpu"].startswith("3 layers on cpu") and "no room" in choices["prefill"]
+    assert (least, answer) == (None, wanted) and not products

@@ -437,8 +437,8 @@ class GpuLayers:
             with span(self.trace if operator.static else None, "gpu", operator.kind, operator.layer):
                 operator.run(step)
 
-    def streamed_operators(self, layer: int) -> Sequence[Operator]:
-        """Those of a layer that is not one of the first."""
+    def streamed(self, layer: int) -> Sequence[Operator]:
+        """The operators of a layer that is not one of the first."""
         assert layer >= self.layers
         return self._layers[layer].operators()
 
@@ -539,7 +539,11 @@ class GpuLayers:
         places, rows = np.arange(tokens, dtype=np.int32), np.zeros(tokens, np.int32)
         pages = np.arange(-(-(first + tokens) // self.page_size), dtype=np.int32)[None]
         batch = Batch(rows, first + places, rows, pages, places[:logit_rows])
-        self.run(batch, np.zeros((tokens, self.d_model), np.float32))
+        x = np.zeros((tokens, self.d_model), np.float32)
+        self.run(batch, x)
+        streamed = [operator for layer in range(self.layers, len(self._layers)) for operator in self.streamed(layer)]
+        if tokens > gpu.FEW and streamed:
+            self.run_streamed(batch, x, streamed)
 
     def _taken(self) -> tuple[int, int]:
         """Bytes of the device that torch has taken, and all others."""

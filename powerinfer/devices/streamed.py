@@ -48,26 +48,35 @@ class BothMatrices:
     kept: NDArray[np.int64] | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Span:
-    """Operators [first, last) of the CPU's program, and those of the GPU in their place."""
+    """Operators [first, last) of a layer in the CPU's program, those of the GPU in their place, and the bytes that
+    stream for these."""
 
+    layer: int
     first: int
     last: int
-    operators: list[Operator]
+    operators: tuple[Operator, ...]
+    nbytes: int
+
+    def then(self, other: Span) -> Span:
+        """Both, one after another."""
+        operators = self.operators + other.operators
+        return Span(self.layer, self.first, other.last, operators, self.nbytes + other.nbytes)
 
 
 class StreamedLayers:
     """The layers of a CPU's executor, wired by the same calls as on one device (`models.builder.Builder`).
 
-    stage: what matrices pass through; `least` of it is the number of tokens of a step from which on they do. spans: in
-    the order of the program.
+    stage: what matrices pass through; `least` of it is the number of tokens of a step from which on they do. spans: of
+    each layer, in the order of the program. ffns: no FFN is split.
     """
+
+    ffns = ()
 
     def __init__(self, cpu: CpuExecutor, gpu: GpuLayers, stage: Stage) -> None:
         self.stage = stage
         self.spans: list[Span] = []
-        self.nbytes: dict[int, int] = {}  # that stream, by layer
         self._cpu = cpu
         self._gpu = gpu
 
@@ -140,12 +149,12 @@ class StreamedLayers:
         """On both."""
         of_gate, first = None if gate is None else gate.cpu, self._cpu.operators
         self._cpu.ffn(layer, _of_cpu(norm), of_gate, up.cpu, down.cpu, vectors, _of_cpu(out_norm))
-        matrices = self._streaming(layer, *([up, down] if gate is None else [gate, up, down]))
+        matrices = self._streaming(*([up, down] if gate is None else [gate, up, down]))
         if matrices is not None:
             *own, of_up, of_down = matrices
             norms = _of_gpu(norm), _of_gpu(out_norm)
             self._gpu.ffn(layer, norms[0], own[0] if own else None, of_up, of_down, vectors, norms[1])
-            self._add(layer, first)
+            self._add(layer, first, sum(one.panels.nbytes for one in matrices))
 
     def normalise(self, layer: int, norm: BothNorms) -> None:
         """On the CPU."""
@@ -155,7 +164,7 @@ class StreamedLayers:
         """On the CPU."""
         self._cpu.head(_of_cpu(norm), matrix.cpu, None if projection is None else projection.cpu)
 
-    def _streaming(self, layer: int, *matrices: BothMatrices) -> list[PanelMatrix] | None:
+    def _streaming(self, *matrices: BothMatrices) -> list[PanelMatrix] | None:
         """Them, if all are in memory; others stay on disk and pass through a window."""
         found = []
         for one in matrices:
@@ -164,17 +173,16 @@ class StreamedLayers:
                 return None
             rows = native.rows if one.kept is None else len(one.kept)
             found.append(PanelMatrix(self.stage, native.type, rows, native.k, panels, one.kept))
-        self.nbytes[layer] = self.nbytes.get(layer, 0) + sum(one.panels.nbytes for one in found)
         return found
 
-    def _add(self, layer: int, first: int) -> None:
+    def _add(self, layer: int, first: int, nbytes: int) -> None:
         """What the GPU got last of a layer does what the CPU's operators from `first` on do."""
-        last, operator = self._cpu.operators, self._gpu.streamed_operators(layer)[-1]
-        if self.spans and self.spans[-1].last == first:
-            self.spans[-1].last = last
-            self.spans[-1].operators.append(operator)
+        own = Span(layer, first, self._cpu.operators, (self._gpu.streamed(layer)[-1],), nbytes)
+        before = self.spans[-1] if self.spans else None
+        if before is not None and (before.layer, before.last) == (layer, first):
+            self.spans[-1] = before.then(own)
         else:
-            self.spans.append(Span(first, last, [operator]))
+            self.spans.append(own)
 
     # ---------------------------------------------------------------- running
 
@@ -182,10 +190,20 @@ class StreamedLayers:
         """Whether a step of that number of tokens is long enough."""
         return bool(self.spans) and self.stage.takes(tokens)
 
+    def _together(self) -> list[Span]:
+        """The spans, as one where one begins as the other ends."""
+        found: list[Span] = []
+        for own in self.spans:
+            if found and found[-1].last == own.first:
+                found[-1] = found[-1].then(own)
+            else:
+                found.append(own)
+        return found
+
     def finish(self, batch: Batch, trace: Trace | None = None) -> Float32:
         """As `CpuExecutor.finish`, with what streams on the GPU."""
         at: int | None = None
-        for own in self.spans:
+        for own in self._together():
             with span(trace, "cpu", "layers", -1):
                 x = self._cpu.run_part(batch, at, own.first)
             x[:] = self._gpu.run_streamed(batch, x, own.operators)

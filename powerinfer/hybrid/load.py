@@ -136,16 +136,35 @@ def _load_beside_gpu(resolved: Resolved, sample: Sample, progress: Progress) -> 
         return _load_experts(resolved, resolved.experts, sample, progress)
     from powerinfer.hybrid.vram import hold_budget
 
-    executor = load_split(resolved, None, progress)
+    stage = _stage(resolved, resolved.staging)
+    try:
+        executor = load_split(resolved, None, progress, stage)
+    except BaseException:
+        if stage is not None:
+            stage.close()
+        raise
     executor.choices["gpu"] += f", {resolved.why}"
     try:
-        hold_budget(executor, resolved.engine.max_batch, resolved.vram)
+        settle = partial(_settle_layers, executor, resolved, progress)
+        hold_budget(executor, resolved.engine.max_batch, resolved.vram, split=executor.streamed, settle=settle)
     except BaseException:
         executor.close()
         raise
     sparsity = Sparsity()
     executor.choices["selector"] = f"{sparsity.selector} (layers as a whole)"
     return executor, sparsity
+
+
+def _settle_layers(executor: SplitExecutor, resolved: Resolved, progress: Progress) -> None:
+    """As `_settle_prompts`, of layers that are on the CPU as a whole."""
+    from powerinfer.hybrid.crossing import settle_layers
+
+    if resolved.gpu_layers == resolved.checkpoint.config.n_layers:
+        return
+    if executor.streamed is not None and executor.streamed.spans:
+        settle_layers(executor, resolved, progress)
+    else:
+        executor.choices["prefill"] = "the CPU computes the layers in RAM (no room, or no long steps, to stream them)"
 
 
 def _load_neurons(resolved: Resolved, plan: Plan, sample: Sample, progress: Progress) -> tuple[SplitExecutor, Sparsity]:
