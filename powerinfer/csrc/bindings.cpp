@@ -719,8 +719,10 @@ void bind_cache(nb::module_& m) {
                               self, {cache.page_bytes, own.head_bytes, 1});
           },
           "layer"_a,
-          "The memory of a layer, uint8 [pages, kv heads, bytes], which may be written while no step runs. A head of a\n"
-          "page: keys [head_dim][32], values [32][head_dim], head_dim in whole LANES; of q8_0 followed by the scales of\n"
+          "The memory of a layer, uint8 [pages, kv heads, bytes], which may be written while no step runs. A head of "
+          "a\n"
+          "page: keys [head_dim][32], values [32][head_dim], head_dim in whole LANES; of q8_0 followed by the scales "
+          "of\n"
           "32 dimensions, float16, in the same order.");
 }
 
