@@ -510,7 +510,8 @@ void Experts::sum_rows(Program& program, const float* x, int64_t tokens, float* 
   Workspace& w = *program.workspace;
   ExpertRows& rows = *program.expert_rows;
   std::string failure;
-  const auto next = [&] {  // what follows after a failure is void, but must be computed, since threads wait for each other
+  // What follows after a failure is void, but must be computed, since threads wait for each other.
+  const auto next = [&] {
     try {
       if (failure.empty()) resting_->next(rows);
     } catch (const std::exception& error) { failure = error.what(); }

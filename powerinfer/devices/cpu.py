@@ -671,10 +671,24 @@ class CpuExecutor:
         self._run(batch, 0, self._embedded)
         return self._program.residual(len(batch.tokens))
 
-    def finish(self, batch: Batch) -> Float32:
-        """Run everything after the embedding on the current residual stream; logits as from `forward`."""
-        self._run(batch, self._embedded, self._program.size)
+    def finish(self, batch: Batch, first: int | None = None) -> Float32:
+        """Run everything after the embedding, or from operator `first` on, on the current residual stream; logits as
+        from `forward`."""
+        self._run(batch, self._embedded if first is None else first, self._program.size)
         return self._logits[: len(batch.logit_rows), : self.vocab_size]
+
+    def run_part(self, batch: Batch, first: int | None, last: int) -> Float32:
+        """Run a part of that, operators `first` (None: the first after the embedding) up to `last`, if there are any.
+        Returns the residual stream, float32 [T, d_model], where what follows reads it."""
+        first = self._embedded if first is None else first
+        if first < last:
+            self._run(batch, first, last)
+        return self._program.residual(len(batch.tokens))
+
+    @property
+    def operators(self) -> int:
+        """How many are wired so far."""
+        return self._program.size
 
     def end(self, batch: Batch) -> None:
         """The batch was computed in all layers, on this device and others. ChangedError if a file was changed that was

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -78,16 +78,22 @@ def _smaller(resolved: Resolved, problem: GpuMemoryError) -> Resolved:
 
 
 def load_split(
-    resolved: Resolved, split: SplitFfns | None = None, progress: Progress = silent, say: Say = silent
+    resolved: Resolved,
+    split: SplitFfns | None = None,
+    progress: Progress = silent,
+    stage: Stage | None = None,
+    say: Say = silent,
 ) -> SplitExecutor:
     """The executor of a model whose first layers are on a GPU, at least one.
 
-    split: makes the FFNs of these layers, and the checkpoint's matrices are not read; None: they are dense. say: told
-    what is read from disk as it runs. Raises as `load_resolved` does.
+    split: makes the FFNs of these layers, and the checkpoint's matrices are not read; None: they are dense. stage:
+    what the other layers stream through, of dense FFNs; None: they do not. say: told what is read from disk as it runs.
+    Raises as `load_resolved` does.
     """
     from powerinfer.devices.cpu import CpuExecutor
     from powerinfer.devices.gpu import GpuLayers
     from powerinfer.devices.split import SplitExecutor
+    from powerinfer.devices.streamed import StreamedLayers
     from powerinfer.devices.torch_device import choose_device, gpu_failures
     from powerinfer.models import rotations
     from powerinfer.models.blocks import wire
@@ -97,7 +103,7 @@ def load_split(
     assert resolved.gpu is not None and (not resolved.gpu_head or resolved.gpu_layers == config.n_layers)
     device = choose_device(resolved.gpu)
     rotary = rotations(checkpoint, engine)
-    gpu = None
+    gpu = streamed = None
     disk = open_tier(resolved, say)
     cpu = CpuExecutor(config, engine, rotary, first_layer=resolved.gpu_layers, pages=resolved.pages, disk=disk)
     cpu.in_experts = selection.in_experts
@@ -114,7 +120,10 @@ def load_split(
                 split=split is not None,
                 states=cpu.n_states,
             )
-            wire(cpu, checkpoint, progress, gpu, neurons=selection, split=split, head=resolved.gpu_head)
+            if stage is not None:
+                streamed = StreamedLayers(cpu, gpu, stage)
+            where: dict[str, Any] = {"split": split, "head": resolved.gpu_head, "last": streamed}
+            wire(cpu, checkpoint, progress, gpu, neurons=selection, **where)
     except BaseException:
         if gpu is not None:
             gpu.close()
@@ -122,7 +131,7 @@ def load_split(
         raise
     checkpoint.finish()
     checkpoint.release()
-    return SplitExecutor(cpu, gpu)
+    return SplitExecutor(cpu, gpu, streamed)
 
 
 def _load_beside_gpu(
@@ -134,16 +143,35 @@ def _load_beside_gpu(
         return _load_experts(resolved, resolved.experts, sample, progress, say)
     from powerinfer.hybrid.vram import hold_budget
 
-    executor = load_split(resolved, None, progress, say)
+    stage = _stage(resolved, resolved.staging)
+    try:
+        executor = load_split(resolved, None, progress, stage, say)
+    except BaseException:
+        if stage is not None:
+            stage.close()
+        raise
     executor.choices["gpu"] += f", {resolved.why}"
     try:
-        hold_budget(executor, resolved.engine.max_batch, resolved.vram)
+        settle = partial(_settle_layers, executor, resolved, progress)
+        hold_budget(executor, resolved.engine.max_batch, resolved.vram, split=executor.streamed, settle=settle)
     except BaseException:
         executor.close()
         raise
     sparsity = Sparsity()
     executor.choices["selector"] = f"{sparsity.selector} (layers as a whole)"
     return executor, sparsity
+
+
+def _settle_layers(executor: SplitExecutor, resolved: Resolved, progress: Progress) -> None:
+    """As `_settle_prompts`, of layers that are on the CPU as a whole."""
+    from powerinfer.hybrid.crossing import settle_layers
+
+    if resolved.gpu_layers == resolved.checkpoint.config.n_layers:
+        return
+    if executor.streamed is not None and executor.streamed.spans:
+        settle_layers(executor, resolved, progress)
+    else:
+        executor.choices["prefill"] = "the CPU computes the layers in RAM (no room, or no long steps, to stream them)"
 
 
 def _load_neurons(resolved: Resolved, plan: Plan, sample: Sample, progress: Progress) -> tuple[SplitExecutor, Sparsity]:
@@ -211,7 +239,7 @@ def _split_of_experts(
 
     split = ExpertSplit(experts, resolved.engine.adjust, _stage(resolved, resolved.staging), copier)
     try:
-        executor = load_split(resolved, split, progress, say)
+        executor = load_split(resolved, split, progress, say=say)
     except BaseException:
         split.close()
         raise

@@ -49,11 +49,11 @@ class Resolved:
     every device, None: as many as fit into the CPU's memory; kv_room: their limit in bytes then, None: no limit. vram:
     limit in bytes on the GPU without the driver, None: the device's memory. experts: for each layer those on the GPU,
     None: the model has none, or they are not split; frequencies: of experts, None: not known; staging: bytes of a
-    buffer that streams the others there for long prompts, 0: none. policy: says which experts the GPU has, a name of
-    `placement.experts.EXPERT_POLICIES`, None: a trial chooses when the model is loaded; why_policy: for people. disk:
-    what stays there, None: nothing; disk_speed: how fast that is, None: the machine was not measured;
-    whole_context: the longest --context with which nothing would stay there, None: there is none worth it;
-    whole_dense: nothing would stay there with --selector all.
+    buffer that streams the others, or matrices of the other layers, there for long prompts, 0: none. policy: says which
+    experts the GPU has, a name of `placement.experts.EXPERT_POLICIES`, None: a trial chooses when the model is loaded;
+    why_policy: for people. disk: what stays there, None: nothing; disk_speed: how fast that is, None: the machine was
+    not measured; whole_context: the longest --context with which nothing would stay there, None: there is none worth
+    it; whole_dense: nothing would stay there with --selector all.
     """
 
     checkpoint: Checkpoint
@@ -178,7 +178,7 @@ class Needs(NamedTuple):
 def needs(resolved: Resolved) -> Needs:
     """What the load that was resolved takes, as the budgets count it."""
     from powerinfer.hardware.measure import measured
-    from powerinfer.placement.budget import in_ram, on_gpu, staged_in_ram, staged_on_gpu
+    from powerinfer.placement.budget import in_ram, on_gpu, staged_in_ram, staged_on_gpu, streamed_vectors
 
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
     if resolved.disk is not None and resolved.gpu is None:
@@ -197,6 +197,8 @@ def needs(resolved: Resolved) -> Needs:
     if resolved.disk is not None:
         ram = sum(resolved.disk.held.values())
     vram = sum(on_gpu(model, hardware, work, layers, head, True, slots).values())
+    if resolved.experts is None and resolved.staging:
+        vram += streamed_vectors(model, layers)
     return Needs(ram + staged_in_ram(resolved.staging), 0, vram + staged_on_gpu(resolved.staging))
 
 
@@ -215,7 +217,8 @@ def without_gpu(resolved: Resolved, why: str) -> Resolved:
 
 
 def with_fewer_layers(resolved: Resolved) -> Resolved | None:
-    """Without the head on the GPU or, if it is not there, one layer less; None if one layer is left.
+    """Without buffers for long prompts, if there are any; without the head on the GPU; or, if that is not there, one
+    layer less. None if one layer is left.
 
     Only where layers are on the GPU as a whole. RequestError if --ram does not hold the rest.
     """
@@ -223,6 +226,8 @@ def with_fewer_layers(resolved: Resolved) -> Resolved | None:
     from powerinfer.placement.shapes import checkpoint_model
 
     assert resolved.plan is None and resolved.gpu is not None
+    if resolved.staging:
+        return replace(resolved, staging=0)
     layers = resolved.gpu_layers - (not resolved.gpu_head)
     if not layers:
         return None
@@ -510,25 +515,29 @@ def _beside_gpu(
 
 def _whole_layers(resolved: Resolved, model: Model, hardware: Hardware) -> Resolved:
     """The first layers on the GPU, as many as fit into --vram. RequestError if none does."""
-    from powerinfer.placement.budget import budgets, layers_that_fit, no_layer_fits
+    from powerinfer.placement.budget import budgets, no_layer_fits, whole_layers
 
     engine = resolved.engine
     work, (vram, _) = _workload(model, engine, "all"), budgets(hardware, engine.vram, engine.ram)
-    layers, head = layers_that_fit(model, hardware, work, vram, dense=True)
+    layers, head, staging = whole_layers(model, hardware, work, vram)
     if not layers:
         raise no_layer_fits(model, hardware, work, vram, dense=True)
     why = f"whole layers ({resolved.selection.why})"
-    return _within_ram(replace(resolved, gpu_layers=layers, gpu_head=head, why=why), model, hardware)
+    placed = replace(resolved, gpu_layers=layers, gpu_head=head, why=why, staging=staging)
+    return _within_ram(placed, model, hardware)
 
 
 def _within_ram(resolved: Resolved, model: Model, hardware: Hardware) -> Resolved:
-    """The same within --ram, with what that does not hold on disk, where layers are on the GPU as a whole. RequestError
-    if it does not hold the rest."""
-    from powerinfer.placement.budget import gib, in_ram
+    """The same within --ram, without the buffers for long prompts or with what that does not hold on disk, where layers
+    are on the GPU as a whole. RequestError if it does not hold the rest."""
+    from powerinfer.placement.budget import gib, in_ram, staged_in_ram
 
     engine, layers, head = resolved.engine, resolved.gpu_layers, resolved.gpu_head
     needed = sum(in_ram(model, _workload(model, engine, "all"), layers, head, hardware.host_bytes).values())
-    if engine.ram is None or needed <= engine.ram:
+    if engine.ram is None or needed + staged_in_ram(resolved.staging) <= engine.ram:
+        return replace(resolved, disk=None)
+    resolved = replace(resolved, staging=0)
+    if needed <= engine.ram:
         return replace(resolved, disk=None)
     if engine.disk != "none" and not head:
         placed = _on_disk(resolved, model, engine.ram, hardware.host_bytes)

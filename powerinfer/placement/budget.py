@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from powerinfer.devices.link import link_bytes
-from powerinfer.devices.stage import BUFFERS, buffer_bytes, expert_buffer
+from powerinfer.devices.stage import BUFFERS, buffer_bytes, expert_buffer, layer_buffer
 from powerinfer.errors import RequestError, VramError
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.hardware.description import Hardware
@@ -42,6 +42,9 @@ STAGED = 16
 
 EXPERT_STAGED = 8
 """Streaming experts gets at most 1/EXPERT_STAGED of their room: its buffers are of whole experts."""
+
+GIVES_WAY = 8
+"""A layer as a whole makes room on a GPU for buffers through which others stream if there are so many of these."""
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -234,6 +237,37 @@ def layers_that_fit(
     every = model.config.n_layers
     layers = bisect_right(range(1, every + 1), vram, key=taken)
     return layers, layers == every and taken(every, True) <= vram
+
+
+def whole_layers(model: Model, hardware: Hardware, work: Workload, vram: int) -> tuple[int, bool, int]:
+    """Layers as a whole and the head, as of `layers_that_fit`, and the bytes of a buffer through which the matrices of
+    the other layers stream there for long prompts; 0: none is needed, or there is no room for it."""
+    layers, head = layers_that_fit(model, hardware, work, vram, dense=True)
+    others = model.config.n_layers - layers
+    if not layers or not others or work.chunk <= kernels.FEW or any(model.n_experts):
+        return layers, head, 0
+    room = (
+        vram - sum(on_gpu(model, hardware, work, layers, False, dense=True).values()) - streamed_vectors(model, layers)
+    )
+    wanted = streamed_buffer(model)
+    found = streamed_buffer(model, max(0, room) // staged_on_gpu(1))
+    if found < wanted and others >= GIVES_WAY:
+        least = vram - staged_on_gpu(wanted) - streamed_vectors(model, 0)
+        fewer, _ = layers_that_fit(model, hardware, work, least, dense=True)
+        if fewer:
+            return fewer, False, wanted
+    return layers, head, found
+
+
+def streamed_buffer(model: Model, limit: int = 1 << 62) -> int:
+    """Bytes of a buffer through which matrices of layers in RAM stream to a GPU; 0 if `limit` is too little."""
+    widest = max(model.config.widest_ffn, model.config.d_model)
+    return layer_buffer(max(map(_panels, model.ffn)), widest, limit)
+
+
+def streamed_vectors(model: Model, layers: int) -> int:
+    """Bytes on the GPU of the norms and biases of layers behind the first `layers`, which stream."""
+    return model.layer_vectors(True, model.config.n_layers) - model.layer_vectors(True, layers)
 
 
 def no_layer_fits(model: Model, hardware: Hardware, work: Workload, vram: int, dense: bool = False) -> VramError:
