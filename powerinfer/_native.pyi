@@ -205,6 +205,9 @@ class Matrix:
     def type(self) -> str: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def panels(self) -> NDArray[np.uint8] | None:
+        """Its memory, uint8 [panels, bytes of a panel] (csrc/table.h); None if it stays on disk."""
 
 def pack_matrix(
     pool: Pool,
@@ -369,6 +372,12 @@ class Cache:
     def pages(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+    def heads(self, layer: int) -> NDArray[np.uint8]:
+        """
+        The memory of a layer, uint8 [pages, kv heads, bytes], which may be written while no step runs. A head of a
+        page: keys [head_dim][32], values [32][head_dim], head_dim in whole LANES; of q8_0 followed by the scales of
+        32 dimensions, float16, in the same order.
+        """
 
 class States:
     def __init__(self, layers: Sequence[tuple[int, int, int, int, int]], slots: int) -> None:

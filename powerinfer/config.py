@@ -873,6 +873,9 @@ class TrainConfig:
     seed: int = option(0, "random seed", metavar="N", least=0, flags=("-s",))
 
 
+STORED_TYPES = ("same", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+
+
 @dataclass(frozen=True)
 class SparsifyConfig:
     """How a dense model is made sparse. Field names are the Python keyword arguments and, with dashes, the flags."""
@@ -898,12 +901,17 @@ class SparsifyConfig:
     type: str = option(
         "q8_0",
         "type of the changed matrices of a GGUF file; a folder keeps its own",
-        choices=("f16", "bf16", "q8_0", "q4_0"),
+        choices=("f16", "bf16", "q8_0", "q5_0", "q4_0"),
     )
     attention_type: str = option(
         "same",
         "type of the changed matrices of attention in a GGUF file; same: --type",
-        choices=("same", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"),
+        choices=STORED_TYPES,
+    )
+    embedding_type: str = option(
+        "same",
+        "type of the token embedding in a GGUF file; same: as it is, of a folder --type",
+        choices=STORED_TYPES,
     )
     save: float = option(600.0, "seconds between the states that are kept, to resume from", metavar="X")
     device: str = option("auto", "device to train on; auto: a GPU if torch has one", choices=("auto", "cpu", "cuda"))

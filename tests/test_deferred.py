@@ -292,6 +292,18 @@ def whole_layers(name: str, folder: Path) -> list[np.ndarray]:
         executor.close()
 
 
+def layers_that_stream(name: str, folder: Path) -> list[np.ndarray]:
+    """All but the first, in steps of many tokens."""
+    checkpoint, stage = open_checkpoint(saved(name, folder)), Stage(torch_device(), 1 << 13)
+    resolved = Resolved(checkpoint, engine_of(), gpu=device_name(), gpu_layers=1, gpu_head=False)
+    executor = load_split(resolved, stage=stage)
+    stage.least = 33
+    try:
+        return answers(executor, ())
+    finally:
+        executor.close()
+
+
 def of_neurons(
     name: str,
     folder: Path,
@@ -353,6 +365,7 @@ Scene = Callable[[Path], list[np.ndarray]]
 
 SCENES: dict[str, Scene] = {
     "whole layers": functools.partial(whole_layers, "tiny"),
+    "layers that stream": functools.partial(layers_that_stream, "qwen3"),
     "neurons": functools.partial(of_neurons, "tiny"),
     "predicted neurons, which are swapped": functools.partial(of_neurons, "tiny", predicted=True, swaps=True),
     "neurons beside attention": functools.partial(of_neurons, "falcon-40b", predicted=True),
@@ -422,11 +435,11 @@ LEFT_OUT = {
     "self._done.synchronize()": ("neurons", "whole layers"),
     # stage.py: buffers that are filled, copied and summed in turn
     "event.record(self._streams.current())": ("memory that was in use",),
-    "self._copied[slot].synchronize()": ("neurons that stream", "experts that stream"),
-    "self._side.wait_event(self._summed[slot])": ("neurons that stream", "experts that stream"),
-    "self._copied[slot].record(self._side)": ("neurons that stream", "experts that stream"),
-    "main.wait_event(self._copied[slot])": ("neurons that stream", "experts that stream"),
-    "self._summed[slot].record(main)": ("neurons that stream", "experts that stream"),
+    "self._copied[slot].synchronize()": ("neurons that stream", "experts that stream", "layers that stream"),
+    "self._side.wait_event(self._summed[slot])": ("neurons that stream", "experts that stream", "layers that stream"),
+    "self._copied[slot].record(self._side)": ("neurons that stream", "experts that stream", "layers that stream"),
+    "main.wait_event(self._copied[slot])": ("neurons that stream", "experts that stream", "layers that stream"),
+    "self._summed[slot].record(main)": ("neurons that stream", "experts that stream", "layers that stream"),
     # experts.py: experts that are exchanged beside steps
     "ready.record(streams.current())": ("experts that a policy exchanges",),
     "side.wait_event(ready)": ("experts that a policy exchanges",),

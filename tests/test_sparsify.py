@@ -34,8 +34,8 @@ from powerinfer.sparsify import Made, measured, sparsify
 from powerinfer.sparsify.estimate import estimate, memory, stage_costs
 from powerinfer.sparsify.loss_plot import draw_log, read_log
 from powerinfer.sparsify.own_text import OwnText, is_useful, write_own_text
-from powerinfer.sparsify.recipes import FFN_PARTS, RECIPES, Stage, check_recipe
-from powerinfer.sparsify.torch_model import TorchModel, _Rounded, load
+from powerinfer.sparsify.recipes import FFN_PARTS, RECIPES, Stage, StoredTypes, check_recipe
+from powerinfer.sparsify.torch_model import HALVES, TorchModel, _Rounded, load
 from powerinfer.sparsify.training import Sparsifier, _Cut
 from powerinfer.sparsify.writing import write_model
 
@@ -192,7 +192,7 @@ def test_thresholds_of_zero_in_a_start(dense: Path, tmp_path: Path) -> None:
     start = open_checkpoint(first.path)
     thresholds = np.array(start.take("layers.0.threshold").float32())
     thresholds[3] = 0
-    path = write_model(start, tmp_path / "zero", "f16", [], lambda name: 0, {"hidden_act": "cats"}, {
+    path = write_model(start, tmp_path / "zero", StoredTypes("f16"), [], lambda name: 0, {"hidden_act": "cats"}, {
         "layers.0.threshold": thresholds,
         "layers.1.threshold": np.array(start.take("layers.1.threshold").float32()),
     })  # fmt: skip
@@ -555,7 +555,7 @@ def test_what_cannot_be(dense: Path, tmp_path: Path) -> None:
         ({"seed": 1 << 63}, "--seed 9223372036854775808 is more than 64 bits hold"),
         ({"zeros": 1.0}, "--zeros 1 must be above 0 and below 1"),
         ({"save": float("nan")}, "--save must be a number of seconds, not nan"),
-        ({"type": "q5_0"}, "--type must be one of f16, bf16, q8_0, q4_0, not 'q5_0'"),
+        ({"type": "q5_1"}, "--type must be one of f16, bf16, q8_0, q5_0, q4_0, not 'q5_1'"),
         ({"batch": 16}, "--batch 16 is less than a window of 32"),
         ({"lr": 0.0}, "--lr 0 must be above 0"),
         ({"tokens": 100}, "--tokens 100 is less than a step of --batch 256 tokens"),
@@ -680,11 +680,21 @@ def test_attention_of_another_type(kind: str, dense: Path, tmp_path: Path) -> No
             assert checkpoint.take(name).type == wanted and (name in rounded) == (wanted == "Q4_0"), name
 
 
-def test_rounded_weights_are_those_that_are_stored() -> None:
+def test_an_embedding_of_another_type(dense: Path, tmp_path: Path) -> None:
+    before = open_checkpoint(dense).take("embed").float32()
+    made(dense, tmp_path / "out", tokens=512, type="q5_0", embedding_type="q4_1")
+    checkpoint = open_checkpoint(tmp_path / "out" / "model.gguf")
+    embedding = checkpoint.take("embed")
+    assert embedding.type == "Q4_1" and checkpoint.take("layers.0.up").type == "Q5_0"
+    assert np.array_equal(embedding.float32(), dequantize(quantize(before, "Q4_1"), "Q4_1"))
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q5_0"])
+def test_rounded_weights_are_those_that_are_stored(kind: str) -> None:
     weight = torch.randn(7, 96, generator=torch.Generator().manual_seed(0)).requires_grad_()
     weight.data[3, :32] = 0
-    rounded = _Rounded.apply(weight)
-    assert np.array_equal(rounded.detach().numpy(), dequantize(quantize(weight.detach().numpy(), "Q4_0"), "Q4_0"))
+    rounded, stored = _Rounded.apply(weight, HALVES[kind]), kind.upper()
+    assert np.array_equal(rounded.detach().numpy(), dequantize(quantize(weight.detach().numpy(), stored), stored))
     rounded.backward(torch.full((7, 96), 2.0))
     assert torch.equal(weight.grad, torch.full((7, 96), 2.0))
 

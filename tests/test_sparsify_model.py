@@ -20,7 +20,7 @@ from powerinfer.config import FfnConfig
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.tokenizer_gguf import PRE_TOKENIZERS, tokenizer_from_gguf
 from powerinfer.sparsify.as_gguf import ARCHITECTURES, PROBE, SPLITS, AsGGUF
-from powerinfer.sparsify.recipes import unsupported
+from powerinfer.sparsify.recipes import StoredTypes, unsupported
 from powerinfer.sparsify.torch_model import TorchModel, _Rms, activate, load
 from powerinfer.sparsify.training import trained_names
 from powerinfer.sparsify.writing import check_writable, write_model
@@ -43,7 +43,9 @@ def test_every_file_is_written_again(case: Case, layout: str, tmp_path: Path) ->
         return
     names, about = trained_names(checkpoint.config)[1], {"hidden_act": "relu"}
     check_writable(checkpoint, names, about)
-    path = write_model(checkpoint, tmp_path / "out", "f16", names, lambda name: -2 * values(checkpoint, name), about)
+    path = write_model(
+        checkpoint, tmp_path / "out", StoredTypes("f16"), names, lambda name: -2 * values(checkpoint, name), about
+    )
     written = open_checkpoint(path)
     for one, before in zip(written.config.layers, checkpoint.config.layers, strict=True):
         assert one == replace(before, ffn=replace(before.ffn, activation="relu"))
@@ -72,7 +74,7 @@ def test_a_folder_as_gguf(case: Case, tmp_path: Path, monkeypatch: pytest.Monkey
     check_writable(checkpoint, [], about, "gguf")
     doubled = ["layers.0.k", "layers.1.down"] if "layers.1.down" in checkpoint.names() else ["layers.0.k"]
     path = write_model(
-        checkpoint, tmp_path, "f16", doubled, lambda name: 2 * values(checkpoint, name), about, form="gguf"
+        checkpoint, tmp_path, StoredTypes("f16"), doubled, lambda name: 2 * values(checkpoint, name), about, form="gguf"
     )
     written = open_checkpoint(path)
     assert {kind for name, kind, *_ in written.tensor_list() if name.endswith(("gate", "q", "embed"))} == {"F16"}
@@ -119,7 +121,13 @@ def test_a_tokenizer_as_gguf(split: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert made["tokenizer.ggml.tokens"][:-3] == pieces and made["tokenizer.ggml.tokens"][-1] == f"[PAD{size - 1}]"
     assert made["tokenizer.ggml.token_type"][-5:] == [3, 4, 5, 5, 5] and made["tokenizer.chat_template"] == "{{ 1 }}"
     path = write_model(
-        open_checkpoint(folder), tmp_path, "q8_0", [], lambda _: np.zeros(0), {"hidden_act": "silu"}, form="gguf"
+        open_checkpoint(folder),
+        tmp_path,
+        StoredTypes("q8_0"),
+        [],
+        lambda _: np.zeros(0),
+        {"hidden_act": "silu"},
+        form="gguf",
     )
     read, known = open_checkpoint(path).tokenizer(), open_checkpoint(folder).tokenizer()
     text = PROBE + "<|im_end|><tool>" + PROBE
@@ -163,7 +171,13 @@ def add_thresholds(checkpoint: Checkpoint, folder: Path) -> None:
         check_writable(source, [], about)
         made = open_checkpoint(
             write_model(
-                source, folder / to, "f16", ["layers.0.up"], lambda name: values(checkpoint, name), about, added
+                source,
+                folder / to,
+                StoredTypes("f16"),
+                ["layers.0.up"],
+                lambda name: values(checkpoint, name),
+                about,
+                added,
             )
         )
         for name in checkpoint.names():

@@ -44,6 +44,8 @@ using OutBytes2 = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cp
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats2 = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using OutFloats2 = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using PanelBytes = nb::ndarray<nb::numpy, const uint8_t, nb::ndim<2>>;
+using CacheBytes = nb::ndarray<nb::numpy, uint8_t, nb::ndim<3>>;
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ints2 = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
@@ -573,7 +575,15 @@ void bind_matrix(nb::module_& m) {
       .def_ro("rows", &Matrix::rows)
       .def_ro("k", &Matrix::k)
       .def_prop_ro("type", [](const Matrix& w) { return std::string(TYPES[w.type]); })
-      .def_prop_ro("nbytes", &Matrix::bytes);
+      .def_prop_ro("nbytes", &Matrix::bytes)
+      .def_prop_ro(
+          "panels",
+          [](nb::handle self) -> std::optional<PanelBytes> {
+            const Matrix& w = nb::cast<const Matrix&>(self);
+            if (!w.data) return std::nullopt;
+            return PanelBytes(w.data, {(size_t)w.panels, (size_t)pi_panel_bytes(w.type, w.k)}, self);
+          },
+          "Its memory, uint8 [panels, bytes of a panel] (csrc/table.h); None if it stays on disk.");
   m.def(
       "pack_matrix", &pack_matrix, "pool"_a, "arena"_a, "type"_a, "rows"_a, "k"_a, "data"_a, "row_map"_a = nb::none(),
       "A matrix [rows, k] from the blocks of a model file, uint8 1-D. row_map: packed row r is row row_map[r], zeros\n"
@@ -713,7 +723,22 @@ void bind_cache(nb::module_& m) {
           "the\n"
           "numbers of a key, its first, that are its value too; 0, or none given: values are stored beside keys.")
       .def_ro("pages", &Cache::pages)
-      .def_prop_ro("nbytes", &Cache::bytes);
+      .def_prop_ro("nbytes", &Cache::bytes)
+      .def(
+          "heads",
+          [](nb::handle self, size_t layer) {
+            const Cache& cache = nb::cast<const Cache&>(self);
+            require(layer < cache.layers.size(), "no such layer in the cache");
+            const Cache::Layer& own = cache.layers[layer];
+            return CacheBytes(cache.data(own), {(size_t)cache.pages, (size_t)own.kv_heads, (size_t)own.head_bytes},
+                              self, {cache.page_bytes, own.head_bytes, 1});
+          },
+          "layer"_a,
+          "The memory of a layer, uint8 [pages, kv heads, bytes], which may be written while no step runs. A head of "
+          "a\n"
+          "page: keys [head_dim][32], values [32][head_dim], head_dim in whole LANES; of q8_0 followed by the scales "
+          "of\n"
+          "32 dimensions, float16, in the same order.");
 }
 
 void bind_states(nb::module_& m) {

@@ -20,7 +20,7 @@ from powerinfer.sparsify.card import card, document
 from powerinfer.sparsify.estimate import Rates, memory
 from powerinfer.sparsify.loss_plot import draw_log
 from powerinfer.sparsify.own_text import FILE, PART, write_own_text
-from powerinfer.sparsify.recipes import check
+from powerinfer.sparsify.recipes import StoredTypes, check
 from powerinfer.sparsify.writing import check_writable, write_model
 
 
@@ -93,13 +93,12 @@ def sparsify(
         path = write_model(
             checkpoint,
             out,
-            config.type,
+            StoredTypes(config.type, config.attention_type, config.embedding_type),
             done.changed,
             work.values,
             about,
             done.thresholds,
             form=config.format,
-            attention_type=config.attention_type,
         )
         written = open_checkpoint(path)
         after = work.evaluate(TorchModel(written.config, load(written), work.teacher.compute))

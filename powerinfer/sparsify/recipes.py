@@ -11,9 +11,20 @@ FFN_PARTS = frozenset(f"{of}{part}" for of in ("", "experts_", "shared_") for pa
 """Matrices of a layer's FFN, by the last part of their canonical names."""
 
 
-def stored_type(name: str, kind: str, attention: str) -> str:
-    """Of a trained matrix, by its canonical name; kind, attention: --type and --attention-type."""
-    return kind if attention == "same" or name.rpartition(".")[2] in FFN_PARTS else attention
+@dataclass(frozen=True)
+class StoredTypes:
+    """--type, --attention-type and --embedding-type."""
+
+    changed: str
+    attention: str = "same"
+    embedding: str = "same"
+
+    def __getitem__(self, name: str) -> str:
+        """Of a changed matrix, by its canonical name."""
+        if name == "embed":
+            return self.embedding
+        own = self.attention == "same" or name.rpartition(".")[2] in FFN_PARTS
+        return self.changed if own else self.attention
 
 
 @dataclass(frozen=True)

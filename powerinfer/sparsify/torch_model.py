@@ -6,7 +6,7 @@ written back alike. What a family's layers compute is what `ModelConfig` says, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +45,9 @@ class Neurons(NamedTuple):
 
 Hidden = Callable[[str, "Tensor | None", Tensor], Tensor]
 """h from the name of an FFN (`layers.N.`, of experts `layers.N.experts_`, `layers.N.shared_`), and gate and up."""
+
+HALVES = {"q4_0": 8, "q5_0": 16}
+"""Types that `TorchModel.rounded` may state: half the number of their codes. Finer ones are not worth it."""
 
 Seen = Callable[[str, Neurons], None]
 """Called with the name of an FFN and what happened there."""
@@ -91,7 +94,7 @@ class TorchModel:
     """Weights by canonical name, and the forward pass over whole windows of text.
 
     Matrices are multiplied in `compute`; norms, the residual stream, the router and the logits are float32. rounded:
-    names of the matrices that are used as Q4_0 stores them, with the gradient of what they are rounded from.
+    by name, matrices that are used as Q4_0 or Q5_0 stores them, with the gradient of what they are rounded from.
     """
 
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], compute: torch.dtype) -> None:
@@ -101,7 +104,7 @@ class TorchModel:
         self.config, self.compute = config, compute
         self.weights = weights
         self.hidden: Hidden = self._plain
-        self.rounded: frozenset[str] = frozenset()
+        self.rounded: Mapping[str, str] = {}
         self._each: dict[str, tuple[Tensor, ...]] = {}  # of stacked matrices, those of each expert
         self._rotations: dict[tuple[RopeConfig, int], tuple[Tensor, Tensor]] = {}
 
@@ -110,7 +113,8 @@ class TorchModel:
     def _weight(self, name: str, expert: int | None = None) -> Tensor:
         each = self._each.get(name)
         weight = self.weights[name] if expert is None else self.weights[name][expert] if each is None else each[expert]
-        return (_Rounded.apply(weight) if name in self.rounded else weight).to(self.compute)
+        kind = self.rounded.get(name)
+        return (weight if kind is None else _Rounded.apply(weight, HALVES[kind])).to(self.compute)
 
     def _linear(self, x: Tensor, name: str, expert: int | None = None) -> Tensor:
         bias = self.weights.get(name + "_bias")
@@ -328,19 +332,20 @@ class _Rms(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _Rounded(torch.autograd.Function):  # type: ignore[misc]
-    """A matrix as Q4_0 stores it (`formats.quant.quantize`); the gradient passes straight through."""
+    """A matrix as Q4_0 or Q5_0 stores it (`formats.quant.quantize`), whose codes reach from -half to half - 1; the
+    gradient passes straight through."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, half: int) -> Tensor:
         blocks = weight.unflatten(-1, (-1, 32))
         high, low = blocks.amax(-1, True), blocks.amin(-1, True)
-        scale = torch.where(high > -low, high, low) / -8
-        codes = (blocks * torch.where(scale == 0, 0, 1 / scale)).add_(8.5).floor_().clamp_(0, 15)
-        return codes.sub_(8).mul_(scale.half().float()).view_as(weight)
+        scale = torch.where(high > -low, high, low) / -half
+        codes = (blocks * torch.where(scale == 0, 0, 1 / scale)).add_(half + 0.5).floor_().clamp_(0, 2 * half - 1)
+        return codes.sub_(half).mul_(scale.half().float()).view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
 
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,10 +45,11 @@ from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.layout import is_router, matrix_names, shapes
 from powerinfer.formats.prepared import TRAINING, PreparedFile
+from powerinfer.formats.quant import dequantize, quantize
 from powerinfer.prepare.corpus import Corpus, read_windows
 from powerinfer.progress import Progress, Say, silent
-from powerinfer.sparsify.recipes import FFN_PARTS, RECIPES, Stage, check, stored_type
-from powerinfer.sparsify.torch_model import Neurons, TorchModel, load
+from powerinfer.sparsify.recipes import FFN_PARTS, RECIPES, Stage, StoredTypes, check
+from powerinfer.sparsify.torch_model import HALVES, Neurons, TorchModel, load
 from powerinfer.system import available_memory
 
 HELD_OUT = 0.02  # of the windows of each text, at least MIN_HELD_OUT: measured on, never trained on
@@ -113,12 +115,16 @@ class Sparsifier:
         frozen = {name: value.to(compute) if value.ndim > 1 else value for name, value in weights.items()}
         self.teacher = TorchModel(checkpoint.config, frozen, compute)
         self._ffns, self._all = trained_names(checkpoint.config)
-        # other types are too fine for this to be worth it
-        rough = [name for name in self._all if stored_type(name, config.type, config.attention_type) == "q4_0"]
+        types = StoredTypes(config.type, config.attention_type, config.embedding_type)
         gguf = "gguf" in (checkpoint.source, config.format)
-        self._rounded = [name for name in rough if gguf and weights[name].shape[-1] % 32 == 0]
+        rough = [name for name in self._all if gguf and types[name] in HALVES and weights[name].shape[-1] % 32 == 0]
+        self._rounded = {name: types[name] for name in rough}
         first = weights if start is None else self._started(start, weights)
         own = dict(frozen) | {name: first[name].to(self.device).clone() for name in self._all}
+        self._embedding: tuple[str, ...] = ()  # where its type changes
+        if gguf and config.embedding_type != "same":
+            self._embedding = ("embed",)
+            own["embed"] = _stored(weights["embed"], config.embedding_type).to(self.device, compute)
         del weights, first
         self.student = TorchModel(checkpoint.config, own, compute)
         self.student.hidden = self._hidden
@@ -151,6 +157,8 @@ class Sparsifier:
 
     def values(self, name: str) -> NDArray[np.float32]:
         """Of a weight, by its canonical name."""
+        if name in self._embedding:
+            return self._checkpoint.take(name).float32()
         return np.asarray(self.student.weights[name].detach().float().cpu().numpy())
 
     def _started(self, start: Checkpoint, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -299,7 +307,8 @@ class Sparsifier:
             thresholds[f"{name}threshold"] = np.asarray(own.cpu().numpy())
         every = any(stage.other and steps for stage, steps in self.stages)
         seconds, tokens = time.monotonic() - began, self._tokens(self._steps)
-        return Trained(self._all if every else self._ffns, limits, thresholds, before, tokens, seconds, resumed)
+        changed = self._embedding + (self._all if every else self._ffns)
+        return Trained(changed, limits, thresholds, before, tokens, seconds, resumed)
 
     def _importances(self) -> dict[str, Tensor]:
         """By the name of an FFN, of each neuron float32 [d_ff], with mean 1."""
@@ -354,7 +363,7 @@ class Sparsifier:
         names = self._all if stage.other else self._ffns
         for name in self._all:
             self.student.weights[name].requires_grad_(name in names)
-        self.student.rounded = frozenset(names).intersection(self._rounded if stage.stored else ())
+        self.student.rounded = {name: kind for name, kind in self._rounded.items() if stage.stored and name in names}
         ffns = set(self._ffns)
         groups = [
             {"params": [self.student.weights[name] for name in names if (name in ffns) == own], "rate": rate}
@@ -443,7 +452,7 @@ class Sparsifier:
         if self._start is not None:
             digest.update(self._start.fingerprint.encode())
         if self._rounded:
-            digest.update(" ".join(self._rounded).encode())
+            digest.update(json.dumps(self._rounded).encode())
         for windows in (self._train, self._held_out):
             digest.update(np.ascontiguousarray(windows).tobytes())
         return digest.hexdigest()
@@ -647,11 +656,32 @@ def _keep_freed_memory() -> None:
         mallopt(-1, 0x7FFFFFFF)  # M_TRIM_THRESHOLD
 
 
+def _stored(weight: Tensor, kind: str) -> Tensor:
+    """As a type stores it, float32 on the CPU."""
+    values = quantize(np.ascontiguousarray(weight.float().cpu().numpy()), kind.upper())
+    return torch.from_numpy(np.array(dequantize(values, kind.upper())))
+
+
+@cache
 def fast_type(device: torch.device) -> torch.dtype:
-    """bfloat16 where the device multiplies matrices of it several times as fast, else float32: with AVX-512 BF16 alone
-    torch has 0.6 of the speed of float32."""
-    fast = device.type == "cuda" or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if fast else torch.float32
+    """bfloat16 where the device multiplies matrices of it clearly faster than float32, else float32. Of CPUs with
+    AVX-512 BF16 some have four times the speed, some 0.6 of it, so they are timed."""
+    if device.type == "cuda" or torch.cpu._is_amx_tile_supported():
+        return torch.bfloat16
+    if not torch.cpu._is_avx512_bf16_supported():
+        return torch.float32
+    return torch.bfloat16 if 1.3 * _product(torch.bfloat16) < _product(torch.float32) else torch.float32
+
+
+def _product(kind: torch.dtype) -> float:
+    """Seconds that a product of matrices takes, at the best of several."""
+    x, weight = torch.ones(512, 1024, dtype=kind), torch.ones(1024, 1024, dtype=kind)
+    took = []
+    for _ in range(8):
+        began = time.perf_counter()
+        functional.linear(x, weight)
+        took.append(time.perf_counter() - began)
+    return min(took)
 
 
 @contextmanager

@@ -31,9 +31,9 @@ from powerinfer.formats.quant import Bytes, Float32, block_type, dequantize, qua
 from powerinfer.formats.safetensors_file import read_safetensors, safetensors_header
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.sparsify.as_gguf import AsGGUF
-from powerinfer.sparsify.recipes import stored_type
+from powerinfer.sparsify.recipes import StoredTypes
 
-_FILE_TYPES = {"f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}
+_FILE_TYPES = {"f16": 1, "q4_0": 2, "q8_0": 7, "q5_0": 8, "bf16": 32}
 """By the type of changed matrices, what GGUF calls a file of it."""
 
 _DIVISORS = "rope_freqs.weight"
@@ -84,22 +84,20 @@ def check_writable(checkpoint: Checkpoint, names: Sequence[str], about: Mapping[
 def write_model(
     checkpoint: Checkpoint,
     out: Path,
-    type_name: str,
+    types: StoredTypes,
     changed: Sequence[str],
     new: NewValues,
     about: Mapping[str, Any],
     added: Mapping[str, Float32] = MappingProxyType({}),
     form: str = "same",
-    attention_type: str = "same",
 ) -> Path:
     """Write the model with new values of the tensors `changed` (canonical names) into the folder `out`; its path.
 
-    form: same, as the model's; gguf, of a folder too. type_name: f16, bf16, q8_0 or q4_0, for the changed matrices of a
-    GGUF file, for all if it is made of a folder; a folder keeps its types. attention_type: of those of attention, see
-    `stored_type`. about: the activation, "hidden_act", and the thresholds of the layers, "hidden_act_param", if it has
-    any. added: of every layer, as `layers.N.threshold`, the thresholds of its neurons, float32 [neurons]. Where neither
-    states thresholds those that the model has for its neurons stay, if the activation is one that needs them. Each file
-    takes its place when it is complete and on disk.
+    form: same, as the model's; gguf, of a folder too. types: of the changed matrices of a GGUF file, of all if it is
+    made of a folder; a folder keeps its types. about: the activation, "hidden_act", and the thresholds of the layers,
+    "hidden_act_param", if it has any. added: of every layer, as `layers.N.threshold`, the thresholds of its neurons,
+    float32 [neurons]. Where neither states thresholds those that the model has for its neurons stay, if the activation
+    is one that needs them. Each file takes its place when it is complete and on disk.
     """
     out.mkdir(parents=True, exist_ok=True)
     stay = not added and about["hidden_act"] in THRESHOLDED and _LIMITS not in about
@@ -108,7 +106,7 @@ def write_model(
         name: RawTensor("F32", values.shape, np.ascontiguousarray(values, "<f4").view(np.uint8))
         for name, values in added.items()
     }
-    model = _Model(checkpoint, (type_name, attention_type), changed, new, about, own, gone)
+    model = _Model(checkpoint, types, changed, new, about, own, gone)
     if checkpoint.source != "gguf" and form != "gguf":
         return _write_folder(model, out)
     content = _changed_gguf(model) if checkpoint.source == "gguf" else _folder_as_gguf(model)
@@ -122,7 +120,7 @@ class _Model:
     """What is written: fields as of `write_model`; gone: canonical names of the tensors that are left out."""
 
     checkpoint: Checkpoint
-    types: tuple[str, str]
+    types: StoredTypes
     changed: Sequence[str]
     new: NewValues
     about: Mapping[str, Any]
@@ -175,7 +173,7 @@ def _changed_gguf(model: _Model) -> _Content:
     architecture, metadata = model.checkpoint.config.architecture, metadata_bytes(file.path)
     metadata.pop(f"{architecture}.{_LIMITS}", None)
     metadata |= {f"{architecture}.{key}": encoded(value) for key, value in model.about.items()}
-    metadata["general.file_type"] = encoded(_FILE_TYPES[model.types[0]])
+    metadata["general.file_type"] = encoded(_FILE_TYPES[model.types.changed])
     data = (
         quantize(changes[name].values(model.new), kind) if name in changes else every[name].data
         for name, kind, _ in tensors
@@ -188,14 +186,14 @@ def _folder_as_gguf(model: _Model) -> _Content:
     checkpoint = model.checkpoint
     form = AsGGUF(checkpoint)
     metadata = form.metadata | {f"{form.architecture}.{key}": value for key, value in model.about.items()}
-    metadata |= {"general.file_type": _FILE_TYPES[model.types[0]], "general.quantization_version": 2}
+    metadata |= {"general.file_type": _FILE_TYPES[model.types.changed], "general.quantization_version": 2}
     every = {name: shape for name, shape in shapes(checkpoint.config) if name not in model.gone}
     every |= {name: tensor.shape for name, tensor in model.added.items()}
     if form.divisors is not None:
         every[_DIVISORS] = form.divisors.shape
-    changed = {name: stored_type(name, *model.types) for name in model.changed}
+    changed = {name: model.types[name] for name in model.changed}
     types = {
-        name: "F32" if len(shape) == 1 or is_router(name) else _fitting(changed.get(name, model.types[0]), shape)
+        name: "F32" if len(shape) == 1 or is_router(name) else _fitting(changed.get(name, model.types.changed), shape)
         for name, shape in every.items()
     }
     tensors = [(name if name == _DIVISORS else NAMES(name), types[name], shape) for name, shape in every.items()]
@@ -221,10 +219,10 @@ def _fitting(wanted: str, shape: Sequence[int]) -> str:
     return kind.name if shape[-1] % kind.block == 0 else "F16"
 
 
-def _new_type(change: _Change, types: tuple[str, str]) -> str:
+def _new_type(change: _Change, types: StoredTypes) -> str:
     """Vectors stay as they are."""
     tensor = change.tensor
-    return tensor.type if len(tensor.shape) == 1 else _fitting(stored_type(change.rows[0][0], *types), tensor.shape)
+    return tensor.type if len(tensor.shape) == 1 else _fitting(types[change.rows[0][0]], tensor.shape)
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------
