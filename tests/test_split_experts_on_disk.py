@@ -16,6 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import test_expert_neurons as neurons_inside  # noqa: E402
 from gpu_device import device_name  # noqa: E402
 from serving import ByteTokenizer  # noqa: E402
 from test_disk import steps  # noqa: E402
@@ -259,16 +260,16 @@ def described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("powerinfer.hardware.measure.measured", lambda *_, **__: machine)
 
 
-def planned(path: Path, hot: int, ram: int = 0, **options: Any) -> Resolved:
+def planned(path: Path, hot: int, ram: int = 0, quantize: str | None = None, **options: Any) -> Resolved:
     """With a --vram for that number of experts, and so much less --ram than the others need."""
-    engine, checkpoint = replace(ENGINE, gpu=device_name(), **options), open_checkpoint(path)
+    engine, checkpoint = replace(ENGINE, gpu=device_name(), **options), open_checkpoint(path, quantize)
     model, every = checkpoint_model(checkpoint), needs(resolve(checkpoint, engine))
     cold = sum(model.n_experts) - hot
     vram = every.vram - cold * model.expert_bytes(0)[0]
     whole = resolve(checkpoint, replace(engine, vram=vram))
     assert whole.experts is not None and whole.disk is None
-    needed = needs(replace(whole, staging=0)).ram
-    return resolve(open_checkpoint(path), replace(engine, vram=vram, ram=needed - ram)) if ram else whole
+    needed = needs(replace(whole, staging=0, policy=whole.policy or "static")).ram
+    return resolve(open_checkpoint(path, quantize), replace(engine, vram=vram, ram=needed - ram)) if ram else whole
 
 
 def test_what_neither_memory_holds_stays_on_disk(large: Path) -> None:
@@ -361,3 +362,39 @@ def test_a_request_that_fails_leaves_the_engine_usable(large: Path, monkeypatch:
             assert bool(failed) == bool(fault)
             assert llm.disk is not None and llm.disk["bytes"] > 0
     assert len(found[0]) == 12 and all(one == found[0] for one in found)
+
+
+def test_free_memory_is_the_budget_where_it_does_not_hold_them(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = planned(large, 20)
+    needed = needs(replace(whole, staging=0)).ram
+    for free, less in ((2 * needed, False), (needed - 1, True)):
+        monkeypatch.setattr("powerinfer.system.available_memory", lambda free=free: free)
+        resolved = resolve(open_checkpoint(large), whole.engine)
+        assert (resolved.disk is not None) is less
+        assert resolved.disk is None or sum(resolved.disk.held.values()) <= free * 9 // 10
+
+
+def test_policies_over_experts_that_are_on_disk(large: Path) -> None:
+    """`auto` tries none; one that is asked for has all experts there, and memory for some."""
+    resolved = planned(large, 20, 12 * MIB, trial=True, expert_policy="auto")
+    assert resolved.policy == "static" and "from disk" in resolved.why_policy
+    resolved = planned(large, 20, 6 * MIB, expert_policy="lru")
+    assert resolved.policy == "lru" and resolved.disk is not None
+    executor, sparsity = load_resolved(resolved, list)
+    try:
+        for one in single_tokens(30, executor.vocab_size):
+            executor.forward(one)
+        assert sparsity.report()["copied"] > 0
+    finally:
+        executor.close()
+
+
+def test_neurons_inside_experts_need_all_of_them_in_ram(tmp_path: Path) -> None:
+    path = neurons_inside.model(tmp_path, "Q4_0")
+    with pytest.raises(RequestError, match="computed where all experts are in RAM, and they do not fit"):
+        planned(path, 2, 1, selector="exact")
+
+
+def test_what_is_converted_cannot_stay_on_disk(written: Callable[[str], Path]) -> None:  # noqa: F811
+    with pytest.raises(RequestError, match="leave out --quantize"):
+        planned(written("folder"), 8, MIB, quantize="q8_0")
