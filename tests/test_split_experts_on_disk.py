@@ -377,7 +377,7 @@ def test_a_plan_says_what_is_where(large: Path, capsys: pytest.CaptureFixture[st
 def test_a_request_that_fails_leaves_the_engine_usable(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And is told in one line; the next answers are those of a disk that works."""
     resolved, found = planned(large, 20, 12 * MIB), []
-    for fault in ({}, {"fail_at": 150, "failures": 2, "error": errno.EIO}):
+    for fault in ({}, {"fail_at": 150, "failures": 30, "error": errno.EIO}):
         monkeypatch.setattr(_native, "Reads", emulating(**fault) if fault else REAL)
         executor, sparsity = load_resolved(replace(resolved, checkpoint=open_checkpoint(large)), list)
         config = open_checkpoint(large).config
