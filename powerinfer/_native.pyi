@@ -642,6 +642,10 @@ class Experts(Operator):
     def uses(self) -> NDArray[np.int32]:
         """Of experts on disk: the tokens that selected each since someone wrote zeros; not while a step runs."""
 
+    @property
+    def elsewhere(self) -> NDArray[np.uint8]:
+        """The same: not 0 for those that the caller computes elsewhere, which are not expected; to be written."""
+
     def disk_counts(self) -> dict[str, int]:
         """
         Of experts on disk, not while a step runs: wanted, hits; guessed: read because they were expected;
@@ -842,8 +846,11 @@ class Program:
         product with norm(x), a sigmoid of it, is the shared expert's weight.
         """
 
-    def expert_sum(self, experts: ExpertMatrices, top_k: int) -> Experts:
-        """Experts that the caller selects, at most top_k for a token. Not while a step runs."""
+    def expert_sum(self, experts: ExpertMatrices, router: RouterSpec) -> Experts:
+        """
+        Experts that the caller selects, at most router.top_k for a token. Not while a step runs. router: how they
+        are selected, for those that are guessed.
+        """
 
     def early_router(self, router: RouterSpec, scores: Matrix) -> EarlyRouter:
         """Select the experts of the next operator `experts` from x as it is; scores: [experts, d_model]."""

@@ -1060,6 +1060,13 @@ void bind_experts(nb::module_& m) {
             return nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>(uses.data(), {uses.size()}, nb::find(op));
           },
           "Of experts on disk: the tokens that selected each since someone wrote zeros; not while a step runs.")
+      .def_prop_ro(
+          "elsewhere",
+          [](Experts& op) {
+            std::vector<uint8_t>& elsewhere = resting_of(op).elsewhere;
+            return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(elsewhere.data(), {elsewhere.size()}, nb::find(op));
+          },
+          "The same: not 0 for those that the caller computes elsewhere, which are not expected; to be written.")
       .def(
           "disk_counts",
           [](const Experts& op) {
@@ -1279,8 +1286,10 @@ void bind_operators(nb::class_<Program>& program) {
           "x += out_norm(sum of the weighted experts of norm(x) + shared expert + down_bias).\n\n"
           "scores: the router, [experts, d_model], None: `early_router` comes before; shared_gate: [d_model], whose\n"
           "product with norm(x), a sigmoid of it, is the shared expert's weight.")
-      .def("expert_sum", &Program::expert_sum, "experts"_a, "top_k"_a,
-           "Experts that the caller selects, at most top_k for a token. Not while a step runs.")
+      .def(
+          "expert_sum", &Program::expert_sum, "experts"_a, "router"_a,
+          "Experts that the caller selects, at most router.top_k for a token. Not while a step runs. router: how they\n"
+          "are selected, for those that are guessed.")
       .def("early_router", &Program::early_router, "router"_a, "scores"_a,
            "Select the experts of the next operator `experts` from x as it is; scores: [experts, d_model].")
       .def("normalise", &Program::normalise, "norm"_a, "x = norm(x).")
