@@ -46,7 +46,7 @@ def load_resolved(
 
     while resolved.gpu is not None:
         try:
-            return _load_beside_gpu(resolved, sample, progress)
+            return _load_beside_gpu(resolved, sample, progress, say)
         except GpuMemoryError as error:
             resolved = _smaller(resolved, error)
             if resolved.gpu is None:
@@ -78,12 +78,17 @@ def _smaller(resolved: Resolved, problem: GpuMemoryError) -> Resolved:
 
 
 def load_split(
-    resolved: Resolved, split: SplitFfns | None = None, progress: Progress = silent, stage: Stage | None = None
+    resolved: Resolved,
+    split: SplitFfns | None = None,
+    progress: Progress = silent,
+    stage: Stage | None = None,
+    say: Say = silent,
 ) -> SplitExecutor:
     """The executor of a model whose first layers are on a GPU, at least one.
 
     split: makes the FFNs of these layers, and the checkpoint's matrices are not read; None: they are dense. stage:
-    what the other layers stream through, of dense FFNs; None: they do not. Raises as `load_resolved` does.
+    what the other layers stream through, of dense FFNs; None: they do not. say: told what is read from disk as it runs.
+    Raises as `load_resolved` does.
     """
     from powerinfer.devices.cpu import CpuExecutor
     from powerinfer.devices.gpu import GpuLayers
@@ -99,7 +104,7 @@ def load_split(
     device = choose_device(resolved.gpu)
     rotary = rotations(checkpoint, engine)
     gpu = streamed = None
-    disk = open_tier(resolved, silent)
+    disk = open_tier(resolved, say)
     cpu = CpuExecutor(config, engine, rotary, first_layer=resolved.gpu_layers, pages=resolved.pages, disk=disk)
     cpu.in_experts = selection.in_experts
     try:
@@ -129,16 +134,18 @@ def load_split(
     return SplitExecutor(cpu, gpu, streamed)
 
 
-def _load_beside_gpu(resolved: Resolved, sample: Sample, progress: Progress) -> tuple[SplitExecutor, Sparsity]:
+def _load_beside_gpu(
+    resolved: Resolved, sample: Sample, progress: Progress, say: Say
+) -> tuple[SplitExecutor, Sparsity]:
     if resolved.plan is not None:
         return _load_neurons(resolved, resolved.plan, sample, progress)
     if resolved.experts is not None:
-        return _load_experts(resolved, resolved.experts, sample, progress)
+        return _load_experts(resolved, resolved.experts, sample, progress, say)
     from powerinfer.hybrid.vram import hold_budget
 
     stage = _stage(resolved, resolved.staging)
     try:
-        executor = load_split(resolved, None, progress, stage)
+        executor = load_split(resolved, None, progress, stage, say)
     except BaseException:
         if stage is not None:
             stage.close()
@@ -196,7 +203,7 @@ def _load_neurons(resolved: Resolved, plan: Plan, sample: Sample, progress: Prog
 
 
 def _load_experts(
-    resolved: Resolved, experts: Sequence[Indices], sample: Sample, progress: Progress
+    resolved: Resolved, experts: Sequence[Indices], sample: Sample, progress: Progress, say: Say
 ) -> tuple[SplitExecutor, Sparsity]:
     from powerinfer.hybrid.experts import Copier, ExpertSparsity
 
@@ -206,7 +213,7 @@ def _load_experts(
     name = resolved.policy
     assert name is not None
     copier = None if name == "static" else Copier(_policy(resolved, experts, name))
-    executor, split = _split_of_experts(resolved, experts, copier, progress, sample)
+    executor, split = _split_of_experts(resolved, experts, copier, progress, sample, say)
     sparsity = ExpertSparsity(executor, split.ffns, name)
     sparsity.clear()  # counts of the measurements
     if copier is not None:
@@ -219,7 +226,12 @@ def _load_experts(
 
 
 def _split_of_experts(
-    resolved: Resolved, experts: Sequence[Indices], copier: Copier | None, progress: Progress, sample: Sample | None
+    resolved: Resolved,
+    experts: Sequence[Indices],
+    copier: Copier | None,
+    progress: Progress,
+    sample: Sample | None,
+    say: Say = silent,
 ) -> tuple[SplitExecutor, ExpertSplit]:
     """The model within its budget; the copier is off. sample: None: how prompts are computed is not measured."""
     from powerinfer.hybrid.experts import ExpertSplit
@@ -227,7 +239,7 @@ def _split_of_experts(
 
     split = ExpertSplit(experts, resolved.engine.adjust, _stage(resolved, resolved.staging), copier)
     try:
-        executor = load_split(resolved, split, progress)
+        executor = load_split(resolved, split, progress, say=say)
     except BaseException:
         split.close()
         raise
@@ -337,6 +349,8 @@ def _settle_prompts(
         settle(split.stage, executor, split.ffns, resolved, sample, progress)
     else:
         why = "no room, or no long steps, to stream them"
+        if resolved.disk is not None:
+            why = "it reads them from disk"
         if split.stage is not None:
             why = "they are not as a GGUF file has them"
         executor.choices["prefill"] = f"the CPU computes what is cold ({why})"

@@ -92,7 +92,7 @@ class Claims:
     RAM beside that. staging: bytes of a buffer, 0 for none; what they take of either memory is not part of what is
     left. bundles: neurons are placed as bundles, which then go where there is room; panels: dense matrices of the FFNs
     are in RAM. slots: of each layer the number of its experts on the GPU; None: the model has none, or no GPU is used.
-    disk: what stays on disk where no GPU is used; None: nothing, or only neurons, beside a GPU.
+    disk: what stays on disk, but for neurons beside a GPU; None: nothing.
     """
 
     gpu_layers: int
@@ -329,13 +329,16 @@ def claim(
     ram: int | None,
     frequencies: Frequencies | None = None,
     cached: bool = False,
+    disk: bool = False,
 ) -> Claims:
-    """Place the dense parts, and experts. Without a layer on a GPU less than nothing may be left of RAM. RequestError,
-    with the minimum, if they do not fit into RAM and VRAM together. frequencies: how often each expert is selected,
-    None: not known; cached: RAM has those on the GPU too."""
+    """Place the dense parts, and experts. Without a layer on a GPU, and with `disk` of a model of experts, less than
+    nothing may be left of RAM. RequestError, with the minimum, if they do not fit into RAM and VRAM together.
+    frequencies: how often each expert is selected, None: not known; cached: RAM has those on the GPU too."""
     vram, ram = budgets(hardware, vram, ram)
     if any(model.n_experts):
         found = _claim_experts(model, hardware, work, (vram, ram), frequencies, cached)
+        if found is not None and found.cpu_left < 0 and not disk:
+            raise _too_large(model, found.gpu, found.cpu, ram, hardware)
         if found is not None:
             return found
         vram = 0
@@ -367,7 +370,7 @@ def _claim_experts(
 ) -> Claims | None:
     """Attention, shared experts and dense FFNs of the first layers on the GPU, as many as fit, then the head, then
     experts: those that are selected most often or, where that is not known, as many in every layer. None: no layer
-    fits. limits: VRAM and RAM."""
+    fits. limits: VRAM and RAM, of which less than nothing may be left; then there are no buffers for long prompts."""
     vram, ram = limits
     layers, head = layers_that_fit(model, hardware, work, vram, dense=True, experts=False)
     if not layers:
@@ -375,21 +378,23 @@ def _claim_experts(
     dense, none = (model, hardware, work, layers, head, True), [0] * model.config.n_layers
     room = vram - sum(on_gpu(*dense, none).values())
     own = [layer for layer in range(layers) if model.n_experts[layer]]
-    staging = _expert_staging(model, work, own, room)
-    room -= staged_on_gpu(staging)
     nbytes = {layer: model.expert_bytes(layer)[0] for layer in own}
-    if frequencies is None:
-        found = slots_evenly({layer: model.n_experts[layer] for layer in own}, nbytes, room)
-    else:
-        found = slots_by_frequency({layer: frequencies[layer] for layer in own}, nbytes, room)
-    slots = tuple(found.get(layer, 0) for layer in range(model.config.n_layers))
-    gpu = on_gpu(*dense, slots)
-    cpu = in_ram(model, work, layers, head, hardware.host_bytes, slots=slots, cached=cached)
-    left = ram - sum(cpu.values()) - staged_in_ram(staging)
-    if left < 0:
-        raise _too_large(model, gpu, cpu, ram, hardware)
-    gpu_left = vram - sum(gpu.values()) - staged_on_gpu(staging)
-    return Claims(layers, head, gpu, cpu, gpu_left, left, 0, False, True, staging, slots)
+
+    def claims(staging: int) -> Claims:
+        rest = room - staged_on_gpu(staging)
+        if frequencies is None:
+            found = slots_evenly({layer: model.n_experts[layer] for layer in own}, nbytes, rest)
+        else:
+            found = slots_by_frequency({layer: frequencies[layer] for layer in own}, nbytes, rest)
+        slots = tuple(found.get(layer, 0) for layer in range(model.config.n_layers))
+        gpu = on_gpu(*dense, slots)
+        cpu = in_ram(model, work, layers, head, hardware.host_bytes, slots=slots, cached=cached)
+        left = ram - sum(cpu.values()) - staged_in_ram(staging)
+        gpu_left = vram - sum(gpu.values()) - staged_on_gpu(staging)
+        return Claims(layers, head, gpu, cpu, gpu_left, left, 0, False, True, staging, slots)
+
+    made = claims(_expert_staging(model, work, own, room))
+    return made if made.cpu_left >= 0 else claims(0)
 
 
 def _expert_staging(model: Model, work: Workload, layers: Sequence[int], room: int) -> int:
