@@ -168,6 +168,17 @@ def test_short_steps_are_those_of_the_cpu(tmp_path: Path, products: list[int]) -
         assert not products
 
 
+@pytest.mark.usefixtures("device")
+def test_steps_after_the_trial(tmp_path: Path) -> None:
+    """Its steps are larger than all before."""
+    truth = Truth(case_named("qwen3"), "folder", tmp_path)
+    with opened(truth.path, 1, prefill_chunk=256) as executor:
+        found = crossing.measured_layers(executor)
+        assert [tokens for tokens, _, _ in found.tried] in ([64], [64, 128], [64, 128, 256])
+        pages = families.scattered_pages(executor, 1)[0]
+        truth.check(families.run_chunks(executor, truth.texts[0], [70, 5], pages))
+
+
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 @pytest.mark.usefixtures("device")
 def test_a_narrow_cache(kv_type: str, tmp_path: Path) -> None:
@@ -294,6 +305,24 @@ def test_room_for_the_buffers(model: Path) -> None:
     assert resolved(room(model, 4), ram=enough).staging == size
     assert resolved(room(model, 4), ram=enough - 1).staging == 0
     assert resolved(room(model, 4), prefill_chunk=32).staging == 0, "no step is long enough"
+
+
+def test_what_is_held_is_what_was_counted(model: Path) -> None:
+    """On the GPU, and the buffers in RAM."""
+    shape, work = checkpoint_model(open_checkpoint(model)), Workload("f32", 96, 64, 2)
+    found = resolve(open_checkpoint(model), EngineConfig(**GIVEN, vram=room(model, 4)))
+    layers, size = found.gpu_layers, found.staging
+    planned = on_gpu(shape, load("pc-low"), work, layers, False, dense=True)
+    with LLM(model, **GIVEN, vram=room(model, 4), trial=False) as llm:
+        executor = llm._executor
+        assert isinstance(executor, SplitExecutor) and executor.streamed is not None
+        llm.generate([PROMPT], SHORT)
+        held, stage = executor.gpu.memory(), executor.streamed.stage
+        assert all(held[part] == planned[part] for part in ("attention", "ffn"))
+        more = sum(held[part] - planned[part] for part in ("norms", "kv"))
+        assert more + stage.nbytes + stage.nbytes // 2 == budget.streamed_on_gpu(shape, work, layers, size)
+        returned = sum(one.nbytes for one in executor.streamed._cache._here)
+        assert stage.nbytes + returned == budget.streamed_in_ram(shape, work, layers, size)
 
 
 def test_without_memory_nothing_streams(model: Path, monkeypatch: pytest.MonkeyPatch, products: list[int]) -> None:

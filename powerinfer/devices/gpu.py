@@ -460,9 +460,10 @@ class GpuLayers:
         """x float32 [T, d_model] after these operators, of layers whose matrices stream; otherwise as `run`."""
         assert not self.has_head
         failures = gpu_failures(f"computing {len(batch.tokens)} tokens", "lower --prefill-chunk, --max-batch or --vram")
-        with failures, current(self.device), import_torch().inference_mode():
+        with failures, current(self.device):
             step = self._begin(batch, x, None)
-            self._launch(step, operators, batch)
+            with import_torch().inference_mode():
+                self._launch(step, operators, batch)
             return self.buffers.download(step, logits=False)
 
     def hidden_states(self, rows: NDArray[np.int32]) -> Float32:
