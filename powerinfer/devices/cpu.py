@@ -117,14 +117,16 @@ class ExpertSum:
         matrices: Sequence[_native.Matrix],
         n: int,
         by_neuron: ByNeuron | None = None,
-        resting: tuple[DiskTier, _native.Slots] | None = None,
+        resting: tuple[DiskTier, _native.Slots, _native.RouterSpec] | None = None,
     ) -> None:
         """of_all: n experts, with these matrices; by_neuron: up and down, where they are no matrices; resting: where
-        they are and what memory they have, where they rest on disk, and there are no matrices."""
+        they are, what memory they have and how they are selected, where they rest on disk, and there are no
+        matrices."""
         self.nbytes = sum(one.nbytes for one in matrices) + (0 if by_neuron is None else by_neuron.groups.nbytes)
+        router = _native.RouterSpec(about.router.top_k)
         self._reading: Callable[[], AbstractContextManager[None]] = nullcontext
         if resting is not None:
-            disk, slots = resting
+            disk, slots, router = resting
             self.nbytes += slots.slots * slots.slot_bytes
             self._reading = disk.reading
         self.by_neuron = by_neuron
@@ -132,7 +134,7 @@ class ExpertSum:
         self._program = program
         self._matrices = matrices
         self._n = n
-        self.op = program.expert_sum(of_all, about.router.top_k)
+        self.op = program.expert_sum(of_all, router)
 
     def set_whole(self, on: bool) -> None:
         """Whether every neuron of the experts is computed, where those could be left out that do not fire."""
@@ -532,9 +534,17 @@ class CpuExecutor:
         if layer in self._early_routers:
             self._early_routers[layer].foresee(op)
         elif guess is not None and disk.about.prefetch and {layer - 1} <= self._experts.keys() & disk.about.experts:
-            small = guess.shape[1] % block_type("Q8_0").block == 0  # a guess need not be exact
-            router = convert(guess, "Q8_0", lambda elements: None) if small else guess
-            self._experts[layer - 1].foresee(op, self.matrix(router))
+            self._experts[layer - 1].foresee(op, self._guessing(guess))
+
+    def _guessing(self, router: RawTensor) -> _native.Matrix:
+        """Of a router, for guesses, which need not be exact."""
+        small = router.shape[1] % block_type("Q8_0").block == 0
+        return self.matrix(convert(router, "Q8_0", lambda elements: None) if small else router)
+
+    def foresee(self, before: ExpertSum, after: ExpertSum, router: RawTensor) -> None:
+        """Steps of few tokens read experts of the second one early, those that a router would select by the input of
+        the first; of experts on disk. router: [experts, d_model]."""
+        before.op.foresee(after.op, self._guessing(router))
 
     def expert_sum(self, layer: int, experts: Iterable[RawTensor], biases: Sequence[Float32 | None] = ()) -> ExpertSum:
         """Some experts of a layer, which the caller selects; no operator. experts, biases: as of `experts`."""
@@ -555,15 +565,21 @@ class CpuExecutor:
         return ExpertSum(self._pool, self._program, about, of_some, matrices, n)
 
     def resting_sum(
-        self, layer: int, experts: Sequence[RestingTensor], biases: Sequence[Float32 | None] = ()
+        self,
+        layer: int,
+        experts: Sequence[RestingTensor],
+        biases: Sequence[Float32 | None] = (),
+        correction: Float32 | None = None,
+        router_bias: Float32 | None = None,
     ) -> ExpertSum:
         """All experts of a layer, which stay on disk, as of `expert_sum`: memory has as many of them as the disk's
-        description says."""
+        description says. correction, router_bias: as of `experts`."""
         assert self.disk is not None
         about = self.config.experts[layer]
         spec = _native.NeuronSpec(about.activation, about.threshold)
         of_all, slots = self._resting(self.disk, layer, spec, experts, biases)
-        made = ExpertSum(self._pool, self._program, about, of_all, (), about.n_experts, resting=(self.disk, slots))
+        resting = self.disk, slots, _router(about.router, correction, router_bias)
+        made = ExpertSum(self._pool, self._program, about, of_all, (), about.n_experts, resting=resting)
         self.disk.add_experts(layer, made.op, slots)
         return made
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ from powerinfer.devices.replayed_spans import ReplayedSpans
 from powerinfer.devices.states import Slots
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.step_buffers import StepBuffers
+from powerinfer.devices.streams import streams_of
 from powerinfer.devices.torch_device import current, gpu_failures, import_torch
 from powerinfer.devices.trace import Trace, span
 from powerinfer.formats.quant import Float32
@@ -91,6 +92,7 @@ class GpuLayers:
         self.bytes_per_token = 0
         self._config = config
         self._cuda = device.type == "cuda"
+        self._streams = streams_of(device)
         self._bytes: Counter[str] = Counter()
         self._layers = [GpuLayer(index, one.parallel) for index, one in enumerate(config.layers)]
         self._head: Operator | None = None
@@ -108,7 +110,13 @@ class GpuLayers:
         self._bytes["kv"] = sum(part.nbytes for pair in self._cache for part in pair)
         self._bytes["kv"] += sum(part.nbytes for part in self._states.values())
         changed = config.residual_scale != 1 or any(one.norms in ("output", "both") for one in config.layers[:layers])
-        self.buffers = StepBuffers(device, max_tokens, config.d_model, config.vocab_size, totals=split and changed)
+        self._uncalled: str | None = None  # why the GPU does not call the CPU
+        if self.link is not None:
+            with current(device):
+                self._uncalled = self.link.try_call()
+        self._calls = self.link is not None and self._uncalled is None
+        vectors = max_tokens, config.d_model, config.vocab_size
+        self.buffers = StepBuffers(device, *vectors, totals=split and changed, sleeps=self._calls)
         static = gpu.which(torch.empty(0, device=device)) == "triton"  # torch's own operators look at the data
         self._recorder = recorder_of(device) if static else None
         self._recordings: Recordings | None = None
@@ -431,7 +439,7 @@ class GpuLayers:
         """
         with gpu_failures(f"computing {len(batch.tokens)} tokens", "lower --prefill-chunk, --max-batch or --vram"):
             torch = import_torch()
-            with current(self.device):
+            with current(self.device), self._finished_after_failure():
                 step = self._begin(batch, x, slots)
                 with torch.inference_mode():
                     if self._recorder is not None and len(step.x) <= gpu.FEW:
@@ -439,10 +447,23 @@ class GpuLayers:
                     else:
                         self._launch(step, self.operators, batch)
                 result = self.buffers.download(step, logits=self.has_head)
+        if self.link is not None:
+            self.link.check()
         if len(step.x) <= cpu.NEURON_TOKENS:
             self.few_tokens += len(step.x)
             self.few_steps += 1
         return result
+
+    @contextmanager
+    def _finished_after_failure(self) -> Iterator[None]:
+        """After a step that is broken off the device may still read what the next one writes, and call the CPU: that is
+        waited for."""
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):
+                self._streams.finish()
+            raise
 
     def _launch(self, step: Step, operators: Sequence[Operator], batch: Batch) -> None:
         for operator in operators:
@@ -460,7 +481,7 @@ class GpuLayers:
         """x float32 [T, d_model] after these operators, of layers whose matrices stream; otherwise as `run`."""
         assert not self.has_head
         failures = gpu_failures(f"computing {len(batch.tokens)} tokens", "lower --prefill-chunk, --max-batch or --vram")
-        with failures, current(self.device):
+        with failures, current(self.device), self._finished_after_failure():
             step = self._begin(batch, x, None)
             with import_torch().inference_mode():
                 self._launch(step, operators, batch)
@@ -480,14 +501,34 @@ class GpuLayers:
         """Upload a step."""
         own = np.arange(len(batch.page_table), dtype=np.int32)
         step = self.buffers.upload(batch, x, (slots or (own, own)) if self._states else None)
-        step.read = None if self.link is None else self.link.read(len(step.x))
+        if self.link is not None:
+            step.read = self.link.read(len(step.x))
+            self.link.calls.begin()
         if self.has_head:
             self.buffers.logits(len(batch.logit_rows))  # may reallocate, so before the step is recorded
         return step
 
-    def record(self, recorder: Recorder | None) -> None:
-        """Record steps of few tokens with `recorder` and replay them; None: launch every time."""
+    @property
+    def how(self) -> str | None:
+        """Who acts where layers are split, in steps of few tokens. None: no layer is, or nothing is recorded."""
+        if self.link is None or self._recorder is None:
+            return None
+        return "the GPU calls the CPU" if self._calls else f"the host waits for the GPU ({self._uncalled})"
+
+    def record(self, recorder: Recorder | None, *, calls: bool = True) -> None:
+        """Record steps of few tokens with `recorder` and replay them; None: launch every time. calls: the GPU calls the
+        CPU where it can; else the host waits for it, between recordings."""
         self._recorder, self._recordings = recorder, None
+        self._calls = calls and self.link is not None and self._uncalled is None
+
+    @contextmanager
+    def launched(self) -> Iterator[None]:
+        """Steps within this context are launched one operator after another, by the host."""
+        before, self._recorder = self._recorder, None
+        try:
+            yield
+        finally:
+            self._recorder = before
 
     def _recorded(self, recorder: Recorder) -> Recordings:
         operators = self.operators
@@ -495,6 +536,8 @@ class GpuLayers:
             if self.trace is not None:
                 spans = ReplayedSpans(recorder, self.trace)
                 operators, recorder = spans.marked(operators), spans.record
+            elif self._calls:
+                operators = [operator.as_called() for operator in operators]
             self._recordings = Recordings(operators, recorder, self._shapes)
             self._recorded_at = self.buffers.addresses
         return self._recordings

@@ -41,6 +41,8 @@ class SplitExecutor:
         self.trace: Trace | None = None
         layers = f"{gpu.layers} layer{'s' * (gpu.layers > 1)}{' and the head' * gpu.has_head}"
         self.choices = cpu.choices | {"gpu": f"{layers} on {gpu.device}"}
+        if gpu.how is not None:
+            self.choices["steps"] = gpu.how
 
     @property
     def disk(self) -> DiskTier | None:

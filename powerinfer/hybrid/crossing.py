@@ -245,7 +245,8 @@ def _inputs(executor: SplitExecutor, ffn: Streamed, sample: Sequence[int]) -> tu
     tokens = np.resize(np.asarray(sample or [0], np.int32), count)
     ffn.on_input = lambda x, read: seen.append((x.clone(), read.clone()))
     try:
-        executor.forward(Batch(tokens, places, np.zeros(count, np.int32), pages, np.empty(0, np.int32)))
+        with executor.gpu.launched():
+            executor.forward(Batch(tokens, places, np.zeros(count, np.int32), pages, np.empty(0, np.int32)))
     finally:
         ffn.on_input = None
     return seen[0]

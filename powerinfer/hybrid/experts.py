@@ -147,6 +147,7 @@ class HybridExperts:
         self._disk = cpu.disk if cpu.disk is not None and layer in cpu.disk.about.experts else None
         with gpu_failures(f"loading the experts of layer {layer}", "give less --vram"), current(layers.device):
             self._upload(weights)
+            self._norm = weights.norm
             # Views of the model's file: no memory of their own.
             self._tensors = self._place(cpu, weights, hot)
         if movable and copier is None and self.about.bias:
@@ -192,7 +193,8 @@ class HybridExperts:
         views: list[RawTensor] | None = None
         if self._disk is not None:
             self._resting = weights.resting()
-            self._cpu_part = cpu.resting_sum(self.layer, self._resting, self._biases)
+            about = weights.correction, weights.router_bias
+            self._cpu_part = cpu.resting_sum(self.layer, self._resting, self._biases, *about)
             if len(here):
                 biases = [None if bias is None else bias[here] for bias in self._biases]
                 slots = np.arange(len(here), dtype=np.int32)
@@ -211,7 +213,31 @@ class HybridExperts:
         self._slot[here] = np.arange(len(here))
         self._place_of[on_cpu] = np.arange(len(on_cpu))
         self._slots = torch.from_numpy(self._slot.copy()).to(device)
+        self._tell_slots()
         return views
+
+    def _tell_slots(self) -> None:
+        """The GPU, and what guesses the CPU's experts, know what is there."""
+        import torch
+
+        self._slots.copy_(torch.from_numpy(self._slot))
+        if self._disk is not None and self._cpu_part is not None:
+            self._cpu_part.op.elsewhere[:] = self._slot >= 0
+
+    def foresee(self, cpu: CpuExecutor, before: HybridExperts, router: RawTensor) -> None:
+        """Where experts rest on disk, the layer before guesses which ones are needed, and reads them early.
+
+        What a layer's router gets differs from what the one before it got by what is added to the stream between them,
+        and by the weights of their norms: these are part of the matrix that guesses. router: [experts, d_model].
+        """
+        norm, other, first, second = self._norm, before._norm, before._cpu_part, self._cpu_part
+        rest = self._disk is not None and before._disk is not None and self._disk.about.prefetch
+        if not rest or first is None or second is None or self.about.early_router:
+            return
+        if norm is None or other is None or not other.all():
+            return
+        weights = (router.float32() * (norm / other)).astype(np.float32)
+        cpu.foresee(first, second, RawTensor("F32", router.shape, weights.view(np.uint8).reshape(-1)))
 
     def _stored(self, expert: int) -> list[RawTensor]:
         """An expert's matrices [out, in], as the file has them. ModelError if they cannot be read."""
@@ -233,8 +259,6 @@ class HybridExperts:
     def swap(self, leave: Indices, come: Indices) -> None:
         """Exchange experts on the GPU for as many on the CPU, each in the other's memory; not while a step runs.
         ModelError for one that cannot be read from disk: it stays where it is."""
-        import torch
-
         assert self._gpu_part is not None and self._cpu_part is not None
         failures = gpu_failures(f"swapping experts of layer {self.layer}", "load the model again")
         with failures, current(self._layers.device):
@@ -247,7 +271,7 @@ class HybridExperts:
                     self._cpu_part.replace(place, self._stored(int(old)))
                     self._place_of[old], self._place_of[new] = place, -1
                 self._slot[old], self._slot[new] = -1, slot
-                self._slots.copy_(torch.from_numpy(self._slot))
+                self._tell_slots()
                 self._swapped = True
 
     def _exchange(self, swaps: list[Swap]) -> None:
@@ -263,8 +287,6 @@ class HybridExperts:
 
     def _take_copied(self) -> None:
         """What was copied since the layer's last step is used from now on."""
-        import torch
-
         if self._copying is None or self._copier is None:
             return
         (swaps, copying), self._copying = self._copying, None
@@ -276,7 +298,7 @@ class HybridExperts:
                     self._slot[expert] = slot
                 self.copied += len(swaps)
         finally:
-            self._slots.copy_(torch.from_numpy(self._slot))
+            self._tell_slots()
 
     def follow(self, policy: Policy) -> None:
         """From the next step on a policy decides, and has its experts in their slots; not while a step runs."""
@@ -556,6 +578,8 @@ class ExpertSplit:
             hot = copier.policy.resident(layer).copy()
         movable = self.movable or copier is not None
         ffn = HybridExperts(layer, cpu, layers, given, hot, movable=movable, stage=self.stage, copier=copier)
+        if self.ffns and self.ffns[-1].layer == layer - 1:
+            ffn.foresee(cpu, self.ffns[-1], given.router)
         self.ffns.append(ffn)
         return ffn
 
