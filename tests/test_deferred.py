@@ -293,13 +293,15 @@ def whole_layers(name: str, folder: Path) -> list[np.ndarray]:
 
 
 def layers_that_stream(name: str, folder: Path) -> list[np.ndarray]:
-    """All but the first, in steps of many tokens."""
-    checkpoint, stage = open_checkpoint(saved(name, folder)), Stage(torch_device(), 1 << 13)
+    """All but the first, in steps of many tokens: of two pages, and of more than there are buffers."""
+    checkpoint, stage = open_checkpoint(saved(name, folder)), Stage(torch_device(), 1 << 14)
     resolved = Resolved(checkpoint, engine_of(), gpu=device_name(), gpu_layers=1, gpu_head=False)
     executor = load_split(resolved, stage=stage)
     stage.least = 33
+    tokens = np.random.default_rng(5).integers(0, executor.vocab_size, 75).astype(np.int32)
     try:
-        return answers(executor, ())
+        found = families.run_chunks(executor, tokens, [70, 5], families.scattered_pages(executor, 1)[0])
+        return [found, *answers(executor, ())]
     finally:
         executor.close()
 
@@ -442,6 +444,9 @@ LEFT_OUT = {
     "self._copied[slot].record(self._side)": ("neurons that stream", "experts that stream", "layers that stream"),
     "main.wait_event(self._copied[slot])": ("neurons that stream", "experts that stream", "layers that stream"),
     "self._summed[slot].record(main)": ("neurons that stream", "experts that stream", "layers that stream"),
+    # passed_cache.py: pages that come back
+    "self._came[slot].record()": ("layers that stream",),
+    "self._came[slot].synchronize()": ("layers that stream",),
     # experts.py: experts that are exchanged beside steps
     "ready.record(streams.current())": ("experts that a policy exchanges",),
     "side.wait_event(ready)": ("experts that a policy exchanges",),

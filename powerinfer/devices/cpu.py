@@ -262,7 +262,7 @@ class CpuExecutor:
         if config.states:
             self.n_states = state_slots(engine.max_batch, engine.prefix_cache)
             self._states = StateMemory(config, self.n_states, self.first_layer)
-        cache = _native.Cache(
+        self._cache = cache = _native.Cache(
             engine.kv_type, [(one.n_kv_heads, one.head_dim) for one in own], pages, [one.latents for one in own]
         )
         mib = cache.nbytes * bool(layers) >> 20
@@ -716,6 +716,11 @@ class CpuExecutor:
             self._run(batch, first, last)
         return self._program.residual(len(batch.tokens))
 
+    def cached(self, layer: int) -> NDArray[np.uint8]:
+        """The cache of a layer, uint8 [pages, kv_heads, bytes of a head], for a head as `kernels.gpu_pages` has it. It
+        may be written while no step runs."""
+        return self._cache.heads(layer - self.first_layer)
+
     @property
     def operators(self) -> int:
         """How many are wired so far."""
@@ -890,7 +895,7 @@ class CpuExecutor:
         raise RequestError("there is nothing to trace: no layer runs on a GPU (--gpu)")
 
     def close(self) -> None:
-        own = "_observed _expert_observer _program _states _ropes ffns _experts _early_routers expert_ffns disk"
+        own = "_observed _expert_observer _program _cache _states _ropes ffns _experts _early_routers expert_ffns disk"
         for name in (*own.split(), "parts", "_pack", "_workspace", "_pool", "_logits"):
             self.__dict__.pop(name, None)
 
