@@ -36,7 +36,6 @@ from powerinfer.formats.bundle_file import BundleFile
 from powerinfer.hybrid.parts import CpuPart, GpuPart
 from powerinfer.kernels import gpu
 from powerinfer.kernels.cpu import NEURON_TOKENS
-from powerinfer.kernels.gpu_types import tensor_bytes
 from powerinfer.neurons import Counts, FfnVectors, Indices, NeuronVectors, Placement, Predictor, Tier
 
 if TYPE_CHECKING:
@@ -47,16 +46,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class _GpuPredictor:
-    """A layer's predictor on the GPU. columns: int64, the hot neurons and the cold ones, once they are placed."""
+    """A layer's predictor on the GPU. order: the neurons of the rows of `outer`: the hot ones, then the cold ones."""
 
     about: Predictor
     inner: gpu.Weight
     outer: gpu.Weight
-    columns: tuple[Tensor, ...] = ()
+    order: Indices
 
     @property
     def nbytes(self) -> int:
-        return self.inner.nbytes + self.outer.nbytes + tensor_bytes(*self.columns)
+        return self.inner.nbytes + self.outer.nbytes
+
+    def arrange(self, order: Indices) -> None:
+        """Give `outer` its rows in this order of neurons."""
+        rows = np.argsort(self.order)[order]
+        self.order = order
+        gpu.rearrange(self.outer, rows)
 
 
 class HybridFfn:
@@ -104,7 +109,7 @@ class HybridFfn:
         if weights is not None:
             with self._failures():
                 inner, outer = (gpu.upload(part, layers.device) for part in weights[1:])
-                self._predictor = _GpuPredictor(weights[0], inner, outer)
+                self._predictor = _GpuPredictor(weights[0], inner, outer, np.arange(outer.rows, dtype=np.int32))
         self.place(hot)
         self.clear()
 
@@ -114,8 +119,6 @@ class HybridFfn:
         New neurons are read from the bundles file, in the order of their index, into the memory of those they replace.
         If this fails, it must be repeated before a step runs.
         """
-        import torch
-
         layout, to = self._bundles.layouts[self.layer], self._layers.device
         self._bundles.file.check()
         groups = self._bundles.layers[self.layer]
@@ -127,8 +130,7 @@ class HybridFfn:
                 own = self._config, self._vectors, self._threshold
                 self._gpu_part = GpuPart(layout, groups, hot, to, *own)
             if self._predictor is not None:
-                columns = (torch.from_numpy(part.astype(np.int64)).to(to) for part in (hot, self.cold))
-                self._predictor.columns = tuple(columns)
+                self._predictor.arrange(np.concatenate([hot, self.cold]))
         self._cpu_part.place(groups, self.cold)
         self._layers.changed(self.layer)
         self._bundles.file.release(groups)
@@ -201,17 +203,12 @@ class HybridFfn:
         return self.stage is not None and self.stage.takes(len(step.x))
 
     def _select(self, step: Step) -> None:
-        import torch
-
         tokens, predictor = len(step.x), self._predictor
         if predictor is None or not self._selects(tokens):
             return
         about = predictor.about
-        selected = gpu.predict(predictor.inner, predictor.outer, step.x, about.threshold, about.floor)
         places = self._link.selected(tokens, len(self.hot), len(self.cold))
-        for columns, place in zip(predictor.columns, places, strict=True):
-            if len(columns):
-                torch.index_select(selected, 1, columns, out=place)
+        gpu.predict(predictor.inner, predictor.outer, step.x, about.threshold, about.floor, places)
 
     def _send(self, step: Step) -> None:
         if not self._streams(step):
@@ -232,7 +229,8 @@ class HybridFfn:
         assert self._gpu_part is not None and step.read is not None
         tokens = len(step.x)
         selected = self._link.selected(tokens, len(self.hot), 0)[0] if self._selects(tokens) else None
-        step.add_part(self._gpu_part.sum(step.read, selected, count=tokens <= NEURON_TOKENS))
+        self._gpu_part.add_sum(step.target, step.read, selected, count=tokens <= NEURON_TOKENS)
+        step.normed = None
 
     def _sum_cold(self, step: Step) -> None:
         """Write the CPU's sum to the link's buffer; zeros if no cold neuron is selected."""
