@@ -420,12 +420,16 @@ def test_attention(
 
 
 def guessed(inner: gpu.Weight, outer: gpu.Weight, x: torch.Tensor, threshold: float, floor: int) -> torch.Tensor:
-    """What is selected, in one piece and in two, which are the same."""
-    found = []
-    for hot in (0, 23, outer.rows):
-        parts = [torch.full((len(x), n), 7, dtype=torch.uint8, device=x.device) for n in (hot, outer.rows - hot)]
-        gpu.predict(inner, outer, x, threshold, floor, (parts[0], parts[1]))
-        found.append(torch.cat(parts, 1))
+    """What is selected, whatever the order of the rows, in one piece and in two."""
+    found, n = [], outer.rows
+    kept = [None if one is None else one.clone() for one in (outer.data, outer.scales)]
+    for hot, order in ((0, np.arange(n)), (min(23, n), np.random.default_rng(5).permutation(n)), (n, np.arange(n))):
+        own = gpu.Weight(outer.type, n, outer.k, *(None if one is None else one.clone() for one in kept))
+        gpu.rearrange(own, order.astype(np.int32))
+        parts = [torch.full((len(x), size), 7, dtype=torch.uint8, device=x.device) for size in (hot, n - hot)]
+        numbers = on_device(order.astype(np.int32))
+        gpu.predict(inner, own, numbers, x, threshold, floor, (parts[0], parts[1]))
+        found.append(torch.cat(parts, 1)[:, on_device(np.argsort(order))])
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     return found[0]
 

@@ -159,7 +159,8 @@ def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str, int, int, i
         for tokens in arguments.tokens:
             x, hot = torch.randn(tokens, d_model, device=device), d_ff // 4
             to = tuple(torch.empty(tokens, n, dtype=torch.uint8, device=device) for n in (hot, d_ff - hot))
-            given = x, 0.5, 8, to
+            numbers = torch.arange(d_ff, dtype=torch.int32, device=device)
+            given = numbers, x, 0.5, 8, to
             call = lambda i, p=pairs, given=given: gpu.predict(*p[i], *given)  # noqa: E731
             yield "predict", "Q8_0", tokens, nbytes, len(pairs), call
     if "attention" in arguments.kernels:

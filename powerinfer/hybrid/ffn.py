@@ -36,6 +36,7 @@ from powerinfer.formats.bundle_file import BundleFile
 from powerinfer.hybrid.parts import CpuPart, GpuPart
 from powerinfer.kernels import gpu
 from powerinfer.kernels.cpu import NEURON_TOKENS
+from powerinfer.kernels.gpu_types import tensor_bytes
 from powerinfer.neurons import Counts, FfnVectors, Indices, NeuronVectors, Placement, Predictor, Tier
 
 if TYPE_CHECKING:
@@ -46,22 +47,26 @@ if TYPE_CHECKING:
 
 @dataclass
 class _GpuPredictor:
-    """A layer's predictor on the GPU. order: the neurons of the rows of `outer`: the hot ones, then the cold ones."""
+    """A layer's predictor on the GPU. order, int32, and the same on the GPU, numbers: the neurons of the rows of
+    `outer`, the hot ones first."""
 
     about: Predictor
     inner: gpu.Weight
     outer: gpu.Weight
     order: Indices
+    numbers: Tensor
 
     @property
     def nbytes(self) -> int:
-        return self.inner.nbytes + self.outer.nbytes
+        return self.inner.nbytes + self.outer.nbytes + tensor_bytes(self.numbers)
 
     def arrange(self, order: Indices) -> None:
         """Give `outer` its rows in this order of neurons."""
-        rows = np.argsort(self.order)[order]
+        import torch
+
+        gpu.rearrange(self.outer, np.argsort(self.order)[order].astype(np.int32))
+        self.numbers.copy_(torch.from_numpy(order))
         self.order = order
-        gpu.rearrange(self.outer, rows)
 
 
 class HybridFfn:
@@ -90,6 +95,8 @@ class HybridFfn:
         PowerInferError if a device runs out of memory; ValueError for neurons that compete in banks: which of them
         count depends on gates of both devices.
         """
+        import torch
+
         assert layers.link is not None
         if cpu.config.in_banks:
             raise ValueError("neurons of the activation topk cannot be split over devices")
@@ -109,7 +116,9 @@ class HybridFfn:
         if weights is not None:
             with self._failures():
                 inner, outer = (gpu.upload(part, layers.device) for part in weights[1:])
-                self._predictor = _GpuPredictor(weights[0], inner, outer, np.arange(outer.rows, dtype=np.int32))
+                order = np.arange(outer.rows, dtype=np.int32)
+                numbers = torch.empty(len(order), dtype=torch.int32, device=layers.device)
+                self._predictor = _GpuPredictor(weights[0], inner, outer, order, numbers)
         self.place(hot)
         self.clear()
 
@@ -208,7 +217,8 @@ class HybridFfn:
             return
         about = predictor.about
         places = self._link.selected(tokens, len(self.hot), len(self.cold))
-        gpu.predict(predictor.inner, predictor.outer, step.x, about.threshold, about.floor, places)
+        weights = predictor.inner, predictor.outer, predictor.numbers
+        gpu.predict(*weights, step.x, about.threshold, about.floor, places)
 
     def _send(self, step: Step) -> None:
         if not self._streams(step):

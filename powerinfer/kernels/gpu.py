@@ -541,22 +541,28 @@ def rearrange(w: Weight, rows: NDArray[np.int32]) -> None:
         w.scales.copy_(w.scales.index_select(0, order))
 
 
-def predict(inner: Weight, outer: Weight, x: Tensor, threshold: float, floor: int, into: tuple[Tensor, Tensor]) -> None:
+def predict(
+    inner: Weight, outer: Weight, numbers: Tensor, x: Tensor, threshold: float, floor: int, into: tuple[Tensor, Tensor]
+) -> None:
     """Write the neurons that a predictor selects for each token: 1 or 0, into two uint8 tensors, [T, n] for the first n
     rows of `outer` and [T, d_ff - n] for the others.
 
-    inner: [rank, d_model]; outer: [d_ff, rank]; x: float32 [T, d_model]. A neuron is selected when z = outer .
-    relu(inner . x) is at least `threshold` (or NaN); if fewer than `floor` are, the `floor` of largest z are, ties by
-    index.
+    inner: [rank, d_model]; outer: [d_ff, rank]; numbers: int32 [d_ff], its rows' neurons; x: float32 [T, d_model]. A
+    neuron is selected when z = outer . relu(inner . x) is at least `threshold` (or NaN); if fewer than `floor` are, the
+    `floor` of largest z are, ties by number.
     """
     if x.shape[0] <= FEW and _triton(x):
-        return _kernels().predict(inner, outer, x, threshold, floor, into)
+        _kernels().predict(inner, outer, numbers, x, threshold, floor, into)
+        return
+    import torch
+
     z = linear(outer, linear(inner, x).relu_())
     selected = ~(z < threshold)
     floor = min(floor, outer.rows)
     if floor:
-        first = z.nan_to_num_(nan=float("inf")).argsort(dim=-1, descending=True, stable=True)[:, :floor]
-        selected.scatter_(1, first, True)
+        by_number = torch.argsort(numbers)
+        first = z.nan_to_num_(nan=float("inf")).index_select(1, by_number).argsort(dim=-1, descending=True, stable=True)
+        selected.scatter_(1, by_number[first[:, :floor]], True)
     split = into[0].shape[1]
     into[0].copy_(selected[:, :split])
     into[1].copy_(selected[:, split:])

@@ -47,6 +47,7 @@ SEVERAL = {**dict.fromkeys(ONE, Tile(64, 64, 4)), **dict.fromkeys(FOUR_BITS, Til
 
 PROGRAMS = 264  # at least so many where a matrix has the rows: two for each multiprocessor of the largest GPUs
 LEAST_ROWS = 16  # of a tile for tensor cores
+NUMBER_BITS = tl.constexpr(20)  # of a neuron's number: a layer has fewer than a million
 
 Q8_STEP = tl.constexpr(Q8)  # of 32 values in 8 bits, by their largest
 _MANTISSA, _BIG = tl.constexpr(0x4B000000), tl.constexpr(2.0**23)
@@ -781,9 +782,9 @@ def attention(
 
 
 @triton.jit
-def _select_kernel(z, first, others, n, split, threshold, floor, FLOOR: tl.constexpr, BLOCK: tl.constexpr):
-    """One token: select z from the threshold on and, if these are fewer than `floor`, the `floor` largest. first: of
-    the neurons before `split`, others: of those from it on."""
+def _select_kernel(z, numbers, first, others, n, split, threshold, floor, FLOOR: tl.constexpr, BLOCK: tl.constexpr):
+    """One token: select z from the threshold on and, if these are fewer than `floor`, the `floor` largest, of equal
+    ones those of least number. first: of the places before `split`, others: of those from it on."""
     t, i = tl.program_id(0), tl.arange(0, BLOCK)
     here = i < n
     guess = tl.load(z + t * n + i, mask=here, other=float("-inf"))
@@ -801,19 +802,28 @@ def _select_kernel(z, first, others, n, split, threshold, floor, FLOOR: tl.const
                 low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
             last = low.to(tl.int32)
             above, equal = here & (key > last), here & (key == last)
-            rank = tl.cumsum(equal.to(tl.int32), 0)
-            chosen = above | (equal & (rank <= floor - tl.sum(above.to(tl.int32), 0)))
+            # Of those that are equal to it the first, by bisection of their numbers.
+            lacking = floor - tl.sum(above.to(tl.int32), 0)
+            number = tl.load(numbers + i, mask=here, other=0)
+            low, high = tl.full((), 0, tl.int32), tl.full((), BLOCK - 1, tl.int32)
+            for _ in range(NUMBER_BITS):
+                middle = (low + high) >> 1
+                enough = tl.sum((equal & (number <= middle)).to(tl.int32), 0) >= lacking
+                low, high = tl.where(enough, low, middle + 1), tl.where(enough, middle, high)
+            chosen = above | (equal & (number <= high))
     tl.store(first + t * split + i, chosen.to(tl.uint8), mask=i < split)
     tl.store(others + t * (n - split) + i - split, chosen.to(tl.uint8), mask=here & (i >= split))
 
 
-def predict(inner: Weight, outer: Weight, x: Tensor, threshold: float, floor: int, into: tuple[Tensor, Tensor]) -> None:
+def predict(
+    inner: Weight, outer: Weight, numbers: Tensor, x: Tensor, threshold: float, floor: int, into: tuple[Tensor, Tensor]
+) -> None:
     """`gpu.predict` of at most `gpu.FEW` tokens."""
     z = linear(outer, linear(inner, x, relu=True))
     if z.numel():
         block = triton.next_power_of_2(outer.rows)
         floor = min(floor, outer.rows)
         _select_kernel[(x.shape[0],)](
-            z, *into, outer.rows, into[0].shape[1], threshold, floor, FLOOR=floor > 0, BLOCK=block,
+            z, numbers, *into, outer.rows, into[0].shape[1], threshold, floor, FLOOR=floor > 0, BLOCK=block,
             num_warps=_warps(block, 16),
         )  # fmt: skip
