@@ -205,6 +205,9 @@ class Matrix:
     def type(self) -> str: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def panels(self) -> NDArray[np.uint8] | None:
+        """Its memory, uint8 [panels, bytes of a panel] (csrc/table.h); None if it stays on disk."""
 
 def pack_matrix(
     pool: Pool,
@@ -369,6 +372,12 @@ class Cache:
     def pages(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+    def heads(self, layer: int) -> NDArray[np.uint8]:
+        """
+        The memory of a layer, uint8 [pages, kv heads, bytes], which may be written while no step runs. A head of a
+        page: keys [head_dim][32], values [32][head_dim], head_dim in whole LANES; of q8_0 followed by the scales of
+        32 dimensions, float16, in the same order.
+        """
 
 class States:
     def __init__(self, layers: Sequence[tuple[int, int, int, int, int]], slots: int) -> None:
@@ -433,6 +442,50 @@ class NeuronSum:
 
 def least_slots(workspace: Workspace, neurons: int) -> int:
     """The fewest slots with which a layer's neurons on disk can be summed."""
+
+class HostCalls:
+    """What the functions share that a GPU's stream calls. They run one at a time."""
+
+    def __init__(self) -> None: ...
+    @property
+    def made(self) -> int:
+        """Calls so far."""
+
+    def begin(self) -> None:
+        """A step begins: the CPU waits for its first call."""
+
+    def take_failure(self) -> str:
+        """What the first call that failed since said; empty: none did."""
+
+class HostCall:
+    """
+    A function, void (*)(void*), and its argument, for a GPU's stream to call without Python: their
+    addresses, valid as long as this object is there. By itself it computes nothing. It does not
+    throw: after a failure its result is zeros, and HostCalls has what went wrong.
+    """
+
+    def __init__(self, calls: HostCalls) -> None: ...
+    @property
+    def function(self) -> int: ...
+    @property
+    def data(self) -> int: ...
+    def take(self) -> tuple[int, int, float, float]:
+        """
+        Since the last time, not while a step runs: calls, those of them that had something to compute, and seconds
+        that the CPU waited before them, and that it computed.
+        """
+
+class NeuronCall(HostCall):
+    """NeuronSum.sum, of arrays that it keeps."""
+
+    def __init__(
+        self,
+        calls: HostCalls,
+        sum: NeuronSum,
+        x: NDArray[np.float32],
+        out: NDArray[np.float32],
+        selected: NDArray[np.uint8] | None = None,
+    ) -> None: ...
 
 class Predictor:
     """

@@ -366,10 +366,6 @@ def test_slots_of_other_experts_are_refused(tmp_path: Path) -> None:
         of_all = _native.ExpertMatrices(4, 96, spec, *matrices, down, slots=slots)
         with pytest.raises(ValueError, match=why):
             executor._program.experts(_native.FfnSpec(), _native.RouterSpec(2), None, of_all)
-    slots = _native.Slots(disk.reads, [_native.Resting(0, 0, 96 * 64 * 4, 96 * 64 * 4)] * 3, 4, 2)
-    of_all = _native.ExpertMatrices(4, 96, spec, *matrices, down, slots=slots)
-    with pytest.raises(ValueError, match="are in memory"):
-        executor._program.expert_sum(of_all, 2)
 
 
 def test_the_server_shows_what_was_read(written: Any) -> None:

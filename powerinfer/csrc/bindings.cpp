@@ -19,6 +19,7 @@
 #include "delta_net.h"
 #include "experts.h"
 #include "ffn.h"
+#include "host_calls.h"
 #include "latent_attention.h"
 #include "levels.h"
 #include "neuron_sum.h"
@@ -43,6 +44,8 @@ using OutBytes2 = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cp
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats2 = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using OutFloats2 = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using PanelBytes = nb::ndarray<nb::numpy, const uint8_t, nb::ndim<2>>;
+using CacheBytes = nb::ndarray<nb::numpy, uint8_t, nb::ndim<3>>;
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ints2 = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
@@ -372,17 +375,31 @@ Counts counts_of(const NeuronStats& s) {
           {"down_rows", s.down_rows},   {"shared_scales", s.shared_scales}};
 }
 
-bool neuron_sum(NeuronSum& sum, Floats2 x, OutFloats2 out, std::optional<Bytes2> selected,
-                std::optional<Floats> weight) {
+void check_neuron_sum(const NeuronSum& sum, const Floats2& x, const OutFloats2& out,
+                      const std::optional<Bytes2>& selected) {
   const size_t k = (size_t)sum.bundles->up.k, tokens = x.shape(0), neurons = sum.bundles->members.size();
   require(tokens > 0 && x.shape(1) == k && out.shape(0) == tokens && out.shape(1) == k,
           "x and out must be [tokens, d_model]");
   require(!selected || (selected->shape(0) == tokens && selected->shape(1) == neurons),
           "selected must be [tokens, neurons]");
+}
+
+bool neuron_sum(NeuronSum& sum, Floats2 x, OutFloats2 out, std::optional<Bytes2> selected,
+                std::optional<Floats> weight) {
+  const size_t tokens = x.shape(0);
+  check_neuron_sum(sum, x, out, selected);
   require(!weight || weight->shape(0) == tokens, "weight must be [tokens]");
   nb::gil_scoped_release release;
   return sum.sum(x.data(), (int64_t)tokens, selected ? selected->data() : nullptr, weight ? weight->data() : nullptr,
                  out.data());
+}
+
+void make_neuron_call(NeuronCall* call, std::shared_ptr<HostCalls> calls, std::shared_ptr<NeuronSum> sum, Floats2 x,
+                      OutFloats2 out, std::optional<Bytes2> selected) {
+  check_neuron_sum(*sum, x, out, selected);
+  const float* const in = x.data();
+  new (call) NeuronCall(std::move(calls), std::move(sum), in, (int64_t)x.shape(0),
+                        selected ? selected->data() : nullptr, out.data());
 }
 
 Counts sum_counts(const NeuronSum& sum) {
@@ -558,7 +575,15 @@ void bind_matrix(nb::module_& m) {
       .def_ro("rows", &Matrix::rows)
       .def_ro("k", &Matrix::k)
       .def_prop_ro("type", [](const Matrix& w) { return std::string(TYPES[w.type]); })
-      .def_prop_ro("nbytes", &Matrix::bytes);
+      .def_prop_ro("nbytes", &Matrix::bytes)
+      .def_prop_ro(
+          "panels",
+          [](nb::handle self) -> std::optional<PanelBytes> {
+            const Matrix& w = nb::cast<const Matrix&>(self);
+            if (!w.data) return std::nullopt;
+            return PanelBytes(w.data, {(size_t)w.panels, (size_t)pi_panel_bytes(w.type, w.k)}, self);
+          },
+          "Its memory, uint8 [panels, bytes of a panel] (csrc/table.h); None if it stays on disk.");
   m.def(
       "pack_matrix", &pack_matrix, "pool"_a, "arena"_a, "type"_a, "rows"_a, "k"_a, "data"_a, "row_map"_a = nb::none(),
       "A matrix [rows, k] from the blocks of a model file, uint8 1-D. row_map: packed row r is row row_map[r], zeros\n"
@@ -698,7 +723,22 @@ void bind_cache(nb::module_& m) {
           "the\n"
           "numbers of a key, its first, that are its value too; 0, or none given: values are stored beside keys.")
       .def_ro("pages", &Cache::pages)
-      .def_prop_ro("nbytes", &Cache::bytes);
+      .def_prop_ro("nbytes", &Cache::bytes)
+      .def(
+          "heads",
+          [](nb::handle self, size_t layer) {
+            const Cache& cache = nb::cast<const Cache&>(self);
+            require(layer < cache.layers.size(), "no such layer in the cache");
+            const Cache::Layer& own = cache.layers[layer];
+            return CacheBytes(cache.data(own), {(size_t)cache.pages, (size_t)own.kv_heads, (size_t)own.head_bytes},
+                              self, {cache.page_bytes, own.head_bytes, 1});
+          },
+          "layer"_a,
+          "The memory of a layer, uint8 [pages, kv heads, bytes], which may be written while no step runs. A head of "
+          "a\n"
+          "page: keys [head_dim][32], values [32][head_dim], head_dim in whole LANES; of q8_0 followed by the scales "
+          "of\n"
+          "32 dimensions, float16, in the same order.");
 }
 
 void bind_states(nb::module_& m) {
@@ -764,6 +804,35 @@ void bind_neuron_sum(nb::module_& m) {
   m.def(
       "least_slots", [](const Workspace& w, int64_t neurons) { return NeuronSum::least_slots(*w.pool, neurons); },
       "workspace"_a, "neurons"_a, "The fewest slots with which a layer's neurons on disk can be summed.");
+}
+
+void bind_host_calls(nb::module_& m) {
+  nb::class_<HostCalls>(m, "HostCalls", "What the functions share that a GPU's stream calls. They run one at a time.")
+      .def(nb::init<>())
+      .def_prop_ro("made", &HostCalls::made, "Calls so far.")
+      .def("begin", &HostCalls::begin, "A step begins: the CPU waits for its first call.")
+      .def("take_failure", &HostCalls::take_failure, "What the first call that failed since said; empty: none did.");
+  nb::class_<HostCall>(
+      m, "HostCall",
+      "A function, void (*)(void*), and its argument, for a GPU's stream to call without Python: their\n"
+      "addresses, valid as long as this object is there. By itself it computes nothing. It does not\n"
+      "throw: after a failure its result is zeros, and HostCalls has what went wrong.")
+      .def(nb::init<std::shared_ptr<HostCalls>>(), "calls"_a)
+      .def_prop_ro("function", [](const HostCall&) { return (uintptr_t)&HostCall::run; })
+      .def_prop_ro("data", [](HostCall& call) { return (uintptr_t)&call; })
+      .def(
+          "take",
+          [](HostCall& call) {
+            const HostCall::Done done = call.take();
+            return std::make_tuple(done.calls, done.jobs, done.waited, done.worked);
+          },
+          "Since the last time, not while a step runs: calls, those of them that had something to compute, and "
+          "seconds\n"
+          "that the CPU waited before them, and that it computed.");
+  nb::class_<NeuronCall, HostCall>(m, "NeuronCall", "NeuronSum.sum, of arrays that it keeps.")
+      .def("__init__", &make_neuron_call, "calls"_a, "sum"_a, "x"_a.noconvert(), "out"_a.noconvert(),
+           "selected"_a.noconvert() = nb::none(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
+           nb::keep_alive<1, 6>());
 }
 
 void bind_predictor(nb::module_& m) {
@@ -1455,6 +1524,7 @@ NB_MODULE(_native, m) {
   bind_states(m);
   bind_workspace(m);
   bind_neuron_sum(m);
+  bind_host_calls(m);
   bind_predictor(m);
   bind_dense_neurons(m);
   bind_ffn(m);

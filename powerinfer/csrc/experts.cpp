@@ -272,7 +272,6 @@ void Program::reserve_expert_rows(int64_t n, int64_t top_k, int64_t neurons, int
 std::shared_ptr<Experts> Program::expert_sum(ExpertMatrices all, int64_t top_k) {
   check(top_k > 0, "a token needs experts");
   check(!all.predictor, "predictors are for experts that a program's router selects");
-  check(!all.slots, "experts that the caller selects are in memory");
   reserve_experts(all, top_k);
   RouterSpec router{};
   router.top_k = top_k;
@@ -351,14 +350,7 @@ void Experts::run(Thread& t, const Step& step) {
   if (shared_.neurons)
     shared_.neurons->sum(t, acts, tokens, {rows.floats(rows.shared), rows.ldy, false, NONE}, nullptr);
   const PiActs in = tokens == 1 ? *acts : gather(t, rows, acts);
-  if (resting_) {
-    multiply_arriving(t, rows, in, tokens == 1);
-  } else {
-    multiply(t, rows, in, tokens == 1);
-    w.pool->barrier();
-    add_down(t, rows);
-  }
-  w.pool->barrier();
+  multiply_all(t, rows, in, tokens == 1, [&] { return p.attempt([&] { resting_->next(rows); }); });
   merge(t, rows, tokens, p.added_to(0, spec_.out_norm, spec_.down_bias, p.up));
   w.pool->barrier();
   p.add_normalised(t, spec_.out_norm, p.up, 0, tokens);
@@ -369,22 +361,27 @@ void Experts::skip() {
   if (resting_) resting_->end();
 }
 
-// Some experts after others, those first that are in memory. A row has the same bits whichever are computed with it.
-void Experts::multiply_arriving(Thread& t, ExpertRows& rows, const PiActs& acts, bool one) {
-  Program& p = *t.program;
+// The outputs of all rows; ends with a barrier. Experts on disk some after others, those first that are in memory. A row
+// has the same bits whichever are computed with it. next: makes the next ones `active`, by thread 0; false if it fails.
+template <class F>
+void Experts::multiply_all(Thread& t, ExpertRows& rows, const PiActs& acts, bool one, F next) {
+  Workspace& w = *t.program->workspace;
   for (;;) {
-    if (t.id == 0 && !p.attempt([&] { resting_->next(rows); })) rows.compute({});
-    p.workspace->pool->barrier();
-    if (rows.active.empty()) return;
-    const bool settles = resting_->settles();
+    if (resting_) {
+      if (t.id == 0 && !next()) rows.compute({});
+      w.pool->barrier();
+      if (rows.active.empty()) return;
+    }
+    const bool settles = resting_ && resting_->settles();
     multiply(t, rows, acts, one);
-    p.workspace->pool->barrier();
-    if (settles) p.workspace->settle(t.id);
+    w.pool->barrier();
+    if (settles) w.settle(t.id);
     add_down(t, rows);
-    p.workspace->pool->barrier();
+    w.pool->barrier();
+    if (!resting_) return;
     if (!settles) continue;
-    p.workspace->settle(t.id);
-    p.workspace->pool->barrier();
+    w.settle(t.id);
+    w.pool->barrier();
   }
 }
 
@@ -428,7 +425,10 @@ bool Experts::sum(Program& program, const float* x, int64_t tokens, const int32_
     std::fill(out, out + tokens * d_model_, 0.0f);
     return false;
   }
-  sum_rows(program, x, tokens, out, [&] { order_rows(*program.expert_rows, tokens, selected, weights); });
+  sum_rows(program, x, tokens, out, [&] {
+    order_rows(*program.expert_rows, tokens, selected, weights);
+    if (resting_) resting_->begin(*program.expert_rows);
+  });
   return true;
 }
 
@@ -436,6 +436,7 @@ void Experts::order(Program& program, int64_t tokens, const int32_t* selected, c
   workspace_->pool->between_jobs([&] {
     ExpertRows& rows = *program.expert_rows;
     order_rows(rows, tokens, selected, weights);
+    if (resting_) resting_->begin(rows);
     rows.ordered = this;
     rows.ordered_tokens = tokens;
     rows.fetched = 0;
@@ -477,6 +478,7 @@ bool Experts::fetch(Program& program) {
   ExpertRows& rows = *program.expert_rows;
   const int threads = workspace_->pool->threads();
   check(rows.ordered == this, "the rows of these experts are not ordered");
+  if (resting_) return false;
   const int64_t first = rows.fetched, most = cached_bytes(threads);
   const int64_t last = std::min(first + FETCHED, most);
   std::atomic<bool> more{false};
@@ -507,6 +509,14 @@ template <class P>
 void Experts::sum_rows(Program& program, const float* x, int64_t tokens, float* out, P prepare) {
   Workspace& w = *program.workspace;
   ExpertRows& rows = *program.expert_rows;
+  std::string failure;
+  // What follows after a failure is void, but must be computed, since threads wait for each other.
+  const auto next = [&] {
+    try {
+      if (failure.empty()) resting_->next(rows);
+    } catch (const std::exception& error) { failure = error.what(); }
+    return failure.empty();
+  };
   const auto job = [&](int thread) {
     Thread t{thread, &program, {}};
     const int forms = (gate_.empty() ? 0 : gate_[0].form()) | up_[0].form();
@@ -514,13 +524,13 @@ void Experts::sum_rows(Program& program, const float* x, int64_t tokens, float* 
     const Destination to{out, d_model_, false, NONE};
     const PiActs* acts = w.prepare(thread, in, {}, forms);
     if (bundled_ && !whole_ && tokens <= PI_NEURON_TOKENS) return sum_firing(t, rows, acts, {in, {}, to, true});
-    multiply(t, rows, tokens == 1 ? *acts : gather(t, rows, acts), tokens == 1);
-    w.pool->barrier();
-    add_down(t, rows);
-    w.pool->barrier();
+    multiply_all(t, rows, tokens == 1 ? *acts : gather(t, rows, acts), tokens == 1, next);
     merge(t, rows, tokens, to);
   };
   w.pool->run(prepare, job);
+  if (failure.empty()) return;
+  resting_->end();
+  throw ReadError(failure);
 }
 
 void Router::select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const {

@@ -126,12 +126,13 @@ class Experts : public Op {
   void clear();
   // out [tokens, d_model] = the sum of experts that the caller selects, outside of a program's steps. selected, weights:
   // [tokens][top_k]; -1 selects none. Returns false where no expert is selected: out is zero, and no job was run.
+  // ReadError, here and of the parts, if experts could not be read from disk: out is void.
   bool sum(Program& program, const float* x, int64_t tokens, const int32_t* selected, const float* weights, float* out);
-  // The same in parts, for a selection that is known before x: `order`, then `fetch` as often as there is time, then
-  // `sum_ordered`, with nothing else of the program in between. Without `order`: std::invalid_argument.
+  // The same in parts, for a selection that is known before x: `order`, which begins to read what rests on disk, then
+  // `fetch` as often as there is time, then `sum_ordered`, with nothing else of the program in between. Without `order`: std::invalid_argument.
   void order(Program& program, int64_t tokens, const int32_t* selected, const float* weights);
   // Reads the next part of the weights that each thread multiplies first into the caches of its core. False once they
-  // hold what they can, or all of it.
+  // hold what they can, or all of it, and of experts on disk.
   bool fetch(Program& program);
   bool sum_ordered(Program& program, const float* x, int64_t tokens, float* out);
   // Whether steps compute every neuron of the selected experts, where they could skip some.
@@ -149,7 +150,8 @@ class Experts : public Op {
   friend class EarlyRouter;
   void guess(Thread& t, ExpertRows& rows, const Rows& x) const;
   void expect_guessed(ExpertRows& rows, int64_t tokens);
-  void multiply_arriving(Thread& t, ExpertRows& rows, const PiActs& acts, bool one);
+  template <class F>
+  void multiply_all(Thread& t, ExpertRows& rows, const PiActs& acts, bool one, F next);
   template <class F>
   void each_share(const Thread& t, const ExpertRows& rows, int64_t panels, int64_t unit, F work) const;
   void weigh_shared(const Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const;

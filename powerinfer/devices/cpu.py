@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -105,7 +105,8 @@ class _Observed:
 
 
 class ExpertSum:
-    """Experts of a layer, which the caller selects for each token."""
+    """Experts of a layer, which the caller selects for each token. ModelError, of what needs one that rests on disk and
+    cannot be read."""
 
     def __init__(
         self,
@@ -116,19 +117,26 @@ class ExpertSum:
         matrices: Sequence[_native.Matrix],
         n: int,
         by_neuron: ByNeuron | None = None,
+        resting: tuple[DiskTier, _native.Slots] | None = None,
     ) -> None:
-        """of_all: n experts, with these matrices; by_neuron: up and down, where they are no matrices."""
+        """of_all: n experts, with these matrices; by_neuron: up and down, where they are no matrices; resting: where
+        they are and what memory they have, where they rest on disk, and there are no matrices."""
         self.nbytes = sum(one.nbytes for one in matrices) + (0 if by_neuron is None else by_neuron.groups.nbytes)
+        self._reading: Callable[[], AbstractContextManager[None]] = nullcontext
+        if resting is not None:
+            disk, slots = resting
+            self.nbytes += slots.slots * slots.slot_bytes
+            self._reading = disk.reading
         self.by_neuron = by_neuron
         self._pool = pool
         self._program = program
         self._matrices = matrices
         self._n = n
-        self._native = program.expert_sum(of_all, about.router.top_k)
+        self.op = program.expert_sum(of_all, about.router.top_k)
 
     def set_whole(self, on: bool) -> None:
         """Whether every neuron of the experts is computed, where those could be left out that do not fire."""
-        self._native.set_whole(on)
+        self.op.set_whole(on)
 
     def sum(self, x: Float32, selected: NDArray[np.int32], weights: Float32, out: Float32) -> bool:
         """out = the weighted sum of each token's experts; x and out float32 [T, d_model].
@@ -136,20 +144,23 @@ class ExpertSum:
         selected int32, weights float32 [T, top_k]; -1 selects none. False if no expert is selected: then out is zero,
         and nothing was computed.
         """
-        return self._native.sum(self._program, x, selected, weights, out)
+        with self._reading():
+            return self.op.sum(self._program, x, selected, weights, out)
 
     def order(self, selected: NDArray[np.int32], weights: Float32) -> None:
         """The same in two parts: what does not need x, then, as the next call to any layer's experts, `sum_ordered`."""
-        self._native.order(self._program, selected, weights)
+        with self._reading():
+            self.op.order(self._program, selected, weights)
 
     def fetch(self) -> bool:
         """Between the two: read a little more of what the ordered experts' sum begins with into the caches of the
         threads' cores. False once they hold what they can."""
-        return self._native.fetch(self._program)
+        return self.op.fetch(self._program)
 
     def sum_ordered(self, x: Float32, out: Float32) -> bool:
         """`sum` of the experts in `order`, of as many tokens. ValueError without it."""
-        return self._native.sum_ordered(self._program, x, out)
+        with self._reading():
+            return self.op.sum_ordered(self._program, x, out)
 
     def replace(self, place: int, matrices: Sequence[RawTensor]) -> None:
         """Put another expert in a place; not while a step runs. matrices: [out, in], as they were packed."""
@@ -520,7 +531,7 @@ class CpuExecutor:
         op = self._experts[layer]
         if layer in self._early_routers:
             self._early_routers[layer].foresee(op)
-        elif guess is not None and disk.about.prefetch and layer - 1 in disk.about.experts:
+        elif guess is not None and disk.about.prefetch and {layer - 1} <= self._experts.keys() & disk.about.experts:
             small = guess.shape[1] % block_type("Q8_0").block == 0  # a guess need not be exact
             router = convert(guess, "Q8_0", lambda elements: None) if small else guess
             self._experts[layer - 1].foresee(op, self.matrix(router))
@@ -542,6 +553,19 @@ class CpuExecutor:
         own = _biases(about, biases)
         of_some = _native.ExpertMatrices(n, about.size, spec, gates[0] if gates else None, up, down, **own)
         return ExpertSum(self._pool, self._program, about, of_some, matrices, n)
+
+    def resting_sum(
+        self, layer: int, experts: Sequence[RestingTensor], biases: Sequence[Float32 | None] = ()
+    ) -> ExpertSum:
+        """All experts of a layer, which stay on disk, as of `expert_sum`: memory has as many of them as the disk's
+        description says."""
+        assert self.disk is not None
+        about = self.config.experts[layer]
+        spec = _native.NeuronSpec(about.activation, about.threshold)
+        of_all, slots = self._resting(self.disk, layer, spec, experts, biases)
+        made = ExpertSum(self._pool, self._program, about, of_all, (), about.n_experts, resting=(self.disk, slots))
+        self.disk.add_experts(layer, made.op, slots)
+        return made
 
     def _bundled(
         self,
@@ -647,13 +671,30 @@ class CpuExecutor:
         self._run(batch, 0, self._embedded)
         return self._program.residual(len(batch.tokens))
 
-    def finish(self, batch: Batch) -> Float32:
-        """Run everything after the embedding on the current residual stream; logits as from `forward`."""
-        self._run(batch, self._embedded, self._program.size)
+    def finish(self, batch: Batch, first: int | None = None) -> Float32:
+        """Run everything after the embedding, or from operator `first` on, on the current residual stream; logits as
+        from `forward`."""
+        self._run(batch, self._embedded if first is None else first, self._program.size)
         return self._logits[: len(batch.logit_rows), : self.vocab_size]
 
+    def run_part(self, batch: Batch, first: int | None, last: int) -> Float32:
+        """Run a part of that, operators `first` (None: the first after the embedding) up to `last`, if there are any.
+        Returns the residual stream, float32 [T, d_model], where what follows reads it."""
+        first = self._embedded if first is None else first
+        if first < last:
+            self._run(batch, first, last)
+        return self._program.residual(len(batch.tokens))
+
+    @property
+    def operators(self) -> int:
+        """How many are wired so far."""
+        return self._program.size
+
     def end(self, batch: Batch) -> None:
-        """The batch was computed in all layers, on this device and others."""
+        """The batch was computed in all layers, on this device and others. ChangedError if a file was changed that was
+        read for it."""
+        if self.disk is not None:
+            self.disk.check()
         if self._states is not None:
             self._states.end(batch)
         if self.disk is not None:
@@ -673,11 +714,8 @@ class CpuExecutor:
         if self.disk is None:
             return self._run_operators(batch, first, last)
         self.disk.check()  # the embedding is read from the mapped file, which must not have become shorter
-        try:
+        with self.disk.reading():
             self._run_operators(batch, first, last)
-        except _native.ReadError as error:
-            self.disk.check()
-            raise ModelError(str(error)) from None
         self.disk.check()
 
     def _run_operators(self, batch: Batch, first: int, last: int) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,22 +15,24 @@ from numpy.typing import NDArray
 from powerinfer import _native
 from powerinfer.devices.disk_policy import Residents
 from powerinfer.errors import ModelError, RequestError
+from powerinfer.formats.bundle_memory import own_pages
+from powerinfer.formats.tensors import RawTensor
 
 if TYPE_CHECKING:
     from powerinfer.formats.mapped import MappedFile
     from powerinfer.formats.quant import Bytes
-    from powerinfer.formats.tensors import RawTensor, RestingTensor
+    from powerinfer.formats.tensors import RestingTensor
 
 
 @dataclass(frozen=True)
 class OnDisk:
-    """What of a model stays on disk while it runs on the CPU, and how much of it RAM holds at a time.
+    """What of a model stays on disk while it runs, and how much of it RAM holds at a time.
 
     matrices: canonical names of those that pass through a window of `window` bytes, in the order in which a step uses
-    them. experts, neurons: by layer the number of those in RAM, where the layer's rest on disk. direct: reads go past
-    the system's cache; why: for people. policy: of `DISK_POLICIES`, says which experts stay; frequencies: of each
-    layer's experts, the share of the tokens that select it, None: not known. prefetch: experts are guessed a layer
-    ahead, and read early. neuron_policy: says which neurons stay.
+    them. experts, neurons: by layer the number of those in RAM, where the layer's rest on disk; of experts that a GPU
+    has some of, beside those. direct: reads go past the system's cache; why: for people. policy: of `DISK_POLICIES`,
+    says which experts stay; frequencies: of each layer's experts, the share of the tokens that select it, None: not
+    known. prefetch: experts are guessed a layer ahead, and read early. neuron_policy: says which neurons stay.
     """
 
     matrices: frozenset[str] = frozenset()
@@ -67,6 +71,8 @@ class DiskTier:
         self._begin = [file.view().ctypes.data for file in self._files]
         self._streamed = frozenset(places)
         self.reads = reads or read_files(self._files, about.direct)
+        self._apart: _native.Reads | None = None  # of another thread than that of the steps
+        self._read_apart = np.zeros(3)  # reads, bytes, seconds
         self.window = _native.Window(self.reads, about.window) if about.window else None
         self.slots: dict[int, _native.Slots] = {}  # of layers whose neurons are on disk
         self._experts: dict[int, _native.Experts] = {}  # by layer
@@ -101,6 +107,26 @@ class DiskTier:
         known = self.about.frequencies
         _add(self._residents, op.uses, slots.priority, None if known is None else known[layer])
         self._experts[layer] = op
+
+    def read(self, matrices: Sequence[RestingTensor], number: int) -> list[RawTensor]:
+        """Of matrices [n, out, in] those of one number, [out, in] as they are stored: by one thread at a time, perhaps
+        another than that of the steps. ModelError if they cannot be read."""
+        if self._apart is None:
+            self._apart = read_files(self._files, self.about.direct)
+        at, begin, align = 0, [], self._apart.ALIGN
+        for one in matrices:  # past the cache, what is read lies in a block of memory as in its file
+            begin.append(at + one.places[number][1] % align)
+            at = -(-(begin[-1] + one.each_nbytes) // align) * align
+        memory = own_pages(at)
+        each = [(*one.places[number], one.each_nbytes, first) for one, first in zip(matrices, begin, strict=True)]
+        begun = time.perf_counter()
+        with self.reading():
+            self._apart.wait(self._apart.begin(each, memory))
+        self._read_apart += np.array([len(each), sum(one.each_nbytes for one in matrices), time.perf_counter() - begun])
+        return [
+            RawTensor(one.type, one.shape[1:], memory[first : first + one.each_nbytes])
+            for one, first in zip(matrices, begin, strict=True)
+        ]
 
     def add_neurons(
         self, layer: int, slots: _native.Slots, uses: NDArray[np.int32], frequency: NDArray[np.float64] | None
@@ -173,7 +199,19 @@ class DiskTier:
         kept = [one.stats() for one in self.slots.values()] + [one.disk_counts() for one in self._experts.values()]
         names = ("wanted", "hits", "guessed", "right")
         items = {name: float(sum(one.get(name, 0) for one in kept)) for name in names}
-        return items | {name: float(getattr(read, name)) for name in ("reads", "bytes", "waited", "active")}
+        items |= {name: float(getattr(read, name)) for name in ("reads", "bytes", "waited", "active")}
+        for name, more in zip(("reads", "bytes", "active"), self._read_apart.tolist(), strict=True):
+            items[name] += more
+        return items
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """A context in which reads that fail are a `ModelError`, or a `ChangedError`, of one line."""
+        try:
+            yield
+        except _native.ReadError as error:
+            self.check()
+            raise ModelError(str(error)) from None
 
     def check(self) -> None:
         """ChangedError if a file was changed since it was opened: what was read from it may be of both."""

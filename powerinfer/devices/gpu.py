@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,13 +18,21 @@ from powerinfer.devices.batch import Batch, StoppedError
 from powerinfer.devices.cpu import Rotation
 from powerinfer.devices.gpu_latent import LatentInput, LatentOutput
 from powerinfer.devices.gpu_layer import FfnParts, GpuLayer
-from powerinfer.devices.gpu_weights import GpuNorm, HeadMatrices, Matrices, StoredMatrix
+from powerinfer.devices.gpu_weights import (
+    GpuNorm,
+    HeadMatrices,
+    Matrices,
+    PanelMatrix,
+    StoredMatrix,
+    StreamedMatrices,
+)
 from powerinfer.devices.link import Link
 from powerinfer.devices.recording import MOST_SHAPES, RECORDED_BYTES, Recorder, Recordings, recorder_of
 from powerinfer.devices.replayed_spans import ReplayedSpans
 from powerinfer.devices.states import Slots
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.step_buffers import StepBuffers
+from powerinfer.devices.streams import streams_of
 from powerinfer.devices.torch_device import current, gpu_failures, import_torch
 from powerinfer.devices.trace import Trace, span
 from powerinfer.formats.quant import Float32
@@ -38,11 +46,16 @@ else:
     Tensor = device = Any
 
 
+GpuMatrix = StoredMatrix | PanelMatrix
+"""What operators take: a matrix to be uploaded, or one that stays in RAM and streams to the device in every step."""
+
+
 class GpuLayers:
     """The first layers of a model on a device. `models` wires them with the methods from `matrix` to `head`.
 
     An FFN is dense (`ffn`), or a sum of parts some of which other devices compute (`split_ffn`). `run` takes the
-    residual stream after the embedding and returns it after these layers, or the logits.
+    residual stream after the embedding and returns it after these layers, or the logits. Operators of other layers,
+    whose matrices stream, may be wired too: `run_streamed` runs them (devices/streamed.py).
 
     The same step gives the same bits on every run. How a token's sums are rounded may depend on the number of tokens
     in its step.
@@ -78,8 +91,9 @@ class GpuLayers:
         self.bytes_per_token = 0
         self._config = config
         self._cuda = device.type == "cuda"
+        self._streams = streams_of(device)
         self._bytes: Counter[str] = Counter()
-        self._layers = [GpuLayer(index, config.layers[index].parallel) for index in range(layers)]
+        self._layers = [GpuLayer(index, one.parallel) for index, one in enumerate(config.layers)]
         self._head: Operator | None = None
         self._final_norm: GpuNorm | None = None
         self._operators: list[Operator] | None = None
@@ -93,7 +107,13 @@ class GpuLayers:
         self._bytes["kv"] = sum(part.nbytes for pair in self._cache for part in pair)
         self._bytes["kv"] += sum(part.nbytes for part in self._states.values())
         changed = config.residual_scale != 1 or any(one.norms in ("output", "both") for one in config.layers[:layers])
-        self.buffers = StepBuffers(device, max_tokens, config.d_model, config.vocab_size, totals=split and changed)
+        self._uncalled: str | None = None  # why the GPU does not call the CPU
+        if self.link is not None:
+            with current(device):
+                self._uncalled = self.link.try_call()
+        self._calls = self.link is not None and self._uncalled is None
+        vectors = max_tokens, config.d_model, config.vocab_size
+        self.buffers = StepBuffers(device, *vectors, totals=split and changed, sleeps=self._calls)
         static = gpu.which(torch.empty(0, device=device)) == "triton"  # torch's own operators look at the data
         self._recorder = recorder_of(device) if static else None
         self._recordings: Recordings | None = None
@@ -106,6 +126,17 @@ class GpuLayers:
     def matrix(self, tensor: RawTensor, row_map: NDArray[np.int32] | None = None) -> StoredMatrix:
         """A matrix [out, in], to be uploaded by the operator that takes it. row_map: see `StoredMatrix`."""
         return StoredMatrix(tensor, row_map)
+
+    def _products(
+        self, part: str, *matrices: GpuMatrix, biases: Sequence[Float32 | None] = ()
+    ) -> Matrices | StreamedMatrices:
+        """Matrices that multiply the same rows, with their biases: uploaded, or such that stream, all of them; part: of
+        `memory`."""
+        stored = [one for one in matrices if isinstance(one, StoredMatrix)]
+        if stored:
+            return self._upload(part, *stored, biases=biases)
+        panels = [one for one in matrices if isinstance(one, PanelMatrix)]
+        return StreamedMatrices(panels, [self._some(bias) for bias in biases] or [None] * len(panels), self.device)
 
     def _upload(self, part: str, *matrices: StoredMatrix, biases: Sequence[Float32 | None] = ()) -> Matrices:
         """Matrices that multiply the same rows, with their biases; part: of `memory`."""
@@ -275,16 +306,16 @@ class GpuLayers:
         self,
         layer: int,
         norm: GpuNorm | None,
-        gate: StoredMatrix | None,
-        up: StoredMatrix,
-        down: StoredMatrix,
+        gate: GpuMatrix | None,
+        up: GpuMatrix,
+        down: GpuMatrix,
         vectors: FfnVectors = NO_VECTORS,
         out_norm: GpuNorm | None = None,
     ) -> None:
         """x += out_norm(down . (act(gate . n) * (up . n))) with n = norm(x), or down . act(up . n) without a gate."""
         inputs = [up] if gate is None else [gate, up]
-        first = self._upload("ffn", *inputs, biases=(vectors.gate_bias, vectors.up_bias)[2 - len(inputs) :])
-        second = self._upload("ffn", down, biases=[vectors.down_bias])
+        first = self._products("ffn", *inputs, biases=(vectors.gate_bias, vectors.up_bias)[2 - len(inputs) :])
+        second = self._products("ffn", down, biases=[vectors.down_bias])
         limits = self._some(vectors.limits)
         about, neurons, plain = self._config.layers[layer].neurons, up.rows, gate is None  # not the matrices themselves
         limit = about.threshold if limits is None else limits
@@ -356,7 +387,7 @@ class GpuLayers:
     def operators(self) -> list[Operator]:
         """All that a step runs, in order."""
         if self._operators is None:
-            self._operators = [operator for layer in self._layers for operator in layer.operators()]
+            self._operators = [operator for layer in self._layers[: self.layers] for operator in layer.operators()]
             self._operators += [] if self._head is None else [self._head]
         return self._operators
 
@@ -394,22 +425,52 @@ class GpuLayers:
         """
         with gpu_failures(f"computing {len(batch.tokens)} tokens", "lower --prefill-chunk, --max-batch or --vram"):
             torch = import_torch()
-            with current(self.device):
+            with current(self.device), self._finished_after_failure():
                 step = self._begin(batch, x, slots)
                 with torch.inference_mode():
                     if self._recorder is not None and len(step.x) <= gpu.FEW:
                         self._recorded(self._recorder).run(step)
                     else:
-                        for operator in self.operators:
-                            if batch.stop is not None and batch.stop[0]:
-                                raise StoppedError
-                            with span(self.trace if operator.static else None, "gpu", operator.kind, operator.layer):
-                                operator.run(step)
+                        self._launch(step, self.operators, batch)
                 result = self.buffers.download(step, logits=self.has_head)
+        if self.link is not None:
+            self.link.check()
         if len(step.x) <= cpu.NEURON_TOKENS:
             self.few_tokens += len(step.x)
             self.few_steps += 1
         return result
+
+    @contextmanager
+    def _finished_after_failure(self) -> Iterator[None]:
+        """After a step that is broken off the device may still read what the next one writes, and call the CPU: that is
+        waited for."""
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):
+                self._streams.finish()
+            raise
+
+    def _launch(self, step: Step, operators: Sequence[Operator], batch: Batch) -> None:
+        for operator in operators:
+            if batch.stop is not None and batch.stop[0]:
+                raise StoppedError
+            with span(self.trace if operator.static else None, "gpu", operator.kind, operator.layer):
+                operator.run(step)
+
+    def streamed(self, layer: int) -> Sequence[Operator]:
+        """The operators of a layer that is not one of the first."""
+        assert layer >= self.layers
+        return self._layers[layer].operators()
+
+    def run_streamed(self, batch: Batch, x: Float32, operators: Sequence[Operator]) -> Float32:
+        """x float32 [T, d_model] after these operators, of layers whose matrices stream; otherwise as `run`."""
+        assert not self.has_head
+        failures = gpu_failures(f"computing {len(batch.tokens)} tokens", "lower --prefill-chunk, --max-batch or --vram")
+        with failures, current(self.device), self._finished_after_failure(), import_torch().inference_mode():
+            step = self._begin(batch, x, None)
+            self._launch(step, operators, batch)
+            return self.buffers.download(step, logits=False)
 
     def hidden_states(self, rows: NDArray[np.int32]) -> Float32:
         """As `Executor.hidden_states`; of layers that have the head. PowerInferError when the device fails."""
@@ -425,14 +486,34 @@ class GpuLayers:
         """Upload a step."""
         own = np.arange(len(batch.page_table), dtype=np.int32)
         step = self.buffers.upload(batch, x, (slots or (own, own)) if self._states else None)
-        step.read = None if self.link is None else self.link.read(len(step.x))
+        if self.link is not None:
+            step.read = self.link.read(len(step.x))
+            self.link.calls.begin()
         if self.has_head:
             self.buffers.logits(len(batch.logit_rows))  # may reallocate, so before the step is recorded
         return step
 
-    def record(self, recorder: Recorder | None) -> None:
-        """Record steps of few tokens with `recorder` and replay them; None: launch every time."""
+    @property
+    def how(self) -> str | None:
+        """Who acts where layers are split, in steps of few tokens. None: no layer is, or nothing is recorded."""
+        if self.link is None or self._recorder is None:
+            return None
+        return "the GPU calls the CPU" if self._calls else f"the host waits for the GPU ({self._uncalled})"
+
+    def record(self, recorder: Recorder | None, *, calls: bool = True) -> None:
+        """Record steps of few tokens with `recorder` and replay them; None: launch every time. calls: the GPU calls the
+        CPU where it can; else the host waits for it, between recordings."""
         self._recorder, self._recordings = recorder, None
+        self._calls = calls and self.link is not None and self._uncalled is None
+
+    @contextmanager
+    def launched(self) -> Iterator[None]:
+        """Steps within this context are launched one operator after another, by the host."""
+        before, self._recorder = self._recorder, None
+        try:
+            yield
+        finally:
+            self._recorder = before
 
     def _recorded(self, recorder: Recorder) -> Recordings:
         operators = self.operators
@@ -440,6 +521,8 @@ class GpuLayers:
             if self.trace is not None:
                 spans = ReplayedSpans(recorder, self.trace)
                 operators, recorder = spans.marked(operators), spans.record
+            elif self._calls:
+                operators = [operator.as_called() for operator in operators]
             self._recordings = Recordings(operators, recorder, self._shapes)
             self._recorded_at = self.buffers.addresses
         return self._recordings
@@ -499,7 +582,11 @@ class GpuLayers:
         places, rows = np.arange(tokens, dtype=np.int32), np.zeros(tokens, np.int32)
         pages = np.arange(-(-(first + tokens) // self.page_size), dtype=np.int32)[None]
         batch = Batch(rows, first + places, rows, pages, places[:logit_rows])
-        self.run(batch, np.zeros((tokens, self.d_model), np.float32))
+        x = np.zeros((tokens, self.d_model), np.float32)
+        self.run(batch, x)
+        streamed = [operator for layer in range(self.layers, len(self._layers)) for operator in self.streamed(layer)]
+        if tokens > gpu.FEW and streamed:
+            self.run_streamed(batch, x, streamed)
 
     def _taken(self) -> tuple[int, int]:
         """Bytes of the device that torch has taken, and all others."""

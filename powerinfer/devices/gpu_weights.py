@@ -11,10 +11,14 @@ from numpy.typing import NDArray
 
 from powerinfer.devices.torch_device import import_torch
 from powerinfer.formats.tensors import RawTensor
-from powerinfer.kernels import gpu, gpu_latent
+from powerinfer.kernels import gpu, gpu_latent, gpu_panels
+from powerinfer.kernels.cpu import LANES
 
 if TYPE_CHECKING:
     from torch import Tensor, device
+
+    from powerinfer.devices.stage import Stage
+    from powerinfer.formats.quant import Bytes
 else:
     Tensor = device = Any
 
@@ -62,15 +66,11 @@ class Matrices:
     """
 
     def __init__(self, matrices: Sequence[StoredMatrix], biases: Sequence[Tensor | None], device: device) -> None:
-        torch = import_torch()
         parts = [(one.tensor, one.row_map) for one in matrices]
         alike = len({one.type for one in matrices}) == 1
         self.weights = [gpu.upload_together(some, device) for some in ([parts] if alike else [[one] for one in parts])]
         self.nbytes = sum(weight.nbytes for weight in self.weights)
-        self.bias: Tensor | None = None
-        if any(bias is not None for bias in biases):
-            pairs = zip(matrices, biases, strict=True)
-            self.bias = torch.cat([torch.zeros(one.rows, device=device) if b is None else b for one, b in pairs])
+        self.bias = _joined([one.rows for one in matrices], biases, device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x float32 [T, k] -> float32 [T, rows of all], one matrix after another, biases added."""
@@ -78,6 +78,71 @@ class Matrices:
             return gpu.linear(self.weights[0], x, self.bias)
         out = import_torch().cat([gpu.linear(weight, x) for weight in self.weights], dim=1)
         return out if self.bias is None else out.add_(self.bias)
+
+
+@dataclass(frozen=True)
+class PanelMatrix:
+    """A matrix [out, in] that the CPU has in panels, to be streamed through a stage by the operator that takes it.
+
+    panels: uint8 [panels, bytes of a panel]; kept: int64 [rows], those of the panels' rows that count, None: the first.
+    """
+
+    stage: Stage
+    type: str
+    rows: int
+    k: int
+    panels: Bytes
+    kept: NDArray[np.int64] | None = None
+
+
+class StreamedMatrices:
+    """As `Matrices`, of some that stay in RAM: each product streams them to the device, a few panels at a time."""
+
+    nbytes = 0
+
+    def __init__(self, matrices: Sequence[PanelMatrix], biases: Sequence[Tensor | None], device: device) -> None:
+        torch = import_torch()
+        self.bias = _joined([one.rows for one in matrices], biases, device)
+        kept = [None if one.kept is None else torch.from_numpy(one.kept).to(device) for one in matrices]
+        self._matrices = list(zip(matrices, kept, strict=True))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """As of `Matrices`."""
+        torch = import_torch()
+        out = torch.empty((len(x), sum(one.rows for one, _ in self._matrices)), dtype=x.dtype, device=x.device)
+        at = 0
+        for matrix, kept in self._matrices:
+            own = out[:, at : at + matrix.rows]
+            if kept is None:
+                self._product(matrix, x, own)
+            else:
+                wide = torch.empty((len(x), LANES * len(matrix.panels)), dtype=x.dtype, device=x.device)
+                self._product(matrix, x, wide)
+                own.copy_(wide.index_select(1, kept))
+            at += matrix.rows
+        return out if self.bias is None else out.add_(self.bias)
+
+    def _product(self, matrix: PanelMatrix, x: Tensor, out: Tensor) -> None:
+        """out [T, n] = x . the first n rows of the panels."""
+        step = matrix.stage.panels_at_once(matrix.type, matrix.k, matrix.panels.shape[1])
+        for begin in range(0, len(matrix.panels), step):
+            some = matrix.panels[begin : begin + step]
+            to = out[:, LANES * begin : LANES * (begin + step)]
+            with matrix.stage.sent([some.reshape(-1)]) as (part,):
+                assert part is not None
+                weight = gpu_panels.from_panels(matrix.type, matrix.k, part.view(len(some), -1))
+                to.copy_(gpu.linear(weight, x)[:, : to.shape[1]])
+            del weight  # the next piece reuses its memory
+
+
+def _joined(rows: Sequence[int], biases: Sequence[Tensor | None], device: device) -> Tensor | None:
+    """The biases of matrices with that many rows, one after another, zeros where one has none; None without any."""
+    torch = import_torch()
+    if all(bias is None for bias in biases):
+        return None
+    pairs = zip(rows, biases, strict=True)
+    joined: Tensor = torch.cat([torch.zeros(n, device=device) if bias is None else bias for n, bias in pairs])
+    return joined
 
 
 class HeadMatrices:

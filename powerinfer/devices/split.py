@@ -17,18 +17,22 @@ if TYPE_CHECKING:
 
     from powerinfer.devices.disk import DiskTier
     from powerinfer.devices.gpu import GpuLayers
+    from powerinfer.devices.streamed import StreamedLayers
 
 
 class SplitExecutor:
     """Embedding on the CPU, the layers of `gpu`, those of `cpu`, and the head on whichever has it.
 
+    streamed: those of `cpu` that the GPU computes in steps of many tokens; None: none.
+
     The result for a token is the same on every run. Its rounding may depend on the number of tokens in the call.
     """
 
-    def __init__(self, cpu: CpuExecutor, gpu: GpuLayers) -> None:
+    def __init__(self, cpu: CpuExecutor, gpu: GpuLayers, streamed: StreamedLayers | None = None) -> None:
         assert cpu.n_pages == gpu.n_pages and cpu.max_tokens == gpu.max_tokens and cpu.first_layer == gpu.layers
         self.cpu = cpu
         self.gpu = gpu
+        self.streamed = streamed
         self.page_size = cpu.page_size
         self.n_states = cpu.n_states
         self.n_pages = cpu.n_pages
@@ -37,6 +41,8 @@ class SplitExecutor:
         self.trace: Trace | None = None
         layers = f"{gpu.layers} layer{'s' * (gpu.layers > 1)}{' and the head' * gpu.has_head}"
         self.choices = cpu.choices | {"gpu": f"{layers} on {gpu.device}"}
+        if gpu.how is not None:
+            self.choices["steps"] = gpu.how
 
     @property
     def disk(self) -> DiskTier | None:
@@ -60,8 +66,11 @@ class SplitExecutor:
         result = self.gpu.run(batch, x, self.cpu.slots)
         if not self.gpu.has_head:
             x[:] = result
-            with span(self.trace, "cpu", "layers and head", -1):
-                result = self.cpu.finish(batch)
+            if self.streamed is not None and self.streamed.takes(len(batch.tokens)):
+                result = self.streamed.finish(batch, self.trace)
+            else:
+                with span(self.trace, "cpu", "layers and head", -1):
+                    result = self.cpu.finish(batch)
         self.cpu.end(batch)
         return result
 
@@ -82,5 +91,7 @@ class SplitExecutor:
             self.trace = None
 
     def close(self) -> None:
+        if self.streamed is not None:
+            self.streamed.close()
         self.gpu.close()
         self.cpu.close()

@@ -30,7 +30,8 @@ from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.bundle_memory import SomeBundles, pieces
 from powerinfer.formats.prepared import LINE
 from powerinfer.formats.quant import Bytes
-from powerinfer.kernels import gpu
+from powerinfer.kernels import gpu, gpu_panels
+from powerinfer.kernels.cpu import LANES
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, NeuronVectors
 from powerinfer.system import usable_cores
 
@@ -45,6 +46,7 @@ BUFFERS = 2
 BESIDE = 24
 """Maximum bytes of metadata per bundle: its offset, its group, the offset of the group's scales, and its vectors."""
 
+_LAYER_PIECES = 8  # of a layer's matrices, at least, if they are not so small
 _PADDING = 6 * LINE  # the parts of a piece begin at cache lines
 _SEGMENT = 2 << 20  # torch's rounding of tensors of that size on a GPU
 _MOST_THREADS = 4  # copying; more threads are not faster
@@ -61,6 +63,14 @@ def buffer_bytes(layout: BundleLayout, neurons: int, limit: int) -> int:
     if nbytes < group + _PADDING:
         return 0
     return nbytes - nbytes % min(nbytes, _SEGMENT)
+
+
+def layer_buffer(layer: int, widest: int, limit: int) -> int:
+    """Bytes of a buffer for panels of layers whose matrices take `layer` bytes and have up to `widest` columns: a few
+    pieces a layer, `limit` at most; 0 if that is less than a panel, in whatever type."""
+    least = 4 * LANES * widest
+    size = min(limit, max(least, min(PIECE, layer // _LAYER_PIECES)))
+    return 0 if size < least else size - size % min(size, _SEGMENT) or least
 
 
 def expert_buffer(matrices: Sequence[int], experts: int) -> int:
@@ -113,6 +123,10 @@ class Stage:
     def experts_at_once(self, matrices: Sequence[int], experts: int) -> int:
         """How many experts a buffer holds beside the table of their places; arguments as of `expert_buffer`."""
         return (self._size - _table_bytes(experts)) // _lines(matrices)
+
+    def panels_at_once(self, kind: str, k: int, nbytes: int) -> int:
+        """How many panels of k columns, of `nbytes` each, a buffer holds as they are and converted; at least one."""
+        return max(1, self._size // max(nbytes, gpu_panels.panel_bytes(kind, k)))
 
     @property
     def nbytes(self) -> int:

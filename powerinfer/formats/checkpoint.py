@@ -42,6 +42,7 @@ from powerinfer.formats.tensors import (
     convert,
     transpose,
 )
+from powerinfer.neurons import Indices
 from powerinfer.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -243,6 +244,18 @@ class Checkpoint:
             return change(tensor.gathered(), self._targets[name], self._tick)
         except ModelError as error:
             raise ModelError(f"{self.path}: tensor {name}: {error}") from None
+
+    def take_some(self, name: str, index: Indices) -> RawTensor:
+        """Of matrices [n, out, in] those of the index, as `take` gives all of them."""
+        tensor = self._tensors.get(name)
+        if name not in self._targets and isinstance(tensor, StackedTensor):
+            for file in self._files:
+                file.check()
+            self._taken.add(name)
+            return StackedTensor(tuple(tensor.parts[at] for at in index)).gathered()
+        whole = self.take(name)
+        data = whole.data.reshape(whole.shape[0], -1)[index]
+        return RawTensor(whole.type, (len(index), *whole.shape[1:]), data.reshape(-1))
 
     def _check_thresholds(self, name: str, values: Float32) -> None:
         if not (np.isfinite(values).all() and (values >= 0).all()):

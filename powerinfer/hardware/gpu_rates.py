@@ -472,7 +472,8 @@ def _copy(neurons: gpu.Neurons) -> gpu.Neurons:
 
 @dataclass(frozen=True)
 class _Sample:
-    """An FFN of one part, on the GPU; fired: its counters; exchange: beside a CPU that has nothing to do."""
+    """An FFN of one part, on the GPU; fired: its counters; exchange: beside a CPU that has nothing to do, called or
+    waiting as the engine's is."""
 
     layers: GpuLayers
     layer: int
@@ -491,7 +492,9 @@ class _Sample:
             return []
         link = self._link
         send = Operator("copy out", self.layer, lambda step: link.send(len(step.x), 0))
-        return [send, Operator("mark", self.layer, lambda _: link.mark(), static=False)]
+        call = link.empty_call()
+        own = Operator("mark", self.layer, lambda _: link.mark(), False, lambda _: link.begin(call))
+        return [send, own]
 
     def finish(self) -> list[Operator]:
         """Add the neurons' sum, and the CPU's, where there is an exchange."""
@@ -499,7 +502,7 @@ class _Sample:
         if not self.exchange:
             return [hot]
         link = self._link
-        wait = Operator("wait", self.layer, lambda _: link.wait(), static=False)
+        wait = Operator("wait", self.layer, lambda _: link.wait(), False, lambda _: link.join())
         return [hot, wait, Operator("add", self.layer, lambda step: link.add_back(step.target))]
 
     @property

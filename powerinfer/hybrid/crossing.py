@@ -1,8 +1,9 @@
-"""The number of tokens of a step from which on the GPU computes the cold neurons too: measured, and saved.
+"""The number of tokens of a step from which on the GPU computes what is in RAM too: measured, and saved.
 
 The CPU reads the cold bundles once per 32 tokens; streaming them to the GPU (devices/stage.py) costs nearly the same
-for any number of tokens. The crossing is measured at load on one layer of the model, with inputs from a text, and saved
-in crossing.json: if it changed from run to run, so would the bits of the answers.
+for any number of tokens. So does streaming the matrices of whole layers (devices/streamed.py). The crossing is measured
+at load on one layer of the model, of cold neurons with inputs from a text, and saved in crossing.json: if it changed
+from run to run, so would the bits of the answers.
 """
 
 from __future__ import annotations
@@ -78,9 +79,10 @@ class Crossing:
     least: int | None
     tried: tuple[tuple[int, float, float], ...]
 
-    def __str__(self) -> str:
+    def told(self, what: str) -> str:
+        """For people; what: is in RAM."""
         times = ", ".join(f"{tokens}: {1e3 * cpu:.3g} and {1e3 * gpu:.3g} ms" for tokens, cpu, gpu in self.tried)
-        who = "the CPU computes cold neurons" if self.least is None else f"cold neurons stream from {self.least} tokens"
+        who = f"the CPU computes {what}" if self.least is None else f"{what} stream from {self.least} tokens"
         return f"{who} (a layer with the CPU and streamed, by tokens: {times})"
 
 
@@ -110,28 +112,57 @@ def settle(
     sample: the token ids of a text; the KV cache must be empty. Notes the result in the executor's choices.
     PowerInferError if the GPU fails or runs out of memory.
     """
+    about = {"cold": str(max(ffn.cold_bytes for ffn in ffns))}
+    _settle(
+        stage,
+        executor,
+        "cold neurons",
+        about,
+        resolved,
+        lambda: measured(stage, executor, ffns, sample()),
+        progress,
+    )
+
+
+def settle_layers(executor: SplitExecutor, resolved: Resolved, progress: Progress = silent) -> None:
+    """The same of whole layers that stream."""
+    streamed = executor.streamed
+    assert streamed is not None and streamed.spans
+    about = {"layer": str(max(own.nbytes for own in streamed.spans)), "kv_type": resolved.engine.kv_type}
+    _settle(streamed.stage, executor, "the layers in RAM", about, resolved, lambda: measured_layers(executor), progress)
+
+
+def _settle(
+    stage: Stage,
+    executor: SplitExecutor,
+    what: str,
+    about: Key,
+    resolved: Resolved,
+    measure: Callable[[], Crossing],
+    progress: Progress,
+) -> None:
+    """about: of the key, what else a measurement depends on."""
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
     path = prepared_folder(checkpoint.path, engine.prepared) / "crossing.json"
-    key = trial_key(checkpoint, engine, selection, ())
-    key |= {"cold": str(max(ffn.cold_bytes for ffn in ffns))}
+    key = trial_key(checkpoint, engine, selection, ()) | about
     key |= {"buffer": str(stage.nbytes), "tokens": str(executor.max_tokens)} | software(str(executor.gpu.device))
     kept = find_entry(path, KIND, _Kept, key)
     if kept is not None and not engine.retrial:
         found = Crossing(kept.least, kept.tried)
         how = f"measured earlier ({path})"
     elif not engine.trial:
-        executor.choices["prefill"] = "the CPU computes cold neurons (--no-trial: nothing was measured)"
+        executor.choices["prefill"] = f"the CPU computes {what} (--no-trial: nothing was measured)"
         return
     else:
         progress("trial of prompts", 0, 1)
         begin = time.perf_counter()
         with gpu_failures("trying prompts", "give less --vram"):
-            found = measured(stage, executor, ffns, sample())
+            found = measure()
         taken = time.perf_counter() - begin
         problem = keep_entry(path, KIND, _Kept, key, asdict(found))
         how = f"measured in {taken:.2f} s, " + (f"kept in {path}" if problem is None else f"cannot be kept: {problem}")
     stage.least = found.least
-    executor.choices["prefill"] = f"{found}, {how}"
+    executor.choices["prefill"] = f"{found.told(what)}, {how}"
 
 
 def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[Streamed], sample: Sequence[int]) -> Crossing:
@@ -174,6 +205,37 @@ def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[Streamed], sa
             stage.least = None
 
 
+def measured_layers(executor: SplitExecutor) -> Crossing:
+    """Time what streams of the layer of which most does, both ways; the cache must be empty. How long dense products
+    take does not depend on the numbers."""
+    streamed, cpu, gpu = executor.streamed, executor.cpu, executor.gpu
+    assert streamed is not None
+    own = max(streamed.spans, key=lambda one: one.nbytes)
+    random = np.random.default_rng(0)
+
+    def seconds(tokens: int, streams: bool) -> float:
+        places, none = np.arange(tokens, dtype=np.int32), np.zeros(tokens, np.int32)
+        pages = np.arange(-(-tokens // executor.page_size), dtype=np.int32)[None]
+        batch = Batch(none, places, none, pages, np.empty(0, np.int32))
+        x = cpu.run_part(batch, own.first, own.first)
+        x[:] = random.standard_normal(x.shape, np.float32)
+
+        def run() -> float:
+            begin = time.perf_counter()
+            if streams:
+                gpu.run_streamed(batch, x, [*own.operators] * _CALLS)
+            else:
+                for _ in range(_CALLS):
+                    cpu.run_part(batch, own.first, own.last)
+            return (time.perf_counter() - begin) / _CALLS
+
+        run()
+        return run()
+
+    most = min(executor.max_tokens, executor.n_pages * executor.page_size)
+    return find([*(size for size in SIZES if size < most), most], seconds)
+
+
 def _inputs(executor: SplitExecutor, ffn: Streamed, sample: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The residual stream and the input of the layer's neurons in a step of a text, float32 [tokens, d_model]."""
     seen: list[tuple[Tensor, Tensor]] = []
@@ -183,7 +245,8 @@ def _inputs(executor: SplitExecutor, ffn: Streamed, sample: Sequence[int]) -> tu
     tokens = np.resize(np.asarray(sample or [0], np.int32), count)
     ffn.on_input = lambda x, read: seen.append((x.clone(), read.clone()))
     try:
-        executor.forward(Batch(tokens, places, np.zeros(count, np.int32), pages, np.empty(0, np.int32)))
+        with executor.gpu.launched():
+            executor.forward(Batch(tokens, places, np.zeros(count, np.int32), pages, np.empty(0, np.int32)))
     finally:
         ffn.on_input = None
     return seen[0]

@@ -15,6 +15,9 @@ the CPU orders its rows and fetches weights into its caches while attention runs
 
 For a long prompt, whose tokens select nearly all experts, the GPU computes the cold ones too: they stream to it from
 the model's file, through the buffers of devices/stage.py.
+
+Where RAM does not hold all cold experts they rest on disk (devices/disk.py): the CPU reads those that are selected and
+that it does not have, and computes the others meanwhile, in prompts, too.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from powerinfer.devices.streams import Event, Stream, Streams, streams_of
 from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.devices.trace import span
 from powerinfer.errors import PowerInferError, RequestError
-from powerinfer.formats.tensors import RawTensor
+from powerinfer.formats.tensors import RawTensor, RestingTensor
 from powerinfer.hybrid.adjust import trades
 from powerinfer.kernels import gpu, gpu_experts
 from powerinfer.kernels.cpu import NEURON_TOKENS
@@ -141,15 +144,14 @@ class HybridExperts:
         self._copier = copier
         self._swapped, self._whole = True, False
         self._copying: tuple[list[Swap], Future[Event]] | None = None
+        self._disk = cpu.disk if cpu.disk is not None and layer in cpu.disk.about.experts else None
         with gpu_failures(f"loading the experts of layer {layer}", "give less --vram"), current(layers.device):
             self._upload(weights)
-            tensors = [tensor.gathered() for tensor in weights.experts()]
-            self._place(cpu, tensors, hot)
-        # Views of the model's file: no memory of their own.
-        self._tensors = tensors if all(map(in_file, tensors)) else None
+            # Views of the model's file: no memory of their own.
+            self._tensors = self._place(cpu, weights, hot)
         if movable and copier is None and self.about.bias:
             raise RequestError("--adjust does not swap experts that have biases: leave it out")
-        if movable and self._tensors is None:
+        if movable and self._tensors is None and self._disk is None:
             flag = "--adjust" if copier is None else f"--expert-policy {copier.policy.name}"
             raise RequestError(
                 f"{flag} needs experts as a GGUF file has them, not a folder, --quantize or types IQ1 to IQ3"
@@ -175,26 +177,48 @@ class HybridExperts:
             inputs, output = Matrices(first, [None] * len(first), device), Matrices([down], [None], device)
             self._shared = inputs, output
 
-    def _place(self, cpu: CpuExecutor, tensors: list[RawTensor], hot: Indices) -> None:
-        """Each expert on its device, and only there."""
+    def _place(self, cpu: CpuExecutor, weights: ExpertWeights, hot: Indices) -> list[RawTensor] | None:
+        """Each expert on its device, and only there; those of the CPU in RAM, or on disk. All of them, if RAM needs no
+        copy, as it does not of those in a mapped file."""
         import torch
 
         n, device = self.about.n_experts, self._layers.device
         here = hot if self._copier is not None else np.sort(hot)  # of each slot
-        on_cpu = np.arange(n, dtype=np.int32) if self._copier is not None else np.setdiff1d(np.arange(n), hot)
+        every = self._copier is not None or self._disk is not None  # can be asked of the CPU
+        on_cpu = np.arange(n, dtype=np.int32) if every else np.setdiff1d(np.arange(n), hot)
         self._gpu_part = None
-        if len(here):
-            by_neuron = cpu.in_experts and self.about.why_whole is None
-            self._gpu_part = gpu_experts.resident(tensors, here, self.about, device, self._biases, by_neuron)
         self._cpu_part: ExpertSum | None = None
-        if len(on_cpu):
-            biases = [None if bias is None else bias[on_cpu] for bias in self._biases]
-            self._cpu_part = cpu.expert_sum(self.layer, (_some(tensor, on_cpu) for tensor in tensors), biases)
+        self._resting: Sequence[RestingTensor] = ()
+        views: list[RawTensor] | None = None
+        if self._disk is not None:
+            self._resting = weights.resting()
+            self._cpu_part = cpu.resting_sum(self.layer, self._resting, self._biases)
+            if len(here):
+                biases = [None if bias is None else bias[here] for bias in self._biases]
+                slots = np.arange(len(here), dtype=np.int32)
+                self._gpu_part = gpu_experts.resident(weights.some(here), slots, self.about, device, biases)
+        else:
+            tensors = [tensor.gathered() for tensor in weights.experts()]
+            views = tensors if all(map(in_file, tensors)) else None
+            if len(here):
+                by_neuron = cpu.in_experts and self.about.why_whole is None
+                self._gpu_part = gpu_experts.resident(tensors, here, self.about, device, self._biases, by_neuron)
+            if len(on_cpu):
+                biases = [None if bias is None else bias[on_cpu] for bias in self._biases]
+                self._cpu_part = cpu.expert_sum(self.layer, (_some(tensor, on_cpu) for tensor in tensors), biases)
         # Of each expert its slot on the GPU, and its place on the CPU; -1 where it is not there.
         self._slot, self._place_of = np.full(n, -1, np.int32), np.full(n, -1, np.int32)
         self._slot[here] = np.arange(len(here))
         self._place_of[on_cpu] = np.arange(len(on_cpu))
         self._slots = torch.from_numpy(self._slot.copy()).to(device)
+        return views
+
+    def _stored(self, expert: int) -> list[RawTensor]:
+        """An expert's matrices [out, in], as the file has them. ModelError if they cannot be read."""
+        if self._disk is not None:
+            return self._disk.read(self._resting, expert)
+        assert self._tensors is not None
+        return [_one(tensor, expert) for tensor in self._tensors]
 
     @property
     def hot(self) -> Indices:
@@ -207,31 +231,33 @@ class HybridExperts:
         return np.flatnonzero(self._slot < 0).astype(np.int32)
 
     def swap(self, leave: Indices, come: Indices) -> None:
-        """Exchange experts on the GPU for as many on the CPU, each in the other's memory; not while a step runs."""
+        """Exchange experts on the GPU for as many on the CPU, each in the other's memory; not while a step runs.
+        ModelError for one that cannot be read from disk: it stays where it is."""
         import torch
 
-        assert self._tensors is not None and self._gpu_part is not None and self._cpu_part is not None
-        self._swapped = False  # a swap that fails leaves an expert in neither place
+        assert self._gpu_part is not None and self._cpu_part is not None
         failures = gpu_failures(f"swapping experts of layer {self.layer}", "load the model again")
         with failures, current(self._layers.device):
             for old, new in zip(leave, come, strict=True):
                 slot, place = int(self._slot[old]), int(self._place_of[new])
-                into = [_one(tensor, new) for tensor in self._tensors]
+                into = self._stored(int(new))
+                self._swapped = False  # a swap that fails leaves an expert in neither place
                 gpu_experts.replace(self._gpu_part, slot, into, int(new), self._biases)
-                self._cpu_part.replace(place, [_one(tensor, old) for tensor in self._tensors])
+                if self._disk is None:
+                    self._cpu_part.replace(place, self._stored(int(old)))
+                    self._place_of[old], self._place_of[new] = place, -1
                 self._slot[old], self._slot[new] = -1, slot
-                self._place_of[old], self._place_of[new] = place, -1
                 self._slots.copy_(torch.from_numpy(self._slot))
-            self._swapped = True
+                self._swapped = True
 
     def _exchange(self, swaps: list[Swap]) -> None:
         """Begin to copy experts into slots, beside the steps: the next step of the layer has them."""
-        assert self._copier is not None and self._tensors is not None and self._gpu_part is not None
-        tensors, part, biases = self._tensors, self._gpu_part, self._biases
+        assert self._copier is not None and self._gpu_part is not None
+        stored, part, biases = self._stored, self._gpu_part, self._biases
 
         def copy() -> None:
             for slot, expert in swaps:
-                gpu_experts.replace(part, slot, [_one(tensor, expert) for tensor in tensors], expert, biases)
+                gpu_experts.replace(part, slot, stored(expert), expert, biases)
 
         self._copying = swaps, self._copier.begin(streams_of(self._layers.device), copy)
 
@@ -276,12 +302,12 @@ class HybridExperts:
             self.stage.close()
         if self._copier is not None:
             self._copier.close()
-        for name in (*_HELD, "_cpu_part", "_link", "_layers", "_tensors"):
+        for name in (*_HELD, "_cpu_part", "_link", "_layers", "_tensors", "_disk"):
             self.__dict__.pop(name, None)
 
     @property
     def cold_bytes(self) -> int:
-        """Bytes of the cold experts in RAM."""
+        """Bytes of RAM for the cold experts."""
         return 0 if self._cpu_part is None else self._cpu_part.nbytes
 
     def memory(self) -> dict[str, int]:

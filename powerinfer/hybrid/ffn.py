@@ -42,6 +42,7 @@ from powerinfer.neurons import Counts, FfnVectors, Indices, NeuronVectors, Place
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from powerinfer import _native
     from powerinfer.devices.gpu import GpuLayers
 
 
@@ -73,7 +74,8 @@ class HybridFfn:
     """The FFN of one layer of `GpuLayers`: hot neurons on the GPU, cold ones on the CPU.
 
     hot, cold: int32, the neurons on the GPU and on the CPU, ascending. on_input: called in steps in which neurons are
-    cold with the residual stream and the input of gate and up, both float32 [T, d_model] on the GPU.
+    cold, and which are launched, with the residual stream and the input of gate and up, both float32 [T, d_model] on
+    the GPU.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class HybridFfn:
         self._threshold = threshold
         self._gpu_part: GpuPart | None = None
         self._cpu_part = CpuPart(cpu, layer, bundles.layouts[layer], vectors, threshold)
+        self._calls: dict[tuple[int, int], _native.NeuronCall] = {}  # by tokens and columns that are sent
         self._predicts = True
         self._predictor: _GpuPredictor | None = None
         if weights is not None:
@@ -134,6 +137,9 @@ class HybridFfn:
         self.hot = hot
         self.cold = np.setdiff1d(np.arange(self._config.size, dtype=np.int32), hot)
         self._gpu_part = None  # free its memory before allocating
+        if self._calls:
+            self._take_calls()
+            self._calls.clear()
         with self._failures(), current(to):
             if len(hot):
                 own = self._config, self._vectors, self._threshold
@@ -148,7 +154,7 @@ class HybridFfn:
         """Free both parts, the predictor, and the buffers that this FFN shares with others."""
         if self.stage is not None:
             self.stage.close()
-        for name in ("_gpu_part", "_cpu_part", "_predictor", "_link", "_layers", "_bundles"):
+        for name in ("_gpu_part", "_cpu_part", "_calls", "_predictor", "_link", "_layers", "_bundles"):
             self.__dict__.pop(name, None)
 
     def _failures(self) -> AbstractContextManager[None]:
@@ -178,16 +184,17 @@ class HybridFfn:
     def begin(self) -> list[Operator]:
         """Send the CPU its input and its selection, see `FfnParts`.
 
-        The GPU's work is static: the launches are the same for every step of a shape. In between, the host acts twice
-        if there are cold neurons: it records an event after the copy, and sums the cold neurons while the GPU sums the
-        hot ones. In a long step it streams them to the GPU instead.
+        The GPU's work is static: the launches are the same for every step of a shape. If there are cold neurons, in a
+        step of few tokens the GPU calls the CPU, which sums them while the GPU sums the hot ones. In others, and where
+        the GPU cannot, the host acts twice: it records an event after the copy, and sums the cold neurons. In a long
+        step it streams them to the GPU instead.
         """
         operators = []
         if self._predictor is not None:
             operators.append(self._operator("predictor", self._select))
         if len(self.cold):
             operators.append(self._operator("copy out", self._send))
-            operators.append(self._operator("mark", self._mark, static=False))
+            operators.append(self._operator("mark", self._mark, called=self._begin_cold))
         return operators
 
     def finish(self) -> list[Operator]:
@@ -196,12 +203,14 @@ class HybridFfn:
         if len(self.hot):
             operators.append(self._operator("hot neurons", self._add_hot))
         if len(self.cold):
-            operators.append(self._operator("cold neurons", self._sum_cold, static=False))
+            operators.append(self._operator("cold neurons", self._sum_cold, called=self._join_cold))
             operators.append(self._operator("add", self._add_cold))
         return operators
 
-    def _operator(self, kind: str, run: Callable[[Step], None], *, static: bool = True) -> Operator:
-        return Operator(kind, self.layer, run, static)
+    def _operator(
+        self, kind: str, run: Callable[[Step], None], *, called: Callable[[Step], None] | None = None
+    ) -> Operator:
+        return Operator(kind, self.layer, run, called is None, called)
 
     def _selects(self, tokens: int) -> bool:
         """Whether the predictor runs in a step of that number of tokens."""
@@ -234,6 +243,15 @@ class HybridFfn:
             self.on_input(step.x, step.read)
         if not self._streams(step):
             self._link.mark()
+
+    def _begin_cold(self, step: Step) -> None:
+        tokens, columns = len(step.x), self._sent_columns(len(step.x))
+        if (tokens, columns) not in self._calls:
+            self._calls[tokens, columns] = self._cpu_part.call(self._link, tokens, columns)
+        self._link.begin(self._calls[tokens, columns])
+
+    def _join_cold(self, _: Step) -> None:
+        self._link.join()
 
     def _add_hot(self, step: Step) -> None:
         assert self._gpu_part is not None and step.read is not None
@@ -273,6 +291,7 @@ class HybridFfn:
     def clear(self) -> None:
         """Reset the counters."""
         self._sums: Counter[str] = Counter()
+        self._take_calls()
         self._jobs = 0
         self._since = self._layers.few_tokens, self._layers.few_steps
         self.recent = np.zeros(self._config.size)
@@ -299,6 +318,7 @@ class HybridFfn:
 
         `recent`, float64 [neurons], has then for each neuron the tokens that it fired for.
         """
+        self._take_calls()
         tokens, steps = self._layers.few_tokens - self._since[0], self._layers.few_steps - self._since[1]
         self._since = self._layers.few_tokens, self._layers.few_steps
         self.recent_tokens += tokens
@@ -317,9 +337,17 @@ class HybridFfn:
 
     def take_seconds(self) -> tuple[float, float]:
         """Seconds that the CPU waited for the GPU, and summed cold neurons beside it, since the last call."""
+        self._take_calls()
         wait, work = self._seconds
         self._seconds = np.zeros(2)
         return float(wait), float(work)
+
+    def _take_calls(self) -> None:
+        """Add what the GPU's calls of the CPU did since the last time."""
+        for (tokens, _), call in self._calls.items():
+            _, jobs, waited, worked = call.take()
+            self._jobs += jobs if tokens <= NEURON_TOKENS else 0
+            self._seconds += waited, worked
 
     def _take_counts(self) -> dict[str, int]:
         """Add the counts since the last call to `recent`. Returns the sums of the existing parts."""

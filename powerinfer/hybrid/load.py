@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -46,7 +46,7 @@ def load_resolved(
 
     while resolved.gpu is not None:
         try:
-            return _load_beside_gpu(resolved, sample, progress)
+            return _load_beside_gpu(resolved, sample, progress, say)
         except GpuMemoryError as error:
             resolved = _smaller(resolved, error)
             if resolved.gpu is None:
@@ -77,15 +77,23 @@ def _smaller(resolved: Resolved, problem: GpuMemoryError) -> Resolved:
     return without_gpu(resolved, str(problem))
 
 
-def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Progress = silent) -> SplitExecutor:
+def load_split(
+    resolved: Resolved,
+    split: SplitFfns | None = None,
+    progress: Progress = silent,
+    stage: Stage | None = None,
+    say: Say = silent,
+) -> SplitExecutor:
     """The executor of a model whose first layers are on a GPU, at least one.
 
-    split: makes the FFNs of these layers, and the checkpoint's matrices are not read; None: they are dense. Raises as
-    `load_resolved` does.
+    split: makes the FFNs of these layers, and the checkpoint's matrices are not read; None: they are dense. stage:
+    what the other layers stream through, of dense FFNs; None: they do not. say: told what is read from disk as it runs.
+    Raises as `load_resolved` does.
     """
     from powerinfer.devices.cpu import CpuExecutor
     from powerinfer.devices.gpu import GpuLayers
     from powerinfer.devices.split import SplitExecutor
+    from powerinfer.devices.streamed import StreamedLayers
     from powerinfer.devices.torch_device import choose_device, gpu_failures
     from powerinfer.models import rotations
     from powerinfer.models.blocks import wire
@@ -95,8 +103,8 @@ def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Pro
     assert resolved.gpu is not None and (not resolved.gpu_head or resolved.gpu_layers == config.n_layers)
     device = choose_device(resolved.gpu)
     rotary = rotations(checkpoint, engine)
-    gpu = None
-    disk = open_tier(resolved, silent)
+    gpu = streamed = None
+    disk = open_tier(resolved, say)
     cpu = CpuExecutor(config, engine, rotary, first_layer=resolved.gpu_layers, pages=resolved.pages, disk=disk)
     cpu.in_experts = selection.in_experts
     try:
@@ -112,7 +120,10 @@ def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Pro
                 split=split is not None,
                 states=cpu.n_states,
             )
-            wire(cpu, checkpoint, progress, gpu, neurons=selection, split=split, head=resolved.gpu_head)
+            if stage is not None:
+                streamed = StreamedLayers(cpu, gpu, stage)
+            where: dict[str, Any] = {"split": split, "head": resolved.gpu_head, "last": streamed}
+            wire(cpu, checkpoint, progress, gpu, neurons=selection, **where)
     except BaseException:
         if gpu is not None:
             gpu.close()
@@ -120,26 +131,47 @@ def load_split(resolved: Resolved, split: SplitFfns | None = None, progress: Pro
         raise
     checkpoint.finish()
     checkpoint.release()
-    return SplitExecutor(cpu, gpu)
+    return SplitExecutor(cpu, gpu, streamed)
 
 
-def _load_beside_gpu(resolved: Resolved, sample: Sample, progress: Progress) -> tuple[SplitExecutor, Sparsity]:
+def _load_beside_gpu(
+    resolved: Resolved, sample: Sample, progress: Progress, say: Say
+) -> tuple[SplitExecutor, Sparsity]:
     if resolved.plan is not None:
         return _load_neurons(resolved, resolved.plan, sample, progress)
     if resolved.experts is not None:
-        return _load_experts(resolved, resolved.experts, sample, progress)
+        return _load_experts(resolved, resolved.experts, sample, progress, say)
     from powerinfer.hybrid.vram import hold_budget
 
-    executor = load_split(resolved, None, progress)
+    stage = _stage(resolved, resolved.staging)
+    try:
+        executor = load_split(resolved, None, progress, stage, say)
+    except BaseException:
+        if stage is not None:
+            stage.close()
+        raise
     executor.choices["gpu"] += f", {resolved.why}"
     try:
-        hold_budget(executor, resolved.engine.max_batch, resolved.vram)
+        settle = partial(_settle_layers, executor, resolved, progress)
+        hold_budget(executor, resolved.engine.max_batch, resolved.vram, split=executor.streamed, settle=settle)
     except BaseException:
         executor.close()
         raise
     sparsity = Sparsity()
     executor.choices["selector"] = f"{sparsity.selector} (layers as a whole)"
     return executor, sparsity
+
+
+def _settle_layers(executor: SplitExecutor, resolved: Resolved, progress: Progress) -> None:
+    """As `_settle_prompts`, of layers that are on the CPU as a whole."""
+    from powerinfer.hybrid.crossing import settle_layers
+
+    if resolved.gpu_layers == resolved.checkpoint.config.n_layers:
+        return
+    if executor.streamed is not None and executor.streamed.spans:
+        settle_layers(executor, resolved, progress)
+    else:
+        executor.choices["prefill"] = "the CPU computes the layers in RAM (no room, or no long steps, to stream them)"
 
 
 def _load_neurons(resolved: Resolved, plan: Plan, sample: Sample, progress: Progress) -> tuple[SplitExecutor, Sparsity]:
@@ -171,7 +203,7 @@ def _load_neurons(resolved: Resolved, plan: Plan, sample: Sample, progress: Prog
 
 
 def _load_experts(
-    resolved: Resolved, experts: Sequence[Indices], sample: Sample, progress: Progress
+    resolved: Resolved, experts: Sequence[Indices], sample: Sample, progress: Progress, say: Say
 ) -> tuple[SplitExecutor, Sparsity]:
     from powerinfer.hybrid.experts import Copier, ExpertSparsity
 
@@ -181,7 +213,7 @@ def _load_experts(
     name = resolved.policy
     assert name is not None
     copier = None if name == "static" else Copier(_policy(resolved, experts, name))
-    executor, split = _split_of_experts(resolved, experts, copier, progress, sample)
+    executor, split = _split_of_experts(resolved, experts, copier, progress, sample, say)
     sparsity = ExpertSparsity(executor, split.ffns, name)
     sparsity.clear()  # counts of the measurements
     if copier is not None:
@@ -194,7 +226,12 @@ def _load_experts(
 
 
 def _split_of_experts(
-    resolved: Resolved, experts: Sequence[Indices], copier: Copier | None, progress: Progress, sample: Sample | None
+    resolved: Resolved,
+    experts: Sequence[Indices],
+    copier: Copier | None,
+    progress: Progress,
+    sample: Sample | None,
+    say: Say = silent,
 ) -> tuple[SplitExecutor, ExpertSplit]:
     """The model within its budget; the copier is off. sample: None: how prompts are computed is not measured."""
     from powerinfer.hybrid.experts import ExpertSplit
@@ -202,7 +239,7 @@ def _split_of_experts(
 
     split = ExpertSplit(experts, resolved.engine.adjust, _stage(resolved, resolved.staging), copier)
     try:
-        executor = load_split(resolved, split, progress)
+        executor = load_split(resolved, split, progress, say=say)
     except BaseException:
         split.close()
         raise
@@ -312,6 +349,8 @@ def _settle_prompts(
         settle(split.stage, executor, split.ffns, resolved, sample, progress)
     else:
         why = "no room, or no long steps, to stream them"
+        if resolved.disk is not None:
+            why = "it reads them from disk"
         if split.stage is not None:
             why = "they are not as a GGUF file has them"
         executor.choices["prefill"] = f"the CPU computes what is cold ({why})"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from powerinfer import _native
+    from powerinfer.devices.link import Link
 
 
 class GpuPart:
@@ -108,6 +109,11 @@ class CpuPart:
         """
         assert self._neurons is not None
         return self._neurons.sum(x, out, selected)
+
+    def call(self, link: Link, tokens: int, columns: int) -> _native.NeuronCall:
+        """The same for a GPU to call, of the neurons as they are placed now; columns: as of `Link.views`."""
+        assert self._neurons is not None
+        return link.neuron_call(self._neurons, tokens, columns)
 
     def take_counts(self) -> Counts:
         """int64 [neurons of the part], the tokens that each fired for since the last call."""

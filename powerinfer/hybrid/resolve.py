@@ -49,11 +49,11 @@ class Resolved:
     every device, None: as many as fit into the CPU's memory; kv_room: their limit in bytes then, None: no limit. vram:
     limit in bytes on the GPU without the driver, None: the device's memory. experts: for each layer those on the GPU,
     None: the model has none, or they are not split; frequencies: of experts, None: not known; staging: bytes of a
-    buffer that streams the others there for long prompts, 0: none. policy: says which experts the GPU has, a name of
-    `placement.experts.EXPERT_POLICIES`, None: a trial chooses when the model is loaded; why_policy: for people. disk:
-    what stays there, None: nothing; disk_speed: how fast that is, on the CPU alone, None: the machine was not measured;
-    whole_context: the longest --context with which nothing would stay there, None: there is none worth it;
-    whole_dense: nothing would stay there with --selector all.
+    buffer that streams the others, or matrices of the other layers, there for long prompts, 0: none. policy: says which
+    experts the GPU has, a name of `placement.experts.EXPERT_POLICIES`, None: a trial chooses when the model is loaded;
+    why_policy: for people. disk: what stays there, None: nothing; disk_speed: how fast that is, None: the machine was
+    not measured; whole_context: the longest --context with which nothing would stay there, None: there is none worth
+    it; whole_dense: nothing would stay there with --selector all.
     """
 
     checkpoint: Checkpoint
@@ -116,6 +116,8 @@ def _with_policy(resolved: Resolved) -> Resolved:
         why = "all experts are on the GPU" if here else "no expert is on the GPU"
     elif engine.adjust:
         why = "--adjust moves experts between requests"
+    elif resolved.disk is not None:
+        why = "others would read experts from disk for the GPU, beside those that are computed"
     elif not checkpoint.path.is_file() or not _experts_in_file(resolved):
         why = "others need experts as a GGUF file has them, without --quantize or types IQ1 to IQ3"
     elif engine.ram is not None and needed > engine.ram:
@@ -176,7 +178,7 @@ class Needs(NamedTuple):
 def needs(resolved: Resolved) -> Needs:
     """What the load that was resolved takes, as the budgets count it."""
     from powerinfer.hardware.measure import measured
-    from powerinfer.placement.budget import in_ram, on_gpu, staged_in_ram, staged_on_gpu
+    from powerinfer.placement.budget import in_ram, on_gpu, staged_in_ram, staged_on_gpu, streamed_vectors
 
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
     if resolved.disk is not None and resolved.gpu is None:
@@ -195,6 +197,8 @@ def needs(resolved: Resolved) -> Needs:
     if resolved.disk is not None:
         ram = sum(resolved.disk.held.values())
     vram = sum(on_gpu(model, hardware, work, layers, head, True, slots).values())
+    if resolved.experts is None and resolved.staging:
+        vram += streamed_vectors(model, layers)
     return Needs(ram + staged_in_ram(resolved.staging), 0, vram + staged_on_gpu(resolved.staging))
 
 
@@ -213,7 +217,8 @@ def without_gpu(resolved: Resolved, why: str) -> Resolved:
 
 
 def with_fewer_layers(resolved: Resolved) -> Resolved | None:
-    """Without the head on the GPU or, if it is not there, one layer less; None if one layer is left.
+    """Without buffers for long prompts, if there are any; without the head on the GPU; or, if that is not there, one
+    layer less. None if one layer is left.
 
     Only where layers are on the GPU as a whole. RequestError if --ram does not hold the rest.
     """
@@ -221,6 +226,8 @@ def with_fewer_layers(resolved: Resolved) -> Resolved | None:
     from powerinfer.placement.shapes import checkpoint_model
 
     assert resolved.plan is None and resolved.gpu is not None
+    if resolved.staging:
+        return replace(resolved, staging=0)
     layers = resolved.gpu_layers - (not resolved.gpu_head)
     if not layers:
         return None
@@ -233,19 +240,40 @@ def with_fewer_layers(resolved: Resolved) -> Resolved | None:
 
 def with_fewer_experts(resolved: Resolved) -> Resolved | None:
     """With an eighth fewer on the GPU, at least one of each layer; None if there are none. RequestError if --ram does
-    not hold the rest."""
+    not hold the rest, and it may not stay on disk."""
+    from powerinfer.hardware.measure import measured
     from powerinfer.placement.budget import gib
+    from powerinfer.placement.disk import plan_disk, within
+    from powerinfer.system import available_memory
 
     assert resolved.experts is not None
     if not any(len(own) for own in resolved.experts):
         return None
     experts = tuple(own[: len(own) * 7 // 8] for own in resolved.experts)
     every = sum(one.n_experts for one in resolved.checkpoint.config.experts.values())
-    fewer = replace(resolved, experts=experts, why=_how_many(experts, every))
-    ram = resolved.engine.ram
-    if ram is not None and (needed := needs(fewer).ram) > ram:
+    fewer = replace(resolved, experts=experts, why=_how_many(experts, every), disk=None)
+    engine, checkpoint = resolved.engine, resolved.checkpoint
+    ram = engine.ram
+    if ram is None and resolved.disk is not None:
+        ram = within(available_memory())
+    if ram is None or (needed := needs(fewer).ram) <= ram:
+        return fewer
+    if engine.disk == "none":
         raise RequestError(f"the experts that --vram does not hold need {gib(needed)} of RAM: give --ram {gib(needed)}")
-    return fewer
+    model, hardware = _model(checkpoint, engine, resolved.selection), measured(engine, gpu=resolved.gpu)
+    disk = plan_disk(
+        model,
+        _workload(model, engine, "all"),
+        ram,
+        cpu.choose_threads(engine.threads)[0],
+        first=resolved.gpu_layers,
+        head=resolved.gpu_head,
+        host_bytes=hardware.host_bytes,
+        slots=[len(own) for own in experts],
+        cached=resolved.policy != "static",
+        whole=needed,
+    )
+    return replace(fewer, disk=disk, staging=0)
 
 
 def _how_many(experts: Sequence[Indices], every: int) -> str:
@@ -487,25 +515,29 @@ def _beside_gpu(
 
 def _whole_layers(resolved: Resolved, model: Model, hardware: Hardware) -> Resolved:
     """The first layers on the GPU, as many as fit into --vram. RequestError if none does."""
-    from powerinfer.placement.budget import budgets, layers_that_fit, no_layer_fits
+    from powerinfer.placement.budget import budgets, no_layer_fits, whole_layers
 
     engine = resolved.engine
     work, (vram, _) = _workload(model, engine, "all"), budgets(hardware, engine.vram, engine.ram)
-    layers, head = layers_that_fit(model, hardware, work, vram, dense=True)
+    layers, head, staging = whole_layers(model, hardware, work, vram)
     if not layers:
         raise no_layer_fits(model, hardware, work, vram, dense=True)
     why = f"whole layers ({resolved.selection.why})"
-    return _within_ram(replace(resolved, gpu_layers=layers, gpu_head=head, why=why), model, hardware)
+    placed = replace(resolved, gpu_layers=layers, gpu_head=head, why=why, staging=staging)
+    return _within_ram(placed, model, hardware)
 
 
 def _within_ram(resolved: Resolved, model: Model, hardware: Hardware) -> Resolved:
-    """The same within --ram, with what that does not hold on disk, where layers are on the GPU as a whole. RequestError
-    if it does not hold the rest."""
-    from powerinfer.placement.budget import gib, in_ram
+    """The same within --ram, without the buffers for long prompts or with what that does not hold on disk, where layers
+    are on the GPU as a whole. RequestError if it does not hold the rest."""
+    from powerinfer.placement.budget import gib, in_ram, staged_in_ram
 
     engine, layers, head = resolved.engine, resolved.gpu_layers, resolved.gpu_head
     needed = sum(in_ram(model, _workload(model, engine, "all"), layers, head, hardware.host_bytes).values())
-    if engine.ram is None or needed <= engine.ram:
+    if engine.ram is None or needed + staged_in_ram(resolved.staging) <= engine.ram:
+        return replace(resolved, disk=None)
+    resolved = replace(resolved, staging=0)
+    if needed <= engine.ram:
         return replace(resolved, disk=None)
     if engine.disk != "none" and not head:
         placed = _on_disk(resolved, model, engine.ram, hardware.host_bytes)
@@ -520,6 +552,7 @@ def _within_ram(resolved: Resolved, model: Model, hardware: Hardware) -> Resolve
 def _planned(resolved: Resolved, model: Model) -> Callable[[Hardware], PlanRequest]:
     """Gives the request for a plan on a machine. RequestError, from it, if no layer fits on the GPU."""
     from powerinfer.formats.profile_file import open_profile
+    from powerinfer.placement.disk import within
     from powerinfer.placement.request import Subject, expert_subject, on_named_gpu
     from powerinfer.system import available_memory
 
@@ -533,7 +566,10 @@ def _planned(resolved: Resolved, model: Model) -> Callable[[Hardware], PlanReque
     def request(hardware: Hardware) -> PlanRequest:
         described = hardware.cpu.memory_bytes
         ram = min(available_memory() or described, described) if engine.ram is None else engine.ram
-        return on_named_gpu(subject.request(hardware, replace(engine, ram=ram)))
+        made = on_named_gpu(subject.request(hardware, replace(engine, ram=ram)))
+        if engine.ram is None and any(model.n_experts) and made.claims().disk is not None:
+            return replace(made, ram=within(ram))
+        return made
 
     return request
 
@@ -565,7 +601,10 @@ def _split_experts(
     """A plan that places experts; the reason if that is slower than the CPU alone."""
     from powerinfer.placement.plan import make_plan
 
-    plan = make_plan(request(hardware))
+    made = request(hardware)
+    if resolved.engine.disk == "none":
+        made.in_memory()
+    plan = make_plan(made)
     claims = plan.claims
     if claims.slots is None:
         return plan.reasons[0]
@@ -576,4 +615,5 @@ def _split_experts(
         hot.append(order.astype(np.int32))
     why = _how_many(hot, sum(plan.request.model.n_experts))
     placed = replace(resolved, gpu_layers=claims.gpu_layers, gpu_head=claims.gpu_head, why=why)
-    return replace(placed, experts=tuple(hot), frequencies=known, staging=claims.staging)
+    placed = replace(placed, experts=tuple(hot), frequencies=known, staging=claims.staging)
+    return replace(placed, disk=claims.disk, disk_speed=plan.from_disk)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from powerinfer.devices.split import SplitExecutor
+    from powerinfer.devices.streamed import StreamedLayers
     from powerinfer.hybrid.experts import ExpertSplit
     from powerinfer.hybrid.ffn import NeuronSplit
     from powerinfer.hybrid.resolve import Resolved
@@ -150,7 +151,7 @@ def hold_budget(
     requests: int,
     vram: int | None,
     attempt: Attempt = Attempt(),
-    split: NeuronSplit | ExpertSplit | None = None,
+    split: NeuronSplit | ExpertSplit | StreamedLayers | None = None,
     *,
     earlier: int | None = None,
     settle: Callable[[], None] = lambda: None,
@@ -159,8 +160,8 @@ def hold_budget(
 
     The cache must be empty. vram: limit in bytes for tensors, steps and recordings, None: the device's memory. attempt:
     the plan so far; earlier: what was measured with it, None: nothing. If that is something else than now, neurons also
-    move to the GPU, once, if there is room for more. split: the placed neurons of a plan, or experts, which do not
-    move; None: there are neither. settle: what else must run, at the end. Returns what fits.
+    move to the GPU, once, if there is room for more. split: the placed neurons of a plan, or experts or layers that
+    stream, which do not move; None: there are none of these. settle: what else must run, at the end. Returns what fits.
     GpuMemoryError, with what would help, if the budget cannot be kept.
     """
     while True:
@@ -185,7 +186,7 @@ def hold_budget(
         attempt = other
 
 
-def _lacking(used: int | None, split: NeuronSplit | ExpertSplit | None, vram: int | None) -> int:
+def _lacking(used: int | None, split: NeuronSplit | ExpertSplit | StreamedLayers | None, vram: int | None) -> int:
     """Bytes beyond the limit; 0 or less where it is kept, or not known."""
     if used is None or vram is None:
         return 0
@@ -249,7 +250,9 @@ def _working(plan: Plan, used: int) -> int:
     return max(0, working)
 
 
-def _rehearsal(executor: SplitExecutor, requests: int, split: NeuronSplit | ExpertSplit | None) -> int | None:
+def _rehearsal(
+    executor: SplitExecutor, requests: int, split: NeuronSplit | ExpertSplit | StreamedLayers | None
+) -> int | None:
     """`rehearsed`; what streaming neurons passes on is part of the largest steps."""
     stage = None if split is None else split.stage
     if stage is None:
@@ -269,7 +272,7 @@ def rehearsed(executor: SplitExecutor, requests: int) -> int | None:
     return sum(executor.gpu.memory().values())
 
 
-def _neuron_bytes(split: NeuronSplit | ExpertSplit) -> int:
+def _neuron_bytes(split: NeuronSplit | ExpertSplit | StreamedLayers) -> int:
     """Bytes of hot neurons, predictors and staging buffers on the GPU."""
     return sum(sum(ffn.memory().values()) for ffn in split.ffns) + (0 if split.stage is None else split.stage.nbytes)
 

@@ -4,7 +4,7 @@ torch defines what the Triton kernels compute, and sums have a fixed order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,16 +26,16 @@ Biases = Sequence[Float32 | None]
 
 
 def resident(
-    tensors: Sequence[RawTensor],
+    tensors: Iterable[RawTensor],
     index: Indices,
     about: ExpertsConfig,
     device: Any,
     biases: Biases = (),
     by_neuron: bool = False,
 ) -> Experts:
-    """Some experts on a torch device. tensors: [experts, out, in], in the order of `about.matrices`; index: int32
-    at least one, the expert of each slot; by_neuron: as `Experts` has it. ModelError for values that the
-    device's type cannot hold."""
+    """Some experts on a torch device. tensors: [experts, out, in], in the order of `about.matrices`, one needed at a
+    time; index: int32, at least one, the expert of each slot; by_neuron: as `Experts` has it. ModelError for values
+    that the device's type cannot hold."""
     if not by_neuron:
         return _experts(about, len(index), [_slots(tensor, index, device) for tensor in tensors], biases, index)
     *first, down = tensors

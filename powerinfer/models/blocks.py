@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from powerinfer.devices.gpu import GpuLayers
     from powerinfer.devices.gpu_layer import FfnParts
     from powerinfer.devices.gpu_weights import GpuNorm
+    from powerinfer.devices.streamed import StreamedLayers
     from powerinfer.formats.bundle_file import BundleFile
 
 
@@ -91,11 +92,13 @@ def wire(
     neurons: Neurons | None = None,
     split: SplitFfns | None = None,
     head: bool = False,
+    last: StreamedLayers | None = None,
 ) -> None:
     """Embedding, layers, head. Every tensor of the checkpoint is taken once.
 
     neurons: of the executor's FFNs if they have bundles, None: from the checkpoint's matrices. first: gets the layers
-    before the executor's, with FFNs made by `split` if given, and with `head` the head too.
+    before the executor's, with FFNs made by `split` if given, and with `head` the head too. last: wires the executor's
+    layers, and on a GPU too what streams there; None: the executor alone. It is for FFNs of matrices.
     """
     config = checkpoint.config
     embedding = checkpoint.take("embed")
@@ -111,7 +114,11 @@ def wire(
             own: OwnFfn[_native.Norm] | None = None
             if neurons is not None and neurons.bundles is not None:
                 own = partial(_bundled, executor, neurons, layer)
-            _layer(executor, checkpoint, layer, own)
+            if last is None:
+                _layer(executor, checkpoint, layer, own)
+            else:
+                assert own is None
+                _layer(last, checkpoint, layer, None)
         checkpoint.release()  # packed: the file's pages need not stay in memory
         progress("loading weights", layer + 1, config.n_layers)
     if first is not None and head:

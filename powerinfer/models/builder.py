@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.formats.checkpoint import Checkpoint, RawTensor
-from powerinfer.neurons import FfnVectors
+from powerinfer.formats.tensors import RestingTensor
+from powerinfer.neurons import FfnVectors, Indices
 
 Vector = NDArray[np.float32] | None
 Matrix = TypeVar("Matrix")
@@ -22,7 +23,8 @@ matrices are not the checkpoint's; of experts `ExpertWeights`), and the norm of 
 
 class ExpertWeights(NamedTuple):
     """A layer's experts: the router [experts, d_model]; gives the experts' matrices [experts, out, in], large, one
-    after another; those of the shared expert; float32 vectors that a layer may lack."""
+    after another; those of the shared expert; float32 vectors that a layer may lack. some: gives the matrices of some
+    experts alone; resting: says where they lie, ModelError where not as they are used."""
 
     router: RawTensor
     experts: Callable[[], Iterator[RawTensor]]
@@ -31,6 +33,8 @@ class ExpertWeights(NamedTuple):
     shared_weight: Vector
     router_bias: Vector
     biases: Sequence[Vector]  # of the experts' matrices, [experts, out]
+    some: Callable[[Indices], Iterator[RawTensor]]
+    resting: Callable[[], Sequence[RestingTensor]]
 
 
 class Builder(Protocol[Matrix, Norm]):

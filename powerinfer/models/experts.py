@@ -45,6 +45,8 @@ def sum_experts(
         vector(checkpoint, f"{name}shared_weight"),
         vector(checkpoint, f"{name}router_bias"),
         [vector(checkpoint, f"{name}experts_{part}_bias") for part in about.matrices],
+        lambda index: (checkpoint.take_some(f"{name}experts_{part}", index) for part in about.matrices),
+        lambda: [checkpoint.rest(f"{name}experts_{part}") for part in about.matrices],
     )
     if own is not None:
         own(norm, weights, out_norm)
@@ -62,7 +64,7 @@ def sum_experts(
         biases=weights.biases,
         out_norm=out_norm,
         guess=weights.router,
-        resting=[checkpoint.rest(f"{name}experts_{part}") for part in about.matrices if rests],
+        resting=weights.resting() if rests else (),
     )
 
 

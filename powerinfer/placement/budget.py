@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from powerinfer.devices.link import link_bytes
-from powerinfer.devices.stage import BUFFERS, buffer_bytes, expert_buffer
+from powerinfer.devices.stage import BUFFERS, buffer_bytes, expert_buffer, layer_buffer
 from powerinfer.errors import RequestError, VramError
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.hardware.description import Hardware
@@ -42,6 +42,9 @@ STAGED = 16
 
 EXPERT_STAGED = 8
 """Streaming experts gets at most 1/EXPERT_STAGED of their room: its buffers are of whole experts."""
+
+GIVES_WAY = 8
+"""A layer as a whole makes room on a GPU for buffers through which others stream if there are so many of these."""
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -88,7 +91,7 @@ class Claims:
     RAM beside that. staging: bytes of a buffer, 0 for none; what they take of either memory is not part of what is
     left. bundles: neurons are placed as bundles, which then go where there is room; panels: dense matrices of the FFNs
     are in RAM. slots: of each layer the number of its experts on the GPU; None: the model has none, or no GPU is used.
-    disk: what stays on disk where no GPU is used; None: nothing, or only neurons, beside a GPU.
+    disk: what stays on disk, but for neurons beside a GPU; None: nothing.
     """
 
     gpu_layers: int
@@ -236,6 +239,37 @@ def layers_that_fit(
     return layers, layers == every and taken(every, True) <= vram
 
 
+def whole_layers(model: Model, hardware: Hardware, work: Workload, vram: int) -> tuple[int, bool, int]:
+    """Layers as a whole and the head, as of `layers_that_fit`, and the bytes of a buffer through which the matrices of
+    the other layers stream there for long prompts; 0: none is needed, or there is no room for it."""
+    layers, head = layers_that_fit(model, hardware, work, vram, dense=True)
+    others = model.config.n_layers - layers
+    if not layers or not others or work.chunk <= kernels.FEW or any(model.n_experts):
+        return layers, head, 0
+    room = (
+        vram - sum(on_gpu(model, hardware, work, layers, False, dense=True).values()) - streamed_vectors(model, layers)
+    )
+    wanted = streamed_buffer(model)
+    found = streamed_buffer(model, max(0, room) // staged_on_gpu(1))
+    if found < wanted and others >= GIVES_WAY:
+        least = vram - staged_on_gpu(wanted) - streamed_vectors(model, 0)
+        fewer, _ = layers_that_fit(model, hardware, work, least, dense=True)
+        if fewer:
+            return fewer, False, wanted
+    return layers, head, found
+
+
+def streamed_buffer(model: Model, limit: int = 1 << 62) -> int:
+    """Bytes of a buffer through which matrices of layers in RAM stream to a GPU; 0 if `limit` is too little."""
+    widest = max(model.config.widest_ffn, model.config.d_model)
+    return layer_buffer(max(map(_panels, model.ffn)), widest, limit)
+
+
+def streamed_vectors(model: Model, layers: int) -> int:
+    """Bytes on the GPU of the norms and biases of layers behind the first `layers`, which stream."""
+    return model.layer_vectors(True, model.config.n_layers) - model.layer_vectors(True, layers)
+
+
 def no_layer_fits(model: Model, hardware: Hardware, work: Workload, vram: int, dense: bool = False) -> VramError:
     """The error for a GPU budget too small for one layer, with the smallest that is not. dense: as `on_gpu`."""
     slots = [0] * model.config.n_layers if any(model.n_experts) else None
@@ -272,13 +306,16 @@ def claim(
     ram: int | None,
     frequencies: Frequencies | None = None,
     cached: bool = False,
+    disk: bool = False,
 ) -> Claims:
-    """Place the dense parts, and experts. Without a layer on a GPU less than nothing may be left of RAM. RequestError,
-    with the minimum, if they do not fit into RAM and VRAM together. frequencies: how often each expert is selected,
-    None: not known; cached: RAM has those on the GPU too."""
+    """Place the dense parts, and experts. Without a layer on a GPU, and with `disk` of a model of experts, less than
+    nothing may be left of RAM. RequestError, with the minimum, if they do not fit into RAM and VRAM together.
+    frequencies: how often each expert is selected, None: not known; cached: RAM has those on the GPU too."""
     vram, ram = budgets(hardware, vram, ram)
     if any(model.n_experts):
         found = _claim_experts(model, hardware, work, (vram, ram), frequencies, cached)
+        if found is not None and found.cpu_left < 0 and not disk:
+            raise _too_large(model, found.gpu, found.cpu, ram, hardware)
         if found is not None:
             return found
         vram = 0
@@ -310,7 +347,7 @@ def _claim_experts(
 ) -> Claims | None:
     """Attention, shared experts and dense FFNs of the first layers on the GPU, as many as fit, then the head, then
     experts: those that are selected most often or, where that is not known, as many in every layer. None: no layer
-    fits. limits: VRAM and RAM."""
+    fits. limits: VRAM and RAM, of which less than nothing may be left; then there are no buffers for long prompts."""
     vram, ram = limits
     layers, head = layers_that_fit(model, hardware, work, vram, dense=True, experts=False)
     if not layers:
@@ -318,21 +355,23 @@ def _claim_experts(
     dense, none = (model, hardware, work, layers, head, True), [0] * model.config.n_layers
     room = vram - sum(on_gpu(*dense, none).values())
     own = [layer for layer in range(layers) if model.n_experts[layer]]
-    staging = _expert_staging(model, work, own, room)
-    room -= staged_on_gpu(staging)
     nbytes = {layer: model.expert_bytes(layer)[0] for layer in own}
-    if frequencies is None:
-        found = slots_evenly({layer: model.n_experts[layer] for layer in own}, nbytes, room)
-    else:
-        found = slots_by_frequency({layer: frequencies[layer] for layer in own}, nbytes, room)
-    slots = tuple(found.get(layer, 0) for layer in range(model.config.n_layers))
-    gpu = on_gpu(*dense, slots)
-    cpu = in_ram(model, work, layers, head, hardware.host_bytes, slots=slots, cached=cached)
-    left = ram - sum(cpu.values()) - staged_in_ram(staging)
-    if left < 0:
-        raise _too_large(model, gpu, cpu, ram, hardware)
-    gpu_left = vram - sum(gpu.values()) - staged_on_gpu(staging)
-    return Claims(layers, head, gpu, cpu, gpu_left, left, 0, False, True, staging, slots)
+
+    def claims(staging: int) -> Claims:
+        rest = room - staged_on_gpu(staging)
+        if frequencies is None:
+            found = slots_evenly({layer: model.n_experts[layer] for layer in own}, nbytes, rest)
+        else:
+            found = slots_by_frequency({layer: frequencies[layer] for layer in own}, nbytes, rest)
+        slots = tuple(found.get(layer, 0) for layer in range(model.config.n_layers))
+        gpu = on_gpu(*dense, slots)
+        cpu = in_ram(model, work, layers, head, hardware.host_bytes, slots=slots, cached=cached)
+        left = ram - sum(cpu.values()) - staged_in_ram(staging)
+        gpu_left = vram - sum(gpu.values()) - staged_on_gpu(staging)
+        return Claims(layers, head, gpu, cpu, gpu_left, left, 0, False, True, staging, slots)
+
+    made = claims(_expert_staging(model, work, own, room))
+    return made if made.cpu_left >= 0 else claims(0)
 
 
 def _expert_staging(model: Model, work: Workload, layers: Sequence[int], room: int) -> int:

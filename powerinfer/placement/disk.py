@@ -1,4 +1,4 @@
-"""What of a model stays on disk where RAM does not hold it, on the CPU alone.
+"""What of a model stays on disk where RAM does not hold it: of all, on the CPU alone, or of what a GPU does not have.
 
 Every byte that stays on disk costs the same to read, so what matters is how many a token needs. Neurons and experts
 come first: of those on disk a token reads only the ones that it selects and RAM does not have. Dense matrices are read
@@ -125,15 +125,19 @@ def plan_disk(
     bundled: bool = False,
     *,
     first: int = 0,
+    head: bool = False,
     host_bytes: int = 0,
+    slots: Sequence[int] | None = None,
+    cached: bool = False,
     whole: int | None = None,
     profile: Profile | None = None,
 ) -> DiskPlan:
     """What stays on disk so that the layers from `first` on, and the head, run on the CPU within `ram` bytes.
 
     bundled: neurons may stay on disk as bundles, of any selector but `all`. host_bytes: of the libraries of a GPU that
-    has the layers before. whole: bytes of RAM that hold the model, of a small one less than what reading it takes.
-    profile: how often neurons fire, None: not known.
+    has the layers before, and with `head` the head; slots: of each layer the number of its experts there, None: all;
+    the others are the CPU's, and may stay on disk, and with `cached` all of them. whole: bytes of RAM that hold the
+    model, of a small one less than what reading it takes. profile: how often neurons fire, None: not known.
 
     RequestError, with the least that would do, where even one matrix at a time does not fit.
     """
@@ -142,7 +146,7 @@ def plan_disk(
             "neurons inside experts are computed where all experts are in RAM, and they do not fit: leave out "
             "--selector, and whole experts are read from disk"
         )
-    held = in_ram(model, work, first, host_bytes=host_bytes)
+    held = in_ram(model, work, first, head, host_bytes, slots=slots, cached=cached)
     layers = range(first, model.config.n_layers)
     table = 0 if "embed" in model.converted else model.tables  # in the mapped file, whose pages the system may take
     held["embedding"] -= table
@@ -151,26 +155,29 @@ def plan_disk(
     order = [
         *_spread([unit for layer in layers for unit in ffn_units(model, layer)]),
         *_spread([unit for layer in layers for unit in attention_units(model, layer)]),
-        head_unit(model),
+        *([] if head else [head_unit(model)]),
     ]
     free = [unit for unit in order if model.converted.isdisjoint(unit.names)]
     neurons = _neurons(model, work, threads) if bundled else {}
     if neurons:
         held["scratch"] += READ_COPIES
         fixed += READ_COPIES
-    kept = _other(model, layers)
+    kept = _other(model, layers, head)
     for unit in order:
         kept[unit.use] += 0 if unit in free else unit.held
     stuck = sum(kept.values())
-    experts = {layer: model.experts[layer] for layer in model.config.experts if layer >= first}
+    most = _experts_of_cpu(model, first, slots, cached)
+    experts = {layer: model.experts[layer] for layer in most}
     slot = {layer: _slot_bytes(matrices, model.n_experts[layer]) for layer, matrices in experts.items()}
-    least = {layer: least_slots(model.config.experts[layer]) for layer in experts}
+    least = {layer: min(most[layer], least_slots(model.config.experts[layer])) for layer in experts}
     if any(f"layers.{at}.experts_{part}" in model.converted for at in experts for part in _parts(model, at)):
         raise RequestError(
             f"{model.name}: experts are read from disk as a file has them, and these would be converted: "
             "leave out --quantize, or take a file in a type that is computed as it is"
         )
-    fixed += stuck + sum(least[layer] * slot[layer] for layer in experts)
+    # Biases of all experts; of layers on the CPU as a whole they are vectors.
+    beside = sum(model.n_experts[layer] * model.expert_biases(layer) for layer in experts if layer < first)
+    fixed += stuck + beside + sum(least[layer] * slot[layer] for layer in experts)
     fixed += sum(one.least for one in neurons.values())
     prompts = [one.prompts for one in neurons.values()]
     units = [unit for unit in (_decoded(one, neurons) for one in free) if unit.names]
@@ -201,24 +208,26 @@ def plan_disk(
         raise _too_little(model, held, needed, needed if whole is None else whole, ram)
     free_bytes = max(0, left(streamed, rest))
     window = ram - fixed - sum(unit.held for unit in rest) - free_bytes
-    slots = _share(least, slot, {layer: model.n_experts[layer] for layer in experts}, free_bytes)
-    free_bytes -= sum((slots[layer] - least[layer]) * slot[layer] for layer in experts)
+    in_slots = _share(least, slot, most, free_bytes)
+    free_bytes -= sum((in_slots[layer] - least[layer]) * slot[layer] for layer in experts)
     if hottest:
-        cached = hottest.slots(free_bytes)
+        of_neurons = hottest.slots(free_bytes)
     else:
-        cached = {layer: one.slots(free_bytes // len(neurons)) for layer, one in neurons.items()}
+        of_neurons = {layer: one.slots(free_bytes // len(neurons)) for layer, one in neurons.items()}
     for unit in rest:
         kept[unit.use] += unit.held
     held |= {use: kept[use] for use in ("attention", "panels", "head")}
     held["window"] = window
-    held["experts"] = sum(slots[layer] * slot[layer] for layer in experts)
-    held["ffn"] = sum(one.least + (cached[layer] - one.fewest) * one.slot for layer, one in neurons.items())
+    held["experts"] = beside + sum(in_slots[layer] * slot[layer] for layer in experts)
+    held["ffn"] = sum(one.least + (of_neurons[layer] - one.fewest) * one.slot for layer, one in neurons.items())
     resting = Counter({"embedding": table})
     for unit in prompts + streamed:
         resting[unit.use] += unit.read
-    resting["experts"] = sum(one.file for matrices in experts.values() for one in matrices)
+    for layer, matrices in experts.items():
+        resting["experts"] += sum(one.file // model.n_experts[layer] * most[layer] for one in matrices)
     resting["ffn"] = sum(model.bundles[layer].pitch * one.n for layer, one in neurons.items())
-    about = OnDisk(frozenset(name for unit in prompts + streamed for name in unit.names), window, slots, cached)
+    names = frozenset(name for unit in prompts + streamed for name in unit.names)
+    about = OnDisk(names, window, in_slots, of_neurons)
     every = sum(unit.read for unit in streamed)
     return DiskPlan(about, held, every, {use: n for use, n in resting.items() if n})
 
@@ -408,10 +417,20 @@ def _of_layer(layer: int, use: str, named: Mapping[str, Matrix]) -> Unit:
     return Unit(use, tuple(f"layers.{layer}.{name}" for name in named), tuple(named.values()))
 
 
-def _other(model: Model, layers: Iterable[int]) -> Counter[str]:
+def _experts_of_cpu(model: Model, first: int, slots: Sequence[int] | None, cached: bool) -> dict[int, int]:
+    """By layer, the number of experts that the CPU computes. Arguments as of `plan_disk`."""
+    found = {}
+    for layer in model.config.experts:
+        there = 0 if layer >= first or cached else model.n_experts[layer] if slots is None else slots[layer]
+        if there < model.n_experts[layer]:
+            found[layer] = model.n_experts[layer] - there
+    return found
+
+
+def _other(model: Model, layers: Iterable[int], head: bool) -> Counter[str]:
     """Bytes in panels of what is always in RAM, by use: routers, the matrices of latent attention's heads,
-    projections."""
-    total = Counter({"head": sum(one.panels for one in model.projections)})
+    projections. head: a GPU has the head."""
+    total = Counter({"head": sum(one.panels for one in model.projections[: 1 if head else None])})
     for layer in layers:
         for use, kind, matrices in (
             ("attention", "attention", model.attention[layer]),

@@ -1,4 +1,4 @@
-"""How fast a model decodes whose weights stay on disk in part (disk.py), on the CPU alone: reads beside computing.
+"""How fast a model decodes whose weights stay on disk in part (disk.py): reads beside computing.
 
 A step is a list of operators, each with its time of computing (cost.py). What they read:
 
@@ -13,7 +13,8 @@ packed each time they are multiplied, which takes longer than multiplying. The p
 steps follow one another.
 
 Simplifications: RAM has the neurons that fire most often; with the experts, how often RAM has one is what a profile
-counted of others; and the mean of a maximum is not less than the maximum of the means used here.
+counted of others (beside a GPU: those that are selected most often of the rest); and the mean of a maximum is not less
+than the maximum of the means used here.
 """
 
 from __future__ import annotations
@@ -54,6 +55,20 @@ class Decoding:
     hits: Hits | None = None
 
 
+class OnGpu(NamedTuple):
+    """A layer on a GPU, where the CPU has the other experts.
+
+    seconds: of a step, if RAM has them; first: of these, those before the selection; hot: experts on the GPU; needed:
+    of the others, those of a step; missed: of these, those that RAM does not have.
+    """
+
+    seconds: float
+    first: float = 0.0
+    hot: int = 0
+    needed: float = 0.0
+    missed: float = 0.0
+
+
 @dataclass(frozen=True)
 class Prediction:
     """A decode step. seconds: in all; waited: of these for the disk; layers: of each layer, those of computing, and
@@ -69,8 +84,9 @@ class Prediction:
     prompt_bytes: float
     disk_rate: float
 
-    def reasons(self, plan: DiskPlan, known: bool) -> Iterator[str]:
-        """What is read, and how long it takes, for people. known: how often experts are selected."""
+    def reasons(self, plan: DiskPlan, known: bool, of: str = "that a token needs") -> Iterator[str]:
+        """What is read, and how long it takes, for people. known: how often experts are selected; of: which items
+        RAM has a share of."""
         yield f"a step reads {plan.why}"
         share, rate = 100 * self.waited / self.seconds, self.disk_rate / 1e9
         how = f"past the system's cache at up to {rate:.2f} GB/s"
@@ -78,14 +94,23 @@ class Prediction:
         if self.hits is not None:
             kind = "experts" if plan.about.experts else "neurons"
             how = "" if known or not plan.about.experts else ", if all are selected equally often"
-            yield f"RAM has {100 * self.hits:.0f} % of the {kind} that a token needs{how}"
+            yield f"RAM has {100 * self.hits:.0f} % of the {kind} {of}{how}"
         yield f"a piece of a prompt reads {gib(self.prompt_bytes)}"
 
 
-def predict(plan: DiskPlan, model: Model, device: Device, disk: Disk, decoding: Decoding) -> Prediction:
-    """The time of a step by a plan for the CPU alone. device: the CPU."""
-    steps = _Steps(plan, model, device, disk, decoding)
-    ops = [*(op for layer in range(model.config.n_layers) for op in steps.layer(layer)), steps.end()]
+def predict(
+    plan: DiskPlan,
+    model: Model,
+    device: Device,
+    disk: Disk,
+    decoding: Decoding,
+    on_gpu: Sequence[OnGpu] = (),
+    ends: float | None = None,
+) -> Prediction:
+    """The time of a step by a plan. device: the CPU; on_gpu: the first layers, where a GPU has them; ends: seconds
+    outside of the layers, None: of the CPU alone."""
+    steps = _Steps(plan, model, device, disk, decoding, on_gpu)
+    ops = [*(op for layer in range(model.config.n_layers) for op in steps.layer(layer)), steps.end(ends)]
     seconds, waited = follow(ops, plan.about.window, disk)
     layers = np.zeros((model.config.n_layers, 2))
     for op, wait in zip(ops[:-1], waited, strict=False):
@@ -122,7 +147,10 @@ class Op(NamedTuple):
 class _Steps:
     """Makes the operators of a step."""
 
-    def __init__(self, plan: DiskPlan, model: Model, device: Device, disk: Disk, decoding: Decoding) -> None:
+    def __init__(
+        self, plan: DiskPlan, model: Model, device: Device, disk: Disk, decoding: Decoding, on_gpu: Sequence[OnGpu]
+    ) -> None:
+        self._on_gpu = on_gpu
         self._plan, self._model, self._device, self._disk, self._decoding = plan, model, device, disk, decoding
         self._about, self._batch = plan.about, decoding.work.batch
         self._way = cost.WAYS[decoding.work.selector][0]
@@ -135,6 +163,9 @@ class _Steps:
 
     def layer(self, layer: int) -> Iterator[Op]:
         """Its attention, by what is read together, and its FFN."""
+        if layer < len(self._on_gpu):
+            yield self._split(layer, self._on_gpu[layer])
+            return
         work, model = self._decoding.work, self._model
         taken = cost.attention_seconds(
             self._device, model, layer, work.kv_type, self._decoding.past, self._batch, panels=True, ffn=False
@@ -148,9 +179,10 @@ class _Steps:
         if layer in self._about.experts:
             yield self._experts(layer)
 
-    def end(self) -> Op:
-        """The head, and what is between two steps."""
-        taken = cost.end_seconds(self._device, self._model, panels=True) + 1e-6 * self._device.step_us
+    def end(self, taken: float | None) -> Op:
+        """The head, and what is between two steps. taken: seconds, None: on the CPU."""
+        if taken is None:
+            taken = cost.end_seconds(self._device, self._model, panels=True) + 1e-6 * self._device.step_us
         unit = head_unit(self._model).only(self._about.matrices)
         return Op(-1, taken + self._packing(unit.matrices), *_passes(unit))
 
@@ -158,7 +190,8 @@ class _Steps:
         """Bytes read for a piece of a prompt: what is streamed, and experts that some of its tokens select."""
         streamed = sum(n for use, n in self._plan.resting.items() if use in ("attention", "panels", "head"))
         chunk, every = self._decoding.work.chunk, self._about.experts.items()
-        shares = ((at, 1 - slots / self._model.n_experts[at]) for at, slots in every)
+        hot = {at: one.hot for at, one in enumerate(self._on_gpu)}
+        shares = ((at, 1 - (slots + hot.get(at, 0)) / self._model.n_experts[at]) for at, slots in every)
         return streamed + sum(self._needed(at, chunk) * lacking * self._expert_bytes(at) for at, lacking in shares)
 
     def _units(self, layer: int, units: Sequence[Unit], taken: float) -> Iterator[Op]:
@@ -191,14 +224,28 @@ class _Steps:
 
     def _experts(self, layer: int) -> Op:
         n, slots, hits = self._model.n_experts[layer], self._about.experts[layer], self._decoding.hits
-        matrices, needed = self._model.experts[layer], self._needed(layer, self._batch)
-        each = (self._seconds(matrices) + self._packing(matrices)) / n
+        needed = self._needed(layer, self._batch)
         missed = needed * (1 - (slots / n if hits is None else float(hits[layer][slots])))
+        return self._fetched(layer, needed * self._each(layer), 0.0, needed, missed)
+
+    def _split(self, layer: int, own: OnGpu) -> Op:
+        if layer not in self._about.experts:
+            return Op(layer, own.seconds)
+        return self._fetched(layer, own.seconds, own.first, own.needed, own.missed)
+
+    def _each(self, layer: int) -> float:
+        """Seconds of an expert that was read."""
+        matrices = self._model.experts[layer]
+        return (self._seconds(matrices) + self._packing(matrices)) / self._model.n_experts[layer]
+
+    def _fetched(self, layer: int, seconds: float, first: float, needed: float, missed: float) -> Op:
+        n, matrices = self._model.n_experts[layer], self._model.experts[layer]
         parts = sum(self._disk.seconds(one.file // n + BLOCK) for one in matrices)
         return Op(
             layer,
-            needed * each,
-            last=min(1.0, missed) * each,
+            seconds,
+            first=first,
+            last=min(1.0, missed) * self._each(layer),
             fetched=missed * self._expert_bytes(layer),
             fetch=self._fetch(missed, parts),
             needed=needed,

@@ -40,6 +40,7 @@ from powerinfer.placement.budget import (
     budgets,
     claim,
     gib,
+    in_ram,
     least_ram,
     on_gpu,
     shared_in_ram,
@@ -49,7 +50,7 @@ from powerinfer.placement.budget import (
     staged_on_gpu,
 )
 from powerinfer.placement.disk import DiskPlan, plan_disk, within
-from powerinfer.placement.disk_speed import Decoding, Hits, Prediction, predict
+from powerinfer.placement.disk_speed import Decoding, Hits, OnGpu, Prediction, predict
 from powerinfer.placement.experts import Frequencies
 from powerinfer.placement.plan_document import (
     FORMAT,
@@ -137,17 +138,26 @@ class PlanRequest:
     def claims(self) -> Claims:
         """Where the dense parts are placed. RequestError, with the minimum, if the budgets are too small for them."""
         model, work = self.model, self.workload
-        found = claim(model, self.hardware, work, self.vram, self.ram, self.frequencies, self.cached)
+        found = claim(model, self.hardware, work, self.vram, self.ram, self.frequencies, self.cached, disk=True)
         _, ram = budgets(self.hardware, self.vram, self.ram)
         whole = least_ram(model, work)
-        if found.gpu_layers or ram >= whole:
+        if found.cpu_left >= 0 if found.gpu_layers else ram >= whole:
             return found
         ram = within(ram) if self.ram is None else ram
-        bundled, threads = self.selector != "all", self.hardware.cpu.threads
-        disk = plan_disk(model, work, ram, threads, bundled, whole=whole, profile=self.profile)
+        threads = self.hardware.cpu.threads
+        if found.gpu_layers:
+            where: dict[str, Any] = {"head": found.gpu_head, "slots": found.slots, "cached": self.cached}
+            where |= {"first": found.gpu_layers, "host_bytes": self.hardware.host_bytes}
+            disk = plan_disk(model, work, ram, threads, whole=sum(found.cpu.values()), **where)
+        else:
+            disk = plan_disk(model, work, ram, threads, self.selector != "all", whole=whole, profile=self.profile)
         left = ram - sum(disk.held.values())
         resting = disk if disk.about.anything else None  # else RAM holds all but the embedding
         return replace(found, cpu=disk.held, cpu_left=left, bundles=False, disk=resting)
+
+    def in_memory(self) -> None:
+        """RequestError, with the minimum, where a GPU is used and something would stay on disk."""
+        claim(self.model, self.hardware, self.workload, self.vram, self.ram, self.frequencies, self.cached)
 
     def settled(self) -> PlanRequest:
         """The same with the selector that a load without a GPU takes: `auto` uses no bundles where RAM holds only the
@@ -243,7 +253,7 @@ class Plan:
     """The answer to a request: placement of the dense parts (claims) and of the neurons (choice).
 
     others: the choice of every policy, the plan's own included; reasons: explanations, as text; helps: the next budgets
-    at which more fits. from_disk: what is read while decoding without a GPU, where that is predicted.
+    at which more fits. from_disk: what is read while decoding, of what stays on disk as `claims` say.
     """
 
     request: PlanRequest
@@ -259,8 +269,10 @@ class Plan:
         """For each layer, how many neurons are placed where."""
         sizes = self.request.profile.sizes
         if self.claims.disk is not None:
-            in_ram = self.claims.disk.kept(sizes)
-            return [{Tier.GPU: 0, Tier.CPU: n, Tier.DISK: size - n} for n, size in zip(in_ram, sizes, strict=True)]
+            there = [size if layer < self.claims.gpu_layers else 0 for layer, size in enumerate(sizes)]
+            each = zip(there, self.claims.disk.kept(sizes), sizes, strict=True)
+            in_ram = [(gpu, 0 if gpu else n, size) for gpu, n, size in each]
+            return [{Tier.GPU: gpu, Tier.CPU: n, Tier.DISK: size - gpu - n} for gpu, n, size in in_ram]
         if not self.claims.bundles:  # layers on a GPU are there as a whole, apart from experts
             first = self.claims.gpu_layers
             both = [(size, 0) if layer < first else (0, size) for layer, size in enumerate(sizes)]
@@ -357,6 +369,7 @@ class Plan:
         request, choice, read = self.request, self.choice, self.from_disk
         vram, ram = budgets(request.hardware, request.vram, request.ram)
         slots = self.claims.slots or (0,) * request.model.config.n_layers
+        of_ram = {} if self.claims.disk is None else self.claims.disk.about.experts
         return PlanDocument(
             key=request.key,
             model=request.model.name,
@@ -379,7 +392,9 @@ class Plan:
             activations=self.activations,
             gpu_layers=self.claims.gpu_layers,
             layers=[
-                LayerPlan(number, own[Tier.GPU], own[Tier.CPU], own[Tier.DISK], mass, seconds, experts)
+                LayerPlan(
+                    number, own[Tier.GPU], own[Tier.CPU], own[Tier.DISK], mass, seconds, experts, of_ram.get(number, 0)
+                )
                 for number, (own, mass, seconds, experts) in enumerate(
                     zip(self.neurons, choice.mass, choice.layer_seconds, slots, strict=True)
                 )
@@ -413,7 +428,12 @@ class Plan:
 def make_plan(request: PlanRequest) -> Plan:
     """Make the plan. RequestError if the budgets are too small for the dense part, or for the model without a disk."""
     claims = request.claims()
-    plan = _solved(request, claims) if claims.disk is None else _from_disk(request, claims, claims.disk)
+    if claims.disk is None:
+        plan = _solved(request, claims)
+    elif claims.gpu_layers:
+        plan = _with_reads(_solved(request, claims), claims.disk)
+    else:
+        plan = _from_disk(request, claims, claims.disk)
     may_leave = request.policy == "time" and plan.claims.gpu_layers and not request.insist
     if may_leave:
         with suppress(RequestError):  # the CPU alone does not hold the model
@@ -493,6 +513,36 @@ def _from_disk(request: PlanRequest, claims: Claims, disk: DiskPlan) -> Plan:
     )
     reasons = _why_no_gpu(request), *read.reasons(disk, request.hits is not None)
     return Plan(request, claims, choice, dict.fromkeys(POLICIES, choice), reasons, _helps_of_ram(request), read)
+
+
+def _with_reads(plan: Plan, disk: DiskPlan) -> Plan:
+    """A plan of experts on a GPU and in RAM, with the time that reading the others takes."""
+    request, claims, choice = plan.request, plan.claims, plan.choice
+    assert claims.slots is not None
+    if request.hardware.disk is None:
+        unknown = f"a step reads {disk.why}; {request.hardware.name} describes no disk, so the estimate is without that"
+        return replace(plan, reasons=(*plan.reasons, unknown))
+    reads, on_gpu = request.experts_read(claims), []
+    for layer, own in enumerate(choice.layer_seconds[: claims.gpu_layers]):
+        seconds = own["other"] + max(own["gpu"], own["cpu"] + own["sync"])
+        found = OnGpu(seconds)
+        if layer in reads:
+            with_ram = claims.slots[layer] + disk.about.experts.get(layer, 0)
+            beside = replace(claims, slots=(*claims.slots[:layer], with_ram, *claims.slots[layer + 1 :]))
+            missed = request.experts_read(beside)[layer].cold
+            found = OnGpu(seconds, own["other"], claims.slots[layer], reads[layer].cold, missed)
+        on_gpu.append(found)
+    whole = math.fsum(own["other"] + max(own["gpu"], own["cpu"] + own["sync"]) for own in choice.layer_seconds)
+    decoding = Decoding(request.workload, request.past, request.profile, request.hits)
+    read = predict(
+        disk, request.model, request.hardware.cpu, request.hardware.disk, decoding, on_gpu, choice.seconds - whole
+    )
+    layer_seconds = [own | {"disk": waited} for own, (_, waited) in zip(choice.layer_seconds, read.layers, strict=True)]
+    choice = replace(choice, seconds=read.seconds, layer_seconds=tuple(layer_seconds))
+    known = request.frequencies is not None
+    reasons = *plan.reasons, *read.reasons(disk, known, "that a token needs and the GPU does not have")
+    others = dict.fromkeys(plan.others, choice)
+    return replace(plan, choice=choice, others=others, reasons=reasons, from_disk=read)
 
 
 def _helps_of_ram(request: PlanRequest) -> tuple[Help, ...]:
@@ -765,7 +815,10 @@ def _what_is_read(request: PlanRequest, claims: Claims) -> str:
         reads = request.experts_read(claims).values()
         hits = sum(one.hits for one in reads) / max(1, sum(map(bool, model.n_experts)))
         known = "as profiled" if request.frequencies is not None else "if all are selected equally often"
-        return f"{hot} of {every} experts are on the GPU, {100 * hits:.0f} % of what tokens select ({known})"
+        others = ""
+        if claims.disk is not None:
+            others = f"; of the others RAM holds {sum(claims.disk.about.experts.values())} at a time"
+        return f"{hot} of {every} experts are on the GPU, {100 * hits:.0f} % of what tokens select ({known}){others}"
     return f"of {', '.join(titles)}, a step reads {gib(int(read))} of {gib(whole)} in RAM"
 
 
@@ -775,7 +828,13 @@ def _helps(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tables
     vram, _ = budgets(hardware, request.vram, request.ram)
     helps = []
     if hardware.gpu is not None and vram and any(model.n_experts):
-        return _helps_of_experts(request, vram, hardware.gpu.memory_bytes)
+        of_ram: tuple[Help, ...] = ()
+        if claims.disk is not None:
+            where = claims.gpu_layers, claims.gpu_head, hardware.host_bytes
+            held = in_ram(model, request.workload, *where, slots=claims.slots, cached=request.cached)
+            needed = sum(held.values())
+            of_ram = (Help("everything in memory", "--ram", needed, needed <= hardware.cpu.memory_bytes),)
+        return _helps_of_experts(request, vram, hardware.gpu.memory_bytes) + of_ram
     if hardware.gpu is not None and vram:
         dense = model, hardware, request.workload, layers
         what = "attention, KV cache and predictors" if request.workload.predicted else "attention and KV cache"
@@ -892,7 +951,7 @@ def _of_document(document: PlanDocument, request: PlanRequest) -> Plan:
     everything = claims.cpu_neuron * config.n_neurons
     on_gpu, in_ram = sum(gpu) * GROUP * request.model.gpu_neuron, (sum(kept) - sum(gpu)) * GROUP * claims.cpu_neuron
     disk = claims.disk
-    if disk is not None and kept != [n // GROUP for n in disk.kept(profile.sizes)]:
+    if disk is not None and not used and kept != [n // GROUP for n in disk.kept(profile.sizes)]:
         raise ValueError("other neurons in memory")
     if on_gpu > claims.gpu_left or (claims.bundles and in_ram > claims.cpu_left < everything):
         raise ValueError("more than the budgets hold")

@@ -28,7 +28,7 @@ Text = Annotated[str, Length(2000)]
 @dataclass(frozen=True)
 class LayerPlan:
     """A layer of a plan. gpu, cpu, disk: neurons; seconds: of its FFN for a step, by component; experts: those on the
-    GPU."""
+    GPU; experts_in_ram: where a layer's rest on disk, how many of the others RAM holds at a time."""
 
     layer: Count
     gpu: Count
@@ -37,6 +37,7 @@ class LayerPlan:
     mass_on_gpu: Share
     seconds: dict[str, NonNegative]
     experts: Count = 0
+    experts_in_ram: Count = 0
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Predicted:
     """at_position: tokens in the cache at the estimated step; policies: by name.
 
     dense_tok_s: computing every neuron, within the same budgets; None: they do not hold that, or it is not known. Where
-    weights stay on disk without a GPU: disk_bytes: read for a token; disk_hits: of the experts and neurons there that
+    weights stay on disk: disk_bytes: read for a token; disk_hits: of the experts and neurons there that
     a token needs, the share that RAM has, None: none are there; prompt_disk_bytes: read for a piece of a prompt.
     """
 

@@ -131,12 +131,15 @@ class Model:
 
     def expert_bytes(self, layer: int) -> tuple[int, int]:
         """Bytes of an expert on a GPU and in panels; 0 where there are none."""
-        n, own = max(1, self.n_experts[layer]), self.experts[layer]
-        about = self.config.layers[layer].ffn
-        biases = 0
-        if isinstance(about, ExpertsConfig) and about.bias:
-            biases = 4 * ((len(about.matrices) - 1) * about.size + self.config.d_model)
+        n, own, biases = max(1, self.n_experts[layer]), self.experts[layer], self.expert_biases(layer)
         return sum(one.stored for one in own) // n + biases, sum(one.panels for one in own) // n + biases
+
+    def expert_biases(self, layer: int) -> int:
+        """Bytes of an expert's biases."""
+        about = self.config.layers[layer].ffn
+        if not isinstance(about, ExpertsConfig) or not about.bias:
+            return 0
+        return 4 * ((len(about.matrices) - 1) * about.size + self.config.d_model)
 
     def by_neuron(self, gated: bool = False) -> Model:
         """The same with the neurons inside experts told apart in RAM: up and down as bundles, where they can be, gated:

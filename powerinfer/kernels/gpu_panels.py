@@ -1,0 +1,143 @@
+"""Matrices that the CPU has in panels (csrc/table.h), converted on a device that they were copied to.
+
+Every type of the CPU becomes one of a GPU: its own where the GPU has it, Q8_0 where that keeps every value (Q5_0,
+IQ4_NL), else F16.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from powerinfer.formats.quant import block_type
+from powerinfer.kernels.cpu import LANES
+from powerinfer.kernels.gpu_types import FLOAT16_MAX, GPU_TYPES, Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+_FLIP = 0x88  # codes with an offset of 8 become two's complement
+
+
+def device_type(kind: str) -> str:
+    """The type in which a matrix of panels gets on a device."""
+    if kind in GPU_TYPES:
+        return kind
+    return "Q8_0" if kind in ("Q5_0", "IQ4_NL") else "F16"
+
+
+def panel_bytes(kind: str, k: int) -> int:
+    """Bytes of a panel of k columns once it is converted."""
+    return LANES * block_type(device_type(kind)).row_bytes(k)
+
+
+def from_panels(kind: str, k: int, panels: Tensor) -> Weight:
+    """Rows of a matrix [rows, k] from panels of it, uint8 [panels, bytes of a panel] on the device; zeros where the
+    last panel has no row. The weight has memory of its own."""
+    import torch
+
+    rows, n = LANES * len(panels), k // block_type(kind).block
+    if kind in ("F32", "F16"):
+        own = torch.float32 if kind == "F32" else torch.float16
+        data = panels.view(own).view(len(panels), -1, LANES)[:, :k]
+        return Weight(kind, rows, k, _by_row(data).view(rows, k))
+    if kind == "BF16":
+        words = panels.view(torch.int32).view(len(panels), -1, LANES)
+        return Weight(kind, rows, k, _by_row(words).view(rows, -1).view(torch.bfloat16)[:, :k].contiguous())
+    codes, meta = _parts(kind, n, panels)
+    if kind in ("Q4_K", "Q5_K", "Q6_K"):
+        return Weight(kind, rows, k, *_k_quants(kind, codes, meta))
+    if kind == "Q8_0":
+        return Weight(kind, rows, k, codes.view(torch.int8).view(rows, k), _scales(meta)[..., 0].contiguous())
+    if kind == "Q4_0":
+        return Weight(kind, rows, k, (codes ^ _FLIP).view(rows, -1), _scales(meta)[..., 0].contiguous())
+    if kind == "MXFP4":
+        return Weight(kind, rows, k, codes.view(rows, -1), _by_row(meta).view(rows, -1))
+    if kind == "IQ4_XS":
+        table = torch.tensor(_IQ4_VALUES, dtype=torch.float32, device=panels.device)
+        wide = table[_nibbles(codes.view(rows, -1, 16)).long()]
+        scale = _scales(meta[..., :32])  # one of 256, with eight factors
+        each = _by_row(meta[..., 32:].reshape(len(panels), -1, LANES)).view(torch.int8).view(rows, n, 8)
+        return _as_f16(k, wide * (scale.float() * each.float()).view(rows, -1, 1))
+    nibbles = _nibbles(codes[..., :16])
+    if kind in ("Q5_0", "Q5_1"):  # byte j of four has, in bit g, the fifth bit of element 4 g + j
+        bits = torch.arange(8, dtype=torch.uint8, device=panels.device)[:, None]
+        nibbles = nibbles | (codes[..., None, 16:] >> bits & 1).flatten(-2) << 4
+    scales = _scales(meta)
+    if kind == "Q5_0":
+        return Weight("Q8_0", rows, k, (nibbles.view(torch.int8) - 16).view(rows, k), scales[..., 0].contiguous())
+    if kind == "IQ4_NL":
+        entries = torch.tensor(_IQ4_VALUES, dtype=torch.int8, device=panels.device)
+        return Weight("Q8_0", rows, k, entries[nibbles.long()].view(rows, k), scales[..., 0].contiguous())
+    assert kind in ("Q4_1", "Q5_1")
+    both = scales.float()
+    return _as_f16(k, nibbles.float() * both[..., :1] + both[..., 1:])
+
+
+def _as_f16(k: int, values: Tensor) -> Weight:
+    wide = values.clamp(-FLOAT16_MAX, FLOAT16_MAX).half().reshape(-1, k)
+    return Weight("F16", len(wide), k, wide)
+
+
+def _by_row(panels: Tensor) -> Tensor:
+    """[panels, n, LANES] -> [panels, LANES, n], in memory of its own."""
+    import torch
+
+    return panels.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+
+
+def _parts(kind: str, n: int, panels: Tensor) -> tuple[Tensor, Tensor]:
+    """Of n blocks a row: the bytes of their codes, row by row, [rows, n, bytes]; and what follows the codes of a
+    panel, [panels, n, bytes]."""
+    import torch
+
+    words = {"Q8_0": 8, "Q5_0": 5, "Q5_1": 5, "Q4_K": 32, "Q5_K": 40, "Q6_K": 48, "IQ4_XS": 32}.get(kind, 4)
+    more = {"Q4_1": 64, "Q5_1": 64, "Q4_K": 320, "Q5_K": 320, "Q6_K": 288, "IQ4_XS": 160, "MXFP4": 16}.get(kind, 32)
+    end = n * words * 4 * LANES
+    codes = panels[:, :end].reshape(-1).view(torch.int32).view(len(panels), -1, LANES)
+    meta = panels[:, end : end + n * more].reshape(len(panels), n, more)
+    return _by_row(codes).view(-1, n * words).view(torch.uint8).view(-1, n, 4 * words), meta
+
+
+def _scales(meta: Tensor) -> Tensor:
+    """float16 of each row, one or several sets of LANES a block: [rows, n, sets]."""
+    import torch
+
+    panels, n, nbytes = meta.shape
+    halves = meta.contiguous().view(torch.float16).view(panels, -1, LANES)
+    return _by_row(halves).view(-1, n, nbytes // (2 * LANES))
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    """The elements of blocks of 32, [.., 16] -> [.., 32]."""
+    import torch
+
+    return torch.cat((codes & 15, codes >> 4), dim=-1)
+
+
+def _k_quants(kind: str, codes: Tensor, meta: Tensor) -> tuple[Tensor, Tensor]:
+    """The codes and scales of a `Weight`: as a file has them."""
+    import torch
+
+    rows, n = codes.shape[:2]
+    panels = len(meta)
+
+    def bytes_of(part: Tensor, count: int) -> Tensor:
+        """[panels, n, count * LANES] -> [rows, n, count]."""
+        return _by_row(part.reshape(panels, n * count, LANES)).view(rows, n, count)
+
+    if kind == "Q6_K":
+        halves = codes.view(rows, n, 2, 96)
+        data = torch.cat((halves[..., :64].flatten(-2), halves[..., 64:].flatten(-2)), dim=-1)
+        whole = _scales(meta[..., :32]).view(torch.uint8)
+        return data.view(rows, -1), torch.cat((bytes_of(meta[..., 32:], 16), whole), dim=-1).view(rows, -1)
+    if kind == "Q5_K":
+        codes = torch.cat((codes[..., 128:], codes[..., :128]), dim=-1)
+    both = _scales(meta[..., :64]).view(torch.uint8)
+    pairs = meta[..., 64:].reshape(panels, n, 8, 2, LANES)
+    scale, least = (bytes_of(pairs[..., one, :], 8) for one in (0, 1))
+    first = scale[..., :4] | scale[..., 4:] >> 4 << 6
+    second = least[..., :4] | least[..., 4:] >> 4 << 6
+    third = (scale[..., 4:] & 15) | (least[..., 4:] & 15) << 4
+    return codes.reshape(rows, -1), torch.cat((both, first, second, third), dim=-1).view(rows, -1)

@@ -1,0 +1,43 @@
+"""The CPU's panels on a device: the values that a file has, of every type."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from gpu_device import torch_device  # noqa: E402
+from stored_weights import stored  # noqa: E402
+
+from powerinfer import _native  # noqa: E402
+from powerinfer.formats.quant import block_type, dequantize  # noqa: E402
+from powerinfer.formats.tensors import NATIVE_TYPES  # noqa: E402
+from powerinfer.kernels import gpu, gpu_panels  # noqa: E402
+
+
+@pytest.mark.parametrize("per_row", [1, 3])
+@pytest.mark.parametrize("kind", sorted(NATIVE_TYPES))
+@pytest.mark.usefixtures("device")
+def test_the_values_of_every_type(kind: str, per_row: int) -> None:
+    """To the bit; where a type becomes F16, within its rounding. 37 rows do not fill the last panel."""
+    about = block_type(kind)
+    rows, k = 37, max(per_row * about.block, 32 * per_row)
+    data = stored(kind, rows, k, np.random.default_rng(5))
+    wanted = dequantize(data.reshape(rows, -1), kind)
+    matrix = _native.pack_matrix(_native.Pool(2), _native.Arena(), kind, rows, k, data)
+    panels = matrix.panels
+    assert panels is not None and panels.nbytes == matrix.nbytes and not panels.flags.writeable
+    there = torch.from_numpy(panels.copy()).to(torch_device())
+    weight = gpu_panels.from_panels(kind, k, there)
+    there.fill_(255)  # nothing of the weight is there
+    assert (weight.type, weight.rows, weight.k) == (gpu_panels.device_type(kind), 48, k)
+    assert weight.nbytes == len(panels) * gpu_panels.panel_bytes(kind, k)
+    got = gpu.values(weight).cpu().numpy()
+    assert not got[rows:].any()
+    if gpu_panels.device_type(kind) == "F16" != kind:
+        terms = 4 * np.abs(wanted).max() * 2**-24  # of a product and a sum, whose terms are at most twice as large
+        assert (np.abs(got[:rows] - wanted) <= np.abs(wanted) * 2**-11 + 2**-25 + terms).all()
+        assert (got[:rows] != wanted).any()
+    else:
+        np.testing.assert_array_equal(got[:rows], wanted)

@@ -1,0 +1,363 @@
+"""Experts on a GPU, in RAM and on disk: the bits of those of which RAM has all that the GPU lacks."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from gpu_device import device_name  # noqa: E402
+from serving import ByteTokenizer  # noqa: E402
+from test_disk import steps  # noqa: E402
+from test_disk_experts import single_tokens, written  # noqa: E402, F401
+from test_expert_routing import shape  # noqa: E402
+from test_gpu_layers import on_gpu  # noqa: E402
+from test_hybrid_experts import policy_of, some  # noqa: E402
+
+from benchmarks.models import expert_models  # noqa: E402
+from powerinfer import LLM, SamplingParams, _native  # noqa: E402
+from powerinfer.cli.main import main  # noqa: E402
+from powerinfer.config import EngineConfig  # noqa: E402
+from powerinfer.devices.disk import OnDisk  # noqa: E402
+from powerinfer.errors import ModelError, RequestError  # noqa: E402
+from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
+from powerinfer.hardware.description import load  # noqa: E402
+from powerinfer.hybrid.experts import Copier, ExpertSparsity, ExpertSplit, HybridExperts  # noqa: E402
+from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
+from powerinfer.hybrid.resolve import Resolved, needs, resolve, with_fewer_experts  # noqa: E402
+from powerinfer.placement.disk import DiskPlan  # noqa: E402
+from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
+
+ENGINE = EngineConfig(threads=2, prefill_chunk=64, max_batch=4, context=128, trial=False, disk="direct")
+NAMES = ("qwen3-30b-a3b", "smallthinker-4b", "gpt-oss-20b", "deepseek-v2-lite", "folder")
+MIB = 1 << 20
+REAL = _native.Reads
+PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+@contextmanager
+def split(
+    path: Path,
+    slots: int | None,
+    share: float = 0.5,
+    layers: int | None = None,
+    emulated: dict[str, Any] | None = None,
+    engine: EngineConfig = ENGINE,
+    **parts: Any,
+) -> Iterator[tuple[Any, list[HybridExperts]]]:
+    """slots: experts of each layer in RAM, of all that the GPU does not have; None: all of them are there.
+
+    emulated: the disk.
+    """
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config
+    made = ExpertSplit(some(config, share), **parts)
+    plan = None if slots is None else DiskPlan(OnDisk(experts=dict.fromkeys(config.experts, slots)), {}, 0)
+    every = config.n_layers
+    where = on_gpu(layers or every, head=(layers or every) == every, pages=8)
+    resolved = Resolved(checkpoint, engine, disk=plan, **where)
+    with pytest.MonkeyPatch.context() as patch:
+        if emulated is not None:
+            patch.setattr(_native, "Reads", emulating(**emulated))
+        executor = load_split(resolved, made)
+    try:
+        yield executor, made.ffns
+    finally:
+        executor.close()
+
+
+def emulating(**disk: Any) -> Callable[..., _native.Reads]:
+    return lambda files, direct: REAL(files, False, **disk)
+
+
+def answers(executor: Any) -> list[np.ndarray]:
+    """Of a prompt, a batch of two sequences, and single tokens."""
+    return [executor.forward(batch).copy() for batch in steps(executor.vocab_size)]
+
+
+def check_bits(executor: Any, right: list[np.ndarray]) -> None:
+    for own, one in zip(answers(executor), right, strict=True):
+        np.testing.assert_array_equal(own, one)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.usefixtures("device")
+def test_the_bits_are_those_of_experts_in_ram(name: str, written: Callable[[str], Path]) -> None:  # noqa: F811
+    """With one slot in RAM and with one for each expert, whatever an earlier step has left there."""
+    with split(written(name), None) as (executor, _):
+        right = answers(executor)
+    read = []
+    for slots in (1, 5, 32):
+        with split(written(name), slots) as (executor, ffns):
+            check_bits(executor, right)
+            check_bits(executor, right)
+            assert all(len(ffn.hot) and len(ffn.cold) and ffn.jobs for ffn in ffns)
+            read.append(executor.disk.counts())
+    few, more, every = read
+    assert few["bytes"] > more["bytes"] > every["bytes"] > 0
+    assert few["wanted"] == more["wanted"] == every["wanted"]
+    assert few["hits"] < more["hits"] < every["hits"] < every["wanted"]
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+@pytest.mark.usefixtures("device")
+def test_none_and_all_of_them_on_the_gpu(share: float, written: Callable[[str], Path]) -> None:  # noqa: F811
+    with split(written("qwen3-30b-a3b"), None, share) as (executor, _):
+        right = answers(executor)
+    with split(written("qwen3-30b-a3b"), 4, share) as (executor, ffns):
+        check_bits(executor, right)
+        assert all(bool(ffn.jobs) == (share == 0) for ffn in ffns)
+        assert bool(executor.disk.counts()["bytes"]) == (share == 0)
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "smallthinker-4b"])
+@pytest.mark.usefixtures("device")
+def test_layers_on_the_cpu_as_a_whole_read_too(name: str, written: Callable[[str], Path]) -> None:  # noqa: F811
+    """They share the disk, and the policy, with those that are split."""
+    with split(written(name), None, layers=1) as (executor, _):
+        right = answers(executor)
+    with split(written(name), 5, layers=1) as (executor, ffns):
+        check_bits(executor, right)
+        assert len(ffns) == 1 and ffns[0]._cpu_part is not None
+        assert executor.disk.counts()["wanted"] > ffns[0]._cpu_part.op.disk_counts()["wanted"] > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "smallthinker-4b"])
+@pytest.mark.usefixtures("device")
+def test_a_slow_disk_changes_nothing(name: str, written: Callable[[str], Path]) -> None:  # noqa: F811
+    with split(written(name), None) as (executor, _):
+        right = answers(executor)
+    with split(written(name), 6, emulated={"latency": 1e-4, "rate": 2e9}) as (executor, _):
+        check_bits(executor, right)
+        assert executor.disk.counts()["waited"] > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "smallthinker-4b"])
+@pytest.mark.parametrize("at", [0, 7, 60])
+@pytest.mark.usefixtures("device")
+def test_a_step_that_could_not_read_fails_and_the_next_one_is_right(
+    at: int,
+    name: str,
+    written: Callable[[str], Path],  # noqa: F811
+) -> None:
+    path, fault = written(name), {"fail_at": at, "failures": 1, "error": errno.EIO}
+    with split(path, None) as (executor, _):
+        right = answers(executor)
+    failed = 0
+    with split(path, 6, emulated=fault) as (executor, _):
+        for batch, one in zip(steps(executor.vocab_size), right, strict=True):
+            try:
+                own = executor.forward(batch).copy()
+            except ModelError as error:
+                assert str(error) == f"cannot read {path}: {os.strerror(errno.EIO)}"
+                failed += 1
+                own = executor.forward(batch).copy()
+            np.testing.assert_array_equal(own, one)
+    assert failed == 1
+
+
+@pytest.mark.usefixtures("device")
+def test_a_disk_that_is_gone_is_said_at_every_step(written: Callable[[str], Path]) -> None:  # noqa: F811
+    with split(written("smallthinker-4b"), 6, emulated={"fail_at": 0, "error": errno.ENODEV}) as (executor, _):
+        for batch in steps(executor.vocab_size):
+            with pytest.raises(ModelError, match=os.strerror(errno.ENODEV)):
+                executor.forward(batch)
+
+
+@pytest.mark.usefixtures("device")
+def test_a_file_that_changes_is_no_longer_computed(tmp_path: Path, written: Callable[[str], Path]) -> None:  # noqa: F811
+    path = tmp_path / "m.gguf"
+    path.write_bytes(written("qwen3-30b-a3b").read_bytes())
+    with split(path, 6) as (executor, _):
+        first, *_, last = steps(executor.vocab_size)
+        executor.forward(first)
+        os.utime(path, ns=(1, 1))
+        with pytest.raises(ModelError, match="changed while it was in use"):
+            executor.forward(last)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "dynamic"])
+@pytest.mark.usefixtures("device")
+def test_experts_that_are_exchanged_are_read_for_the_gpu(
+    policy: str,
+    written: Callable[[str], Path],  # noqa: F811
+) -> None:
+    """The same experts in the same steps, so the same bits."""
+    path, found = written("qwen3-30b-a3b"), []
+    for slots in (None, 6):
+        with split(path, slots, copier=Copier(policy_of(path, policy, 8))) as (executor, ffns):
+            logits = [executor.forward(one).copy() for one in single_tokens(40, executor.vocab_size)]
+            for ffn in ffns:
+                ffn.finish_copies()
+            found.append((np.stack(logits), [ffn.hot.tolist() for ffn in ffns], [ffn.copied for ffn in ffns]))
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    assert found[0][1:] == found[1][1:] and all(found[1][2])
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "folder"])
+@pytest.mark.usefixtures("device")
+def test_swapped_experts(name: str, written: Callable[[str], Path]) -> None:  # noqa: F811
+    """Between requests: those that come are read, those that leave are on disk already."""
+    path, found = written(name), []
+    with split(path, 6, movable=True) as (executor, ffns):
+        pairs = [(ffn.hot[[0, 2]], ffn.cold[[1, 2]]) for ffn in ffns]
+        hot = [np.setdiff1d(np.union1d(ffn.hot, come), leave) for ffn, (leave, come) in zip(ffns, pairs, strict=True)]
+        for ffn, pair in zip(ffns, pairs, strict=True):
+            held = ffn.cold_bytes, ffn.memory()
+            ffn.swap(*pair)
+            assert (ffn.cold_bytes, ffn.memory()) == held
+        assert all(np.array_equal(ffn.hot, own) for ffn, own in zip(ffns, hot, strict=True))
+        found = answers(executor)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("test_split_experts_on_disk.some", lambda config, share: [own.astype(np.int32) for own in hot])
+        with split(path, None) as (executor, _):
+            for own, one in zip(found, answers(executor), strict=True):
+                np.testing.assert_allclose(own, one, rtol=1e-4, atol=1e-4)  # in other slots, in another order
+
+
+@pytest.mark.usefixtures("device")
+def test_a_swap_that_cannot_read_changes_nothing(written: Callable[[str], Path]) -> None:  # noqa: F811
+    path = written("qwen3-30b-a3b")
+    with split(path, 6, movable=True) as (executor, ffns):
+        right = answers(executor)
+        before = ffns[0].hot.tolist()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_native, "Reads", emulating(fail_at=0, error=errno.EIO))
+            with pytest.raises(ModelError, match="cannot read"):
+                ffns[0].swap(ffns[0].hot[:1], ffns[0].cold[:1])
+        assert ffns[0].hot.tolist() == before
+        check_bits(executor, right)
+
+
+# ---- what --vram and --ram do not hold
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose experts take far more than what reading them does."""
+    config, path = shape("qwen3-30b-a3b"), tmp_path_factory.mktemp("large") / "m.gguf"
+    layers = tuple(replace(layer, ffn=replace(layer.ffn, size=1024)) for layer in config.layers)  # type: ignore[type-var]
+    expert_models.write(path, replace(config, layers=layers), expert_models.Weights("q8_0"))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def described(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are made for a described machine: this one may be measured anew at any time."""
+    machine = load("pc-high")
+    machine = replace(machine, cpu=replace(machine.cpu, threads=ENGINE.threads))
+    monkeypatch.setattr("powerinfer.hardware.measure.measured", lambda *_, **__: machine)
+
+
+def planned(path: Path, hot: int, ram: int = 0, **options: Any) -> Resolved:
+    """With a --vram for that number of experts, and so much less --ram than the others need."""
+    engine, checkpoint = replace(ENGINE, gpu=device_name(), **options), open_checkpoint(path)
+    model, every = checkpoint_model(checkpoint), needs(resolve(checkpoint, engine))
+    cold = sum(model.n_experts) - hot
+    vram = every.vram - cold * model.expert_bytes(0)[0]
+    whole = resolve(checkpoint, replace(engine, vram=vram))
+    assert whole.experts is not None and whole.disk is None
+    needed = needs(replace(whole, staging=0)).ram
+    return resolve(open_checkpoint(path), replace(engine, vram=vram, ram=needed - ram)) if ram else whole
+
+
+def test_what_neither_memory_holds_stays_on_disk(large: Path) -> None:
+    """Within both budgets, which the load keeps; the less RAM, the fewer experts are there."""
+    before = 1 << 30
+    for less in (2 * MIB, 6 * MIB, 12 * MIB):
+        resolved = planned(large, 20, less)
+        assert resolved.disk is not None and resolved.experts is not None and resolved.staging == 0
+        ram, vram = resolved.engine.ram, resolved.engine.vram
+        assert ram is not None and vram is not None
+        assert sum(resolved.disk.held.values()) <= ram and needs(resolved).ram <= ram and needs(resolved).vram <= vram
+        executor, sparsity = load_resolved(resolved, list)
+        try:
+            assert isinstance(sparsity, ExpertSparsity)
+            slots = resolved.disk.about.experts
+            assert sum(slots.values()) < before and sum(slots.values()) < sum(len(ffn.cold) for ffn in sparsity.ffns)
+            before = sum(slots.values())
+            held = sum(ffn.cold_bytes for ffn in sparsity.ffns)
+            assert 0.9 * resolved.disk.held["experts"] < held <= resolved.disk.held["experts"]
+            found = answers(executor)
+            assert executor.disk.report()["bytes"] > 0 and "experts that are selected" in executor.choices["disk"]
+            assert "reads them from disk" in executor.choices["prefill"]
+        finally:
+            executor.close()
+        whole, _ = load_resolved(replace(resolved, checkpoint=open_checkpoint(large), disk=None), list)
+        check_bits(whole, found)
+        whole.close()
+
+
+def test_with_fewer_experts_on_the_gpu_more_stay_on_disk(large: Path) -> None:
+    resolved = planned(large, 20, 12 * MIB)
+    fewer = with_fewer_experts(resolved)
+    assert fewer is not None and fewer.experts is not None and resolved.experts is not None
+    assert sum(map(len, fewer.experts)) < sum(map(len, resolved.experts))
+    assert fewer.disk is not None and resolved.disk is not None
+    assert fewer.disk.resting["experts"] > resolved.disk.resting["experts"]
+    assert needs(fewer).ram <= (fewer.engine.ram or 0)
+    enough = planned(large, 20)
+    at_most = replace(enough, engine=replace(enough.engine, ram=needs(enough).ram))
+    fewer = with_fewer_experts(at_most)
+    assert fewer is not None and fewer.disk is not None and fewer.staging == 0
+    with pytest.raises(RequestError, match=r"need .* of RAM: give --ram"):
+        with_fewer_experts(replace(at_most, engine=replace(at_most.engine, disk="none")))
+
+
+def test_without_a_disk_ram_must_hold_them(large: Path) -> None:
+    with pytest.raises(RequestError, match=r"needs at least .* give --ram .* or more beside"):
+        planned(large, 20, 12 * MIB, disk="none")
+
+
+def test_a_plan_says_what_is_where(large: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    resolved = planned(large, 20, 12 * MIB)
+    engine, disk = resolved.engine, resolved.disk
+    assert disk is not None and resolved.experts is not None
+    flags = ["-m", str(large), "--gpu", device_name(), "--vram", f"{engine.vram}B", "--ram", f"{engine.ram}B"]
+    flags += ["--context", "128", "--prefill-chunk", "64", "--max-batch", "4", "--threads", "2", "--json"]
+    documents = []
+    for command in (["plan", "--dry-run"], ["inspect"]):
+        assert main([*command, *flags]) == 0
+        text = capsys.readouterr()
+        documents.append(json.loads(text.out.splitlines()[-1]))
+    plan, inspected = documents
+    for layer in plan["layers"]:
+        assert layer["experts"] == len(resolved.experts[layer["layer"]])
+        assert layer["experts_in_ram"] == disk.about.experts[layer["layer"]]
+    assert sum(plan["bytes"]["cpu"].values()) <= (engine.ram or 0)
+    assert plan["bytes"]["disk"]["experts"] == disk.resting["experts"] and not plan["fits"]
+    assert "of the others RAM holds" in " ".join(plan["reasons"])
+    assert plan["predicted"]["disk_bytes"] > 0 and 0 < plan["predicted"]["disk_hits"] < 1
+    assert {"--ram"} < {one["flag"] for one in plan["helps"]} | {"--vram"}
+    assert inspected["memory"]["disk"] >= disk.resting["experts"] and inspected["memory"]["ram"] <= (engine.ram or 0)
+    assert "experts that are selected" in inspected["choices"]["disk"]
+
+
+def test_a_request_that_fails_leaves_the_engine_usable(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is told in one line; the next answers are those of a disk that works."""
+    resolved, found = planned(large, 20, 12 * MIB), []
+    for fault in ({}, {"fail_at": 150, "failures": 2, "error": errno.EIO}):
+        monkeypatch.setattr(_native, "Reads", emulating(**fault) if fault else REAL)
+        executor, sparsity = load_resolved(replace(resolved, checkpoint=open_checkpoint(large)), list)
+        config = open_checkpoint(large).config
+        with LLM.from_parts(executor, ByteTokenizer(), config, ENGINE, sparsity) as llm:  # type: ignore[arg-type]
+            failed = 0
+            while len(found) < 2 * (1 + bool(fault)):
+                try:
+                    found.append(llm.generate("some", PARAMS).token_ids)
+                except ModelError as error:
+                    assert str(error) == f"cannot read {large}: {os.strerror(errno.EIO)}"
+                    failed += 1
+            assert bool(failed) == bool(fault)
+            assert llm.disk is not None and llm.disk["bytes"] > 0
+    assert len(found[0]) == 12 and all(one == found[0] for one in found)

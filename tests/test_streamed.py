@@ -1,0 +1,267 @@
+"""Layers of the CPU whose matrices stream to a GPU for long prompts: products, models of every family, the load."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import model_files  # noqa: E402
+import test_architectures as families  # noqa: E402
+from gpu_device import device_name, sum_error, torch_device  # noqa: E402
+from sparse_models import tiny_llama  # noqa: E402
+from stored_weights import stored  # noqa: E402
+from test_gpu_kernels import floats, on_device  # noqa: E402
+from test_gpu_layers import Truth, engine_of  # noqa: E402
+from test_gpu_layers import on_gpu as placed  # noqa: E402
+from test_sparse import case_named  # noqa: E402
+
+from powerinfer import LLM, SamplingParams, _native  # noqa: E402
+from powerinfer.config import EngineConfig, ExpertsConfig  # noqa: E402
+from powerinfer.devices.gpu_weights import PanelMatrix, StreamedMatrices  # noqa: E402
+from powerinfer.devices.split import SplitExecutor  # noqa: E402
+from powerinfer.devices.stage import Stage  # noqa: E402
+from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
+from powerinfer.formats.quant import block_type, dequantize  # noqa: E402
+from powerinfer.formats.tensors import NATIVE_TYPES  # noqa: E402
+from powerinfer.hardware import measure  # noqa: E402
+from powerinfer.hardware.description import load  # noqa: E402
+from powerinfer.hybrid import crossing  # noqa: E402
+from powerinfer.hybrid.crossing import Crossing  # noqa: E402
+from powerinfer.hybrid.load import load_split  # noqa: E402
+from powerinfer.hybrid.resolve import Resolved, needs, resolve  # noqa: E402
+from powerinfer.kernels import gpu_panels  # noqa: E402
+from powerinfer.placement import budget  # noqa: E402
+from powerinfer.placement.budget import Workload, on_gpu  # noqa: E402
+from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
+
+TOKENS = 37  # more than those whose products read a weight once
+LEAST = 33
+
+
+def filled(stage: Stage) -> Stage:
+    """Its buffers hold no number in any type."""
+    for buffer in (*stage._host, *stage._there):
+        buffer.fill_(255)
+    return stage
+
+
+@pytest.mark.parametrize("kind", sorted(NATIVE_TYPES))
+@pytest.mark.usefixtures("device")
+def test_products_of_every_type(kind: str) -> None:
+    """Two matrices on the same rows, of one of which not all rows count, against float64; the buffers go round several
+    times. The same bits again."""
+    rng, k, pool, arena = (
+        np.random.default_rng(3),
+        2 * max(32, block_type(kind).block),
+        _native.Pool(2),
+        _native.Arena(),
+    )
+    x, bias = floats(7, TOKENS, k), floats(8, 53)
+    kept = np.array([0, 1, 5, 16, 17, 30], np.int64)
+    packed, wanted = [], []
+    for rows in (53, 31):
+        data = stored(kind, rows, k, rng)
+        wanted.append(dequantize(data.reshape(rows, -1), kind).astype(np.float64))
+        packed.append(_native.pack_matrix(pool, arena, kind, rows, k, data))
+    wanted[1] = wanted[1][kept]
+    panel = max(packed[0].nbytes // 4, gpu_panels.panel_bytes(kind, k))
+    stage = filled(Stage(torch_device(), panel))
+    assert stage.panels_at_once(kind, k, packed[0].nbytes // 4) == 1
+    matrices = [
+        PanelMatrix(stage, kind, len(want), k, one.panels, own)
+        for one, want, own in zip(packed, wanted, (None, kept), strict=True)
+    ]
+    product = StreamedMatrices(matrices, [on_device(bias), None], torch_device())
+    got = product(on_device(x))
+    both = np.concatenate(wanted)
+    right = x.astype(np.float64) @ both.T
+    right[:, :53] += bias
+    size = np.abs(x) @ np.abs(both).T + np.concatenate([np.abs(bias), np.zeros(len(kept))])
+    bound = size * (sum_error(k) + (2**-11 if gpu_panels.device_type(kind) == "F16" != kind else 0)) + k * 2**-25
+    if device_name() == "cuda":  # operands in narrow types
+        bound = bound + size * 2**-8
+    assert (np.abs(got.cpu().numpy() - right) <= bound).all()
+    assert torch.equal(product(on_device(x)), got)
+
+
+# ---- In a model ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def opened(path: Path, layers: int, buffer: int = 1 << 13, **options: Any) -> Iterator[SplitExecutor]:
+    engine = engine_of(**options)
+    resolved = Resolved(open_checkpoint(path, engine.quantize), engine, **placed(layers))
+    executor = load_split(resolved, stage=filled(Stage(torch_device(), buffer)))
+    try:
+        yield executor
+    finally:
+        executor.close()
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of each product that streams."""
+    found: list[int] = []
+    call = StreamedMatrices.__call__
+
+    def counting(self: StreamedMatrices, x: torch.Tensor) -> torch.Tensor:
+        found.append(len(x))
+        return call(self, x)
+
+    monkeypatch.setattr(StreamedMatrices, "__call__", counting)
+    return found
+
+
+def dense_cases() -> list[Any]:
+    return [
+        one
+        for one in families.case_layouts()
+        if one.values[1] in ("folder", "gguf") and one.values[0].kind not in families.ON_CPU_ALONE
+    ]
+
+
+@pytest.mark.parametrize(("case", "layout"), dense_cases())
+@pytest.mark.usefixtures("device")
+def test_a_prompt_is_the_right_answer_whoever_computes_it(
+    case: families.Case, layout: str, tmp_path: Path, products: list[int]
+) -> None:
+    """Within the bound of the CPU's own layers; the same bits on every run; single tokens stay on the CPU."""
+    truth = Truth(case, layout, tmp_path)
+    if any(isinstance(one.ffn, ExpertsConfig) for one in open_checkpoint(truth.path).config.layers):
+        pytest.skip("experts")
+    tokens, total = truth.texts[0], families.TOKENS
+    with opened(truth.path, 1) as executor:
+        streamed = executor.streamed
+        assert streamed is not None and streamed.spans
+        pages, answers = families.scattered_pages(executor, 4), []
+        for least, own in zip((None, LEAST, LEAST), pages, strict=False):
+            streamed.stage.least = least
+            products.clear()
+            answers.append(families.run_chunks(executor, tokens, [40, 1, total - 41], own))
+            truth.check(answers[-1], what=str(least))
+            assert set(products) == (set() if least is None else {40, total - 41})
+        np.testing.assert_array_equal(answers[1], answers[2])
+        for text, ours in enumerate(families.run_two(executor, *truth.texts, pages[2:])):
+            truth.check(ours, text, "in a batch")
+
+
+@pytest.mark.usefixtures("device")
+def test_short_steps_are_those_of_the_cpu(tmp_path: Path, products: list[int]) -> None:
+    truth = Truth(case_named("qwen3"), "folder", tmp_path)
+    with opened(truth.path, 1) as executor:
+        assert executor.streamed is not None
+        pages, answers = families.scattered_pages(executor, 2), []
+        for least, own in zip((None, LEAST), pages, strict=True):
+            executor.streamed.stage.least = least
+            answers.append(families.run_chunks(executor, truth.texts[0], [32, 32, 1, 10], own))
+        np.testing.assert_array_equal(*answers)
+        assert not products
+
+
+# ---- The load --------------------------------------------------------------------------------------------------------
+
+GIVEN: dict[str, Any] = {
+    "threads": 1,
+    "context": 96,
+    "prefill_chunk": 64,
+    "max_batch": 2,
+    "gpu": "cpu",
+    "kv_type": "f32",
+}
+PROMPT, SHORT = [5, 9, 2] * 23, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model of twelve dense layers."""
+    monkeypatch.setattr(measure, "measured", lambda *_, **__: load("pc-low"))
+    monkeypatch.setattr(model_files, "LAYERS", 12)
+    return tiny_llama(tmp_path / "m.gguf", "silu")
+
+
+def room(path: Path, layers: int, more: int = 0) -> int:
+    """--vram for that number of layers, and `more` bytes."""
+    model, work = checkpoint_model(open_checkpoint(path)), Workload("f32", 96, 64, 2)
+    return sum(on_gpu(model, load("pc-low"), work, layers, False, dense=True).values()) + more
+
+
+def loaded(path: Path, vram: int, **more: Any) -> tuple[dict[str, str], int | None, list[int]]:
+    """(choices, from how many tokens on layers stream, the answer to a prompt)."""
+    with LLM(path, **(GIVEN | {"vram": vram} | more)) as llm:
+        executor = llm._executor
+        assert isinstance(executor, SplitExecutor)
+        least = None if executor.streamed is None else executor.streamed.stage.least
+        return llm.choices, least, llm.generate([PROMPT], SHORT)[0].token_ids
+
+
+def test_the_crossing_is_measured_once(model: Path, monkeypatch: pytest.MonkeyPatch, products: list[int]) -> None:
+    vram, file = room(model, 4), Path(f"{model}.powerinfer") / "crossing.json"
+    choices, least, wanted = loaded(model, vram, trial=False)
+    assert choices["gpu"].startswith("3 layers on cpu"), "one makes room for the buffers"
+    assert "nothing was measured" in choices["prefill"] and least is None and not file.exists() and not products
+    choices, least, answer = loaded(model, vram)
+    assert "measured in" in choices["prefill"] and "layers in RAM" in choices["prefill"] and answer == wanted
+    entry = json.loads(file.read_text())["crossings"][0]
+    assert entry["least"] == least and entry["tried"][0][0] == 64 and min(entry["tried"][0][1:]) > 0
+
+    for found in (50, None):
+        monkeypatch.setattr(crossing, "measured_layers", lambda _, n=found: Crossing(n, ((40, 1e-3, 2e-3),)))
+        products.clear()
+        assert loaded(model, vram, retrial=True)[1:] == (found, wanted)
+        monkeypatch.setattr(crossing, "measured_layers", None)
+        assert loaded(model, vram)[1:] == (found, wanted)
+        assert set(products) == ({64} if found else set()), "the first piece streams, what is left of it does not"
+        assert "measured earlier" in loaded(model, vram, trial=False)[0]["prefill"]
+
+
+def test_room_for_the_buffers(model: Path) -> None:
+    """Of many layers on the CPU one more makes room; of few none does, and buffers take what is left."""
+    engine = EngineConfig(**GIVEN)
+    shape = checkpoint_model(open_checkpoint(model))
+    size = budget.streamed_buffer(shape)
+
+    def resolved(vram: int, **more: Any) -> Resolved:
+        return resolve(open_checkpoint(model), replace(engine, vram=vram, **more))
+
+    for layers, left, expected in [
+        (4, 0, (3, size)),
+        (4, budget.staged_on_gpu(size) + budget.streamed_vectors(shape, 4), (4, size)),
+        (4, budget.staged_on_gpu(size) + budget.streamed_vectors(shape, 4) - 1, (3, size)),
+        (5, 0, (5, 0)),
+        (5, budget.staged_on_gpu(size) + budget.streamed_vectors(shape, 5), (5, size)),
+        (1, 0, (1, 0)),
+        (12, 0, (12, 0)),
+    ]:
+        found = resolved(room(model, layers, left))
+        assert (found.gpu_layers, found.staging) == expected, (layers, left)
+        taken = needs(found)
+        assert taken.vram <= room(model, layers, left)
+        assert taken.ram - needs(replace(found, staging=0)).ram == 2 * found.staging
+    streaming = resolved(room(model, 4))
+    enough = needs(streaming).ram
+    assert resolved(room(model, 4), ram=enough).staging == size
+    assert resolved(room(model, 4), ram=enough - 1).staging == 0
+    assert resolved(room(model, 4), prefill_chunk=32).staging == 0, "no step is long enough"
+
+
+def test_without_memory_nothing_streams(model: Path, monkeypatch: pytest.MonkeyPatch, products: list[int]) -> None:
+    """The buffers go before layers do."""
+
+    def failing(*_: Any) -> Crossing:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried")
+
+    vram = room(model, 4)
+    wanted = loaded(model, vram, trial=False)[2]
+    monkeypatch.setattr(crossing, "measured_layers", failing)
+    choices, least, answer = loaded(model, vram)
+    assert choices["gpu"].startswith("3 layers on cpu") and "no room" in choices["prefill"]
+    assert (least, answer) == (None, wanted) and not products
