@@ -642,6 +642,10 @@ class Experts(Operator):
     def uses(self) -> NDArray[np.int32]:
         """Of experts on disk: the tokens that selected each since someone wrote zeros; not while a step runs."""
 
+    @property
+    def elsewhere(self) -> NDArray[np.uint8]:
+        """The same: not 0 for those that the caller computes elsewhere, which are not expected; to be written."""
+
     def disk_counts(self) -> dict[str, int]:
         """
         Of experts on disk, not while a step runs: wanted, hits; guessed: read because they were expected;
@@ -842,8 +846,11 @@ class Program:
         product with norm(x), a sigmoid of it, is the shared expert's weight.
         """
 
-    def expert_sum(self, experts: ExpertMatrices, top_k: int) -> Experts:
-        """Experts that the caller selects, at most top_k for a token. Not while a step runs."""
+    def expert_sum(self, experts: ExpertMatrices, router: RouterSpec) -> Experts:
+        """
+        Experts that the caller selects, at most router.top_k for a token. Not while a step runs. router: how they
+        are selected, for those that are guessed.
+        """
 
     def early_router(self, router: RouterSpec, scores: Matrix) -> EarlyRouter:
         """Select the experts of the next operator `experts` from x as it is; scores: [experts, d_model]."""
@@ -897,3 +904,27 @@ class Program:
         table the slots of its state before the step, not read at position 0, and after it. stop: one number;
         once it is not 0 the run ends with the operator that is under way. False if that was not the last one.
         """
+
+class ExpertCall(HostCall):
+    """
+    Experts.sum, of arrays that it keeps: of those that the CPU has.
+
+    selected: [tokens, top_k], with the layer's numbers; places: [experts], of each its
+    number among the CPU's, -1: it is not there; tally: int64 [experts + 1], added to:
+    tokens that select each, and selections that the CPU does not have. part: "all", or
+    "order" and "sum_ordered" as of Experts, of which the first fetches, too.
+    """
+
+    def __init__(
+        self,
+        calls: HostCalls,
+        experts: Experts,
+        program: Program,
+        x: NDArray[np.float32],
+        selected: NDArray[np.int32],
+        weights: NDArray[np.float32],
+        out: NDArray[np.float32],
+        places: NDArray[np.int32],
+        tally: NDArray[np.int64],
+        part: str,
+    ) -> None: ...

@@ -45,7 +45,7 @@ from powerinfer.neurons import BUNDLE_GROUP  # noqa: E402
 SEEDS = range(3)
 """Each is another order in which the streams work."""
 
-MANY = range(40)
+MANY = range(100)
 """For faults that show only in some orders."""
 
 ORDERS = range(40)
@@ -293,13 +293,15 @@ def whole_layers(name: str, folder: Path) -> list[np.ndarray]:
 
 
 def layers_that_stream(name: str, folder: Path) -> list[np.ndarray]:
-    """All but the first, in steps of many tokens."""
-    checkpoint, stage = open_checkpoint(saved(name, folder)), Stage(torch_device(), 1 << 13)
+    """All but the first, in steps of many tokens: of two pages, and of more than there are buffers."""
+    checkpoint, stage = open_checkpoint(saved(name, folder)), Stage(torch_device(), 1 << 14)
     resolved = Resolved(checkpoint, engine_of(), gpu=device_name(), gpu_layers=1, gpu_head=False)
     executor = load_split(resolved, stage=stage)
     stage.least = 33
+    tokens = np.random.default_rng(5).integers(0, executor.vocab_size, 75).astype(np.int32)
     try:
-        return answers(executor, ())
+        found = families.run_chunks(executor, tokens, [70, 5], families.scattered_pages(executor, 1)[0])
+        return [found, *answers(executor, ())]
     finally:
         executor.close()
 
@@ -418,16 +420,18 @@ def test_the_kernels_of_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 # ---- What would be wrong without a wait ------------------------------------------------------------------------------
 
+CALLED = "neurons", "neurons beside attention", "experts, which are swapped", "experts selected before attention"
+
 LEFT_OUT = {
     # link.py: the CPU's input, and a selection before it
     "self._came.record()": ("neurons", "experts, which are swapped"),
     "self._came.synchronize()": ("neurons", "neurons beside attention", "experts, which are swapped"),
     "self._known.record()": ("experts selected before attention",),
     "self._known.synchronize()": ("experts selected before attention",),
-    "sent.record()": ("neurons", "neurons beside attention"),
-    "self._beside.wait_event(sent)": ("neurons", "neurons beside attention"),
-    "self._computed.record(self._beside)": ("neurons", "neurons beside attention"),
-    "self._streams.current().wait_event(self._computed)": ("neurons", "neurons beside attention"),
+    "sent.record()": CALLED,
+    "self._beside.wait_event(sent)": CALLED,
+    "self._computed.record(self._beside)": CALLED,
+    "self._streams.current().wait_event(self._computed)": CALLED,
     # gpu.py: a step that was broken off
     "self._streams.finish()": ("whole layers",),
     # step_buffers.py: the result of a step
@@ -440,6 +444,9 @@ LEFT_OUT = {
     "self._copied[slot].record(self._side)": ("neurons that stream", "experts that stream", "layers that stream"),
     "main.wait_event(self._copied[slot])": ("neurons that stream", "experts that stream", "layers that stream"),
     "self._summed[slot].record(main)": ("neurons that stream", "experts that stream", "layers that stream"),
+    # passed_cache.py: pages that come back
+    "self._came[slot].record()": ("layers that stream",),
+    "self._came[slot].synchronize()": ("layers that stream",),
     # experts.py: experts that are exchanged beside steps
     "ready.record(streams.current())": ("experts that a policy exchanges",),
     "side.wait_event(ready)": ("experts that a policy exchanges",),

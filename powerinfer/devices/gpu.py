@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -104,6 +105,8 @@ class GpuLayers:
         remembered = {layer: kind for layer, kind in config.states.items() if layer < layers}
         own_states = gpu_delta.new_states(list(remembered.values()), states, device)
         self._states = dict(zip(remembered, own_states, strict=True))
+        self._passing: dict[tuple[int, int], tuple[gpu.Cached, ...]] = {}  # by kv heads and their dimensions
+        self._new_cache = partial(gpu.new_cache, kv_type, pages)
         self._bytes["kv"] = sum(part.nbytes for pair in self._cache for part in pair)
         self._bytes["kv"] += sum(part.nbytes for part in self._states.values())
         changed = config.residual_scale != 1 or any(one.norms in ("output", "both") for one in config.layers[:layers])
@@ -181,13 +184,26 @@ class GpuLayers:
     def _some(self, values: Float32 | None) -> Tensor | None:
         return None if values is None else self._vector(values)
 
+    def cache(self, layer: int) -> tuple[gpu.Cached, ...]:
+        """The keys and values of a layer. Those of layers that stream are not kept here: layers whose heads are alike
+        share the memory."""
+        if layer < self.layers:
+            return self._cache[layer]
+        about = self._config.layers[layer].attention
+        assert not about.latents
+        heads = about.n_kv_heads, about.head_dim
+        if heads not in self._passing:
+            self._passing[heads] = self._new_cache(*heads, self.device), self._new_cache(*heads, self.device)
+            self._bytes["kv"] += sum(part.nbytes for part in self._passing[heads])
+        return self._passing[heads]
+
     # ---------------------------------------------------------------- operators, in the order in which they run
 
     def attention(
         self,
         layer: int,
         norm: GpuNorm | None,
-        qkv: Sequence[StoredMatrix],
+        qkv: Sequence[GpuMatrix],
         *,
         biases: Sequence[Float32 | None] = (None, None, None),
         q_norm: Float32 | None = None,
@@ -202,9 +218,9 @@ class GpuLayers:
         about = self._config.layers[layer].attention
         assert isinstance(about, AttentionConfig)
         heads, kv, dim = about.n_heads, about.n_kv_heads, about.head_dim
-        matrices = self._upload("attention", *qkv, biases=biases)
+        matrices = self._products("attention", *qkv, biases=biases)
         norms, width = (self._rms(q_norm), self._rms(k_norm)), about.qk_norm == "width"
-        keys, values = self._cache[layer]
+        keys, values = self.cache(layer)
         rotation = None if about.rope is None else self._rotations[about.rope]
         scale = dim**-0.5 if about.scale is None else about.scale
         own_sinks = self._some(sinks)
@@ -255,9 +271,9 @@ class GpuLayers:
         heads, out = self._upload_heads(v_b), self._upload("attention", matrix)
         self._add(layer, "project", LatentOutput(heads, out, norm))
 
-    def gate_attended(self, layer: int, norm: GpuNorm | None, matrix: StoredMatrix) -> None:
+    def gate_attended(self, layer: int, norm: GpuNorm | None, matrix: GpuMatrix) -> None:
         """attended *= sigmoid(matrix . norm(x))."""
-        gate = self._upload("attention", matrix)
+        gate = self._products("attention", matrix)
 
         def run(step: Step) -> None:
             assert step.attended is not None
@@ -289,11 +305,9 @@ class GpuLayers:
 
         self._add(layer, "delta_net", run)
 
-    def project(
-        self, layer: int, matrix: StoredMatrix, bias: Float32 | None = None, norm: GpuNorm | None = None
-    ) -> None:
+    def project(self, layer: int, matrix: GpuMatrix, bias: Float32 | None = None, norm: GpuNorm | None = None) -> None:
         """x += norm(matrix . attended)."""
-        out = self._upload("attention", matrix, biases=[bias])
+        out = self._products("attention", matrix, biases=[bias])
 
         def run(step: Step) -> None:
             attended = out(step.attended)
@@ -467,9 +481,10 @@ class GpuLayers:
         """x float32 [T, d_model] after these operators, of layers whose matrices stream; otherwise as `run`."""
         assert not self.has_head
         failures = gpu_failures(f"computing {len(batch.tokens)} tokens", "lower --prefill-chunk, --max-batch or --vram")
-        with failures, current(self.device), self._finished_after_failure(), import_torch().inference_mode():
+        with failures, current(self.device), self._finished_after_failure():
             step = self._begin(batch, x, None)
-            self._launch(step, operators, batch)
+            with import_torch().inference_mode():
+                self._launch(step, operators, batch)
             return self.buffers.download(step, logits=False)
 
     def hidden_states(self, rows: NDArray[np.int32]) -> Float32:
@@ -604,7 +619,7 @@ class GpuLayers:
         self._layers.clear()
         self._head = self._final_norm = self._operators = None
         self._recorder = self._recordings = None
-        for name in ("_cache", "_states", "buffers", "link", "_rotations"):
+        for name in ("_cache", "_passing", "_states", "buffers", "link", "_rotations"):
             self.__dict__.pop(name, None)
         if self._cuda:
             import_torch().cuda.empty_cache()
