@@ -904,3 +904,27 @@ class Program:
         table the slots of its state before the step, not read at position 0, and after it. stop: one number;
         once it is not 0 the run ends with the operator that is under way. False if that was not the last one.
         """
+
+class ExpertCall(HostCall):
+    """
+    Experts.sum, of arrays that it keeps: of those that the CPU has.
+
+    selected: [tokens, top_k], with the layer's numbers; places: [experts], of each its
+    number among the CPU's, -1: it is not there; tally: int64 [experts + 1], added to:
+    tokens that select each, and selections that the CPU does not have. part: "all", or
+    "order" and "sum_ordered" as of Experts, of which the first fetches, too.
+    """
+
+    def __init__(
+        self,
+        calls: HostCalls,
+        experts: Experts,
+        program: Program,
+        x: NDArray[np.float32],
+        selected: NDArray[np.int32],
+        weights: NDArray[np.float32],
+        out: NDArray[np.float32],
+        places: NDArray[np.int32],
+        tally: NDArray[np.int64],
+        part: str,
+    ) -> None: ...

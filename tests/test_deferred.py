@@ -45,7 +45,7 @@ from powerinfer.neurons import BUNDLE_GROUP  # noqa: E402
 SEEDS = range(3)
 """Each is another order in which the streams work."""
 
-MANY = range(40)
+MANY = range(100)
 """For faults that show only in some orders."""
 
 ORDERS = range(40)
@@ -420,16 +420,18 @@ def test_the_kernels_of_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 # ---- What would be wrong without a wait ------------------------------------------------------------------------------
 
+CALLED = "neurons", "neurons beside attention", "experts, which are swapped", "experts selected before attention"
+
 LEFT_OUT = {
     # link.py: the CPU's input, and a selection before it
     "self._came.record()": ("neurons", "experts, which are swapped"),
     "self._came.synchronize()": ("neurons", "neurons beside attention", "experts, which are swapped"),
     "self._known.record()": ("experts selected before attention",),
     "self._known.synchronize()": ("experts selected before attention",),
-    "sent.record()": ("neurons", "neurons beside attention"),
-    "self._beside.wait_event(sent)": ("neurons", "neurons beside attention"),
-    "self._computed.record(self._beside)": ("neurons", "neurons beside attention"),
-    "self._streams.current().wait_event(self._computed)": ("neurons", "neurons beside attention"),
+    "sent.record()": CALLED,
+    "self._beside.wait_event(sent)": CALLED,
+    "self._computed.record(self._beside)": CALLED,
+    "self._streams.current().wait_event(self._computed)": CALLED,
     # gpu.py: a step that was broken off
     "self._streams.finish()": ("whole layers",),
     # step_buffers.py: the result of a step

@@ -1087,6 +1087,39 @@ void bind_experts(nb::module_& m) {
       .def("sum_ordered", &sum_ordered_experts, "program"_a, "x"_a, "out"_a, "The second part of `sum`.");
 }
 
+void make_expert_call(ExpertCall* call, std::shared_ptr<HostCalls> calls, std::shared_ptr<Experts> op, Program& program,
+                      Floats2 x, Ints2 selected, Floats2 weights, OutFloats2 out, Ints places,
+                      nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> tally, const std::string& part) {
+  const char* const PARTS[] = {"all", "order", "sum_ordered"};
+  const size_t tokens = x.shape(0), some = (size_t)op->top_k(), experts = places.shape(0);
+  check_expert_sum(*op, program, x, out);
+  require(selected.shape(0) == tokens && selected.shape(1) == some && weights.shape(0) == tokens &&
+              weights.shape(1) == some,
+          "selected and weights must be [tokens, top_k]");
+  require(tally.shape(0) == experts + 1, "tally must be [experts + 1]");
+  for (size_t i = 0; i < experts; i++)
+    require(places.data()[i] >= -1 && places.data()[i] < op->experts(), "no such expert");
+  const auto own = (ExpertCall::Part)index_of(PARTS, 3, part, "part");
+  new (call) ExpertCall(std::move(calls), std::move(op), program,
+                        {x.data(), (int64_t)tokens, selected.data(), weights.data(), out.data(), (int64_t)experts,
+                         places.data(), tally.data()},
+                        own);
+}
+
+void bind_expert_call(nb::module_& m) {
+  nb::class_<ExpertCall, HostCall>(
+      m, "ExpertCall",
+      "Experts.sum, of arrays that it keeps: of those that the CPU has.\n\n"
+      "selected: [tokens, top_k], with the layer's numbers; places: [experts], of each its\n"
+      "number among the CPU's, -1: it is not there; tally: int64 [experts + 1], added to:\n"
+      "tokens that select each, and selections that the CPU does not have. part: \"all\", or\n"
+      "\"order\" and \"sum_ordered\" as of Experts, of which the first fetches, too.")
+      .def("__init__", &make_expert_call, "calls"_a, "experts"_a, "program"_a, "x"_a.noconvert(),
+           "selected"_a.noconvert(), "weights"_a.noconvert(), "out"_a.noconvert(), "places"_a.noconvert(),
+           "tally"_a.noconvert(), "part"_a, nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(),
+           nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>());
+}
+
 void bind_early_router(nb::module_& m) {
   nb::class_<EarlyRouter, Op>(m, "EarlyRouter", "Selects experts before attention.")
       .def("foresee", &EarlyRouter::foresee, "of"_a, nb::call_guard<nb::gil_scoped_release>(),
@@ -1541,4 +1574,5 @@ NB_MODULE(_native, m) {
   bind_early_router(m);
   bind_watch(m);
   bind_program(m);
+  bind_expert_call(m);
 }

@@ -5,7 +5,9 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
+#include "experts.h"
 #include "neuron_sum.h"
 
 // What the calls of a GPU share. They run one at a time.
@@ -69,4 +71,40 @@ class NeuronCall : public HostCall {
   const int64_t tokens_;
   const uint8_t* const selected_;
   float* const out_;
+};
+
+// out = the sum of the experts that the CPU has of those that tokens select, as of `Experts::sum`; likewise.
+class ExpertCall : public HostCall {
+ public:
+  // A selection that is known before x takes two calls, of which the first fetches weights, too.
+  enum Part { ALL, ORDER, SUM_ORDERED };
+  struct Arguments {
+    const float* x;
+    int64_t tokens;
+    const int32_t* selected;  // [tokens][top_k], with the layer's numbers of experts
+    const float* weights;
+    float* out;
+    int64_t experts;        // of the layer
+    const int32_t* places;  // [experts] the CPU's own number of each, -1: it does not have it
+    int64_t* tally;         // [experts + 1] added to: tokens that select each; selections that the CPU does not have
+  };
+  ExpertCall(std::shared_ptr<HostCalls> all, std::shared_ptr<Experts> op, Program& program, const Arguments& arguments,
+             Part part)
+      : HostCall(std::move(all)),
+        op_(std::move(op)),
+        program_(program),
+        a_(arguments),
+        part_(part),
+        own_((size_t)(arguments.tokens * op_->top_k())) {}
+
+ private:
+  bool compute() override;
+  void write_zeros() noexcept override;
+  void select();
+
+  const std::shared_ptr<Experts> op_;
+  Program& program_;
+  const Arguments a_;
+  const Part part_;
+  std::vector<int32_t> own_;  // `selected` with the CPU's numbers
 };

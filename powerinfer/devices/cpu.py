@@ -37,6 +37,7 @@ from powerinfer.neurons import NO_VECTORS, FfnVectors
 from powerinfer.system import available_memory
 
 if TYPE_CHECKING:
+    from powerinfer.devices.link import Link
     from powerinfer.devices.trace import Trace
     from powerinfer.formats.bundle_memory import SomeBundles
     from powerinfer.neurons import BundleLayout
@@ -134,6 +135,7 @@ class ExpertSum:
         self._program = program
         self._matrices = matrices
         self._n = n
+        self._top_k = about.router.top_k
         self.op = program.expert_sum(of_all, router)
 
     def set_whole(self, on: bool) -> None:
@@ -163,6 +165,19 @@ class ExpertSum:
         """`sum` of the experts in `order`, of as many tokens. ValueError without it."""
         with self._reading():
             return self.op.sum_ordered(self._program, x, out)
+
+    def calls(
+        self, link: Link, tokens: int, places: NDArray[np.int32], tally: NDArray[np.int64], *, ahead: bool
+    ) -> tuple[_native.ExpertCall, ...]:
+        """The same for a GPU to call; ahead: in two parts, the first of which fetches as much as it can. Not of experts
+        on disk.
+
+        places: int32 [experts], of each of the layer's its number here, -1: it is elsewhere; tally: int64
+        [experts + 1], added to: tokens that select each, and selections of experts elsewhere.
+        """
+        x, selected, weights, out = link.received_experts(tokens, self._top_k)
+        own = link.calls, self.op, self._program, x, selected, weights, out, places, tally
+        return tuple(_native.ExpertCall(*own, part) for part in (("order", "sum_ordered") if ahead else ("all",)))
 
     def replace(self, place: int, matrices: Sequence[RawTensor]) -> None:
         """Put another expert in a place; not while a step runs. matrices: [out, in], as they were packed."""
