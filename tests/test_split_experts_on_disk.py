@@ -341,6 +341,8 @@ def test_with_fewer_experts_on_the_gpu_more_stay_on_disk(large: Path) -> None:
     at_most = replace(enough, engine=replace(enough.engine, ram=needs(enough).ram))
     fewer = with_fewer_experts(at_most)
     assert fewer is not None and fewer.disk is not None and fewer.staging == 0
+    tried = with_fewer_experts(replace(at_most, policy=None))
+    assert tried is not None and tried.policy == "static" and tried.disk == fewer.disk
     with pytest.raises(RequestError, match=r"need .* of RAM: give --ram"):
         with_fewer_experts(replace(at_most, engine=replace(at_most.engine, disk="none")))
 

@@ -74,7 +74,7 @@ class SplitExecutor:
         result = self.gpu.run(batch, x, self.cpu.slots)
         if not self.gpu.has_head:
             x[:] = result
-            if self.streamed is not None and self.streamed.takes(len(batch.tokens)):
+            if self.streamed is not None and self.streamed.takes(batch):
                 result = self.streamed.finish(batch, self.trace)
             else:
                 with span(self.trace, "cpu", "layers and head", -1):

@@ -48,16 +48,26 @@ if TYPE_CHECKING:
 
 @dataclass
 class _GpuPredictor:
-    """A layer's predictor on the GPU. columns: int64, the hot neurons and the cold ones, once they are placed."""
+    """A layer's predictor on the GPU. order, int32, and the same on the GPU, numbers: the neurons of the rows of
+    `outer`, the hot ones first."""
 
     about: Predictor
     inner: gpu.Weight
     outer: gpu.Weight
-    columns: tuple[Tensor, ...] = ()
+    order: Indices
+    numbers: Tensor
 
     @property
     def nbytes(self) -> int:
-        return self.inner.nbytes + self.outer.nbytes + tensor_bytes(*self.columns)
+        return self.inner.nbytes + self.outer.nbytes + tensor_bytes(self.numbers)
+
+    def arrange(self, order: Indices) -> None:
+        """Give `outer` its rows in this order of neurons."""
+        import torch
+
+        gpu.rearrange(self.outer, np.argsort(self.order)[order].astype(np.int32))
+        self.numbers.copy_(torch.from_numpy(order))
+        self.order = order
 
 
 class HybridFfn:
@@ -87,6 +97,8 @@ class HybridFfn:
         PowerInferError if a device runs out of memory; ValueError for neurons that compete in banks: which of them
         count depends on gates of both devices.
         """
+        import torch
+
         assert layers.link is not None
         if cpu.config.in_banks:
             raise ValueError("neurons of the activation topk cannot be split over devices")
@@ -107,7 +119,9 @@ class HybridFfn:
         if weights is not None:
             with self._failures():
                 inner, outer = (gpu.upload(part, layers.device) for part in weights[1:])
-                self._predictor = _GpuPredictor(weights[0], inner, outer)
+                order = np.arange(outer.rows, dtype=np.int32)
+                numbers = torch.empty(len(order), dtype=torch.int32, device=layers.device)
+                self._predictor = _GpuPredictor(weights[0], inner, outer, order, numbers)
         self.place(hot)
         self.clear()
 
@@ -117,8 +131,6 @@ class HybridFfn:
         New neurons are read from the bundles file, in the order of their index, into the memory of those they replace.
         If this fails, it must be repeated before a step runs.
         """
-        import torch
-
         layout, to = self._bundles.layouts[self.layer], self._layers.device
         self._bundles.file.check()
         groups = self._bundles.layers[self.layer]
@@ -133,8 +145,7 @@ class HybridFfn:
                 own = self._config, self._vectors, self._threshold
                 self._gpu_part = GpuPart(layout, groups, hot, to, *own)
             if self._predictor is not None:
-                columns = (torch.from_numpy(part.astype(np.int64)).to(to) for part in (hot, self.cold))
-                self._predictor.columns = tuple(columns)
+                self._predictor.arrange(np.concatenate([hot, self.cold]))
         self._cpu_part.place(groups, self.cold)
         self._layers.changed(self.layer)
         self._bundles.file.release(groups)
@@ -210,17 +221,13 @@ class HybridFfn:
         return self.stage is not None and self.stage.takes(len(step.x))
 
     def _select(self, step: Step) -> None:
-        import torch
-
         tokens, predictor = len(step.x), self._predictor
         if predictor is None or not self._selects(tokens):
             return
         about = predictor.about
-        selected = gpu.predict(predictor.inner, predictor.outer, step.x, about.threshold, about.floor)
         places = self._link.selected(tokens, len(self.hot), len(self.cold))
-        for columns, place in zip(predictor.columns, places, strict=True):
-            if len(columns):
-                torch.index_select(selected, 1, columns, out=place)
+        weights = predictor.inner, predictor.outer, predictor.numbers
+        gpu.predict(*weights, step.x, about.threshold, about.floor, places)
 
     def _send(self, step: Step) -> None:
         if not self._streams(step):
@@ -250,7 +257,8 @@ class HybridFfn:
         assert self._gpu_part is not None and step.read is not None
         tokens = len(step.x)
         selected = self._link.selected(tokens, len(self.hot), 0)[0] if self._selects(tokens) else None
-        step.add_part(self._gpu_part.sum(step.read, selected, count=tokens <= NEURON_TOKENS))
+        self._gpu_part.add_sum(step.target, step.read, selected, count=tokens <= NEURON_TOKENS)
+        step.normed = None
 
     def _sum_cold(self, step: Step) -> None:
         """Write the CPU's sum to the link's buffer; zeros if no cold neuron is selected."""

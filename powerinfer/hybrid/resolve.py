@@ -266,6 +266,9 @@ def with_fewer_experts(resolved: Resolved) -> Resolved | None:
         ram = within(available_memory())
     if ram is None or (needed := needs(fewer).ram) <= ram:
         return fewer
+    if resolved.policy is None:
+        static = replace(resolved, policy="static", why_policy="others need more RAM than there is")
+        return with_fewer_experts(static)
     if engine.disk == "none":
         raise RequestError(f"the experts that --vram does not hold need {gib(needed)} of RAM: give --ram {gib(needed)}")
     model, hardware = _model(checkpoint, engine, resolved.selection), measured(engine, gpu=resolved.gpu)
