@@ -41,8 +41,16 @@ class SplitExecutor:
         self.trace: Trace | None = None
         layers = f"{gpu.layers} layer{'s' * (gpu.layers > 1)}{' and the head' * gpu.has_head}"
         self.choices = cpu.choices | {"gpu": f"{layers} on {gpu.device}"}
-        if gpu.how is not None:
-            self.choices["steps"] = gpu.how
+        self._tell_how()
+
+    def _tell_how(self) -> None:
+        if self.gpu.how is not None:
+            self.choices["steps"] = self.gpu.how
+
+    def choose_calls(self) -> None:
+        """As of `GpuLayers`."""
+        self.gpu.choose_calls()
+        self._tell_how()
 
     @property
     def disk(self) -> DiskTier | None:
