@@ -21,6 +21,7 @@ from test_hybrid import split  # noqa: E402
 from test_neuron_kernels import limits_of, make_layer  # noqa: E402
 
 from powerinfer import _native  # noqa: E402
+from powerinfer.devices.link import Link  # noqa: E402
 from powerinfer.devices.streams import ImmediateStreams, call_now, streams_of  # noqa: E402
 from powerinfer.devices.torch_device import current  # noqa: E402
 from powerinfer.errors import PowerInferError  # noqa: E402
@@ -139,6 +140,29 @@ def test_a_step_whose_call_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(CpuPart, "call", plain)
         ffns[1].place(ffns[1].hot)
         np.testing.assert_array_equal(one_by_one(executor, 4), right)
+
+
+@pytest.mark.parametrize("slow", ["join", "wait"])
+def test_the_faster_way_is_kept(slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that one of the two moves; recordings are launched anew here, so that it does."""
+    now = [0.0]
+    plain = getattr(Link, slow)
+    monkeypatch.setattr(Link, slow, lambda link: (now.__setitem__(0, now[0] + 0.001), plain(link)))
+    monkeypatch.setattr("powerinfer.devices.gpu.time.perf_counter", lambda: now[0])
+    path = give_bundles(tiny_llama(tmp_path / "tiny.gguf"))
+    with split(path, 0.5) as (executor, ffns):
+        executor.choose_calls()
+        assert "steps" not in executor.choices, "nothing is recorded"
+        executor.gpu.record(lambda run, _: run)
+        executor.choose_calls()
+        times = f"{len(ffns)} ms a step with calls, 0 if the host waits"
+        if slow == "wait":
+            times = f"0 ms a step with calls, {len(ffns)} if the host waits"
+        who = "the host waits for the GPU" if slow == "join" else "the GPU calls the CPU"
+        assert executor.choices["steps"] == f"{who} ({times})"
+        before = executor.gpu.link.calls.made
+        one_by_one(executor, 3)
+        assert (executor.gpu.link.calls.made > before) == (slow == "wait")
 
 
 def test_a_device_that_cannot_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from test_sparse import case_named  # noqa: E402
 
 from powerinfer import LLM, SamplingParams, _native  # noqa: E402
 from powerinfer.config import EngineConfig, ExpertsConfig  # noqa: E402
+from powerinfer.devices.batch import Batch  # noqa: E402
 from powerinfer.devices.gpu_weights import PanelMatrix, StreamedMatrices  # noqa: E402
 from powerinfer.devices.split import SplitExecutor  # noqa: E402
 from powerinfer.devices.stage import Stage  # noqa: E402
@@ -166,6 +167,49 @@ def test_short_steps_are_those_of_the_cpu(tmp_path: Path, products: list[int]) -
             answers.append(families.run_chunks(executor, truth.texts[0], [32, 32, 1, 10], own))
         np.testing.assert_array_equal(*answers)
         assert not products
+
+
+@pytest.mark.usefixtures("device")
+def test_many_sequences_with_long_contexts_stay_on_the_cpu(tmp_path: Path) -> None:
+    """As the caches of all of them would have to stream, for a token each."""
+
+    def batch(tokens: list[int], position: int) -> Batch:
+        """Sequences with so many tokens each, from a position on."""
+        rows = np.repeat(np.arange(len(tokens), dtype=np.int32), tokens)
+        places = np.concatenate([np.arange(position, position + n, dtype=np.int32) for n in tokens])
+        table = np.zeros((len(tokens) + 1, position // 32 + 3), np.int32)  # a row is of no sequence
+        return Batch(np.zeros(len(rows), np.int32), places, rows, table, np.empty(0, np.int32))
+
+    truth = Truth(case_named("qwen3"), "folder", tmp_path)
+    with opened(truth.path, 1) as executor:
+        streamed = executor.streamed
+        assert streamed is not None
+        streamed.stage.least = LEAST
+        about = executor.cpu.config.layers[1].attention
+        most = max(own.nbytes for own in streamed.spans) // (2 * 4 * about.n_kv_heads * about.head_dim)
+        assert streamed.takes(batch([1] * 40, most // 40)) and not streamed.takes(batch([1] * 40, most // 40 + 1))
+        assert streamed.takes(batch([40], 2 * most)) and streamed.takes(batch([LEAST, LEAST], 2 * most))
+        assert streamed.takes(batch([40, 1], most)) and not streamed.takes(batch([40, 1], most + 1))
+        assert not streamed.takes(batch([1] * (LEAST - 1), 0))
+
+
+@pytest.mark.usefixtures("device")
+def test_rehearsed_and_traced(tmp_path: Path, products: list[int]) -> None:
+    """The largest steps run what streams, too; a trace shows it, and neither changes an answer."""
+    truth = Truth(case_named("qwen3"), "folder", tmp_path)
+    with opened(truth.path, 1) as executor:
+        assert executor.streamed is not None
+        executor.streamed.stage.least = LEAST
+        executor.gpu.rehearse(2)
+        assert set(products) == {families.TOKENS}
+        pages = families.scattered_pages(executor, 2)
+        plain = families.run_chunks(executor, truth.texts[0], [70, 5], pages[0])
+        with executor.traced() as trace:
+            traced = families.run_chunks(executor, truth.texts[0], [70, 5], pages[1])
+        np.testing.assert_array_equal(plain, traced)
+        shown = {(one.lane, one.kind, one.layer) for one in trace.spans}
+        assert {("GPU", kind, 2) for kind in ("cache", "attention", "project", "ffn")} <= shown
+        assert ("CPU", "layers and head", -1) in shown
 
 
 @pytest.mark.usefixtures("device")

@@ -5,10 +5,12 @@ The device may also be torch's CPU, which then emulates a GPU: the same operator
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,7 +31,7 @@ from powerinfer.devices.gpu_weights import (
 )
 from powerinfer.devices.link import Link
 from powerinfer.devices.recording import MOST_SHAPES, RECORDED_BYTES, Recorder, Recordings, recorder_of
-from powerinfer.devices.replayed_spans import ReplayedSpans
+from powerinfer.devices.replayed_spans import UNRECORDED, ReplayedSpans
 from powerinfer.devices.states import Slots
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.step_buffers import StepBuffers
@@ -49,6 +51,12 @@ else:
 
 GpuMatrix = StoredMatrix | PanelMatrix
 """What operators take: a matrix to be uploaded, or one that stays in RAM and streams to the device in every step."""
+
+
+CLEARLY = 0.97
+"""Of the time of a step in which the GPU calls the CPU: what one must take in which the host waits, to be preferred."""
+
+_TIMED = 9  # steps of each, after those that are not replayed yet
 
 
 class GpuLayers:
@@ -110,11 +118,11 @@ class GpuLayers:
         self._bytes["kv"] = sum(part.nbytes for pair in self._cache for part in pair)
         self._bytes["kv"] += sum(part.nbytes for part in self._states.values())
         changed = config.residual_scale != 1 or any(one.norms in ("output", "both") for one in config.layers[:layers])
-        self._uncalled: str | None = None  # why the GPU does not call the CPU
+        self._why: str | None = None  # who acts in steps of few tokens
         if self.link is not None:
             with current(device):
-                self._uncalled = self.link.try_call()
-        self._calls = self.link is not None and self._uncalled is None
+                self._why = self.link.try_call()
+        self._calls = self._can_call = self.link is not None and self._why is None
         vectors = max_tokens, config.d_model, config.vocab_size
         self.buffers = StepBuffers(device, *vectors, totals=split and changed, sleeps=self._calls)
         static = gpu.which(torch.empty(0, device=device)) == "triton"  # torch's own operators look at the data
@@ -510,16 +518,37 @@ class GpuLayers:
 
     @property
     def how(self) -> str | None:
-        """Who acts where layers are split, in steps of few tokens. None: no layer is, or nothing is recorded."""
-        if self.link is None or self._recorder is None:
+        """Who acts in steps of few tokens in which the CPU has a part. None: it has none, or nothing is recorded."""
+        if self._recorder is None or all(one.static for one in self.operators):
             return None
-        return "the GPU calls the CPU" if self._calls else f"the host waits for the GPU ({self._uncalled})"
+        called = self._calls and any(one.called for one in self.operators)
+        who = "the GPU calls the CPU" if called else "the host waits for the GPU"
+        return f"{who} ({self._why})" if self._why else who
+
+    def choose_calls(self) -> None:
+        """Where the GPU can call the CPU, time steps of a token both ways, and let the host wait for the GPU if that is
+        clearly faster. The cache must be empty. PowerInferError when the device fails."""
+        recorder = self._recorder
+        if recorder is None or not self._calls or not any(one.called for one in self.operators):
+            return
+        seconds: dict[bool, float] = {}
+        for calls in (True, False):
+            self.record(recorder, calls=calls)
+            own = []
+            for _ in range(UNRECORDED + _TIMED):
+                begin = time.perf_counter()
+                self._rehearse(1, 1)
+                own.append(time.perf_counter() - begin)
+            seconds[calls] = median(own[UNRECORDED:])
+        self._can_call = seconds[False] >= CLEARLY * seconds[True]
+        self._why = f"{1e3 * seconds[True]:.3g} ms a step with calls, {1e3 * seconds[False]:.3g} if the host waits"
+        self.record(recorder)
 
     def record(self, recorder: Recorder | None, *, calls: bool = True) -> None:
         """Record steps of few tokens with `recorder` and replay them; None: launch every time. calls: the GPU calls the
         CPU where it can; else the host waits for it, between recordings."""
         self._recorder, self._recordings = recorder, None
-        self._calls = calls and self.link is not None and self._uncalled is None
+        self._calls = calls and self._can_call
 
     @contextmanager
     def launched(self) -> Iterator[None]:

@@ -36,8 +36,16 @@ if TYPE_CHECKING:
     """The cache of a layer, its pages that are to be written, and their bytes in a buffer."""
 
 
+def earlier_tokens(batch: Batch) -> NDArray[np.int64]:
+    """Of each sequence of a step, a row of its page table, the tokens before those of the step; 0 where it has none."""
+    first = np.full(len(batch.page_table), np.iinfo(np.int64).max)
+    np.minimum.at(first, batch.rows, batch.positions)
+    first[first == np.iinfo(np.int64).max] = 0
+    return first
+
+
 class PassedCache:
-    """Moves pages of the layers of `cpu`; one step at a time."""
+    """Moves pages of the layers of `cpu`; one step at a time. token_bytes: of a token in a layer, at most."""
 
     def __init__(self, cpu: CpuExecutor, gpu: GpuLayers, stage: Stage) -> None:
         import torch
@@ -47,6 +55,7 @@ class PassedCache:
             n for n in range(gpu.layers, config.n_layers) if isinstance(config.layers[n].attention, AttentionConfig)
         ]
         page = max((math.prod(cpu.cached(layer).shape[1:]) for layer in every), default=0)
+        self.token_bytes = page // native.PAGE
         nbytes = return_buffer(page, cpu.max_tokens, stage.nbytes // BUFFERS)
         self._cpu = cpu
         self._gpu = gpu
@@ -118,9 +127,7 @@ class PassedCache:
             if window is None:
                 found = table[batch.rows, batch.positions // native.PAGE]
             else:
-                first = np.full(len(table), np.iinfo(np.int32).max, np.int32)
-                np.minimum.at(first, batch.rows, batch.positions)
-                first[first == np.iinfo(np.int32).max] = 0  # a row without tokens
+                first = earlier_tokens(batch)
                 place = native.PAGE * np.arange(table.shape[1], dtype=np.int32)
                 seen = place < first[:, None]
                 if window:

@@ -27,7 +27,7 @@ from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.gpu import GpuLayers
 from powerinfer.devices.gpu_weights import GpuNorm, PanelMatrix
-from powerinfer.devices.passed_cache import PassedCache
+from powerinfer.devices.passed_cache import PassedCache, earlier_tokens
 from powerinfer.devices.stage import Stage
 from powerinfer.devices.step import Operator
 from powerinfer.devices.trace import Trace, span
@@ -221,9 +221,15 @@ class StreamedLayers:
 
     # ---------------------------------------------------------------- running
 
-    def takes(self, tokens: int) -> bool:
-        """Whether a step of that number of tokens is long enough."""
-        return bool(self.spans) and self.stage.takes(tokens)
+    def takes(self, batch: Batch) -> bool:
+        """Whether a step has tokens enough. What holds for a matrix holds for the cache of a sequence: that of those
+        with few tokens in the step must not be larger than a layer's matrices."""
+        if not self.spans or not self.stage.takes(len(batch.tokens)):
+            return False
+        counts = np.bincount(batch.rows, minlength=len(batch.page_table))
+        few = [not self.stage.takes(count) for count in counts.tolist()]
+        beside = int(earlier_tokens(batch)[few].sum()) * self._cache.token_bytes
+        return beside <= max(own.nbytes for own in self.spans)
 
     def _together(self) -> list[Span]:
         """The spans, as one where one begins as the other ends."""

@@ -142,7 +142,9 @@ class CudaStreams:
 
         def record(run: Callable[[], None]) -> Recorded:
             graph = cuda.CUDAGraph()
-            with cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            own = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
+            # Outside: a recording that fails may leave its own stream as the current one.
+            with cuda.stream(cuda.current_stream(self._device)), cuda.graph(graph, **own):
                 run()
             first.append(graph) if not first else None
             replay: Recorded = graph.replay

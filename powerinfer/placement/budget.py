@@ -45,7 +45,7 @@ EXPERT_STAGED = 8
 """Streaming experts gets at most 1/EXPERT_STAGED of their room: its buffers are of whole experts."""
 
 GIVES_WAY = 8
-"""A layer as a whole makes room on a GPU for buffers through which others stream if there are so many of these."""
+"""Layers on a GPU as a whole make room for what others need to stream there if there are so many of these."""
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
