@@ -443,6 +443,50 @@ class NeuronSum:
 def least_slots(workspace: Workspace, neurons: int) -> int:
     """The fewest slots with which a layer's neurons on disk can be summed."""
 
+class HostCalls:
+    """What the functions share that a GPU's stream calls. They run one at a time."""
+
+    def __init__(self) -> None: ...
+    @property
+    def made(self) -> int:
+        """Calls so far."""
+
+    def begin(self) -> None:
+        """A step begins: the CPU waits for its first call."""
+
+    def take_failure(self) -> str:
+        """What the first call that failed since said; empty: none did."""
+
+class HostCall:
+    """
+    A function, void (*)(void*), and its argument, for a GPU's stream to call without Python: their
+    addresses, valid as long as this object is there. By itself it computes nothing. It does not
+    throw: after a failure its result is zeros, and HostCalls has what went wrong.
+    """
+
+    def __init__(self, calls: HostCalls) -> None: ...
+    @property
+    def function(self) -> int: ...
+    @property
+    def data(self) -> int: ...
+    def take(self) -> tuple[int, int, float, float]:
+        """
+        Since the last time, not while a step runs: calls, those of them that had something to compute, and seconds
+        that the CPU waited before them, and that it computed.
+        """
+
+class NeuronCall(HostCall):
+    """NeuronSum.sum, of arrays that it keeps."""
+
+    def __init__(
+        self,
+        calls: HostCalls,
+        sum: NeuronSum,
+        x: NDArray[np.float32],
+        out: NDArray[np.float32],
+        selected: NDArray[np.uint8] | None = None,
+    ) -> None: ...
+
 class Predictor:
     """
     Predicts which neurons of an FFN fire: candidates are those with z >= threshold, or the `floor`
@@ -597,6 +641,10 @@ class Experts(Operator):
     @property
     def uses(self) -> NDArray[np.int32]:
         """Of experts on disk: the tokens that selected each since someone wrote zeros; not while a step runs."""
+
+    @property
+    def elsewhere(self) -> NDArray[np.uint8]:
+        """The same: not 0 for those that the caller computes elsewhere, which are not expected; to be written."""
 
     def disk_counts(self) -> dict[str, int]:
         """
@@ -798,8 +846,11 @@ class Program:
         product with norm(x), a sigmoid of it, is the shared expert's weight.
         """
 
-    def expert_sum(self, experts: ExpertMatrices, top_k: int) -> Experts:
-        """Experts that the caller selects, at most top_k for a token. Not while a step runs."""
+    def expert_sum(self, experts: ExpertMatrices, router: RouterSpec) -> Experts:
+        """
+        Experts that the caller selects, at most router.top_k for a token. Not while a step runs. router: how they
+        are selected, for those that are guessed.
+        """
 
     def early_router(self, router: RouterSpec, scores: Matrix) -> EarlyRouter:
         """Select the experts of the next operator `experts` from x as it is; scores: [experts, d_model]."""
@@ -853,3 +904,27 @@ class Program:
         table the slots of its state before the step, not read at position 0, and after it. stop: one number;
         once it is not 0 the run ends with the operator that is under way. False if that was not the last one.
         """
+
+class ExpertCall(HostCall):
+    """
+    Experts.sum, of arrays that it keeps: of those that the CPU has.
+
+    selected: [tokens, top_k], with the layer's numbers; places: [experts], of each its
+    number among the CPU's, -1: it is not there; tally: int64 [experts + 1], added to:
+    tokens that select each, and selections that the CPU does not have. part: "all", or
+    "order" and "sum_ordered" as of Experts, of which the first fetches, too.
+    """
+
+    def __init__(
+        self,
+        calls: HostCalls,
+        experts: Experts,
+        program: Program,
+        x: NDArray[np.float32],
+        selected: NDArray[np.int32],
+        weights: NDArray[np.float32],
+        out: NDArray[np.float32],
+        places: NDArray[np.int32],
+        tally: NDArray[np.int64],
+        part: str,
+    ) -> None: ...

@@ -9,7 +9,9 @@ As on CUDA
   and what it overwrites too early is copied as it is then;
 - memory that is freed is given out again, to the same stream, though others may still be using it; new memory holds
   NaN and -1;
-- a recording runs nothing; it is replayed on the same memory, and recordings share theirs.
+- a recording runs nothing; it is replayed on the same memory, and recordings share theirs. Streams that wait for an
+  event of a recording are part of it, and its own stream must wait for them before it ends;
+- streams call functions of the host in their order.
 
 Which stream works when is drawn from a seed: streams stall, run on, and take turns. Operations are computed by torch on
 the CPU, so the answer is that of torch's CPU device, bit for bit.
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import linecache
 import random
 import re
@@ -103,9 +106,13 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         machine = self._machine
-        machine.outside_of_recordings()
         if machine.leaves_out():
             return
+        stream, recording = stream or machine.current(), machine.recording
+        if recording is not None and stream in recording:
+            recording.mark(stream, self)
+            return
+        machine.outside_of_recordings()
         with machine.lock:
             self.recorded += 1
             number = self.recorded
@@ -113,7 +120,7 @@ class Event:
             def reach() -> None:
                 self.reached, self._at = number, time.perf_counter()
 
-            (stream or machine.current()).queue.append(reach)
+            stream.queue.append(reach)
             machine.tick()
 
     def synchronize(self) -> None:
@@ -140,8 +147,13 @@ class Stream:
         self.mood = 0.0
 
     def wait_event(self, event: Event) -> None:
-        self._machine.outside_of_recordings()
-        if not self._machine.leaves_out():
+        if self._machine.leaves_out():
+            return
+        recording = self._machine.recording
+        if recording is not None and (event in recording.marks or self in recording):
+            recording.wait(self, event)
+        else:
+            self._machine.outside_of_recordings()
             self.queue.append((event, event.recorded))
 
     def ready(self) -> bool:
@@ -160,6 +172,57 @@ class Stream:
             operation()
 
 
+@dataclasses.dataclass(eq=False)
+class Mark:
+    """An event in a recording: in a stream, behind so many operations."""
+
+    stream: Stream
+    count: int
+
+
+class Recording:
+    """What streams are given while one of them records: operations, marks, and (mark,) to wait for."""
+
+    def __init__(self, origin: Stream) -> None:
+        self.streams: dict[Stream, list[Any]] = {origin: []}
+        self.marks: dict[Event, Mark] = {}
+        self._origin = origin
+        self._joined: dict[Stream, int] = {}  # how much of a stream others wait for
+
+    def __contains__(self, stream: Stream) -> bool:
+        return stream in self.streams
+
+    def mark(self, stream: Stream, event: Event) -> None:
+        mark = self.marks[event] = Mark(stream, len(self.streams[stream]) + 1)
+        self.streams[stream].append(mark)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        if event in self.marks:
+            mark = self.marks[event]
+            self.streams.setdefault(stream, []).append((mark,))
+            self._joined[mark.stream] = max(self._joined.get(mark.stream, 0), mark.count)
+        elif event.recorded:
+            raise RuntimeError("CUDA error: dependency created on uncaptured work in another stream")
+
+    def end(self) -> None:
+        for stream, operations in self.streams.items():
+            if stream is not self._origin and self._joined.get(stream, 0) < len(operations):
+                raise RuntimeError("CUDA error: capturing stream has unjoined work")
+
+    def replay(self, machine: Machine) -> None:
+        """Streams of their own have what others than the first were given."""
+        events: defaultdict[Mark, Event] = defaultdict(lambda: Event(machine))
+        streams = [machine.current(), *machine.branches(len(self.streams) - 1)]
+        for stream, operations in zip(streams, self.streams.values(), strict=True):
+            for operation in operations:
+                if isinstance(operation, Mark):
+                    stream.queue.append(functools.partial(setattr, events[operation], "reached", 1))
+                elif isinstance(operation, tuple):
+                    stream.queue.append((events[operation[0]], 1))
+                else:
+                    stream.queue.append(operation)
+
+
 class Machine:
     """The device, as `devices.streams.Streams` has it. without: calls of events and streams from this line of source
     do nothing."""
@@ -170,6 +233,7 @@ class Machine:
         self._without = without
         self._random = random.Random(seed)
         self._streams: list[Stream] = []
+        self._branches: list[Stream] = []
         self._default = self.stream()
         self._thread = threading.local()
         self._pinned: dict[int, np.ndarray] = {}  # kept, so that no other memory gets their addresses
@@ -184,7 +248,7 @@ class Machine:
         self._pinned[memory.ctypes.data] = memory
         return torch.from_numpy(memory)
 
-    def event(self, *, timed: bool = False) -> Event:
+    def event(self, *, timed: bool = False, sleeps: bool = False) -> Event:
         return Event(self)
 
     def stream(self) -> Stream:
@@ -208,6 +272,8 @@ class Machine:
         return nullcontext()
 
     def finish(self) -> None:
+        if self.leaves_out():
+            return
         self.wait(lambda: not any(stream.queue for stream in self._streams))
 
     def recorder(self) -> Callable[[Callable[[], None]], streams.Recorded]:
@@ -215,34 +281,49 @@ class Machine:
 
         def record(run: Callable[[], None]) -> streams.Recorded:
             self.outside_of_recordings()
-            tape: list[Callable[[], Any]] = []
+            tape = Recording(self.current())
             self._thread.tape, self._thread.pool = tape, pool
             try:
                 run()
             finally:
                 self._thread.tape = None
+            tape.end()
 
             def replay() -> None:
                 self.outside_of_recordings()
                 with self.lock:
                     self.replays += 1
-                    self.current().queue.extend(tape)
+                    tape.replay(self)
                     self.tick()
 
             return replay
 
         return record
 
+    def call(self, stream: Stream, function: int, data: int) -> None:
+        self.launch(functools.partial(streams.call_now, function, data), stream)
+
+    def branches(self, count: int) -> list[Stream]:
+        """Streams for replays."""
+        while len(self._branches) < count:
+            self._branches.append(self.stream())
+        return self._branches[:count]
+
+    @property
+    def recording(self) -> Recording | None:
+        """Of this thread."""
+        return getattr(self._thread, "tape", None)
+
     # ---------------------------------------------------------------- time
 
-    def launch(self, operation: Callable[[], Any]) -> None:
-        """The current stream, or recording, gets an operation."""
-        tape = getattr(self._thread, "tape", None)
+    def launch(self, operation: Callable[[], Any], stream: Stream | None = None) -> None:
+        """A stream, by default the current one, or its recording gets an operation."""
+        stream, recording = stream or self.current(), self.recording
         with self.lock:
-            if tape is not None:
-                tape.append(operation)
+            if recording is not None and stream in recording:
+                recording.streams[stream].append(operation)
             else:
-                self.current().queue.append(operation)
+                stream.queue.append(operation)
                 self.tick()
 
     def tick(self) -> None:
@@ -283,7 +364,7 @@ class Machine:
         return linecache.getline(frame.f_code.co_filename, frame.f_lineno).split("#")[0].strip() == self._without
 
     def outside_of_recordings(self) -> None:
-        if getattr(self._thread, "tape", None) is not None:
+        if self.recording is not None:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
     # ---------------------------------------------------------------- memory
@@ -293,7 +374,7 @@ class Machine:
         last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if 0 not in shape else 0
         nbytes = last * kind.itemsize
         size = max(512, -(-nbytes // 512) * 512)
-        owner = self.current() if getattr(self._thread, "tape", None) is None else self._thread.pool
+        owner = self.current() if self.recording is None else self._thread.pool
         free = self._free[owner, size]
         try:
             memory = free.pop()

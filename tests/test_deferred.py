@@ -6,6 +6,7 @@ Without any one of them they are not.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from test_gpu_layers import engine_of  # noqa: E402
 from test_sparse import case_named, model_of, packed, side_by_side  # noqa: E402
 
 from powerinfer import devices, hybrid  # noqa: E402
+from powerinfer.devices.link import Link  # noqa: E402
 from powerinfer.devices.recording import recorder_of  # noqa: E402
 from powerinfer.devices.stage import _PADDING, BESIDE, Stage, buffer_bytes, expert_buffer  # noqa: E402
 from powerinfer.errors import PowerInferError  # noqa: E402
@@ -43,7 +45,7 @@ from powerinfer.neurons import BUNDLE_GROUP  # noqa: E402
 SEEDS = range(3)
 """Each is another order in which the streams work."""
 
-MANY = range(40)
+MANY = range(100)
 """For faults that show only in some orders."""
 
 ORDERS = range(40)
@@ -150,6 +152,55 @@ def test_a_recording_runs_when_it_is_replayed_on_the_same_memory() -> None:
     assert seen(run) == {(1, 2, 6, 11, 1, 1)}
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("waits", ["", "sent", "computed"])
+def test_a_stream_calls_the_host_in_its_order(recorded: bool, waits: str) -> None:
+    """Launched or replayed. waits: a wait that is left out."""
+
+    def run(machine: Machine) -> np.ndarray:
+        here, back, x = machine.pinned(1, torch.float32), machine.pinned(1, torch.float32), on_device(1.0)
+        total, beside = on_device(0.0), machine.stream()
+
+        def compute(_: int) -> None:
+            back[0] = 10 * here[0]
+
+        call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compute)
+
+        def step() -> None:
+            sent, computed = machine.event(), machine.event()
+            here.copy_(x, non_blocking=True)
+            sent.record()
+            if waits != "sent":
+                beside.wait_event(sent)
+            machine.call(beside, ctypes.cast(call, ctypes.c_void_p).value, 0)
+            computed.record(beside)
+            if waits != "computed":
+                machine.current().wait_event(computed)
+            total.add_(back.to(DEFERRED, non_blocking=True))
+
+        again = machine.recorder()(step) if recorded else step
+        for _ in range(2):
+            again()
+            x.add_(1)
+        machine.finish()
+        return total.cpu().numpy()
+
+    if recorded and waits:
+        with pytest.raises(RuntimeError, match="unjoined" if waits == "computed" else "capturing"):
+            seen(run)
+    else:
+        assert (seen(run) == {(30,)}) == (not waits)
+
+
+def test_a_recording_waits_for_nothing_outside_of_it() -> None:
+    with deferred(0) as machine:
+        event, x = machine.event(), on_device(1)
+        event.record()
+        with pytest.raises(RuntimeError, match="uncaptured"):
+            machine.recorder()(lambda: machine.current().wait_event(event))
+        x.add_(1)
+
+
 @pytest.mark.parametrize("asks", ["item", "cpu", "nonzero", "synchronize", "upload"])
 def test_a_recording_cannot_ask_the_host(asks: str) -> None:
     with deferred(0) as machine:
@@ -242,13 +293,15 @@ def whole_layers(name: str, folder: Path) -> list[np.ndarray]:
 
 
 def layers_that_stream(name: str, folder: Path) -> list[np.ndarray]:
-    """All but the first, in steps of many tokens."""
-    checkpoint, stage = open_checkpoint(saved(name, folder)), Stage(torch_device(), 1 << 13)
+    """All but the first, in steps of many tokens: of two pages, and of more than there are buffers."""
+    checkpoint, stage = open_checkpoint(saved(name, folder)), Stage(torch_device(), 1 << 14)
     resolved = Resolved(checkpoint, engine_of(), gpu=device_name(), gpu_layers=1, gpu_head=False)
     executor = load_split(resolved, stage=stage)
     stage.least = 33
+    tokens = np.random.default_rng(5).integers(0, executor.vocab_size, 75).astype(np.int32)
     try:
-        return answers(executor, ())
+        found = families.run_chunks(executor, tokens, [70, 5], families.scattered_pages(executor, 1)[0])
+        return [found, *answers(executor, ())]
     finally:
         executor.close()
 
@@ -315,6 +368,7 @@ Scene = Callable[[Path], list[np.ndarray]]
 SCENES: dict[str, Scene] = {
     "whole layers": functools.partial(whole_layers, "tiny"),
     "layers that stream": functools.partial(layers_that_stream, "qwen3"),
+    "layers whose FFNs stream": functools.partial(layers_that_stream, "qwen35"),
     "neurons": functools.partial(of_neurons, "tiny"),
     "predicted neurons, which are swapped": functools.partial(of_neurons, "tiny", predicted=True, swaps=True),
     "neurons beside attention": functools.partial(of_neurons, "falcon-40b", predicted=True),
@@ -367,15 +421,21 @@ def test_the_kernels_of_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 # ---- What would be wrong without a wait ------------------------------------------------------------------------------
 
+CALLED = "neurons", "neurons beside attention", "experts, which are swapped", "experts selected before attention"
+
 LEFT_OUT = {
     # link.py: the CPU's input, and a selection before it
     "self._came.record()": ("neurons", "experts, which are swapped"),
     "self._came.synchronize()": ("neurons", "neurons beside attention", "experts, which are swapped"),
     "self._known.record()": ("experts selected before attention",),
     "self._known.synchronize()": ("experts selected before attention",),
-    # step_buffers.py: a step's upload, and its result
-    "self._uploaded.record()": ("whole layers",),
-    "self._uploaded.synchronize()": ("whole layers",),
+    "sent.record()": CALLED,
+    "self._beside.wait_event(sent)": CALLED,
+    "self._computed.record(self._beside)": CALLED,
+    "self._streams.current().wait_event(self._computed)": CALLED,
+    # gpu.py: a step that was broken off
+    "self._streams.finish()": ("whole layers",),
+    # step_buffers.py: the result of a step
     "self._done.record()": ("neurons",),
     "self._done.synchronize()": ("neurons", "whole layers"),
     # stage.py: buffers that are filled, copied and summed in turn
@@ -385,6 +445,9 @@ LEFT_OUT = {
     "self._copied[slot].record(self._side)": ("neurons that stream", "experts that stream", "layers that stream"),
     "main.wait_event(self._copied[slot])": ("neurons that stream", "experts that stream", "layers that stream"),
     "self._summed[slot].record(main)": ("neurons that stream", "experts that stream", "layers that stream"),
+    # passed_cache.py: pages that come back
+    "self._came[slot].record()": ("layers that stream",),
+    "self._came[slot].synchronize()": ("layers that stream",),
     # experts.py: experts that are exchanged beside steps
     "ready.record(streams.current())": ("experts that a policy exchanges",),
     "side.wait_event(ready)": ("experts that a policy exchanges",),
@@ -393,7 +456,9 @@ LEFT_OUT = {
 }
 """By line of source: what is wrong without it."""
 
-CALLS = re.compile(r"^ +([^#\n]+\.(?:record|synchronize|wait_event)\(.*?\))(?:  #.*)?$", re.MULTILINE)
+CALLS = re.compile(
+    r"^ +([^#\n]+\.(?:record|synchronize|wait_event)\(.*?\)|self\._streams\.finish\(\))(?:  #.*)?$", re.MULTILINE
+)
 
 
 def test_every_line_that_waits_is_there() -> None:
@@ -409,9 +474,10 @@ def test_every_line_that_waits_is_there() -> None:
 
 def is_seen(line: str, name: str, folder: Path, seed: int) -> bool:
     try:
-        with deferred(seed, without=line):
+        with pytest.MonkeyPatch.context() as patch, deferred(seed, without=line):
+            patch.setattr(Link, "try_call", lambda _: None)  # which would see some of them, and do without calls
             found = SCENES[name](folder)
-    except (IndexError, RuntimeError):  # of numbers that are no indices
+    except (IndexError, RuntimeError, PowerInferError):  # of numbers that are no indices, and of recordings
         return True
     return not all(np.array_equal(one, other) for one, other in zip(found, expected(name, folder), strict=True))
 

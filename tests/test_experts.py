@@ -168,8 +168,8 @@ class Layer:
         """Some experts alone, outside of a program's steps."""
         pool, program = self._program(level, tokens, threads)
         matrices = (self._packed(pool, name, experts) for name in ("gate", "up", "down"))
-        spec = _native.NeuronSpec(self.activation)
-        return program, program.expert_sum(_native.ExpertMatrices(len(experts), self.size, spec, *matrices), self.top)
+        of_some = _native.ExpertMatrices(len(experts), self.size, _native.NeuronSpec(self.activation), *matrices)
+        return program, program.expert_sum(of_some, _native.RouterSpec(self.top))
 
     def experts(self, pool: _native.Pool) -> _native.ExpertMatrices:
         """All of them."""

@@ -87,7 +87,15 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
             gpu.neuron_sum(gpu.Neurons(*plain, activation, 0.0), x, None, 0.1)
         for activation in ("fatrelu", "cats"):
             gpu.neuron_sum(gpu.Neurons(*plain, activation, 0.0, bias), x, None)
-        gpu.predict(weight("Q8_0", 64), weight("Q8_0", d_ff, 64), x, 0.5, 8)
+        gpu.predict(
+            weight("Q8_0", 64),
+            weight("Q8_0", d_ff, 64),
+            torch.empty(d_ff).int(),
+            x,
+            0.5,
+            8,
+            (named[:, :8], named[:, 8:]),
+        )
         gpu.norm(x, x[0], x[0], 1e-5, True)
         slots, weights = torch.zeros(tokens, 2, dtype=torch.int32), torch.ones(tokens, 2)
         for kind in gpu.GPU_TYPES:

@@ -77,6 +77,7 @@ def small_tiles(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         for kind, tile in table.items():
             monkeypatch.setitem(table, kind, tile._replace(rows=min(tile.rows, 16), columns=32))
+    monkeypatch.setattr(triton_kernels, "PROGRAMS", 1)
     monkeypatch.setattr(triton_kernels, "VALUES", 2)
     monkeypatch.setattr(triton_kernels, "ATTENTION_SPLIT_PAGES", 1)
     monkeypatch.setattr(triton_neurons, "LIST", 32)
@@ -192,6 +193,29 @@ def test_a_matrix_is_multiplied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) 
     assert_close(
         gpu.linear(gpu.upload(stored, device_name()), on_device(x)), *product(stored.float32().astype(np.float64), x)
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "k", "tokens", "tile"),
+    [
+        ("F16", 32768, 8192, 1, (4, 1024)),
+        ("F16", 1024, 8192, 1, (2, 2048)),
+        ("Q8_0", 256, 8192, 1, (1, 4096)),
+        ("Q8_0", 32768, 256, 1, (16, 256)),
+        ("Q4_0", 32768, 256, 1, (32, 128)),
+        ("Q4_0", 512, 4096, 1, (2, 2048)),
+        ("F16", 3, 33, 1, (64, 64)),
+        ("F16", 32768, 8192, 8, (64, 64)),
+        ("Q4_0", 4096, 4096, 8, (16, 32)),
+        ("Q8_0", 256, 8192, 32, (16, 64)),
+    ],
+)
+def test_tiles_fit_the_matrix(kind: str, rows: int, k: int, tokens: int, tile: tuple[int, int]) -> None:
+    """As many bytes of one token, and rather lower than too few of several."""
+    from powerinfer.kernels import triton_kernels
+
+    weight = gpu.Weight(kind, rows, k, torch.empty(0))
+    assert triton_kernels.fitting(weight, tokens)[:2] == tile
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -395,6 +419,21 @@ def test_attention(
         assert again[0].isnan().all() and torch.equal(again[1:], got[1:]), "of the first sequence alone"
 
 
+def guessed(inner: gpu.Weight, outer: gpu.Weight, x: torch.Tensor, threshold: float, floor: int) -> torch.Tensor:
+    """What is selected, whatever the order of the rows, in one piece and in two."""
+    found, n = [], outer.rows
+    kept = [None if one is None else one.clone() for one in (outer.data, outer.scales)]
+    for hot, order in ((0, np.arange(n)), (min(23, n), np.random.default_rng(5).permutation(n)), (n, np.arange(n))):
+        own = gpu.Weight(outer.type, n, outer.k, *(None if one is None else one.clone() for one in kept))
+        gpu.rearrange(own, order.astype(np.int32))
+        parts = [torch.full((len(x), size), 7, dtype=torch.uint8, device=x.device) for size in (hot, n - hot)]
+        numbers = on_device(order.astype(np.int32))
+        gpu.predict(inner, own, numbers, x, threshold, floor, (parts[0], parts[1]))
+        found.append(torch.cat(parts, 1)[:, on_device(np.argsort(order))])
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    return found[0]
+
+
 @pytest.mark.parametrize("tokens", [1, 32, 33])
 @pytest.mark.parametrize("type_name", ["F16", "Q8_0"])
 def test_what_a_predictor_names(type_name: str, tokens: int, kernels: str) -> None:
@@ -408,27 +447,27 @@ def test_what_a_predictor_names(type_name: str, tokens: int, kernels: str) -> No
     weights = gpu.upload(inner, device_name()), gpu.upload(outer, device_name())
     for share in (0.0, 0.3, 1.0):
         threshold = float(np.float32(np.quantile(z, 1 - share) + (1 if share == 0 else -1e-3)))
-        got = gpu.predict(*weights, on_device(x), threshold, 0).cpu().numpy()
+        got = guessed(*weights, on_device(x), threshold, 0).cpu().numpy()
         assert got.dtype == np.uint8 and got.shape == z.shape
         sure = np.abs(z - threshold) > doubt
         assert sure.mean() > 0.9
         np.testing.assert_array_equal(got[sure], (z >= threshold)[sure])
-    got = gpu.predict(*weights, on_device(x), 1e30, 17).cpu().numpy()
+    got = guessed(*weights, on_device(x), 1e30, 17).cpu().numpy()
     assert (got.sum(axis=1) == 17).all()
     for t in range(tokens):
         named, rest = z[t][got[t] == 1], z[t][got[t] == 0]
         assert named.min() >= rest.max() - 2 * doubt.max()
-    assert gpu.predict(*weights, on_device(x), 1e30, 500).all()
+    assert guessed(*weights, on_device(x), 1e30, 500).all()
 
 
 def test_of_equal_guesses_the_first_are_named(kernels: str) -> None:
     inner = gpu.upload(raw("F32", 4, 8), device_name())
     outer = gpu.upload(RawTensor("F32", (70, 4), np.zeros(70 * 16, np.uint8)), device_name())
-    got = gpu.predict(inner, outer, on_device(floats(15, 2, 8)), 0.5, 9).cpu().numpy()
+    got = guessed(inner, outer, on_device(floats(15, 2, 8)), 0.5, 9).cpu().numpy()
     np.testing.assert_array_equal(got, np.tile(np.arange(70) < 9, (2, 1)))
-    assert gpu.predict(inner, outer, on_device(floats(15, 2, 8)), 0.0, 9).all()
+    assert guessed(inner, outer, on_device(floats(15, 2, 8)), 0.0, 9).all()
     odd = np.full((2, 8), np.nan, np.float32)
-    assert gpu.predict(inner, gpu.upload(raw("F32", 70, 4), device_name()), on_device(odd), 0.5, 0).all()
+    assert guessed(inner, gpu.upload(raw("F32", 70, 4), device_name()), on_device(odd), 0.5, 0).all()
 
 
 # ---- Neurons ---------------------------------------------------------------------------------------------------------
@@ -565,8 +604,14 @@ def test_resident_neurons_hold_what_their_bundles_hold(
 def run(
     neurons: gpu.Neurons, x: np.ndarray, named: np.ndarray | None = None, most: float = 0.0
 ) -> tuple[torch.Tensor, np.ndarray]:
-    total, fired = gpu.neuron_sum(neurons, on_device(x), None if named is None else on_device(named), most)
+    given = on_device(x), None if named is None else on_device(named), most
+    total, fired = gpu.neuron_sum(neurons, *given)
     assert fired.dtype == torch.int32 and tuple(fired.shape) == (neurons.n,)
+    to, counts = torch.full_like(total, 0.5), torch.full_like(fired, 3, dtype=torch.int64)
+    more = gpu.neuron_sum(neurons, *given, to, counts)
+    assert more[0] is to and more[1] is counts and torch.equal(counts, 3 + fired)
+    size = float(total[total.isfinite()].abs().sum())
+    assert torch.allclose(to, total + 0.5, atol=1e-6 * size + 1e-6, equal_nan=True)
     return total, fired.cpu().numpy()
 
 

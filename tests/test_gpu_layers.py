@@ -38,6 +38,7 @@ from powerinfer.devices.gpu_weights import Matrices, StoredMatrix  # noqa: E402
 from powerinfer.devices.recording import Recorder, Run, State, recorder_of  # noqa: E402
 from powerinfer.devices.split import SplitExecutor  # noqa: E402
 from powerinfer.devices.step import Operator  # noqa: E402
+from powerinfer.devices.streams import ImmediateStreams, call_now  # noqa: E402
 from powerinfer.devices.torch_device import choose_device, gpu_failures  # noqa: E402
 from powerinfer.errors import ModelError, PowerInferError, RequestError  # noqa: E402
 from powerinfer.formats.checkpoint import Checkpoint, RawTensor, open_checkpoint  # noqa: E402
@@ -180,11 +181,24 @@ def test_matrices_on_the_same_rows(types: tuple[str, ...], biases: tuple[bool, .
 
 
 class Tape(TorchDispatchMode):
-    """Records torch's operations and replays them on the same tensors, as a CUDA graph does."""
+    """Records torch's operations, and calls of the host, and replays them on the same tensors, as a CUDA graph does."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __enter__(self) -> Any:
+        self._plain = ImmediateStreams.call
+        ImmediateStreams.call = self._call  # type: ignore[assignment, method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *about: Any) -> None:
+        ImmediateStreams.call = self._plain  # type: ignore[method-assign]
+        super().__exit__(*about)
+
+    def _call(self, _: Any, function: int, data: int) -> None:
+        call_now(function, data)
+        self.calls.append((call_now, (function, data), {}, None))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -169,7 +169,7 @@ def test_kernels_are_timed_by_the_device_within_one_recording(clock: Clock, monk
             return 1e3 * (end.at - self.at)
 
     class Recording(ImmediateStreams):
-        def event(self, *, timed: bool = False) -> Any:
+        def event(self, *, timed: bool = False, sleeps: bool = False) -> Any:
             assert timed
             return Event()
 

@@ -392,9 +392,13 @@ def test_replayed_steps_give_the_same_bits(
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("name", ["llama-relu", "falcon-40b"])
+@pytest.mark.parametrize("calls", [True, False])
 @pytest.mark.usefixtures("device")
-def test_what_a_step_launches(name: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer takes two replays, a mark and the CPU's work; where all its neurons are on one device, less."""
+def test_what_a_step_launches(
+    calls: bool, name: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One replay, in which the GPU calls the CPU for each layer. Where it cannot, a layer takes two replays, a mark and
+    the CPU's work; where all its neurons are on one device, less."""
     case = case_named(name)
     config, model = model_of(case)
     path = packed(case, config, model, tmp_path)
@@ -403,9 +407,13 @@ def test_what_a_step_launches(name: str, share: float, tmp_path: Path, monkeypat
         plain = getattr(Link, name_of)
         monkeypatch.setattr(Link, name_of, lambda link, what=name_of, plain=plain: (done.append(what), plain(link)))
     with split(path, share, predictors=predictor_of(open_checkpoint(path).config)) as (executor, ffns):
-        executor.gpu.record(counting_recorder(made))
+        executor.gpu.record(counting_recorder(made), calls=calls)
+        for ffn in ffns:
+            ffn.clear()
         one_by_one(executor, tokens)
         kinds = [operator.kind for operator in executor.gpu.operators if operator.layer == 0]
+        assert all((min(ffn.take_seconds()) > 0) == (share < 1) for ffn in ffns)
+        assert all((ffn.collect()["jobs"] > 0) == (share < 1) for ffn in ffns)
     if share == 0.5:
         attention, project, others = (kinds.index(kind) for kind in ("attention", "project", "cold neurons"))
         beside = kinds.index("mark") < attention < project < others  # the CPU does not wait for attention
@@ -414,8 +422,8 @@ def test_what_a_step_launches(name: str, share: float, tmp_path: Path, monkeypat
     replays = {0.0: layers + 1, 0.5: 2 * layers + 1, 1.0: 1}[share]
     if name == "falcon-40b" and share == 0:
         replays = 2 * layers + 1  # attention, while the CPU is at work
-    assert made == [len(tokens) - 1] * replays
-    assert done == ["mark", "wait"] * (layers * len(tokens) * (share < 1))
+    assert made == [len(tokens) - 1] * (1 if calls else replays)
+    assert done == ["mark", "wait"] * (layers * len(tokens) * (share < 1 and not calls))
 
 
 @pytest.mark.usefixtures("device")
@@ -454,7 +462,8 @@ def test_a_trace_adds_up_what_overlaps() -> None:
 
 @pytest.mark.usefixtures("device")
 def test_a_trace_of_replayed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is replayed is a span, as long as it takes; steps that are launched or recorded are left out."""
+    """What is replayed is a span, as long as it takes: the host waits between them, so that there is one of each. Steps
+    that are launched or recorded are left out."""
     static_where_emulated(monkeypatch)
     case = case_named("llama-relu")
     config, model = model_of(case)
@@ -465,7 +474,7 @@ def test_a_trace_of_replayed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         plain = one_by_one(executor, tokens)
         with executor.traced() as trace:
             np.testing.assert_array_equal(one_by_one(executor, tokens), plain)
-            assert sum(made[2 * len(ffns) + 1 :]) == (2 * len(ffns) + 1) * (len(tokens) - 1)
+            assert sum(made[1:]) == (2 * len(ffns) + 1) * (len(tokens) - 1)
             families.run_chunks(executor, tokens, [3, 3], families.scattered_pages(executor, 1)[0])
         np.testing.assert_array_equal(one_by_one(executor, tokens), plain)
     assert len(trace.steps) == len(tokens) - UNRECORDED

@@ -103,6 +103,7 @@ def test_every_split_gives_the_answer_of_the_whole(name: str, layout: str, tmp_p
                 truth.check(ours, text, "in a batch")
             for ffn in ffns:
                 assert (len(ffn.hot) + len(ffn.cold)) == ffn.about.n_experts
+                ffn.collect()
                 assert (ffn.jobs > 0) == (share < 1) and (ffn.cold_bytes > 0) == (share < 1)
 
 
@@ -185,6 +186,29 @@ def test_recorded_launches_are_replayed(name: str, tmp_path: Path, monkeypatch: 
         for ffn in ffns:
             ffn.swap(ffn.hot[:1], ffn.cold[:1])
         truth.check(families.run_chunks(executor, truth.texts[0], [1] * TOTAL, pages[1]), what="after a swap")
+
+
+@pytest.mark.parametrize(("name", "each"), [("mixtral", 1), ("smallthinker", 2), ("qwen35-moe", 1)])
+@pytest.mark.usefixtures("device")
+def test_the_gpu_calls_the_cpu(name: str, each: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One replay a step, with a call for a layer's cold experts, or two; the bits and the counts are those of a host
+    that waits for the GPU."""
+    truth, told = Truth(case_named(name), "gguf", tmp_path), []
+    static_where_emulated(monkeypatch)
+    for calls in (True, False):
+        made: list[int] = []
+        with split(truth.path, 0.4) as (executor, ffns):
+            executor.gpu.record(counting_recorder(made), calls=calls)
+            before = executor.gpu.link.calls.made
+            pages = families.scattered_pages(executor, 3)
+            found = [families.run_chunks(executor, truth.texts[0][:15], [1] * 8 + [2] * 3 + [1], pages[0])]
+            assert executor.gpu.link.calls.made - before == 12 * each * len(ffns) * calls
+            assert (made == [7, 2]) == calls, made  # the first step of two tokens makes room, and all is recorded anew
+            assert (len(made) > 2 * len(ffns)) == (not calls), made
+            found += families.run_two(executor, *truth.texts, pages[1:])
+            told.append((*found, ExpertSparsity(executor, ffns).report(), [ffn.recent for ffn in ffns]))
+    for called, waited in zip(*told, strict=True):
+        np.testing.assert_equal(called, waited)
 
 
 def static_latents(
@@ -307,6 +331,8 @@ def test_a_prompt_streams_cold_experts(name: str, count: int, tmp_path: Path) ->
         for least in (None, 33):
             stage.least = least
             truth.check(families.run_chunks(executor, truth.texts[0], [TOTAL - 3, 1, 2], pages[0]), what=f"{least}")
+            for ffn in ffns:
+                ffn.collect()
             jobs, before = sum(ffn.jobs for ffn in ffns), jobs
             assert jobs - before == (3 if least is None else 2) * len(ffns)
         again = [families.run_chunks(executor, truth.texts[0], [TOTAL], page) for page in pages]
@@ -473,6 +499,8 @@ def test_neurons_inside_experts_that_move(tmp_path: Path) -> None:
     with by_neuron(path, 0.5, stage=stage) as (executor, ffns):
         stage.least = 33
         assert neurons_inside.far(logits_of(executor, chunks), whole) <= 0.05
+        for ffn in ffns:
+            ffn.collect()
         assert all(ffn.steps == 30 for ffn in ffns)
 
 
@@ -595,15 +623,20 @@ def test_a_copy_that_fails_fails_the_step(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("device")
 def test_a_swap_that_fails_ends_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replayed steps, too."""
     truth = Truth(case_named("mixtral"), "gguf", tmp_path)
+    static_where_emulated(monkeypatch)
     with split(truth.path, 0.5, movable=True) as (executor, ffns):
+        executor.gpu.record(counting_recorder([]))
         pages = families.scattered_pages(executor, 1)[0]
+        truth.check(families.run_chunks(executor, truth.texts[0], [1] * TOTAL, pages))
         with monkeypatch.context() as patch:
             patch.setattr(gpu_experts, "replace", lambda *given: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 ffns[0].swap(ffns[0].hot[:1], ffns[0].cold[:1])
-        with pytest.raises(PowerInferError, match="lost in a swap: load the model again"):
-            families.run_chunks(executor, truth.texts[0], [TOTAL], pages)
+        for chunks in ([TOTAL], [1] * TOTAL):
+            with pytest.raises(PowerInferError, match="lost in a swap: load the model again"):
+                families.run_chunks(executor, truth.texts[0], chunks, pages)
 
 
 def test_a_buffer_holds_whole_experts() -> None:

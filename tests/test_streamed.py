@@ -26,9 +26,11 @@ from test_sparse import case_named  # noqa: E402
 
 from powerinfer import LLM, SamplingParams, _native  # noqa: E402
 from powerinfer.config import EngineConfig, ExpertsConfig  # noqa: E402
+from powerinfer.devices.batch import Batch  # noqa: E402
 from powerinfer.devices.gpu_weights import PanelMatrix, StreamedMatrices  # noqa: E402
 from powerinfer.devices.split import SplitExecutor  # noqa: E402
 from powerinfer.devices.stage import Stage  # noqa: E402
+from powerinfer.errors import PowerInferError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.quant import block_type, dequantize  # noqa: E402
 from powerinfer.formats.tensors import NATIVE_TYPES  # noqa: E402
@@ -97,7 +99,7 @@ def test_products_of_every_type(kind: str) -> None:
 
 
 @contextmanager
-def opened(path: Path, layers: int, buffer: int = 1 << 13, **options: Any) -> Iterator[SplitExecutor]:
+def opened(path: Path, layers: int, buffer: int = 1 << 15, **options: Any) -> Iterator[SplitExecutor]:
     engine = engine_of(**options)
     resolved = Resolved(open_checkpoint(path, engine.quantize), engine, **placed(layers))
     executor = load_split(resolved, stage=filled(Stage(torch_device(), buffer)))
@@ -167,6 +169,100 @@ def test_short_steps_are_those_of_the_cpu(tmp_path: Path, products: list[int]) -
         assert not products
 
 
+@pytest.mark.usefixtures("device")
+def test_many_sequences_with_long_contexts_stay_on_the_cpu(tmp_path: Path) -> None:
+    """As the caches of all of them would have to stream, for a token each."""
+
+    def batch(tokens: list[int], position: int) -> Batch:
+        """Sequences with so many tokens each, from a position on."""
+        rows = np.repeat(np.arange(len(tokens), dtype=np.int32), tokens)
+        places = np.concatenate([np.arange(position, position + n, dtype=np.int32) for n in tokens])
+        table = np.zeros((len(tokens) + 1, position // 32 + 3), np.int32)  # a row is of no sequence
+        return Batch(np.zeros(len(rows), np.int32), places, rows, table, np.empty(0, np.int32))
+
+    truth = Truth(case_named("qwen3"), "folder", tmp_path)
+    with opened(truth.path, 1) as executor:
+        streamed = executor.streamed
+        assert streamed is not None
+        streamed.stage.least = LEAST
+        about = executor.cpu.config.layers[1].attention
+        most = max(own.nbytes for own in streamed.spans) // (2 * 4 * about.n_kv_heads * about.head_dim)
+        assert streamed.takes(batch([1] * 40, most // 40)) and not streamed.takes(batch([1] * 40, most // 40 + 1))
+        assert streamed.takes(batch([40], 2 * most)) and streamed.takes(batch([LEAST, LEAST], 2 * most))
+        assert streamed.takes(batch([40, 1], most)) and not streamed.takes(batch([40, 1], most + 1))
+        assert not streamed.takes(batch([1] * (LEAST - 1), 0))
+
+
+@pytest.mark.usefixtures("device")
+def test_rehearsed_and_traced(tmp_path: Path, products: list[int]) -> None:
+    """The largest steps run what streams, too; a trace shows it, and neither changes an answer."""
+    truth = Truth(case_named("qwen3"), "folder", tmp_path)
+    with opened(truth.path, 1) as executor:
+        assert executor.streamed is not None
+        executor.streamed.stage.least = LEAST
+        executor.gpu.rehearse(2)
+        assert set(products) == {families.TOKENS}
+        pages = families.scattered_pages(executor, 2)
+        plain = families.run_chunks(executor, truth.texts[0], [70, 5], pages[0])
+        with executor.traced() as trace:
+            traced = families.run_chunks(executor, truth.texts[0], [70, 5], pages[1])
+        np.testing.assert_array_equal(plain, traced)
+        shown = {(one.lane, one.kind, one.layer) for one in trace.spans}
+        assert {("GPU", kind, 2) for kind in ("cache", "attention", "project", "ffn")} <= shown
+        assert ("CPU", "layers and head", -1) in shown
+
+
+@pytest.mark.usefixtures("device")
+def test_steps_after_the_trial(tmp_path: Path) -> None:
+    """Its steps are larger than all before."""
+    truth = Truth(case_named("qwen3"), "folder", tmp_path)
+    with opened(truth.path, 1, prefill_chunk=256) as executor:
+        found = crossing.measured_layers(executor)
+        assert [tokens for tokens, _, _ in found.tried] in ([64], [64, 128], [64, 128, 256])
+        pages = families.scattered_pages(executor, 1)[0]
+        truth.check(families.run_chunks(executor, truth.texts[0], [70, 5], pages))
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.usefixtures("device")
+def test_a_narrow_cache(kv_type: str, tmp_path: Path) -> None:
+    """Keys and values come back as the CPU would have rounded them; the bound is derived in test_gpu_layers.py."""
+    truth = Truth(case_named("llama-gqa"), "folder", tmp_path)
+    with opened(truth.path, 1, kv_type=kv_type) as executor:
+        assert executor.streamed is not None
+        pages, answers = families.scattered_pages(executor, 2), []
+        for least, own in zip((None, LEAST), pages, strict=True):
+            executor.streamed.stage.least = least
+            answers.append(families.run_chunks(executor, truth.texts[0], [33, 3, 39], own))
+    error = families.rms(answers[0] - truth.logits[0])
+    assert truth.allowed < families.rms(answers[1] - truth.logits[0]) <= 1.5 * error
+    assert families.rms(answers[1] - answers[0]) <= (12 * 0.01) ** 0.5 * error
+
+
+@pytest.mark.usefixtures("device")
+def test_a_step_that_fails_leaves_the_executor_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = Truth(case_named("qwen3"), "folder", tmp_path)
+    with opened(truth.path, 1) as executor:
+        assert executor.streamed is not None
+        executor.streamed.stage.least = LEAST
+        pages = families.scattered_pages(executor, 2)
+        whole = families.run_chunks(executor, truth.texts[0], [families.TOKENS], pages[0])
+        for calls in (2, 4, 7):  # products of the first layer, and of both that stream
+            left, linear = [calls], StreamedMatrices.__call__
+
+            def failing(self: StreamedMatrices, x: torch.Tensor, left: list[int] = left, linear: Any = linear) -> Any:
+                left[0] -= 1
+                if not left[0]:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried")
+                return linear(self, x)
+
+            with monkeypatch.context() as patch, pytest.raises(PowerInferError, match="out of memory"):
+                patch.setattr(StreamedMatrices, "__call__", failing)
+                families.run_chunks(executor, truth.texts[0], [families.TOKENS], pages[1])
+            again = families.run_chunks(executor, truth.texts[0], [families.TOKENS], pages[1])
+            np.testing.assert_array_equal(again, whole)
+
+
 # ---- The load --------------------------------------------------------------------------------------------------------
 
 GIVEN: dict[str, Any] = {
@@ -227,17 +323,18 @@ def test_room_for_the_buffers(model: Path) -> None:
     """Of many layers on the CPU one more makes room; of few none does, and buffers take what is left."""
     engine = EngineConfig(**GIVEN)
     shape = checkpoint_model(open_checkpoint(model))
-    size = budget.streamed_buffer(shape)
+    work = Workload("f32", 96, 64, 2)
+    size = budget.streamed_buffer(shape, work)
 
     def resolved(vram: int, **more: Any) -> Resolved:
         return resolve(open_checkpoint(model), replace(engine, vram=vram, **more))
 
     for layers, left, expected in [
         (4, 0, (3, size)),
-        (4, budget.staged_on_gpu(size) + budget.streamed_vectors(shape, 4), (4, size)),
-        (4, budget.staged_on_gpu(size) + budget.streamed_vectors(shape, 4) - 1, (3, size)),
+        (4, budget.streamed_on_gpu(shape, work, 4, size), (4, size)),
+        (4, budget.streamed_on_gpu(shape, work, 4, size) - 1, (3, size)),
         (5, 0, (5, 0)),
-        (5, budget.staged_on_gpu(size) + budget.streamed_vectors(shape, 5), (5, size)),
+        (5, budget.streamed_on_gpu(shape, work, 5, size), (5, size)),
         (1, 0, (1, 0)),
         (12, 0, (12, 0)),
     ]:
@@ -245,12 +342,31 @@ def test_room_for_the_buffers(model: Path) -> None:
         assert (found.gpu_layers, found.staging) == expected, (layers, left)
         taken = needs(found)
         assert taken.vram <= room(model, layers, left)
-        assert taken.ram - needs(replace(found, staging=0)).ram == 2 * found.staging
+        more = budget.streamed_in_ram(shape, work, found.gpu_layers, found.staging)
+        assert taken.ram - needs(replace(found, staging=0)).ram == more >= 2 * found.staging
     streaming = resolved(room(model, 4))
     enough = needs(streaming).ram
     assert resolved(room(model, 4), ram=enough).staging == size
     assert resolved(room(model, 4), ram=enough - 1).staging == 0
     assert resolved(room(model, 4), prefill_chunk=32).staging == 0, "no step is long enough"
+
+
+def test_what_is_held_is_what_was_counted(model: Path) -> None:
+    """On the GPU, and the buffers in RAM."""
+    shape, work = checkpoint_model(open_checkpoint(model)), Workload("f32", 96, 64, 2)
+    found = resolve(open_checkpoint(model), EngineConfig(**GIVEN, vram=room(model, 4)))
+    layers, size = found.gpu_layers, found.staging
+    planned = on_gpu(shape, load("pc-low"), work, layers, False, dense=True)
+    with LLM(model, **GIVEN, vram=room(model, 4), trial=False) as llm:
+        executor = llm._executor
+        assert isinstance(executor, SplitExecutor) and executor.streamed is not None
+        llm.generate([PROMPT], SHORT)
+        held, stage = executor.gpu.memory(), executor.streamed.stage
+        assert all(held[part] == planned[part] for part in ("attention", "ffn"))
+        more = sum(held[part] - planned[part] for part in ("norms", "kv"))
+        assert more + stage.nbytes + stage.nbytes // 2 == budget.streamed_on_gpu(shape, work, layers, size)
+        returned = sum(one.nbytes for one in executor.streamed._cache._here)
+        assert stage.nbytes + returned == budget.streamed_in_ram(shape, work, layers, size)
 
 
 def test_without_memory_nothing_streams(model: Path, monkeypatch: pytest.MonkeyPatch, products: list[int]) -> None:

@@ -128,12 +128,12 @@ def test_a_peer_is_one_that_was_built(tmp_path: Path, monkeypatch: pytest.Monkey
     assert str(program.parent) in seen[1][-1].command
 
 
-def test_rates_are_measured_before_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_measured_before_long_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
     take = lambda self: names.extend(step.name for step in visit.steps(self.arguments)) or True  # noqa: E731
     monkeypatch.setattr(visit.Visit, "run", take)
     visit.main(["kernels", "--work", str(tmp_path)])
-    assert names[:3] == ["probe", "hardware", "kernel tests"]
+    assert names[:4] == ["probe", "host calls", "hardware", "kernel tests"]
 
 
 def test_experts_whose_logits_differ_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

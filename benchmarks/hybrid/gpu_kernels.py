@@ -145,7 +145,9 @@ def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str, int, int, i
             union = np.flatnonzero(chosen.any(axis=0))
             shared = 0 if one.shared is None else len(np.unique(union // 32)) * 2 * d_model
             selected = torch.from_numpy(chosen.astype(np.uint8)).to(device)
-            call = lambda i, n=layers, x=x, selected=selected: gpu.neuron_sum(n[i], x, selected)  # noqa: E731
+            to, fired = torch.zeros_like(x), torch.zeros(d_ff, dtype=torch.int64, device=device)
+            given = x, selected, 0.0, to, fired
+            call = lambda i, n=layers, given=given: gpu.neuron_sum(n[i], *given)  # noqa: E731
             yield "neurons", "/".join(types), tokens, len(union) * rows + shared, len(layers), call
     if wanted("predict", "Q8_0"):
         rank = d_model // 8
@@ -155,8 +157,12 @@ def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str, int, int, i
             for _ in range(copies_of(nbytes, device))
         ]
         for tokens in arguments.tokens:
-            x = torch.randn(tokens, d_model, device=device)
-            yield "predict", "Q8_0", tokens, nbytes, len(pairs), lambda i, p=pairs, x=x: gpu.predict(*p[i], x, 0.5, 8)
+            x, hot = torch.randn(tokens, d_model, device=device), d_ff // 4
+            to = tuple(torch.empty(tokens, n, dtype=torch.uint8, device=device) for n in (hot, d_ff - hot))
+            numbers = torch.arange(d_ff, dtype=torch.int32, device=device)
+            given = numbers, x, 0.5, 8, to
+            call = lambda i, p=pairs, given=given: gpu.predict(*p[i], *given)  # noqa: E731
+            yield "predict", "Q8_0", tokens, nbytes, len(pairs), call
     if "attention" in arguments.kernels:
         yield from attention_cases(device, d_model, arguments.tokens)
 

@@ -3,11 +3,12 @@
     python -m benchmarks.hybrid.launches MODEL [--gpu cuda] [--split 0.5] [--requests 1] [--steps 32] [--out FILE]
 
 MODEL has bundles (`powerinfer pack`), and a predictor if one is to be asked (--selector predicted). All of its layers
-go to the GPU, and of their neurons a share chosen at random (--split). A step is run replayed, as the engine does it,
-and launched one by one. Before that, the logits of some steps are compared with those of the CPU alone: a wrong model
-is not timed. Of each way:
+go to the GPU, and of their neurons a share chosen at random (--split). A step is run replayed, as the engine does it:
+the GPU calls the CPU, if it can; replayed, with the host waiting for the GPU; and launched one by one. Before that, the
+logits of some steps are compared with those of the CPU alone: a wrong model is not timed. Of each way:
 
-- `operators` of a step: replays, and by kind those that are launched in every step; counted on any machine
+- `operators` of a step: replays, calls of the CPU, and by kind those that are launched in every step; counted on any
+  machine
 - `calls` of a step: calls of the driver, by name, as torch's profiler has it; on a GPU only
 - `step_us`, and of it `host_us`: what remains without waiting for the GPU and without the CPU's neurons; per layer too.
   On a GPU alone: elsewhere the host computes what it launches
@@ -178,18 +179,27 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         layers, requests, steps = executor.gpu.layers, arguments.requests, arguments.steps
         off = checked(executor, arguments)
         link, on_gpu, clock = executor.gpu.link, arguments.gpu != "cpu", Clock()
+        assert link is not None
         for thing, name in ((link, "wait"), (CpuPart, "sum"), (executor.gpu.buffers, "download")):
             clock.within(thing, name)
         ways = Ways(executor.gpu._recorder)
-        document: dict[str, Any] = {}
-        for name, recorder in (("replayed", ways.record), ("one by one", None)):
-            executor.gpu.record(recorder)
+        document: dict[str, Any] = {"how": executor.gpu.how}
+        for name, recorder, calls in (
+            ("replayed", ways.record, True), ("the host waits", ways.record, False), ("one by one", None, False),
+        ):  # fmt: skip
+            executor.gpu.record(recorder, calls=calls)
             timed_steps(executor, requests, FIRST + 1, clock)
             whole, own = timed_steps(executor, requests, steps, clock)
             ways.replays = 0
+            before = link.calls.made
             executor.forward(batch_at(executor, requests, steps - 1))
-            launched = Counter(one.kind for one in executor.gpu.operators if recorder is None or not one.static)
-            way: dict[str, Any] = {"operators": {"replays": ways.replays, **launched}}
+            called = link.calls.made - before
+            launched = Counter(
+                one.kind
+                for one in executor.gpu.operators
+                if recorder is None or not (one.static or (called and one.called))
+            )
+            way: dict[str, Any] = {"operators": {"replays": ways.replays, "calls": called, **launched}}
             if on_gpu:
                 way["calls"] = driver_calls(executor, requests, steps)
                 times = {"step_us": 1e6 * whole, "host_us": 1e6 * own, "host_us_per_layer": 1e6 * own / layers}

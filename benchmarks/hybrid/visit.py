@@ -113,6 +113,7 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
 
     if arguments.call == "kernels":
         yield Step("probe", (sys.executable, "-c", PROBE, gpu), 90)
+        yield Step("host calls", tests(("test_host_calls",), "order"), 60)
         if not trial:  # every later call needs it, so it comes before what may fail or take long
             threads = ("--threads", len(os.sched_getaffinity(0)))
             yield Step("hardware", module("powerinfer", "measure", "--gpu", gpu, *threads), 300)

@@ -342,7 +342,8 @@ def _firing(neurons: Any, tokens: int, device: Any, seed: int) -> tuple[Any, Any
 def _sum(neurons: Any, x: Any, selected: Any) -> Callable[[], Any]:
     from powerinfer.kernels import gpu
 
-    return lambda: gpu.neuron_sum(neurons, x, selected)
+    to, fired = x.clone(), selected[0].long()
+    return lambda: gpu.neuron_sum(neurons, x, selected, 0.0, to, fired)
 
 
 # ---------------------------------------------------------------- tasks

@@ -39,7 +39,8 @@ def machine(card: int, ram: int, name: str) -> Hardware:
 
 
 def cell(name: str, hardware: Hardware) -> str:
-    """Tokens a second, and the share of the experts that is on the GPU; nothing where the model does not fit."""
+    """Tokens a second, the share of the experts that is on the GPU and, where others are on disk, that in RAM; nothing
+    where the model does not fit."""
     shape = SHAPES[name]
     model = described_model(shape.config, dtype_of(name), name, 0.0)
     context = min(CONTEXT, shape.config.context_length)
@@ -51,9 +52,11 @@ def cell(name: str, hardware: Hardware) -> str:
     except PowerInferError:
         return "-"
     speed = results.number(1 / plan.choice.seconds)
+    disk, every = plan.claims.disk, sum(model.n_experts)
+    in_ram = "" if disk is None else f" + {100 * sum(disk.about.experts.values()) / every:.0f} %"
     if plan.claims.slots is None:
-        return f"{speed}, CPU"
-    return f"{speed}, {100 * sum(plan.claims.slots) / sum(model.n_experts):.0f} %"
+        return f"{speed}, CPU{in_ram}"
+    return f"{speed}, {100 * sum(plan.claims.slots) / every:.0f} %{in_ram}"
 
 
 def dtype_of(name: str) -> str:
@@ -77,7 +80,8 @@ def cards_table() -> str:
     about = (
         "`python -m benchmarks.placement.expert_cards`; predicted, not measured. Weights of 4 bits (Q4_0, gpt-oss "
         f"MXFP4), {CONTEXT} tokens of context, every expert selected equally often. Tokens per second of one request, "
-        "and the share of the experts that is on the GPU; CPU: the GPU is not used."
+        "and the share of the experts that is on the GPU, with + that in RAM where the others are read from disk (at "
+        "up to 6.7 GB/s); CPU: the GPU is not used."
     )
     return about + "\n\n" + results.table(["model", "weights", *heads], body)
 

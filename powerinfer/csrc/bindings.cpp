@@ -19,6 +19,7 @@
 #include "delta_net.h"
 #include "experts.h"
 #include "ffn.h"
+#include "host_calls.h"
 #include "latent_attention.h"
 #include "levels.h"
 #include "neuron_sum.h"
@@ -374,17 +375,31 @@ Counts counts_of(const NeuronStats& s) {
           {"down_rows", s.down_rows},   {"shared_scales", s.shared_scales}};
 }
 
-bool neuron_sum(NeuronSum& sum, Floats2 x, OutFloats2 out, std::optional<Bytes2> selected,
-                std::optional<Floats> weight) {
+void check_neuron_sum(const NeuronSum& sum, const Floats2& x, const OutFloats2& out,
+                      const std::optional<Bytes2>& selected) {
   const size_t k = (size_t)sum.bundles->up.k, tokens = x.shape(0), neurons = sum.bundles->members.size();
   require(tokens > 0 && x.shape(1) == k && out.shape(0) == tokens && out.shape(1) == k,
           "x and out must be [tokens, d_model]");
   require(!selected || (selected->shape(0) == tokens && selected->shape(1) == neurons),
           "selected must be [tokens, neurons]");
+}
+
+bool neuron_sum(NeuronSum& sum, Floats2 x, OutFloats2 out, std::optional<Bytes2> selected,
+                std::optional<Floats> weight) {
+  const size_t tokens = x.shape(0);
+  check_neuron_sum(sum, x, out, selected);
   require(!weight || weight->shape(0) == tokens, "weight must be [tokens]");
   nb::gil_scoped_release release;
   return sum.sum(x.data(), (int64_t)tokens, selected ? selected->data() : nullptr, weight ? weight->data() : nullptr,
                  out.data());
+}
+
+void make_neuron_call(NeuronCall* call, std::shared_ptr<HostCalls> calls, std::shared_ptr<NeuronSum> sum, Floats2 x,
+                      OutFloats2 out, std::optional<Bytes2> selected) {
+  check_neuron_sum(*sum, x, out, selected);
+  const float* const in = x.data();
+  new (call) NeuronCall(std::move(calls), std::move(sum), in, (int64_t)x.shape(0),
+                        selected ? selected->data() : nullptr, out.data());
 }
 
 Counts sum_counts(const NeuronSum& sum) {
@@ -791,6 +806,35 @@ void bind_neuron_sum(nb::module_& m) {
       "workspace"_a, "neurons"_a, "The fewest slots with which a layer's neurons on disk can be summed.");
 }
 
+void bind_host_calls(nb::module_& m) {
+  nb::class_<HostCalls>(m, "HostCalls", "What the functions share that a GPU's stream calls. They run one at a time.")
+      .def(nb::init<>())
+      .def_prop_ro("made", &HostCalls::made, "Calls so far.")
+      .def("begin", &HostCalls::begin, "A step begins: the CPU waits for its first call.")
+      .def("take_failure", &HostCalls::take_failure, "What the first call that failed since said; empty: none did.");
+  nb::class_<HostCall>(
+      m, "HostCall",
+      "A function, void (*)(void*), and its argument, for a GPU's stream to call without Python: their\n"
+      "addresses, valid as long as this object is there. By itself it computes nothing. It does not\n"
+      "throw: after a failure its result is zeros, and HostCalls has what went wrong.")
+      .def(nb::init<std::shared_ptr<HostCalls>>(), "calls"_a)
+      .def_prop_ro("function", [](const HostCall&) { return (uintptr_t)&HostCall::run; })
+      .def_prop_ro("data", [](HostCall& call) { return (uintptr_t)&call; })
+      .def(
+          "take",
+          [](HostCall& call) {
+            const HostCall::Done done = call.take();
+            return std::make_tuple(done.calls, done.jobs, done.waited, done.worked);
+          },
+          "Since the last time, not while a step runs: calls, those of them that had something to compute, and "
+          "seconds\n"
+          "that the CPU waited before them, and that it computed.");
+  nb::class_<NeuronCall, HostCall>(m, "NeuronCall", "NeuronSum.sum, of arrays that it keeps.")
+      .def("__init__", &make_neuron_call, "calls"_a, "sum"_a, "x"_a.noconvert(), "out"_a.noconvert(),
+           "selected"_a.noconvert() = nb::none(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
+           nb::keep_alive<1, 6>());
+}
+
 void bind_predictor(nb::module_& m) {
   nb::class_<Predictor>(
       m, "Predictor",
@@ -1016,6 +1060,13 @@ void bind_experts(nb::module_& m) {
             return nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>(uses.data(), {uses.size()}, nb::find(op));
           },
           "Of experts on disk: the tokens that selected each since someone wrote zeros; not while a step runs.")
+      .def_prop_ro(
+          "elsewhere",
+          [](Experts& op) {
+            std::vector<uint8_t>& elsewhere = resting_of(op).elsewhere;
+            return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(elsewhere.data(), {elsewhere.size()}, nb::find(op));
+          },
+          "The same: not 0 for those that the caller computes elsewhere, which are not expected; to be written.")
       .def(
           "disk_counts",
           [](const Experts& op) {
@@ -1034,6 +1085,39 @@ void bind_experts(nb::module_& m) {
       .def("fetch", &Experts::fetch, "program"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Between the two: read a part of the weights into the caches. False once they hold what they can.")
       .def("sum_ordered", &sum_ordered_experts, "program"_a, "x"_a, "out"_a, "The second part of `sum`.");
+}
+
+void make_expert_call(ExpertCall* call, std::shared_ptr<HostCalls> calls, std::shared_ptr<Experts> op, Program& program,
+                      Floats2 x, Ints2 selected, Floats2 weights, OutFloats2 out, Ints places,
+                      nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> tally, const std::string& part) {
+  const char* const PARTS[] = {"all", "order", "sum_ordered"};
+  const size_t tokens = x.shape(0), some = (size_t)op->top_k(), experts = places.shape(0);
+  check_expert_sum(*op, program, x, out);
+  require(selected.shape(0) == tokens && selected.shape(1) == some && weights.shape(0) == tokens &&
+              weights.shape(1) == some,
+          "selected and weights must be [tokens, top_k]");
+  require(tally.shape(0) == experts + 1, "tally must be [experts + 1]");
+  for (size_t i = 0; i < experts; i++)
+    require(places.data()[i] >= -1 && places.data()[i] < op->experts(), "no such expert");
+  const auto own = (ExpertCall::Part)index_of(PARTS, 3, part, "part");
+  new (call) ExpertCall(std::move(calls), std::move(op), program,
+                        {x.data(), (int64_t)tokens, selected.data(), weights.data(), out.data(), (int64_t)experts,
+                         places.data(), tally.data()},
+                        own);
+}
+
+void bind_expert_call(nb::module_& m) {
+  nb::class_<ExpertCall, HostCall>(
+      m, "ExpertCall",
+      "Experts.sum, of arrays that it keeps: of those that the CPU has.\n\n"
+      "selected: [tokens, top_k], with the layer's numbers; places: [experts], of each its\n"
+      "number among the CPU's, -1: it is not there; tally: int64 [experts + 1], added to:\n"
+      "tokens that select each, and selections that the CPU does not have. part: \"all\", or\n"
+      "\"order\" and \"sum_ordered\" as of Experts, of which the first fetches, too.")
+      .def("__init__", &make_expert_call, "calls"_a, "experts"_a, "program"_a, "x"_a.noconvert(),
+           "selected"_a.noconvert(), "weights"_a.noconvert(), "out"_a.noconvert(), "places"_a.noconvert(),
+           "tally"_a.noconvert(), "part"_a, nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(),
+           nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>());
 }
 
 void bind_early_router(nb::module_& m) {
@@ -1202,8 +1286,10 @@ void bind_operators(nb::class_<Program>& program) {
           "x += out_norm(sum of the weighted experts of norm(x) + shared expert + down_bias).\n\n"
           "scores: the router, [experts, d_model], None: `early_router` comes before; shared_gate: [d_model], whose\n"
           "product with norm(x), a sigmoid of it, is the shared expert's weight.")
-      .def("expert_sum", &Program::expert_sum, "experts"_a, "top_k"_a,
-           "Experts that the caller selects, at most top_k for a token. Not while a step runs.")
+      .def(
+          "expert_sum", &Program::expert_sum, "experts"_a, "router"_a,
+          "Experts that the caller selects, at most router.top_k for a token. Not while a step runs. router: how they\n"
+          "are selected, for those that are guessed.")
       .def("early_router", &Program::early_router, "router"_a, "scores"_a,
            "Select the experts of the next operator `experts` from x as it is; scores: [experts, d_model].")
       .def("normalise", &Program::normalise, "norm"_a, "x = norm(x).")
@@ -1480,6 +1566,7 @@ NB_MODULE(_native, m) {
   bind_states(m);
   bind_workspace(m);
   bind_neuron_sum(m);
+  bind_host_calls(m);
   bind_predictor(m);
   bind_dense_neurons(m);
   bind_ffn(m);
@@ -1487,4 +1574,5 @@ NB_MODULE(_native, m) {
   bind_early_router(m);
   bind_watch(m);
   bind_program(m);
+  bind_expert_call(m);
 }

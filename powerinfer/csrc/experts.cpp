@@ -269,12 +269,11 @@ void Program::reserve_expert_rows(int64_t n, int64_t top_k, int64_t neurons, int
   expert_rows = std::make_shared<ExpertRows>(all);
 }
 
-std::shared_ptr<Experts> Program::expert_sum(ExpertMatrices all, int64_t top_k) {
-  check(top_k > 0, "a token needs experts");
+std::shared_ptr<Experts> Program::expert_sum(ExpertMatrices all, RouterSpec router) {
+  check(router.top_k > 0, "a token needs experts");
+  if (all.slots) check_router(router, all.experts);
   check(!all.predictor, "predictors are for experts that a program's router selects");
-  reserve_experts(all, top_k);
-  RouterSpec router{};
-  router.top_k = top_k;
+  reserve_experts(all, router.top_k);
   return std::make_shared<Experts>(FfnSpec{}, std::move(router), nullptr, std::move(all), SharedExpert{}, workspace);
 }
 
@@ -332,13 +331,13 @@ void Experts::run(Thread& t, const Step& step) {
   const bool some = bundled_ && !whole_ && tokens <= PI_NEURON_TOKENS;
   const int own = some && predictor_ ? 0 : (gate_.empty() ? 0 : gate_[0].form()) | up_[0].form();
   const Rows x = p.residual(0, tokens);
-  const bool guesses = after_ && tokens <= ExpertRows::GUESSED && after_->resting_->foreseeable();
-  if (guesses) guess(t, rows, x);
+  const bool early = guesses(tokens);
+  if (early) guess(t, rows, x);
   const int others = (router_.scores ? router_.scores->form() : 0) | (shared_.neurons ? shared_.neurons->forms() : 0);
   const PiActs* acts = w.prepare(t.id, x, spec_.norm, own | others | (shared_.gate.empty() ? 0 : PI_FORM_F32));
   if (router_.scores) router_.select(t, rows, acts, tokens);
   if (t.id == 0 && resting_) p.attempt([&] { resting_->begin(rows); });
-  if (t.id == 0 && guesses) p.attempt([&] { after_->expect_guessed(rows, tokens); });
+  if (t.id == 0 && early) p.attempt([&] { after_->expect_guessed(rows, tokens); });
   if (t.id == 0 && records_) keep(rows, tokens);
   weigh_shared(t, rows, acts, tokens);
   if (some && predictor_) return sum_predicted(t, rows, x);
@@ -386,12 +385,16 @@ void Experts::multiply_all(Thread& t, ExpertRows& rows, const PiActs& acts, bool
 }
 
 void Experts::foresee(std::shared_ptr<Experts> after, std::shared_ptr<Matrix> router) {
-  check(after->resting_ && after->router_.scores, "there is nothing on disk that a router could guess");
+  check((bool)after->resting_, "there is nothing on disk that a router could guess");
   check(router->rows == after->experts() && router->k == d_model_, "the router is of other experts");
   workspace_->pool->between_jobs([&] {
     after_ = std::move(after);
     after_router_ = std::move(router);
   });
+}
+
+bool Experts::guesses(int64_t tokens) const {
+  return after_ && tokens <= ExpertRows::GUESSED && after_->resting_->foreseeable();
 }
 
 // The logits that the next layer's router would have of x.
@@ -421,14 +424,16 @@ void Experts::expect_guessed(ExpertRows& rows, int64_t tokens) {
 bool Experts::sum(Program& program, const float* x, int64_t tokens, const int32_t* selected, const float* weights,
                   float* out) {
   const int64_t n = tokens * router_.spec.top_k;
-  if (std::all_of(selected, selected + n, [](int32_t e) { return e < 0; })) {
-    std::fill(out, out + tokens * d_model_, 0.0f);
-    return false;
-  }
-  sum_rows(program, x, tokens, out, [&] {
+  const auto prepare = [&] {
     order_rows(*program.expert_rows, tokens, selected, weights);
     if (resting_) resting_->begin(*program.expert_rows);
-  });
+  };
+  if (std::all_of(selected, selected + n, [](int32_t e) { return e < 0; })) {
+    std::fill(out, out + tokens * d_model_, 0.0f);
+    if (resting_) workspace_->pool->between_jobs(prepare);  // none of those that were expected was needed
+    return false;
+  }
+  sum_rows(program, x, tokens, out, prepare);
   return true;
 }
 
@@ -511,9 +516,9 @@ void Experts::sum_rows(Program& program, const float* x, int64_t tokens, float* 
   ExpertRows& rows = *program.expert_rows;
   std::string failure;
   // What follows after a failure is void, but must be computed, since threads wait for each other.
-  const auto next = [&] {
+  const auto attempt = [&](const auto& work) {
     try {
-      if (failure.empty()) resting_->next(rows);
+      if (failure.empty()) work();
     } catch (const std::exception& error) { failure = error.what(); }
     return failure.empty();
   };
@@ -522,9 +527,15 @@ void Experts::sum_rows(Program& program, const float* x, int64_t tokens, float* 
     const int forms = (gate_.empty() ? 0 : gate_[0].form()) | up_[0].form();
     const Rows in{x, d_model_, d_model_, tokens};
     const Destination to{out, d_model_, false, NONE};
+    if (guesses(tokens)) {
+      guess(t, rows, in);
+      w.pool->barrier();
+      if (thread == 0) attempt([&] { after_->expect_guessed(rows, tokens); });
+    }
     const PiActs* acts = w.prepare(thread, in, {}, forms);
     if (bundled_ && !whole_ && tokens <= PI_NEURON_TOKENS) return sum_firing(t, rows, acts, {in, {}, to, true});
-    multiply_all(t, rows, tokens == 1 ? *acts : gather(t, rows, acts), tokens == 1, next);
+    multiply_all(t, rows, tokens == 1 ? *acts : gather(t, rows, acts), tokens == 1,
+                 [&] { return attempt([&] { resting_->next(rows); }); });
     merge(t, rows, tokens, to);
   };
   w.pool->run(prepare, job);

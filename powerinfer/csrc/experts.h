@@ -148,6 +148,7 @@ class Experts : public Op {
 
  private:
   friend class EarlyRouter;
+  bool guesses(int64_t tokens) const;
   void guess(Thread& t, ExpertRows& rows, const Rows& x) const;
   void expect_guessed(ExpertRows& rows, int64_t tokens);
   template <class F>

@@ -7,7 +7,7 @@
 #include "experts.h"
 
 RestingExperts::RestingExperts(std::shared_ptr<Slots> slots, const std::vector<std::vector<Matrix>*>& parts)
-    : uses((size_t)slots->items()), slots_(std::move(slots)), parts_(uses.size()) {
+    : uses((size_t)slots->items()), elsewhere(uses.size()), slots_(std::move(slots)), parts_(uses.size()) {
   for (std::vector<Matrix>* const of_all : parts) {
     for (size_t e = 0; e < parts_.size(); e++) {
       Matrix& one = (*of_all)[e];
@@ -22,6 +22,7 @@ void RestingExperts::expect(const int32_t* experts, int64_t n) {
   std::vector<int32_t> list;
   for (const bool there : {true, false})  // what is there stays, before others come
     for (int64_t i = 0; i < n && (int64_t)list.size() < slots_->slots(); i++) {
+      if (elsewhere[(size_t)experts[i]]) continue;
       float& priority = slots_->priority[(size_t)experts[i]];
       if (priority == INFINITY || absent(experts[i]) == there) continue;
       raised_.emplace_back(experts[i], priority);

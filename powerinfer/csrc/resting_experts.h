@@ -35,7 +35,8 @@ class RestingExperts {
   void end();
 
   Stats stats() const { return stats_; }
-  std::vector<int32_t> uses;  // tokens that selected each expert, until someone resets them
+  std::vector<int32_t> uses;       // tokens that selected each expert, until someone resets them
+  std::vector<uint8_t> elsewhere;  // experts that another device computes: they are not expected
 
  private:
   void read_more();

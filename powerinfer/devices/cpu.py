@@ -37,6 +37,7 @@ from powerinfer.neurons import NO_VECTORS, FfnVectors
 from powerinfer.system import available_memory
 
 if TYPE_CHECKING:
+    from powerinfer.devices.link import Link
     from powerinfer.devices.trace import Trace
     from powerinfer.formats.bundle_memory import SomeBundles
     from powerinfer.neurons import BundleLayout
@@ -117,14 +118,16 @@ class ExpertSum:
         matrices: Sequence[_native.Matrix],
         n: int,
         by_neuron: ByNeuron | None = None,
-        resting: tuple[DiskTier, _native.Slots] | None = None,
+        resting: tuple[DiskTier, _native.Slots, _native.RouterSpec] | None = None,
     ) -> None:
         """of_all: n experts, with these matrices; by_neuron: up and down, where they are no matrices; resting: where
-        they are and what memory they have, where they rest on disk, and there are no matrices."""
+        they are, what memory they have and how they are selected, where they rest on disk, and there are no
+        matrices."""
         self.nbytes = sum(one.nbytes for one in matrices) + (0 if by_neuron is None else by_neuron.groups.nbytes)
+        router = _native.RouterSpec(about.router.top_k)
         self._reading: Callable[[], AbstractContextManager[None]] = nullcontext
         if resting is not None:
-            disk, slots = resting
+            disk, slots, router = resting
             self.nbytes += slots.slots * slots.slot_bytes
             self._reading = disk.reading
         self.by_neuron = by_neuron
@@ -132,7 +135,8 @@ class ExpertSum:
         self._program = program
         self._matrices = matrices
         self._n = n
-        self.op = program.expert_sum(of_all, about.router.top_k)
+        self._top_k = about.router.top_k
+        self.op = program.expert_sum(of_all, router)
 
     def set_whole(self, on: bool) -> None:
         """Whether every neuron of the experts is computed, where those could be left out that do not fire."""
@@ -161,6 +165,19 @@ class ExpertSum:
         """`sum` of the experts in `order`, of as many tokens. ValueError without it."""
         with self._reading():
             return self.op.sum_ordered(self._program, x, out)
+
+    def calls(
+        self, link: Link, tokens: int, places: NDArray[np.int32], tally: NDArray[np.int64], *, ahead: bool
+    ) -> tuple[_native.ExpertCall, ...]:
+        """The same for a GPU to call; ahead: in two parts, the first of which fetches as much as it can. Not of experts
+        on disk.
+
+        places: int32 [experts], of each of the layer's its number here, -1: it is elsewhere; tally: int64
+        [experts + 1], added to: tokens that select each, and selections of experts elsewhere.
+        """
+        x, selected, weights, out = link.received_experts(tokens, self._top_k)
+        own = link.calls, self.op, self._program, x, selected, weights, out, places, tally
+        return tuple(_native.ExpertCall(*own, part) for part in (("order", "sum_ordered") if ahead else ("all",)))
 
     def replace(self, place: int, matrices: Sequence[RawTensor]) -> None:
         """Put another expert in a place; not while a step runs. matrices: [out, in], as they were packed."""
@@ -245,7 +262,7 @@ class CpuExecutor:
         if config.states:
             self.n_states = state_slots(engine.max_batch, engine.prefix_cache)
             self._states = StateMemory(config, self.n_states, self.first_layer)
-        cache = _native.Cache(
+        self._cache = cache = _native.Cache(
             engine.kv_type, [(one.n_kv_heads, one.head_dim) for one in own], pages, [one.latents for one in own]
         )
         mib = cache.nbytes * bool(layers) >> 20
@@ -532,9 +549,17 @@ class CpuExecutor:
         if layer in self._early_routers:
             self._early_routers[layer].foresee(op)
         elif guess is not None and disk.about.prefetch and {layer - 1} <= self._experts.keys() & disk.about.experts:
-            small = guess.shape[1] % block_type("Q8_0").block == 0  # a guess need not be exact
-            router = convert(guess, "Q8_0", lambda elements: None) if small else guess
-            self._experts[layer - 1].foresee(op, self.matrix(router))
+            self._experts[layer - 1].foresee(op, self._guessing(guess))
+
+    def _guessing(self, router: RawTensor) -> _native.Matrix:
+        """Of a router, for guesses, which need not be exact."""
+        small = router.shape[1] % block_type("Q8_0").block == 0
+        return self.matrix(convert(router, "Q8_0", lambda elements: None) if small else router)
+
+    def foresee(self, before: ExpertSum, after: ExpertSum, router: RawTensor) -> None:
+        """Steps of few tokens read experts of the second one early, those that a router would select by the input of
+        the first; of experts on disk. router: [experts, d_model]."""
+        before.op.foresee(after.op, self._guessing(router))
 
     def expert_sum(self, layer: int, experts: Iterable[RawTensor], biases: Sequence[Float32 | None] = ()) -> ExpertSum:
         """Some experts of a layer, which the caller selects; no operator. experts, biases: as of `experts`."""
@@ -555,15 +580,21 @@ class CpuExecutor:
         return ExpertSum(self._pool, self._program, about, of_some, matrices, n)
 
     def resting_sum(
-        self, layer: int, experts: Sequence[RestingTensor], biases: Sequence[Float32 | None] = ()
+        self,
+        layer: int,
+        experts: Sequence[RestingTensor],
+        biases: Sequence[Float32 | None] = (),
+        correction: Float32 | None = None,
+        router_bias: Float32 | None = None,
     ) -> ExpertSum:
         """All experts of a layer, which stay on disk, as of `expert_sum`: memory has as many of them as the disk's
-        description says."""
+        description says. correction, router_bias: as of `experts`."""
         assert self.disk is not None
         about = self.config.experts[layer]
         spec = _native.NeuronSpec(about.activation, about.threshold)
         of_all, slots = self._resting(self.disk, layer, spec, experts, biases)
-        made = ExpertSum(self._pool, self._program, about, of_all, (), about.n_experts, resting=(self.disk, slots))
+        resting = self.disk, slots, _router(about.router, correction, router_bias)
+        made = ExpertSum(self._pool, self._program, about, of_all, (), about.n_experts, resting=resting)
         self.disk.add_experts(layer, made.op, slots)
         return made
 
@@ -684,6 +715,11 @@ class CpuExecutor:
         if first < last:
             self._run(batch, first, last)
         return self._program.residual(len(batch.tokens))
+
+    def cached(self, layer: int) -> NDArray[np.uint8]:
+        """The cache of a layer, uint8 [pages, kv_heads, bytes of a head], for a head as `kernels.gpu_pages` has it. It
+        may be written while no step runs."""
+        return self._cache.heads(layer - self.first_layer)
 
     @property
     def operators(self) -> int:
@@ -859,7 +895,7 @@ class CpuExecutor:
         raise RequestError("there is nothing to trace: no layer runs on a GPU (--gpu)")
 
     def close(self) -> None:
-        own = "_observed _expert_observer _program _states _ropes ffns _experts _early_routers expert_ffns disk"
+        own = "_observed _expert_observer _program _cache _states _ropes ffns _experts _early_routers expert_ffns disk"
         for name in (*own.split(), "parts", "_pack", "_workspace", "_pool", "_logits"):
             self.__dict__.pop(name, None)
 

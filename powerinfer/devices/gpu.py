@@ -5,9 +5,12 @@ The device may also be torch's CPU, which then emulates a GPU: the same operator
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,10 +31,11 @@ from powerinfer.devices.gpu_weights import (
 )
 from powerinfer.devices.link import Link
 from powerinfer.devices.recording import MOST_SHAPES, RECORDED_BYTES, Recorder, Recordings, recorder_of
-from powerinfer.devices.replayed_spans import ReplayedSpans
+from powerinfer.devices.replayed_spans import UNRECORDED, ReplayedSpans
 from powerinfer.devices.states import Slots
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.step_buffers import StepBuffers
+from powerinfer.devices.streams import streams_of
 from powerinfer.devices.torch_device import current, gpu_failures, import_torch
 from powerinfer.devices.trace import Trace, span
 from powerinfer.formats.quant import Float32
@@ -47,6 +51,12 @@ else:
 
 GpuMatrix = StoredMatrix | PanelMatrix
 """What operators take: a matrix to be uploaded, or one that stays in RAM and streams to the device in every step."""
+
+
+CLEARLY = 0.97
+"""Of the time of a step in which the GPU calls the CPU: what one must take in which the host waits, to be preferred."""
+
+_TIMED = 9  # steps of each, after those that are not replayed yet
 
 
 class GpuLayers:
@@ -90,6 +100,7 @@ class GpuLayers:
         self.bytes_per_token = 0
         self._config = config
         self._cuda = device.type == "cuda"
+        self._streams = streams_of(device)
         self._bytes: Counter[str] = Counter()
         self._layers = [GpuLayer(index, one.parallel) for index, one in enumerate(config.layers)]
         self._head: Operator | None = None
@@ -102,10 +113,18 @@ class GpuLayers:
         remembered = {layer: kind for layer, kind in config.states.items() if layer < layers}
         own_states = gpu_delta.new_states(list(remembered.values()), states, device)
         self._states = dict(zip(remembered, own_states, strict=True))
+        self._passing: dict[tuple[int, int], tuple[gpu.Cached, ...]] = {}  # by kv heads and their dimensions
+        self._new_cache = partial(gpu.new_cache, kv_type, pages)
         self._bytes["kv"] = sum(part.nbytes for pair in self._cache for part in pair)
         self._bytes["kv"] += sum(part.nbytes for part in self._states.values())
         changed = config.residual_scale != 1 or any(one.norms in ("output", "both") for one in config.layers[:layers])
-        self.buffers = StepBuffers(device, max_tokens, config.d_model, config.vocab_size, totals=split and changed)
+        self._why: str | None = None  # who acts in steps of few tokens
+        if self.link is not None:
+            with current(device):
+                self._why = self.link.try_call()
+        self._calls = self._can_call = self.link is not None and self._why is None
+        vectors = max_tokens, config.d_model, config.vocab_size
+        self.buffers = StepBuffers(device, *vectors, totals=split and changed, sleeps=self._calls)
         static = gpu.which(torch.empty(0, device=device)) == "triton"  # torch's own operators look at the data
         self._recorder = recorder_of(device) if static else None
         self._recordings: Recordings | None = None
@@ -173,13 +192,26 @@ class GpuLayers:
     def _some(self, values: Float32 | None) -> Tensor | None:
         return None if values is None else self._vector(values)
 
+    def cache(self, layer: int) -> tuple[gpu.Cached, ...]:
+        """The keys and values of a layer. Those of layers that stream are not kept here: layers whose heads are alike
+        share the memory."""
+        if layer < self.layers:
+            return self._cache[layer]
+        about = self._config.layers[layer].attention
+        assert not about.latents
+        heads = about.n_kv_heads, about.head_dim
+        if heads not in self._passing:
+            self._passing[heads] = self._new_cache(*heads, self.device), self._new_cache(*heads, self.device)
+            self._bytes["kv"] += sum(part.nbytes for part in self._passing[heads])
+        return self._passing[heads]
+
     # ---------------------------------------------------------------- operators, in the order in which they run
 
     def attention(
         self,
         layer: int,
         norm: GpuNorm | None,
-        qkv: Sequence[StoredMatrix],
+        qkv: Sequence[GpuMatrix],
         *,
         biases: Sequence[Float32 | None] = (None, None, None),
         q_norm: Float32 | None = None,
@@ -194,9 +226,9 @@ class GpuLayers:
         about = self._config.layers[layer].attention
         assert isinstance(about, AttentionConfig)
         heads, kv, dim = about.n_heads, about.n_kv_heads, about.head_dim
-        matrices = self._upload("attention", *qkv, biases=biases)
+        matrices = self._products("attention", *qkv, biases=biases)
         norms, width = (self._rms(q_norm), self._rms(k_norm)), about.qk_norm == "width"
-        keys, values = self._cache[layer]
+        keys, values = self.cache(layer)
         rotation = None if about.rope is None else self._rotations[about.rope]
         scale = dim**-0.5 if about.scale is None else about.scale
         own_sinks = self._some(sinks)
@@ -247,9 +279,9 @@ class GpuLayers:
         heads, out = self._upload_heads(v_b), self._upload("attention", matrix)
         self._add(layer, "project", LatentOutput(heads, out, norm))
 
-    def gate_attended(self, layer: int, norm: GpuNorm | None, matrix: StoredMatrix) -> None:
+    def gate_attended(self, layer: int, norm: GpuNorm | None, matrix: GpuMatrix) -> None:
         """attended *= sigmoid(matrix . norm(x))."""
-        gate = self._upload("attention", matrix)
+        gate = self._products("attention", matrix)
 
         def run(step: Step) -> None:
             assert step.attended is not None
@@ -281,11 +313,9 @@ class GpuLayers:
 
         self._add(layer, "delta_net", run)
 
-    def project(
-        self, layer: int, matrix: StoredMatrix, bias: Float32 | None = None, norm: GpuNorm | None = None
-    ) -> None:
+    def project(self, layer: int, matrix: GpuMatrix, bias: Float32 | None = None, norm: GpuNorm | None = None) -> None:
         """x += norm(matrix . attended)."""
-        out = self._upload("attention", matrix, biases=[bias])
+        out = self._products("attention", matrix, biases=[bias])
 
         def run(step: Step) -> None:
             attended = out(step.attended)
@@ -417,7 +447,7 @@ class GpuLayers:
         """
         with gpu_failures(f"computing {len(batch.tokens)} tokens", "lower --prefill-chunk, --max-batch or --vram"):
             torch = import_torch()
-            with current(self.device):
+            with current(self.device), self._finished_after_failure():
                 step = self._begin(batch, x, slots)
                 with torch.inference_mode():
                     if self._recorder is not None and len(step.x) <= gpu.FEW:
@@ -425,10 +455,23 @@ class GpuLayers:
                     else:
                         self._launch(step, self.operators, batch)
                 result = self.buffers.download(step, logits=self.has_head)
+        if self.link is not None:
+            self.link.check()
         if len(step.x) <= cpu.NEURON_TOKENS:
             self.few_tokens += len(step.x)
             self.few_steps += 1
         return result
+
+    @contextmanager
+    def _finished_after_failure(self) -> Iterator[None]:
+        """After a step that is broken off the device may still read what the next one writes, and call the CPU: that is
+        waited for."""
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):
+                self._streams.finish()
+            raise
 
     def _launch(self, step: Step, operators: Sequence[Operator], batch: Batch) -> None:
         for operator in operators:
@@ -446,9 +489,10 @@ class GpuLayers:
         """x float32 [T, d_model] after these operators, of layers whose matrices stream; otherwise as `run`."""
         assert not self.has_head
         failures = gpu_failures(f"computing {len(batch.tokens)} tokens", "lower --prefill-chunk, --max-batch or --vram")
-        with failures, current(self.device), import_torch().inference_mode():
+        with failures, current(self.device), self._finished_after_failure():
             step = self._begin(batch, x, None)
-            self._launch(step, operators, batch)
+            with import_torch().inference_mode():
+                self._launch(step, operators, batch)
             return self.buffers.download(step, logits=False)
 
     def hidden_states(self, rows: NDArray[np.int32]) -> Float32:
@@ -465,14 +509,55 @@ class GpuLayers:
         """Upload a step."""
         own = np.arange(len(batch.page_table), dtype=np.int32)
         step = self.buffers.upload(batch, x, (slots or (own, own)) if self._states else None)
-        step.read = None if self.link is None else self.link.read(len(step.x))
+        if self.link is not None:
+            step.read = self.link.read(len(step.x))
+            self.link.calls.begin()
         if self.has_head:
             self.buffers.logits(len(batch.logit_rows))  # may reallocate, so before the step is recorded
         return step
 
-    def record(self, recorder: Recorder | None) -> None:
-        """Record steps of few tokens with `recorder` and replay them; None: launch every time."""
+    @property
+    def how(self) -> str | None:
+        """Who acts in steps of few tokens in which the CPU has a part. None: it has none, or nothing is recorded."""
+        if self._recorder is None or all(one.static for one in self.operators):
+            return None
+        called = self._calls and any(one.called for one in self.operators)
+        who = "the GPU calls the CPU" if called else "the host waits for the GPU"
+        return f"{who} ({self._why})" if self._why else who
+
+    def choose_calls(self) -> None:
+        """Where the GPU can call the CPU, time steps of a token both ways, and let the host wait for the GPU if that is
+        clearly faster. The cache must be empty. PowerInferError when the device fails."""
+        recorder = self._recorder
+        if recorder is None or not self._calls or not any(one.called for one in self.operators):
+            return
+        seconds: dict[bool, float] = {}
+        for calls in (True, False):
+            self.record(recorder, calls=calls)
+            own = []
+            for _ in range(UNRECORDED + _TIMED):
+                begin = time.perf_counter()
+                self._rehearse(1, 1)
+                own.append(time.perf_counter() - begin)
+            seconds[calls] = median(own[UNRECORDED:])
+        self._can_call = seconds[False] >= CLEARLY * seconds[True]
+        self._why = f"{1e3 * seconds[True]:.3g} ms a step with calls, {1e3 * seconds[False]:.3g} if the host waits"
+        self.record(recorder)
+
+    def record(self, recorder: Recorder | None, *, calls: bool = True) -> None:
+        """Record steps of few tokens with `recorder` and replay them; None: launch every time. calls: the GPU calls the
+        CPU where it can; else the host waits for it, between recordings."""
         self._recorder, self._recordings = recorder, None
+        self._calls = calls and self._can_call
+
+    @contextmanager
+    def launched(self) -> Iterator[None]:
+        """Steps within this context are launched one operator after another, by the host."""
+        before, self._recorder = self._recorder, None
+        try:
+            yield
+        finally:
+            self._recorder = before
 
     def _recorded(self, recorder: Recorder) -> Recordings:
         operators = self.operators
@@ -480,6 +565,8 @@ class GpuLayers:
             if self.trace is not None:
                 spans = ReplayedSpans(recorder, self.trace)
                 operators, recorder = spans.marked(operators), spans.record
+            elif self._calls:
+                operators = [operator.as_called() for operator in operators]
             self._recordings = Recordings(operators, recorder, self._shapes)
             self._recorded_at = self.buffers.addresses
         return self._recordings
@@ -561,7 +648,7 @@ class GpuLayers:
         self._layers.clear()
         self._head = self._final_norm = self._operators = None
         self._recorder = self._recordings = None
-        for name in ("_cache", "_states", "buffers", "link", "_rotations"):
+        for name in ("_cache", "_passing", "_states", "buffers", "link", "_rotations"):
             self.__dict__.pop(name, None)
         if self._cuda:
             import_torch().cuda.empty_cache()

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from powerinfer import _native
 from powerinfer.config import ExpertsConfig, ModelConfig
-from powerinfer.devices.streams import streams_of
+from powerinfer.devices.streams import Event, streams_of
+from powerinfer.errors import PowerInferError
 from powerinfer.formats.quant import Bytes, Float32
 from powerinfer.kernels.cpu import NEURON_TOKENS
 
@@ -53,6 +55,9 @@ class Link:
         self._hot = torch.zeros(selection, dtype=torch.uint8, device=to)
         self._back = streams.pinned((max_tokens, d_model), torch.float32)
         self._came, self._known = streams.event(), streams.event()
+        self.calls = _native.HostCalls()
+        self._streams, self._beside = streams, streams.stream()
+        self._computed: Event | None = None
         self._views: dict[tuple[int, int], tuple[Float32, Bytes | None, Float32]] = {}
 
     @property
@@ -102,7 +107,58 @@ class Link:
         """x float32 [tokens, d_model] += the CPU's sums."""
         x.add_(self._back[: len(x)].to(x.device, non_blocking=True))
 
-    # ---------------------------------------------------------------- on the CPU
+    # ---------------------------------------------------------------- the CPU's part as a call of the GPU's, likewise
+
+    def empty_call(self) -> _native.HostCall:
+        """One that computes nothing. Calls must outlive the recordings they are in."""
+        return _native.HostCall(self.calls)
+
+    def neuron_call(self, neurons: _native.NeuronSum, tokens: int, cold: int) -> _native.NeuronCall:
+        """One that computes their sum; tokens, cold: as of `views`."""
+        x, selected, out = self.views(tokens, cold)
+        return _native.NeuronCall(self.calls, neurons, x, out, selected)
+
+    def begin(self, call: _native.HostCall) -> None:
+        """The GPU calls the CPU once all that was sent has arrived, and goes on meanwhile with what it is given until
+        `join`."""
+        # New events, since one of a recording means nothing outside of it.
+        sent, self._computed = self._streams.event(), self._streams.event()
+        sent.record()
+        self._beside.wait_event(sent)
+        self._streams.call(self._beside, call.function, call.data)
+        self._computed.record(self._beside)
+
+    def join(self) -> None:
+        """What the GPU is given from now on begins once the last call has returned."""
+        assert self._computed is not None
+        self._streams.current().wait_event(self._computed)
+
+    def try_call(self) -> str | None:
+        """Why the GPU cannot call the CPU from a recording; None: it can, in a trial."""
+        trial, streams = self.empty_call(), self._streams
+        self._trial = trial  # a call must outlive what may still be under way
+
+        def run() -> None:
+            self.begin(trial)
+            self.join()
+
+        try:
+            record = streams.recorder()
+            again = run if record is None else record(run)
+            for _ in range(2):
+                again()
+            streams.finish()
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+        calls, *_ = trial.take()
+        return None if calls == 2 else f"it made {calls} of 2 calls"
+
+    def check(self) -> None:
+        """PowerInferError if a call failed since the last time."""
+        if failure := self.calls.take_failure():
+            raise PowerInferError(f"the CPU's part of a step failed: {failure}")
+
+    # ---------------------------------------------------------------- on the CPU, between what the GPU does
 
     def mark(self) -> None:
         """`wait` waits for everything sent so far. The host can only wait for events outside of recordings."""

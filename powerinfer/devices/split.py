@@ -41,6 +41,16 @@ class SplitExecutor:
         self.trace: Trace | None = None
         layers = f"{gpu.layers} layer{'s' * (gpu.layers > 1)}{' and the head' * gpu.has_head}"
         self.choices = cpu.choices | {"gpu": f"{layers} on {gpu.device}"}
+        self._tell_how()
+
+    def _tell_how(self) -> None:
+        if self.gpu.how is not None:
+            self.choices["steps"] = self.gpu.how
+
+    def choose_calls(self) -> None:
+        """As of `GpuLayers`."""
+        self.gpu.choose_calls()
+        self._tell_how()
 
     @property
     def disk(self) -> DiskTier | None:
@@ -64,7 +74,7 @@ class SplitExecutor:
         result = self.gpu.run(batch, x, self.cpu.slots)
         if not self.gpu.has_head:
             x[:] = result
-            if self.streamed is not None and self.streamed.takes(len(batch.tokens)):
+            if self.streamed is not None and self.streamed.takes(batch):
                 result = self.streamed.finish(batch, self.trace)
             else:
                 with span(self.trace, "cpu", "layers and head", -1):

@@ -31,7 +31,7 @@ from powerinfer.formats.bundle_memory import SomeBundles, pieces
 from powerinfer.formats.prepared import LINE
 from powerinfer.formats.quant import Bytes
 from powerinfer.kernels import gpu, gpu_panels
-from powerinfer.kernels.cpu import LANES
+from powerinfer.kernels.cpu import LANES, PAGE
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, NeuronVectors
 from powerinfer.system import usable_cores
 
@@ -65,12 +65,18 @@ def buffer_bytes(layout: BundleLayout, neurons: int, limit: int) -> int:
     return nbytes - nbytes % min(nbytes, _SEGMENT)
 
 
-def layer_buffer(layer: int, widest: int, limit: int) -> int:
+def layer_buffer(layer: int, widest: int, page: int, limit: int) -> int:
     """Bytes of a buffer for panels of layers whose matrices take `layer` bytes and have up to `widest` columns: a few
-    pieces a layer, `limit` at most; 0 if that is less than a panel, in whatever type."""
-    least = 4 * LANES * widest
+    pieces a layer, `limit` at most; 0 if that is less than a panel, in whatever type, or a page of their cache."""
+    least = max(4 * LANES * widest, page)
     size = min(limit, max(least, min(PIECE, layer // _LAYER_PIECES)))
     return 0 if size < least else size - size % min(size, _SEGMENT) or least
+
+
+def return_buffer(page: int, tokens: int, staging: int) -> int:
+    """Bytes of a buffer for pages that come back, of which there are `BUFFERS` in RAM: those of a prompt's step, as far
+    as the stage's buffers would hold them. page: bytes of the largest page of a layer, 0 where none passes."""
+    return page and max(page, min(staging, (tokens // PAGE + 2) * page))
 
 
 def expert_buffer(matrices: Sequence[int], experts: int) -> int:
@@ -126,7 +132,11 @@ class Stage:
 
     def panels_at_once(self, kind: str, k: int, nbytes: int) -> int:
         """How many panels of k columns, of `nbytes` each, a buffer holds as they are and converted; at least one."""
-        return max(1, self._size // max(nbytes, gpu_panels.panel_bytes(kind, k)))
+        return self.at_once(max(nbytes, gpu_panels.panel_bytes(kind, k)))
+
+    def at_once(self, nbytes: int) -> int:
+        """How many items of that size a buffer holds; at least one."""
+        return max(1, self._size // nbytes)
 
     @property
     def nbytes(self) -> int:

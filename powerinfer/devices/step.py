@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -78,10 +78,16 @@ class Operator:
     """A part of a step. kind: "attention", "project", "ffn", "head" and the like; layer: -1 for the head.
 
     static: launches the same kernels for every step of a shape, and the host does nothing else. An operator passes
-    tensors on within its layer only.
+    tensors on within its layer only. called: what does the same in a step of few tokens, static, in that the device
+    calls the host; None: there is none.
     """
 
     kind: str
     layer: int
     run: Callable[[Step], None]
     static: bool = True
+    called: Callable[[Step], None] | None = None
+
+    def as_called(self) -> Operator:
+        """The static one of the two."""
+        return self if self.called is None else replace(self, run=self.called, static=True, called=None)

@@ -25,10 +25,13 @@ else:
 class StepBuffers:
     """The residual stream and the description of a batch on a device, pinned memory for what is transferred.
 
-    totals: whether the parts of an FFN are added in a buffer of their own (`Step.total`).
+    totals: whether the parts of an FFN are added in a buffer of their own (`Step.total`); sleeps: whether the host
+    gives up its core while it waits for a result.
     """
 
-    def __init__(self, to: device, max_tokens: int, d_model: int, vocab_size: int, *, totals: bool) -> None:
+    def __init__(
+        self, to: device, max_tokens: int, d_model: int, vocab_size: int, *, totals: bool, sleeps: bool = False
+    ) -> None:
         torch = import_torch()
         self._streams = streams_of(to)
         self._vocab_size = vocab_size
@@ -37,7 +40,7 @@ class StepBuffers:
         self._total = torch.zeros_like(self._x) if totals else None
         self._host_logits = self._new_logits(1)
         self._description = _Description(to, self._streams)
-        self._uploaded, self._done = self._streams.event(), self._streams.event()
+        self._done = self._streams.event(sleeps=sleeps)
 
     @property
     def totals(self) -> bool:
@@ -55,17 +58,15 @@ class StepBuffers:
         return self._description.address, int(self._host_logits.data_ptr())
 
     def upload(self, batch: Batch, x: Float32, slots: Slots | None = None) -> Step:
-        """A step on the device: its description and its residual stream, one transfer each. slots: of states, if layers
-        have them."""
+        """A step on the device: its description and its residual stream, one transfer each; nothing of the last one is
+        under way. slots: of states, if layers have them."""
         tokens = len(batch.tokens)
         assert 0 < tokens <= len(self._x) and x.shape == (tokens, self._x.shape[1])
-        self._uploaded.synchronize()  # after a step that was broken off, the device may still be reading
         runs = None if slots is None else runs_with_slots(batch, slots)
         (positions, rows, places, page_table, logit_rows), runs_there = self._description.upload(batch, runs)
         np.copyto(self._host_x[:tokens].numpy(), x)
         on_device = self._x[:tokens]
         on_device.copy_(self._host_x[:tokens], non_blocking=True)
-        self._uploaded.record()
         total = None if self._total is None else self._total[:tokens]
         return Step(on_device, positions, rows, places, page_table, logit_rows, total=total, runs=runs_there)
 

@@ -2,12 +2,14 @@
 
 A product of many tokens costs a GPU little more than bringing the matrix there, and the CPU hundreds of times what
 reading it costs. So from some number of tokens on (`Stage.least`) a step leaves the CPU where an operator streams, and
-comes back behind it; operators that follow each other stay on the GPU:
+comes back behind it; operators that follow each other stay on the GPU. Where attention does not stream (latents, Gated
+DeltaNet), each FFN does by itself:
 
-    CPU   attention .. |                            | attention ..
+    CPU   attention .. |                             | attention ..
     GPU                | x, FFN with its matrices, x |
 
-The matrices are those that the CPU decodes with, in panels, and stay where they are.
+The matrices are those that the CPU decodes with, in panels, and stay where they are; so does the cache
+(`passed_cache.py`).
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer import _native
+from powerinfer.config import AttentionConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.gpu import GpuLayers
 from powerinfer.devices.gpu_weights import GpuNorm, PanelMatrix
+from powerinfer.devices.passed_cache import PassedCache, earlier_tokens
 from powerinfer.devices.stage import Stage
 from powerinfer.devices.step import Operator
 from powerinfer.devices.trace import Trace, span
@@ -79,6 +83,8 @@ class StreamedLayers:
         self.spans: list[Span] = []
         self._cpu = cpu
         self._gpu = gpu
+        self._cache = PassedCache(cpu, gpu, stage)
+        self._attending: int | None = None  # the layer whose attention was wired on the GPU
 
     # ---------------------------------------------------------------- wiring
 
@@ -99,9 +105,28 @@ class StreamedLayers:
         """In place of a norm over rows of d_model: a factor."""
         return BothNorms(self._cpu.scale(factor), self._gpu.scale(factor))
 
-    def attention(self, layer: int, norm: BothNorms | None, qkv: Sequence[BothMatrices], **more: Any) -> None:
-        """On the CPU."""
-        self._cpu.attention(layer, _of_cpu(norm), [one.cpu for one in qkv], **more)
+    def attention(
+        self,
+        layer: int,
+        norm: BothNorms | None,
+        qkv: Sequence[BothMatrices],
+        *,
+        biases: Sequence[Float32 | None] = (None, None, None),
+        **more: Any,
+    ) -> None:
+        """On both."""
+        first = self._cpu.operators
+        self._cpu.attention(layer, _of_cpu(norm), [one.cpu for one in qkv], biases=biases, **more)
+        matrices = self._streaming(*qkv)
+        rows = [None if b is None or m.kept is None else b[m.kept] for b, m in zip(biases, qkv, strict=True)]
+        own = [of if kept is None else kept for of, kept in zip(biases, rows, strict=True)]
+        self._gpu.attention(layer, _of_gpu(norm), matrices, biases=own, **more)
+        about = self._cpu.config.layers[layer].attention
+        assert isinstance(about, AttentionConfig)
+        before = Operator("cache", layer, lambda _: self._cache.bring(layer, about.window))
+        behind = Operator("cache", layer, lambda _: self._cache.give_back(layer))
+        self._add(layer, first, matrices, before, self._gpu.streamed(layer)[-1], behind)
+        self._attending = layer
 
     def latent_attention(
         self,
@@ -123,8 +148,12 @@ class StreamedLayers:
         self._cpu.latent_project(layer, v_b, matrix.cpu, _of_cpu(norm))
 
     def gate_attended(self, layer: int, norm: BothNorms | None, matrix: BothMatrices) -> None:
-        """On the CPU."""
+        """On both."""
+        first = self._cpu.operators
         self._cpu.gate_attended(layer, _of_cpu(norm), matrix.cpu)
+        (own,) = self._streaming(matrix)
+        self._gpu.gate_attended(layer, _of_gpu(norm), own)
+        self._add(layer, first, [own])
 
     def delta_net(self, layer: int, norm: BothNorms | None, matrices: Sequence[BothMatrices], **more: Any) -> None:
         """On the CPU."""
@@ -133,8 +162,13 @@ class StreamedLayers:
     def project(
         self, layer: int, matrix: BothMatrices, bias: Float32 | None = None, norm: BothNorms | None = None
     ) -> None:
-        """On the CPU."""
+        """Where attention is: on both, or on the CPU."""
+        first = self._cpu.operators
         self._cpu.project(layer, matrix.cpu, bias, _of_cpu(norm))
+        if layer == self._attending:
+            (own,) = self._streaming(matrix)
+            self._gpu.project(layer, own, bias, _of_gpu(norm))
+            self._add(layer, first, [own])
 
     def ffn(
         self,
@@ -150,34 +184,35 @@ class StreamedLayers:
         of_gate, first = None if gate is None else gate.cpu, self._cpu.operators
         self._cpu.ffn(layer, _of_cpu(norm), of_gate, up.cpu, down.cpu, vectors, _of_cpu(out_norm))
         matrices = self._streaming(*([up, down] if gate is None else [gate, up, down]))
-        if matrices is not None:
-            *own, of_up, of_down = matrices
-            norms = _of_gpu(norm), _of_gpu(out_norm)
-            self._gpu.ffn(layer, norms[0], own[0] if own else None, of_up, of_down, vectors, norms[1])
-            self._add(layer, first, sum(one.panels.nbytes for one in matrices))
+        *own, of_up, of_down = matrices
+        norms = _of_gpu(norm), _of_gpu(out_norm)
+        self._gpu.ffn(layer, norms[0], own[0] if own else None, of_up, of_down, vectors, norms[1])
+        self._add(layer, first, matrices)
 
     def normalise(self, layer: int, norm: BothNorms) -> None:
-        """On the CPU."""
+        """On both."""
+        first = self._cpu.operators
         self._cpu.normalise(layer, norm.cpu)
+        self._gpu.normalise(layer, norm.gpu)
+        self._add(layer, first)
 
     def head(self, norm: BothNorms | None, matrix: BothMatrices, projection: BothMatrices | None = None) -> None:
         """On the CPU."""
         self._cpu.head(_of_cpu(norm), matrix.cpu, None if projection is None else projection.cpu)
 
-    def _streaming(self, *matrices: BothMatrices) -> list[PanelMatrix] | None:
-        """Them, if all are in memory; others stay on disk and pass through a window."""
+    def _streaming(self, *matrices: BothMatrices) -> list[PanelMatrix]:
         found = []
         for one in matrices:
             native, panels = one.cpu, one.cpu.panels
-            if panels is None:
-                return None
+            assert panels is not None, "a matrix on disk does not stream"
             rows = native.rows if one.kept is None else len(one.kept)
             found.append(PanelMatrix(self.stage, native.type, rows, native.k, panels, one.kept))
         return found
 
-    def _add(self, layer: int, first: int, nbytes: int) -> None:
-        """What the GPU got last of a layer does what the CPU's operators from `first` on do."""
-        own = Span(layer, first, self._cpu.operators, (self._gpu.streamed(layer)[-1],), nbytes)
+    def _add(self, layer: int, first: int, matrices: Sequence[PanelMatrix] = (), *operators: Operator) -> None:
+        """These operators, () for what the GPU got last of a layer, do what the CPU's from `first` on do."""
+        nbytes = sum(one.panels.nbytes for one in matrices)
+        own = Span(layer, first, self._cpu.operators, operators or (self._gpu.streamed(layer)[-1],), nbytes)
         before = self.spans[-1] if self.spans else None
         if before is not None and (before.layer, before.last) == (layer, first):
             self.spans[-1] = before.then(own)
@@ -186,9 +221,15 @@ class StreamedLayers:
 
     # ---------------------------------------------------------------- running
 
-    def takes(self, tokens: int) -> bool:
-        """Whether a step of that number of tokens is long enough."""
-        return bool(self.spans) and self.stage.takes(tokens)
+    def takes(self, batch: Batch) -> bool:
+        """Whether a step has tokens enough. What holds for a matrix holds for the cache of a sequence: that of those
+        with few tokens in the step must not be larger than a layer's matrices."""
+        if not self.spans or not self.stage.takes(len(batch.tokens)):
+            return False
+        counts = np.bincount(batch.rows, minlength=len(batch.page_table))
+        few = [not self.stage.takes(count) for count in counts.tolist()]
+        beside = int(earlier_tokens(batch)[few].sum()) * self._cache.token_bytes
+        return beside <= max(own.nbytes for own in self.spans)
 
     def _together(self) -> list[Span]:
         """The spans, as one where one begins as the other ends."""
@@ -200,13 +241,20 @@ class StreamedLayers:
                 found.append(own)
         return found
 
+    def run(self, batch: Batch, x: Float32, operators: Sequence[Operator]) -> Float32:
+        """x float32 [T, d_model] after operators of spans; as of `GpuLayers.run_streamed`."""
+        self._cache.begin(batch)
+        found = self._gpu.run_streamed(batch, x, operators)
+        self._cache.end()
+        return found
+
     def finish(self, batch: Batch, trace: Trace | None = None) -> Float32:
         """As `CpuExecutor.finish`, with what streams on the GPU."""
         at: int | None = None
         for own in self._together():
             with span(trace, "cpu", "layers", -1):
                 x = self._cpu.run_part(batch, at, own.first)
-            x[:] = self._gpu.run_streamed(batch, x, own.operators)
+            x[:] = self.run(batch, x, own.operators)
             at = own.last
         with span(trace, "cpu", "layers and head", -1):
             return self._cpu.finish(batch, at)
@@ -214,6 +262,7 @@ class StreamedLayers:
     def close(self) -> None:
         """Free the buffers; no step follows."""
         self.spans.clear()
+        self._cache.close()
         self.stage.close()
 
 

@@ -1,4 +1,5 @@
-"""What a device does beside the host: its streams, events, pinned memory and recordings, in one interface.
+"""What a device does beside the host: its streams, events, pinned memory, recordings and calls of the host, in one
+interface.
 
 All that the project says about them goes through `streams_of(device)`. CUDA's own objects have these methods; on
 torch's CPU device, which emulates a GPU, an operation is done when its call returns, so there is nothing to wait for.
@@ -6,6 +7,7 @@ torch's CPU device, which emulates a GPU, an operation is done when its call ret
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -55,7 +57,9 @@ class Streams(Protocol):
         """Zeros in host memory with which copies go on beside the host (`non_blocking`)."""
         ...
 
-    def event(self, *, timed: bool = False) -> Event: ...
+    def event(self, *, timed: bool = False, sleeps: bool = False) -> Event:
+        """sleeps: the host gives up its core while it waits for it, rather than looking again and again."""
+        ...
 
     def stream(self) -> Stream:
         """A new one."""
@@ -75,6 +79,12 @@ class Streams(Protocol):
 
     def finish(self) -> None:
         """Wait for all streams."""
+        ...
+
+    def call(self, stream: Any, function: int, data: int) -> None:
+        """A stream calls a function of C, void (*)(void*), with its argument, in its order and on any thread; what
+        follows in the stream waits for its return. In a recording it is called in each replay. It must neither throw,
+        nor use the device, nor wait for a thread that waits for the device. RuntimeError where the device cannot."""
         ...
 
     def recorder(self) -> Callable[[Callable[[], None]], Recorded] | None:
@@ -97,8 +107,8 @@ class CudaStreams:
 
         return torch.zeros(shape, dtype=kind, pin_memory=True)
 
-    def event(self, *, timed: bool = False) -> Event:
-        own: Event = self._cuda.Event(enable_timing=timed)
+    def event(self, *, timed: bool = False, sleeps: bool = False) -> Event:
+        own: Event = self._cuda.Event(enable_timing=timed, blocking=sleeps)
         return own
 
     def stream(self) -> Stream:
@@ -120,6 +130,11 @@ class CudaStreams:
     def finish(self) -> None:
         self._cuda.synchronize(self._device)
 
+    def call(self, stream: Any, function: int, data: int) -> None:
+        status = _cuda_launch()(stream.cuda_stream, function, data)
+        if status:
+            raise RuntimeError(f"CUDA error {status}: a stream was to call a function of the host")
+
     def recorder(self) -> Callable[[Callable[[], None]], Recorded]:
         cuda = self._cuda
         pool, stream = cuda.graph_pool_handle(), cuda.Stream(self._device)
@@ -127,13 +142,32 @@ class CudaStreams:
 
         def record(run: Callable[[], None]) -> Recorded:
             graph = cuda.CUDAGraph()
-            with cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            own = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
+            # Outside: a recording that fails may leave its own stream as the current one.
+            with cuda.stream(cuda.current_stream(self._device)), cuda.graph(graph, **own):
                 run()
             first.append(graph) if not first else None
             replay: Recorded = graph.replay
             return replay
 
         return record
+
+
+@cache
+def _cuda_launch() -> Callable[[int, int, int], int]:
+    """cuLaunchHostFunc of the driver, which torch has loaded: its streams are those of the runtime. RuntimeError where
+    there is none."""
+    try:
+        launch = ctypes.CDLL("libcuda.so.1").cuLaunchHostFunc
+    except (OSError, AttributeError) as error:
+        raise RuntimeError(f"the CUDA driver has no cuLaunchHostFunc: {error}") from None
+    launch.argtypes, launch.restype = [ctypes.c_void_p] * 3, ctypes.c_int
+    return launch
+
+
+def call_now(function: int, data: int) -> None:
+    """Call a function of C, void (*)(void*), without Python's lock."""
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(data)
 
 
 class _Reached:
@@ -172,7 +206,7 @@ class ImmediateStreams:
 
         return torch.zeros(shape, dtype=kind)
 
-    def event(self, *, timed: bool = False) -> Event:
+    def event(self, *, timed: bool = False, sleeps: bool = False) -> Event:
         return _Reached()
 
     def stream(self) -> Stream:
@@ -189,6 +223,9 @@ class ImmediateStreams:
 
     def finish(self) -> None:
         pass
+
+    def call(self, stream: Any, function: int, data: int) -> None:
+        call_now(function, data)
 
     def recorder(self) -> None:
         return None

@@ -309,14 +309,15 @@ class _GpuSamples(Samples):
             ]
         rows = nbytes = 0
         for selected in lists:
-            fired = gpu.neuron_sum(copies[0], x, selected, threshold)[1].cpu().numpy() > 0
-            first, active = n if selected is None else int(selected.sum()), int(fired.sum())
-            groups = len(np.unique(np.flatnonzero(fired) // BUNDLE_GROUP))
+            fires = gpu.neuron_sum(copies[0], x, selected, threshold)[1].cpu().numpy() > 0
+            first, active = n if selected is None else int(selected.sum()), int(fires.sum())
+            groups = len(np.unique(np.flatnonzero(fires) // BUNDLE_GROUP))
             rows += first + 2 * active
             nbytes += first * layout.gate_bytes + active * (layout.gate_bytes + layout.down_bytes)
             nbytes += groups * layout.shared_bytes
+        to, fired = torch.zeros_like(x), torch.zeros(n, dtype=torch.int64, device=self._device)
         calls = [
-            partial(gpu.neuron_sum, neurons, x, selected, threshold)
+            partial(gpu.neuron_sum, neurons, x, selected, threshold, to, fired)
             for neurons, selected in zip(cycle(copies), lists * -(-len(copies) // len(lists)), strict=False)
         ]
         return rows / len(lists), nbytes / len(lists), self._seconds(calls)
@@ -330,18 +331,21 @@ class _GpuSamples(Samples):
 
     def split(self, op_us: float, step_us: float, gb_s: float) -> tuple[float, float]:
         """(sparse_us, sync_us): extra time of a layer for a sparse FFN, and for an exchange with an idle CPU."""
+        import torch
+
         self.tick()
         shape, layers = self._effort.narrow, self._effort.layers[1]
         _, neurons = self._neurons("F16", shape)
         threshold = NormalDist().inv_cdf(1 - _FEW_FIRE)
         square = self.normal("F16", shape[0], shape[0])
+        fired = torch.zeros(neurons.n, dtype=torch.int64, device=self._device)
         times = []
         for exchange in (False, True):
             made = self._layers(shape, layers, split=True)
             wire(made, shape[0], layers, [square] * 3, square)
             for layer in range(layers):
                 norm = made.norm(np.ones(shape[0], np.float32))
-                made.split_ffn(layer, norm, _Sample(made, layer, neurons, threshold, exchange))
+                made.split_ffn(layer, norm, _Sample(made, layer, neurons, threshold, fired, exchange))
             times.append(self._step_seconds(made))
         read = neurons.nbytes * (1 + 2 * _FEW_FIRE) / 3  # gate, and the firing rows of up and down
         each = (1e6 * times[0] - step_us) / layers - _LAYER_OPERATORS * op_us - read / (1e3 * gb_s)
@@ -468,12 +472,14 @@ def _copy(neurons: gpu.Neurons) -> gpu.Neurons:
 
 @dataclass(frozen=True)
 class _Sample:
-    """An FFN of one part, on the GPU; exchange: beside a CPU that has nothing to do."""
+    """An FFN of one part, on the GPU; fired: its counters; exchange: beside a CPU that has nothing to do, called or
+    waiting as the engine's is."""
 
     layers: GpuLayers
     layer: int
     neurons: gpu.Neurons
     threshold: float
+    fired: Tensor
     exchange: bool
 
     def before(self) -> list[Operator]:
@@ -486,7 +492,9 @@ class _Sample:
             return []
         link = self._link
         send = Operator("copy out", self.layer, lambda step: link.send(len(step.x), 0))
-        return [send, Operator("mark", self.layer, lambda _: link.mark(), static=False)]
+        call = link.empty_call()
+        own = Operator("mark", self.layer, lambda _: link.mark(), False, lambda _: link.begin(call))
+        return [send, own]
 
     def finish(self) -> list[Operator]:
         """Add the neurons' sum, and the CPU's, where there is an exchange."""
@@ -494,7 +502,7 @@ class _Sample:
         if not self.exchange:
             return [hot]
         link = self._link
-        wait = Operator("wait", self.layer, lambda _: link.wait(), static=False)
+        wait = Operator("wait", self.layer, lambda _: link.wait(), False, lambda _: link.join())
         return [hot, wait, Operator("add", self.layer, lambda step: link.add_back(step.target))]
 
     @property
@@ -507,4 +515,5 @@ class _Sample:
 
     def _add(self, step: Step) -> None:
         assert step.read is not None
-        step.add_part(gpu.neuron_sum(self.neurons, step.read, None, self.threshold)[0])
+        gpu.neuron_sum(self.neurons, step.read, None, self.threshold, step.target, self.fired)
+        step.normed = None

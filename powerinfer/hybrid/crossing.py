@@ -208,7 +208,7 @@ def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[Streamed], sa
 def measured_layers(executor: SplitExecutor) -> Crossing:
     """Time what streams of the layer of which most does, both ways; the cache must be empty. How long dense products
     take does not depend on the numbers."""
-    streamed, cpu, gpu = executor.streamed, executor.cpu, executor.gpu
+    streamed, cpu = executor.streamed, executor.cpu
     assert streamed is not None
     own = max(streamed.spans, key=lambda one: one.nbytes)
     random = np.random.default_rng(0)
@@ -223,7 +223,7 @@ def measured_layers(executor: SplitExecutor) -> Crossing:
         def run() -> float:
             begin = time.perf_counter()
             if streams:
-                gpu.run_streamed(batch, x, [*own.operators] * _CALLS)
+                streamed.run(batch, x, [*own.operators] * _CALLS)
             else:
                 for _ in range(_CALLS):
                     cpu.run_part(batch, own.first, own.last)
@@ -245,7 +245,8 @@ def _inputs(executor: SplitExecutor, ffn: Streamed, sample: Sequence[int]) -> tu
     tokens = np.resize(np.asarray(sample or [0], np.int32), count)
     ffn.on_input = lambda x, read: seen.append((x.clone(), read.clone()))
     try:
-        executor.forward(Batch(tokens, places, np.zeros(count, np.int32), pages, np.empty(0, np.int32)))
+        with executor.gpu.launched():
+            executor.forward(Batch(tokens, places, np.zeros(count, np.int32), pages, np.empty(0, np.int32)))
     finally:
         ffn.on_input = None
     return seen[0]

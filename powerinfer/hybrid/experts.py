@@ -54,6 +54,7 @@ from powerinfer.sparsity import Sparsity
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from powerinfer import _native
     from powerinfer.devices.gpu import GpuLayers
     from powerinfer.devices.split import SplitExecutor
 
@@ -144,9 +145,14 @@ class HybridExperts:
         self._copier = copier
         self._swapped, self._whole = True, False
         self._copying: tuple[list[Swap], Future[Event]] | None = None
+        self._calls: dict[int, tuple[_native.ExpertCall, ...]] = {}  # by tokens
+        # For calls: of each expert its place on the CPU, -1 where it is on the GPU; what tokens select, as of `calls`.
+        self._own_places = np.full(about.n_experts, -1, np.int32)
+        self._tally = np.zeros(about.n_experts + 1, np.int64)
         self._disk = cpu.disk if cpu.disk is not None and layer in cpu.disk.about.experts else None
         with gpu_failures(f"loading the experts of layer {layer}", "give less --vram"), current(layers.device):
             self._upload(weights)
+            self._norm = weights.norm
             # Views of the model's file: no memory of their own.
             self._tensors = self._place(cpu, weights, hot)
         if movable and copier is None and self.about.bias:
@@ -192,7 +198,8 @@ class HybridExperts:
         views: list[RawTensor] | None = None
         if self._disk is not None:
             self._resting = weights.resting()
-            self._cpu_part = cpu.resting_sum(self.layer, self._resting, self._biases)
+            about = weights.correction, weights.router_bias
+            self._cpu_part = cpu.resting_sum(self.layer, self._resting, self._biases, *about)
             if len(here):
                 biases = [None if bias is None else bias[here] for bias in self._biases]
                 slots = np.arange(len(here), dtype=np.int32)
@@ -211,7 +218,32 @@ class HybridExperts:
         self._slot[here] = np.arange(len(here))
         self._place_of[on_cpu] = np.arange(len(on_cpu))
         self._slots = torch.from_numpy(self._slot.copy()).to(device)
+        self._tell_slots()
         return views
+
+    def _tell_slots(self) -> None:
+        """The GPU, what it calls, and what guesses the CPU's experts, know what is there."""
+        import torch
+
+        self._slots.copy_(torch.from_numpy(self._slot))
+        self._own_places[:] = np.where(self._slot < 0, self._place_of, np.int32(-1))
+        if self._disk is not None and self._cpu_part is not None:
+            self._cpu_part.op.elsewhere[:] = self._slot >= 0
+
+    def foresee(self, cpu: CpuExecutor, before: HybridExperts, router: RawTensor) -> None:
+        """Where experts rest on disk, the layer before guesses which ones are needed, and reads them early.
+
+        What a layer's router gets differs from what the one before it got by what is added to the stream between them,
+        and by the weights of their norms: these are part of the matrix that guesses. router: [experts, d_model].
+        """
+        norm, other, first, second = self._norm, before._norm, before._cpu_part, self._cpu_part
+        rest = self._disk is not None and before._disk is not None and self._disk.about.prefetch
+        if not rest or first is None or second is None or self.about.early_router:
+            return
+        if norm is None or other is None or not other.all():
+            return
+        weights = (router.float32() * (norm / other)).astype(np.float32)
+        cpu.foresee(first, second, RawTensor("F32", router.shape, weights.view(np.uint8).reshape(-1)))
 
     def _stored(self, expert: int) -> list[RawTensor]:
         """An expert's matrices [out, in], as the file has them. ModelError if they cannot be read."""
@@ -233,22 +265,24 @@ class HybridExperts:
     def swap(self, leave: Indices, come: Indices) -> None:
         """Exchange experts on the GPU for as many on the CPU, each in the other's memory; not while a step runs.
         ModelError for one that cannot be read from disk: it stays where it is."""
-        import torch
-
         assert self._gpu_part is not None and self._cpu_part is not None
         failures = gpu_failures(f"swapping experts of layer {self.layer}", "load the model again")
-        with failures, current(self._layers.device):
-            for old, new in zip(leave, come, strict=True):
-                slot, place = int(self._slot[old]), int(self._place_of[new])
-                into = self._stored(int(new))
-                self._swapped = False  # a swap that fails leaves an expert in neither place
-                gpu_experts.replace(self._gpu_part, slot, into, int(new), self._biases)
-                if self._disk is None:
-                    self._cpu_part.replace(place, self._stored(int(old)))
-                    self._place_of[old], self._place_of[new] = place, -1
-                self._slot[old], self._slot[new] = -1, slot
-                self._slots.copy_(torch.from_numpy(self._slot))
-                self._swapped = True
+        try:
+            with failures, current(self._layers.device):
+                for old, new in zip(leave, come, strict=True):
+                    slot, place = int(self._slot[old]), int(self._place_of[new])
+                    into = self._stored(int(new))
+                    self._swapped = False  # a swap that fails leaves an expert in neither place
+                    gpu_experts.replace(self._gpu_part, slot, into, int(new), self._biases)
+                    if self._disk is None:
+                        self._cpu_part.replace(place, self._stored(int(old)))
+                        self._place_of[old], self._place_of[new] = place, -1
+                    self._slot[old], self._slot[new] = -1, slot
+                    self._tell_slots()
+                    self._swapped = True
+        finally:
+            if not self._swapped:
+                self._layers.changed(self.layer)  # what is replayed does not look whether a swap failed
 
     def _exchange(self, swaps: list[Swap]) -> None:
         """Begin to copy experts into slots, beside the steps: the next step of the layer has them."""
@@ -263,8 +297,6 @@ class HybridExperts:
 
     def _take_copied(self) -> None:
         """What was copied since the layer's last step is used from now on."""
-        import torch
-
         if self._copying is None or self._copier is None:
             return
         (swaps, copying), self._copying = self._copying, None
@@ -276,7 +308,7 @@ class HybridExperts:
                     self._slot[expert] = slot
                 self.copied += len(swaps)
         finally:
-            self._slots.copy_(torch.from_numpy(self._slot))
+            self._tell_slots()
 
     def follow(self, policy: Policy) -> None:
         """From the next step on a policy decides, and has its experts in their slots; not while a step runs."""
@@ -302,7 +334,7 @@ class HybridExperts:
             self.stage.close()
         if self._copier is not None:
             self._copier.close()
-        for name in (*_HELD, "_cpu_part", "_link", "_layers", "_tensors", "_disk"):
+        for name in (*_HELD, "_cpu_part", "_calls", "_link", "_layers", "_tensors", "_disk"):
             self.__dict__.pop(name, None)
 
     @property
@@ -327,7 +359,7 @@ class HybridExperts:
         operators = [Operator("router", self.layer, self._select)]
         if self._cpu_part is not None:
             operators.append(Operator("selection out", self.layer, self._send_experts))
-            operators.append(Operator("mark selection", self.layer, self._mark_experts, static=False))
+            operators.append(self._acts("mark selection", self._mark_experts, self._begin_ahead))
         return operators
 
     def begin(self) -> list[Operator]:
@@ -335,7 +367,7 @@ class HybridExperts:
         operators = [] if self.about.early_router else [Operator("router", self.layer, self._select)]
         if self._cpu_part is not None:
             operators.append(Operator("copy out", self.layer, self._send))
-            operators.append(Operator("mark", self.layer, self._mark, static=False))
+            operators.append(self._acts("mark", self._mark, self._begin_cold))
         return operators
 
     def finish(self) -> list[Operator]:
@@ -346,9 +378,15 @@ class HybridExperts:
         if self._shared is not None:
             operators.append(Operator("shared expert", self.layer, self._add_shared))
         if self._cpu_part is not None:
-            operators.append(Operator("cold experts", self.layer, self._sum_cold, static=False))
+            operators.append(self._acts("cold experts", self._sum_cold, self._join_cold))
             operators.append(Operator("add", self.layer, self._add_cold))
         return operators
+
+    def _acts(self, kind: str, run: Callable[[Step], None], called: Callable[[Step], None]) -> Operator:
+        """One in which the host acts, unless the GPU can call it: policies look at every step, and reads from disk fail
+        by themselves."""
+        callable_ = self._copier is None and self._disk is None
+        return Operator(kind, self.layer, run, False, called if callable_ else None)
 
     def _select(self, step: Step) -> None:
         assert step.read is not None
@@ -373,9 +411,29 @@ class HybridExperts:
         if not self._streams(step):
             self._link.send(len(step.x), 0 if self.about.early_router else EXPERT_BYTES * self._top_k)
 
-    def _mark(self, step: Step) -> None:
+    def _check(self) -> None:
         if not self._swapped:
             raise PowerInferError(f"experts of layer {self.layer} were lost in a swap: load the model again")
+
+    def _calls_of(self, tokens: int) -> tuple[_native.ExpertCall, ...]:
+        if tokens not in self._calls:
+            assert self._cpu_part is not None
+            own = self._own_places, self._tally
+            self._calls[tokens] = self._cpu_part.calls(self._link, tokens, *own, ahead=self.about.early_router)
+        return self._calls[tokens]
+
+    def _begin_ahead(self, step: Step) -> None:
+        self._link.begin(self._calls_of(len(step.x))[0])
+
+    def _begin_cold(self, step: Step) -> None:
+        self._check()
+        self._link.begin(self._calls_of(len(step.x))[-1])
+
+    def _join_cold(self, _: Step) -> None:
+        self._link.join()
+
+    def _mark(self, step: Step) -> None:
+        self._check()
         self._take_copied()
         if self.on_input is not None:
             assert step.read is not None
@@ -477,11 +535,29 @@ class HybridExperts:
 
     # ---------------------------------------------------------------- counters, of layers with cold experts
 
+    def collect(self) -> None:
+        """Add to the counters what the GPU's calls of the CPU did since the last time; not while a step runs."""
+        for tokens, calls in self._calls.items():
+            made, jobs, *_ = calls[-1].take()
+            self.tokens += made * tokens
+            self.steps += made
+            self.jobs += jobs
+        counts, hits = self._tally[:-1], int(self._tally[-1])
+        if self._cpu_part is not None and self._cpu_part.by_neuron is not None and not self._whole:
+            self.by_neuron += (int(counts.sum()) - hits) * self.about.size
+        self.selected += counts
+        self.recent += counts
+        self.hits += hits
+        self._tally[:] = 0
+
     def clear(self) -> None:
-        """Reset the counters. selected: int64 [experts], tokens that each was selected for; hits: selections of those
-        on the GPU; copied: experts copied there beside steps; jobs: steps in which the CPU had one; recent: as
-        selected, halved now and then (`ExpertSparsity.adjust`). by_neuron: neurons of the cold experts of steps that
-        skip those that do not fire."""
+        """Reset the counters, which are as of the last `collect`. selected: int64 [experts], tokens that each was
+        selected for; hits: selections of those on the GPU; copied: experts copied there beside steps; jobs: steps in
+        which the CPU had one; recent: as selected, halved now and then (`ExpertSparsity.adjust`). by_neuron: neurons of
+        the cold experts of steps that skip those that do not fire."""
+        for calls in self._calls.values():
+            calls[-1].take()
+        self._tally[:] = 0
         self.selected = np.zeros(self.about.n_experts, np.int64)
         self.recent = np.zeros(self.about.n_experts)
         self.tokens = self.steps = self.jobs = self.hits = self.copied = self.by_neuron = 0
@@ -496,6 +572,7 @@ class HybridExperts:
 
     def set_whole(self, on: bool) -> None:
         """Whether every neuron is computed of cold experts that could skip some."""
+        self.collect()
         self._whole = on
         if self._cpu_part is not None:
             self._cpu_part.set_whole(on)
@@ -556,6 +633,8 @@ class ExpertSplit:
             hot = copier.policy.resident(layer).copy()
         movable = self.movable or copier is not None
         ffn = HybridExperts(layer, cpu, layers, given, hot, movable=movable, stage=self.stage, copier=copier)
+        if self.ffns and self.ffns[-1].layer == layer - 1:
+            ffn.foresee(cpu, self.ffns[-1], given.router)
         self.ffns.append(ffn)
         return ffn
 
@@ -589,6 +668,7 @@ class ExpertSparsity(Sparsity):
         layers: list[dict[str, Any]] = []
         selected = hot = 0
         for ffn in self.ffns:
+            ffn.collect()
             own, on_gpu = int(ffn.selected.sum()), ffn.hits
             selected, hot = selected + own, hot + on_gpu
             layers.append(
@@ -634,6 +714,7 @@ class ExpertSparsity(Sparsity):
         for _ in self.ffns:
             ffn = self.ffns[self._turn]
             self._turn = (self._turn + 1) % len(self.ffns)
+            ffn.collect()
             if ffn.recent.sum() < ENOUGH * ffn.about.router.top_k or not len(ffn.hot):
                 continue
             leave, come = trades(ffn.recent, ffn.hot, ffn.cold, MOST)

@@ -42,28 +42,40 @@ from powerinfer.neurons import Counts, FfnVectors, Indices, NeuronVectors, Place
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from powerinfer import _native
     from powerinfer.devices.gpu import GpuLayers
 
 
 @dataclass
 class _GpuPredictor:
-    """A layer's predictor on the GPU. columns: int64, the hot neurons and the cold ones, once they are placed."""
+    """A layer's predictor on the GPU. order, int32, and the same on the GPU, numbers: the neurons of the rows of
+    `outer`, the hot ones first."""
 
     about: Predictor
     inner: gpu.Weight
     outer: gpu.Weight
-    columns: tuple[Tensor, ...] = ()
+    order: Indices
+    numbers: Tensor
 
     @property
     def nbytes(self) -> int:
-        return self.inner.nbytes + self.outer.nbytes + tensor_bytes(*self.columns)
+        return self.inner.nbytes + self.outer.nbytes + tensor_bytes(self.numbers)
+
+    def arrange(self, order: Indices) -> None:
+        """Give `outer` its rows in this order of neurons."""
+        import torch
+
+        gpu.rearrange(self.outer, np.argsort(self.order)[order].astype(np.int32))
+        self.numbers.copy_(torch.from_numpy(order))
+        self.order = order
 
 
 class HybridFfn:
     """The FFN of one layer of `GpuLayers`: hot neurons on the GPU, cold ones on the CPU.
 
     hot, cold: int32, the neurons on the GPU and on the CPU, ascending. on_input: called in steps in which neurons are
-    cold with the residual stream and the input of gate and up, both float32 [T, d_model] on the GPU.
+    cold, and which are launched, with the residual stream and the input of gate and up, both float32 [T, d_model] on
+    the GPU.
     """
 
     def __init__(
@@ -85,6 +97,8 @@ class HybridFfn:
         PowerInferError if a device runs out of memory; ValueError for neurons that compete in banks: which of them
         count depends on gates of both devices.
         """
+        import torch
+
         assert layers.link is not None
         if cpu.config.in_banks:
             raise ValueError("neurons of the activation topk cannot be split over devices")
@@ -99,12 +113,15 @@ class HybridFfn:
         self._threshold = threshold
         self._gpu_part: GpuPart | None = None
         self._cpu_part = CpuPart(cpu, layer, bundles.layouts[layer], vectors, threshold)
+        self._calls: dict[tuple[int, int], _native.NeuronCall] = {}  # by tokens and columns that are sent
         self._predicts = True
         self._predictor: _GpuPredictor | None = None
         if weights is not None:
             with self._failures():
                 inner, outer = (gpu.upload(part, layers.device) for part in weights[1:])
-                self._predictor = _GpuPredictor(weights[0], inner, outer)
+                order = np.arange(outer.rows, dtype=np.int32)
+                numbers = torch.empty(len(order), dtype=torch.int32, device=layers.device)
+                self._predictor = _GpuPredictor(weights[0], inner, outer, order, numbers)
         self.place(hot)
         self.clear()
 
@@ -114,21 +131,21 @@ class HybridFfn:
         New neurons are read from the bundles file, in the order of their index, into the memory of those they replace.
         If this fails, it must be repeated before a step runs.
         """
-        import torch
-
         layout, to = self._bundles.layouts[self.layer], self._layers.device
         self._bundles.file.check()
         groups = self._bundles.layers[self.layer]
         self.hot = hot
         self.cold = np.setdiff1d(np.arange(self._config.size, dtype=np.int32), hot)
         self._gpu_part = None  # free its memory before allocating
+        if self._calls:
+            self._take_calls()
+            self._calls.clear()
         with self._failures(), current(to):
             if len(hot):
                 own = self._config, self._vectors, self._threshold
                 self._gpu_part = GpuPart(layout, groups, hot, to, *own)
             if self._predictor is not None:
-                columns = (torch.from_numpy(part.astype(np.int64)).to(to) for part in (hot, self.cold))
-                self._predictor.columns = tuple(columns)
+                self._predictor.arrange(np.concatenate([hot, self.cold]))
         self._cpu_part.place(groups, self.cold)
         self._layers.changed(self.layer)
         self._bundles.file.release(groups)
@@ -137,7 +154,7 @@ class HybridFfn:
         """Free both parts, the predictor, and the buffers that this FFN shares with others."""
         if self.stage is not None:
             self.stage.close()
-        for name in ("_gpu_part", "_cpu_part", "_predictor", "_link", "_layers", "_bundles"):
+        for name in ("_gpu_part", "_cpu_part", "_calls", "_predictor", "_link", "_layers", "_bundles"):
             self.__dict__.pop(name, None)
 
     def _failures(self) -> AbstractContextManager[None]:
@@ -167,16 +184,17 @@ class HybridFfn:
     def begin(self) -> list[Operator]:
         """Send the CPU its input and its selection, see `FfnParts`.
 
-        The GPU's work is static: the launches are the same for every step of a shape. In between, the host acts twice
-        if there are cold neurons: it records an event after the copy, and sums the cold neurons while the GPU sums the
-        hot ones. In a long step it streams them to the GPU instead.
+        The GPU's work is static: the launches are the same for every step of a shape. If there are cold neurons, in a
+        step of few tokens the GPU calls the CPU, which sums them while the GPU sums the hot ones. In others, and where
+        the GPU cannot, the host acts twice: it records an event after the copy, and sums the cold neurons. In a long
+        step it streams them to the GPU instead.
         """
         operators = []
         if self._predictor is not None:
             operators.append(self._operator("predictor", self._select))
         if len(self.cold):
             operators.append(self._operator("copy out", self._send))
-            operators.append(self._operator("mark", self._mark, static=False))
+            operators.append(self._operator("mark", self._mark, called=self._begin_cold))
         return operators
 
     def finish(self) -> list[Operator]:
@@ -185,12 +203,14 @@ class HybridFfn:
         if len(self.hot):
             operators.append(self._operator("hot neurons", self._add_hot))
         if len(self.cold):
-            operators.append(self._operator("cold neurons", self._sum_cold, static=False))
+            operators.append(self._operator("cold neurons", self._sum_cold, called=self._join_cold))
             operators.append(self._operator("add", self._add_cold))
         return operators
 
-    def _operator(self, kind: str, run: Callable[[Step], None], *, static: bool = True) -> Operator:
-        return Operator(kind, self.layer, run, static)
+    def _operator(
+        self, kind: str, run: Callable[[Step], None], *, called: Callable[[Step], None] | None = None
+    ) -> Operator:
+        return Operator(kind, self.layer, run, called is None, called)
 
     def _selects(self, tokens: int) -> bool:
         """Whether the predictor runs in a step of that number of tokens."""
@@ -201,17 +221,13 @@ class HybridFfn:
         return self.stage is not None and self.stage.takes(len(step.x))
 
     def _select(self, step: Step) -> None:
-        import torch
-
         tokens, predictor = len(step.x), self._predictor
         if predictor is None or not self._selects(tokens):
             return
         about = predictor.about
-        selected = gpu.predict(predictor.inner, predictor.outer, step.x, about.threshold, about.floor)
         places = self._link.selected(tokens, len(self.hot), len(self.cold))
-        for columns, place in zip(predictor.columns, places, strict=True):
-            if len(columns):
-                torch.index_select(selected, 1, columns, out=place)
+        weights = predictor.inner, predictor.outer, predictor.numbers
+        gpu.predict(*weights, step.x, about.threshold, about.floor, places)
 
     def _send(self, step: Step) -> None:
         if not self._streams(step):
@@ -228,11 +244,21 @@ class HybridFfn:
         if not self._streams(step):
             self._link.mark()
 
+    def _begin_cold(self, step: Step) -> None:
+        tokens, columns = len(step.x), self._sent_columns(len(step.x))
+        if (tokens, columns) not in self._calls:
+            self._calls[tokens, columns] = self._cpu_part.call(self._link, tokens, columns)
+        self._link.begin(self._calls[tokens, columns])
+
+    def _join_cold(self, _: Step) -> None:
+        self._link.join()
+
     def _add_hot(self, step: Step) -> None:
         assert self._gpu_part is not None and step.read is not None
         tokens = len(step.x)
         selected = self._link.selected(tokens, len(self.hot), 0)[0] if self._selects(tokens) else None
-        step.add_part(self._gpu_part.sum(step.read, selected, count=tokens <= NEURON_TOKENS))
+        self._gpu_part.add_sum(step.target, step.read, selected, count=tokens <= NEURON_TOKENS)
+        step.normed = None
 
     def _sum_cold(self, step: Step) -> None:
         """Write the CPU's sum to the link's buffer; zeros if no cold neuron is selected."""
@@ -265,6 +291,7 @@ class HybridFfn:
     def clear(self) -> None:
         """Reset the counters."""
         self._sums: Counter[str] = Counter()
+        self._take_calls()
         self._jobs = 0
         self._since = self._layers.few_tokens, self._layers.few_steps
         self.recent = np.zeros(self._config.size)
@@ -291,6 +318,7 @@ class HybridFfn:
 
         `recent`, float64 [neurons], has then for each neuron the tokens that it fired for.
         """
+        self._take_calls()
         tokens, steps = self._layers.few_tokens - self._since[0], self._layers.few_steps - self._since[1]
         self._since = self._layers.few_tokens, self._layers.few_steps
         self.recent_tokens += tokens
@@ -309,9 +337,17 @@ class HybridFfn:
 
     def take_seconds(self) -> tuple[float, float]:
         """Seconds that the CPU waited for the GPU, and summed cold neurons beside it, since the last call."""
+        self._take_calls()
         wait, work = self._seconds
         self._seconds = np.zeros(2)
         return float(wait), float(work)
+
+    def _take_calls(self) -> None:
+        """Add what the GPU's calls of the CPU did since the last time."""
+        for (tokens, _), call in self._calls.items():
+            _, jobs, waited, worked = call.take()
+            self._jobs += jobs if tokens <= NEURON_TOKENS else 0
+            self._seconds += waited, worked
 
     def _take_counts(self) -> dict[str, int]:
         """Add the counts since the last call to `recent`. Returns the sums of the existing parts."""

@@ -193,6 +193,8 @@ def _load_neurons(resolved: Resolved, plan: Plan, sample: Sample, progress: Prog
             saved.keep(held)
         if held.plan is not plan:
             executor.choices["gpu"] += f", {100 * held.plan.choice.mass_on_gpu:.0f} % since memory was measured"
+        if resolved.engine.trial:
+            executor.choose_calls()
         sparsity = HybridSparsity(resolved.selection.selector, executor, split.ffns, split.stage)
         sparsity.clear()  # counts of the measurements
     except BaseException:
@@ -249,6 +251,8 @@ def _split_of_experts(
     try:
         settle = None if sample is None else partial(_settle_prompts, executor, resolved, split, sample, progress)
         hold_budget(executor, resolved.engine.max_batch, resolved.vram, split=split, settle=settle or (lambda: None))
+        if sample is not None and resolved.engine.trial:
+            executor.choose_calls()
     except BaseException:
         executor.close()
         raise

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from powerinfer import _native
+    from powerinfer.devices.link import Link
 
 
 class GpuPart:
@@ -47,16 +48,13 @@ class GpuPart:
         """Bytes on the GPU, counters included."""
         return self.neurons.nbytes + tensor_bytes(self._fired)
 
-    def sum(self, x: Tensor, selected: Tensor | None, *, count: bool) -> Tensor:
-        """The neurons' sum for x, both float32 [T, d_model].
+    def add_sum(self, to: Tensor, x: Tensor, selected: Tensor | None, *, count: bool) -> None:
+        """to += the neurons' sum for x, both float32 [T, d_model].
 
         selected: uint8 [T, neurons of the part], 0 for a neuron that does not count for a token; None: all count.
         count: whether neurons that fire are counted.
         """
-        total, fired = gpu.neuron_sum(self.neurons, x, selected, self._threshold)
-        if count:
-            self._fired += fired
-        return total
+        gpu.neuron_sum(self.neurons, x, selected, self._threshold, to, self._fired if count else None)
 
     def take_counts(self) -> Counts:
         """int64 [neurons of the part], the tokens that each fired for since the last call."""
@@ -105,12 +103,17 @@ class CpuPart:
         self._neurons = self._cpu.parts.bundled(*own, threshold=self._threshold, count_fired=True)
 
     def sum(self, x: Float32, selected: NDArray[np.uint8] | None, out: Float32) -> bool:
-        """out = the neurons' sum for x, both float32 [T, d_model]. selected: as for `GpuPart.sum`.
+        """out = the neurons' sum for x, both float32 [T, d_model]. selected: as for `GpuPart.add_sum`.
 
         False if none is selected: then out is zero, and nothing was computed.
         """
         assert self._neurons is not None
         return self._neurons.sum(x, out, selected)
+
+    def call(self, link: Link, tokens: int, columns: int) -> _native.NeuronCall:
+        """The same for a GPU to call, of the neurons as they are placed now; columns: as of `Link.views`."""
+        assert self._neurons is not None
+        return link.neuron_call(self._neurons, tokens, columns)
 
     def take_counts(self) -> Counts:
         """int64 [neurons of the part], the tokens that each fired for since the last call."""

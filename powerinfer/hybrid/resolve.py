@@ -178,7 +178,14 @@ class Needs(NamedTuple):
 def needs(resolved: Resolved) -> Needs:
     """What the load that was resolved takes, as the budgets count it."""
     from powerinfer.hardware.measure import measured
-    from powerinfer.placement.budget import in_ram, on_gpu, staged_in_ram, staged_on_gpu, streamed_vectors
+    from powerinfer.placement.budget import (
+        in_ram,
+        on_gpu,
+        staged_in_ram,
+        staged_on_gpu,
+        streamed_in_ram,
+        streamed_on_gpu,
+    )
 
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
     if resolved.disk is not None and resolved.gpu is None:
@@ -197,8 +204,9 @@ def needs(resolved: Resolved) -> Needs:
     if resolved.disk is not None:
         ram = sum(resolved.disk.held.values())
     vram = sum(on_gpu(model, hardware, work, layers, head, True, slots).values())
-    if resolved.experts is None and resolved.staging:
-        vram += streamed_vectors(model, layers)
+    if resolved.experts is None:
+        more = streamed_on_gpu(model, work, layers, resolved.staging) if resolved.staging else 0
+        return Needs(ram + streamed_in_ram(model, work, layers, resolved.staging), 0, vram + more)
     return Needs(ram + staged_in_ram(resolved.staging), 0, vram + staged_on_gpu(resolved.staging))
 
 
@@ -258,6 +266,9 @@ def with_fewer_experts(resolved: Resolved) -> Resolved | None:
         ram = within(available_memory())
     if ram is None or (needed := needs(fewer).ram) <= ram:
         return fewer
+    if resolved.policy is None:
+        static = replace(resolved, policy="static", why_policy="others need more RAM than there is")
+        return with_fewer_experts(static)
     if engine.disk == "none":
         raise RequestError(f"the experts that --vram does not hold need {gib(needed)} of RAM: give --ram {gib(needed)}")
     model, hardware = _model(checkpoint, engine, resolved.selection), measured(engine, gpu=resolved.gpu)
@@ -530,11 +541,12 @@ def _whole_layers(resolved: Resolved, model: Model, hardware: Hardware) -> Resol
 def _within_ram(resolved: Resolved, model: Model, hardware: Hardware) -> Resolved:
     """The same within --ram, without the buffers for long prompts or with what that does not hold on disk, where layers
     are on the GPU as a whole. RequestError if it does not hold the rest."""
-    from powerinfer.placement.budget import gib, in_ram, staged_in_ram
+    from powerinfer.placement.budget import gib, in_ram, streamed_in_ram
 
     engine, layers, head = resolved.engine, resolved.gpu_layers, resolved.gpu_head
-    needed = sum(in_ram(model, _workload(model, engine, "all"), layers, head, hardware.host_bytes).values())
-    if engine.ram is None or needed + staged_in_ram(resolved.staging) <= engine.ram:
+    work = _workload(model, engine, "all")
+    needed = sum(in_ram(model, work, layers, head, hardware.host_bytes).values())
+    if engine.ram is None or needed + streamed_in_ram(model, work, layers, resolved.staging) <= engine.ram:
         return replace(resolved, disk=None)
     resolved = replace(resolved, staging=0)
     if needed <= engine.ram:

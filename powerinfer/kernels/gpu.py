@@ -531,22 +531,41 @@ def attention(
     return out
 
 
-def predict(inner: Weight, outer: Weight, x: Tensor, threshold: float, floor: int) -> Tensor:
-    """The neurons that a predictor selects for each token: 1 or 0, uint8 [T, d_ff].
+def rearrange(w: Weight, rows: NDArray[np.int32]) -> None:
+    """Give a weight its rows in another order: int [rows], the number that each had."""
+    import torch
 
-    inner: [rank, d_model]; outer: [d_ff, rank]; x: float32 [T, d_model]. A neuron is selected when z = outer .
-    relu(inner . x) is at least `threshold` (or NaN); if fewer than `floor` are, the `floor` of largest z are, ties by
-    index.
+    order = torch.from_numpy(rows.astype(np.int64)).to(w.data.device)
+    w.data.copy_(w.data.index_select(0, order))
+    if w.scales is not None:
+        w.scales.copy_(w.scales.index_select(0, order))
+
+
+def predict(
+    inner: Weight, outer: Weight, numbers: Tensor, x: Tensor, threshold: float, floor: int, into: tuple[Tensor, Tensor]
+) -> None:
+    """Write the neurons that a predictor selects for each token: 1 or 0, into two uint8 tensors, [T, n] for the first n
+    rows of `outer` and [T, d_ff - n] for the others.
+
+    inner: [rank, d_model]; outer: [d_ff, rank]; numbers: int32 [d_ff], its rows' neurons; x: float32 [T, d_model]. A
+    neuron is selected when z = outer . relu(inner . x) is at least `threshold` (or NaN); if fewer than `floor` are, the
+    `floor` of largest z are, ties by number.
     """
     if x.shape[0] <= FEW and _triton(x):
-        return _kernels().predict(inner, outer, x, threshold, floor)
+        _kernels().predict(inner, outer, numbers, x, threshold, floor, into)
+        return
+    import torch
+
     z = linear(outer, linear(inner, x).relu_())
     selected = ~(z < threshold)
     floor = min(floor, outer.rows)
     if floor:
-        first = z.nan_to_num_(nan=float("inf")).argsort(dim=-1, descending=True, stable=True)[:, :floor]
-        selected.scatter_(1, first, True)
-    return selected.byte()
+        by_number = torch.argsort(numbers)
+        first = z.nan_to_num_(nan=float("inf")).index_select(1, by_number).argsort(dim=-1, descending=True, stable=True)
+        selected.scatter_(1, by_number[first[:, :floor]], True)
+    split = into[0].shape[1]
+    into[0].copy_(selected[:, :split])
+    into[1].copy_(selected[:, split:])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -689,26 +708,34 @@ def _take(rows: Tensor, at: Tensor, offset: int, out: Tensor, unit: int, order: 
 
 
 def neuron_sum(
-    neurons: Neurons, x: Tensor, selected: Tensor | None = None, threshold: float = 0.0
+    neurons: Neurons,
+    x: Tensor,
+    selected: Tensor | None = None,
+    threshold: float = 0.0,
+    into: Tensor | None = None,
+    fired: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The neurons' sum for T tokens: (float32 [T, d_model], int32 [n] tokens that each fired for).
+
+    into: what the sum is added to, fired: the counts, int32 or int64 [n], are added to; these are returned then.
 
     x: float32 [T, d_model]; selected: uint8 [T, n], 0 for a neuron that does not count for a token; None: all count. An
     activation of at most `threshold` in magnitude counts as zero. A neuron fires for a token when its product h is not
     zero.
     """
+    import torch
+
+    if fired is None:
+        fired = torch.zeros(neurons.n, dtype=torch.int32, device=x.device)
     if 0 < x.shape[0] <= FEW and neurons.n and _triton(x):
         from powerinfer.kernels import triton_neurons
 
-        return triton_neurons.neuron_sum(neurons, x, selected, threshold)
-    import torch
-
-    total = torch.zeros((x.shape[0], neurons.down.k), dtype=torch.float32, device=x.device)
-    fired = torch.zeros(neurons.n, dtype=torch.int32, device=x.device)
+        return triton_neurons.neuron_sum(neurons, x, selected, threshold, into, fired), fired
+    total = torch.zeros((x.shape[0], neurons.down.k), dtype=torch.float32, device=x.device) if into is None else into
     if not neurons.n or not x.shape[0]:
         return total, fired
     h = products(neurons, x, selected, threshold)
-    torch.sum(h != 0, dim=0, dtype=torch.int32, out=fired)
+    fired += torch.sum(h != 0, dim=0, dtype=torch.int32)
     for begin, end in pieces(neurons.n, neurons.down.k):
         total += product(h[:, begin:end], operand(neurons.down, begin, end, neurons))
     return total, fired

@@ -230,7 +230,7 @@ def _firing_of_one(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) 
         ACTIVATION=experts.activation, TYPE=gate.type, UP_TYPE=up.type, R=tile.rows, C=tile.columns,
         num_warps=tile.warps,
     )  # fmt: skip
-    return sum_firing(experts.down, experts.shared, None, h, rows, None, counts, tile.rows)
+    return sum_firing(experts.down, experts.shared, None, h, rows, counts, tile.rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -45,7 +45,12 @@ ONE = {
 # Several tokens: tiles for tensor cores, whose operands come in stages.
 SEVERAL = {**dict.fromkeys(ONE, Tile(64, 64, 4)), **dict.fromkeys(FOUR_BITS, Tile(64, 32, 4))}
 
+PROGRAMS = 264  # at least so many where a matrix has the rows: two for each multiprocessor of the largest GPUs
+LEAST_ROWS = 16  # of a tile for tensor cores
+NUMBER_BITS = tl.constexpr(20)  # of a neuron's number: a layer has fewer than a million
+
 Q8_STEP = tl.constexpr(Q8)  # of 32 values in 8 bits, by their largest
+_MANTISSA, _BIG = tl.constexpr(0x4B000000), tl.constexpr(2.0**23)
 ROUNDS = tl.constexpr(1.5 * 2**23)  # added and subtracted again, it rounds to an integer, ties to even
 VALUES = 64  # blocks of a row that a program dequantises
 ATTENTION_ROWS = {True: 64, False: 32}  # of a tile of scores, in prompts: tokens times heads that share keys; if in F16
@@ -57,16 +62,30 @@ ATTENTION_SPLIT_PAGES = 4  # but into none of fewer pages
 
 
 @triton.jit
+def small(i):
+    """Integers below 2 ** 23, not negative, int32, as float32: as bits of a float that is 2 ** 23 more. A GPU has an
+    eighth of the rate for converting integers, and that would bound products of quantised weights."""
+    return (i | _MANTISSA).to(tl.float32, bitcast=True) - _BIG
+
+
+@triton.jit
+def small_signed(c):
+    """int8, or the bytes of it, as float32, see `small`."""
+    return small((c.to(tl.uint8, bitcast=True) ^ 128).to(tl.int32)) - 128
+
+
+@triton.jit
 def nibbles(pairs):
     """The low and the high values in bytes of Q4_0 codes, sixteen times as large, as float32."""
-    low = (pairs << 4).to(tl.int8, bitcast=True).to(tl.float32)
-    return low, (pairs & 0xF0).to(tl.int8, bitcast=True).to(tl.float32)
+    p = pairs.to(tl.int32)  # see `small`; of numbers in two's complement the sign counts 128 after it is flipped
+    low = ((p << 4 & 0xF0) ^ (_MANTISSA | 128)).to(tl.float32, bitcast=True) - (_BIG + 128)
+    return low, ((p & 0xF0) ^ (_MANTISSA | 128)).to(tl.float32, bitcast=True) - (_BIG + 128)
 
 
 @triton.jit
 def _e2m1(codes):
     """Sixteen times the values of MXFP4 codes, as float32."""
-    c = (codes & 7).to(tl.float32)
+    c = small((codes & 7).to(tl.int32))
     size = tl.where(c < 4, 8 * c, tl.where(c < 6, 16 * c - 32, 32 * c - 128))
     return tl.where((codes & 8) != 0, -size, size)
 
@@ -127,7 +146,7 @@ def _six_bits(first, second, third, j):
     first, second, third = first >> shift & 255, second >> shift & 255, third >> shift & 255
     scale = tl.where(j < 4, first & 63, (third & 15) | (first >> 6 << 4))
     least = tl.where(j < 4, second & 63, (third >> 4) | (second >> 6 << 4))
-    return scale.to(tl.float32), least.to(tl.float32)
+    return small(scale), small(least)
 
 
 @triton.jit
@@ -151,12 +170,12 @@ def _k_pieces(data, scales, row, u, here, k, TYPE: tl.constexpr):
         pairs = tl.load(begin + (v * 16)[None, :, None] + j, mask=wide, other=0).to(tl.int32)
         two = tl.load(begin + (128 + half * 32 + part * 16)[None, :, None] + j, mask=wide, other=0).to(tl.int32)
         shift = (2 * p)[None, :, None]
-        low = ((pairs & 15) | ((two >> shift & 3) << 4)).to(tl.float32) - 32
-        high = ((pairs >> 4) | ((two >> (shift + 4) & 3) << 4)).to(tl.float32) - 32
+        low = small((pairs & 15) | ((two >> shift & 3) << 4)) - 32
+        high = small((pairs >> 4) | ((two >> (shift + 4) & 3) << 4)) - 32
         d = _half_float(tl.load((header + 16).to(tl.pointer_type(tl.int16)), mask=here, other=0))
         own = header + (8 * half + 2 * p + part)[None, :]
-        low_scale = d * tl.load(own, mask=here, other=0).to(tl.int8, bitcast=True).to(tl.float32)
-        high_scale = d * tl.load(own + 4, mask=here, other=0).to(tl.int8, bitcast=True).to(tl.float32)
+        low_scale = d * small_signed(tl.load(own, mask=here, other=0))
+        high_scale = d * small_signed(tl.load(own + 4, mask=here, other=0))
         low_least = tl.zeros_like(low_scale)
         high_least = tl.zeros_like(low_scale)
     else:
@@ -168,7 +187,7 @@ def _k_pieces(data, scales, row, u, here, k, TYPE: tl.constexpr):
             shift = (2 * chunk)[None, :, None]
             low |= (one >> shift & 1) << 4
             high |= (one >> (shift + 1) & 1) << 4
-        low, high = low.to(tl.float32), high.to(tl.float32)
+        low, high = small(low), small(high)
         words = header.to(tl.pointer_type(tl.int32))
         both = tl.load(words, mask=here, other=0)
         d, least = _half_float(both), _half_float(both >> 16)
@@ -242,7 +261,7 @@ def _dots_8bit(
         b = b0 + tl.arange(0, B)
         c = b[:, None] * 32 + tl.arange(0, 32)[None, :]
         here = live[:, None] & (b < blocks)[None, :]
-        codes = tl.load(data + row[:, None, None] * k + c[None], mask=here[:, :, None], other=0).to(tl.float32)
+        codes = small_signed(tl.load(data + row[:, None, None] * k + c[None], mask=here[:, :, None], other=0))
         d = tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0).to(tl.float32)
         if T:
             c = b0 * 32 + tl.arange(0, C)
@@ -320,12 +339,28 @@ def _linear_kernel(
         tl.store(out + row, y, mask=live)
 
 
+def fitting(w: Weight, tokens: int) -> Tile:
+    """The tile for a matrix: for one token as large as any, but no wider than a row, and higher or wider so that there
+    are `PROGRAMS`; for several lower for those."""
+    rows, columns, warps = (SEVERAL if tokens > 1 else ONE)[w.type]
+    if tokens > 1:
+        while triton.cdiv(w.rows, rows) < PROGRAMS and rows > LEAST_ROWS:
+            rows //= 2
+        return Tile(rows, columns, warps)
+    width = w.k // 2 if w.type in FOUR_BITS else w.k
+    while columns // 2 >= width and columns > 64:
+        rows, columns = 2 * rows, columns // 2
+    while triton.cdiv(w.rows, rows) < PROGRAMS and rows > 1 and columns < width:
+        rows, columns = rows // 2, 2 * columns
+    return Tile(rows, columns, warps)
+
+
 def linear(w: Weight, x: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
     """`gpu.linear` of at most `gpu.FEW` tokens; relu: of the result."""
     tokens = x.shape[0]
     out = torch.empty((tokens, w.rows), dtype=torch.float32, device=x.device)
     if out.numel():
-        tile = (SEVERAL if tokens > 1 else ONE)[w.type]
+        tile = fitting(w, tokens)
         _linear_kernel[(triton.cdiv(w.rows, tile.rows),)](
             x.contiguous(), w.data, either(w.scales, w.data), either(bias, out), out, tokens, w.rows, w.k,
             TYPE=w.type, BIAS=bias is not None, RELU=relu, T=columns(tokens), R=tile.rows, C=tile.columns,
@@ -747,8 +782,9 @@ def attention(
 
 
 @triton.jit
-def _select_kernel(z, selected, n, threshold, floor, FLOOR: tl.constexpr, BLOCK: tl.constexpr):
-    """One token: select z from the threshold on and, if these are fewer than `floor`, the `floor` largest."""
+def _select_kernel(z, numbers, first, others, n, split, threshold, floor, FLOOR: tl.constexpr, BLOCK: tl.constexpr):
+    """One token: select z from the threshold on and, if these are fewer than `floor`, the `floor` largest, of equal
+    ones those of least number. first: of the places before `split`, others: of those from it on."""
     t, i = tl.program_id(0), tl.arange(0, BLOCK)
     here = i < n
     guess = tl.load(z + t * n + i, mask=here, other=float("-inf"))
@@ -766,19 +802,28 @@ def _select_kernel(z, selected, n, threshold, floor, FLOOR: tl.constexpr, BLOCK:
                 low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
             last = low.to(tl.int32)
             above, equal = here & (key > last), here & (key == last)
-            rank = tl.cumsum(equal.to(tl.int32), 0)
-            chosen = above | (equal & (rank <= floor - tl.sum(above.to(tl.int32), 0)))
-    tl.store(selected + t * n + i, chosen.to(tl.uint8), mask=here)
+            # Of those that are equal to it the first, by bisection of their numbers.
+            lacking = floor - tl.sum(above.to(tl.int32), 0)
+            number = tl.load(numbers + i, mask=here, other=0)
+            low, high = tl.full((), 0, tl.int32), tl.full((), BLOCK - 1, tl.int32)
+            for _ in range(NUMBER_BITS):
+                middle = (low + high) >> 1
+                enough = tl.sum((equal & (number <= middle)).to(tl.int32), 0) >= lacking
+                low, high = tl.where(enough, low, middle + 1), tl.where(enough, middle, high)
+            chosen = above | (equal & (number <= high))
+    tl.store(first + t * split + i, chosen.to(tl.uint8), mask=i < split)
+    tl.store(others + t * (n - split) + i - split, chosen.to(tl.uint8), mask=here & (i >= split))
 
 
-def predict(inner: Weight, outer: Weight, x: Tensor, threshold: float, floor: int) -> Tensor:
+def predict(
+    inner: Weight, outer: Weight, numbers: Tensor, x: Tensor, threshold: float, floor: int, into: tuple[Tensor, Tensor]
+) -> None:
     """`gpu.predict` of at most `gpu.FEW` tokens."""
     z = linear(outer, linear(inner, x, relu=True))
-    selected = torch.empty(z.shape, dtype=torch.uint8, device=x.device)
-    if selected.numel():
+    if z.numel():
         block = triton.next_power_of_2(outer.rows)
         floor = min(floor, outer.rows)
         _select_kernel[(x.shape[0],)](
-            z, selected, outer.rows, threshold, floor, FLOOR=floor > 0, BLOCK=block, num_warps=_warps(block, 16)
+            z, numbers, *into, outer.rows, into[0].shape[1], threshold, floor, FLOOR=floor > 0, BLOCK=block,
+            num_warps=_warps(block, 16),
         )  # fmt: skip
-    return selected

@@ -1,14 +1,14 @@
 """Triton kernels for the neurons of a layer, for few tokens; see `triton_kernels` for the rules and the letters.
 
-[selected neurons -> a list ->] products of gate and up -> a list of the neurons that fire -> sums of down, each over a
-share of the list -> one sum. A list has room for every neuron, and its length is in device memory, where programs read
-it. It is made in two stages: programs count their entries; then programs add up the counts before them and write
-theirs.
+Selected neurons -> a list -> products of gate and up -> sums of down, each over a share of the list -> one sum. Without
+a selection all products, then a list of the neurons that fire. A list has room for every neuron, and its length is in
+device memory, where programs read it. It is made in two stages: programs count their entries; then programs add up the
+counts before them and write theirs.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,16 @@ import triton
 import triton.language as tl
 
 from powerinfer.kernels.gpu_types import GELU_CUBIC, GELU_SCALE
-from powerinfer.kernels.triton_kernels import Tile, add_bias, columns, either, nibbles, precision, row_dots
+from powerinfer.kernels.triton_kernels import (
+    Tile,
+    add_bias,
+    columns,
+    either,
+    nibbles,
+    precision,
+    row_dots,
+    small_signed,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,8 +41,8 @@ ADD_ONE = {
     **dict.fromkeys(("Q4_0", "Q4_0X32"), Tile(16, 128, 4)),
 }
 ADD_SEVERAL = dict.fromkeys(ADD_ONE, Tile(16, 128, 4))
-ADD_PROGRAMS = 1056  # lists are split until there are this many programs, eight per multiprocessor of the largest GPUs,
-ADD_ROUNDS = 2  # but in pieces of at least this many tiles, if all neurons are listed
+ADD_EACH = 6  # lists are split for so many programs a multiprocessor: their registers allow 7 at a time, and one more
+ADD_ROUNDS = 2  # would be a second wave; but in pieces of at least this many tiles, if all neurons are listed
 SUM = (16, 128)  # splits, and columns, that a program adds up at a time
 _GELU_SCALE, _GELU_CUBIC = tl.constexpr(GELU_SCALE), tl.constexpr(GELU_CUBIC)
 LIST = 1024  # neurons that one program lists; a multiple of the rows of tiles
@@ -44,10 +53,9 @@ LIST = 1024  # neurons that one program lists; a multiple of the rows of tiles
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _count_kernel(selected, counts, fired, tokens, n, BLOCK: tl.constexpr):
-    """counts: neurons of each block that any token selects. fired: set to 0."""
+def _count_kernel(selected, counts, tokens, n, BLOCK: tl.constexpr):
+    """counts: neurons of each block that any token selects."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(fired + i, tl.zeros((BLOCK,), tl.int32), mask=i < n)
     chosen = tl.zeros((BLOCK,), tl.int32)
     for t in range(tokens):
         chosen |= (tl.load(selected + t * n + i, mask=i < n, other=0) != 0).to(tl.int32)
@@ -56,21 +64,19 @@ def _count_kernel(selected, counts, fired, tokens, n, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "pieces", "per"])
 def _list_kernel(
-    source, before, length, counts, listed, kept, total, tokens, n, pieces, per,
+    source, before, counts, listed, kept, total, tokens, n, pieces, per,
     LISTED: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     """List, in the order of their places, the neurons that are not zero for some token in source [tokens, n].
 
-    LISTED: place i of source belongs to neuron before[i], and only the first `length` (None: all) count; else to neuron
-    i. counts: [pieces] of neurons to list, `per` of them in a block. listed gets neurons; kept [tokens, n], with KEEP,
-    their values in source, in the order of the list.
+    LISTED: place i of source belongs to neuron before[i], else to neuron i. counts: [pieces] of neurons to list, `per`
+    of them in a block. listed gets neurons; kept [tokens, n], with KEEP, their values in source, in the order of the
+    list.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = i < n
     neuron = i
     if LISTED:
-        if length is not None:
-            here &= i < tl.load(length)
         neuron = tl.load(before + i, mask=here, other=0)
     chosen = tl.zeros((BLOCK,), tl.int32)
     for t in range(tokens):
@@ -127,8 +133,8 @@ def _products_kernel(
 ):  # fmt: skip
     """h [tokens, n] at places of the list, of R neurons: rows of up are read only where gate is not zero.
 
-    fired: by neuron; counts: number of the R neurons that fire. Without GATED, the gate arguments are up's. LIMITS: the
-    activation's threshold is not `limit` but each neuron's own.
+    fired, by neuron, grows by the tokens; counts: number of the R neurons that fire. Without GATED, the gate arguments
+    are up's. LIMITS: the activation's threshold is not `limit` but each neuron's own.
     """
     place = tl.program_id(0) * R + tl.arange(0, R)
     many, neuron = n, place
@@ -169,7 +175,8 @@ def _products_kernel(
             tl.store(h + t[None, :] * n + place[:, None], a, mask=live[:, None] & (t < tokens)[None, :])
         else:
             tl.store(h + place, a, mask=live)
-        tl.store(fired + row, fires, mask=live)
+        before = tl.load(fired + row, mask=live, other=0)
+        tl.store(fired + row, before + fires.to(fired.dtype.element_ty), mask=live)
         count = tl.sum((fires > 0).to(tl.int32), 0)
     tl.store(counts + tl.program_id(0), count)
 
@@ -180,22 +187,25 @@ def _products_kernel(
 
 @triton.jit
 def _entries(listed, group, h, first, end, tokens, n, TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr):
-    """Of R places of the list: rows of down, rows of their shared scales, and h [R], of several tokens [T, R]."""
+    """Of R places of the list: rows of down, rows of their shared scales, h [R], of several tokens [T, R], and whether
+    it is not zero for all of them."""
     i = first + tl.arange(0, R)
     live = i < end
     row = tl.load(listed + i, mask=live, other=0).to(tl.int64)
     if T:
         t = tl.arange(0, T)[:, None]
         by = tl.load(h + t * n + i[None, :], mask=(t < tokens) & live[None, :], other=0)
+        live = tl.max((by != 0).to(tl.int32), 0) > 0
     else:
         by = tl.load(h + i, mask=live, other=0)
+        live = by != 0
     of = row
     if TYPE == "Q4_0X32":
         if group is None:  # noqa: SIM108 - known when it is compiled
             of = row // 32
         else:
             of = tl.load(group + row, mask=live, other=0).to(tl.int64)
-    return row, of, by
+    return row, of, by, live
 
 
 @triton.jit
@@ -204,14 +214,14 @@ def _add_floats(
     TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`_add_kernel` of F16 and BF16."""
-    r, t = tl.arange(0, R), tl.arange(0, T if T else 1)[:, None]
+    t = tl.arange(0, T if T else 1)[:, None]
     c = tl.program_id(0) * C + tl.arange(0, C)
     acc = tl.zeros((T if T else R, C), tl.float32)
-    row, _of, by = _entries(listed, group, h, begin, end, tokens, n, TYPE, T, R)
+    row, _of, by, live = _entries(listed, group, h, begin, end, tokens, n, TYPE, T, R)
     for i in range(begin, end, R):
-        here = (i + r < end)[:, None] & (c < k)[None, :]
+        here = live[:, None] & (c < k)[None, :]
         w = tl.load(data + row[:, None] * k + c[None, :], mask=here, other=0)
-        row, _of, then = _entries(listed, group, h, i + R, end, tokens, n, TYPE, T, R)
+        row, _of, then, live = _entries(listed, group, h, i + R, end, tokens, n, TYPE, T, R)
         if T:
             acc = tl.dot(by, w.to(tl.float32), acc, input_precision=PRECISION)
         else:
@@ -230,7 +240,7 @@ def _weighted(codes, d, d_high, by, TYPE: tl.constexpr, T: tl.constexpr):
     d: scales [R, B]; of Q4_0X32 [R, B, E], and d_high those of the high codes.
     """
     if TYPE == "Q8_0":
-        low = codes.to(tl.float32)
+        low = small_signed(codes)
         high = low
     else:
         low, high = nibbles(codes)
@@ -263,15 +273,15 @@ def _add_blocks(
     PAIRS: tl.constexpr = TYPE != "Q8_0"
     E: tl.constexpr = 16 if PAIRS else 32
     B: tl.constexpr = C // E
-    r, blocks = tl.arange(0, R), k // 32
+    blocks = k // 32
     b = tl.program_id(0) * B + tl.arange(0, B)
     j = tl.arange(0, E)[None, :]
     first = b[:, None] * 32 + j
     acc = tl.zeros((T, C) if T else (R, B, E), tl.float32)
     acc_high = tl.zeros((T, C) if T else (R, B, E), tl.float32)
-    row, of, by = _entries(listed, group, h, begin, end, tokens, n, TYPE, T, R)
+    row, of, by, live = _entries(listed, group, h, begin, end, tokens, n, TYPE, T, R)
     for i in range(begin, end, R):
-        here = (i + r < end)[:, None] & (b < blocks)[None, :]
+        here = live[:, None] & (b < blocks)[None, :]
         codes_at = data + row[:, None, None] * (blocks * E) + (b[:, None] * E + j)[None]
         codes = tl.load(codes_at, mask=here[:, :, None], other=0)
         if TYPE == "Q4_0X32":
@@ -281,7 +291,7 @@ def _add_blocks(
         else:
             d = tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0).to(tl.float32)
             d_high = d
-        row, of, then = _entries(listed, group, h, i + R, end, tokens, n, TYPE, T, R)
+        row, of, then, live = _entries(listed, group, h, i + R, end, tokens, n, TYPE, T, R)
         low, high = _weighted(codes, d, d_high, by, TYPE, T)
         if T:
             acc = tl.dot(by, tl.reshape(low, (R, C)), acc, input_precision=PRECISION)
@@ -312,7 +322,7 @@ def _add_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum of h [tokens, n] times the listed rows of down over a share of the list, in C columns of parts [splits,
-    tokens, k].
+    tokens, k]. Rows with an h of zero are not read.
 
     The next rows are looked up while the last ones are being loaded, so that they need not wait for it.
     """
@@ -328,22 +338,27 @@ def _add_kernel(
 
 
 @triton.jit(do_not_specialize=["splits"])
-def _sum_kernel(parts, out, size, splits, S: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum of the splits, S at a time."""
+def _sum_kernel(parts, out, size, splits, ADD: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum of the splits, S at a time; ADD: added to out."""
     i, s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, S)
     acc = tl.zeros((S, BLOCK), tl.float32)
     for first in range(0, splits, S):
         split = (first + s)[:, None]
         here = (split < splits) & (i < size)[None, :]
         acc += tl.load(parts + split.to(tl.int64) * size + i[None, :], mask=here, other=0)
-    tl.store(out + i, tl.sum(acc, 0), mask=i < size)
+    total = tl.sum(acc, 0)
+    if ADD:
+        total += tl.load(out + i, mask=i < size, other=0)
+    tl.store(out + i, total, mask=i < size)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def neuron_sum(neurons: Neurons, x: Tensor, selected: Tensor | None, threshold: float) -> tuple[Tensor, Tensor]:
-    """`gpu.neuron_sum` of one to `gpu.FEW` tokens and at least one neuron."""
+def neuron_sum(
+    neurons: Neurons, x: Tensor, selected: Tensor | None, threshold: float, into: Tensor | None, fired: Tensor
+) -> Tensor:
+    """`gpu.neuron_sum` of one to `gpu.FEW` tokens and at least one neuron. fired: grows."""
     x = x.contiguous()
     tokens, n = x.shape[0], neurons.n
     tile = (DOT_SEVERAL if tokens > 1 else DOT_ONE)[neurons.up.type]
@@ -352,14 +367,13 @@ def neuron_sum(neurons: Neurons, x: Tensor, selected: Tensor | None, threshold: 
     def numbers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=x.device)
 
-    fired = numbers(n)
     listed, length = fired, fired
     if selected is not None:
         selected = selected.contiguous()
         counts, listed, length = numbers(blocks), numbers(n), numbers(1)
-        _count_kernel[(blocks,)](selected, counts, fired, tokens, n, BLOCK=LIST)
+        _count_kernel[(blocks,)](selected, counts, tokens, n, BLOCK=LIST)
         _list_kernel[(blocks,)](
-            selected, listed, length, counts, listed, listed, length, tokens, n, blocks, 1,
+            selected, listed, counts, listed, listed, length, tokens, n, blocks, 1,
             LISTED=False, KEEP=False, BLOCK=LIST, COUNTS=LIST,
         )  # fmt: skip
     h = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
@@ -375,8 +389,10 @@ def neuron_sum(neurons: Neurons, x: Tensor, selected: Tensor | None, threshold: 
         THRESHOLD=threshold > 0, T=columns(tokens), R=tile.rows, C=tile.columns, PRECISION=precision(x),
         num_warps=tile.warps,
     )  # fmt: skip
-    at = None if selected is None else listed
-    return sum_firing(neurons.down, neurons.shared, neurons.group, h, at, length, counts, tile.rows), fired
+    down = neurons.down, neurons.shared, neurons.group
+    if selected is not None:  # most of what a selector selects fires: not worth another list
+        return _down(*down, h, listed, length, into)
+    return sum_firing(*down, h, None, counts, tile.rows, into)
 
 
 def sum_firing(
@@ -385,31 +401,38 @@ def sum_firing(
     group: Tensor | None,
     h: Tensor,
     at: Tensor | None,
-    length: Tensor | None,
     counts: Tensor,
     each: int,
+    into: Tensor | None = None,
 ) -> Tensor:
-    """Sum of h [T, n] times the rows of down where it is not zero, float32 [T, d_model].
+    """Sum of h [T, n] times the rows of down where it is not zero, float32 [T, d_model], or `into`, that much more.
 
     down, shared, group: as `Neurons` has them; without groups they are of 32 rows. at: int32 [n], the row of each place
-    in h, None: the place itself; length: places that count, None: all. counts: int32, of every `each` places those that
-    are not zero for some token.
+    in h, None: the place itself. counts: int32, of every `each` places those that are not zero for some token.
     """
     (tokens, n), numbers = h.shape, partial(torch.empty, dtype=torch.int32, device=h.device)
     rows, total, kept = numbers(n), numbers(1), torch.empty_like(h)
     _list_kernel[(triton.cdiv(n, LIST),)](
-        h, either(at, rows), length, counts, rows, kept, total, tokens, n, len(counts), LIST // each,
+        h, either(at, rows), counts, rows, kept, total, tokens, n, len(counts), LIST // each,
         LISTED=at is not None, KEEP=True, BLOCK=LIST, COUNTS=LIST,
     )  # fmt: skip
-    return _down(down, shared, group, kept, rows, total)
+    return _down(down, shared, group, kept, rows, total, into)
 
 
-def _down(down: Weight, shared: Tensor | None, group: Tensor | None, h: Tensor, rows: Tensor, total: Tensor) -> Tensor:
-    """Sum of h [T, n] times the listed rows of down, float32 [T, d_model]."""
+def _down(
+    down: Weight,
+    shared: Tensor | None,
+    group: Tensor | None,
+    h: Tensor,
+    rows: Tensor,
+    total: Tensor,
+    into: Tensor | None,
+) -> Tensor:
+    """Sum of h [T, n] times the listed rows of down, float32 [T, d_model], or `into`, that much more."""
     tokens, n = h.shape
     tile = (ADD_SEVERAL if tokens > 1 else ADD_ONE)[down.type]
     across = triton.cdiv(down.k, tile.columns * (2 if down.type[:2] == "Q4" else 1))
-    splits = min(triton.cdiv(ADD_PROGRAMS, across), triton.cdiv(n, ADD_ROUNDS * tile.rows))
+    splits = max(1, min(ADD_EACH * _processors(h) // across, triton.cdiv(n, ADD_ROUNDS * tile.rows)))
     parts = torch.empty((splits, tokens, down.k), dtype=torch.float32, device=h.device)
     _add_kernel[(across, splits)](
         down.data, either(down.scales, h), either(shared, h), group, rows, total, h,
@@ -417,11 +440,21 @@ def _down(down: Weight, shared: Tensor | None, group: Tensor | None, h: Tensor, 
         TYPE=down.type, T=columns(tokens), R=tile.rows, C=tile.columns, PRECISION=precision(h),
         num_warps=tile.warps,
     )  # fmt: skip
-    if splits == 1:
+    if splits == 1 and into is None:
         return parts[0]
-    out = torch.empty((tokens, down.k), dtype=torch.float32, device=h.device)
+    out = torch.empty((tokens, down.k), dtype=torch.float32, device=h.device) if into is None else into
     at_a_time, block = SUM
     _sum_kernel[(triton.cdiv(out.numel(), block),)](
-        parts, out, out.numel(), splits, S=at_a_time, BLOCK=block, num_warps=4
+        parts, out, out.numel(), splits, ADD=into is not None, S=at_a_time, BLOCK=block, num_warps=4
     )  # fmt: skip
     return out
+
+
+def _processors(x: Tensor) -> int:
+    """Multiprocessors of x's device; of the interpreter an H100's."""
+    return _count(x.device.index) if x.is_cuda else 132
+
+
+@cache
+def _count(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

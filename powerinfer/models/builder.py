@@ -33,6 +33,7 @@ class ExpertWeights(NamedTuple):
     shared_weight: Vector
     router_bias: Vector
     biases: Sequence[Vector]  # of the experts' matrices, [experts, out]
+    norm: Vector  # of their input, float32 [d_model], where it is an RMS norm
     some: Callable[[Indices], Iterator[RawTensor]]
     resting: Callable[[], Sequence[RestingTensor]]
 

@@ -9,7 +9,7 @@ import numpy as np
 from powerinfer.config import ExpertsConfig
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.checkpoint import Checkpoint, RawTensor
-from powerinfer.models.builder import ExpertWeights, OwnFfn, vector
+from powerinfer.models.builder import ExpertWeights, OwnFfn, Vector, vector
 
 if TYPE_CHECKING:
     from powerinfer import _native
@@ -45,6 +45,7 @@ def sum_experts(
         vector(checkpoint, f"{name}shared_weight"),
         vector(checkpoint, f"{name}router_bias"),
         [vector(checkpoint, f"{name}experts_{part}_bias") for part in about.matrices],
+        _weights_of_norm(checkpoint, layer),
         lambda index: (checkpoint.take_some(f"{name}experts_{part}", index) for part in about.matrices),
         lambda: [checkpoint.rest(f"{name}experts_{part}") for part in about.matrices],
     )
@@ -66,6 +67,13 @@ def sum_experts(
         guess=weights.router,
         resting=weights.resting() if rests else (),
     )
+
+
+def _weights_of_norm(checkpoint: Checkpoint, layer: int) -> Vector:
+    """Of the norm that an FFN's input has, where it is an RMS norm."""
+    config, name = checkpoint.config, f"layers.{layer}.ffn_norm"
+    before = config.layers[layer].norms in ("pre", "both")
+    return vector(checkpoint, name) if before and config.norm != "layer" else None
 
 
 def _float32(tensor: RawTensor) -> RawTensor:

@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from powerinfer.config import AttentionConfig
 from powerinfer.devices.link import link_bytes
-from powerinfer.devices.stage import BUFFERS, buffer_bytes, expert_buffer, layer_buffer
+from powerinfer.devices.stage import BUFFERS, buffer_bytes, expert_buffer, layer_buffer, return_buffer
 from powerinfer.errors import RequestError, VramError
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.hardware.description import Hardware
@@ -44,7 +45,7 @@ EXPERT_STAGED = 8
 """Streaming experts gets at most 1/EXPERT_STAGED of their room: its buffers are of whole experts."""
 
 GIVES_WAY = 8
-"""A layer as a whole makes room on a GPU for buffers through which others stream if there are so many of these."""
+"""Layers on a GPU as a whole make room for what others need to stream there if there are so many of these."""
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -246,28 +247,50 @@ def whole_layers(model: Model, hardware: Hardware, work: Workload, vram: int) ->
     others = model.config.n_layers - layers
     if not layers or not others or work.chunk <= kernels.FEW or any(model.n_experts):
         return layers, head, 0
-    room = (
-        vram - sum(on_gpu(model, hardware, work, layers, False, dense=True).values()) - streamed_vectors(model, layers)
-    )
-    wanted = streamed_buffer(model)
-    found = streamed_buffer(model, max(0, room) // staged_on_gpu(1))
+    room = vram - sum(on_gpu(model, hardware, work, layers, False, dense=True).values())
+    wanted = streamed_buffer(model, work)
+    found = streamed_buffer(model, work, max(0, room - streamed_on_gpu(model, work, layers, 0)) // staged_on_gpu(1))
     if found < wanted and others >= GIVES_WAY:
-        least = vram - staged_on_gpu(wanted) - streamed_vectors(model, 0)
-        fewer, _ = layers_that_fit(model, hardware, work, least, dense=True)
+        fewer, _ = layers_that_fit(model, hardware, work, vram - streamed_on_gpu(model, work, 0, wanted), dense=True)
         if fewer:
             return fewer, False, wanted
     return layers, head, found
 
 
-def streamed_buffer(model: Model, limit: int = 1 << 62) -> int:
-    """Bytes of a buffer through which matrices of layers in RAM stream to a GPU; 0 if `limit` is too little."""
-    widest = max(model.config.widest_ffn, model.config.d_model)
-    return layer_buffer(max(map(_panels, model.ffn)), widest, limit)
+def streamed_buffer(model: Model, work: Workload, limit: int = 1 << 62) -> int:
+    """Bytes of a buffer through which layers in RAM stream to a GPU; 0 if `limit` is too little."""
+    every = model.config.layers
+    largest = max(_panels(one) + _panels(other) for one, other in zip(model.attention, model.ffn, strict=True))
+    widest = max(model.config.widest_ffn, model.config.d_model, *(layer.attention.width for layer in every))
+    return layer_buffer(largest, widest, _passed_page(model, work, 0), limit)
 
 
-def streamed_vectors(model: Model, layers: int) -> int:
-    """Bytes on the GPU of the norms and biases of layers behind the first `layers`, which stream."""
-    return model.layer_vectors(True, model.config.n_layers) - model.layer_vectors(True, layers)
+def streamed_on_gpu(model: Model, work: Workload, layers: int, staging: int) -> int:
+    """Bytes on the GPU for streaming the layers behind the first `layers`: buffers of that size, a converted piece,
+    norms and biases, and the cache of a layer, of each kind."""
+    heads = {(one.n_kv_heads, one.head_dim): layer for layer, one in _attending(model, layers)}
+    cache = sum(model.gpu_kv_bytes(work.kv_type, work.context, work.batch, slice(at, at + 1)) for at in heads.values())
+    vectors = model.layer_vectors(True, model.config.n_layers) - model.layer_vectors(True, layers)
+    return staged_on_gpu(staging) + vectors + cache
+
+
+def streamed_in_ram(model: Model, work: Workload, layers: int, staging: int) -> int:
+    """The same in RAM: buffers, and those for pages that come back; 0 without a buffer."""
+    page = _passed_page(model, work, layers)
+    return staging and staged_in_ram(staging) + BUFFERS * return_buffer(page, work.tokens, staging)
+
+
+def _passed_page(model: Model, work: Workload, layers: int) -> int:
+    """Bytes of the largest page of a layer, behind the first `layers`, that passes through the GPU."""
+    return max(
+        (model.kv_bytes(work.kv_type, 1, 1, slice(at, at + 1)) for at, _ in _attending(model, layers)), default=0
+    )
+
+
+def _attending(model: Model, layers: int) -> list[tuple[int, AttentionConfig]]:
+    """The layers behind the first `layers` whose attention streams."""
+    pairs = list(enumerate(layer.attention for layer in model.config.layers))[layers:]
+    return [(at, one) for at, one in pairs if isinstance(one, AttentionConfig)]
 
 
 def no_layer_fits(model: Model, hardware: Hardware, work: Workload, vram: int, dense: bool = False) -> VramError:

@@ -26,7 +26,7 @@ from powerinfer.devices.disk import OnDisk
 from powerinfer.errors import RequestError
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.layout import is_matrix
-from powerinfer.kernels.cpu import READ_COPIES
+from powerinfer.kernels.cpu import READ_COPIES, matrix_bytes
 from powerinfer.neurons import BUNDLE_GROUP, Profile
 from powerinfer.placement import cost
 from powerinfer.placement.budget import Footprint, Workload, gib, in_ram
@@ -175,8 +175,14 @@ def plan_disk(
             f"{model.name}: experts are read from disk as a file has them, and these would be converted: "
             "leave out --quantize, or take a file in a type that is computed as it is"
         )
-    # Biases of all experts; of layers on the CPU as a whole they are vectors.
-    beside = sum(model.n_experts[layer] * model.expert_biases(layer) for layer in experts if layer < first)
+    width = -(-model.config.d_model // 32) * 32
+    guesses = sum(matrix_bytes("Q8_0", model.n_experts[layer], width) for layer in experts)  # routers
+    held["scratch"] += guesses
+    fixed += guesses
+    # An expert on its way to the GPU; biases of all experts, which of layers on the CPU as a whole are vectors.
+    moving = max((_slot_bytes(experts[layer], model.n_experts[layer]) for layer in experts if layer < first), default=0)
+    held["scratch"] += moving
+    beside = moving + sum(model.n_experts[layer] * model.expert_biases(layer) for layer in experts if layer < first)
     fixed += stuck + beside + sum(least[layer] * slot[layer] for layer in experts)
     fixed += sum(one.least for one in neurons.values())
     prompts = [one.prompts for one in neurons.values()]
@@ -218,7 +224,7 @@ def plan_disk(
         kept[unit.use] += unit.held
     held |= {use: kept[use] for use in ("attention", "panels", "head")}
     held["window"] = window
-    held["experts"] = beside + sum(in_slots[layer] * slot[layer] for layer in experts)
+    held["experts"] = beside - moving + sum(in_slots[layer] * slot[layer] for layer in experts)
     held["ffn"] = sum(one.least + (of_neurons[layer] - one.fewest) * one.slot for layer, one in neurons.items())
     resting = Counter({"embedding": table})
     for unit in prompts + streamed:

@@ -240,8 +240,8 @@ class Model:
         return 2 * self.bundle.d_model if self.bundle.down_type == ACROSS else 0
 
     def gpu_predictor(self, pair: tuple[Matrix, Matrix]) -> int:
-        """Bytes of a layer's predictor on a GPU, with the numbers of its hot and cold neurons."""
-        return sum(one.stored for one in pair) + 8 * self.config.widest_ffn
+        """Bytes of a layer's predictor on a GPU, with the numbers of its neurons."""
+        return sum(one.stored for one in pair) + 4 * self.config.widest_ffn
 
     def gpu_scratch(self, tokens: int, requests: int, layers: int) -> int:
         """Working memory on a GPU of steps of up to `tokens` tokens and `requests` logits: an estimate from above.

@@ -1,0 +1,110 @@
+// The CPU's parts of a step as functions that a GPU's stream calls when it gets there: on a thread of the driver, without
+// Python, and without exceptions.
+#pragma once
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "experts.h"
+#include "neuron_sum.h"
+
+// What the calls of a GPU share. They run one at a time.
+class HostCalls {
+ public:
+  using Clock = std::chrono::steady_clock;
+  // A step begins: the CPU waits for its first call.
+  void begin();
+  // What the first call that failed since said; empty: none did.
+  std::string take_failure();
+  // Calls so far.
+  int64_t made();
+
+ private:
+  friend class HostCall;
+  std::mutex mutex_;
+  Clock::time_point waits_since_ = Clock::now();
+  char failure_[256] = "";
+  int64_t made_ = 0;
+};
+
+// A function and its argument. By itself it computes nothing.
+class HostCall {
+ public:
+  explicit HostCall(std::shared_ptr<HostCalls> all) : all_(std::move(all)) {}
+  virtual ~HostCall() = default;
+  HostCall(const HostCall&) = delete;
+  HostCall& operator=(const HostCall&) = delete;
+
+  // What a stream calls, with the address of a HostCall: it must outlive all calls.
+  static void run(void* call) noexcept;
+  // jobs: calls that had something to compute; seconds that the CPU waited before calls, and that it computed.
+  struct Done {
+    int64_t calls, jobs;
+    double waited, worked;
+  };
+  // Since the last time; not while a step runs.
+  Done take();
+
+ private:
+  virtual bool compute() { return false; }  // whether there was something to
+  virtual void write_zeros() noexcept {}    // after a failure
+
+  const std::shared_ptr<HostCalls> all_;
+  Done done_ = {};
+};
+
+// out = the sum of the selected neurons, as of `NeuronSum::sum`, of arguments that stay where they are.
+class NeuronCall : public HostCall {
+ public:
+  NeuronCall(std::shared_ptr<HostCalls> all, std::shared_ptr<NeuronSum> sum, const float* x, int64_t tokens,
+             const uint8_t* selected, float* out)
+      : HostCall(std::move(all)), sum_(std::move(sum)), x_(x), tokens_(tokens), selected_(selected), out_(out) {}
+
+ private:
+  bool compute() override { return sum_->sum(x_, tokens_, selected_, nullptr, out_); }
+  void write_zeros() noexcept override;
+
+  const std::shared_ptr<NeuronSum> sum_;
+  const float* const x_;
+  const int64_t tokens_;
+  const uint8_t* const selected_;
+  float* const out_;
+};
+
+// out = the sum of the experts that the CPU has of those that tokens select, as of `Experts::sum`; likewise.
+class ExpertCall : public HostCall {
+ public:
+  // A selection that is known before x takes two calls, of which the first fetches weights, too.
+  enum Part { ALL, ORDER, SUM_ORDERED };
+  struct Arguments {
+    const float* x;
+    int64_t tokens;
+    const int32_t* selected;  // [tokens][top_k], with the layer's numbers of experts
+    const float* weights;
+    float* out;
+    int64_t experts;        // of the layer
+    const int32_t* places;  // [experts] the CPU's own number of each, -1: it does not have it
+    int64_t* tally;         // [experts + 1] added to: tokens that select each; selections that the CPU does not have
+  };
+  ExpertCall(std::shared_ptr<HostCalls> all, std::shared_ptr<Experts> op, Program& program, const Arguments& arguments,
+             Part part)
+      : HostCall(std::move(all)),
+        op_(std::move(op)),
+        program_(program),
+        a_(arguments),
+        part_(part),
+        own_((size_t)(arguments.tokens * op_->top_k())) {}
+
+ private:
+  bool compute() override;
+  void write_zeros() noexcept override;
+  void select();
+
+  const std::shared_ptr<Experts> op_;
+  Program& program_;
+  const Arguments a_;
+  const Part part_;
+  std::vector<int32_t> own_;  // `selected` with the CPU's numbers
+};
