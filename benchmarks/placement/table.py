@@ -77,7 +77,7 @@ def policy_table(result: dict[str, Any]) -> str:
 
 def paper_table(result: dict[str, Any]) -> str:
     head = ["", "machine", "work on the GPU", "activations on the GPU", "layers with attention there"]
-    head += ["predicted tokens/s", "simulated", "a device busy", "firing neurons on the GPU", "PowerInfer measured"]
+    head += ["predicted tokens/s", "simulated", "a device busy", "both", "PowerInfer measured"]
     body = []
     for one in result["paper"]:
         reported = "" if one["paper_tok_s"] is None else f"{one['paper_tok_s']:g}"
@@ -87,7 +87,7 @@ def paper_table(result: dict[str, Any]) -> str:
             f"{one['tok_s']:.1f}",
             f"{made['tok_s']:.1f}",
             percent(made["busy"]),
-            percent(made["gpu_share"]),
+            percent(made["both"]),
             reported,
         ]
         body.append([model_name(one), MACHINES[one["machine"]], *shares, str(one["gpu_layers"]), *rates])
