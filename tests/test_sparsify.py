@@ -123,9 +123,11 @@ def test_an_interrupted_run_goes_on_and_gives_the_same(recipe: str, dense: Path,
             raise KeyboardInterrupt
 
     config = SparsifyConfig(**(SMALL | {"zeros": 0.7, "save": 1e-9, "recipe": recipe}))
-    for _ in range(2):
+    for step in (6, 27):
+        notes: list[str] = []
         with pytest.raises(KeyboardInterrupt):
-            sparsify(open_checkpoint(dense), [], config, parts, stop, threads=1)
+            sparsify(open_checkpoint(dense), [], config, parts, stop, threads=1, say=notes.append)
+        assert notes[-1] == f"stopped: the same command goes on from step {step} of 40"
         assert not (parts / "model.gguf").exists()
     done = made(dense, parts, recipe=recipe)
     assert done.document["resumed"] > 20

@@ -87,7 +87,11 @@ def sparsify(
             own = write_own_text(checkpoint, texts, config.own_text, config.seed, out, progress, threads, say)
             texts, own_tokens = [*texts, own], own.tokens
         work = Sparsifier(checkpoint, texts, config, out, progress, say, start)
-        done = work.run()
+        try:
+            done = work.run()
+        except KeyboardInterrupt:
+            say(work.left())
+            raise
         if done.limits and (recipe.activation == "topk" or not done.thresholds):
             about["hidden_act_param"] = list(done.limits)
         path = write_model(

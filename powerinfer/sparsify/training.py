@@ -356,6 +356,13 @@ class Sparsifier:
             )
         return gradient
 
+    def left(self) -> str:
+        """What an interruption leaves, for people."""
+        if not self._kept:
+            how = f"every {self.config.save:g} s, --save"
+            return f"stopped before a state was kept ({how}): the same command begins anew"
+        return f"stopped: the same command goes on from step {self._kept} of {self._steps}"
+
     def _tokens(self, steps: int) -> int:
         return steps * self._windows * self.config.window
 
