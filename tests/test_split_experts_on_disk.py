@@ -359,6 +359,13 @@ def test_without_a_disk_ram_must_hold_them(large: Path) -> None:
         planned(large, 20, 12 * MIB, disk="none")
 
 
+def test_what_is_advised_is_of_the_cache_only_where_ram_has_some(large: Path) -> None:
+    for vram, cached in ((planned(large, 20).engine.vram, False), (0, True)):
+        with pytest.raises(RequestError, match=r"even if its weights .* give --ram .* a lower .*--prefill-chunk$") as told:
+            resolve(open_checkpoint(large), replace(ENGINE, gpu=device_name(), vram=vram, ram=MIB))
+        assert ("KV cache" in str(told.value)) == ("--context" in str(told.value)) == cached
+
+
 def test_a_plan_says_what_is_where(large: Path, capsys: pytest.CaptureFixture[str]) -> None:
     resolved = planned(large, 20, 12 * MIB)
     engine, disk = resolved.engine, resolved.disk
@@ -377,6 +384,7 @@ def test_a_plan_says_what_is_where(large: Path, capsys: pytest.CaptureFixture[st
     assert sum(plan["bytes"]["cpu"].values()) <= (engine.ram or 0)
     assert plan["bytes"]["disk"]["experts"] == disk.resting["experts"] and not plan["fits"]
     assert "of the others RAM holds" in " ".join(plan["reasons"])
+    assert "system's cache" not in " ".join(plan["reasons"]), "whether reads go through it is decided at load"
     assert plan["predicted"]["disk_bytes"] > 0 and 0 < plan["predicted"]["disk_hits"] < 1
     assert {"--ram"} < {one["flag"] for one in plan["helps"]} | {"--vram"}
     assert inspected["memory"]["disk"] >= disk.resting["experts"] and inspected["memory"]["ram"] <= (engine.ram or 0)
