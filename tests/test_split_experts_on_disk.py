@@ -361,7 +361,8 @@ def test_without_a_disk_ram_must_hold_them(large: Path) -> None:
 
 def test_what_is_advised_is_of_the_cache_only_where_ram_has_some(large: Path) -> None:
     for vram, cached in ((planned(large, 20).engine.vram, False), (0, True)):
-        with pytest.raises(RequestError, match=r"even if its weights .* give --ram .* a lower .*--prefill-chunk$") as told:
+        said = r"even if its weights .* give --ram .* a lower .*--prefill-chunk$"
+        with pytest.raises(RequestError, match=said) as told:
             resolve(open_checkpoint(large), replace(ENGINE, gpu=device_name(), vram=vram, ram=MIB))
         assert ("KV cache" in str(told.value)) == ("--context" in str(told.value)) == cached
 
