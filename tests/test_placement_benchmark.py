@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.placement import compare, table
+from benchmarks.placement.simulate import simulated
+from powerinfer.placement.plan import make_plan
 
 
 @pytest.fixture
@@ -48,3 +52,30 @@ def test_the_plain_program_is_the_papers() -> None:
     found = compare.plain_program(impact, 2, 3, 30.0)
     answer = compare.solve(compare.mass_costs(impact, [2, 2]), None, 3, None)
     assert found["proven"] and found["mass"] == pytest.approx(-answer.cost / impact.sum()) == pytest.approx(15 / 27)
+
+
+def plan_of(name: str, dtype: str, where: str, always: bool) -> Any:
+    """always: a neuron fires for every token or for none."""
+    base = compare.request(name, dtype, compare.load(where), 640, {})
+    if always:
+        counts = tuple(np.where(own > np.quantile(own, 0.9), base.profile.tokens, 0) for own in base.profile.counts)
+        base = replace(base, profile=replace(base.profile, counts=counts))
+    return make_plan(base)
+
+
+@pytest.mark.parametrize(("name", "where"), [("opt-13b", "pc-low"), ("falcon-40b", "pc-high"), ("bamboo-7b", "pc-low")])
+def test_steps_without_chance_take_what_is_planned(name: str, where: str) -> None:
+    plan = plan_of(name, "f16", where, always=True)
+    made = simulated(plan, tokens=2)
+    assert made["tok_s"] == pytest.approx(plan.document().predicted.decode_tok_s, rel=1e-6)
+    assert made["slowest"] == pytest.approx(made["fastest"])
+    assert made["gpu_share"] == pytest.approx(plan.activations["gpu"], abs=1e-6)
+    assert 0 < made["both"] < made["busy"] <= 1
+
+
+def test_steps_of_chance_are_slower_than_their_mean() -> None:
+    plan = plan_of("falcon-40b", "q4_0", "pc-high", always=False)
+    made, planned = simulated(plan, tokens=8), plan.document().predicted.decode_tok_s
+    assert made == simulated(plan, tokens=8) != simulated(plan, tokens=8, seed=1)
+    assert 0.95 * planned < made["slowest"] < made["tok_s"] < made["fastest"] and made["tok_s"] < 0.995 * planned
+    assert made["gpu_share"] == pytest.approx(plan.activations["gpu"], abs=0.01)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -54,20 +54,21 @@ def split(
     layers: int | None = None,
     emulated: dict[str, Any] | None = None,
     prefetch: bool = True,
+    matrices: Sequence[str] = (),
     **parts: Any,
 ) -> Iterator[tuple[Any, list[HybridExperts]]]:
     """slots: experts of each layer in RAM, of all that the GPU does not have; None: all of them are there.
 
-    emulated: the disk.
+    emulated: the disk. matrices: dense ones that pass through a window.
     """
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
     made = ExpertSplit(some(config, share), **parts)
-    plan = (
-        None
-        if slots is None
-        else DiskPlan(OnDisk(experts=dict.fromkeys(config.experts, slots), prefetch=prefetch), {}, 0)
-    )
+    plan = None
+    if slots is not None:
+        window = (1 << 20) * bool(matrices)
+        about = OnDisk(frozenset(matrices), window, dict.fromkeys(config.experts, slots), prefetch=prefetch)
+        plan = DiskPlan(about, {}, 0)
     every = config.n_layers
     where = on_gpu(layers or every, head=(layers or every) == every, pages=8)
     resolved = Resolved(checkpoint, ENGINE, disk=plan, **where)
@@ -128,13 +129,19 @@ def test_none_and_all_of_them_on_the_gpu(share: float, written: Callable[[str], 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "smallthinker-4b"])
 @pytest.mark.usefixtures("device")
 def test_layers_on_the_cpu_as_a_whole_read_too(name: str, written: Callable[[str], Path]) -> None:  # noqa: F811
-    """They share the disk, and the policy, with those that are split."""
+    """They share the disk, and the policy, with those that are split; their dense matrices may be there, too."""
     with split(written(name), None, layers=1) as (executor, _):
         right = answers(executor)
     with split(written(name), 5, layers=1) as (executor, ffns):
         check_bits(executor, right)
         assert len(ffns) == 1 and ffns[0]._cpu_part is not None
         assert executor.disk.counts()["wanted"] > ffns[0]._cpu_part.op.disk_counts()["wanted"] > 0
+    dense = [*(f"layers.1.{part}" for part in "qkvo"), "head"]
+    for emulated in (None, {"latency": 1e-4, "rate": 2e9}):
+        with split(written(name), 5, layers=1, matrices=dense, emulated=emulated) as (executor, _):
+            check_bits(executor, right)
+            check_bits(executor, right)
+            assert executor.disk.window is not None
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "smallthinker-4b"])

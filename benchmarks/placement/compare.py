@@ -9,7 +9,8 @@ Three parts, all of described models with assumed power laws, so nothing but thi
             binary for each group, under a time limit
   policies  ilp, time, greedy and random with room on the GPU for 25, 50 and 75 % of the neurons beside all that is
             dense; most of that is more than the real cards hold, whose speed is kept
-  paper     the machines of the paper with their real memory, beside the paper's own figures
+  paper     the machines of the paper with their real memory, beside the paper's own figures; steps also simulated,
+            neuron by neuron (simulate.py)
 
 Writes benchmarks/results/placement-DATE.json; table.py makes the tables of docs/plan.md from it.
 """
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib import machine, results
+from benchmarks.placement.simulate import simulated
 from powerinfer.hardware.description import Hardware, load
 from powerinfer.neurons import Profile
 from powerinfer.placement.plan import PlanRequest, make_plan
@@ -145,10 +147,12 @@ def policies(profiles: dict[str, Profile]) -> list[dict[str, Any]]:
 def paper(profiles: dict[str, Profile]) -> list[dict[str, Any]]:
     found = []
     for name, dtype, where, reported in PAPER:
-        document = make_plan(request(name, dtype, load(where), 640, profiles)).document().json()
+        plan = make_plan(request(name, dtype, load(where), 640, profiles))
+        document = plan.document().json()
         kept = ("fits", "mass_on_gpu", "work_on_gpu", "gpu_layers", "optimal", "solve_s", "bytes")
         entry = {"model": name, "dtype": dtype, "machine": where, "paper_tok_s": reported}
         entry |= {key: document[key] for key in kept} | {"tok_s": document["predicted"]["decode_tok_s"]}
+        entry["simulated"] = simulated(plan)
         print(entry, flush=True)
         found.append(entry)
     return found

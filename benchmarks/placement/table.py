@@ -77,12 +77,19 @@ def policy_table(result: dict[str, Any]) -> str:
 
 def paper_table(result: dict[str, Any]) -> str:
     head = ["", "machine", "work on the GPU", "activations on the GPU", "layers with attention there"]
-    head += ["predicted tokens/s", "PowerInfer measured"]
+    head += ["predicted tokens/s", "simulated", "a device busy", "both", "PowerInfer measured"]
     body = []
     for one in result["paper"]:
         reported = "" if one["paper_tok_s"] is None else f"{one['paper_tok_s']:g}"
         shares = [percent(one["work_on_gpu"]), percent(one["mass_on_gpu"])]
-        rates = [f"{one['tok_s']:.1f}", reported]
+        made = one["simulated"]
+        rates = [
+            f"{one['tok_s']:.1f}",
+            f"{made['tok_s']:.1f}",
+            percent(made["busy"]),
+            percent(made["both"]),
+            reported,
+        ]
         body.append([model_name(one), MACHINES[one["machine"]], *shares, str(one["gpu_layers"]), *rates])
     return origin(result, "paper", "Context of 640 tokens, of which 320 are in the cache.") + table(head, body)
 

@@ -54,7 +54,7 @@ class SplitExecutor:
 
     @property
     def disk(self) -> DiskTier | None:
-        """What of the CPU's layers stays on disk."""
+        """What stays on disk of the CPU's layers, and of experts that are split."""
         return self.cpu.disk
 
     @property

@@ -10,7 +10,7 @@ layers that do not fit run on the CPU as a whole. A small part of the room for n
 those in RAM to the GPU for long prompts (devices/stage.py), if every neuron still fits. RAM holds
 runtime, working memory, the embedding and every dense part that is not on the GPU; what is left is for the other
 neurons. Without a GPU the engine keeps the dense matrices of the FFNs beside the bundles, for prompts; where RAM does
-not hold all of it, `disk.plan_disk` says what stays on disk.
+not hold all of it, or not the experts that a GPU does not have, `disk.plan_disk` says what stays on disk.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ EXPERT_STAGED = 8
 """Streaming experts gets at most 1/EXPERT_STAGED of their room: its buffers are of whole experts."""
 
 GIVES_WAY = 8
-"""A layer as a whole makes room on a GPU for buffers through which others stream if there are so many of these."""
+"""Layers on a GPU as a whole make room for what others need to stream there if there are so many of these."""
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
