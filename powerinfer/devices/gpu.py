@@ -528,21 +528,20 @@ class GpuLayers:
     def choose_calls(self) -> None:
         """Where the GPU can call the CPU, time steps of a token both ways, and let the host wait for the GPU if that is
         clearly faster. The cache must be empty. PowerInferError when the device fails."""
-        recorder = self._recorder
-        if recorder is None or not self._calls or not any(one.called for one in self.operators):
+        if self._recorder is None or not self._calls or not any(one.called for one in self.operators):
             return
         seconds: dict[bool, float] = {}
         for calls in (True, False):
-            self.record(recorder, calls=calls)
+            self._calls, self._recordings = calls, None
             own = []
             for _ in range(UNRECORDED + _TIMED):
                 begin = time.perf_counter()
                 self._rehearse(1, 1)
                 own.append(time.perf_counter() - begin)
             seconds[calls] = median(own[UNRECORDED:])
-        self._can_call = seconds[False] >= CLEARLY * seconds[True]
+        self._calls = self._can_call = seconds[False] >= CLEARLY * seconds[True]
+        self._recordings = None
         self._why = f"{1e3 * seconds[True]:.3g} ms a step with calls, {1e3 * seconds[False]:.3g} if the host waits"
-        self.record(recorder)
 
     def record(self, recorder: Recorder | None, *, calls: bool = True) -> None:
         """Record steps of few tokens with `recorder` and replay them; None: launch every time. calls: the GPU calls the
