@@ -70,6 +70,9 @@ def test_a_call_that_fails_writes_zeros() -> None:
         call_now(call.function, call.data)
     assert not out.any() and call.take()[:2] == (2, 0)
     assert "topk" in calls.take_failure() and calls.take_failure() == "", "the first one, once"
+    call_now(call.function, call.data)
+    calls.begin()
+    assert calls.take_failure() == "", "of a step that was broken off: it does not fail the next one"
 
 
 def test_arrays_of_other_shapes_are_refused() -> None:
