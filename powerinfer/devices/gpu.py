@@ -124,7 +124,7 @@ class GpuLayers:
                 self._why = self.link.try_call()
         self._calls = self._can_call = self.link is not None and self._why is None
         vectors = max_tokens, config.d_model, config.vocab_size
-        self.buffers = StepBuffers(device, *vectors, totals=split and changed, sleeps=self._calls)
+        self.buffers = StepBuffers(device, *vectors, totals=split and changed)
         static = gpu.which(torch.empty(0, device=device)) == "triton"  # torch's own operators look at the data
         self._recorder = recorder_of(device) if static else None
         self._recordings: Recordings | None = None
@@ -561,11 +561,13 @@ class GpuLayers:
     def _recorded(self, recorder: Recorder) -> Recordings:
         operators = self.operators
         if self._recordings is None or self._recorded_at != self.buffers.addresses:
+            calls = self._calls and self.trace is None and any(one.called for one in operators)
             if self.trace is not None:
                 spans = ReplayedSpans(recorder, self.trace)
                 operators, recorder = spans.marked(operators), spans.record
-            elif self._calls:
+            elif calls:
                 operators = [operator.as_called() for operator in operators]
+            self.buffers.sleep(calls)  # the thread that makes the calls needs a core
             self._recordings = Recordings(operators, recorder, self._shapes)
             self._recorded_at = self.buffers.addresses
         return self._recordings
