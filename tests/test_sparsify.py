@@ -36,7 +36,7 @@ from powerinfer.sparsify.loss_plot import draw_log, read_log
 from powerinfer.sparsify.own_text import OwnText, is_useful, write_own_text
 from powerinfer.sparsify.recipes import FFN_PARTS, RECIPES, Stage, StoredTypes, check_recipe
 from powerinfer.sparsify.torch_model import HALVES, TorchModel, _Rounded, load
-from powerinfer.sparsify.training import Sparsifier, _Cut
+from powerinfer.sparsify.training import Sparsifier, _Cut, _stored
 from powerinfer.sparsify.writing import write_model
 
 SHAPE = Shape(d_model=64, d_ff=128, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, vocab=1200, context=128)
@@ -680,6 +680,13 @@ def test_attention_of_another_type(kind: str, dense: Path, tmp_path: Path) -> No
         if layer and part in ("q", "k", "v", "o", "gate", "up", "down"):
             wanted = "Q4_0" if kind == "same" or part in FFN_PARTS else kind.upper()
             assert checkpoint.take(name).type == wanted and (name in rounded) == (wanted == "Q4_0"), name
+
+
+def test_an_embedding_whose_rows_are_no_whole_blocks() -> None:
+    """It is written in F16, and used so."""
+    weight = torch.randn(3, 40, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(_stored(weight, "q8_0"), weight.half().float())
+    assert not torch.equal(_stored(weight[:, :32], "q8_0"), weight[:, :32].half().float())
 
 
 def test_an_embedding_of_another_type(dense: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,6 +30,7 @@ from benchmarks.models import expert_models  # noqa: E402
 from powerinfer import LLM, SamplingParams, _native  # noqa: E402
 from powerinfer.cli.main import main  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
+from powerinfer.devices import disk  # noqa: E402
 from powerinfer.devices.disk import OnDisk  # noqa: E402
 from powerinfer.errors import ModelError, RequestError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
@@ -275,6 +277,28 @@ def test_a_swap_that_cannot_read_changes_nothing(written: Callable[[str], Path])
                 ffns[0].swap(ffns[0].hot[:1], ffns[0].cold[:1])
         assert ffns[0].hot.tolist() == before
         check_bits(executor, right)
+
+
+@pytest.mark.usefixtures("device")
+def test_reading_for_the_gpu_takes_one_block_of_memory(
+    written: Callable[[str], Path],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many experts are read, of layers that are alike."""
+    made: list[weakref.ref[np.ndarray]] = []
+    plain = disk.own_pages
+
+    def noted(nbytes: int) -> np.ndarray:
+        memory = plain(nbytes)
+        made.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(disk, "own_pages", noted)
+    with split(written("qwen3-30b-a3b"), 6, movable=True) as (_, ffns):
+        made.clear()
+        for ffn in (*ffns, *ffns):
+            ffn.swap(ffn.hot[:2], ffn.cold[:2])
+        assert sum(one() is not None for one in made) == 1
 
 
 # ---- what --vram and --ram do not hold
