@@ -145,6 +145,28 @@ def test_a_step_whose_call_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         np.testing.assert_array_equal(one_by_one(executor, 4), right)
 
 
+@pytest.mark.usefixtures("device")
+def test_nothing_replays_a_call_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neurons that cannot be placed anew take the layer's calls with them, and so its recordings."""
+    static_where_emulated(monkeypatch)
+    path = give_bundles(tiny_llama(tmp_path / "tiny.gguf"))
+
+    def full(*_: Any) -> Any:
+        raise PowerInferError("no room")
+
+    with split(path, 0.5) as (executor, ffns):
+        executor.gpu.record(counting_recorder([]))
+        right = one_by_one(executor, 4)
+        recordings = executor.gpu._recordings
+        assert recordings is not None and any(recordings._kept.values())
+        with monkeypatch.context() as patch, pytest.raises(PowerInferError, match="no room"):
+            patch.setattr("powerinfer.hybrid.ffn.GpuPart", full)
+            ffns[1].place(ffns[1].hot)
+        assert executor.gpu._recordings is None or not any(executor.gpu._recordings._kept.values())
+        ffns[1].place(ffns[1].hot)
+        np.testing.assert_array_equal(one_by_one(executor, 4), right)
+
+
 @pytest.mark.parametrize("slow", ["join", "wait"])
 def test_the_faster_way_is_kept(slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that one of the two moves; recordings are launched anew here, so that it does."""
