@@ -594,6 +594,9 @@ def test_memory_is_asked_for_before_anything_else(
     with pytest.raises(RequestError, match=r"training needs about .* are free: smaller --rows"):
         made(dense, tmp_path, own_text=10**9)
     assert made(dense, tmp_path, tokens=512, rows=3).document["tokens"] == 512
+    monkeypatch.setattr("powerinfer.sparsify.training.free_bytes", lambda device: 1)
+    with pytest.raises(RequestError, match=r"training needs about .* are free: no --rows and .* smaller model"):
+        made(dense, tmp_path / "none", own_text=10**9)
 
 
 def test_the_steps_as_a_picture(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
