@@ -452,10 +452,10 @@ class HostCalls:
         """Calls so far."""
 
     def begin(self) -> None:
-        """A step begins: the CPU waits for its first call."""
+        """A step begins: the CPU waits for its first call, and what failed in earlier ones is void."""
 
     def take_failure(self) -> str:
-        """What the first call that failed since said; empty: none did."""
+        """What the first call that failed since said, once; empty: none did."""
 
 class HostCall:
     """

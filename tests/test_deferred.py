@@ -327,6 +327,24 @@ def of_neurons(
         return answers(executor, ffns, swaps)
 
 
+def of_neurons_after_a_failure(folder: Path) -> list[np.ndarray]:
+    """A step is broken off in its last layer, with the CPU's parts of all layers under way."""
+    path, plain, failed = saved("tiny", folder), HybridFfn._add_hot, []
+
+    def failing(ffn: HybridFfn, step: Any) -> None:
+        if ffn is ffns[-1] and not failed:
+            failed.append(step)
+            raise torch.OutOfMemoryError("no room")
+        plain(ffn, step)
+
+    with neurons.split(path, 0.5) as (executor, ffns):
+        executor.gpu.record(recorder_of(executor.gpu.device))
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(PowerInferError, match="ran out of memory"):
+            patch.setattr(HybridFfn, "_add_hot", failing)
+            families.run_chunks(executor, np.arange(2, dtype=np.int32), [2], families.scattered_pages(executor, 2)[1])
+        return answers(executor, ffns)
+
+
 def of_experts(
     name: str,
     folder: Path,
@@ -371,6 +389,7 @@ SCENES: dict[str, Scene] = {
     "layers whose FFNs stream": functools.partial(layers_that_stream, "qwen35"),
     "neurons": functools.partial(of_neurons, "tiny"),
     "predicted neurons, which are swapped": functools.partial(of_neurons, "tiny", predicted=True, swaps=True),
+    "neurons, after a step that failed": of_neurons_after_a_failure,
     "neurons beside attention": functools.partial(of_neurons, "falcon-40b", predicted=True),
     "neurons whose sum is normalised": functools.partial(of_neurons, "opt-post-norm"),
     "neurons that stream": functools.partial(of_neurons, "tiny", streams=True),
@@ -434,7 +453,7 @@ LEFT_OUT = {
     "self._computed.record(self._beside)": CALLED,
     "self._streams.current().wait_event(self._computed)": CALLED,
     # gpu.py: a step that was broken off
-    "self._streams.finish()": ("whole layers",),
+    "self._streams.finish()": ("whole layers", "neurons, after a step that failed"),
     # step_buffers.py: the result of a step
     "self._done.record()": ("neurons",),
     "self._done.synchronize()": ("neurons", "whole layers"),

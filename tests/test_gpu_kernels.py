@@ -419,6 +419,26 @@ def test_attention(
         assert again[0].isnan().all() and torch.equal(again[1:], got[1:]), "of the first sequence alone"
 
 
+def test_rows_are_moved_as_a_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes of some rows with the scales of others would be another matrix."""
+    weight = gpu.upload(raw("Q8_0", 8, 64), device_name())
+    before, plain, left = gpu.values(weight).clone(), torch.Tensor.index_select, [2]
+
+    def failing(own: torch.Tensor, *of: Any) -> torch.Tensor:
+        left[0] -= 1
+        if not left[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried")
+        return plain(own, *of)
+
+    order = np.arange(8, dtype=np.int32)[::-1]
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(torch.Tensor, "index_select", failing)
+        gpu.rearrange(weight, order)
+    assert torch.equal(gpu.values(weight), before)
+    gpu.rearrange(weight, order)
+    assert torch.equal(gpu.values(weight), before.flip(0))
+
+
 def guessed(inner: gpu.Weight, outer: gpu.Weight, x: torch.Tensor, threshold: float, floor: int) -> torch.Tensor:
     """What is selected, whatever the order of the rows, in one piece and in two."""
     found, n = [], outer.rows

@@ -70,6 +70,9 @@ def test_a_call_that_fails_writes_zeros() -> None:
         call_now(call.function, call.data)
     assert not out.any() and call.take()[:2] == (2, 0)
     assert "topk" in calls.take_failure() and calls.take_failure() == "", "the first one, once"
+    call_now(call.function, call.data)
+    calls.begin()
+    assert calls.take_failure() == "", "of a step that was broken off: it does not fail the next one"
 
 
 def test_arrays_of_other_shapes_are_refused() -> None:
@@ -142,6 +145,28 @@ def test_a_step_whose_call_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         np.testing.assert_array_equal(one_by_one(executor, 4), right)
 
 
+@pytest.mark.usefixtures("device")
+def test_nothing_replays_a_call_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neurons that cannot be placed anew take the layer's calls with them, and so its recordings."""
+    static_where_emulated(monkeypatch)
+    path = give_bundles(tiny_llama(tmp_path / "tiny.gguf"))
+
+    def full(*_: Any) -> Any:
+        raise PowerInferError("no room")
+
+    with split(path, 0.5) as (executor, ffns):
+        executor.gpu.record(counting_recorder([]))
+        right = one_by_one(executor, 4)
+        recordings = executor.gpu._recordings
+        assert recordings is not None and any(recordings._kept.values())
+        with monkeypatch.context() as patch, pytest.raises(PowerInferError, match="no room"):
+            patch.setattr("powerinfer.hybrid.ffn.GpuPart", full)
+            ffns[1].place(ffns[1].hot)
+        assert executor.gpu._recordings is None or not any(executor.gpu._recordings._kept.values())
+        ffns[1].place(ffns[1].hot)
+        np.testing.assert_array_equal(one_by_one(executor, 4), right)
+
+
 @pytest.mark.parametrize("slow", ["join", "wait"])
 def test_the_faster_way_is_kept(slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that one of the two moves; recordings are launched anew here, so that it does."""
@@ -163,6 +188,29 @@ def test_the_faster_way_is_kept(slow: str, tmp_path: Path, monkeypatch: pytest.M
         before = executor.gpu.link.calls.made
         one_by_one(executor, 3)
         assert (executor.gpu.link.calls.made > before) == (slow == "wait")
+
+
+def test_the_host_sleeps_where_the_gpu_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And looks again and again where it acts itself."""
+    static_where_emulated(monkeypatch)
+    plain, made = ImmediateStreams.event, {}
+
+    def event(own: ImmediateStreams, *, timed: bool = False, sleeps: bool = False) -> Any:
+        found = plain(own, timed=timed, sleeps=sleeps)
+        made[id(found)] = found, sleeps  # kept: no other gets its number
+        return found
+
+    monkeypatch.setattr(ImmediateStreams, "event", event)
+    with split(give_bundles(tiny_llama(tmp_path / "tiny.gguf")), 0.5) as (executor, _):
+        for calls in (True, False, True):
+            executor.gpu.record(counting_recorder([]), calls=calls)
+            one_by_one(executor, 3)
+            assert made[id(executor.gpu.buffers._done)][1] == calls
+        with executor.traced():
+            one_by_one(executor, 3)
+            assert not made[id(executor.gpu.buffers._done)][1]
+        one_by_one(executor, 3)
+        assert made[id(executor.gpu.buffers._done)][1]
 
 
 def test_a_device_that_cannot_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ from powerinfer.sparsify.loss_plot import draw_log, read_log
 from powerinfer.sparsify.own_text import OwnText, is_useful, write_own_text
 from powerinfer.sparsify.recipes import FFN_PARTS, RECIPES, Stage, StoredTypes, check_recipe
 from powerinfer.sparsify.torch_model import HALVES, TorchModel, _Rounded, load
-from powerinfer.sparsify.training import Sparsifier, _Cut
+from powerinfer.sparsify.training import Sparsifier, _Cut, _stored
 from powerinfer.sparsify.writing import write_model
 
 SHAPE = Shape(d_model=64, d_ff=128, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, vocab=1200, context=128)
@@ -123,9 +123,11 @@ def test_an_interrupted_run_goes_on_and_gives_the_same(recipe: str, dense: Path,
             raise KeyboardInterrupt
 
     config = SparsifyConfig(**(SMALL | {"zeros": 0.7, "save": 1e-9, "recipe": recipe}))
-    for _ in range(2):
+    for step in (6, 27):
+        notes: list[str] = []
         with pytest.raises(KeyboardInterrupt):
-            sparsify(open_checkpoint(dense), [], config, parts, stop, threads=1)
+            sparsify(open_checkpoint(dense), [], config, parts, stop, threads=1, say=notes.append)
+        assert notes[-1] == f"stopped: the same command goes on from step {step} of 40"
         assert not (parts / "model.gguf").exists()
     done = made(dense, parts, recipe=recipe)
     assert done.document["resumed"] > 20
@@ -592,6 +594,9 @@ def test_memory_is_asked_for_before_anything_else(
     with pytest.raises(RequestError, match=r"training needs about .* are free: smaller --rows"):
         made(dense, tmp_path, own_text=10**9)
     assert made(dense, tmp_path, tokens=512, rows=3).document["tokens"] == 512
+    monkeypatch.setattr("powerinfer.sparsify.training.free_bytes", lambda device: 1)
+    with pytest.raises(RequestError, match=r"training needs about .* are free: no --rows and .* smaller model"):
+        made(dense, tmp_path / "none", own_text=10**9)
 
 
 def test_the_steps_as_a_picture(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -678,6 +683,13 @@ def test_attention_of_another_type(kind: str, dense: Path, tmp_path: Path) -> No
         if layer and part in ("q", "k", "v", "o", "gate", "up", "down"):
             wanted = "Q4_0" if kind == "same" or part in FFN_PARTS else kind.upper()
             assert checkpoint.take(name).type == wanted and (name in rounded) == (wanted == "Q4_0"), name
+
+
+def test_an_embedding_whose_rows_are_no_whole_blocks() -> None:
+    """It is written in F16, and used so."""
+    weight = torch.randn(3, 40, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(_stored(weight, "q8_0"), weight.half().float())
+    assert not torch.equal(_stored(weight[:, :32], "q8_0"), weight[:, :32].half().float())
 
 
 def test_an_embedding_of_another_type(dense: Path, tmp_path: Path) -> None:

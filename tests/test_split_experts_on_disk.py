@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,6 +30,7 @@ from benchmarks.models import expert_models  # noqa: E402
 from powerinfer import LLM, SamplingParams, _native  # noqa: E402
 from powerinfer.cli.main import main  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
+from powerinfer.devices import disk  # noqa: E402
 from powerinfer.devices.disk import OnDisk  # noqa: E402
 from powerinfer.errors import ModelError, RequestError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
@@ -277,6 +279,28 @@ def test_a_swap_that_cannot_read_changes_nothing(written: Callable[[str], Path])
         check_bits(executor, right)
 
 
+@pytest.mark.usefixtures("device")
+def test_reading_for_the_gpu_takes_one_block_of_memory(
+    written: Callable[[str], Path],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many experts are read, of layers that are alike."""
+    made: list[weakref.ref[np.ndarray]] = []
+    plain = disk.own_pages
+
+    def noted(nbytes: int) -> np.ndarray:
+        memory = plain(nbytes)
+        made.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(disk, "own_pages", noted)
+    with split(written("qwen3-30b-a3b"), 6, movable=True) as (_, ffns):
+        made.clear()
+        for ffn in (*ffns, *ffns):
+            ffn.swap(ffn.hot[:2], ffn.cold[:2])
+        assert sum(one() is not None for one in made) == 1
+
+
 # ---- what --vram and --ram do not hold
 
 
@@ -359,6 +383,14 @@ def test_without_a_disk_ram_must_hold_them(large: Path) -> None:
         planned(large, 20, 12 * MIB, disk="none")
 
 
+def test_what_is_advised_is_of_the_cache_only_where_ram_has_some(large: Path) -> None:
+    for vram, cached in ((planned(large, 20).engine.vram, False), (0, True)):
+        said = r"even if its weights .* give --ram .* a lower .*--prefill-chunk$"
+        with pytest.raises(RequestError, match=said) as told:
+            resolve(open_checkpoint(large), replace(ENGINE, gpu=device_name(), vram=vram, ram=MIB))
+        assert ("KV cache" in str(told.value)) == ("--context" in str(told.value)) == cached
+
+
 def test_a_plan_says_what_is_where(large: Path, capsys: pytest.CaptureFixture[str]) -> None:
     resolved = planned(large, 20, 12 * MIB)
     engine, disk = resolved.engine, resolved.disk
@@ -377,6 +409,7 @@ def test_a_plan_says_what_is_where(large: Path, capsys: pytest.CaptureFixture[st
     assert sum(plan["bytes"]["cpu"].values()) <= (engine.ram or 0)
     assert plan["bytes"]["disk"]["experts"] == disk.resting["experts"] and not plan["fits"]
     assert "of the others RAM holds" in " ".join(plan["reasons"])
+    assert "system's cache" not in " ".join(plan["reasons"]), "whether reads go through it is decided at load"
     assert plan["predicted"]["disk_bytes"] > 0 and 0 < plan["predicted"]["disk_hits"] < 1
     assert {"--ram"} < {one["flag"] for one in plan["helps"]} | {"--vram"}
     assert inspected["memory"]["disk"] >= disk.resting["experts"] and inspected["memory"]["ram"] <= (engine.ram or 0)

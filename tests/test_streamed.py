@@ -29,7 +29,7 @@ from powerinfer.config import EngineConfig, ExpertsConfig  # noqa: E402
 from powerinfer.devices.batch import Batch  # noqa: E402
 from powerinfer.devices.gpu_weights import PanelMatrix, StreamedMatrices  # noqa: E402
 from powerinfer.devices.split import SplitExecutor  # noqa: E402
-from powerinfer.devices.stage import Stage  # noqa: E402
+from powerinfer.devices.stage import Stage, layer_buffer  # noqa: E402
 from powerinfer.errors import PowerInferError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.quant import block_type, dequantize, quantize  # noqa: E402
@@ -338,6 +338,16 @@ def test_the_crossing_is_measured_once(model: Path, monkeypatch: pytest.MonkeyPa
         assert loaded(model, vram)[1:] == (found, wanted)
         assert set(products) == ({64} if found else set()), "the first piece streams, what is left of it does not"
         assert "measured earlier" in loaded(model, vram, trial=False)[0]["prefill"]
+
+
+@pytest.mark.parametrize("limit", [1 << 21, (1 << 22) - 1, 1 << 22, (1 << 22) + 1, 7 << 20, 1 << 30])
+@pytest.mark.parametrize(("widest", "page"), [(59392, 0), (64, 3 << 20), (28672, 1 << 20), (64, 1 << 12)])
+def test_a_buffer_holds_a_panel_and_a_page(widest: int, page: int, limit: int) -> None:
+    """Of float32 at the widest, or there is none; on a GPU it takes no more than its own bytes."""
+    for layer in (1 << 16, 20 << 20, 1 << 30):
+        size, least = layer_buffer(layer, widest, page, limit), max(4 * 16 * widest, page)
+        assert (least <= size <= limit) if size else limit < -(-least // (2 << 20)) * (2 << 20)
+        assert size < 2 << 20 or size % (2 << 20) == 0
 
 
 def test_room_for_the_buffers(model: Path) -> None:

@@ -34,7 +34,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     model_flag(parser)
     parser.add_argument("--out", metavar="FOLDER", help="folder for the sparse model")
     parser.add_argument(
-        "--corpus", action="append", default=[], metavar="PATH", help="text file, JSONL file or folder (repeatable)"
+        "--corpus",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="text file, JSONL file or folder (repeatable); default: a small built-in sample, which teaches little",
     )
     parser.add_argument(
         "--start", metavar="MODEL", help="a model that this recipe made out of the same original: train it further"

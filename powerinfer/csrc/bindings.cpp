@@ -810,8 +810,10 @@ void bind_host_calls(nb::module_& m) {
   nb::class_<HostCalls>(m, "HostCalls", "What the functions share that a GPU's stream calls. They run one at a time.")
       .def(nb::init<>())
       .def_prop_ro("made", &HostCalls::made, "Calls so far.")
-      .def("begin", &HostCalls::begin, "A step begins: the CPU waits for its first call.")
-      .def("take_failure", &HostCalls::take_failure, "What the first call that failed since said; empty: none did.");
+      .def("begin", &HostCalls::begin,
+           "A step begins: the CPU waits for its first call, and what failed in earlier ones is void.")
+      .def("take_failure", &HostCalls::take_failure,
+           "What the first call that failed since said, once; empty: none did.");
   nb::class_<HostCall>(
       m, "HostCall",
       "A function, void (*)(void*), and its argument, for a GPU's stream to call without Python: their\n"

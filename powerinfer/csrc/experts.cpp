@@ -540,7 +540,7 @@ void Experts::sum_rows(Program& program, const float* x, int64_t tokens, float* 
   };
   w.pool->run(prepare, job);
   if (failure.empty()) return;
-  resting_->end();
+  if (resting_) resting_->end();
   throw ReadError(failure);
 }
 

@@ -129,7 +129,8 @@ class Experts : public Op {
   // ReadError, here and of the parts, if experts could not be read from disk: out is void.
   bool sum(Program& program, const float* x, int64_t tokens, const int32_t* selected, const float* weights, float* out);
   // The same in parts, for a selection that is known before x: `order`, which begins to read what rests on disk, then
-  // `fetch` as often as there is time, then `sum_ordered`, with nothing else of the program in between. Without `order`: std::invalid_argument.
+  // `fetch` as often as there is time, then `sum_ordered`, with nothing else of the program in between. Without
+  // `order`: std::invalid_argument.
   void order(Program& program, int64_t tokens, const int32_t* selected, const float* weights);
   // Reads the next part of the weights that each thread multiplies first into the caches of its core. False once they
   // hold what they can, or all of it, and of experts on disk.

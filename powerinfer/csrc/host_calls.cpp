@@ -8,6 +8,7 @@
 void HostCalls::begin() {
   std::lock_guard<std::mutex> one(mutex_);
   waits_since_ = Clock::now();
+  failure_[0] = 0;
 }
 
 std::string HostCalls::take_failure() {

@@ -14,9 +14,9 @@
 class HostCalls {
  public:
   using Clock = std::chrono::steady_clock;
-  // A step begins: the CPU waits for its first call.
+  // A step begins: the CPU waits for its first call, and what failed in earlier ones is void.
   void begin();
-  // What the first call that failed since said; empty: none did.
+  // What the first call that failed since said, once; empty: none did.
   std::string take_failure();
   // Calls so far.
   int64_t made();

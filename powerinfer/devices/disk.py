@@ -72,6 +72,7 @@ class DiskTier:
         self._streamed = frozenset(places)
         self.reads = reads or read_files(self._files, about.direct)
         self._apart: _native.Reads | None = None  # of another thread than that of the steps
+        self._memory: Bytes | None = None  # where these read to
         self._read_apart = np.zeros(3)  # reads, bytes, seconds
         self.window = _native.Window(self.reads, about.window) if about.window else None
         self.slots: dict[int, _native.Slots] = {}  # of layers whose neurons are on disk
@@ -109,19 +110,23 @@ class DiskTier:
         self._experts[layer] = op
 
     def read(self, matrices: Sequence[RestingTensor], number: int) -> list[RawTensor]:
-        """Of matrices [n, out, in] those of one number, [out, in] as they are stored: by one thread at a time, perhaps
-        another than that of the steps. ModelError if they cannot be read."""
+        """Of matrices [n, out, in] those of one number, [out, in] as they are stored, valid until the next call: by one
+        thread at a time, perhaps another than that of the steps. ModelError if they cannot be read."""
         if self._apart is None:
             self._apart = read_files(self._files, self.about.direct)
         at, begin, align = 0, [], self._apart.ALIGN
         for one in matrices:  # past the cache, what is read lies in a block of memory as in its file
             begin.append(at + one.places[number][1] % align)
             at = -(-(begin[-1] + one.each_nbytes) // align) * align
-        memory = own_pages(at)
+        # One block for all: the reads keep what they were given until they are closed.
+        memory, self._memory = self._memory, None
+        if memory is None or len(memory) < at:
+            memory = own_pages(sum(-(-one.each_nbytes // align) * align + align for one in matrices))
         each = [(*one.places[number], one.each_nbytes, first) for one, first in zip(matrices, begin, strict=True)]
         begun = time.perf_counter()
         with self.reading():
             self._apart.wait(self._apart.begin(each, memory))
+        self._memory = memory  # not after a failure: the disk may write there yet
         self._read_apart += np.array([len(each), sum(one.each_nbytes for one in matrices), time.perf_counter() - begun])
         return [
             RawTensor(one.type, one.shape[1:], memory[first : first + one.each_nbytes])

@@ -124,7 +124,7 @@ class GpuLayers:
                 self._why = self.link.try_call()
         self._calls = self._can_call = self.link is not None and self._why is None
         vectors = max_tokens, config.d_model, config.vocab_size
-        self.buffers = StepBuffers(device, *vectors, totals=split and changed, sleeps=self._calls)
+        self.buffers = StepBuffers(device, *vectors, totals=split and changed)
         static = gpu.which(torch.empty(0, device=device)) == "triton"  # torch's own operators look at the data
         self._recorder = recorder_of(device) if static else None
         self._recordings: Recordings | None = None
@@ -528,21 +528,20 @@ class GpuLayers:
     def choose_calls(self) -> None:
         """Where the GPU can call the CPU, time steps of a token both ways, and let the host wait for the GPU if that is
         clearly faster. The cache must be empty. PowerInferError when the device fails."""
-        recorder = self._recorder
-        if recorder is None or not self._calls or not any(one.called for one in self.operators):
+        if self._recorder is None or not self._calls or not any(one.called for one in self.operators):
             return
         seconds: dict[bool, float] = {}
         for calls in (True, False):
-            self.record(recorder, calls=calls)
+            self._calls, self._recordings = calls, None
             own = []
             for _ in range(UNRECORDED + _TIMED):
                 begin = time.perf_counter()
                 self._rehearse(1, 1)
                 own.append(time.perf_counter() - begin)
             seconds[calls] = median(own[UNRECORDED:])
-        self._can_call = seconds[False] >= CLEARLY * seconds[True]
+        self._calls = self._can_call = seconds[False] >= CLEARLY * seconds[True]
+        self._recordings = None
         self._why = f"{1e3 * seconds[True]:.3g} ms a step with calls, {1e3 * seconds[False]:.3g} if the host waits"
-        self.record(recorder)
 
     def record(self, recorder: Recorder | None, *, calls: bool = True) -> None:
         """Record steps of few tokens with `recorder` and replay them; None: launch every time. calls: the GPU calls the
@@ -562,11 +561,13 @@ class GpuLayers:
     def _recorded(self, recorder: Recorder) -> Recordings:
         operators = self.operators
         if self._recordings is None or self._recorded_at != self.buffers.addresses:
+            calls = self._calls and self.trace is None and any(one.called for one in operators)
             if self.trace is not None:
                 spans = ReplayedSpans(recorder, self.trace)
                 operators, recorder = spans.marked(operators), spans.record
-            elif self._calls:
+            elif calls:
                 operators = [operator.as_called() for operator in operators]
+            self.buffers.sleep(calls)  # the thread that makes the calls needs a core
             self._recordings = Recordings(operators, recorder, self._shapes)
             self._recorded_at = self.buffers.addresses
         return self._recordings

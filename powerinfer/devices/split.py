@@ -41,6 +41,7 @@ class SplitExecutor:
         self.trace: Trace | None = None
         layers = f"{gpu.layers} layer{'s' * (gpu.layers > 1)}{' and the head' * gpu.has_head}"
         self.choices = cpu.choices | {"gpu": f"{layers} on {gpu.device}"}
+        self.choices["kv_cache"] += f", {gpu.memory()['kv'] >> 20} MiB on the GPU"
         self._tell_how()
 
     def _tell_how(self) -> None:

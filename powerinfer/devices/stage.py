@@ -69,8 +69,9 @@ def layer_buffer(layer: int, widest: int, page: int, limit: int) -> int:
     """Bytes of a buffer for panels of layers whose matrices take `layer` bytes and have up to `widest` columns: a few
     pieces a layer, `limit` at most; 0 if that is less than a panel, in whatever type, or a page of their cache."""
     least = max(4 * LANES * widest, page)
+    least = least if least < _SEGMENT else -(-least // _SEGMENT) * _SEGMENT
     size = min(limit, max(least, min(PIECE, layer // _LAYER_PIECES)))
-    return 0 if size < least else size - size % min(size, _SEGMENT) or least
+    return 0 if size < least else size - size % min(size, _SEGMENT)
 
 
 def return_buffer(page: int, tokens: int, staging: int) -> int:

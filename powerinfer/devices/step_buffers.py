@@ -25,13 +25,10 @@ else:
 class StepBuffers:
     """The residual stream and the description of a batch on a device, pinned memory for what is transferred.
 
-    totals: whether the parts of an FFN are added in a buffer of their own (`Step.total`); sleeps: whether the host
-    gives up its core while it waits for a result.
+    totals: whether the parts of an FFN are added in a buffer of their own (`Step.total`).
     """
 
-    def __init__(
-        self, to: device, max_tokens: int, d_model: int, vocab_size: int, *, totals: bool, sleeps: bool = False
-    ) -> None:
+    def __init__(self, to: device, max_tokens: int, d_model: int, vocab_size: int, *, totals: bool) -> None:
         torch = import_torch()
         self._streams = streams_of(to)
         self._vocab_size = vocab_size
@@ -40,12 +37,16 @@ class StepBuffers:
         self._total = torch.zeros_like(self._x) if totals else None
         self._host_logits = self._new_logits(1)
         self._description = _Description(to, self._streams)
-        self._done = self._streams.event(sleeps=sleeps)
+        self._done = self._streams.event()
 
     @property
     def totals(self) -> bool:
         """Whether steps have a `Step.total`."""
         return self._total is not None
+
+    def sleep(self, on: bool) -> None:
+        """Whether the host gives up its core while it waits for a result; not while a step runs."""
+        self._done = self._streams.event(sleeps=on)
 
     @property
     def nbytes(self) -> int:

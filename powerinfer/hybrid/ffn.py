@@ -139,6 +139,7 @@ class HybridFfn:
         self._gpu_part = None  # free its memory before allocating
         if self._calls:
             self._take_calls()
+            self._layers.changed(self.layer)  # recordings have the calls' addresses
             self._calls.clear()
         with self._failures(), current(to):
             if len(hot):

@@ -354,7 +354,7 @@ def _settle_prompts(
     else:
         why = "no room, or no long steps, to stream them"
         if resolved.disk is not None:
-            why = "it reads them from disk"
+            why = "it reads from disk"
         if split.stage is not None:
             why = "they are not as a GGUF file has them"
         executor.choices["prefill"] = f"the CPU computes what is cold ({why})"

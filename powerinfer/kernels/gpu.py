@@ -536,9 +536,10 @@ def rearrange(w: Weight, rows: NDArray[np.int32]) -> None:
     import torch
 
     order = torch.from_numpy(rows.astype(np.int64)).to(w.data.device)
-    w.data.copy_(w.data.index_select(0, order))
-    if w.scales is not None:
-        w.scales.copy_(w.scales.index_select(0, order))
+    parts = [part for part in (w.data, w.scales) if part is not None]
+    moved = [part.index_select(0, order) for part in parts]  # all, or nothing changes where there is no memory
+    for part, own in zip(parts, moved, strict=True):
+        part.copy_(own)
 
 
 def predict(

@@ -299,7 +299,7 @@ def no_layer_fits(model: Model, hardware: Hardware, work: Workload, vram: int, d
     least = sum(on_gpu(model, hardware, work, 1, False, dense or slots is not None, slots).values())
     return VramError(
         f"{gib(vram)} of VRAM hold no layer of {model.name}: give --vram {gib(least)} or more, lower --context, "
-        "--prefill-chunk or --max-batch, or use no GPU"
+        "--prefill-chunk or --max-batch, or use no GPU (--gpu none)"
     )
 
 

@@ -449,8 +449,9 @@ def _other(model: Model, layers: Iterable[int], head: bool) -> Counter[str]:
 
 def _too_little(model: Model, held: Footprint, least: int, whole: int, ram: int) -> RequestError:
     needs = f"{gib(whole)} of RAM" if whole < least else f"{gib(least)} of RAM even if its weights stay on disk"
+    cache = f"{gib(held['kv'])} of it for the KV cache and " if held["kv"] else "of it "
+    context = "--context or " if held["kv"] else ""  # a GPU that has all layers has all of the cache
     return RequestError(
-        f"{model.name} needs {needs}, {gib(held['kv'])} of it for the KV cache and {gib(held['scratch'])} for a piece "
-        f"of a prompt, and --ram is {gib(ram)}: give --ram {gib(min(least, whole))}, or a lower --context or "
-        "--prefill-chunk"
+        f"{model.name} needs {needs}, {cache}{gib(held['scratch'])} for a piece of a prompt, and --ram is {gib(ram)}: "
+        f"give --ram {gib(min(least, whole))}, or a lower {context}--prefill-chunk"
     )

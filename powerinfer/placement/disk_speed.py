@@ -89,7 +89,7 @@ class Prediction:
         RAM has a share of."""
         yield f"a step reads {plan.why}"
         share, rate = 100 * self.waited / self.seconds, self.disk_rate / 1e9
-        how = f"past the system's cache at up to {rate:.2f} GB/s"
+        how = f"from the disk at up to {rate:.2f} GB/s"
         yield f"that is {gib(self.nbytes)} a step, {how}: it waits {share:.0f} % of its time"
         if self.hits is not None:
             kind = "experts" if plan.about.experts else "neurons"

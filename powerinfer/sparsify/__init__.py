@@ -79,15 +79,22 @@ def sparsify(
         product, free = fast_type(device).itemsize, free_bytes(device)
         needed = memory(checkpoint.config, recipe, config.rows, config.window, product)[0].device
         if needed > free:
+            least = memory(checkpoint.config, recipe, 1, 1, product)[0].device
+            helps = "smaller --rows and --window need less"
+            if least > free:
+                helps = f"no --rows and --window need less than {least / 2**30:.1f} GiB, take a smaller model"
             raise RequestError(
-                f"training needs about {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free: "
-                "smaller --rows and --window need less"
+                f"training needs about {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free: {helps}"
             )
         if config.own_text:
             own = write_own_text(checkpoint, texts, config.own_text, config.seed, out, progress, threads, say)
             texts, own_tokens = [*texts, own], own.tokens
         work = Sparsifier(checkpoint, texts, config, out, progress, say, start)
-        done = work.run()
+        try:
+            done = work.run()
+        except KeyboardInterrupt:
+            say(work.left())
+            raise
         if done.limits and (recipe.activation == "topk" or not done.thresholds):
             about["hidden_act_param"] = list(done.limits)
         path = write_model(

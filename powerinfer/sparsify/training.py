@@ -50,6 +50,7 @@ from powerinfer.prepare.corpus import Corpus, read_windows
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsify.recipes import FFN_PARTS, RECIPES, Stage, StoredTypes, check
 from powerinfer.sparsify.torch_model import HALVES, Neurons, TorchModel, load
+from powerinfer.sparsify.writing import fitting
 from powerinfer.system import available_memory
 
 HELD_OUT = 0.02  # of the windows of each text, at least MIN_HELD_OUT: measured on, never trained on
@@ -356,6 +357,13 @@ class Sparsifier:
             )
         return gradient
 
+    def left(self) -> str:
+        """What an interruption leaves, for people."""
+        if not self._kept:
+            how = f"every {self.config.save:g} s, --save"
+            return f"stopped before a state was kept ({how}): the same command begins anew"
+        return f"stopped: the same command goes on from step {self._kept} of {self._steps}"
+
     def _tokens(self, steps: int) -> int:
         return steps * self._windows * self.config.window
 
@@ -658,8 +666,9 @@ def _keep_freed_memory() -> None:
 
 def _stored(weight: Tensor, kind: str) -> Tensor:
     """As a type stores it, float32 on the CPU."""
-    values = quantize(np.ascontiguousarray(weight.float().cpu().numpy()), kind.upper())
-    return torch.from_numpy(np.array(dequantize(values, kind.upper())))
+    own = fitting(kind, weight.shape)
+    values = quantize(np.ascontiguousarray(weight.float().cpu().numpy()), own)
+    return torch.from_numpy(np.array(dequantize(values, own)))
 
 
 @cache

@@ -193,7 +193,7 @@ def _folder_as_gguf(model: _Model) -> _Content:
         every[_DIVISORS] = form.divisors.shape
     changed = {name: model.types[name] for name in model.changed}
     types = {
-        name: "F32" if len(shape) == 1 or is_router(name) else _fitting(changed.get(name, model.types.changed), shape)
+        name: "F32" if len(shape) == 1 or is_router(name) else fitting(changed.get(name, model.types.changed), shape)
         for name, shape in every.items()
     }
     tensors = [(name if name == _DIVISORS else NAMES(name), types[name], shape) for name, shape in every.items()]
@@ -213,7 +213,7 @@ def _folder_as_gguf(model: _Model) -> _Content:
     return {key: encoded(value) for key, value in metadata.items()}, tensors, data()
 
 
-def _fitting(wanted: str, shape: Sequence[int]) -> str:
+def fitting(wanted: str, shape: Sequence[int]) -> str:
     """The type, or F16 for rows that are not whole blocks of it."""
     kind = block_type(wanted.upper())
     return kind.name if shape[-1] % kind.block == 0 else "F16"
@@ -222,7 +222,7 @@ def _fitting(wanted: str, shape: Sequence[int]) -> str:
 def _new_type(change: _Change, types: StoredTypes) -> str:
     """Vectors stay as they are."""
     tensor = change.tensor
-    return tensor.type if len(tensor.shape) == 1 else _fitting(types[change.rows[0][0]], tensor.shape)
+    return tensor.type if len(tensor.shape) == 1 else fitting(types[change.rows[0][0]], tensor.shape)
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------
