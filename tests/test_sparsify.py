@@ -137,6 +137,31 @@ def test_an_interrupted_run_goes_on_and_gives_the_same(recipe: str, dense: Path,
     assert (parts / "log.csv").read_text() == (whole / "log.csv").read_text()
 
 
+def test_an_interruption_within_a_step_keeps_the_steps_before(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, parts = made(dense, tmp_path / "whole", recipe="cats"), tmp_path / "parts"
+    plain, calls = Sparsifier._distil, 0
+
+    def interrupted(self: Sparsifier, *given: Any) -> float:
+        nonlocal calls
+        calls += 1
+        if calls == 10:
+            raise KeyboardInterrupt
+        return plain(self, *given)
+
+    monkeypatch.setattr(Sparsifier, "_distil", interrupted)
+    config = SparsifyConfig(**(SMALL | {"zeros": 0.7, "save": 600.0, "recipe": "cats"}))
+    notes: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        sparsify(open_checkpoint(dense), [], config, parts, threads=1, say=notes.append)
+    each = config.batch // config.window // config.rows
+    assert notes[-1] == f"stopped: the same command goes on from step {9 // each} of 40"
+    done = made(dense, parts, recipe="cats")
+    assert done.document["resumed"] == 9 // each
+    assert done.path.read_bytes() == whole.path.read_bytes()
+
+
 def test_a_sparse_model_is_trained_further(dense: Path, tmp_path: Path) -> None:
     first = made(dense, tmp_path / "first", type="f16")
     original, begun = open_checkpoint(dense), open_checkpoint(first.path)

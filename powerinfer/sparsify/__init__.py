@@ -120,6 +120,10 @@ def sparsify(
         checkpoint.config, checkpoint.path.name, config, names, done.before, after, done.tokens, done.seconds
     )
     figures |= {"own_text_tokens": own_tokens, "start": "/".join(start.path.parts[-2:]) if start else None}
+    figures["types"] = None
+    if path.is_file():
+        figures["types"] = f"--type {config.type} --attention-type {config.attention_type}"
+        figures["types"] += f" --embedding-type {config.embedding_type}"
     draw_log(out, work.stages)
     write_small(out / "README.md", card(figures).encode())
     return Made(path, {"path": str(path), **figures, "limits": list(done.limits), "resumed": done.resumed})

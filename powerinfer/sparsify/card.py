@@ -45,11 +45,12 @@ def card(about: dict[str, Any]) -> str:
         if about["start"]
         else ""
     )
+    types = "" if about["types"] is None else f" {about['types']}"
     layers = ", ".join(f"{100 * share:.0f}" for share in about["zeros_by_layer"])
     return f"""# {about["source"]}, made sparse
 
-Made with `powerinfer sparsify --recipe {about["recipe"]} --zeros {about["target_zeros"]:g}` out of {about["source"]}
-({about["architecture"]}), trained on {about["tokens"]:,} tokens of: {", ".join(about["corpora"])}.{own}{start}
+Made with `powerinfer sparsify --recipe {about["recipe"]} --zeros {about["target_zeros"]:g}{types}`
+out of {about["source"]} ({about["architecture"]}), trained on {about["tokens"]:,} tokens of: {", ".join(about["corpora"])}.{own}{start}
 The activation and its thresholds are stated in the model's file as powerinfer's own keys and tensors: other programs
 refuse it, or would compute the original activation.
 

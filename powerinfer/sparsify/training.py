@@ -389,7 +389,12 @@ class Sparsifier:
             if self.recipe.activation == "topk":
                 self.limits = dict.fromkeys(self.limits, float(max(1, round((1 - self._follow) * BANK))))
             batch = self._batch(step, each)
-            loss = sum(learn(part, len(part) / each) * len(part) / each for part in batch.split(micro))
+            try:
+                loss = sum(learn(part, len(part) / each) * len(part) / each for part in batch.split(micro))
+            except KeyboardInterrupt:  # most of a step, in which weights are as the last one left them
+                if step > self._kept:
+                    self._keep(step, adam, names)
+                raise
             norm = float(torch.nn.utils.clip_grad_norm_([self.student.weights[name] for name in names], 1.0))
             if not math.isfinite(loss) or not math.isfinite(norm):
                 raise PowerInferError(
