@@ -50,7 +50,8 @@ def card(about: dict[str, Any]) -> str:
     return f"""# {about["source"]}, made sparse
 
 Made with `powerinfer sparsify --recipe {about["recipe"]} --zeros {about["target_zeros"]:g}{types}`
-out of {about["source"]} ({about["architecture"]}), trained on {about["tokens"]:,} tokens of: {", ".join(about["corpora"])}.{own}{start}
+out of {about["source"]} ({about["architecture"]}), trained on {about["tokens"]:,} tokens of:
+{", ".join(about["corpora"])}.{own}{start}
 The activation and its thresholds are stated in the model's file as powerinfer's own keys and tensors: other programs
 refuse it, or would compute the original activation.
 
