@@ -352,7 +352,7 @@ def test_what_neither_memory_holds_stays_on_disk(large: Path) -> None:
             assert 0.9 * resolved.disk.held["experts"] < held <= resolved.disk.held["experts"]
             found = answers(executor)
             assert executor.disk.report()["bytes"] > 0 and "experts that are selected" in executor.choices["disk"]
-            assert "reads them from disk" in executor.choices["prefill"]
+            assert "it reads from disk" in executor.choices["prefill"]
         finally:
             executor.close()
         whole, _ = load_resolved(replace(resolved, checkpoint=open_checkpoint(large), disk=None), list)
