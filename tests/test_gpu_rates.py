@@ -41,6 +41,7 @@ from powerinfer.progress import silent  # noqa: E402
 from powerinfer.runtime.engine import LLM  # noqa: E402
 from powerinfer.runtime.params import SamplingParams  # noqa: E402
 from powerinfer.sizes import read_size  # noqa: E402
+from powerinfer.system import available_memory  # noqa: E402
 
 LITTLE = GpuEffort(1 << 17, (256, 512), (64, 64), ((64, 64), (128, 64)), 128, 3, (1, 3), 1 << 16)
 ONE = EngineConfig(threads=1)
@@ -232,16 +233,14 @@ def test_out_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------- what is kept
 
 
-def machine(rates: GpuRates, engine: EngineConfig, **more: Any) -> description.Hardware:
-    """The description of another machine with this GPU, kept as if it had been measured here."""
-    made = dataclasses.replace(
-        load("pc-low"),
-        gpu=rates.device,
-        sync_us=rates.sync_us,
-        copy_gb_s=rates.copy_gb_s,
-        key=measure.machine_key(engine, "cpu"),
-        **more,
-    )
+def machine(engine: EngineConfig, **more: Any) -> description.Hardware:
+    """The description of another machine, kept as if it had been measured here: with the figures of that machine's
+    GPU, free of fixed times, every neuron is faster there. Of the stand-in's own that depends on the day."""
+    other = load("pc-low")
+    assert other.gpu is not None
+    gpu = replace(other.gpu, name=gpu_rates.gpu_name("cpu"), memory_bytes=available_memory(), reserved_bytes=0)
+    gpu = replace(gpu, op_us=0.0, sparse_us=0.0)
+    made = replace(other, gpu=gpu, sync_us=0.0, key=measure.machine_key(engine, "cpu"), **more)
     save(made, measure.kept_at(made.key))
     return made
 
@@ -286,13 +285,13 @@ def test_which_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             measure.gpu_beside(EngineConfig(gpu="cuda"), said.append)
 
 
-def test_the_command(cache: Path, rates: GpuRates) -> None:
-    made = machine(rates, ONE)
+def test_the_command(cache: Path) -> None:
+    made = machine(ONE)
     shown = powerinfer("measure", "--threads", "1", "--gpu", "cpu", "--json")
     assert shown.returncode == 0, shown.stderr
     document = json.loads(shown.stdout.splitlines()[-1])
     assert not document["measured"] and document["hardware"]["sync_us"] == made.sync_us
-    assert document["hardware"]["gpu"]["dense_gb_s"] == dict(rates.device.dense_gb_s)
+    assert document["hardware"]["gpu"]["dense_gb_s"] == dict(made.gpu.dense_gb_s)  # type: ignore[union-attr]
     assert "stand-in for a GPU" in shown.stderr and "synchronisation of a layer" in shown.stderr
     assert "there is no device" in error_line(powerinfer("measure", "--gpu", "tpu"), 2)
 
@@ -346,9 +345,9 @@ def vram_for(path: Path, made: description.Hardware, groups: int) -> int:
     return request_of(path, made).vram_for(groups)
 
 
-def test_the_engine_on_a_stand_in(model: Path, cache: Path, rates: GpuRates) -> None:
+def test_the_engine_on_a_stand_in(model: Path, cache: Path) -> None:
     """The CPU's answers under every budget, and no more memory than that."""
-    made = machine(rates, EngineConfig(**options(gpu="cpu")))
+    made = machine(EngineConfig(**options(gpu="cpu")))
     alone = LLM(model, **options(gpu="none"))
     wanted = answers(alone)
     assert any(wanted) and alone.choices["gpu"].startswith("none")
@@ -365,10 +364,10 @@ def test_the_engine_on_a_stand_in(model: Path, cache: Path, rates: GpuRates) -> 
 
 
 def test_agreement_with_all_is_that_of_the_cpu_alone(
-    model: Path, cache: Path, rates: GpuRates, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Split neurons know no dense way: what a threshold leaves out shows all the same."""
-    made, text = machine(rates, EngineConfig(**options(gpu="cpu"))), tmp_path / "text.txt"
+    made, text = machine(EngineConfig(**options(gpu="cpu"))), tmp_path / "text.txt"
     text.write_text(TEXT)
     place = ["--gpu", "cpu", "--vram", f"{vram_for(model, made, 1)}B", "--threads", "1", "--context", str(CONTEXT)]
     asked = ["--file", str(text), "--tokens", "20", "--selector", "threshold", "--threshold", "0.5", "--json"]
@@ -378,9 +377,9 @@ def test_agreement_with_all_is_that_of_the_cpu_alone(
     assert "on the GPU" in shown.err and json.loads(shown.out)["max_abs_logit_diff"] > 0.01
 
 
-def test_layers_beside_a_gpu_are_predicted_too(model: Path, cache: Path, rates: GpuRates) -> None:
+def test_layers_beside_a_gpu_are_predicted_too(model: Path, cache: Path) -> None:
     """With room for one layer's attention: the other layer, on the CPU, gives `predicted` of the CPU alone."""
-    made, path = machine(rates, EngineConfig(**options(gpu="cpu"))), give_predictor(model, 0.5)
+    made, path = machine(EngineConfig(**options(gpu="cpu"))), give_predictor(model, 0.5)
     # The rounding of an F16 cache decides which neurons are selected; with this batch the CPU alone predicts every step
     # that it may.
     more = {"selector": "predicted", "kv_type": "f32", "max_batch": 32}
@@ -398,9 +397,9 @@ def test_layers_beside_a_gpu_are_predicted_too(model: Path, cache: Path, rates: 
     assert llm.sparsity["layers"][1]["tokens"] == 0  # type: ignore[index]
 
 
-def test_budgets_that_cannot_be_met(model: Path, cache: Path, rates: GpuRates) -> None:
+def test_budgets_that_cannot_be_met(model: Path, cache: Path) -> None:
     """One line that says what to do; and where only the GPU is too small, the CPU does without it."""
-    made = machine(rates, EngineConfig(**options(gpu="cpu")))
+    made = machine(EngineConfig(**options(gpu="cpu")))
     wanted = answers(LLM(model, **options(gpu="none")))
     for selector in ("auto", "all"):
         with pytest.raises(
@@ -450,11 +449,9 @@ def test_budgets_are_checked_before_the_machine_is_measured(
         assert main(["prepare", "-m", str(model), "--threads", "1", "--ram", "1MiB"]) == 2
 
 
-def test_a_plan_is_what_a_run_does(
-    model: Path, cache: Path, rates: GpuRates, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_is_what_a_run_does(model: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With the emulated GPU, too: the same neurons, and the same least --ram."""
-    made = machine(rates, EngineConfig(**options(gpu="cpu")))
+    made = machine(EngineConfig(**options(gpu="cpu")))
     flags = ["-m", str(model), "--threads", "1", "--context", str(CONTEXT), "--prefill-chunk", "32", "--max-batch", "3"]
     for groups in (0, 2):
         vram = vram_for(model, made, groups)
@@ -507,9 +504,9 @@ def test_a_wrong_name_of_a_gpu_is_refused_without_torch(model: Path) -> None:
     assert done.stdout == "there is no device 'foo': choose auto, none, cuda, cuda:1 or cpu False\n"
 
 
-def test_neurons_trade_places_between_requests(model: Path, cache: Path, rates: GpuRates) -> None:
+def test_neurons_trade_places_between_requests(model: Path, cache: Path) -> None:
     """The profile was invented, so what is hot is not on the GPU at first; the answers stay the same."""
-    made = machine(rates, EngineConfig(**options(gpu="cpu")))
+    made = machine(EngineConfig(**options(gpu="cpu")))
     vram = vram_for(model, made, 1)
     llm = LLM(model, **options(gpu="cpu", vram=vram, ram=400 << 20, adjust=True))
     wanted = answers(LLM(model, **options(gpu="none")))
@@ -522,8 +519,8 @@ def test_neurons_trade_places_between_requests(model: Path, cache: Path, rates: 
         LLM(model, **options(gpu="none", adjust=True))
 
 
-def test_a_trace_of_the_engine(model: Path, cache: Path, rates: GpuRates, tmp_path: Path) -> None:
-    made = machine(rates, EngineConfig(threads=1, context=CONTEXT, gpu="cpu"))
+def test_a_trace_of_the_engine(model: Path, cache: Path, tmp_path: Path) -> None:
+    made = machine(EngineConfig(threads=1, context=CONTEXT, gpu="cpu"))
     with LLM(model, **options(gpu="cpu", vram=vram_for(model, made, 1), ram=400 << 20)) as llm:
         with llm.traced() as trace:
             wanted = answers(llm)
