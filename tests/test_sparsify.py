@@ -35,7 +35,7 @@ from powerinfer.sparsify.estimate import estimate, memory, stage_costs
 from powerinfer.sparsify.loss_plot import draw_log, read_log
 from powerinfer.sparsify.own_text import OwnText, is_useful, write_own_text
 from powerinfer.sparsify.recipes import FFN_PARTS, RECIPES, Stage, StoredTypes, check_recipe
-from powerinfer.sparsify.torch_model import HALVES, TorchModel, _Rounded, load
+from powerinfer.sparsify.torch_model import ROUNDED, TorchModel, _Rounded, load
 from powerinfer.sparsify.training import Sparsifier, _Cut, _stored
 from powerinfer.sparsify.writing import write_model
 
@@ -697,7 +697,7 @@ def test_the_gradient_of_the_largest_of_a_bank() -> None:
         assert torch.allclose(own, known, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["q5_1", "same"])
+@pytest.mark.parametrize("kind", ["q5_1", "q8_0", "same"])
 def test_attention_of_another_type(kind: str, dense: Path, tmp_path: Path) -> None:
     config = SparsifyConfig(**(SMALL | {"type": "q4_0", "attention_type": kind}))
     rounded = Sparsifier(open_checkpoint(dense), open_corpora([]), config, tmp_path)._rounded
@@ -707,7 +707,8 @@ def test_attention_of_another_type(kind: str, dense: Path, tmp_path: Path) -> No
         layer, _, part = name.rpartition(".")
         if layer and part in ("q", "k", "v", "o", "gate", "up", "down"):
             wanted = "Q4_0" if kind == "same" or part in FFN_PARTS else kind.upper()
-            assert checkpoint.take(name).type == wanted and (name in rounded) == (wanted == "Q4_0"), name
+            assert checkpoint.take(name).type == wanted, name
+            assert rounded.get(name) == (None if wanted == "Q8_0" else wanted.lower()), name
 
 
 def test_an_embedding_whose_rows_are_no_whole_blocks() -> None:
@@ -726,11 +727,11 @@ def test_an_embedding_of_another_type(dense: Path, tmp_path: Path) -> None:
     assert np.array_equal(embedding.float32(), dequantize(quantize(before, "Q4_1"), "Q4_1"))
 
 
-@pytest.mark.parametrize("kind", ["q4_0", "q5_0"])
+@pytest.mark.parametrize("kind", ROUNDED)
 def test_rounded_weights_are_those_that_are_stored(kind: str) -> None:
     weight = torch.randn(7, 96, generator=torch.Generator().manual_seed(0)).requires_grad_()
     weight.data[3, :32] = 0
-    rounded, stored = _Rounded.apply(weight, HALVES[kind]), kind.upper()
+    rounded, stored = _Rounded.apply(weight, *ROUNDED[kind]), kind.upper()
     assert np.array_equal(rounded.detach().numpy(), dequantize(quantize(weight.detach().numpy(), stored), stored))
     rounded.backward(torch.full((7, 96), 2.0))
     assert torch.equal(weight.grad, torch.full((7, 96), 2.0))

@@ -46,8 +46,9 @@ class Neurons(NamedTuple):
 Hidden = Callable[[str, "Tensor | None", Tensor], Tensor]
 """h from the name of an FFN (`layers.N.`, of experts `layers.N.experts_`, `layers.N.shared_`), and gate and up."""
 
-HALVES = {"q4_0": 8, "q5_0": 16}
-"""Types that `TorchModel.rounded` may state: half the number of their codes. Finer ones are not worth it."""
+ROUNDED = {"q4_0": (16, False), "q5_0": (32, False), "q4_1": (16, True), "q5_1": (32, True)}
+"""Types that `TorchModel.rounded` may state: the number of their codes, and whether a block has a least value of its
+own. Finer ones are not worth it."""
 
 Seen = Callable[[str, Neurons], None]
 """Called with the name of an FFN and what happened there."""
@@ -94,7 +95,7 @@ class TorchModel:
     """Weights by canonical name, and the forward pass over whole windows of text.
 
     Matrices are multiplied in `compute`; norms, the residual stream, the router and the logits are float32. rounded:
-    by name, matrices that are used as Q4_0 or Q5_0 stores them, with the gradient of what they are rounded from.
+    by name, matrices that are used as the type (`ROUNDED`) stores them, with the gradient of what they are rounded from.
     """
 
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], compute: torch.dtype) -> None:
@@ -114,7 +115,7 @@ class TorchModel:
         each = self._each.get(name)
         weight = self.weights[name] if expert is None else self.weights[name][expert] if each is None else each[expert]
         kind = self.rounded.get(name)
-        return (weight if kind is None else _Rounded.apply(weight, HALVES[kind])).to(self.compute)
+        return (weight if kind is None else _Rounded.apply(weight, *ROUNDED[kind])).to(self.compute)
 
     def _linear(self, x: Tensor, name: str, expert: int | None = None) -> Tensor:
         bias = self.weights.get(name + "_bias")
@@ -332,20 +333,25 @@ class _Rms(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _Rounded(torch.autograd.Function):  # type: ignore[misc]
-    """A matrix as Q4_0 or Q5_0 stores it (`formats.quant.quantize`), whose codes reach from -half to half - 1; the
-    gradient passes straight through."""
+    """A matrix as a type of `ROUNDED` stores it (`formats.quant.quantize`); the gradient passes straight through."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, half: int) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, codes: int, floored: bool) -> Tensor:
         blocks = weight.unflatten(-1, (-1, 32))
         high, low = blocks.amax(-1, True), blocks.amin(-1, True)
-        scale = torch.where(high > -low, high, low) / -half
-        codes = (blocks * torch.where(scale == 0, 0, 1 / scale)).add_(half + 0.5).floor_().clamp_(0, 2 * half - 1)
-        return codes.sub_(half).mul_(scale.half().float()).view_as(weight)
+        if floored:  # from the least value up
+            scale, zero = (high - low) / (codes - 1), 0.0
+            own = blocks - low
+        else:  # the value farthest from zero has the code 0
+            scale, zero = torch.where(high > -low, high, low) / -(codes / 2), codes / 2
+            own = blocks
+        own = (own * torch.where(scale == 0, 0, 1 / scale)).add_(zero + 0.5).floor_().clamp_(0, codes - 1)
+        own = own.sub_(zero).mul_(scale.half().float())
+        return (own.add_(low.half().float()) if floored else own).view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0], None, None
 
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

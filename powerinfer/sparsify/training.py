@@ -49,7 +49,7 @@ from powerinfer.formats.quant import dequantize, quantize
 from powerinfer.prepare.corpus import Corpus, read_windows
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsify.recipes import FFN_PARTS, RECIPES, Stage, StoredTypes, check
-from powerinfer.sparsify.torch_model import HALVES, Neurons, TorchModel, load
+from powerinfer.sparsify.torch_model import ROUNDED, Neurons, TorchModel, load
 from powerinfer.sparsify.writing import fitting
 from powerinfer.system import available_memory
 
@@ -118,7 +118,7 @@ class Sparsifier:
         self._ffns, self._all = trained_names(checkpoint.config)
         types = StoredTypes(config.type, config.attention_type, config.embedding_type)
         gguf = "gguf" in (checkpoint.source, config.format)
-        rough = [name for name in self._all if gguf and types[name] in HALVES and weights[name].shape[-1] % 32 == 0]
+        rough = [name for name in self._all if gguf and types[name] in ROUNDED and weights[name].shape[-1] % 32 == 0]
         self._rounded = {name: types[name] for name in rough}
         first = weights if start is None else self._started(start, weights)
         own = dict(frozen) | {name: first[name].to(self.device).clone() for name in self._all}
