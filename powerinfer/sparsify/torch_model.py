@@ -95,7 +95,7 @@ class TorchModel:
     """Weights by canonical name, and the forward pass over whole windows of text.
 
     Matrices are multiplied in `compute`; norms, the residual stream, the router and the logits are float32. rounded:
-    by name, matrices that are used as the type (`ROUNDED`) stores them, with the gradient of what they are rounded from.
+    by name, matrices that are used as a type of `ROUNDED` stores them, with the gradient of what they are rounded from.
     """
 
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], compute: torch.dtype) -> None:

@@ -28,7 +28,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -146,7 +146,9 @@ class Sparsifier:
         self._firing: list[Tensor] = []
         self._windows = config.batch // config.window  # of a step
         self._steps = max(1, config.tokens // (self._windows * config.window))
-        stages = [stage for stage in self.recipe.stages if start is None or stage.name != "regress"]
+        stages = self.recipe.stages
+        if start is not None:  # its weights were rounded already, and would be far off between the stages
+            stages = tuple(replace(stage, stored=True) for stage in stages if stage.name != "regress")
         self.stages = self._divided(stages)
         self._state = PreparedFile(TRAINING, checkpoint, path=out / "training.safetensors", option=("--out", "FOLDER"))
 
