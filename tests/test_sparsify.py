@@ -231,8 +231,14 @@ def test_thresholds_of_zero_in_a_start(dense: Path, tmp_path: Path) -> None:
 
 def test_a_state_of_another_training_is_refused(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made(dense, tmp_path, tokens=1024)
-    with pytest.raises(RequestError, match="is of another training"):
-        made(dense, tmp_path, tokens=2048)
+    for more, other in (({"tokens": 2048}, "--tokens"), ({"zeros": 0.6, "seed": 3}, "--zeros, --seed")):
+        with pytest.raises(RequestError, match=rf"is of another training \(other: {other}\): give another --out"):
+            made(dense, tmp_path, **({"tokens": 1024} | more))
+    text = tmp_path / "text.txt"
+    text.write_text("one two three " * 2000)
+    config = SparsifyConfig(**(SMALL | {"zeros": 0.7, "tokens": 1024}))
+    with pytest.raises(RequestError, match=r"\(other: the text\)"):
+        sparsify(open_checkpoint(dense), [str(text)], config, tmp_path, threads=1)
     state = tmp_path / "training.safetensors"
     state.write_bytes(state.read_bytes()[:-100])
     monkeypatch.setattr(Sparsifier, "evaluate", None)  # not before the state is read

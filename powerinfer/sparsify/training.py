@@ -145,6 +145,9 @@ class Sparsifier:
         self._counted = [0, 0]  # zeros, and all, since the log's last line
         self._firing: list[Tensor] = []
         self._windows = config.batch // config.window  # of a step
+        if config.batch % config.window:
+            whole = self._windows * config.window
+            say(f"--batch {config.batch} is not a multiple of --window {config.window}: a step has {whole} tokens")
         self._steps = max(1, config.tokens // (self._windows * config.window))
         stages = self.recipe.stages
         if start is not None:  # its weights were rounded already, and would be far off between the stages
@@ -459,18 +462,18 @@ class Sparsifier:
 
     # ---------------------------------------------------------------- what is kept
 
-    def _key(self) -> str:
+    def _run(self) -> dict[str, Any]:
+        """What a state is of: by flag, what a training that goes on from it must have in common."""
         # own_text: what is written is in the windows
         free = ("save", "device", "type", "attention_type", "format", "lr", "own_text")
-        options = {name: value for name, value in asdict(self.config).items() if name not in free}
-        digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
-        if self._start is not None:
-            digest.update(self._start.fingerprint.encode())
-        if self._rounded:
-            digest.update(json.dumps(self._rounded).encode())
+        run = {f"--{name.replace('_', '-')}": value for name, value in asdict(self.config).items() if name not in free}
+        run["--start"] = None if self._start is None else self._start.fingerprint
+        run["--type or --attention-type"] = sorted(set(self._rounded.items()))
+        digest = hashlib.sha256()
         for windows in (self._train, self._held_out):
             digest.update(np.ascontiguousarray(windows).tobytes())
-        return digest.hexdigest()
+        run["the text"] = digest.hexdigest()
+        return json.loads(json.dumps(run))  # as it is read
 
     def _keep(self, step: int, adam: torch.optim.Adam, names: Sequence[str]) -> None:
         tensors = {f"weights.{name}": self.student.weights[name].detach() for name in self._all}
@@ -479,7 +482,7 @@ class Sparsifier:
             state = adam.state[self.student.weights[name]]
             tensors |= {f"{moment}.{name}": state[moment] for moment in ("exp_avg", "exp_avg_sq")}
         about = {
-            "run": self._key(),
+            "run": self._run(),
             "step": step,
             "limits": list(self.limits.values()),
             "penalty": self._penalty,
@@ -501,9 +504,13 @@ class Sparsifier:
 
     def _read_state(self) -> tuple[int, dict[str, Tensor]]:
         about, tensors, file = self._state.read()
-        if about.get("run") != self._key():
+        run, own = about.get("run"), self._run()
+        if run != own:
+            other = [name for name, value in own.items() if not isinstance(run, dict) or run.get(name) != value]
+            flags = [name for name in other if name != "the text"] or other  # some flags change the text as well
             raise RequestError(
-                f"{self._state.path} is of another training (other options or texts): give another --out"
+                f"{self._state.path} is of another training (other: {', '.join(flags)}): give another --out, or the "
+                "same as then"
             )
         step, limits, penalty = about.get("step"), about.get("limits"), about.get("penalty")
         right = type(step) is int and 0 < step <= self._steps and type(penalty) is float and type(limits) is list
