@@ -468,12 +468,13 @@ class Sparsifier:
         free = ("save", "device", "type", "attention_type", "format", "lr", "own_text")
         run = {f"--{name.replace('_', '-')}": value for name, value in asdict(self.config).items() if name not in free}
         run["--start"] = None if self._start is None else self._start.fingerprint
-        run["--type or --attention-type"] = sorted(set(self._rounded.items()))
+        rounded = {(name.rpartition(".")[2], kind) for name, kind in self._rounded.items()}
+        run["--type or --attention-type"] = sorted(rounded)
         digest = hashlib.sha256()
         for windows in (self._train, self._held_out):
             digest.update(np.ascontiguousarray(windows).tobytes())
         run["the text"] = digest.hexdigest()
-        return json.loads(json.dumps(run))  # as it is read
+        return dict(json.loads(json.dumps(run)))  # as it is read
 
     def _keep(self, step: int, adam: torch.optim.Adam, names: Sequence[str]) -> None:
         tensors = {f"weights.{name}": self.student.weights[name].detach() for name in self._all}
@@ -504,9 +505,9 @@ class Sparsifier:
 
     def _read_state(self) -> tuple[int, dict[str, Tensor]]:
         about, tensors, file = self._state.read()
-        run, own = about.get("run"), self._run()
-        if run != own:
-            other = [name for name, value in own.items() if not isinstance(run, dict) or run.get(name) != value]
+        run, now = about.get("run"), self._run()
+        if run != now:
+            other = [name for name, value in now.items() if not isinstance(run, dict) or run.get(name) != value]
             flags = [name for name in other if name != "the text"] or other  # some flags change the text as well
             raise RequestError(
                 f"{self._state.path} is of another training (other: {', '.join(flags)}): give another --out, or the "
