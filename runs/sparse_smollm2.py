@@ -60,7 +60,7 @@ TRAININGS = {
         "embedding-type": "q5_1",
     },
 }
-PART = 48_000_000  # bytes of tensors in a part of the published model
+PART = 49_900_000  # bytes of metadata and tensors in a part of the published model
 TESTED = 150  # conversations that are never trained on
 SPECIAL_LINES = ("*", "#", ":", "|", "!", "{")
 
@@ -160,7 +160,7 @@ def publish(model: Path, card: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     file = read_gguf(model)
     groups: list[list[str]] = [[]]
-    size = 0
+    size = sum(map(len, metadata_bytes(file.path).values()))
     for name, tensor in file.tensors.items():
         if size + tensor.nbytes > PART and groups[-1]:
             groups.append([])

@@ -55,6 +55,8 @@ from powerinfer.system import available_memory
 
 HELD_OUT = 0.02  # of the windows of each text, at least MIN_HELD_OUT: measured on, never trained on
 MIN_HELD_OUT = 2
+MAX_HELD_OUT = 16_384  # tokens of each text
+READ = 16_000_000  # tokens of the texts that are read at least, so that a short training sees some of everything
 WARM_UP = 20  # steps in which a stage's learning rate rises
 FOLLOWS = 0.5  # how far a threshold goes towards the quantile of a step
 EVERY = 31  # of the tokens of a step, one of so many counts for the quantile
@@ -648,11 +650,11 @@ def _texts(
     checkpoint: Checkpoint, corpora: Sequence[Corpus], config: SparsifyConfig, progress: Progress, say: Say
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """(windows to train on, windows that are held out), the last of each text."""
-    template, limit = checkpoint.chat_template(), config.tokens * 2
+    template, limit = checkpoint.chat_template(), max(config.tokens * 2, READ)
     windows = read_windows(corpora, checkpoint.tokenizer(), config.window, limit, progress, template, say)
     train, held, begin = [], [], 0
     for corpus, number in zip(windows.corpora, windows.number, strict=True):
-        last = max(MIN_HELD_OUT, round(HELD_OUT * number))
+        last = max(MIN_HELD_OUT, min(round(HELD_OUT * number), MAX_HELD_OUT // config.window))
         if number < 2 * last:
             raise RequestError(
                 f"corpus {corpus} has {number} windows of {config.window} tokens, too few to train on and to measure: "
