@@ -246,6 +246,27 @@ def test_a_state_of_another_training_is_refused(dense: Path, tmp_path: Path, mon
         made(dense, tmp_path, tokens=1024)
 
 
+def test_windows_are_drawn_from_all_of_a_text(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal shares of texts whatever their lengths; others with a start, and what is held out in neither."""
+    monkeypatch.setattr("powerinfer.sparsify.training.MAX_HELD_OUT", 3 * 32)
+    for name, repeated in (("long", 4000), ("short", 1500)):
+        (tmp_path / name).write_text("".join(f"{name} {number} " for number in range(repeated)))
+    corpora = open_corpora([str(tmp_path / "long"), str(tmp_path / "short")])
+    options = SparsifyConfig(**(SMALL | {"tokens": 512, "type": "q4_0"}))
+    original = open_checkpoint(dense)
+    begun = open_checkpoint(made(dense, tmp_path / "first", tokens=512, type="f16").path)
+    notes: list[str] = []
+    first = Sparsifier(original, corpora, options, tmp_path, say=notes.append)
+    other = Sparsifier(original, corpora, replace(options, batch=300), tmp_path, say=notes.append, start=begun)
+    assert notes == ["--batch 300 is not a multiple of --window 32: a step has 288 tokens"]
+    assert len(first._train) == len(other._train) == 2 * 512 // 32
+    assert len(first._held_out) == 6 and np.array_equal(first._held_out, other._held_out)
+    rows = [{tuple(row) for row in work._train.tolist()} for work in (first, other)]
+    assert rows[0] != rows[1] and not (rows[0] | rows[1]) & {tuple(row) for row in first._held_out.tolist()}
+    assert [stage.stored for stage, _ in first.stages] == [False, True]
+    assert all(stage.stored for stage, _ in other.stages)
+
+
 def test_a_loss_that_is_no_number_stops_and_keeps(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Sparsifier._distil
     calls = 0

@@ -56,7 +56,7 @@ from powerinfer.system import available_memory
 HELD_OUT = 0.02  # of the windows of each text, at least MIN_HELD_OUT: measured on, never trained on
 MIN_HELD_OUT = 2
 MAX_HELD_OUT = 16_384  # tokens of each text
-READ = 16_000_000  # tokens of the texts that are read at least, so that a short training sees some of everything
+READ = 16_000_000  # tokens of the texts that are read at least, for a short training to draw from
 WARM_UP = 20  # steps in which a stage's learning rate rises
 FOLLOWS = 0.5  # how far a threshold goes towards the quantile of a step
 EVERY = 31  # of the tokens of a step, one of so many counts for the quantile
@@ -112,7 +112,7 @@ class Sparsifier:
         self.device = find_device(config.device)
         if self.device.type == "cpu":
             _keep_freed_memory()
-        self._train, self._held_out = _texts(checkpoint, corpora, config, progress, say)
+        self._train, self._held_out = _texts(checkpoint, corpora, config, progress, say, start)
         compute = fast_type(self.device)
         weights = {name: value.to(self.device) for name, value in load(checkpoint).items()}
         frozen = {name: value.to(compute) if value.ndim > 1 else value for name, value in weights.items()}
@@ -647,21 +647,32 @@ class _Cut(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _texts(
-    checkpoint: Checkpoint, corpora: Sequence[Corpus], config: SparsifyConfig, progress: Progress, say: Say
+    checkpoint: Checkpoint,
+    corpora: Sequence[Corpus],
+    config: SparsifyConfig,
+    progress: Progress,
+    say: Say,
+    start: Checkpoint | None,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """(windows to train on, windows that are held out), the last of each text."""
-    template, limit = checkpoint.chat_template(), max(config.tokens * 2, READ)
-    windows = read_windows(corpora, checkpoint.tokenizer(), config.window, limit, progress, template, say)
-    train, held, begin = [], [], 0
-    for corpus, number in zip(windows.corpora, windows.number, strict=True):
+    """(windows to train on, windows that are held out), the last of each text.
+
+    To train on, each text gives an equal share of twice the tokens, drawn at random, with another start others.
+    """
+    template, room = checkpoint.chat_template(), config.tokens * 2
+    windows = read_windows(corpora, checkpoint.tokenizer(), config.window, max(room, READ), progress, template, say)
+    rng = np.random.default_rng([config.seed, *(b"" if start is None else start.fingerprint.encode())])
+    train, held, begin, left = [], [], 0, max(len(corpora), room // config.window)
+    for at, (corpus, number) in enumerate(zip(windows.corpora, windows.number, strict=True)):
         last = max(MIN_HELD_OUT, min(round(HELD_OUT * number), MAX_HELD_OUT // config.window))
         if number < 2 * last:
             raise RequestError(
                 f"corpus {corpus} has {number} windows of {config.window} tokens, too few to train on and to measure: "
                 "use a longer text, or a smaller --window"
             )
-        train.append(windows.ids[begin : begin + number - last])
+        drawn = np.sort(rng.permutation(number - last)[: left // (len(corpora) - at)])
+        train.append(windows.ids[begin + drawn])
         held.append(windows.ids[begin + number - last : begin + number])
+        left -= len(drawn)
         begin += number
     return np.concatenate(train), np.concatenate(held)
 
