@@ -168,7 +168,7 @@ def test_a_sparse_model_is_trained_further(dense: Path, tmp_path: Path) -> None:
     config = SparsifyConfig(**(SMALL | {"zeros": 0.7, "type": "f16", "tokens": 1024}))
     work = Sparsifier(original, open_corpora([]), config, tmp_path / "second", start=begun)
     assert np.allclose(list(work.limits.values()), first.document["limits"], rtol=1e-5)
-    assert np.array_equal(work.values("layers.1.up"), begun.take("layers.1.up").float32())
+    assert np.array_equal(work.trained("layers.1.up").float32(), begun.take("layers.1.up").float32())
     assert abs(float(work._importance["layers.0."].mean()) - 1) < 1e-4
     assert 0.65 < work.evaluate(work.student).zeros[0] < 0.75
     done = sparsify(original, [], config, tmp_path / "second", threads=1, start=begun).document
@@ -609,7 +609,7 @@ def test_what_cannot_be(dense: Path, tmp_path: Path) -> None:
         ({"seed": 1 << 63}, "--seed 9223372036854775808 is more than 64 bits hold"),
         ({"zeros": 1.0}, "--zeros 1 must be above 0 and below 1"),
         ({"save": float("nan")}, "--save must be a number of seconds, not nan"),
-        ({"type": "q5_1"}, "--type must be one of f16, bf16, q8_0, q5_0, q4_0, not 'q5_1'"),
+        ({"type": "q5_1"}, "--type must be one of same, f16, bf16, q8_0, q5_0, q4_0, not 'q5_1'"),
         ({"batch": 16}, "--batch 16 is less than a window of 32"),
         ({"lr": 0.0}, "--lr 0 must be above 0"),
         ({"tokens": 100}, "--tokens 100 is less than a step of --batch 256 tokens"),

@@ -6,7 +6,7 @@ written back alike. What a family's layers compute is what `ModelConfig` says, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,8 @@ from powerinfer.errors import RequestError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.layout import shapes
 from powerinfer.models.rope import rope_frequencies
+from powerinfer.sparsify import blocks
+from powerinfer.sparsify.blocks import Blocks
 from powerinfer.sparsify.recipes import unsupported
 
 
@@ -96,6 +98,7 @@ class TorchModel:
 
     Matrices are multiplied in `compute`; norms, the residual stream, the router and the logits are float32. rounded:
     by name, matrices that are used as a type of `ROUNDED` stores them, with the gradient of what they are rounded from.
+    blocks: by name, matrices whose weights here are the moves of their scales.
     """
 
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], compute: torch.dtype) -> None:
@@ -106,20 +109,28 @@ class TorchModel:
         self.weights = weights
         self.hidden: Hidden = self._plain
         self.rounded: Mapping[str, str] = {}
+        self.blocks: Mapping[str, Blocks] = {}
         self._each: dict[str, tuple[Tensor, ...]] = {}  # of stacked matrices, those of each expert
         self._rotations: dict[tuple[RopeConfig, int], tuple[Tensor, Tensor]] = {}
 
     # ------------------------------------------------------------------------------------------------ parts
 
-    def _weight(self, name: str, expert: int | None = None) -> Tensor:
+    def _own(self, name: str, expert: int | None) -> Tensor:
         each = self._each.get(name)
-        weight = self.weights[name] if expert is None else self.weights[name][expert] if each is None else each[expert]
-        kind = self.rounded.get(name)
+        return self.weights[name] if expert is None else self.weights[name][expert] if each is None else each[expert]
+
+    def _weight(self, name: str, expert: int | None = None) -> Tensor:
+        weight, kind, own = self._own(name, expert), self.rounded.get(name), self.blocks.get(name)
+        if own is not None:
+            return (own if expert is None else own.expert(expert)).values(weight).to(self.compute)
         return (weight if kind is None else _Rounded.apply(weight, *ROUNDED[kind])).to(self.compute)
 
     def _linear(self, x: Tensor, name: str, expert: int | None = None) -> Tensor:
-        bias = self.weights.get(name + "_bias")
-        out = functional.linear(x.to(self.compute), self._weight(name, expert))
+        bias, own, x = self.weights.get(name + "_bias"), self.blocks.get(name), x.to(self.compute)
+        if own is None:
+            out = functional.linear(x, self._weight(name, expert))
+        else:
+            out = blocks.linear(x, self._own(name, expert), own if expert is None else own.expert(expert))
         if bias is None:
             return out
         return out + (bias if expert is None else bias[expert]).to(out.dtype)
@@ -354,11 +365,11 @@ class _Rounded(torch.autograd.Function):  # type: ignore[misc]
         return gradients[0], None, None
 
 
-def load(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """All weights of a model by canonical name, dequantised."""
+def load(checkpoint: Checkpoint, leave: Container[str] = ()) -> dict[str, Tensor]:
+    """All weights of a model but those to leave, by canonical name, dequantised to float32."""
     weights = {}
     for name, _ in shapes(checkpoint.config):
-        if checkpoint.has(name):
-            weights[name] = torch.from_numpy(checkpoint.take(name).float32().copy()).to(dtype)
+        if checkpoint.has(name) and name not in leave:
+            weights[name] = torch.from_numpy(checkpoint.take(name).float32().copy())
             checkpoint.release()
     return weights
