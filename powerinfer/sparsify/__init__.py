@@ -20,7 +20,7 @@ from powerinfer.sparsify.card import card, document
 from powerinfer.sparsify.estimate import Rates, memory
 from powerinfer.sparsify.loss_plot import draw_log
 from powerinfer.sparsify.own_text import FILE, PART, write_own_text
-from powerinfer.sparsify.recipes import StoredTypes, check
+from powerinfer.sparsify.recipes import StoredTypes, check, why_whole
 from powerinfer.sparsify.writing import check_writable, write_model
 
 
@@ -58,6 +58,9 @@ def sparsify(
     texts, own_tokens = open_corpora(corpora), 0
     if not corpora:
         say(f"the text is a small built-in sample ({SAMPLE_SOURCE}), which teaches little: use --corpus")
+    whole = why_whole(checkpoint.config, recipe)
+    if whole is not None:
+        say(f"the sparse model will not be faster, {whole}: its zeros can be studied")
     _make(out)
     with torch_threads(threads):
         from powerinfer.sparsify.torch_model import TorchModel, load

@@ -49,7 +49,7 @@ from powerinfer.formats.quant import dequantize, quantize
 from powerinfer.prepare.corpus import Corpus, read_windows
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsify.recipes import FFN_PARTS, RECIPES, Stage, StoredTypes, check
-from powerinfer.sparsify.torch_model import ROUNDED, Neurons, TorchModel, load
+from powerinfer.sparsify.torch_model import ROUNDED, Neurons, TorchModel, load, narrowed
 from powerinfer.sparsify.writing import fitting
 from powerinfer.system import available_memory
 
@@ -115,12 +115,14 @@ class Sparsifier:
         self._train, self._held_out = _texts(checkpoint, corpora, config, progress, say, start)
         compute = fast_type(self.device)
         weights = {name: value.to(self.device) for name, value in load(checkpoint).items()}
-        frozen = {name: value.to(compute) if value.ndim > 1 else value for name, value in weights.items()}
+        frozen = narrowed(weights, compute)
         self.teacher = TorchModel(checkpoint.config, frozen, compute)
         self._ffns, self._all = trained_names(checkpoint.config)
         types = StoredTypes(config.type, config.attention_type, config.embedding_type)
         gguf = "gguf" in (checkpoint.source, config.format)
-        rough = [name for name in self._all if gguf and types[name] in ROUNDED and weights[name].shape[-1] % 32 == 0]
+        turned = {name for name in self._all if checkpoint.turned(name)}
+        rows = {name: weights[name].shape[-2 if name in turned else -1] for name in self._all}
+        rough = [name for name in self._all if gguf and types[name] in ROUNDED and rows[name] % 32 == 0]
         self._rounded = {name: types[name] for name in rough}
         first = weights if start is None else self._started(start, weights)
         own = dict(frozen) | {name: first[name].to(self.device).clone() for name in self._all}
@@ -130,7 +132,7 @@ class Sparsifier:
             own["embed"] = _stored(weights["embed"], config.embedding_type).to(self.device, compute)
         del weights, first
         self.student = TorchModel(checkpoint.config, own, compute)
-        self.student.hidden = self._hidden
+        self.student.hidden, self.student.turned = self._hidden, turned
         self.limits = dict.fromkeys(range(checkpoint.config.n_layers), 0.0)
         ffns = {f"layers.{n}.": layer.ffn for n, layer in enumerate(checkpoint.config.layers)}
         dense = self.recipe.weighted and all(isinstance(ffn, FfnConfig) for ffn in ffns.values())
