@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 import torch
 from test_quant import random_blocks
+from test_serving_benchmark import small
 from test_sparsify import SHAPE, SMALL, divergence, made
+from test_sparsify_attention import LATENT, one_layer
 
+from benchmarks.models import expert_models
 from benchmarks.models.speed_models import write_random_llama
 from powerinfer import ModelError, RequestError
 from powerinfer.config import SparsifyConfig
 from powerinfer.formats.block_scales import SCALED, block_scales, factors, with_scales
 from powerinfer.formats.checkpoint import open_checkpoint
-from powerinfer.formats.quant import block_type
+from powerinfer.formats.quant import block_type, quantize
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.prepare.corpus import open_corpora
 from powerinfer.sparsify import sparsify
@@ -133,6 +136,35 @@ def test_disturbed_scales_are_learnt_again(quantised: Path, tmp_path: Path) -> N
     before = divergence(work)
     work.run()
     assert divergence(work) < 0.8 * before
+
+
+def test_scales_of_experts_and_latent_attention(tmp_path: Path) -> None:
+    expert_models.write(
+        tmp_path / "model.gguf",
+        small(expert_models.CONFIGS["deepseek-v2-lite"]),
+        expert_models.Weights("q8_0", "q4_0"),
+    )
+    before = open_checkpoint(tmp_path / "model.gguf")
+    config = SparsifyConfig(**(SMALL | {"type": "same", "lr": 50.0, "tokens": 512}))
+    after = open_checkpoint(sparsify(before, [], config, tmp_path / "out", threads=1).path)
+    for name in trained_names(before.config)[1]:
+        old, new = before.stored(name), after.stored(name)
+        assert np.array_equal(with_scales(new, block_scales(old)).data, old.data), name
+        if ".experts_" not in name:  # few of them see a token
+            assert not np.array_equal(new.data, old.data), name
+
+
+def test_matrices_that_are_stored_transposed() -> None:
+    model = one_layer(replace(LATENT, plain_dim=32, latents=64, rope_dim=8))
+    name = "layers.0.k_b"
+    rows = model.weights[name].mT.contiguous()
+    stored = RawTensor(
+        "Q4_1", tuple(rows.shape), quantize(rows.reshape(-1, rows.shape[-1]).numpy(), "Q4_1").reshape(-1)
+    )
+    own = Blocks.of(stored, torch.device("cpu"))
+    model.blocks, model.turned = {name: own}, {name}
+    model.weights[name] = own.still()
+    assert np.allclose(model.weight(name).mT.numpy(), stored.float32(), rtol=1e-5, atol=1e-6)
 
 
 def test_codes_of_another_training(quantised: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from model_files import edit_config
+from test_serving_benchmark import small
 
 from benchmarks.models import expert_models, make_model
 from benchmarks.models.speed_models import Shape, write_random_llama
@@ -444,13 +445,21 @@ def test_the_command(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 # ---------------------------------------------------------------- larger models: what they would take, and small ones
 
-PUBLISHED = {"llama-3.1-8b": "llama", "qwen3-4b": "qwen3", "qwen3-30b-a3b": "qwen3moe"}
+PUBLISHED = {
+    "llama-3.1-8b": "llama",
+    "qwen3-4b": "qwen3",
+    "qwen3-30b-a3b": "qwen3moe",
+    "deepseek-v2-lite": "deepseek2",
+    "deepseek-v3": "deepseek2",
+}
 """By name of a shape, the architecture in GGUF."""
 
 
 def small_shape(name: str) -> ModelConfig:
     """Two layers of a published model, narrow."""
     config = SHAPES[name].config
+    if PUBLISHED[name] == "deepseek2":
+        return small(replace(config, architecture=PUBLISHED[name]))
     layer = config.layers[-1]
     ffn = replace(layer.ffn, size=64)
     if isinstance(ffn, ExpertsConfig):
@@ -479,6 +488,8 @@ def test_models_of_published_families(name: str, tmp_path: Path, capsys: pytest.
     said = capsys.readouterr()
     done = json.loads(said.out.splitlines()[-1])
     assert "the text is a small built-in sample" in said.err
+    shared = "will not be faster, layers with a shared expert are computed whole"
+    assert (shared in said.err) == name.startswith("deepseek")
     assert done["architecture"] == PUBLISHED[name] and done["zeros"] > 0.3
     with LLM(done["path"], threads=1) as llm:
         assert len(llm.generate("It was", SamplingParams(max_tokens=4, ignore_eos=True)).token_ids) == 4

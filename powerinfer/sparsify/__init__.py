@@ -20,7 +20,7 @@ from powerinfer.sparsify.card import card, document
 from powerinfer.sparsify.estimate import Rates, memory
 from powerinfer.sparsify.loss_plot import draw_log
 from powerinfer.sparsify.own_text import FILE, PART, write_own_text
-from powerinfer.sparsify.recipes import StoredTypes, check, code_bytes, trained_names
+from powerinfer.sparsify.recipes import StoredTypes, check, code_bytes, trained_names, why_whole
 from powerinfer.sparsify.writing import check_writable, write_model
 
 
@@ -60,6 +60,9 @@ def sparsify(
     texts, own_tokens = open_corpora(corpora), 0
     if not corpora:
         say(f"the text is a small built-in sample ({SAMPLE_SOURCE}), which teaches little: use --corpus")
+    whole = why_whole(checkpoint.config, recipe)
+    if whole is not None:
+        say(f"the sparse model will not be faster, {whole}: its zeros can be studied")
     _make(out)
     with torch_threads(threads):
         from powerinfer.sparsify.training import Sparsifier, check_start, fast_type, find_device, free_bytes

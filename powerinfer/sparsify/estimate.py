@@ -2,7 +2,8 @@
 
 Operations are those of products, two for a multiplication and an addition. A matrix of n weights takes 2n for a token
 forward, 2n for the gradient of its input and 2n for its own; of experts those that a token selects. Attention within a
-window of w tokens takes 2w for each dimension of its heads, since a token sees half of them, and backward twice that.
+window of w tokens takes 2w for each dimension of its heads, since a token sees half of them, and backward twice that;
+of latent attention, whose heads have keys and values of their own here, w for each dimension of either.
 
     regress   the teacher's layers forward; the student's FFNs forward, and backward for their matrices
     distil    teacher and student forward with their heads; backward from the head to the first layer for inputs, and
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from powerinfer.config import AttentionConfig, ExpertsConfig, ModelConfig, SparsifyConfig
+from powerinfer.config import AttentionKind, ExpertsConfig, LatentAttentionConfig, ModelConfig, SparsifyConfig
 from powerinfer.errors import RequestError
 from powerinfer.formats.layout import is_matrix, is_router, shapes
 from powerinfer.sparsify.recipes import FFN_PARTS, Recipe, Stage, check
@@ -115,8 +116,7 @@ def _flops(config: ModelConfig, stage: Stage, window: int) -> float:
     every = list(_matrices(config))
     head = sum(one.used for one in every if "." not in one.name)
     layers = sum(one.used for one in every if "." in one.name)
-    attention = [layer.attention for layer in config.layers]
-    mixing = sum(one.n_heads * one.head_dim * window for one in attention if isinstance(one, AttentionConfig))
+    mixing = sum(_mixing(layer.attention, window) for layer in config.layers)
     if stage.name == "regress":
         ffns = sum(one.used for one in every if one.part in FFN_PARTS)
         down = sum(one.used for one in every if one.part.endswith("down"))
@@ -124,6 +124,20 @@ def _flops(config: ModelConfig, stage: Stage, window: int) -> float:
     own = sum(one.used for one in every if _is_trained(one, stage))
     forward = 2 * (layers + head + mixing)
     return 2 * forward + 2 * (layers + head + 2 * mixing) + 2 * own
+
+
+def _mixing(about: AttentionKind, window: int) -> float:
+    """Multiplications of a token with what others left, forward."""
+    if isinstance(about, LatentAttentionConfig):
+        return about.n_heads * (about.query_dim + about.value_dim) / 2 * window
+    return about.n_heads * about.head_dim * window
+
+
+def _read_and_given(about: AttentionKind) -> int:
+    """Elements of queries, keys and values of a token, and of what its heads give."""
+    if isinstance(about, LatentAttentionConfig):
+        return 2 * about.n_heads * (about.query_dim + about.value_dim)
+    return (2 * about.n_heads + 2 * about.n_kv_heads) * about.head_dim
 
 
 def memory(
@@ -158,8 +172,7 @@ def _kept(config: ModelConfig, product: int) -> int:
     and gives, and of a neuron four values in the type of the products and what is cut."""
     total = 0
     for layer in config.layers:
-        ffn, attention = layer.ffn, layer.attention
-        heads = (2 * attention.n_heads + 2 * attention.n_kv_heads) * attention.head_dim
+        ffn, heads = layer.ffn, _read_and_given(layer.attention)
         neurons = ffn.size * ffn.router.top_k + ffn.shared_size if isinstance(ffn, ExpertsConfig) else ffn.width
         total += 28 * config.d_model + 8 * heads + (4 * product + 2) * neurons
     return total

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
-from powerinfer.config import BANK, AttentionConfig, ExpertsConfig, FfnConfig, ModelConfig, SparsifyConfig
+from powerinfer.config import (
+    BANK,
+    AttentionConfig,
+    ExpertsConfig,
+    FfnConfig,
+    LatentAttentionConfig,
+    ModelConfig,
+    SparsifyConfig,
+)
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.block_scales import SCALED
 from powerinfer.formats.checkpoint import Checkpoint
@@ -181,8 +189,15 @@ def check_recipe(name: str, config: ModelConfig) -> Recipe:
 def unsupported(config: ModelConfig) -> str | None:
     """Why a model cannot be computed by `torch_model`; None: it can."""
     for layer in config.layers:
-        if not isinstance(layer.attention, AttentionConfig):
+        if not isinstance(layer.attention, AttentionConfig | LatentAttentionConfig):
             return f"it has layers of {layer.attention.title}"
         if layer.ffn.activation == "swiglu_oai":
             return f"its experts have the activation {layer.ffn.activation}"
     return None
+
+
+def why_whole(config: ModelConfig, recipe: Recipe) -> str | None:
+    """Why the engine will compute every neuron of the sparse model; None: it can skip some."""
+    layers = (replace(one, ffn=replace(one.ffn, activation=recipe.activation)) for one in config.layers)  # type: ignore
+    sparse = replace(config, layers=tuple(layers))
+    return sparse.why_whole and sparse.why_whole_experts

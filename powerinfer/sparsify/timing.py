@@ -112,6 +112,9 @@ class _RandomModel:
     def chat_template(self) -> None:
         return None
 
+    def turned(self, name: str) -> bool:
+        return False
+
     def has(self, name: str) -> bool:
         return name in self._shapes
 

@@ -51,7 +51,7 @@ from powerinfer.prepare.corpus import Corpus, read_windows
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsify.blocks import Blocks
 from powerinfer.sparsify.recipes import RECIPES, Stage, StoredTypes, check, scaled_types, trained_names
-from powerinfer.sparsify.torch_model import ROUNDED, Neurons, TorchModel, load
+from powerinfer.sparsify.torch_model import ROUNDED, Neurons, TorchModel, load, narrowed
 from powerinfer.sparsify.writing import fitting
 from powerinfer.system import available_memory
 
@@ -119,13 +119,15 @@ class Sparsifier:
         self._ffns, self._all = trained_names(checkpoint.config)
         types = StoredTypes(config.type, config.attention_type, config.embedding_type)
         scaled = scaled_types(checkpoint, self._all, types)
-        self._blocks = {name: Blocks.of(checkpoint.take(name), self.device) for name in scaled}
+        self._blocks = {name: Blocks.of(checkpoint.stored(name), self.device) for name in scaled}
         still = {name: blocks.still() for name, blocks in self._blocks.items()}
         weights = {name: value.to(self.device) for name, value in load(checkpoint, scaled).items()} | still
-        frozen = {name: value.to(compute) if value.ndim > 1 else value for name, value in weights.items()} | still
+        frozen = narrowed(weights, compute) | still
         self.teacher = TorchModel(checkpoint.config, frozen, compute)
         gguf = "gguf" in (checkpoint.source, config.format)
-        rough = [name for name in self._all if gguf and types[name] in ROUNDED and weights[name].shape[-1] % 32 == 0]
+        turned = {name for name in self._all if checkpoint.turned(name)}
+        rows = {name: weights[name].shape[-2 if name in turned else -1] for name in self._all}
+        rough = [name for name in self._all if gguf and types[name] in ROUNDED and rows[name] % 32 == 0]
         self._rounded = {name: types[name] for name in rough}
         first = weights if start is None else self._started(start, weights)
         own = dict(frozen) | {name: first[name].to(self.device).clone() for name in self._all}
@@ -136,7 +138,8 @@ class Sparsifier:
         del weights, first
         self.student = TorchModel(checkpoint.config, own, compute)
         self.student.hidden = self._hidden
-        self.teacher.blocks = self.student.blocks = self._blocks
+        for model in (self.teacher, self.student):
+            model.blocks, model.turned = self._blocks, turned
         self.limits = dict.fromkeys(range(checkpoint.config.n_layers), 0.0)
         ffns = {f"layers.{n}.": layer.ffn for n, layer in enumerate(checkpoint.config.layers)}
         dense = self.recipe.weighted and all(isinstance(ffn, FfnConfig) for ffn in ffns.values())
@@ -175,16 +178,16 @@ class Sparsifier:
             return self._checkpoint.take(name)
         weight = self.student.weights[name].detach()
         if name in self._blocks:
-            return self._blocks[name].stored(self._checkpoint.take(name), weight)
+            return self._blocks[name].stored(self._checkpoint.stored(name), weight)
         return float32_tensor(weight.float().cpu().numpy())
 
     def opened(self, written: Checkpoint) -> TorchModel:
         """The model that was written of this training, to evaluate."""
         weights = {name: value.to(self.device) for name, value in load(written, self._blocks).items()}
-        blocks = {name: Blocks.of(written.take(name), self.device) for name in self._blocks}
+        blocks = {name: Blocks.of(written.stored(name), self.device) for name in self._blocks}
         weights |= {name: own.still() for name, own in blocks.items()}
         model = TorchModel(written.config, weights, self.teacher.compute)
-        model.blocks = blocks
+        model.blocks, model.turned = blocks, self.student.turned
         return model
 
     def _started(self, start: Checkpoint, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -192,7 +195,7 @@ class Sparsifier:
         check_start(start, self._checkpoint, self.config.recipe)
         theirs = load(start, self._blocks)
         for name, blocks in self._blocks.items():
-            moves = blocks.moves_to(start.take(name))
+            moves = blocks.moves_to(start.stored(name))
             if moves is None:
                 raise RequestError(
                     f"--start {start.path} has other codes than {self._checkpoint.path} in {name}, and --type same "

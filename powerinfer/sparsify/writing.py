@@ -24,7 +24,7 @@ from powerinfer.formats.checkpoint import Checkpoint, Place
 from powerinfer.formats.folder import THRESHOLD, file_names
 from powerinfer.formats.folder_config import read_config
 from powerinfer.formats.gguf import encoded, metadata_bytes, read_gguf, write_gguf
-from powerinfer.formats.gguf_model import NAMES
+from powerinfer.formats.gguf_model import NAMES, said_twice
 from powerinfer.formats.json_file import read_json
 from powerinfer.formats.layout import is_router, shapes
 from powerinfer.formats.quant import Bytes, Float32, block_type, dequantize, quantize
@@ -42,7 +42,7 @@ _KEYS = {"gemma3_text": "hidden_activation", "openelm": "activation_fn_name"}
 """Families of folders that call "hidden_act" otherwise."""
 
 NewTensor = Callable[[str], RawTensor]
-"""A changed tensor, by its canonical name: its values as float32, or in the type that it has in the file."""
+"""A changed tensor, by its canonical name: its values as F32, or as the file has it but for its scales."""
 
 
 class _Change:
@@ -130,6 +130,13 @@ class _Model:
     added: Mapping[str, RawTensor]
     gone: Sequence[str]
 
+    def stored(self, name: str) -> RawTensor:
+        """A changed tensor as the files have it."""
+        made = self.new(name)
+        if made.type != "F32" or not self.checkpoint.turned(name):
+            return made
+        return float32_tensor(made.float32().swapaxes(-1, -2))
+
 
 def _changes(
     tensors: Mapping[str, RawTensor], base: Bytes, places: Sequence[tuple[str, Place, int]]
@@ -169,7 +176,7 @@ def _changed_gguf(model: _Model) -> _Content:
     file = read_gguf(model.checkpoint.path)
     changes = _changes(file.tensors, file.files[0].view(), _by_file(model).get(file.path, []))
     types = {name: _new_type(change, model.types) for name, change in changes.items()}
-    left_out = {NAMES(name) for name in model.gone}
+    left_out = {NAMES(name) for name in model.gone}.union(said_twice(file, model.checkpoint.config))
     every = {name: tensor for name, tensor in file.tensors.items() if name not in left_out}
     every |= {NAMES(name): tensor for name, tensor in model.added.items()}
     tensors = [(name, types.get(name, tensor.type), tensor.shape) for name, tensor in every.items()]
@@ -179,7 +186,7 @@ def _changed_gguf(model: _Model) -> _Content:
     if model.types.changed != "same":
         metadata["general.file_type"] = encoded(_FILE_TYPES[model.types.changed])
     data = (
-        changes[name].data(model.new, kind).reshape(-1) if name in changes else every[name].data
+        changes[name].data(model.stored, kind).reshape(-1) if name in changes else every[name].data
         for name, kind, _ in tensors
     )
     return metadata, tensors, data
@@ -258,7 +265,7 @@ def _write_folder(model: _Model, out: Path) -> Path:
             to.write(safetensors_header(kept, metadata))
             for name, tensor in kept.items():
                 change = changes.get(name)
-                to.write((tensor.data if change is None else change.data(model.new, tensor.type)).data)
+                to.write((tensor.data if change is None else change.data(model.stored, tensor.type)).data)
     if (checkpoint.path / _INDEX).exists():
         index, _ = read_json(checkpoint.path / _INDEX)
         stay = {name: file for name, file in index["weight_map"].items() if not (gone and name.endswith(THRESHOLD))}
