@@ -16,6 +16,7 @@ from torch.nn import functional
 from powerinfer.config import (
     BANK,
     AttentionConfig,
+    DeltaNetConfig,
     ExpertsConfig,
     FfnConfig,
     GatedAttentionConfig,
@@ -29,6 +30,7 @@ from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.layout import is_matrix, shapes
 from powerinfer.models.rope import rope_frequencies
 from powerinfer.sparsify.recipes import unsupported
+from powerinfer.sparsify.torch_delta import remember
 from powerinfer.sparsify.torch_latent import attend_latents
 
 
@@ -326,6 +328,7 @@ ATTENTIONS: dict[type, Callable[[TorchModel, Tensor, str, Any], Tensor]] = {
     AttentionConfig: TorchModel._attention,
     GatedAttentionConfig: TorchModel._attention,
     LatentAttentionConfig: attend_latents,
+    DeltaNetConfig: remember,
 }
 """What a layer's attention adds, by the class of `LayerConfig.attention`: called with (model, what it reads [batch,
 tokens, d_model], `layers.N.`, its configuration)."""
