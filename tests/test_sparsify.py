@@ -26,6 +26,7 @@ from powerinfer.cli.main import main
 from powerinfer.config import ExpertsConfig, ModelConfig, RopeConfig, SparsifyConfig
 from powerinfer.formats.chat import ChatTemplate
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
+from powerinfer.formats.layout import shapes
 from powerinfer.formats.quant import dequantize, quantize
 from powerinfer.placement.shapes import SHAPES
 from powerinfer.prepare.corpus import open_corpora
@@ -37,7 +38,7 @@ from powerinfer.sparsify.loss_plot import draw_log, read_log
 from powerinfer.sparsify.own_text import OwnText, is_useful, write_own_text
 from powerinfer.sparsify.recipes import FFN_PARTS, RECIPES, Stage, StoredTypes, check_recipe
 from powerinfer.sparsify.torch_model import ROUNDED, TorchModel, _Rounded, load
-from powerinfer.sparsify.training import Sparsifier, _Cut, _stored
+from powerinfer.sparsify.training import Sparsifier, _Cut, _stored, trained_names
 from powerinfer.sparsify.writing import write_model
 
 SHAPE = Shape(d_model=64, d_ff=128, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, vocab=1200, context=128)
@@ -451,14 +452,17 @@ PUBLISHED = {
     "qwen3-30b-a3b": "qwen3moe",
     "deepseek-v2-lite": "deepseek2",
     "deepseek-v3": "deepseek2",
+    "qwen3-next-80b-a3b": "qwen3next",
+    "qwen3.6-35b-a3b": "qwen35moe",
 }
+SHARED = ("deepseek2", "qwen3next", "qwen35moe")  # with a shared expert
 """By name of a shape, the architecture in GGUF."""
 
 
 def small_shape(name: str) -> ModelConfig:
     """Two layers of a published model, narrow."""
     config = SHAPES[name].config
-    if PUBLISHED[name] == "deepseek2":
+    if PUBLISHED[name] in SHARED:
         return small(replace(config, architecture=PUBLISHED[name]))
     layer = config.layers[-1]
     ffn = replace(layer.ffn, size=64)
@@ -489,10 +493,21 @@ def test_models_of_published_families(name: str, tmp_path: Path, capsys: pytest.
     done = json.loads(said.out.splitlines()[-1])
     assert "the text is a small built-in sample" in said.err
     shared = "will not be faster, layers with a shared expert are computed whole"
-    assert (shared in said.err) == name.startswith("deepseek")
+    assert (shared in said.err) == (PUBLISHED[name] in SHARED)
     assert done["architecture"] == PUBLISHED[name] and done["zeros"] > 0.3
     with LLM(done["path"], threads=1) as llm:
         assert len(llm.generate("It was", SamplingParams(max_tokens=4, ignore_eos=True)).token_ids) == 4
+
+
+def trained(name: str) -> float:
+    """Weights of a published model that a token is multiplied with and the last stage changes."""
+    config, total = SHAPES[name].config, 0.0
+    sizes = dict(shapes(config))
+    for one in trained_names(config)[1]:
+        ffn = config.layers[int(one.split(".")[1])].ffn
+        some = isinstance(ffn, ExpertsConfig) and ".experts_" in one
+        total += math.prod(sizes[one]) * (ffn.router.top_k / ffn.n_experts if some else 1)  # type: ignore[attr-defined]
+    return total
 
 
 def test_what_a_training_would_take(capsys: pytest.CaptureFixture[str]) -> None:
@@ -513,6 +528,14 @@ def test_what_a_training_would_take(capsys: pytest.CaptureFixture[str]) -> None:
     card, h100 = llama["devices"]
     assert card["hours"] == pytest.approx(llama["flops"] / 165.2e12 / 0.35 / 3600) and card["fits"] is None
     assert h100["hours"] == pytest.approx(card["hours"] * 165.2 / 989.4)
+    heads = {"deepseek-v2-lite": 27 * 16 * (192 + 128) / 2 * 256, "deepseek-v3": 61 * 128 * (192 + 128) / 2 * 256}
+    states = 32 * (32 * 5 * 128 + 32**2 / 2 + 3 * 128**2) + 4 * 8192  # of a layer: within chunks of 32, and with states
+    heads |= {"qwen3-next-80b-a3b": 12 * 16 * 256**2 + 36 * states, "qwen3.6-35b-a3b": 10 * 16 * 256**2 + 30 * states}
+    for name, others in heads.items():
+        last = every[name]["stages"][-1]
+        used = 2 * every[name]["active_parameters"] * 3 + 2 * 4 * others
+        assert used < last["flops"] < used + 2 * every[name]["active_parameters"]
+        assert last["flops"] == pytest.approx(used + 2 * trained(name), rel=1e-4)
     experts = every["qwen3-30b-a3b"]
     assert experts["active_parameters"] == pytest.approx(3.04e9, rel=0.01), "what the model's name says, but the table"
     assert experts["flops"] < every["qwen3-4b"]["flops"]
@@ -527,7 +550,7 @@ def test_what_a_training_would_take(capsys: pytest.CaptureFixture[str]) -> None:
     assert regress["flops"] == 2 * (ffns + attention + mixing) + 2 * ffns + 2 * (ffns + ffns // 3)
 
 
-@pytest.mark.parametrize("name", ["qwen3-4b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("name", ["qwen3-4b", "qwen3-30b-a3b", "qwen3.6-35b-a3b"])
 def test_a_measured_rate(name: str) -> None:
     config = small_shape(name)
     options = SparsifyConfig(recipe="reglu", window=16, batch=64, rows=2, device="cpu", own_text=99)
@@ -584,7 +607,7 @@ def test_estimates_that_cannot_be(dense: Path, capsys: pytest.CaptureFixture[str
         (["--estimate", "--shape", "qwen3-4b", "-m", str(dense)], "not both"),
         (["--estimate", "--shape", "qwen3-4b", "--share", "0"], "--share 0 must be above 0 and at most 1"),
         (["--estimate", "--shape", "qwen3-4b", "--window", "0"], "--window must be"),
-        (["--estimate", "--shape", "qwen3-next-80b-a3b", "--measure"], "it has layers of"),
+        (["--estimate", "--shape", "gpt-oss-20b", "--measure"], "gated FFNs of silu, and this model has 32 experts"),
         (["--estimate", "--shape", "qwen3-4b", "--tokens", "1024"], "--tokens 1024 is less than a step"),
         (["--estimate", "--shape", "qwen3-4b", "--window", "40961", "--batch", "40961"], "is more than the model's"),
         (["-m", str(dense), "--measure", "--out", "x"], "are for --estimate"),

@@ -19,6 +19,7 @@ from benchmarks.models import expert_models
 from powerinfer import LLM
 from powerinfer.config import (
     AttentionKind,
+    DeltaNetConfig,
     FfnConfig,
     LatentAttentionConfig,
     LayerConfig,
@@ -31,15 +32,16 @@ from powerinfer.formats.gguf import metadata_bytes, read_gguf, write_gguf
 from powerinfer.formats.layout import is_matrix, shapes
 from powerinfer.formats.quant import dequantize, quantize
 from powerinfer.formats.tensors import float32_tensor
+from powerinfer.models.blocks import ATTENTIONS as WIRED
 from powerinfer.models.rope import rope_frequencies
 from powerinfer.placement.shapes import SHAPES
 from powerinfer.sparsify import sparsify
 from powerinfer.sparsify.recipes import StoredTypes, trained_names
-from powerinfer.sparsify.torch_model import ATTENTIONS, TorchModel, load
+from powerinfer.sparsify.torch_model import ATTENTIONS, TorchModel, load, narrowed
 from powerinfer.sparsify.writing import write_model
 
-WIDTH, TOKENS = 48, 21
-FOLDERS = ("deepseek-v3",)
+WIDTH, TOKENS = 48, 70  # no whole chunks of a rule
+FOLDERS = ("deepseek-v3", "qwen3-next-80b-a3b", "qwen3.6-35b-a3b")
 
 
 def one_layer(attention: AttentionKind, seed: int = 0) -> TorchModel:
@@ -50,6 +52,8 @@ def one_layer(attention: AttentionKind, seed: int = 0) -> TorchModel:
     for name, shape in shapes(config):
         drawn = torch.randn(shape, generator=rng)
         weights[name] = drawn * 1.5 * shape[-1] ** -0.5 if len(shape) > 1 else 1 + 0.3 * drawn
+        if name.endswith("decay"):
+            weights[name] = -(drawn - 2).exp()
     return TorchModel(config, weights, torch.float32)
 
 
@@ -89,12 +93,42 @@ def over_latents(about: LatentAttentionConfig, weights: dict[str, Tensor], x: Te
     return torch.cat(heads, -1) @ weights["o"].T
 
 
+def with_states(about: DeltaNetConfig, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Gated DeltaNet token by token and head by head: x [tokens, width] -> [tokens, width]."""
+    own = {name.removeprefix("delta_"): value for name, value in weights.items()}
+    rows = [torch.zeros(len(own["conv"]), dtype=torch.float64)] * (about.taps - 1)
+    rows += list(torch.cat([x @ own[part].T for part in "qkv"], -1))
+    keys, shared = about.n_key_heads * about.key_dim, about.n_value_heads // about.n_key_heads
+    states = [torch.zeros(about.key_dim, about.value_dim, dtype=torch.float64)] * about.n_value_heads
+    every = []
+    for t, value in enumerate(x):
+        taken = sum(rows[t + i] * own["conv"][:, i] for i in range(about.taps))
+        q, k, v = (taken * taken.sigmoid()).split([keys, keys, about.width])
+        heads = []
+        for h in range(about.n_value_heads):
+            of = h % about.n_key_heads if about.tiled else h // shared
+            key, query = (part[of * about.key_dim : (of + 1) * about.key_dim] for part in (k, q))
+            key, query = (part / (part.square().sum() + 1e-6).sqrt() for part in (key, query))
+            spread = torch.log1p((own["a"][h] @ value + own["dt_bias"][h]).exp())
+            state = states[h] * (own["decay"][h] * spread).exp()
+            wanted = v[h * about.value_dim : (h + 1) * about.value_dim] - state.T @ key
+            states[h] = state + torch.outer(key, (own["b"][h] @ value).sigmoid() * wanted)
+            read = norm(states[h].T @ query * about.key_dim**-0.5, own["norm"], 1e-5)
+            gate = own["z"][h * about.value_dim : (h + 1) * about.value_dim] @ value
+            heads.append(read * gate * gate.sigmoid())
+        every.append(torch.cat(heads))
+    return torch.stack(every) @ own["o"].T
+
+
 LATENT = LatentAttentionConfig(3, 24, 12, 8, 16, RopeConfig(100.0, 8, interleaved=True), 0.3, 20)
 YARN = RopeConfig(100.0, 8, scaling="yarn", factor=4.0, original_context_length=8)
 KINDS: dict[str, tuple[Any, Any]] = {
     "latents": (LATENT, over_latents),
     "latents, queries without": (replace(LATENT, q_latents=None, rope=YARN, norm_eps=1e-3), over_latents),
     "latents, wide values": (replace(LATENT, value_dim=32), over_latents),
+    "states": (DeltaNetConfig(2, 16, 4, 32, 4), with_states),
+    "states, heads in turn": (DeltaNetConfig(2, 16, 4, 16, 3, tiled=True), with_states),
+    "states, a head each": (DeltaNetConfig(2, 32, 2, 16, 4), with_states),
 }
 
 
@@ -125,6 +159,26 @@ def test_gradients_of_attention(about: Any, plain: Any) -> None:
 def close(mine: Tensor, right: Tensor) -> bool:
     mine, right = mine.detach().double(), right.detach()
     return float((mine - right).norm()) < 1e-5 * float(right.norm())
+
+
+def test_every_kind_of_attention_is_trained() -> None:
+    assert set(ATTENTIONS) == set(WIRED)
+
+
+@pytest.mark.parametrize("about", [LATENT, KINDS["states"][0]], ids=["latents", "states"])
+def test_products_in_bfloat16(about: Any) -> None:
+    """A window shorter than the taps, and one of whole chunks: what is kept between products is as in float32."""
+    found: list[list[Tensor]] = []
+    for compute in (torch.float32, torch.bfloat16):
+        model = one_layer(about)
+        wide = TorchModel(model.config, narrowed(model.weights, compute), compute)
+        rng = torch.Generator().manual_seed(1)
+        every = [torch.randn(1, tokens, WIDTH, generator=rng).requires_grad_() for tokens in (2, 64)]
+        outs = [ATTENTIONS[type(about)](wide, x, "layers.0.", about) for x in every]
+        found.append([*outs, *torch.autograd.grad(outs, every, [torch.ones_like(out) for out in outs])])
+    for exact, rough in zip(*found, strict=True):
+        rough, exact = rough.detach().float(), exact.detach()
+        assert float((rough - exact).norm()) < 0.03 * float(exact.norm())
 
 
 def test_matrices_that_are_stored_transposed_are_rounded_as_stored() -> None:

@@ -3,7 +3,8 @@
 Operations are those of products, two for a multiplication and an addition. A matrix of n weights takes 2n for a token
 forward, 2n for the gradient of its input and 2n for its own; of experts those that a token selects. Attention within a
 window of w tokens takes 2w for each dimension of its heads, since a token sees half of them, and backward twice that;
-of latent attention, whose heads have keys and values of their own here, w for each dimension of either.
+of latent attention, whose heads have keys and values of their own here, w for each dimension of either. Gated DeltaNet
+has products within chunks and with states, `_mixing`.
 
     regress   the teacher's layers forward; the student's FFNs forward, and backward for their matrices
     distil    teacher and student forward with their heads; backward from the head to the first layer for inputs, and
@@ -17,12 +18,24 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from powerinfer.config import AttentionKind, ExpertsConfig, LatentAttentionConfig, ModelConfig, SparsifyConfig
+from powerinfer.config import (
+    AttentionKind,
+    DeltaNetConfig,
+    ExpertsConfig,
+    LatentAttentionConfig,
+    ModelConfig,
+    SparsifyConfig,
+)
 from powerinfer.errors import RequestError
 from powerinfer.formats.layout import is_matrix, is_router, shapes
 from powerinfer.sparsify.recipes import FFN_PARTS, Recipe, Stage, check
 
 SHARE = 0.35  # of a device's peak that a training reaches, unless another one is given
+
+
+CHUNK = 32
+"""Tokens for which the rule of Gated DeltaNet is computed at a time (`torch_delta`): of 16 to 128 the number that takes
+a CPU the least time. Longer chunks solve larger systems, of shorter ones there are more states."""
 
 
 class Device(NamedTuple):
@@ -130,14 +143,23 @@ def _mixing(about: AttentionKind, window: int) -> float:
     """Multiplications of a token with what others left, forward."""
     if isinstance(about, LatentAttentionConfig):
         return about.n_heads * (about.query_dim + about.value_dim) / 2 * window
+    if isinstance(about, DeltaNetConfig):
+        keys, values, chunk = about.key_dim, about.value_dim, min(CHUNK, window)
+        within = chunk * (3 * keys + 2 * values) + chunk**2 / 2
+        return about.n_value_heads * (within + 3 * keys * values) + about.channels * about.taps
     return about.n_heads * about.head_dim * window
 
 
-def _read_and_given(about: AttentionKind) -> int:
-    """Elements of queries, keys and values of a token, and of what its heads give."""
+def _kept_of_heads(about: AttentionKind) -> float:
+    """Bytes that a token keeps of queries, keys, values and what heads give: two float32 of each element; of Gated
+    DeltaNet seven, and what chunks have: their states and matrices."""
     if isinstance(about, LatentAttentionConfig):
-        return 2 * about.n_heads * (about.query_dim + about.value_dim)
-    return (2 * about.n_heads + 2 * about.n_kv_heads) * about.head_dim
+        return 8 * 2 * about.n_heads * (about.query_dim + about.value_dim)
+    if isinstance(about, DeltaNetConfig):
+        keys, values = about.key_dim, about.value_dim
+        of_chunks = keys * values / CHUNK + 9 * CHUNK
+        return 4 * (about.n_value_heads * (of_chunks + 7 * (keys + values)) + 2 * about.channels)
+    return 8 * (2 * about.n_heads + 2 * about.n_kv_heads) * about.head_dim
 
 
 def memory(
@@ -172,9 +194,9 @@ def _kept(config: ModelConfig, product: int) -> int:
     and gives, and of a neuron four values in the type of the products and what is cut."""
     total = 0
     for layer in config.layers:
-        ffn, heads = layer.ffn, _read_and_given(layer.attention)
+        ffn, heads = layer.ffn, _kept_of_heads(layer.attention)
         neurons = ffn.size * ffn.router.top_k + ffn.shared_size if isinstance(ffn, ExpertsConfig) else ffn.width
-        total += 28 * config.d_model + 8 * heads + (4 * product + 2) * neurons
+        total += 28 * config.d_model + round(heads) + (4 * product + 2) * neurons
     return total
 
 

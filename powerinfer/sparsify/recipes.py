@@ -7,10 +7,8 @@ from dataclasses import dataclass, fields, replace
 
 from powerinfer.config import (
     BANK,
-    AttentionConfig,
     ExpertsConfig,
     FfnConfig,
-    LatentAttentionConfig,
     ModelConfig,
     SparsifyConfig,
 )
@@ -189,8 +187,6 @@ def check_recipe(name: str, config: ModelConfig) -> Recipe:
 def unsupported(config: ModelConfig) -> str | None:
     """Why a model cannot be computed by `torch_model`; None: it can."""
     for layer in config.layers:
-        if not isinstance(layer.attention, AttentionConfig | LatentAttentionConfig):
-            return f"it has layers of {layer.attention.title}"
         if layer.ffn.activation == "swiglu_oai":
             return f"its experts have the activation {layer.ffn.activation}"
     return None

@@ -16,6 +16,7 @@ from torch.nn import functional
 from powerinfer.config import (
     BANK,
     AttentionConfig,
+    DeltaNetConfig,
     ExpertsConfig,
     FfnConfig,
     GatedAttentionConfig,
@@ -31,6 +32,7 @@ from powerinfer.models.rope import rope_frequencies
 from powerinfer.sparsify import blocks
 from powerinfer.sparsify.blocks import Blocks
 from powerinfer.sparsify.recipes import unsupported
+from powerinfer.sparsify.torch_delta import remember
 from powerinfer.sparsify.torch_latent import attend_latents
 
 
@@ -341,6 +343,7 @@ ATTENTIONS: dict[type, Callable[[TorchModel, Tensor, str, Any], Tensor]] = {
     AttentionConfig: TorchModel._attention,
     GatedAttentionConfig: TorchModel._attention,
     LatentAttentionConfig: attend_latents,
+    DeltaNetConfig: remember,
 }
 """What a layer's attention adds, by the class of `LayerConfig.attention`: called with (model, what it reads [batch,
 tokens, d_model], `layers.N.`, its configuration)."""
