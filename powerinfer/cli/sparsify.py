@@ -91,12 +91,11 @@ def _estimate(args: argparse.Namespace, engine: EngineConfig, config: SparsifyCo
 
     if args.shape is not None and args.model is not None:
         raise RequestError("give a model (-m) or a shape (--shape), not both")
-    codes = 0
     if args.shape is None:
         checkpoint = open_model(args.model, engine, out)
         model, codes = checkpoint.config, code_bytes(checkpoint, config)
     else:
-        model = find_shape(args.shape).config
+        model, codes = find_shape(args.shape).config, 2 if config.type == "same" else 0  # as of K-quants
     estimate(model, config, args.share, None)  # refuses before anything is measured
     rates = None
     if args.measure:

@@ -171,14 +171,15 @@ def memory(
     Of a weight there are, in bytes, `product` of the teacher's, and of one that is trained 4 of the student's, 4 of the
     gradient, 8 of the moments and 2 of its copy for the products, if these are in two. On top comes what the rows that
     are computed at once keep for the way back. Codes are the teacher's, too; beside them there are, of a block of 32
-    weights, two numbers of 4 bytes in six places, and for a while the values and the gradient of a matrix.
+    weights (256 where codes have 2 bytes), two numbers of 4 bytes in six places, and for a while the values and the
+    gradient of a matrix.
     """
     every = sum(math.prod(shape) for _, shape in shapes(config))
     trained = max(_trained(config, stage) for stage in recipe.stages)
     if codes:
         own = [one for one in _matrices(config) if any(_is_trained(one, stage) for stage in recipe.stages)]
         passing = (8 + 2 * product) * max(one.matrix for one in own)
-        scales = 2 * 4 * 6 * trained // 32
+        scales = 2 * 4 * 6 * trained // (32 if codes == 1 else 256)
         fixed = product * (every - trained) + codes * trained + scales + passing
         return [Memory(PLACES[0], fixed + rows * window * _kept(config, product), 0)]
     fixed = product * every + (6 if product == 2 else 4) * trained + rows * window * _kept(config, product)
