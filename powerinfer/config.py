@@ -900,8 +900,9 @@ class SparsifyConfig:
     )
     type: str = option(
         "q8_0",
-        "type of the changed matrices of a GGUF file; a folder keeps its own",
-        choices=("f16", "bf16", "q8_0", "q5_0", "q4_0"),
+        "type of the changed matrices of a GGUF file; same: their own, of quantised ones only the scales of the blocks "
+        "are trained; a folder keeps its own",
+        choices=("same", "f16", "bf16", "q8_0", "q5_0", "q4_0"),
     )
     attention_type: str = option(
         "same",

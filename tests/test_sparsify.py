@@ -170,7 +170,7 @@ def test_a_sparse_model_is_trained_further(dense: Path, tmp_path: Path) -> None:
     config = SparsifyConfig(**(SMALL | {"zeros": 0.7, "type": "f16", "tokens": 1024}))
     work = Sparsifier(original, open_corpora([]), config, tmp_path / "second", start=begun)
     assert np.allclose(list(work.limits.values()), first.document["limits"], rtol=1e-5)
-    assert np.array_equal(work.values("layers.1.up"), begun.take("layers.1.up").float32())
+    assert np.array_equal(work.trained("layers.1.up").float32(), begun.take("layers.1.up").float32())
     assert abs(float(work._importance["layers.0."].mean()) - 1) < 1e-4
     assert 0.65 < work.evaluate(work.student).zeros[0] < 0.75
     done = sparsify(original, [], config, tmp_path / "second", threads=1, start=begun).document
@@ -505,6 +505,9 @@ def test_gpt_oss(recipe: str, tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     expert_models.write(path, small(expert_models.CONFIGS["gpt-oss-20b"]), expert_models.Weights("mxfp4"))
     before, notes = open_checkpoint(path), list[str]()
+    layers = tuple(replace(one, ffn=replace(one.ffn, bias=False)) for one in before.config.layers)  # type: ignore
+    with pytest.raises(RequestError, match="changes biases of up in experts of swiglu_oai, and this model has none"):
+        check_recipe(recipe, replace(before.config, layers=layers))
     options = SparsifyConfig(**(SMALL | {"recipe": recipe, "zeros": 0.7, "tokens": 1024, "type": "f16"}))
     work = Sparsifier(before, open_corpora([]), options, tmp_path)
     own, original = (
@@ -686,7 +689,7 @@ def test_what_cannot_be(dense: Path, tmp_path: Path) -> None:
         ({"seed": 1 << 63}, "--seed 9223372036854775808 is more than 64 bits hold"),
         ({"zeros": 1.0}, "--zeros 1 must be above 0 and below 1"),
         ({"save": float("nan")}, "--save must be a number of seconds, not nan"),
-        ({"type": "q5_1"}, "--type must be one of f16, bf16, q8_0, q5_0, q4_0, not 'q5_1'"),
+        ({"type": "q5_1"}, "--type must be one of same, f16, bf16, q8_0, q5_0, q4_0, not 'q5_1'"),
         ({"batch": 16}, "--batch 16 is less than a window of 32"),
         ({"lr": 0.0}, "--lr 0 must be above 0"),
         ({"tokens": 100}, "--tokens 100 is less than a step of --batch 256 tokens"),

@@ -31,13 +31,13 @@ from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.gguf import metadata_bytes, read_gguf, write_gguf
 from powerinfer.formats.layout import is_matrix, shapes
 from powerinfer.formats.quant import dequantize, quantize
+from powerinfer.formats.tensors import float32_tensor
 from powerinfer.models.blocks import ATTENTIONS as WIRED
 from powerinfer.models.rope import rope_frequencies
 from powerinfer.placement.shapes import SHAPES
 from powerinfer.sparsify import sparsify
-from powerinfer.sparsify.recipes import StoredTypes
+from powerinfer.sparsify.recipes import StoredTypes, trained_names
 from powerinfer.sparsify.torch_model import ATTENTIONS, TorchModel, narrowed
-from powerinfer.sparsify.training import trained_names
 from powerinfer.sparsify.writing import write_model
 
 WIDTH, TOKENS = 48, 70  # no whole chunks of a rule
@@ -204,7 +204,12 @@ def test_what_a_file_says_twice_is_written_once(tmp_path: Path) -> None:
     checkpoint, names = open_checkpoint(both), ["layers.1.k_b", "layers.2.v_b"]
     about = {"hidden_act": "cats", "hidden_act_param": [0.0] * 3}
     path = write_model(
-        checkpoint, tmp_path / "out", StoredTypes("f16"), names, lambda name: checkpoint.take(name).float32() / 2, about
+        checkpoint,
+        tmp_path / "out",
+        StoredTypes("f16"),
+        names,
+        lambda name: float32_tensor(checkpoint.take(name).float32() / 2),
+        about,
     )
     written = open_checkpoint(path)
     assert set(read_gguf(path).tensors) == set(file.tensors)

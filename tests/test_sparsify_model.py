@@ -18,11 +18,11 @@ from benchmarks.models.writers import write_tokenizer_files
 from powerinfer import ModelError, RequestError
 from powerinfer.config import FfnConfig
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
+from powerinfer.formats.tensors import float32_tensor
 from powerinfer.formats.tokenizer_gguf import PRE_TOKENIZERS, tokenizer_from_gguf
 from powerinfer.sparsify.as_gguf import ARCHITECTURES, PROBE, SPLITS, AsGGUF
-from powerinfer.sparsify.recipes import StoredTypes, moved_biases
+from powerinfer.sparsify.recipes import StoredTypes, moved_biases, trained_names
 from powerinfer.sparsify.torch_model import TorchModel, _Rms, activate, load
-from powerinfer.sparsify.training import trained_names
 from powerinfer.sparsify.writing import check_writable, write_model
 
 
@@ -45,7 +45,12 @@ def test_every_file_is_written_again(case: Case, layout: str, tmp_path: Path) ->
         return
     check_writable(checkpoint, names, about)
     path = write_model(
-        checkpoint, tmp_path / "out", StoredTypes("f16"), names, lambda name: -2 * values(checkpoint, name), about
+        checkpoint,
+        tmp_path / "out",
+        StoredTypes("f16"),
+        names,
+        lambda name: float32_tensor(-2 * values(checkpoint, name)),
+        about,
     )
     written = open_checkpoint(path)
     for one, before in zip(written.config.layers, checkpoint.config.layers, strict=True):
@@ -76,7 +81,13 @@ def test_a_folder_as_gguf(case: Case, tmp_path: Path, monkeypatch: pytest.Monkey
     check_writable(checkpoint, [], about, "gguf")
     doubled = ["layers.0.k", "layers.1.down"] if "layers.1.down" in checkpoint.names() else ["layers.0.k"]
     path = write_model(
-        checkpoint, tmp_path, StoredTypes("f16"), doubled, lambda name: 2 * values(checkpoint, name), about, form="gguf"
+        checkpoint,
+        tmp_path,
+        StoredTypes("f16"),
+        doubled,
+        lambda name: float32_tensor(2 * values(checkpoint, name)),
+        about,
+        form="gguf",
     )
     written = open_checkpoint(path)
     assert {kind for name, kind, *_ in written.tensor_list() if name.endswith(("gate", "q", "embed"))} == {"F16"}
@@ -127,7 +138,7 @@ def test_a_tokenizer_as_gguf(split: str, tmp_path: Path, monkeypatch: pytest.Mon
         tmp_path,
         StoredTypes("q8_0"),
         [],
-        lambda _: np.zeros(0),
+        lambda _: float32_tensor(np.zeros(0, np.float32)),
         {"hidden_act": "silu"},
         form="gguf",
     )
@@ -177,7 +188,7 @@ def add_thresholds(checkpoint: Checkpoint, folder: Path) -> None:
                 folder / to,
                 StoredTypes("f16"),
                 ["layers.0.up"],
-                lambda name: values(checkpoint, name),
+                lambda name: float32_tensor(values(checkpoint, name)),
                 about,
                 added,
             )

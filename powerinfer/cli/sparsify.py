@@ -87,16 +87,22 @@ def _estimate(args: argparse.Namespace, engine: EngineConfig, config: SparsifyCo
     from powerinfer.placement.shapes import find_shape
     from powerinfer.sparsify import measured
     from powerinfer.sparsify.estimate import estimate
+    from powerinfer.sparsify.recipes import code_bytes
 
     if args.shape is not None and args.model is not None:
         raise RequestError("give a model (-m) or a shape (--shape), not both")
-    model = open_model(args.model, engine, out).config if args.shape is None else find_shape(args.shape).config
+    codes = 0
+    if args.shape is None:
+        checkpoint = open_model(args.model, engine, out)
+        model, codes = checkpoint.config, code_bytes(checkpoint, config)
+    else:
+        model = find_shape(args.shape).config
     estimate(model, config, args.share, None)  # refuses before anything is measured
     rates = None
     if args.measure:
         with Bar() as bar:
             rates = measured(model, config, engine.threads, bar)
-    about = estimate(model, config, args.share, rates)
+    about = estimate(model, config, args.share, rates, codes)
     weights, active = about["parameters"] / 1e9, about["active_parameters"] / 1e9
     out.line(f"{about['model']}: {weights:.2f} billion weights, {active:.2f} of them multiplied with for a token")
     for number, one in enumerate(about["stages"], 1):

@@ -178,6 +178,16 @@ class Checkpoint:
         """The type that `take` gives that tensor in."""
         return self._targets.get(name) or self._tensors[self._own_name(name)].type
 
+    def stored_type(self, name: str) -> str:
+        """The type that tensor has in the files."""
+        return self._tensors[self._own_name(name)].type
+
+    def stored(self, name: str) -> RawTensor:
+        """The tensor as the files have it, transposed where it is `turned`, in its type. ModelError if they changed."""
+        for file in self._files:
+            file.check()
+        return self._tensors[self._own_name(name)].gathered()
+
     def as_stored(self, name: str) -> bool:
         """Whether `take` gives a view of the file, not a copy."""
         return name not in self._targets and isinstance(self._tensors[self._own_name(name)], RawTensor)

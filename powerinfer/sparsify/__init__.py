@@ -20,7 +20,7 @@ from powerinfer.sparsify.card import card, document
 from powerinfer.sparsify.estimate import Rates, memory
 from powerinfer.sparsify.loss_plot import draw_log
 from powerinfer.sparsify.own_text import FILE, PART, write_own_text
-from powerinfer.sparsify.recipes import StoredTypes, check, moved_biases, why_whole
+from powerinfer.sparsify.recipes import StoredTypes, check, code_bytes, moved_biases, trained_names, why_whole
 from powerinfer.sparsify.writing import check_writable, write_model
 
 
@@ -50,6 +50,8 @@ def sparsify(
     interrupted run goes on.
     """
     recipe = check(config, checkpoint.config)
+    if config.type == "same" and config.format == "gguf" and checkpoint.source != "gguf":
+        raise RequestError("--type same is for a GGUF file: say which type the folder's matrices get in one")
     if out.resolve() in (checkpoint.path.resolve(), checkpoint.path.parent.resolve()):
         raise RequestError(f"--out {out} holds the model itself: give another folder")
     found = {one.name for one in out.iterdir()} if out.is_dir() else set()
@@ -63,15 +65,7 @@ def sparsify(
         say(f"the sparse model will not be faster, {whole}: its zeros can be studied")
     _make(out)
     with torch_threads(threads):
-        from powerinfer.sparsify.torch_model import TorchModel, load
-        from powerinfer.sparsify.training import (
-            Sparsifier,
-            check_start,
-            fast_type,
-            find_device,
-            free_bytes,
-            trained_names,
-        )
+        from powerinfer.sparsify.training import Sparsifier, check_start, fast_type, find_device, free_bytes
 
         if start is not None:
             check_start(start, checkpoint, config.recipe)
@@ -81,9 +75,10 @@ def sparsify(
         check_writable(checkpoint, replaced, about | limited, config.format)
         device = find_device(config.device)
         product, free = fast_type(device).itemsize, free_bytes(device)
-        needed = memory(checkpoint.config, recipe, config.rows, config.window, product)[0].device
+        codes = code_bytes(checkpoint, config)
+        needed = memory(checkpoint.config, recipe, config.rows, config.window, product, codes)[0].device
         if needed > free:
-            least = memory(checkpoint.config, recipe, 1, 1, product)[0].device
+            least = memory(checkpoint.config, recipe, 1, 1, product, codes)[0].device
             helps = "smaller --rows and --window need less"
             if least > free:
                 helps = f"no --rows and --window need less than {least / 2**30:.1f} GiB, take a smaller model"
@@ -106,13 +101,13 @@ def sparsify(
             out,
             StoredTypes(config.type, config.attention_type, config.embedding_type),
             done.changed,
-            work.values,
+            work.trained,
             about,
             done.thresholds,
             form=config.format,
         )
         written = open_checkpoint(path)
-        after = work.evaluate(TorchModel(written.config, load(written), work.teacher.compute))
+        after = work.evaluate(work.opened(written))
         if not math.isfinite(after.perplexity):
             (path if path.is_file() else path / "config.json").unlink()
             raise PowerInferError(

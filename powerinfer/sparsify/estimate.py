@@ -90,11 +90,13 @@ def stage_costs(config: ModelConfig, recipe: Recipe, tokens: int, window: int) -
 
 
 class _Matrix(NamedTuple):
-    """weights: all of them; used: those that a token is multiplied with."""
+    """weights: all of them, of a stack those of its matrices; used: those that a token is multiplied with; matrix: of
+    one matrix."""
 
     name: str
     weights: int
     used: float
+    matrix: int
 
     @property
     def part(self) -> str:
@@ -111,7 +113,7 @@ def _matrices(config: ModelConfig) -> Iterator[_Matrix]:
             about = config.layers[int(name.split(".")[1])].ffn
             assert isinstance(about, ExpertsConfig)
             used *= about.router.top_k / about.n_experts
-        yield _Matrix(name, math.prod(shape), used)
+        yield _Matrix(name, math.prod(shape), used, math.prod(shape[-2:]))
 
 
 def _is_trained(matrix: _Matrix, stage: Stage) -> bool:
@@ -160,15 +162,25 @@ def _kept_of_heads(about: AttentionKind) -> float:
     return 8 * (2 * about.n_heads + 2 * about.n_kv_heads) * about.head_dim
 
 
-def memory(config: ModelConfig, recipe: Recipe, rows: int, window: int, product: int = 2) -> list[Memory]:
-    """For each of PLACES. product: bytes of the type that matrices are multiplied in.
+def memory(
+    config: ModelConfig, recipe: Recipe, rows: int, window: int, product: int = 2, codes: int = 0
+) -> list[Memory]:
+    """For each of PLACES. product: bytes of the type that matrices are multiplied in; codes: where only scales are
+    trained, those of a weight's code, 1 or 2 (`blocks`), so that there is one place.
 
     Of a weight there are, in bytes, `product` of the teacher's, and of one that is trained 4 of the student's, 4 of the
     gradient, 8 of the moments and 2 of its copy for the products, if these are in two. On top comes what the rows that
-    are computed at once keep for the way back.
+    are computed at once keep for the way back. Codes are the teacher's, too; beside them there are, of a block of 32
+    weights, two numbers of 4 bytes in six places, and for a while the values and the gradient of a matrix.
     """
     every = sum(math.prod(shape) for _, shape in shapes(config))
     trained = max(_trained(config, stage) for stage in recipe.stages)
+    if codes:
+        own = [one for one in _matrices(config) if any(_is_trained(one, stage) for stage in recipe.stages)]
+        passing = (8 + 2 * product) * max(one.matrix for one in own)
+        scales = 2 * 4 * 6 * trained // 32
+        fixed = product * (every - trained) + codes * trained + scales + passing
+        return [Memory(PLACES[0], fixed + rows * window * _kept(config, product), 0)]
     fixed = product * every + (6 if product == 2 else 4) * trained + rows * window * _kept(config, product)
     return [
         Memory(PLACES[0], fixed + 12 * trained, 0),
@@ -188,15 +200,18 @@ def _kept(config: ModelConfig, product: int) -> int:
     return total
 
 
-def estimate(config: ModelConfig, options: SparsifyConfig, share: float | None, rates: Rates | None) -> dict[str, Any]:
+def estimate(
+    config: ModelConfig, options: SparsifyConfig, share: float | None, rates: Rates | None, codes: int = 0
+) -> dict[str, Any]:
     """The document of `powerinfer sparsify --estimate`. share: of a device's peak, None: as measured, or SHARE; rates:
-    measured on this machine. RequestError for options that `check` refuses, and a share out of its range."""
+    measured on this machine; codes: as of `memory`. RequestError for options that `check` refuses, and a share out of
+    its range."""
     if share is not None and not 0 < share <= 1:
         raise RequestError(f"--share {share:g} must be above 0 and at most 1")
     recipe = check(options, config)
     stages = stage_costs(config, recipe, options.tokens, options.window)
     total = sum(stage.tokens * stage.flops for stage in stages)
-    places = memory(config, recipe, options.rows, options.window)
+    places = memory(config, recipe, options.rows, options.window, codes=codes)
     here, reached = None, SHARE if share is None else share
     if rates is not None:
         seconds = sum(stage.tokens * stage.flops / rate for stage, rate in zip(stages, rates.stages, strict=True))

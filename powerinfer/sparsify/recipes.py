@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from powerinfer.config import (
@@ -11,7 +12,12 @@ from powerinfer.config import (
     ModelConfig,
     SparsifyConfig,
 )
-from powerinfer.errors import RequestError
+from powerinfer.errors import ModelError, RequestError
+from powerinfer.formats.block_scales import SCALED
+from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.layout import is_router, matrix_names
+from powerinfer.formats.quant import block_type
+from powerinfer.formats.tensors import FLOAT_TYPES
 
 FFN_PARTS = frozenset(f"{of}{part}" for of in ("", "experts_", "shared_") for part in ("gate", "up", "down"))
 """Matrices of a layer's FFN, by the last part of their canonical names."""
@@ -90,6 +96,42 @@ RECIPES = {
 2406.05955."""
 
 
+def trained_names(config: ModelConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(matrices of FFNs, all matrices of layers but the routers'), by canonical name. The embedding and the head stay
+    as they are."""
+    every = tuple(name for name in matrix_names(config) if name.startswith("layers.") and not is_router(name))
+    return tuple(name for name in every if name.rpartition(".")[2] in FFN_PARTS), every
+
+
+def scaled_types(checkpoint: Checkpoint, names: Sequence[str], types: StoredTypes) -> dict[str, str]:
+    """By the name of a matrix of which only the scales of its blocks are trained, for --type same, its type.
+
+    ModelError for one in a type that has no such scales.
+    """
+    if checkpoint.source != "gguf":
+        return {}
+    found = {name: checkpoint.stored_type(name) for name in names if types[name] == "same"}
+    found = {name: kind for name, kind in found.items() if kind not in FLOAT_TYPES}
+    for name, kind in found.items():
+        if kind not in SCALED:
+            raise ModelError(
+                f"{checkpoint.path}: {name} is stored as {kind}, whose scales cannot be trained: give another --type"
+            )
+    return found
+
+
+def code_bytes(checkpoint: Checkpoint, config: SparsifyConfig) -> int:
+    """Bytes that the code of a weight takes in memory where only scales are trained, 0 where all weights are.
+
+    ModelError for a type without scales that can be trained.
+    """
+    every = trained_names(checkpoint.config)[1]
+    types = scaled_types(checkpoint, every, StoredTypes(config.type, config.attention_type, config.embedding_type))
+    if len(types) < len(every):
+        return 0
+    return 1 if all(block_type(kind).block == 32 for kind in types.values()) else 2
+
+
 def check(options: SparsifyConfig, config: ModelConfig) -> Recipe:
     """The recipe of the options. RequestError if one is out of its range or does not suit the others or the model, or
     if the model cannot be trained."""
@@ -133,6 +175,11 @@ def check_recipe(name: str, config: ModelConfig) -> Recipe:
             others = [one for one, other in RECIPES.items() if ffn.gated and ffn.activation in other.of]
             use = f": use recipe {' or '.join(others)}" if others else ""
             raise RequestError(f"recipe {name} is for gated FFNs of {suited}, and this model has {ffn.title}{use}")
+        if ffn.activation == "swiglu_oai" and not ffn.bias:
+            raise RequestError(
+                f"recipe {name} changes biases of up in experts of swiglu_oai, and this model has none there: take "
+                "a published file of gpt-oss"
+            )
         if recipe.activation == "topk" and not (isinstance(ffn, FfnConfig) and ffn.size % BANK == 0):
             raise RequestError(
                 f"recipe {name} is for FFNs of whole banks of {BANK} neurons, without experts, and this model has "

@@ -29,6 +29,8 @@ from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.layout import is_matrix, shapes
 from powerinfer.kernels.gpu_types import OAI_LIMIT, OAI_SCALE
 from powerinfer.models.rope import rope_frequencies
+from powerinfer.sparsify import blocks
+from powerinfer.sparsify.blocks import Blocks
 from powerinfer.sparsify.torch_delta import remember
 from powerinfer.sparsify.torch_latent import attend_latents
 
@@ -102,7 +104,8 @@ class TorchModel:
 
     Matrices are multiplied in `compute`; norms, the residual stream, the router and the logits are float32. rounded:
     by name, matrices that are used as a type of `ROUNDED` stores them, with the gradient of what they are rounded from;
-    turned: of these, the ones that are stored transposed.
+    blocks: by name, matrices whose weights here are the moves of their scales; turned: of both, the ones that are
+    stored transposed.
     """
 
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], compute: torch.dtype) -> None:
@@ -110,25 +113,37 @@ class TorchModel:
         self.weights = weights
         self.hidden: Hidden = self._plain
         self.rounded: Mapping[str, str] = {}
+        self.blocks: Mapping[str, Blocks] = {}
         self.turned: Container[str] = ()
         self._each: dict[str, tuple[Tensor, ...]] = {}  # of stacked matrices, those of each expert
         self._rotations: dict[tuple[RopeConfig, int], tuple[Tensor, Tensor]] = {}
 
     # ------------------------------------------------------------------------------------------------ parts
 
+    def _own(self, name: str, expert: int | None) -> Tensor:
+        each = self._each.get(name)
+        return self.weights[name] if expert is None else self.weights[name][expert] if each is None else each[expert]
+
     def weight(self, name: str, expert: int | None = None) -> Tensor:
         """As matrices are multiplied with it."""
-        each = self._each.get(name)
-        weight = self.weights[name] if expert is None else self.weights[name][expert] if each is None else each[expert]
-        kind = self.rounded.get(name)
-        if kind is not None:
+        weight, kind, own = self._own(name, expert), self.rounded.get(name), self._blocks(name, expert)
+        if own is not None:
+            weight = own.values(weight).mT if name in self.turned else own.values(weight)
+        elif kind is not None:
             weight = _rounded(weight.mT, kind).mT if name in self.turned else _rounded(weight, kind)
         return weight.to(self.compute)
 
+    def _blocks(self, name: str, expert: int | None) -> Blocks | None:
+        own = self.blocks.get(name)
+        return own if own is None or expert is None else own.expert(expert)
+
     def linear(self, x: Tensor, name: str, expert: int | None = None) -> Tensor:
         """x [..., in] times a matrix, with its bias if there is one, in `compute`."""
-        bias = self.weights.get(name + "_bias")
-        out = functional.linear(x.to(self.compute), self.weight(name, expert))
+        bias, own, x = self.weights.get(name + "_bias"), self._blocks(name, expert), x.to(self.compute)
+        if own is None or name in self.turned:
+            out = functional.linear(x, self.weight(name, expert))
+        else:
+            out = blocks.linear(x, self._own(name, expert), own)
         if bias is None:
             return out
         return out + (bias if expert is None else bias[expert]).to(out.dtype)
@@ -377,12 +392,12 @@ class _Rounded(torch.autograd.Function):  # type: ignore[misc]
         return gradients[0], None, None
 
 
-def load(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """All weights of a model by canonical name, dequantised."""
+def load(checkpoint: Checkpoint, leave: Container[str] = ()) -> dict[str, Tensor]:
+    """All weights of a model but those to leave, by canonical name, dequantised to float32."""
     weights = {}
     for name, _ in shapes(checkpoint.config):
-        if checkpoint.has(name):
-            weights[name] = torch.from_numpy(checkpoint.take(name).float32().copy()).to(dtype)
+        if checkpoint.has(name) and name not in leave:
+            weights[name] = torch.from_numpy(checkpoint.take(name).float32().copy())
             checkpoint.release()
     return weights
 

@@ -29,7 +29,7 @@ from powerinfer.formats.json_file import read_json
 from powerinfer.formats.layout import is_matrix, is_router, shapes
 from powerinfer.formats.quant import Bytes, Float32, block_type, dequantize, quantize
 from powerinfer.formats.safetensors_file import read_safetensors, safetensors_header
-from powerinfer.formats.tensors import RawTensor
+from powerinfer.formats.tensors import RawTensor, float32_tensor
 from powerinfer.sparsify.as_gguf import AsGGUF
 from powerinfer.sparsify.recipes import StoredTypes
 
@@ -41,8 +41,8 @@ _LIMITS, _INDEX = "hidden_act_param", "model.safetensors.index.json"
 _KEYS = {"gemma3_text": "hidden_activation", "openelm": "activation_fn_name"}
 """Families of folders that call "hidden_act" otherwise."""
 
-NewValues = Callable[[str], Float32]
-"""The values of a changed tensor, by its canonical name."""
+NewTensor = Callable[[str], RawTensor]
+"""A changed tensor, by its canonical name: its values as F32, or as the file has it but for its scales."""
 
 
 class _Change:
@@ -52,12 +52,18 @@ class _Change:
         self.tensor = tensor
         self.rows: list[tuple[str, slice, slice]] = []
 
-    def values(self, new: NewValues) -> Float32:
-        """All of it, float32 [rows, columns]."""
-        rows = np.array(dequantize(self.tensor.rows(), self.tensor.type))
-        for name, here, there in self.rows:
-            rows[here] = new(name).reshape(-1, rows.shape[-1])[there]
-        return rows
+    def data(self, new: NewTensor, kind: str) -> Bytes:
+        """All of it in that type."""
+        made = [(new(name), here, there) for name, here, there in self.rows]
+        if kind == self.tensor.type and all(one.type == kind for one, _, _ in made):
+            rows = self.tensor.rows().copy()
+            for one, here, there in made:
+                rows[here] = one.rows()[there]
+            return rows
+        values = np.array(dequantize(self.tensor.rows(), self.tensor.type))
+        for one, here, there in made:
+            values[here] = one.float32().reshape(-1, values.shape[-1])[there]
+        return quantize(values, kind)
 
 
 def check_writable(checkpoint: Checkpoint, names: Sequence[str], about: Mapping[str, Any], form: str = "same") -> None:
@@ -86,7 +92,7 @@ def write_model(
     out: Path,
     types: StoredTypes,
     changed: Sequence[str],
-    new: NewValues,
+    new: NewTensor,
     about: Mapping[str, Any],
     added: Mapping[str, Float32] = MappingProxyType({}),
     form: str = "same",
@@ -102,10 +108,7 @@ def write_model(
     out.mkdir(parents=True, exist_ok=True)
     stay = not added and about["hidden_act"] in THRESHOLDED and _LIMITS not in about
     gone = [name for name in checkpoint.names() if name.endswith(THRESHOLD) and not stay]
-    own = {
-        name: RawTensor("F32", values.shape, np.ascontiguousarray(values, "<f4").view(np.uint8))
-        for name, values in added.items()
-    }
+    own = {name: float32_tensor(values) for name, values in added.items()}
     model = _Model(checkpoint, types, changed, new, about, own, gone)
     if checkpoint.source != "gguf" and form != "gguf":
         return _write_folder(model, out)
@@ -122,15 +125,17 @@ class _Model:
     checkpoint: Checkpoint
     types: StoredTypes
     changed: Sequence[str]
-    new: NewValues
+    new: NewTensor
     about: Mapping[str, Any]
     added: Mapping[str, RawTensor]
     gone: Sequence[str]
 
-    def stored(self, name: str) -> Float32:
-        """The new values of a changed tensor, as the files have it."""
-        values = self.new(name)
-        return values.swapaxes(-1, -2) if self.checkpoint.turned(name) else values
+    def stored(self, name: str) -> RawTensor:
+        """A changed tensor as the files have it."""
+        made = self.new(name)
+        if made.type != "F32" or not self.checkpoint.turned(name):
+            return made
+        return float32_tensor(made.float32().swapaxes(-1, -2))
 
 
 def _changes(
@@ -178,9 +183,10 @@ def _changed_gguf(model: _Model) -> _Content:
     architecture, metadata = model.checkpoint.config.architecture, metadata_bytes(file.path)
     metadata.pop(f"{architecture}.{_LIMITS}", None)
     metadata |= {f"{architecture}.{key}": encoded(value) for key, value in model.about.items()}
-    metadata["general.file_type"] = encoded(_FILE_TYPES[model.types.changed])
+    if model.types.changed != "same":
+        metadata["general.file_type"] = encoded(_FILE_TYPES[model.types.changed])
     data = (
-        quantize(changes[name].values(model.stored), kind) if name in changes else every[name].data
+        changes[name].data(model.stored, kind).reshape(-1) if name in changes else every[name].data
         for name, kind, _ in tensors
     )
     return metadata, tensors, data
@@ -210,8 +216,8 @@ def _folder_as_gguf(model: _Model) -> _Content:
             elif name in model.added:
                 values = model.added[name].float32()
             else:
-                own = model.new(name) if name in model.changed else checkpoint.take(name).float32()
-                values = form.turned(name, own)
+                own = model.new(name) if name in model.changed else checkpoint.take(name)
+                values = form.turned(name, own.float32())
             yield quantize(np.ascontiguousarray(values, np.float32).reshape(-1, shape[-1]), types[name])
             checkpoint.release()
 
@@ -227,7 +233,9 @@ def fitting(wanted: str, shape: Sequence[int]) -> str:
 def _new_type(change: _Change, types: StoredTypes) -> str:
     """Vectors stay as they are, and so do biases."""
     tensor, name = change.tensor, change.rows[0][0]
-    return fitting(types[name], tensor.shape) if is_matrix(name, tensor.shape) else tensor.type
+    if not is_matrix(name, tensor.shape) or types[name] == "same":
+        return tensor.type
+    return fitting(types[name], tensor.shape)
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------
@@ -259,7 +267,7 @@ def _write_folder(model: _Model, out: Path) -> Path:
             to.write(safetensors_header(kept, metadata))
             for name, tensor in kept.items():
                 change = changes.get(name)
-                to.write((tensor.data if change is None else quantize(change.values(model.stored), tensor.type)).data)
+                to.write((tensor.data if change is None else change.data(model.stored, tensor.type)).data)
     if (checkpoint.path / _INDEX).exists():
         index, _ = read_json(checkpoint.path / _INDEX)
         stay = {name: file for name, file in index["weight_map"].items() if not (gone and name.endswith(THRESHOLD))}
