@@ -26,7 +26,7 @@ from powerinfer.cli.main import main
 from powerinfer.config import ExpertsConfig, ModelConfig, RopeConfig, SparsifyConfig
 from powerinfer.formats.chat import ChatTemplate
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
-from powerinfer.formats.layout import shapes
+from powerinfer.formats.layout import is_matrix, shapes
 from powerinfer.formats.quant import dequantize, quantize
 from powerinfer.placement.shapes import SHAPES
 from powerinfer.prepare.corpus import open_corpora
@@ -499,6 +499,52 @@ def test_models_of_published_families(name: str, tmp_path: Path, capsys: pytest.
         assert len(llm.generate("It was", SamplingParams(max_tokens=4, ignore_eos=True)).token_ids) == 4
 
 
+@pytest.mark.parametrize("recipe", ["fatrelu", "drelu"])
+def test_gpt_oss(recipe: str, tmp_path: Path) -> None:
+    """The 1 that its activation adds to up is in the biases of the sparse model."""
+    path = tmp_path / "tiny.gguf"
+    expert_models.write(path, small(expert_models.CONFIGS["gpt-oss-20b"]), expert_models.Weights("mxfp4"))
+    before, notes = open_checkpoint(path), list[str]()
+    layers = tuple(replace(one, ffn=replace(one.ffn, bias=False)) for one in before.config.layers)  # type: ignore
+    with pytest.raises(RequestError, match="changes biases of up in experts of swiglu_oai, and this model has none"):
+        check_recipe(recipe, replace(before.config, layers=layers))
+    options = SparsifyConfig(**(SMALL | {"recipe": recipe, "zeros": 0.7, "tokens": 1024, "type": "f16"}))
+    work = Sparsifier(before, open_corpora([]), options, tmp_path)
+    own, original = (
+        of.neurons(torch.randn(9, 64, generator=torch.Generator().manual_seed(1)), "layers.0.experts_", 3)
+        for of in (work.student, work.teacher)
+    )
+    assert original.gate is not None
+    up = original.up + 1
+    wanted = original.gate.relu() * (up.relu() if recipe == "drelu" else up)
+    assert float((own.h - wanted).norm()) < 1e-2 * float(wanted.norm())  # products may be in bfloat16
+    done = sparsify(before, [], options, tmp_path / "out", threads=1, say=notes.append)
+    assert any("will not be faster, experts with biases are computed whole" in note for note in notes)
+    after = open_checkpoint(done.path)
+    assert after.config.activations == recipe and done.document["zeros"] > 0.4
+    for name, shape in shapes(before.config):
+        if not is_matrix(name, shape):
+            more = 1 if name.endswith("experts_up_bias") else 0
+            assert np.array_equal(after.take(name).float32(), before.take(name).float32() + more), name
+    again = sparsify(before, [], options, tmp_path / "again", threads=1, start=after).path
+    first, second = (one.take("layers.1.experts_up_bias").float32() for one in (after, open_checkpoint(again)))
+    assert np.array_equal(first, second)
+    own_logits, known = logits_of(again)
+    assert np.median(np.abs(own_logits - known).max(1) / known.std()) < 0.02
+
+
+def logits_of(model: Path) -> tuple[np.ndarray, np.ndarray]:
+    """The engine's and torch's, [tokens, vocab]."""
+    with LLM(model, threads=1, selector="all") as llm:
+        tokens = llm.tokenizer.encode("It was the best of times, it was the worst of times.")
+        rows: list[np.ndarray] = []
+        llm.score(tokens, 0, lambda at, logits: rows.append(np.array(logits)))
+    checkpoint = open_checkpoint(model)
+    own = TorchModel(checkpoint.config, load(checkpoint), torch.float32)
+    with torch.no_grad():
+        return np.concatenate(rows), own.logits(own.states(torch.tensor([tokens])))[0].numpy()
+
+
 def trained(name: str) -> float:
     """Weights of a published model that a token is multiplied with and the last stage changes."""
     config, total = SHAPES[name].config, 0.0
@@ -607,7 +653,7 @@ def test_estimates_that_cannot_be(dense: Path, capsys: pytest.CaptureFixture[str
         (["--estimate", "--shape", "qwen3-4b", "-m", str(dense)], "not both"),
         (["--estimate", "--shape", "qwen3-4b", "--share", "0"], "--share 0 must be above 0 and at most 1"),
         (["--estimate", "--shape", "qwen3-4b", "--window", "0"], "--window must be"),
-        (["--estimate", "--shape", "gpt-oss-20b", "--measure"], "gated FFNs of silu, and this model has 32 experts"),
+        (["--estimate", "--shape", "gpt-oss-20b", "--measure"], "swiglu_oai: use recipe fatrelu or reglu or drelu"),
         (["--estimate", "--shape", "qwen3-4b", "--tokens", "1024"], "--tokens 1024 is less than a step"),
         (["--estimate", "--shape", "qwen3-4b", "--window", "40961", "--batch", "40961"], "is more than the model's"),
         (["-m", str(dense), "--measure", "--out", "x"], "are for --estimate"),

@@ -15,23 +15,19 @@ from model_files import tiny_folder
 from test_architectures import CASES, Case, exact_logits, prompt, random_model, rms, save
 
 from benchmarks.models.writers import write_tokenizer_files
-from powerinfer import RequestError
+from powerinfer import ModelError, RequestError
 from powerinfer.config import FfnConfig
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.tensors import float32_tensor
 from powerinfer.formats.tokenizer_gguf import PRE_TOKENIZERS, tokenizer_from_gguf
 from powerinfer.sparsify.as_gguf import ARCHITECTURES, PROBE, SPLITS, AsGGUF
-from powerinfer.sparsify.recipes import StoredTypes, trained_names, unsupported
+from powerinfer.sparsify.recipes import StoredTypes, moved_biases, trained_names
 from powerinfer.sparsify.torch_model import TorchModel, _Rms, activate, load
 from powerinfer.sparsify.writing import check_writable, write_model
 
 
-def cases() -> list[Case]:
-    return [case for case in CASES if not case.kind.startswith("gpt-oss")]
-
-
 def layouts() -> list[Any]:
-    return [pytest.param(case, layout, id=f"{case.name}-{layout}") for case in cases() for layout in case.layouts]
+    return [pytest.param(case, layout, id=f"{case.name}-{layout}") for case in CASES for layout in case.layouts]
 
 
 @pytest.mark.parametrize(("case", "layout"), layouts())
@@ -39,9 +35,14 @@ def test_every_file_is_written_again(case: Case, layout: str, tmp_path: Path) ->
     """Matrices of any layout get new values, and nothing else changes but the activation."""
     config = case.config()
     checkpoint = open_checkpoint(save(case, config, random_model(case, config, 1), layout, tmp_path))
-    if unsupported(checkpoint.config) or checkpoint.config.layers[-1].ffn.activation != "silu":
+    kind, about = checkpoint.config.layers[-1].ffn.activation, {"hidden_act": "relu"}
+    if kind not in ("silu", "swiglu_oai"):
         return
-    names, about = trained_names(checkpoint.config)[1], {"hidden_act": "relu"}
+    names = (*trained_names(checkpoint.config)[1], *moved_biases(checkpoint.config))
+    if kind == "swiglu_oai" and layout != "gguf":  # rows of gate and up in turn, or transposed
+        with pytest.raises(ModelError, match="cannot be replaced: take the model as a GGUF file"):
+            check_writable(checkpoint, names, about)
+        return
     check_writable(checkpoint, names, about)
     path = write_model(
         checkpoint,
@@ -63,7 +64,7 @@ def test_every_file_is_written_again(case: Case, layout: str, tmp_path: Path) ->
         add_thresholds(written, tmp_path)
 
 
-FOLDERS = [case for case in cases() if case.kind in ARCHITECTURES and "folder" in case.layouts]
+FOLDERS = [case for case in CASES if case.kind in ARCHITECTURES and "folder" in case.layouts]
 
 
 @pytest.mark.parametrize("case", FOLDERS, ids=lambda case: case.name)
@@ -223,17 +224,13 @@ def values(checkpoint: Checkpoint, name: str) -> np.ndarray:
     return checkpoint.take(name).float32()
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_logits(case: Case, tmp_path: Path) -> None:
     config = case.config()
     model = random_model(case, config, 1)
     path = save(case, config, model, case.layouts[0], tmp_path / "model")
     checkpoint = open_checkpoint(path)
     weights = load(checkpoint)
-    if unsupported(checkpoint.config):
-        with pytest.raises(RequestError, match="sparsify cannot train this model"):
-            TorchModel(checkpoint.config, weights, torch.float32)
-        return
     own = TorchModel(checkpoint.config, weights, torch.float32)
     tokens = prompt(case)
     with torch.no_grad():

@@ -164,15 +164,14 @@ class Checkpoint:
         ModelError for one that is made of what the files have: it has no place of its own.
         """
         tensor = self._tensors[self._own_name(name)]
-        parts = tensor.parts if isinstance(tensor, StackedTensor) else (tensor,)
         found = []
-        for part in parts:
-            if not isinstance(part, RawTensor):
-                raise ModelError(f"{self.path}: {name} is not stored as it is used, so it cannot be replaced")
-            for run in part.data.reshape(1, -1) if part.data.ndim == 1 else part.data:
-                found += [place for file in self._files if (place := _place(file, run)) is not None]
+        for part in tensor.parts if isinstance(tensor, StackedTensor) else (tensor,):
+            if isinstance(part, RawTensor):
+                for run in part.data.reshape(1, -1) if part.data.ndim == 1 else part.data:
+                    found += [place for file in self._files if (place := _place(file, run)) is not None]
         if sum(place.nbytes for place in found) != tensor.nbytes:  # it was computed when the file was opened
-            raise ModelError(f"{self.path}: {name} is not stored as it is used, so it cannot be replaced")
+            use = "" if self.source == "gguf" else ": take the model as a GGUF file"
+            raise ModelError(f"{self.path}: {name} is not stored as it is used, so it cannot be replaced{use}")
         return found
 
     def taken_type(self, name: str) -> str:

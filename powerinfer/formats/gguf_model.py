@@ -82,7 +82,7 @@ class _Family:
     def activations(self) -> tuple[str, ...]:
         """Those that a file may name."""
         if self.activation == "swiglu_oai":
-            return (self.activation,)
+            return (self.activation, *ACTIVATIONS)
         return ACTIVATIONS if self.gated else ("relu", "relu2")
 
 

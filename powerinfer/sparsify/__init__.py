@@ -20,7 +20,7 @@ from powerinfer.sparsify.card import card, document
 from powerinfer.sparsify.estimate import Rates, memory
 from powerinfer.sparsify.loss_plot import draw_log
 from powerinfer.sparsify.own_text import FILE, PART, write_own_text
-from powerinfer.sparsify.recipes import StoredTypes, check, code_bytes, trained_names, why_whole
+from powerinfer.sparsify.recipes import StoredTypes, check, code_bytes, moved_biases, trained_names, why_whole
 from powerinfer.sparsify.writing import check_writable, write_model
 
 
@@ -71,7 +71,8 @@ def sparsify(
             check_start(start, checkpoint, config.recipe)
         about: dict[str, Any] = {"hidden_act": recipe.activation}
         limited = {"hidden_act_param": [0.0] * checkpoint.config.n_layers} if recipe.activation in LIMITED else {}
-        check_writable(checkpoint, trained_names(checkpoint.config)[1], about | limited, config.format)
+        replaced = (*trained_names(checkpoint.config)[1], *moved_biases(checkpoint.config))
+        check_writable(checkpoint, replaced, about | limited, config.format)
         device = find_device(config.device)
         product, free = fast_type(device).itemsize, free_bytes(device)
         codes = code_bytes(checkpoint, config)

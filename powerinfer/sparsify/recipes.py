@@ -88,9 +88,9 @@ _CATS = (Stage("distil", 0.5, 6e-4, other=0.3), Stage("distil", 0.5, 2e-4, other
 RECIPES = {
     "cats": Recipe("cats", ("silu",), _CATS, weighted=True, begin=0.7, reached=0.25),
     "topk": Recipe("topk", ("silu",), _CATS, weighted=True, begin=0.7, reached=0.25),
-    "fatrelu": Recipe("fatrelu", ("silu", "gelu_tanh"), _RELU),
-    "reglu": Recipe("relu", ("silu", "gelu_tanh"), _RELU),
-    "drelu": Recipe("drelu", ("silu", "gelu_tanh"), _RELU),
+    "fatrelu": Recipe("fatrelu", ("silu", "gelu_tanh", "swiglu_oai"), _RELU),
+    "reglu": Recipe("relu", ("silu", "gelu_tanh", "swiglu_oai"), _RELU),
+    "drelu": Recipe("drelu", ("silu", "gelu_tanh", "swiglu_oai"), _RELU),
 }
 """By the name of --recipe. cats: arXiv 2404.08763; fatrelu, reglu: ProSparse, arXiv 2402.13516; drelu: arXiv
 2406.05955."""
@@ -172,24 +172,29 @@ def check_recipe(name: str, config: ModelConfig) -> Recipe:
         ffn = layer.ffn
         if not isinstance(ffn, FfnConfig | ExpertsConfig) or not ffn.gated or ffn.activation not in recipe.of:
             suited = " and ".join(recipe.of)
-            raise RequestError(f"recipe {name} is for gated FFNs of {suited}, and this model has {ffn.title}")
+            others = [one for one, other in RECIPES.items() if ffn.gated and ffn.activation in other.of]
+            use = f": use recipe {' or '.join(others)}" if others else ""
+            raise RequestError(f"recipe {name} is for gated FFNs of {suited}, and this model has {ffn.title}{use}")
+        if ffn.activation == "swiglu_oai" and not ffn.bias:
+            raise RequestError(
+                f"recipe {name} changes biases of up in experts of swiglu_oai, and this model has none there: take "
+                "a published file of gpt-oss"
+            )
         if recipe.activation == "topk" and not (isinstance(ffn, FfnConfig) and ffn.size % BANK == 0):
             raise RequestError(
                 f"recipe {name} is for FFNs of whole banks of {BANK} neurons, without experts, and this model has "
                 f"{ffn.title}: use recipe cats"
             )
-    problem = unsupported(config)
-    if problem:
-        raise RequestError(f"sparsify cannot train this model: {problem}")
     return recipe
 
 
-def unsupported(config: ModelConfig) -> str | None:
-    """Why a model cannot be computed by `torch_model`; None: it can."""
-    for layer in config.layers:
-        if layer.ffn.activation == "swiglu_oai":
-            return f"its experts have the activation {layer.ffn.activation}"
-    return None
+def moved_biases(config: ModelConfig) -> dict[str, float]:
+    """By canonical name, biases that get another value from the start, and how much is added.
+
+    The product of swiglu_oai has up + 1 where others have up. So the same matrices serve a sparse activation.
+    """
+    experts = (layer for layer, ffn in config.experts.items() if ffn.activation == "swiglu_oai")
+    return {f"layers.{layer}.experts_up_bias": 1.0 for layer in experts}
 
 
 def why_whole(config: ModelConfig, recipe: Recipe) -> str | None:

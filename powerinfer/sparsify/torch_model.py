@@ -25,13 +25,12 @@ from powerinfer.config import (
     RopeConfig,
     RouterConfig,
 )
-from powerinfer.errors import RequestError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.layout import is_matrix, shapes
+from powerinfer.kernels.gpu_types import OAI_LIMIT, OAI_SCALE
 from powerinfer.models.rope import rope_frequencies
 from powerinfer.sparsify import blocks
 from powerinfer.sparsify.blocks import Blocks
-from powerinfer.sparsify.recipes import unsupported
 from powerinfer.sparsify.torch_delta import remember
 from powerinfer.sparsify.torch_latent import attend_latents
 
@@ -65,6 +64,9 @@ def activate(
 ) -> Tensor:
     """h of neurons, as `tests/reference.py` defines it. thresholds: [d_ff], where each neuron has its own."""
     own = up if gate is None else gate
+    if about.activation == "swiglu_oai":
+        own = own.clamp(max=OAI_LIMIT)
+        return own * torch.sigmoid(OAI_SCALE * own) * (up.clamp(-OAI_LIMIT, OAI_LIMIT) + 1)
     threshold = about.threshold if thresholds is None else thresholds
     match about.activation:
         case "silu":
@@ -107,9 +109,6 @@ class TorchModel:
     """
 
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], compute: torch.dtype) -> None:
-        problem = unsupported(config)
-        if problem:
-            raise RequestError(f"sparsify cannot train this model: {problem}")
         self.config, self.compute = config, compute
         self.weights = weights
         self.hidden: Hidden = self._plain

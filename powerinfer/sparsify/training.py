@@ -50,7 +50,7 @@ from powerinfer.formats.tensors import RawTensor, float32_tensor
 from powerinfer.prepare.corpus import Corpus, read_windows
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsify.blocks import Blocks
-from powerinfer.sparsify.recipes import RECIPES, Stage, StoredTypes, check, scaled_types, trained_names
+from powerinfer.sparsify.recipes import RECIPES, Stage, StoredTypes, check, moved_biases, scaled_types, trained_names
 from powerinfer.sparsify.torch_model import ROUNDED, Neurons, TorchModel, load, narrowed
 from powerinfer.sparsify.writing import fitting
 from powerinfer.system import available_memory
@@ -131,6 +131,8 @@ class Sparsifier:
         self._rounded = {name: types[name] for name in rough}
         first = weights if start is None else self._started(start, weights)
         own = dict(frozen) | {name: first[name].to(self.device).clone() for name in self._all}
+        self._moved = moved_biases(checkpoint.config)
+        own |= {name: weights[name] + more for name, more in self._moved.items()}
         self._embedding: tuple[str, ...] = ()  # where its type changes
         if gguf and config.embedding_type != "same":
             self._embedding = ("embed",)
@@ -203,7 +205,8 @@ class Sparsifier:
                 )
             theirs[name] = moves
         untrained = [name for name in ours if name not in self._all and not name.endswith(".threshold")]
-        if not all(_alike(ours[name].cpu(), theirs[name]) for name in untrained):
+        moved = moved_biases(self._checkpoint.config)
+        if not all(_alike(ours[name].cpu() + moved.get(name, 0.0), theirs[name]) for name in untrained):
             raise _no_start(start, self._checkpoint, self.config.recipe)
         return theirs
 
@@ -344,7 +347,7 @@ class Sparsifier:
             thresholds[f"{name}threshold"] = np.asarray(own.cpu().numpy())
         every = any(stage.other and steps for stage, steps in self.stages)
         seconds, tokens = time.monotonic() - began, self._tokens(self._steps)
-        changed = self._embedding + (self._all if every else self._ffns)
+        changed = (*self._embedding, *self._moved, *(self._all if every else self._ffns))
         return Trained(changed, limits, thresholds, before, tokens, seconds, resumed)
 
     def _importances(self) -> dict[str, Tensor]:

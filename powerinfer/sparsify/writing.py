@@ -26,7 +26,7 @@ from powerinfer.formats.folder_config import read_config
 from powerinfer.formats.gguf import encoded, metadata_bytes, read_gguf, write_gguf
 from powerinfer.formats.gguf_model import NAMES, said_twice
 from powerinfer.formats.json_file import read_json
-from powerinfer.formats.layout import is_router, shapes
+from powerinfer.formats.layout import is_matrix, is_router, shapes
 from powerinfer.formats.quant import Bytes, Float32, block_type, dequantize, quantize
 from powerinfer.formats.safetensors_file import read_safetensors, safetensors_header
 from powerinfer.formats.tensors import RawTensor, float32_tensor
@@ -231,9 +231,11 @@ def fitting(wanted: str, shape: Sequence[int]) -> str:
 
 
 def _new_type(change: _Change, types: StoredTypes) -> str:
-    """Vectors stay as they are."""
-    tensor, wanted = change.tensor, types[change.rows[0][0]]
-    return tensor.type if len(tensor.shape) == 1 or wanted == "same" else fitting(wanted, tensor.shape)
+    """Vectors stay as they are, and so do biases."""
+    tensor, name = change.tensor, change.rows[0][0]
+    if not is_matrix(name, tensor.shape) or types[name] == "same":
+        return tensor.type
+    return fitting(types[name], tensor.shape)
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------
