@@ -20,7 +20,7 @@ from powerinfer.sparsify.card import card, document
 from powerinfer.sparsify.estimate import Rates, memory
 from powerinfer.sparsify.loss_plot import draw_log
 from powerinfer.sparsify.own_text import FILE, PART, write_own_text
-from powerinfer.sparsify.recipes import StoredTypes, check, code_bytes, moved_biases, trained_names, why_whole
+from powerinfer.sparsify.recipes import check, code_bytes, moved_biases, stored_types, trained_names, why_whole
 from powerinfer.sparsify.writing import check_writable, write_model
 
 
@@ -99,7 +99,7 @@ def sparsify(
         path = write_model(
             checkpoint,
             out,
-            StoredTypes(config.type, config.attention_type, config.embedding_type),
+            stored_types(config),
             done.changed,
             work.trained,
             about,

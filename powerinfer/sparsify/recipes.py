@@ -39,6 +39,11 @@ class StoredTypes:
         return self.changed if own else self.attention
 
 
+def stored_types(options: SparsifyConfig) -> StoredTypes:
+    """Those of the options."""
+    return StoredTypes(options.type, options.attention_type, options.embedding_type)
+
+
 @dataclass(frozen=True)
 class Stage:
     """A part of the training. share: of the tokens; rate: Adam's learning rate for the FFNs' matrices; other: its
@@ -120,16 +125,19 @@ def scaled_types(checkpoint: Checkpoint, names: Sequence[str], types: StoredType
     return found
 
 
-def code_bytes(checkpoint: Checkpoint, config: SparsifyConfig) -> int:
-    """Bytes that the code of a weight takes in memory where only scales are trained, 0 where all weights are.
+def code_bytes(checkpoint: Checkpoint, config: SparsifyConfig) -> dict[str, int]:
+    """By the name of a matrix of which only scales are trained, the bytes that the code of a weight takes in memory.
 
     ModelError for a type without scales that can be trained.
     """
-    every = trained_names(checkpoint.config)[1]
-    types = scaled_types(checkpoint, every, StoredTypes(config.type, config.attention_type, config.embedding_type))
-    if len(types) < len(every):
-        return 0
-    return 1 if all(block_type(kind).block == 32 for kind in types.values()) else 2
+    types = scaled_types(checkpoint, trained_names(checkpoint.config)[1], stored_types(config))
+    return {name: 1 if block_type(kind).block == 32 else 2 for name, kind in types.items()}
+
+
+def code_bytes_of_k_quants(config: ModelConfig, options: SparsifyConfig) -> dict[str, int]:
+    """`code_bytes` of a model whose matrices are all K-quants."""
+    types = stored_types(options)
+    return {name: 2 for name in trained_names(config)[1] if types[name] == "same"}
 
 
 def check(options: SparsifyConfig, config: ModelConfig) -> Recipe:

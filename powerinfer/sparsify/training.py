@@ -50,7 +50,7 @@ from powerinfer.formats.tensors import RawTensor, float32_tensor
 from powerinfer.prepare.corpus import Corpus, read_windows
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsify.blocks import Blocks
-from powerinfer.sparsify.recipes import RECIPES, Stage, StoredTypes, check, moved_biases, scaled_types, trained_names
+from powerinfer.sparsify.recipes import RECIPES, Stage, check, moved_biases, scaled_types, stored_types, trained_names
 from powerinfer.sparsify.torch_model import ROUNDED, Neurons, TorchModel, load, narrowed
 from powerinfer.sparsify.writing import fitting
 from powerinfer.system import available_memory
@@ -117,7 +117,7 @@ class Sparsifier:
         self._train, self._held_out = _texts(checkpoint, corpora, config, progress, say, start)
         compute = fast_type(self.device)
         self._ffns, self._all = trained_names(checkpoint.config)
-        types = StoredTypes(config.type, config.attention_type, config.embedding_type)
+        types = stored_types(config)
         scaled = scaled_types(checkpoint, self._all, types)
         self._blocks = {name: Blocks.of(checkpoint.stored(name), self.device) for name in scaled}
         still = {name: blocks.still() for name, blocks in self._blocks.items()}
