@@ -50,6 +50,7 @@ from powerinfer.formats.tensors import RawTensor, float32_tensor
 from powerinfer.prepare.corpus import Corpus, read_windows
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsify.blocks import Blocks
+from powerinfer.sparsify.loss_plot import LOG, log_rows
 from powerinfer.sparsify.recipes import RECIPES, Stage, check, moved_biases, scaled_types, stored_types, trained_names
 from powerinfer.sparsify.torch_model import ROUNDED, Neurons, TorchModel, load, narrowed
 from powerinfer.sparsify.writing import fitting
@@ -760,10 +761,10 @@ def _log(path: Path) -> Iterator[Callable[[int], Any]]:
 
         def begin(done: int) -> Any:
             file.seek(0)
-            rows = [row for row in list(csv.reader(file))[1:] if row and row[0].isdigit() and int(row[0]) < done]
+            rows = [row for row in log_rows(file) if int(row[0]) < done]
             file.truncate(0)
             writer = csv.writer(file)
-            writer.writerows([["step", "stage", "tokens", "loss", "zeros"], *rows])
+            writer.writerows([LOG, *rows])
             return writer
 
         yield begin
