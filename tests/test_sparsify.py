@@ -33,7 +33,7 @@ from powerinfer.placement.shapes import SHAPES
 from powerinfer.prepare.corpus import open_corpora
 from powerinfer.progress import silent
 from powerinfer.report.plots import draw_training
-from powerinfer.sparsify import Made, measured, sparsify
+from powerinfer.sparsify import Made, _whole_by_type, measured, sparsify
 from powerinfer.sparsify.estimate import estimate, memory, stage_costs
 from powerinfer.sparsify.loss_plot import draw_log, read_log
 from powerinfer.sparsify.own_text import OwnText, is_useful, write_own_text
@@ -495,6 +495,9 @@ def test_models_of_published_families(name: str, tmp_path: Path, capsys: pytest.
     assert "the text is a small built-in sample" in said.err
     shared = "will not be faster, layers with a shared expert are computed whole"
     assert (shared in said.err) == (PUBLISHED[name] in SHARED)
+    by_type = bool(open_checkpoint(path).config.experts) and PUBLISHED[name] not in SHARED
+    assert ("will not be faster, experts in Q8_0 are computed whole (those in F16," in said.err) == by_type
+    assert not by_type or _whole_by_type(open_checkpoint(path), SparsifyConfig(type="q4_0")) is None
     assert done["architecture"] == PUBLISHED[name] and done["zeros"] > 0.3
     with LLM(done["path"], threads=1) as llm:
         assert len(llm.generate("It was", SamplingParams(max_tokens=4, ignore_eos=True)).token_ids) == 4

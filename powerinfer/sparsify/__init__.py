@@ -10,8 +10,10 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from powerinfer.config import LIMITED, ModelConfig, SparsifyConfig
+from powerinfer.devices.cpu_experts import ROW_TYPES
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
+from powerinfer.formats.layout import shapes
 from powerinfer.formats.prepared import write_small
 from powerinfer.prepare.corpus import SAMPLE_SOURCE, open_corpora
 from powerinfer.prepare.training import torch_threads
@@ -21,7 +23,7 @@ from powerinfer.sparsify.estimate import Rates, memory
 from powerinfer.sparsify.loss_plot import draw_log
 from powerinfer.sparsify.own_text import FILE, PART, write_own_text
 from powerinfer.sparsify.recipes import check, code_bytes, moved_biases, stored_types, trained_names, why_whole
-from powerinfer.sparsify.writing import check_writable, write_model
+from powerinfer.sparsify.writing import check_writable, fitting, write_model
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def sparsify(
     texts, own_tokens = open_corpora(corpora), 0
     if not corpora:
         say(f"the text is a small built-in sample ({SAMPLE_SOURCE}), which teaches little: use --corpus")
-    whole = why_whole(checkpoint.config, recipe)
+    whole = why_whole(checkpoint.config, recipe) or _whole_by_type(checkpoint, config)
     if whole is not None:
         say(f"the sparse model will not be faster, {whole}: its zeros can be studied")
     _make(out)
@@ -126,6 +128,19 @@ def sparsify(
     draw_log(out, work.stages)
     write_small(out / "README.md", card(figures).encode())
     return Made(path, {"path": str(path), **figures, "limits": list(done.limits), "resumed": done.resumed})
+
+
+def _whole_by_type(checkpoint: Checkpoint, config: SparsifyConfig) -> str | None:
+    """Why the engine will compute every neuron of experts that are stored as they will be; None: it can skip some."""
+    types, kept = stored_types(config), checkpoint.source != "gguf" and config.format != "gguf"
+    shape_of = dict(shapes(checkpoint.config))
+    for name in trained_names(checkpoint.config)[0]:
+        if name.endswith((".experts_up", ".experts_down")):
+            same = kept or types[name] == "same"
+            kind = checkpoint.stored_type(name) if same else fitting(types[name], shape_of[name])
+            if kind not in ROW_TYPES:
+                return f"experts in {kind} are computed whole (those in {', '.join(ROW_TYPES)} are not: --type)"
+    return None
 
 
 def _make(out: Path) -> None:
