@@ -161,6 +161,7 @@ def test_every_policy_decodes_the_same_steps(
         own = [sorted(of_policies[name].resident(ffn.layer).tolist()) for ffn in ffns]
         before(executor, token, at)
         assert own == [sorted(ffn.hot.tolist()) for ffn in ffns], "what the policy wants is there once the step runs"
+        assert (name == "static") == any(one.called for one in executor.gpu.operators), "static runs as it is loaded"
         seen.append((name, int(token), at, own))
 
     monkeypatch.setattr(policy_trial, "measured", measured)

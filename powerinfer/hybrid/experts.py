@@ -315,7 +315,9 @@ class HybridExperts:
         if self._copier is None:
             return
         self._take_copied()
-        self._copier.policy = policy
+        before, self._copier.policy = self._callable, policy
+        if self._callable != before:  # so it is of all layers, which have one copier
+            self._layers.changed(self.layer)
         wanted = policy.resident(self.layer).tolist()
         swaps = [(slot, expert) for slot, expert in enumerate(wanted) if self._slot[expert] != slot]
         if swaps:
@@ -383,10 +385,13 @@ class HybridExperts:
         return operators
 
     def _acts(self, kind: str, run: Callable[[Step], None], called: Callable[[Step], None]) -> Operator:
-        """One in which the host acts, unless the GPU can call it: policies look at every step, and reads from disk fail
-        by themselves."""
-        callable_ = self._copier is None and self._disk is None
-        return Operator(kind, self.layer, run, False, called if callable_ else None)
+        """One in which the host acts, unless the GPU can call it."""
+        return Operator(kind, self.layer, run, False, called if self._callable else None)
+
+    @property
+    def _callable(self) -> bool:
+        """Not where a policy looks at every step, nor where reads from disk fail by themselves."""
+        return self._disk is None and (self._copier is None or self._copier.policy.name == "static")
 
     def _select(self, step: Step) -> None:
         assert step.read is not None

@@ -251,7 +251,7 @@ def _split_of_experts(
     try:
         settle = None if sample is None else partial(_settle_prompts, executor, resolved, split, sample, progress)
         hold_budget(executor, resolved.engine.max_batch, resolved.vram, split=split, settle=settle or (lambda: None))
-        if sample is not None and resolved.engine.trial:
+        if resolved.engine.trial:
             executor.choose_calls()
     except BaseException:
         executor.close()
@@ -277,10 +277,9 @@ def _tried_policies(resolved: Resolved, experts: Sequence[Indices], sample: Samp
         return Chosen("static", str(error))
     try:
         saved.begin()
-        copier.on = True
         text = sample()
         with Disturbance() as others:
-            seconds = measured(executor, split.ffns, make, text, progress)
+            seconds = measured(executor, split.ffns, make, text, copier, progress)
         return saved.keep(seconds, round(others.cores, 3) if others.disturbed else 0.0)
     except PowerInferError as error:
         return saved.keep_failure(str(error))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 
 from powerinfer.devices.batch import Batch
+from powerinfer.devices.replayed_spans import UNRECORDED
 from powerinfer.devices.streams import streams_of
 from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.formats.json_file import Between, Length
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     import torch
 
     from powerinfer.devices.split import SplitExecutor
-    from powerinfer.hybrid.experts import HybridExperts
+    from powerinfer.hybrid.experts import Copier, HybridExperts
     from powerinfer.hybrid.resolve import Resolved
 
 KIND = "expert-policies"
@@ -100,12 +101,13 @@ def measured(
     ffns: Sequence[HybridExperts],
     make: Callable[[str], Policy],
     sample: Sequence[int],
+    copier: Copier,
     progress: Progress = silent,
 ) -> Seconds:
     """Decode a text under every policy, by turns; empty if the context holds too little of it.
 
-    make: a new policy, whose experts the GPU has at first; sample: the token ids of a text. The KV cache must be empty.
-    PowerInferError if the GPU fails.
+    make: a new policy, whose experts the GPU has at first; sample: the token ids of a text; copier: of the FFNs. The KV
+    cache must be empty. PowerInferError if the GPU fails.
     """
     size = min(BLOCK, executor.n_pages * executor.page_size // ROUNDS)
     if not size:
@@ -120,6 +122,11 @@ def measured(
             for name in [*EXPERT_POLICIES[turn % len(policies) :], *EXPERT_POLICIES[: turn % len(policies)]]:
                 for ffn in ffns:
                     ffn.follow(policies[name])
+                # With `static` the GPU may call the CPU, so steps are recorded anew: before they are timed.
+                copier.on = False
+                for _ in range(UNRECORDED if executor.gpu.how else 0):
+                    _decode(executor, tokens[turn * size], turn * size)
+                copier.on = True
                 begin = _finished(device)
                 for at in range(turn * size, (turn + 1) * size):
                     _decode(executor, tokens[at], at)
