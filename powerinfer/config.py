@@ -896,12 +896,15 @@ class SparsifyConfig:
     rows: int = option(8, "windows computed at once; fewer need less memory", metavar="N")
     lr: float = option(1.0, "factor of the recipe's learning rates", metavar="X")
     format: str = option(
-        "same", "format of the sparse model; gguf: of a folder, too", choices=("same", "gguf", "folder")
+        "same",
+        "format of the sparse model; same: of the original; gguf, folder: that, whatever the original's",
+        choices=("same", "gguf", "folder"),
     )
     type: str = option(
         "q8_0",
-        "type of the changed matrices of a GGUF file; a folder keeps its own",
-        choices=("f16", "bf16", "q8_0", "q5_0", "q4_0"),
+        "type of the changed matrices of a GGUF file, and of all in another format than the original's (a folder "
+        "takes f16, bf16, f32); a folder of a folder keeps its own",
+        choices=("f32", "f16", "bf16", "q8_0", "q5_0", "q4_0"),
     )
     attention_type: str = option(
         "same",

@@ -428,8 +428,27 @@ def test_folders(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert one == pytest.approx(other, rel=0.01)
     with LLM(as_gguf.path, threads=1) as llm:
         assert len(llm.generate("It was", SamplingParams(max_tokens=4, ignore_eos=True)).token_ids) == 4
-    with pytest.raises(RequestError, match=r"--format folder: .*tiny\.gguf has no files of a tokenizer"):
+
+
+def test_a_gguf_model_as_folder(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same training, written in either format, is the same model; what cannot be written is not trained."""
+    monkeypatch.setattr("powerinfer.sparsify.draw_log", lambda *_: None)  # which takes longer than the training
+    with pytest.raises(RequestError, match="--type q8_0: give --type bf16, f16 or f32; --format same writes a GGUF"):
         made(dense, tmp_path / "other", format="folder")
+    assert list((tmp_path / "other").iterdir()) == []
+    folder, file = (made(dense, tmp_path / form, tokens=512, type="f16", format=form) for form in ("folder", "gguf"))
+    assert folder.path == tmp_path / "folder" and file.path == tmp_path / "gguf" / "model.gguf"
+    assert "--type f16" in (folder.path / "README.md").read_text()
+    for one, other in ((folder, "perplexity"), (folder, "zeros")):
+        assert one.document[other] == pytest.approx(file.document[other], rel=1e-3)
+    answers = []
+    for path in (folder.path, file.path):
+        with LLM(path, threads=1, selector="all") as llm:
+            tokens = llm.tokenizer.encode("It was the best of times, it was the worst of times.")
+            rows: list[np.ndarray] = []
+            llm.score(tokens, 0, lambda at, logits: rows.append(np.array(logits)))  # noqa: B023
+            answers.append(np.concatenate(rows))
+    assert np.abs(answers[0] - answers[1]).max() < 1e-2 * answers[1].std()
 
 
 def test_the_command(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -609,7 +628,7 @@ def test_what_cannot_be(dense: Path, tmp_path: Path) -> None:
         ({"seed": 1 << 63}, "--seed 9223372036854775808 is more than 64 bits hold"),
         ({"zeros": 1.0}, "--zeros 1 must be above 0 and below 1"),
         ({"save": float("nan")}, "--save must be a number of seconds, not nan"),
-        ({"type": "q5_1"}, "--type must be one of f16, bf16, q8_0, q5_0, q4_0, not 'q5_1'"),
+        ({"type": "q5_1"}, "--type must be one of f32, f16, bf16, q8_0, q5_0, q4_0, not 'q5_1'"),
         ({"batch": 16}, "--batch 16 is less than a window of 32"),
         ({"lr": 0.0}, "--lr 0 must be above 0"),
         ({"tokens": 100}, "--tokens 100 is less than a step of --batch 256 tokens"),

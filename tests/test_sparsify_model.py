@@ -19,7 +19,8 @@ from powerinfer import RequestError
 from powerinfer.config import FfnConfig
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.tokenizer_gguf import PRE_TOKENIZERS, tokenizer_from_gguf
-from powerinfer.sparsify.as_gguf import ARCHITECTURES, PROBE, SPLITS, AsGGUF
+from powerinfer.sparsify.as_gguf import ARCHITECTURES, SPLITS, AsGGUF
+from powerinfer.sparsify.other_format import PROBE
 from powerinfer.sparsify.recipes import StoredTypes, unsupported
 from powerinfer.sparsify.torch_model import TorchModel, _Rms, activate, load
 from powerinfer.sparsify.training import trained_names
@@ -42,7 +43,7 @@ def test_every_file_is_written_again(case: Case, layout: str, tmp_path: Path) ->
     if unsupported(checkpoint.config) or checkpoint.config.layers[-1].ffn.activation != "silu":
         return
     names, about = trained_names(checkpoint.config)[1], {"hidden_act": "relu"}
-    check_writable(checkpoint, names, about)
+    check_writable(checkpoint, StoredTypes("f16"), names, about)
     path = write_model(
         checkpoint, tmp_path / "out", StoredTypes("f16"), names, lambda name: -2 * values(checkpoint, name), about
     )
@@ -69,9 +70,9 @@ def test_a_folder_as_gguf(case: Case, tmp_path: Path, monkeypatch: pytest.Monkey
     about = {"hidden_act": checkpoint.config.activations}
     if case.name.endswith(("-window", "-yarn")) or case.name == "mistral-relu":
         with pytest.raises(RequestError, match=r"--format gguf, .*: (GGUF has no keys|its scaling of the rotary)"):
-            check_writable(checkpoint, [], about, "gguf")
+            check_writable(checkpoint, StoredTypes("f16"), [], about, "gguf")
         return
-    check_writable(checkpoint, [], about, "gguf")
+    check_writable(checkpoint, StoredTypes("f16"), [], about, "gguf")
     doubled = ["layers.0.k", "layers.1.down"] if "layers.1.down" in checkpoint.names() else ["layers.0.k"]
     path = write_model(
         checkpoint, tmp_path, StoredTypes("f16"), doubled, lambda name: 2 * values(checkpoint, name), about, form="gguf"
@@ -168,7 +169,7 @@ def add_thresholds(checkpoint: Checkpoint, folder: Path) -> None:
     draw = np.random.default_rng(1)
 
     def write(source: Checkpoint, to: str, about: dict[str, Any], added: dict[str, np.ndarray]) -> Checkpoint:
-        check_writable(source, [], about)
+        check_writable(source, StoredTypes("f16"), [], about)
         made = open_checkpoint(
             write_model(
                 source,

@@ -74,7 +74,8 @@ def sparsify(
             check_start(start, checkpoint, config.recipe)
         about: dict[str, Any] = {"hidden_act": recipe.activation}
         limited = {"hidden_act_param": [0.0] * checkpoint.config.n_layers} if recipe.activation in LIMITED else {}
-        check_writable(checkpoint, trained_names(checkpoint.config)[1], about | limited, config.format)
+        types = StoredTypes(config.type, config.attention_type, config.embedding_type)
+        check_writable(checkpoint, types, trained_names(checkpoint.config)[1], about | limited, config.format)
         device = find_device(config.device)
         product, free = fast_type(device).itemsize, free_bytes(device)
         needed = memory(checkpoint.config, recipe, config.rows, config.window, product)[0].device
@@ -100,7 +101,7 @@ def sparsify(
         path = write_model(
             checkpoint,
             out,
-            StoredTypes(config.type, config.attention_type, config.embedding_type),
+            types,
             done.changed,
             work.values,
             about,
@@ -121,7 +122,7 @@ def sparsify(
     )
     figures |= {"own_text_tokens": own_tokens, "start": "/".join(start.path.parts[-2:]) if start else None}
     figures["types"] = None
-    if path.is_file():
+    if path.is_file() or checkpoint.source == "gguf":
         figures["types"] = f"--type {config.type} --attention-type {config.attention_type}"
         figures["types"] += f" --embedding-type {config.embedding_type}"
     draw_log(out, work.stages)
