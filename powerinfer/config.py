@@ -873,7 +873,7 @@ class TrainConfig:
     seed: int = option(0, "random seed", metavar="N", least=0, flags=("-s",))
 
 
-STORED_TYPES = ("same", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+STORED_TYPES = ("same", "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 
 @dataclass(frozen=True)
@@ -901,10 +901,11 @@ class SparsifyConfig:
         choices=("same", "gguf", "folder"),
     )
     type: str = option(
-        "q8_0",
-        "type of the changed matrices of a GGUF file, and of all in another format than the original's (a folder "
-        "takes f16, bf16, f32); a folder of a folder keeps its own",
-        choices=("f32", "f16", "bf16", "q8_0", "q5_0", "q4_0"),
+        "auto",
+        "type of the changed matrices of a GGUF file, and of all in another format than the original's (a folder takes "
+        "bf16, f16, f32); same: their own, of quantised ones only the scales of the blocks are trained; a folder made "
+        "of a folder keeps its own; auto: bf16 with --format folder, else q8_0",
+        choices=("auto", "same", "f32", "f16", "bf16", "q8_0", "q5_0", "q4_0"),
     )
     attention_type: str = option(
         "same",

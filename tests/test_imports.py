@@ -36,6 +36,9 @@ KERNELS = ("bundles", "delta", "experts", "kernels", "latent", "neurons")
 HEAVY = {f"powerinfer.kernels.triton_{name}" for name in KERNELS} | {
     "powerinfer.cli.terminal",
     "powerinfer.sparsify.timing",
+    "powerinfer.sparsify.blocks",
+    "powerinfer.sparsify.torch_delta",
+    "powerinfer.sparsify.torch_latent",
     "powerinfer.sparsify.torch_model",
     "powerinfer.sparsify.training",
 }

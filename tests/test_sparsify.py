@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import sys
 from dataclasses import replace
 from itertools import count
@@ -17,6 +18,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from model_files import edit_config
+from test_serving_benchmark import small
 
 from benchmarks.models import expert_models, make_model
 from benchmarks.models.speed_models import Shape, write_random_llama
@@ -25,6 +27,7 @@ from powerinfer.cli.main import main
 from powerinfer.config import ExpertsConfig, ModelConfig, RopeConfig, SparsifyConfig
 from powerinfer.formats.chat import ChatTemplate
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
+from powerinfer.formats.layout import is_matrix, shapes
 from powerinfer.formats.quant import dequantize, quantize
 from powerinfer.placement.shapes import SHAPES
 from powerinfer.prepare.corpus import open_corpora
@@ -36,7 +39,7 @@ from powerinfer.sparsify.loss_plot import draw_log, read_log
 from powerinfer.sparsify.own_text import OwnText, is_useful, write_own_text
 from powerinfer.sparsify.recipes import FFN_PARTS, RECIPES, Stage, StoredTypes, check_recipe
 from powerinfer.sparsify.torch_model import ROUNDED, TorchModel, _Rounded, load
-from powerinfer.sparsify.training import Sparsifier, _Cut, _stored
+from powerinfer.sparsify.training import Sparsifier, _Cut, _stored, trained_names
 from powerinfer.sparsify.writing import write_model
 
 SHAPE = Shape(d_model=64, d_ff=128, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, vocab=1200, context=128)
@@ -168,7 +171,7 @@ def test_a_sparse_model_is_trained_further(dense: Path, tmp_path: Path) -> None:
     config = SparsifyConfig(**(SMALL | {"zeros": 0.7, "type": "f16", "tokens": 1024}))
     work = Sparsifier(original, open_corpora([]), config, tmp_path / "second", start=begun)
     assert np.allclose(list(work.limits.values()), first.document["limits"], rtol=1e-5)
-    assert np.array_equal(work.values("layers.1.up"), begun.take("layers.1.up").float32())
+    assert np.array_equal(work.trained("layers.1.up").float32(), begun.take("layers.1.up").float32())
     assert abs(float(work._importance["layers.0."].mean()) - 1) < 1e-4
     assert 0.65 < work.evaluate(work.student).zeros[0] < 0.75
     done = sparsify(original, [], config, tmp_path / "second", threads=1, start=begun).document
@@ -241,6 +244,7 @@ def test_a_state_of_another_training_is_refused(dense: Path, tmp_path: Path, mon
         sparsify(open_checkpoint(dense), [str(text)], config, tmp_path, threads=1)
     state = tmp_path / "training.safetensors"
     state.write_bytes(state.read_bytes()[:-100])
+    (tmp_path / "finished.json").unlink()
     monkeypatch.setattr(Sparsifier, "evaluate", None)  # not before the state is read
     with pytest.raises(PowerInferError, match=r"training\.safetensors.*past the end of the file: give another --out"):
         made(dense, tmp_path, tokens=1024)
@@ -391,6 +395,7 @@ def test_own_text_joins_the_texts(dense: Path, tmp_path: Path, monkeypatch: pyte
         f"{done.document['own_text_tokens']:,} tokens of the original's answers"
         in (tmp_path / "out" / "README.md").read_text()
     )
+    (tmp_path / "out" / "finished.json").unlink()
     assert made(dense, tmp_path / "out", tokens=1024, own_text=1000).document["resumed"] == 4
 
 
@@ -433,8 +438,8 @@ def test_folders(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_gguf_model_as_folder(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same training, written in either format, is the same model; what cannot be written is not trained."""
     monkeypatch.setattr("powerinfer.sparsify.draw_log", lambda *_: None)  # which takes longer than the training
-    with pytest.raises(RequestError, match="--type q8_0: give --type bf16, f16 or f32; --format same writes a GGUF"):
-        made(dense, tmp_path / "other", format="folder")
+    with pytest.raises(RequestError, match=r"in --type q8_0 \(only bf16, f16, f32\); --format same writes a GGUF"):
+        made(dense, tmp_path / "other", format="folder", type="q8_0")
     assert list((tmp_path / "other").iterdir()) == []
     folder, file = (made(dense, tmp_path / form, tokens=512, type="f16", format=form) for form in ("folder", "gguf"))
     assert folder.path == tmp_path / "folder" and file.path == tmp_path / "gguf" / "model.gguf"
@@ -461,15 +466,68 @@ def test_the_command(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert len(about["zeros_by_layer"]) == 2 and about["tokens"] == 512 and about["resumed"] == 0
 
 
+def test_a_finished_training_is_not_done_again(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same command has nothing left to do, unless a file is missing or something else is asked for."""
+    text, out, evaluated = tmp_path / "text.txt", tmp_path / "out", []
+    text.write_text("It is a truth universally acknowledged, that a single man must be in want of a wife. " * 60)
+    evaluate = Sparsifier.evaluate
+    monkeypatch.setattr(Sparsifier, "evaluate", lambda *given: [evaluated.append(1), evaluate(*given)][1])
+    monkeypatch.setattr("powerinfer.sparsify.draw_log", lambda *_: None)  # which takes longer than the training
+    line = ["sparsify", "-m", str(dense), "--out", str(out), "--corpus", str(text), "-t", "1", "--json"]
+    line += ["--window", "32", "--batch", "128", "--tokens", "512"]
+
+    def command(*more: str) -> tuple[bool, dict[str, Any]]:
+        """Whether it did anything, and what it says."""
+        evaluated.clear()
+        assert main([*line, *more]) == 0
+        said = capsys.readouterr()
+        assert bool(evaluated) == ("holds what this command made before: nothing is left to do" not in said.err)
+        return bool(evaluated), json.loads(said.out.splitlines()[-1])
+
+    _, first = command()
+    assert command() == (False, first)
+    assert command("--save", "5") == (False, first) and command("--device", "cpu") == (False, first)
+    (out / "training.safetensors").rename(tmp_path / "training.safetensors")
+    assert command() == (False, first)  # the state is of no more use
+    (tmp_path / "training.safetensors").rename(out / "training.safetensors")
+    assert command("--type", "f16")[0] and not command("--type", "f16")[0]
+    assert command()[0] and not command()[0]
+    for lacking in (lambda: (out / "README.md").unlink(), lambda: (out / "finished.json").write_text("[]"),
+                    lambda: os.truncate(out / "model.gguf", 4096), lambda: os.utime(text, (0, 0))):  # fmt: skip
+        lacking()
+        done, again = command()
+        assert done and again["perplexity"] == first["perplexity"] and again["resumed"] == 4
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("powerinfer.sparsify.write_model", interrupted)
+    assert main([*line, "--type", "f16"]) == 130
+    assert not (out / "finished.json").exists()  # model.gguf may be of either
+
+
 # ---------------------------------------------------------------- larger models: what they would take, and small ones
 
-PUBLISHED = {"llama-3.1-8b": "llama", "qwen3-4b": "qwen3", "qwen3-30b-a3b": "qwen3moe"}
+PUBLISHED = {
+    "llama-3.1-8b": "llama",
+    "qwen3-4b": "qwen3",
+    "qwen3-30b-a3b": "qwen3moe",
+    "deepseek-v2-lite": "deepseek2",
+    "deepseek-v3": "deepseek2",
+    "qwen3-next-80b-a3b": "qwen3next",
+    "qwen3.6-35b-a3b": "qwen35moe",
+}
+SHARED = ("deepseek2", "qwen3next", "qwen35moe")  # with a shared expert
 """By name of a shape, the architecture in GGUF."""
 
 
 def small_shape(name: str) -> ModelConfig:
     """Two layers of a published model, narrow."""
     config = SHAPES[name].config
+    if PUBLISHED[name] in SHARED:
+        return small(replace(config, architecture=PUBLISHED[name]))
     layer = config.layers[-1]
     ffn = replace(layer.ffn, size=64)
     if isinstance(ffn, ExpertsConfig):
@@ -498,9 +556,68 @@ def test_models_of_published_families(name: str, tmp_path: Path, capsys: pytest.
     said = capsys.readouterr()
     done = json.loads(said.out.splitlines()[-1])
     assert "the text is a small built-in sample" in said.err
+    shared = "will not be faster, layers with a shared expert are computed whole"
+    assert (shared in said.err) == (PUBLISHED[name] in SHARED)
     assert done["architecture"] == PUBLISHED[name] and done["zeros"] > 0.3
     with LLM(done["path"], threads=1) as llm:
         assert len(llm.generate("It was", SamplingParams(max_tokens=4, ignore_eos=True)).token_ids) == 4
+
+
+@pytest.mark.parametrize("recipe", ["fatrelu", "drelu"])
+def test_gpt_oss(recipe: str, tmp_path: Path) -> None:
+    """The 1 that its activation adds to up is in the biases of the sparse model."""
+    path = tmp_path / "tiny.gguf"
+    expert_models.write(path, small(expert_models.CONFIGS["gpt-oss-20b"]), expert_models.Weights("mxfp4"))
+    before, notes = open_checkpoint(path), list[str]()
+    layers = tuple(replace(one, ffn=replace(one.ffn, bias=False)) for one in before.config.layers)  # type: ignore
+    with pytest.raises(RequestError, match="changes biases of up in experts of swiglu_oai, and this model has none"):
+        check_recipe(recipe, replace(before.config, layers=layers))
+    options = SparsifyConfig(**(SMALL | {"recipe": recipe, "zeros": 0.7, "tokens": 1024, "type": "f16"}))
+    work = Sparsifier(before, open_corpora([]), options, tmp_path)
+    own, original = (
+        of.neurons(torch.randn(9, 64, generator=torch.Generator().manual_seed(1)), "layers.0.experts_", 3)
+        for of in (work.student, work.teacher)
+    )
+    assert original.gate is not None
+    up = original.up + 1
+    wanted = original.gate.relu() * (up.relu() if recipe == "drelu" else up)
+    assert float((own.h - wanted).norm()) < 1e-2 * float(wanted.norm())  # products may be in bfloat16
+    done = sparsify(before, [], options, tmp_path / "out", threads=1, say=notes.append)
+    assert any("will not be faster, experts with biases are computed whole" in note for note in notes)
+    after = open_checkpoint(done.path)
+    assert after.config.activations == recipe and done.document["zeros"] > 0.4
+    for name, shape in shapes(before.config):
+        if not is_matrix(name, shape):
+            more = 1 if name.endswith("experts_up_bias") else 0
+            assert np.array_equal(after.take(name).float32(), before.take(name).float32() + more), name
+    again = sparsify(before, [], options, tmp_path / "again", threads=1, start=after).path
+    first, second = (one.take("layers.1.experts_up_bias").float32() for one in (after, open_checkpoint(again)))
+    assert np.array_equal(first, second)
+    own_logits, known = logits_of(again)
+    assert np.median(np.abs(own_logits - known).max(1) / known.std()) < 0.02
+
+
+def logits_of(model: Path) -> tuple[np.ndarray, np.ndarray]:
+    """The engine's and torch's, [tokens, vocab]."""
+    with LLM(model, threads=1, selector="all") as llm:
+        tokens = llm.tokenizer.encode("It was the best of times, it was the worst of times.")
+        rows: list[np.ndarray] = []
+        llm.score(tokens, 0, lambda at, logits: rows.append(np.array(logits)))
+    checkpoint = open_checkpoint(model)
+    own = TorchModel(checkpoint.config, load(checkpoint), torch.float32)
+    with torch.no_grad():
+        return np.concatenate(rows), own.logits(own.states(torch.tensor([tokens])))[0].numpy()
+
+
+def trained(name: str) -> float:
+    """Weights of a published model that a token is multiplied with and the last stage changes."""
+    config, total = SHAPES[name].config, 0.0
+    sizes = dict(shapes(config))
+    for one in trained_names(config)[1]:
+        ffn = config.layers[int(one.split(".")[1])].ffn
+        some = isinstance(ffn, ExpertsConfig) and ".experts_" in one
+        total += math.prod(sizes[one]) * (ffn.router.top_k / ffn.n_experts if some else 1)  # type: ignore[attr-defined]
+    return total
 
 
 def test_what_a_training_would_take(capsys: pytest.CaptureFixture[str]) -> None:
@@ -521,6 +638,14 @@ def test_what_a_training_would_take(capsys: pytest.CaptureFixture[str]) -> None:
     card, h100 = llama["devices"]
     assert card["hours"] == pytest.approx(llama["flops"] / 165.2e12 / 0.35 / 3600) and card["fits"] is None
     assert h100["hours"] == pytest.approx(card["hours"] * 165.2 / 989.4)
+    heads = {"deepseek-v2-lite": 27 * 16 * (192 + 128) / 2 * 256, "deepseek-v3": 61 * 128 * (192 + 128) / 2 * 256}
+    states = 32 * (32 * 5 * 128 + 32**2 / 2 + 3 * 128**2) + 4 * 8192  # of a layer: within chunks of 32, and with states
+    heads |= {"qwen3-next-80b-a3b": 12 * 16 * 256**2 + 36 * states, "qwen3.6-35b-a3b": 10 * 16 * 256**2 + 30 * states}
+    for name, others in heads.items():
+        last = every[name]["stages"][-1]
+        used = 2 * every[name]["active_parameters"] * 3 + 2 * 4 * others
+        assert used < last["flops"] < used + 2 * every[name]["active_parameters"]
+        assert last["flops"] == pytest.approx(used + 2 * trained(name), rel=1e-4)
     experts = every["qwen3-30b-a3b"]
     assert experts["active_parameters"] == pytest.approx(3.04e9, rel=0.01), "what the model's name says, but the table"
     assert experts["flops"] < every["qwen3-4b"]["flops"]
@@ -535,7 +660,7 @@ def test_what_a_training_would_take(capsys: pytest.CaptureFixture[str]) -> None:
     assert regress["flops"] == 2 * (ffns + attention + mixing) + 2 * ffns + 2 * (ffns + ffns // 3)
 
 
-@pytest.mark.parametrize("name", ["qwen3-4b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("name", ["qwen3-4b", "qwen3-30b-a3b", "qwen3.6-35b-a3b"])
 def test_a_measured_rate(name: str) -> None:
     config = small_shape(name)
     options = SparsifyConfig(recipe="reglu", window=16, batch=64, rows=2, device="cpu", own_text=99)
@@ -592,7 +717,7 @@ def test_estimates_that_cannot_be(dense: Path, capsys: pytest.CaptureFixture[str
         (["--estimate", "--shape", "qwen3-4b", "-m", str(dense)], "not both"),
         (["--estimate", "--shape", "qwen3-4b", "--share", "0"], "--share 0 must be above 0 and at most 1"),
         (["--estimate", "--shape", "qwen3-4b", "--window", "0"], "--window must be"),
-        (["--estimate", "--shape", "qwen3-next-80b-a3b", "--measure"], "it has layers of"),
+        (["--estimate", "--shape", "gpt-oss-20b", "--measure"], "swiglu_oai: use recipe fatrelu or reglu or drelu"),
         (["--estimate", "--shape", "qwen3-4b", "--tokens", "1024"], "--tokens 1024 is less than a step"),
         (["--estimate", "--shape", "qwen3-4b", "--window", "40961", "--batch", "40961"], "is more than the model's"),
         (["-m", str(dense), "--measure", "--out", "x"], "are for --estimate"),
@@ -628,7 +753,10 @@ def test_what_cannot_be(dense: Path, tmp_path: Path) -> None:
         ({"seed": 1 << 63}, "--seed 9223372036854775808 is more than 64 bits hold"),
         ({"zeros": 1.0}, "--zeros 1 must be above 0 and below 1"),
         ({"save": float("nan")}, "--save must be a number of seconds, not nan"),
-        ({"type": "q5_1"}, "--type must be one of f32, f16, bf16, q8_0, q5_0, q4_0, not 'q5_1'"),
+        (
+            {"type": "q5_1"},
+            "--type must be one of auto, same, f32, f16, bf16, q8_0, q5_0, q4_0, not 'q5_1'",
+        ),
         ({"batch": 16}, "--batch 16 is less than a window of 32"),
         ({"lr": 0.0}, "--lr 0 must be above 0"),
         ({"tokens": 100}, "--tokens 100 is less than a step of --batch 256 tokens"),
@@ -703,7 +831,7 @@ def test_a_full_disk_leaves_no_half_model(dense: Path, tmp_path: Path, monkeypat
 
     monkeypatch.setattr("powerinfer.sparsify.writing.quantize", full)
     with pytest.raises(OSError, match="No space left"):
-        made(dense, tmp_path / "out", tokens=512)
+        made(dense, tmp_path / "out", tokens=512, type="f16")
     assert (tmp_path / "out" / "model.gguf").read_bytes() == before
     assert not list((tmp_path / "out").glob("*.part"))
 

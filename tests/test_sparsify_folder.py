@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -30,6 +29,7 @@ from test_tokenizer import CORPUS, HARD, byte_level_metadata, sentencepiece_meta
 from powerinfer import RequestError
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.sampling_defaults import folder_defaults
+from powerinfer.formats.tensors import float32_tensor
 from powerinfer.formats.tokenizer_folder import tokenizer_from_folder
 from powerinfer.sparsify.as_folder import AsFolder, json_bytes
 from powerinfer.sparsify.recipes import StoredTypes
@@ -71,7 +71,7 @@ def test_a_gguf_file_as_folder(name: str, tmp_path: Path, monkeypatch: pytest.Mo
         tmp_path / "out",
         EXACT,
         changed,
-        lambda name: 2 * checkpoint.take(name).float32(),
+        lambda name: float32_tensor(2 * checkpoint.take(name).float32()),
         about,
         form="folder",
     )
@@ -85,7 +85,7 @@ def test_a_gguf_file_as_folder(name: str, tmp_path: Path, monkeypatch: pytest.Mo
         read.model.layers[1].self_attn.o_proj.weight /= 2
     wanted = logits(model, tokens)
     assert rms(logits(read, tokens) - wanted) < 2e-5 * rms(wanted)
-    again = write_model(checkpoint, tmp_path / "same", EXACT, [], lambda _: np.zeros(0), about, form="folder")
+    again = write_model(checkpoint, tmp_path / "same", EXACT, [], checkpoint.take, about, form="folder")
     own = []
     for one in (file, again):
         executor = open_executor(one)
@@ -109,11 +109,12 @@ def test_what_is_not_written_as_a_folder(tmp_path: Path, monkeypatch: pytest.Mon
             check_writable(checkpoint, EXACT, [], {"hidden_act": "cats"}, "folder")
     checkpoint = tiny(tmp_path)
     for types, flag in (
-        (StoredTypes("q8_0"), "--type q8_0: give --type"),
-        (StoredTypes("f16", "q5_1"), "--attention-type q5_1: give --attention-type"),
-        (StoredTypes("f16", "f16", "q4_0"), "--embedding-type q4_0: give --embedding-type"),
+        (StoredTypes("q8_0"), "--type q8_0"),
+        (StoredTypes("same"), "--type same"),
+        (StoredTypes("f16", "q5_1"), "--attention-type q5_1"),
+        (StoredTypes("f16", "f16", "q4_0"), "--embedding-type q4_0"),
     ):
-        with pytest.raises(RequestError, match=f"a folder has no weights of {flag} bf16, f16 or f32"):
+        with pytest.raises(RequestError, match=rf"weights are not written so in {flag} \(only bf16, f16, f32\); --fo"):
             check_writable(checkpoint, types, [], {"hidden_act": "cats"}, "folder")
 
 

@@ -15,24 +15,20 @@ from model_files import tiny_folder
 from test_architectures import CASES, Case, exact_logits, prompt, random_model, rms, save
 
 from benchmarks.models.writers import write_tokenizer_files
-from powerinfer import RequestError
+from powerinfer import ModelError, RequestError
 from powerinfer.config import FfnConfig
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
+from powerinfer.formats.tensors import float32_tensor
 from powerinfer.formats.tokenizer_gguf import PRE_TOKENIZERS, tokenizer_from_gguf
 from powerinfer.sparsify.as_gguf import ARCHITECTURES, SPLITS, AsGGUF
 from powerinfer.sparsify.other_format import PROBE
-from powerinfer.sparsify.recipes import StoredTypes, unsupported
+from powerinfer.sparsify.recipes import StoredTypes, moved_biases, trained_names
 from powerinfer.sparsify.torch_model import TorchModel, _Rms, activate, load
-from powerinfer.sparsify.training import trained_names
 from powerinfer.sparsify.writing import check_writable, write_model
 
 
-def cases() -> list[Case]:
-    return [case for case in CASES if not case.kind.startswith("gpt-oss")]
-
-
 def layouts() -> list[Any]:
-    return [pytest.param(case, layout, id=f"{case.name}-{layout}") for case in cases() for layout in case.layouts]
+    return [pytest.param(case, layout, id=f"{case.name}-{layout}") for case in CASES for layout in case.layouts]
 
 
 @pytest.mark.parametrize(("case", "layout"), layouts())
@@ -40,25 +36,36 @@ def test_every_file_is_written_again(case: Case, layout: str, tmp_path: Path) ->
     """Matrices of any layout get new values, and nothing else changes but the activation."""
     config = case.config()
     checkpoint = open_checkpoint(save(case, config, random_model(case, config, 1), layout, tmp_path))
-    if unsupported(checkpoint.config) or checkpoint.config.layers[-1].ffn.activation != "silu":
+    kind, about = checkpoint.config.layers[-1].ffn.activation, {"hidden_act": "relu"}
+    if kind not in ("silu", "swiglu_oai"):
         return
-    names, about = trained_names(checkpoint.config)[1], {"hidden_act": "relu"}
+    names = (*trained_names(checkpoint.config)[1], *moved_biases(checkpoint.config))
+    if kind == "swiglu_oai" and layout != "gguf":  # rows of gate and up in turn, or transposed
+        with pytest.raises(ModelError, match="cannot be replaced: take the model as a GGUF file"):
+            check_writable(checkpoint, StoredTypes("f16"), names, about)
+        return
     check_writable(checkpoint, StoredTypes("f16"), names, about)
     path = write_model(
-        checkpoint, tmp_path / "out", StoredTypes("f16"), names, lambda name: -2 * values(checkpoint, name), about
+        checkpoint,
+        tmp_path / "out",
+        StoredTypes("f16"),
+        names,
+        lambda name: float32_tensor(-2 * values(checkpoint, name)),
+        about,
     )
     written = open_checkpoint(path)
     for one, before in zip(written.config.layers, checkpoint.config.layers, strict=True):
         assert one == replace(before, ffn=replace(before.ffn, activation="relu"))
     assert set(written.names()) == set(checkpoint.names())
     for name in checkpoint.names():
-        own, wanted = values(written, name), values(checkpoint, name) * (-2 if name in names else 1)
+        factor = -2 if name.removesuffix("_rows") in names else 1
+        own, wanted = values(written, name), values(checkpoint, name) * factor
         assert np.allclose(own, wanted, rtol=2**-7, atol=1e-5), name
     if case.name in ("llama-gqa", "openelm", "qwen35"):
         add_thresholds(written, tmp_path)
 
 
-FOLDERS = [case for case in cases() if case.kind in ARCHITECTURES and "folder" in case.layouts]
+FOLDERS = [case for case in CASES if case.kind in ARCHITECTURES and "folder" in case.layouts]
 
 
 @pytest.mark.parametrize("case", FOLDERS, ids=lambda case: case.name)
@@ -75,7 +82,13 @@ def test_a_folder_as_gguf(case: Case, tmp_path: Path, monkeypatch: pytest.Monkey
     check_writable(checkpoint, StoredTypes("f16"), [], about, "gguf")
     doubled = ["layers.0.k", "layers.1.down"] if "layers.1.down" in checkpoint.names() else ["layers.0.k"]
     path = write_model(
-        checkpoint, tmp_path, StoredTypes("f16"), doubled, lambda name: 2 * values(checkpoint, name), about, form="gguf"
+        checkpoint,
+        tmp_path,
+        StoredTypes("f16"),
+        doubled,
+        lambda name: float32_tensor(2 * values(checkpoint, name)),
+        about,
+        form="gguf",
     )
     written = open_checkpoint(path)
     assert {kind for name, kind, *_ in written.tensor_list() if name.endswith(("gate", "q", "embed"))} == {"F16"}
@@ -117,7 +130,7 @@ def test_a_tokenizer_as_gguf(split: str, tmp_path: Path, monkeypatch: pytest.Mon
     folder = tiny(tmp_path, size, monkeypatch)
     (folder / "tokenizer.json").write_text(engine.to_str())
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": "{{ 1 }}"}))
-    made = AsGGUF(open_checkpoint(folder)).metadata
+    made = AsGGUF(open_checkpoint(folder), StoredTypes("q8_0")).metadata
     assert PRE_TOKENIZERS[made["tokenizer.ggml.pre"]].patterns == PRE_TOKENIZERS[split].patterns
     assert made["tokenizer.ggml.tokens"][:-3] == pieces and made["tokenizer.ggml.tokens"][-1] == f"[PAD{size - 1}]"
     assert made["tokenizer.ggml.token_type"][-5:] == [3, 4, 5, 5, 5] and made["tokenizer.chat_template"] == "{{ 1 }}"
@@ -126,7 +139,7 @@ def test_a_tokenizer_as_gguf(split: str, tmp_path: Path, monkeypatch: pytest.Mon
         tmp_path,
         StoredTypes("q8_0"),
         [],
-        lambda _: np.zeros(0),
+        lambda _: float32_tensor(np.zeros(0, np.float32)),
         {"hidden_act": "silu"},
         form="gguf",
     )
@@ -144,7 +157,7 @@ def tiny(folder: Path, vocab: int, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_tokenizers_that_gguf_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny(tmp_path, 1200, monkeypatch)
     write_tokenizer_files(folder, 1200)
-    assert AsGGUF(open_checkpoint(folder)).metadata["tokenizer.ggml.pre"] == "gpt-2"
+    assert AsGGUF(open_checkpoint(folder), StoredTypes("q8_0")).metadata["tokenizer.ggml.pre"] == "gpt-2"
     path = folder / "tokenizer.json"
     document = json.loads(path.read_text())
     words = {"type": "Split", "pattern": {"Regex": "[aeiou]+"}, "behavior": "Isolated", "invert": False}
@@ -158,10 +171,10 @@ def test_tokenizers_that_gguf_does_not_have(tmp_path: Path, monkeypatch: pytest.
     ):
         path.write_text(json.dumps(document | change))
         with pytest.raises(RequestError, match=f"--format gguf, .*{why}.*; --format same writes a folder"):
-            AsGGUF(open_checkpoint(folder))
+            AsGGUF(open_checkpoint(folder), StoredTypes("q8_0"))
     write_tokenizer_files(folder, 1300)
     with pytest.raises(RequestError, match="it has 1300 tokens, and 1200 rows in the embedding"):
-        AsGGUF(open_checkpoint(folder))
+        AsGGUF(open_checkpoint(folder), StoredTypes("q8_0"))
 
 
 def add_thresholds(checkpoint: Checkpoint, folder: Path) -> None:
@@ -176,7 +189,7 @@ def add_thresholds(checkpoint: Checkpoint, folder: Path) -> None:
                 folder / to,
                 StoredTypes("f16"),
                 ["layers.0.up"],
-                lambda name: values(checkpoint, name),
+                lambda name: float32_tensor(values(checkpoint, name)),
                 about,
                 added,
             )
@@ -212,17 +225,13 @@ def values(checkpoint: Checkpoint, name: str) -> np.ndarray:
     return checkpoint.take(name).float32()
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_logits(case: Case, tmp_path: Path) -> None:
     config = case.config()
     model = random_model(case, config, 1)
     path = save(case, config, model, case.layouts[0], tmp_path / "model")
     checkpoint = open_checkpoint(path)
     weights = load(checkpoint)
-    if unsupported(checkpoint.config):
-        with pytest.raises(RequestError, match="sparsify cannot train this model"):
-            TorchModel(checkpoint.config, weights, torch.float32)
-        return
     own = TorchModel(checkpoint.config, weights, torch.float32)
     tokens = prompt(case)
     with torch.no_grad():

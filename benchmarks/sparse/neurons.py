@@ -24,7 +24,7 @@ from powerinfer.errors import RequestError
 from powerinfer.evaluate import perplexity_windows
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.report.plots import MASS, cumulative
-from powerinfer.sparsify.torch_model import Hidden, Neurons, Seen, TorchModel, activate, load
+from powerinfer.sparsify.torch_model import Hidden, Neurons, Seen, TorchModel, activate, load, narrowed
 from powerinfer.sparsify.training import fast_type
 
 ROWS = 4
@@ -33,8 +33,7 @@ ROWS = 4
 
 def open_torch(checkpoint: Checkpoint) -> TorchModel:
     compute = fast_type(torch.device("cpu"))
-    weights = {name: value.to(compute) if value.ndim > 1 else value for name, value in load(checkpoint).items()}
-    return TorchModel(checkpoint.config, weights, compute)
+    return TorchModel(checkpoint.config, narrowed(load(checkpoint), compute), compute)
 
 
 def windows(checkpoint: Checkpoint, texts: Sequence[Path], count: int, context: int) -> Tensor:

@@ -3,7 +3,7 @@
 The original is the teacher, so any text will do; text in the form that the model is used for is best. Writes a model of
 the same format (or --format: a GGUF file, or a Hugging Face folder in --type bf16, f16 or f32) into --out, with a card
 (README.md), the steps (log.csv), and the state of the training (training.safetensors), from which an interrupted run
-goes on. Needs torch.
+goes on; of one that was finished (finished.json) the figures are given again. Needs torch.
 
 JSON: path, source, architecture, recipe, target_zeros, tokens, corpora, own_text_tokens (written with --own-text, with
 the prompts), perplexity_before, perplexity, ratio, zeros, zeros_by_layer (on held-out windows of the texts), limits
@@ -88,16 +88,21 @@ def _estimate(args: argparse.Namespace, engine: EngineConfig, config: SparsifyCo
     from powerinfer.placement.shapes import find_shape
     from powerinfer.sparsify import measured
     from powerinfer.sparsify.estimate import estimate
+    from powerinfer.sparsify.recipes import code_bytes
 
     if args.shape is not None and args.model is not None:
         raise RequestError("give a model (-m) or a shape (--shape), not both")
-    model = open_model(args.model, engine, out).config if args.shape is None else find_shape(args.shape).config
+    if args.shape is None:
+        checkpoint = open_model(args.model, engine, out)
+        model, codes = checkpoint.config, code_bytes(checkpoint, config)
+    else:
+        model, codes = find_shape(args.shape).config, 2 if config.type == "same" else 0  # as of K-quants
     estimate(model, config, args.share, None)  # refuses before anything is measured
     rates = None
     if args.measure:
         with Bar() as bar:
             rates = measured(model, config, engine.threads, bar)
-    about = estimate(model, config, args.share, rates)
+    about = estimate(model, config, args.share, rates, codes)
     weights, active = about["parameters"] / 1e9, about["active_parameters"] / 1e9
     out.line(f"{about['model']}: {weights:.2f} billion weights, {active:.2f} of them multiplied with for a token")
     for number, one in enumerate(about["stages"], 1):

@@ -154,26 +154,39 @@ class Checkpoint:
         """Whether there is a tensor of that name."""
         return self._own_name(name) in self._tensors
 
+    def turned(self, name: str) -> bool:
+        """Whether the files store a matrix, or stacked ones, transposed: `take` turns it."""
+        return self._own_name(name) != name
+
     def places(self, name: str) -> list[Place]:
-        """Where the rows of a tensor lie in the model's files, in their order.
+        """Where the rows of a tensor, as it is stored (`turned`), lie in the model's files, in their order.
 
         ModelError for one that is made of what the files have: it has no place of its own.
         """
         tensor = self._tensors[self._own_name(name)]
-        parts = tensor.parts if isinstance(tensor, StackedTensor) else (tensor,)
         found = []
-        for part in parts:
-            if not isinstance(part, RawTensor) or self._own_name(name) != name:
-                raise ModelError(f"{self.path}: {name} is not stored as it is used, so it cannot be replaced")
-            for run in part.data.reshape(1, -1) if part.data.ndim == 1 else part.data:
-                found += [place for file in self._files if (place := _place(file, run)) is not None]
+        for part in tensor.parts if isinstance(tensor, StackedTensor) else (tensor,):
+            if isinstance(part, RawTensor):
+                for run in part.data.reshape(1, -1) if part.data.ndim == 1 else part.data:
+                    found += [place for file in self._files if (place := _place(file, run)) is not None]
         if sum(place.nbytes for place in found) != tensor.nbytes:  # it was computed when the file was opened
-            raise ModelError(f"{self.path}: {name} is not stored as it is used, so it cannot be replaced")
+            use = "" if self.source == "gguf" else ": take the model as a GGUF file"
+            raise ModelError(f"{self.path}: {name} is not stored as it is used, so it cannot be replaced{use}")
         return found
 
     def taken_type(self, name: str) -> str:
         """The type that `take` gives that tensor in."""
         return self._targets.get(name) or self._tensors[self._own_name(name)].type
+
+    def stored_type(self, name: str) -> str:
+        """The type that tensor has in the files."""
+        return self._tensors[self._own_name(name)].type
+
+    def stored(self, name: str) -> RawTensor:
+        """The tensor as the files have it, transposed where it is `turned`, in its type. ModelError if they changed."""
+        for file in self._files:
+            file.check()
+        return self._tensors[self._own_name(name)].gathered()
 
     def as_stored(self, name: str) -> bool:
         """Whether `take` gives a view of the file, not a copy."""

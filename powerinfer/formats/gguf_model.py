@@ -82,7 +82,7 @@ class _Family:
     def activations(self) -> tuple[str, ...]:
         """Those that a file may name."""
         if self.activation == "swiglu_oai":
-            return (self.activation,)
+            return (self.activation, *ACTIVATIONS)
         return ACTIVATIONS if self.gated else ("relu", "relu2")
 
 
@@ -181,14 +181,19 @@ def stored_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, RawTensor]:
     fields = Fields(file.metadata, str(file.path), prefix=f"{config.architecture}.")
     blocks = fields.integer("block_count", 1, layout.MAX_LAYERS)
     beyond = tuple(f"blk.{layer}." for layer in range(config.n_layers, blocks))
-    if "blk.0.attn_k_b.weight" in file.tensors:  # some files have both, and say the same twice
-        read += [f"blk.{layer}.attn_kv_b.weight" for layer in range(config.n_layers)]
-    left_out = set(read)
+    left_out = {*read, *said_twice(file, config)}
     return {
         f"{name}.weight" if name.endswith(".ssm_a") else name: tensor
         for name, tensor in file.tensors.items()
         if name not in left_out and not name.startswith(beyond)
     }
+
+
+def said_twice(file: GGUFFile, config: ModelConfig) -> list[str]:
+    """Names that tensors may have which say what others do: files of latent attention may have `attn_kv_b` beside
+    `attn_k_b` and `attn_v_b`."""
+    both = "blk.0.attn_k_b.weight" in file.tensors
+    return [f"blk.{layer}.attn_kv_b.weight" for layer in range(config.n_layers)] if both else []
 
 
 def names_of(file: GGUFFile, config: ModelConfig) -> Names:

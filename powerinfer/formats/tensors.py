@@ -66,6 +66,11 @@ class RawTensor:
         return dequantize(self.rows(), self.type).reshape(self.shape)
 
 
+def float32_tensor(values: Float32) -> RawTensor:
+    """A tensor of these values."""
+    return RawTensor("F32", values.shape, np.ascontiguousarray(values, "<f4").reshape(-1).view(np.uint8))
+
+
 @dataclass(frozen=True, slots=True)
 class StackedTensor:
     """Tensors of one type and shape, stored apart, as one with a first dimension more: what a checkpoint asks of a

@@ -18,9 +18,10 @@ from powerinfer.prepare.training import torch_threads
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsify.card import card, document
 from powerinfer.sparsify.estimate import Rates, memory
+from powerinfer.sparsify.finished import RECORD, STATE, asked_for, read_finished, write_finished
 from powerinfer.sparsify.loss_plot import draw_log
 from powerinfer.sparsify.own_text import FILE, PART, write_own_text
-from powerinfer.sparsify.recipes import StoredTypes, check
+from powerinfer.sparsify.recipes import StoredTypes, check, code_bytes, moved_biases, trained_names, why_whole
 from powerinfer.sparsify.writing import check_writable, write_model
 
 
@@ -47,40 +48,42 @@ def sparsify(
     threads: of the CPU, 0 for all; say: receives notes for the user; start: a sparse model made out of the dense one,
     which is trained further. RequestError for options and texts that do not suit the model or the machine,
     PowerInferError without torch or if the loss becomes no number, that or OSError if a file cannot be written. An
-    interrupted run goes on.
+    interrupted run goes on, and of one that was finished what came out of it is given again.
     """
-    recipe = check(config, checkpoint.config)
+    recipe, types = check(config, checkpoint.config), StoredTypes.of(config)
     if out.resolve() in (checkpoint.path.resolve(), checkpoint.path.parent.resolve()):
         raise RequestError(f"--out {out} holds the model itself: give another folder")
-    found = {one.name for one in out.iterdir()} if out.is_dir() else set()
-    if "training.safetensors" not in found and found - {"log.csv", "training.safetensors.part", FILE, PART}:
-        raise RequestError(f"--out {out} has files that no training made: give a new folder")
     texts, own_tokens = open_corpora(corpora), 0
+    asked = asked_for(checkpoint, texts, config, start)
+    finished = read_finished(out, asked)
+    if finished is not None:
+        say(f"{out} holds what this command made before: nothing is left to do")
+        path = out / finished.path
+        return Made(path, {"path": str(path), **finished.figures})
+    found = {one.name for one in out.iterdir()} if out.is_dir() else set()
+    if STATE not in found and found - {"log.csv", f"{STATE}.part", FILE, PART}:
+        raise RequestError(f"--out {out} has files that no training made: give a new folder")
     if not corpora:
         say(f"the text is a small built-in sample ({SAMPLE_SOURCE}), which teaches little: use --corpus")
+    whole = why_whole(checkpoint.config, recipe)
+    if whole is not None:
+        say(f"the sparse model will not be faster, {whole}: its zeros can be studied")
     _make(out)
     with torch_threads(threads):
-        from powerinfer.sparsify.torch_model import TorchModel, load
-        from powerinfer.sparsify.training import (
-            Sparsifier,
-            check_start,
-            fast_type,
-            find_device,
-            free_bytes,
-            trained_names,
-        )
+        from powerinfer.sparsify.training import Sparsifier, check_start, fast_type, find_device, free_bytes
 
         if start is not None:
             check_start(start, checkpoint, config.recipe)
         about: dict[str, Any] = {"hidden_act": recipe.activation}
         limited = {"hidden_act_param": [0.0] * checkpoint.config.n_layers} if recipe.activation in LIMITED else {}
-        types = StoredTypes(config.type, config.attention_type, config.embedding_type)
-        check_writable(checkpoint, types, trained_names(checkpoint.config)[1], about | limited, config.format)
+        replaced = (*trained_names(checkpoint.config)[1], *moved_biases(checkpoint.config))
+        check_writable(checkpoint, types, replaced, about | limited, config.format)
         device = find_device(config.device)
         product, free = fast_type(device).itemsize, free_bytes(device)
-        needed = memory(checkpoint.config, recipe, config.rows, config.window, product)[0].device
+        codes = code_bytes(checkpoint, config)
+        needed = memory(checkpoint.config, recipe, config.rows, config.window, product, codes)[0].device
         if needed > free:
-            least = memory(checkpoint.config, recipe, 1, 1, product)[0].device
+            least = memory(checkpoint.config, recipe, 1, 1, product, codes)[0].device
             helps = "smaller --rows and --window need less"
             if least > free:
                 helps = f"no --rows and --window need less than {least / 2**30:.1f} GiB, take a smaller model"
@@ -98,18 +101,19 @@ def sparsify(
             raise
         if done.limits and (recipe.activation == "topk" or not done.thresholds):
             about["hidden_act_param"] = list(done.limits)
+        (out / RECORD).unlink(missing_ok=True)  # of other options, with the same state
         path = write_model(
             checkpoint,
             out,
             types,
             done.changed,
-            work.values,
+            work.trained,
             about,
             done.thresholds,
             form=config.format,
         )
         written = open_checkpoint(path)
-        after = work.evaluate(TorchModel(written.config, load(written), work.teacher.compute))
+        after = work.evaluate(work.opened(written))
         if not math.isfinite(after.perplexity):
             (path if path.is_file() else path / "config.json").unlink()
             raise PowerInferError(
@@ -123,11 +127,13 @@ def sparsify(
     figures |= {"own_text_tokens": own_tokens, "start": "/".join(start.path.parts[-2:]) if start else None}
     figures["types"] = None
     if path.is_file() or checkpoint.source == "gguf":
-        figures["types"] = f"--type {config.type} --attention-type {config.attention_type}"
-        figures["types"] += f" --embedding-type {config.embedding_type}"
+        figures["types"] = f"--type {types.changed} --attention-type {types.attention}"
+        figures["types"] += f" --embedding-type {types.embedding}"
     draw_log(out, work.stages)
     write_small(out / "README.md", card(figures).encode())
-    return Made(path, {"path": str(path), **figures, "limits": list(done.limits), "resumed": done.resumed})
+    figures |= {"limits": list(done.limits), "resumed": done.resumed}
+    write_finished(out, asked, path, figures)
+    return Made(path, {"path": str(path), **figures})
 
 
 def _make(out: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,17 +40,13 @@ class AsFolder(OtherFormat):
     """document: the contents of config.json, of the dense model; files: those of the other JSON files, by name."""
 
     form, stays, keys = "folder", "GGUF file", "config.json"
-    families = FAMILIES
+    families, types = FAMILIES, tuple(DTYPES)
     document: dict[str, Any]
     files: dict[str, dict[str, Any]]
 
     def __init__(self, checkpoint: Checkpoint, types: StoredTypes) -> None:
         """RequestError for a model that a folder cannot hold, or not as it is, and for types that it does not have."""
-        super().__init__(checkpoint)
-        for name, kind in asdict(types).items():
-            if kind not in ("same", *DTYPES):
-                flag = "--type" if name == "changed" else f"--{name}-type"
-                raise self._refused(f"a folder has no weights of {flag} {kind}: give {flag} bf16, f16 or f32")
+        super().__init__(checkpoint, types)
         self.document = self._sizes() | {"torch_dtype": DTYPES[types.changed]}
         read = self._read_again()
         self._check_config(read)
@@ -75,17 +70,15 @@ class AsFolder(OtherFormat):
 
     def _sizes(self) -> dict[str, Any]:
         """config.json; `_check_config` says whether it is enough."""
-        config, ffns = self.config, [layer.ffn for layer in self.config.layers]
+        config, experts, ffns = self.config, self._experts, [layer.ffn for layer in self.config.layers]
         attention, rope = config.layers[0].attention, config.ropes[0]
         assert isinstance(attention, AttentionConfig)
-        experts = next((ffn for ffn in ffns if isinstance(ffn, ExpertsConfig)), None)
-        dense = next((ffn.width for ffn in ffns if not isinstance(ffn, ExpertsConfig)), 0)
         sizes: dict[str, Any] = {
             "architectures": [next(name for name, family in ARCHITECTURES.items() if family == self.architecture)],
             "model_type": self.architecture,
             "vocab_size": config.vocab_size,
             "hidden_size": config.d_model,
-            "intermediate_size": dense or (experts.size if experts else 0),
+            "intermediate_size": self._width,
             "num_hidden_layers": config.n_layers,
             "num_attention_heads": attention.n_heads,
             "num_key_value_heads": attention.n_kv_heads,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from powerinfer.config import ExpertsConfig, ModelConfig, RopeConfig
+from powerinfer.config import STORED_TYPES, ModelConfig, RopeConfig
 from powerinfer.errors import ModelError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.gguf import GGUFFile
@@ -22,6 +22,7 @@ from powerinfer.formats.tensors import RawTensor
 from powerinfer.formats.tokenizer_gguf import CONTROL, NORMAL, UNUSED, USER_DEFINED, tokenizer_from_gguf
 from powerinfer.models.rope import rope_frequencies
 from powerinfer.sparsify.other_format import OtherFormat, same_tokens
+from powerinfer.sparsify.recipes import StoredTypes
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 """Of a family of folders the architecture in GGUF."""
@@ -38,13 +39,14 @@ class AsGGUF(OtherFormat):
     they have none."""
 
     form, stays, keys = "gguf", "folder", "GGUF"
-    families = ARCHITECTURES
+    families, types = ARCHITECTURES, STORED_TYPES[1:]
     metadata: dict[str, Any]
     divisors: Float32 | None
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        """RequestError for a model that a GGUF file cannot hold, or not as it is."""
-        super().__init__(checkpoint)
+    def __init__(self, checkpoint: Checkpoint, types: StoredTypes) -> None:
+        """RequestError for a model that a GGUF file cannot hold, or not as it is, and for types that it does not
+        have."""
+        super().__init__(checkpoint, types)
         config = self.config
         own = {f"{self.architecture}.{key}": value for key, value in self._sizes().items()}
         name = config.name or checkpoint.path.resolve().name
@@ -57,16 +59,14 @@ class AsGGUF(OtherFormat):
 
     def _sizes(self) -> dict[str, Any]:
         """The keys of the architecture; `_check_config` says whether they are enough."""
-        config, ffns = self.config, [layer.ffn for layer in self.config.layers]
+        config, experts = self.config, self._experts
         attention, rope = config.layers[0].attention, config.ropes[0]
-        experts = next((ffn for ffn in ffns if isinstance(ffn, ExpertsConfig)), None)
-        dense = next((ffn.width for ffn in ffns if not isinstance(ffn, ExpertsConfig)), 0)
         self.divisors = None
         sizes: dict[str, Any] = {
             "context_length": config.context_length,
             "embedding_length": config.d_model,
             "block_count": config.n_layers,
-            "feed_forward_length": dense or (experts.size if experts else 0),
+            "feed_forward_length": self._width,
             "attention.head_count": attention.n_heads,
             "attention.head_count_kv": attention.n_kv_heads,
             "attention.key_length": attention.head_dim,

@@ -2,7 +2,9 @@
 
 Operations are those of products, two for a multiplication and an addition. A matrix of n weights takes 2n for a token
 forward, 2n for the gradient of its input and 2n for its own; of experts those that a token selects. Attention within a
-window of w tokens takes 2w for each dimension of its heads, since a token sees half of them, and backward twice that.
+window of w tokens takes 2w for each dimension of its heads, since a token sees half of them, and backward twice that;
+of latent attention, whose heads have keys and values of their own here, w for each dimension of either. Gated DeltaNet
+has products within chunks and with states, `_mixing`.
 
     regress   the teacher's layers forward; the student's FFNs forward, and backward for their matrices
     distil    teacher and student forward with their heads; backward from the head to the first layer for inputs, and
@@ -16,12 +18,24 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from powerinfer.config import AttentionConfig, ExpertsConfig, ModelConfig, SparsifyConfig
+from powerinfer.config import (
+    AttentionKind,
+    DeltaNetConfig,
+    ExpertsConfig,
+    LatentAttentionConfig,
+    ModelConfig,
+    SparsifyConfig,
+)
 from powerinfer.errors import RequestError
 from powerinfer.formats.layout import is_matrix, is_router, shapes
 from powerinfer.sparsify.recipes import FFN_PARTS, Recipe, Stage, check
 
 SHARE = 0.35  # of a device's peak that a training reaches, unless another one is given
+
+
+CHUNK = 32
+"""Tokens for which the rule of Gated DeltaNet is computed at a time (`torch_delta`): of 16 to 128 the number that takes
+a CPU the least time. Longer chunks solve larger systems, of shorter ones there are more states."""
 
 
 class Device(NamedTuple):
@@ -76,11 +90,13 @@ def stage_costs(config: ModelConfig, recipe: Recipe, tokens: int, window: int) -
 
 
 class _Matrix(NamedTuple):
-    """weights: all of them; used: those that a token is multiplied with."""
+    """weights: all of them, of a stack those of its matrices; used: those that a token is multiplied with; matrix: of
+    one matrix."""
 
     name: str
     weights: int
     used: float
+    matrix: int
 
     @property
     def part(self) -> str:
@@ -97,7 +113,7 @@ def _matrices(config: ModelConfig) -> Iterator[_Matrix]:
             about = config.layers[int(name.split(".")[1])].ffn
             assert isinstance(about, ExpertsConfig)
             used *= about.router.top_k / about.n_experts
-        yield _Matrix(name, math.prod(shape), used)
+        yield _Matrix(name, math.prod(shape), used, math.prod(shape[-2:]))
 
 
 def _is_trained(matrix: _Matrix, stage: Stage) -> bool:
@@ -113,8 +129,7 @@ def _flops(config: ModelConfig, stage: Stage, window: int) -> float:
     every = list(_matrices(config))
     head = sum(one.used for one in every if "." not in one.name)
     layers = sum(one.used for one in every if "." in one.name)
-    attention = [layer.attention for layer in config.layers]
-    mixing = sum(one.n_heads * one.head_dim * window for one in attention if isinstance(one, AttentionConfig))
+    mixing = sum(_mixing(layer.attention, window) for layer in config.layers)
     if stage.name == "regress":
         ffns = sum(one.used for one in every if one.part in FFN_PARTS)
         down = sum(one.used for one in every if one.part.endswith("down"))
@@ -124,15 +139,49 @@ def _flops(config: ModelConfig, stage: Stage, window: int) -> float:
     return 2 * forward + 2 * (layers + head + 2 * mixing) + 2 * own
 
 
-def memory(config: ModelConfig, recipe: Recipe, rows: int, window: int, product: int = 2) -> list[Memory]:
-    """For each of PLACES. product: bytes of the type that matrices are multiplied in.
+def _mixing(about: AttentionKind, window: int) -> float:
+    """Multiplications of a token with what others left, forward."""
+    if isinstance(about, LatentAttentionConfig):
+        return about.n_heads * (about.query_dim + about.value_dim) / 2 * window
+    if isinstance(about, DeltaNetConfig):
+        keys, values, chunk = about.key_dim, about.value_dim, min(CHUNK, window)
+        within = chunk * (3 * keys + 2 * values) + chunk**2 / 2
+        return about.n_value_heads * (within + 3 * keys * values) + about.channels * about.taps
+    return about.n_heads * about.head_dim * window
+
+
+def _kept_of_heads(about: AttentionKind) -> float:
+    """Bytes that a token keeps of queries, keys, values and what heads give: two float32 of each element; of Gated
+    DeltaNet seven, and what chunks have: their states and matrices."""
+    if isinstance(about, LatentAttentionConfig):
+        return 8 * 2 * about.n_heads * (about.query_dim + about.value_dim)
+    if isinstance(about, DeltaNetConfig):
+        keys, values = about.key_dim, about.value_dim
+        of_chunks = keys * values / CHUNK + 9 * CHUNK
+        return 4 * (about.n_value_heads * (of_chunks + 7 * (keys + values)) + 2 * about.channels)
+    return 8 * (2 * about.n_heads + 2 * about.n_kv_heads) * about.head_dim
+
+
+def memory(
+    config: ModelConfig, recipe: Recipe, rows: int, window: int, product: int = 2, codes: int = 0
+) -> list[Memory]:
+    """For each of PLACES. product: bytes of the type that matrices are multiplied in; codes: where only scales are
+    trained, those of a weight's code, 1 or 2 (`blocks`), so that there is one place.
 
     Of a weight there are, in bytes, `product` of the teacher's, and of one that is trained 4 of the student's, 4 of the
     gradient, 8 of the moments and 2 of its copy for the products, if these are in two. On top comes what the rows that
-    are computed at once keep for the way back.
+    are computed at once keep for the way back. Codes are the teacher's, too; beside them there are, of a block of 32
+    weights (256 where codes have 2 bytes), two numbers of 4 bytes in six places, and for a while the values and the
+    gradient of a matrix.
     """
     every = sum(math.prod(shape) for _, shape in shapes(config))
     trained = max(_trained(config, stage) for stage in recipe.stages)
+    if codes:
+        own = [one for one in _matrices(config) if any(_is_trained(one, stage) for stage in recipe.stages)]
+        passing = (8 + 2 * product) * max(one.matrix for one in own)
+        scales = 2 * 4 * 6 * trained // (32 if codes == 1 else 256)
+        fixed = product * (every - trained) + codes * trained + scales + passing
+        return [Memory(PLACES[0], fixed + rows * window * _kept(config, product), 0)]
     fixed = product * every + (6 if product == 2 else 4) * trained + rows * window * _kept(config, product)
     return [
         Memory(PLACES[0], fixed + 12 * trained, 0),
@@ -146,22 +195,24 @@ def _kept(config: ModelConfig, product: int) -> int:
     and gives, and of a neuron four values in the type of the products and what is cut."""
     total = 0
     for layer in config.layers:
-        ffn, attention = layer.ffn, layer.attention
-        heads = (2 * attention.n_heads + 2 * attention.n_kv_heads) * attention.head_dim
+        ffn, heads = layer.ffn, _kept_of_heads(layer.attention)
         neurons = ffn.size * ffn.router.top_k + ffn.shared_size if isinstance(ffn, ExpertsConfig) else ffn.width
-        total += 28 * config.d_model + 8 * heads + (4 * product + 2) * neurons
+        total += 28 * config.d_model + round(heads) + (4 * product + 2) * neurons
     return total
 
 
-def estimate(config: ModelConfig, options: SparsifyConfig, share: float | None, rates: Rates | None) -> dict[str, Any]:
+def estimate(
+    config: ModelConfig, options: SparsifyConfig, share: float | None, rates: Rates | None, codes: int = 0
+) -> dict[str, Any]:
     """The document of `powerinfer sparsify --estimate`. share: of a device's peak, None: as measured, or SHARE; rates:
-    measured on this machine. RequestError for options that `check` refuses, and a share out of its range."""
+    measured on this machine; codes: as of `memory`. RequestError for options that `check` refuses, and a share out of
+    its range."""
     if share is not None and not 0 < share <= 1:
         raise RequestError(f"--share {share:g} must be above 0 and at most 1")
     recipe = check(options, config)
     stages = stage_costs(config, recipe, options.tokens, options.window)
     total = sum(stage.tokens * stage.flops for stage in stages)
-    places = memory(config, recipe, options.rows, options.window)
+    places = memory(config, recipe, options.rows, options.window, codes=codes)
     here, reached = None, SHARE if share is None else share
     if rates is not None:
         seconds = sum(stage.tokens * stage.flops / rate for stage, rate in zip(stages, rates.stages, strict=True))

@@ -7,18 +7,19 @@ that the known ways of splitting words (`tokenizer.ggml.pre`) split differently,
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import ClassVar
 
 import numpy as np
 
-from powerinfer.config import AttentionConfig, ModelConfig
+from powerinfer.config import AttentionConfig, ExpertsConfig, ModelConfig
 from powerinfer.errors import RequestError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.quant import Float32
 from powerinfer.formats.tokenizer import Tokenizer
 from powerinfer.models.rope import rope_frequencies
 from powerinfer.prepare.corpus import open_corpora
+from powerinfer.sparsify.recipes import StoredTypes
 
 PROBE = (
     "I'm, we'LL; don't've 3 33 333 3333 3.14\n\n \n\t\t x  y   z    \r\n  \u3000end ~!@#$%^&*()_+-=[]{}|;':\",./<>?\n\n"
@@ -30,20 +31,29 @@ PROBE = (
 
 class OtherFormat:
     """One way. form: as of --format; stays: what --format same writes; keys: where settings are stated;
-    families: those it is for, as the format that is read calls them -> as the other one does."""
+    families: those it is for, as the format that is read calls them -> as the other one does; types: of weights."""
 
     form: ClassVar[str]
     stays: ClassVar[str]
     keys: ClassVar[str]
     families: ClassVar[dict[str, str]]
+    types: ClassVar[tuple[str, ...]]
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        """RequestError for a model of another family."""
+    def __init__(self, checkpoint: Checkpoint, types: StoredTypes) -> None:
+        """RequestError for a model of another family, and for types that it does not have."""
         self.config, self._where = checkpoint.config, checkpoint.path
         own = self.config.architecture
         if own not in self.families:
             raise self._refused(f"models of {own} are not written so (only {', '.join(self.families)})")
         self.architecture = self.families[own]
+        for name, kind in asdict(types).items():
+            if kind not in self.types and (name == "changed" or kind != "same"):
+                flag, known = "--type" if name == "changed" else f"--{name}-type", ", ".join(self.types)
+                raise self._refused(f"weights are not written so in {flag} {kind} (only {known})")
+        ffns = [layer.ffn for layer in self.config.layers]
+        self._experts = next((ffn for ffn in ffns if isinstance(ffn, ExpertsConfig)), None)
+        dense = next((ffn.width for ffn in ffns if not isinstance(ffn, ExpertsConfig)), 0)
+        self._width = dense or (self._experts.size if self._experts else 0)
 
     def _refused(self, why: str) -> RequestError:
         return RequestError(f"--format {self.form}, {self._where}: {why}; --format same writes a {self.stays}")

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
-from powerinfer.config import BANK, AttentionConfig, ExpertsConfig, FfnConfig, ModelConfig, SparsifyConfig
-from powerinfer.errors import RequestError
+from powerinfer.config import (
+    BANK,
+    ExpertsConfig,
+    FfnConfig,
+    ModelConfig,
+    SparsifyConfig,
+)
+from powerinfer.errors import ModelError, RequestError
+from powerinfer.formats.block_scales import SCALED
+from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.layout import is_router, matrix_names
+from powerinfer.formats.quant import block_type
+from powerinfer.formats.tensors import FLOAT_TYPES
 
 FFN_PARTS = frozenset(f"{of}{part}" for of in ("", "experts_", "shared_") for part in ("gate", "up", "down"))
 """Matrices of a layer's FFN, by the last part of their canonical names."""
@@ -18,6 +30,14 @@ class StoredTypes:
     changed: str
     attention: str = "same"
     embedding: str = "same"
+
+    @classmethod
+    def of(cls, options: SparsifyConfig) -> StoredTypes:
+        """As the options say."""
+        changed = options.type
+        if changed == "auto":
+            changed = "bf16" if options.format == "folder" else "q8_0"
+        return cls(changed, options.attention_type, options.embedding_type)
 
     def __getitem__(self, name: str) -> str:
         """Of a changed matrix, by its canonical name."""
@@ -76,12 +96,48 @@ _CATS = (Stage("distil", 0.5, 6e-4, other=0.3), Stage("distil", 0.5, 2e-4, other
 RECIPES = {
     "cats": Recipe("cats", ("silu",), _CATS, weighted=True, begin=0.7, reached=0.25),
     "topk": Recipe("topk", ("silu",), _CATS, weighted=True, begin=0.7, reached=0.25),
-    "fatrelu": Recipe("fatrelu", ("silu", "gelu_tanh"), _RELU),
-    "reglu": Recipe("relu", ("silu", "gelu_tanh"), _RELU),
-    "drelu": Recipe("drelu", ("silu", "gelu_tanh"), _RELU),
+    "fatrelu": Recipe("fatrelu", ("silu", "gelu_tanh", "swiglu_oai"), _RELU),
+    "reglu": Recipe("relu", ("silu", "gelu_tanh", "swiglu_oai"), _RELU),
+    "drelu": Recipe("drelu", ("silu", "gelu_tanh", "swiglu_oai"), _RELU),
 }
 """By the name of --recipe. cats: arXiv 2404.08763; fatrelu, reglu: ProSparse, arXiv 2402.13516; drelu: arXiv
 2406.05955."""
+
+
+def trained_names(config: ModelConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(matrices of FFNs, all matrices of layers but the routers'), by canonical name. The embedding and the head stay
+    as they are."""
+    every = tuple(name for name in matrix_names(config) if name.startswith("layers.") and not is_router(name))
+    return tuple(name for name in every if name.rpartition(".")[2] in FFN_PARTS), every
+
+
+def scaled_types(checkpoint: Checkpoint, names: Sequence[str], types: StoredTypes) -> dict[str, str]:
+    """By the name of a matrix of which only the scales of its blocks are trained, for --type same, its type.
+
+    ModelError for one in a type that has no such scales.
+    """
+    if checkpoint.source != "gguf":
+        return {}
+    found = {name: checkpoint.stored_type(name) for name in names if types[name] == "same"}
+    found = {name: kind for name, kind in found.items() if kind not in FLOAT_TYPES}
+    for name, kind in found.items():
+        if kind not in SCALED:
+            raise ModelError(
+                f"{checkpoint.path}: {name} is stored as {kind}, whose scales cannot be trained: give another --type"
+            )
+    return found
+
+
+def code_bytes(checkpoint: Checkpoint, config: SparsifyConfig) -> int:
+    """Bytes that the code of a weight takes in memory where only scales are trained, 0 where all weights are.
+
+    ModelError for a type without scales that can be trained.
+    """
+    every = trained_names(checkpoint.config)[1]
+    types = scaled_types(checkpoint, every, StoredTypes.of(config))
+    if len(types) < len(every):
+        return 0
+    return 1 if all(block_type(kind).block == 32 for kind in types.values()) else 2
 
 
 def check(options: SparsifyConfig, config: ModelConfig) -> Recipe:
@@ -124,23 +180,33 @@ def check_recipe(name: str, config: ModelConfig) -> Recipe:
         ffn = layer.ffn
         if not isinstance(ffn, FfnConfig | ExpertsConfig) or not ffn.gated or ffn.activation not in recipe.of:
             suited = " and ".join(recipe.of)
-            raise RequestError(f"recipe {name} is for gated FFNs of {suited}, and this model has {ffn.title}")
+            others = [one for one, other in RECIPES.items() if ffn.gated and ffn.activation in other.of]
+            use = f": use recipe {' or '.join(others)}" if others else ""
+            raise RequestError(f"recipe {name} is for gated FFNs of {suited}, and this model has {ffn.title}{use}")
+        if ffn.activation == "swiglu_oai" and not ffn.bias:
+            raise RequestError(
+                f"recipe {name} changes biases of up in experts of swiglu_oai, and this model has none there: take "
+                "a published file of gpt-oss"
+            )
         if recipe.activation == "topk" and not (isinstance(ffn, FfnConfig) and ffn.size % BANK == 0):
             raise RequestError(
                 f"recipe {name} is for FFNs of whole banks of {BANK} neurons, without experts, and this model has "
                 f"{ffn.title}: use recipe cats"
             )
-    problem = unsupported(config)
-    if problem:
-        raise RequestError(f"sparsify cannot train this model: {problem}")
     return recipe
 
 
-def unsupported(config: ModelConfig) -> str | None:
-    """Why a model cannot be computed by `torch_model`; None: it can."""
-    for layer in config.layers:
-        if not isinstance(layer.attention, AttentionConfig):
-            return f"it has layers of {layer.attention.title}"
-        if layer.ffn.activation == "swiglu_oai":
-            return f"its experts have the activation {layer.ffn.activation}"
-    return None
+def moved_biases(config: ModelConfig) -> dict[str, float]:
+    """By canonical name, biases that get another value from the start, and how much is added.
+
+    The product of swiglu_oai has up + 1 where others have up. So the same matrices serve a sparse activation.
+    """
+    experts = (layer for layer, ffn in config.experts.items() if ffn.activation == "swiglu_oai")
+    return {f"layers.{layer}.experts_up_bias": 1.0 for layer in experts}
+
+
+def why_whole(config: ModelConfig, recipe: Recipe) -> str | None:
+    """Why the engine will compute every neuron of the sparse model; None: it can skip some."""
+    layers = (replace(one, ffn=replace(one.ffn, activation=recipe.activation)) for one in config.layers)  # type: ignore
+    sparse = replace(config, layers=tuple(layers))
+    return sparse.why_whole and sparse.why_whole_experts

@@ -29,6 +29,7 @@ from powerinfer.sparsify.training import Figures, Sparsifier, fast_type, find_de
 STEPS = 4  # of each stage; the first is not counted
 LAYERS = 2  # of the model, fewer where memory is short
 VOCAB = 32768  # at most: the head of a few layers would else be most of the work
+_VECTORS = {"bias": 0.0, "delta_decay": -0.1}  # by the end of the name, where they are not 1
 PEAK = 2048  # rows and columns of the matrices whose product says what the machine could do
 
 
@@ -112,12 +113,16 @@ class _RandomModel:
     def chat_template(self) -> None:
         return None
 
+    def turned(self, name: str) -> bool:
+        return False
+
     def has(self, name: str) -> bool:
         return name in self._shapes
 
     def take(self, name: str) -> _RandomModel:
         shape = self._shapes[name]
-        vector = np.full(shape, 0.0 if name.endswith("bias") else 1.0, np.float32)
+        value = next((value for end, value in _VECTORS.items() if name.endswith(end)), 1.0)
+        vector = np.full(shape, value, np.float32)
         matrix = self._rng.standard_normal(shape, np.float32) * np.float32(shape[-1] ** -0.5)
         self._values = matrix if len(shape) > 1 else vector
         return self

@@ -6,7 +6,7 @@ written back alike. What a family's layers compute is what `ModelConfig` says, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,18 +16,23 @@ from torch.nn import functional
 from powerinfer.config import (
     BANK,
     AttentionConfig,
+    DeltaNetConfig,
     ExpertsConfig,
     FfnConfig,
     GatedAttentionConfig,
+    LatentAttentionConfig,
     ModelConfig,
     RopeConfig,
     RouterConfig,
 )
-from powerinfer.errors import RequestError
 from powerinfer.formats.checkpoint import Checkpoint
-from powerinfer.formats.layout import shapes
+from powerinfer.formats.layout import is_matrix, shapes
+from powerinfer.kernels.gpu_types import OAI_LIMIT, OAI_SCALE
 from powerinfer.models.rope import rope_frequencies
-from powerinfer.sparsify.recipes import unsupported
+from powerinfer.sparsify import blocks
+from powerinfer.sparsify.blocks import Blocks
+from powerinfer.sparsify.torch_delta import remember
+from powerinfer.sparsify.torch_latent import attend_latents
 
 
 class Neurons(NamedTuple):
@@ -59,6 +64,9 @@ def activate(
 ) -> Tensor:
     """h of neurons, as `tests/reference.py` defines it. thresholds: [d_ff], where each neuron has its own."""
     own = up if gate is None else gate
+    if about.activation == "swiglu_oai":
+        own = own.clamp(max=OAI_LIMIT)
+        return own * torch.sigmoid(OAI_SCALE * own) * (up.clamp(-OAI_LIMIT, OAI_LIMIT) + 1)
     threshold = about.threshold if thresholds is None else thresholds
     match about.activation:
         case "silu":
@@ -95,31 +103,47 @@ class TorchModel:
     """Weights by canonical name, and the forward pass over whole windows of text.
 
     Matrices are multiplied in `compute`; norms, the residual stream, the router and the logits are float32. rounded:
-    by name, matrices that are used as a type of `ROUNDED` stores them, with the gradient of what they are rounded from.
+    by name, matrices that are used as a type of `ROUNDED` stores them, with the gradient of what they are rounded from;
+    blocks: by name, matrices whose weights here are the moves of their scales; turned: of both, the ones that are
+    stored transposed.
     """
 
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], compute: torch.dtype) -> None:
-        problem = unsupported(config)
-        if problem:
-            raise RequestError(f"sparsify cannot train this model: {problem}")
         self.config, self.compute = config, compute
         self.weights = weights
         self.hidden: Hidden = self._plain
         self.rounded: Mapping[str, str] = {}
+        self.blocks: Mapping[str, Blocks] = {}
+        self.turned: Container[str] = ()
         self._each: dict[str, tuple[Tensor, ...]] = {}  # of stacked matrices, those of each expert
         self._rotations: dict[tuple[RopeConfig, int], tuple[Tensor, Tensor]] = {}
 
     # ------------------------------------------------------------------------------------------------ parts
 
-    def _weight(self, name: str, expert: int | None = None) -> Tensor:
+    def _own(self, name: str, expert: int | None) -> Tensor:
         each = self._each.get(name)
-        weight = self.weights[name] if expert is None else self.weights[name][expert] if each is None else each[expert]
-        kind = self.rounded.get(name)
-        return (weight if kind is None else _Rounded.apply(weight, *ROUNDED[kind])).to(self.compute)
+        return self.weights[name] if expert is None else self.weights[name][expert] if each is None else each[expert]
 
-    def _linear(self, x: Tensor, name: str, expert: int | None = None) -> Tensor:
-        bias = self.weights.get(name + "_bias")
-        out = functional.linear(x.to(self.compute), self._weight(name, expert))
+    def weight(self, name: str, expert: int | None = None) -> Tensor:
+        """As matrices are multiplied with it."""
+        weight, kind, own = self._own(name, expert), self.rounded.get(name), self._blocks(name, expert)
+        if own is not None:
+            weight = own.values(weight).mT if name in self.turned else own.values(weight)
+        elif kind is not None:
+            weight = _rounded(weight.mT, kind).mT if name in self.turned else _rounded(weight, kind)
+        return weight.to(self.compute)
+
+    def _blocks(self, name: str, expert: int | None) -> Blocks | None:
+        own = self.blocks.get(name)
+        return own if own is None or expert is None else own.expert(expert)
+
+    def linear(self, x: Tensor, name: str, expert: int | None = None) -> Tensor:
+        """x [..., in] times a matrix, with its bias if there is one, in `compute`."""
+        bias, own, x = self.weights.get(name + "_bias"), self._blocks(name, expert), x.to(self.compute)
+        if own is None or name in self.turned:
+            out = functional.linear(x, self.weight(name, expert))
+        else:
+            out = blocks.linear(x, self._own(name, expert), own)
         if bias is None:
             return out
         return out + (bias if expert is None else bias[expert]).to(out.dtype)
@@ -140,8 +164,8 @@ class TorchModel:
             self._rotations[key] = (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
         return self._rotations[key]
 
-    def _rotate(self, x: Tensor, rope: RopeConfig) -> Tensor:
-        """x [batch, tokens, heads, dim]."""
+    def rotate(self, x: Tensor, rope: RopeConfig) -> Tensor:
+        """x [batch, tokens, heads, dim], whose first `rope.dim` dimensions turn."""
         cos, sin = (part[:, None] for part in self._rotation(rope, x.shape[1], x.device))
         turned, rest = x[..., : rope.dim].float(), x[..., rope.dim :]
         if rope.interleaved:
@@ -156,23 +180,24 @@ class TorchModel:
         heads = {"q": about.n_heads, "k": about.n_kv_heads, "v": about.n_kv_heads}
         parts = {}
         for part in heads:
-            product = self._linear(x, name + part)
+            product = self.linear(x, name + part)
             if part != "v" and about.qk_norm == "width":
-                product = self._own_norm(product, f"{name}{part}_norm")
+                product = self.own_norm(product, f"{name}{part}_norm")
             product = product.unflatten(-1, (heads[part], about.head_dim))
             if part != "v" and about.qk_norm == "head":
-                product = self._own_norm(product, f"{name}{part}_norm")
+                product = self.own_norm(product, f"{name}{part}_norm")
             if part != "v" and about.rope is not None:
-                product = self._rotate(product, about.rope)
+                product = self.rotate(product, about.rope)
             parts[part] = product.transpose(1, 2)
         q, k, v = (parts[part] for part in "qkv")
         mixed = self._mixed(q, k, v, name, about).transpose(1, 2).flatten(-2)
         if isinstance(about, GatedAttentionConfig):
-            mixed = mixed * torch.sigmoid(self._linear(x, name + "q_gate"))
-        return self._linear(mixed, name + "o")
+            mixed = mixed * torch.sigmoid(self.linear(x, name + "q_gate"))
+        return self.linear(mixed, name + "o")
 
-    def _own_norm(self, x: Tensor, name: str) -> Tensor:
-        return _Rms.apply(x.float(), self.weights[name], self.config.norm_eps).to(x.dtype)
+    def own_norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
+        """The RMS norm within attention, in the type of x [..., n]. eps: None, the model's."""
+        return _Rms.apply(x.float(), self.weights[name], self.config.norm_eps if eps is None else eps).to(x.dtype)
 
     def _mixed(self, q: Tensor, k: Tensor, v: Tensor, name: str, about: AttentionConfig) -> Tensor:
         tokens, grouped = q.shape[2], about.n_heads != about.n_kv_heads
@@ -201,10 +226,10 @@ class TorchModel:
 
     def neurons(self, x: Tensor, name: str, expert: int | None = None) -> Neurons:
         """The sum of neurons whose matrices are `name` + gate, up and down, of x [..., d_model] behind the norm."""
-        gate = self._linear(x, name + "gate", expert) if name + "gate" in self.weights else None
-        up = self._linear(x, name + "up", expert)
+        gate = self.linear(x, name + "gate", expert) if name + "gate" in self.weights else None
+        up = self.linear(x, name + "up", expert)
         h = self.hidden(name, gate, up)
-        return Neurons(expert, x, gate, up, h, self._linear(h, name + "down", expert))
+        return Neurons(expert, x, gate, up, h, self.linear(h, name + "down", expert))
 
     def _selected(self, x: Tensor, name: str, router: RouterConfig) -> tuple[Tensor, Tensor]:
         """(experts of each row of x, their weights), [rows, top_k]."""
@@ -257,20 +282,19 @@ class TorchModel:
         config = self.config
         x = functional.embedding(tokens, self.weights["embed"]).float() * config.embedding_scale
         if config.embed_dim:
-            x = self._linear(x, "project_in").float()
+            x = self.linear(x, "project_in").float()
         if config.positions == "learned":
             x = x + self.weights["positions"][config.position_offset :][: tokens.shape[1]]
         for layer in range(config.n_layers):
             x = self._layer(x, layer, seen)
         x = self._norm(x, "final_norm")
-        return self._linear(x, "project_out").float() if config.embed_dim else x
+        return self.linear(x, "project_out").float() if config.embed_dim else x
 
     def _layer(self, x: Tensor, layer: int, seen: Seen | None) -> Tensor:
         about, name, scale = self.config.layers[layer], f"layers.{layer}.", self.config.residual_scale
-        assert isinstance(about.attention, AttentionConfig)
 
         def attend(value: Tensor) -> Tensor:
-            return self._attention(value, name, about.attention).float() * scale  # type: ignore[arg-type]
+            return ATTENTIONS[type(about.attention)](self, value, name, about.attention).float() * scale
 
         entered = x
 
@@ -311,7 +335,17 @@ class TorchModel:
         return (gradient.to(self.compute) @ self._head()).float() * self.config.logit_scale
 
     def _head(self) -> Tensor:
-        return self._weight("embed" if self.config.tied_embeddings else "head")
+        return self.weight("embed" if self.config.tied_embeddings else "head")
+
+
+ATTENTIONS: dict[type, Callable[[TorchModel, Tensor, str, Any], Tensor]] = {
+    AttentionConfig: TorchModel._attention,
+    GatedAttentionConfig: TorchModel._attention,
+    LatentAttentionConfig: attend_latents,
+    DeltaNetConfig: remember,
+}
+"""What a layer's attention adds, by the class of `LayerConfig.attention`: called with (model, what it reads [batch,
+tokens, d_model], `layers.N.`, its configuration)."""
 
 
 class _Rms(torch.autograd.Function):  # type: ignore[misc]
@@ -330,6 +364,10 @@ class _Rms(torch.autograd.Function):  # type: ignore[misc]
         own = gradients[0] * weight
         mean = torch.linalg.vecdot(own, x).unsqueeze(-1).mul_(inverse.square() / x.shape[-1])
         return own.addcmul_(x, mean, value=-1).mul_(inverse), None, None
+
+
+def _rounded(weight: Tensor, kind: str) -> Tensor:
+    return _Rounded.apply(weight, *ROUNDED[kind])
 
 
 class _Rounded(torch.autograd.Function):  # type: ignore[misc]
@@ -354,11 +392,16 @@ class _Rounded(torch.autograd.Function):  # type: ignore[misc]
         return gradients[0], None, None
 
 
-def load(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """All weights of a model by canonical name, dequantised."""
+def load(checkpoint: Checkpoint, leave: Container[str] = ()) -> dict[str, Tensor]:
+    """All weights of a model but those to leave, by canonical name, dequantised to float32."""
     weights = {}
     for name, _ in shapes(checkpoint.config):
-        if checkpoint.has(name):
-            weights[name] = torch.from_numpy(checkpoint.take(name).float32().copy()).to(dtype)
+        if checkpoint.has(name) and name not in leave:
+            weights[name] = torch.from_numpy(checkpoint.take(name).float32().copy())
             checkpoint.release()
     return weights
+
+
+def narrowed(weights: Mapping[str, Tensor], compute: torch.dtype) -> dict[str, Tensor]:
+    """The weights with all matrices in the type that they are multiplied in."""
+    return {name: value.to(compute) if is_matrix(name, value.shape) else value for name, value in weights.items()}

@@ -43,13 +43,16 @@ from torch.nn import functional
 from powerinfer.config import BANK, LIMITED, ExpertsConfig, FfnConfig, ModelConfig, SparsifyConfig
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint
-from powerinfer.formats.layout import is_router, matrix_names, shapes
+from powerinfer.formats.layout import shapes
 from powerinfer.formats.prepared import TRAINING, PreparedFile
 from powerinfer.formats.quant import dequantize, quantize
+from powerinfer.formats.tensors import RawTensor, float32_tensor
 from powerinfer.prepare.corpus import Corpus, read_windows
 from powerinfer.progress import Progress, Say, silent
-from powerinfer.sparsify.recipes import FFN_PARTS, RECIPES, Stage, StoredTypes, check
-from powerinfer.sparsify.torch_model import ROUNDED, Neurons, TorchModel, load
+from powerinfer.sparsify.blocks import Blocks
+from powerinfer.sparsify.finished import STATE
+from powerinfer.sparsify.recipes import RECIPES, Stage, StoredTypes, check, moved_biases, scaled_types, trained_names
+from powerinfer.sparsify.torch_model import ROUNDED, Neurons, TorchModel, load, narrowed
 from powerinfer.sparsify.writing import fitting
 from powerinfer.system import available_memory
 
@@ -114,16 +117,23 @@ class Sparsifier:
             _keep_freed_memory()
         self._train, self._held_out = _texts(checkpoint, corpora, config, progress, say, start)
         compute = fast_type(self.device)
-        weights = {name: value.to(self.device) for name, value in load(checkpoint).items()}
-        frozen = {name: value.to(compute) if value.ndim > 1 else value for name, value in weights.items()}
-        self.teacher = TorchModel(checkpoint.config, frozen, compute)
         self._ffns, self._all = trained_names(checkpoint.config)
-        types = StoredTypes(config.type, config.attention_type, config.embedding_type)
+        types = StoredTypes.of(config)
+        scaled = scaled_types(checkpoint, self._all, types)
+        self._blocks = {name: Blocks.of(checkpoint.stored(name), self.device) for name in scaled}
+        still = {name: blocks.still() for name, blocks in self._blocks.items()}
+        weights = {name: value.to(self.device) for name, value in load(checkpoint, scaled).items()} | still
+        frozen = narrowed(weights, compute) | still
+        self.teacher = TorchModel(checkpoint.config, frozen, compute)
         gguf = "gguf" in (checkpoint.source, config.format)
-        rough = [name for name in self._all if gguf and types[name] in ROUNDED and weights[name].shape[-1] % 32 == 0]
+        turned = {name for name in self._all if checkpoint.turned(name)}
+        rows = {name: weights[name].shape[-2 if name in turned else -1] for name in self._all}
+        rough = [name for name in self._all if gguf and types[name] in ROUNDED and rows[name] % 32 == 0]
         self._rounded = {name: types[name] for name in rough}
         first = weights if start is None else self._started(start, weights)
         own = dict(frozen) | {name: first[name].to(self.device).clone() for name in self._all}
+        self._moved = moved_biases(checkpoint.config)
+        own |= {name: weights[name] + more for name, more in self._moved.items()}
         self._embedding: tuple[str, ...] = ()  # where its type changes
         if gguf and config.embedding_type != "same":
             self._embedding = ("embed",)
@@ -131,6 +141,8 @@ class Sparsifier:
         del weights, first
         self.student = TorchModel(checkpoint.config, own, compute)
         self.student.hidden = self._hidden
+        for model in (self.teacher, self.student):
+            model.blocks, model.turned = self._blocks, turned
         self.limits = dict.fromkeys(range(checkpoint.config.n_layers), 0.0)
         ffns = {f"layers.{n}.": layer.ffn for n, layer in enumerate(checkpoint.config.layers)}
         dense = self.recipe.weighted and all(isinstance(ffn, FfnConfig) for ffn in ffns.values())
@@ -155,7 +167,7 @@ class Sparsifier:
         if start is not None:  # its weights were rounded already, and would be far off between the stages
             stages = tuple(replace(stage, stored=True) for stage in stages if stage.name != "regress")
         self.stages = self._divided(stages)
-        self._state = PreparedFile(TRAINING, checkpoint, path=out / "training.safetensors", option=("--out", "FOLDER"))
+        self._state = PreparedFile(TRAINING, checkpoint, path=out / STATE, option=("--out", "FOLDER"))
 
     def _divided(self, stages: Sequence[Stage]) -> list[tuple[Stage, int]]:
         """The stages with their steps, by their shares of the tokens."""
@@ -163,18 +175,39 @@ class Sparsifier:
         ends = np.rint(shares / shares[-1] * self._steps).astype(int).tolist()
         return [(stage, end - begin) for stage, begin, end in zip(stages, [0, *ends[:-1]], ends, strict=True)]
 
-    def values(self, name: str) -> NDArray[np.float32]:
-        """Of a weight, by its canonical name."""
+    def trained(self, name: str) -> RawTensor:
+        """A weight, by its canonical name: float32, or as it is stored where only its scales are trained."""
         if name in self._embedding:
-            return self._checkpoint.take(name).float32()
-        return np.asarray(self.student.weights[name].detach().float().cpu().numpy())
+            return self._checkpoint.take(name)
+        weight = self.student.weights[name].detach()
+        if name in self._blocks:
+            return self._blocks[name].stored(self._checkpoint.stored(name), weight)
+        return float32_tensor(weight.float().cpu().numpy())
+
+    def opened(self, written: Checkpoint) -> TorchModel:
+        """The model that was written of this training, to evaluate."""
+        weights = {name: value.to(self.device) for name, value in load(written, self._blocks).items()}
+        blocks = {name: Blocks.of(written.stored(name), self.device) for name in self._blocks}
+        weights |= {name: own.still() for name, own in blocks.items()}
+        model = TorchModel(written.config, weights, self.teacher.compute)
+        model.blocks, model.turned = blocks, self.student.turned
+        return model
 
     def _started(self, start: Checkpoint, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights of a sparse model that was made out of the original: what is never trained is the same."""
         check_start(start, self._checkpoint, self.config.recipe)
-        theirs = load(start)
+        theirs = load(start, self._blocks)
+        for name, blocks in self._blocks.items():
+            moves = blocks.moves_to(start.stored(name))
+            if moves is None:
+                raise RequestError(
+                    f"--start {start.path} has other codes than {self._checkpoint.path} in {name}, and --type same "
+                    "trains scales alone: give the --type that it was made with"
+                )
+            theirs[name] = moves
         untrained = [name for name in ours if name not in self._all and not name.endswith(".threshold")]
-        if not all(_alike(ours[name].cpu(), theirs[name]) for name in untrained):
+        moved = moved_biases(self._checkpoint.config)
+        if not all(_alike(ours[name].cpu() + moved.get(name, 0.0), theirs[name]) for name in untrained):
             raise _no_start(start, self._checkpoint, self.config.recipe)
         return theirs
 
@@ -315,7 +348,7 @@ class Sparsifier:
             thresholds[f"{name}threshold"] = np.asarray(own.cpu().numpy())
         every = any(stage.other and steps for stage, steps in self.stages)
         seconds, tokens = time.monotonic() - began, self._tokens(self._steps)
-        changed = self._embedding + (self._all if every else self._ffns)
+        changed = (*self._embedding, *self._moved, *(self._all if every else self._ffns))
         return Trained(changed, limits, thresholds, before, tokens, seconds, resumed)
 
     def _importances(self) -> dict[str, Tensor]:
@@ -471,6 +504,7 @@ class Sparsifier:
         run = {f"--{name.replace('_', '-')}": value for name, value in asdict(self.config).items() if name not in free}
         run["--start"] = None if self._start is None else self._start.fingerprint
         rounded = {(name.rpartition(".")[2], kind) for name, kind in self._rounded.items()}
+        rounded |= {(name.rpartition(".")[2], "same") for name in self._blocks}
         run["--type or --attention-type"] = sorted(rounded)
         digest = hashlib.sha256()
         for windows in (self._train, self._held_out):
@@ -570,13 +604,6 @@ def check_start(start: Checkpoint, original: Checkpoint, recipe: str) -> None:
 
 def _no_start(start: Checkpoint, original: Checkpoint, recipe: str) -> RequestError:
     return RequestError(f"--start {start.path} is no model that recipe {recipe} made out of {original.path}")
-
-
-def trained_names(config: ModelConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(matrices of FFNs, all matrices of layers but the routers'), by canonical name. The embedding and the head stay
-    as they are."""
-    every = tuple(name for name in matrix_names(config) if name.startswith("layers.") and not is_router(name))
-    return tuple(name for name in every if name.rpartition(".")[2] in FFN_PARTS), every
 
 
 def free_bytes(device: torch.device) -> int:

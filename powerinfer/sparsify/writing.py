@@ -25,12 +25,12 @@ from powerinfer.formats.checkpoint import Checkpoint, Place
 from powerinfer.formats.folder import THRESHOLD, file_names
 from powerinfer.formats.folder_config import read_config
 from powerinfer.formats.gguf import encoded, metadata_bytes, read_gguf, write_gguf
-from powerinfer.formats.gguf_model import NAMES
+from powerinfer.formats.gguf_model import NAMES, said_twice
 from powerinfer.formats.json_file import read_json
-from powerinfer.formats.layout import is_router, shapes
+from powerinfer.formats.layout import is_matrix, is_router, shapes
 from powerinfer.formats.quant import Bytes, Float32, block_type, dequantize, quantize
 from powerinfer.formats.safetensors_file import read_safetensors, safetensors_header
-from powerinfer.formats.tensors import RawTensor
+from powerinfer.formats.tensors import RawTensor, float32_tensor
 from powerinfer.sparsify.as_folder import AsFolder, json_bytes
 from powerinfer.sparsify.as_gguf import AsGGUF
 from powerinfer.sparsify.other_format import OtherFormat
@@ -47,8 +47,8 @@ SHARD = 5 * 10**9
 _KEYS = {"gemma3_text": "hidden_activation", "openelm": "activation_fn_name"}
 """Families of folders that call "hidden_act" otherwise."""
 
-NewValues = Callable[[str], Float32]
-"""The values of a changed tensor, by its canonical name."""
+NewTensor = Callable[[str], RawTensor]
+"""A changed tensor, by its canonical name: its values as F32, or as the file has it but for its scales."""
 
 
 class _Change:
@@ -58,12 +58,18 @@ class _Change:
         self.tensor = tensor
         self.rows: list[tuple[str, slice, slice]] = []
 
-    def values(self, new: NewValues) -> Float32:
-        """All of it, float32 [rows, columns]."""
-        rows = np.array(dequantize(self.tensor.rows(), self.tensor.type))
-        for name, here, there in self.rows:
-            rows[here] = new(name).reshape(-1, rows.shape[-1])[there]
-        return rows
+    def data(self, new: NewTensor, kind: str) -> Bytes:
+        """All of it in that type."""
+        made = [(new(name), here, there) for name, here, there in self.rows]
+        if kind == self.tensor.type and all(one.type == kind for one, _, _ in made):
+            rows = self.tensor.rows().copy()
+            for one, here, there in made:
+                rows[here] = one.rows()[there]
+            return rows
+        values = np.array(dequantize(self.tensor.rows(), self.tensor.type))
+        for one, here, there in made:
+            values[here] = one.float32().reshape(-1, values.shape[-1])[there]
+        return quantize(values, kind)
 
 
 def check_writable(
@@ -72,7 +78,7 @@ def check_writable(
     """ModelError or RequestError if these tensors could not be replaced in the model's files, or the activation could
     not be stated there. types, form: as of `write_model`."""
     if form == "gguf" and checkpoint.source != "gguf":
-        AsGGUF(checkpoint)
+        AsGGUF(checkpoint, types)
         return
     if form == "folder" and checkpoint.source == "gguf":
         made = AsFolder(checkpoint, types)
@@ -96,7 +102,7 @@ def write_model(
     out: Path,
     types: StoredTypes,
     changed: Sequence[str],
-    new: NewValues,
+    new: NewTensor,
     about: Mapping[str, Any],
     added: Mapping[str, Float32] = MappingProxyType({}),
     form: str = "same",
@@ -112,10 +118,7 @@ def write_model(
     out.mkdir(parents=True, exist_ok=True)
     stay = not added and about["hidden_act"] in THRESHOLDED and _LIMITS not in about
     gone = [name for name in checkpoint.names() if name.endswith(THRESHOLD) and not stay]
-    own = {
-        name: RawTensor("F32", values.shape, np.ascontiguousarray(values, "<f4").view(np.uint8))
-        for name, values in added.items()
-    }
+    own = {name: float32_tensor(values) for name, values in added.items()}
     model = _Model(checkpoint, types, changed, new, about, own, gone)
     gguf = checkpoint.source == "gguf"
     if form == "folder" or (form == "same" and not gguf):
@@ -133,10 +136,17 @@ class _Model:
     checkpoint: Checkpoint
     types: StoredTypes
     changed: Sequence[str]
-    new: NewValues
+    new: NewTensor
     about: Mapping[str, Any]
     added: Mapping[str, RawTensor]
     gone: Sequence[str]
+
+    def stored(self, name: str) -> RawTensor:
+        """A changed tensor as the files have it."""
+        made = self.new(name)
+        if made.type != "F32" or not self.checkpoint.turned(name):
+            return made
+        return float32_tensor(made.float32().swapaxes(-1, -2))
 
 
 def _changes(
@@ -177,16 +187,17 @@ def _changed_gguf(model: _Model) -> _Content:
     file = read_gguf(model.checkpoint.path)
     changes = _changes(file.tensors, file.files[0].view(), _by_file(model).get(file.path, []))
     types = {name: _new_type(change, model.types) for name, change in changes.items()}
-    left_out = {NAMES(name) for name in model.gone}
+    left_out = {NAMES(name) for name in model.gone}.union(said_twice(file, model.checkpoint.config))
     every = {name: tensor for name, tensor in file.tensors.items() if name not in left_out}
     every |= {NAMES(name): tensor for name, tensor in model.added.items()}
     tensors = [(name, types.get(name, tensor.type), tensor.shape) for name, tensor in every.items()]
     architecture, metadata = model.checkpoint.config.architecture, metadata_bytes(file.path)
     metadata.pop(f"{architecture}.{_LIMITS}", None)
     metadata |= {f"{architecture}.{key}": encoded(value) for key, value in model.about.items()}
-    metadata["general.file_type"] = encoded(_FILE_TYPES[model.types.changed])
+    if model.types.changed != "same":
+        metadata["general.file_type"] = encoded(_FILE_TYPES[model.types.changed])
     data = (
-        quantize(changes[name].values(model.new), kind) if name in changes else every[name].data
+        changes[name].data(model.stored, kind).reshape(-1) if name in changes else every[name].data
         for name, kind, _ in tensors
     )
     return metadata, tensors, data
@@ -194,7 +205,7 @@ def _changed_gguf(model: _Model) -> _Content:
 
 def _folder_as_gguf(model: _Model) -> _Content:
     """Of a folder."""
-    form = AsGGUF(model.checkpoint)
+    form = AsGGUF(model.checkpoint, model.types)
     metadata = form.metadata | {f"{form.architecture}.{key}": value for key, value in model.about.items()}
     metadata |= {"general.file_type": _FILE_TYPES[model.types.changed], "general.quantization_version": 2}
     every = _all_tensors(model)
@@ -213,22 +224,24 @@ def fitting(wanted: str, shape: Sequence[int]) -> str:
 
 
 def _new_type(change: _Change, types: StoredTypes) -> str:
-    """Vectors stay as they are."""
-    tensor = change.tensor
-    return tensor.type if len(tensor.shape) == 1 else fitting(types[change.rows[0][0]], tensor.shape)
+    """Vectors stay as they are, and so do biases."""
+    tensor, name = change.tensor, change.rows[0][0]
+    if not is_matrix(name, tensor.shape) or types[name] == "same":
+        return tensor.type
+    return fitting(types[name], tensor.shape)
 
 
 # --- in the other format ---------------------------------------------------------------------------------------------
 
 
 def _all_tensors(model: _Model) -> dict[str, tuple[str, Shape]]:
-    """By canonical name the (type, shape) of every tensor. Vectors and routers are F32."""
+    """By canonical name the (type, shape) of every tensor. Routers and what is no matrix are F32."""
     every = {name: shape for name, shape in shapes(model.checkpoint.config) if name not in model.gone}
     every |= {name: tensor.shape for name, tensor in model.added.items()}
     changed = {name: model.types[name] for name in model.changed}
 
     def kind(name: str, shape: Shape) -> str:
-        if len(shape) == 1 or is_router(name):
+        if not is_matrix(name, shape) or is_router(name):
             return "F32"
         return fitting(changed.get(name, model.types.changed), shape)
 
@@ -239,8 +252,8 @@ def _data(model: _Model, form: OtherFormat, name: str, kind: str, shape: Shape) 
     """Of a tensor, by its canonical name, as it is written."""
     if name in model.added:
         return model.added[name].data
-    own = model.new(name) if name in model.changed else model.checkpoint.take(name).float32()
-    rows = np.ascontiguousarray(form.turned(name, own), np.float32).reshape(-1, shape[-1])
+    own = model.new(name) if name in model.changed else model.checkpoint.take(name)
+    rows = np.ascontiguousarray(form.turned(name, own.float32()), np.float32).reshape(-1, shape[-1])
     data = quantize(rows, kind)
     model.checkpoint.release()
     return data
@@ -323,7 +336,7 @@ def _write_folder(model: _Model, out: Path) -> Path:
             to.write(safetensors_header(about, metadata))
             for name, tensor in kept.items():
                 change = changes.get(name)
-                to.write((tensor.data if change is None else quantize(change.values(model.new), tensor.type)).data)
+                to.write((tensor.data if change is None else change.data(model.stored, tensor.type)).data)
     if (checkpoint.path / _INDEX).exists():
         index, _ = read_json(checkpoint.path / _INDEX)
         stay = {name: file for name, file in index["weight_map"].items() if not (gone and name.endswith(THRESHOLD))}
