@@ -26,7 +26,7 @@ from powerinfer.prepare.corpus import open_corpora
 from powerinfer.sparsify import sparsify
 from powerinfer.sparsify.blocks import Blocks, linear
 from powerinfer.sparsify.estimate import estimate, memory
-from powerinfer.sparsify.recipes import RECIPES, StoredTypes, code_bytes, trained_names
+from powerinfer.sparsify.recipes import RECIPES, StoredTypes, code_bytes, code_bytes_of_k_quants, trained_names
 from powerinfer.sparsify.training import Sparsifier
 from powerinfer.sparsify.writing import write_model
 
@@ -184,11 +184,27 @@ def test_types_without_scales(tmp_path: Path) -> None:
 def test_memory_of_scales_alone(quantised: Path) -> None:
     """A fraction of what all weights need; without codes it is the same as ever."""
     checkpoint, config = open_checkpoint(quantised), SparsifyConfig(type="same")
-    assert code_bytes(checkpoint, config) == 1
-    assert code_bytes(checkpoint, SparsifyConfig(type="q8_0")) == 0
+    codes = code_bytes(checkpoint, config)
+    assert codes == dict.fromkeys(trained_names(checkpoint.config)[1], 1)
+    assert not code_bytes(checkpoint, SparsifyConfig(type="q8_0"))
+    assert code_bytes_of_k_quants(checkpoint.config, config) == dict.fromkeys(codes, 2)
     recipe = RECIPES["cats"]
-    small, large = (memory(checkpoint.config, recipe, 1, 1, 2, codes)[0].device for codes in (1, 0))
+    small, large = (memory(checkpoint.config, recipe, 1, 1, 2, one)[0].device for one in (codes, {}))
     trained = sum(int(np.prod(checkpoint.take(name).shape)) for name in trained_names(checkpoint.config)[1])
     assert large - small > 14 * trained
-    about = estimate(checkpoint.config, replace(config, window=32), None, None, codes=1)
+    about = estimate(checkpoint.config, replace(config, window=32), None, None, codes)
     assert [one["place"] for one in about["memory"]] == ["all on the device"]
+
+
+def test_memory_where_some_matrices_are_trained_as_a_whole(quantised: Path, tmp_path: Path) -> None:
+    """Those stored as floats, and those that get another type."""
+    floats, recipe, config = open_checkpoint(stored_as(tmp_path, "q5_0", "f16")), RECIPES["cats"], SparsifyConfig()
+    ffns, every = trained_names(floats.config)
+    assert code_bytes(floats, replace(config, type="same")) == dict.fromkeys(ffns, 1)
+    other = replace(config, type="same", attention_type="q5_1")
+    assert code_bytes(open_checkpoint(quantised), other) == dict.fromkeys(ffns, 1)
+    assert code_bytes_of_k_quants(floats.config, other) == dict.fromkeys(ffns, 2)
+    none, some, all_ = (memory(floats.config, recipe, 1, 1, 2, dict.fromkeys(names, 1)) for names in ((), ffns, every))
+    attention = sum(int(np.prod(floats.take(name).shape)) for name in set(every) - set(ffns))
+    assert none[0].device > some[0].device > all_[0].device
+    assert len(some) == 3 and some[1].ram == 8 * attention and some[2].ram == 12 * attention

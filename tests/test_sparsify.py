@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import shutil
 import sys
 from dataclasses import replace
 from itertools import count
@@ -39,7 +40,7 @@ from powerinfer.sparsify.loss_plot import draw_log, read_log
 from powerinfer.sparsify.own_text import OwnText, is_useful, write_own_text
 from powerinfer.sparsify.recipes import FFN_PARTS, RECIPES, Stage, StoredTypes, check_recipe
 from powerinfer.sparsify.torch_model import ROUNDED, TorchModel, _Rounded, load
-from powerinfer.sparsify.training import Sparsifier, _Cut, _stored, trained_names
+from powerinfer.sparsify.training import Sparsifier, _Cut, _log, _stored, trained_names
 from powerinfer.sparsify.writing import write_model
 
 SHAPE = Shape(d_model=64, d_ff=128, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, vocab=1200, context=128)
@@ -800,10 +801,15 @@ def test_memory_is_asked_for_before_anything_else(
 
 def test_the_steps_as_a_picture(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [f"{at},{'regress' if at < 40 else 'distil'},{100 * (at + 1)},{5 / (1 + at)},0.{at:02}" for at in range(99)]
-    broken = ["", "x", "7,distil,700,nan,0.3", "9,distil"]
+    broken = ["", "x", "7,distil,700,nan,0.3", "9,distil", "\0" * 200_000, f"{'9' * 5000},distil,1,1,0.3"]
     (tmp_path / "log.csv").write_text("\n".join(["step,stage,tokens,loss,zeros", *lines, *broken]))
     steps = read_log(tmp_path / "log.csv")
     assert len(steps) == 99 and steps[40] == (4100, 5 / 41, 0.4)
+    (tmp_path / "again").mkdir()
+    shutil.copy(tmp_path / "log.csv", tmp_path / "again")
+    with _log(tmp_path / "again" / "log.csv") as begin:
+        begin(50)
+    assert read_log(tmp_path / "again" / "log.csv") == steps[:50], "what was damaged does not hinder a training"
     drawn: list[Any] = []
     monkeypatch.setattr("powerinfer.sparsify.loss_plot.draw_training", lambda *about: drawn.append(about[-1]))
     regress, distil, last = RECIPES["reglu"].stages

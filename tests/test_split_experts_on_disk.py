@@ -34,6 +34,7 @@ from powerinfer.devices import disk  # noqa: E402
 from powerinfer.devices.disk import OnDisk  # noqa: E402
 from powerinfer.errors import ModelError, RequestError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
+from powerinfer.hardware import measure  # noqa: E402
 from powerinfer.hardware.description import load  # noqa: E402
 from powerinfer.hybrid.experts import Copier, ExpertSparsity, ExpertSplit, HybridExperts  # noqa: E402
 from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
@@ -44,7 +45,7 @@ from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
 ENGINE = EngineConfig(threads=2, prefill_chunk=64, max_batch=4, context=128, trial=False, disk="direct")
 NAMES = ("qwen3-30b-a3b", "smallthinker-4b", "gpt-oss-20b", "deepseek-v2-lite", "folder")
 MIB = 1 << 20
-REAL = _native.Reads
+REAL, MEASURED = _native.Reads, measure.measured
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
@@ -360,6 +361,28 @@ def test_what_neither_memory_holds_stays_on_disk(large: Path) -> None:
         whole.close()
 
 
+def test_what_may_not_stay_on_disk_is_refused_before_the_machine_is_measured(
+    large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, machine = planned(large, 20, 12 * MIB).engine, load("pc-high")
+    assert engine.vram is not None and engine.ram is not None and machine.gpu is not None
+    vram, ram = engine.vram - machine.gpu.reserved_bytes, engine.ram - machine.host_bytes  # not known before
+    engine = replace(engine, vram=vram, ram=ram, disk="none")
+    monkeypatch.setattr(measure, "measured", MEASURED)
+    monkeypatch.setattr(measure, "known", lambda *_: None)
+    monkeypatch.setattr(measure, "measure_and_keep", lambda *_, **__: pytest.fail("it was measured"))
+    with pytest.raises(RequestError, match=r"needs at least .* of RAM \+ VRAM: give --ram"):
+        resolve(open_checkpoint(large), engine)
+
+
+def test_a_policy_for_what_is_not_on_disk_is_said(large: Path) -> None:
+    engine, notes = replace(planned(large, 20, 12 * MIB).engine, disk_policy="lru"), list[str]()
+    resolve(open_checkpoint(large), engine, say=notes.append)
+    assert not notes
+    resolve(open_checkpoint(large), replace(engine, ram=None), say=notes.append)
+    assert notes == ["--disk-policy lru is not used: neither experts nor neurons stay on disk"]
+
+
 def test_with_fewer_experts_on_the_gpu_more_stay_on_disk(large: Path) -> None:
     resolved = planned(large, 20, 12 * MIB)
     fewer = with_fewer_experts(resolved)
@@ -369,9 +392,11 @@ def test_with_fewer_experts_on_the_gpu_more_stay_on_disk(large: Path) -> None:
     assert fewer.disk.resting["experts"] > resolved.disk.resting["experts"]
     assert needs(fewer).ram <= (fewer.engine.ram or 0)
     enough = planned(large, 20)
+    with_buffers = replace(enough, staging=1 << 20)
+    assert with_fewer_experts(with_buffers) == replace(enough, staging=0), "buffers for long prompts go before experts"
     at_most = replace(enough, engine=replace(enough.engine, ram=needs(enough).ram))
     fewer = with_fewer_experts(at_most)
-    assert fewer is not None and fewer.disk is not None and fewer.staging == 0
+    assert fewer is not None and fewer.disk is not None
     tried = with_fewer_experts(replace(at_most, policy=None))
     assert tried is not None and tried.policy == "static" and tried.disk == fewer.disk
     with pytest.raises(RequestError, match=r"need .* of RAM: give --ram"):

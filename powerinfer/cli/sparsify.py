@@ -88,7 +88,7 @@ def _estimate(args: argparse.Namespace, engine: EngineConfig, config: SparsifyCo
     from powerinfer.placement.shapes import find_shape
     from powerinfer.sparsify import measured
     from powerinfer.sparsify.estimate import estimate
-    from powerinfer.sparsify.recipes import code_bytes
+    from powerinfer.sparsify.recipes import code_bytes, code_bytes_of_k_quants
 
     if args.shape is not None and args.model is not None:
         raise RequestError("give a model (-m) or a shape (--shape), not both")
@@ -96,7 +96,10 @@ def _estimate(args: argparse.Namespace, engine: EngineConfig, config: SparsifyCo
         checkpoint = open_model(args.model, engine, out)
         model, codes = checkpoint.config, code_bytes(checkpoint, config)
     else:
-        model, codes = find_shape(args.shape).config, 2 if config.type == "same" else 0  # as of K-quants
+        model = find_shape(args.shape).config
+        codes = code_bytes_of_k_quants(model, config)
+    if args.measure and codes:
+        raise RequestError("--measure times a training of all weights: leave it out, or --type same")
     estimate(model, config, args.share, None)  # refuses before anything is measured
     rates = None
     if args.measure:

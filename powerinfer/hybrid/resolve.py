@@ -81,7 +81,7 @@ class Resolved:
 def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = silent, say: Say = silent) -> Resolved:
     """Decide how a model is loaded, from its headers and what is prepared for it. No weights are read.
 
-    say: told where a GPU, or a budget for one, is not used.
+    say: told where a GPU, a budget for one, or a policy for what is on disk is not used.
     RequestError for options that cannot be met, ModelError for prepared files that do not suit the model,
     PowerInferError when a GPU that was requested by name cannot be used.
     """
@@ -92,6 +92,9 @@ def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = s
         raise RequestError("--adjust is for models whose neurons or experts are split between a GPU and the CPU")
     if engine.expert_policy not in ("static", "auto") and resolved.experts is None:
         raise RequestError(f"--expert-policy {engine.expert_policy} is for experts on a GPU: leave it out")
+    on_disk = None if resolved.disk is None else resolved.disk.about
+    if engine.disk_policy != EngineConfig.disk_policy and not (on_disk and (on_disk.experts or on_disk.neurons)):
+        say(f"--disk-policy {engine.disk_policy} is not used: neither experts nor neurons stay on disk")
     return _with_policy(resolved)
 
 
@@ -247,14 +250,16 @@ def with_fewer_layers(resolved: Resolved) -> Resolved | None:
 
 
 def with_fewer_experts(resolved: Resolved) -> Resolved | None:
-    """With an eighth fewer on the GPU, at least one of each layer; None if there are none. RequestError if --ram does
-    not hold the rest, and it may not stay on disk."""
+    """Without buffers for long prompts, if there are any; or with an eighth fewer on the GPU, at least one of each
+    layer. None if there are none. RequestError if --ram does not hold the rest, and it may not stay on disk."""
     from powerinfer.hardware.measure import measured
     from powerinfer.placement.budget import gib
     from powerinfer.placement.disk import plan_disk, within
     from powerinfer.system import available_memory
 
     assert resolved.experts is not None
+    if resolved.staging:
+        return replace(resolved, staging=0)
     if not any(len(own) for own in resolved.experts):
         return None
     experts = tuple(own[: len(own) * 7 // 8] for own in resolved.experts)
@@ -284,7 +289,7 @@ def with_fewer_experts(resolved: Resolved) -> Resolved | None:
         cached=resolved.policy != "static",
         whole=needed,
     )
-    return replace(fewer, disk=disk, staging=0)
+    return replace(fewer, disk=disk)
 
 
 def _how_many(experts: Sequence[Indices], every: int) -> str:
@@ -562,7 +567,8 @@ def _within_ram(resolved: Resolved, model: Model, hardware: Hardware) -> Resolve
 
 
 def _planned(resolved: Resolved, model: Model) -> Callable[[Hardware], PlanRequest]:
-    """Gives the request for a plan on a machine. RequestError, from it, if no layer fits on the GPU."""
+    """Gives the request for a plan on a machine. RequestError, from it, if no layer fits on the GPU, or RAM does not
+    hold experts that may not stay on disk."""
     from powerinfer.formats.profile_file import open_profile
     from powerinfer.placement.disk import within
     from powerinfer.placement.request import Subject, expert_subject, on_named_gpu
@@ -579,7 +585,11 @@ def _planned(resolved: Resolved, model: Model) -> Callable[[Hardware], PlanReque
         described = hardware.cpu.memory_bytes
         ram = min(available_memory() or described, described) if engine.ram is None else engine.ram
         made = on_named_gpu(subject.request(hardware, replace(engine, ram=ram)))
-        if engine.ram is None and any(model.n_experts) and made.claims().disk is not None:
+        if not any(model.n_experts):
+            return made
+        if engine.disk == "none":
+            made.in_memory()
+        elif engine.ram is None and made.claims().disk is not None:
             return replace(made, ram=within(ram))
         return made
 
@@ -613,10 +623,7 @@ def _split_experts(
     """A plan that places experts; the reason if that is slower than the CPU alone."""
     from powerinfer.placement.plan import make_plan
 
-    made = request(hardware)
-    if resolved.engine.disk == "none":
-        made.in_memory()
-    plan = make_plan(made)
+    plan = make_plan(request(hardware))
     claims = plan.claims
     if claims.slots is None:
         return plan.reasons[0]

@@ -21,7 +21,7 @@ from powerinfer.sparsify.estimate import Rates, memory
 from powerinfer.sparsify.finished import RECORD, STATE, asked_for, read_finished, write_finished
 from powerinfer.sparsify.loss_plot import draw_log
 from powerinfer.sparsify.own_text import FILE, PART, write_own_text
-from powerinfer.sparsify.recipes import StoredTypes, check, code_bytes, moved_biases, trained_names, why_whole
+from powerinfer.sparsify.recipes import check, code_bytes, moved_biases, stored_types, trained_names, why_whole
 from powerinfer.sparsify.writing import check_writable, write_model
 
 
@@ -50,7 +50,7 @@ def sparsify(
     PowerInferError without torch or if the loss becomes no number, that or OSError if a file cannot be written. An
     interrupted run goes on, and of one that was finished what came out of it is given again.
     """
-    recipe, types = check(config, checkpoint.config), StoredTypes.of(config)
+    recipe, types = check(config, checkpoint.config), stored_types(config)
     if out.resolve() in (checkpoint.path.resolve(), checkpoint.path.parent.resolve()):
         raise RequestError(f"--out {out} holds the model itself: give another folder")
     texts, own_tokens = open_corpora(corpora), 0

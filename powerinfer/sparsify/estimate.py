@@ -14,8 +14,9 @@ has products within chunks and with states, `_mixing`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from powerinfer.config import (
@@ -163,10 +164,15 @@ def _kept_of_heads(about: AttentionKind) -> float:
 
 
 def memory(
-    config: ModelConfig, recipe: Recipe, rows: int, window: int, product: int = 2, codes: int = 0
+    config: ModelConfig,
+    recipe: Recipe,
+    rows: int,
+    window: int,
+    product: int = 2,
+    codes: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Memory]:
-    """For each of PLACES. product: bytes of the type that matrices are multiplied in; codes: where only scales are
-    trained, those of a weight's code, 1 or 2 (`blocks`), so that there is one place.
+    """For each of PLACES; where only scales are trained there is the first alone. product: bytes of the type that
+    matrices are multiplied in; codes: as of `recipes.code_bytes`.
 
     Of a weight there are, in bytes, `product` of the teacher's, and of one that is trained 4 of the student's, 4 of the
     gradient, 8 of the moments and 2 of its copy for the products, if these are in two. On top comes what the rows that
@@ -176,18 +182,19 @@ def memory(
     """
     every = sum(math.prod(shape) for _, shape in shapes(config))
     trained = max(_trained(config, stage) for stage in recipe.stages)
-    if codes:
-        own = [one for one in _matrices(config) if any(_is_trained(one, stage) for stage in recipe.stages)]
-        passing = (8 + 2 * product) * max(one.matrix for one in own)
-        scales = 2 * 4 * 6 * trained // (32 if codes == 1 else 256)
-        fixed = product * (every - trained) + codes * trained + scales + passing
-        return [Memory(PLACES[0], fixed + rows * window * _kept(config, product), 0)]
-    fixed = product * every + (6 if product == 2 else 4) * trained + rows * window * _kept(config, product)
-    return [
-        Memory(PLACES[0], fixed + 12 * trained, 0),
-        Memory(PLACES[1], fixed + 4 * trained, 8 * trained),
-        Memory(PLACES[2], fixed, 12 * trained),
+    scaled = [one for one in _matrices(config) if one.name in codes]
+    of_codes = sum(codes[one.name] * one.weights for one in scaled)
+    scales = sum(2 * 4 * 6 * one.weights // (32 if codes[one.name] == 1 else 256) for one in scaled)
+    passing = (8 + 2 * product) * max((one.matrix for one in scaled), default=0)
+    whole = trained - sum(one.weights for one in scaled)
+    fixed = product * (every - trained + whole) + of_codes + scales + passing + (6 if product == 2 else 4) * whole
+    fixed += rows * window * _kept(config, product)
+    places = [
+        Memory(PLACES[0], fixed + 12 * whole, 0),
+        Memory(PLACES[1], fixed + 4 * whole, 8 * whole),
+        Memory(PLACES[2], fixed, 12 * whole),
     ]
+    return places if whole else places[:1]
 
 
 def _kept(config: ModelConfig, product: int) -> int:
@@ -202,7 +209,11 @@ def _kept(config: ModelConfig, product: int) -> int:
 
 
 def estimate(
-    config: ModelConfig, options: SparsifyConfig, share: float | None, rates: Rates | None, codes: int = 0
+    config: ModelConfig,
+    options: SparsifyConfig,
+    share: float | None,
+    rates: Rates | None,
+    codes: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """The document of `powerinfer sparsify --estimate`. share: of a device's peak, None: as measured, or SHARE; rates:
     measured on this machine; codes: as of `memory`. RequestError for options that `check` refuses, and a share out of

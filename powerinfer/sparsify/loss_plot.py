@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -14,6 +13,12 @@ from powerinfer.errors import RequestError
 from powerinfer.formats.prepared import write_small
 from powerinfer.report.plots import draw_training, need_matplotlib, png
 from powerinfer.sparsify.recipes import Stage
+
+LOG = ("step", "stage", "tokens", "loss", "zeros")
+"""The first line of `log.csv`."""
+
+LONGEST = 128
+"""Characters of a line that are looked at."""
 
 
 class Step(NamedTuple):
@@ -44,9 +49,17 @@ def read_log(path: Path) -> list[Step]:
     """Its steps; lines that are none are left out."""
     steps = []
     with path.open(newline="", encoding="ascii", errors="replace") as file:
-        for row in csv.DictReader(file):
-            with suppress(KeyError, TypeError, ValueError):
-                step = Step(int(row["tokens"]), float(row["loss"]), float(row["zeros"]))
+        for _, _, tokens, loss, zeros in log_rows(file):
+            with suppress(ValueError):
+                step = Step(int(tokens), float(loss), float(zeros))
                 if math.isfinite(step.loss + step.zeros):
                     steps.append(step)
     return steps
+
+
+def log_rows(file: Iterable[str]) -> Iterator[list[str]]:
+    """Lines with as many values as LOG, of which the first is a number; a log that was damaged may have others."""
+    for line in file:
+        row = line[:LONGEST].rstrip("\r\n").split(",")
+        if len(row) == len(LOG) and row[0].isdecimal():
+            yield row

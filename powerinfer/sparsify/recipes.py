@@ -31,20 +31,20 @@ class StoredTypes:
     attention: str = "same"
     embedding: str = "same"
 
-    @classmethod
-    def of(cls, options: SparsifyConfig) -> StoredTypes:
-        """As the options say."""
-        changed = options.type
-        if changed == "auto":
-            changed = "bf16" if options.format == "folder" else "q8_0"
-        return cls(changed, options.attention_type, options.embedding_type)
-
     def __getitem__(self, name: str) -> str:
         """Of a changed matrix, by its canonical name."""
         if name == "embed":
             return self.embedding
         own = self.attention == "same" or name.rpartition(".")[2] in FFN_PARTS
         return self.changed if own else self.attention
+
+
+def stored_types(options: SparsifyConfig) -> StoredTypes:
+    """Those of the options."""
+    changed = options.type
+    if changed == "auto":
+        changed = "bf16" if options.format == "folder" else "q8_0"
+    return StoredTypes(changed, options.attention_type, options.embedding_type)
 
 
 @dataclass(frozen=True)
@@ -128,16 +128,19 @@ def scaled_types(checkpoint: Checkpoint, names: Sequence[str], types: StoredType
     return found
 
 
-def code_bytes(checkpoint: Checkpoint, config: SparsifyConfig) -> int:
-    """Bytes that the code of a weight takes in memory where only scales are trained, 0 where all weights are.
+def code_bytes(checkpoint: Checkpoint, config: SparsifyConfig) -> dict[str, int]:
+    """By the name of a matrix of which only scales are trained, the bytes that the code of a weight takes in memory.
 
     ModelError for a type without scales that can be trained.
     """
-    every = trained_names(checkpoint.config)[1]
-    types = scaled_types(checkpoint, every, StoredTypes.of(config))
-    if len(types) < len(every):
-        return 0
-    return 1 if all(block_type(kind).block == 32 for kind in types.values()) else 2
+    types = scaled_types(checkpoint, trained_names(checkpoint.config)[1], stored_types(config))
+    return {name: 1 if block_type(kind).block == 32 else 2 for name, kind in types.items()}
+
+
+def code_bytes_of_k_quants(config: ModelConfig, options: SparsifyConfig) -> dict[str, int]:
+    """`code_bytes` of a model whose matrices are all K-quants."""
+    types = stored_types(options)
+    return {name: 2 for name in trained_names(config)[1] if types[name] == "same"}
 
 
 def check(options: SparsifyConfig, config: ModelConfig) -> Recipe:

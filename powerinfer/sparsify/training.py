@@ -51,7 +51,8 @@ from powerinfer.prepare.corpus import Corpus, read_windows
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsify.blocks import Blocks
 from powerinfer.sparsify.finished import STATE
-from powerinfer.sparsify.recipes import RECIPES, Stage, StoredTypes, check, moved_biases, scaled_types, trained_names
+from powerinfer.sparsify.loss_plot import LOG, log_rows
+from powerinfer.sparsify.recipes import RECIPES, Stage, check, moved_biases, scaled_types, stored_types, trained_names
 from powerinfer.sparsify.torch_model import ROUNDED, Neurons, TorchModel, load, narrowed
 from powerinfer.sparsify.writing import fitting
 from powerinfer.system import available_memory
@@ -118,7 +119,7 @@ class Sparsifier:
         self._train, self._held_out = _texts(checkpoint, corpora, config, progress, say, start)
         compute = fast_type(self.device)
         self._ffns, self._all = trained_names(checkpoint.config)
-        types = StoredTypes.of(config)
+        types = stored_types(config)
         scaled = scaled_types(checkpoint, self._all, types)
         self._blocks = {name: Blocks.of(checkpoint.stored(name), self.device) for name in scaled}
         still = {name: blocks.still() for name, blocks in self._blocks.items()}
@@ -761,10 +762,10 @@ def _log(path: Path) -> Iterator[Callable[[int], Any]]:
 
         def begin(done: int) -> Any:
             file.seek(0)
-            rows = [row for row in list(csv.reader(file))[1:] if row and row[0].isdigit() and int(row[0]) < done]
+            rows = [row for row in log_rows(file) if int(row[0]) < done]
             file.truncate(0)
             writer = csv.writer(file)
-            writer.writerows([["step", "stage", "tokens", "loss", "zeros"], *rows])
+            writer.writerows([LOG, *rows])
             return writer
 
         yield begin
