@@ -873,7 +873,7 @@ class TrainConfig:
     seed: int = option(0, "random seed", metavar="N", least=0, flags=("-s",))
 
 
-STORED_TYPES = ("same", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+STORED_TYPES = ("same", "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 
 @dataclass(frozen=True)
@@ -896,13 +896,16 @@ class SparsifyConfig:
     rows: int = option(8, "windows computed at once; fewer need less memory", metavar="N")
     lr: float = option(1.0, "factor of the recipe's learning rates", metavar="X")
     format: str = option(
-        "same", "format of the sparse model; gguf: of a folder, too", choices=("same", "gguf", "folder")
+        "same",
+        "format of the sparse model; same: of the original; gguf, folder: that, whatever the original's",
+        choices=("same", "gguf", "folder"),
     )
     type: str = option(
-        "q8_0",
-        "type of the changed matrices of a GGUF file; same: their own, of quantised ones only the scales of the blocks "
-        "are trained; a folder keeps its own",
-        choices=("same", "f16", "bf16", "q8_0", "q5_0", "q4_0"),
+        "auto",
+        "type of the changed matrices of a GGUF file, and of all in another format than the original's (a folder takes "
+        "bf16, f16, f32); same: their own, of quantised ones only the scales of the blocks are trained; a folder made "
+        "of a folder keeps its own; auto: bf16 with --format folder, else q8_0",
+        choices=("auto", "same", "f32", "f16", "bf16", "q8_0", "q5_0", "q4_0"),
     )
     attention_type: str = option(
         "same",

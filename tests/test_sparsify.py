@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import shutil
 import sys
 from dataclasses import replace
@@ -244,6 +245,7 @@ def test_a_state_of_another_training_is_refused(dense: Path, tmp_path: Path, mon
         sparsify(open_checkpoint(dense), [str(text)], config, tmp_path, threads=1)
     state = tmp_path / "training.safetensors"
     state.write_bytes(state.read_bytes()[:-100])
+    (tmp_path / "finished.json").unlink()
     monkeypatch.setattr(Sparsifier, "evaluate", None)  # not before the state is read
     with pytest.raises(PowerInferError, match=r"training\.safetensors.*past the end of the file: give another --out"):
         made(dense, tmp_path, tokens=1024)
@@ -394,6 +396,7 @@ def test_own_text_joins_the_texts(dense: Path, tmp_path: Path, monkeypatch: pyte
         f"{done.document['own_text_tokens']:,} tokens of the original's answers"
         in (tmp_path / "out" / "README.md").read_text()
     )
+    (tmp_path / "out" / "finished.json").unlink()
     assert made(dense, tmp_path / "out", tokens=1024, own_text=1000).document["resumed"] == 4
 
 
@@ -431,8 +434,27 @@ def test_folders(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert one == pytest.approx(other, rel=0.01)
     with LLM(as_gguf.path, threads=1) as llm:
         assert len(llm.generate("It was", SamplingParams(max_tokens=4, ignore_eos=True)).token_ids) == 4
-    with pytest.raises(RequestError, match=r"--format folder: .*tiny\.gguf has no files of a tokenizer"):
-        made(dense, tmp_path / "other", format="folder")
+
+
+def test_a_gguf_model_as_folder(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same training, written in either format, is the same model; what cannot be written is not trained."""
+    monkeypatch.setattr("powerinfer.sparsify.draw_log", lambda *_: None)  # which takes longer than the training
+    with pytest.raises(RequestError, match=r"in --type q8_0 \(only bf16, f16, f32\); --format same writes a GGUF"):
+        made(dense, tmp_path / "other", format="folder", type="q8_0")
+    assert list((tmp_path / "other").iterdir()) == []
+    folder, file = (made(dense, tmp_path / form, tokens=512, type="f16", format=form) for form in ("folder", "gguf"))
+    assert folder.path == tmp_path / "folder" and file.path == tmp_path / "gguf" / "model.gguf"
+    assert "--type f16" in (folder.path / "README.md").read_text()
+    for one, other in ((folder, "perplexity"), (folder, "zeros")):
+        assert one.document[other] == pytest.approx(file.document[other], rel=1e-3)
+    answers = []
+    for path in (folder.path, file.path):
+        with LLM(path, threads=1, selector="all") as llm:
+            tokens = llm.tokenizer.encode("It was the best of times, it was the worst of times.")
+            rows: list[np.ndarray] = []
+            llm.score(tokens, 0, lambda at, logits: rows.append(np.array(logits)))  # noqa: B023
+            answers.append(np.concatenate(rows))
+    assert np.abs(answers[0] - answers[1]).max() < 1e-2 * answers[1].std()
 
 
 def test_the_command(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -443,6 +465,48 @@ def test_the_command(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     about = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert about["path"] == str(tmp_path / "out" / "model.gguf") and about["corpora"] == ["text.txt"]
     assert len(about["zeros_by_layer"]) == 2 and about["tokens"] == 512 and about["resumed"] == 0
+
+
+def test_a_finished_training_is_not_done_again(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same command has nothing left to do, unless a file is missing or something else is asked for."""
+    text, out, evaluated = tmp_path / "text.txt", tmp_path / "out", []
+    text.write_text("It is a truth universally acknowledged, that a single man must be in want of a wife. " * 60)
+    evaluate = Sparsifier.evaluate
+    monkeypatch.setattr(Sparsifier, "evaluate", lambda *given: [evaluated.append(1), evaluate(*given)][1])
+    monkeypatch.setattr("powerinfer.sparsify.draw_log", lambda *_: None)  # which takes longer than the training
+    line = ["sparsify", "-m", str(dense), "--out", str(out), "--corpus", str(text), "-t", "1", "--json"]
+    line += ["--window", "32", "--batch", "128", "--tokens", "512"]
+
+    def command(*more: str) -> tuple[bool, dict[str, Any]]:
+        """Whether it did anything, and what it says."""
+        evaluated.clear()
+        assert main([*line, *more]) == 0
+        said = capsys.readouterr()
+        assert bool(evaluated) == ("holds what this command made before: nothing is left to do" not in said.err)
+        return bool(evaluated), json.loads(said.out.splitlines()[-1])
+
+    _, first = command()
+    assert command() == (False, first)
+    assert command("--save", "5") == (False, first) and command("--device", "cpu") == (False, first)
+    (out / "training.safetensors").rename(tmp_path / "training.safetensors")
+    assert command() == (False, first)  # the state is of no more use
+    (tmp_path / "training.safetensors").rename(out / "training.safetensors")
+    assert command("--type", "f16")[0] and not command("--type", "f16")[0]
+    assert command()[0] and not command()[0]
+    for lacking in (lambda: (out / "README.md").unlink(), lambda: (out / "finished.json").write_text("[]"),
+                    lambda: os.truncate(out / "model.gguf", 4096), lambda: os.utime(text, (0, 0))):  # fmt: skip
+        lacking()
+        done, again = command()
+        assert done and again["perplexity"] == first["perplexity"] and again["resumed"] == 4
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("powerinfer.sparsify.write_model", interrupted)
+    assert main([*line, "--type", "f16"]) == 130
+    assert not (out / "finished.json").exists()  # model.gguf may be of either
 
 
 # ---------------------------------------------------------------- larger models: what they would take, and small ones
@@ -693,7 +757,10 @@ def test_what_cannot_be(dense: Path, tmp_path: Path) -> None:
         ({"seed": 1 << 63}, "--seed 9223372036854775808 is more than 64 bits hold"),
         ({"zeros": 1.0}, "--zeros 1 must be above 0 and below 1"),
         ({"save": float("nan")}, "--save must be a number of seconds, not nan"),
-        ({"type": "q5_1"}, "--type must be one of same, f16, bf16, q8_0, q5_0, q4_0, not 'q5_1'"),
+        (
+            {"type": "q5_1"},
+            "--type must be one of auto, same, f32, f16, bf16, q8_0, q5_0, q4_0, not 'q5_1'",
+        ),
         ({"batch": 16}, "--batch 16 is less than a window of 32"),
         ({"lr": 0.0}, "--lr 0 must be above 0"),
         ({"tokens": 100}, "--tokens 100 is less than a step of --batch 256 tokens"),
@@ -773,7 +840,7 @@ def test_a_full_disk_leaves_no_half_model(dense: Path, tmp_path: Path, monkeypat
 
     monkeypatch.setattr("powerinfer.sparsify.writing.quantize", full)
     with pytest.raises(OSError, match="No space left"):
-        made(dense, tmp_path / "out", tokens=512)
+        made(dense, tmp_path / "out", tokens=512, type="f16")
     assert (tmp_path / "out" / "model.gguf").read_bytes() == before
     assert not list((tmp_path / "out").glob("*.part"))
 

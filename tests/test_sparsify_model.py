@@ -20,7 +20,8 @@ from powerinfer.config import FfnConfig
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.tensors import float32_tensor
 from powerinfer.formats.tokenizer_gguf import PRE_TOKENIZERS, tokenizer_from_gguf
-from powerinfer.sparsify.as_gguf import ARCHITECTURES, PROBE, SPLITS, AsGGUF
+from powerinfer.sparsify.as_gguf import ARCHITECTURES, SPLITS, AsGGUF
+from powerinfer.sparsify.other_format import PROBE
 from powerinfer.sparsify.recipes import StoredTypes, moved_biases, trained_names
 from powerinfer.sparsify.torch_model import TorchModel, _Rms, activate, load
 from powerinfer.sparsify.writing import check_writable, write_model
@@ -41,9 +42,9 @@ def test_every_file_is_written_again(case: Case, layout: str, tmp_path: Path) ->
     names = (*trained_names(checkpoint.config)[1], *moved_biases(checkpoint.config))
     if kind == "swiglu_oai" and layout != "gguf":  # rows of gate and up in turn, or transposed
         with pytest.raises(ModelError, match="cannot be replaced: take the model as a GGUF file"):
-            check_writable(checkpoint, names, about)
+            check_writable(checkpoint, StoredTypes("f16"), names, about)
         return
-    check_writable(checkpoint, names, about)
+    check_writable(checkpoint, StoredTypes("f16"), names, about)
     path = write_model(
         checkpoint,
         tmp_path / "out",
@@ -76,9 +77,9 @@ def test_a_folder_as_gguf(case: Case, tmp_path: Path, monkeypatch: pytest.Monkey
     about = {"hidden_act": checkpoint.config.activations}
     if case.name.endswith(("-window", "-yarn")) or case.name == "mistral-relu":
         with pytest.raises(RequestError, match=r"--format gguf, .*: (GGUF has no keys|its scaling of the rotary)"):
-            check_writable(checkpoint, [], about, "gguf")
+            check_writable(checkpoint, StoredTypes("f16"), [], about, "gguf")
         return
-    check_writable(checkpoint, [], about, "gguf")
+    check_writable(checkpoint, StoredTypes("f16"), [], about, "gguf")
     doubled = ["layers.0.k", "layers.1.down"] if "layers.1.down" in checkpoint.names() else ["layers.0.k"]
     path = write_model(
         checkpoint,
@@ -129,7 +130,7 @@ def test_a_tokenizer_as_gguf(split: str, tmp_path: Path, monkeypatch: pytest.Mon
     folder = tiny(tmp_path, size, monkeypatch)
     (folder / "tokenizer.json").write_text(engine.to_str())
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": "{{ 1 }}"}))
-    made = AsGGUF(open_checkpoint(folder)).metadata
+    made = AsGGUF(open_checkpoint(folder), StoredTypes("q8_0")).metadata
     assert PRE_TOKENIZERS[made["tokenizer.ggml.pre"]].patterns == PRE_TOKENIZERS[split].patterns
     assert made["tokenizer.ggml.tokens"][:-3] == pieces and made["tokenizer.ggml.tokens"][-1] == f"[PAD{size - 1}]"
     assert made["tokenizer.ggml.token_type"][-5:] == [3, 4, 5, 5, 5] and made["tokenizer.chat_template"] == "{{ 1 }}"
@@ -156,7 +157,7 @@ def tiny(folder: Path, vocab: int, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_tokenizers_that_gguf_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny(tmp_path, 1200, monkeypatch)
     write_tokenizer_files(folder, 1200)
-    assert AsGGUF(open_checkpoint(folder)).metadata["tokenizer.ggml.pre"] == "gpt-2"
+    assert AsGGUF(open_checkpoint(folder), StoredTypes("q8_0")).metadata["tokenizer.ggml.pre"] == "gpt-2"
     path = folder / "tokenizer.json"
     document = json.loads(path.read_text())
     words = {"type": "Split", "pattern": {"Regex": "[aeiou]+"}, "behavior": "Isolated", "invert": False}
@@ -170,10 +171,10 @@ def test_tokenizers_that_gguf_does_not_have(tmp_path: Path, monkeypatch: pytest.
     ):
         path.write_text(json.dumps(document | change))
         with pytest.raises(RequestError, match=f"--format gguf, .*{why}.*; --format same writes a folder"):
-            AsGGUF(open_checkpoint(folder))
+            AsGGUF(open_checkpoint(folder), StoredTypes("q8_0"))
     write_tokenizer_files(folder, 1300)
     with pytest.raises(RequestError, match="it has 1300 tokens, and 1200 rows in the embedding"):
-        AsGGUF(open_checkpoint(folder))
+        AsGGUF(open_checkpoint(folder), StoredTypes("q8_0"))
 
 
 def add_thresholds(checkpoint: Checkpoint, folder: Path) -> None:
@@ -181,7 +182,7 @@ def add_thresholds(checkpoint: Checkpoint, folder: Path) -> None:
     draw = np.random.default_rng(1)
 
     def write(source: Checkpoint, to: str, about: dict[str, Any], added: dict[str, np.ndarray]) -> Checkpoint:
-        check_writable(source, [], about)
+        check_writable(source, StoredTypes("f16"), [], about)
         made = open_checkpoint(
             write_model(
                 source,

@@ -1,8 +1,9 @@
 """Make a dense model sparse: another activation, and training until the model has learnt to do with it.
 
 The original is the teacher, so any text will do; text in the form that the model is used for is best. Writes a model of
-the same format (or --format) into --out, with a card (README.md), the steps (log.csv), and the state of the training
-(training.safetensors), from which an interrupted run goes on. Needs torch.
+the same format (or --format: a GGUF file, or a Hugging Face folder in --type bf16, f16 or f32) into --out, with a card
+(README.md), the steps (log.csv), and the state of the training (training.safetensors), from which an interrupted run
+goes on; of one that was finished (finished.json) the figures are given again. Needs torch.
 
 JSON: path, source, architecture, recipe, target_zeros, tokens, corpora, own_text_tokens (written with --own-text, with
 the prompts), perplexity_before, perplexity, ratio, zeros, zeros_by_layer (on held-out windows of the texts), limits

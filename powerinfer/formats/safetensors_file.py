@@ -7,7 +7,7 @@ overlaps, no holes, no duplicate names, nothing beyond the end.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,12 @@ def read_safetensors(path: Path) -> tuple[dict[str, RawTensor], dict[str, Any], 
     return tensors, metadata or {}, file
 
 
-def safetensors_header(tensors: Mapping[str, RawTensor], metadata: Mapping[str, Any]) -> bytes:
-    """The beginning of a file of these tensors, whose data follow it in this order."""
+def safetensors_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, Any]) -> bytes:
+    """The beginning of a file of these tensors (name, type, shape, bytes), whose data follow it in this order."""
     entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     at = 0
-    for name, tensor in tensors.items():
-        entries[name] = {"dtype": tensor.type, "shape": tensor.shape, "data_offsets": [at, at := at + tensor.nbytes]}
+    for name, kind, shape, nbytes in tensors:
+        entries[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, at := at + nbytes]}
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header

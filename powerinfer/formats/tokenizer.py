@@ -101,6 +101,10 @@ class Engine:
         ids: list[int] = engine.encode(text, add_special_tokens=False).ids
         return ids
 
+    def to_json(self) -> str:
+        """As the library saves it: a tokenizer.json."""
+        return self._full.to_str()
+
 
 def _without_special(full: tokenizers.Tokenizer, model: Any, pre_tokenizer: Any) -> tokenizers.Tokenizer:
     import tokenizers
@@ -262,6 +266,12 @@ class Tokenizer:
     def vocabulary(self) -> Vocabulary:
         """What it was made from."""
         return self._vocabulary
+
+    def to_json(self) -> str:
+        """The `tokenizers` library's document for it, a tokenizer.json. One made from a GGUF file's metadata has no
+        decoder and no post-processor: what they do is done here, by the `vocabulary`."""
+        with native_errors("the tokenizer"):
+            return self._engine.to_json()
 
     @property
     def special_ids(self) -> frozenset[int]:

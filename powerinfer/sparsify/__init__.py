@@ -20,6 +20,7 @@ from powerinfer.prepare.training import torch_threads
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsify.card import card, document
 from powerinfer.sparsify.estimate import Rates, memory
+from powerinfer.sparsify.finished import RECORD, STATE, asked_for, read_finished, write_finished
 from powerinfer.sparsify.loss_plot import draw_log
 from powerinfer.sparsify.own_text import FILE, PART, write_own_text
 from powerinfer.sparsify.recipes import check, code_bytes, moved_biases, stored_types, trained_names, why_whole
@@ -49,17 +50,21 @@ def sparsify(
     threads: of the CPU, 0 for all; say: receives notes for the user; start: a sparse model made out of the dense one,
     which is trained further. RequestError for options and texts that do not suit the model or the machine,
     PowerInferError without torch or if the loss becomes no number, that or OSError if a file cannot be written. An
-    interrupted run goes on.
+    interrupted run goes on, and of one that was finished what came out of it is given again.
     """
-    recipe = check(config, checkpoint.config)
-    if config.type == "same" and config.format == "gguf" and checkpoint.source != "gguf":
-        raise RequestError("--type same is for a GGUF file: say which type the folder's matrices get in one")
+    recipe, types = check(config, checkpoint.config), stored_types(config)
     if out.resolve() in (checkpoint.path.resolve(), checkpoint.path.parent.resolve()):
         raise RequestError(f"--out {out} holds the model itself: give another folder")
-    found = {one.name for one in out.iterdir()} if out.is_dir() else set()
-    if "training.safetensors" not in found and found - {"log.csv", "training.safetensors.part", FILE, PART}:
-        raise RequestError(f"--out {out} has files that no training made: give a new folder")
     texts, own_tokens = open_corpora(corpora), 0
+    asked = asked_for(checkpoint, texts, config, start)
+    finished = read_finished(out, asked)
+    if finished is not None:
+        say(f"{out} holds what this command made before: nothing is left to do")
+        path = out / finished.path
+        return Made(path, {"path": str(path), **finished.figures})
+    found = {one.name for one in out.iterdir()} if out.is_dir() else set()
+    if STATE not in found and found - {"log.csv", f"{STATE}.part", FILE, PART}:
+        raise RequestError(f"--out {out} has files that no training made: give a new folder")
     if not corpora:
         say(f"the text is a small built-in sample ({SAMPLE_SOURCE}), which teaches little: use --corpus")
     whole = why_whole(checkpoint.config, recipe) or _whole_by_type(checkpoint, config)
@@ -74,7 +79,7 @@ def sparsify(
         about: dict[str, Any] = {"hidden_act": recipe.activation}
         limited = {"hidden_act_param": [0.0] * checkpoint.config.n_layers} if recipe.activation in LIMITED else {}
         replaced = (*trained_names(checkpoint.config)[1], *moved_biases(checkpoint.config))
-        check_writable(checkpoint, replaced, about | limited, config.format)
+        check_writable(checkpoint, types, replaced, about | limited, config.format)
         device = find_device(config.device)
         product, free = fast_type(device).itemsize, free_bytes(device)
         codes = code_bytes(checkpoint, config)
@@ -98,10 +103,11 @@ def sparsify(
             raise
         if done.limits and (recipe.activation == "topk" or not done.thresholds):
             about["hidden_act_param"] = list(done.limits)
+        (out / RECORD).unlink(missing_ok=True)  # of other options, with the same state
         path = write_model(
             checkpoint,
             out,
-            stored_types(config),
+            types,
             done.changed,
             work.trained,
             about,
@@ -122,12 +128,14 @@ def sparsify(
     )
     figures |= {"own_text_tokens": own_tokens, "start": "/".join(start.path.parts[-2:]) if start else None}
     figures["types"] = None
-    if path.is_file():
-        figures["types"] = f"--type {config.type} --attention-type {config.attention_type}"
-        figures["types"] += f" --embedding-type {config.embedding_type}"
+    if path.is_file() or checkpoint.source == "gguf":
+        figures["types"] = f"--type {types.changed} --attention-type {types.attention}"
+        figures["types"] += f" --embedding-type {types.embedding}"
     draw_log(out, work.stages)
     write_small(out / "README.md", card(figures).encode())
-    return Made(path, {"path": str(path), **figures, "limits": list(done.limits), "resumed": done.resumed})
+    figures |= {"limits": list(done.limits), "resumed": done.resumed}
+    write_finished(out, asked, path, figures)
+    return Made(path, {"path": str(path), **figures})
 
 
 def _whole_by_type(checkpoint: Checkpoint, config: SparsifyConfig) -> str | None:

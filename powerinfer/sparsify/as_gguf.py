@@ -1,20 +1,17 @@
 """A model of a folder as a GGUF file: metadata, tokenizer and tensors, for families that both formats know.
 
-What cannot be said in a GGUF file is refused before anything is written: the metadata made here is read as that of any
-file is, and configuration and tokenizer must come out the same. A tokenizer is compared by the tokens of texts that the
-known ways of splitting words (`tokenizer.ggml.pre`) split differently, as llama.cpp's converter does.
+What cannot be said there is refused, see `other_format`.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from powerinfer.config import AttentionConfig, ExpertsConfig, ModelConfig, RopeConfig
-from powerinfer.errors import ModelError, RequestError
+from powerinfer.config import STORED_TYPES, ModelConfig, RopeConfig
+from powerinfer.errors import ModelError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.gguf import GGUFFile
 from powerinfer.formats.gguf_model import NAMES, read_config
@@ -22,10 +19,10 @@ from powerinfer.formats.layout import shapes
 from powerinfer.formats.quant import Float32
 from powerinfer.formats.sampling_defaults import GGUF_KEYS
 from powerinfer.formats.tensors import RawTensor
-from powerinfer.formats.tokenizer import Tokenizer
 from powerinfer.formats.tokenizer_gguf import CONTROL, NORMAL, UNUSED, USER_DEFINED, tokenizer_from_gguf
 from powerinfer.models.rope import rope_frequencies
-from powerinfer.prepare.corpus import open_corpora
+from powerinfer.sparsify.other_format import OtherFormat, same_tokens
+from powerinfer.sparsify.recipes import StoredTypes
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 """Of a family of folders the architecture in GGUF."""
@@ -36,64 +33,40 @@ SPLITS = (
 )  # fmt: skip
 """Ways of splitting words, by the names that llama.cpp knows too."""
 
-PROBE = (
-    "I'm, we'LL; don't've 3 33 333 3333 3.14\n\n \n\t\t x  y   z    \r\n  \u3000end ~!@#$%^&*()_+-=[]{}|;':\",./<>?\n\n"
-    "ÀÉ e\u0301 A\u030a \ufb01 ½ ² ٣ Straße \u0132SSEL \u01c5x Ünï Привет! Καλημέρα 你好，世界。123こんにちは 안녕 "
-    "ไทย हिन्दी 👩\u200d👩\u200d👧 🤦🏼\u200d♂️ CamelCaseWORD snake_case x86_64 ''' \"\" <a href='x'>\u00a0\ufeff "
-)
-"""A text that splits of words differ in."""
 
-
-class AsGGUF:
+class AsGGUF(OtherFormat):
     """metadata: of the file, without activation and thresholds; divisors: of the rotary embedding's frequencies, None:
     they have none."""
 
+    form, stays, keys = "gguf", "folder", "GGUF"
+    families, types = ARCHITECTURES, STORED_TYPES[1:]
     metadata: dict[str, Any]
     divisors: Float32 | None
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        """RequestError for a model that a GGUF file cannot hold, or not as it is."""
-        config = checkpoint.config
-        self.config, self._where = config, checkpoint.path
-        if config.architecture not in ARCHITECTURES:
-            known = ", ".join(ARCHITECTURES)
-            raise self._refused(f"models of {config.architecture} are not written as GGUF (only {known})")
-        self.architecture = ARCHITECTURES[config.architecture]
+    def __init__(self, checkpoint: Checkpoint, types: StoredTypes) -> None:
+        """RequestError for a model that a GGUF file cannot hold, or not as it is, and for types that it does not
+        have."""
+        super().__init__(checkpoint, types)
+        config = self.config
         own = {f"{self.architecture}.{key}": value for key, value in self._sizes().items()}
         name = config.name or checkpoint.path.resolve().name
         self.metadata = {"general.architecture": self.architecture, "general.name": name} | own
-        self._check_config()
+        self._check_config(self._read_again())
         self.metadata |= self._tokenizer(checkpoint)
         self.metadata |= {GGUF_KEYS[key]: value for key, value in checkpoint.sampling_defaults().values.items()}
-
-    def _refused(self, why: str) -> RequestError:
-        return RequestError(f"--format gguf, {self._where}: {why}; --format same writes a folder")
-
-    # ------------------------------------------------------------------------------------------------ tensors
-
-    def turned(self, canonical: str, values: Float32) -> Float32:
-        """A tensor with its rows in the order of GGUF: of Llama's q and k the pairs that are rotated are neighbours."""
-        part = canonical.rpartition(".")[2].removesuffix("_bias")
-        if self.architecture != "llama" or part not in ("q", "k"):
-            return values
-        about = self.config.layers[int(canonical.split(".")[1])].attention
-        heads = about.n_heads if part == "q" else about.n_kv_heads
-        return values.reshape(heads, 2, about.head_dim // 2, -1).swapaxes(1, 2).reshape(values.shape)
 
     # ------------------------------------------------------------------------------------------------ configuration
 
     def _sizes(self) -> dict[str, Any]:
         """The keys of the architecture; `_check_config` says whether they are enough."""
-        config, ffns = self.config, [layer.ffn for layer in self.config.layers]
+        config, experts = self.config, self._experts
         attention, rope = config.layers[0].attention, config.ropes[0]
-        experts = next((ffn for ffn in ffns if isinstance(ffn, ExpertsConfig)), None)
-        dense = next((ffn.width for ffn in ffns if not isinstance(ffn, ExpertsConfig)), 0)
         self.divisors = None
         sizes: dict[str, Any] = {
             "context_length": config.context_length,
             "embedding_length": config.d_model,
             "block_count": config.n_layers,
-            "feed_forward_length": dense or (experts.size if experts else 0),
+            "feed_forward_length": self._width,
             "attention.head_count": attention.n_heads,
             "attention.head_count_kv": attention.n_kv_heads,
             "attention.key_length": attention.head_dim,
@@ -115,25 +88,16 @@ class AsGGUF:
             sizes["hidden_act"] = config.activations
         return sizes
 
-    def _check_config(self) -> None:
-        """What is written must be read as the same configuration."""
+    def _read_again(self) -> ModelConfig:
+        """The configuration that a file of this metadata has."""
         empty = np.zeros(0, np.uint8)
         tensors = {NAMES(name): RawTensor("F32", shape, empty) for name, shape in shapes(self.config)}
         if self.divisors is not None:
             tensors["rope_freqs.weight"] = RawTensor("F32", self.divisors.shape, self.divisors.view(np.uint8))
         try:
-            read = read_config(GGUFFile(self._where, 3, self.metadata, tensors, []))
+            return read_config(GGUFFile(self._where, 3, self.metadata, tensors, []))
         except ModelError as error:
             raise self._refused(str(error)) from None
-        for here, there in zip(self.config.layers, read.layers, strict=True):
-            ropes = here.attention.rope, there.attention.rope
-            if None in ropes:
-                raise self._refused("its layers do not all rotate positions")
-            known, made = (rope_frequencies(rope, self.config.context_length) for rope in ropes if rope is not None)
-            if not np.allclose(known[0], made[0], rtol=1e-5, atol=0) or known[1] != made[1]:
-                raise self._refused("its scaling of the rotary embedding is not one that is written")
-        if _without_ropes(read) != _without_ropes(replace(self.config, architecture=self.architecture, name=read.name)):
-            raise self._refused("GGUF has no keys for all of its settings (a window of attention, layers that differ)")
 
     # ------------------------------------------------------------------------------------------------ tokenizer
 
@@ -169,32 +133,6 @@ class AsGGUF:
             made["tokenizer.chat_template"] = vocabulary.chat_template
         for split in SPLITS:
             found = made | {"tokenizer.ggml.pre": split}
-            if _same(known, tokenizer_from_gguf(found)):
+            if same_tokens(known, tokenizer_from_gguf(found)):
                 return found
         raise self._refused("its tokenizer splits words, or ends answers, in a way that GGUF has no name for")
-
-
-def _without_ropes(config: ModelConfig) -> ModelConfig:
-    layers = []
-    for layer in config.layers:
-        assert isinstance(layer.attention, AttentionConfig)
-        layers.append(replace(layer, attention=replace(layer.attention, rope=None)))
-    return replace(config, layers=tuple(layers))
-
-
-def _same(known: Tokenizer, made: Tokenizer) -> bool:
-    """Whether two tokenizers give the same ids for the probe and the built-in sample, and end answers alike."""
-    one, other = known.vocabulary, made.vocabulary
-    if (one.bos_id, one.eos_ids, one.add_bos, one.add_eos) != (
-        other.bos_id,
-        other.eos_ids,
-        other.add_bos,
-        other.add_eos,
-    ):
-        return False
-    texts = [PROBE, PROBE + "".join(known.special_tokens), *(str(text) for text in open_corpora([])[0].pieces())]
-    return all(
-        known.encode(text, special=special) == made.encode(text, special=special)
-        for text in texts
-        for special in (False, True)
-    )

@@ -41,7 +41,10 @@ class StoredTypes:
 
 def stored_types(options: SparsifyConfig) -> StoredTypes:
     """Those of the options."""
-    return StoredTypes(options.type, options.attention_type, options.embedding_type)
+    changed = options.type
+    if changed == "auto":
+        changed = "bf16" if options.format == "folder" else "q8_0"
+    return StoredTypes(changed, options.attention_type, options.embedding_type)
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ from powerinfer.formats.tensors import RawTensor, float32_tensor
 from powerinfer.prepare.corpus import Corpus, read_windows
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsify.blocks import Blocks
+from powerinfer.sparsify.finished import STATE
 from powerinfer.sparsify.loss_plot import LOG, log_rows
 from powerinfer.sparsify.recipes import RECIPES, Stage, check, moved_biases, scaled_types, stored_types, trained_names
 from powerinfer.sparsify.torch_model import ROUNDED, Neurons, TorchModel, load, narrowed
@@ -167,7 +168,7 @@ class Sparsifier:
         if start is not None:  # its weights were rounded already, and would be far off between the stages
             stages = tuple(replace(stage, stored=True) for stage in stages if stage.name != "regress")
         self.stages = self._divided(stages)
-        self._state = PreparedFile(TRAINING, checkpoint, path=out / "training.safetensors", option=("--out", "FOLDER"))
+        self._state = PreparedFile(TRAINING, checkpoint, path=out / STATE, option=("--out", "FOLDER"))
 
     def _divided(self, stages: Sequence[Stage]) -> list[tuple[Stage, int]]:
         """The stages with their steps, by their shares of the tokens."""

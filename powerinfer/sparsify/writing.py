@@ -1,24 +1,25 @@
-"""A model's files again, with other weights: GGUF to GGUF, a folder to a folder or to GGUF. What is not changed is
-copied, but for the last.
+"""A model's files again, with other weights, in the format they have or in the other one of GGUF and folder. In the
+format they have, what is not changed is copied.
 
 Thresholds of neurons, tensors that a dense model does not have, are added, replaced or left out.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from powerinfer.config import THRESHOLDED
+from powerinfer.config import THRESHOLDED, Shape
 from powerinfer.errors import RequestError
 from powerinfer.formats.checkpoint import Checkpoint, Place
 from powerinfer.formats.folder import THRESHOLD, file_names
@@ -30,14 +31,19 @@ from powerinfer.formats.layout import is_matrix, is_router, shapes
 from powerinfer.formats.quant import Bytes, Float32, block_type, dequantize, quantize
 from powerinfer.formats.safetensors_file import read_safetensors, safetensors_header
 from powerinfer.formats.tensors import RawTensor, float32_tensor
+from powerinfer.sparsify.as_folder import AsFolder, json_bytes
 from powerinfer.sparsify.as_gguf import AsGGUF
+from powerinfer.sparsify.other_format import OtherFormat
 from powerinfer.sparsify.recipes import StoredTypes
 
-_FILE_TYPES = {"f16": 1, "q4_0": 2, "q8_0": 7, "q5_0": 8, "bf16": 32}
+_FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "q5_0": 8, "bf16": 32}
 """By the type of changed matrices, what GGUF calls a file of it."""
 
 _DIVISORS = "rope_freqs.weight"
 _LIMITS, _INDEX = "hidden_act_param", "model.safetensors.index.json"
+SHARD = 5 * 10**9
+"""Most bytes of tensors in one file of a folder, as `transformers` 4 has it."""
+
 _KEYS = {"gemma3_text": "hidden_activation", "openelm": "activation_fn_name"}
 """Families of folders that call "hidden_act" otherwise."""
 
@@ -66,25 +72,29 @@ class _Change:
         return quantize(values, kind)
 
 
-def check_writable(checkpoint: Checkpoint, names: Sequence[str], about: Mapping[str, Any], form: str = "same") -> None:
+def check_writable(
+    checkpoint: Checkpoint, types: StoredTypes, names: Sequence[str], about: Mapping[str, Any], form: str = "same"
+) -> None:
     """ModelError or RequestError if these tensors could not be replaced in the model's files, or the activation could
-    not be stated there. form: as of `write_model`."""
-    if form == "folder" and checkpoint.source == "gguf":
-        raise RequestError(
-            f"--format folder: {checkpoint.path} has no files of a tokenizer: take the folder that it was made of"
-        )
+    not be stated there. types, form: as of `write_model`."""
     if form == "gguf" and checkpoint.source != "gguf":
-        AsGGUF(checkpoint)
+        AsGGUF(checkpoint, types)
         return
-    for name in names:
-        checkpoint.places(name)
-    if checkpoint.source == "gguf":
-        if len(read_gguf(checkpoint.path).files) > 1:
-            raise RequestError(f"{checkpoint.path} is split into parts: join them first, with llama-gguf-split --merge")
-        return
-    made = read_config(_document(checkpoint, about), checkpoint.path)
-    if any(layer.ffn.activation != about["hidden_act"] for layer in made.layers):
-        raise RequestError(f"{checkpoint.path}: folders of {checkpoint.config.architecture} cannot state an activation")
+    if form == "folder" and checkpoint.source == "gguf":
+        made = AsFolder(checkpoint, types)
+        document, architecture = made.document, made.architecture
+    else:
+        for name in names:
+            checkpoint.places(name)
+        if checkpoint.source == "gguf":
+            if len(read_gguf(checkpoint.path).files) > 1:
+                how = "join them first, with llama-gguf-split --merge"
+                raise RequestError(f"{checkpoint.path} is split into parts: {how}")
+            return
+        (document, _), architecture = read_json(checkpoint.path / "config.json"), checkpoint.config.architecture
+    read = read_config(_stating(document, architecture, about), checkpoint.path)
+    if any(layer.ffn.activation != about["hidden_act"] for layer in read.layers):
+        raise RequestError(f"{checkpoint.path}: folders of {architecture} cannot state an activation")
 
 
 def write_model(
@@ -99,20 +109,21 @@ def write_model(
 ) -> Path:
     """Write the model with new values of the tensors `changed` (canonical names) into the folder `out`; its path.
 
-    form: same, as the model's; gguf, of a folder too. types: of the changed matrices of a GGUF file, of all if it is
-    made of a folder; a folder keeps its types. about: the activation, "hidden_act", and the thresholds of the layers,
-    "hidden_act_param", if it has any. added: of every layer, as `layers.N.threshold`, the thresholds of its neurons,
-    float32 [neurons]. Where neither states thresholds those that the model has for its neurons stay, if the activation
-    is one that needs them. Each file takes its place when it is complete and on disk.
+    form: same, as the model's; gguf; folder. types: of the changed matrices of a GGUF file, of all in the other format
+    than the model's; a folder made of a folder keeps its types. about: the activation, "hidden_act", and the thresholds
+    of the layers, "hidden_act_param", if it has any. added: of every layer, as `layers.N.threshold`, the thresholds of
+    its neurons, float32 [neurons]. Where neither states thresholds those that the model has for its neurons stay, if
+    the activation is one that needs them. Each file takes its place when it is complete and on disk.
     """
     out.mkdir(parents=True, exist_ok=True)
     stay = not added and about["hidden_act"] in THRESHOLDED and _LIMITS not in about
     gone = [name for name in checkpoint.names() if name.endswith(THRESHOLD) and not stay]
     own = {name: float32_tensor(values) for name, values in added.items()}
     model = _Model(checkpoint, types, changed, new, about, own, gone)
-    if checkpoint.source != "gguf" and form != "gguf":
-        return _write_folder(model, out)
-    content = _changed_gguf(model) if checkpoint.source == "gguf" else _folder_as_gguf(model)
+    gguf = checkpoint.source == "gguf"
+    if form == "folder" or (form == "same" and not gguf):
+        return _gguf_as_folder(model, out) if gguf else _write_folder(model, out)
+    content = _changed_gguf(model) if gguf else _folder_as_gguf(model)
     with _whole(out / "model.gguf") as to:
         write_gguf(to, *content)
     return out / "model.gguf"
@@ -193,35 +204,17 @@ def _changed_gguf(model: _Model) -> _Content:
 
 
 def _folder_as_gguf(model: _Model) -> _Content:
-    """Of a folder. Vectors and routers are F32."""
-    checkpoint = model.checkpoint
-    form = AsGGUF(checkpoint)
+    """Of a folder."""
+    form = AsGGUF(model.checkpoint, model.types)
     metadata = form.metadata | {f"{form.architecture}.{key}": value for key, value in model.about.items()}
     metadata |= {"general.file_type": _FILE_TYPES[model.types.changed], "general.quantization_version": 2}
-    every = {name: shape for name, shape in shapes(checkpoint.config) if name not in model.gone}
-    every |= {name: tensor.shape for name, tensor in model.added.items()}
+    every = _all_tensors(model)
+    tensors = [(NAMES(name), *about) for name, about in every.items()]
+    data: Iterator[Bytes] = (_data(model, form, name, *about) for name, about in every.items())
     if form.divisors is not None:
-        every[_DIVISORS] = form.divisors.shape
-    changed = {name: model.types[name] for name in model.changed}
-    types = {
-        name: "F32" if len(shape) == 1 or is_router(name) else fitting(changed.get(name, model.types.changed), shape)
-        for name, shape in every.items()
-    }
-    tensors = [(name if name == _DIVISORS else NAMES(name), types[name], shape) for name, shape in every.items()]
-
-    def data() -> Iterator[Bytes]:
-        for name, shape in every.items():
-            if name == _DIVISORS and form.divisors is not None:
-                values = form.divisors
-            elif name in model.added:
-                values = model.added[name].float32()
-            else:
-                own = model.new(name) if name in model.changed else checkpoint.take(name)
-                values = form.turned(name, own.float32())
-            yield quantize(np.ascontiguousarray(values, np.float32).reshape(-1, shape[-1]), types[name])
-            checkpoint.release()
-
-    return {key: encoded(value) for key, value in metadata.items()}, tensors, data()
+        tensors.append((_DIVISORS, "F32", form.divisors.shape))
+        data = chain(data, [quantize(form.divisors[None], "F32")])
+    return {key: encoded(value) for key, value in metadata.items()}, tensors, data
 
 
 def fitting(wanted: str, shape: Sequence[int]) -> str:
@@ -236,6 +229,81 @@ def _new_type(change: _Change, types: StoredTypes) -> str:
     if not is_matrix(name, tensor.shape) or types[name] == "same":
         return tensor.type
     return fitting(types[name], tensor.shape)
+
+
+# --- in the other format ---------------------------------------------------------------------------------------------
+
+
+def _all_tensors(model: _Model) -> dict[str, tuple[str, Shape]]:
+    """By canonical name the (type, shape) of every tensor. Routers and what is no matrix are F32."""
+    every = {name: shape for name, shape in shapes(model.checkpoint.config) if name not in model.gone}
+    every |= {name: tensor.shape for name, tensor in model.added.items()}
+    changed = {name: model.types[name] for name in model.changed}
+
+    def kind(name: str, shape: Shape) -> str:
+        if not is_matrix(name, shape) or is_router(name):
+            return "F32"
+        return fitting(changed.get(name, model.types.changed), shape)
+
+    return {name: (kind(name, shape), shape) for name, shape in every.items()}
+
+
+def _data(model: _Model, form: OtherFormat, name: str, kind: str, shape: Shape) -> Bytes:
+    """Of a tensor, by its canonical name, as it is written."""
+    if name in model.added:
+        return model.added[name].data
+    own = model.new(name) if name in model.changed else model.checkpoint.take(name)
+    rows = np.ascontiguousarray(form.turned(name, own.float32()), np.float32).reshape(-1, shape[-1])
+    data = quantize(rows, kind)
+    model.checkpoint.release()
+    return data
+
+
+def _gguf_as_folder(model: _Model, out: Path) -> Path:
+    form = AsFolder(model.checkpoint, model.types)
+    every = _all_tensors(model)
+    shards = list(_shards(every))
+    (out / "config.json").unlink(missing_ok=True)  # without it a folder is no model; it is written last
+    for weights in out.glob("model*.safetensors*"):  # of another type, maybe in fewer files
+        weights.unlink()
+    for name, document in form.files.items():
+        _write_json(out / name, document)
+    places: dict[str, str] = {}
+    total = 0
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
+        entries = []
+        for name in names:
+            kind, whole = every[name]
+            entries += [(own, kind, shape, _nbytes(kind, shape)) for own, shape in form.entries(name, whole)]
+        with _whole(out / file) as to:
+            to.write(safetensors_header(entries, {"format": "pt"}))
+            for name in names:
+                to.write(_data(model, form, name, *every[name]).data)
+        places |= dict.fromkeys((own for own, *_ in entries), file)
+        total += sum(nbytes for *_, nbytes in entries)
+    if len(shards) > 1:
+        _write_json(out / _INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    _write_json(out / "config.json", _stating(form.document, form.architecture, model.about))
+    return out
+
+
+def _shards(every: Mapping[str, tuple[str, Shape]]) -> Iterator[list[str]]:
+    """Which tensors are in one file, those of float32 first: whatever follows, they are aligned."""
+    names: list[str] = []
+    filled = 0
+    for name, (kind, shape) in every.items():
+        nbytes = _nbytes(kind, shape)
+        if names and filled + nbytes > SHARD:
+            yield sorted(names, key=lambda one: every[one][0] != "F32")
+            names, filled = [], 0
+        names.append(name)
+        filled += nbytes
+    yield sorted(names, key=lambda one: every[one][0] != "F32")
+
+
+def _nbytes(kind: str, shape: Shape) -> int:
+    return math.prod(shape[:-1]) * block_type(kind).row_bytes(shape[-1])
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------
@@ -264,7 +332,8 @@ def _write_folder(model: _Model, out: Path) -> Path:
         stored = sorted(tensors.items(), key=lambda one: one[1].data.ctypes.data)
         kept |= {name: tensor for name, tensor in stored if not (gone and name.endswith(THRESHOLD))}
         with _whole(out / path.name) as to:
-            to.write(safetensors_header(kept, metadata))
+            about = ((name, tensor.type, tensor.shape, tensor.nbytes) for name, tensor in kept.items())
+            to.write(safetensors_header(about, metadata))
             for name, tensor in kept.items():
                 change = changes.get(name)
                 to.write((tensor.data if change is None else change.data(model.stored, tensor.type)).data)
@@ -276,19 +345,22 @@ def _write_folder(model: _Model, out: Path) -> Path:
         if type(about_all) is dict and type(about_all.get("total_size")) is int:
             about_all["total_size"] += sum(tensor.nbytes for tensor in extra.values())
             about_all["total_size"] -= sum(place.nbytes for name in gone for place in checkpoint.places(name))
-        with _whole(out / _INDEX) as to:
-            to.write(json.dumps(index, indent=2).encode() + b"\n")
-    with _whole(out / "config.json") as to:
-        to.write(json.dumps(_document(checkpoint, model.about), indent=2).encode() + b"\n")
+        _write_json(out / _INDEX, index)
+    document, _ = read_json(checkpoint.path / "config.json")
+    _write_json(out / "config.json", _stating(document, checkpoint.config.architecture, model.about))
     return out
 
 
-def _document(checkpoint: Checkpoint, about: Mapping[str, Any]) -> dict[str, Any]:
+def _stating(document: Mapping[str, Any], architecture: str, about: Mapping[str, Any]) -> dict[str, Any]:
     """config.json with the activation and its thresholds."""
-    document, _ = read_json(checkpoint.path / "config.json")
-    document.pop(_LIMITS, None)
-    named = _KEYS.get(checkpoint.config.architecture, "hidden_act")
-    return document | {named if key == "hidden_act" else key: value for key, value in about.items()}
+    left = {key: value for key, value in document.items() if key != _LIMITS}
+    named = _KEYS.get(architecture, "hidden_act")
+    return left | {named if key == "hidden_act" else key: value for key, value in about.items()}
+
+
+def _write_json(path: Path, document: Mapping[str, Any]) -> None:
+    with _whole(path) as to:
+        to.write(json_bytes(document))
 
 
 @contextmanager

@@ -1,0 +1,114 @@
+"""A model in the other format than the one it was read from: what both ways have in common.
+
+What cannot be said in the other format is refused before anything is written: what was made for it is read as that of
+any model is, and configuration and tokenizer must come out the same. A tokenizer is compared by the tokens of texts
+that the known ways of splitting words (`tokenizer.ggml.pre`) split differently, as llama.cpp's converter does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import ClassVar
+
+import numpy as np
+
+from powerinfer.config import AttentionConfig, ExpertsConfig, ModelConfig
+from powerinfer.errors import RequestError
+from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.quant import Float32
+from powerinfer.formats.tokenizer import Tokenizer
+from powerinfer.models.rope import rope_frequencies
+from powerinfer.prepare.corpus import open_corpora
+from powerinfer.sparsify.recipes import StoredTypes
+
+PROBE = (
+    "I'm, we'LL; don't've 3 33 333 3333 3.14\n\n \n\t\t x  y   z    \r\n  \u3000end ~!@#$%^&*()_+-=[]{}|;':\",./<>?\n\n"
+    "ÀÉ e\u0301 A\u030a \ufb01 ½ ² ٣ Straße \u0132SSEL \u01c5x Ünï Привет! Καλημέρα 你好，世界。123こんにちは 안녕 "
+    "ไทย हिन्दी 👩\u200d👩\u200d👧 🤦🏼\u200d♂️ CamelCaseWORD snake_case x86_64 ''' \"\" <a href='x'>\u00a0\ufeff "
+)
+"""A text that splits of words differ in."""
+
+
+class OtherFormat:
+    """One way. form: as of --format; stays: what --format same writes; keys: where settings are stated;
+    families: those it is for, as the format that is read calls them -> as the other one does; types: of weights."""
+
+    form: ClassVar[str]
+    stays: ClassVar[str]
+    keys: ClassVar[str]
+    families: ClassVar[dict[str, str]]
+    types: ClassVar[tuple[str, ...]]
+
+    def __init__(self, checkpoint: Checkpoint, types: StoredTypes) -> None:
+        """RequestError for a model of another family, and for types that it does not have."""
+        self.config, self._where = checkpoint.config, checkpoint.path
+        own = self.config.architecture
+        if own not in self.families:
+            raise self._refused(f"models of {own} are not written so (only {', '.join(self.families)})")
+        self.architecture = self.families[own]
+        for name, kind in asdict(types).items():
+            if kind not in self.types and (name == "changed" or kind != "same"):
+                flag, known = "--type" if name == "changed" else f"--{name}-type", ", ".join(self.types)
+                raise self._refused(f"weights are not written so in {flag} {kind} (only {known})")
+        ffns = [layer.ffn for layer in self.config.layers]
+        self._experts = next((ffn for ffn in ffns if isinstance(ffn, ExpertsConfig)), None)
+        dense = next((ffn.width for ffn in ffns if not isinstance(ffn, ExpertsConfig)), 0)
+        self._width = dense or (self._experts.size if self._experts else 0)
+
+    def _refused(self, why: str) -> RequestError:
+        return RequestError(f"--format {self.form}, {self._where}: {why}; --format same writes a {self.stays}")
+
+    def turned(self, canonical: str, values: Float32) -> Float32:
+        """A tensor with its rows in the order of the other format: of Llama's q and k the two rows of a pair that is
+        rotated are neighbours in a GGUF file, and half a head apart in a folder."""
+        part = canonical.rpartition(".")[2].removesuffix("_bias")
+        if "llama" not in (self.architecture, self.config.architecture) or part not in ("q", "k"):
+            return values
+        about = self.config.layers[int(canonical.split(".")[1])].attention
+        assert isinstance(about, AttentionConfig) and about.rope is not None
+        heads = about.n_heads if part == "q" else about.n_kv_heads
+        half = about.head_dim // 2
+        pairs = (half, 2) if about.rope.interleaved else (2, half)
+        return values.reshape(heads, *pairs, -1).swapaxes(1, 2).reshape(values.shape)
+
+    def _check_config(self, read: ModelConfig) -> None:
+        """RequestError unless the configuration, as it is read from what was made, is the model's."""
+        for here, there in zip(self.config.layers, read.layers, strict=True):
+            ropes = here.attention.rope, there.attention.rope
+            if None in ropes:
+                raise self._refused("its layers do not all rotate positions")
+            known, made = (rope_frequencies(rope, self.config.context_length) for rope in ropes if rope is not None)
+            if not np.allclose(known[0], made[0], rtol=1e-5, atol=0) or known[1] != made[1]:
+                raise self._refused("its scaling of the rotary embedding is not one that is written")
+        if _rest(read) != _rest(self.config):
+            raise self._refused(
+                f"{self.keys} has no keys for all of its settings (experts, a window of attention, layers that differ)"
+            )
+
+
+def _rest(config: ModelConfig) -> ModelConfig:
+    """What must be equal, with numbers as GGUF holds them, float32."""
+    layers = []
+    for layer in config.layers:
+        assert isinstance(layer.attention, AttentionConfig)
+        layers.append(replace(layer, attention=replace(layer.attention, rope=None)))
+    return replace(config, layers=tuple(layers), norm_eps=float(np.float32(config.norm_eps)), architecture="", name="")
+
+
+def same_tokens(known: Tokenizer, made: Tokenizer) -> bool:
+    """Whether two tokenizers give the same ids for the probe and the built-in sample, and end answers alike."""
+    one, other = known.vocabulary, made.vocabulary
+    if (one.bos_id, one.eos_ids, one.add_bos, one.add_eos) != (
+        other.bos_id,
+        other.eos_ids,
+        other.add_bos,
+        other.add_eos,
+    ):
+        return False
+    added = "".join(dict.fromkeys(token.text for token in (*one.added, *other.added)))
+    texts = [PROBE, PROBE + added, *(str(text) for text in open_corpora([])[0].pieces())]
+    return all(
+        known.encode(text, special=special) == made.encode(text, special=special)
+        for text in texts
+        for special in (False, True)
+    )
