@@ -328,6 +328,7 @@ def test_the_commands_say_what_was_chosen(
     assert main(["bench", "--prompt-tokens", "4", "--gen-tokens", "4", "--repeat", "1", *flags, "--json"]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert document["choices"]["experts"].startswith("lru (a step takes") and document["sparsity"]["policy"] == "lru"
+    assert document["streams_from"] is None
 
 
 @pytest.mark.parametrize(

@@ -317,6 +317,7 @@ def loaded(path: Path, vram: int, **more: Any) -> tuple[dict[str, str], int | No
         executor = llm._executor
         assert isinstance(executor, SplitExecutor)
         least = None if executor.streamed is None else executor.streamed.stage.least
+        assert llm.streams_from == least
         return llm.choices, least, llm.generate([PROMPT], SHORT)[0].token_ids
 
 

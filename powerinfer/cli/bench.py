@@ -4,15 +4,16 @@ Prefill is the time from a prompt of --prompt-tokens to its first token, decode 
 one-token prompt; both greedy, after one warm-up round. The figures are medians of --repeat rounds.
 
 JSON: prefill_tok_s and decode_tok_s (median, min, max), bytes_per_token (weights read for one token), bandwidth_gb_s
-(those bytes times the median decode speed), load_s, peak_rss_mb, choices (what was chosen and why). For a sparse model
+(those bytes times the median decode speed), load_s, peak_rss_mb, choices (what was chosen and why); beside a GPU
+streams_from (tokens of a step from which on it computes what is in RAM, too, or null: never). For a sparse model
 bytes_per_token is what decoding actually read, and sparsity has: selector, active_fraction and candidate_fraction (of
 the neurons), recall (of the predictors, on sampled tokens), bytes_per_token (of the FFNs), layers (the same for each,
 with its ways by batch size and the reason); for one split between GPU and CPU active_fraction, gpu_share (of the
 neurons that fired, those on the GPU), jobs (share of the FFNs in which the CPU had work), traded (neurons that --adjust
-moved to the GPU) and streams_from (tokens of a step from which on the GPU computes the cold neurons too). With --trace,
-trace: seconds of a step in total and by kind of work, overlap (1 - the share of it in which neither device worked),
-path. Where weights are read from disk, disk: mode, bytes, bytes_per_token, read_gb_s, stall_seconds, hit_rate (of
-neurons and experts on disk) and guess_rate (of experts read ahead) of the last round's decode.
+moved to the GPU) and streams_from. With --trace, trace: seconds of a step in total and by kind of work, overlap (1 -
+the share of it in which neither device worked), path. Where weights are read from disk, disk: mode, bytes,
+bytes_per_token, read_gb_s, stall_seconds, hit_rate (of neurons and experts on disk) and guess_rate (of experts read
+ahead) of the last round's decode.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
             "load_s": llm.load_s,
             "peak_rss_mb": peak_memory() / (1 << 20),
             "choices": llm.choices,
+            **({"streams_from": llm.streams_from} if "prefill" in llm.choices else {}),
             **({"sparsity": llm.sparsity} if llm.sparsity else {}),
             **({"disk": _disk(llm.disk, args.gen_tokens)} if llm.disk else {}),
             **({"trace": _trace(llm, Path(args.trace))} if args.trace else {}),

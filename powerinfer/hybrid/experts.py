@@ -660,6 +660,7 @@ class ExpertSparsity(Sparsity):
     def __init__(self, executor: SplitExecutor, ffns: Sequence[HybridExperts], policy: str = "static") -> None:
         """policy: who decides which experts the GPU has, a name of `placement.experts.EXPERT_POLICIES`."""
         self.ffns = ffns
+        self.stage = next((ffn.stage for ffn in ffns if ffn.stage is not None), None)
         self.policy = policy
         self.traded = 0  # experts moved to the GPU since the model was loaded
         self._executor = executor

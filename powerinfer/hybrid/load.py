@@ -158,6 +158,7 @@ def _load_beside_gpu(
         executor.close()
         raise
     sparsity = Sparsity()
+    sparsity.stage = None if executor.streamed is None else executor.streamed.stage
     executor.choices["selector"] = f"{sparsity.selector} (layers as a whole)"
     return executor, sparsity
 

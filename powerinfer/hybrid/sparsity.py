@@ -62,8 +62,8 @@ class HybridSparsity(Sparsity):
             own = {"tokens": counts["tokens"], "steps": counts["steps"], "jobs": counts["steps"]}
             add(layer, 0, own | {"hot": 0, "cold": counts["active"]})
         whole = _shares(totals) | {"tokens": max((layer["tokens"] for layer in layers), default=0)}
-        streams = None if self.stage is None else self.stage.least
-        return {"selector": self.selector, "layers": layers, **whole, "traded": self.traded, "streams_from": streams}
+        more = {"traded": self.traded, "streams_from": self.streams_from}
+        return {"selector": self.selector, "layers": layers, **whole, **more}
 
     def way(self, layer: int) -> str:
         return "predicted" if self.selector == "predicted" else "exact"

@@ -222,6 +222,11 @@ class LLM:
         """How each layer decodes, and statistics since the last clear (`Sparsity.report`); None for a dense model."""
         return self._runner.ask(self._sparsity.report)
 
+    @property
+    def streams_from(self) -> int | None:
+        """The number of tokens of a step from which on a GPU computes what is in RAM, too; None: never."""
+        return self._sparsity.streams_from
+
     def clear_sparsity(self) -> None:
         """Reset the counters of `sparsity` and `disk` and, for a sparse model, `bytes_per_token`."""
         self._runner.ask(self._sparsity.clear)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from powerinfer.devices.stage import Stage
     from powerinfer.neurons import Counts, Indices
 
 __all__ = ["Sparsity", "SplitFfn"]
@@ -29,10 +30,16 @@ class SplitFfn(Protocol):
 class Sparsity:
     """How the layers of a model decode, and statistics of it. This base class: all layers are dense.
 
-    selector: its name.
+    selector: its name; stage: what the CPU's part of a model passes through to a GPU in long prompts, None: none does.
     """
 
     selector = "all"
+    stage: Stage | None = None
+
+    @property
+    def streams_from(self) -> int | None:
+        """The number of tokens of a step from which on a GPU computes the CPU's part, too; None: never."""
+        return None if self.stage is None else self.stage.least
 
     def report(self) -> dict[str, Any] | None:
         """Statistics of the tokens so far, per layer ("layers") and in total; None if all layers are dense."""
