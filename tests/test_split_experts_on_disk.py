@@ -371,8 +371,9 @@ def test_what_may_not_stay_on_disk_is_refused_before_the_machine_is_measured(
     monkeypatch.setattr(measure, "measured", MEASURED)
     monkeypatch.setattr(measure, "known", lambda *_: None)
     monkeypatch.setattr(measure, "measure_and_keep", lambda *_, **__: pytest.fail("it was measured"))
-    with pytest.raises(RequestError, match=r"needs at least .* of RAM \+ VRAM: give --ram"):
-        resolve(open_checkpoint(large), engine)
+    for less in (ram, MIB):
+        with pytest.raises(RequestError, match=r"needs at least .* of RAM \+ VRAM: give --ram"):
+            resolve(open_checkpoint(large), replace(engine, ram=less))
 
 
 def test_a_policy_for_what_is_not_on_disk_is_said(large: Path) -> None:

@@ -584,12 +584,12 @@ def _planned(resolved: Resolved, model: Model) -> Callable[[Hardware], PlanReque
     def request(hardware: Hardware) -> PlanRequest:
         described = hardware.cpu.memory_bytes
         ram = min(available_memory() or described, described) if engine.ram is None else engine.ram
-        made = on_named_gpu(subject.request(hardware, replace(engine, ram=ram)))
-        if not any(model.n_experts):
-            return made
-        if engine.disk == "none":
-            made.in_memory()
-        elif engine.ram is None and made.claims().disk is not None:
+        made, rests = subject.request(hardware, replace(engine, ram=ram)), any(model.n_experts)
+        if rests and engine.disk == "none":
+            made.in_memory()  # before anything says what would do if they stayed on disk
+            rests = False
+        made = on_named_gpu(made)
+        if rests and engine.ram is None and made.claims().disk is not None:
             return replace(made, ram=within(ram))
         return made
 

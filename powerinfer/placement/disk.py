@@ -450,8 +450,10 @@ def _other(model: Model, layers: Iterable[int], head: bool) -> Counter[str]:
 def _too_little(model: Model, held: Footprint, least: int, whole: int, ram: int) -> RequestError:
     needs = f"{gib(whole)} of RAM" if whole < least else f"{gib(least)} of RAM even if its weights stay on disk"
     cache = f"{gib(held['kv'])} of it for the KV cache and " if held["kv"] else "of it "
+    enough = min(least, whole)
     context = "--context or " if held["kv"] else ""  # a GPU that has all layers has all of the cache
+    lower = f", or a lower {context}--prefill-chunk" if enough - ram < held["kv"] + held["scratch"] else ""
     return RequestError(
         f"{model.name} needs {needs}, {cache}{gib(held['scratch'])} for a piece of a prompt, and --ram is {gib(ram)}: "
-        f"give --ram {gib(min(least, whole))}, or a lower {context}--prefill-chunk"
+        f"give --ram {gib(enough)}{lower}"
     )
