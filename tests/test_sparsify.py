@@ -40,7 +40,7 @@ from powerinfer.sparsify.loss_plot import draw_log, read_log
 from powerinfer.sparsify.own_text import OwnText, is_useful, write_own_text
 from powerinfer.sparsify.recipes import FFN_PARTS, RECIPES, Stage, StoredTypes, check_recipe
 from powerinfer.sparsify.torch_model import ROUNDED, TorchModel, _Rounded, load
-from powerinfer.sparsify.training import Sparsifier, _Cut, _log, _stored, trained_names
+from powerinfer.sparsify.training import Sparsifier, _Cut, _log, _stored, check_start, trained_names
 from powerinfer.sparsify.writing import write_model
 
 SHAPE = Shape(d_model=64, d_ff=128, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, vocab=1200, context=128)
@@ -455,6 +455,8 @@ def test_a_gguf_model_as_folder(dense: Path, tmp_path: Path, monkeypatch: pytest
             llm.score(tokens, 0, lambda at, logits: rows.append(np.array(logits)))  # noqa: B023
             answers.append(np.concatenate(rows))
     assert np.abs(answers[0] - answers[1]).max() < 1e-2 * answers[1].std()
+    with pytest.raises(RequestError, match="or has it in another format: take the original in that one"):
+        check_start(open_checkpoint(folder.path), open_checkpoint(dense), "cats")
 
 
 def test_the_command(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -604,7 +604,8 @@ def check_start(start: Checkpoint, original: Checkpoint, recipe: str) -> None:
 
 
 def _no_start(start: Checkpoint, original: Checkpoint, recipe: str) -> RequestError:
-    return RequestError(f"--start {start.path} is no model that recipe {recipe} made out of {original.path}")
+    format_ = "" if start.source == original.source else ", or has it in another format: take the original in that one"
+    return RequestError(f"--start {start.path} is no model that recipe {recipe} made out of {original.path}{format_}")
 
 
 def free_bytes(device: torch.device) -> int:
