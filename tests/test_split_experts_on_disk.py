@@ -41,6 +41,7 @@ from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
 from powerinfer.hybrid.resolve import Resolved, needs, resolve, with_fewer_experts  # noqa: E402
 from powerinfer.placement.disk import DiskPlan  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
+from powerinfer.sizes import read_size  # noqa: E402
 
 ENGINE = EngineConfig(threads=2, prefill_chunk=64, max_batch=4, context=128, trial=False, disk="direct")
 NAMES = ("qwen3-30b-a3b", "smallthinker-4b", "gpt-oss-20b", "deepseek-v2-lite", "folder")
@@ -411,9 +412,13 @@ def test_without_a_disk_ram_must_hold_them(large: Path) -> None:
 
 def test_what_is_advised_is_of_the_cache_only_where_ram_has_some(large: Path) -> None:
     for vram, cached in ((planned(large, 20).engine.vram, False), (0, True)):
+        engine = replace(ENGINE, gpu=device_name(), vram=vram, ram=MIB)
+        with pytest.raises(RequestError, match=r"even if its weights .* give --ram [\d.]+MiB$") as told:
+            resolve(open_checkpoint(large), engine)
+        engine = replace(engine, ram=read_size(str(told.value).rpartition(" ")[2]) - MIB)
         said = r"even if its weights .* give --ram .* a lower .*--prefill-chunk$"
         with pytest.raises(RequestError, match=said) as told:
-            resolve(open_checkpoint(large), replace(ENGINE, gpu=device_name(), vram=vram, ram=MIB))
+            resolve(open_checkpoint(large), engine)
         assert ("KV cache" in str(told.value)) == ("--context" in str(told.value)) == cached
 
 
