@@ -171,7 +171,7 @@ class SavedChoices:
             "layers": f"{resolved.gpu_layers} {resolved.gpu_head}",
             "experts": digest.hexdigest()[:32],
             "kv_type": engine.kv_type,
-            "steps": f"{ROUNDS} {BLOCK} {resolved.pages}",
+            "steps": f"{ROUNDS} {BLOCK} {UNRECORDED} {resolved.pages}",
         }
         self._key = trial_key(checkpoint, engine, resolved.selection, ()) | software(resolved.gpu) | facts
         self._renew = engine.retrial

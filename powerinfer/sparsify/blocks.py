@@ -1,7 +1,7 @@
 """Quantised matrices that are trained without their codes: only the scales of their blocks move.
 
-As in PEQA (arXiv 2305.14152), with the minima of the blocks as well. What is trained is stored as it is, so nothing is
-lost by rounding, and the optimiser's memory is that of one or two numbers a block.
+As in PEQA (arXiv 2305.14152), with the minima of the blocks as well. What is trained is stored in float16, so next to
+nothing is lost by rounding, and the optimiser's memory is that of one or two numbers a block.
 """
 
 from __future__ import annotations
