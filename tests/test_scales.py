@@ -79,6 +79,10 @@ def test_moves_and_their_gradient(kind: str) -> None:
     back = blocks.moves_to(written)
     assert back is not None and torch.allclose(blocks.moved(back), moved, rtol=1e-3, atol=1e-7)
     assert blocks.moves_to(tensor(kind, 2, 5, 256)) is None
+    assert blocks.moves_to(RawTensor("F16", (2, 5, 512), np.zeros(2 * 5 * 512 * 2, np.uint8))) is None
+    again = blocks.rescaled(written)
+    assert again is not None and again.factors is blocks.factors, "codes are in memory once"
+    assert np.array_equal(again.stored(written, again.still()).data, written.data)
     other = stored.data.copy()
     other.reshape(-1, block_type(kind).nbytes)[:, -5] ^= 1
     assert blocks.moves_to(RawTensor(kind, stored.shape, other)) is None

@@ -6,7 +6,7 @@ nothing is lost by rounding, and the optimiser's memory is that of one or two nu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from powerinfer.formats.block_scales import block_scales, factors, with_scales
+from powerinfer.formats.block_scales import SCALED, block_scales, factors, with_scales
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import RawTensor
 
@@ -86,11 +86,20 @@ class Blocks:
         moved = self.moved(moves.detach()).flatten(0, -3).cpu().numpy()
         return with_scales(tensor, moved)
 
-    def moves_to(self, other: RawTensor) -> Tensor | None:
-        """The moves with which this becomes another tensor; None if that has other codes."""
+    def rescaled(self, other: RawTensor) -> Blocks | None:
+        """Another tensor, with the codes of this one in memory; None if it has others."""
+        if other.type not in SCALED:
+            return None
         theirs = Blocks.of(other, self.scales.device)
         same = len(theirs.factors) == len(self.factors) and theirs.scales.shape == self.scales.shape
         if not same or not all(torch.equal(a, b) for a, b in zip(self.factors, theirs.factors, strict=True)):
+            return None
+        return replace(theirs, factors=self.factors)
+
+    def moves_to(self, other: RawTensor) -> Tensor | None:
+        """The moves with which this becomes another tensor; None if that has other codes."""
+        theirs = self.rescaled(other)
+        if theirs is None:
             return None
         return torch.where(self.units > 0, (theirs.scales - self.scales) / self.units, 0)
 

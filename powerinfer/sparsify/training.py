@@ -188,7 +188,11 @@ class Sparsifier:
     def opened(self, written: Checkpoint) -> TorchModel:
         """The model that was written of this training, to evaluate."""
         weights = {name: value.to(self.device) for name, value in load(written, self._blocks).items()}
-        blocks = {name: Blocks.of(written.stored(name), self.device) for name in self._blocks}
+        blocks = {}
+        for name, trained in self._blocks.items():
+            own = trained.rescaled(written.stored(name))
+            assert own is not None, "codes stay"
+            blocks[name] = own
         weights |= {name: own.still() for name, own in blocks.items()}
         model = TorchModel(written.config, weights, self.teacher.compute)
         model.blocks, model.turned = blocks, self.student.turned
