@@ -497,7 +497,9 @@ def test_a_finished_training_is_not_done_again(
     (tmp_path / "training.safetensors").rename(out / "training.safetensors")
     assert command("--type", "f16")[0] and not command("--type", "f16")[0]
     assert command()[0] and not command()[0]
+    record = (out / "finished.json").read_text()
     for lacking in (lambda: (out / "README.md").unlink(), lambda: (out / "finished.json").write_text("[]"),
+                    lambda: (out / "finished.json").write_text(record.replace('"ratio"', '"rates"')),
                     lambda: os.truncate(out / "model.gguf", 4096), lambda: os.utime(text, (0, 0))):  # fmt: skip
         lacking()
         done, again = command()

@@ -23,6 +23,9 @@ STATE = "training.safetensors"
 _FREE = ("save", "device")
 """Options that say nothing of what is made."""
 
+_NUMBERS = ("perplexity_before", "perplexity", "ratio", "zeros", "tokens", "seconds")
+"""Figures that the command says."""
+
 
 @dataclass(frozen=True)
 class Finished:
@@ -51,7 +54,8 @@ def read_finished(out: Path, asked: Mapping[str, Any]) -> Finished | None:
     """The record in a folder, if it is of what is asked for and every file is there as long as it was."""
     with suppress(ModelError, OSError):
         record = checked(Finished, read_json(out / RECORD)[0], str(out / RECORD))
-        if record.asked == asked and record.files.items() <= _sizes(out).items():
+        whole = all(type(record.figures.get(name)) in (int, float) for name in _NUMBERS)
+        if whole and record.asked == asked and record.files.items() <= _sizes(out).items():
             return record
     return None
 
