@@ -909,13 +909,15 @@ class SparsifyConfig:
     )
     attention_type: str = option(
         "same",
-        "type of the changed matrices of attention in a GGUF file; same: --type",
+        f"type of the changed matrices of attention in a GGUF file ({', '.join(STORED_TYPES)}); same: --type",
         choices=STORED_TYPES,
+        metavar="TYPE",
     )
     embedding_type: str = option(
         "same",
-        "type of the token embedding in a GGUF file; same: as it is, of a folder --type",
+        "type of the token embedding in a GGUF file, one of the same; same: as it is, of a folder --type",
         choices=STORED_TYPES,
+        metavar="TYPE",
     )
     save: float = option(600.0, "seconds between the states that are kept, to resume from", metavar="X")
     device: str = option("auto", "device to train on; auto: a GPU if torch has one", choices=("auto", "cpu", "cuda"))

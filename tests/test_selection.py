@@ -136,6 +136,7 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "('auto', 'cpu', 'cuda')",
         "('auto', 'direct', 'cached', 'none')",  # how the disk is read
         "('auto', 'q8_0', 'f16')",
+        "('auto', 'same', 'f32', 'f16', 'bf16', 'q8_0', 'q5_0', 'q4_0')",  # of the matrices that sparsify makes
         "('static', 'lru', 'lfu', 'dynamic', 'auto')",  # over experts
     ],
     "devices/wanted.py": ["engine.gpu != 'auto'"],
@@ -168,6 +169,7 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "('auto', 'direct', 'cached', 'none')",
         "('static', 'lru', 'lfu', 'dynamic', 'auto')",
     ],
+    "sparsify/recipes.py": ["changed == 'auto'"],
     "sparsity/attach.py": ["engine.selector != 'auto'"],  # whether a selector was asked for
     "serve/constraints.py": ["choice.kind != 'auto'", "tools.choice.kind != 'auto'"],  # of tools, too
     "serve/messages.py": ["{'auto': 'auto', 'any': 'required', 'none': 'none'}"],
