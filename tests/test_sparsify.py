@@ -54,6 +54,12 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes longer to draw than most of these trainings take; those that `test_the_command` makes are drawn."""
+    monkeypatch.setattr("powerinfer.sparsify.draw_log", lambda *_: None)
+
+
 def made(model: Path, out: Path, **options: Any) -> Made:
     config = SparsifyConfig(**(SMALL | {"zeros": 0.7} | options))
     return sparsify(open_checkpoint(model), [], config, out, threads=1)
@@ -115,36 +121,37 @@ def divergence(work: Sparsifier) -> float:
 
 @pytest.mark.parametrize("recipe", ["cats", "topk", "reglu"])
 def test_an_interrupted_run_goes_on_and_gives_the_same(recipe: str, dense: Path, tmp_path: Path) -> None:
+    # the second time after the 20 steps that the text lasts for
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    made(dense, whole, recipe=recipe)
+    made(dense, whole, recipe=recipe, tokens=6144)
     steps = 0
 
     def stop(label: str, done: int, total: int) -> None:
         nonlocal steps
         steps += label == "training"
-        if steps in (7, 30):
+        if steps in (4, 24):
             steps += 1
             raise KeyboardInterrupt
 
-    config = SparsifyConfig(**(SMALL | {"zeros": 0.7, "save": 1e-9, "recipe": recipe}))
-    for step in (6, 27):
+    config = SparsifyConfig(**(SMALL | {"zeros": 0.7, "save": 1e-9, "recipe": recipe, "tokens": 6144}))
+    for step in (3, 21):
         notes: list[str] = []
         with pytest.raises(KeyboardInterrupt):
             sparsify(open_checkpoint(dense), [], config, parts, stop, threads=1, say=notes.append)
-        assert notes[-1] == f"stopped: the same command goes on from step {step} of 40"
+        assert notes[-1] == f"stopped: the same command goes on from step {step} of 24"
         assert not (parts / "model.gguf").exists()
-    done = made(dense, parts, recipe=recipe)
+    done = made(dense, parts, recipe=recipe, tokens=6144)
     assert done.document["resumed"] > 20
     assert (parts / "model.gguf").read_bytes() == (whole / "model.gguf").read_bytes()
     rows = list(csv.reader((parts / "log.csv").read_text().splitlines()))
-    assert [row[0] for row in rows[1:]] == [str(step) for step in range(40)]
+    assert [row[0] for row in rows[1:]] == [str(step) for step in range(24)]
     assert (parts / "log.csv").read_text() == (whole / "log.csv").read_text()
 
 
 def test_an_interruption_within_a_step_keeps_the_steps_before(
     dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, parts = made(dense, tmp_path / "whole", recipe="cats"), tmp_path / "parts"
+    whole, parts = made(dense, tmp_path / "whole", recipe="cats", tokens=5120), tmp_path / "parts"
     plain, calls = Sparsifier._distil, 0
 
     def interrupted(self: Sparsifier, *given: Any) -> float:
@@ -155,13 +162,13 @@ def test_an_interruption_within_a_step_keeps_the_steps_before(
         return plain(self, *given)
 
     monkeypatch.setattr(Sparsifier, "_distil", interrupted)
-    config = SparsifyConfig(**(SMALL | {"zeros": 0.7, "save": 600.0, "recipe": "cats"}))
+    config = SparsifyConfig(**(SMALL | {"zeros": 0.7, "save": 600.0, "recipe": "cats", "tokens": 5120}))
     notes: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         sparsify(open_checkpoint(dense), [], config, parts, threads=1, say=notes.append)
     each = config.batch // config.window // config.rows
-    assert notes[-1] == f"stopped: the same command goes on from step {9 // each} of 40"
-    done = made(dense, parts, recipe="cats")
+    assert notes[-1] == f"stopped: the same command goes on from step {9 // each} of 20"
+    done = made(dense, parts, recipe="cats", tokens=5120)
     assert done.document["resumed"] == 9 // each
     assert done.path.read_bytes() == whole.path.read_bytes()
 
@@ -178,7 +185,7 @@ def test_a_sparse_model_is_trained_further(dense: Path, tmp_path: Path) -> None:
     done = sparsify(original, [], config, tmp_path / "second", threads=1, start=begun).document
     assert done["start"] == "first/model.gguf" and abs(done["zeros"] - 0.7) < 0.05
     write_random_llama(tmp_path / "other.gguf", SHAPE, seed=1)
-    relu = made(dense, tmp_path / "third", recipe="reglu").path
+    relu = made(dense, tmp_path / "third", recipe="reglu", tokens=1024).path
     with pytest.raises(RequestError, match="no model that recipe cats made out of"):  # before text is written
         long = replace(config, own_text=10**9)
         sparsify(original, [], long, tmp_path / "4", threads=1, start=open_checkpoint(relu))
@@ -283,10 +290,10 @@ def test_a_loss_that_is_no_number_stops_and_keeps(dense: Path, tmp_path: Path, m
 
     monkeypatch.setattr(Sparsifier, "_distil", broken)
     with pytest.raises(PowerInferError, match=r"the loss is nan and .* at step 9: the state of step 9 is kept"):
-        made(dense, tmp_path, save=1e-9)
+        made(dense, tmp_path, save=1e-9, tokens=5120)
     assert not (tmp_path / "model.gguf").exists()
-    monkeypatch.undo()
-    assert made(dense, tmp_path, lr=0.5).document["resumed"] == 9
+    monkeypatch.setattr(Sparsifier, "_distil", plain)
+    assert made(dense, tmp_path, lr=0.5, tokens=5120).document["resumed"] == 9
 
 
 # ---------------------------------------------------------------- text that the model writes itself
@@ -436,9 +443,8 @@ def test_folders(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert len(llm.generate("It was", SamplingParams(max_tokens=4, ignore_eos=True)).token_ids) == 4
 
 
-def test_a_gguf_model_as_folder(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gguf_model_as_folder(dense: Path, tmp_path: Path) -> None:
     """The same training, written in either format, is the same model; what cannot be written is not trained."""
-    monkeypatch.setattr("powerinfer.sparsify.draw_log", lambda *_: None)  # which takes longer than the training
     with pytest.raises(RequestError, match=r"in --type q8_0 \(only bf16, f16, f32\); --format same writes a GGUF"):
         made(dense, tmp_path / "other", format="folder", type="q8_0")
     assert list((tmp_path / "other").iterdir()) == []
@@ -459,7 +465,10 @@ def test_a_gguf_model_as_folder(dense: Path, tmp_path: Path, monkeypatch: pytest
         check_start(open_checkpoint(folder.path), open_checkpoint(dense), "cats")
 
 
-def test_the_command(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("powerinfer.sparsify.draw_log", draw_log)
     text = tmp_path / "text.txt"
     text.write_text("It is a truth universally acknowledged, that a single man must be in want of a wife. " * 60)
     flags = ["--window", "32", "--batch", "128", "--tokens", "512", "--zeros", "0.5", "--corpus", str(text), "--json"]
@@ -467,6 +476,7 @@ def test_the_command(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     about = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert about["path"] == str(tmp_path / "out" / "model.gguf") and about["corpora"] == ["text.txt"]
     assert len(about["zeros_by_layer"]) == 2 and about["tokens"] == 512 and about["resumed"] == 0
+    assert (tmp_path / "out" / "loss.png").exists()
 
 
 def test_a_finished_training_is_not_done_again(
@@ -477,7 +487,6 @@ def test_a_finished_training_is_not_done_again(
     text.write_text("It is a truth universally acknowledged, that a single man must be in want of a wife. " * 60)
     evaluate = Sparsifier.evaluate
     monkeypatch.setattr(Sparsifier, "evaluate", lambda *given: [evaluated.append(1), evaluate(*given)][1])
-    monkeypatch.setattr("powerinfer.sparsify.draw_log", lambda *_: None)  # which takes longer than the training
     line = ["sparsify", "-m", str(dense), "--out", str(out), "--corpus", str(text), "-t", "1", "--json"]
     line += ["--window", "32", "--batch", "128", "--tokens", "512"]
 
@@ -831,6 +840,7 @@ def test_the_steps_as_a_picture(dense: Path, tmp_path: Path, monkeypatch: pytest
     assert [text.get_text() for text in above.texts] == ["regress", "distil"]
     assert below.lines[0].get_ydata()[50] == 50 and below.lines[-1].get_xdata()[0] == 4000, "where a stage begins"
     monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("powerinfer.sparsify.draw_log", draw_log)
     made(dense, tmp_path / "out", tokens=512)
     assert (tmp_path / "out" / "log.csv").exists() and not (tmp_path / "out" / "loss.png").exists()
 
