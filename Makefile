@@ -17,6 +17,10 @@ JOBS ?= 2
 
 NATIVE := pyproject.toml CMakeLists.txt $(wildcard powerinfer/csrc/*)
 
+# Container images often set it, and then every process that a test starts would compile Python's files anew: torch's, too,
+# which are installed without compiled ones.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help run test check fuzz bench install clean test-native test-neon test-asan fuzz-asan
 
 help:
