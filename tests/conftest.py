@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,16 @@ settings.load_profile("shared")
 def pytest_xdist_auto_num_workers() -> int:
     """`-n auto`: a worker for each core that may be used, each of which takes a gigabyte or two of memory."""
     return min(8, usable_cores()[0])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Thousands of tests and the libraries that they import are no garbage: to look for some takes seconds a worker."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)
