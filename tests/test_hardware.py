@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from powerinfer.errors import ModelError, PowerInferError, RequestError
-from powerinfer.formats.bundle_file import ROW_TYPES
 from powerinfer.hardware import description as hardware
-from powerinfer.hardware.description import Disk, Hardware, load, ready_made, save
+from powerinfer.hardware.description import RATED_ROWS, Disk, Hardware, load, ready_made, save
 
 
 def document() -> dict[str, Any]:
@@ -208,7 +207,7 @@ def test_rates_become_seconds() -> None:
     own.head_gb_s.update({"other": 4.0})  # type: ignore[attr-defined]
     assert own.head_seconds("Q4_0", 10**9) == pytest.approx(0.25)
     assert own.rows_seconds("Q4_0", 1000, 2 * 10**6) == pytest.approx(1e-3 + 1e-4)
-    assert set(own.bundle_gb_s) == set(ROW_TYPES)
+    assert set(own.bundle_gb_s) == set(RATED_ROWS)
 
 
 def test_small_steps_come_from_the_cache() -> None:

@@ -17,7 +17,6 @@ from typing import Annotated
 import numpy as np
 
 from powerinfer.errors import ModelError, PowerInferError, RequestError
-from powerinfer.formats.bundle_file import ROW_TYPES
 from powerinfer.formats.json_file import Between, Length, Line, checked, of_kind, parse_json, read_limited
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.prepared import write_small
@@ -27,6 +26,11 @@ FORMAT = 1
 KIND = "hardware"
 OTHER = "other"
 """Key in `Device.dense_gb_s` for all weight types without a figure of their own."""
+
+RATED_ROWS = ("F16", "BF16", "Q8_0", "Q4_0")
+"""Types of gate and up in bundles whose rates are measured."""
+
+_RATED_AS = {"Q4_1": "Q4_0"}  # rows of other types, as those that are read alike
 
 NO_GPU = "stand-in for a GPU"
 """Prefix of the name of torch's CPU device when it emulates a GPU."""
@@ -113,7 +117,8 @@ class Device:
 
     def rows_seconds(self, gate_type: str, rows: float, nbytes: float) -> float:
         """Time of `rows` rows of bundles, `nbytes` in all."""
-        return nbytes / (1e9 * self.bundle_gb_s[gate_type]) + 1e-9 * self.row_ns[gate_type] * rows
+        kind = _RATED_AS.get(gate_type, gate_type)
+        return nbytes / (1e9 * self.bundle_gb_s[kind]) + 1e-9 * self.row_ns[kind] * rows
 
 
 @dataclass(frozen=True)
@@ -215,7 +220,7 @@ def _refuse_absurd(hardware: Hardware, where: str) -> None:
             continue
         if device.reserved_bytes > device.memory_bytes:
             raise ModelError(f"{where}: {name}.reserved_bytes is more than {name}.memory_bytes")
-        dense, parts = frozenset((*NATIVE_TYPES, OTHER)), frozenset(ROW_TYPES)
+        dense, parts = frozenset((*NATIVE_TYPES, OTHER)), frozenset(RATED_ROWS)
         other = frozenset((OTHER,))
         tables = {"dense_gb_s": (dense, other), "head_gb_s": (dense, other)}
         tables |= {"bundle_gb_s": (parts, parts), "row_ns": (parts, parts)}
