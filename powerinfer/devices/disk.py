@@ -208,8 +208,8 @@ class DiskTier:
         kept = [one.stats() for one in self.slots.values()] + [one.disk_counts() for one in self._experts.values()]
         names = ("wanted", "hits", "guessed", "right")
         items = {name: float(sum(one.get(name, 0) for one in kept)) for name in names}
-        names = ("reads", "bytes", "small", "joined", "waited", "active")
-        items |= {name: float(getattr(read, name)) for name in names}
+        of_reads = ("reads", "bytes", "small", "joined", "waited", "active")
+        items |= {name: float(getattr(read, name)) for name in of_reads}
         for name, more in zip(("reads", "bytes", "active"), self._read_apart.tolist(), strict=True):
             items[name] += more
         return items
