@@ -61,6 +61,23 @@ def test_ready_made_machines() -> None:
     assert high.copy_gb_s < 31.5 and low.copy_gb_s < 15.75
 
 
+def test_the_gap_across_which_a_disk_reads() -> None:
+    """As many bytes as take as long as what a read takes beside its own; none where reads take no longer together."""
+    sizes = [4096 << at for at in range(12)]
+    for fixed, rate in ((10e-6, 3e9), (2e-6, 7e9), (40e-6, 1e9)):
+        disk = Disk({size: size / (fixed + size / rate) / 1e9 for size in sizes})
+        for size in (4096, 8192, 40_000):
+            assert 0 <= fixed * rate - disk.gap(size) < 4096
+    assert Disk({size: 2.0 for size in sizes}).gap(8192) == 0
+    assert Disk({4096: 1e-6, 4 << 20: 1e6}).gap(4096) == 1 << 20  # the most
+    for name in ready_made():
+        found = load(name).disk
+        assert found is not None
+        gap = found.gap(9000)
+        assert found.seconds(18_000 + gap) <= 2 * found.seconds(9000) < found.seconds(18_000 + gap + 4096)
+        assert 0 < gap < 64 << 10
+
+
 def test_saved_and_loaded_again(tmp_path: Path) -> None:
     for name in ready_made():
         machine = load(name)

@@ -1358,11 +1358,15 @@ int64_t begin_reads(Reads& reads, const std::vector<std::tuple<int, int64_t, int
 
 void bind_reads(nb::module_& m) {
   bind_read_error(m);
-  nb::class_<Reads::Stats>(m, "ReadStats",
-                           "What was read, as it was asked for; waited: seconds in `wait`; active: seconds in which\n"
-                           "any read was under way, as far as the calls of `Reads` saw.")
+  nb::class_<Reads::Stats>(
+      m, "ReadStats",
+      "What was read: reads, bytes: as it was asked for; small: of the reads those of small parts\n"
+      "of `Slots` past the cache, joined: in how many the disk reads them; waited: seconds in\n"
+      "`wait`; active: seconds in which any read was under way, as far as the calls of `Reads` saw.")
       .def_ro("reads", &Reads::Stats::reads)
       .def_ro("bytes", &Reads::Stats::bytes)
+      .def_ro("small", &Reads::Stats::small)
+      .def_ro("joined", &Reads::Stats::joined)
       .def_ro("waited", &Reads::Stats::waited)
       .def_ro("active", &Reads::Stats::active);
   nb::class_<Reads>(

@@ -40,6 +40,8 @@ MACHINES = Path(__file__).with_name("machines")
 _LIMIT = 1 << 20  # bytes of a description
 _MOST_BYTES = 1 << 50  # of a memory
 _MOST_RATE = 1e6  # GB/s
+_BLOCK = 4096  # bytes of a block of a disk
+_MOST_GAP = 1 << 20  # bytes
 
 _Bytes = Annotated[int, Between(0, _MOST_BYTES)]
 _Rate = Annotated[float, Between(1e-9, _MOST_RATE)]
@@ -138,6 +140,14 @@ class Disk:
         sizes = sorted(self.read_gb_s)
         times = [one / (1e9 * self.read_gb_s[one]) for one in sizes]
         return float(np.interp(size, sizes, times)) * max(1.0, size / sizes[-1])
+
+    def gap(self, size: int) -> int:
+        """Bytes between two reads of `size` bytes up to which one read of all of it takes no longer than both, in whole
+        blocks."""
+        each, gap = self.seconds(size), 0
+        while gap < _MOST_GAP and self.seconds(2 * size + gap + _BLOCK) <= 2 * each:
+            gap += _BLOCK
+        return gap
 
     def rate(self, size: int) -> float:
         """Bytes a second of random reads of `size` bytes."""
