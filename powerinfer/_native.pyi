@@ -41,14 +41,19 @@ class ReadError(OSError):
 
 class ReadStats:
     """
-    What was read, as it was asked for; waited: seconds in `wait`; active: seconds in which
-    any read was under way, as far as the calls of `Reads` saw.
+    What was read: reads, bytes: as it was asked for; small: of the reads those of small parts
+    of `Slots` past the cache, joined: in how many the disk reads them; waited: seconds in
+    `wait`; active: seconds in which any read was under way, as far as the calls of `Reads` saw.
     """
 
     @property
     def reads(self) -> int: ...
     @property
     def bytes(self) -> int: ...
+    @property
+    def small(self) -> int: ...
+    @property
+    def joined(self) -> int: ...
     @property
     def waited(self) -> float: ...
     @property

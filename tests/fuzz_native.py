@@ -43,6 +43,7 @@ RELU_BASES = [base for base in GGUF_BASES if base.magic == b"PWRI"]  # as PowerI
 ROW_TYPES = [  # of gate and up, and of down
     ("Q4_0", "Q8_0"),
     ("Q4_0", "Q4_0X32"),
+    ("Q4_1", "Q4_1X32"),
     ("F16", "F16"),
     ("BF16", "Q4_0"),
     ("Q8_0", "BF16"),

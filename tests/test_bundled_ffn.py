@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_neuron_kernels import ACROSS, ACTIVATIONS, THRESHOLD, TYPES, Layer, expected, limits_of, make_layer
+from test_neuron_kernels import ACTIVATIONS, THRESHOLD, TYPES, Layer, expected, limits_of, make_layer
 
 from powerinfer import _native
 from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig
@@ -69,7 +69,7 @@ def tokens(n: int) -> np.ndarray:
     return np.random.default_rng(n).standard_normal((n, K)).astype(np.float32)
 
 
-KINDS = [(t, t) for t in TYPES] + [("Q4_0", ACROSS), ("F16", "Q8_0")]
+KINDS = [(t, t) for t in TYPES] + [("Q4_0", "Q4_0X32"), ("Q4_1", "Q4_1X32"), ("F16", "Q8_0")]
 
 
 @pytest.mark.parametrize("types", KINDS)
@@ -93,7 +93,7 @@ def test_every_kind_of_ffn(activation: str, gated: bool) -> None:
 
 
 @pytest.mark.parametrize("activation", ["fatrelu", "cats"])
-@pytest.mark.parametrize("types", [("F16", "F16"), ("Q4_0", ACROSS)])
+@pytest.mark.parametrize("types", [("F16", "F16"), ("Q4_0", "Q4_0X32")])
 def test_each_neuron_has_its_threshold(types: tuple[str, str], activation: str) -> None:
     """Some neurons, all tokens and those that select them, few or many; dense neurons are of the same kind."""
     layer, index, x = make_layer(K, NEURONS, types, activation, limits=limits_of(NEURONS)), some(0.6, 2), tokens(TOKENS)
@@ -110,7 +110,7 @@ def test_each_neuron_has_its_threshold(types: tuple[str, str], activation: str) 
             np.testing.assert_array_equal(together[i], alone[0])
 
 
-@pytest.mark.parametrize("types", [("F16", "F16"), ("Q4_0", ACROSS)])
+@pytest.mark.parametrize("types", [("F16", "F16"), ("Q4_0", "Q4_0X32"), ("Q4_1", "Q4_1X32")])
 @pytest.mark.parametrize("n", [1, 8, 31, TOKENS])
 def test_a_token_gets_the_neurons_that_it_selects(types: tuple[str, str], n: int) -> None:
     layer, index, x = make_layer(K, NEURONS, types), some(0.6, 2), tokens(n)
@@ -123,7 +123,7 @@ def test_a_token_gets_the_neurons_that_it_selects(types: tuple[str, str], n: int
     assert not sum_of(layer, index, x, np.zeros_like(names)).any()
 
 
-@pytest.mark.parametrize("types", [("Q8_0", "Q8_0"), ("Q4_0", ACROSS)])
+@pytest.mark.parametrize("types", [("Q8_0", "Q8_0"), ("Q4_0", "Q4_0X32")])
 @pytest.mark.parametrize("n", [1, 2, 9, 32, TOKENS])
 def test_a_token_s_sum_is_multiplied_with_its_weight(types: tuple[str, str], n: int) -> None:
     """As a router weighs experts: the bits are those of the product, and a weight of 0 selects nothing."""
@@ -194,7 +194,7 @@ def test_the_parts_of_a_cut_add_up_whatever_the_cut() -> None:
 
 
 def test_the_same_bits_on_every_run_and_memory_of_their_own() -> None:
-    layer, index, x = make_layer(K, NEURONS, ("Q4_0", ACROSS)), some(0.5, 5), tokens(9)
+    layer, index, x = make_layer(K, NEURONS, ("Q4_0", "Q4_0X32")), some(0.5, 5), tokens(9)
     assert sum_of(layer, index, x).tobytes() == sum_of(layer, index, x).tobytes()
     bundles = gather(layout_of(layer), layer.data, index)
     assert bundles.rows.nbytes == some_bytes(layout_of(layer), index) and not np.shares_memory(bundles.rows, layer.data)

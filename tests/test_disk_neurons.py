@@ -38,7 +38,7 @@ from powerinfer.sparsity.selection import Selection, select
 
 NEURONS = 384
 FEWEST = 128  # slots that two threads need
-TYPES = [("F16", "F16"), ("BF16", "Q8_0"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q8_0", "Q4_0X32")]
+TYPES = [("F16", "F16"), ("BF16", "Q8_0"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q8_0", "Q4_0X32"), ("Q4_1", "Q4_1X32")]
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,8 @@ from powerinfer.config import EngineConfig
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.hardware import measure
 from powerinfer.hardware.description import Disk, Hardware, load, save
-from powerinfer.hybrid.resolve import resolve
+from powerinfer.hybrid.disk import open_tier
+from powerinfer.hybrid.resolve import Resolved, resolve
 from powerinfer.neurons import Profile
 from powerinfer.placement import disk
 from powerinfer.placement.budget import Workload, least_ram
@@ -39,6 +40,7 @@ MIB, GIB = 1 << 20, 1 << 30
 HIGH = load("pc-high")
 DISK = Disk({4096: 1.0, 1 << 20: 1.0})  # 1 GB/s, whatever the size
 MB = 1_000_000
+OTHER = EngineConfig(threads=3)  # for which nothing was measured
 
 
 def op(seconds: float, read: int = 0, **more: Any) -> Op:
@@ -296,10 +298,27 @@ def test_plan_and_load_decide_alike(
         assert (resolved.disk_speed is None) is (resolved.disk is None)
         if resolved.disk is not None:
             assert made.from_disk == resolved.disk_speed
+            _check_gap(resolved, machine)
             seen += 1
     else:
         pytest.fail("at last it does not fit")
     assert seen > 1
+
+
+def _check_gap(resolved: Resolved, machine: Hardware) -> None:
+    """Neighbours are read at once as far as it takes the measured disk no longer, 24 KiB where none was measured."""
+    assert resolved.disk is not None and machine.disk is not None
+    own, other = (
+        open_tier(replace(resolved, engine=replace(one, disk="direct")), list) for one in (resolved.engine, OTHER)
+    )
+    assert own is not None and other is not None and other.reads.gap == 24 << 10
+    bundles = resolved.selection.bundles
+    if not resolved.disk.about.neurons or bundles is None or not own.reads.direct:
+        assert own.reads.gap == 24 << 10
+        return
+    layout = bundles.layouts[0]
+    row = layout.pitch if resolved.selection.selector == "predicted" else layout.pitch - layout.gate_bytes
+    assert own.reads.gap == machine.disk.gap(row + 4096) > 0
 
 
 def test_a_load_says_the_speed_where_the_machine_was_measured(

@@ -20,7 +20,7 @@ from gpu_device import CUDA, EPS, device_name, sum_error
 from stored_weights import stored_evenly
 
 from powerinfer.config import THRESHOLDED, AttentionConfig, FfnConfig, LayerConfig, ModelConfig
-from powerinfer.formats.bundle_file import bundle_layouts
+from powerinfer.formats.bundle_file import BLOCKS, bundle_layouts
 from powerinfer.formats.quant import block_type, dequantize, quantize
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu, gpu
@@ -528,17 +528,19 @@ def make_bundles(
     for name in ("gate", "up", "down") if gated else ("up", "down"):
         kind = types[name == "down"]
         values = floats(len(name), d_ff, d_model) / np.sqrt(d_model)
-        if kind == "Q4_0X32":
+        if kind in BLOCKS:
             whole = np.zeros((len(groups) * BUNDLE_GROUP, d_model), np.float32)
             whole[:d_ff] = values
-            blocks = quantize(np.ascontiguousarray(whole.T), "Q4_0")
-            values = np.ascontiguousarray(dequantize(blocks, "Q4_0").T)[:d_ff]
-            data = np.ascontiguousarray(blocks.reshape(d_model, -1, 18).swapaxes(0, 1))
+            blocks = quantize(np.ascontiguousarray(whole.T), BLOCKS[kind])
+            values = np.ascontiguousarray(dequantize(blocks, BLOCKS[kind]).T)[:d_ff]
+            data = np.ascontiguousarray(blocks.reshape(d_model, len(groups), -1).swapaxes(0, 1))
         else:
             data = quantize(values, kind)
             values = dequantize(data, kind)
         use, at = "add" if name == "down" else "dot", getattr(layout, f"{name}_at")
         cpu.pack_bundle_rows(kind, use, d_ff, d_model, data.reshape(-1), groups, layout.pitch, at, 1)
+        if kind in ("Q4_1", "Q4_1X32"):  # on a GPU
+            values = dequantize(quantize(values, "Q8_0"), "Q8_0")
         parts[name] = values.astype(np.float64)
     both = [floats(20 + i, d_ff) if biases else None for i in range(2)]
     own = np.abs(floats(22, d_ff)) if limits else None
@@ -589,7 +591,14 @@ def expected(
     return h @ down, off @ np.abs(down) + (len(index) + 4) * EPS * (np.abs(h) @ np.abs(down)) + 1e-30, h, sure
 
 
-ROW_TYPES = [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q4_0X32")]
+ROW_TYPES = [
+    ("F16", "F16"),
+    ("BF16", "BF16"),
+    ("Q8_0", "Q8_0"),
+    ("Q4_0", "Q4_0"),
+    ("Q4_0", "Q4_0X32"),
+    ("Q4_1", "Q4_1X32"),
+]
 
 
 @pytest.mark.parametrize("types", ROW_TYPES)

@@ -27,11 +27,14 @@ from powerinfer.devices import wanted  # noqa: E402
 from powerinfer.devices.link import Link  # noqa: E402
 from powerinfer.devices.streams import ImmediateStreams  # noqa: E402
 from powerinfer.errors import PowerInferError, RequestError  # noqa: E402
-from powerinfer.formats.bundle_file import ROW_TYPES  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.profile_file import open_profile  # noqa: E402
 from powerinfer.hardware import description, gpu_rates, measure  # noqa: E402
-from powerinfer.hardware.description import load, save  # noqa: E402
+from powerinfer.hardware.description import (  # noqa: E402
+    RATED_ROWS,
+    load,
+    save,
+)
 from powerinfer.hardware.gpu_rates import GpuEffort, GpuRates  # noqa: E402
 from powerinfer.kernels import gpu as kernels  # noqa: E402
 from powerinfer.placement.budget import gib  # noqa: E402
@@ -69,7 +72,7 @@ def test_sane_figures(device: str) -> None:
     found = gpu_rates.gpu_rates(device, effort, lambda *state: steps.append(state))
     gpu = found.device
     assert set(gpu.dense_gb_s) == set(gpu.head_gb_s) == {*kernels.GPU_TYPES, "other"}
-    assert set(gpu.bundle_gb_s) == set(gpu.row_ns) == set(ROW_TYPES)
+    assert set(gpu.bundle_gb_s) == set(gpu.row_ns) == set(RATED_ROWS)
     every = [*gpu.dense_gb_s.values(), *gpu.head_gb_s.values(), *gpu.bundle_gb_s.values(), gpu.kv_gb_s]
     assert all(1e-5 < rate < 20_000 for rate in every) and 0 < found.copy_gb_s < 2000
     assert gpu.dense_gb_s["other"] == min(gpu.dense_gb_s.values())

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from powerinfer.errors import ModelError, PowerInferError, RequestError
-from powerinfer.formats.bundle_file import ROW_TYPES
 from powerinfer.hardware import description as hardware
-from powerinfer.hardware.description import Disk, Hardware, load, ready_made, save
+from powerinfer.hardware.description import RATED_ROWS, Disk, Hardware, load, ready_made, save
 
 
 def document() -> dict[str, Any]:
@@ -60,6 +59,23 @@ def test_ready_made_machines() -> None:
     assert max(high.cpu.dense_gb_s.values()) < 67.2 and max(low.cpu.dense_gb_s.values()) < 38.4
     assert "67.2 GB/s" in high.source and "38.4 GB/s" in low.source
     assert high.copy_gb_s < 31.5 and low.copy_gb_s < 15.75
+
+
+def test_the_gap_across_which_a_disk_reads() -> None:
+    """As many bytes as take as long as what a read takes beside its own; none where reads take no longer together."""
+    sizes = [4096 << at for at in range(12)]
+    for fixed, rate in ((10e-6, 3e9), (2e-6, 7e9), (40e-6, 1e9)):
+        disk = Disk({size: size / (fixed + size / rate) / 1e9 for size in sizes})
+        for size in (4096, 8192, 40_000):
+            assert 0 <= fixed * rate - disk.gap(size) < 4096
+    assert Disk({size: 2.0 for size in sizes}).gap(8192) == 0
+    assert Disk({4096: 1e-6, 4 << 20: 1e6}).gap(4096) == 1 << 20  # the most
+    for name in ready_made():
+        found = load(name).disk
+        assert found is not None
+        gap = found.gap(9000)
+        assert found.seconds(18_000 + gap) <= 2 * found.seconds(9000) < found.seconds(18_000 + gap + 4096)
+        assert 0 < gap < 64 << 10
 
 
 def test_saved_and_loaded_again(tmp_path: Path) -> None:
@@ -208,7 +224,7 @@ def test_rates_become_seconds() -> None:
     own.head_gb_s.update({"other": 4.0})  # type: ignore[attr-defined]
     assert own.head_seconds("Q4_0", 10**9) == pytest.approx(0.25)
     assert own.rows_seconds("Q4_0", 1000, 2 * 10**6) == pytest.approx(1e-3 + 1e-4)
-    assert set(own.bundle_gb_s) == set(ROW_TYPES)
+    assert set(own.bundle_gb_s) == set(RATED_ROWS)
 
 
 def test_small_steps_come_from_the_cache() -> None:

@@ -17,11 +17,10 @@ from powerinfer.cli.main import main
 from powerinfer.config import EngineConfig
 from powerinfer.devices.disk import Reads
 from powerinfer.errors import PowerInferError, RequestError
-from powerinfer.formats.bundle_file import ROW_TYPES
 from powerinfer.formats.tensors import NATIVE_TYPES
 from powerinfer.hardware import cpu_rates, description, disk_rates, measure
 from powerinfer.hardware.cpu_rates import Effort, fit_cache
-from powerinfer.hardware.description import Device, load
+from powerinfer.hardware.description import RATED_ROWS, Device, load
 from powerinfer.hardware.samples import FitGroup, fit_rows
 from powerinfer.kernels import cpu
 
@@ -51,7 +50,7 @@ def test_sane_figures(cache: Path) -> None:
     found = measure.measure(ONE, lambda *state: steps.append(state), LITTLE)
     device = found.cpu
     assert set(device.dense_gb_s) == set(device.head_gb_s) == {*NATIVE_TYPES, "other"}
-    assert set(device.bundle_gb_s) == set(ROW_TYPES)
+    assert set(device.bundle_gb_s) == set(RATED_ROWS)
     rates = [*device.dense_gb_s.values(), *device.head_gb_s.values(), *device.bundle_gb_s.values(), device.kv_gb_s]
     assert all(1e-3 < rate < 2000 for rate in rates)
     assert device.dense_gb_s["other"] == min(device.dense_gb_s.values())

@@ -18,7 +18,8 @@ from powerinfer.formats.quant import block_type, dequantize, quantize
 
 EPS = float(np.finfo(np.float32).eps)
 TYPES = ("F16", "BF16", "Q8_0", "Q4_0")
-ACROSS = "Q4_0X32"
+ACROSS = {"Q4_0X32": "Q4_0", "Q4_1X32": "Q4_1"}  # with the types of their blocks
+DOTS_ALONE = ("Q4_1",)
 GROUP = _native.GROUP
 ACTIVATIONS = ("silu", "gelu_tanh", "relu", "relu2", "fatrelu", "drelu", "cats")
 THRESHOLD = 0.25
@@ -34,14 +35,14 @@ def stored(values: np.ndarray, kind: str) -> np.ndarray:
     return quantize(values, kind)
 
 
-def across(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(blocks of Q4_0 across each 32 neurons of values [neurons, k], group by group; their values)."""
+def across(values: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """(blocks of Q4_0 or Q4_1 across each 32 neurons of values [neurons, k], group by group; their values)."""
     neurons, k = values.shape
     whole = np.zeros((-(-neurons // GROUP) * GROUP, k), np.float32)
     whole[:neurons] = values
-    blocks = quantize(np.ascontiguousarray(whole.T), "Q4_0")
-    held = np.ascontiguousarray(dequantize(blocks, "Q4_0").T)[:neurons]
-    return np.ascontiguousarray(blocks.reshape(k, -1, 18).transpose(1, 0, 2)).reshape(-1), held
+    blocks = quantize(np.ascontiguousarray(whole.T), kind)
+    held = np.ascontiguousarray(dequantize(blocks, kind).T)[:neurons]
+    return np.ascontiguousarray(blocks.reshape(k, -1, block_type(kind).nbytes).transpose(1, 0, 2)).reshape(-1), held
 
 
 @dataclass
@@ -81,8 +82,8 @@ def make_layer(
     held, at = {}, {}
     for (name, kind, use), offset in zip(parts, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True):
         values = rng.standard_normal((neurons, k)).astype(np.float32)
-        if kind == ACROSS:
-            rows, values = across(values)
+        if kind in ACROSS:
+            rows, values = across(values, ACROSS[kind])
         else:
             rows = stored(values, kind)
             values = dequantize(rows, kind)
@@ -157,7 +158,7 @@ def expected(layer: Layer, x: np.ndarray, index: np.ndarray, most: float = 0.0) 
     if layer.activation == "cats":
         near = np.abs(np.abs(activate(first, "silu")) - limit)
         assert (near > 1.2 * first_off).all(), "the case depends on a rounding"
-    if layer.down_type == ACROSS:  # h in 8 bits of the largest of its group
+    if layer.down_type in ACROSS:  # h in 8 bits of the largest of its group
         for group in np.unique(index // GROUP):
             of = index // GROUP == group
             off[:, of] += ((np.abs(h) + off)[:, of].max(axis=1) / 254 * 1.001)[:, None]
@@ -181,8 +182,9 @@ def check(layer: Layer, x: np.ndarray, index: np.ndarray, level: str, most: floa
     assert (off <= bound + 1e-30).all(), (off - bound).max()
 
 
-@pytest.mark.parametrize("use", ["dot", "add"])
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize(
+    ("kind", "use"), [(kind, use) for kind in TYPES for use in ("dot", "add")] + [(kind, "dot") for kind in DOTS_ALONE]
+)
 def test_a_part_holds_what_was_packed_into_it(kind: str, use: str) -> None:
     block = block_type(kind).block
     for k in (
@@ -199,13 +201,19 @@ def test_a_part_holds_what_was_packed_into_it(kind: str, use: str) -> None:
         np.testing.assert_array_equal(back, dequantize(rows, kind))
 
 
-@pytest.mark.parametrize(("kind", "use"), [(kind, use) for kind in TYPES for use in ("dot", "add")] + [(ACROSS, "add")])
+@pytest.mark.parametrize(
+    ("kind", "use"),
+    [(kind, use) for kind in TYPES for use in ("dot", "add")]
+    + [(kind, "dot") for kind in DOTS_ALONE]
+    + [(kind, "add") for kind in ACROSS],
+)
 def test_the_order_says_where_each_element_lies(kind: str, use: str) -> None:
     """Compared with the values that `unpack_bundle_rows` reads."""
     for k in (32, 96, 128, 160, 544, 1056):
         size, shared = _native.bundle_row_bytes(kind, k), _native.shared_bytes(kind, k)
         rng = np.random.default_rng(k)
-        scales = rng.standard_normal((k if shared else k // 32) if kind[0] == "Q" else 0).astype(np.float16)
+        count = (k if shared else k // 32) if kind[0] == "Q" else 0
+        scales, mins = rng.standard_normal((2, count)).astype(np.float16)
         codes, order = _native.code_bytes(kind, k), _native.bundle_row_order(kind, use, k)
         data = np.zeros((1, GROUP * size + shared), np.uint8)
         row = data[0, :size]
@@ -220,9 +228,15 @@ def test_the_order_says_where_each_element_lies(kind: str, use: str) -> None:
             np.bitwise_or.at(
                 row, order, (values << (4 * (np.arange(k) // 16 % 2) if bits == 4 else 0)).astype(np.uint8)
             )
-            signed = values.astype(np.uint8).view(np.int8) if bits == 8 else values - 8
-            (data[0, GROUP * size :] if shared else row[codes:])[: scales.nbytes] = scales.view(np.uint8)
-            want = signed * np.repeat(scales.astype(np.float32), 1 if shared else 32)
+            lowest = 0 if kind in ("Q4_1", "Q4_1X32") else 8
+            signed = values.astype(np.uint8).view(np.int8) if bits == 8 else values - lowest
+            behind, each = data[0, GROUP * size :] if shared else row[codes:], 1 if shared else 32
+            behind[: scales.nbytes] = scales.view(np.uint8)
+            want = signed * np.repeat(scales.astype(np.float32), each)
+            if not lowest:
+                at = 2 * (-(-k // 128) * 128 if shared else -(-k // 512) * 16)
+                behind[at : at + mins.nbytes] = mins.view(np.uint8)
+                want = want.astype(np.float32) + np.repeat(mins.astype(np.float32), each)
         back = np.empty((1, k), np.float32)
         _native.unpack_bundle_rows(kind, use, k, data, size, 0, back)
         np.testing.assert_array_equal(back[0], want.astype(np.float32))
@@ -230,27 +244,41 @@ def test_the_order_says_where_each_element_lies(kind: str, use: str) -> None:
         _native.bundle_row_order(kind, use if kind[0] == "Q" else "other", 33)
 
 
-def test_blocks_across_neurons_are_kept() -> None:
+@pytest.mark.parametrize("kind", ACROSS)
+def test_blocks_across_neurons_are_kept(kind: str) -> None:
     for k in (32, 96, 128, 160, 544):
-        rows, held = across(np.random.default_rng(k).standard_normal((70, k)).astype(np.float32))
-        size, shared = _native.bundle_row_bytes(ACROSS, k), _native.shared_bytes(ACROSS, k)
-        assert size == -(-k // 128) * 64 and shared == -(-k // 128) * 256
+        rows, held = across(np.random.default_rng(k).standard_normal((70, k)).astype(np.float32), ACROSS[kind])
+        size, shared = _native.bundle_row_bytes(kind, k), _native.shared_bytes(kind, k)
+        assert size == -(-k // 128) * 64 and shared == -(-k // 128) * 256 * (2 if kind == "Q4_1X32" else 1)
         data = np.full((3, GROUP * (size + 128) + shared + 64), 0x55, np.uint8)
-        _native.pack_bundle_rows(POOL, ACROSS, "add", 70, k, rows, data, size + 128, 64)
+        _native.pack_bundle_rows(POOL, kind, "add", 70, k, rows, data, size + 128, 64)
         bundles = data[:, : GROUP * (size + 128)].reshape(3, GROUP, -1)
         assert (bundles[..., :64] == 0x55).all() and (bundles[..., 64 + size :] == 0x55).all(), "beside the part"
         assert (data[:, -64:] == 0x55).all(), "behind what is shared"
         back = np.full((70, k), np.nan, np.float32)
-        _native.unpack_bundle_rows(ACROSS, "add", k, data, size + 128, 64, back)
+        _native.unpack_bundle_rows(kind, "add", k, data, size + 128, 64, back)
         np.testing.assert_array_equal(back, held)
 
 
 @pytest.mark.parametrize("level", _native.levels())
 @pytest.mark.parametrize(
-    "types", [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", ACROSS)]
+    "types",
+    [
+        ("F16", "F16"),
+        ("BF16", "BF16"),
+        ("Q8_0", "Q8_0"),
+        ("Q4_0", "Q8_0"),
+        ("Q4_0", "Q4_0"),
+        ("Q4_0", "Q4_0X32"),
+        ("Q4_1", "Q4_1X32"),
+    ],
 )
 def test_every_type_and_width(types: tuple[str, str], level: str) -> None:
-    widths = (32, 64, 96, 160, 512, 544, 1056) if types[0][0] == "Q" else (1, 3, 7, 8, 15, 16, 17, 31, 33, 64, 100, 576)
+    widths = (
+        (32, 64, 96, 128, 160, 256, 512, 544, 576, 1056)
+        if types[0][0] == "Q"
+        else (1, 3, 7, 8, 15, 16, 17, 31, 33, 64, 100, 576)
+    )
     for k in widths:
         layer = make_layer(k, 23, types)
         for n in (1, 2, 3, 5, 8, 32):
@@ -302,9 +330,9 @@ def test_thresholds_that_do_not_go_together_are_refused() -> None:
 
 
 @pytest.mark.parametrize("level", _native.levels())
-@pytest.mark.parametrize("kind", [*TYPES, ACROSS])
+@pytest.mark.parametrize("kind", [*TYPES, *ACROSS])
 def test_lists_empty_full_short_and_unordered(kind: str, level: str) -> None:
-    layer = make_layer(96, 41, ("Q4_0" if kind == ACROSS else kind, kind))
+    layer = make_layer(96, 41, (ACROSS.get(kind, kind), kind))
     x = tokens(2, 96)
     for index in ([], [40], [0, 40], [5, 3, 4], [*range(41)], [*range(1, 41, 3)], [2, 0, 39, 7, 11, 13, 17]):
         check(layer, x, np.asarray(index, np.int32), level)
@@ -321,7 +349,8 @@ def test_neurons_below_the_threshold_are_left_out(level: str) -> None:
 
 @pytest.mark.parametrize("level", _native.levels())
 @pytest.mark.parametrize(
-    "types", [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", ACROSS)]
+    "types",
+    [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q4_0X32"), ("Q4_1", "Q4_1X32")],
 )
 def test_a_token_has_the_same_bits_alone_in_a_batch_and_again(types: tuple[str, str], level: str) -> None:
     layer = make_layer(160, 61, types)
@@ -336,7 +365,8 @@ def test_a_token_has_the_same_bits_alone_in_a_batch_and_again(types: tuple[str, 
 
 @pytest.mark.parametrize("level", _native.levels())
 @pytest.mark.parametrize(
-    "types", [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q8_0"), ("Q4_0", ACROSS)]
+    "types",
+    [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q8_0"), ("Q4_0", "Q4_0X32"), ("Q4_1", "Q4_1X32")],
 )
 def test_wherever_neurons_are_placed_the_parts_add_up(types: tuple[str, str], level: str) -> None:
     layer = make_layer(128, 200, types, "drelu")
@@ -371,8 +401,8 @@ def test_invalid_requests_are_refused() -> None:
         part(layer, tokens(33, 32), np.arange(4), "")
     with pytest.raises(ValueError, match="d_model"):
         part(layer, tokens(1, 33), np.arange(4), "")
-    with pytest.raises(ValueError, match="Q4_1"):
-        _native.bundle_row_bytes("Q4_1", 32)
+    with pytest.raises(ValueError, match="Q5_1"):
+        _native.bundle_row_bytes("Q5_1", 32)
     with pytest.raises(ValueError, match="whole blocks"):
         _native.bundle_row_bytes("Q8_0", 40)
     rows = stored(tokens(2, 64), "F16").reshape(-1)
@@ -383,6 +413,7 @@ def test_invalid_requests_are_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"row"):
             _native.pack_bundle_rows(POOL, "F16", "dot", 2, 64, rows, np.zeros(shape, np.uint8), pitch, at)
-    with pytest.raises(ValueError, match="for 'add' alone"):
-        rows = np.zeros(32 * 18, np.uint8)
-        _native.pack_bundle_rows(POOL, ACROSS, "dot", 32, 32, rows, np.zeros((1, 8192), np.uint8), 64, 0)
+    for kind, use, refused in (("Q4_0X32", "dot", "for 'add' alone"), ("Q4_1", "add", "for 'dot' alone")):
+        with pytest.raises(ValueError, match=refused):
+            rows = np.zeros(32 * 18, np.uint8)
+            _native.pack_bundle_rows(POOL, kind, use, 32, 32, rows, np.zeros((1, 8192), np.uint8), 64, 0)

@@ -24,7 +24,7 @@ from test_prepared import describe, edit_header, left_in
 from powerinfer import _native
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats import prepared
-from powerinfer.formats.bundle_file import ACROSS, DOWN_TYPES, ROW_TYPES, BundleFile, open_bundles
+from powerinfer.formats.bundle_file import BLOCKS, DOWN_TYPES, ROW_TYPES, BundleFile, open_bundles
 from powerinfer.formats.bundle_types import choose_types
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.predictor_file import open_predictor, write_predictor
@@ -59,10 +59,11 @@ def expected(model: Checkpoint, matrix: str, layer: int, row_type: str) -> tuple
     by_neuron = matrix != "down" or model.has(f"{name}_rows")
     tensor = model.take(f"{name}_rows" if matrix == "down" and by_neuron else name)
     values = tensor.float32() if by_neuron else np.ascontiguousarray(tensor.float32().T)
-    if row_type == ACROSS:
-        if tensor.type == "Q4_0" and not by_neuron:
+    if row_type in BLOCKS:
+        stored = BLOCKS[row_type]
+        if tensor.type == stored and not by_neuron:
             return values, values
-        return dequantize(quantize(np.ascontiguousarray(values.T), "Q4_0"), "Q4_0").T, values
+        return dequantize(quantize(np.ascontiguousarray(values.T), stored), stored).T, values
     exact = tensor.type == row_type and (by_neuron or tensor.type in ("F16", "BF16"))
     exact = exact or (by_neuron and (tensor.type, row_type) in (("Q4_0", "Q8_0"), ("Q5_0", "Q8_0")))
     return (values if exact else dequantize(quantize(values, row_type), row_type)), values
@@ -96,16 +97,18 @@ def check(model: Checkpoint, made: packing.Packed) -> None:
         ("BF16", (None, None), ("BF16", "BF16")),
         ("F32", (None, None), ("F16", "F16")),
         ("Q8_0", (None, None), ("Q8_0", "Q8_0")),
-        ("Q4_0", (None, None), ("Q4_0", ACROSS)),
-        ("F16", (None, ACROSS), ("F16", ACROSS)),
+        ("Q4_0", (None, None), ("Q4_0", "Q4_0X32")),
+        ("Q4_1", (None, None), ("Q4_1", "Q4_1X32")),
+        ("F16", (None, "Q4_0X32"), ("F16", "Q4_0X32")),
+        ("Q4_0", ("Q4_1", "Q4_1X32"), ("Q4_1", "Q4_1X32")),
         ("Q4_0", (None, "Q8_0"), ("Q4_0", "Q8_0")),
-        *((source, (None, None), ("Q8_0", "Q8_0")) for source in ("Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")),
+        *((source, (None, None), ("Q8_0", "Q8_0")) for source in ("Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")),
         ("IQ4_NL", (None, None), ("Q8_0", "Q8_0")),
         ("F16", ("Q4_0", None), ("Q4_0", "Q8_0")),
         ("F16", ("BF16", None), ("BF16", "BF16")),
         ("F16", (None, "Q4_0"), ("F16", "Q4_0")),
         ("F32", ("BF16", None), ("BF16", "BF16")),
-        ("Q4_0", ("F16", None), ("F16", ACROSS)),
+        ("Q4_0", ("F16", None), ("F16", "Q4_0X32")),
         ("Q4_K", ("Q4_0", "BF16"), ("Q4_0", "BF16")),
         ({"gate": "F16", "up": "F32", "down": "F16"}, (None, None), ("F16", "F16")),
         ({"gate": "BF16", "up": "F32", "down": "BF16"}, (None, None), ("BF16", "BF16")),
@@ -125,7 +128,7 @@ def test_the_types_that_are_chosen(
 
 
 def test_down_that_is_neuron_by_neuron_already_keeps_its_type(tmp_path: Path) -> None:
-    for kind in ROW_TYPES:
+    for kind in set(ROW_TYPES) & set(DOWN_TYPES):
         model = checkpoint(tmp_path / kind, kind, by_neuron=True)
         assert choose_types(model).down == kind
         made = packed(model)
@@ -155,12 +158,14 @@ def test_rows_that_are_no_whole_blocks(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no rows of type Q4_K; choose one of F16, BF16, Q8_0, Q4_0"):
         choose_types(model, "Q4_K")
     with pytest.raises(RequestError, match="no rows of type Q4_0X32"):
-        choose_types(model, ACROSS)
+        choose_types(model, "Q4_0X32")
+    with pytest.raises(RequestError, match="no rows of type Q4_1; choose"):
+        choose_types(model, None, "Q4_1")
     with pytest.raises(RequestError, match="rows of 50 weights are not whole blocks of Q4_0X32"):
-        choose_types(model, None, ACROSS)
+        choose_types(model, None, "Q4_0X32")
     uneven = checkpoint(tmp_path / "n", "F16", d_model=64, d_ff=50)
     with pytest.raises(RequestError, match="50 neurons are not whole blocks of Q4_0X32"):
-        choose_types(uneven, None, ACROSS)
+        choose_types(uneven, None, "Q4_0X32")
 
 
 # ---------------------------------------------------------------- the weights
@@ -175,7 +180,7 @@ def test_bundles_of_every_source(tmp_path: Path, source: str, gated: bool) -> No
     assert made.bundles.layouts[0].gated == gated and made.bundles.source_type == source
     floats = {"F16", "BF16"}
     lossless = {
-        matrix: source in {*floats, "Q4_0"} or (matrix != "down" and source in ("Q8_0", "Q5_0"))
+        matrix: source in {*floats, "Q4_0", "Q4_1"} or (matrix != "down" and source in ("Q8_0", "Q5_0"))
         for matrix in made.error
     }
     assert {matrix: error == 0 for matrix, error in made.error.items()} == lossless
@@ -201,7 +206,10 @@ def test_any_model(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
     d_ff = data.draw(st.integers(1, 1500 // block), "d_ff / block") * block
     fitting = [name for name in ROW_TYPES if d_model % block_type(name).block == 0]
     asked = st.none() | st.sampled_from(fitting)
-    asked_of_down = st.none() | st.sampled_from([*fitting, *([ACROSS] if d_model % 32 == d_ff % 32 == 0 else [])])
+    whole = d_model % 32 == d_ff % 32 == 0
+    asked_of_down = st.none() | st.sampled_from(
+        [name for name in DOWN_TYPES if name in fitting or (whole and name in BLOCKS)]
+    )
     gated, by_neuron, seed = data.draw(st.tuples(st.booleans(), st.booleans(), st.integers(0, 99)))
     model = checkpoint(
         tmp_path_factory.mktemp("any") / "m", source, d_model=d_model, d_ff=d_ff, gated=gated, by_neuron=by_neuron,
@@ -229,7 +237,7 @@ def test_weights_quantised_on_load(tmp_path: Path) -> None:
     """What is packed is what the dense path computes with: the codes of gate and up are those of --quantize."""
     model = checkpoint(tmp_path / "m", "F16", quantize="q4_0")
     made = packed(model)
-    assert made.bundles.types == ("Q4_0", ACROSS)
+    assert made.bundles.types == ("Q4_0", "Q4_0X32")
     assert made.error == {"gate": 0, "up": 0, "down": 0}
     check(model, made)
 
@@ -376,7 +384,7 @@ def refused(model: Checkpoint, why: str) -> None:
         ({"gate_type": "F32"}, "rows of type 'F32'"),
         ({"gate_type": None}, "gate_type is 'None', not a text"),
         ({"down_type": ["F16"]}, "down_type is .*, not a text"),
-        ({"gate_type": ACROSS}, "rows of type"),
+        ({"gate_type": "Q4_0X32"}, "rows of type"),
         ({"down_type": "Q8_0"}, r"does not hold layers\.0\.neurons as \[3, "),
         ({"format": 1}, r"another version of powerinfer \(format '1', not 4\)"),
         ({"format": 3}, r"another version of powerinfer \(format '3', not 4\)"),

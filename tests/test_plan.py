@@ -23,8 +23,7 @@ from test_cli import error_line, powerinfer
 
 from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
 from powerinfer.errors import ModelError, PowerInferError, RequestError
-from powerinfer.formats.bundle_file import ROW_TYPES
-from powerinfer.hardware.description import Hardware, load, save
+from powerinfer.hardware.description import RATED_ROWS, Hardware, load, save
 from powerinfer.neurons import Placement, Profile, Tier
 from powerinfer.placement import budget, cost, plan
 from powerinfer.placement.plan import POLICIES, Plan, PlanRequest, make_plan, read_plan, save_plan
@@ -350,7 +349,7 @@ def test_the_types_of_a_cache_on_a_gpu() -> None:
 def test_insisting_on_a_gpu_that_is_slow() -> None:
     """A stand-in takes part as far as its memory goes, for trying things; a plan for speed leaves it alone."""
     slow = machine(4 * GIB, sync_us=1e5)
-    slow = replace(slow, gpu=replace(slow.gpu, dense_gb_s={"other": 0.1}, bundle_gb_s=dict.fromkeys(ROW_TYPES, 0.1)))
+    slow = replace(slow, gpu=replace(slow.gpu, dense_gb_s={"other": 0.1}, bundle_gb_s=dict.fromkeys(RATED_ROWS, 0.1)))
     request = with_groups(request_of(small_model(), hardware=slow), 3)
     assert not make_plan(request).claims.gpu_layers
     assert not sum(make_plan(replace(request, policy="greedy")).choice.gpu)

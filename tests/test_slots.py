@@ -157,6 +157,38 @@ def test_lines(tmp_path: Path, layout: str, direct: bool) -> None:
         assert slots.slot_bytes == (18 * 4096 if reads.direct else 70_016)
 
 
+@pytest.mark.parametrize("engine", ["uring", "threads"])
+@pytest.mark.parametrize("gap", [0, 8192, 20_000, 1 << 20])
+def test_neighbours_are_read_at_once(tmp_path: Path, engine: str, gap: int) -> None:
+    """All that is missing, in whatever order it is wanted, across at most `gap` bytes and 64 KiB."""
+    data = random_file(tmp_path / "a", SIZE)
+    reads = open_reads([tmp_path / "a"], engine, True)
+    if not reads.direct:
+        pytest.skip("this file system is not read past the cache")
+    reads.gap = gap
+    layout = [(128, 1500, 9000)]
+    slots = make(reads, layout, ITEMS)
+    rng = np.random.default_rng(gap)
+    small = joined = 0
+    for _ in range(6):
+        missing = [item for item in rng.permutation(ITEMS)[:12].tolist() if not slots.held(item)]
+        assert slots.want(array(missing)) == len(missing)
+        slots.wait()
+        begin, end = 0, -(1 << 30)  # of the last read, in whole blocks
+        for item in sorted(missing):
+            offset = rests_at(layout[0], item)
+            if offset - end > gap or offset + 1500 - begin > 64 << 10:
+                begin = offset // 4096 * 4096
+                joined += 1
+            end = -(-(offset + 1500) // 4096) * 4096
+            check_bytes(slots, layout, data, item)
+        small += len(missing)
+        slots.let_go()
+    stats = reads.stats()
+    assert (stats.small, stats.joined) == (small, joined)
+    assert (joined == small) is (gap == 0)
+
+
 def test_what_is_fetched_is_not_read_twice(tmp_path: Path) -> None:
     data = random_file(tmp_path / "a", SIZE)
     reads = Reads([(str(tmp_path / "a"), SIZE)], False, latency=1e-3)

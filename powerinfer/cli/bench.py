@@ -12,8 +12,8 @@ with its ways by batch size and the reason); for one split between GPU and CPU a
 neurons that fired, those on the GPU), jobs (share of the FFNs in which the CPU had work), traded (neurons that --adjust
 moved to the GPU) and streams_from. With --trace, trace: seconds of a step in total and by kind of work, overlap (1 -
 the share of it in which neither device worked), path. Where weights are read from disk, disk: mode, bytes,
-bytes_per_token, read_gb_s, stall_seconds, hit_rate (of neurons and experts on disk) and guess_rate (of experts read
-ahead) of the last round's decode.
+bytes_per_token, read_gb_s, stall_seconds, hit_rate (of neurons and experts on disk), guess_rate (of experts read
+ahead), small_reads (of neurons) and joined_reads (in how many the disk read these) of the last round's decode.
 """
 
 from __future__ import annotations

@@ -472,6 +472,7 @@ def disk_text(disk: Mapping[str, Any]) -> str:
         return f"nothing was read ({disk['mode']})"
     hits = "" if disk["hit_rate"] is None else f", {100 * disk['hit_rate']:.1f} % of what was needed was in RAM"
     hits += "" if disk["guess_rate"] is None else f", {100 * disk['guess_rate']:.0f} % of what was expected was needed"
+    hits += f", {disk['small_reads']} small reads in {disk['joined_reads']}" if disk["small_reads"] else ""
     read = f"{disk['bytes'] / 1e6:.0f} MB read at {disk['read_gb_s']:.2f} GB/s ({disk['mode']})"
     return f"{read}, {disk['stall_seconds']:.2f} s waited{hits}"
 

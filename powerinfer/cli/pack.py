@@ -19,10 +19,12 @@ from typing import Any
 
 from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, no_gain, open_model
 from powerinfer.config import EngineConfig, ModelConfig
+from powerinfer.formats import bundle_file
+from powerinfer.formats.bundle_file import ROW_TYPES
 
 CONTEXT = 128  # tokens of the check's windows
-TYPES = ("auto", "f16", "bf16", "q8_0", "q4_0")
-DOWN_TYPES = (*TYPES, "q4_0x32")
+TYPES = ("auto", *map(str.lower, ROW_TYPES))
+DOWN_TYPES = ("auto", *map(str.lower, bundle_file.DOWN_TYPES))
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--down-type",
         choices=DOWN_TYPES,
         default="auto",
-        help="type of down; auto: q4_0 is kept unchanged (q4_0x32), floats as gate, others q8_0",
+        help="type of down; auto: q4_0 and q4_1 are kept unchanged (q4_0x32, q4_1x32), floats as gate, others q8_0",
     )
     parser.add_argument(
         "--no-check", dest="check", action="store_false", help="skip the comparison with the dense logits"

@@ -173,8 +173,9 @@ void matmul(Pool& pool, const Matrix& w, const std::string& level, Floats2 x, Ou
 }
 
 int row_type(const std::string& name) {
-  const int type = name == "Q4_0X32" ? (int)PI_Q4_0X32 : type_of(name);
-  require(pi_row_type(type), "bundles hold F16, BF16, Q8_0, Q4_0 and Q4_0X32, not " + name);
+  const int type = name == "Q4_0X32" ? (int)PI_Q4_0X32 : name == "Q4_1X32" ? (int)PI_Q4_1X32 : type_of(name);
+  require(pi_row_type(type, PI_DOT) || pi_row_type(type, PI_ADD),
+          "bundles hold F16, BF16, Q8_0, Q4_0, Q4_1, Q4_0X32 and Q4_1X32, not " + name);
   return type;
 }
 
@@ -185,7 +186,8 @@ int kind_of(const std::string& name) {
 
 void check_row(int type, int kind, int64_t k) {
   require(k > 0 && k < (int64_t)1 << 30 && (type <= PI_BF16 || k % 32 == 0), "a quantised row must hold whole blocks");
-  require(type != PI_Q4_0X32 || kind == PI_ADD, "Q4_0X32 is for 'add' alone");
+  require(pi_row_type(type, kind),
+          kind == PI_ADD ? "Q4_1 is for 'dot' alone" : "blocks across neurons are for 'add' alone");
 }
 
 // Rows of the bundles of `rows` neurons, [groups, bytes of a group], which lie `pitch` apart.
@@ -1356,11 +1358,15 @@ int64_t begin_reads(Reads& reads, const std::vector<std::tuple<int, int64_t, int
 
 void bind_reads(nb::module_& m) {
   bind_read_error(m);
-  nb::class_<Reads::Stats>(m, "ReadStats",
-                           "What was read, as it was asked for; waited: seconds in `wait`; active: seconds in which\n"
-                           "any read was under way, as far as the calls of `Reads` saw.")
+  nb::class_<Reads::Stats>(
+      m, "ReadStats",
+      "What was read: reads, bytes: as it was asked for; small: of the reads those of small parts\n"
+      "of `Slots` past the cache, joined: in how many the disk reads them; waited: seconds in\n"
+      "`wait`; active: seconds in which any read was under way, as far as the calls of `Reads` saw.")
       .def_ro("reads", &Reads::Stats::reads)
       .def_ro("bytes", &Reads::Stats::bytes)
+      .def_ro("small", &Reads::Stats::small)
+      .def_ro("joined", &Reads::Stats::joined)
       .def_ro("waited", &Reads::Stats::waited)
       .def_ro("active", &Reads::Stats::active);
   nb::class_<Reads>(

@@ -14,7 +14,7 @@ int64_t code_at(int type, int kind, int64_t k, int64_t i, bool* high) {
   *high = false;
   if (type == PI_Q8_0 && kind == PI_ADD) return i;
   const int64_t j = i % 128;
-  if (type == PI_Q4_0X32) {
+  if (pi_across(type) >= 0) {
     const int64_t l = j % 16;
     *high = j / 16 % 2;
     return i / 128 * 64 + l / 4 * 16 + j / 32 * 4 + l % 4;
@@ -24,11 +24,11 @@ int64_t code_at(int type, int kind, int64_t k, int64_t i, bool* high) {
     return i / 128 * 64 + j % 16 * 4 + j / 32;
   }
   const int64_t b = i / 512 * 16, lanes = std::min(k / 32 - b, (int64_t)16), block = i / 32 - b, v = i % 32 / 4;
-  *high = type == PI_Q4_0 && v >= 4;
+  *high = type != PI_Q8_0 && v >= 4;
   return b * (type == PI_Q8_0 ? 32 : 16) + lanes * 4 * (type == PI_Q8_0 ? v : v % 4) + block * 4 + i % 4;
 }
 
-bool wants_lanes(int type) { return type == PI_Q8_0 || type == PI_Q4_0; }
+bool wants_lanes(int type) { return type == PI_Q8_0 || type == PI_Q4_0 || type == PI_Q4_1; }
 
 // A block in progress: `n` neurons are left of it, as a table of all tokens or, where few of its cells count, as
 // `count` pairs.
@@ -220,7 +220,7 @@ struct Work {
       }
     }
     kernels->neurons->add_groups(&b.down, block.index, n, block.q, NeuronBlock::NEURONS, block.d, NeuronBlock::NEURONS,
-                                 tokens, out, ldo, block.sums.data());
+                                 tokens, out, ldo);
     return groups;
   }
 
@@ -252,7 +252,7 @@ struct Work {
 int64_t block_of(const Bundles& b, const int32_t* index, int64_t left) {
   if (left <= NeuronBlock::NEURONS) return left;
   int64_t n = NeuronBlock::NEURONS;
-  if (pi_shared_bytes(b.down.type, b.down.k))
+  if (pi_across(b.down.type) >= 0)
     while (index[n - 1] / PI_GROUP == index[n] / PI_GROUP) n--;
   return n;
 }
@@ -265,20 +265,26 @@ void fill_lanes(const PiActs* x, int64_t tokens, uint8_t* out) {
     for (int64_t b = 0; b < nb; b += 16, out += PI_LANES_STEP) {
       const int64_t lanes = std::min(nb - b, (int64_t)16);
       if (lanes < 16) memset(out, 0, PI_LANES_STEP);
+      const bool close = pi_lanes_close(lanes);
+      const int64_t apart = 4 * (close ? lanes : 16);
       for (int64_t l = 0; l < lanes; l++) {
         const int64_t block = t * nb + b + l;
-        for (int64_t v = 0; v < 8; v++) memcpy(out + 64 * v + 4 * l, x->q + 32 * block + 4 * v, 4);
+        for (int64_t v = 0; v < 8; v++) memcpy(out + apart * v + 4 * l, x->q + 32 * block + 4 * v, 4);
         const int32_t sum = x->s[2 * block] + x->s[2 * block + 1];
         memcpy(out + PI_LANES_SUM + 4 * l, &sum, 4);
-        memcpy(out + PI_LANES_D + 4 * l, x->d + block, 4);
+        for (int64_t i = l; i < (close ? 16 : l + 1); i += lanes) memcpy(out + PI_LANES_D + 4 * i, x->d + block, 4);
       }
+      if (lanes <= 2)
+        for (int64_t half = 0; half < 2; half++)
+          memcpy(out + PI_LANES_HALVES + 64 * half, out + 4 * apart * half, (size_t)(4 * apart));
     }
   }
 }
 
 int64_t bundle_rows_source_bytes(int type, int64_t rows, int64_t k) {
-  return type == PI_Q4_0X32 ? (rows + PI_GROUP - 1) / PI_GROUP * stored_row_bytes(PI_Q4_0, PI_GROUP * k)
-                            : rows * stored_row_bytes(type, k);
+  const int across = pi_across(type);
+  return across < 0 ? rows * stored_row_bytes(type, k)
+                    : (rows + PI_GROUP - 1) / PI_GROUP * stored_row_bytes(across, PI_GROUP * k);
 }
 
 void pack_bundle_rows(int type, int kind, int64_t rows, int64_t k, const uint8_t* src, uint8_t* group, int64_t pitch,
@@ -287,15 +293,19 @@ void pack_bundle_rows(int type, int kind, int64_t rows, int64_t k, const uint8_t
   uint8_t* const shared = group + PI_GROUP * pitch;
   for (int64_t r = 0; r < PI_GROUP; r++) memset(group + r * pitch + at, 0, (size_t)pi_row_bytes(type, k));
   memset(shared, 0, (size_t)pi_shared_bytes(type, k));
+  const int along = pi_across(type) < 0 ? type : pi_across(type);
+  const int64_t block_bytes = stored_row_bytes(along, 32), first = along == PI_Q4_1 ? 4 : 2;  // codes within a block
   const auto put = [=](uint8_t* row, int64_t i, int code) {
     bool high;
     uint8_t* byte = row + code_at(type, kind, k, i, &high);
     *byte = (uint8_t)(*byte | (high ? code << 4 : code));
   };
-  if (type == PI_Q4_0X32) {
-    for (int64_t c = 0; c < k; c++, src += 18) {
+  const auto code = [=](const uint8_t* q, int i) { return i < 16 ? q[i] & 15 : q[i - 16] >> 4; };
+  if (along != type) {
+    for (int64_t c = 0; c < k; c++, src += block_bytes) {
       memcpy(shared + 2 * c, src, 2);
-      for (int i = 0; i < 32; i++) put(group + i * pitch + at, c, i < 16 ? src[2 + i] & 15 : src[2 + i - 16] >> 4);
+      if (along == PI_Q4_1) memcpy(shared + 2 * pi_round_up(k, 128) + 2 * c, src + 2, 2);
+      for (int i = 0; i < 32; i++) put(group + i * pitch + at, c, code(src + first, i));
     }
     return;
   }
@@ -306,10 +316,10 @@ void pack_bundle_rows(int type, int kind, int64_t rows, int64_t k, const uint8_t
       continue;
     }
     for (int64_t b = 0; b < k / 32; b++) {
-      const uint8_t* block = src + b * (type == PI_Q8_0 ? 34 : 18);
+      const uint8_t* block = src + b * block_bytes;
       memcpy(row + codes + 2 * b, block, 2);
-      for (int i = 0; i < 32; i++)
-        put(row, 32 * b + i, type == PI_Q8_0 ? block[2 + i] : i < 16 ? block[2 + i] & 15 : block[2 + i - 16] >> 4);
+      if (type == PI_Q4_1) memcpy(row + codes + pi_row_scales(k) + 2 * b, block + 2, 2);
+      for (int i = 0; i < 32; i++) put(row, 32 * b + i, type == PI_Q8_0 ? block[2 + i] : code(block + first, i));
     }
   }
 }
@@ -325,13 +335,17 @@ void unpack_bundle_row(int kind, const PiRows& rows, int64_t i, float* out) {
   const int64_t k = rows.k, codes = pi_row_codes(type, k);
   const uint8_t* row = pi_row(&rows, (int32_t)i);
   if (type == PI_F16 || type == PI_BF16) return unpack_row(type, row, k, out);
+  const bool across = pi_across(type) >= 0, mins = type == PI_Q4_1 || type == PI_Q4_1X32;
+  const uint8_t* const scales = across ? pi_shared(&rows, (int32_t)i) : row + codes;
   for (int64_t c = 0; c < k; c++) {
     bool high;
     const uint8_t byte = row[code_at(type, kind, k, c, &high)];
-    const int code = type == PI_Q8_0 ? (int8_t)byte : (high ? byte >> 4 : byte & 15) - 8;
-    float d;
-    unpack_row(PI_F16, type == PI_Q4_0X32 ? pi_shared(&rows, (int32_t)i) + 2 * c : row + codes + c / 32 * 2, 1, &d);
-    out[c] = d * (float)code;
+    const int code = type == PI_Q8_0 ? (int8_t)byte : (high ? byte >> 4 : byte & 15) - (mins ? 0 : 8);
+    const uint8_t* const at = scales + 2 * (across ? c : c / 32);
+    float d, m = 0;
+    unpack_row(PI_F16, at, 1, &d);
+    if (mins) unpack_row(PI_F16, at + (across ? 2 * pi_round_up(k, 128) : pi_row_scales(k)), 1, &m);
+    out[c] = d * (float)code + m;
   }
 }
 
@@ -349,7 +363,6 @@ void add_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, in
                  int64_t n, const Firing& firing, NeuronBlock& block, float* out, int64_t ldo, NeuronCounts& counts,
                  int64_t* fired) {
   const PiActs acts = firing.multiplied ? *x : with_lanes(b, *x, tokens, block);
-  if (b.down.type == PI_Q4_0X32) block.sums.resize((size_t)pi_round_up(x->k, 128));
   for (int64_t j = 0, take; j < n; j += take) {
     take = block_of(b, index + j, n - j);
     Work w{kernels, b, &acts, tokens, block, take};
@@ -362,7 +375,7 @@ void add_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, in
     else if (fired)
       for (int64_t t = 0; t < tokens; t++)
         for (int64_t i = 0; i < w.n; i++) fired[block.index[i]] += w.h(t)[i] != 0.0f;
-    if (b.down.type == PI_Q4_0X32) counts.shared += pairs ? w.add_groups_of_pairs(out, ldo) : w.add_groups(out, ldo);
+    if (pi_across(b.down.type) >= 0) counts.shared += pairs ? w.add_groups_of_pairs(out, ldo) : w.add_groups(out, ldo);
     else if (pairs) kernels->neurons->add_pairs(&b.down, block.pairs, w.count, block.h, out, ldo);
     else kernels->neurons->add(&b.down, block.index, w.n, block.h, NeuronBlock::NEURONS, tokens, out, ldo);
   }

@@ -8,8 +8,8 @@
 #include "slots.h"
 #include "table.h"
 
-// Bytes of the input of pack_bundle_rows for `rows` neurons: rows as stored; for Q4_0X32 whole groups, each k consecutive
-// blocks of Q4_0.
+// Bytes of the input of pack_bundle_rows for `rows` neurons: rows as stored; for types across neurons whole groups, each k
+// consecutive blocks.
 int64_t bundle_rows_source_bytes(int type, int64_t rows, int64_t k);
 // The gate, up or down rows of a group of at most PI_GROUP neurons: bundles lie `pitch` apart, the row at byte `at`.
 // Neurons that are missing become zeros.
@@ -44,7 +44,6 @@ struct Bundles {
 struct NeuronBlock {
   enum { NEURONS = 64 };  // they stay in the L2 cache from their gates to their rows of down
   std::vector<uint8_t> lanes;
-  std::vector<int32_t> sums;
   enum { CELLS = PI_NEURON_TOKENS * NEURONS };
   int8_t q[CELLS];
   float d[CELLS];

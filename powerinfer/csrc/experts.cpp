@@ -213,7 +213,7 @@ void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k) {
     check(!all.gate || (all.gate->k == d && stacked(*all.gate, all.neurons)), "gate of the experts has a wrong shape");
     check(b.complete() && b.gated() && b.neurons == n * all.neurons && b.up.k == d && all.neurons % PI_GROUP == 0,
           "the bundles are of other experts");
-    check(repacked_type(b.up.type) >= 0 && b.up.type != PI_Q4_0X32 && b.gate.type == b.up.type &&
+    check(repacked_type(b.up.type) >= 0 && pi_row_type(b.up.type, PI_DOT) && b.gate.type == b.up.type &&
               repacked_type(b.down.type) >= 0 && b.down.type != PI_Q4_0,
           "bundles of these types cannot be repacked");
     check(b.spec.activation == all.activation && b.spec.limits.empty(), "the bundles have another activation");

@@ -90,7 +90,7 @@ void NeuronSum::sum_listed(int thread, const Piece& piece, const PiActs* acts, c
                            const Predictor* predictor) {
   NeuronLists& lists = workspace->lists();
   NeuronLists::Share& own = lists.shares[(size_t)thread];
-  const int64_t tokens = piece.x.tokens, n = lists.take(thread, bundles->down.type == PI_Q4_0X32);
+  const int64_t tokens = piece.x.tokens, n = lists.take(thread, pi_across(bundles->down.type) >= 0);
   // With one token, every listed neuron is selected by it.
   const bool some = tokens > 1 && (predictor || piece.selected || piece.weight || piece.groups.of);
   if (some && predictor) predictor->mark(lists, own.taken.data(), n, tokens);
@@ -162,7 +162,7 @@ void NeuronSum::next_wave() {
   Slots& slots = *bundles->slots;
   NeuronLists& lists = workspace->lists();
   NeuronLists::Wave& wave = lists.wave;
-  const bool whole_groups = bundles->down.type == PI_Q4_0X32;
+  const bool whole_groups = pi_across(bundles->down.type) >= 0;
   int64_t left = 0;
   for (const NeuronLists::Share& share : lists.shares) left += share.n_taken - share.end;
   // Of more than the slots hold half as many at a time: then half of those that are there stay.

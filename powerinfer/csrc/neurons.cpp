@@ -128,61 +128,140 @@ struct DotBF16 {
 // Quantised rows: 16 blocks at a time, one in each lane, so that 512 elements end in one multiplication with their
 // scales. Beyond the end of a row all scales are zero.
 struct CodesQ8_0 {
-  enum { TYPE = PI_Q8_0, BLOCK = 32, VECTORS = 8 };
+  enum { TYPE = PI_Q8_0, BLOCK = 32, VECTORS = 8, MINS = 0 };
   static PI_INLINE_MEMBER i32x16 start(i32x16 sum) { return dot_vs_start(sum); }
   static PI_INLINE_MEMBER i32x16 dot(i32x16 acc, u8x64 raw, const uint8_t* q, int v) {
     return dot_vs(acc, raw, b_load(q + 64 * v));
   }
-};
-struct CodesQ4_0 {
-  enum { TYPE = PI_Q4_0, BLOCK = 16, VECTORS = 4 };
-  static PI_INLINE_MEMBER i32x16 start(i32x16 sum) { return i_sub(i_set(0), i_shl<3>(sum)); }
-  static PI_INLINE_MEMBER i32x16 dot(i32x16 acc, u8x64 raw, const uint8_t* q, int v) {
-    return dot_vu(dot_vu(acc, b_low4(raw), b_load(q + 64 * v)), b_high4(raw), b_load(q + 64 * (v + 4)));
+  template <int M>
+  static PI_INLINE_MEMBER i32x16 close(i32x16 acc, u8x64 raw, const uint8_t* q, int v) {
+    return dot(acc, raw, q, v);
   }
 };
+struct Codes4 {
+  enum { BLOCK = 16, VECTORS = 4 };
+  static PI_INLINE_MEMBER i32x16 dot(i32x16 acc, u8x64 raw, const uint8_t* q, int v, int high = 4) {
+    return dot_vu(dot_vu(acc, b_low4(raw), b_load(q + 64 * v)), b_high4(raw), b_load(q + 64 * (v + high)));
+  }
+  template <int M>
+  static PI_INLINE_MEMBER i32x16 close(i32x16 acc, u8x64 raw, const uint8_t* q, int v) {
+    return M < 4 ? dot(acc, raw, q + PI_LANES_HALVES, 0, 1) : dot(acc, raw, q, v, M / 4);
+  }
+};
+struct CodesQ4_0 : Codes4 {
+  enum { TYPE = PI_Q4_0, MINS = 0 };
+  static PI_INLINE_MEMBER i32x16 start(i32x16 sum) { return i_sub(i_set(0), i_shl<3>(sum)); }
+};
+struct CodesQ4_1 : Codes4 {
+  enum { TYPE = PI_Q4_1, MINS = 1 };
+  static PI_INLINE_MEMBER i32x16 start(i32x16) { return i_set(0); }
+};
+
+// The first M of 16 numbers, again and again.
+template <int M>
+PI_INLINE f32x16 load_f16_again(const uint8_t* p) {
+  alignas(32) uint8_t all[32];
+#pragma GCC unroll 16
+  for (int i = 0; i < 32; i += 2 * M) memcpy(all + i, p, 2 * M);
+  return f_load_f16(all);
+}
 
 template <class C>
 struct DotQ {
   enum { TOKENS = SHARED_TOKENS > 2 ? 2 : SHARED_TOKENS };
+
+  // Of R rows and their tokens, blocks b and after, up to 16 of them.
   template <int R, class M>
-  static void rows(const Rows<R>& w, const PiActs* x, const M& with, float* out, int64_t ldo) {
+  struct Step {
     enum { T = M::T };
-    Sums<R, T> sum;
-    const int64_t nb = x->k / 32, codes = pi_row_codes(C::TYPE, x->k), ld = pi_lanes_bytes(x->k);
-    const uint8_t* a[M::TOKENS];
+    const Rows<R>& w;
+    const M& with;
+    const uint8_t* a[M::TOKENS];  // activations of these blocks
+    int64_t b, codes, mins;
+    i32x16 s[R][T];
+
+    PI_INLINE_MEMBER void start() {
+      i32x16 start[M::TOKENS];
 #pragma GCC unroll 8
-    for (int m = 0; m < M::TOKENS; m++) a[m] = x->lanes + with.token[m] * ld;
-    for (int64_t b = 0, at_lanes = 0; b < nb; b += 16, at_lanes += PI_LANES_STEP) {
-      const int64_t step = nb - b < 16 ? 4 * (nb - b) : 64;
-      i32x16 start[M::TOKENS], s[R][T];
-#pragma GCC unroll 8
-      for (int m = 0; m < M::TOKENS; m++) start[m] = C::start(i_load(a[m] + at_lanes + PI_LANES_SUM));
+      for (int m = 0; m < M::TOKENS; m++) start[m] = C::start(i_load(a[m] + PI_LANES_SUM));
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
 #pragma GCC unroll 8
         for (int t = 0; t < T; t++) s[r][t] = start[with.of(r, t)];
       }
+    }
+    // One vector of each row, `apart` bytes behind the one before.
+    template <class Dot>
+    PI_INLINE_MEMBER void multiply(int v, int64_t apart, const Dot& dot) {
+      const int64_t at = C::BLOCK * b + apart * v;
+      w.ask(at);
 #pragma GCC unroll 8
-      for (int v = 0; v < C::VECTORS; v++) {
-        const int64_t at = C::BLOCK * b + step * v;
-        w.ask(at);
+      for (int r = 0; r < R; r++) {
+        const u8x64 raw = b_load(w.now[r] + at);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-          const u8x64 raw = b_load(w.now[r] + at);
-#pragma GCC unroll 8
-          for (int t = 0; t < T; t++) s[r][t] = C::dot(s[r][t], raw, a[with.of(r, t)] + at_lanes, v);
-        }
+        for (int t = 0; t < T; t++) s[r][t] = dot(s[r][t], raw, a[with.of(r, t)], v);
       }
+    }
+    template <class Scales>
+    PI_INLINE_MEMBER void finish(Sums<R, T>& sum, const Scales& scales) {
       if (b % 32 == 0) w.ask(codes + 2 * b);
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
-        const f32x16 d = f_load_f16(w.now[r] + codes + 2 * b);
+        const f32x16 d = scales(w.now[r] + codes + 2 * b);
 #pragma GCC unroll 8
-        for (int t = 0; t < T; t++)
-          sum.v[r][t] = f_fma(i_float(s[r][t]),
-                              f_mul(d, f_load((const float*)(a[with.of(r, t)] + at_lanes + PI_LANES_D))), sum.v[r][t]);
+        for (int t = 0; t < T; t++) {
+          const uint8_t* const x = a[with.of(r, t)];
+          const f32x16 of_x = f_load((const float*)(x + PI_LANES_D));
+          sum.v[r][t] = f_fma(i_float(s[r][t]), f_mul(d, of_x), sum.v[r][t]);
+          if constexpr (C::MINS)  // the sums are of the first lanes alone
+            sum.v[r][t] =
+                f_fma(f_load_f16(w.now[r] + mins + 2 * b), f_mul(of_x, i_float(i_load(x + PI_LANES_SUM))), sum.v[r][t]);
+        }
       }
+    }
+    // One block in each lane; there are `lanes` of them.
+    PI_INLINE_MEMBER void apart(Sums<R, T>& sum, int64_t lanes) {
+      start();
+#pragma GCC unroll 8
+      for (int v = 0; v < C::VECTORS; v++)
+        multiply(v, 4 * lanes, [](i32x16 acc, u8x64 raw, const uint8_t* q, int v) __attribute__((always_inline)) {
+          return C::dot(acc, raw, q, v);
+        });
+      finish(sum, [](const uint8_t* p) __attribute__((always_inline)) { return f_load_f16(p); });
+    }
+    // The last N blocks of a row, of each in every Nth lane.
+    template <int N>
+    PI_INLINE_MEMBER void close(Sums<R, T>& sum) {
+      start();
+      constexpr int VECTORS = (C::VECTORS * N + 15) / 16;
+#pragma GCC unroll 8
+      for (int v = 0; v < VECTORS; v++)
+        multiply(v, 64, [](i32x16 acc, u8x64 raw, const uint8_t* q, int v) __attribute__((always_inline)) {
+          return C::template close<N>(acc, raw, q, v);
+        });
+      finish(sum, [](const uint8_t* p) __attribute__((always_inline)) { return load_f16_again<N>(p); });
+    }
+  };
+
+  template <int R, class M>
+  static void rows(const Rows<R>& w, const PiActs* x, const M& with, float* out, int64_t ldo) {
+    Sums<R, M::T> sum;
+    const int64_t nb = x->k / 32, codes = pi_row_codes(C::TYPE, x->k), ld = pi_lanes_bytes(x->k);
+    Step<R, M> step{w, with, {}, 0, codes, codes + pi_row_scales(x->k), {}};
+#pragma GCC unroll 8
+    for (int m = 0; m < M::TOKENS; m++) step.a[m] = x->lanes + with.token[m] * ld;
+    for (; step.b + 16 <= nb; step.b += 16) {
+      step.apart(sum, 16);
+#pragma GCC unroll 8
+      for (int m = 0; m < M::TOKENS; m++) step.a[m] += PI_LANES_STEP;
+    }
+    switch (nb - step.b) {
+      case 0: break;
+      case 1: step.template close<1>(sum); break;
+      case 2: step.template close<2>(sum); break;
+      case 4: step.template close<4>(sum); break;
+      case 8: step.template close<8>(sum); break;
+      default: step.apart(sum, nb - step.b);
     }
     sum.put(out, ldo);
   }
@@ -213,6 +292,7 @@ void dots(const PiRows* all, const int32_t* index, int64_t n, const PiActs* x, i
     case PI_BF16: return dots_of<DotBF16>(all, index, n, x, tokens, out, ldo);
     case PI_Q8_0: return dots_of<DotQ<CodesQ8_0>>(all, index, n, x, tokens, out, ldo);
     case PI_Q4_0: return dots_of<DotQ<CodesQ4_0>>(all, index, n, x, tokens, out, ldo);
+    case PI_Q4_1: return dots_of<DotQ<CodesQ4_1>>(all, index, n, x, tokens, out, ldo);
   }
 }
 
@@ -235,6 +315,7 @@ void dot_pairs(const PiRows* all, const PiPair* pairs, int64_t n, const PiActs* 
     case PI_BF16: return dot_pairs_of<DotBF16>(all, pairs, n, x, out);
     case PI_Q8_0: return dot_pairs_of<DotQ<CodesQ8_0>>(all, pairs, n, x, out);
     case PI_Q4_0: return dot_pairs_of<DotQ<CodesQ4_0>>(all, pairs, n, x, out);
+    case PI_Q4_1: return dot_pairs_of<DotQ<CodesQ4_1>>(all, pairs, n, x, out);
   }
 }
 
@@ -446,26 +527,26 @@ struct Ahead {
   }
 };
 
-// Up to eight rows of a group, and the factors by which they are added to a token's output, zeros where there are fewer
-// rows. first, last: whether there are earlier rows, whose integer sums are in `sums`, and whether more follow.
+// Rows of a group, in quads, and the factors by which they are added to a token's output, zeros where a quad has fewer.
 struct GroupStep {
-  const uint8_t* row[8];
-  int32_t by[2], start;
-  bool first, last;
+  const uint8_t* row[PI_GROUP];
+  int32_t by[PI_GROUP / 4], sum;  // sum: of the factors
+  int quads;
 };
 
 // Four rows and four factors form the operands of one integer product, so a column's sum over the group is an integer,
 // and the scales that its rows share are read and multiplied once.
-template <int Q>
+template <int TYPE>
 PI_INLINE void add_some(const GroupStep& g, const uint8_t* scales, float d, int64_t k, int64_t lines, Ahead& ahead,
-                        float* out, int32_t* sums) {
+                        float* out) {
+  const f32x16 by = f_set(d), of_mins = f_set(d * (float)g.sum);
+  const uint8_t* const mins = scales + 2 * pi_round_up(k, 128);
   for (int64_t c = 0; c < k; c += 128) {
     ahead.ask(lines);
     i32x16 s[8];
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) s[i] = g.first ? i_set(g.start) : i_load(sums + c + 16 * i);
-#pragma GCC unroll 2
-    for (int r = 0; r < Q; r++) {
+    for (int i = 0; i < 8; i++) s[i] = i_set(TYPE == PI_Q4_0X32 ? -8 * g.sum : 0);
+    for (int r = 0; r < g.quads; r++) {
       const uint8_t* const* row = g.row + 4 * r;
       u8x64 z[4];
       b_quads(b_load(row[0] + c / 2), b_load(row[1] + c / 2), b_load(row[2] + c / 2), b_load(row[3] + c / 2), z);
@@ -475,15 +556,11 @@ PI_INLINE void add_some(const GroupStep& g, const uint8_t* scales, float d, int6
         s[2 * i + 1] = dot_u(s[2 * i + 1], b_high4(z[i]), g.by[r]);
       }
     }
-    if (!g.last) {
-#pragma GCC unroll 8
-      for (int i = 0; i < 8; i++) i_store(sums + c + 16 * i, s[i]);
-      continue;
-    }
-    const f32x16 by = f_set(d);
-    const auto finish = [&](int i) {
-      float* o = out + c + 16 * i;
-      f_store(o, f_fma(i_float(s[i]), f_mul(f_load_f16(scales + 2 * (c + 16 * i)), by), f_load(o)));
+    const auto finish = [&](int i) __attribute__((always_inline)) {
+      const int64_t column = c + 16 * i;
+      f32x16 v = f_fma(i_float(s[i]), f_mul(f_load_f16(scales + 2 * column), by), f_load(out + column));
+      if constexpr (TYPE == PI_Q4_1X32) v = f_fma(f_load_f16(mins + 2 * column), of_mins, v);
+      f_store(out + column, v);
     };
     if (k - c >= 128) {
 #pragma GCC unroll 8
@@ -494,34 +571,33 @@ PI_INLINE void add_some(const GroupStep& g, const uint8_t* scales, float d, int6
   }
 }
 
-void add_groups(const PiRows* all, const int32_t* index, int64_t n, const int8_t* q, int64_t ldq, const float* d,
-                int64_t ldd, int64_t tokens, float* out, int64_t ldo, int32_t* sums) {
-  enum { DISTANCE = 4 };  // rows
+template <int TYPE>
+void add_groups_of(const PiRows* all, const int32_t* index, int64_t n, const int8_t* q, int64_t ldq, const float* d,
+                   int64_t ldd, int64_t tokens, float* out, int64_t ldo) {
+  enum { DISTANCE = 4, SCALES = TYPE == PI_Q4_1X32 ? 8 : 4 };  // rows; as many as the scales of a group
   if (n == 0) return;
-  const int64_t k = all->k;
   Ahead ahead(all, index, n);
   ahead.ask(DISTANCE * ahead.lines);
   for (int64_t begin = 0, end; begin < n; begin = end, d++) {
     const int32_t group = index[begin] / PI_GROUP;
-    for (end = begin + 1; end < n && index[end] / PI_GROUP == group;) end++;
-    const uint8_t* scales = pi_shared(all, index[begin]);
+    GroupStep g{};
+    for (end = begin; end < n && index[end] / PI_GROUP == group; end++) g.row[end - begin] = pi_row(all, index[end]);
+    const int rows = (int)(end - begin);
+    g.quads = (rows + 3) / 4;
+    for (int r = rows; r < 4 * g.quads; r++) g.row[r] = g.row[0];
     for (int64_t t = 0; t < tokens; t++) {
-      const int8_t* factors = q + t * ldq;
-      GroupStep g{};
-      for (int64_t j = begin; j < end; j++) g.start -= 8 * factors[j];
-      for (int64_t j = begin; j < end; j += 8) {
-        const int rows = end - j < 8 ? (int)(end - j) : 8;
-        g.by[0] = g.by[1] = 0;
-        memcpy(g.by, factors + j, (size_t)rows);
-        for (int r = 0; r < 8; r++) g.row[r] = pi_row(all, index[r < rows ? j + r : j]);
-        g.first = j == begin;
-        g.last = j + 8 >= end;
-        const int64_t lines = t ? 0 : g.last ? rows + 4 : rows;
-        if (rows > 4) add_some<2>(g, scales, d[t * ldd], k, lines, ahead, out + t * ldo, sums);
-        else add_some<1>(g, scales, d[t * ldd], k, lines, ahead, out + t * ldo, sums);
-      }
+      memcpy(g.by, q + t * ldq + begin, (size_t)rows);
+      g.sum = 0;
+      for (int64_t j = begin; j < end; j++) g.sum += q[t * ldq + j];
+      add_some<TYPE>(g, pi_shared(all, index[begin]), d[t * ldd], all->k, t ? 0 : rows + SCALES, ahead, out + t * ldo);
     }
   }
+}
+
+void add_groups(const PiRows* all, const int32_t* index, int64_t n, const int8_t* q, int64_t ldq, const float* d,
+                int64_t ldd, int64_t tokens, float* out, int64_t ldo) {
+  const auto add = all->type == PI_Q4_0X32 ? add_groups_of<PI_Q4_0X32> : add_groups_of<PI_Q4_1X32>;
+  add(all, index, n, q, ldq, d, ldd, tokens, out, ldo);
 }
 
 // ---- Lists --------------------------------------------------------------------------------------------------------

@@ -638,7 +638,11 @@ int64_t Reads::begin(const Read* reads, size_t n, bool small) {
   const int64_t id = e.next++;
   Ticket& ticket = e.tickets[id];
   e.pieces.clear();
-  if (small) e.split_small(reads, n, gap, &ticket, e.pieces);
+  if (small) {
+    e.split_small(reads, n, gap, &ticket, e.pieces);
+    e.stats.small += (int64_t)n;
+    e.stats.joined += (int64_t)e.pieces.size();
+  }
   for (size_t i = 0; i < n; i++) {
     std::vector<int>& files = ticket.files;
     if (std::find(files.begin(), files.end(), reads[i].file) == files.end()) files.push_back(reads[i].file);

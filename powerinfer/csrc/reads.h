@@ -40,6 +40,7 @@ class Reads {
   };
   struct Stats {
     int64_t reads, bytes;   // as the caller asked for them
+    int64_t small, joined;  // of these reads the small ones past the cache; in how many the disk reads them
     double waited, active;  // seconds in `wait`; seconds in which any read was under way, as far as these calls saw
   };
   // direct: past the system's cache, where the file systems of all files allow it. engine: "uring", "threads", or "auto":

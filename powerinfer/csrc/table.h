@@ -187,11 +187,13 @@ struct PiAttention {
 //              4 v .. 4 v + 3 of block l. add: in order
 //   Q4_0       codes and d likewise; dot: 4 vectors, in the high nibbles those of vector 4 + v; add: per 128 k 64
 //              bytes, nibble s of 32-bit word l is element 16 s + l
+//   Q4_1       dot only: as Q4_0, and behind d, padded likewise, f16 m of each 32
 //   Q4_0X32    add only: blocks across the group's neurons, as model files have them. Codes per 128 k as 64 bytes: byte
 //              16 (l / 4) + 4 z + l % 4 is element 32 z + l and, in the high nibble, element 32 z + 16 + l (l < 16).
 //              Shared: the scales, f16 d of each element, padded to 128 of them
+//   Q4_1X32    likewise; behind the d, padded likewise, f16 m of each element
 enum { PI_DOT, PI_ADD };
-enum { PI_Q4_0X32 = PI_N_TYPES };
+enum { PI_Q4_0X32 = PI_N_TYPES, PI_Q4_1X32 };
 
 // Neurons of a group: the length of a block across them.
 enum { PI_GROUP = 32 };
@@ -204,24 +206,34 @@ struct PiPair {
   int32_t neuron, token;
 };
 
-static inline int pi_row_type(int type) {
-  return type == PI_F16 || type == PI_BF16 || type == PI_Q8_0 || type == PI_Q4_0 || type == PI_Q4_0X32;
+// The type of the blocks that lie across the neurons of a group, -1: they lie along a neuron.
+static inline int pi_across(int type) { return type == PI_Q4_0X32 ? PI_Q4_0 : type == PI_Q4_1X32 ? PI_Q4_1 : -1; }
+
+// Whether bundles hold rows of a type for a kind of use.
+static inline int pi_row_type(int type, int kind) {
+  return type == PI_F16 || type == PI_BF16 || type == PI_Q8_0 || type == PI_Q4_0 ||
+         (kind == PI_DOT ? type == PI_Q4_1 : pi_across(type) >= 0);
 }
 
 static inline int64_t pi_row_codes(int type, int64_t k) {
-  return type == PI_Q8_0                         ? pi_round_up(k, 64)
-         : type == PI_Q4_0 || type == PI_Q4_0X32 ? pi_round_up(k, 128) / 2
-                                                 : pi_round_up(2 * k, 64);
+  return type == PI_Q8_0                     ? pi_round_up(k, 64)
+         : type == PI_F16 || type == PI_BF16 ? pi_round_up(2 * k, 64)
+                                             : pi_round_up(k, 128) / 2;
 }
+
+// Bytes of the d of a row, and of its m where it has them.
+static inline int64_t pi_row_scales(int64_t k) { return pi_round_up(k / 32, 16) * 2; }
 
 // Bytes of the row of one neuron.
 static inline int64_t pi_row_bytes(int type, int64_t k) {
-  return pi_round_up(pi_row_codes(type, k) + (type == PI_Q8_0 || type == PI_Q4_0 ? pi_round_up(k / 32, 16) * 2 : 0),
-                     64);
+  const int scales = type == PI_Q4_1 ? 2 : type == PI_Q8_0 || type == PI_Q4_0;
+  return pi_round_up(pi_row_codes(type, k) + scales * pi_row_scales(k), 64);
 }
 
 // Bytes of the scales that the rows of a group share.
-static inline int64_t pi_shared_bytes(int type, int64_t k) { return type == PI_Q4_0X32 ? pi_round_up(k, 128) * 2 : 0; }
+static inline int64_t pi_shared_bytes(int type, int64_t k) {
+  return (type == PI_Q4_1X32 ? 2 : type == PI_Q4_0X32) * pi_round_up(k, 128) * 2;
+}
 
 // The gate rows, up rows or down rows of the bundles of a layer. Groups are `stride` apart, the bundles of a group `pitch`,
 // and in each of these the row is at byte `at`. Or they lie anywhere: bundle i 64 * lines[i] bytes behind `groups`, and
@@ -249,9 +261,12 @@ static inline const uint8_t* pi_shared(const PiRows* rows, int32_t i) {
 }
 
 // Activations for quantised rows, per token and 16 blocks of 32: s8 q[8][16][4], i32 sums of the blocks' q, f32 d;
-// zeros after the last block.
-enum { PI_LANES_SUM = 512, PI_LANES_D = 576, PI_LANES_STEP = 640 };
+// zeros after the last block. Where 1, 2, 4 or 8 blocks are left at the end of a row, its vectors are read side by side,
+// as they lie: word m v + l is of block l, lane i has the d of block i % m, and at PI_LANES_HALVES, for m of 1 and 2, the
+// words of vectors 0 to 3, those of 4 to 7 64 bytes behind.
+enum { PI_LANES_HALVES = 256, PI_LANES_SUM = 512, PI_LANES_D = 576, PI_LANES_STEP = 640 };
 static inline int64_t pi_lanes_bytes(int64_t k) { return pi_round_up(k, 512) / 512 * PI_LANES_STEP; }
+static inline int pi_lanes_close(int64_t left) { return left == 1 || left == 2 || left == 4 || left == 8; }
 
 struct PiNeuronKernels {
   // out[t * ldo + j] = neuron index[j] . token t. Quantised rows need `lanes`.
@@ -263,10 +278,10 @@ struct PiNeuronKernels {
               int64_t ldo);
   // The same of pairs: h[j] * neuron of pair j to the row of its token.
   void (*add_pairs)(const PiRows*, const PiPair*, int64_t n, const float* h, float* out, int64_t ldo);
-  // `add` of Q4_0X32, with h as whole numbers: neuron j's is q[t * ldq + j] times d[t * ldd + g], where g counts the
-  // groups that the list comes to. For each of these the sum is exact; sums: space for k of them, padded to 128.
+  // `add` of Q4_0X32 and Q4_1X32, with h as whole numbers: neuron j's is q[t * ldq + j] times d[t * ldd + g], where g
+  // counts the groups that the list comes to. For each of these the sum is exact.
   void (*add_groups)(const PiRows*, const int32_t* index, int64_t n, const int8_t* q, int64_t ldq, const float* d,
-                     int64_t ldd, int64_t tokens, float* out, int64_t ldo, int32_t* sums);
+                     int64_t ldd, int64_t tokens, float* out, int64_t ldo);
   // The j in [0, n) at which x[t * ldx + j] (or its magnitude) exceeds `limit` or is NaN for any token t, ascending,
   // as first + j; the number for each token is added to counts. Returns their number; up to 16 more are written.
   int64_t (*keep)(const float* x, int64_t ldx, int64_t tokens, int64_t n, int absolute, float limit, int32_t first,

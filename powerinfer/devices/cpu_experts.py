@@ -12,9 +12,9 @@ import numpy as np
 
 from powerinfer import _native
 from powerinfer.config import ExpertsConfig
-from powerinfer.formats.bundle_file import ACROSS, n_groups
+from powerinfer.formats.bundle_file import ACROSS, BLOCKS, n_groups
 from powerinfer.formats.bundle_memory import by_group, own_pages, transposed
-from powerinfer.formats.quant import Bytes
+from powerinfer.formats.quant import Bytes, block_type
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
@@ -85,7 +85,7 @@ def rebundle(
 
 def expert_layout(d_model: int, up_type: str, down_type: str, gated: bool = False) -> BundleLayout:
     """Of neurons of experts whose up and down have types in `ROW_TYPES`; gated: with gates of up's type."""
-    down_type = ACROSS if down_type == "Q4_0" else down_type
+    down_type = ACROSS.get(down_type, down_type)
     up_bytes, _ = cpu.bundle_row_bytes(up_type, d_model)
     return BundleLayout(d_model, gated, up_type, down_type, up_bytes, *cpu.bundle_row_bytes(down_type, d_model))
 
@@ -99,7 +99,12 @@ def _put(layout: BundleLayout, groups: Bytes, gate: Bytes | None, up: Bytes, dow
     cpu.pack_bundle_rows(layout.gate_type, "dot", neurons, d_model, up, groups, layout.pitch, layout.up_at, threads)
     each, at = len(groups) // len(down), layout.down_at
     for expert, columns in enumerate(down):
-        turned = by_group(columns) if layout.down_type == ACROSS else transposed(columns.view(np.uint16)).view(np.uint8)
+        across = BLOCKS.get(layout.down_type)
+        turned = (
+            by_group(columns, block_type(across).nbytes)
+            if across
+            else transposed(columns.view(np.uint16)).view(np.uint8)
+        )
         own, data = groups[expert * each : (expert + 1) * each], np.ascontiguousarray(turned).reshape(-1)
         cpu.pack_bundle_rows(
             layout.down_type, "add", each * BUNDLE_GROUP, d_model, data, own, layout.pitch, at, threads

@@ -172,7 +172,8 @@ class DiskTier:
 
         mode; bytes; read_gb_s: while the disk was reading, None without reads; stall_seconds: that steps waited; of
         neurons and experts wanted, how many RAM had: hit_rate, None where none is on disk; of experts read because they
-        were expected, how many were needed: guess_rate, None where none was.
+        were expected, how many were needed: guess_rate, None where none was; small_reads, joined_reads: reads of
+        neurons, and in how many the disk read them, since neighbours are read at once.
         """
         since = self.counts()
         return {
@@ -182,6 +183,8 @@ class DiskTier:
             "stall_seconds": since["waited"],
             "hit_rate": since["hits"] / since["wanted"] if since["wanted"] else None,
             "guess_rate": since["right"] / since["guessed"] if since["guessed"] else None,
+            "small_reads": int(since["small"]),
+            "joined_reads": int(since["joined"]),
         }
 
     def counts(self) -> dict[str, float]:
@@ -189,8 +192,9 @@ class DiskTier:
 
         wanted: experts and neurons that steps used; hits: those of them that were in memory when the step began;
         guessed: experts that were read because they were expected; right: those of them that were needed; reads, bytes:
-        of everything that was read, the window's too; waited: seconds in which steps waited for reads; active: seconds
-        in which any was under way.
+        of everything that was read, the window's too; small: of the reads those of neurons that lie too closely to be
+        read in place, joined: in how many the disk read them; waited: seconds in which steps waited for reads; active:
+        seconds in which any was under way.
         """
         return {name: value - self._cleared.get(name, 0) for name, value in self.totals().items()}
 
@@ -204,7 +208,8 @@ class DiskTier:
         kept = [one.stats() for one in self.slots.values()] + [one.disk_counts() for one in self._experts.values()]
         names = ("wanted", "hits", "guessed", "right")
         items = {name: float(sum(one.get(name, 0) for one in kept)) for name in names}
-        items |= {name: float(getattr(read, name)) for name in ("reads", "bytes", "waited", "active")}
+        of_reads = ("reads", "bytes", "small", "joined", "waited", "active")
+        items |= {name: float(getattr(read, name)) for name in of_reads}
         for name, more in zip(("reads", "bytes", "active"), self._read_apart.tolist(), strict=True):
             items[name] += more
         return items

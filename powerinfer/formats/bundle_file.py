@@ -1,8 +1,8 @@
 """Bundles on disk: gate, up and down of one neuron side by side; a layer is `layers.N.neurons` U8 [groups, bytes].
 
 A bundle is rows of gate, up and down, each in one of `ROW_TYPES`, its bytes in an order private to the native module,
-padded to whole cache lines. 32 bundles form a group, the last one of a layer padded with zeros. Down may also be
-`ACROSS`: its scales follow each group. Biases stay in the model's own files.
+padded to whole cache lines. 32 bundles form a group, the last one of a layer padded with zeros. Down is in one of
+`DOWN_TYPES`; the scales of those `ACROSS` follow each group. Biases stay in the model's own files.
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ from powerinfer.formats.prepared import BUNDLES, LINE, PreparedFile
 from powerinfer.formats.quant import Bytes, block_type
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 
-ROW_TYPES = ("F16", "BF16", "Q8_0", "Q4_0")
-"""The types of a bundle's rows."""
+ROW_TYPES = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
+"""The types of rows of gate and up."""
 
-ACROSS = "Q4_0X32"
-"""Down as in Q4_0 files: each block across the 32 neurons of a group, whose rows share their scales."""
+ACROSS = {"Q4_0": "Q4_0X32", "Q4_1": "Q4_1X32"}
+"""Types of down as files of these types have it: each block across the 32 neurons of a group, whose rows share their
+scales."""
 
-DOWN_TYPES = (*ROW_TYPES, ACROSS)
+BLOCKS = {across: stored for stored, across in ACROSS.items()}
+"""The types of their blocks."""
+
+DOWN_TYPES = ("F16", "BF16", "Q8_0", "Q4_0", *ACROSS.values())
+"""The types of rows of down."""
 
 RowBytes = Callable[[str, int], tuple[int, int]]
 """(type, k) -> bytes of a row of k elements, and of a group's shared scales; `kernels.cpu.bundle_row_bytes`."""
@@ -100,9 +105,12 @@ def bundle_layouts(
 
 def can_hold(config: ModelConfig, matrix: str, type_name: str) -> bool:
     """Whether rows of gate, up or down of this type are whole blocks."""
-    if type_name == ACROSS:
+    if type_name in BLOCKS:
         return matrix == "down" and not any(size % BUNDLE_GROUP for size in (*config.ffn_sizes, config.d_model))
-    return type_name in ROW_TYPES and config.d_model % block_type(type_name).block == 0
+    return (
+        type_name in (DOWN_TYPES if matrix == "down" else ROW_TYPES)
+        and config.d_model % block_type(type_name).block == 0
+    )
 
 
 def n_groups(neurons: int) -> int:

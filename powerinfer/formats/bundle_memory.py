@@ -145,7 +145,8 @@ def transposed(matrix: NDArray[Any]) -> NDArray[Any]:
     return out
 
 
-def by_group(blocks: Bytes) -> Bytes:
-    """Blocks of Q4_0, uint8 [d_model, groups * 18], group by group: [groups, d_model * 18]."""
+def by_group(blocks: Bytes, nbytes: int) -> Bytes:
+    """Blocks across groups, each of `nbytes`, uint8 [d_model, groups * nbytes], group by group: [groups, d_model *
+    nbytes]."""
     rows = len(blocks)
-    return np.ascontiguousarray(blocks.reshape(rows, -1, 18).transpose(1, 0, 2)).reshape(-1, rows * 18)
+    return np.ascontiguousarray(blocks.reshape(rows, -1, nbytes).transpose(1, 0, 2)).reshape(-1, rows * nbytes)

@@ -21,11 +21,10 @@ from powerinfer.config import EngineConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.errors import PowerInferError
-from powerinfer.formats.bundle_file import ROW_TYPES
 from powerinfer.formats.bundle_memory import owned
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import FLOAT_TYPES, NATIVE_TYPES, RawTensor
-from powerinfer.hardware.description import OTHER
+from powerinfer.hardware.description import OTHER, RATED_ROWS
 from powerinfer.hardware.samples import FRACTIONS, HEAD_DIM, FitGroup, Samples, figure, fit_rows, wire
 from powerinfer.kernels import cpu
 from powerinfer.neurons import Predictor
@@ -82,7 +81,7 @@ def cpu_rates(engine: EngineConfig, effort: Effort, progress: Progress = silent)
         packed.append(sample.pack_gb_s)
     dense[OTHER], head[OTHER] = min(dense.values()), min(head.values())
     bundle, row_ns, extra = {}, {}, []
-    for name in ROW_TYPES:
+    for name in RATED_ROWS:
         fit = fit_rows(work.sparse_times(name), max(dense.values()))
         bundle[name], row_ns[name] = fit.gb_s, fit.row_ns
         for group, seconds in fit.fixed.items():
@@ -161,7 +160,7 @@ class _CpuSamples(Samples):
     """The samples, one after another; each is freed before the next is made."""
 
     def __init__(self, engine: EngineConfig, effort: Effort, nbytes: int, progress: Progress) -> None:
-        total = 4 + len(NATIVE_TYPES) + len(ROW_TYPES) + len(effort.warm_mib)
+        total = 4 + len(NATIVE_TYPES) + len(RATED_ROWS) + len(effort.warm_mib)
         super().__init__("measuring the CPU", total, effort.context, progress)
         self._effort = effort
         self._nbytes = nbytes

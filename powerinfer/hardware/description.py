@@ -17,7 +17,6 @@ from typing import Annotated
 import numpy as np
 
 from powerinfer.errors import ModelError, PowerInferError, RequestError
-from powerinfer.formats.bundle_file import ROW_TYPES
 from powerinfer.formats.json_file import Between, Length, Line, checked, of_kind, parse_json, read_limited
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.prepared import write_small
@@ -28,6 +27,11 @@ KIND = "hardware"
 OTHER = "other"
 """Key in `Device.dense_gb_s` for all weight types without a figure of their own."""
 
+RATED_ROWS = ("F16", "BF16", "Q8_0", "Q4_0")
+"""Types of gate and up in bundles whose rates are measured."""
+
+_RATED_AS = {"Q4_1": "Q4_0"}  # rows of other types, as those that are read alike
+
 NO_GPU = "stand-in for a GPU"
 """Prefix of the name of torch's CPU device when it emulates a GPU."""
 
@@ -36,6 +40,8 @@ MACHINES = Path(__file__).with_name("machines")
 _LIMIT = 1 << 20  # bytes of a description
 _MOST_BYTES = 1 << 50  # of a memory
 _MOST_RATE = 1e6  # GB/s
+_BLOCK = 4096  # bytes of a block of a disk
+_MOST_GAP = 1 << 20  # bytes
 
 _Bytes = Annotated[int, Between(0, _MOST_BYTES)]
 _Rate = Annotated[float, Between(1e-9, _MOST_RATE)]
@@ -113,7 +119,8 @@ class Device:
 
     def rows_seconds(self, gate_type: str, rows: float, nbytes: float) -> float:
         """Time of `rows` rows of bundles, `nbytes` in all."""
-        return nbytes / (1e9 * self.bundle_gb_s[gate_type]) + 1e-9 * self.row_ns[gate_type] * rows
+        kind = _RATED_AS.get(gate_type, gate_type)
+        return nbytes / (1e9 * self.bundle_gb_s[kind]) + 1e-9 * self.row_ns[kind] * rows
 
 
 @dataclass(frozen=True)
@@ -133,6 +140,14 @@ class Disk:
         sizes = sorted(self.read_gb_s)
         times = [one / (1e9 * self.read_gb_s[one]) for one in sizes]
         return float(np.interp(size, sizes, times)) * max(1.0, size / sizes[-1])
+
+    def gap(self, size: int) -> int:
+        """Bytes between two reads of `size` bytes up to which one read of all of it takes no longer than both, in whole
+        blocks."""
+        each, gap = self.seconds(size), 0
+        while gap < _MOST_GAP and self.seconds(2 * size + gap + _BLOCK) <= 2 * each:
+            gap += _BLOCK
+        return gap
 
     def rate(self, size: int) -> float:
         """Bytes a second of random reads of `size` bytes."""
@@ -215,7 +230,7 @@ def _refuse_absurd(hardware: Hardware, where: str) -> None:
             continue
         if device.reserved_bytes > device.memory_bytes:
             raise ModelError(f"{where}: {name}.reserved_bytes is more than {name}.memory_bytes")
-        dense, parts = frozenset((*NATIVE_TYPES, OTHER)), frozenset(ROW_TYPES)
+        dense, parts = frozenset((*NATIVE_TYPES, OTHER)), frozenset(RATED_ROWS)
         other = frozenset((OTHER,))
         tables = {"dense_gb_s": (dense, other), "head_gb_s": (dense, other)}
         tables |= {"bundle_gb_s": (parts, parts), "row_ns": (parts, parts)}

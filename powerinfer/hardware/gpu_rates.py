@@ -29,8 +29,7 @@ from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.streams import Event, streams_of
 from powerinfer.devices.torch_device import choose_device, current, gpu_failures
 from powerinfer.errors import PowerInferError
-from powerinfer.formats.bundle_file import ROW_TYPES
-from powerinfer.hardware.description import NO_GPU, OTHER, Device
+from powerinfer.hardware.description import NO_GPU, OTHER, RATED_ROWS, Device
 from powerinfer.hardware.samples import FRACTIONS, HEAD_DIM, FitGroup, Samples, figure, fit_rows, wire
 from powerinfer.kernels import cpu, gpu
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
@@ -132,7 +131,7 @@ def gpu_rates(name: str, effort: GpuEffort | None = None, progress: Progress = s
         op_us, step_us = work.fixed()
         dense = {kind: work.dense(kind, op_us, step_us) for kind in gpu.GPU_TYPES}
         head = {kind: work.head(kind) for kind in gpu.GPU_TYPES}
-        fits = {kind: fit_rows(list(work.rows(kind)), max(dense.values())) for kind in ROW_TYPES}
+        fits = {kind: fit_rows(list(work.rows(kind)), max(dense.values())) for kind in RATED_ROWS}
         kv = work.kv_gb_s()
         sparse_us, sync_us = work.split(op_us, step_us, fits["F16"].gb_s)
         copy = work.copy_gb_s()
@@ -211,7 +210,7 @@ class _GpuSamples(Samples):
     """The samples, one after another; each is gone before the next is made."""
 
     def __init__(self, chosen: device, effort: GpuEffort, progress: Progress) -> None:
-        super().__init__("measuring the GPU", 4 + 2 * len(gpu.GPU_TYPES) + len(ROW_TYPES), effort.context, progress)
+        super().__init__("measuring the GPU", 4 + 2 * len(gpu.GPU_TYPES) + len(RATED_ROWS), effort.context, progress)
         self._device = chosen
         self._cuda = chosen.type == "cuda"
         self._streams = streams_of(chosen)

@@ -25,7 +25,6 @@ HEAD_DIM = 64
 
 _DISTINCT = 1024  # rows of random weights, repeated to the height of a matrix
 _HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where a block of K-quants has numbers of F16
-_ACROSS = {"Q4_0": ACROSS}  # what `pack` takes for down where it is not the type of gate
 
 
 class Samples:
@@ -90,12 +89,12 @@ class Samples:
         uint8 [groups, layout.group_bytes].
         """
         d_model, n = shape
-        down_type = _ACROSS.get(kind, kind)
+        down_type = ACROSS.get(kind, kind)
         gate_bytes, _ = cpu.bundle_row_bytes(kind, d_model)
         layout = BundleLayout(d_model, True, kind, down_type, gate_bytes, *cpu.bundle_row_bytes(down_type, d_model))
         bundles = np.zeros((n_groups(n), layout.group_bytes), np.uint8)
         gate = self.normal(kind, n, d_model)
-        down = self.normal("Q4_0", len(bundles) * d_model, BUNDLE_GROUP) if down_type == ACROSS else gate
+        down = self.normal(kind, len(bundles) * d_model, BUNDLE_GROUP) if kind in ACROSS else gate
         for use, row_type, rows, at in (
             ("dot", kind, gate, layout.gate_at),
             ("dot", kind, gate, layout.up_at),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from powerinfer.devices.disk import DiskTier, read_files
+from powerinfer.devices.disk import DiskTier, Reads, read_files
 from powerinfer.progress import Say
 from powerinfer.system import available_memory
 
@@ -31,6 +31,8 @@ def open_tier(resolved: Resolved, say: Say) -> DiskTier | None:
     known = _frequencies(resolved) if plan.about.experts else None
     about = replace(plan.about, direct=direct, policy=policy, neuron_policy=policy, frequencies=known)
     reads = read_files(files, direct)
+    if reads.direct and plan.about.neurons and (gap := _gap(resolved)) is not None:
+        reads.gap = gap
     if direct and not reads.direct:
         why = "through the system's cache: this file system cannot do without"
     speed = ""
@@ -44,6 +46,18 @@ def open_tier(resolved: Resolved, say: Say) -> DiskTier | None:
     say(f"not all of the model fits into RAM: it reads {plan.why}{speed}{helps}")
     about = replace(about, why=f"{plan.why}{speed}; {reads.engine}, {why}{helps}")
     return DiskTier(about, files, [place for place in places if place is not None], reads)
+
+
+def _gap(resolved: Resolved) -> int | None:
+    """Bytes between two neurons up to which this machine's disk reads them at once; None: it was not measured."""
+    from powerinfer.hardware.measure import known
+
+    hardware, selection = known(resolved.engine), resolved.selection
+    if hardware is None or hardware.disk is None or selection.bundles is None:
+        return None
+    whole = selection.selector == "predicted"
+    each = max(layout.pitch - (0 if whole else layout.gate_bytes) for layout in selection.bundles.layouts)
+    return hardware.disk.gap(each + Reads.ALIGN)
 
 
 def _frequencies(resolved: Resolved) -> Frequencies | None:

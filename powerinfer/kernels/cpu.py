@@ -77,7 +77,7 @@ def kv_page_bytes(kv_type: str, attention: AttentionKind) -> int:
 def bundle_row_bytes(type_name: str, k: int) -> tuple[int, int]:
     """Bytes of a bundle's row of k elements: (of one neuron's row, of the scales that a group shares), multiples of 64.
 
-    type_name: F16, BF16, Q8_0, Q4_0 or Q4_0X32; ValueError for others.
+    type_name: F16, BF16, Q8_0, Q4_0, Q4_1 (of gate and up), Q4_0X32 or Q4_1X32; ValueError for others.
     """
     return _native.bundle_row_bytes(type_name, k), _native.shared_bytes(type_name, k)
 

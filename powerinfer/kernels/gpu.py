@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.config import BANK, FfnConfig
+from powerinfer.formats.bundle_file import BLOCKS
 from powerinfer.formats.bundle_memory import cuts, gather, some_bytes, whole
 from powerinfer.formats.prepared import LINE
 from powerinfer.formats.quant import Bytes, as_q8_0, block_type
@@ -43,6 +44,8 @@ _PIECE = 1 << 24  # elements of a matrix multiplied with many tokens at a time
 _SLAB = 1 << 19  # elements that a thread converts at a time: they stay in its cache
 
 _LOADED = 1 << 24  # bytes of bundles uploaded at a time
+
+_ALMOST_HALF = float(np.nextafter(np.float32(0.5), np.float32(0)))
 
 _SIGNS = np.uint8(0x88)  # converts two codes with an offset of 8 into two's complement, and back
 
@@ -91,6 +94,11 @@ def gpu_type(type_name: str, k: int = 32) -> str:
     if block_type(type_name).block == 1:  # F64 and the like
         return "F32"
     return "Q8_0" if k % 32 == 0 else "F16"
+
+
+def neuron_type(type_name: str, k: int) -> str:
+    """The same of the rows of bundles: `gpu_type`, but for Q4_0X32, which stays."""
+    return type_name if type_name == "Q4_0X32" else gpu_type(BLOCKS.get(type_name, type_name), k)
 
 
 def weight_bytes(type_name: str, rows: int, k: int) -> int:
@@ -603,7 +611,8 @@ def resident(
         some = index[row : row + int(counts[begin:end].sum())]
         if len(some):
             piece = whole(layout, gather(layout, groups, some, memory))
-            unpack(layout, own(piece.rows), own(piece.at), own(piece.shared), neurons, row, first)
+            of, beside = own(piece.group), own(piece.shared)
+            unpack(layout, own(piece.rows), own(piece.at), of, beside, neurons, row, first)
             row, first = row + len(some), first + len(piece.shared)
     return neurons
 
@@ -619,33 +628,54 @@ def empty_neurons(
     up_bias: Tensor | None = None,
     limits: Tensor | None = None,
 ) -> Neurons:
-    """Room for n neurons in `groups` groups, for `unpack`; the other arguments as in `Neurons`. ValueError for neurons
-    that compete in banks, which may not all be there."""
+    """Room for n neurons in `groups` groups, for `unpack`; the other arguments as in `Neurons`.
+
+    Rows are in the type that `neuron_type` gives. ValueError for neurons that compete in banks, which may not all be
+    there.
+    """
     import torch
 
     if ffn.activation == "topk":
         raise ValueError("neurons of the activation topk are not computed one by one")
-    gate = empty(layout.gate_type, n, layout.d_model, device) if layout.gated else None
-    up, down = (empty(kind, n, layout.d_model, device) for kind in (layout.gate_type, layout.down_type))
+    k = layout.d_model
+    first, last = (neuron_type(kind, k) for kind in (layout.gate_type, layout.down_type))
+    gate = empty(first, n, k, device) if layout.gated else None
+    up, down = (empty(kind, n, k, device) for kind in (first, last))
     shared = None
-    if layout.shared_bytes:
-        shared = torch.empty((groups, layout.d_model), dtype=torch.float16, device=device)
-    return Neurons(gate, up, down, shared, group, gate_bias, up_bias, ffn.activation, ffn.threshold, limits)
+    if last == "Q4_0X32":
+        shared = torch.empty((groups, k), dtype=torch.float16, device=device)
+    of = None if shared is None else group
+    return Neurons(gate, up, down, shared, of, gate_bias, up_bias, ffn.activation, ffn.threshold, limits)
 
 
 def unpack(
-    layout: BundleLayout, rows: Tensor, at: Tensor, shared: Tensor, neurons: Neurons, row: int = 0, group: int = 0
+    layout: BundleLayout,
+    rows: Tensor,
+    at: Tensor,
+    groups: Tensor | None,
+    shared: Tensor,
+    neurons: Neurons,
+    row: int = 0,
+    group: int = 0,
 ) -> None:
     """Rows of weights from bundles on the device, which are in the CPU's order (csrc/table.h).
 
     rows: uint8 [bytes], a multiple of a line's; at: int32 [n], the line at which each bundle begins; shared: int32 [g],
-    the line at which the scales of each group begin. They become the rows of `neurons` from `row` on, and its shared
-    scales from `group` on.
+    the line at which the scales of each group begin; groups: int32 [n], which of these is a neuron's, None: not needed.
+    They become the rows of `neurons` from `row` on, and its shared scales from `group` on. Those of Q4_1 are rounded to
+    Q8_0, as its matrices are.
     """
-    matrices = [(neurons.up, "dot", layout.up_at), (neurons.down, "add", layout.down_at)]
+    matrices = [(neurons.up, "dot", layout.gate_type, layout.up_at)]
+    matrices.append((neurons.down, "add", layout.down_type, layout.down_at))
     if neurons.gate is not None:
-        matrices.append((neurons.gate, "dot", layout.gate_at))
-    for weight, use, offset in matrices:
+        matrices.append((neurons.gate, "dot", layout.gate_type, layout.gate_at))
+    for weight, use, kind, offset in matrices:
+        if kind in ("Q4_1", "Q4_1X32"):
+            for begin, end in pieces(len(at), weight.k):
+                of = None if groups is None else groups[begin:end].long()
+                values = _q4_1_values(kind, rows, at[begin:end], offset, weight.k, shared, of)
+                _to_q8_0(values, weight, row + begin)
+            continue
         data = weight.data[row : row + len(at)]
         order, unit = _order(weight.type, use, weight.k, rows.device)
         _take(rows, at, offset, data, unit, order)
@@ -654,6 +684,46 @@ def unpack(
             _take(rows, at, offset + code_bytes(weight.type, weight.k), scales, 2)
     if neurons.shared is not None:
         _take(rows, shared, 0, neurons.shared[group : group + len(shared)], 2)
+
+
+def _q4_1_values(
+    kind: str, rows: Tensor, at: Tensor, offset: int, k: int, shared: Tensor, groups: Tensor | None
+) -> Tensor:
+    """float32 [n, k] of rows of Q4_1 or Q4_1X32 that begin `offset` bytes behind lines `at` of `rows`; shared, groups:
+    as in `unpack`, int64."""
+    import torch
+
+    def scales(at: Tensor, offset: int, count: int, pad: int) -> tuple[Tensor, Tensor]:
+        """`count` of d, and of m, which are `pad` values behind them."""
+        both = torch.empty((len(at), pad + count), dtype=torch.float16, device=rows.device)
+        _take(rows, at, offset, both, 2)
+        return both[:, :count].float(), both[:, pad:].float()
+
+    across = kind in BLOCKS
+    codes = torch.empty((len(at), k // 2), dtype=torch.uint8, device=rows.device)
+    order, unit = _order(kind, "add" if across else "dot", k, rows.device)
+    _take(rows, at, offset, codes, unit, order)
+    pairs = (codes ^ int(_SIGNS)).view(len(at), -1, 1, 16)
+    wide = torch.cat((pairs & 15, pairs >> 4), dim=2).view(len(at), -1, 1 if across else 32).float()
+    if across:
+        assert groups is not None
+        d, m = (part[groups] for part in scales(shared, 0, k, -(-k // 128) * 128))
+    else:
+        d, m = scales(at, offset + code_bytes(kind, k), k // 32, -(-k // 512) * 16)
+    return wide.mul_(d[..., None]).add_(m[..., None]).view(len(at), k)
+
+
+def _to_q8_0(values: Tensor, weight: Weight, row: int) -> None:
+    """Round float32 [n, k] to rows of a weight in Q8_0, from `row` on, as `formats.quant.quantize` does."""
+    import torch
+
+    assert weight.scales is not None
+    blocks = values.view(len(values), -1, 32)
+    scales = blocks.abs().amax(dim=-1, keepdim=True) / 127
+    codes = blocks * scales.reciprocal().masked_fill_(scales == 0, 0)
+    codes += torch.copysign(codes.new_tensor(_ALMOST_HALF), blocks)
+    weight.data[row : row + len(values)] = codes.to(torch.int8).view(len(values), -1)
+    weight.scales[row : row + len(values)] = scales[..., 0].half()
 
 
 @cache

@@ -229,15 +229,15 @@ class Model:
         bundles, ffn = self.bundles[layer], self.config.layers[layer].ffn.neurons
         bias, threshold = ffn is not None and ffn.bias, ffn is not None and ffn.thresholds
         first = gpu.weight_bytes(bundles.gate_type, 1, bundles.d_model)
-        across = bundles.down_type == ACROSS
-        down = bundles.d_model // 2 + 4 if across else gpu.weight_bytes(bundles.down_type, 1, bundles.d_model)
+        last = gpu.neuron_type(bundles.down_type, bundles.d_model)
+        down = bundles.d_model // 2 + 4 if last == "Q4_0X32" else gpu.weight_bytes(last, 1, bundles.d_model)
         rows = 2 if bundles.gated else 1
         return rows * (first + 4 * bias) + 4 * threshold + down + 8
 
     @property
     def gpu_shared(self) -> int:
         """Bytes on a GPU that each group of bundles shares, once one of its neurons is there."""
-        return 2 * self.bundle.d_model if self.bundle.down_type == ACROSS else 0
+        return 2 * self.bundle.d_model if self.bundle.down_type == "Q4_0X32" else 0
 
     def gpu_predictor(self, pair: tuple[Matrix, Matrix]) -> int:
         """Bytes of a layer's predictor on a GPU, with the numbers of its neurons."""
@@ -358,8 +358,8 @@ def described_model(
     gate = type_name if config.d_model % block_type(type_name).block == 0 else "F16"
     gate = gate if gate in ROW_TYPES else "Q8_0"
     down = gate if gate in FLOAT_TYPES else "Q8_0"
-    if gate == "Q4_0" and not any(size % BUNDLE_GROUP for size in config.ffn_sizes):
-        down = ACROSS
+    if gate in ACROSS and not any(size % BUNDLE_GROUP for size in config.ffn_sizes):
+        down = ACROSS[gate]
     layouts = bundle_layouts(config, gate, down, cpu.bundle_row_bytes)
     bare = _model(config, name or config.name, type_of, layouts, (), (SELECTED_PER_FIRING,) * config.n_layers)
     bytes_of_rank = (

@@ -18,7 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.errors import ModelError
-from powerinfer.formats.bundle_file import ACROSS, BundleFile, bundle_layouts, n_groups, open_bundles, write_bundles
+from powerinfer.formats.bundle_file import (
+    ACROSS,
+    BLOCKS,
+    BundleFile,
+    bundle_layouts,
+    n_groups,
+    open_bundles,
+    write_bundles,
+)
 from powerinfer.formats.bundle_memory import by_group, transposed
 from powerinfer.formats.bundle_types import RowTypes, by_neuron, gate_and_up, tensor_name
 from powerinfer.formats.checkpoint import Checkpoint
@@ -153,8 +161,8 @@ class _Source:
     def rows(self, begin: int, end: int) -> tuple[Bytes, Squares]:
         """The neurons from `begin` to `end` as stored rows of its type, uint8 [neurons, row_bytes], contiguous.
 
-        In `ACROSS` they are whole groups, uint8 [groups, d_model * 18]. `begin` is a multiple of every block, and so is
-        `end`, unless it is the number of neurons.
+        In a type of `ACROSS` they are whole groups, uint8 [groups, d_model * bytes of a block]. `begin` is a multiple
+        of every block, and so is `end`, unless it is the number of neurons.
         """
         stored = self._tensor.rows()
         if by_neuron(self._name):
@@ -163,8 +171,8 @@ class _Source:
         columns = stored[:, begin // kind.block * kind.nbytes : end // kind.block * kind.nbytes]
         if self._type == self._into.type and self._type in FLOAT_TYPES:
             return transposed(np.ascontiguousarray(columns).view(np.uint16)).view(np.uint8), np.zeros(2)
-        if self._type == "Q4_0" and self._into.type == ACROSS:
-            return by_group(columns), np.zeros(2)
+        if self._into.type == ACROSS.get(self._type):
+            return by_group(columns, kind.nbytes), np.zeros(2)
         return self._encoded(transposed(dequantize(columns, self._type)))
 
     def _from_rows(self, stored: Bytes) -> tuple[Bytes, Squares]:
@@ -176,9 +184,10 @@ class _Source:
 
     def _encoded(self, values: Float32) -> tuple[Bytes, Squares]:
         """Values, float32 [neurons, d_model], in the bundles' type, and the error; ModelError if it cannot hold one."""
-        target = self._into.type
-        if target == ACROSS:
-            values, target = transposed(values), "Q4_0"
+        across = BLOCKS.get(self._into.type)
+        target = across or self._into.type
+        if across:
+            values = transposed(values)
         try:
             data = quantize(values, target)
         except ModelError as error:
@@ -190,4 +199,4 @@ class _Source:
             raise ModelError(f"{self._where} has a weight that {target} cannot hold{hint}")
         wrong = np.square(back - values, dtype=np.float64).sum()
         squares = np.array([wrong, np.square(values, dtype=np.float64).sum()])
-        return (by_group(data) if self._into.type == ACROSS else data), squares
+        return (by_group(data, block_type(target).nbytes) if across else data), squares

@@ -279,7 +279,7 @@ def _tried(
     return verdicts
 
 
-DENSE_ABOVE = {"F16": 0.7, "BF16": 0.7, "Q8_0": 0.52, "Q4_0": 0.52}
+DENSE_ABOVE = {"F16": 0.7, "BF16": 0.7, "Q8_0": 0.52, "Q4_0": 0.52, "Q4_1": 0.52}
 """By type of gate: the share of firing neurons from which on reading up and down sequentially is faster than reading
 the rows of those that fire (docs/selectors.md)."""
 

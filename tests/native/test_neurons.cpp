@@ -12,7 +12,8 @@
 
 namespace {
 
-const int ROW_TYPES[] = {PI_F16, PI_BF16, PI_Q8_0, PI_Q4_0};
+const int ROW_TYPES[] = {PI_F16, PI_BF16, PI_Q8_0, PI_Q4_0}, DOT_TYPES[] = {PI_F16, PI_BF16, PI_Q8_0, PI_Q4_0, PI_Q4_1},
+          ACROSS[] = {PI_Q4_0X32, PI_Q4_1X32};
 // Those of bundles alone: of topk, the gates are those of matrices.
 const char* const ACTIVATIONS[] = {"silu", "relu", "relu2", "fatrelu", "drelu", "gelu_tanh", "cats"};
 constexpr int N_ACTS = PI_TOPK;
@@ -22,9 +23,11 @@ static_assert(std::size(ACTIVATIONS) == N_ACTS && N_ACTS + 1 == PI_N_ACTS);
 bool never_silent(int act) { return act == PI_SILU || act == PI_GELU_TANH; }
 const char* const KINDS[] = {"dot", "add"};
 
-const char* type_name(int type) { return type == PI_Q4_0X32 ? "Q4_0X32" : TYPES[type]; }
+const char* type_name(int type) {
+  return type == PI_Q4_0X32 ? "Q4_0X32" : type == PI_Q4_1X32 ? "Q4_1X32" : TYPES[type];
+}
 const std::vector<int64_t> FLOAT_WIDTHS = {1, 3, 7, 8, 15, 16, 17, 31, 32, 33, 64, 100, 576, 4096},
-                           BLOCK_WIDTHS = {32, 64, 96, 160, 512, 544, 1056};
+                           BLOCK_WIDTHS = {32, 64, 96, 128, 160, 256, 512, 544, 576, 1056};
 
 const std::vector<int64_t>& widths(int type) { return is_quantised(type) ? BLOCK_WIDTHS : FLOAT_WIDTHS; }
 
@@ -54,20 +57,31 @@ std::vector<List> lists(int32_t n) {
 
 int64_t groups_of(int64_t neurons) { return (neurons + PI_GROUP - 1) / PI_GROUP; }
 
+// Random rows. Of Q4_1 d and m have one sign, so that the size of an element is that of its two terms.
+std::vector<uint8_t> random_stored(Random& r, int type, int64_t rows, int64_t k) {
+  std::vector<uint8_t> stored = random_rows(r, type, rows, k);
+  if (type == PI_Q4_1)
+    for (size_t at = 0; at < stored.size(); at += 20)
+      stored[at + 3] = (uint8_t)((stored[at + 3] & 0x7f) | (stored[at + 1] & 0x80));
+  return stored;
+}
+
 // Stored neurons in the form that pack_bundle_rows takes, and their values.
 std::vector<uint8_t> random_bundle_rows(Random& r, int type, int64_t rows, int64_t k, std::vector<float>& values) {
   values.resize((size_t)(rows * k));
-  if (type != PI_Q4_0X32) {
-    const std::vector<uint8_t> stored = random_rows(r, type, rows, k);
+  const int across = pi_across(type);
+  if (across < 0) {
+    const std::vector<uint8_t> stored = random_stored(r, type, rows, k);
     for (int64_t i = 0; i < rows; i++)
       unpack_row(type, stored.data() + i * stored_row_bytes(type, k), k, &values[(size_t)(i * k)]);
     return stored;
   }
-  const std::vector<uint8_t> stored = random_rows(r, PI_Q4_0, groups_of(rows) * k, PI_GROUP);
+  const std::vector<uint8_t> stored = random_stored(r, across, groups_of(rows) * k, PI_GROUP);
+  const int64_t size = stored_row_bytes(across, PI_GROUP);
   for (int64_t i = 0; i < rows; i++) {
     for (int64_t c = 0; c < k; c++) {
       float block[PI_GROUP];
-      unpack_row(PI_Q4_0, stored.data() + (i / PI_GROUP * k + c) * 18, PI_GROUP, block);
+      unpack_row(across, stored.data() + (i / PI_GROUP * k + c) * size, PI_GROUP, block);
       values[(size_t)(i * k + c)] = block[i % PI_GROUP];
     }
   }
@@ -83,7 +97,7 @@ void pack_groups(const PiRows& packed, int kind, int64_t rows, const uint8_t* sr
   }
 }
 
-// A bundle's row as table.h describes it, from a stored row; of Q4_0X32 from its codes.
+// A bundle's row as table.h describes it, from a stored row.
 std::vector<uint8_t> described(int type, int kind, const uint8_t* row, int64_t k) {
   if (!is_quantised(type)) {
     std::vector<uint8_t> packed((size_t)pi_round_up(2 * k, 64));
@@ -91,19 +105,21 @@ std::vector<uint8_t> described(int type, int kind, const uint8_t* row, int64_t k
     return packed;
   }
   const int64_t codes = type == PI_Q8_0 ? pi_round_up(k, 64) : pi_round_up(k, 128) / 2,
-                size = type == PI_Q8_0 ? 34 : 18;
-  std::vector<uint8_t> packed((size_t)pi_round_up(codes + 2 * pi_round_up(k / 32, 16), 64));
+                at_codes = type == PI_Q4_1 ? 4 : 2, size = at_codes + (type == PI_Q8_0 ? 32 : 16),
+                scales = 2 * pi_round_up(k / 32, 16);
+  std::vector<uint8_t> packed((size_t)pi_round_up(codes + (type == PI_Q4_1 ? 2 : 1) * scales, 64));
   for (int64_t i = 0; i < k; i++) {
     const uint8_t* block = row + i / 32 * size;
     memcpy(&packed[(size_t)(codes + i / 32 * 2)], block, 2);
+    if (type == PI_Q4_1) memcpy(&packed[(size_t)(codes + scales + i / 32 * 2)], block + 2, 2);
     // Sixteen blocks, or those that are left: vector v has four elements of each.
     const int64_t first = i / 512 * 16, word = 4 * std::min(k / 32 - first, (int64_t)16), v = i % 32 / 4;
-    const int64_t vectors = first * (size - 2) + 4 * (i / 32 - first) + i % 4;
+    const int64_t vectors = first * (size - at_codes) + 4 * (i / 32 - first) + i % 4;
     if (type == PI_Q8_0) {
       packed[(size_t)(kind == PI_DOT ? vectors + v * word : i)] = block[2 + i % 32];
       continue;
     }
-    const int code = i % 32 < 16 ? block[2 + i % 16] & 15 : block[2 + i % 16] >> 4;
+    const int code = i % 32 < 16 ? block[at_codes + i % 16] & 15 : block[at_codes + i % 16] >> 4;
     const int64_t base = i / 128 * 64, e = i % 128, s = e / 16, l = e % 16;
     const int64_t at = kind == PI_DOT ? vectors + v % 4 * word : base + 4 * l + s / 2;
     const bool high = kind == PI_DOT ? v >= 4 : s % 2;
@@ -112,9 +128,48 @@ std::vector<uint8_t> described(int type, int kind, const uint8_t* row, int64_t k
   return packed;
 }
 
+void test_rows_across(int type) {
+  Check check(std::string("rows ") + type_name(type) + " add");
+  const int64_t first = type == PI_Q4_1X32 ? 4 : 2, size = first + 16;  // codes within a stored block, and all of it
+  for (int64_t k : BLOCK_WIDTHS) {
+    Random r((uint64_t)(type + k));
+    const int64_t rows = 64, bytes = pi_row_bytes(type, k), scales = pi_round_up(k, 128) * 2,
+                  stride = PI_GROUP * bytes + first / 2 * scales;
+    check.yes(bytes == pi_round_up(k, 128) / 2 && pi_shared_bytes(type, k) == first / 2 * scales, k);
+    std::vector<float> values;
+    const std::vector<uint8_t> random = random_bundle_rows(r, type, rows, k, values);
+    const Exact<uint8_t> stored(random.begin(), random.end());
+    Exact<uint8_t> data((size_t)(groups_of(rows) * stride), 0xaa);
+    const PiRows whole{data.data(), stride, bytes, 0, k, type};
+    pack_groups(whole, PI_ADD, rows, stored.data(), data.data());
+    for (int64_t g = 0; g < groups_of(rows); g++) {
+      const uint8_t* group = data.data() + g * stride;
+      std::vector<uint8_t> wanted((size_t)stride);
+      for (int64_t c = 0; c < k; c++) {
+        const uint8_t* block = stored.data() + (g * k + c) * size;
+        for (int64_t s = 0; s < first / 2; s++)
+          memcpy(&wanted[(size_t)(PI_GROUP * bytes + s * scales + 2 * c)], block + 2 * s, 2);
+        for (int64_t i = 0; i < PI_GROUP; i++) {
+          const int code = i < 16 ? block[first + i] & 15 : block[first + i - 16] >> 4;
+          const int64_t z = c % 128 / 32, l = c % 16;
+          uint8_t& byte = wanted[(size_t)(i * bytes + c / 128 * 64 + l / 4 * 16 + 4 * z + l % 4)];
+          byte = (uint8_t)(byte | (c % 32 < 16 ? code : code << 4));
+        }
+      }
+      check.yes(memcmp(group, wanted.data(), (size_t)stride) == 0, k);
+      for (int64_t i = 0; i < PI_GROUP; i++) {
+        Exact<float> back((size_t)k, NOT);
+        unpack_bundle_row(PI_ADD, whole, g * PI_GROUP + i, back.data());
+        for (int64_t c = 0; c < k; c++) check.same(back[(size_t)c], values[(size_t)((g * PI_GROUP + i) * k + c)], c);
+      }
+    }
+  }
+}
+
 void test_rows() {
-  for (int type : ROW_TYPES) {
+  for (int type : DOT_TYPES) {
     for (int kind : {PI_DOT, PI_ADD}) {
+      if (!pi_row_type(type, kind)) continue;
       Check check(std::string("rows ") + TYPES[type] + " " + KINDS[kind]);
       for (int64_t k : widths(type)) {
         Random r((uint64_t)(type * 1000 + kind * 100000 + k));
@@ -141,39 +196,7 @@ void test_rows() {
       }
     }
   }
-  Check check("rows Q4_0X32 add");
-  for (int64_t k : BLOCK_WIDTHS) {
-    Random r((uint64_t)k);
-    const int64_t rows = 64, bytes = pi_row_bytes(PI_Q4_0X32, k), scales = pi_round_up(k, 128) * 2,
-                  stride = PI_GROUP * bytes + scales;
-    check.yes(bytes == pi_round_up(k, 128) / 2 && pi_shared_bytes(PI_Q4_0X32, k) == scales, k);
-    std::vector<float> values;
-    const std::vector<uint8_t> random = random_bundle_rows(r, PI_Q4_0X32, rows, k, values);
-    const Exact<uint8_t> stored(random.begin(), random.end());
-    Exact<uint8_t> data((size_t)(groups_of(rows) * stride), 0xaa);
-    const PiRows whole{data.data(), stride, bytes, 0, k, PI_Q4_0X32};
-    pack_groups(whole, PI_ADD, rows, stored.data(), data.data());
-    for (int64_t g = 0; g < groups_of(rows); g++) {
-      const uint8_t* group = data.data() + g * stride;
-      std::vector<uint8_t> wanted((size_t)stride);
-      for (int64_t c = 0; c < k; c++) {
-        const uint8_t* block = stored.data() + (g * k + c) * 18;
-        memcpy(&wanted[(size_t)(PI_GROUP * bytes + 2 * c)], block, 2);
-        for (int64_t i = 0; i < PI_GROUP; i++) {
-          const int code = i < 16 ? block[2 + i] & 15 : block[2 + i - 16] >> 4;
-          const int64_t z = c % 128 / 32, l = c % 16;
-          uint8_t& byte = wanted[(size_t)(i * bytes + c / 128 * 64 + l / 4 * 16 + 4 * z + l % 4)];
-          byte = (uint8_t)(byte | (c % 32 < 16 ? code : code << 4));
-        }
-      }
-      check.yes(memcmp(group, wanted.data(), (size_t)stride) == 0, k);
-      for (int64_t i = 0; i < PI_GROUP; i++) {
-        Exact<float> back((size_t)k, NOT);
-        unpack_bundle_row(PI_ADD, whole, g * PI_GROUP + i, back.data());
-        for (int64_t c = 0; c < k; c++) check.same(back[(size_t)c], values[(size_t)((g * PI_GROUP + i) * k + c)], c);
-      }
-    }
-  }
+  for (int type : ACROSS) test_rows_across(type);
 }
 
 // ---- Single kernels -------------------------------------------------------------------------------------------------
@@ -214,6 +237,7 @@ double dot_chain(int type, int64_t k) {
   switch (type) {
     case PI_F16: return 2.0 * (double)((k + 15) / 16) + 4;
     case PI_BF16: return 4.0 * (double)((k + 31) / 32) + 4;
+    case PI_Q4_1: return 4.0 * (double)((k + 511) / 512) + 7;  // two products a step, and d * code + m is rounded here
     default: return 2.0 * (double)((k + 511) / 512) + 6;
   }
 }
@@ -226,7 +250,7 @@ Exact<PiPair> random_pairs(Random& r, int64_t n, int64_t neurons, int64_t tokens
 }
 
 void test_dots(const PiKernels* kernels) {
-  for (int type : ROW_TYPES) {
+  for (int type : DOT_TYPES) {
     for (int64_t k : widths(type)) {
       const std::string name = std::string(kernels->name) + " dots " + TYPES[type] + " k=" + std::to_string(k);
       Random r((uint64_t)(type * 100000 + k));
@@ -368,13 +392,13 @@ void test_add(const PiKernels* kernels) {
   }
 }
 
-// Of Q4_0X32, whole numbers by group.
-void test_add_groups(const PiKernels* kernels) {
+// Of types across neurons, whole numbers by group.
+void test_add_groups(const PiKernels* kernels, int type) {
   for (int64_t k : BLOCK_WIDTHS) {
-    const std::string name = std::string(kernels->name) + " add_groups k=" + std::to_string(k);
+    const std::string name = std::string(kernels->name) + " add_groups " + type_name(type) + " k=" + std::to_string(k);
     Random r((uint64_t)(k + 99));
     const int64_t rows = 150;
-    const BundleRows packed(r, PI_Q4_0X32, PI_ADD, rows, k);
+    const BundleRows packed(r, type, PI_ADD, rows, k);
     Check values(name), bits(name + " bits for any tokens"), outside(name + " writes its own only");
     for (int64_t tokens : {1, 2, 3, 8}) {
       for (const List& list : lists((int32_t)rows)) {
@@ -397,25 +421,28 @@ void test_add_groups(const PiKernels* kernels) {
           for (int64_t c = 0; c < k; c++) out[(size_t)(t * ldo + c)] = r.normal();
         }
         const Exact<float> start = out;
-        Exact<int32_t> sums((size_t)pi_round_up(k, 128), -1);
         kernels->neurons->add_groups(&packed.packed, index.data(), n, q.data(), ldq, d.data(), ldd, tokens, out.data(),
-                                     ldo, sums.data());
+                                     ldo);
         for (int64_t t = 0; t < tokens; t++) {
           Exact<float> alone(start.begin() + t * ldo, start.begin() + t * ldo + k);
           kernels->neurons->add_groups(&packed.packed, index.data(), n, q.data() + t * ldq, ldq, d.data() + t * ldd,
-                                       ldd, 1, alone.data(), k, sums.data());
+                                       ldd, 1, alone.data(), k);
           for (int64_t c = 0; c < k; c++) {
-            double sum = start[(size_t)(t * ldo + c)], all = fabs(sum), whole = 0;
-            for (int64_t j = 0; j < n;
-                 j++) {  // a group's sum is exact; the product of its two scales rounds, and each group's step
-              whole += (double)q[(size_t)(t * ldq + j)] * packed.row(index[(size_t)j])[c];
+            double sum = start[(size_t)(t * ldo + c)], all = fabs(sum), whole = 0, size = 0;
+            // A group's sum is exact; the product of its two scales rounds, and each group's step. With m there are two of
+            // these, and an element is rounded here.
+            for (int64_t j = 0; j < n; j++) {
+              const double term = (double)q[(size_t)(t * ldq + j)] * packed.row(index[(size_t)j])[c];
+              whole += term;
+              size += type == PI_Q4_1X32 ? fabs(term) : 0;
               if (j + 1 < n && group[(size_t)(j + 1)] == group[(size_t)j]) continue;
-              const double term = whole * d[(size_t)(t * ldd + group[(size_t)j])];
-              sum += term;
-              all += fabs(term);
-              whole = 0;
+              const double by = d[(size_t)(t * ldd + group[(size_t)j])];
+              sum += whole * by;
+              all += std::max(fabs(whole), size) * by;
+              whole = size = 0;
             }
-            values.near(out[(size_t)(t * ldo + c)], sum, gamma_of(2.0 * (double)groups + 2) * all, t * k + c);
+            const double steps = (type == PI_Q4_1X32 ? 4.0 : 2.0) * (double)groups + 3;
+            values.near(out[(size_t)(t * ldo + c)], sum, gamma_of(steps) * all, t * k + c);
             bits.same(alone[(size_t)c], out[(size_t)(t * ldo + c)], t * k + c);
           }
         }
@@ -666,7 +693,7 @@ struct Wanted {
         active.add(n.active);
         if (n.h.value == 0 && n.h.off == 0) continue;
         // h in 8 bits of the largest of its group, none of which is larger than the largest of all
-        const double in_8_bits = l.down_type == PI_Q4_0X32 ? 1.001 * largest[(size_t)t] / 254 : 0;
+        const double in_8_bits = pi_across(l.down_type) >= 0 ? 1.001 * largest[(size_t)t] / 254 : 0;
         for (int64_t c = 0; c < l.k; c++) {
           const double w = l.down[(size_t)(i * l.k + c)];
           sum[(size_t)(t * l.k + c)] += n.h.value * w;
@@ -760,8 +787,8 @@ void add_case(const PiKernels* kernels, int type, int down_type, int act, bool g
 }
 
 void test_add_neurons(const PiKernels* kernels) {
-  const int types[][2] = {
-      {PI_F16, PI_F16}, {PI_Q8_0, PI_Q8_0}, {PI_BF16, PI_Q4_0}, {PI_Q4_0, PI_BF16}, {PI_Q4_0, PI_Q4_0X32}};
+  const int types[][2] = {{PI_F16, PI_F16},   {PI_Q8_0, PI_Q8_0},    {PI_BF16, PI_Q4_0},
+                          {PI_Q4_0, PI_BF16}, {PI_Q4_0, PI_Q4_0X32}, {PI_Q4_1, PI_Q4_1X32}};
   for (int act = 0; act < N_ACTS; act++) {
     for (bool gated : {false, true}) {
       if (act == PI_DRELU && !gated) continue;  // it is on gate and up
@@ -774,12 +801,15 @@ void test_add_neurons(const PiKernels* kernels) {
 // Any bytes as bundles, behind the last element too, and activations that are no numbers: no operation is undefined,
 // nothing else is touched, and a token's results do not depend on what is beside it.
 void test_hostile(const PiKernels* kernels) {
-  for (int type : ROW_TYPES) {
+  std::vector<std::pair<int, int>> types = {{PI_Q4_0, PI_Q4_0X32}, {PI_Q4_1, PI_Q4_1X32}};
+  for (int type : ROW_TYPES) types.push_back({type, type});
+  for (const auto& [type, down_type] : types) {
     for (int act = 0; act < N_ACTS; act++) {
-      Check check(std::string(kernels->name) + " any bundles " + TYPES[type] + " " + ACTIVATIONS[act]);
+      Check check(std::string(kernels->name) + " any bundles " + TYPES[type] + " " + type_name(down_type) + " " +
+                  ACTIVATIONS[act]);
       Random r((uint64_t)(type * 10 + act));
       const int64_t k = 96, neurons = 70, tokens = PI_NEURON_TOKENS;
-      Layer layer(r, k, neurons, type, type, act, true, false);
+      Layer layer(r, k, neurons, type, down_type, act, true, false);
       for (uint8_t& b : layer.data) b = (uint8_t)r.next();
       std::vector<float> x = r.normals(tokens * k);
       const float odd[] = {NAN, INFINITY, -INFINITY, 3e38f, -3e38f, 1e-45f};
@@ -1196,7 +1226,7 @@ int main() {
     const int before = passed, wrong = failed;
     test_dots(kernels);
     test_add(kernels);
-    test_add_groups(kernels);
+    for (int type : ACROSS) test_add_groups(kernels, type);
     test_keep(kernels);
     test_fires(kernels);
     test_add_neurons(kernels);
