@@ -1,4 +1,4 @@
-"""Make the sparse model in models/smollm2-sparse again, out of SmolLM2-135M-Instruct.
+"""Make a sparse model like that in models/smollm2-sparse, out of SmolLM2-135M-Instruct, in one training.
 
     python runs/sparse_smollm2.py OUT            # an hour and a half of one core with fast bfloat16
     python runs/sparse_smollm2.py OUT --publish models/smollm2-sparse
