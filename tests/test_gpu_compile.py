@@ -120,7 +120,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         weights = (weight(kind, 32), weight(kind, 32), weight(down, 32))
         room = gpu.Neurons(*weights, shared, None, None, None, "relu", 0.0)
         rows, at = torch.empty(layout.group_bytes, dtype=torch.uint8), torch.empty(32, dtype=torch.int32)
-        gpu.unpack(layout, rows, at, at[:1], room)
+        gpu.unpack(layout, rows, at, None, at[:1], room)
     for about in (DeltaNetConfig(16, 128, 32, 128, 4, tiled=True), DeltaNetConfig(2, 16, 6, 48, 3)):
         (states,) = gpu_delta.new_states([about], 2, "cpu")
         taps, vector = torch.empty(about.taps, about.channels), torch.empty(about.n_value_heads)

@@ -129,7 +129,11 @@ def test_nobody_else_knows_what_auto_means() -> None:
 
 AUTO = {  # where "auto" is compared or listed; what a selector auto stands for is asked of selection.auto, not decided
     "cli/eval.py": ["('auto', 'all')"],
-    "cli/pack.py": ["('auto', 'f16', 'bf16', 'q8_0', 'q4_0')", "name == 'auto'"],
+    "cli/pack.py": [
+        "('auto', *map(str.lower, ROW_TYPES))",
+        "('auto', *map(str.lower, bundle_file.DOWN_TYPES))",
+        "name == 'auto'",
+    ],
     "config.py": [
         "('auto', 'all', 'exact', 'predicted', 'threshold')",
         "('auto', 'cpu', 'cuda')",
