@@ -915,7 +915,7 @@ class SparsifyConfig:
     )
     embedding_type: str = option(
         "same",
-        "type of the token embedding in a GGUF file, one of the same; same: as it is, of a folder --type",
+        "type of the token embedding in a GGUF file, as of --attention-type; same: as it is, of a folder --type",
         choices=STORED_TYPES,
         metavar="TYPE",
     )

@@ -1,7 +1,7 @@
 """Make a sparse model like that in models/smollm2-sparse, out of SmolLM2-135M-Instruct, in one training.
 
     python runs/sparse_smollm2.py OUT            # an hour and a half of one core with fast bfloat16
-    python runs/sparse_smollm2.py OUT --publish models/smollm2-sparse
+    python runs/sparse_smollm2.py OUT --publish FOLDER
 
 Steps, each skipped when its file is there already; a training that was interrupted goes on where it was:
 

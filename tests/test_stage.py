@@ -31,7 +31,7 @@ from powerinfer.hardware.description import load  # noqa: E402
 from powerinfer.hybrid import crossing  # noqa: E402
 from powerinfer.hybrid.crossing import Crossing  # noqa: E402
 from powerinfer.kernels import cpu, gpu  # noqa: E402
-from powerinfer.neurons import BUNDLE_GROUP  # noqa: E402
+from powerinfer.neurons import BUNDLE_GROUP, BundleLayout  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
 from powerinfer.placement.plan import PlanRequest  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
@@ -82,6 +82,25 @@ def test_the_sum_of_every_type(types: tuple[str, str]) -> None:
         )
         == 7
     )
+
+
+@pytest.mark.parametrize("types", ROW_TYPES)
+@pytest.mark.usefixtures("device")
+def test_what_becomes_of_a_piece_takes_no_more_than_its_buffer(
+    types: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where rows get a larger type on a GPU."""
+    bundles, sizes = make_bundles(512, 200, types), []
+    stage = Stage(torch_device(), of_groups(bundles, 3))
+    real = gpu.unpack
+
+    def seen(layout: BundleLayout, rows: torch.Tensor, *more: Any) -> None:
+        sizes.append(len(more[0]) * gpu.neuron_bytes(layout))
+        real(layout, rows, *more)
+
+    monkeypatch.setattr(gpu, "unpack", seen)
+    streamed(stage, bundles, np.arange(200, dtype=np.int32), floats(45, TOKENS, 512))
+    assert len(sizes) > 1 and max(sizes) <= stage.piece_bytes
 
 
 @pytest.mark.parametrize("types", ROW_TYPES)

@@ -172,7 +172,9 @@ class Stage:
         import torch
 
         kinds = (torch.int32,) * 3 + (torch.float32,) * len(vectors)
-        for piece in pieces(layout, cold, self.piece_bytes, BESIDE):
+        size = self.piece_bytes  # and what becomes of a piece takes no more, as is planned
+        limit = min(size, size * layout.pitch // gpu.neuron_bytes(layout))
+        for piece in pieces(layout, cold, limit, BESIDE):
             index = cold.index[piece.first : piece.last]
             own = [None if values is None else values[index].astype(np.float32) for values in vectors]
             with self.sent([piece.rows, piece.at, piece.group, piece.shared, *own]) as (rows, *others):

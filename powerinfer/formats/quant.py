@@ -270,7 +270,7 @@ def dequantize(data: Bytes, type_name: str) -> Float32:
 # ---------------------------------------------------------------------------------------------------------------------
 # Writing. Each function takes values, float32 [n, block], and gives blocks, uint8 [n, nbytes].
 
-_ALMOST_HALF = np.float32(0.5) - np.float32(2**-25)  # trunc(x + this) rounds halves away from zero, exactly
+ALMOST_HALF = np.float32(0.5) - np.float32(2**-25)  # trunc(x + this) rounds halves away from zero, exactly
 
 
 def _inverse(scale: Float32) -> Float32:
@@ -319,7 +319,7 @@ def _to_q8_0(values: Float32) -> Bytes:
     scale = np.abs(values).max(axis=1, keepdims=True)
     scale /= np.float32(127)
     scaled = values * _inverse(scale)
-    scaled += np.copysign(_ALMOST_HALF, values)
+    scaled += np.copysign(ALMOST_HALF, values)
     return np.concatenate([_halves(scale), scaled.astype(np.int8).view(np.uint8)], axis=1)
 
 

@@ -22,7 +22,7 @@ from powerinfer.config import BANK, FfnConfig
 from powerinfer.formats.bundle_file import BLOCKS
 from powerinfer.formats.bundle_memory import cuts, gather, some_bytes, whole
 from powerinfer.formats.prepared import LINE
-from powerinfer.formats.quant import Bytes, as_q8_0, block_type
+from powerinfer.formats.quant import ALMOST_HALF, Bytes, as_q8_0, block_type
 from powerinfer.formats.tensors import FLOAT_TYPES, RawTensor, convert
 from powerinfer.kernels.cpu import bundle_row_order, code_bytes
 from powerinfer.kernels.gpu_types import DELTA_CHUNK as DELTA_CHUNK
@@ -41,11 +41,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _PIECE = 1 << 24  # elements of a matrix multiplied with many tokens at a time
-_SLAB = 1 << 19  # elements that a thread converts at a time: they stay in its cache
+_SLAB = 1 << 19  # elements that are converted at a time: by a thread, in whose cache they stay, or on a device
 
 _LOADED = 1 << 24  # bytes of bundles uploaded at a time
-
-_ALMOST_HALF = float(np.nextafter(np.float32(0.5), np.float32(0)))
 
 _SIGNS = np.uint8(0x88)  # converts two codes with an offset of 8 into two's complement, and back
 
@@ -104,6 +102,13 @@ def neuron_type(type_name: str, k: int) -> str:
 def weight_bytes(type_name: str, rows: int, k: int) -> int:
     """Bytes on a GPU of a matrix [rows, k] that is stored as `type_name`; they are those of the type it gets there."""
     return rows * block_type(gpu_type(type_name, k)).row_bytes(k)
+
+
+def neuron_bytes(layout: BundleLayout) -> int:
+    """Bytes of a neuron's rows on a GPU."""
+    first, last = (neuron_type(kind, layout.d_model) for kind in (layout.gate_type, layout.down_type))
+    down = layout.d_model // 2 if last == "Q4_0X32" else weight_bytes(last, 1, layout.d_model)
+    return (2 if layout.gated else 1) * weight_bytes(first, 1, layout.d_model) + down
 
 
 def upload(tensor: RawTensor, device: Any, row_map: NDArray[np.int32] | None = None) -> Weight:
@@ -671,10 +676,7 @@ def unpack(
         matrices.append((neurons.gate, "dot", layout.gate_type, layout.gate_at))
     for weight, use, kind, offset in matrices:
         if kind in ("Q4_1", "Q4_1X32"):
-            for begin, end in pieces(len(at), weight.k):
-                of = None if groups is None else groups[begin:end].long()
-                values = _q4_1_values(kind, rows, at[begin:end], offset, weight.k, shared, of)
-                _to_q8_0(values, weight, row + begin)
+            _unpack_q4_1(kind, rows, at, offset, groups, shared, weight, row)
             continue
         data = weight.data[row : row + len(at)]
         order, unit = _order(weight.type, use, weight.k, rows.device)
@@ -686,31 +688,33 @@ def unpack(
         _take(rows, shared, 0, neurons.shared[group : group + len(shared)], 2)
 
 
-def _q4_1_values(
-    kind: str, rows: Tensor, at: Tensor, offset: int, k: int, shared: Tensor, groups: Tensor | None
-) -> Tensor:
-    """float32 [n, k] of rows of Q4_1 or Q4_1X32 that begin `offset` bytes behind lines `at` of `rows`; shared, groups:
-    as in `unpack`, int64."""
+def _unpack_q4_1(
+    kind: str, rows: Tensor, at: Tensor, offset: int, groups: Tensor | None, shared: Tensor, weight: Weight, row: int
+) -> None:
+    """Rows of Q4_1 or Q4_1X32 that begin `offset` bytes behind lines `at` of `rows`, to a weight in Q8_0 from `row` on;
+    the others as in `unpack`. A few at a time: their values take much more memory than they do."""
     import torch
 
-    def scales(at: Tensor, offset: int, count: int, pad: int) -> tuple[Tensor, Tensor]:
-        """`count` of d, and of m, which are `pad` values behind them."""
-        both = torch.empty((len(at), pad + count), dtype=torch.float16, device=rows.device)
-        _take(rows, at, offset, both, 2)
-        return both[:, :count].float(), both[:, pad:].float()
-
-    across = kind in BLOCKS
-    codes = torch.empty((len(at), k // 2), dtype=torch.uint8, device=rows.device)
+    k, across = weight.k, kind in BLOCKS
     order, unit = _order(kind, "add" if across else "dot", k, rows.device)
-    _take(rows, at, offset, codes, unit, order)
-    pairs = (codes ^ int(_SIGNS)).view(len(at), -1, 1, 16)
-    wide = torch.cat((pairs & 15, pairs >> 4), dim=2).view(len(at), -1, 1 if across else 32).float()
-    if across:
-        assert groups is not None
-        d, m = (part[groups] for part in scales(shared, 0, k, -(-k // 128) * 128))
-    else:
-        d, m = scales(at, offset + code_bytes(kind, k), k // 32, -(-k // 512) * 16)
-    return wide.mul_(d[..., None]).add_(m[..., None]).view(len(at), k)
+    # d and m of a group's columns, or of a row's blocks: `count` of each, the second `pad` values behind the first
+    begins, first, count, pad = (
+        (shared, 0, k, -(-k // 128) * 128) if across else (at, offset + code_bytes(kind, k), k // 32, -(-k // 512) * 16)
+    )
+    scales = torch.empty((len(begins), pad + count), dtype=torch.float16, device=rows.device)
+    _take(rows, begins, first, scales, 2)
+    for begin, end in pieces(len(at), k, _SLAB):
+        codes = torch.empty((end - begin, k // 2), dtype=torch.uint8, device=rows.device)
+        _take(rows, at[begin:end], offset, codes, unit, order)
+        pairs = (codes ^ int(_SIGNS)).view(end - begin, -1, 1, 16)
+        wide = torch.cat((pairs & 15, pairs >> 4), dim=2).view(end - begin, -1, 1 if across else 32).float()
+        if across:
+            assert groups is not None
+            own = scales[groups[begin:end].long()].float()
+        else:
+            own = scales[begin:end].float()
+        wide.mul_(own[:, :count, None]).add_(own[:, pad:, None])
+        _to_q8_0(wide.view(end - begin, k), weight, row + begin)
 
 
 def _to_q8_0(values: Tensor, weight: Weight, row: int) -> None:
@@ -721,7 +725,7 @@ def _to_q8_0(values: Tensor, weight: Weight, row: int) -> None:
     blocks = values.view(len(values), -1, 32)
     scales = blocks.abs().amax(dim=-1, keepdim=True) / 127
     codes = blocks * scales.reciprocal().masked_fill_(scales == 0, 0)
-    codes += torch.copysign(codes.new_tensor(_ALMOST_HALF), blocks)
+    codes += torch.copysign(codes.new_tensor(float(ALMOST_HALF)), blocks)
     weight.data[row : row + len(values)] = codes.to(torch.int8).view(len(values), -1)
     weight.scales[row : row + len(values)] = scales[..., 0].half()
 

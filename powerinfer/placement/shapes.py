@@ -228,11 +228,8 @@ class Model:
         """Bytes of one neuron on a GPU, `gpu_shared` aside: rows, biases, threshold, where its group is, counter."""
         bundles, ffn = self.bundles[layer], self.config.layers[layer].ffn.neurons
         bias, threshold = ffn is not None and ffn.bias, ffn is not None and ffn.thresholds
-        first = gpu.weight_bytes(bundles.gate_type, 1, bundles.d_model)
-        last = gpu.neuron_type(bundles.down_type, bundles.d_model)
-        down = bundles.d_model // 2 + 4 if last == "Q4_0X32" else gpu.weight_bytes(last, 1, bundles.d_model)
-        rows = 2 if bundles.gated else 1
-        return rows * (first + 4 * bias) + 4 * threshold + down + 8
+        vectors = (2 if bundles.gated else 1) * bias + threshold + (bundles.down_type == "Q4_0X32")
+        return gpu.neuron_bytes(bundles) + 4 * vectors + 8
 
     @property
     def gpu_shared(self) -> int:
