@@ -42,7 +42,7 @@ OPTIONS = {
     "recipe": "product",
     "zeros": 0.7,
     "type": "same",
-    "tokens": 262_144,
+    "tokens": 131_072,
     "window": 512,
     "batch": 2048,
     "rows": 4,
