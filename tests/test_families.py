@@ -714,7 +714,7 @@ LIMITS = np.linspace(0, 1, FF, dtype=np.float32)
 def limit(
     builder: Builder, activation: str, limits: np.ndarray, layers: int = LAYERS, products: bool = False
 ) -> Builder:
-    """With a threshold for each neuron, and perhaps half of it for its product."""
+    """With a threshold for each neuron, and perhaps one for its product."""
     return give_limits(builder, limits, layers, products).put("llama.hidden_act", STRING, activation)
 
 
@@ -727,7 +727,7 @@ def test_thresholds_of_neurons(tmp_path: Path) -> None:
         assert checkpoint.config == changed(plain.config, activation=activation, **own)
         for layer in range(LAYERS):
             assert np.array_equal(taken[f"layers.{layer}.threshold"], LIMITS)
-            assert not products or np.array_equal(taken[f"layers.{layer}.product_threshold"], LIMITS / 2)
+            assert not products or np.array_equal(taken[f"layers.{layer}.product_threshold"], 16 * LIMITS)
     other = limit(family_gguf("llama"), activation, LIMITS / 2).write(tmp_path / "other.gguf")
     assert open_checkpoint(other).fingerprint != checkpoint.fingerprint
     of_experts = limit(experts_gguf(), "cats", LIMITS).write(tmp_path / "experts.gguf")
@@ -828,7 +828,7 @@ GGUF_REFUSED: dict[str, tuple[str, Any, str]] = {
     ),
     "product thresholds of a layer": (
         "llama",
-        lambda b: limit(limit(b, "cats", LIMITS), "cats", LIMITS, 1, products=True),
+        lambda b: without("blk.1.ffn_product_threshold.weight")(limit(b, "cats", LIMITS, products=True)),
         r"blk\.1\.ffn_product_threshold\.weight is missing",
     ),
     "few thresholds": ("llama", lambda b: limit(b, "cats", LIMITS[1:]), rf"has shape \[{FF - 1}\], not \[{FF}\]"),
