@@ -286,7 +286,8 @@ class NeuronSpec:
     What neurons compute with their weights: activation, a name of ACTIVATIONS; threshold, of
     fatrelu and cats; biases of gate and up, a value for each neuron; limits, in place of threshold
     one for each neuron. Of topk, threshold is how many neurons of a bank are kept, and limits the units
-    in which their magnitudes are compared.
+    in which their magnitudes are compared. product_limits, beside limits of fatrelu and cats and with a
+    gate: what the magnitude of each neuron's product of gate and up must exceed, or it is zero.
     """
 
     def __init__(
@@ -296,6 +297,7 @@ class NeuronSpec:
         gate_bias: NDArray[np.float32] | None = None,
         up_bias: NDArray[np.float32] | None = None,
         limits: NDArray[np.float32] | None = None,
+        product_limits: NDArray[np.float32] | None = None,
     ) -> None: ...
 
 class Bundles:

@@ -411,6 +411,8 @@ class FfnConfig(FfnKind):
     # The threshold is not one of the layer but one of each neuron. Not in `repr`, of which fingerprints of models
     # consist: these have the names of the tensors.
     thresholds: bool = field(default=False, repr=False)
+    # Each neuron has a threshold of its product, too: h that does not exceed it in magnitude counts as zero.
+    product_thresholds: bool = field(default=False, repr=False)
 
     @property
     def neurons(self) -> FfnConfig:
@@ -434,12 +436,16 @@ class FfnConfig(FfnKind):
             yield from _matrix(name, *((d_model, self.size) if name == "down" else (self.size, d_model)), self.bias)
         if self.thresholds:
             yield "threshold", (self.size,)
+        if self.product_thresholds:
+            yield "product_threshold", (self.size,)
 
     def problem(self) -> str | None:
         if self.activation not in ACTIVATIONS:
             return f"activation {self.activation!r} is unknown (only {', '.join(ACTIVATIONS)})"
         if self.activation == "drelu" and not self.gated:
             return "activation drelu needs a gated FFN"
+        if self.product_thresholds and not (self.gated and self.thresholds and self.activation in THRESHOLDED):
+            return f"product thresholds, which only gated {' and '.join(THRESHOLDED)} with thresholds of neurons have"
         if self.activation == "topk":
             return self._problem_of_topk()
         if self.threshold < 0 or (self.threshold and self.activation not in THRESHOLDED):

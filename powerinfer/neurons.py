@@ -27,24 +27,26 @@ BUNDLE_GROUP = 32
 
 
 NeuronVectors = Sequence[NDArray[np.float32] | None]
-"""float32 [neurons of a layer]: the biases of gate and up, and the neurons' own thresholds of the activation; None, or
-left out at the end, where there is none."""
+"""float32 [neurons of a layer]: the biases of gate and up, and the neurons' own thresholds of the activation and of the
+product; None, or left out at the end, where there is none."""
 
 
 class FfnVectors(NamedTuple):
     """What an FFN has beside its matrices, float32; None where there is none.
 
-    gate_bias, up_bias: [neurons]; down_bias: [d_model]; limits: [neurons], thresholds in place of one for all of them.
+    gate_bias, up_bias: [neurons]; down_bias: [d_model]; limits: [neurons], thresholds in place of one for all of them;
+    product_limits: [neurons], of the product h.
     """
 
     gate_bias: NDArray[np.float32] | None = None
     up_bias: NDArray[np.float32] | None = None
     down_bias: NDArray[np.float32] | None = None
     limits: NDArray[np.float32] | None = None
+    product_limits: NDArray[np.float32] | None = None
 
     @property
     def of_neurons(self) -> NeuronVectors:
-        return self.gate_bias, self.up_bias, self.limits
+        return self.gate_bias, self.up_bias, self.limits, self.product_limits
 
 
 NO_VECTORS = FfnVectors()

@@ -168,11 +168,16 @@ def tiny_gguf(architecture: str = "llama", tied: bool = True, biases: str = "") 
     return builder
 
 
-def give_limits(builder: Builder, limits: np.ndarray | None = None, layers: int = LAYERS) -> Builder:
-    """The same, with a threshold for each neuron of the first layers; None: random ones, others in each layer."""
+def give_limits(
+    builder: Builder, limits: np.ndarray | None = None, layers: int = LAYERS, products: bool = False
+) -> Builder:
+    """The same, with a threshold for each neuron of the first layers; None: random ones, others in each layer.
+    products: those of the products are 16 times as large, which leaves a third of these out."""
     for layer in range(layers):
         own = np.random.default_rng([layer, FF]).random(FF, np.float32) if limits is None else limits
         builder.tensor(f"blk.{layer}.ffn_threshold.weight", own)
+        if products:
+            builder.tensor(f"blk.{layer}.ffn_product_threshold.weight", 16 * own)
     return builder
 
 

@@ -96,13 +96,19 @@ def rope(x: Floats, cos: Floats, sin: Floats) -> Float64:
 
 
 def activate(
-    activation: str, gate: Floats, up: Floats | None = None, threshold: float | Floats = 0.0, kept: int = 0
+    activation: str,
+    gate: Floats,
+    up: Floats | None = None,
+    threshold: float | Floats = 0.0,
+    kept: int = 0,
+    product_threshold: Floats | None = None,
 ) -> Float64:
     """The FFN's product h from gate . n and up . n, or, without a gate, from up . n alone (here `gate`).
 
     activation: of `config.ACTIVATIONS`; threshold: what a value must exceed to be kept, of cats its magnitude: one
     number, or one for each neuron. NaN stays NaN. topk: of each 64 neurons the `kept` with the largest magnitude of
-    silu over threshold, the first among equals, NaN before all others.
+    silu over threshold, the first among equals, NaN before all others. product_threshold: of each neuron, what the
+    magnitude of h must exceed.
     """
 
     def above(x: Floats, limit: float | Floats) -> Float64:
@@ -129,7 +135,8 @@ def activate(
         active = active * active
     if up is None:
         return active
-    return active * (above(up, 0.0) if activation == "drelu" else np.asarray(up, np.float64))
+    h = active * (above(up, 0.0) if activation == "drelu" else np.asarray(up, np.float64))
+    return h if product_threshold is None else np.where(np.abs(h) <= product_threshold, 0.0, h)
 
 
 def kv_rounded(x: Floats, kv_type: str) -> Float32:

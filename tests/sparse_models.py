@@ -22,9 +22,9 @@ TEXT = "a cab back bab abc cad deaf face bead fab cafe gab cab abba dad add fade
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
-def tiny_llama(path: Path, activation: str = "relu", limits: bool | float = False) -> Path:
+def tiny_llama(path: Path, activation: str = "relu", limits: bool | float = False, products: bool = False) -> Path:
     """A model whose weights are float16 numbers, so that bundles of F16 hold them exactly. limits: with a threshold for
-    each neuron; a number: with that one for all."""
+    each neuron; a number: with that one for all; products: with thresholds of products beside those of neurons."""
     builder = (
         tiny_gguf("llama").add("llama.hidden_act", STRING, activation).add("tokenizer.chat_template", STRING, CHAT)
     )
@@ -32,7 +32,7 @@ def tiny_llama(path: Path, activation: str = "relu", limits: bool | float = Fals
     for name, values in weights("llama").items():
         builder.tensor(gguf_name(name), values.astype(np.float16).astype(np.float32))
     if limits is True:
-        give_limits(builder)
+        give_limits(builder, products=products)
     elif limits:
         builder.add("llama.hidden_act_param", F32, limits)
     return builder.write(path)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_neuron_kernels import ACTIVATIONS, THRESHOLD, TYPES, Layer, expected, limits_of, make_layer
+from test_neuron_kernels import ACTIVATIONS, THRESHOLD, TYPES, Layer, expected, limits_of, make_layer, products_of
 
 from powerinfer import _native
 from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig
@@ -48,7 +48,7 @@ def some(share: float, seed: int = 0) -> np.ndarray:
 def part_of(layer: Layer, index: np.ndarray, threads: int = 2, **more: Any) -> _native.NeuronSum:
     bundles = gather(layout_of(layer), layer.data, index)
     return executor_of(layer, threads).parts.bundled(
-        0, layout_of(layer), bundles, (*layer.biases, layer.limits), **more
+        0, layout_of(layer), bundles, (*layer.biases, layer.limits, layer.product_limits), **more
     )
 
 
@@ -96,7 +96,8 @@ def test_every_kind_of_ffn(activation: str, gated: bool) -> None:
 @pytest.mark.parametrize("types", [("F16", "F16"), ("Q4_0", "Q4_0X32")])
 def test_each_neuron_has_its_threshold(types: tuple[str, str], activation: str) -> None:
     """Some neurons, all tokens and those that select them, few or many; dense neurons are of the same kind."""
-    layer, index, x = make_layer(K, NEURONS, types, activation, limits=limits_of(NEURONS)), some(0.6, 2), tokens(TOKENS)
+    own = {"limits": limits_of(NEURONS), "product_limits": products_of(NEURONS) if activation == "cats" else None}
+    layer, index, x = make_layer(K, NEURONS, types, activation, **own), some(0.6, 2), tokens(TOKENS)  # type: ignore[arg-type]
     for n in (1, 9, TOKENS):
         want, bound = expected(layer, x[:n], index)
         assert (np.abs(sum_of(layer, index, x[:n]) - want) <= bound).all()
@@ -295,14 +296,20 @@ def test_bundles_of_another_kind_than_the_matrices_are_refused() -> None:
     own, other = limits_of(NEURONS), limits_of(NEURONS)[::-1].copy()
     layer = make_layer(K, NEURONS, ("F16", "F16"), "cats", limits=own)
     each = executor_of(layer, 1)
-    alike = each.parts.bundled(0, layout_of(layer), layer.data, (None, None, own))
-    for limits in (own, other, None):
-        spec = _native.NeuronSpec("cats", 0.0, limits=limits)
+    alike = each.parts.bundled(0, layout_of(layer), layer.data, (None, None, own, own))
+    for limits, products in ((own, own), (other, own), (None, None), (own, None), (own, other)):
+        spec = _native.NeuronSpec("cats", 0.0, limits=limits, product_limits=products)
         ffn = each._program.ffn(_native.FfnSpec(), _native.DenseNeurons(spec, gate, up, down))
-        with nullcontext() if limits is own else pytest.raises(ValueError, match="other biases or thresholds"):
+        with (
+            nullcontext()
+            if products is limits is own
+            else pytest.raises(ValueError, match="other biases or thresholds")
+        ):
             ffn.set_bundled(alike)
     with pytest.raises(ValueError, match="one for every neuron"):
         _native.DenseNeurons(_native.NeuronSpec("cats", limits=own[1:].copy()), gate, up, down)
+    with pytest.raises(ValueError, match="products without a gate"):
+        _native.DenseNeurons(_native.NeuronSpec("cats", limits=own, product_limits=own), None, up, down)
     with pytest.raises(ValueError, match="another workspace"):
         ffns[0].set_bundled(part_of(layer, np.arange(NEURONS, dtype=np.int32)))
 

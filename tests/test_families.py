@@ -568,6 +568,8 @@ def test_other_activations_are_refused_by_name(tmp_path: Path, name: str) -> Non
         ({"activation": "drelu", "gated": False}, "drelu needs a gated FFN"),
         ({"threshold": 0.5}, "activation relu with threshold 0.5"),
         ({"activation": "fatrelu", "threshold": -0.5}, "threshold -0.5"),
+        ({"activation": "cats", "product_thresholds": True}, "product thresholds, which only gated fatrelu and cats"),
+        ({"activation": "cats", "thresholds": True, "product_thresholds": True}, "product thresholds, which only"),
         ({"norm": "batch"}, "norm 'batch'"),
         ({"norms": "between"}, "norms in order 'between' are unknown"),
         ({"qk_norm": "both"}, "of q and k 'both' are unknown"),
@@ -709,18 +711,23 @@ def test_gguf_files_say_their_activation(tmp_path: Path) -> None:
 LIMITS = np.linspace(0, 1, FF, dtype=np.float32)
 
 
-def limit(builder: Builder, activation: str, limits: np.ndarray, layers: int = LAYERS) -> Builder:
-    """With a threshold for each neuron."""
-    return give_limits(builder, limits, layers).put("llama.hidden_act", STRING, activation)
+def limit(
+    builder: Builder, activation: str, limits: np.ndarray, layers: int = LAYERS, products: bool = False
+) -> Builder:
+    """With a threshold for each neuron, and perhaps one for its product."""
+    return give_limits(builder, limits, layers, products).put("llama.hidden_act", STRING, activation)
 
 
 def test_thresholds_of_neurons(tmp_path: Path) -> None:
     plain = open_checkpoint(family_gguf("llama").write(tmp_path / "plain.gguf"))
-    for activation in ("fatrelu", "cats"):
-        checkpoint, taken = read(limit(family_gguf("llama"), activation, LIMITS).write(tmp_path / "m.gguf"))
-        assert checkpoint.config == changed(plain.config, activation=activation, thresholds=True)
+    for activation, products in (("fatrelu", False), ("cats", True)):
+        builder = limit(family_gguf("llama"), activation, LIMITS, products=products)
+        checkpoint, taken = read(builder.write(tmp_path / "m.gguf"))
+        own = {"thresholds": True, "product_thresholds": products}
+        assert checkpoint.config == changed(plain.config, activation=activation, **own)
         for layer in range(LAYERS):
             assert np.array_equal(taken[f"layers.{layer}.threshold"], LIMITS)
+            assert not products or np.array_equal(taken[f"layers.{layer}.product_threshold"], 16 * LIMITS)
     other = limit(family_gguf("llama"), activation, LIMITS / 2).write(tmp_path / "other.gguf")
     assert open_checkpoint(other).fingerprint != checkpoint.fingerprint
     of_experts = limit(experts_gguf(), "cats", LIMITS).write(tmp_path / "experts.gguf")
@@ -732,15 +739,17 @@ def test_thresholds_of_neurons(tmp_path: Path) -> None:
 def test_damaged_thresholds_are_refused(tmp_path: Path, value: float) -> None:
     limits = LIMITS.copy()
     limits[-1] = value
-    checkpoint = open_checkpoint(limit(family_gguf("llama"), "cats", limits).write(tmp_path / "m.gguf"))
-    with pytest.raises(
-        ModelError, match=r"m\.gguf: tensor layers\.0\.threshold holds values that are negative or no n"
-    ):
-        checkpoint.take("layers.0.threshold")
+    builder = limit(family_gguf("llama"), "cats", limits, products=True)
+    checkpoint = open_checkpoint(builder.write(tmp_path / "m.gguf"))
+    for name in ("threshold", "product_threshold"):
+        with pytest.raises(
+            ModelError, match=rf"m\.gguf: tensor layers\.0\.{name} holds values that are negative or no n"
+        ):
+            checkpoint.take(f"layers.0.{name}")
 
 
 def test_folders_with_thresholds_of_neurons(tmp_path: Path) -> None:
-    """In a folder they are the parameters `threshold` of the MLPs, and config.json states none."""
+    """In a folder they are parameters of the MLPs, and config.json states none."""
     folder = tiny_folder(tmp_path / "tiny")
     path = folder / "model.safetensors"
     plain = as_stored(weights("llama", True))
@@ -750,6 +759,16 @@ def test_folders_with_thresholds_of_neurons(tmp_path: Path) -> None:
     checkpoint, taken = read(folder)
     assert all(layer.neurons.thresholds for layer in checkpoint.config.layers)
     assert np.array_equal(taken["layers.1.threshold"], LIMITS)
+    of_products = {name.replace("threshold", "product_threshold"): one for name, one in own.items()}
+    path.write_bytes(safetensors_bytes(plain | own | of_products))
+    both, taken = read(folder)
+    assert both.config == changed(checkpoint.config, product_thresholds=True)
+    assert np.array_equal(taken["layers.1.product_threshold"], LIMITS)
+    path.write_bytes(safetensors_bytes(plain | of_products))
+    refused(folder, "hidden_act_param is missing, and the folder has no thresholds of neurons")
+    path.write_bytes(safetensors_bytes(plain | own | dict(list(of_products.items())[:1])))
+    refused(folder, r"tensor model\.layers\.1\.mlp\.product_threshold\.weight is missing")
+    path.write_bytes(safetensors_bytes(plain | own))
     for changes in ({"hidden_act_param": 0.5}, {"hidden_act": "silu", "hidden_act_param": ...}):
         edit_config(folder, **changes)
         refused(
@@ -806,6 +825,11 @@ GGUF_REFUSED: dict[str, tuple[str, Any, str]] = {
         "llama",
         lambda b: limit(b, "cats", LIMITS, 1),
         r"blk\.1\.ffn_threshold\.weight is missing",
+    ),
+    "product thresholds of a layer": (
+        "llama",
+        lambda b: without("blk.1.ffn_product_threshold.weight")(limit(b, "cats", LIMITS, products=True)),
+        r"blk\.1\.ffn_product_threshold\.weight is missing",
     ),
     "few thresholds": ("llama", lambda b: limit(b, "cats", LIMITS[1:]), rf"has shape \[{FF - 1}\], not \[{FF}\]"),
     "two kinds of thresholds": (

@@ -76,7 +76,7 @@ def models(folder: Path, name: str) -> tuple[Path, str | None]:
     if name == "llama":
         return prepared(tiny_llama(folder / "m.gguf"), ("F16", "F16")), None
     if name == "llama-limits":
-        return prepared(tiny_llama(folder / "m.gguf", "cats", limits=True), ("F16", "F16")), None
+        return prepared(tiny_llama(folder / "m.gguf", "cats", limits=True, products=True), ("F16", "F16")), None
     if name == "llama-q8_0":
         return prepared(tiny_llama(folder / "m.gguf"), ("Q8_0", "Q8_0"), "q8_0"), "q8_0"
     if name == "llama-q4_0":

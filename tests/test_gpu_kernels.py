@@ -516,6 +516,7 @@ def make_bundles(
     gated: bool = True,
     biases: bool = False,
     limits: bool = False,
+    product_limits: bool = False,
 ) -> Bundles:
     config = ModelConfig(
         architecture="test", d_model=d_model, vocab_size=8,
@@ -543,8 +544,10 @@ def make_bundles(
             values = dequantize(quantize(values, "Q8_0"), "Q8_0")
         parts[name] = values.astype(np.float64)
     both = [floats(20 + i, d_ff) if biases else None for i in range(2)]
-    own = np.abs(floats(22, d_ff)) if limits else None
-    return Bundles(config, layout, groups, parts, (both[0] if gated else None, both[1], own))
+    own, of_products = (
+        np.abs(floats(seed, d_ff)) if wanted else None for seed, wanted in ((22, limits), (23, product_limits))
+    )
+    return Bundles(config, layout, groups, parts, (both[0] if gated else None, both[1], own, of_products))
 
 
 def all_of(bundles: Bundles, index: np.ndarray) -> gpu.Neurons:
@@ -583,6 +586,12 @@ def expected(
             up = np.maximum(up, 0)
         off = off * np.abs(up) + np.abs(h) * up_off + off * up_off + 2 * EPS * np.abs(h * up)
         h = h * up
+        if bundles.vectors[3] is not None:
+            least = bundles.vectors[3][index]
+            near = np.abs(np.abs(h) - least) <= off
+            sure &= ~near
+            off = np.where(near, 2 * off + least, off)
+            h = np.where(np.abs(h) <= least, 0, h)
     assert sure.mean() > 0.95
     if named is not None:
         h, sure = h * (named != 0), sure | (named == 0)
@@ -686,15 +695,18 @@ def test_every_activation(activation: str, gated: bool, kernels: str) -> None:
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 @pytest.mark.parametrize("activation", ["fatrelu", "cats"])
 def test_each_neuron_has_its_threshold(activation: str, gated: bool, kernels: str) -> None:
-    bundles = make_bundles(48, 70, ("F16", "F16"), activation, gated, biases=True, limits=True)
+    products = gated and activation == "cats"
+    bundles = make_bundles(48, 70, ("F16", "F16"), activation, gated, True, True, products)
     for index in (np.arange(70, dtype=np.int32), np.array([3, 31, 32, 69], np.int32)):
         for tokens in (1, 4):
             check(bundles, index, tokens, 0.5)
             check(bundles, index, tokens, None, most=0.3)
     x = floats(36, 2, 48)
-    other = replace(bundles, vectors=(*bundles.vectors[:2], np.roll(bundles.limit, 1)))
-    one, two = (run(all_of(of, np.arange(70, dtype=np.int32)), x)[0] for of in (bundles, other))
-    assert ((one - two).abs() > 1e-2).any()
+    one, _ = run(all_of(bundles, np.arange(70, dtype=np.int32)), x)
+    for at in (2, 3) if products else (2,):
+        vectors = [np.roll(own, 1) if i == at and own is not None else own for i, own in enumerate(bundles.vectors)]
+        two, _ = run(all_of(replace(bundles, vectors=vectors), np.arange(70, dtype=np.int32)), x)
+        assert ((one - two).abs() > 1e-2).any()
     x[0, 5] = np.nan
     total, _ = run(all_of(bundles, np.arange(70, dtype=np.int32)), x)
     assert torch.isnan(total[0]).all() and torch.isfinite(total[1]).all()

@@ -52,7 +52,7 @@ def config_of(s: programs.Setting) -> ModelConfig:
                 None if base is None or s.rotated == 0 else RopeConfig(theta=base), window or None, s.biases, s.biases,
                 norms, s.scale,
             ),
-            FfnConfig(s.d_ff, s.activation, s.threshold, s.gated, s.biases, s.limits),
+            FfnConfig(s.d_ff, s.activation, s.threshold, s.gated, s.biases, s.limits, s.product_limits),
             orders.get(s.order, s.order),
             s.order in orders,
             s.order == "shared",
@@ -115,7 +115,8 @@ class Wired:
     def _ffn(self, layer: int, norm: Any, split: bool) -> None:
         names = [f"{layer}.{part}" for part in ("gate", "up", "down")]
         vectors = FfnVectors(
-            *(self.w.vectors.get(f"{name}_bias") for name in names), self.w.vectors.get(f"{layer}.limits")
+            *(self.w.vectors.get(f"{name}_bias") for name in names),
+            *(self.w.vectors.get(f"{layer}.{name}") for name in ("limits", "product_limits")),
         )
         out_norm = self._norm(f"{layer}.ffn_out_norm")
         if split:
@@ -152,9 +153,10 @@ class Halves:
         self.layer, self.parts = layer, []
         for own in (slice(0, half), slice(half, None)):
             weights = {part: of_rows(s.type_of(part), matrix[own]) for part, matrix in values.items()}
-            *biases, limits = (None if one is None else on_device(one[own]) for one in vectors)
+            *biases, limits, products = (None if one is None else on_device(one[own]) for one in vectors)
             gate, up, down = weights.get("gate"), weights["up"], weights["down"]
-            self.parts.append(gpu.Neurons(gate, up, down, None, None, *biases, s.activation, s.threshold, limits))
+            of = *biases, s.activation, s.threshold, limits, products
+            self.parts.append(gpu.Neurons(gate, up, down, None, None, *of))
 
     def before(self) -> list[Operator]:
         return []

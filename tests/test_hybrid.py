@@ -259,7 +259,7 @@ def test_both_devices_apply_the_threshold(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("device")
 def test_thresholds_of_neurons(activation: str, tmp_path: Path) -> None:
     """Wherever neurons and layers are, decode, batches and prompts, streamed or not, are the CPU's dense answer."""
-    path = give_bundles(tiny_llama(tmp_path / "m.gguf", activation, limits=True))
+    path = give_bundles(tiny_llama(tmp_path / "m.gguf", activation, limits=True, products=activation == "cats"))
     checkpoint = open_checkpoint(path)
     layout, config = open_bundles(checkpoint, None, cpu.bundle_row_bytes).layouts[0], checkpoint.config
     rng = np.random.default_rng(1)
@@ -312,7 +312,7 @@ def test_a_prompt_in_a_narrow_type(name: str, tmp_path: Path, monkeypatch: pytes
 @pytest.mark.usefixtures("device")
 def test_predicted_with_thresholds(limits: bool | float, tmp_path: Path) -> None:
     """Of neurons that fire on both sides of zero those that are selected count, wherever they are."""
-    path = give_bundles(tiny_llama(tmp_path / "m.gguf", "cats", limits))
+    path = give_bundles(tiny_llama(tmp_path / "m.gguf", "cats", limits, products=limits is True))
     config = open_checkpoint(path).config
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, 40).astype(np.int32)
     with opened(path, selector="exact") as (executor, _):

@@ -59,6 +59,7 @@ class Layer:
     down_type: str
     biases: tuple[np.ndarray | None, np.ndarray | None]
     limits: np.ndarray | None  # of each neuron, in place of THRESHOLD
+    product_limits: np.ndarray | None  # of each neuron
 
     @property
     def neurons(self) -> int:
@@ -73,6 +74,7 @@ def make_layer(
     gated: bool = True,
     biases: bool = False,
     limits: np.ndarray | None = None,
+    product_limits: np.ndarray | None = None,
 ) -> Layer:
     rng = np.random.default_rng([k, neurons])
     parts = [("gate", types[0], "dot")] * gated + [("up", types[0], "dot"), ("down", types[1], "add")]
@@ -95,15 +97,20 @@ def make_layer(
         bias[0] = None
     native = _native.Bundles(
         data, neurons, k, types[0] if gated else None, *types, pitch, at.get("gate", 0), at["up"], at["down"],
-        _native.NeuronSpec(activation, THRESHOLD if limits is None else 0.0, *bias, limits),
+        _native.NeuronSpec(activation, THRESHOLD if limits is None else 0.0, *bias, limits, product_limits),
     )  # fmt: skip
     values = held.get("gate"), held["up"], held["down"]
-    return Layer(native, data, *values, activation, *types, (bias[0], bias[1]), limits)
+    return Layer(native, data, *values, activation, *types, (bias[0], bias[1]), limits, product_limits)
 
 
 def limits_of(neurons: int) -> np.ndarray:
     """A threshold of its own for each neuron."""
     return np.random.default_rng([neurons, 2]).uniform(0, 2, neurons).astype(np.float32)
+
+
+def products_of(neurons: int) -> np.ndarray:
+    """A threshold of its own for each neuron's product: of gate and up, which are about 8, a quarter is below."""
+    return np.random.default_rng([neurons, 3]).uniform(0, 40, neurons).astype(np.float32)
 
 
 def activate(x: np.ndarray, activation: str, limit: float | np.ndarray = THRESHOLD) -> np.ndarray:
@@ -153,6 +160,11 @@ def expected(layer: Layer, x: np.ndarray, index: np.ndarray, most: float = 0.0) 
             up = np.maximum(up, 0)
         h = gate * up
         off = gate_off * np.abs(up) + np.abs(gate) * up_off + gate_off * up_off + EPS * np.abs(h)
+        if layer.product_limits is not None:
+            least = layer.product_limits[index]
+            near = np.abs(np.abs(h) - least) <= off  # a rounding decides whether it is h or 0
+            h = np.where(np.abs(h) <= least, 0, h)
+            off = np.where(near, 2 * off + least, np.where(h == 0, 0, off))
     if layer.activation == "fatrelu":
         assert (np.abs(first - limit) > first_off).all(), "the case depends on a rounding"
     if layer.activation == "cats":
@@ -298,13 +310,15 @@ def test_every_activation(activation: str, gated: bool, level: str) -> None:
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("activation", ["fatrelu", "cats"])
 def test_thresholds_of_neurons(activation: str, gated: bool, level: str) -> None:
-    layer = make_layer(64, 70, ("Q8_0", "F16"), activation, gated, biases=True, limits=limits_of(70))
+    own = products_of(70) if gated and activation == "cats" else None
+    layer = make_layer(64, 70, ("Q8_0", "F16"), activation, gated, True, limits_of(70), own)
     x = tokens(3, 64)
     for index in (np.arange(70), np.array([67, 3, 40])):
         check(layer, x, index, level, most=0.3 if gated else 0.0)
-    wrong, _ = expected(replace(layer, limits=np.roll(layer.limits, 1)), x, np.arange(70))
     _, bound = expected(layer, x, np.arange(70))
-    assert (np.abs(wrong - part(layer, x, np.arange(70), level)) > bound).any()
+    for name in ("limits", "product_limits") if own is not None else ("limits",):
+        wrong, _ = expected(replace(layer, **{name: np.roll(getattr(layer, name), 1)}), x, np.arange(70))
+        assert (np.abs(wrong - part(layer, x, np.arange(70), level)) > bound).any(), name
 
 
 @pytest.mark.parametrize("level", _native.levels())
@@ -312,7 +326,11 @@ def test_thresholds_of_neurons(activation: str, gated: bool, level: str) -> None
 def test_thresholds_alike_are_one(activation: str, level: str) -> None:
     """They give the same bits as one threshold of the layer, and a NaN in the input still gives NaN."""
     alike = np.full(37, THRESHOLD, np.float32)
-    one, each = (make_layer(64, 37, ("F16", "F16"), activation, limits=limits) for limits in (None, alike))
+    none = np.zeros(37, np.float32)  # products that are zero count as such
+    one, each = (
+        make_layer(64, 37, ("F16", "F16"), activation, limits=limits, product_limits=products)
+        for limits, products in ((None, None), (alike, none))
+    )
     x = tokens(5, 64)
     np.testing.assert_array_equal(part(each, x, np.arange(37), level), part(one, x, np.arange(37), level))
     x[2, 7] = np.nan
@@ -325,8 +343,14 @@ def test_thresholds_that_do_not_go_together_are_refused() -> None:
     for activation, threshold in (("relu", 0.0), ("silu", 0.0), ("cats", 0.5)):
         with pytest.raises(ValueError, match="thresholds of neurons are for fatrelu and cats"):
             _native.NeuronSpec(activation, threshold, limits=own)
-    with pytest.raises(ValueError, match="thresholds must have one value for every neuron"):
-        make_layer(64, 37, ("F16", "F16"), "cats", limits=own[1:].copy())
+    for activation, limits in (("cats", None), ("relu", None), ("topk", own)):
+        with pytest.raises(ValueError, match="thresholds of products go with thresholds of neurons"):
+            _native.NeuronSpec(activation, 8.0 if activation == "topk" else 0.0, limits=limits, product_limits=own)
+    for limits, products in ((own[1:].copy(), None), (own, own[1:].copy())):
+        with pytest.raises(ValueError, match="thresholds must have one value for every neuron"):
+            make_layer(64, 37, ("F16", "F16"), "cats", limits=limits, product_limits=products)
+    with pytest.raises(ValueError, match="thresholds of products, but no gate"):
+        make_layer(64, 37, ("F16", "F16"), "cats", gated=False, limits=own, product_limits=own)
 
 
 @pytest.mark.parametrize("level", _native.levels())

@@ -69,6 +69,7 @@ class Setting:
     activation: str = "silu"
     threshold: float = 0.0
     limits: bool = False  # thresholds of neurons
+    product_limits: bool = False
     gated: bool = True
     learned_positions: bool = False
     embed_dim: int | None = None
@@ -155,7 +156,7 @@ SETTINGS = {
     ),
     "relu above a threshold of each neuron": Setting(2, 1, 16, 48, 56, "F16", "f32", activation="fatrelu", limits=True),
     "silu beyond a threshold of each neuron, biases": Setting(
-        2, 1, 16, 48, 104, "F32", "f32", activation="cats", limits=True, biases=True
+        2, 1, 16, 48, 104, "F32", "f32", activation="cats", limits=True, product_limits=True, biases=True
     ),
     "silu of the largest of a bank": Setting(
         2, 1, 16, 48, 192, "F32", "f32", activation="topk", threshold=20, limits=True, biases=True
@@ -192,9 +193,11 @@ class Weights:
                 vectors |= {f"{layer}.{part}_bias": s.shape(part)[0] for part in s.parts}
             if s.limits:
                 vectors[f"{layer}.limits"] = s.d_ff
+            if s.product_limits:
+                vectors[f"{layer}.product_limits"] = s.d_ff
         self.vectors = {name: rng.uniform(0.5, 1.5, n).astype(np.float32) for name, n in vectors.items()}
-        for layer in range(self.layers if s.limits else 0):
-            self.vectors[f"{layer}.limits"] *= np.float32(0.2)
+        for name in (name for name in vectors if name.endswith("limits")):
+            self.vectors[name] *= np.float32(0.2)
         pairs = s.head_dim // 2 if s.rotated is None else s.rotated
         self.frequencies = {
             base: (base ** -(np.arange(pairs) / pairs)).astype(np.float32) for base in s.rope_bases if base and pairs
@@ -273,7 +276,8 @@ class Weights:
     def _ffn(self, p: _native.Program, i: int, norm: _native.Norm | None) -> None:
         up, down = (self.packed[f"{i}.{part}"] for part in ("up", "down"))
         *biases, down_bias = (self.vectors.get(f"{i}.{part}_bias") for part in ("gate", "up", "down"))
-        spec = _native.NeuronSpec(self.s.activation, self.s.threshold, *biases, self.vectors.get(f"{i}.limits"))
+        limits = (self.vectors.get(f"{i}.{name}") for name in ("limits", "product_limits"))
+        spec = _native.NeuronSpec(self.s.activation, self.s.threshold, *biases, *limits)
         neurons = _native.DenseNeurons(spec, self.packed.get(f"{i}.gate"), up, down)
         p.ffn(_native.FfnSpec(norm, self.norm(f"{i}.ffn_out_norm"), down_bias), neurons)
 
@@ -349,8 +353,10 @@ class Reference:
     def _ffn(self, normed: np.ndarray, i: int) -> np.ndarray:
         s = self.w.s
         hidden = [self._linear(normed, f"{i}.{part}") for part in s.parts if part in ("gate", "up")]
-        limits = self.w.vectors.get(f"{i}.limits", s.threshold)
-        active = reference.activate(s.activation, *hidden, threshold=limits, kept=int(s.threshold))
+        limits, own = self.w.vectors.get(f"{i}.limits", s.threshold), self.w.vectors.get(f"{i}.product_limits")
+        active = reference.activate(
+            s.activation, *hidden, threshold=limits, kept=int(s.threshold), product_threshold=own
+        )
         return self._linear(self._disturbed(active, np.abs(active), 12), f"{i}.down")
 
     def _sum(self, x: np.ndarray, more: np.ndarray) -> np.ndarray:
@@ -507,6 +513,7 @@ def test_batches_give_the_same_bits(name: str, level: str) -> None:
 def test_what_is_no_number_stays_so(activation: str, limits: bool, gated: bool, level: str) -> None:
     """A NaN that enters the activation of one neuron reaches every logit, as it does in `transformers`."""
     own = {"activation": activation, "limits": limits, "threshold": 30 if activation == "topk" else 0}
+    own["product_limits"] = gated and limits and activation != "topk"
     setting = Setting(2, 1, 8, 24, 64, "F32", "f32", gated=gated, biases=True, **own)  # type: ignore[arg-type]
     for part in setting.parts[4:-1]:
         weights = Weights(setting, seed=5)

@@ -328,9 +328,13 @@ def far_from_thresholds(models: Sequence[TorchModel], number: int = 3) -> list[n
             def measure(name: str, seen: Neurons, model: TorchModel = model, near: list[float] = nearest) -> None:
                 ffn = model.config.layers[int(name.split(".")[1])].ffn
                 assert seen.gate is not None
-                decides = torch.nn.functional.silu(seen.gate).abs() if ffn.activation == "cats" else seen.gate
+                active = torch.nn.functional.silu(seen.gate)
+                decides = active.abs() if ffn.activation == "cats" else seen.gate
                 limit = model.weights.get(f"{name}threshold", torch.tensor(ffn.threshold))
                 near.append(float((decides - limit).abs().min()))
+                if ffn.neurons.product_thresholds:
+                    least = model.weights[f"{name}product_threshold"]
+                    near.append(float((((active * seen.up).abs() - least).abs() / (1 + least)).min()))
 
             with torch.no_grad():
                 model.states(torch.from_numpy(one).long()[None], measure)
@@ -342,7 +346,8 @@ def far_from_thresholds(models: Sequence[TorchModel], number: int = 3) -> list[n
 @pytest.mark.parametrize("activation", ["cats", "fatrelu"])
 def test_thresholds_of_neurons(activation: str, tmp_path: Path) -> None:
     """Dense and sparse, tokens alone and together, are what torch computes."""
-    path = give_bundles(tiny_llama(tmp_path / "m.gguf", activation, limits=True))
+    products = activation == "cats"
+    path = give_bundles(tiny_llama(tmp_path / "m.gguf", activation, limits=True, products=products))
     checkpoint = open_checkpoint(path)
     weights = load_torch(checkpoint)
     tokens = far_from_thresholds([TorchModel(checkpoint.config, weights, torch.float32)])
@@ -353,10 +358,12 @@ def test_thresholds_of_neurons(activation: str, tmp_path: Path) -> None:
             return [model.logits(model.states(torch.from_numpy(one).long()[None]))[0].numpy() for one in tokens]
 
     wanted = truth(weights)
-    weights["layers.1.threshold"] = weights["layers.1.threshold"].roll(1)
     bound = 1e-4 * np.abs(wanted).max()
-    assert np.abs(truth(weights)[0] - wanted[0]).max() > 100 * bound, "other thresholds change nothing"
-    for selector, above in (("all", 1.0), ("exact", 1.0), ("exact", 0.0), ("threshold", 1.0)):
+    for name in ("threshold", "product_threshold") if products else ("threshold",):
+        other = weights | {f"layers.1.{name}": weights[f"layers.1.{name}"].roll(1)}
+        assert np.abs(truth(other)[0] - wanted[0]).max() > 100 * bound, "other thresholds change nothing"
+    between = 0.3 if products else 0.0  # more gates fire, but products of some tokens are fewer
+    for selector, above in (("all", 1.0), ("exact", 1.0), ("exact", between), ("threshold", 1.0)):
         options = {"threshold": 1e-6} if selector == "threshold" else {}
         with opened(path, selector=selector, **options) as (executor, sparsity):
             for ffn in executor.ffns.values():
@@ -364,6 +371,9 @@ def test_thresholds_of_neurons(activation: str, tmp_path: Path) -> None:
             assert np.abs(one_by_one(executor, tokens[0]) - wanted[0]).max() < bound
             if sparsity is not None:
                 assert 0.1 < sparsity.report()["active_fraction"] < 0.8
+            for ffn in executor.ffns.values() if products and above == between else ():
+                counts = ffn.op.counts()  # up from its matrix, down by rows
+                assert counts["down_rows"] < counts["up_rows"] == counts["steps"] * ffn.neurons
             together = side_by_side(executor, tokens)
             assert max(np.abs(ours - one).max() for ours, one in zip(together, wanted, strict=True)) < bound
 
@@ -372,7 +382,7 @@ def test_thresholds_of_neurons(activation: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("activation", ["cats", "fatrelu"])
 def test_predicted_with_thresholds(activation: str, limits: bool | float, tmp_path: Path) -> None:
     """What is selected counts where it fires, on either side of zero, and what is not selected is left out."""
-    path = give_bundles(tiny_llama(tmp_path / "m.gguf", activation, limits))
+    path = give_bundles(tiny_llama(tmp_path / "m.gguf", activation, limits, activation == "cats" and limits is True))
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
     choices = [some_neurons(config.n_layers, config.widest_ffn, share) for share in (1.1, 0.7)]

@@ -246,9 +246,12 @@ def test_thresholds_of_neurons(name: str) -> None:
     gate, up = (draw.standard_normal((5, 64)).astype(np.float32) for _ in range(2))
     limits = draw.random(64, np.float32) / 4
     about = FfnConfig(64, name, thresholds=True)
-    own = activate(about, *map(torch.from_numpy, (gate, up, limits)))
+    given = [torch.from_numpy(values) for values in (gate, up, limits, limits[::-1].copy())]
+    own, both = activate(about, *given[:3]), activate(about, *given)
     assert np.allclose(own, reference.activate(name, gate, up, limits), atol=1e-6)
     assert not np.allclose(own, reference.activate(name, gate, up, float(limits.mean())), atol=1e-6)
+    assert np.allclose(both, reference.activate(name, gate, up, limits, 0, limits[::-1]), atol=1e-6)
+    assert not np.allclose(own, both, atol=1e-2)
 
 
 def test_the_gradient_of_a_norm() -> None:

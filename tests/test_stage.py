@@ -120,7 +120,7 @@ def test_in_the_narrow_types_of_a_gpu(types: tuple[str, str], monkeypatch: pytes
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 @pytest.mark.usefixtures("device")
 def test_biases_and_thresholds(gated: bool, limits: bool) -> None:
-    bundles = make_bundles(48, 200, ("F16", "F16"), "fatrelu", gated, biases=True, limits=limits)
+    bundles = make_bundles(48, 200, ("F16", "F16"), "fatrelu", gated, True, limits, limits and gated)
     x = floats(42, TOKENS, 48)
     for most in (0.0, 0.4):
         want, bound, _, _ = expected(bundles, SOME, x, None, most)

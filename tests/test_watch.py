@@ -38,7 +38,7 @@ MODELS = {
     "relu": lambda: llama("relu"),
     "fatrelu": lambda: llama("fatrelu").add("llama.hidden_act_param", F32, 2.5),
     "cats": lambda: llama("cats").add("llama.hidden_act_param", F32, 0.5),
-    "cats of neurons": lambda: give_limits(llama("cats")),
+    "cats of neurons": lambda: give_limits(llama("cats"), products=True),
     "fatrelu of neurons": lambda: give_limits(llama("fatrelu")),
     "drelu": lambda: family_gguf("bamboo"),
     "relu2, plain": lambda: family_gguf("nemotron"),
@@ -119,8 +119,14 @@ def products(checkpoint: Checkpoint, layer: int, x: np.ndarray) -> tuple[np.ndar
     bound = 4 * config.d_model * EPS * (np.abs(n) @ np.abs(first).T + 1)
     act, limit = ffn.activation, take("threshold") if ffn.thresholds else ffn.threshold
     a = reference.activate("relu" if act == "drelu" else act, inner, None, limit)
-    h = reference.activate(act, inner, n @ take("up").T if ffn.gated else None, limit)
+    up = n @ take("up").T if ffn.gated else None
+    h = reference.activate(act, inner, up, limit)
     close = np.abs((np.abs(a) if act == "cats" else inner) - limit) <= 1.2 * bound
+    if ffn.product_thresholds:
+        assert up is not None
+        least, off = take("product_threshold"), 4 * config.d_model * EPS * (np.abs(n) @ np.abs(take("up")).T + 1)
+        close |= np.abs(np.abs(h) - least) <= 1.2 * bound * np.abs(up) + (np.abs(a) + 1.2 * bound) * off
+        h = np.where(np.abs(h) <= least, 0, h)
     if act == "drelu":
         close |= np.abs(n @ take("up").T) <= bound
     return h, a, close

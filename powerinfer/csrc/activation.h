@@ -42,11 +42,19 @@ struct Activation {
   bool operator==(const Activation& other) const { return kind == other.kind && threshold == other.threshold; }
 };
 
-// h = act(gate . n + gate_bias) * (up . n + up_bias) of the input n, or without a gate act(up . n + up_bias).
+// h = act(gate . n + gate_bias) * (up . n + up_bias) of the input n, or without a gate act(up . n + up_bias). With
+// product_limits it is zero where its magnitude does not exceed its neuron's.
 struct NeuronSpec {
   Activation activation;
   std::vector<float> gate_bias, up_bias;  // a value for each neuron; empty: none
   std::vector<float> limits;              // of each neuron, the activation's threshold; empty: that of all
+  std::vector<float> product_limits;      // of each neuron; empty: none, as always without a gate
   const std::vector<float>& first_bias(bool gated) const { return gated ? gate_bias : up_bias; }
   const float* limits_from(int64_t neuron) const { return limits.empty() ? nullptr : limits.data() + neuron; }
+  // The products h of n neurons from `neuron` on, in place.
+  void drop_products(float* h, int64_t neuron, int64_t n) const {
+    if (product_limits.empty()) return;
+    const float* own = product_limits.data() + neuron;
+    for (int64_t i = 0; i < n; i++) h[i] = fabsf(h[i]) <= own[i] ? 0.0f : h[i];  // NaN stays
+  }
 };

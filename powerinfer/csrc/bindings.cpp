@@ -242,10 +242,11 @@ nb::ndarray<nb::numpy, int32_t, nb::ndim<1>> row_order_of(const std::string& typ
 }
 
 void check_vectors(const Bundles& b) {
-  for (const Vector* one : {&b.spec.gate_bias, &b.spec.up_bias, &b.spec.limits})
+  for (const Vector* one : {&b.spec.gate_bias, &b.spec.up_bias, &b.spec.limits, &b.spec.product_limits})
     require(one->empty() || (int64_t)one->size() == b.neurons,
             "biases and thresholds must have one value for every neuron");
   require(b.gated() || b.spec.gate_bias.empty(), "a bias of gate, but no gate");
+  require(b.gated() || b.spec.product_limits.empty(), "thresholds of products, but no gate");
 }
 
 constexpr int64_t LINE = 64;  // bytes, in which `PiRows` says where bundles lie
@@ -639,11 +640,12 @@ void bind_neuron_spec(nb::module_& m) {
       "What neurons compute with their weights: activation, a name of ACTIVATIONS; threshold, of\n"
       "fatrelu and cats; biases of gate and up, a value for each neuron; limits, in place of threshold\n"
       "one for each neuron. Of topk, threshold is how many neurons of a bank are kept, and limits the units\n"
-      "in which their magnitudes are compared.")
+      "in which their magnitudes are compared. product_limits, beside limits of fatrelu and cats and with a\n"
+      "gate: what the magnitude of each neuron's product of gate and up must exceed, or it is zero.")
       .def(
           "__init__",
           [](NeuronSpec* spec, const std::string& activation, float threshold, std::optional<Floats> gate_bias,
-             std::optional<Floats> up_bias, std::optional<Floats> limits) {
+             std::optional<Floats> up_bias, std::optional<Floats> limits, std::optional<Floats> product_limits) {
             const Activation own{index_of(ACTIVATIONS, PI_N_ACTS + 1, activation, "activation"), threshold};
             if (own.in_banks())
               require(limits && threshold >= 1 && threshold <= PI_BANK && threshold == floorf(threshold),
@@ -651,10 +653,13 @@ void bind_neuron_spec(nb::module_& m) {
             else
               require(!limits || (own.has_threshold() && threshold == 0),
                       "thresholds of neurons are for fatrelu and cats, and in place of one of all");
-            new (spec) NeuronSpec{own, vector_of(gate_bias), vector_of(up_bias), vector_of(limits)};
+            require(!product_limits || (limits && own.has_threshold()),
+                    "thresholds of products go with thresholds of neurons, of fatrelu and cats");
+            new (spec)
+                NeuronSpec{own, vector_of(gate_bias), vector_of(up_bias), vector_of(limits), vector_of(product_limits)};
           },
           "activation"_a = ACTIVATIONS[PI_SILU], "threshold"_a = 0.0f, "gate_bias"_a = nb::none(),
-          "up_bias"_a = nb::none(), "limits"_a = nb::none());
+          "up_bias"_a = nb::none(), "limits"_a = nb::none(), "product_limits"_a = nb::none());
 }
 
 void bind_bundles(nb::module_& m) {

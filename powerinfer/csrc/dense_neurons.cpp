@@ -20,21 +20,23 @@ DenseNeurons::DenseNeurons(NeuronSpec spec, std::shared_ptr<Matrix> gate, std::s
   check(gate_ || spec_.gate_bias.empty(), "a bias of gate without a gate");
   check_bias(spec_.gate_bias, neurons(), "gate");
   check_bias(spec_.up_bias, neurons(), "up");
-  check(spec_.limits.empty() || (int64_t)spec_.limits.size() == neurons(), "thresholds must be one for every neuron");
+  for (const Vector* one : {&spec_.limits, &spec_.product_limits})
+    check(one->empty() || (int64_t)one->size() == neurons(), "thresholds must be one for every neuron");
+  check(gate_ || spec_.product_limits.empty(), "thresholds of products without a gate");
   check(!spec_.activation.in_banks() || neurons() % PI_BANK == 0, "topk needs whole banks of neurons");
-  for (Vector* one : {&spec_.gate_bias, &spec_.up_bias, &spec_.limits}) *one = padded(std::move(*one));
+  for (Vector* one : {&spec_.gate_bias, &spec_.up_bias, &spec_.limits, &spec_.product_limits})
+    *one = padded(std::move(*one));
 }
 
 bool DenseNeurons::same_kind(const Bundles& bundles) const {
   return bundles.complete() && bundles.neurons == neurons() && bundles.gated() == gated() &&
          bundles.spec.activation == spec_.activation && same(spec_.gate_bias, bundles.spec.gate_bias) &&
-         same(spec_.up_bias, bundles.spec.up_bias) && same(spec_.limits, bundles.spec.limits);
+         same(spec_.up_bias, bundles.spec.up_bias) && same(spec_.limits, bundles.spec.limits) &&
+         same(spec_.product_limits, bundles.spec.product_limits);
 }
 
 void DenseNeurons::sum(Thread& t, const PiActs* acts, int64_t tokens, const Destination& to, int64_t* fired) const {
-  const Columns mine = multiply(t, acts, tokens);
-  if (fired) count_fired(t, mine, tokens, fired);
-  add_down(t, tokens, mine, to);
+  add_down(t, tokens, multiply(t, acts, tokens), to, fired);
 }
 
 void DenseNeurons::count_fired(const Thread& t, const Columns& mine, int64_t tokens, int64_t* fired) {
@@ -59,6 +61,7 @@ Columns DenseNeurons::multiply(Thread& t, const PiActs* acts, int64_t tokens) co
     const float* limits = spec_.limits_from(mine.c0);
     if (watch) watch->before(look, i, spec_.activation, limits, h, up);
     spec_.activation.apply(w.kernels, h, up, mine.lanes(), limits);
+    spec_.drop_products(h, mine.c0, mine.lanes());
     if (watch) watch->after(look, i, h);
   }
   if (watch && mine.n()) watch->count(look, tokens);
@@ -75,14 +78,14 @@ Columns DenseNeurons::activate(Thread& t, const PiActs* acts, int64_t tokens) co
   return mine;
 }
 
-void DenseNeurons::finish(Thread& t, const PiActs* acts, int64_t tokens, float threshold, const Destination& to,
-                          NeuronCounts& done, int64_t* fired) const {
+Columns DenseNeurons::multiply_up(Thread& t, const PiActs* acts, int64_t tokens, float threshold,
+                                  NeuronCounts& done) const {
   Program& p = *t.program;
   Workspace& w = *p.workspace;
   const Columns mine(*up_, *w.pool, t.id, 2);  // two panels: a whole block of h
   const int64_t n = mine.n();
   if (gate_) w.linear(t.id, *up_, spec_.up_bias, acts, p.up, p.ldh, tokens, false, mine.p0, mine.p1);
-  done = {0, gate_ ? n : 0, n, 0, 0};
+  done = {0, gate_ ? n : 0, 0, 0, 0};
   for (int64_t i = 0; i < tokens && n; i++) {
     float *h = p.gate + i * p.ldh + mine.c0, *up = p.up + i * p.ldh + mine.c0;
     if (threshold > 0.0f)
@@ -91,15 +94,16 @@ void DenseNeurons::finish(Thread& t, const PiActs* acts, int64_t tokens, float t
     if (gate_) {
       spec_.activation.apply_second(w.kernels, up, mine.lanes());
       for (int64_t j = 0; j < n; j++) h[j] *= up[j];
+      spec_.drop_products(h, mine.c0, n);
     }
     for (int64_t j = 0; j < n; j++) done.active += h[j] != 0.0f;
   }
-  if (fired) count_fired(t, mine, tokens, fired);
-  add_down(t, tokens, mine, to);
+  return mine;
 }
 
-// The sum of down times h, of which this thread has made its columns.
-void DenseNeurons::add_down(Thread& t, int64_t tokens, const Columns& mine, const Destination& to) const {
+void DenseNeurons::add_down(Thread& t, int64_t tokens, const Columns& mine, const Destination& to,
+                            int64_t* fired) const {
+  if (fired) count_fired(t, mine, tokens, fired);
   Program& p = *t.program;
   Workspace& w = *p.workspace;
   const int form = down_->form();

@@ -16,27 +16,28 @@ class DenseNeurons {
   int64_t d_model() const { return up_->k; }
   bool gated() const { return (bool)gate_; }
   bool in_memory() const { return first().data && up_->data && down_->data; }
-  // Whether bundles hold neurons of the same kind: as many, with the same activation, biases and limits.
+  // Whether bundles hold neurons of the same kind: as many, with the same activation, biases and thresholds.
   bool same_kind(const Bundles& bundles) const;
   int forms() const { return first().form() | up_->form(); }  // of the input
 
   // ---- For the threads of a job of a program. acts: the input, normalised, in `forms`.
   // The sum of all of them. Ends with a barrier. fired: if not null, [neurons], counts the tokens that each fires for.
   void sum(Thread& t, const PiActs* acts, int64_t tokens, const Destination& to, int64_t* fired) const;
-  // The same in two steps. `activate` writes this thread's columns of the first product's activations to the program's
-  // `gate` and returns which these are; `finish` does the rest, where activations up to `threshold` count as zero.
-  // done: the counts of this thread; fired: as above.
-  Columns activate(Thread& t, const PiActs* acts, int64_t tokens) const;
-  void finish(Thread& t, const PiActs* acts, int64_t tokens, float threshold, const Destination& to, NeuronCounts& done,
-              int64_t* fired) const;
-  // Writes this thread's columns of h to the program's `gate` and returns which these are.
+  // The same in two steps: `multiply` writes this thread's columns of h to the program's `gate` and returns which these
+  // are; `add_down` does the rest.
   Columns multiply(Thread& t, const PiActs* acts, int64_t tokens) const;
+  void add_down(Thread& t, int64_t tokens, const Columns& mine, const Destination& to, int64_t* fired) const;
+  // `multiply` in two steps, with a barrier between: `activate` writes the first product's activations; `multiply_up`
+  // makes them h, where activations up to `threshold` count as zero. done: what this thread has read for the second.
+  Columns activate(Thread& t, const PiActs* acts, int64_t tokens) const;
+  Columns multiply_up(Thread& t, const PiActs* acts, int64_t tokens, float threshold, NeuronCounts& done) const;
+  // Whether far fewer products may be nonzero than activations.
+  bool drops_products() const { return !spec_.product_limits.empty(); }
 
  private:
   const Matrix& first() const { return gate_ ? *gate_ : *up_; }  // what the activation is on
   static void count_fired(const Thread& t, const Columns& mine, int64_t tokens, int64_t* fired);
-  void add_down(Thread& t, int64_t tokens, const Columns& mine, const Destination& to) const;
 
-  NeuronSpec spec_;  // biases and limits padded to whole panels
+  NeuronSpec spec_;  // biases and thresholds padded to whole panels
   const std::shared_ptr<Matrix> gate_, up_, down_;
 };

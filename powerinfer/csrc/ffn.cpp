@@ -147,29 +147,42 @@ void Ffn::run(Thread& t, const Step& step) {
 
 // ---- The neurons that fire ------------------------------------------------------------------------------------------
 
-// The gates from the matrices, the rest from bundles, or, where many fire, from the matrices too.
+// The gates from the matrices, the rest from bundles, or, where many fire, from the matrices too. Where products have
+// thresholds, down is decided on again: few products may be left of many gates.
 void Ffn::exact(Thread& t, const NeuronSum::Piece& piece) {
   Program& p = *t.program;
   Workspace& w = *p.workspace;
   const int64_t tokens = piece.x.tokens;
   const PiActs* acts = w.prepare(t.id, piece.x, spec_.norm, dense_->forms() | bundled_->bundles->forms());
-  list_firing(t, acts, tokens);
+  NeuronLists::Share& own = w.lists().shares[(size_t)t.id];
+  list_firing(t, dense_->activate(t, acts, tokens), tokens, bundled_->threshold, own.counts);
   w.pool->barrier();
   if (!many(w.lists(), tokens)) return bundled_->sum_listed(t.id, piece, acts, p.gate, p.ldh, nullptr);
-  dense_->finish(t, acts, tokens, bundled_->threshold, piece.to, w.lists().shares[(size_t)t.id].done, piece.fired);
+  const Columns mine = dense_->multiply_up(t, acts, tokens, bundled_->threshold, own.done);
+  if (dense_->drops_products()) {
+    int64_t counts[PI_NEURON_TOKENS];  // not the share's: candidates are those whose gates fire
+    w.pool->barrier();                 // all have read the lists
+    list_firing(t, mine, tokens, 0.0f, counts);
+    w.pool->barrier();
+    if (!many(w.lists(), tokens)) {
+      if (t.id == 0) bundled_->count_up(dense_->neurons());
+      return bundled_->sum_listed(t.id, piece, acts, p.gate, p.ldh, nullptr, true);
+    }
+  }
+  own.done.down = mine.n();
+  dense_->add_down(t, tokens, mine, piece.to, piece.fired);
   if (t.id == 0) bundled_->count(tokens);
   w.pool->barrier();
 }
 
-// Lists this thread's neurons that fire; their activations are in `gate`.
-void Ffn::list_firing(Thread& t, const PiActs* acts, int64_t tokens) {
-  Program& p = *t.program;
-  Workspace& w = *p.workspace;
-  NeuronLists::Share& own = w.lists().shares[(size_t)t.id];
-  const Columns mine = dense_->activate(t, acts, tokens);
-  std::fill(own.counts, own.counts + PI_NEURON_TOKENS, 0);
-  own.n = w.kernels->neurons->keep(p.gate + mine.c0, p.ldh, tokens, mine.n(), 1, bundled_->threshold, (int32_t)mine.c0,
-                                   own.listed.data(), own.counts);
+// Lists this thread's columns that exceed `limit` in `gate`; counts: for each token.
+void Ffn::list_firing(Thread& t, const Columns& mine, int64_t tokens, float limit, int64_t* counts) {
+  const Program& p = *t.program;
+  NeuronLists::Share& own = p.workspace->lists().shares[(size_t)t.id];
+  std::fill(counts, counts + PI_NEURON_TOKENS, 0);
+  own.n = p.workspace->kernels->neurons->keep(p.gate + mine.c0, p.ldh, tokens, mine.n(), 1, limit, (int32_t)mine.c0,
+                                              own.listed.data(), counts);
+  own.cells = std::accumulate(counts, counts + tokens, (int64_t)0);
 }
 
 // Whether so many neurons fire that reading a whole matrix is faster than reading their rows. With many tokens, each
@@ -179,7 +192,7 @@ bool Ffn::many(const NeuronLists& lists, int64_t tokens) const {
   int64_t listed = 0, cells = 0;
   for (const NeuronLists::Share& share : lists.shares) {
     listed += share.n;
-    cells += std::accumulate(share.counts, share.counts + tokens, (int64_t)0);
+    cells += share.cells;
   }
   const double least = dense_above_ * (double)dense_->neurons();
   return (double)listed > least && 4.0 * (double)cells > least * (double)tokens;

@@ -61,7 +61,7 @@ class Ffn : public Op {
   Way way(const Program& p, int64_t tokens) const;
   void exact(Thread& t, const NeuronSum::Piece& piece);
   void predicted(Thread& t, const NeuronSum::Piece& piece);
-  void list_firing(Thread& t, const PiActs* acts, int64_t tokens);
+  static void list_firing(Thread& t, const Columns& mine, int64_t tokens, float limit, int64_t* counts);
   bool falls_back() const { return dense_above_ < 1 && !bundled_->bundles->slots; }
   bool many(const NeuronLists& lists, int64_t tokens) const;
   void sample(Thread& t, const PiActs* acts, int64_t tokens);

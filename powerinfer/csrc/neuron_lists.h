@@ -17,6 +17,7 @@ class NeuronLists {
     std::vector<int32_t> listed;
     int64_t n;                         // number listed
     int64_t counts[PI_NEURON_TOKENS];  // and for each token
+    int64_t cells;                     // of the last list, in all
     NeuronCounts done;
     NeuronBlock block;
     std::vector<int32_t> taken;   // what it sums of the lists of all threads

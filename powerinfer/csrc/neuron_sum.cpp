@@ -87,7 +87,7 @@ void NeuronSum::list_selected(int thread, const Piece& piece) {
 }
 
 void NeuronSum::sum_listed(int thread, const Piece& piece, const PiActs* acts, const float* known, int64_t ldk,
-                           const Predictor* predictor) {
+                           const Predictor* predictor, bool multiplied) {
   NeuronLists& lists = workspace->lists();
   NeuronLists::Share& own = lists.shares[(size_t)thread];
   const int64_t tokens = piece.x.tokens, n = lists.take(thread, pi_across(bundles->down.type) >= 0);
@@ -97,7 +97,8 @@ void NeuronSum::sum_listed(int thread, const Piece& piece, const PiActs* acts, c
   std::fill(own.sums.begin(), own.sums.begin() + tokens * lists.lds, 0.0f);
   own.done = {};
   int64_t* const fired = piece.fired || !piece.counted || !counts_fired ? piece.fired : fired_.data();
-  const Firing firing = {known, ldk, some ? lists.selected_by.data() : nullptr, threshold, piece.groups};
+  const float limit = multiplied ? 0.0f : threshold;  // which is of activations
+  const Firing firing = {known, ldk, some ? lists.selected_by.data() : nullptr, limit, piece.groups, multiplied};
   if (bundles->slots) add_from_disk(thread, piece, acts, firing, n, fired);
   else
     add_neurons(workspace->kernels, *bundles, acts, tokens, own.taken.data(), n, firing, own.block, own.sums.data(),

@@ -48,14 +48,15 @@ class NeuronSum {
   // Sums the selected neurons; all their gates are computed.
   void sum_selected(int thread, const Piece& piece);
   // Sums the neurons that all threads have listed; called right after a barrier. acts: x normalised, in the forms that
-  // the bundles require. known: the activations of the first product, [tokens][ldk], null: to be computed. predictor:
-  // the one that made the lists, or null.
+  // the bundles require. known: the activations of the first product, [tokens][ldk], null: to be computed; multiplied:
+  // they are h, and the neurons are in memory. predictor: the one that made the lists, or null.
   void sum_listed(int thread, const Piece& piece, const PiActs* acts, const float* known, int64_t ldk,
-                  const Predictor* predictor);
+                  const Predictor* predictor, bool multiplied = false);
   // Adds up the threads' work in a step: `done`, and the numbers that they listed.
   void count(int64_t tokens);
-  // Gates that the caller has computed from elsewhere.
+  // Gates, and rows of up, that the caller has computed from elsewhere.
   void count_gates(int64_t rows) { stats_.first_rows += rows; }
+  void count_up(int64_t rows) { stats_.up_rows += rows; }
   // The fewest slots of neurons on disk.
   static int64_t least_slots(const Pool& pool, int64_t neurons);
   // The counters as they are, and their reset; also for who has the pool between jobs.

@@ -338,7 +338,7 @@ class GpuLayers:
         inputs = [up] if gate is None else [gate, up]
         first = self._products("ffn", *inputs, biases=(vectors.gate_bias, vectors.up_bias)[2 - len(inputs) :])
         second = self._products("ffn", down, biases=[vectors.down_bias])
-        limits = self._some(vectors.limits)
+        limits, product_limits = self._some(vectors.limits), self._some(vectors.product_limits)
         about, neurons, plain = self._config.layers[layer].neurons, up.rows, gate is None  # not the matrices themselves
         limit = about.threshold if limits is None else limits
         kept = int(about.threshold) if about.activation == "topk" else 0
@@ -349,7 +349,7 @@ class GpuLayers:
                 hidden = gpu.activate(about.activation, product, None, limit, kept)
             else:
                 halves = product[:, :neurons], product[:, neurons:]
-                hidden = gpu.activate(about.activation, *halves, limit, kept)
+                hidden = gpu.activate(about.activation, *halves, limit, kept, product_limits)
             out = second(hidden)
             step.add(_normalised(out_norm, out))
 

@@ -43,11 +43,11 @@ PIECE = 32 << 20
 
 BUFFERS = 2
 
-BESIDE = 24
+BESIDE = 28
 """Maximum bytes of metadata per bundle: its offset, its group, the offset of the group's scales, and its vectors."""
 
 _LAYER_PIECES = 8  # of a layer's matrices, at least, if they are not so small
-_PADDING = 6 * LINE  # the parts of a piece begin at cache lines
+_PADDING = 7 * LINE  # the parts of a piece begin at cache lines
 _SEGMENT = 2 << 20  # torch's rounding of tensors of that size on a GPU
 _MOST_THREADS = 4  # copying; more threads are not faster
 _LEAST_SHARE = 1 << 20  # minimum bytes per thread

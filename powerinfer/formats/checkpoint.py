@@ -6,13 +6,14 @@
 
 Names: `embed`, `positions`, `project_in`, `project_out`, `final_norm`, `head` (absent when the embedding is the head),
 and per layer `layers.N.` + `attn_norm q k v o q_norm k_norm attn_out_norm ffn_norm gate up down ffn_out_norm`, with
-`_bias` behind the name of a matrix or a LayerNorm, and perhaps `threshold` of each neuron's activation. Latent
-attention has `q` or `q_a q_a_norm q_b`, and `kv_a kv_a_norm k_b v_b o` (`LatentAttentionConfig`). Layers of experts
-have `router experts_gate experts_up experts_down` (of all experts, [experts, out, in]) and perhaps `shared_gate
-shared_up shared_down shared_weight` in place of `gate up down`. Which of them a model has follows from its
-configuration (`layout.py`). A file may also have `predictor_in` [rank, d_model] and `predictor_out` [neurons, rank] for
-every layer, and may store `down` as `down_rows` [neurons, d_model], or `k_b` as `k_b_rows`; then there are both. All
-matrices are [out_features, in_features]. Opening reads headers only; tensors are views of mapped files.
+`_bias` behind the name of a matrix or a LayerNorm, and perhaps `threshold` of each neuron's activation, and
+`product_threshold` of its product. Latent attention has `q` or `q_a q_a_norm q_b`, and `kv_a kv_a_norm k_b v_b o`
+(`LatentAttentionConfig`). Layers of experts have `router experts_gate experts_up experts_down` (of all experts,
+[experts, out, in]) and perhaps `shared_gate shared_up shared_down shared_weight` in place of `gate up down`. Which of
+them a model has follows from its configuration (`layout.py`). A file may also have `predictor_in` [rank, d_model] and
+`predictor_out` [neurons, rank] for every layer, and may store `down` as `down_rows` [neurons, d_model], or `k_b` as
+`k_b_rows`; then there are both. All matrices are [out_features, in_features]. Opening reads headers only; tensors are
+views of mapped files.
 """
 
 from __future__ import annotations
@@ -248,7 +249,7 @@ class Checkpoint:
         for file in self._files:
             file.check()
         self._taken.add(own)
-        if name.endswith(".threshold"):
+        if name.endswith((".threshold", ".product_threshold")):
             self._check_thresholds(name, tensor.gathered().float32())
         if name not in self._targets:
             return tensor.gathered()

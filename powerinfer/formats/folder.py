@@ -38,6 +38,7 @@ _LLAMA = Names(
         **{name: f"self_attn.{name}" for name in ("q_norm", "k_norm")},
         **{name: f"mlp.{name}_proj" for name in ("gate", "up", "down")},
         "threshold": "mlp.threshold",
+        "product_threshold": "mlp.product_threshold",
         "predictor_in": "mlp.predictor.fc1",  # of TurboSparse models
         "predictor_out": "mlp.predictor.fc2",
     },
@@ -93,6 +94,7 @@ _OPENELM = Names(
         **dict.fromkeys(("gate", "up"), "ffn.proj_1"),
         "down": "ffn.proj_2",
         "threshold": "ffn.threshold",
+        "product_threshold": "ffn.product_threshold",
     },
 )
 _FALCON_TWO_NORMS = replace(_FALCON, inner=_FALCON.inner | {"attn_norm": "ln_attn", "ffn_norm": "ln_mlp"})
@@ -169,8 +171,8 @@ _NAMES = {
     "olmo3": replace(_LLAMA, inner=_LLAMA.inner | _FOUR_NORMS),
     "phi3": replace(_LLAMA, inner=_LLAMA.inner | _PHI3),
 }
-THRESHOLD = ".threshold"
-"""The end of the names of thresholds of neurons, which are parameters of their own, not weights of a module."""
+THRESHOLD = (".threshold", ".product_threshold")
+"""The ends of the names of thresholds of neurons, which are parameters of their own, not weights of a module."""
 _DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 NORMS_LESS_ONE = ("nemotron", "gemma3_text", *_DELTA)
 _MAX_SHARDS = 1 << 12
@@ -233,7 +235,7 @@ def open_folder(folder: Path) -> Source:
         stored, left_out = _of_delta(stored)
         notes += left_out
     names = file_names(config, stored)
-    stored = _with_thresholds(config, stored, folder)
+    config, stored = _with_thresholds(config, stored, folder)
     if config.tied_embeddings:
         _drop_tied_head(stored, files, names, folder)
     predictors = config.architecture == "bamboo" and any(".mlp.predictor." in name for name in stored)
@@ -292,14 +294,17 @@ def _of_delta(stored: dict[str, RawTensor]) -> tuple[dict[str, RawTensor], list[
     return found, ["only text is read: the part for pictures is left out"] if pictures else []
 
 
-def _with_thresholds(config: ModelConfig, stored: dict[str, RawTensor], folder: Path) -> dict[str, RawTensor]:
-    """The tensors, with the names of others for the thresholds of neurons; ModelError where config.json says otherwise
-    than the tensors."""
-    found = [name for name in stored if name.endswith(THRESHOLD)]
+def _with_thresholds(
+    config: ModelConfig, stored: dict[str, RawTensor], folder: Path
+) -> tuple[ModelConfig, dict[str, RawTensor]]:
+    """The configuration, with the product thresholds that only tensors show, and the tensors, with the names of others
+    for the thresholds of neurons; ModelError where config.json says otherwise than the tensors."""
+    of_activations, of_products = ([name for name in stored if name.endswith(end)] for end in THRESHOLD)
+    found = [*of_activations, *of_products]
     each = any(isinstance(layer.ffn, FfnConfig) and layer.ffn.thresholds for layer in config.layers)
-    if each and not found and config.in_banks:
+    if each and not of_activations and config.in_banks:
         raise ModelError(f"{folder}: activation topk without thresholds of neurons")
-    if each and not found:
+    if each and not of_activations:
         raise ModelError(
             f"{folder / 'config.json'}: hidden_act_param is missing, and the folder has no thresholds of neurons"
         )
@@ -308,7 +313,11 @@ def _with_thresholds(config: ModelConfig, stored: dict[str, RawTensor], folder: 
             f"{folder}: has thresholds of single neurons ({shown(found[0])}), which go neither with hidden_act_param "
             f"in config.json nor with experts nor with an activation other than {', '.join(THRESHOLDED)} and topk"
         )
-    return {f"{name}.weight" if name.endswith(THRESHOLD) else name: tensor for name, tensor in stored.items()}
+    if of_products:
+        layers = (replace(layer, ffn=replace(layer.neurons, product_thresholds=True)) for layer in config.layers)
+        config = replace(config, layers=tuple(layers))
+        layout.check(config, str(folder))
+    return config, {f"{name}.weight" if name.endswith(THRESHOLD) else name: one for name, one in stored.items()}
 
 
 def _add_one_to_norms(tensors: dict[str, StoredTensor], files: list[MappedFile]) -> None:

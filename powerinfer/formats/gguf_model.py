@@ -143,6 +143,7 @@ NAMES = Names(
         "up": "ffn_up",
         "down": "ffn_down",
         "threshold": "ffn_threshold",
+        "product_threshold": "ffn_product_threshold",
         "router": "ffn_gate_inp",
         "router_correction": "exp_probs_b",
         **{f"experts_{part}": f"ffn_{part}_exps" for part in ("gate", "up", "down")},
@@ -433,20 +434,20 @@ def _latent_rope(file: GGUFFile, fields: Fields, family: _Family, dim: int) -> t
 
 def _ffns(file: GGUFFile, fields: Fields, family: _Family, n_layers: int) -> list[FfnKind]:
     """The FFN of each layer; layers with a router have experts."""
-    each = _somewhere(file, "ffn_threshold")
+    each, of_products = (_somewhere(file, name) for name in ("ffn_threshold", "ffn_product_threshold"))
     activation, thresholds = _activation(fields, family, n_layers, each)
     bias = "blk.0.ffn_up.bias" in file.tensors
     default = {"default": 1} if fields.has("expert_feed_forward_length") and family.delta else {}
     sizes = fields.integers("feed_forward_length", n_layers, 1, layout.MAX_WIDTH, **default)
     ffns: list[FfnKind] = [
-        FfnConfig(size, activation, threshold, family.gated, bias, each)
+        FfnConfig(size, activation, threshold, family.gated, bias, each, of_products)
         for size, threshold in zip(sizes, thresholds, strict=True)
     ]
     if family.experts is None or not fields.integer("expert_count", 0, layout.MAX_EXPERTS, 0):
         fields.only("expert_count", 0)
         fields.only("expert_used_count", 0)
         return ffns
-    if each:
+    if each or of_products:
         raise ModelError(f"{file.path}: has thresholds of single neurons, which models of experts cannot have")
     experts = _experts(file, fields, family.experts, activation, sizes[0])
     experts = replace(experts, early_router=family.early_router)

@@ -384,12 +384,17 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool
 
 
 def activate(
-    activation: str, x: Tensor, up: Tensor | None = None, limit: float | Tensor = 0.0, kept: int = 0
+    activation: str,
+    x: Tensor,
+    up: Tensor | None = None,
+    limit: float | Tensor = 0.0,
+    kept: int = 0,
+    product_limits: Tensor | None = None,
 ) -> Tensor:
     """The FFN's product h of gate . n and up . n or, without a gate, of up . n alone (here x); of their shape.
 
     limit: the threshold of fatrelu and cats, of all neurons or float32 [neurons] of each, as topk has; kept: neurons of
-    a bank, of topk.
+    a bank, of topk; product_limits: float32 [neurons], with up: h that does not exceed it in magnitude is zero.
     """
     if activation == "swiglu_oai":
         assert up is not None
@@ -401,7 +406,7 @@ def activate(
         h = _keep_largest(h, limit, kept)
     if up is None:
         return h
-    return h * (up.relu() if activation == "drelu" else up)
+    return _above(h * (up.relu() if activation == "drelu" else up), product_limits)
 
 
 def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, factor: float) -> Tensor:
@@ -632,6 +637,7 @@ def empty_neurons(
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     limits: Tensor | None = None,
+    product_limits: Tensor | None = None,
 ) -> Neurons:
     """Room for n neurons in `groups` groups, for `unpack`; the other arguments as in `Neurons`.
 
@@ -650,7 +656,8 @@ def empty_neurons(
     if last == "Q4_0X32":
         shared = torch.empty((groups, k), dtype=torch.float16, device=device)
     of = None if shared is None else group
-    return Neurons(gate, up, down, shared, of, gate_bias, up_bias, ffn.activation, ffn.threshold, limits)
+    vectors = gate_bias, up_bias, ffn.activation, ffn.threshold, limits, product_limits
+    return Neurons(gate, up, down, shared, of, *vectors)
 
 
 def unpack(
@@ -831,7 +838,12 @@ def products(neurons: Neurons, x: Tensor, selected: Tensor | None, threshold: fl
         up = linear(neurons.up, x, neurons.up_bias)
         up = up.relu_() if neurons.activation == "drelu" else up
         h = torch.where(h == 0, h, h * up)  # where gate is zero, up is ignored, even NaN
-    return h
+    return _above(h, neurons.product_limits)
+
+
+def _above(h: Tensor, product_limits: Tensor | None) -> Tensor:
+    """h [..., neurons], a temporary, with zeros where it does not exceed its neuron's threshold in magnitude."""
+    return h if product_limits is None else h.masked_fill_(h.abs() <= product_limits, 0)
 
 
 def _keep_largest(h: Tensor, unit: Tensor, kept: int) -> Tensor:

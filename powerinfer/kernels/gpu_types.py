@@ -96,7 +96,7 @@ class Neurons:
     up, and gate unless the FFN is plain: [n, d_model]; down: [n, d_model], row i is neuron i's column of down; its type
     may be Q4_0X32, then neuron i's scales are row group[i] of `shared`, float16 [groups, d_model], group int32 [n].
     gate_bias, up_bias: float32 [n]; activation: of config.ACTIVATIONS; threshold: of fatrelu and cats, or of each
-    neuron in `limits`, float32 [n].
+    neuron in `limits`, float32 [n]; product_limits: of h, float32 [n], only with a gate.
     """
 
     gate: Weight | None
@@ -109,6 +109,7 @@ class Neurons:
     activation: str
     threshold: float
     limits: Tensor | None = None
+    product_limits: Tensor | None = None
 
     @property
     def n(self) -> int:
@@ -119,7 +120,8 @@ class Neurons:
     def nbytes(self) -> int:
         """Bytes on the device."""
         weights = sum(w.nbytes for w in (self.gate, self.up, self.down) if w is not None)
-        return weights + tensor_bytes(self.shared, self.group, self.gate_bias, self.up_bias, self.limits)
+        vectors = self.gate_bias, self.up_bias, self.limits, self.product_limits
+        return weights + tensor_bytes(self.shared, self.group, *vectors)
 
 
 NOT_A_NUMBER = -1e30

@@ -125,16 +125,16 @@ def _tokens_of(a, T: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"])
 def _products_kernel(
-    x, gate, gate_scales, gate_bias, up, up_scales, up_bias, limits, selected, listed, length, h, fired, counts, tokens,
-    n, k, limit, threshold,
+    x, gate, gate_scales, gate_bias, up, up_scales, up_bias, limits, product_limits, selected, listed, length, h,
+    fired, counts, tokens, n, k, limit, threshold,
     GATED: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, LISTED: tl.constexpr, GATE_BIAS: tl.constexpr,
-    UP_BIAS: tl.constexpr, LIMITS: tl.constexpr, THRESHOLD: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr, PRECISION: tl.constexpr,
+    UP_BIAS: tl.constexpr, LIMITS: tl.constexpr, PRODUCT_LIMITS: tl.constexpr, THRESHOLD: tl.constexpr,
+    T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """h [tokens, n] at places of the list, of R neurons: rows of up are read only where gate is not zero.
 
     fired, by neuron, grows by the tokens; counts: number of the R neurons that fire. Without GATED, the gate arguments
-    are up's. LIMITS: the activation's threshold is not `limit` but each neuron's own.
+    are up's. LIMITS: the activation's threshold is not `limit` but each neuron's own; PRODUCT_LIMITS: h has one, too.
     """
     place = tl.program_id(0) * R + tl.arange(0, R)
     many, neuron = n, place
@@ -169,6 +169,9 @@ def _products_kernel(
                 if ACTIVATION == "drelu":
                     u = tl.where(u <= 0, 0.0, u)
                 a = tl.where(a == 0, 0.0, a * u)
+                if PRODUCT_LIMITS:
+                    least = tl.load(product_limits + row, mask=live, other=0)
+                    a = tl.where(tl.abs(a) <= (least[:, None] if T else least), 0.0, a)
                 fires = _tokens_of(a, T)
         if T:
             t = tl.arange(0, T)
@@ -382,12 +385,12 @@ def neuron_sum(
     first, bias = (up, neurons.up_bias) if neurons.gate is None else (neurons.gate, neurons.gate_bias)
     _products_kernel[(programs,)](
         x, first.data, either(first.scales, h), either(bias, h), up.data, either(up.scales, h),
-        either(neurons.up_bias, h), either(neurons.limits, h), either(selected, h), listed, length, h, fired, counts,
-        tokens, n, up.k, neurons.threshold, threshold,
+        either(neurons.up_bias, h), either(neurons.limits, h), either(neurons.product_limits, h),
+        either(selected, h), listed, length, h, fired, counts, tokens, n, up.k, neurons.threshold, threshold,
         GATED=neurons.gate is not None, ACTIVATION=neurons.activation, TYPE=up.type, LISTED=selected is not None,
         GATE_BIAS=bias is not None, UP_BIAS=neurons.up_bias is not None, LIMITS=neurons.limits is not None,
-        THRESHOLD=threshold > 0, T=columns(tokens), R=tile.rows, C=tile.columns, PRECISION=precision(x),
-        num_warps=tile.warps,
+        PRODUCT_LIMITS=neurons.product_limits is not None, THRESHOLD=threshold > 0, T=columns(tokens), R=tile.rows,
+        C=tile.columns, PRECISION=precision(x), num_warps=tile.warps,
     )  # fmt: skip
     down = neurons.down, neurons.shared, neurons.group
     if selected is not None:  # most of what a selector selects fires: not worth another list

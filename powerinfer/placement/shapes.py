@@ -195,7 +195,7 @@ class Model:
 
     def layer_vectors(self, dense: bool, layers: int = 1) -> int:
         """Norms, biases and thresholds of the first layers; without `dense` not those that go with neurons."""
-        left_out = () if dense else ("gate_bias", "up_bias", "threshold")
+        left_out = () if dense else ("gate_bias", "up_bias", "threshold", "product_threshold")
         return 4 * sum(size for each in self._vectors[:layers] for name, size in each.items() if name not in left_out)
 
     @cached_property
@@ -225,10 +225,11 @@ class Model:
         return max(map(self.gpu_neuron_of, range(self.config.n_layers)))
 
     def gpu_neuron_of(self, layer: int) -> int:
-        """Bytes of one neuron on a GPU, `gpu_shared` aside: rows, biases, threshold, where its group is, counter."""
+        """Bytes of one neuron on a GPU, `gpu_shared` aside: rows, biases, thresholds, where its group is, counter."""
         bundles, ffn = self.bundles[layer], self.config.layers[layer].ffn.neurons
-        bias, threshold = ffn is not None and ffn.bias, ffn is not None and ffn.thresholds
-        vectors = (2 if bundles.gated else 1) * bias + threshold + (bundles.down_type == "Q4_0X32")
+        vectors = int(bundles.down_type == "Q4_0X32")
+        if ffn is not None:
+            vectors += (2 if bundles.gated else 1) * ffn.bias + ffn.thresholds + ffn.product_thresholds
         return gpu.neuron_bytes(bundles) + 4 * vectors + 8
 
     @property

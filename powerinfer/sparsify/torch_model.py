@@ -60,9 +60,14 @@ Seen = Callable[[str, Neurons], None]
 
 
 def activate(
-    about: FfnConfig | ExpertsConfig, gate: Tensor | None, up: Tensor, thresholds: Tensor | None = None
+    about: FfnConfig | ExpertsConfig,
+    gate: Tensor | None,
+    up: Tensor,
+    thresholds: Tensor | None = None,
+    product_thresholds: Tensor | None = None,
 ) -> Tensor:
-    """h of neurons, as `tests/reference.py` defines it. thresholds: [d_ff], where each neuron has its own."""
+    """h of neurons, as `tests/reference.py` defines it. thresholds: [d_ff], where each neuron has its own;
+    product_thresholds: [d_ff], of h, or None."""
     own = up if gate is None else gate
     if about.activation == "swiglu_oai":
         own = own.clamp(max=OAI_LIMIT)
@@ -88,7 +93,8 @@ def activate(
             active = torch.where(own > threshold, own, 0)
     if gate is None:
         return active
-    return active * (functional.relu(up) if about.activation == "drelu" else up)
+    h = active * (functional.relu(up) if about.activation == "drelu" else up)
+    return h if product_thresholds is None else torch.where(h.abs() <= product_thresholds, 0, h)
 
 
 def largest(ranked: Tensor, kept: int) -> Tensor:
@@ -222,7 +228,8 @@ class TorchModel:
     def _plain(self, name: str, gate: Tensor | None, up: Tensor) -> Tensor:
         ffn = self.config.layers[int(name.split(".")[1])].ffn
         assert isinstance(ffn, FfnConfig | ExpertsConfig)
-        return activate(ffn, gate, up, self.weights.get(name + "threshold"))
+        own = (self.weights.get(name + part) for part in ("threshold", "product_threshold"))
+        return activate(ffn, gate, up, *own)
 
     def neurons(self, x: Tensor, name: str, expert: int | None = None) -> Neurons:
         """The sum of neurons whose matrices are `name` + gate, up and down, of x [..., d_model] behind the norm."""

@@ -596,7 +596,7 @@ struct Model {
     const auto ffn = [&](Norm n, Norm out) {
       const Activation activation{plain ? PI_RELU2 : PI_GELU_TANH, 0};
       const auto gate = plain ? nullptr : matrix(type, FF, D), up = matrix(other, FF, D), down = matrix(type, D, FF);
-      const NeuronSpec spec{activation, plain ? Vector() : r.normals(FF), {}, {}};
+      const NeuronSpec spec{activation, plain ? Vector() : r.normals(FF), {}, {}, {}};
       program->ffn({std::move(n), std::move(out), r.normals(D)}, std::make_shared<DenseNeurons>(spec, gate, up, down));
     };
     if (plain)
