@@ -118,11 +118,13 @@ def only_largest(model: TorchModel, share: float) -> AbstractContextManager[None
 
 
 def with_thresholds(model: TorchModel, factor: float) -> AbstractContextManager[None]:
-    """The model with every threshold, of a layer or of a neuron, times `factor`."""
+    """The model with every threshold, of a layer, of a neuron or of its product, times `factor`."""
 
     def hidden(name: str, gate: Tensor | None, up: Tensor) -> Tensor:
-        ffn, own = model.config.layers[int(name.split(".")[1])].ffn, model.weights.get(f"{name}threshold")
-        return activate(replace(ffn, threshold=factor * ffn.threshold), gate, up, None if own is None else factor * own)
+        ffn = model.config.layers[int(name.split(".")[1])].ffn
+        own = (model.weights.get(name + kind) for kind in ("threshold", "product_threshold"))
+        own = (None if one is None else factor * one for one in own)
+        return activate(replace(ffn, threshold=factor * ffn.threshold), gate, up, *own)
 
     return with_hidden(model, hidden)
 

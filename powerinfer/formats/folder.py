@@ -171,7 +171,7 @@ _NAMES = {
     "olmo3": replace(_LLAMA, inner=_LLAMA.inner | _FOUR_NORMS),
     "phi3": replace(_LLAMA, inner=_LLAMA.inner | _PHI3),
 }
-THRESHOLD = (".threshold", ".product_threshold")
+THRESHOLDS = (".threshold", ".product_threshold")
 """The ends of the names of thresholds of neurons, which are parameters of their own, not weights of a module."""
 _DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 NORMS_LESS_ONE = ("nemotron", "gemma3_text", *_DELTA)
@@ -299,7 +299,7 @@ def _with_thresholds(
 ) -> tuple[ModelConfig, dict[str, RawTensor]]:
     """The configuration, with the product thresholds that only tensors show, and the tensors, with the names of others
     for the thresholds of neurons; ModelError where config.json says otherwise than the tensors."""
-    of_activations, of_products = ([name for name in stored if name.endswith(end)] for end in THRESHOLD)
+    of_activations, of_products = ([name for name in stored if name.endswith(end)] for end in THRESHOLDS)
     found = [*of_activations, *of_products]
     each = any(isinstance(layer.ffn, FfnConfig) and layer.ffn.thresholds for layer in config.layers)
     if each and not of_activations and config.in_banks:
@@ -317,7 +317,7 @@ def _with_thresholds(
         layers = (replace(layer, ffn=replace(layer.neurons, product_thresholds=True)) for layer in config.layers)
         config = replace(config, layers=tuple(layers))
         layout.check(config, str(folder))
-    return config, {f"{name}.weight" if name.endswith(THRESHOLD) else name: one for name, one in stored.items()}
+    return config, {f"{name}.weight" if name.endswith(THRESHOLDS) else name: one for name, one in stored.items()}
 
 
 def _add_one_to_norms(tensors: dict[str, StoredTensor], files: list[MappedFile]) -> None:

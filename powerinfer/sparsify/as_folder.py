@@ -17,7 +17,7 @@ import numpy as np
 from powerinfer.config import AttentionConfig, ExpertsConfig, FfnConfig, ModelConfig, RopeConfig, Shape
 from powerinfer.errors import ModelError
 from powerinfer.formats.checkpoint import Checkpoint
-from powerinfer.formats.folder import THRESHOLD, file_names
+from powerinfer.formats.folder import THRESHOLDS, file_names
 from powerinfer.formats.folder_config import ARCHITECTURES, read_config
 from powerinfer.formats.tokenizer import Vocabulary
 from powerinfer.formats.tokenizer_folder import tokenizer_from_folder
@@ -64,7 +64,7 @@ class AsFolder(OtherFormat):
         if "{}" in name:
             yield from ((name.format(expert), shape[1:]) for expert in range(shape[0]))
         else:
-            yield name.removesuffix(".weight") if canonical.endswith(THRESHOLD) else name, shape
+            yield name.removesuffix(".weight") if canonical.endswith(THRESHOLDS) else name, shape
 
     # ------------------------------------------------------------------------------------------------ configuration
 

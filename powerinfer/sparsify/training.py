@@ -45,6 +45,7 @@ from torch.nn import functional
 from powerinfer.config import BANK, LIMITED, ExpertsConfig, FfnConfig, ModelConfig, SparsifyConfig
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.folder import THRESHOLDS
 from powerinfer.formats.layout import shapes
 from powerinfer.formats.prepared import TRAINING, PreparedFile
 from powerinfer.formats.quant import dequantize, quantize
@@ -263,7 +264,7 @@ class Sparsifier:
                     "trains scales alone: give the --type that it was made with"
                 )
             theirs[name] = moves
-        untrained = [name for name in ours if name not in self._all and not name.endswith(".threshold")]
+        untrained = [name for name in ours if name not in self._all and not name.endswith(THRESHOLDS)]
         moved = moved_biases(self._checkpoint.config)
         if not all(_alike(ours[name].cpu() + moved.get(name, 0.0), theirs[name]) for name in untrained):
             raise _no_start(start, self._checkpoint, self.config.recipe)
@@ -665,10 +666,14 @@ def check_start(start: Checkpoint, original: Checkpoint, recipe: str) -> None:
     """RequestError if the headers of a model say that the recipe did not make it out of the original."""
 
     def known(config: ModelConfig) -> tuple[Any, ...]:
-        sizes = {name: shape for name, shape in shapes(config) if not name.endswith(".threshold")}
+        sizes = {name: shape for name, shape in shapes(config) if not name.endswith(THRESHOLDS)}
         return sizes, [layer.attention for layer in config.layers]
 
-    if known(start.config) != known(original.config) or start.config.activations != RECIPES[recipe].activation:
+    made = RECIPES[recipe]
+    products = any(isinstance(one.ffn, FfnConfig) and one.ffn.product_thresholds for one in start.config.layers)
+    if known(start.config) != known(original.config) or start.config.activations != made.activation:
+        raise _no_start(start, original, recipe)
+    if products != made.products:
         raise _no_start(start, original, recipe)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from powerinfer.config import THRESHOLDED, Shape
 from powerinfer.errors import RequestError
 from powerinfer.formats.checkpoint import Checkpoint, Place
-from powerinfer.formats.folder import THRESHOLD, file_names
+from powerinfer.formats.folder import THRESHOLDS, file_names
 from powerinfer.formats.folder_config import read_config
 from powerinfer.formats.gguf import encoded, metadata_bytes, read_gguf, write_gguf
 from powerinfer.formats.gguf_model import NAMES, said_twice
@@ -117,7 +117,7 @@ def write_model(
     """
     out.mkdir(parents=True, exist_ok=True)
     stay = not added and about["hidden_act"] in THRESHOLDED and _LIMITS not in about
-    gone = [name for name in checkpoint.names() if name.endswith(THRESHOLD) and not stay]
+    gone = [name for name in checkpoint.names() if name.endswith(THRESHOLDS) and not stay]
     own = {name: float32_tensor(values) for name, values in added.items()}
     model = _Model(checkpoint, types, changed, new, about, own, gone)
     gguf = checkpoint.source == "gguf"
@@ -330,7 +330,7 @@ def _write_folder(model: _Model, out: Path) -> Path:
         changes = _changes(tensors, mapped.view(), places)
         kept = extra.copy() if path == home else {}  # first, where float32 is aligned whatever follows
         stored = sorted(tensors.items(), key=lambda one: one[1].data.ctypes.data)
-        kept |= {name: tensor for name, tensor in stored if not (gone and name.endswith(THRESHOLD))}
+        kept |= {name: tensor for name, tensor in stored if not (gone and name.endswith(THRESHOLDS))}
         with _whole(out / path.name) as to:
             about = ((name, tensor.type, tensor.shape, tensor.nbytes) for name, tensor in kept.items())
             to.write(safetensors_header(about, metadata))
@@ -339,7 +339,7 @@ def _write_folder(model: _Model, out: Path) -> Path:
                 to.write((tensor.data if change is None else change.data(model.stored, tensor.type)).data)
     if (checkpoint.path / _INDEX).exists():
         index, _ = read_json(checkpoint.path / _INDEX)
-        stay = {name: file for name, file in index["weight_map"].items() if not (gone and name.endswith(THRESHOLD))}
+        stay = {name: file for name, file in index["weight_map"].items() if not (gone and name.endswith(THRESHOLDS))}
         index["weight_map"] = stay | dict.fromkeys(extra, home.name)
         about_all = index.get("metadata")
         if type(about_all) is dict and type(about_all.get("total_size")) is int:
