@@ -85,8 +85,8 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         plain = (None, weight("F16"), weight("F16"), None, None, None, bias)
         for activation in ("silu", "gelu_tanh"):
             gpu.neuron_sum(gpu.Neurons(*plain, activation, 0.0), x, None, 0.1)
-        for activation in ("fatrelu", "cats"):
-            gpu.neuron_sum(gpu.Neurons(*plain, activation, 0.0, bias), x, None)
+        gpu.neuron_sum(gpu.Neurons(*plain, "fatrelu", 0.0, bias), x, None)
+        gpu.neuron_sum(gpu.Neurons(weight("F16"), *plain[1:], "cats", 0.0, bias, bias), x, None)
         gpu.predict(
             weight("Q8_0", 64),
             weight("Q8_0", d_ff, 64),

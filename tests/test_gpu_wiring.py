@@ -155,8 +155,8 @@ class Halves:
             weights = {part: of_rows(s.type_of(part), matrix[own]) for part, matrix in values.items()}
             *biases, limits, products = (None if one is None else on_device(one[own]) for one in vectors)
             gate, up, down = weights.get("gate"), weights["up"], weights["down"]
-            of = *biases, s.activation, s.threshold, limits, products
-            self.parts.append(gpu.Neurons(gate, up, down, None, None, *of))
+            about = s.activation, s.threshold, limits, products
+            self.parts.append(gpu.Neurons(gate, up, down, None, None, *biases, *about))
 
     def before(self) -> list[Operator]:
         return []

@@ -317,7 +317,8 @@ def test_thresholds_of_neurons(activation: str, gated: bool, level: str) -> None
         check(layer, x, index, level, most=0.3 if gated else 0.0)
     _, bound = expected(layer, x, np.arange(70))
     for name in ("limits", "product_limits") if own is not None else ("limits",):
-        wrong, _ = expected(replace(layer, **{name: np.roll(getattr(layer, name), 1)}), x, np.arange(70))
+        moved: Any = {name: np.roll(getattr(layer, name), 1)}
+        wrong, _ = expected(replace(layer, **moved), x, np.arange(70))
         assert (np.abs(wrong - part(layer, x, np.arange(70), level)) > bound).any(), name
 
 

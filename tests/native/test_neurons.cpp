@@ -589,7 +589,7 @@ struct Layer {
                                                 of(type, gated ? packed : 0),
                                                 of(down_type, down_at),
                                                 neurons,
-                                                {{act, threshold}, gate_bias, up_bias, {}},
+                                                {{act, threshold}, gate_bias, up_bias, {}, {}},
                                                 every_one(neurons),
                                                 {},
                                                 {}});
