@@ -146,21 +146,26 @@ def test_a_model_that_is_gone_is_made_again_where_that_is_all(tmp_path: Path) ->
     assert tasks == ["make", "make", "make", "hardware", "reference", "kernel"]
 
 
-@pytest.mark.parametrize("section", ["decode", "prefill"])
+@pytest.mark.parametrize("section", ["decode", "prefill", "kernel"])
 def test_a_wrong_model_is_not_timed(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One whose neurons on the GPU count twice: its logits are not the CPU's."""
     plain, timed = gpu.neuron_sum, []
 
     def wrong(*given: Any) -> Any:
-        plain(*given)
-        return plain(*given)
+        total, fired = plain(*given)
+        return (2 * total, fired) if len(given) < 5 else plain(*given)
 
     monkeypatch.setattr(gpu, "neuron_sum", wrong)
+    monkeypatch.setattr(worker.gpu_kernels, "seconds", lambda *_: timed.append(1))
     monkeypatch.setattr(worker, "decoded", lambda *_: timed.append(1))
     monkeypatch.setattr(LLM, "generate", lambda *_: timed.append(1))
     jobs = measured(tmp_path / "hybrid.json", "--sections", section)["jobs"]
-    error = jobs[f"{section}/falcon-40b/0/powerinfer"]["error"]
-    assert error.startswith("not timed: logits are off by ") and not timed
+    key, what = (
+        ("kernel/falcon-40b", "the sum is")
+        if section == "kernel"
+        else (f"{section}/falcon-40b/0/powerinfer", "logits are")
+    )
+    assert jobs[key]["error"].startswith(f"not timed: {what} off by ") and not timed
 
 
 def test_memory_that_is_there_once_it_is_used() -> None:

@@ -7,8 +7,9 @@ neurons streaming to the GPU or computed by the CPU; "kernel" times the sum of a
 "hardware" measures the machine; "make" makes a model; "card" says what of a card's memory a part of a model gets;
 "reference" computes a text on the CPU alone.
 
-Nothing is timed before the model's logits of that text have been compared with those of the CPU; a model that gives
-others fails. Every task may have `ram`, bytes that there are, of a machine whose memory grows with use.
+Nothing is timed before the model's logits of that text have been compared with those of the CPU, and a kernel's sum
+with one in float64; what gives others fails. Every task may have `ram`, bytes that there are, of a machine whose memory
+grows with use.
 
 On torch's CPU device, which stands in for a GPU, the machine is not measured: plans are made for one on which splitting
 pays for the smallest model, so that everything runs, and their predictions mean nothing.
@@ -295,7 +296,7 @@ def kernel(task: dict[str, Any]) -> dict[str, Any]:
     """Bytes per second of the sum over one layer's neurons, all on the device, of which a tenth is selected and fires.
 
     Only the rows of those neurons are counted. Compared with a copy within the device's memory, whose bytes
-    are read and written. task: model, gpu, tokens (a list).
+    are read and written. task: model, gpu, tokens (a list). RuntimeError for a sum that is not that of float64.
     """
     import torch
 
@@ -311,11 +312,14 @@ def kernel(task: dict[str, Any]) -> dict[str, Any]:
     runs = []
     for tokens in task["tokens"]:
         inputs = [_firing(neurons, tokens, device, number) for number in range(SETS)]
+        off = gpu_kernels.off(neurons, *inputs[0])
+        if not off <= gpu_kernels.SAME:
+            raise RuntimeError(f"not timed: the sum is off by {off:.3g} of its size, more than {gpu_kernels.SAME}")
         calls = [_sum(neurons, x, selected) for x, selected in inputs]
         fired = [int((call()[1] > 0).sum()) for call in calls]
         bytes_read = median(fired) * neurons.nbytes / neurons.n
         seconds = gpu_kernels.seconds(lambda i, calls=calls: calls[i](), SETS, device.type)
-        runs.append({"tokens": tokens, "fired": median(fired), "bytes": bytes_read, "seconds": seconds})
+        runs.append({"tokens": tokens, "fired": median(fired), "bytes": bytes_read, "seconds": seconds, "off": off})
     source = torch.ones(COPIED if device.type == "cuda" else COPIED >> 6, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copied = 2 * source.numel() / gpu_kernels.seconds(lambda _: target.copy_(source), 1, device.type)
