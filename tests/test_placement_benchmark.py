@@ -52,7 +52,7 @@ def test_aims_are_marked_as_missing_or_simulated() -> None:
     cases = [
         {"model": name, "machine": where, "policies": policies} for name, _ in aims.MODELS for where in table.MACHINES
     ]
-    cases[1] = cases[1] | {"policies": dict.fromkeys(policies, {"why": "does not fit"})}
+    cases[1] = cases[1] | {"policies": {policy: {"why": "does not fit"} for policy in policies}}
     lines = aims_table.aims_table(result(aims=cases, context=640)).splitlines()
     rows = [line for line in lines if line.startswith("| ") and "at least" not in line]
     assert len(rows) == len(aims_table.AIMS) == 9 and all(row.count(aims_table.MISSING) == 1 for row in rows)
