@@ -8,7 +8,7 @@ counts before them and write theirs.
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +23,7 @@ from powerinfer.kernels.triton_kernels import (
     either,
     nibbles,
     precision,
+    processors,
     row_dots,
     small_signed,
 )
@@ -34,15 +35,18 @@ if TYPE_CHECKING:
 
 # Products of listed neurons, for one token and for several: fewer rows than for a whole matrix.
 DOT_ONE = dict.fromkeys(("F16", "BF16", "Q8_0", "Q4_0"), Tile(4, 1024, 4))
-DOT_SEVERAL = {**dict.fromkeys(DOT_ONE, Tile(32, 64, 2)), "Q4_0": Tile(32, 32, 2)}
+DOT_SEVERAL = dict.fromkeys(DOT_ONE, Tile(32, 32, 2))
 # Sums of rows of down, likewise; rows: per iteration.
 ADD_ONE = {
     **dict.fromkeys(("F16", "BF16", "Q8_0"), Tile(16, 256, 4)),
     **dict.fromkeys(("Q4_0", "Q4_0X32"), Tile(16, 128, 4)),
 }
-ADD_SEVERAL = dict.fromkeys(ADD_ONE, Tile(16, 128, 4))
-ADD_EACH = 6  # lists are split for so many programs a multiprocessor: their registers allow 7 at a time, and one more
-ADD_ROUNDS = 2  # would be a second wave; but in pieces of at least this many tiles, if all neurons are listed
+ADD_SEVERAL = {**dict.fromkeys(ADD_ONE, Tile(16, 128, 4)), **dict.fromkeys(("Q4_0", "Q4_0X32"), Tile(16, 64, 4))}
+# Lists are split for as many programs as a multiprocessor holds, by their registers (tests/test_gpu_compile.py): one
+# more would be a second wave. But in pieces of at least ADD_ROUNDS tiles, if all neurons are listed.
+HELD_ONE = dict.fromkeys(ADD_ONE, 6)
+HELD_SEVERAL = dict.fromkeys(ADD_ONE, 3)
+ADD_ROUNDS = 2
 SUM = (16, 128)  # splits, and columns, that a program adds up at a time
 _GELU_SCALE, _GELU_CUBIC = tl.constexpr(GELU_SCALE), tl.constexpr(GELU_CUBIC)
 LIST = 1024  # neurons that one program lists; a multiple of the rows of tiles
@@ -419,6 +423,14 @@ def sum_firing(
     return _down(down, shared, group, kept, rows, total, into)
 
 
+def add_grid(down: Weight, n: int, tokens: int, multiprocessors: int) -> tuple[int, int]:
+    """Programs across the columns of n rows of down, and along the list."""
+    tile = (ADD_SEVERAL if tokens > 1 else ADD_ONE)[down.type]
+    across = triton.cdiv(down.k, tile.columns * (2 if down.type[:2] == "Q4" else 1))
+    slots = (HELD_SEVERAL if tokens > 1 else HELD_ONE)[down.type] * multiprocessors
+    return across, max(1, min(slots // across, triton.cdiv(n, ADD_ROUNDS * tile.rows)))
+
+
 def _down(
     down: Weight,
     shared: Tensor | None,
@@ -431,8 +443,7 @@ def _down(
     """Sum of h [T, n] times the listed rows of down, float32 [T, d_model], or `into`, that much more."""
     tokens, n = h.shape
     tile = (ADD_SEVERAL if tokens > 1 else ADD_ONE)[down.type]
-    across = triton.cdiv(down.k, tile.columns * (2 if down.type[:2] == "Q4" else 1))
-    splits = max(1, min(ADD_EACH * _processors(h) // across, triton.cdiv(n, ADD_ROUNDS * tile.rows)))
+    across, splits = add_grid(down, n, tokens, processors(h))
     parts = torch.empty((splits, tokens, down.k), dtype=torch.float32, device=h.device)
     _add_kernel[(across, splits)](
         down.data, either(down.scales, h), either(shared, h), group, rows, total, h,
@@ -448,13 +459,3 @@ def _down(
         parts, out, out.numel(), splits, ADD=into is not None, S=at_a_time, BLOCK=block, num_warps=4
     )  # fmt: skip
     return out
-
-
-def _processors(x: Tensor) -> int:
-    """Multiprocessors of x's device; of the interpreter an H100's."""
-    return _count(x.device.index) if x.is_cuda else 132
-
-
-@cache
-def _count(device: int) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
