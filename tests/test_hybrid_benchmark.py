@@ -70,6 +70,9 @@ def test_all_of_it_on_a_stand_in(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert in_turns == 0, "there is no room for a whole layer"
     assert plan["sparsity"]["1"]["gpu_share"] > at_random and exact > at_random, "hot neurons are where they should be"
     assert plan["sparsity"]["1"]["active_fraction"] == pytest.approx(0.05, abs=0.03)
+    at_once = plan["at_once"]
+    assert 0 < at_once["least"] <= at_once["most"] <= 1 and at_once["cpu_s"] > 0 and at_once["waited_s"] > 0
+    assert worker.bounds(1.0, 0.3, 0.5) == {"step_s": 1.0, "cpu_s": 0.3, "gpu_s": 0.5, "least": 0.5, "most": 0.8}
     assert 0 < plan["trace"]["overlap"] <= 1 and plan["plan"]["ms_per_token"] > 0
     runs = jobs[f"kernel/{model}"]["runs"]
     assert [(run["tokens"], run["fired"]) for run in runs] == [(1, 51), (8, 51), (32, 51)] and runs[0]["gb_s"] > 0

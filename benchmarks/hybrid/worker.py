@@ -54,6 +54,7 @@ from powerinfer.system import peak_memory
 
 POLICIES = ("time", "ilp", "greedy", "random", "layers", "dense")
 TRACED = 4  # steps
+AT_ONCE = 16  # steps of which the calls are timed
 ACTIVE = 0.10  # of the kernel's neurons
 SETS = 8  # inputs of the kernel, in turn, so that its rows are not in a cache already
 COPIED = 1 << 30  # bytes of the copy that a kernel's bandwidth is held against
@@ -88,6 +89,7 @@ def decode(task: dict[str, Any]) -> dict[str, Any]:
                 result.setdefault("sparsity", {})[str(batch)] = told
         if task["trace"]:
             result["trace"] = _traced(llm, Path(task["trace"]))
+            result["at_once"] = _at_once(llm, result["trace"]["gpu_s"])
         result["memory"] = _memory(task["gpu"])
     if plan is not None:
         told = plan.document().json()
@@ -277,6 +279,31 @@ def _traced(llm: LLM, path: Path) -> dict[str, Any]:
         llm.generate([[1]], params)
     path.write_text(json.dumps(trace.document()) + "\n")
     return trace.summary() | {"path": path.name}
+
+
+def _at_once(llm: LLM, gpu_s: float) -> dict[str, Any] | None:
+    """Of steps that are one replay, which no trace sees into, how far the devices overlap; None where none is split.
+
+    The GPU's calls of the CPU say how long it waited and worked. How long the GPU works is known of traced steps, gpu_s,
+    but not when, so the share of a step in which either works is between two bounds.
+    """
+    if not isinstance(llm._sparsity, HybridSparsity) or not llm._sparsity.ffns:
+        return None
+    for ffn in llm._sparsity.ffns:
+        ffn.take_seconds()
+    params = SamplingParams(max_tokens=AT_ONCE, temperature=0.0, ignore_eos=True)
+    rate = llm.generate([[1]], params)[0].timings.decode_tok_s
+    seconds = [ffn.take_seconds() for ffn in llm._sparsity.ffns]
+    assert rate is not None
+    waited, worked = (sum(each) / AT_ONCE for each in zip(*seconds, strict=True))
+    return {"steps": llm.choices.get("steps"), "waited_s": waited, **bounds(1 / rate, worked, gpu_s)}
+
+
+def bounds(step_s: float, cpu_s: float, gpu_s: float) -> dict[str, float]:
+    """Of the share of a step in which one of the devices works, or both: if they work at the same time as far as they
+    can, and if they never do."""
+    least, most = max(cpu_s, gpu_s) / step_s, (cpu_s + gpu_s) / step_s
+    return {"step_s": step_s, "cpu_s": cpu_s, "gpu_s": gpu_s, "least": min(1.0, least), "most": min(1.0, most)}
 
 
 def _memory(gpu: str) -> dict[str, int]:
