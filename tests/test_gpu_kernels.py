@@ -82,6 +82,7 @@ def small_tiles(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_kernels, "VALUES", 2)
     monkeypatch.setattr(triton_kernels, "ATTENTION_SPLIT_PAGES", 1)
     monkeypatch.setattr(triton_neurons, "LIST", 32)
+    monkeypatch.setattr(triton_neurons, "READ", 64)
 
 
 def on_device(array: np.ndarray) -> torch.Tensor:

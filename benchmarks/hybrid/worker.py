@@ -284,8 +284,8 @@ def _traced(llm: LLM, path: Path) -> dict[str, Any]:
 def _at_once(llm: LLM, gpu_s: float) -> dict[str, Any] | None:
     """Of steps that are one replay, which no trace sees into, how far the devices overlap; None where none is split.
 
-    The GPU's calls of the CPU say how long it waited and worked. How long the GPU works is known of traced steps, gpu_s,
-    but not when, so the share of a step in which either works is between two bounds.
+    The GPU's calls of the CPU say how long it waited and worked. How long the GPU works is known of traced steps
+    (gpu_s), but not when, so the share of a step in which either works is between two bounds.
     """
     if not isinstance(llm._sparsity, HybridSparsity) or not llm._sparsity.ffns:
         return None

@@ -3,7 +3,7 @@
 Selected neurons -> a list -> products of gate and up -> sums of down, each over a share of the list -> one sum. Without
 a selection all products, then a list of the neurons that fire. A list has room for every neuron, and its length is in
 device memory, where programs read it. It is made in two stages: programs count their entries; then programs add up the
-counts before them and write theirs.
+counts before them and write theirs. Of one token's selection the second stage does without counts: it reads the bytes.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ ADD_ROUNDS = 2
 SUM = (16, 128)  # splits, and columns, that a program adds up at a time
 _GELU_SCALE, _GELU_CUBIC = tl.constexpr(GELU_SCALE), tl.constexpr(GELU_CUBIC)
 LIST = 1024  # neurons that one program lists; a multiple of the rows of tiles
+READ = 8192  # bytes of a selection that it reads at a time
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -69,13 +70,13 @@ def _count_kernel(selected, counts, tokens, n, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens", "pieces", "per"])
 def _list_kernel(
     source, before, counts, listed, kept, total, tokens, n, pieces, per,
-    LISTED: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
+    LISTED: tl.constexpr, KEEP: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     """List, in the order of their places, the neurons that are not zero for some token in source [tokens, n].
 
     LISTED: place i of source belongs to neuron before[i], else to neuron i. counts: [pieces] of neurons to list, `per`
-    of them in a block. listed gets neurons; kept [tokens, n], with KEEP, their values in source, in the order of the
-    list.
+    of them in a block; BYTES: of each neuron a byte, zero or not. listed gets neurons; kept [tokens, n], with KEEP,
+    their values in source, in the order of the list.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = i < n
@@ -89,7 +90,8 @@ def _list_kernel(
     earlier = tl.zeros((COUNTS,), tl.int32)
     for c0 in range(0, first, COUNTS):
         c = c0 + tl.arange(0, COUNTS)
-        earlier += tl.load(counts + c, mask=c < first, other=0)
+        some = tl.load(counts + c, mask=c < first, other=0)
+        earlier += (some != 0).to(tl.int32) if BYTES else some
     base = tl.sum(earlier, 0)
     place = base + tl.cumsum(chosen, 0) - chosen
     tl.store(listed + place, neuron, mask=chosen != 0)
@@ -374,11 +376,14 @@ def neuron_sum(
     listed, length = fired, fired
     if selected is not None:
         selected = selected.contiguous()
-        counts, listed, length = numbers(blocks), numbers(n), numbers(1)
-        _count_kernel[(blocks,)](selected, counts, tokens, n, BLOCK=LIST)
+        listed, length = numbers(n), numbers(1)
+        counts, pieces, per = selected, n, LIST
+        if tokens > 1:
+            counts, pieces, per = numbers(blocks), blocks, 1
+            _count_kernel[(blocks,)](selected, counts, tokens, n, BLOCK=LIST)
         _list_kernel[(blocks,)](
-            selected, listed, counts, listed, listed, length, tokens, n, blocks, 1,
-            LISTED=False, KEEP=False, BLOCK=LIST, COUNTS=LIST,
+            selected, listed, counts, listed, listed, length, tokens, n, pieces, per,
+            LISTED=False, KEEP=False, BYTES=tokens == 1, BLOCK=LIST, COUNTS=READ if tokens == 1 else LIST,
         )  # fmt: skip
     h = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
     counts = numbers(programs)
@@ -418,7 +423,7 @@ def sum_firing(
     rows, total, kept = numbers(n), numbers(1), torch.empty_like(h)
     _list_kernel[(triton.cdiv(n, LIST),)](
         h, either(at, rows), counts, rows, kept, total, tokens, n, len(counts), LIST // each,
-        LISTED=at is not None, KEEP=True, BLOCK=LIST, COUNTS=LIST,
+        LISTED=at is not None, KEEP=True, BYTES=False, BLOCK=LIST, COUNTS=LIST,
     )  # fmt: skip
     return _down(down, shared, group, kept, rows, total, into)
 
