@@ -21,11 +21,12 @@ NATIVE := pyproject.toml CMakeLists.txt $(wildcard powerinfer/csrc/*)
 # which are installed without compiled ones.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run test check fuzz bench install clean test-native test-neon test-asan fuzz-asan
+.PHONY: help run test test-deferred check fuzz bench install clean test-native test-neon test-asan fuzz-asan
 
 help:
 	@echo 'make run PROMPT="..."   answer a prompt with the default model (fetched on first use; ARGS="-m FILE ..." for more flags)'
 	@echo 'make test               all tests, a process per core (ARGS="-k name" for some, ARGS="-n 0" for one process)'
+	@echo 'make test-deferred      the tests of GPU code on a device that works later, in the order of two seeds'
 	@echo 'make check              ruff, mypy, clang-format and the import-order test'
 	@echo 'make fuzz               thousands of damaged model files against the readers'
 	@echo 'make test-native        the kernels of every level that runs here, without Python'
@@ -65,6 +66,11 @@ run: export PROMPT := $(PROMPT)
 
 test: $(VENV)/stamp-dev
 	@$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+
+# Streams, events and pinned memory of split models (docs/hybrid.md): longer than `test` should be.
+DEFERRED := hybrid hybrid_experts stage streamed gpu_layers gpu_wiring split_experts_on_disk unlike_layers topk embeddings
+test-deferred: $(VENV)/stamp-dev
+	@$(BIN)/python -m pytest -n auto --dist worksteal --deferred 1 --deferred 2 -k deferred $(DEFERRED:%=tests/test_%.py) $(ARGS)
 
 check: $(VENV)/stamp-dev
 	@$(BIN)/ruff check .

@@ -37,6 +37,22 @@ def test_every_kernel_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert cases["neurons", "Q4_0/Q4_0X32", tokens]["bytes"] == across
 
 
+@pytest.mark.parametrize("ffn", [("--plain",), ("--activation", "drelu"), ()])
+def test_neurons_of_each_kind_are_summed(ffn: tuple[str, ...], tmp_path: Path) -> None:
+    """Plain, dReLU and ReGLU: what is read, and the sum in float64."""
+    given = ["--device", "cpu", "--d-model", "256", "--d-ff", "320", "--active", "1", "--tokens", "1"]
+    (case,) = gpu_kernels.main([*given, "--kernels", "neurons", "--types", "F16/F16", *ffn])["kernels"]
+    rows = 2 if "--plain" in ffn else 3
+    assert case["bytes"] == rows * gpu.weight_bytes("F16", 320, 256)
+    for types in gpu_kernels.TYPES:
+        activation = "drelu" if "drelu" in ffn else "relu"
+        neurons = gpu_kernels.random_neurons(types, 320, 256, "cpu", activation, "--plain" in ffn)
+        x, selected = torch.randn(3, 256), (torch.rand(3, 320) < 0.5).to(torch.uint8)
+        assert gpu_kernels.off(neurons, x, selected) < 1e-6  # float32 sums of 320 products
+        total, fired = gpu.neuron_sum(neurons, x, selected)
+        assert torch.equal(fired, selected.sum(0).int()) and total.abs().max() > 1
+
+
 def test_other_tiles_are_tried_and_put_back() -> None:
     pytest.importorskip("triton")
     from powerinfer.kernels import triton_neurons

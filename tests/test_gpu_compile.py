@@ -5,8 +5,10 @@ A process of its own, for a kernel is either interpreted or compiled. Nothing is
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import struct
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -17,6 +19,34 @@ import pytest
 
 SHARED = {89: 99, 90: 227}
 """KiB of shared memory that a program may have, by compute capability."""
+HOLDS = {89: (48, 24, 100), 90: (64, 32, 228)}
+"""Warps, programs and KiB of shared memory that a multiprocessor holds; registers: 65536, for four parts of it."""
+
+
+def used(cubin: bytes) -> dict[int, int]:
+    """Registers of a thread (0x2f) and bytes of its stack (0x11), as the file for the GPU states them (ELF)."""
+    (sections,), (count, names) = struct.unpack_from("<Q", cubin, 0x28), struct.unpack_from("<HH", cubin, 0x3C)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, sections + 64 * i) for i in range(count)]
+    found = {}
+    for name, _, _, _, begin, size in headers:
+        at = headers[names][4] + name
+        if cubin[at : cubin.index(b"\0", at)] == b".nv.info":
+            place = begin
+            while place < begin + size:
+                form, attribute, length = struct.unpack_from("<BBH", cubin, place)
+                if attribute in (0x2F, 0x11):
+                    found[attribute] = struct.unpack_from("<II", cubin, place + 4)[1]
+                place += 4 + (length if form == 4 else 0)
+    return found
+
+
+def held(kernel: dict[str, Any], capability: int) -> int:
+    """Programs that a multiprocessor holds at a time."""
+    warps, programs, shared = HOLDS[capability]
+    of_a_warp = 256 * -(-32 * kernel["registers"] // 256)
+    by_registers = 4 * (16384 // of_a_warp) // kernel["warps"]
+    by_shared = (shared << 10) // (kernel["shared"] + 1024)
+    return min(by_registers, by_shared, warps // kernel["warps"], programs)
 
 
 def compile_all(capability: int) -> list[dict[str, Any]]:
@@ -50,13 +80,18 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         made[kernel.hash] = {
             "name": self.fn.__name__,
             "type": constants.get("TYPE"),
+            "tokens": constants.get("T"),
             "shared": kernel.metadata.shared,
             "ptx": len(kernel.asm["ptx"]),
+            "warps": kernel.metadata.num_warps,
+            "registers": used(kernel.asm["cubin"])[0x2F],
+            "stack": used(kernel.asm["cubin"])[0x11],
         }
 
     JITFunction.run = compiled
     gpu.force_triton(True)
     d_model, d_ff, heads, kv_heads = 512, 1024, 8, 2
+    wide, many = 8192, 28672  # as ReGLU-70B: tiles are those of real matrices, whose memory is not touched
 
     def weight(kind: str, rows: int = d_ff, k: int = d_model) -> gpu.Weight:
         return gpu.empty(kind, rows, k, "cpu")
@@ -72,7 +107,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         x = torch.empty(tokens, d_model)
         named = torch.empty(tokens, d_ff, dtype=torch.uint8)
         for kind in gpu.GPU_TYPES:
-            gpu.linear(weight(kind), x)
+            gpu.linear(weight(kind, wide, wide), torch.empty(tokens, wide))
             if kind[0] in "QM" and tokens == 1:
                 triton_kernels.values(weight(kind), 0, 8, None, None)
         triton_kernels.values(weight("Q4_0X32"), 0, 8, x.half(), torch.empty(8, dtype=torch.int32))
@@ -107,6 +142,13 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
             by_neuron(kind, gate, activation, x)
         about = RouterConfig(2, "sigmoid", groups=4, top_groups=2, group_best=2)
         gpu_experts.route(torch.empty(tokens, 32), about, torch.empty(32), slots, weights)
+    for tokens, gate in itertools.product((1, 8, gpu.FEW), (True, False)):
+        for kind, down in (("F16", "F16"), ("Q4_0", "Q4_0X32")) if gate else (("F16", "F16"),):
+            shared = torch.empty(many // 32, wide, dtype=torch.float16) if down == "Q4_0X32" else None
+            group = torch.empty(many, dtype=torch.int32) if down == "Q4_0X32" else None
+            parts = (weight(kind, many, wide) if gate else None, weight(kind, many, wide), weight(down, many, wide))
+            x, chosen = torch.empty(tokens, wide), torch.empty(tokens, many, dtype=torch.uint8)
+            gpu.neuron_sum(gpu.Neurons(*parts, shared, group, None, None, "relu", 0.0), x, chosen)
     for kind in ("F16", "Q4_0"):  # as many tokens of an expert as a tile has columns
         for tokens in (gpu.FEW, 200):
             by_neuron(kind, kind, "relu", torch.empty(tokens, d_model), slots=1)
@@ -160,14 +202,35 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
 def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
+    from powerinfer.kernels import triton_kernels, triton_latent, triton_neurons
+
     run = subprocess.run(
         [sys.executable, __file__, str(capability)], capture_output=True, text=True, env=environment, timeout=600
     )
     assert run.returncode == 0, run.stderr[-3000:]
     made = json.loads(run.stdout)
-    assert len({kernel["name"] for kernel in made}) == 37 and all(kernel["ptx"] for kernel in made)
+    assert len({kernel["name"] for kernel in made}) == 38 and all(kernel["ptx"] for kernel in made)
     most = max(made, key=lambda kernel: kernel["shared"])
     assert most["shared"] <= SHARED[capability] << 10, most
+    decode = (
+        "_linear_kernel",
+        "_products_kernel",
+        "_add_kernel",
+        "_attention_kernel",
+        "_outer_kernel",
+        "_list_kernel",
+    )
+    assert [kernel for kernel in made if kernel["name"] in decode and kernel["stack"]] == [], "registers are spilt"
+    for kernel in made:  # as many as the launches are made for
+        name, kind, several = kernel["name"], kernel["type"], kernel["tokens"]
+        fewest = {
+            "_outer_kernel": triton_kernels.HELD_SEVERAL if several else triton_kernels.HELD.get(kind),
+            "_linear_kernel": triton_kernels.HELD_SEVERAL if several else triton_kernels.HELD.get(kind),
+            "_add_kernel": (triton_neurons.HELD_SEVERAL if several else triton_neurons.HELD_ONE).get(kind),
+            "_attention_kernel": triton_kernels.ATTENTION_HELD,
+            "_latent_kernel": triton_latent.HELD,
+        }.get(name)
+        assert fewest is None or held(kernel, capability) >= fewest, (kernel, held(kernel, capability))
 
 
 if __name__ == "__main__":

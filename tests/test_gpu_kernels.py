@@ -77,10 +77,12 @@ def small_tiles(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         for kind, tile in table.items():
             monkeypatch.setitem(table, kind, tile._replace(rows=min(tile.rows, 16), columns=32))
-    monkeypatch.setattr(triton_kernels, "PROGRAMS", 1)
+    monkeypatch.setattr(triton_kernels, "NEARLY", 0)
+    monkeypatch.setattr(triton_kernels, "HELD_SEVERAL", 0)
     monkeypatch.setattr(triton_kernels, "VALUES", 2)
     monkeypatch.setattr(triton_kernels, "ATTENTION_SPLIT_PAGES", 1)
     monkeypatch.setattr(triton_neurons, "LIST", 32)
+    monkeypatch.setattr(triton_neurons, "READ", 64)
 
 
 def on_device(array: np.ndarray) -> torch.Tensor:
@@ -215,7 +217,35 @@ def test_tiles_fit_the_matrix(kind: str, rows: int, k: int, tokens: int, tile: t
     from powerinfer.kernels import triton_kernels
 
     weight = gpu.Weight(kind, rows, k, torch.empty(0))
-    assert triton_kernels.fitting(weight, tokens)[:2] == tile
+    assert triton_kernels.fitting(weight, tokens, 132)[:2] == tile
+
+
+@pytest.mark.skipif(not TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("multiprocessors", [132, 128, 76, 34])
+def test_launches_fill_a_gpu(multiprocessors: int) -> None:
+    """In one wave where programs can be cut as one likes, else without a last wave that leaves most of it empty."""
+    from powerinfer.kernels import triton_kernels, triton_neurons
+
+    def matrix(kind: str, rows: int, k: int) -> gpu.Weight:
+        return gpu.Weight(kind, rows, k, torch.empty(0))
+
+    for kind, held in triton_neurons.HELD_ONE.items():
+        for tokens, each in ((1, held), (8, triton_neurons.HELD_SEVERAL[kind])):
+            for k, n in ((8192, 32768), (8192, 28672), (4096, 14336)):
+                across, splits = triton_neurons.add_grid(matrix(kind, n, k), n, tokens, multiprocessors)
+                assert 0.6 <= across * splits / (each * multiprocessors) <= 1, (kind, tokens, k)
+    for kind in gpu.GPU_TYPES:
+        for rows, k in ((8192, 8192), (9216, 8192), (32768, 1024), (4096, 4096), (6144, 4096), (14336, 512)):
+            weight = matrix(kind, rows, k)
+            programs = -(-rows // triton_kernels.fitting(weight, 1, multiprocessors).rows)
+            slots = triton_kernels.HELD[kind] * multiprocessors
+            assert triton_kernels.filled(programs, slots) >= 0.6, (kind, rows, k, programs, slots)
+            rows_of_several = triton_kernels.fitting(weight, 8, multiprocessors).rows
+            assert rows_of_several == 16 or rows >= 2 * multiprocessors * rows_of_several
+    for kv_heads in (1, 8, 32):
+        splits = triton_kernels.context_splits(128, 4, kv_heads, 2 * multiprocessors)
+        assert splits * kv_heads <= 2 * multiprocessors
+        assert splits == 128 // 4 or (splits + 1) * kv_heads > 2 * multiprocessors
 
 
 @pytest.mark.parametrize("tokens", [1, 3])

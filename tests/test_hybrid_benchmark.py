@@ -70,6 +70,9 @@ def test_all_of_it_on_a_stand_in(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert in_turns == 0, "there is no room for a whole layer"
     assert plan["sparsity"]["1"]["gpu_share"] > at_random and exact > at_random, "hot neurons are where they should be"
     assert plan["sparsity"]["1"]["active_fraction"] == pytest.approx(0.05, abs=0.03)
+    at_once = plan["at_once"]
+    assert 0 < at_once["least"] <= at_once["most"] <= 1 and at_once["cpu_s"] > 0 and at_once["waited_s"] > 0
+    assert worker.bounds(1.0, 0.3, 0.5) == {"step_s": 1.0, "cpu_s": 0.3, "gpu_s": 0.5, "least": 0.5, "most": 0.8}
     assert 0 < plan["trace"]["overlap"] <= 1 and plan["plan"]["ms_per_token"] > 0
     runs = jobs[f"kernel/{model}"]["runs"]
     assert [(run["tokens"], run["fired"]) for run in runs] == [(1, 51), (8, 51), (32, 51)] and runs[0]["gb_s"] > 0
@@ -146,21 +149,26 @@ def test_a_model_that_is_gone_is_made_again_where_that_is_all(tmp_path: Path) ->
     assert tasks == ["make", "make", "make", "hardware", "reference", "kernel"]
 
 
-@pytest.mark.parametrize("section", ["decode", "prefill"])
+@pytest.mark.parametrize("section", ["decode", "prefill", "kernel"])
 def test_a_wrong_model_is_not_timed(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One whose neurons on the GPU count twice: its logits are not the CPU's."""
     plain, timed = gpu.neuron_sum, []
 
     def wrong(*given: Any) -> Any:
-        plain(*given)
-        return plain(*given)
+        total, fired = plain(*given)
+        return (2 * total, fired) if len(given) < 5 else plain(*given)
 
     monkeypatch.setattr(gpu, "neuron_sum", wrong)
+    monkeypatch.setattr(worker.gpu_kernels, "seconds", lambda *_: timed.append(1))
     monkeypatch.setattr(worker, "decoded", lambda *_: timed.append(1))
     monkeypatch.setattr(LLM, "generate", lambda *_: timed.append(1))
     jobs = measured(tmp_path / "hybrid.json", "--sections", section)["jobs"]
-    error = jobs[f"{section}/falcon-40b/0/powerinfer"]["error"]
-    assert error.startswith("not timed: logits are off by ") and not timed
+    key, what = (
+        ("kernel/falcon-40b", "the sum is")
+        if section == "kernel"
+        else (f"{section}/falcon-40b/0/powerinfer", "logits are")
+    )
+    assert jobs[key]["error"].startswith(f"not timed: {what} off by ") and not timed
 
 
 def test_memory_that_is_there_once_it_is_used() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.placement import compare, table
+from benchmarks.placement import aims, aims_table, compare, table
 from benchmarks.placement.simulate import simulated
 from powerinfer.placement.plan import make_plan
 
@@ -44,6 +44,26 @@ def test_tables_of_what_was_measured(few: None) -> None:
     assert "| 13 |" in text and "| |" in text and text.count("| PC-Low |") == 2
     for one in reported:
         assert 0 < one["work_on_gpu"] < 1 and sum(one["bytes"]["gpu"].values()) <= 11 << 30
+
+
+def test_aims_are_marked_as_missing_or_simulated() -> None:
+    steps = {"predicted_tok_s": 16.0, "tok_s": 16.1, "busy": 0.98, "gpu_share": 0.39}
+    policies = {"time": steps, "random": steps | {"tok_s": 11.0}}
+    cases = [
+        {"model": name, "machine": where, "policies": policies} for name, _ in aims.MODELS for where in table.MACHINES
+    ]
+    cases[1] = cases[1] | {"policies": {policy: {"why": "does not fit"} for policy in policies}}
+    lines = aims_table.aims_table(result(aims=cases, context=640)).splitlines()
+    rows = [line for line in lines if line.startswith("| ") and "at least" not in line]
+    assert len(rows) == len(aims_table.AIMS) == 9 and all(row.count(aims_table.MISSING) == 1 for row in rows)
+    for row in rows:
+        cells = [cell.strip() for cell in row.split("|")[5:-1]]
+        assert all(cell.startswith(("simulated: ", "nothing: ", "does not fit")) for cell in cells)
+    assert "| simulated: 16.1 tokens/s | does not fit |" in rows[0]
+    assert "simulated: random 11.0, the plan 16.1 tokens/s" in rows[7]
+    fits = compare.request("opt-13b", "f16", compare.load("pc-low"), 640, {})
+    assert aims.one(fits)["tok_s"] > 0
+    assert aims.one(compare.request("falcon-40b", "f16", compare.load("pc-low"), 640, {}))["why"]
 
 
 def test_the_plain_program_is_the_papers() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -124,7 +126,7 @@ def test_a_peer_is_one_that_was_built(tmp_path: Path, monkeypatch: pytest.Monkey
     program.touch()
     visit.main(["falcon", "--work", str(tmp_path)])
     half, whole = ([step.name for step in one] for one in seen)
-    assert half == ["model", "ours"] and whole == ["model", "ours", "peer"]
+    assert half == ["model", "ours", "prompt"] and whole == ["model", "ours", "peer", "prompt"]
     assert str(program.parent) in seen[1][-1].command
 
 
@@ -134,6 +136,50 @@ def test_rates_are_measured_before_long_tests(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(visit.Visit, "run", take)
     visit.main(["kernels", "--work", str(tmp_path)])
     assert names[:4] == ["probe", "host calls", "hardware", "kernel tests"]
+
+
+def test_every_test_of_gpu_code_is_part_of_a_visit() -> None:
+    tests = machine.ROOT / "tests"
+    takes = re.compile(r"\bdevice: str|usefixtures\(.device.\)|gpu_device import")
+    found = {path.stem for path in tests.glob("test_*.py") if takes.search(path.read_text())}
+    beside = {"test_deferred", Path(__file__).stem}  # one has a device of its own
+    assert found - beside <= {*visit.KERNEL_TESTS, *visit.LAYER_TESTS, "test_host_calls"}
+
+
+def test_every_row_of_the_aims_has_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes of the kernels, and what the peer is compared in; each call in ten minutes."""
+    seen: dict[str, list[Step]] = {}
+    monkeypatch.setattr(visit.Visit, "run", lambda self: seen.update({call: [*visit.steps(self.arguments)]}) or True)
+    program = tmp_path / "llama.cpp/build-cuda-90/bin/llama-bench"
+    program.parent.mkdir(parents=True)
+    program.touch()
+    for call in visit.CALLS:
+        visit.main([call, "--work", str(tmp_path)])
+    assert all(step.seconds <= 570 for steps in seen.values() for step in steps)
+
+    def given(call: str, name: str) -> str:
+        return " ".join(next(step.command for step in seen[call] if step.name == name))
+
+    assert "--d-model 8192 --d-ff 32768 --plain" in given("kernels", "kernels falcon-40b")
+    assert "--d-model 4096 --d-ff 14336 --activation drelu" in given("kernels", "kernels drelu-7b")
+    assert "--d-model 8192 --d-ff 28672 --tokens" in given("kernels", "kernels reglu-70b")
+    assert "--d-model 4096 --d-ff 14336 --activation drelu --sweep" in given("drelu", "tiles")
+    assert "--names reglu-70b" in given("reglu", "ours") and "--peer" in given("reglu", "peer")
+    assert "--prompt 2048 --times 2 --peer" in given("falcon", "prompt")
+    assert {8, 12} < {*experts.CARDS} and experts.BATCHES == (1, 8, 32)
+
+
+def test_the_budget_of_a_prompt_is_half_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks: list[dict[str, Any]] = []
+    monkeypatch.setattr(compare, "run", lambda task: tasks.append(task) or {})
+    given = ["--models", tmp_path, "--names", "falcon-40b", "--sections", "prefill", "--times", 2, "--prompt", 2048]
+    monkeypatch.setattr(sys, "argv", ["compare", *map(str, given)])
+    arguments = compare.parse()
+    measurement = compare.Measurement(document={"jobs": {}}, out=tmp_path, quiet=0, arguments=arguments, peer=None)
+    (tmp_path / "falcon-40b-own.gguf").write_bytes(bytes(3000))
+    (key, work), *_ = compare.jobs(measurement, "falcon-40b")
+    work()
+    assert key == "prefill/falcon-40b/0/powerinfer" and (tasks[0]["vram"], tasks[0]["prompt"]) == (1500, 2048)
 
 
 def test_experts_whose_logits_differ_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +192,7 @@ def test_experts_whose_logits_differ_are_not_timed(tmp_path: Path, monkeypatch: 
     assert experts.main([*given, "--make"]) == 0 and set(json.loads(out.read_text())["jobs"]) == {"make"}
     assert experts.main(given) == 1
     jobs = json.loads(out.read_text())["jobs"]
-    assert "not timed: logits are off by 0.1" in jobs["experts/1/powerinfer"]["error"]
+    assert "not timed: logits are off by 0.1" in jobs["experts/8/powerinfer"]["error"]
     one = np.ones((8, 5), np.float32)
     assert experts.checked(one, one) == 0
     with pytest.raises(RuntimeError, match="off by nan"):
@@ -155,6 +201,33 @@ def test_experts_whose_logits_differ_are_not_timed(tmp_path: Path, monkeypatch: 
 
 def test_flags_for_experts_of_the_peer() -> None:
     assert compare.ncmoe_flags(3, 16) == ["-ngl", "999", "-ncmoe", "13"]
+
+
+class CachingPeer(compare.Peer):
+    """Takes 1 GiB, and a cache with a MiB more than it is asked for."""
+
+    def knows(self, flag: str) -> bool:
+        return flag == compare.CACHE_FLAG
+
+    def alone(self, model: Path, threads: int, flags: list[str], tokens: int) -> tuple[float, int | None]:
+        cache = int(flags[-1]) + 1 if compare.CACHE_FLAG in flags else 0
+        return 8.0, (1 << 30) + (cache << 20)
+
+
+def test_a_cache_of_experts_fills_what_is_left() -> None:
+    peer = CachingPeer(Path(), "cuda", [])
+    found = compare.cached_limit(peer, Path("m"), 16, 3 << 30, 4)
+    assert found["flags"] == ["-ngl", "999", "-ncmoe", "16", compare.CACHE_FLAG, "2047"]
+    assert [one["count"] for one in found["tries"]] == [2048, 2047]
+    with pytest.raises(RuntimeError, match="no room"):
+        compare.cached_limit(peer, Path("m"), 16, 1 << 30, 4)
+    of = lambda peer: [key for key, _ in experts.jobs(SimpleNamespace(peer=peer))]  # type: ignore[arg-type]  # noqa: E731
+    ways = [f"experts/{card}/llama.cpp-{way}" for card in experts.CARDS for way in ("ncmoe", "cache")]
+    assert of(None) == [f"experts/{card}/powerinfer" for card in experts.CARDS] and of(peer)[3:] == ways
+    monkeypatch = pytest.MonkeyPatch()
+    with monkeypatch.context() as patch:
+        patch.setattr(CachingPeer, "knows", lambda *_: False)
+        assert of(peer)[3:] == ways[::2], "a build without it"
 
 
 def test_a_copy_of_the_source_knows_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

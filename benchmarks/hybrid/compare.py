@@ -23,7 +23,8 @@ Before anything of this engine is timed, its logits of a text are compared with 
 
 A card with less memory is stood in for by the budget: the GPU is as fast as it is. --scale takes a share of a model's
 layers (by itself a quarter of falcon-40b and of reglu-70b, all of drelu-7b); the budget of both engines is then that
-share of the card, but for what layers share: head, driver and working memory stay whole (`worker.card`).
+share of the card, but for what layers share: head, driver and working memory stay whole (`worker.card`). --times N
+takes the N-th part of the model's bytes instead.
 
 Every job is written down when it is done. Started again with the same --out, the script goes on where it was; with
 --minutes it ends before a job that might take longer. --retry does jobs that failed again; the exit status is 1 where
@@ -129,6 +130,10 @@ class Peer:
     def _command(self, name: str, model: Path, threads: int, flags: list[str]) -> list[str]:
         return [str(self.folder / name), "-m", str(model), "-t", str(threads), *flags, *self.extra]
 
+    def knows(self, flag: str) -> bool:
+        """Whether this build of its benchmark has the flag."""
+        return flag in programs.output([str(self.folder / "llama-bench"), "--help"], HANGS)
+
     def alone(self, model: Path, threads: int, flags: list[str], tokens: int) -> tuple[float, int | None]:
         """Tokens per second of one request, and the peak of VRAM in bytes."""
         command = self._command("llama-bench", model, threads, flags)
@@ -191,6 +196,7 @@ WAYS: dict[str, tuple[Callable[[int, int], list[str]], int]] = {
 }
 """Of llama.cpp: flags for a count of units on the GPU, and units beyond the layers."""
 DENSE_WAYS = ("ngl", "ot")
+CACHE_FLAG = "--moe-cache-mib"  # of builds of llama.cpp that cache experts on the GPU
 
 
 def limit(peer: Peer, model: Path, way: str, layers: int, budget: int, each: int, threads: int) -> Result:
@@ -225,6 +231,25 @@ def limit(peer: Peer, model: Path, way: str, layers: int, budget: int, each: int
     return found | {"threads": max(rates, key=lambda n: rates[n]), "tok_s_by_threads": rates}
 
 
+def cached_limit(peer: Peer, model: Path, layers: int, budget: int, threads: int) -> Result:
+    """A cache of experts on the GPU that fills what all but experts leaves of the budget, as far as a try tells."""
+    flags = ncmoe_flags(0, layers)
+    _, beside = peer.alone(model, threads, flags, 8)
+    room = None if beside is None else (budget - beside) >> 20
+    if room is None or room < 1:
+        raise RuntimeError(f"no room for a cache: {beside} of {budget} bytes are in use")
+    tries: list[Result] = []
+    while len(tries) < MOST_TRIES and room > 0:
+        own = [*flags, CACHE_FLAG, str(room)]
+        rate, used = peer.alone(model, threads, own, 16)
+        assert used is not None
+        tries.append({"count": room, "tok_s": rate, "vram_used": used})
+        if used <= budget:
+            return {"count": room, "flags": own, "tries": tries, "threads": threads}
+        room += (budget - used) >> 20
+    raise RuntimeError(f"no cache fits into {budget} bytes: {tries}")
+
+
 # ---------------------------------------------------------------- jobs
 
 
@@ -245,6 +270,8 @@ def jobs(measurement: Measurement, name: str) -> Iterator[tuple[str, Callable[[]
 
     def vram() -> int | float:
         """Bytes; at the tiny scale room for a share of the neurons. Known when the model is there."""
+        if arguments.times and made.vram:
+            return int(model.stat().st_size / arguments.times)
         return int(measurement.done[f"card/{name}"]["vram"]) if made.vram else 0.5
 
     def ours(policy: str, selector: str, share: float, batches: list[int], trace: Path | None = None) -> Result:
@@ -396,6 +423,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 8, 32), help="requests together")
     parser.add_argument("--tokens", type=int, default=64, help="decoded by one request alone; several: 31 at most")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt; default: %(default)s")
+    parser.add_argument("--times", type=float, metavar="N", help="the model's bytes, as a multiple of the budget")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ablation-rounds", type=int, default=1)
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="of the budget; default: %(default)s")
@@ -419,7 +447,8 @@ def main() -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # models are made by threads of their own
     settings = {"scale": arguments.scale, "gpu": arguments.gpu, "device": gpu_name(arguments.gpu)}
     settings |= {
-        name: getattr(arguments, name) for name in ("threads", "batches", "tokens", "prompt", "peer_flags", "ram")
+        name: getattr(arguments, name)
+        for name in ("threads", "batches", "tokens", "prompt", "peer_flags", "ram", "times")
     }
     document = opened(arguments.out, "hybrid", settings)
     models = document.setdefault("models", {})

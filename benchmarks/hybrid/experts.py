@@ -1,19 +1,23 @@
-"""Decode a model of experts of which all, and then half, are on the GPU; llama.cpp with CUDA beside it.
+"""Decode a model of experts beside cards of 8, 12 and 24 GiB; llama.cpp with CUDA beside it.
 
     python -m benchmarks.hybrid.experts --models FOLDER [--peer FOLDER_OF_BINARIES] [--out FILE]
     python -m benchmarks.hybrid.experts --models FOLDER --gpu cpu --tiny               tries it without a GPU
 
-The model has random weights in the shape of Qwen3-30B-A3B, cut to some layers. Before anything is timed its logits of a
-text are compared with the CPU's; a model that gives others is an error. llama.cpp then gets the experts of as many
-layers on the GPU as fit into the same budget (-ncmoe), by three tries at most, which read the GPU's memory in use.
+The model has random weights in the shape of Qwen3-30B-A3B, of Q4_0, cut to a third of its layers. So are the cards,
+but for what layers share (`worker.part_of`), and none gets more than the model takes: all of it fits into 24 GiB.
+Before anything is timed its logits of a text are compared with the CPU's; a model that gives others is an error.
+llama.cpp then gets, within the same budget, the experts of as many layers on the GPU as fit (-ncmoe) and, where its
+build has that, a cache of experts (--moe-cache-mib), by three tries at most, which read the GPU's memory in use.
 Every job is written down when it is done, and started again with the same --out, what is done is not done again.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,12 +35,13 @@ from powerinfer.config import AttentionConfig, EngineConfig, ExpertsConfig, Mode
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.hardware import measure
 from powerinfer.hybrid.resolve import needs, resolve
+from powerinfer.placement.budget import Workload, on_gpu
 from powerinfer.placement.shapes import checkpoint_model
 from powerinfer.sizes import read_size
 
 SHAPE, LAYERS = "qwen3-30b-a3b", 16
-SHARES = (1.0, 0.5)  # of the experts, on the GPU
-BATCHES = (1, 8)
+CARDS = (8, 12, 24)  # GiB
+BATCHES = (1, 8, 32)
 FURTHEST = 0.05
 """How far the logits of a token may be from the CPU's, as a share of their size, in the median over tokens: where the
 CPU rounds activations to 8 bits they differ by a per cent or two. A token for which two experts are nearly equal may
@@ -79,7 +84,7 @@ def make(measurement: Measurement) -> Result:
     """The model's file."""
     config = shape(measurement.arguments.tiny)
     if not measurement.model.exists():
-        expert_models.write(measurement.model, config, expert_models.Weights("q8_0"))
+        expert_models.write(measurement.model, config, expert_models.Weights("q4_0"))
     return {"file_bytes": measurement.model.stat().st_size, "layers": config.n_layers}
 
 
@@ -94,14 +99,25 @@ def reference_of(model: Path) -> Path:
     return model.with_suffix(".logits.npy")
 
 
-def ours(measurement: Measurement, share: float) -> Result:
-    """Tokens per second by the number of requests, with that share of the experts on the GPU."""
-    arguments = measurement.arguments
+def budget_of(measurement: Measurement, card: int) -> int:
+    """Bytes of a card's memory that the layers that there are get; at the tiny scale a share of what there is."""
     checkpoint = open_checkpoint(measurement.model)
-    engine = EngineConfig(**measurement.engine, gpu=arguments.gpu)
-    each = checkpoint_model(checkpoint).expert_bytes(0)[0]
-    experts = sum(one.n_experts for one in checkpoint.config.experts.values())
-    vram = needs(resolve(checkpoint, engine)).vram - int((1 - share) * experts) * each
+    engine = EngineConfig(**measurement.engine, gpu=measurement.arguments.gpu)
+    model, whole = checkpoint_model(checkpoint), needs(resolve(checkpoint, engine)).vram
+    if measurement.arguments.tiny:
+        experts = sum(one.n_experts for one in checkpoint.config.experts.values())
+        return whole - int((1 - card / max(CARDS)) * experts) * model.expert_bytes(0)[0]
+    work = Workload(engine.kv_type, engine.context or 0, engine.prefill_chunk, engine.max_batch, selector="all")
+    hardware = measure.measured(engine, gpu=engine.gpu)
+    held = on_gpu(model, hardware, work, checkpoint.config.n_layers, True, True)
+    fixed = sum(held[name] for name in ("head", "runtime", "scratch"))
+    part = checkpoint.config.n_layers / expert_models.CONFIGS[SHAPE].n_layers
+    return min(whole, worker.part_of(card << 30, fixed, part))
+
+
+def ours(measurement: Measurement, card: int) -> Result:
+    """Tokens per second by the number of requests, with as many experts on the GPU as the card holds."""
+    arguments, vram = measurement.arguments, budget_of(measurement, card)
     with (
         compare.Vram(arguments.gpu) as used,
         LLM(measurement.model, **measurement.engine, gpu=arguments.gpu, vram=vram) as llm,
@@ -123,15 +139,30 @@ def checked(found: np.ndarray, wanted: np.ndarray) -> float:
     return off
 
 
-def theirs(measurement: Measurement, share: float) -> Result:
-    """llama.cpp with as many experts on the GPU as the budget of `ours` holds."""
+def theirs(measurement: Measurement, card: int, way: str) -> Result:
+    """llama.cpp with as many experts on the GPU as the budget of `ours` holds. way: ncmoe or cache."""
     peer, model, threads = measurement.peer, measurement.model, measurement.arguments.threads
-    budget = measurement.done[f"experts/{share:g}/powerinfer"].get("vram")
+    budget = measurement.done[f"experts/{card}/powerinfer"].get("vram")
     if peer is None or budget is None:
         raise RuntimeError("there is no budget of ours to compare with")
     layers = int(measurement.done["make"]["layers"])
-    found = compare.limit(peer, model, "ncmoe", layers, budget, model.stat().st_size // (layers + 1), threads)
+    if way == "cache":
+        found = compare.cached_limit(peer, model, layers, budget, threads)
+    else:
+        found = compare.limit(peer, model, way, layers, budget, model.stat().st_size // (layers + 1), threads)
     return found | peer.measure(model, found, list(BATCHES), measurement.arguments.tokens)
+
+
+def jobs(measurement: Measurement) -> Iterator[tuple[str, Callable[[], Result]]]:
+    """(key, work): this engine with every card, then the peer in each of its ways."""
+    for card in CARDS:
+        yield f"experts/{card}/powerinfer", lambda card=card: ours(measurement, card)
+    if measurement.peer is None:
+        return
+    ways = ("ncmoe", "cache") if measurement.peer.knows(compare.CACHE_FLAG) else ("ncmoe",)
+    for card, way in itertools.product(CARDS, ways):
+        key = f"experts/{card}/{compare.LLAMA_CPP}-{way}"
+        yield key, lambda card=card, way=way: theirs(measurement, card, way)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -162,11 +193,9 @@ def main(argv: list[str] | None = None) -> int:
             return int("error" in measurement.done["make"])
         if measurement.wanted("reference") or not reference_of(measurement.model).exists():
             measurement.do("reference", lambda: reference(measurement))
-        for name, work in (("powerinfer", ours), (compare.LLAMA_CPP, theirs)):
-            for share in SHARES if name == "powerinfer" or peer is not None else ():
-                key = f"experts/{share:g}/{name}"
-                if measurement.wanted(key):
-                    measurement.do(key, lambda work=work, share=share: work(measurement, share))
+        for key, work in jobs(measurement):
+            if measurement.wanted(key):
+                measurement.do(key, work)
     return int(any("error" in job for job in measurement.done.values()))
 
 

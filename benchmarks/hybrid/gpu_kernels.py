@@ -1,12 +1,15 @@
 """Time the kernels of a GPU alone, as shares of the memory bandwidth that a copy reaches.
 
     python -m benchmarks.hybrid.gpu_kernels [--d-model 8192] [--d-ff 28672] [--active 0.1] [--sweep] [--out FILE]
+    python -m benchmarks.hybrid.gpu_kernels --d-model 8192 --d-ff 32768 --plain         Falcon-40B's FFN, without gates
+    python -m benchmarks.hybrid.gpu_kernels --d-model 4096 --d-ff 14336 --activation drelu
     python -m benchmarks.hybrid.gpu_kernels --sweep --kernels neurons --types F16/F16 --tokens 1      some of them
 
-For every type of weights a matrix against 1, 8 and 32 tokens; for those of neurons a gated ReLU layer of which a share
-is selected, all of which fire; then attention over a long context, and a predictor. A kernel's reads are counted once,
-the neurons that any token selects for all tokens together. Weights are taken in turn from copies that are larger in all
-than any cache, in steps that are recorded as CUDA graphs, so that neither caches nor Python help or hinder.
+For every type of weights a matrix against 1, 8 and 32 tokens; for those of neurons a layer of which a share is
+selected, all of which fire, gated (ReGLU or dReLU) or --plain; then attention over a long context, and a predictor. A
+kernel's reads are counted once, the neurons that any token selects for all tokens together. Weights are taken in turn
+from copies that are larger in all than any cache, in steps that are recorded as CUDA graphs, so that neither caches nor
+Python help or hinder.
 
 --sweep tries other tiles for each of these and says which were fastest; it compiles dozens of kernels for each, so
 choose what is swept where time is short. What is timed is written to --out as it comes. Without a GPU (--device cpu)
@@ -67,13 +70,39 @@ def random_weights(kind: str, rows: int, k: int, device: str) -> list[gpu.Weight
     return [gpu.upload(sample, device) for _ in copies]
 
 
-def random_neurons(types: tuple[str, str], n: int, d_model: int, device: str) -> gpu.Neurons:
-    """A layer all of whose neurons fire if they are selected."""
+def random_neurons(
+    types: tuple[str, str], n: int, d_model: int, device: str, activation: str = "relu", plain: bool = False
+) -> gpu.Neurons:
+    """A layer all of whose neurons fire if they are selected. plain: without gates."""
     gate, up, down = (random_weight(kind, n, d_model, device) for kind in (types[0], *types))
     across = types[1] == "Q4_0X32"
     shared = torch.full((-(-n // 32), d_model), 0.01, dtype=torch.float16, device=device) if across else None
     group = (torch.arange(n, device=device) // 32).int() if across else None
-    return gpu.Neurons(gate, up, down, shared, group, torch.full((n,), 1e3, device=device), None, "relu", 0.0)
+    high = torch.full((n,), 1e3, device=device)
+    biases = (None if plain else high, high if plain or activation == "drelu" else None)
+    return gpu.Neurons(None if plain else gate, up, down, shared, group, *biases, activation, 0.0)
+
+
+def off(neurons: gpu.Neurons, x: torch.Tensor, selected: torch.Tensor) -> float:
+    """How far the kernel's sum of the selected neurons is from plain torch's in float64, as a share of its size."""
+    wide, total = x.double(), torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for begin, end in gpu.pieces(neurons.n, neurons.up.k, 1 << 22):
+
+        def rows(weight: gpu.Weight, bias: torch.Tensor | None, some: slice = slice(begin, end)) -> torch.Tensor:
+            z = wide @ gpu.values(weight, some.start, some.stop).double().T
+            return z if bias is None else z + bias[some]
+
+        up = rows(neurons.up, neurons.up_bias)
+        limit = neurons.threshold if neurons.limits is None else neurons.limits[begin:end]
+        if neurons.gate is None:
+            h = gpu.activate(neurons.activation, up, None, limit)
+        else:
+            h = gpu.activate(neurons.activation, rows(neurons.gate, neurons.gate_bias), up, limit)
+        scales = None if neurons.shared is None else neurons.shared[(neurons.group[begin:end]).long()]  # type: ignore[index]
+        down = gpu.values(neurons.down, begin, end, scales)
+        total += h.masked_fill(selected[:, begin:end] == 0, 0) @ down.double()
+    found = gpu.neuron_sum(neurons, x, selected)[0].double()
+    return float((found - total).norm() / total.norm())
 
 
 def seconds(call: Call, copies: int, device: str) -> float:
@@ -133,11 +162,10 @@ def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str, int, int, i
             x = torch.randn(tokens, d_model, device=device)
             yield "linear", kind, tokens, nbytes, len(weights), lambda i, w=weights, x=x: gpu.linear(w[i], x)
     for types in [types for types in TYPES if wanted("neurons", "/".join(types))]:
-        one = random_neurons(types, d_ff, d_model, device)
+        made = types, d_ff, d_model, device, arguments.activation, arguments.plain
+        one = random_neurons(*made)
         active = int(one.nbytes * arguments.active)
-        layers = [one] + [
-            random_neurons(types, d_ff, d_model, device) for _ in range(min(copies_of(active, device), 4) - 1)
-        ]
+        layers = [one] + [random_neurons(*made) for _ in range(min(copies_of(active, device), 4) - 1)]
         rows = sum(w.nbytes for w in (one.gate, one.up, one.down) if w is not None) // d_ff
         for tokens in arguments.tokens:
             x = torch.randn(tokens, d_model, device=device)
@@ -259,7 +287,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     peak = copy_gb_s(device)
     timed: list[dict[str, Any]] = []
     name = "torch on the CPU" if device == "cpu" else torch.cuda.get_device_name()
-    sizes = {key: getattr(arguments, key) for key in ("d_model", "d_ff", "active")}
+    sizes = {key: getattr(arguments, key) for key in ("d_model", "d_ff", "active", "activation", "plain")}
     document = {**machine.description(), "device": name, "torch": torch.__version__, **sizes, "copy_gb_s": peak}
     document["kernels"] = timed
     for what, kind, tokens, nbytes, copies, call in cases(arguments):
@@ -282,6 +310,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--d-model", type=int, default=8192)
     parser.add_argument("--d-ff", type=int, default=28672, help="neurons of a layer that are on the GPU")
     parser.add_argument("--active", type=float, default=0.1, help="share of them that a token needs")
+    parser.add_argument("--activation", default="relu", choices=("relu", "drelu"))
+    parser.add_argument("--plain", action="store_true", help="neurons without gates")
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS, help="default: all")
     parser.add_argument("--types", nargs="+", metavar="TYPE", help="as the results name them, such as F16/F16")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="default: 1 8 32")
@@ -291,6 +321,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     arguments = parser.parse_args(argv)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU here")
+    if arguments.plain and arguments.activation == "drelu":
+        parser.error("dReLU has gates")
     if arguments.device == "cpu" and arguments.sweep:
         parser.error("tiles are those of Triton's kernels, which need a GPU")
     document = measure(arguments)

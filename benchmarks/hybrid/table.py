@@ -146,7 +146,7 @@ def prefill_rows(document: dict[str, Any]) -> list[str]:
 
 
 def share_rows(document: dict[str, Any]) -> list[str]:
-    heads = ("GPU's share of the firing neurons", "overlap", "predicted, ms", "measured, ms", "off")
+    heads = ("GPU's share of the firing neurons", "overlap", "in one replay", "predicted, ms", "measured, ms", "off")
     lines = header("one request", *heads)
     for name in document["models"]:
         runs = of(document, "decode", name).get(OURS, [])
@@ -154,6 +154,8 @@ def share_rows(document: dict[str, Any]) -> list[str]:
             continue
         shares = [run["sparsity"]["1"]["gpu_share"] for run in runs if run.get("sparsity", {}).get("1")]
         overlaps = [run["trace"]["overlap"] for run in runs if "trace" in run]
+        bounds = [run["at_once"] for run in runs if run.get("at_once")]
+        between = [f"{percent(median(one[end] for one in bounds), 0)}" for end in ("least", "most") if bounds]
         predicted = [run["plan"]["ms_per_token"] for run in runs if "plan" in run]
         measured = 1e3 / (rate(runs) or float("nan"))
         known = median(predicted) if predicted else None
@@ -162,6 +164,7 @@ def share_rows(document: dict[str, Any]) -> list[str]:
                 name,
                 percent(median(shares), 0) if shares else "",
                 percent(median(overlaps), 0) if overlaps else "",
+                " to ".join(between),
                 "" if known is None else f"{known:.2f}",
                 f"{measured:.2f}",
                 "" if known is None else f"{100 * (known / measured - 1):+.0f} %",

@@ -2,9 +2,11 @@
 
     python -m benchmarks.hybrid.visit kernels --out DIR       the environment, tests on the GPU, kernels, launches
     python -m benchmarks.hybrid.visit llama.cpp --out DIR     builds the peer for this GPU
-    python -m benchmarks.hybrid.visit falcon --out DIR        Falcon-40B in F16, 24 GB: decode, ablation; the peer
+    python -m benchmarks.hybrid.visit falcon --out DIR        Falcon-40B in F16, 24 GB: decode, ablation; the peer;
+                                                              a prompt of 2,048 tokens at twice the budget
     python -m benchmarks.hybrid.visit drelu --out DIR         7B, all on the GPU: decode, prompts, tiles; the peer
-    python -m benchmarks.hybrid.visit experts --out DIR       experts, all and half on the GPU: decode; the peer
+    python -m benchmarks.hybrid.visit reglu --out DIR         ReGLU-70B in Q4_0, 24 GB: decode; the peer
+    python -m benchmarks.hybrid.visit experts --out DIR       Q4_0 experts in 8, 12 and 24 GB: decode; the peer
     python -m benchmarks.hybrid.visit CALL --trial ...        the same at a tiny scale, on torch's CPU device
 
 A call's steps check first, then time (but for the machine's rates, which plans need): what is timed after a check that
@@ -14,10 +16,9 @@ copied to --out after each step, so that little is lost when the call is killed.
 it failed; what failed comes after what was not begun.
 
 Models are made in --work, by default in memory where that has room, a folder for each call, and kept: Falcon's take 39
-GB there, the 7B model 26 GB, so remove what is not needed any more (--clear removes those of other calls first). One
-that was removed is made again if a step still needs it. --ram says how much RAM there is beside them, where that is not
-known before it is used. On a machine without a network: `carry.py` brings what is missing.
-"""
+GB there, the 7B model 26 GB, ReGLU-70B's 20 GB, so remove what is not needed any more (--clear removes those of other
+calls first). One that was removed is made again if a step still needs it. --ram says how much RAM there is beside them,
+where that is not known before it is used. On a machine without a network: `carry.py` brings what is missing."""
 
 from __future__ import annotations
 
@@ -35,14 +36,24 @@ from typing import Any
 
 from benchmarks.lib import machine, results
 
-CALLS = ("kernels", "llama.cpp", "falcon", "drelu", "experts")
+CALLS = ("kernels", "llama.cpp", "falcon", "drelu", "reglu", "experts")
 ROOM = 42 << 30  # bytes of the largest model, with what is prepared for it
 LEFT = 5.0  # seconds of a call that remain for writing down
-KERNEL_TESTS = ("test_gpu_kernels", "test_gpu_latent", "test_gpu_experts", "test_gpu_delta")
-LAYER_TESTS = (
-    "test_gpu_layers", "test_gpu_wiring", "test_hybrid", "test_stage", "test_hybrid_experts", "test_gpu_bytes",
-    "test_gpu_rates", "test_unlike_layers", "test_topk", "test_embeddings",
+KERNEL_TESTS = (
+    "test_gpu_kernels", "test_gpu_latent", "test_gpu_experts", "test_gpu_delta", "test_gpu_panels", "test_gpu_pages",
 )  # fmt: skip
+LAYER_TESTS = (
+    "test_gpu_layers", "test_gpu_wiring", "test_hybrid", "test_stage", "test_streamed", "test_hybrid_experts",
+    "test_split_experts_on_disk", "test_gpu_bytes", "test_gpu_rates", "test_unlike_layers", "test_topk",
+    "test_embeddings",
+)  # fmt: skip
+SHAPES = {
+    "falcon-40b": (8192, 32768, ("--plain",)),
+    "drelu-7b": (4096, 14336, ("--activation", "drelu")),
+    "reglu-70b": (8192, 28672, ()),
+}
+"""Width and neurons of a layer, and how gpu_kernels.py is told of its FFN."""
+PROMPT, TIMES = 2048, 2  # tokens; the weights' bytes, as a multiple of the budget
 MOST_WORKERS = 12  # of the tests: each has a CUDA context
 PROBE = """
 import json, os, platform, shutil, sys
@@ -95,21 +106,28 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
         workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)))
         return module("pytest", "-v", "-rfE", "--tb=short", *quiet, "-n", 0 if trial else workers, "-k", chosen, *files)
 
-    def compare(name: str, *sections: str, with_peer: bool = False, scale: str = "own") -> tuple[str, ...]:
+    def compare(
+        name: str,
+        *sections: str,
+        with_peer: bool = False,
+        scale: str = "own",
+        out: str = "",
+        more: tuple[Any, ...] = (),
+    ) -> tuple[str, ...]:
         given: list[object] = ["--models", models, "--names", name, "--gpu", gpu, "--keep", "--quiet", 0, "--retry"]
-        given += ["--scale", "tiny" if trial else scale, "--out", work / f"{name}-{scale}.json", "--rounds", 1]
-        given += ["--sections", *sections, *ram]
+        given += ["--scale", "tiny" if trial else scale, "--out", work / f"{name}-{out or scale}.json", "--rounds", 1]
+        given += ["--sections", *sections, *ram, *more]
         if trial:
             given += ["--tokens", 4, "--batches", 1, 2, "--prompt", 48, "--threads", 1]
         if with_peer and peer is not None:
             given += ["--peer", peer]
         return module("benchmarks.hybrid.compare", *given)
 
-    def kernels(*more: object) -> tuple[str, ...]:
-        shape = (256, 320) if trial else (8192, 32768)
-        return module(
-            "benchmarks.hybrid.gpu_kernels", "--device", gpu, "--d-model", shape[0], "--d-ff", shape[1], *more
-        )
+    def kernels(name: str, *more: object) -> tuple[str, ...]:
+        """Those of a shape."""
+        width, neurons, ffn = SHAPES[name]
+        sizes = ("--d-model", 256 if trial else width, "--d-ff", 320 if trial else neurons)
+        return module("benchmarks.hybrid.gpu_kernels", "--device", gpu, *sizes, *ffn, *more)
 
     if arguments.call == "kernels":
         yield Step("probe", (sys.executable, "-c", PROBE, gpu), 90)
@@ -118,7 +136,10 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
             threads = ("--threads", len(os.sched_getaffinity(0)))
             yield Step("hardware", module("powerinfer", "measure", "--gpu", gpu, *threads), 300)
         yield Step("kernel tests", tests(KERNEL_TESTS, "holds_the_values"), 200)
-        yield Step("kernels", kernels("--tokens", 1, 8, 32, "--out", work / "kernels.json"), 150, ("kernel tests",))
+        for name in SHAPES:  # all kernels of the first, then those that depend on the neurons
+            some = () if name == "falcon-40b" else ("--kernels", "neurons", "predict")
+            given = ("--tokens", 1, 8, 32, *some, "--out", work / f"kernels-{name}.json")
+            yield Step(f"kernels {name}", kernels(name, *given), 150, ("kernel tests",))
         yield Step("layer tests", tests(LAYER_TESTS, "unused_pages"), 300)
         small = "drelu-7b"
         yield Step("small model", compare(small, "make", scale="0.1"), 90, makes=models)
@@ -139,20 +160,29 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
         yield Step("ours", compare("falcon-40b", "decode", "ablation", "kernel"), 500, ("model",))
         if peer is not None:
             yield Step("peer", compare("falcon-40b", "decode", "peer", with_peer=True), 500, ("model",))
+        more = ("--prompt", PROMPT, "--times", TIMES)
+        prompt = compare("falcon-40b", "prefill", "peer", with_peer=True, out="prompt", more=more)
+        yield Step("prompt", prompt, 500, ("model",))
     elif arguments.call == "drelu":
         yield Step("model", compare("drelu-7b", "make"), 300, makes=models)
         yield Step("ours", compare("drelu-7b", "decode", "prefill", "kernel"), 400, ("model",))
         if not trial:
             swept = ("--sweep", "--sweep-seconds", 150, "--kernels", "neurons", "--types", "F16/F16", "--tokens", 1)
-            yield Step("tiles", kernels(*swept, "--out", work / "tiles.json"), 200)
+            yield Step("tiles", kernels("drelu-7b", *swept, "--out", work / "tiles.json"), 200)
         if peer is not None:
             yield Step("peer", compare("drelu-7b", "decode", "prefill", "peer", with_peer=True), 400, ("model",))
+    elif arguments.call == "reglu":
+        yield Step("model", compare("reglu-70b", "make"), 560, makes=models)
+        yield Step("ours", compare("reglu-70b", "decode", "kernel"), 400, ("model",))
+        if peer is not None:
+            yield Step("peer", compare("reglu-70b", "decode", "peer", with_peer=True), 500, ("model",))
     else:
-        given: list[object] = ["--models", models, "--gpu", gpu, "--out", work / "experts.json", *ram]
-        given += ["--tiny"] if trial else []
-        with_peer = ["--peer", peer] if peer is not None else []
-        yield Step("model", module("benchmarks.hybrid.experts", *given, "--make"), 560, makes=models)
-        yield Step("experts", module("benchmarks.hybrid.experts", *given, *with_peer), 560, ("model",))
+        those: list[object] = ["--models", models, "--gpu", gpu, "--out", work / "experts.json", *ram]
+        those += ["--tiny"] if trial else []
+        yield Step("model", module("benchmarks.hybrid.experts", *those, "--make"), 560, makes=models)
+        yield Step("ours", module("benchmarks.hybrid.experts", *those), 400, ("model",))
+        if peer is not None:
+            yield Step("peer", module("benchmarks.hybrid.experts", *those, "--peer", peer), 560, ("model",))
 
 
 def models_of(work: Path, call: str) -> Path:

@@ -7,8 +7,9 @@ neurons streaming to the GPU or computed by the CPU; "kernel" times the sum of a
 "hardware" measures the machine; "make" makes a model; "card" says what of a card's memory a part of a model gets;
 "reference" computes a text on the CPU alone.
 
-Nothing is timed before the model's logits of that text have been compared with those of the CPU; a model that gives
-others fails. Every task may have `ram`, bytes that there are, of a machine whose memory grows with use.
+Nothing is timed before the model's logits of that text have been compared with those of the CPU, and a kernel's sum
+with one in float64; what gives others fails. Every task may have `ram`, bytes that there are, of a machine whose memory
+grows with use.
 
 On torch's CPU device, which stands in for a GPU, the machine is not measured: plans are made for one on which splitting
 pays for the smallest model, so that everything runs, and their predictions mean nothing.
@@ -53,6 +54,7 @@ from powerinfer.system import peak_memory
 
 POLICIES = ("time", "ilp", "greedy", "random", "layers", "dense")
 TRACED = 4  # steps
+AT_ONCE = 16  # steps of which the calls are timed
 ACTIVE = 0.10  # of the kernel's neurons
 SETS = 8  # inputs of the kernel, in turn, so that its rows are not in a cache already
 COPIED = 1 << 30  # bytes of the copy that a kernel's bandwidth is held against
@@ -87,6 +89,7 @@ def decode(task: dict[str, Any]) -> dict[str, Any]:
                 result.setdefault("sparsity", {})[str(batch)] = told
         if task["trace"]:
             result["trace"] = _traced(llm, Path(task["trace"]))
+            result["at_once"] = _at_once(llm, result["trace"]["gpu_s"])
         result["memory"] = _memory(task["gpu"])
     if plan is not None:
         told = plan.document().json()
@@ -278,6 +281,31 @@ def _traced(llm: LLM, path: Path) -> dict[str, Any]:
     return trace.summary() | {"path": path.name}
 
 
+def _at_once(llm: LLM, gpu_s: float) -> dict[str, Any] | None:
+    """Of steps that are one replay, which no trace sees into, how far the devices overlap; None where none is split.
+
+    The GPU's calls of the CPU say how long it waited and worked. How long the GPU works is known of traced steps
+    (gpu_s), but not when, so the share of a step in which either works is between two bounds.
+    """
+    if not isinstance(llm._sparsity, HybridSparsity) or not llm._sparsity.ffns:
+        return None
+    for ffn in llm._sparsity.ffns:
+        ffn.take_seconds()
+    params = SamplingParams(max_tokens=AT_ONCE, temperature=0.0, ignore_eos=True)
+    rate = llm.generate([[1]], params)[0].timings.decode_tok_s
+    seconds = [ffn.take_seconds() for ffn in llm._sparsity.ffns]
+    assert rate is not None
+    waited, worked = (sum(each) / AT_ONCE for each in zip(*seconds, strict=True))
+    return {"steps": llm.choices.get("steps"), "waited_s": waited, **bounds(1 / rate, worked, gpu_s)}
+
+
+def bounds(step_s: float, cpu_s: float, gpu_s: float) -> dict[str, float]:
+    """Of the share of a step in which one of the devices works, or both: if they work at the same time as far as they
+    can, and if they never do."""
+    least, most = max(cpu_s, gpu_s) / step_s, (cpu_s + gpu_s) / step_s
+    return {"step_s": step_s, "cpu_s": cpu_s, "gpu_s": gpu_s, "least": min(1.0, least), "most": min(1.0, most)}
+
+
 def _memory(gpu: str) -> dict[str, int]:
     """Peaks in bytes: of this process in RAM, and of what torch reserved on the GPU; driver and runtime take more."""
     result = {"ram": peak_memory()}
@@ -295,7 +323,7 @@ def kernel(task: dict[str, Any]) -> dict[str, Any]:
     """Bytes per second of the sum over one layer's neurons, all on the device, of which a tenth is selected and fires.
 
     Only the rows of those neurons are counted. Compared with a copy within the device's memory, whose bytes
-    are read and written. task: model, gpu, tokens (a list).
+    are read and written. task: model, gpu, tokens (a list). RuntimeError for a sum that is not that of float64.
     """
     import torch
 
@@ -311,11 +339,14 @@ def kernel(task: dict[str, Any]) -> dict[str, Any]:
     runs = []
     for tokens in task["tokens"]:
         inputs = [_firing(neurons, tokens, device, number) for number in range(SETS)]
+        off = gpu_kernels.off(neurons, *inputs[0])
+        if not off <= gpu_kernels.SAME:
+            raise RuntimeError(f"not timed: the sum is off by {off:.3g} of its size, more than {gpu_kernels.SAME}")
         calls = [_sum(neurons, x, selected) for x, selected in inputs]
         fired = [int((call()[1] > 0).sum()) for call in calls]
         bytes_read = median(fired) * neurons.nbytes / neurons.n
         seconds = gpu_kernels.seconds(lambda i, calls=calls: calls[i](), SETS, device.type)
-        runs.append({"tokens": tokens, "fired": median(fired), "bytes": bytes_read, "seconds": seconds})
+        runs.append({"tokens": tokens, "fired": median(fired), "bytes": bytes_read, "seconds": seconds, "off": off})
     source = torch.ones(COPIED if device.type == "cuda" else COPIED >> 6, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copied = 2 * source.numel() / gpu_kernels.seconds(lambda _: target.copy_(source), 1, device.type)

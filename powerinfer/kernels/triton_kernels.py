@@ -45,8 +45,12 @@ ONE = {
 # Several tokens: tiles for tensor cores, whose operands come in stages.
 SEVERAL = {**dict.fromkeys(ONE, Tile(64, 64, 4)), **dict.fromkeys(FOUR_BITS, Tile(64, 32, 4))}
 
-PROGRAMS = 264  # at least so many where a matrix has the rows: two for each multiprocessor of the largest GPUs
+# Programs that a multiprocessor holds, by their registers (tests/test_gpu_compile.py counts these): so many fill a GPU.
+HELD = {**dict.fromkeys(ONE, 6), **dict.fromkeys(FOUR_BITS, 4), "Q5_K": 3}  # of tiles for one token
+HELD_SEVERAL = 2  # at least so many for each multiprocessor, where a matrix has the rows for smaller tiles
+NEARLY = 0.9  # of what the best tile fills suffices
 LEAST_ROWS = 16  # of a tile for tensor cores
+SUMMED = 4096  # counts of selected neurons at a time
 NUMBER_BITS = tl.constexpr(20)  # of a neuron's number: a layer has fewer than a million
 
 Q8_STEP = tl.constexpr(Q8)  # of 32 values in 8 bits, by their largest
@@ -54,7 +58,7 @@ _MANTISSA, _BIG = tl.constexpr(0x4B000000), tl.constexpr(2.0**23)
 ROUNDS = tl.constexpr(1.5 * 2**23)  # added and subtracted again, it rounds to an integer, ties to even
 VALUES = 64  # blocks of a row that a program dequantises
 ATTENTION_ROWS = {True: 64, False: 32}  # of a tile of scores, in prompts: tokens times heads that share keys; if in F16
-ATTENTION_PROGRAMS = 264  # a context is split until there are this many programs,
+ATTENTION_HELD = 2  # a context is split for this many programs of each multiprocessor, which holds no more,
 ATTENTION_SPLIT_PAGES = 4  # but into none of fewer pages
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -339,20 +343,28 @@ def _linear_kernel(
         tl.store(out + row, y, mask=live)
 
 
-def fitting(w: Weight, tokens: int) -> Tile:
-    """The tile for a matrix: for one token as large as any, but no wider than a row, and higher or wider so that there
-    are `PROGRAMS`; for several lower for those."""
+def filled(programs: int, slots: int) -> float:
+    """The share of a GPU's slots for programs that have one, over all waves of them."""
+    return programs / (triton.cdiv(programs, slots) * slots)
+
+
+def fitting(w: Weight, tokens: int, multiprocessors: int) -> Tile:
+    """The tile for a matrix. For one token as large as any, no wider than a row, and lower and wider where it would
+    leave more of the GPU empty, in its last wave. For several tokens lower until every multiprocessor has some."""
     rows, columns, warps = (SEVERAL if tokens > 1 else ONE)[w.type]
     if tokens > 1:
-        while triton.cdiv(w.rows, rows) < PROGRAMS and rows > LEAST_ROWS:
+        while triton.cdiv(w.rows, rows) < HELD_SEVERAL * multiprocessors and rows > LEAST_ROWS:
             rows //= 2
         return Tile(rows, columns, warps)
     width = w.k // 2 if w.type in FOUR_BITS else w.k
     while columns // 2 >= width and columns > 64:
         rows, columns = 2 * rows, columns // 2
-    while triton.cdiv(w.rows, rows) < PROGRAMS and rows > 1 and columns < width:
-        rows, columns = rows // 2, 2 * columns
-    return Tile(rows, columns, warps)
+    tiles = [Tile(rows, columns, warps)]
+    while tiles[-1].rows > 1 and tiles[-1].columns < width:
+        tiles.append(Tile(tiles[-1].rows // 2, 2 * tiles[-1].columns, warps))
+    slots = HELD[w.type] * multiprocessors
+    fills = [filled(triton.cdiv(w.rows, tile.rows), slots) for tile in tiles]
+    return next(tile for tile, fill in zip(tiles, fills, strict=True) if fill >= NEARLY * max(fills))
 
 
 def linear(w: Weight, x: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
@@ -360,7 +372,7 @@ def linear(w: Weight, x: Tensor, bias: Tensor | None = None, relu: bool = False)
     tokens = x.shape[0]
     out = torch.empty((tokens, w.rows), dtype=torch.float32, device=x.device)
     if out.numel():
-        tile = fitting(w, tokens)
+        tile = fitting(w, tokens, processors(x))
         _linear_kernel[(triton.cdiv(w.rows, tile.rows),)](
             x.contiguous(), w.data, either(w.scales, w.data), either(bias, out), out, tokens, w.rows, w.k,
             TYPE=w.type, BIAS=bias is not None, RELU=relu, T=columns(tokens), R=tile.rows, C=tile.columns,
@@ -452,6 +464,22 @@ def precision(x: Tensor) -> str:
 @cache
 def _capability(device: int) -> int:
     return int(torch.cuda.get_device_capability(device)[0])
+
+
+def processors(x: Tensor) -> int:
+    """Multiprocessors of x's device; of the interpreter an H100's."""
+    return _processors(x.device.index) if x.is_cuda else 132
+
+
+@cache
+def _processors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def context_splits(pages: int, least: int, programs: int, slots: int) -> int:
+    """In how many parts a context is split, none of fewer than `least` pages, for that many programs each: as many as
+    there are slots for, since one more would wait for another."""
+    return max(1, min(pages // least, slots // programs))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -755,7 +783,8 @@ def attention(
     half = tokens > FEW and kind != "F32"
     tile = 1 if tokens <= FEW else max(1, ATTENTION_ROWS[half] // padded)
     tiles = triton.cdiv(tokens, tile)
-    splits = max(1, min(pages // ATTENTION_SPLIT_PAGES, triton.cdiv(ATTENTION_PROGRAMS, tiles * kv_heads)))
+    slots = ATTENTION_HELD * processors(q)
+    splits = context_splits(pages, ATTENTION_SPLIT_PAGES, tiles * kv_heads, slots)
     per = triton.cdiv(pages, splits)
     splits = triton.cdiv(pages, per)
     block = max(16, _block(dims, cache_k))
@@ -782,48 +811,102 @@ def attention(
 
 
 @triton.jit
-def _select_kernel(z, numbers, first, others, n, split, threshold, floor, FLOOR: tl.constexpr, BLOCK: tl.constexpr):
-    """One token: select z from the threshold on and, if these are fewer than `floor`, the `floor` largest, of equal
-    ones those of least number. first: of the places before `split`, others: of those from it on."""
-    t, i = tl.program_id(0), tl.arange(0, BLOCK)
-    here = i < n
-    guess = tl.load(z + t * n + i, mask=here, other=float("-inf"))
-    chosen = here & ((guess >= threshold) | (guess != guess))
-    if FLOOR:  # noqa: SIM102 - known when it is compiled
-        if tl.sum(chosen.to(tl.int32), 0) < floor:
-            # Integers in the order of z, NaN above all.
-            bits = (guess + 0.0).to(tl.int32, bitcast=True)
-            key = tl.where(guess != guess, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
-            # The largest key that `floor` of them reach, by bisection.
-            low, high = tl.full((), -0x80000000, tl.int64), tl.full((), 0x7FFFFFFF, tl.int64)
-            for _ in range(32):
-                middle = (low + high + 1) >> 1
-                enough = tl.sum((here & (key >= middle.to(tl.int32))).to(tl.int32), 0) >= floor
-                low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
-            last = low.to(tl.int32)
-            above, equal = here & (key > last), here & (key == last)
-            # Of those that are equal to it the first, by bisection of their numbers.
-            lacking = floor - tl.sum(above.to(tl.int32), 0)
-            number = tl.load(numbers + i, mask=here, other=0)
-            low, high = tl.full((), 0, tl.int32), tl.full((), BLOCK - 1, tl.int32)
-            for _ in range(NUMBER_BITS):
-                middle = (low + high) >> 1
-                enough = tl.sum((equal & (number <= middle)).to(tl.int32), 0) >= lacking
-                low, high = tl.where(enough, low, middle + 1), tl.where(enough, middle, high)
-            chosen = above | (equal & (number <= high))
-    tl.store(first + t * split + i, chosen.to(tl.uint8), mask=i < split)
-    tl.store(others + t * (n - split) + i - split, chosen.to(tl.uint8), mask=here & (i >= split))
+def _put_selection(chosen, first, others, t, row, here, n, split):
+    """Store what is selected of some rows: those before `split` into first, the others behind it."""
+    tl.store(first + t * split + row, chosen.to(tl.uint8), mask=here & (row < split))
+    tl.store(others + t * (n - split) + row - split, chosen.to(tl.uint8), mask=here & (row >= split))
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _outer_kernel(
+    x, data, scales, z, first, others, counts, tokens, n, k, split, threshold,
+    FLOOR: tl.constexpr, TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """R rows of a predictor's second matrix, and which of them each token selects: those whose z reaches the threshold.
+
+    first: of the rows before `split`, others: of those from it on. With FLOOR z [tokens, n] is kept, and in counts
+    [tokens, programs] how many a program selects.
+    """
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    live = row < n
+    y = row_dots(x, data, scales, row.to(tl.int64), live, tokens, k, TYPE, T, R, C, PRECISION)
+    if T:
+        t = tl.arange(0, T)
+        here = live[:, None] & (t < tokens)[None, :]
+        chosen = here & ((y >= threshold) | (y != y))
+        _put_selection(chosen, first, others, t[None, :], row[:, None], here, n, split)
+        if FLOOR:
+            tl.store(z + t[None, :] * n + row[:, None], y, mask=here)
+            own = tl.sum(chosen.to(tl.int32), 0)
+            tl.store(counts + t * tl.num_programs(0) + tl.program_id(0), own, mask=t < tokens)
+    else:
+        chosen = live & ((y >= threshold) | (y != y))
+        _put_selection(chosen, first, others, 0, row, live, n, split)
+        if FLOOR:
+            tl.store(z + row, y, mask=live)
+            tl.store(counts + tl.program_id(0), tl.sum(chosen.to(tl.int32), 0))
+
+
+@triton.jit
+def _floor_kernel(
+    z, numbers, counts, first, others, n, split, floor, programs, BLOCK: tl.constexpr, COUNTS: tl.constexpr
+):  # fmt: skip
+    """One token: if fewer than `floor` are selected, select the `floor` largest of z instead, of equal ones those of
+    least number. Otherwise it only adds up the counts."""
+    t = tl.program_id(0)
+    selected = tl.zeros((COUNTS,), tl.int32)
+    for c0 in range(0, programs, COUNTS):
+        c = c0 + tl.arange(0, COUNTS)
+        selected += tl.load(counts + t * programs + c, mask=c < programs, other=0)
+    if tl.sum(selected, 0) < floor:
+        i = tl.arange(0, BLOCK)
+        here = i < n
+        guess = tl.load(z + t * n + i, mask=here, other=float("-inf"))
+        # Integers in the order of z, NaN above all.
+        bits = (guess + 0.0).to(tl.int32, bitcast=True)
+        key = tl.where(guess != guess, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+        # The largest key that `floor` of them reach, by bisection.
+        low, high = tl.full((), -0x80000000, tl.int64), tl.full((), 0x7FFFFFFF, tl.int64)
+        for _ in range(32):
+            middle = (low + high + 1) >> 1
+            enough = tl.sum((here & (key >= middle.to(tl.int32))).to(tl.int32), 0) >= floor
+            low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
+        last = low.to(tl.int32)
+        above, equal = here & (key > last), here & (key == last)
+        # Of those that are equal to it the first, by bisection of their numbers.
+        lacking = floor - tl.sum(above.to(tl.int32), 0)
+        number = tl.load(numbers + i, mask=here, other=0)
+        low, high = tl.full((), 0, tl.int32), tl.full((), BLOCK - 1, tl.int32)
+        for _ in range(NUMBER_BITS):
+            middle = (low + high) >> 1
+            enough = tl.sum((equal & (number <= middle)).to(tl.int32), 0) >= lacking
+            low, high = tl.where(enough, low, middle + 1), tl.where(enough, middle, high)
+        _put_selection(above | (equal & (number <= high)), first, others, t, i, here, n, split)
 
 
 def predict(
     inner: Weight, outer: Weight, numbers: Tensor, x: Tensor, threshold: float, floor: int, into: tuple[Tensor, Tensor]
 ) -> None:
     """`gpu.predict` of at most `gpu.FEW` tokens."""
-    z = linear(outer, linear(inner, x, relu=True))
-    if z.numel():
-        block = triton.next_power_of_2(outer.rows)
-        floor = min(floor, outer.rows)
-        _select_kernel[(x.shape[0],)](
-            z, numbers, *into, outer.rows, into[0].shape[1], threshold, floor, FLOOR=floor > 0, BLOCK=block,
+    hidden = linear(inner, x, relu=True)
+    tokens, n, split, floor = x.shape[0], outer.rows, into[0].shape[1], min(floor, outer.rows)
+    if not tokens or not n:
+        return
+    tile = fitting(outer, tokens, processors(x))
+    programs = triton.cdiv(n, tile.rows)
+    z, counts = hidden, hidden
+    if floor:
+        z = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
+        counts = torch.empty((tokens, programs), dtype=torch.int32, device=x.device)
+    _outer_kernel[(programs,)](
+        hidden, outer.data, either(outer.scales, outer.data), z, *into, counts, tokens, n, outer.k, split, threshold,
+        FLOOR=floor > 0, TYPE=outer.type, T=columns(tokens), R=tile.rows, C=tile.columns, PRECISION=precision(x),
+        num_warps=tile.warps,
+    )  # fmt: skip
+    if floor:
+        block = triton.next_power_of_2(n)
+        _floor_kernel[(tokens,)](
+            z, numbers, counts, *into, n, split, floor, programs, BLOCK=block, COUNTS=SUMMED,
             num_warps=_warps(block, 16),
         )  # fmt: skip

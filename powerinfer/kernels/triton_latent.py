@@ -18,9 +18,11 @@ from powerinfer.kernels.triton_kernels import (
     SEVERAL,
     cache_kind,
     columns,
+    context_splits,
     either,
     half,
     precision,
+    processors,
     row_dots,
     stored_head,
     turned_head,
@@ -38,7 +40,7 @@ ROWS = {0: 16, 1: 32, 2: 16}  # of a tile of scores: tokens times heads
 PLACES = {0: 16, 1: 32, 2: 32}  # positions at a time
 WARPS = {0: 8, 1: 8, 2: 4}
 CHUNK = 128  # columns of a key at a time in float32, which has no room for whole keys
-PROGRAMS = 132  # a context is split until there are this many programs,
+HELD = 1  # a context is split for this many programs of each multiprocessor,
 SPLIT_PAGES = 2  # but into none of fewer pages
 JOINED = 64  # columns that a program joins
 
@@ -270,7 +272,7 @@ def attention(
     own = min(int(triton.next_power_of_2(heads)), ROWS[parts_of])
     tile = 1 if tokens <= FEW else ROWS[parts_of] // own
     grid = triton.cdiv(tokens, tile), triton.cdiv(heads, own)
-    splits = max(1, min(pages // SPLIT_PAGES, triton.cdiv(PROGRAMS, grid[0] * grid[1])))
+    splits = context_splits(pages, SPLIT_PAGES, grid[0] * grid[1], HELD * processors(q))
     per = triton.cdiv(pages, splits)
     splits = triton.cdiv(pages, per)
     parts, peaks, sums = out, out, out

@@ -3,12 +3,12 @@
 Selected neurons -> a list -> products of gate and up -> sums of down, each over a share of the list -> one sum. Without
 a selection all products, then a list of the neurons that fire. A list has room for every neuron, and its length is in
 device memory, where programs read it. It is made in two stages: programs count their entries; then programs add up the
-counts before them and write theirs.
+counts before them and write theirs. Of one token's selection the second stage does without counts: it reads the bytes.
 """
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +23,7 @@ from powerinfer.kernels.triton_kernels import (
     either,
     nibbles,
     precision,
+    processors,
     row_dots,
     small_signed,
 )
@@ -34,18 +35,22 @@ if TYPE_CHECKING:
 
 # Products of listed neurons, for one token and for several: fewer rows than for a whole matrix.
 DOT_ONE = dict.fromkeys(("F16", "BF16", "Q8_0", "Q4_0"), Tile(4, 1024, 4))
-DOT_SEVERAL = {**dict.fromkeys(DOT_ONE, Tile(32, 64, 2)), "Q4_0": Tile(32, 32, 2)}
+DOT_SEVERAL = dict.fromkeys(DOT_ONE, Tile(32, 32, 2))
 # Sums of rows of down, likewise; rows: per iteration.
 ADD_ONE = {
     **dict.fromkeys(("F16", "BF16", "Q8_0"), Tile(16, 256, 4)),
     **dict.fromkeys(("Q4_0", "Q4_0X32"), Tile(16, 128, 4)),
 }
-ADD_SEVERAL = dict.fromkeys(ADD_ONE, Tile(16, 128, 4))
-ADD_EACH = 6  # lists are split for so many programs a multiprocessor: their registers allow 7 at a time, and one more
-ADD_ROUNDS = 2  # would be a second wave; but in pieces of at least this many tiles, if all neurons are listed
+ADD_SEVERAL = {**dict.fromkeys(ADD_ONE, Tile(16, 128, 4)), **dict.fromkeys(("Q4_0", "Q4_0X32"), Tile(16, 64, 4))}
+# Lists are split for as many programs as a multiprocessor holds, by their registers (tests/test_gpu_compile.py): one
+# more would be a second wave. But in pieces of at least ADD_ROUNDS tiles, if all neurons are listed.
+HELD_ONE = dict.fromkeys(ADD_ONE, 6)
+HELD_SEVERAL = dict.fromkeys(ADD_ONE, 3)
+ADD_ROUNDS = 2
 SUM = (16, 128)  # splits, and columns, that a program adds up at a time
 _GELU_SCALE, _GELU_CUBIC = tl.constexpr(GELU_SCALE), tl.constexpr(GELU_CUBIC)
 LIST = 1024  # neurons that one program lists; a multiple of the rows of tiles
+READ = 8192  # bytes of a selection that it reads at a time
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -65,13 +70,13 @@ def _count_kernel(selected, counts, tokens, n, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens", "pieces", "per"])
 def _list_kernel(
     source, before, counts, listed, kept, total, tokens, n, pieces, per,
-    LISTED: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
+    LISTED: tl.constexpr, KEEP: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     """List, in the order of their places, the neurons that are not zero for some token in source [tokens, n].
 
     LISTED: place i of source belongs to neuron before[i], else to neuron i. counts: [pieces] of neurons to list, `per`
-    of them in a block. listed gets neurons; kept [tokens, n], with KEEP, their values in source, in the order of the
-    list.
+    of them in a block; BYTES: of each neuron a byte, zero or not. listed gets neurons; kept [tokens, n], with KEEP,
+    their values in source, in the order of the list.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = i < n
@@ -85,7 +90,8 @@ def _list_kernel(
     earlier = tl.zeros((COUNTS,), tl.int32)
     for c0 in range(0, first, COUNTS):
         c = c0 + tl.arange(0, COUNTS)
-        earlier += tl.load(counts + c, mask=c < first, other=0)
+        some = tl.load(counts + c, mask=c < first, other=0)
+        earlier += (some != 0).to(tl.int32) if BYTES else some
     base = tl.sum(earlier, 0)
     place = base + tl.cumsum(chosen, 0) - chosen
     tl.store(listed + place, neuron, mask=chosen != 0)
@@ -373,11 +379,14 @@ def neuron_sum(
     listed, length = fired, fired
     if selected is not None:
         selected = selected.contiguous()
-        counts, listed, length = numbers(blocks), numbers(n), numbers(1)
-        _count_kernel[(blocks,)](selected, counts, tokens, n, BLOCK=LIST)
+        listed, length = numbers(n), numbers(1)
+        counts, pieces, per = selected, n, LIST
+        if tokens > 1:
+            counts, pieces, per = numbers(blocks), blocks, 1
+            _count_kernel[(blocks,)](selected, counts, tokens, n, BLOCK=LIST)
         _list_kernel[(blocks,)](
-            selected, listed, counts, listed, listed, length, tokens, n, blocks, 1,
-            LISTED=False, KEEP=False, BLOCK=LIST, COUNTS=LIST,
+            selected, listed, counts, listed, listed, length, tokens, n, pieces, per,
+            LISTED=False, KEEP=False, BYTES=tokens == 1, BLOCK=LIST, COUNTS=READ if tokens == 1 else LIST,
         )  # fmt: skip
     h = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
     counts = numbers(programs)
@@ -417,9 +426,17 @@ def sum_firing(
     rows, total, kept = numbers(n), numbers(1), torch.empty_like(h)
     _list_kernel[(triton.cdiv(n, LIST),)](
         h, either(at, rows), counts, rows, kept, total, tokens, n, len(counts), LIST // each,
-        LISTED=at is not None, KEEP=True, BLOCK=LIST, COUNTS=LIST,
+        LISTED=at is not None, KEEP=True, BYTES=False, BLOCK=LIST, COUNTS=LIST,
     )  # fmt: skip
     return _down(down, shared, group, kept, rows, total, into)
+
+
+def add_grid(down: Weight, n: int, tokens: int, multiprocessors: int) -> tuple[int, int]:
+    """Programs across the columns of n rows of down, and along the list."""
+    tile = (ADD_SEVERAL if tokens > 1 else ADD_ONE)[down.type]
+    across = triton.cdiv(down.k, tile.columns * (2 if down.type[:2] == "Q4" else 1))
+    slots = (HELD_SEVERAL if tokens > 1 else HELD_ONE)[down.type] * multiprocessors
+    return across, max(1, min(slots // across, triton.cdiv(n, ADD_ROUNDS * tile.rows)))
 
 
 def _down(
@@ -434,8 +451,7 @@ def _down(
     """Sum of h [T, n] times the listed rows of down, float32 [T, d_model], or `into`, that much more."""
     tokens, n = h.shape
     tile = (ADD_SEVERAL if tokens > 1 else ADD_ONE)[down.type]
-    across = triton.cdiv(down.k, tile.columns * (2 if down.type[:2] == "Q4" else 1))
-    splits = max(1, min(ADD_EACH * _processors(h) // across, triton.cdiv(n, ADD_ROUNDS * tile.rows)))
+    across, splits = add_grid(down, n, tokens, processors(h))
     parts = torch.empty((splits, tokens, down.k), dtype=torch.float32, device=h.device)
     _add_kernel[(across, splits)](
         down.data, either(down.scales, h), either(shared, h), group, rows, total, h,
@@ -451,13 +467,3 @@ def _down(
         parts, out, out.numel(), splits, ADD=into is not None, S=at_a_time, BLOCK=block, num_warps=4
     )  # fmt: skip
     return out
-
-
-def _processors(x: Tensor) -> int:
-    """Multiprocessors of x's device; of the interpreter an H100's."""
-    return _count(x.device.index) if x.is_cuda else 132
-
-
-@cache
-def _count(device: int) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
