@@ -345,7 +345,7 @@ def _linear_kernel(
 
 def filled(programs: int, slots: int) -> float:
     """The share of a GPU's slots for programs that have one, over all waves of them."""
-    return programs / (triton.cdiv(programs, slots) * slots)
+    return programs / (-(-programs // slots) * slots)
 
 
 def fitting(w: Weight, tokens: int, multiprocessors: int) -> Tile:
