@@ -183,6 +183,12 @@ class Slots:
     def stats(self) -> dict[str, int]:
         """Items that were pinned; of those, that needed no read; bytes read for the others."""
 
+    def use(self, n: int) -> None:
+        """
+        From now on only the first n slots have items; the memory of the others is given back, and all are let go.
+        Between steps. ReadError: what was being read is not over.
+        """
+
     def clear(self) -> None:
         """Reset the counters."""
 
@@ -197,6 +203,8 @@ class Window:
     """A ring of memory through which matrices on disk pass, in the order of operators."""
 
     def __init__(self, reads: Reads, nbytes: int) -> None: ...
+    def forget(self) -> None:
+        """Between steps: drop what was read ahead, and give the ring's memory back until it is needed."""
 
 class Arena:
     def __init__(self) -> None: ...
@@ -880,6 +888,9 @@ class Program:
         What matrices on disk pass through; once, when all operators are there. Then `run` raises ReadError if one
         could not be read: what it computed is void.
         """
+
+    def forget(self) -> None:
+        """Between steps: give back the memory of the rows of a step, until one needs it."""
 
     @property
     def size(self) -> int: ...

@@ -28,7 +28,10 @@ if what == "bench" and ram and name == "dense.gguf":
     sys.exit(1)
 if what == "bench":
     speed = 6.0 if ram else 10.0
-    disk = {"mode": ram, "bytes": 4_000_000_000, "bytes_per_token": 125_000_000, "read_gb_s": 2.0, "hit_rate": 0.75}
+    if "predicted" in words:
+        speed *= 2
+    disk = {"mode": ram, "joined_reads": 3200}
+    disk |= {"bytes": 4_000_000_000, "bytes_per_token": 125_000_000, "read_gb_s": 2.0, "hit_rate": 0.75}
     document = {"decode_tok_s": {"median": speed}, "prefill_tok_s": {"median": 10 * speed}, "peak_rss_mb": 194.0}
     print(json.dumps(document | ({"disk": disk | {"stall_seconds": 0.5}} if ram else {})))
 elif what == "plan":
@@ -127,6 +130,25 @@ def test_jobs_tables_and_plots(
     monkeypatch.setattr(table, "IMAGES", tmp_path / "img")
     table.draw(document)
     assert {path.name for path in (tmp_path / "img").iterdir()} == {"disk-speed.svg", "disk-hits.svg"}
+
+
+def test_both_selectors_of_a_model_with_predictors(measured: Callable[..., dict[str, Any]]) -> None:
+    document = measured("--names", "relu", "--rounds", 1, "--sweep")
+    jobs = document["jobs"]
+    assert {"plan/relu/0.5", "plan-predicted/relu/0.5", "predicted-ram/relu/all/0"} <= set(jobs)
+    for job in jobs.values():
+        job["disturbed"] = False
+    jobs["predicted-ram/relu/all/0"]["decode_tok_s"] = 16.0
+    text = table.neurons_table(document, document)
+    assert "llama.cpp's 2.00 of this run" in text
+    assert text.splitlines()[4:] == [
+        "| `auto`, which is `exact` | 6.00* | 10.0* | 60 % | 125 | 100 | 75 % | 75 % | 5.00 | 3.0 |",
+        "| `predicted` | 12.0* | 16.0* | 75 % | 125 | 100 | 75 % | 75 % | 5.00 | 6.0 |",
+    ]
+    jobs["predicted/relu/0.5/0"] = {"error": "it has failed"}
+    text = table.neurons_table(document, None)
+    assert "llama.cpp was not measured" in text
+    assert "- predicted: it has failed" in text
 
 
 def test_it_goes_on_where_it_was(measured: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,10 +96,11 @@ def tier_of(
     direct: bool = True,
     policy: str = "lfu",
     gates: bool = False,
+    lent: int | None = None,
     **emulated: Any,
 ) -> DiskTier:
     """What dense steps alone read passes through a window; of the neurons of every layer memory has `slots`. gates: the
-    first matrix of every FFN passes through the window, too."""
+    first matrix of every FFN passes through the window, too. lent: of the slots those that prompts leave."""
     assert selection.bundles is not None
     files = [*checkpoint.files, selection.bundles.file]
     names = [
@@ -111,7 +112,8 @@ def tier_of(
     assert len(places) == len(names)
     reads = _native.Reads([(os.fspath(file.path), file.size) for file in files], direct, **emulated)
     neurons = dict.fromkeys(range(checkpoint.config.n_layers), slots)
-    about = OnDisk(frozenset(names), 512 << 10, neurons=neurons, direct=direct, neuron_policy=policy)
+    fewer = {} if lent is None else dict.fromkeys(neurons, lent)
+    about = OnDisk(frozenset(names), 512 << 10, neurons=neurons, direct=direct, neuron_policy=policy, lent=fewer)
     return DiskTier(about, files, places, reads)
 
 
@@ -165,6 +167,21 @@ def test_neurons_on_disk_give_the_same_bits(selector: str, types: tuple[str, str
         assert all(one.slots == slots for one in own.tier.slots.values())
         counts = [one.stats() for one in own.tier.slots.values()]
         assert all(0 < one["hits"] < one["wanted"] for one in counts)
+
+
+@pytest.mark.parametrize("gates", [False, True])
+def test_prompts_use_memory_of_neurons(gates: bool, tmp_path: Path) -> None:
+    path = model(tmp_path)
+    selector = "exact" if gates else "predicted"
+    expected = answers(in_memory(path, selector))
+    own = opened(path, selector, NEURONS, gates=gates, lent=FEWEST)
+    every = own.tier.slots.values()
+    for _ in range(2):
+        for batch, right in zip(steps(own.executor.config.vocab_size), expected, strict=True):
+            assert np.array_equal(own.executor.forward(batch), right)
+            held = [sum(map(one.held, range(NEURONS))) for one in every]
+            assert all(n <= FEWEST for n in held) if len(batch.tokens) > 32 else min(held) > 0
+    assert max(held) > FEWEST
 
 
 @pytest.mark.parametrize("activation", ["relu", "opt"])
@@ -449,6 +466,10 @@ def test_neurons_stay_on_disk_only_where_that_is_asked_for_if_ram_holds_the_dens
     executor, _ = load_resolved(asked, list, say=said.append)
     assert "; --selector all or --context 96 would leave room for all of it" in said[-1]
     assert executor.choices["disk"].endswith("; --selector all or --context 96 would leave room for all of it")
+    executor.close()
+    assert asked.by_predictors is None, "there are none"
+    executor, _ = load_resolved(replace(asked, whole_dense=False, by_predictors=0), list, say=said.append)
+    assert "; --selector predicted would read none of these, with answers that are not exact" in said[-1]
     executor.close()
     with pytest.raises(RequestError, match="give --ram ") as caught:
         found("exact", 1 << 20)

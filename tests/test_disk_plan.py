@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -151,6 +152,28 @@ def test_ram_goes_to_what_would_be_read_the_longest() -> None:
         assert plans[uneven].about.neurons[0] > 2 * plans[uneven].about.neurons[31]
         gains.append(read(plain, uneven) / read(plans[uneven], uneven))
     assert 1 < gains[0] < gains[1] < gains[2]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is given back on Linux")
+@pytest.mark.parametrize("selector", ["exact", "predicted"])
+def test_neurons_have_memory_that_prompts_alone_use(selector: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ram = shape_subject("llama-7b", "q4_0", "predicted").model, 5 * GIB // 2
+    work, profile = Workload("f16", 1024, 512, selector=selector), profile_for(model.config.ffn_sizes)
+    plan = plan_disk(model, work, ram, HIGH.cpu.threads, True, profile=profile)
+    about = plan.about
+    assert sum(plan.held.values()) <= ram
+    assert all(0 < about.lent[layer] < n for layer, n in about.neurons.items())
+    slot = model.bundles[0].pitch - (model.bundles[0].gate_bytes if selector == "exact" else 0)
+    more = slot * sum(n - about.lent[layer] for layer, n in about.neurons.items())
+    rows = (512 - 32) * model.row_bytes
+    alone = about.window if not plan.streamed else 0
+    assert rows / 2 < more <= rows + alone
+    short = replace(work, chunk=32)
+    assert not plan_disk(model, short, ram, HIGH.cpu.threads, True, profile=profile).about.lent or not plan.streamed
+    monkeypatch.setattr(disk, "ROUNDED", GIB)
+    without = plan_disk(model, work, ram, HIGH.cpu.threads, True, profile=profile)
+    assert not without.about.lent
+    assert sum(without.about.neurons.values()) < sum(about.neurons.values()) or without.streamed > plan.streamed
 
 
 def test_experts_that_are_there_are_not_read() -> None:

@@ -220,6 +220,33 @@ def test_wants_wait_for_room_that_is_being_read_into(tmp_path: Path) -> None:
         slots.let_go()
 
 
+def test_fewer_slots(tmp_path: Path) -> None:
+    data = random_file(tmp_path / "file", SIZE)
+    layout = LAYOUTS["one part"]
+    slots = make(open_reads([tmp_path / "file"], "threads"), layout, 16)
+    slots.want(array(range(16)))
+    slots.wait()
+    slots.let_go()
+    slots.use(5)
+    kept = [item for item in range(ITEMS) if slots.held(item)]
+    assert len(kept) == 5
+    assert slots.want(array(kept)) == 5 and slots.want(array([20])) == 0, "there is no room beside those"
+    slots.let_go()
+    assert slots.stats()["hits"] == 5
+    slots.fetch(array([20, 21]))  # of no higher priority than others
+    slots.priority[22] = 1
+    slots.fetch(array([22]))
+    slots.use(16)  # waits for that
+    assert slots.held(22) and sum(slots.held(item) for item in range(ITEMS)) == 5
+    assert slots.want(array(range(10, 26))) == 16
+    slots.wait()
+    for item in range(10, 26):
+        check_bytes(slots, layout, data, item)
+    for n in (0, 17):
+        with pytest.raises(ValueError, match="not so many slots"):
+            slots.use(n)
+
+
 def test_what_is_pinned_stays(tmp_path: Path) -> None:
     random_file(tmp_path / "a", SIZE)
     slots = make(open_reads([tmp_path / "a"], "threads"), LAYOUTS["one part"], 3)

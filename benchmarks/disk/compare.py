@@ -9,6 +9,8 @@ are --rounds rounds; in each every engine runs once, the first one another each 
     powerinfer       with --ram, of --share of the model's file, in a memory cgroup with the same limit: exceeding it
                      means being killed. Without swap, and the page cache counts (lib/memory_limit.py)
     powerinfer-ram   with all of the model in RAM and no limit
+    predicted, predicted-ram    of `relu`: the same two with --selector predicted. The others have --selector auto,
+                     which takes no predictor: its answers are exact
     llama.cpp        in the same cgroup; its weights are mapped, and the kernel drops pages where it needs room. They
                      are not repacked for its fastest kernels: that makes a copy of most of the model in memory
     llama.cpp-ram    as it is by default, with no limit
@@ -42,8 +44,10 @@ from benchmarks.lib.jobs import Jobs, Result, opened
 from benchmarks.models import disk_models
 
 OURS, OURS_RAM, PEER, PEER_RAM, DISK = "powerinfer", "powerinfer-ram", "llama.cpp", "llama.cpp-ram", "disk"
-ENGINES = (OURS, OURS_RAM, PEER, PEER_RAM, DISK)
-LIMITED = (OURS, PEER)
+PREDICTED, PREDICTED_RAM = "predicted", "predicted-ram"
+ENGINES = (OURS, OURS_RAM, PREDICTED, PREDICTED_RAM, PEER, PEER_RAM, DISK)
+LIMITED = (OURS, PREDICTED, PEER)
+WITH_PREDICTOR = ("relu",)  # models
 PEER_LIMITED = ["--repack", "0", "-lm", "mmap"]
 CONTEXT = 1024
 FIELDS = ("disk", "bytes_per_token", "load_s", "peak_rss_mb", "choices")
@@ -86,13 +90,16 @@ class Measurement(Jobs):
 
     arguments: argparse.Namespace
 
-    def ours(self, model: Path, ram: int | None) -> Result:
+    def predicted(self, model: Path, ram: int | None) -> Result:
+        return self.ours(model, ram, "predicted")
+
+    def ours(self, model: Path, ram: int | None, selector: str = "auto") -> Result:
         """Rates of one process. ram: bytes, None: no limit."""
         about = self.arguments
         files = disk_models.prepared_files(model)
         cache = drop(files)
         sizes = ["--prompt-tokens", str(about.prompt_tokens), "--gen-tokens", str(about.gen_tokens), "--repeat", "1"]
-        command = [*about.powerinfer.split(), "bench", "-m", str(model), *sizes, "--json", *self._common()]
+        command = [*about.powerinfer.split(), "bench", "-m", str(model), *sizes, "--json", *self._common(selector)]
         command += [] if ram is None else ["--ram", f"{ram}B"]
         text, usage = memory_limit.output(command, ram, about.timeout)
         check_alone(files, ram)
@@ -121,10 +128,10 @@ class Measurement(Jobs):
             result["memory"][rate] = usage.document()
         return result
 
-    def plan(self, model: Path, ram: int) -> Result:
+    def plan(self, model: Path, ram: int, selector: str = "auto") -> Result:
         """What `plan` predicts of decoding."""
         command = [*self.arguments.powerinfer.split(), "plan", "-m", str(model), "--ram", f"{ram}B", "--json"]
-        text = programs.output([*command, "--dry-run", *self._common()], self.arguments.timeout)
+        text = programs.output([*command, "--dry-run", *self._common(selector)], self.arguments.timeout)
         document = json.loads(text.splitlines()[-1])
         return {"decode_tok_s": document["predicted"]["decode_tok_s"]}
 
@@ -135,8 +142,9 @@ class Measurement(Jobs):
         document = json.loads(programs.output(command, self.arguments.timeout).splitlines()[-1])
         return {name: document[name] for name in ("tokens", "expert_bytes", "at")}
 
-    def _common(self) -> list[str]:
-        return ["--threads", str(self.arguments.threads), "--context", str(CONTEXT), "--gpu", "none"]
+    def _common(self, selector: str) -> list[str]:
+        common = ["--threads", str(self.arguments.threads), "--context", str(CONTEXT), "--gpu", "none"]
+        return common if selector == "auto" else [*common, "--selector", selector]
 
 
 def jobs(measurement: Measurement, name: str) -> Iterator[tuple[str, Callable[[], Result]]]:
@@ -144,6 +152,9 @@ def jobs(measurement: Measurement, name: str) -> Iterator[tuple[str, Callable[[]
     arguments = measurement.arguments
     model = disk_models.path_of(arguments.models, name)
     run = {OURS: measurement.ours, OURS_RAM: measurement.ours, PEER: measurement.theirs, PEER_RAM: measurement.theirs}
+    run |= {PREDICTED: measurement.predicted, PREDICTED_RAM: measurement.predicted}
+    without = () if name in WITH_PREDICTOR else (PREDICTED, PREDICTED_RAM)
+    engines = [engine for engine in arguments.engines if engine not in without]
 
     def job(engine: str, share: float | None, number: int) -> tuple[str, Callable[[], Result]]:
         if engine == DISK:
@@ -158,9 +169,12 @@ def jobs(measurement: Measurement, name: str) -> Iterator[tuple[str, Callable[[]
         return each[shift:] + each[:shift]
 
     for number in range(arguments.rounds):
-        yield from in_turn([arguments.share], number, arguments.engines)
+        yield from in_turn([arguments.share], number, engines)
     for number in range(arguments.sweep_rounds):
-        yield from in_turn(arguments.sweep, number, [engine for engine in arguments.engines if engine in LIMITED])
+        yield from in_turn(arguments.sweep, number, [engine for engine in engines if engine in LIMITED])
+    if PREDICTED in engines:
+        key = f"plan-predicted/{name}/{arguments.share:g}"
+        yield key, lambda: measurement.plan(model, ram_of(model, arguments.share), "predicted")
     if OURS in arguments.engines:
         yield f"plan/{name}/{arguments.share:g}", lambda: measurement.plan(model, ram_of(model, arguments.share))
         if name == "experts":

@@ -1,4 +1,4 @@
-"""Write the tables and the plots of docs/disk.md from the newest result of compare.py.
+"""Write the tables and the plots of docs/disk.md from the newest results of compare.py: of the peer, and of predictors.
 
     python -m benchmarks.disk.table [--check]     --check: only say whether the tables are up to date
 
@@ -11,10 +11,10 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from benchmarks.disk.compare import DISK, OURS, OURS_RAM, PEER, PEER_RAM, key_of
+from benchmarks.disk.compare import DISK, OURS, OURS_RAM, PEER, PEER_RAM, PREDICTED, PREDICTED_RAM, key_of
 from benchmarks.lib.machine import ROOT
 from benchmarks.lib.programs import RATES, Runs, ratios
-from benchmarks.lib.results import header, newest, number, percent, row, write_tables
+from benchmarks.lib.results import header, number, of_kind, percent, row, write_tables
 
 PAGE = ROOT / "docs/disk.md"
 IMAGES = ROOT / "docs/img"
@@ -172,6 +172,43 @@ def reads_table(document: dict[str, Any]) -> str | None:
     return "\n".join([*lines, ""]) if any_reads else None
 
 
+def neurons_table(document: dict[str, Any], peers: dict[str, Any] | None) -> str:
+    """How a model with predictors decodes, by selector. peers: of this or another run, the speed of llama.cpp."""
+    share = document["settings"]["share"]
+    heads = ["decode", "from disk", "all in RAM", "of it", "read a token, MB", "in reads", "hits", "reading hidden"]
+    lines = header(*heads, "plan, tokens/s", "by llama.cpp, mmap", numbers=True)
+    name, theirs = "relu", None if peers is None else middle(runs_of(peers, PEER, "relu", share), DECODE)
+    rounds = max(rounds_of(document, name, share), rounds_of(document, name, None))
+    of_limited = {}
+    for label, engine, in_ram, plan in (
+        ("`auto`, which is `exact`", OURS, OURS_RAM, "plan"),
+        ("`predicted`", PREDICTED, PREDICTED_RAM, "plan-predicted"),
+    ):
+        ours, whole = runs_of(document, engine, name, share, rounds), runs_of(document, in_ram, name, None, rounds)
+        part, speed = ratios(ours, whole, DECODE), middle(ours, DECODE)
+        cells = [cell(ours, DECODE), cell(whole, DECODE), percent(part["median"], 0) if part else ""]
+        read, reads = of_disk(ours, "bytes_per_token"), of_disk(ours, "joined_reads")
+        tokens = document["settings"]["gen_tokens"]
+        cells += ["" if read is None else f"{read / 1e6:.0f}", "" if reads is None else f"{reads / tokens:.0f}"]
+        cells += [percent(of_disk(ours, figure), 0) for figure in ("hit_rate", "hidden")]
+        predicted = document["jobs"].get(f"{plan}/{name}/{share:g}", {}).get(DECODE)
+        cells += ["" if predicted is None else f"{predicted:.2f}", f"{speed / theirs:.1f}" if speed and theirs else ""]
+        lines.append(row(label, *cells))
+        of_limited[engine] = ours
+    if peers is None or theirs is None:
+        source = "llama.cpp was not measured"
+    else:
+        source = f"llama.cpp's {theirs:.2f} of {'this run' if peers is document else peers['date'][:10]}"
+    rates = disk_rates(document, name)
+    disk = f" The disk: {rates[0]:.2f} GB/s in order, 4 KiB at random {rates[1]['4096']:.2f}." if rates else ""
+    begin = (
+        f"{document['date'][:10]}, commit {document['commit']}, {rounds} interleaved rounds, of `relu` with "
+        f"{share:g} of its bytes as RAM; {source}.{disk}"
+    )
+    failed = [f"- {engine}: {runs.error}" for engine, runs in of_limited.items() if runs.error]
+    return "\n".join([begin, "", *lines, *(["", *failed] if failed else []), ""])
+
+
 # ---------------------------------------------------------------- plots
 
 
@@ -238,14 +275,22 @@ def _draw_speeds(axis: Any, document: dict[str, Any], name: str) -> None:
     axis.grid(alpha=0.3, which="both")
 
 
+def latest(engine: str) -> dict[str, Any] | None:
+    """The newest result in which an engine was measured."""
+    found = (one for one in reversed(of_kind("disk")) if any(key.startswith(f"{engine}/") for key in one["jobs"]))
+    return next(found, None)
+
+
 def tables() -> dict[str, str | None]:
-    document = newest("disk")
-    if document is None:
-        return {"disk speed": None, "disk reads": None}
-    return {"disk speed": speed_table(document), "disk reads": reads_table(document)}
+    document, neurons = latest(PEER), latest(PREDICTED)
+    return {
+        "disk speed": None if document is None else speed_table(document),
+        "disk reads": None if document is None else reads_table(document),
+        "disk neurons": None if neurons is None else neurons_table(neurons, document),
+    }
 
 
 if __name__ == "__main__":
     write_tables(__doc__, PAGE, tables)
-    if result := newest("disk"):
+    if result := latest(PEER):
         draw(result)

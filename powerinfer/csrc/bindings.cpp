@@ -1137,7 +1137,9 @@ void bind_early_router(nb::module_& m) {
 
 void bind_window(nb::module_& m) {
   nb::class_<Window>(m, "Window", "A ring of memory through which matrices on disk pass, in the order of operators.")
-      .def(nb::init<std::shared_ptr<Reads>, int64_t>(), "reads"_a, "nbytes"_a);
+      .def(nb::init<std::shared_ptr<Reads>, int64_t>(), "reads"_a, "nbytes"_a)
+      .def("forget", &Window::forget, nb::call_guard<nb::gil_scoped_release>(),
+           "Between steps: drop what was read ahead, and give the ring's memory back until it is needed.");
 }
 
 void bind_watch(nb::module_& m) {
@@ -1501,6 +1503,10 @@ void bind_slots(nb::module_& m) {
             return Counts{{"wanted", s.wanted}, {"hits", s.hits}, {"bytes", s.bytes}};
           },
           "Items that were pinned; of those, that needed no read; bytes read for the others.")
+      .def(
+          "use", &Slots::use, "n"_a, nb::call_guard<nb::gil_scoped_release>(),
+          "From now on only the first n slots have items; the memory of the others is given back, and all are let go.\n"
+          "Between steps. ReadError: what was being read is not over.")
       .def("clear", &Slots::clear, "Reset the counters.")
       .def_prop_ro("items", &Slots::items)
       .def_prop_ro("slots", &Slots::slots)
@@ -1545,6 +1551,8 @@ void bind_program(nb::module_& m) {
           "set_window", &Program::set_window, "window"_a,
           "What matrices on disk pass through; once, when all operators are there. Then `run` raises ReadError if one\n"
           "could not be read: what it computed is void.")
+      .def("forget", &Program::forget, nb::call_guard<nb::gil_scoped_release>(),
+           "Between steps: give back the memory of the rows of a step, until one needs it.")
       .def_prop_ro("size", &Program::size)
       .def_prop_rw(
           "timed", [](const Program& p) { return p.timed; },

@@ -168,7 +168,7 @@ void NeuronSum::next_wave() {
   for (const NeuronLists::Share& share : lists.shares) left += share.n_taken - share.end;
   // Of more than the slots hold half as many at a time: then half of those that are there stay.
   const int64_t threads = (int64_t)lists.shares.size();
-  const int64_t most = left <= slots.slots() ? left : slots.slots() / (2 * threads * PI_GROUP) * PI_GROUP;
+  const int64_t most = left <= slots.used() ? left : slots.used() / (2 * threads * PI_GROUP) * PI_GROUP;
   wave.n = 0;
   wave.last = true;
   for (NeuronLists::Share& share : lists.shares) {

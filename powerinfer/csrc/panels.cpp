@@ -2,6 +2,7 @@
 
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <new>
@@ -208,6 +209,16 @@ Mapping::Mapping(int64_t bytes) : bytes_(pi_round_up(bytes < 1 ? 1 : bytes, 4096
 }
 
 Mapping::~Mapping() { munmap(data_, (size_t)bytes_); }
+
+void give_back(void* at, int64_t bytes) {
+#if defined(__linux__)
+  const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), end = ((uintptr_t)at + (uintptr_t)bytes) / page * page;
+  const uintptr_t begin = ((uintptr_t)at + page - 1) / page * page;
+  if (begin < end) madvise((void*)begin, end - begin, MADV_DONTNEED);
+#else
+  (void)at, (void)bytes;
+#endif
+}
 
 uint8_t* Arena::allocate(int64_t bytes) {
   bytes = pi_round_up(bytes, 64);

@@ -21,6 +21,10 @@ class Mapping {
   int64_t bytes_;
 };
 
+// Gives whole pages of a mapping back to the system, on Linux: they are zero when they are next used. `at` is where memory
+// begins whose content nobody needs.
+void give_back(void* at, int64_t bytes);
+
 // Hands out 64-byte aligned pieces of few large mappings, so that small matrices share huge pages.
 class Arena {
  public:

@@ -183,6 +183,15 @@ bool Program::run(const Step& step, size_t first, size_t last) {
   return end == last;
 }
 
+void Program::forget() {
+  workspace->pool->between_jobs([&] {
+    const std::pair<float*, int64_t> all[] = {{x, ldx}, {qkv, ldqkv}, {attended, lda}, {gate, ldh}, {up, ldh}};
+    for (const auto& [rows, ld] : all) give_back(rows, sizes.max_tokens * ld * 4);
+    hidden.forget();
+    workspace->forget();
+  });
+}
+
 bool Program::failed() const { return !failure_.empty() || (window_ && window_->failed()); }
 
 void Program::set_window(std::shared_ptr<Window> window) {

@@ -157,6 +157,8 @@ class Program {
   size_t size() const { return ops_.size(); }
   // Matrices without data pass through a window, which reads them. Once, when all operators are there.
   void set_window(std::shared_ptr<Window> window);
+  // Between steps: gives back the memory of the rows of a step, until one needs it.
+  void forget();
   // Runs operators [first, last) on a step that has been checked. False if it was stopped before their end. ReadError if
   // something could not be read from disk.
   bool run(const Step& step, size_t first, size_t last);

@@ -115,7 +115,7 @@ size_t Slots::pins(const Coming& coming) const {
 
 // Slots that can be given to others, or be pinned as they are.
 int64_t Slots::room() const {
-  int64_t n = slots() - (int64_t)pins_.size();
+  int64_t n = used_ - (int64_t)pins_.size();
   for (const Coming& coming : coming_) n -= (int64_t)(coming.slots.size() - pins(coming));
   return n;
 }
@@ -330,6 +330,22 @@ void Slots::let_go(int32_t item) {
   if (slot < 0) return;
   kept_[(size_t)slot] = 0;
   pins_.erase(std::remove(pins_.begin(), pins_.end(), slot), pins_.end());
+}
+
+void Slots::use(int64_t n) {
+  check(n > 0 && n <= slots(), "there are not so many slots");
+  let_go();
+  while (!coming_.empty()) finish(0);
+  for (int64_t slot = n; slot < used_; slot++) {
+    int32_t& item = item_of_[(size_t)slot];
+    if (item >= 0) slot_of_[(size_t)item] = -1;
+    item = -1;
+  }
+  if (n < used_) give_back(memory_.data() + n * slot_bytes_, (used_ - n) * slot_bytes_);
+  used_ = n;
+  free_.clear();
+  for (int64_t slot = n - 1; slot >= 0; slot--)
+    if (item_of_[(size_t)slot] < 0) free_.push_back((int32_t)slot);
 }
 
 void Slots::clear() { stats_ = {}; }

@@ -68,6 +68,11 @@ class Slots {
   const uint8_t* memory() const { return memory_.data(); }
 
   Stats stats() const { return stats_; }
+  // From now on only the first n slots, at least one, have items; the memory of the others is given back, and all are let
+  // go. Waits for what is being read: ReadError if the disk does not answer.
+  void use(int64_t n);
+  int64_t used() const { return used_; }
+
   void clear();  // the counts
   int64_t items() const { return (int64_t)slot_of_.size(); }
   int64_t slots() const { return (int64_t)item_of_.size(); }
@@ -118,4 +123,5 @@ class Slots {
   std::vector<int32_t> kept_now_;  // slots of others that it names
   std::vector<uint64_t> victims_;  // ranks of those that they replace
   std::vector<Read> begun_;
+  int64_t used_ = slots();
 };

@@ -126,6 +126,11 @@ bool Window::over() {
   return true;
 }
 
+void Window::forget() {
+  for (; !loaded_.empty(); loaded_.pop_front()) reads_->cancel(loaded_.front().ticket);
+  give_back(ring_.data(), size_);
+}
+
 void Window::end() {
   if (failed()) throw ReadError(failure_);
 }

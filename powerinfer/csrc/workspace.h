@@ -15,6 +15,7 @@ class ActMemory {
   PiActs rows(int64_t k) const;              // laid out for rows of k
   float* floats() const { return (float*)memory_->data(); }
   int64_t elements() const { return elements_; }
+  void forget() { give_back(memory_->data(), elements_ * 8); }
 
  private:
   int64_t elements_;
@@ -62,6 +63,8 @@ class Workspace {
   void reserve(int64_t tokens, int64_t k);
   void reserve_packed(const Matrix& w, int64_t waiting = 0);  // for products of a matrix on disk; see `settle`
   void reserve_lists(int64_t neurons, int64_t d_model, int64_t rank);
+
+  void forget() { shared_.forget(); }  // between jobs: rows of many tokens
 
   // The following are called by the threads of a job.
   // Normalises rows and converts them to the requested forms. Few elements: every thread makes its own copy. Many: the

@@ -739,7 +739,7 @@ class CpuExecutor:
     def _make_room(self, batch: Batch) -> None:
         """For the logits of a batch, and for the states of its sequences; a step begins."""
         if self.disk is not None:
-            self.disk.begin()
+            self.disk.begin(len(batch.tokens), self._program.forget)
         if self._states is not None:
             self.slots = self._states.begin(batch)
         if len(batch.logit_rows) > len(self._logits):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,8 @@ class OnDisk:
     them. experts, neurons: by layer the number of those in RAM, where the layer's rest on disk; of experts that a GPU
     has some of, beside those. direct: reads go past the system's cache; why: for people. policy: of `DISK_POLICIES`,
     says which experts stay; frequencies: of each layer's experts, the share of the tokens that select it, None: not
-    known. prefetch: experts are guessed a layer ahead, and read early. neuron_policy: says which neurons stay.
+    known. prefetch: experts are guessed a layer ahead, and read early. neuron_policy: says which neurons stay. lent: by
+    layer the number of neurons that RAM keeps while a prompt is computed, where it needs the memory of the others.
     """
 
     matrices: frozenset[str] = frozenset()
@@ -45,6 +46,7 @@ class OnDisk:
     frequencies: Mapping[int, NDArray[np.float64]] | None = None
     prefetch: bool = True
     neuron_policy: str = "lfu"
+    lent: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def anything(self) -> bool:
@@ -81,6 +83,7 @@ class DiskTier:
         self._neurons = Residents(about.neuron_policy)
         self._cleared: dict[str, float] = {}
         self._in_step = False
+        self._in_prompt = False
 
     def place(self, data: Bytes) -> tuple[int, int] | None:
         """(file, offset) of a view of one of the files; None for other data."""
@@ -152,12 +155,27 @@ class DiskTier:
         slots.let_go()
         slots.clear()
 
-    def begin(self) -> None:
-        """Before a step. What one that failed has used counts for nothing."""
+    def begin(self, tokens: int, forget: Callable[[], None]) -> None:
+        """Before a step of that many tokens. What one that failed has used counts for nothing. forget: gives back the
+        memory of a step's rows. ModelError if the disk does not answer."""
         if self._in_step:
             self._residents.forget()
             self._neurons.forget()
         self._in_step = True
+        prompt = tokens > _native.NEURON_TOKENS
+        if self.about.lent and prompt != self._in_prompt:
+            with self.reading():
+                self._lend(prompt, forget)
+
+    def _lend(self, prompt: bool, forget: Callable[[], None]) -> None:
+        """Prompts use memory that small steps have for neurons. Whoever has it gives it back first."""
+        if not prompt:
+            forget()
+            if self.window is not None:
+                self.window.forget()
+        for layer, slots in self.slots.items():
+            slots.use(self.about.lent[layer] if prompt else slots.slots)
+        self._in_prompt = prompt
 
     def observe(self, tokens: int) -> None:
         """After a step of that many tokens: what leaves memory first in the next one."""

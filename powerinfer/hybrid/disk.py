@@ -43,6 +43,11 @@ def open_tier(resolved: Resolved, say: Say) -> DiskTier | None:
     flags = ["--selector all"] * resolved.whole_dense
     flags += [] if resolved.whole_context is None else [f"--context {resolved.whole_context}"]
     helps = f"; {' or '.join(flags)} would leave room for all of it" if flags else ""
+    if resolved.by_predictors is not None:
+        from powerinfer.placement.budget import gib
+
+        less = gib(resolved.by_predictors) if resolved.by_predictors else "none"
+        helps += f"; --selector predicted would read {less} of these, with answers that are not exact"
     say(f"not all of the model fits into RAM: it reads {plan.why}{speed}{helps}")
     about = replace(about, why=f"{plan.why}{speed}; {reads.engine}, {why}{helps}")
     return DiskTier(about, files, [place for place in places if place is not None], reads)

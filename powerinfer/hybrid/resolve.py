@@ -53,7 +53,8 @@ class Resolved:
     experts the GPU has, a name of `placement.experts.EXPERT_POLICIES`, None: a trial chooses when the model is loaded;
     why_policy: for people. disk: what stays there, None: nothing; disk_speed: how fast that is, None: the machine was
     not measured; whole_context: the longest --context with which nothing would stay there, None: there is none worth
-    it; whole_dense: nothing would stay there with --selector all.
+    it; whole_dense: nothing would stay there with --selector all. by_predictors: bytes of dense weights that a step
+    reads with --selector predicted, None: there are no predictors, or that is more than half of what it reads now.
     """
 
     checkpoint: Checkpoint
@@ -76,6 +77,7 @@ class Resolved:
     disk_speed: Prediction | None = None
     whole_context: int | None = None
     whole_dense: bool = False
+    by_predictors: int | None = None
 
 
 def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = silent, say: Say = silent) -> Resolved:
@@ -349,11 +351,27 @@ def _on_disk(resolved: Resolved, model: Model, ram: int, host_bytes: int = 0, wh
     fit. RequestError if the rest does not fit. host_bytes: of a GPU's libraries; whole: bytes that hold the model."""
     if resolved.selection.bundles is not None and resolved.engine.selector == "auto":
         with suppress(RequestError):
-            return _planned_on_disk(resolved, model, ram, host_bytes, whole)
+            placed = _planned_on_disk(resolved, model, ram, host_bytes, whole)
+            return replace(placed, by_predictors=_by_predictors(placed, ram, host_bytes))
         lacking = "RAM does not hold what bundles on disk need"
         resolved = replace(resolved, selection=select(resolved.checkpoint, resolved.engine, lacking))
         whole = None if whole is None else _ram_bytes(model, resolved.engine)
     return _planned_on_disk(resolved, model, ram, host_bytes, whole)
+
+
+def _by_predictors(placed: Resolved, ram: int, host_bytes: int) -> int | None:
+    """`Resolved.by_predictors`: `auto` is exact, so it is for the user to choose them."""
+    engine = replace(placed.engine, selector="predicted")
+    if placed.disk is None or not placed.disk.about.neurons:
+        return None
+    with suppress(PowerInferError):  # none are prepared, or RAM does not hold them
+        selection = select(placed.checkpoint, engine)
+        model = _model(placed.checkpoint, engine, selection)
+        other = replace(placed, engine=engine, selection=selection)
+        plan = _planned_on_disk(other, model, ram, host_bytes, None).disk
+        if plan is not None and 2 * plan.streamed < placed.disk.streamed:
+            return plan.streamed
+    return None
 
 
 def _planned_on_disk(resolved: Resolved, model: Model, ram: int, host_bytes: int, whole: int | None) -> Resolved:

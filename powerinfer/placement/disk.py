@@ -14,6 +14,7 @@ next dense matrix: of all numbers of dense matrices on disk the one with which a
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from powerinfer.devices.disk import OnDisk
 from powerinfer.errors import RequestError
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.layout import is_matrix
-from powerinfer.kernels.cpu import READ_COPIES, matrix_bytes
+from powerinfer.kernels.cpu import NEURON_TOKENS, READ_COPIES, matrix_bytes
 from powerinfer.neurons import BUNDLE_GROUP, Profile
 from powerinfer.placement import cost
 from powerinfer.placement.budget import Footprint, Workload, gib, in_ram
@@ -51,6 +52,9 @@ LEAST = 2 * BUNDLE_GROUP
 
 NEURON = 48
 """Bytes that say of a neuron on disk where it is, and how often it was used."""
+
+ROUNDED = 48 << 20
+"""Bytes by which memory that is lent is used beyond whole rows: huge pages."""
 
 APART = 32 << 10
 """Bytes in order that a disk reads in the time that a small read takes beyond its own: about 10 us at 3 GB/s."""
@@ -192,11 +196,14 @@ def plan_disk(
     def left(streamed: Sequence[Unit], rest: Sequence[Unit]) -> int:
         return ram - fixed - sum(unit.held for unit in rest) - _window(streamed, prompts, ahead)
 
+    def lent(streamed: Sequence[Unit]) -> int:
+        return _lent(model, work, 0 if streamed else _window(streamed, prompts, ahead)) if neurons and not first else 0
+
     hottest = _Hottest(neurons, model, work, profile) if neurons and profile else None
 
     def read(streamed: Sequence[Unit], rest: Sequence[Unit]) -> float:
         dense = sum(unit.read for unit in streamed)
-        return dense + (hottest.read(left(streamed, rest)) if hottest else 0)
+        return dense + (hottest.read(left(streamed, rest) + lent(streamed)) if hottest else 0)
 
     cuts = [(units[:n], units[n:]) for n in range(len(units) + 1)]
     streamed, rest = min((cut for cut in cuts if left(*cut) >= 0), key=lambda cut: read(*cut), default=cuts[-1])
@@ -216,16 +223,18 @@ def plan_disk(
     window = ram - fixed - sum(unit.held for unit in rest) - free_bytes
     in_slots = _share(least, slot, most, free_bytes)
     free_bytes -= sum((in_slots[layer] - least[layer]) * slot[layer] for layer in experts)
+    for_neurons = free_bytes + lent(streamed)
     if hottest:
-        of_neurons = hottest.slots(free_bytes)
+        of_neurons = hottest.slots(for_neurons)
     else:
-        of_neurons = {layer: one.slots(free_bytes // len(neurons)) for layer, one in neurons.items()}
+        of_neurons = {layer: one.slots(for_neurons // len(neurons)) for layer, one in neurons.items()}
+    in_prompts = _fewer(neurons, of_neurons, free_bytes)
     for unit in rest:
         kept[unit.use] += unit.held
     held |= {use: kept[use] for use in ("attention", "panels", "head")}
     held["window"] = window
     held["experts"] = beside - moving + sum(in_slots[layer] * slot[layer] for layer in experts)
-    held["ffn"] = sum(one.least + (of_neurons[layer] - one.fewest) * one.slot for layer, one in neurons.items())
+    held["ffn"] = sum(one.least + (in_prompts[layer] - one.fewest) * one.slot for layer, one in neurons.items())
     resting = Counter({"embedding": table})
     for unit in prompts + streamed:
         resting[unit.use] += unit.read
@@ -233,7 +242,7 @@ def plan_disk(
         resting["experts"] += sum(one.file // model.n_experts[layer] * most[layer] for one in matrices)
     resting["ffn"] = sum(model.bundles[layer].pitch * one.n for layer, one in neurons.items())
     names = frozenset(name for unit in prompts + streamed for name in unit.names)
-    about = OnDisk(names, window, in_slots, of_neurons)
+    about = OnDisk(names, window, in_slots, of_neurons, lent=in_prompts if in_prompts != of_neurons else {})
     every = sum(unit.read for unit in streamed)
     return DiskPlan(about, held, every, {use: n for use, n in resting.items() if n})
 
@@ -283,6 +292,22 @@ def _neurons(model: Model, work: Workload, threads: int) -> dict[int, _Neurons]:
         least = beside + fewest * read
         found[layer] = _Neurons(every.first(first), every.after(first), read, least, about.size, fewest)
     return found
+
+
+def _lent(model: Model, work: Workload, window: int) -> int:
+    """Bytes that small steps may have for neurons since prompts alone use them: the rows of a piece of a prompt beyond
+    those of a small step, and a window that only prompts need."""
+    if sys.platform != "linux":  # memory is not given back
+        return 0
+    rows = max(0, work.chunk - NEURON_TOKENS) * model.row_bytes
+    return max(0, rows + window - ROUNDED)
+
+
+def _fewer(neurons: Mapping[int, _Neurons], slots: Mapping[int, int], nbytes: int) -> dict[int, int]:
+    """By layer the slots that fit into so many bytes beyond the fewest, of each layer the same share of its own."""
+    every = sum((slots[layer] - one.fewest) * one.slot for layer, one in neurons.items())
+    share = min(1.0, nbytes / every) if every else 1.0
+    return {layer: one.fewest + int(share * (slots[layer] - one.fewest)) for layer, one in neurons.items()}
 
 
 def _decoded(unit: Unit, neurons: Mapping[int, _Neurons]) -> Unit:

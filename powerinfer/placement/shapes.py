@@ -267,6 +267,13 @@ class Model:
         The residual stream, q k v, what attention gives, gate and up in F32, rotations, logits of `batch` tokens, and
         the forms of activations that kernels want.
         """
+        per_token = self.row_bytes + max(layer.ffn.row_bytes(self.config.d_model) for layer in self.config.layers)
+        per_token += max(layer.attention.row_bytes() for layer in self.config.layers)
+        return chunk * per_token + 4 * batch * cpu.round_up(self.config.vocab_size, cpu.LANES)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of that, of each token, what every model has between its operators, and forgets behind a step."""
         config = self.config
         every = [layer.attention for layer in config.layers]
         qkv = max((one.n_heads + 2 * one.n_kv_heads) * cpu.round_up(one.head_dim, cpu.LANES) for one in every)
@@ -276,9 +283,7 @@ class Model:
         floats += sum(rope.dim for rope in config.ropes)
         rows = wide + config.widest_ffn
         forms = rows * (4 + 2 + 1) + rows * 12 // 32  # F32, BF16, Q8: scales and sums
-        per_token = 4 * floats + forms + max(layer.ffn.row_bytes(config.d_model) for layer in config.layers)
-        per_token += max(one.row_bytes() for one in every)
-        return chunk * per_token + 4 * batch * cpu.round_up(config.vocab_size, cpu.LANES)
+        return 4 * floats + forms
 
 
 # ---------------------------------------------------------------- models from checkpoints and configurations
