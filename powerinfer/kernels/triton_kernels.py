@@ -45,7 +45,7 @@ ONE = {
 # Several tokens: tiles for tensor cores, whose operands come in stages.
 SEVERAL = {**dict.fromkeys(ONE, Tile(64, 64, 4)), **dict.fromkeys(FOUR_BITS, Tile(64, 32, 4))}
 
-# Programs that a multiprocessor holds, by their registers (tests/test_gpu_compile.py counts these): so many fill a GPU.
+# Programs that a multiprocessor holds, by their registers as compiled for sm_90: so many fill a GPU.
 HELD = {**dict.fromkeys(ONE, 6), **dict.fromkeys(FOUR_BITS, 4), "Q5_K": 3}  # of tiles for one token
 HELD_SEVERAL = 2  # at least so many for each multiprocessor, where a matrix has the rows for smaller tiles
 NEARLY = 0.9  # of what the best tile fills suffices

@@ -42,7 +42,7 @@ ADD_ONE = {
     **dict.fromkeys(("Q4_0", "Q4_0X32"), Tile(16, 128, 4)),
 }
 ADD_SEVERAL = {**dict.fromkeys(ADD_ONE, Tile(16, 128, 4)), **dict.fromkeys(("Q4_0", "Q4_0X32"), Tile(16, 64, 4))}
-# Lists are split for as many programs as a multiprocessor holds, by their registers (tests/test_gpu_compile.py): one
+# Lists are split for as many programs as a multiprocessor holds, by their registers as compiled for sm_90: one
 # more would be a second wave. But in pieces of at least ADD_ROUNDS tiles, if all neurons are listed.
 HELD_ONE = dict.fromkeys(ADD_ONE, 6)
 HELD_SEVERAL = dict.fromkeys(ADD_ONE, 3)
