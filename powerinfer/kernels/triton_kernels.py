@@ -58,8 +58,9 @@ _MANTISSA, _BIG = tl.constexpr(0x4B000000), tl.constexpr(2.0**23)
 ROUNDS = tl.constexpr(1.5 * 2**23)  # added and subtracted again, it rounds to an integer, ties to even
 VALUES = 64  # blocks of a row that a program dequantises
 ATTENTION_ROWS = {True: 64, False: 32}  # of a tile of scores, in prompts: tokens times heads that share keys; if in F16
-ATTENTION_HELD = 2  # a context is split for this many programs of each multiprocessor, which holds no more,
+ATTENTION_HELD = 2  # a context is split for this many programs of each multiprocessor, which holds no more (`held`),
 ATTENTION_SPLIT_PAGES = 4  # but into none of fewer pages
+WIDE_HEADS = 140 << 10  # bytes of shared memory for two programs whose heads have 256 dimensions
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Rows of a matrix against the activations
@@ -476,6 +477,22 @@ def _processors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def shared_memory(x: Tensor) -> int:
+    """Bytes of shared memory of a multiprocessor of x's device; of the interpreter an H100's."""
+    return _shared_memory(x.device.index) if x.is_cuda else 228 << 10
+
+
+@cache
+def _shared_memory(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
+
+
+def held(block: int, memory: int) -> int:
+    """Programs of attention that a multiprocessor holds. block: dimensions of a head, padded; memory: as
+    `shared_memory`. Heads of 256 dimensions take 69 KiB a program, of which an Ada GPU has room for one."""
+    return 1 if block > 128 and memory < WIDE_HEADS else ATTENTION_HELD
+
+
 def context_splits(pages: int, least: int, programs: int, slots: int) -> int:
     """In how many parts a context is split, none of fewer than `least` pages, for that many programs each: as many as
     there are slots for, since one more would wait for another."""
@@ -783,11 +800,11 @@ def attention(
     half = tokens > FEW and kind != "F32"
     tile = 1 if tokens <= FEW else max(1, ATTENTION_ROWS[half] // padded)
     tiles = triton.cdiv(tokens, tile)
-    slots = ATTENTION_HELD * processors(q)
+    block = max(16, _block(dims, cache_k))
+    slots = held(block, shared_memory(q)) * processors(q)
     splits = context_splits(pages, ATTENTION_SPLIT_PAGES, tiles * kv_heads, slots)
     per = triton.cdiv(pages, splits)
     splits = triton.cdiv(pages, per)
-    block = max(16, _block(dims, cache_k))
     parts, peaks, sums = out, out, out
     if splits > 1:
         parts = torch.empty((splits, tokens, heads, dims), dtype=torch.float32, device=q.device)

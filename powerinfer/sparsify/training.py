@@ -142,6 +142,13 @@ class _Limits:
         self.importance[name], self.of[_layer(name)] = inverse / mean, 1 / mean
 
 
+def _weights(squares: Tensor) -> Tensor:
+    """Importances [d_ff] by the sums of squares of derivatives. Where nothing depends on a neuron its threshold would
+    be infinite: so it is a thousand times the layer's."""
+    root = squares.sqrt()
+    return (root / root.mean().clamp_min(1e-30)).clamp_min(1e-3)
+
+
 def _layer(name: str) -> int:
     """Of an FFN by its name."""
     return int(name.split(".")[1])
@@ -388,7 +395,7 @@ class Sparsifier:
             done, moments = self._resume()
             before = self.evaluate(self.teacher)
             if self._weighted and not self._gates.importance:
-                for one, importance in zip(self._limits.values(), self._importances(), strict=False):
+                for one, importance in zip(self._limits.values(), self._importances(), strict=True):
                     one.importance = importance
             log, resumed, first = begin(done), done, 0
             for stage, steps in self.stages:
@@ -408,19 +415,20 @@ class Sparsifier:
         changed = (*self._embedding, *self._moved, *(self._all if every else self._ffns))
         return Trained(changed, limits, thresholds, before, tokens, seconds, resumed)
 
-    def _importances(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """By the name of an FFN, of each neuron's activation and of its product float32 [d_ff], with mean 1."""
-        seen: dict[str, tuple[Tensor, Tensor]] = {}
-        sums: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
+    def _importances(self) -> list[dict[str, Tensor]]:
+        """What each of `_limits` weighs by: by the name of an FFN float32 [d_ff], with mean 1, of the neurons'
+        activations and, where products have thresholds, of these."""
+        seen: dict[str, tuple[Tensor, ...]] = {}
+        sums: list[dict[str, Tensor]] = [{} for _ in self._limits]
 
         def hidden(name: str, gate: Tensor | None, up: Tensor) -> Tensor:
             assert gate is not None
             active = functional.silu(gate)
             active = active.requires_grad_() if not active.requires_grad else active
             h = active * up
-            active.retain_grad()
-            h.retain_grad()
-            seen[name] = active, h
+            seen[name] = (active, h)[: len(sums)]
+            for one in seen[name]:
+                one.retain_grad()
             return h
 
         rng = torch.Generator(self.device).manual_seed(self.config.seed)
@@ -431,8 +439,8 @@ class Sparsifier:
             for part in self._batch(0, count).split(self.config.rows):
                 states = self.teacher.states(part).flatten(0, 1)
                 states.backward(self._drawn(states.detach(), rng))
-                for name, both in seen.items():
-                    for one, total in zip(both, sums, strict=True):
+                for name, parts in seen.items():
+                    for one, total in zip(parts, sums, strict=True):
                         assert one.grad is not None
                         squares = one.grad.float().square().flatten(0, -2).sum(0)
                         total[name] = total[name] + squares if name in total else squares
@@ -441,12 +449,7 @@ class Sparsifier:
                 self._progress("weighing neurons", done, count)
         finally:
             self.teacher.hidden = before
-        # where nothing depends on a neuron its threshold would be infinite: so it is a thousand times the layer's
-        roots = ({name: value.sqrt() for name, value in total.items()} for total in sums)
-        gates, products = (
-            {name: (root / root.mean().clamp_min(1e-30)).clamp_min(1e-3) for name, root in own.items()} for own in roots
-        )
-        return gates, products
+        return [{name: _weights(squares) for name, squares in total.items()} for total in sums]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _drawn(self, states: Tensor, rng: torch.Generator) -> Tensor:
@@ -671,9 +674,8 @@ def check_start(start: Checkpoint, original: Checkpoint, recipe: str) -> None:
 
     made = RECIPES[recipe]
     products = any(isinstance(one.ffn, FfnConfig) and one.ffn.product_thresholds for one in start.config.layers)
-    if known(start.config) != known(original.config) or start.config.activations != made.activation:
-        raise _no_start(start, original, recipe)
-    if products != made.products:
+    same = known(start.config) == known(original.config)
+    if not same or start.config.activations != made.activation or products != made.products:
         raise _no_start(start, original, recipe)
 
 
