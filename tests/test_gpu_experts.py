@@ -99,7 +99,7 @@ def exact_sum(
     return out, most
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 9, 90])
+@pytest.mark.parametrize("tokens", [1, 2, 9, 40])
 @pytest.mark.parametrize(
     ("kind", "gated", "activation"),
     [
@@ -119,11 +119,16 @@ def test_the_sum_of_the_experts_that_are_here(
     if kernels == "triton" and tokens > 9:
         from powerinfer.kernels import triton_experts
 
-        monkeypatch.setattr(triton_experts, "TOKENS", 70)
+        monkeypatch.setattr(triton_experts, "TOKENS", 34)
         monkeypatch.setattr(triton_experts, "PAIRS", 16)
         monkeypatch.setattr(triton_experts, "COMPARED", 32)
         monkeypatch.setattr(triton_experts, "MOST_COLUMNS", 16)
-    d, size = (256, 512) if kind in gpu.K_CODES else (64, 96)
+    d, size = (256, 256) if kind in gpu.K_CODES else (64, 96)
+    if kernels == "triton" and kind in gpu.K_CODES:  # fewer programs, each of which takes milliseconds here
+        from powerinfer.kernels import triton_kernels
+
+        for tiles in (triton_kernels.ONE, triton_kernels.SEVERAL):
+            monkeypatch.setitem(tiles, kind, tiles[kind]._replace(rows=128))
     about, tensors = some_experts(kind, d, size, gated, activation)
     index = np.array([0, 3, 4, 8, 11], np.int32)
     biases = some_biases(tensors) if activation in ("swiglu_oai", "relu") else [None] * len(tensors)
