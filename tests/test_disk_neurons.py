@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -113,7 +114,10 @@ def tier_of(
     reads = _native.Reads([(os.fspath(file.path), file.size) for file in files], direct, **emulated)
     neurons = dict.fromkeys(range(checkpoint.config.n_layers), slots)
     fewer = {} if lent is None else dict.fromkeys(neurons, lent)
-    about = OnDisk(frozenset(names), 512 << 10, neurons=neurons, direct=direct, neuron_policy=policy, lent=fewer)
+    about = OnDisk(
+        frozenset(names), 512 << 10, neurons=neurons, direct=direct, neuron_policy=policy, lent=fewer,
+        lends_window=not gates,
+    )  # fmt: skip
     return DiskTier(about, files, places, reads)
 
 
@@ -182,6 +186,22 @@ def test_prompts_use_memory_of_neurons(gates: bool, tmp_path: Path) -> None:
             held = [sum(map(one.held, range(NEURONS))) for one in every]
             assert all(n <= FEWEST for n in held) if len(batch.tokens) > 32 else min(held) > 0
     assert max(held) > FEWEST
+
+
+def test_where_the_disk_is_silent_the_step_behind_a_prompt_fails_at_once(tmp_path: Path) -> None:
+    """Though the window is to be given back, into which the disk may still write."""
+    latency = 3.0
+    own = opened(model(tmp_path), "predicted", NEURONS, lent=FEWEST, latency=latency)
+    prompt, single = (
+        next(batch for batch in steps(own.executor.config.vocab_size) if wanted(len(batch.tokens)))
+        for wanted in (lambda n: n > 32, lambda n: n == 1)
+    )
+    own.tier.reads.patience = 0.01
+    begun = time.monotonic()
+    for batch in (prompt, single, single):
+        with pytest.raises(ModelError, match="answer"):
+            own.executor.forward(batch)
+    assert time.monotonic() - begun < latency / 2
 
 
 @pytest.mark.parametrize("activation", ["relu", "opt"])

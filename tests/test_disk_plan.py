@@ -167,7 +167,7 @@ def test_neurons_have_memory_that_prompts_alone_use(selector: str, monkeypatch: 
     more = slot * sum(n - about.lent[layer] for layer, n in about.neurons.items())
     rows = (512 - 32) * model.row_bytes
     alone = about.window if not plan.streamed else 0
-    assert rows / 2 < more <= rows + alone
+    assert rows / 2 < more <= rows + alone and about.lends_window == (not plan.streamed)
     short = replace(work, chunk=32)
     assert not plan_disk(model, short, ram, HIGH.cpu.threads, True, profile=profile).about.lent or not plan.streamed
     monkeypatch.setattr(disk, "ROUNDED", GIB)

@@ -223,8 +223,8 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     for kernel in made:  # as many as the launches are made for
         name, kind, several = kernel["name"], kernel["type"], kernel["tokens"]
         fewest = {
-            "_outer_kernel": triton_kernels.HELD_SEVERAL if several else triton_kernels.HELD.get(kind),
-            "_linear_kernel": triton_kernels.HELD_SEVERAL if several else triton_kernels.HELD.get(kind),
+            "_outer_kernel": triton_kernels.LEAST_SEVERAL if several else triton_kernels.HELD.get(kind),
+            "_linear_kernel": triton_kernels.LEAST_SEVERAL if several else triton_kernels.HELD.get(kind),
             "_add_kernel": (triton_neurons.HELD_SEVERAL if several else triton_neurons.HELD_ONE).get(kind),
             "_attention_kernel": triton_kernels.held(kernel["block"] or 0, HOLDS[capability][2] << 10),
             "_latent_kernel": triton_latent.HELD,

@@ -78,7 +78,7 @@ def small_tiles(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for kind, tile in table.items():
             monkeypatch.setitem(table, kind, tile._replace(rows=min(tile.rows, 16), columns=32))
     monkeypatch.setattr(triton_kernels, "NEARLY", 0)
-    monkeypatch.setattr(triton_kernels, "HELD_SEVERAL", 0)
+    monkeypatch.setattr(triton_kernels, "LEAST_SEVERAL", 0)
     monkeypatch.setattr(triton_kernels, "VALUES", 2)
     monkeypatch.setattr(triton_kernels, "ATTENTION_SPLIT_PAGES", 1)
     monkeypatch.setattr(triton_neurons, "LIST", 32)

@@ -97,7 +97,8 @@ def off(neurons: gpu.Neurons, x: torch.Tensor, selected: torch.Tensor) -> float:
         if neurons.gate is None:
             h = gpu.activate(neurons.activation, up, None, limit)
         else:
-            h = gpu.activate(neurons.activation, rows(neurons.gate, neurons.gate_bias), up, limit)
+            least = None if neurons.product_limits is None else neurons.product_limits[begin:end]
+            h = gpu.activate(neurons.activation, rows(neurons.gate, neurons.gate_bias), up, limit, least)
         scales = None if neurons.shared is None else neurons.shared[(neurons.group[begin:end]).long()]  # type: ignore[index]
         down = gpu.values(neurons.down, begin, end, scales)
         total += h.masked_fill(selected[:, begin:end] == 0, 0) @ down.double()

@@ -119,9 +119,9 @@ def _layers(plan: Plan) -> list[_Layer]:
     found = []
     for layer in range(profile.n_layers):
         tiers, p = placement.by_tier(layer), profile.fraction(layer)
-        activation = model.config.layers[layer].ffn.activation
+        ffn = model.config.layers[layer].ffn
         kinds = (cost.ACTIVE, cost.FIRED, *((cost.SELECTED,) if way == "predicted" else ()))
-        thresholds = {kind: cost.needed(p, activation, kind, model.selected[layer]) for kind in kinds}
+        thresholds = {kind: cost.needed(p, ffn, kind, model.selected[layer]) for kind in kinds}
         hot, times = tiers[Tier.GPU].astype(np.int64), choice.layer_seconds[layer]
         cold = np.setdiff1d(np.arange(len(p)), hot)
         here = expected.sums[layer, choice.gpu[layer]]

@@ -72,7 +72,7 @@ struct Firing {
   const uint32_t* selected_by;  // where not null, a neuron counts for token t only if bit t of its word is set
   float threshold;              // activations up to it in magnitude count as zero
   GroupWeights groups = {};     // of activations that are not known
-  bool multiplied = false;      // `known` are h, of `multiply_neurons`
+  bool multiplied = false;      // `known` are h, as gate and up make it
 };
 
 // out[t * ldo ..] += h * down of the listed neurons, each once: their gates where these are not known, then up where a

@@ -127,7 +127,7 @@ bool Window::over() {
 }
 
 void Window::forget() {
-  for (; !loaded_.empty(); loaded_.pop_front()) reads_->cancel(loaded_.front().ticket);
+  if (!over()) throw ReadError(failed() ? failure_ : "the disk does not answer");
   give_back(ring_.data(), size_);
 }
 

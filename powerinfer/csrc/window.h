@@ -30,7 +30,8 @@ class Window {
   // Ends a step. ReadError if one of its reads failed: then what was computed is void.
   void end();
   bool failed() const { return !failure_.empty(); }
-  // Between steps: what was read ahead is dropped, and the ring's memory given back until it is needed.
+  // Between steps: what was read ahead is dropped, and the ring's memory given back until it is needed. ReadError if the
+  // disk does not answer.
   void forget();
 
  private:

@@ -33,7 +33,8 @@ class OnDisk:
     has some of, beside those. direct: reads go past the system's cache; why: for people. policy: of `DISK_POLICIES`,
     says which experts stay; frequencies: of each layer's experts, the share of the tokens that select it, None: not
     known. prefetch: experts are guessed a layer ahead, and read early. neuron_policy: says which neurons stay. lent: by
-    layer the number of neurons that RAM keeps while a prompt is computed, where it needs the memory of the others.
+    layer the number of neurons that RAM keeps while a prompt is computed, where it needs the memory of the others;
+    lends_window: whether neurons have the window's memory, too, since small steps need none.
     """
 
     matrices: frozenset[str] = frozenset()
@@ -47,6 +48,7 @@ class OnDisk:
     prefetch: bool = True
     neuron_policy: str = "lfu"
     lent: Mapping[int, int] = field(default_factory=dict)
+    lends_window: bool = False
 
     @property
     def anything(self) -> bool:
@@ -146,9 +148,11 @@ class DiskTier:
         self.slots[layer] = slots
         if frequency is None:
             return
-        hottest = np.argsort(-frequency, kind="stable")[: slots.slots]
+        hottest = np.argsort(-frequency, kind="stable")[: slots.slots].astype(np.int32)
+        kept = self.about.lent.get(layer, 0)  # the first slots, which prompts leave as they are
         try:
-            slots.want(np.sort(hottest).astype(np.int32))
+            for some in (hottest[:kept], hottest[kept:]):
+                slots.want(np.sort(some))
             slots.wait()
         except _native.ReadError as error:
             raise ModelError(str(error)) from None
@@ -171,7 +175,7 @@ class DiskTier:
         """Prompts use memory that small steps have for neurons. Whoever has it gives it back first."""
         if not prompt:
             forget()
-            if self.window is not None:
+            if self.window is not None and self.about.lends_window:
                 self.window.forget()
         for layer, slots in self.slots.items():
             slots.use(self.about.lent[layer] if prompt else slots.slots)

@@ -124,7 +124,7 @@ class Stage:
 
     @property
     def piece_bytes(self) -> int:
-        """Bytes of the arrays that a buffer holds, at most six of which do not fill a line."""
+        """Bytes of the arrays that a buffer holds, at most seven of which do not fill a line."""
         return self._size - _PADDING
 
     def experts_at_once(self, matrices: Sequence[int], experts: int) -> int:

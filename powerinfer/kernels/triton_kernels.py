@@ -47,7 +47,7 @@ SEVERAL = {**dict.fromkeys(ONE, Tile(64, 64, 4)), **dict.fromkeys(FOUR_BITS, Til
 
 # Programs that a multiprocessor holds, by their registers as compiled for sm_90: so many fill a GPU.
 HELD = {**dict.fromkeys(ONE, 6), **dict.fromkeys(FOUR_BITS, 4), "Q5_K": 3}  # of tiles for one token
-HELD_SEVERAL = 2  # at least so many for each multiprocessor, where a matrix has the rows for smaller tiles
+LEAST_SEVERAL = 2  # at least so many for each multiprocessor, where a matrix has the rows for smaller tiles
 NEARLY = 0.9  # of what the best tile fills suffices
 LEAST_ROWS = 16  # of a tile for tensor cores
 SUMMED = 4096  # counts of selected neurons at a time
@@ -354,7 +354,7 @@ def fitting(w: Weight, tokens: int, multiprocessors: int) -> Tile:
     leave more of the GPU empty, in its last wave. For several tokens lower until every multiprocessor has some."""
     rows, columns, warps = (SEVERAL if tokens > 1 else ONE)[w.type]
     if tokens > 1:
-        while triton.cdiv(w.rows, rows) < HELD_SEVERAL * multiprocessors and rows > LEAST_ROWS:
+        while triton.cdiv(w.rows, rows) < LEAST_SEVERAL * multiprocessors and rows > LEAST_ROWS:
             rows //= 2
         return Tile(rows, columns, warps)
     width = w.k // 2 if w.type in FOUR_BITS else w.k

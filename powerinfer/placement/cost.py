@@ -38,7 +38,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.config import AttentionKind, DeltaNetConfig, GatedAttentionConfig, ModelConfig
+from powerinfer.config import (
+    AttentionKind,
+    DeltaNetConfig,
+    FfnConfig,
+    FfnKind,
+    GatedAttentionConfig,
+    ModelConfig,
+)
 from powerinfer.hardware.description import Device, Disk
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Indices, Profile
 from powerinfer.placement.shapes import Matrix, Model
@@ -59,6 +66,8 @@ EACH, SELECTED, FIRED, ACTIVE, SHARED = _KINDS = range(5)
 
 _UP_FIRES = 0.8
 """Of the neurons of a dReLU whose gates fire, the share whose up fires, too (arXiv 2406.06282, section 4)."""
+_PRODUCTS_FIRE = 0.65
+"""Of the neurons with thresholds of products whose gates fire, the share whose products do: as in smollm2-sparse."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +108,7 @@ def expected(
     for layer in range(profile.n_layers):
         p = profile.fraction(layer)[order[layer]]
         active, fired, guessed = (
-            any_of(needed(p, config.layers[layer].ffn.activation, kind, selected[layer]), batch)
+            any_of(needed(p, config.layers[layer].ffn, kind, selected[layer]), batch)
             for kind in (ACTIVE, FIRED, SELECTED)
         )
         shared = _groups_read(any_of(profile.fraction(layer), batch))[order[layer]]
@@ -116,12 +125,14 @@ def by_group(values: NDArray[Any], starts: NDArray[np.int64]) -> NDArray[Any]:
     return np.asarray(np.add.reduceat(np.pad(values, (0, missing)), starts))
 
 
-def needed(active: Float64, activation: str, kind: int, selected: float) -> Float64:
+def needed(active: Float64, ffn: FfnKind, kind: int, selected: float) -> Float64:
     """Share of the tokens that need each neuron. active: for which it fires; kind: `ACTIVE`, `FIRED` (its gate does) or
     `SELECTED` (by a predictor that selects `selected` times as many as fire)."""
     if kind == SELECTED:
         return np.minimum(1.0, selected * active)
-    return np.minimum(1.0, active / _UP_FIRES) if kind == FIRED and activation == "drelu" else active
+    if kind == FIRED and isinstance(ffn, FfnConfig) and ffn.product_thresholds:
+        return np.minimum(1.0, active / _PRODUCTS_FIRE)
+    return np.minimum(1.0, active / _UP_FIRES) if kind == FIRED and ffn.activation == "drelu" else active
 
 
 def any_of(p: Float64, batch: int) -> Float64:

@@ -242,7 +242,8 @@ def plan_disk(
         resting["experts"] += sum(one.file // model.n_experts[layer] * most[layer] for one in matrices)
     resting["ffn"] = sum(model.bundles[layer].pitch * one.n for layer, one in neurons.items())
     names = frozenset(name for unit in prompts + streamed for name in unit.names)
-    about = OnDisk(names, window, in_slots, of_neurons, lent=in_prompts if in_prompts != of_neurons else {})
+    lends = in_prompts if in_prompts != of_neurons else {}
+    about = OnDisk(names, window, in_slots, of_neurons, lent=lends, lends_window=not streamed)
     every = sum(unit.read for unit in streamed)
     return DiskPlan(about, held, every, {use: n for use, n in resting.items() if n})
 
@@ -326,8 +327,8 @@ class _Hottest:
         kind = cost.SELECTED if work.selector == "predicted" else cost.FIRED
         layers, slots, reads = [], [], []
         for layer, one in neurons.items():
-            activation = model.config.layers[layer].neurons.activation
-            share = cost.needed(profile.fraction(layer), activation, kind, model.selected[layer])
+            ffn = model.config.layers[layer].neurons
+            share = cost.needed(profile.fraction(layer), ffn, kind, model.selected[layer])
             share = np.sort(cost.any_of(share, work.batch))[::-1][one.fewest :]
             layers.append(np.full(len(share), layer))
             slots.append(np.full(len(share), one.slot))

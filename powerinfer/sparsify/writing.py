@@ -111,9 +111,10 @@ def write_model(
 
     form: same, as the model's; gguf; folder. types: of the changed matrices of a GGUF file, of all in the other format
     than the model's; a folder made of a folder keeps its types. about: the activation, "hidden_act", and the thresholds
-    of the layers, "hidden_act_param", if it has any. added: of every layer, as `layers.N.threshold`, the thresholds of
-    its neurons, float32 [neurons]. Where neither states thresholds those that the model has for its neurons stay, if
-    the activation is one that needs them. Each file takes its place when it is complete and on disk.
+    of the layers, "hidden_act_param", if it has any. added: of every layer the thresholds of its neurons, float32
+    [neurons], as `layers.N.threshold`, and of their products as `layers.N.product_threshold`. Where neither states
+    thresholds those that the model has for its neurons stay, if the activation is one that needs them. Each file takes
+    its place when it is complete and on disk.
     """
     out.mkdir(parents=True, exist_ok=True)
     stay = not added and about["hidden_act"] in THRESHOLDED and _LIMITS not in about
