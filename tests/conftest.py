@@ -86,6 +86,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
+def described(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are made for a described machine: to measure this one takes half a minute."""
+    monkeypatch.setattr("powerinfer.hardware.measure.measured", lambda *_, **__: load("pc-high"))
+
+
+@pytest.fixture
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """What a test of GPU code runs on, for `gpu_device.device_name`: every device that there is.
 

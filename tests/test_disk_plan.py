@@ -168,8 +168,8 @@ def test_neurons_have_memory_that_prompts_alone_use(selector: str, monkeypatch: 
     rows = (512 - 32) * model.row_bytes
     alone = about.window if not plan.streamed else 0
     assert rows / 2 < more <= rows + alone and about.lends_window == (not plan.streamed)
-    short = replace(work, chunk=32)
-    assert not plan_disk(model, short, ram, HIGH.cpu.threads, True, profile=profile).about.lent or not plan.streamed
+    short = plan_disk(model, replace(work, chunk=32), ram, HIGH.cpu.threads, True, profile=profile)
+    assert bool(short.about.lent) == short.about.lends_window == (not short.streamed)  # no rows, at most the window
     monkeypatch.setattr(disk, "ROUNDED", GIB)
     without = plan_disk(model, work, ram, HIGH.cpu.threads, True, profile=profile)
     assert not without.about.lent

@@ -837,6 +837,13 @@ GGUF_REFUSED: dict[str, tuple[str, Any, str]] = {
         lambda b: limit(b, "cats", LIMITS).put("llama.hidden_act_param", F32, 0.5),
         "hidden_act_param is set, but the file has a threshold for each neuron",
     ),
+    "products without thresholds of gates": (
+        "llama",
+        lambda b: without(*(f"blk.{layer}.ffn_threshold.weight" for layer in range(LAYERS)))(
+            limit(b, "cats", LIMITS, products=True).put("llama.hidden_act_param", F32, 0.5)
+        ),
+        "product thresholds, which only gated fatrelu and cats with thresholds of neurons have",
+    ),
     "partial rotation": ("falcon", put("falcon.rope.dimension_count", U32, 8), "dimension_count is '8'"),
     "odd rotation": ("nemotron", put("nemotron.rope.dimension_count", U32, 7), "7 of a head's 16"),
     "rotation": ("nemotron", put("nemotron.rope.dimension_count", U32, 18), "dimension_count is '18'"),

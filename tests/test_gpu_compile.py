@@ -93,6 +93,8 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
 
     JITFunction.run = compiled
     gpu.force_triton(True)
+    # For one GPU all; for the other those that differ in what they need: the rest would take half a minute more.
+    types = gpu.GPU_TYPES if capability == 90 else ("F16", "Q8_0", "Q4_0", "Q6_K")
     d_model, d_ff, heads, kv_heads = 512, 1024, 8, 2
     wide, many = 8192, 28672  # as ReGLU-70B: tiles are those of real matrices, whose memory is not touched
 
@@ -109,7 +111,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
     for tokens in (1, 4):
         x = torch.empty(tokens, d_model)
         named = torch.empty(tokens, d_ff, dtype=torch.uint8)
-        for kind in gpu.GPU_TYPES:
+        for kind in types:
             gpu.linear(weight(kind, wide, wide), torch.empty(tokens, wide))
             if kind[0] in "QM" and tokens == 1:
                 triton_kernels.values(weight(kind), 0, 8, None, None)
@@ -136,7 +138,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         )
         gpu.norm(x, x[0], x[0], 1e-5, True)
         slots, weights = torch.zeros(tokens, 2, dtype=torch.int32), torch.ones(tokens, 2)
-        for kind in gpu.GPU_TYPES:
+        for kind in types:
             first, down = weight(kind), weight(kind, 4 * d_model, d_ff // 4)
             gpu_experts.expert_sum(
                 gpu_experts.Experts(4, d_ff // 4, first, first, down, "silu", 0.0), x, slots, weights
@@ -194,7 +196,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         gpu_latent.place(q[..., plain:], kv, kv[0, :latents], 1e-6, *turns, cache, numbers.long())
         step = torch.empty(4, 64, dtype=torch.int32), numbers, numbers
         gpu_latent.attention(torch.empty(heads, tokens, latents), q[..., plain:], cache, *step, 0.1)
-        for kind in gpu.GPU_TYPES if tokens < gpu.FEW and kv_type == "f16" else ():
+        for kind in types if tokens < gpu.FEW and kv_type == "f16" else ():
             gpu_latent.per_head(weight(kind, heads * latents, plain), q[..., :plain].transpose(0, 1))
     return list(made.values())
 

@@ -29,6 +29,8 @@ from powerinfer.placement.experts import EXPERT_POLICIES, Dynamic, Lfu, Lru, Sta
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
 from powerinfer.system import Disturbance  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("described")
+
 F64 = next(at for at, one in BLOCK_TYPES.items() if one.name == "F64")
 BASE = EngineConfig(threads=1, context=64, prefill_chunk=32, gpu="cpu")
 CLASSES: dict[str, Any] = {"static": Static, "lru": Lru, "lfu": Lfu, "dynamic": Dynamic}

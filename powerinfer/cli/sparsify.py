@@ -5,10 +5,10 @@ the same format (or --format: a GGUF file, or a Hugging Face folder in --type bf
 (README.md), the steps (log.csv), and the state of the training (training.safetensors), from which an interrupted run
 goes on; of one that was finished (finished.json) the figures are given again. Needs torch.
 
-JSON: path, source, architecture, recipe, target_zeros, tokens, corpora, own_text_tokens (written with --own-text, with
-the prompts), perplexity_before, perplexity, ratio, zeros, zeros_by_layer (on held-out windows of the texts), limits
-(thresholds of the layers; of topk how many neurons of a bank count), start (file of --start), resumed (steps that an
-earlier run did), seconds.
+JSON: path, source, architecture, recipe, target_zeros, gate_zeros (as asked, or null), tokens, corpora, own_text_tokens
+(written with --own-text, with the prompts), perplexity_before, perplexity, ratio, zeros, zeros_by_layer (on held-out
+windows of the texts), limits (thresholds of the layers, of product those of the gates; of topk how many neurons of a
+bank count), start (file of --start), resumed (steps that an earlier run did), seconds.
 
 --estimate says what a training would take, of a model (-m), of which only the headers are read, or of a published one
 by its name or a config.json (--shape). JSON: model, parameters, active_parameters (multiplied with for a token),

@@ -51,10 +51,10 @@ struct NeuronSpec {
   std::vector<float> product_limits;      // of each neuron; empty: none, as always without a gate
   const std::vector<float>& first_bias(bool gated) const { return gated ? gate_bias : up_bias; }
   const float* limits_from(int64_t neuron) const { return limits.empty() ? nullptr : limits.data() + neuron; }
-  // The products h of n neurons from `neuron` on, in place.
-  void drop_products(float* h, int64_t neuron, int64_t n) const {
+  // n products h in place; neuron_of(i): whose h[i] is.
+  template <class NeuronOf>
+  void drop_products(float* h, int64_t n, const NeuronOf& neuron_of) const {
     if (product_limits.empty()) return;
-    const float* own = product_limits.data() + neuron;
-    for (int64_t i = 0; i < n; i++) h[i] = fabsf(h[i]) <= own[i] ? 0.0f : h[i];  // NaN stays
+    for (int64_t i = 0; i < n; i++) h[i] = fabsf(h[i]) <= product_limits[(size_t)neuron_of(i)] ? 0.0f : h[i];  // NaN stays
   }
 };

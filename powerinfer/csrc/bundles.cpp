@@ -86,17 +86,8 @@ struct Work {
       float *a = h(t), *u = more(t);
       b.spec.activation.apply_second(kernels, u, pi_round_up(n, PI_LANES));
       for (int64_t j = 0; j < n; j++) a[j] *= u[j];
-      drop_products(a, n, [&](int64_t j) { return block.index[j]; });
+      b.spec.drop_products(a, n, [&](int64_t j) { return block.index[j]; });
     }
-  }
-
-  // Zeros among the products of `count` listed neurons.
-  template <class NeuronOf>
-  void drop_products(float* products, int64_t count, const NeuronOf& neuron_of) const {
-    const std::vector<float>& own = b.spec.product_limits;
-    if (own.empty()) return;
-    for (int64_t i = 0; i < count; i++)
-      products[i] = fabsf(products[i]) <= own[(size_t)neuron_of(i)] ? 0.0f : products[i];
   }
 
   // Drops neurons that are zero for every token; returns the number of nonzero (neuron, token) cells.
@@ -172,7 +163,7 @@ struct Work {
     dot_pairs(b.up, b.spec.up_bias, block.more);
     b.spec.activation.apply_second(kernels, block.more, pi_round_up(count, PI_LANES));
     for (int64_t i = 0; i < count; i++) block.h[i] *= block.more[i];
-    drop_products(block.h, count, [&](int64_t i) { return block.pairs[i].neuron; });
+    b.spec.drop_products(block.h, count, [&](int64_t i) { return block.pairs[i].neuron; });
   }
 
   // Drops pairs that are zero; returns the number of the others.

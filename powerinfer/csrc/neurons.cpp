@@ -29,7 +29,7 @@ struct Rows {
   }
   PI_INLINE_MEMBER void ask(int64_t at) const {
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) __builtin_prefetch(next[r] + at);
+    for (int r = 0; r < R; r++) __builtin_prefetch(next[r] + at, 0, 2);  // into L2: L1 has few loads in flight
   }
 };
 
@@ -279,7 +279,7 @@ void dots_of(const PiRows* all, const int32_t* index, int64_t n, const PiActs* x
   int64_t j = 0;
   if (tokens == 1)
     for (; j + ROWS <= n; j += ROWS)
-      dot_tokens<D, ROWS, 1>(Rows<ROWS>(all, index + j, n - j), x, 0, tokens, out + j, ldo);
+      dot_tokens<D, ROWS, 1>(Rows<ROWS>(all, index + j, n - j, 2 * ROWS), x, 0, tokens, out + j, ldo);
   for (; j + SHARED_ROWS <= n; j += SHARED_ROWS)
     dot_tokens<D, SHARED_ROWS, D::TOKENS>(Rows<SHARED_ROWS>(all, index + j, n - j), x, 0, tokens, out + j, ldo);
   for (; j < n; j++) dot_tokens<D, 1, D::TOKENS>(Rows<1>(all, index + j, n - j), x, 0, tokens, out + j, ldo);

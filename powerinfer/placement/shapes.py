@@ -269,6 +269,7 @@ class Model:
         """
         per_token = self.row_bytes + max(layer.ffn.row_bytes(self.config.d_model) for layer in self.config.layers)
         per_token += max(layer.attention.row_bytes() for layer in self.config.layers)
+        per_token += 4 * sum(rope.dim for rope in self.config.ropes)
         return chunk * per_token + 4 * batch * cpu.round_up(self.config.vocab_size, cpu.LANES)
 
     @property
@@ -280,7 +281,6 @@ class Model:
         wide = max(config.d_model, config.embed_dim, *(one.width for one in every))
         hidden = max(config.widest_ffn, config.d_model, config.embed_dim)
         floats = config.d_model + qkv + wide + 2 * hidden
-        floats += sum(rope.dim for rope in config.ropes)
         rows = wide + config.widest_ffn
         forms = rows * (4 + 2 + 1) + rows * 12 // 32  # F32, BF16, Q8: scales and sums
         return 4 * floats + forms
