@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -22,7 +23,7 @@ from hypothesis import HealthCheck, settings
 
 from powerinfer.errors import PowerInferError
 from powerinfer.hardware.description import load
-from powerinfer.hub import resolve_model
+from powerinfer.hub import cache_folder, resolve_model
 from powerinfer.system import Disturbance, usable_cores
 
 if TYPE_CHECKING:
@@ -34,6 +35,20 @@ if TYPE_CHECKING:
 # A shell that starts the tests in the background lets them, and every process they start, ignore Ctrl-C; some test it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+def own_cache(real: Path) -> Path:
+    """A folder for what tests measure of this machine, which other tests disturb; models are where they always are."""
+    (real / "models").mkdir(parents=True, exist_ok=True)
+    folder = real / "tests"
+    folder.mkdir(exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (folder / "models").symlink_to(real / "models")
+    return folder
+
+
+# A worker has it of the process that started it.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["POWERINFER_CACHE"] = str(own_cache(cache_folder()))
 
 # A bound on each example's time would measure what else runs on these cores.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -45,7 +45,8 @@ def some_bytes(layout: BundleLayout, index: Indices) -> int:
 
 def own_pages(nbytes: int) -> Bytes:
     """Anonymous memory, allocated by the system as it is written: uint8 [nbytes]."""
-    memory = mmap.mmap(-1, nbytes)
+    # private: Linux gives huge pages to shared memory only where an administrator asks for them
+    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # scattered rows touch many pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
