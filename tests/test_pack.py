@@ -8,6 +8,7 @@ import os
 import random
 import re
 import struct
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from powerinfer import _native
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats import prepared
 from powerinfer.formats.bundle_file import BLOCKS, DOWN_TYPES, ROW_TYPES, BundleFile, open_bundles
+from powerinfer.formats.bundle_memory import own_pages
 from powerinfer.formats.bundle_types import choose_types
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.predictor_file import open_predictor, write_predictor
@@ -37,6 +39,19 @@ from powerinfer.prepare import packing
 from powerinfer.prepare.packing import current, pack
 
 KINDS = {"gate": "dot", "up": "dot", "down": "add"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a mapping is like is read from /proc")
+def test_copies_may_have_huge_pages() -> None:
+    """Shared memory has none, as Linux is mostly set up, whatever it is advised."""
+    memory = own_pages(8 << 20)
+    place, flags = memory.ctypes.data, ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= place < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            flags = line
+    assert " hg" in flags and " sh" not in flags
 
 
 def packed(model: Checkpoint, gate: str | None = None, down: str | None = None) -> packing.Packed:
