@@ -484,9 +484,7 @@ def guessed(inner: gpu.Weight, outer: gpu.Weight, x: torch.Tensor, threshold: fl
     return found[0]
 
 
-@pytest.mark.parametrize(
-    ("type_name", "tokens"), [("F16", 1), ("F16", 33), ("Q8_0", 1), ("Q8_0", 32), ("Q8_0", 33)]
-)
+@pytest.mark.parametrize(("type_name", "tokens"), [("F16", 1), ("F16", 33), ("Q8_0", 1), ("Q8_0", 32), ("Q8_0", 33)])
 def test_what_a_predictor_names(type_name: str, tokens: int, kernels: str) -> None:
     inner, outer = raw(type_name, 32, 64), raw(type_name, 70, 32)
     x = floats(14, tokens, 64)

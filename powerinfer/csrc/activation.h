@@ -55,6 +55,7 @@ struct NeuronSpec {
   template <class NeuronOf>
   void drop_products(float* h, int64_t n, const NeuronOf& neuron_of) const {
     if (product_limits.empty()) return;
-    for (int64_t i = 0; i < n; i++) h[i] = fabsf(h[i]) <= product_limits[(size_t)neuron_of(i)] ? 0.0f : h[i];  // NaN stays
+    for (int64_t i = 0; i < n; i++)
+      h[i] = fabsf(h[i]) <= product_limits[(size_t)neuron_of(i)] ? 0.0f : h[i];  // NaN stays
   }
 };
