@@ -109,7 +109,8 @@ def test_every_split_gives_the_answer_of_the_whole(name: str, layout: str, tmp_p
 
 @pytest.mark.usefixtures("device")
 def test_a_selection_is_sent_before_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the router reads the layer's input; the CPU fetches weights until its own input is there."""
+    """Where the router reads the layer's input; the CPU, if the host waits for it, fetches weights until its own input
+    is there."""
     truth, waits = Truth(case_named("smallthinker"), "gguf", tmp_path), []
     begun = ["router", "selection out", "mark selection", "attention", "project", "norm", "copy out", "mark"]
     for share in (0.5, 1.0):
@@ -119,6 +120,7 @@ def test_a_selection_is_sent_before_attention(tmp_path: Path, monkeypatch: pytes
             assert kinds == (begun + ends if share < 1 else ["router", *begun[3:6], ends[0]])
     with split(truth.path, 0.5) as (executor, ffns):
         link = executor.gpu.link
+        executor.gpu.record(executor.gpu._recorder, calls=False)
 
         def arrived() -> bool:
             waits.append(len(waits))
@@ -260,7 +262,9 @@ def test_a_narrow_cache_of_latents(kv_type: str, nbytes: int, tmp_path: Path) ->
     cpu.close()
     error = families.rms(answers[0] - truth.logits[0])
     assert truth.allowed < families.rms(answers[1] - truth.logits[0]) <= 1.5 * error
-    assert families.rms(answers[1] - answers[0]) <= (12 * 0.01) ** 0.5 * error
+    # in the median: a token with two experts that are nearly equal may select the other
+    apart = np.median([families.rms(one - other) for one, other in zip(*answers, strict=True)])
+    assert apart <= (12 * 0.01) ** 0.5 * error
 
 
 @pytest.mark.usefixtures("device")

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from powerinfer.kernels.gpu_types import Neurons, Weight
 
 # Products of listed neurons, for one token and for several: fewer rows than for a whole matrix.
-DOT_ONE = dict.fromkeys(("F16", "BF16", "Q8_0", "Q4_0"), Tile(4, 1024, 4))
+DOT_ONE = dict.fromkeys(("F32", "F16", "BF16", "Q8_0", "Q4_0"), Tile(4, 1024, 4))
 DOT_SEVERAL = dict.fromkeys(DOT_ONE, Tile(32, 32, 2))
 # Sums of rows of down, likewise; rows: per iteration.
 ADD_ONE = {
-    **dict.fromkeys(("F16", "BF16", "Q8_0"), Tile(16, 256, 4)),
+    **dict.fromkeys(("F32", "F16", "BF16", "Q8_0"), Tile(16, 256, 4)),
     **dict.fromkeys(("Q4_0", "Q4_0X32"), Tile(16, 128, 4)),
 }
 ADD_SEVERAL = {**dict.fromkeys(ADD_ONE, Tile(16, 128, 4)), **dict.fromkeys(("Q4_0", "Q4_0X32"), Tile(16, 64, 4))}
@@ -222,7 +222,7 @@ def _add_floats(
     data, group, listed, h, parts, begin, end, tokens, n, k,
     TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`_add_kernel` of F16 and BF16."""
+    """`_add_kernel` of F32, F16 and BF16."""
     t = tl.arange(0, T if T else 1)[:, None]
     c = tl.program_id(0) * C + tl.arange(0, C)
     acc = tl.zeros((T if T else R, C), tl.float32)
@@ -340,7 +340,7 @@ def _add_kernel(
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, count)
     parts += tl.program_id(1).to(tl.int64) * tokens * k
-    if TYPE == "F16" or TYPE == "BF16":
+    if TYPE == "F32" or TYPE == "F16" or TYPE == "BF16":
         _add_floats(data, group, listed, h, parts, begin, end, tokens, n, k, TYPE, T, R, C, PRECISION)
     else:
         _add_blocks(data, scales, shared, group, listed, h, parts, begin, end, tokens, n, k, TYPE, T, R, C, PRECISION)
