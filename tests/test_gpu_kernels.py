@@ -102,10 +102,16 @@ def whole(type_name: str, k: int) -> int:
     return k + -k % block_type(type_name).block
 
 
-def product(weights: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def narrowed(type_name: str, tokens: int) -> float:
+    """How far products with several tokens may round a weight, as a share of it: quantised ones to float16."""
+    several = 1 < tokens <= gpu.FEW and gpu.which(torch.empty(0, device=device_name())) == "triton"
+    return 2**-11 if several and type_name not in ("F32", "F16", "BF16") else 0.0
+
+
+def product(weights: np.ndarray, x: np.ndarray, type_name: str) -> tuple[np.ndarray, np.ndarray]:
     """(x . W^T, bound of a float32 sum's error), float64 [T, rows]."""
     size = np.abs(x.astype(np.float64)) @ np.abs(weights.T)
-    return x.astype(np.float64) @ weights.T, sum_error(x.shape[1]) * size
+    return x.astype(np.float64) @ weights.T, (sum_error(x.shape[1]) + narrowed(type_name, len(x))) * size
 
 
 def assert_close(got: torch.Tensor, want: np.ndarray, bound: np.ndarray | float) -> None:
@@ -180,7 +186,7 @@ def test_linear(type_name: str, tokens: int, kernels: str) -> None:
     for rows, k in sizes if type_name[0] in "QM" else ((1, 1), (37, 33), (7, 544)):
         stored = raw(type_name, rows, k)
         x, bias = floats(1, tokens, k), floats(2, rows)
-        want, bound = product(stored.float32().astype(np.float64), x)
+        want, bound = product(stored.float32().astype(np.float64), x, type_name)
         weight = gpu.upload(stored, device_name())
         assert_close(gpu.linear(weight, on_device(x)), want, bound)
         assert_close(
@@ -192,9 +198,8 @@ def test_linear(type_name: str, tokens: int, kernels: str) -> None:
 def test_a_matrix_is_multiplied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     stored, x = raw("Q4_0", 21, 64), floats(3, 40, 64)
     monkeypatch.setattr(gpu, "_PIECE", 5 * 64)
-    assert_close(
-        gpu.linear(gpu.upload(stored, device_name()), on_device(x)), *product(stored.float32().astype(np.float64), x)
-    )
+    want, bound = product(stored.float32().astype(np.float64), x, "Q4_0")
+    assert_close(gpu.linear(gpu.upload(stored, device_name()), on_device(x)), want, bound)
 
 
 @pytest.mark.parametrize(
@@ -207,9 +212,9 @@ def test_a_matrix_is_multiplied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) 
         ("Q4_0", 32768, 256, 1, (32, 128)),
         ("Q4_0", 512, 4096, 1, (2, 2048)),
         ("F16", 3, 33, 1, (64, 64)),
-        ("F16", 32768, 8192, 8, (64, 64)),
-        ("Q4_0", 4096, 4096, 8, (16, 32)),
-        ("Q8_0", 256, 8192, 32, (16, 64)),
+        ("F16", 32768, 8192, 8, (32, 128)),
+        ("Q4_0", 4096, 4096, 8, (16, 64)),
+        ("Q8_0", 256, 8192, 32, (16, 128)),
     ],
 )
 def test_tiles_fit_the_matrix(kind: str, rows: int, k: int, tokens: int, tile: tuple[int, int]) -> None:
@@ -241,7 +246,7 @@ def test_launches_fill_a_gpu(multiprocessors: int) -> None:
             slots = triton_kernels.HELD[kind] * multiprocessors
             assert triton_kernels.filled(programs, slots) >= 0.6, (kind, rows, k, programs, slots)
             rows_of_several = triton_kernels.fitting(weight, 8, multiprocessors).rows
-            assert rows_of_several == 16 or rows >= 2 * multiprocessors * rows_of_several
+            assert rows_of_several == 16 or rows >= 1.5 * multiprocessors * rows_of_several
     for kv_heads in (1, 8, 32):
         splits = triton_kernels.context_splits(128, 4, kv_heads, 2 * multiprocessors)
         assert splits * kv_heads <= 2 * multiprocessors
@@ -254,7 +259,7 @@ def test_launches_fill_a_gpu(multiprocessors: int) -> None:
 def test_long_rows(type_name: str, tokens: int) -> None:
     k = whole(type_name, 160)
     stored, x = raw(type_name, 37, k), floats(1, tokens, k)
-    want, bound = product(stored.float32().astype(np.float64), x)
+    want, bound = product(stored.float32().astype(np.float64), x, type_name)
     assert_close(gpu.linear(gpu.upload(stored, device_name()), on_device(x)), want, bound)
 
 
@@ -267,7 +272,7 @@ def test_many_tokens_are_multiplied_in_a_narrow_type(
     stored, x = raw(type_name, 21, 96), floats(3, 40, 96)
     x[7] *= 1e9
     x[8] = 0
-    want, bound = product(stored.float32().astype(np.float64), x)
+    want, bound = product(stored.float32().astype(np.float64), x, type_name)
     rounding = 2**-8 if type_name == "BF16" else 2**-10 if type_name == "F16" else 2**-9
     got = gpu.linear(gpu.upload(stored, device_name()), on_device(x))
     assert_close(got, want, bound * (1 + rounding / sum_error(96)))
@@ -284,7 +289,7 @@ def test_many_tokens_of_types_without_bundles(type_name: str, kernels: str, monk
     monkeypatch.setattr(gpu, "_NARROW", [device_name()])
     k = whole(type_name, 96)
     stored, x = raw(type_name, 21, k), floats(3, 40, k)
-    want, bound = product(stored.float32().astype(np.float64), x)
+    want, bound = product(stored.float32().astype(np.float64), x, type_name)
     got = gpu.linear(gpu.upload(stored, device_name()), on_device(x))
     rounding = 2**-11 if type_name == "MXFP4" else 2**-10  # of x, and of weights that float16 does not have
     assert_close(got, want, bound * (1 + rounding / sum_error(k)))
@@ -488,11 +493,11 @@ def guessed(inner: gpu.Weight, outer: gpu.Weight, x: torch.Tensor, threshold: fl
 def test_what_a_predictor_names(type_name: str, tokens: int, kernels: str) -> None:
     inner, outer = raw(type_name, 32, 64), raw(type_name, 70, 32)
     x = floats(14, tokens, 64)
-    hidden, off = product(inner.float32().astype(np.float64), x)
+    hidden, off = product(inner.float32().astype(np.float64), x, type_name)
     hidden = np.maximum(hidden, 0)
     wide = outer.float32().astype(np.float64)
     z = hidden @ wide.T
-    doubt = off @ np.abs(wide.T) + 40 * EPS * (hidden @ np.abs(wide.T))
+    doubt = off @ np.abs(wide.T) + (40 * EPS + narrowed(type_name, tokens)) * (hidden @ np.abs(wide.T))
     weights = gpu.upload(inner, device_name()), gpu.upload(outer, device_name())
     for share in (0.0, 0.3, 1.0):
         threshold = float(np.float32(np.quantile(z, 1 - share) + (1 if share == 0 else -1e-3)))
@@ -592,7 +597,7 @@ def expected(
     config = bundles.config.layers[0].ffn
 
     def dots(name: str, bias: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        value, off = product(bundles.parts[name][index], x)
+        value, off = product(bundles.parts[name][index], x, bundles.layout.gate_type)
         return (value, off) if bias is None else (value + bias[index], off + 2 * EPS * np.abs(bias[index]))
 
     first, off = dots("gate", bundles.vectors[0]) if config.gated else dots("up", bundles.vectors[1])
@@ -626,7 +631,8 @@ def expected(
         h, sure = h * (named != 0), sure | (named == 0)
     off = np.where((h == 0) & sure, 0, off)
     down = bundles.parts["down"][index]
-    return h @ down, off @ np.abs(down) + (len(index) + 4) * EPS * (np.abs(h) @ np.abs(down)) + 1e-30, h, sure
+    rounding = (len(index) + 4) * EPS + narrowed(bundles.layout.down_type, len(x))
+    return h @ down, off @ np.abs(down) + rounding * (np.abs(h) @ np.abs(down)) + 1e-30, h, sure
 
 
 ROW_TYPES = [

@@ -57,7 +57,6 @@ TRACED = 4  # steps
 AT_ONCE = 16  # steps of which the calls are timed
 ACTIVE = 0.10  # of the kernel's neurons
 SETS = 8  # inputs of the kernel, in turn, so that its rows are not in a cache already
-COPIED = 1 << 30  # bytes of the copy that a kernel's bandwidth is held against
 TEXT = 48  # tokens that are computed on the CPU and beside a GPU
 ALONE = 8  # of them, one at a time: launched, recorded and replayed; those before in one step
 FURTHEST = 0.25
@@ -325,7 +324,6 @@ def kernel(task: dict[str, Any]) -> dict[str, Any]:
     Only the rows of those neurons are counted. Compared with a copy within the device's memory, whose bytes
     are read and written. task: model, gpu, tokens (a list). RuntimeError for a sum that is not that of float64.
     """
-    import torch
 
     from powerinfer.devices.torch_device import choose_device
     from powerinfer.kernels import gpu
@@ -347,13 +345,11 @@ def kernel(task: dict[str, Any]) -> dict[str, Any]:
         bytes_read = median(fired) * neurons.nbytes / neurons.n
         seconds = gpu_kernels.seconds(lambda i, calls=calls: calls[i](), SETS, device.type)
         runs.append({"tokens": tokens, "fired": median(fired), "bytes": bytes_read, "seconds": seconds, "off": off})
-    source = torch.ones(COPIED if device.type == "cuda" else COPIED >> 6, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copied = 2 * source.numel() / gpu_kernels.seconds(lambda _: target.copy_(source), 1, device.type)
+    copied = gpu_kernels.copy_gb_s(device.type)
     for run in runs:
         run["gb_s"] = run["bytes"] / run["seconds"] / 1e9
-        run["share_of_copy"] = run["bytes"] / run["seconds"] / copied
-    return {"neurons": neurons.n, "kernel": gpu.which(source), "copy_gb_s": copied / 1e9, "runs": runs}
+        run["share_of_copy"] = run["gb_s"] / copied
+    return {"neurons": neurons.n, "kernel": gpu.which(neurons.up.data), "copy_gb_s": copied, "runs": runs}
 
 
 def _firing(neurons: Any, tokens: int, device: Any, seed: int) -> tuple[Any, Any]:

@@ -43,11 +43,12 @@ ONE = {
     **dict.fromkeys(FOUR_BITS, Tile(4, 1024, 4)),
 }
 # Several tokens: tiles for tensor cores, whose operands come in stages.
-SEVERAL = {**dict.fromkeys(ONE, Tile(64, 64, 4)), **dict.fromkeys(FOUR_BITS, Tile(64, 32, 4))}
+SEVERAL = {**dict.fromkeys(ONE, Tile(32, 128, 4)), **dict.fromkeys(("F32", "BF16"), Tile(64, 64, 4))}
+SEVERAL |= dict.fromkeys(FOUR_BITS, Tile(32, 64, 4))
 
 # Programs that a multiprocessor holds, by their registers as compiled for sm_90: so many fill a GPU.
 HELD = {**dict.fromkeys(ONE, 6), **dict.fromkeys(FOUR_BITS, 4), "Q5_K": 3}  # of tiles for one token
-LEAST_SEVERAL = 2  # at least so many for each multiprocessor, where a matrix has the rows for smaller tiles
+LEAST_SEVERAL = 1.5  # at least so many for each multiprocessor, where a matrix has the rows for smaller tiles
 NEARLY = 0.9  # of what the best tile fills suffices
 LEAST_ROWS = 16  # of a tile for tensor cores
 SUMMED = 4096  # counts of selected neurons at a time
@@ -55,6 +56,9 @@ NUMBER_BITS = tl.constexpr(20)  # of a neuron's number: a layer has fewer than a
 
 Q8_STEP = tl.constexpr(Q8)  # of 32 values in 8 bits, by their largest
 _MANTISSA, _BIG = tl.constexpr(0x4B000000), tl.constexpr(2.0**23)
+LOW = tl.constexpr(2.0**11)  # that low halves are larger
+HALVED = 8192  # values that a program splits at a time
+STAGES = 4  # of the operands of tensor cores
 ROUNDS = tl.constexpr(1.5 * 2**23)  # added and subtracted again, it rounds to an integer, ties to even
 VALUES = 64  # blocks of a row that a program dequantises
 ATTENTION_ROWS = {True: 64, False: 32}  # of a tile of scores, in prompts: tokens times heads that share keys; if in F16
@@ -111,15 +115,75 @@ def scale_values(d, TYPE: tl.constexpr):
     return (d.to(tl.int32) << 23).to(tl.float32, bitcast=True) if TYPE == "MXFP4" else d.to(tl.float32)
 
 
+@triton.jit(do_not_specialize=["tokens"])
+def _halves_kernel(x, out, length, tokens, k, LIMITED: tl.constexpr, BLOCK: tl.constexpr):
+    """A token's row of x [tokens, k] as halves, see `halves`; LIMITED: the first `length` columns alone."""
+    t = tl.program_id(0)
+    n = k
+    if LIMITED:
+        n = tl.load(length)
+    x += t.to(tl.int64) * k
+    most = tl.zeros((BLOCK,), tl.float32)
+    for i0 in range(0, n, BLOCK):
+        i = i0 + tl.arange(0, BLOCK)
+        most = tl.maximum(most, tl.abs(tl.load(x + i, mask=i < n, other=0)))
+    exponent = tl.minimum(tl.max(most, 0), 3e38).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.maximum(exponent - 14, 1)
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    for i0 in range(0, n, BLOCK):
+        i = i0 + tl.arange(0, BLOCK)
+        v = tl.load(x + i, mask=i < n, other=0) * inverse
+        high = v.to(tl.float16)
+        low = (v - high.to(tl.float32)) * LOW
+        tl.store(out + t * k + i, high, mask=i < n)
+        tl.store(out + (tokens + t) * k + i, low.to(tl.float16), mask=i < n)
+    tl.store((out + 2 * tokens * k).to(tl.pointer_type(tl.float32)) + t, scale)
+
+
+def halves(x: Tensor, length: Tensor | None = None) -> Tensor:
+    """x float32 [tokens, k] = scale * (high + low / 2 ** 11), to 22 bits of a token's largest value: float16 [2,
+    tokens, k], the high and the low halves, and behind them a float32 scale a token, a power of two, as bytes.
+
+    Tensor cores multiply halves with weights of float16 without rounding. length: int32 [1], the columns that count.
+    """
+    tokens, k = x.shape
+    out = torch.empty(2 * tokens * (k + 1), dtype=torch.float16, device=x.device)
+    block = min(HALVED, triton.next_power_of_2(k))
+    _halves_kernel[(tokens,)](
+        x.contiguous(), out, either(length, out), tokens, k, LIMITED=length is not None, BLOCK=block, num_warps=8
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def lanes(tokens, T: tl.constexpr, HALVES: tl.constexpr):
+    """Rows of x [tokens, k] that a product with T tokens reads, and which of them there are; of halves, two a token."""
+    n = tl.arange(0, (2 * T if HALVES else T) if T else 1)
+    at = n
+    if HALVES:
+        at = n // T * tokens + n % T
+        n = n % T
+    return at, n < tokens
+
+
+@triton.jit
+def half_scales(x, tokens, k, T: tl.constexpr):
+    """Those behind the halves of x, float32 [T]."""
+    t = tl.arange(0, T)
+    return tl.load((x + 2 * tokens * k).to(tl.pointer_type(tl.float32)) + t, mask=t < tokens, other=0)
+
+
 @triton.jit
 def _dots_4bit(
     x, data, scales, row, live, tokens, k, TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """`row_dots` of Q4_0 and MXFP4: C bytes of a row at a time."""
     B: tl.constexpr = C // 16
-    t = tl.arange(0, T if T else 1)
-    acc = tl.zeros((R, T if T else B), tl.float32)
+    NARROW: tl.constexpr = tl.float16 if HALVES else tl.float32
+    t, real = lanes(tokens, T, HALVES)
+    acc = tl.zeros((R, (2 * T if HALVES else T) if T else B), tl.float32)
     blocks = k // 32
     for b0 in range(0, blocks, B):
         b = b0 + tl.arange(0, B)
@@ -131,11 +195,11 @@ def _dots_4bit(
         low, high = pair_values(pairs, TYPE)
         if T:
             c = b0 * 32 + tl.arange(0, C) // 16 * 32 + tl.arange(0, C) % 16
-            ok = (c < k)[:, None] & (t < tokens)[None, :]
+            ok = (c < k)[:, None] & real[None, :]
             x_at = x + t[None, :] * k + c[:, None]
             low, high = tl.reshape(low * d[:, :, None], (R, C)), tl.reshape(high * d[:, :, None], (R, C))
-            acc = tl.dot(low, tl.load(x_at, mask=ok, other=0), acc, input_precision=PRECISION)
-            acc = tl.dot(high, tl.load(x_at + 16, mask=ok, other=0), acc, input_precision=PRECISION)
+            acc = tl.dot(low.to(NARROW), tl.load(x_at, mask=ok, other=0), acc, input_precision=PRECISION)
+            acc = tl.dot(high.to(NARROW), tl.load(x_at + 16, mask=ok, other=0), acc, input_precision=PRECISION)
         else:
             x_at = x + b[:, None] * 32 + j
             x_low = tl.load(x_at, mask=(b < blocks)[:, None], other=0)
@@ -222,13 +286,14 @@ def _k_columns(u, TYPE: tl.constexpr):
 @triton.jit
 def _dots_k(
     x, data, scales, row, live, tokens, k, TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """`row_dots` of Q4_K, Q5_K and Q6_K: C bytes of four bits of a row at a time."""
     U: tl.constexpr = C // 16
     APART: tl.constexpr = 64 if TYPE == "Q6_K" else 32
-    t = tl.arange(0, T if T else 1)
-    acc = tl.zeros((R, T if T else U), tl.float32)
+    NARROW: tl.constexpr = tl.float16 if HALVES else tl.float32
+    t, real = lanes(tokens, T, HALVES)
+    acc = tl.zeros((R, (2 * T if HALVES else T) if T else U), tl.float32)
     pieces = k // 32
     for u0 in range(0, pieces, U):
         u = u0 + tl.arange(0, U)
@@ -237,12 +302,12 @@ def _dots_k(
         if T:
             at = u0 + tl.arange(0, C) // 16
             c = _k_columns(at, TYPE) + tl.arange(0, C) % 16
-            ok = (at < pieces)[:, None] & (t < tokens)[None, :]
+            ok = (at < pieces)[:, None] & real[None, :]
             x_at = x + t[None, :] * k + c[:, None]
             low = tl.reshape(low * low_scale[:, :, None] - low_least[:, :, None], (R, C))
             high = tl.reshape(high * high_scale[:, :, None] - high_least[:, :, None], (R, C))
-            acc = tl.dot(low, tl.load(x_at, mask=ok, other=0), acc, input_precision=PRECISION)
-            acc = tl.dot(high, tl.load(x_at + APART, mask=ok, other=0), acc, input_precision=PRECISION)
+            acc = tl.dot(low.to(NARROW), tl.load(x_at, mask=ok, other=0), acc, input_precision=PRECISION)
+            acc = tl.dot(high.to(NARROW), tl.load(x_at + APART, mask=ok, other=0), acc, input_precision=PRECISION)
         else:
             x_at = x + _k_columns(u, TYPE)[:, None] + tl.arange(0, 16)[None, :]
             x_low = tl.load(x_at, mask=(u < pieces)[:, None], other=0)
@@ -255,12 +320,14 @@ def _dots_k(
 
 @triton.jit
 def _dots_8bit(
-    x, data, scales, row, live, tokens, k, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr
+    x, data, scales, row, live, tokens, k, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    HALVES: tl.constexpr,
 ):  # fmt: skip
     """`row_dots` of Q8_0."""
     B: tl.constexpr = C // 32
-    t = tl.arange(0, T if T else 1)
-    acc = tl.zeros((R, T if T else B), tl.float32)
+    NARROW: tl.constexpr = tl.float16 if HALVES else tl.float32
+    t, real = lanes(tokens, T, HALVES)
+    acc = tl.zeros((R, (2 * T if HALVES else T) if T else B), tl.float32)
     blocks = k // 32
     for b0 in range(0, blocks, B):
         b = b0 + tl.arange(0, B)
@@ -270,9 +337,10 @@ def _dots_8bit(
         d = tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0).to(tl.float32)
         if T:
             c = b0 * 32 + tl.arange(0, C)
-            ok = (c < k)[:, None] & (t < tokens)[None, :]
+            ok = (c < k)[:, None] & real[None, :]
             v = tl.load(x + t[None, :] * k + c[:, None], mask=ok, other=0)
-            acc = tl.dot(tl.reshape(codes * d[:, :, None], (R, C)), v, acc, input_precision=PRECISION)
+            w = tl.reshape(codes * d[:, :, None], (R, C)).to(NARROW)
+            acc = tl.dot(w, v, acc, input_precision=PRECISION)
         else:
             v = tl.load(x + c, mask=(b < blocks)[:, None], other=0)
             acc += tl.sum(codes * v[None], 2) * d
@@ -281,17 +349,19 @@ def _dots_8bit(
 
 @triton.jit
 def _dots_float(
-    x, data, row, live, tokens, k, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr
+    x, data, row, live, tokens, k, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    HALVES: tl.constexpr,
 ):  # fmt: skip
     """`row_dots` of F32, F16 and BF16."""
-    t = tl.arange(0, T if T else 1)
-    acc = tl.zeros((R, T if T else C), tl.float32)
+    NARROW: tl.constexpr = tl.float16 if HALVES else tl.float32
+    t, real = lanes(tokens, T, HALVES)
+    acc = tl.zeros((R, (2 * T if HALVES else T) if T else C), tl.float32)
     for k0 in range(0, k, C):
         c = k0 + tl.arange(0, C)
         here = live[:, None] & (c < k)[None, :]
-        w = tl.load(data + row[:, None] * k + c[None, :], mask=here, other=0).to(tl.float32)
+        w = tl.load(data + row[:, None] * k + c[None, :], mask=here, other=0).to(NARROW)
         if T:
-            ok = (c < k)[:, None] & (t < tokens)[None, :]
+            ok = (c < k)[:, None] & real[None, :]
             v = tl.load(x + t[None, :] * k + c[:, None], mask=ok, other=0)
             acc = tl.dot(w, v, acc, input_precision=PRECISION)
         else:
@@ -303,16 +373,24 @@ def _dots_float(
 def row_dots(
     x, data, scales, row, live, tokens, k,
     TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    HALVES: tl.constexpr = False,
 ):  # fmt: skip
-    """Products of rows, int64 [R], with x [tokens, k]: float32 [R], of several tokens [R, T]. Not live: 0 or NaN."""
+    """Products of rows, int64 [R], with x [tokens, k]: float32 [R], of several tokens [R, T]. Not live: 0 or NaN.
+
+    HALVES: x is what `halves` makes of it, and weights are rounded to float16, if they are of more bits.
+    """
     if TYPE == "Q4_0" or TYPE == "MXFP4":
-        acc = _dots_4bit(x, data, scales, row, live, tokens, k, TYPE, T, R, C, PRECISION)
+        acc = _dots_4bit(x, data, scales, row, live, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
     elif TYPE == "Q4_K" or TYPE == "Q5_K" or TYPE == "Q6_K":
-        acc = _dots_k(x, data, scales, row, live, tokens, k, TYPE, T, R, C, PRECISION)
+        acc = _dots_k(x, data, scales, row, live, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
     elif TYPE == "Q8_0":
-        acc = _dots_8bit(x, data, scales, row, live, tokens, k, T, R, C, PRECISION)
+        acc = _dots_8bit(x, data, scales, row, live, tokens, k, T, R, C, PRECISION, HALVES)
     else:
-        acc = _dots_float(x, data, row, live, tokens, k, T, R, C, PRECISION)
+        acc = _dots_float(x, data, row, live, tokens, k, T, R, C, PRECISION, HALVES)
+    if HALVES:
+        low = tl.arange(0, 2)[None, :, None]
+        acc = tl.sum(tl.reshape(acc, (R, 2, T)) * tl.where(low == 0, 1.0, 1 / LOW), 1)
+        acc *= half_scales(x, tokens, k, T)[None, :]
     return acc if T else tl.sum(acc, 1)
 
 
@@ -329,11 +407,11 @@ def add_bias(sums, bias, row, live, BIAS: tl.constexpr, T: tl.constexpr):
 def _linear_kernel(
     x, data, scales, bias, out, tokens, rows, k,
     TYPE: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * R + tl.arange(0, R)
     live = row < rows
-    y = row_dots(x, data, scales, row.to(tl.int64), live, tokens, k, TYPE, T, R, C, PRECISION)
+    y = row_dots(x, data, scales, row.to(tl.int64), live, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
     y = add_bias(y, bias, row, live, BIAS, T)
     if RELU:
         y = tl.where(y <= 0, 0.0, y)
@@ -373,11 +451,11 @@ def linear(w: Weight, x: Tensor, bias: Tensor | None = None, relu: bool = False)
     tokens = x.shape[0]
     out = torch.empty((tokens, w.rows), dtype=torch.float32, device=x.device)
     if out.numel():
-        tile = fitting(w, tokens, processors(x))
+        tile, two = fitting(w, tokens, processors(x)), halved(w.type, tokens)
         _linear_kernel[(triton.cdiv(w.rows, tile.rows),)](
-            x.contiguous(), w.data, either(w.scales, w.data), either(bias, out), out, tokens, w.rows, w.k,
-            TYPE=w.type, BIAS=bias is not None, RELU=relu, T=columns(tokens), R=tile.rows, C=tile.columns,
-            PRECISION=precision(x), num_warps=tile.warps,
+            halves(x) if two else x.contiguous(), w.data, either(w.scales, w.data), either(bias, out), out, tokens,
+            w.rows, w.k, TYPE=w.type, BIAS=bias is not None, RELU=relu, T=columns(tokens, two), R=tile.rows,
+            C=tile.columns, PRECISION=precision(x), HALVES=two, num_warps=tile.warps, num_stages=STAGES,
         )  # fmt: skip
     return out
 
@@ -447,9 +525,14 @@ def values(w: Weight, begin: int, end: int, shared: Tensor | None, group: Tensor
     return out
 
 
-def columns(tokens: int) -> int:
-    """Columns of a product with that number of tokens: 0 for one, otherwise a size for tensor cores."""
-    return 0 if tokens == 1 else max(16, triton.next_power_of_2(tokens))
+def halved(kind: str, tokens: int) -> bool:
+    """Whether products of weights of a type with so many tokens take these as `halves`."""
+    return tokens > 1 and kind not in ("F32", "BF16")
+
+
+def columns(tokens: int, two: bool = False) -> int:
+    """Columns of a product with that number of tokens: 0 for one, otherwise a size for tensor cores; two: halves."""
+    return 0 if tokens == 1 else max(8 if two else 16, triton.next_power_of_2(tokens))
 
 
 def either(tensor: Tensor | None, other: Tensor) -> Tensor:
@@ -838,7 +921,7 @@ def _put_selection(chosen, first, others, t, row, here, n, split):
 def _outer_kernel(
     x, data, scales, z, first, others, counts, tokens, n, k, split, threshold,
     FLOOR: tl.constexpr, TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """R rows of a predictor's second matrix, and which of them each token selects: those whose z reaches the threshold.
 
@@ -847,7 +930,7 @@ def _outer_kernel(
     """
     row = tl.program_id(0) * R + tl.arange(0, R)
     live = row < n
-    y = row_dots(x, data, scales, row.to(tl.int64), live, tokens, k, TYPE, T, R, C, PRECISION)
+    y = row_dots(x, data, scales, row.to(tl.int64), live, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
     if T:
         t = tl.arange(0, T)
         here = live[:, None] & (t < tokens)[None, :]
@@ -910,16 +993,16 @@ def predict(
     tokens, n, split, floor = x.shape[0], outer.rows, into[0].shape[1], min(floor, outer.rows)
     if not tokens or not n:
         return
-    tile = fitting(outer, tokens, processors(x))
+    tile, two = fitting(outer, tokens, processors(x)), halved(outer.type, tokens)
     programs = triton.cdiv(n, tile.rows)
     z, counts = hidden, hidden
     if floor:
         z = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
         counts = torch.empty((tokens, programs), dtype=torch.int32, device=x.device)
     _outer_kernel[(programs,)](
-        hidden, outer.data, either(outer.scales, outer.data), z, *into, counts, tokens, n, outer.k, split, threshold,
-        FLOOR=floor > 0, TYPE=outer.type, T=columns(tokens), R=tile.rows, C=tile.columns, PRECISION=precision(x),
-        num_warps=tile.warps,
+        halves(hidden) if two else hidden, outer.data, either(outer.scales, outer.data), z, *into, counts, tokens, n,
+        outer.k, split, threshold, FLOOR=floor > 0, TYPE=outer.type, T=columns(tokens, two), R=tile.rows,
+        C=tile.columns, PRECISION=precision(x), HALVES=two, num_warps=tile.warps, num_stages=STAGES,
     )  # fmt: skip
     if floor:
         block = triton.next_power_of_2(n)

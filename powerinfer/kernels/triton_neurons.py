@@ -17,10 +17,16 @@ import triton.language as tl
 
 from powerinfer.kernels.gpu_types import GELU_CUBIC, GELU_SCALE
 from powerinfer.kernels.triton_kernels import (
+    LOW,
+    STAGES,
     Tile,
     add_bias,
     columns,
     either,
+    half_scales,
+    halved,
+    halves,
+    lanes,
     nibbles,
     precision,
     processors,
@@ -35,13 +41,14 @@ if TYPE_CHECKING:
 
 # Products of listed neurons, for one token and for several: fewer rows than for a whole matrix.
 DOT_ONE = dict.fromkeys(("F32", "F16", "BF16", "Q8_0", "Q4_0"), Tile(4, 1024, 4))
-DOT_SEVERAL = dict.fromkeys(DOT_ONE, Tile(32, 32, 2))
+DOT_SEVERAL = {**dict.fromkeys(DOT_ONE, Tile(32, 32, 2)), "F16": Tile(32, 128, 4), "Q8_0": Tile(32, 64, 4)}
 # Sums of rows of down, likewise; rows: per iteration.
 ADD_ONE = {
     **dict.fromkeys(("F32", "F16", "BF16", "Q8_0"), Tile(16, 256, 4)),
     **dict.fromkeys(("Q4_0", "Q4_0X32"), Tile(16, 128, 4)),
 }
-ADD_SEVERAL = {**dict.fromkeys(ADD_ONE, Tile(16, 128, 4)), **dict.fromkeys(("Q4_0", "Q4_0X32"), Tile(16, 64, 4))}
+ADD_SEVERAL = {**dict.fromkeys(ADD_ONE, Tile(16, 128, 4)), "F16": Tile(16, 128, 4)}
+ADD_SEVERAL |= dict.fromkeys(("Q4_0", "Q4_0X32"), Tile(16, 64, 4))
 # Lists are split for as many programs as a multiprocessor holds, by their registers as compiled for sm_90: one
 # more would be a second wave. But in pieces of at least ADD_ROUNDS tiles, if all neurons are listed.
 HELD_ONE = dict.fromkeys(ADD_ONE, 6)
@@ -135,7 +142,7 @@ def _products_kernel(
     fired, counts, tokens, n, k, limit, threshold,
     GATED: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, LISTED: tl.constexpr, GATE_BIAS: tl.constexpr,
     UP_BIAS: tl.constexpr, LIMITS: tl.constexpr, PRODUCT_LIMITS: tl.constexpr, THRESHOLD: tl.constexpr,
-    T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """h [tokens, n] at places of the list, of R neurons: rows of up are read only where gate is not zero.
 
@@ -151,7 +158,7 @@ def _products_kernel(
     row = tl.where(live, neuron, 0).to(tl.int64)
     count = 0
     if tl.program_id(0) * R < many:
-        a = row_dots(x, gate, gate_scales, row, live, tokens, k, TYPE, T, R, C, PRECISION)
+        a = row_dots(x, gate, gate_scales, row, live, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
         a = add_bias(a, gate_bias, row, live, GATE_BIAS, T)
         if LIMITS:
             own = tl.load(limits + row, mask=live, other=0)
@@ -170,7 +177,7 @@ def _products_kernel(
         fires = _tokens_of(a, T)
         if GATED:  # noqa: SIM102 - known when it is compiled
             if tl.max(fires, 0) > 0:
-                u = row_dots(x, up, up_scales, row, fires > 0, tokens, k, TYPE, T, R, C, PRECISION)
+                u = row_dots(x, up, up_scales, row, fires > 0, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
                 u = add_bias(u, up_bias, row, live, UP_BIAS, T)
                 if ACTIVATION == "drelu":
                     u = tl.where(u <= 0, 0.0, u)
@@ -195,15 +202,17 @@ def _products_kernel(
 
 
 @triton.jit
-def _entries(listed, group, h, first, end, tokens, n, TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr):
-    """Of R places of the list: rows of down, rows of their shared scales, h [R], of several tokens [T, R], and whether
-    it is not zero for all of them."""
+def _entries(
+    listed, group, h, first, end, tokens, n, TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr
+):  # fmt: skip
+    """Of R places of the list: rows of down, rows of their shared scales, h [R], of several tokens [T, R], of halves
+    [2 T, R], and whether it is not zero for all of them."""
     i = first + tl.arange(0, R)
     live = i < end
     row = tl.load(listed + i, mask=live, other=0).to(tl.int64)
     if T:
-        t = tl.arange(0, T)[:, None]
-        by = tl.load(h + t * n + i[None, :], mask=(t < tokens) & live[None, :], other=0)
+        t, real = lanes(tokens, T, HALVES)
+        by = tl.load(h + t[:, None] * n + i[None, :], mask=real[:, None] & live[None, :], other=0)
         live = tl.max((by != 0).to(tl.int32), 0) > 0
     else:
         by = tl.load(h + i, mask=live, other=0)
@@ -218,25 +227,37 @@ def _entries(listed, group, h, first, end, tokens, n, TYPE: tl.constexpr, T: tl.
 
 
 @triton.jit
+def _joined(acc, h, tokens, n, T: tl.constexpr, C: tl.constexpr, HALVES: tl.constexpr):
+    """Sums of halves [2 T, C] as those of their tokens [T, C]."""
+    if HALVES:
+        low = tl.arange(0, 2)[:, None, None]
+        acc = tl.sum(tl.reshape(acc, (2, T, C)) * tl.where(low == 0, 1.0, 1 / LOW), 0)
+        acc *= half_scales(h, tokens, n, T)[:, None]
+    return acc
+
+
+@triton.jit
 def _add_floats(
     data, group, listed, h, parts, begin, end, tokens, n, k,
     TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    HALVES: tl.constexpr,
 ):  # fmt: skip
     """`_add_kernel` of F32, F16 and BF16."""
     t = tl.arange(0, T if T else 1)[:, None]
     c = tl.program_id(0) * C + tl.arange(0, C)
-    acc = tl.zeros((T if T else R, C), tl.float32)
-    row, _of, by, live = _entries(listed, group, h, begin, end, tokens, n, TYPE, T, R)
+    acc = tl.zeros(((2 * T if HALVES else T) if T else R, C), tl.float32)
+    row, _of, by, live = _entries(listed, group, h, begin, end, tokens, n, TYPE, T, R, HALVES)
     for i in range(begin, end, R):
         here = live[:, None] & (c < k)[None, :]
         w = tl.load(data + row[:, None] * k + c[None, :], mask=here, other=0)
-        row, _of, then, live = _entries(listed, group, h, i + R, end, tokens, n, TYPE, T, R)
+        row, _of, then, live = _entries(listed, group, h, i + R, end, tokens, n, TYPE, T, R, HALVES)
         if T:
-            acc = tl.dot(by, w.to(tl.float32), acc, input_precision=PRECISION)
+            acc = tl.dot(by, w.to(tl.float16 if HALVES else tl.float32), acc, input_precision=PRECISION)
         else:
             acc += w.to(tl.float32) * by[:, None]
         by = then
     if T:
+        acc = _joined(acc, h, tokens, n, T, C, HALVES)
         tl.store(parts + t * k + c[None, :], acc, mask=(t < tokens) & (c < k)[None, :])
     else:
         tl.store(parts + c, tl.sum(acc, 0), mask=c < k)
@@ -274,6 +295,7 @@ def _weighted(codes, d, d_high, by, TYPE: tl.constexpr, T: tl.constexpr):
 def _add_blocks(
     data, scales, shared, group, listed, h, parts, begin, end, tokens, n, k,
     TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    HALVES: tl.constexpr,
 ):  # fmt: skip
     """`_add_kernel` of quantised types, in blocks of 32 columns.
 
@@ -286,9 +308,10 @@ def _add_blocks(
     b = tl.program_id(0) * B + tl.arange(0, B)
     j = tl.arange(0, E)[None, :]
     first = b[:, None] * 32 + j
-    acc = tl.zeros((T, C) if T else (R, B, E), tl.float32)
-    acc_high = tl.zeros((T, C) if T else (R, B, E), tl.float32)
-    row, of, by, live = _entries(listed, group, h, begin, end, tokens, n, TYPE, T, R)
+    NARROW: tl.constexpr = tl.float16 if HALVES else tl.float32
+    acc = tl.zeros((2 * T if HALVES else T, C) if T else (R, B, E), tl.float32)
+    acc_high = tl.zeros((2 * T if HALVES else T, C) if T else (R, B, E), tl.float32)
+    row, of, by, live = _entries(listed, group, h, begin, end, tokens, n, TYPE, T, R, HALVES)
     for i in range(begin, end, R):
         here = live[:, None] & (b < blocks)[None, :]
         codes_at = data + row[:, None, None] * (blocks * E) + (b[:, None] * E + j)[None]
@@ -300,12 +323,12 @@ def _add_blocks(
         else:
             d = tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0).to(tl.float32)
             d_high = d
-        row, of, then, live = _entries(listed, group, h, i + R, end, tokens, n, TYPE, T, R)
+        row, of, then, live = _entries(listed, group, h, i + R, end, tokens, n, TYPE, T, R, HALVES)
         low, high = _weighted(codes, d, d_high, by, TYPE, T)
         if T:
-            acc = tl.dot(by, tl.reshape(low, (R, C)), acc, input_precision=PRECISION)
+            acc = tl.dot(by, tl.reshape(low, (R, C)).to(NARROW), acc, input_precision=PRECISION)
             if PAIRS:
-                acc_high = tl.dot(by, tl.reshape(high, (R, C)), acc_high, input_precision=PRECISION)
+                acc_high = tl.dot(by, tl.reshape(high, (R, C)).to(NARROW), acc_high, input_precision=PRECISION)
         else:
             acc += low
             if PAIRS:
@@ -315,8 +338,9 @@ def _add_blocks(
         t = tl.arange(0, T)[:, None]
         c = tl.program_id(0) * (B * 32) + tl.arange(0, C) // E * 32 + tl.arange(0, C) % E
         ok = (t < tokens) & (c < k)[None, :]
-        tl.store(parts + t * k + c[None, :], acc, mask=ok)
+        tl.store(parts + t * k + c[None, :], _joined(acc, h, tokens, n, T, C, HALVES), mask=ok)
         if PAIRS:
+            acc_high = _joined(acc_high, h, tokens, n, T, C, HALVES)
             tl.store(parts + t * k + c[None, :] + 16, acc_high, mask=ok)
     else:
         tl.store(parts + first, tl.sum(acc, 0), mask=(b < blocks)[:, None])
@@ -328,12 +352,13 @@ def _add_blocks(
 def _add_kernel(
     data, scales, shared, group, listed, total, h, parts, tokens, n, k, splits,
     TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """Sum of h [tokens, n] times the listed rows of down over a share of the list, in C columns of parts [splits,
     tokens, k]. Rows with an h of zero are not read.
 
-    The next rows are looked up while the last ones are being loaded, so that they need not wait for it.
+    The next rows are looked up while the last ones are being loaded, so that they need not wait for it. HALVES: h is
+    what `halves` makes of it.
     """
     count = tl.load(total)
     share = (count + splits - 1) // splits
@@ -341,9 +366,11 @@ def _add_kernel(
     end = tl.minimum(begin + share, count)
     parts += tl.program_id(1).to(tl.int64) * tokens * k
     if TYPE == "F32" or TYPE == "F16" or TYPE == "BF16":
-        _add_floats(data, group, listed, h, parts, begin, end, tokens, n, k, TYPE, T, R, C, PRECISION)
+        _add_floats(data, group, listed, h, parts, begin, end, tokens, n, k, TYPE, T, R, C, PRECISION, HALVES)
     else:
-        _add_blocks(data, scales, shared, group, listed, h, parts, begin, end, tokens, n, k, TYPE, T, R, C, PRECISION)
+        _add_blocks(
+            data, scales, shared, group, listed, h, parts, begin, end, tokens, n, k, TYPE, T, R, C, PRECISION, HALVES
+        )
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -390,16 +417,16 @@ def neuron_sum(
         )  # fmt: skip
     h = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
     counts = numbers(programs)
-    up = neurons.up
+    up, two = neurons.up, halved(neurons.up.type, tokens)
     first, bias = (up, neurons.up_bias) if neurons.gate is None else (neurons.gate, neurons.gate_bias)
     _products_kernel[(programs,)](
-        x, first.data, either(first.scales, h), either(bias, h), up.data, either(up.scales, h),
+        halves(x) if two else x, first.data, either(first.scales, h), either(bias, h), up.data, either(up.scales, h),
         either(neurons.up_bias, h), either(neurons.limits, h), either(neurons.product_limits, h),
         either(selected, h), listed, length, h, fired, counts, tokens, n, up.k, neurons.threshold, threshold,
         GATED=neurons.gate is not None, ACTIVATION=neurons.activation, TYPE=up.type, LISTED=selected is not None,
         GATE_BIAS=bias is not None, UP_BIAS=neurons.up_bias is not None, LIMITS=neurons.limits is not None,
-        PRODUCT_LIMITS=neurons.product_limits is not None, THRESHOLD=threshold > 0, T=columns(tokens), R=tile.rows,
-        C=tile.columns, PRECISION=precision(x), num_warps=tile.warps,
+        PRODUCT_LIMITS=neurons.product_limits is not None, THRESHOLD=threshold > 0, T=columns(tokens, two), R=tile.rows,
+        C=tile.columns, PRECISION=precision(x), HALVES=two, num_warps=tile.warps, num_stages=STAGES,
     )  # fmt: skip
     down = neurons.down, neurons.shared, neurons.group
     if selected is not None:  # most of what a selector selects fires: not worth another list
@@ -453,11 +480,12 @@ def _down(
     tile = (ADD_SEVERAL if tokens > 1 else ADD_ONE)[down.type]
     across, splits = add_grid(down, n, tokens, processors(h))
     parts = torch.empty((splits, tokens, down.k), dtype=torch.float32, device=h.device)
+    two = halved(down.type, tokens)
     _add_kernel[(across, splits)](
-        down.data, either(down.scales, h), either(shared, h), group, rows, total, h,
+        down.data, either(down.scales, h), either(shared, h), group, rows, total, halves(h, total) if two else h,
         parts, tokens, n, down.k, splits,
-        TYPE=down.type, T=columns(tokens), R=tile.rows, C=tile.columns, PRECISION=precision(h),
-        num_warps=tile.warps,
+        TYPE=down.type, T=columns(tokens, two), R=tile.rows, C=tile.columns, PRECISION=precision(h), HALVES=two,
+        num_warps=tile.warps, num_stages=STAGES,
     )  # fmt: skip
     if splits == 1 and into is None:
         return parts[0]

@@ -712,7 +712,8 @@ def _placed(
             "neurons from"
         )
     if policy == "time":
-        starts = [(np.array(others[name].gpu), np.array(others[name].kept)) for name in ("ilp", "greedy")]
+        solved = [others[name] for name in ("ilp", "greedy") if name in others]
+        starts = [(np.array(one.gpu), np.array(one.kept)) for one in solved]
         disk = None if ram is None else tables.disk
         answer = solver.solve(tables.costs, disk, room, ram, request.time_limit, starts)
         kept = answer.kept if ram is None else solver.top_up(answer.gpu, answer.kept, ram, groups)
