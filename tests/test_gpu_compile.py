@@ -214,7 +214,7 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr[-3000:]
     made = json.loads(run.stdout)
-    assert len({kernel["name"] for kernel in made}) == 38 and all(kernel["ptx"] for kernel in made)
+    assert len({kernel["name"] for kernel in made}) == 39 and all(kernel["ptx"] for kernel in made)
     most = max(made, key=lambda kernel: kernel["shared"])
     assert most["shared"] <= SHARED[capability] << 10, most
     neurons = ("_linear_kernel", "_products_kernel", "_add_kernel", "_outer_kernel", "_list_kernel")
@@ -224,10 +224,12 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
             assert kernel["stack"] <= (0 if alone else SPILT), kernel
     for kernel in made:  # as many as the launches are made for
         name, kind, several = kernel["name"], kernel["type"], kernel["tokens"]
+        # for 32 tokens some make a second wave: tiles are those that are fastest for 8
+        add = triton_neurons.HELD_ONE if not several else triton_neurons.HELD_SEVERAL if several <= 16 else {}
         fewest = {
             "_outer_kernel": triton_kernels.LEAST_SEVERAL if several else triton_kernels.HELD.get(kind),
             "_linear_kernel": triton_kernels.LEAST_SEVERAL if several else triton_kernels.HELD.get(kind),
-            "_add_kernel": (triton_neurons.HELD_SEVERAL if several else triton_neurons.HELD_ONE).get(kind),
+            "_add_kernel": add.get(kind),
             "_attention_kernel": triton_kernels.held(kernel["block"] or 0, HOLDS[capability][2] << 10),
             "_latent_kernel": triton_latent.HELD,
         }.get(name)

@@ -41,10 +41,11 @@ ONE = {
     "BF16": Tile(4, 1024, 4),
     "Q8_0": Tile(4, 1024, 4),
     **dict.fromkeys(FOUR_BITS, Tile(4, 1024, 4)),
+    "Q4_0": Tile(4, 512, 2),
 }
 # Several tokens: tiles for tensor cores, whose operands come in stages.
 SEVERAL = {**dict.fromkeys(ONE, Tile(32, 128, 4)), **dict.fromkeys(("F32", "BF16"), Tile(64, 64, 4))}
-SEVERAL |= dict.fromkeys(FOUR_BITS, Tile(32, 64, 4))
+SEVERAL |= {**dict.fromkeys(FOUR_BITS, Tile(32, 64, 4)), "Q8_0": Tile(16, 128, 4), "Q4_0": Tile(32, 32, 2)}
 
 # Programs that a multiprocessor holds, by their registers as compiled for sm_90: so many fill a GPU.
 HELD = {**dict.fromkeys(ONE, 6), **dict.fromkeys(FOUR_BITS, 4), "Q5_K": 3}  # of tiles for one token

@@ -40,14 +40,15 @@ if TYPE_CHECKING:
     from powerinfer.kernels.gpu_types import Neurons, Weight
 
 # Products of listed neurons, for one token and for several: fewer rows than for a whole matrix.
-DOT_ONE = dict.fromkeys(("F32", "F16", "BF16", "Q8_0", "Q4_0"), Tile(4, 1024, 4))
-DOT_SEVERAL = {**dict.fromkeys(DOT_ONE, Tile(32, 32, 2)), "F16": Tile(32, 128, 4), "Q8_0": Tile(32, 64, 4)}
+DOT_ONE = {**dict.fromkeys(("F32", "F16", "BF16", "Q8_0"), Tile(4, 1024, 4)), "Q4_0": Tile(4, 1024, 2)}
+DOT_SEVERAL = {**dict.fromkeys(DOT_ONE, Tile(32, 32, 2)), "F16": Tile(32, 64, 4), "Q8_0": Tile(32, 64, 4)}
 # Sums of rows of down, likewise; rows: per iteration.
 ADD_ONE = {
     **dict.fromkeys(("F32", "F16", "BF16", "Q8_0"), Tile(16, 256, 4)),
     **dict.fromkeys(("Q4_0", "Q4_0X32"), Tile(16, 128, 4)),
+    "F16": Tile(32, 64, 8),
 }
-ADD_SEVERAL = {**dict.fromkeys(ADD_ONE, Tile(16, 128, 4)), "F16": Tile(16, 128, 4)}
+ADD_SEVERAL = {**dict.fromkeys(ADD_ONE, Tile(16, 128, 4)), "F16": Tile(32, 256, 4)}
 ADD_SEVERAL |= dict.fromkeys(("Q4_0", "Q4_0X32"), Tile(16, 64, 4))
 # Lists are split for as many programs as a multiprocessor holds, by their registers as compiled for sm_90: one
 # more would be a second wave. But in pieces of at least ADD_ROUNDS tiles, if all neurons are listed.
