@@ -300,7 +300,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     timed: list[dict[str, Any]] = []
     name = "torch on the CPU" if device == "cpu" else torch.cuda.get_device_name()
     sizes = {key: getattr(arguments, key) for key in ("d_model", "d_ff", "active", "activation", "plain")}
-    document = {**machine.description(), "device": name, "torch": torch.__version__, **sizes, "copy_gb_s": peak}
+    document = {
+        "kind": "gpu-kernels",
+        **machine.description(),
+        "device": name,
+        "torch": torch.__version__,
+        **sizes,
+        "copy_gb_s": peak,
+    }
     document["kernels"] = timed
     for what, kind, tokens, nbytes, copies, call in cases(arguments):
         with torch.inference_mode():

@@ -188,8 +188,9 @@ def failures(document: dict[str, Any]) -> list[str]:
 
 
 def tables(document: dict[str, Any]) -> str:
-    parts = (about, decode_rows, ablation_rows, prefill_rows, share_rows, kernel_rows, failures)
-    return "\n".join(line for part in parts for line in part(document))
+    parts = (decode_rows, ablation_rows, prefill_rows, share_rows, kernel_rows)
+    filled_in = [lines for lines in (part(document) for part in parts) if len(lines) > len(header("")) + 1]
+    return "\n".join(line for lines in (about(document), *filled_in, failures(document)) for line in lines)
 
 
 # --- plots -----------------------------------------------------------------------------------------------------------
