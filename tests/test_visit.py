@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import signal
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +21,7 @@ torch = pytest.importorskip("torch")
 
 from benchmarks.hybrid import carry, compare, experts, visit, worker  # noqa: E402
 from benchmarks.hybrid.visit import Step  # noqa: E402
-from benchmarks.lib import machine  # noqa: E402
+from benchmarks.lib import llama_cpp, machine  # noqa: E402
 
 
 @pytest.mark.slow
@@ -241,3 +246,74 @@ def test_packages_are_those_that_the_project_requires() -> None:
     stated = dict(zip(carry.MISSING, carry.requirements(list(carry.MISSING)), strict=True))
     assert stated["highspy"].startswith("highspy>=") and stated["gguf"].startswith("gguf>=")
     assert stated["prompt_toolkit"].startswith("prompt_toolkit>=") and stated["wcwidth"] == "wcwidth"
+
+
+def test_some_steps_of_a_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [Step(name, python(f"print('{name}')"), 60) for name in ("one", "two", "three")]
+    monkeypatch.setattr(visit, "steps", lambda _: steps)
+    where = ["kernels", "--work", str(tmp_path)]
+    assert visit.main([*where, "--only", "three", "one"]) == 0
+    assert [key.partition("/")[2] for key in json.loads((tmp_path / "visit.json").read_text())] == ["one", "three"]
+    with pytest.raises(SystemExit, match="no step 'four': one, two, three"):
+        visit.main([*where, "--only", "four"])
+
+
+def test_rates_that_were_measured_before(tmp_path: Path) -> None:
+    """Of this machine under this build's key; of another one they are refused."""
+    from powerinfer.config import EngineConfig
+    from powerinfer.hardware import measure
+    from powerinfer.hardware.description import load, read, save
+
+    key = measure.machine_key(EngineConfig(threads=1))
+    before, other = tmp_path / "before.json", tmp_path / "other.json"
+    save(replace(load("pc-high"), gpu=None, key=key | {"build": "an older one"}), before)
+    visit.keep_rates([before], tmp_path / "cache")
+    kept = read(tmp_path / "cache" / measure.kept_at(key).name)
+    assert kept.key == key and kept.cpu == load("pc-high").cpu
+    save(replace(load("pc-high"), gpu=None, key=key | {"cpu": "another one"}), other)
+    with pytest.raises(SystemExit, match="of another machine: cpu another one"):
+        visit.keep_rates([other], tmp_path / "cache")
+
+
+def test_a_build_of_the_peer_without_some_kernels(tmp_path: Path) -> None:
+    """Files of kernels that no benchmark runs are empty; programs link all the same, and abort where they run one."""
+    folder = tmp_path / "ggml/src/ggml-cuda/template-instances"
+    folder.mkdir(parents=True)
+    heads = "".join(f"DECL_FATTN_MMA_F16_CASE({n}, {n}, 1, 8);\n" for n in (64, 96, 128, 256))
+    names = ("fattn-tile-instance-dkq64-dv64", "fattn-tile-instance-dkq96-dv96", "fattn-vec-instance-f16-f16")
+    names += ("fattn-vec-instance-f16-q4_0", "mmq-instance-q4_0", "mmq-instance-iq1_s", "mmf-instance-ncols_1")
+    for name in ("fattn-mma-f16-instance-ncols1_1-ncols2_8", *names):
+        (folder / f"{name}.cu").write_text(heads)
+    llama_cpp.leave_out(tmp_path)
+    empty = {path.stem for path in folder.iterdir() if path.read_text() == "// left out\n"}
+    assert empty == {names[1], names[3], names[5]}
+    kept = (folder / "fattn-mma-f16-instance-ncols1_1-ncols2_8.cu").read_text()
+    assert kept == heads.replace("DECL_FATTN_MMA_F16_CASE(96, 96, 1, 8);\n", "").replace(
+        "DECL_FATTN_MMA_F16_CASE(256, 256, 1, 8);\n", ""
+    )
+    (tmp_path / "main.cpp").write_text("void missing(int);\nint main(int n, char**) { if (n > 1) missing(n); }\n")
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.20)\nproject(one CXX)\nadd_executable(some main.cpp)\n"
+    )
+    environment = dict(os.environ) | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    configure = ["cmake", "-S", str(tmp_path), "-B", str(tmp_path / "build"), "-G", "Ninja"]
+    subprocess.run(configure, check=True, env=environment, capture_output=True)
+    made = llama_cpp.aborting(tmp_path / "build", ("some",), environment)
+    linked = [*configure, f"-DCMAKE_EXE_LINKER_FLAGS={made}"]
+    subprocess.run(linked, check=True, env=environment, capture_output=True)
+    subprocess.run(["ninja", "-C", str(tmp_path / "build")], check=True, env=environment, capture_output=True)
+    assert subprocess.run([tmp_path / "build/some"]).returncode == 0
+    assert subprocess.run([tmp_path / "build/some", "1"]).returncode == -signal.SIGABRT
+
+
+def test_a_peer_is_carried(tmp_path: Path) -> None:
+    for program in llama_cpp.CUDA_PROGRAMS:
+        (tmp_path / "build/bin").mkdir(parents=True, exist_ok=True)
+        shutil.copy("/bin/true", tmp_path / "build/bin" / program)
+    (tmp_path / "build/CMakeCache.txt").write_text("GGML_CUDA:BOOL=ON\n")
+    carry.pack_peer(tmp_path / "build", tmp_path / "peer.txz")
+    subprocess.run(["tar", "-xJf", tmp_path / "peer.txz", "-C", tmp_path], check=True)
+    assert (tmp_path / "CMakeCache.txt").read_text() == "GGML_CUDA:BOOL=ON\n"
+    assert all(subprocess.run([tmp_path / "bin" / program]).returncode == 0 for program in llama_cpp.CUDA_PROGRAMS)

@@ -1,25 +1,30 @@
 """What a machine without a network needs to run this engine's tests and benchmarks, in one small folder.
 
-    python -m benchmarks.hybrid.carry FOLDER --python PYTHON [--packages highspy gguf ...] [--most 64MiB]
+    python -m benchmarks.hybrid.carry FOLDER --python PYTHON [--packages highspy gguf ...] [--peer BUILD] [--most 64MiB]
 
 The folder gets the source that is committed, without its models, a wheel of the engine, and wheels of packages. PYTHON
 is a program of the version that the machine has: the engine is compiled for it here, by a C++ compiler no newer than
 the machine's libraries, and for every processor (its kernels are chosen at start). --packages are those of the engine's
-dependencies that the machine lacks, and of theirs; wheels that suit the project's requirements are fetched.
+dependencies that the machine lacks, and of theirs; wheels that suit the project's requirements are fetched. --peer is
+the folder of a build of llama.cpp for that machine (lib/llama_cpp.py FOLDER --cuda 90 --no-native --wheels --few).
 
-There, `sh FOLDER/install.sh TARGET` unpacks it, without asking any registry: TARGET/source, to work in, and
-TARGET/site, for PYTHONPATH.
+There, `sh FOLDER/install.sh TARGET` unpacks it, without asking any registry: TARGET/source, to work in, TARGET/site,
+for PYTHONPATH behind TARGET/source, and TARGET/peer/bin, for `visit --peer`.
 """
 
 from __future__ import annotations
 
 import argparse
+import lzma
 import subprocess
 import sys
+import tarfile
+import tempfile
 import tomllib
 from pathlib import Path
 
 from benchmarks.lib import machine
+from benchmarks.lib.llama_cpp import CUDA_PROGRAMS
 from benchmarks.lib.machine import ROOT
 from powerinfer.sizes import read_size
 
@@ -36,7 +41,9 @@ tar -xzf "$here/source.tgz" -C "$1/source"
 echo {commit} > "$1/source/COMMIT"
 python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$1/site" "$here"/*.whl
 cp "$1"/site/powerinfer/_native*.so "$1/source/powerinfer/"
+if [ -f "$here/peer.txz" ]; then mkdir -p "$1/peer" && tar -xJf "$here/peer.txz" -C "$1/peer"; fi
 """
+BOTH = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 96 << 20}]  # programs that share most of their code
 
 
 def build(folder: Path, python: str) -> Path:
@@ -73,11 +80,26 @@ def fetch(folder: Path, packages: list[str], version: str) -> None:
     subprocess.run([*pip, *flags, *requirements(packages)], check=True)
 
 
+def pack_peer(build: Path, to: Path) -> None:
+    """The programs of a build without their symbols, and how it was made."""
+    with (
+        tempfile.TemporaryDirectory() as name,
+        lzma.open(to, "wb", filters=BOTH) as packed,
+        tarfile.open(fileobj=packed, mode="w") as tar,
+    ):
+        for program in CUDA_PROGRAMS:
+            stripped = Path(name) / program
+            subprocess.run(["strip", "-o", str(stripped), str(build / "bin" / program)], check=True)
+            tar.add(stripped, f"bin/{program}")
+        tar.add(build / "CMakeCache.txt", "CMakeCache.txt")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", required=True, help="of the machine's version, with pip")
     parser.add_argument("--packages", nargs="*", default=list(MISSING), help="default: %(default)s")
+    parser.add_argument("--peer", type=Path, metavar="BUILD", help="of llama.cpp, with bin/ in it")
     parser.add_argument("--most", type=read_size, default=64 << 20, metavar="SIZE", help="default: 64MiB")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -87,6 +109,8 @@ def main() -> int:
     build(arguments.folder, arguments.python)
     archive = ["git", "archive", "--format=tar.gz", "-o", str((arguments.folder / "source.tgz").resolve()), "HEAD"]
     subprocess.run([*archive, *SOURCE], check=True, cwd=ROOT)
+    if arguments.peer is not None:
+        pack_peer(arguments.peer, arguments.folder / "peer.txz")
     (arguments.folder / "install.sh").write_text(INSTALL.format(commit=machine.commit()))
     sizes = {path.name: path.stat().st_size for path in sorted(arguments.folder.iterdir())}
     for name, size in sizes.items():
