@@ -263,6 +263,39 @@ def test_long_rows(type_name: str, tokens: int) -> None:
     assert_close(gpu.linear(gpu.upload(stored, device_name()), on_device(x)), want, bound)
 
 
+@pytest.mark.skipif(not TRITON, reason="Triton is not installed")
+@pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter, infinity less infinity
+@pytest.mark.parametrize("k", [33, 544])
+@pytest.mark.usefixtures("small_tiles")
+def test_halves_have_22_bits_of_the_largest_value(k: int, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tokens of any size; what is not finite stays with its token, in products, too."""
+    if kernels == "torch":
+        return
+    from powerinfer.kernels import triton_kernels
+
+    monkeypatch.setattr(triton_kernels, "HALVED", 64)  # several pieces of a row
+    x = floats(40, 7, k) * np.array([[1e-38], [1e-30], [1e-3], [1], [1e9], [1e35], [0]], np.float32)
+    tokens = len(x)
+
+    def read(made: torch.Tensor) -> np.ndarray:
+        flat = made.cpu().numpy()
+        high, low = (flat[: 2 * tokens * k].reshape(2, tokens, k)).astype(np.float64)
+        scales = flat[2 * tokens * k :].view(np.float32).astype(np.float64)
+        assert (np.log2(scales) % 1 == 0).all()
+        return (high + low / 2**11) * scales[:, None]
+
+    largest = np.abs(x).max(axis=1, keepdims=True).astype(np.float64)
+    assert (np.abs(read(triton_kernels.halves(on_device(x))) - x) <= 2**-22 * largest + 2.0**-149).all()
+    count = k // 2
+    some = read(triton_kernels.halves(on_device(x), on_device(np.array([count], np.int32))))
+    assert (np.abs(some - x)[:, :count] <= 2**-22 * largest + 2.0**-149).all()
+    weight, x[2, 5], x[3, 6] = gpu.upload(raw("F16", 21, k), device_name()), np.nan, np.inf
+    got = gpu.linear(weight, on_device(x)).cpu().numpy()
+    want, bound = product(gpu.values(weight).cpu().numpy().astype(np.float64), np.delete(x, (2, 3), axis=0), "F16")
+    assert np.isnan(got[2]).all() and not np.isfinite(got[3]).any()
+    assert (np.abs(np.delete(got, (2, 3), axis=0) - want) <= bound + 1e-38).all()
+
+
 @pytest.mark.parametrize("type_name", ["F16", "BF16", "Q8_0", "Q4_0"])
 @pytest.mark.usefixtures("small_tiles")
 def test_many_tokens_are_multiplied_in_a_narrow_type(
