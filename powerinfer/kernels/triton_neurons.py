@@ -48,7 +48,7 @@ ADD_ONE = {
     **dict.fromkeys(("Q4_0", "Q4_0X32"), Tile(16, 128, 4)),
     "F16": Tile(32, 64, 8),
 }
-ADD_SEVERAL = {**dict.fromkeys(ADD_ONE, Tile(16, 128, 4)), "F16": Tile(32, 256, 4)}
+ADD_SEVERAL = {**dict.fromkeys(ADD_ONE, Tile(16, 128, 4)), "F16": Tile(32, 128, 4)}
 ADD_SEVERAL |= dict.fromkeys(("Q4_0", "Q4_0X32"), Tile(16, 64, 4))
 # Lists are split for as many programs as a multiprocessor holds, by their registers as compiled for sm_90: one
 # more would be a second wave. But in pieces of at least ADD_ROUNDS tiles, if all neurons are listed.
