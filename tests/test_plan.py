@@ -26,7 +26,7 @@ from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.hardware.description import RATED_ROWS, Hardware, load, save
 from powerinfer.neurons import Placement, Profile, Tier
 from powerinfer.placement import budget, cost, plan
-from powerinfer.placement.plan import POLICIES, Plan, PlanRequest, make_plan, read_plan, save_plan
+from powerinfer.placement.plan import POLICIES, Plan, PlanRequest, make_plan, read_plan, save_plan, with_working_memory
 from powerinfer.placement.power_law import FAMILIES, Law, assumed_profile, fit_skew
 from powerinfer.placement.shapes import SHAPES, Model, described_model
 from powerinfer.placement.solver import GROUP
@@ -220,6 +220,19 @@ def test_never_below_greedy_and_random(name: str, hardware: Hardware, share: flo
     assert others["time"].seconds <= others["ilp"].seconds
     assert others["random"].mass_on_gpu == pytest.approx(share, abs=0.02)
     assert others["greedy"].mass_on_gpu > share
+
+
+def test_a_plan_by_the_working_memory_that_was_measured() -> None:
+    """It is solved again by its own policy alone, and is the one that such a budget would have had from the start."""
+    model = small_model(3, 1024)
+    made = make_plan(with_groups(request_of(model, hardware=machine(GIB)), 12))
+    group = GROUP * model.gpu_neuron
+    assert made.request.policy == "time" and sum(made.choice.gpu) > 2
+    less = with_working_memory(made, made.claims.gpu["scratch"] + 2 * group)
+    assert less is not None and set(less.others) == {"time"}
+    assert sum(less.choice.gpu) == less.claims.gpu_left // group == made.claims.gpu_left // group - 2
+    assert less.choice.gpu == make_plan(with_groups(request_of(model, hardware=machine(GIB)), 10)).choice.gpu
+    assert with_working_memory(made, made.claims.gpu["scratch"] + made.claims.gpu_left + 1) is None
 
 
 @pytest.mark.parametrize(("batch", "goes"), [(1, "predicted"), (32, "predicted"), (33, "exact")])
