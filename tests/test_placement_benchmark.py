@@ -46,7 +46,20 @@ def test_tables_of_what_was_measured(few: None) -> None:
         assert 0 < one["work_on_gpu"] < 1 and sum(one["bytes"]["gpu"].values()) <= 11 << 30
 
 
-def test_aims_are_marked_as_missing_or_simulated() -> None:
+@pytest.mark.parametrize("measured", [False, True])
+def test_aims_are_marked_as_missing_or_simulated(measured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = {"decode_tok_s": {"1": 40.0, "8": 80.0, "32": 90.0}, "sparsity": {"1": {"gpu_share": 0.6}}}
+    ours = run | {"trace": {"overlap": 0.7}, "plan": {"ms_per_token": 30.0}}
+    peer = {"decode_tok_s": {"1": 4.0, "8": 20.0, "32": 10.0}}
+    jobs = {
+        f"decode/{aims_table.FALCON}/0/{engine}": job for engine, job in (("powerinfer", ours), ("llama.cpp", peer))
+    }
+    jobs |= {f"ablation/{aims_table.FALCON}/0/dense": peer, f"card/{aims_table.FALCON}": {"vram": 6 << 30}}
+    models = {aims_table.FALCON: {"plan": {"n_layers": 15}, "whole_layers": 60}}
+    document = {"jobs": jobs, "models": models} if measured else None
+    kernels = [{"kernel": "neurons", "type": "F16/F16", "tokens": 1, "share": 0.5}]
+    monkeypatch.setattr(aims_table, "newest", lambda *_: document)
+    monkeypatch.setattr(aims_table, "of_kind", lambda _: [{"kernels": kernels}] if measured else [])
     steps = {"predicted_tok_s": 16.0, "tok_s": 16.1, "busy": 0.98, "gpu_share": 0.39}
     policies = {"time": steps, "random": steps | {"tok_s": 11.0}}
     cases = [
@@ -55,7 +68,13 @@ def test_aims_are_marked_as_missing_or_simulated() -> None:
     cases[1] = cases[1] | {"policies": {policy: {"why": "does not fit"} for policy in policies}}
     lines = aims_table.aims_table(result(aims=cases, context=640)).splitlines()
     rows = [line for line in lines if line.startswith("| ") and "at least" not in line]
-    assert len(rows) == len(aims_table.AIMS) == 9 and all(row.count(aims_table.MISSING) == 1 for row in rows)
+    on_a_gpu = [row.split("|")[4].strip() for row in rows]
+    assert len(rows) == len(aims_table.AIMS) == 9
+    if measured:
+        assert on_a_gpu[0] == "10.0x: 40 by 4.0 tokens/s, 15 of 60 layers, 6.0 GiB"
+        assert on_a_gpu[4] == "Falcon-40B, as above: 4.0x at 8, 9.0x at 32 (4.5x the peer's best at any of these sizes)"
+        assert on_a_gpu[5:8] == ["50 %, missing", "60 %; 70 %; +20 %", "4, 40 tokens/s"]
+    assert on_a_gpu.count(aims_table.MISSING) == (4 if measured else 9)
     for row in rows:
         cells = [cell.strip() for cell in row.split("|")[5:-1]]
         assert all(cell.startswith(("simulated: ", "nothing: ", "does not fit")) for cell in cells)
