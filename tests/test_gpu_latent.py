@@ -8,7 +8,7 @@ import reference
 import torch
 from gpu_device import EPS, device_name, sum_error
 from stored_weights import stored_evenly
-from test_gpu_kernels import assert_close, cached, floats, held, kernels, on_device, unwritten  # noqa: F401
+from test_gpu_kernels import assert_close, cached, coded, floats, held, kernels, on_device, unwritten  # noqa: F401
 
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import gpu, gpu_latent
@@ -35,6 +35,8 @@ def test_each_head_meets_its_own_matrix(type_name: str, tokens: int, kernels: st
         weights = stored.float32().astype(np.float64)
         want = np.einsum("thk,hrk->htr", x, weights)
         bound = sum_error(k) * np.einsum("thk,hrk->htr", np.abs(x), np.abs(weights))
+        for head in range(heads):
+            bound[head] += coded(type_name, x[:, head]) @ np.abs(weights[head]).T
         weight = gpu_latent.upload(stored, device_name())
         assert (weight.rows, weight.k) == (heads * rows, k)
         given = on_device(wide)[..., :k].transpose(0, 1)

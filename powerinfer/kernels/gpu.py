@@ -29,6 +29,7 @@ from powerinfer.kernels.gpu_types import DELTA_CHUNK as DELTA_CHUNK
 from powerinfer.kernels.gpu_types import FEW as FEW
 from powerinfer.kernels.gpu_types import FLOAT16_MAX, GELU_CUBIC, GELU_SCALE, OAI_LIMIT, OAI_SCALE, Q8_STEP
 from powerinfer.kernels.gpu_types import GPU_TYPES as GPU_TYPES
+from powerinfer.kernels.gpu_types import INTEGERS as INTEGERS
 from powerinfer.kernels.gpu_types import K_CODES as K_CODES
 from powerinfer.kernels.gpu_types import PAGE as PAGE
 from powerinfer.kernels.gpu_types import Cached as Cached

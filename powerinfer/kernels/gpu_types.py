@@ -27,6 +27,9 @@ K_CODES = {"Q4_K": (16, 144), "Q5_K": (16, 176), "Q6_K": (0, 192)}
 FOUR_BITS = ("Q4_0", "MXFP4", *K_CODES)
 """Types in whose rows a byte has the low four bits of two codes."""
 
+INTEGERS = ("Q8_0", "Q4_0", *K_CODES)
+"""Types whose products with one token are of integers."""
+
 GPU_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "MXFP4", *K_CODES)
 """The types of matrices on a GPU. Parts of bundles may be Q4_0X32 as well."""
 

@@ -17,15 +17,27 @@ import torch
 import triton
 import triton.language as tl
 
-from powerinfer.kernels.gpu_types import FEW, NOT_A_NUMBER, OAI_LIMIT, OAI_SCALE
-from powerinfer.kernels.triton_kernels import ONE, SEVERAL, Tile, add_bias, either, nibbles, precision, row_dots
+from powerinfer.kernels.gpu_types import FEW, INTEGERS, NOT_A_NUMBER, OAI_LIMIT, OAI_SCALE
+from powerinfer.kernels.triton_kernels import (
+    ONE,
+    WIDE,
+    Tile,
+    add_bias,
+    codes,
+    either,
+    for_rows,
+    nibbles,
+    precision,
+    row_dots,
+    taken,
+)
 from powerinfer.kernels.triton_neurons import active, sum_firing
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from powerinfer.config import RouterConfig
-    from powerinfer.kernels.gpu_types import Experts
+    from powerinfer.kernels.gpu_types import Experts, Weight
 
 PAIRS = 64  # that a program orders
 COMPARED = 256  # pairs at a time that they are compared with
@@ -130,18 +142,18 @@ def _activated(a, u, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
 
 @triton.jit
 def _hidden_kernel(
-    x, gate, gate_scales, gate_bias, up, up_scales, up_bias, slots, weights, h, size, k, limit,
+    x, x_up, gate, gate_scales, gate_bias, up, up_scales, up_bias, slots, weights, h, size, k, limit,
     GATED: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, UP_TYPE: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """h of R neurons of one of the token's experts, times its weight."""
+    """h of R neurons of one of the token's experts, times its weight. x, x_up: x as gate and up take it."""
     j = tl.program_id(1)
     slot = tl.load(slots + j)
     if slot >= 0:
         neuron = tl.program_id(0) * R + tl.arange(0, R)
         live = neuron < size
         row = slot.to(tl.int64) * size + neuron
-        u = row_dots(x, up, up_scales, row, live, 1, k, UP_TYPE, 0, R, C, "ieee")
+        u = row_dots(x_up, up, up_scales, row, live, 1, k, UP_TYPE, 0, R, C, "ieee")
         u = add_bias(u, up_bias, row, live, BIAS, 0)
         a = u
         if GATED:
@@ -153,10 +165,10 @@ def _hidden_kernel(
 
 @triton.jit
 def _down_kernel(
-    h, down, scales, bias, slots, weights, out, rows, size, top_k, TYPE: tl.constexpr, BIAS: tl.constexpr,
+    h, down, scales, bias, slots, weights, out, rows, size, apart, top_k, TYPE: tl.constexpr, BIAS: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """R elements of the sum over the token's experts."""
+    """R elements of the sum over the token's experts. h: as down takes it, of each expert, `apart` elements apart."""
     element = tl.program_id(0) * R + tl.arange(0, R)
     live = element < rows
     total = tl.zeros((R,), tl.float32)
@@ -164,7 +176,7 @@ def _down_kernel(
         slot = tl.load(slots + j)
         if slot >= 0:
             row = slot.to(tl.int64) * rows + element
-            total += row_dots(h + j * size, down, scales, row, live, 1, size, TYPE, 0, R, C, "ieee")
+            total += row_dots(h + j * apart, down, scales, row, live, 1, size, TYPE, 0, R, C, "ieee")
             if BIAS:
                 total += tl.load(weights + j) * tl.load(bias + row, mask=live, other=0)
     tl.store(out + element, total, mask=live)
@@ -175,24 +187,32 @@ def _of_one(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) -> Tens
     first = experts.up if experts.gate is None else experts.gate
     h = torch.empty((top_k, experts.size), dtype=torch.float32, device=x.device)
     out = torch.empty((1, k), dtype=torch.float32, device=x.device)
-    tile, bias = ONE[experts.up.type], experts.up_bias is not None
+    tile, bias = for_rows(ONE[experts.up.type], experts.up.type, k), experts.up_bias is not None
     _hidden_kernel[(triton.cdiv(experts.size, tile.rows), top_k)](
-        x.contiguous(), first.data, either(first.scales, first.data), either(experts.gate_bias, h), experts.up.data,
-        either(experts.up.scales, experts.up.data), either(experts.up_bias, h), slots, weights, h, experts.size, k,
-        experts.threshold, GATED=experts.gate is not None, BIAS=bias, ACTIVATION=experts.activation, TYPE=first.type,
-        UP_TYPE=experts.up.type, R=tile.rows, C=tile.columns, num_warps=tile.warps,
+        *_taken(x, first, experts.up), first.data, either(first.scales, first.data), either(experts.gate_bias, h),
+        experts.up.data, either(experts.up.scales, experts.up.data), either(experts.up_bias, h), slots, weights, h,
+        experts.size, k, experts.threshold, GATED=experts.gate is not None, BIAS=bias,
+        ACTIVATION=experts.activation, TYPE=first.type, UP_TYPE=experts.up.type, R=tile.rows, C=tile.columns,
+        num_warps=tile.warps,
     )  # fmt: skip
-    down, tile = experts.down, ONE[experts.down.type]
+    down, tile = experts.down, for_rows(ONE[experts.down.type], experts.down.type, experts.size)
+    own = codes(h) if down.type in INTEGERS else h
     _down_kernel[(triton.cdiv(k, tile.rows),)](
-        h, down.data, either(down.scales, down.data), either(experts.down_bias, h), slots, weights, out, k,
-        experts.size, top_k, TYPE=down.type, BIAS=bias, R=tile.rows, C=tile.columns, num_warps=tile.warps,
+        own, down.data, either(down.scales, down.data), either(experts.down_bias, h), slots, weights, out, k,
+        experts.size, own.shape[1], top_k, TYPE=down.type, BIAS=bias, R=tile.rows, C=tile.columns, num_warps=tile.warps,
     )  # fmt: skip
     return out
 
 
+def _taken(x: Tensor, gate: Weight, up: Weight) -> tuple[Tensor, Tensor]:
+    """x [1, k] as gate and as up take it."""
+    own = taken(x, gate.type)
+    return own, own if up.type == gate.type else taken(x, up.type)
+
+
 @triton.jit
 def _firing_kernel(
-    x, gate, gate_scales, up, up_scales, slots, weights, h, rows, counts, size, k, limit,
+    x, x_up, gate, gate_scales, up, up_scales, slots, weights, h, rows, counts, size, k, limit,
     ACTIVATION: tl.constexpr, TYPE: tl.constexpr, UP_TYPE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """h of R neurons of one of the token's experts, times its weight: rows of up are read where the gate fires. rows:
@@ -208,7 +228,7 @@ def _firing_kernel(
         a = tl.where(live, active(a, limit, ACTIVATION), 0.0)
         fires = a != 0
         if tl.max(fires.to(tl.int32), 0) > 0:
-            u = row_dots(x, up, up_scales, row, fires, 1, k, UP_TYPE, 0, R, C, "ieee")
+            u = row_dots(x_up, up, up_scales, row, fires, 1, k, UP_TYPE, 0, R, C, "ieee")
             if ACTIVATION == "drelu":
                 u = tl.where(u <= 0, 0.0, u)
             a = tl.where(fires, a * u * tl.load(weights + j), 0.0)
@@ -220,13 +240,13 @@ def _firing_kernel(
 def _firing_of_one(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
     gate, up, size, top_k = experts.gate, experts.up, experts.size, slots.shape[1]
     assert gate is not None
-    tile = ONE[up.type]
+    tile = for_rows(ONE[up.type], up.type, x.shape[1])
     programs = triton.cdiv(size, tile.rows)
     h = torch.empty((1, top_k * size), dtype=torch.float32, device=x.device)
     rows, counts = (torch.empty(n, dtype=torch.int32, device=x.device) for n in (top_k * size, top_k * programs))
     _firing_kernel[(programs, top_k)](
-        x.contiguous(), gate.data, either(gate.scales, gate.data), up.data, either(up.scales, up.data), slots, weights,
-        h, rows, counts, size, x.shape[1], experts.threshold,
+        *_taken(x, gate, up), gate.data, either(gate.scales, gate.data), up.data, either(up.scales, up.data), slots,
+        weights, h, rows, counts, size, x.shape[1], experts.threshold,
         ACTIVATION=experts.activation, TYPE=gate.type, UP_TYPE=up.type, R=tile.rows, C=tile.columns,
         num_warps=tile.warps,
     )  # fmt: skip
@@ -444,7 +464,7 @@ def expert_sum(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) -> T
     up, down, size, exact, bias = experts.up, experts.down, experts.size, precision(x), experts.up_bias is not None
     first = up if experts.gate is None else experts.gate
     h = torch.empty((pairs, size), dtype=torch.float32, device=device)
-    tile, of_each = SEVERAL[up.type], (begin, weight_of, h, size, d, experts.threshold)
+    tile, of_each = WIDE[up.type], (begin, weight_of, h, size, d, experts.threshold)
     kinds = {"ACTIVATION": experts.activation, "TYPE": first.type, "UP_TYPE": up.type}
     shape = {"T": columns, "R": tile.rows, "C": tile.columns, "PRECISION": exact, "num_warps": tile.warps}
     weights_of = first.data, either(first.scales, first.data), up.data, either(up.scales, up.data)
@@ -465,7 +485,7 @@ def expert_sum(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) -> T
             TYPE=down.type, T=columns, R=tile.rows, C=tile.columns, PRECISION=exact, num_warps=tile.warps,
         )  # fmt: skip
     else:
-        tile = SEVERAL[down.type]
+        tile = WIDE[down.type]
         _grouped_down_kernel[(triton.cdiv(d, tile.rows), experts.slots)](
             h, down.data, either(down.scales, h), either(experts.down_bias, h), begin, weight_of, rows, d, size,
             TYPE=down.type, BIAS=bias, T=columns, R=tile.rows, C=tile.columns, PRECISION=exact, num_warps=tile.warps,

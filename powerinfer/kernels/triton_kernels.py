@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from powerinfer.kernels.gpu_types import FEW, FOUR_BITS, K_CODES
+from powerinfer.kernels.gpu_types import FEW, FOUR_BITS, INTEGERS, K_CODES
 from powerinfer.kernels.gpu_types import Q8_STEP as Q8
 
 if TYPE_CHECKING:
@@ -34,27 +34,37 @@ class Tile(NamedTuple):
     warps: int
 
 
-# One token: every thread loads a few bytes of each of several rows, so that a program has about 8 KB in flight.
+# One token: every thread loads some bytes of each of several rows, so that a program has 8 KB and more in flight. Of
+# types in `INTEGERS` sixteen, and no other layout of threads, or x would have to pass through shared memory.
 ONE = {
     "F32": Tile(4, 512, 4),
-    "F16": Tile(4, 1024, 4),
-    "BF16": Tile(4, 1024, 4),
-    "Q8_0": Tile(4, 1024, 4),
-    **dict.fromkeys(FOUR_BITS, Tile(4, 1024, 4)),
-    "Q4_0": Tile(4, 512, 2),
+    **dict.fromkeys(("F16", "BF16", "MXFP4"), Tile(4, 1024, 4)),
+    **dict.fromkeys(("Q4_0", *K_CODES), Tile(4, 2048, 4)),
+    "Q8_0": Tile(4, 4096, 4),
 }
 # Several tokens: tiles for tensor cores, whose operands come in stages.
 SEVERAL = {**dict.fromkeys(ONE, Tile(32, 128, 4)), **dict.fromkeys(("F32", "BF16"), Tile(64, 64, 4))}
 SEVERAL |= {**dict.fromkeys(FOUR_BITS, Tile(32, 64, 4)), "Q8_0": Tile(16, 128, 4), "Q4_0": Tile(32, 32, 2)}
+# Several tokens whose products are of float32, not of halves: experts' and those with latents.
+WIDE = {**dict.fromkeys(ONE, Tile(64, 64, 4)), **dict.fromkeys(FOUR_BITS, Tile(64, 32, 4))}
 
-# Programs that a multiprocessor holds, by their registers as compiled for sm_90: so many fill a GPU.
-HELD = {**dict.fromkeys(ONE, 6), **dict.fromkeys(FOUR_BITS, 4), "Q5_K": 3}  # of tiles for one token
+# Warps of products with one token that a multiprocessor holds, by their registers as compiled for sm_90: so many fill
+# a GPU.
+HELD = {"F32": 48, "F16": 28, "BF16": 28, "Q8_0": 32, "Q4_0": 36, "MXFP4": 16, "Q4_K": 24, "Q5_K": 16, "Q6_K": 16}
 LEAST_SEVERAL = 1.5  # at least so many for each multiprocessor, where a matrix has the rows for smaller tiles
 NEARLY = 0.9  # of what the best tile fills suffices
 LEAST_ROWS = 16  # of a tile for tensor cores
 SUMMED = 4096  # counts of selected neurons at a time
 NUMBER_BITS = tl.constexpr(20)  # of a neuron's number: a layer has fewer than a million
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+WORDS = tl.constexpr(20)  # that `codes` makes of a block
+CODED_BLOCKS = 64  # blocks of which a program makes them
+LEAST = tl.constexpr(2.0**-120)  # blocks with nothing larger become zeros: their quotients would overflow
+# Of each byte of a word its high or its low four bits, or two or one.
+SIXTEENS, NIBBLES, TWO_BITS, ONE_BIT = (
+    tl.constexpr(int.from_bytes(bytes([byte] * 4), "little", signed=True)) for byte in (0xF0, 0x0F, 3, 1)
+)
 Q8_STEP = tl.constexpr(Q8)  # of 32 values in 8 bits, by their largest
 _MANTISSA, _BIG = tl.constexpr(0x4B000000), tl.constexpr(2.0**23)
 LOW = tl.constexpr(2.0**11)  # that low halves are larger
@@ -176,11 +186,116 @@ def half_scales(x, tokens, k, T: tl.constexpr):
 
 
 @triton.jit
+def _codes_kernel(x, out, stride, k, B: tl.constexpr):
+    """B blocks of a row of x [rows, k], rows `stride` apart, as `codes`."""
+    row, b = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
+    blocks = k // 32
+    here = b < blocks
+    c = b[:, None] * 32 + tl.arange(0, 32)[None, :]
+    v = tl.load(x + row * stride + c, mask=here[:, None], other=0)
+    finite = tl.abs(v) < float("inf")
+    wrong = tl.max(tl.where(finite, 0, 1), 1) > 0
+    v = tl.where(finite, v, 0.0)
+    peak = tl.max(tl.abs(v), 1)
+    some = peak >= LEAST
+    by = tl.where(some, tl.div_rn(tl.full((B,), 127.0, tl.float32), tl.where(some, peak, 1.0)), 0.0)
+    step = tl.where(wrong, float("nan"), peak * Q8_STEP)
+    scaled = v * by[:, None]
+    high = (scaled + ROUNDS) - ROUNDS
+    low = ((scaled - high) * 256.0 + ROUNDS) - ROUNDS
+    low = tl.where(low > 127.0, 127.0, low)
+    out += row * (WORDS * blocks)
+    word = (b * 8)[:, None] + tl.arange(0, 8)[None, :]
+    tl.store(out + word, _packed(high.to(tl.int32), B), mask=here[:, None])
+    tl.store(out + blocks * 8 + word, _packed(low.to(tl.int32), B), mask=here[:, None])
+    behind = (out + blocks * 16).to(tl.pointer_type(tl.float32))
+    tl.store(behind + b, step * (1 / 256), mask=here)
+    sums = tl.sum(tl.reshape(high * 256.0 + low, (B, 2, 16)), 2)
+    tl.store(behind + blocks + (b * 2)[:, None] + tl.arange(0, 2)[None, :], sums, mask=here[:, None])
+
+
+@triton.jit
+def _packed(q, B: tl.constexpr):
+    """int8 [B, 32] as words [B, 8] of four, the first of which is the lowest."""
+    return tl.sum((tl.reshape(q, (B, 8, 4)) & 255) << (8 * tl.arange(0, 4))[None, None, :], 2)
+
+
+def codes(x: Tensor) -> Tensor:
+    """Rows of x, float32 [rows, k] with rows that may be further apart, to 15 bits of the largest of each 32 values:
+    value i of a block is step * (256 * high[i] + low[i]). int32 [rows, WORDS * k / 32], and of each row:
+
+    high: int8 [k], low: int8 [k], steps: float32 [k / 32], sums of 256 * high + low over 16 values: float32 [k / 16],
+    and k / 32 words that say nothing, so that rows are aligned.
+    """
+    rows, k = x.shape
+    out = torch.empty((rows, WORDS * k // 32), dtype=torch.int32, device=x.device)
+    block = min(CODED_BLOCKS, triton.next_power_of_2(k // 32))
+    _codes_kernel[(rows, triton.cdiv(k // 32, block))](
+        x, out, x.stride(0), k, B=block, num_warps=_warps(32 * block, 8), enable_fp_fusion=False
+    )
+    return out
+
+
+@triton.jit
+def _dot_bytes(a, b, c):
+    """c + the sum of four products: of int8 in a with those in b."""
+    if INTERPRETED:
+        for i in tl.static_range(4):
+            c += ((a << (24 - 8 * i)) >> 24) * ((b << (24 - 8 * i)) >> 24)
+    else:
+        c = tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return c
+
+
+@triton.jit
+def _word_dots(words, x, at, here, blocks, R: tl.constexpr, W: tl.constexpr):
+    """Sums of four products each, int32 [R, W], of words of codes with those at `at` [W] of x, see `codes`."""
+    high = tl.broadcast_to(tl.load(x + at, mask=here, other=0)[None, :], (R, W))
+    low = tl.broadcast_to(tl.load(x + blocks * 8 + at, mask=here, other=0)[None, :], (R, W))
+    zero = tl.zeros((R, W), tl.int32)
+    return _dot_bytes(words, low, _dot_bytes(words, high, zero) << 8)
+
+
+@triton.jit
+def _coded_dots(x, data, scales, row, live, k, TYPE: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """`row_dots` of Q8_0 and Q4_0 for one token: C columns of a row at a time, of Q4_0 bytes. x: as `codes` makes it.
+
+    A thread has sixteen bytes of each row, which are in the order of x's.
+    """
+    B: tl.constexpr = C // (32 if TYPE == "Q8_0" else 16)
+    W: tl.constexpr = 4 * B
+    blocks = k // 32
+    words = data.to(tl.pointer_type(tl.int32))
+    steps = (x + blocks * 16).to(tl.pointer_type(tl.float32))
+    acc = tl.zeros((R, B), tl.float32)
+    for b0 in range(0, blocks, B):
+        w = b0 * 4 + tl.arange(0, W)
+        there = w < blocks * 4
+        own = live[:, None] & there[None, :]
+        first = w // 4 * 8 + w % 4  # of the words of the first half of a block; those of the second are 4 further on
+        if TYPE == "Q8_0":
+            at = row[:, None] * (blocks * 8) + first[None, :]
+            left, right = tl.load(words + at, mask=own, other=0), tl.load(words + at + 4, mask=own, other=0)
+        else:  # sixteen times the codes
+            pairs = tl.load(words + row[:, None] * (blocks * 4) + w[None, :], mask=own, other=0)
+            left, right = (pairs << 4) & SIXTEENS, pairs & SIXTEENS
+        dots = _word_dots(left, x, first, there, blocks, R, W) + _word_dots(right, x, first + 4, there, blocks, R, W)
+        b = b0 + tl.arange(0, B)
+        here = live[:, None] & (b < blocks)[None, :]
+        d = tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0).to(tl.float32)
+        step = tl.load(steps + b, mask=b < blocks, other=0)
+        acc += tl.sum(tl.reshape(dots, (R, B, 4)), 2).to(tl.float32) * (d * step[None, :])
+    return acc if TYPE == "Q8_0" else acc * 0.0625
+
+
+@triton.jit
 def _dots_4bit(
     x, data, scales, row, live, tokens, k, TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """`row_dots` of Q4_0 and MXFP4: C bytes of a row at a time."""
+    """`row_dots` of Q4_0, several tokens, and MXFP4: C bytes of a row at a time."""
     B: tl.constexpr = C // 16
     NARROW: tl.constexpr = tl.float16 if HALVES else tl.float32
     t, real = lanes(tokens, T, HALVES)
@@ -225,15 +340,45 @@ def _half_float(bits):
 
 
 @triton.jit
-def _k_pieces(data, scales, row, u, here, k, TYPE: tl.constexpr):
-    """Of each row [R] the pieces u [U] of sixteen bytes of four bits: the codes in low and high nibbles, float32
-    [R, U, 16]; scale and what is subtracted, [R, U], of the low ones and of the high ones."""
-    CODES: tl.constexpr = 192 if TYPE == "Q6_K" else 160 if TYPE == "Q5_K" else 128  # bytes of 256 elements
+def _k_scales(scales, row, u, here, k, TYPE: tl.constexpr):
+    """Of each row [R] the scale and what is subtracted, of the low and of the high codes of pieces u [U] of sixteen
+    bytes of four bits: float32 [R, U] each. Of Q6_K nothing is subtracted, but codes have an offset of 32."""
     HEADER: tl.constexpr = 18 if TYPE == "Q6_K" else 16
+    s, v = u // 8, u % 8
+    # Threads lie along the pieces in this order of the axes, and need not pass on what they decode.
+    here = tl.trans(here)
+    header = scales + (s * HEADER)[:, None] + row[None, :] * (k // 256 * HEADER)
+    if TYPE == "Q6_K":
+        d = _half_float(tl.load((header + 16).to(tl.pointer_type(tl.int16)), mask=here, other=0))
+        own = header + (v // 4 * 8 + v % 4 // 2 * 2 + v % 2)[:, None]
+        low_scale = d * small_signed(tl.load(own, mask=here, other=0))
+        high_scale = d * small_signed(tl.load(own + 4, mask=here, other=0))
+        low_least = tl.zeros_like(low_scale)
+        high_least = tl.zeros_like(low_scale)
+    else:
+        chunk = (v // 2)[:, None]
+        words = header.to(tl.pointer_type(tl.int32))
+        both = tl.load(words, mask=here, other=0)
+        d, least = _half_float(both), _half_float(both >> 16)
+        first = tl.load(words + 1, mask=here, other=0)
+        second = tl.load(words + 2, mask=here, other=0)
+        third = tl.load(words + 3, mask=here, other=0)
+        low_scale, low_least = _six_bits(first, second, third, 2 * chunk)
+        high_scale, high_least = _six_bits(first, second, third, 2 * chunk + 1)
+        low_scale *= d
+        high_scale *= d
+        low_least *= least
+        high_least *= least
+    return tl.trans(low_scale), tl.trans(high_scale), tl.trans(low_least), tl.trans(high_least)
+
+
+@triton.jit
+def _k_pieces(data, scales, row, u, here, k, TYPE: tl.constexpr):
+    """Of each row [R] the codes in low and high nibbles of pieces u [U], float32 [R, U, 16], and `_k_scales`."""
+    CODES: tl.constexpr = 192 if TYPE == "Q6_K" else 160 if TYPE == "Q5_K" else 128  # bytes of 256 elements
     j = tl.arange(0, 16)[None, None, :]
     s, v = u // 8, u % 8
     begin = data + row[:, None, None] * (k // 256 * CODES) + (s * CODES)[None, :, None]
-    header = scales + row[:, None] * (k // 256 * HEADER) + (s * HEADER)[None, :]
     wide = here[:, :, None]
     if TYPE == "Q6_K":
         half, p, part = v // 4, v % 4 // 2, v % 2
@@ -242,12 +387,6 @@ def _k_pieces(data, scales, row, u, here, k, TYPE: tl.constexpr):
         shift = (2 * p)[None, :, None]
         low = small((pairs & 15) | ((two >> shift & 3) << 4)) - 32
         high = small((pairs >> 4) | ((two >> (shift + 4) & 3) << 4)) - 32
-        d = _half_float(tl.load((header + 16).to(tl.pointer_type(tl.int16)), mask=here, other=0))
-        own = header + (8 * half + 2 * p + part)[None, :]
-        low_scale = d * small_signed(tl.load(own, mask=here, other=0))
-        high_scale = d * small_signed(tl.load(own + 4, mask=here, other=0))
-        low_least = tl.zeros_like(low_scale)
-        high_least = tl.zeros_like(low_scale)
     else:
         chunk, part = v // 2, v % 2
         pairs = tl.load(begin + (CODES - 128 + v * 16)[None, :, None] + j, mask=wide, other=0).to(tl.int32)
@@ -258,18 +397,7 @@ def _k_pieces(data, scales, row, u, here, k, TYPE: tl.constexpr):
             low |= (one >> shift & 1) << 4
             high |= (one >> (shift + 1) & 1) << 4
         low, high = small(low), small(high)
-        words = header.to(tl.pointer_type(tl.int32))
-        both = tl.load(words, mask=here, other=0)
-        d, least = _half_float(both), _half_float(both >> 16)
-        first = tl.load(words + 1, mask=here, other=0)
-        second = tl.load(words + 2, mask=here, other=0)
-        third = tl.load(words + 3, mask=here, other=0)
-        low_scale, low_least = _six_bits(first, second, third, (2 * chunk)[None, :])
-        high_scale, high_least = _six_bits(first, second, third, (2 * chunk + 1)[None, :])
-        low_scale *= d
-        high_scale *= d
-        low_least *= least
-        high_least *= least
+    low_scale, high_scale, low_least, high_least = _k_scales(scales, row, u, here, k, TYPE)
     return low, high, low_scale, high_scale, low_least, high_least
 
 
@@ -285,37 +413,86 @@ def _k_columns(u, TYPE: tl.constexpr):
 
 
 @triton.jit
+def _k_words(data, row, w, own, k, TYPE: tl.constexpr):
+    """Words w [W] of four bits of each row [R]: the low and the high codes, four to a word, int32 [R, W]."""
+    CODES: tl.constexpr = 48 if TYPE == "Q6_K" else 40 if TYPE == "Q5_K" else 32  # words of 256 elements
+    of, i = w // 32 * CODES, w % 32
+    words = data.to(tl.pointer_type(tl.int32)) + row[:, None] * (k // 256 * CODES)
+    if TYPE == "Q6_K":
+        pairs = tl.load(words + (of + i)[None, :], mask=own, other=0)
+        two = tl.load(words + (of + 32 + (w // 16 * 8 - w // 32 * 16) + w % 8)[None, :], mask=own, other=0)
+        shift = (i % 16 // 8 * 2)[None, :]
+        low = (pairs & NIBBLES) | (two >> shift & TWO_BITS) << 4
+        high = (pairs >> 4 & NIBBLES) | (two >> (shift + 4) & TWO_BITS) << 4
+    else:
+        pairs = tl.load(words + (of + (CODES - 32) + i)[None, :], mask=own, other=0)
+        low, high = pairs & NIBBLES, pairs >> 4 & NIBBLES
+        if TYPE == "Q5_K":
+            one = tl.load(words + (of + w % 8)[None, :], mask=own, other=0)
+            shift = (i // 8 * 2)[None, :]
+            low |= (one >> shift & ONE_BIT) << 4
+            high |= (one >> (shift + 1) & ONE_BIT) << 4
+    return low, high
+
+
+@triton.jit
+def _coded_dots_k(x, data, scales, row, live, k, TYPE: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """`row_dots` of Q4_K, Q5_K and Q6_K for one token: C bytes of four bits at a time. x: as `codes` makes it."""
+    U: tl.constexpr = C // 16
+    W: tl.constexpr = 4 * U
+    NEXT: tl.constexpr = 4 if TYPE == "Q6_K" else 2  # pieces in turn whose low codes are of columns in turn
+    blocks = k // 32
+    steps = (x + blocks * 16).to(tl.pointer_type(tl.float32))
+    acc = tl.zeros((R, U), tl.float32)
+    for u0 in range(0, blocks, U):
+        w = u0 * 4 + tl.arange(0, W)
+        there = w < blocks * 4
+        low, high = _k_words(data, row, w, live[:, None] & there[None, :], k, TYPE)
+        at = w // (4 * NEXT) * (8 * NEXT) + w % (4 * NEXT)
+        low_dots = _word_dots(low, x, at, there, blocks, R, W)
+        high_dots = _word_dots(high, x, at + 4 * NEXT, there, blocks, R, W)
+        u = u0 + tl.arange(0, U)
+        some = u < blocks
+        low_scale, high_scale, low_least, high_least = _k_scales(scales, row, u, live[:, None] & some[None, :], k, TYPE)
+        half = u // NEXT * (2 * NEXT) + u % NEXT  # of a block, whose codes are the low ones
+        low_sum = tl.load(steps + blocks + half, mask=some, other=0)[None, :]
+        high_sum = tl.load(steps + blocks + half + NEXT, mask=some, other=0)[None, :]
+        low_value = tl.sum(tl.reshape(low_dots, (R, U, 4)), 2).to(tl.float32)
+        high_value = tl.sum(tl.reshape(high_dots, (R, U, 4)), 2).to(tl.float32)
+        if TYPE == "Q6_K":
+            low_value, high_value = (low_value - 32 * low_sum) * low_scale, (high_value - 32 * high_sum) * high_scale
+        else:
+            low_value = low_value * low_scale - low_least * low_sum
+            high_value = high_value * high_scale - high_least * high_sum
+        acc += low_value * tl.load(steps + half // 2, mask=some, other=0)[None, :]
+        acc += high_value * tl.load(steps + (half + NEXT) // 2, mask=some, other=0)[None, :]
+    return acc
+
+
+@triton.jit
 def _dots_k(
     x, data, scales, row, live, tokens, k, TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """`row_dots` of Q4_K, Q5_K and Q6_K: C bytes of four bits of a row at a time."""
+    """`row_dots` of Q4_K, Q5_K and Q6_K, several tokens: C bytes of four bits of a row at a time."""
     U: tl.constexpr = C // 16
     APART: tl.constexpr = 64 if TYPE == "Q6_K" else 32
     NARROW: tl.constexpr = tl.float16 if HALVES else tl.float32
     t, real = lanes(tokens, T, HALVES)
-    acc = tl.zeros((R, (2 * T if HALVES else T) if T else U), tl.float32)
+    acc = tl.zeros((R, 2 * T if HALVES else T), tl.float32)
     pieces = k // 32
     for u0 in range(0, pieces, U):
         u = u0 + tl.arange(0, U)
         here = live[:, None] & (u < pieces)[None, :]
         low, high, low_scale, high_scale, low_least, high_least = _k_pieces(data, scales, row, u, here, k, TYPE)
-        if T:
-            at = u0 + tl.arange(0, C) // 16
-            c = _k_columns(at, TYPE) + tl.arange(0, C) % 16
-            ok = (at < pieces)[:, None] & real[None, :]
-            x_at = x + t[None, :] * k + c[:, None]
-            low = tl.reshape(low * low_scale[:, :, None] - low_least[:, :, None], (R, C))
-            high = tl.reshape(high * high_scale[:, :, None] - high_least[:, :, None], (R, C))
-            acc = tl.dot(low.to(NARROW), tl.load(x_at, mask=ok, other=0), acc, input_precision=PRECISION)
-            acc = tl.dot(high.to(NARROW), tl.load(x_at + APART, mask=ok, other=0), acc, input_precision=PRECISION)
-        else:
-            x_at = x + _k_columns(u, TYPE)[:, None] + tl.arange(0, 16)[None, :]
-            x_low = tl.load(x_at, mask=(u < pieces)[:, None], other=0)
-            x_high = tl.load(x_at + APART, mask=(u < pieces)[:, None], other=0)
-            acc += tl.sum(low * x_low[None], 2) * low_scale + tl.sum(high * x_high[None], 2) * high_scale
-            if TYPE != "Q6_K":
-                acc -= tl.sum(x_low, 1)[None, :] * low_least + tl.sum(x_high, 1)[None, :] * high_least
+        at = u0 + tl.arange(0, C) // 16
+        c = _k_columns(at, TYPE) + tl.arange(0, C) % 16
+        ok = (at < pieces)[:, None] & real[None, :]
+        x_at = x + t[None, :] * k + c[:, None]
+        low = tl.reshape(low * low_scale[:, :, None] - low_least[:, :, None], (R, C))
+        high = tl.reshape(high * high_scale[:, :, None] - high_least[:, :, None], (R, C))
+        acc = tl.dot(low.to(NARROW), tl.load(x_at, mask=ok, other=0), acc, input_precision=PRECISION)
+        acc = tl.dot(high.to(NARROW), tl.load(x_at + APART, mask=ok, other=0), acc, input_precision=PRECISION)
     return acc
 
 
@@ -324,11 +501,11 @@ def _dots_8bit(
     x, data, scales, row, live, tokens, k, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
     HALVES: tl.constexpr,
 ):  # fmt: skip
-    """`row_dots` of Q8_0."""
+    """`row_dots` of Q8_0, several tokens."""
     B: tl.constexpr = C // 32
     NARROW: tl.constexpr = tl.float16 if HALVES else tl.float32
     t, real = lanes(tokens, T, HALVES)
-    acc = tl.zeros((R, (2 * T if HALVES else T) if T else B), tl.float32)
+    acc = tl.zeros((R, 2 * T if HALVES else T), tl.float32)
     blocks = k // 32
     for b0 in range(0, blocks, B):
         b = b0 + tl.arange(0, B)
@@ -336,15 +513,11 @@ def _dots_8bit(
         here = live[:, None] & (b < blocks)[None, :]
         codes = small_signed(tl.load(data + row[:, None, None] * k + c[None], mask=here[:, :, None], other=0))
         d = tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0).to(tl.float32)
-        if T:
-            c = b0 * 32 + tl.arange(0, C)
-            ok = (c < k)[:, None] & real[None, :]
-            v = tl.load(x + t[None, :] * k + c[:, None], mask=ok, other=0)
-            w = tl.reshape(codes * d[:, :, None], (R, C)).to(NARROW)
-            acc = tl.dot(w, v, acc, input_precision=PRECISION)
-        else:
-            v = tl.load(x + c, mask=(b < blocks)[:, None], other=0)
-            acc += tl.sum(codes * v[None], 2) * d
+        c = b0 * 32 + tl.arange(0, C)
+        ok = (c < k)[:, None] & real[None, :]
+        v = tl.load(x + t[None, :] * k + c[:, None], mask=ok, other=0)
+        w = tl.reshape(codes * d[:, :, None], (R, C)).to(NARROW)
+        acc = tl.dot(w, v, acc, input_precision=PRECISION)
     return acc
 
 
@@ -378,9 +551,13 @@ def row_dots(
 ):  # fmt: skip
     """Products of rows, int64 [R], with x [tokens, k]: float32 [R], of several tokens [R, T]. Not live: 0 or NaN.
 
-    HALVES: x is what `halves` makes of it, and weights are rounded to float16, if they are of more bits.
+    x is what `taken` makes of it. HALVES: halves; weights are then rounded to float16, if they are of more bits.
     """
-    if TYPE == "Q4_0" or TYPE == "MXFP4":
+    if T == 0 and (TYPE == "Q8_0" or TYPE == "Q4_0"):
+        acc = _coded_dots(x, data, scales, row, live, k, TYPE, R, C)
+    elif T == 0 and (TYPE == "Q4_K" or TYPE == "Q5_K" or TYPE == "Q6_K"):
+        acc = _coded_dots_k(x, data, scales, row, live, k, TYPE, R, C)
+    elif TYPE == "Q4_0" or TYPE == "MXFP4":
         acc = _dots_4bit(x, data, scales, row, live, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
     elif TYPE == "Q4_K" or TYPE == "Q5_K" or TYPE == "Q6_K":
         acc = _dots_k(x, data, scales, row, live, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
@@ -429,22 +606,39 @@ def filled(programs: int, slots: int) -> float:
 
 
 def fitting(w: Weight, tokens: int, multiprocessors: int) -> Tile:
-    """The tile for a matrix. For one token as large as any, no wider than a row, and lower and wider where it would
-    leave more of the GPU empty, in its last wave. For several tokens lower until every multiprocessor has some."""
-    rows, columns, warps = (SEVERAL if tokens > 1 else ONE)[w.type]
+    """The tile for a matrix. For one token as large as any, no wider than a row, and lower, and wider if it can be,
+    where it would leave more of the GPU empty, in its last wave. For several tokens lower until every multiprocessor
+    has some."""
     if tokens > 1:
+        rows, columns, warps = SEVERAL[w.type]
         while triton.cdiv(w.rows, rows) < LEAST_SEVERAL * multiprocessors and rows > LEAST_ROWS:
             rows //= 2
         return Tile(rows, columns, warps)
-    width = w.k // 2 if w.type in FOUR_BITS else w.k
-    while columns // 2 >= width and columns > 64:
-        rows, columns = 2 * rows, columns // 2
-    tiles = [Tile(rows, columns, warps)]
-    while tiles[-1].rows > 1 and tiles[-1].columns < width:
-        tiles.append(Tile(tiles[-1].rows // 2, 2 * tiles[-1].columns, warps))
-    slots = HELD[w.type] * multiprocessors
+    tile, width = for_rows(ONE[w.type], w.type, w.k), row_width(w.type, w.k)
+    tiles, slots = [tile], HELD[w.type] // tile.warps * multiprocessors
+    while tile.rows > 1 and (tile.columns < width or triton.cdiv(w.rows, tile.rows) < slots):
+        tile = Tile(tile.rows // 2, tile.columns * (2 if tile.columns < width else 1), tile.warps)
+        tiles.append(tile)
     fills = [filled(triton.cdiv(w.rows, tile.rows), slots) for tile in tiles]
     return next(tile for tile, fill in zip(tiles, fills, strict=True) if fill >= NEARLY * max(fills))
+
+
+def row_width(kind: str, k: int) -> int:
+    """Columns of tiles, as `Tile` counts them, that k elements of a row fill."""
+    return k // 2 if kind in FOUR_BITS else k
+
+
+def for_rows(tile: Tile, kind: str, k: int) -> Tile:
+    """A tile for one token no wider than rows of k elements: with fewer warps, of types in `INTEGERS`, else with more
+    rows."""
+    rows, columns, warps = tile
+    while columns // 2 >= row_width(kind, k) and columns > 64:
+        columns //= 2
+        if kind in INTEGERS and warps > 1:
+            warps //= 2
+        else:
+            rows *= 2
+    return Tile(rows, columns, warps)
 
 
 def linear(w: Weight, x: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
@@ -454,7 +648,7 @@ def linear(w: Weight, x: Tensor, bias: Tensor | None = None, relu: bool = False)
     if out.numel():
         tile, two = fitting(w, tokens, processors(x)), halved(w.type, tokens)
         _linear_kernel[(triton.cdiv(w.rows, tile.rows),)](
-            halves(x) if two else x.contiguous(), w.data, either(w.scales, w.data), either(bias, out), out, tokens,
+            taken(x, w.type), w.data, either(w.scales, w.data), either(bias, out), out, tokens,
             w.rows, w.k, TYPE=w.type, BIAS=bias is not None, RELU=relu, T=columns(tokens, two), R=tile.rows,
             C=tile.columns, PRECISION=precision(x), HALVES=two, num_warps=tile.warps, num_stages=STAGES,
         )  # fmt: skip
@@ -529,6 +723,13 @@ def values(w: Weight, begin: int, end: int, shared: Tensor | None, group: Tensor
 def halved(kind: str, tokens: int) -> bool:
     """Whether products of weights of a type with so many tokens take these as `halves`."""
     return tokens > 1 and kind not in ("F32", "BF16")
+
+
+def taken(x: Tensor, kind: str) -> Tensor:
+    """x [tokens, k] as products with weights of a type take it."""
+    if len(x) == 1 and kind in INTEGERS:
+        return codes(x)
+    return halves(x) if halved(kind, len(x)) else x.contiguous()
 
 
 def columns(tokens: int, two: bool = False) -> int:
@@ -1001,7 +1202,7 @@ def predict(
         z = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
         counts = torch.empty((tokens, programs), dtype=torch.int32, device=x.device)
     _outer_kernel[(programs,)](
-        halves(hidden) if two else hidden, outer.data, either(outer.scales, outer.data), z, *into, counts, tokens, n,
+        taken(hidden, outer.type), outer.data, either(outer.scales, outer.data), z, *into, counts, tokens, n,
         outer.k, split, threshold, FLOOR=floor > 0, TYPE=outer.type, T=columns(tokens, two), R=tile.rows,
         C=tile.columns, PRECISION=precision(x), HALVES=two, num_warps=tile.warps, num_stages=STAGES,
     )  # fmt: skip

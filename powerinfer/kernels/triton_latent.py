@@ -12,18 +12,21 @@ import torch
 import triton
 import triton.language as tl
 
-from powerinfer.kernels.gpu_types import FEW, FOUR_BITS
+from powerinfer.kernels.gpu_types import FEW, INTEGERS
 from powerinfer.kernels.triton_kernels import (
     ONE,
-    SEVERAL,
+    WIDE,
     cache_kind,
+    codes,
     columns,
     context_splits,
     either,
+    for_rows,
     half,
     precision,
     processors,
     row_dots,
+    row_width,
     stored_head,
     turned_head,
 )
@@ -73,14 +76,16 @@ def per_head(w: Weight, x: Tensor, out: Tensor) -> None:
     if tokens > 1 and x.stride(1) != k:
         x = x.contiguous()
     assert x.stride(2) == out.stride(2) == 1
-    tile = (SEVERAL if tokens > 1 else ONE)[w.type]
-    used = max(32, int(triton.next_power_of_2(k // 2 if w.type in FOUR_BITS else k)))
-    wide = min(tile.columns, used)  # rows are short
-    tall = tile.rows if tokens > 1 else tile.rows * (tile.columns // wide)
+    if tokens == 1:
+        tile = for_rows(ONE[w.type], w.type, k)
+        x = codes(x[:, 0])[:, None] if w.type in INTEGERS else x
+    else:
+        tile = WIDE[w.type]
+        tile = tile._replace(columns=min(tile.columns, max(32, triton.next_power_of_2(row_width(w.type, k)))))
     rows = w.rows // heads
-    _per_head_kernel[(triton.cdiv(rows, tall), heads)](
+    _per_head_kernel[(triton.cdiv(rows, tile.rows), heads)](
         x, w.data, either(w.scales, w.data), out, tokens, rows, k, x.stride(0), out.stride(0), out.stride(1),
-        TYPE=w.type, T=columns(tokens), R=tall, C=wide, PRECISION=precision(x), num_warps=tile.warps,
+        TYPE=w.type, T=columns(tokens), R=tile.rows, C=tile.columns, PRECISION=precision(x), num_warps=tile.warps,
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from powerinfer.kernels.triton_kernels import (
     add_bias,
     columns,
     either,
+    for_rows,
     half_scales,
     halved,
     halves,
@@ -32,6 +33,7 @@ from powerinfer.kernels.triton_kernels import (
     processors,
     row_dots,
     small_signed,
+    taken,
 )
 
 if TYPE_CHECKING:
@@ -40,7 +42,11 @@ if TYPE_CHECKING:
     from powerinfer.kernels.gpu_types import Neurons, Weight
 
 # Products of listed neurons, for one token and for several: fewer rows than for a whole matrix.
-DOT_ONE = {**dict.fromkeys(("F32", "F16", "BF16", "Q8_0"), Tile(4, 1024, 4)), "Q4_0": Tile(4, 1024, 2)}
+DOT_ONE = {
+    **dict.fromkeys(("F32", "F16", "BF16"), Tile(4, 1024, 4)),
+    "Q8_0": Tile(4, 4096, 4),
+    "Q4_0": Tile(4, 2048, 4),
+}
 DOT_SEVERAL = {**dict.fromkeys(DOT_ONE, Tile(32, 32, 2)), "F16": Tile(32, 64, 4), "Q8_0": Tile(32, 64, 4)}
 # Sums of rows of down, likewise; rows: per iteration.
 ADD_ONE = {
@@ -267,6 +273,7 @@ def _add_floats(
 @triton.jit
 def _weighted(codes, d, d_high, by, TYPE: tl.constexpr, T: tl.constexpr):
     """Codes [R, B, E] times their scales and, for one token, times h [R]: the low and the high ones, of Q8_0 all twice.
+    Of four bits they are sixteen times as large for one token.
 
     d: scales [R, B]; of Q4_0X32 [R, B, E], and d_high those of the high codes.
     """
@@ -274,9 +281,10 @@ def _weighted(codes, d, d_high, by, TYPE: tl.constexpr, T: tl.constexpr):
         low = small_signed(codes)
         high = low
     else:
-        low, high = nibbles(codes)
-        low *= 0.0625
-        high *= 0.0625
+        low, high = nibbles(codes)  # sixteen times the codes
+        if T:
+            low *= 0.0625
+            high *= 0.0625
     if TYPE == "Q4_0X32":
         low *= d.to(tl.float32)
         high *= d_high.to(tl.float32)
@@ -344,9 +352,11 @@ def _add_blocks(
             acc_high = _joined(acc_high, h, tokens, n, T, C, HALVES)
             tl.store(parts + t * k + c[None, :] + 16, acc_high, mask=ok)
     else:
-        tl.store(parts + first, tl.sum(acc, 0), mask=(b < blocks)[:, None])
+        low_sum = tl.sum(acc, 0)
         if PAIRS:
-            tl.store(parts + first + 16, tl.sum(acc_high, 0), mask=(b < blocks)[:, None])
+            low_sum *= 0.0625
+            tl.store(parts + first + 16, tl.sum(acc_high, 0) * 0.0625, mask=(b < blocks)[:, None])
+        tl.store(parts + first, low_sum, mask=(b < blocks)[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens", "splits"])
@@ -398,7 +408,8 @@ def neuron_sum(
     """`gpu.neuron_sum` of one to `gpu.FEW` tokens and at least one neuron. fired: grows."""
     x = x.contiguous()
     tokens, n = x.shape[0], neurons.n
-    tile = (DOT_SEVERAL if tokens > 1 else DOT_ONE)[neurons.up.type]
+    kind = neurons.up.type
+    tile = DOT_SEVERAL[kind] if tokens > 1 else for_rows(DOT_ONE[kind], kind, neurons.up.k)
     blocks, programs = triton.cdiv(n, LIST), triton.cdiv(n, tile.rows)
 
     def numbers(*shape: int) -> Tensor:
@@ -421,7 +432,7 @@ def neuron_sum(
     up, two = neurons.up, halved(neurons.up.type, tokens)
     first, bias = (up, neurons.up_bias) if neurons.gate is None else (neurons.gate, neurons.gate_bias)
     _products_kernel[(programs,)](
-        halves(x) if two else x, first.data, either(first.scales, h), either(bias, h), up.data, either(up.scales, h),
+        taken(x, up.type), first.data, either(first.scales, h), either(bias, h), up.data, either(up.scales, h),
         either(neurons.up_bias, h), either(neurons.limits, h), either(neurons.product_limits, h),
         either(selected, h), listed, length, h, fired, counts, tokens, n, up.k, neurons.threshold, threshold,
         GATED=neurons.gate is not None, ACTIVATION=neurons.activation, TYPE=up.type, LISTED=selected is not None,
