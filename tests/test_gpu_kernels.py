@@ -106,14 +106,15 @@ def whole(type_name: str, k: int) -> int:
 
 def narrowed(type_name: str, tokens: int) -> float:
     """How far products with several tokens may round a weight, as a share of it: quantised ones to float16."""
-    several = 1 < tokens <= gpu.FEW and gpu.which(torch.empty(0, device=device_name())) == "triton"
+    few = 8 if type_name in gpu.INTEGERS else 1
+    several = few < tokens <= gpu.FEW and gpu.which(torch.empty(0, device=device_name())) == "triton"
     return 2**-11 if several and type_name not in ("F32", "F16", "BF16") else 0.0
 
 
 def coded(type_name: str, x: np.ndarray) -> np.ndarray:
-    """How far products with one token may round its values, float64 [T, k]: to integers, with quantised weights."""
+    """How far products with few tokens may round their values, float64 [T, k]: to integers, with quantised weights."""
     off = np.zeros(x.shape)
-    if len(x) == 1 and type_name in gpu.INTEGERS and gpu.which(torch.empty(0, device=device_name())) == "triton":
+    if len(x) <= 8 and type_name in gpu.INTEGERS and gpu.which(torch.empty(0, device=device_name())) == "triton":
         blocks = np.abs(x.astype(np.float64)).reshape(-1, 32)
         off += (np.repeat(blocks.max(axis=1), 32) * CODED).reshape(x.shape)
     return off
@@ -225,7 +226,8 @@ def test_a_matrix_is_multiplied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) 
         ("Q4_0", 512, 4096, 1, (1, 2048)),
         ("F16", 3, 33, 1, (1, 64)),
         ("F16", 32768, 8192, 8, (32, 128)),
-        ("Q4_0", 4096, 4096, 8, (16, 32)),
+        ("Q4_0", 4096, 4096, 8, (4, 2048)),
+        ("Q4_0", 4096, 4096, 16, (16, 32)),
         ("Q8_0", 256, 8192, 32, (16, 128)),
     ],
 )
@@ -258,7 +260,7 @@ def test_launches_fill_a_gpu(multiprocessors: int) -> None:
             programs = -(-rows // tile.rows)
             slots = triton_kernels.HELD[kind] // tile.warps * multiprocessors
             assert triton_kernels.filled(programs, slots) >= 0.55, (kind, rows, k, programs, slots)
-            rows_of_several = triton_kernels.fitting(weight, 8, multiprocessors).rows
+            rows_of_several = triton_kernels.fitting(weight, 16, multiprocessors).rows
             assert rows_of_several == 16 or rows >= 1.5 * multiprocessors * rows_of_several
     for kv_heads in (1, 8, 32):
         splits = triton_kernels.context_splits(128, 4, kv_heads, 2 * multiprocessors)

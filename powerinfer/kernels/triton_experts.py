@@ -19,6 +19,7 @@ import triton.language as tl
 
 from powerinfer.kernels.gpu_types import FEW, INTEGERS, NOT_A_NUMBER, OAI_LIMIT, OAI_SCALE
 from powerinfer.kernels.triton_kernels import (
+    IN_TURN,
     ONE,
     WIDE,
     Tile,
@@ -30,6 +31,7 @@ from powerinfer.kernels.triton_kernels import (
     precision,
     row_dots,
     taken,
+    taken_width,
 )
 from powerinfer.kernels.triton_neurons import active, sum_firing
 
@@ -301,22 +303,46 @@ def _grouped_hidden_kernel(
     slot = tl.program_id(1)
     neuron = tl.program_id(0) * R + tl.arange(0, R)
     live = neuron < size
-    t = tl.arange(0, T)
     row = slot.to(tl.int64) * size + neuron
     last = tl.load(begin + slot + 1)
-    for at in range(tl.load(begin + slot), last, T):
+    for at in range(tl.load(begin + slot), last, T if T else 1):
         here = last - at
-        own = x + at * k
-        u = row_dots(own, up, up_scales, row, live, here, k, UP_TYPE, T, R, C, PRECISION)
+        u = row_dots(_of(x, at, k, UP_TYPE, T), up, up_scales, row, live, here, k, UP_TYPE, T, R, C, PRECISION)
         u = add_bias(u, up_bias, row, live, BIAS, T)
         a = u
         if GATED:
-            a = row_dots(own, gate, gate_scales, row, live, here, k, TYPE, T, R, C, PRECISION)
+            a = row_dots(_of(x, at, k, TYPE, T), gate, gate_scales, row, live, here, k, TYPE, T, R, C, PRECISION)
             a = add_bias(a, gate_bias, row, live, BIAS, T)
-        a = _activated(a, u, limit, ACTIVATION, GATED)
-        a *= tl.load(weight_of + at + t, mask=t < here, other=0)[None, :]
-        to = h + (at + t)[None, :] * size + neuron[:, None]
-        tl.store(to, a, mask=live[:, None] & (t < here)[None, :])
+        a = _activated(a, u, limit, ACTIVATION, GATED) * _weights(weight_of, at, here, T)
+        _put(h, a, at, here, size, neuron, T)
+
+
+@triton.jit
+def _of(x, at, k, TYPE: tl.constexpr, T: tl.constexpr):
+    """Row `at` of x [rows, k], with T = 0 as `taken` makes it."""
+    return x + at * (k if T else taken_width(k, TYPE))
+
+
+@triton.jit
+def _weights(weight_of, at, here, T: tl.constexpr):
+    """Those of `here` rows from `at` on, at most T, [1, T]; with T = 0 of one."""
+    if T:
+        t = tl.arange(0, T)
+        weight = tl.load(weight_of + at + t, mask=t < here, other=0)[None, :]
+    else:
+        weight = tl.load(weight_of + at)
+    return weight
+
+
+@triton.jit
+def _put(to, y, at, here, width, column, T: tl.constexpr):
+    """Store y [R, T], with T = 0 [R], in columns [R] of rows from `at` on of `to` [rows, width]."""
+    if T:
+        t = tl.arange(0, T)
+        real = (column < width)[:, None] & (t < here)[None, :]
+        tl.store(to + (at + t)[None, :] * width + column[:, None], y, mask=real)
+    else:
+        tl.store(to + at * width + column, y, mask=column < width)
 
 
 @triton.jit
@@ -328,17 +354,15 @@ def _grouped_down_kernel(
     slot = tl.program_id(1)
     element = tl.program_id(0) * R + tl.arange(0, R)
     live = element < rows
-    t = tl.arange(0, T)
     row = slot.to(tl.int64) * rows + element
     last = tl.load(begin + slot + 1)
-    for at in range(tl.load(begin + slot), last, T):
+    for at in range(tl.load(begin + slot), last, T if T else 1):
         here = last - at
-        y = row_dots(h + at * k, data, scales, row, live, here, k, TYPE, T, R, C, PRECISION)
+        y = row_dots(_of(h, at, k, TYPE, T), data, scales, row, live, here, k, TYPE, T, R, C, PRECISION)
         if BIAS:
-            own = tl.load(weight_of + at + t, mask=t < here, other=0)
-            y += own[None, :] * tl.load(bias + row, mask=live, other=0)[:, None]
-        to = out + (at + t)[None, :] * rows + element[:, None]
-        tl.store(to, y, mask=live[:, None] & (t < here)[None, :])
+            own = tl.load(bias + row, mask=live, other=0)
+            y += _weights(weight_of, at, here, T) * (own[:, None] if T else own)
+        _put(out, y, at, here, rows, element, T)
 
 
 @triton.jit
@@ -351,22 +375,25 @@ def _grouped_firing_kernel(
     slot = tl.program_id(1)
     neuron = tl.program_id(0) * R + tl.arange(0, R)
     live = neuron < size
-    t = tl.arange(0, T)
     row = slot.to(tl.int64) * size + neuron
     last = tl.load(begin + slot + 1)
-    for at in range(tl.load(begin + slot), last, T):
+    for at in range(tl.load(begin + slot), last, T if T else 1):
         here = last - at
-        own, mine = x + at * k, live[:, None] & (t < here)[None, :]
-        a = row_dots(own, gate, gate_scales, row, live, here, k, TYPE, T, R, C, PRECISION)
-        a = tl.where(mine, active(a, limit, ACTIVATION), 0.0)
-        fires = tl.max((a != 0).to(tl.int32), 1)
+        a = row_dots(_of(x, at, k, TYPE, T), gate, gate_scales, row, live, here, k, TYPE, T, R, C, PRECISION)
+        a = active(a, limit, ACTIVATION)
+        if T:
+            a = tl.where(live[:, None] & (tl.arange(0, T) < here)[None, :], a, 0.0)
+            fires = tl.max((a != 0).to(tl.int32), 1)
+        else:
+            a = tl.where(live, a, 0.0)
+            fires = (a != 0).to(tl.int32)
         if tl.max(fires, 0) > 0:
+            own = _of(x, at, k, UP_TYPE, T)
             u = row_dots(own, up, up_scales, row, fires > 0, here, k, UP_TYPE, T, R, C, PRECISION)
             if ACTIVATION == "drelu":
                 u = tl.where(u <= 0, 0.0, u)
-            weight = tl.load(weight_of + at + t, mask=t < here, other=0)
-            a = tl.where(a == 0, 0.0, a * u * weight[None, :])
-        tl.store(h + (at + t)[None, :] * size + neuron[:, None], a, mask=mine)
+            a = tl.where(a == 0, 0.0, a * u * _weights(weight_of, at, here, T))
+        _put(h, a, at, here, size, neuron, T)
 
 
 @triton.jit
@@ -460,21 +487,26 @@ def expert_sum(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) -> T
     gathered, rows = (torch.empty((pairs, d), dtype=torch.float32, device=device) for _ in range(2))
     wide = triton.cdiv(d, COLUMNS)
     _gather_kernel[(pairs, wide)](x.contiguous(), token_of, gathered, d, C=COLUMNS, num_warps=4)
-    columns = min(MOST_COLUMNS, max(16, triton.next_power_of_2(triton.cdiv(pairs, experts.slots))))
     up, down, size, exact, bias = experts.up, experts.down, experts.size, precision(x), experts.up_bias is not None
     first = up if experts.gate is None else experts.gate
-    h = torch.empty((pairs, size), dtype=torch.float32, device=device)
-    tile, of_each = WIDE[up.type], (begin, weight_of, h, size, d, experts.threshold)
+    each = triton.cdiv(pairs, experts.slots)
+    columns = min(MOST_COLUMNS, max(16, triton.next_power_of_2(each)))
+    turns = each <= IN_TURN and first.type in INTEGERS and up.type in INTEGERS
+    h = torch.empty((pairs, size), dtype=torch.float32, device=x.device)
+    tile = for_rows(ONE[up.type], up.type, d) if turns else WIDE[up.type]
+    of_each = (begin, weight_of, h, size, d, experts.threshold)
     kinds = {"ACTIVATION": experts.activation, "TYPE": first.type, "UP_TYPE": up.type}
-    shape = {"T": columns, "R": tile.rows, "C": tile.columns, "PRECISION": exact, "num_warps": tile.warps}
+    shape = {"T": 0 if turns else columns, "R": tile.rows, "C": tile.columns, "PRECISION": exact}
+    shape["num_warps"] = tile.warps
     weights_of = first.data, either(first.scales, first.data), up.data, either(up.scales, up.data)
     grid = triton.cdiv(size, tile.rows), experts.slots
+    given = codes(gathered) if turns else gathered
     if experts.by_neuron and tokens <= FEW:
-        _grouped_firing_kernel[grid](gathered, *weights_of, *of_each, **kinds, **shape)
+        _grouped_firing_kernel[grid](given, *weights_of, *of_each, **kinds, **shape)
     else:
         gate_of, up_of = weights_of[:2], weights_of[2:]
         _grouped_hidden_kernel[grid](
-            gathered, *gate_of, either(experts.gate_bias, h), *up_of, either(experts.up_bias, h), *of_each,
+            given, *gate_of, either(experts.gate_bias, h), *up_of, either(experts.up_bias, h), *of_each,
             GATED=experts.gate is not None, BIAS=bias, **kinds, **shape,
         )  # fmt: skip
     if experts.by_neuron:
@@ -485,10 +517,12 @@ def expert_sum(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) -> T
             TYPE=down.type, T=columns, R=tile.rows, C=tile.columns, PRECISION=exact, num_warps=tile.warps,
         )  # fmt: skip
     else:
-        tile = WIDE[down.type]
+        turns = each <= IN_TURN and down.type in INTEGERS
+        tile = for_rows(ONE[down.type], down.type, size) if turns else WIDE[down.type]
         _grouped_down_kernel[(triton.cdiv(d, tile.rows), experts.slots)](
-            h, down.data, either(down.scales, h), either(experts.down_bias, h), begin, weight_of, rows, d, size,
-            TYPE=down.type, BIAS=bias, T=columns, R=tile.rows, C=tile.columns, PRECISION=exact, num_warps=tile.warps,
+            codes(h) if turns else h, down.data, either(down.scales, h), either(experts.down_bias, h), begin, weight_of,
+            rows, d, size, TYPE=down.type, BIAS=bias, T=0 if turns else columns, R=tile.rows, C=tile.columns,
+            PRECISION=exact, num_warps=tile.warps,
         )  # fmt: skip
     _merge_kernel[(tokens, wide)](rows, row_of, slots, out, top_k, d, C=COLUMNS, num_warps=4)
     return out

@@ -51,6 +51,7 @@ WIDE = {**dict.fromkeys(ONE, Tile(64, 64, 4)), **dict.fromkeys(FOUR_BITS, Tile(6
 # Warps of products with one token that a multiprocessor holds, by their registers as compiled for sm_90: so many fill
 # a GPU.
 HELD = {"F32": 48, "F16": 28, "BF16": 28, "Q8_0": 32, "Q4_0": 36, "MXFP4": 16, "Q4_K": 24, "Q5_K": 16, "Q6_K": 16}
+IN_TURN = 8  # tokens at most whose products are of integers
 LEAST_SEVERAL = 1.5  # at least so many for each multiprocessor, where a matrix has the rows for smaller tiles
 NEARLY = 0.9  # of what the best tile fills suffices
 LEAST_ROWS = 16  # of a tile for tensor cores
@@ -573,6 +574,13 @@ def row_dots(
 
 
 @triton.jit
+def taken_width(k, TYPE: tl.constexpr):
+    """Elements of a token of k activations as `taken` makes it for products of one token, or of these in turn."""
+    INTEGER: tl.constexpr = TYPE == "Q8_0" or TYPE == "Q4_0" or TYPE == "Q4_K" or TYPE == "Q5_K" or TYPE == "Q6_K"
+    return k // 32 * WORDS if INTEGER else k
+
+
+@triton.jit
 def add_bias(sums, bias, row, live, BIAS: tl.constexpr, T: tl.constexpr):
     """Adds the bias, if any, to the rows of `row_dots`."""
     if BIAS:
@@ -589,15 +597,21 @@ def _linear_kernel(
 ):  # fmt: skip
     row = tl.program_id(0) * R + tl.arange(0, R)
     live = row < rows
-    y = row_dots(x, data, scales, row.to(tl.int64), live, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
-    y = add_bias(y, bias, row, live, BIAS, T)
-    if RELU:
-        y = tl.where(y <= 0, 0.0, y)
     if T:
+        y = row_dots(x, data, scales, row.to(tl.int64), live, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
+        y = add_bias(y, bias, row, live, BIAS, T)
+        if RELU:
+            y = tl.where(y <= 0, 0.0, y)
         t = tl.arange(0, T)
         tl.store(out + t[None, :] * rows + row[:, None], y, mask=live[:, None] & (t < tokens)[None, :])
     else:
-        tl.store(out + row, y, mask=live)
+        for t in range(tokens):
+            own = x + t * taken_width(k, TYPE)
+            y = row_dots(own, data, scales, row.to(tl.int64), live, 1, k, TYPE, 0, R, C, PRECISION)
+            y = add_bias(y, bias, row, live, BIAS, 0)
+            if RELU:
+                y = tl.where(y <= 0, 0.0, y)
+            tl.store(out + t * rows + row, y, mask=live)
 
 
 def filled(programs: int, slots: int) -> float:
@@ -609,7 +623,7 @@ def fitting(w: Weight, tokens: int, multiprocessors: int) -> Tile:
     """The tile for a matrix. For one token as large as any, no wider than a row, and lower, and wider if it can be,
     where it would leave more of the GPU empty, in its last wave. For several tokens lower until every multiprocessor
     has some."""
-    if tokens > 1:
+    if not in_turn(w.type, tokens):
         rows, columns, warps = SEVERAL[w.type]
         while triton.cdiv(w.rows, rows) < LEAST_SEVERAL * multiprocessors and rows > LEAST_ROWS:
             rows //= 2
@@ -649,7 +663,7 @@ def linear(w: Weight, x: Tensor, bias: Tensor | None = None, relu: bool = False)
         tile, two = fitting(w, tokens, processors(x)), halved(w.type, tokens)
         _linear_kernel[(triton.cdiv(w.rows, tile.rows),)](
             taken(x, w.type), w.data, either(w.scales, w.data), either(bias, out), out, tokens,
-            w.rows, w.k, TYPE=w.type, BIAS=bias is not None, RELU=relu, T=columns(tokens, two), R=tile.rows,
+            w.rows, w.k, TYPE=w.type, BIAS=bias is not None, RELU=relu, T=columns(w.type, tokens), R=tile.rows,
             C=tile.columns, PRECISION=precision(x), HALVES=two, num_warps=tile.warps, num_stages=STAGES,
         )  # fmt: skip
     return out
@@ -720,21 +734,34 @@ def values(w: Weight, begin: int, end: int, shared: Tensor | None, group: Tensor
     return out
 
 
+def in_turn(kind: str, tokens: int) -> bool:
+    """Whether products of weights of a type with so many tokens are those of one token after the other: then a row is
+    in a cache from the second one on. Products of integers are faster so than tensor cores, to which weights must be
+    handed as float16."""
+    return tokens == 1 or (kind in INTEGERS and tokens <= IN_TURN)
+
+
 def halved(kind: str, tokens: int) -> bool:
-    """Whether products of weights of a type with so many tokens take these as `halves`."""
-    return tokens > 1 and kind not in ("F32", "BF16")
+    """Whether products of weights of a type with so many tokens take the activations as `halves`."""
+    return not in_turn(kind, tokens) and kind not in ("F32", "BF16")
 
 
 def taken(x: Tensor, kind: str) -> Tensor:
     """x [tokens, k] as products with weights of a type take it."""
-    if len(x) == 1 and kind in INTEGERS:
+    if kind in INTEGERS and in_turn(kind, len(x)):
         return codes(x)
     return halves(x) if halved(kind, len(x)) else x.contiguous()
 
 
-def columns(tokens: int, two: bool = False) -> int:
-    """Columns of a product with that number of tokens: 0 for one, otherwise a size for tensor cores; two: halves."""
-    return 0 if tokens == 1 else max(8 if two else 16, triton.next_power_of_2(tokens))
+def columns(kind: str, tokens: int) -> int:
+    """Columns of a product of weights of a type with that number of tokens: 0 if these are `in_turn`, otherwise a size
+    for tensor cores."""
+    return 0 if in_turn(kind, tokens) else tensor_columns(tokens, halved(kind, tokens))
+
+
+def tensor_columns(tokens: int, two: bool) -> int:
+    """Columns of a product of several tokens by tensor cores; two: of `halves`."""
+    return max(8 if two else 16, int(triton.next_power_of_2(tokens)))
 
 
 def either(tensor: Tensor | None, other: Tensor) -> Tensor:
@@ -1132,8 +1159,8 @@ def _outer_kernel(
     """
     row = tl.program_id(0) * R + tl.arange(0, R)
     live = row < n
-    y = row_dots(x, data, scales, row.to(tl.int64), live, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
     if T:
+        y = row_dots(x, data, scales, row.to(tl.int64), live, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
         t = tl.arange(0, T)
         here = live[:, None] & (t < tokens)[None, :]
         chosen = here & ((y >= threshold) | (y != y))
@@ -1143,11 +1170,14 @@ def _outer_kernel(
             own = tl.sum(chosen.to(tl.int32), 0)
             tl.store(counts + t * tl.num_programs(0) + tl.program_id(0), own, mask=t < tokens)
     else:
-        chosen = live & ((y >= threshold) | (y != y))
-        _put_selection(chosen, first, others, 0, row, live, n, split)
-        if FLOOR:
-            tl.store(z + row, y, mask=live)
-            tl.store(counts + tl.program_id(0), tl.sum(chosen.to(tl.int32), 0))
+        for t in range(tokens):
+            own = x + t * taken_width(k, TYPE)
+            y = row_dots(own, data, scales, row.to(tl.int64), live, 1, k, TYPE, 0, R, C, PRECISION)
+            chosen = live & ((y >= threshold) | (y != y))
+            _put_selection(chosen, first, others, t, row, live, n, split)
+            if FLOOR:
+                tl.store(z + t * n + row, y, mask=live)
+                tl.store(counts + t * tl.num_programs(0) + tl.program_id(0), tl.sum(chosen.to(tl.int32), 0))
 
 
 @triton.jit
@@ -1203,7 +1233,7 @@ def predict(
         counts = torch.empty((tokens, programs), dtype=torch.int32, device=x.device)
     _outer_kernel[(programs,)](
         taken(hidden, outer.type), outer.data, either(outer.scales, outer.data), z, *into, counts, tokens, n,
-        outer.k, split, threshold, FLOOR=floor > 0, TYPE=outer.type, T=columns(tokens, two), R=tile.rows,
+        outer.k, split, threshold, FLOOR=floor > 0, TYPE=outer.type, T=columns(outer.type, tokens), R=tile.rows,
         C=tile.columns, PRECISION=precision(x), HALVES=two, num_warps=tile.warps, num_stages=STAGES,
     )  # fmt: skip
     if floor:

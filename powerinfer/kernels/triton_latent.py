@@ -18,16 +18,18 @@ from powerinfer.kernels.triton_kernels import (
     WIDE,
     cache_kind,
     codes,
-    columns,
     context_splits,
     either,
     for_rows,
     half,
+    in_turn,
     precision,
     processors,
     row_dots,
     row_width,
     stored_head,
+    taken_width,
+    tensor_columns,
     turned_head,
 )
 
@@ -59,13 +61,17 @@ def _per_head_kernel(
     head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * R + tl.arange(0, R)
     live = row < rows
-    y = row_dots(x + head * x_head, data, scales, head * rows + row, live, tokens, k, TYPE, T, R, C, PRECISION)
+    x += head * x_head
     out += head * out_head
     if T:
+        y = row_dots(x, data, scales, head * rows + row, live, tokens, k, TYPE, T, R, C, PRECISION)
         t = tl.arange(0, T)
         tl.store(out + t[None, :] * out_token + row[:, None], y, mask=live[:, None] & (t < tokens)[None, :])
     else:
-        tl.store(out + row, y, mask=live)
+        for t in range(tokens):
+            own = x + t * taken_width(k, TYPE)
+            y = row_dots(own, data, scales, head * rows + row, live, 1, k, TYPE, 0, R, C, PRECISION)
+            tl.store(out + t * out_token + row, y, mask=live)
 
 
 def per_head(w: Weight, x: Tensor, out: Tensor) -> None:
@@ -73,19 +79,22 @@ def per_head(w: Weight, x: Tensor, out: Tensor) -> None:
     heads, tokens, k = x.shape
     if not out.numel():
         return
-    if tokens > 1 and x.stride(1) != k:
-        x = x.contiguous()
     assert x.stride(2) == out.stride(2) == 1
-    if tokens == 1:
+    turns = in_turn(w.type, tokens)
+    if turns:
         tile = for_rows(ONE[w.type], w.type, k)
-        x = codes(x[:, 0])[:, None] if w.type in INTEGERS else x
     else:
         tile = WIDE[w.type]
         tile = tile._replace(columns=min(tile.columns, max(32, triton.next_power_of_2(row_width(w.type, k)))))
+    if turns and w.type in INTEGERS:
+        x = codes(x.reshape(-1, k)).view(heads, tokens, -1)
+    elif tokens > 1 and x.stride(1) != k:
+        x = x.contiguous()
     rows = w.rows // heads
     _per_head_kernel[(triton.cdiv(rows, tile.rows), heads)](
         x, w.data, either(w.scales, w.data), out, tokens, rows, k, x.stride(0), out.stride(0), out.stride(1),
-        TYPE=w.type, T=columns(tokens), R=tile.rows, C=tile.columns, PRECISION=precision(x), num_warps=tile.warps,
+        TYPE=w.type, T=0 if turns else tensor_columns(tokens, False), R=tile.rows, C=tile.columns,
+        PRECISION=precision(x), num_warps=tile.warps,
     )  # fmt: skip
 
 

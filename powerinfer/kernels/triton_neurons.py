@@ -27,6 +27,7 @@ from powerinfer.kernels.triton_kernels import (
     half_scales,
     halved,
     halves,
+    in_turn,
     lanes,
     nibbles,
     precision,
@@ -34,6 +35,8 @@ from powerinfer.kernels.triton_kernels import (
     row_dots,
     small_signed,
     taken,
+    taken_width,
+    tensor_columns,
 )
 
 if TYPE_CHECKING:
@@ -143,6 +146,39 @@ def _tokens_of(a, T: tl.constexpr):
     return tl.sum(fires, 1) if T else fires
 
 
+@triton.jit
+def _product(
+    x, gate, gate_scales, gate_bias, up, up_scales, up_bias, limits, product_limits, row, live, mine, tokens, k, limit,
+    threshold,
+    GATED: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, GATE_BIAS: tl.constexpr, UP_BIAS: tl.constexpr,
+    LIMITS: tl.constexpr, PRODUCT_LIMITS: tl.constexpr, THRESHOLD: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr, PRECISION: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """h of rows [R] that are live, of several tokens [R, T]: zero where not `mine`."""
+    a = row_dots(x, gate, gate_scales, row, live, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
+    a = add_bias(a, gate_bias, row, live, GATE_BIAS, T)
+    if LIMITS:
+        own = tl.load(limits + row, mask=live, other=0)
+        a = active(a, own[:, None] if T else own, ACTIVATION)
+    else:
+        a = active(a, limit, ACTIVATION)
+    if THRESHOLD:
+        a = tl.where(tl.abs(a) <= threshold, 0.0, a)
+    a = tl.where(mine, a, 0.0)
+    if GATED:
+        fires = _tokens_of(a, T)
+        if tl.max(fires, 0) > 0:
+            u = row_dots(x, up, up_scales, row, fires > 0, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
+            u = add_bias(u, up_bias, row, live, UP_BIAS, T)
+            if ACTIVATION == "drelu":
+                u = tl.where(u <= 0, 0.0, u)
+            a = tl.where(a == 0, 0.0, a * u)
+            if PRODUCT_LIMITS:
+                least = tl.load(product_limits + row, mask=live, other=0)
+                a = tl.where(tl.abs(a) <= (least[:, None] if T else least), 0.0, a)
+    return a
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _products_kernel(
     x, gate, gate_scales, gate_bias, up, up_scales, up_bias, limits, product_limits, selected, listed, length, h,
@@ -165,39 +201,33 @@ def _products_kernel(
     row = tl.where(live, neuron, 0).to(tl.int64)
     count = 0
     if tl.program_id(0) * R < many:
-        a = row_dots(x, gate, gate_scales, row, live, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
-        a = add_bias(a, gate_bias, row, live, GATE_BIAS, T)
-        if LIMITS:
-            own = tl.load(limits + row, mask=live, other=0)
-            a = active(a, own[:, None] if T else own, ACTIVATION)
-        else:
-            a = active(a, limit, ACTIVATION)
-        if THRESHOLD:
-            a = tl.where(tl.abs(a) <= threshold, 0.0, a)
-        mine = live
+        fires = tl.zeros((R,), tl.int32)
         if T:
             t = tl.arange(0, T)
             mine = live[:, None] & (t < tokens)[None, :]
             if LISTED:
                 mine &= tl.load(selected + t[None, :] * n + row[:, None], mask=mine, other=0) != 0
-        a = tl.where(mine, a, 0.0)
-        fires = _tokens_of(a, T)
-        if GATED:  # noqa: SIM102 - known when it is compiled
-            if tl.max(fires, 0) > 0:
-                u = row_dots(x, up, up_scales, row, fires > 0, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
-                u = add_bias(u, up_bias, row, live, UP_BIAS, T)
-                if ACTIVATION == "drelu":
-                    u = tl.where(u <= 0, 0.0, u)
-                a = tl.where(a == 0, 0.0, a * u)
-                if PRODUCT_LIMITS:
-                    least = tl.load(product_limits + row, mask=live, other=0)
-                    a = tl.where(tl.abs(a) <= (least[:, None] if T else least), 0.0, a)
-                fires = _tokens_of(a, T)
-        if T:
-            t = tl.arange(0, T)
+            a = _product(
+                x, gate, gate_scales, gate_bias, up, up_scales, up_bias, limits, product_limits, row, live, mine,
+                tokens, k, limit, threshold, GATED, ACTIVATION, TYPE, GATE_BIAS, UP_BIAS, LIMITS, PRODUCT_LIMITS,
+                THRESHOLD, T, R, C, PRECISION, HALVES,
+            )  # fmt: skip
             tl.store(h + t[None, :] * n + place[:, None], a, mask=live[:, None] & (t < tokens)[None, :])
+            fires += _tokens_of(a, T)
         else:
-            tl.store(h + place, a, mask=live)
+            for t in range(tokens):
+                mine = live
+                if LISTED:  # for some token; if there is one, for that
+                    mine &= tl.load(selected + t * n + row, mask=live & (tokens > 1), other=1) != 0
+                a = tl.zeros((R,), tl.float32)
+                if tl.max(mine.to(tl.int32), 0) > 0:
+                    a = _product(
+                        x + t * taken_width(k, TYPE), gate, gate_scales, gate_bias, up, up_scales, up_bias, limits,
+                        product_limits, row, mine, mine, 1, k, limit, threshold, GATED, ACTIVATION, TYPE, GATE_BIAS,
+                        UP_BIAS, LIMITS, PRODUCT_LIMITS, THRESHOLD, 0, R, C, PRECISION, False,
+                    )  # fmt: skip
+                tl.store(h + t * n + place, a, mask=live)
+                fires += _tokens_of(a, 0)
         before = tl.load(fired + row, mask=live, other=0)
         tl.store(fired + row, before + fires.to(fired.dtype.element_ty), mask=live)
         count = tl.sum((fires > 0).to(tl.int32), 0)
@@ -409,7 +439,7 @@ def neuron_sum(
     x = x.contiguous()
     tokens, n = x.shape[0], neurons.n
     kind = neurons.up.type
-    tile = DOT_SEVERAL[kind] if tokens > 1 else for_rows(DOT_ONE[kind], kind, neurons.up.k)
+    tile = for_rows(DOT_ONE[kind], kind, neurons.up.k) if in_turn(kind, tokens) else DOT_SEVERAL[kind]
     blocks, programs = triton.cdiv(n, LIST), triton.cdiv(n, tile.rows)
 
     def numbers(*shape: int) -> Tensor:
@@ -429,7 +459,7 @@ def neuron_sum(
         )  # fmt: skip
     h = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
     counts = numbers(programs)
-    up, two = neurons.up, halved(neurons.up.type, tokens)
+    up, two = neurons.up, halved(kind, tokens)
     first, bias = (up, neurons.up_bias) if neurons.gate is None else (neurons.gate, neurons.gate_bias)
     _products_kernel[(programs,)](
         taken(x, up.type), first.data, either(first.scales, h), either(bias, h), up.data, either(up.scales, h),
@@ -437,8 +467,8 @@ def neuron_sum(
         either(selected, h), listed, length, h, fired, counts, tokens, n, up.k, neurons.threshold, threshold,
         GATED=neurons.gate is not None, ACTIVATION=neurons.activation, TYPE=up.type, LISTED=selected is not None,
         GATE_BIAS=bias is not None, UP_BIAS=neurons.up_bias is not None, LIMITS=neurons.limits is not None,
-        PRODUCT_LIMITS=neurons.product_limits is not None, THRESHOLD=threshold > 0, T=columns(tokens, two), R=tile.rows,
-        C=tile.columns, PRECISION=precision(x), HALVES=two, num_warps=tile.warps, num_stages=STAGES,
+        PRODUCT_LIMITS=neurons.product_limits is not None, THRESHOLD=threshold > 0, T=columns(kind, tokens),
+        R=tile.rows, C=tile.columns, PRECISION=precision(x), HALVES=two, num_warps=tile.warps, num_stages=STAGES,
     )  # fmt: skip
     down = neurons.down, neurons.shared, neurons.group
     if selected is not None:  # most of what a selector selects fires: not worth another list
@@ -492,12 +522,12 @@ def _down(
     tile = (ADD_SEVERAL if tokens > 1 else ADD_ONE)[down.type]
     across, splits = add_grid(down, n, tokens, processors(h))
     parts = torch.empty((splits, tokens, down.k), dtype=torch.float32, device=h.device)
-    two = halved(down.type, tokens)
+    two = tokens > 1 and down.type not in ("F32", "BF16")
     _add_kernel[(across, splits)](
         down.data, either(down.scales, h), either(shared, h), group, rows, total, halves(h, total) if two else h,
         parts, tokens, n, down.k, splits,
-        TYPE=down.type, T=columns(tokens, two), R=tile.rows, C=tile.columns, PRECISION=precision(h), HALVES=two,
-        num_warps=tile.warps, num_stages=STAGES,
+        TYPE=down.type, T=tensor_columns(tokens, two) if tokens > 1 else 0, R=tile.rows, C=tile.columns,
+        PRECISION=precision(h), HALVES=two, num_warps=tile.warps, num_stages=STAGES,
     )  # fmt: skip
     if splits == 1 and into is None:
         return parts[0]
