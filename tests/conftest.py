@@ -38,6 +38,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def own_cache(real: Path) -> Path:
     """A folder for what tests measure of this machine, which other tests disturb; models are where they always are."""
+    real = real.resolve()
     (real / "models").mkdir(parents=True, exist_ok=True)
     folder = real / "tests"
     folder.mkdir(exist_ok=True)

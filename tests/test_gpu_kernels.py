@@ -285,7 +285,7 @@ def test_long_rows(type_name: str, tokens: int) -> None:
 def test_halves_have_22_bits_of_the_largest_value(k: int, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of tokens of any size; what is not finite stays with its token, in products, too."""
     if kernels == "torch":
-        return
+        pytest.skip("halves are Triton's")
     from powerinfer.kernels import triton_kernels
 
     monkeypatch.setattr(triton_kernels, "HALVED", 64)  # several pieces of a row
@@ -537,7 +537,9 @@ def guessed(inner: gpu.Weight, outer: gpu.Weight, x: torch.Tensor, threshold: fl
     return found[0]
 
 
-@pytest.mark.parametrize(("type_name", "tokens"), [("F16", 1), ("F16", 33), ("Q8_0", 1), ("Q8_0", 32), ("Q8_0", 33)])
+@pytest.mark.parametrize(
+    ("type_name", "tokens"), [("F16", 1), ("F16", 9), ("F16", 33), ("Q8_0", 1), ("Q8_0", 5), ("Q8_0", 12), ("Q8_0", 33)]
+)
 def test_what_a_predictor_names(type_name: str, tokens: int, kernels: str) -> None:
     inner, outer = raw(type_name, 32, 64), raw(type_name, 70, 32)
     x = floats(14, tokens, 64)

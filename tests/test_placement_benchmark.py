@@ -56,10 +56,18 @@ def test_aims_are_marked_as_missing_or_simulated(measured: bool, monkeypatch: py
     }
     jobs |= {f"ablation/{aims_table.FALCON}/0/dense": peer, f"card/{aims_table.FALCON}": {"vram": 6 << 30}}
     models = {aims_table.FALCON: {"plan": {"n_layers": 15}, "whole_layers": 60}}
-    document = {"jobs": jobs, "models": models} if measured else None
+    settings = {"gpu": "cuda:0", "scale": "0.1"}
     kernels = [{"kernel": "neurons", "type": "F16/F16", "tokens": 1, "share": 0.5}]
-    monkeypatch.setattr(aims_table, "newest", lambda *_: document)
-    monkeypatch.setattr(aims_table, "of_kind", lambda _: [{"kernels": kernels}] if measured else [])
+    layer = {"kernels": kernels, "active": 0.1, "plain": True, "d_ff": 32768, "device": "a GPU"}
+    found = {
+        "hybrid": [
+            {"jobs": jobs, "models": models, "settings": settings},
+            {"jobs": jobs, "models": models, "settings": settings | {"gpu": "cpu"}},  # says nothing about speed
+            {"jobs": {}, "models": {"drelu-7b": {}}, "settings": settings},
+        ],
+        "gpu-kernels": [layer, layer | {"device": "cpu", "kernels": [kernels[0] | {"share": 0.9}]}],
+    }
+    monkeypatch.setattr(aims_table, "of_kind", lambda kind: found[kind] if measured else [])
     steps = {"predicted_tok_s": 16.0, "tok_s": 16.1, "busy": 0.98, "gpu_share": 0.39}
     policies = {"time": steps, "random": steps | {"tok_s": 11.0}}
     cases = [
@@ -73,8 +81,17 @@ def test_aims_are_marked_as_missing_or_simulated(measured: bool, monkeypatch: py
     if measured:
         assert on_a_gpu[0] == "10.0x: 40 by 4.0 tokens/s, 15 of 60 layers, 6.0 GiB"
         assert on_a_gpu[4] == "Falcon-40B, as above: 4.0x at 8, 9.0x at 32 (4.5x the peer's best at any of these sizes)"
-        assert on_a_gpu[5:8] == ["50 %, missing", "60 %; 70 %; +20 %", "4, 40 tokens/s"]
+        assert on_a_gpu[5:8] == [
+            "50 % (Falcon-40B), missing",
+            "60 %; 70 %; +20 %",
+            "whole layers, dense: 4; at a time, the plan: 40 tokens/s",
+        ]
     assert on_a_gpu.count(aims_table.MISSING) == (4 if measured else 9)
+    if measured:  # what failed is missing, and nothing else
+        jobs.pop(f"decode/{aims_table.FALCON}/0/llama.cpp")
+        jobs[f"decode/{aims_table.FALCON}/0/powerinfer"] = run
+        assert aims_table.falcon_decode() == aims_table.falcon_batches() == aims_table.MISSING
+        assert aims_table.falcon_shares() == "60 %; missing; missing"
     for row in rows:
         cells = [cell.strip() for cell in row.split("|")[5:-1]]
         assert all(cell.startswith(("simulated: ", "nothing: ", "does not fit")) for cell in cells)

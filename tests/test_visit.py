@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 
 from benchmarks.hybrid import carry, compare, experts, visit, worker  # noqa: E402
 from benchmarks.hybrid.visit import Step  # noqa: E402
-from benchmarks.lib import llama_cpp, machine  # noqa: E402
+from benchmarks.lib import cuda_wheels, llama_cpp, machine  # noqa: E402
 
 
 @pytest.mark.slow
@@ -258,6 +258,26 @@ def test_some_steps_of_a_call(
     assert [key.partition("/")[2] for key in json.loads((tmp_path / "visit.json").read_text())] == ["one", "three"]
     with pytest.raises(SystemExit, match="no step 'four': one, two, three"):
         visit.main([*where, "--only", "four"])
+    steps.append(Step("five", python("print(5)"), 60, ("two",)))
+    assert visit.main([*where, "--only", "five"]) == 1
+    assert "two was not run" in capsys.readouterr().out
+
+
+def test_models_of_another_scale_are_made_and_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was done with a tenth of the layers is not taken for the whole model, and lies in other files."""
+    run: list[tuple[str, ...]] = []
+    monkeypatch.setattr(visit.Visit, "one", lambda self, step, limit: run.append(step.command) or {"rc": 0, "why": ""})
+    (tmp_path / "peer").mkdir()
+    where = ["falcon", "--work", str(tmp_path), "--peer", str(tmp_path / "peer")]
+    assert visit.main([*where, "--scale", "0.1"]) == visit.main([*where, "--scale", "0.1"]) == 0
+    count = len(run)
+    assert visit.main(where) == 0 and len(run) == 2 * count > 0
+    given = [command[command.index("--out") + 1] for command in run]
+    assert not set(given[:count]) & set(given[count:])
+    assert all(command[command.index("--scale") + 1] == "0.1" for command in run[:count])
+    assert [command[command.index("--peer") + 1] for command in run if "--peer" in command] == [
+        str(tmp_path / "peer")
+    ] * 4
 
 
 def test_rates_that_were_measured_before(tmp_path: Path) -> None:
@@ -275,6 +295,15 @@ def test_rates_that_were_measured_before(tmp_path: Path) -> None:
     save(replace(load("pc-high"), gpu=None, key=key | {"cpu": "another one"}), other)
     with pytest.raises(SystemExit, match="of another machine: cpu another one"):
         visit.keep_rates([other], tmp_path / "cache")
+    save(replace(load("pc-high"), gpu=None, key={}), other)
+    with pytest.raises(SystemExit, match="was not measured"):
+        visit.keep_rates([other], tmp_path / "cache")
+
+
+def test_a_link_is_made_again(tmp_path: Path) -> None:
+    for to in ("one", "two"):
+        cuda_wheels.link(tmp_path / "lib64", to)
+        assert os.readlink(tmp_path / "lib64") == to
 
 
 def test_a_build_of_the_peer_without_some_kernels(tmp_path: Path) -> None:

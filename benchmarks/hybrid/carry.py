@@ -109,6 +109,7 @@ def main() -> int:
     build(arguments.folder, arguments.python)
     archive = ["git", "archive", "--format=tar.gz", "-o", str((arguments.folder / "source.tgz").resolve()), "HEAD"]
     subprocess.run([*archive, *SOURCE], check=True, cwd=ROOT)
+    (arguments.folder / "peer.txz").unlink(missing_ok=True)
     if arguments.peer is not None:
         pack_peer(arguments.peer, arguments.folder / "peer.txz")
     (arguments.folder / "install.sh").write_text(INSTALL.format(commit=machine.commit()))

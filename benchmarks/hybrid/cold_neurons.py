@@ -12,7 +12,6 @@ these over the time.
 from __future__ import annotations
 
 import argparse
-import mmap
 import time
 from statistics import NormalDist, median
 from typing import Any
@@ -22,7 +21,7 @@ import numpy as np
 from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.bundle_file import bundle_layouts, n_groups
-from powerinfer.formats.bundle_memory import SomeBundles
+from powerinfer.formats.bundle_memory import SomeBundles, own_pages
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
@@ -55,10 +54,7 @@ def bundles(rng: Any, config: ModelConfig, layout: BundleLayout, layers: int) ->
         shape = (SAMPLE * k // BUNDLE_GROUP, BUNDLE_GROUP) if across else (SAMPLE, k)
         rows = random_rows(rng, "Q4_0" if across else type_name, shape, k**-0.5)
         cpu.pack_bundle_rows(type_name, kind, SAMPLE, k, rows.data, sample, layout.pitch, at, 1)
-    memory = mmap.mmap(-1, layers * groups * layout.group_bytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    out = np.frombuffer(memory, np.uint8).reshape(layers, groups, layout.group_bytes)
+    out = own_pages(layers * groups * layout.group_bytes).reshape(layers, groups, layout.group_bytes)
     for layer in out:
         for begin in range(0, groups, len(sample)):
             layer[begin : begin + len(sample)] = sample[: groups - begin]

@@ -33,6 +33,7 @@ import torch
 
 from benchmarks.lib import machine, results
 from powerinfer.formats.quant import block_type
+from powerinfer.formats.tensors import FLOAT_TYPES
 from powerinfer.hardware.samples import Samples
 from powerinfer.kernels import gpu
 
@@ -40,11 +41,17 @@ KERNELS = ("linear", "neurons", "predict", "attention")
 TOKENS = (1, 8, 32)
 TYPES = (("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q4_0X32"))
 UNCACHED = 512 << 20  # bytes that copies of weights come to
-SAME = 5e-4  # of the largest result: sums of float32 in another order, of weights that may be rounded to float16
-COPIED = 4 << 30  # bytes of the copy that kernels are held against
+COPIED = 4 << 30  # bytes of the copy that kernels are held against, or a fourth of the memory that is left
 CALLS = 16  # of a recorded step
 REPEATS = 7
 CONTEXT = 4096
+
+
+def same(kind: str) -> float:
+    """How far results may differ, as a share of the largest: sums in another order, of types that are quantised of
+    weights that may be rounded to float16."""
+    return 1e-4 if kind.partition("/")[0] in FLOAT_TYPES else 5e-4
+
 
 Call = Callable[[int], Any]
 """A kernel on the i-th copy of what it reads."""
@@ -99,7 +106,8 @@ def off(neurons: gpu.Neurons, x: torch.Tensor, selected: torch.Tensor) -> float:
             h = gpu.activate(neurons.activation, up, None, limit)
         else:
             least = None if neurons.product_limits is None else neurons.product_limits[begin:end]
-            h = gpu.activate(neurons.activation, rows(neurons.gate, neurons.gate_bias), up, limit, least)
+            gate = rows(neurons.gate, neurons.gate_bias)
+            h = gpu.activate(neurons.activation, gate, up, limit, product_limits=least)
         scales = None if neurons.shared is None else neurons.shared[(neurons.group[begin:end]).long()]  # type: ignore[index]
         down = gpu.values(neurons.down, begin, end, scales)
         total += h.masked_fill(selected[:, begin:end] == 0, 0) @ down.double()
@@ -138,7 +146,7 @@ def seconds(call: Call, copies: int, device: str) -> float:
 
 def copy_gb_s(device: str) -> float:
     """Bytes read and written by a copy, 1e9 a second: launched, for in a recording copies are slower."""
-    size = COPIED if device != "cpu" else 1 << 24
+    size = 1 << 24 if device == "cpu" else min(COPIED, torch.cuda.mem_get_info(device)[0] // 4)
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     if device == "cpu":
@@ -234,22 +242,23 @@ def tiles(what: str, kind: str, tokens: int) -> Iterator[Iterator[tuple[Any, ...
     from powerinfer.kernels import triton_kernels, triton_neurons
 
     first, _, down = kind.partition("/")
-    several = tokens > 1
+    turns = triton_kernels.in_turn(first, tokens)
     tables: list[tuple[dict[str, Any], str]] = []
     if what in ("linear", "predict"):
-        tables = [(triton_kernels.SEVERAL if several else triton_kernels.ONE, first)]
+        tables = [(triton_kernels.ONE if turns else triton_kernels.SEVERAL, first)]
     elif what == "neurons":
         tables = [
-            (triton_neurons.DOT_SEVERAL if several else triton_neurons.DOT_ONE, first),
-            (triton_neurons.ADD_SEVERAL if several else triton_neurons.ADD_ONE, down),
+            (triton_neurons.DOT_ONE if turns else triton_neurons.DOT_SEVERAL, first),
+            (triton_neurons.ADD_SEVERAL if tokens > 1 else triton_neurons.ADD_ONE, down),
         ]
     before = [table[name] for table, name in tables]
 
     def choices() -> Iterator[tuple[Any, ...]]:
-        for (table, name), own in zip(tables, before, strict=True):
+        for number, ((table, name), own) in enumerate(zip(tables, before, strict=True)):
+            least = 1 if tokens == 1 or (turns and number == 0) else 16
             for rows, columns, warps in itertools.product((0.5, 1, 2, 4), (0.5, 1, 2), (0.5, 1, 2)):
                 tile = triton_kernels.Tile(int(own.rows * rows), int(own.columns * columns), int(own.warps * warps))
-                if tile.warps and tile.rows >= (16 if several else 1) and tile.columns >= 32:
+                if tile.warps and tile.rows >= least and tile.columns >= 32:
                     table[name] = tile
                     yield (*(t[n] for t, n in tables),)
             table[name] = own
@@ -270,13 +279,13 @@ def swept(
     tried, wrong, begin = [], 0, time.monotonic()
     if what == "attention":  # it has no table of tiles
         return {}
-    wanted = summed(call(0))
+    wanted, least = summed(call(0)), same(kind)
     with tiles(what, kind, tokens) as choices:
         for chosen in choices:
             if most is not None and time.monotonic() - begin > most:
                 break
             try:
-                if not torch.allclose(summed(call(0)), wanted, rtol=SAME, atol=SAME * float(wanted.abs().max())):
+                if not torch.allclose(summed(call(0)), wanted, rtol=least, atol=least * float(wanted.abs().max())):
                     wrong += 1
                     continue
                 tried.append((seconds(call, copies, device), [list(tile) for tile in chosen]))

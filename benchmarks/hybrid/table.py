@@ -68,7 +68,7 @@ def about(document: dict[str, Any]) -> list[str]:
         f"{document['date'][:10]}, commit {commits}; GPU {settings['device']}; {cpu['cores']} cores of {cpu['name']}, "
         f"{document['memory_gib']} GiB, {settings['threads']} threads. The budget stands in for a card of that size; "
         "the GPU is as fast as it is, which is faster than such a card. Medians over the rounds; ratios are medians of "
-        "those within a round.",
+        "those within a round." + (f" Note: {document['note']}." if document.get("note") else ""),
         "",
     ]
     for name, model in document["models"].items():
@@ -145,6 +145,22 @@ def prefill_rows(document: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
+def shares_of(runs: list[Jobs]) -> dict[str, float]:
+    """Of this engine's decode runs, medians of what is known: gpu_share and overlap; predicted and measured ms of a
+    token, and how far the first is `off`, as a share of the second."""
+    known = {
+        "gpu_share": [run["sparsity"]["1"]["gpu_share"] for run in runs if run.get("sparsity", {}).get("1")],
+        "overlap": [run["trace"]["overlap"] for run in runs if "trace" in run],
+        "predicted": [run["plan"]["ms_per_token"] for run in runs if "plan" in run],
+    }
+    found = {name: median(values) for name, values in known.items() if values}
+    if measured := rate(runs):
+        found["measured"] = 1e3 / measured
+        if "predicted" in found:
+            found["off"] = found["predicted"] / found["measured"] - 1
+    return found
+
+
 def share_rows(document: dict[str, Any]) -> list[str]:
     heads = ("GPU's share of the firing neurons", "overlap", "in one replay", "predicted, ms", "measured, ms", "off")
     lines = header("one request", *heads)
@@ -152,22 +168,17 @@ def share_rows(document: dict[str, Any]) -> list[str]:
         runs = of(document, "decode", name).get(OURS, [])
         if not runs:
             continue
-        shares = [run["sparsity"]["1"]["gpu_share"] for run in runs if run.get("sparsity", {}).get("1")]
-        overlaps = [run["trace"]["overlap"] for run in runs if "trace" in run]
+        shares = shares_of(runs)
         bounds = [run["at_once"] for run in runs if run.get("at_once")]
         between = [f"{percent(median(one[end] for one in bounds), 0)}" for end in ("least", "most") if bounds]
-        predicted = [run["plan"]["ms_per_token"] for run in runs if "plan" in run]
-        measured = 1e3 / (rate(runs) or float("nan"))
-        known = median(predicted) if predicted else None
         lines.append(
             row(
                 name,
-                percent(median(shares), 0) if shares else "",
-                percent(median(overlaps), 0) if overlaps else "",
+                percent(shares.get("gpu_share"), 0),
+                percent(shares.get("overlap"), 0),
                 " to ".join(between),
-                "" if known is None else f"{known:.2f}",
-                f"{measured:.2f}",
-                "" if known is None else f"{100 * (known / measured - 1):+.0f} %",
+                *(f"{shares[one]:.2f}" if one in shares else "" for one in ("predicted", "measured")),
+                f"{100 * shares['off']:+.0f} %" if "off" in shares else "",
             )
         )
     return [*lines, ""]

@@ -120,8 +120,9 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
         more: tuple[Any, ...] = (),
     ) -> tuple[str, ...]:
         given: list[object] = ["--models", models, "--names", name, "--gpu", gpu, "--keep", "--quiet", 0, "--retry"]
-        size = "tiny" if trial else arguments.scale if scale == "own" else scale
-        given += ["--scale", size, "--out", work / f"{name}-{out or scale}.json", "--rounds", 1]
+        size = arguments.scale if scale == "own" else scale
+        file = "-".join(filter(None, (name, out, size if size != "own" or not out else "")))
+        given += ["--scale", "tiny" if trial else size, "--out", work / f"{file}.json", "--rounds", 1]
         given += ["--sections", *sections, *ram, *more]
         if trial:
             given += ["--tokens", 4, "--batches", 1, 2, "--prompt", 48, "--threads", 1]
@@ -222,7 +223,8 @@ class Visit:
             needs = () if self.arguments.regardless else step.needs
             missing = [one for one in needs if not self.succeeded(one)]
             if missing or left < 1:
-                why = f"{', '.join(missing)} failed" if missing else "no time left"
+                state = "failed" if all(self.key(one) in self.done for one in missing) else "was not run"
+                why = f"{', '.join(missing)} {state}" if missing else "no time left"
                 self.done[key] = self.done.get(key, {}) | {"rc": None, "why": why}  # it still was begun, if it was
             else:
                 self.done[key] = self.one(step, min(step.seconds, left))
@@ -241,8 +243,9 @@ class Visit:
         return [step for step in every if step.name in only]
 
     def key(self, name: str) -> str:
-        """Of a step of this call, among what is done."""
-        return f"{self.arguments.call}/{name}"
+        """Of a step of this call, among what is done: models of other scales are others."""
+        scale = "" if self.arguments.scale == "own" else f" {self.arguments.scale}"
+        return f"{self.arguments.call}{scale}/{name}"
 
     def succeeded(self, name: str) -> bool:
         return self.done.get(self.key(name), {}).get("rc") == 0
@@ -299,7 +302,7 @@ class Visit:
     def told(self) -> None:
         """A line for each step of the call."""
         for key, one in self.done.items():
-            if not key.startswith(f"{self.arguments.call}/"):
+            if not key.startswith(self.key("")):
                 continue
             state = "ok" if one["rc"] == 0 else one["why"] or f"status {one['rc']}"
             print(f"{key:<24}{one.get('seconds', 0):8.1f} s  {state:<28} {one.get('last', '')[:160]}")
@@ -315,13 +318,17 @@ def keep_rates(files: list[Path], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for path in files:
         found = read(path)
+        if "threads" not in found.key:
+            sys.exit(f"{path} was not measured: it does not say of which machine it is")
         threads = int(found.key["threads"])
         key = measure.machine_key(EngineConfig(threads=threads), found.key.get("gpu"))
         other = [name for name in key if name not in ("build", measure.MEMORY) and key[name] != found.key.get(name)]
         if other:
             told = ", ".join(f"{name} {found.key.get(name)}, not {key[name]}" for name in other)
             sys.exit(f"{path} is of another machine: {told}")
-        save(replace(found, key=key, disturbed=0.0), folder / measure.kept_at(key).name)
+        if found.disturbed:
+            print(f"{path}: the machine was disturbed while it was measured ({found.disturbed:.0%})")
+        save(replace(found, key=key, disturbed=0.0), folder / measure.kept_at(key).name)  # or it is measured again
 
 
 def main(argv: list[str] | None = None) -> int:

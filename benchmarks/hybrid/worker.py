@@ -338,14 +338,15 @@ def kernel(task: dict[str, Any]) -> dict[str, Any]:
     for tokens in task["tokens"]:
         inputs = [_firing(neurons, tokens, device, number) for number in range(SETS)]
         off = gpu_kernels.off(neurons, *inputs[0])
-        if not off <= gpu_kernels.SAME:
-            raise RuntimeError(f"not timed: the sum is off by {off:.3g} of its size, more than {gpu_kernels.SAME}")
+        most = gpu_kernels.same(neurons.up.type)
+        if not off <= most:
+            raise RuntimeError(f"not timed: the sum is off by {off:.3g} of its size, more than {most}")
         calls = [_sum(neurons, x, selected) for x, selected in inputs]
         fired = [int((call()[1] > 0).sum()) for call in calls]
         bytes_read = median(fired) * neurons.nbytes / neurons.n
-        seconds = gpu_kernels.seconds(lambda i, calls=calls: calls[i](), SETS, device.type)
+        seconds = gpu_kernels.seconds(lambda i, calls=calls: calls[i](), SETS, str(device))
         runs.append({"tokens": tokens, "fired": median(fired), "bytes": bytes_read, "seconds": seconds, "off": off})
-    copied = gpu_kernels.copy_gb_s(device.type)
+    copied = gpu_kernels.copy_gb_s(str(device))
     for run in runs:
         run["gb_s"] = run["bytes"] / run["seconds"] / 1e9
         run["share_of_copy"] = run["gb_s"] / copied

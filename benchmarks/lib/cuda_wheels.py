@@ -12,12 +12,18 @@ import zipfile
 from pathlib import Path
 
 VERSION = "13.0"
-PACKAGES = ("nvcc", "nvvm", "crt", "runtime", "cccl", "nvrtc")
+PACKAGES = ("nvcc", "crt", "runtime", "cccl", "nvrtc")
 DRIVER = (
     "cuDeviceGet", "cuDeviceGetAttribute", "cuGetErrorString", "cuMemAddressFree", "cuMemAddressReserve", "cuMemCreate",
     "cuMemGetAllocationGranularity", "cuMemMap", "cuMemRelease", "cuMemSetAccess", "cuMemUnmap",
 )  # fmt: skip
 """What llama.cpp calls of the driver itself."""
+
+
+def link(path: Path, to: str) -> None:
+    """Also where an earlier call was interrupted."""
+    path.unlink(missing_ok=True)
+    path.symlink_to(to)
 
 
 def toolkit(folder: Path) -> Path:
@@ -26,7 +32,7 @@ def toolkit(folder: Path) -> Path:
     stub = root / "lib/stubs/libcuda.so"
     if stub.exists():
         return root
-    names = [f"nvidia-cuda-{name}=={VERSION}.*" for name in PACKAGES if name != "nvvm"]
+    names = [f"nvidia-cuda-{name}=={VERSION}.*" for name in PACKAGES]
     names += [f"nvidia-nvvm=={VERSION}.*", f"nvidia-cublas=={VERSION}.*"]
     pip = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", str(folder / "wheels")]
     subprocess.run([*pip, *names], check=True, stdout=sys.stderr)
@@ -37,8 +43,8 @@ def toolkit(folder: Path) -> Path:
         program.chmod(0o755)
     for library in ("cublas", "cublasLt", "cudart", "nvrtc"):
         (found,) = (root / "lib").glob(f"lib{library}.so.[0-9]*")
-        (root / f"lib/lib{library}.so").symlink_to(found.name)
-    (root / "lib64").symlink_to("lib")
+        link(root / f"lib/lib{library}.so", found.name)
+    link(root / "lib64", "lib")
     stub.parent.mkdir(exist_ok=True)
     code = "\n".join(f"int {name}(void) {{ return 999; }}" for name in DRIVER)
     command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-x", "c", "-", "-o", str(stub)]

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.hybrid.table import STEP_NAMES, shares_of, speaks, step_rates
 from benchmarks.hybrid.table import of as runs_of
 from benchmarks.hybrid.table import rate as rate_of
-from benchmarks.hybrid.table import step_rates
 from benchmarks.lib.machine import ROOT
 from benchmarks.lib.programs import OURS
 from benchmarks.lib.results import newest, of_kind, percent, table, write_tables
@@ -67,67 +67,79 @@ def ablation(plan: dict[str, Any], random: dict[str, Any]) -> str:
     return f"random {random['tok_s']:.1f}, the plan {plan['tok_s']:.1f} tokens/s"
 
 
-def rates(batch: str) -> tuple[float, dict[str, float]] | None:
-    """Tokens per second of Falcon-40B on a GPU: this engine, and the peer's best by the number of requests."""
-    document = newest("hybrid", "peer")
-    if document is None or FALCON not in document["models"]:
-        return None
-    engines = runs_of(document, "decode", FALCON)
-    ours, peers = rate_of(engines.pop(OURS, []), batch), list(engines.values())
-    best = {str(size): max(rate_of(runs, str(size)) or 0.0 for runs in peers) for size in (1, 8, 32)} if peers else {}
-    return None if ours is None or not best else (ours, best)
+def falcon() -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, list[dict[str, Any]]]] | None:
+    """The newest document with decode rates of Falcon-40B on a GPU: it, this engine's runs, and the peer's."""
+    for document in reversed(of_kind("hybrid")):
+        engines = runs_of(document, "decode", FALCON)
+        ours = engines.pop(OURS, [])
+        if speaks(document) and ours:
+            return document, ours, {name: runs for name, runs in engines.items() if rate_of(runs)}
+    return None
+
+
+def best(peers: dict[str, list[dict[str, Any]]], batch: str) -> float:
+    """The peer's best rate with so many requests; 0 where it has none."""
+    return max((rate_of(runs, batch) or 0.0 for runs in peers.values()), default=0.0)
 
 
 def falcon_decode() -> str:
-    found = rates("1")
-    if found is None:
+    found = falcon()
+    if found is None or not found[2]:
         return MISSING
-    ours, best = found
-    document = newest("hybrid", "peer")
-    assert document is not None
+    document, ours, peers = found
     model, budget = document["models"][FALCON], document["jobs"][f"card/{FALCON}"]["vram"] / 2**30
     cut = f"{model['plan']['n_layers']} of {model['whole_layers']} layers"
-    return f"{ours / best['1']:.1f}x: {ours:.0f} by {best['1']:.1f} tokens/s, {cut}, {budget:.1f} GiB"
+    own, peer = rate_of(ours) or 0.0, best(peers, "1")
+    return f"{own / peer:.1f}x: {own:.0f} by {peer:.1f} tokens/s, {cut}, {budget:.1f} GiB"
 
 
 def falcon_batches() -> str:
-    few, many = rates("8"), rates("32")
-    if few is None or many is None:
+    found = falcon()
+    if found is None or not found[2]:
         return MISSING
-    best = max(many[1].values())
-    return (
-        f"Falcon-40B, as above: {few[0] / few[1]['8']:.1f}x at 8, {many[0] / many[1]['32']:.1f}x at 32 "
-        f"({many[0] / best:.1f}x the peer's best at any of these sizes)"
-    )
+    _, ours, peers = found
+    said = []
+    for batch in ("8", "32"):
+        own, peer = rate_of(ours, batch), best(peers, batch)
+        said.append(f"{own / peer:.1f}x at {batch}" if own and peer else f"{batch}: missing")
+    many, most = rate_of(ours, "32"), max(best(peers, batch) for batch in ("1", "8", "32"))
+    of_any = f" ({many / most:.1f}x the peer's best at any of these sizes)" if many else ""
+    return f"Falcon-40B, as above: {', '.join(said)}{of_any}"
 
 
 def neuron_kernels() -> str:
-    """One token, of the documents of gpu_kernels.py."""
-    found = {
-        one["type"]: one["share"]
-        for document in of_kind("gpu-kernels")
-        for one in document["kernels"]
-        if one["kernel"] == "neurons" and one["tokens"] == 1
-    }
-    shown = [found.get(kind) for kind in ("F16/F16", "Q4_0/Q4_0X32")]
-    return ", ".join("missing" if share is None else percent(share, 0) for share in shown) if any(shown) else MISSING
+    """One token, a tenth of the neurons, of the documents of gpu_kernels.py: the newest of each type and shape."""
+    shown = []
+    shapes = (("F16/F16", True, 32768, "Falcon-40B"), ("Q4_0/Q4_0X32", False, 28672, "ReGLU-70B"))
+    for kind, plain, d_ff, model in shapes:
+        shares = [
+            one["share"]
+            for document in of_kind("gpu-kernels")
+            if (document["active"], document["plain"], document["d_ff"]) == (0.1, plain, d_ff)
+            and document["device"] != "cpu"
+            for one in document["kernels"]
+            if (one["kernel"], one["type"], one["tokens"]) == ("neurons", kind, 1)
+        ]
+        shown.append(f"{percent(shares[-1], 0)} ({model})" if shares else "missing")
+    return MISSING if set(shown) == {"missing"} else ", ".join(shown)
 
 
 def falcon_shares() -> str:
-    document = newest("hybrid", "peer")
-    runs = [] if document is None else runs_of(document, "decode", FALCON).get(OURS, [])
-    if not runs:
+    found = falcon()
+    if found is None:
         return MISSING
-    run = runs[0]
-    off = run["plan"]["ms_per_token"] * run["decode_tok_s"]["1"] / 1e3 - 1
-    share = percent(run["sparsity"]["1"]["gpu_share"], 0)
-    return f"{share}; {percent(run['trace']['overlap'], 0)}; {100 * off:+.0f} %"
+    shares = shares_of(found[1])
+    told = [percent(shares[name], 0) if name in shares else "missing" for name in ("gpu_share", "overlap")]
+    off = f"{100 * shares['off']:+.0f} %" if "off" in shares else "missing"
+    return "; ".join([*told, off])
 
 
 def falcon_ablation() -> str:
-    document = newest("hybrid", "peer")
-    steps = {} if document is None else step_rates(document, FALCON)
-    return f"{', '.join(f'{value:.0f}' for value in steps.values())} tokens/s" if steps else MISSING
+    found = falcon()
+    steps = {} if found is None else step_rates(found[0], FALCON)
+    if len(steps) < 2:
+        return MISSING
+    return "; ".join(f"{STEP_NAMES[step]}: {value:.0f}" for step, value in steps.items()) + " tokens/s"
 
 
 AIMS = [

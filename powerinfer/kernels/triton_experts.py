@@ -305,7 +305,7 @@ def _grouped_hidden_kernel(
     live = neuron < size
     row = slot.to(tl.int64) * size + neuron
     last = tl.load(begin + slot + 1)
-    for at in range(tl.load(begin + slot), last, T if T else 1):
+    for at in range(tl.load(begin + slot), last, T):
         here = last - at
         u = row_dots(_of(x, at, k, UP_TYPE, T), up, up_scales, row, live, here, k, UP_TYPE, T, R, C, PRECISION)
         u = add_bias(u, up_bias, row, live, BIAS, T)
@@ -319,14 +319,14 @@ def _grouped_hidden_kernel(
 
 @triton.jit
 def _of(x, at, k, TYPE: tl.constexpr, T: tl.constexpr):
-    """Row `at` of x [rows, k], with T = 0 as `taken` makes it."""
-    return x + at * (k if T else taken_width(k, TYPE))
+    """Row `at` of x [rows, k], with T = 1 as `taken` makes it."""
+    return x + at * (k if T > 1 else taken_width(k, TYPE))
 
 
 @triton.jit
 def _weights(weight_of, at, here, T: tl.constexpr):
-    """Those of `here` rows from `at` on, at most T, [1, T]; with T = 0 of one."""
-    if T:
+    """Those of `here` rows from `at` on, at most T, [1, T]; with T = 1 of one."""
+    if T > 1:
         t = tl.arange(0, T)
         weight = tl.load(weight_of + at + t, mask=t < here, other=0)[None, :]
     else:
@@ -336,8 +336,8 @@ def _weights(weight_of, at, here, T: tl.constexpr):
 
 @triton.jit
 def _put(to, y, at, here, width, column, T: tl.constexpr):
-    """Store y [R, T], with T = 0 [R], in columns [R] of rows from `at` on of `to` [rows, width]."""
-    if T:
+    """Store y [R, T], with T = 1 [R], in columns [R] of rows from `at` on of `to` [rows, width]."""
+    if T > 1:
         t = tl.arange(0, T)
         real = (column < width)[:, None] & (t < here)[None, :]
         tl.store(to + (at + t)[None, :] * width + column[:, None], y, mask=real)
@@ -356,12 +356,12 @@ def _grouped_down_kernel(
     live = element < rows
     row = slot.to(tl.int64) * rows + element
     last = tl.load(begin + slot + 1)
-    for at in range(tl.load(begin + slot), last, T if T else 1):
+    for at in range(tl.load(begin + slot), last, T):
         here = last - at
         y = row_dots(_of(h, at, k, TYPE, T), data, scales, row, live, here, k, TYPE, T, R, C, PRECISION)
         if BIAS:
             own = tl.load(bias + row, mask=live, other=0)
-            y += _weights(weight_of, at, here, T) * (own[:, None] if T else own)
+            y += _weights(weight_of, at, here, T) * (own[:, None] if T > 1 else own)
         _put(out, y, at, here, rows, element, T)
 
 
@@ -377,11 +377,11 @@ def _grouped_firing_kernel(
     live = neuron < size
     row = slot.to(tl.int64) * size + neuron
     last = tl.load(begin + slot + 1)
-    for at in range(tl.load(begin + slot), last, T if T else 1):
+    for at in range(tl.load(begin + slot), last, T):
         here = last - at
         a = row_dots(_of(x, at, k, TYPE, T), gate, gate_scales, row, live, here, k, TYPE, T, R, C, PRECISION)
         a = active(a, limit, ACTIVATION)
-        if T:
+        if T > 1:
             a = tl.where(live[:, None] & (tl.arange(0, T) < here)[None, :], a, 0.0)
             fires = tl.max((a != 0).to(tl.int32), 1)
         else:
@@ -496,7 +496,7 @@ def expert_sum(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) -> T
     tile = for_rows(ONE[up.type], up.type, d) if turns else WIDE[up.type]
     of_each = (begin, weight_of, h, size, d, experts.threshold)
     kinds = {"ACTIVATION": experts.activation, "TYPE": first.type, "UP_TYPE": up.type}
-    shape = {"T": 0 if turns else columns, "R": tile.rows, "C": tile.columns, "PRECISION": exact}
+    shape = {"T": 1 if turns else columns, "R": tile.rows, "C": tile.columns, "PRECISION": exact}
     shape["num_warps"] = tile.warps
     weights_of = first.data, either(first.scales, first.data), up.data, either(up.scales, up.data)
     grid = triton.cdiv(size, tile.rows), experts.slots
@@ -521,7 +521,7 @@ def expert_sum(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) -> T
         tile = for_rows(ONE[down.type], down.type, size) if turns else WIDE[down.type]
         _grouped_down_kernel[(triton.cdiv(d, tile.rows), experts.slots)](
             codes(h) if turns else h, down.data, either(down.scales, h), either(experts.down_bias, h), begin, weight_of,
-            rows, d, size, TYPE=down.type, BIAS=bias, T=0 if turns else columns, R=tile.rows, C=tile.columns,
+            rows, d, size, TYPE=down.type, BIAS=bias, T=1 if turns else columns, R=tile.rows, C=tile.columns,
             PRECISION=exact, num_warps=tile.warps,
         )  # fmt: skip
     _merge_kernel[(tokens, wide)](rows, row_of, slots, out, top_k, d, C=COLUMNS, num_warps=4)

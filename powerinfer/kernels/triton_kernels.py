@@ -3,9 +3,10 @@
 Launches depend only on shapes, never on data, and nothing waits for the host: a step can be recorded as a CUDA graph.
 Only `gpu` imports this file, and only to run its kernels: that takes a second and needs Triton.
 
-In the kernels TYPE is the type of a Weight, T the columns of a product with several tokens (0: there is one token), R
-and C the rows and columns of a tile, and PRECISION how tensor cores multiply. Kernels are not specialised on numbers or
-addresses that change from step to step: otherwise they would be compiled while a request waits.
+In the kernels TYPE is the type of a Weight, T the columns of a product with several tokens (0: there is one token, 1:
+they are computed in turn), R and C the rows and columns of a tile, and PRECISION how tensor cores multiply. Kernels are
+not specialised on numbers or addresses that change from step to step: otherwise they would be compiled while a request
+waits.
 """
 
 from __future__ import annotations
@@ -550,27 +551,28 @@ def row_dots(
     TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
     HALVES: tl.constexpr = False,
 ):  # fmt: skip
-    """Products of rows, int64 [R], with x [tokens, k]: float32 [R], of several tokens [R, T]. Not live: 0 or NaN.
+    """Products of rows, int64 [R], with x [tokens, k]: float32 [R], with T > 1 [R, T]. Not live: 0 or NaN.
 
     x is what `taken` makes of it. HALVES: halves; weights are then rounded to float16, if they are of more bits.
     """
-    if T == 0 and (TYPE == "Q8_0" or TYPE == "Q4_0"):
+    N: tl.constexpr = T if T > 1 else 0
+    if N == 0 and (TYPE == "Q8_0" or TYPE == "Q4_0"):
         acc = _coded_dots(x, data, scales, row, live, k, TYPE, R, C)
-    elif T == 0 and (TYPE == "Q4_K" or TYPE == "Q5_K" or TYPE == "Q6_K"):
+    elif N == 0 and (TYPE == "Q4_K" or TYPE == "Q5_K" or TYPE == "Q6_K"):
         acc = _coded_dots_k(x, data, scales, row, live, k, TYPE, R, C)
     elif TYPE == "Q4_0" or TYPE == "MXFP4":
-        acc = _dots_4bit(x, data, scales, row, live, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
+        acc = _dots_4bit(x, data, scales, row, live, tokens, k, TYPE, N, R, C, PRECISION, HALVES)
     elif TYPE == "Q4_K" or TYPE == "Q5_K" or TYPE == "Q6_K":
-        acc = _dots_k(x, data, scales, row, live, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
+        acc = _dots_k(x, data, scales, row, live, tokens, k, TYPE, N, R, C, PRECISION, HALVES)
     elif TYPE == "Q8_0":
-        acc = _dots_8bit(x, data, scales, row, live, tokens, k, T, R, C, PRECISION, HALVES)
+        acc = _dots_8bit(x, data, scales, row, live, tokens, k, N, R, C, PRECISION, HALVES)
     else:
-        acc = _dots_float(x, data, row, live, tokens, k, T, R, C, PRECISION, HALVES)
+        acc = _dots_float(x, data, row, live, tokens, k, N, R, C, PRECISION, HALVES)
     if HALVES:
         low = tl.arange(0, 2)[None, :, None]
         acc = tl.sum(tl.reshape(acc, (R, 2, T)) * tl.where(low == 0, 1.0, 1 / LOW), 1)
         acc *= half_scales(x, tokens, k, T)[None, :]
-    return acc if T else tl.sum(acc, 1)
+    return acc if N else tl.sum(acc, 1)
 
 
 @triton.jit
@@ -585,7 +587,7 @@ def add_bias(sums, bias, row, live, BIAS: tl.constexpr, T: tl.constexpr):
     """Adds the bias, if any, to the rows of `row_dots`."""
     if BIAS:
         b = tl.load(bias + row, mask=live, other=0)
-        sums += b[:, None] if T else b
+        sums += b[:, None] if T > 1 else b
     return sums
 
 
@@ -597,7 +599,7 @@ def _linear_kernel(
 ):  # fmt: skip
     row = tl.program_id(0) * R + tl.arange(0, R)
     live = row < rows
-    if T:
+    if T > 1:
         y = row_dots(x, data, scales, row.to(tl.int64), live, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
         y = add_bias(y, bias, row, live, BIAS, T)
         if RELU:
@@ -605,10 +607,10 @@ def _linear_kernel(
         t = tl.arange(0, T)
         tl.store(out + t[None, :] * rows + row[:, None], y, mask=live[:, None] & (t < tokens)[None, :])
     else:
-        for t in range(tokens):
+        for t in range(tokens if T else 1):
             own = x + t * taken_width(k, TYPE)
-            y = row_dots(own, data, scales, row.to(tl.int64), live, 1, k, TYPE, 0, R, C, PRECISION)
-            y = add_bias(y, bias, row, live, BIAS, 0)
+            y = row_dots(own, data, scales, row.to(tl.int64), live, 1, k, TYPE, T, R, C, PRECISION)
+            y = add_bias(y, bias, row, live, BIAS, T)
             if RELU:
                 y = tl.where(y <= 0, 0.0, y)
             tl.store(out + t * rows + row, y, mask=live)
@@ -754,9 +756,11 @@ def taken(x: Tensor, kind: str) -> Tensor:
 
 
 def columns(kind: str, tokens: int) -> int:
-    """Columns of a product of weights of a type with that number of tokens: 0 if these are `in_turn`, otherwise a size
-    for tensor cores."""
-    return 0 if in_turn(kind, tokens) else tensor_columns(tokens, halved(kind, tokens))
+    """Columns of a product of weights of a type with that number of tokens: 0 of one, 1 if they are `in_turn`,
+    otherwise a size for tensor cores."""
+    if tokens == 1:
+        return 0
+    return 1 if in_turn(kind, tokens) else tensor_columns(tokens, halved(kind, tokens))
 
 
 def tensor_columns(tokens: int, two: bool) -> int:
@@ -780,8 +784,8 @@ def _capability(device: int) -> int:
 
 
 def processors(x: Tensor) -> int:
-    """Multiprocessors of x's device; of the interpreter an H100's."""
-    return _processors(x.device.index) if x.is_cuda else 132
+    """Multiprocessors of x's device; where nothing runs an H100's. The interpreter is one: programs take their time."""
+    return _processors(x.device.index) if x.is_cuda else 1 if triton.knobs.runtime.interpret else 132
 
 
 @cache
@@ -1159,7 +1163,7 @@ def _outer_kernel(
     """
     row = tl.program_id(0) * R + tl.arange(0, R)
     live = row < n
-    if T:
+    if T > 1:
         y = row_dots(x, data, scales, row.to(tl.int64), live, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
         t = tl.arange(0, T)
         here = live[:, None] & (t < tokens)[None, :]
@@ -1170,9 +1174,9 @@ def _outer_kernel(
             own = tl.sum(chosen.to(tl.int32), 0)
             tl.store(counts + t * tl.num_programs(0) + tl.program_id(0), own, mask=t < tokens)
     else:
-        for t in range(tokens):
+        for t in range(tokens if T else 1):
             own = x + t * taken_width(k, TYPE)
-            y = row_dots(own, data, scales, row.to(tl.int64), live, 1, k, TYPE, 0, R, C, PRECISION)
+            y = row_dots(own, data, scales, row.to(tl.int64), live, 1, k, TYPE, T, R, C, PRECISION)
             chosen = live & ((y >= threshold) | (y != y))
             _put_selection(chosen, first, others, t, row, live, n, split)
             if FLOOR:

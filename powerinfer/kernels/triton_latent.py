@@ -18,6 +18,7 @@ from powerinfer.kernels.triton_kernels import (
     WIDE,
     cache_kind,
     codes,
+    columns,
     context_splits,
     either,
     for_rows,
@@ -63,14 +64,14 @@ def _per_head_kernel(
     live = row < rows
     x += head * x_head
     out += head * out_head
-    if T:
+    if T > 1:
         y = row_dots(x, data, scales, head * rows + row, live, tokens, k, TYPE, T, R, C, PRECISION)
         t = tl.arange(0, T)
         tl.store(out + t[None, :] * out_token + row[:, None], y, mask=live[:, None] & (t < tokens)[None, :])
     else:
-        for t in range(tokens):
+        for t in range(tokens if T else 1):
             own = x + t * taken_width(k, TYPE)
-            y = row_dots(own, data, scales, head * rows + row, live, 1, k, TYPE, 0, R, C, PRECISION)
+            y = row_dots(own, data, scales, head * rows + row, live, 1, k, TYPE, T, R, C, PRECISION)
             tl.store(out + t * out_token + row, y, mask=live)
 
 
@@ -93,7 +94,7 @@ def per_head(w: Weight, x: Tensor, out: Tensor) -> None:
     rows = w.rows // heads
     _per_head_kernel[(triton.cdiv(rows, tile.rows), heads)](
         x, w.data, either(w.scales, w.data), out, tokens, rows, k, x.stride(0), out.stride(0), out.stride(1),
-        TYPE=w.type, T=0 if turns else tensor_columns(tokens, False), R=tile.rows, C=tile.columns,
+        TYPE=w.type, T=columns(w.type, tokens) if turns else tensor_columns(tokens, False), R=tile.rows, C=tile.columns,
         PRECISION=precision(x), num_warps=tile.warps,
     )  # fmt: skip
 

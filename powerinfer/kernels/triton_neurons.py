@@ -143,7 +143,7 @@ def active(a, limit, ACTIVATION: tl.constexpr):
 def _tokens_of(a, T: tl.constexpr):
     """Number of tokens for which each row of a is not zero, int32 [R]."""
     fires = (a != 0).to(tl.int32)
-    return tl.sum(fires, 1) if T else fires
+    return tl.sum(fires, 1) if T > 1 else fires
 
 
 @triton.jit
@@ -154,12 +154,12 @@ def _product(
     LIMITS: tl.constexpr, PRODUCT_LIMITS: tl.constexpr, THRESHOLD: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
     C: tl.constexpr, PRECISION: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """h of rows [R] that are live, of several tokens [R, T]: zero where not `mine`."""
+    """h of rows [R] that are live, with T > 1 [R, T]: zero where not `mine`."""
     a = row_dots(x, gate, gate_scales, row, live, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
     a = add_bias(a, gate_bias, row, live, GATE_BIAS, T)
     if LIMITS:
         own = tl.load(limits + row, mask=live, other=0)
-        a = active(a, own[:, None] if T else own, ACTIVATION)
+        a = active(a, own[:, None] if T > 1 else own, ACTIVATION)
     else:
         a = active(a, limit, ACTIVATION)
     if THRESHOLD:
@@ -175,7 +175,7 @@ def _product(
             a = tl.where(a == 0, 0.0, a * u)
             if PRODUCT_LIMITS:
                 least = tl.load(product_limits + row, mask=live, other=0)
-                a = tl.where(tl.abs(a) <= (least[:, None] if T else least), 0.0, a)
+                a = tl.where(tl.abs(a) <= (least[:, None] if T > 1 else least), 0.0, a)
     return a
 
 
@@ -202,7 +202,7 @@ def _products_kernel(
     count = 0
     if tl.program_id(0) * R < many:
         fires = tl.zeros((R,), tl.int32)
-        if T:
+        if T > 1:
             t = tl.arange(0, T)
             mine = live[:, None] & (t < tokens)[None, :]
             if LISTED:
@@ -215,19 +215,19 @@ def _products_kernel(
             tl.store(h + t[None, :] * n + place[:, None], a, mask=live[:, None] & (t < tokens)[None, :])
             fires += _tokens_of(a, T)
         else:
-            for t in range(tokens):
+            for t in range(tokens if T else 1):
                 mine = live
-                if LISTED:  # for some token; if there is one, for that
-                    mine &= tl.load(selected + t * n + row, mask=live & (tokens > 1), other=1) != 0
+                if LISTED and T:
+                    mine &= tl.load(selected + t * n + row, mask=live, other=0) != 0
                 a = tl.zeros((R,), tl.float32)
                 if tl.max(mine.to(tl.int32), 0) > 0:
                     a = _product(
                         x + t * taken_width(k, TYPE), gate, gate_scales, gate_bias, up, up_scales, up_bias, limits,
                         product_limits, row, mine, mine, 1, k, limit, threshold, GATED, ACTIVATION, TYPE, GATE_BIAS,
-                        UP_BIAS, LIMITS, PRODUCT_LIMITS, THRESHOLD, 0, R, C, PRECISION, False,
+                        UP_BIAS, LIMITS, PRODUCT_LIMITS, THRESHOLD, T, R, C, PRECISION, False,
                     )  # fmt: skip
                 tl.store(h + t * n + place, a, mask=live)
-                fires += _tokens_of(a, 0)
+                fires += _tokens_of(a, T)
         before = tl.load(fired + row, mask=live, other=0)
         tl.store(fired + row, before + fires.to(fired.dtype.element_ty), mask=live)
         count = tl.sum((fires > 0).to(tl.int32), 0)
