@@ -43,6 +43,10 @@ if TRITON and not CUDA:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patched
+    # Programs run one after the other there: the fewest.
+    from powerinfer.kernels import triton_kernels
+
+    triton_kernels.NEARLY = 0
 
 
 @pytest.fixture(params=KERNELS)
@@ -79,7 +83,6 @@ def small_tiles(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         for kind, tile in table.items():
             monkeypatch.setitem(table, kind, tile._replace(rows=min(tile.rows, 16), columns=32))
-    monkeypatch.setattr(triton_kernels, "NEARLY", 0)
     monkeypatch.setattr(triton_kernels, "LEAST_SEVERAL", 0)
     monkeypatch.setattr(triton_kernels, "VALUES", 2)
     monkeypatch.setattr(triton_kernels, "ATTENTION_SPLIT_PAGES", 1)
@@ -231,19 +234,24 @@ def test_a_matrix_is_multiplied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) 
         ("Q8_0", 256, 8192, 32, (16, 128)),
     ],
 )
-def test_tiles_fit_the_matrix(kind: str, rows: int, k: int, tokens: int, tile: tuple[int, int]) -> None:
+def test_tiles_fit_the_matrix(
+    kind: str, rows: int, k: int, tokens: int, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As many bytes of one token, and rather lower than too few of several."""
     from powerinfer.kernels import triton_kernels
 
+    monkeypatch.setattr(triton_kernels, "NEARLY", 0.9)
     weight = gpu.Weight(kind, rows, k, torch.empty(0))
     assert triton_kernels.fitting(weight, tokens, 132)[:2] == tile
 
 
 @pytest.mark.skipif(not TRITON, reason="Triton is not installed")
 @pytest.mark.parametrize("multiprocessors", [132, 128, 76, 34])
-def test_launches_fill_a_gpu(multiprocessors: int) -> None:
+def test_launches_fill_a_gpu(multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one wave where programs can be cut as one likes, else without a last wave that leaves most of it empty."""
     from powerinfer.kernels import triton_kernels, triton_neurons
+
+    monkeypatch.setattr(triton_kernels, "NEARLY", 0.9)
 
     def matrix(kind: str, rows: int, k: int) -> gpu.Weight:
         return gpu.Weight(kind, rows, k, torch.empty(0))
