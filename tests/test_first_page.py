@@ -22,7 +22,15 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "benchmarks/README.md", ROOT / "runs/README.md", *ROOT.glob("docs/*.md")])
 
 
-@pytest.mark.parametrize("module", ["benchmarks.speed.table", "benchmarks.sparse.picture"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "benchmarks.speed.table",
+        "benchmarks.sparse.picture",
+        "benchmarks.placement.aims_table",
+        "benchmarks.disk.table",
+    ],
+)
 def test_figures_are_those_of_the_newest_results(module: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", module, "--check"], capture_output=True, text=True, cwd=ROOT, timeout=60

@@ -127,7 +127,7 @@ def test_the_sum_of_the_experts_that_are_here(
     if kernels == "triton" and kind in gpu.K_CODES:  # fewer programs, each of which takes milliseconds here
         from powerinfer.kernels import triton_kernels
 
-        for tiles in (triton_kernels.ONE, triton_kernels.SEVERAL):
+        for tiles in (triton_kernels.ONE, triton_kernels.WIDE):
             monkeypatch.setitem(tiles, kind, tiles[kind]._replace(rows=128))
     about, tensors = some_experts(kind, d, size, gated, activation)
     index = np.array([0, 3, 4, 8, 11], np.int32)

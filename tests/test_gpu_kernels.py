@@ -29,7 +29,7 @@ from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, NeuronVectors
 TRITON = find_spec("triton") is not None
 KERNELS = ("torch", pytest.param("triton", marks=pytest.mark.skipif(not TRITON, reason="Triton is not installed")))
 THRESHOLD = 0.25
-CODED = 2.0**-15
+CODED = 1 / (127 * 256)
 """Of the largest of 32 values, as far as products of integers round each."""
 
 if TRITON and not CUDA:
@@ -76,6 +76,7 @@ def small_tiles(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for table in (
         triton_kernels.ONE,
         triton_kernels.SEVERAL,
+        triton_kernels.WIDE,
         triton_neurons.DOT_ONE,
         triton_neurons.DOT_SEVERAL,
         triton_neurons.ADD_ONE,
@@ -224,12 +225,13 @@ def test_a_matrix_is_multiplied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) 
         ("F16", 32768, 8192, 1, (4, 1024)),
         ("F16", 1024, 8192, 1, (2, 2048)),
         ("Q8_0", 256, 8192, 1, (1, 8192)),
-        ("Q8_0", 32768, 256, 1, (8, 256)),
-        ("Q4_0", 32768, 256, 1, (8, 128)),
+        ("Q8_0", 32768, 256, 1, (16, 256)),
+        ("Q4_0", 32768, 256, 1, (16, 128)),
         ("Q4_0", 512, 4096, 1, (1, 2048)),
         ("F16", 3, 33, 1, (1, 64)),
         ("F16", 32768, 8192, 8, (32, 128)),
         ("Q4_0", 4096, 4096, 8, (4, 2048)),
+        ("Q8_0", 8192, 8192, 8, (1, 4096)),
         ("Q4_0", 4096, 4096, 16, (16, 32)),
         ("Q8_0", 256, 8192, 32, (16, 128)),
     ],
@@ -266,7 +268,7 @@ def test_launches_fill_a_gpu(multiprocessors: int, monkeypatch: pytest.MonkeyPat
             weight = matrix(kind, rows, k)
             tile = triton_kernels.fitting(weight, 1, multiprocessors)
             programs = -(-rows // tile.rows)
-            slots = triton_kernels.HELD[kind] // tile.warps * multiprocessors
+            slots = min(triton_kernels.HELD[kind] // tile.warps, triton_kernels.PROGRAMS) * multiprocessors
             assert triton_kernels.filled(programs, slots) >= 0.55, (kind, rows, k, programs, slots)
             rows_of_several = triton_kernels.fitting(weight, 16, multiprocessors).rows
             assert rows_of_several == 16 or rows >= 1.5 * multiprocessors * rows_of_several
@@ -833,11 +835,63 @@ def test_the_same_bits_every_time(kernels: str) -> None:
     assert torch.equal(first, again)
 
 
-def test_numbers_that_are_none_are_not_hidden(kernels: str) -> None:
-    bundles = make_bundles(64, 70, ("F16", "F16"))
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_numbers_that_are_none_are_not_hidden(kind: str, kernels: str) -> None:
+    bundles = make_bundles(64, 70, (kind, kind))
     neurons = all_of(bundles, np.arange(70, dtype=np.int32))
     x = floats(35, 2, 64)
     x[0, 5] = np.nan
     total, fired = run(neurons, x, most=0.1)
     assert torch.isnan(total[0]).all() and torch.isfinite(total[1]).all()
     assert (fired >= 1).all()
+
+
+@pytest.mark.skipif(not TRITON, reason="Triton is not installed")
+@pytest.mark.usefixtures("small_tiles")
+def test_codes_have_15_bits_of_the_largest_value_of_a_block(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of blocks of any size; what is not finite makes its own block NaN, in products its own token."""
+    if kernels == "torch":
+        pytest.skip("codes are Triton's")
+    from powerinfer.kernels import triton_kernels
+
+    monkeypatch.setattr(triton_kernels, "CODED_BLOCKS", 2)  # several pieces of a row
+    k, sizes = 160, np.array([1e-38, 1e-30, 1, 1e35, 0], np.float32)
+    x = floats(41, 3, k) * np.repeat(sizes, 32)
+    x[0, 64:66] = x[0, 64:96].max() * np.array([1, -1])  # codes at both ends
+    x[0, 66] = x[0, 64] * (63.5 / 127)  # half a step
+    x[1, 70], x[2, 3] = np.nan, -np.inf
+
+    def read(made: torch.Tensor) -> np.ndarray:
+        flat, blocks = made.cpu().numpy(), k // 32
+        high, low = (flat[:, 8 * at * blocks : 8 * (at + 1) * blocks].copy().view(np.int8) for at in (0, 1))
+        behind = flat[:, 16 * blocks : 19 * blocks].copy().view(np.float32).astype(np.float64)
+        both = 256 * high.astype(np.float64) + low
+        np.testing.assert_array_equal(behind[:, blocks:], both.reshape(len(x), -1, 16).sum(axis=2))
+        return both * np.repeat(behind[:, :blocks], 32, axis=1)
+
+    got = read(triton_kernels.codes(on_device(x)))
+    wrong = np.repeat((~np.isfinite(x)).reshape(3, -1, 32).any(axis=2), 32, axis=1)
+    assert np.isnan(got[wrong]).all()
+    largest = np.repeat(np.abs(np.where(wrong, 0, x)).reshape(3, -1, 32).max(axis=2), 32, axis=1).astype(np.float64)
+    off = np.abs(np.where(wrong, 0, got) - np.where(wrong, 0, x))
+    assert (off <= largest * (CODED + 2 * EPS) + 2.0**-120).all()
+    weight = gpu.upload(raw("Q8_0", 21, k), device_name())
+    x[0, 96:128] = 0  # or sums are infinite
+    sums = gpu.linear(weight, on_device(x)).cpu().numpy()
+    assert np.isfinite(sums[0]).all() and np.isnan(sums[1:]).all()
+    want, bound = product(gpu.values(weight).cpu().numpy().astype(np.float64), x[:1], "Q8_0")
+    assert (np.abs(sums[:1] - want) <= bound + 1e-30).all()
+
+
+@pytest.mark.skipif(not TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize(("tokens", "tile"), [(1, (1, 8192)), (3, (1, 8192))])
+def test_a_few_long_rows(tokens: int, tile: tuple[int, int], kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tiles as a GPU gets them."""
+    from powerinfer.kernels import triton_kernels
+
+    monkeypatch.setattr(triton_kernels, "NEARLY", 0.9)
+    stored, x = raw("Q8_0", 3, 5120), floats(42, tokens, 5120)
+    weight = gpu.upload(stored, device_name())
+    assert triton_kernels.fitting(weight, tokens, 132)[:2] == tile
+    want, bound = product(stored.float32().astype(np.float64), x, "Q8_0")
+    assert_close(gpu.linear(weight, on_device(x)), want, bound)

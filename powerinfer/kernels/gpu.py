@@ -147,7 +147,7 @@ def stored(kind: str, rows: int, k: int, raw: Tensor) -> Weight:
     if kind in K_CODES:
         begin, end = K_CODES[kind]
         header = torch.cat((blocks[..., :begin], blocks[..., end:]), dim=-1)
-        return Weight(kind, rows, k, blocks[..., begin:end].reshape(rows, -1), header.view(rows, -1))
+        return Weight(kind, rows, k, blocks[..., begin:end].reshape(rows, -1).contiguous(), header.view(rows, -1))
     if kind == "MXFP4":
         return Weight(kind, rows, k, blocks[..., 1:].contiguous().view(rows, k // 2), blocks[..., 0].contiguous())
     scales, codes = blocks[..., :2].contiguous().view(torch.float16).view(rows, -1), blocks[..., 2:]

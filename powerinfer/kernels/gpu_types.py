@@ -19,7 +19,7 @@ PAGE = 32
 """Tokens of a page of the KV cache."""
 
 FEW = 32
-"""Most tokens whose products read a weight once, as it is; for more of them matrices are dequantised first."""
+"""Most tokens whose products read weights as they are; for more of them matrices are dequantised first."""
 
 K_CODES = {"Q4_K": (16, 144), "Q5_K": (16, 176), "Q6_K": (0, 192)}
 """K-quants on a GPU: of the bytes of 256 elements in a file those of the codes; the others are of the scales."""
@@ -28,7 +28,7 @@ FOUR_BITS = ("Q4_0", "MXFP4", *K_CODES)
 """Types in whose rows a byte has the low four bits of two codes."""
 
 INTEGERS = ("Q8_0", "Q4_0", *K_CODES)
-"""Types whose products with one token are of integers."""
+"""Types whose products with one token, and with some in turn, are of integers."""
 
 GPU_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "MXFP4", *K_CODES)
 """The types of matrices on a GPU. Parts of bundles may be Q4_0X32 as well."""

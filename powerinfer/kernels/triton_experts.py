@@ -189,7 +189,7 @@ def _of_one(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) -> Tens
     first = experts.up if experts.gate is None else experts.gate
     h = torch.empty((top_k, experts.size), dtype=torch.float32, device=x.device)
     out = torch.empty((1, k), dtype=torch.float32, device=x.device)
-    tile, bias = for_rows(ONE[experts.up.type], experts.up.type, k), experts.up_bias is not None
+    tile, bias = _tile(first, experts.up), experts.up_bias is not None
     _hidden_kernel[(triton.cdiv(experts.size, tile.rows), top_k)](
         *_taken(x, first, experts.up), first.data, either(first.scales, first.data), either(experts.gate_bias, h),
         experts.up.data, either(experts.up.scales, experts.up.data), either(experts.up_bias, h), slots, weights, h,
@@ -204,6 +204,11 @@ def _of_one(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) -> Tens
         experts.size, own.shape[1], top_k, TYPE=down.type, BIAS=bias, R=tile.rows, C=tile.columns, num_warps=tile.warps,
     )  # fmt: skip
     return out
+
+
+def _tile(gate: Weight, up: Weight) -> Tile:
+    """Of one token, for both."""
+    return min(for_rows(ONE[one.type], one.type, one.k) for one in (gate, up))
 
 
 def _taken(x: Tensor, gate: Weight, up: Weight) -> tuple[Tensor, Tensor]:
@@ -242,7 +247,7 @@ def _firing_kernel(
 def _firing_of_one(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
     gate, up, size, top_k = experts.gate, experts.up, experts.size, slots.shape[1]
     assert gate is not None
-    tile = for_rows(ONE[up.type], up.type, x.shape[1])
+    tile = _tile(gate, up)
     programs = triton.cdiv(size, tile.rows)
     h = torch.empty((1, top_k * size), dtype=torch.float32, device=x.device)
     rows, counts = (torch.empty(n, dtype=torch.int32, device=x.device) for n in (top_k * size, top_k * programs))
@@ -492,21 +497,21 @@ def expert_sum(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) -> T
     each = triton.cdiv(pairs, experts.slots)
     columns = min(MOST_COLUMNS, max(16, triton.next_power_of_2(each)))
     turns = each <= IN_TURN and first.type in INTEGERS and up.type in INTEGERS
-    h = torch.empty((pairs, size), dtype=torch.float32, device=x.device)
-    tile = for_rows(ONE[up.type], up.type, d) if turns else WIDE[up.type]
+    h = torch.empty((pairs, size), dtype=torch.float32, device=device)
+    tile = _tile(first, up) if turns else WIDE[up.type]
     of_each = (begin, weight_of, h, size, d, experts.threshold)
     kinds = {"ACTIVATION": experts.activation, "TYPE": first.type, "UP_TYPE": up.type}
     shape = {"T": 1 if turns else columns, "R": tile.rows, "C": tile.columns, "PRECISION": exact}
     shape["num_warps"] = tile.warps
     weights_of = first.data, either(first.scales, first.data), up.data, either(up.scales, up.data)
     grid = triton.cdiv(size, tile.rows), experts.slots
-    given = codes(gathered) if turns else gathered
+    gathered = codes(gathered) if turns else gathered
     if experts.by_neuron and tokens <= FEW:
-        _grouped_firing_kernel[grid](given, *weights_of, *of_each, **kinds, **shape)
+        _grouped_firing_kernel[grid](gathered, *weights_of, *of_each, **kinds, **shape)
     else:
         gate_of, up_of = weights_of[:2], weights_of[2:]
         _grouped_hidden_kernel[grid](
-            given, *gate_of, either(experts.gate_bias, h), *up_of, either(experts.up_bias, h), *of_each,
+            gathered, *gate_of, either(experts.gate_bias, h), *up_of, either(experts.up_bias, h), *of_each,
             GATED=experts.gate is not None, BIAS=bias, **kinds, **shape,
         )  # fmt: skip
     if experts.by_neuron:

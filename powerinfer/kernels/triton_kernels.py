@@ -51,8 +51,10 @@ WIDE = {**dict.fromkeys(ONE, Tile(64, 64, 4)), **dict.fromkeys(FOUR_BITS, Tile(6
 
 # Warps of products with one token that a multiprocessor holds, by their registers as compiled for sm_90: so many fill
 # a GPU.
-HELD = {"F32": 48, "F16": 28, "BF16": 28, "Q8_0": 32, "Q4_0": 36, "MXFP4": 16, "Q4_K": 24, "Q5_K": 16, "Q6_K": 16}
+HELD = {"F32": 40, "F16": 24, "BF16": 24, "Q8_0": 32, "Q4_0": 32, "MXFP4": 16, "Q4_K": 24, "Q5_K": 16, "Q6_K": 16}
+PROGRAMS = 24  # that a multiprocessor holds at most, however small they are
 IN_TURN = 8  # tokens at most whose products are of integers
+CACHED = 96 << 10  # bytes of rows that meet tokens in turn, of all programs of a multiprocessor
 LEAST_SEVERAL = 1.5  # at least so many for each multiprocessor, where a matrix has the rows for smaller tiles
 NEARLY = 0.9  # of what the best tile fills suffices
 LEAST_ROWS = 16  # of a tile for tensor cores
@@ -81,6 +83,16 @@ WIDE_HEADS = 140 << 10  # bytes of shared memory for two programs whose heads ha
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Rows of a matrix against the activations
+
+
+@triton.constexpr_function
+def of_integers(kind):
+    return kind in INTEGERS
+
+
+@triton.constexpr_function
+def k_quant(kind):
+    return kind in K_CODES
 
 
 @triton.jit
@@ -230,6 +242,7 @@ def codes(x: Tensor) -> Tensor:
     and k / 32 words that say nothing, so that rows are aligned.
     """
     rows, k = x.shape
+    assert x.stride(1) == 1
     out = torch.empty((rows, WORDS * k // 32), dtype=torch.int32, device=x.device)
     block = min(CODED_BLOCKS, triton.next_power_of_2(k // 32))
     _codes_kernel[(rows, triton.cdiv(k // 32, block))](
@@ -556,13 +569,13 @@ def row_dots(
     x is what `taken` makes of it. HALVES: halves; weights are then rounded to float16, if they are of more bits.
     """
     N: tl.constexpr = T if T > 1 else 0
-    if N == 0 and (TYPE == "Q8_0" or TYPE == "Q4_0"):
+    if N == 0 and of_integers(TYPE) and not k_quant(TYPE):
         acc = _coded_dots(x, data, scales, row, live, k, TYPE, R, C)
-    elif N == 0 and (TYPE == "Q4_K" or TYPE == "Q5_K" or TYPE == "Q6_K"):
+    elif N == 0 and k_quant(TYPE):
         acc = _coded_dots_k(x, data, scales, row, live, k, TYPE, R, C)
     elif TYPE == "Q4_0" or TYPE == "MXFP4":
         acc = _dots_4bit(x, data, scales, row, live, tokens, k, TYPE, N, R, C, PRECISION, HALVES)
-    elif TYPE == "Q4_K" or TYPE == "Q5_K" or TYPE == "Q6_K":
+    elif k_quant(TYPE):
         acc = _dots_k(x, data, scales, row, live, tokens, k, TYPE, N, R, C, PRECISION, HALVES)
     elif TYPE == "Q8_0":
         acc = _dots_8bit(x, data, scales, row, live, tokens, k, N, R, C, PRECISION, HALVES)
@@ -578,8 +591,7 @@ def row_dots(
 @triton.jit
 def taken_width(k, TYPE: tl.constexpr):
     """Elements of a token of k activations as `taken` makes it for products of one token, or of these in turn."""
-    INTEGER: tl.constexpr = TYPE == "Q8_0" or TYPE == "Q4_0" or TYPE == "Q4_K" or TYPE == "Q5_K" or TYPE == "Q6_K"
-    return k // 32 * WORDS if INTEGER else k
+    return k // 32 * WORDS if of_integers(TYPE) else k
 
 
 @triton.jit
@@ -631,12 +643,23 @@ def fitting(w: Weight, tokens: int, multiprocessors: int) -> Tile:
             rows //= 2
         return Tile(rows, columns, warps)
     tile, width = for_rows(ONE[w.type], w.type, w.k), row_width(w.type, w.k)
-    tiles, slots = [tile], HELD[w.type] // tile.warps * multiprocessors
+    programs = min(HELD[w.type] // tile.warps, PROGRAMS)
+    if tokens > 1:
+        tile = cached_rows(tile, w.type, w.k, programs)
+    tiles, slots = [tile], programs * multiprocessors
     while tile.rows > 1 and (tile.columns < width or triton.cdiv(w.rows, tile.rows) < slots):
         tile = Tile(tile.rows // 2, tile.columns * (2 if tile.columns < width else 1), tile.warps)
         tiles.append(tile)
     fills = [filled(triton.cdiv(w.rows, tile.rows), slots) for tile in tiles]
     return next(tile for tile, fill in zip(tiles, fills, strict=True) if fill >= NEARLY * max(fills))
+
+
+def cached_rows(tile: Tile, kind: str, k: int, programs: int) -> Tile:
+    """A tile for tokens in turn, of so few rows that a multiprocessor's cache has those of all its programs."""
+    rows = tile.rows
+    while rows > 1 and programs * rows * row_width(kind, k) > CACHED:  # a byte for each of these columns
+        rows //= 2
+    return tile._replace(rows=rows)
 
 
 def row_width(kind: str, k: int) -> int:
@@ -738,8 +761,8 @@ def values(w: Weight, begin: int, end: int, shared: Tensor | None, group: Tensor
 
 def in_turn(kind: str, tokens: int) -> bool:
     """Whether products of weights of a type with so many tokens are those of one token after the other: then a row is
-    in a cache from the second one on. Products of integers are faster so than tensor cores, to which weights must be
-    handed as float16."""
+    in a cache from the second one on, if not so many are read that it is lost (`cached_rows`). Products of integers are
+    expected to be faster so than tensor cores, to which weights must be handed as float16."""
     return tokens == 1 or (kind in INTEGERS and tokens <= IN_TURN)
 
 
@@ -784,8 +807,8 @@ def _capability(device: int) -> int:
 
 
 def processors(x: Tensor) -> int:
-    """Multiprocessors of x's device; where nothing runs an H100's. The interpreter is one: programs take their time."""
-    return _processors(x.device.index) if x.is_cuda else 1 if triton.knobs.runtime.interpret else 132
+    """Multiprocessors of x's device; of the interpreter an H100's."""
+    return _processors(x.device.index) if x.is_cuda else 132
 
 
 @cache

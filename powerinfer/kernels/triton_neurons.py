@@ -440,6 +440,8 @@ def neuron_sum(
     tokens, n = x.shape[0], neurons.n
     kind = neurons.up.type
     tile = for_rows(DOT_ONE[kind], kind, neurons.up.k) if in_turn(kind, tokens) else DOT_SEVERAL[kind]
+    if tokens > 1 and in_turn(kind, tokens) and selected is not None:
+        tile = tile._replace(rows=1)  # of those that some token selects another one skips no part of a tile
     blocks, programs = triton.cdiv(n, LIST), triton.cdiv(n, tile.rows)
 
     def numbers(*shape: int) -> Tensor:
