@@ -151,6 +151,7 @@ def test_a_weight_holds_the_values_of_the_file(type_name: str) -> None:
         np.testing.assert_array_equal(gpu.values(weight).cpu().numpy(), stored.float32())
         np.testing.assert_array_equal(gpu.values(weight, 2, 5).cpu().numpy(), stored.float32()[2:5])
         assert (weight.type, weight.rows, weight.k) == (type_name, 7, k)
+        assert all(part is None or part.is_contiguous() for part in (weight.data, weight.scales))
         assert weight.nbytes == gpu.weight_bytes(type_name, 7, k)
 
 
@@ -225,8 +226,8 @@ def test_a_matrix_is_multiplied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) 
         ("F16", 32768, 8192, 1, (4, 1024)),
         ("F16", 1024, 8192, 1, (2, 2048)),
         ("Q8_0", 256, 8192, 1, (1, 8192)),
-        ("Q8_0", 32768, 256, 1, (16, 256)),
-        ("Q4_0", 32768, 256, 1, (16, 128)),
+        ("Q8_0", 32768, 256, 1, (4, 256)),
+        ("Q4_0", 32768, 256, 1, (4, 128)),
         ("Q4_0", 512, 4096, 1, (1, 2048)),
         ("F16", 3, 33, 1, (1, 64)),
         ("F16", 32768, 8192, 8, (32, 128)),
@@ -269,7 +270,7 @@ def test_launches_fill_a_gpu(multiprocessors: int, monkeypatch: pytest.MonkeyPat
             tile = triton_kernels.fitting(weight, 1, multiprocessors)
             programs = -(-rows // tile.rows)
             slots = min(triton_kernels.HELD[kind] // tile.warps, triton_kernels.PROGRAMS) * multiprocessors
-            assert triton_kernels.filled(programs, slots) >= 0.55, (kind, rows, k, programs, slots)
+            assert triton_kernels.filled(programs, slots) >= 0.6, (kind, rows, k, programs, slots)
             rows_of_several = triton_kernels.fitting(weight, 16, multiprocessors).rows
             assert rows_of_several == 16 or rows >= 1.5 * multiprocessors * rows_of_several
     for kv_heads in (1, 8, 32):

@@ -97,6 +97,7 @@ def test_queries_are_turned_and_keys_stored(sizes: tuple[int, int, int], kv_type
     assert int(np.isnan(flat).all(axis=(1, 2)).sum()) == len(flat) - len(stored)
 
 
+# DeepSeek's 512 latents are compiled (test_gpu_compile.py); here they would take a minute.
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter, where a sequence has NaN
 @pytest.mark.parametrize(
     ("sizes", "many", "split"),

@@ -647,7 +647,7 @@ def fitting(w: Weight, tokens: int, multiprocessors: int) -> Tile:
     if tokens > 1:
         tile = cached_rows(tile, w.type, w.k, programs)
     tiles, slots = [tile], programs * multiprocessors
-    while tile.rows > 1 and (tile.columns < width or triton.cdiv(w.rows, tile.rows) < slots):
+    while tile.rows > 1 and (tile.columns < width or triton.cdiv(w.rows, tile.rows) < 2 * slots):
         tile = Tile(tile.rows // 2, tile.columns * (2 if tile.columns < width else 1), tile.warps)
         tiles.append(tile)
     fills = [filled(triton.cdiv(w.rows, tile.rows), slots) for tile in tiles]
