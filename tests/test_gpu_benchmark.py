@@ -66,15 +66,17 @@ def test_other_tiles_are_tried_and_put_back() -> None:
 
 def test_tiles_that_compute_something_else_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    results = iter(
-        [torch.ones(4), *[torch.full((4,), 1 + 1e-6)] * 2, torch.full((4,), 1.1), torch.full((4,), torch.nan)]
-    )
+    each = (1, 1 + 1e-6, 1 + 1e-6, 1.1, float("nan"))
+    results = iter([torch.full((4,), value) for value in each for _ in range(2)])  # the first zeroes what is added to
     timed: list[int] = []
     monkeypatch.setattr(gpu_kernels, "seconds", lambda *_: timed.append(1) or 1.0)
     monkeypatch.setattr(gpu_kernels, "tiles", lambda *_: nullcontext(iter([((16, 32, 4),)] * 4)))
     found = gpu_kernels.swept("linear", "F16", 1, lambda _: next(results), 1, "cpu", None)
     assert (found["tried"], found["wrong"], len(timed)) == (2, 2, 2)
     assert gpu_kernels.swept("linear", "F16", 1, lambda _: torch.ones(4), 1, "cpu", -1)["tried"] == 0
+    total = torch.zeros(4)
+    added = lambda _: total.add_(1)  # noqa: E731
+    assert gpu_kernels.swept("neurons", "F16/F16", 1, lambda _: (added(_), None), 1, "cpu", None)["wrong"] == 0
     assert gpu_kernels.swept("attention", "F16", 1, lambda _: None, 1, "cpu", None) == {}
 
 

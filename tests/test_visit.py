@@ -226,7 +226,8 @@ def test_a_cache_of_experts_fills_what_is_left() -> None:
     assert [one["count"] for one in found["tries"]] == [2048, 2047]
     with pytest.raises(RuntimeError, match="no room"):
         compare.cached_limit(peer, Path("m"), 16, 1 << 30, 4)
-    of = lambda peer: [key for key, _ in experts.jobs(SimpleNamespace(peer=peer))]  # type: ignore[arg-type]  # noqa: E731
+    every = SimpleNamespace(cards=experts.CARDS)
+    of = lambda peer: [key for key, _ in experts.jobs(SimpleNamespace(peer=peer, arguments=every))]  # type: ignore[arg-type]  # noqa: E731
     ways = [f"experts/{card}/llama.cpp-{way}" for card in experts.CARDS for way in ("ncmoe", "cache")]
     assert of(None) == [f"experts/{card}/powerinfer" for card in experts.CARDS] and of(peer)[3:] == ways
     monkeypatch = pytest.MonkeyPatch()

@@ -170,6 +170,11 @@ class Peer:
         return result
 
 
+def peer_threads(asked: int) -> int:
+    """The peer's: every core, where none are asked for."""
+    return asked or len(os.sched_getaffinity(0))
+
+
 def ngl_flags(count: int, layers: int) -> list[str]:
     """The head and the last `count - 1` layers on the GPU as a whole; one more than there are layers is all."""
     return ["-ngl", str(EVERYTHING if count > layers else count)]
@@ -293,14 +298,14 @@ def jobs(measurement: Measurement, name: str) -> Iterator[tuple[str, Callable[[]
 
     def our_prompt() -> Result:
         task = basis(arguments, model) | {"what": "prefill", "vram": vram(), "policy": "time"}
-        return run(task | {"selector": "predicted", "prompt": arguments.prompt})
+        return run(task | {"selector": "predicted", "prompt": arguments.prompt, "ways": arguments.prompt_ways})
 
     def found_limit(way: str) -> Result:
         assert peer is not None
         each = max(1, model.stat().st_size // (layers + 1))
-        return limit(peer, model, way, layers, int(vram()), each, arguments.threads)
+        return limit(peer, model, way, layers, int(vram()), each, peer_threads(arguments.threads))
 
-    ways = DENSE_WAYS if peer is not None and made.vram else ()
+    ways = arguments.ways if peer is not None and made.vram else ()
     limits = [(f"peer/{name}/{way}", lambda way=way: found_limit(way)) for way in ways if "peer" in sections]
     if "kernel" in sections:
         task = basis(arguments, model) | {"what": "kernel", "tokens": list(KERNEL_TOKENS)}
@@ -419,10 +424,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peer-flags", default="", metavar="FLAGS", help="more, that both of its programs take")
     ram = "RAM that there is, where it is not all there before it is used (such as 100GiB)"
     parser.add_argument("--ram", type=read_size, metavar="SIZE", help=ram)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: %(default)s")
+    parser.add_argument("--threads", type=int, default=0, help="of both; 0: ours by itself, the peer's every core")
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 8, 32), help="requests together")
     parser.add_argument("--tokens", type=int, default=64, help="decoded by one request alone; several: 31 at most")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt; default: %(default)s")
+    both = ("streamed", "cpu")
+    parser.add_argument("--prompt-ways", nargs="+", choices=both, default=both, help="cold neurons; default: both")
+    parser.add_argument("--ways", nargs="+", choices=DENSE_WAYS, default=DENSE_WAYS, help="of llama.cpp; default: both")
     parser.add_argument("--times", type=float, metavar="N", help="the model's bytes, as a multiple of the budget")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ablation-rounds", type=int, default=1)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -141,7 +140,8 @@ def checked(found: np.ndarray, wanted: np.ndarray) -> float:
 
 def theirs(measurement: Measurement, card: int, way: str) -> Result:
     """llama.cpp with as many experts on the GPU as the budget of `ours` holds. way: ncmoe or cache."""
-    peer, model, threads = measurement.peer, measurement.model, measurement.arguments.threads
+    peer, model = measurement.peer, measurement.model
+    threads = compare.peer_threads(measurement.arguments.threads)
     budget = measurement.done[f"experts/{card}/powerinfer"].get("vram")
     if peer is None or budget is None:
         raise RuntimeError("there is no budget of ours to compare with")
@@ -155,12 +155,13 @@ def theirs(measurement: Measurement, card: int, way: str) -> Result:
 
 def jobs(measurement: Measurement) -> Iterator[tuple[str, Callable[[], Result]]]:
     """(key, work): this engine with every card, then the peer in each of its ways."""
-    for card in CARDS:
+    cards = measurement.arguments.cards
+    for card in cards:
         yield f"experts/{card}/powerinfer", lambda card=card: ours(measurement, card)
     if measurement.peer is None:
         return
     ways = ("ncmoe", "cache") if measurement.peer.knows(compare.CACHE_FLAG) else ("ncmoe",)
-    for card, way in itertools.product(CARDS, ways):
+    for card, way in itertools.product(cards, ways):
         key = f"experts/{card}/{compare.LLAMA_CPP}-{way}"
         yield key, lambda card=card, way=way: theirs(measurement, card, way)
 
@@ -171,7 +172,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gpu", default="cuda", help="cuda, cuda:1, or cpu, which stands in (default %(default)s)")
     parser.add_argument("--peer", type=Path, metavar="FOLDER", help="of llama.cpp's binaries, built with CUDA")
     parser.add_argument("--ram", type=read_size, metavar="SIZE", help="RAM that there is, where it grows with use")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: %(default)s")
+    parser.add_argument("--threads", type=int, default=0, help="of both; 0: ours by itself, the peer's every core")
+    parser.add_argument("--cards", type=int, nargs="+", choices=CARDS, default=CARDS, help="GiB; default: all")
     parser.add_argument("--tokens", type=int, default=64, help="decoded by one request alone")
     parser.add_argument("--make", action="store_true", help="make the model, nothing else")
     parser.add_argument("--tiny", action="store_true", help="a small model of the same kind")

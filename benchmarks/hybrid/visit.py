@@ -140,8 +140,7 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
         yield Step("probe", (sys.executable, "-c", PROBE, gpu), 90)
         yield Step("host calls", tests(("test_host_calls",), "order"), 60)
         if not trial:  # every later call needs it, so it comes before what may fail or take long
-            threads = ("--threads", len(os.sched_getaffinity(0)))
-            yield Step("hardware", module("powerinfer", "measure", "--gpu", gpu, *threads), 300)
+            yield Step("hardware", module("powerinfer", "measure", "--gpu", gpu), 300)
         yield Step("kernel tests", tests(KERNEL_TESTS, "holds_the_values"), 200)
         for name in SHAPES:  # all kernels of the first, then those that depend on the neurons
             some = () if name == "falcon-40b" else ("--kernels", "neurons", "predict")

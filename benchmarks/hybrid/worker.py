@@ -113,7 +113,7 @@ def _engine(task: dict[str, Any], context: int, batch: int) -> EngineConfig:
 def prefill(task: dict[str, Any]) -> dict[str, Any]:
     """Tokens per second of a prompt, with the cold neurons streamed and by the CPU, and when the engine streams.
 
-    task: as of `decode`, with prompt (tokens) in place of batches, most, tokens and trace.
+    task: as of `decode`, with prompt (tokens) and ways (of those two) in place of batches, most, tokens and trace.
     """
     tokens = task["prompt"]
     engine = _engine(task, cpu.PAGE * (1 + -(-tokens // cpu.PAGE)), 1)
@@ -127,6 +127,8 @@ def prefill(task: dict[str, Any]) -> dict[str, Any]:
         result["prefill_tok_s"] = {}
         result["streams_from"] = None if stage is None else stage.least
         for way, least in (("streamed", 1), ("cpu", None)):
+            if way not in task["ways"]:
+                continue
             if stage is not None:
                 stage.least = least
             if stage is not None or way == "cpu":
@@ -338,7 +340,7 @@ def kernel(task: dict[str, Any]) -> dict[str, Any]:
     for tokens in task["tokens"]:
         inputs = [_firing(neurons, tokens, device, number) for number in range(SETS)]
         off = gpu_kernels.off(neurons, *inputs[0])
-        most = gpu_kernels.same(neurons.up.type)
+        most = gpu_kernels.same("neurons", neurons.up.type)
         if not off <= most:
             raise RuntimeError(f"not timed: the sum is off by {off:.3g} of its size, more than {most}")
         calls = [_sum(neurons, x, selected) for x, selected in inputs]
@@ -387,7 +389,7 @@ def make(task: dict[str, Any]) -> dict[str, Any]:
     path = Path(task["model"])
     begin = time.perf_counter()
     made = recipes.recipe(task["name"], task["scale"])
-    prepared.prepare(path, made.plan, made.stored, task["threads"])
+    prepared.prepare(path, made.plan, made.stored, cpu.choose_threads(task["threads"])[0])
     return {"seconds": time.perf_counter() - begin, "file_bytes": path.stat().st_size}
 
 

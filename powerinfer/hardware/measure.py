@@ -44,7 +44,8 @@ def measured(
 ) -> Hardware:
     """This machine: the saved result, otherwise it is measured and saved. Depends on `threads` and `isa` of engine.
 
-    gpu: its name, None: without; check: called with `memories` before anything is measured, and may raise.
+    gpu: its name, None: without; beside one automatic threads are fewer (`cpu.beside_gpu`). check: called with
+    `memories` before anything is measured, and may raise.
     PowerInferError if the GPU cannot be used.
     """
     engine = engine or EngineConfig()
@@ -133,6 +134,7 @@ def measure_and_keep(
 
     If the result cannot be saved, `say` is called with the reason.
     """
+    engine = cpu.beside_gpu(engine, gpu)
     hardware = None if gpu is None or again else known(engine)
     if hardware is None:
         hardware = measure(engine, progress, effort)
@@ -183,7 +185,7 @@ def machine_key(engine: EngineConfig, gpu: str | None = None) -> dict[str, str]:
         "build": cpu.build(),
         "cpu": cpu_name(),
         "isa": cpu.choose_isa(engine.isa)[0],
-        "threads": cpu.choose_threads(engine.threads)[0],
+        "threads": cpu.choose_threads(cpu.beside_gpu(engine, gpu).threads)[0],
         MEMORY: round(total_memory() / 2**30),
     }
     if gpu is not None:

@@ -107,6 +107,10 @@ def load_split(
     disk = open_tier(resolved, say)
     cpu = CpuExecutor(config, engine, rotary, first_layer=resolved.gpu_layers, pages=resolved.pages, disk=disk)
     cpu.in_experts = selection.in_experts
+    if resolved.spared:
+        cpu.choices["threads"] = (
+            f"{engine.threads} (cores this process may use, but {resolved.spared} for the GPU's driver)"
+        )
     try:
         with gpu_failures("the model was loaded", "put fewer layers on it, or lower --context or --max-batch"):
             gpu = GpuLayers(

@@ -55,6 +55,7 @@ class Resolved:
     not measured; whole_context: the longest --context with which nothing would stay there, None: there is none worth
     it; whole_dense: nothing would stay there with --selector all. by_predictors: bytes of dense weights that a step
     reads with --selector predicted, None: there are no predictors, or that is more than half of what it reads now.
+    spared: cores that automatic threads leave to the GPU's driver; engine has the threads that remain.
     """
 
     checkpoint: Checkpoint
@@ -78,6 +79,7 @@ class Resolved:
     whole_context: int | None = None
     whole_dense: bool = False
     by_predictors: int | None = None
+    spared: int = 0
 
 
 def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = silent, say: Say = silent) -> Resolved:
@@ -226,6 +228,8 @@ def _model(checkpoint: Checkpoint, engine: EngineConfig, selection: Selection) -
 def without_gpu(resolved: Resolved, why: str) -> Resolved:
     """The same on the CPU alone. why: the reason, for people. RequestError if --ram is too little for that."""
     checkpoint, engine = resolved.checkpoint, resolved.engine
+    if resolved.spared:
+        engine = replace(engine, threads=0)
     return _on_cpu(Resolved(checkpoint, engine, select(checkpoint, engine), why=why))
 
 
@@ -528,7 +532,9 @@ def _beside_gpu(
         selection = select(checkpoint, engine, lacking)
     model = _model(checkpoint, engine, selection)
     pages = -(-_context(model, engine) // cpu.PAGE)  # one full context, shared by all requests
-    resolved = Resolved(checkpoint, engine, selection, gpu, pages=pages)
+    spared = cpu.spared_cores(engine.threads, gpu)
+    engine = cpu.beside_gpu(engine, gpu)
+    resolved = Resolved(checkpoint, engine, selection, gpu, pages=pages, spared=spared)
     place: Callable[[Hardware], Resolved | str]
     check: Callable[[Hardware], object]
     if any(model.n_experts):

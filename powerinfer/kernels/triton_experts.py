@@ -25,7 +25,9 @@ from powerinfer.kernels.triton_kernels import (
     Tile,
     add_bias,
     codes,
+    early,
     either,
+    follow,
     for_rows,
     nibbles,
     precision,
@@ -66,6 +68,7 @@ def _route_kernel(
     SIGMOID: tl.constexpr, CORRECTION: tl.constexpr, NORMALISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A token's experts."""
+    follow()
     t = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     here = i < n
@@ -119,6 +122,7 @@ def route(logits: Tensor, about: RouterConfig, correction: Tensor | None, expert
             logits.contiguous(), either(correction, logits), experts, weights, n, about.top_k, about.groups,
             about.top_groups, about.group_best, about.scale, SIGMOID=about.scoring == "sigmoid",
             CORRECTION=correction is not None, NORMALISE=about.normalise, BLOCK=triton.next_power_of_2(n), num_warps=4,
+            launch_pdl=early(logits),
         )  # fmt: skip
 
 
@@ -149,6 +153,7 @@ def _hidden_kernel(
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """h of R neurons of one of the token's experts, times its weight. x, x_up: x as gate and up take it."""
+    follow()
     j = tl.program_id(1)
     slot = tl.load(slots + j)
     if slot >= 0:
@@ -171,6 +176,7 @@ def _down_kernel(
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """R elements of the sum over the token's experts. h: as down takes it, of each expert, `apart` elements apart."""
+    follow()
     element = tl.program_id(0) * R + tl.arange(0, R)
     live = element < rows
     total = tl.zeros((R,), tl.float32)
@@ -196,12 +202,14 @@ def _of_one(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) -> Tens
         experts.size, k, experts.threshold, GATED=experts.gate is not None, BIAS=bias,
         ACTIVATION=experts.activation, TYPE=first.type, UP_TYPE=experts.up.type, R=tile.rows, C=tile.columns,
         num_warps=tile.warps,
+        launch_pdl=early(x),
     )  # fmt: skip
     down, tile = experts.down, for_rows(ONE[experts.down.type], experts.down.type, experts.size)
     own = codes(h) if down.type in INTEGERS else h
     _down_kernel[(triton.cdiv(k, tile.rows),)](
         own, down.data, either(down.scales, down.data), either(experts.down_bias, h), slots, weights, out, k,
         experts.size, own.shape[1], top_k, TYPE=down.type, BIAS=bias, R=tile.rows, C=tile.columns, num_warps=tile.warps,
+        launch_pdl=early(x),
     )  # fmt: skip
     return out
 
@@ -224,6 +232,7 @@ def _firing_kernel(
 ):  # fmt: skip
     """h of R neurons of one of the token's experts, times its weight: rows of up are read where the gate fires. rows:
     of down, of each neuron; counts: of the R neurons, those that fire."""
+    follow()
     j = tl.program_id(1)
     slot = tl.load(slots + j)
     neuron = tl.program_id(0) * R + tl.arange(0, R)
@@ -256,6 +265,7 @@ def _firing_of_one(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) 
         weights, h, rows, counts, size, x.shape[1], experts.threshold,
         ACTIVATION=experts.activation, TYPE=gate.type, UP_TYPE=up.type, R=tile.rows, C=tile.columns,
         num_warps=tile.warps,
+        launch_pdl=early(x),
     )  # fmt: skip
     return sum_firing(experts.down, experts.shared, None, h, rows, counts, tile.rows)
 

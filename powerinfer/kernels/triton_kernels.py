@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.target_info import cuda_capability_geq
 
 from powerinfer.kernels.gpu_types import FEW, FOUR_BITS, INTEGERS, K_CODES
 from powerinfer.kernels.gpu_types import Q8_STEP as Q8
@@ -82,6 +84,31 @@ ATTENTION_SPLIT_PAGES = 4  # but into none of fewer pages
 WIDE_HEADS = 140 << 10  # bytes of shared memory for two programs whose heads have 256 dimensions
 
 # ---------------------------------------------------------------------------------------------------------------------
+# One kernel after another
+
+
+@triton.jit
+def follow():
+    """Where a kernel begins that may be launched `early`: waits until the kernel before has ended, and with it all
+    before that, and lets the next one be launched. A kernel without this is launched when all has ended."""
+    if not INTERPRETED:  # noqa: SIM102 - known when it is compiled
+        if cuda_capability_geq(9, 0):
+            gdc_wait()
+            gdc_launch_dependents()
+
+
+def early(x: Tensor) -> bool:
+    """Whether x's device can launch a kernel's programs while the last ones of the kernel before still run (CUDA's
+    programmatic dependent launch; Hopper and later): a step of one token has hundreds of kernels of a few us."""
+    return x.is_cuda and _early(x.device.index)
+
+
+@cache
+def _early(device: int) -> bool:
+    return bool(torch.cuda.get_device_capability(device) >= (9, 0))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Rows of a matrix against the activations
 
 
@@ -143,6 +170,7 @@ def scale_values(d, TYPE: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens"])
 def _halves_kernel(x, out, length, tokens, k, LIMITED: tl.constexpr, BLOCK: tl.constexpr):
     """A token's row of x [tokens, k] as halves, see `halves`; LIMITED: the first `length` columns alone."""
+    follow()
     t = tl.program_id(0)
     n = k
     if LIMITED:
@@ -176,7 +204,8 @@ def halves(x: Tensor, length: Tensor | None = None) -> Tensor:
     out = torch.empty(2 * tokens * (k + 1), dtype=torch.float16, device=x.device)
     block = min(HALVED, triton.next_power_of_2(k))
     _halves_kernel[(tokens,)](
-        x.contiguous(), out, either(length, out), tokens, k, LIMITED=length is not None, BLOCK=block, num_warps=8
+        x.contiguous(), out, either(length, out), tokens, k, LIMITED=length is not None, BLOCK=block, num_warps=8,
+        launch_pdl=early(x),
     )  # fmt: skip
     return out
 
@@ -202,6 +231,7 @@ def half_scales(x, tokens, k, T: tl.constexpr):
 @triton.jit
 def _codes_kernel(x, out, stride, k, B: tl.constexpr):
     """B blocks of a row of x [rows, k], rows `stride` apart, as `codes`."""
+    follow()
     row, b = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     blocks = k // 32
     here = b < blocks
@@ -246,7 +276,14 @@ def codes(x: Tensor) -> Tensor:
     out = torch.empty((rows, WORDS * k // 32), dtype=torch.int32, device=x.device)
     block = min(CODED_BLOCKS, triton.next_power_of_2(k // 32))
     _codes_kernel[(rows, triton.cdiv(k // 32, block))](
-        x, out, x.stride(0), k, B=block, num_warps=_warps(32 * block, 8), enable_fp_fusion=False
+        x,
+        out,
+        x.stride(0),
+        k,
+        B=block,
+        num_warps=_warps(32 * block, 8),
+        enable_fp_fusion=False,
+        launch_pdl=early(x),
     )
     return out
 
@@ -609,6 +646,7 @@ def _linear_kernel(
     TYPE: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
+    follow()
     row = tl.program_id(0) * R + tl.arange(0, R)
     live = row < rows
     if T > 1:
@@ -690,6 +728,7 @@ def linear(w: Weight, x: Tensor, bias: Tensor | None = None, relu: bool = False)
             taken(x, w.type), w.data, either(w.scales, w.data), either(bias, out), out, tokens,
             w.rows, w.k, TYPE=w.type, BIAS=bias is not None, RELU=relu, T=columns(w.type, tokens), R=tile.rows,
             C=tile.columns, PRECISION=precision(x), HALVES=two, num_warps=tile.warps, num_stages=STAGES,
+            launch_pdl=early(x),
         )  # fmt: skip
     return out
 
@@ -846,6 +885,7 @@ def context_splits(pages: int, least: int, programs: int, slots: int) -> int:
 def _norm_kernel(
     x, weight, bias, out, width, eps, LAYER: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
+    follow()
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     here = c < width
@@ -868,6 +908,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool
         _norm_kernel[(x.numel() // width,)](
             x, weight, either(bias, weight), out, width, eps, LAYER=layer, BIAS=bias is not None, BLOCK=block,
             num_warps=_warps(block, 8),
+            launch_pdl=early(x),
         )  # fmt: skip
     return out
 
@@ -893,6 +934,7 @@ def turned_head(x, dim, position, frequencies, factor, pairs, dims):
 
 @triton.jit(do_not_specialize_on_alignment=["x", "positions"])
 def _rotate_kernel(x, positions, frequencies, factor, pairs, dims, token_stride, head_stride, BLOCK: tl.constexpr):
+    follow()
     t, dim = tl.program_id(0), tl.arange(0, BLOCK)
     head = x + t.to(tl.int64) * token_stride + tl.program_id(1) * head_stride
     y = turned_head(head, dim, tl.load(positions + t), frequencies, factor, pairs, dims)
@@ -909,6 +951,7 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, factor: float) -> 
         _rotate_kernel[(tokens, heads)](
             x, positions, frequencies, factor, frequencies.shape[0], dims, x.stride(0), x.stride(1), BLOCK=block,
             num_warps=_warps(block, 2),
+            launch_pdl=early(x),
         )  # fmt: skip
     return x
 
@@ -960,6 +1003,7 @@ def _store_kernel(
     k, v, cache_k, scales_k, cache_v, scales_v, slots, dims, k_token, k_head, v_token, v_head,
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    follow()
     t, head, dim = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
     slot, heads = tl.load(slots + t), tl.num_programs(1)
     key = tl.load(k + t * k_token + head * k_head + dim, mask=dim < dims, other=0)
@@ -977,6 +1021,7 @@ def store_kv(cache_k: Cached, cache_v: Cached, k: Tensor, v: Tensor, slots: Tens
         _store_kernel[(tokens, heads)](
             k, v, *_parts(cache_k, cache_v), slots, dims, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             KIND=kind, BLOCK=block, num_warps=_warps(block, 2), enable_fp_fusion=kind != "Q8_0",
+            launch_pdl=early(k),
         )  # fmt: skip
 
 
@@ -985,6 +1030,7 @@ def _rotate_and_store_kernel(
     q, k, v, positions, frequencies, factor, pairs, cache_k, scales_k, cache_v, scales_v, slots, heads, kv_heads, dims,
     q_token, q_head, k_token, k_head, v_token, v_head, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    follow()
     t, head, dim = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
     slot, position = tl.load(slots + t), tl.load(positions + t)
     if head < heads:
@@ -1016,6 +1062,7 @@ def rotate_and_store(
             q, k, v, positions, frequencies, factor, frequencies.shape[0], *_parts(cache_k, cache_v), slots, heads,
             kv_heads, dims, *strides, KIND=kind, BLOCK=block, num_warps=_warps(block, 2),
             enable_fp_fusion=kind != "Q8_0",
+            launch_pdl=early(q),
         )  # fmt: skip
 
 
@@ -1050,6 +1097,7 @@ def _attention_kernel(
 
     HALF: products of float16.
     """
+    follow()
     NARROW: tl.constexpr = tl.float16 if HALF else tl.float32
     g, split = tl.program_id(1), tl.program_id(2)
     m, dim, place = tl.arange(0, M), tl.arange(0, BLOCK), tl.arange(0, 32)
@@ -1108,6 +1156,7 @@ def _attention_kernel(
 @triton.jit(do_not_specialize=["splits"])
 def _join_kernel(parts, peaks, sums, out, dims, splits, PAD: tl.constexpr, BLOCK: tl.constexpr):
     """The splits of one head of one token, in their order."""
+    follow()
     at, of = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     s, dim = tl.arange(0, PAD), tl.arange(0, BLOCK)
     split = s < splits
@@ -1153,11 +1202,13 @@ def attention(
         pages, per, window or 1 << 30, scale, q.stride(0), q.stride(1), q if sinks is None else sinks,
         SINKS=sinks is not None, GROUP=group, GROUP_PAD=padded, TILE=tile, M=max(16, tile * padded), BLOCK=block,
         SPLIT=splits > 1, KIND=kind, HALF=half, PRECISION=precision(q), num_warps=4,
+        launch_pdl=early(q),
     )  # fmt: skip
     if splits > 1:
         pad = triton.next_power_of_2(splits)
         _join_kernel[(tokens * heads,)](
-            parts, peaks, sums, out, dims, splits, PAD=pad, BLOCK=block, num_warps=4
+            parts, peaks, sums, out, dims, splits, PAD=pad, BLOCK=block, num_warps=4,
+            launch_pdl=early(q),
         )  # fmt: skip
     return out
 
@@ -1184,6 +1235,7 @@ def _outer_kernel(
     first: of the rows before `split`, others: of those from it on. With FLOOR z [tokens, n] is kept, and in counts
     [tokens, programs] how many a program selects.
     """
+    follow()
     row = tl.program_id(0) * R + tl.arange(0, R)
     live = row < n
     if T > 1:
@@ -1213,6 +1265,7 @@ def _floor_kernel(
 ):  # fmt: skip
     """One token: if fewer than `floor` are selected, select the `floor` largest of z instead, of equal ones those of
     least number. Otherwise it only adds up the counts."""
+    follow()
     t = tl.program_id(0)
     selected = tl.zeros((COUNTS,), tl.int32)
     for c0 in range(0, programs, COUNTS):
@@ -1262,10 +1315,12 @@ def predict(
         taken(hidden, outer.type), outer.data, either(outer.scales, outer.data), z, *into, counts, tokens, n,
         outer.k, split, threshold, FLOOR=floor > 0, TYPE=outer.type, T=columns(outer.type, tokens), R=tile.rows,
         C=tile.columns, PRECISION=precision(x), HALVES=two, num_warps=tile.warps, num_stages=STAGES,
+        launch_pdl=early(x),
     )  # fmt: skip
     if floor:
         block = triton.next_power_of_2(n)
         _floor_kernel[(tokens,)](
             z, numbers, counts, *into, n, split, floor, programs, BLOCK=block, COUNTS=SUMMED,
             num_warps=_warps(block, 16),
+            launch_pdl=early(x),
         )  # fmt: skip

@@ -22,7 +22,9 @@ from powerinfer.kernels.triton_kernels import (
     Tile,
     add_bias,
     columns,
+    early,
     either,
+    follow,
     for_rows,
     half_scales,
     halved,
@@ -77,6 +79,7 @@ READ = 8192  # bytes of a selection that it reads at a time
 @triton.jit(do_not_specialize=["tokens"])
 def _count_kernel(selected, counts, tokens, n, BLOCK: tl.constexpr):
     """counts: neurons of each block that any token selects."""
+    follow()
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     chosen = tl.zeros((BLOCK,), tl.int32)
     for t in range(tokens):
@@ -95,6 +98,7 @@ def _list_kernel(
     of them in a block; BYTES: of each neuron a byte, zero or not. listed gets neurons; kept [tokens, n], with KEEP,
     their values in source, in the order of the list.
     """
+    follow()
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = i < n
     neuron = i
@@ -192,6 +196,7 @@ def _products_kernel(
     fired, by neuron, grows by the tokens; counts: number of the R neurons that fire. Without GATED, the gate arguments
     are up's. LIMITS: the activation's threshold is not `limit` but each neuron's own; PRODUCT_LIMITS: h has one, too.
     """
+    follow()
     place = tl.program_id(0) * R + tl.arange(0, R)
     many, neuron = n, place
     if LISTED:
@@ -401,6 +406,7 @@ def _add_kernel(
     The next rows are looked up while the last ones are being loaded, so that they need not wait for it. HALVES: h is
     what `halves` makes of it.
     """
+    follow()
     count = tl.load(total)
     share = (count + splits - 1) // splits
     begin = tl.program_id(1) * share
@@ -417,6 +423,7 @@ def _add_kernel(
 @triton.jit(do_not_specialize=["splits"])
 def _sum_kernel(parts, out, size, splits, ADD: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr):
     """Sum of the splits, S at a time; ADD: added to out."""
+    follow()
     i, s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, S)
     acc = tl.zeros((S, BLOCK), tl.float32)
     for first in range(0, splits, S):
@@ -454,10 +461,11 @@ def neuron_sum(
         counts, pieces, per = selected, n, LIST
         if tokens > 1:
             counts, pieces, per = numbers(blocks), blocks, 1
-            _count_kernel[(blocks,)](selected, counts, tokens, n, BLOCK=LIST)
+            _count_kernel[(blocks,)](selected, counts, tokens, n, BLOCK=LIST, launch_pdl=early(x))
         _list_kernel[(blocks,)](
             selected, listed, counts, listed, listed, length, tokens, n, pieces, per,
             LISTED=False, KEEP=False, BYTES=tokens == 1, BLOCK=LIST, COUNTS=READ if tokens == 1 else LIST,
+            launch_pdl=early(x),
         )  # fmt: skip
     h = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
     counts = numbers(programs)
@@ -471,6 +479,7 @@ def neuron_sum(
         GATE_BIAS=bias is not None, UP_BIAS=neurons.up_bias is not None, LIMITS=neurons.limits is not None,
         PRODUCT_LIMITS=neurons.product_limits is not None, THRESHOLD=threshold > 0, T=columns(kind, tokens),
         R=tile.rows, C=tile.columns, PRECISION=precision(x), HALVES=two, num_warps=tile.warps, num_stages=STAGES,
+        launch_pdl=early(x),
     )  # fmt: skip
     down = neurons.down, neurons.shared, neurons.group
     if selected is not None:  # most of what a selector selects fires: not worth another list
@@ -498,6 +507,7 @@ def sum_firing(
     _list_kernel[(triton.cdiv(n, LIST),)](
         h, either(at, rows), counts, rows, kept, total, tokens, n, len(counts), LIST // each,
         LISTED=at is not None, KEEP=True, BYTES=False, BLOCK=LIST, COUNTS=LIST,
+        launch_pdl=early(h),
     )  # fmt: skip
     return _down(down, shared, group, kept, rows, total, into)
 
@@ -530,12 +540,14 @@ def _down(
         parts, tokens, n, down.k, splits,
         TYPE=down.type, T=tensor_columns(tokens, two) if tokens > 1 else 0, R=tile.rows, C=tile.columns,
         PRECISION=precision(h), HALVES=two, num_warps=tile.warps, num_stages=STAGES,
+        launch_pdl=early(h),
     )  # fmt: skip
     if splits == 1 and into is None:
         return parts[0]
     out = torch.empty((tokens, down.k), dtype=torch.float32, device=h.device) if into is None else into
     at_a_time, block = SUM
     _sum_kernel[(triton.cdiv(out.numel(), block),)](
-        parts, out, out.numel(), splits, ADD=into is not None, S=at_a_time, BLOCK=block, num_warps=4
+        parts, out, out.numel(), splits, ADD=into is not None, S=at_a_time, BLOCK=block, num_warps=4,
+        launch_pdl=early(h),
     )  # fmt: skip
     return out
