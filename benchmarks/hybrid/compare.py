@@ -170,8 +170,8 @@ class Peer:
         return result
 
 
-def peer_threads(asked: int) -> int:
-    """The peer's: every core, where none are asked for."""
+def threads_of(asked: int) -> int:
+    """Every core, where none are asked for: of the peer, and of what makes models."""
     return asked or len(os.sched_getaffinity(0))
 
 
@@ -303,7 +303,7 @@ def jobs(measurement: Measurement, name: str) -> Iterator[tuple[str, Callable[[]
     def found_limit(way: str) -> Result:
         assert peer is not None
         each = max(1, model.stat().st_size // (layers + 1))
-        return limit(peer, model, way, layers, int(vram()), each, peer_threads(arguments.threads))
+        return limit(peer, model, way, layers, int(vram()), each, threads_of(arguments.threads))
 
     ways = arguments.ways if peer is not None and made.vram else ()
     limits = [(f"peer/{name}/{way}", lambda way=way: found_limit(way)) for way in ways if "peer" in sections]

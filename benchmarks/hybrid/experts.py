@@ -3,8 +3,8 @@
     python -m benchmarks.hybrid.experts --models FOLDER [--peer FOLDER_OF_BINARIES] [--out FILE]
     python -m benchmarks.hybrid.experts --models FOLDER --gpu cpu --tiny               tries it without a GPU
 
-The model has random weights in the shape of Qwen3-30B-A3B, of Q4_0, cut to a third of its layers. So are the cards,
-but for what layers share (`worker.part_of`), and none gets more than the model takes: all of it fits into 24 GiB.
+The model has random weights in the shape of Qwen3-30B-A3B, of Q4_0, cut to a third of its layers (--layers). So are the
+cards, but for what layers share (`worker.part_of`), and none gets more than the model takes: all of it fits into 24 GiB.
 Before anything is timed its logits of a text are compared with the CPU's; a model that gives others is an error.
 llama.cpp then gets, within the same budget, the experts of as many layers on the GPU as fit (-ncmoe) and, where its
 build has that, a cache of experts (--moe-cache-mib), by three tries at most, which read the GPU's memory in use.
@@ -56,7 +56,7 @@ class Measurement(Jobs):
 
     @property
     def model(self) -> Path:
-        return Path(self.arguments.models / f"{SHAPE}-{'tiny' if self.arguments.tiny else LAYERS}.gguf")
+        return Path(self.arguments.models / f"{SHAPE}-{'tiny' if self.arguments.tiny else self.arguments.layers}.gguf")
 
     @property
     def engine(self) -> dict[str, Any]:
@@ -66,11 +66,11 @@ class Measurement(Jobs):
         return {**given, "prefix_cache": False, "ram": self.arguments.ram}
 
 
-def shape(tiny: bool) -> ModelConfig:
+def shape(tiny: bool, layers: int = LAYERS) -> ModelConfig:
     """The model's, cut."""
     config = expert_models.CONFIGS[SHAPE]
     if not tiny:
-        return replace(config, layers=config.layers[:LAYERS])
+        return replace(config, layers=config.layers[:layers])
     layer = config.layers[0]
     assert isinstance(layer.attention, AttentionConfig) and isinstance(layer.ffn, ExpertsConfig)
     rope = layer.attention.rope and replace(layer.attention.rope, dim=32)
@@ -81,9 +81,10 @@ def shape(tiny: bool) -> ModelConfig:
 
 def make(measurement: Measurement) -> Result:
     """The model's file."""
-    config = shape(measurement.arguments.tiny)
+    config = shape(measurement.arguments.tiny, measurement.arguments.layers)
     if not measurement.model.exists():
-        expert_models.write(measurement.model, config, expert_models.Weights("q4_0"))
+        threads = compare.threads_of(measurement.arguments.threads)
+        expert_models.write(measurement.model, config, expert_models.Weights("q4_0"), threads)
     return {"file_bytes": measurement.model.stat().st_size, "layers": config.n_layers}
 
 
@@ -141,7 +142,7 @@ def checked(found: np.ndarray, wanted: np.ndarray) -> float:
 def theirs(measurement: Measurement, card: int, way: str) -> Result:
     """llama.cpp with as many experts on the GPU as the budget of `ours` holds. way: ncmoe or cache."""
     peer, model = measurement.peer, measurement.model
-    threads = compare.peer_threads(measurement.arguments.threads)
+    threads = compare.threads_of(measurement.arguments.threads)
     budget = measurement.done[f"experts/{card}/powerinfer"].get("vram")
     if peer is None or budget is None:
         raise RuntimeError("there is no budget of ours to compare with")
@@ -175,11 +176,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=0, help="of both; 0: ours by itself, the peer's every core")
     parser.add_argument("--cards", type=int, nargs="+", choices=CARDS, default=CARDS, help="GiB; default: all")
     parser.add_argument("--tokens", type=int, default=64, help="decoded by one request alone")
+    parser.add_argument("--layers", type=int, default=LAYERS, metavar="N", help="of 48; default: %(default)s")
     parser.add_argument("--make", action="store_true", help="make the model, nothing else")
     parser.add_argument("--tiny", action="store_true", help="a small model of the same kind")
     parser.add_argument("--out", type=Path, default=results.RESULTS / "hybrid-experts.json")
     arguments = parser.parse_args(argv)
-    settings = {name: getattr(arguments, name) for name in ("gpu", "threads", "tokens", "tiny", "ram")}
+    settings = {name: getattr(arguments, name) for name in ("gpu", "threads", "tokens", "tiny", "layers", "ram")}
     document = opened(arguments.out, "hybrid-experts", settings | {"device": compare.gpu_name(arguments.gpu)})
     peer = None
     if arguments.peer is not None:

@@ -86,7 +86,7 @@ def _relu(path: Path, layers: int, threads: int) -> None:
 
 def _experts(path: Path, layers: int, threads: int) -> None:
     if not path.exists():
-        expert_models.write(path, experts(layers), expert_models.Weights(STORED, skew=SKEW, locality=LOCALITY))
+        expert_models.write(path, experts(layers), expert_models.Weights(STORED, skew=SKEW, locality=LOCALITY), threads)
     profile = ["profile", "-m", str(path), "--samples", "0", "--threads", str(threads)]
     if not Path(f"{path}.powerinfer/experts.safetensors").exists():
         _run([*profile, "--corpus", str(ROOT / "docs"), "--tokens", str(PROFILED)])

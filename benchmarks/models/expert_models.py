@@ -23,7 +23,9 @@ import argparse
 import math
 import os
 import sys
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
@@ -128,8 +130,8 @@ def kind_of(name: str, dims: Shape, about: Weights, routing: Routing) -> str:
     return (about.head if name in ("token_embd.weight", "output.weight") else about.kind).upper()
 
 
-def write(path: Path, config: ModelConfig, about: Weights) -> None:
-    """Write the file, a piece in memory at a time."""
+def write(path: Path, config: ModelConfig, about: Weights, threads: int = 1) -> None:
+    """Write the file; threads: that compute its tensors, each a tensor in memory."""
     routing = about.routing(config)
     beside = path.with_name(path.name + ".part")
     writer = gguf.GGUFWriter(beside, config.architecture)
@@ -142,16 +144,28 @@ def write(path: Path, config: ModelConfig, about: Weights) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    rng = np.random.default_rng(about.seed)
-    for name, dims in tensors(config):
+
+    def stored_tensor(number: int, name: str, dims: Shape) -> np.ndarray:
         own = kind_of(name, dims, about, routing)
-        values = _values(rng, name, dims, about, routing)
+        values = _values(_rng(about, number), name, dims, about, routing)
         parts = [part if own == "F32" else quantize(part, own) for part in values]
-        writer.write_tensor_data(np.concatenate(parts).reshape(*dims[:-1], -1))
-        print(f"\r{name:40}", end="", file=sys.stderr)
+        return np.concatenate(parts).reshape(*dims[:-1], -1)
+
+    left = [(number, *one) for number, one in enumerate(tensors(config))]
+    with ThreadPoolExecutor(threads) as pool:
+        made = deque(pool.submit(stored_tensor, *one) for one in left[:threads])
+        for number, name, _ in left:
+            writer.write_tensor_data(made.popleft().result())
+            made.extend(pool.submit(stored_tensor, *one) for one in left[number + threads : number + threads + 1])
+            print(f"\r{name:40}", end="", file=sys.stderr)
     writer.close()
     print(file=sys.stderr)
     os.replace(beside, path)
+
+
+def _rng(about: Weights, number: int) -> np.random.Generator:
+    """Of a tensor, by its number in file order."""
+    return np.random.default_rng((about.seed, number))
 
 
 def write_folder(path: Path, config: ModelConfig, about: Weights) -> None:
@@ -161,13 +175,13 @@ def write_folder(path: Path, config: ModelConfig, about: Weights) -> None:
 
 def _canonical(config: ModelConfig, about: Weights) -> Iterator[tuple[str, Iterator[np.ndarray]]]:
     """(canonical name, its values as `_values` has them) of every tensor: those of the GGUF file with that seed."""
-    rng, routing = np.random.default_rng(about.seed), about.routing(config)
+    routing = about.routing(config)
     known = dict(shapes(config))
     parts: dict[str, list[str]] = {}
     for one in known:
         parts.setdefault(file_name(config, one), []).append(one)
-    for name, dims in tensors(config):
-        values = _values(rng, name, dims, about, routing)
+    for number, (name, dims) in enumerate(tensors(config)):
+        values = _values(_rng(about, number), name, dims, about, routing)
         if len(parts[name]) == 1:
             yield parts[name][0], values
             continue
@@ -325,7 +339,7 @@ def main() -> None:
         return
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     if arguments.out.suffix == ".gguf":
-        write(arguments.out, config, about)
+        write(arguments.out, config, about, len(os.sched_getaffinity(0)))
     else:
         write_folder(arguments.out, replace(config, architecture=SHAPES[arguments.shape].config.architecture), about)
 
