@@ -3,8 +3,9 @@
     python -m benchmarks.hybrid.experts --models FOLDER [--peer FOLDER_OF_BINARIES] [--out FILE]
     python -m benchmarks.hybrid.experts --models FOLDER --gpu cpu --tiny               tries it without a GPU
 
-The model has random weights in the shape of Qwen3-30B-A3B, of Q4_0, cut to a third of its layers (--layers). So are the
-cards, but for what layers share (`worker.part_of`), and none gets more than the model takes: all of it fits into 24 GiB.
+The model has random weights in the shape of Qwen3-30B-A3B, of Q4_0, cut to a third of its layers (--layers). So are
+the cards, but for what layers share (`worker.part_of`), and none gets more than the model takes: all of it fits into
+24 GiB.
 Before anything is timed its logits of a text are compared with the CPU's; a model that gives others is an error.
 llama.cpp then gets, within the same budget, the experts of as many layers on the GPU as fit (-ncmoe) and, where its
 build has that, a cache of experts (--moe-cache-mib), by three tries at most, which read the GPU's memory in use.
