@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import numpy as np
@@ -10,14 +11,17 @@ import pytest
 from powerinfer.placement.experts import (
     EXPERT_POLICIES,
     Dynamic,
+    Frequencies,
     Lfu,
     Lru,
     Policy,
     Static,
+    fewer_slots,
     make_policy,
     replay,
     slots_by_frequency,
     slots_evenly,
+    slots_for_static,
 )
 
 START = {0: np.array([0.4, 0.3, 0.2, 0.1])}
@@ -165,6 +169,38 @@ def test_slots_by_frequency_hit_most() -> None:
     assert slots_by_frequency(frequencies, {0: 7, 2: 7}, 10**6) == {0: 4, 2: 4}
     assert slots_by_frequency(frequencies, {0: 7, 2: 7}, 6) == {0: 0, 2: 0}
     assert slots_by_frequency(frequencies, {0: 70, 2: 7}, 76) == {0: 0, 2: 4}, "bytes count"
+
+
+def test_slots_for_static_take_least_time() -> None:
+    """All ways to place slots are tried: none saves more."""
+    rng = np.random.default_rng(3)
+    for exchange, skew in itertools.product((0.0, 0.3, 1.0, 4.0), (0.0, 0.7, 2.0)):
+        frequencies = {}
+        for layer in range(3):
+            each = rng.permutation(np.arange(1, 6.0) ** -skew)
+            frequencies[layer] = 2 * each / each.sum()
+
+        def saved(slots: Mapping[int, int], of: Frequencies = frequencies, each: float = exchange) -> float:
+            hits = sum(float(np.sort(of[layer])[::-1][:n].sum()) for layer, n in slots.items())
+            return hits + each * sum(n == 5 for n in slots.values())
+
+        for budget in range(0, 16):
+            given = frequencies, dict.fromkeys(range(3), 1), budget, dict.fromkeys(range(3), exchange)
+            found = slots_for_static(*given, known=True)
+            every = [dict(enumerate(n)) for n in itertools.product(range(6), repeat=3) if sum(n) <= budget]
+            best = max(every, key=saved)
+            assert sum(found.values()) <= budget and saved(found) >= 0.95 * saved(best), (exchange, skew, budget)
+            if skew == 0:
+                assert saved(found) == pytest.approx(saved(best))
+                alike = slots_for_static(*given, known=False)
+                assert saved(alike) == pytest.approx(saved(best))
+
+
+def test_slots_of_layers_that_are_not_whole_go_first() -> None:
+    assert fewer_slots({0: 8, 1: 8, 2: 4}, {0: 8, 1: 8, 2: 8}) == {0: 8, 1: 8, 2: 1}
+    assert fewer_slots({0: 8, 1: 8, 2: 1}, {0: 8, 1: 8, 2: 8}) == {0: 8, 1: 6, 2: 0}
+    assert fewer_slots({0: 40, 1: 40}, {0: 64, 1: 64}) == {0: 35, 1: 35}
+    assert fewer_slots({0: 1, 1: 0}, {0: 8, 1: 8}) == {0: 0, 1: 0}
 
 
 def test_slots_evenly() -> None:

@@ -24,7 +24,7 @@ Before anything of this engine is timed, its logits of a text are compared with 
 A card with less memory is stood in for by the budget: the GPU is as fast as it is. --scale takes a share of a model's
 layers (by itself a quarter of falcon-40b and of reglu-70b, all of drelu-7b); the budget of both engines is then that
 share of the card, but for what layers share: head, driver and working memory stay whole (`worker.card`). --times N
-takes the N-th part of the model's bytes instead.
+has a card with the N-th part of the whole model's bytes instead.
 
 Every job is written down when it is done. Started again with the same --out, the script goes on where it was; with
 --minutes it ends before a job that might take longer. --retry does jobs that failed again; the exit status is 1 where
@@ -275,9 +275,14 @@ def jobs(measurement: Measurement, name: str) -> Iterator[tuple[str, Callable[[]
 
     def vram() -> int | float:
         """Bytes; at the tiny scale room for a share of the neurons. Known when the model is there."""
-        if arguments.times and made.vram:
-            return int(model.stat().st_size / arguments.times)
-        return int(measurement.done[f"card/{name}"]["vram"]) if made.vram else 0.5
+        if not made.vram:
+            return 0.5
+        card = measurement.done[f"card/{name}"]
+        if not arguments.times:
+            return int(card["vram"])
+        head = card["fixed"]["head"]
+        whole = head + (model.stat().st_size - head) / made.part
+        return worker.part_of(int(whole / arguments.times), sum(card["fixed"].values()), made.part)
 
     def ours(policy: str, selector: str, share: float, batches: list[int], trace: Path | None = None) -> Result:
         task = basis(arguments, model) | {"what": "decode", "vram": vram(), "policy": policy, "selector": selector}
@@ -431,7 +436,7 @@ def parse() -> argparse.Namespace:
     both = ("streamed", "cpu")
     parser.add_argument("--prompt-ways", nargs="+", choices=both, default=both, help="cold neurons; default: both")
     parser.add_argument("--ways", nargs="+", choices=DENSE_WAYS, default=DENSE_WAYS, help="of llama.cpp; default: both")
-    parser.add_argument("--times", type=float, metavar="N", help="the model's bytes, as a multiple of the budget")
+    parser.add_argument("--times", type=float, metavar="N", help="the model's bytes, as a multiple of the card's")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ablation-rounds", type=int, default=1)
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="of the budget; default: %(default)s")

@@ -59,10 +59,13 @@ ACTIVE = 0.10  # of the kernel's neurons
 SETS = 8  # inputs of the kernel, in turn, so that its rows are not in a cache already
 TEXT = 48  # tokens that are computed on the CPU and beside a GPU
 ALONE = 8  # of them, one at a time: launched, recorded and replayed; those before in one step
-FURTHEST = 0.25
+FURTHEST = {"every": 0.25, "predicted": 0.5}
 """How far logits may be from the CPU's, as a share of the distance that the predictor's misses make, a few of a hundred
 neurons that fire. The devices round activations of Q4_0 neurons and the products of prompts to different types, which
-makes up to an eighth of that distance."""
+makes up to an eighth of that distance. Predictors on the CPU round what they read to 8 bits, so neurons next to the
+threshold are selected on one device alone: of the dReLU shape 0.15 with two layers, beside torch's float32 likewise,
+and 0.28 with eight. If 32 of a layer's neurons are never selected it is more than 1, if each selects its neighbour
+12."""
 
 
 def decode(task: dict[str, Any]) -> dict[str, Any]:
@@ -183,7 +186,7 @@ def checked(llm: LLM, model: Path, selector: str) -> dict[str, float]:
     RuntimeError where that is too far for the same model.
     """
     with np.load(reference_of(model)) as wanted:
-        furthest = FURTHEST * apart(wanted["predicted"], wanted["every"])
+        misses = apart(wanted["predicted"], wanted["every"])
         off = {}
         if selector == "predicted":
             off["predicted"] = apart(logits_of(llm), wanted["predicted"])
@@ -191,9 +194,13 @@ def checked(llm: LLM, model: Path, selector: str) -> dict[str, float]:
                 off["every"] = apart(logits_of(llm), wanted["every"])
         else:
             off["every"] = apart(logits_of(llm), wanted["every"])
-    wrong = [f"{value:.3g} ({name})" for name, value in off.items() if not value <= furthest]
+    wrong = [
+        f"{value:.3g} ({name}), more than {FURTHEST[name] * misses:.3g}"
+        for name, value in off.items()
+        if not value <= FURTHEST[name] * misses
+    ]
     if wrong:
-        raise RuntimeError(f"not timed: logits are off by {', '.join(wrong)} of the CPU's, more than {furthest:.3g}")
+        raise RuntimeError(f"not timed: logits are off by {', '.join(wrong)} of the CPU's")
     return off
 
 

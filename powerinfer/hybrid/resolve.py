@@ -256,11 +256,12 @@ def with_fewer_layers(resolved: Resolved) -> Resolved | None:
 
 
 def with_fewer_experts(resolved: Resolved) -> Resolved | None:
-    """Without buffers for long prompts, if there are any; or with an eighth fewer on the GPU, at least one of each
-    layer. None if there are none. RequestError if --ram does not hold the rest, and it may not stay on disk."""
+    """Without buffers for long prompts, if there are any; or with an eighth fewer on the GPU, at least one. None if
+    there are none. RequestError if --ram does not hold the rest, and it may not stay on disk."""
     from powerinfer.hardware.measure import measured
     from powerinfer.placement.budget import gib
     from powerinfer.placement.disk import plan_disk, within
+    from powerinfer.placement.experts import fewer_slots
     from powerinfer.system import available_memory
 
     assert resolved.experts is not None
@@ -268,8 +269,10 @@ def with_fewer_experts(resolved: Resolved) -> Resolved | None:
         return replace(resolved, staging=0)
     if not any(len(own) for own in resolved.experts):
         return None
-    experts = tuple(own[: len(own) * 7 // 8] for own in resolved.experts)
-    every = sum(one.n_experts for one in resolved.checkpoint.config.experts.values())
+    sizes = {layer: one.n_experts for layer, one in resolved.checkpoint.config.experts.items()}
+    kept = fewer_slots({layer: len(resolved.experts[layer]) for layer in sizes}, sizes)
+    experts = tuple(own[: kept.get(layer, 0)] for layer, own in enumerate(resolved.experts))
+    every = sum(sizes.values())
     fewer = replace(resolved, experts=experts, why=_how_many(experts, every), disk=None)
     engine, checkpoint = resolved.engine, resolved.checkpoint
     ram = engine.ram

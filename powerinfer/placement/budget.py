@@ -20,14 +20,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from powerinfer.config import AttentionConfig
+import numpy as np
+
+from powerinfer.config import AttentionConfig, ExpertsConfig
 from powerinfer.devices.link import link_bytes
 from powerinfer.devices.stage import BUFFERS, buffer_bytes, expert_buffer, layer_buffer, return_buffer
 from powerinfer.errors import RequestError, VramError
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.hardware.description import Hardware
 from powerinfer.kernels import gpu as kernels
-from powerinfer.placement.experts import Frequencies, slots_by_frequency, slots_evenly
+from powerinfer.placement.cost import Float64, matrix_seconds
+from powerinfer.placement.experts import Frequencies, slots_by_frequency, slots_evenly, slots_for_static
 from powerinfer.placement.shapes import Matrix, Model
 from powerinfer.placement.solver import GROUP
 
@@ -369,8 +372,8 @@ def _claim_experts(
     cached: bool,
 ) -> Claims | None:
     """Attention, shared experts and dense FFNs of the first layers on the GPU, as many as fit, then the head, then
-    experts: those that are selected most often or, where that is not known, as many in every layer. None: no layer
-    fits. limits: VRAM and RAM, of which less than nothing may be left; then there are no buffers for long prompts."""
+    experts, see `slots_for_static`. None: no layer fits. limits: VRAM and RAM, of which less than nothing may be left; then there
+    are no buffers for long prompts."""
     vram, ram = limits
     layers, head = layers_that_fit(model, hardware, work, vram, dense=True, experts=False)
     if not layers:
@@ -379,13 +382,18 @@ def _claim_experts(
     room = vram - sum(on_gpu(*dense, none).values())
     own = [layer for layer in range(layers) if model.n_experts[layer]]
     nbytes = {layer: model.expert_bytes(layer)[0] for layer in own}
+    expected = {layer: _alike(model, layer) for layer in own} if frequencies is None else frequencies
+    about = {layer: expected[layer] for layer in own}
+    exchange = {layer: _exchange(model, hardware, layer) for layer in own}
 
     def claims(staging: int) -> Claims:
         rest = room - staged_on_gpu(staging)
-        if frequencies is None:
+        if not cached:
+            found = slots_for_static(about, nbytes, rest, exchange, known=frequencies is not None)
+        elif frequencies is None:  # other policies have use for slots in every layer
             found = slots_evenly({layer: model.n_experts[layer] for layer in own}, nbytes, rest)
         else:
-            found = slots_by_frequency({layer: frequencies[layer] for layer in own}, nbytes, rest)
+            found = slots_by_frequency(about, nbytes, rest)
         slots = tuple(found.get(layer, 0) for layer in range(model.config.n_layers))
         gpu = on_gpu(*dense, slots)
         cpu = in_ram(model, work, layers, head, hardware.host_bytes, slots=slots, cached=cached)
@@ -395,6 +403,19 @@ def _claim_experts(
 
     made = claims(_expert_staging(model, work, own, room))
     return made if made.cpu_left >= 0 else claims(0)
+
+
+def _alike(model: Model, layer: int) -> Float64:
+    """How often each expert of a layer is selected if none is preferred."""
+    about = model.config.layers[layer].ffn
+    assert isinstance(about, ExpertsConfig)
+    return np.full(about.n_experts, about.router.top_k / about.n_experts)
+
+
+def _exchange(model: Model, hardware: Hardware, layer: int) -> float:
+    """The exchange with the CPU in a layer, as the number of its experts that the CPU computes meanwhile."""
+    seconds = matrix_seconds(hardware.cpu, model.experts[layer], True) / model.n_experts[layer]
+    return 1e-6 * hardware.sync_us / max(seconds, 1e-12)
 
 
 def _expert_staging(model: Model, work: Workload, layers: Sequence[int], room: int) -> int:

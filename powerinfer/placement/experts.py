@@ -253,14 +253,78 @@ def slots_by_frequency(frequencies: Frequencies, nbytes: Mapping[int, int], budg
     and less than one expert's hits are lost.
     """
     slots = dict.fromkeys(frequencies, 0)
-    ranked = sorted(
-        (-frequency / nbytes[layer], layer) for layer, each in frequencies.items() for frequency in each.tolist()
-    )
-    for _, layer in ranked:
+    if not slots:
+        return slots
+    layers = np.concatenate([np.full(len(each), layer) for layer, each in frequencies.items()])
+    worth = np.concatenate([each / nbytes[layer] for layer, each in frequencies.items()])
+    ranked = layers[np.lexsort((layers, -worth))]
+    fit = int(np.searchsorted(np.cumsum([nbytes[layer] for layer in ranked.tolist()]), budget, side="right"))
+    for layer, n in zip(*np.unique(ranked[:fit], return_counts=True), strict=True):
+        slots[int(layer)] = int(n)
+    budget -= sum(n * nbytes[layer] for layer, n in slots.items())
+    least = min(nbytes.values())
+    for layer in ranked[fit:].tolist():  # where they are smaller some still fit
+        if budget < least:
+            break
         if nbytes[layer] <= budget:
             slots[layer] += 1
             budget -= nbytes[layer]
     return slots
+
+
+def slots_for_static(
+    frequencies: Frequencies, nbytes: Mapping[int, int], budget: int, exchange: Mapping[int, float], *, known: bool
+) -> dict[int, int]:
+    """How many slots each layer has within `budget` bytes, so that a step of `static` takes least time.
+
+    The CPU computes what is not hit, and a layer all of whose experts have slots also saves the exchange with it:
+    exchange, of a layer, is that in experts of the CPU. So some layers are whole, those that are selected most evenly
+    first, and the others have `slots_by_frequency`; tried for every number of whole layers. known: the frequencies are
+    a profile's, else they are only expected, and the others have `slots_evenly`.
+    """
+
+    def tail(layer: int) -> float:
+        """How much of what is selected the less frequent half is."""
+        each = np.sort(frequencies[layer])
+        return float(each[: len(each) // 2].sum() / max(each.sum(), 1e-30))
+
+    def saved(slots: Mapping[int, int]) -> float:
+        whole = sum(exchange[layer] for layer, n in slots.items() if n == len(frequencies[layer]))
+        return whole + sum(float(falling[layer][:n].sum()) for layer, n in slots.items())
+
+    falling = {layer: np.sort(each)[::-1] for layer, each in frequencies.items()}
+    order = sorted(frequencies, key=tail, reverse=True)
+    best, most, left = dict.fromkeys(frequencies, 0), -1.0, budget
+    for count in range(len(order) + 1):
+        others = {layer: frequencies[layer] for layer in frequencies if layer not in order[:count]}
+        if known:
+            slots = slots_by_frequency(others, nbytes, left)
+        else:
+            slots = slots_evenly({layer: len(each) for layer, each in others.items()}, nbytes, left)
+        slots |= {layer: len(frequencies[layer]) for layer in order[:count]}
+        if saved(slots) > most * (1 + 1e-9):
+            best, most = slots, saved(slots)
+        if count < len(order):
+            left -= len(frequencies[order[count]]) * nbytes[order[count]]
+            if left < 0:
+                break
+    return {layer: best[layer] for layer in frequencies}
+
+
+def fewer_slots(slots: Mapping[int, int], experts: Mapping[int, int]) -> dict[int, int]:
+    """An eighth fewer, at least one: of layers with slots for some of their experts, in proportion; then of those with
+    slots for all, the last ones first."""
+    kept, lacking = dict(slots), -(-sum(slots.values()) // 8)
+    some = [layer for layer, n in slots.items() if n < experts[layer]]
+    there = sum(slots[layer] for layer in some)
+    for layer in some:
+        kept[layer] -= min(slots[layer], -(-slots[layer] * lacking // max(1, there)))
+    lacking -= there
+    for layer in sorted((layer for layer in slots if layer not in some), reverse=True):
+        less = min(slots[layer], max(0, lacking))
+        kept[layer] -= less
+        lacking -= less
+    return kept
 
 
 def slots_evenly(experts: Mapping[int, int], nbytes: Mapping[int, int], budget: int) -> dict[int, int]:
