@@ -455,6 +455,49 @@ def test_neurons_take_what_was_estimated_too_high(
     assert hot[0] == hot[1] and GROUP < sum(map(len, hot[0])) <= every
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_experts_take_what_was_estimated_too_high(
+    tmp_path: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """The model is loaded again with more experts, once; later starts place them at once. Where that runs out of memory
+    those of the estimate stay, then too."""
+    path = tmp_path / "m.gguf"
+    expert_models.write(path, small(expert_models.CONFIGS["qwen3-30b-a3b"]), expert_models.Weights("f16"))
+    checkpoint = open_checkpoint(path)
+    each, every = checkpoint_model(checkpoint).expert_bytes(0)[0], sum(checkpoint_model(checkpoint).n_experts)
+    engine = EngineConfig(**OPTIONS, gpu="cpu")
+    everything = resolve.needs(resolve.resolve(checkpoint, engine)).vram
+    with load_within(path, None, 1 << 30) as llm:
+        wanted = llm.generate([[5, 9, 2]], SHORT)[0].token_ids
+        working = llm._executor.gpu.memory()["scratch"] + passed(llm._executor, tmp_path)  # type: ignore[union-attr]
+    room = working + working // 8 + 2 * each  # with experts on the CPU, too, steps take a little more
+    monkeypatch.setattr(Model, "gpu_scratch", lambda *_: room + 3 * each)
+    budget = everything + room  # by the estimate for all but three
+    loads: list[int] = []
+    hold, rehearsed = vram.hold_budget, vram.rehearsed
+
+    def counted(executor: Any, *given: Any, split: Any, **more: Any) -> Any:
+        loads.append(sum(len(ffn.hot) for ffn in split.ffns))
+        return hold(executor, *given, split=split, **more)
+
+    def tried(executor: Any, requests: int) -> int | None:
+        if fails and loads[-1] == every:
+            raise GpuMemoryError("the GPU ran out of memory while it was tried: give less --vram")
+        return rehearsed(executor, requests)
+
+    monkeypatch.setattr(vram, "hold_budget", counted)
+    monkeypatch.setattr(vram, "rehearsed", tried)
+    for first in (True, False):
+        loads.clear()
+        with load_within(path, None, budget) as llm:
+            assert llm.generate([[5, 9, 2]], SHORT)[0].token_ids == wanted
+            said = llm.choices["gpu"].endswith("since memory was measured")
+        if fails:
+            assert loads == [every - 3, every, every - 3] and not said
+        else:
+            assert loads == ([every - 3, every] if first else [every]) and said is first
+
+
 # ---------------------------------------------------------------- starts after the first
 
 

@@ -44,6 +44,14 @@ def used(cubin: bytes) -> dict[int, int]:
     return found
 
 
+def waits(ptx: str) -> bool:
+    """Whether a program waits for the kernel before it; first of all, if it does."""
+    at = ptx.find("griddepcontrol.wait")
+    others = [ptx.find(one) for one in ("ld.global", "st.global", "griddepcontrol.launch_dependents")]
+    assert at < 0 or all(at < other for other in others if other >= 0)
+    return at >= 0
+
+
 def held(kernel: dict[str, Any], capability: int) -> int:
     """Programs that a multiprocessor holds at a time."""
     warps, programs, shared = HOLDS[capability]
@@ -91,6 +99,8 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
             "warps": kernel.metadata.num_warps,
             "registers": used(kernel.asm["cubin"])[0x2F],
             "stack": used(kernel.asm["cubin"])[0x11],
+            "early": "launch_pdl" in constants,
+            "waits": waits(kernel.asm["ptx"]),
         }
 
     JITFunction.run = compiled
@@ -224,6 +234,8 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     made = json.loads(run.stdout)
     names = 40 if capability == 90 else 37
     assert len({kernel["name"] for kernel in made}) == names and all(kernel["ptx"] for kernel in made)
+    for kernel in made:  # what may be launched before the last kernel has ended waits for it, and nothing else does
+        assert kernel["waits"] == (kernel["early"] and capability >= 90), kernel
     most = max(made, key=lambda kernel: kernel["shared"])
     assert most["shared"] <= SHARED[capability] << 10, most
     neurons = ("_linear_kernel", "_products_kernel", "_add_kernel", "_outer_kernel", "_list_kernel")

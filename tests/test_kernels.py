@@ -5,7 +5,7 @@ The bound is that of float32 sums on the operands that the kernel really multipl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import cycle
 
@@ -15,7 +15,7 @@ import reference
 from stored_weights import FLOATS, float_bytes, stored, with_scales
 
 from powerinfer import _native
-from powerinfer.config import ACTIVATIONS
+from powerinfer.config import ACTIVATIONS, EngineConfig
 from powerinfer.errors import RequestError
 from powerinfer.formats.quant import block_type, dequantize
 from powerinfer.kernels import cpu
@@ -304,6 +304,18 @@ def test_a_level_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu.choose_isa(LEVELS[0]) == (LEVELS[0], "asked for")
     with pytest.raises(RequestError, match=r"choose one of: .*scalar"):
         cpu.choose_isa("avx1")
+
+
+@pytest.mark.parametrize(("cores", "spared"), [(1, 0), (2, 0), (4, 1), (6, 1), (8, 2), (16, 2), (128, 2)])
+def test_cores_for_the_driver_of_a_gpu(cores: int, spared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only automatic threads leave some; torch's CPU device has no driver."""
+    monkeypatch.setattr(cpu, "usable_cores", lambda: (cores, "every core"))
+    engine = EngineConfig()
+    assert cpu.spared_cores(0, "cuda:1") == spared
+    assert cpu.choose_threads(cpu.beside_gpu(engine, "cuda").threads)[0] == cores - spared
+    for gpu in (None, "cpu"):
+        assert cpu.beside_gpu(engine, gpu) == engine
+    assert cpu.beside_gpu(replace(engine, threads=cores), "cuda").threads == cores
 
 
 def test_threads_are_chosen_within_bounds() -> None:

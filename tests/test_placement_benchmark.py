@@ -59,12 +59,21 @@ def test_aims_are_marked_as_missing_or_simulated(measured: bool, monkeypatch: py
     settings = {"gpu": "cuda:0", "scale": "0.1"}
     kernels = [{"kernel": "neurons", "type": "F16/F16", "tokens": 1, "share": 0.5}]
     layer = {"kernels": kernels, "active": 0.1, "plain": True, "d_ff": 32768, "device": "a GPU"}
+    ways = {"powerinfer": {"streamed": 30.0, "cpu": 20.0}, "llama.cpp-ngl": {"llama.cpp": 20.0}}
+    prompts = {f"prefill/{aims_table.FALCON}/0/{engine}": {"prefill_tok_s": rates} for engine, rates in ways.items()}
+    experts = {
+        f"experts/{card}/{engine}": {"decode_tok_s": {"1": rate}}
+        for card, engine, rate in ((8, "powerinfer", 40.0), (8, "llama.cpp-ncmoe", 32.0), (12, "powerinfer", 50.0))
+    }
+    experts |= {"experts/8/llama.cpp-cache": {"error": "no room"}, "make": {"layers": 16}}
     found = {
         "hybrid": [
             {"jobs": jobs, "models": models, "settings": settings},
             {"jobs": jobs, "models": models, "settings": settings | {"gpu": "cpu"}},  # says nothing about speed
             {"jobs": {}, "models": {"drelu-7b": {}}, "settings": settings},
+            {"jobs": prompts, "models": models, "settings": settings | {"times": 2.0}},
         ],
+        "hybrid-experts": [{"jobs": experts, "settings": settings}, {"jobs": {}, "settings": settings}],
         "gpu-kernels": [layer, layer | {"device": "cpu", "kernels": [kernels[0] | {"share": 0.9}]}],
     }
     monkeypatch.setattr(aims_table, "of_kind", lambda kind: found[kind] if measured else [])
@@ -86,7 +95,9 @@ def test_aims_are_marked_as_missing_or_simulated(measured: bool, monkeypatch: py
             "60 %; 70 %; +20 %",
             "whole layers, dense: 4; at a time, the plan: 40 tokens/s",
         ]
-    assert on_a_gpu.count(aims_table.MISSING) == (4 if measured else 9)
+        assert on_a_gpu[3] == "8 GB: 1.25x, 40 by 32 tokens/s; 16 of 48 layers"
+        assert on_a_gpu[8] == "1.50x: 30 by 20 tokens/s, falcon-40b, 15 of 60 layers"
+    assert on_a_gpu.count(aims_table.MISSING) == (2 if measured else 9)
     if measured:  # what failed is missing, and nothing else
         jobs.pop(f"decode/{aims_table.FALCON}/0/llama.cpp")
         jobs[f"decode/{aims_table.FALCON}/0/powerinfer"] = run

@@ -601,7 +601,7 @@ def test_the_same_request_gives_the_same_plan() -> None:
 CHANGES: dict[str, Any] = {
     "vram": 10 * MIB, "ram": GIB, "context": 63, "batch": 2, "kv_type": "q8_0", "selector": "exact", "policy": "ilp",
     "chunk": 31, "seed": 1, "time_limit": 1.0, "requests": 3, "insist": True, "frequencies": {0: np.ones(4)},
-    "cached": True, "hits": {0: np.ones(4)}, "chosen": True,
+    "cached": True, "hits": {0: np.ones(4)}, "chosen": True, "scratch": MIB,
 }  # fmt: skip
 
 

@@ -12,7 +12,15 @@ import numpy as np
 from powerinfer.devices import Executor
 from powerinfer.errors import GpuMemoryError, PowerInferError, RequestError
 from powerinfer.hybrid.disk import open_tier
-from powerinfer.hybrid.resolve import NOT_USED, Resolved, with_fewer_experts, with_fewer_layers, without_gpu
+from powerinfer.hybrid.resolve import (
+    NOT_USED,
+    Resolved,
+    needs,
+    with_fewer_experts,
+    with_fewer_layers,
+    with_scratch,
+    without_gpu,
+)
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity import Sparsity
 
@@ -213,6 +221,7 @@ def _load_experts(
     resolved: Resolved, experts: Sequence[Indices], sample: Sample, progress: Progress, say: Say
 ) -> tuple[SplitExecutor, Sparsity]:
     from powerinfer.hybrid.experts import Copier, ExpertSparsity
+    from powerinfer.hybrid.vram import smaller_scratch
 
     if resolved.policy is None:
         chosen = _tried_policies(resolved, experts, sample, progress)
@@ -220,7 +229,11 @@ def _load_experts(
     name = resolved.policy
     assert name is not None
     copier = None if name == "static" else Copier(_policy(resolved, experts, name))
-    executor, split = _split_of_experts(resolved, experts, copier, progress, sample, say)
+    executor, split, used = _split_of_experts(resolved, experts, copier, progress, sample, say)
+    working = smaller_scratch(resolved, split, used)
+    if working is not None:
+        executor.close()
+        return _load_more_experts(resolved, working, sample, progress, say)
     sparsity = ExpertSparsity(executor, split.ffns, name)
     sparsity.clear()  # counts of the measurements
     if copier is not None:
@@ -232,6 +245,27 @@ def _load_experts(
     return executor, sparsity
 
 
+def _load_more_experts(
+    resolved: Resolved, working: int, sample: Sample, progress: Progress, say: Say
+) -> tuple[SplitExecutor, Sparsity]:
+    """The model again, with experts placed by the working memory that was measured, or as before if that fails."""
+    from powerinfer.hardware.measure import measured
+    from powerinfer.hybrid.vram import SavedWorking
+
+    engine = resolved.engine
+    try:
+        more = with_scratch(resolved, working)
+        assert more.experts is not None
+        found = _load_experts(more, more.experts, sample, progress, say)
+    except (GpuMemoryError, RequestError):
+        working = needs(resolved).vram  # more than any: what is measured leaves no room
+        assert resolved.experts is not None
+        return _load_experts(replace(resolved, scratch=working), resolved.experts, sample, progress, say)
+    SavedWorking(resolved, measured(engine, gpu=resolved.gpu)).keep(working)
+    found[0].choices["gpu"] += ", since memory was measured"
+    return found
+
+
 def _split_of_experts(
     resolved: Resolved,
     experts: Sequence[Indices],
@@ -239,8 +273,9 @@ def _split_of_experts(
     progress: Progress,
     sample: Sample | None,
     say: Say = silent,
-) -> tuple[SplitExecutor, ExpertSplit]:
-    """The model within its budget; the copier is off. sample: None: how prompts are computed is not measured."""
+) -> tuple[SplitExecutor, ExpertSplit, int | None]:
+    """The model within its budget, and bytes that dense parts and steps take, None: not known; the copier is off.
+    sample: None: how prompts are computed is not measured."""
     from powerinfer.hybrid.experts import ExpertSplit
     from powerinfer.hybrid.vram import hold_budget
 
@@ -255,13 +290,14 @@ def _split_of_experts(
         copier.on = False  # what is measured is no text
     try:
         settle = None if sample is None else partial(_settle_prompts, executor, resolved, split, sample, progress)
-        hold_budget(executor, resolved.engine.max_batch, resolved.vram, split=split, settle=settle or (lambda: None))
+        limits = resolved.engine.max_batch, resolved.vram
+        held = hold_budget(executor, *limits, split=split, settle=settle or (lambda: None))
         if resolved.engine.trial:
             executor.choose_calls()
     except BaseException:
         executor.close()
         raise
-    return executor, split
+    return executor, split, held.measured
 
 
 def _tried_policies(resolved: Resolved, experts: Sequence[Indices], sample: Sample, progress: Progress) -> Chosen:
@@ -277,7 +313,7 @@ def _tried_policies(resolved: Resolved, experts: Sequence[Indices], sample: Samp
     make = partial(_policy, resolved, experts)
     copier = Copier(make("static"))
     try:
-        executor, split = _split_of_experts(resolved, experts, copier, progress, None)
+        executor, split, _ = _split_of_experts(resolved, experts, copier, progress, None)
     except RequestError as error:
         return Chosen("static", str(error))
     try:

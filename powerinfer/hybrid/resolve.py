@@ -55,7 +55,8 @@ class Resolved:
     not measured; whole_context: the longest --context with which nothing would stay there, None: there is none worth
     it; whole_dense: nothing would stay there with --selector all. by_predictors: bytes of dense weights that a step
     reads with --selector predicted, None: there are no predictors, or that is more than half of what it reads now.
-    spared: cores that automatic threads leave to the GPU's driver; engine has the threads that remain.
+    spared: cores that automatic threads leave to the GPU's driver; engine has the threads that remain. scratch: bytes
+    of working memory that experts were placed by, None: an estimate.
     """
 
     checkpoint: Checkpoint
@@ -80,6 +81,7 @@ class Resolved:
     whole_dense: bool = False
     by_predictors: int | None = None
     spared: int = 0
+    scratch: int | None = None
 
 
 def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = silent, say: Say = silent) -> Resolved:
@@ -203,7 +205,10 @@ def needs(resolved: Resolved) -> Needs:
     model = _model(checkpoint, engine, selection)
     if resolved.gpu is None:
         return Needs(_ram_bytes(model, engine, selection), _kv_bytes(model, engine))
-    hardware, work = measured(engine, gpu=resolved.gpu), _workload(model, engine, "all")
+    hardware, work = (
+        measured(engine, gpu=resolved.gpu),
+        replace(_workload(model, engine, "all"), scratch=resolved.scratch),
+    )
     layers, head = resolved.gpu_layers, resolved.gpu_head
     slots = None if resolved.experts is None else [len(own) for own in resolved.experts]
     cached = resolved.policy != "static"
@@ -299,6 +304,17 @@ def with_fewer_experts(resolved: Resolved) -> Resolved | None:
         whole=needed,
     )
     return replace(fewer, disk=disk)
+
+
+def with_scratch(resolved: Resolved, nbytes: int) -> Resolved:
+    """With experts placed by that much working memory on the GPU. RequestError where that cannot be."""
+    from powerinfer.hardware.measure import measured
+
+    checkpoint, engine = resolved.checkpoint, resolved.engine
+    request = _planned(resolved, _model(checkpoint, engine, resolved.selection))
+    other = replace(resolved, scratch=nbytes, disk=None)
+    found = _split_experts(other, request, measured(engine, gpu=resolved.gpu))
+    return resolved if isinstance(found, str) else found
 
 
 def _how_many(experts: Sequence[Indices], every: int) -> str:
@@ -648,9 +664,12 @@ def _split_experts(
     resolved: Resolved, request: Callable[[Hardware], PlanRequest], hardware: Hardware
 ) -> Resolved | str:
     """A plan that places experts; the reason if that is slower than the CPU alone."""
+    from powerinfer.hybrid.vram import SavedWorking
     from powerinfer.placement.plan import make_plan
 
-    plan = make_plan(request(hardware))
+    if resolved.scratch is None:
+        resolved = replace(resolved, scratch=SavedWorking(resolved, hardware).find())
+    plan = make_plan(replace(request(hardware), scratch=resolved.scratch))
     claims = plan.claims
     if claims.slots is None:
         return plan.reasons[0]

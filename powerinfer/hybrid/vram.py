@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.devices.streamed import StreamedLayers
+    from powerinfer.hardware.description import Hardware
     from powerinfer.hybrid.experts import ExpertSplit
     from powerinfer.hybrid.ffn import NeuronSplit
     from powerinfer.hybrid.resolve import Resolved
@@ -102,6 +103,31 @@ class SavedMemory:
         assert held.plan is not None
         result = {"working": held.plan.claims.gpu["scratch"], "measured": held.measured}
         keep_entry(self.path, KIND, _Kept, self._key, result)
+
+
+class SavedWorking:
+    """The working memory that a model of experts was placed by when it was loaded the same way, and that was right;
+    `--retrial` measures again."""
+
+    def __init__(self, resolved: Resolved, hardware: Hardware) -> None:
+        engine = resolved.engine
+        assert resolved.gpu is not None and hardware.gpu is not None
+        self._path = prepared_folder(resolved.checkpoint.path, engine.prepared) / "memory.json"
+        vram = hardware.gpu.memory_bytes if engine.vram is None else engine.vram
+        sizes = engine.context, engine.max_batch, engine.prefill_chunk, engine.kv_type, engine.expert_policy
+        facts = {"vram": vram, "reserved": hardware.gpu.reserved_bytes, "work": sizes, "margin": MARGIN}
+        self._key = trial_key(resolved.checkpoint, engine, resolved.selection, ()) | software(resolved.gpu)
+        self._key |= {name: str(value) for name, value in facts.items()}
+        self._renew = engine.retrial
+
+    def find(self) -> int | None:
+        """Bytes; None: that is not known."""
+        kept = None if self._renew else find_entry(self._path, KIND, _Kept, self._key)
+        return None if kept is None else kept.working
+
+    def keep(self, working: int) -> None:
+        """As `SavedMemory.keep`."""
+        keep_entry(self._path, KIND, _Kept, self._key, {"working": working, "measured": working})
 
 
 @dataclass(frozen=True)
@@ -262,6 +288,32 @@ def _rehearsal(
         return rehearsed(executor, requests)
     finally:
         stage.least = None
+
+
+def smaller_scratch(resolved: Resolved, split: ExpertSplit, used: int | None) -> int | None:
+    """The working memory to place experts by instead of an estimate, where it leaves room for at least one more; None:
+    it does not, or nothing was measured. used: what dense parts and the largest steps take."""
+    from powerinfer.hardware.measure import measured
+    from powerinfer.hybrid.resolve import needs
+    from powerinfer.placement.shapes import checkpoint_model
+
+    engine, experts = resolved.engine, resolved.experts
+    config = resolved.checkpoint.config.experts
+    if used is None or resolved.scratch is not None or experts is None:
+        return None
+    gpu = measured(engine, gpu=resolved.gpu).gpu
+    assert gpu is not None
+    split_here = {layer: one.n_experts for layer, one in config.items() if layer < resolved.gpu_layers}
+    if sum(split_here.values()) == sum(map(len, experts)):
+        return None
+    limit = gpu.memory_bytes - gpu.reserved_bytes if resolved.vram is None else resolved.vram
+    model = checkpoint_model(resolved.checkpoint, engine.prepared, fresh=True)
+    estimate = model.gpu_scratch(max(engine.prefill_chunk, engine.max_batch), engine.max_batch, resolved.gpu_layers)
+    placed = needs(resolved).vram - gpu.reserved_bytes - estimate
+    working = max(0, used + _neuron_bytes(split) - placed)
+    found = working + working // MARGIN
+    least = min(model.expert_bytes(layer)[0] for layer in split_here)
+    return found if limit - placed - found >= least and found < estimate else None
 
 
 def rehearsed(executor: SplitExecutor, requests: int) -> int | None:

@@ -64,7 +64,8 @@ class Workload:
     """The settings of a load that memory depends on.
 
     kv_type, context, batch: of the KV cache, which holds `batch` contexts of `context` tokens. chunk: tokens of a
-    prompt that are computed at once; requests: that decode together; selector: one of `cost.WAYS`.
+    prompt that are computed at once; requests: that decode together; selector: one of `cost.WAYS`; scratch: bytes of
+    working memory on a GPU, where that was measured, None: an estimate.
     """
 
     kv_type: str
@@ -73,6 +74,7 @@ class Workload:
     requests: int = 1
     batch: int = 1
     selector: str = "all"
+    scratch: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -152,7 +154,7 @@ def on_gpu(
     assert hardware.gpu is not None
     held = {
         "runtime": hardware.gpu.reserved_bytes,
-        "scratch": model.gpu_scratch(work.tokens, work.requests, layers),
+        "scratch": model.gpu_scratch(work.tokens, work.requests, layers) if work.scratch is None else work.scratch,
         "norms": model.rotation_bytes + model.layer_vectors(dense, layers) + head * model.end_vectors,
         "attention": sum(map(_stored, model.attention[:layers])),
         "kv": model.gpu_kv_bytes(work.kv_type, work.context, work.batch, slice(layers))
@@ -372,8 +374,8 @@ def _claim_experts(
     cached: bool,
 ) -> Claims | None:
     """Attention, shared experts and dense FFNs of the first layers on the GPU, as many as fit, then the head, then
-    experts, see `slots_for_static`. None: no layer fits. limits: VRAM and RAM, of which less than nothing may be left; then there
-    are no buffers for long prompts."""
+    experts, see `slots_for_static`. None: no layer fits. limits: VRAM and RAM, of which less than nothing may be left;
+    then there are no buffers for long prompts."""
     vram, ram = limits
     layers, head = layers_that_fit(model, hardware, work, vram, dense=True, experts=False)
     if not layers:

@@ -91,7 +91,7 @@ class PlanRequest:
     `batch`, which only working memory counts; 0: as many as `batch`. insist: use the GPU even if it is slower than the
     CPU. frequencies: of experts, how often each is selected; None: that is not known. cached: experts on the GPU are
     in RAM too. hits: of experts on disk, None: not known. chosen: the selector is what `auto` would take if RAM has
-    room for bundles beside dense matrices.
+    room for bundles beside dense matrices. scratch: as of `Workload`.
     """
 
     model: Model
@@ -113,6 +113,7 @@ class PlanRequest:
     cached: bool = False
     hits: Hits | None = None
     chosen: bool = False
+    scratch: int | None = None
 
     def __post_init__(self) -> None:
         """RequestError for contradictory options."""
@@ -133,7 +134,8 @@ class PlanRequest:
     @property
     def workload(self) -> Workload:
         """The settings that memory depends on."""
-        return Workload(self.kv_type, self.context, self.chunk, self.together, self.batch, self.selector)
+        own = self.kv_type, self.context, self.chunk, self.together, self.batch, self.selector
+        return Workload(*own, self.scratch)
 
     def claims(self) -> Claims:
         """Where the dense parts are placed. RequestError, with the minimum, if the budgets are too small for them."""
