@@ -170,23 +170,25 @@ def test_a_load_follows_its_plan(tmp_path: Path) -> None:
     each = checkpoint_model(checkpoint).expert_bytes(0)[0]
     budget_of = replace(engine, vram=every - 3 * each)
     resolved = resolve(open_checkpoint(path), budget_of)
-    assert resolved.experts is not None and [len(own) for own in resolved.experts] == [4, 1]
+    assert resolved.experts is not None
+    slots = [len(own) for own in resolved.experts]  # of which layers depends on the machine
+    assert sum(slots) == 5
     assert needs(resolved).vram == every - 3 * each
     executor, sparsity = load_resolved(resolved, lambda: [1])
     try:
         held = executor.gpu.memory()["ffn"] + sum(ffn.memory()["ffn"] for ffn in sparsity.ffns)  # type: ignore[attr-defined]
         hardware, model = measured(engine, gpu="cpu"), checkpoint_model(checkpoint)
         work = budget.Workload("f16", 64, 32, 8)
-        planned = budget.on_gpu(model, hardware, work, 2, True, True, [4, 1])
-        slots = 2 * 4 * 4  # where each of the experts is, int32
-        assert held == planned["ffn"] + planned["experts"] + slots
+        planned = budget.on_gpu(model, hardware, work, 2, True, True, slots)
+        places = 2 * 4 * 4  # where each of the experts is, int32
+        assert held == planned["ffn"] + planned["experts"] + places
     finally:
         executor.close()
     partly, llm = answer(path, gpu="cpu", vram=every - 3 * each)
     assert partly == alone and 0 < llm.sparsity["gpu_share"] < 1 and "5 of 8 experts" in llm.choices["gpu"]
     llm.close()
     fewer = with_fewer_experts(resolved)
-    assert fewer is not None and fewer.experts is not None and [len(own) for own in fewer.experts] == [4, 0]
+    assert fewer is not None and fewer.experts is not None and sum(map(len, fewer.experts)) == 4
     with pytest.raises(RequestError, match=r"hold no layer .* give --vram"):
         answer(path, gpu="cpu", vram=1 << 20)
     with pytest.raises(RequestError, match="--adjust is for models"):
@@ -211,15 +213,15 @@ def test_a_profile_says_which_experts_are_hot(tmp_path: Path, capsys: pytest.Cap
     path = tiny_model(tmp_path)
     engine = EngineConfig(threads=1, context=64, prefill_chunk=32, gpu="cpu")
     each = checkpoint_model(open_checkpoint(path)).expert_bytes(0)[0]
-    room = replace(engine, vram=needs(resolve(open_checkpoint(path), engine)).vram - 4 * each)
+    room = replace(engine, vram=needs(resolve(open_checkpoint(path), engine)).vram - 3 * each)  # of two layers of four
     before = resolve(open_checkpoint(path), room).experts
-    assert before is not None and [own.tolist() for own in before] == [[0, 1, 2, 3], []]
+    assert before is not None and [own.tolist() for own in before] == [list(range(len(own))) for own in before]
     (tmp_path / "text.txt").write_text("abc bca cab " * 40)
     assert main(["profile", "-m", str(path), "--corpus", str(tmp_path / "text.txt"), "--tokens", "64"]) == 0
     capsys.readouterr()
     counts = open_expert_profile(open_checkpoint(path)).frequencies
     hot = resolve(open_checkpoint(path), room).experts
-    assert hot is not None and sum(map(len, hot)) == 4
+    assert hot is not None and sum(map(len, hot)) == 5
     for layer, own in enumerate(hot):
         assert not 0 < len(own) < 4 or counts[layer][own].min() >= np.delete(counts[layer], own).max(), "most frequent"
     flags = ["--gpu", "cpu", "--vram", f"{room.vram}B", "--context", "64", "--prefill-chunk", "32", "--dry-run"]

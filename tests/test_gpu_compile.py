@@ -93,6 +93,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
             "name": self.fn.__name__,
             "type": constants.get("TYPE"),
             "tokens": constants.get("T"),
+            "together": constants.get("G"),
             "block": constants.get("BLOCK"),  # of attention, the dimensions of a head
             "shared": kernel.metadata.shared,
             "ptx": len(kernel.asm["ptx"]),

@@ -382,7 +382,9 @@ def test_a_load_of_smallthinker_holds_what_is_planned(tmp_path: Path) -> None:
     every = needs(resolve(checkpoint, engine))
     room = replace(engine, vram=every.vram - 11 * model.expert_bytes(0)[0])
     resolved = resolve(checkpoint, room)
-    assert resolved.experts is not None and [len(own) for own in resolved.experts] == [6, 6, 6, 1, 0]
+    assert resolved.experts is not None
+    slots = [len(own) for own in resolved.experts]  # of which layers depends on the machine
+    assert sum(slots) == sum(model.n_experts) - 11
     assert needs(resolved).ram == every.ram + 11 * model.expert_bytes(0)[1]
     executor, sparsity = load_resolved(resolved, list)
     try:
@@ -390,7 +392,7 @@ def test_a_load_of_smallthinker_holds_what_is_planned(tmp_path: Path) -> None:
         held, of_experts = executor.gpu.memory(), sum(ffn.memory()["ffn"] for ffn in sparsity.ffns)
         hardware = measured(engine, gpu="cpu")
         work = budget.Workload("f16", families.CONTEXT, TOTAL, 4)
-        planned = budget.on_gpu(model, hardware, work, 5, True, True, [6, 6, 6, 1, 0])
+        planned = budget.on_gpu(model, hardware, work, 5, True, True, slots)
         tables = 5 * 4 * 6  # where each of the experts is, int32
         assert held["ffn"] + of_experts == planned["ffn"] + planned["experts"] + tables
         assert [held[part] for part in ("attention", "head", "kv")] == [

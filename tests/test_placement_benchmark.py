@@ -71,7 +71,7 @@ def test_aims_are_marked_as_missing_or_simulated(measured: bool, monkeypatch: py
             {"jobs": jobs, "models": models, "settings": settings},
             {"jobs": jobs, "models": models, "settings": settings | {"gpu": "cpu"}},  # says nothing about speed
             {"jobs": {}, "models": {"drelu-7b": {}}, "settings": settings},
-            {"jobs": prompts, "models": models, "settings": settings | {"times": 2.0}},
+            {"jobs": prompts, "models": models, "settings": settings | {"times": 2.0, "prompt": 2048}},
         ],
         "hybrid-experts": [{"jobs": experts, "settings": settings}, {"jobs": {}, "settings": settings}],
         "gpu-kernels": [layer, layer | {"device": "cpu", "kernels": [kernels[0] | {"share": 0.9}]}],

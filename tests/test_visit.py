@@ -183,11 +183,13 @@ def test_the_budget_of_a_prompt_is_half_of_the_weights(tmp_path: Path, monkeypat
     card = {"fixed": {"head": 200, "runtime": 100, "scratch": 100}}  # of 15 layers of 60
     document = {"jobs": {"card/falcon-40b": card}}
     measurement = compare.Measurement(document=document, out=tmp_path, quiet=0, arguments=arguments, peer=None)
-    (tmp_path / "falcon-40b-own.gguf").write_bytes(bytes(1000 + 200))
+    (tmp_path / "falcon-40b-own.gguf").write_bytes(bytes(1000 + 200 + 100))
+    monkeypatch.setattr(compare, "open_checkpoint", lambda path: path)
+    monkeypatch.setattr(compare, "checkpoint_model", lambda _: SimpleNamespace(tables=100))
     (key, work), *_ = compare.jobs(measurement, "falcon-40b")
     work()
     assert key == "prefill/falcon-40b/0/powerinfer" and tasks[0]["prompt"] == 2048
-    assert tasks[0]["vram"] == 400 + (4200 // 2 - 400) // 4
+    assert tasks[0]["vram"] == 400 + (4300 // 2 - 400) // 4
 
 
 def test_experts_whose_logits_differ_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,9 @@ from benchmarks.hybrid import recipes, worker
 from benchmarks.lib import machine, programs, results
 from benchmarks.lib.jobs import Jobs, Result, opened
 from benchmarks.models import prepared
+from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.kernels import cpu
+from powerinfer.placement.shapes import checkpoint_model
 from powerinfer.sizes import read_size
 
 SECTIONS = ("make", "kernel", "decode", "ablation", "prefill", "peer", "budget")
@@ -170,11 +173,6 @@ class Peer:
         return result
 
 
-def threads_of(asked: int) -> int:
-    """Every core, where none are asked for: of the peer, and of what makes models."""
-    return asked or len(os.sched_getaffinity(0))
-
-
 def ngl_flags(count: int, layers: int) -> list[str]:
     """The head and the last `count - 1` layers on the GPU as a whole; one more than there are layers is all."""
     return ["-ngl", str(EVERYTHING if count > layers else count)]
@@ -280,8 +278,8 @@ def jobs(measurement: Measurement, name: str) -> Iterator[tuple[str, Callable[[]
         card = measurement.done[f"card/{name}"]
         if not arguments.times:
             return int(card["vram"])
-        head = card["fixed"]["head"]
-        whole = head + (model.stat().st_size - head) / made.part
+        shared = card["fixed"]["head"] + checkpoint_model(open_checkpoint(model)).tables  # by all layers
+        whole = shared + (model.stat().st_size - shared) / made.part
         return worker.part_of(int(whole / arguments.times), sum(card["fixed"].values()), made.part)
 
     def ours(policy: str, selector: str, share: float, batches: list[int], trace: Path | None = None) -> Result:
@@ -308,7 +306,7 @@ def jobs(measurement: Measurement, name: str) -> Iterator[tuple[str, Callable[[]
     def found_limit(way: str) -> Result:
         assert peer is not None
         each = max(1, model.stat().st_size // (layers + 1))
-        return limit(peer, model, way, layers, int(vram()), each, threads_of(arguments.threads))
+        return limit(peer, model, way, layers, int(vram()), each, cpu.choose_threads(arguments.threads)[0])
 
     ways = arguments.ways if peer is not None and made.vram else ()
     limits = [(f"peer/{name}/{way}", lambda way=way: found_limit(way)) for way in ways if "peer" in sections]

@@ -35,6 +35,7 @@ from powerinfer.config import AttentionConfig, EngineConfig, ExpertsConfig, Mode
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.hardware import measure
 from powerinfer.hybrid.resolve import needs, resolve
+from powerinfer.kernels import cpu
 from powerinfer.placement.budget import Workload, on_gpu
 from powerinfer.placement.shapes import checkpoint_model
 from powerinfer.sizes import read_size
@@ -84,7 +85,7 @@ def make(measurement: Measurement) -> Result:
     """The model's file."""
     config = shape(measurement.arguments.tiny, measurement.arguments.layers)
     if not measurement.model.exists():
-        threads = compare.threads_of(measurement.arguments.threads)
+        threads, _ = cpu.choose_threads(measurement.arguments.threads)
         expert_models.write(measurement.model, config, expert_models.Weights("q4_0"), threads)
     return {"file_bytes": measurement.model.stat().st_size, "layers": config.n_layers}
 
@@ -143,7 +144,7 @@ def checked(found: np.ndarray, wanted: np.ndarray) -> float:
 def theirs(measurement: Measurement, card: int, way: str) -> Result:
     """llama.cpp with as many experts on the GPU as the budget of `ours` holds. way: ncmoe or cache."""
     peer, model = measurement.peer, measurement.model
-    threads = compare.threads_of(measurement.arguments.threads)
+    threads, _ = cpu.choose_threads(measurement.arguments.threads)
     budget = measurement.done[f"experts/{card}/powerinfer"].get("vram")
     if peer is None or budget is None:
         raise RuntimeError("there is no budget of ours to compare with")

@@ -54,7 +54,7 @@ def same(what: str, kind: str) -> float:
 
 
 Call = Callable[[int], Any]
-"""A kernel on the i-th copy of what it reads; what it returns, or writes anew."""
+"""A kernel on the i-th copy of what it reads, and what it gives."""
 
 
 def random_weight(kind: str, rows: int, k: int, device: str) -> gpu.Weight:
@@ -302,7 +302,7 @@ def computed(call: Call) -> torch.Tensor:
         found = call(0)
         tensor = found[0] if isinstance(found, tuple) else found
         assert isinstance(tensor, torch.Tensor)
-        result = tensor.double()
+        result = tensor.double().clone()
         tensor.zero_()
     return result
 

@@ -66,9 +66,9 @@ def about(document: dict[str, Any]) -> list[str]:
     commits = ", ".join(dict.fromkeys(job["commit"] for job in document["jobs"].values()))
     lines = [
         f"{document['date'][:10]}, commit {commits}; GPU {settings['device']}; {cpu['cores']} cores of {cpu['name']}, "
-        f"{document['memory_gib']} GiB, {settings['threads']} threads. The budget stands in for a card of that size; "
-        "the GPU is as fast as it is, which is faster than such a card. Medians over the rounds; ratios are medians of "
-        "those within a round." + (f" Note: {document['note']}." if document.get("note") else ""),
+        f"{document['memory_gib']} GiB, {settings['threads'] or 'automatic'} threads. The budget stands in for a card "
+        "of that size; the GPU is as fast as it is, which is faster than such a card. Medians over the rounds; ratios "
+        "are medians of those within a round." + (f" Note: {document['note']}." if document.get("note") else ""),
         "",
     ]
     for name, model in document["models"].items():

@@ -64,8 +64,8 @@ FURTHEST = {"every": 0.25, "predicted": 0.5}
 neurons that fire. The devices round activations of Q4_0 neurons and the products of prompts to different types, which
 makes up to an eighth of that distance. Predictors on the CPU round what they read to 8 bits, so neurons next to the
 threshold are selected on one device alone: of the dReLU shape 0.15 with two layers, beside torch's float32 likewise,
-and 0.28 with eight. If 32 of a layer's neurons are never selected it is more than 1, if each selects its neighbour
-12."""
+and 0.28 with eight. It is more than 1 if 32 of a layer's neurons are never selected, and 12 if each is selected in
+place of its neighbour."""
 
 
 def decode(task: dict[str, Any]) -> dict[str, Any]:
@@ -130,11 +130,9 @@ def prefill(task: dict[str, Any]) -> dict[str, Any]:
         result["prefill_tok_s"] = {}
         result["streams_from"] = None if stage is None else stage.least
         for way, least in (("streamed", 1), ("cpu", None)):
-            if way not in task["ways"]:
-                continue
             if stage is not None:
                 stage.least = least
-            if stage is not None or way == "cpu":
+            if way in task["ways"] and (stage is not None or way == "cpu"):
                 result["prefill_tok_s"][way] = [llm.generate([prompt], once)[0].timings.prefill_tok_s for _ in "12"][-1]
         result["memory"] = _memory(task["gpu"])
     if plan is not None:

@@ -136,18 +136,22 @@ def experts_decode() -> str:
             if own and peer:
                 said.append(f"{card} GB: {own / peer:.2f}x, {own:.0f} by {peer:.0f} tokens/s")
         if said:
-            return f"{'; '.join(said)}; {jobs['make']['layers']} of 48 layers"
+            return f"{'; '.join(said)}; {jobs['make'].get('layers', '?')} of 48 layers"
     return MISSING
 
 
 def long_prompt() -> str:
     """The newest document with a prompt of a multiple of the budget, of both engines."""
     for document in reversed(of_kind("hybrid")):
-        if not speaks(document) or not document["settings"].get("times"):
+        settings = document["settings"]
+        if not speaks(document) or (settings.get("times"), settings.get("prompt")) != (2, 2048):
             continue
         for name, model in document["models"].items():
             engines = runs_of(document, "prefill", name)
-            rates = {engine: [max(run["prefill_tok_s"].values()) for run in runs] for engine, runs in engines.items()}
+            rates = {
+                engine: [max(run["prefill_tok_s"].values()) for run in runs if run["prefill_tok_s"]]
+                for engine, runs in engines.items()
+            }
             own, peers = rates.pop(OURS, []), [rate for each in rates.values() for rate in each]
             if own and peers:
                 cut = f"{model['plan']['n_layers']} of {model['whole_layers']} layers"

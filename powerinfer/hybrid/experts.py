@@ -253,6 +253,17 @@ class HybridExperts:
         return [_one(tensor, expert) for tensor in self._tensors]
 
     @property
+    def top_k(self) -> int:
+        """Experts of a token."""
+        return self._top_k
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of an expert on the GPU; of none there, those that one has on the CPU."""
+        part, n = (self._gpu_part, len(self.hot)) if self._gpu_part is not None else (self._cpu_part, len(self.cold))
+        return 0 if part is None else part.nbytes // max(1, n)
+
+    @property
     def hot(self) -> Indices:
         """int32, the experts on the GPU, ascending."""
         return np.flatnonzero(self._slot >= 0).astype(np.int32)
@@ -667,10 +678,10 @@ class ExpertSparsity(Sparsity):
         self._turn = 0
 
     def report(self) -> dict[str, Any]:
-        """Per layer with cold experts and in all: hot, cold: experts on the GPU and on the CPU; gpu_share: of the
-        tokens' experts, those on the GPU; jobs: share of the steps in which the CPU had work; policy: decides which
-        experts the GPU has; traded: experts swapped onto the GPU between requests; copied: there, beside steps;
-        active_fraction: of the cold experts' neurons, those that fired, None where all are computed."""
+        """Per layer and in all: hot, cold: experts on the GPU and on the CPU; gpu_share: of the tokens' experts, those
+        on the GPU, of a layer without cold ones None; jobs: share of the steps in which the CPU had work; policy:
+        decides which experts the GPU has; traded: experts swapped onto the GPU between requests; copied: there, beside
+        steps; active_fraction: of the cold experts' neurons, those that fired, None where all are computed."""
         layers: list[dict[str, Any]] = []
         selected = hot = 0
         for ffn in self.ffns:
@@ -688,10 +699,13 @@ class ExpertSparsity(Sparsity):
                 }
             )
         steps, neurons = (sum(getattr(ffn, name) for ffn in self.ffns) for name in ("steps", "by_neuron"))
+        tokens = max((ffn.tokens for ffn in self.ffns), default=0)
+        whole = tokens * sum(ffn.top_k for ffn in self.ffns if not len(ffn.cold))  # which nobody counts
+        selected, hot = selected + whole, hot + whole
         return {
             "selector": self.selector,
             "layers": layers,
-            "tokens": max((ffn.tokens for ffn in self.ffns), default=0),
+            "tokens": tokens,
             "gpu_share": hot / selected if selected else None,
             "jobs": sum(ffn.jobs for ffn in self.ffns) / steps if steps else None,
             "policy": self.policy,

@@ -15,12 +15,13 @@ from powerinfer.hybrid.disk import open_tier
 from powerinfer.hybrid.resolve import (
     NOT_USED,
     Resolved,
-    needs,
+    estimated_scratch,
     with_fewer_experts,
     with_fewer_layers,
     with_scratch,
     without_gpu,
 )
+from powerinfer.kernels import cpu as cpu_kernels
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity import Sparsity
 
@@ -116,9 +117,8 @@ def load_split(
     cpu = CpuExecutor(config, engine, rotary, first_layer=resolved.gpu_layers, pages=resolved.pages, disk=disk)
     cpu.in_experts = selection.in_experts
     if resolved.spared:
-        cpu.choices["threads"] = (
-            f"{engine.threads} (cores this process may use, but {resolved.spared} for the GPU's driver)"
-        )
+        _, why = cpu_kernels.choose_threads(0)
+        cpu.choices["threads"] = f"{engine.threads} ({why}, less {resolved.spared} for the GPU's driver)"
     try:
         with gpu_failures("the model was loaded", "put fewer layers on it, or lower --context or --max-batch"):
             gpu = GpuLayers(
@@ -221,7 +221,6 @@ def _load_experts(
     resolved: Resolved, experts: Sequence[Indices], sample: Sample, progress: Progress, say: Say
 ) -> tuple[SplitExecutor, Sparsity]:
     from powerinfer.hybrid.experts import Copier, ExpertSparsity
-    from powerinfer.hybrid.vram import smaller_scratch
 
     if resolved.policy is None:
         chosen = _tried_policies(resolved, experts, sample, progress)
@@ -229,9 +228,8 @@ def _load_experts(
     name = resolved.policy
     assert name is not None
     copier = None if name == "static" else Copier(_policy(resolved, experts, name))
-    executor, split, used = _split_of_experts(resolved, experts, copier, progress, sample, say)
-    working = smaller_scratch(resolved, split, used)
-    if working is not None:
+    executor, split, working = _split_of_experts(resolved, experts, copier, progress, sample, say)
+    if working is not None and resolved.engine.expert_policy != "auto":  # its choice is of these slots
         executor.close()
         return _load_more_experts(resolved, working, sample, progress, say)
     sparsity = ExpertSparsity(executor, split.ffns, name)
@@ -249,21 +247,21 @@ def _load_more_experts(
     resolved: Resolved, working: int, sample: Sample, progress: Progress, say: Say
 ) -> tuple[SplitExecutor, Sparsity]:
     """The model again, with experts placed by the working memory that was measured, or as before if that fails."""
-    from powerinfer.hardware.measure import measured
     from powerinfer.hybrid.vram import SavedWorking
 
-    engine = resolved.engine
+    found = None
     try:
         more = with_scratch(resolved, working)
         assert more.experts is not None
         found = _load_experts(more, more.experts, sample, progress, say)
     except (GpuMemoryError, RequestError):
-        working = needs(resolved).vram  # more than any: what is measured leaves no room
-        assert resolved.experts is not None
-        return _load_experts(replace(resolved, scratch=working), resolved.experts, sample, progress, say)
-    SavedWorking(resolved, measured(engine, gpu=resolved.gpu)).keep(working)
-    found[0].choices["gpu"] += ", since memory was measured"
-    return found
+        working = estimated_scratch(resolved)
+    SavedWorking(resolved).keep(working)
+    if found is not None:
+        found[0].choices["gpu"] += ", since memory was measured"
+        return found
+    assert resolved.experts is not None  # outside of the handler: its frames hold what did not fit
+    return _load_experts(replace(resolved, scratch=working), resolved.experts, sample, progress, say)
 
 
 def _split_of_experts(
@@ -274,10 +272,10 @@ def _split_of_experts(
     sample: Sample | None,
     say: Say = silent,
 ) -> tuple[SplitExecutor, ExpertSplit, int | None]:
-    """The model within its budget, and bytes that dense parts and steps take, None: not known; the copier is off.
-    sample: None: how prompts are computed is not measured."""
+    """The model within its budget, and as `smaller_scratch`; the copier is off. sample: None: how prompts are computed
+    is not measured."""
     from powerinfer.hybrid.experts import ExpertSplit
-    from powerinfer.hybrid.vram import hold_budget
+    from powerinfer.hybrid.vram import hold_budget, smaller_scratch
 
     split = ExpertSplit(experts, resolved.engine.adjust, _stage(resolved, resolved.staging), copier)
     try:
@@ -292,12 +290,13 @@ def _split_of_experts(
         settle = None if sample is None else partial(_settle_prompts, executor, resolved, split, sample, progress)
         limits = resolved.engine.max_batch, resolved.vram
         held = hold_budget(executor, *limits, split=split, settle=settle or (lambda: None))
+        working = smaller_scratch(resolved, split, held.measured)
         if resolved.engine.trial:
             executor.choose_calls()
     except BaseException:
         executor.close()
         raise
-    return executor, split, held.measured
+    return executor, split, working
 
 
 def _tried_policies(resolved: Resolved, experts: Sequence[Indices], sample: Sample, progress: Progress) -> Chosen:

@@ -314,7 +314,14 @@ def with_scratch(resolved: Resolved, nbytes: int) -> Resolved:
     request = _planned(resolved, _model(checkpoint, engine, resolved.selection))
     other = replace(resolved, scratch=nbytes, disk=None)
     found = _split_experts(other, request, measured(engine, gpu=resolved.gpu))
-    return resolved if isinstance(found, str) else found
+    if isinstance(found, str):
+        raise RequestError(found)
+    return replace(found, vram=resolved.vram)
+
+
+def estimated_scratch(resolved: Resolved) -> int:
+    """Bytes of working memory on the GPU that experts are placed by where nothing was measured."""
+    return needs(replace(resolved, scratch=None)).vram - needs(replace(resolved, scratch=0)).vram
 
 
 def _how_many(experts: Sequence[Indices], every: int) -> str:
@@ -551,8 +558,7 @@ def _beside_gpu(
         selection = select(checkpoint, engine, lacking)
     model = _model(checkpoint, engine, selection)
     pages = -(-_context(model, engine) // cpu.PAGE)  # one full context, shared by all requests
-    spared = cpu.spared_cores(engine.threads, gpu)
-    engine = cpu.beside_gpu(engine, gpu)
+    spared, engine = cpu.spared_cores(engine.threads, gpu), cpu.beside_gpu(engine, gpu)
     resolved = Resolved(checkpoint, engine, selection, gpu, pages=pages, spared=spared)
     place: Callable[[Hardware], Resolved | str]
     check: Callable[[Hardware], object]
@@ -668,7 +674,7 @@ def _split_experts(
     from powerinfer.placement.plan import make_plan
 
     if resolved.scratch is None:
-        resolved = replace(resolved, scratch=SavedWorking(resolved, hardware).find())
+        resolved = replace(resolved, scratch=SavedWorking(resolved).find())
     plan = make_plan(replace(request(hardware), scratch=resolved.scratch))
     claims = plan.claims
     if claims.slots is None:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.devices.streamed import StreamedLayers
-    from powerinfer.hardware.description import Hardware
     from powerinfer.hybrid.experts import ExpertSplit
     from powerinfer.hybrid.ffn import NeuronSplit
     from powerinfer.hybrid.resolve import Resolved
@@ -106,16 +105,15 @@ class SavedMemory:
 
 
 class SavedWorking:
-    """The working memory that a model of experts was placed by when it was loaded the same way, and that was right;
-    `--retrial` measures again."""
+    """The working memory that experts of a model were placed by when it was loaded the same way: what was measured or,
+    where that did not hold, the estimate. `--retrial` measures again. It does not depend on --vram."""
 
-    def __init__(self, resolved: Resolved, hardware: Hardware) -> None:
+    def __init__(self, resolved: Resolved) -> None:
         engine = resolved.engine
-        assert resolved.gpu is not None and hardware.gpu is not None
+        assert resolved.gpu is not None
         self._path = prepared_folder(resolved.checkpoint.path, engine.prepared) / "memory.json"
-        vram = hardware.gpu.memory_bytes if engine.vram is None else engine.vram
-        sizes = engine.context, engine.max_batch, engine.prefill_chunk, engine.kv_type, engine.expert_policy
-        facts = {"vram": vram, "reserved": hardware.gpu.reserved_bytes, "work": sizes, "margin": MARGIN}
+        sizes = engine.context, engine.max_batch, engine.prefill_chunk, engine.kv_type, engine.threads
+        facts = {"experts": engine.expert_policy, "work": sizes, "margin": MARGIN}
         self._key = trial_key(resolved.checkpoint, engine, resolved.selection, ()) | software(resolved.gpu)
         self._key |= {name: str(value) for name, value in facts.items()}
         self._renew = engine.retrial
@@ -291,28 +289,21 @@ def _rehearsal(
 
 
 def smaller_scratch(resolved: Resolved, split: ExpertSplit, used: int | None) -> int | None:
-    """The working memory to place experts by instead of an estimate, where it leaves room for at least one more; None:
-    it does not, or nothing was measured. used: what dense parts and the largest steps take."""
+    """The working memory to place experts by instead of an estimate, where it leaves room for one more; None: it does
+    not, or nothing was measured. used: what dense parts and the largest steps take."""
     from powerinfer.hardware.measure import measured
-    from powerinfer.hybrid.resolve import needs
-    from powerinfer.placement.shapes import checkpoint_model
+    from powerinfer.hybrid.resolve import estimated_scratch, needs
 
-    engine, experts = resolved.engine, resolved.experts
-    config = resolved.checkpoint.config.experts
-    if used is None or resolved.scratch is not None or experts is None:
+    if used is None or resolved.scratch is not None or not any(len(ffn.cold) for ffn in split.ffns):
         return None
-    gpu = measured(engine, gpu=resolved.gpu).gpu
+    gpu = measured(resolved.engine, gpu=resolved.gpu).gpu
     assert gpu is not None
-    split_here = {layer: one.n_experts for layer, one in config.items() if layer < resolved.gpu_layers}
-    if sum(split_here.values()) == sum(map(len, experts)):
-        return None
     limit = gpu.memory_bytes - gpu.reserved_bytes if resolved.vram is None else resolved.vram
-    model = checkpoint_model(resolved.checkpoint, engine.prepared, fresh=True)
-    estimate = model.gpu_scratch(max(engine.prefill_chunk, engine.max_batch), engine.max_batch, resolved.gpu_layers)
+    estimate = estimated_scratch(resolved)
     placed = needs(resolved).vram - gpu.reserved_bytes - estimate
     working = max(0, used + _neuron_bytes(split) - placed)
     found = working + working // MARGIN
-    least = min(model.expert_bytes(layer)[0] for layer in split_here)
+    least = min(ffn.expert_bytes for ffn in split.ffns if len(ffn.cold))
     return found if limit - placed - found >= least and found < estimate else None
 
 

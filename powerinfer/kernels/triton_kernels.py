@@ -52,11 +52,12 @@ SEVERAL |= {**dict.fromkeys(FOUR_BITS, Tile(32, 64, 4)), "Q8_0": Tile(16, 128, 4
 WIDE = {**dict.fromkeys(ONE, Tile(64, 64, 4)), **dict.fromkeys(FOUR_BITS, Tile(64, 32, 4))}
 
 # Warps of products with one token that a multiprocessor holds, by their registers as compiled for sm_90: so many fill
-# a GPU.
-HELD = {"F32": 40, "F16": 24, "BF16": 24, "Q8_0": 32, "Q4_0": 32, "MXFP4": 16, "Q4_K": 24, "Q5_K": 16, "Q6_K": 16}
+# a GPU. HELD_TOGETHER: with up to `TOGETHER` tokens.
+HELD = {"F32": 40, "F16": 24, "BF16": 24, "Q8_0": 40, "Q4_0": 40, "MXFP4": 16, "Q4_K": 28, "Q5_K": 24, "Q6_K": 24}
+HELD_TOGETHER = {"Q8_0": 20, "Q4_0": 20, "Q4_K": 12, "Q5_K": 12, "Q6_K": 12}
+TOGETHER = 4  # tokens whose sums a program has at a time
 PROGRAMS = 24  # that a multiprocessor holds at most, however small they are
 IN_TURN = 8  # tokens at most whose products are of integers
-CACHED = 96 << 10  # bytes of rows that meet tokens in turn, of all programs of a multiprocessor
 LEAST_SEVERAL = 1.5  # at least so many for each multiprocessor, where a matrix has the rows for smaller tiles
 NEARLY = 0.9  # of what the best tile fills suffices
 LEAST_ROWS = 16  # of a tile for tensor cores
@@ -302,17 +303,51 @@ def _dot_bytes(a, b, c):
 
 
 @triton.jit
-def _word_dots(words, x, at, here, blocks, R: tl.constexpr, W: tl.constexpr):
-    """Sums of four products each, int32 [R, W], of words of codes with those at `at` [W] of x, see `codes`."""
-    high = tl.broadcast_to(tl.load(x + at, mask=here, other=0)[None, :], (R, W))
-    low = tl.broadcast_to(tl.load(x + blocks * 8 + at, mask=here, other=0)[None, :], (R, W))
-    zero = tl.zeros((R, W), tl.int32)
-    return _dot_bytes(words, low, _dot_bytes(words, high, zero) << 8)
+def _fours(words, R: tl.constexpr, W: tl.constexpr):
+    """Words [R, W] of which a thread has four in turn, as four of [R, W / 4]."""
+    even, odd = tl.split(tl.reshape(words, (R, W // 4, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
 
 
 @triton.jit
-def _coded_dots(x, data, scales, row, live, k, TYPE: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """`row_dots` of Q8_0 and Q4_0 for one token: C columns of a row at a time, of Q4_0 bytes. x: as `codes` makes it.
+def _dots_of_words(words, x, at, here, sums, R: tl.constexpr, W: tl.constexpr):
+    """sums int32 [R, W / 4] and the products of four words of codes each, of words [R, W], with those at `at` [W]."""
+    own = _fours(words, R, W)
+    its = _fours(tl.load(x + at, mask=here, other=0)[None, :], 1, W)
+    for i in tl.static_range(4):
+        sums = _dot_bytes(own[i], tl.broadcast_to(its[i], (R, W // 4)), sums)
+    return sums
+
+
+@triton.jit
+def _word_dots(left, right, x, at, then, here, blocks, R: tl.constexpr, W: tl.constexpr):
+    """Sums of products, int32 [R, W / 4], of words of codes [R, W] with x's, see `codes`: of left with those at `at`
+    [W], and of right with those at `then`; right: None, there are none."""
+    sums = tl.zeros((R, W // 4), tl.int32)
+    for plane in tl.static_range(2):
+        own = x + plane * blocks * 8
+        sums = _dots_of_words(left, own, at, here, sums << 8 if plane else sums, R, W)
+        if right is not None:
+            sums = _dots_of_words(right, own, then, here, sums, R, W)
+    return sums
+
+
+@triton.jit
+def _zeros(G: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """G sums [R, C] of nothing."""
+    sums = ()
+    for _ in tl.static_range(G):
+        sums = sums + (tl.zeros((R, C), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005 - the compiler knows no other form
+    return sums
+
+
+@triton.jit
+def _coded_dots(
+    x, data, scales, row, live, tokens, k, TYPE: tl.constexpr, G: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """`dots_together` of Q8_0 and Q4_0, before the last sum: C columns of a row at a time, of Q4_0 bytes.
 
     A thread has sixteen bytes of each row, which are in the order of x's.
     """
@@ -320,8 +355,7 @@ def _coded_dots(x, data, scales, row, live, k, TYPE: tl.constexpr, R: tl.constex
     W: tl.constexpr = 4 * B
     blocks = k // 32
     words = data.to(tl.pointer_type(tl.int32))
-    steps = (x + blocks * 16).to(tl.pointer_type(tl.float32))
-    acc = tl.zeros((R, B), tl.float32)
+    sums = _zeros(G, R, B)
     for b0 in range(0, blocks, B):
         w = b0 * 4 + tl.arange(0, W)
         there = w < blocks * 4
@@ -333,13 +367,21 @@ def _coded_dots(x, data, scales, row, live, k, TYPE: tl.constexpr, R: tl.constex
         else:  # sixteen times the codes
             pairs = tl.load(words + row[:, None] * (blocks * 4) + w[None, :], mask=own, other=0)
             left, right = (pairs << 4) & SIXTEENS, pairs & SIXTEENS
-        dots = _word_dots(left, x, first, there, blocks, R, W) + _word_dots(right, x, first + 4, there, blocks, R, W)
         b = b0 + tl.arange(0, B)
-        here = live[:, None] & (b < blocks)[None, :]
-        d = tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0).to(tl.float32)
-        step = tl.load(steps + b, mask=b < blocks, other=0)
-        acc += tl.sum(tl.reshape(dots, (R, B, 4)), 2).to(tl.float32) * (d * step[None, :])
-    return acc if TYPE == "Q8_0" else acc * 0.0625
+        more = ()
+        for t in tl.static_range(G):
+            own = x + tl.minimum(t, tokens - 1) * taken_width(k, TYPE)
+            dots = _word_dots(left, right, own, first, first + 4, there, blocks, R, W)
+            if t == 0:
+                here = live[:, None] & (b < blocks)[None, :]
+                d = tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0).to(tl.float32)
+                if TYPE == "Q4_0":
+                    d *= 0.0625
+            step = tl.load((own + blocks * 16).to(tl.pointer_type(tl.float32)) + b, mask=b < blocks, other=0)
+            value = dots.to(tl.float32) * (d * step[None, :])
+            more = more + (sums[t] + value,)  # type: ignore[assignment]  # noqa: RUF005
+        sums = more
+    return sums
 
 
 @triton.jit
@@ -488,37 +530,46 @@ def _k_words(data, row, w, own, k, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _coded_dots_k(x, data, scales, row, live, k, TYPE: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """`row_dots` of Q4_K, Q5_K and Q6_K for one token: C bytes of four bits at a time. x: as `codes` makes it."""
+def _coded_dots_k(
+    x, data, scales, row, live, tokens, k, TYPE: tl.constexpr, G: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """`dots_together` of Q4_K, Q5_K and Q6_K, before the last sum: C bytes of four bits at a time."""
     U: tl.constexpr = C // 16
     W: tl.constexpr = 4 * U
     NEXT: tl.constexpr = 4 if TYPE == "Q6_K" else 2  # pieces in turn whose low codes are of columns in turn
     blocks = k // 32
-    steps = (x + blocks * 16).to(tl.pointer_type(tl.float32))
-    acc = tl.zeros((R, U), tl.float32)
+    sums = _zeros(G, R, U)
     for u0 in range(0, blocks, U):
         w = u0 * 4 + tl.arange(0, W)
         there = w < blocks * 4
         low, high = _k_words(data, row, w, live[:, None] & there[None, :], k, TYPE)
         at = w // (4 * NEXT) * (8 * NEXT) + w % (4 * NEXT)
-        low_dots = _word_dots(low, x, at, there, blocks, R, W)
-        high_dots = _word_dots(high, x, at + 4 * NEXT, there, blocks, R, W)
         u = u0 + tl.arange(0, U)
         some = u < blocks
-        low_scale, high_scale, low_least, high_least = _k_scales(scales, row, u, live[:, None] & some[None, :], k, TYPE)
+        here = live[:, None] & some[None, :]
         half = u // NEXT * (2 * NEXT) + u % NEXT  # of a block, whose codes are the low ones
-        low_sum = tl.load(steps + blocks + half, mask=some, other=0)[None, :]
-        high_sum = tl.load(steps + blocks + half + NEXT, mask=some, other=0)[None, :]
-        low_value = tl.sum(tl.reshape(low_dots, (R, U, 4)), 2).to(tl.float32)
-        high_value = tl.sum(tl.reshape(high_dots, (R, U, 4)), 2).to(tl.float32)
-        if TYPE == "Q6_K":
-            low_value, high_value = (low_value - 32 * low_sum) * low_scale, (high_value - 32 * high_sum) * high_scale
-        else:
-            low_value = low_value * low_scale - low_least * low_sum
-            high_value = high_value * high_scale - high_least * high_sum
-        acc += low_value * tl.load(steps + half // 2, mask=some, other=0)[None, :]
-        acc += high_value * tl.load(steps + (half + NEXT) // 2, mask=some, other=0)[None, :]
-    return acc
+        more = ()
+        for t in tl.static_range(G):
+            own = x + tl.minimum(t, tokens - 1) * taken_width(k, TYPE)
+            steps = (own + blocks * 16).to(tl.pointer_type(tl.float32))
+            low_dots = _word_dots(low, None, own, at, at, there, blocks, R, W)
+            high_dots = _word_dots(high, None, own, at + 4 * NEXT, at, there, blocks, R, W)
+            if t == 0:
+                low_scale, high_scale, low_least, high_least = _k_scales(scales, row, u, here, k, TYPE)
+            low_sum = tl.load(steps + blocks + half, mask=some, other=0)[None, :]
+            high_sum = tl.load(steps + blocks + half + NEXT, mask=some, other=0)[None, :]
+            low_value, high_value = low_dots.to(tl.float32), high_dots.to(tl.float32)
+            if TYPE == "Q6_K":
+                low_value = (low_value - 32 * low_sum) * low_scale
+                high_value = (high_value - 32 * high_sum) * high_scale
+            else:
+                low_value = low_value * low_scale - low_least * low_sum
+                high_value = high_value * high_scale - high_least * high_sum
+            value = low_value * tl.load(steps + half // 2, mask=some, other=0)[None, :]
+            value += high_value * tl.load(steps + (half + NEXT) // 2, mask=some, other=0)[None, :]
+            more = more + (sums[t] + value,)  # type: ignore[assignment]  # noqa: RUF005
+        sums = more
+    return sums
 
 
 @triton.jit
@@ -606,23 +657,40 @@ def row_dots(
     x is what `taken` makes of it. HALVES: halves; weights are then rounded to float16, if they are of more bits.
     """
     N: tl.constexpr = T if T > 1 else 0
-    if N == 0 and of_integers(TYPE) and not k_quant(TYPE):
-        acc = _coded_dots(x, data, scales, row, live, k, TYPE, R, C)
-    elif N == 0 and k_quant(TYPE):
-        acc = _coded_dots_k(x, data, scales, row, live, k, TYPE, R, C)
-    elif TYPE == "Q4_0" or TYPE == "MXFP4":
-        acc = _dots_4bit(x, data, scales, row, live, tokens, k, TYPE, N, R, C, PRECISION, HALVES)
-    elif k_quant(TYPE):
-        acc = _dots_k(x, data, scales, row, live, tokens, k, TYPE, N, R, C, PRECISION, HALVES)
-    elif TYPE == "Q8_0":
-        acc = _dots_8bit(x, data, scales, row, live, tokens, k, N, R, C, PRECISION, HALVES)
+    if N == 0 and of_integers(TYPE):
+        sums = dots_together(x, data, scales, row, live, 1, k, TYPE, 1, R, C)
+        return sums[0]
+    else:  # the compiler goes on behind a return
+        if TYPE == "Q4_0" or TYPE == "MXFP4":
+            acc = _dots_4bit(x, data, scales, row, live, tokens, k, TYPE, N, R, C, PRECISION, HALVES)
+        elif k_quant(TYPE):
+            acc = _dots_k(x, data, scales, row, live, tokens, k, TYPE, N, R, C, PRECISION, HALVES)
+        elif TYPE == "Q8_0":
+            acc = _dots_8bit(x, data, scales, row, live, tokens, k, N, R, C, PRECISION, HALVES)
+        else:
+            acc = _dots_float(x, data, row, live, tokens, k, N, R, C, PRECISION, HALVES)
+        if HALVES:
+            low = tl.arange(0, 2)[None, :, None]
+            acc = tl.sum(tl.reshape(acc, (R, 2, T)) * tl.where(low == 0, 1.0, 1 / LOW), 1)
+            acc *= half_scales(x, tokens, k, T)[None, :]
+        return acc if N else tl.sum(acc, 1)
+
+
+@triton.jit
+def dots_together(
+    x, data, scales, row, live, tokens, k, TYPE: tl.constexpr, G: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """Products of rows, int64 [R], of a type in `INTEGERS` with each of up to G tokens, which `codes` made x of: G of
+    float32 [R], of which `tokens` mean something. Weights are decoded once for all tokens, and the products of each
+    have the bits that they have alone."""
+    if k_quant(TYPE):
+        sums = _coded_dots_k(x, data, scales, row, live, tokens, k, TYPE, G, R, C)
     else:
-        acc = _dots_float(x, data, row, live, tokens, k, N, R, C, PRECISION, HALVES)
-    if HALVES:
-        low = tl.arange(0, 2)[None, :, None]
-        acc = tl.sum(tl.reshape(acc, (R, 2, T)) * tl.where(low == 0, 1.0, 1 / LOW), 1)
-        acc *= half_scales(x, tokens, k, T)[None, :]
-    return acc if N else tl.sum(acc, 1)
+        sums = _coded_dots(x, data, scales, row, live, tokens, k, TYPE, G, R, C)
+    dots = ()
+    for t in tl.static_range(G):
+        dots = dots + (tl.sum(sums[t], 1),)  # type: ignore[assignment]  # noqa: RUF005
+    return dots
 
 
 @triton.jit
@@ -640,12 +708,20 @@ def add_bias(sums, bias, row, live, BIAS: tl.constexpr, T: tl.constexpr):
     return sums
 
 
+@triton.jit
+def _finished(y, bias, row, live, BIAS: tl.constexpr, RELU: tl.constexpr):
+    """Products of one token as a matrix gives them."""
+    y = add_bias(y, bias, row, live, BIAS, 0)
+    return tl.where(y <= 0, 0.0, y) if RELU else y
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _linear_kernel(
     x, data, scales, bias, out, tokens, rows, k,
     TYPE: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr, HALVES: tl.constexpr,
+    G: tl.constexpr, PRECISION: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
+    """out [tokens, rows] = x times the rows of a matrix. G: tokens of `dots_together`, of other products 1."""
     follow()
     row = tl.program_id(0) * R + tl.arange(0, R)
     live = row < rows
@@ -657,13 +733,16 @@ def _linear_kernel(
         t = tl.arange(0, T)
         tl.store(out + t[None, :] * rows + row[:, None], y, mask=live[:, None] & (t < tokens)[None, :])
     else:
-        for t in range(tokens if T else 1):
-            own = x + t * taken_width(k, TYPE)
-            y = row_dots(own, data, scales, row.to(tl.int64), live, 1, k, TYPE, T, R, C, PRECISION)
-            y = add_bias(y, bias, row, live, BIAS, T)
-            if RELU:
-                y = tl.where(y <= 0, 0.0, y)
-            tl.store(out + t * rows + row, y, mask=live)
+        if of_integers(TYPE):
+            for t0 in range(0, tokens if T else 1, G):
+                own = x + t0 * taken_width(k, TYPE)
+                sums = dots_together(own, data, scales, row.to(tl.int64), live, tokens - t0, k, TYPE, G, R, C)
+                for t in tl.static_range(G):
+                    y = _finished(sums[t], bias, row, live, BIAS, RELU)
+                    tl.store(out + (t0 + t) * rows + row, y, mask=live & (t0 + t < tokens))
+        else:
+            y = row_dots(x, data, scales, row.to(tl.int64), live, 1, k, TYPE, T, R, C, PRECISION)
+            tl.store(out + row, _finished(y, bias, row, live, BIAS, RELU), mask=live)
 
 
 def filled(programs: int, slots: int) -> float:
@@ -681,23 +760,16 @@ def fitting(w: Weight, tokens: int, multiprocessors: int) -> Tile:
             rows //= 2
         return Tile(rows, columns, warps)
     tile, width = for_rows(ONE[w.type], w.type, w.k), row_width(w.type, w.k)
-    programs = min(HELD[w.type] // tile.warps, PROGRAMS)
+    held = HELD if tokens == 1 else HELD_TOGETHER
     if tokens > 1:
-        tile = cached_rows(tile, w.type, w.k, programs)
+        tile = tile._replace(rows=max(1, tile.rows // 2))  # there are registers for so many
+    programs = min(held[w.type] // tile.warps, PROGRAMS)
     tiles, slots = [tile], programs * multiprocessors
     while tile.rows > 1 and (tile.columns < width or triton.cdiv(w.rows, tile.rows) < 2 * slots):
         tile = Tile(tile.rows // 2, tile.columns * (2 if tile.columns < width else 1), tile.warps)
         tiles.append(tile)
     fills = [filled(triton.cdiv(w.rows, tile.rows), slots) for tile in tiles]
     return next(tile for tile, fill in zip(tiles, fills, strict=True) if fill >= NEARLY * max(fills))
-
-
-def cached_rows(tile: Tile, kind: str, k: int, programs: int) -> Tile:
-    """A tile for tokens in turn, of so few rows that a multiprocessor's cache has those of all its programs."""
-    rows = tile.rows
-    while rows > 1 and programs * rows * row_width(kind, k) > CACHED:  # a byte for each of these columns
-        rows //= 2
-    return tile._replace(rows=rows)
 
 
 def row_width(kind: str, k: int) -> int:
@@ -727,8 +799,8 @@ def linear(w: Weight, x: Tensor, bias: Tensor | None = None, relu: bool = False)
         _linear_kernel[(triton.cdiv(w.rows, tile.rows),)](
             taken(x, w.type), w.data, either(w.scales, w.data), either(bias, out), out, tokens,
             w.rows, w.k, TYPE=w.type, BIAS=bias is not None, RELU=relu, T=columns(w.type, tokens), R=tile.rows,
-            C=tile.columns, PRECISION=precision(x), HALVES=two, num_warps=tile.warps, num_stages=STAGES,
-            launch_pdl=early(x),
+            C=tile.columns, G=together(w.type, tokens), PRECISION=precision(x), HALVES=two, num_warps=tile.warps,
+            num_stages=STAGES, launch_pdl=early(x),
         )  # fmt: skip
     return out
 
@@ -823,6 +895,11 @@ def columns(kind: str, tokens: int) -> int:
     if tokens == 1:
         return 0
     return 1 if in_turn(kind, tokens) else tensor_columns(tokens, halved(kind, tokens))
+
+
+def together(kind: str, tokens: int) -> int:
+    """Tokens that meet a matrix's weights together, in registers: a power of two; 1 if they are not `in_turn`."""
+    return min(TOGETHER, int(triton.next_power_of_2(tokens))) if in_turn(kind, tokens) else 1
 
 
 def tensor_columns(tokens: int, two: bool) -> int:
@@ -1224,10 +1301,21 @@ def _put_selection(chosen, first, others, t, row, here, n, split):
     tl.store(others + t * (n - split) + row - split, chosen.to(tl.uint8), mask=here & (row >= split))
 
 
+@triton.jit
+def _put_guess(y, threshold, z, first, others, counts, t, tokens, row, here, n, split, FLOOR: tl.constexpr):
+    """Store what some rows of the second matrix say of token t; see `_outer_kernel`."""
+    chosen = here & ((y >= threshold) | (y != y))
+    _put_selection(chosen, first, others, t, row, here, n, split)
+    if FLOOR:
+        tl.store(z + t * n + row, y, mask=here)
+        own = tl.sum(chosen.to(tl.int32), 0)
+        tl.store(counts + t * tl.num_programs(0) + tl.program_id(0), own, mask=t < tokens)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _outer_kernel(
     x, data, scales, z, first, others, counts, tokens, n, k, split, threshold,
-    FLOOR: tl.constexpr, TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    FLOOR: tl.constexpr, TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
     PRECISION: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """R rows of a predictor's second matrix, and which of them each token selects: those whose z reaches the threshold.
@@ -1249,14 +1337,16 @@ def _outer_kernel(
             own = tl.sum(chosen.to(tl.int32), 0)
             tl.store(counts + t * tl.num_programs(0) + tl.program_id(0), own, mask=t < tokens)
     else:
-        for t in range(tokens if T else 1):
-            own = x + t * taken_width(k, TYPE)
-            y = row_dots(own, data, scales, row.to(tl.int64), live, 1, k, TYPE, T, R, C, PRECISION)
-            chosen = live & ((y >= threshold) | (y != y))
-            _put_selection(chosen, first, others, t, row, live, n, split)
-            if FLOOR:
-                tl.store(z + t * n + row, y, mask=live)
-                tl.store(counts + t * tl.num_programs(0) + tl.program_id(0), tl.sum(chosen.to(tl.int32), 0))
+        if of_integers(TYPE):
+            for t0 in range(0, tokens if T else 1, G):
+                own = x + t0 * taken_width(k, TYPE)
+                sums = dots_together(own, data, scales, row.to(tl.int64), live, tokens - t0, k, TYPE, G, R, C)
+                for t in tl.static_range(G):
+                    here = live & (t0 + t < tokens)
+                    _put_guess(sums[t], threshold, z, first, others, counts, t0 + t, tokens, row, here, n, split, FLOOR)
+        else:
+            y = row_dots(x, data, scales, row.to(tl.int64), live, 1, k, TYPE, T, R, C, PRECISION)
+            _put_guess(y, threshold, z, first, others, counts, 0, 1, row, live, n, split, FLOOR)
 
 
 @triton.jit
@@ -1314,8 +1404,8 @@ def predict(
     _outer_kernel[(programs,)](
         taken(hidden, outer.type), outer.data, either(outer.scales, outer.data), z, *into, counts, tokens, n,
         outer.k, split, threshold, FLOOR=floor > 0, TYPE=outer.type, T=columns(outer.type, tokens), R=tile.rows,
-        C=tile.columns, PRECISION=precision(x), HALVES=two, num_warps=tile.warps, num_stages=STAGES,
-        launch_pdl=early(x),
+        C=tile.columns, G=together(outer.type, tokens), PRECISION=precision(x), HALVES=two, num_warps=tile.warps,
+        num_stages=STAGES, launch_pdl=early(x),
     )  # fmt: skip
     if floor:
         block = triton.next_power_of_2(n)

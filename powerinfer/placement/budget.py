@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from powerinfer.config import AttentionConfig, ExpertsConfig
 from powerinfer.devices.link import link_bytes
@@ -29,8 +30,8 @@ from powerinfer.errors import RequestError, VramError
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.hardware.description import Hardware
 from powerinfer.kernels import gpu as kernels
-from powerinfer.placement.cost import Float64, matrix_seconds
-from powerinfer.placement.experts import Frequencies, slots_by_frequency, slots_evenly, slots_for_static
+from powerinfer.placement.cost import expert_seconds
+from powerinfer.placement.experts import Frequencies, slots_by_frequency, slots_evenly, slots_in_least_time
 from powerinfer.placement.shapes import Matrix, Model
 from powerinfer.placement.solver import GROUP
 
@@ -65,7 +66,8 @@ class Workload:
 
     kv_type, context, batch: of the KV cache, which holds `batch` contexts of `context` tokens. chunk: tokens of a
     prompt that are computed at once; requests: that decode together; selector: one of `cost.WAYS`; scratch: bytes of
-    working memory on a GPU, where that was measured, None: an estimate.
+    working memory on a GPU, where that was measured, None: an estimate. moves: experts on a GPU are exchanged, so that
+    every layer has use for some.
     """
 
     kv_type: str
@@ -75,6 +77,7 @@ class Workload:
     batch: int = 1
     selector: str = "all"
     scratch: int | None = None
+    moves: bool = False
 
     @property
     def tokens(self) -> int:
@@ -374,8 +377,8 @@ def _claim_experts(
     cached: bool,
 ) -> Claims | None:
     """Attention, shared experts and dense FFNs of the first layers on the GPU, as many as fit, then the head, then
-    experts, see `slots_for_static`. None: no layer fits. limits: VRAM and RAM, of which less than nothing may be left;
-    then there are no buffers for long prompts."""
+    experts: those that take least time or, where experts move, those that are selected most often. None: no layer fits.
+    limits: VRAM and RAM, of which less than nothing may be left; then there are no buffers for long prompts."""
     vram, ram = limits
     layers, head = layers_that_fit(model, hardware, work, vram, dense=True, experts=False)
     if not layers:
@@ -384,15 +387,16 @@ def _claim_experts(
     room = vram - sum(on_gpu(*dense, none).values())
     own = [layer for layer in range(layers) if model.n_experts[layer]]
     nbytes = {layer: model.expert_bytes(layer)[0] for layer in own}
-    expected = {layer: _alike(model, layer) for layer in own} if frequencies is None else frequencies
-    about = {layer: expected[layer] for layer in own}
-    exchange = {layer: _exchange(model, hardware, layer) for layer in own}
+    about = {layer: _alike(model, layer) if frequencies is None else frequencies[layer] for layer in own}
+    assert hardware.gpu is not None
+    devices, sync = (hardware.cpu, hardware.gpu), 1e-6 * hardware.sync_us
+    seconds = {layer: expert_seconds(*devices, model, layer, work.batch, about[layer], sync) for layer in own}
 
     def claims(staging: int) -> Claims:
         rest = room - staged_on_gpu(staging)
-        if not cached:
-            found = slots_for_static(about, nbytes, rest, exchange, known=frequencies is not None)
-        elif frequencies is None:  # other policies have use for slots in every layer
+        if not work.moves:
+            found = slots_in_least_time(about, seconds, nbytes, rest)
+        elif frequencies is None:
             found = slots_evenly({layer: model.n_experts[layer] for layer in own}, nbytes, rest)
         else:
             found = slots_by_frequency(about, nbytes, rest)
@@ -407,17 +411,11 @@ def _claim_experts(
     return made if made.cpu_left >= 0 else claims(0)
 
 
-def _alike(model: Model, layer: int) -> Float64:
+def _alike(model: Model, layer: int) -> NDArray[np.float64]:
     """How often each expert of a layer is selected if none is preferred."""
     about = model.config.layers[layer].ffn
     assert isinstance(about, ExpertsConfig)
     return np.full(about.n_experts, about.router.top_k / about.n_experts)
-
-
-def _exchange(model: Model, hardware: Hardware, layer: int) -> float:
-    """The exchange with the CPU in a layer, as the number of its experts that the CPU computes meanwhile."""
-    seconds = matrix_seconds(hardware.cpu, model.experts[layer], True) / model.n_experts[layer]
-    return 1e-6 * hardware.sync_us / max(seconds, 1e-12)
 
 
 def _expert_staging(model: Model, work: Workload, layers: Sequence[int], room: int) -> int:

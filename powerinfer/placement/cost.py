@@ -284,6 +284,22 @@ def experts_read(n: int, top_k: int, slots: int, batch: int, frequency: Float64 
     return ExpertsRead(float(needed[:slots].sum()), float(needed[slots:].sum()), 1 - none_cold, hits)
 
 
+def expert_seconds(
+    cpu: Device, gpu: Device, model: Model, layer: int, batch: int, frequency: Float64, sync: float
+) -> Float64:
+    """[n + 1]: time of a layer's FFN in a step by how many of its n experts are on the GPU, as `split_experts` has it.
+    frequency: as of `experts_read`, of the layer."""
+    n = model.n_experts[layer]
+    needed = any_of(np.sort(frequency)[::-1], batch)
+    hot = np.concatenate([[0.0], np.cumsum(needed)])
+    some_cold = 1 - np.concatenate([np.cumprod((1 - needed)[::-1])[::-1], [1.0]])
+    cold = np.maximum(hot[-1] - hot, 0.0)
+    beside = matrix_seconds(gpu, model.beside[layer], False) + 3e-6 * gpu.op_us
+    on_gpu = beside + hot / n * matrix_seconds(gpu, model.experts[layer], False)
+    on_cpu = cold / n * matrix_seconds(cpu, model.experts[layer], True) + some_cold * 1e-6 * cpu.op_us
+    return np.asarray(np.maximum(on_gpu, on_cpu + np.where(np.arange(n + 1) < n, sync, 0.0)))
+
+
 def split_experts(
     cpu: Device, gpu: Device, model: Model, reads: Mapping[int, ExpertsRead], layers: int, groups: int, sync: float
 ) -> FfnTime:

@@ -272,15 +272,21 @@ def slots_by_frequency(frequencies: Frequencies, nbytes: Mapping[int, int], budg
     return slots
 
 
-def slots_for_static(
-    frequencies: Frequencies, nbytes: Mapping[int, int], budget: int, exchange: Mapping[int, float], *, known: bool
-) -> dict[int, int]:
-    """How many slots each layer has within `budget` bytes, so that a step of `static` takes least time.
+_CLEARLY = 0.999
+"""Of the time of a placement that is taken over one before it."""
 
-    The CPU computes what is not hit, and a layer all of whose experts have slots also saves the exchange with it:
-    exchange, of a layer, is that in experts of the CPU. So some layers are whole, those that are selected most evenly
-    first, and the others have `slots_by_frequency`; tried for every number of whole layers. known: the frequencies are
-    a profile's, else they are only expected, and the others have `slots_evenly`.
+
+def slots_in_least_time(
+    frequencies: Frequencies,
+    seconds: Mapping[int, NDArray[np.float64]],
+    nbytes: Mapping[int, int],
+    budget: int,
+) -> dict[int, int]:
+    """How many slots each layer has within `budget` bytes, so that a step of `static` takes little time.
+
+    seconds: float64 [experts + 1], of a layer by its slots. All of a layer's experts in slots also save the exchange
+    with the CPU, so some layers may be whole, those that are selected most evenly first, and the others have
+    `slots_by_frequency` or `slots_evenly`: tried for every number of whole layers.
     """
 
     def tail(layer: int) -> float:
@@ -288,40 +294,36 @@ def slots_for_static(
         each = np.sort(frequencies[layer])
         return float(each[: len(each) // 2].sum() / max(each.sum(), 1e-30))
 
-    def saved(slots: Mapping[int, int]) -> float:
-        whole = sum(exchange[layer] for layer, n in slots.items() if n == len(frequencies[layer]))
-        return whole + sum(float(falling[layer][:n].sum()) for layer, n in slots.items())
+    def taken(slots: Mapping[int, int]) -> float:
+        return sum(float(seconds[layer][n]) for layer, n in slots.items())
 
-    falling = {layer: np.sort(each)[::-1] for layer, each in frequencies.items()}
-    order = sorted(frequencies, key=tail, reverse=True)
-    best, most, left = dict.fromkeys(frequencies, 0), -1.0, budget
+    order, left = sorted(frequencies, key=tail, reverse=True), budget
+    best: dict[int, int] | None = None
     for count in range(len(order) + 1):
-        others = {layer: frequencies[layer] for layer in frequencies if layer not in order[:count]}
-        if known:
-            slots = slots_by_frequency(others, nbytes, left)
-        else:
-            slots = slots_evenly({layer: len(each) for layer, each in others.items()}, nbytes, left)
-        slots |= {layer: len(frequencies[layer]) for layer in order[:count]}
-        if saved(slots) > most * (1 + 1e-9):
-            best, most = slots, saved(slots)
+        whole = {layer: len(frequencies[layer]) for layer in order[:count]}
+        others = {layer: each for layer, each in frequencies.items() if layer not in whole}
+        sizes = {layer: len(each) for layer, each in others.items()}
+        for some in (slots_evenly(sizes, nbytes, left), slots_by_frequency(others, nbytes, left)):
+            if best is None or taken(whole | some) < taken(best) * _CLEARLY:
+                best = whole | some
         if count < len(order):
             left -= len(frequencies[order[count]]) * nbytes[order[count]]
             if left < 0:
                 break
+    assert best is not None
     return {layer: best[layer] for layer in frequencies}
 
 
 def fewer_slots(slots: Mapping[int, int], experts: Mapping[int, int]) -> dict[int, int]:
-    """An eighth fewer, at least one: of layers with slots for some of their experts, in proportion; then of those with
-    slots for all, the last ones first."""
+    """An eighth fewer, at least one: of layers with slots for some of their experts, those with most first; then of
+    those with slots for all, the last ones first."""
     kept, lacking = dict(slots), -(-sum(slots.values()) // 8)
     some = [layer for layer, n in slots.items() if n < experts[layer]]
-    there = sum(slots[layer] for layer in some)
-    for layer in some:
-        kept[layer] -= min(slots[layer], -(-slots[layer] * lacking // max(1, there)))
-    lacking -= there
+    for _ in range(min(lacking, sum(slots[layer] for layer in some))):
+        kept[max(some, key=lambda layer: (kept[layer], layer))] -= 1
+    lacking -= sum(slots.values()) - sum(kept.values())
     for layer in sorted((layer for layer in slots if layer not in some), reverse=True):
-        less = min(slots[layer], max(0, lacking))
+        less = min(slots[layer], lacking)
         kept[layer] -= less
         lacking -= less
     return kept

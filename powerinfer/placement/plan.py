@@ -91,7 +91,7 @@ class PlanRequest:
     `batch`, which only working memory counts; 0: as many as `batch`. insist: use the GPU even if it is slower than the
     CPU. frequencies: of experts, how often each is selected; None: that is not known. cached: experts on the GPU are
     in RAM too. hits: of experts on disk, None: not known. chosen: the selector is what `auto` would take if RAM has
-    room for bundles beside dense matrices. scratch: as of `Workload`.
+    room for bundles beside dense matrices. scratch, moves: as of `Workload`.
     """
 
     model: Model
@@ -114,6 +114,7 @@ class PlanRequest:
     hits: Hits | None = None
     chosen: bool = False
     scratch: int | None = None
+    moves: bool = False
 
     def __post_init__(self) -> None:
         """RequestError for contradictory options."""
@@ -135,7 +136,7 @@ class PlanRequest:
     def workload(self) -> Workload:
         """The settings that memory depends on."""
         own = self.kv_type, self.context, self.chunk, self.together, self.batch, self.selector
-        return Workload(*own, self.scratch)
+        return Workload(*own, self.scratch, self.moves)
 
     def claims(self) -> Claims:
         """Where the dense parts are placed. RequestError, with the minimum, if the budgets are too small for them."""

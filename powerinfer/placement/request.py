@@ -80,6 +80,7 @@ class Subject:
             insist=emulated,
             frequencies=self.frequencies,
             cached=engine.expert_policy not in ("static", "auto"),
+            moves=engine.expert_policy not in ("static", "auto") or engine.adjust,
             hits=self.hits,
             chosen=self.chosen,
         )
