@@ -16,6 +16,7 @@ from powerinfer.hybrid.resolve import (
     NOT_USED,
     Resolved,
     estimated_scratch,
+    needs,
     with_fewer_experts,
     with_fewer_layers,
     with_scratch,
@@ -264,6 +265,25 @@ def _load_more_experts(
     return _load_experts(replace(resolved, scratch=working), resolved.experts, sample, progress, say)
 
 
+def _smaller_scratch(resolved: Resolved, split: ExpertSplit, used: int | None) -> int | None:
+    """The working memory to place experts by instead of an estimate, where it leaves room for one more; None: it does
+    not, or nothing was measured. used: what dense parts and the largest steps take."""
+    from powerinfer.hardware.measure import measured
+    from powerinfer.hybrid.vram import MARGIN, neuron_bytes
+
+    if used is None or resolved.scratch is not None or not any(len(ffn.cold) for ffn in split.ffns):
+        return None
+    gpu = measured(resolved.engine, gpu=resolved.gpu).gpu
+    assert gpu is not None
+    limit = gpu.memory_bytes - gpu.reserved_bytes if resolved.vram is None else resolved.vram
+    estimate = estimated_scratch(resolved)
+    placed = needs(resolved).vram - gpu.reserved_bytes - estimate
+    working = max(0, used + neuron_bytes(split) - placed)
+    found = working + working // MARGIN
+    least = min(ffn.expert_bytes for ffn in split.ffns if len(ffn.cold))
+    return found if limit - placed - found >= least and found < estimate else None
+
+
 def _split_of_experts(
     resolved: Resolved,
     experts: Sequence[Indices],
@@ -272,10 +292,10 @@ def _split_of_experts(
     sample: Sample | None,
     say: Say = silent,
 ) -> tuple[SplitExecutor, ExpertSplit, int | None]:
-    """The model within its budget, and as `smaller_scratch`; the copier is off. sample: None: how prompts are computed
+    """The model within its budget, and as `_smaller_scratch`; the copier is off. sample: None: how prompts are computed
     is not measured."""
     from powerinfer.hybrid.experts import ExpertSplit
-    from powerinfer.hybrid.vram import hold_budget, smaller_scratch
+    from powerinfer.hybrid.vram import hold_budget
 
     split = ExpertSplit(experts, resolved.engine.adjust, _stage(resolved, resolved.staging), copier)
     try:
@@ -290,7 +310,7 @@ def _split_of_experts(
         settle = None if sample is None else partial(_settle_prompts, executor, resolved, split, sample, progress)
         limits = resolved.engine.max_batch, resolved.vram
         held = hold_budget(executor, *limits, split=split, settle=settle or (lambda: None))
-        working = smaller_scratch(resolved, split, held.measured)
+        working = _smaller_scratch(resolved, split, held.measured)
         if resolved.engine.trial:
             executor.choose_calls()
     except BaseException:

@@ -214,7 +214,7 @@ def _lacking(used: int | None, split: NeuronSplit | ExpertSplit | StreamedLayers
     """Bytes beyond the limit; 0 or less where it is kept, or not known."""
     if used is None or vram is None:
         return 0
-    return used + (0 if split is None else _neuron_bytes(split)) - vram
+    return used + (0 if split is None else neuron_bytes(split)) - vram
 
 
 def _over_budget(lacking: int, vram: int | None) -> GpuMemoryError:
@@ -288,25 +288,6 @@ def _rehearsal(
         stage.least = None
 
 
-def smaller_scratch(resolved: Resolved, split: ExpertSplit, used: int | None) -> int | None:
-    """The working memory to place experts by instead of an estimate, where it leaves room for one more; None: it does
-    not, or nothing was measured. used: what dense parts and the largest steps take."""
-    from powerinfer.hardware.measure import measured
-    from powerinfer.hybrid.resolve import estimated_scratch, needs
-
-    if used is None or resolved.scratch is not None or not any(len(ffn.cold) for ffn in split.ffns):
-        return None
-    gpu = measured(resolved.engine, gpu=resolved.gpu).gpu
-    assert gpu is not None
-    limit = gpu.memory_bytes - gpu.reserved_bytes if resolved.vram is None else resolved.vram
-    estimate = estimated_scratch(resolved)
-    placed = needs(resolved).vram - gpu.reserved_bytes - estimate
-    working = max(0, used + _neuron_bytes(split) - placed)
-    found = working + working // MARGIN
-    least = min(ffn.expert_bytes for ffn in split.ffns if len(ffn.cold))
-    return found if limit - placed - found >= least and found < estimate else None
-
-
 def rehearsed(executor: SplitExecutor, requests: int) -> int | None:
     """Bytes of the device that a model's dense parts and its largest steps take; None where they are unknown."""
     if executor.gpu.device.type != "cuda":
@@ -315,7 +296,7 @@ def rehearsed(executor: SplitExecutor, requests: int) -> int | None:
     return sum(executor.gpu.memory().values())
 
 
-def _neuron_bytes(split: NeuronSplit | ExpertSplit | StreamedLayers) -> int:
+def neuron_bytes(split: NeuronSplit | ExpertSplit | StreamedLayers) -> int:
     """Bytes of hot neurons, predictors and staging buffers on the GPU."""
     return sum(sum(ffn.memory().values()) for ffn in split.ffns) + (0 if split.stage is None else split.stage.nbytes)
 
