@@ -147,7 +147,7 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
     "formats/tools.py": ["('none', 'auto', 'required')"],  # whether tools are called
     "hardware/measure.py": ["engine.gpu != 'auto'"],
     "hybrid/disk.py": ["asked != 'auto'"],
-    "hybrid/load.py": ["resolved.engine.gpu != 'auto'"],
+    "hybrid/load.py": ["resolved.engine.expert_policy != 'auto'", "resolved.engine.gpu != 'auto'"],
     "hybrid/resolve.py": [
         "('static', 'auto')",
         "('static', 'auto')",

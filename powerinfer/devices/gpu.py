@@ -609,9 +609,9 @@ class GpuLayers:
         few = sorted({min(gpu.FEW, logit_rows, largest), 1}, reverse=True)
         for pages in (1 << power for power in range(1, self.n_pages.bit_length())):  # contexts are read in more splits
             self._rehearse(1, logit_rows, pages * self.page_size - 1)
-        sizes = [gpu.FEW, gpu.FEW // 2, 8, 3]  # columns of product tiles, and where parts of buffers begin
+        sizes = [gpu.FEW, gpu.FEW // 2, 8, 3, 2]  # columns of product tiles, and where parts of buffers begin
         if any(isinstance(layer.ffn, ExpertsConfig) for layer in self._config.layers):  # those of tokens of an expert
-            sizes = [1 << power for power in reversed(range(gpu.FEW.bit_length(), largest.bit_length()))] + [*sizes, 2]
+            sizes = [1 << power for power in reversed(range(gpu.FEW.bit_length(), largest.bit_length()))] + sizes
         for tokens in sizes:
             self._rehearse(min(tokens, largest), logit_rows)
         for tokens in (largest, *few):

@@ -53,7 +53,7 @@ WIDE = {**dict.fromkeys(ONE, Tile(64, 64, 4)), **dict.fromkeys(FOUR_BITS, Tile(6
 
 # Warps of products with one token that a multiprocessor holds, by their registers as compiled for sm_90: so many fill
 # a GPU. HELD_TOGETHER: with up to `TOGETHER` tokens.
-HELD = {"F32": 40, "F16": 24, "BF16": 24, "Q8_0": 40, "Q4_0": 40, "MXFP4": 16, "Q4_K": 28, "Q5_K": 24, "Q6_K": 24}
+HELD = {"F32": 40, "F16": 24, "BF16": 24, "Q8_0": 40, "Q4_0": 40, "MXFP4": 16, "Q4_K": 20, "Q5_K": 24, "Q6_K": 24}
 HELD_TOGETHER = {"Q8_0": 20, "Q4_0": 20, "Q4_K": 12, "Q5_K": 12, "Q6_K": 12}
 TOGETHER = 4  # tokens whose sums a program has at a time
 PROGRAMS = 24  # that a multiprocessor holds at most, however small they are

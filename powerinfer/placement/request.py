@@ -62,6 +62,7 @@ class Subject:
         """
         planning = planning or PlanConfig()
         emulated = engine.gpu == "cpu" and planning.hardware is None and hardware.gpu is not None
+        cached = engine.expert_policy not in ("static", "auto")
         made = PlanRequest(
             self.model,
             self.profile,
@@ -79,8 +80,8 @@ class Subject:
             requests=engine.max_batch,
             insist=emulated,
             frequencies=self.frequencies,
-            cached=engine.expert_policy not in ("static", "auto"),
-            moves=engine.expert_policy not in ("static", "auto") or engine.adjust,
+            cached=cached,
+            moves=cached or engine.adjust,
             hits=self.hits,
             chosen=self.chosen,
         )
