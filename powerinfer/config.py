@@ -782,7 +782,7 @@ class EngineConfig:
     """How the engine runs a model. Field names are the Python keyword arguments and, with dashes, the flags."""
 
     threads: int = option(
-        0, "CPU threads; 0: every core this process may use, beside a GPU but two", metavar="N", flags=("-t",)
+        0, "CPU threads; 0: every core this process may use, two fewer beside a GPU", metavar="N", flags=("-t",)
     )
     context: int = option(0, "context length in tokens; 0: the model's own", metavar="N", flags=("-c",))
     kv_type: str = option("f16", "type of the KV cache", choices=("f16", "q8_0", "f32"))

@@ -265,7 +265,9 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
             counted = (triton_kernels.HELD_TOGETHER if several else triton_kernels.HELD)[kind]
             taken = min(counted // kernel["warps"], triton_kernels.PROGRAMS)
             assert found >= (0.75 if several else 1) * taken, (kernel, found, taken)
-            assert kernel["together"] == 2 or kernel["warps"] < 4 or found <= 1.25 * taken or capability != 90, kernel
+            ratio = found * kernel["warps"] / counted
+            narrow = several and kernel["warps"] < 4  # of short rows, which no table counts
+            assert narrow or ratio <= 1.25 or capability != 90, (kernel, ratio)
 
 
 if __name__ == "__main__":
