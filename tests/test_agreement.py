@@ -19,7 +19,7 @@ from powerinfer import _native
 from powerinfer.cli.bench import ranges
 from powerinfer.devices import Batch
 from powerinfer.errors import RequestError
-from powerinfer.evaluate import PROMPT, Agreement, agreement, perplexity
+from powerinfer.evaluate import PROMPT, Agreement, _summary, agreement, perplexity
 from powerinfer.runtime.engine import LLM
 from powerinfer.system import peak_memory
 
@@ -114,6 +114,9 @@ def test_what_cannot_be_compared() -> None:
     for pair in ((Broken(), ToyExecutor()), (ToyExecutor(), Broken())):
         with pytest.raises(RequestError, match="no usable probabilities"):
             agreement(*map(toy_llm, pair), SENTENCE)
+    for losses in ([800.0, 801.0], [1.0, np.nan], [1.0, np.inf]):  # e^800 is beyond float64
+        with pytest.raises(RequestError, match="no usable probabilities"):
+            _summary(np.array(losses))
 
 
 def test_scoring_in_steps_gives_the_same() -> None:

@@ -103,8 +103,14 @@ def test_the_report(
     text.write_text(TEXT.swapcase())
     report.main([*command, "--flags=--context 64", "--sections", "perplexity", "tasks"])
     assert here()[6:] == ["eval perplexity"] * 2 + ["eval tasks"] * 2, "another text of the same size, other flags"
+    (tmp_path / "out/report.md").unlink()
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="a report needs matplotlib"):
+        patch.setitem(sys.modules, "matplotlib", None)
+        report.main([*command, "--sections", "predictor"])
+    assert "\n## Speed\n" in (tmp_path / "out/report.md").read_text(encoding="utf-8")
     with pytest.raises(SystemExit, match="1"):  # another program is another measurement
         report.main([*command, "--sections", "speed", "--powerinfer", "/nowhere/program"])
+    assert "speed, 1 threads" not in json.loads((tmp_path / "out/report.json").read_text())["results"]
     others = ('{"results": {"firing": 5}}', '{"results": {"firing": {"x": 1}}}')
     for broken in ("{", "[]", "{}", '{"results": 5}', "\ud800", *others):
         (tmp_path / "out/report.json").write_text(broken, errors="surrogatepass")
@@ -150,7 +156,7 @@ def test_what_the_command_refuses(
 
 
 def test_the_page_of_a_few_results() -> None:
-    result = {"date": "", "commit": "abc", "cpu": "a processor"}
+    result = {"date": "", "commit": "abc", "cpu": "a processor", "options": None}
     about = {"file": "x.gguf", "parameters": 5, "type": "F16", "activation": "cats"}
     task = {"items": 100, "acc_error": 0.05, "acc_norm_error": 0.05, "chance": 0.5}
     shares = {"original": (0.7, 0.6), "sparse": (0.65, 0.58)}
@@ -163,6 +169,11 @@ def test_the_page_of_a_few_results() -> None:
     shown = page({"models": {"original": about, "sparse": about}, "results": found})
     assert "| a, b.json | 100 | 60.0 ± 5.0 | 58.0 ± 5.0 | 2.0 | 70.0 ± 5.0 | 65.0 ± 5.0 | 5.0 | 50.0 % |" in shown
     assert "| mean | | 50.0 | 48.0 | 2.0 | 60.0 | 55.0 | 5.0 | |" in shown
+    for number, label in enumerate(("original", "sparse")):  # of other options
+        found[f"perplexity, t, {label}"] = {**result, "options": number, "perplexity": 2.0, "error": 0.1, "tokens": 9}
+        found[f"kept, {label}"] = {**result, "options": number, "windows": 1, "kept": [{"share": 1, "perplexity": 3.0}]}
+    shown = page({"models": {"original": about, "sparse": about}, "results": found})
+    assert "## Perplexity" not in shown and "| kept | sparse |" in shown
     assert "None: x.gguf has no predictor" in shown and "Speed" not in shown and "commit abc on a processor" in shown
 
 

@@ -29,18 +29,20 @@ from powerinfer.config import ExpertsConfig, ModelConfig, RopeConfig, SparsifyCo
 from powerinfer.formats.chat import ChatTemplate
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.layout import is_matrix, shapes
+from powerinfer.formats.prepared import TRAINING, PreparedFile
 from powerinfer.formats.quant import dequantize, quantize
+from powerinfer.formats.safetensors_file import safetensors_header
 from powerinfer.placement.shapes import SHAPES
 from powerinfer.prepare.corpus import open_corpora
 from powerinfer.progress import silent
 from powerinfer.report.plots import draw_training
 from powerinfer.sparsify import Made, _whole_by_type, measured, sparsify
 from powerinfer.sparsify.estimate import estimate, memory, stage_costs
-from powerinfer.sparsify.loss_plot import draw_log, read_log
 from powerinfer.sparsify.own_text import OwnText, is_useful, write_own_text
 from powerinfer.sparsify.recipes import FFN_PARTS, RECIPES, Stage, StoredTypes, check_recipe
+from powerinfer.sparsify.step_log import StepLog, draw_log, read_log
 from powerinfer.sparsify.torch_model import ROUNDED, Neurons, TorchModel, _Rounded, load
-from powerinfer.sparsify.training import Sparsifier, _Cut, _log, _stored, check_start, trained_names
+from powerinfer.sparsify.training import Sparsifier, _Cut, _stored, check_start, fast_type, trained_names
 from powerinfer.sparsify.writing import write_model
 
 SHAPE = Shape(d_model=64, d_ff=128, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, vocab=1200, context=128)
@@ -281,6 +283,86 @@ def test_a_state_of_another_training_is_refused(dense: Path, tmp_path: Path, mon
         made(dense, tmp_path, tokens=1024)
 
 
+def test_a_state_that_was_tampered_with_is_refused(dense: Path, tmp_path: Path) -> None:
+    good = made(dense, tmp_path, tokens=1024).path.read_bytes()
+    (tmp_path / "finished.json").unlink()
+    state = tmp_path / "training.safetensors"
+    file = PreparedFile(TRAINING, open_checkpoint(dense), path=state, option=("--out", "FOLDER"))
+    about, tensors, _ = file.read()
+    about["seconds"] = 1e6
+    for name, value, why in (
+        ("limits", {"threshold": [math.inf, 0.1]}, r"limits\[threshold\]\[0\] is inf"),
+        ("limits", {"threshold": [-1.0, 0.1]}, r"limits\[threshold\]\[0\] is -1"),
+        ("limits", {"threshold": [0.1]}, "is damaged"),
+        ("penalty", math.inf, "penalty is inf"),
+        ("step", 10**6, "is damaged"),
+        ("compute", "float64", "compute is 'float64'"),
+    ):
+        state.unlink()
+        text = json.dumps(about | {name: value}).replace("Infinity", "1e999")
+        stored = ((one, tensor.type, tensor.shape, tensor.nbytes) for one, tensor in tensors.items())
+        with state.open("wb") as to:
+            to.write(safetensors_header(stored, {"powerinfer": text}))
+            for tensor in tensors.values():
+                to.write(tensor.data)
+        with pytest.raises(PowerInferError, match=f"training.safetensors:? .*{why}.*: give another --out"):
+            made(dense, tmp_path, tokens=1024)
+        assert (tmp_path / "model.gguf").read_bytes() == good
+    state.unlink()
+    with file.write(about, [(one, tensor.type, tensor.shape) for one, tensor in tensors.items()]) as write:
+        for one, tensor in tensors.items():
+            write(one, tensor.data)
+    assert made(dense, tmp_path, tokens=1024).document["seconds"] > 1e6, "of all runs"
+    record = json.loads((tmp_path / "finished.json").read_text())
+    record["figures"]["perplexity"] = 10**400
+    (tmp_path / "finished.json").write_text(json.dumps(record))
+    assert made(dense, tmp_path, tokens=1024).document["resumed"] == 4
+
+
+def test_the_type_of_products_is_that_of_the_state(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a trial chooses it, it may choose another one the next time."""
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
+    timed = iter([1.0, 2.0])  # bfloat16, then float32
+    monkeypatch.setattr("powerinfer.sparsify.training._product", lambda kind: next(timed))
+    fast_type.cache_clear()
+    whole = made(dense, tmp_path / "whole", tokens=1024).path.read_bytes()
+
+    def stop(label: str, done: int, total: int) -> None:
+        if label == "training" and done == 2:
+            raise KeyboardInterrupt
+
+    config = SparsifyConfig(**(SMALL | {"zeros": 0.7, "tokens": 1024, "save": 0.0}))
+    with pytest.raises(KeyboardInterrupt):
+        sparsify(open_checkpoint(dense), [], config, tmp_path / "parts", stop, threads=1)
+    timed = iter([2.0, 1.0])
+    fast_type.cache_clear()
+    made(dense, tmp_path / "parts", tokens=1024, save=0.0)
+    assert (tmp_path / "parts" / "model.gguf").read_bytes() == whole
+    fast_type.cache_clear()
+
+
+def test_an_original_that_says_nothing_is_refused(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(*given: Any) -> dict[str, torch.Tensor]:
+        return {name: value * math.nan if name == "final_norm" else value for name, value in load(*given).items()}
+
+    monkeypatch.setattr("powerinfer.sparsify.training.load", damaged)
+    for recipe in ("cats", "reglu"):
+        with pytest.raises(PowerInferError, match=r"tiny\.gguf gives no usable probabilities for these texts"):
+            made(dense, tmp_path, tokens=1024, recipe=recipe)
+
+
+def test_a_text_whose_name_is_none(dense: Path, tmp_path: Path) -> None:
+    text = tmp_path / os.fsdecode(b"caf\xe9.txt")
+    text.write_text("It is a truth universally acknowledged, that a single man must be in want of a wife. " * 60)
+    config = SparsifyConfig(**(SMALL | {"batch": 128, "tokens": 512}))
+    done = sparsify(open_checkpoint(dense), [str(text)], config, tmp_path / "out", threads=1)
+    assert done.document["corpora"] == [text.name] and "caf?.txt" in (tmp_path / "out" / "README.md").read_text()
+    assert sparsify(open_checkpoint(dense), [str(text)], config, tmp_path / "out", threads=1).document == done.document
+
+
 def test_windows_are_drawn_from_all_of_a_text(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal shares of texts whatever their lengths; others with a start, and what is held out in neither."""
     monkeypatch.setattr("powerinfer.sparsify.training.MAX_HELD_OUT", 3 * 32)
@@ -435,7 +517,7 @@ def test_own_text_joins_the_texts(dense: Path, tmp_path: Path, monkeypatch: pyte
 
 def test_folders(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # two trainings are compared: in bfloat16 those of a random model part further than the types they are stored in
-    monkeypatch.setattr("powerinfer.sparsify.training.fast_type", lambda device: torch.float32)
+    monkeypatch.setattr("powerinfer.sparsify.training.fast_type", lambda *_: torch.float32)
     source = tmp_path / "source"
     sizes = ["--shape", "tiny", "--format", "hf", "--profile", "reglu-70b", "--layers", "2", "--type", "bf16"]
     asked = make_model.parser().parse_args([str(source), *sizes])
@@ -443,7 +525,11 @@ def test_folders(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     edit_config(source, hidden_act="silu")
     sampling = {"temperature": 0.35, "top_p": 0.9, "top_k": -1, "repetition_penalty": 1.1}
     (source / "generation_config.json").write_text(json.dumps(sampling))
+    for name in ("consolidated.safetensors", "old.gguf", "pytorch_model.bin", "log.csv"):  # of the original's, or none
+        (source / name).write_text("x")
     done = made(source, tmp_path / "out", tokens=2048)
+    assert not {"consolidated.safetensors", "old.gguf", "pytorch_model.bin"} & {one.name for one in done.path.iterdir()}
+    assert len(read_log(done.path / "log.csv")) == 8
     checkpoint, before = open_checkpoint(done.path), open_checkpoint(source)
     assert checkpoint.config.activations == "cats" and checkpoint.main_type == "BF16"
     assert np.allclose(limits(checkpoint), done.document["limits"], rtol=1e-5)
@@ -526,6 +612,8 @@ def test_a_finished_training_is_not_done_again(
     assert command("--save", "5") == (False, first) and command("--device", "cpu") == (False, first)
     (out / "training.safetensors").rename(tmp_path / "training.safetensors")
     assert command() == (False, first)  # the state is of no more use
+    with pytest.raises(RequestError, match="has a model of other options, texts or models, and no training.safetensors"):
+        made(dense, out)
     (tmp_path / "training.safetensors").rename(out / "training.safetensors")
     assert command("--type", "f16")[0] and not command("--type", "f16")[0]
     assert command()[0] and not command()[0]
@@ -831,7 +919,7 @@ def test_memory_is_asked_for_before_anything_else(
     one, all_rows = (memory(config, RECIPES["cats"], rows, 32, product.itemsize)[0].device for rows in (1, 4))
     stored = product.itemsize * open_checkpoint(dense).parameters
     assert 0 < one - stored - (18 if product.itemsize == 2 else 16) * trained == (all_rows - one) // 3
-    monkeypatch.setattr("powerinfer.sparsify.training.fast_type", lambda device: product)
+    monkeypatch.setattr("powerinfer.sparsify.training.fast_type", lambda *_: product)
     monkeypatch.setattr("powerinfer.sparsify.training.free_bytes", lambda device: all_rows - 1)
     with pytest.raises(RequestError, match=r"training needs about .* are free: smaller --rows"):
         made(dense, tmp_path, own_text=10**9)
@@ -849,11 +937,21 @@ def test_the_steps_as_a_picture(dense: Path, tmp_path: Path, monkeypatch: pytest
     assert len(steps) == 99 and steps[40] == (4100, 5 / 41, 0.4)
     (tmp_path / "again").mkdir()
     shutil.copy(tmp_path / "log.csv", tmp_path / "again")
-    with _log(tmp_path / "again" / "log.csv") as begin:
-        begin(50)
-    assert read_log(tmp_path / "again" / "log.csv") == steps[:50], "what was damaged does not hinder a training"
+    begun = (tmp_path / "log.csv").read_bytes().partition(b"\n50,")[0] + b"\n"
+    with StepLog(tmp_path / "again") as log:
+        log.begin(50)
+        assert (tmp_path / "again" / "log.csv").read_bytes() == begun, "what was damaged does not hinder a training"
+        log.add(50, "distil", 5100, 0.25, 0.5)
+        with pytest.raises(PowerInferError, match="another process is training in"):
+            StepLog(tmp_path / "again")
+    assert read_log(tmp_path / "again" / "log.csv") == [*steps[:50], (5100, 0.25, 0.5)]
+    with StepLog(tmp_path / "again") as log:
+        log.begin(0)
+    assert (tmp_path / "again" / "log.csv").read_bytes() == b"step,stage,tokens,loss,zeros\r\n"
+    with pytest.raises(PowerInferError, match=r"cannot write /dev/null/log\.csv \(Not a directory\)"):
+        StepLog(Path("/dev/null"))
     drawn: list[Any] = []
-    monkeypatch.setattr("powerinfer.sparsify.loss_plot.draw_training", lambda *about: drawn.append(about[-1]))
+    monkeypatch.setattr("powerinfer.sparsify.step_log.draw_training", lambda *about: drawn.append(about[-1]))
     regress, distil, last = RECIPES["reglu"].stages
     image = draw_log(tmp_path, [(regress, 40), (distil, 45), (last, 14)])
     assert image == tmp_path / "loss.png" and image.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -879,7 +977,7 @@ def test_a_full_disk_leaves_no_half_model(dense: Path, tmp_path: Path, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("powerinfer.sparsify.writing.quantize", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(PowerInferError, match=r"cannot write .*/out/model\.gguf \(No space left on device\): the same"):
         made(dense, tmp_path / "out", tokens=512, type="f16")
     assert (tmp_path / "out" / "model.gguf").read_bytes() == before
     assert not list((tmp_path / "out").glob("*.part"))

@@ -233,7 +233,7 @@ def folder(shape: str, path: Path) -> Path:
 @pytest.mark.parametrize("shape", [*FOLDERS, DENSE])
 def test_a_folder_is_trained(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All matrices of its layers change but the routers', nothing else does, and the engine computes the same model."""
-    monkeypatch.setattr("powerinfer.sparsify.training.fast_type", lambda device: torch.float32)
+    monkeypatch.setattr("powerinfer.sparsify.training.fast_type", lambda *_: torch.float32)
     monkeypatch.setattr("powerinfer.sparsify.draw_log", lambda *_: None)  # which takes longer than the training
     before = open_checkpoint(folder(shape, tmp_path / "source"))
     config = SparsifyConfig(window=32, batch=128, rows=4, tokens=512, save=1e9, device="cpu", seed=3)

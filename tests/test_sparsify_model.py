@@ -37,8 +37,8 @@ def test_every_file_is_written_again(case: Case, layout: str, tmp_path: Path) ->
     config = case.config()
     checkpoint = open_checkpoint(save(case, config, random_model(case, config, 1), layout, tmp_path))
     kind, about = checkpoint.config.layers[-1].ffn.activation, {"hidden_act": "relu"}
-    if kind not in ("silu", "swiglu_oai"):
-        return
+    if kind not in ("silu", "gelu_tanh", "swiglu_oai"):
+        pytest.skip(f"no recipe is for {kind}")
     names = (*trained_names(checkpoint.config)[1], *moved_biases(checkpoint.config))
     if kind == "swiglu_oai" and layout != "gguf":  # rows of gate and up in turn, or transposed
         with pytest.raises(ModelError, match="cannot be replaced: take the model as a GGUF file"):

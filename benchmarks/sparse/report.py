@@ -27,6 +27,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from benchmarks.sparse.compare import RATE, own_fields
 from benchmarks.sparse.report_page import page, plots
 from benchmarks.sparse.trained import command
 from powerinfer.config import THRESHOLDED
-from powerinfer.errors import ModelError, PowerInferError
+from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.predictor_file import FIGURES, open_predictor
 from powerinfer.tasks import read_items
@@ -83,6 +84,9 @@ class Report:
         if (known := self.results.get(name)) is not None and known["options"] == options:
             print(f"{name}: kept, of {known['date']}", file=sys.stderr)
             return
+        if known is not None:  # of other options: not beside new ones, if these cannot be measured
+            del self.results[name]
+            results.write_json(self.path, self.document)
         print(name, file=sys.stderr)
         about = {"options": options, **{key: self.document[key] for key in ("date", "commit")}}
         try:
@@ -305,6 +309,8 @@ def check(made: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         made.error(f"--llama-bench {args.llama_bench} is no program llama-bench")
     if not args.text and {"perplexity", "firing", "kept", "curve"} & set(args.sections):
         made.error("give a --text, or --sections that need none (tasks, predictor, speed)")
+    if {"firing", "kept", "curve"} & set(args.sections) and find_spec("torch") is None:
+        made.error("firing, kept and curve need torch: install the extra `train`, or leave these --sections out")
     if not args.task and "tasks" in args.sections and args.sections is not SECTIONS:
         made.error("give a --task, or --sections without tasks")
     for name in ("windows", "limit", "threads", "rounds", "gen_tokens"):
@@ -325,9 +331,12 @@ def main(arguments: list[str] | None = None) -> None:
     for section, measure in zip(SECTIONS, MEASURES, strict=True):
         if section in args.sections:
             measure(report, models, args)
-    for name, image in plots(report.document).items():
-        results.write_whole(args.out / name, image)
     results.write_whole(args.out / "report.md", page(report.document).encode())
+    try:
+        for name, image in plots(report.document).items():
+            results.write_whole(args.out / name, image)
+    except RequestError as error:
+        sys.exit(str(error))
     if report.failed:
         sys.exit(1)
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.lib.results import number, percent, table
-from powerinfer.report.plots import png
+from powerinfer.report.plots import need_matplotlib, png
 
 PUBLISHED = {"OPT-30B": (0.26, 0.17), "LLaMA (ReGLU) 70B": (0.43, 0.26)}
 """Of arXiv 2312.12456, figure 5: the share of the neurons that carries 80 % of all activations, of a layer and of the
@@ -38,11 +38,12 @@ def page(document: dict[str, Any]) -> str:
 
 
 def pairs(found: Results, section: str) -> Iterator[tuple[str, Any, Any]]:
-    """(name, of the original, of the sparse model) of the results that both have."""
+    """(name, of the original, of the sparse model) of the results that both have, with the same options."""
     for name, original in found.items():
         if name.startswith(f"{section}, ") and name.endswith(", original"):
             item = name.removeprefix(f"{section}, ").removesuffix(", original")
-            if sparse := found.get(f"{section}, {item}, sparse"):
+            sparse = found.get(f"{section}, {item}, sparse")
+            if sparse and sparse["options"] == original["options"]:
                 yield item, original, sparse
 
 
@@ -115,9 +116,15 @@ def power_law(found: Results) -> Iterator[str]:
         yield "The others as published, arXiv 2312.12456, figure 5.\n\n![Power law](power-law.png)\n"
 
 
-def kept(found: Results) -> Iterator[str]:
+def largest_kept(found: Results) -> dict[str, Any]:
+    """By model, what was measured with only the largest neurons; of one model where the options differ."""
     models = {label: found[f"kept, {label}"] for label in ("original", "sparse") if f"kept, {label}" in found}
-    if models:
+    options = [one["options"] for one in models.values()]
+    return {label: one for label, one in models.items() if one["options"] == options[-1]}
+
+
+def kept(found: Results) -> Iterator[str]:
+    if models := largest_kept(found):
         rows = []
         for at, one in enumerate(next(iter(models.values()))["kept"]):
             cells = ["all" if one["share"] == 1 else percent(one["share"], 0)]
@@ -216,13 +223,13 @@ SECTIONS: dict[str, Callable[[Results], Iterator[str]]] = {
 
 
 def plots(document: dict[str, Any]) -> dict[str, bytes]:
-    """File name -> PNG, of what was measured."""
+    """File name -> PNG, of what was measured. RequestError without matplotlib."""
+    need_matplotlib()
     found, made = document["results"], {}
     if one := found.get("firing"):
         made["zeros.png"] = png(partial(draw_zeros, zeros=one["zeros_by_layer"]))
         made["power-law.png"] = png(partial(draw_power_law, curve=one["curve"]))
-    models = {label: found[f"kept, {label}"] for label in ("original", "sparse") if f"kept, {label}" in found}
-    if models:
+    if models := largest_kept(found):
         made["kept.png"] = png(partial(draw_kept, models=models))
     if (one := found.get("curve")) and not isinstance(one["curve"], str):
         made["curve.png"] = png(partial(draw_curve, points=one["curve"], original=one["original"]))

@@ -80,7 +80,7 @@ PROFILE = Kind("profile", "profile", "profile")
 SAMPLES = Kind("samples", "samples", "profile", in_experts=True)
 EXPERTS = Kind("experts", "expert profile", "profile", format=2, of_neurons=False)
 EXPERT_TRACE = Kind("experts-trace", "trace of experts", "profile", of_neurons=False)
-TRAINING = Kind("training", "unfinished training", "sparsify", of_neurons=False)
+TRAINING = Kind("training", "unfinished training", "sparsify", format=2, of_neurons=False)
 PROFILE_STATE = Kind("profile-unfinished", "unfinished profile", "profile")
 
 

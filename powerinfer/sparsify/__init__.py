@@ -21,9 +21,9 @@ from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsify.card import card, document
 from powerinfer.sparsify.estimate import Rates, memory
 from powerinfer.sparsify.finished import RECORD, STATE, asked_for, read_finished, write_finished
-from powerinfer.sparsify.loss_plot import draw_log
 from powerinfer.sparsify.own_text import FILE, PART, write_own_text
 from powerinfer.sparsify.recipes import check, code_bytes, moved_biases, stored_types, trained_names, why_whole
+from powerinfer.sparsify.step_log import LOG_FILE, draw_log
 from powerinfer.sparsify.writing import check_writable, fitting, write_model
 
 
@@ -63,8 +63,11 @@ def sparsify(
         path = out / finished.path
         return Made(path, {"path": str(path), **finished.figures})
     found = {one.name for one in out.iterdir()} if out.is_dir() else set()
-    if STATE not in found and found - {"log.csv", f"{STATE}.part", FILE, PART}:
-        raise RequestError(f"--out {out} has files that no training made: give a new folder")
+    if STATE not in found and found - {LOG_FILE, f"{STATE}.part", FILE, PART}:
+        other = "files that no training made"
+        if RECORD in found:
+            other = f"a model of other options, texts or models, and no {STATE} to go on from"
+        raise RequestError(f"--out {out} has {other}: give a new folder")
     if not corpora:
         say(f"the text is a small built-in sample ({SAMPLE_SOURCE}), which teaches little: use --corpus")
     whole = why_whole(checkpoint.config, recipe) or _whole_by_type(checkpoint, config)
@@ -132,7 +135,7 @@ def sparsify(
         figures["types"] = f"--type {types.changed} --attention-type {types.attention}"
         figures["types"] += f" --embedding-type {types.embedding}"
     draw_log(out, work.stages)
-    write_small(out / "README.md", card(figures).encode())
+    write_small(out / "README.md", card(figures).encode(errors="replace"))  # names of files may be no text
     figures |= {"limits": list(done.limits), "resumed": done.resumed}
     write_finished(out, asked, path, figures)
     return Made(path, {"path": str(path), **figures})

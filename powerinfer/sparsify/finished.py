@@ -54,8 +54,9 @@ def read_finished(out: Path, asked: Mapping[str, Any]) -> Finished | None:
     """The record in a folder, if it is of what is asked for and every file is there as long as it was."""
     with suppress(ModelError, OSError):
         record = checked(Finished, read_json(out / RECORD)[0], str(out / RECORD))
-        whole = all(type(record.figures.get(name)) in (int, float) for name in _NUMBERS)
-        if whole and record.asked == asked and record.files.items() <= _sizes(out).items():
+        for name in _NUMBERS:
+            checked(float, record.figures.get(name), name)
+        if record.asked == asked and record.files.items() <= _sizes(out).items():
             return record
     return None
 

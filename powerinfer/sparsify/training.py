@@ -21,9 +21,7 @@ With neither a penalty is added to the loss: the share of neurons that fire, cou
 
 from __future__ import annotations
 
-import csv
 import ctypes
-import fcntl
 import hashlib
 import json
 import math
@@ -34,7 +32,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -46,7 +44,8 @@ from powerinfer.config import BANK, LIMITED, ExpertsConfig, FfnConfig, ModelConf
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.folder import THRESHOLDS
-from powerinfer.formats.layout import shapes
+from powerinfer.formats.json_file import Between, NonNegative
+from powerinfer.formats.layout import MAX_SCALE, shapes
 from powerinfer.formats.prepared import TRAINING, PreparedFile
 from powerinfer.formats.quant import dequantize, quantize
 from powerinfer.formats.tensors import RawTensor, float32_tensor
@@ -54,7 +53,7 @@ from powerinfer.prepare.corpus import Corpus, read_windows
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsify.blocks import Blocks
 from powerinfer.sparsify.finished import STATE
-from powerinfer.sparsify.loss_plot import LOG, log_rows
+from powerinfer.sparsify.step_log import StepLog
 from powerinfer.sparsify.recipes import (
     RECIPES,
     Stage,
@@ -79,6 +78,7 @@ EVERY = 31  # of the tokens of a step, one of so many counts for the quantile
 SOFT = 0.25  # of `_firing`
 SCORED = 128  # tokens whose logits are in memory at once
 CACHED = 8  # of them, those gone through at once on a CPU: few, so that their logits stay in the caches
+MOST_PENALTY = 10.0
 WEIGHED = 12_288  # tokens that importances are taken from
 
 
@@ -93,8 +93,8 @@ class Figures(NamedTuple):
 @dataclass(frozen=True)
 class Trained:
     """changed: canonical names; limits: thresholds of the layers, of topk how many neurons of a bank count, () where
-    there are none; thresholds: of the neurons, by canonical name, of layers that have such; tokens: of all runs;
-    seconds: of this one; resumed: steps of earlier ones."""
+    there are none; thresholds: of the neurons, by canonical name, of layers that have such; tokens, seconds: of all
+    runs; resumed: steps of earlier ones."""
 
     changed: tuple[str, ...]
     limits: tuple[float, ...]
@@ -103,6 +103,22 @@ class Trained:
     tokens: int
     seconds: float
     resumed: int
+
+
+_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What a state says beside its tensors. run: what it is of, as of `Sparsifier._run`; compute: the type of its
+    products; seconds: of all runs; step: how many are done; limits, penalty: as the next one begins."""
+
+    run: dict[str, Any]
+    compute: Literal["float32", "bfloat16"]
+    seconds: NonNegative
+    step: Annotated[int, Between(1, 1 << 60)]
+    limits: dict[str, tuple[Annotated[float, Between(0, MAX_SCALE)], ...]]
+    penalty: Annotated[float, Between(0, MOST_PENALTY)]
 
 
 class _Limits:
@@ -178,7 +194,8 @@ class Sparsifier:
         if self.device.type == "cpu":
             _keep_freed_memory()
         self._train, self._held_out = _texts(checkpoint, corpora, config, progress, say, start)
-        compute = fast_type(self.device)
+        self._state = PreparedFile(TRAINING, checkpoint, path=out / STATE, option=("--out", "FOLDER"))
+        compute = self._compute()
         self._ffns, self._all = trained_names(checkpoint.config)
         types = stored_types(config)
         scaled = scaled_types(checkpoint, self._all, types)
@@ -217,6 +234,8 @@ class Sparsifier:
         self._follow: float | None = None  # the share of zeros that thresholds are to give
         self._order: tuple[int, NDArray[np.int64]] | None = None  # (how often the text was through, its windows' order)
         self._kept = 0
+        self._seconds = 0.0  # of the runs before this one
+        self._began = time.monotonic()
         self._penalty = 0.05
         self._counted = [0, 0]  # zeros, and all, since the log's last line
         self._firing: list[Tensor] = []
@@ -229,7 +248,14 @@ class Sparsifier:
         if start is not None:  # its weights were rounded already, and would be far off between the stages
             stages = tuple(replace(stage, stored=True) for stage in stages if stage.name != "regress")
         self.stages = self._divided(stages)
-        self._state = PreparedFile(TRAINING, checkpoint, path=out / STATE, option=("--out", "FOLDER"))
+
+    def _compute(self) -> torch.dtype:
+        """The type of products: where it is measured, that of the state, whose bits would else be others."""
+        kept = None
+        with suppress(ModelError):
+            if self._state.exists():
+                kept = _TYPES[self._state.described(_Kept, self._state.read()[0]).compute]
+        return fast_type(self.device, kept)
 
     def _divided(self, stages: Sequence[Stage]) -> list[tuple[Stage, int]]:
         """The stages with their steps, by their shares of the tokens."""
@@ -390,14 +416,17 @@ class Sparsifier:
 
     def run(self) -> Trained:
         """Train to the end. PowerInferError if the loss becomes no number: the state kept last stays."""
-        began = time.monotonic()
-        with _log(self._out / "log.csv") as begin:
+        self._began = time.monotonic()
+        with StepLog(self._out) as log:
             done, moments = self._resume()
             before = self.evaluate(self.teacher)
+            if not math.isfinite(before.perplexity):
+                raise PowerInferError(f"{self._checkpoint.path} gives no usable probabilities for these texts")
             if self._weighted and not self._gates.importance:
                 for one, importance in zip(self._limits.values(), self._importances(), strict=True):
                     one.importance = importance
-            log, resumed, first = begin(done), done, 0
+            log.begin(done)
+            resumed, first = done, 0
             for stage, steps in self.stages:
                 if done < first + steps:
                     self._stage(stage, first, steps, done, moments, log)
@@ -411,7 +440,7 @@ class Sparsifier:
                 own = 1 / importance if self.recipe.activation == "topk" else one(name, importance.device)
                 thresholds[f"{name}{kind}"] = np.asarray(own.cpu().numpy())
         every = any(stage.other and steps for stage, steps in self.stages)
-        seconds, tokens = time.monotonic() - began, self._tokens(self._steps)
+        seconds, tokens = self._so_far(), self._tokens(self._steps)
         changed = (*self._embedding, *self._moved, *(self._all if every else self._ffns))
         return Trained(changed, limits, thresholds, before, tokens, seconds, resumed)
 
@@ -463,6 +492,10 @@ class Sparsifier:
             )
         return gradient
 
+    def _so_far(self) -> float:
+        """Seconds of this run and of those that it goes on from."""
+        return self._seconds + time.monotonic() - self._began
+
     def left(self) -> str:
         """What an interruption leaves, for people."""
         if not self._kept:
@@ -473,7 +506,7 @@ class Sparsifier:
     def _tokens(self, steps: int) -> int:
         return steps * self._windows * self.config.window
 
-    def _stage(self, stage: Stage, first: int, steps: int, done: int, moments: Mapping[str, Tensor], log: Any) -> None:
+    def _stage(self, stage: Stage, first: int, steps: int, done: int, moments: Mapping[str, Tensor], log: StepLog) -> None:
         names = self._all if stage.other else self._ffns
         for name in self._all:
             self.student.weights[name].requires_grad_(name in names)
@@ -504,16 +537,17 @@ class Sparsifier:
                 raise
             norm = float(torch.nn.utils.clip_grad_norm_([self.student.weights[name] for name in names], 1.0))
             if not math.isfinite(loss) or not math.isfinite(norm):
+                kept = f"the state of step {self._kept} is kept, from which" if self._kept else "no state was kept:"
                 raise PowerInferError(
-                    f"the loss is {loss} and its gradient {norm} at step {step}: the state of step {self._kept} is "
-                    f"kept, from which the same command with --lr below {self.config.lr:g} goes on"
+                    f"the loss is {loss} and its gradient {norm} at step {step}: {kept} the same command with --lr "
+                    f"below {self.config.lr:g} {'goes on' if self._kept else 'begins anew'}"
                 )
             adam.step()
             adam.zero_grad(set_to_none=True)
             zeros = self._zeros()
             self._adapt(self._follow)
             self._steer(zeros, self._follow)
-            log.writerow([step, stage.name, self._tokens(step + 1), f"{loss:.5f}", f"{zeros:.4f}"])
+            log.add(step, stage.name, self._tokens(step + 1), loss, zeros)
             self._progress("training", step + 1, self._steps)
             if time.monotonic() - saved > self.config.save or step + 1 == first + steps:
                 self._keep(step + 1, adam, names)
@@ -526,7 +560,7 @@ class Sparsifier:
 
     def _steer(self, zeros: float, wanted: float) -> None:
         if self.recipe.activation not in LIMITED:
-            self._penalty = min(10.0, max(1e-4, self._penalty * math.exp(0.5 * (wanted - zeros))))
+            self._penalty = min(MOST_PENALTY, max(1e-4, self._penalty * math.exp(0.5 * (wanted - zeros))))
 
     def _batch(self, step: int, rows: int) -> Tensor:
         """The windows of a step: all of the text in a random order, then in another one."""
@@ -588,6 +622,8 @@ class Sparsifier:
             tensors |= {f"{moment}.{name}": state[moment] for moment in ("exp_avg", "exp_avg_sq")}
         about = {
             "run": self._run(),
+            "compute": str(self.teacher.compute).removeprefix("torch."),
+            "seconds": self._so_far(),
             "step": step,
             "limits": {kind: list(limits.of.values()) for kind, limits in self._limits.items()},
             "penalty": self._penalty,
@@ -609,18 +645,17 @@ class Sparsifier:
 
     def _read_state(self) -> tuple[int, dict[str, Tensor]]:
         about, tensors, file = self._state.read()
-        run, now = about.get("run"), self._run()
+        kept, now = self._state.described(_Kept, about), self._run()
+        run = kept.run
         if run != now:
-            other = [name for name, value in now.items() if not isinstance(run, dict) or run.get(name) != value]
+            other = [name for name in now | run if run.get(name) != now.get(name)]
             flags = [name for name in other if name != "the text"] or other  # some flags change the text as well
             raise RequestError(
                 f"{self._state.path} is of another training (other: {', '.join(flags)}): give another --out, or the "
                 "same as then"
             )
-        step, limits, penalty = about.get("step"), about.get("limits"), about.get("penalty")
-        if type(step) is not int or not 0 < step <= self._steps or type(penalty) is not float:
-            raise self._state.bad("is damaged")
-        if not isinstance(limits, dict) or not all(self._are_limits(limits.get(kind)) for kind in self._limits):
+        step, limits = kept.step, {kind: kept.limits.get(kind, ()) for kind in self._limits}
+        if step > self._steps or any(len(one) != self._checkpoint.config.n_layers for one in limits.values()):
             raise self._state.bad("is damaged")
         ends = accumulate(steps for _, steps in self.stages)
         stage = next(stage for (stage, _), end in zip(self.stages, ends, strict=True) if step <= end)
@@ -647,12 +682,8 @@ class Sparsifier:
         self._state.holds_no_more(tensors)
         for of, each in self._limits.items():
             each.of = dict(enumerate(limits[of]))
-        self._penalty, self._kept = penalty, step
+        self._penalty, self._seconds, self._kept = kept.penalty, kept.seconds, step
         return step, moments
-
-    def _are_limits(self, values: object) -> bool:
-        layers = self._checkpoint.config.n_layers
-        return isinstance(values, list) and len(values) == layers and all(type(one) is float for one in values)
 
     def _put_moments(
         self, adam: torch.optim.Adam, names: Sequence[str], moments: Mapping[str, Tensor], steps: int
@@ -690,8 +721,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same but for the type they are stored in."""
-    return float((one - other).norm()) <= 0.1 * float(one.norm())
+    """Whether two tensors are the same but for the type they are stored in. Q4_0 is 0.11 away (SmolLM2's embedding),
+    another model's 1.4."""
+    return float((one - other).norm()) <= 0.25 * float(one.norm())
 
 
 def _exp(x: float) -> float:
@@ -813,13 +845,16 @@ def _stored(weight: Tensor, kind: str) -> Tensor:
 
 
 @cache
-def fast_type(device: torch.device) -> torch.dtype:
+def fast_type(device: torch.device, timed: torch.dtype | None = None) -> torch.dtype:
     """bfloat16 where the device multiplies matrices of it clearly faster than float32, else float32. Of CPUs with
-    AVX-512 BF16 some have four times the speed, some 0.6 of it, so they are timed."""
+    AVX-512 BF16 some have four times the speed, some 0.6 of it, so they are timed, unless it is known what that gave
+    before."""
     if device.type == "cuda" or torch.cpu._is_amx_tile_supported():
         return torch.bfloat16
     if not torch.cpu._is_avx512_bf16_supported():
         return torch.float32
+    if timed is not None:
+        return timed
     return torch.bfloat16 if 1.3 * _product(torch.bfloat16) < _product(torch.float32) else torch.float32
 
 
@@ -832,25 +867,3 @@ def _product(kind: torch.dtype) -> float:
         functional.linear(x, weight)
         took.append(time.perf_counter() - began)
     return min(took)
-
-
-@contextmanager
-def _log(path: Path) -> Iterator[Callable[[int], Any]]:
-    """A table of the steps, which no other process may write meanwhile. What it gives keeps those of an earlier run
-    before a step, and returns a writer."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+", newline="", buffering=1, encoding="ascii", errors="replace") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise PowerInferError(f"another process is training in {path.parent}") from None
-
-        def begin(done: int) -> Any:
-            file.seek(0)
-            rows = [row for row in log_rows(file) if int(row[0]) < done]
-            file.truncate(0)
-            writer = csv.writer(file)
-            writer.writerows([LOG, *rows])
-            return writer
-
-        yield begin

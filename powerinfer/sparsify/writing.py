@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from powerinfer.config import THRESHOLDED, Shape
-from powerinfer.errors import RequestError
+from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint, Place
 from powerinfer.formats.folder import THRESHOLDS, file_names
 from powerinfer.formats.folder_config import read_config
@@ -33,8 +33,11 @@ from powerinfer.formats.safetensors_file import read_safetensors, safetensors_he
 from powerinfer.formats.tensors import RawTensor, float32_tensor
 from powerinfer.sparsify.as_folder import AsFolder, json_bytes
 from powerinfer.sparsify.as_gguf import AsGGUF
+from powerinfer.sparsify.finished import RECORD, STATE
 from powerinfer.sparsify.other_format import OtherFormat
+from powerinfer.sparsify.own_text import FILE as OWN_TEXT
 from powerinfer.sparsify.recipes import StoredTypes
+from powerinfer.sparsify.step_log import LOG_FILE, PICTURE
 
 _FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "q5_0": 8, "bf16": 32}
 """By the type of changed matrices, what GGUF calls a file of it."""
@@ -319,10 +322,14 @@ def _write_folder(model: _Model, out: Path) -> Path:
     extra = {names(name).removesuffix(".weight"): tensor for name, tensor in model.added.items()}
     if extra:
         files.setdefault(home, [])
+    weights = {place.path.name for name in checkpoint.names() for place in checkpoint.places(name)}
+    if (checkpoint.path / _INDEX).exists():  # others of these may hold what the engine does not use
+        weights |= set(read_json(checkpoint.path / _INDEX)[0]["weight_map"].values())
     (out / "config.json").unlink(missing_ok=True)  # without it a folder is no model; it is written last
     for path in sorted(checkpoint.path.iterdir()):
-        made = path in files or path.name in ("config.json", _INDEX)
-        if made or not path.is_file() or path.suffix in (".bin", ".pt", ".pth"):
+        made = path in files or path.name in ("config.json", _INDEX, LOG_FILE, PICTURE, RECORD, STATE, OWN_TEXT)
+        others = path.suffix in (".bin", ".pt", ".pth", ".gguf", ".safetensors") and path.name not in weights
+        if made or others or not path.is_file():
             continue
         with _whole(out / path.name) as to, path.open("rb") as source:
             shutil.copyfileobj(source, to, 1 << 22)
@@ -366,7 +373,7 @@ def _write_json(path: Path, document: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _whole(path: Path) -> Iterator[BinaryIO]:
-    """A file that has its name only when it is complete and on disk."""
+    """A file that has its name only when it is complete and on disk. PowerInferError if it cannot be written."""
     part = path.with_name(path.name + ".part")
     try:
         with part.open("wb") as file:
@@ -374,5 +381,8 @@ def _whole(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
+    except OSError as error:
+        why = error.strerror or error
+        raise PowerInferError(f"cannot write {path} ({why}): the same command trains no more, but writes it") from None
     finally:
         part.unlink(missing_ok=True)
