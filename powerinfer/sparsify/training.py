@@ -26,8 +26,8 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -53,7 +53,6 @@ from powerinfer.prepare.corpus import Corpus, read_windows
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsify.blocks import Blocks
 from powerinfer.sparsify.finished import STATE
-from powerinfer.sparsify.step_log import StepLog
 from powerinfer.sparsify.recipes import (
     RECIPES,
     Stage,
@@ -64,6 +63,7 @@ from powerinfer.sparsify.recipes import (
     stored_types,
     trained_names,
 )
+from powerinfer.sparsify.step_log import StepLog
 from powerinfer.sparsify.torch_model import ROUNDED, Neurons, TorchModel, load, narrowed
 from powerinfer.sparsify.writing import fitting
 from powerinfer.system import available_memory
@@ -506,7 +506,9 @@ class Sparsifier:
     def _tokens(self, steps: int) -> int:
         return steps * self._windows * self.config.window
 
-    def _stage(self, stage: Stage, first: int, steps: int, done: int, moments: Mapping[str, Tensor], log: StepLog) -> None:
+    def _stage(
+        self, stage: Stage, first: int, steps: int, done: int, moments: Mapping[str, Tensor], log: StepLog
+    ) -> None:
         names = self._all if stage.other else self._ffns
         for name in self._all:
             self.student.weights[name].requires_grad_(name in names)
@@ -537,10 +539,12 @@ class Sparsifier:
                 raise
             norm = float(torch.nn.utils.clip_grad_norm_([self.student.weights[name] for name in names], 1.0))
             if not math.isfinite(loss) or not math.isfinite(norm):
-                kept = f"the state of step {self._kept} is kept, from which" if self._kept else "no state was kept:"
+                what, then = "no state was kept:", "begins anew"
+                if self._kept:
+                    what, then = f"the state of step {self._kept} is kept, from which", "goes on"
                 raise PowerInferError(
-                    f"the loss is {loss} and its gradient {norm} at step {step}: {kept} the same command with --lr "
-                    f"below {self.config.lr:g} {'goes on' if self._kept else 'begins anew'}"
+                    f"the loss is {loss} and its gradient {norm} at step {step}: {what} the same command with --lr "
+                    f"below {self.config.lr:g} {then}"
                 )
             adam.step()
             adam.zero_grad(set_to_none=True)

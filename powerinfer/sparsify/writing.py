@@ -322,7 +322,7 @@ def _write_folder(model: _Model, out: Path) -> Path:
     extra = {names(name).removesuffix(".weight"): tensor for name, tensor in model.added.items()}
     if extra:
         files.setdefault(home, [])
-    weights = {place.path.name for name in checkpoint.names() for place in checkpoint.places(name)}
+    weights = {file.path.name for file in checkpoint.files}
     if (checkpoint.path / _INDEX).exists():  # others of these may hold what the engine does not use
         weights |= set(read_json(checkpoint.path / _INDEX)[0]["weight_map"].values())
     (out / "config.json").unlink(missing_ok=True)  # without it a folder is no model; it is written last
