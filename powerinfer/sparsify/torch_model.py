@@ -173,18 +173,12 @@ class TorchModel:
     def rotate(self, x: Tensor, rope: RopeConfig) -> Tensor:
         """x [batch, tokens, heads, dim], whose first `rope.dim` dimensions turn."""
         cos, sin = (part[:, None] for part in self._rotation(rope, x.shape[1], x.device))
-        turned, rest = x[..., : rope.dim].float(), x[..., rope.dim :]
-        if rope.interleaved:
-            first, second = turned[..., 0::2], turned[..., 1::2]
-            pair = torch.stack((first * cos - second * sin, first * sin + second * cos), -1).flatten(-2)
-        else:
-            first, second = turned.chunk(2, -1)
-            pair = torch.cat((first * cos - second * sin, first * sin + second * cos), -1)
-        return torch.cat((pair.to(x.dtype), rest), -1)
+        turned: Tensor = _Turned.apply(x, cos, sin, rope.interleaved)
+        return turned
 
     def _attention(self, x: Tensor, name: str, about: AttentionConfig) -> Tensor:
         heads = {"q": about.n_heads, "k": about.n_kv_heads, "v": about.n_kv_heads}
-        parts = {}
+        parts, x = {}, x.to(self.compute)
         for part in heads:
             product = self.linear(x, name + part)
             if part != "v" and about.qk_norm == "width":
@@ -233,6 +227,7 @@ class TorchModel:
 
     def neurons(self, x: Tensor, name: str, expert: int | None = None) -> Neurons:
         """The sum of neurons whose matrices are `name` + gate, up and down, of x [..., d_model] behind the norm."""
+        x = x.to(self.compute)
         gate = self.linear(x, name + "gate", expert) if name + "gate" in self.weights else None
         up = self.linear(x, name + "up", expert)
         h = self.hidden(name, gate, up)
@@ -287,7 +282,9 @@ class TorchModel:
     def states(self, tokens: Tensor, seen: Seen | None = None) -> Tensor:
         """int64 [batch, tokens] -> what the head reads, float32 [batch, tokens, width]."""
         config = self.config
-        x = functional.embedding(tokens, self.weights["embed"]).float() * config.embedding_scale
+        x = functional.embedding(tokens, self.weights["embed"]).float()
+        if config.embedding_scale != 1:
+            x = x * config.embedding_scale
         if config.embed_dim:
             x = self.linear(x, "project_in").float()
         if config.positions == "learned":
@@ -300,18 +297,22 @@ class TorchModel:
     def _layer(self, x: Tensor, layer: int, seen: Seen | None) -> Tensor:
         about, name, scale = self.config.layers[layer], f"layers.{layer}.", self.config.residual_scale
 
+        def scaled(value: Tensor) -> Tensor:
+            return value.float() if scale == 1 else value.float() * scale
+
         def attend(value: Tensor) -> Tensor:
-            return ATTENTIONS[type(about.attention)](self, value, name, about.attention).float() * scale
+            return scaled(ATTENTIONS[type(about.attention)](self, value, name, about.attention))
 
         entered = x
 
         def sum_neurons(value: Tensor) -> Tensor:
             if isinstance(about.ffn, ExpertsConfig):
-                return self._experts(value, entered if about.ffn.early_router else value, name, about.ffn, seen) * scale
+                routed = entered if about.ffn.early_router else value
+                return scaled(self._experts(value, routed, name, about.ffn, seen))
             done = self.neurons(value, name)
             if seen is not None:
                 seen(name, done)
-            return done.out.float() * scale
+            return scaled(done.out)
 
         if about.norms == "post":
             x = self._norm(x + attend(x), name + "attn_norm")
@@ -353,6 +354,32 @@ ATTENTIONS: dict[type, Callable[[TorchModel, Tensor, str, Any], Tensor]] = {
 }
 """What a layer's attention adds, by the class of `LayerConfig.attention`: called with (model, what it reads [batch,
 tokens, d_model], `layers.N.`, its configuration)."""
+
+
+class _Turned(torch.autograd.Function):  # type: ignore[misc]
+    """x [..., tokens, heads, dim] whose pairs are turned by angles, computed in float32: cos, sin [tokens, 1, pairs]. The
+    way back turns the gradient by the opposite angles. As one function, for the reason of `training._Cut`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _turned(x, cos, sin, interleaved)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(gradients[0], cos, -sin, ctx.interleaved), None, None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    pairs = cos.shape[-1]
+    places = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if interleaved else (slice(pairs), slice(pairs, 2 * pairs))
+    first, second = (x[..., place].float() for place in places)
+    out = torch.empty_like(x) if x.shape[-1] == 2 * pairs else x.clone()
+    out[..., places[0]] = (first * cos).addcmul_(second, sin, value=-1)
+    out[..., places[1]] = (first * sin).addcmul_(second, cos)
+    return out
 
 
 class _Rms(torch.autograd.Function):  # type: ignore[misc]
