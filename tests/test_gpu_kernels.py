@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
+import interpreted  # noqa: F401
 import numpy as np
 import pytest
 import reference
@@ -31,22 +32,6 @@ KERNELS = ("torch", pytest.param("triton", marks=pytest.mark.skipif(not TRITON, 
 THRESHOLD = 0.25
 CODED = 1 / (127 * 256)
 """Of the largest of 32 values, as far as products of integers round each."""
-
-if TRITON and not CUDA:
-    from triton.runtime import interpreter
-
-    plain = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        """Triton 3.6 makes indices of arrays of one element with int(), which numpy 2.4 refuses."""
-        plain(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patched
-    # Programs run one after the other there: the fewest.
-    from powerinfer.kernels import triton_kernels
-
-    triton_kernels.NEARLY = 0
 
 
 @pytest.fixture(params=KERNELS)

@@ -357,8 +357,8 @@ tokens, d_model], `layers.N.`, its configuration)."""
 
 
 class _Turned(torch.autograd.Function):  # type: ignore[misc]
-    """x [..., tokens, heads, dim] whose pairs are turned by angles, computed in float32: cos, sin [tokens, 1, pairs]. The
-    way back turns the gradient by the opposite angles. As one function, for the reason of `training._Cut`."""
+    """x [..., tokens, heads, dim] whose pairs are turned by angles, computed in float32: cos, sin [tokens, 1, pairs].
+    The way back turns the gradient by the opposite angles. As one function, for the reason of `training._Cut`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -374,7 +374,9 @@ class _Turned(torch.autograd.Function):  # type: ignore[misc]
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     pairs = cos.shape[-1]
-    places = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if interleaved else (slice(pairs), slice(pairs, 2 * pairs))
+    places = (slice(pairs), slice(pairs, 2 * pairs))
+    if interleaved:
+        places = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
     first, second = (x[..., place].float() for place in places)
     out = torch.empty_like(x) if x.shape[-1] == 2 * pairs else x.clone()
     out[..., places[0]] = (first * cos).addcmul_(second, sin, value=-1)

@@ -1,0 +1,83 @@
+"""Triton's interpreter as the tests use it: it goes through kernels operation by operation, program by program.
+
+Import it before a kernel runs; on a GPU, where kernels are compiled, it does nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+from gpu_device import CUDA
+
+
+def _prepare() -> None:
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    from powerinfer.kernels import triton_kernels
+
+    plain = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        """Triton 3.6 makes indices of arrays of one element with int(), which numpy 2.4 refuses."""
+        plain(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def dot_bytes(a: Any, b: Any, c: Any) -> Any:
+        """What an instruction of the GPU does, and the interpreter in fifty operations."""
+        left, right = (
+            np.ascontiguousarray(one.handle.data)[..., None].view(np.int8).astype(np.int32) for one in (a, b)
+        )
+        sums = c.handle.data + (left * right).sum(-1, dtype=np.int32)
+        return tl.core.tensor(interpreter.TensorHandle(sums, c.handle.dtype), c.type)
+
+    plain_launch, patched_for = interpreter.GridExecutor.__call__, set[int]()
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        patched_for.clear()
+        plain_launch(self, *args, **kwargs)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As it is, but the language is patched once a launch for each module, not at every call of a function."""
+        module = id(self.fn.__globals__)
+        if module not in patched_for:
+            interpreter._patch_lang(self.fn)
+            patched_for.add(module)
+        try:
+            return self.rewrite()(*args, **kwargs)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    @cache
+    def shaped(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return tl.core.constexpr(math.prod(shape)), tl.core.tuple([tl.core.constexpr(size) for size in shape])
+
+    plain_dtype = interpreter._get_np_dtype
+    dtypes: dict[str, Any] = {}
+
+    def np_dtype(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in dtypes:
+            dtypes[name] = plain_dtype(kind.scalar)
+        return dtypes[name]
+
+    def init(self: Any, handle: Any, kind: Any) -> None:
+        """As it is, but shapes are made once."""
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.numel, self.shape = shaped(tuple(kind.shape) if kind.is_block() else ())
+
+    tl.core.tensor.__init__ = init
+    interpreter._get_np_dtype = np_dtype
+    interpreter.GridExecutor.__call__ = launch
+    interpreter.InterpretedFunction.__call__ = call
+    interpreter._patch_lang_tensor = patched
+    triton_kernels._dot_bytes = dot_bytes
+    triton_kernels.NEARLY = 0  # programs run one after the other: the fewest
+
+
+if find_spec("triton") is not None and not CUDA:
+    _prepare()
