@@ -229,10 +229,21 @@ def _load_experts(
     name = resolved.policy
     assert name is not None
     copier = None if name == "static" else Copier(_policy(resolved, experts, name))
-    executor, split, working = _split_of_experts(resolved, experts, copier, progress, sample, say)
-    if working is not None and resolved.engine.expert_policy != "auto":  # its choice is of these slots
-        executor.close()
-        return _load_more_experts(resolved, working, sample, progress, say)
+    loaded, working, estimate = None, None, estimated_scratch(resolved)
+    try:
+        loaded, working = _split_of_experts(resolved, experts, copier, progress, sample, say)
+    except GpuMemoryError:
+        if resolved.scratch is None or resolved.scratch >= estimate:
+            raise
+        working = estimate  # what was measured, now or at an earlier start, does not hold
+    if loaded is None or (working is not None and resolved.engine.expert_policy != "auto"):  # its choice is of these
+        assert working is not None
+        if loaded is not None:
+            loaded[0].close()
+        return _load_other_experts(resolved, working, sample, progress, say)
+    executor, split = loaded
+    if resolved.scratch is not None and resolved.scratch < estimate:
+        executor.choices["gpu"] += ", since memory was measured"
     sparsity = ExpertSparsity(executor, split.ffns, name)
     sparsity.clear()  # counts of the measurements
     if copier is not None:
@@ -244,25 +255,19 @@ def _load_experts(
     return executor, sparsity
 
 
-def _load_more_experts(
+def _load_other_experts(
     resolved: Resolved, working: int, sample: Sample, progress: Progress, say: Say
 ) -> tuple[SplitExecutor, Sparsity]:
-    """The model again, with experts placed by the working memory that was measured, or as before if that fails."""
+    """The model again, with experts placed by another working memory than before, which later starts take, too."""
     from powerinfer.hybrid.vram import SavedWorking
 
-    found = None
     try:
-        more = with_scratch(resolved, working)
-        assert more.experts is not None
-        found = _load_experts(more, more.experts, sample, progress, say)
-    except (GpuMemoryError, RequestError):
-        working = estimated_scratch(resolved)
-    SavedWorking(resolved).keep(working)
-    if found is not None:
-        found[0].choices["gpu"] += ", since memory was measured"
-        return found
-    assert resolved.experts is not None  # outside of the handler: its frames hold what did not fit
-    return _load_experts(replace(resolved, scratch=working), resolved.experts, sample, progress, say)
+        other = with_scratch(resolved, working)
+    except RequestError:
+        other = with_scratch(resolved, estimated_scratch(resolved))
+    assert other.scratch is not None and other.experts is not None
+    SavedWorking(resolved).keep(other.scratch)
+    return _load_experts(other, other.experts, sample, progress, say)
 
 
 def _smaller_scratch(resolved: Resolved, split: ExpertSplit, used: int | None) -> int | None:
@@ -291,7 +296,7 @@ def _split_of_experts(
     progress: Progress,
     sample: Sample | None,
     say: Say = silent,
-) -> tuple[SplitExecutor, ExpertSplit, int | None]:
+) -> tuple[tuple[SplitExecutor, ExpertSplit], int | None]:
     """The model within its budget, and as `_smaller_scratch`; the copier is off. sample: None: how prompts are computed
     is not measured."""
     from powerinfer.hybrid.experts import ExpertSplit
@@ -316,7 +321,7 @@ def _split_of_experts(
     except BaseException:
         executor.close()
         raise
-    return executor, split, working
+    return (executor, split), working
 
 
 def _tried_policies(resolved: Resolved, experts: Sequence[Indices], sample: Sample, progress: Progress) -> Chosen:
@@ -332,7 +337,7 @@ def _tried_policies(resolved: Resolved, experts: Sequence[Indices], sample: Samp
     make = partial(_policy, resolved, experts)
     copier = Copier(make("static"))
     try:
-        executor, split, _ = _split_of_experts(resolved, experts, copier, progress, None)
+        (executor, split), _ = _split_of_experts(resolved, experts, copier, progress, None)
     except RequestError as error:
         return Chosen("static", str(error))
     try:

@@ -10,7 +10,7 @@ the estimate is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, cast
@@ -27,8 +27,6 @@ from powerinfer.placement.solver import GROUP
 from powerinfer.sparsity.saved_trials import Key, find_entry, keep_entry, trial_key
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.devices.streamed import StreamedLayers
     from powerinfer.hybrid.experts import ExpertSplit
@@ -63,13 +61,32 @@ class Held:
     measured: int | None
 
 
-class SavedMemory:
-    """What was measured when a model was loaded the same way; `--retrial` measures again."""
+class _Saved:
+    """What was measured when a model was loaded the same way; `--retrial` measures again. A folder that cannot be
+    written is no failure: later starts measure again."""
+
+    def __init__(self, resolved: Resolved, facts: Mapping[str, object]) -> None:
+        """facts: what it depends on, beside the model, the options of every trial and the device."""
+        engine = resolved.engine
+        assert resolved.gpu is not None
+        self._path = prepared_folder(resolved.checkpoint.path, engine.prepared) / "memory.json"
+        self._key = trial_key(resolved.checkpoint, engine, resolved.selection, ()) | software(resolved.gpu)
+        self._key |= {name: str(value) for name, value in facts.items()} | {"margin": str(MARGIN)}
+        self._renew = engine.retrial
+
+    def _find(self) -> _Kept | None:
+        return None if self._renew else find_entry(self._path, KIND, _Kept, self._key)
+
+    def _keep(self, working: int, measured: int | None) -> None:
+        keep_entry(self._path, KIND, _Kept, self._key, {"working": working, "measured": measured})
+
+
+class SavedMemory(_Saved):
+    """Of a model with placed neurons: what they were placed by, and what was measured with that."""
 
     def __init__(self, resolved: Resolved) -> None:
-        plan, engine = resolved.plan, resolved.engine
-        assert plan is not None and resolved.gpu is not None
-        self.path: Path = prepared_folder(resolved.checkpoint.path, engine.prepared) / "memory.json"
+        plan = resolved.plan
+        assert plan is not None
         request, gpu = plan.request, plan.request.hardware.gpu
         assert gpu is not None
         facts = {
@@ -80,15 +97,12 @@ class SavedMemory:
             "policy": request.policy,
             "work": request.workload,
             "staging": plan.claims.staging,
-            "margin": MARGIN,
         }
-        self._key = trial_key(resolved.checkpoint, engine, resolved.selection, ()) | software(resolved.gpu)
-        self._key |= {name: str(value) for name, value in facts.items()}
-        self._renew = engine.retrial
+        super().__init__(resolved, facts)
 
     def find(self, plan: Plan) -> Held | None:
         """The plan by what was measured earlier; None if nothing was, or neurons do not fit into RAM then."""
-        kept = None if self._renew else find_entry(self.path, KIND, _Kept, self._key)
+        kept = self._find()
         if kept is not None:
             with suppress(RequestError):
                 found = with_working_memory(plan, kept.working)
@@ -97,35 +111,28 @@ class SavedMemory:
         return None
 
     def keep(self, held: Held) -> None:
-        """Save what a plan holds for working memory. A folder that cannot be written is no failure: later starts
-        measure again."""
+        """Save what a plan holds for working memory."""
         assert held.plan is not None
-        result = {"working": held.plan.claims.gpu["scratch"], "measured": held.measured}
-        keep_entry(self.path, KIND, _Kept, self._key, result)
+        self._keep(held.plan.claims.gpu["scratch"], held.measured)
 
 
-class SavedWorking:
-    """The working memory that experts of a model were placed by when it was loaded the same way: what was measured or,
-    where that did not hold, the estimate. `--retrial` measures again. It does not depend on --vram."""
+class SavedWorking(_Saved):
+    """The working memory that experts of a model were placed by: what was measured or, where that did not hold, the
+    estimate. It does not depend on --vram."""
 
     def __init__(self, resolved: Resolved) -> None:
         engine = resolved.engine
-        assert resolved.gpu is not None
-        self._path = prepared_folder(resolved.checkpoint.path, engine.prepared) / "memory.json"
         sizes = engine.context, engine.max_batch, engine.prefill_chunk, engine.kv_type, engine.threads
-        facts = {"experts": engine.expert_policy, "work": sizes, "margin": MARGIN}
-        self._key = trial_key(resolved.checkpoint, engine, resolved.selection, ()) | software(resolved.gpu)
-        self._key |= {name: str(value) for name, value in facts.items()}
-        self._renew = engine.retrial
+        super().__init__(resolved, {"experts": engine.expert_policy, "work": sizes})
 
     def find(self) -> int | None:
         """Bytes; None: that is not known."""
-        kept = None if self._renew else find_entry(self._path, KIND, _Kept, self._key)
+        kept = self._find()
         return None if kept is None else kept.working
 
     def keep(self, working: int) -> None:
-        """As `SavedMemory.keep`."""
-        keep_entry(self._path, KIND, _Kept, self._key, {"working": working, "measured": working})
+        """Save that many bytes."""
+        self._keep(working, working)
 
 
 @dataclass(frozen=True)
