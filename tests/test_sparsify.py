@@ -28,6 +28,7 @@ from powerinfer.cli.main import main
 from powerinfer.config import ExpertsConfig, ModelConfig, RopeConfig, SparsifyConfig
 from powerinfer.formats.chat import ChatTemplate
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
+from powerinfer.formats.gguf import encoded, metadata_bytes, read_gguf, write_gguf
 from powerinfer.formats.layout import is_matrix, shapes
 from powerinfer.formats.prepared import TRAINING, PreparedFile
 from powerinfer.formats.quant import dequantize, quantize
@@ -550,6 +551,21 @@ def test_folders(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert one == pytest.approx(other, rel=0.01)
     with LLM(as_gguf.path, threads=1) as llm:
         assert len(llm.generate("It was", SamplingParams(max_tokens=4, ignore_eos=True)).token_ids) == 4
+
+
+def test_a_model_in_parts(dense: Path, tmp_path: Path) -> None:
+    """Its tensors come out in one file, the changed ones of every part."""
+    file = read_gguf(dense)
+    names = list(file.tensors)
+    for number, own in enumerate((names[: len(names) // 2], names[len(names) // 2 :])):
+        about = {"split.no": number, "split.count": 2, "split.tensors.count": len(names)}
+        metadata = (metadata_bytes(dense) if number == 0 else {}) | {key: encoded(what) for key, what in about.items()}
+        tensors = [(name, file.tensors[name].type, file.tensors[name].shape) for name in own]
+        with (tmp_path / f"m-{number + 1:05d}-of-00002.gguf").open("wb") as to:
+            write_gguf(to, metadata, tensors, (file.tensors[name].data for name in own))
+    whole = made(dense, tmp_path / "whole", tokens=1024).path
+    parts = made(tmp_path / "m-00002-of-00002.gguf", tmp_path / "parts", tokens=1024).path
+    assert parts.read_bytes() == whole.read_bytes()
 
 
 def test_a_gguf_model_as_folder(dense: Path, tmp_path: Path) -> None:

@@ -90,9 +90,6 @@ def check_writable(
         for name in names:
             checkpoint.places(name)
         if checkpoint.source == "gguf":
-            if len(read_gguf(checkpoint.path).files) > 1:
-                how = "join them first, with llama-gguf-split --merge"
-                raise RequestError(f"{checkpoint.path} is split into parts: {how}")
             return
         (document, _), architecture = read_json(checkpoint.path / "config.json"), checkpoint.config.architecture
     read = read_config(_stating(document, architecture, about), checkpoint.path)
@@ -187,15 +184,21 @@ _Content = tuple[dict[str, bytes], list[tuple[str, str, tuple[int, ...]]], Itera
 
 
 def _changed_gguf(model: _Model) -> _Content:
-    """Of a GGUF file."""
-    file = read_gguf(model.checkpoint.path)
-    changes = _changes(file.tensors, file.files[0].view(), _by_file(model).get(file.path, []))
+    """Of a GGUF file, or of one in parts, whose tensors are then in one."""
+    file, places = read_gguf(model.checkpoint.path), _by_file(model)
+    changes: dict[str, _Change] = {}
+    for part in file.files:
+        base = part.view()
+        begin = base.ctypes.data
+        own = {name: one for name, one in file.tensors.items() if 0 <= one.data.ctypes.data - begin < base.nbytes}
+        changes |= _changes(own, base, places.get(part.path, []))
     types = {name: _new_type(change, model.types) for name, change in changes.items()}
     left_out = {NAMES(name) for name in model.gone}.union(said_twice(file, model.checkpoint.config))
     every = {name: tensor for name, tensor in file.tensors.items() if name not in left_out}
     every |= {NAMES(name): tensor for name, tensor in model.added.items()}
     tensors = [(name, types.get(name, tensor.type), tensor.shape) for name, tensor in every.items()]
     architecture, metadata = model.checkpoint.config.architecture, metadata_bytes(file.path)
+    metadata = {key: value for key, value in metadata.items() if not key.startswith("split.")}
     metadata.pop(f"{architecture}.{_LIMITS}", None)
     metadata |= {f"{architecture}.{key}": encoded(value) for key, value in model.about.items()}
     if model.types.changed != "same":
