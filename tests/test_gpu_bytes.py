@@ -277,7 +277,8 @@ def passed(executor: Any, folder: Path) -> int:
         torch.cuda.reset_peak_memory_stats()
         list(steps(executor))
         return int(torch.cuda.max_memory_allocated()) - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    told = {"activities": [torch.profiler.ProfilerActivity.CPU], "profile_memory": True, "acc_events": True}
+    with torch.profiler.profile(**told) as profile:  # without acc_events torch 2.11 warns
         list(steps(executor))
     profile.export_chrome_trace(str(folder / "trace.json"))
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
