@@ -137,8 +137,8 @@ def test_an_interrupted_run_goes_on_and_gives_the_same(recipe: str, dense: Path,
             steps += 1
             raise KeyboardInterrupt
 
-    config = SparsifyConfig(**(SMALL | {"zeros": 0.7, "save": 1e-9, "recipe": recipe, "tokens": 6144}))
-    for step in (3, 21):
+    config = SparsifyConfig(**(SMALL | {"zeros": 0.7, "recipe": recipe, "tokens": 6144}))
+    for step in (4, 23):
         notes: list[str] = []
         with pytest.raises(KeyboardInterrupt):
             sparsify(open_checkpoint(dense), [], config, parts, stop, threads=1, say=notes.append)
@@ -274,6 +274,21 @@ def test_a_state_of_another_training_is_refused(dense: Path, tmp_path: Path, mon
     text = tmp_path / "text.txt"
     text.write_text("one two three " * 2000)
     config = SparsifyConfig(**(SMALL | {"zeros": 0.7, "tokens": 1024}))
+    with pytest.raises(RequestError, match="is of a training that ended with --lr 1: give another --out, or the same"):
+        made(dense, tmp_path, tokens=1024, lr=0.5)
+    made(dense, tmp_path / "other", tokens=1024, recipe="topk")
+    for start, why in ((tmp_path / "other", "it was made by recipe topk"), (dense, "it is not sparse")):
+        with pytest.raises(RequestError, match=f"no model that recipe cats made out of .*: {why}"):
+            sparsify(
+                open_checkpoint(dense), [], SparsifyConfig(**SMALL), tmp_path / "new", start=open_checkpoint(start)
+            )
+    with pytest.raises(RequestError, match="it is sparse already; to train it further, give its original with -m"):
+        made(tmp_path / "other", tmp_path / "new")
+    short = tmp_path / "short.txt"
+    short.write_text("one two three")
+    with pytest.raises(RequestError, match="less than one window"):
+        sparsify(open_checkpoint(dense), [str(short)], SparsifyConfig(**SMALL), tmp_path / "new", threads=1)
+    assert not (tmp_path / "new").exists(), "nothing is left of what was refused"
     with pytest.raises(RequestError, match=r"\(other: the text\)"):
         sparsify(open_checkpoint(dense), [str(text)], config, tmp_path, threads=1)
     state = tmp_path / "training.safetensors"

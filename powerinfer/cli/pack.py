@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, no_gain, open_model
-from powerinfer.config import EngineConfig, ModelConfig
+from powerinfer.config import THRESHOLDED, EngineConfig, ModelConfig
 from powerinfer.formats import bundle_file
 from powerinfer.formats.bundle_file import ROW_TYPES
 
@@ -69,7 +69,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
             document["agreement"] = _agreement(checkpoint.config, args.model, engine, out)
         else:
             out.note("not compared with the dense weights: the model's files have no tokenizer")
-    _show(document, out)
+    _show(document, any(layer.ffn.activation in THRESHOLDED for layer in checkpoint.config.layers), out)
     if not checkpoint.config.partly_rectified:
         out.line(no_gain(checkpoint.config))
     out.document(document)
@@ -91,7 +91,8 @@ def _agreement(config: ModelConfig, model: str | None, engine: EngineConfig, out
         return asdict(agreement(llm, None, SAMPLE, context, progress=bar))
 
 
-def _show(document: dict[str, Any], out: Output) -> None:
+def _show(document: dict[str, Any], cut: bool, out: Output) -> None:
+    """cut: activations jump at thresholds."""
     types = ", ".join(f"{part} {name}" for part, name in document["types"].items() if name)
     out.line(f"{document['path']}: {document['bytes'] / 1e6:.1f} MB, {document['layers']} layers, {types}")
     if document["error"] is None:
@@ -105,6 +106,8 @@ def _show(document: dict[str, Any], out: Output) -> None:
             f"against the dense weights, {found['tokens']} tokens: logits differ by {found['max_abs_logit_diff']:.2g} "
             f"at most, mean KL {found['mean_kl']:.2g} nats, same top token {100 * found['top1_agreement']:.0f} %"
         )
+        if cut:
+            out.line("neurons near their thresholds fire or not by the last digit: neither answer is the worse one")
 
 
 def _asked(name: str) -> str | None:

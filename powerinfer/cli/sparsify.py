@@ -8,7 +8,8 @@ goes on; of one that was finished (finished.json) the figures are given again. N
 JSON: path, source, architecture, recipe, target_zeros, gate_zeros (as asked, or null), tokens, corpora, own_text_tokens
 (written with --own-text, with the prompts), perplexity_before, perplexity, ratio, zeros, zeros_by_layer (on held-out
 windows of the texts), limits (thresholds of the layers, of product those of the gates; of topk how many neurons of a
-bank count), start (file of --start), resumed (steps that an earlier run did), seconds.
+bank count), options (flags of the training), start (file of --start), resumed (steps that an earlier run did), seconds
+(of all runs).
 
 --estimate says what a training would take, of a model (-m), of which only the headers are read, or of a published one
 by its name or a config.json (--shape). JSON: model, parameters, active_parameters (multiplied with for a token),

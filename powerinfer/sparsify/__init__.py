@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -98,7 +99,12 @@ def sparsify(
         if config.own_text:
             own = write_own_text(checkpoint, texts, config.own_text, config.seed, out, progress, threads, say)
             texts, own_tokens = [*texts, own], own.tokens
-        work = Sparsifier(checkpoint, texts, config, out, progress, say, start)
+        try:
+            work = Sparsifier(checkpoint, texts, config, out, progress, say, start)
+        except BaseException:
+            with suppress(OSError):
+                out.rmdir()  # where nothing is in it
+            raise
         try:
             done = work.run()
         except KeyboardInterrupt:
@@ -117,6 +123,8 @@ def sparsify(
             done.thresholds,
             form=config.format,
         )
+        if (out / ("config.json" if path.is_file() else "model.gguf")).exists():
+            say(f"{out} holds a model as folder, which `-m {out}` takes, and one as file, {out / 'model.gguf'}")
         written = open_checkpoint(path)
         after = work.evaluate(work.opened(written))
         if not math.isfinite(after.perplexity):
@@ -130,6 +138,8 @@ def sparsify(
         checkpoint.config, checkpoint.path.name, config, names, done.before, after, done.tokens, done.seconds
     )
     figures |= {"own_text_tokens": own_tokens, "start": "/".join(start.path.parts[-2:]) if start else None}
+    said = {name: getattr(config, name) for name in ("lr", "tokens", "window", "batch", "rows", "seed")}
+    figures["options"] = " ".join(f"--{name} {value}" for name, value in said.items())
     figures["types"] = None
     if path.is_file() or checkpoint.source == "gguf":
         figures["types"] = f"--type {types.changed} --attention-type {types.attention}"

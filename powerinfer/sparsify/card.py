@@ -48,10 +48,11 @@ def card(about: dict[str, Any]) -> str:
     )
     options = "" if about["gate_zeros"] is None else f" --gate-zeros {about['gate_zeros']:g}"
     options += "" if about["types"] is None else f" {about['types']}"
+    options += f"\n{about['options']}`"
     layers = ", ".join(f"{100 * share:.0f}" for share in about["zeros_by_layer"])
     return f"""# {about["source"]}, made sparse
 
-Made with `powerinfer sparsify --recipe {about["recipe"]} --zeros {about["target_zeros"]:g}{options}`
+Made with `powerinfer sparsify --recipe {about["recipe"]} --zeros {about["target_zeros"]:g}{options}
 out of {about["source"]} ({about["architecture"]}), trained on {about["tokens"]:,} tokens of:
 {", ".join(about["corpora"])}.{own}{start}
 The activation and its thresholds are stated in the model's file as powerinfer's own keys and tensors: other programs

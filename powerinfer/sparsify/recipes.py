@@ -205,6 +205,8 @@ def check_recipe(name: str, config: ModelConfig) -> Recipe:
             suited = " and ".join(recipe.of)
             others = [one for one, other in RECIPES.items() if ffn.gated and ffn.activation in other.of]
             use = f": use recipe {' or '.join(others)}" if others else ""
+            if ffn.activation in {one.activation for one in RECIPES.values()}:
+                use = ": it is sparse already; to train it further, give its original with -m, and it with --start"
             raise RequestError(f"recipe {name} is for gated FFNs of {suited}, and this model has {ffn.title}{use}")
         if ffn.activation == "swiglu_oai" and not ffn.bias:
             raise RequestError(

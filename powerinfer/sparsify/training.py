@@ -111,10 +111,12 @@ _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 @dataclass(frozen=True)
 class _Kept:
     """What a state says beside its tensors. run: what it is of, as of `Sparsifier._run`; compute: the type of its
-    products; seconds: of all runs; step: how many are done; limits, penalty: as the next one begins."""
+    products; lr: --lr of the last step; seconds: of all runs; step: how many are done; limits, penalty: as the next one
+    begins."""
 
     run: dict[str, Any]
     compute: Literal["float32", "bfloat16"]
+    lr: NonNegative
     seconds: NonNegative
     step: Annotated[int, Between(1, 1 << 60)]
     limits: dict[str, tuple[Annotated[float, Between(0, MAX_SCALE)], ...]]
@@ -189,7 +191,7 @@ class Sparsifier:
         too short.
         """
         self.recipe = check(config, checkpoint.config)
-        self.config, self._progress, self._checkpoint, self._out = config, progress, checkpoint, out
+        self.config, self._progress, self._say, self._checkpoint, self._out = config, progress, say, checkpoint, out
         self.device = find_device(config.device)
         if self.device.type == "cpu":
             _keep_freed_memory()
@@ -419,6 +421,8 @@ class Sparsifier:
         self._began = time.monotonic()
         with StepLog(self._out) as log:
             done, moments = self._resume()
+            if done == self._steps:
+                self._say(f"{self._state.path} is of the end of this training: the model is only written and measured")
             before = self.evaluate(self.teacher)
             if not math.isfinite(before.perplexity):
                 raise PowerInferError(f"{self._checkpoint.path} gives no usable probabilities for these texts")
@@ -499,8 +503,7 @@ class Sparsifier:
     def left(self) -> str:
         """What an interruption leaves, for people."""
         if not self._kept:
-            how = f"every {self.config.save:g} s, --save"
-            return f"stopped before a state was kept ({how}): the same command begins anew"
+            return "stopped before the first step was done, so no state was kept: the same command begins anew"
         return f"stopped: the same command goes on from step {self._kept} of {self._steps}"
 
     def _tokens(self, steps: int) -> int:
@@ -523,39 +526,42 @@ class Sparsifier:
         learn = self._regress if stage.name == "regress" else self._distil
         micro, each = self.config.rows, self._windows
         saved = time.monotonic()
-        for step in range(max(done, first), first + steps):
-            for group in adam.param_groups:
-                group["lr"] = self.config.lr * group["rate"] * _schedule(step - first, steps)
-            self._follow = self._wanted(step)
-            if self.recipe.activation == "topk":
-                kept = float(max(1, round((1 - self._follow) * BANK)))
-                self._gates.of = dict.fromkeys(self._gates.of, kept)
-            batch = self._batch(step, each)
-            try:
+        whole: int | None = done  # steps after which weights, moments and thresholds are as they are now
+        try:
+            for step in range(max(done, first), first + steps):
+                for group in adam.param_groups:
+                    group["lr"] = self.config.lr * group["rate"] * _schedule(step - first, steps)
+                self._follow = self._wanted(step)
+                if self.recipe.activation == "topk":
+                    kept = float(max(1, round((1 - self._follow) * BANK)))
+                    self._gates.of = dict.fromkeys(self._gates.of, kept)
+                batch = self._batch(step, each)
                 loss = sum(learn(part, len(part) / each) * len(part) / each for part in batch.split(micro))
-            except KeyboardInterrupt:  # most of a step, in which weights are as the last one left them
-                if step > self._kept:
-                    self._keep(step, adam, names)
-                raise
-            norm = float(torch.nn.utils.clip_grad_norm_([self.student.weights[name] for name in names], 1.0))
-            if not math.isfinite(loss) or not math.isfinite(norm):
-                what, then = "no state was kept:", "begins anew"
-                if self._kept:
-                    what, then = f"the state of step {self._kept} is kept, from which", "goes on"
-                raise PowerInferError(
-                    f"the loss is {loss} and its gradient {norm} at step {step}: {what} the same command with --lr "
-                    f"below {self.config.lr:g} {then}"
-                )
-            adam.step()
-            adam.zero_grad(set_to_none=True)
-            zeros = self._zeros()
-            self._adapt(self._follow)
-            self._steer(zeros, self._follow)
-            log.add(step, stage.name, self._tokens(step + 1), loss, zeros)
-            self._progress("training", step + 1, self._steps)
-            if time.monotonic() - saved > self.config.save or step + 1 == first + steps:
-                self._keep(step + 1, adam, names)
-                saved = time.monotonic()
+                norm = float(torch.nn.utils.clip_grad_norm_([self.student.weights[name] for name in names], 1.0))
+                if not math.isfinite(loss) or not math.isfinite(norm):
+                    what, then = "no state was kept:", "begins anew"
+                    if self._kept:
+                        what, then = f"the state of step {self._kept} is kept, from which", "goes on"
+                    raise PowerInferError(
+                        f"the loss is {loss} and its gradient {norm} at step {step}: {what} the same command with --lr "
+                        f"below {self.config.lr:g} {then}"
+                    )
+                whole = None
+                adam.step()
+                adam.zero_grad(set_to_none=True)
+                zeros = self._zeros()
+                self._adapt(self._follow)
+                self._steer(zeros, self._follow)
+                log.add(step, stage.name, self._tokens(step + 1), loss, zeros)
+                whole = step + 1
+                self._progress("training", step + 1, self._steps)
+                if time.monotonic() - saved > self.config.save or step + 1 == first + steps:
+                    self._keep(step + 1, adam, names)
+                    saved = time.monotonic()
+        except KeyboardInterrupt:
+            if whole is not None and whole > self._kept:
+                self._keep(whole, adam, names)
+            raise
 
     def _wanted(self, step: int) -> float:
         """The share of zeros that a step is to have."""
@@ -627,6 +633,7 @@ class Sparsifier:
         about = {
             "run": self._run(),
             "compute": str(self.teacher.compute).removeprefix("torch."),
+            "lr": self.config.lr,
             "seconds": self._so_far(),
             "step": step,
             "limits": {kind: list(limits.of.values()) for kind, limits in self._limits.items()},
@@ -659,6 +666,10 @@ class Sparsifier:
                 "same as then"
             )
         step, limits = kept.step, {kind: kept.limits.get(kind, ()) for kind in self._limits}
+        if step == self._steps and kept.lr != self.config.lr:
+            raise RequestError(
+                f"{self._state.path} is of a training that ended with --lr {kept.lr:g}: give another --out, or the same"
+            )
         if step > self._steps or any(len(one) != self._checkpoint.config.n_layers for one in limits.values()):
             raise self._state.bad("is damaged")
         ends = accumulate(steps for _, steps in self.stages)
@@ -707,16 +718,23 @@ def check_start(start: Checkpoint, original: Checkpoint, recipe: str) -> None:
         sizes = {name: shape for name, shape in shapes(config) if not name.endswith(THRESHOLDS)}
         return sizes, [layer.attention for layer in config.layers]
 
-    made = RECIPES[recipe]
-    products = any(isinstance(one.ffn, FfnConfig) and one.ffn.product_thresholds for one in start.config.layers)
-    same = known(start.config) == known(original.config)
-    if not same or start.config.activations != made.activation or products != made.products:
+    if known(start.config) != known(original.config) or recipe not in _makers(start):
         raise _no_start(start, original, recipe)
 
 
+def _makers(model: Checkpoint) -> list[str]:
+    """Recipes that make models of this one's activation."""
+    products = any(isinstance(one.ffn, FfnConfig) and one.ffn.product_thresholds for one in model.config.layers)
+    made = (model.config.activations, products)
+    return [name for name, recipe in RECIPES.items() if (recipe.activation, recipe.products) == made]
+
+
 def _no_start(start: Checkpoint, original: Checkpoint, recipe: str) -> RequestError:
-    format_ = "" if start.source == original.source else ", or has it in another format: take the original in that one"
-    return RequestError(f"--start {start.path} is no model that recipe {recipe} made out of {original.path}{format_}")
+    why = "" if start.source == original.source else ", or has it in another format: take the original in that one"
+    makers = _makers(start)
+    if recipe not in makers:
+        why += f": it was made by recipe {' or '.join(makers)}" if makers else ": it is not sparse"
+    return RequestError(f"--start {start.path} is no model that recipe {recipe} made out of {original.path}{why}")
 
 
 def free_bytes(device: torch.device) -> int:

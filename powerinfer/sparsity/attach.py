@@ -203,7 +203,8 @@ def attach(
     sparse = sum(any(way != "dense" for way in verdict.ways.values()) for verdict in verdicts)
     alone = Counter(verdict.ways["1"] for verdict in verdicts)
     tally = "one token: " + ", ".join(f"{way} {count}" for way, count in sorted(alone.items()))
-    executor.choices["selector"] = f"{name} in {sparse} of {layers} layers ({selection.why}; {tally})"
+    where = "" if sparse == layers - alone["dense"] else ", of some batch sizes"
+    executor.choices["selector"] = f"{name} in {sparse} of {layers} layers{where} ({selection.why}; {tally})"
     sparsity = CpuSparsity(name, executor, verdicts)
     sparsity.clear()  # counts of the trial
     return sparsity
