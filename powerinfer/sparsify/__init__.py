@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -74,8 +74,7 @@ def sparsify(
     whole = why_whole(checkpoint.config, recipe) or _whole_by_type(checkpoint, config)
     if whole is not None:
         say(f"the sparse model will not be faster, {whole}: its zeros can be studied")
-    _make(out)
-    with torch_threads(threads):
+    with _made(out), torch_threads(threads):
         from powerinfer.sparsify.training import Sparsifier, check_start, fast_type, find_device, free_bytes
 
         if start is not None:
@@ -99,12 +98,7 @@ def sparsify(
         if config.own_text:
             own = write_own_text(checkpoint, texts, config.own_text, config.seed, out, progress, threads, say)
             texts, own_tokens = [*texts, own], own.tokens
-        try:
-            work = Sparsifier(checkpoint, texts, config, out, progress, say, start)
-        except BaseException:
-            with suppress(OSError):
-                out.rmdir()  # where nothing is in it
-            raise
+        work = Sparsifier(checkpoint, texts, config, out, progress, say, start)
         try:
             done = work.run()
         except KeyboardInterrupt:
@@ -164,14 +158,24 @@ def _whole_by_type(checkpoint: Checkpoint, config: SparsifyConfig) -> str | None
     return None
 
 
-def _make(out: Path) -> None:
-    """RequestError for a folder that nothing can be written into."""
+@contextmanager
+def _made(out: Path) -> Iterator[None]:
+    """The folder, which is removed again where it is new and nothing was written into it. RequestError for one that
+    nothing can be written into."""
+    new = not out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=out):
             pass
     except OSError as error:
         raise RequestError(f"--out {out} cannot be written: {error.strerror or error}; give another folder") from None
+    try:
+        yield
+    except BaseException:
+        if new:
+            with suppress(OSError):
+                out.rmdir()
+        raise
 
 
 def measured(config: ModelConfig, options: SparsifyConfig, threads: int = 0, progress: Progress = silent) -> Rates:

@@ -105,9 +105,6 @@ class Trained:
     resumed: int
 
 
-_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
 @dataclass(frozen=True)
 class _Kept:
     """What a state says beside its tensors. run: what it is of, as of `Sparsifier._run`; compute: the type of its
@@ -256,7 +253,7 @@ class Sparsifier:
         kept = None
         with suppress(ModelError):
             if self._state.exists():
-                kept = _TYPES[self._state.described(_Kept, self._state.read()[0]).compute]
+                kept = getattr(torch, self._state.described(_Kept, self._state.read()[0]).compute)
         return fast_type(self.device, kept)
 
     def _divided(self, stages: Sequence[Stage]) -> list[tuple[Stage, int]]:
