@@ -45,10 +45,12 @@ def used(cubin: bytes) -> dict[int, int]:
 
 
 def waits(ptx: str) -> bool:
-    """Whether a program waits for the kernel before it; first of all, if it does."""
+    """Whether a program waits for the kernel before it: before it reads or writes anything, if it does, and once it let
+    the next one be launched and asked for weights."""
     at = ptx.find("griddepcontrol.wait")
-    others = [ptx.find(one) for one in ("ld.global", "st.global", "griddepcontrol.launch_dependents")]
+    others = [ptx.find(one) for one in ("ld.global", "st.global")]
     assert at < 0 or all(at < other for other in others if other >= 0)
+    assert at < 0 or ptx.rfind("prefetch.") < ptx.find("griddepcontrol.launch_dependents") < at
     return at >= 0
 
 
@@ -102,6 +104,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
             "stack": used(kernel.asm["cubin"])[0x11],
             "early": "launch_pdl" in constants,
             "waits": waits(kernel.asm["ptx"]),
+            "asks": "prefetch.global.L2" in kernel.asm["ptx"],
         }
 
     JITFunction.run = compiled
@@ -237,6 +240,7 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     assert len({kernel["name"] for kernel in made}) == names and all(kernel["ptx"] for kernel in made)
     for kernel in made:  # what may be launched before the last kernel has ended waits for it, and nothing else does
         assert kernel["waits"] == (kernel["early"] and capability >= 90), kernel
+        assert kernel["asks"] == (kernel["name"] in ("_linear_kernel", "_outer_kernel") and capability >= 90), kernel
     most = max(made, key=lambda kernel: kernel["shared"])
     assert most["shared"] <= SHARED[capability] << 10, most
     neurons = ("_linear_kernel", "_products_kernel", "_add_kernel", "_outer_kernel", "_list_kernel")

@@ -26,6 +26,8 @@ struct Here {
 
 // ---- Embedding ------------------------------------------------------------------------------------------------------
 
+constexpr int64_t ALONE = 32;  // rows that one thread has looked up before all threads have met
+
 class Embed : public Op {
  public:
   explicit Embed(EmbedInput in) : in_(std::move(in)) {}
@@ -35,15 +37,7 @@ class Embed : public Op {
     Program& p = here.p;
     int64_t begin, end;
     here.share_of(step.tokens, &begin, &end);
-    const bool direct = !in_.project && !in_.positions;
-    for (int64_t i = begin; i < end; i++) {
-      float *x = p.x + i * p.ldx, *row = direct ? x : p.gate + i * p.ldh;
-      look_up(*in_.table, step.token[i], row);
-      if (in_.scale != 1.0f) here.kernels->scale(row, in_.scale, in_.table->k);
-      if (in_.positions) look_up(*in_.positions, step.position[i] + in_.offset, x);
-      if (in_.positions && !in_.project)
-        for (int64_t j = 0; j < p.sizes.d_model; j++) x[j] += row[j];
-    }
+    look_up(p, step, begin, end);
     if (in_.project) {
       here.barrier();
       const Matrix& w = *in_.project;
@@ -53,7 +47,24 @@ class Embed : public Op {
     here.barrier();
   }
 
+  bool run_alone(Program& p, const Step& step) override {
+    if (in_.project || step.tokens > ALONE) return false;
+    look_up(p, step, 0, step.tokens);
+    return true;
+  }
+
  private:
+  void look_up(Program& p, const Step& step, int64_t begin, int64_t end) const {
+    const bool direct = !in_.project && !in_.positions;
+    for (int64_t i = begin; i < end; i++) {
+      float *x = p.x + i * p.ldx, *row = direct ? x : p.gate + i * p.ldh;
+      look_up(*in_.table, step.token[i], row);
+      if (in_.scale != 1.0f) p.workspace->kernels->scale(row, in_.scale, in_.table->k);
+      if (in_.positions) look_up(*in_.positions, step.position[i] + in_.offset, x);
+      if (in_.positions && !in_.project)
+        for (int64_t j = 0; j < p.sizes.d_model; j++) x[j] += row[j];
+    }
+  }
   static void look_up(const Table& table, int64_t row, float* out) {
     unpack_row(table.type, table.data + row * stored_row_bytes(table.type, table.k), table.k, out);
   }

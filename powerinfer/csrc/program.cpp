@@ -142,7 +142,21 @@ void Program::add_normalised(Thread& t, const Norm& norm, float* rows, int64_t f
   workspace->pool->barrier();
 }
 
+bool Program::run_alone(const Step& step, size_t op) {
+  bool done = false;
+  workspace->pool->between_jobs([&] {
+    if (window_) return;
+    times_.resize(ops_.size(), 0.0);
+    const auto start = std::chrono::steady_clock::now();
+    done = ops_[op]->run_alone(*this, step);
+    if (timed) times_[op] += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  });
+  return done;
+}
+
 bool Program::run(const Step& step, size_t first, size_t last) {
+  // The embedding alone, beside a GPU: to wake threads that have parked takes many times as long as its rows.
+  if (last == first + 1 && first < ops_.size() && run_alone(step, first)) return true;
   bool moved = false;
   // Behind the operator that is run when thread 0 sees that it is to stop: all threads see it at its barrier.
   std::atomic<size_t> end{0};

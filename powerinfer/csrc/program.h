@@ -60,6 +60,8 @@ class Op {
  public:
   virtual ~Op() = default;
   virtual void run(Thread& t, const Step& step) = 0;
+  // The same on the calling thread, while no job runs; false: it is work for all threads.
+  virtual bool run_alone(Program&, const Step&) { return false; }
   virtual const char* name() const = 0;
   // How many of `matrices`, from the first on, a step of the program multiplies with.
   virtual size_t wants(const Program&, const Step&) const { return matrices.size(); }
@@ -221,6 +223,7 @@ class Program {
     return op;
   }
   void rotate(int thread, const Step& step);
+  bool run_alone(const Step& step, size_t op);  // false: it was not
   // Checks the shapes of experts, and makes room for the rows of a step.
   void reserve_experts(const ExpertMatrices& all, int64_t top_k);
   void reserve_resting(const ExpertMatrices& all);

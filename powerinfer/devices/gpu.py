@@ -43,7 +43,7 @@ from powerinfer.devices.states import Slots
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.step_buffers import StepBuffers
 from powerinfer.devices.streams import streams_of
-from powerinfer.devices.torch_device import current, gpu_failures, import_torch
+from powerinfer.devices.torch_device import MemoryShare, current, gpu_failures, import_torch
 from powerinfer.devices.trace import Trace, span
 from powerinfer.formats.quant import Float32
 from powerinfer.formats.tensors import RawTensor
@@ -101,6 +101,7 @@ class GpuLayers:
         self.vocab_size = config.vocab_size
         self.d_model = config.d_model
         self.device = device
+        self.share = MemoryShare(device)
         self.trace: Trace | None = None
         self.link = Link(device, max_tokens, config) if split else None
         self.few_tokens = self.few_steps = 0
@@ -325,8 +326,8 @@ class GpuLayers:
         out = self._products("attention", matrix, biases=[bias])
 
         def run(step: Step) -> None:
-            attended = out(step.attended)
-            step.add(_normalised(norm, attended))
+            assert step.attended is not None
+            step.add_product(out, step.attended, norm)
             step.attended = None
 
         self._add(layer, "project", run)
@@ -357,8 +358,7 @@ class GpuLayers:
             else:
                 halves = product[:, :neurons], product[:, neurons:]
                 hidden = gpu.activate(about.activation, *halves, limit, kept, product_limits)
-            out = second(hidden)
-            step.add(_normalised(out_norm, out))
+            step.add_product(second, hidden, out_norm)
 
         self._add(layer, "ffn", run)
 
@@ -663,6 +663,7 @@ class GpuLayers:
             self.__dict__.pop(name, None)
         if self._cuda:
             import_torch().cuda.empty_cache()
+        self.share.end()
 
 
 def _normalised(norm: GpuNorm | None, x: Tensor) -> Tensor:

@@ -57,6 +57,14 @@ class Step:
         self.x.add_(more)
         self.normed = None
 
+    def add_product(self, matrices: Callable[..., Tensor], values: Tensor, norm: Norm | None) -> None:
+        """x += norm(matrices . values); matrices: called with what to add to, they do so."""
+        if norm is None:
+            matrices(values, self.x)
+            self.normed = None
+        else:
+            self.add(norm(matrices(values)))
+
     @property
     def target(self) -> Tensor:
         """Where the parts of an FFN are added: total, or x."""

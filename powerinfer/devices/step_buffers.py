@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +35,7 @@ class StepBuffers:
         self._vocab_size = vocab_size
         self._x = torch.zeros((max_tokens, d_model), device=to)
         self._host_x = self._streams.pinned(self._x.shape, torch.float32)
+        self._host_rows: Float32 = self._host_x.numpy()
         self._total = torch.zeros_like(self._x) if totals else None
         self._host_logits = self._new_logits(1)
         self._description = _Description(to, self._streams)
@@ -65,7 +67,7 @@ class StepBuffers:
         assert 0 < tokens <= len(self._x) and x.shape == (tokens, self._x.shape[1])
         runs = None if slots is None else runs_with_slots(batch, slots)
         (positions, rows, places, page_table, logit_rows), runs_there = self._description.upload(batch, runs)
-        np.copyto(self._host_x[:tokens].numpy(), x)
+        self._host_rows[:tokens] = x
         on_device = self._x[:tokens]
         on_device.copy_(self._host_x[:tokens], non_blocking=True)
         total = None if self._total is None else self._total[:tokens]
@@ -97,6 +99,22 @@ class StepBuffers:
         return values
 
 
+_MOST_SHAPES = 64
+"""Shapes whose places are kept."""
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the numbers of a step of some shape are: in pinned memory, and on the device as a `Step` has them."""
+
+    slots: NDArray[np.int64]
+    numbers: tuple[NDArray[np.int32], ...]  # positions, rows, logit_rows, page_table, and runs if there are any
+    here: Tensor
+    there: Tensor
+    on_device: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # positions, rows, slots, page_table, logit_rows
+    runs: Tensor | None
+
+
 class _Description:
     """The numbers of a batch, uploaded in one transfer from memory at a fixed address."""
 
@@ -109,6 +127,7 @@ class _Description:
         torch = import_torch()
         self._here = self._streams.pinned(nbytes, torch.uint8)
         self._there = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        self._places: dict[tuple[int, ...], _Places] = {}
 
     @property
     def nbytes(self) -> int:
@@ -124,23 +143,41 @@ class _Description:
         self, batch: Batch, runs: NDArray[np.int32] | None
     ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor | None]:
         """positions, rows, slots, page_table and logit_rows of a `Step`, and its runs, if there are any."""
-        torch = import_torch()
+        positions, rows, table = batch.positions, batch.rows, batch.page_table
         # The columns that are in use, as a power of two: shapes hardly change from step to step.
-        width = min(batch.page_table.shape[1], 1 << int(int(batch.positions.max()) // cpu.PAGE).bit_length())
-        table = batch.page_table[:, :width]
-        pages = batch.page_table[batch.rows, batch.positions // cpu.PAGE].astype(np.int64)
-        slots = pages * cpu.PAGE + batch.positions % cpu.PAGE
-        parts = [slots.view(np.int32), batch.positions, batch.rows, batch.logit_rows, table]
-        parts += [] if runs is None else [runs]
-        ends = np.cumsum([part.size for part in parts])
-        nbytes = 4 * int(ends[-1])
+        width = min(table.shape[1], 1 << int(int(positions.max()) // cpu.PAGE).bit_length())
+        shape = len(positions), len(batch.logit_rows), len(table), width, 0 if runs is None else runs.size
+        places = self._places.get(shape) or self._make_places(*shape)
+        within = positions % cpu.PAGE
+        np.multiply(table[rows, positions // cpu.PAGE], cpu.PAGE, out=places.slots, dtype=np.int64)
+        np.add(places.slots, within, out=places.slots)
+        for place, part in zip(places.numbers, (positions, rows, batch.logit_rows, table[:, :width]), strict=False):
+            place[...] = part
+        if runs is not None:
+            places.numbers[-1][...] = runs.reshape(-1)
+        places.there.copy_(places.here, non_blocking=True)
+        return places.on_device, places.runs
+
+    def _make_places(self, tokens: int, logit_rows: int, sequences: int, width: int, runs: int) -> _Places:
+        torch = import_torch()
+        sizes = [
+            2 * tokens,
+            tokens,
+            tokens,
+            logit_rows,
+            sequences * width,
+            runs,
+        ]  # of the slots, which are int64, first
+        nbytes = 4 * sum(sizes)
         if nbytes > len(self._here):
             self._allocate(1 << (nbytes - 1).bit_length())
-        numbers = self._here.numpy()[:nbytes].view(np.int32)
-        for part, end in zip(parts, ends, strict=True):
-            numbers[end - part.size : end] = part.reshape(-1)
-        self._there[:nbytes].copy_(self._here[:nbytes], non_blocking=True)
-        on_device = self._there[:nbytes].view(torch.int32).split([part.size for part in parts])
-        wide, positions, rows, logit_rows, page_table, *more = on_device
-        description = positions, rows, wide.view(torch.int64), page_table.view(table.shape), logit_rows
-        return description, more[0].view(-1, 4) if more else None
+        here, there = self._here[:nbytes], self._there[:nbytes]
+        slots, *numbers = np.split(here.numpy().view(np.int32), np.cumsum(sizes[:-1]))
+        wide, positions, rows, logits, table, more = there.view(torch.int32).split(sizes)
+        on_device = positions, rows, wide.view(torch.int64), table.view(sequences, width), logits
+        numbers[3] = numbers[3].reshape(sequences, width)
+        own = _Places(slots.view(np.int64), tuple(numbers), here, there, on_device, more.view(-1, 4) if runs else None)
+        if len(self._places) == _MOST_SHAPES:
+            del self._places[next(iter(self._places))]
+        self._places[tokens, logit_rows, sequences, width, runs] = own
+        return own

@@ -7,7 +7,9 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from threading import Lock
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from powerinfer.devices.streams import KINDS, streams_of
 from powerinfer.errors import GpuMemoryError, PowerInferError, RequestError, install_extra
@@ -64,6 +66,46 @@ def choose_device(name: str) -> device:
 def current(device: device) -> AbstractContextManager[Any]:
     """A context in which kernels are launched on this device: Triton asks the thread for it, not the tensors."""
     return streams_of(device).active()
+
+
+class MemoryShare:
+    """What a model takes of a CUDA device's memory. Without a limit until there is one."""
+
+    def __init__(self, device: device) -> None:
+        self._device = device
+        self._nbytes: int | None = None
+        if device.type == "cuda":
+            with _SHARING:
+                _SHARES.add(self)
+            self._settle()
+
+    def limit(self, nbytes: int) -> None:
+        """The model has all its weights, and has run its largest steps in so many bytes. Where torch would take more,
+        since steps of other sizes left it memory in other pieces, it returns those to the device first."""
+        self._nbytes = nbytes
+        self._settle()
+
+    def end(self) -> None:
+        """The model takes nothing any more."""
+        with _SHARING:
+            _SHARES.discard(self)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Torch has one limit for a process: the sum of its models'."""
+        if self._device.type != "cuda":
+            return
+        cuda, index = import_torch().cuda, self._device.index or 0
+        with _SHARING:
+            every = [one._nbytes for one in _SHARES if (one._device.index or 0) == index]
+            limits = [one for one in every if one is not None]
+            whole = cuda.get_device_properties(index).total_memory
+            part = sum(limits) / whole if limits and len(limits) == len(every) else 1.0
+            cuda.set_per_process_memory_fraction(min(1.0, part), index)
+
+
+_SHARES: WeakSet[MemoryShare] = WeakSet()
+_SHARING = Lock()
 
 
 def import_torch() -> Any:

@@ -204,6 +204,8 @@ def hold_budget(
             other = attempt.after_steps(used, lacking, earlier)
             if other is None and lacking <= 0:
                 settle()
+                if vram is not None:
+                    executor.gpu.share.limit(vram)
                 return Held(attempt.plan, used)
             problem = _over_budget(lacking, vram)
         except GpuMemoryError as error:

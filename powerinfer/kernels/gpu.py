@@ -317,16 +317,20 @@ def _k_values(kind: str, data: Tensor, scales: Tensor) -> Tensor:
 # Operators
 
 
-def linear(w: Weight, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x . W^T + bias, float32 [T, rows]. x: float32 [T, k]; bias: float32 [rows]."""
+def linear(w: Weight, x: Tensor, bias: Tensor | None = None, to: Tensor | None = None) -> Tensor:
+    """x . W^T + bias, float32 [T, rows]; or `to`, contiguous, that much more.
+
+    x: float32 [T, k]; bias: float32 [rows].
+    """
     if x.shape[0] <= FEW and _triton(x):
-        return _kernels().linear(w, x, bias)
+        return _kernels().linear(w, x, bias, to)
     import torch
 
     out = torch.empty((x.shape[0], w.rows), dtype=torch.float32, device=x.device)
     for begin, end in pieces(w.rows, w.k):
         out[:, begin:end] = product(x, operand(w, begin, end).T)
-    return out if bias is None else out + bias
+    out = out if bias is None else out + bias
+    return out if to is None else to.add_(out)
 
 
 def operand(w: Weight, begin: int, end: int, neurons: Neurons | None = None) -> Tensor:

@@ -54,7 +54,7 @@ WIDE = {**dict.fromkeys(ONE, Tile(64, 64, 4)), **dict.fromkeys(FOUR_BITS, Tile(6
 # Warps of products with one token that a multiprocessor holds, by their registers as compiled for sm_90: so many fill
 # a GPU. HELD_TOGETHER: with up to `TOGETHER` tokens.
 HELD = {"F32": 40, "F16": 24, "BF16": 24, "Q8_0": 40, "Q4_0": 40, "MXFP4": 16, "Q4_K": 20, "Q5_K": 24, "Q6_K": 24}
-HELD_TOGETHER = {"Q8_0": 20, "Q4_0": 20, "Q4_K": 12, "Q5_K": 12, "Q6_K": 12}
+HELD_TOGETHER = {"Q8_0": 20, "Q4_0": 20, "Q4_K": 12, "Q5_K": 12, "Q6_K": 16}
 TOGETHER = 4  # tokens whose sums a program has at a time
 PROGRAMS = 24  # that a multiprocessor holds at most, however small they are
 IN_TURN = 8  # tokens at most whose products are of integers
@@ -65,6 +65,8 @@ SUMMED = 4096  # counts of selected neurons at a time
 NUMBER_BITS = tl.constexpr(20)  # of a neuron's number: a layer has fewer than a million
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+LINE = tl.constexpr(128)  # bytes of a cache
+ASKED = 32 << 10  # bytes that a program asks for before it begins: of all programs of an H100 together 35 MB
 WORDS = tl.constexpr(20)  # that `codes` makes of a block
 CODED_BLOCKS = 64  # blocks of which a program makes them
 LEAST = tl.constexpr(2.0**-120)  # blocks with nothing larger become zeros: their quotients would overflow
@@ -90,12 +92,51 @@ WIDE_HEADS = 140 << 10  # bytes of shared memory for two programs whose heads ha
 
 @triton.jit
 def follow():
-    """Where a kernel begins that may be launched `early`: waits until the kernel before has ended, and with it all
-    before that, and lets the next one be launched. A kernel without this is launched when all has ended."""
+    """Where a kernel begins that may be launched `early`: lets the next one be launched, and waits until the one before
+    has ended, which waited likewise. A kernel without this is launched when all has ended."""
     if not INTERPRETED:  # noqa: SIM102 - known when it is compiled
         if cuda_capability_geq(9, 0):
-            gdc_wait()
             gdc_launch_dependents()
+            gdc_wait()
+
+
+@triton.jit
+def ask_for(data, row, rows, k, TYPE: tl.constexpr, LINES: tl.constexpr):
+    """Asks for the first LINES lines of rows [R] of a matrix of `rows` to be brought into the L2 cache. Before a kernel
+    waits, for weights do not depend on the one before, whose end would otherwise leave the memory idle."""
+    if not INTERPRETED:  # noqa: SIM102 - as above
+        if cuda_capability_geq(9, 0):
+            width = stored_width(k, TYPE)
+            begin = data.to(tl.int64) + tl.minimum(row, rows - 1).to(tl.int64) * width
+            line = tl.minimum(tl.arange(0, LINES) * LINE, width - 1)
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [begin[:, None] + line[None, :]], dtype=tl.int32,
+                is_pure=False, pack=1,
+            )  # fmt: skip
+
+
+@triton.jit
+def stored_width(k, TYPE: tl.constexpr):
+    """Bytes of a row of k elements, without the scales that are beside it."""
+    if TYPE == "F32":
+        width = 4 * k
+    elif TYPE == "F16" or TYPE == "BF16":
+        width = 2 * k
+    elif TYPE == "Q8_0":
+        width = k
+    elif TYPE == "Q6_K":
+        width = k // 4 * 3
+    elif TYPE == "Q5_K":
+        width = k // 8 * 5
+    else:
+        width = k // 2
+    return width
+
+
+def asked_lines(w: Weight, rows: int) -> int:
+    """Lines of each row that a program of that many `rows` asks for: a power of two."""
+    width = w.data.nbytes // w.rows
+    return int(triton.next_power_of_2(max(1, min(-(-width // LINE.value), ASKED // (LINE.value * rows)))))
 
 
 def early(x: Tensor) -> bool:
@@ -719,19 +760,21 @@ def _finished(y, bias, row, live, BIAS: tl.constexpr, RELU: tl.constexpr):
 def _linear_kernel(
     x, data, scales, bias, out, tokens, rows, k,
     TYPE: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    G: tl.constexpr, PRECISION: tl.constexpr, HALVES: tl.constexpr,
+    G: tl.constexpr, PRECISION: tl.constexpr, HALVES: tl.constexpr, ADD: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """out [tokens, rows] = x times the rows of a matrix. G: tokens of `dots_together`, of other products 1."""
-    follow()
+    """out [tokens, rows] = x times the rows of a matrix; with ADD it grows by that. G: tokens of `dots_together`, of
+    other products 1."""
     row = tl.program_id(0) * R + tl.arange(0, R)
     live = row < rows
+    ask_for(data, row, rows, k, TYPE, LINES)
+    follow()
     if T > 1:
         y = row_dots(x, data, scales, row.to(tl.int64), live, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
         y = add_bias(y, bias, row, live, BIAS, T)
         if RELU:
             y = tl.where(y <= 0, 0.0, y)
         t = tl.arange(0, T)
-        tl.store(out + t[None, :] * rows + row[:, None], y, mask=live[:, None] & (t < tokens)[None, :])
+        _put(out + t[None, :] * rows + row[:, None], y, live[:, None] & (t < tokens)[None, :], ADD)
     else:
         if of_integers(TYPE):
             for t0 in range(0, tokens if T else 1, G):
@@ -739,10 +782,18 @@ def _linear_kernel(
                 sums = dots_together(own, data, scales, row.to(tl.int64), live, tokens - t0, k, TYPE, G, R, C)
                 for t in tl.static_range(G):
                     y = _finished(sums[t], bias, row, live, BIAS, RELU)
-                    tl.store(out + (t0 + t) * rows + row, y, mask=live & (t0 + t < tokens))
+                    _put(out + (t0 + t) * rows + row, y, live & (t0 + t < tokens), ADD)
         else:
             y = row_dots(x, data, scales, row.to(tl.int64), live, 1, k, TYPE, T, R, C, PRECISION)
-            tl.store(out + row, _finished(y, bias, row, live, BIAS, RELU), mask=live)
+            _put(out + row, _finished(y, bias, row, live, BIAS, RELU), live, ADD)
+
+
+@triton.jit
+def _put(at, y, here, ADD: tl.constexpr):
+    """Store y, with ADD the sum with what is there."""
+    if ADD:
+        y += tl.load(at, mask=here, other=0)
+    tl.store(at, y, mask=here)
 
 
 def filled(programs: int, slots: int) -> float:
@@ -790,17 +841,18 @@ def for_rows(tile: Tile, kind: str, k: int) -> Tile:
     return Tile(rows, columns, warps)
 
 
-def linear(w: Weight, x: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
-    """`gpu.linear` of at most `gpu.FEW` tokens; relu: of the result."""
+def linear(w: Weight, x: Tensor, bias: Tensor | None = None, to: Tensor | None = None, relu: bool = False) -> Tensor:
+    """`gpu.linear` of at most `gpu.FEW` tokens; relu: of the product."""
     tokens = x.shape[0]
-    out = torch.empty((tokens, w.rows), dtype=torch.float32, device=x.device)
+    out = torch.empty((tokens, w.rows), dtype=torch.float32, device=x.device) if to is None else to
+    assert out.is_contiguous()
     if out.numel():
         tile, two = fitting(w, tokens, processors(x)), halved(w.type, tokens)
         _linear_kernel[(triton.cdiv(w.rows, tile.rows),)](
             taken(x, w.type), w.data, either(w.scales, w.data), either(bias, out), out, tokens,
             w.rows, w.k, TYPE=w.type, BIAS=bias is not None, RELU=relu, T=columns(w.type, tokens), R=tile.rows,
-            C=tile.columns, G=together(w.type, tokens), PRECISION=precision(x), HALVES=two, num_warps=tile.warps,
-            num_stages=STAGES, launch_pdl=early(x),
+            C=tile.columns, G=together(w.type, tokens), PRECISION=precision(x), HALVES=two, ADD=to is not None,
+            LINES=asked_lines(w, tile.rows), num_warps=tile.warps, num_stages=STAGES, launch_pdl=early(x),
         )  # fmt: skip
     return out
 
@@ -1316,16 +1368,17 @@ def _put_guess(y, threshold, z, first, others, counts, t, tokens, row, here, n, 
 def _outer_kernel(
     x, data, scales, z, first, others, counts, tokens, n, k, split, threshold,
     FLOOR: tl.constexpr, TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
-    PRECISION: tl.constexpr, HALVES: tl.constexpr,
+    PRECISION: tl.constexpr, HALVES: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """R rows of a predictor's second matrix, and which of them each token selects: those whose z reaches the threshold.
 
     first: of the rows before `split`, others: of those from it on. With FLOOR z [tokens, n] is kept, and in counts
     [tokens, programs] how many a program selects.
     """
-    follow()
     row = tl.program_id(0) * R + tl.arange(0, R)
     live = row < n
+    ask_for(data, row, n, k, TYPE, LINES)
+    follow()
     if T > 1:
         y = row_dots(x, data, scales, row.to(tl.int64), live, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
         t = tl.arange(0, T)
@@ -1404,8 +1457,8 @@ def predict(
     _outer_kernel[(programs,)](
         taken(hidden, outer.type), outer.data, either(outer.scales, outer.data), z, *into, counts, tokens, n,
         outer.k, split, threshold, FLOOR=floor > 0, TYPE=outer.type, T=columns(outer.type, tokens), R=tile.rows,
-        C=tile.columns, G=together(outer.type, tokens), PRECISION=precision(x), HALVES=two, num_warps=tile.warps,
-        num_stages=STAGES, launch_pdl=early(x),
+        C=tile.columns, G=together(outer.type, tokens), PRECISION=precision(x), HALVES=two,
+        LINES=asked_lines(outer, tile.rows), num_warps=tile.warps, num_stages=STAGES, launch_pdl=early(x),
     )  # fmt: skip
     if floor:
         block = triton.next_power_of_2(n)
