@@ -149,6 +149,11 @@ def test_the_sum_of_the_experts_that_are_here(
     assert np.abs(other - exact).max() > 0.01 * most, "an expert that is not here would be noticed"
     again = gpu_experts.expert_sum(experts, on_device(x), on_device(slots), on_device(weights)).cpu().numpy()
     np.testing.assert_array_equal(found, again)
+    to = on_device(floats(9, tokens, d))
+    grown = (to + on_device(found)).cpu().numpy()
+    given = on_device(selected.astype(np.int32)), on_device(weights), on_device(places)  # by the experts' numbers
+    assert gpu_experts.expert_sum(experts, on_device(x), *given, to) is to
+    np.testing.assert_array_equal(to.cpu().numpy(), grown)  # the same bits as if it were added afterwards
 
 
 @pytest.mark.parametrize("tokens", [1, 3])

@@ -195,6 +195,10 @@ def test_linear(type_name: str, tokens: int, kernels: str) -> None:
         assert_close(
             gpu.linear(weight, on_device(x), on_device(bias)), want + bias, bound + 2 * EPS * np.abs(want + bias)
         )
+        alone, to = gpu.linear(weight, on_device(x), on_device(bias)), on_device(floats(3, tokens, rows))
+        wanted = to + alone
+        assert gpu.linear(weight, on_device(x), on_device(bias), to) is to
+        assert torch.equal(to, wanted)  # the same bits as if it were added afterwards
 
 
 @pytest.mark.usefixtures("device")

@@ -165,13 +165,13 @@ def static_where_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(gpu_latent, "attention", static_latents)
 
 
-def static_sum(experts: Any, x: Any, slots: Any, weights: Any) -> Any:
+def static_sum(experts: Any, x: Any, slots: Any, weights: Any, table: Any, into: Any) -> Any:
     """`gpu_experts.expert_sum` by operators that do not depend on data: every expert for every token."""
-    every = torch.zeros_like(x)
+    every, slots = torch.zeros_like(x), table[slots.long()]
     for slot in range(experts.slots):
         own = (weights * (slots == slot)).sum(dim=1)
         every = every + gpu_experts._expert(experts, slot, x, own)
-    return every
+    return into.add_(every)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "smallthinker"])

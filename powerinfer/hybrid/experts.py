@@ -460,8 +460,8 @@ class HybridExperts:
     def _add_hot(self, step: Step) -> None:
         assert self._gpu_part is not None and step.read is not None
         experts, weights = self._link.experts(len(step.x), self._top_k)
-        slots = self._slots[experts.long()]
-        step.add_part(gpu_experts.expert_sum(self._gpu_part, step.read, slots, weights))
+        gpu_experts.expert_sum(self._gpu_part, step.read, experts, weights, self._slots, step.target)
+        step.normed = None
 
     def _add_shared(self, step: Step) -> None:
         assert self._shared is not None and step.read is not None
@@ -472,10 +472,11 @@ class HybridExperts:
             hidden = gpu.activate(about.activation, *halves, about.threshold)
         else:
             hidden = gpu.activate(about.activation, product, None, about.threshold)
-        out = output(hidden)
-        if self._shared_weight is not None:
-            out = out * gpu_experts.shared_weight(step.read, self._shared_weight)
-        step.add_part(out)
+        if self._shared_weight is None:
+            output(hidden, step.target)
+            step.normed = None
+        else:
+            step.add_part(output(hidden) * gpu_experts.shared_weight(step.read, self._shared_weight))
 
     def _sum_cold(self, step: Step) -> None:
         """Write the CPU's sum to the link's buffer; zeros if no cold expert is selected."""
@@ -538,10 +539,10 @@ class HybridExperts:
                 parts += [_one(tensor, expert).data for expert in own]
             with self.stage.sent(parts) as (of_places, *sent):
                 assert of_places is not None
-                slots = of_places.view(torch.int32)[experts.long()]
+                slots = of_places.view(torch.int32)
                 joined = [_joined(sent[at * len(own) : (at + 1) * len(own)]) for at in range(len(self._tensors))]
                 piece = gpu_experts.from_rows(self.about, self._tensors, joined, own, self._biases)
-                step.add_part(gpu_experts.expert_sum(piece, step.read, slots, weights))
+                gpu_experts.expert_sum(piece, step.read, experts, weights, slots, step.target)
                 del piece  # the next one reuses its memory
 
     def _add_cold(self, step: Step) -> None:

@@ -176,23 +176,33 @@ def _largest(x: Tensor, n: int) -> Tensor:
 # The sum
 
 
-def expert_sum(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum of each token's experts that are here, float32 [T, d_model].
+def expert_sum(
+    experts: Experts,
+    x: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    table: Tensor | None = None,
+    into: Tensor | None = None,
+) -> Tensor:
+    """The weighted sum of each token's experts that are here, float32 [T, d_model]; or `into`, that much more.
 
     x: float32 [T, d_model]; slots: int32 [T, top_k], -1 for an expert that is not here; weights: float32 [T, top_k].
+    table: int32 [n], with which slots are experts: the slot of each of the model's.
     """
     if gpu.which(x) == "triton":
         from powerinfer.kernels import triton_experts
 
-        return triton_experts.expert_sum(experts, x, slots, weights)
+        return triton_experts.expert_sum(experts, x, slots, weights, table, into)
     import torch
 
+    slots = slots if table is None else table[slots.long()]
     out = torch.zeros((*slots.shape, x.shape[1]), dtype=torch.float32, device=x.device)
     for slot in range(experts.slots):
         token, place = (slots == slot).nonzero(as_tuple=True)
         if len(token):
             out[token, place] = _expert(experts, slot, x[token], weights[token, place])
-    return out.sum(dim=1)
+    total = out.sum(dim=1)
+    return total if into is None else into.add_(total)
 
 
 def _expert(experts: Experts, slot: int, x: Tensor, weights: Tensor) -> Tensor:

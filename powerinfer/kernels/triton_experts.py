@@ -31,6 +31,7 @@ from powerinfer.kernels.triton_kernels import (
     for_rows,
     nibbles,
     precision,
+    put,
     row_dots,
     taken,
     taken_width,
@@ -147,15 +148,22 @@ def _activated(a, u, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
+def _slot(slots, table, j, TABLE: tl.constexpr):
+    """Of the token's expert j; TABLE: slots are experts, whose slots the table has."""
+    slot = tl.load(slots + j)
+    return tl.load(table + slot) if TABLE else slot
+
+
+@triton.jit
 def _hidden_kernel(
-    x, x_up, gate, gate_scales, gate_bias, up, up_scales, up_bias, slots, weights, h, size, k, limit,
-    GATED: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, UP_TYPE: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr,
+    x, x_up, gate, gate_scales, gate_bias, up, up_scales, up_bias, slots, table, weights, h, size, k, limit,
+    GATED: tl.constexpr, BIAS: tl.constexpr, TABLE: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr,
+    UP_TYPE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """h of R neurons of one of the token's experts, times its weight. x, x_up: x as gate and up take it."""
     follow()
     j = tl.program_id(1)
-    slot = tl.load(slots + j)
+    slot = _slot(slots, table, j, TABLE)
     if slot >= 0:
         neuron = tl.program_id(0) * R + tl.arange(0, R)
         live = neuron < size
@@ -172,44 +180,47 @@ def _hidden_kernel(
 
 @triton.jit
 def _down_kernel(
-    h, down, scales, bias, slots, weights, out, rows, size, apart, top_k, TYPE: tl.constexpr, BIAS: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr,
+    h, down, scales, bias, slots, table, weights, out, rows, size, apart, top_k,
+    TYPE: tl.constexpr, BIAS: tl.constexpr, TABLE: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """R elements of the sum over the token's experts. h: as down takes it, of each expert, `apart` elements apart."""
+    """R elements of the sum over the token's experts; with ADD out grows by it. h: as down takes it, of each expert,
+    `apart` elements apart."""
     follow()
     element = tl.program_id(0) * R + tl.arange(0, R)
     live = element < rows
     total = tl.zeros((R,), tl.float32)
     for j in range(top_k):
-        slot = tl.load(slots + j)
+        slot = _slot(slots, table, j, TABLE)
         if slot >= 0:
             row = slot.to(tl.int64) * rows + element
             total += row_dots(h + j * apart, down, scales, row, live, 1, size, TYPE, 0, R, C, "ieee")
             if BIAS:
                 total += tl.load(weights + j) * tl.load(bias + row, mask=live, other=0)
-    tl.store(out + element, total, mask=live)
+    put(out + element, total, live, ADD)
 
 
-def _of_one(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+def _of_one(
+    experts: Experts, x: Tensor, slots: Tensor, weights: Tensor, table: Tensor | None, into: Tensor | None
+) -> Tensor:
     k, top_k = x.shape[1], slots.shape[1]
     first = experts.up if experts.gate is None else experts.gate
     h = torch.empty((top_k, experts.size), dtype=torch.float32, device=x.device)
-    out = torch.empty((1, k), dtype=torch.float32, device=x.device)
+    out = torch.empty((1, k), dtype=torch.float32, device=x.device) if into is None else into
     tile, bias = _tile(first, experts.up), experts.up_bias is not None
     _hidden_kernel[(triton.cdiv(experts.size, tile.rows), top_k)](
         *_taken(x, first, experts.up), first.data, either(first.scales, first.data), either(experts.gate_bias, h),
-        experts.up.data, either(experts.up.scales, experts.up.data), either(experts.up_bias, h), slots, weights, h,
-        experts.size, k, experts.threshold, GATED=experts.gate is not None, BIAS=bias,
-        ACTIVATION=experts.activation, TYPE=first.type, UP_TYPE=experts.up.type, R=tile.rows, C=tile.columns,
-        num_warps=tile.warps,
+        experts.up.data, either(experts.up.scales, experts.up.data), either(experts.up_bias, h), slots,
+        either(table, slots), weights, h, experts.size, k, experts.threshold, GATED=experts.gate is not None, BIAS=bias,
+        TABLE=table is not None, ACTIVATION=experts.activation, TYPE=first.type, UP_TYPE=experts.up.type, R=tile.rows,
+        C=tile.columns, num_warps=tile.warps,
         launch_pdl=early(x),
     )  # fmt: skip
     down, tile = experts.down, for_rows(ONE[experts.down.type], experts.down.type, experts.size)
     own = codes(h) if down.type in INTEGERS else h
     _down_kernel[(triton.cdiv(k, tile.rows),)](
-        own, down.data, either(down.scales, down.data), either(experts.down_bias, h), slots, weights, out, k,
-        experts.size, own.shape[1], top_k, TYPE=down.type, BIAS=bias, R=tile.rows, C=tile.columns, num_warps=tile.warps,
-        launch_pdl=early(x),
+        own, down.data, either(down.scales, down.data), either(experts.down_bias, h), slots, either(table, slots),
+        weights, out, k, experts.size, own.shape[1], top_k, TYPE=down.type, BIAS=bias, TABLE=table is not None,
+        ADD=into is not None, R=tile.rows, C=tile.columns, num_warps=tile.warps, launch_pdl=early(x),
     )  # fmt: skip
     return out
 
@@ -227,14 +238,15 @@ def _taken(x: Tensor, gate: Weight, up: Weight) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _firing_kernel(
-    x, x_up, gate, gate_scales, up, up_scales, slots, weights, h, rows, counts, size, k, limit,
-    ACTIVATION: tl.constexpr, TYPE: tl.constexpr, UP_TYPE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    x, x_up, gate, gate_scales, up, up_scales, slots, table, weights, h, rows, counts, size, k, limit,
+    TABLE: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, UP_TYPE: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """h of R neurons of one of the token's experts, times its weight: rows of up are read where the gate fires. rows:
     of down, of each neuron; counts: of the R neurons, those that fire."""
     follow()
     j = tl.program_id(1)
-    slot = tl.load(slots + j)
+    slot = _slot(slots, table, j, TABLE)
     neuron = tl.program_id(0) * R + tl.arange(0, R)
     live = neuron < size
     row = slot.to(tl.int64) * size + neuron
@@ -253,7 +265,9 @@ def _firing_kernel(
     tl.store(counts + j * tl.num_programs(0) + tl.program_id(0), tl.sum((a != 0).to(tl.int32), 0))
 
 
-def _firing_of_one(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+def _firing_of_one(
+    experts: Experts, x: Tensor, slots: Tensor, weights: Tensor, table: Tensor | None, into: Tensor | None
+) -> Tensor:
     gate, up, size, top_k = experts.gate, experts.up, experts.size, slots.shape[1]
     assert gate is not None
     tile = _tile(gate, up)
@@ -262,12 +276,12 @@ def _firing_of_one(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) 
     rows, counts = (torch.empty(n, dtype=torch.int32, device=x.device) for n in (top_k * size, top_k * programs))
     _firing_kernel[(programs, top_k)](
         *_taken(x, gate, up), gate.data, either(gate.scales, gate.data), up.data, either(up.scales, up.data), slots,
-        weights, h, rows, counts, size, x.shape[1], experts.threshold,
+        either(table, slots), weights, h, rows, counts, size, x.shape[1], experts.threshold, TABLE=table is not None,
         ACTIVATION=experts.activation, TYPE=gate.type, UP_TYPE=up.type, R=tile.rows, C=tile.columns,
         num_warps=tile.warps,
         launch_pdl=early(x),
     )  # fmt: skip
-    return sum_firing(experts.down, experts.shared, None, h, rows, counts, tile.rows)
+    return sum_firing(experts.down, experts.shared, None, h, rows, counts, tile.rows, into)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -468,8 +482,8 @@ def _grouped_across_kernel(
 
 
 @triton.jit
-def _merge_kernel(rows, row_of, slots, out, top_k, d, C: tl.constexpr):
-    """C elements of a token's sum, its experts in their order."""
+def _merge_kernel(rows, row_of, slots, out, top_k, d, ADD: tl.constexpr, C: tl.constexpr):
+    """C elements of a token's sum, its experts in their order; with ADD out grows by it."""
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * C + tl.arange(0, C)
     total = tl.zeros((C,), tl.float32)
@@ -477,19 +491,26 @@ def _merge_kernel(rows, row_of, slots, out, top_k, d, C: tl.constexpr):
         if tl.load(slots + t * top_k + j) >= 0:
             row = tl.load(row_of + t * top_k + j).to(tl.int64)
             total += tl.load(rows + row * d + c, mask=c < d, other=0)
-    tl.store(out + t * d + c, total, mask=c < d)
+    put(out + t * d + c, total, c < d, ADD)
 
 
-def expert_sum(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+def expert_sum(
+    experts: Experts, x: Tensor, slots: Tensor, weights: Tensor, table: Tensor | None, into: Tensor | None
+) -> Tensor:
     """`gpu_experts.expert_sum`."""
     tokens, top_k = slots.shape
     if tokens == 1:
-        return (_firing_of_one if experts.by_neuron else _of_one)(experts, x, slots, weights)
+        return (_firing_of_one if experts.by_neuron else _of_one)(experts, x, slots, weights, table, into)
+    if table is not None:
+        slots = table[slots.long()]
     if tokens > TOKENS:
-        pieces = ((part[first : first + TOKENS] for part in (x, slots, weights)) for first in range(0, tokens, TOKENS))
-        return torch.cat([expert_sum(experts, *piece) for piece in pieces])
+        to = torch.zeros_like(x) if into is None else into
+        for at in range(0, tokens, TOKENS):
+            some = slice(at, at + TOKENS)
+            expert_sum(experts, x[some], slots[some], weights[some], None, to[some])
+        return to
     pairs, d, device = tokens * top_k, x.shape[1], x.device
-    out = torch.empty((tokens, d), dtype=torch.float32, device=device)
+    out = torch.empty((tokens, d), dtype=torch.float32, device=device) if into is None else into
     if not tokens:
         return out
     token_of, row_of = (torch.empty(pairs, dtype=torch.int32, device=device) for _ in range(2))
@@ -539,5 +560,6 @@ def expert_sum(experts: Experts, x: Tensor, slots: Tensor, weights: Tensor) -> T
             rows, d, size, TYPE=down.type, BIAS=bias, T=1 if turns else columns, R=tile.rows, C=tile.columns,
             PRECISION=exact, num_warps=tile.warps,
         )  # fmt: skip
-    _merge_kernel[(tokens, wide)](rows, row_of, slots, out, top_k, d, C=COLUMNS, num_warps=4)
+    add = into is not None
+    _merge_kernel[(tokens, wide)](rows, row_of, slots, out, top_k, d, ADD=add, C=COLUMNS, num_warps=4)
     return out

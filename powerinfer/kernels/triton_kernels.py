@@ -774,7 +774,7 @@ def _linear_kernel(
         if RELU:
             y = tl.where(y <= 0, 0.0, y)
         t = tl.arange(0, T)
-        _put(out + t[None, :] * rows + row[:, None], y, live[:, None] & (t < tokens)[None, :], ADD)
+        put(out + t[None, :] * rows + row[:, None], y, live[:, None] & (t < tokens)[None, :], ADD)
     else:
         if of_integers(TYPE):
             for t0 in range(0, tokens if T else 1, G):
@@ -782,14 +782,14 @@ def _linear_kernel(
                 sums = dots_together(own, data, scales, row.to(tl.int64), live, tokens - t0, k, TYPE, G, R, C)
                 for t in tl.static_range(G):
                     y = _finished(sums[t], bias, row, live, BIAS, RELU)
-                    _put(out + (t0 + t) * rows + row, y, live & (t0 + t < tokens), ADD)
+                    put(out + (t0 + t) * rows + row, y, live & (t0 + t < tokens), ADD)
         else:
             y = row_dots(x, data, scales, row.to(tl.int64), live, 1, k, TYPE, T, R, C, PRECISION)
-            _put(out + row, _finished(y, bias, row, live, BIAS, RELU), live, ADD)
+            put(out + row, _finished(y, bias, row, live, BIAS, RELU), live, ADD)
 
 
 @triton.jit
-def _put(at, y, here, ADD: tl.constexpr):
+def put(at, y, here, ADD: tl.constexpr):
     """Store y, with ADD the sum with what is there."""
     if ADD:
         y += tl.load(at, mask=here, other=0)
