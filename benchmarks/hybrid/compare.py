@@ -68,12 +68,13 @@ EVERYTHING = 999  # as -ngl: all layers and the head
 
 
 class Vram:
-    """Peak of the memory in use on a GPU while in the context, without what was in use before. None where unknown."""
+    """Peak of the memory in use on a GPU while in the context, without what was in use before, by default on entering
+    it. None where unknown."""
 
     peak: int | None = None
 
-    def __init__(self, gpu: str) -> None:
-        self._gpu = gpu
+    def __init__(self, gpu: str, before: int | None = None) -> None:
+        self._gpu, self.before = gpu, before
 
     def __enter__(self) -> Vram:
         self._process: subprocess.Popen[str] | None = None
@@ -86,6 +87,7 @@ class Vram:
         except OSError:
             return self
         self._seen = [self._read()]
+        self.before = self._seen[0] if self.before is None else self.before
         self._reader = threading.Thread(target=self._follow, daemon=True)
         self._reader.start()
         return self
@@ -108,7 +110,7 @@ class Vram:
         assert self._process.stdout is not None
         self._process.stdout.close()
         known = [used for used in self._seen if used is not None]
-        self.peak = max(known) - known[0] if known else None
+        self.peak = max(known) - self.before if known and self.before is not None else None
 
 
 def run(task: Result) -> Result:

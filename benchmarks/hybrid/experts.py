@@ -55,6 +55,8 @@ class Measurement(Jobs):
 
     arguments: argparse.Namespace
     peer: compare.Peer | None
+    before: int | None
+    """Bytes in use on the GPU before this process used it."""
 
     @property
     def model(self) -> Path:
@@ -121,7 +123,7 @@ def ours(measurement: Measurement, card: int) -> Result:
     """Tokens per second by the number of requests, with as many experts on the GPU as the card holds."""
     arguments, vram = measurement.arguments, budget_of(measurement, card)
     with (
-        compare.Vram(arguments.gpu) as used,
+        compare.Vram(arguments.gpu, measurement.before) as used,
         LLM(measurement.model, **measurement.engine, gpu=arguments.gpu, vram=vram) as llm,
     ):
         off = checked(worker.logits_of(llm), np.load(reference_of(measurement.model)))
@@ -190,7 +192,10 @@ def main(argv: list[str] | None = None) -> int:
         peer = compare.Peer(arguments.peer, arguments.gpu, [])
         document["peer"] = programs.peer_facts(arguments.peer)
     arguments.models.mkdir(parents=True, exist_ok=True)
-    measurement = Measurement(document=document, out=arguments.out, quiet=0, retry=True, arguments=arguments, peer=peer)
+    with compare.Vram(arguments.gpu) as unused:
+        pass
+    own = {"arguments": arguments, "peer": peer, "before": unused.before}
+    measurement = Measurement(document=document, out=arguments.out, quiet=0, retry=True, **own)
     emulated = mock.patch.object(measure, "measured", lambda *_, **__: worker.stand_in())
     with emulated if arguments.gpu == "cpu" else nullcontext(), worker.memory_of(arguments.ram), worker.rates_once():
         if measurement.wanted("make") or not measurement.model.exists():

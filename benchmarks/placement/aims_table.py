@@ -67,10 +67,10 @@ def ablation(plan: dict[str, Any], random: dict[str, Any]) -> str:
     return f"random {random['tok_s']:.1f}, the plan {plan['tok_s']:.1f} tokens/s"
 
 
-def falcon() -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, list[dict[str, Any]]]] | None:
-    """The newest document with decode rates of Falcon-40B on a GPU: it, this engine's runs, and the peer's."""
+def decoded(name: str) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, list[dict[str, Any]]]] | None:
+    """The newest document with decode rates of a model on a GPU: it, this engine's runs, and the peer's."""
     for document in reversed(of_kind("hybrid")):
-        engines = runs_of(document, "decode", FALCON)
+        engines = runs_of(document, "decode", name)
         ours = engines.pop(OURS, [])
         if speaks(document) and ours:
             return document, ours, {name: runs for name, runs in engines.items() if rate_of(runs)}
@@ -82,19 +82,22 @@ def best(peers: dict[str, list[dict[str, Any]]], batch: str) -> float:
     return max((rate_of(runs, batch) or 0.0 for runs in peers.values()), default=0.0)
 
 
-def falcon_decode() -> str:
-    found = falcon()
-    if found is None or not found[2]:
-        return MISSING
-    document, ours, peers = found
-    model, budget = document["models"][FALCON], document["jobs"][f"card/{FALCON}"]["vram"] / 2**30
-    cut = f"{model['plan']['n_layers']} of {model['whole_layers']} layers"
-    own, peer = rate_of(ours) or 0.0, best(peers, "1")
-    return f"{own / peer:.1f}x: {own:.0f} by {peer:.1f} tokens/s, {cut}, {budget:.1f} GiB"
+def decode_of(name: str) -> Measured:
+    def told() -> str:
+        found = decoded(name)
+        if found is None or not found[2]:
+            return MISSING
+        document, ours, peers = found
+        model, budget = document["models"][name], document["jobs"][f"card/{name}"]["vram"] / 2**30
+        cut = f"{model['plan']['n_layers']} of {model['whole_layers']} layers"
+        own, peer = rate_of(ours) or 0.0, best(peers, "1")
+        return f"{own / peer:.3g}x: {own:.0f} by {peer:.3g} tokens/s, {cut}, {budget:.1f} GiB"
+
+    return told
 
 
 def falcon_batches() -> str:
-    found = falcon()
+    found = decoded(FALCON)
     if found is None or not found[2]:
         return MISSING
     _, ours, peers = found
@@ -113,14 +116,14 @@ def neuron_kernels() -> str:
     shapes = (("F16/F16", True, 32768, "Falcon-40B"), ("Q4_0/Q4_0X32", False, 28672, "ReGLU-70B"))
     for kind, plain, d_ff, model in shapes:
         shares = [
-            one["share"]
+            (one["share"], document["device"].removeprefix("NVIDIA "))
             for document in of_kind("gpu-kernels")
             if (document["active"], document["plain"], document["d_ff"]) == (0.1, plain, d_ff)
             and document["device"] != "cpu"
             for one in document["kernels"]
             if (one["kernel"], one["type"], one["tokens"]) == ("neurons", kind, 1)
         ]
-        shown.append(f"{percent(shares[-1], 0)} ({model})" if shares else "missing")
+        shown.append(f"{percent(shares[-1][0], 0)} ({model}, {shares[-1][1]})" if shares else "missing")
     return MISSING if set(shown) == {"missing"} else ", ".join(shown)
 
 
@@ -160,7 +163,7 @@ def long_prompt() -> str:
 
 
 def falcon_shares() -> str:
-    found = falcon()
+    found = decoded(FALCON)
     if found is None:
         return MISSING
     shares = shares_of(found[1])
@@ -170,7 +173,7 @@ def falcon_shares() -> str:
 
 
 def falcon_ablation() -> str:
-    found = falcon()
+    found = decoded(FALCON)
     steps = {} if found is None else step_rates(found[0], FALCON)
     if len(steps) < 2:
         return MISSING
@@ -180,12 +183,15 @@ def falcon_ablation() -> str:
 AIMS = [
     Aim(
         "decode, Falcon-40B shape, F16, 24 GB, by llama.cpp's best placement", "4x", "11.69x", of("falcon-40b", rate),
-        falcon_decode,
+        decode_of(FALCON),
     ),
-    Aim("decode, ReGLU-70B shape, Q4_0, 24 GB, by the same", "2x", "4.28x", of("llama-70b", rate)),
+    Aim(
+        "decode, ReGLU-70B shape, Q4_0, 24 GB, by the same", "2x", "4.28x", of("llama-70b", rate),
+        decode_of("reglu-70b"),
+    ),
     Aim(
         "decode, 7B dReLU shape, F16, all on the GPU, by llama.cpp", "1.4x", "1.6x, 60 % of the roofline",
-        of("bamboo-7b", rate),
+        of("bamboo-7b", rate), decode_of("drelu-7b"),
     ),
     Aim(
         "decode, Qwen3-30B-A3B shape, Q4_0, 8 GB and 12 GB, by the best of `-ncmoe` and `--moe-cache-mib`", "1.2x",
