@@ -124,7 +124,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         parts = weight(gate), weight(kind), weight("Q4_0X32" if shared is not None else kind)
         own = gpu_experts.Experts(slots, d_ff // slots, *parts, activation, 0.0, by_neuron=True, shared=shared)
         places = torch.zeros(len(x), 2, dtype=torch.int32)
-        gpu_experts.expert_sum(own, x, places, places.float())
+        gpu_experts.expert_sum(own, x, places, places.float(), places[0], x.clone())
 
     for kind in gpu.GPU_TYPES:
         gpu.linear(weight(kind, wide, wide), torch.empty(gpu.FEW, wide))
@@ -134,7 +134,8 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         x = torch.empty(tokens, d_model)
         named = torch.empty(tokens, d_ff, dtype=torch.uint8)
         for kind in types:
-            gpu.linear(weight(kind, wide, wide), torch.empty(tokens, wide))
+            to = torch.empty(tokens, wide) if kind in ("F16", "Q4_0") else None  # with a residual, and without
+            gpu.linear(weight(kind, wide, wide), torch.empty(tokens, wide), to=to)
             if kind[0] in "QM" and tokens != 4:
                 triton_kernels.values(weight(kind), 0, 8, None, None)
         triton_kernels.values(weight("Q4_0X32"), 0, 8, x.half(), torch.empty(8, dtype=torch.int32))
@@ -162,9 +163,8 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         slots, weights = torch.zeros(tokens, 2, dtype=torch.int32), torch.ones(tokens, 2)
         for kind in types:
             first, down = weight(kind), weight(kind, 4 * d_model, d_ff // 4)
-            gpu_experts.expert_sum(
-                gpu_experts.Experts(4, d_ff // 4, first, first, down, "silu", 0.0), x, slots, weights
-            )
+            own = gpu_experts.Experts(4, d_ff // 4, first, first, down, "silu", 0.0)
+            gpu_experts.expert_sum(own, x, slots, weights, slots[0], x.clone())
         for kind, gate, activation in (("F16", "F32", "relu"), ("BF16", "Q8_0", "drelu"), ("Q4_0", "Q4_0", "relu2")):
             by_neuron(kind, gate, activation, x)
         about = RouterConfig(2, "sigmoid", groups=4, top_groups=2, group_best=2)

@@ -88,10 +88,10 @@ def test_aims_are_marked_as_missing_or_simulated(measured: bool, monkeypatch: py
     on_a_gpu = [row.split("|")[4].strip() for row in rows]
     assert len(rows) == len(aims_table.AIMS) == 9
     if measured:
-        assert on_a_gpu[0] == "10.0x: 40 by 4.0 tokens/s, 15 of 60 layers, 6.0 GiB"
+        assert on_a_gpu[0] == "10x: 40 by 4 tokens/s, 15 of 60 layers, 6.0 GiB"
         assert on_a_gpu[4] == "Falcon-40B, as above: 4.0x at 8, 9.0x at 32 (4.5x the peer's best at any of these sizes)"
         assert on_a_gpu[5:8] == [
-            "50 % (Falcon-40B), missing",
+            "50 % (Falcon-40B, a GPU), missing",
             "60 %; 70 %; +20 %",
             "whole layers, dense: 4; at a time, the plan: 40 tokens/s",
         ]
@@ -101,7 +101,7 @@ def test_aims_are_marked_as_missing_or_simulated(measured: bool, monkeypatch: py
     if measured:  # what failed is missing, and nothing else
         jobs.pop(f"decode/{aims_table.FALCON}/0/llama.cpp")
         jobs[f"decode/{aims_table.FALCON}/0/powerinfer"] = run
-        assert aims_table.falcon_decode() == aims_table.falcon_batches() == aims_table.MISSING
+        assert aims_table.decode_of(aims_table.FALCON)() == aims_table.falcon_batches() == aims_table.MISSING
         assert aims_table.falcon_shares() == "60 %; missing; missing"
     for row in rows:
         cells = [cell.strip() for cell in row.split("|")[5:-1]]

@@ -87,7 +87,6 @@ class Vram:
         except OSError:
             return self
         self._seen = [self._read()]
-        self.before = self._seen[0] if self.before is None else self.before
         self._reader = threading.Thread(target=self._follow, daemon=True)
         self._reader.start()
         return self
@@ -110,6 +109,8 @@ class Vram:
         assert self._process.stdout is not None
         self._process.stdout.close()
         known = [used for used in self._seen if used is not None]
+        if known and self.before is None:
+            self.before = known[0]
         self.peak = max(known) - self.before if known and self.before is not None else None
 
 

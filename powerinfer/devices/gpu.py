@@ -45,6 +45,7 @@ from powerinfer.devices.step_buffers import StepBuffers
 from powerinfer.devices.streams import streams_of
 from powerinfer.devices.torch_device import MemoryShare, current, gpu_failures, import_torch
 from powerinfer.devices.trace import Trace, span
+from powerinfer.errors import GpuMemoryError
 from powerinfer.formats.quant import Float32
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu, gpu, gpu_delta
@@ -89,9 +90,11 @@ class GpuLayers:
         rotations: Mapping[RopeConfig, Rotation],
         split: bool = False,
         states: int = 0,
+        share: MemoryShare | None = None,
     ) -> None:
         """rotations: of every rotary embedding of these layers; split: their FFNs are wired by `split_ffn`; states:
-        slots for the states of sequences, of a model whose layers have any."""
+        slots for the states of sequences, of a model whose layers have any; share: theirs of the device's memory, which
+        ends with them; None: one of their own."""
         torch = import_torch()
         assert 0 < layers <= config.n_layers and pages > 0 and max_tokens > 0
         self.layers = layers
@@ -101,7 +104,7 @@ class GpuLayers:
         self.vocab_size = config.vocab_size
         self.d_model = config.d_model
         self.device = device
-        self.share = MemoryShare(device)
+        self.share = share or MemoryShare(device)
         self.trace: Trace | None = None
         self.link = Link(device, max_tokens, config) if split else None
         self.few_tokens = self.few_steps = 0
@@ -450,8 +453,17 @@ class GpuLayers:
 
         The batch must have been checked, as the CPU's program does when it embeds: pages within the cache, positions
         within the page table. The result is a view that stays valid until the next call. PowerInferError when the
-        device fails or runs out of memory; further steps can then be run.
+        device fails or runs out of memory; further steps can then be run. One that runs out of the memory that its
+        share allows is run again without that limit: what torch keeps may be in pieces that it cannot use.
         """
+        try:
+            return self._run(batch, x, slots)
+        except GpuMemoryError:
+            if not self.share.lift():
+                raise
+        return self._run(batch, x, slots)
+
+    def _run(self, batch: Batch, x: Float32, slots: Slots | None) -> Float32:
         with gpu_failures(f"computing {len(batch.tokens)} tokens", "lower --prefill-chunk, --max-batch or --vram"):
             torch = import_torch()
             with current(self.device), self._finished_after_failure():
@@ -595,6 +607,11 @@ class GpuLayers:
             parts["allocator"] = max(0, unused - self._passed)
         return parts
 
+    @property
+    def recorded_bytes(self) -> int:
+        """Maximum bytes of recordings, which are the driver's, not torch's; once steps were rehearsed."""
+        return self._recorded_bytes
+
     def rehearse(self, logit_rows: int) -> int:
         """Run steps that launch every kernel: the largest, with that number of rows of logits, those that are recorded,
         and single tokens early and late in a context. The cache must be empty.
@@ -656,16 +673,18 @@ class GpuLayers:
 
     def close(self) -> None:
         """Free all memory; the layers cannot be used afterwards."""
-        for layer in self._layers:
-            layer.close()
-        self._layers.clear()
-        self._head = self._final_norm = self._operators = None
-        self._recorder = self._recordings = None
-        for name in ("_cache", "_passing", "_states", "buffers", "link", "_rotations"):
-            self.__dict__.pop(name, None)
-        if self._cuda:
-            import_torch().cuda.empty_cache()
-        self.share.end()
+        try:
+            for layer in self._layers:
+                layer.close()
+            self._layers.clear()
+            self._head = self._final_norm = self._operators = None
+            self._recorder = self._recordings = None
+            for name in ("_cache", "_passing", "_states", "buffers", "link", "_rotations"):
+                self.__dict__.pop(name, None)
+            if self._cuda:
+                import_torch().cuda.empty_cache()
+        finally:
+            self.share.end()
 
 
 def _normalised(norm: GpuNorm | None, x: Tensor) -> Tensor:

@@ -62,5 +62,4 @@ class LatentOutput:
         assert step.attended is not None
         values = self.v_b(step.attended, by_token=True).flatten(1)
         step.attended = None
-        projected = self.out(values)
-        step.add(projected if self.norm is None else self.norm(projected))
+        step.add_product(self.out, values, self.norm)

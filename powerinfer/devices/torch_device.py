@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from threading import Lock
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 from powerinfer.devices.streams import KINDS, streams_of
 from powerinfer.errors import GpuMemoryError, PowerInferError, RequestError, install_extra
@@ -69,42 +68,68 @@ def current(device: device) -> AbstractContextManager[Any]:
 
 
 class MemoryShare:
-    """What a model takes of a CUDA device's memory. Without a limit until there is one."""
+    """What a model takes of a CUDA device's memory: all that torch may take, until it has a limit."""
 
     def __init__(self, device: device) -> None:
         self._device = device
         self._nbytes: int | None = None
-        if device.type == "cuda":
-            with _SHARING:
-                _SHARES.add(self)
-            self._settle()
+        self._settle(_Shares.add)
 
     def limit(self, nbytes: int) -> None:
-        """The model has all its weights, and has run its largest steps in so many bytes. Where torch would take more,
-        since steps of other sizes left it memory in other pieces, it returns those to the device first."""
+        """The model has its weights, and has run its largest steps in so many bytes. Where torch would take more, since
+        steps of other sizes left it memory in other pieces, it returns those to the device first."""
         self._nbytes = nbytes
         self._settle()
 
+    def lift(self) -> bool:
+        """No limit any more; whether there was one."""
+        limited, self._nbytes = self._nbytes is not None, None
+        if limited:
+            self._settle()
+        return limited
+
     def end(self) -> None:
         """The model takes nothing any more."""
-        with _SHARING:
-            _SHARES.discard(self)
-        self._settle()
+        self._settle(_Shares.remove)
 
-    def _settle(self) -> None:
-        """Torch has one limit for a process: the sum of its models'."""
-        if self._device.type != "cuda":
-            return
-        cuda, index = import_torch().cuda, self._device.index or 0
-        with _SHARING:
-            every = [one._nbytes for one in _SHARES if (one._device.index or 0) == index]
-            limits = [one for one in every if one is not None]
-            whole = cuda.get_device_properties(index).total_memory
-            part = sum(limits) / whole if limits and len(limits) == len(every) else 1.0
-            cuda.set_per_process_memory_fraction(min(1.0, part), index)
+    def _settle(self, change: Callable[[_Shares, MemoryShare], None] = lambda *_: None) -> None:
+        if self._device.type == "cuda":
+            with _SHARING:
+                shares = _SHARES.setdefault(self._device.index or 0, _Shares(self._device))
+                change(shares, self)
+                shares.settle()
 
 
-_SHARES: WeakSet[MemoryShare] = WeakSet()
+class _Shares:
+    """Those of a device. Torch has one limit for a process: the sum of its models', if each has one, and what the
+    program had taken before the first of them."""
+
+    def __init__(self, device: device) -> None:
+        self._device = device
+        self._every: list[MemoryShare] = []
+        self._before, self._allowed = 0, 1.0
+
+    def add(self, share: MemoryShare) -> None:
+        if not self._every:
+            cuda = import_torch().cuda
+            self._before = int(cuda.memory_reserved(self._device))
+            self._allowed = float(cuda.get_per_process_memory_fraction(self._device))
+        self._every.append(share)
+
+    def remove(self, share: MemoryShare) -> None:
+        self._every = [one for one in self._every if one is not share]
+
+    def settle(self) -> None:
+        cuda, part = import_torch().cuda, self._allowed
+        limits = [one._nbytes for one in self._every]
+        known = [one for one in limits if one is not None]
+        if limits and len(known) == len(limits):
+            part = min(part, (self._before + sum(known)) / cuda.get_device_properties(self._device).total_memory)
+        with current(self._device):  # torch sets its limit on the device that it leaves as the current one
+            cuda.set_per_process_memory_fraction(part, self._device)
+
+
+_SHARES: dict[int, _Shares] = {}
 _SHARING = Lock()
 
 

@@ -27,7 +27,7 @@ from powerinfer.devices.gpu import GpuLayers
 from powerinfer.devices.link import Link
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.streams import Event, streams_of
-from powerinfer.devices.torch_device import choose_device, current, gpu_failures
+from powerinfer.devices.torch_device import MemoryShare, choose_device, current, gpu_failures
 from powerinfer.errors import PowerInferError
 from powerinfer.hardware.description import NO_GPU, OTHER, RATED_ROWS, Device
 from powerinfer.hardware.samples import FRACTIONS, HEAD_DIM, FitGroup, Samples, figure, fit_rows, wire
@@ -126,16 +126,19 @@ def gpu_rates(name: str, effort: GpuEffort | None = None, progress: Progress = s
             f"measuring {gpu_name(name)} takes {6 * effort.sample_bytes >> 20} MiB of its memory and {free >> 20} MiB "
             "are free; end other programs first"
         )
-    work = _GpuSamples(chosen, effort, progress)
-    with gpu_failures("it was measured", "end other programs on it first"), current(chosen):
-        op_us, step_us = work.fixed()
-        dense = {kind: work.dense(kind, op_us, step_us) for kind in gpu.GPU_TYPES}
-        head = {kind: work.head(kind) for kind in gpu.GPU_TYPES}
-        fits = {kind: fit_rows(list(work.rows(kind)), max(dense.values())) for kind in RATED_ROWS}
-        kv = work.kv_gb_s()
-        sparse_us, sync_us = work.split(op_us, step_us, fits["F16"].gb_s)
-        copy = work.copy_gb_s()
-    work.close()
+    work, share = _GpuSamples(chosen, effort, progress), MemoryShare(chosen)  # models' limits do not count meanwhile
+    try:
+        with gpu_failures("it was measured", "end other programs on it first"), current(chosen):
+            op_us, step_us = work.fixed()
+            dense = {kind: work.dense(kind, op_us, step_us) for kind in gpu.GPU_TYPES}
+            head = {kind: work.head(kind) for kind in gpu.GPU_TYPES}
+            fits = {kind: fit_rows(list(work.rows(kind)), max(dense.values())) for kind in RATED_ROWS}
+            kv = work.kv_gb_s()
+            sparse_us, sync_us = work.split(op_us, step_us, fits["F16"].gb_s)
+            copy = work.copy_gb_s()
+        work.close()
+    finally:
+        share.end()
     reserved = 0
     if chosen.type == "cuda":
         reserved = min(in_use, MOST_CONTEXT) + max(0, _driver_bytes(chosen) - in_use)  # kernels and workspaces came

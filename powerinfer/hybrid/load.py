@@ -104,7 +104,7 @@ def load_split(
     from powerinfer.devices.gpu import GpuLayers
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.devices.streamed import StreamedLayers
-    from powerinfer.devices.torch_device import choose_device, gpu_failures
+    from powerinfer.devices.torch_device import MemoryShare, choose_device, gpu_failures
     from powerinfer.models import rotations
     from powerinfer.models.blocks import wire
 
@@ -115,6 +115,7 @@ def load_split(
     rotary = rotations(checkpoint, engine)
     gpu = streamed = None
     disk = open_tier(resolved, say)
+    share = MemoryShare(device)
     cpu = CpuExecutor(config, engine, rotary, first_layer=resolved.gpu_layers, pages=resolved.pages, disk=disk)
     cpu.in_experts = selection.in_experts
     if resolved.spared:
@@ -132,6 +133,7 @@ def load_split(
                 rotations=rotary,
                 split=split is not None,
                 states=cpu.n_states,
+                share=share,
             )
             if stage is not None:
                 streamed = StreamedLayers(cpu, gpu, stage)
@@ -140,6 +142,7 @@ def load_split(
     except BaseException:
         if gpu is not None:
             gpu.close()
+        share.end()
         cpu.close()
         raise
     checkpoint.finish()
@@ -396,13 +399,18 @@ def _planned_split(resolved: Resolved, plan: Plan) -> NeuronSplit:
 def _stage(resolved: Resolved, nbytes: int) -> Stage | None:
     """Buffers of that size for long prompts; 0: none."""
     from powerinfer.devices.stage import Stage
-    from powerinfer.devices.torch_device import choose_device, gpu_failures
+    from powerinfer.devices.torch_device import MemoryShare, choose_device, gpu_failures
 
     if not nbytes:
         return None
     assert resolved.gpu is not None
-    with gpu_failures("making room for prompts", "give less --vram"):
-        return Stage(choose_device(resolved.gpu), nbytes)
+    device = choose_device(resolved.gpu)
+    share = MemoryShare(device)  # other models' limits do not count meanwhile
+    try:
+        with gpu_failures("making room for prompts", "give less --vram"):
+            return Stage(device, nbytes)
+    finally:
+        share.end()
 
 
 def _settle_prompts(

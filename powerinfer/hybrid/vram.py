@@ -205,7 +205,7 @@ def hold_budget(
             if other is None and lacking <= 0:
                 settle()
                 if vram is not None:
-                    executor.gpu.share.limit(vram)
+                    executor.gpu.share.limit(vram - executor.gpu.recorded_bytes)
                 return Held(attempt.plan, used)
             problem = _over_budget(lacking, vram)
         except GpuMemoryError as error:

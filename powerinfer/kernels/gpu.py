@@ -318,10 +318,11 @@ def _k_values(kind: str, data: Tensor, scales: Tensor) -> Tensor:
 
 
 def linear(w: Weight, x: Tensor, bias: Tensor | None = None, to: Tensor | None = None) -> Tensor:
-    """x . W^T + bias, float32 [T, rows]; or `to`, contiguous, that much more.
+    """x . W^T + bias, float32 [T, rows]; or `to`, contiguous and not x, that much more.
 
     x: float32 [T, k]; bias: float32 [rows].
     """
+    assert to is None or (to.is_contiguous() and to.data_ptr() != x.data_ptr())  # programs read x while others add
     if x.shape[0] <= FEW and _triton(x):
         return _kernels().linear(w, x, bias, to)
     import torch

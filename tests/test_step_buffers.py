@@ -1,0 +1,65 @@
+"""What a step uploads: the numbers of a batch, of any shape and in any order of shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from powerinfer.devices import step_buffers  # noqa: E402
+from powerinfer.devices.batch import Batch  # noqa: E402
+from powerinfer.devices.states import runs_with_slots  # noqa: E402
+from powerinfer.devices.step_buffers import StepBuffers  # noqa: E402
+from powerinfer.kernels import cpu  # noqa: E402
+
+D_MODEL, MOST = 8, 96
+
+
+def batch_of(rng: Any, sequences: int, each: int, pages: int, logits: int) -> Batch:
+    """Tokens at the end of contexts of that number of pages."""
+    tokens = sequences * each
+    table = rng.permutation(sequences * pages).astype(np.int32).reshape(sequences, pages)
+    positions = np.tile(pages * cpu.PAGE - each + np.arange(each, dtype=np.int32), sequences)
+    rows = np.repeat(np.arange(sequences, dtype=np.int32), each)
+    return Batch(np.zeros(tokens, np.int32), positions, rows, table, np.arange(tokens - logits, tokens, dtype=np.int32))
+
+
+def check(buffers: StepBuffers, rng: Any, batch: Batch, states: bool) -> None:
+    x = rng.standard_normal((len(batch.tokens), D_MODEL), np.float32)
+    own = np.arange(len(batch.page_table), dtype=np.int32)
+    slots = (own, own[::-1].copy()) if states else None
+    step = buffers.upload(batch, x, slots)
+    np.testing.assert_array_equal(step.x.numpy(), x)
+    for found, wanted in (
+        (step.positions, batch.positions),
+        (step.rows, batch.rows),
+        (step.logit_rows, batch.logit_rows),
+    ):
+        np.testing.assert_array_equal(found.numpy(), wanted)
+    places = batch.page_table[batch.rows, batch.positions // cpu.PAGE].astype(np.int64) * cpu.PAGE
+    np.testing.assert_array_equal(step.slots.numpy(), places + batch.positions % cpu.PAGE)
+    assert step.slots.dtype == torch.int64
+    width = step.page_table.shape[1]
+    np.testing.assert_array_equal(step.page_table.numpy(), batch.page_table[:, :width])
+    assert width > int(batch.positions.max()) // cpu.PAGE
+    if slots is None:
+        assert step.runs is None
+    else:
+        assert step.runs is not None
+        np.testing.assert_array_equal(step.runs.numpy(), np.asarray(runs_with_slots(batch, slots)).reshape(-1, 4))
+
+
+@pytest.mark.parametrize("most", [2, 64])
+def test_a_step_of_any_shape_after_any_other(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Contexts of thousands of pages, which make room again for all shapes; more shapes than are kept."""
+    monkeypatch.setattr(step_buffers, "_MOST_SHAPES", most)
+    rng = np.random.default_rng(3)
+    buffers = StepBuffers(torch.device("cpu"), MOST, D_MODEL, 16, totals=False)
+    shapes = [(1, 1, 1, 1), (3, 1, 2, 3), (1, MOST, 5, 1), (4, 2, 1, 0), (1, 1, 3000, 1), (32, 1, 200, 32)]
+    for _ in range(3):
+        for at in rng.permutation(len(shapes)):
+            for states in (False, True, False):
+                check(buffers, rng, batch_of(rng, *shapes[at]), states)
