@@ -123,9 +123,9 @@ def test_dense_rates_are_those_of_the_products(clock: Clock, monkeypatch: pytest
     """With products that take a known time for each byte."""
     real = kernels.linear
 
-    def slow(w: kernels.Weight, x: Any, bias: Any = None) -> Any:
+    def slow(w: kernels.Weight, *given: Any) -> Any:
         clock.sleep(w.nbytes / 2e7)
-        return real(w, x, bias)
+        return real(w, *given)
 
     monkeypatch.setattr(kernels, "linear", slow)
     for kind in ("F16", "Q8_0"):
