@@ -115,9 +115,9 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     call = StreamedMatrices.__call__
 
-    def counting(self: StreamedMatrices, x: torch.Tensor) -> torch.Tensor:
+    def counting(self: StreamedMatrices, x: torch.Tensor, *to: Any) -> torch.Tensor:
         found.append(len(x))
-        return call(self, x)
+        return call(self, x, *to)
 
     monkeypatch.setattr(StreamedMatrices, "__call__", counting)
     return found
@@ -271,11 +271,11 @@ def test_a_step_that_fails_leaves_the_executor_usable(tmp_path: Path, monkeypatc
         for calls in (2, 4, 7):  # products of the first layer, and of both that stream
             left, linear = [calls], StreamedMatrices.__call__
 
-            def failing(self: StreamedMatrices, x: torch.Tensor, left: list[int] = left, linear: Any = linear) -> Any:
-                left[0] -= 1
-                if not left[0]:
+            def failing(self: StreamedMatrices, *given: Any) -> Any:
+                left[0] -= 1  # noqa: B023 - it is called within this round alone
+                if not left[0]:  # noqa: B023
                     raise torch.OutOfMemoryError("CUDA out of memory. Tried")
-                return linear(self, x)
+                return linear(self, *given)  # noqa: B023
 
             with monkeypatch.context() as patch, pytest.raises(PowerInferError, match="out of memory"):
                 patch.setattr(StreamedMatrices, "__call__", failing)

@@ -505,14 +505,18 @@ class GpuLayers:
         return self._layers[layer].operators()
 
     def run_streamed(self, batch: Batch, x: Float32, operators: Sequence[Operator]) -> Float32:
-        """x float32 [T, d_model] after these operators, of layers whose matrices stream; otherwise as `run`."""
+        """x float32 [T, d_model] after these operators, of layers whose matrices stream; otherwise as `run`, but once."""
         assert not self.has_head
         failures = gpu_failures(f"computing {len(batch.tokens)} tokens", "lower --prefill-chunk, --max-batch or --vram")
-        with failures, current(self.device), self._finished_after_failure():
-            step = self._begin(batch, x, None)
-            with import_torch().inference_mode():
-                self._launch(step, operators, batch)
-            return self.buffers.download(step, logits=False)
+        try:
+            with failures, current(self.device), self._finished_after_failure():
+                step = self._begin(batch, x, None)
+                with import_torch().inference_mode():
+                    self._launch(step, operators, batch)
+                return self.buffers.download(step, logits=False)
+        except GpuMemoryError:
+            self.share.lift()  # the next one has what there is
+            raise
 
     def hidden_states(self, rows: NDArray[np.int32]) -> Float32:
         """As `Executor.hidden_states`; of layers that have the head. PowerInferError when the device fails."""
