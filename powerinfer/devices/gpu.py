@@ -505,7 +505,7 @@ class GpuLayers:
         return self._layers[layer].operators()
 
     def run_streamed(self, batch: Batch, x: Float32, operators: Sequence[Operator]) -> Float32:
-        """x float32 [T, d_model] after these operators, of layers whose matrices stream; otherwise as `run`, but once."""
+        """x float32 [T, d_model] after these operators, of layers whose matrices stream; else as `run`, but once."""
         assert not self.has_head
         failures = gpu_failures(f"computing {len(batch.tokens)} tokens", "lower --prefill-chunk, --max-batch or --vram")
         try:
