@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from powerinfer.config import FfnConfig
 from powerinfer.devices.streams import streams_of
+from powerinfer.devices.torch_device import MemoryShare
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.bundle_memory import SomeBundles, pieces
 from powerinfer.formats.prepared import LINE
@@ -113,7 +114,13 @@ class Stage:
         self._size = nbytes
         self._streams = streams_of(to)
         self._host = [self._streams.pinned(nbytes, torch.uint8) for _ in range(BUFFERS)]
-        self._there = [torch.empty(nbytes, dtype=torch.uint8, device=to) for _ in range(BUFFERS)]
+        self._share = MemoryShare(to)  # other models' limits do not count for its buffers
+        try:
+            self._there = [torch.empty(nbytes, dtype=torch.uint8, device=to) for _ in range(BUFFERS)]
+        except BaseException:
+            self._share.end()
+            raise
+        self._share.limit(0)  # they are part of the limit of its model
         self._turn = 0
         self._side = self._streams.stream()
         self._copied, self._summed = ([self._streams.event() for _ in range(BUFFERS)] for _ in range(2))
@@ -148,6 +155,7 @@ class Stage:
         """Free the buffers and end the threads that copy; no step follows. May be called twice."""
         self.least = None
         self._host, self._there = [], []
+        self._share.end()
         if self._pool is not None:
             self._pool.shutdown()
 

@@ -160,14 +160,8 @@ class _Description:
 
     def _make_places(self, tokens: int, logit_rows: int, sequences: int, width: int, runs: int) -> _Places:
         torch = import_torch()
-        sizes = [
-            2 * tokens,
-            tokens,
-            tokens,
-            logit_rows,
-            sequences * width,
-            runs,
-        ]  # of the slots, which are int64, first
+        # First the slots, which are int64; runs last, so that the other places do not depend on them.
+        sizes = [2 * tokens, tokens, tokens, logit_rows, sequences * width, runs]
         nbytes = 4 * sum(sizes)
         if nbytes > len(self._here):
             self._allocate(1 << (nbytes - 1).bit_length())

@@ -399,18 +399,13 @@ def _planned_split(resolved: Resolved, plan: Plan) -> NeuronSplit:
 def _stage(resolved: Resolved, nbytes: int) -> Stage | None:
     """Buffers of that size for long prompts; 0: none."""
     from powerinfer.devices.stage import Stage
-    from powerinfer.devices.torch_device import MemoryShare, choose_device, gpu_failures
+    from powerinfer.devices.torch_device import choose_device, gpu_failures
 
     if not nbytes:
         return None
     assert resolved.gpu is not None
-    device = choose_device(resolved.gpu)
-    share = MemoryShare(device)  # other models' limits do not count meanwhile
-    try:
-        with gpu_failures("making room for prompts", "give less --vram"):
-            return Stage(device, nbytes)
-    finally:
-        share.end()
+    with gpu_failures("making room for prompts", "give less --vram"):
+        return Stage(choose_device(resolved.gpu), nbytes)
 
 
 def _settle_prompts(
