@@ -17,7 +17,7 @@ from powerinfer.cli.main import main
 from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.expert_files import open_expert_profile
-from powerinfer.hardware.measure import measured
+from powerinfer.hardware import measure
 from powerinfer.hybrid.resolve import needs, resolve
 from powerinfer.neurons import Tier
 from powerinfer.placement import budget
@@ -152,6 +152,7 @@ def answer(path: Path, **options: Any) -> tuple[str, LLM]:
     return found.text, llm
 
 
+@pytest.mark.usefixtures("described")
 def test_a_load_follows_its_plan(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     from powerinfer.hybrid.load import load_resolved
@@ -177,7 +178,7 @@ def test_a_load_follows_its_plan(tmp_path: Path) -> None:
     executor, sparsity = load_resolved(resolved, lambda: [1])
     try:
         held = executor.gpu.memory()["ffn"] + sum(ffn.memory()["ffn"] for ffn in sparsity.ffns)  # type: ignore[attr-defined]
-        hardware, model = measured(engine, gpu="cpu"), checkpoint_model(checkpoint)
+        hardware, model = measure.measured(engine, gpu="cpu"), checkpoint_model(checkpoint)
         work = budget.Workload("f16", 64, 32, 8)
         planned = budget.on_gpu(model, hardware, work, 2, True, True, slots)
         places = 2 * 4 * 4  # where each of the experts is, int32
@@ -208,6 +209,7 @@ def test_a_load_follows_its_plan(tmp_path: Path) -> None:
     llm.close()
 
 
+@pytest.mark.usefixtures("described")
 def test_a_profile_says_which_experts_are_hot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     path = tiny_model(tmp_path)
