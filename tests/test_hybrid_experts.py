@@ -32,7 +32,7 @@ from powerinfer.devices.link import link_bytes  # noqa: E402
 from powerinfer.devices.stage import Stage, expert_buffer  # noqa: E402
 from powerinfer.errors import PowerInferError, RequestError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
-from powerinfer.hardware.measure import measured  # noqa: E402
+from powerinfer.hardware import measure  # noqa: E402
 from powerinfer.hybrid.experts import Copier, ExpertSparsity, ExpertSplit, HybridExperts  # noqa: E402
 from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
 from powerinfer.hybrid.resolve import Resolved, needs, resolve  # noqa: E402
@@ -356,6 +356,7 @@ def test_what_is_no_view_of_the_file_is_neither_streamed_nor_swapped(tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "smallthinker-4b", "qwen35-moe"])
+@pytest.mark.usefixtures("described")
 def test_the_crossing_of_experts_is_measured(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once: the second load finds it."""
     monkeypatch.setattr(budget, "EXPERT_STAGED", 1)  # half a layer is much of so small a model
@@ -375,6 +376,7 @@ def test_the_crossing_of_experts_is_measured(name: str, tmp_path: Path, monkeypa
             executor.close()
 
 
+@pytest.mark.usefixtures("described")
 def test_a_load_of_smallthinker_holds_what_is_planned(tmp_path: Path) -> None:
     truth = Truth(case_named("smallthinker"), "gguf", tmp_path)
     engine, checkpoint = engine_of(gpu="cpu", kv_type="f16"), open_checkpoint(truth.path)
@@ -390,7 +392,7 @@ def test_a_load_of_smallthinker_holds_what_is_planned(tmp_path: Path) -> None:
     try:
         assert isinstance(sparsity, ExpertSparsity) and executor.gpu.has_head
         held, of_experts = executor.gpu.memory(), sum(ffn.memory()["ffn"] for ffn in sparsity.ffns)
-        hardware = measured(engine, gpu="cpu")
+        hardware = measure.measured(engine, gpu="cpu")
         work = budget.Workload("f16", families.CONTEXT, TOTAL, 4)
         planned = budget.on_gpu(model, hardware, work, 5, True, True, slots)
         tables = 5 * 4 * 6  # where each of the experts is, int32
@@ -408,7 +410,7 @@ def test_a_load_of_smallthinker_holds_what_is_planned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "qwen35-moe"])
-@pytest.mark.usefixtures("device")
+@pytest.mark.usefixtures("device", "described")
 def test_a_load_with_states_holds_what_is_planned(name: str, tmp_path: Path) -> None:
     """States in the slots of four requests and four prefixes, one for what is scored."""
     truth = Truth(case_named(name), "gguf", tmp_path)
@@ -424,7 +426,7 @@ def test_a_load_with_states_holds_what_is_planned(name: str, tmp_path: Path) -> 
         assert isinstance(sparsity, ExpertSparsity) and executor.n_states == 9
         held, of_experts = executor.gpu.memory(), sum(ffn.memory()["ffn"] for ffn in sparsity.ffns)
         work = budget.Workload("f16", families.CONTEXT, TOTAL, 4)
-        planned = budget.on_gpu(model, measured(engine, gpu="cpu"), work, len(slots), True, True, slots)
+        planned = budget.on_gpu(model, measure.measured(engine, gpu="cpu"), work, len(slots), True, True, slots)
         states = model.gpu_state_bytes(4)
         assert planned["kv"] == states + model.gpu_kv_bytes("f16", families.CONTEXT, 1) and states > 0
         assert [held[part] for part in ("attention", "head", "kv")] == [
@@ -524,6 +526,7 @@ def test_neurons_inside_experts_with_the_kernels_of_a_gpu(tmp_path: Path) -> Non
         gpu.force_triton(None)
 
 
+@pytest.mark.usefixtures("described")
 def test_a_plan_counts_experts_by_neuron(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = neurons_inside.model(tmp_path, "Q4_0")
     engine, checkpoint = engine_of(gpu="cpu", kv_type="f16", selector="exact"), open_checkpoint(path)
@@ -539,7 +542,7 @@ def test_a_plan_counts_experts_by_neuron(tmp_path: Path, capsys: pytest.CaptureF
         assert sum(ffn.cold_bytes for ffn in sparsity.ffns) == 3 * by[1]
         held = executor.gpu.memory()["ffn"] + sum(ffn.memory()["ffn"] for ffn in sparsity.ffns)
         work, slots = budget.Workload("f16", families.CONTEXT, TOTAL, 4), [len(own) for own in resolved.experts]
-        hardware = measured(engine, gpu="cpu")
+        hardware = measure.measured(engine, gpu="cpu")
         planned = budget.on_gpu(checkpoint_model(checkpoint), hardware, work, LAYERS, True, True, slots)
         assert held == planned["ffn"] + planned["experts"] + LAYERS * 4 * 4
     finally:
