@@ -134,8 +134,8 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         x = torch.empty(tokens, d_model)
         named = torch.empty(tokens, d_ff, dtype=torch.uint8)
         for kind in types:
-            to = torch.empty(tokens, wide) if kind in ("F16", "Q4_0") else None  # with a residual, and without
-            gpu.linear(weight(kind, wide, wide), torch.empty(tokens, wide), to=to)
+            into = torch.empty(tokens, wide) if kind in ("F16", "Q4_0") else None  # with a residual, and without
+            gpu.linear(weight(kind, wide, wide), torch.empty(tokens, wide), into=into)
             if kind[0] in "QM" and tokens != 4:
                 triton_kernels.values(weight(kind), 0, 8, None, None)
         triton_kernels.values(weight("Q4_0X32"), 0, 8, x.half(), torch.empty(8, dtype=torch.int32))

@@ -72,14 +72,14 @@ class Matrices:
         self.nbytes = sum(weight.nbytes for weight in self.weights)
         self.bias = _joined([one.rows for one in matrices], biases, device)
 
-    def __call__(self, x: Tensor, to: Tensor | None = None) -> Tensor:
-        """x float32 [T, k] -> float32 [T, rows of all], one matrix after another, biases added; or `to`, that much
+    def __call__(self, x: Tensor, into: Tensor | None = None) -> Tensor:
+        """x float32 [T, k] -> float32 [T, rows of all], one matrix after another, biases added; or `into`, that much
         more."""
         if len(self.weights) == 1:
-            return gpu.linear(self.weights[0], x, self.bias, to)
+            return gpu.linear(self.weights[0], x, self.bias, into)
         out = import_torch().cat([gpu.linear(weight, x) for weight in self.weights], dim=1)
         out = out if self.bias is None else out.add_(self.bias)
-        return out if to is None else to.add_(out)
+        return out if into is None else into.add_(out)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class StreamedMatrices:
         kept = [None if one.kept is None else torch.from_numpy(one.kept).to(device) for one in matrices]
         self._matrices = list(zip(matrices, kept, strict=True))
 
-    def __call__(self, x: Tensor, to: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, into: Tensor | None = None) -> Tensor:
         """As of `Matrices`."""
         torch = import_torch()
         out = torch.empty((len(x), sum(one.rows for one, _ in self._matrices)), dtype=x.dtype, device=x.device)
@@ -123,7 +123,7 @@ class StreamedMatrices:
                 own.copy_(wide.index_select(1, kept))
             at += matrix.rows
         out = out if self.bias is None else out.add_(self.bias)
-        return out if to is None else to.add_(out)
+        return out if into is None else into.add_(out)
 
     def _product(self, matrix: PanelMatrix, x: Tensor, out: Tensor) -> None:
         """out [T, n] = x . the first n rows of the panels."""

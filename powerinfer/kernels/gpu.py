@@ -317,21 +317,21 @@ def _k_values(kind: str, data: Tensor, scales: Tensor) -> Tensor:
 # Operators
 
 
-def linear(w: Weight, x: Tensor, bias: Tensor | None = None, to: Tensor | None = None) -> Tensor:
-    """x . W^T + bias, float32 [T, rows]; or `to`, contiguous and not x, that much more.
+def linear(w: Weight, x: Tensor, bias: Tensor | None = None, into: Tensor | None = None) -> Tensor:
+    """x . W^T + bias, float32 [T, rows]; or `into`, contiguous and not x, that much more.
 
     x: float32 [T, k]; bias: float32 [rows].
     """
-    assert to is None or (to.is_contiguous() and to.data_ptr() != x.data_ptr())  # programs read x while others add
+    assert into is None or (into.is_contiguous() and into.data_ptr() != x.data_ptr())  # others add while x is read
     if x.shape[0] <= FEW and _triton(x):
-        return _kernels().linear(w, x, bias, to)
+        return _kernels().linear(w, x, bias, into)
     import torch
 
     out = torch.empty((x.shape[0], w.rows), dtype=torch.float32, device=x.device)
     for begin, end in pieces(w.rows, w.k):
         out[:, begin:end] = product(x, operand(w, begin, end).T)
     out = out if bias is None else out + bias
-    return out if to is None else to.add_(out)
+    return out if into is None else into.add_(out)
 
 
 def operand(w: Weight, begin: int, end: int, neurons: Neurons | None = None) -> Tensor:

@@ -841,16 +841,16 @@ def for_rows(tile: Tile, kind: str, k: int) -> Tile:
     return Tile(rows, columns, warps)
 
 
-def linear(w: Weight, x: Tensor, bias: Tensor | None = None, to: Tensor | None = None, relu: bool = False) -> Tensor:
+def linear(w: Weight, x: Tensor, bias: Tensor | None = None, into: Tensor | None = None, relu: bool = False) -> Tensor:
     """`gpu.linear` of at most `gpu.FEW` tokens; relu: of the product."""
     tokens = x.shape[0]
-    out = torch.empty((tokens, w.rows), dtype=torch.float32, device=x.device) if to is None else to
+    out = torch.empty((tokens, w.rows), dtype=torch.float32, device=x.device) if into is None else into
     if out.numel():
         tile, two = fitting(w, tokens, processors(x)), halved(w.type, tokens)
         _linear_kernel[(triton.cdiv(w.rows, tile.rows),)](
             taken(x, w.type), w.data, either(w.scales, w.data), either(bias, out), out, tokens,
             w.rows, w.k, TYPE=w.type, BIAS=bias is not None, RELU=relu, T=columns(w.type, tokens), R=tile.rows,
-            C=tile.columns, G=together(w.type, tokens), PRECISION=precision(x), HALVES=two, ADD=to is not None,
+            C=tile.columns, G=together(w.type, tokens), PRECISION=precision(x), HALVES=two, ADD=into is not None,
             LINES=asked_lines(w, tile.rows), num_warps=tile.warps, num_stages=STAGES, launch_pdl=early(x),
         )  # fmt: skip
     return out
