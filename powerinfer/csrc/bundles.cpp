@@ -251,9 +251,9 @@ struct Work {
 };
 
 // How many of `left` listed neurons to take at once: where rows of down share scales, whole groups.
-int64_t block_of(const Bundles& b, const int32_t* index, int64_t left) {
-  if (left <= NeuronBlock::NEURONS) return left;
-  int64_t n = NeuronBlock::NEURONS;
+int64_t block_of(const Bundles& b, const int32_t* index, int64_t left, int64_t tokens) {
+  int64_t n = NeuronBlock::most(tokens);
+  if (left <= n) return left;
   if (pi_across(b.down.type) >= 0)
     while (index[n - 1] / PI_GROUP == index[n] / PI_GROUP) n--;
   return n;
@@ -366,7 +366,7 @@ void add_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, in
                  int64_t* fired) {
   const PiActs acts = firing.multiplied ? *x : with_lanes(b, *x, tokens, block);
   for (int64_t j = 0, take; j < n; j += take) {
-    take = block_of(b, index + j, n - j);
+    take = block_of(b, index + j, n - j, tokens);
     Work w{kernels, b, &acts, tokens, block, take};
     const int64_t active = w.multiply(index + j, firing, counts);
     const bool pairs = w.pairs;
@@ -388,7 +388,7 @@ void multiply_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* 
                       NeuronCounts& counts) {
   const PiActs acts = with_lanes(b, *x, tokens, block);
   for (int64_t j = 0, take; j < n; j += take) {
-    take = std::min(n - j, (int64_t)NeuronBlock::NEURONS);
+    take = std::min(n - j, NeuronBlock::most(tokens));
     Work w{kernels, b, &acts, tokens, block, take};
     w.multiply(index + j, firing, counts);
     for (int64_t t = 0; t < tokens; t++)

@@ -42,15 +42,18 @@ struct Bundles {
 
 // Buffers for processing a list of neurons, a block at a time.
 struct NeuronBlock {
-  enum { NEURONS = 64 };  // they stay in the L2 cache from their gates to their rows of down
+  // For several tokens few, so that a row stays in the L2 cache until all have been multiplied with it; for one, which
+  // reads each row once, more: every change from gates to up and to down starts with rows that nothing asked for.
+  enum { NEURONS = 64, NEURONS_OF_ONE = 256 };
+  static int64_t most(int64_t tokens) { return tokens == 1 ? NEURONS_OF_ONE : NEURONS; }
   std::vector<uint8_t> lanes;
   enum { CELLS = PI_NEURON_TOKENS * NEURONS };
   int8_t q[CELLS];
   float d[CELLS];
-  int32_t index[NEURONS + PI_LANES], position[NEURONS + PI_LANES];
+  int32_t index[NEURONS_OF_ONE + PI_LANES], position[NEURONS_OF_ONE + PI_LANES];
   float h[CELLS], more[CELLS];
-  uint32_t tokens_of[NEURONS];  // the tokens that count for each neuron, a bit each
-  PiPair pairs[CELLS];          // (neuron, token) pairs, if few are left; then h has one value per pair
+  uint32_t tokens_of[NEURONS_OF_ONE];  // the tokens that count for each neuron, a bit each
+  PiPair pairs[CELLS];                 // (neuron, token) pairs, if few are left; then h has one value per pair
 };
 
 // Numbers of rows of bundles read, of shared scales read, and of nonzero neurons, over all tokens.

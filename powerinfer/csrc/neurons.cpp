@@ -29,7 +29,7 @@ struct Rows {
   }
   PI_INLINE_MEMBER void ask(int64_t at) const {
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) __builtin_prefetch(next[r] + at, 0, 2);  // into L2: L1 has few loads in flight
+    for (int r = 0; r < R; r++) __builtin_prefetch(next[r] + at);
   }
 };
 
