@@ -438,6 +438,12 @@ class NeuronSum:
 
     @property
     def neurons(self) -> int: ...
+    def keep(self, members: NDArray[np.int32]) -> None:
+        """
+        Of neurons on disk: only these, int32 ascending, are summed from now on; `selected` and `take_fired` are of
+        them.
+        """
+
     @property
     def uses(self) -> NDArray[np.int32]:
         """Of neurons on disk: steps that summed each, until they are reset here, between steps."""

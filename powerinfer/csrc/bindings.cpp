@@ -796,6 +796,16 @@ void bind_neuron_sum(nb::module_& m) {
            "selected: [tokens, neurons], not zero where a token selects a neuron, None: all; weight: [tokens], 0: the\n"
            "token selects none, None: 1. False where no neuron is selected: out is zero, nothing was computed.")
       .def_prop_ro("neurons", [](const NeuronSum& sum) { return sum.bundles->members.size(); })
+      .def(
+          "keep",
+          [](NeuronSum& sum, Ints members) {
+            std::vector<int32_t> own(members.data(), members.data() + members.shape(0));
+            nb::gil_scoped_release release;
+            sum.keep(std::move(own));
+          },
+          "members"_a,
+          "Of neurons on disk: only these, int32 ascending, are summed from now on; `selected` and `take_fired` are of "
+          "them.")
       .def_prop_ro(
           "uses",
           [](NeuronSum& sum) {

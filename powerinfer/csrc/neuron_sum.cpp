@@ -21,7 +21,6 @@ NeuronSum::NeuronSum(std::shared_ptr<Workspace> w, std::shared_ptr<Bundles> b, f
 
 bool NeuronSum::sum(const float* x, int64_t tokens, const uint8_t* selected, const float* weight, float* out) {
   check(!bundles->spec.activation.in_banks(), "topk selects by the gates of matrices");
-  check(!bundles->slots, "neurons on disk are summed in the steps of a program");
   const int64_t k = bundles->up.k, all = (int64_t)bundles->members.size();
   bool any = false;
   for (int64_t t = 0; t < tokens && !any; t++) {
@@ -32,6 +31,11 @@ bool NeuronSum::sum(const float* x, int64_t tokens, const uint8_t* selected, con
     memset(out, 0, (size_t)(tokens * k) * sizeof(float));
     return false;
   }
+  Alone alone;
+  if (bundles->slots) {
+    alone.ldh = pi_round_up(bundles->neurons, PI_GROUP);
+    alone.h.resize((size_t)(std::min(tokens, (int64_t)PI_NEURON_TOKENS) * alone.ldh));
+  }
   const auto job = [&](int thread) {
     for (int64_t first = 0; first < tokens; first += PI_NEURON_TOKENS) {
       const int64_t some = std::min(tokens - first, (int64_t)PI_NEURON_TOKENS);
@@ -40,11 +44,24 @@ bool NeuronSum::sum(const float* x, int64_t tokens, const uint8_t* selected, con
                             {out + first * k, k, false, {}},
                             tokens <= PI_NEURON_TOKENS,
                             selected ? selected + first * all : nullptr,
-                            weight ? weight + first : nullptr});
+                            weight ? weight + first : nullptr,
+                            nullptr,
+                            {},
+                            nullptr,
+                            &alone});
     }
   };
   workspace->pool->run(job);
+  if (!alone.failure.empty()) throw ReadError(alone.failure);
   return true;
+}
+
+void NeuronSum::keep(std::vector<int32_t> members) {
+  check((bool)bundles->slots, "which neurons there are is fixed where they are in memory");
+  for (size_t i = 0; i < members.size(); i++)
+    check(members[i] >= (i ? members[i - 1] + 1 : 0) && members[i] < bundles->neurons,
+          "no such neurons, or in disorder");
+  workspace->pool->between_jobs([&] { bundles->members = std::move(members); });
 }
 
 void NeuronSum::sum_selected(int thread, const Piece& piece) {
@@ -123,9 +140,15 @@ void NeuronSum::add_from_disk(int thread, const Piece& piece, const PiActs* acts
   NeuronLists& lists = workspace->lists();
   NeuronLists::Share& own = lists.shares[(size_t)thread];
   NeuronLists::Wave& wave = lists.wave;
-  Program& program = *piece.program;
+  Program* const program = piece.program;
+  float* const h = program ? program->gate : piece.alone->h.data();
+  const int64_t ldh = program ? program->ldh : piece.alone->ldh;
+  const auto attempt = [&](const auto& work) {
+    if (program) program->attempt(work);
+    else piece.alone->attempt(work);
+  };
   const PiActs in = with_lanes(*bundles, *acts, piece.x.tokens, own.block);
-  Firing multiplied = {program.gate, program.ldh, nullptr, 0.0f};
+  Firing multiplied = {h, ldh, nullptr, 0.0f};
   multiplied.multiplied = true;
   const auto multiply = [&](int kind) {
     const int64_t begin = kind ? wave.there : 0, end = kind ? wave.n : wave.there;
@@ -133,8 +156,8 @@ void NeuronSum::add_from_disk(int thread, const Piece& piece, const PiActs* acts
     const int64_t step = std::min(std::max(some, (int64_t)8), most);
     for (int64_t j; (j = begin + wave.done[kind].fetch_add(step, std::memory_order_relaxed)) < end;)
       multiply_neurons(workspace->kernels, *bundles, &in, piece.x.tokens, wave.neurons.data() + j,
-                       std::min(step, end - j), firing, own.block, program.gate, program.ldh, own.done);
-    if (thread == 0 && kind == 0) program.attempt([&] { bundles->slots->wait(); });
+                       std::min(step, end - j), firing, own.block, h, ldh, own.done);
+    if (thread == 0 && kind == 0) attempt([&] { bundles->slots->wait(); });
     workspace->pool->barrier();
   };
   own.n_taken = n;
@@ -145,7 +168,7 @@ void NeuronSum::add_from_disk(int thread, const Piece& piece, const PiActs* acts
     workspace->pool->barrier();
     const bool all_there = wave.there == wave.n;
     if (thread == 0)
-      program.attempt([&] {
+      attempt([&] {
         const int64_t n = bundles->slots->want(wave.neurons.data(), wave.n);
         check(n == wave.n, "the slots have no room for the neurons of a step");
       });

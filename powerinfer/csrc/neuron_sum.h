@@ -1,6 +1,7 @@
 // A part of an FFN: some neurons of one layer, as bundles, and the sum that they add to the output.
 #pragma once
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "bundles.h"
@@ -23,8 +24,11 @@ class NeuronSum {
   // out[t] = weight[t] * sum of the neurons that token t selects; x and out [tokens, d_model] without gaps.
   // selected: [tokens][members], not zero where a token selects a neuron; null: all. weight: [tokens], null: 1; a token
   // of weight 0 selects none. Returns false where no neuron is selected: out is zero, and no job was run.
-  // Steps of up to PI_NEURON_TOKENS tokens are counted. Not of neurons that rest on disk.
+  // Steps of up to PI_NEURON_TOKENS tokens are counted. ReadError if neurons could not be read from disk: out is void.
   bool sum(const float* x, int64_t tokens, const uint8_t* selected, const float* weight, float* out);
+
+  // Of neurons on disk: only these, places in ascending order, are summed from now on.
+  void keep(std::vector<int32_t> members);
 
   // ---- Counters. Jobs write them, so these wait until none runs: a job counts as a whole or not at all.
   NeuronStats stats() const;
@@ -33,6 +37,18 @@ class NeuronSum {
   void clear();
 
   // ---- For the threads of a job
+  // What neurons on disk need outside of a program: room for their h, and what could not be read.
+  struct Alone {
+    Vector h;  // [PI_NEURON_TOKENS][ldh]
+    int64_t ldh;
+    std::string failure;
+    template <class F>
+    void attempt(F work) {
+      try {
+        if (failure.empty()) work();
+      } catch (const std::exception& error) { failure = error.what(); }
+    }
+  };
   // The input of up to PI_NEURON_TOKENS tokens, and where their sums go.
   struct Piece {
     Rows x;            // before the norm
@@ -44,6 +60,7 @@ class NeuronSum {
     int64_t* fired = nullptr;           // by place, if the caller counts the tokens that neurons fire for
     GroupWeights groups = {};           // if given, `selected_by` of the lists says which tokens select a neuron
     Program* program = nullptr;         // of the step; `gate` is overwritten with the h of neurons on disk
+    Alone* alone = nullptr;             // where these are summed without a program
   };
   // Sums the selected neurons; all their gates are computed.
   void sum_selected(int thread, const Piece& piece);

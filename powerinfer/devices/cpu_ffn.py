@@ -93,7 +93,12 @@ class PartMaker:
         return _native.least_slots(self._workspace, neurons)
 
     def resting(
-        self, layer: int, own: NeuronSlots, vectors: NeuronVectors = (), threshold: float = 0.0
+        self,
+        layer: int,
+        own: NeuronSlots,
+        vectors: NeuronVectors = (),
+        threshold: float = 0.0,
+        count_fired: bool = False,
     ) -> _native.NeuronSum:
         """Neurons as bundles on disk; arguments as of `bundled`."""
         layout, left_out = own.layout, own.left_out
@@ -109,7 +114,7 @@ class PartMaker:
             self._spec(layer, vectors),
             own.shared,
         )
-        return _native.NeuronSum(self._workspace, native, threshold)
+        return _native.NeuronSum(self._workspace, native, threshold, count_fired)
 
     def predictor(self, weights: Weights | None) -> _native.Predictor | None:
         """What selects among all of a layer's neurons, of experts those of all of them."""

@@ -117,26 +117,35 @@ class DiskTier:
     def read(self, matrices: Sequence[RestingTensor], number: int) -> list[RawTensor]:
         """Of matrices [n, out, in] those of one number, [out, in] as they are stored, valid until the next call: by one
         thread at a time, perhaps another than that of the steps. ModelError if they cannot be read."""
+        read = self._read_all([(*one.places[number], one.each_nbytes) for one in matrices])
+        return [RawTensor(one.type, one.shape[1:], data) for one, data in zip(matrices, read, strict=True)]
+
+    def read_rows(self, rows: Bytes) -> Bytes:
+        """The bytes of a view [n, bytes] of one of the files, without gaps, read from it: valid and failing as of
+        `read`."""
+        place = self.place(rows)
+        assert place is not None and rows.flags.c_contiguous
+        (read,) = self._read_all([(*place, rows.nbytes)])
+        return read.reshape(rows.shape)
+
+    def _read_all(self, each: Sequence[tuple[int, int, int]]) -> list[Bytes]:
+        """each: (file, offset, bytes)."""
         if self._apart is None:
             self._apart = read_files(self._files, self.about.direct)
         at, begin, align = 0, [], self._apart.ALIGN
-        for one in matrices:  # past the cache, what is read lies in a block of memory as in its file
-            begin.append(at + one.places[number][1] % align)
-            at = -(-(begin[-1] + one.each_nbytes) // align) * align
+        for _, offset, nbytes in each:  # past the cache, what is read lies in a block of memory as in its file
+            begin.append(at + offset % align)
+            at = -(-(begin[-1] + nbytes) // align) * align
         # One block for all: the reads keep what they were given until they are closed.
         memory, self._memory = self._memory, None
         if memory is None or len(memory) < at:
-            memory = own_pages(sum(-(-one.each_nbytes // align) * align + align for one in matrices))
-        each = [(*one.places[number], one.each_nbytes, first) for one, first in zip(matrices, begin, strict=True)]
+            memory = own_pages(sum(-(-nbytes // align) * align + align for _, _, nbytes in each))
         begun = time.perf_counter()
         with self.reading():
-            self._apart.wait(self._apart.begin(each, memory))
+            self._apart.wait(self._apart.begin([(*one, first) for one, first in zip(each, begin, strict=True)], memory))
         self._memory = memory  # not after a failure: the disk may write there yet
-        self._read_apart += np.array([len(each), sum(one.each_nbytes for one in matrices), time.perf_counter() - begun])
-        return [
-            RawTensor(one.type, one.shape[1:], memory[first : first + one.each_nbytes])
-            for one, first in zip(matrices, begin, strict=True)
-        ]
+        self._read_apart += np.array([len(each), sum(nbytes for *_, nbytes in each), time.perf_counter() - begun])
+        return [memory[first : first + nbytes] for first, (*_, nbytes) in zip(begin, each, strict=True)]
 
     def add_neurons(
         self, layer: int, slots: _native.Slots, uses: NDArray[np.int32], frequency: NDArray[np.float64] | None

@@ -134,6 +134,10 @@ class Stage:
         """Bytes of the arrays that a buffer holds, at most seven of which do not fill a line."""
         return self._size - _PADDING
 
+    def limit(self, layout: BundleLayout) -> int:
+        """Bytes of a piece of bundles, with `BESIDE` for each: what becomes of it takes no more, as is planned."""
+        return min(self.piece_bytes, self.piece_bytes * layout.pitch // gpu.neuron_bytes(layout))
+
     def experts_at_once(self, matrices: Sequence[int], experts: int) -> int:
         """How many experts a buffer holds beside the table of their places; arguments as of `expert_buffer`."""
         return (self._size - _table_bytes(experts)) // _lines(matrices)
@@ -180,9 +184,7 @@ class Stage:
         import torch
 
         kinds = (torch.int32,) * 3 + (torch.float32,) * len(vectors)
-        size = self.piece_bytes  # and what becomes of a piece takes no more, as is planned
-        limit = min(size, size * layout.pitch // gpu.neuron_bytes(layout))
-        for piece in pieces(layout, cold, limit, BESIDE):
+        for piece in pieces(layout, cold, self.limit(layout), BESIDE):
             index = cold.index[piece.first : piece.last]
             own = [None if values is None else values[index].astype(np.float32) for values in vectors]
             with self.sent([piece.rows, piece.at, piece.group, piece.shared, *own]) as (rows, *others):

@@ -24,16 +24,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from powerinfer.config import FfnConfig
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.cpu_ffn import Weights
-from powerinfer.devices.stage import Stage
+from powerinfer.devices.stage import BESIDE, Stage
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.devices.trace import span
 from powerinfer.formats.bundle_file import BundleFile
-from powerinfer.hybrid.parts import CpuPart, GpuPart
+from powerinfer.hybrid.parts import CpuPart, GpuPart, RestingPart
 from powerinfer.kernels import gpu
 from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.kernels.gpu_types import tensor_bytes
@@ -90,9 +91,11 @@ class HybridFfn:
         threshold: float = 0.0,
         weights: Weights | None = None,
         stage: Stage | None = None,
+        frequency: NDArray[np.float64] | None = None,
     ) -> None:
         """threshold: activations up to this magnitude count as zero; weights: of a predictor; stage: streams cold
-        neurons to the GPU for long prompts.
+        neurons to the GPU for long prompts. frequency: [neurons], the share of the tokens that each fires for, by which
+        RAM has some of those on disk at first, where cold ones rest there; None: not known.
 
         PowerInferError if a device runs out of memory; ValueError for neurons that compete in banks: which of them
         count depends on gates of both devices.
@@ -112,7 +115,11 @@ class HybridFfn:
         self._vectors = vectors
         self._threshold = threshold
         self._gpu_part: GpuPart | None = None
-        self._cpu_part = CpuPart(cpu, layer, bundles.layouts[layer], vectors, threshold)
+        own = cpu, layer, bundles.layouts[layer], vectors, threshold
+        self._resting = None
+        if cpu.disk is not None and layer in cpu.disk.about.neurons:
+            self._resting = RestingPart(*own, cpu.disk, bundles.layers[layer], frequency)
+        self._cpu_part: CpuPart | RestingPart = self._resting or CpuPart(*own)
         self._calls: dict[tuple[int, int], _native.NeuronCall] = {}  # by tokens and columns that are sent
         self._predicts = True
         self._predictor: _GpuPredictor | None = None
@@ -155,7 +162,7 @@ class HybridFfn:
         """Free both parts, the predictor, and the buffers that this FFN shares with others."""
         if self.stage is not None:
             self.stage.close()
-        for name in ("_gpu_part", "_cpu_part", "_calls", "_predictor", "_link", "_layers", "_bundles"):
+        for name in ("_gpu_part", "_cpu_part", "_resting", "_calls", "_predictor", "_link", "_layers", "_bundles"):
             self.__dict__.pop(name, None)
 
     def _failures(self) -> AbstractContextManager[None]:
@@ -186,16 +193,16 @@ class HybridFfn:
         """Send the CPU its input and its selection, see `FfnParts`.
 
         The GPU's work is static: the launches are the same for every step of a shape. If there are cold neurons, in a
-        step of few tokens the GPU calls the CPU, which sums them while the GPU sums the hot ones. In others, and where
-        the GPU cannot, the host acts twice: it records an event after the copy, and sums the cold neurons. In a long
-        step it streams them to the GPU instead.
+        step of few tokens the GPU calls the CPU, which sums them while the GPU sums the hot ones. In others, where the
+        GPU cannot, and where neurons rest on disk, the host acts twice: it records an event after the copy, and sums
+        the cold neurons. In a long step it streams them to the GPU instead.
         """
         operators = []
         if self._predictor is not None:
             operators.append(self._operator("predictor", self._select))
         if len(self.cold):
             operators.append(self._operator("copy out", self._send))
-            operators.append(self._operator("mark", self._mark, called=self._begin_cold))
+            operators.append(self._operator("mark", self._mark, by_host=True, called=self._begin_cold))
         return operators
 
     def finish(self) -> list[Operator]:
@@ -204,14 +211,20 @@ class HybridFfn:
         if len(self.hot):
             operators.append(self._operator("hot neurons", self._add_hot))
         if len(self.cold):
-            operators.append(self._operator("cold neurons", self._sum_cold, called=self._join_cold))
+            operators.append(self._operator("cold neurons", self._sum_cold, by_host=True, called=self._join_cold))
             operators.append(self._operator("add", self._add_cold))
         return operators
 
     def _operator(
-        self, kind: str, run: Callable[[Step], None], *, called: Callable[[Step], None] | None = None
+        self,
+        kind: str,
+        run: Callable[[Step], None],
+        *,
+        by_host: bool = False,
+        called: Callable[[Step], None] | None = None,
     ) -> Operator:
-        return Operator(kind, self.layer, run, called is None, called)
+        # Reads from disk fail by themselves, and what the GPU calls cannot say so.
+        return Operator(kind, self.layer, run, not by_host, None if self._resting else called)
 
     def _selects(self, tokens: int) -> bool:
         """Whether the predictor runs in a step of that number of tokens."""
@@ -248,6 +261,7 @@ class HybridFfn:
     def _begin_cold(self, step: Step) -> None:
         tokens, columns = len(step.x), self._sent_columns(len(step.x))
         if (tokens, columns) not in self._calls:
+            assert isinstance(self._cpu_part, CpuPart)
             self._calls[tokens, columns] = self._cpu_part.call(self._link, tokens, columns)
         self._link.begin(self._calls[tokens, columns])
 
@@ -278,9 +292,11 @@ class HybridFfn:
         self._seconds += waited - begin, time.perf_counter() - waited
 
     def _stream_cold(self, step: Step) -> None:
-        assert self.stage is not None and self._cpu_part.bundles is not None and step.read is not None
-        own = self._cpu_part.bundles, self._config, self._vectors, self._threshold
-        self.stage.add_sum(step.target, step.read, self._bundles.layouts[self.layer], *own)
+        assert self.stage is not None and step.read is not None
+        layout = self._bundles.layouts[self.layer]
+        for some in self._cpu_part.pieces(self.stage.limit(layout), BESIDE):
+            own = self._config, self._vectors, self._threshold
+            self.stage.add_sum(step.target, step.read, layout, some, *own)
 
     def _add_cold(self, step: Step) -> None:
         if not self._streams(step):
@@ -367,7 +383,8 @@ class NeuronSplit:
     """How the neurons of the GPU's layers are split: makes the FFN of each layer when it is wired (`load_split`).
 
     placement: hot neurons are those of `Tier.GPU`; all others, on disk too, are cold. threshold: of a layer, up to
-    which magnitude activations count as zero; predictors, stage: as for `HybridFfn`. ffns: those made so far.
+    which magnitude activations count as zero; predictors, stage, frequency: as for `HybridFfn`. ffns: those made so
+    far.
     """
 
     bundles: BundleFile
@@ -375,6 +392,7 @@ class NeuronSplit:
     threshold: Callable[[int], float] = lambda layer: 0.0
     predictors: Callable[[int], Weights] | None = None
     stage: Stage | None = None
+    frequency: Callable[[int], NDArray[np.float64]] | None = None
     ffns: list[HybridFfn] = field(default_factory=list)
     kind: type = FfnConfig
 
@@ -390,6 +408,7 @@ class NeuronSplit:
             threshold=self.threshold(layer),
             weights=None if self.predictors is None else self.predictors(layer),
             stage=self.stage,
+            frequency=None if self.frequency is None else self.frequency(layer),
         )
         self.ffns.append(ffn)
         return ffn

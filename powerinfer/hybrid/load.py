@@ -154,7 +154,7 @@ def _load_beside_gpu(
     resolved: Resolved, sample: Sample, progress: Progress, say: Say
 ) -> tuple[SplitExecutor, Sparsity]:
     if resolved.plan is not None:
-        return _load_neurons(resolved, resolved.plan, sample, progress)
+        return _load_neurons(resolved, resolved.plan, sample, progress, say)
     if resolved.experts is not None:
         return _load_experts(resolved, resolved.experts, sample, progress, say)
     from powerinfer.hybrid.vram import hold_budget
@@ -191,14 +191,18 @@ def _settle_layers(executor: SplitExecutor, resolved: Resolved, progress: Progre
         executor.choices["prefill"] = "the CPU computes the layers in RAM (no room, or no long steps, to stream them)"
 
 
-def _load_neurons(resolved: Resolved, plan: Plan, sample: Sample, progress: Progress) -> tuple[SplitExecutor, Sparsity]:
+def _load_neurons(
+    resolved: Resolved, plan: Plan, sample: Sample, progress: Progress, say: Say
+) -> tuple[SplitExecutor, Sparsity]:
     """The model with its neurons placed by the plan, or by a better one once memory is measured."""
     from powerinfer.hybrid.sparsity import HybridSparsity
     from powerinfer.hybrid.vram import Attempt, SavedMemory, hold_budget
 
     saved = SavedMemory(resolved)
     earlier = saved.find(plan)
-    executor, split, attempt = _load_planned(resolved, Attempt(plan if earlier is None else earlier.plan), progress)
+    executor, split, attempt = _load_planned(
+        resolved, Attempt(plan if earlier is None else earlier.plan), progress, say
+    )
     executor.choices["gpu"] += f", {resolved.why}"
     settle = partial(_settle_prompts, executor, resolved, split, sample, progress)
     limits = resolved.engine.max_batch, resolved.vram
@@ -367,7 +371,7 @@ def _policy(resolved: Resolved, experts: Sequence[Indices], name: str) -> Policy
 
 
 def _load_planned(
-    resolved: Resolved, attempt: Attempt, progress: Progress
+    resolved: Resolved, attempt: Attempt, progress: Progress, say: Say
 ) -> tuple[SplitExecutor, NeuronSplit, Attempt]:
     """The model by the plan, or with fewer neurons on the GPU if that runs out of memory before all is loaded."""
     while True:
@@ -375,12 +379,12 @@ def _load_planned(
         split = None
         try:
             split = _planned_split(resolved, attempt.plan)
-            return load_split(resolved, split, progress), split, attempt
+            return load_split(resolved, split, progress, say=say), split, attempt
         except GpuMemoryError:
             if split is not None:
                 split.close()
             less = attempt.after_failure()
-            if less is None or less.plan is None or not less.plan.fits:
+            if less is None or less.plan is None or not less.plan.loads:
                 raise
             attempt = less
 
@@ -393,7 +397,8 @@ def _planned_split(resolved: Resolved, plan: Plan) -> NeuronSplit:
     assert selection.bundles is not None
     stage = _stage(resolved, plan.staging)
     placement = plan.placement(plan.request.profile)
-    return NeuronSplit(selection.bundles, placement, selection.threshold, selection.predictors, stage)
+    frequency = plan.request.profile.fraction
+    return NeuronSplit(selection.bundles, placement, selection.threshold, selection.predictors, stage, frequency)
 
 
 def _stage(resolved: Resolved, nbytes: int) -> Stage | None:
@@ -413,8 +418,14 @@ def _settle_prompts(
 ) -> None:
     """Measure the crossing, if cold neurons can be streamed. GpuMemoryError if the GPU has too little memory for it."""
     from powerinfer.hybrid.crossing import settle
+    from powerinfer.kernels.gpu import FEW
 
     if not any(len(ffn.cold) for ffn in split.ffns):
+        return
+    if resolved.plan is not None and resolved.disk is not None and split.stage is not None:
+        split.stage.least = FEW + 1  # the CPU would read what is cold once for each FEW tokens
+        what = "what is cold, some of it from disk, streams"
+        executor.choices["prefill"] = f"{what} from {FEW + 1} tokens, which reads it once"
         return
     if split.stage is not None and all(ffn.stage is not None for ffn in split.ffns):
         settle(split.stage, executor, split.ffns, resolved, sample, progress)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,11 +11,14 @@ from numpy.typing import NDArray
 
 from powerinfer.config import FfnConfig
 from powerinfer.devices.cpu import CpuExecutor
-from powerinfer.formats.bundle_memory import SomeBundles, gather, own_pages
+from powerinfer.devices.disk import DiskTier
+from powerinfer.devices.disk_neurons import neuron_slots
+from powerinfer.formats.bundle_memory import SomeBundles, cuts, gather, own_pages, some_bytes
 from powerinfer.formats.quant import Float32
 from powerinfer.kernels import gpu
 from powerinfer.kernels.gpu_types import tensor_bytes
-from powerinfer.neurons import BundleLayout, Counts, Indices, NeuronVectors
+from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Counts, Indices, NeuronVectors
+from powerinfer.placement.disk import PIECE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,9 +120,97 @@ class CpuPart:
         assert self._neurons is not None
         return link.neuron_call(self._neurons, tokens, columns)
 
+    def pieces(self, limit: int, beside: int) -> Iterator[SomeBundles]:
+        """Its bundles, for a stage that cuts them as `cuts` does; arguments as of it."""
+        assert self.bundles is not None
+        yield self.bundles
+
     def take_counts(self) -> Counts:
         """int64 [neurons of the part], the tokens that each fired for since the last call."""
         assert self._neurons is not None
         counts = np.empty(self._neurons.neurons, np.int64)
+        self._neurons.take_fired(counts)
+        return counts
+
+
+class RestingPart:
+    """The same of neurons that rest on disk: memory has some of them, and reads the others when they are selected."""
+
+    def __init__(
+        self,
+        cpu: CpuExecutor,
+        layer: int,
+        layout: BundleLayout,
+        vectors: NeuronVectors,
+        threshold: float,
+        disk: DiskTier,
+        groups: NDArray[np.uint8],
+        frequency: NDArray[np.float64] | None,
+    ) -> None:
+        """groups: as for `GpuPart`, in a file of the disk; frequency: as for `HybridFfn`."""
+        self.index: Indices = np.empty(0, np.int32)
+        self._layer = layer
+        self._layout = layout
+        self._disk = disk
+        self._groups = groups
+        self._frequency = frequency
+        n = cpu.config.ffn_sizes[layer]
+        own = neuron_slots(disk, layer, layout, groups, n, least=cpu.parts.least_slots(n), whole=True)
+        self._slots = own.slots
+        self._neurons = cpu.parts.resting(layer, own, vectors, threshold, count_fired=True)
+        self._placed = False
+        self._read: NDArray[np.uint8] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the bundles that memory has room for."""
+        return self._slots.slots * self._layout.pitch
+
+    def place(self, groups: NDArray[np.uint8], index: Indices) -> None:
+        """As of `CpuPart`; groups: those of the layer. ModelError if the first cannot be read."""
+        self._neurons.keep(index)
+        self.index = index
+        if not self._placed:
+            cold = None
+            if self._frequency is not None:
+                cold = np.zeros_like(self._frequency)
+                cold[index] = self._frequency[index]
+            self._disk.add_neurons(self._layer, self._slots, self._neurons.uses, cold)
+            self._placed = True
+
+    def sum(self, x: Float32, selected: NDArray[np.uint8] | None, out: Float32) -> bool:
+        """As of `CpuPart`. ModelError if neurons cannot be read: then out is void."""
+        with self._disk.reading():
+            return self._neurons.sum(x, out, selected)
+
+    def pieces(self, limit: int, beside: int) -> Iterator[SomeBundles]:
+        """As of `CpuPart`, cut already, so that the sums are the same: each is valid until the next is asked for.
+        ModelError if they cannot be read."""
+        counts = np.bincount(self.index // BUNDLE_GROUP, minlength=len(self._groups)).astype(np.int32)
+        ends = np.cumsum(counts)
+        for begin, end in cuts(self._layout, counts, limit, beside):
+            first = int(ends[begin] - counts[begin])
+            if first < ends[end - 1]:
+                yield SomeBundles(self.index[first : ends[end - 1]], counts[begin:end], self._gathered(begin, end))
+
+    def _gathered(self, begin: int, end: int) -> NDArray[np.uint8]:
+        """The bundles of some groups as `SomeBundles.rows`."""
+        layout, at = self._layout, 0
+        step = max(1, PIECE // layout.group_bytes)
+        edges = np.searchsorted(self.index, np.arange(begin, end + step, step).clip(max=end) * BUNDLE_GROUP)
+        size = some_bytes(layout, self.index[edges[0] : edges[-1]])
+        if self._read is None or len(self._read) < size:
+            self._read = own_pages(size)
+        for number, (first, last) in enumerate(pairwise(edges)):
+            if first < last:
+                group = begin + number * step
+                rows = self._disk.read_rows(self._groups[group : min(group + step, end)])
+                own = gather(layout, rows, self.index[first:last] - group * BUNDLE_GROUP, self._read[at:])
+                at += own.rows.nbytes
+        return self._read[:at].reshape(1, -1)
+
+    def take_counts(self) -> Counts:
+        """As of `CpuPart`."""
+        counts = np.empty(len(self.index), np.int64)
         self._neurons.take_fired(counts)
         return counts

@@ -94,6 +94,8 @@ def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = s
     resolved = _resolve(checkpoint, engine, progress, say)
     if engine.adjust and engine.expert_policy not in ("static", "auto"):
         raise RequestError(f"--expert-policy {engine.expert_policy} moves experts by itself: leave out --adjust")
+    if engine.adjust and resolved.plan is not None and resolved.disk is not None:
+        raise RequestError("--adjust moves neurons between devices, and some of them rest on disk: leave it out")
     if engine.adjust and resolved.plan is None and resolved.experts is None:
         raise RequestError("--adjust is for models whose neurons or experts are split between a GPU and the CPU")
     if engine.expert_policy not in ("static", "auto") and resolved.experts is None:
@@ -596,18 +598,26 @@ def _within_ram(resolved: Resolved, model: Model, hardware: Hardware) -> Resolve
     """The same within --ram, without the buffers for long prompts or with what that does not hold on disk, where layers
     are on the GPU as a whole. RequestError if it does not hold the rest."""
     from powerinfer.placement.budget import gib, in_ram, streamed_in_ram
+    from powerinfer.placement.disk import within
+    from powerinfer.system import available_memory
 
     engine, layers, head = resolved.engine, resolved.gpu_layers, resolved.gpu_head
     work = _workload(model, engine, "all")
     needed = sum(in_ram(model, work, layers, head, hardware.host_bytes).values())
-    if engine.ram is None or needed + streamed_in_ram(model, work, layers, resolved.staging) <= engine.ram:
+    ram = engine.ram
+    if ram is None:
+        free = available_memory()
+        if engine.disk == "none" or head or not 0 < free < needed:
+            return replace(resolved, disk=None)
+        ram = within(free)
+    if needed + streamed_in_ram(model, work, layers, resolved.staging) <= ram:
         return replace(resolved, disk=None)
     resolved = replace(resolved, staging=0)
-    if needed <= engine.ram:
+    if needed <= ram:
         return replace(resolved, disk=None)
     if engine.disk != "none" and not head:
-        placed = _on_disk(resolved, model, engine.ram, hardware.host_bytes)
-        return replace(placed, whole_context=_whole_context(placed, model, engine.ram, hardware.host_bytes))
+        placed = _on_disk(resolved, model, ram, hardware.host_bytes)
+        return replace(placed, whole_context=_whole_context(placed, model, ram, hardware.host_bytes))
     held = "layer" if layers == 1 else f"{layers} layers"
     raise RequestError(
         f"{model.name} needs {gib(needed)} of RAM beside the {held} that --vram holds: give --ram "
@@ -650,20 +660,40 @@ def _split_neurons(
 ) -> Resolved | str:
     """A plan that places single neurons; the reason if that is slower than the CPU alone."""
     from powerinfer.placement.budget import gib
+    from powerinfer.placement.disk import within
     from powerinfer.placement.plan import make_plan
 
     plan = make_plan(request(hardware))
-    name = plan.request.model.name
+    name, ram = plan.request.model.name, plan.request.ram
     if not plan.claims.gpu_layers:
         return plan.reasons[0]
-    if not plan.fits:
+    if resolved.engine.ram is None and ram is not None and plan.beside_gpu is not None:
+        plan = make_plan(replace(plan.request, ram=within(ram)))
+    disk = plan.beside_gpu if resolved.engine.disk != "none" else None
+    if not plan.fits and disk is None:
+        engine, reads = resolved.engine, "only --selector predicted reads them from disk beside a GPU"
+        if engine.selector == "auto" and engine.disk != "none":
+            with suppress(RequestError):  # that needs more memory than there is, too
+                return _without_neurons(resolved, hardware, f"--vram and --ram do not hold all neurons, and {reads}")
+        if resolved.selection.selector == "predicted":
+            reads = "--ram does not hold what reading them from disk takes"
+        if engine.disk == "none":
+            reads = "--disk none forbids to read them"
         needed = next(one.bytes for one in plan.helps if one.flag == "--ram")
         raise RequestError(
-            f"the neurons of {name} do not fit in --vram and --ram, and none are read from disk while decoding: "
-            f"give --ram {gib(needed)}, or more --vram"
+            f"the neurons of {name} do not fit in --vram and --ram, and {reads}: give --ram {gib(needed)}, or more "
+            "--vram"
         )
     why = f"{100 * plan.choice.mass_on_gpu:.0f} % of the activations on the GPU"
-    return replace(resolved, gpu_layers=plan.claims.gpu_layers, gpu_head=plan.claims.gpu_head, plan=plan, why=why)
+    there = replace(resolved, gpu_layers=plan.claims.gpu_layers, gpu_head=plan.claims.gpu_head, plan=plan, why=why)
+    return replace(there, disk=disk)
+
+
+def _without_neurons(resolved: Resolved, hardware: Hardware, why: str) -> Resolved:
+    """Whole layers on the GPU, without bundles: what RAM does not hold of the others is read from disk."""
+    selection = select(resolved.checkpoint, resolved.engine, why)
+    model = _model(resolved.checkpoint, resolved.engine, selection)
+    return _whole_layers(replace(resolved, selection=selection), model, hardware)
 
 
 def _split_experts(

@@ -106,7 +106,7 @@ class SavedMemory(_Saved):
         if kept is not None:
             with suppress(RequestError):
                 found = with_working_memory(plan, kept.working)
-                if found is not None and found.fits:
+                if found is not None and found.loads:
                     return Held(found, kept.measured)
         return None
 
@@ -214,7 +214,7 @@ def hold_budget(
         if other is None or split is None:
             raise problem
         assert other.plan is not None
-        if not other.plan.fits:
+        if not other.plan.loads:
             raise PowerInferError(f"{problem}; --ram does not hold the neurons that would make room there")
         attempt = other
 
@@ -248,13 +248,13 @@ def _with_fewer(plan: Plan, lacking: int, margin: int) -> Plan | None:
     and RAM holds them; None, or RequestError, as `with_less_vram` has it for `lacking` alone."""
     with suppress(RequestError):
         less = with_less_vram(plan, min(lacking + margin, max(lacking, _held(plan))))
-        if less is not None and less.fits:
+        if less is not None and less.loads:
             return less
     return with_less_vram(plan, lacking)
 
 
 def _if_changed(plan: Plan, less: Plan | None) -> Plan | None:
-    return less if less is not None and less.fits and less.choice.gpu != plan.choice.gpu else None
+    return less if less is not None and less.loads and less.choice.gpu != plan.choice.gpu else None
 
 
 def _with_more(plan: Plan, used: int, earlier: int | None) -> Plan | None:
@@ -269,7 +269,7 @@ def _with_more(plan: Plan, used: int, earlier: int | None) -> Plan | None:
         return None
     with suppress(RequestError):
         found = with_working_memory(plan, working + margin)
-        if found is not None and found.fits and sum(found.choice.gpu) > sum(plan.choice.gpu):
+        if found is not None and found.loads and sum(found.choice.gpu) > sum(plan.choice.gpu):
             return found
     return None
 

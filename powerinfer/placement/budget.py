@@ -100,7 +100,8 @@ class Claims:
     RAM beside that. staging: bytes of a buffer, 0 for none; what they take of either memory is not part of what is
     left. bundles: neurons are placed as bundles, which then go where there is room; panels: dense matrices of the FFNs
     are in RAM. slots: of each layer the number of its experts on the GPU; None: the model has none, or no GPU is used.
-    disk: what stays on disk, but for neurons beside a GPU; None: nothing.
+    disk: what stays on disk, but for neurons beside a GPU; None: nothing. slots_beside: neurons of each of the GPU's
+    layers that RAM has room for beside those that it keeps, where others are read from disk; 0: none are.
     """
 
     gpu_layers: int
@@ -115,6 +116,7 @@ class Claims:
     staging: int = 0
     slots: tuple[int, ...] | None = None
     disk: DiskPlan | None = None
+    slots_beside: int = 0
 
 
 def budgets(hardware: Hardware, vram: int | None, ram: int | None) -> tuple[int, int]:
@@ -478,6 +480,15 @@ def staged_on_gpu(staging: int) -> int:
 def staged_in_ram(staging: int) -> int:
     """The same in RAM."""
     return BUFFERS * staging
+
+
+def staging_from_disk(model: Model, work: Workload, gpu_left: int, left: int) -> int:
+    """Bytes of a staging buffer where not all neurons fit, which takes little of what is left of either memory; 0 if no
+    prompt needs one."""
+    if work.chunk <= kernels.FEW:
+        return 0
+    limit = min(gpu_left // (STAGED * staged_on_gpu(1)), left // (STAGED * staged_in_ram(1)))
+    return buffer_bytes(model.bundle, model.config.widest_ffn, limit)
 
 
 def staged_beside(model: Model, neurons: int) -> int:

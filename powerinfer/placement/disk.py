@@ -41,6 +41,10 @@ AHEAD = 32 << 20
 """Bytes that are read ahead of what a step uses, or the next matrices, if they are larger: what is under way at a time
 (reads.cpp)."""
 
+PIECE = 16 << 20
+"""Bytes of neurons that are read at once, where a prompt takes all of a layer to the GPU, and half of those that are
+gathered from them; a group at least."""
+
 PACKED = 4 << 20
 """Bytes of a thread for the panels of matrices on disk."""
 
@@ -246,6 +250,17 @@ def plan_disk(
     about = OnDisk(names, window, in_slots, of_neurons, lent=lends, lends_window=not streamed)
     every = sum(unit.read for unit in streamed)
     return DiskPlan(about, held, every, {use: n for use, n in resting.items() if n})
+
+
+def beside_gpu(model: Model, layers: int, threads: int, streams: bool) -> tuple[int, int]:
+    """(slots of each of the GPU's layers, bytes): what RAM needs beside the neurons that it keeps, where others of
+    these layers are read from disk when they are selected. streams: long prompts read all that the GPU does not have.
+    """
+    slots, nbytes, largest = LEAST * threads, READ_COPIES, 0
+    for layout, n in zip(model.bundles[:layers], model.config.ffn_sizes, strict=False):
+        largest = max(largest, n_groups(n) * layout.group_bytes)
+        nbytes += min(n, slots) * layout.pitch + n * NEURON + n_groups(n) * layout.shared_bytes
+    return slots, nbytes + 3 * min(largest, PIECE) * streams
 
 
 def within(free: int) -> int:

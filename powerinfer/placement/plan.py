@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from powerinfer import __version__
 from powerinfer.config import ExpertsConfig
+from powerinfer.devices.disk import OnDisk
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.prepared import write_small
@@ -48,8 +49,9 @@ from powerinfer.placement.budget import (
     staged_beside,
     staged_in_ram,
     staged_on_gpu,
+    staging_from_disk,
 )
-from powerinfer.placement.disk import DiskPlan, plan_disk, within
+from powerinfer.placement.disk import DiskPlan, beside_gpu, plan_disk, within
 from powerinfer.placement.disk_speed import Decoding, Hits, OnGpu, Prediction, predict
 from powerinfer.placement.experts import Frequencies
 from powerinfer.placement.plan_document import (
@@ -66,7 +68,7 @@ from powerinfer.placement.plan_document import (
 from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
 
-GPU_ACCOUNTING = 9
+GPU_ACCOUNTING = 10
 """Incremented when bytes or times on a GPU are counted differently, so that earlier plans with one are not reused."""
 
 POLICIES = ("time", "ilp", "greedy", "random")
@@ -357,6 +359,23 @@ class Plan:
         """Nothing is read from disk."""
         return self.claims.disk is None and not any(layer[Tier.DISK] for layer in self.neurons)
 
+    @property
+    def loads(self) -> bool:
+        """It can be loaded beside a GPU: what neurons do not fit are read from disk when a predictor selects them."""
+        return self.fits or bool(self.claims.slots_beside)
+
+    @property
+    def beside_gpu(self) -> DiskPlan | None:
+        """The neurons that stay on disk, of the GPU's layers; None: none, or the plan cannot be loaded."""
+        beside = self.claims.slots_beside
+        if self.fits or not beside:
+            return None
+        sizes = self.request.profile.sizes
+        slots = {
+            layer: min(sizes[layer], own[Tier.CPU] + beside) for layer, own in enumerate(self.neurons) if own[Tier.DISK]
+        }
+        return DiskPlan(OnDisk(neurons=slots), self.bytes["cpu"], 0, self.bytes["disk"])
+
     def placement(self, profile: Profile) -> Placement:
         """The tier of every neuron. profile: the one that the plan was made from."""
         assert profile.digest == self.request.profile.digest
@@ -432,7 +451,7 @@ def make_plan(request: PlanRequest) -> Plan:
     """Make the plan. RequestError if the budgets are too small for the dense part, or for the model without a disk."""
     claims = request.claims()
     if claims.disk is None:
-        plan = _solved(request, claims)
+        plan = _with_slots(_solved(request, claims))
     elif claims.gpu_layers:
         plan = _with_reads(_solved(request, claims), claims.disk)
     else:
@@ -444,6 +463,27 @@ def make_plan(request: PlanRequest) -> Plan:
             if alone.choice.seconds < plan.choice.seconds:
                 slower = f"with the GPU a step would take {1e3 * plan.choice.seconds:.1f} ms: the CPU alone is faster"
                 return replace(alone, request=request, reasons=(slower, *alone.reasons[1:]))  # the first: no GPU
+    return plan
+
+
+def _with_slots(plan: Plan) -> Plan:
+    """A plan with neurons on disk beside a GPU, with what reading them takes of RAM; the plan as it is where they would
+    not be read: predictors select among those of the GPU's layers alone."""
+    request, claims = plan.request, plan.claims
+    if plan.fits or not claims.gpu_layers or request.selector != "predicted":
+        return plan
+    model, threads = request.model, request.hardware.cpu.threads
+    gpu_left = claims.gpu_left + staged_on_gpu(claims.staging)
+    cpu_left = claims.cpu_left + staged_in_ram(claims.staging)
+    others = sum(model.config.ffn_sizes[claims.gpu_layers :]) * claims.cpu_neuron
+    for staging in dict.fromkeys((staging_from_disk(model, request.workload, gpu_left, cpu_left), 0)):
+        slots, nbytes = beside_gpu(model, claims.gpu_layers, threads, bool(staging))
+        left = cpu_left - staged_in_ram(staging) - nbytes
+        if left >= others:
+            cpu = claims.cpu | {"scratch": claims.cpu["scratch"] + nbytes}
+            own = replace(claims, cpu=cpu, cpu_left=left, gpu_left=gpu_left - staged_on_gpu(staging))
+            own = replace(own, staging=staging, slots_beside=slots)
+            return replace(_solved(request, own), helps=plan.helps)  # where all fits nothing is needed beside
     return plan
 
 
@@ -720,6 +760,8 @@ def _placed(
         disk = None if ram is None else tables.disk
         answer = solver.solve(tables.costs, disk, room, ram, request.time_limit, starts)
         kept = answer.kept if ram is None else solver.top_up(answer.gpu, answer.kept, ram, groups)
+        if ram is not None and claims.slots_beside:
+            kept = _kept_beside(claims, tables, answer.gpu, ram, groups)
         return answer.gpu, kept, answer.optimal, answer.seconds
     impact = np.diff(tables.mass, axis=1)
     allowed = np.arange(layers) < claims.gpu_layers
@@ -734,7 +776,18 @@ def _placed(
         gpu = solver.greedy(impact, least, room)
     else:
         gpu = solver.random_groups(layers, groups, room, allowed, request.seed)
+    if ram is not None and claims.slots_beside:
+        return gpu, _kept_beside(claims, tables, gpu, ram, groups), optimal, solve_s
     return gpu, solver.fill(gpu, tables.disk, ram, groups), optimal, solve_s
+
+
+def _kept_beside(claims: Claims, tables: _Tables, gpu: solver.Numbers, ram: int, groups: int) -> solver.Numbers:
+    """As `solver.fill`, where neurons rest on disk beside a GPU: layers that run on the CPU as a whole keep all."""
+    first = claims.gpu_layers
+    left = ram - groups * (len(gpu) - first)
+    assert tables.disk is not None
+    split = solver.fill(gpu[:first], tables.disk[:first], max(0, left), groups)
+    return np.concatenate([split, np.full(len(gpu) - first, groups)])
 
 
 def _work_on_gpu(request: PlanRequest, claims: Claims, of_neurons: float, of_all_neurons: float) -> float:
@@ -787,9 +840,13 @@ def _reasons(request: PlanRequest, claims: Claims, choice: Choice) -> tuple[str,
     if claims.bundles:
         each = zip(config.ffn_sizes, choice.kept, request.model.bundles, strict=True)
         if on_disk := sum(max(0, n - kept * GROUP) * layout.stride for n, kept, layout in each):
+            unread = (
+                "do not fit and would be read from disk when they are needed, which a load does beside a GPU only with "
+                "--selector predicted, and where RAM holds the neurons of all layers that the GPU does not have"
+            )
             reasons.append(
-                f"{gib(on_disk)} of neurons do not fit and would be read from disk when they are needed, which a load "
-                "does not do beside a GPU so far"
+                f"{gib(on_disk)} of neurons "
+                + ("stay on disk and are read when they are selected" if claims.slots_beside else unread)
             )
     if choice.optimal is False:
         reasons.append(f"not proven to be optimal: the solver's {request.time_limit:g} s ran out")

@@ -1,0 +1,313 @@
+"""Neurons on a GPU, in RAM and on disk: the bits of those of which RAM has all that the GPU lacks."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import model_files
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from gpu_device import device_name  # noqa: E402
+from sparse_models import give_profile, profile_of  # noqa: E402
+from test_disk_neurons import FEWEST, NEURONS, model, steps, wide  # noqa: E402, F401
+from test_gpu_layers import on_gpu  # noqa: E402
+from test_hybrid import placed  # noqa: E402
+from test_split_experts_on_disk import emulating  # noqa: E402
+
+from powerinfer import ModelError, RequestError, _native  # noqa: E402
+from powerinfer.config import EngineConfig  # noqa: E402
+from powerinfer.devices.disk import OnDisk  # noqa: E402
+from powerinfer.devices.stage import Stage, buffer_bytes  # noqa: E402
+from powerinfer.devices.torch_device import choose_device  # noqa: E402
+from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
+from powerinfer.hardware.description import load  # noqa: E402
+from powerinfer.hybrid.ffn import HybridFfn, NeuronSplit  # noqa: E402
+from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
+from powerinfer.hybrid.resolve import Resolved, needs, resolve  # noqa: E402
+from powerinfer.kernels.cpu import NEURON_TOKENS  # noqa: E402
+from powerinfer.placement.disk import DiskPlan  # noqa: E402
+from powerinfer.sparsity.selection import select  # noqa: E402
+
+ENGINE = EngineConfig(
+    threads=2, prefill_chunk=64, max_batch=4, context=128, trial=False, disk="direct", selector="predicted"
+)
+PAGES = 16
+LARGE = 12288  # neurons
+
+
+@contextmanager
+def split(
+    path: Path,
+    slots: int | None,
+    share: float = 0.3,
+    streams: bool = False,
+    reads: Callable[..., Any] | None = None,
+    layers: int | None = None,
+    resting: tuple[int, ...] | None = None,
+) -> Iterator[tuple[Any, list[HybridFfn]]]:
+    """slots: neurons of each layer in RAM, of all that the GPU does not have; None: all of them are there.
+
+    share: of the neurons on the GPU. streams: the GPU computes what is cold of prompts. reads: makes those of files,
+    None: of the disk. layers: on the GPU, None: all. resting: layers whose neurons are on disk, None: those.
+    """
+    checkpoint = open_checkpoint(path)
+    config, selection = checkpoint.config, select(checkpoint, ENGINE)
+    bundles = selection.bundles
+    assert bundles is not None
+    stage = None
+    if streams:
+        stage = Stage(choose_device(device_name()), buffer_bytes(bundles.layouts[0], NEURONS, 1 << 20))
+        stage.least = NEURON_TOKENS + 1
+    profile = profile_of(config.n_layers, NEURONS)
+    made = NeuronSplit(
+        bundles, placed(config, share), predictors=selection.predictors, stage=stage, frequency=profile.fraction
+    )
+    every = config.n_layers
+    plan = None
+    if slots is not None:
+        rest = range(layers or every) if resting is None else resting
+        plan = DiskPlan(OnDisk(neurons=dict.fromkeys(rest, slots)), {}, 0)
+    where = on_gpu(layers or every, head=(layers or every) == every, pages=PAGES)
+    with pytest.MonkeyPatch.context() as patch:
+        if reads is not None:
+            patch.setattr(_native, "Reads", reads)
+        executor = load_split(Resolved(checkpoint, ENGINE, selection, disk=plan, **where), made)
+        try:
+            yield executor, made.ffns
+        finally:
+            executor.close()
+            made.close()
+
+
+def answers(executor: Any, first: int | None = None) -> list[np.ndarray]:
+    """Of the first steps, None: of all. The first five are of one sequence, a prompt and single tokens."""
+    return [executor.forward(batch).copy() for batch in islice(steps(executor.vocab_size), first)]
+
+
+def check_bits(executor: Any, right: list[np.ndarray]) -> None:
+    for own, one in zip(answers(executor, len(right)), right, strict=True):
+        np.testing.assert_array_equal(own, one)
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["by the CPU", "streamed"])
+@pytest.mark.parametrize("types", [("F16", "F16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0X32")], ids="-".join)
+@pytest.mark.usefixtures("device")
+def test_the_bits_are_those_of_neurons_in_ram(types: tuple[str, str], streams: bool, tmp_path: Path) -> None:
+    """Whatever the slots hold, and however prompts are computed."""
+    path = model(tmp_path, types)
+    with split(path, None, streams=streams) as (executor, ffns):
+        right = answers(executor)
+        counted = [dict(ffn.collect()) for ffn in ffns]
+    read = []
+    for slots in (FEWEST, NEURONS // 2, NEURONS):
+        with split(path, slots, streams=streams) as (executor, ffns):
+            check_bits(executor, right)
+            told = [dict(ffn.collect()) for ffn in ffns]
+            assert [own | {"jobs": 0} for own in told] == [own | {"jobs": 0} for own in counted]
+            check_bits(executor, right)
+            read.append(executor.disk.counts())
+    few, more, every = read
+    assert few["hits"] < more["hits"] < every["hits"] <= every["wanted"] and every["bytes"] > 0
+    assert few["bytes"] > more["bytes"] > every["bytes"] or streams, "what is cold of prompts is read in any case"
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+@pytest.mark.usefixtures("device")
+def test_none_and_all_of_them_on_the_gpu(share: float, tmp_path: Path) -> None:
+    path = model(tmp_path)
+    with split(path, None, share) as (executor, _):
+        right = answers(executor)
+    with split(path, FEWEST, share) as (executor, ffns):
+        check_bits(executor, right)
+        assert all(bool(dict(ffn.collect())["jobs"]) == (share == 0) for ffn in ffns)
+        assert bool(executor.disk.counts()["wanted"]) == (share == 0)
+
+
+@pytest.mark.usefixtures("device")
+def test_layers_of_both_kinds(tmp_path: Path) -> None:
+    """One whose cold neurons rest on disk beside one that has all of them in RAM, and one on the CPU as a whole."""
+    path = model(tmp_path)
+    for more in ({"resting": (1,)}, {"layers": 1}):
+        with split(path, None, layers=more.get("layers")) as (executor, _):  # type: ignore[arg-type]
+            right = answers(executor)
+        with split(path, FEWEST, **more) as (executor, _):  # type: ignore[arg-type]
+            check_bits(executor, right)
+            assert executor.disk.counts()["bytes"] and len(executor.disk.slots) == 1
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["by the CPU", "streamed"])
+@pytest.mark.usefixtures("device")
+def test_neurons_that_move(streams: bool, tmp_path: Path) -> None:
+    """As where memory is measured: those that leave the GPU rest on disk, too."""
+    path = model(tmp_path)
+    rng = np.random.default_rng(7)
+    moved = [np.flatnonzero(rng.random(NEURONS) < share).astype(np.int32) for share in (0.1, 0.8)]
+    with split(path, None, streams=streams) as (executor, ffns), split(path, FEWEST, streams=streams) as (other, cold):
+        for hot in moved:
+            for one in (*ffns, *cold):
+                one.place(hot)
+            check_bits(other, answers(executor))
+            for one, own in zip(ffns, cold, strict=True):
+                assert np.array_equal(one.take_fired()[1], own.take_fired()[1])
+
+
+@pytest.mark.parametrize("at", [0, 3, 400])
+@pytest.mark.usefixtures("device")
+def test_a_step_that_could_not_read_fails_and_the_next_one_is_right(at: int, tmp_path: Path) -> None:
+    emulated = {"fail_at": at + NEURONS, "failures": 1, "error": errno.EIO}  # behind those that are read at the start
+    _check_failure(model(tmp_path), emulating(**emulated), False)
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+@pytest.mark.usefixtures("device")
+def test_a_prompt_that_could_not_be_read_fails_and_the_next_one_is_right(
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("powerinfer.hybrid.parts.PIECE", 1)  # a group at a time
+    opened: list[Any] = []
+
+    def reads(files: Any, direct: bool) -> Any:
+        """The second of them are those of prompts."""
+        failing = {"fail_at": at, "failures": 1, "error": errno.EIO} if opened else {}
+        opened.append(None)
+        return emulating(**failing)(files, direct)
+
+    _check_failure(model(tmp_path), reads, True)
+    assert len(opened) == 2
+
+
+def _check_failure(path: Path, reads: Any, streams: bool) -> None:
+    failed = 0
+    with (
+        split(path, None, streams=streams) as (executor, _),
+        split(path, NEURONS // 2, streams=streams, reads=reads) as (other, _),
+    ):
+        for batch in steps(executor.vocab_size):
+            right = executor.forward(batch).copy()
+            try:
+                found = other.forward(batch).copy()
+            except ModelError as error:
+                assert str(error).endswith(os.strerror(errno.EIO)) and "\n" not in str(error)
+                failed += 1
+                found = other.forward(batch).copy()
+            np.testing.assert_array_equal(found, right)
+    assert failed == 1
+
+
+@pytest.mark.usefixtures("device")
+def test_bundles_that_change_are_noticed(tmp_path: Path) -> None:
+    path = model(tmp_path)
+    with split(path, FEWEST) as (executor, _):
+        first, *_ = steps(executor.vocab_size)
+        executor.forward(first)
+        os.utime(path.with_name(path.name + ".powerinfer") / "neurons.safetensors")
+        with pytest.raises(ModelError, match="changed"):
+            executor.forward(first)
+
+
+# ---------------------------------------------------------------- by a plan
+
+
+@pytest.fixture
+def described(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are made for a described machine: this one may be measured anew at any time."""
+    machine = load("pc-high")
+    machine = replace(machine, cpu=replace(machine.cpu, threads=2))
+    monkeypatch.setattr("powerinfer.hardware.measure.measured", lambda *_, **__: machine)
+    monkeypatch.setattr("powerinfer.hardware.measure.known", lambda *_, **__: machine)
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, described: None) -> Path:
+    return large_model(tmp_path, monkeypatch)
+
+
+def large_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With more neurons than there are slots for those that are being read."""
+    monkeypatch.setattr(model_files, "FF", LARGE)
+    monkeypatch.setattr("test_disk_neurons.NEURONS", LARGE)
+    for name in ("PACKED", "READ_COPIES"):  # else so small models are not read from disk
+        monkeypatch.setattr(f"powerinfer.placement.disk.{name}", 4 << 10)
+    for where in ("placement.disk", "hybrid.parts"):
+        monkeypatch.setattr(f"powerinfer.{where}.PIECE", 64 << 10)
+    path = model(folder)
+    give_profile(path)
+    return path
+
+
+def planned(path: Path, less: int, more: Mapping[str, Any] = {}, **options: Any) -> Resolved:
+    """With a --vram for three in five neurons, and so much less --ram than the others need."""
+    own, checkpoint = replace(ENGINE, gpu=device_name(), **more), open_checkpoint(path)
+    every = needs(resolve(checkpoint, own))
+    bundles = select(checkpoint, ENGINE).bundles
+    assert bundles is not None
+    vram = every.vram - sum(len(one) for one in bundles.layers) * bundles.layouts[0].group_bytes * 2 // 5
+    whole = resolve(checkpoint, replace(own, vram=vram))
+    assert whole.plan is not None and whole.plan.fits and whole.disk is None
+    if not less:
+        return whole
+    return resolve(open_checkpoint(path), replace(own, **({"vram": vram, "ram": needs(whole).ram - less} | options)))
+
+
+def test_what_neither_memory_holds_stays_on_disk(large: Path) -> None:
+    """Within both budgets, which the load keeps; the less RAM, the fewer neurons are there."""
+    before = 1 << 30
+    for less in (3 << 18, 7 << 18):
+        resolved = planned(large, less)
+        plan, disk, engine = resolved.plan, resolved.disk, resolved.engine
+        assert plan is not None and disk is not None and engine.ram is not None and engine.vram is not None
+        assert not plan.fits and needs(resolved).ram <= engine.ram and needs(resolved).vram <= engine.vram
+        assert "stay on disk and are read when they are selected" in " ".join(plan.reasons)
+        said: list[str] = []
+        executor, sparsity = load_resolved(resolved, list, say=said.append)
+        try:
+            assert "it reads neurons that fire, of 2 layers" in said[0] and "disk" in executor.choices
+            in_ram = sum(ffn.cold_bytes for ffn in sparsity.ffns)  # type: ignore[attr-defined]
+            assert in_ram <= disk.held["ffn"] + disk.held["scratch"] and in_ram < before
+            before = in_ram
+            assert "some of it from disk, streams from 33 tokens" in executor.choices["prefill"]
+            found = answers(executor, 5)
+            report = executor.disk.report()  # type: ignore[union-attr]
+            assert report["bytes"] and 0 < report["hit_rate"] < 1
+        finally:
+            executor.close()
+        whole, own = load_resolved(replace(resolved, checkpoint=open_checkpoint(large), disk=None), list)
+        assert own.stage is not None
+        own.stage.least = NEURON_TOKENS + 1  # measured there
+        check_bits(whole, found)
+        whole.close()
+
+
+def test_what_cannot_be_read_is_refused_or_done_otherwise(large: Path) -> None:
+    less = 1 << 20
+    for options, match in (
+        ({"disk": "none"}, "--disk none forbids to read them: give --ram"),
+        ({"selector": "exact"}, "only --selector predicted reads them from disk beside a GPU: give --ram"),
+        ({"adjust": True}, "--adjust moves neurons between devices, and some of them rest on disk: leave it out"),
+    ):
+        with pytest.raises(RequestError, match=match):
+            planned(large, less, **options)
+    with pytest.raises(RequestError, match=r"do not fit in --vram and --ram, and only --selector predicted reads them"):
+        planned(large, less, selector="auto")  # nor does RAM hold what whole layers on disk need
+
+
+def test_without_predictors_whole_layers_are_on_the_gpu_and_others_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, described: None
+) -> None:
+    monkeypatch.setattr(model_files, "LAYERS", 16)
+    path = large_model(tmp_path, monkeypatch)
+    short = {"prefill_chunk": 16}
+    auto = planned(path, 5 << 20, short, selector="auto")
+    assert auto.plan is None and auto.selection.bundles is None and 0 < auto.gpu_layers < 16
+    assert auto.selection.why.startswith("--vram and --ram do not hold all neurons, and only --selector predicted")
+    assert auto.disk is not None and needs(auto).ram <= (auto.engine.ram or 0)
