@@ -173,7 +173,6 @@ def test_a_step_that_could_not_read_fails_and_the_next_one_is_right(at: int, tmp
 def test_a_prompt_that_could_not_be_read_fails_and_the_next_one_is_right(
     at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("powerinfer.hybrid.parts.PIECE", 1)  # a group at a time
     opened: list[Any] = []
 
     def reads(files: Any, direct: bool) -> Any:
@@ -238,8 +237,6 @@ def large_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("test_disk_neurons.NEURONS", LARGE)
     for name in ("PACKED", "READ_COPIES"):  # else so small models are not read from disk
         monkeypatch.setattr(f"powerinfer.placement.disk.{name}", 4 << 10)
-    for where in ("placement.disk", "hybrid.parts"):
-        monkeypatch.setattr(f"powerinfer.{where}.PIECE", 64 << 10)
     path = model(folder)
     give_profile(path)
     return path

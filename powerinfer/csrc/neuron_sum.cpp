@@ -164,7 +164,7 @@ void NeuronSum::add_from_disk(int thread, const Piece& piece, const PiActs* acts
   own.end = 0;
   do {
     workspace->pool->barrier();  // all have taken theirs, or added those of the wave before
-    if (thread == 0) next_wave();
+    if (thread == 0) next_wave(piece.counted);
     workspace->pool->barrier();
     const bool all_there = wave.there == wave.n;
     if (thread == 0)
@@ -182,7 +182,7 @@ void NeuronSum::add_from_disk(int thread, const Piece& piece, const PiActs* acts
 }
 
 // Chooses what each thread adds next, and lists all of it.
-void NeuronSum::next_wave() {
+void NeuronSum::next_wave(bool counted) {
   Slots& slots = *bundles->slots;
   NeuronLists& lists = workspace->lists();
   NeuronLists::Wave& wave = lists.wave;
@@ -205,7 +205,7 @@ void NeuronSum::next_wave() {
     std::copy(taken + share.begin, taken + share.end, wave.neurons.data() + wave.n);
     wave.n += share.end - share.begin;
   }
-  for (int64_t j = 0; j < wave.n; j++) uses[(size_t)wave.neurons[(size_t)j]]++;
+  for (int64_t j = 0; counted && j < wave.n; j++) uses[(size_t)wave.neurons[(size_t)j]]++;
   slots.let_go();
   slots.fetch(nullptr, 0);  // takes in what has arrived
   int32_t* const all = wave.neurons.data();

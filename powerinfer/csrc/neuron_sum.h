@@ -84,13 +84,13 @@ class NeuronSum {
   const std::shared_ptr<Bundles> bundles;
   const float threshold;
   const bool counts_fired;
-  std::vector<int32_t> uses;  // of neurons on disk: steps that summed each, until someone resets them
+  std::vector<int32_t> uses;  // of neurons on disk: counted steps that summed each, until someone resets them
 
  private:
   void list_selected(int thread, const Piece& piece);
   void add_from_disk(int thread, const Piece& piece, const PiActs* acts, const Firing& firing, int64_t n,
                      int64_t* fired);
-  void next_wave();
+  void next_wave(bool counted);
   void add_sums(int thread, const Piece& piece);
 
   NeuronStats stats_ = {};

@@ -18,7 +18,6 @@ from powerinfer.formats.quant import Float32
 from powerinfer.kernels import gpu
 from powerinfer.kernels.gpu_types import tensor_bytes
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Counts, Indices, NeuronVectors
-from powerinfer.placement.disk import PIECE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -191,12 +190,14 @@ class RestingPart:
         for begin, end in cuts(self._layout, counts, limit, beside):
             first = int(ends[begin] - counts[begin])
             if first < ends[end - 1]:
-                yield SomeBundles(self.index[first : ends[end - 1]], counts[begin:end], self._gathered(begin, end))
+                yield SomeBundles(
+                    self.index[first : ends[end - 1]], counts[begin:end], self._gathered(begin, end, limit)
+                )
 
-    def _gathered(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """The bundles of some groups as `SomeBundles.rows`."""
+    def _gathered(self, begin: int, end: int, limit: int) -> NDArray[np.uint8]:
+        """The bundles of some groups as `SomeBundles.rows`; limit: bytes that are read at a time, or one group."""
         layout, at = self._layout, 0
-        step = max(1, PIECE // layout.group_bytes)
+        step = max(1, limit // layout.group_bytes)
         edges = np.searchsorted(self.index, np.arange(begin, end + step, step).clip(max=end) * BUNDLE_GROUP)
         size = some_bytes(layout, self.index[edges[0] : edges[-1]])
         if self._read is None or len(self._read) < size:

@@ -41,10 +41,6 @@ AHEAD = 32 << 20
 """Bytes that are read ahead of what a step uses, or the next matrices, if they are larger: what is under way at a time
 (reads.cpp)."""
 
-PIECE = 16 << 20
-"""Bytes of neurons that are read at once, where a prompt takes all of a layer to the GPU, and half of those that are
-gathered from them; a group at least."""
-
 PACKED = 4 << 20
 """Bytes of a thread for the panels of matrices on disk."""
 
@@ -252,15 +248,15 @@ def plan_disk(
     return DiskPlan(about, held, every, {use: n for use, n in resting.items() if n})
 
 
-def beside_gpu(model: Model, layers: int, threads: int, streams: bool) -> tuple[int, int]:
+def beside_gpu(model: Model, layers: int, threads: int, staging: int) -> tuple[int, int]:
     """(slots of each of the GPU's layers, bytes): what RAM needs beside the neurons that it keeps, where others of
-    these layers are read from disk when they are selected. streams: long prompts read all that the GPU does not have.
+    these layers are read from disk when they are selected. staging: bytes of a buffer that streams all that the GPU
+    does not have for long prompts, through as many that are read and as many that are gathered from them; 0: none.
     """
-    slots, nbytes, largest = LEAST * threads, READ_COPIES, 0
+    slots, nbytes = LEAST * threads, READ_COPIES + 2 * staging
     for layout, n in zip(model.bundles[:layers], model.config.ffn_sizes, strict=False):
-        largest = max(largest, n_groups(n) * layout.group_bytes)
         nbytes += min(n, slots) * layout.pitch + n * NEURON + n_groups(n) * layout.shared_bytes
-    return slots, nbytes + 3 * min(largest, PIECE) * streams
+    return slots, nbytes
 
 
 def within(free: int) -> int:

@@ -477,7 +477,7 @@ def _with_slots(plan: Plan) -> Plan:
     cpu_left = claims.cpu_left + staged_in_ram(claims.staging)
     others = sum(model.config.ffn_sizes[claims.gpu_layers :]) * claims.cpu_neuron
     for staging in dict.fromkeys((staging_from_disk(model, request.workload, gpu_left, cpu_left), 0)):
-        slots, nbytes = beside_gpu(model, claims.gpu_layers, threads, bool(staging))
+        slots, nbytes = beside_gpu(model, claims.gpu_layers, threads, staging)
         left = cpu_left - staged_in_ram(staging) - nbytes
         if left >= others:
             cpu = claims.cpu | {"scratch": claims.cpu["scratch"] + nbytes}
