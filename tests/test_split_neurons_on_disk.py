@@ -27,15 +27,19 @@ from test_split_experts_on_disk import emulating  # noqa: E402
 from powerinfer import ModelError, RequestError, _native  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices.disk import OnDisk  # noqa: E402
+from powerinfer.devices.split import SplitExecutor  # noqa: E402
 from powerinfer.devices.stage import Stage, buffer_bytes  # noqa: E402
 from powerinfer.devices.torch_device import choose_device  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.hardware.description import load  # noqa: E402
+from powerinfer.hybrid import vram  # noqa: E402
 from powerinfer.hybrid.ffn import HybridFfn, NeuronSplit  # noqa: E402
 from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
 from powerinfer.hybrid.resolve import Resolved, needs, resolve  # noqa: E402
+from powerinfer.hybrid.sparsity import HybridSparsity  # noqa: E402
 from powerinfer.kernels.cpu import NEURON_TOKENS  # noqa: E402
-from powerinfer.placement.disk import DiskPlan  # noqa: E402
+from powerinfer.placement.disk import DiskPlan, resting_in_ram, slot_bytes  # noqa: E402
+from powerinfer.placement.plan import read_plan, save_plan, with_less_vram  # noqa: E402
 from powerinfer.sparsity.selection import select  # noqa: E402
 
 ENGINE = EngineConfig(
@@ -54,11 +58,13 @@ def split(
     reads: Callable[..., Any] | None = None,
     layers: int | None = None,
     resting: tuple[int, ...] | None = None,
+    fills: bool = True,
 ) -> Iterator[tuple[Any, list[HybridFfn]]]:
     """slots: neurons of each layer in RAM, of all that the GPU does not have; None: all of them are there.
 
     share: of the neurons on the GPU. streams: the GPU computes what is cold of prompts. reads: makes those of files,
     None: of the disk. layers: on the GPU, None: all. resting: layers whose neurons are on disk, None: those.
+    fills: memory reads those that fire most often.
     """
     checkpoint = open_checkpoint(path)
     config, selection = checkpoint.config, select(checkpoint, ENGINE)
@@ -82,6 +88,8 @@ def split(
         if reads is not None:
             patch.setattr(_native, "Reads", reads)
         executor = load_split(Resolved(checkpoint, ENGINE, selection, disk=plan, **where), made)
+        for ffn in made.ffns if fills else ():
+            ffn.fill()
         try:
             yield executor, made.ffns
         finally:
@@ -152,10 +160,17 @@ def test_neurons_that_move(streams: bool, tmp_path: Path) -> None:
     path = model(tmp_path)
     rng = np.random.default_rng(7)
     moved = [np.flatnonzero(rng.random(NEURONS) < share).astype(np.int32) for share in (0.1, 0.8)]
-    with split(path, None, streams=streams) as (executor, ffns), split(path, FEWEST, streams=streams) as (other, cold):
+    with (
+        split(path, None, streams=streams) as (executor, ffns),
+        split(path, FEWEST, streams=streams, fills=False) as (other, cold),
+    ):
         for hot in moved:
             for one in (*ffns, *cold):
                 one.place(hot)
+            for one in cold if hot is moved[0] else ():
+                one.fill()
+                slots = other.disk.slots[one.layer]
+                assert not slots.priority[hot].any() and slots.priority[one.cold].any(), "others want no slots"
             check_bits(other, answers(executor))
             for one, own in zip(ffns, cold, strict=True):
                 assert np.array_equal(one.take_fired()[1], own.take_fired()[1])
@@ -270,7 +285,9 @@ def test_what_neither_memory_holds_stays_on_disk(large: Path) -> None:
         try:
             assert "it reads neurons that fire, of 2 layers" in said[0] and "disk" in executor.choices
             in_ram = sum(ffn.cold_bytes for ffn in sparsity.ffns)  # type: ignore[attr-defined]
-            assert in_ram <= disk.held["ffn"] + disk.held["scratch"] and in_ram < before
+            beside, _ = resting_in_ram(plan.request.model, 2, 2, 0)
+            pitch = plan.request.model.bundle.pitch
+            assert in_ram <= disk.held["ffn"] + 2 * beside * pitch and in_ram < before
             before = in_ram
             assert "some of it from disk, streams from 33 tokens" in executor.choices["prefill"]
             found = answers(executor, 5)
@@ -283,6 +300,49 @@ def test_what_neither_memory_holds_stays_on_disk(large: Path) -> None:
         own.stage.least = NEURON_TOKENS + 1  # measured there
         check_bits(whole, found)
         whole.close()
+
+
+def test_neurons_that_leave_the_gpu_rest_on_disk_too(large: Path) -> None:
+    """As where memory is measured: RAM holds what the first plan says, and a rehearsal reads nothing."""
+    resolved = planned(large, 3 << 18)
+    assert resolved.plan is not None and resolved.disk is not None
+    executor, sparsity = load_resolved(resolved, list)
+    assert isinstance(sparsity, HybridSparsity) and isinstance(executor, SplitExecutor) and executor.disk is not None
+    held = [ffn.cold_bytes for ffn in sparsity.ffns]
+    right = answers(executor, 5)
+    less = with_less_vram(resolved.plan, 1 << 20)
+    assert less is not None and less.loads and not less.fits
+    split = NeuronSplit(resolved.selection.bundles, less.placement(less.request.profile), ffns=sparsity.ffns)  # type: ignore[arg-type, type-var]
+    before = sum(len(ffn.hot) for ffn in sparsity.ffns)
+    vram._move(split, less)
+    assert sum(len(ffn.hot) for ffn in sparsity.ffns) < before and [ffn.cold_bytes for ffn in sparsity.ffns] == held
+    executor.disk.clear()
+    executor.gpu.rehearse(1)
+    assert executor.disk.counts()["wanted"] == 0
+    for own, one in zip(answers(executor, 5), right, strict=True):
+        np.testing.assert_allclose(own, one, rtol=1e-3, atol=1e-3)
+    executor.close()
+
+
+def test_a_saved_plan_is_the_same(large: Path, tmp_path: Path) -> None:
+    plan = planned(large, 3 << 18).plan
+    assert plan is not None and not plan.fits
+    save_plan(plan, tmp_path)
+    again = read_plan(tmp_path, plan.request)
+    assert again is not None and again.loads and (again.bytes, again.neurons) == (plan.bytes, plan.neurons)
+    assert again.staging == plan.staging and again.on_disk == plan.on_disk
+
+
+@pytest.mark.parametrize("each", [64, 4096, 6912, 16384, 32768, 36800, 49152])
+def test_a_slot_takes_what_is_planned(each: int, tmp_path: Path) -> None:
+    """Past the cache whole blocks are read, in place or to be copied."""
+    path = tmp_path / "items"
+    path.write_bytes(bytes(9 * each + 192))
+    reads = _native.Reads([(str(path), path.stat().st_size)], True)
+    if not reads.direct:
+        pytest.skip("this file system cannot do without its cache")
+    slots = _native.Slots(reads, [_native.Resting(0, 192, each, each)], 9, 2)
+    assert slots.slot_bytes <= slot_bytes(each) <= 1.125 * max(each, slots.slot_bytes)
 
 
 def test_what_cannot_be_read_is_refused_or_done_otherwise(large: Path) -> None:

@@ -77,7 +77,8 @@ class DiskTier:
         self.reads = reads or read_files(self._files, about.direct)
         self._apart: _native.Reads | None = None  # of another thread than that of the steps
         self._memory: Bytes | None = None  # where these read to
-        self._read_apart = np.zeros(3)  # reads, bytes, seconds
+        self._gathered: Bytes | None = None
+        self._read_apart = np.zeros(4)  # reads, bytes, seconds, and those of them that a step waited
         self.window = _native.Window(self.reads, about.window) if about.window else None
         self.slots: dict[int, _native.Slots] = {}  # of layers whose neurons are on disk
         self._experts: dict[int, _native.Experts] = {}  # by layer
@@ -121,12 +122,20 @@ class DiskTier:
         return [RawTensor(one.type, one.shape[1:], data) for one, data in zip(matrices, read, strict=True)]
 
     def read_rows(self, rows: Bytes) -> Bytes:
-        """The bytes of a view [n, bytes] of one of the files, without gaps, read from it: valid and failing as of
-        `read`."""
+        """The bytes of a view [n, bytes] of one of the files, without gaps, which a step reads from it: valid and
+        failing as of `read`."""
         place = self.place(rows)
         assert place is not None and rows.flags.c_contiguous
+        before = self._read_apart[2]
         (read,) = self._read_all([(*place, rows.nbytes)])
+        self._read_apart[3] += self._read_apart[2] - before
         return read.reshape(rows.shape)
+
+    def gathering(self, nbytes: int) -> Bytes:
+        """Memory for what is gathered from `read_rows`, uint8 [nbytes]: one for all, until the next call."""
+        if self._gathered is None or len(self._gathered) < nbytes:
+            self._gathered = own_pages(nbytes)
+        return self._gathered[:nbytes]
 
     def _read_all(self, each: Sequence[tuple[int, int, int]]) -> list[Bytes]:
         """each: (file, offset, bytes)."""
@@ -144,7 +153,7 @@ class DiskTier:
         with self.reading():
             self._apart.wait(self._apart.begin([(*one, first) for one, first in zip(each, begin, strict=True)], memory))
         self._memory = memory  # not after a failure: the disk may write there yet
-        self._read_apart += np.array([len(each), sum(nbytes for *_, nbytes in each), time.perf_counter() - begun])
+        self._read_apart[:3] += len(each), sum(nbytes for *_, nbytes in each), time.perf_counter() - begun
         return [memory[first : first + nbytes] for first, (*_, nbytes) in zip(begin, each, strict=True)]
 
     def add_neurons(
@@ -195,7 +204,7 @@ class DiskTier:
         self._in_step = False
         if self._experts:
             self._residents.observe(tokens)
-        if self.slots:
+        if self.slots and tokens <= _native.NEURON_TOKENS:  # longer ones read all neurons, or none
             self._neurons.observe(tokens)
 
     def report(self) -> dict[str, Any]:
@@ -241,7 +250,7 @@ class DiskTier:
         items = {name: float(sum(one.get(name, 0) for one in kept)) for name in names}
         of_reads = ("reads", "bytes", "small", "joined", "waited", "active")
         items |= {name: float(getattr(read, name)) for name in of_reads}
-        for name, more in zip(("reads", "bytes", "active"), self._read_apart.tolist(), strict=True):
+        for name, more in zip(("reads", "bytes", "active", "waited"), self._read_apart.tolist(), strict=True):
             items[name] += more
         return items
 

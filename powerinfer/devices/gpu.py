@@ -106,6 +106,7 @@ class GpuLayers:
         self.device = device
         self.share = share or MemoryShare(device)
         self.trace: Trace | None = None
+        self.rehearses = False  # a step of no text, whose result nobody reads
         self.link = Link(device, max_tokens, config) if split else None
         self.few_tokens = self.few_steps = 0
         self.bytes_per_token = 0
@@ -657,6 +658,13 @@ class GpuLayers:
 
     def _rehearse(self, tokens: int, logit_rows: int, first: int = 0, x: Float32 | None = None) -> None:
         """x: of the tokens, by default zeros."""
+        self.rehearses = True
+        try:
+            self._rehearse_once(tokens, logit_rows, first, x)
+        finally:
+            self.rehearses = False
+
+    def _rehearse_once(self, tokens: int, logit_rows: int, first: int, x: Float32 | None) -> None:
         places, rows = np.arange(tokens, dtype=np.int32), np.zeros(tokens, np.int32)
         pages = np.arange(-(-(first + tokens) // self.page_size), dtype=np.int32)[None]
         batch = Batch(rows, first + places, rows, pages, places[:logit_rows])

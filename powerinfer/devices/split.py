@@ -55,7 +55,7 @@ class SplitExecutor:
 
     @property
     def disk(self) -> DiskTier | None:
-        """What stays on disk of the CPU's layers, and of experts that are split."""
+        """What stays on disk of the CPU's layers, and of experts and neurons that are split."""
         return self.cpu.disk
 
     @property

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from powerinfer.config import FfnConfig
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.cpu_ffn import Weights
-from powerinfer.devices.stage import BESIDE, Stage
+from powerinfer.devices.stage import Stage
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.devices.trace import span
@@ -116,10 +116,11 @@ class HybridFfn:
         self._threshold = threshold
         self._gpu_part: GpuPart | None = None
         own = cpu, layer, bundles.layouts[layer], vectors, threshold
-        self._resting = None
+        self._cpu_part: CpuPart | RestingPart
         if cpu.disk is not None and layer in cpu.disk.about.neurons:
-            self._resting = RestingPart(*own, cpu.disk, bundles.layers[layer], frequency)
-        self._cpu_part: CpuPart | RestingPart = self._resting or CpuPart(*own)
+            self._cpu_part = RestingPart(*own, cpu.disk, bundles.layers[layer], frequency)
+        else:
+            self._cpu_part = CpuPart(*own)
         self._calls: dict[tuple[int, int], _native.NeuronCall] = {}  # by tokens and columns that are sent
         self._predicts = True
         self._predictor: _GpuPredictor | None = None
@@ -158,11 +159,17 @@ class HybridFfn:
         self._layers.changed(self.layer)
         self._bundles.file.release(groups)
 
+    def fill(self) -> None:
+        """Cold neurons that rest on disk are where they stay: memory reads those that fire most often. ModelError if
+        they cannot be read."""
+        if isinstance(self._cpu_part, RestingPart) and len(self.cold):
+            self._cpu_part.fill()
+
     def close(self) -> None:
         """Free both parts, the predictor, and the buffers that this FFN shares with others."""
         if self.stage is not None:
             self.stage.close()
-        for name in ("_gpu_part", "_cpu_part", "_resting", "_calls", "_predictor", "_link", "_layers", "_bundles"):
+        for name in ("_gpu_part", "_cpu_part", "_calls", "_predictor", "_link", "_layers", "_bundles"):
             self.__dict__.pop(name, None)
 
     def _failures(self) -> AbstractContextManager[None]:
@@ -223,8 +230,7 @@ class HybridFfn:
         by_host: bool = False,
         called: Callable[[Step], None] | None = None,
     ) -> Operator:
-        # Reads from disk fail by themselves, and what the GPU calls cannot say so.
-        return Operator(kind, self.layer, run, not by_host, None if self._resting else called)
+        return Operator(kind, self.layer, run, not by_host, called if self._cpu_part.callable else None)
 
     def _selects(self, tokens: int) -> bool:
         """Whether the predictor runs in a step of that number of tokens."""
@@ -286,17 +292,22 @@ class HybridFfn:
         with span(self._layers.trace, "cpu", "wait", self.layer, "wait"):
             self._link.wait()
         waited = time.perf_counter()
+        x, selected, out = self._link.views(tokens, self._sent_columns(tokens))
+        if self._layers.rehearses and not self._cpu_part.callable:
+            out[:] = 0  # of what is no text a predictor selects all, and all would be read from disk
+            return
         with span(self._layers.trace, "cpu", "cold neurons", self.layer):
-            job = self._cpu_part.sum(*self._link.views(tokens, self._sent_columns(tokens)))
+            job = self._cpu_part.sum(x, selected, out)
         self._jobs += job and tokens <= NEURON_TOKENS
         self._seconds += waited - begin, time.perf_counter() - waited
 
     def _stream_cold(self, step: Step) -> None:
         assert self.stage is not None and step.read is not None
-        layout = self._bundles.layouts[self.layer]
-        for some in self._cpu_part.pieces(self.stage.limit(layout), BESIDE):
-            own = self._config, self._vectors, self._threshold
-            self.stage.add_sum(step.target, step.read, layout, some, *own)
+        own = self._config, self._vectors, self._threshold
+        for some in self._cpu_part.pieces(self.stage):
+            self.stage.add_sum(step.target, step.read, self._bundles.layouts[self.layer], some, *own)
+            if self._layers.rehearses and not self._cpu_part.callable:
+                return  # what it takes is known then; the others would be read from disk
 
     def _add_cold(self, step: Step) -> None:
         if not self._streams(step):

@@ -216,6 +216,8 @@ def _load_neurons(
             executor.choices["gpu"] += f", {100 * held.plan.choice.mass_on_gpu:.0f} % since memory was measured"
         if resolved.engine.trial:
             executor.choose_calls()
+        for ffn in split.ffns:
+            ffn.fill()
         sparsity = HybridSparsity(resolved.selection.selector, executor, split.ffns, split.stage)
         sparsity.clear()  # counts of the measurements
     except BaseException:
@@ -431,7 +433,7 @@ def _settle_prompts(
         settle(split.stage, executor, split.ffns, resolved, sample, progress)
     else:
         why = "no room, or no long steps, to stream them"
-        if resolved.disk is not None:
+        if resolved.disk is not None and resolved.plan is None:
             why = "it reads from disk"
         if split.stage is not None:
             why = "they are not as a GGUF file has them"

@@ -13,6 +13,7 @@ from powerinfer.config import FfnConfig
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.disk import DiskTier
 from powerinfer.devices.disk_neurons import neuron_slots
+from powerinfer.devices.stage import BESIDE, Stage
 from powerinfer.formats.bundle_memory import SomeBundles, cuts, gather, own_pages, some_bytes
 from powerinfer.formats.quant import Float32
 from powerinfer.kernels import gpu
@@ -68,7 +69,12 @@ class GpuPart:
 
 
 class CpuPart:
-    """Some neurons of a layer in the CPU's memory: copies of their bundles, in memory that later ones reuse."""
+    """Some neurons of a layer in the CPU's memory: copies of their bundles, in memory that later ones reuse.
+
+    callable: a GPU may call `sum`.
+    """
+
+    callable = True
 
     def __init__(
         self, cpu: CpuExecutor, layer: int, layout: BundleLayout, vectors: NeuronVectors, threshold: float
@@ -119,8 +125,8 @@ class CpuPart:
         assert self._neurons is not None
         return link.neuron_call(self._neurons, tokens, columns)
 
-    def pieces(self, limit: int, beside: int) -> Iterator[SomeBundles]:
-        """Its bundles, for a stage that cuts them as `cuts` does; arguments as of it."""
+    def pieces(self, stage: Stage) -> Iterator[SomeBundles]:
+        """Its bundles for a stage, which cuts them."""
         assert self.bundles is not None
         yield self.bundles
 
@@ -133,7 +139,12 @@ class CpuPart:
 
 
 class RestingPart:
-    """The same of neurons that rest on disk: memory has some of them, and reads the others when they are selected."""
+    """The same of neurons that rest on disk: memory has some of them, and reads the others when they are selected.
+
+    callable: as of `CpuPart`; not here, where the error of a read says more than that it failed.
+    """
+
+    callable = False
 
     def __init__(
         self,
@@ -157,58 +168,54 @@ class RestingPart:
         own = neuron_slots(disk, layer, layout, groups, n, least=cpu.parts.least_slots(n), whole=True)
         self._slots = own.slots
         self._neurons = cpu.parts.resting(layer, own, vectors, threshold, count_fired=True)
-        self._placed = False
-        self._read: NDArray[np.uint8] | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the bundles that memory has room for."""
-        return self._slots.slots * self._layout.pitch
+        """Bytes of memory for bundles."""
+        return self._slots.slots * self._slots.slot_bytes
 
     def place(self, groups: NDArray[np.uint8], index: Indices) -> None:
-        """As of `CpuPart`; groups: those of the layer. ModelError if the first cannot be read."""
+        """As of `CpuPart`; nothing is read. groups: those of the layer."""
         self._neurons.keep(index)
         self.index = index
-        if not self._placed:
-            cold = None
-            if self._frequency is not None:
-                cold = np.zeros_like(self._frequency)
-                cold[index] = self._frequency[index]
-            self._disk.add_neurons(self._layer, self._slots, self._neurons.uses, cold)
-            self._placed = True
+
+    def fill(self) -> None:
+        """Read those that fire most often, once, when all are where they stay. ModelError if they cannot be read."""
+        cold = None
+        if self._frequency is not None:
+            cold = np.zeros_like(self._frequency)
+            cold[self.index] = self._frequency[self.index]
+        self._disk.add_neurons(self._layer, self._slots, self._neurons.uses, cold)
 
     def sum(self, x: Float32, selected: NDArray[np.uint8] | None, out: Float32) -> bool:
         """As of `CpuPart`. ModelError if neurons cannot be read: then out is void."""
         with self._disk.reading():
             return self._neurons.sum(x, out, selected)
 
-    def pieces(self, limit: int, beside: int) -> Iterator[SomeBundles]:
-        """As of `CpuPart`, cut already, so that the sums are the same: each is valid until the next is asked for.
-        ModelError if they cannot be read."""
+    def pieces(self, stage: Stage) -> Iterator[SomeBundles]:
+        """As of `CpuPart`, cut as the stage would, so that sums are the same: each is valid until the next is asked
+        for. ModelError if they cannot be read."""
+        limit = stage.limit(self._layout)
         counts = np.bincount(self.index // BUNDLE_GROUP, minlength=len(self._groups)).astype(np.int32)
         ends = np.cumsum(counts)
-        for begin, end in cuts(self._layout, counts, limit, beside):
-            first = int(ends[begin] - counts[begin])
-            if first < ends[end - 1]:
-                yield SomeBundles(
-                    self.index[first : ends[end - 1]], counts[begin:end], self._gathered(begin, end, limit)
-                )
+        for begin, end in cuts(self._layout, counts, limit, BESIDE):
+            index = self.index[ends[begin] - counts[begin] : ends[end - 1]]
+            if len(index):
+                yield SomeBundles(index, counts[begin:end], self._gathered(begin, end, limit))
 
     def _gathered(self, begin: int, end: int, limit: int) -> NDArray[np.uint8]:
         """The bundles of some groups as `SomeBundles.rows`; limit: bytes that are read at a time, or one group."""
         layout, at = self._layout, 0
         step = max(1, limit // layout.group_bytes)
         edges = np.searchsorted(self.index, np.arange(begin, end + step, step).clip(max=end) * BUNDLE_GROUP)
-        size = some_bytes(layout, self.index[edges[0] : edges[-1]])
-        if self._read is None or len(self._read) < size:
-            self._read = own_pages(size)
+        memory = self._disk.gathering(some_bytes(layout, self.index[edges[0] : edges[-1]]))
         for number, (first, last) in enumerate(pairwise(edges)):
             if first < last:
                 group = begin + number * step
                 rows = self._disk.read_rows(self._groups[group : min(group + step, end)])
-                own = gather(layout, rows, self.index[first:last] - group * BUNDLE_GROUP, self._read[at:])
+                own = gather(layout, rows, self.index[first:last] - group * BUNDLE_GROUP, memory[at:])
                 at += own.rows.nbytes
-        return self._read[:at].reshape(1, -1)
+        return memory[:at].reshape(1, -1)
 
     def take_counts(self) -> Counts:
         """As of `CpuPart`."""

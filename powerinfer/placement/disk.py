@@ -23,10 +23,11 @@ from functools import cached_property
 import numpy as np
 
 from powerinfer.config import ExpertsConfig, FfnConfig
-from powerinfer.devices.disk import OnDisk
+from powerinfer.devices.disk import OnDisk, Reads
 from powerinfer.errors import RequestError
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.layout import is_matrix
+from powerinfer.formats.prepared import LINE
 from powerinfer.kernels.cpu import NEURON_TOKENS, READ_COPIES, matrix_bytes
 from powerinfer.neurons import BUNDLE_GROUP, Profile
 from powerinfer.placement import cost
@@ -248,14 +249,23 @@ def plan_disk(
     return DiskPlan(about, held, every, {use: n for use, n in resting.items() if n})
 
 
-def beside_gpu(model: Model, layers: int, threads: int, staging: int) -> tuple[int, int]:
+def slot_bytes(nbytes: int) -> int:
+    """Bytes of memory, at most, for an item of so many bytes that is read past the system's cache: whole blocks, or a
+    copy where these would take an eighth more (csrc/slots.cpp)."""
+    copied = -(-nbytes // LINE) * LINE
+    most = copied + copied // 8
+    block = Reads.ALIGN
+    return min(most, -(-(nbytes + block - 1) // block) * block) if -(-nbytes // block) * block <= most else copied
+
+
+def resting_in_ram(model: Model, layers: int, threads: int, staging: int) -> tuple[int, int]:
     """(slots of each of the GPU's layers, bytes): what RAM needs beside the neurons that it keeps, where others of
     these layers are read from disk when they are selected. staging: bytes of a buffer that streams all that the GPU
     does not have for long prompts, through as many that are read and as many that are gathered from them; 0: none.
     """
     slots, nbytes = LEAST * threads, READ_COPIES + 2 * staging
     for layout, n in zip(model.bundles[:layers], model.config.ffn_sizes, strict=False):
-        nbytes += min(n, slots) * layout.pitch + n * NEURON + n_groups(n) * layout.shared_bytes
+        nbytes += min(n, slots) * slot_bytes(layout.pitch) + n * NEURON
     return slots, nbytes
 
 
@@ -299,7 +309,7 @@ def _neurons(model: Model, work: Workload, threads: int) -> dict[int, _Neurons]:
         # Without a predictor every step multiplies with the first matrix, which says what is read of the others.
         first = int(work.selector != "predicted")
         beside = n_groups(about.size) * layout.shared_bytes + about.size * NEURON
-        read = layout.pitch - (layout.gate_bytes if first else 0)
+        read = slot_bytes(layout.pitch - (layout.gate_bytes if first else 0))
         fewest = min(about.size, max(about.size // FEWEST, LEAST * threads))
         least = beside + fewest * read
         found[layer] = _Neurons(every.first(first), every.after(first), read, least, about.size, fewest)

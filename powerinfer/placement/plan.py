@@ -51,7 +51,7 @@ from powerinfer.placement.budget import (
     staged_on_gpu,
     staging_from_disk,
 )
-from powerinfer.placement.disk import DiskPlan, beside_gpu, plan_disk, within
+from powerinfer.placement.disk import DiskPlan, plan_disk, resting_in_ram, slot_bytes, within
 from powerinfer.placement.disk_speed import Decoding, Hits, OnGpu, Prediction, predict
 from powerinfer.placement.experts import Frequencies
 from powerinfer.placement.plan_document import (
@@ -306,7 +306,8 @@ class Plan:
     @property
     def staging(self) -> int:
         """Bytes of a buffer that streams cold neurons to the GPU for long prompts; 0: there are none."""
-        split = any(layer[Tier.CPU] for layer in self.neurons[: self.claims.gpu_layers])
+        beside = self.neurons[: self.claims.gpu_layers]
+        split = any(layer[Tier.CPU] or (layer[Tier.DISK] and self.claims.slots_beside) for layer in beside)
         return self.claims.staging if split or self.claims.slots is not None else 0
 
     @cached_property
@@ -326,7 +327,8 @@ class Plan:
                 first, last = neurons[Tier.GPU], neurons[Tier.GPU] + neurons[Tier.CPU]
                 here, there = (len(np.unique(part // BUNDLE_GROUP)) for part in np.split(orders[layer][:last], [first]))
                 held[Tier.GPU] = model.gpu_neuron_of(layer) * first + model.gpu_shared * here
-                held[Tier.CPU] = bundles.pitch * neurons[Tier.CPU] + bundles.shared_bytes * there
+                each = claims.cpu_neuron if claims.slots_beside else bundles.pitch
+                held[Tier.CPU] = each * neurons[Tier.CPU] + bundles.shared_bytes * there
             elif claims.gpu_layers and not neurons[Tier.DISK]:  # whole groups, as the file has them
                 held[Tier.CPU] = n_groups(model.config.ffn_sizes[layer]) * bundles.group_bytes
             result.append(held)
@@ -365,15 +367,14 @@ class Plan:
         return self.fits or bool(self.claims.slots_beside)
 
     @property
-    def beside_gpu(self) -> DiskPlan | None:
-        """The neurons that stay on disk, of the GPU's layers; None: none, or the plan cannot be loaded."""
+    def on_disk(self) -> DiskPlan | None:
+        """What stays on disk of the GPU's layers: neurons. Of all of these layers, since those that leave the GPU when
+        memory is measured rest there, too. None: nothing, or the plan cannot be loaded."""
         beside = self.claims.slots_beside
         if self.fits or not beside:
             return None
-        sizes = self.request.profile.sizes
-        slots = {
-            layer: min(sizes[layer], own[Tier.CPU] + beside) for layer, own in enumerate(self.neurons) if own[Tier.DISK]
-        }
+        each = zip(self.request.profile.sizes, self.neurons[: self.claims.gpu_layers], strict=False)
+        slots = {layer: min(size, own[Tier.CPU] + beside) for layer, (size, own) in enumerate(each) if size}
         return DiskPlan(OnDisk(neurons=slots), self.bytes["cpu"], 0, self.bytes["disk"])
 
     def placement(self, profile: Profile) -> Placement:
@@ -468,23 +469,35 @@ def make_plan(request: PlanRequest) -> Plan:
 
 def _with_slots(plan: Plan) -> Plan:
     """A plan with neurons on disk beside a GPU, with what reading them takes of RAM; the plan as it is where they would
-    not be read: predictors select among those of the GPU's layers alone."""
-    request, claims = plan.request, plan.claims
-    if plan.fits or not claims.gpu_layers or request.selector != "predicted":
+    not be read."""
+    claims = None if plan.fits else _claims_with_slots(plan.request, plan.claims)
+    if claims is None:
         return plan
-    model, threads = request.model, request.hardware.cpu.threads
+    return replace(_solved(plan.request, claims), helps=plan.helps)  # where all fits nothing is needed beside
+
+
+def _claims_with_slots(request: PlanRequest, claims: Claims) -> Claims | None:
+    """With what reading neurons from disk takes; None where a load does not: predictors select among those of the
+    GPU's layers alone, and the other layers have theirs in RAM."""
+    if not claims.gpu_layers or claims.slots is not None or request.selector != "predicted":
+        return None
+    model, threads, first = request.model, request.hardware.cpu.threads, claims.gpu_layers
     gpu_left = claims.gpu_left + staged_on_gpu(claims.staging)
     cpu_left = claims.cpu_left + staged_in_ram(claims.staging)
-    others = sum(model.config.ffn_sizes[claims.gpu_layers :]) * claims.cpu_neuron
-    for staging in dict.fromkeys((staging_from_disk(model, request.workload, gpu_left, cpu_left), 0)):
-        slots, nbytes = beside_gpu(model, claims.gpu_layers, threads, staging)
+    neuron = max(slot_bytes(layout.pitch) for layout in model.bundles)
+    others = sum(model.config.ffn_sizes[first:]) * neuron
+    limit = cpu_left
+    while True:
+        staging = staging_from_disk(model, request.workload, gpu_left, limit)
+        slots, nbytes = resting_in_ram(model, first, threads, staging)
         left = cpu_left - staged_in_ram(staging) - nbytes
         if left >= others:
             cpu = claims.cpu | {"scratch": claims.cpu["scratch"] + nbytes}
-            own = replace(claims, cpu=cpu, cpu_left=left, gpu_left=gpu_left - staged_on_gpu(staging))
-            own = replace(own, staging=staging, slots_beside=slots)
-            return replace(_solved(request, own), helps=plan.helps)  # where all fits nothing is needed beside
-    return plan
+            own = replace(claims, cpu=cpu, cpu_left=left, cpu_neuron=neuron, slots_beside=slots)
+            return replace(own, staging=staging, gpu_left=gpu_left - staged_on_gpu(staging))
+        if not staging:
+            return None
+        limit //= 2
 
 
 def with_less_vram(plan: Plan, lacking: int) -> Plan | None:
@@ -761,7 +774,7 @@ def _placed(
         answer = solver.solve(tables.costs, disk, room, ram, request.time_limit, starts)
         kept = answer.kept if ram is None else solver.top_up(answer.gpu, answer.kept, ram, groups)
         if ram is not None and claims.slots_beside:
-            kept = _kept_beside(claims, tables, answer.gpu, ram, groups)
+            kept = _kept_beside(model.config.ffn_sizes, claims, tables, answer.gpu, ram, groups)
         return answer.gpu, kept, answer.optimal, answer.seconds
     impact = np.diff(tables.mass, axis=1)
     allowed = np.arange(layers) < claims.gpu_layers
@@ -777,14 +790,16 @@ def _placed(
     else:
         gpu = solver.random_groups(layers, groups, room, allowed, request.seed)
     if ram is not None and claims.slots_beside:
-        return gpu, _kept_beside(claims, tables, gpu, ram, groups), optimal, solve_s
+        return gpu, _kept_beside(model.config.ffn_sizes, claims, tables, gpu, ram, groups), optimal, solve_s
     return gpu, solver.fill(gpu, tables.disk, ram, groups), optimal, solve_s
 
 
-def _kept_beside(claims: Claims, tables: _Tables, gpu: solver.Numbers, ram: int, groups: int) -> solver.Numbers:
+def _kept_beside(
+    sizes: Sequence[int], claims: Claims, tables: _Tables, gpu: solver.Numbers, ram: int, groups: int
+) -> solver.Numbers:
     """As `solver.fill`, where neurons rest on disk beside a GPU: layers that run on the CPU as a whole keep all."""
     first = claims.gpu_layers
-    left = ram - groups * (len(gpu) - first)
+    left = ram - sum(-(-size // GROUP) for size in sizes[first:])
     assert tables.disk is not None
     split = solver.fill(gpu[:first], tables.disk[:first], max(0, left), groups)
     return np.concatenate([split, np.full(len(gpu) - first, groups)])
@@ -1009,6 +1024,8 @@ def _of_document(document: PlanDocument, request: PlanRequest) -> Plan:
             raise ValueError(f"layer {layer} does not have such groups")
         if document.layers[layer].seconds.keys() != set(SECONDS):
             raise ValueError(f"other times of layer {layer}")
+    if used and any(n * GROUP < size for n, size in zip(kept, profile.sizes, strict=True)):
+        claims = _claims_with_slots(request, claims) or claims
     everything = claims.cpu_neuron * config.n_neurons
     on_gpu, in_ram = sum(gpu) * GROUP * request.model.gpu_neuron, (sum(kept) - sum(gpu)) * GROUP * claims.cpu_neuron
     disk = claims.disk
