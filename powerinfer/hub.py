@@ -176,6 +176,16 @@ def cloned_models() -> dict[str, Path]:
     return {name: path for folder in sorted(CLONED.glob("*/")) for name, path in models_in(folder).items()}
 
 
+def list_cloned() -> list[StoredModel]:
+    """`cloned_models` that were not pulled, which are used in place."""
+    pulled = {model.name for model in list_stored()}
+    return [
+        StoredModel(name, path, "clone", sum(part.stat().st_size for part in _parts(path)))
+        for name, path in sorted(cloned_models().items())
+        if name not in pulled
+    ]
+
+
 def known_names() -> list[str]:
     """Every name that can be pulled or opened without its owner: of the catalogues and of local models."""
     # not through `formats.catalogue`: it imports numpy, for which no completion of a command line should wait

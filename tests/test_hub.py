@@ -455,13 +455,16 @@ def test_remove_never_follows_a_link(cache: Path, tmp_path: Path) -> None:
     assert (elsewhere / "m.gguf").exists()
 
 
-def test_list_and_rm(cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_and_rm(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = store("owner/name")
     tiny_gguf().write(model)
     hub._write_manifest(model.parent, "owner/name", "m.gguf", "hugging face: owner/name", ["m.gguf"])
     folder = prepared_folder(model)
     folder.mkdir()
     (folder / "profile.safetensors").write_bytes(b"x")
+    monkeypatch.setattr(hub, "CLONED", tmp_path / "nowhere")
     assert main(["list", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["models"]
     assert (found["name"], found["quantisation"], found["prepared"]) == ("owner/name", "F32", ["profile"])
@@ -470,7 +473,9 @@ def test_list_and_rm(cache: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     assert main(["rm", "owner/name", "--yes"]) == 0 and not model.parent.exists()
 
 
-def test_a_model_of_the_clone_is_used_in_place(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_clone_is_used_in_place(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = tmp_path / "models" / "own"
     own.mkdir(parents=True)
     monkeypatch.setattr(hub, "CLONED", tmp_path / "models")
@@ -483,7 +488,14 @@ def test_a_model_of_the_clone_is_used_in_place(cache: Path, tmp_path: Path, monk
     (own / "own-two-00001-of-00002.gguf").write_bytes(b"of another model")
     assert hub.resolve_model("OWN") == first and "own" in hub.known_names() and hub.names_model("own")
     assert hub.list_stored() == []
+    assert [(one.name, one.path, one.nbytes) for one in hub.list_cloned()] == [
+        ("own", first, 8), ("own-two", own / "own-two-00001-of-00002.gguf", 16)
+    ]  # fmt: skip
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["own", "own-two"] and all("of this clone" in line for line in lines)
     stored = hub.pull("own")
+    assert [one.name for one in hub.list_cloned()] == ["own-two"]
     assert (stored.name, stored.path, stored.nbytes) == ("own", first, 8)
     assert hub.pull("own") == hub.pull(first) == stored
     second.unlink()

@@ -233,7 +233,7 @@ def test_any_model(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
     types = choose_types(model, data.draw(asked, "gate"), data.draw(asked_of_down, "down"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "_SLAB", data.draw(st.sampled_from([1, 1 << 17, 1 << 20]), "slab"))
-        patch.setattr("powerinfer.prepare.packing.usable_cores", lambda: (3, "a test"))
+        patch.setattr("powerinfer.kernels.cpu.usable_cores", lambda: (3, "a test"))
         check(model, pack(model, None, types))
 
 
@@ -244,7 +244,7 @@ def test_the_bytes_of_a_file_do_not_depend_on_slabs_and_threads(
     first = packed(model).bundles.path.read_bytes()
     monkeypatch.setattr(packing, "_SLAB", 1)
     for cores in (1, 4):
-        monkeypatch.setattr("powerinfer.prepare.packing.usable_cores", lambda cores=cores: (cores, "a test"))
+        monkeypatch.setattr("powerinfer.kernels.cpu.usable_cores", lambda cores=cores: (cores, "a test"))
         assert packed(model).bundles.path.read_bytes() == first
 
 
@@ -295,7 +295,7 @@ def test_progress_counts_neurons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_memory_is_bounded_by_the_slabs_not_by_the_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layer's floats would take 96 MB; a slab of three matrices takes 3 MB, and temporaries a few times that."""
     monkeypatch.setattr(packing, "_SLAB", 1 << 16)
-    monkeypatch.setattr("powerinfer.prepare.packing.usable_cores", lambda: (2, "a test"))
+    monkeypatch.setattr("powerinfer.kernels.cpu.usable_cores", lambda: (2, "a test"))
     model = checkpoint(tmp_path / "m", "Q4_0", d_model=1024, d_ff=8192, layers=1)
     types = choose_types(model, "Q8_0")
     tracemalloc.start()

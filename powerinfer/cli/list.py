@@ -1,7 +1,7 @@
-"""List local models: downloaded ones and registered paths.
+"""List local models: downloaded ones, registered paths, and those of a clone of the repository.
 
 JSON: models (name, path, source, bytes, quantisation: null if the file cannot be opened, prepared: kinds of prepared
-files, used: when it was last opened by its name, in seconds since the epoch).
+files, used: when it was last opened by its name, in seconds since the epoch, null of a clone's).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from powerinfer.cli.common import Output
-from powerinfer.hub import StoredModel, list_stored
+from powerinfer.hub import StoredModel, list_cloned, list_stored
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,13 +31,14 @@ def show(out: Output) -> int:
     from datetime import datetime
 
     rows = []
-    for model in list_stored():
+    for model in (*list_stored(), *list_cloned()):
         quantisation, prepared = _quantisation(model.path), _prepared(model)
-        used = datetime.fromtimestamp(model.used).strftime("%Y-%m-%d %H:%M")
+        used = datetime.fromtimestamp(model.used).strftime("used %Y-%m-%d %H:%M") if model.used else "of this clone"
         size = f"{model.nbytes / 1e6:,.0f} MB"
         ready = ", ".join(prepared) or "nothing prepared"
-        out.line(f"{model.name:<44} {size:>10}  {quantisation or '?':<6}  used {used}  {ready}")
-        rows.append({**document(model), "quantisation": quantisation, "prepared": prepared, "used": model.used})
+        out.line(f"{model.name:<44} {size:>10}  {quantisation or '?':<6}  {used:<21}  {ready}")
+        about = {"quantisation": quantisation, "prepared": prepared, "used": model.used or None}
+        rows.append({**document(model), **about})
     if not rows:
         out.note("no models yet; `powerinfer pull` downloads the default one, `powerinfer pull --names` lists others")
     out.document({"models": rows})

@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--no-check", dest="check", action="store_false", help="skip the comparison with the dense logits"
     )
     parser.add_argument("--force", action="store_true", help="make the file even if it is up to date")
-    config_flags(parser, EngineConfig, "engine", only=("quantize", "prepared"))
+    config_flags(parser, EngineConfig, "engine", only=("quantize", "prepared", "threads"))
 
 
 def execute(args: argparse.Namespace, out: Output) -> int:
@@ -58,7 +58,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     packed = None
     if bundles is None:
         with Bar() as bar:
-            packed = pack(checkpoint, engine.prepared, types, bar)
+            packed = pack(checkpoint, engine.prepared, types, bar, engine.threads)
         for note in types.notes:
             out.note(note)
         bundles = packed.bundles

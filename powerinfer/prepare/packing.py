@@ -36,7 +36,6 @@ from powerinfer.kernels import cpu
 from powerinfer.neurons import BundleLayout
 from powerinfer.progress import Progress, silent
 from powerinfer.sparsity.selection import check_neurons
-from powerinfer.system import usable_cores
 
 Squares = NDArray[np.float64]
 """[sum of squared errors, sum of squared weights]."""
@@ -79,13 +78,16 @@ def current(checkpoint: Checkpoint, prepared: str | None, types: RowTypes) -> Bu
     return bundles if bundles.types == (types.gate, types.down) else None
 
 
-def pack(checkpoint: Checkpoint, prepared: str | None, types: RowTypes, progress: Progress = silent) -> Packed:
+def pack(
+    checkpoint: Checkpoint, prepared: str | None, types: RowTypes, progress: Progress = silent, threads: int = 0
+) -> Packed:
     """Write the bundles of a model into the folder `prepared` (None: beside the model).
 
     Memory: about 40 MB for each core while d_model is below 4096, in proportion to it above, and one matrix where the
     checkpoint itself converts it (--quantize, types without kernels); the source's pages are released layer by layer.
     RequestError for FFNs whose neurons are not told apart, ModelError for weights that a type cannot hold,
-    PowerInferError if the file cannot be written; no partial file remains.
+    PowerInferError if the file cannot be written; no partial file remains. threads: of which 8 at most are used; 0:
+    every core.
     progress: called with ("packing neurons", neurons done, neurons).
     """
     begin = time.perf_counter()
@@ -96,13 +98,13 @@ def pack(checkpoint: Checkpoint, prepared: str | None, types: RowTypes, progress
     step = max(1, _SLAB // config.d_model // _BLOCK) * _BLOCK
     groups = n_groups(min(step, config.widest_ffn))
     spaces = {layout: np.zeros((groups, layout.group_bytes), np.uint8) for layout in set(layouts)}
-    cores = min(8, usable_cores()[0])
+    cores = min(8, cpu.choose_threads(threads)[0])
     done = 0
-    with write_bundles(checkpoint, prepared, layouts) as write, ThreadPoolExecutor(cores) as threads:
+    with write_bundles(checkpoint, prepared, layouts) as write, ThreadPoolExecutor(cores) as pool:
         for layer, layout in enumerate(layouts):
             every = _all_rows(layout)
             sources = [_Source(checkpoint, one, layer) for one in every]
-            for slab in _slabs(sources, config.ffn_sizes[layer], step, threads, cores):
+            for slab in _slabs(sources, config.ffn_sizes[layer], step, pool, cores):
                 count = len(slab[0][0])
                 rows = spaces[layout][: n_groups(count)]
                 for one, (data, error) in zip(every, slab, strict=True):

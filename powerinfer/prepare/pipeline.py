@@ -225,7 +225,7 @@ def pack(work: Work, progress: Progress) -> Outcome:
     bundles, packed = _packed_bundles(work), None
     if bundles is None:
         types = choose_types(work.checkpoint)
-        packed = packing.pack(work.checkpoint, work.engine.prepared, types, progress)
+        packed = packing.pack(work.checkpoint, work.engine.prepared, types, progress, work.engine.threads)
         bundles = packed.bundles
         for note in types.notes:
             work.say(note)
