@@ -35,7 +35,7 @@ from powerinfer.hardware.description import load  # noqa: E402
 from powerinfer.hybrid import vram  # noqa: E402
 from powerinfer.hybrid.ffn import HybridFfn, NeuronSplit  # noqa: E402
 from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
-from powerinfer.hybrid.resolve import Resolved, needs, resolve  # noqa: E402
+from powerinfer.hybrid.resolve import Resolved, needs, resolve, with_fewer_layers  # noqa: E402
 from powerinfer.hybrid.sparsity import HybridSparsity  # noqa: E402
 from powerinfer.kernels.cpu import NEURON_TOKENS  # noqa: E402
 from powerinfer.placement.disk import DiskPlan, resting_in_ram, slot_bytes  # noqa: E402
@@ -47,6 +47,7 @@ ENGINE = EngineConfig(
 )
 PAGES = 16
 LARGE = 12288  # neurons
+MIB = 1 << 20
 
 
 @contextmanager
@@ -368,3 +369,27 @@ def test_without_predictors_whole_layers_are_on_the_gpu_and_others_on_disk(
     assert auto.plan is None and auto.selection.bundles is None and 0 < auto.gpu_layers < 16
     assert auto.selection.why.startswith("--vram and --ram do not hold all neurons, and only --selector predicted")
     assert auto.disk is not None and needs(auto).ram <= (auto.engine.ram or 0)
+
+
+def test_without_ram_the_free_memory_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, described: None) -> None:
+    """Of layers on the CPU beside a GPU, with a short context if none was asked for."""
+    monkeypatch.setattr(model_files, "LAYERS", 16)
+    path = large_model(tmp_path, monkeypatch)
+    free = 1 << 40
+    monkeypatch.setattr("powerinfer.system.available_memory", lambda: free)
+    engine = replace(ENGINE, gpu=device_name(), selector="all", prefill_chunk=16)
+    every = needs(resolve(open_checkpoint(path), engine))
+    engine = replace(engine, vram=every.vram - 30 * MIB)
+    whole = resolve(open_checkpoint(path), engine)
+    assert 0 < whole.gpu_layers < 16 and whole.disk is None
+    free = needs(whole).ram
+    assert resolve(open_checkpoint(path), engine).disk is None
+    free -= 5 * MIB
+    placed = resolve(open_checkpoint(path), engine)
+    assert placed.disk is not None and placed.gpu_layers == whole.gpu_layers and placed.engine.ram is None
+    assert sum(placed.disk.held.values()) <= free and not placed.staging
+    assert resolve(open_checkpoint(path), replace(engine, disk="none")).disk is None
+    fewer = with_fewer_layers(placed)
+    assert fewer is not None and fewer.disk is not None and fewer.disk.resting["panels"] > placed.disk.resting["panels"]
+    free = 1 * MIB
+    assert resolve(open_checkpoint(path), engine).disk is None, "the system may find it"

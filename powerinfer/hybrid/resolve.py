@@ -247,9 +247,7 @@ def with_fewer_layers(resolved: Resolved) -> Resolved | None:
     Only where layers are on the GPU as a whole. RequestError if --ram does not hold the rest.
     """
     from powerinfer.hardware.measure import measured
-    from powerinfer.placement.disk import within
     from powerinfer.placement.shapes import checkpoint_model
-    from powerinfer.system import available_memory
 
     assert resolved.plan is None and resolved.gpu is not None
     if resolved.staging:
@@ -258,12 +256,8 @@ def with_fewer_layers(resolved: Resolved) -> Resolved | None:
     if not layers:
         return None
     fewer = replace(resolved, gpu_layers=layers, gpu_head=False)
-    ram = resolved.engine.ram
-    if ram is None and resolved.disk is None:
-        return fewer
     model = checkpoint_model(resolved.checkpoint, resolved.engine.prepared, fresh=True)
-    ram = within(available_memory()) if ram is None else ram
-    return _within_ram(fewer, model, measured(resolved.engine, gpu=resolved.gpu), ram)
+    return _within_ram(fewer, model, measured(resolved.engine, gpu=resolved.gpu))
 
 
 def with_fewer_experts(resolved: Resolved) -> Resolved | None:
@@ -584,8 +578,8 @@ def _beside_gpu(
     return replace(found, vram=engine.vram - hardware.gpu.reserved_bytes)
 
 
-def _whole_layers(resolved: Resolved, model: Model, hardware: Hardware, ram: int | None = None) -> Resolved:
-    """The first layers on the GPU, as many as fit into --vram. RequestError if none does. ram: as of `_within_ram`."""
+def _whole_layers(resolved: Resolved, model: Model, hardware: Hardware) -> Resolved:
+    """The first layers on the GPU, as many as fit into --vram. RequestError if none does."""
     from powerinfer.placement.budget import budgets, no_layer_fits, whole_layers
 
     engine = resolved.engine
@@ -595,20 +589,19 @@ def _whole_layers(resolved: Resolved, model: Model, hardware: Hardware, ram: int
         raise no_layer_fits(model, hardware, work, vram, dense=True)
     why = f"whole layers ({resolved.selection.why})"
     placed = replace(resolved, gpu_layers=layers, gpu_head=head, why=why, staging=staging)
-    return _within_ram(placed, model, hardware, ram)
+    return _within_ram(placed, model, hardware)
 
 
-def _within_ram(resolved: Resolved, model: Model, hardware: Hardware, ram: int | None = None) -> Resolved:
-    """The same within --ram, without the buffers for long prompts or with what that does not hold on disk, where layers
-    are on the GPU as a whole. RequestError if it does not hold the rest. ram: in place of --ram, None: that."""
+def _within_ram(resolved: Resolved, model: Model, hardware: Hardware) -> Resolved:
+    """The same within --ram or the free memory, without the buffers for long prompts or with what that does not hold on
+    disk, where layers are on the GPU as a whole. RequestError if --ram does not hold the rest."""
     from powerinfer.placement.budget import gib, in_ram, streamed_in_ram
 
-    engine, layers, head = resolved.engine, resolved.gpu_layers, resolved.gpu_head
+    engine, layers, head, ram = resolved.engine, resolved.gpu_layers, resolved.gpu_head, resolved.engine.ram
+    if ram is None:
+        return _layers_in_free_memory(resolved, model, hardware)
     work = _workload(model, engine, "all")
     needed = sum(in_ram(model, work, layers, head, hardware.host_bytes).values())
-    ram = engine.ram if ram is None else ram
-    if ram is None:
-        return replace(resolved, disk=None)
     if needed + streamed_in_ram(model, work, layers, resolved.staging) <= ram:
         return replace(resolved, disk=None)
     resolved = replace(resolved, staging=0)
@@ -622,6 +615,22 @@ def _within_ram(resolved: Resolved, model: Model, hardware: Hardware, ram: int |
         f"{model.name} needs {gib(needed)} of RAM beside the {held} that --vram holds: give --ram "
         f"{gib(needed)}, or more --vram"
     )
+
+
+def _layers_in_free_memory(resolved: Resolved, model: Model, hardware: Hardware) -> Resolved:
+    """As `_within_free_memory`, beside layers on the GPU."""
+    from powerinfer.placement.budget import in_ram
+    from powerinfer.placement.disk import within
+    from powerinfer.system import available_memory
+
+    engine, free, where = resolved.engine, available_memory(), (resolved.gpu_layers, resolved.gpu_head)
+    short = replace(engine, context=engine.context or min(_SHORT, model.config.context_length))
+    needed = sum(in_ram(model, _workload(model, short, "all"), *where, hardware.host_bytes).values())
+    if engine.disk != "none" and not resolved.gpu_head and 0 < free < needed:
+        with suppress(RequestError):  # not even that fits: the system may still find the memory
+            placed = _on_disk(replace(resolved, engine=short, staging=0), model, within(free), hardware.host_bytes)
+            return replace(placed, engine=engine)
+    return replace(resolved, disk=None)
 
 
 def _planned(resolved: Resolved, model: Model) -> Callable[[Hardware], PlanRequest]:
@@ -665,8 +674,7 @@ def _split_neurons(
     plan = make_plan(request(hardware))
     name, ram = plan.request.model.name, plan.request.ram
     if resolved.engine.ram is None and ram is not None and plan.on_disk is not None:
-        ram = within(ram)
-        plan = make_plan(replace(plan.request, ram=ram))
+        plan = make_plan(replace(plan.request, ram=within(ram)))
     if not plan.claims.gpu_layers:
         return plan.reasons[0]
     disk = plan.on_disk if resolved.engine.disk != "none" else None
@@ -674,9 +682,7 @@ def _split_neurons(
         engine, reads = resolved.engine, "only --selector predicted reads them from disk beside a GPU"
         if engine.selector == "auto" and engine.disk != "none":
             with suppress(RequestError):  # that needs more memory than there is, too
-                return _without_neurons(
-                    resolved, hardware, ram, f"--vram and --ram do not hold all neurons, and {reads}"
-                )
+                return _without_neurons(resolved, hardware, f"--vram and --ram do not hold all neurons, and {reads}")
         if resolved.selection.selector == "predicted":
             reads = "--ram does not hold what reading them from disk takes"
         if engine.disk == "none":
@@ -691,12 +697,11 @@ def _split_neurons(
     return replace(there, disk=disk)
 
 
-def _without_neurons(resolved: Resolved, hardware: Hardware, ram: int | None, why: str) -> Resolved:
-    """Whole layers on the GPU, without bundles: what RAM does not hold of the others is read from disk. ram: its
-    budget."""
+def _without_neurons(resolved: Resolved, hardware: Hardware, why: str) -> Resolved:
+    """Whole layers on the GPU, without bundles: what RAM does not hold of the others is read from disk."""
     selection = select(resolved.checkpoint, resolved.engine, why)
     model = _model(resolved.checkpoint, resolved.engine, selection)
-    return _whole_layers(replace(resolved, selection=selection), model, hardware, ram)
+    return _whole_layers(replace(resolved, selection=selection), model, hardware)
 
 
 def _split_experts(
