@@ -440,8 +440,8 @@ class NeuronSum:
     def neurons(self) -> int: ...
     def keep(self, members: NDArray[np.int32]) -> None:
         """
-        Of neurons on disk: only these, int32 ascending, are summed from now on; `selected` and `take_fired` are of
-        them.
+        Of neurons on disk: only these, int32 ascending, are summed from now on, and of these are `selected`
+        and `take_fired`.
         """
 
     @property

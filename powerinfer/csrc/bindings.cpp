@@ -804,8 +804,8 @@ void bind_neuron_sum(nb::module_& m) {
             sum.keep(std::move(own));
           },
           "members"_a,
-          "Of neurons on disk: only these, int32 ascending, are summed from now on; `selected` and `take_fired` are of "
-          "them.")
+          "Of neurons on disk: only these, int32 ascending, are summed from now on, and of these are `selected`\n"
+          "and `take_fired`.")
       .def_prop_ro(
           "uses",
           [](NeuronSum& sum) {
