@@ -340,8 +340,6 @@ def test_a_slot_takes_what_is_planned(each: int, tmp_path: Path) -> None:
     path = tmp_path / "items"
     path.write_bytes(bytes(9 * each + 192))
     reads = _native.Reads([(str(path), path.stat().st_size)], True)
-    if not reads.direct:
-        pytest.skip("this file system cannot do without its cache")
     slots = _native.Slots(reads, [_native.Resting(0, 192, each, each)], 9, 2)
     assert slots.slot_bytes <= slot_bytes(each) <= 1.125 * max(each, slots.slot_bytes)
 

@@ -514,14 +514,7 @@ template <class P>
 void Experts::sum_rows(Program& program, const float* x, int64_t tokens, float* out, P prepare) {
   Workspace& w = *program.workspace;
   ExpertRows& rows = *program.expert_rows;
-  std::string failure;
-  // What follows after a failure is void, but must be computed, since threads wait for each other.
-  const auto attempt = [&](const auto& work) {
-    try {
-      if (failure.empty()) work();
-    } catch (const std::exception& error) { failure = error.what(); }
-    return failure.empty();
-  };
+  Failure failure;  // what follows is void, but must be computed
   const auto job = [&](int thread) {
     Thread t{thread, &program, {}};
     const int forms = (gate_.empty() ? 0 : gate_[0].form()) | up_[0].form();
@@ -530,18 +523,18 @@ void Experts::sum_rows(Program& program, const float* x, int64_t tokens, float* 
     if (guesses(tokens)) {
       guess(t, rows, in);
       w.pool->barrier();
-      if (thread == 0) attempt([&] { after_->expect_guessed(rows, tokens); });
+      if (thread == 0) failure.attempt([&] { after_->expect_guessed(rows, tokens); });
     }
     const PiActs* acts = w.prepare(thread, in, {}, forms);
     if (bundled_ && !whole_ && tokens <= PI_NEURON_TOKENS) return sum_firing(t, rows, acts, {in, {}, to, true});
     multiply_all(t, rows, tokens == 1 ? *acts : gather(t, rows, acts), tokens == 1,
-                 [&] { return attempt([&] { resting_->next(rows); }); });
+                 [&] { return failure.attempt([&] { resting_->next(rows); }); });
     merge(t, rows, tokens, to);
   };
   w.pool->run(prepare, job);
-  if (failure.empty()) return;
+  if (failure.what.empty()) return;
   if (resting_) resting_->end();
-  throw ReadError(failure);
+  throw ReadError(failure.what);
 }
 
 void Router::select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const {

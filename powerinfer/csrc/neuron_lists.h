@@ -27,6 +27,7 @@ class NeuronLists {
   const int64_t neurons, d_model, rank, ldz, ldr, lds;
   std::vector<uint32_t> selected_by;  // by place of a listed neuron: the tokens that select it, a bit each
   Vector z, hidden;                   // of a predictor, [tokens][ldz] and [tokens][ldr]
+  Vector h;                           // of neurons on disk that are summed without a program, [tokens][ldz]
   std::vector<Share> shares;
   // A wave of neurons that rest on disk: first those that are there at once; how many were multiplied of either kind.
   struct Wave {
@@ -36,6 +37,10 @@ class NeuronLists {
     std::atomic<int64_t> done[2];
   } wave;
 
+  // Room for `h` of so many tokens.
+  void reserve_h(int64_t tokens) {
+    if ((int64_t)h.size() < tokens * ldz) h.resize((size_t)(tokens * ldz));
+  }
   // Makes `taken` of the thread, in the order of the lists; cut between groups of neurons if `whole_groups`. Returns its
   // length.
   int64_t take(int thread, bool whole_groups);

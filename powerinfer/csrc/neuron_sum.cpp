@@ -31,11 +31,10 @@ bool NeuronSum::sum(const float* x, int64_t tokens, const uint8_t* selected, con
     memset(out, 0, (size_t)(tokens * k) * sizeof(float));
     return false;
   }
-  Alone alone;
-  if (bundles->slots) {
-    alone.ldh = pi_round_up(bundles->neurons, PI_GROUP);
-    alone.h.resize((size_t)(std::min(tokens, (int64_t)PI_NEURON_TOKENS) * alone.ldh));
-  }
+  Failure failure;
+  const auto prepare = [&] {
+    if (bundles->slots) workspace->lists().reserve_h(std::min(tokens, (int64_t)PI_NEURON_TOKENS));
+  };
   const auto job = [&](int thread) {
     for (int64_t first = 0; first < tokens; first += PI_NEURON_TOKENS) {
       const int64_t some = std::min(tokens - first, (int64_t)PI_NEURON_TOKENS);
@@ -48,11 +47,11 @@ bool NeuronSum::sum(const float* x, int64_t tokens, const uint8_t* selected, con
                             nullptr,
                             {},
                             nullptr,
-                            &alone});
+                            &failure});
     }
   };
-  workspace->pool->run(job);
-  if (!alone.failure.empty()) throw ReadError(alone.failure);
+  workspace->pool->run(prepare, job);
+  if (!failure.what.empty()) throw ReadError(failure.what);
   return true;
 }
 
@@ -141,11 +140,11 @@ void NeuronSum::add_from_disk(int thread, const Piece& piece, const PiActs* acts
   NeuronLists::Share& own = lists.shares[(size_t)thread];
   NeuronLists::Wave& wave = lists.wave;
   Program* const program = piece.program;
-  float* const h = program ? program->gate : piece.alone->h.data();
-  const int64_t ldh = program ? program->ldh : piece.alone->ldh;
+  float* const h = program ? program->gate : lists.h.data();
+  const int64_t ldh = program ? program->ldh : lists.ldz;
   const auto attempt = [&](const auto& work) {
     if (program) program->attempt(work);
-    else piece.alone->attempt(work);
+    else piece.failure->attempt(work);
   };
   const PiActs in = with_lanes(*bundles, *acts, piece.x.tokens, own.block);
   Firing multiplied = {h, ldh, nullptr, 0.0f};

@@ -1,7 +1,6 @@
 // A part of an FFN: some neurons of one layer, as bundles, and the sum that they add to the output.
 #pragma once
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "bundles.h"
@@ -37,18 +36,6 @@ class NeuronSum {
   void clear();
 
   // ---- For the threads of a job
-  // What neurons on disk need outside of a program: room for their h, and what could not be read.
-  struct Alone {
-    Vector h;  // [PI_NEURON_TOKENS][ldh]
-    int64_t ldh;
-    std::string failure;
-    template <class F>
-    void attempt(F work) {
-      try {
-        if (failure.empty()) work();
-      } catch (const std::exception& error) { failure = error.what(); }
-    }
-  };
   // The input of up to PI_NEURON_TOKENS tokens, and where their sums go.
   struct Piece {
     Rows x;            // before the norm
@@ -60,7 +47,7 @@ class NeuronSum {
     int64_t* fired = nullptr;           // by place, if the caller counts the tokens that neurons fire for
     GroupWeights groups = {};           // if given, `selected_by` of the lists says which tokens select a neuron
     Program* program = nullptr;         // of the step; `gate` is overwritten with the h of neurons on disk
-    Alone* alone = nullptr;             // where these are summed without a program
+    Failure* failure = nullptr;         // where these are summed without a program: what could not be read
   };
   // Sums the selected neurons; all their gates are computed.
   void sum_selected(int thread, const Piece& piece);

@@ -21,6 +21,19 @@ struct ReadError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// What a job could not read: the first failure, after which the rest is void and not tried. By one thread at a time;
+// nothing is thrown in a job, where threads wait for each other.
+struct Failure {
+  std::string what;
+  template <class F>
+  bool attempt(const F& work) {
+    try {
+      if (what.empty()) work();
+    } catch (const std::exception& error) { what = error.what(); }
+    return what.empty();
+  }
+};
+
 // What stands in for a disk in tests: one read after another, in the order in which they were begun, each after `latency`
 // seconds and at `rate` bytes a second (0: at once). The read number `fail_at` (from 0, -1: none) and those after it fail,
 // `failures` in all (-1: every one), with `error`, 0: as if the file ended.

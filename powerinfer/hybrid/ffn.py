@@ -230,7 +230,8 @@ class HybridFfn:
         by_host: bool = False,
         called: Callable[[Step], None] | None = None,
     ) -> Operator:
-        return Operator(kind, self.layer, run, not by_host, called if self._cpu_part.callable else None)
+        # The GPU does not call what reads: of a failure its calls pass on the text, and not of which kind it is.
+        return Operator(kind, self.layer, run, not by_host, None if self._cpu_part.rests else called)
 
     def _selects(self, tokens: int) -> bool:
         """Whether the predictor runs in a step of that number of tokens."""
@@ -293,8 +294,8 @@ class HybridFfn:
             self._link.wait()
         waited = time.perf_counter()
         x, selected, out = self._link.views(tokens, self._sent_columns(tokens))
-        if self._layers.rehearses and not self._cpu_part.callable:
-            out[:] = 0  # of what is no text a predictor selects all, and all would be read from disk
+        if self._layers.rehearses and self._cpu_part.rests:
+            out[:] = 0  # the input is no text: the predictor selects every neuron, and all of them would be read
             return
         with span(self._layers.trace, "cpu", "cold neurons", self.layer):
             job = self._cpu_part.sum(x, selected, out)
@@ -306,8 +307,8 @@ class HybridFfn:
         own = self._config, self._vectors, self._threshold
         for some in self._cpu_part.pieces(self.stage):
             self.stage.add_sum(step.target, step.read, self._bundles.layouts[self.layer], some, *own)
-            if self._layers.rehearses and not self._cpu_part.callable:
-                return  # what it takes is known then; the others would be read from disk
+            if self._layers.rehearses and self._cpu_part.rests:
+                return  # one piece takes as much memory as all, which would be read from disk
 
     def _add_cold(self, step: Step) -> None:
         if not self._streams(step):

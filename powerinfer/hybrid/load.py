@@ -388,7 +388,7 @@ def _load_planned(
             less = attempt.after_failure()
             if less is None or less.plan is None or not less.plan.loads:
                 raise
-            attempt = less
+            attempt, say = less, silent  # what is read from disk was said
 
 
 def _planned_split(resolved: Resolved, plan: Plan) -> NeuronSplit:

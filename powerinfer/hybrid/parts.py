@@ -71,10 +71,10 @@ class GpuPart:
 class CpuPart:
     """Some neurons of a layer in the CPU's memory: copies of their bundles, in memory that later ones reuse.
 
-    callable: a GPU may call `sum`.
+    rests: its neurons are on disk.
     """
 
-    callable = True
+    rests = False
 
     def __init__(
         self, cpu: CpuExecutor, layer: int, layout: BundleLayout, vectors: NeuronVectors, threshold: float
@@ -141,10 +141,10 @@ class CpuPart:
 class RestingPart:
     """The same of neurons that rest on disk: memory has some of them, and reads the others when they are selected.
 
-    callable: as of `CpuPart`; not here, where the error of a read says more than that it failed.
+    rests: as of `CpuPart`.
     """
 
-    callable = False
+    rests = True
 
     def __init__(
         self,

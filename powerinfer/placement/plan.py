@@ -729,6 +729,8 @@ def _step_neurons(model: Model, selector: str) -> list[Float64]:
 def _choose(request: PlanRequest, claims: Claims, tables: _Tables, policy: str, others: Mapping[str, Choice]) -> Choice:
     """Place the neurons by a policy. others: the choices of policies so far."""
     gpu, kept, optimal, solve_s = _placed(request, claims, tables, policy, others)
+    if claims.slots_beside and claims.gpu_layers < len(gpu):
+        kept, optimal = _kept_beside(request, claims, tables, gpu), None
     rows = np.arange(len(gpu))
     read = np.zeros(len(gpu)) if tables.disk is None else tables.disk[rows, kept]
     parts = {name: values[rows, gpu] for name, values in tables.parts.items()} | {"disk": read}
@@ -773,8 +775,6 @@ def _placed(
         disk = None if ram is None else tables.disk
         answer = solver.solve(tables.costs, disk, room, ram, request.time_limit, starts)
         kept = answer.kept if ram is None else solver.top_up(answer.gpu, answer.kept, ram, groups)
-        if ram is not None and claims.slots_beside:
-            kept = _kept_beside(model.config.ffn_sizes, claims, tables, answer.gpu, ram, groups)
         return answer.gpu, kept, answer.optimal, answer.seconds
     impact = np.diff(tables.mass, axis=1)
     allowed = np.arange(layers) < claims.gpu_layers
@@ -789,17 +789,15 @@ def _placed(
         gpu = solver.greedy(impact, least, room)
     else:
         gpu = solver.random_groups(layers, groups, room, allowed, request.seed)
-    if ram is not None and claims.slots_beside:
-        return gpu, _kept_beside(model.config.ffn_sizes, claims, tables, gpu, ram, groups), optimal, solve_s
     return gpu, solver.fill(gpu, tables.disk, ram, groups), optimal, solve_s
 
 
-def _kept_beside(
-    sizes: Sequence[int], claims: Claims, tables: _Tables, gpu: solver.Numbers, ram: int, groups: int
-) -> solver.Numbers:
-    """As `solver.fill`, where neurons rest on disk beside a GPU: layers that run on the CPU as a whole keep all."""
-    first = claims.gpu_layers
-    left = ram - sum(-(-size // GROUP) for size in sizes[first:])
+def _kept_beside(request: PlanRequest, claims: Claims, tables: _Tables, gpu: solver.Numbers) -> solver.Numbers:
+    """Groups kept in memory where neurons rest on disk: layers that run on the CPU as a whole have all of theirs, those
+    on the GPU share what is left."""
+    first, groups = claims.gpu_layers, tables.costs.shape[1] - 1
+    others = sum(-(-size // GROUP) for size in request.model.config.ffn_sizes[first:])
+    left = claims.cpu_left // (GROUP * claims.cpu_neuron) - others
     assert tables.disk is not None
     split = solver.fill(gpu[:first], tables.disk[:first], max(0, left), groups)
     return np.concatenate([split, np.full(len(gpu) - first, groups)])
