@@ -33,6 +33,10 @@ def kv_page_bytes(type: str, kv_heads: int, head_dim: int, latents: int = 0) -> 
 
 class Pool:
     def __init__(self, threads: int) -> None: ...
+    def keep_awake(self) -> None:
+        """Threads do not park until let_park() is called as often: to wake them takes longer than a small job."""
+
+    def let_park(self) -> None: ...
     @property
     def threads(self) -> int: ...
 

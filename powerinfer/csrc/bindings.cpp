@@ -569,6 +569,9 @@ void bind_pool(nb::module_& m) {
             new (pool) Pool(threads);
           },
           "threads"_a)
+      .def("keep_awake", &Pool::keep_awake,
+           "Threads do not park until let_park() is called as often: to wake them takes longer than a small job.")
+      .def("let_park", &Pool::let_park)
       .def_prop_ro("threads", &Pool::threads);
 }
 

@@ -1,13 +1,16 @@
 #include "pool.h"
 
+#include <limits.h>
+#include <linux/futex.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 namespace {
 // At most a millisecond of pauses on any CPU: longer than Python needs between two decode steps.
 constexpr int SPINS_BEFORE_PARKING = 20000;
 // A thread that waits longer than this at a barrier waits for one that is not running: yield the core.
 constexpr int SPINS_BEFORE_YIELDING = 4000;
-#if defined(__linux__)
 // Moves the calling thread off the core that made the pool, to the n-th of the others, and unpins it: threads that spin
 // on one core would each wait for the other's time slice until the scheduler notices.
 void spread_out(int n, int maker) {
@@ -22,16 +25,20 @@ void spread_out(int n, int maker) {
     return;
   }
 }
-int this_core() { return sched_getcpu(); }
-#else
-void spread_out(int, int) {}
-int this_core() { return -1; }
-#endif
+
+// In place of a condition variable, which would make threads that wake take its mutex one after another.
+void wait_while(std::atomic<uint32_t>& word, uint32_t value) {
+  syscall(SYS_futex, (uint32_t*)&word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+void wake_all(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, (uint32_t*)&word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t) && std::atomic<uint32_t>::is_always_lock_free);
 
 }  // namespace
 
 Pool::Pool(int threads) : threads_(threads) {
-  const int maker = this_core();
+  const int maker = sched_getcpu();
   for (int t = 1; t < threads; t++) {
     workers_.emplace_back([this, t, maker] {
       spread_out(t - 1, maker);
@@ -41,25 +48,32 @@ Pool::Pool(int threads) : threads_(threads) {
 }
 
 Pool::~Pool() {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    stop_.store(true);
-    epoch_.fetch_add(1);
-  }
-  wake_.notify_all();
+  stop_.store(true);
+  epoch_.fetch_add(1);
+  ring();
   for (auto& worker : workers_) worker.join();
 }
 
 void Pool::run_on_all(void (*job)(void*, int), void* context) {
   job_ = job;
   context_ = context;
-  epoch_.fetch_add(1);  // sequentially consistent, as is the worker's parked_: one of the two sees the other
-  if (parked_.load() > 0) {
-    { std::lock_guard<std::mutex> lock(mutex_); }
-    wake_.notify_all();
-  }
+  epoch_.fetch_add(1);
+  ring();
   job(context, 0);
   barrier();
+}
+
+void Pool::ring() {
+  // Sequentially consistent, as what was changed before, and in work(): a thread that is about to park has said so
+  // before it looks at that a last time, so it sees the change, or is seen here.
+  if (parked_.load() == 0) return;
+  bell_.fetch_add(1);
+  wake_all(bell_);
+}
+
+void Pool::keep_awake() {
+  awake_.fetch_add(1);
+  ring();
 }
 
 void Pool::barrier() {
@@ -80,11 +94,16 @@ void Pool::work(int thread) {
   uint32_t seen = 0;
   for (;;) {
     int spins = 0;
-    while (epoch_.load(std::memory_order_acquire) == seen && spins++ < SPINS_BEFORE_PARKING) cpu_relax();
-    if (epoch_.load() == seen) {
-      std::unique_lock<std::mutex> lock(mutex_);
+    while (epoch_.load(std::memory_order_acquire) == seen) {
+      if (spins++ < SPINS_BEFORE_PARKING) {
+        cpu_relax();
+        continue;
+      }
+      spins = 0;
+      if (awake_.load() > 0) continue;
       parked_.fetch_add(1);
-      wake_.wait(lock, [&] { return epoch_.load() != seen; });
+      const uint32_t bell = bell_.load();
+      if (epoch_.load() == seen && awake_.load() == 0) wait_while(bell_, bell);
       parked_.fetch_sub(1);
     }
     seen++;

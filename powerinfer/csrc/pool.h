@@ -1,10 +1,10 @@
 // One persistent pool of threads. A job runs on all of them at once (single program, many threads) and meets at
-// barriers; between jobs the threads spin briefly, since the next decode step follows soon, and then park.
+// barriers; between jobs the threads spin briefly, since the next decode step follows soon, and then park. To wake them
+// takes many times as long as a small job, so who knows that one will come keeps them awake.
 #pragma once
 #include <stdint.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -45,10 +45,14 @@ class Pool {
   }
   // Called by all threads inside a job: none returns before all have arrived.
   void barrier();
+  // From here until let_park() is called as often, threads spin until the next job, however late; parked ones wake.
+  void keep_awake();
+  void let_park() { awake_.fetch_sub(1); }
 
  private:
   void run_on_all(void (*job)(void* context, int thread), void* context);  // by the owner of busy_
   void work(int thread);
+  void ring();  // wakes those that are parked
 
   const int threads_;
   void (*job_)(void*, int) = nullptr;
@@ -57,9 +61,9 @@ class Pool {
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<uint32_t> phase_{0};
   alignas(64) std::atomic<int> parked_{0};
+  std::atomic<uint32_t> bell_{0};  // what parked threads wait for a change of
+  std::atomic<int> awake_{0};
   std::atomic<bool> stop_{false};
-  std::mutex mutex_;
-  std::condition_variable wake_;
   std::mutex busy_;  // one job at a time, whoever calls
   std::vector<std::thread> workers_;
 };

@@ -696,6 +696,16 @@ class CpuExecutor:
         self._program.hidden_states(rows, out)
         return out
 
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Within this context its threads wait for work without giving up their cores: to wake them takes longer than
+        to compute a few neurons."""
+        self._pool.keep_awake()
+        try:
+            yield
+        finally:
+            self._pool.let_park()
+
     def embedded(self, batch: Batch) -> Float32:
         """Check the batch and embed its tokens: the residual stream, float32 [T, d_model], where `finish` reads it."""
         self._make_room(batch)

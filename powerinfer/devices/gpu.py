@@ -118,6 +118,7 @@ class GpuLayers:
         self._head: Operator | None = None
         self._final_norm: GpuNorm | None = None
         self._operators: list[Operator] | None = None
+        self._shares = False  # as of `shares`, by the operators
         kinds = [layer.attention for layer in config.layers[:layers]]
         self._rotations = {rope: (self._vector(rotation[0]), rotation[1]) for rope, rotation in rotations.items()}
         heads = [(kind.n_kv_heads, kind.head_dim, "k" if kind.latents else "kv") for kind in kinds]
@@ -422,7 +423,13 @@ class GpuLayers:
         if self._operators is None:
             self._operators = [operator for layer in self._layers[: self.layers] for operator in layer.operators()]
             self._operators += [] if self._head is None else [self._head]
+            self._shares = not all(one.static for one in self._operators)
         return self._operators
+
+    @property
+    def shares(self) -> bool:
+        """Whether the CPU has a part in steps of few tokens."""
+        return bool(self.operators) and self._shares
 
     def _rewired(self) -> None:
         self._operators = self._recordings = None
@@ -543,7 +550,7 @@ class GpuLayers:
     @property
     def how(self) -> str | None:
         """Who acts in steps of few tokens in which the CPU has a part. None: it has none, or nothing is recorded."""
-        if self._recorder is None or all(one.static for one in self.operators):
+        if self._recorder is None or not self.shares:
             return None
         called = self._calls and any(one.called for one in self.operators)
         who = "the GPU calls the CPU" if called else "the host waits for the GPU"

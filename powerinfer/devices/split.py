@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.trace import Trace, span
+from powerinfer.kernels.gpu import FEW
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -50,7 +51,8 @@ class SplitExecutor:
 
     def choose_calls(self) -> None:
         """As of `GpuLayers`."""
-        self.gpu.choose_calls()
+        with self.cpu.awake():
+            self.gpu.choose_calls()
         self._tell_how()
 
     @property
@@ -64,10 +66,17 @@ class SplitExecutor:
         return self.cpu.bytes_per_token + self.gpu.bytes_per_token
 
     def forward(self, batch: Batch) -> NDArray[np.float32]:
-        if self.trace is None:
+        with (
+            nullcontext() if self.trace is None else self.trace.step(),
+            # In a step of few tokens the CPU waits for the GPU longer than its threads do, and has little to do then.
+            self.cpu.awake() if len(batch.tokens) <= FEW and self._on_both else nullcontext(),
+        ):
             return self._forward(batch)
-        with self.trace.step():
-            return self._forward(batch)
+
+    @property
+    def _on_both(self) -> bool:
+        """Whether a step has work for the CPU behind the embedding."""
+        return not self.gpu.has_head or self.gpu.shares
 
     def _forward(self, batch: Batch) -> NDArray[np.float32]:
         with span(self.trace, "cpu", "embedding", -1):
