@@ -190,6 +190,34 @@ def test_the_faster_way_is_kept(slow: str, tmp_path: Path, monkeypatch: pytest.M
         assert (executor.gpu.link.calls.made > before) == (slow == "wait")
 
 
+@pytest.mark.parametrize("share, tokens, awake", [(0.5, 1, True), (0.5, 40, False), (1.0, 1, False)])
+@pytest.mark.usefixtures("device")
+def test_the_cpus_threads_stay_awake_where_it_has_a_part(
+    share: float, tokens: int, awake: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps of few tokens, until they end, be it in a failure; where it has none they may park."""
+    held: list[str] = []
+
+    class Pool(_native.Pool):
+        def keep_awake(self) -> None:
+            held.append("awake")
+            super().keep_awake()
+
+        def let_park(self) -> None:
+            held.append("park")
+            super().let_park()
+
+    monkeypatch.setattr(_native, "Pool", Pool)
+    with split(give_bundles(tiny_llama(tmp_path / "tiny.gguf")), share) as (executor, _):
+        numbers, pages = np.arange(tokens, dtype=np.int32), families.scattered_pages(executor, 1)[0]
+        families.run_chunks(executor, numbers, [tokens], pages)
+        assert held == ["awake", "park"] * awake
+        monkeypatch.setattr(executor.gpu, "run", lambda *_: (_ for _ in ()).throw(PowerInferError("broken")))
+        with pytest.raises(PowerInferError, match="broken"):
+            families.run_chunks(executor, numbers, [tokens], pages)
+        assert held == ["awake", "park"] * 2 * awake
+
+
 def test_the_host_sleeps_where_the_gpu_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And looks again and again where it acts itself."""
     static_where_emulated(monkeypatch)
