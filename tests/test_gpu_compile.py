@@ -160,6 +160,9 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
             (named[:, :8], named[:, 8:]),
         )
         gpu.norm(x, x[0], x[0], 1e-5, True)
+        gpu.norm(torch.empty(tokens, wide), torch.empty(wide), None, 1e-5, False, for_codes=True)
+        for activation in ("silu", "swiglu_oai"):
+            gpu.activate(activation, torch.empty(tokens, many), torch.empty(tokens, many), for_codes=True)
         slots, weights = torch.zeros(tokens, 2, dtype=torch.int32), torch.ones(tokens, 2)
         for kind in types:
             first, down = weight(kind), weight(kind, 4 * d_model, d_ff // 4)
@@ -206,9 +209,11 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         turns = (numbers, torch.empty(dim // 2), 1.0)
         gpu.rotate(q, *turns)
         gpu.store_kv(cache, cache, k, k, numbers.long())
-        gpu.rotate_and_store(q, k, k, *turns, cache, cache, numbers.long())
+        for norms in (None, (q[0, 0], k[0, 0])):
+            gpu.rotate_and_store(q, k, k, *turns, cache, cache, numbers.long(), norms, 1e-6)
         for sinks in (None, torch.empty(q.shape[1])):
-            gpu.attention(q, cache, cache, torch.empty(4, 64, dtype=torch.int32), numbers, numbers, None, 0.1, sinks)
+            where = torch.empty(4, 64, dtype=torch.int32), numbers, numbers
+            gpu.attention(q, cache, cache, *where, None, 0.1, sinks, for_codes=True)
     heads, latents, n, plain = 16, 512, 64, 128  # DeepSeek-V2-Lite's
     for tokens, kv_type in ((1, "f16"), (4, "f16"), (64, "f16"), (4, "f32"), (4, "q8_0")):
         q, kv = torch.empty(tokens, heads, plain + n), torch.empty(tokens, latents + n)
@@ -236,7 +241,7 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr[-3000:]
     made = json.loads(run.stdout)
-    names = 40 if capability == 90 else 37
+    names = 41 if capability == 90 else 38
     assert len({kernel["name"] for kernel in made}) == names and all(kernel["ptx"] for kernel in made)
     for kernel in made:  # what may be launched before the last kernel has ended waits for it, and nothing else does
         assert kernel["waits"] == (kernel["early"] and capability >= 90), kernel

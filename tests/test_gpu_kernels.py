@@ -420,6 +420,30 @@ def test_heads_are_turned_and_stored_in_one_go(pairs: int, kv_type: str, kernels
         assert int(np.isnan(flat).all(axis=(1, 2)).sum()) == len(flat) - len(stored)
 
 
+@pytest.mark.parametrize("kv_type", ["f32", "q8_0"])
+@pytest.mark.parametrize("pairs", [8, 24])
+def test_heads_are_normalised_before_they_are_turned(pairs: int, kv_type: str, kernels: str) -> None:
+    """All of a head's dimensions, of which some may not turn."""
+    heads, kv, dim, tokens = 3, 2, 48, 3
+    every, weights = floats(17, tokens, heads + 2 * kv, dim) * 5, [floats(n, dim) for n in (18, 19)]
+    positions, slots = np.array([7, 0, 40], np.int32), np.array([39, 3, 64])
+    frequencies = (10000.0 ** -(np.arange(pairs) / pairs)).astype(np.float32)
+    parts = every[:, :heads], every[:, heads : heads + kv]
+    normed = [reference.rms_norm(part, weight, 1e-5) for part, weight in zip(parts, weights, strict=True)]
+    turns = reference.rotations(positions, frequencies, 1.0)
+    want = [reference.rope(part.astype(np.float32), *turns) for part in normed]
+    ours = on_device(every)
+    q, k, v = ours[:, :heads], ours[:, heads : heads + kv], ours[:, heads + kv :]
+    caches = [unwritten(kv_type, 3, kv, dim) for _ in range(2)]
+    norms = on_device(weights[0]), on_device(weights[1])
+    own = on_device(positions), on_device(frequencies), 1.0, *caches, on_device(slots), norms, 1e-5
+    gpu.rotate_and_store(q, k, v, *own)
+    bound = (dim + 24) * EPS * max(np.abs(part).max() for part in want)
+    assert_close(q, want[0], bound)
+    step = np.abs(want[1]).max() * 2**0.5 / 127 if kv_type == "q8_0" else 0
+    assert_close(on_device(held(caches[0])[slots]), want[1], bound + step * (0.5 + 2**-10))
+
+
 def cached(kv_type: str, values: torch.Tensor) -> gpu.Cached:
     """A cache that holds these, which it gives back as they are."""
     if kv_type == "q8_0":
@@ -493,12 +517,12 @@ def test_attention(
         for part in parts:  # a page of nobody
             (part.data if part.scales is None else part.scales)[0] = torch.nan
         how = window, 1 / np.sqrt(dim), None if beside is None else on_device(beside)
-        got = gpu.attention(extra, *parts, on_device(table), *step, *how)
+        got = gpu.attention(extra, *parts, on_device(table), *step, *how).view(extra.shape)
         assert_close(got[:-1], np.concatenate(want), np.concatenate(bound))
         assert (got[-1] == 0).all()
         for part in parts:
             (part.data if part.scales is None else part.scales)[several[0].pages] = torch.nan
-        again = gpu.attention(extra, *parts, on_device(table), *step, *how)
+        again = gpu.attention(extra, *parts, on_device(table), *step, *how).view(extra.shape)
         assert again[0].isnan().all() and torch.equal(again[1:], got[1:]), "of the first sequence alone"
 
 
@@ -871,6 +895,77 @@ def test_codes_have_15_bits_of_the_largest_value_of_a_block(kernels: str, monkey
     assert np.isfinite(sums[0]).all() and np.isnan(sums[1:]).all()
     want, bound = product(gpu.values(weight).cpu().numpy().astype(np.float64), x[:1], "Q8_0")
     assert (np.abs(sums[:1] - want) <= bound + 1e-30).all()
+
+
+def made_beside(result: torch.Tensor) -> None:
+    """The kernel that wrote a result has made its codes, and they are those that it would have got."""
+    from powerinfer.kernels import triton_kernels
+
+    codes = triton_kernels.codes(result)
+    assert codes.data_ptr() == triton_kernels.codes(result).data_ptr(), "made by no kernel of their own"
+    blocks, plain = result.shape[1] // 32, triton_kernels.codes(result.clone())
+    assert torch.equal(codes[:, : 19 * blocks], plain[:, : 19 * blocks])
+
+
+@pytest.mark.skipif(not TRITON, reason="Triton is not installed")
+def test_codes_are_made_beside_what_they_are_of(kernels: str) -> None:
+    if kernels == "torch":
+        pytest.skip("codes are Triton's")
+    from powerinfer.kernels import triton_kernels
+
+    for tokens, width in ((1, 64), (3, 96), (triton_kernels.IN_TURN, 160)):
+        x, weight, bias = (on_device(a) for a in (floats(51, tokens, width), floats(52, width), floats(53, width)))
+        into = torch.empty_like(x)
+        for own in (None, into):
+            for layer in (False, True):
+                made_beside(gpu.norm(x, weight, bias, 1e-5, layer, own, for_codes=True))
+        for up in (None, bias.expand(x.shape).contiguous()):
+            made_beside(gpu.activate("silu", x, up, for_codes=True))
+    for tokens, width in ((triton_kernels.IN_TURN + 1, 64), (2, 65)):  # which take none, or cannot have any
+        x = on_device(floats(54, tokens, width))
+        for result in (gpu.norm(x, x[0], None, 1e-5, False, for_codes=True), gpu.activate("relu", x, for_codes=True)):
+            assert not hasattr(result, "made_codes")
+    plain = gpu.norm(x[:1], x[0], None, 1e-5, False)
+    assert not hasattr(plain, "made_codes"), "nobody asked for them"
+
+
+@pytest.mark.skipif(not TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("dim", "heads"), [(32, 4), (96, 6)])
+def test_codes_of_attention(split: bool, dim: int, heads: int, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two sequences, and a token that stands for nothing, whose codes are zeros."""
+    if kernels == "torch":
+        pytest.skip("codes are Triton's")
+    from powerinfer.kernels import triton_kernels
+
+    monkeypatch.setattr(triton_kernels, "ATTENTION_SPLIT_PAGES", 1 if split else 100)
+    caches = [cached("f16", on_device(floats(n, 6, gpu.PAGE, 2, dim))) for n in (55, 56)]
+    table = on_device(np.array([[0, 2, 4], [5, 1, 3]], np.int32))
+    rows, positions = on_device(np.array([0, 1, 0], np.int32)), on_device(np.array([70, 12, -1], np.int32))
+    q = on_device(floats(57, 3, heads, dim))
+    how = table, rows, positions, None, 1 / np.sqrt(dim)
+    got = gpu.attention(q, *caches, *how, for_codes=True)
+    made_beside(got)
+    torch.testing.assert_close(got, gpu.attention(q, *caches, *how), rtol=1e-6, atol=1e-6)
+    assert (triton_kernels.codes(got)[2, : 16 * got.shape[1] // 32] == 0).all()
+    assert not hasattr(gpu.attention(q[:, :, :20].contiguous(), *(
+        cached("f16", on_device(floats(58, 6, gpu.PAGE, 2, 20))) for _ in range(2)
+    ), *how, for_codes=True), "made_codes"), "no whole blocks"  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # of the interpreter, in exp of what is far below zero
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu", "relu2", "drelu", "fatrelu", "cats", "swiglu_oai"])
+def test_activations(activation: str, kernels: str) -> None:
+    """With a gate that is a part of a larger tensor, and without one."""
+    both = floats(59, 3, 2 * 50) * 4
+    both[0, 3], both[1, 60] = np.nan, np.inf
+    halves = on_device(both)[:, :50], on_device(both)[:, 50:]
+    for up in (halves[1], None) if activation not in ("drelu", "swiglu_oai") else (halves[1],):
+        got = gpu.activate(activation, halves[0], up, 0.3)
+        gpu.force_triton(False)
+        want = gpu.activate(activation, *(None if one is None else one.double() for one in (halves[0], up)), 0.3)
+        torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=2e-7, equal_nan=True)
+        gpu.force_triton(kernels == "triton")
 
 
 @pytest.mark.skipif(not TRITON, reason="Triton is not installed")

@@ -20,6 +20,7 @@ from powerinfer.config import (
     AttentionConfig,
     DeltaNetConfig,
     ExpertsConfig,
+    GatedAttentionConfig,
     LatentAttentionConfig,
     ModelConfig,
     RopeConfig,
@@ -118,6 +119,7 @@ class GpuLayers:
         self._head: Operator | None = None
         self._final_norm: GpuNorm | None = None
         self._operators: list[Operator] | None = None
+        self._attended_for_codes: set[int] = set()  # layers whose attention `project` multiplies as codes
         self._shares = False  # as of `shares`, by the operators
         kinds = [layer.attention for layer in config.layers[:layers]]
         self._rotations = {rope: (self._vector(rotation[0]), rotation[1]) for rope, rotation in rotations.items()}
@@ -241,6 +243,8 @@ class GpuLayers:
         heads, kv, dim = about.n_heads, about.n_kv_heads, about.head_dim
         matrices = self._products("attention", *qkv, biases=biases)
         norms, width = (self._rms(q_norm), self._rms(k_norm)), about.qk_norm == "width"
+        weights = [norm.weight for norm in norms if norm is not None]
+        together = (weights[0], weights[1]) if len(weights) == 2 and not width and about.rope is not None else None
         keys, values = self.cache(layer)
         rotation = None if about.rope is None else self._rotations[about.rope]
         scale = dim**-0.5 if about.scale is None else about.scale
@@ -248,16 +252,18 @@ class GpuLayers:
 
         def run(step: Step) -> None:
             tokens = len(step.x)
-            every = matrices(step.normalised(norm)).view(tokens, heads + 2 * kv, dim)
+            every = matrices(step.normalised(norm, matrices.for_codes)).view(tokens, heads + 2 * kv, dim)
             q, k, v = every[:, :heads], every[:, heads : heads + kv], every[:, heads + kv :]
-            q, k = (_normalised_heads(own, part, width) for own, part in zip(norms, (q, k), strict=True))
+            if together is None:
+                q, k = (_normalised_heads(own, part, width) for own, part in zip(norms, (q, k), strict=True))
             if rotation is None:
                 gpu.store_kv(keys, values, k, v, step.slots)
             else:
-                gpu.rotate_and_store(q, k, v, step.positions, *rotation, keys, values, step.slots)
-            step.attended = gpu.attention(
-                q, keys, values, step.page_table, step.rows, step.positions, about.window, scale, own_sinks
-            ).view(tokens, heads * dim)
+                of_step = step.positions, *rotation, keys, values, step.slots
+                gpu.rotate_and_store(q, k, v, *of_step, together, self._config.norm_eps)
+            where = step.page_table, step.rows, step.positions
+            for_codes = layer in self._attended_for_codes
+            step.attended = gpu.attention(q, keys, values, *where, about.window, scale, own_sinks, for_codes)
 
         self._add(layer, "attention", run)
 
@@ -298,7 +304,7 @@ class GpuLayers:
 
         def run(step: Step) -> None:
             assert step.attended is not None
-            step.attended.mul_(gate(step.normalised(norm)).sigmoid_())
+            step.attended.mul_(gate(step.normalised(norm, gate.for_codes)).sigmoid_())
 
         self._add(layer, "gate", run)
 
@@ -322,13 +328,17 @@ class GpuLayers:
 
         def run(step: Step) -> None:
             assert step.runs is not None
-            step.attended = gpu_delta.delta_net(net, products(step.normalised(norm)), states, step.runs, step.rows)
+            step.attended = gpu_delta.delta_net(
+                net, products(step.normalised(norm, products.for_codes)), states, step.runs, step.rows
+            )
 
         self._add(layer, "delta_net", run)
 
     def project(self, layer: int, matrix: GpuMatrix, bias: Float32 | None = None, norm: GpuNorm | None = None) -> None:
         """x += norm(matrix . attended)."""
         out = self._products("attention", matrix, biases=[bias])
+        if out.for_codes and not isinstance(self._config.layers[layer].attention, GatedAttentionConfig):
+            self._attended_for_codes.add(layer)  # a gate writes to it
 
         def run(step: Step) -> None:
             assert step.attended is not None
@@ -357,12 +367,12 @@ class GpuLayers:
         kept = int(about.threshold) if about.activation == "topk" else 0
 
         def run(step: Step) -> None:
-            product = first(step.normalised(norm))
+            product = first(step.normalised(norm, first.for_codes))
             if plain:
-                hidden = gpu.activate(about.activation, product, None, limit, kept)
+                hidden = gpu.activate(about.activation, product, None, limit, kept, None, second.for_codes)
             else:
                 halves = product[:, :neurons], product[:, neurons:]
-                hidden = gpu.activate(about.activation, *halves, limit, kept, product_limits)
+                hidden = gpu.activate(about.activation, *halves, limit, kept, product_limits, second.for_codes)
             step.add_product(second, hidden, out_norm)
 
         self._add(layer, "ffn", run)
@@ -399,7 +409,7 @@ class GpuLayers:
             if not len(step.logit_rows):
                 return
             x = step.x.index_select(0, step.logit_rows)
-            x = x if norm is None else norm(x)
+            x = x if norm is None else norm(x, for_codes=(inner or out).for_codes)
             logits = out(x if inner is None else inner(x))
             if scale != 1:
                 logits.mul_(scale)

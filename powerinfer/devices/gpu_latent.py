@@ -37,10 +37,10 @@ class LatentInput:
 
     def __call__(self, step: Step) -> None:
         about = self.about
-        made = self.first(step.normalised(self.norm))
+        made = self.first(step.normalised(self.norm, self.first.for_codes))
         q, kv = made[:, : -about.head_dim], made[:, -about.head_dim :]
         if self.second is not None:
-            q = self.second(q if self.q_norm is None else self.q_norm(q))
+            q = self.second(q if self.q_norm is None else self.q_norm(q, for_codes=self.second.for_codes))
         heads = q.unflatten(1, (about.n_heads, about.query_dim))
         plain, turned = heads[..., : about.plain_dim], heads[..., about.plain_dim :]
         kv_norm = self.kv_norm.weight, self.kv_norm.eps

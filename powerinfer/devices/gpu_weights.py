@@ -34,11 +34,11 @@ class GpuNorm:
     layer: bool
     plain: bool = False
 
-    def __call__(self, x: Tensor, into: Tensor | None = None) -> Tensor:
-        """x float32 [rows, n], normalised."""
+    def __call__(self, x: Tensor, into: Tensor | None = None, for_codes: bool = False) -> Tensor:
+        """x float32 [rows, n], normalised. for_codes: as of `gpu.norm`."""
         if self.plain:
             return import_torch().mul(x, self.weight, out=into)
-        return gpu.norm(x, self.weight, self.bias, self.eps, self.layer, into)
+        return gpu.norm(x, self.weight, self.bias, self.eps, self.layer, into, for_codes)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class StoredMatrix:
 class Matrices:
     """Matrices that multiply the same rows: one where their types allow it, so that one kernel is launched.
 
-    biases: float32 [rows] of each, None where it has none.
+    biases: float32 [rows] of each, None where it has none. for_codes: whether some are of `INTEGERS`.
     """
 
     def __init__(self, matrices: Sequence[StoredMatrix], biases: Sequence[Tensor | None], device: device) -> None:
@@ -70,6 +70,7 @@ class Matrices:
         alike = len({one.type for one in matrices}) == 1
         self.weights = [gpu.upload_together(some, device) for some in ([parts] if alike else [[one] for one in parts])]
         self.nbytes = sum(weight.nbytes for weight in self.weights)
+        self.for_codes = any(weight.type in gpu.INTEGERS for weight in self.weights)
         self.bias = _joined([one.rows for one in matrices], biases, device)
 
     def __call__(self, x: Tensor, into: Tensor | None = None) -> Tensor:
@@ -101,6 +102,7 @@ class StreamedMatrices:
     """As `Matrices`, of some that stay in RAM: each product streams them to the device, a few panels at a time."""
 
     nbytes = 0
+    for_codes = False
 
     def __init__(self, matrices: Sequence[PanelMatrix], biases: Sequence[Tensor | None], device: device) -> None:
         torch = import_torch()

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Norm = Callable[..., Tensor]
-    """Called with its input and, optionally, the tensor to write the result into."""
+    """Called with its input and, optionally, the tensor to write the result into, and `for_codes` as `gpu.norm`."""
 
 
 @dataclass(slots=True)
@@ -34,12 +34,12 @@ class Step:
         """Steps with the same key have their tensors at the same addresses."""
         return len(self.x), len(self.logit_rows), *self.page_table.shape
 
-    def normalised(self, norm: Norm | None) -> Tensor:
-        """norm(x); x itself without a norm."""
+    def normalised(self, norm: Norm | None, for_codes: bool = False) -> Tensor:
+        """norm(x); x itself without a norm. for_codes: as of `gpu.norm`."""
         if norm is None:
             return self.x
         if self.normed is None or self.normed[0] is not norm:
-            self.normed = norm, norm(self.x)
+            self.normed = norm, norm(self.x, for_codes=for_codes)
         return self.normed[1]
 
     def write_read(self, norm: Norm | None) -> None:
@@ -50,7 +50,7 @@ class Step:
         if norm is None or (self.normed is not None and self.normed[0] is norm):
             self.read.copy_(self.normalised(norm))
         else:
-            self.normed = norm, norm(self.x, self.read)
+            self.normed = norm, norm(self.x, self.read, for_codes=True)  # predictors and experts mostly take them
 
     def add(self, more: Tensor) -> None:
         """x += more."""

@@ -469,9 +469,9 @@ class HybridExperts:
         product = inputs(step.read)
         if about.gated:
             halves = product[:, : about.shared_size], product[:, about.shared_size :]
-            hidden = gpu.activate(about.activation, *halves, about.threshold)
+            hidden = gpu.activate(about.activation, *halves, about.threshold, for_codes=output.for_codes)
         else:
-            hidden = gpu.activate(about.activation, product, None, about.threshold)
+            hidden = gpu.activate(about.activation, product, None, about.threshold, for_codes=output.for_codes)
         if self._shared_weight is None:
             output(hidden, step.target)
             step.normed = None

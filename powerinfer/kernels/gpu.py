@@ -374,13 +374,21 @@ def _wide(x: Tensor, w: Tensor) -> Tensor:
     return (torch.mm if x.ndim == 2 else torch.bmm)(x, w, out_dtype=torch.float32)
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool, into: Tensor | None = None) -> Tensor:
+def norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    layer: bool,
+    into: Tensor | None = None,
+    for_codes: bool = False,
+) -> Tensor:
     """x / rms(x) * weight over the last axis; layer: (x - mean(x)) / deviation(x) * weight + bias. float32.
 
-    into: where the result goes, of x's shape, contiguous.
+    into: where the result goes, of x's shape, contiguous. for_codes: it is multiplied with weights of `INTEGERS`.
     """
     if _triton(x):
-        return _kernels().norm(x, weight, bias, eps, layer, into)
+        return _kernels().norm(x, weight, bias, eps, layer, into, for_codes)
     import torch
 
     centred = x - x.mean(dim=-1, keepdim=True) if layer else x
@@ -396,12 +404,18 @@ def activate(
     limit: float | Tensor = 0.0,
     kept: int = 0,
     product_limits: Tensor | None = None,
+    for_codes: bool = False,
 ) -> Tensor:
     """The FFN's product h of gate . n and up . n or, without a gate, of up . n alone (here x); of their shape.
 
     limit: the threshold of fatrelu and cats, of all neurons or float32 [neurons] of each, as topk has; kept: neurons of
     a bank, of topk; product_limits: float32 [neurons], with up: h that does not exceed it in magnitude is zero.
+    for_codes: h is multiplied with weights of `INTEGERS`.
     """
+    if isinstance(limit, float) and product_limits is None and x.shape[0] <= FEW and _triton(x):
+        from powerinfer.kernels import triton_neurons
+
+        return triton_neurons.activate(activation, x, up, limit, for_codes)
     if activation == "swiglu_oai":
         assert up is not None
         gate = x.clamp(max=OAI_LIMIT)
@@ -500,11 +514,17 @@ def rotate_and_store(
     cache_k: Cached,
     cache_v: Cached,
     slots: Tensor,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
 ) -> None:
-    """`rotate` of q in place and of k, then `store_kv`; k is undefined afterwards."""
+    """`rotate` of q in place and of k, then `store_kv`; k is undefined afterwards. norms: weights, float32 [head_dim],
+    of an RMS norm of each head of q, and of k, before that."""
     if _triton(q):
-        _kernels().rotate_and_store(q, k, v, positions, frequencies, factor, cache_k, cache_v, slots)
+        _kernels().rotate_and_store(q, k, v, positions, frequencies, factor, cache_k, cache_v, slots, norms, eps)
         return
+    if norms is not None:
+        q.copy_(norm(q, norms[0], None, eps, False))
+        k = norm(k, norms[1], None, eps, False)
     rotate(q, positions, frequencies, factor)
     store_kv(cache_k, cache_v, rotate(k, positions, frequencies, factor), v, slots)
 
@@ -519,16 +539,18 @@ def attention(
     window: int | None,
     scale: float,
     sinks: Tensor | None = None,
+    for_codes: bool = False,
 ) -> Tensor:
-    """Attention of T tokens of several sequences over a layer's paged cache, float32 [T, heads, head_dim].
+    """Attention of T tokens of several sequences over a layer's paged cache, float32 [T, heads * head_dim].
 
     q: float32 [T, heads, head_dim]; caches as in `store_kv`, with this step's keys and values in them; page_table:
     int32 [S, P]; rows: int32 [T], the row of page_table of a token; positions: int32 [T]. The token at position p sees
     0 .. p, or the last `window` of these; one whose position is negative gets zeros. scale: of the scores; sinks:
-    float32 [heads], a score more in the softmax of each head, which belongs to no value.
+    float32 [heads], a score more in the softmax of each head, which belongs to no value. for_codes: the result is
+    multiplied with weights of `INTEGERS`.
     """
     if _triton(q):
-        return _kernels().attention(q, cache_k, cache_v, page_table, rows, positions, window, scale, sinks)
+        return _kernels().attention(q, cache_k, cache_v, page_table, rows, positions, window, scale, sinks, for_codes)
     import torch
 
     out = torch.zeros_like(q)
@@ -552,7 +574,7 @@ def attention(
             scores = torch.cat([scores, beside[..., None]], dim=-1)
         weights = scores.softmax(dim=-1)[..., :last]
         out[tokens] = torch.einsum("tghs,sgd->tghd", weights, held).flatten(1, 2)
-    return out
+    return out.flatten(1)
 
 
 def rearrange(w: Weight, rows: NDArray[np.int32]) -> None:

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from powerinfer.kernels.gpu_types import FEW, INTEGERS, NOT_A_NUMBER, OAI_LIMIT, OAI_SCALE
+from powerinfer.kernels.gpu_types import FEW, INTEGERS, NOT_A_NUMBER
 from powerinfer.kernels.triton_kernels import (
     IN_TURN,
     ONE,
@@ -30,13 +30,14 @@ from powerinfer.kernels.triton_kernels import (
     follow,
     for_rows,
     nibbles,
+    of_integers,
     precision,
     put,
     row_dots,
     taken,
     taken_width,
 )
-from powerinfer.kernels.triton_neurons import active, sum_firing
+from powerinfer.kernels.triton_neurons import activated, active, sum_firing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +54,6 @@ COLUMNS = 256  # of d_model that a program adds up
 ACROSS = {**dict.fromkeys(("F16", "BF16"), Tile(32, 128, 4)), "Q4_0X32": Tile(32, 64, 4)}
 
 _LEAST = tl.constexpr(NOT_A_NUMBER)
-_LIMIT, _SCALE = tl.constexpr(OAI_LIMIT), tl.constexpr(OAI_SCALE)
 
 
 @triton.jit
@@ -132,22 +132,6 @@ def route(logits: Tensor, about: RouterConfig, correction: Tensor | None, expert
 
 
 @triton.jit
-def _activated(a, u, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
-    """h of gate (unless GATED: any) and up."""
-    if ACTIVATION == "swiglu_oai":
-        a = tl.where(a > _LIMIT, _LIMIT, a)  # NaN stays
-        u = tl.where(u > _LIMIT, _LIMIT, tl.where(u < -_LIMIT, -_LIMIT, u))
-        h = a / (1 + tl.exp(-_SCALE * a)) * (u + 1)
-    elif GATED:
-        if ACTIVATION == "drelu":
-            u = tl.where(u <= 0, 0.0, u)
-        h = active(a, limit, ACTIVATION) * u
-    else:
-        h = active(u, limit, ACTIVATION)
-    return h
-
-
-@triton.jit
 def _slot(slots, table, j, TABLE: tl.constexpr):
     """Of the token's expert j; TABLE: slots are experts, whose slots the table has."""
     slot = tl.load(slots + j)
@@ -174,14 +158,30 @@ def _hidden_kernel(
         if GATED:
             a = row_dots(x, gate, gate_scales, row, live, 1, k, TYPE, 0, R, C, "ieee")
             a = add_bias(a, gate_bias, row, live, BIAS, 0)
-        a = _activated(a, u, limit, ACTIVATION, GATED)
+        a = activated(a, u, limit, ACTIVATION, GATED)
         tl.store(h + j * size + neuron, a * tl.load(weights + j), mask=live)
 
 
 @triton.jit
+def _down_rows(
+    h, down, scales, bias, slots, table, weights, element, live, j, rows, size, apart,
+    TYPE: tl.constexpr, BIAS: tl.constexpr, TABLE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """What the token's expert j adds to R elements; nothing where it has no slot, without a branch."""
+    slot = _slot(slots, table, j, TABLE)
+    here = live & (slot >= 0)
+    row = tl.maximum(slot, 0).to(tl.int64) * rows + element
+    y = row_dots(h + j * apart, down, scales, row, here, 1, size, TYPE, 0, R, C, "ieee")
+    if BIAS:
+        y += tl.load(weights + j) * tl.load(bias + row, mask=here, other=0)
+    return tl.where(here, y, 0.0)
+
+
+@triton.jit
 def _down_kernel(
-    h, down, scales, bias, slots, table, weights, out, rows, size, apart, top_k,
-    TYPE: tl.constexpr, BIAS: tl.constexpr, TABLE: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    h, down, scales, bias, slots, table, weights, out, rows, size, apart,
+    TOP_K: tl.constexpr, TYPE: tl.constexpr, BIAS: tl.constexpr, TABLE: tl.constexpr, ADD: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """R elements of the sum over the token's experts; with ADD out grows by it. h: as down takes it, of each expert,
     `apart` elements apart."""
@@ -189,13 +189,18 @@ def _down_kernel(
     element = tl.program_id(0) * R + tl.arange(0, R)
     live = element < rows
     total = tl.zeros((R,), tl.float32)
-    for j in range(top_k):
-        slot = _slot(slots, table, j, TABLE)
-        if slot >= 0:
-            row = slot.to(tl.int64) * rows + element
-            total += row_dots(h + j * apart, down, scales, row, live, 1, size, TYPE, 0, R, C, "ieee")
-            if BIAS:
-                total += tl.load(weights + j) * tl.load(bias + row, mask=live, other=0)
+    if of_integers(TYPE):  # few registers: what all experts' rows load is under way together
+        for j in tl.static_range(TOP_K):
+            total += _down_rows(
+                h, down, scales, bias, slots, table, weights, element, live, j, rows, size, apart, TYPE, BIAS, TABLE,
+                R, C,
+            )  # fmt: skip
+    else:
+        for j in range(TOP_K):
+            total += _down_rows(
+                h, down, scales, bias, slots, table, weights, element, live, j, rows, size, apart, TYPE, BIAS, TABLE,
+                R, C,
+            )  # fmt: skip
     put(out + element, total, live, ADD)
 
 
@@ -219,7 +224,7 @@ def _of_one(
     own = codes(h) if down.type in INTEGERS else h
     _down_kernel[(triton.cdiv(k, tile.rows),)](
         own, down.data, either(down.scales, down.data), either(experts.down_bias, h), slots, either(table, slots),
-        weights, out, k, experts.size, own.shape[1], top_k, TYPE=down.type, BIAS=bias, TABLE=table is not None,
+        weights, out, k, experts.size, own.shape[1], TOP_K=top_k, TYPE=down.type, BIAS=bias, TABLE=table is not None,
         ADD=into is not None, R=tile.rows, C=tile.columns, num_warps=tile.warps, launch_pdl=early(x),
     )  # fmt: skip
     return out
@@ -342,7 +347,7 @@ def _grouped_hidden_kernel(
         if GATED:
             a = row_dots(_of(x, at, k, TYPE, T), gate, gate_scales, row, live, here, k, TYPE, T, R, C, PRECISION)
             a = add_bias(a, gate_bias, row, live, BIAS, T)
-        a = _activated(a, u, limit, ACTIVATION, GATED) * _weights(weight_of, at, here, T)
+        a = activated(a, u, limit, ACTIVATION, GATED) * _weights(weight_of, at, here, T)
         _put(h, a, at, here, size, neuron, T)
 
 

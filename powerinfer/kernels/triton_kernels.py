@@ -12,7 +12,7 @@ waits.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import triton
@@ -275,10 +275,15 @@ def _codes_kernel(x, out, stride, k, B: tl.constexpr):
     """B blocks of a row of x [rows, k], rows `stride` apart, as `codes`."""
     follow()
     row, b = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
-    blocks = k // 32
-    here = b < blocks
     c = b[:, None] * 32 + tl.arange(0, 32)[None, :]
-    v = tl.load(x + row * stride + c, mask=here[:, None], other=0)
+    v = tl.load(x + row * stride + c, mask=(b < k // 32)[:, None], other=0)
+    put_codes(out, row, v, b, b < k // 32, k, B)
+
+
+@triton.jit
+def put_codes(out, row, v, b, here, k, B: tl.constexpr):
+    """Store those of blocks b [B] of a row, or of row [B] each, of k values: v [B, 32], as `codes`."""
+    blocks = k // 32
     finite = tl.abs(v) < float("inf")
     wrong = tl.max(tl.where(finite, 0, 1), 1) > 0
     v = tl.where(finite, v, 0.0)
@@ -290,14 +295,14 @@ def _codes_kernel(x, out, stride, k, B: tl.constexpr):
     high = (scaled + ROUNDS) - ROUNDS
     low = ((scaled - high) * 256.0 + ROUNDS) - ROUNDS
     low = tl.where(low > 127.0, 127.0, low)
-    out += row * (WORDS * blocks)
-    word = (b * 8)[:, None] + tl.arange(0, 8)[None, :]
+    first = row * (WORDS * blocks) + b * 0
+    word = (first + b * 8)[:, None] + tl.arange(0, 8)[None, :]
     tl.store(out + word, _packed(high.to(tl.int32), B), mask=here[:, None])
     tl.store(out + blocks * 8 + word, _packed(low.to(tl.int32), B), mask=here[:, None])
     behind = (out + blocks * 16).to(tl.pointer_type(tl.float32))
-    tl.store(behind + b, step * (1 / 256), mask=here)
+    tl.store(behind + first + b, step * (1 / 256), mask=here)
     sums = tl.sum(tl.reshape(high * 256.0 + low, (B, 2, 16)), 2)
-    tl.store(behind + blocks + (b * 2)[:, None] + tl.arange(0, 2)[None, :], sums, mask=here[:, None])
+    tl.store(behind + blocks + (first + b * 2)[:, None] + tl.arange(0, 2)[None, :], sums, mask=here[:, None])
 
 
 @triton.jit
@@ -312,10 +317,15 @@ def codes(x: Tensor) -> Tensor:
 
     high: int8 [k], low: int8 [k], steps: float32 [k / 32], sums of 256 * high + low over 16 values: float32 [k / 16],
     and k / 32 words that say nothing, so that rows are aligned.
+
+    Where the kernel that wrote x has made them, they are those.
     """
     rows, k = x.shape
     assert x.stride(1) == 1
-    out = torch.empty((rows, WORDS * k // 32), dtype=torch.int32, device=x.device)
+    if (made := getattr(x, _MADE, None)) is not None:
+        assert made.shape == (rows, WORDS * k // 32)
+        return cast("Tensor", made)
+    out = _empty_codes(x, rows, k)
     block = min(CODED_BLOCKS, triton.next_power_of_2(k // 32))
     _codes_kernel[(rows, triton.cdiv(k // 32, block))](
         x,
@@ -323,11 +333,29 @@ def codes(x: Tensor) -> Tensor:
         x.stride(0),
         k,
         B=block,
-        num_warps=_warps(32 * block, 8),
+        num_warps=warps(32 * block, 8),
         enable_fp_fusion=False,
         launch_pdl=early(x),
     )
     return out
+
+
+_MADE = "made_codes"  # an attribute of a tensor
+
+
+def coded(x: Tensor, rows: int, k: int) -> Tensor | None:
+    """Room for `codes` that a kernel makes beside x, its result, which is float32 [rows, k] to those that follow; None
+    where these do not take any. It takes fewer launches. Nobody may write to x any more, or they are of other values.
+    """
+    if rows > IN_TURN or k % 32:
+        return None
+    made = _empty_codes(x, rows, k)
+    setattr(x, _MADE, made)
+    return made
+
+
+def _empty_codes(x: Tensor, rows: int, k: int) -> Tensor:
+    return torch.empty((rows, WORDS * k // 32), dtype=torch.int32, device=x.device)
 
 
 @triton.jit
@@ -1011,8 +1039,10 @@ def context_splits(pages: int, least: int, programs: int, slots: int) -> int:
 
 @triton.jit
 def _norm_kernel(
-    x, weight, bias, out, width, eps, LAYER: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
+    x, weight, bias, out, made, width, eps, LAYER: tl.constexpr, BIAS: tl.constexpr, CODED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """A row of x, normalised; CODED: made are its `codes`."""
     follow()
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
@@ -1024,31 +1054,38 @@ def _norm_kernel(
     if BIAS:
         y += tl.load(bias + c, mask=here, other=0)
     tl.store(out + row * width + c, y, mask=here)
+    if CODED:
+        b = tl.arange(0, BLOCK // 32)
+        put_codes(made, row, tl.reshape(y, (BLOCK // 32, 32)), b, b * 32 < width, width, BLOCK // 32)
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool, into: Tensor | None = None) -> Tensor:
+def norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool, into: Tensor | None = None,
+    for_codes: bool = False,
+) -> Tensor:  # fmt: skip
     """`gpu.norm`."""
     x = x.contiguous()
     out = torch.empty_like(x) if into is None else into
     width = x.shape[-1]
     if out.numel():
-        block = triton.next_power_of_2(width)
-        _norm_kernel[(x.numel() // width,)](
-            x, weight, either(bias, weight), out, width, eps, LAYER=layer, BIAS=bias is not None, BLOCK=block,
-            num_warps=_warps(block, 8),
+        block, rows = triton.next_power_of_2(width), x.numel() // width
+        made = coded(out, rows, width) if for_codes else None
+        _norm_kernel[(rows,)](
+            x, weight, either(bias, weight), out, either(made, out), width, eps, LAYER=layer, BIAS=bias is not None,
+            CODED=made is not None, BLOCK=block, num_warps=warps(block, 8), enable_fp_fusion=made is None,
             launch_pdl=early(x),
         )  # fmt: skip
     return out
 
 
-def _warps(elements: int, each: int) -> int:
+def warps(elements: int, each: int) -> int:
     """Warps for a block whose threads are to hold about `each` elements: a power of two up to 32."""
     return min(32, max(1, int(triton.next_power_of_2(elements // (32 * each)))))
 
 
 @triton.jit
-def turned_head(x, dim, position, frequencies, factor, pairs, dims):
-    """Elements dim of heads at x [heads, dims], turned by their position."""
+def turned_head(x, dim, position, frequencies, factor, pairs, dims, weight=None, eps=0.0):
+    """Elements dim of heads at x [heads, dims], turned by their position. weight: of the norm before that, [dims]."""
     i = tl.where(dim < pairs, dim, dim - pairs)
     turns = dim < 2 * pairs
     angle = position.to(tl.float32) * tl.load(frequencies + i, mask=turns, other=0)
@@ -1057,6 +1094,10 @@ def turned_head(x, dim, position, frequencies, factor, pairs, dims):
     other = tl.where(dim < pairs, dim + pairs, dim - pairs)
     own = tl.load(x + dim, mask=dim < dims, other=0)
     pair = tl.load(x + other, mask=turns, other=0)
+    if weight is not None:
+        by = 1 / tl.sqrt_rn(tl.sum(own * own, 0) / dims + eps)
+        own = own * by * tl.load(weight + dim, mask=dim < dims, other=0)
+        pair = pair * by * tl.load(weight + other, mask=turns, other=0)
     return own * c + tl.where(dim < pairs, -pair, pair) * s
 
 
@@ -1078,7 +1119,7 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, factor: float) -> 
         block = triton.next_power_of_2(dims)
         _rotate_kernel[(tokens, heads)](
             x, positions, frequencies, factor, frequencies.shape[0], dims, x.stride(0), x.stride(1), BLOCK=block,
-            num_warps=_warps(block, 2),
+            num_warps=warps(block, 2),
             launch_pdl=early(x),
         )  # fmt: skip
     return x
@@ -1148,7 +1189,7 @@ def store_kv(cache_k: Cached, cache_v: Cached, k: Tensor, v: Tensor, slots: Tens
         block, kind = _block(dims, cache_k), cache_kind(cache_k)
         _store_kernel[(tokens, heads)](
             k, v, *_parts(cache_k, cache_v), slots, dims, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            KIND=kind, BLOCK=block, num_warps=_warps(block, 2), enable_fp_fusion=kind != "Q8_0",
+            KIND=kind, BLOCK=block, num_warps=warps(block, 2), enable_fp_fusion=kind != "Q8_0",
             launch_pdl=early(k),
         )  # fmt: skip
 
@@ -1156,19 +1197,22 @@ def store_kv(cache_k: Cached, cache_v: Cached, k: Tensor, v: Tensor, slots: Tens
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _rotate_and_store_kernel(
     q, k, v, positions, frequencies, factor, pairs, cache_k, scales_k, cache_v, scales_v, slots, heads, kv_heads, dims,
-    q_token, q_head, k_token, k_head, v_token, v_head, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    q_token, q_head, k_token, k_head, v_token, v_head, q_norm, k_norm, eps, NORMS: tl.constexpr, KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """NORMS: heads of q and k are normalised before they turn."""
     follow()
     t, head, dim = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
     slot, position = tl.load(slots + t), tl.load(positions + t)
+    own, its = q_norm if NORMS else None, k_norm if NORMS else None
     if head < heads:
         x = q + t * q_token + head * q_head
-        y = turned_head(x, dim, position, frequencies, factor, pairs, dims)
+        y = turned_head(x, dim, position, frequencies, factor, pairs, dims, own, eps)
         tl.debug_barrier()
-        tl.store(x + dim, y, mask=dim < 2 * pairs)
+        tl.store(x + dim, y, mask=dim < (dims if NORMS else 2 * pairs))
     elif head < heads + kv_heads:
         head -= heads
-        y = turned_head(k + t * k_token + head * k_head, dim, position, frequencies, factor, pairs, dims)
+        y = turned_head(k + t * k_token + head * k_head, dim, position, frequencies, factor, pairs, dims, its, eps)
         stored_head(cache_k, scales_k, slot, head, kv_heads, dims, dim, y, KIND, BLOCK)
     else:
         head -= heads + kv_heads
@@ -1178,7 +1222,7 @@ def _rotate_and_store_kernel(
 
 def rotate_and_store(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, frequencies: Tensor, factor: float,
-    cache_k: Cached, cache_v: Cached, slots: Tensor,
+    cache_k: Cached, cache_v: Cached, slots: Tensor, norms: tuple[Tensor, Tensor] | None = None, eps: float = 0.0,
 ) -> None:  # fmt: skip
     """`gpu.rotate_and_store` in one launch."""
     (tokens, heads, dims), kv_heads = q.shape, k.shape[1]
@@ -1188,8 +1232,8 @@ def rotate_and_store(
         strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1))
         _rotate_and_store_kernel[(tokens, heads + 2 * kv_heads)](
             q, k, v, positions, frequencies, factor, frequencies.shape[0], *_parts(cache_k, cache_v), slots, heads,
-            kv_heads, dims, *strides, KIND=kind, BLOCK=block, num_warps=_warps(block, 2),
-            enable_fp_fusion=kind != "Q8_0",
+            kv_heads, dims, *strides, *(norms or (frequencies, frequencies)), eps, NORMS=norms is not None, KIND=kind,
+            BLOCK=block, num_warps=warps(block, 2), enable_fp_fusion=kind != "Q8_0",
             launch_pdl=early(q),
         )  # fmt: skip
 
@@ -1216,14 +1260,15 @@ def _loaded(cache, scales, row, live, dims, dim, KIND: tl.constexpr, HALF: tl.co
 
 @triton.jit(do_not_specialize=["tokens", "pages", "per"], do_not_specialize_on_alignment=["table", "rows", "positions"])
 def _attention_kernel(
-    q, cache_k, scales_k, cache_v, scales_v, table, rows, positions, out, peaks, sums, tokens, heads, kv_heads, dims,
-    pages, per, window, scale, q_token, q_head, sinks,
-    SINKS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr,
-    BLOCK: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
+    q, cache_k, scales_k, cache_v, scales_v, table, rows, positions, out, peaks, sums, made, tokens, heads, kv_heads,
+    dims, pages, per, window, scale, q_token, q_head, sinks,
+    SINKS: tl.constexpr, CODED: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, TILE: tl.constexpr,
+    M: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of tokens, with the heads that share keys, against one split of their contexts: online softmax.
 
-    HALF: products of float16.
+    HALF: products of float16. CODED: made are `codes` of a token's heads.
     """
     follow()
     NARROW: tl.constexpr = tl.float16 if HALF else tl.float32
@@ -1274,6 +1319,13 @@ def _attention_kernel(
     if not SPLIT:
         result = acc / tl.where(total == 0, 1.0, total)[:, None]
         tl.store(out + where_[:, None] * dims + dim[None, :], result, mask=live[:, None] & real)
+        if CODED:
+            B: tl.constexpr = BLOCK // 32
+            each = tl.arange(0, B)[None, :]
+            b = tl.reshape(head[:, None] * (dims // 32) + each, (M * B,))
+            here = tl.reshape(live[:, None] & (each * 32 < dims), (M * B,))
+            of = tl.reshape(token.to(tl.int64)[:, None] + 0 * each, (M * B,))
+            put_codes(made, of, tl.reshape(result, (M * B, 32)), b, here, heads * dims, M * B)
     else:
         where_ += split.to(tl.int64) * tokens * heads
         tl.store(out + where_[:, None] * dims + dim[None, :], acc, mask=live[:, None] & real)
@@ -1282,8 +1334,10 @@ def _attention_kernel(
 
 
 @triton.jit(do_not_specialize=["splits"])
-def _join_kernel(parts, peaks, sums, out, dims, splits, PAD: tl.constexpr, BLOCK: tl.constexpr):
-    """The splits of one head of one token, in their order."""
+def _join_kernel(
+    parts, peaks, sums, out, made, heads, dims, splits, CODED: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The splits of one head of one token, in their order; CODED: made are `codes` of a token's heads."""
     follow()
     at, of = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     s, dim = tl.arange(0, PAD), tl.arange(0, BLOCK)
@@ -1297,19 +1351,24 @@ def _join_kernel(parts, peaks, sums, out, dims, splits, PAD: tl.constexpr, BLOCK
     part = tl.load(parts + (s[:, None] * of + at) * dims + dim[None, :], mask=here, other=0)
     y = tl.sum(part * weight[:, None], 0) / tl.where(total == 0, 1.0, total)
     tl.store(out + at * dims + dim, y, mask=dim < dims)
+    if CODED:
+        each = tl.arange(0, BLOCK // 32)
+        b = at % heads * (dims // 32) + each
+        put_codes(made, at // heads, tl.reshape(y, (BLOCK // 32, 32)), b, each * 32 < dims, heads * dims, BLOCK // 32)
 
 
 def attention(
     q: Tensor, cache_k: Cached, cache_v: Cached, page_table: Tensor, rows: Tensor, positions: Tensor,
-    window: int | None, scale: float, sinks: Tensor | None = None,
+    window: int | None, scale: float, sinks: Tensor | None = None, for_codes: bool = False,
 ) -> Tensor:  # fmt: skip
     """`gpu.attention`; q may be a part of a larger tensor."""
     tokens, heads, dims = q.shape
     kv_heads, pages = cache_k.data.shape[2], page_table.shape[1]
     assert q.stride(2) == 1
-    out = torch.empty((tokens, heads, dims), dtype=torch.float32, device=q.device)
+    out = torch.empty((tokens, heads * dims), dtype=torch.float32, device=q.device)
     if not out.numel():
         return out
+    made = coded(out, tokens, heads * dims) if for_codes and dims % 32 == 0 else None
     group = heads // kv_heads
     padded = triton.next_power_of_2(group)
     kind = cache_kind(cache_k)
@@ -1326,17 +1385,18 @@ def attention(
         parts = torch.empty((splits, tokens, heads, dims), dtype=torch.float32, device=q.device)
         peaks, sums = (torch.empty((splits, tokens, heads), dtype=torch.float32, device=q.device) for _ in range(2))
     _attention_kernel[(tiles, kv_heads, splits)](
-        q, *_parts(cache_k, cache_v), page_table, rows, positions, parts, peaks, sums, tokens, heads, kv_heads, dims,
-        pages, per, window or 1 << 30, scale, q.stride(0), q.stride(1), q if sinks is None else sinks,
-        SINKS=sinks is not None, GROUP=group, GROUP_PAD=padded, TILE=tile, M=max(16, tile * padded), BLOCK=block,
+        q, *_parts(cache_k, cache_v), page_table, rows, positions, parts, peaks, sums, either(made, out), tokens, heads,
+        kv_heads, dims, pages, per, window or 1 << 30, scale, q.stride(0), q.stride(1), either(sinks, q),
+        SINKS=sinks is not None, CODED=made is not None and splits == 1, GROUP=group, GROUP_PAD=padded, TILE=tile,
+        M=max(16, tile * padded), BLOCK=block,
         SPLIT=splits > 1, KIND=kind, HALF=half, PRECISION=precision(q), num_warps=4,
-        launch_pdl=early(q),
+        enable_fp_fusion=made is None, launch_pdl=early(q),
     )  # fmt: skip
     if splits > 1:
         pad = triton.next_power_of_2(splits)
         _join_kernel[(tokens * heads,)](
-            parts, peaks, sums, out, dims, splits, PAD=pad, BLOCK=block, num_warps=4,
-            launch_pdl=early(q),
+            parts, peaks, sums, out, either(made, out), heads, dims, splits, CODED=made is not None, PAD=pad,
+            BLOCK=block, num_warps=4, enable_fp_fusion=made is None, launch_pdl=early(q),
         )  # fmt: skip
     return out
 
@@ -1463,6 +1523,6 @@ def predict(
         block = triton.next_power_of_2(n)
         _floor_kernel[(tokens,)](
             z, numbers, counts, *into, n, split, floor, programs, BLOCK=block, COUNTS=SUMMED,
-            num_warps=_warps(block, 16),
+            num_warps=warps(block, 16),
             launch_pdl=early(x),
         )  # fmt: skip

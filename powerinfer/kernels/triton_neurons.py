@@ -15,12 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
-from powerinfer.kernels.gpu_types import GELU_CUBIC, GELU_SCALE
+from powerinfer.kernels.gpu_types import GELU_CUBIC, GELU_SCALE, OAI_LIMIT, OAI_SCALE
 from powerinfer.kernels.triton_kernels import (
+    CODED_BLOCKS,
     LOW,
     STAGES,
     Tile,
     add_bias,
+    coded,
     columns,
     early,
     either,
@@ -34,11 +36,13 @@ from powerinfer.kernels.triton_kernels import (
     nibbles,
     precision,
     processors,
+    put_codes,
     row_dots,
     small_signed,
     taken,
     taken_width,
     tensor_columns,
+    warps,
 )
 
 if TYPE_CHECKING:
@@ -68,6 +72,7 @@ HELD_SEVERAL = dict.fromkeys(ADD_ONE, 3)
 ADD_ROUNDS = 2
 SUM = (16, 128)  # splits, and columns, that a program adds up at a time
 _GELU_SCALE, _GELU_CUBIC = tl.constexpr(GELU_SCALE), tl.constexpr(GELU_CUBIC)
+_LIMIT, _SCALE = tl.constexpr(OAI_LIMIT), tl.constexpr(OAI_SCALE)
 LIST = 1024  # neurons that one program lists; a multiple of the rows of tiles
 READ = 8192  # bytes of a selection that it reads at a time
 
@@ -141,6 +146,59 @@ def active(a, limit, ACTIVATION: tl.constexpr):
         return tl.where(a <= limit, 0.0, a)
     a = tl.where(a <= 0, 0.0, a)
     return a * a if ACTIVATION == "relu2" else a
+
+
+@triton.jit
+def activated(a, u, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
+    """h of gate (unless GATED: any) and up."""
+    if ACTIVATION == "swiglu_oai":
+        a = tl.where(a > _LIMIT, _LIMIT, a)  # NaN stays
+        u = tl.where(u > _LIMIT, _LIMIT, tl.where(u < -_LIMIT, -_LIMIT, u))
+        h = a / (1 + tl.exp(-_SCALE * a)) * (u + 1)
+    elif GATED:
+        if ACTIVATION == "drelu":
+            u = tl.where(u <= 0, 0.0, u)
+        h = active(a, limit, ACTIVATION) * u
+    else:
+        h = active(u, limit, ACTIVATION)
+    return h
+
+
+@triton.jit
+def _activate_kernel(
+    x, up, out, made, x_stride, up_stride, k, limit, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    CODED: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """32 * B elements of a row of h; CODED: made are its `codes`."""
+    follow()
+    row, b = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
+    c = b[:, None] * 32 + tl.arange(0, 32)[None, :]
+    here = c < k
+    u = tl.load(up + row * up_stride + c, mask=here, other=0)
+    a = u
+    if GATED:
+        a = tl.load(x + row * x_stride + c, mask=here, other=0)
+    h = activated(a, u, limit, ACTIVATION, GATED)
+    tl.store(out + row * k + c, h, mask=here)
+    if CODED:
+        put_codes(made, row, h, b, b * 32 < k, k, B)
+
+
+def activate(activation: str, x: Tensor, up: Tensor | None, limit: float, for_codes: bool) -> Tensor:
+    """`gpu.activate` of at most `gpu.FEW` tokens, with one threshold; x and up may be parts of a larger tensor."""
+    rows, k = x.shape
+    assert x.stride(1) == 1
+    out = torch.empty((rows, k), dtype=torch.float32, device=x.device)
+    if out.numel():
+        other = x if up is None else up
+        made = coded(out, rows, k) if for_codes else None
+        block = min(CODED_BLOCKS, int(triton.next_power_of_2(triton.cdiv(k, 32))))
+        _activate_kernel[(rows, triton.cdiv(k, 32 * block))](
+            x, other, out, either(made, out), x.stride(0), other.stride(0), k, limit, GATED=up is not None,
+            ACTIVATION=activation, CODED=made is not None, B=block, num_warps=warps(32 * block, 8),
+            enable_fp_fusion=made is None, launch_pdl=early(x),
+        )  # fmt: skip
+    return out
 
 
 @triton.jit
