@@ -571,6 +571,10 @@ def _like_first(first: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(first)
 
 
+def _like_heads(first: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(first).flatten(1)
+
+
 def _like_second(_: Any, second: torch.Tensor, *__: Any) -> torch.Tensor:
     return torch.empty_like(second)
 
@@ -580,7 +584,7 @@ def _of_net(net: Any, products: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 KERNELS: list[tuple[Any, str, Callable[..., torch.Tensor] | None]] = [
-    (gpu, "attention", _like_first),
+    (gpu, "attention", _like_heads),
     (gpu, "store_kv", None),
     (gpu, "rotate_and_store", None),
     (gpu_latent, "attention", _like_first),

@@ -117,6 +117,14 @@ FAMILIES |= {
         num_local_experts=6, num_experts_per_tok=3, intermediate_size=40, shared_intermediate_size=72,
     ),
     "smallthinker": dict(num_hidden_layers=5),
+    "smollm3": LLAMA | dict(num_hidden_layers=5),
+    "glm4": LLAMA | dict(rope_parameters=HALF_ROPE),
+    "ernie4_5_moe": LLAMA | dict(
+        moe_num_experts=6, moe_k=3, moe_intermediate_size=40, moe_layer_start_index=1, tie_word_embeddings=True,
+    ),
+    "minimax_m2": LLAMA | dict(
+        intermediate_size=40, num_local_experts=6, num_experts_per_tok=3, rope_parameters=HALF_ROPE,
+    ),
     "gpt_oss": dict(
         intermediate_size=96, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-5, num_hidden_layers=4,
         num_local_experts=6, num_experts_per_tok=2, sliding_window=20, rope_parameters=PLAIN_ROPE,
@@ -159,6 +167,8 @@ ON_CPU_ALONE = (
     "gpt_oss",
     "qwen3_next",
     "qwen3_5_moe_text",
+    "minimax_m2",
+    "ernie4_5_moe",
 )
 """The kinds that no GPU runs, or only with experts on both devices (test_hybrid_experts.py)."""
 FOLDERS = ("folder", "folder-v4")
@@ -398,6 +408,20 @@ CASES = [
     Case("qwen3-moe", "qwen3_moe", {"head_dim": 32}, {"norm_topk_prob": False}),
     Case("qwen3-moe-some", "qwen3_moe", {"mlp_only_layers": [1]}, {"num_experts_per_tok": 2}),
     Case("olmoe", "olmoe", {}, {"norm_topk_prob": True}),
+    Case("arcee", "arcee", {}, {"hidden_act": "relu"}),
+    Case("arcee-biases", "arcee", {"attention_bias": True, "mlp_bias": True}, {"rope_parameters": LLAMA3}, FOLDERS),
+    Case("arcee-llama3", "arcee", {"rope_parameters": LLAMA3}, {"rope_parameters": PLAIN_ROPE}),
+    Case("smollm3", "smollm3", {"tie_word_embeddings": True}, {"no_rope_layers": [1, 1, 1, 1, 1]}),
+    Case(
+        "smollm3-others", "smollm3", {"no_rope_layers": [1, 0, 1, 1, 0]}, {"no_rope_layers": [1, 0, 1, 1, 1]}, FOLDERS
+    ),
+    Case("seed-oss", "seed_oss", {}, {"rms_norm_eps": 1e-3}),
+    Case("seed-oss-no-biases", "seed_oss", {"attention_bias": False}, {"rms_norm_eps": 1e-3}),
+    Case("minimax-m2", "minimax_m2", {}, {"num_experts_per_tok": 2}),
+    Case("glm4", "glm4", {}, {"rms_norm_eps": 1e-3}),
+    Case("ernie", "ernie4_5", {"tie_word_embeddings": True}, {"rms_norm_eps": 1e-3}),
+    Case("ernie-moe", "ernie4_5_moe", {}, {"moe_k": 2}),
+    Case("ernie-moe-some", "ernie4_5_moe", {"moe_layer_interval": 2}, {"moe_k": 2}, FOLDERS),
     Case("glm4-moe", "glm4_moe", {}, {"routed_scaling_factor": 1.6}),
     Case(
         "glm4-moe-groups",
@@ -667,6 +691,8 @@ GGUF_NAMES = {
     "mlp.dense_4h_to_h": "ffn_down",
     "pre_feedforward_layernorm": "ffn_norm",  # Gemma 3, and OLMo
     "post_feedforward_layernorm": "post_ffw_norm",
+    "post_self_attn_layernorm": "post_attention_norm",  # GLM-4
+    "post_mlp_layernorm": "post_ffw_norm",
     "self_attn.qkv_proj": "attn_qkv",  # Phi-3
     "mlp.gate_up_proj": "ffn_up",
     "attn_norm": "attn_norm",  # OpenELM
@@ -813,7 +839,7 @@ def gguf_tensors(
                 yield f"blk.{layer}.ffn_{part}_exps.weight", np.ascontiguousarray(half)
             continue
         if kind == "e_score_correction_bias":
-            yield f"blk.{layer}.exp_probs_b.bias", values
+            yield f"blk.{layer}.exp_probs_b.bias", values.squeeze()
             continue
         if inner == "mlp.shared_expert_gate":
             values = values[0]
@@ -832,10 +858,11 @@ def gguf_tensors(
                 yield f"blk.{layer}.ffn_{part}{of}.weight", half
             continue
         short = GGUF_NAMES[inner]
-        second = architecture in ("gemma3", "olmo2", "glm4moe", *DELTA_NAMES.values())
+        second = architecture in ("gemma3", "olmo2", "glm4moe", "seed_oss", *DELTA_NAMES.values())
         if second and inner == "post_attention_layernorm":
             short = "post_attention_norm"
-        if architecture in ("llama", "bamboo", "granite", "granitemoe") and short in ("attn_q", "attn_k"):
+        pairs = ("llama", "bamboo", "granite", "granitemoe", "arcee", "smollm3")
+        if architecture in pairs and short in ("attn_q", "attn_k"):
             values = side_by_side(values, config.num_attention_heads if short == "attn_q" else kv_heads)
         if architecture == "falcon" and short == "attn_qkv":
             values = one_after_another(values, config.num_attention_heads, kv_heads)
@@ -877,8 +904,8 @@ def add_states(writer: Any, config: Any) -> None:
 
 
 LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-USED = ("num_experts_per_tok", "moe_num_active_primary_experts")
-COUNTS = ("moe_num_primary_experts", "num_local_experts", "num_experts", "n_routed_experts")
+USED = ("num_experts_per_tok", "moe_num_active_primary_experts", "moe_k")
+COUNTS = ("moe_num_primary_experts", "moe_num_experts", "num_local_experts", "num_experts", "n_routed_experts")
 
 
 def add_experts(writer: Any, config: Any) -> None:
@@ -888,8 +915,15 @@ def add_experts(writer: Any, config: Any) -> None:
     for name in ("moe_intermediate_size", "moe_ffn_hidden_size"):
         if hasattr(config, name):
             writer.add_expert_feed_forward_length(getattr(config, name))
-    if config.model_type == "gpt_oss":
+    if config.model_type in ("gpt_oss", "minimax_m2"):
         writer.add_expert_feed_forward_length(config.intermediate_size)
+    if config.model_type == "ernie4_5_moe":
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
+        writer.add_expert_shared_feed_forward_length(config.moe_intermediate_size * config.moe_num_shared_experts)
+    if config.model_type == "minimax_m2":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config.model_type == "granitemoeshared":
         writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
     if config.model_type in ("qwen2_moe", *WITH_STATES):
@@ -940,7 +974,8 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
     others["turbomixtral"] = "llama"
     others |= {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe"}
     others |= dict.fromkeys(LATENTS, "deepseek2")
-    others |= DELTA_NAMES | {"granitemoeshared": "granitemoe", "gpt_oss": "gpt-oss"}
+    others |= DELTA_NAMES | {"granitemoeshared": "granitemoe", "gpt_oss": "gpt-oss", "minimax_m2": "minimax-m2"}
+    others["ernie4_5_moe"] = "ernie4_5-moe"
     architecture = others.get(case.kind, case.kind)
     opt, falcon = architecture == "opt", architecture == "falcon"
     writer = gguf.GGUFWriter(path, architecture)
@@ -985,9 +1020,9 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
             writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         if case.kind in WITH_STATES:
             add_states(writer, config)
-        if architecture == "glm4moe":
+        if architecture in ("glm4", "glm4moe", "minimax-m2"):
             writer.add_rope_dimension_count(head_dim // 2)
-        if architecture == "llama":
+        if architecture in ("llama", "arcee", "smollm3"):
             writer.add_vocab_size(config.vocab_size)
             writer.add_rope_dimension_count(head_dim)
     if not opt:

@@ -264,7 +264,7 @@ def stand_in_recorder(made: list[int]) -> Recorder:
 
 def static_attention(
     q: Any, cache_k: Any, cache_v: Any, table: Any, rows: Any, positions: Any, window: int | None, scale: float,
-    sinks: Any,
+    sinks: Any, _for_codes: bool,
 ) -> Any:  # fmt: skip
     """`gpu.attention` that launches the same for all data, as Triton's does."""
     assert sinks is None
@@ -275,7 +275,7 @@ def static_attention(
     hidden = (place > seen) | (place <= seen - (window or 1 << 30))
     scores = torch.einsum("tghd,tsgd->tghs", q.view(len(q), kv_heads, heads // kv_heads, dim), keys) * scale
     weights = scores.masked_fill(hidden[:, None, None, :], -torch.inf).softmax(dim=-1)
-    return torch.einsum("tghs,tsgd->tghd", weights, values).flatten(1, 2)
+    return torch.einsum("tghs,tsgd->tghd", weights, values).flatten(1)
 
 
 @pytest.mark.parametrize("name", ["llama3", "opt-post-norm", "falcon-7b", "falcon-40b", "qwen35-heads"])

@@ -84,7 +84,12 @@ OFFICIAL = {  # as in the tokenizer.json of the models
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
 OFFICIAL["qwen35"] = OFFICIAL["qwen2"].replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
-OFFICIAL |= dict.fromkeys(("dbrx", "glm4"), OFFICIAL["llama-bpe"])
+OFFICIAL |= dict.fromkeys(("dbrx", "glm4", "smaug-bpe"), OFFICIAL["llama-bpe"])
+OFFICIAL["minimax-m2"] = OFFICIAL["gpt-4o"]
+OFFICIAL["seed-coder"] = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
 # Of DeepSeek several patterns, one after the other; digits are then alone in the older ones.
 HAN_AND_HANGUL = "[一-龥ࠀ-一가-퟿]+"
 CASED = (

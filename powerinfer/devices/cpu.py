@@ -288,9 +288,9 @@ class CpuExecutor:
         self.bytes_per_token += packed.nbytes
         return packed
 
-    def head_rows(self, heads: int, dim: int, interleaved: bool) -> NDArray[np.int32] | None:
+    def head_rows(self, heads: int, dim: int, interleaved: int) -> NDArray[np.int32] | None:
         """The row map of a matrix whose rows are `heads` heads of `dim` dimensions: padded to whole lanes, rotary pairs
-        brought to (i, i + dim/2).
+        of the first `interleaved` brought to (i, i + interleaved/2).
 
         None where the rows are right as they are.
         """
@@ -298,7 +298,8 @@ class CpuExecutor:
         if padded == dim and not interleaved:
             return None
         within = np.full(padded, -1, np.int64)
-        within[:dim] = np.arange(dim).reshape(-1, 2).T.reshape(-1) if interleaved else np.arange(dim)
+        within[:dim] = np.arange(dim)
+        within[:interleaved] = np.arange(interleaved).reshape(-1, 2).T.reshape(-1)
         rows = np.arange(heads)[:, None] * dim + within
         return np.where(within < 0, -1, rows).reshape(-1).astype(np.int32)
 

@@ -179,12 +179,13 @@ class GpuLayers:
         self.bytes_per_token += heads.nbytes
         return heads
 
-    def head_rows(self, heads: int, dim: int, interleaved: bool) -> NDArray[np.int32] | None:
-        """The row map of a matrix whose rows are `heads` heads of `dim` dimensions: rotary pairs moved to
-        (i, i + dim/2). None: as they are."""
+    def head_rows(self, heads: int, dim: int, interleaved: int) -> NDArray[np.int32] | None:
+        """The row map of a matrix whose rows are `heads` heads of `dim` dimensions: rotary pairs of the first
+        `interleaved` moved to (i, i + interleaved/2). None: as they are."""
         if not interleaved:
             return None
-        within = np.arange(dim).reshape(-1, 2).T.reshape(-1)
+        within = np.arange(dim)
+        within[:interleaved] = np.arange(interleaved).reshape(-1, 2).T.reshape(-1)
         return (np.arange(heads)[:, None] * dim + within).reshape(-1).astype(np.int32)
 
     def norm(self, weight: Float32, bias: Float32 | None = None) -> GpuNorm:

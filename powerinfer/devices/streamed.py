@@ -93,7 +93,7 @@ class StreamedLayers:
         kept = None if row_map is None or row_map.min() >= 0 else np.flatnonzero(row_map >= 0)
         return BothMatrices(self._cpu.matrix(tensor, row_map), kept)
 
-    def head_rows(self, heads: int, dim: int, interleaved: bool) -> NDArray[np.int32] | None:
+    def head_rows(self, heads: int, dim: int, interleaved: int) -> NDArray[np.int32] | None:
         """As of `CpuExecutor`."""
         return self._cpu.head_rows(heads, dim, interleaved)
 

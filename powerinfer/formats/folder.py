@@ -112,8 +112,14 @@ _MIXTRAL = {"router": "block_sparse_moe.gate"} | {
     f"experts_{part}": f"block_sparse_moe.experts.{{}}.{name}"
     for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 }
+_MINIMAX = {"router_correction": "block_sparse_moe.e_score_correction"} | _MIXTRAL
 _GLM_MOE = {"router_correction": "mlp.gate.e_score_correction"} | {
     f"shared_{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
+}
+_ERNIE_MOE = _GLM_MOE | {"router_correction": "mlp.moe_statics.e_score_correction"}
+_GLM4 = dict.fromkeys(("gate", "up"), "mlp.gate_up_proj") | {
+    "attn_out_norm": "post_self_attn_layernorm",
+    "ffn_out_norm": "post_mlp_layernorm",
 }
 _QWEN_DELTA = replace(
     _QWEN_MOE,
@@ -151,6 +157,9 @@ _NAMES = {
     "qwen3_next": replace(_QWEN_DELTA, inner=_QWEN_DELTA.inner | _QWEN3_NEXT),
     **dict.fromkeys(("granitemoe", "granitemoeshared"), replace(_LLAMA, inner=_LLAMA.inner | _GRANITE_MOE)),
     "mixtral": replace(_LLAMA, inner=_LLAMA.inner | _MIXTRAL),
+    "minimax_m2": replace(_LLAMA, inner=_LLAMA.inner | _MINIMAX),
+    "glm4": replace(_LLAMA, inner=_LLAMA.inner | _GLM4),
+    "ernie4_5_moe": replace(_QWEN_MOE, inner=_QWEN_MOE.inner | _ERNIE_MOE),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), _QWEN_MOE),
     "gpt_oss": replace(
         _LLAMA,
@@ -200,6 +209,8 @@ def fused(config: ModelConfig, names: Names) -> list[Fused]:
         assert isinstance(experts, ExpertsConfig)
         return [Fused(("experts_gate", "experts_up"), experts.n_experts), Fused(("shared_gate", "shared_up"))]
     both = config.architecture in ("phi3", "openelm")
+    if config.architecture == "glm4":
+        return [Fused(("gate", "up"))]
     return [Fused(("q", "k", "v")), Fused(("gate", "up"))] if both else []
 
 
@@ -263,8 +274,10 @@ def _of_experts(
     for name, tensor in stored.items():
         if beyond and (found := beyond.match(name)) and int(found[1]) >= config.n_layers:
             continue
-        if name.endswith(".mlp.gate.e_score_correction_bias"):
+        if name.endswith(".e_score_correction_bias"):
             name = name.removesuffix("_bias") + ".bias"
+            if tensor.shape[:-1] == (1,):  # ERNIE's
+                tensor = RawTensor(tensor.type, tensor.shape[1:], tensor.data)
         if name.endswith(".mlp.shared_expert_gate.weight") and tensor.shape[:-1] == (1,):
             tensor = RawTensor(tensor.type, tensor.shape[1:], tensor.data)
         yield name, tensor

@@ -66,6 +66,13 @@ ARCHITECTURES = {
     "GraniteMoeForCausalLM": "granitemoe",
     "GraniteMoeSharedForCausalLM": "granitemoeshared",
     "SmallThinkerForCausalLM": "smallthinker",
+    "ArceeForCausalLM": "arcee",
+    "SmolLM3ForCausalLM": "smollm3",
+    "SeedOssForCausalLM": "seed_oss",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
+    "Glm4ForCausalLM": "glm4",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
 }
 """Class of a folder's `architectures` -> family, which is its `model_type`."""
 
@@ -80,7 +87,8 @@ _OTHER_TYPES = {"kimi_k2": "deepseek_v3"}
 # Folders of these classes refer to custom code whose function this engine has natively. It is not run.
 _WITH_OWN_CODE = (
     "SparseLlamaForCausalLM", "BambooForCausalLM", "FalconForCausalLM", "OpenELMForCausalLM", "DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM", "SmallThinkerForCausalLM",
+    "DeepseekV3ForCausalLM", "SmallThinkerForCausalLM", "ArceeForCausalLM", "MiniMaxM2ForCausalLM",
+    "Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM",
 )  # fmt: skip
 
 
@@ -269,6 +277,41 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window_size": 4096, "moe_num_primary_experts": 32, "moe_ffn_hidden_size": 768,
         "moe_num_active_primary_experts": 4, "tie_word_embeddings": True, "hidden_act": "relu",
     },
+    "arcee": {
+        "hidden_size": 2560, "intermediate_size": 18432, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "vocab_size": 32000, "max_position_embeddings": 4096, "hidden_act": "relu2",
+    },
+    "smollm3": _LLAMA | {
+        "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6,
+        "tie_word_embeddings": True,
+    },
+    "seed_oss": _LLAMA | {
+        "vocab_size": 155136, "hidden_size": 4096, "intermediate_size": 27648, "num_hidden_layers": 64,
+        "num_attention_heads": 80, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288,
+        "attention_bias": True,
+    },
+    "minimax_m2": _LLAMA | {
+        "vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 1536, "num_hidden_layers": 62,
+        "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196608,
+        "rope_theta": 5e6, "num_local_experts": 256, "num_experts_per_tok": 8,
+    },
+    "glm4": {
+        "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 13696, "num_hidden_layers": 40,
+        "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
+        "rms_norm_eps": 1.5625e-7, "hidden_act": "silu", "attention_bias": True,
+    },
+    "ernie4_5": {
+        "vocab_size": 103424, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
+        "hidden_act": "silu", "tie_word_embeddings": True,
+    },
+    "ernie4_5_moe": {
+        "vocab_size": 103424, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 28,
+        "num_attention_heads": 20, "num_key_value_heads": 4, "max_position_embeddings": 131072, "hidden_act": "silu",
+        "tie_word_embeddings": True, "moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536,
+        "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+    },
 }  # fmt: skip
 # Here null does not mean the default but no window, as many as heads, false.
 _NULLABLE = (
@@ -292,18 +335,38 @@ def _llama_like(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConf
     attention_bias = architecture not in ("mistral", "bamboo") and fields.flag("attention_bias", False)
     if architecture == "qwen2":
         fields.only("attention_bias", True)  # the class has biases on q, k and v, and no switch
-    mlp_bias = architecture in ("llama", "sparsellama") and fields.flag("mlp_bias", False)
+    mlp_bias = architecture in _WITH_MLP_BIAS and fields.flag("mlp_bias", False)
+    o_bias = architecture != "qwen2" and attention_bias
+    if architecture == "seed_oss":
+        o_bias = fields.flag("attention_out_bias", False)
     heads = _heads(fields, config)
     attention = replace(
         heads,
         rope=_rope(fields, config, heads),
         qkv_bias=architecture == "qwen2" or attention_bias,
-        o_bias=architecture != "qwen2" and attention_bias,
+        o_bias=o_bias,
         qk_norm="head" if architecture == "qwen3" else None,
     )
-    ffn = FfnConfig(_ffn_size(fields), _gated_activation(fields, architecture), bias=mlp_bias)
+    gated = architecture != "arcee"
+    activation = _gated_activation(fields, architecture) if gated else _activation(fields, "hidden_act", _PLAIN)
+    ffn = FfnConfig(_ffn_size(fields), activation, gated=gated, bias=mlp_bias)
     windows = _windows(fields, architecture, n_layers)
-    return replace(config, layers=tuple(LayerConfig(replace(attention, window=one), ffn) for one in windows))
+    every = [replace(attention, window=one) for one in windows]
+    if architecture == "smollm3":
+        turned = _turned(fields, n_layers)
+        every = [one if turns else replace(one, rope=None) for one, turns in zip(every, turned, strict=True)]
+    return replace(config, layers=tuple(LayerConfig(one, ffn) for one in every))
+
+
+def _turned(fields: Fields, n_layers: int) -> list[int]:
+    """Whether positions are rotated in each layer of SmolLM3: `no_rope_layers` says where they are."""
+    every = fields.integer("no_rope_layer_interval", 1, layout.MAX_LAYERS, 4)
+    if fields.has("no_rope_layers"):
+        return _switches(fields, "no_rope_layers", n_layers, 1)
+    return [int(layer % every != 0) for layer in range(1, n_layers + 1)]
+
+
+_WITH_MLP_BIAS = ("llama", "sparsellama", "arcee", "smollm3", "seed_oss")
 
 
 def _gated_activation(fields: Fields, architecture: str) -> str:
@@ -561,6 +624,50 @@ def _glm4_moe(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig
     return replace(config, layers=tuple(LayerConfig(attention, kind) for kind in kinds))
 
 
+def _minimax_m2(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
+    for key, only in (("scoring_func", "sigmoid"), ("use_routing_bias", True), ("use_qk_norm", True)):
+        fields.only(key, only)
+    fields.only("qk_norm_type", "per_layer")
+    fields.only("shared_intermediate_size", 0)
+    heads = _heads(fields, config)
+    turned = fields.integer("rotary_dim", 2, heads.head_dim, heads.head_dim)  # as the published files say it
+    rope = _rope(fields, config, heads, partial=turned / heads.head_dim)
+    attention = replace(heads, rope=rope, qk_norm="width")
+    experts = _experts_of(fields, "num_local_experts", "intermediate_size", scoring="sigmoid", correction=True)
+    return replace(config, layers=uniform(n_layers, LayerConfig(attention, experts)))
+
+
+def _glm4(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
+    heads = _heads(fields, config)
+    rope = replace(_rope(fields, config, heads, partial=0.5), interleaved=True)
+    attention = replace(heads, rope=rope, qkv_bias=fields.flag("attention_bias", False))
+    layer = LayerConfig(
+        attention, FfnConfig(_ffn_size(fields), _activation(fields, "hidden_act", _GATED)), norms="both"
+    )
+    return replace(config, layers=uniform(n_layers, layer))
+
+
+def _ernie(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
+    """ERNIE 4.5; with experts in every `moe_layer_interval`-th layer from one on up to another."""
+    fields.only("use_bias", False)
+    heads = _heads(fields, config)
+    attention = replace(heads, rope=replace(_rope(fields, config, heads), interleaved=True))
+    dense = FfnConfig(_ffn_size(fields), _activation(fields, "hidden_act", _GATED))
+    if config.architecture == "ernie4_5":
+        return replace(config, layers=uniform(n_layers, LayerConfig(attention, dense)))
+    n_experts = fields.integer("moe_num_experts", 1, layout.MAX_EXPERTS)
+    size = fields.integer("moe_intermediate_size", 1, layout.MAX_WIDTH)
+    router = RouterConfig(fields.integer("moe_k", 1, n_experts), correction=True)
+    shared = size * fields.integer("moe_num_shared_experts", 0, layout.MAX_EXPERTS)
+    experts = ExpertsConfig(n_experts, size, router, dense.activation, shared_size=shared)
+    every = fields.integer("moe_layer_interval", 1, layout.MAX_LAYERS, 1)
+    first = fields.integer("moe_layer_start_index", 0, layout.MAX_LAYERS)
+    last = fields.integer("moe_layer_end_index", -1, layout.MAX_LAYERS, -1)
+    last = n_layers - 1 if last < 0 else last
+    sparse = [first <= layer <= last and (layer + 1) % every == 0 for layer in range(n_layers)]
+    return replace(config, layers=tuple(LayerConfig(attention, experts if one else dense) for one in sparse))
+
+
 def _deepseek_ffns(fields: Fields, n_layers: int, *, sigmoid: bool) -> list[FfnKind]:
     """Experts as of DeepSeek, behind the first layers; sigmoid: V3's router, whose scores are corrected, else V2's."""
     groups = fields.integer("n_group", 1, layout.MAX_EXPERTS, 1)
@@ -714,6 +821,10 @@ def _smallthinker(fields: Fields, config: ModelConfig, n_layers: int) -> ModelCo
 
 _READERS = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "sparsellama", "bamboo"), _llama_like),
+    **dict.fromkeys(("arcee", "smollm3", "seed_oss"), _llama_like),
+    "minimax_m2": _minimax_m2,
+    "glm4": _glm4,
+    **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), _ernie),
     "opt": _opt,
     "falcon": _falcon,
     "nemotron": _nemotron,
@@ -775,8 +886,11 @@ def _head_dim(fields: Fields, architecture: str, d_model: int, n_heads: int) -> 
 
 def _windows(fields: Fields, architecture: str, layers: int) -> list[int | None]:
     """The sliding window of each layer."""
-    if architecture in ("llama", "sparsellama"):
+    if architecture in ("llama", "sparsellama", "arcee", "seed_oss"):
         return [None] * layers  # the class ignores the setting
+    if architecture == "smollm3":
+        fields.only("use_sliding_window", False)
+        return [None] * layers
     window = fields.integer("sliding_window", 1, layout.MAX_CONTEXT, None)
     if architecture in ("mistral", "bamboo"):
         return [window] * layers

@@ -45,7 +45,8 @@ class _Family:
     activation: the default; interleaved: as in `RopeConfig`; norms: as in `LayerConfig`;
     qk_norm: as in `AttentionConfig`; partial: the file says how many dimensions of a head are rotated. full_every: if
     the file states a window and no pattern, every full_every-th layer has no window, 0: all layers have it; full_first:
-    these are the first of so many, not the last, and positions are not rotated in them;
+    these are the first of so many, not the last, and positions are not rotated in them; unrotated_every: positions are
+    not rotated in every so manieth layer, 0: in all;
     local_theta: base of the frequencies of the layers with a window, None: as the others; always without scaling where
     full_every is set, unless one_rope. scaled: embeddings are multiplied by the root of their width; fused: matrices
     in one tensor.
@@ -67,6 +68,7 @@ class _Family:
     partial: bool = False
     full_every: int = 0
     full_first: bool = False
+    unrotated_every: int = 0
     local_theta: float | None = None
     one_rope: bool = False
     scaled: bool = False
@@ -103,6 +105,13 @@ ARCHITECTURES = {
     "qwen3next": _Family("silu", qk_norm="head", partial=True, experts=_NORMALISED, delta=True),
     "qwen35": _Family("silu", qk_norm="head", partial=True, delta=True, tiled=True),
     "qwen35moe": _Family("silu", qk_norm="head", partial=True, experts=_NORMALISED, delta=True, tiled=True),
+    "arcee": _Family("relu2", gated=False, interleaved=True),
+    "smollm3": _Family("silu", interleaved=True, unrotated_every=4),
+    "seed_oss": _Family("silu"),
+    "minimax-m2": _Family("silu", qk_norm="width", partial=True, experts=_SIGMOIDS),
+    "glm4": _Family("silu", interleaved=True, norms="both", partial=True, fused=(Fused(("gate", "up")),)),
+    "ernie4_5": _Family("silu", interleaved=True),
+    "ernie4_5-moe": _Family("silu", interleaved=True, experts=RouterConfig(1, correction=True)),
     "glm4moe": _Family("silu", partial=True, experts=_SIGMOIDS),
     "deepseek2": _Family("silu", interleaved=True, experts=_AS_THEY_ARE, latent=True),  # also Kimi K2, GLM-4.7-Flash
     "granite": _Family("silu", interleaved=True, scales=True),
@@ -207,7 +216,7 @@ def names_of(file: GGUFFile, config: ModelConfig) -> Names:
     for one in fused(file, config):
         own = {_QKV.parts: "attn_qkv", _KV_B: "attn_kv_b"}
         inner |= dict.fromkeys(one.parts, own.get(one.parts) or inner[one.parts[-1]])
-    if config.architecture in ("glm4moe", "gpt-oss") or ARCHITECTURES[config.architecture].delta:
+    if config.architecture in ("glm4moe", "gpt-oss", "seed_oss") or ARCHITECTURES[config.architecture].delta:
         inner["ffn_norm"] = "post_attention_norm"
     if config.architecture == "falcon" and not config.layers[0].shared_norm:
         inner |= {"attn_norm": "attn_norm_2", "ffn_norm": "attn_norm"}
@@ -336,6 +345,8 @@ def _layers(
     ropes = [rope if window is None else local for window in windows]
     if family.full_first and any(windows):
         ropes = [one if layer % family.full_every else None for layer, one in enumerate(ropes)]
+    if family.unrotated_every:
+        ropes = [one if layer % family.unrotated_every else None for layer, one in enumerate(ropes, 1)]
     shared: dict[str, Any] = {
         "qkv_bias": family.qkv_bias or "blk.0.attn_q.bias" in names or "blk.0.attn_qkv.bias" in names,
         "o_bias": "blk.0.attn_output.bias" in names,
@@ -462,6 +473,9 @@ def _ffns(file: GGUFFile, fields: Fields, family: _Family, n_layers: int) -> lis
     dense = fields.integer("leading_dense_block_count", 0, n_layers, 0)
     if any(with_router[:dense]):
         raise fields.bad("leading_dense_block_count", f"is {dense}, but some of these layers have experts")
+    step = fields.integer("interleave_moe_layer_step", 1, layout.MAX_LAYERS, 1)
+    if any(layer % step and routed for layer, routed in enumerate(with_router, 1)):
+        raise fields.bad("interleave_moe_layer_step", f"is {step}, but layers between these have experts")
     return [
         replace(experts, threshold=threshold) if routed else ffn
         for ffn, routed, threshold in zip(ffns, with_router, thresholds, strict=True)
@@ -482,7 +496,7 @@ def _experts(file: GGUFFile, fields: Fields, router: RouterConfig, activation: s
         fields.get("expert_shared_feed_forward_length", None)  # of a shared expert that the file does not have
     gating = {0: router.scoring, 1: "softmax", 2: "sigmoid"}
     correction = any(name.endswith(".exp_probs_b.bias") for name in file.tensors)
-    if correction:  # scores that are corrected are sigmoids; the first files of GLM-4.7-Flash do not say
+    if correction and not router.correction:  # ERNIE's apart those are sigmoids; GLM-4.7-Flash's first files do not say
         gating[0] = "sigmoid"
     scoring = gating[fields.integer("expert_gating_func", 0, max(gating), 0)]
     groups = fields.integer("expert_group_count", 1, n_experts, 1)

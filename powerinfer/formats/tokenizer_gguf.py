@@ -69,6 +69,12 @@ _GPT4O = PreTokenizer(
         r"|[\p{N}]{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|[\s]*[\r\n]+|[\s]+(?![^\s])|[\s]+",
     )
 )
+_SEED = PreTokenizer(
+    (
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}]+|[\p{{N}}]| ?[^\s\p{{L}}\p{{N}}\r\n]+"
+        r"|[\s]*[\r\n]+|[\s]+(?![^\s])|[\s]+",
+    )
+)
 _LETTERS = (  # those that have cases, as the first DeepSeek models count them
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373"
     "\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f"
@@ -120,7 +126,9 @@ PRE_TOKENIZERS = {
     "qwen35": _QWEN35,
     "tekken": _TEKKEN,
     "dbrx": PreTokenizer(_LLAMA3.patterns),  # OLMo 2 and 3, Phi-4
-    "gpt-4o": _GPT4O,  # Phi-4-mini
+    **dict.fromkeys(("gpt-4o", "minimax-m2"), _GPT4O),  # the first is Phi-4-mini's, too
+    "smaug-bpe": PreTokenizer(_LLAMA3.patterns),  # SmolLM3
+    "seed-coder": _SEED,
     "chatglm-bpe": PreTokenizer(_LLAMA3.patterns),
     "glm4": PreTokenizer(_LLAMA3.patterns, ignore_merges=True),
     "deepseek-llm": _DEEPSEEK_LLM,  # DeepSeek-V2 too

@@ -16,8 +16,9 @@ def attend(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, n
     assert isinstance(about, AttentionConfig)
     heads = {"q": about.n_heads, "k": about.n_kv_heads, "v": about.n_kv_heads}
     # Values are not rotated: their rows may be padded, but are never reordered.
-    interleaved = about.rope is not None and about.rope.interleaved
-    maps = {part: builder.head_rows(n, about.head_dim, interleaved and part != "v") for part, n in heads.items()}
+    interleaved = about.rope.dim if about.rope is not None and about.rope.interleaved else 0
+    turned = {"q": interleaved, "k": interleaved, "v": 0}
+    maps = {part: builder.head_rows(n, about.head_dim, turned[part]) for part, n in heads.items()}
     builder.attention(
         layer,
         norm,
