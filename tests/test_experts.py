@@ -517,3 +517,56 @@ def test_settings_of_smallthinker_that_are_refused(change: dict[str, Any], why: 
     assert read_config(settings, tmp_path).layers[0].ffn.title == "4 experts of 768 neurons, 4 a token, relu"
     with pytest.raises(ModelError, match=why):
         read_config(settings | change, tmp_path)
+
+
+MINIMAX = {  # of the published config.json, what is read
+    "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "num_hidden_layers": 2, "rotary_dim": 64,
+    "auto_map": {"AutoModelForCausalLM": "modeling_minimax_m2.MiniMaxM2ForCausalLM"}, "scoring_func": "sigmoid",
+    "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer", "shared_intermediate_size": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func"),
+        ({"use_routing_bias": False}, "use_routing_bias"),
+        ({"qk_norm_type": "per_head"}, "qk_norm_type"),
+        ({"shared_intermediate_size": 8}, "shared_intermediate_size"),
+        ({"rotary_dim": 129}, "rotary_dim is '129'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "GGUF is"),
+    ],
+)
+def test_settings_of_minimax_that_are_refused(change: dict[str, Any], why: str, tmp_path: Path) -> None:
+    layer = read_config(MINIMAX, tmp_path).layers[0]
+    assert layer.ffn.title == "256 experts of 1536 neurons, 8 a token, silu"
+    rope = layer.attention.rope
+    assert rope is not None and (rope.dim, rope.theta, layer.attention.head_dim) == (64, 5e6, 128)
+    with pytest.raises(ModelError, match=why):
+        read_config(MINIMAX | change, tmp_path)
+
+
+@pytest.mark.parametrize("value", [2, 0])
+def test_layers_between_those_with_experts(value: int, tmp_path: Path) -> None:
+    """A file that says that they have none, and whose layers have some."""
+    builder = experts_gguf().add("llama.interleave_moe_layer_step", U32, value)
+    with pytest.raises(ModelError, match="interleave_moe_layer_step is"):
+        open_checkpoint(builder.write(tmp_path / "m.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"use_bias": True}, "use_bias"),
+        ({"moe_k": 65}, "moe_k is '65'"),
+        ({"moe_layer_interval": 0}, "moe_layer_interval is '0'"),
+        ({"moe_layer_end_index": -2}, "moe_layer_end_index is '-2'"),
+    ],
+)
+def test_settings_of_ernie_that_are_refused(change: dict[str, Any], why: str, tmp_path: Path) -> None:
+    settings = {"architectures": ["Ernie4_5_MoeForCausalLM"], "num_hidden_layers": 3}
+    titles = [layer.ffn.title for layer in read_config(settings, tmp_path).layers]
+    wanted = "64 experts of 1536 neurons, 6 a token, a shared one of 3072, silu"
+    assert titles[1:] == [wanted] * 2 and "experts" not in titles[0]
+    with pytest.raises(ModelError, match=why):
+        read_config(settings | change, tmp_path)

@@ -34,7 +34,7 @@ from model_files import (
 
 from powerinfer.config import ModelConfig, RopeConfig
 from powerinfer.errors import ModelError
-from powerinfer.formats import layout
+from powerinfer.formats import folder_config, layout
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 
 torch = pytest.importorskip("torch")
@@ -559,6 +559,26 @@ def test_other_activations_are_refused_by_name(tmp_path: Path, name: str) -> Non
     edit_config(folder, hidden_act=name)
     known = "silu, swish, relu, relu2, fatrelu, drelu, cats, topk"
     refused(folder, f"hidden_act is '{name}'; of this family only {known} is supported")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"no_rope_layers": [1, 2, 1, 1]}, "no_rope_layers is"),
+        ({"no_rope_layers": [1]}, "not 0 or 1 for every layer"),
+        ({"no_rope_layer_interval": 0}, "no_rope_layer_interval is '0'"),
+        ({"use_sliding_window": True}, "use_sliding_window is"),
+    ],
+)
+def test_positions_of_smollm3(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """As published, and where nothing is stated, every fourth layer has none."""
+    settings = {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 4}
+    for stated in ({}, {"no_rope_layers": [1, 1, 1, 0], "no_rope_layer_interval": 4, "use_sliding_window": False}):
+        layers = folder_config.read_config(settings | stated, tmp_path).layers
+        assert [layer.attention.rope is None for layer in layers] == [False, False, False, True]
+        assert layers[0].attention.rope is not None and layers[0].attention.rope.theta == 2e6
+    with pytest.raises(ModelError, match=message):
+        folder_config.read_config(settings | changes, tmp_path)
 
 
 @pytest.mark.parametrize(
