@@ -35,9 +35,9 @@ from powerinfer.devices.batch import StoppedError  # noqa: E402
 from powerinfer.devices.cpu import CpuExecutor  # noqa: E402
 from powerinfer.devices.gpu import GpuLayers  # noqa: E402
 from powerinfer.devices.gpu_weights import Matrices, StoredMatrix  # noqa: E402
-from powerinfer.devices.recording import Recorder, Run, State, recorder_of  # noqa: E402
+from powerinfer.devices.recording import Recorder, Recordings, Run, State, recorder_of  # noqa: E402
 from powerinfer.devices.split import SplitExecutor  # noqa: E402
-from powerinfer.devices.step import Operator  # noqa: E402
+from powerinfer.devices.step import Operator, Step  # noqa: E402
 from powerinfer.devices.streams import ImmediateStreams, call_now  # noqa: E402
 from powerinfer.devices.torch_device import choose_device, gpu_failures  # noqa: E402
 from powerinfer.errors import ModelError, PowerInferError, RequestError  # noqa: E402
@@ -46,6 +46,7 @@ from powerinfer.formats.quant import dequantize, quantize  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
 from powerinfer.hybrid.resolve import Resolved  # noqa: E402
 from powerinfer.kernels import gpu  # noqa: E402
+from powerinfer.kernels.gpu_types import MADE_CODES  # noqa: E402
 from powerinfer.models import load  # noqa: E402
 from powerinfer.runtime.engine import LLM  # noqa: E402
 from powerinfer.runtime.params import SamplingParams  # noqa: E402
@@ -317,6 +318,29 @@ def test_the_number_of_recordings_is_bounded(tmp_path: Path, monkeypatch: pytest
             ours = families.run_chunks(executor, truth.texts[0][:32], [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 1, 1], pages)
             assert families.rms(ours - truth.logits[0][:32]) <= truth.allowed
     assert len(made) == 6 + 5  # all shapes again except the first of the second round, which came last
+
+
+def test_codes_are_of_one_recording() -> None:
+    """What a kernel makes beside its result is used by those that are recorded with it, and by no others."""
+    seen: list[list[bool]] = []
+
+    def makes(step: Step) -> None:
+        for result in (step.read, step.attended, step.normed and step.normed[1]):
+            assert result is not None
+            setattr(result, MADE_CODES, object())
+
+    def looks(step: Step) -> None:
+        results = step.read, step.attended, step.normed and step.normed[1]
+        seen.append([hasattr(result, MADE_CODES) for result in results])
+
+    kinds = [("makes", makes, True), ("looks", looks, True), ("host", lambda _: None, False), ("looks", looks, True)]
+    recordings = Recordings([Operator(kind, 0, run, static) for kind, run, static in kinds], lambda run, _: run)
+    one = torch.zeros(1, dtype=torch.int32)
+    for _ in range(2):  # the second time it is recorded
+        own = [torch.zeros(1, 32) for _ in range(4)]
+        step = Step(own[0], one, one, one, one[None], one, own[1], attended=own[2], normed=(torch.clone, own[3]))
+        recordings.run(step)
+    assert seen == [[True] * 3, [False] * 3] * 2
 
 
 @pytest.mark.usefixtures("device")

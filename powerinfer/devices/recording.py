@@ -55,11 +55,12 @@ class Recordings:
                     kept[number] = None
                 for operator in operators:
                     operator.run(step)
-                continue
-            recorded = kept[number]
-            if recorded is None:
-                recorded = kept[number] = self._recorder(_runner(operators, replace(step)), _state(step))
-            step.attended, step.normed = recorded(_state(step))
+            else:
+                recorded = kept[number]
+                if recorded is None:
+                    recorded = kept[number] = self._recorder(_runner(operators, replace(step)), _state(step))
+                step.attended, step.normed = recorded(_state(step))
+            step.forget_codes()
 
     def forget(self, layer: int) -> None:
         """Drop the recordings of a layer's operators."""

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from powerinfer.kernels import gpu
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -49,8 +51,16 @@ class Step:
         assert self.read is not None
         if norm is None or (self.normed is not None and self.normed[0] is norm):
             self.read.copy_(self.normalised(norm))
+            gpu.forget_codes(self.read)
         else:
             self.normed = norm, norm(self.x, self.read, for_codes=True)  # predictors and experts mostly take them
+
+    def forget_codes(self) -> None:
+        """What kernels made beside their results (`for_codes`) is in memory of one recording. What follows may be
+        recorded at another time, and must not look there."""
+        for result in (self.read, self.attended, self.normed and self.normed[1]):
+            if result is not None:
+                gpu.forget_codes(result)
 
     def add(self, more: Tensor) -> None:
         """x += more."""

@@ -27,7 +27,7 @@ from powerinfer.formats.tensors import FLOAT_TYPES, RawTensor, convert
 from powerinfer.kernels.cpu import bundle_row_order, code_bytes
 from powerinfer.kernels.gpu_types import DELTA_CHUNK as DELTA_CHUNK
 from powerinfer.kernels.gpu_types import FEW as FEW
-from powerinfer.kernels.gpu_types import FLOAT16_MAX, GELU_CUBIC, GELU_SCALE, OAI_LIMIT, OAI_SCALE, Q8_STEP
+from powerinfer.kernels.gpu_types import FLOAT16_MAX, GELU_CUBIC, GELU_SCALE, MADE_CODES, OAI_LIMIT, OAI_SCALE, Q8_STEP
 from powerinfer.kernels.gpu_types import GPU_TYPES as GPU_TYPES
 from powerinfer.kernels.gpu_types import INTEGERS as INTEGERS
 from powerinfer.kernels.gpu_types import K_CODES as K_CODES
@@ -372,6 +372,11 @@ def _wide(x: Tensor, w: Tensor) -> Tensor:
     if not x.is_cuda:
         return x.float() @ w.float()
     return (torch.mm if x.ndim == 2 else torch.bmm)(x, w, out_dtype=torch.float32)
+
+
+def forget_codes(x: Tensor) -> None:
+    """What a kernel made of its result x `for_codes` is not used any more."""
+    vars(x).pop(MADE_CODES, None)
 
 
 def norm(

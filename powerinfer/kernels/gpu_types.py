@@ -30,6 +30,9 @@ FOUR_BITS = ("Q4_0", "MXFP4", *K_CODES)
 INTEGERS = ("Q8_0", "Q4_0", *K_CODES)
 """Types whose products with one token, and with some in turn, are of integers."""
 
+MADE_CODES = "made_codes"
+"""The attribute of a tensor of activations with what a kernel made of them for such products when it wrote them."""
+
 GPU_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "MXFP4", *K_CODES)
 """The types of matrices on a GPU. Parts of bundles may be Q4_0X32 as well."""
 

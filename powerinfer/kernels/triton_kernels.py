@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import cuda_capability_geq
 
-from powerinfer.kernels.gpu_types import FEW, FOUR_BITS, INTEGERS, K_CODES
+from powerinfer.kernels.gpu_types import FEW, FOUR_BITS, INTEGERS, K_CODES, MADE_CODES
 from powerinfer.kernels.gpu_types import Q8_STEP as Q8
 
 if TYPE_CHECKING:
@@ -322,7 +322,7 @@ def codes(x: Tensor) -> Tensor:
     """
     rows, k = x.shape
     assert x.stride(1) == 1
-    if (made := getattr(x, _MADE, None)) is not None:
+    if (made := getattr(x, MADE_CODES, None)) is not None:
         assert made.shape == (rows, WORDS * k // 32)
         return cast("Tensor", made)
     out = _empty_codes(x, rows, k)
@@ -340,17 +340,15 @@ def codes(x: Tensor) -> Tensor:
     return out
 
 
-_MADE = "made_codes"  # an attribute of a tensor
-
-
 def coded(x: Tensor, rows: int, k: int) -> Tensor | None:
     """Room for `codes` that a kernel makes beside x, its result, which is float32 [rows, k] to those that follow; None
     where these do not take any. It takes fewer launches. Nobody may write to x any more, or they are of other values.
     """
+    vars(x).pop(MADE_CODES, None)  # of an earlier result
     if rows > IN_TURN or k % 32:
         return None
     made = _empty_codes(x, rows, k)
-    setattr(x, _MADE, made)
+    setattr(x, MADE_CODES, made)
     return made
 
 
