@@ -405,8 +405,8 @@ def _no_such_model(name: str) -> RequestError:
 
     known = known_names()
     near = [one for one in known if one.startswith(name.lower())]
-    near = near or get_close_matches(name.lower(), known, n=1, cutoff=0.3)
-    hint = f"did you mean {near[0]}?" if near else "known names: " + ", ".join(known)
+    near = near or get_close_matches(name.lower(), known, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]}?" if near else "`powerinfer list` and `powerinfer pull --names` show names"
     return RequestError(f"no model {name}: not a file, a folder or a known name; {hint}")
 
 

@@ -32,3 +32,9 @@ def read_size(text: str) -> int:
         likely = "GiB" if number < 256 else "MiB" if number < 1 << 20 else "B"
         raise NoUnitError(f"{found[1]} has no unit: did you mean {found[1]}{likely}?")
     return int(number * _UNITS[unit or "b"])
+
+
+def exact_size(nbytes: int) -> str:
+    """Bytes as `read_size` reads them, in the largest unit of which they are a multiple."""
+    unit = next((one for one in ("GiB", "MiB", "KiB") if nbytes and nbytes % _UNITS[one.lower()] == 0), "B")
+    return f"{nbytes // _UNITS[unit.lower()]}{unit}" if nbytes else "0"

@@ -173,7 +173,10 @@ def test_paths_that_stand_for_a_model(tmp_path: Path) -> None:
     tiny_gguf().write(holder / "a.gguf")
     assert open_checkpoint(holder).path == holder / "a.gguf"
     tiny_gguf().write(holder / "b.gguf")
-    refused(holder, r"2 GGUF models; choose one of them: a\.gguf, b\.gguf")
+    refused(holder, r"2 GGUF models; choose one of them: a\.gguf, b\.gguf$")
+    for name in "cdef":
+        (holder / f"{name}.gguf").touch()
+    refused(holder, r"6 GGUF models; choose one of them: a\.gguf, .*, d\.gguf and 2 more")
     refused(tmp_path / "none.gguf", "No such file")
     pickled = tmp_path / "pytorch_model.bin"
     pickled.write_bytes(b"\x80\x04.")

@@ -100,6 +100,7 @@ def test_every_verb_has_help_and_json(verb: str) -> None:
         (["run", "hi", "--logit-bias", "5"], "--logit-bias must be ID=BIAS, not '5'"),
         (["run", "hi", "--kv-type", "f8"], "--kv-type must be one of"),
         (["run", "hi", "--raw", "--system", "x"], "--system needs the chat template"),
+        (["run", "hi", "--logprobs", "2"], "--logprobs are written with --json alone"),
         (["run", "hi", "-m", "/nowhere/model.gguf"], "no file or folder /nowhere/model.gguf"),
         (["run", "hi", "-m", "owner/name"], "powerinfer pull owner/name"),
         (["inspect", "-m", "smollm2-135m-instruc"], "did you mean smollm2-135m-instruct?"),

@@ -186,7 +186,8 @@ def test_a_local_path_is_remembered_and_not_copied(tmp_path: Path, cache: Path) 
         ("/nowhere", "no file or folder"),
         ("owner/name", "powerinfer pull owner/name"),
         ("smollm2-135m", "did you mean smollm2-135m-instruct"),
-        ("", "known names"),
+        ("", "powerinfer pull --names"),
+        ("mygone", "powerinfer list"),
         ("../../etc/passwd-model", "no file or folder"),
     ],
 )

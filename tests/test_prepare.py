@@ -150,11 +150,17 @@ def test_a_described_and_a_measured_machine(
 
 @pytest.mark.parametrize(
     ("flags", "why", "selector"),
-    [(["--no-train"], "--no-train", "exact"), (["--selector", "exact"], "uses no predictor", "exact")],
+    [
+        (["--no-train", "--ram", "2GB", "--context", "128"], "--no-train", "exact"),
+        (["--selector", "exact"], "uses no predictor", "exact"),
+    ],
 )
 def test_without_predictors(
     model: Path, capsys: pytest.CaptureFixture[str], flags: list[str], why: str, selector: str
 ) -> None:
+    assert main([one for one in argv(model, *flags) if one != "--json"]) == 0
+    asked = " --selector exact" if "exact" in flags else " --context 128 --ram 1953125KiB"
+    assert f"ready: powerinfer run -m {model}{asked}" in capsys.readouterr().out.splitlines(), "what was prepared for"
     document = run(capsys, model, *flags)
     assert document["steps"]["train"]["state"] == "not needed" and why in document["steps"]["train"]["why"]
     assert document["plan"]["selector"] == selector and "predictor.safetensors" not in left(model)

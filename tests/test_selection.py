@@ -158,7 +158,7 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "engine.selector != 'auto'",
         "engine.selector == 'auto'",
         "engine.selector == 'auto'",  # not all neurons fit: whole layers then
-        "resolved.engine.selector == 'auto'",
+        "resolved.engine.selector != 'auto'",
     ],
     "placement/request.py": ["('static', 'auto')", "engine.gpu == 'auto'", "selector == 'auto'", "selector == 'auto'"],
     "prepare/pipeline.py": [

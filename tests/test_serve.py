@@ -240,6 +240,36 @@ def test_echo_in_a_stream(api: openai.OpenAI) -> None:
     assert [one for c in chunks if c.logprobs for one in c.logprobs.text_offset or []] == whole.logprobs.text_offset
 
 
+def test_where_tokens_begin_does_not_depend_on_stop_strings(api: openai.OpenAI) -> None:
+    """Of which some begin in the text: it is held back until it is known that they do not go on there."""
+    arguments: dict[str, Any] = {"model": "toy", "prompt": "hello", "temperature": 0, "max_tokens": 6, "logprobs": 0}
+    plain = api.completions.create(**arguments).choices[0]
+    assert plain.logprobs is not None and len(plain.logprobs.text_offset or []) == 6
+    stops = [plain.text[at : at + 2] + "~" for at in range(4)]
+    held = api.completions.create(**arguments, stop=stops).choices[0]
+    assert held.text == plain.text and held.logprobs == plain.logprobs
+    chunks = [chunk.choices[0] for chunk in api.completions.create(**arguments, stop=stops, stream=True)]
+    assert [one for c in chunks if c.logprobs for one in c.logprobs.text_offset or []] == plain.logprobs.text_offset
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ({"prompt": [-1]}, "prompt.0", "greater than or equal to 0"),
+        ({"prompt": {"a": 1}}, "prompt", "a valid string, or a valid list"),
+        ({"prompt": "a", "stop": ""}, "stop", "at least 1 character"),
+        ({"prompt": "a", "stop": ["a", ""]}, "stop.1", "at least 1 character"),
+        ({"prompt": "a", "logit_bias": {"3": "x"}}, "logit_bias.3", "a valid number"),
+        ({}, "prompt", "Field required"),
+    ],
+)
+def test_a_field_that_is_wrong_is_named(server: Server, body: Any, param: str, said: str) -> None:
+    """As the client wrote it: without the kinds of values that it may have."""
+    status, answer = post(server, "/v1/completions", body)
+    assert status == 400 and answer["error"]["param"] == param
+    assert answer["error"]["message"].startswith(f"{param}: ") and said in answer["error"]["message"]
+
+
 # ---------------------------------------------------------------- the other routes
 
 
@@ -314,7 +344,7 @@ def test_metrics(server: Server, api: openai.OpenAI) -> None:
         ({"temperature": True}, "temperature", "number"),
         ({"temperature": -1}, "temperature", "greater than or equal"),
         ({"stream": "yes"}, "stream", "boolean"),
-        ({"stop": ""}, "stop.constrained-str", "at least 1 character"),
+        ({"stop": ""}, "stop", "at least 1 character"),
         ({"logit_bias": {"nine": 1}}, None, "logit_bias"),
         ({"logit_bias": {"999": 1}}, None, "token 999"),
         ({"logit_bias": {"1": None}}, "logit_bias.1", "number"),

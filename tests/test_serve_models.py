@@ -512,6 +512,21 @@ def test_a_folder_without_models_is_said(tmp_path: Path, caplog: pytest.LogCaptu
     assert warned.getMessage().startswith(f"no models in {tmp_path} yet: GGUF files and model folders are served once")
 
 
+def test_what_a_list_shows_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that were pulled, and those of a clone; of two with one name the former."""
+    from powerinfer import hub
+
+    def model(name: str, folder: str) -> hub.StoredModel:
+        return hub.StoredModel(name, tmp_path / folder / name, "", 1, 0.0)
+
+    monkeypatch.setattr(hub, "list_stored", lambda: [model("a", "pulled"), model("b", "pulled")])
+    monkeypatch.setattr(hub, "list_cloned", lambda: [model("b", "clone"), model("c", "clone")])
+    seen: dict[str, Path] = {}
+    monkeypatch.setattr(serve, "_source", lambda name, path, _: seen.setdefault(name, path))
+    serve._sources("", {}, EngineConfig())
+    assert {name: path.parent.name for name, path in seen.items()} == {"a": "pulled", "b": "pulled", "c": "clone"}
+
+
 def test_what_a_model_needs_is_known_from_its_headers(tmp_path: Path) -> None:
     path = tiny_llama(tmp_path / "tiny.gguf")
     engine = EngineConfig(threads=1)

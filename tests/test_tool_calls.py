@@ -186,6 +186,20 @@ def test_a_second_call_that_is_cut_off_is_dropped() -> None:
         assert not any(isinstance(one, str) for one in said)
 
 
+def test_the_end_of_a_call_that_is_cut_off_is_no_text() -> None:
+    """Behind one call or two, whether it may be followed by others or not."""
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    for form in (HERMES, replace(HERMES, required=True), replace(HERMES, parallel=False)):
+        for text in (call, f"{call}\n{call}"):
+            for left_out in range(1, len("</tool_call>")):
+                parser = form.parser()
+                said = parser.push(text[:-left_out]) + parser.finish(cut=True)
+                assert not any(isinstance(one, str) for one in said), (form, text, left_out)
+    parser = HERMES.parser()
+    said = parser.push(call + " </tool") + parser.finish()
+    assert str(said[-1]).strip() == "</tool", "which the model wrote, and ended"
+
+
 def test_nothing_of_a_call_that_is_required_is_text() -> None:
     parser = replace(HERMES, required=True).parser()
     assert parser.push("<tool_") + parser.finish(cut=True) == []

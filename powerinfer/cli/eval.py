@@ -17,7 +17,8 @@ examples: acc by the sum of log-probabilities, acc_norm by that sum divided by t
 holds the items of one task, as HellaSwag and ARC are published, as LLM-Adapters has PIQA and ARC, or as lines of
 {"context": ..., "choices": [...], "answer": index or text}. An item's beginning is computed once for all its choices;
 the choices of a sparse --selector --step tokens at a time. That is for selectors that are not exact: auto, all and
-exact give the same answer, also where the activation makes zeros itself (relu, cats), and all at once is fastest. JSON:
+exact give the same answer up to rounding, also where the activation makes zeros itself (relu, cats), and all at once is
+fastest. JSON:
 tasks (file, items, acc, acc_error, acc_norm, acc_norm_error, chance, cut: items longer than the context, of which the
 end was scored), acc and acc_norm (means of the tasks), limit, context; for a sparse selector sparsity.
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, no_gain, open_model
 from powerinfer.config import EngineConfig, PlanConfig, ProfileConfig, TrainConfig
+from powerinfer.sizes import exact_size
 
 if TYPE_CHECKING:
     from powerinfer.prepare.pipeline import Step, Work
@@ -65,6 +66,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     config_flags(parser, EngineConfig, "engine", only=ENGINE)
 
 
+def _flags(work: Work) -> str:
+    """What to run it with: what it was prepared for. `auto` is `exact` where RAM holds the bundles, or reads the rest
+    of them from disk in less time than the dense weights."""
+    selector = "auto" if work.engine.selector == "auto" and work.run_with == "exact" else work.run_with
+    given = {"selector": None if selector == "auto" else selector, "context": work.engine.context or None}
+    for name in ("vram", "ram"):
+        nbytes = getattr(work.engine, name)
+        given[name] = None if nbytes is None else exact_size(nbytes)
+    return "".join(f" --{name} {value}" for name, value in given.items() if value is not None)
+
+
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.prepare.pipeline import check, steps
 
@@ -75,7 +87,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     with stoppable(display, out):
         for name, step in steps(work):
             display.take(name, step)
-    out.line(f"\nready: powerinfer run -m {work.checkpoint.path} --selector {work.run_with}")
+    out.line(f"\nready: powerinfer run -m {work.checkpoint.path}{_flags(work)}")
     if not work.rectified and work.selector == "all":
         out.line(no_gain(work.checkpoint.config))
     document = {

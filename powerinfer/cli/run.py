@@ -8,8 +8,8 @@ Of a model that marks its reasoning (gpt-oss) only the answer is on stdout; the 
 
 JSON: text, reasoning (of a model that marks it), token_ids, prompt_tokens, completion_tokens, cached_tokens,
 finish_reason, timings (load_s, ttft_s, prefill_tok_s, decode_tok_s), sampling (temperature, top_k, ...; defaults: where
-those come from that no flag gave: generation_config.json, GGUF metadata, model card or powerinfer), logprobs if
-requested; for a sparse model sparsity (selector, active_fraction, recall, ...: over all layers); where weights are read
+those come from that no flag gave: generation_config.json, GGUF metadata, model card, powerinfer, or powerinfer for
+this model), logprobs if requested; for a sparse model sparsity (selector, active_fraction, recall, ...: over all layers); where weights are read
 from disk, disk (mode, bytes, read_gb_s, stall_seconds, hit_rate, guess_rate, small_reads, joined_reads).
 """
 
@@ -84,6 +84,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     params = config_from(args, SamplingParams, **_constraint(args))
     if args.raw and args.system is not None:
         raise RequestError("--system needs the chat template, which --raw does not use")
+    if params.logprobs is not None and not args.json:
+        raise RequestError("--logprobs are written with --json alone: give it, too, or leave them out")
     if args.prompt is not None and args.flagged is not None:
         raise RequestError("give the prompt once: as PROMPT or with --prompt")
     if args.prompt is not None and args.model is None:

@@ -165,13 +165,13 @@ def _given(args: argparse.Namespace, out: Output) -> Mapping[str, Path]:
 
 def _sources(folder: str | None, given: Mapping[str, Path], engine: EngineConfig) -> list[ModelSource]:
     """All models that there are now: those given, and those of --models. folder: None: not said; "": the local ones."""
-    from powerinfer.hub import list_stored, models_in
+    from powerinfer.hub import list_cloned, list_stored, models_in
 
     found: dict[str, Path] = {}
     if folder:
         found = models_in(folder)
     elif folder is not None:
-        found = {model.name: model.path for model in list_stored()}
+        found = {model.name: model.path for model in (*list_cloned(), *list_stored())}
     _add(found, given)
     return [_source(name, path, engine) for name, path in found.items()]
 

@@ -448,5 +448,6 @@ def _only_gguf(folder: Path) -> Path:
         raise ModelError(f"{folder} holds no model: neither config.json with safetensors files nor a GGUF file")
     if len(found) > 1:
         names = ", ".join(file.name for file in found[:4])
-        raise ModelError(f"{folder} holds {len(found)} GGUF models; choose one of them: {names}")
+        more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+        raise ModelError(f"{folder} holds {len(found)} GGUF models; choose one of them: {names}{more}")
     return found[0]

@@ -171,6 +171,8 @@ class ToolParser:
             self._text, self._step = rest[len(end) :], self._in_text
         elif not self._last and end.startswith(rest):
             return False
+        elif self._cut and rest and end.startswith(rest):  # a part of the end
+            self._text, self._step = "", self._in_text
         else:
             self._text, self._step = rest, self._in_text
         return True

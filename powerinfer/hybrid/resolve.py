@@ -377,16 +377,29 @@ def _within_free_memory(resolved: Resolved, model: Model, free: int) -> Resolved
 
 
 def _on_disk(resolved: Resolved, model: Model, ram: int, host_bytes: int = 0, whole: int | None = None) -> Resolved:
-    """The same with what does not fit into `ram` on disk; `auto` does not use bundles if what they need in RAM does not
-    fit. RequestError if the rest does not fit. host_bytes: of a GPU's libraries; whole: bytes that hold the model."""
-    if resolved.selection.bundles is not None and resolved.engine.selector == "auto":
-        with suppress(RequestError):
-            placed = _planned_on_disk(resolved, model, ram, host_bytes, whole)
-            return replace(placed, by_predictors=_by_predictors(placed, ram, host_bytes))
-        lacking = "RAM does not hold what bundles on disk need"
-        resolved = replace(resolved, selection=select(resolved.checkpoint, resolved.engine, lacking))
-        whole = None if whole is None else _ram_bytes(model, resolved.engine)
-    return _planned_on_disk(resolved, model, ram, host_bytes, whole)
+    """The same with what does not fit into `ram` on disk. RequestError if the rest does not fit; `auto` does not use
+    bundles then, nor where dense weights are read in less time. host_bytes: of a GPU's libraries; whole: bytes that
+    hold the model."""
+    from powerinfer.placement.disk import better_densely
+
+    if resolved.selection.bundles is None or resolved.engine.selector != "auto":
+        return _planned_on_disk(resolved, model, ram, host_bytes, whole)
+
+    def densely(why: str) -> Resolved:
+        dense = replace(resolved, selection=select(resolved.checkpoint, resolved.engine, why))
+        fits = None if whole is None else _ram_bytes(model, resolved.engine)
+        return _planned_on_disk(dense, model, ram, host_bytes, fits)
+
+    placed = None
+    with suppress(RequestError):
+        placed = _planned_on_disk(resolved, model, ram, host_bytes, whole)
+    if placed is None:
+        return densely("RAM does not hold what bundles on disk need")
+    with suppress(RequestError):
+        dense = densely("dense weights are read in less time than single neurons")
+        if placed.disk is not None and better_densely(dense.disk, placed.disk):
+            return dense if dense.disk else densely("RAM does not hold bundles beside the dense weights")
+    return replace(placed, by_predictors=_by_predictors(placed, ram, host_bytes))
 
 
 def _by_predictors(placed: Resolved, ram: int, host_bytes: int) -> int | None:

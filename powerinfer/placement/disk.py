@@ -61,6 +61,11 @@ APART = 32 << 10
 """Bytes in order that a disk reads in the time that a small read takes beyond its own: about 10 us at 3 GB/s."""
 
 
+CLEARLY = 1.25
+"""As many times as much must be read for single neurons as for dense matrices, which take longer to compute, to prefer
+these."""
+
+
 @dataclass(frozen=True)
 class Unit:
     """Matrices that a step uses together. use: what they count as; names: canonical; matrices: the same."""
@@ -94,12 +99,14 @@ class Unit:
 @dataclass(frozen=True)
 class DiskPlan:
     """about: what stays on disk; held: bytes in RAM by use, which fit; streamed: bytes that every step reads; resting:
-    bytes of what stays on disk, by use."""
+    bytes of what stays on disk, by use. reading: bytes in order that a disk reads in the time of all that a step is
+    expected to read, small reads among them; None: how often neurons fire is not known."""
 
     about: OnDisk
     held: Footprint
     streamed: int
     resting: Footprint = field(default_factory=dict)
+    reading: float | None = None
 
     @property
     def why(self) -> str:
@@ -120,6 +127,12 @@ class DiskPlan:
 
     def _streamed_ffn(self, layer: int) -> bool:
         return any(f"layers.{layer}.{name}" in self.about.matrices for name in ("gate", "up", "down"))
+
+
+def better_densely(dense: DiskPlan | None, bundled: DiskPlan) -> bool:
+    """Whether to compute every neuron rather than to read single ones. dense: without bundles, None: RAM holds all."""
+    reads = 0 if dense is None else dense.streamed
+    return not reads or (bundled.reading or 0) > CLEARLY * reads
 
 
 def plan_disk(
@@ -246,7 +259,8 @@ def plan_disk(
     lends = in_prompts if in_prompts != of_neurons else {}
     about = OnDisk(names, window, in_slots, of_neurons, lent=lends, lends_window=not streamed)
     every = sum(unit.read for unit in streamed)
-    return DiskPlan(about, held, every, {use: n for use, n in resting.items() if n})
+    reading = None if neurons and not hottest else every + (hottest.read(for_neurons) if hottest else 0)
+    return DiskPlan(about, held, every, {use: n for use, n in resting.items() if n}, reading)
 
 
 def slot_bytes(nbytes: int) -> int:

@@ -51,7 +51,7 @@ from powerinfer.placement.budget import (
     staged_on_gpu,
     staging_from_disk,
 )
-from powerinfer.placement.disk import DiskPlan, plan_disk, resting_in_ram, slot_bytes, within
+from powerinfer.placement.disk import DiskPlan, better_densely, plan_disk, resting_in_ram, slot_bytes, within
 from powerinfer.placement.disk_speed import Decoding, Hits, OnGpu, Prediction, predict
 from powerinfer.placement.experts import Frequencies
 from powerinfer.placement.plan_document import (
@@ -166,18 +166,23 @@ class PlanRequest:
 
     def settled(self) -> PlanRequest:
         """The same with the selector that a load without a GPU takes: `auto` uses no bundles where RAM holds only the
-        dense matrices, or not what bundles on disk need beside them."""
+        dense matrices, or not what bundles on disk need beside them, or where dense matrices are read in less time."""
         if not self.chosen or self.selector == "all":
             return self
         dense = replace(self, selector="all", chosen=False)
         try:
-            if self.claims().disk is None:
-                return self
+            bundled = self.claims()
         except RequestError:
             if self.hardware.gpu is not None and self.vram != 0:
                 raise
             return dense
-        return dense if dense.claims().disk is None else self
+        if bundled.disk is None:
+            return self
+        with suppress(RequestError):
+            other = dense.claims().disk
+            if other is None or (not bundled.gpu_layers and better_densely(other, bundled.disk)):
+                return dense
+        return self
 
     def vram_for(self, groups: int = 0) -> int:
         """Bytes of VRAM for all dense parts and that number of groups of neurons, buffers for cold ones included."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, replace
 from functools import partial
@@ -500,12 +500,36 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:
-    """The first thing that is wrong, without the value, which may be long."""
+    """The first field that is wrong, without the value, which may be long."""
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    where = ".".join(str(part)[:64] for part in first["loc"] if part not in ("body", "query"))[:256]
-    message = f"{where}: {first['msg']}" if where else str(first["msg"])
-    return json_response(error_document(400, message, where or None, "invalid_value", request.url.path), 400)
+    where, message = _wrong(error.errors())
+    return json_response(error_document(400, f"{where}: {message}", where, "invalid_value", request.url.path), 400)
+
+
+_KINDS = ("str", "int", "float", "bool")
+
+
+def _wrong(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """(field, what is wrong with it). A field that may be of several kinds has errors for each of them, with the kind
+    in the place of a name: of these those count that lie deepest, and then those about a value, not about its kind."""
+
+    def place(one: Mapping[str, Any]) -> list[str]:
+        parts = one["loc"][1:] if one["loc"][:1] in (("body",), ("query",)) else one["loc"]
+        names = [part for part in parts if str(part).isdigit() or (part.isidentifier() and part not in _KINDS)]
+        return [str(name)[:64] for name in names] if names and type(names[0]) is str else []  # else of the text
+
+    first = place(errors[0])[:1]
+    own = [one for one in errors if place(one)[:1] == first]
+    deepest = max(len(place(one)) for one in own)
+    own = [one for one in own if len(place(one)) == deepest]
+    own = [one for one in own if not one["type"].endswith("_type")][:1] or own
+    where = place(own[0])
+    own = [one for one in own if place(one) == where]
+    said = list(dict.fromkeys(str(one["msg"]) for one in own))
+    begin = "Input should be "
+    if len(said) > 1 and all(one.startswith(begin) for one in said):
+        said = [begin + ", or ".join(one.removeprefix(begin) for one in said)]
+    return ".".join(where)[:256] or "body", said[0]
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:

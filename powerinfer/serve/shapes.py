@@ -18,7 +18,7 @@ from powerinfer.formats.tool_calls import ToolFormat
 from powerinfer.formats.tool_parser import AnswerDelta, AnswerParser, Reasoning, ToolDelta
 
 if TYPE_CHECKING:
-    from powerinfer.formats.tokenizer import Tokenizer
+    from powerinfer.formats.tokenizer import StreamDecoder, Tokenizer
     from powerinfer.runtime.request import Completion, StreamEvent
     from powerinfer.runtime.sampling import TokenLogprob
     from powerinfer.serve.api_error import ApiError
@@ -284,16 +284,18 @@ class TextShape(AnswerShape):
     ) -> None:
         super().__init__(request_id, model, tokenizer, include_usage)
         self._echoes = echoes
-        self._lengths = {index: len(echo.text) for index, echo in enumerate(echoes)}  # of the text so far, by answer
+        # Of the text so far, by answer: where a token's begins does not depend on when it is certain.
+        self._lengths = {index: len(echo.text) for index, echo in enumerate(echoes)}
+        self._decoders: dict[int, StreamDecoder] = {}
 
     def opening(self, index: int) -> dict[str, Any] | None:
         return self.choice(index, *self._echoes[index], None) if self._echoes else None
 
     def delta(self, index: int, event: StreamEvent) -> Delta:
-        at = self._lengths.get(index, 0)
-        self._lengths[index] = at + len(event.text)
         if event.logprobs is None or event.token_id is None:
             return Delta(event.text, None, event.finish_reason)
+        at, decoder = self._lengths.get(index, 0), self._decoders.setdefault(index, self._tokenizer.stream())
+        self._lengths[index] = at + len(decoder.push(event.token_id))
         return Delta(
             event.text, text_logprobs(self._tokenizer, event.token_id, event.logprobs, at), event.finish_reason
         )
