@@ -406,7 +406,8 @@ def test_budgets_that_cannot_be_met(model: Path, cache: Path) -> None:
     wanted = answers(LLM(model, **options(gpu="none")))
     for selector in ("auto", "all"):
         with pytest.raises(
-            RequestError, match=r"^4KiB of VRAM hold no layer of Tiny: give --vram .* or more.* \(--gpu none\)$"
+            RequestError,
+            match=r"^4KiB of VRAM hold no layer of Tiny: give --vram .* or more \(.*KV cache .*\(--gpu none\)$",
         ) as caught:
             LLM(model, **options(gpu="cpu", vram=1 << 12, selector=selector))
         enough = read_size(str(caught.value).split("--vram ")[1].split(" ")[0])

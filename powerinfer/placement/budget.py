@@ -306,10 +306,12 @@ def _attending(model: Model, layers: int) -> list[tuple[int, AttentionConfig]]:
 def no_layer_fits(model: Model, hardware: Hardware, work: Workload, vram: int, dense: bool = False) -> VramError:
     """The error for a GPU budget too small for one layer, with the smallest that is not. dense: as `on_gpu`."""
     slots = [0] * model.config.n_layers if any(model.n_experts) else None
-    least = sum(on_gpu(model, hardware, work, 1, False, dense or slots is not None, slots).values())
+    held = on_gpu(model, hardware, work, 1, False, dense or slots is not None, slots)
+    parts = {"working memory": held["scratch"], "driver and libraries": held["runtime"], "KV cache": held["kv"]}
+    takes = ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in parts.items() if nbytes)
     return VramError(
-        f"{gib(vram)} of VRAM hold no layer of {model.name}: give --vram {gib(least)} or more, lower --context, "
-        "--prefill-chunk or --max-batch, or use no GPU (--gpu none)"
+        f"{gib(vram)} of VRAM hold no layer of {model.name}: give --vram {gib(sum(held.values()))} or more ({takes}), "
+        "lower --context, --prefill-chunk or --max-batch, or use no GPU (--gpu none)"
     )
 
 
