@@ -38,6 +38,7 @@ import smallthinker  # noqa: E402, F401
 from powerinfer import _native  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices import Batch, Executor  # noqa: E402
+from powerinfer.errors import ModelError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.models import load  # noqa: E402
 
@@ -1287,3 +1288,20 @@ def test_of_a_model_for_pictures_the_text_is_read(tmp_path: Path) -> None:
         found.append(run_chunks(executor, tokens, [TOKENS], scattered_pages(executor, 1)[0]))
         executor.close()
     assert np.array_equal(*found)
+
+
+def test_what_predicts_further_tokens_is_left_out(tmp_path: Path) -> None:
+    """Of ERNIE's folders, whose tensors of it have names of their own; other tensors are still refused."""
+    from safetensors.numpy import load_file, save_file
+
+    case = next(case for case in CASES if case.name == "ernie-moe")
+    config = case.config()
+    path = save(case, config, random_model(case, config, seed=5), "folder", tmp_path)
+    (weights,) = path.glob("*.safetensors")
+    stored, more = load_file(weights), np.zeros((4, 4), np.float32)
+    further = {f"model.mtp_{name}.0.weight": more for name in ("block", "linear_proj", "emb_norm")}
+    save_file(stored | further, weights)
+    assert open_checkpoint(path).config.n_layers == 3
+    save_file(stored | {"model.other.weight": more}, weights)
+    with pytest.raises(ModelError, match=r"model\.other\.weight"):
+        open_checkpoint(path)

@@ -565,7 +565,9 @@ def test_layers_between_those_with_experts(value: int, tmp_path: Path) -> None:
 )
 def test_settings_of_ernie_that_are_refused(change: dict[str, Any], why: str, tmp_path: Path) -> None:
     settings = {"architectures": ["Ernie4_5_MoeForCausalLM"], "num_hidden_layers": 3}
-    titles = [layer.ffn.title for layer in read_config(settings, tmp_path).layers]
+    layers = read_config(settings, tmp_path).layers
+    titles, rope = [layer.ffn.title for layer in layers], layers[0].attention.rope
+    assert rope is not None and (rope.theta, rope.interleaved) == (5e5, True)
     wanted = "64 experts of 1536 neurons, 6 a token, a shared one of 3072, silu"
     assert titles[1:] == [wanted] * 2 and "experts" not in titles[0]
     with pytest.raises(ModelError, match=why):

@@ -143,6 +143,7 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "('auto', 'same', 'f32', 'f16', 'bf16', 'q8_0', 'q5_0', 'q4_0')",  # of the matrices that sparsify makes
         "('static', 'lru', 'lfu', 'dynamic', 'auto')",  # over experts
     ],
+    "cli/prepare.py": ["engine.selector == 'auto'"],
     "devices/wanted.py": ["engine.gpu != 'auto'"],
     "formats/tools.py": ["('none', 'auto', 'required')"],  # whether tools are called
     "hardware/measure.py": ["engine.gpu != 'auto'"],

@@ -257,6 +257,8 @@ def test_where_tokens_begin_does_not_depend_on_stop_strings(api: openai.OpenAI) 
     [
         ({"prompt": [-1]}, "prompt.0", "greater than or equal to 0"),
         ({"prompt": {"a": 1}}, "prompt", "a valid string, or a valid list"),
+        ({"prompt": ["a", 1]}, "prompt.1", "a valid string"),
+        ({"prompt": [[1], "a"]}, "prompt.1", "a valid list"),
         ({"prompt": "a", "stop": ""}, "stop", "at least 1 character"),
         ({"prompt": "a", "stop": ["a", ""]}, "stop.1", "at least 1 character"),
         ({"prompt": "a", "logit_bias": {"3": "x"}}, "logit_bias.3", "a valid number"),

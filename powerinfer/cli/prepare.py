@@ -19,6 +19,7 @@ import argparse
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, no_gain, open_model
@@ -69,12 +70,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _flags(work: Work) -> str:
     """What to run it with: what it was prepared for. `auto` is `exact` where RAM holds the bundles, or reads the rest
     of them from disk in less time than the dense weights."""
-    selector = "auto" if work.engine.selector == "auto" and work.run_with == "exact" else work.run_with
-    given = {"selector": None if selector == "auto" else selector, "context": work.engine.context or None}
-    for name in ("vram", "ram"):
-        nbytes = getattr(work.engine, name)
-        given[name] = None if nbytes is None else exact_size(nbytes)
-    return "".join(f" --{name} {value}" for name, value in given.items() if value is not None)
+    engine, plain = work.engine, EngineConfig()
+    selector = "auto" if engine.selector == "auto" and work.run_with == "exact" else work.run_with
+    given = {name: getattr(engine, name) for name in ENGINE} | {"selector": selector}
+    changed = {name: value for name, value in given.items() if value != getattr(plain, name)}
+    sizes = {name: exact_size(changed[name]) for name in ("vram", "ram") if name in changed}
+    flags = ((name.replace("_", "-"), str(value)) for name, value in (changed | sizes).items())
+    return "".join(f" --{name} {quote(value)}" for name, value in flags)
 
 
 def execute(args: argparse.Namespace, out: Output) -> int:
@@ -87,7 +89,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     with stoppable(display, out):
         for name, step in steps(work):
             display.take(name, step)
-    out.line(f"\nready: powerinfer run -m {work.checkpoint.path}{_flags(work)}")
+    out.line(f"\nready: powerinfer run -m {quote(str(work.checkpoint.path))}{_flags(work)}")
     if not work.rectified and work.selector == "all":
         out.line(no_gain(work.checkpoint.config))
     document = {

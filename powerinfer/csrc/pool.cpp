@@ -100,7 +100,10 @@ void Pool::work(int thread) {
         continue;
       }
       spins = 0;
-      if (awake_.load() > 0) continue;
+      if (awake_.load() > 0) {
+        sched_yield();  // there may be more threads than cores
+        continue;
+      }
       parked_.fetch_add(1);
       const uint32_t bell = bell_.load();
       if (epoch_.load() == seen && awake_.load() == 0) wait_while(bell_, bell);

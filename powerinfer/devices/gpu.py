@@ -120,7 +120,6 @@ class GpuLayers:
         self._final_norm: GpuNorm | None = None
         self._operators: list[Operator] | None = None
         self._attended_for_codes: set[int] = set()  # layers whose attention `project` multiplies as codes
-        self._shares = False  # as of `shares`, by the operators
         kinds = [layer.attention for layer in config.layers[:layers]]
         self._rotations = {rope: (self._vector(rotation[0]), rotation[1]) for rope, rotation in rotations.items()}
         heads = [(kind.n_kv_heads, kind.head_dim, "k" if kind.latents else "kv") for kind in kinds]
@@ -434,13 +433,12 @@ class GpuLayers:
         if self._operators is None:
             self._operators = [operator for layer in self._layers[: self.layers] for operator in layer.operators()]
             self._operators += [] if self._head is None else [self._head]
-            self._shares = not all(one.static for one in self._operators)
         return self._operators
 
     @property
     def shares(self) -> bool:
         """Whether the CPU has a part in steps of few tokens."""
-        return bool(self.operators) and self._shares
+        return not all(one.static for one in self.operators)
 
     def _rewired(self) -> None:
         self._operators = self._recordings = None

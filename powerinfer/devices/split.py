@@ -75,8 +75,9 @@ class SplitExecutor:
 
     @property
     def _on_both(self) -> bool:
-        """Whether a step has work for the CPU behind the embedding."""
-        return not self.gpu.has_head or self.gpu.shares
+        """Whether a step has work for the CPU behind the embedding, all of it in RAM: reads take longer than threads
+        take to wake."""
+        return self.cpu.disk is None and (not self.gpu.has_head or self.gpu.shares)
 
     def _forward(self, batch: Batch) -> NDArray[np.float32]:
         with span(self.trace, "cpu", "embedding", -1):

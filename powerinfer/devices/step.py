@@ -53,7 +53,7 @@ class Step:
             self.read.copy_(self.normalised(norm))
             gpu.forget_codes(self.read)
         else:
-            self.normed = norm, norm(self.x, self.read, for_codes=True)  # predictors and experts mostly take them
+            self.normed = norm, norm(self.x, self.read, for_codes=True)  # neurons and experts mostly take them
 
     def forget_codes(self) -> None:
         """What kernels made beside their results (`for_codes`) is in memory of one recording. What follows may be

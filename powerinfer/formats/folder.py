@@ -274,6 +274,8 @@ def _of_experts(
     for name, tensor in stored.items():
         if beyond and (found := beyond.match(name)) and int(found[1]) >= config.n_layers:
             continue
+        if name.startswith("model.mtp_"):  # ERNIE's
+            continue
         if name.endswith(".e_score_correction_bias"):
             name = name.removesuffix("_bias") + ".bias"
             if tensor.shape[:-1] == (1,):  # ERNIE's

@@ -71,7 +71,7 @@ ARCHITECTURES = {
     "SeedOssForCausalLM": "seed_oss",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Glm4ForCausalLM": "glm4",
-    "Ernie4_5ForCausalLM": "ernie4_5",
+    **dict.fromkeys(("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"), "ernie4_5"),
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
 }
 """Class of a folder's `architectures` -> family, which is its `model_type`."""
@@ -88,7 +88,7 @@ _OTHER_TYPES = {"kimi_k2": "deepseek_v3"}
 _WITH_OWN_CODE = (
     "SparseLlamaForCausalLM", "BambooForCausalLM", "FalconForCausalLM", "OpenELMForCausalLM", "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM", "SmallThinkerForCausalLM", "ArceeForCausalLM", "MiniMaxM2ForCausalLM",
-    "Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM",
+    "Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM", "Ernie4_5_MoeForCausalLM",
 )  # fmt: skip
 
 
@@ -304,13 +304,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "ernie4_5": {
         "vocab_size": 103424, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18,
         "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
-        "hidden_act": "silu", "tie_word_embeddings": True,
+        "rope_theta": 5e5, "hidden_act": "silu", "tie_word_embeddings": True,
     },
     "ernie4_5_moe": {
         "vocab_size": 103424, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 28,
         "num_attention_heads": 20, "num_key_value_heads": 4, "max_position_embeddings": 131072, "hidden_act": "silu",
         "tie_word_embeddings": True, "moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536,
-        "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+        "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "rope_theta": 5e5,
     },
 }  # fmt: skip
 # Here null does not mean the default but no window, as many as heads, false.

@@ -395,24 +395,29 @@ def _on_disk(resolved: Resolved, model: Model, ram: int, host_bytes: int = 0, wh
         placed = _planned_on_disk(resolved, model, ram, host_bytes, whole)
     if placed is None:
         return densely("RAM does not hold what bundles on disk need")
+    dense, chosen = None, placed
     with suppress(RequestError):
         dense = densely("dense weights are read in less time than single neurons")
-        if placed.disk is not None and better_densely(dense.disk, placed.disk):
-            return dense if dense.disk else densely("RAM does not hold bundles beside the dense weights")
-    return replace(placed, by_predictors=_by_predictors(placed, ram, host_bytes))
+    if dense is not None and placed.disk is not None and better_densely(dense.disk, placed.disk):
+        why = dense.selection.why if dense.disk else "RAM does not hold bundles beside the dense weights"
+        chosen = replace(dense, selection=replace(dense.selection, why=why))
+    neurons = placed.disk is not None and placed.disk.about.neurons
+    return replace(chosen, by_predictors=_by_predictors(chosen, ram, host_bytes) if neurons else None)
 
 
-def _by_predictors(placed: Resolved, ram: int, host_bytes: int) -> int | None:
-    """`Resolved.by_predictors`: `auto` is exact, so it is for the user to choose them."""
-    engine = replace(placed.engine, selector="predicted")
-    if placed.disk is None or not placed.disk.about.neurons:
+def _by_predictors(chosen: Resolved, ram: int, host_bytes: int) -> int | None:
+    """`Resolved.by_predictors`: `auto` is exact, or dense, so it is for the user to choose them."""
+    if chosen.disk is None:
         return None
+    engine = replace(chosen.engine, selector="predicted")
     with suppress(PowerInferError):  # none are prepared, or RAM does not hold them
-        selection = select(placed.checkpoint, engine)
-        model = _model(placed.checkpoint, engine, selection)
-        other = replace(placed, engine=engine, selection=selection)
+        selection = select(chosen.checkpoint, engine)
+        model = _model(chosen.checkpoint, engine, selection)
+        other = replace(chosen, engine=engine, selection=selection)
         plan = _planned_on_disk(other, model, ram, host_bytes, None).disk
-        if plan is not None and 2 * plan.streamed < placed.disk.streamed:
+        if plan is None or 2 * plan.streamed >= chosen.disk.streamed:
+            return None
+        if plan.reading is None or chosen.disk.reading is None or plan.reading < chosen.disk.reading:
             return plan.streamed
     return None
 

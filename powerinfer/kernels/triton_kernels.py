@@ -340,12 +340,13 @@ def codes(x: Tensor) -> Tensor:
     return out
 
 
-def coded(x: Tensor, rows: int, k: int) -> Tensor | None:
+def coded(x: Tensor, rows: int, k: int, most: int = IN_TURN) -> Tensor | None:
     """Room for `codes` that a kernel makes beside x, its result, which is float32 [rows, k] to those that follow; None
     where these do not take any. It takes fewer launches. Nobody may write to x any more, or they are of other values.
+    most: rows of which a kernel makes them.
     """
     vars(x).pop(MADE_CODES, None)  # of an earlier result
-    if rows > IN_TURN or k % 32:
+    if rows > most or k % 32:
         return None
     made = _empty_codes(x, rows, k)
     setattr(x, MADE_CODES, made)
@@ -1366,7 +1367,8 @@ def attention(
     out = torch.empty((tokens, heads * dims), dtype=torch.float32, device=q.device)
     if not out.numel():
         return out
-    made = coded(out, tokens, heads * dims) if for_codes and dims % 32 == 0 else None
+    # Of all small steps, also of those that do not need them: fewer kernels are compiled.
+    made = coded(out, tokens, heads * dims, FEW) if for_codes and dims % 32 == 0 else None
     group = heads // kv_heads
     padded = triton.next_power_of_2(group)
     kind = cache_kind(cache_k)
@@ -1388,7 +1390,7 @@ def attention(
         SINKS=sinks is not None, CODED=made is not None and splits == 1, GROUP=group, GROUP_PAD=padded, TILE=tile,
         M=max(16, tile * padded), BLOCK=block,
         SPLIT=splits > 1, KIND=kind, HALF=half, PRECISION=precision(q), num_warps=4,
-        enable_fp_fusion=made is None, launch_pdl=early(q),
+        enable_fp_fusion=made is None or splits > 1, launch_pdl=early(q),
     )  # fmt: skip
     if splits > 1:
         pad = triton.next_power_of_2(splits)

@@ -511,7 +511,7 @@ _KINDS = ("str", "int", "float", "bool")
 
 def _wrong(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     """(field, what is wrong with it). A field that may be of several kinds has errors for each of them, with the kind
-    in the place of a name: of these those count that lie deepest, and then those about a value, not about its kind."""
+    in the place of a name: of these those count that lie deepest, then those about a value, not about its kind."""
 
     def place(one: Mapping[str, Any]) -> list[str]:
         parts = one["loc"][1:] if one["loc"][:1] in (("body",), ("query",)) else one["loc"]
@@ -522,8 +522,9 @@ def _wrong(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     own = [one for one in errors if place(one)[:1] == first]
     deepest = max(len(place(one)) for one in own)
     own = [one for one in own if len(place(one)) == deepest]
-    own = [one for one in own if not one["type"].endswith("_type")][:1] or own
-    where = place(own[0])
+    own = [one for one in own if not one["type"].endswith("_type")] or own
+    # Each kind stops at its first error: the one that gets furthest in a list is the one that is meant.
+    where = max(map(place, own), key=lambda names: [int(name) for name in names if name.isdigit()])
     own = [one for one in own if place(one) == where]
     said = list(dict.fromkeys(str(one["msg"]) for one in own))
     begin = "Input should be "
