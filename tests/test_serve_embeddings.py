@@ -79,7 +79,7 @@ def test_fewer_dimensions(server: Server) -> None:
         ({"input": ["x"] * 2049}, "input", "at most 2048"),
         ({"input": [1, "x"]}, None, "valid"),
         ({"input": [999]}, "input", "token 999"),
-        ({"input": [-1]}, None, "valid"),
+        ({"input": [-1]}, None, "input.0: Input should be greater than or equal to 0"),
         ({"input": "x", "encoding_format": "hex"}, "encoding_format", "'float' or 'base64'"),
         ({"input": "x", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
         ({"input": "x", "dimensions": D_MODEL + 1}, "dimensions", f"at most the model's {D_MODEL}"),
