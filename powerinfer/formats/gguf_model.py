@@ -46,7 +46,7 @@ class _Family:
     qk_norm: as in `AttentionConfig`; partial: the file says how many dimensions of a head are rotated. full_every: if
     the file states a window and no pattern, every full_every-th layer has no window, 0: all layers have it; full_first:
     these are the first of so many, not the last, and positions are not rotated in them; unrotated_every: positions are
-    not rotated in every so manieth layer, 0: in all;
+    not rotated in each layer whose number, from 1, it divides, 0: in none;
     local_theta: base of the frequencies of the layers with a window, None: as the others; always without scaling where
     full_every is set, unless one_rope. scaled: embeddings are multiplied by the root of their width; fused: matrices
     in one tensor.
