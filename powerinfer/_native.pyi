@@ -144,14 +144,33 @@ class Resting:
     def matrices(type: str, rows: int, k: int, places: Sequence[tuple[int, int]]) -> Resting:
         """A matrix [rows, k] of each item, at (file, offset), with room for its panels."""
 
+class SlotMemory:
+    """
+    Memory for slots of equal size, which several `Slots` may share: each has its own number of them, and of the rest,
+    `common`, whichever needs more for a while. For one thread at a time.
+    """
+
+    def __init__(self, slots: int, slot_bytes: int, common: int = 0) -> None: ...
+    def use(self, n: int) -> None:
+        """
+        From now on only the first n slots have items; the memory of the others is given back, and all are let go.
+        Between steps. ReadError: what was being read is not over.
+        """
+
+    @property
+    def slots(self) -> int: ...
+
 class Slots:
     """
     Items of equal size that rest on disk, and memory for some of them. For one thread at a time.
 
-    parts: of each item. What has least `priority` is replaced first, of equals the lowest item.
+    parts: of each item. What has least `priority` is replaced first, of equals the lowest item. memory: which has as
+    many slots left, and as large ones; None: of its own.
     """
 
-    def __init__(self, reads: Reads, parts: Sequence[Resting], items: int, slots: int) -> None: ...
+    def __init__(
+        self, reads: Reads, parts: Sequence[Resting], items: int, slots: int, memory: SlotMemory | None = None
+    ) -> None: ...
     def want(self, items: NDArray[np.int32]) -> int:
         """
         Pin these items, from the first on as many as there is room for beside those pinned, and begin to read
@@ -170,6 +189,9 @@ class Slots:
     def let_go(self) -> None:
         """Of all that is pinned."""
 
+    def settle(self) -> None:
+        """The same, and common slots are free again: what has least `priority` leaves."""
+
     def held(self, item: int) -> bool:
         """Whether it is in memory."""
 
@@ -185,17 +207,16 @@ class Slots:
         """Of each item: the slots' own memory, to be written between steps."""
 
     def stats(self) -> dict[str, int]:
-        """Items that were pinned; of those, that needed no read; bytes read for the others."""
-
-    def use(self, n: int) -> None:
         """
-        From now on only the first n slots have items; the memory of the others is given back, and all are let go.
-        Between steps. ReadError: what was being read is not over.
+        wanted: items that were pinned; hits: of those, that needed no read; bytes: read for the others; early: of the
+        hits those that `fetch` has read since they were last pinned.
         """
 
     def clear(self) -> None:
         """Reset the counters."""
 
+    @property
+    def memory(self) -> SlotMemory: ...
     @property
     def items(self) -> int: ...
     @property
@@ -452,6 +473,12 @@ class NeuronSum:
     def uses(self) -> NDArray[np.int32]:
         """Of neurons on disk: steps that summed each, until they are reset here, between steps."""
 
+    def disk_counts(self) -> dict[str, int]:
+        """
+        Of neurons on disk, not while a step runs: wanted, hits; guessed: read because they were expected; right: of
+        these, needed.
+        """
+
     def counts(self) -> dict[str, int]:
         """
         steps, tokens and, summed over tokens, neurons active and candidates (computed); rows of bundles read.
@@ -562,6 +589,12 @@ class Ffn(Operator):
 
     @dense_above.setter
     def dense_above(self, arg: float, /) -> None: ...
+    def foresee(self, after: Ffn) -> None:
+        """
+        Steps in which both use predictors begin to read neurons of `after` that rest on disk, those that its
+        predictor selects of this one's input.
+        """
+
     def set_ways(self, ways: Sequence[str]) -> None:
         """
         How steps of 1, 2, .. NEURON_TOKENS tokens run: "dense" (the default where there are matrices),

@@ -98,10 +98,13 @@ def tier_of(
     policy: str = "lfu",
     gates: bool = False,
     lent: int | None = None,
+    prefetch: bool = True,
+    common: int = 0,
     **emulated: Any,
 ) -> DiskTier:
-    """What dense steps alone read passes through a window; of the neurons of every layer memory has `slots`. gates: the
-    first matrix of every FFN passes through the window, too. lent: of the slots those that prompts leave."""
+    """What dense steps alone read passes through a window; of the neurons of every layer memory has `slots`, and all
+    share as many as are common. gates: the first matrix of every FFN passes through the window, too. lent: of the slots
+    those that prompts leave."""
     assert selection.bundles is not None
     files = [*checkpoint.files, selection.bundles.file]
     names = [
@@ -116,7 +119,7 @@ def tier_of(
     fewer = {} if lent is None else dict.fromkeys(neurons, lent)
     about = OnDisk(
         frozenset(names), 512 << 10, neurons=neurons, direct=direct, neuron_policy=policy, lent=fewer,
-        lends_window=not gates,
+        lends_window=not gates, prefetch=prefetch, common=common, slot_bytes=selection.bundles.layouts[0].pitch,
     )  # fmt: skip
     return DiskTier(about, files, places, reads)
 
@@ -173,19 +176,65 @@ def test_neurons_on_disk_give_the_same_bits(selector: str, types: tuple[str, str
         assert all(0 < one["hits"] < one["wanted"] for one in counts)
 
 
+@pytest.mark.parametrize("common", [0, 40])
 @pytest.mark.parametrize("gates", [False, True])
-def test_prompts_use_memory_of_neurons(gates: bool, tmp_path: Path) -> None:
+def test_prompts_use_memory_of_neurons(gates: bool, common: int, tmp_path: Path) -> None:
     path = model(tmp_path)
     selector = "exact" if gates else "predicted"
     expected = answers(in_memory(path, selector))
-    own = opened(path, selector, NEURONS, gates=gates, lent=FEWEST)
+    own = opened(path, selector, NEURONS - common, gates=gates, lent=FEWEST, common=common)
     every = own.tier.slots.values()
+    most = len(every) * FEWEST if common else FEWEST  # of all of them together
     for _ in range(2):
         for batch, right in zip(steps(own.executor.config.vocab_size), expected, strict=True):
             assert np.array_equal(own.executor.forward(batch), right)
             held = [sum(map(one.held, range(NEURONS))) for one in every]
-            assert all(n <= FEWEST for n in held) if len(batch.tokens) > 32 else min(held) > 0
+            if len(batch.tokens) > 32:
+                assert (sum(held) if common else max(held)) <= most
+            else:
+                assert min(held) > 0 and max(held) <= NEURONS - common
     assert max(held) > FEWEST
+
+
+@pytest.mark.parametrize("selector", ["exact", "predicted"])
+@pytest.mark.parametrize("common", [1, 64, NEURONS])
+def test_layers_that_share_memory_give_the_same_bits(common: int, selector: str, tmp_path: Path) -> None:
+    path = give_profile(model(tmp_path))
+    expected = answers(in_memory(path, selector))
+    own = opened(path, selector, FEWEST, common=common, policy="static")
+    for _ in range(2):
+        check_same(own.executor, expected)
+    if common == NEURONS:  # nothing has had to make room for what fires more rarely
+        for layer, slots in own.tier.slots.items():
+            often = _frequency(path, layer)
+            assert sorted(often[[item for item in range(NEURONS) if slots.held(item)]]) == sorted(often)[-FEWEST:]
+    memory = {one.memory for one in own.tier.slots.values()}
+    assert len(memory) == 1 and memory.pop().slots == len(own.tier.slots) * FEWEST + common
+
+
+def test_neurons_of_the_next_layer_are_read_early(tmp_path: Path) -> None:
+    """What its predictor selects of the layer's input before; of the last layer and behind prompts nothing is."""
+    path = model(tmp_path)
+    expected = answers(in_memory(path, "predicted"))
+    own, other = (opened(path, "predicted", NEURONS * 3 // 4, prefetch=on) for on in (True, False))
+    if not own.tier.reads.direct:
+        pytest.skip("this file system is not read past the cache")
+    for one in own, other:
+        check_same(one.executor, expected)
+    counts, without = own.tier.counts(), other.tier.counts()
+    assert without["guessed"] == 0 and counts["wanted"] == without["wanted"]
+    assert 0 < counts["right"] <= counts["guessed"] and own.tier.report()["guess_rate"] is not None
+    first, second = (slots.stats() for slots in own.tier.slots.values())
+    assert first["early"] == 0 and 0 < second["early"] <= counts["right"]
+    assert counts["hits"] == first["hits"] + second["hits"] - second["early"]
+
+
+@pytest.mark.parametrize("selector", ["exact", "predicted"])
+def test_what_is_in_the_systems_cache_is_not_read_early(selector: str, tmp_path: Path) -> None:
+    """It is copied there and then, which nothing hides; and `exact` selects by gates, which nothing foretells."""
+    own = opened(model(tmp_path), selector, NEURONS // 2, direct=selector == "exact")
+    answers(own.executor)
+    assert own.tier.counts()["guessed"] == 0
 
 
 def test_where_the_disk_is_silent_the_step_behind_a_prompt_fails_at_once(tmp_path: Path) -> None:
@@ -237,7 +286,7 @@ def test_what_a_matrix_in_memory_has_is_not_read(activation: str, tmp_path: Path
 
 @pytest.mark.parametrize("selector", ["exact", "predicted"])
 def test_only_dense_steps_read_matrices(selector: str, tmp_path: Path) -> None:
-    own = opened(model(tmp_path), selector, NEURONS // 2)
+    own = opened(model(tmp_path), selector, NEURONS // 2, prefetch=False)
     used, touched = [], []
     for batch in steps(own.executor.config.vocab_size):
         own.tier.clear()

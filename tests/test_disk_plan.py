@@ -79,6 +79,51 @@ def test_what_is_fetched_delays_what_needs_it() -> None:
 # ---------------------------------------------------------------- predictions
 
 
+def test_what_is_guessed_is_read_while_the_operator_before_computes() -> None:
+    """Ten milliseconds of reads each, of the second eight early; the first one computes for six."""
+    latency = HIGH.disk
+    assert latency is not None
+    for early, seconds in ((0.0, 0.032), (0.008, 0.026)):
+        ops = [
+            Op(0, 0.006, first=0.006, fetched=1, fetch=0.01, needed=1, missed=1),
+            Op(1, 0.006, first=0.006, fetched=1, fetch=0.01, needed=1, missed=1, early=early),
+        ]
+        found, waited = follow(ops, 0, latency)
+        assert found == pytest.approx(seconds) and sum(waited) == pytest.approx(seconds - 0.012)
+
+
+def test_some_memory_for_neurons_is_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shape_subject("llama-7b", "q4_0", "predicted").model
+    profile = profile_for(model.config.ffn_sizes)
+    for ram in (2 * GIB, 5 * GIB // 2, 3 * GIB):
+        plan, work = planned(model, ram, "predicted")
+        about, n = plan.about, max(model.config.ffn_sizes)
+        assert about.slot_bytes == model.bundles[0].pitch
+        slots = sum(about.neurons.values()) + about.common
+        if min(about.neurons.values()) > max(n // disk.FEWEST, disk.LEAST * HIGH.cpu.threads):
+            assert about.common == n // disk.MOST or about.common == pytest.approx(slots / disk.COMMON, rel=0.1)
+        else:  # all beyond the fewest
+            assert 0 < about.common < slots / disk.COMMON
+        monkeypatch.setattr(disk, "COMMON", 1 << 40)
+        without = plan_disk(model, work, ram, HIGH.cpu.threads, True, profile=profile)
+        monkeypatch.undo()
+        assert without.about.common == 0 and without.about.slot_bytes == 0
+        assert sum(without.about.neurons.values()) - slots in range(-2, 3)  # whole slots of each layer
+        assert abs(sum(plan.held.values()) - sum(without.held.values())) < 2 * about.slot_bytes
+        assert sum(plan.held.values()) <= ram
+        assert bool(about.lent) == bool(without.about.lent)
+
+
+def test_bundles_that_do_not_go_together_share_no_memory() -> None:
+    model = shape_subject("llama-7b", "q4_0", "predicted").model
+    sizes = [replace(one, down_bytes=one.down_bytes + 64 * (at % 2)) for at, one in enumerate(model.bundles)]
+    plan, _ = planned(replace(model, bundles=sizes), 5 * GIB // 2, "predicted")
+    assert plan.about.neurons and plan.about.common == 0
+    large = replace(model, bundles=[replace(one, down_bytes=1 << 16) for one in model.bundles])
+    plan, _ = planned(large, 5 * GIB // 2, "predicted")
+    assert plan.about.neurons and plan.about.common == 0
+
+
 def planned(model: Model, ram: int, selector: str = "all") -> tuple[disk.DiskPlan, Workload]:
     work = Workload("f16", 1024, 128, selector=selector)
     return plan_disk(model, work, ram, HIGH.cpu.threads, selector != "all"), work

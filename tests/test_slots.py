@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from test_reads import LONG, both_ways, open_reads, random_file
 
-from powerinfer._native import ReadError, Reads, Resting, Slots
+from powerinfer._native import ReadError, Reads, Resting, SlotMemory, Slots
 
 ITEMS = 40
 SIZE = 400_000
@@ -36,9 +36,9 @@ def rests_at(part: Part, item: int) -> int:
     return offset + item // each * outer + item % each * stride
 
 
-def make(reads: Reads, layout: Sequence[Part], slots: int) -> Slots:
+def make(reads: Reads, layout: Sequence[Part], slots: int, memory: SlotMemory | None = None) -> Slots:
     parts = [Resting(0, offset, size, *rest) for offset, size, *rest in layout]
-    return Slots(reads, parts, ITEMS, slots)
+    return Slots(reads, parts, ITEMS, slots, memory)
 
 
 def check_bytes(slots: Slots, layout: Sequence[Part], data: np.ndarray, item: int) -> None:
@@ -54,14 +54,25 @@ def settle(slots: Slots, items: Sequence[int]) -> None:
 
 
 class Model:
-    """What Slots are to do, where reads are over at once."""
+    """What Slots are to do, where reads are over at once. of: of all that share memory and `common` slots."""
 
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
+    def __init__(self, slots: int, common: int = 0, of: list[Model] | None = None) -> None:
+        self.slots, self.all_common = slots, common
+        self.of = [self] if of is None else of
         self.priority = np.zeros(ITEMS, np.float32)
         self.held: set[int] = set()
         self.pinned: set[int] = set()
-        self.wanted = self.hits = self.misses = 0
+        self.fetched: set[int] = set()  # and not pinned since
+        self.wanted = self.hits = self.misses = self.early = 0
+
+    @property
+    def common(self) -> int:
+        """Slots that are had beyond a number of one's own are taken from these."""
+        return self.all_common - sum(max(0, len(one.held) - one.slots) for one in self.of)
+
+    @property
+    def most(self) -> int:
+        return max(self.slots, len(self.held)) + self.common
 
     def least(self, but: set[int]) -> list[int]:
         return sorted(self.held - but, key=lambda item: (self.priority[item], item))
@@ -69,15 +80,18 @@ class Model:
     def want(self, items: Sequence[int]) -> int:
         some = 0
         for item in items:
-            if item not in self.pinned and len(self.pinned) == self.slots:
+            if item not in self.pinned and len(self.pinned) == self.most:
                 break
-            self.wanted += item not in self.pinned
-            self.hits += item not in self.pinned and item in self.held
+            if item not in self.pinned:
+                self.wanted += 1
+                self.hits += item in self.held
+                self.early += item in self.held & self.fetched
+                self.fetched.discard(item)
             self.pinned.add(item)
             some += 1
         missing = self.pinned - self.held
         self.misses += len(missing)
-        gone = len(self.held) + len(missing) - self.slots
+        gone = len(self.held) + len(missing) - self.most
         self.held -= set(self.least(self.pinned)[: max(gone, 0)])
         self.held |= missing
         return some
@@ -87,13 +101,18 @@ class Model:
         some = 0
         for item in items:
             if item not in self.held:
-                if len(self.held) == self.slots:
+                if len(self.held) == self.most:
                     if not victims or self.priority[victims[0]] >= self.priority[item]:
                         break
                     self.held.remove(victims.pop(0))
                 self.held.add(item)
+                self.fetched.add(item)
             some += 1
         return some
+
+    def settle(self) -> None:
+        self.pinned.clear()
+        self.held -= set(self.least(set())[: max(0, len(self.held) - self.slots)])
 
 
 @both_ways
@@ -122,7 +141,8 @@ def test_as_the_model_does(tmp_path: Path, engine: str, n: int, layout: str, dir
         for item in model.pinned:
             check_bytes(slots, parts, data, item)
         bytes_of_item = sum(part[1] for part in parts)
-        assert slots.stats() == {"wanted": model.wanted, "hits": model.hits, "bytes": read * bytes_of_item}
+        stats = {"wanted": model.wanted, "hits": model.hits, "bytes": read * bytes_of_item, "early": model.early}
+        assert slots.stats() == stats
         if rng.random() < 0.6:
             slots.let_go()
             model.pinned.clear()
@@ -132,6 +152,79 @@ def test_as_the_model_does(tmp_path: Path, engine: str, n: int, layout: str, dir
     slots.clear()
     assert set(slots.stats().values()) == {0}
     assert (slots.items, slots.slots) == (ITEMS, n)
+
+
+@pytest.mark.parametrize("common", [1, 7, 60])
+@pytest.mark.parametrize("engine", ["uring", "threads"])
+def test_shared_memory_as_the_model_does(tmp_path: Path, engine: str, common: int) -> None:
+    """Of several layers, of different numbers of slots, one after another and each other's beforehand."""
+    data, layout, sizes = random_file(tmp_path / "a", SIZE), LAYOUTS["neurons"], (3, 12, 5)
+    reads = open_reads([tmp_path / "a"], engine)
+    memory = SlotMemory(sum(sizes) + common, 8192 + 64, common)
+    layers = [make(reads, layout, n, memory) for n in sizes]
+    models: list[Model] = []
+    models += [Model(n, common, models) for n in sizes]
+    rng = np.random.default_rng(common)
+    for step in range(120):
+        at = step % len(sizes)
+        slots, model = layers[at], models[at]
+        if rng.random() < 0.3:
+            model.priority[:] = slots.priority[:] = rng.integers(-2, 3, ITEMS)
+        for _ in range(2):
+            items = rng.integers(0, ITEMS, rng.integers(0, 14)).tolist()
+            assert slots.want(array(items)) == model.want(items)
+        ahead, its = layers[(at + 1) % len(sizes)], models[(at + 1) % len(sizes)]
+        items, before = rng.integers(0, ITEMS, rng.integers(0, 9)).tolist(), set(its.held)
+        assert ahead.fetch(array(items)) == its.fetch(items)
+        slots.wait()
+        settle(ahead, sorted(its.held - before))
+        for own, of_model in zip(layers, models, strict=True):
+            held = [item for item in range(ITEMS) if own.held(item)]
+            assert set(held) == of_model.held
+            for item in held:
+                check_bytes(own, layout, data, item)
+        slots.settle()
+        model.settle()
+        assert {item for item in range(ITEMS) if slots.held(item)} == model.held
+        assert len(model.held) <= sizes[at]
+    early = [model.early for model in models]
+    assert [slots.stats()["early"] for slots in layers] == early and max(early) > 0
+    places = {own.part(item, 0).ctypes.data for own in layers for item in range(ITEMS) if own.held(item)}
+    assert len(places) == sum(len(model.held) for model in models), "each has a place of its own"
+
+
+def test_less_of_shared_memory(tmp_path: Path) -> None:
+    data, layout = random_file(tmp_path / "a", SIZE), LAYOUTS["one part"]
+    memory = SlotMemory(20, 512, 4)
+    first, second = (make(open_reads([tmp_path / "a"], "threads"), layout, 8, memory) for _ in range(2))
+    assert first.want(array(range(20))) == 12 and second.want(array(range(20))) == 8
+    with pytest.raises(ValueError, match="not so many slots"):
+        make(open_reads([tmp_path / "a"], "threads"), layout, 1, memory)
+    memory.use(10)
+    assert sum(one.held(item) for one in (first, second) for item in range(ITEMS)) == 10
+    assert first.want(array(range(30, 40))) == 10, "what is left of the memory, whosever it was"
+    assert second.want(array([3])) == 0
+    for one in first, second:
+        one.wait()
+        one.settle()
+    memory.use(20)
+    assert second.want(array(range(10, 22))) == 12
+    second.wait()
+    for item in range(10, 22):
+        check_bytes(second, layout, data, item)
+    del first
+    assert make(open_reads([tmp_path / "a"], "threads"), layout, 8, memory).want(array(range(8))) == 8
+
+
+def test_memory_of_another_size_is_refused(tmp_path: Path) -> None:
+    random_file(tmp_path / "a", SIZE)
+    reads = open_reads([tmp_path / "a"], "threads")
+    for slot_bytes in (448, 520):
+        with pytest.raises(ValueError, match="do not fit"):
+            make(reads, LAYOUTS["one part"], 2, SlotMemory(4, slot_bytes))
+    for bad in ((0, 512, 0), (4, 512, 4), (4, 512, -1), (4, 0, 0), (1 << 30, 1 << 40, 0)):
+        with pytest.raises(ValueError, match=r"slot"):
+            SlotMemory(*bad)
 
 
 @both_ways
@@ -200,7 +293,7 @@ def test_what_is_fetched_is_not_read_twice(tmp_path: Path) -> None:
     for item in 5, 6, 7:
         check_bytes(slots, parts, data, item)
     assert reads.stats().reads == 3 * len(parts)
-    assert slots.stats() == {"wanted": 3, "hits": 2, "bytes": 8192 + 64}
+    assert slots.stats() == {"wanted": 3, "hits": 2, "bytes": 8192 + 64, "early": 2}
 
 
 def test_wants_wait_for_room_that_is_being_read_into(tmp_path: Path) -> None:
@@ -227,7 +320,7 @@ def test_fewer_slots(tmp_path: Path) -> None:
     slots.want(array(range(16)))
     slots.wait()
     slots.let_go()
-    slots.use(5)
+    slots.memory.use(5)
     kept = [item for item in range(ITEMS) if slots.held(item)]
     assert len(kept) == 5
     assert slots.want(array(kept)) == 5 and slots.want(array([20])) == 0, "there is no room beside those"
@@ -236,7 +329,7 @@ def test_fewer_slots(tmp_path: Path) -> None:
     slots.fetch(array([20, 21]))  # of no higher priority than others
     slots.priority[22] = 1
     slots.fetch(array([22]))
-    slots.use(16)  # waits for that
+    slots.memory.use(16)  # waits for that
     assert slots.held(22) and sum(slots.held(item) for item in range(ITEMS)) == 5
     assert slots.want(array(range(10, 26))) == 16
     slots.wait()
@@ -244,7 +337,7 @@ def test_fewer_slots(tmp_path: Path) -> None:
         check_bytes(slots, layout, data, item)
     for n in (0, 17):
         with pytest.raises(ValueError, match="not so many slots"):
-            slots.use(n)
+            slots.memory.use(n)
 
 
 def test_what_is_pinned_stays(tmp_path: Path) -> None:

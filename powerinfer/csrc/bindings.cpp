@@ -815,6 +815,18 @@ void bind_neuron_sum(nb::module_& m) {
             return nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>(sum.uses.data(), {sum.uses.size()}, nb::find(sum));
           },
           "Of neurons on disk: steps that summed each, until they are reset here, between steps.")
+      .def(
+          "disk_counts",
+          [](const NeuronSum& sum) {
+            require(sum.guesses != nullptr, "the neurons are in memory");
+            const Guesses::Stats s = sum.guesses->stats();
+            const Slots::Stats all = sum.bundles->slots->stats();
+            return std::map<std::string, int64_t>{
+                {"wanted", all.wanted}, {"hits", all.hits - all.early}, {"guessed", s.guessed}, {"right", s.right}};
+          },
+          "Of neurons on disk, not while a step runs: wanted, hits; guessed: read because they were expected; right: "
+          "of\n"
+          "these, needed.")
       .def("counts", &sum_counts,
            "steps, tokens and, summed over tokens, neurons active and candidates (computed); rows of bundles read.\n\n"
            "Waits until no job runs, like the others that read or reset counters: all of a job is counted, or nothing.")
@@ -908,6 +920,9 @@ void bind_ffn(nb::module_& m) {
             ffn.set_dense_above(share);
           },
           "The share of firing neurons above which an exact step reads up and down from the matrices.")
+      .def("foresee", &Ffn::foresee, "after"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Steps in which both use predictors begin to read neurons of `after` that rest on disk, those that its\n"
+           "predictor selects of this one's input.")
       .def("set_ways", &set_ways, "ways"_a,
            "How steps of 1, 2, .. NEURON_TOKENS tokens run: \"dense\" (the default where there are matrices),\n"
            "\"exact\" or \"predicted\".")
@@ -1452,11 +1467,21 @@ void bind_slots(nb::module_& m) {
           },
           "type"_a, "rows"_a, "k"_a, "places"_a,
           "A matrix [rows, k] of each item, at (file, offset), with room for its panels.");
+  nb::class_<SlotMemory>(m, "SlotMemory",
+                         "Memory for slots of equal size, which several `Slots` may share: each has its own number of\n"
+                         "them, and of the rest, `common`, whichever needs more for a while. For one thread at a time.")
+      .def(nb::init<int64_t, int64_t, int64_t>(), "slots"_a, "slot_bytes"_a, "common"_a = 0)
+      .def(
+          "use", &SlotMemory::use, "n"_a, nb::call_guard<nb::gil_scoped_release>(),
+          "From now on only the first n slots have items; the memory of the others is given back, and all are let go.\n"
+          "Between steps. ReadError: what was being read is not over.")
+      .def_prop_ro("slots", &SlotMemory::slots);
   nb::class_<Slots>(m, "Slots",
                     "Items of equal size that rest on disk, and memory for some of them. For one thread at a time.\n\n"
-                    "parts: of each item. What has least `priority` is replaced first, of equals the lowest item.")
-      .def(nb::init<std::shared_ptr<Reads>, std::vector<Resting>, int64_t, int64_t>(), "reads"_a, "parts"_a, "items"_a,
-           "slots"_a)
+                    "parts: of each item. What has least `priority` is replaced first, of equals the lowest item.\n"
+                    "memory: which has as many slots left, and as large ones; None: of its own.")
+      .def(nb::init<std::shared_ptr<Reads>, std::vector<Resting>, int64_t, int64_t, std::shared_ptr<SlotMemory>>(),
+           "reads"_a, "parts"_a, "items"_a, "slots"_a, "memory"_a = nb::none())
       .def(
           "want",
           [](Slots& slots, Ints items) {
@@ -1478,6 +1503,7 @@ void bind_slots(nb::module_& m) {
       .def("wait", nb::overload_cast<>(&Slots::wait), nb::call_guard<nb::gil_scoped_release>(),
            "Wait for what is pinned. ReadError: an item that could not be read is not there, and all are let go.")
       .def("let_go", nb::overload_cast<>(&Slots::let_go), "Of all that is pinned.")
+      .def("settle", &Slots::settle, "The same, and common slots are free again: what has least `priority` leaves.")
       .def(
           "held",
           [](const Slots& slots, int64_t item) {
@@ -1513,14 +1539,12 @@ void bind_slots(nb::module_& m) {
           "stats",
           [](const Slots& slots) {
             const Slots::Stats s = slots.stats();
-            return Counts{{"wanted", s.wanted}, {"hits", s.hits}, {"bytes", s.bytes}};
+            return Counts{{"wanted", s.wanted}, {"hits", s.hits}, {"bytes", s.bytes}, {"early", s.early}};
           },
-          "Items that were pinned; of those, that needed no read; bytes read for the others.")
-      .def(
-          "use", &Slots::use, "n"_a, nb::call_guard<nb::gil_scoped_release>(),
-          "From now on only the first n slots have items; the memory of the others is given back, and all are let go.\n"
-          "Between steps. ReadError: what was being read is not over.")
+          "wanted: items that were pinned; hits: of those, that needed no read; bytes: read for the others; early: of\n"
+          "the hits those that `fetch` has read since they were last pinned.")
       .def("clear", &Slots::clear, "Reset the counters.")
+      .def_prop_ro("memory", &Slots::shared)
       .def_prop_ro("items", &Slots::items)
       .def_prop_ro("slots", &Slots::slots)
       .def_prop_ro("slot_bytes", &Slots::slot_bytes);

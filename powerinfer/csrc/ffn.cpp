@@ -124,6 +124,22 @@ Way Ffn::way(const Program& p, int64_t tokens) const {
   return tokens > PI_NEURON_TOKENS ? WAY_EXACT : ways_[tokens];
 }
 
+void Ffn::foresee(std::shared_ptr<Ffn> after) {
+  workspace_->pool->between_jobs([&] { after_ = std::move(after); });
+}
+
+NeuronSum::Ahead Ffn::ahead(const Program& p, int64_t tokens) const {
+  if (!after_ || !after_->bundled_ || after_->way(p, tokens) != WAY_PREDICTED) return {};
+  const Guesses* const guesses = after_->bundled_->guesses.get();
+  return guesses && guesses->worth() ? NeuronSum::Ahead{after_->bundled_.get(), after_->predictor_.get()}
+                                     : NeuronSum::Ahead{};
+}
+
+// What was read early was for another step.
+void Ffn::skip() {
+  if (bundled_ && bundled_->guesses) bundled_->guesses->end();
+}
+
 void Ffn::run(Thread& t, const Step& step) {
   Program& p = *t.program;
   const Way chosen = way(p, step.tokens);
@@ -135,7 +151,8 @@ void Ffn::run(Thread& t, const Step& step) {
   for (int64_t first = 0; first < step.tokens; first += at_once) {
     const Rows x = p.residual(first, std::min(step.tokens - first, at_once));
     const Destination to = p.added_to(first, spec_.out_norm, spec_.down_bias, p.up);
-    const NeuronSum::Piece piece{x, spec_.norm, to, counted, nullptr, nullptr, fired, {}, &p};
+    NeuronSum::Piece piece{x, spec_.norm, to, counted, nullptr, nullptr, fired, {}, &p};
+    if (chosen == WAY_PREDICTED) piece.ahead = ahead(p, step.tokens);
     if (chosen == WAY_DENSE)
       dense_->sum(t, p.workspace->prepare(t.id, x, spec_.norm, dense_->forms()), x.tokens, to, fired);
     else if (chosen == WAY_PREDICTED) predicted(t, piece);

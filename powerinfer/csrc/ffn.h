@@ -27,6 +27,9 @@ class Ffn : public Op {
   // there, too.
   void set_bundled(std::shared_ptr<NeuronSum> bundled, std::shared_ptr<const Predictor> predictor,
                    int64_t recall_every = 0);
+  // Steps in which both use predictors begin to read neurons of `after` that rest on disk, those that its predictor
+  // selects of this one's input.
+  void foresee(std::shared_ptr<Ffn> after);
   // The ways of steps of 1, 2, .. PI_NEURON_TOKENS tokens. Larger steps are dense, or without matrices exact.
   void set_ways(const Way* ways);
   // `exact`: of the neurons, the share above which a step computes the rest from the matrices.
@@ -37,6 +40,7 @@ class Ffn : public Op {
   const char* name() const override { return "ffn"; }
   size_t wants(const Program& p, const Step& step) const override;
   void run(Thread& t, const Step& step) override;
+  void skip() override;
 
   // How many active neurons of sampled tokens were candidates.
   struct Recall {
@@ -59,6 +63,7 @@ class Ffn : public Op {
 
  private:
   Way way(const Program& p, int64_t tokens) const;
+  NeuronSum::Ahead ahead(const Program& p, int64_t tokens) const;
   void exact(Thread& t, const NeuronSum::Piece& piece);
   void predicted(Thread& t, const NeuronSum::Piece& piece);
   static void list_firing(Thread& t, const Columns& mine, int64_t tokens, float limit, int64_t* counts);
@@ -73,6 +78,7 @@ class Ffn : public Op {
   // The following change between jobs only.
   std::shared_ptr<NeuronSum> bundled_;
   std::shared_ptr<const Predictor> predictor_;
+  std::shared_ptr<Ffn> after_;           // whose neurons are guessed; null: nobody's
   Way ways_[PI_NEURON_TOKENS + 1] = {};  // by tokens
   double dense_above_ = 1;
   int64_t recall_every_ = 0, exact_steps_ = 0;

@@ -1,16 +1,24 @@
 #include "neuron_sum.h"
 
+#include <math.h>
 #include <string.h>
 
 #include <algorithm>
 
 #include "program.h"
 
+namespace {
+
+constexpr int ENOUGH = 1024;  // neurons, after which it is judged whether guesses are worth it
+
+}  // namespace
+
 NeuronSum::NeuronSum(std::shared_ptr<Workspace> w, std::shared_ptr<Bundles> b, float threshold_, bool count_fired)
     : workspace(std::move(w)),
       bundles(std::move(b)),
       threshold(threshold_),
       counts_fired(count_fired),
+      guesses(bundles->slots ? std::make_unique<Guesses>(bundles->slots, ENOUGH) : nullptr),
       uses((size_t)(bundles->slots ? bundles->neurons : 0)),
       fired_((size_t)(count_fired ? bundles->neurons : 0)) {
   check(threshold >= 0.0f, "a threshold is negative");
@@ -121,7 +129,7 @@ void NeuronSum::sum_listed(int thread, const Piece& piece, const PiActs* acts, c
                 lists.lds, own.done, fired);
   workspace->pool->barrier();
   add_sums(thread, piece);
-  if (thread == 0 && bundles->slots) bundles->slots->let_go();
+  if (thread == 0 && bundles->slots) bundles->slots->settle();
   if (thread == 0 && piece.counted) count(tokens);
   workspace->pool->barrier();
 }
@@ -146,7 +154,7 @@ void NeuronSum::add_from_disk(int thread, const Piece& piece, const PiActs* acts
     if (program) program->attempt(work);
     else piece.failure->attempt(work);
   };
-  const PiActs in = with_lanes(*bundles, *acts, piece.x.tokens, own.block);
+  PiActs in = with_lanes(*bundles, *acts, piece.x.tokens, own.block);
   Firing multiplied = {h, ldh, nullptr, 0.0f};
   multiplied.multiplied = true;
   const auto multiply = [&](int kind) {
@@ -161,8 +169,10 @@ void NeuronSum::add_from_disk(int thread, const Piece& piece, const PiActs* acts
   };
   own.n_taken = n;
   own.end = 0;
+  bool first = true;
   do {
     workspace->pool->barrier();  // all have taken theirs, or added those of the wave before
+    if (thread == 0 && first) judge_guesses();
     if (thread == 0) next_wave(piece.counted);
     workspace->pool->barrier();
     const bool all_there = wave.there == wave.n;
@@ -171,6 +181,13 @@ void NeuronSum::add_from_disk(int thread, const Piece& piece, const PiActs* acts
         const int64_t n = bundles->slots->want(wave.neurons.data(), wave.n);
         check(n == wave.n, "the slots have no room for the neurons of a step");
       });
+    if (first && piece.ahead.neurons) {
+      piece.ahead.predictor->foresee(thread, *workspace, piece.x);
+      if (thread == 0) attempt([&] { expect_guessed(piece.ahead, piece.x.tokens); });
+      acts = workspace->prepare(thread, piece.x, piece.norm, bundles->forms());
+      in = with_lanes(*bundles, *acts, piece.x.tokens, own.block);
+    }
+    first = false;
     if (!all_there) {
       multiply(0);
       multiply(1);
@@ -178,6 +195,33 @@ void NeuronSum::add_from_disk(int thread, const Piece& piece, const PiActs* acts
     add_neurons(workspace->kernels, *bundles, &in, piece.x.tokens, own.taken.data() + own.begin, own.end - own.begin,
                 all_there ? firing : multiplied, own.block, own.sums.data(), lists.lds, own.done, fired);
   } while (!wave.last);
+}
+
+// Which of the guessed neurons the step needs: those that any thread has taken.
+void NeuronSum::judge_guesses() {
+  NeuronLists& lists = workspace->lists();
+  std::vector<uint8_t> taken((size_t)bundles->neurons);
+  for (const NeuronLists::Share& share : lists.shares)
+    for (int64_t j = 0; j < share.n_taken; j++) taken[(size_t)share.taken[(size_t)j]] = 1;
+  guesses->judge([&](int32_t i) { return taken[(size_t)i] != 0; });
+}
+
+// Begins to read what the lists have of a further layer, the likelier ones first.
+void NeuronSum::expect_guessed(const Ahead& ahead, int64_t tokens) const {
+  const NeuronLists& lists = workspace->lists();
+  std::vector<std::pair<float, int32_t>> ranked;
+  for (const NeuronLists::Share& share : lists.shares)
+    for (int64_t j = 0; j < share.n; j++) {
+      const int32_t i = share.listed[(size_t)j];
+      float most = -INFINITY;
+      for (int64_t t = 0; t < tokens; t++) most = std::max(most, lists.z[(size_t)(t * lists.ldz + i)]);
+      ranked.emplace_back(-most, i);
+    }
+  std::sort(ranked.begin(), ranked.end());
+  ranked.resize(ranked.size() - ranked.size() / 4);  // the others are wrong more often
+  std::vector<int32_t> items;
+  for (const auto& one : ranked) items.push_back(one.second);
+  ahead.neurons->guesses->expect(items.data(), (int64_t)items.size());
 }
 
 // Chooses what each thread adds next, and lists all of it.
@@ -190,7 +234,7 @@ void NeuronSum::next_wave(bool counted) {
   for (const NeuronLists::Share& share : lists.shares) left += share.n_taken - share.end;
   // Of more than the slots hold half as many at a time: then half of those that are there stay.
   const int64_t threads = (int64_t)lists.shares.size();
-  const int64_t most = left <= slots.used() ? left : slots.used() / (2 * threads * PI_GROUP) * PI_GROUP;
+  const int64_t most = left <= slots.most() ? left : slots.most() / (2 * threads * PI_GROUP) * PI_GROUP;
   wave.n = 0;
   wave.last = true;
   for (NeuronLists::Share& share : lists.shares) {

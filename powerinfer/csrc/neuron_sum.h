@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "bundles.h"
+#include "guesses.h"
 #include "predictor.h"
 #include "workspace.h"
 
@@ -36,6 +37,11 @@ class NeuronSum {
   void clear();
 
   // ---- For the threads of a job
+  // Neurons on disk of a further layer, which are guessed by what its predictor makes of this one's input.
+  struct Ahead {
+    NeuronSum* neurons;
+    const Predictor* predictor;
+  };
   // The input of up to PI_NEURON_TOKENS tokens, and where their sums go.
   struct Piece {
     Rows x;            // before the norm
@@ -48,6 +54,7 @@ class NeuronSum {
     GroupWeights groups = {};           // if given, `selected_by` of the lists says which tokens select a neuron
     Program* program = nullptr;         // of the step; `gate` is overwritten with the h of neurons on disk
     Failure* failure = nullptr;         // where these are summed without a program: what could not be read
+    Ahead ahead = {};                   // of neurons on disk: read behind those of this layer
   };
   // Sums the selected neurons; all their gates are computed.
   void sum_selected(int thread, const Piece& piece);
@@ -71,6 +78,7 @@ class NeuronSum {
   const std::shared_ptr<Bundles> bundles;
   const float threshold;
   const bool counts_fired;
+  const std::unique_ptr<Guesses> guesses;  // of neurons on disk; null: they are in memory
   std::vector<int32_t> uses;  // of neurons on disk: counted steps that summed each, until someone resets them
 
  private:
@@ -78,6 +86,8 @@ class NeuronSum {
   void add_from_disk(int thread, const Piece& piece, const PiActs* acts, const Firing& firing, int64_t n,
                      int64_t* fired);
   void next_wave(bool counted);
+  void judge_guesses();
+  void expect_guessed(const Ahead& ahead, int64_t tokens) const;
   void add_sums(int thread, const Piece& piece);
 
   NeuronStats stats_ = {};

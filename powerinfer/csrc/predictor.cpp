@@ -20,9 +20,16 @@ void Predictor::check_sizes(int64_t d_model, int64_t neurons) const {
 
 void Predictor::select(int thread, Workspace& w, const Rows& x) const {
   guess(thread, w, x);
-  list(thread, w, x.tokens);
+  list(thread, w, x.tokens, w.lists().shares[(size_t)thread].counts);
   w.pool->barrier();
   reach_floor(thread, w, x.tokens);
+}
+
+void Predictor::foresee(int thread, Workspace& w, const Rows& x) const {
+  int64_t counts[PI_NEURON_TOKENS];
+  guess(thread, w, x);
+  list(thread, w, x.tokens, counts);
+  w.pool->barrier();
 }
 
 const PiActs* Predictor::hide(int thread, Workspace& w, const Rows& x) const {
@@ -43,14 +50,14 @@ void Predictor::guess(int thread, Workspace& w, const Rows& x) const {
   w.linear(thread, *out, {}, acts, s.z.data(), s.ldz, x.tokens, false, outer.p0, outer.p1);
 }
 
-// The candidates among this thread's neurons.
-void Predictor::list(int thread, Workspace& w, int64_t tokens) const {
+// The candidates among this thread's neurons; counts: for each token.
+void Predictor::list(int thread, Workspace& w, int64_t tokens, int64_t* counts) const {
   NeuronLists& s = w.lists();
   NeuronLists::Share& own = s.shares[(size_t)thread];
   const Columns mine(*out, *w.pool, thread);
-  std::fill(own.counts, own.counts + PI_NEURON_TOKENS, 0);
+  std::fill(counts, counts + PI_NEURON_TOKENS, 0);
   own.n = w.kernels->neurons->keep(s.z.data() + mine.c0, s.ldz, tokens, mine.n(), 0, above_, (int32_t)mine.c0,
-                                   own.listed.data(), own.counts);
+                                   own.listed.data(), counts);
 }
 
 void Predictor::mark(NeuronLists& s, const int32_t* of, int64_t n, int64_t tokens) const {
@@ -86,6 +93,6 @@ void Predictor::reach_floor(int thread, Workspace& w, int64_t tokens) const {
     }
   }
   w.pool->barrier();
-  list(thread, w, tokens);
+  list(thread, w, tokens, s.shares[(size_t)thread].counts);
   w.pool->barrier();
 }

@@ -21,6 +21,9 @@ class Predictor {
   const PiActs* hide(int thread, Workspace& w, const Rows& x) const;
   // z of candidates exceeds it.
   float limit() const { return above_; }
+  // The candidates of x, which is not the layer's own input but near to it: listed as by `select`, with z; the counts of
+  // the lists stay as they are. Ends with a barrier.
+  void foresee(int thread, Workspace& w, const Rows& x) const;
   // Sets `selected_by` of n neurons to the tokens for which each is a candidate.
   void mark(NeuronLists& lists, const int32_t* of, int64_t n, int64_t tokens) const;
   bool candidate(float z) const { return !(z <= above_); }
@@ -31,7 +34,7 @@ class Predictor {
 
  private:
   void guess(int thread, Workspace& w, const Rows& x) const;
-  void list(int thread, Workspace& w, int64_t tokens) const;
+  void list(int thread, Workspace& w, int64_t tokens, int64_t* counts) const;
   void reach_floor(int thread, Workspace& w, int64_t tokens) const;
 
   float above_;

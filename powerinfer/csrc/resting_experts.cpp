@@ -1,13 +1,16 @@
 #include "resting_experts.h"
 
-#include <math.h>
-
 #include <algorithm>
+#include <iterator>
 
 #include "experts.h"
 
 RestingExperts::RestingExperts(std::shared_ptr<Slots> slots, const std::vector<std::vector<Matrix>*>& parts)
-    : uses((size_t)slots->items()), elsewhere(uses.size()), slots_(std::move(slots)), parts_(uses.size()) {
+    : uses((size_t)slots->items()),
+      elsewhere(uses.size()),
+      slots_(std::move(slots)),
+      parts_(uses.size()),
+      guesses_(slots_, ENOUGH) {
   for (std::vector<Matrix>* const of_all : parts) {
     for (size_t e = 0; e < parts_.size(); e++) {
       Matrix& one = (*of_all)[e];
@@ -18,35 +21,15 @@ RestingExperts::RestingExperts(std::shared_ptr<Slots> slots, const std::vector<s
 }
 
 void RestingExperts::expect(const int32_t* experts, int64_t n) {
-  const auto absent = [&](int32_t e) { return !slots_->held(e) && !slots_->coming(e); };
-  std::vector<int32_t> list;
-  for (const bool there : {true, false})  // what is there stays, before others come
-    for (int64_t i = 0; i < n && (int64_t)list.size() < slots_->slots(); i++) {
-      if (elsewhere[(size_t)experts[i]]) continue;
-      float& priority = slots_->priority[(size_t)experts[i]];
-      if (priority == INFINITY || absent(experts[i]) == there) continue;
-      raised_.emplace_back(experts[i], priority);
-      priority = INFINITY;
-      list.push_back(experts[i]);
-      if (!there) early_.push_back(experts[i]);
-    }
-  slots_->fetch(list.data(), (int64_t)list.size());
+  std::vector<int32_t> here;
+  std::copy_if(experts, experts + n, std::back_inserter(here), [&](int32_t e) { return !elsewhere[(size_t)e]; });
+  guesses_.expect(here.data(), (int64_t)here.size());
 }
 
 void RestingExperts::begin(const ExpertRows& rows) {
-  stats_.wanted += (int64_t)rows.active.size();
-  for (const int32_t e : rows.active) stats_.hits += slots_->held(e);
-  for (const int32_t e : early_) {
-    if (!slots_->held(e) && !slots_->coming(e)) continue;  // there was no room
-    const bool needed = rows.begin[(size_t)e + 1] > rows.begin[(size_t)e];
-    stats_.guessed++;
-    stats_.right += needed;
-    stats_.hits -= needed && slots_->held(e);
-    judged_++;
-    found_ += needed;
-  }
-  if (judged_ >= 4 * ENOUGH) judged_ /= 2, found_ /= 2;
-  if (!foreseeable() && ++paused_ == PAUSE) judged_ = found_ = paused_ = 0;
+  all_ += (int64_t)rows.active.size();
+  for (const int32_t e : rows.active) hits_ += slots_->held(e);
+  hits_ -= guesses_.judge([&](int32_t e) { return rows.begin[(size_t)e + 1] > rows.begin[(size_t)e]; });
   end();
   for (const int32_t e : rows.active) uses[(size_t)e] += rows.begin[(size_t)e + 1] - rows.begin[(size_t)e];
   wanted_ = rows.active;
@@ -102,9 +85,7 @@ void RestingExperts::take_arrived(size_t most) {
 
 void RestingExperts::end() {
   slots_->let_go();
-  for (const auto& [e, priority] : raised_) slots_->priority[(size_t)e] = priority;
-  raised_.clear();
-  early_.clear();
+  guesses_.end();
   wanted_.clear();
   coming_.clear();
   now_.clear();

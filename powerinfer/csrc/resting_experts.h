@@ -1,10 +1,9 @@
 // Experts of a layer that rest on disk: which of those that a step needs are there, in the order in which they arrive.
 #pragma once
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "slots.h"
+#include "guesses.h"
 #include "weights.h"
 
 struct ExpertRows;
@@ -22,9 +21,7 @@ class RestingExperts {
 
   // Begins to read experts that the step is to need, one of them perhaps repeatedly, in place of those that matter least.
   void expect(const int32_t* experts, int64_t n);
-  // Whether what was expected of late was needed at least every other time: a read in vain delays others by as much as one
-  // in time saves. Where it was not, it is tried again after some steps.
-  bool foreseeable() const { return judged_ < ENOUGH || 2 * found_ >= judged_; }
+  bool foreseeable() const { return guesses_.worth(); }
   // Begins a step: to read what it needs and is not there. rows: ordered.
   void begin(const ExpertRows& rows);
   // The experts to compute next, in memory until the next call: `active` of the rows; none: that was all.
@@ -34,7 +31,7 @@ class RestingExperts {
   // Lets everything go: a read failed, here or elsewhere.
   void end();
 
-  Stats stats() const { return stats_; }
+  Stats stats() const { return {all_, hits_, guesses_.stats().guessed, guesses_.stats().right}; }
   std::vector<int32_t> uses;       // tokens that selected each expert, until someone resets them
   std::vector<uint8_t> elsewhere;  // experts that another device computes: they are not expected
 
@@ -49,9 +46,7 @@ class RestingExperts {
   size_t pinned_ = 0;                        // the first of these that are not
   std::vector<int32_t> coming_, now_;        // pinned: to be computed, and being computed
   bool settles_ = false;
-  std::vector<std::pair<int32_t, float>> raised_;  // expected experts, and their own priorities
-  std::vector<int32_t> early_;                     // expected and not there
-  static constexpr int ENOUGH = 64, PAUSE = 1024;
-  int judged_ = 0, found_ = 0, paused_ = 0;  // expected experts of late, of these needed; steps without any
-  Stats stats_ = {};
+  static constexpr int ENOUGH = 64;
+  Guesses guesses_;
+  int64_t all_ = 0, hits_ = 0;  // of `stats`
 };

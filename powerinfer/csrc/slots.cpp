@@ -15,24 +15,69 @@ constexpr int32_t MISSED = INT32_MIN;  // in place of a slot: it is about to be 
 
 int64_t up_to(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
+int64_t bytes_of(int64_t slots, int64_t slot_bytes) {
+  check(slots > 0 && slots < INT32_MAX && slot_bytes > 0, "at least one slot is needed");
+  check(slot_bytes <= MOST_BYTES / slots, "so much memory for slots cannot be had");
+  return slots * slot_bytes;
+}
+
 }  // namespace
 
-Slots::Slots(std::shared_ptr<Reads> reads, std::vector<Resting> parts, int64_t items, int64_t slots)
+// ---- Memory ---------------------------------------------------------------------------------------------------------
+
+SlotMemory::SlotMemory(int64_t slots, int64_t slot_bytes, int64_t common)
+    : slots_(slots),
+      slot_bytes_(slot_bytes),
+      all_common_(common),
+      common_(common),
+      unclaimed_(slots - common),
+      used_(slots),
+      memory_(bytes_of(slots, slot_bytes)) {
+  check(common >= 0 && common < slots, "not all slots can be common ones");
+  for (int64_t i = slots - 1; i >= 0; i--) free_.push_back((int32_t)i);
+}
+
+void SlotMemory::use(int64_t n) {
+  check(n > 0 && n <= slots_, "there are not so many slots");
+  for (Slots* const user : users_) user->leave(n);
+  if (n < used_) give_back(memory_.data() + n * slot_bytes_, (used_ - n) * slot_bytes_);
+  used_ = n;
+  std::vector<uint8_t> taken((size_t)n);
+  for (const Slots* const user : users_)
+    for (size_t slot = 0; slot < user->item_of_.size(); slot++)
+      if (user->item_of_[slot] >= 0) taken[(size_t)user->where_[slot]] = 1;
+  free_.clear();
+  for (int64_t i = n - 1; i >= 0; i--)
+    if (!taken[(size_t)i]) free_.push_back((int32_t)i);
+}
+
+// ---- Slots ----------------------------------------------------------------------------------------------------------
+
+Slots::Slots(std::shared_ptr<Reads> reads, std::vector<Resting> parts, int64_t items, int64_t slots,
+             std::shared_ptr<SlotMemory> memory)
     : reads_(std::move(reads)),
       parts_(std::move(parts)),
-      slot_bytes_(lay_out(items, slots)),
-      memory_(slots * slot_bytes_),
+      slot_bytes_(lay_out(items)),
+      slots_(slots),
+      memory_(memory ? std::move(memory) : std::make_shared<SlotMemory>(slots, slot_bytes_)),
       as_read_((size_t)items),
-      slot_of_((size_t)items, -1),
-      item_of_((size_t)slots, -1),
-      kept_((size_t)slots),
-      free_((size_t)slots) {
-  priority.resize((size_t)items);
-  for (int64_t i = 0; i < slots; i++) free_[(size_t)i] = (int32_t)(slots - 1 - i);  // taken from the end
-  bool in_lines = slots * slot_bytes_ / LINE <= UINT32_MAX;
+      early_((size_t)items),
+      slot_of_((size_t)items, -1) {
+  const int64_t unit = reads_->direct() && !small_ ? (int64_t)Reads::ALIGN : LINE;
+  check(slots > 0 && slots <= memory_->unclaimed_, "there are not so many slots left");
+  check(slot_bytes_ <= memory_->slot_bytes_ && memory_->slot_bytes_ % unit == 0, "the slots of that memory do not fit");
+  bool in_lines = memory_->slots_ * memory_->slot_bytes_ / LINE <= UINT32_MAX;
   for (int64_t i = 0; i < items && reads_->direct() && !small_; i++) in_lines = in_lines && parts_[0].at(i) % LINE == 0;
   if (in_lines && !parts_[0].before) lines_.resize((size_t)items);
   for (const Resting& part : parts_) item_bytes_ += part.bytes;
+  const int64_t most = slots + memory_->all_common_;
+  priority.resize((size_t)items);
+  item_of_.assign((size_t)most, -1);
+  where_.resize((size_t)most);
+  kept_.resize((size_t)most);
+  for (int64_t i = most - 1; i >= 0; i--) free_.push_back((int32_t)i);  // taken from the end
+  memory_->unclaimed_ -= slots;
+  memory_->users_.push_back(this);
 }
 
 Slots::~Slots() {
@@ -41,13 +86,51 @@ Slots::~Slots() {
       reads_->cancel(coming.ticket);
     } catch (const ReadError&) {}
   }
+  coming_.clear();
+  for (size_t slot = 0; slot < item_of_.size(); slot++)
+    if (item_of_[slot] >= 0) drop((int32_t)slot);
+  memory_->unclaimed_ += slots_;
+  memory_->users_.erase(std::remove(memory_->users_.begin(), memory_->users_.end(), this), memory_->users_.end());
+}
+
+// Slots that can be had beside those with items.
+int64_t Slots::available() const {
+  const int64_t more = std::max(slots_ - taken_, (int64_t)0) + memory_->common_;
+  return std::min(more, (int64_t)memory_->free_.size());
+}
+
+int32_t Slots::take() {
+  const int32_t slot = free_.back();
+  free_.pop_back();
+  where_[(size_t)slot] = memory_->free_.back();
+  memory_->free_.pop_back();
+  memory_->common_ -= ++taken_ > slots_;
+  return slot;
+}
+
+// The item of a slot leaves memory.
+void Slots::drop(int32_t slot) {
+  int32_t& item = item_of_[(size_t)slot];
+  slot_of_[(size_t)item] = -1;
+  item = -1;
+  kept_[(size_t)slot] = 0;
+  free_.push_back(slot);
+  memory_->free_.push_back(where_[(size_t)slot]);
+  memory_->common_ += taken_-- > slots_;
+}
+
+// Lets all go, and of what lies at `from` or behind that nothing is left.
+void Slots::leave(int64_t from) {
+  let_go();
+  while (!coming_.empty()) finish(0);
+  for (size_t slot = 0; slot < item_of_.size(); slot++)
+    if (item_of_[slot] >= 0 && where_[slot] >= from) drop((int32_t)slot);
 }
 
 // Bytes of a slot. Past the cache whole blocks are read, at other places in their blocks from item to item; small parts
 // are copied from these.
-int64_t Slots::lay_out(int64_t items, int64_t slots) {
+int64_t Slots::lay_out(int64_t items) {
   check(items > 0 && items < INT32_MAX && !parts_.empty(), "slots are for items that have parts");
-  check(slots > 0 && slots < INT32_MAX, "at least one slot is needed");
   std::vector<int64_t> largest;
   int64_t whole = 0, close = 0;
   for (const Resting& part : parts_) {
@@ -71,12 +154,11 @@ int64_t Slots::lay_out(int64_t items, int64_t slots) {
     if (small_) at += up_to(parts_[i].before + parts_[i].bytes, LINE);
     else at += up_to(largest[i], reads_->direct() ? (int64_t)Reads::ALIGN : LINE);
   }
-  check(at <= MOST_BYTES / slots, "so much memory for slots cannot be had");
   return at;
 }
 
 int64_t Slots::place(int64_t slot, int64_t item, size_t part) const {
-  return slot * slot_bytes_ + part_at_[part] + place_in_part(parts_[part], item);
+  return where_[(size_t)slot] * memory_->slot_bytes_ + part_at_[part] + place_in_part(parts_[part], item);
 }
 
 // Past the cache, what is read lies in a block of memory as in its file.
@@ -87,7 +169,7 @@ int64_t Slots::place_in_part(const Resting& part, int64_t item) const {
 }
 
 const uint8_t* Slots::part(int64_t item, size_t part) const {
-  return memory_.data() + place(slot_of_[(size_t)item], item, part);
+  return memory_->memory_.data() + place(slot_of_[(size_t)item], item, part);
 }
 
 void Slots::check_items(const int32_t* list, int64_t n) const {
@@ -106,6 +188,12 @@ void Slots::let_go() {
   error_ = nullptr;
 }
 
+void Slots::settle() {
+  let_go();
+  choose_victims(taken_ - slots_);
+  for (const uint64_t rank : victims_) drop(slot_of_[(size_t)(uint32_t)rank]);
+}
+
 // Slots that are pinned.
 size_t Slots::pins(const Coming& coming) const {
   size_t n = 0;
@@ -115,7 +203,7 @@ size_t Slots::pins(const Coming& coming) const {
 
 // Slots that can be given to others, or be pinned as they are.
 int64_t Slots::room() const {
-  int64_t n = used_ - (int64_t)pins_.size();
+  int64_t n = most() - (int64_t)pins_.size();
   for (const Coming& coming : coming_) n -= (int64_t)(coming.slots.size() - pins(coming));
   return n;
 }
@@ -133,12 +221,8 @@ void Slots::finish(size_t i) {
   }
   if (error && !error_ && pins(coming)) error_ = error;
   for (const int32_t slot : coming.slots) {
-    int32_t& item = item_of_[(size_t)slot];
-    slot_of_[(size_t)item] = error ? -1 : slot;
-    if (!error) continue;
-    item = -1;
-    kept_[(size_t)slot] = 0;
-    free_.push_back(slot);
+    slot_of_[(size_t)item_of_[(size_t)slot]] = slot;
+    if (error) drop(slot);
   }
   if (error)
     pins_.erase(std::remove_if(pins_.begin(), pins_.end(), [&](int32_t slot) { return !kept_[(size_t)slot]; }),
@@ -188,7 +272,7 @@ void Slots::choose_victims(int64_t n) {
   std::sort(victims_.begin(), victims_.end());
 }
 
-// Begins to read the misses, into free slots and in place of the victims.
+// Begins to read the misses, into slots that can be had and in place of the victims.
 void Slots::read_misses(bool pinned) {
   if (misses_.empty()) return;
   Coming coming = {};
@@ -196,23 +280,23 @@ void Slots::read_misses(bool pinned) {
   size_t victim = 0;
   for (const int32_t item : misses_) {
     int32_t slot;
-    if (free_.empty()) {
+    if (available() > 0) {
+      slot = take();
+    } else {
       const size_t old = (size_t)(uint32_t)victims_[victim++];
       slot = slot_of_[old];
       slot_of_[old] = -1;
-    } else {
-      slot = free_.back();
-      free_.pop_back();
     }
     item_of_[(size_t)slot] = item;
     slot_of_[(size_t)item] = -2 - slot;
     as_read_[(size_t)item] = 1;
+    early_[(size_t)item] = !pinned;
     if (pinned) pin(slot);
     coming.slots.push_back(slot);
     if (!lines_.empty()) lines_[(size_t)item] = (uint32_t)(place(slot, item, 0) / LINE);
     for (size_t i = 0; i < parts_.size(); i++)
-      begun_.push_back(
-          {parts_[i].file_of(item), parts_[i].at(item), parts_[i].bytes, memory_.data() + place(slot, item, i)});
+      begun_.push_back({parts_[i].file_of(item), parts_[i].at(item), parts_[i].bytes,
+                        memory_->memory_.data() + place(slot, item, i)});
   }
   const size_t n = begun_.size();
   coming.ticket = small_ ? reads_->begin_small(begun_.data(), n) : reads_->begin(begun_.data(), n);
@@ -232,6 +316,8 @@ int64_t Slots::pin_all(const int32_t* items, int64_t n) {
     left -= !coming;
     stats_.wanted++;
     stats_.hits += slot != -1;
+    stats_.early += slot != -1 && early_[(size_t)items[i]];
+    early_[(size_t)items[i]] = 0;
     if (slot != -1) {
       pin(coming ? -2 - slot : slot);
     } else {
@@ -253,7 +339,7 @@ int64_t Slots::want(const int32_t* items, int64_t n) {
     let_go();
     throw;
   }
-  choose_victims((int64_t)misses_.size() - (int64_t)free_.size());
+  choose_victims((int64_t)misses_.size() - available());
   read_misses(true);
   stats_.bytes += (int64_t)misses_.size() * item_bytes_;
   return some;
@@ -270,9 +356,9 @@ int64_t Slots::fetch(const int32_t* items, int64_t n) {
     kept_[(size_t)slot] = 1;
     kept_now_.push_back(slot);
   }
-  choose_victims(n - (int64_t)kept_now_.size() - (int64_t)free_.size());
-  size_t left = free_.size(), victim = 0;
-  int64_t some = 0;
+  choose_victims(n - (int64_t)kept_now_.size() - available());
+  size_t victim = 0;
+  int64_t left = available(), some = 0;
   for (; some < n; some++) {
     const int32_t item = items[some];
     if (slot_of_[(size_t)item] != -1) continue;
@@ -330,22 +416,6 @@ void Slots::let_go(int32_t item) {
   if (slot < 0) return;
   kept_[(size_t)slot] = 0;
   pins_.erase(std::remove(pins_.begin(), pins_.end(), slot), pins_.end());
-}
-
-void Slots::use(int64_t n) {
-  check(n > 0 && n <= slots(), "there are not so many slots");
-  let_go();
-  while (!coming_.empty()) finish(0);
-  for (int64_t slot = n; slot < used_; slot++) {
-    int32_t& item = item_of_[(size_t)slot];
-    if (item >= 0) slot_of_[(size_t)item] = -1;
-    item = -1;
-  }
-  if (n < used_) give_back(memory_.data() + n * slot_bytes_, (used_ - n) * slot_bytes_);
-  used_ = n;
-  free_.clear();
-  for (int64_t slot = n - 1; slot >= 0; slot--)
-    if (item_of_[(size_t)slot] < 0) free_.push_back((int32_t)slot);
 }
 
 void Slots::clear() { stats_ = {}; }

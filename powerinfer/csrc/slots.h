@@ -25,15 +25,43 @@ struct Resting {
   int file_of(int64_t i) const { return places.empty() ? file : places[(size_t)i].file; }
 };
 
+class Slots;
+
+// Memory for slots of equal size, which several layers may share: each has its own number of them, and of the rest, the
+// common ones, whichever needs more for a while. By one thread at a time.
+class SlotMemory {
+ public:
+  SlotMemory(int64_t slots, int64_t slot_bytes, int64_t common = 0);
+  SlotMemory(const SlotMemory&) = delete;
+  SlotMemory& operator=(const SlotMemory&) = delete;
+
+  // From now on only the first n slots, at least one, have items; the memory of the others is given back, and all that is
+  // pinned is let go. Waits for what is being read: ReadError if the disk does not answer.
+  void use(int64_t n);
+  int64_t slots() const { return slots_; }
+
+ private:
+  friend class Slots;
+  const int64_t slots_, slot_bytes_, all_common_;
+  int64_t common_, unclaimed_;  // common ones that nobody has; slots that are nobody's own, nor common
+  int64_t used_;
+  Mapping memory_;
+  std::vector<int32_t> free_;  // taken from the end
+  std::vector<Slots*> users_;
+};
+
 // By one thread at a time, but `part`, `lines` and `held`, which threads may ask of pinned items between `wait` and the
 // next `want`.
 class Slots {
  public:
   struct Stats {
     int64_t wanted, hits, bytes;  // items that were pinned; that needed no read; bytes read for the others
+    int64_t early;                // of the hits those that `fetch` has read since they were last pinned
   };
-  // parts: of each item, in any order; memory for `slots` items, at least one.
-  Slots(std::shared_ptr<Reads> reads, std::vector<Resting> parts, int64_t items, int64_t slots);
+  // parts: of each item, in any order; memory for `slots` items, at least one. memory: which has as many left, and as
+  // large ones; null: of its own.
+  Slots(std::shared_ptr<Reads> reads, std::vector<Resting> parts, int64_t items, int64_t slots,
+        std::shared_ptr<SlotMemory> memory = nullptr);
   ~Slots();  // waits for what is under way
   Slots(const Slots&) = delete;
   Slots& operator=(const Slots&) = delete;
@@ -49,6 +77,8 @@ class Slots {
   // does not answer, the slots stay taken until it does.
   void wait();
   void let_go();  // of all that is pinned
+  // The same, and common slots are free again: those of the least priority leave, whether they were there before or not.
+  void settle();
   // The same of one item that is pinned; others may be wanted meanwhile.
   void wait(int32_t item);
   bool arrived(int32_t item);  // whether `wait` would return, or fail, at once; ReadError as of it
@@ -59,23 +89,24 @@ class Slots {
   // Of an item that is pinned and was waited for.
   const uint8_t* part(int64_t item, size_t part) const;
   // The same to be written to: whoever does so says that the item is no longer as it was read.
-  uint8_t* own(int64_t item, size_t part) { return memory_.data() + place(slot_of_[(size_t)item], item, part); }
+  uint8_t* own(int64_t item, size_t part) {
+    return memory_->memory_.data() + place(slot_of_[(size_t)item], item, part);
+  }
   bool as_read(int64_t item) const { return as_read_[(size_t)item]; }
   void changed(int64_t item) { as_read_[(size_t)item] = 0; }
   // Where part 0 of each item lies, in units of 64 bytes from `memory`; of those that are not there, anywhere. Null if
   // parts 0 do not all begin such a unit: past the cache large parts lie in memory as they do in their file.
   const uint32_t* lines() const { return lines_.empty() ? nullptr : lines_.data(); }
-  const uint8_t* memory() const { return memory_.data(); }
+  const std::shared_ptr<SlotMemory>& shared() const { return memory_; }
+  const uint8_t* memory() const { return memory_->memory_.data(); }
 
   Stats stats() const { return stats_; }
-  // From now on only the first n slots, at least one, have items; the memory of the others is given back, and all are let
-  // go. Waits for what is being read: ReadError if the disk does not answer.
-  void use(int64_t n);
-  int64_t used() const { return used_; }
+  // Items that can be pinned at a time, as the common slots are.
+  int64_t most() const { return taken_ + available(); }
 
   void clear();  // the counts
   int64_t items() const { return (int64_t)slot_of_.size(); }
-  int64_t slots() const { return (int64_t)item_of_.size(); }
+  int64_t slots() const { return slots_; }  // its own
   int64_t slot_bytes() const { return slot_bytes_; }
   size_t parts() const { return parts_.size(); }
   int64_t before(size_t part) const { return parts_[part].before; }
@@ -83,12 +114,17 @@ class Slots {
   std::vector<float> priority;  // of the items: a policy sets it between steps
 
  private:
+  friend class SlotMemory;
   // Items that are being read, all begun together, and their slots.
   struct Coming {
     int64_t ticket;
     std::vector<int32_t> slots;
   };
-  int64_t lay_out(int64_t items, int64_t slots);
+  int64_t lay_out(int64_t items);
+  int64_t available() const;
+  int32_t take();
+  void drop(int32_t slot);
+  void leave(int64_t from);
   int64_t place_in_part(const Resting& part, int64_t item) const;
   int64_t place(int64_t slot, int64_t item, size_t part) const;
   void check_items(const int32_t* items, int64_t n) const;
@@ -110,11 +146,15 @@ class Slots {
   bool small_ = false;  // parts lie close together: read past the cache in place, they would leave much memory unused
   const int64_t slot_bytes_;
   int64_t item_bytes_ = 0;
-  Mapping memory_;
+  const int64_t slots_;
+  const std::shared_ptr<SlotMemory> memory_;
+  int64_t taken_ = 0;                       // slots with items
+  std::vector<int32_t> where_;              // of each slot with an item, its place in the memory
   std::vector<uint8_t> as_read_;            // items
+  std::vector<uint8_t> early_;              // items that `fetch` has read, and that were not pinned since
   std::vector<int32_t> slot_of_, item_of_;  // -1: none; of an item that is being read -2 - its slot
   std::vector<uint8_t> kept_;               // slots that are pinned, or not to be given to others now
-  std::vector<int32_t> pins_, free_;        // slots that are pinned; that have no item
+  std::vector<int32_t> pins_, free_;        // slots that are pinned; that have no item, nor memory
   std::vector<Coming> coming_;              // in the order in which they were begun
   std::exception_ptr error_;                // of reads that failed and whose items were pinned
   std::vector<uint32_t> lines_;
@@ -123,5 +163,4 @@ class Slots {
   std::vector<int32_t> kept_now_;  // slots of others that it names
   std::vector<uint64_t> victims_;  // ranks of those that they replace
   std::vector<Read> begun_;
-  int64_t used_ = slots();
 };

@@ -224,6 +224,11 @@ class CpuFfn:
             every.append(ways[min(larger)] if larger else "dense")
         self.op.set_ways(every)
 
+    def foresee(self, after: CpuFfn) -> None:
+        """Where both use predictors, small steps begin to read neurons of `after`, a further layer, that rest on disk:
+        those that its predictor selects of this one's input."""
+        self.op.foresee(after.op)
+
     def predict(self, on: bool) -> None:
         """Whether small steps use the predictor, if it has one; else those of bundles alone compute every gate."""
         if self._predictor is not None:

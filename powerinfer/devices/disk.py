@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,9 +33,11 @@ class OnDisk:
     them. experts, neurons: by layer the number of those in RAM, where the layer's rest on disk; of experts that a GPU
     has some of, beside those. direct: reads go past the system's cache; why: for people. policy: of `DISK_POLICIES`,
     says which experts stay; frequencies: of each layer's experts, the share of the tokens that select it, None: not
-    known. prefetch: experts are guessed a layer ahead, and read early. neuron_policy: says which neurons stay. lent: by
-    layer the number of neurons that RAM keeps while a prompt is computed, where it needs the memory of the others;
-    lends_window: whether neurons have the window's memory, too, since small steps need none.
+    known. prefetch: experts, and neurons that predictors select, are guessed a layer ahead, and read early.
+    neuron_policy: says which neurons stay. lent: by layer the number of neurons that RAM keeps while a prompt is
+    computed, where it needs the memory of the others; lends_window: whether neurons have the window's memory, too,
+    since small steps need none. common: for how many neurons RAM has room beside `neurons`, whichever layer needs it
+    for a while; all are in slots of `slot_bytes` then.
     """
 
     matrices: frozenset[str] = frozenset()
@@ -49,6 +52,8 @@ class OnDisk:
     neuron_policy: str = "lfu"
     lent: Mapping[int, int] = field(default_factory=dict)
     lends_window: bool = False
+    common: int = 0
+    slot_bytes: int = 0
 
     @property
     def anything(self) -> bool:
@@ -81,6 +86,8 @@ class DiskTier:
         self._read_apart = np.zeros(4)  # reads, bytes, seconds, and those of them that a step waited
         self.window = _native.Window(self.reads, about.window) if about.window else None
         self.slots: dict[int, _native.Slots] = {}  # of layers whose neurons are on disk
+        self._sums: dict[int, _native.NeuronSum] = {}  # likewise
+        self._rest: list[tuple[_native.Slots, NDArray[np.int32]]] = []  # neurons that are to be read at the start
         self._experts: dict[int, _native.Experts] = {}  # by layer
         self._residents = Residents(about.policy)  # experts in RAM
         self._neurons = Residents(about.neuron_policy)
@@ -156,26 +163,31 @@ class DiskTier:
         self._read_apart[:3] += len(each), sum(nbytes for *_, nbytes in each), time.perf_counter() - begun
         return [memory[first : first + nbytes] for first, (*_, nbytes) in zip(begin, each, strict=True)]
 
+    def neuron_memory(self, slots: int) -> _native.SlotMemory | None:
+        """Memory for so many neurons of all layers, and those that are common; None: each layer has its own."""
+        common = self.about.common
+        return _native.SlotMemory(slots + common, self.about.slot_bytes, common) if common else None
+
     def add_neurons(
-        self, layer: int, slots: _native.Slots, uses: NDArray[np.int32], frequency: NDArray[np.float64] | None
+        self, layer: int, slots: _native.Slots, neurons: _native.NeuronSum, frequency: NDArray[np.float64] | None
     ) -> None:
-        """The slots of a layer's neurons. uses: int32 [neurons], steps that used each; frequency: [neurons], the share
-        of the tokens that each fires for, None: not known. ModelError if those that fire most often cannot be read,
-        RequestError for a policy that lacks a profile."""
-        _add(self._neurons, uses, slots.priority, frequency)
-        self.slots[layer] = slots
+        """The neurons of a layer, and their slots; of those that fire most often it reads the ones that prompts leave,
+        and `fill` the others. frequency: [neurons], the share of the tokens that each fires for, None: not known.
+        ModelError if they cannot be read, RequestError for a policy that lacks a profile."""
+        _add(self._neurons, neurons.uses, slots.priority, frequency)
+        self.slots[layer], self._sums[layer] = slots, neurons
         if frequency is None:
             return
         hottest = np.argsort(-frequency, kind="stable")[: slots.slots].astype(np.int32)
-        kept = self.about.lent.get(layer, 0)  # the first slots, which prompts leave as they are
-        try:
-            for some in (hottest[:kept], hottest[kept:]):
-                slots.want(np.sort(some))
-            slots.wait()
-        except _native.ReadError as error:
-            raise ModelError(str(error)) from None
-        slots.let_go()
-        slots.clear()
+        kept = self.about.lent.get(layer, slots.slots)
+        _read(slots, hottest[:kept])
+        self._rest.append((slots, hottest[kept:]))
+
+    def fill(self) -> None:
+        """When all layers are there: read what is to be in memory besides. ModelError if it cannot be read."""
+        for slots, items in self._rest:
+            _read(slots, items)
+        self._rest.clear()
 
     def begin(self, tokens: int, forget: Callable[[], None]) -> None:
         """Before a step of that many tokens. What one that failed has used counts for nothing. forget: gives back the
@@ -195,8 +207,11 @@ class DiskTier:
             forget()
             if self.window is not None and self.about.lends_window:
                 self.window.forget()
+        kept: Counter[_native.SlotMemory] = Counter()
         for layer, slots in self.slots.items():
-            slots.use(self.about.lent[layer] if prompt else slots.slots)
+            kept[slots.memory] += self.about.lent[layer]
+        for memory, n in kept.items():
+            memory.use(n if prompt else memory.slots)
         self._in_prompt = prompt
 
     def observe(self, tokens: int) -> None:
@@ -211,7 +226,7 @@ class DiskTier:
         """What was read since the last `clear`, not while a step runs.
 
         mode; bytes; read_gb_s: while the disk was reading, None without reads; stall_seconds: that steps waited; of
-        neurons and experts wanted, how many RAM had: hit_rate, None where none is on disk; of experts read because they
+        neurons and experts wanted, how many RAM had: hit_rate, None where none is on disk; of those read because they
         were expected, how many were needed: guess_rate, None where none was; small_reads, joined_reads: reads of
         neurons, and in how many the disk read them, since neighbours are read at once.
         """
@@ -231,7 +246,7 @@ class DiskTier:
         """Since the last `clear`, not while a step runs.
 
         wanted: experts and neurons that steps used; hits: those of them that were in memory when the step began;
-        guessed: experts that were read because they were expected; right: those of them that were needed; reads, bytes:
+        guessed: those that were read because they were expected; right: those of them that were needed; reads, bytes:
         of everything that was read, the window's too; small: of the reads those of neurons that lie too closely to be
         read in place, joined: in how many the disk read them; waited: seconds in which steps waited for reads; active:
         seconds in which any was under way.
@@ -245,9 +260,8 @@ class DiskTier:
     def totals(self) -> dict[str, float]:
         """`counts` since the model was loaded."""
         read = self.reads.stats()
-        kept = [one.stats() for one in self.slots.values()] + [one.disk_counts() for one in self._experts.values()]
-        names = ("wanted", "hits", "guessed", "right")
-        items = {name: float(sum(one.get(name, 0) for one in kept)) for name in names}
+        kept = [one.disk_counts() for each in (self._sums, self._experts) for one in each.values()]
+        items = {name: float(sum(one[name] for one in kept)) for name in ("wanted", "hits", "guessed", "right")}
         of_reads = ("reads", "bytes", "small", "joined", "waited", "active")
         items |= {name: float(getattr(read, name)) for name in of_reads}
         for name, more in zip(("reads", "bytes", "active", "waited"), self._read_apart.tolist(), strict=True):
@@ -276,6 +290,17 @@ def _add(
         residents.add(uses, priority, frequency)
     except ValueError as error:
         raise RequestError(f"{error}: run `powerinfer profile`, or choose another --disk-policy") from None
+
+
+def _read(slots: _native.Slots, items: NDArray[np.int32]) -> None:
+    """Into memory, which has room for them."""
+    try:
+        slots.want(np.sort(items))
+        slots.wait()
+    except _native.ReadError as error:
+        raise ModelError(str(error)) from None
+    slots.let_go()
+    slots.clear()
 
 
 Reads = _native.Reads

@@ -25,12 +25,19 @@ class NeuronSlots:
 
 
 def neuron_slots(
-    disk: DiskTier, layer: int, layout: BundleLayout, groups: Bytes, neurons: int, *, least: int, whole: bool
+    disk: DiskTier,
+    layout: BundleLayout,
+    groups: Bytes,
+    neurons: int,
+    slots: int,
+    *,
+    whole: bool,
+    memory: _native.SlotMemory | None = None,
 ) -> NeuronSlots:
-    """Memory for those neurons of a layer that RAM is to hold, or for `least`.
+    """Memory for so many neurons of a layer.
 
     groups: uint8 [groups, layout.group_bytes] in a file of the tier. whole: all rows are read; else a matrix has
-    those of gate, or of up where there is no gate.
+    those of gate, or of up where there is no gate. memory: None: of its own.
     """
     place = disk.place(groups)
     assert place is not None
@@ -39,6 +46,11 @@ def neuron_slots(
     part = _native.Resting(
         file, offset + left_out, layout.pitch - left_out, layout.pitch, BUNDLE_GROUP, layout.group_bytes
     )
-    slots = _native.Slots(disk.reads, [part], neurons, min(neurons, max(disk.about.neurons[layer], least)))
     shared = groups[:, BUNDLE_GROUP * layout.pitch :].copy() if layout.shared_bytes else None
-    return NeuronSlots(slots, layout, left_out, shared)
+    of_layer = _native.Slots(disk.reads, [part], neurons, slots, memory)
+    return NeuronSlots(of_layer, layout, left_out, shared)
+
+
+def n_slots(disk: DiskTier, layer: int, neurons: int, least: int) -> int:
+    """How many neurons of a layer RAM is to hold, `least` of them at least."""
+    return min(neurons, max(disk.about.neurons[layer], least))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from powerinfer.config import FfnConfig
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.disk import DiskTier
-from powerinfer.devices.disk_neurons import neuron_slots
+from powerinfer.devices.disk_neurons import n_slots, neuron_slots
 from powerinfer.devices.stage import BESIDE, Stage
 from powerinfer.formats.bundle_memory import SomeBundles, cuts, gather, own_pages, some_bytes
 from powerinfer.formats.quant import Float32
@@ -165,7 +165,8 @@ class RestingPart:
         self._groups = groups
         self._frequency = frequency
         n = cpu.config.ffn_sizes[layer]
-        own = neuron_slots(disk, layer, layout, groups, n, least=cpu.parts.least_slots(n), whole=True)
+        slots = n_slots(disk, layer, n, cpu.parts.least_slots(n))
+        own = neuron_slots(disk, layout, groups, n, slots, whole=True)
         self._slots = own.slots
         self._neurons = cpu.parts.resting(layer, own, vectors, threshold, count_fired=True)
 
@@ -185,7 +186,7 @@ class RestingPart:
         if self._frequency is not None:
             cold = np.zeros_like(self._frequency)
             cold[self.index] = self._frequency[self.index]
-        self._disk.add_neurons(self._layer, self._slots, self._neurons.uses, cold)
+        self._disk.add_neurons(self._layer, self._slots, self._neurons, cold)
 
     def sum(self, x: Float32, selected: NDArray[np.uint8] | None, out: Float32) -> bool:
         """As of `CpuPart`. ModelError if neurons cannot be read: then out is void."""

@@ -61,6 +61,14 @@ APART = 32 << 10
 """Bytes in order that a disk reads in the time that a small read takes beyond its own: about 10 us at 3 GB/s."""
 
 
+COMMON = 16
+"""Of the slots for neurons one in so many is common to all layers: while a layer is computed it has more than its own,
+for those that it reads and that fire too rarely to stay."""
+
+MOST = 8
+"""At most a layer's neurons divided by this are common."""
+
+
 CLEARLY = 1.25
 """As many times as much must be read for single neurons as for dense matrices, which take longer to compute, to prefer
 these."""
@@ -238,17 +246,20 @@ def plan_disk(
     in_slots = _share(least, slot, most, free_bytes)
     free_bytes -= sum((in_slots[layer] - least[layer]) * slot[layer] for layer in experts)
     for_neurons = free_bytes + lent(streamed)
+    common, slot_size = (0, 0) if first else _common(neurons, for_neurons)
+    for_neurons -= common * slot_size
     if hottest:
         of_neurons = hottest.slots(for_neurons)
     else:
         of_neurons = {layer: one.slots(for_neurons // len(neurons)) for layer, one in neurons.items()}
     in_prompts = _fewer(neurons, of_neurons, free_bytes)
+    beyond = common * slot_size + sum((of_neurons[layer] - one.fewest) * one.slot for layer, one in neurons.items())
     for unit in rest:
         kept[unit.use] += unit.held
     held |= {use: kept[use] for use in ("attention", "panels", "head")}
     held["window"] = window
     held["experts"] = beside - moving + sum(in_slots[layer] * slot[layer] for layer in experts)
-    held["ffn"] = sum(one.least + (in_prompts[layer] - one.fewest) * one.slot for layer, one in neurons.items())
+    held["ffn"] = sum(one.least for one in neurons.values()) + min(beyond, free_bytes)
     resting = Counter({"embedding": table})
     for unit in prompts + streamed:
         resting[unit.use] += unit.read
@@ -256,8 +267,10 @@ def plan_disk(
         resting["experts"] += sum(one.file // model.n_experts[layer] * most[layer] for one in matrices)
     resting["ffn"] = sum(model.bundles[layer].pitch * one.n for layer, one in neurons.items())
     names = frozenset(name for unit in prompts + streamed for name in unit.names)
-    lends = in_prompts if in_prompts != of_neurons else {}
-    about = OnDisk(names, window, in_slots, of_neurons, lent=lends, lends_window=not streamed)
+    lends = in_prompts if beyond > free_bytes else {}
+    about = OnDisk(
+        names, window, in_slots, of_neurons, lent=lends, lends_window=not streamed, common=common, slot_bytes=slot_size
+    )
     every = sum(unit.read for unit in streamed)
     reading = None if neurons and not hottest else every + (hottest.read(for_neurons) if hottest else 0)
     return DiskPlan(about, held, every, {use: n for use, n in resting.items() if n}, reading)
@@ -344,6 +357,19 @@ def _fewer(neurons: Mapping[int, _Neurons], slots: Mapping[int, int], nbytes: in
     every = sum((slots[layer] - one.fewest) * one.slot for layer, one in neurons.items())
     share = min(1.0, nbytes / every) if every else 1.0
     return {layer: one.fewest + int(share * (slots[layer] - one.fewest)) for layer, one in neurons.items()}
+
+
+def _common(neurons: Mapping[int, _Neurons], nbytes: int) -> tuple[int, int]:
+    """(slots that are common to all layers, bytes of a slot), with so many bytes beyond the fewest. None are where
+    bundles differ or are so large that they are read in place (csrc/slots.cpp), nor of one layer."""
+    sizes = {one.slot for one in neurons.values()}
+    slot = max(sizes, default=0)
+    if len(neurons) < 2 or len(sizes) > 1 or slot_bytes(slot) != slot:
+        return 0, 0
+    beyond = max(0, nbytes) // slot
+    every = beyond + sum(one.fewest for one in neurons.values())
+    n = min(beyond, every // COMMON, max(one.n for one in neurons.values()) // MOST)
+    return (n, slot) if n else (0, 0)
 
 
 def _decoded(unit: Unit, neurons: Mapping[int, _Neurons]) -> Unit:

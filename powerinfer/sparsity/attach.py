@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import EngineConfig
@@ -220,7 +221,7 @@ def _attach_resting(
 ) -> Sparsity:
     """The same of a model of which a part stays on disk: neurons of the layers that it says. Nothing is tried: in small
     steps these use the selector, since dense ones read whole matrices."""
-    from powerinfer.devices.disk_neurons import neuron_slots
+    from powerinfer.devices.disk_neurons import n_slots, neuron_slots
     from powerinfer.formats.prepared import PROFILE, PreparedFile
     from powerinfer.formats.profile_file import open_profile
     from powerinfer.sparsity.trial import apply, forced
@@ -230,15 +231,22 @@ def _attach_resting(
     profiled = PreparedFile(PROFILE, checkpoint, engine.prepared).exists()
     profile = open_profile(checkpoint, engine.prepared) if profiled else None
     bundles.file.check()
-    for done, layer in enumerate(disk.about.neurons):
+    all_neurons = {layer: executor.ffns[layer].neurons for layer in disk.about.neurons}
+    slots = {layer: n_slots(disk, layer, n, executor.parts.least_slots(n)) for layer, n in all_neurons.items()}
+    memory = disk.neuron_memory(sum(slots.values()))
+    for done, layer in enumerate(slots):
         ffn, layout, groups = executor.ffns[layer], bundles.layouts[layer], bundles.layers[layer]
         predictor = None if selection.predictors is None else selection.predictors(layer)
-        least = executor.parts.least_slots(ffn.neurons)
-        own = neuron_slots(disk, layer, layout, groups, ffn.neurons, least=least, whole=predictor is not None)
+        whole = predictor is not None
+        own = neuron_slots(disk, layout, groups, all_neurons[layer], slots[layer], whole=whole, memory=memory)
         bundles.file.release(groups)
         neurons = ffn.add_resting(own, threshold=selection.threshold(layer), predictor=predictor)
-        disk.add_neurons(layer, own.slots, neurons.uses, None if profile is None else profile.fraction(layer))
-        progress("loading neurons", done + 1, len(disk.about.neurons))
+        disk.add_neurons(layer, own.slots, neurons, None if profile is None else profile.fraction(layer))
+        progress("loading neurons", done + 1, len(slots))
+    disk.fill()
+    if name == "predicted" and disk.about.prefetch and disk.reads.direct:
+        for layer, after in pairwise(disk.about.neurons):
+            executor.ffns[layer].foresee(executor.ffns[after])
     way: Way = "predicted" if name == "predicted" else "exact"
     rests = [layer in disk.about.neurons for layer in range(layers)]
     sizes = (1, executor.neuron_tokens)
