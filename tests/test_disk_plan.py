@@ -95,9 +95,10 @@ def test_what_is_guessed_is_read_while_the_operator_before_computes() -> None:
 def test_some_memory_for_neurons_is_common(monkeypatch: pytest.MonkeyPatch) -> None:
     model = shape_subject("llama-7b", "q4_0", "predicted").model
     profile = profile_for(model.config.ffn_sizes)
+    work, n = Workload("f16", 1024, 512, selector="predicted"), max(model.config.ffn_sizes)
     for ram in (2 * GIB, 5 * GIB // 2, 3 * GIB):
-        plan, work = planned(model, ram, "predicted")
-        about, n = plan.about, max(model.config.ffn_sizes)
+        plan = plan_disk(model, work, ram, HIGH.cpu.threads, True, profile=profile)
+        about = plan.about
         assert about.slot_bytes == model.bundles[0].pitch
         slots = sum(about.neurons.values()) + about.common
         if min(about.neurons.values()) > max(n // disk.FEWEST, disk.LEAST * HIGH.cpu.threads):
