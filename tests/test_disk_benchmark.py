@@ -117,8 +117,8 @@ def test_jobs_tables_and_plots(
     reads = table.reads_table(document)
     assert reads is not None
     assert reads.splitlines()[2:] == [
-        "| dense | | | | | | 5.00 | | |",
-        "| experts | 125 | 2.00 | 25 % | 75 % | 75 % | 5.00 | 1.20 | 97 % |",
+        "| dense | | | | | | | 5.00 | | |",
+        "| experts | 125 | 2.00 | 25 % | 75 % | 75 % | 75 % | 5.00 | 1.20 | 97 % |",
     ]
     jobs["powerinfer/experts/0.5/1"]["disturbed"] = True
     assert "decode of 32 | 6.00* | 10.0 |" in table.speed_table(document)
@@ -132,6 +132,15 @@ def test_jobs_tables_and_plots(
     assert {path.name for path in (tmp_path / "img").iterdir()} == {"disk-speed.svg", "disk-hits.svg"}
 
 
+def test_what_can_be_hidden() -> None:
+    """Of ten tokens in two seconds the disk reads for 1.6: where steps wait for 1.2 of these they compute for 0.8."""
+    disk = {"bytes": 3.2e9, "bytes_per_token": 3.2e8, "read_gb_s": 2.0}
+    for waited, hidden, overlap in ((1.2, 0.25, 0.5), (0.8, 0.5, 0.5 * 1.6 / 1.2), (0.2, 0.875, 0.875)):
+        run = {"decode_tok_s": 5.0, "disk": disk | {"stall_seconds": waited}}
+        assert table.hidden(run) == pytest.approx(hidden) and table.overlap(run) == pytest.approx(overlap)
+    assert table.overlap({"decode_tok_s": 5.0, "disk": disk | {"read_gb_s": None}}) is None
+
+
 def test_both_selectors_of_a_model_with_predictors(measured: Callable[..., dict[str, Any]]) -> None:
     document = measured("--names", "relu", "--rounds", 1, "--sweep")
     jobs = document["jobs"]
@@ -142,8 +151,8 @@ def test_both_selectors_of_a_model_with_predictors(measured: Callable[..., dict[
     text = table.neurons_table(document, document)
     assert "llama.cpp's 2.00 of this run" in text
     assert text.splitlines()[4:] == [
-        "| `auto`, which is `exact` | 6.00* | 10.0* | 60 % | 125 | 100 | 75 % | 75 % | 5.00 | 3.0 |",
-        "| `predicted` | 12.0* | 16.0* | 75 % | 125 | 100 | 75 % | 75 % | 5.00 | 6.0 |",
+        "| `auto`, which is `exact` | 6.00* | 10.0* | 60 % | 125 | 100 | 75 % | 75 % | 75 % | 5.00 | 3.0 |",
+        "| `predicted` | 12.0* | 16.0* | 75 % | 125 | 100 | 75 % | 75 % | 75 % | 5.00 | 6.0 |",
     ]
     jobs["predicted/relu/0.5/0"] = {"error": "it has failed"}
     text = table.neurons_table(document, None)

@@ -8,6 +8,7 @@ policy; drawing them needs matplotlib, of the `bench` extra.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from statistics import median
 from typing import Any
 
@@ -24,6 +25,7 @@ LABELS = {
     "relu": "dReLU, 10 % of the neurons active (Bamboo-7B's layers)",
     "experts": "128 experts, 8 a token (Qwen3-30B-A3B's layers)",
 }
+FIGURES = ("hit_rate", "hidden", "overlap")
 COUNTED = 3  # rounds from which on a median is not marked
 
 
@@ -62,19 +64,28 @@ def disk_rates(document: dict[str, Any], name: str) -> tuple[float, dict[str, fl
 
 def of_disk(runs: Runs, figure: str) -> float | None:
     """The median of a figure of the reads while it decoded; None without any."""
-    if figure == "hidden":
-        values = [hidden(one["disk"]) for one in runs.rounds if one is not None and one.get("disk")]
-    else:
-        values = [one["disk"].get(figure) for one in runs.rounds if one is not None and one.get("disk")]
+    of_run = {"hidden": hidden, "overlap": overlap}.get(figure, lambda one: one["disk"].get(figure))
+    values = [of_run(one) for one in runs.rounds if one is not None and one.get("disk")]
     known = [value for value in values if value is not None]
     return median(known) if known else None
 
 
-def hidden(disk: dict[str, Any]) -> float | None:
+def hidden(run: dict[str, Any]) -> float | None:
     """Of the time in which the disk read, the share in which no step waited."""
+    disk = run["disk"]
     if not disk["read_gb_s"]:
         return None
-    return 1 - disk["stall_seconds"] / (disk["bytes"] / disk["read_gb_s"] / 1e9)
+    return float(1 - disk["stall_seconds"] / (disk["bytes"] / disk["read_gb_s"] / 1e9))
+
+
+def overlap(run: dict[str, Any]) -> float | None:
+    """The same by how much could be: all of the reading, or, where that takes longer, as long as steps compute."""
+    disk, share = run["disk"], hidden(run)
+    if share is None:
+        return None
+    reading = disk["bytes"] / disk["read_gb_s"] / 1e9
+    computing = disk["bytes"] / disk["bytes_per_token"] / run[DECODE] - disk["stall_seconds"]
+    return float(share * max(1.0, reading / computing))
 
 
 def share_of_sequential(document: dict[str, Any], name: str, runs: Runs) -> float | None:
@@ -156,7 +167,7 @@ def reads_table(document: dict[str, Any]) -> str | None:
     """What decoding read; None where nothing has been measured that reads."""
     share = document["settings"]["share"]
     heads = ["", "read a token, MB", "GB/s while reading", "of the disk's rate in order", "hits", "reading hidden"]
-    lines = header(*heads, "plan, tokens/s", "measured by plan", "peak memory by `--ram`", numbers=True)
+    lines = header(*heads, "of what could be", "plan, tokens/s", "measured by plan", "peak memory by `--ram`", numbers=True)
     any_reads = False
     for name in names(document):
         runs = runs_of(document, OURS, name, share)
@@ -166,7 +177,7 @@ def reads_table(document: dict[str, Any]) -> str | None:
         speed = middle(runs, DECODE)
         cells = ["" if read is None else f"{read / 1e6:.0f}", "" if rate is None else f"{rate:.2f}"]
         cells.append(percent(share_of_sequential(document, name, runs), 0))
-        cells += [percent(of_disk(runs, figure), 0) for figure in ("hit_rate", "hidden")]
+        cells += [percent(of_disk(runs, figure), 0) for figure in FIGURES]
         cells += ["" if plan is None else f"{plan:.2f}", f"{speed / plan:.2f}" if plan and speed else ""]
         lines.append(row(name, *cells, percent(peak_share(runs), 0)))
     return "\n".join([*lines, ""]) if any_reads else None
@@ -176,7 +187,7 @@ def neurons_table(document: dict[str, Any], peers: dict[str, Any] | None) -> str
     """How a model with predictors decodes, by selector. peers: of this or another run, the speed of llama.cpp."""
     share = document["settings"]["share"]
     heads = ["decode", "from disk", "all in RAM", "of it", "read a token, MB", "in reads", "hits", "reading hidden"]
-    lines = header(*heads, "plan, tokens/s", "by llama.cpp, mmap", numbers=True)
+    lines = header(*heads, "of what could be", "plan, tokens/s", "by llama.cpp, mmap", numbers=True)
     name, theirs = "relu", None if peers is None else middle(runs_of(peers, PEER, "relu", share), DECODE)
     rounds = max(rounds_of(document, name, share), rounds_of(document, name, None))
     of_limited = {}
@@ -190,7 +201,7 @@ def neurons_table(document: dict[str, Any], peers: dict[str, Any] | None) -> str
         read, reads = of_disk(ours, "bytes_per_token"), of_disk(ours, "joined_reads")
         tokens = document["settings"]["gen_tokens"]
         cells += ["" if read is None else f"{read / 1e6:.0f}", "" if reads is None else f"{reads / tokens:.0f}"]
-        cells += [percent(of_disk(ours, figure), 0) for figure in ("hit_rate", "hidden")]
+        cells += [percent(of_disk(ours, figure), 0) for figure in FIGURES]
         predicted = document["jobs"].get(f"{plan}/{name}/{share:g}", {}).get(DECODE)
         cells += ["" if predicted is None else f"{predicted:.2f}", f"{speed / theirs:.1f}" if speed and theirs else ""]
         lines.append(row(label, *cells))
@@ -275,22 +286,27 @@ def _draw_speeds(axis: Any, document: dict[str, Any], name: str) -> None:
     axis.grid(alpha=0.3, which="both")
 
 
-def latest(engine: str) -> dict[str, Any] | None:
-    """The newest result in which an engine was measured."""
-    found = (one for one in reversed(of_kind("disk")) if any(key.startswith(f"{engine}/") for key in one["jobs"]))
-    return next(found, None)
+def measured(document: dict[str, Any], engine: str, names: Collection[str]) -> bool:
+    """Whether an engine was measured with all of these models."""
+    return all(any(key.startswith(f"{engine}/{name}/") for key in document["jobs"]) for name in names)
+
+
+def latest(engine: str, names: Collection[str]) -> dict[str, Any] | None:
+    """The newest result in which an engine was measured with all of these models."""
+    return next((one for one in reversed(of_kind("disk")) if measured(one, engine, names)), None)
 
 
 def tables() -> dict[str, str | None]:
-    document, neurons = latest(PEER), latest(PREDICTED)
+    document, neurons = latest(PEER, LABELS), latest(PREDICTED, ["relu"])
+    peers = neurons if neurons is not None and measured(neurons, PEER, ["relu"]) else document
     return {
         "disk speed": None if document is None else speed_table(document),
         "disk reads": None if document is None else reads_table(document),
-        "disk neurons": None if neurons is None else neurons_table(neurons, document),
+        "disk neurons": None if neurons is None else neurons_table(neurons, peers),
     }
 
 
 if __name__ == "__main__":
     write_tables(__doc__, PAGE, tables)
-    if result := latest(PEER):
+    if result := latest(PEER, LABELS):
         draw(result)
