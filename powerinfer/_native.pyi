@@ -146,8 +146,8 @@ class Resting:
 
 class SlotMemory:
     """
-    Memory for slots of equal size, which several `Slots` may share: each has its own number of them, and of the rest,
-    `common`, whichever needs more for a while. For one thread at a time.
+    Memory for slots of equal size, which several `Slots` may share: each has its own number of
+    them, and of the rest, `common`, whichever needs more for a while. For one thread at a time.
     """
 
     def __init__(self, slots: int, slot_bytes: int, common: int = 0) -> None: ...
@@ -164,8 +164,8 @@ class Slots:
     """
     Items of equal size that rest on disk, and memory for some of them. For one thread at a time.
 
-    parts: of each item. What has least `priority` is replaced first, of equals the lowest item. memory: which has as
-    many slots left, and as large ones; None: of its own.
+    parts: of each item. What has least `priority` is replaced first, of equals the lowest item.
+    memory: which has as many slots left, and as large ones; None: of its own.
     """
 
     def __init__(
@@ -208,8 +208,8 @@ class Slots:
 
     def stats(self) -> dict[str, int]:
         """
-        wanted: items that were pinned; hits: of those, that needed no read; bytes: read for the others; early: of the
-        hits those that `fetch` has read since they were last pinned.
+        wanted: items that were pinned; hits: of those, that needed no read; bytes: read for the others; early: of
+        the hits those that `fetch` has read since they were last pinned, and since `settle`.
         """
 
     def clear(self) -> None:

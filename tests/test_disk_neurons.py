@@ -19,7 +19,7 @@ from sparse_models import give_profile, predictors_of, some_neurons, tiny_llama
 
 from powerinfer import ModelError, RequestError, _native
 from powerinfer.config import EngineConfig
-from powerinfer.devices.batch import Batch
+from powerinfer.devices.batch import Batch, StoppedError
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.disk import DiskTier, OnDisk
 from powerinfer.devices.disk_policy import DISK_POLICIES
@@ -229,12 +229,35 @@ def test_neurons_of_the_next_layer_are_read_early(tmp_path: Path) -> None:
     assert counts["hits"] == first["hits"] + second["hits"] - second["early"]
 
 
-@pytest.mark.parametrize("selector", ["exact", "predicted"])
-def test_what_is_in_the_systems_cache_is_not_read_early(selector: str, tmp_path: Path) -> None:
-    """It is copied there and then, which nothing hides; and `exact` selects by gates, which nothing foretells."""
-    own = opened(model(tmp_path), selector, NEURONS // 2, direct=selector == "exact")
+def test_what_is_in_the_systems_cache_is_not_read_early(tmp_path: Path) -> None:
+    """It is copied there and then, which nothing hides."""
+    own = opened(model(tmp_path), "predicted", NEURONS // 2, direct=False)
     answers(own.executor)
     assert own.tier.counts()["guessed"] == 0
+
+
+def test_where_a_layer_has_all_of_its_neurons_nothing_is_guessed(tmp_path: Path) -> None:
+    own = opened(model(tmp_path), "predicted", NEURONS)
+    answers(own.executor)
+    assert own.tier.counts()["guessed"] == 0 < own.tier.counts()["wanted"]
+
+
+def test_guesses_for_a_layer_that_a_step_does_not_reach_are_forgotten(tmp_path: Path) -> None:
+    path = model(tmp_path)
+    expected = answers(in_memory(path, "predicted"))
+    own = opened(path, "predicted", FEWEST, common=64)
+    executor, second = own.executor, own.tier.slots[1]
+    single = next(batch for batch in steps(executor.config.vocab_size) if len(batch.tokens) == 1)
+    begin = executor.ffns[0].op.number + 1
+    executor._make_room(single)
+    executor._run(single, 0, begin)
+    if own.tier.reads.direct:
+        assert np.isinf(second.priority).any(), "they stay until they are needed"
+    with pytest.raises(StoppedError):
+        executor._run(replace(single, stop=np.ones(1, np.int32)), begin, executor.operators)
+    assert np.isfinite(second.priority).all()
+    check_same(executor, expected)
+    assert sum(map(second.held, range(NEURONS))) <= FEWEST
 
 
 def test_where_the_disk_is_silent_the_step_behind_a_prompt_fails_at_once(tmp_path: Path) -> None:
@@ -348,6 +371,25 @@ def test_a_slow_disk_changes_nothing(tmp_path: Path) -> None:
     check_same(own.executor, expected)
     report = own.tier.report()
     assert report["stall_seconds"] > 0 and 0 < report["hit_rate"] < 1 and report["bytes"] > 0
+
+
+@pytest.mark.parametrize("at", range(100, 900, 37))
+def test_guesses_that_cannot_be_read_are_read_again(at: int, tmp_path: Path) -> None:
+    """A step fails by what it needs, and by nothing that it was only expected to need."""
+    path = model(tmp_path)
+    whole = in_memory(path, "predicted")
+    own = opened(path, "predicted", FEWEST, True, common=96, fail_at=at, failures=1, error=errno.EIO)
+    failed = 0
+    for batch in steps(whole.config.vocab_size):
+        right = whole.forward(batch).copy()
+        try:
+            found = own.executor.forward(batch).copy()
+        except ModelError:
+            failed += 1
+            found = own.executor.forward(batch).copy()
+        assert np.array_equal(found, right)
+        assert all(np.isfinite(slots.priority).all() for slots in own.tier.slots.values())
+    assert failed <= 1
 
 
 @pytest.mark.parametrize("selector", ["exact", "predicted"])

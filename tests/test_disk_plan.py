@@ -120,9 +120,10 @@ def test_bundles_that_do_not_go_together_share_no_memory() -> None:
     sizes = [replace(one, down_bytes=one.down_bytes + 64 * (at % 2)) for at, one in enumerate(model.bundles)]
     plan, _ = planned(replace(model, bundles=sizes), 5 * GIB // 2, "predicted")
     assert plan.about.neurons and plan.about.common == 0
-    large = replace(model, bundles=[replace(one, down_bytes=1 << 16) for one in model.bundles])
-    plan, _ = planned(large, 5 * GIB // 2, "predicted")
-    assert plan.about.neurons and plan.about.common == 0
+    for nbytes in (1 << 16, 4096):  # larger ones; of 2,048 numbers in F16: a whole number of blocks, read in place
+        rows = [replace(one, gate_bytes=4096, down_bytes=nbytes) for one in model.bundles]
+        plan, _ = planned(replace(model, bundles=rows), 3 * GIB, "predicted")
+        assert plan.about.neurons and plan.about.common == 0
 
 
 def planned(model: Model, ram: int, selector: str = "all") -> tuple[disk.DiskPlan, Workload]:

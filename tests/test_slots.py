@@ -62,7 +62,7 @@ class Model:
         self.priority = np.zeros(ITEMS, np.float32)
         self.held: set[int] = set()
         self.pinned: set[int] = set()
-        self.fetched: set[int] = set()  # and not pinned since
+        self.fetched: set[int] = set()  # and not pinned since, nor settled
         self.wanted = self.hits = self.misses = self.early = 0
 
     @property
@@ -112,6 +112,7 @@ class Model:
 
     def settle(self) -> None:
         self.pinned.clear()
+        self.fetched.clear()
         self.held -= set(self.least(set())[: max(0, len(self.held) - self.slots)])
 
 
@@ -214,6 +215,31 @@ def test_less_of_shared_memory(tmp_path: Path) -> None:
         check_bytes(second, layout, data, item)
     del first
     assert make(open_reads([tmp_path / "a"], "threads"), layout, 8, memory).want(array(range(8))) == 8
+
+
+def test_shared_memory_while_items_are_being_read(tmp_path: Path) -> None:
+    data, layout = random_file(tmp_path / "a", SIZE), LAYOUTS["one part"]
+    reads = Reads([(str(tmp_path / "a"), SIZE)], False, latency=1e-3)
+    memory = SlotMemory(12, 512, 4)
+    first, second = (make(reads, layout, 4, memory) for _ in range(2))
+    assert first.fetch(array(range(20))) == 8
+    first.settle()
+    assert second.want(array([30, 31, 32, 33, 34])) == 4, "what is being read stays where it is"
+    second.wait()
+    second.settle()
+    settle(first, range(8))
+    first.settle()
+    assert [item for item in range(ITEMS) if first.held(item)] == [4, 5, 6, 7], "of equals the lowest leave"
+    assert second.want(array(range(10, 20))) == 8
+    del second  # which waits for its reads
+    other = make(reads, layout, 4, memory)
+    assert other.want(array(range(10, 20))) == 8
+    memory.use(6)  # which waits, too
+    assert sum(one.held(item) for one in (first, other) for item in range(ITEMS)) <= 6
+    for one in first, other:
+        for item in range(ITEMS):
+            if one.held(item):
+                check_bytes(one, layout, data, item)
 
 
 def test_memory_of_another_size_is_refused(tmp_path: Path) -> None:

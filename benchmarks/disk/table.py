@@ -167,7 +167,8 @@ def reads_table(document: dict[str, Any]) -> str | None:
     """What decoding read; None where nothing has been measured that reads."""
     share = document["settings"]["share"]
     heads = ["", "read a token, MB", "GB/s while reading", "of the disk's rate in order", "hits", "reading hidden"]
-    lines = header(*heads, "of what could be", "plan, tokens/s", "measured by plan", "peak memory by `--ram`", numbers=True)
+    heads += ["of what could be", "plan, tokens/s", "measured by plan", "peak memory by `--ram`"]
+    lines = header(*heads, numbers=True)
     any_reads = False
     for name in names(document):
         runs = runs_of(document, OURS, name, share)

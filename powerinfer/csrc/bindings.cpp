@@ -1542,7 +1542,7 @@ void bind_slots(nb::module_& m) {
             return Counts{{"wanted", s.wanted}, {"hits", s.hits}, {"bytes", s.bytes}, {"early", s.early}};
           },
           "wanted: items that were pinned; hits: of those, that needed no read; bytes: read for the others; early: of\n"
-          "the hits those that `fetch` has read since they were last pinned.")
+          "the hits those that `fetch` has read since they were last pinned, and since `settle`.")
       .def("clear", &Slots::clear, "Reset the counters.")
       .def_prop_ro("memory", &Slots::shared)
       .def_prop_ro("items", &Slots::items)

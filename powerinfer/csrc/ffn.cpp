@@ -125,19 +125,22 @@ Way Ffn::way(const Program& p, int64_t tokens) const {
 }
 
 void Ffn::foresee(std::shared_ptr<Ffn> after) {
+  check(after->workspace_ == workspace_, "the layers are of different programs");
   workspace_->pool->between_jobs([&] { after_ = std::move(after); });
 }
 
 NeuronSum::Ahead Ffn::ahead(const Program& p, int64_t tokens) const {
   if (!after_ || !after_->bundled_ || after_->way(p, tokens) != WAY_PREDICTED) return {};
-  const Guesses* const guesses = after_->bundled_->guesses.get();
-  return guesses && guesses->worth() ? NeuronSum::Ahead{after_->bundled_.get(), after_->predictor_.get()}
-                                     : NeuronSum::Ahead{};
+  NeuronSum& other = *after_->bundled_;
+  if (other.bundles->up.k != bundled_->bundles->up.k || !other.guesses || !other.guesses->worth()) return {};
+  return {&other, after_->predictor_.get()};
 }
 
-// What was read early was for another step.
+// What was guessed for this layer counts no more.
 void Ffn::skip() {
-  if (bundled_ && bundled_->guesses) bundled_->guesses->end();
+  if (!bundled_ || !bundled_->guesses) return;
+  bundled_->guesses->end();
+  bundled_->bundles->slots->settle();
 }
 
 void Ffn::run(Thread& t, const Step& step) {

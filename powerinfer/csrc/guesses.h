@@ -7,7 +7,7 @@
 
 #include "slots.h"
 
-// By thread 0 of a job, but the constructor and `stats`.
+// By thread 0 of a job, or between jobs; but `worth` by all threads, while none expects or judges.
 class Guesses {
  public:
   struct Stats {
@@ -18,9 +18,10 @@ class Guesses {
 
   // Begins to read items that the step is to need, one of them perhaps repeatedly, in place of those that matter least.
   void expect(const int32_t* items, int64_t n);
-  // Whether what was expected of late was needed at least every other time: a read in vain delays others by as much as one
-  // in time saves. Where it was not, it is tried again after some steps.
-  bool worth() const { return judged_ < enough_ || 2 * found_ >= judged_; }
+  // Whether anything may be lacking, and what was expected of late was needed at least every other time: a read in vain
+  // delays others by as much as one in time saves. Where it was not, it is tried again after some steps.
+  bool worth() const { return slots_->slots() < slots_->items() && (judged_ < enough_ || 2 * found_ >= judged_); }
+  bool expects() const { return !raised_.empty(); }
   // The step is about to take what it needs. needs(item) says whether an item is among it. Nothing is expected any more.
   // Returns how many items it needs of those that were read early and are there.
   template <class F>

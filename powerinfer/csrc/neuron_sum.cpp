@@ -199,6 +199,7 @@ void NeuronSum::add_from_disk(int thread, const Piece& piece, const PiActs* acts
 
 // Which of the guessed neurons the step needs: those that any thread has taken.
 void NeuronSum::judge_guesses() {
+  if (!guesses->expects()) return;
   NeuronLists& lists = workspace->lists();
   std::vector<uint8_t> taken((size_t)bundles->neurons);
   for (const NeuronLists::Share& share : lists.shares)

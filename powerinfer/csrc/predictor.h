@@ -21,8 +21,8 @@ class Predictor {
   const PiActs* hide(int thread, Workspace& w, const Rows& x) const;
   // z of candidates exceeds it.
   float limit() const { return above_; }
-  // The candidates of x, which is not the layer's own input but near to it: listed as by `select`, with z; the counts of
-  // the lists stay as they are. Ends with a barrier.
+  // The candidates of x, which is not the layer's own input but near to it, without a floor: listed, with z, as by
+  // `select`, but the counts of the lists stay as they are. Ends with a barrier.
   void foresee(int thread, Workspace& w, const Rows& x) const;
   // Sets `selected_by` of n neurons to the tokens for which each is a candidate.
   void mark(NeuronLists& lists, const int32_t* of, int64_t n, int64_t tokens) const;

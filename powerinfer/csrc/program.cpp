@@ -192,8 +192,8 @@ bool Program::run(const Step& step, size_t first, size_t last) {
   workspace->pool->run(prepare, job);
   failure.swap(failure_);
   if (window_) window_->end();
-  if (!failure.empty()) throw ReadError(failure);
   for (size_t i = end; i < last; i++) ops_[i]->skip();
+  if (!failure.empty()) throw ReadError(failure);
   return end == last;
 }
 

@@ -192,6 +192,7 @@ void Slots::settle() {
   let_go();
   choose_victims(taken_ - slots_);
   for (const uint64_t rank : victims_) drop(slot_of_[(size_t)(uint32_t)rank]);
+  std::fill(early_.begin(), early_.end(), (uint8_t)0);
 }
 
 // Slots that are pinned.

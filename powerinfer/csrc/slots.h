@@ -56,7 +56,7 @@ class Slots {
  public:
   struct Stats {
     int64_t wanted, hits, bytes;  // items that were pinned; that needed no read; bytes read for the others
-    int64_t early;                // of the hits those that `fetch` has read since they were last pinned
+    int64_t early;                // of the hits those that `fetch` has read since `settle`
   };
   // parts: of each item, in any order; memory for `slots` items, at least one. memory: which has as many left, and as
   // large ones; null: of its own.
@@ -77,7 +77,8 @@ class Slots {
   // does not answer, the slots stay taken until it does.
   void wait();
   void let_go();  // of all that is pinned
-  // The same, and common slots are free again: those of the least priority leave, whether they were there before or not.
+  // The same, and common slots are free again, but for items that are being read: of those that are there, the ones of
+  // the least priority leave, whether they were there before or not.
   void settle();
   // The same of one item that is pinned; others may be wanted meanwhile.
   void wait(int32_t item);
@@ -151,7 +152,7 @@ class Slots {
   int64_t taken_ = 0;                       // slots with items
   std::vector<int32_t> where_;              // of each slot with an item, its place in the memory
   std::vector<uint8_t> as_read_;            // items
-  std::vector<uint8_t> early_;              // items that `fetch` has read, and that were not pinned since
+  std::vector<uint8_t> early_;              // items that `fetch` has read, and that were not pinned since, nor settled
   std::vector<int32_t> slot_of_, item_of_;  // -1: none; of an item that is being read -2 - its slot
   std::vector<uint8_t> kept_;               // slots that are pinned, or not to be given to others now
   std::vector<int32_t> pins_, free_;        // slots that are pinned; that have no item, nor memory

@@ -34,10 +34,10 @@ class OnDisk:
     has some of, beside those. direct: reads go past the system's cache; why: for people. policy: of `DISK_POLICIES`,
     says which experts stay; frequencies: of each layer's experts, the share of the tokens that select it, None: not
     known. prefetch: experts, and neurons that predictors select, are guessed a layer ahead, and read early.
-    neuron_policy: says which neurons stay. lent: by layer the number of neurons that RAM keeps while a prompt is
+    neuron_policy: says which neurons stay. lent: by layer the number of neurons that RAM has room for while a prompt is
     computed, where it needs the memory of the others; lends_window: whether neurons have the window's memory, too,
     since small steps need none. common: for how many neurons RAM has room beside `neurons`, whichever layer needs it
-    for a while; all are in slots of `slot_bytes` then.
+    for a while; all layers are in one memory then, in slots of `slot_bytes`, and share what is lent, too.
     """
 
     matrices: frozenset[str] = frozenset()
@@ -181,7 +181,8 @@ class DiskTier:
         hottest = np.argsort(-frequency, kind="stable")[: slots.slots].astype(np.int32)
         kept = self.about.lent.get(layer, slots.slots)
         _read(slots, hottest[:kept])
-        self._rest.append((slots, hottest[kept:]))
+        if kept < len(hottest):
+            self._rest.append((slots, hottest[kept:]))
 
     def fill(self) -> None:
         """When all layers are there: read what is to be in memory besides. ModelError if it cannot be read."""

@@ -309,11 +309,12 @@ def least_slots(about: ExpertsConfig) -> int:
 @dataclass(frozen=True)
 class _Neurons:
     """A layer whose neurons stay on disk. decoded: the matrices that every step uses; prompts: those that only prompts
-    use; slot: bytes of a neuron that are read, and of its place in RAM; least: bytes of the fewest slots, and of what
-    is there beside them; n: neurons."""
+    use; read: bytes of a neuron that are read, slot: of its place in RAM; least: bytes of the fewest slots, and of what
+    is there beside them; n: neurons; fewest: slots."""
 
     decoded: Unit
     prompts: Unit
+    read: int
     slot: int
     least: int
     n: int
@@ -336,10 +337,11 @@ def _neurons(model: Model, work: Workload, threads: int) -> dict[int, _Neurons]:
         # Without a predictor every step multiplies with the first matrix, which says what is read of the others.
         first = int(work.selector != "predicted")
         beside = n_groups(about.size) * layout.shared_bytes + about.size * NEURON
-        read = slot_bytes(layout.pitch - (layout.gate_bytes if first else 0))
+        read = layout.pitch - (layout.gate_bytes if first else 0)
+        slot = slot_bytes(read)
         fewest = min(about.size, max(about.size // FEWEST, LEAST * threads))
-        least = beside + fewest * read
-        found[layer] = _Neurons(every.first(first), every.after(first), read, least, about.size, fewest)
+        least = beside + fewest * slot
+        found[layer] = _Neurons(every.first(first), every.after(first), read, slot, least, about.size, fewest)
     return found
 
 
@@ -361,10 +363,12 @@ def _fewer(neurons: Mapping[int, _Neurons], slots: Mapping[int, int], nbytes: in
 
 def _common(neurons: Mapping[int, _Neurons], nbytes: int) -> tuple[int, int]:
     """(slots that are common to all layers, bytes of a slot), with so many bytes beyond the fewest. None are where
-    bundles differ or are so large that they are read in place (csrc/slots.cpp), nor of one layer."""
-    sizes = {one.slot for one in neurons.values()}
-    slot = max(sizes, default=0)
-    if len(neurons) < 2 or len(sizes) > 1 or slot_bytes(slot) != slot:
+    bundles differ or are read in place (csrc/slots.cpp), nor of one layer."""
+    sizes = {one.read for one in neurons.values()}
+    if len(neurons) < 2 or len(sizes) > 1:
+        return 0, 0
+    slot = slot_bytes(max(sizes))
+    if slot - max(sizes) >= LINE or nbytes > LINE << 32:  # which the kernels number in lines
         return 0, 0
     beyond = max(0, nbytes) // slot
     every = beyond + sum(one.fewest for one in neurons.values())

@@ -272,7 +272,8 @@ class _Steps:
         packing = self._packing(gates.matrices)
         first, seconds = first + packing, seconds + packing
         fetch = self._fetch(missed, self._disk.seconds(nbytes + BLOCK))
-        guessed = not exact and self._about.direct and self._about.prefetch and layer - 1 in self._about.neurons
+        if self._guessed(layer + 1):  # by its predictor, while reads are under way
+            seconds += self._seconds(self._model.predictors[layer + 1])
         return Op(
             layer,
             seconds,
@@ -283,8 +284,14 @@ class _Steps:
             fetch=fetch,
             needed=needed,
             missed=missed,
-            early=_GUESSED * fetch if guessed else 0.0,
+            early=_GUESSED * fetch if self._guessed(layer) else 0.0,
         )
+
+    def _guessed(self, layer: int) -> bool:
+        """Whether a layer's neurons are read behind those of the layer before."""
+        about = self._about
+        early = self._way == "predicted" and about.direct and about.prefetch
+        return early and {layer - 1, layer} <= about.neurons.keys()
 
     def _fetch(self, n: float, each: float) -> float:
         """Seconds of about n reads that begin together: none at all as often as with independent ones."""
