@@ -288,8 +288,9 @@ def _draw_speeds(axis: Any, document: dict[str, Any], name: str) -> None:
 
 
 def measured(document: dict[str, Any], engine: str, names: Collection[str]) -> bool:
-    """Whether an engine was measured with all of these models."""
-    return all(any(key.startswith(f"{engine}/{name}/") for key in document["jobs"]) for name in names)
+    """Whether an engine was measured with all of these models, with the RAM of the tables."""
+    share = document["settings"]["share"]
+    return all(key_of(engine, name, share, 0) in document["jobs"] for name in names)
 
 
 def latest(engine: str, names: Collection[str]) -> dict[str, Any] | None:
