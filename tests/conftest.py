@@ -108,14 +108,12 @@ def described(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, described: None) -> Iterator[str]:
     """What a test of GPU code runs on, for `gpu_device.device_name`: every device that there is.
 
-    A prompt's products are of float32 there, as the bounds are; tests of narrower types ask for them. Plans are made
-    for a described machine: each process would measure this one for a minute.
+    A prompt's products are of float32 there, as the bounds are; tests of narrower types ask for them.
     """
     monkeypatch.setattr("powerinfer.kernels.gpu._NARROW", [])
-    monkeypatch.setattr("powerinfer.hardware.measure.measured", lambda *_, **__: load("pc-high"))
     name, _, seed = request.param.partition(" ")
     if not seed:
         with gpu_device.used(name):

@@ -368,10 +368,10 @@ def _common(neurons: Mapping[int, _Neurons], nbytes: int) -> tuple[int, int]:
     if len(neurons) < 2 or len(sizes) > 1:
         return 0, 0
     slot = slot_bytes(max(sizes))
-    if slot - max(sizes) >= LINE or nbytes > LINE << 32:  # which the kernels number in lines
-        return 0, 0
     beyond = max(0, nbytes) // slot
     every = beyond + sum(one.fewest for one in neurons.values())
+    if slot - max(sizes) >= LINE or every * slot > LINE << 32:  # which the kernels number in lines
+        return 0, 0
     n = min(beyond, every // COMMON, max(one.n for one in neurons.values()) // MOST)
     return (n, slot) if n else (0, 0)
 

@@ -291,7 +291,8 @@ class _Steps:
         """Whether a layer's neurons are read behind those of the layer before."""
         about = self._about
         early = self._way == "predicted" and about.direct and about.prefetch
-        return early and {layer - 1, layer} <= about.neurons.keys()
+        rest = early and {layer - 1, layer} <= about.neurons.keys()
+        return rest and about.neurons[layer] < self._model.config.ffn_sizes[layer]
 
     def _fetch(self, n: float, each: float) -> float:
         """Seconds of about n reads that begin together: none at all as often as with independent ones."""
