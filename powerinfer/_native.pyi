@@ -466,8 +466,11 @@ class NeuronSum:
     def keep(self, members: NDArray[np.int32]) -> None:
         """
         Of neurons on disk: only these, int32 ascending, are summed from now on, and of these are `selected`
-        and `take_fired`.
+        and `take_fired`. Where their first rows are not read, `set_firsts` gives them before they are summed.
         """
+
+    def set_firsts(self, at: int, rows: NDArray[np.uint8]) -> None:
+        """The first rows of so many that `keep` has, from number `at` on, uint8 [n, bytes]: copied."""
 
     @property
     def uses(self) -> NDArray[np.int32]:

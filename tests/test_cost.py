@@ -117,12 +117,14 @@ def test_reading_from_disk() -> None:
         wanted = {
             "all": streamed,
             "predicted": min(streamed, np.minimum(1, SELECTED[layer] * p).sum() * disk.seconds(stride)),
-            "exact": min(streamed, 72 * disk.seconds(first) + p.sum() * disk.seconds(stride - first)),
+            "exact": min(streamed, p.sum() * disk.seconds(stride - first)),
         }
         for selector, seconds in wanted.items():
             found = cost.disk_seconds(disk, expected, model.bundles, selector)
             assert found[layer, 2] == pytest.approx(seconds, rel=1e-9)
             assert found[layer, 4] == 0 and (np.diff(found[layer]) <= 1e-15).all()
+        firsts = cost.disk_seconds(disk, expected, model.bundles, "exact", True)
+        assert firsts[layer, 2] == pytest.approx(min(streamed, wanted["exact"] + 72 * disk.seconds(first)), rel=1e-9)
 
 
 @settings(max_examples=30, deadline=None)

@@ -443,7 +443,7 @@ def test_more_room_is_never_slower_and_helps_keep_their_word() -> None:
     room = make_plan(beside)
     tight = make_plan(replace(beside, ram=sum(room.claims.cpu.values()) + 2 * GROUP * request.model.bundle.stride))
     assert room.fits and not tight.fits and tight.choice.seconds > room.choice.seconds
-    assert "which a load does beside a GPU only with --selector predicted" in " ".join(tight.reasons)
+    assert "which a load does beside a GPU where RAM holds the neurons" in " ".join(tight.reasons)
     (more,) = [one for one in tight.helps if one.flag == "--ram"]
     assert make_plan(replace(beside, ram=more.bytes)).fits and not make_plan(replace(beside, ram=more.bytes - 1)).fits
     small = make_plan(replace(request, vram=3 * MIB, ram=None))

@@ -60,15 +60,18 @@ def split(
     layers: int | None = None,
     resting: tuple[int, ...] | None = None,
     fills: bool = True,
+    selector: str = "predicted",
+    room: int = NEURONS,
 ) -> Iterator[tuple[Any, list[HybridFfn]]]:
     """slots: neurons of each layer in RAM, of all that the GPU does not have; None: all of them are there.
 
     share: of the neurons on the GPU. streams: the GPU computes what is cold of prompts. reads: makes those of files,
     None: of the disk. layers: on the GPU, None: all. resting: layers whose neurons are on disk, None: those.
-    fills: memory reads those that fire most often.
+    fills: memory reads those that fire most often. room: neurons whose gates RAM has room for beside the slots, where
+    the selector is `exact`.
     """
-    checkpoint = open_checkpoint(path)
-    config, selection = checkpoint.config, select(checkpoint, ENGINE)
+    checkpoint, engine = open_checkpoint(path), replace(ENGINE, selector=selector)
+    config, selection = checkpoint.config, select(checkpoint, engine)
     bundles = selection.bundles
     assert bundles is not None
     stage = None
@@ -83,12 +86,12 @@ def split(
     plan = None
     if slots is not None:
         rest = range(layers or every) if resting is None else resting
-        plan = DiskPlan(OnDisk(neurons=dict.fromkeys(rest, slots)), {}, 0)
+        plan = DiskPlan(OnDisk(neurons=dict.fromkeys(rest, slots), gates=dict.fromkeys(rest, room)), {}, 0)
     where = on_gpu(layers or every, head=(layers or every) == every, pages=PAGES)
     with pytest.MonkeyPatch.context() as patch:
         if reads is not None:
             patch.setattr(_native, "Reads", reads)
-        executor = load_split(Resolved(checkpoint, ENGINE, selection, disk=plan, **where), made)
+        executor = load_split(Resolved(checkpoint, engine, selection, disk=plan, **where), made)
         for ffn in made.ffns if fills else ():
             ffn.fill()
         try:
@@ -109,17 +112,30 @@ def check_bits(executor: Any, right: list[np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["by the CPU", "streamed"])
-@pytest.mark.parametrize("types", [("F16", "F16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0X32")], ids="-".join)
+@pytest.mark.parametrize(
+    ("selector", "types", "activation"),
+    [
+        ("predicted", ("F16", "F16"), "relu"),
+        ("predicted", ("Q8_0", "Q8_0"), "relu"),
+        ("predicted", ("Q4_0", "Q4_0X32"), "relu"),
+        ("exact", ("F16", "F16"), "drelu"),
+        ("exact", ("Q8_0", "F16"), "opt"),
+        ("exact", ("Q4_0", "Q4_0X32"), "relu"),
+    ],
+)
 @pytest.mark.usefixtures("device")
-def test_the_bits_are_those_of_neurons_in_ram(types: tuple[str, str], streams: bool, tmp_path: Path) -> None:
+def test_the_bits_are_those_of_neurons_in_ram(
+    selector: str, types: tuple[str, str], activation: str, streams: bool, tmp_path: Path
+) -> None:
     """Whatever the slots hold, and however prompts are computed."""
-    path = model(tmp_path, types)
-    with split(path, None, streams=streams) as (executor, ffns):
+    path = model(tmp_path, types, activation)
+    own: dict[str, Any] = {"streams": streams, "selector": selector}
+    with split(path, None, **own) as (executor, ffns):
         right = answers(executor)
         counted = [dict(ffn.collect()) for ffn in ffns]
     read = []
     for slots in (FEWEST, NEURONS // 2, NEURONS):
-        with split(path, slots, streams=streams) as (executor, ffns):
+        with split(path, slots, **own) as (executor, ffns):
             check_bits(executor, right)
             told = [dict(ffn.collect()) for ffn in ffns]
             assert [own | {"jobs": 0} for own in told] == [own | {"jobs": 0} for own in counted]
@@ -130,40 +146,57 @@ def test_the_bits_are_those_of_neurons_in_ram(types: tuple[str, str], streams: b
     assert few["bytes"] > more["bytes"] > every["bytes"] or streams, "what is cold of prompts is read in any case"
 
 
+@pytest.mark.usefixtures("device")
+def test_only_what_fires_is_read(tmp_path: Path) -> None:
+    with split(model(tmp_path), FEWEST, selector="exact") as (executor, ffns):
+        prompt, *others = islice(steps(executor.vocab_size), 5)
+        executor.forward(prompt)
+        for batch in others:
+            executor.disk.clear()
+            for ffn in ffns:
+                ffn.clear()
+            executor.forward(batch)
+            fired = sum(ffn.collect()["cold"] for ffn in ffns)
+            assert executor.disk.counts()["wanted"] == fired < sum(len(ffn.cold) for ffn in ffns)
+
+
+@pytest.mark.parametrize("selector", ["predicted", "exact"])
 @pytest.mark.parametrize("share", [0.0, 1.0])
 @pytest.mark.usefixtures("device")
-def test_none_and_all_of_them_on_the_gpu(share: float, tmp_path: Path) -> None:
+def test_none_and_all_of_them_on_the_gpu(share: float, selector: str, tmp_path: Path) -> None:
     path = model(tmp_path)
-    with split(path, None, share) as (executor, _):
+    with split(path, None, share, selector=selector) as (executor, _):
         right = answers(executor)
-    with split(path, FEWEST, share) as (executor, ffns):
+    with split(path, FEWEST, share, selector=selector) as (executor, ffns):
         check_bits(executor, right)
         assert all(bool(dict(ffn.collect())["jobs"]) == (share == 0) for ffn in ffns)
         assert bool(executor.disk.counts()["wanted"]) == (share == 0)
 
 
+@pytest.mark.parametrize("selector", ["predicted", "exact"])
 @pytest.mark.usefixtures("device")
-def test_layers_of_both_kinds(tmp_path: Path) -> None:
+def test_layers_of_both_kinds(selector: str, tmp_path: Path) -> None:
     """One whose cold neurons rest on disk beside one that has all of them in RAM, and one on the CPU as a whole."""
     path = model(tmp_path)
     for more in ({"resting": (1,)}, {"layers": 1}):
-        with split(path, None, layers=more.get("layers")) as (executor, _):  # type: ignore[arg-type]
+        with split(path, None, layers=more.get("layers"), selector=selector) as (executor, _):  # type: ignore[arg-type]
             right = answers(executor)
-        with split(path, FEWEST, **more) as (executor, _):  # type: ignore[arg-type]
+        with split(path, FEWEST, selector=selector, **more) as (executor, _):  # type: ignore[arg-type]
             check_bits(executor, right)
             assert executor.disk.counts()["bytes"] and len(executor.disk.slots) == 1
 
 
+@pytest.mark.parametrize("selector", ["predicted", "exact"])
 @pytest.mark.parametrize("streams", [False, True], ids=["by the CPU", "streamed"])
 @pytest.mark.usefixtures("device")
-def test_neurons_that_move(streams: bool, tmp_path: Path) -> None:
+def test_neurons_that_move(streams: bool, selector: str, tmp_path: Path) -> None:
     """As where memory is measured: those that leave the GPU rest on disk, too."""
     path = model(tmp_path)
     rng = np.random.default_rng(7)
     moved = [np.flatnonzero(rng.random(NEURONS) < share).astype(np.int32) for share in (0.1, 0.8)]
     with (
-        split(path, None, streams=streams) as (executor, ffns),
-        split(path, FEWEST, streams=streams, fills=False) as (other, cold),
+        split(path, None, streams=streams, selector=selector) as (executor, ffns),
+        split(path, FEWEST, streams=streams, fills=False, selector=selector) as (other, cold),
     ):
         for hot in moved:
             for one in (*ffns, *cold):
@@ -177,11 +210,48 @@ def test_neurons_that_move(streams: bool, tmp_path: Path) -> None:
                 assert np.array_equal(one.take_fired()[1], own.take_fired()[1])
 
 
-@pytest.mark.parametrize("at", [0, 3, 400])
+@pytest.mark.parametrize("selector", ["predicted", "exact"])
 @pytest.mark.usefixtures("device")
-def test_a_step_that_could_not_read_fails_and_the_next_one_is_right(at: int, tmp_path: Path) -> None:
+def test_neurons_that_leave_the_gpu_take_memory_from_slots(selector: str, tmp_path: Path) -> None:
+    """Where RAM has their gates: it holds no more than was planned."""
+    path, planned = model(tmp_path), NEURONS // 4
+    with split(path, NEURONS, 0.75, selector=selector, room=planned) as (executor, ffns):
+        slot, gate = executor.disk.slots[0].slot_bytes, ffns[0]._bundles.layouts[0].gate_bytes
+        room = NEURONS * slot + (planned * gate if selector == "exact" else 0)
+        for ffn in ffns:
+            assert room - NEURONS * gate < ffn.cold_bytes <= room
+            ffn.place(ffn.hot[::3].copy())
+            assert room - slot < ffn.cold_bytes <= room
+        found = answers(executor, 5)
+        assert executor.disk.counts()["bytes"]
+    with split(path, None, 0.75, selector=selector) as (executor, ffns):
+        for ffn in ffns:
+            ffn.place(ffn.hot[::3].copy())
+        check_bits(executor, found)
+
+
+@pytest.mark.parametrize("selector", ["predicted", "exact"])
+@pytest.mark.parametrize("at", [0, 3, 100])
+@pytest.mark.usefixtures("device")
+def test_a_step_that_could_not_read_fails_and_the_next_one_is_right(at: int, selector: str, tmp_path: Path) -> None:
     emulated = {"fail_at": at + NEURONS, "failures": 1, "error": errno.EIO}  # behind those that are read at the start
-    _check_failure(model(tmp_path), emulating(**emulated), False)
+    _check_failure(model(tmp_path), emulating(**emulated), False, selector)
+
+
+@pytest.mark.usefixtures("device")
+def test_gates_that_could_not_be_read(tmp_path: Path) -> None:
+    opened: list[Any] = []
+
+    def reads(files: Any, direct: bool) -> Any:
+        opened.append(None)
+        return emulating(**({"fail_at": 0, "failures": 1, "error": errno.EIO} if opened[1:] else {}))(files, direct)
+
+    with (
+        pytest.raises(ModelError, match=os.strerror(errno.EIO)),
+        split(model(tmp_path), FEWEST, reads=reads, selector="exact"),
+    ):
+        pass
+    assert len(opened) == 2
 
 
 @pytest.mark.parametrize("at", [0, 1, 3])
@@ -201,11 +271,11 @@ def test_a_prompt_that_could_not_be_read_fails_and_the_next_one_is_right(
     assert len(opened) == 2
 
 
-def _check_failure(path: Path, reads: Any, streams: bool) -> None:
+def _check_failure(path: Path, reads: Any, streams: bool, selector: str = "predicted") -> None:
     failed = 0
     with (
-        split(path, None, streams=streams) as (executor, _),
-        split(path, NEURONS // 2, streams=streams, reads=reads) as (other, _),
+        split(path, None, streams=streams, selector=selector) as (executor, _),
+        split(path, NEURONS // 2, streams=streams, reads=reads, selector=selector) as (other, _),
     ):
         for batch in steps(executor.vocab_size):
             right = executor.forward(batch).copy()
@@ -251,7 +321,7 @@ def large_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """With more neurons than there are slots for those that are being read."""
     monkeypatch.setattr(model_files, "FF", LARGE)
     monkeypatch.setattr("test_disk_neurons.NEURONS", LARGE)
-    for name in ("PACKED", "READ_COPIES"):  # else so small models are not read from disk
+    for name in ("PACKED", "READ_COPIES", "FIRSTS_AT_ONCE"):  # else so small models are not read from disk
         monkeypatch.setattr(f"powerinfer.placement.disk.{name}", 4 << 10)
     path = model(folder)
     give_profile(path)
@@ -261,6 +331,8 @@ def large_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def planned(path: Path, less: int, more: Mapping[str, Any] = {}, **options: Any) -> Resolved:
     """With a --vram for three in five neurons, and so much less --ram than the others need."""
     own, checkpoint = replace(ENGINE, gpu=device_name(), **more), open_checkpoint(path)
+    if options.get("selector") == "exact":
+        own = replace(own, selector="exact")
     every = needs(resolve(checkpoint, own))
     bundles = select(checkpoint, ENGINE).bundles
     assert bundles is not None
@@ -272,21 +344,23 @@ def planned(path: Path, less: int, more: Mapping[str, Any] = {}, **options: Any)
     return resolve(open_checkpoint(path), replace(own, **({"vram": vram, "ram": needs(whole).ram - less} | options)))
 
 
-def test_what_neither_memory_holds_stays_on_disk(large: Path) -> None:
+@pytest.mark.parametrize("selector", ["predicted", "exact"])
+def test_what_neither_memory_holds_stays_on_disk(selector: str, large: Path) -> None:
     """Within both budgets, which the load keeps; the less RAM, the fewer neurons are there."""
     before = 1 << 30
-    for less in (3 << 18, 7 << 18):
-        resolved = planned(large, less)
+    for less in (3 << 18, 7 << 18) if selector == "predicted" else (3 << 18, 4 << 18):
+        resolved = planned(large, less, selector=selector)
         plan, disk, engine = resolved.plan, resolved.disk, resolved.engine
         assert plan is not None and disk is not None and engine.ram is not None and engine.vram is not None
         assert not plan.fits and needs(resolved).ram <= engine.ram and needs(resolved).vram <= engine.vram
-        assert "stay on disk and are read when they are selected" in " ".join(plan.reasons)
+        when = "are selected" if selector == "predicted" else "fire"
+        assert f"stay on disk and are read when they {when}" in " ".join(plan.reasons)
         said: list[str] = []
         executor, sparsity = load_resolved(resolved, list, say=said.append)
         try:
             assert "it reads neurons that fire, of 2 layers" in said[0] and "disk" in executor.choices
             in_ram = sum(ffn.cold_bytes for ffn in sparsity.ffns)  # type: ignore[attr-defined]
-            beside, _ = resting_in_ram(plan.request.model, 2, 2, 0)
+            beside, _ = resting_in_ram(plan.request.model, 2, 2, 0, selector == "predicted")
             pitch = plan.request.model.bundle.pitch
             assert in_ram <= disk.held["ffn"] + 2 * beside * pitch and in_ram < before
             before = in_ram
@@ -303,9 +377,10 @@ def test_what_neither_memory_holds_stays_on_disk(large: Path) -> None:
         whole.close()
 
 
-def test_neurons_that_leave_the_gpu_rest_on_disk_too(large: Path) -> None:
+@pytest.mark.parametrize("selector", ["predicted", "exact"])
+def test_neurons_that_leave_the_gpu_rest_on_disk_too(selector: str, large: Path) -> None:
     """As where memory is measured: RAM holds what the first plan says, and a rehearsal reads nothing."""
-    resolved = planned(large, 3 << 18)
+    resolved = planned(large, 3 << 18, selector=selector)
     assert resolved.plan is not None and resolved.disk is not None
     executor, sparsity = load_resolved(resolved, list)
     assert isinstance(sparsity, HybridSparsity) and isinstance(executor, SplitExecutor) and executor.disk is not None
@@ -316,7 +391,10 @@ def test_neurons_that_leave_the_gpu_rest_on_disk_too(large: Path) -> None:
     split = NeuronSplit(resolved.selection.bundles, less.placement(less.request.profile), ffns=sparsity.ffns)  # type: ignore[arg-type, type-var]
     before = sum(len(ffn.hot) for ffn in sparsity.ffns)
     vram._move(split, less)
-    assert sum(len(ffn.hot) for ffn in sparsity.ffns) < before and [ffn.cold_bytes for ffn in sparsity.ffns] == held
+    assert sum(len(ffn.hot) for ffn in sparsity.ffns) < before
+    slots = executor.disk.slots.values()
+    for now, then, own_slots in zip(sparsity.ffns, held, slots, strict=True):
+        assert then - own_slots.slot_bytes < now.cold_bytes <= then
     executor.disk.clear()
     executor.gpu.rehearse(1)
     assert executor.disk.counts()["wanted"] == 0
@@ -325,8 +403,9 @@ def test_neurons_that_leave_the_gpu_rest_on_disk_too(large: Path) -> None:
     executor.close()
 
 
-def test_a_saved_plan_is_the_same(large: Path, tmp_path: Path) -> None:
-    plan = planned(large, 3 << 18).plan
+@pytest.mark.parametrize("selector", ["predicted", "exact"])
+def test_a_saved_plan_is_the_same(selector: str, large: Path, tmp_path: Path) -> None:
+    plan = planned(large, 3 << 18, selector=selector).plan
     assert plan is not None and not plan.fits
     save_plan(plan, tmp_path)
     again = read_plan(tmp_path, plan.request)
@@ -348,25 +427,33 @@ def test_what_cannot_be_read_is_refused_or_done_otherwise(large: Path) -> None:
     less = 1 << 20
     for options, match in (
         ({"disk": "none"}, "--disk none forbids to read them: give --ram"),
-        ({"selector": "exact"}, "only --selector predicted reads them from disk beside a GPU: give --ram"),
         ({"adjust": True}, "--adjust moves neurons between devices, and some of them rest on disk: leave it out"),
     ):
         with pytest.raises(RequestError, match=match):
             planned(large, less, **options)
-    with pytest.raises(RequestError, match=r"do not fit in --vram and --ram, and only --selector predicted reads them"):
-        planned(large, less, selector="auto")  # nor does RAM hold what whole layers on disk need
+    for selector in ("exact", "auto"):
+        assert planned(large, less, selector=selector).disk is not None
+        with pytest.raises(
+            RequestError, match=r"and --ram does not hold what reading them from disk takes: give --ram"
+        ):
+            planned(large, 2 * less, selector=selector)
 
 
-def test_without_predictors_whole_layers_are_on_the_gpu_and_others_on_disk(
+def test_without_predictors_neurons_or_whole_layers_are_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, described: None
 ) -> None:
+    """Neurons, unless RAM does not hold what that takes, or the disk would take clearly longer."""
     monkeypatch.setattr(model_files, "LAYERS", 16)
     path = large_model(tmp_path, monkeypatch)
     short = {"prefill_chunk": 16}
-    auto = planned(path, 5 << 20, short, selector="auto")
-    assert auto.plan is None and auto.selection.bundles is None and 0 < auto.gpu_layers < 16
-    assert auto.selection.why.startswith("--vram and --ram do not hold all neurons, and only --selector predicted")
-    assert auto.disk is not None and needs(auto).ram <= (auto.engine.ram or 0)
+    neurons = planned(path, 5 << 20, short, selector="auto")
+    assert neurons.plan is not None and neurons.disk is not None and neurons.disk.about.neurons
+    for less, apart in ((12 << 20, 32 << 10), (5 << 20, 1 << 30)):
+        monkeypatch.setattr("powerinfer.placement.plan.APART", apart)
+        auto = planned(path, less, short, selector="auto")
+        assert auto.plan is None and auto.selection.bundles is None and 0 < auto.gpu_layers < 16
+        assert auto.selection.why.startswith("--vram and --ram do not hold all neurons")
+        assert auto.disk is not None and needs(auto).ram <= (auto.engine.ram or 0)
 
 
 def test_without_ram_the_free_memory_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, described: None) -> None:

@@ -808,7 +808,17 @@ void bind_neuron_sum(nb::module_& m) {
           },
           "members"_a,
           "Of neurons on disk: only these, int32 ascending, are summed from now on, and of these are `selected`\n"
-          "and `take_fired`.")
+          "and `take_fired`. Where their first rows are not read, `set_firsts` gives them before they are summed.")
+      .def(
+          "set_firsts",
+          [](NeuronSum& sum, int64_t at, Bytes2 rows) {
+            const PiRows& first = sum.bundles->first();
+            require((int64_t)rows.shape(1) == pi_row_bytes(first.type, first.k), "the rows have another length");
+            nb::gil_scoped_release release;
+            sum.set_firsts(at, rows.data(), (int64_t)rows.shape(0));
+          },
+          "at"_a, "rows"_a,
+          "The first rows of so many that `keep` has, from number `at` on, uint8 [n, bytes]: copied.")
       .def_prop_ro(
           "uses",
           [](NeuronSum& sum) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "panels.h"
+#include "weights.h"
 
 namespace {
 
@@ -179,14 +180,19 @@ struct Work {
     return count = left;
   }
 
-  // h of the first `n` of a list. Returns the number of cells that are not zero; the others are left out.
-  __attribute__((always_inline)) int64_t multiply(const int32_t* list, const Firing& f, NeuronCounts& counts) {
+  // Activations of the first `n` of a list. Returns the number of cells that are not zero; the others are left out.
+  __attribute__((always_inline)) int64_t fire(const int32_t* list, const Firing& f, NeuronCounts& counts) {
     memcpy(block.index, list, (size_t)n * sizeof *list);
     if (!f.known) counts.first += n;
     pairs = f.selected_by && take_selected(f);
     if (pairs) activate_pairs(f);
     else activate(f);
-    const int64_t active = drop();
+    return drop();
+  }
+
+  // The same of h.
+  __attribute__((always_inline)) int64_t multiply(const int32_t* list, const Firing& f, NeuronCounts& counts) {
+    const int64_t active = fire(list, f, counts);
     if (!b.gated() || f.multiplied) return active;
     counts.up += n;
     if (pairs) multiply_up_pairs();
@@ -200,6 +206,25 @@ struct Work {
     pairs = few(cells);
     if (pairs) take_active();
     return cells;
+  }
+
+  // Puts what is left of a list of `all` in its places.
+  void put(const int32_t* list, int64_t all, float* to, int64_t ld) const {
+    for (int64_t t = 0; t < tokens; t++)
+      for (int64_t i = 0; i < all; i++) to[t * ld + list[i]] = 0.0f;
+    if (pairs)
+      for (int64_t i = 0; i < count; i++) to[block.pairs[i].token * ld + block.pairs[i].neuron] = block.h[i];
+    else
+      for (int64_t t = 0; t < tokens; t++)
+        for (int64_t i = 0; i < n; i++) to[t * ld + block.index[i]] = h(t)[i];
+  }
+
+  // Lists what is left; returns how many neurons.
+  int64_t list(int32_t* out) const {
+    if (!pairs) memcpy(out, block.index, (size_t)n * sizeof *out);
+    for (int64_t i = 0, at = 0; pairs && i < count; i++)
+      if (i == 0 || block.pairs[i - 1].neuron != block.pairs[i].neuron) out[at++] = block.pairs[i].neuron;
+    return n;
   }
 
   // Adds the neurons of each group at once, with h in 8 bits as on the dense path. Returns the number of groups.
@@ -260,6 +285,20 @@ int64_t block_of(const Bundles& b, const int32_t* index, int64_t left, int64_t t
 }
 
 }  // namespace
+
+void Bundles::keep(std::vector<int32_t> own) {
+  members = std::move(own);
+  if (firsts) return;
+  PiRows& rows = gated() ? gate : up;
+  const int64_t bytes = pi_row_bytes(rows.type, rows.k), n = (int64_t)members.size();
+  check(n * bytes / 64 <= UINT32_MAX, "so many first rows cannot be had");
+  rows.groups = slots->memory();  // not null: else there would be no gate
+  own_firsts.reset();
+  own_firsts = std::make_shared<Mapping>(std::max(n, (int64_t)1) * bytes);
+  first_lines.assign((size_t)neurons, 0);
+  for (int64_t i = 0; i < n; i++) first_lines[(size_t)members[(size_t)i]] = (uint32_t)(i * bytes / 64);
+  rows = {own_firsts->data(), 0, bytes, 0, rows.k, rows.type, first_lines.data()};
+}
 
 void fill_lanes(const PiActs* x, int64_t tokens, uint8_t* out) {
   const int64_t nb = x->k / 32;
@@ -344,10 +383,12 @@ void unpack_bundle_row(int kind, const PiRows& rows, int64_t i, float* out) {
     const uint8_t byte = row[code_at(type, kind, k, c, &high)];
     const int code = type == PI_Q8_0 ? (int8_t)byte : (high ? byte >> 4 : byte & 15) - (mins ? 0 : 8);
     const uint8_t* const at = scales + 2 * (across ? c : c / 32);
-    float d, m = 0;
+    float d, m;
     unpack_row(PI_F16, at, 1, &d);
-    if (mins) unpack_row(PI_F16, at + (across ? 2 * pi_round_up(k, 128) : pi_row_scales(k)), 1, &m);
-    out[c] = d * (float)code + m;
+    out[c] = d * (float)code;
+    if (!mins) continue;  // zero added to minus zero would be plus zero
+    unpack_row(PI_F16, at + (across ? 2 * pi_round_up(k, 128) : pi_row_scales(k)), 1, &m);
+    out[c] += m;
   }
 }
 
@@ -391,12 +432,21 @@ void multiply_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* 
     take = std::min(n - j, NeuronBlock::most(tokens));
     Work w{kernels, b, &acts, tokens, block, take};
     w.multiply(index + j, firing, counts);
-    for (int64_t t = 0; t < tokens; t++)
-      for (int64_t i = j; i < j + take; i++) h[t * ldh + index[i]] = 0.0f;
-    if (w.pairs)
-      for (int64_t i = 0; i < w.count; i++) h[block.pairs[i].token * ldh + block.pairs[i].neuron] = block.h[i];
-    else
-      for (int64_t t = 0; t < tokens; t++)
-        for (int64_t i = 0; i < w.n; i++) h[t * ldh + block.index[i]] = w.h(t)[i];
+    w.put(index + j, take, h, ldh);
   }
+}
+
+int64_t activate_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, int64_t tokens, int32_t* index,
+                         int64_t n, const Firing& firing, NeuronBlock& block, float* h, int64_t ldh,
+                         NeuronCounts& counts) {
+  const PiActs acts = with_lanes(b, *x, tokens, block);
+  int64_t left = 0;
+  for (int64_t j = 0, take; j < n; j += take) {
+    take = std::min(n - j, NeuronBlock::most(tokens));
+    Work w{kernels, b, &acts, tokens, block, take};
+    w.fire(index + j, firing, counts);
+    w.put(index + j, take, h, ldh);
+    left += w.list(index + left);
+  }
+  return left;
 }

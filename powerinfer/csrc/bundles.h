@@ -33,11 +33,16 @@ struct Bundles {
   // Where they rest on disk: items are neurons, with all that is read of them. firsts: the rows of `first` are.
   std::shared_ptr<Slots> slots = nullptr;
   bool firsts = true;
+  // Of neurons on disk without: a matrix has them, or memory those of the members, one after another.
+  std::shared_ptr<Mapping> own_firsts = nullptr;
+  std::vector<uint32_t> first_lines = {};  // of these
   bool gated() const { return gate.groups != nullptr; }
   const PiRows& first() const { return gated() ? gate : up; }  // what the activation is on
   const std::vector<float>& first_bias() const { return spec.first_bias(gated()); }
   bool complete() const { return (int64_t)members.size() == neurons; }  // whether every place holds a neuron
   int forms() const { return pi_form(gate.groups ? gate.type : up.type) | pi_form(up.type); }
+  // Of neurons on disk: only these are members from now on, with room for their first rows where these are not read.
+  void keep(std::vector<int32_t> members);
 };
 
 // Buffers for processing a list of neurons, a block at a time.
@@ -89,5 +94,10 @@ void add_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, in
 // then add_neurons where they are known and `multiplied`.
 void multiply_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, int64_t tokens, const int32_t* index,
                       int64_t n, const Firing& firing, NeuronBlock& block, float* h, int64_t ldh, NeuronCounts& counts);
+// The first product alone: its activations, h[t * ldh + neuron]. The list keeps those that fire for any token; returns
+// their number.
+int64_t activate_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, int64_t tokens, int32_t* index,
+                         int64_t n, const Firing& firing, NeuronBlock& block, float* h, int64_t ldh,
+                         NeuronCounts& counts);
 // x with the `lanes` that quantised bundles take, which are in the block's memory.
 PiActs with_lanes(const Bundles& b, const PiActs& x, int64_t tokens, NeuronBlock& block);

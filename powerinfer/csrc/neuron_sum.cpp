@@ -39,6 +39,7 @@ bool NeuronSum::sum(const float* x, int64_t tokens, const uint8_t* selected, con
     memset(out, 0, (size_t)(tokens * k) * sizeof(float));
     return false;
   }
+  check(bundles->firsts || bundles->own_firsts, "the neurons' first rows are not in memory");
   Failure failure;
   const auto prepare = [&] {
     if (bundles->slots) workspace->lists().reserve_h(std::min(tokens, (int64_t)PI_NEURON_TOKENS));
@@ -68,7 +69,16 @@ void NeuronSum::keep(std::vector<int32_t> members) {
   for (size_t i = 0; i < members.size(); i++)
     check(members[i] >= (i ? members[i - 1] + 1 : 0) && members[i] < bundles->neurons,
           "no such neurons, or in disorder");
-  workspace->pool->between_jobs([&] { bundles->members = std::move(members); });
+  workspace->pool->between_jobs([&] { bundles->keep(std::move(members)); });
+}
+
+void NeuronSum::set_firsts(int64_t at, const uint8_t* rows, int64_t n) {
+  const int64_t bytes = pi_row_bytes(bundles->first().type, bundles->first().k), all = (int64_t)bundles->members.size();
+  workspace->pool->between_jobs([&] {
+    check((bool)bundles->own_firsts, "the first rows of these neurons are elsewhere");
+    check(at >= 0 && n >= 0 && n <= all - at, "there are not so many neurons");
+    memcpy(bundles->own_firsts->data() + at * bytes, rows, (size_t)(n * bytes));
+  });
 }
 
 void NeuronSum::sum_selected(int thread, const Piece& piece) {
@@ -142,7 +152,7 @@ int64_t NeuronSum::least_slots(const Pool& pool, int64_t neurons) {
   return std::min(neurons, pool.threads() * (int64_t)(2 * PI_GROUP));
 }
 
-void NeuronSum::add_from_disk(int thread, const Piece& piece, const PiActs* acts, const Firing& firing, int64_t n,
+void NeuronSum::add_from_disk(int thread, const Piece& piece, const PiActs* acts, Firing firing, int64_t n,
                               int64_t* fired) {
   NeuronLists& lists = workspace->lists();
   NeuronLists::Share& own = lists.shares[(size_t)thread];
@@ -167,6 +177,11 @@ void NeuronSum::add_from_disk(int thread, const Piece& piece, const PiActs* acts
     if (thread == 0 && kind == 0) attempt([&] { bundles->slots->wait(); });
     workspace->pool->barrier();
   };
+  if (bundles->own_firsts && !firing.known) {  // what does not fire is not read
+    n = activate_neurons(workspace->kernels, *bundles, &in, piece.x.tokens, own.taken.data(), n, firing, own.block, h,
+                         ldh, own.done);
+    firing = {h, ldh, nullptr, 0.0f};
+  }
   own.n_taken = n;
   own.end = 0;
   bool first = true;

@@ -27,8 +27,10 @@ class NeuronSum {
   // Steps of up to PI_NEURON_TOKENS tokens are counted. ReadError if neurons could not be read from disk: out is void.
   bool sum(const float* x, int64_t tokens, const uint8_t* selected, const float* weight, float* out);
 
-  // Of neurons on disk: only these, places in ascending order, are summed from now on.
+  // Of neurons on disk: only these, places in ascending order, are summed from now on. Where their first rows are not
+  // read from there, `set_firsts` gives them before they are summed: n of them, of the members from number `at` on.
   void keep(std::vector<int32_t> members);
+  void set_firsts(int64_t at, const uint8_t* rows, int64_t n);
 
   // ---- Counters. Jobs write them, so these wait until none runs: a job counts as a whole or not at all.
   NeuronStats stats() const;
@@ -83,8 +85,7 @@ class NeuronSum {
 
  private:
   void list_selected(int thread, const Piece& piece);
-  void add_from_disk(int thread, const Piece& piece, const PiActs* acts, const Firing& firing, int64_t n,
-                     int64_t* fired);
+  void add_from_disk(int thread, const Piece& piece, const PiActs* acts, Firing firing, int64_t n, int64_t* fired);
   void next_wave(bool counted);
   void judge_guesses();
   void expect_guessed(const Ahead& ahead, int64_t tokens) const;

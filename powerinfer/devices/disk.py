@@ -37,7 +37,9 @@ class OnDisk:
     neuron_policy: says which neurons stay. lent: by layer the number of neurons that RAM has room for while a prompt is
     computed, where it needs the memory of the others; lends_window: whether neurons have the window's memory, too,
     since small steps need none. common: for how many neurons RAM has room beside `neurons`, whichever layer needs it
-    for a while; all layers are in one memory then, in slots of `slot_bytes`, and share what is lent, too.
+    for a while; all layers are in one memory then, in slots of `slot_bytes`, and share what is lent, too. gates: by
+    layer the number of neurons whose first rows RAM has room for beside `neurons`, where a GPU has some neurons and
+    nothing else says which of the others fire.
     """
 
     matrices: frozenset[str] = frozenset()
@@ -54,6 +56,7 @@ class OnDisk:
     lends_window: bool = False
     common: int = 0
     slot_bytes: int = 0
+    gates: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def anything(self) -> bool:

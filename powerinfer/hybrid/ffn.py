@@ -118,7 +118,7 @@ class HybridFfn:
         own = cpu, layer, bundles.layouts[layer], vectors, threshold
         self._cpu_part: CpuPart | RestingPart
         if cpu.disk is not None and layer in cpu.disk.about.neurons:
-            self._cpu_part = RestingPart(*own, cpu.disk, bundles.layers[layer], frequency)
+            self._cpu_part = RestingPart(*own, cpu.disk, bundles.layers[layer], frequency, weights is not None)
         else:
             self._cpu_part = CpuPart(*own)
         self._calls: dict[tuple[int, int], _native.NeuronCall] = {}  # by tokens and columns that are sent
@@ -137,7 +137,8 @@ class HybridFfn:
         """Put these neurons on the GPU, and only there; all others on the CPU.
 
         New neurons are read from the bundles file, in the order of their index, into the memory of those they replace.
-        If this fails, it must be repeated before a step runs.
+        If this fails, it must be repeated before a step runs. ModelError if what is needed of those on disk cannot be
+        read.
         """
         layout, to = self._bundles.layouts[self.layer], self._layers.device
         self._bundles.file.check()

@@ -19,6 +19,7 @@ from powerinfer.formats.quant import Float32
 from powerinfer.kernels import gpu
 from powerinfer.kernels.gpu_types import tensor_bytes
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Counts, Indices, NeuronVectors
+from powerinfer.placement.disk import FIRSTS_AT_ONCE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,7 +140,8 @@ class CpuPart:
 
 
 class RestingPart:
-    """The same of neurons that rest on disk: memory has some of them, and reads the others when they are selected.
+    """The same of neurons that rest on disk: memory has some of them, and reads the others when they are needed. Those
+    are the selected ones or, where nothing selects, those that fire: memory has the first rows of all.
 
     rests: as of `CpuPart`.
     """
@@ -156,8 +158,9 @@ class RestingPart:
         disk: DiskTier,
         groups: NDArray[np.uint8],
         frequency: NDArray[np.float64] | None,
+        selects: bool,
     ) -> None:
-        """groups: as for `GpuPart`, in a file of the disk; frequency: as for `HybridFfn`."""
+        """groups: as for `GpuPart`, in a file of the disk; frequency: as for `HybridFfn`; selects: a predictor does."""
         self.index: Indices = np.empty(0, np.int32)
         self._layer = layer
         self._layout = layout
@@ -165,20 +168,44 @@ class RestingPart:
         self._groups = groups
         self._frequency = frequency
         n = cpu.config.ffn_sizes[layer]
-        slots = n_slots(disk, layer, n, cpu.parts.least_slots(n))
-        own = neuron_slots(disk, layout, groups, n, slots, whole=True)
+        self._least = cpu.parts.least_slots(n)
+        own = neuron_slots(disk, layout, groups, n, n_slots(disk, layer, n, self._least), whole=selects)
         self._slots = own.slots
+        self._used = own.slots.slots
+        self._first_bytes = own.left_out
+        self._room = own.slots.slots * own.slots.slot_bytes + disk.about.gates.get(layer, 0) * own.left_out
         self._neurons = cpu.parts.resting(layer, own, vectors, threshold, count_fired=True)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory for bundles."""
-        return self._slots.slots * self._slots.slot_bytes
+        """Bytes of memory for bundles, and for first rows."""
+        return self._used * self._slots.slot_bytes + len(self.index) * self._first_bytes
 
     def place(self, groups: NDArray[np.uint8], index: Indices) -> None:
-        """As of `CpuPart`; nothing is read. groups: those of the layer."""
+        """As of `CpuPart`; at most first rows are read. groups: those of the layer. ModelError if they cannot be read.
+
+        Of more neurons than was planned, memory has the first rows in place of some bundles.
+        """
         self._neurons.keep(index)
         self.index = index
+        if self._first_bytes:
+            memory = self._slots.memory
+            left = (self._room - len(index) * self._first_bytes) // self._slots.slot_bytes
+            self._used = max(self._least, min(memory.slots, left))
+            with self._disk.reading():
+                memory.use(self._used)
+            self._read_firsts()
+
+    def _read_firsts(self) -> None:
+        layout, step = self._layout, max(1, FIRSTS_AT_ONCE // self._layout.group_bytes)
+        for group in range(0, len(self._groups), step):
+            first, last = np.searchsorted(self.index, np.array([group, group + step]) * BUNDLE_GROUP)
+            if first == last:
+                continue
+            rows = self._disk.read_rows(self._groups[group : group + step])
+            bundles = rows[:, : BUNDLE_GROUP * layout.pitch].reshape(len(rows), BUNDLE_GROUP, layout.pitch)
+            own = self.index[first:last] - group * BUNDLE_GROUP
+            self._neurons.set_firsts(first, bundles[own // BUNDLE_GROUP, own % BUNDLE_GROUP, : layout.gate_bytes])
 
     def fill(self) -> None:
         """Read those that fire most often, once, when all are where they stay. ModelError if they cannot be read."""

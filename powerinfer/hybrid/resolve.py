@@ -686,7 +686,7 @@ def _split_neurons(
 ) -> Resolved | str:
     """A plan that places single neurons; the reason if that is slower than the CPU alone."""
     from powerinfer.placement.budget import gib
-    from powerinfer.placement.disk import within
+    from powerinfer.placement.disk import better_densely, within
     from powerinfer.placement.plan import make_plan
 
     plan = make_plan(request(hardware))
@@ -695,14 +695,15 @@ def _split_neurons(
         plan = make_plan(replace(plan.request, ram=within(ram)))
     if not plan.claims.gpu_layers:
         return plan.reasons[0]
-    disk = plan.on_disk if resolved.engine.disk != "none" else None
+    engine = resolved.engine
+    disk = plan.on_disk if engine.disk != "none" else None
+    if not plan.fits and engine.disk != "none" and engine.selector == "auto":
+        with suppress(RequestError):  # that needs more memory than there is, too
+            dense = _without_neurons(resolved, hardware, "--vram and --ram do not hold all neurons")
+            if disk is None or better_densely(dense.disk, disk):
+                return dense
     if not plan.fits and disk is None:
-        engine, reads = resolved.engine, "only --selector predicted reads them from disk beside a GPU"
-        if engine.selector == "auto" and engine.disk != "none":
-            with suppress(RequestError):  # that needs more memory than there is, too
-                return _without_neurons(resolved, hardware, f"--vram and --ram do not hold all neurons, and {reads}")
-        if resolved.selection.selector == "predicted":
-            reads = "--ram does not hold what reading them from disk takes"
+        reads = "--ram does not hold what reading them from disk takes"
         if engine.disk == "none":
             reads = "--disk none forbids to read them"
         needed = next(one.bytes for one in plan.helps if one.flag == "--ram")

@@ -101,7 +101,9 @@ class Claims:
     left. bundles: neurons are placed as bundles, which then go where there is room; panels: dense matrices of the FFNs
     are in RAM. slots: of each layer the number of its experts on the GPU; None: the model has none, or no GPU is used.
     disk: what stays on disk, but for neurons beside a GPU; None: nothing. slots_beside: neurons of each of the GPU's
-    layers that RAM has room for beside those that it keeps, where others are read from disk; 0: none are.
+    layers that RAM has room for beside those that it keeps, where others are read from disk; 0: none are. Then the
+    bundles of the other layers are not part of what is left, and RAM has `cpu_gate` bytes of each neuron of the GPU's
+    layers that the GPU does not have.
     """
 
     gpu_layers: int
@@ -117,6 +119,7 @@ class Claims:
     slots: tuple[int, ...] | None = None
     disk: DiskPlan | None = None
     slots_beside: int = 0
+    cpu_gate: int = 0
 
 
 def budgets(hardware: Hardware, vram: int | None, ram: int | None) -> tuple[int, int]:

@@ -317,11 +317,13 @@ def split_experts(
     return FfnTime(*times)
 
 
-def disk_seconds(disk: Disk, expected: Expected, bundles: Sequence[BundleLayout], selector: str) -> Float64:
+def disk_seconds(
+    disk: Disk, expected: Expected, bundles: Sequence[BundleLayout], selector: str, firsts: bool = False
+) -> Float64:
     """[layers, groups + 1]: time to read from disk, for one step, the needed neurons from each group on.
 
-    `all` streams them. `predicted` reads the selected bundles. `exact` needs the first row of each neuron, and the rest
-    of those that fire; or streams them all, if that is faster.
+    `all` streams them. `predicted` reads the selected bundles. `exact` needs the first row of each neuron, which RAM
+    has or, with `firsts`, is read, and the rest of those that fire; or streams them all, if that is faster.
     """
     n, selected, fired, *_ = np.moveaxis(expected.all[:, None, :] - expected.sums, -1, 0)
 
@@ -334,7 +336,7 @@ def disk_seconds(disk: Disk, expected: Expected, bundles: Sequence[BundleLayout]
         return np.asarray(streamed)
     if selector == "predicted":
         return np.asarray(np.minimum(streamed, selected * each(lambda own: disk.seconds(own.stride))))
-    first = each(lambda own: disk.seconds(own.gate_bytes))
+    first = each(lambda own: disk.seconds(own.gate_bytes) if firsts else 0.0)
     rest = each(lambda own: disk.seconds(own.stride - own.gate_bytes))
     return np.asarray(np.minimum(streamed, n * first + fired * rest))
 

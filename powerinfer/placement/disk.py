@@ -29,7 +29,7 @@ from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.layout import is_matrix
 from powerinfer.formats.prepared import LINE
 from powerinfer.kernels.cpu import NEURON_TOKENS, READ_COPIES, matrix_bytes
-from powerinfer.neurons import BUNDLE_GROUP, Profile
+from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Profile
 from powerinfer.placement import cost
 from powerinfer.placement.budget import Footprint, Workload, gib, in_ram
 from powerinfer.placement.shapes import Matrix, Model
@@ -56,6 +56,9 @@ NEURON = 48
 
 ROUNDED = 48 << 20
 """Bytes by which memory that is lent is used beyond whole rows: huge pages."""
+
+FIRSTS_AT_ONCE = 4 << 20
+"""Bytes of bundles that are read at a time for their first rows."""
 
 APART = 32 << 10
 """Bytes in order that a disk reads in the time that a small read takes beyond its own: about 10 us at 3 GB/s."""
@@ -285,14 +288,20 @@ def slot_bytes(nbytes: int) -> int:
     return min(most, -(-(nbytes + block - 1) // block) * block) if -(-nbytes // block) * block <= most else copied
 
 
-def resting_in_ram(model: Model, layers: int, threads: int, staging: int) -> tuple[int, int]:
-    """(slots of each of the GPU's layers, bytes): what RAM needs beside the neurons that it keeps, where others of
-    these layers are read from disk when they are selected. staging: bytes of a buffer that streams all that the GPU
-    does not have for long prompts, through as many that are read and as many that are gathered from them; 0: none.
+def resting_bytes(layout: BundleLayout, selects: bool) -> int:
+    """Bytes of memory for a neuron that is read beside a GPU. selects: by a predictor, else RAM has its first row."""
+    return slot_bytes(layout.pitch if selects else layout.pitch - layout.gate_bytes)
+
+
+def resting_in_ram(model: Model, layers: int, threads: int, staging: int, selects: bool) -> tuple[int, int]:
+    """(slots of each of the GPU's layers, bytes): what RAM needs beside the neurons that it keeps, and first rows,
+    where others of these layers are read from disk when they are needed. staging: bytes of a buffer that streams all
+    that the GPU does not have for long prompts, through as many that are read and as many that are gathered from them;
+    0: none. selects: as of `resting_bytes`.
     """
-    slots, nbytes = LEAST * threads, READ_COPIES + 2 * staging
+    slots, nbytes = LEAST * threads, READ_COPIES + max(2 * staging, 0 if selects else FIRSTS_AT_ONCE)
     for layout, n in zip(model.bundles[:layers], model.config.ffn_sizes, strict=False):
-        nbytes += min(n, slots) * slot_bytes(layout.pitch) + n * NEURON
+        nbytes += min(n, slots) * resting_bytes(layout, selects) + n * NEURON
     return slots, nbytes
 
 

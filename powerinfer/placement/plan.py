@@ -51,7 +51,15 @@ from powerinfer.placement.budget import (
     staged_on_gpu,
     staging_from_disk,
 )
-from powerinfer.placement.disk import DiskPlan, better_densely, plan_disk, resting_in_ram, slot_bytes, within
+from powerinfer.placement.disk import (
+    APART,
+    DiskPlan,
+    better_densely,
+    plan_disk,
+    resting_bytes,
+    resting_in_ram,
+    within,
+)
 from powerinfer.placement.disk_speed import Decoding, Hits, OnGpu, Prediction, predict
 from powerinfer.placement.experts import Frequencies
 from powerinfer.placement.plan_document import (
@@ -334,6 +342,7 @@ class Plan:
                 held[Tier.GPU] = model.gpu_neuron_of(layer) * first + model.gpu_shared * here
                 each = claims.cpu_neuron if claims.slots_beside else bundles.pitch
                 held[Tier.CPU] = each * neurons[Tier.CPU] + bundles.shared_bytes * there
+                held[Tier.CPU] += claims.cpu_gate * (neurons[Tier.CPU] + neurons[Tier.DISK])
             elif claims.gpu_layers and not neurons[Tier.DISK]:  # whole groups, as the file has them
                 held[Tier.CPU] = n_groups(model.config.ffn_sizes[layer]) * bundles.group_bytes
             result.append(held)
@@ -368,19 +377,36 @@ class Plan:
 
     @property
     def loads(self) -> bool:
-        """It can be loaded beside a GPU: what neurons do not fit are read from disk when a predictor selects them."""
-        return self.fits or bool(self.claims.slots_beside)
+        """It can be loaded beside a GPU: what neurons do not fit are read from disk when they are needed."""
+        if self.fits or not self.claims.slots_beside:
+            return self.fits
+        return _left_for_neurons(self.request, self.claims, sum(self.choice.gpu)) >= 0
 
     @property
     def on_disk(self) -> DiskPlan | None:
         """What stays on disk of the GPU's layers: neurons. Of all of these layers, since those that leave the GPU when
         memory is measured rest there, too. None: nothing, or the plan cannot be loaded."""
-        beside = self.claims.slots_beside
-        if self.fits or not beside:
+        beside, gates = self.claims.slots_beside, {}
+        if self.fits or not self.loads:
             return None
-        each = zip(self.request.profile.sizes, self.neurons[: self.claims.gpu_layers], strict=False)
+        each = list(zip(self.request.profile.sizes, self.neurons[: self.claims.gpu_layers], strict=False))
         slots = {layer: min(size, own[Tier.CPU] + beside) for layer, (size, own) in enumerate(each) if size}
-        return DiskPlan(OnDisk(neurons=slots), self.bytes["cpu"], 0, self.bytes["disk"])
+        if self.claims.cpu_gate:
+            gates = {layer: size - own[Tier.GPU] for layer, (size, own) in enumerate(each) if size}
+        about = OnDisk(neurons=slots, gates=gates)
+        return DiskPlan(about, self.bytes["cpu"], 0, self.bytes["disk"], self._reading)
+
+    @property
+    def _reading(self) -> float:
+        """Bytes in order that a disk reads in the time of the neurons that a step needs and neither memory has."""
+        request, reading = self.request, 0.0
+        selects = request.selector == "predicted"
+        for layer, own in enumerate(self.neurons[: self.claims.gpu_layers]):
+            rest = request.profile.fraction(layer)[self._orders[layer][own[Tier.GPU] + own[Tier.CPU] :]]
+            ffn, kind = request.model.config.layers[layer].ffn, cost.SELECTED if selects else cost.FIRED
+            share = cost.any_of(cost.needed(rest, ffn, kind, request.model.selected[layer]), request.batch)
+            reading += float(share.sum()) * (resting_bytes(request.model.bundles[layer], selects) + APART)
+        return reading
 
     def placement(self, profile: Profile) -> Placement:
         """The tier of every neuron. profile: the one that the plan was made from."""
@@ -478,28 +504,33 @@ def _with_slots(plan: Plan) -> Plan:
     claims = None if plan.fits else _claims_with_slots(plan.request, plan.claims)
     if claims is None:
         return plan
-    return replace(_solved(plan.request, claims), helps=plan.helps)  # where all fits nothing is needed beside
+    found = replace(_solved(plan.request, claims), helps=plan.helps)  # where all fits nothing is needed beside
+    return found if found.loads else plan
 
 
 def _claims_with_slots(request: PlanRequest, claims: Claims) -> Claims | None:
-    """With what reading neurons from disk takes; None where a load does not: predictors select among those of the
-    GPU's layers alone, and the other layers have theirs in RAM."""
-    if not claims.gpu_layers or claims.slots is not None or request.selector != "predicted":
+    """With what reading neurons from disk takes; None where a load does not: with `all`, or where RAM does not hold the
+    neurons of the layers that the GPU does not have."""
+    if not claims.gpu_layers or claims.slots is not None or request.selector == "all":
         return None
+    selects = request.selector == "predicted"
     model, threads, first = request.model, request.hardware.cpu.threads, claims.gpu_layers
     gpu_left = claims.gpu_left + staged_on_gpu(claims.staging)
     cpu_left = claims.cpu_left + staged_in_ram(claims.staging)
-    neuron = max(slot_bytes(layout.pitch) for layout in model.bundles)
-    others = sum(model.config.ffn_sizes[first:]) * neuron
+    neuron = max(resting_bytes(layout, selects) for layout in model.bundles)
+    gate = 0 if selects else max(layout.gate_bytes for layout in model.bundles)
+    each = zip(model.config.ffn_sizes[first:], model.bundles[first:], strict=True)
+    others = sum(n_groups(size) * BUNDLE_GROUP * layout.pitch for size, layout in each)
     limit = cpu_left
     while True:
         staging = staging_from_disk(model, request.workload, gpu_left, limit)
-        slots, nbytes = resting_in_ram(model, first, threads, staging)
-        left = cpu_left - staged_in_ram(staging) - nbytes
-        if left >= others:
-            cpu = claims.cpu | {"scratch": claims.cpu["scratch"] + nbytes}
-            own = replace(claims, cpu=cpu, cpu_left=left, cpu_neuron=neuron, slots_beside=slots)
-            return replace(own, staging=staging, gpu_left=gpu_left - staged_on_gpu(staging))
+        slots, nbytes = resting_in_ram(model, first, threads, staging, selects)
+        cpu = claims.cpu | {"scratch": claims.cpu["scratch"] + nbytes}
+        own = replace(claims, cpu=cpu, cpu_neuron=neuron, cpu_gate=gate, slots_beside=slots, staging=staging)
+        own = replace(own, gpu_left=gpu_left - staged_on_gpu(staging))
+        own = replace(own, cpu_left=cpu_left - staged_in_ram(staging) - nbytes - others)
+        if _left_for_neurons(request, own, own.gpu_left // (GROUP * model.gpu_neuron)) >= 0:
+            return own
         if not staging:
             return None
         limit //= 2
@@ -684,7 +715,10 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
     parts = {name: of_best([getattr(ffn, name) for ffn, _ in ways]) for name in ("gpu", "cpu", "sync")}
     apart = np.where(parallel & (np.arange(layers) < first), 0.0, attention)
     parts["other"] = of_best([other for _, other in ways]) + apart[:, None]
-    disk = None if hardware.disk is None else cost.disk_seconds(hardware.disk, expected, model.bundles, selector)
+    disk = None
+    if hardware.disk is not None:
+        firsts = request.selector == "predicted"  # in a step with too many tokens for that
+        disk = cost.disk_seconds(hardware.disk, expected, model.bundles, selector, firsts)
     mass = np.zeros((layers, groups + 1))
     for layer, order in enumerate(orders):
         each = cost.by_group(request.profile.counts[layer][order], np.arange(groups) * GROUP)
@@ -734,7 +768,9 @@ def _step_neurons(model: Model, selector: str) -> list[Float64]:
 def _choose(request: PlanRequest, claims: Claims, tables: _Tables, policy: str, others: Mapping[str, Choice]) -> Choice:
     """Place the neurons by a policy. others: the choices of policies so far."""
     gpu, kept, optimal, solve_s = _placed(request, claims, tables, policy, others)
-    if claims.slots_beside and claims.gpu_layers < len(gpu):
+    if claims.slots_beside and (
+        claims.gpu_layers < len(gpu) or sum(kept - gpu) > _groups_in_ram(request, claims, sum(gpu))
+    ):
         kept, optimal = _kept_beside(request, claims, tables, gpu), None
     rows = np.arange(len(gpu))
     read = np.zeros(len(gpu)) if tables.disk is None else tables.disk[rows, kept]
@@ -767,7 +803,11 @@ def _placed(
     room = claims.gpu_left // (GROUP * model.gpu_neuron) if claims.bundles else 0
     everything = claims.cpu_neuron * model.config.n_neurons
     # Without bundles the panels are in RAM already; with room for all of them groups need not be counted.
-    ram = claims.cpu_left // (GROUP * claims.cpu_neuron) if claims.bundles and everything > claims.cpu_left else None
+    ram = None
+    if claims.slots_beside:
+        ram = _groups_in_ram(request, claims, room) + (layers - claims.gpu_layers) * groups
+    elif claims.bundles and everything > claims.cpu_left:
+        ram = claims.cpu_left // (GROUP * claims.cpu_neuron)
     if ram is not None and hardware.disk is None and room + ram < layers * groups:
         missing = everything - (room + ram) * GROUP * claims.cpu_neuron
         raise RequestError(
@@ -801,11 +841,20 @@ def _kept_beside(request: PlanRequest, claims: Claims, tables: _Tables, gpu: sol
     """Groups kept in memory where neurons rest on disk: layers that run on the CPU as a whole have all of theirs, those
     on the GPU share what is left."""
     first, groups = claims.gpu_layers, tables.costs.shape[1] - 1
-    others = sum(-(-size // GROUP) for size in request.model.config.ffn_sizes[first:])
-    left = claims.cpu_left // (GROUP * claims.cpu_neuron) - others
     assert tables.disk is not None
-    split = solver.fill(gpu[:first], tables.disk[:first], max(0, left), groups)
+    split = solver.fill(gpu[:first], tables.disk[:first], _groups_in_ram(request, claims, sum(gpu)), groups)
     return np.concatenate([split, np.full(len(gpu) - first, groups)])
+
+
+def _groups_in_ram(request: PlanRequest, claims: Claims, on_gpu: int) -> int:
+    """Of the GPU's layers, where neurons rest on disk and so many groups are on the GPU."""
+    return max(0, _left_for_neurons(request, claims, on_gpu)) // (GROUP * claims.cpu_neuron)
+
+
+def _left_for_neurons(request: PlanRequest, claims: Claims, on_gpu: int) -> int:
+    """Bytes of RAM for those, once the gates of all that the GPU does not have are there; less than 0: they are not."""
+    cold = sum(request.model.config.ffn_sizes[: claims.gpu_layers]) - on_gpu * GROUP
+    return claims.cpu_left - claims.cpu_gate * max(0, cold)
 
 
 def _work_on_gpu(request: PlanRequest, claims: Claims, of_neurons: float, of_all_neurons: float) -> float:
@@ -859,12 +908,14 @@ def _reasons(request: PlanRequest, claims: Claims, choice: Choice) -> tuple[str,
         each = zip(config.ffn_sizes, choice.kept, request.model.bundles, strict=True)
         if on_disk := sum(max(0, n - kept * GROUP) * layout.stride for n, kept, layout in each):
             unread = (
-                "do not fit and would be read from disk when they are needed, which a load does beside a GPU only with "
-                "--selector predicted, and where RAM holds the neurons of all layers that the GPU does not have"
+                "do not fit and would be read from disk when they are needed, which a load does beside a GPU where RAM "
+                "holds the neurons of all layers that the GPU does not have, and of the others, but with --selector "
+                "predicted, the gates"
             )
+            read = "are selected" if request.selector == "predicted" else "fire"
             reasons.append(
                 f"{gib(on_disk)} of neurons "
-                + ("stay on disk and are read when they are selected" if claims.slots_beside else unread)
+                + (f"stay on disk and are read when they {read}" if claims.slots_beside else unread)
             )
     if choice.optimal is False:
         reasons.append(f"not proven to be optimal: the solver's {request.time_limit:g} s ran out")
