@@ -817,8 +817,7 @@ void bind_neuron_sum(nb::module_& m) {
             nb::gil_scoped_release release;
             sum.set_firsts(at, rows.data(), (int64_t)rows.shape(0));
           },
-          "at"_a, "rows"_a,
-          "The first rows of so many that `keep` has, from number `at` on, uint8 [n, bytes]: copied.")
+          "at"_a, "rows"_a, "The first rows of so many that `keep` has, from number `at` on, uint8 [n, bytes]: copied.")
       .def_prop_ro(
           "uses",
           [](NeuronSum& sum) {

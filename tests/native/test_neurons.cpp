@@ -1233,24 +1233,17 @@ void firing_neurons_on_disk(const PiKernels* kernels, int type, bool gated) {
         bundles->firsts = false;
         for (PiRows* rows : {&bundles->gate, &bundles->up, &bundles->down})
           if (rows->groups)
-            *rows = {bundles->slots->memory(),
-                     0,
-                     0,
-                     std::max(rows->at - bytes, (int64_t)0),
-                     k,
-                     rows->type,
-                     bundles->slots->lines(),
-                     nullptr,
-                     nullptr};
-        NeuronSum here(workspace, layer.bundles, model.what.most, true), there(workspace, bundles, model.what.most, true);
+            *rows = {bundles->slots->memory(), 0,       0,      std::max(rows->at - bytes, (int64_t)0), k, rows->type,
+                     bundles->slots->lines(),  nullptr, nullptr};
+        NeuronSum here(workspace, layer.bundles, model.what.most, true),
+            there(workspace, bundles, model.what.most, true);
         std::vector<float> wanted((size_t)(PI_NEURON_TOKENS * k)), got = wanted;
         check.yes(is_refused([&] { there.sum(model.x.data(), 1, nullptr, nullptr, got.data()); }), slots);
         for (const int64_t every : {1, 3}) {
           std::vector<int32_t> members;
           for (int64_t i = 0; i < n; i += every) members.push_back((int32_t)i);
           there.keep(members);
-          for (size_t i = 0; i < members.size(); i++)
-            there.set_firsts((int64_t)i, pi_row(&first, members[i]), 1);
+          for (size_t i = 0; i < members.size(); i++) there.set_firsts((int64_t)i, pi_row(&first, members[i]), 1);
           check.yes(is_refused([&] { there.set_firsts((int64_t)members.size(), layer.data.data(), 1); }), every);
           for (int64_t tokens : STEPS) {
             std::vector<uint8_t> selected((size_t)(tokens * n));
@@ -1262,8 +1255,8 @@ void firing_neurons_on_disk(const PiKernels* kernels, int type, bool gated) {
             there.sum(model.x.data(), tokens, nullptr, nullptr, got.data());
             for (int64_t i = 0; i < tokens * k; i++) check.same(got[(size_t)i], wanted[(size_t)i], i);
             const NeuronStats own = there.stats(), other = here.stats();
-            check.yes(own.active == other.active && own.first_rows == other.first_rows && own.up_rows == other.up_rows &&
-                          own.down_rows == other.down_rows && own.active > 0,
+            check.yes(own.active == other.active && own.first_rows == other.first_rows &&
+                          own.up_rows == other.up_rows && own.down_rows == other.down_rows && own.active > 0,
                       tokens);
           }
         }
