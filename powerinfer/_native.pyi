@@ -382,7 +382,7 @@ def resting_bundles(
 ) -> Bundles:
     """
     Bundles of neurons on disk, the items of the slots, whose one part is what a step reads of each. The place of
-    a row is None where it is no part of that: its products are known from a matrix. shared: the scales of all
+    a row is None where it is no part of that: a matrix has it, or `add_firsts` gives it. shared: the scales of all
     groups of down, [groups, bytes], kept.
     """
 
@@ -466,11 +466,11 @@ class NeuronSum:
     def keep(self, members: NDArray[np.int32]) -> None:
         """
         Of neurons on disk: only these, int32 ascending, are summed from now on, and of these are `selected`
-        and `take_fired`. Where their first rows are not read, `set_firsts` gives them before they are summed.
+        and `take_fired`. Where their first rows are not read, `add_firsts` gives them before they are summed.
         """
 
-    def set_firsts(self, at: int, rows: NDArray[np.uint8]) -> None:
-        """The first rows of so many that `keep` has, from number `at` on, uint8 [n, bytes]: copied."""
+    def add_firsts(self, rows: NDArray[np.uint8]) -> None:
+        """The first rows of the next n that `keep` has, uint8 [n, bytes]: copied."""
 
     @property
     def uses(self) -> NDArray[np.int32]:

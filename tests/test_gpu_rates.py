@@ -474,7 +474,7 @@ def test_a_plan_is_what_a_run_does(model: Path, cache: Path, capsys: pytest.Capt
         ram = read_size(str(caught.value).split("--ram ")[1].split(" ")[0])
         assert main(["plan", *own, "--ram", f"{ram}B", "--json", "--dry-run"]) == 0
         helps = json.loads(capsys.readouterr().out.splitlines()[-1])["helps"]
-        with pytest.raises(RequestError, match="only --selector predicted reads them") as caught:
+        with pytest.raises(RequestError, match="--ram does not hold what reading them from disk takes") as caught:
             LLM(model, **options(gpu="cpu", vram=vram, ram=ram))
         everything = next(one["bytes"] for one in helps if one["flag"] == "--ram")
         assert f"give --ram {gib(everything)}" in str(caught.value)

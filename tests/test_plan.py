@@ -443,7 +443,7 @@ def test_more_room_is_never_slower_and_helps_keep_their_word() -> None:
     room = make_plan(beside)
     tight = make_plan(replace(beside, ram=sum(room.claims.cpu.values()) + 2 * GROUP * request.model.bundle.stride))
     assert room.fits and not tight.fits and tight.choice.seconds > room.choice.seconds
-    assert "which a load does beside a GPU where RAM holds the neurons" in " ".join(tight.reasons)
+    assert not tight.loads and "of neurons fit into neither memory, and a load is refused" in " ".join(tight.reasons)
     (more,) = [one for one in tight.helps if one.flag == "--ram"]
     assert make_plan(replace(beside, ram=more.bytes)).fits and not make_plan(replace(beside, ram=more.bytes - 1)).fits
     small = make_plan(replace(request, vram=3 * MIB, ram=None))
@@ -660,7 +660,7 @@ def hostile() -> list[Any]:
         return pytest.param(change, id="/".join(str(one)[:20] for one in way))
 
     return [
-        set_at("format", 2), set_at("kind", "hardware"), set_at("key", "0" * 16), set_at("gpu_layers", -1),
+        set_at("format", 1), set_at("kind", "hardware"), set_at("key", "0" * 16), set_at("gpu_layers", -1),
         set_at("gpu_layers", 2), set_at("gpu_layers", 10**30), set_at("gpu_layers", None), set_at("groups", None),
         set_at("groups", {}), set_at("groups", "gpu", [1, 2]), set_at("groups", "gpu", [4, 4, 4]),
         set_at("groups", "gpu", 0, -1), set_at("groups", "gpu", 0, 5), set_at("groups", "gpu", 0, 1.0),

@@ -38,8 +38,9 @@ from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
 from powerinfer.hybrid.resolve import Resolved, needs, resolve, with_fewer_layers  # noqa: E402
 from powerinfer.hybrid.sparsity import HybridSparsity  # noqa: E402
 from powerinfer.kernels.cpu import NEURON_TOKENS  # noqa: E402
-from powerinfer.placement.disk import DiskPlan, resting_in_ram, slot_bytes  # noqa: E402
-from powerinfer.placement.plan import read_plan, save_plan, with_less_vram  # noqa: E402
+from powerinfer.placement import budget  # noqa: E402
+from powerinfer.placement.disk import DiskPlan, resting_bytes, resting_in_ram, slot_bytes  # noqa: E402
+from powerinfer.placement.plan import make_plan, read_plan, save_plan, with_less_vram  # noqa: E402
 from powerinfer.sparsity.selection import select  # noqa: E402
 
 ENGINE = EngineConfig(
@@ -61,14 +62,12 @@ def split(
     resting: tuple[int, ...] | None = None,
     fills: bool = True,
     selector: str = "predicted",
-    room: int = NEURONS,
 ) -> Iterator[tuple[Any, list[HybridFfn]]]:
     """slots: neurons of each layer in RAM, of all that the GPU does not have; None: all of them are there.
 
     share: of the neurons on the GPU. streams: the GPU computes what is cold of prompts. reads: makes those of files,
     None: of the disk. layers: on the GPU, None: all. resting: layers whose neurons are on disk, None: those.
-    fills: memory reads those that fire most often. room: neurons whose gates RAM has room for beside the slots, where
-    the selector is `exact`.
+    fills: memory reads those that fire most often.
     """
     checkpoint, engine = open_checkpoint(path), replace(ENGINE, selector=selector)
     config, selection = checkpoint.config, select(checkpoint, engine)
@@ -86,7 +85,7 @@ def split(
     plan = None
     if slots is not None:
         rest = range(layers or every) if resting is None else resting
-        plan = DiskPlan(OnDisk(neurons=dict.fromkeys(rest, slots), gates=dict.fromkeys(rest, room)), {}, 0)
+        plan = DiskPlan(OnDisk(neurons=dict.fromkeys(rest, slots)), {}, 0)
     where = on_gpu(layers or every, head=(layers or every) == every, pages=PAGES)
     with pytest.MonkeyPatch.context() as patch:
         if reads is not None:
@@ -212,21 +211,23 @@ def test_neurons_that_move(streams: bool, selector: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("selector", ["predicted", "exact"])
 @pytest.mark.usefixtures("device")
-def test_neurons_that_leave_the_gpu_take_memory_from_slots(selector: str, tmp_path: Path) -> None:
-    """Where RAM has their gates: it holds no more than was planned."""
-    path, planned = model(tmp_path), NEURONS // 4
-    with split(path, NEURONS, 0.75, selector=selector, room=planned) as (executor, ffns):
-        slot, gate = executor.disk.slots[0].slot_bytes, ffns[0]._bundles.layouts[0].gate_bytes
-        room = NEURONS * slot + (planned * gate if selector == "exact" else 0)
+def test_memory_that_holds_fewer(selector: str, tmp_path: Path) -> None:
+    """As where gates of others take its place: at the start it has those that fire most often."""
+    path, fewer = model(tmp_path), NEURONS // 3
+    with split(path, NEURONS, selector=selector, fills=False) as (executor, ffns):
         for ffn in ffns:
-            assert room - NEURONS * gate < ffn.cold_bytes <= room
-            ffn.place(ffn.hot[::3].copy())
-            assert room - slot < ffn.cold_bytes <= room
+            before, slot = ffn.cold_bytes, ffn._cpu_part._slots.slot_bytes  # type: ignore[union-attr]
+            ffn.limit(2 * NEURONS)
+            assert ffn.cold_bytes == before
+            ffn.limit(fewer)
+            assert ffn.cold_bytes == before - (NEURONS - fewer) * slot
+            ffn.fill()
+            frequency = profile_of(len(ffns), NEURONS).fraction(ffn.layer)[ffn.cold]
+            hottest = ffn.cold[np.argsort(-frequency, kind="stable")][:fewer]
+            slots = executor.disk.slots[ffn.layer]
+            assert {i for i in range(NEURONS) if slots.held(i)} == set(hottest.tolist())
         found = answers(executor, 5)
-        assert executor.disk.counts()["bytes"]
-    with split(path, None, 0.75, selector=selector) as (executor, ffns):
-        for ffn in ffns:
-            ffn.place(ffn.hot[::3].copy())
+    with split(path, None, selector=selector) as (executor, _):
         check_bits(executor, found)
 
 
@@ -378,23 +379,26 @@ def test_what_neither_memory_holds_stays_on_disk(selector: str, large: Path) -> 
 
 
 @pytest.mark.parametrize("selector", ["predicted", "exact"])
-def test_neurons_that_leave_the_gpu_rest_on_disk_too(selector: str, large: Path) -> None:
-    """As where memory is measured: RAM holds what the first plan says, and a rehearsal reads nothing."""
-    resolved = planned(large, 3 << 18, selector=selector)
+@pytest.mark.parametrize("less", [3 << 18, 9 << 17])
+def test_neurons_that_leave_the_gpu_rest_on_disk_too(less: int, selector: str, large: Path) -> None:
+    """As where memory is measured: RAM holds no more than before, and a rehearsal reads nothing."""
+    resolved = planned(large, less, selector=selector)
     assert resolved.plan is not None and resolved.disk is not None
     executor, sparsity = load_resolved(resolved, list)
     assert isinstance(sparsity, HybridSparsity) and isinstance(executor, SplitExecutor) and executor.disk is not None
-    held = [ffn.cold_bytes for ffn in sparsity.ffns]
+    held = sum(ffn.cold_bytes for ffn in sparsity.ffns)
     right = answers(executor, 5)
-    less = with_less_vram(resolved.plan, 1 << 20)
-    assert less is not None and less.loads and not less.fits
-    split = NeuronSplit(resolved.selection.bundles, less.placement(less.request.profile), ffns=sparsity.ffns)  # type: ignore[arg-type, type-var]
+    plan = with_less_vram(resolved.plan, 1 << 18)
+    assert plan is not None and plan.loads and not plan.fits
+    split = NeuronSplit(resolved.selection.bundles, plan.placement(plan.request.profile), ffns=sparsity.ffns)  # type: ignore[arg-type, type-var]
     before = sum(len(ffn.hot) for ffn in sparsity.ffns)
-    vram._move(split, less)
+    vram._move(split, plan)
     assert sum(len(ffn.hot) for ffn in sparsity.ffns) < before
-    slots = executor.disk.slots.values()
-    for now, then, own_slots in zip(sparsity.ffns, held, slots, strict=True):
-        assert then - own_slots.slot_bytes < now.cold_bytes <= then
+    beside, _ = resting_in_ram(plan.request.model, 2, 2, 0, selector == "predicted")
+    slot = resting_bytes(plan.request.model.bundle, selector == "predicted")
+    most = plan.bytes["cpu"]["ffn"] + 2 * beside * slot
+    assert held - (1 << 18) < sum(ffn.cold_bytes for ffn in sparsity.ffns) <= most
+    assert sum(plan.bytes["cpu"].values()) <= (resolved.engine.ram or 0)
     executor.disk.clear()
     executor.gpu.rehearse(1)
     assert executor.disk.counts()["wanted"] == 0
@@ -411,6 +415,41 @@ def test_a_saved_plan_is_the_same(selector: str, large: Path, tmp_path: Path) ->
     again = read_plan(tmp_path, plan.request)
     assert again is not None and again.loads and (again.bytes, again.neurons) == (plan.bytes, plan.neurons)
     assert again.staging == plan.staging and again.on_disk == plan.on_disk
+
+
+@pytest.mark.parametrize("selector", ["predicted", "exact"])
+def test_plans_with_layers_on_the_cpu_as_a_whole(
+    selector: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, described: None
+) -> None:
+    """Each is the same when it is read again, whether it can be loaded or not, and what it suggests can be."""
+    monkeypatch.setattr(model_files, "LAYERS", 4)
+    path = large_model(tmp_path, monkeypatch)
+    own = replace(ENGINE, gpu=device_name(), selector=selector, prefill_chunk=16)
+    checkpoint = open_checkpoint(path)
+    plan = resolve(checkpoint, own).plan
+    assert plan is not None and plan.fits
+    model_, request = plan.request.model, plan.request
+    dense = sum(budget.on_gpu(model_, request.hardware, request.workload, 3, False).values())
+    request = replace(request, vram=dense + budget.shared_on_gpu(model_, 3) + 1024)
+    whole = sum(make_plan(request).bytes["cpu"].values())
+    kinds = set()
+    kinds = set()
+    for ram in range(whole - 16 * MIB, whole, MIB):
+        request = replace(request, ram=ram)
+        try:
+            found = make_plan(request)
+        except RequestError:
+            continue
+        assert found.claims.gpu_layers == 3 and sum(found.bytes["cpu"].values()) <= ram
+        save_plan(found, tmp_path)
+        again = read_plan(tmp_path, request)
+        assert again is not None and (again.loads, again.bytes) == (found.loads, found.bytes)
+        assert again.on_disk == found.on_disk
+        kinds.add((found.fits, found.loads))
+        for one in found.helps:
+            if one.what == "neurons are read from disk":
+                assert make_plan(replace(request, ram=one.bytes)).loads
+    assert {(False, True), (False, False)} <= kinds
 
 
 @pytest.mark.parametrize("each", [64, 4096, 6912, 16384, 32768, 36800, 49152])

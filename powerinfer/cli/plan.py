@@ -8,12 +8,12 @@ that bundles are packed.
 
 The plan is saved beside the model as plan-KEY.json; the key depends on every input. Not with --shape or --dry-run.
 
-JSON: quantize (the option, or null), weight_type (of most FFN weights), fits (nothing is read from disk), solve_s,
-mass_on_gpu (share of the activations), work_on_gpu (share of the bytes of weights that a step reads), optimal (proven;
-null for greedy and random), policy, bytes (tier: part: bytes), activations (tier: share), layers (layer; gpu, cpu,
-disk: neurons; mass_on_gpu; seconds by component), predicted (the estimate: decode_tok_s, dense_tok_s with every neuron
-computed, ms_per_token, at_position, policies), reasons, helps (the next budgets at which more fits), assumed, key,
-path, hardware.
+JSON: quantize (the option, or null), weight_type (of most FFN weights), fits (nothing is read from disk), loads (a
+load takes it), solve_s, mass_on_gpu (share of the activations), work_on_gpu (share of the bytes of weights that a
+step reads), optimal (proven; null for greedy and random), policy, bytes (tier: part: bytes), activations (tier:
+share), layers (layer; gpu, cpu, disk: neurons; mass_on_gpu; seconds by component), predicted (the estimate:
+decode_tok_s, dense_tok_s with every neuron computed, ms_per_token, at_position, policies), reasons, helps (the next
+budgets at which more fits), assumed, key, path, hardware.
 """
 
 from __future__ import annotations

@@ -681,7 +681,7 @@ void bind_bundles(nb::module_& m) {
       "down_type"_a, "gate_at"_a.none(), "up_at"_a.none(), "down_at"_a, "spec"_a, "shared"_a = nb::none(),
       nb::keep_alive<0, 10>(),
       "Bundles of neurons on disk, the items of the slots, whose one part is what a step reads of each. The place of\n"
-      "a row is None where it is no part of that: its products are known from a matrix. shared: the scales of all\n"
+      "a row is None where it is no part of that: a matrix has it, or `add_firsts` gives it. shared: the scales of all\n"
       "groups of down, [groups, bytes], kept.");
 }
 
@@ -808,16 +808,16 @@ void bind_neuron_sum(nb::module_& m) {
           },
           "members"_a,
           "Of neurons on disk: only these, int32 ascending, are summed from now on, and of these are `selected`\n"
-          "and `take_fired`. Where their first rows are not read, `set_firsts` gives them before they are summed.")
+          "and `take_fired`. Where their first rows are not read, `add_firsts` gives them before they are summed.")
       .def(
-          "set_firsts",
-          [](NeuronSum& sum, int64_t at, Bytes2 rows) {
+          "add_firsts",
+          [](NeuronSum& sum, Bytes2 rows) {
             const PiRows& first = sum.bundles->first();
             require((int64_t)rows.shape(1) == pi_row_bytes(first.type, first.k), "the rows have another length");
             nb::gil_scoped_release release;
-            sum.set_firsts(at, rows.data(), (int64_t)rows.shape(0));
+            sum.add_firsts(rows.data(), (int64_t)rows.shape(0));
           },
-          "at"_a, "rows"_a, "The first rows of so many that `keep` has, from number `at` on, uint8 [n, bytes]: copied.")
+          "rows"_a, "The first rows of the next n that `keep` has, uint8 [n, bytes]: copied.")
       .def_prop_ro(
           "uses",
           [](NeuronSum& sum) {

@@ -287,17 +287,26 @@ int64_t block_of(const Bundles& b, const int32_t* index, int64_t left, int64_t t
 }  // namespace
 
 void Bundles::keep(std::vector<int32_t> own) {
+  PiRows& rows = gated() ? gate : up;
+  const int64_t bytes = pi_row_bytes(rows.type, rows.k), n = (int64_t)own.size();
+  check(firsts || n * bytes / 64 <= UINT32_MAX, "so many first rows cannot be had");
   members = std::move(own);
   if (firsts) return;
-  PiRows& rows = gated() ? gate : up;
-  const int64_t bytes = pi_row_bytes(rows.type, rows.k), n = (int64_t)members.size();
-  check(n * bytes / 64 <= UINT32_MAX, "so many first rows cannot be had");
+  n_firsts = 0;
   rows.groups = slots->memory();  // not null: else there would be no gate
   own_firsts.reset();
   own_firsts = std::make_shared<Mapping>(std::max(n, (int64_t)1) * bytes);
   first_lines.assign((size_t)neurons, 0);
   for (int64_t i = 0; i < n; i++) first_lines[(size_t)members[(size_t)i]] = (uint32_t)(i * bytes / 64);
   rows = {own_firsts->data(), 0, bytes, 0, rows.k, rows.type, first_lines.data()};
+}
+
+void Bundles::add_firsts(const uint8_t* rows, int64_t n) {
+  const int64_t bytes = pi_row_bytes(first().type, first().k);
+  check((bool)own_firsts, "the first rows of these neurons are elsewhere");
+  check(n >= 0 && n <= (int64_t)members.size() - n_firsts, "there are not so many neurons");
+  memcpy(own_firsts->data() + n_firsts * bytes, rows, (size_t)(n * bytes));
+  n_firsts += n;
 }
 
 void fill_lanes(const PiActs* x, int64_t tokens, uint8_t* out) {

@@ -33,9 +33,11 @@ struct Bundles {
   // Where they rest on disk: items are neurons, with all that is read of them. firsts: the rows of `first` are.
   std::shared_ptr<Slots> slots = nullptr;
   bool firsts = true;
-  // Of neurons on disk without: a matrix has them, or memory those of the members, one after another.
+  // Where they are not, and no matrix has them either: the first rows of the members, one after another, of which
+  // n_firsts are there; by place, where in it a neuron's row begins, in lines.
   std::shared_ptr<Mapping> own_firsts = nullptr;
-  std::vector<uint32_t> first_lines = {};  // of these
+  int64_t n_firsts = 0;
+  std::vector<uint32_t> first_lines = {};
   bool gated() const { return gate.groups != nullptr; }
   const PiRows& first() const { return gated() ? gate : up; }  // what the activation is on
   const std::vector<float>& first_bias() const { return spec.first_bias(gated()); }
@@ -43,6 +45,7 @@ struct Bundles {
   int forms() const { return pi_form(gate.groups ? gate.type : up.type) | pi_form(up.type); }
   // Of neurons on disk: only these are members from now on, with room for their first rows where these are not read.
   void keep(std::vector<int32_t> members);
+  void add_firsts(const uint8_t* rows, int64_t n);  // of the next members
 };
 
 // Buffers for processing a list of neurons, a block at a time.

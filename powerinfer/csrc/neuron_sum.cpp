@@ -39,7 +39,8 @@ bool NeuronSum::sum(const float* x, int64_t tokens, const uint8_t* selected, con
     memset(out, 0, (size_t)(tokens * k) * sizeof(float));
     return false;
   }
-  check(bundles->firsts || bundles->own_firsts, "the neurons' first rows are not in memory");
+  check(bundles->firsts || (bundles->own_firsts && bundles->n_firsts == all),
+        "the neurons' first rows are not in memory");
   Failure failure;
   const auto prepare = [&] {
     if (bundles->slots) workspace->lists().reserve_h(std::min(tokens, (int64_t)PI_NEURON_TOKENS));
@@ -72,13 +73,8 @@ void NeuronSum::keep(std::vector<int32_t> members) {
   workspace->pool->between_jobs([&] { bundles->keep(std::move(members)); });
 }
 
-void NeuronSum::set_firsts(int64_t at, const uint8_t* rows, int64_t n) {
-  const int64_t bytes = pi_row_bytes(bundles->first().type, bundles->first().k), all = (int64_t)bundles->members.size();
-  workspace->pool->between_jobs([&] {
-    check((bool)bundles->own_firsts, "the first rows of these neurons are elsewhere");
-    check(at >= 0 && n >= 0 && n <= all - at, "there are not so many neurons");
-    memcpy(bundles->own_firsts->data() + at * bytes, rows, (size_t)(n * bytes));
-  });
+void NeuronSum::add_firsts(const uint8_t* rows, int64_t n) {
+  workspace->pool->between_jobs([&] { bundles->add_firsts(rows, n); });
 }
 
 void NeuronSum::sum_selected(int thread, const Piece& piece) {

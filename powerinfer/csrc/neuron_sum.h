@@ -28,9 +28,9 @@ class NeuronSum {
   bool sum(const float* x, int64_t tokens, const uint8_t* selected, const float* weight, float* out);
 
   // Of neurons on disk: only these, places in ascending order, are summed from now on. Where their first rows are not
-  // read from there, `set_firsts` gives them before they are summed: n of them, of the members from number `at` on.
+  // read from there, `add_firsts` gives them, those of the next n members at a time, before they are summed.
   void keep(std::vector<int32_t> members);
-  void set_firsts(int64_t at, const uint8_t* rows, int64_t n);
+  void add_firsts(const uint8_t* rows, int64_t n);
 
   // ---- Counters. Jobs write them, so these wait until none runs: a job counts as a whole or not at all.
   NeuronStats stats() const;

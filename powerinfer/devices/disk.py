@@ -37,9 +37,7 @@ class OnDisk:
     neuron_policy: says which neurons stay. lent: by layer the number of neurons that RAM has room for while a prompt is
     computed, where it needs the memory of the others; lends_window: whether neurons have the window's memory, too,
     since small steps need none. common: for how many neurons RAM has room beside `neurons`, whichever layer needs it
-    for a while; all layers are in one memory then, in slots of `slot_bytes`, and share what is lent, too. gates: by
-    layer the number of neurons whose first rows RAM has room for beside `neurons`, where a GPU has some neurons and
-    nothing else says which of the others fire.
+    for a while; all layers are in one memory then, in slots of `slot_bytes`, and share what is lent, too.
     """
 
     matrices: frozenset[str] = frozenset()
@@ -56,7 +54,6 @@ class OnDisk:
     lends_window: bool = False
     common: int = 0
     slot_bytes: int = 0
-    gates: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def anything(self) -> bool:
@@ -172,16 +169,23 @@ class DiskTier:
         return _native.SlotMemory(slots + common, self.about.slot_bytes, common) if common else None
 
     def add_neurons(
-        self, layer: int, slots: _native.Slots, neurons: _native.NeuronSum, frequency: NDArray[np.float64] | None
+        self,
+        layer: int,
+        slots: _native.Slots,
+        neurons: _native.NeuronSum,
+        frequency: NDArray[np.float64] | None,
+        hottest: NDArray[np.int32] | None = None,
     ) -> None:
         """The neurons of a layer, and their slots; of those that fire most often it reads the ones that prompts leave,
         and `fill` the others. frequency: [neurons], the share of the tokens that each fires for, None: not known.
-        ModelError if they cannot be read, RequestError for a policy that lacks a profile."""
+        hottest: those that memory has at the start, None: as many as there are slots. ModelError if they cannot be
+        read, RequestError for a policy that lacks a profile."""
         _add(self._neurons, neurons.uses, slots.priority, frequency)
         self.slots[layer], self._sums[layer] = slots, neurons
         if frequency is None:
             return
-        hottest = np.argsort(-frequency, kind="stable")[: slots.slots].astype(np.int32)
+        if hottest is None:
+            hottest = np.argsort(-frequency, kind="stable")[: slots.slots].astype(np.int32)
         kept = self.about.lent.get(layer, slots.slots)
         _read(slots, hottest[:kept])
         if kept < len(hottest):

@@ -160,6 +160,12 @@ class HybridFfn:
         self._layers.changed(self.layer)
         self._bundles.file.release(groups)
 
+    def limit(self, slots: int) -> None:
+        """Where neurons rest on disk RAM holds at most so many, and no more than it had room for at first. Between
+        steps. ModelError if the disk does not answer."""
+        if isinstance(self._cpu_part, RestingPart):
+            self._cpu_part.limit(slots)
+
     def fill(self) -> None:
         """Cold neurons that rest on disk are where they stay: memory reads those that fire most often. ModelError if
         they cannot be read."""

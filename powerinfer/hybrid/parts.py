@@ -173,7 +173,6 @@ class RestingPart:
         self._slots = own.slots
         self._used = own.slots.slots
         self._first_bytes = own.left_out
-        self._room = own.slots.slots * own.slots.slot_bytes + disk.about.gates.get(layer, 0) * own.left_out
         self._neurons = cpu.parts.resting(layer, own, vectors, threshold, count_fired=True)
 
     @property
@@ -182,19 +181,17 @@ class RestingPart:
         return self._used * self._slots.slot_bytes + len(self.index) * self._first_bytes
 
     def place(self, groups: NDArray[np.uint8], index: Indices) -> None:
-        """As of `CpuPart`; at most first rows are read. groups: those of the layer. ModelError if they cannot be read.
-
-        Of more neurons than was planned, memory has the first rows in place of some bundles.
-        """
+        """As of `CpuPart`; at most first rows are read. groups: those of the layer. ModelError if that fails."""
         self._neurons.keep(index)
         self.index = index
         if self._first_bytes:
-            memory = self._slots.memory
-            left = (self._room - len(index) * self._first_bytes) // self._slots.slot_bytes
-            self._used = max(self._least, min(memory.slots, left))
-            with self._disk.reading():
-                memory.use(self._used)
             self._read_firsts()
+
+    def limit(self, slots: int) -> None:
+        """Hold bundles of at most so many neurons, and no more than there was room for at first. Between steps."""
+        self._used = max(self._least, min(self._slots.slots, slots))
+        with self._disk.reading():
+            self._slots.memory.use(self._used)
 
     def _read_firsts(self) -> None:
         layout, step = self._layout, max(1, FIRSTS_AT_ONCE // self._layout.group_bytes)
@@ -205,15 +202,16 @@ class RestingPart:
             rows = self._disk.read_rows(self._groups[group : group + step])
             bundles = rows[:, : BUNDLE_GROUP * layout.pitch].reshape(len(rows), BUNDLE_GROUP, layout.pitch)
             own = self.index[first:last] - group * BUNDLE_GROUP
-            self._neurons.set_firsts(first, bundles[own // BUNDLE_GROUP, own % BUNDLE_GROUP, : layout.gate_bytes])
+            self._neurons.add_firsts(bundles[own // BUNDLE_GROUP, own % BUNDLE_GROUP, : layout.gate_bytes])
 
     def fill(self) -> None:
         """Read those that fire most often, once, when all are where they stay. ModelError if they cannot be read."""
-        cold = None
+        cold = hottest = None
         if self._frequency is not None:
             cold = np.zeros_like(self._frequency)
             cold[self.index] = self._frequency[self.index]
-        self._disk.add_neurons(self._layer, self._slots, self._neurons, cold)
+            hottest = self.index[np.argsort(-cold[self.index], kind="stable")][: self._used]
+        self._disk.add_neurons(self._layer, self._slots, self._neurons, cold, hottest)
 
     def sum(self, x: Float32, selected: NDArray[np.uint8] | None, out: Float32) -> bool:
         """As of `CpuPart`. ModelError if neurons cannot be read: then out is void."""

@@ -706,7 +706,8 @@ def _split_neurons(
         reads = "--ram does not hold what reading them from disk takes"
         if engine.disk == "none":
             reads = "--disk none forbids to read them"
-        needed = next(one.bytes for one in plan.helps if one.flag == "--ram")
+        enough = [one.bytes for one in plan.helps if one.flag == "--ram"]
+        needed = max(enough) if engine.disk == "none" else min(enough)
         raise RequestError(
             f"the neurons of {name} do not fit in --vram and --ram, and {reads}: give --ram {gib(needed)}, or more "
             "--vram"

@@ -311,7 +311,11 @@ def neuron_bytes(split: NeuronSplit | ExpertSplit | StreamedLayers) -> int:
 
 
 def _move(split: NeuronSplit, plan: Plan) -> None:
-    """Move neurons to match another plan: first the layers that lose some, to make room."""
+    """Move neurons to match another plan: first the layers that lose some, to make room. Of neurons that rest on disk
+    RAM has as many as that plan keeps: where more of them have their gates there, fewer."""
+    if plan.on_disk is not None:
+        for ffn in split.ffns:
+            ffn.limit(plan.on_disk.about.neurons[ffn.layer])
     placement = plan.placement(plan.request.profile)
     hot = {ffn.layer: placement.by_tier(ffn.layer)[Tier.GPU] for ffn in split.ffns}
     for ffn in sorted(split.ffns, key=lambda ffn: len(hot[ffn.layer]) - len(ffn.hot)):

@@ -299,7 +299,8 @@ def resting_in_ram(model: Model, layers: int, threads: int, staging: int, select
     that the GPU does not have for long prompts, through as many that are read and as many that are gathered from them;
     0: none. selects: as of `resting_bytes`.
     """
-    slots, nbytes = LEAST * threads, READ_COPIES + max(2 * staging, 0 if selects else FIRSTS_AT_ONCE)
+    largest = max(FIRSTS_AT_ONCE, *(layout.group_bytes for layout in model.bundles[:layers]))
+    slots, nbytes = LEAST * threads, READ_COPIES + max(2 * staging, 0 if selects else 2 * largest)
     for layout, n in zip(model.bundles[:layers], model.config.ffn_sizes, strict=False):
         nbytes += min(n, slots) * resting_bytes(layout, selects) + n * NEURON
     return slots, nbytes

@@ -76,7 +76,7 @@ from powerinfer.placement.plan_document import (
 from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
 
-GPU_ACCOUNTING = 10
+GPU_ACCOUNTING = 11
 """Incremented when bytes or times on a GPU are counted differently, so that earlier plans with one are not reused."""
 
 POLICIES = ("time", "ilp", "greedy", "random")
@@ -89,6 +89,7 @@ SECONDS = ("gpu", "cpu", "sync", "disk", "other")
 """The terms of a layer's time: other + max(gpu, cpu + sync) + disk."""
 
 Float64 = NDArray[np.float64]
+_Groups = Sequence[int] | solver.Numbers
 
 
 @dataclass(frozen=True)
@@ -336,9 +337,13 @@ class Plan:
         for layer, neurons in enumerate(self.neurons):
             bundles = model.bundles[layer]
             held = {tier: bundles.stride * count for tier, count in neurons.items()}
+            if layer < claims.gpu_layers and claims.cpu_gate:  # what RAM has of these is not read
+                held[Tier.DISK] -= bundles.gate_bytes * neurons[Tier.DISK]
             if layer < claims.gpu_layers:
                 first, last = neurons[Tier.GPU], neurons[Tier.GPU] + neurons[Tier.CPU]
                 here, there = (len(np.unique(part // BUNDLE_GROUP)) for part in np.split(orders[layer][:last], [first]))
+                if claims.slots_beside and neurons[Tier.DISK]:
+                    there = n_groups(model.config.ffn_sizes[layer])  # of all that may come into memory
                 held[Tier.GPU] = model.gpu_neuron_of(layer) * first + model.gpu_shared * here
                 each = claims.cpu_neuron if claims.slots_beside else bundles.pitch
                 held[Tier.CPU] = each * neurons[Tier.CPU] + bundles.shared_bytes * there
@@ -380,33 +385,30 @@ class Plan:
         """It can be loaded beside a GPU: what neurons do not fit are read from disk when they are needed."""
         if self.fits or not self.claims.slots_beside:
             return self.fits
-        return _left_for_neurons(self.request, self.claims, sum(self.choice.gpu)) >= 0
+        return _left_for_neurons(self.claims, _cold(self.request, self.claims, self.choice.gpu)) >= 0
 
     @property
     def on_disk(self) -> DiskPlan | None:
         """What stays on disk of the GPU's layers: neurons. Of all of these layers, since those that leave the GPU when
         memory is measured rest there, too. None: nothing, or the plan cannot be loaded."""
-        beside, gates = self.claims.slots_beside, {}
+        beside = self.claims.slots_beside
         if self.fits or not self.loads:
             return None
-        each = list(zip(self.request.profile.sizes, self.neurons[: self.claims.gpu_layers], strict=False))
+        each = zip(self.request.profile.sizes, self.neurons[: self.claims.gpu_layers], strict=False)
         slots = {layer: min(size, own[Tier.CPU] + beside) for layer, (size, own) in enumerate(each) if size}
-        if self.claims.cpu_gate:
-            gates = {layer: size - own[Tier.GPU] for layer, (size, own) in enumerate(each) if size}
-        about = OnDisk(neurons=slots, gates=gates)
-        return DiskPlan(about, self.bytes["cpu"], 0, self.bytes["disk"], self._reading)
+        reading = self._read(APART)
+        return DiskPlan(OnDisk(neurons=slots), self.bytes["cpu"], 0, self.bytes["disk"], reading)
 
-    @property
-    def _reading(self) -> float:
-        """Bytes in order that a disk reads in the time of the neurons that a step needs and neither memory has."""
-        request, reading = self.request, 0.0
+    def _read(self, apart: int = 0) -> float:
+        """Bytes of the neurons that a step needs and neither memory has, each counted as so many more."""
+        request, nbytes = self.request, 0.0
         selects = request.selector == "predicted"
         for layer, own in enumerate(self.neurons[: self.claims.gpu_layers]):
             rest = request.profile.fraction(layer)[self._orders[layer][own[Tier.GPU] + own[Tier.CPU] :]]
             ffn, kind = request.model.config.layers[layer].ffn, cost.SELECTED if selects else cost.FIRED
             share = cost.any_of(cost.needed(rest, ffn, kind, request.model.selected[layer]), request.batch)
-            reading += float(share.sum()) * (resting_bytes(request.model.bundles[layer], selects) + APART)
-        return reading
+            nbytes += float(share.sum()) * (resting_bytes(request.model.bundles[layer], selects) + apart)
+        return nbytes
 
     def placement(self, profile: Profile) -> Placement:
         """The tier of every neuron. profile: the one that the plan was made from."""
@@ -438,6 +440,7 @@ class Plan:
             batch=request.batch,
             kv_type=request.kv_type,
             fits=self.fits,
+            loads=self.loads,
             optimal=choice.optimal,
             solve_s=choice.solve_s,
             mass_on_gpu=choice.mass_on_gpu,
@@ -464,7 +467,7 @@ class Plan:
                     )
                     for name, one in self.others.items()
                 },
-                disk_bytes=0.0 if read is None else read.nbytes / request.batch,
+                disk_bytes=(read.nbytes if read else self._read() if self.claims.slots_beside else 0.0) / request.batch,
                 disk_hits=None if read is None else read.hits,
                 prompt_disk_bytes=0.0 if read is None else read.prompt_bytes,
             ),
@@ -501,18 +504,26 @@ def make_plan(request: PlanRequest) -> Plan:
 def _with_slots(plan: Plan) -> Plan:
     """A plan with neurons on disk beside a GPU, with what reading them takes of RAM; the plan as it is where they would
     not be read."""
-    claims = None if plan.fits else _claims_with_slots(plan.request, plan.claims)
-    if claims is None:
+    if plan.fits or not plan.claims.gpu_layers or plan.claims.slots is not None or plan.request.selector == "all":
         return plan
-    found = replace(_solved(plan.request, claims), helps=plan.helps)  # where all fits nothing is needed beside
-    return found if found.loads else plan
+    claims, lacking = _claims_with_slots(plan.request, plan.claims)
+    if claims is not None:
+        found = replace(_solved(plan.request, claims), helps=plan.helps)  # where all fits nothing is needed beside
+        if found.loads:
+            return found
+        lacking = -_left_for_neurons(claims, _cold(plan.request, claims, found.choice.gpu))
+    hardware = plan.request.hardware
+    _, ram = budgets(hardware, plan.request.vram, plan.request.ram)
+    least = Help("neurons are read from disk", "--ram", ram + lacking, ram + lacking <= hardware.cpu.memory_bytes)
+    if any(one.flag == "--ram" and one.bytes <= least.bytes for one in plan.helps):  # of so small a model it takes more
+        return plan
+    return replace(plan, helps=(*plan.helps[:-1], least, *plan.helps[-1:]))
 
 
-def _claims_with_slots(request: PlanRequest, claims: Claims) -> Claims | None:
-    """With what reading neurons from disk takes; None where a load does not: with `all`, or where RAM does not hold the
-    neurons of the layers that the GPU does not have."""
-    if not claims.gpu_layers or claims.slots is not None or request.selector == "all":
-        return None
+def _claims_with_slots(request: PlanRequest, claims: Claims) -> tuple[Claims | None, int]:
+    """With what reading neurons from disk beside a GPU takes, if as many as have room are on the GPU. None, and how
+    many bytes of RAM are lacking, where it does not hold that: with the neurons of the layers that the GPU does not
+    have, and, without a predictor, the gates of the others."""
     selects = request.selector == "predicted"
     model, threads, first = request.model, request.hardware.cpu.threads, claims.gpu_layers
     gpu_left = claims.gpu_left + staged_on_gpu(claims.staging)
@@ -529,10 +540,11 @@ def _claims_with_slots(request: PlanRequest, claims: Claims) -> Claims | None:
         own = replace(claims, cpu=cpu, cpu_neuron=neuron, cpu_gate=gate, slots_beside=slots, staging=staging)
         own = replace(own, gpu_left=gpu_left - staged_on_gpu(staging))
         own = replace(own, cpu_left=cpu_left - staged_in_ram(staging) - nbytes - others)
-        if _left_for_neurons(request, own, own.gpu_left // (GROUP * model.gpu_neuron)) >= 0:
-            return own
+        left = _left_for_neurons(own, _most_cold(request, own))
+        if left >= 0:
+            return own, 0
         if not staging:
-            return None
+            return None, -left
         limit //= 2
 
 
@@ -768,9 +780,7 @@ def _step_neurons(model: Model, selector: str) -> list[Float64]:
 def _choose(request: PlanRequest, claims: Claims, tables: _Tables, policy: str, others: Mapping[str, Choice]) -> Choice:
     """Place the neurons by a policy. others: the choices of policies so far."""
     gpu, kept, optimal, solve_s = _placed(request, claims, tables, policy, others)
-    if claims.slots_beside and (
-        claims.gpu_layers < len(gpu) or sum(kept - gpu) > _groups_in_ram(request, claims, sum(gpu))
-    ):
+    if claims.slots_beside and not _are_kept(request, claims, gpu, kept):
         kept, optimal = _kept_beside(request, claims, tables, gpu), None
     rows = np.arange(len(gpu))
     read = np.zeros(len(gpu)) if tables.disk is None else tables.disk[rows, kept]
@@ -803,11 +813,9 @@ def _placed(
     room = claims.gpu_left // (GROUP * model.gpu_neuron) if claims.bundles else 0
     everything = claims.cpu_neuron * model.config.n_neurons
     # Without bundles the panels are in RAM already; with room for all of them groups need not be counted.
-    ram = None
-    if claims.slots_beside:
-        ram = _groups_in_ram(request, claims, room) + (layers - claims.gpu_layers) * groups
-    elif claims.bundles and everything > claims.cpu_left:
-        ram = claims.cpu_left // (GROUP * claims.cpu_neuron)
+    ram = claims.cpu_left // (GROUP * claims.cpu_neuron) if claims.bundles and everything > claims.cpu_left else None
+    if claims.slots_beside:  # at most: fewer on the GPU leave less room beside their gates
+        ram = _groups_in_ram(claims, _most_cold(request, claims)) + (layers - claims.gpu_layers) * groups
     if ram is not None and hardware.disk is None and room + ram < layers * groups:
         missing = everything - (room + ram) * GROUP * claims.cpu_neuron
         raise RequestError(
@@ -842,19 +850,40 @@ def _kept_beside(request: PlanRequest, claims: Claims, tables: _Tables, gpu: sol
     on the GPU share what is left."""
     first, groups = claims.gpu_layers, tables.costs.shape[1] - 1
     assert tables.disk is not None
-    split = solver.fill(gpu[:first], tables.disk[:first], _groups_in_ram(request, claims, sum(gpu)), groups)
+    in_ram = _groups_in_ram(claims, _cold(request, claims, gpu))
+    split = solver.fill(gpu[:first], tables.disk[:first], in_ram, groups)
     return np.concatenate([split, np.full(len(gpu) - first, groups)])
 
 
-def _groups_in_ram(request: PlanRequest, claims: Claims, on_gpu: int) -> int:
-    """Of the GPU's layers, where neurons rest on disk and so many groups are on the GPU."""
-    return max(0, _left_for_neurons(request, claims, on_gpu)) // (GROUP * claims.cpu_neuron)
+def _are_kept(request: PlanRequest, claims: Claims, gpu: _Groups, kept: _Groups) -> bool:
+    """Whether RAM has room for these groups where neurons rest on disk, those of layers on the CPU as a whole among
+    them."""
+    first, groups = claims.gpu_layers, -(-max(request.profile.sizes) // GROUP)
+    in_ram = int(sum(kept[:first]) - sum(gpu[:first]))
+    return in_ram <= _groups_in_ram(claims, _cold(request, claims, gpu)) and all(n == groups for n in kept[first:])
 
 
-def _left_for_neurons(request: PlanRequest, claims: Claims, on_gpu: int) -> int:
-    """Bytes of RAM for those, once the gates of all that the GPU does not have are there; less than 0: they are not."""
-    cold = sum(request.model.config.ffn_sizes[: claims.gpu_layers]) - on_gpu * GROUP
-    return claims.cpu_left - claims.cpu_gate * max(0, cold)
+def _groups_in_ram(claims: Claims, cold: int) -> int:
+    """Groups of neurons of the GPU's layers that RAM keeps where others of these layers rest on disk. cold: neurons
+    that the GPU does not have."""
+    return max(0, _left_for_neurons(claims, cold)) // (GROUP * claims.cpu_neuron)
+
+
+def _left_for_neurons(claims: Claims, cold: int) -> int:
+    """Bytes of RAM for these groups beside the gates of so many neurons; less than 0: it does not hold the gates."""
+    return claims.cpu_left - claims.cpu_gate * cold
+
+
+def _cold(request: PlanRequest, claims: Claims, gpu: _Groups) -> int:
+    """Neurons of the GPU's layers that are not there. gpu: groups that are, by layer."""
+    sizes = request.profile.sizes[: claims.gpu_layers]
+    return sum(max(0, size - int(n) * GROUP) for size, n in zip(sizes, gpu, strict=False))
+
+
+def _most_cold(request: PlanRequest, claims: Claims) -> int:
+    """The same where the GPU has as many groups as it has room for, and no neuron is missing from any."""
+    on_gpu = claims.gpu_left // (GROUP * request.model.gpu_neuron) * GROUP
+    return max(0, sum(request.profile.sizes[: claims.gpu_layers]) - on_gpu)
 
 
 def _work_on_gpu(request: PlanRequest, claims: Claims, of_neurons: float, of_all_neurons: float) -> float:
@@ -906,17 +935,23 @@ def _reasons(request: PlanRequest, claims: Claims, choice: Choice) -> tuple[str,
         reasons.append(_what_is_read(request, claims))
     if claims.bundles:
         each = zip(config.ffn_sizes, choice.kept, request.model.bundles, strict=True)
-        if on_disk := sum(max(0, n - kept * GROUP) * layout.stride for n, kept, layout in each):
-            unread = (
-                "do not fit and would be read from disk when they are needed, which a load does beside a GPU where RAM "
-                "holds the neurons of all layers that the GPU does not have, and of the others, but with --selector "
-                "predicted, the gates"
-            )
-            read = "are selected" if request.selector == "predicted" else "fire"
-            reasons.append(
-                f"{gib(on_disk)} of neurons "
-                + (f"stay on disk and are read when they {read}" if claims.slots_beside else unread)
-            )
+        read = (
+            max(0, n - kept * GROUP) * (layout.stride - (layout.gate_bytes if claims.cpu_gate else 0))
+            for n, kept, layout in each
+        )
+        if on_disk := sum(read):
+            size = gib(on_disk)
+            if claims.slots_beside and request.selector == "predicted":
+                reasons.append(f"{size} of neurons stay on disk and are read when they are selected")
+            elif claims.slots_beside:
+                reasons.append(f"{size} of neurons stay on disk and are read when they fire; RAM has their gates")
+            else:
+                refused = "places whole layers instead" if request.chosen else "is refused"
+                gates = "" if request.selector == "predicted" else " and the gates of those that the GPU does not have"
+                reasons.append(
+                    f"{size} of neurons fit into neither memory, and a load {refused}: RAM does not hold what "
+                    f"reading them from disk takes, all neurons of layers that are not on the GPU among it{gates}"
+                )
     if choice.optimal is False:
         reasons.append(f"not proven to be optimal: the solver's {request.time_limit:g} s ran out")
     return tuple(reasons)
@@ -1078,14 +1113,18 @@ def _of_document(document: PlanDocument, request: PlanRequest) -> Plan:
             raise ValueError(f"layer {layer} does not have such groups")
         if document.layers[layer].seconds.keys() != set(SECONDS):
             raise ValueError(f"other times of layer {layer}")
-    if used and any(n * GROUP < size for n, size in zip(kept, profile.sizes, strict=True)):
-        claims = _claims_with_slots(request, claims) or claims
+    if document.loads and used and any(n * GROUP < size for n, size in zip(kept, profile.sizes, strict=True)):
+        with_slots, _ = _claims_with_slots(request, claims)
+        if with_slots is None or not _are_kept(request, with_slots, gpu, kept):
+            raise ValueError("more than --ram holds")
+        claims = with_slots
     everything = claims.cpu_neuron * config.n_neurons
     on_gpu, in_ram = sum(gpu) * GROUP * request.model.gpu_neuron, (sum(kept) - sum(gpu)) * GROUP * claims.cpu_neuron
     disk = claims.disk
     if disk is not None and not used and kept != [n // GROUP for n in disk.kept(profile.sizes)]:
         raise ValueError("other neurons in memory")
-    if on_gpu > claims.gpu_left or (claims.bundles and in_ram > claims.cpu_left < everything):
+    counts = claims.bundles and not claims.slots_beside
+    if on_gpu > claims.gpu_left or (counts and in_ram > claims.cpu_left < everything):
         raise ValueError("more than the budgets hold")
     choice = Choice(
         gpu=tuple(gpu),

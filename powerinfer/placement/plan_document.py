@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from powerinfer.errors import ModelError
 from powerinfer.formats.json_file import Between, Count, Length, NonNegative, checked, of_kind, parse_json, read_limited
 
-FORMAT = 1
+FORMAT = 2
 KIND = "plan"
 TIERS = ("gpu", "cpu", "disk")
 
@@ -102,8 +102,9 @@ class PlanDocument:
     """A plan.
 
     key: of `PlanRequest.key`; fingerprint, profile: of the model and of the profile that it was made for; quantize: how
-    the model was opened, None: as it is. bytes: tier -> part -> bytes; activations: tier -> share. path: its file,
-    None: not saved; assumed: lines about figures that were not measured.
+    the model was opened, None: as it is. fits: nothing is read from disk; loads: a load takes it. bytes: tier -> part
+    -> bytes; activations: tier -> share. path: its file, None: not saved; assumed: lines about figures that were not
+    measured.
     """
 
     key: Text
@@ -119,6 +120,7 @@ class PlanDocument:
     batch: Count
     kv_type: Text
     fits: bool
+    loads: bool
     optimal: bool | None
     solve_s: NonNegative
     mass_on_gpu: Share

@@ -1243,8 +1243,11 @@ void firing_neurons_on_disk(const PiKernels* kernels, int type, bool gated) {
           std::vector<int32_t> members;
           for (int64_t i = 0; i < n; i += every) members.push_back((int32_t)i);
           there.keep(members);
-          for (size_t i = 0; i < members.size(); i++) there.set_firsts((int64_t)i, pi_row(&first, members[i]), 1);
-          check.yes(is_refused([&] { there.set_firsts((int64_t)members.size(), layer.data.data(), 1); }), every);
+          for (const int32_t i : members) {
+            check.yes(is_refused([&] { there.sum(model.x.data(), 1, nullptr, nullptr, got.data()); }), i);
+            there.add_firsts(pi_row(&first, i), 1);
+          }
+          check.yes(is_refused([&] { there.add_firsts(layer.data.data(), 1); }), every);
           for (int64_t tokens : STEPS) {
             std::vector<uint8_t> selected((size_t)(tokens * n));
             for (int64_t t = 0; t < tokens; t++)
