@@ -660,7 +660,7 @@ def hostile() -> list[Any]:
         return pytest.param(change, id="/".join(str(one)[:20] for one in way))
 
     return [
-        set_at("format", 1), set_at("kind", "hardware"), set_at("key", "0" * 16), set_at("gpu_layers", -1),
+        set_at("format", 2), set_at("kind", "hardware"), set_at("key", "0" * 16), set_at("gpu_layers", -1),
         set_at("gpu_layers", 2), set_at("gpu_layers", 10**30), set_at("gpu_layers", None), set_at("groups", None),
         set_at("groups", {}), set_at("groups", "gpu", [1, 2]), set_at("groups", "gpu", [4, 4, 4]),
         set_at("groups", "gpu", 0, -1), set_at("groups", "gpu", 0, 5), set_at("groups", "gpu", 0, 1.0),

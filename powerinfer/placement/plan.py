@@ -382,9 +382,11 @@ class Plan:
 
     @property
     def loads(self) -> bool:
-        """It can be loaded beside a GPU: what neurons do not fit are read from disk when they are needed."""
-        if self.fits or not self.claims.slots_beside:
-            return self.fits
+        """It can be loaded: what does not fit is read from disk, neurons beside a GPU when they are needed."""
+        if self.fits or self.claims.disk is not None:
+            return True
+        if not self.claims.slots_beside:
+            return False
         return _left_for_neurons(self.claims, _cold(self.request, self.claims, self.choice.gpu)) >= 0
 
     @property

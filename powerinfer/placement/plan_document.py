@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from powerinfer.errors import ModelError
 from powerinfer.formats.json_file import Between, Count, Length, NonNegative, checked, of_kind, parse_json, read_limited
 
-FORMAT = 2
+FORMAT = 1
 KIND = "plan"
 TIERS = ("gpu", "cpu", "disk")
 
@@ -120,7 +120,6 @@ class PlanDocument:
     batch: Count
     kv_type: Text
     fits: bool
-    loads: bool
     optimal: bool | None
     solve_s: NonNegative
     mass_on_gpu: Share
@@ -135,6 +134,7 @@ class PlanDocument:
     hardware: Text
     groups: Groups
     path: Text | None = None
+    loads: bool = True
     assumed: list[Text] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
