@@ -681,7 +681,8 @@ void bind_bundles(nb::module_& m) {
       "down_type"_a, "gate_at"_a.none(), "up_at"_a.none(), "down_at"_a, "spec"_a, "shared"_a = nb::none(),
       nb::keep_alive<0, 10>(),
       "Bundles of neurons on disk, the items of the slots, whose one part is what a step reads of each. The place of\n"
-      "a row is None where it is no part of that: a matrix has it, or `add_firsts` gives it. shared: the scales of all\n"
+      "a row is None where it is no part of that: a matrix has it, or `add_firsts` gives it. shared: the scales of "
+      "all\n"
       "groups of down, [groups, bytes], kept.");
 }
 

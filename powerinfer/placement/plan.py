@@ -949,10 +949,10 @@ def _reasons(request: PlanRequest, claims: Claims, choice: Choice) -> tuple[str,
                 reasons.append(f"{size} of neurons stay on disk and are read when they fire; RAM has their gates")
             else:
                 refused = "places whole layers instead" if request.chosen else "is refused"
-                gates = "" if request.selector == "predicted" else " and the gates of those that the GPU does not have"
+                gates = "" if request.selector == "predicted" else ", and the gates of those of the other layers"
                 reasons.append(
-                    f"{size} of neurons fit into neither memory, and a load {refused}: RAM does not hold what "
-                    f"reading them from disk takes, all neurons of layers that are not on the GPU among it{gates}"
+                    f"{size} of neurons fit into neither memory, and a load {refused}: to read them from disk RAM must "
+                    f"hold those that are being read, and all of layers that are not on the GPU{gates}"
                 )
     if choice.optimal is False:
         reasons.append(f"not proven to be optimal: the solver's {request.time_limit:g} s ran out")
