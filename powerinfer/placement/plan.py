@@ -542,7 +542,7 @@ def _claims_with_slots(request: PlanRequest, claims: Claims) -> tuple[Claims | N
         own = replace(claims, cpu=cpu, cpu_neuron=neuron, cpu_gate=gate, slots_beside=slots, staging=staging)
         own = replace(own, gpu_left=gpu_left - staged_on_gpu(staging))
         own = replace(own, cpu_left=cpu_left - staged_in_ram(staging) - nbytes - others)
-        left = _left_for_neurons(own, _most_cold(request, own))
+        left = _left_for_neurons(own, _fewest_cold(request, own))
         if left >= 0:
             return own, 0
         if not staging:
@@ -731,8 +731,8 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
     parts["other"] = of_best([other for _, other in ways]) + apart[:, None]
     disk = None
     if hardware.disk is not None:
-        firsts = request.selector == "predicted"  # in a step with too many tokens for that
-        disk = cost.disk_seconds(hardware.disk, expected, model.bundles, selector, firsts)
+        no_gates = request.selector == "predicted"  # in RAM, though a step of many tokens goes as `exact` does
+        disk = cost.disk_seconds(hardware.disk, expected, model.bundles, selector, no_gates)
     mass = np.zeros((layers, groups + 1))
     for layer, order in enumerate(orders):
         each = cost.by_group(request.profile.counts[layer][order], np.arange(groups) * GROUP)
@@ -817,7 +817,7 @@ def _placed(
     # Without bundles the panels are in RAM already; with room for all of them groups need not be counted.
     ram = claims.cpu_left // (GROUP * claims.cpu_neuron) if claims.bundles and everything > claims.cpu_left else None
     if claims.slots_beside:  # at most: fewer on the GPU leave less room beside their gates
-        ram = _groups_in_ram(claims, _most_cold(request, claims)) + (layers - claims.gpu_layers) * groups
+        ram = _groups_in_ram(claims, _fewest_cold(request, claims)) + (layers - claims.gpu_layers) * groups
     if ram is not None and hardware.disk is None and room + ram < layers * groups:
         missing = everything - (room + ram) * GROUP * claims.cpu_neuron
         raise RequestError(
@@ -882,8 +882,8 @@ def _cold(request: PlanRequest, claims: Claims, gpu: _Groups) -> int:
     return sum(max(0, size - int(n) * GROUP) for size, n in zip(sizes, gpu, strict=False))
 
 
-def _most_cold(request: PlanRequest, claims: Claims) -> int:
-    """The same where the GPU has as many groups as it has room for, and no neuron is missing from any."""
+def _fewest_cold(request: PlanRequest, claims: Claims) -> int:
+    """The same where the GPU has as many groups as it has room for."""
     on_gpu = claims.gpu_left // (GROUP * request.model.gpu_neuron) * GROUP
     return max(0, sum(request.profile.sizes[: claims.gpu_layers]) - on_gpu)
 

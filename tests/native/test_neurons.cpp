@@ -1249,17 +1249,25 @@ void firing_neurons_on_disk(const PiKernels* kernels, int type, bool gated) {
           }
           check.yes(is_refused([&] { there.add_firsts(layer.data.data(), 1); }), every);
           for (int64_t tokens : STEPS) {
-            std::vector<uint8_t> selected((size_t)(tokens * n));
-            for (int64_t t = 0; t < tokens; t++)
-              for (const int32_t i : members) selected[(size_t)(t * n + i)] = 1;
-            here.clear();
-            there.clear();
-            here.sum(model.x.data(), tokens, selected.data(), nullptr, wanted.data());
-            there.sum(model.x.data(), tokens, nullptr, nullptr, got.data());
-            for (int64_t i = 0; i < tokens * k; i++) check.same(got[(size_t)i], wanted[(size_t)i], i);
+            for (const bool all : {true, false}) {
+              std::vector<uint8_t> selected((size_t)(tokens * n)), of_members;
+              std::vector<float> weight((size_t)tokens, 1.0f);
+              for (int64_t t = 0; t < tokens; t++) {
+                if (!all) weight[(size_t)t] = (float)(t % 3);
+                for (const int32_t i : members)
+                  of_members.push_back(selected[(size_t)(t * n + i)] = all || (i / every + t) % 2);
+              }
+              here.clear();
+              there.clear();
+              here.sum(model.x.data(), tokens, selected.data(), weight.data(), wanted.data());
+              there.sum(model.x.data(), tokens, all ? nullptr : of_members.data(), all ? nullptr : weight.data(),
+                        got.data());
+              for (int64_t i = 0; i < tokens * k; i++) check.same(got[(size_t)i], wanted[(size_t)i], i);
+            }
             const NeuronStats own = there.stats(), other = here.stats();
             check.yes(own.active == other.active && own.first_rows == other.first_rows &&
-                          own.up_rows == other.up_rows && own.down_rows == other.down_rows && own.active > 0,
+                          own.up_rows == other.up_rows && own.down_rows == other.down_rows &&
+                          (own.active > 0 || tokens == 1),
                       tokens);
           }
         }
