@@ -39,9 +39,7 @@ def _prepare() -> None:
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
         patched_for.clear()
-        # What is not live may come from memory that nobody wrote, and is left out at the end: zero times infinity, say.
-        with np.errstate(invalid="ignore"):
-            plain_launch(self, *args, **kwargs)
+        plain_launch(self, *args, **kwargs)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As it is, but the language is patched once a launch for each module, not at every call of a function."""

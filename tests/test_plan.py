@@ -444,6 +444,8 @@ def test_more_room_is_never_slower_and_helps_keep_their_word() -> None:
     tight = make_plan(replace(beside, ram=sum(room.claims.cpu.values()) + 2 * GROUP * request.model.bundle.stride))
     assert room.fits and not tight.fits and tight.choice.seconds > room.choice.seconds
     assert not tight.loads and "of neurons fit into neither memory, and a load is refused" in " ".join(tight.reasons)
+    dense = make_plan(replace(tight.request, selector="all"))
+    assert not dense.loads and "and a load places whole layers instead" in " ".join(dense.reasons)
     (more,) = [one for one in tight.helps if one.flag == "--ram"]
     assert make_plan(replace(beside, ram=more.bytes)).fits and not make_plan(replace(beside, ram=more.bytes - 1)).fits
     small = make_plan(replace(request, vram=3 * MIB, ram=None))

@@ -160,6 +160,9 @@ def _hidden_kernel(
             a = add_bias(a, gate_bias, row, live, BIAS, 0)
         a = activated(a, u, limit, ACTIVATION, GATED)
         tl.store(h + j * size + neuron, a * tl.load(weights + j), mask=live)
+    else:  # else what down reads, and leaves out, is memory that nobody wrote
+        neuron = tl.program_id(0) * R + tl.arange(0, R)
+        tl.store(h + j * size + neuron, tl.zeros((R,), tl.float32), mask=neuron < size)
 
 
 @triton.jit

@@ -506,7 +506,7 @@ def make_plan(request: PlanRequest) -> Plan:
 def _with_slots(plan: Plan) -> Plan:
     """A plan with neurons on disk beside a GPU, with what reading them takes of RAM; the plan as it is where they would
     not be read."""
-    if plan.fits or not plan.claims.gpu_layers or plan.claims.slots is not None or plan.request.selector == "all":
+    if plan.fits or not _may_rest(plan.request, plan.claims):
         return plan
     claims, lacking = _claims_with_slots(plan.request, plan.claims)
     if claims is not None:
@@ -520,6 +520,11 @@ def _with_slots(plan: Plan) -> Plan:
     if any(one.flag == "--ram" and one.bytes <= least.bytes for one in plan.helps):  # of so small a model it takes more
         return plan
     return replace(plan, helps=(*plan.helps[:-1], least, *plan.helps[-1:]))
+
+
+def _may_rest(request: PlanRequest, claims: Claims) -> bool:
+    """Whether neurons that fit into neither memory may be read from disk beside a GPU, if RAM has room for that."""
+    return bool(claims.gpu_layers) and claims.bundles and claims.slots is None and request.selector != "all"
 
 
 def _claims_with_slots(request: PlanRequest, claims: Claims) -> tuple[Claims | None, int]:
@@ -947,6 +952,8 @@ def _reasons(request: PlanRequest, claims: Claims, choice: Choice) -> tuple[str,
                 reasons.append(f"{size} of neurons stay on disk and are read when they are selected")
             elif claims.slots_beside:
                 reasons.append(f"{size} of neurons stay on disk and are read when they fire; RAM has their gates")
+            elif request.selector == "all":
+                reasons.append(f"{size} of neurons fit into neither memory, and a load places whole layers instead")
             else:
                 refused = "places whole layers instead" if request.chosen else "is refused"
                 gates = "" if request.selector == "predicted" else ", and the gates of those of the other layers"
@@ -1115,7 +1122,8 @@ def _of_document(document: PlanDocument, request: PlanRequest) -> Plan:
             raise ValueError(f"layer {layer} does not have such groups")
         if document.layers[layer].seconds.keys() != set(SECONDS):
             raise ValueError(f"other times of layer {layer}")
-    if document.loads and used and any(n * GROUP < size for n, size in zip(kept, profile.sizes, strict=True)):
+    rests = any(n * GROUP < size for n, size in zip(kept, profile.sizes, strict=True))
+    if document.loads and rests and _may_rest(request, claims):
         with_slots, _ = _claims_with_slots(request, claims)
         if with_slots is None or not _are_kept(request, with_slots, gpu, kept):
             raise ValueError("more than --ram holds")
