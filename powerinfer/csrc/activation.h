@@ -2,9 +2,15 @@
 #pragma once
 #include <math.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "table.h"
+
+// x = 0 where its magnitude does not exceed its limit. NaN stays.
+inline void drop_small(float* x, const float* limits, int64_t n) {
+  for (int64_t i = 0; i < n; i++) x[i] = fabsf(x[i]) <= limits[i] ? 0.0f : x[i];
+}
 
 struct Activation {
   int kind = PI_SILU;   // PiAct
@@ -30,7 +36,7 @@ struct Activation {
       kernels->keep_largest(x, limits, (int64_t)threshold, n);
     } else if (kind == PI_CATS) {
       kernels->activate(PI_SILU, 0.0f, x, nullptr, n);
-      for (int64_t i = 0; i < n; i++) x[i] = fabsf(x[i]) <= limits[i] ? 0.0f : x[i];  // NaN stays
+      drop_small(x, limits, n);
     } else {
       for (int64_t i = 0; i < n; i++) x[i] = x[i] <= limits[i] ? 0.0f : x[i];
     }
@@ -55,7 +61,12 @@ struct NeuronSpec {
   template <class NeuronOf>
   void drop_products(float* h, int64_t n, const NeuronOf& neuron_of) const {
     if (product_limits.empty()) return;
-    for (int64_t i = 0; i < n; i++)
-      h[i] = fabsf(h[i]) <= product_limits[(size_t)neuron_of(i)] ? 0.0f : h[i];  // NaN stays
+    enum { SOME = 64 };
+    float limits[SOME];  // in order: compilers make a branch, which nobody can predict, of one limit at a time
+    for (int64_t i = 0, some; i < n; i += some) {
+      some = std::min(n - i, (int64_t)SOME);
+      for (int64_t j = 0; j < some; j++) limits[j] = product_limits[(size_t)neuron_of(i + j)];
+      drop_small(h + i, limits, some);
+    }
   }
 };

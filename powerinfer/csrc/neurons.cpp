@@ -27,6 +27,7 @@ struct Rows {
       next[r] = r + ahead < left ? pi_row(all, neuron_of(list[r + ahead])) : now[r];
     }
   }
+  // Into the L2 cache: a core waits for more lines there than in its L1 cache.
   PI_INLINE_MEMBER void ask(int64_t at) const {
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) __builtin_prefetch(next[r] + at, 0, 2);
@@ -574,10 +575,10 @@ PI_INLINE void add_some(const GroupStep& g, const uint8_t* scales, float d, int6
 template <int TYPE>
 void add_groups_of(const PiRows* all, const int32_t* index, int64_t n, const int8_t* q, int64_t ldq, const float* d,
                    int64_t ldd, int64_t tokens, float* out, int64_t ldo) {
-  enum { DISTANCE = 4, SCALES = TYPE == PI_Q4_1X32 ? 8 : 4 };  // rows; as many as the scales of a group
+  enum { AHEAD = 256, SCALES = TYPE == PI_Q4_1X32 ? 8 : 4 };  // lines; rows that are as long as the scales of a group
   if (n == 0) return;
   Ahead ahead(all, index, n);
-  ahead.ask(DISTANCE * ahead.lines);
+  ahead.ask(AHEAD);
   for (int64_t begin = 0, end; begin < n; begin = end, d++) {
     const int32_t group = index[begin] / PI_GROUP;
     GroupStep g{};
