@@ -108,7 +108,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, nargs="+", default=[2, 1])
     parser.add_argument("--start-rounds", type=int, default=9, help="0: leave process start out")
     parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--kind", default="speed", help="of the result: experts for the table of docs/experts.md")
+    parser.add_argument(
+        "--kind",
+        default="speed",
+        help="of the result: experts for the table of docs/experts.md, speed-beside for a machine beside the first",
+    )
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/KIND-DATE.json")
     arguments = parser.parse_args()
     if not arguments.peer and not arguments.build_peer:

@@ -185,7 +185,10 @@ def measured() -> dict[str, Any]:
 def table() -> str:
     document = measured()
     lines = heading(document) + speed_rows(document) + derived_lines(document) + start_rows(document)
-    return "\n".join(lines + quality_rows(newest("quality"))) + "\n"
+    lines += quality_rows(newest("quality"))
+    if other := newest("speed-beside"):
+        lines += ["", "Another machine. " + heading(other)[0], "", *speed_rows(other), *derived_lines(other)]
+    return "\n".join(lines) + "\n"
 
 
 def experts_table() -> str | None:
