@@ -234,15 +234,13 @@ PI_INLINE void tile_q(const Panels& w, const PiActs* x, int64_t t0, f32x16 (&sum
   for (int64_t b0 = 0; b0 < nb; b0 += W::UNROLL) {
     unroll<0, W::UNROLL>([&](auto i) __attribute__((always_inline)) {
       const int64_t b = b0 + i.value;
-      // Prefetch the block that is 4 KB of codes later, here or in the panels after these, into the L2 cache: a core
-      // waits for more lines there than in its L1 cache.
+      // Prefetch the block that is 4 KB of codes later, here or in the panels after these.
       constexpr int64_t SOON = 4096 / W::BLOCK_BYTES;
       const bool here = b + SOON < nb;
       const int64_t soon = here ? b + SOON : b + SOON - nb, jump = here ? 0 : w.next;
       if constexpr (!W::WIDE) {
 #pragma GCC unroll 16
-        for (int p = 0; p < P; p++)
-          __builtin_prefetch(w.scales + p * w.scales_stride + soon * W::SCALE_BYTES + jump, 0, 2);
+        for (int p = 0; p < P; p++) fetch_line(w.scales + p * w.scales_stride + soon * W::SCALE_BYTES + jump);
       }
       f32x16 value[P][T];
       unroll<0, W::HALVES>([&](auto h) __attribute__((always_inline)) {
@@ -267,7 +265,7 @@ PI_INLINE void tile_q(const Panels& w, const PiActs* x, int64_t t0, f32x16 (&sum
             // One line of it per group, until all are prefetched.
             constexpr int line = (h.value * (8 / W::HALVES) + j.value) * 64;
             if constexpr (!W::WIDE && line < W::BLOCK_BYTES)
-              __builtin_prefetch(w.codes + p * w.codes_stride + soon * W::BLOCK_BYTES + line + jump, 0, 2);
+              fetch_line(w.codes + p * w.codes_stride + soon * W::BLOCK_BYTES + line + jump);
 #pragma GCC unroll 16
             for (int t = 0; t < T; t++) acc[p][t] = W::SIGNED ? dot_s(acc[p][t], c, a[t]) : dot_u(acc[p][t], c, a[t]);
           }
@@ -324,7 +322,7 @@ PI_INLINE void tile_f(const uint8_t* w, int64_t stride, const PiActs* x, int64_t
 #pragma GCC unroll 16
     for (int p = 0; p < P; p++) {
       c[p] = W::load(w + p * stride + k * W::BYTES);
-      __builtin_prefetch(w + p * stride + k * W::BYTES + 2048, 0, 2);
+      fetch_line(w + p * stride + k * W::BYTES + 2048);
     }
 #pragma GCC unroll 16
     for (int t = 0; t < T; t++) {
@@ -355,7 +353,7 @@ PI_INLINE void tile_bf16(const uint8_t* w, int64_t stride, const PiActs* x, int6
 #pragma GCC unroll 16
     for (int p = 0; p < P; p++) {
       const uint8_t* c = w + p * stride + k * 64;
-      __builtin_prefetch(c + 2048, 0, 2);
+      fetch_line(c + 2048);
 #if defined(PI_BF16_UNIT)
 #pragma GCC unroll 16
       for (int t = 0; t < T; t++) sum[p][t] = dot_bf16(sum[p][t], c, a[t]);

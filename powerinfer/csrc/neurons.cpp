@@ -27,10 +27,9 @@ struct Rows {
       next[r] = r + ahead < left ? pi_row(all, neuron_of(list[r + ahead])) : now[r];
     }
   }
-  // Into the L2 cache: a core waits for more lines there than in its L1 cache.
   PI_INLINE_MEMBER void ask(int64_t at) const {
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) __builtin_prefetch(next[r] + at, 0, 2);
+    for (int r = 0; r < R; r++) fetch_line(next[r] + at);
   }
 };
 
@@ -361,7 +360,7 @@ struct Factors {
   PI_INLINE_MEMBER Factors(const Rows<R>& w, int64_t codes, int64_t c, const float* h, int64_t ldh, int64_t tokens) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      __builtin_prefetch(w.next[r] + codes + c / 16, 0, 2);
+      fetch_line(w.next[r] + codes + c / 16);
       const f32x16 d = f_load_f16(w.now[r] + codes + c / 16);
       for (int64_t t = 0; t < tokens; t++) f_store(v[t][r], f_mul(d, f_set(h[t * ldh + r])));
     }
@@ -509,7 +508,7 @@ struct Ahead {
     while (count > 0 && at) {
       const int64_t end = line + count < lines ? line + count : lines;
       count -= end - line;
-      for (; line < end; line++) __builtin_prefetch(at + 64 * line, 0, 2);
+      for (; line < end; line++) fetch_line(at + 64 * line);
       if (line == lines) next();
     }
   }
