@@ -834,7 +834,7 @@ PI_INLINE void score(const Kv& kv, int n, const float* const* q, const uint8_t* 
   for (int i = 0; i < n; i++) {
     f32x16 k0 = kv.key(i, 0), k1 = kv.key(i, 1);
     if constexpr (R <= 4)
-      for (int64_t line = 0; line < ahead; line += 64) __builtin_prefetch(next + i * ahead + line);
+      for (int64_t line = 0; line < ahead; line += 64) fetch_line(next + i * ahead + line);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
       f32x16 x = f_set(q[r][i]);
