@@ -28,10 +28,11 @@ class Timed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._program, name)
 
-    def run(self, *arguments: Any) -> None:
+    def run(self, *arguments: Any) -> Any:
         start = time.perf_counter()
-        self._program.run(*arguments)
+        whole = self._program.run(*arguments)
         self.seconds += time.perf_counter() - start
+        return whole
 
 
 def measure(model: Path, threads: int, tokens: int, repeat: int) -> dict[str, Any]:

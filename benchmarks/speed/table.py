@@ -170,9 +170,15 @@ def short_table(document: dict[str, Any]) -> str:
         ratio = entry["ratio"][peer][rate]["median"]
         rows.append(row(label, cell(engines[OURS], rate), cell(engines[peer], rate), f"{ratio:.2f}"))
     cpu = document["cpu"]
-    return "\n".join(
-        [*rows, "", f"{document['date'][:10]}, {most} threads on {cpu['cores']} cores of {cpu['name']}.\n"]
-    )
+    rows += ["", f"{document['date'][:10]}, {most} threads on {cpu['cores']} cores of {cpu['name']}."]
+    if other := newest("speed-beside"):
+        (peer,), cpu = other["peers"], other["cpu"]
+        ratios = {entry["model"].lower(): entry["ratio"][peer] for entry in other["speed"]}
+        ranges = [ratios[model][rate] for rate, model in SHORT]
+        shown = ", ".join(f"{one['median']:.2f} ({one['min']:.2f} to {one['max']:.2f})" for one in ranges)
+        rows += [f"The ratios on {cpu['cores']} cores of {cpu['name']} ({other['date'][:10]}, medians and ranges of"]
+        rows += [f"{runs(other)} rounds): {shown}."]
+    return "\n".join(rows) + "\n"
 
 
 def measured() -> dict[str, Any]:

@@ -57,9 +57,13 @@ struct NeuronSpec {
   std::vector<float> product_limits;      // of each neuron; empty: none, as always without a gate
   const std::vector<float>& first_bias(bool gated) const { return gated ? gate_bias : up_bias; }
   const float* limits_from(int64_t neuron) const { return limits.empty() ? nullptr : limits.data() + neuron; }
-  // n products h in place; neuron_of(i): whose h[i] is.
+  // n products h in place, of the neurons from `first` on.
+  void drop_products(float* h, int64_t n, int64_t first) const {
+    if (!product_limits.empty()) drop_small(h, product_limits.data() + first, n);
+  }
+  // The same of a list. neuron_of(i): whose h[i] is.
   template <class NeuronOf>
-  void drop_products(float* h, int64_t n, const NeuronOf& neuron_of) const {
+  void drop_products_of(float* h, int64_t n, const NeuronOf& neuron_of) const {
     if (product_limits.empty()) return;
     enum { SOME = 64 };
     float limits[SOME];  // in order: compilers make a branch, which nobody can predict, of one limit at a time

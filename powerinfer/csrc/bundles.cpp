@@ -87,7 +87,7 @@ struct Work {
       float *a = h(t), *u = more(t);
       b.spec.activation.apply_second(kernels, u, pi_round_up(n, PI_LANES));
       for (int64_t j = 0; j < n; j++) a[j] *= u[j];
-      b.spec.drop_products(a, n, [&](int64_t j) { return block.index[j]; });
+      b.spec.drop_products_of(a, n, [&](int64_t j) { return block.index[j]; });
     }
   }
 
@@ -164,7 +164,7 @@ struct Work {
     dot_pairs(b.up, b.spec.up_bias, block.more);
     b.spec.activation.apply_second(kernels, block.more, pi_round_up(count, PI_LANES));
     for (int64_t i = 0; i < count; i++) block.h[i] *= block.more[i];
-    b.spec.drop_products(block.h, count, [&](int64_t i) { return block.pairs[i].neuron; });
+    b.spec.drop_products_of(block.h, count, [&](int64_t i) { return block.pairs[i].neuron; });
   }
 
   // Drops pairs that are zero; returns the number of the others.

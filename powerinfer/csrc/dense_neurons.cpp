@@ -61,7 +61,7 @@ Columns DenseNeurons::multiply(Thread& t, const PiActs* acts, int64_t tokens) co
     const float* limits = spec_.limits_from(mine.c0);
     if (watch) watch->before(look, i, spec_.activation, limits, h, up);
     spec_.activation.apply(w.kernels, h, up, mine.lanes(), limits);
-    spec_.drop_products(h, mine.lanes(), [&](int64_t j) { return mine.c0 + j; });
+    spec_.drop_products(h, mine.lanes(), mine.c0);
     if (watch) watch->after(look, i, h);
   }
   if (watch && mine.n()) watch->count(look, tokens);
@@ -94,7 +94,7 @@ Columns DenseNeurons::multiply_up(Thread& t, const PiActs* acts, int64_t tokens,
     if (gate_) {
       spec_.activation.apply_second(w.kernels, up, mine.lanes());
       for (int64_t j = 0; j < n; j++) h[j] *= up[j];
-      spec_.drop_products(h, n, [&](int64_t j) { return mine.c0 + j; });
+      spec_.drop_products(h, n, mine.c0);
     }
     for (int64_t j = 0; j < n; j++) done.active += h[j] != 0.0f;
   }

@@ -495,8 +495,7 @@ bool Experts::fetch(Program& program) {
         if (!m.data) return;  // bundles: which of their rows are read is not known yet
         const int64_t each = pi_panel_bytes(m.type, m.k), n = (p1 - p0) * each;
         const uint8_t* const data = m.data + p0 * each;
-        for (int64_t i = std::max<int64_t>(first - at, 0); i < std::min(last - at, n); i += 64)
-          __builtin_prefetch(data + i, 0, 2);
+        for (int64_t i = std::max<int64_t>(first - at, 0); i < std::min(last - at, n); i += 64) fetch_line(data + i);
         at += n;
       };
       each_share(t, rows, up_[0].panels, 2, [&](size_t e, int64_t p0, int64_t p1) {

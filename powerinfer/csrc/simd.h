@@ -8,9 +8,6 @@
 #define PI_INLINE static inline __attribute__((always_inline))
 #define PI_INLINE_MEMBER inline __attribute__((always_inline))
 
-// Has a line of weights brought into the L2 cache: a core waits for more lines there than in its L1 cache.
-PI_INLINE void fetch_line(const uint8_t* p) { __builtin_prefetch(p, 0, 2); }
-
 #if defined(__AVX512F__)
 #include <immintrin.h>
 // Register tiles: tokens and panels of the quantised kernels, of those on widened codes, faster from WIDE_FROM
