@@ -22,7 +22,8 @@ def test_every_kernel_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     document = gpu_kernels.main(arguments)
     assert json.loads(out.read_text()) == document
     cases = {(case["kernel"], case["type"], case["tokens"]): case for case in document["kernels"]}
-    assert {kernel for kernel, _, _ in cases} == {"linear", "neurons", "predict", "attention"}
+    assert {kernel for kernel, _, _ in cases} == {"linear", "neurons", "fused", "predict", "attention"}
+    assert ("fused", "Q8_0/Q8_0", 1) in cases and ("fused", "Q8_0/Q8_0", 8) not in cases
     for kind in gpu.K_CODES:
         assert cases["linear", kind, 8]["bytes"] == gpu.weight_bytes(kind, 256, 256)
         weights = gpu_kernels.random_weights(kind, 4, 256, "cpu")
@@ -55,8 +56,11 @@ def test_neurons_of_each_kind_are_summed(ffn: tuple[str, ...], tmp_path: Path) -
 
 def test_other_tiles_are_tried_and_put_back() -> None:
     pytest.importorskip("triton")
-    from powerinfer.kernels import triton_neurons
+    from powerinfer.kernels import triton_fused, triton_neurons
 
+    with gpu_kernels.tiles("fused", "Q4_0/Q4_0X32", 1) as choices:
+        seen = {(*chosen,) for chosen in choices}
+    assert len(seen) > 40 and (triton_fused.PRODUCTS["Q4_0"], triton_fused.SUMS["Q4_0X32"]) in seen
     before = dict(triton_neurons.DOT_ONE), dict(triton_neurons.ADD_ONE)
     with gpu_kernels.tiles("neurons", "Q4_0/Q4_0X32", 1) as choices:
         seen = {(*chosen,) for chosen in choices}

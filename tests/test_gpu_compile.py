@@ -46,11 +46,12 @@ def used(cubin: bytes) -> dict[int, int]:
 
 def waits(ptx: str) -> bool:
     """Whether a program waits for the kernel before it: before it reads or writes anything, if it does, and once it let
-    the next one be launched and asked for weights."""
+    the next one be launched and asked for weights, unless it has to read which."""
     at = ptx.find("griddepcontrol.wait")
     others = [ptx.find(one) for one in ("ld.global", "st.global")]
     assert at < 0 or all(at < other for other in others if other >= 0)
-    assert at < 0 or ptx.rfind("prefetch.") < ptx.find("griddepcontrol.launch_dependents") < at
+    before = ptx.rfind("prefetch.") if "_fused_kernel" not in ptx else -1
+    assert at < 0 or before < ptx.find("griddepcontrol.launch_dependents") < at
     return at >= 0
 
 
@@ -179,6 +180,16 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
             parts = (weight(kind, many, wide) if gate else None, weight(kind, many, wide), weight(down, many, wide))
             x, chosen = torch.empty(tokens, wide), torch.empty(tokens, many, dtype=torch.uint8)
             gpu.neuron_sum(gpu.Neurons(*parts, shared, group, None, None, "relu", 0.0), x, chosen)
+    # Wide rows, and some that take fewer warps; the second without gates.
+    fused = (("F16", "F16", 1), ("F16", "F16", 1), ("Q4_0", "Q4_0", 1), ("Q4_0", "Q4_0X32", 1), ("Q8_0", "Q8_0", 4))
+    for i, (kind, down, narrower) in enumerate(fused):
+        n, k = many // narrower, wide // narrower
+        shared = torch.empty(n // 32, k, dtype=torch.float16) if down == "Q4_0X32" else None
+        group = torch.empty(n, dtype=torch.int32) if down == "Q4_0X32" else None
+        parts = (None if i == 1 else weight(kind, n, k), weight(kind, n, k), weight(down, n, k), shared, group)
+        for given in (torch.empty(1, n, dtype=torch.uint8), None):
+            own = gpu.Neurons(*parts, None, None, "relu" if i == 1 else "drelu", 0.0)
+            gpu.neuron_sum(own, torch.empty(1, k), given, fused=True)
     for kind in ("F16", "Q4_0"):  # as many tokens of an expert as a tile has columns
         for tokens in (gpu.FEW, 200):
             by_neuron(kind, kind, "relu", torch.empty(tokens, d_model), slots=1)
@@ -234,21 +245,22 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
 def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
-    from powerinfer.kernels import triton_kernels, triton_latent, triton_neurons
+    from powerinfer.kernels import triton_fused, triton_kernels, triton_latent, triton_neurons
 
     run = subprocess.run(
         [sys.executable, __file__, str(capability)], capture_output=True, text=True, env=environment, timeout=600
     )
     assert run.returncode == 0, run.stderr[-3000:]
     made = json.loads(run.stdout)
-    names = 41 if capability == 90 else 38
+    names = 42 if capability == 90 else 39
     assert len({kernel["name"] for kernel in made}) == names and all(kernel["ptx"] for kernel in made)
     for kernel in made:  # what may be launched before the last kernel has ended waits for it, and nothing else does
         assert kernel["waits"] == (kernel["early"] and capability >= 90), kernel
-        assert kernel["asks"] == (kernel["name"] in ("_linear_kernel", "_outer_kernel") and capability >= 90), kernel
+        asks = ("_linear_kernel", "_outer_kernel", "_fused_kernel")
+        assert kernel["asks"] == (kernel["name"] in asks and capability >= 90), kernel
     most = max(made, key=lambda kernel: kernel["shared"])
     assert most["shared"] <= SHARED[capability] << 10, most
-    neurons = ("_linear_kernel", "_products_kernel", "_add_kernel", "_outer_kernel", "_list_kernel")
+    neurons = ("_linear_kernel", "_products_kernel", "_add_kernel", "_outer_kernel", "_list_kernel", "_fused_kernel")
     experts = ("_grouped_hidden_kernel", "_grouped_down_kernel", "_per_head_kernel")
     for kernel in made:  # attention with heads of 256 dimensions spills more (docs/log.md)
         if kernel["name"] in neurons or (kernel["name"] == "_attention_kernel" and kernel["block"] <= 128):
@@ -267,6 +279,7 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
             "_add_kernel": add.get(kind),
             "_attention_kernel": triton_kernels.held(kernel["block"] or 0, HOLDS[capability][2] << 10),
             "_latent_kernel": triton_latent.HELD,
+            "_fused_kernel": triton_fused.HELD // kernel["warps"],
         }.get(name)
         found = held(kernel, capability)
         assert fewest is None or found >= fewest, (kernel, found)

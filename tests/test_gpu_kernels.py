@@ -56,8 +56,13 @@ def small_tiles(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that every loop of a Triton kernel goes round, and every list and context is in several pieces."""
     if kernels == "torch":
         return
-    from powerinfer.kernels import triton_kernels, triton_neurons
+    from powerinfer.kernels import triton_fused, triton_kernels, triton_neurons
 
+    monkeypatch.setattr(triton_fused, "PRODUCTS", dict.fromkeys(triton_fused.PRODUCTS, triton_kernels.Tile(4, 32, 8)))
+    monkeypatch.setattr(triton_fused, "SUMS", dict.fromkeys(triton_fused.SUMS, triton_kernels.Tile(2, 32, 8)))
+    monkeypatch.setattr(triton_fused, "ADDED_UP", (2, 32))
+    monkeypatch.setattr(triton_fused, "LEAST", 24)
+    monkeypatch.setattr(triton_fused, "WORDS", 4)
     for table in (
         triton_kernels.ONE,
         triton_kernels.SEVERAL,
@@ -749,13 +754,13 @@ def test_resident_neurons_hold_what_their_bundles_hold(
 
 
 def run(
-    neurons: gpu.Neurons, x: np.ndarray, named: np.ndarray | None = None, most: float = 0.0
+    neurons: gpu.Neurons, x: np.ndarray, named: np.ndarray | None = None, most: float = 0.0, fused: bool = False
 ) -> tuple[torch.Tensor, np.ndarray]:
     given = on_device(x), None if named is None else on_device(named), most
-    total, fired = gpu.neuron_sum(neurons, *given)
+    total, fired = gpu.neuron_sum(neurons, *given, fused=fused)
     assert fired.dtype == torch.int32 and tuple(fired.shape) == (neurons.n,)
     to, counts = torch.full_like(total, 0.5), torch.full_like(fired, 3, dtype=torch.int64)
-    more = gpu.neuron_sum(neurons, *given, to, counts)
+    more = gpu.neuron_sum(neurons, *given, to, counts, fused)
     assert more[0] is to and more[1] is counts and torch.equal(counts, 3 + fired)
     size = float(total[total.isfinite()].abs().sum())
     assert torch.allclose(to, total + 0.5, atol=1e-6 * size + 1e-6, equal_nan=True)
@@ -768,10 +773,11 @@ def check(bundles: Bundles, index: np.ndarray, tokens: int, share: float | None,
     if share is not None:
         named = (np.random.default_rng(31).random((tokens, len(index))) < share).astype(np.uint8)
     want, bound, h, sure = expected(bundles, index, x, named, most)
-    total, fired = run(all_of(bundles, index), x, named, most)
-    assert_close(total, want, bound)
     sure = sure.all(axis=0)
-    np.testing.assert_array_equal(fired[sure], (h != 0).sum(axis=0)[sure])
+    for fused in (False, True) if tokens == 1 and gpu.which(on_device(x)) == "triton" else (False,):
+        total, fired = run(all_of(bundles, index), x, named, most, fused)
+        assert_close(total, want, bound)
+        np.testing.assert_array_equal(fired[sure], (h != 0).sum(axis=0)[sure])
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 32, 33])
@@ -788,6 +794,21 @@ def test_neurons_of_every_type(types: tuple[str, str], tokens: int, kernels: str
 def test_many_neurons(types: tuple[str, str], tokens: int) -> None:
     bundles, index = make_bundles(96, 160, types), np.arange(0, 160, 2, dtype=np.int32)
     check(bundles, index, tokens, None if tokens == 1 else 0.4)
+
+
+@pytest.mark.parametrize("types", [("F16", "F16"), ("Q4_0", "Q4_0X32")])
+@pytest.mark.usefixtures("small_tiles")
+def test_even_shares_of_the_selected_neurons(types: tuple[str, str], kernels: str) -> None:
+    """In one kernel: lists of any number of words, the last of which is cut; shares of none, and of several tiles."""
+    if kernels == "torch":
+        pytest.skip("there is one kernel for each stage, or for all, of Triton's")
+    bundles = make_bundles(64, 80, types)
+    for n, share in ((79, 0.4), (78, 0.02), (77, 1.0), (3, 0.5)):
+        check(bundles, np.arange(n, dtype=np.int32), 1, share)
+    neurons, x = all_of(bundles, np.arange(77, dtype=np.int32)), on_device(floats(37, 1, 64))
+    named = on_device((np.random.default_rng(38).random((1, 77)) < 0.4).astype(np.uint8))
+    some, other = (gpu.neuron_sum(neurons, x, own, fused=True) for own in (named, named * 254))
+    assert torch.equal(some[0], other[0]) and torch.equal(some[1], other[1]), "any byte but zero selects"
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
@@ -825,10 +846,12 @@ def test_no_neuron_and_none_named(kernels: str) -> None:
     bundles = make_bundles(64, 70, ("Q8_0", "Q8_0"))
     none = np.array([], np.int32)
     for tokens in (1, 8, 33):
-        total, fired = run(all_of(bundles, none), floats(32, tokens, 64))
-        assert (total == 0).all() and total.shape == (tokens, 64) and fired.shape == (0,)
-        total, fired = run(all_of(bundles, np.arange(70)), floats(32, tokens, 64), np.zeros((tokens, 70), np.uint8))
-        assert (total == 0).all() and not fired.any()
+        for fused in (False, True):
+            total, fired = run(all_of(bundles, none), floats(32, tokens, 64), fused=fused)
+            assert (total == 0).all() and total.shape == (tokens, 64) and fired.shape == (0,)
+            nobody = np.zeros((tokens, 70), np.uint8)
+            total, fired = run(all_of(bundles, np.arange(70)), floats(32, tokens, 64), nobody, fused=fused)
+            assert (total == 0).all() and not fired.any()
 
 
 def test_a_token_gets_only_its_own_neurons(kernels: str) -> None:
@@ -858,6 +881,8 @@ def test_numbers_that_are_none_are_not_hidden(kind: str, kernels: str) -> None:
     total, fired = run(neurons, x, most=0.1)
     assert torch.isnan(total[0]).all() and torch.isfinite(total[1]).all()
     assert (fired >= 1).all()
+    total, fired = run(neurons, x[:1], most=0.1, fused=True)
+    assert torch.isnan(total).all() and (fired == 1).all()
 
 
 @pytest.mark.skipif(not TRITON, reason="Triton is not installed")

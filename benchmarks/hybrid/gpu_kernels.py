@@ -6,10 +6,10 @@
     python -m benchmarks.hybrid.gpu_kernels --sweep --kernels neurons --types F16/F16 --tokens 1      some of them
 
 For every type of weights a matrix against 1, 8 and 32 tokens; for those of neurons a layer of which a share is
-selected, all of which fire, gated (ReGLU or dReLU) or --plain; then attention over a long context, and a predictor. A
-kernel's reads are counted once, the neurons that any token selects for all tokens together. Weights are taken in turn
-from copies that are larger in all than any cache, in steps that are recorded as CUDA graphs, so that neither caches nor
-Python help or hinder.
+selected, all of which fire, gated (ReGLU or dReLU) or --plain, of one token also by one kernel (fused); then attention
+over a long context, and a predictor. A kernel's reads are counted once, the neurons that any token selects for all
+tokens together. Weights are taken in turn from copies that are larger in all than any cache, in steps that are recorded
+as CUDA graphs, so that neither caches nor Python help or hinder.
 
 --sweep tries other tiles for each of these and says which were fastest; it compiles dozens of kernels for each, so
 choose what is swept where time is short. What is timed is written to --out as it comes. Without a GPU (--device cpu)
@@ -37,7 +37,7 @@ from powerinfer.formats.tensors import FLOAT_TYPES
 from powerinfer.hardware.samples import Samples
 from powerinfer.kernels import gpu
 
-KERNELS = ("linear", "neurons", "predict", "attention")
+KERNELS = ("linear", "neurons", "fused", "predict", "attention")
 TOKENS = (1, 8, 32)
 TYPES = (("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q4_0X32"))
 UNCACHED = 512 << 20  # bytes that copies of weights come to
@@ -181,7 +181,7 @@ def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str, int, int, i
         for tokens in arguments.tokens:
             x = torch.randn(tokens, d_model, device=device)
             yield "linear", kind, tokens, nbytes, len(weights), lambda i, w=weights, x=x: gpu.linear(w[i], x)
-    for types in [types for types in TYPES if wanted("neurons", "/".join(types))]:
+    for types in [types for types in TYPES if wanted("neurons", "/".join(types)) or wanted("fused", "/".join(types))]:
         made = types, d_ff, d_model, device, arguments.activation, arguments.plain
         one = random_neurons(*made)
         active = int(one.nbytes * arguments.active)
@@ -194,9 +194,11 @@ def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str, int, int, i
             shared = 0 if one.shared is None else len(np.unique(union // 32)) * 2 * d_model
             selected = torch.from_numpy(chosen.astype(np.uint8)).to(device)
             to, fired = torch.zeros_like(x), torch.zeros(d_ff, dtype=torch.int64, device=device)
-            given = x, selected, 0.0, to, fired
-            call = lambda i, n=layers, given=given: gpu.neuron_sum(n[i], *given)  # noqa: E731
-            yield "neurons", "/".join(types), tokens, len(union) * rows + shared, len(layers), call
+            for what in ("neurons", "fused") if tokens == 1 else ("neurons",):
+                if what in arguments.kernels:
+                    given = x, selected, 0.0, to, fired, what == "fused"
+                    call = lambda i, n=layers, given=given: gpu.neuron_sum(n[i], *given)  # noqa: E731
+                    yield what, "/".join(types), tokens, len(union) * rows + shared, len(layers), call
     if wanted("predict", "Q8_0"):
         rank = d_model // 8
         nbytes = gpu.weight_bytes("Q8_0", rank, d_model) + gpu.weight_bytes("Q8_0", d_ff, rank)
@@ -239,7 +241,7 @@ def attention_cases(device: str, d_model: int, sizes: Sequence[int]) -> Iterator
 @contextmanager
 def tiles(what: str, kind: str, tokens: int) -> Iterator[Iterator[tuple[Any, ...]]]:
     """Goes through other tiles for a case, which stand in the kernels' tables while one is looked at."""
-    from powerinfer.kernels import triton_kernels, triton_neurons
+    from powerinfer.kernels import triton_fused, triton_kernels, triton_neurons
 
     first, _, down = kind.partition("/")
     turns = triton_kernels.in_turn(first, tokens)
@@ -251,6 +253,8 @@ def tiles(what: str, kind: str, tokens: int) -> Iterator[Iterator[tuple[Any, ...
             (triton_neurons.DOT_ONE if turns else triton_neurons.DOT_SEVERAL, first),
             (triton_neurons.ADD_SEVERAL if tokens > 1 else triton_neurons.ADD_ONE, down),
         ]
+    elif what == "fused":
+        tables = [(triton_fused.PRODUCTS, first), (triton_fused.SUMS, down)]
     before = [table[name] for table, name in tables]
 
     def choices() -> Iterator[tuple[Any, ...]]:

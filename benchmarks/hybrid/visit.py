@@ -145,7 +145,7 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
             yield Step("hardware", module("powerinfer", "measure", "--gpu", gpu), 300)
         yield Step("kernel tests", tests(KERNEL_TESTS, "holds_the_values"), 200)
         for name in SHAPES:  # all kernels of the first, then those that depend on the neurons
-            some = () if name == "falcon-40b" else ("--kernels", "neurons", "predict")
+            some = () if name == "falcon-40b" else ("--kernels", "neurons", "fused", "predict")
             given = ("--tokens", 1, 8, 32, *some, "--out", work / f"kernels-{name}.json")
             yield Step(f"kernels {name}", kernels(name, *given), 150, ("kernel tests",))
         yield Step("layer tests", tests(LAYER_TESTS, "unused_pages"), 300)
@@ -175,8 +175,19 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
         yield Step("model", compare("drelu-7b", "make"), 300, makes=models)
         yield Step("ours", compare("drelu-7b", "decode", "prefill", "kernel"), 400, ("model",))
         if not trial:
-            swept = ("--sweep", "--sweep-seconds", 150, "--kernels", "neurons", "--types", "F16/F16", "--tokens", 1)
-            yield Step("tiles", kernels("drelu-7b", *swept, "--out", work / "tiles.json"), 200)
+            swept = (
+                "--sweep",
+                "--sweep-seconds",
+                100,
+                "--kernels",
+                "neurons",
+                "fused",
+                "--types",
+                "F16/F16",
+                "--tokens",
+                1,
+            )
+            yield Step("tiles", kernels("drelu-7b", *swept, "--out", work / "tiles.json"), 250)
         if peer is not None:
             yield Step("peer", compare("drelu-7b", "decode", "prefill", "peer", with_peer=True), 400, ("model",))
     elif arguments.call == "reglu":

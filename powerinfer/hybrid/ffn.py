@@ -76,7 +76,7 @@ class HybridFfn:
 
     hot, cold: int32, the neurons on the GPU and on the CPU, ascending. on_input: called in steps in which neurons are
     cold, and which are launched, with the residual stream and the input of gate and up, both float32 [T, d_model] on
-    the GPU.
+    the GPU. fused: the GPU sums its part for one token by one kernel, see hybrid/fusion.py.
     """
 
     def __init__(
@@ -107,6 +107,7 @@ class HybridFfn:
             raise ValueError("neurons of the activation topk cannot be split over devices")
         self.layer = layer
         self.stage = stage
+        self.fused = False
         self.on_input: Callable[[Tensor, Tensor], None] | None = None
         self._config = cpu.config.layers[layer].neurons
         self._layers = layers
@@ -286,7 +287,8 @@ class HybridFfn:
         assert self._gpu_part is not None and step.read is not None
         tokens = len(step.x)
         selected = self._link.selected(tokens, len(self.hot), 0)[0] if self._selects(tokens) else None
-        self._gpu_part.add_sum(step.target, step.read, selected, count=tokens <= NEURON_TOKENS)
+        few = tokens <= NEURON_TOKENS
+        self._gpu_part.add_sum(step.target, step.read, selected, count=few, fused=self.fused)
         step.normed = None
 
     def _sum_cold(self, step: Step) -> None:

@@ -54,13 +54,13 @@ class GpuPart:
         """Bytes on the GPU, counters included."""
         return self.neurons.nbytes + tensor_bytes(self._fired)
 
-    def add_sum(self, to: Tensor, x: Tensor, selected: Tensor | None, *, count: bool) -> None:
+    def add_sum(self, to: Tensor, x: Tensor, selected: Tensor | None, *, count: bool, fused: bool) -> None:
         """to += the neurons' sum for x, both float32 [T, d_model].
 
         selected: uint8 [T, neurons of the part], 0 for a neuron that does not count for a token; None: all count.
-        count: whether neurons that fire are counted.
+        count: whether neurons that fire are counted; fused: as for `gpu.neuron_sum`.
         """
-        gpu.neuron_sum(self.neurons, x, selected, self._threshold, to, self._fired if count else None)
+        gpu.neuron_sum(self.neurons, x, selected, self._threshold, to, self._fired if count else None, fused)
 
     def take_counts(self) -> Counts:
         """int64 [neurons of the part], the tokens that each fired for since the last call."""

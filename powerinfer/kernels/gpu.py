@@ -829,6 +829,7 @@ def neuron_sum(
     threshold: float = 0.0,
     into: Tensor | None = None,
     fired: Tensor | None = None,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The neurons' sum for T tokens: (float32 [T, d_model], int32 [n] tokens that each fired for).
 
@@ -836,16 +837,17 @@ def neuron_sum(
 
     x: float32 [T, d_model]; selected: uint8 [T, n], 0 for a neuron that does not count for a token; None: all count. An
     activation of at most `threshold` in magnitude counts as zero. A neuron fires for a token when its product h is not
-    zero.
+    zero. fused: by one Triton kernel where there is one token; its sum is rounded otherwise.
     """
     import torch
 
     if fired is None:
         fired = torch.zeros(neurons.n, dtype=torch.int32, device=x.device)
     if 0 < x.shape[0] <= FEW and neurons.n and _triton(x):
-        from powerinfer.kernels import triton_neurons
+        from powerinfer.kernels import triton_fused, triton_neurons
 
-        return triton_neurons.neuron_sum(neurons, x, selected, threshold, into, fired), fired
+        by = triton_fused.fused_sum if fused and x.shape[0] == 1 else triton_neurons.neuron_sum
+        return by(neurons, x, selected, threshold, into, fired), fired
     total = torch.zeros((x.shape[0], neurons.down.k), dtype=torch.float32, device=x.device) if into is None else into
     if not neurons.n or not x.shape[0]:
         return total, fired

@@ -209,7 +209,7 @@ def _tokens_of(a, T: tl.constexpr):
 
 
 @triton.jit
-def _product(
+def product(
     x, gate, gate_scales, gate_bias, up, up_scales, up_bias, limits, product_limits, row, live, mine, tokens, k, limit,
     threshold,
     GATED: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, GATE_BIAS: tl.constexpr, UP_BIAS: tl.constexpr,
@@ -270,7 +270,7 @@ def _products_kernel(
             mine = live[:, None] & (t < tokens)[None, :]
             if LISTED:
                 mine &= tl.load(selected + t[None, :] * n + row[:, None], mask=mine, other=0) != 0
-            a = _product(
+            a = product(
                 x, gate, gate_scales, gate_bias, up, up_scales, up_bias, limits, product_limits, row, live, mine,
                 tokens, k, limit, threshold, GATED, ACTIVATION, TYPE, GATE_BIAS, UP_BIAS, LIMITS, PRODUCT_LIMITS,
                 THRESHOLD, T, R, C, PRECISION, HALVES,
@@ -284,7 +284,7 @@ def _products_kernel(
                     mine &= tl.load(selected + t * n + row, mask=live, other=0) != 0
                 a = tl.zeros((R,), tl.float32)
                 if tl.max(mine.to(tl.int32), 0) > 0:
-                    a = _product(
+                    a = product(
                         x + t * taken_width(k, TYPE), gate, gate_scales, gate_bias, up, up_scales, up_bias, limits,
                         product_limits, row, mine, mine, 1, k, limit, threshold, GATED, ACTIVATION, TYPE, GATE_BIAS,
                         UP_BIAS, LIMITS, PRODUCT_LIMITS, THRESHOLD, T, R, C, PRECISION, False,
@@ -338,13 +338,13 @@ def _joined(acc, h, tokens, n, T: tl.constexpr, C: tl.constexpr, HALVES: tl.cons
 
 @triton.jit
 def _add_floats(
-    data, group, listed, h, parts, begin, end, tokens, n, k,
+    data, group, listed, h, parts, begin, end, tokens, n, k, across,
     TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
     HALVES: tl.constexpr,
 ):  # fmt: skip
     """`_add_kernel` of F32, F16 and BF16."""
     t = tl.arange(0, T if T else 1)[:, None]
-    c = tl.program_id(0) * C + tl.arange(0, C)
+    c = across * C + tl.arange(0, C)
     acc = tl.zeros(((2 * T if HALVES else T) if T else R, C), tl.float32)
     row, _of, by, live = _entries(listed, group, h, begin, end, tokens, n, TYPE, T, R, HALVES)
     for i in range(begin, end, R):
@@ -395,7 +395,7 @@ def _weighted(codes, d, d_high, by, TYPE: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def _add_blocks(
-    data, scales, shared, group, listed, h, parts, begin, end, tokens, n, k,
+    data, scales, shared, group, listed, h, parts, begin, end, tokens, n, k, across,
     TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
     HALVES: tl.constexpr,
 ):  # fmt: skip
@@ -407,7 +407,7 @@ def _add_blocks(
     E: tl.constexpr = 16 if PAIRS else 32
     B: tl.constexpr = C // E
     blocks = k // 32
-    b = tl.program_id(0) * B + tl.arange(0, B)
+    b = across * B + tl.arange(0, B)
     j = tl.arange(0, E)[None, :]
     first = b[:, None] * 32 + j
     NARROW: tl.constexpr = tl.float16 if HALVES else tl.float32
@@ -438,7 +438,7 @@ def _add_blocks(
         by = then
     if T:
         t = tl.arange(0, T)[:, None]
-        c = tl.program_id(0) * (B * 32) + tl.arange(0, C) // E * 32 + tl.arange(0, C) % E
+        c = across * (B * 32) + tl.arange(0, C) // E * 32 + tl.arange(0, C) % E
         ok = (t < tokens) & (c < k)[None, :]
         tl.store(parts + t * k + c[None, :], _joined(acc, h, tokens, n, T, C, HALVES), mask=ok)
         if PAIRS:
@@ -470,16 +470,30 @@ def _add_kernel(
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, count)
     parts += tl.program_id(1).to(tl.int64) * tokens * k
+    add_rows(
+        data, scales, shared, group, listed, h, parts, begin, end, tokens, n, k, tl.program_id(0), TYPE, T, R, C,
+        PRECISION, HALVES,
+    )  # fmt: skip
+
+
+@triton.jit
+def add_rows(
+    data, scales, shared, group, listed, h, parts, begin, end, tokens, n, k, across,
+    TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    HALVES: tl.constexpr,
+):  # fmt: skip
+    """Sum over the places begin .. end of the list, in the columns of tile number `across`, to parts [tokens, k]."""
     if TYPE == "F32" or TYPE == "F16" or TYPE == "BF16":
-        _add_floats(data, group, listed, h, parts, begin, end, tokens, n, k, TYPE, T, R, C, PRECISION, HALVES)
+        _add_floats(data, group, listed, h, parts, begin, end, tokens, n, k, across, TYPE, T, R, C, PRECISION, HALVES)
     else:
         _add_blocks(
-            data, scales, shared, group, listed, h, parts, begin, end, tokens, n, k, TYPE, T, R, C, PRECISION, HALVES
-        )
+            data, scales, shared, group, listed, h, parts, begin, end, tokens, n, k, across, TYPE, T, R, C, PRECISION,
+            HALVES,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["splits"])
-def _sum_kernel(parts, out, size, splits, ADD: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr):
+def sum_kernel(parts, out, size, splits, ADD: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr):
     """Sum of the splits, S at a time; ADD: added to out."""
     follow()
     i, s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, S)
@@ -604,7 +618,7 @@ def _down(
         return parts[0]
     out = torch.empty((tokens, down.k), dtype=torch.float32, device=h.device) if into is None else into
     at_a_time, block = SUM
-    _sum_kernel[(triton.cdiv(out.numel(), block),)](
+    sum_kernel[(triton.cdiv(out.numel(), block),)](
         parts, out, out.numel(), splits, ADD=into is not None, S=at_a_time, BLOCK=block, num_warps=4,
         launch_pdl=early(h),
     )  # fmt: skip
