@@ -422,12 +422,15 @@ def test_every_order_gives_the_same_bits(name: str, folder: Path) -> None:
 
 
 @pytest.mark.skipif(CUDA, reason="Triton's interpreter is not at hand")
-def test_the_kernels_of_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_kernels_of_a_gpu(fused: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's, each of them a launch; steps are recorded and replayed as on CUDA."""
     path = saved("tiny", folder)
 
     def run() -> np.ndarray:
-        with neurons.split(path, 0.5, predictors=neurons.predictor_of(open_checkpoint(path).config)) as (executor, _):
+        with neurons.split(path, 0.5, predictors=neurons.predictor_of(open_checkpoint(path).config)) as (executor, ffns):
+            for ffn in ffns:
+                ffn.fused = fused
             tokens = np.random.default_rng(5).integers(0, executor.vocab_size, 3).astype(np.int32)
             return families.run_chunks(executor, tokens, [1] * 3, families.scattered_pages(executor, 1)[0])
 

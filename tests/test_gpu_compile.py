@@ -97,6 +97,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
             "type": constants.get("TYPE"),
             "tokens": constants.get("T"),
             "together": constants.get("G"),
+            "shared rows": constants.get("TILES"),
             "block": constants.get("BLOCK"),  # of attention, the dimensions of a head
             "shared": kernel.metadata.shared,
             "ptx": len(kernel.asm["ptx"]),
@@ -129,6 +130,8 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
 
     for kind in gpu.GPU_TYPES:
         gpu.linear(weight(kind, wide, wide), torch.empty(gpu.FEW, wide))
+    for kind in ("F16", "Q8_0", "Q4_0", "Q6_K"):  # few rows, which several programs share
+        gpu.linear(weight(kind, 512, wide), torch.empty(gpu.FEW, wide))
     for kind, tokens in itertools.product(("F16", "Q8_0", "Q4_0", "Q6_K"), () if whole else (1, 4)):
         gpu.linear(weight(kind, wide, wide), torch.empty(tokens, wide))
     for tokens in (1, 4) if whole else (16,):
@@ -258,6 +261,7 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
         assert kernel["waits"] == (kernel["early"] and capability >= 90), kernel
         asks = ("_linear_kernel", "_outer_kernel", "_fused_kernel")
         assert kernel["asks"] == (kernel["name"] in asks and capability >= 90), kernel
+    assert sum(kernel["shared rows"] is not None for kernel in made) == 4
     most = max(made, key=lambda kernel: kernel["shared"])
     assert most["shared"] <= SHARED[capability] << 10, most
     neurons = ("_linear_kernel", "_products_kernel", "_add_kernel", "_outer_kernel", "_list_kernel", "_fused_kernel")

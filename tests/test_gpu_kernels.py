@@ -206,6 +206,39 @@ def test_linear(type_name: str, tokens: int, kernels: str) -> None:
         assert torch.equal(to, wanted)  # the same bits as if it were added afterwards
 
 
+@pytest.mark.skipif(not TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("type_name", gpu.GPU_TYPES)
+@pytest.mark.usefixtures("small_tiles")
+def test_few_rows_are_shared_by_programs(type_name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For several tokens: what each gets of a row's tiles is added up, of which the last one has fewer."""
+    if kernels == "torch":
+        pytest.skip("programs are Triton's")
+    from powerinfer.kernels import triton_kernels
+
+    tokens, rows, k = 9, 21, 768 if type_name in gpu.K_CODES else 224
+    stored, x, bias = raw(type_name, rows, k), on_device(floats(1, tokens, k)), on_device(floats(2, rows))
+    weight = gpu.upload(stored, device_name())
+    plain = [gpu.linear(weight, x, own) for own in (None, bias)]
+    monkeypatch.setattr(triton_kernels, "LEAST_SEVERAL", 0.05)
+    monkeypatch.setattr(triton_kernels, "LEAST_TILES", 1)
+    monkeypatch.setattr(triton_kernels, "SPLITS", (2, 32))
+    monkeypatch.setattr(triton_kernels, "processors", lambda _: 132)
+    tile = triton_kernels.fitting(weight, tokens, 132)
+    each = triton_kernels.tiles_of_a_program(weight, tile, tokens, 132)
+    tiles = -(-triton_kernels.row_width(type_name, k) // tile.columns)
+    assert each is not None and 1 < -(-tiles // each) <= 3 and (tiles % each or type_name not in ("F16", "Q8_0"))
+    want, bound = product(stored.float32().astype(np.float64), x.cpu().numpy(), type_name)
+    assert_close(gpu.linear(weight, x), want, bound)
+    with_bias = gpu.linear(weight, x, bias)
+    size = float(plain[0].abs().max())
+    assert torch.allclose(with_bias, plain[1], atol=1e-5 * size) and not torch.equal(plain[0], plain[1])
+    relu = triton_kernels.linear(weight, x, bias, relu=True)
+    assert torch.equal(relu, with_bias.clamp(min=0))
+    to = on_device(floats(3, tokens, rows))
+    wanted = to + with_bias
+    assert gpu.linear(weight, x, bias, to) is to and torch.equal(to, wanted)
+
+
 @pytest.mark.usefixtures("device")
 def test_a_matrix_is_multiplied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     stored, x = raw("Q4_0", 21, 64), floats(3, 40, 64)

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from powerinfer.kernels.triton_kernels import (
     Tile,
+    add_up,
     ask_for,
     asked_lines,
     early,
@@ -27,7 +28,7 @@ from powerinfer.kernels.triton_kernels import (
     row_width,
     taken,
 )
-from powerinfer.kernels.triton_neurons import add_rows, product, sum_kernel
+from powerinfer.kernels.triton_neurons import add_rows, product
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -168,7 +169,7 @@ def fused_sum(
     programs = min(HELD // tile.warps * processors(x), triton.cdiv(n, LEAST))
     listed = torch.empty(n, dtype=torch.int32, device=x.device)
     h = torch.empty(n, dtype=torch.float32, device=x.device)
-    parts = torch.empty((programs, down.k), dtype=torch.float32, device=x.device)
+    parts = torch.empty((programs, 1, down.k), dtype=torch.float32, device=x.device)
     first, bias = (up, neurons.up_bias) if gate is None else (gate, neurons.gate_bias)
     assert selected is None or (selected.is_contiguous() and selected.data_ptr() % 4 == 0)
     _fused_kernel[(programs,)](
@@ -186,9 +187,5 @@ def fused_sum(
         num_warps=tile.warps, maxnreg=REGISTERS, launch_pdl=early(x),
     )  # fmt: skip
     out = torch.empty((1, down.k), dtype=torch.float32, device=x.device) if into is None else into
-    at_a_time, block = ADDED_UP
-    sum_kernel[(triton.cdiv(down.k, block),)](
-        parts, out, down.k, programs, ADD=into is not None, S=min(at_a_time, int(triton.next_power_of_2(programs))),
-        BLOCK=block, num_warps=8, launch_pdl=early(x),
-    )  # fmt: skip
+    add_up(parts, out, into is not None, ADDED_UP)
     return out

@@ -59,6 +59,8 @@ TOGETHER = 4  # tokens whose sums a program has at a time
 PROGRAMS = 24  # that a multiprocessor holds at most, however small they are
 IN_TURN = 8  # tokens at most whose products are of integers
 LEAST_SEVERAL = 1.5  # at least so many for each multiprocessor, where a matrix has the rows for smaller tiles
+LEAST_TILES = 4  # of a row for each program, where several share it
+SPLITS = (8, 128)  # splits, and numbers, that a program adds up at a time
 NEARLY = 0.9  # of what the best tile fills suffices
 LEAST_ROWS = 16  # of a tile for tensor cores
 SUMMED = 4096  # counts of selected neurons at a time
@@ -453,9 +455,19 @@ def _coded_dots(
 
 
 @triton.jit
+def _steps(first, last, all, step: tl.constexpr):
+    """Where the tiles `first` to `last` of a row begin and end, of `step` each; first: None, all tiles."""
+    if first is None:
+        return 0, all
+    else:  # the compiler goes on behind a return
+        return first * step, tl.minimum(last * step, all)
+
+
+@triton.jit
 def _dots_4bit(
-    x, data, scales, row, live, tokens, k, TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr, HALVES: tl.constexpr,
+    x, data, scales, row, live, tokens, k, first, last,
+    TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    HALVES: tl.constexpr,
 ):  # fmt: skip
     """`row_dots` of Q4_0, several tokens, and MXFP4: C bytes of a row at a time."""
     B: tl.constexpr = C // 16
@@ -463,7 +475,8 @@ def _dots_4bit(
     t, real = lanes(tokens, T, HALVES)
     acc = tl.zeros((R, (2 * T if HALVES else T) if T else B), tl.float32)
     blocks = k // 32
-    for b0 in range(0, blocks, B):
+    begin, end = _steps(first, last, blocks, B)
+    for b0 in range(begin, end, B):
         b = b0 + tl.arange(0, B)
         j = tl.arange(0, 16)[None, :]
         here = live[:, None] & (b < blocks)[None, :]
@@ -642,8 +655,9 @@ def _coded_dots_k(
 
 @triton.jit
 def _dots_k(
-    x, data, scales, row, live, tokens, k, TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr, HALVES: tl.constexpr,
+    x, data, scales, row, live, tokens, k, first, last,
+    TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    HALVES: tl.constexpr,
 ):  # fmt: skip
     """`row_dots` of Q4_K, Q5_K and Q6_K, several tokens: C bytes of four bits of a row at a time."""
     U: tl.constexpr = C // 16
@@ -652,7 +666,8 @@ def _dots_k(
     t, real = lanes(tokens, T, HALVES)
     acc = tl.zeros((R, 2 * T if HALVES else T), tl.float32)
     pieces = k // 32
-    for u0 in range(0, pieces, U):
+    begin, end = _steps(first, last, pieces, U)
+    for u0 in range(begin, end, U):
         u = u0 + tl.arange(0, U)
         here = live[:, None] & (u < pieces)[None, :]
         low, high, low_scale, high_scale, low_least, high_least = _k_pieces(data, scales, row, u, here, k, TYPE)
@@ -669,8 +684,8 @@ def _dots_k(
 
 @triton.jit
 def _dots_8bit(
-    x, data, scales, row, live, tokens, k, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
-    HALVES: tl.constexpr,
+    x, data, scales, row, live, tokens, k, first, last,
+    T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """`row_dots` of Q8_0, several tokens."""
     B: tl.constexpr = C // 32
@@ -678,7 +693,8 @@ def _dots_8bit(
     t, real = lanes(tokens, T, HALVES)
     acc = tl.zeros((R, 2 * T if HALVES else T), tl.float32)
     blocks = k // 32
-    for b0 in range(0, blocks, B):
+    begin, end = _steps(first, last, blocks, B)
+    for b0 in range(begin, end, B):
         b = b0 + tl.arange(0, B)
         c = b[:, None] * 32 + tl.arange(0, 32)[None, :]
         here = live[:, None] & (b < blocks)[None, :]
@@ -694,14 +710,15 @@ def _dots_8bit(
 
 @triton.jit
 def _dots_float(
-    x, data, row, live, tokens, k, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
-    HALVES: tl.constexpr,
+    x, data, row, live, tokens, k, first, last,
+    T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """`row_dots` of F32, F16 and BF16."""
     NARROW: tl.constexpr = tl.float16 if HALVES else tl.float32
     t, real = lanes(tokens, T, HALVES)
     acc = tl.zeros((R, (2 * T if HALVES else T) if T else C), tl.float32)
-    for k0 in range(0, k, C):
+    begin, end = _steps(first, last, k, C)
+    for k0 in range(begin, end, C):
         c = k0 + tl.arange(0, C)
         here = live[:, None] & (c < k)[None, :]
         w = tl.load(data + row[:, None] * k + c[None, :], mask=here, other=0).to(NARROW)
@@ -718,11 +735,12 @@ def _dots_float(
 def row_dots(
     x, data, scales, row, live, tokens, k,
     TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
-    HALVES: tl.constexpr = False,
+    HALVES: tl.constexpr = False, first=None, last=None,
 ):  # fmt: skip
     """Products of rows, int64 [R], with x [tokens, k]: float32 [R], with T > 1 [R, T]. Not live: 0 or NaN.
 
-    x is what `taken` makes of it. HALVES: halves; weights are then rounded to float16, if they are of more bits.
+    x is what `taken` makes of it. first, last: with T > 1, of the tiles of a row from one to the other alone. HALVES:
+    halves; weights are then rounded to float16, if they are of more bits.
     """
     N: tl.constexpr = T if T > 1 else 0
     if N == 0 and of_integers(TYPE):
@@ -730,13 +748,13 @@ def row_dots(
         return sums[0]
     else:  # the compiler goes on behind a return
         if TYPE == "Q4_0" or TYPE == "MXFP4":
-            acc = _dots_4bit(x, data, scales, row, live, tokens, k, TYPE, N, R, C, PRECISION, HALVES)
+            acc = _dots_4bit(x, data, scales, row, live, tokens, k, first, last, TYPE, N, R, C, PRECISION, HALVES)
         elif k_quant(TYPE):
-            acc = _dots_k(x, data, scales, row, live, tokens, k, TYPE, N, R, C, PRECISION, HALVES)
+            acc = _dots_k(x, data, scales, row, live, tokens, k, first, last, TYPE, N, R, C, PRECISION, HALVES)
         elif TYPE == "Q8_0":
-            acc = _dots_8bit(x, data, scales, row, live, tokens, k, N, R, C, PRECISION, HALVES)
+            acc = _dots_8bit(x, data, scales, row, live, tokens, k, first, last, N, R, C, PRECISION, HALVES)
         else:
-            acc = _dots_float(x, data, row, live, tokens, k, N, R, C, PRECISION, HALVES)
+            acc = _dots_float(x, data, row, live, tokens, k, first, last, N, R, C, PRECISION, HALVES)
         if HALVES:
             low = tl.arange(0, 2)[None, :, None]
             acc = tl.sum(tl.reshape(acc, (R, 2, T)) * tl.where(low == 0, 1.0, 1 / LOW), 1)
@@ -788,14 +806,23 @@ def _linear_kernel(
     x, data, scales, bias, out, tokens, rows, k,
     TYPE: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     G: tl.constexpr, PRECISION: tl.constexpr, HALVES: tl.constexpr, ADD: tl.constexpr, LINES: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
     """out [tokens, rows] = x times the rows of a matrix; with ADD it grows by that. G: tokens of `dots_together`, of
-    other products 1."""
+    other products 1. TILES: None, or those of a row that a program multiplies: out [splits, tokens, rows] is then what
+    each gets, without bias and the like."""
     row = tl.program_id(0) * R + tl.arange(0, R)
     live = row < rows
     ask_for(data, row, rows, k, TYPE, LINES)
     follow()
-    if T > 1:
+    if TILES is not None:
+        first = tl.program_id(1) * TILES
+        y = row_dots(
+            x, data, scales, row.to(tl.int64), live, tokens, k, TYPE, T, R, C, PRECISION, HALVES, first, first + TILES
+        )
+        t = tl.program_id(1) * tokens + tl.arange(0, T)
+        tl.store(out + t[None, :] * rows + row[:, None], y, mask=live[:, None] & (tl.arange(0, T) < tokens)[None, :])
+    elif T > 1:
         y = row_dots(x, data, scales, row.to(tl.int64), live, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
         y = add_bias(y, bias, row, live, BIAS, T)
         if RELU:
@@ -868,19 +895,72 @@ def for_rows(tile: Tile, kind: str, k: int) -> Tile:
     return Tile(rows, columns, warps)
 
 
+def tiles_of_a_program(w: Weight, tile: Tile, tokens: int, multiprocessors: int) -> int | None:
+    """Of the tiles of a row of a matrix with several tokens those that a program multiplies, None: all. A matrix of few
+    rows has few programs, each of which goes through all of its rows, tile after tile; with several for the same rows,
+    a kernel more adds up what they get."""
+    programs, tiles = triton.cdiv(w.rows, tile.rows), triton.cdiv(row_width(w.type, w.k), tile.columns)
+    if in_turn(w.type, tokens):
+        return None
+    splits = min(int(LEAST_SEVERAL * multiprocessors) // programs, tiles // LEAST_TILES)
+    return triton.cdiv(tiles, splits) if splits > 1 else None
+
+
 def linear(w: Weight, x: Tensor, bias: Tensor | None = None, into: Tensor | None = None, relu: bool = False) -> Tensor:
     """`gpu.linear` of at most `gpu.FEW` tokens; relu: of the product."""
     tokens = x.shape[0]
     out = torch.empty((tokens, w.rows), dtype=torch.float32, device=x.device) if into is None else into
-    if out.numel():
-        tile, two = fitting(w, tokens, processors(x)), halved(w.type, tokens)
-        _linear_kernel[(triton.cdiv(w.rows, tile.rows),)](
-            taken(x, w.type), w.data, either(w.scales, w.data), either(bias, out), out, tokens,
-            w.rows, w.k, TYPE=w.type, BIAS=bias is not None, RELU=relu, T=columns(w.type, tokens), R=tile.rows,
-            C=tile.columns, G=together(w.type, tokens), PRECISION=precision(x), HALVES=two, ADD=into is not None,
-            LINES=asked_lines(w, tile.rows), num_warps=tile.warps, num_stages=STAGES, launch_pdl=early(x),
-        )  # fmt: skip
+    if not out.numel():
+        return out
+    tile, two = fitting(w, tokens, processors(x)), halved(w.type, tokens)
+    each, splits, parts = tiles_of_a_program(w, tile, tokens, processors(x)), 1, out
+    if each is not None:
+        splits = triton.cdiv(triton.cdiv(row_width(w.type, w.k), tile.columns), each)
+        parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=x.device)
+    _linear_kernel[(triton.cdiv(w.rows, tile.rows), splits)](
+        taken(x, w.type), w.data, either(w.scales, w.data), either(bias, out), parts, tokens,
+        w.rows, w.k, TYPE=w.type, BIAS=bias is not None, RELU=relu, T=columns(w.type, tokens), R=tile.rows,
+        C=tile.columns, G=together(w.type, tokens), PRECISION=precision(x), HALVES=two, ADD=into is not None,
+        LINES=asked_lines(w, tile.rows), TILES=each, num_warps=tile.warps, num_stages=STAGES, launch_pdl=early(x),
+    )  # fmt: skip
+    if each is not None:
+        add_up(parts, out, into is not None, SPLITS, bias, relu)
     return out
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _sum_kernel(
+    parts, bias, out, size, splits, rows,
+    ADD: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sum of the splits, S at a time; ADD: added to out."""
+    follow()
+    i, s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, S)
+    acc = tl.zeros((S, BLOCK), tl.float32)
+    for first in range(0, splits, S):
+        split = (first + s)[:, None]
+        here = (split < splits) & (i < size)[None, :]
+        acc += tl.load(parts + split.to(tl.int64) * size + i[None, :], mask=here, other=0)
+    total = _finished(tl.sum(acc, 0), bias, i % rows, i < size, BIAS, RELU)
+    put(out + i, total, i < size, ADD)
+
+
+def add_up(
+    parts: Tensor,
+    out: Tensor,
+    grows: bool,
+    sizes: tuple[int, int],
+    bias: Tensor | None = None,
+    relu: bool = False,
+) -> None:
+    """out, float32 [tokens, rows], becomes the sum of parts [splits, tokens, rows], or `grows` by it. sizes: of splits
+    and of numbers, that a program adds at a time. bias, relu: as a matrix's product has them."""
+    splits = parts.shape[0]
+    at_a_time, block = min(sizes[0], int(triton.next_power_of_2(splits))), sizes[1]
+    _sum_kernel[(triton.cdiv(out.numel(), block),)](
+        parts, either(bias, out), out, out.numel(), splits, out.shape[1], ADD=grows, BIAS=bias is not None, RELU=relu,
+        S=at_a_time, BLOCK=block, num_warps=warps(at_a_time * block, 16), launch_pdl=early(out),
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first"])

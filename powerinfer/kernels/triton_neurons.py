@@ -22,6 +22,7 @@ from powerinfer.kernels.triton_kernels import (
     STAGES,
     Tile,
     add_bias,
+    add_up,
     coded,
     columns,
     early,
@@ -492,22 +493,6 @@ def add_rows(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["splits"])
-def sum_kernel(parts, out, size, splits, ADD: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum of the splits, S at a time; ADD: added to out."""
-    follow()
-    i, s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, S)
-    acc = tl.zeros((S, BLOCK), tl.float32)
-    for first in range(0, splits, S):
-        split = (first + s)[:, None]
-        here = (split < splits) & (i < size)[None, :]
-        acc += tl.load(parts + split.to(tl.int64) * size + i[None, :], mask=here, other=0)
-    total = tl.sum(acc, 0)
-    if ADD:
-        total += tl.load(out + i, mask=i < size, other=0)
-    tl.store(out + i, total, mask=i < size)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -617,9 +602,5 @@ def _down(
     if splits == 1 and into is None:
         return parts[0]
     out = torch.empty((tokens, down.k), dtype=torch.float32, device=h.device) if into is None else into
-    at_a_time, block = SUM
-    sum_kernel[(triton.cdiv(out.numel(), block),)](
-        parts, out, out.numel(), splits, ADD=into is not None, S=at_a_time, BLOCK=block, num_warps=4,
-        launch_pdl=early(h),
-    )  # fmt: skip
+    add_up(parts, out, into is not None, SUM)
     return out
