@@ -428,7 +428,10 @@ def test_the_kernels_of_a_gpu(fused: bool, folder: Path, monkeypatch: pytest.Mon
     path = saved("tiny", folder)
 
     def run() -> np.ndarray:
-        with neurons.split(path, 0.5, predictors=neurons.predictor_of(open_checkpoint(path).config)) as (executor, ffns):
+        with neurons.split(path, 0.5, predictors=neurons.predictor_of(open_checkpoint(path).config)) as (
+            executor,
+            ffns,
+        ):
             for ffn in ffns:
                 ffn.fused = fused
             tokens = np.random.default_rng(5).integers(0, executor.vocab_size, 3).astype(np.int32)

@@ -123,7 +123,8 @@ def loaded(path: Path, quantize: str | None, plan: Plan) -> Iterator[tuple[Any, 
     placement = plan.placement(plan.request.profile)
     split = NeuronSplit(selection.bundles, placement, predictors=selection.predictors, stage=stage)
     given = plan.claims.gpu_layers, plan.claims.gpu_head, plan, pages
-    executor = load_split(Resolved(checkpoint, engine, selection, device_name(), "", *given), split)
+    resolved = Resolved(checkpoint, engine, selection, device_name(), "", *given)
+    executor = load_split(resolved, split, stage=stage if plan.claims.passes else None)
     try:
         yield executor, split.ffns
     finally:
@@ -308,6 +309,36 @@ def test_what_neurons_stream_through_is_counted(tmp_path: Path, name: str, monke
     everything = sum(planned["cpu"].values()) - planned["cpu"]["staging"]
     tight = make_plan(replace(plan.request, ram=everything))
     assert tight.fits and not tight.staging
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-predictors", "opt", "falcon", "nemotron"])
+@pytest.mark.usefixtures("device")
+def test_what_layers_in_ram_stream_through_is_counted(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside split neurons: buffers, norms and biases, a cache that passes through; given up where neurons need it."""
+    monkeypatch.setattr(budget, "PASSED", 1)
+    path, quantize = models(tmp_path, name)
+    least = request_of(path, quantize, 0, 1)
+    assert least.vram is not None and not make_plan(least).claims.passes, "there is hardly any room"
+    tried = (make_plan(replace(least, vram=least.vram + more)) for more in range(0, 1 << 20, 1 << 10))
+    plan = next(plan for plan in tried if plan.claims.passes)
+    assert plan.claims.gpu_layers == 1 < plan.request.model.config.n_layers
+    planned = plan.bytes
+    assert planned["gpu"]["passing"] > 0 < planned["cpu"]["passing"]
+    assert plan.request.vram is not None and sum(planned["gpu"].values()) <= plan.request.vram
+    with loaded(path, quantize, plan) as (executor, ffns):
+        streamed = executor.streamed
+        assert streamed is not None and streamed.spans
+        for when in steps(executor):
+            held = held_on_gpu(executor, ffns)
+            beside = sum(held[part] - planned["gpu"][part] for part in ("norms", "kv"))
+            assert beside == planned["gpu"]["passing"] and held["staging"] == planned["gpu"]["staging"], when
+        assert held["scratch"] + passed(executor, tmp_path) <= planned["gpu"]["scratch"]
+        returned = sum(buffer.numel() for buffer in streamed._cache._here)
+        assert returned == planned["cpu"]["passing"]
+    tight = make_plan(replace(plan.request, ram=sum(planned["cpu"].values()) - planned["cpu"]["passing"]))
+    assert tight.fits and not tight.claims.passes
 
 
 # ---------------------------------------------------------------- measured

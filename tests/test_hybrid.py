@@ -77,8 +77,10 @@ def split(
     predictors: Any = None,
     most: Sequence[float] | None = None,
     stage: Stage | None = None,
+    passes: bool = False,
     **options: Any,
 ) -> Iterator[tuple[Any, list[HybridFfn]]]:
+    """passes: the layers that are not on the GPU stream, too."""
     settings = {"threads": 1, "context": families.CONTEXT, "kv_type": "f32", "prefill_chunk": families.TOKENS}
     engine = EngineConfig(**(settings | {"max_batch": 8} | options))
     checkpoint = open_checkpoint(path)
@@ -89,7 +91,8 @@ def split(
     selection = Selection(selector, "a test", tuple(most or ()), bundles, predictors)
     whole = head and gpu_layers == config.n_layers
     parts = NeuronSplit(bundles, placed(config, share), selection.threshold, predictors, stage)
-    executor = load_split(Resolved(checkpoint, engine, selection, device_name(), "", gpu_layers, whole), parts)
+    resolved = Resolved(checkpoint, engine, selection, device_name(), "", gpu_layers, whole)
+    executor = load_split(resolved, parts, stage=stage if passes else None)
     try:
         yield executor, parts.ffns
     finally:

@@ -17,7 +17,7 @@ from gpu_device import device_name, torch_device  # noqa: E402
 from sparse_models import give_bundles, give_profile, tiny_llama  # noqa: E402
 from test_gpu_kernels import ROW_TYPES, Bundles, all_of, assert_close, expected, floats, make_bundles, on_device  # noqa: E402
 from test_hybrid import split  # noqa: E402
-from test_sparse import case_named, model_of, packed  # noqa: E402
+from test_sparse import RELU, case_named, model_of, packed  # noqa: E402
 
 from powerinfer import LLM, SamplingParams  # noqa: E402
 from powerinfer.devices import stage as staging  # noqa: E402
@@ -177,6 +177,41 @@ def test_a_prompt_is_the_dense_answer_whoever_computes_it(name: str, tmp_path: P
                 assert families.rms(answers[-1] - truth) <= allowed, (share, least)
             np.testing.assert_array_equal(answers[1], answers[2])  # same bits again
             assert (answers[0] != answers[1]).any() == (share < 1), "nothing streamed"
+
+
+@pytest.mark.parametrize("case", RELU, ids=lambda case: case.name)
+@pytest.mark.usefixtures("device")
+def test_layers_in_ram_stream_with_their_neurons(
+    case: families.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a layer whose neurons are split: bundles, attention and cache, so that the CPU computes nothing of a long
+    prompt but embedding and head; what follows is decoded by the CPU with the cache that came back."""
+    config, model = model_of(case)
+    tokens = families.prompt(case)
+    truth = families.exact_logits(case, config, model, tokens)
+    allowed = families.ROUNDING * families.rms(families.logits(model, tokens) - truth)
+    path = packed(case, config, model, tmp_path)
+    stage = Stage(torch_device(), 1 << 15)
+    with split(path, 0.5, layers=1, head=False, stage=stage, passes=True) as (executor, _):
+        streamed = executor.streamed
+        assert streamed is not None and {own.layer for own in streamed.spans} == set(range(1, config.num_hidden_layers))
+        pages, answers = families.scattered_pages(executor, 3), []
+        parts: list[tuple[int | None, int | None, int]] = []
+        run_part = executor.cpu.run_part
+        monkeypatch.setattr(
+            executor.cpu,
+            "run_part",
+            lambda batch, at, to: (parts.append((at, to, len(batch.tokens))), run_part(batch, at, to))[1],
+        )
+        for least, own in zip((None, 33, 33), pages, strict=True):
+            stage.least = least
+            parts.clear()
+            answers.append(families.run_chunks(executor, tokens, [40, 1, len(tokens) - 41], own))
+            assert families.rms(answers[-1] - truth) <= allowed, least
+            assert all(tokens >= 33 for _, _, tokens in parts) and bool(parts) == (least is not None)
+        np.testing.assert_array_equal(answers[1], answers[2])
+        assert (answers[0] != answers[1]).any(), "nothing streamed"
+        executor.gpu.rehearse(2)
 
 
 # ---- The crossing ----------------------------------------------------------------------------------------------------

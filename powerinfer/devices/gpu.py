@@ -521,6 +521,17 @@ class GpuLayers:
         assert layer >= self.layers
         return self._layers[layer].operators()
 
+    def latest(self, layer: int) -> Operator:
+        """The operator that such a layer got last, if it is not of its FFN of parts."""
+        found = self._layers[layer].latest
+        assert layer >= self.layers and found is not None
+        return found
+
+    def streamed_ffn(self, layer: int) -> Sequence[Operator]:
+        """Those of the FFN of parts of such a layer."""
+        assert layer >= self.layers
+        return self._layers[layer].ffn_operators()
+
     def run_streamed(self, batch: Batch, x: Float32, operators: Sequence[Operator]) -> Float32:
         """x float32 [T, d_model] after these operators, of layers whose matrices stream; else as `run`, but once."""
         assert not self.has_head

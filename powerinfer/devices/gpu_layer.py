@@ -48,11 +48,13 @@ class _SplitFfn:
 class GpuLayer:
     """A layer that is wired operator by operator, with at most one FFN of parts.
 
-    parallel: attention and FFN both read the layer's input.
+    parallel: attention and FFN both read the layer's input. latest: the operator that was wired last, but for those of
+    an FFN of parts.
     """
 
     index: int
     parallel: bool
+    latest: Operator | None = None
     _before: list[Operator] = field(default_factory=list)
     _ffn: _SplitFfn | None = None
     _behind: list[Operator] = field(default_factory=list)
@@ -64,7 +66,8 @@ class GpuLayer:
     def add(self, kind: str, run: Callable[[Step], None]) -> None:
         """A static operator that comes next."""
         wired = self._before if self._ffn is None or self.parallel else self._behind
-        wired.append(self.operator(kind, run))
+        self.latest = self.operator(kind, run)
+        wired.append(self.latest)
 
     def add_parts(self, read: Operator, parts: FfnParts, after: list[Operator]) -> None:
         """An FFN of parts comes next."""
@@ -80,6 +83,12 @@ class GpuLayer:
         if self.parallel:  # attention and its projection run while other devices compute their parts
             return [*before, *begin, *self._before, *finish]
         return [*before, *self._before, *begin, *finish, *self._behind]
+
+    def ffn_operators(self) -> list[Operator]:
+        """Those of the FFN of parts alone, one after another."""
+        assert self._ffn is not None
+        own = self._ffn
+        return [*own.parts.before(), own.read, *own.parts.begin(), *own.parts.finish(), *own.after]
 
     def close(self) -> None:
         """Free what the operators hold; no step follows."""

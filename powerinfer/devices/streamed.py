@@ -1,4 +1,4 @@
-"""Layers that the CPU has and a GPU computes in steps of many tokens: their matrices stream there, layer by layer.
+"""Layers that the CPU has and a GPU computes in steps of many tokens: their weights stream there, layer by layer.
 
 A product of many tokens costs a GPU little more than bringing the matrix there, and the CPU hundreds of times what
 reading it costs. So from some number of tokens on (`Stage.least`) a step leaves the CPU where an operator streams, and
@@ -8,8 +8,8 @@ DeltaNet), each FFN does by itself:
     CPU   attention .. |                             | attention ..
     GPU                | x, FFN with its matrices, x |
 
-The matrices are those that the CPU decodes with, in panels, and stay where they are; so does the cache
-(`passed_cache.py`).
+The matrices are those that the CPU decodes with, in panels, or the neurons' bundles, and stay where they are; so does
+the cache (`passed_cache.py`).
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer import _native
-from powerinfer.config import AttentionConfig
+from powerinfer.config import AttentionConfig, FfnConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.devices.cpu_ffn import Weights
 from powerinfer.devices.gpu import GpuLayers
 from powerinfer.devices.gpu_weights import GpuNorm, PanelMatrix
 from powerinfer.devices.passed_cache import PassedCache, earlier_tokens
 from powerinfer.devices.stage import Stage
-from powerinfer.devices.step import Operator
+from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.trace import Trace, span
-from powerinfer.formats.quant import Float32
+from powerinfer.formats.bundle_memory import SomeBundles, gather
+from powerinfer.formats.quant import Bytes, Float32
 from powerinfer.formats.tensors import RawTensor
-from powerinfer.neurons import NO_VECTORS, FfnVectors
+from powerinfer.neurons import BUNDLE_GROUP, NO_VECTORS, BundleLayout, FfnVectors
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,56 @@ class Span:
         return Span(self.layer, self.first, other.last, operators, self.nbytes + other.nbytes)
 
 
+class _Neurons:
+    """All neurons of a layer in RAM as an FFN of one part (`FfnParts`), which streams."""
+
+    def __init__(
+        self,
+        layer: int,
+        stage: Stage,
+        layout: BundleLayout,
+        groups: Bytes,
+        config: FfnConfig,
+        vectors: FfnVectors,
+        threshold: float,
+    ) -> None:
+        """groups: uint8 [groups, layout.group_bytes], those that the CPU computes with; threshold: as of `Stage`."""
+        self._layer = layer
+        self._stage = stage
+        self._layout = layout
+        self._about = config, vectors.of_neurons, threshold
+        full = config.size // BUNDLE_GROUP
+        counts = np.zeros(len(groups), np.int32)
+        counts[:full] = BUNDLE_GROUP
+        index = np.arange(config.size, dtype=np.int32)
+        self._parts = [SomeBundles(index[: full * BUNDLE_GROUP], counts, groups[:full].reshape(1, -1))]
+        if config.size % BUNDLE_GROUP:  # of the last group, which has fewer, a copy without gaps
+            self._parts.append(gather(layout, groups, index[full * BUNDLE_GROUP :]))
+
+    def before(self) -> list[Operator]:
+        return []
+
+    def begin(self) -> list[Operator]:
+        return []
+
+    def finish(self) -> list[Operator]:
+        return [Operator("streamed neurons", self._layer, self._add)]
+
+    def _add(self, step: Step) -> None:
+        assert step.read is not None
+        for part in self._parts:
+            self._stage.add_sum(step.target, step.read, self._layout, part, *self._about)
+        step.normed = None
+
+    def close(self) -> None:
+        self._parts = []
+
+
 class StreamedLayers:
     """The layers of a CPU's executor, wired by the same calls as on one device (`models.builder.Builder`).
 
     stage: what matrices pass through; `least` of it is the number of tokens of a step from which on they do. spans: of
-    each layer, in the order of the program. ffns: no FFN is split.
+    each layer, in the order of the program. ffns: none of their FFNs is split.
     """
 
     ffns = ()
@@ -125,7 +172,7 @@ class StreamedLayers:
         assert isinstance(about, AttentionConfig)
         before = Operator("cache", layer, lambda _: self._cache.bring(layer, about.window))
         behind = Operator("cache", layer, lambda _: self._cache.give_back(layer))
-        self._add(layer, first, matrices, before, self._gpu.streamed(layer)[-1], behind)
+        self._add(layer, first, matrices, before, self._gpu.latest(layer), behind)
         self._attending = layer
 
     def latent_attention(
@@ -189,6 +236,27 @@ class StreamedLayers:
         self._gpu.ffn(layer, norms[0], own[0] if own else None, of_up, of_down, vectors, norms[1])
         self._add(layer, first, matrices)
 
+    def bundled_ffn(
+        self,
+        layer: int,
+        layout: BundleLayout,
+        bundles: Bytes,
+        *,
+        norm: BothNorms | None = None,
+        out_norm: BothNorms | None = None,
+        vectors: FfnVectors = NO_VECTORS,
+        threshold: float = 0.0,
+        predictor: Weights | None = None,
+    ) -> None:
+        """On both; on the GPU all gates are computed. Arguments as of `CpuExecutor`."""
+        first = self._cpu.operators
+        own: dict[str, Any] = {"norm": _of_cpu(norm), "out_norm": _of_cpu(out_norm), "predictor": predictor}
+        self._cpu.bundled_ffn(layer, layout, bundles, vectors=vectors, threshold=threshold, **own)
+        about = self._cpu.config.layers[layer].neurons
+        parts = _Neurons(layer, self.stage, layout, bundles, about, vectors, threshold)
+        self._gpu.split_ffn(layer, _of_gpu(norm), parts, vectors.down_bias, _of_gpu(out_norm))
+        self._add_span(layer, first, self._gpu.streamed_ffn(layer), bundles.nbytes)
+
     def normalise(self, layer: int, norm: BothNorms) -> None:
         """On both."""
         first = self._cpu.operators
@@ -212,7 +280,11 @@ class StreamedLayers:
     def _add(self, layer: int, first: int, matrices: Sequence[PanelMatrix] = (), *operators: Operator) -> None:
         """These operators, () for what the GPU got last of a layer, do what the CPU's from `first` on do."""
         nbytes = sum(one.panels.nbytes for one in matrices)
-        own = Span(layer, first, self._cpu.operators, operators or (self._gpu.streamed(layer)[-1],), nbytes)
+        self._add_span(layer, first, operators or (self._gpu.latest(layer),), nbytes)
+
+    def _add_span(self, layer: int, first: int, operators: Sequence[Operator], nbytes: int) -> None:
+        """These operators do what the CPU's from `first` on do; nbytes: that stream for them."""
+        own = Span(layer, first, self._cpu.operators, tuple(operators), nbytes)
         before = self.spans[-1] if self.spans else None
         if before is not None and (before.layer, before.last) == (layer, first):
             self.spans[-1] = before.then(own)

@@ -98,7 +98,8 @@ def load_split(
     """The executor of a model whose first layers are on a GPU, at least one.
 
     split: makes the FFNs of these layers, and the checkpoint's matrices are not read; None: they are dense. stage:
-    what the other layers stream through, of dense FFNs; None: they do not. say: told what is read from disk as it runs.
+    what the other layers stream through, of FFNs of matrices or bundles; None: they do not. say: told what is read from
+    disk as it runs.
     Raises as `load_resolved` does.
     """
     from powerinfer.devices.cpu import CpuExecutor
@@ -385,7 +386,8 @@ def _load_planned(
         split = None
         try:
             split = _planned_split(resolved, attempt.plan)
-            return load_split(resolved, split, progress, say=say), split, attempt
+            stage = split.stage if attempt.plan.claims.passes else None
+            return load_split(resolved, split, progress, stage, say), split, attempt
         except GpuMemoryError:
             if split is not None:
                 split.close()
@@ -422,11 +424,14 @@ def _stage(resolved: Resolved, nbytes: int) -> Stage | None:
 def _settle_prompts(
     executor: SplitExecutor, resolved: Resolved, split: NeuronSplit | ExpertSplit, sample: Sample, progress: Progress
 ) -> None:
-    """Measure the crossing, if cold neurons can be streamed. GpuMemoryError if the GPU has too little memory for it."""
-    from powerinfer.hybrid.crossing import settle
+    """Measure the crossing, if cold neurons can be streamed, or layers. From there on layers stream as neurons do.
+    GpuMemoryError if the GPU has too little memory for it."""
+    from powerinfer.hybrid.crossing import settle, settle_layers
     from powerinfer.kernels.gpu import FEW
 
     if not any(len(ffn.cold) for ffn in split.ffns):
+        if executor.streamed is not None:
+            settle_layers(executor, resolved, progress)
         return
     if resolved.plan is not None and resolved.disk is not None and split.stage is not None:
         split.stage.least = FEW + 1  # the CPU would read what is cold once for each FEW tokens

@@ -28,7 +28,6 @@ from powerinfer.neurons import FfnVectors
 from powerinfer.progress import Progress
 
 if TYPE_CHECKING:
-    from powerinfer import _native
     from powerinfer.devices.gpu import GpuLayers
     from powerinfer.devices.gpu_layer import FfnParts
     from powerinfer.devices.gpu_weights import GpuNorm
@@ -98,7 +97,7 @@ def wire(
 
     neurons: of the executor's FFNs if they have bundles, None: from the checkpoint's matrices. first: gets the layers
     before the executor's, with FFNs made by `split` if given, and with `head` the head too. last: wires the executor's
-    layers, and on a GPU too what streams there; None: the executor alone. It is for FFNs of matrices.
+    layers, and on a GPU too what streams there; None: the executor alone.
     """
     config = checkpoint.config
     embedding = checkpoint.take("embed")
@@ -111,14 +110,13 @@ def wire(
                 of_first = partial(_split, executor, first, layer, split)
             _layer(first, checkpoint, layer, of_first)
         else:
-            own: OwnFfn[_native.Norm] | None = None
+            own: OwnFfn[Any] | None = None
             if neurons is not None and neurons.bundles is not None:
-                own = partial(_bundled, executor, neurons, layer)
+                own = partial(_bundled, last or executor, neurons, layer)
             if last is None:
                 _layer(executor, checkpoint, layer, own)
             else:
-                assert own is None
-                _layer(last, checkpoint, layer, None)
+                _layer(last, checkpoint, layer, own)
         checkpoint.release()  # packed: the file's pages need not stay in memory
         progress("loading weights", layer + 1, config.n_layers)
     if first is not None and head:
@@ -171,12 +169,12 @@ def _split(
 
 
 def _bundled(
-    executor: CpuExecutor,
+    builder: CpuExecutor | StreamedLayers,
     neurons: Neurons,
     layer: int,
-    norm: _native.Norm | None,
+    norm: Any,
     vectors: FfnVectors,
-    out_norm: _native.Norm | None,
+    out_norm: Any,
 ) -> None:
     bundles, threshold = neurons.bundles, neurons.threshold(layer)
     assert bundles is not None
@@ -184,7 +182,7 @@ def _bundled(
     weights = None if neurons.predictors is None else neurons.predictors(layer)
     norms: dict[str, Any] = {"norm": norm, "out_norm": out_norm}
     rows = bundles.copied(layer)
-    executor.bundled_ffn(
+    builder.bundled_ffn(
         layer, bundles.layouts[layer], rows, **norms, vectors=vectors, threshold=threshold, predictor=weights
     )
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from powerinfer.config import AttentionConfig, ExpertsConfig
 from powerinfer.devices.link import link_bytes
-from powerinfer.devices.stage import BUFFERS, buffer_bytes, expert_buffer, layer_buffer, return_buffer
+from powerinfer.devices.stage import BUFFERS, PIECE, buffer_bytes, expert_buffer, layer_buffer, return_buffer
 from powerinfer.errors import RequestError, VramError
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.hardware.description import Hardware
@@ -45,6 +45,9 @@ RUNTIME_BYTES = 80 << 20
 STAGED = 16
 """Staging gets at most 1/STAGED of the room for neurons on a GPU."""
 
+PASSED = 4
+"""The same where layers in RAM stream, too: then less than one layer's attention is left for neurons."""
+
 EXPERT_STAGED = 8
 """Streaming experts gets at most 1/EXPERT_STAGED of their room: its buffers are of whole experts."""
 
@@ -57,7 +60,8 @@ Footprint = dict[str, int]
 """Bytes by use: runtime, scratch (working memory), staging (buffers for long prompts), embedding, norms (with biases),
 attention, predictor, head, kv (with the states of sequences), panels (dense matrices of FFNs in RAM), ffn (neurons, or
 dense FFNs on a GPU), experts (those that are on either device of layers on a GPU, or that RAM has of those on disk),
-window (through which dense matrices on disk pass)."""
+window (through which dense matrices on disk pass), passing (of layers in RAM that stream: norms, biases, and a cache
+that passes through)."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +100,14 @@ class Claims:
     0: the GPU is not used; gpu_head: the output head is there too. The other layers are in RAM.
 
     gpu, cpu: bytes of all but the bundles, by use; gpu_left, cpu_left: what remains of the budgets, once there is room
-    for what groups of bundles share, as if each group had neurons on both sides. cpu_neuron: bytes of a neuron in
-    RAM beside that. staging: bytes of a buffer, 0 for none; what they take of either memory is not part of what is
-    left. bundles: neurons are placed as bundles, which then go where there is room; panels: dense matrices of the FFNs
-    are in RAM. slots: of each layer the number of its experts on the GPU; None: the model has none, or no GPU is used.
-    disk: what stays on disk, but for neurons beside a GPU; None: nothing. slots_beside: neurons of each of the GPU's
-    layers that RAM has room for beside those that it keeps, where others are read from disk; 0: none are. Then the
-    bundles of the other layers are not part of what is left, and RAM has `cpu_gate` bytes of each neuron of the GPU's
-    layers that the GPU does not have.
+    for what groups of bundles share, as if each group had neurons on both sides. cpu_neuron: bytes of a neuron in RAM
+    beside that. staging: bytes of a buffer, 0 for none; what they take of either memory is not part of what is left.
+    passes: the layers in RAM stream through them, too, as a whole. bundles: neurons are placed as bundles, which then
+    go where there is room; panels: dense matrices of the FFNs are in RAM. slots: of each layer the number of its
+    experts on the GPU; None: the model has none, or no GPU is used. disk: what stays on disk, but for neurons beside a
+    GPU; None: nothing. slots_beside: neurons of each of the GPU's layers that RAM has room for beside those that it
+    keeps, where others are read from disk; 0: none are. Then the bundles of the other layers are not part of what is
+    left, and RAM has `cpu_gate` bytes of each neuron of the GPU's layers that the GPU does not have.
     """
 
     gpu_layers: int
@@ -120,6 +124,14 @@ class Claims:
     disk: DiskPlan | None = None
     slots_beside: int = 0
     cpu_gate: int = 0
+    passes: bool = False
+
+    def without_buffers(self) -> Claims:
+        """The same without buffers for long prompts."""
+        gpu, cpu = ({use: n for use, n in held.items() if use != "passing"} for held in (self.gpu, self.cpu))
+        gpu_left = self.gpu_left + staged_on_gpu(self.staging) + self.gpu.get("passing", 0)
+        cpu_left = self.cpu_left + staged_in_ram(self.staging) + self.cpu.get("passing", 0)
+        return replace(self, gpu=gpu, cpu=cpu, gpu_left=gpu_left, cpu_left=cpu_left, staging=0, passes=False)
 
 
 def budgets(hardware: Hardware, vram: int | None, ram: int | None) -> tuple[int, int]:
@@ -278,12 +290,13 @@ def streamed_buffer(model: Model, work: Workload, limit: int = 1 << 62) -> int:
     return layer_buffer(largest, widest, _passed_page(model, work, 0), limit)
 
 
-def streamed_on_gpu(model: Model, work: Workload, layers: int, staging: int) -> int:
+def streamed_on_gpu(model: Model, work: Workload, layers: int, staging: int, dense: bool = True) -> int:
     """Bytes on the GPU for streaming the layers behind the first `layers`: buffers of that size, a converted piece,
-    norms and biases, and the cache of a layer, of each kind."""
+    norms and biases, and the cache of a layer, of each kind. dense: their FFNs are matrices; biases of neurons stream
+    with these."""
     heads = {(one.n_kv_heads, one.head_dim): layer for layer, one in _attending(model, layers)}
     cache = sum(model.gpu_kv_bytes(work.kv_type, work.context, work.batch, slice(at, at + 1)) for at in heads.values())
-    vectors = model.layer_vectors(True, model.config.n_layers) - model.layer_vectors(True, layers)
+    vectors = model.layer_vectors(dense, model.config.n_layers) - model.layer_vectors(dense, layers)
     return staged_on_gpu(staging) + vectors + cache
 
 
@@ -370,9 +383,28 @@ def claim(
         raise _too_large(model, gpu, cpu, ram, hardware)
     gpu_left = max(0, vram - sum(gpu.values()) - shared_on_gpu(model, layers))
     left = max(0, left - shared_in_ram(model, layers))
-    staging = _staging(model, work, layers, gpu_left, left)
-    gpu_left, left = gpu_left - staged_on_gpu(staging), left - staged_in_ram(staging)
-    return Claims(layers, head, gpu, cpu, gpu_left, left, model.bundle.pitch, True, False, staging)
+    passing = _passing(model, work, layers, gpu_left, left)
+    cold = gpu_left // (GROUP * model.gpu_neuron) < sum(-(-size // GROUP) for size in model.config.ffn_sizes[:layers])
+    alone = _staging(model, work, gpu_left, left, STAGED) if cold else 0
+    staging, beside, returned = passing or (alone, 0, 0)
+    gpu_left, left = gpu_left - staged_on_gpu(staging) - beside, left - staged_in_ram(staging) - returned
+    if passing:
+        gpu, cpu = gpu | {"passing": beside}, cpu | {"passing": returned}
+    held = gpu, cpu, gpu_left, left
+    return Claims(layers, head, *held, model.bundle.pitch, True, False, staging, passes=passing is not None)
+
+
+def _passing(model: Model, work: Workload, layers: int, gpu_left: int, left: int) -> tuple[int, int, int] | None:
+    """Bytes of a staging buffer through which the layers behind the first `layers` stream, too, and what that takes
+    beside buffers on the GPU and in RAM; None: there are none, or there is no room for it."""
+    if layers == model.config.n_layers:
+        return None
+    beside = streamed_on_gpu(model, work, layers, 0, dense=False)
+    returned = BUFFERS * return_buffer(_passed_page(model, work, layers), work.tokens, PIECE)
+    staging = _staging(model, work, max(0, gpu_left - beside), left - returned, PASSED)
+    if not staging or not streamed_buffer(model, work, staging):
+        return None
+    return staging, beside, streamed_in_ram(model, work, layers, staging) - staged_in_ram(staging)
 
 
 def _claim_experts(
@@ -462,13 +494,14 @@ def _too_large(model: Model, gpu: Footprint, cpu: Footprint, ram: int, hardware:
     )
 
 
-def _staging(model: Model, work: Workload, gpu_layers: int, gpu_left: int, left: int) -> int:
-    """Bytes of a staging buffer: the most with which all neurons still fit. 0 if no prompt needs one."""
+def _staging(model: Model, work: Workload, gpu_left: int, left: int, part: int) -> int:
+    """Bytes of a staging buffer: the most with which all neurons still fit, and of at most 1/part of what is left on
+    the GPU. 0 if no prompt needs one."""
     sizes = [-(-size // GROUP) for size in model.config.ffn_sizes]
     gpu_group, ram_group = GROUP * model.gpu_neuron, GROUP * model.bundle.pitch
-    if work.selector == "all" or work.chunk <= kernels.FEW or gpu_left // gpu_group >= sum(sizes[:gpu_layers]):
+    if work.selector == "all" or work.chunk <= kernels.FEW:
         return 0
-    limit = gpu_left // (STAGED * staged_on_gpu(1))
+    limit = gpu_left // (part * staged_on_gpu(1))
     while size := buffer_bytes(model.bundle, model.config.widest_ffn, limit):
         room = (gpu_left - staged_on_gpu(size)) // gpu_group + max(0, left - staged_in_ram(size)) // ram_group
         if room >= sum(sizes):

@@ -319,10 +319,11 @@ class Plan:
 
     @property
     def staging(self) -> int:
-        """Bytes of a buffer that streams cold neurons to the GPU for long prompts; 0: there are none."""
+        """Bytes of a buffer that streams cold neurons, and layers in RAM, to the GPU for long prompts; 0: there are
+        none."""
         beside = self.neurons[: self.claims.gpu_layers]
         split = any(layer[Tier.CPU] or (layer[Tier.DISK] and self.claims.slots_beside) for layer in beside)
-        return self.claims.staging if split or self.claims.slots is not None else 0
+        return self.claims.staging if split or self.claims.passes or self.claims.slots is not None else 0
 
     @cached_property
     def _orders(self) -> list[Indices]:
@@ -533,8 +534,8 @@ def _claims_with_slots(request: PlanRequest, claims: Claims) -> tuple[Claims | N
     have, and, without a predictor, the gates of the others."""
     selects = request.selector == "predicted"
     model, threads, first = request.model, request.hardware.cpu.threads, claims.gpu_layers
-    gpu_left = claims.gpu_left + staged_on_gpu(claims.staging)
-    cpu_left = claims.cpu_left + staged_in_ram(claims.staging)
+    claims = claims.without_buffers()
+    gpu_left, cpu_left = claims.gpu_left, claims.cpu_left
     neuron = max(resting_bytes(layout, selects) for layout in model.bundles)
     gate = 0 if selects else max(layout.gate_bytes for layout in model.bundles)
     each = zip(model.config.ffn_sizes[first:], model.bundles[first:], strict=True)
