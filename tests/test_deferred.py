@@ -433,7 +433,7 @@ def test_the_kernels_of_a_gpu(fused: bool, folder: Path, monkeypatch: pytest.Mon
             ffns,
         ):
             for ffn in ffns:
-                ffn.fused = fused
+                ffn.fuse(fused)
             tokens = np.random.default_rng(5).integers(0, executor.vocab_size, 3).astype(np.int32)
             return families.run_chunks(executor, tokens, [1] * 3, families.scattered_pages(executor, 1)[0])
 

@@ -1,4 +1,4 @@
-"""How a GPU sums neurons for one token: measured at load, kept, and the same on every start."""
+"""How a GPU sums neurons for one token: timed at load, kept, and the same on every start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from test_gpu_rates import CONTEXT, cache, machine, options, vram_for  # noqa: F
 
 from powerinfer import LLM, SamplingParams
 from powerinfer.config import EngineConfig
-from powerinfer.errors import GpuMemoryError
+from powerinfer.errors import GpuMemoryError, PowerInferError
 from powerinfer.hybrid import fusion
 from powerinfer.kernels import gpu
 
@@ -25,17 +25,18 @@ PROMPT, SHORT = [5, 9, 2] * 5, SamplingParams(max_tokens=4, temperature=0.0, ign
 
 
 class Clock:
-    """Time that neurons alone take: so long for a layer and one token, by whether it is one kernel."""
+    """Time that neurons alone take: so long for a layer and one token, by whether the kernel is fused; or what it
+    raises."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, several: float, one: float) -> None:
         self.now, self.seconds, self.fused, plain = 0.0, {False: several, True: one}, list[bool](), gpu.neuron_sum
-        self.fails = False
+        self.fails: dict[bool, Exception] = {}
 
         def timed(neurons: Any, x: Any, *rest: Any) -> Any:
             if len(x) == 1:
                 fused = rest[-1]
-                if fused and self.fails:
-                    raise GpuMemoryError("no room")
+                if fused in self.fails:
+                    raise self.fails[fused]
                 self.fused.append(fused)
                 self.now += self.seconds[fused]
             return plain(neurons, x, *rest)
@@ -45,8 +46,23 @@ class Clock:
         monkeypatch.setattr(fusion, "fuses", lambda _: True)
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch, 2e-3, 1e-3)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return give_profile(give_bundles(tiny_llama(tmp_path / "m.gguf")))
+
+
+@pytest.fixture
+def file(path: Path) -> Path:
+    return Path(f"{path}.powerinfer") / "fusion.json"
+
+
 def decoded(path: Path, clock: Clock, **more: Any) -> tuple[str | None, set[bool], int]:
-    """What was chosen, how tokens are decoded then, and the number of steps of one token until the model is loaded."""
+    """What was chosen, how tokens are decoded then, and the number of sums for one token until the model is loaded."""
     made = machine(EngineConfig(threads=1, context=CONTEXT, gpu="cpu"))
     where = {"gpu": "cpu", "vram": vram_for(path, made, 4), "ram": 400 << 20, "trial": True}
     clock.fused.clear()
@@ -57,23 +73,22 @@ def decoded(path: Path, clock: Clock, **more: Any) -> tuple[str | None, set[bool
         return llm.choices.get("neurons"), set(clock.fused), tried
 
 
-def test_the_faster_way_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = give_profile(give_bundles(tiny_llama(tmp_path / "m.gguf")))
-    file = Path(f"{path}.powerinfer") / "fusion.json"
-    clock = Clock(monkeypatch, 2e-3, 1e-3)
-    assert decoded(path, clock, trial=False)[:2] == (None, {False}) and not file.exists()
+def test_the_faster_way_is_timed_once(path: Path, file: Path, clock: Clock) -> None:
+    chosen, ways, tried = decoded(path, clock, trial=False)
+    assert chosen == "a kernel for each stage for one token (--no-trial: nothing was timed)"
+    assert (ways, tried) == ({False}, 0) and not file.exists()
 
     chosen, ways, tried = decoded(path, clock)
     kept = json.loads(file.read_text())["fusions"][0]
-    assert kept["several"] == pytest.approx(2 * kept["one"])
-    times = f"{1e3 * kept['one']:.3g} ms a step with one, {1e3 * kept['several']:.3g} with several"
-    assert chosen == f"one kernel for one token ({times}, kept in {file})" and ways == {True}
+    assert kept["several"] == pytest.approx(2 * kept["one"]) and kept["fused"]
+    times = f"{1e3 * kept['one']:.3g} ms a step fused, {1e3 * kept['several']:.3g} otherwise"
+    assert chosen == f"a fused kernel for one token ({times}; kept in {file})" and ways == {True} and tried
 
     clock.seconds = {False: 1e-3, True: 1e-3}
-    chosen, ways, again = decoded(path, clock)
-    assert chosen == f"one kernel for one token ({times}, measured earlier ({file}))" and ways == {True}
-    assert again < tried, "it was tried again"
-    assert decoded(path, clock, trial=False)[1] == {True}
+    for more in ({}, {"trial": False}):
+        chosen, ways, tried = decoded(path, clock, **more)
+        assert chosen == f"a fused kernel for one token ({times}; found earlier, {file})"
+        assert (ways, tried) == ({True}, 0), "it was tried again"
 
     chosen, ways, _ = decoded(path, clock, retrial=True)  # no clear gain
     assert chosen is not None and chosen.startswith("a kernel for each stage") and ways == {False}
@@ -82,18 +97,29 @@ def test_the_faster_way_is_measured_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert decoded(path, clock)[1] == {True}
 
 
-def test_without_memory_for_it_nothing_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = give_profile(give_bundles(tiny_llama(tmp_path / "m.gguf")))
-    clock = Clock(monkeypatch, 2e-3, 1e-3)
-    clock.fails = True
-    assert decoded(path, clock)[:2] == (None, {False})
-    assert not (Path(f"{path}.powerinfer") / "fusion.json").exists()
+@pytest.mark.parametrize("kind", [GpuMemoryError, PowerInferError])
+def test_a_kernel_that_cannot_run_is_not_used(path: Path, file: Path, clock: Clock, kind: type[Exception]) -> None:
+    clock.fails = {True: kind("this GPU cannot run a kernel (shared memory); leave out the GPU")}
+    chosen, ways, _ = decoded(path, clock)
+    why = "fused: this GPU cannot run a kernel (shared memory)"
+    assert chosen == f"a kernel for each stage for one token ({why}; kept in {file})" and ways == {False}
+    clock.fails = {}
+    chosen, ways, tried = decoded(path, clock)
+    assert chosen == f"a kernel for each stage for one token ({why}; found earlier, {file})"
+    assert (ways, tried) == ({False}, 0)
 
 
-def test_where_triton_compiles_nothing_nothing_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = give_profile(give_bundles(tiny_llama(tmp_path / "m.gguf")))
+def test_a_gpu_that_fails_is_no_choice(path: Path, file: Path, clock: Clock) -> None:
+    clock.fails = dict.fromkeys((True, False), PowerInferError("the GPU failed: load the model again"))
+    with pytest.raises(PowerInferError, match="the GPU failed"):
+        decoded(path, clock)
+    assert not file.exists()
+
+
+def test_where_triton_compiles_nothing_nothing_is_tried(
+    path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fuses = fusion.fuses
     clock = Clock(monkeypatch, 2e-3, 1e-3)
     monkeypatch.setattr(fusion, "fuses", fuses)
-    assert decoded(path, clock)[:2] == (None, {False})
-    assert not (Path(f"{path}.powerinfer") / "fusion.json").exists()
+    assert decoded(path, clock) == (None, {False}, 0) and not file.exists()

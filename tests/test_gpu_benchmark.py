@@ -60,7 +60,7 @@ def test_other_tiles_are_tried_and_put_back() -> None:
 
     with gpu_kernels.tiles("fused", "Q4_0/Q4_0X32", 1) as choices:
         seen = {(*chosen,) for chosen in choices}
-    assert len(seen) > 40 and (triton_fused.PRODUCTS["Q4_0"], triton_fused.SUMS["Q4_0X32"]) in seen
+    assert len(seen) > 40 and (triton_fused.PRODUCTS["Q4_0"], triton_fused.DOWN["Q4_0X32"]) in seen
     before = dict(triton_neurons.DOT_ONE), dict(triton_neurons.ADD_ONE)
     with gpu_kernels.tiles("neurons", "Q4_0/Q4_0X32", 1) as choices:
         seen = {(*chosen,) for chosen in choices}

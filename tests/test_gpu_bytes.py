@@ -40,7 +40,7 @@ from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.profile_file import open_profile, write_profile  # noqa: E402
 from powerinfer.hardware import measure  # noqa: E402
 from powerinfer.hardware.description import Hardware, load  # noqa: E402
-from powerinfer.hybrid import crossing, resolve, vram  # noqa: E402
+from powerinfer.hybrid import crossing, fusion, resolve, vram  # noqa: E402
 from powerinfer.hybrid import load as hybrid_load  # noqa: E402
 from powerinfer.hybrid.experts import ExpertSplit  # noqa: E402
 from powerinfer.hybrid.ffn import HybridFfn, NeuronSplit  # noqa: E402
@@ -665,6 +665,34 @@ def test_a_margin_stays_free(card: Card, estimate: int, monkeypatch: pytest.Monk
     card.working += WORKING // vram.MARGIN
     assert WORKING // vram.MARGIN > 2 * GROUP * NEURON, "or rounding to groups would do"
     assert card.start(budget) == first and card.rehearsals == 1
+
+
+@pytest.mark.parametrize("estimate", [0, WORKING + WORKING // 4], ids=["neurons leave", "neurons come"])
+def test_the_kernel_that_was_chosen_stays_when_neurons_move(
+    card: Card, estimate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is timed once, where neurons stay; then the largest steps run again. Every layer has it, on every start."""
+    monkeypatch.setattr(Model, "gpu_scratch", lambda *_: estimate)
+    monkeypatch.setattr(fusion, "fuses", lambda _: True)
+    timed: list[list[int]] = []
+
+    def chosen(self: fusion.Fusion, _: Any) -> Any:
+        timed.append([len(ffn.hot) for ffn in self._ffns])
+        return fusion._Kept(self._key, True, 2e-3, 1e-3)
+
+    fused: list[bool] = []
+    sums = GpuPart.add_sum
+    monkeypatch.setattr(
+        GpuPart, "add_sum", lambda part, *given, **how: (fused.append(how["fused"]), sums(part, *given, **how))[1]
+    )
+    monkeypatch.setattr(fusion.Fusion, "_timed", chosen)
+    budget = card.budget(24) - estimate
+    first = card.start(budget)
+    assert timed == [list(map(len, first))] and card.rehearsals == 3, "as they are, moved, with the other kernel"
+    assert fused and fused[-1]
+    fused.clear()
+    assert card.start(budget) == first and len(timed) == 1 and card.rehearsals == 1
+    assert fused and all(fused)
 
 
 @pytest.mark.parametrize("when", ["upload", "steps", "prompts"])

@@ -59,10 +59,10 @@ def small_tiles(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from powerinfer.kernels import triton_fused, triton_kernels, triton_neurons
 
     monkeypatch.setattr(triton_fused, "PRODUCTS", dict.fromkeys(triton_fused.PRODUCTS, triton_kernels.Tile(4, 32, 8)))
-    monkeypatch.setattr(triton_fused, "SUMS", dict.fromkeys(triton_fused.SUMS, triton_kernels.Tile(2, 32, 8)))
+    monkeypatch.setattr(triton_fused, "DOWN", dict.fromkeys(triton_fused.DOWN, triton_kernels.Tile(2, 32, 8)))
     monkeypatch.setattr(triton_fused, "ADDED_UP", (2, 32))
-    monkeypatch.setattr(triton_fused, "LEAST", 24)
-    monkeypatch.setattr(triton_fused, "WORDS", 4)
+    monkeypatch.setattr(triton_fused, "LEAST_NEURONS", 24)
+    monkeypatch.setattr(triton_fused, "LISTED_WORDS", 4)
     for table in (
         triton_kernels.ONE,
         triton_kernels.SEVERAL,
@@ -207,15 +207,20 @@ def test_linear(type_name: str, tokens: int, kernels: str) -> None:
 
 
 @pytest.mark.skipif(not TRITON, reason="Triton is not installed")
-@pytest.mark.parametrize("type_name", gpu.GPU_TYPES)
+@pytest.mark.parametrize(
+    ("type_name", "tokens"),
+    [(kind, tokens) for kind in gpu.GPU_TYPES for tokens in (3, 9) if tokens == 9 or kind not in gpu.INTEGERS],
+)
 @pytest.mark.usefixtures("small_tiles")
-def test_few_rows_are_shared_by_programs(type_name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_are_shared_by_programs(
+    type_name: str, tokens: int, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For several tokens: what each gets of a row's tiles is added up, of which the last one has fewer."""
     if kernels == "torch":
         pytest.skip("programs are Triton's")
     from powerinfer.kernels import triton_kernels
 
-    tokens, rows, k = 9, 21, 768 if type_name in gpu.K_CODES else 224
+    rows, k = 21, 768 if type_name in gpu.K_CODES else 224
     stored, x, bias = raw(type_name, rows, k), on_device(floats(1, tokens, k)), on_device(floats(2, rows))
     weight = gpu.upload(stored, device_name())
     plain = [gpu.linear(weight, x, own) for own in (None, bias)]
@@ -224,9 +229,9 @@ def test_few_rows_are_shared_by_programs(type_name: str, kernels: str, monkeypat
     monkeypatch.setattr(triton_kernels, "SPLITS", (2, 32))
     monkeypatch.setattr(triton_kernels, "processors", lambda _: 132)
     tile = triton_kernels.fitting(weight, tokens, 132)
-    each = triton_kernels.tiles_of_a_program(weight, tile, tokens, 132)
+    each, splits = triton_kernels.shared_rows(weight, tile, tokens, 132)
     tiles = -(-triton_kernels.row_width(type_name, k) // tile.columns)
-    assert each is not None and 1 < -(-tiles // each) <= 3 and (tiles % each or type_name not in ("F16", "Q8_0"))
+    assert each is not None and 1 < splits <= 3 and (tiles % each or type_name not in ("F16", "Q8_0"))
     want, bound = product(stored.float32().astype(np.float64), x.cpu().numpy(), type_name)
     assert_close(gpu.linear(weight, x), want, bound)
     with_bias = gpu.linear(weight, x, bias)
@@ -836,7 +841,7 @@ def test_even_shares_of_the_selected_neurons(types: tuple[str, str], kernels: st
     if kernels == "torch":
         pytest.skip("there is one kernel for each stage, or for all, of Triton's")
     bundles = make_bundles(64, 80, types)
-    for n, share in ((79, 0.4), (78, 0.02), (77, 1.0), (3, 0.5)):
+    for n, share in ((79, 0.4), (78, 0.02), (77, 1.0), (3, 0.5), (1, None), (2, None)):
         check(bundles, np.arange(n, dtype=np.int32), 1, share)
     neurons, x = all_of(bundles, np.arange(77, dtype=np.int32)), on_device(floats(37, 1, 64))
     named = on_device((np.random.default_rng(38).random((1, 77)) < 0.4).astype(np.uint8))

@@ -113,6 +113,12 @@ def test_every_split_gives_the_dense_answer(case: families.Case, tmp_path: Path)
             assert families.rms(alone - truth[0]) <= allowed, share
             if share == 0.5:
                 np.testing.assert_array_equal(one_by_one(executor, tokens[0]), alone)  # same bits again
+                for fused in (True, False):
+                    for ffn in ffns:
+                        ffn.fuse(fused)
+                    other = one_by_one(executor, tokens[0])
+                    assert families.rms(other - truth[0]) <= allowed, fused
+                np.testing.assert_array_equal(other, alone)
             pages = families.scattered_pages(executor, 1)[0]
             whole = families.run_chunks(executor, tokens[0], [len(tokens[0])], pages)  # a prompt
             assert families.rms(whole - truth[0]) <= allowed, share

@@ -254,13 +254,14 @@ def tiles(what: str, kind: str, tokens: int) -> Iterator[Iterator[tuple[Any, ...
             (triton_neurons.ADD_SEVERAL if tokens > 1 else triton_neurons.ADD_ONE, down),
         ]
     elif what == "fused":
-        tables = [(triton_fused.PRODUCTS, first), (triton_fused.SUMS, down)]
+        tables = [(triton_fused.PRODUCTS, first), (triton_fused.DOWN, down)]
     before = [table[name] for table, name in tables]
 
     def choices() -> Iterator[tuple[Any, ...]]:
         for number, ((table, name), own) in enumerate(zip(tables, before, strict=True)):
             least = 1 if tokens == 1 or (turns and number == 0) else 16
-            for rows, columns, warps in itertools.product((0.5, 1, 2, 4), (0.5, 1, 2), (0.5, 1, 2)):
+            each = (1,) if what == "fused" and number == 1 else (0.5, 1, 2)  # the warps are those of products
+            for rows, columns, warps in itertools.product((0.5, 1, 2, 4), (0.5, 1, 2), each):
                 tile = triton_kernels.Tile(int(own.rows * rows), int(own.columns * columns), int(own.warps * warps))
                 if tile.warps and tile.rows >= least and tile.columns >= 32:
                     table[name] = tile

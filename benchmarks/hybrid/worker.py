@@ -82,7 +82,9 @@ def decode(task: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {"vram": engine.vram, "load_s": time.perf_counter() - begin}
     with llm:
         result |= {"off": checked(llm, Path(task["model"]), engine.selector), "decode_tok_s": {}}
-        result["choices"] = {name: llm.choices[name] for name in ("gpu", "selector", "threads") if name in llm.choices}
+        result["choices"] = {
+            name: llm.choices[name] for name in ("gpu", "selector", "threads", "neurons") if name in llm.choices
+        }
         for batch in batches:
             rate, report = decoded(llm, batch, tokens_of(batch, tokens))
             result["decode_tok_s"][str(batch)] = rate

@@ -76,7 +76,7 @@ class HybridFfn:
 
     hot, cold: int32, the neurons on the GPU and on the CPU, ascending. on_input: called in steps in which neurons are
     cold, and which are launched, with the residual stream and the input of gate and up, both float32 [T, d_model] on
-    the GPU. fused: the GPU sums its part for one token by one kernel, see hybrid/fusion.py.
+    the GPU.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class HybridFfn:
             raise ValueError("neurons of the activation topk cannot be split over devices")
         self.layer = layer
         self.stage = stage
-        self.fused = False
+        self._fused = False
         self.on_input: Callable[[Tensor, Tensor], None] | None = None
         self._config = cpu.config.layers[layer].neurons
         self._layers = layers
@@ -288,7 +288,7 @@ class HybridFfn:
         tokens = len(step.x)
         selected = self._link.selected(tokens, len(self.hot), 0)[0] if self._selects(tokens) else None
         few = tokens <= NEURON_TOKENS
-        self._gpu_part.add_sum(step.target, step.read, selected, count=few, fused=self.fused)
+        self._gpu_part.add_sum(step.target, step.read, selected, count=few, fused=self._fused)
         step.normed = None
 
     def _sum_cold(self, step: Step) -> None:
@@ -339,6 +339,11 @@ class HybridFfn:
         self._take_counts()
         self.recent[:] = 0
         self._fired[:] = 0
+
+    def fuse(self, on: bool) -> None:
+        """Whether the GPU sums its neurons for one token by a fused kernel from now on."""
+        self._fused = on
+        self._layers.changed(self.layer)
 
     def predict(self, on: bool) -> None:
         """Whether to use the predictor from now on."""

@@ -1,9 +1,9 @@
-"""How a GPU sums a layer's neurons for one token: by a kernel for each stage, or by one for all; timed, and saved.
+"""How a GPU sums a layer's neurons for one token: by a kernel for each stage, or by a fused one; timed, and saved.
 
-One kernel leaves the memory idle less often, and keeps fewer rows on their way (kernels/triton_fused.py); what is
-faster depends on the GPU and on the layers. So at load some tokens of a text are decoded both ways. The sums are
-rounded differently, so the result is kept in fusion.json: if it changed from run to run, so would the bits of the
-answers.
+The fused kernel leaves the memory idle less often, and has fewer rows on their way (kernels/triton_fused.py); what is
+faster depends on the GPU and on the layers. So at load, once the neurons are where they stay, some tokens of a text are
+decoded both ways, by turns. The sums are rounded differently, so the choice is kept in fusion.json: if it changed from
+run to run, so would the bits of the answers. A fused kernel that this GPU cannot run is not used.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
-from powerinfer.devices.batch import Batch
 from powerinfer.devices.replayed_spans import UNRECORDED
-from powerinfer.formats.json_file import Between
+from powerinfer.devices.torch_device import current, gpu_failures
+from powerinfer.errors import PowerInferError
+from powerinfer.formats.json_file import Between, Length
 from powerinfer.formats.prepared import prepared_folder
 from powerinfer.hardware.gpu_rates import software
+from powerinfer.hybrid.policy_trial import GAIN, decode_one
+from powerinfer.hybrid.vram import placement_facts
+from powerinfer.kernels import gpu
 from powerinfer.progress import Progress, silent
 from powerinfer.sparsity.saved_trials import Key, find_entry, keep_entry, trial_key
 
@@ -30,90 +34,112 @@ if TYPE_CHECKING:
     from powerinfer.hybrid.resolve import Resolved
 
 KIND = "fusions"
-CLEARLY = 0.98
-"""One kernel must take less than this share of the time of several."""
+STEPS = 8
+"""That are timed at a time."""
+ROUNDS = 6
+"""Of both ways."""
 
-_STEPS = 12  # that are timed at a time
-_ROUNDS = 2  # of both ways in turn
+_WHY = 1 << 10  # characters
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """A measurement in the file: seconds of a step."""
+    """A choice in the file. several, one: medians of seconds of a step; problem: why the fused kernel was not timed."""
 
     key: Key
+    fused: bool
     several: Annotated[float, Between(0, 1e6)]
     one: Annotated[float, Between(0, 1e6)]
+    problem: Annotated[str, Length(_WHY)] = ""
+
+    @property
+    def told(self) -> str:
+        """For people."""
+        who = "a fused kernel" if self.fused else "a kernel for each stage"
+        times = f"{1e3 * self.one:.3g} ms a step fused, {1e3 * self.several:.3g} otherwise"
+        return f"{who} for one token ({self.problem or times}"
 
 
 def fuses(executor: SplitExecutor) -> bool:
-    """Whether the GPU has such a kernel: Triton compiles for it."""
-    return str(executor.gpu.device.type) == "cuda"
+    """Whether the GPU has such a kernel, compiled by Triton; of neurons on disk reads take most of the time."""
+    import torch
+
+    device = executor.gpu.device
+    return device.type == "cuda" and gpu.which(torch.empty(0, device=device)) == "triton" and executor.disk is None
 
 
-def settle(
-    executor: SplitExecutor,
-    ffns: Sequence[HybridFfn],
-    resolved: Resolved,
-    sample: Callable[[], Sequence[int]],
-    progress: Progress = silent,
-) -> None:
-    """Set `fused` of each FFN, by a saved measurement under the same conditions, or a new one.
+class Fusion:
+    """The choice for a model that is being loaded. Notes it in the executor's choices."""
 
-    sample: the token ids of a text; the KV cache must be empty. Notes the result in the executor's choices. Where
-    neurons rest on disk, which takes most of the time, nothing is tried. PowerInferError if the GPU fails or has too
-    little memory.
-    """
-    some = [ffn for ffn in ffns if len(ffn.hot)]
-    if not some or not fuses(executor) or executor.disk is not None:
-        return
-    checkpoint, engine = resolved.checkpoint, resolved.engine
-    path = prepared_folder(checkpoint.path, engine.prepared) / "fusion.json"
-    key = trial_key(checkpoint, engine, resolved.selection, [len(ffn.hot) for ffn in ffns])
-    key |= software(str(executor.gpu.device))
-    kept = find_entry(path, KIND, _Kept, key)
-    if kept is not None and not engine.retrial:
-        how = f"measured earlier ({path})"
-    elif not engine.trial:
-        return
-    else:
+    def __init__(self, executor: SplitExecutor, ffns: Sequence[HybridFfn], resolved: Resolved) -> None:
+        """Takes a choice of an earlier start under the same conditions, before anything is recorded."""
+        self._executor = executor
+        self._ffns = ffns
+        self._trial = resolved.engine.trial
+        self._settled = not fuses(executor)
+        if self._settled:
+            return
+        checkpoint, engine = resolved.checkpoint, resolved.engine
+        assert resolved.plan is not None
+        self._path = prepared_folder(checkpoint.path, engine.prepared) / "fusion.json"
+        self._key = trial_key(checkpoint, engine, resolved.selection, ()) | software(str(executor.gpu.device))
+        self._key |= {name: str(value) for name, value in placement_facts(resolved.plan).items()}
+        kept = None if engine.retrial else find_entry(self._path, KIND, _Kept, self._key)
+        if kept is not None:
+            self._take(kept, f"found earlier, {self._path}")
+
+    def settle(self, sample: Callable[[], Sequence[int]], progress: Progress = silent) -> bool:
+        """Time both ways if there is no choice yet; whether steps are other ones than before.
+
+        sample: the token ids of a text; the KV cache must be empty, and neurons where they stay. PowerInferError if the
+        GPU fails, or runs out of memory without the fused kernel, too.
+        """
+        hot = any(len(ffn.hot) for ffn in self._ffns)
+        if self._settled or not hot:
+            return False
+        if not self._trial:
+            self._executor.choices["neurons"] = "a kernel for each stage for one token (--no-trial: nothing was timed)"
+            return False
         progress("trial of kernels", 0, 1)
-        several, one = _measured(executor, some, sample())
-        kept = _Kept(key, several, one)
-        problem = keep_entry(path, KIND, _Kept, key, {"several": several, "one": one})
-        how = f"kept in {path}" if problem is None else f"cannot be kept: {problem}"
-    fused = kept.one < CLEARLY * kept.several
-    _set(executor, some, fused)
-    who = "one kernel" if fused else "a kernel for each stage"
-    times = f"{1e3 * kept.one:.3g} ms a step with one, {1e3 * kept.several:.3g} with several"
-    executor.choices["neurons"] = f"{who} for one token ({times}, {how})"
+        kept = self._timed(sample())
+        own = {"fused": kept.fused, "several": kept.several, "one": kept.one, "problem": kept.problem}
+        problem = keep_entry(self._path, KIND, _Kept, self._key, own)
+        self._take(kept, f"kept in {self._path}" if problem is None else f"cannot be kept: {problem}")
+        return kept.fused
 
+    def _take(self, kept: _Kept, how: str) -> None:
+        self._settled = True
+        self._fuse(kept.fused)
+        self._executor.choices["neurons"] = f"{kept.told}; {how})"
 
-def _set(executor: SplitExecutor, ffns: Sequence[HybridFfn], fused: bool) -> None:
-    for ffn in ffns:
-        ffn.fused = fused
-        executor.gpu.changed(ffn.layer)  # what is recorded
+    def _fuse(self, on: bool) -> None:
+        for ffn in self._ffns:
+            ffn.fuse(on)
 
+    def _timed(self, text: Sequence[int]) -> _Kept:
+        executor, rounds = self._executor, dict[bool, list[float]]({False: [], True: []})
+        size = min(STEPS, executor.n_pages * executor.page_size)
+        tokens = np.resize(np.asarray(text or [0], np.int32), size)
+        with gpu_failures("trying kernels", "give less --vram"), current(executor.gpu.device):
+            try:
+                for turn in range(ROUNDS):
+                    for fused in (True, False) if turn % 2 else (False, True):
+                        self._fuse(fused)
+                        rounds[fused].append(self._seconds(tokens))
+            except PowerInferError as error:
+                self._fuse(False)
+                self._seconds(tokens)  # fails likewise where it is not the kernel
+                why = str(error).partition(";")[0]  # behind it what would help if there were no other way
+                return _Kept(self._key, False, 0.0, 0.0, f"fused: {why}"[:_WHY])
+        shares = [one / max(several, 1e-9) for one, several in zip(rounds[True], rounds[False], strict=True)]
+        clear = median(shares) < GAIN and sum(share >= 1 for share in shares) <= 1
+        return _Kept(self._key, clear, median(rounds[False]), median(rounds[True]))
 
-def _measured(executor: SplitExecutor, ffns: Sequence[HybridFfn], text: Sequence[int]) -> tuple[float, float]:
-    """Seconds of a step of one token of a text, with several kernels and with one."""
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    tokens = np.resize(np.asarray(text or [0], np.int32), min(_STEPS, executor.n_pages * executor.page_size - 1) + 1)
-    try:
-        for _ in range(_ROUNDS):
-            for fused, own in seconds.items():
-                _set(executor, ffns, fused)
-                for _ in range(UNRECORDED):
-                    _step(executor, tokens[0], 0)
-                own += [_step(executor, token, at) for at, token in enumerate(tokens)][1:]
-    finally:
-        _set(executor, ffns, False)
-    return median(seconds[False]), median(seconds[True])
-
-
-def _step(executor: SplitExecutor, token: np.int32, at: int) -> float:
-    one, none = np.full(1, token, np.int32), np.zeros(1, np.int32)
-    pages = np.arange(at // executor.page_size + 1, dtype=np.int32)[None]
-    begin = time.perf_counter()
-    executor.forward(Batch(one, np.full(1, at, np.int32), none, pages, none[:0]))
-    return time.perf_counter() - begin
+    def _seconds(self, tokens: np.ndarray) -> float:
+        """Of a step, once steps are recorded."""
+        for _ in range(UNRECORDED):
+            decode_one(self._executor, tokens[0], 0)
+        begin = time.perf_counter()
+        for at, token in enumerate(tokens):
+            decode_one(self._executor, token, at)
+        return (time.perf_counter() - begin) / len(tokens)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -197,7 +196,7 @@ def _load_neurons(
     resolved: Resolved, plan: Plan, sample: Sample, progress: Progress, say: Say
 ) -> tuple[SplitExecutor, Sparsity]:
     """The model with its neurons placed by the plan, or by a better one once memory is measured."""
-    from powerinfer.hybrid import fusion
+    from powerinfer.hybrid.fusion import Fusion
     from powerinfer.hybrid.sparsity import HybridSparsity
     from powerinfer.hybrid.vram import Attempt, SavedMemory, hold_budget
 
@@ -207,11 +206,14 @@ def _load_neurons(
         resolved, Attempt(plan if earlier is None else earlier.plan), progress, say
     )
     executor.choices["gpu"] += f", {resolved.why}"
-    settle = partial(_settle_prompts, executor, resolved, split, sample, progress)
     limits = resolved.engine.max_batch, resolved.vram
     try:
-        with suppress(GpuMemoryError):  # the largest steps say where it lacks
-            fusion.settle(executor, split.ffns, resolved, sample, progress)
+        fusion = Fusion(executor, split.ffns, resolved)
+
+        def settle() -> bool:
+            _settle_prompts(executor, resolved, split, sample, progress)
+            return fusion.settle(sample, progress)
+
         measured = None if earlier is None else earlier.measured
         held = hold_budget(executor, *limits, attempt, split, earlier=measured, settle=settle)
         assert held.plan is not None

@@ -125,11 +125,11 @@ def measured(
                 # With `static` the GPU may call the CPU, so steps are recorded anew: before they are timed.
                 copier.on = False
                 for _ in range(UNRECORDED if executor.gpu.how else 0):
-                    _decode(executor, tokens[turn * size], turn * size)
+                    decode_one(executor, tokens[turn * size], turn * size)
                 copier.on = True
                 begin = _finished(device)
                 for at in range(turn * size, (turn + 1) * size):
-                    _decode(executor, tokens[at], at)
+                    decode_one(executor, tokens[at], at)
                 for ffn in ffns:
                     ffn.finish_copies()
                 taken = _finished(device) - begin
@@ -145,7 +145,7 @@ def _finished(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _decode(executor: SplitExecutor, token: np.int32, at: int) -> None:
+def decode_one(executor: SplitExecutor, token: np.int32, at: int) -> None:
     """A step of one token at a position; those before it have been computed."""
     pages = np.arange(at // executor.page_size + 1, dtype=np.int32)[None]
     nothing = np.zeros(1, np.int32)

@@ -81,24 +81,28 @@ class _Saved:
         keep_entry(self._path, KIND, _Kept, self._key, {"working": working, "measured": measured})
 
 
+def placement_facts(plan: Plan) -> dict[str, object]:
+    """What a plan depends on, beside the model, the options of every trial and the device: then neurons are placed
+    alike on every start, whatever is measured."""
+    request, gpu = plan.request, plan.request.hardware.gpu
+    assert gpu is not None
+    return {
+        "vram": gpu.memory_bytes if request.vram is None else request.vram,
+        "reserved": gpu.reserved_bytes,
+        "layers": f"{plan.claims.gpu_layers} {plan.claims.gpu_head}",
+        "profile": request.profile.digest,
+        "policy": request.policy,
+        "work": request.workload,
+        "staging": plan.claims.staging,
+    }
+
+
 class SavedMemory(_Saved):
     """Of a model with placed neurons: what they were placed by, and what was measured with that."""
 
     def __init__(self, resolved: Resolved) -> None:
-        plan = resolved.plan
-        assert plan is not None
-        request, gpu = plan.request, plan.request.hardware.gpu
-        assert gpu is not None
-        facts = {
-            "vram": gpu.memory_bytes if request.vram is None else request.vram,
-            "reserved": gpu.reserved_bytes,
-            "layers": f"{plan.claims.gpu_layers} {plan.claims.gpu_head}",
-            "profile": request.profile.digest,
-            "policy": request.policy,
-            "work": request.workload,
-            "staging": plan.claims.staging,
-        }
-        super().__init__(resolved, facts)
+        assert resolved.plan is not None
+        super().__init__(resolved, placement_facts(resolved.plan))
 
     def find(self, plan: Plan) -> Held | None:
         """The plan by what was measured earlier; None if nothing was, or neurons do not fit into RAM then."""
@@ -185,14 +189,15 @@ def hold_budget(
     split: NeuronSplit | ExpertSplit | StreamedLayers | None = None,
     *,
     earlier: int | None = None,
-    settle: Callable[[], None] = lambda: None,
+    settle: Callable[[], bool | None] = lambda: None,
 ) -> Held:
     """Run the largest steps, `requests` of them decoding together, and `settle`, and move neurons until they fit.
 
     The cache must be empty. vram: limit in bytes for tensors, steps and recordings, None: the device's memory. attempt:
     the plan so far; earlier: what was measured with it, None: nothing. If that is something else than now, neurons also
     move to the GPU, once, if there is room for more. split: the placed neurons of a plan, or experts or layers that
-    stream, which do not move; None: there are none of these. settle: what else must run, at the end. Returns what fits.
+    stream, which do not move; None: there are none of these. settle: what else must run, at the end; whether steps are
+    other ones from then on, so that the largest must run again. Returns what fits.
     GpuMemoryError, with what would help, if the budget cannot be kept.
     """
     while True:
@@ -203,7 +208,8 @@ def hold_budget(
             lacking = _lacking(used, split, vram)
             other = attempt.after_steps(used, lacking, earlier)
             if other is None and lacking <= 0:
-                settle()
+                if settle():
+                    continue
                 if vram is not None:
                     executor.gpu.share.limit(vram - executor.gpu.recorded_bytes)
                 return Held(attempt.plan, used)

@@ -26,36 +26,37 @@ from powerinfer.kernels.triton_kernels import (
     precision,
     processors,
     row_width,
-    taken,
+    tile_columns,
 )
-from powerinfer.kernels.triton_neurons import add_rows, product
+from powerinfer.kernels.triton_neurons import add_rows, product, product_operands
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from powerinfer.kernels.gpu_types import Neurons
 
-HELD, REGISTERS = 16, 128
-"""Warps of a multiprocessor, and what it has of registers for each thread."""
+WARPS_HELD, REGISTERS = 16, 128
+"""Warps that a multiprocessor holds, and the registers that it then has for each thread."""
 WARPS = 8
-"""Of a program, in these tables; of narrow rows fewer, and what is of a program, too."""
+"""Of a program with the tiles below. Of narrow rows it has fewer (`for_rows`), and does as much less at a time."""
 PRODUCTS = {
     **dict.fromkeys(("F32", "F16", "BF16"), Tile(4, 2048, WARPS)),
     "Q8_0": Tile(4, 4096, WARPS),
     "Q4_0": Tile(4, 4096, WARPS),
 }
 """Tiles of gate and up, see `for_rows`: of all programs of an H100 together 4 MB on their way."""
-SUMS = {
+DOWN = {
     **dict.fromkeys(("F32", "F16", "BF16", "Q8_0"), Tile(2, 4096, WARPS)),
     **dict.fromkeys(("Q4_0", "Q4_0X32"), Tile(2, 2048, WARPS)),
 }
 """Tiles of down, narrower where a program has fewer warps."""
-LEAST = 4
-"""Neurons, of all, for each program at least."""
+LEAST_NEURONS = 4
+"""Of a layer, selected or not, for each program at least."""
 ADDED_UP = (512, 32)
 """Programs, and columns, whose sums a program adds up at a time."""
-WORDS = 1024
-"""Words of a selection, four neurons each, that a program lists at a time, a quarter of those that it counts."""
+LISTED_WORDS = 1024
+"""Words of a selection, four neurons each, that a program lists at a time: more would take too many registers. It
+counts four times as many."""
 _BYTES, _SIGNS, _ONES = tl.constexpr(0x7F7F7F7F), tl.constexpr(0x80808080), tl.constexpr(0x01010101)
 
 
@@ -72,6 +73,14 @@ def _selected_words(selected, n, first, W: tl.constexpr):
 
 
 @triton.jit
+def _share(total):
+    """Of so many in turn those of this program, from .. to: shares differ by one at most."""
+    program, each, more = tl.program_id(0), total // tl.num_programs(0), total % tl.num_programs(0)
+    begin = program * each + tl.minimum(program, more)
+    return begin, begin + each + (program < more).to(tl.int32)
+
+
+@triton.jit
 def _own_share(selected, listed, n, WORDS: tl.constexpr):
     """List the neurons of this program's share of the selected ones [n], at their places in listed: begin and end of
     these."""
@@ -79,9 +88,7 @@ def _own_share(selected, listed, n, WORDS: tl.constexpr):
     for first in range(0, words, 4 * WORDS):
         _ones, counts = _selected_words(selected, n, first, 4 * WORDS)
         total += tl.sum(counts, 0)
-    share = (total + tl.num_programs(0) - 1) // tl.num_programs(0)
-    begin = tl.minimum(tl.program_id(0) * share, total)
-    end = tl.minimum(begin + share, total)
+    begin, end = _share(total)
     before = 0
     for first in range(0, words, WORDS):
         ones, counts = _selected_words(selected, n, first, WORDS)
@@ -115,9 +122,7 @@ def _fused_kernel(
         begin, end = _own_share(selected, listed, n, WORDS)
         tl.debug_barrier()  # what other threads of the program listed
     else:
-        share = (n + tl.num_programs(0) - 1) // tl.num_programs(0)
-        begin = tl.minimum(tl.program_id(0) * share, n)
-        end = tl.minimum(begin + share, n)
+        begin, end = _share(n)
         ask_for(gate, begin + tl.arange(0, R), n, k, TYPE, LINES)
         follow()
     for i in range(begin, end, R):
@@ -150,8 +155,7 @@ def _fused_kernel(
         end = begin + tl.sum(fires, 0)
         tl.debug_barrier()
     parts += tl.program_id(0).to(tl.int64) * d_model
-    COLUMNS_OF: tl.constexpr = ACROSS * (2 if DOWN == "Q4_0" or DOWN == "Q4_0X32" else 1)
-    for across in range(0, tl.cdiv(d_model, COLUMNS_OF)):
+    for across in range(0, tl.cdiv(d_model, tile_columns(DOWN, ACROSS))):
         add_rows(
             down, down_scales, shared, group, listed, h, parts, begin, end, 1, n, d_model, across, DOWN, 0, ADDED,
             ACROSS, PRECISION, False,
@@ -161,28 +165,25 @@ def _fused_kernel(
 def fused_sum(
     neurons: Neurons, x: Tensor, selected: Tensor | None, threshold: float, into: Tensor | None, fired: Tensor
 ) -> Tensor:
-    """`triton_neurons.neuron_sum` of one token. selected begins at a multiple of four bytes."""
-    n, up, down, gate = neurons.n, neurons.up, neurons.down, neurons.gate
-    tile = for_rows(PRODUCTS[up.type], up.type, up.k)
-    sums = SUMS[down.type]
-    across = min(sums.columns * tile.warps // sums.warps, int(triton.next_power_of_2(row_width(down.type[:4], down.k))))
-    programs = min(HELD // tile.warps * processors(x), triton.cdiv(n, LEAST))
+    """`triton_neurons.neuron_sum` of one token."""
+    n, up, down = neurons.n, neurons.up, neurons.down
+    tile, sums = for_rows(PRODUCTS[up.type], up.type, up.k), DOWN[down.type]
+    across = min(sums.columns * tile.warps // sums.warps, int(triton.next_power_of_2(row_width(down.type, down.k))))
+    programs = min(max(1, WARPS_HELD // tile.warps) * processors(x), triton.cdiv(n, LEAST_NEURONS))
     listed = torch.empty(n, dtype=torch.int32, device=x.device)
     h = torch.empty(n, dtype=torch.float32, device=x.device)
     parts = torch.empty((programs, 1, down.k), dtype=torch.float32, device=x.device)
-    first, bias = (up, neurons.up_bias) if gate is None else (gate, neurons.gate_bias)
-    assert selected is None or (selected.is_contiguous() and selected.data_ptr() % 4 == 0)
+    if selected is not None:
+        selected = selected.contiguous()
+        if selected.data_ptr() % 4:  # it is read in words
+            selected = selected.clone()
+    operands, flags = product_operands(neurons, x.contiguous(), h, selected is not None, threshold)
     _fused_kernel[(programs,)](
-        taken(x.contiguous(), up.type), first.data, either(first.scales, h), either(bias, h), up.data,
-        either(up.scales, h), either(neurons.up_bias, h), either(neurons.limits, h), either(neurons.product_limits, h),
-        down.data, either(down.scales, h), either(neurons.shared, h), neurons.group, either(selected, h), listed, h,
-        parts, fired, n, up.k, down.k, neurons.threshold, threshold,
-        GATED=gate is not None, ACTIVATION=neurons.activation, TYPE=up.type, DOWN=down.type,
-        LISTED=selected is not None, GATE_BIAS=bias is not None, UP_BIAS=neurons.up_bias is not None,
-        LIMITS=neurons.limits is not None, PRODUCT_LIMITS=neurons.product_limits is not None, THRESHOLD=threshold > 0,
-        R=tile.rows, C=tile.columns, ADDED=sums.rows, ACROSS=across,
+        *operands, down.data, either(down.scales, h), either(neurons.shared, h), neurons.group, either(selected, h),
+        listed, h, parts, fired, n, up.k, down.k, neurons.threshold, threshold, **flags, DOWN=down.type, R=tile.rows,
+        C=tile.columns, ADDED=sums.rows, ACROSS=across,
         SHARE=int(triton.next_power_of_2(triton.cdiv(n, programs))) if selected is None else 1,
-        WORDS=WORDS * tile.warps // WARPS, LINES=asked_lines(first, tile.rows),
+        WORDS=LISTED_WORDS * tile.warps // WARPS, LINES=asked_lines(up, tile.rows),
         DOWN_LINES=asked_lines(down, tile.rows), PRECISION=precision(x),
         num_warps=tile.warps, maxnreg=REGISTERS, launch_pdl=early(x),
     )  # fmt: skip

@@ -162,6 +162,12 @@ def of_integers(kind):
 
 
 @triton.constexpr_function
+def tile_columns(kind, columns):
+    """Elements of a row in so many columns of a tile, as `Tile` counts them."""
+    return columns * (2 if kind in FOUR_BITS or kind == "Q4_0X32" else 1)
+
+
+@triton.constexpr_function
 def k_quant(kind):
     return kind in K_CODES
 
@@ -455,12 +461,12 @@ def _coded_dots(
 
 
 @triton.jit
-def _steps(first, last, all, step: tl.constexpr):
-    """Where the tiles `first` to `last` of a row begin and end, of `step` each; first: None, all tiles."""
+def _steps(first, last, width, step: tl.constexpr):
+    """Where the tiles `first` to `last` of a row begin and end, of `step` each; first: None, all of its width."""
     if first is None:
-        return 0, all
+        return 0, width
     else:  # the compiler goes on behind a return
-        return first * step, tl.minimum(last * step, all)
+        return first * step, tl.minimum(last * step, width)
 
 
 @triton.jit
@@ -810,20 +816,19 @@ def _linear_kernel(
 ):  # fmt: skip
     """out [tokens, rows] = x times the rows of a matrix; with ADD it grows by that. G: tokens of `dots_together`, of
     other products 1. TILES: None, or those of a row that a program multiplies: out [splits, tokens, rows] is then what
-    each gets, without bias and the like."""
+    each gets."""
     row = tl.program_id(0) * R + tl.arange(0, R)
     live = row < rows
-    ask_for(data, row, rows, k, TYPE, LINES)
+    first, last = None, None
+    if TILES is None:
+        ask_for(data, row, rows, k, TYPE, LINES)  # the beginning of rows, which others would not read
     follow()
-    if TILES is not None:
-        first = tl.program_id(1) * TILES
-        y = row_dots(
-            x, data, scales, row.to(tl.int64), live, tokens, k, TYPE, T, R, C, PRECISION, HALVES, first, first + TILES
-        )
-        t = tl.program_id(1) * tokens + tl.arange(0, T)
-        tl.store(out + t[None, :] * rows + row[:, None], y, mask=live[:, None] & (tl.arange(0, T) < tokens)[None, :])
-    elif T > 1:
-        y = row_dots(x, data, scales, row.to(tl.int64), live, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
+    if T > 1:
+        if TILES is not None:
+            first = tl.program_id(1) * TILES
+            last = first + TILES
+            out += tl.program_id(1) * tokens * rows
+        y = row_dots(x, data, scales, row.to(tl.int64), live, tokens, k, TYPE, T, R, C, PRECISION, HALVES, first, last)
         y = add_bias(y, bias, row, live, BIAS, T)
         if RELU:
             y = tl.where(y <= 0, 0.0, y)
@@ -879,7 +884,7 @@ def fitting(w: Weight, tokens: int, multiprocessors: int) -> Tile:
 
 def row_width(kind: str, k: int) -> int:
     """Columns of tiles, as `Tile` counts them, that k elements of a row fill."""
-    return k // 2 if kind in FOUR_BITS else k
+    return k // 2 if kind in FOUR_BITS or kind == "Q4_0X32" else k
 
 
 def for_rows(tile: Tile, kind: str, k: int) -> Tile:
@@ -895,15 +900,18 @@ def for_rows(tile: Tile, kind: str, k: int) -> Tile:
     return Tile(rows, columns, warps)
 
 
-def tiles_of_a_program(w: Weight, tile: Tile, tokens: int, multiprocessors: int) -> int | None:
-    """Of the tiles of a row of a matrix with several tokens those that a program multiplies, None: all. A matrix of few
-    rows has few programs, each of which goes through all of its rows, tile after tile; with several for the same rows,
-    a kernel more adds up what they get."""
-    programs, tiles = triton.cdiv(w.rows, tile.rows), triton.cdiv(row_width(w.type, w.k), tile.columns)
+def shared_rows(w: Weight, tile: Tile, tokens: int, multiprocessors: int) -> tuple[int | None, int]:
+    """Of the tiles of a matrix's row with several tokens those that a program multiplies, None: all, and how many
+    programs share it. A matrix of few rows has few programs, each of which goes through all of its rows, tile after
+    tile; with several for the same rows, a kernel more adds up what they get."""
     if in_turn(w.type, tokens):
-        return None
-    splits = min(int(LEAST_SEVERAL * multiprocessors) // programs, tiles // LEAST_TILES)
-    return triton.cdiv(tiles, splits) if splits > 1 else None
+        return None, 1
+    programs, tiles = triton.cdiv(w.rows, tile.rows), triton.cdiv(row_width(w.type, w.k), tile.columns)
+    most = min(int(LEAST_SEVERAL * multiprocessors) // programs, tiles // LEAST_TILES)
+    if most < 2:
+        return None, 1
+    each = triton.cdiv(tiles, most)
+    return each, triton.cdiv(tiles, each)
 
 
 def linear(w: Weight, x: Tensor, bias: Tensor | None = None, into: Tensor | None = None, relu: bool = False) -> Tensor:
@@ -913,22 +921,22 @@ def linear(w: Weight, x: Tensor, bias: Tensor | None = None, into: Tensor | None
     if not out.numel():
         return out
     tile, two = fitting(w, tokens, processors(x)), halved(w.type, tokens)
-    each, splits, parts = tiles_of_a_program(w, tile, tokens, processors(x)), 1, out
-    if each is not None:
-        splits = triton.cdiv(triton.cdiv(row_width(w.type, w.k), tile.columns), each)
-        parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=x.device)
+    each, splits = shared_rows(w, tile, tokens, processors(x))
+    alone = each is None
+    parts = out if alone else torch.empty((splits, *out.shape), dtype=torch.float32, device=x.device)
     _linear_kernel[(triton.cdiv(w.rows, tile.rows), splits)](
         taken(x, w.type), w.data, either(w.scales, w.data), either(bias, out), parts, tokens,
-        w.rows, w.k, TYPE=w.type, BIAS=bias is not None, RELU=relu, T=columns(w.type, tokens), R=tile.rows,
-        C=tile.columns, G=together(w.type, tokens), PRECISION=precision(x), HALVES=two, ADD=into is not None,
+        w.rows, w.k, TYPE=w.type, BIAS=alone and bias is not None, RELU=alone and relu, T=columns(w.type, tokens),
+        R=tile.rows, C=tile.columns, G=together(w.type, tokens), PRECISION=precision(x), HALVES=two,
+        ADD=alone and into is not None,
         LINES=asked_lines(w, tile.rows), TILES=each, num_warps=tile.warps, num_stages=STAGES, launch_pdl=early(x),
     )  # fmt: skip
-    if each is not None:
+    if not alone:
         add_up(parts, out, into is not None, SPLITS, bias, relu)
     return out
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["size", "splits"])
 def _sum_kernel(
     parts, bias, out, size, splits, rows,
     ADD: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,

@@ -9,7 +9,7 @@ counts before them and write theirs. Of one token's selection the second stage d
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -39,6 +39,7 @@ from powerinfer.kernels.triton_kernels import (
     processors,
     put_codes,
     row_dots,
+    row_width,
     small_signed,
     taken,
     taken_width,
@@ -496,6 +497,28 @@ def add_rows(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def product_operands(
+    neurons: Neurons, x: Tensor, other: Tensor, listed: bool, threshold: float
+) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """What kernels with `product` take: the arguments from x to product_limits, `other` for those that are not read,
+    and what they are compiled for. listed: neurons are."""
+    gate, up = neurons.gate, neurons.up
+    first, bias = (up, neurons.up_bias) if gate is None else (gate, neurons.gate_bias)
+    vectors = either(neurons.up_bias, other), either(neurons.limits, other), either(neurons.product_limits, other)
+    operands = taken(x, up.type), first.data, either(first.scales, other), either(bias, other)
+    return (*operands, up.data, either(up.scales, other), *vectors), {
+        "GATED": gate is not None,
+        "ACTIVATION": neurons.activation,
+        "TYPE": up.type,
+        "LISTED": listed,
+        "GATE_BIAS": bias is not None,
+        "UP_BIAS": neurons.up_bias is not None,
+        "LIMITS": neurons.limits is not None,
+        "PRODUCT_LIMITS": neurons.product_limits is not None,
+        "THRESHOLD": threshold > 0,
+    }
+
+
 def neuron_sum(
     neurons: Neurons, x: Tensor, selected: Tensor | None, threshold: float, into: Tensor | None, fired: Tensor
 ) -> Tensor:
@@ -526,17 +549,11 @@ def neuron_sum(
         )  # fmt: skip
     h = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
     counts = numbers(programs)
-    up, two = neurons.up, halved(kind, tokens)
-    first, bias = (up, neurons.up_bias) if neurons.gate is None else (neurons.gate, neurons.gate_bias)
+    operands, flags = product_operands(neurons, x, h, selected is not None, threshold)
     _products_kernel[(programs,)](
-        taken(x, up.type), first.data, either(first.scales, h), either(bias, h), up.data, either(up.scales, h),
-        either(neurons.up_bias, h), either(neurons.limits, h), either(neurons.product_limits, h),
-        either(selected, h), listed, length, h, fired, counts, tokens, n, up.k, neurons.threshold, threshold,
-        GATED=neurons.gate is not None, ACTIVATION=neurons.activation, TYPE=up.type, LISTED=selected is not None,
-        GATE_BIAS=bias is not None, UP_BIAS=neurons.up_bias is not None, LIMITS=neurons.limits is not None,
-        PRODUCT_LIMITS=neurons.product_limits is not None, THRESHOLD=threshold > 0, T=columns(kind, tokens),
-        R=tile.rows, C=tile.columns, PRECISION=precision(x), HALVES=two, num_warps=tile.warps, num_stages=STAGES,
-        launch_pdl=early(x),
+        *operands, either(selected, h), listed, length, h, fired, counts, tokens, n, neurons.up.k, neurons.threshold,
+        threshold, **flags, T=columns(kind, tokens), R=tile.rows, C=tile.columns, PRECISION=precision(x),
+        HALVES=halved(kind, tokens), num_warps=tile.warps, num_stages=STAGES, launch_pdl=early(x),
     )  # fmt: skip
     down = neurons.down, neurons.shared, neurons.group
     if selected is not None:  # most of what a selector selects fires: not worth another list
@@ -572,7 +589,7 @@ def sum_firing(
 def add_grid(down: Weight, n: int, tokens: int, multiprocessors: int) -> tuple[int, int]:
     """Programs across the columns of n rows of down, and along the list."""
     tile = (ADD_SEVERAL if tokens > 1 else ADD_ONE)[down.type]
-    across = triton.cdiv(down.k, tile.columns * (2 if down.type[:2] == "Q4" else 1))
+    across = triton.cdiv(row_width(down.type, down.k), tile.columns)
     slots = (HELD_SEVERAL if tokens > 1 else HELD_ONE)[down.type] * multiprocessors
     return across, max(1, min(slots // across, triton.cdiv(n, ADD_ROUNDS * tile.rows)))
 
