@@ -54,6 +54,14 @@ def test_neurons_of_each_kind_are_summed(ffn: tuple[str, ...], tmp_path: Path) -
         assert torch.equal(fired, selected.sum(0).int()) and total.abs().max() > 1
 
 
+def test_a_wrong_sum_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = gpu.neuron_sum
+    monkeypatch.setattr(gpu, "neuron_sum", lambda *given, **how: (1.01 * plain(*given, **how)[0], None))
+    given = ["--device", "cpu", "--d-model", "256", "--d-ff", "320", "--tokens", "1", "--kernels", "fused"]
+    with pytest.raises(RuntimeError, match=r"not timed: fused of F16/F16 is off by 0\.01 of its size"):
+        gpu_kernels.main([*given, "--types", "F16/F16"])
+
+
 def test_other_tiles_are_tried_and_put_back() -> None:
     pytest.importorskip("triton")
     from powerinfer.kernels import triton_fused, triton_neurons

@@ -195,7 +195,8 @@ def test_the_budget_of_a_prompt_is_half_of_the_weights(tmp_path: Path, monkeypat
 def test_experts_whose_logits_differ_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "decoded", lambda *_: pytest.fail("timed"))
     plain = worker.logits_of
-    beside_a_gpu = lambda llm: plain(llm) * (1 if llm.choices["gpu"].startswith("none") else 1.1)  # noqa: E731
+    by = lambda llm: 1 if llm.choices["gpu"].startswith("none") else 1.1  # noqa: E731
+    beside_a_gpu = lambda llm: {of: own * by(llm) for of, own in plain(llm).items()}  # noqa: E731
     monkeypatch.setattr(worker, "logits_of", beside_a_gpu)
     out = tmp_path / "experts.json"
     given = ["--models", str(tmp_path), "--gpu", "cpu", "--tiny", "--threads", "1", "--out", str(out)]

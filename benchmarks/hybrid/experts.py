@@ -95,12 +95,12 @@ def make(measurement: Measurement) -> Result:
 def reference(measurement: Measurement) -> Result:
     """The text's logits on the CPU alone."""
     with LLM(measurement.model, gpu="none", **measurement.engine) as llm:
-        np.save(reference_of(measurement.model), worker.logits_of(llm))
+        np.savez(reference_of(measurement.model), **worker.logits_of(llm))
     return {}
 
 
 def reference_of(model: Path) -> Path:
-    return model.with_suffix(".logits.npy")
+    return model.with_suffix(".logits.npz")
 
 
 def budget_of(measurement: Measurement, card: int) -> int:
@@ -126,7 +126,8 @@ def ours(measurement: Measurement, card: int) -> Result:
         compare.Vram(arguments.gpu, measurement.before) as used,
         LLM(measurement.model, **measurement.engine, gpu=arguments.gpu, vram=vram) as llm,
     ):
-        off = checked(worker.logits_of(llm), np.load(reference_of(measurement.model)))
+        with np.load(reference_of(measurement.model)) as wanted:
+            off = {of: checked(own, wanted[of]) for of, own in worker.logits_of(llm).items()}
         rates = {str(batch): worker.decoded(llm, batch, worker.tokens_of(batch, arguments.tokens)) for batch in BATCHES}
         told = llm.sparsity or {}
         result: Result = {"vram": vram, "off": off, "decode_tok_s": {batch: rate for batch, (rate, _) in rates.items()}}

@@ -91,7 +91,7 @@ def random_neurons(
     return gpu.Neurons(None if plain else gate, up, down, shared, group, *biases, activation, 0.0)
 
 
-def off(neurons: gpu.Neurons, x: torch.Tensor, selected: torch.Tensor) -> float:
+def off(neurons: gpu.Neurons, x: torch.Tensor, selected: torch.Tensor, fused: bool = False) -> float:
     """How far the kernel's sum of the selected neurons is from plain torch's in float64, as a share of its size."""
     wide, total = x.double(), torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for begin, end in gpu.pieces(neurons.n, neurons.up.k, 1 << 22):
@@ -111,7 +111,7 @@ def off(neurons: gpu.Neurons, x: torch.Tensor, selected: torch.Tensor) -> float:
         scales = None if neurons.shared is None else neurons.shared[(neurons.group[begin:end]).long()]  # type: ignore[index]
         down = gpu.values(neurons.down, begin, end, scales)
         total += h.masked_fill(selected[:, begin:end] == 0, 0) @ down.double()
-    found = gpu.neuron_sum(neurons, x, selected)[0].double()
+    found = gpu.neuron_sum(neurons, x, selected, fused=fused)[0].double()
     return float((found - total).norm() / total.norm())
 
 
@@ -196,6 +196,9 @@ def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str, int, int, i
             to, fired = torch.zeros_like(x), torch.zeros(d_ff, dtype=torch.int64, device=device)
             for what in ("neurons", "fused") if tokens == 1 else ("neurons",):
                 if what in arguments.kernels:
+                    apart = off(one, x, selected, what == "fused")
+                    if not apart <= same(what, "/".join(types)):
+                        raise RuntimeError(f"not timed: {what} of {'/'.join(types)} is off by {apart:.3g} of its size")
                     given = x, selected, 0.0, to, fired, what == "fused"
                     call = lambda i, n=layers, given=given: gpu.neuron_sum(n[i], *given)  # noqa: E731
                     yield what, "/".join(types), tokens, len(union) * rows + shared, len(layers), call

@@ -25,7 +25,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -38,6 +38,7 @@ from benchmarks.hybrid import gpu_kernels, recipes
 from benchmarks.models import prepared
 from powerinfer import LLM, SamplingParams
 from powerinfer.config import EngineConfig
+from powerinfer.devices.batch import Batch
 from powerinfer.devices.replayed_spans import UNRECORDED
 from powerinfer.formats.bundle_file import open_bundles
 from powerinfer.formats.checkpoint import open_checkpoint
@@ -59,6 +60,7 @@ ACTIVE = 0.10  # of the kernel's neurons
 SETS = 8  # inputs of the kernel, in turn, so that its rows are not in a cache already
 TEXT = 48  # tokens that are computed on the CPU and beside a GPU
 ALONE = 8  # of them, one at a time: launched, recorded and replayed; those before in one step
+TOGETHER = (2, 8, 32)  # requests, of two tokens each, as many of them as there is a cache for
 FURTHEST = {"every": 0.25, "predicted": 0.5}
 """How far logits may be from the CPU's, as a share of the distance that the predictor's misses make, a few of a hundred
 neurons that fire. The devices round activations of Q4_0 neurons and the products of prompts to different types, which
@@ -124,17 +126,19 @@ def prefill(task: dict[str, Any]) -> dict[str, Any]:
     engine = _engine(task, cpu.PAGE * (1 + -(-tokens // cpu.PAGE)), 1)
     llm, plan = _load(Path(task["model"]), engine, task["policy"])
     with llm:
-        off = checked(llm, Path(task["model"]), engine.selector)
+        off: dict[str, float] = {}
         prompt = [1 + (7919 * number) % (llm.config.vocab_size - 1) for number in range(tokens)]
         once = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         stage = llm._sparsity.stage if isinstance(llm._sparsity, HybridSparsity) else None
         result: dict[str, Any] = {"vram": engine.vram, "off": off, "choice": llm.choices.get("prefill")}
+        model = Path(task["model"])
         result["prefill_tok_s"] = {}
         result["streams_from"] = None if stage is None else stage.least
         for way, least in (("streamed", 1), ("cpu", None)):
             if stage is not None:
                 stage.least = least
             if way in task["ways"] and (stage is not None or way == "cpu"):
+                off |= {f"{name}, {way}": value for name, value in checked(llm, model, engine.selector).items()}
                 result["prefill_tok_s"][way] = [llm.generate([prompt], once)[0].timings.prefill_tok_s for _ in "12"][-1]
         result["memory"] = _memory(task["gpu"])
     if plan is not None:
@@ -171,13 +175,15 @@ def reference(task: dict[str, Any]) -> dict[str, Any]:
     task: model, threads.
     """
     path = Path(task["model"])
-    engine = {"threads": task["threads"], "context": 2 * TEXT, "max_batch": 1, "prefix_cache": False, "trial": False}
+    most = max(TOGETHER)
+    engine = {"threads": task["threads"], "context": 2 * TEXT, "max_batch": most, "prefix_cache": False, "trial": False}
+    found: dict[str, dict[str, np.ndarray]] = {}
     with LLM(path, gpu="none", selector="predicted", **engine) as llm:
-        predicted = logits_of(llm)
+        found["predicted"] = logits_of(llm)
         with llm.every_neuron():
-            every = logits_of(llm)
-    np.savez(reference_of(path), predicted=predicted, every=every)
-    return {"apart": apart(predicted, every)}
+            found["every"] = logits_of(llm)
+    np.savez(reference_of(path), **{f"{name} {of}": own for name, each in found.items() for of, own in each.items()})
+    return {"apart": apart(found["predicted"]["alone"], found["every"]["alone"])}
 
 
 def checked(llm: LLM, model: Path, selector: str) -> dict[str, float]:
@@ -185,31 +191,43 @@ def checked(llm: LLM, model: Path, selector: str) -> dict[str, float]:
 
     RuntimeError where that is too far for the same model.
     """
+    off: dict[str, float] = {}
     with np.load(reference_of(model)) as wanted:
-        misses = apart(wanted["predicted"], wanted["every"])
-        off = {}
+        misses = apart(wanted["predicted alone"], wanted["every alone"])
+
+        def compare(name: str) -> None:
+            off.update((f"{name} {of}", apart(own, wanted[f"{name} {of}"])) for of, own in logits_of(llm).items())
+
         if selector == "predicted":
-            off["predicted"] = apart(logits_of(llm), wanted["predicted"])
-            with llm.every_neuron():
-                off["every"] = apart(logits_of(llm), wanted["every"])
-        else:
-            off["every"] = apart(logits_of(llm), wanted["every"])
+            compare("predicted")
+        with llm.every_neuron() if selector == "predicted" else nullcontext():
+            compare("every")
     wrong = [
-        f"{value:.3g} ({name}), more than {FURTHEST[name] * misses:.3g}"
+        f"{value:.3g} ({name}), more than {most:.3g}"
         for name, value in off.items()
-        if not value <= FURTHEST[name] * misses
+        if not value <= (most := FURTHEST[name.split()[0]] * misses)
     ]
     if wrong:
         raise RuntimeError(f"not timed: logits are off by {', '.join(wrong)} of the CPU's")
     return off
 
 
-def logits_of(llm: LLM) -> np.ndarray:
-    """float32 [ALONE, vocab] of the last tokens of the text."""
+def logits_of(llm: LLM) -> dict[str, np.ndarray]:
+    """alone: float32 [ALONE, vocab] of the last tokens of the text; by a number of requests, as far as there is a cache
+    for these: [requests, vocab] of their second tokens, computed together, launched, recorded and replayed."""
     rng, rows = np.random.default_rng(5), []
     text = rng.integers(1, llm.config.vocab_size, TEXT).tolist()
     llm.score(text, TEXT - ALONE, lambda _, logits: rows.append(logits.copy()), step=1)
-    return np.concatenate(rows)
+    found = {"alone": np.concatenate(rows)}
+    executor = llm._executor
+    for requests in (number for number in TOGETHER if number <= min(executor.n_pages, executor.max_tokens)):
+        each, pages = np.arange(requests, dtype=np.int32), np.arange(requests, dtype=np.int32)[:, None]
+        tokens = rng.integers(1, llm.config.vocab_size, (2, requests)).astype(np.int32)
+        executor.forward(Batch(tokens[0], np.zeros(requests, np.int32), each, pages, each))
+        for _ in range(UNRECORDED + 1):
+            last = executor.forward(Batch(tokens[1], np.ones(requests, np.int32), each, pages, each)).copy()
+        found[str(requests)] = last
+    return found
 
 
 def apart(ours: np.ndarray, wanted: np.ndarray) -> float:
