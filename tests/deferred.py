@@ -15,6 +15,9 @@ As on CUDA
 
 Which stream works when is drawn from a seed: streams stall, run on, and take turns. Operations are computed by torch on
 the CPU, so the answer is that of torch's CPU device, bit for bit.
+
+It has clocks, too, of each stream and of the host, which do not depend on that order: `spend` gives the operations
+before it some seconds. Then a step's time is that of the longest chain of operations that wait for each other.
 """
 
 from __future__ import annotations
@@ -99,10 +102,12 @@ class Block:
 
 
 class Event:
+    """time: of the clock of the stream that reached it last."""
+
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self.recorded = self.reached = 0
-        self._at = 0.0
+        self.time = self._at = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         machine = self._machine
@@ -119,6 +124,7 @@ class Event:
 
             def reach() -> None:
                 self.reached, self._at = number, time.perf_counter()
+                self.time = stream.time
 
             stream.queue.append(reach)
             machine.tick()
@@ -126,8 +132,9 @@ class Event:
     def synchronize(self) -> None:
         if self._machine.leaves_out():
             return
-        number = self.recorded
-        self._machine.wait(lambda: self.reached >= number)
+        number, machine = self.recorded, self._machine
+        machine.wait(lambda: self.reached >= number)
+        machine.host = max(machine.host, self.time)
 
     def query(self) -> bool:
         with self._machine.lock:
@@ -139,12 +146,16 @@ class Event:
 
 
 class Stream:
-    """queue: operations, and (event, number) to wait for."""
+    """queue: operations, and (event, number) to wait for. time: its clock."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self.queue: deque[Callable[[], Any] | tuple[Event, int]] = deque()
-        self.mood = 0.0
+        self.mood = self.time = 0.0
+
+    def pass_time(self, since: float, seconds: float) -> None:
+        """Some seconds pass, from that moment of the host's clock on at the earliest."""
+        self.time = max(self.time, since) + seconds
 
     def wait_event(self, event: Event) -> None:
         if self._machine.leaves_out():
@@ -162,6 +173,7 @@ class Stream:
             event, number = self.queue[0]
             if event.reached < number:
                 return False
+            self.time = max(self.time, event.time)
             self.queue.popleft()
         return bool(self.queue)
 
@@ -213,23 +225,31 @@ class Recording:
         """Streams of their own have what others than the first were given."""
         events: defaultdict[Mark, Event] = defaultdict(lambda: Event(machine))
         streams = [machine.current(), *machine.branches(len(self.streams) - 1)]
+        streams[0].queue.append(functools.partial(streams[0].pass_time, machine.host, 0.0))
+
+        def reach(event: Event, stream: Stream) -> None:
+            event.reached, event.time = 1, stream.time
+
         for stream, operations in zip(streams, self.streams.values(), strict=True):
             for operation in operations:
                 if isinstance(operation, Mark):
-                    stream.queue.append(functools.partial(setattr, events[operation], "reached", 1))
+                    stream.queue.append(functools.partial(reach, events[operation], stream))
                 elif isinstance(operation, tuple):
                     stream.queue.append((events[operation[0]], 1))
+                elif isinstance(operation, float):
+                    stream.queue.append(functools.partial(stream.pass_time, 0.0, operation))
                 else:
                     stream.queue.append(operation)
 
 
 class Machine:
     """The device, as `devices.streams.Streams` has it. without: calls of events and streams from this line of source
-    do nothing."""
+    do nothing. host: the host's clock; called: seconds of the next call of the host by a stream."""
 
     def __init__(self, seed: int, without: str | None = None) -> None:
         self.lock = threading.RLock()
         self.replays = 0
+        self.host = self.called = 0.0
         self._without = without
         self._random = random.Random(seed)
         self._streams: list[Stream] = []
@@ -275,6 +295,7 @@ class Machine:
         if self.leaves_out():
             return
         self.wait(lambda: not any(stream.queue for stream in self._streams))
+        self.host = max(self.host, *(stream.time for stream in self._streams))
 
     def recorder(self) -> Callable[[Callable[[], None]], streams.Recorded]:
         pool: Any = object()
@@ -302,6 +323,7 @@ class Machine:
 
     def call(self, stream: Stream, function: int, data: int) -> None:
         self.launch(functools.partial(streams.call_now, function, data), stream)
+        self.spend(self.called, stream)
 
     def branches(self, count: int) -> list[Stream]:
         """Streams for replays."""
@@ -325,6 +347,15 @@ class Machine:
             else:
                 stream.queue.append(operation)
                 self.tick()
+
+    def spend(self, seconds: float, stream: Stream | None = None) -> None:
+        """A stream, by default the current one, takes so long before it goes on."""
+        stream, recording = stream or self.current(), self.recording
+        with self.lock:
+            if recording is not None and stream in recording:
+                recording.streams[stream].append(float(seconds))
+            else:
+                stream.queue.append(functools.partial(stream.pass_time, self.host, seconds))
 
     def tick(self) -> None:
         """Some time passes."""
