@@ -905,9 +905,39 @@ def test_the_same_bits_every_time(kernels: str) -> None:
     bundles = make_bundles(96, 200, ("Q4_0", "Q4_0X32"))
     neurons = all_of(bundles, np.arange(0, 200, 2, dtype=np.int32))
     x = floats(34, 4, 96)
-    first, _ = run(neurons, x)
-    again, _ = run(neurons, x)
-    assert torch.equal(first, again)
+    named = (np.random.default_rng(36).random((1, 100)) < 0.5).astype(np.uint8)
+    for given in ((x,), (x[:1], None, 0.0, True), (x[:1], named, 0.0, True)):
+        first, _ = run(neurons, *given)
+        again, _ = run(neurons, *given)
+        assert torch.equal(first, again)
+
+
+@pytest.mark.skipif(not TRITON or CUDA, reason="Triton's interpreter is not at hand")
+def test_a_fused_kernel_and_a_sum_in_place_of_a_kernel_for_each_stage(
+    kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels == "torch":
+        pytest.skip("kernels are Triton's")
+    from triton.runtime.interpreter import GridExecutor
+
+    launches: list[str] = []
+    call = GridExecutor.__call__
+    monkeypatch.setattr(
+        GridExecutor, "__call__", lambda grid, *a, **b: (launches.append(grid.fn.__name__), call(grid, *a, **b))[1]
+    )
+    bundles = make_bundles(96, 200, ("F16", "F16"))
+    neurons, x = all_of(bundles, np.arange(200, dtype=np.int32)), on_device(floats(34, 1, 96))
+    named, to = on_device(np.ones((1, 200), np.uint8)), torch.zeros_like(x)
+    counted = {}
+    for given in (None, named):
+        for fused in (False, True):
+            launches.clear()
+            gpu.neuron_sum(neurons, x, given, 0.0, to, fused=fused)
+            counted[given is None, fused] = list(launches)
+    fused = ["_fused_kernel", "_sum_kernel"]
+    assert counted[False, True] == counted[True, True] == fused
+    assert counted[False, False] == ["_list_kernel", "_products_kernel", "_add_kernel", "_sum_kernel"]
+    assert counted[True, False] == ["_products_kernel", "_list_kernel", "_add_kernel", "_sum_kernel"]
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0"])

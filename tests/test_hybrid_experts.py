@@ -410,7 +410,7 @@ def test_a_load_of_smallthinker_holds_what_is_planned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "qwen35-moe"])
-@pytest.mark.usefixtures("device", "described")
+@pytest.mark.usefixtures("described")
 def test_a_load_with_states_holds_what_is_planned(name: str, tmp_path: Path) -> None:
     """States in the slots of four requests and four prefixes, one for what is scored."""
     truth = Truth(case_named(name), "gguf", tmp_path)
