@@ -68,7 +68,7 @@ test: $(VENV)/stamp-dev
 	@$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 # Streams, events and pinned memory of split models (docs/hybrid.md): longer than `test` should be.
-DEFERRED := hybrid hybrid_experts stage streamed gpu_layers gpu_wiring split_experts_on_disk split_neurons_on_disk unlike_layers topk embeddings
+DEFERRED := hybrid hybrid_experts stage streamed gpu_layers gpu_wiring host_calls gpu_delta split_experts_on_disk split_neurons_on_disk unlike_layers topk embeddings
 test-deferred: $(VENV)/stamp-dev
 	@$(BIN)/python -m pytest -n auto --dist worksteal --deferred 1 --deferred 2 -k deferred $(DEFERRED:%=tests/test_%.py) $(ARGS)
 

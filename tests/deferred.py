@@ -102,12 +102,11 @@ class Block:
 
 
 class Event:
-    """time: of the clock of the stream that reached it last."""
-
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self.recorded = self.reached = 0
-        self.time = self._at = 0.0
+        self.times: dict[int, float] = {}  # by number of the record: it may be recorded again before others look
+        self._at = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         machine = self._machine
@@ -124,7 +123,7 @@ class Event:
 
             def reach() -> None:
                 self.reached, self._at = number, time.perf_counter()
-                self.time = stream.time
+                self.times[number] = stream.time
 
             stream.queue.append(reach)
             machine.tick()
@@ -134,7 +133,7 @@ class Event:
             return
         number, machine = self.recorded, self._machine
         machine.wait(lambda: self.reached >= number)
-        machine.host = max(machine.host, self.time)
+        machine.host = max(machine.host, self.times.get(number, 0.0))
 
     def query(self) -> bool:
         with self._machine.lock:
@@ -173,7 +172,7 @@ class Stream:
             event, number = self.queue[0]
             if event.reached < number:
                 return False
-            self.time = max(self.time, event.time)
+            self.time = max(self.time, event.times.get(number, 0.0))
             self.queue.popleft()
         return bool(self.queue)
 
@@ -228,7 +227,7 @@ class Recording:
         streams[0].queue.append(functools.partial(streams[0].pass_time, machine.host, 0.0))
 
         def reach(event: Event, stream: Stream) -> None:
-            event.reached, event.time = 1, stream.time
+            event.reached, event.times[1] = 1, stream.time
 
         for stream, operations in zip(streams, self.streams.values(), strict=True):
             for operation in operations:

@@ -97,7 +97,7 @@ def test_the_faster_way_is_timed_once(path: Path, file: Path, clock: Clock) -> N
     assert decoded(path, clock)[1] == {True}
 
 
-@pytest.mark.parametrize("kind", [GpuMemoryError, PowerInferError])
+@pytest.mark.parametrize("kind", [GpuMemoryError, PowerInferError, RuntimeError])  # Triton's compiler raises these, too
 def test_a_kernel_that_cannot_run_is_not_used(path: Path, file: Path, clock: Clock, kind: type[Exception]) -> None:
     clock.fails = {True: kind("this GPU cannot run a kernel (shared memory); leave out the GPU")}
     chosen, ways, _ = decoded(path, clock)
@@ -113,7 +113,29 @@ def test_a_gpu_that_fails_is_no_choice(path: Path, file: Path, clock: Clock) -> 
     clock.fails = dict.fromkeys((True, False), PowerInferError("the GPU failed: load the model again"))
     with pytest.raises(PowerInferError, match="the GPU failed"):
         decoded(path, clock)
-    assert not file.exists()
+    assert json.loads(file.read_text())["fusions"] == [], "nothing of the trial is left"
+
+
+def test_a_start_that_did_not_outlive_the_trial_is_remembered(path: Path, file: Path, clock: Clock) -> None:
+    begun: list[Any] = []
+
+    class Dead(BaseException):
+        pass
+
+    def dies(*_: Any) -> Any:
+        begun.append(json.loads(file.read_text()))
+        raise Dead
+
+    plain = fusion.Fusion._timed
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Dead):
+        patch.setattr(fusion.Fusion, "_timed", dies)
+        decoded(path, clock)
+    file.write_text(json.dumps(begun[0]))
+    assert fusion.Fusion._timed is plain
+    chosen, ways, tried = decoded(path, clock)
+    why = "its trial was interrupted; --retrial repeats it"
+    assert chosen == f"a kernel for each stage for one token ({why}; found earlier, {file})"
+    assert (ways, tried) == ({False}, 0) and decoded(path, clock, retrial=True)[1] == {True}
 
 
 def test_where_triton_compiles_nothing_nothing_is_tried(

@@ -311,7 +311,7 @@ def test_what_neurons_stream_through_is_counted(tmp_path: Path, name: str, monke
     assert tight.fits and not tight.staging
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-predictors", "opt", "falcon", "nemotron"])
+@pytest.mark.parametrize("name", ["llama", "llama-q4_0", "llama-predictors", "opt", "falcon", "nemotron"])
 @pytest.mark.usefixtures("device")
 def test_what_layers_in_ram_stream_through_is_counted(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -339,6 +339,44 @@ def test_what_layers_in_ram_stream_through_is_counted(
         assert returned == planned["cpu"]["passing"]
     tight = make_plan(replace(plan.request, ram=sum(planned["cpu"].values()) - planned["cpu"]["passing"]))
     assert tight.fits and not tight.claims.passes
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-predictors"])
+def test_a_model_whose_last_layers_stream(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded within a budget that holds one layer: several requests, one of them with a prefix in the cache, twice, and
+    a score, as by the CPU alone."""
+    monkeypatch.setattr(budget, "PASSED", 1)
+    made = machine(RESERVED)
+    monkeypatch.setattr(measure, "measured", lambda *_, **__: made)
+    path, quantize = models(tmp_path, name)
+    prompt = np.random.default_rng(0).integers(1, 40, 60).tolist()
+    several, once = [prompt, prompt[:50], prompt], SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+    def results(llm: LLM) -> tuple[list[list[int]], np.ndarray]:
+        rows: list[np.ndarray] = []
+        answers = [[answer.token_ids for answer in llm.generate(several, once)] for _ in range(2)]
+        llm.score(prompt, 1, lambda _, logits: rows.append(logits.copy()))
+        assert answers[0] == answers[1]
+        return answers[0], np.concatenate(rows)
+
+    with LLM(path, **OPTIONS, gpu="none", trial=False) as llm:
+        wanted, right = results(llm)
+    least = replace(request_of(path, quantize, 0, 1), hardware=made)
+    assert least.vram is not None
+    tried = (make_plan(replace(least, vram=least.vram + RESERVED + more)) for more in range(0, 1 << 22, 1 << 14))
+    vram = next(plan for plan in tried if plan.claims.passes).request.vram
+    assert vram is not None
+    for _ in range(2):  # with what the first start measured, too
+        with load_within(path, quantize, vram + (64 << 10)) as llm:
+            executor = llm._executor
+            assert "cold neurons and the layers in RAM" in llm.choices["prefill"]
+            streamed, ran = executor.streamed, []  # type: ignore[union-attr]
+            run = streamed.run
+            monkeypatch.setattr(streamed, "run", lambda *given, run=run, ran=ran: (ran.append(1), run(*given))[1])
+            streamed.stage.least = 33
+            answers, rows = results(llm)
+            assert answers == wanted and ran
+            assert np.sqrt(((rows - right) ** 2).mean() / (right**2).mean()) < 1e-4
 
 
 # ---------------------------------------------------------------- measured
@@ -676,9 +714,9 @@ def test_the_kernel_that_was_chosen_stays_when_neurons_move(
     monkeypatch.setattr(fusion, "fuses", lambda _: True)
     timed: list[list[int]] = []
 
-    def chosen(self: fusion.Fusion, _: Any) -> Any:
+    def chosen(self: fusion.Fusion, key: dict[str, str], _: Any) -> Any:
         timed.append([len(ffn.hot) for ffn in self._ffns])
-        return fusion._Kept(self._key, True, 2e-3, 1e-3)
+        return fusion._Kept(key, True, 2e-3, 1e-3)
 
     fused: list[bool] = []
     sums = GpuPart.add_sum

@@ -196,7 +196,7 @@ def test_experts_whose_logits_differ_are_not_timed(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(worker, "decoded", lambda *_: pytest.fail("timed"))
     plain = worker.logits_of
     by = lambda llm: 1 if llm.choices["gpu"].startswith("none") else 1.1  # noqa: E731
-    beside_a_gpu = lambda llm: {of: own * by(llm) for of, own in plain(llm).items()}  # noqa: E731
+    beside_a_gpu = lambda llm, most: {of: own * by(llm) for of, own in plain(llm, most).items()}  # noqa: E731
     monkeypatch.setattr(worker, "logits_of", beside_a_gpu)
     out = tmp_path / "experts.json"
     given = ["--models", str(tmp_path), "--gpu", "cpu", "--tiny", "--threads", "1", "--out", str(out)]

@@ -95,7 +95,7 @@ def make(measurement: Measurement) -> Result:
 def reference(measurement: Measurement) -> Result:
     """The text's logits on the CPU alone."""
     with LLM(measurement.model, gpu="none", **measurement.engine) as llm:
-        np.savez(reference_of(measurement.model), **worker.logits_of(llm))
+        np.savez(reference_of(measurement.model), **worker.logits_of(llm, max(BATCHES)))
     return {}
 
 
@@ -127,7 +127,7 @@ def ours(measurement: Measurement, card: int) -> Result:
         LLM(measurement.model, **measurement.engine, gpu=arguments.gpu, vram=vram) as llm,
     ):
         with np.load(reference_of(measurement.model)) as wanted:
-            off = {of: checked(own, wanted[of]) for of, own in worker.logits_of(llm).items()}
+            off = {of: checked(own, wanted[of]) for of, own in worker.logits_of(llm, max(BATCHES)).items()}
         rates = {str(batch): worker.decoded(llm, batch, worker.tokens_of(batch, arguments.tokens)) for batch in BATCHES}
         told = llm.sparsity or {}
         result: Result = {"vram": vram, "off": off, "decode_tok_s": {batch: rate for batch, (rate, _) in rates.items()}}

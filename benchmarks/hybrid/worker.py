@@ -48,6 +48,7 @@ from powerinfer.hybrid.load import load_resolved
 from powerinfer.hybrid.resolve import resolve
 from powerinfer.hybrid.sparsity import HybridSparsity
 from powerinfer.kernels import cpu
+from powerinfer.kernels.gpu import FEW
 from powerinfer.placement import budget
 from powerinfer.placement.plan import Plan, make_plan
 from powerinfer.placement.solver import GROUP
@@ -83,7 +84,8 @@ def decode(task: dict[str, Any]) -> dict[str, Any]:
     llm, plan = _load(Path(task["model"]), engine, task["policy"])
     result: dict[str, Any] = {"vram": engine.vram, "load_s": time.perf_counter() - begin}
     with llm:
-        result |= {"off": checked(llm, Path(task["model"]), engine.selector), "decode_tok_s": {}}
+        off = checked(llm, Path(task["model"]), engine.selector, task["most"])
+        result |= {"off": off, "decode_tok_s": {}}
         result["choices"] = {
             name: llm.choices[name] for name in ("gpu", "selector", "threads", "neurons") if name in llm.choices
         }
@@ -134,11 +136,11 @@ def prefill(task: dict[str, Any]) -> dict[str, Any]:
         model = Path(task["model"])
         result["prefill_tok_s"] = {}
         result["streams_from"] = None if stage is None else stage.least
-        for way, least in (("streamed", 1), ("cpu", None)):
+        for way, least in (("streamed", FEW + 1), ("cpu", None)):  # fewer tokens are replayed, and never stream
             if stage is not None:
                 stage.least = least
             if way in task["ways"] and (stage is not None or way == "cpu"):
-                off |= {f"{name}, {way}": value for name, value in checked(llm, model, engine.selector).items()}
+                off |= {f"{name}, {way}": value for name, value in checked(llm, model, engine.selector, 1).items()}
                 result["prefill_tok_s"][way] = [llm.generate([prompt], once)[0].timings.prefill_tok_s for _ in "12"][-1]
         result["memory"] = _memory(task["gpu"])
     if plan is not None:
@@ -179,15 +181,16 @@ def reference(task: dict[str, Any]) -> dict[str, Any]:
     engine = {"threads": task["threads"], "context": 2 * TEXT, "max_batch": most, "prefix_cache": False, "trial": False}
     found: dict[str, dict[str, np.ndarray]] = {}
     with LLM(path, gpu="none", selector="predicted", **engine) as llm:
-        found["predicted"] = logits_of(llm)
+        found["predicted"] = logits_of(llm, most)
         with llm.every_neuron():
-            found["every"] = logits_of(llm)
+            found["every"] = logits_of(llm, most)
     np.savez(reference_of(path), **{f"{name} {of}": own for name, each in found.items() for of, own in each.items()})
     return {"apart": apart(found["predicted"]["alone"], found["every"]["alone"])}
 
 
-def checked(llm: LLM, model: Path, selector: str) -> dict[str, float]:
-    """How far a model's logits are from the CPU's: with every neuron and, of `predicted`, with those selected.
+def checked(llm: LLM, model: Path, selector: str, most: int) -> dict[str, float]:
+    """How far a model's logits are from the CPU's: with every neuron and, of `predicted`, with those selected. most:
+    requests that it takes together.
 
     RuntimeError where that is too far for the same model.
     """
@@ -196,7 +199,7 @@ def checked(llm: LLM, model: Path, selector: str) -> dict[str, float]:
         misses = apart(wanted["predicted alone"], wanted["every alone"])
 
         def compare(name: str) -> None:
-            off.update((f"{name} {of}", apart(own, wanted[f"{name} {of}"])) for of, own in logits_of(llm).items())
+            off.update((f"{name} {of}", apart(own, wanted[f"{name} {of}"])) for of, own in logits_of(llm, most).items())
 
         if selector == "predicted":
             compare("predicted")
@@ -212,15 +215,16 @@ def checked(llm: LLM, model: Path, selector: str) -> dict[str, float]:
     return off
 
 
-def logits_of(llm: LLM) -> dict[str, np.ndarray]:
-    """alone: float32 [ALONE, vocab] of the last tokens of the text; by a number of requests, as far as there is a cache
-    for these: [requests, vocab] of their second tokens, computed together, launched, recorded and replayed."""
+def logits_of(llm: LLM, most: int) -> dict[str, np.ndarray]:
+    """alone: float32 [ALONE, vocab] of the last tokens of the text; by a number of requests, up to `most`, as far as
+    there is a cache for these: [requests, vocab] of their second tokens, computed together, launched, recorded and
+    replayed."""
     rng, rows = np.random.default_rng(5), []
     text = rng.integers(1, llm.config.vocab_size, TEXT).tolist()
     llm.score(text, TEXT - ALONE, lambda _, logits: rows.append(logits.copy()), step=1)
     found = {"alone": np.concatenate(rows)}
     executor = llm._executor
-    for requests in (number for number in TOGETHER if number <= min(executor.n_pages, executor.max_tokens)):
+    for requests in (number for number in TOGETHER if number <= min(most, executor.n_pages)):
         each, pages = np.arange(requests, dtype=np.int32), np.arange(requests, dtype=np.int32)[:, None]
         tokens = rng.integers(1, llm.config.vocab_size, (2, requests)).astype(np.int32)
         executor.forward(Batch(tokens[0], np.zeros(requests, np.int32), each, pages, each))

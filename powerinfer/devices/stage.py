@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -164,8 +165,9 @@ class Stage:
             self._pool.shutdown()
 
     def takes(self, tokens: int) -> bool:
-        """Whether a step of that number of tokens is long enough."""
-        return self.least is not None and tokens >= self.least
+        """Whether a step of that number of tokens is long enough; those of up to `gpu.FEW` are recorded, and replayed
+        without the host, which sends what streams."""
+        return self.least is not None and tokens >= max(self.least, gpu.FEW + 1)
 
     def add_sum(
         self,
@@ -176,15 +178,16 @@ class Stage:
         ffn: FfnConfig,
         vectors: NeuronVectors,
         threshold: float,
+        most: int | None = None,
     ) -> None:
         """total += the sum of these neurons of n, both float32 [T, d_model] on the GPU.
 
-        threshold: activations up to it count as zero.
+        threshold: activations up to it count as zero. most: pieces that count, None: all.
         """
         import torch
 
         kinds = (torch.int32,) * 3 + (torch.float32,) * len(vectors)
-        for piece in pieces(layout, cold, self.limit(layout), BESIDE):
+        for piece in islice(pieces(layout, cold, self.limit(layout), BESIDE), most):
             index = cold.index[piece.first : piece.last]
             own = [None if values is None else values[index].astype(np.float32) for values in vectors]
             with self.sent([piece.rows, piece.at, piece.group, piece.shared, *own]) as (rows, *others):

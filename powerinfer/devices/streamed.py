@@ -77,6 +77,7 @@ class _Neurons:
     def __init__(
         self,
         layer: int,
+        gpu: GpuLayers,
         stage: Stage,
         layout: BundleLayout,
         groups: Bytes,
@@ -86,6 +87,7 @@ class _Neurons:
     ) -> None:
         """groups: uint8 [groups, layout.group_bytes], those that the CPU computes with; threshold: as of `Stage`."""
         self._layer = layer
+        self._gpu = gpu
         self._stage = stage
         self._layout = layout
         self._about = config, vectors.of_neurons, threshold
@@ -108,8 +110,9 @@ class _Neurons:
 
     def _add(self, step: Step) -> None:
         assert step.read is not None
+        some = 1 if self._gpu.rehearses else None  # one piece takes as much memory as all
         for part in self._parts:
-            self._stage.add_sum(step.target, step.read, self._layout, part, *self._about)
+            self._stage.add_sum(step.target, step.read, self._layout, part, *self._about, some)
         step.normed = None
 
     def close(self) -> None:
@@ -253,7 +256,7 @@ class StreamedLayers:
         own: dict[str, Any] = {"norm": _of_cpu(norm), "out_norm": _of_cpu(out_norm), "predictor": predictor}
         self._cpu.bundled_ffn(layer, layout, bundles, vectors=vectors, threshold=threshold, **own)
         about = self._cpu.config.layers[layer].neurons
-        parts = _Neurons(layer, self.stage, layout, bundles, about, vectors, threshold)
+        parts = _Neurons(layer, self._gpu, self.stage, layout, bundles, about, vectors, threshold)
         self._gpu.split_ffn(layer, _of_gpu(norm), parts, vectors.down_bias, _of_gpu(out_norm))
         self._add_span(layer, first, self._gpu.streamed_ffn(layer), bundles.nbytes)
 

@@ -116,7 +116,7 @@ def settle(
     _settle(
         stage,
         executor,
-        "cold neurons",
+        "cold neurons" if executor.streamed is None else "cold neurons and the layers in RAM",
         about,
         resolved,
         lambda: measured(stage, executor, ffns, sample()),

@@ -211,8 +211,10 @@ def _load_neurons(
         fusion = Fusion(executor, split.ffns, resolved)
 
         def settle() -> bool:
+            if fusion.settle(sample, progress):
+                return True
             _settle_prompts(executor, resolved, split, sample, progress)
-            return fusion.settle(sample, progress)
+            return False
 
         measured = None if earlier is None else earlier.measured
         held = hold_budget(executor, *limits, attempt, split, earlier=measured, settle=settle)
@@ -426,8 +428,8 @@ def _stage(resolved: Resolved, nbytes: int) -> Stage | None:
 def _settle_prompts(
     executor: SplitExecutor, resolved: Resolved, split: NeuronSplit | ExpertSplit, sample: Sample, progress: Progress
 ) -> None:
-    """Measure the crossing, if cold neurons can be streamed, or layers. From there on layers stream as neurons do.
-    GpuMemoryError if the GPU has too little memory for it."""
+    """Measure the crossing, if cold neurons can be streamed, or layers: these stream from the crossing of neurons on,
+    where any are cold. GpuMemoryError if the GPU has too little memory for it."""
     from powerinfer.hybrid.crossing import settle, settle_layers
     from powerinfer.kernels.gpu import FEW
 
@@ -449,3 +451,10 @@ def _settle_prompts(
         if split.stage is not None:
             why = "they are not as a GGUF file has them"
         executor.choices["prefill"] = f"the CPU computes what is cold ({why})"
+    if (
+        resolved.plan is not None
+        and executor.streamed is None
+        and not executor.gpu.has_head
+        and split.stage is not None
+    ):
+        executor.choices["prefill"] += "; the layers in RAM stay on the CPU (no room to stream them)"

@@ -22,7 +22,7 @@ from powerinfer.hardware.gpu_rates import software
 from powerinfer.kernels.gpu import FEW
 from powerinfer.neurons import Tier
 from powerinfer.placement.budget import gib, staged_in_ram, staged_on_gpu
-from powerinfer.placement.plan import with_less_vram, with_working_memory
+from powerinfer.placement.plan import GPU_ACCOUNTING, with_less_vram, with_working_memory
 from powerinfer.placement.solver import GROUP
 from powerinfer.sparsity.saved_trials import Key, find_entry, keep_entry, trial_key
 
@@ -81,28 +81,26 @@ class _Saved:
         keep_entry(self._path, KIND, _Kept, self._key, {"working": working, "measured": measured})
 
 
-def placement_facts(plan: Plan) -> dict[str, object]:
-    """What a plan depends on, beside the model, the options of every trial and the device: then neurons are placed
-    alike on every start, whatever is measured."""
-    request, gpu = plan.request, plan.request.hardware.gpu
-    assert gpu is not None
-    return {
-        "vram": gpu.memory_bytes if request.vram is None else request.vram,
-        "reserved": gpu.reserved_bytes,
-        "layers": f"{plan.claims.gpu_layers} {plan.claims.gpu_head}",
-        "profile": request.profile.digest,
-        "policy": request.policy,
-        "work": request.workload,
-        "staging": plan.claims.staging,
-    }
-
-
 class SavedMemory(_Saved):
     """Of a model with placed neurons: what they were placed by, and what was measured with that."""
 
     def __init__(self, resolved: Resolved) -> None:
-        assert resolved.plan is not None
-        super().__init__(resolved, placement_facts(resolved.plan))
+        plan = resolved.plan
+        assert plan is not None
+        request, gpu = plan.request, plan.request.hardware.gpu
+        assert gpu is not None
+        facts = {
+            "vram": gpu.memory_bytes if request.vram is None else request.vram,
+            "reserved": gpu.reserved_bytes,
+            "layers": f"{plan.claims.gpu_layers} {plan.claims.gpu_head}",
+            "profile": request.profile.digest,
+            "policy": request.policy,
+            "work": request.workload,
+            "staging": plan.claims.staging,
+            "passes": plan.claims.passes,
+            "accounting": GPU_ACCOUNTING,
+        }
+        super().__init__(resolved, facts)
 
     def find(self, plan: Plan) -> Held | None:
         """The plan by what was measured earlier; None if nothing was, or neurons do not fit into RAM then."""

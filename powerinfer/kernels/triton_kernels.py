@@ -936,7 +936,7 @@ def linear(w: Weight, x: Tensor, bias: Tensor | None = None, into: Tensor | None
     return out
 
 
-@triton.jit(do_not_specialize=["size", "splits"])
+@triton.jit(do_not_specialize=["splits"])
 def _sum_kernel(
     parts, bias, out, size, splits, rows,
     ADD: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,

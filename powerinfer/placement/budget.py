@@ -7,7 +7,7 @@ really takes is measured once it is there (`hybrid/vram.py`).
 Priority on the GPU: runtime and working memory; for one layer after another attention, norms, its KV cache
 (attention runs where its cache is) and its predictor; the output head; what is left is for hot neurons. The
 layers that do not fit run on the CPU as a whole. A small part of the room for neurons is used for buffers that stream
-those in RAM to the GPU for long prompts (devices/stage.py), if every neuron still fits. RAM holds
+those in RAM, and these layers, to the GPU for long prompts (devices/stage.py), if every neuron still fits. RAM holds
 runtime, working memory, the embedding and every dense part that is not on the GPU; what is left is for the other
 neurons. Without a GPU the engine keeps the dense matrices of the FFNs beside the bundles, for prompts; where RAM does
 not hold all of it, or not the experts that a GPU does not have, `disk.plan_disk` says what stays on disk.
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from powerinfer.config import AttentionConfig, ExpertsConfig
 from powerinfer.devices.link import link_bytes
-from powerinfer.devices.stage import BUFFERS, PIECE, buffer_bytes, expert_buffer, layer_buffer, return_buffer
+from powerinfer.devices.stage import BUFFERS, buffer_bytes, expert_buffer, layer_buffer, return_buffer
 from powerinfer.errors import RequestError, VramError
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.hardware.description import Hardware
@@ -46,7 +46,8 @@ STAGED = 16
 """Staging gets at most 1/STAGED of the room for neurons on a GPU."""
 
 PASSED = 4
-"""The same where layers in RAM stream, too: then less than one layer's attention is left for neurons."""
+"""The same where layers in RAM stream, too: then less is left than one more layer's attention, cache and predictor
+take, of which a sixteenth would make buffers too small for the bus."""
 
 EXPERT_STAGED = 8
 """Streaming experts gets at most 1/EXPERT_STAGED of their room: its buffers are of whole experts."""
@@ -381,30 +382,37 @@ def claim(
     left = ram - sum(cpu.values())
     if left < 0:
         raise _too_large(model, gpu, cpu, ram, hardware)
-    gpu_left = max(0, vram - sum(gpu.values()) - shared_on_gpu(model, layers))
+    room, shared = vram - sum(gpu.values()), shared_on_gpu(model, layers)
+    gpu_left = max(0, room - shared)
     left = max(0, left - shared_in_ram(model, layers))
-    passing = _passing(model, work, layers, gpu_left, left)
+    passing = _passing(model, work, layers, room, left)
     cold = gpu_left // (GROUP * model.gpu_neuron) < sum(-(-size // GROUP) for size in model.config.ffn_sizes[:layers])
     alone = _staging(model, work, gpu_left, left, STAGED) if cold else 0
     staging, beside, returned = passing or (alone, 0, 0)
-    gpu_left, left = gpu_left - staged_on_gpu(staging) - beside, left - staged_in_ram(staging) - returned
+    gpu_left, left = max(0, room - shared - staged_on_gpu(staging) - beside), left - staged_in_ram(staging) - returned
     if passing:
         gpu, cpu = gpu | {"passing": beside}, cpu | {"passing": returned}
     held = gpu, cpu, gpu_left, left
     return Claims(layers, head, *held, model.bundle.pitch, True, False, staging, passes=passing is not None)
 
 
-def _passing(model: Model, work: Workload, layers: int, gpu_left: int, left: int) -> tuple[int, int, int] | None:
+def _passing(model: Model, work: Workload, layers: int, room: int, left: int) -> tuple[int, int, int] | None:
     """Bytes of a staging buffer through which the layers behind the first `layers` stream, too, and what that takes
-    beside buffers on the GPU and in RAM; None: there are none, or there is no room for it."""
-    if layers == model.config.n_layers:
+    beside buffers on the GPU and in RAM; None: there are none, or there is no room for it. room: bytes on the GPU, with
+    those that groups of neurons would share: without neurons there nothing is shared."""
+    if layers == model.config.n_layers or work.selector == "all" or work.chunk <= kernels.FEW:
         return None
     beside = streamed_on_gpu(model, work, layers, 0, dense=False)
-    returned = BUFFERS * return_buffer(_passed_page(model, work, layers), work.tokens, PIECE)
-    staging = _staging(model, work, max(0, gpu_left - beside), left - returned, PASSED)
+    limit = max(0, room - beside) // (PASSED * staged_on_gpu(1))
+    staging = buffer_bytes(model.bundle, model.config.widest_ffn, limit)
     if not staging or not streamed_buffer(model, work, staging):
         return None
-    return staging, beside, streamed_in_ram(model, work, layers, staging) - staged_in_ram(staging)
+    returned = streamed_in_ram(model, work, layers, staging) - staged_in_ram(staging)
+    gpu_left = max(0, room - shared_on_gpu(model, layers) - staged_on_gpu(staging) - beside)
+    held = gpu_left // (GROUP * model.gpu_neuron)
+    held += max(0, left - staged_in_ram(staging) - returned) // (GROUP * model.bundle.pitch)
+    every = sum(-(-size // GROUP) for size in model.config.ffn_sizes)
+    return (staging, beside, returned) if held >= every else None
 
 
 def _claim_experts(

@@ -76,7 +76,7 @@ from powerinfer.placement.plan_document import (
 from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
 
-GPU_ACCOUNTING = 11
+GPU_ACCOUNTING = 12
 """Incremented when bytes or times on a GPU are counted differently, so that earlier plans with one are not reused."""
 
 POLICIES = ("time", "ilp", "greedy", "random")

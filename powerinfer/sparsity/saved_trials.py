@@ -143,13 +143,14 @@ def find_entry(path: Path, kind: str, schema: type[T], key: Key) -> T | None:
     return next((entry for _, entry in _read(path, kind, schema) if entry.key == key), None)
 
 
-def keep_entry(path: Path, kind: str, schema: type[T], key: Key, result: Mapping[str, Any]) -> str | None:
+def keep_entry(path: Path, kind: str, schema: type[T], key: Key, result: Mapping[str, Any] | None) -> str | None:
     """Write a result first, replacing one with the same key; older ones stay, up to `MAX_TRIALS` and as `LIMIT` allows.
+    None: there is none with this key any more.
 
     Returns why that failed, or None.
     """
     others = [raw for raw, entry in _read(path, kind, schema) if entry.key != key]
-    kept = [{"key": key, **result}, *others][:MAX_TRIALS]
+    kept = [*([] if result is None else [{"key": key, **result}]), *others][:MAX_TRIALS]
     while len(text := json.dumps({"format": FORMAT, "kind": kind, kind: kept}).encode()) > LIMIT and kept:
         kept.pop()
     try:
