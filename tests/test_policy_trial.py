@@ -145,7 +145,7 @@ def test_every_policy_decodes_the_same_steps(
 ) -> None:
     """By turns, and each finds the experts on the GPU that it left there."""
     seen: list[tuple[str, int, int, list[list[int]]]] = []
-    before, ffns, policies = policy_trial._decode, [], []
+    before, ffns, policies = policy_trial.decode_one, [], []
     of_ffns, of_policies = policy_trial.measured, {}
 
     def measured(executor: Any, every: Any, make: Any, *rest: Any) -> Any:
@@ -167,7 +167,7 @@ def test_every_policy_decodes_the_same_steps(
         seen.append((name, int(token), at, own))
 
     monkeypatch.setattr(policy_trial, "measured", measured)
-    monkeypatch.setattr(policy_trial, "_decode", decode)
+    monkeypatch.setattr(policy_trial, "decode_one", decode)
     _, llm = load(tmp_path, room)
     llm.close()
     assert sorted(policies) == sorted(EXPERT_POLICIES)
@@ -206,7 +206,7 @@ def test_a_trial_that_does_not_end_leaves_static(
                 if len(steps) > 20:
                     raise KeyboardInterrupt
 
-            patch.setattr(policy_trial, "_decode", stopped)
+            patch.setattr(policy_trial, "decode_one", stopped)
             with pytest.raises(KeyboardInterrupt):
                 load(tmp_path, room)
     again, llm = load(tmp_path, room)
