@@ -341,6 +341,26 @@ def test_what_layers_in_ram_stream_through_is_counted(
     assert tight.fits and not tight.claims.passes
 
 
+@pytest.mark.parametrize("quantize", [None, "q4_0"])
+def test_without_buffers_as_much_is_left_as_if_there_were_none(
+    tmp_path: Path, quantize: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where groups of neurons would share more than there is, and buffers take of that."""
+    monkeypatch.setattr(budget, "PASSED", 1)
+    path, quantize = models(tmp_path, "llama" if quantize is None else f"llama-{quantize}")
+    least, seen = request_of(path, quantize, 0, 1), set()
+    assert least.vram is not None
+    for more in range(0, 1 << 18, 1 << 10):
+        given = least.model, least.hardware, least.workload, least.vram + more, 1 << 30
+        claims = budget.claim(*given)
+        with monkeypatch.context() as patch:
+            patch.setattr(budget, "_passing", lambda *_: None)
+            patch.setattr(budget, "_staging", lambda *_: 0)
+            assert claims.without_buffers() == budget.claim(*given)
+        seen.add((claims.passes, claims.gpu_left == 0))
+    assert (True, True) in seen
+
+
 @pytest.mark.parametrize("name", ["llama", "llama-predictors"])
 def test_a_model_whose_last_layers_stream(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loaded within a budget that holds one layer: several requests, one of them with a prefix in the cache, twice, and

@@ -103,12 +103,14 @@ class Claims:
     gpu, cpu: bytes of all but the bundles, by use; gpu_left, cpu_left: what remains of the budgets, once there is room
     for what groups of bundles share, as if each group had neurons on both sides. cpu_neuron: bytes of a neuron in RAM
     beside that. staging: bytes of a buffer, 0 for none; what they take of either memory is not part of what is left.
-    passes: the layers in RAM stream through them, too, as a whole. bundles: neurons are placed as bundles, which then
-    go where there is room; panels: dense matrices of the FFNs are in RAM. slots: of each layer the number of its
-    experts on the GPU; None: the model has none, or no GPU is used. disk: what stays on disk, but for neurons beside a
-    GPU; None: nothing. slots_beside: neurons of each of the GPU's layers that RAM has room for beside those that it
-    keeps, where others are read from disk; 0: none are. Then the bundles of the other layers are not part of what is
-    left, and RAM has `cpu_gate` bytes of each neuron of the GPU's layers that the GPU does not have.
+    passes: the layers in RAM stream through them, too, as a whole. buffered: what more would be left for neurons on the
+    GPU without all that, which is less where groups of neurons would share more bytes than there are. bundles: neurons
+    are placed as bundles, which then go where there is room; panels: dense matrices of the FFNs are in RAM. slots: of
+    each layer the number of its experts on the GPU; None: the model has none, or no GPU is used. disk: what stays on
+    disk, but for neurons beside a GPU; None: nothing. slots_beside: neurons of each of the GPU's layers that RAM has
+    room for beside those that it keeps, where others are read from disk; 0: none are. Then the bundles of the other
+    layers are not part of what is left, and RAM has `cpu_gate` bytes of each neuron of the GPU's layers that the GPU
+    does not have.
     """
 
     gpu_layers: int
@@ -126,13 +128,16 @@ class Claims:
     slots_beside: int = 0
     cpu_gate: int = 0
     passes: bool = False
+    buffered: int = 0
 
     def without_buffers(self) -> Claims:
         """The same without buffers for long prompts."""
         gpu, cpu = ({use: n for use, n in held.items() if use != "passing"} for held in (self.gpu, self.cpu))
-        gpu_left = self.gpu_left + staged_on_gpu(self.staging) + self.gpu.get("passing", 0)
+        gpu_left = self.gpu_left + self.buffered
         cpu_left = self.cpu_left + staged_in_ram(self.staging) + self.cpu.get("passing", 0)
-        return replace(self, gpu=gpu, cpu=cpu, gpu_left=gpu_left, cpu_left=cpu_left, staging=0, passes=False)
+        return replace(
+            self, gpu=gpu, cpu=cpu, gpu_left=gpu_left, cpu_left=cpu_left, staging=0, passes=False, buffered=0
+        )
 
 
 def budgets(hardware: Hardware, vram: int | None, ram: int | None) -> tuple[int, int]:
@@ -387,13 +392,15 @@ def claim(
     left = max(0, left - shared_in_ram(model, layers))
     passing = _passing(model, work, layers, room, left)
     cold = gpu_left // (GROUP * model.gpu_neuron) < sum(-(-size // GROUP) for size in model.config.ffn_sizes[:layers])
-    alone = _staging(model, work, gpu_left, left, STAGED) if cold else 0
+    alone = _staging(model, work, gpu_left, left) if cold else 0
     staging, beside, returned = passing or (alone, 0, 0)
-    gpu_left, left = max(0, room - shared - staged_on_gpu(staging) - beside), left - staged_in_ram(staging) - returned
+    before, gpu_left = gpu_left, max(0, room - shared - staged_on_gpu(staging) - beside)
+    left -= staged_in_ram(staging) + returned
     if passing:
         gpu, cpu = gpu | {"passing": beside}, cpu | {"passing": returned}
-    held = gpu, cpu, gpu_left, left
-    return Claims(layers, head, *held, model.bundle.pitch, True, False, staging, passes=passing is not None)
+    held, buffered = (gpu, cpu, gpu_left, left), before - gpu_left
+    pitch, passes = model.bundle.pitch, passing is not None
+    return Claims(layers, head, *held, pitch, True, False, staging, passes=passes, buffered=buffered)
 
 
 def _passing(model: Model, work: Workload, layers: int, room: int, left: int) -> tuple[int, int, int] | None:
@@ -502,14 +509,13 @@ def _too_large(model: Model, gpu: Footprint, cpu: Footprint, ram: int, hardware:
     )
 
 
-def _staging(model: Model, work: Workload, gpu_left: int, left: int, part: int) -> int:
-    """Bytes of a staging buffer: the most with which all neurons still fit, and of at most 1/part of what is left on
-    the GPU. 0 if no prompt needs one."""
+def _staging(model: Model, work: Workload, gpu_left: int, left: int) -> int:
+    """Bytes of a staging buffer: the most with which all neurons still fit. 0 if no prompt needs one."""
     sizes = [-(-size // GROUP) for size in model.config.ffn_sizes]
     gpu_group, ram_group = GROUP * model.gpu_neuron, GROUP * model.bundle.pitch
     if work.selector == "all" or work.chunk <= kernels.FEW:
         return 0
-    limit = gpu_left // (part * staged_on_gpu(1))
+    limit = gpu_left // (STAGED * staged_on_gpu(1))
     while size := buffer_bytes(model.bundle, model.config.widest_ffn, limit):
         room = (gpu_left - staged_on_gpu(size)) // gpu_group + max(0, left - staged_in_ram(size)) // ram_group
         if room >= sum(sizes):

@@ -546,7 +546,7 @@ def _claims_with_slots(request: PlanRequest, claims: Claims) -> tuple[Claims | N
         slots, nbytes = resting_in_ram(model, first, threads, staging, selects)
         cpu = claims.cpu | {"scratch": claims.cpu["scratch"] + nbytes}
         own = replace(claims, cpu=cpu, cpu_neuron=neuron, cpu_gate=gate, slots_beside=slots, staging=staging)
-        own = replace(own, gpu_left=gpu_left - staged_on_gpu(staging))
+        own = replace(own, gpu_left=gpu_left - staged_on_gpu(staging), buffered=staged_on_gpu(staging))
         own = replace(own, cpu_left=cpu_left - staged_in_ram(staging) - nbytes - others)
         left = _left_for_neurons(own, _fewest_cold(request, own))
         if left >= 0:
