@@ -368,6 +368,21 @@ class Bundles:
     ) -> None:
         """Add the sum of the listed neurons of x to out, both [tokens, d_model], by one thread."""
 
+def apart_bundles(
+    neurons: int,
+    d_model: int,
+    gate_type: str | None,
+    up_type: str,
+    down_type: str,
+    spec: NeuronSpec,
+    up: NDArray[np.uint8] | None,
+    down: NDArray[np.uint8],
+) -> Bundles:
+    """
+    Neurons of a layer, whose rows of the first product, of gate or in a plain FFN of up, are left to a matrix: rows of
+    up, [groups, bytes of 32], None in a plain FFN, and of down, [groups, bytes of 32 and what they share], kept.
+    """
+
 def resting_bundles(
     slots: Slots,
     d_model: int,

@@ -298,6 +298,35 @@ std::shared_ptr<Bundles> make_bundles(Bytes2 data, int64_t neurons, int64_t d_mo
   return b;
 }
 
+// Rows of the first product are a matrix's: of a plain FFN those of up, else those of gate. The others lie apart from
+// them, those of up and those of down each one behind the other.
+std::shared_ptr<Bundles> make_apart_bundles(int64_t neurons, int64_t d_model,
+                                            const std::optional<std::string>& gate_type, const std::string& up_type,
+                                            const std::string& down_type, const NeuronSpec& spec,
+                                            std::optional<Bytes2> up, Bytes2 down) {
+  require(spec.activation.kind < PI_N_ACTS, "only experts have that activation");
+  require(up.has_value() == gate_type.has_value(), "rows of up go with gates");
+  auto b = std::make_shared<Bundles>();
+  const auto rows = [&](const std::string& name, int kind, Bytes2 data) {
+    const int64_t bytes = pi_row_bytes(row_type(name), d_model);
+    return rows_of(name, kind, d_model, neurons, data.data(), data.shape(0), data.shape(1), bytes, 0);
+  };
+  const auto elsewhere = [&](const std::string& name) {
+    check_row(row_type(name), PI_DOT, d_model);
+    return PiRows{down.data(), 0, 0, 0, d_model, row_type(name)};  // not null: else there would be no gate
+  };
+  b->down = rows(down_type, PI_ADD, down);
+  b->up = up ? rows(up_type, PI_DOT, *up) : elsewhere(up_type);
+  b->gate = gate_type ? elsewhere(*gate_type) : PiRows{nullptr, 0, 0, 0, d_model, 0};
+  b->firsts = false;
+  b->neurons = neurons;
+  b->members.resize((size_t)neurons);
+  std::iota(b->members.begin(), b->members.end(), 0);
+  b->spec = spec;
+  check_vectors(*b);
+  return b;
+}
+
 std::shared_ptr<Bundles> make_resting_bundles(std::shared_ptr<Slots> slots, int64_t d_model,
                                               const std::optional<std::string>& gate_type, const std::string& up_type,
                                               const std::string& down_type, std::optional<int64_t> gate_at,
@@ -341,7 +370,7 @@ void add_listed(const Bundles& b, const std::string& level, Floats2 x, Ints inde
   const int64_t tokens = (int64_t)x.shape(0), k = b.up.k, n = (int64_t)index.shape(0);
   require(tokens > 0 && tokens <= PI_NEURON_TOKENS, "bundles take between 1 and 32 tokens");
   require(!b.spec.activation.in_banks(), "topk selects by the gates of matrices");
-  require(!b.slots, "neurons on disk are summed in the steps of a program");
+  require(!b.slots && b.firsts, "neurons without their first rows are summed in the steps of a program");
   require((int64_t)x.shape(1) == k && out.shape(0) == x.shape(0) && (int64_t)out.shape(1) == k,
           "x and out must be [tokens, d_model]");
   std::vector<bool> listed((size_t)b.neurons, true);  // places that are empty count as listed
@@ -676,6 +705,12 @@ void bind_bundles(nb::module_& m) {
       .def_ro("neurons", &Bundles::neurons)
       .def("add", &add_listed, "level"_a, "x"_a, "index"_a, "out"_a.noconvert(), "threshold"_a = 0.0f,
            "Add the sum of the listed neurons of x to out, both [tokens, d_model], by one thread.");
+  m.def("apart_bundles", &make_apart_bundles, "neurons"_a, "d_model"_a, "gate_type"_a.none(), "up_type"_a,
+        "down_type"_a, "spec"_a, "up"_a.none(), "down"_a, nb::keep_alive<0, 7>(), nb::keep_alive<0, 8>(),
+        "Neurons of a layer, whose rows of the first product, of gate or in a plain FFN of up, are left to a matrix: "
+        "rows\n"
+        "of up, [groups, bytes of 32], None in a plain FFN, and of down, [groups, bytes of 32 and what they share], "
+        "kept.");
   m.def(
       "resting_bundles", &make_resting_bundles, "slots"_a, "d_model"_a, "gate_type"_a.none(), "up_type"_a,
       "down_type"_a, "gate_at"_a.none(), "up_at"_a.none(), "down_at"_a, "spec"_a, "shared"_a = nb::none(),

@@ -35,7 +35,7 @@ void Ffn::set_bundled(std::shared_ptr<NeuronSum> bundled, std::shared_ptr<const 
   check(recall_every >= 0, "an interval is negative");
   check(recall_every == 0 || (dense_ && dense_->in_memory()),
         "the recall of a predictor is sampled from matrices in memory");
-  check(dense_ || !bundles.slots, "neurons on disk have matrices beside them");
+  check(dense_ || (bundles.firsts && !bundles.slots), "neurons on disk, or without their first rows, have matrices");
   check(!predictor || bundles.firsts, "a predictor selects among whole bundles");
   if (predictor) {
     check(bundles.complete(), "a predictor is for an FFN that has all of its neurons");

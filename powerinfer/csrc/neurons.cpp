@@ -333,9 +333,34 @@ struct AddBF16 {
   static PI_INLINE_MEMBER f32x16 load(const uint8_t* row, int64_t c) { return f_load_bf16(row + 2 * c); }
 };
 
+// One token's columns in fours, so that a factor is loaded once for all of them.
+template <class A, int R>
+PI_INLINE int64_t add_float_to_one(const Rows<R>& w, int64_t begin, int64_t stop, const float* h, float* out) {
+  f32x16 by[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) by[r] = f_set(h[r]);
+  int64_t c = begin;
+  for (; c + 64 <= stop; c += 64) {
+    w.ask(2 * c);
+    w.ask(2 * c + 64);
+    f32x16 v[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) v[i] = f_load(out + c + 16 * i);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) v[i] = f_fma(A::load(w.now[r], c + 16 * i), by[r], v[i]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) f_store(out + c + 16 * i, v[i]);
+  }
+  return c;
+}
+
 template <class A, int R>
 PI_INLINE void add_float(const Rows<R>& w, int64_t k, int64_t begin, int64_t stop, const float* h, int64_t ldh,
                          int64_t tokens, float* out, int64_t ldo) {
+  if (tokens == 1) begin = add_float_to_one<A>(w, begin, stop, h, out);
   for (int64_t c = begin; c < stop; c += 16) {
     if (c % 32 == 0) w.ask(2 * c);
     f32x16 row[R];
@@ -562,12 +587,9 @@ PI_INLINE void add_some(const GroupStep& g, const uint8_t* scales, float d, int6
       if constexpr (TYPE == PI_Q4_1X32) v = f_fma(f_load_f16(mins + 2 * column), of_mins, v);
       f_store(out + column, v);
     };
-    if (k - c >= 128) {
 #pragma GCC unroll 8
-      for (int i = 0; i < 8; i++) finish(i);
-    } else {
-      for (int i = 0; 16 * i < k - c; i++) finish(i);
-    }
+    for (int i = 0; i < 8; i++)
+      if (16 * i < k - c) finish(i);
   }
 }
 

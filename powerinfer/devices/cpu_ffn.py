@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from powerinfer import _native
 from powerinfer.config import ModelConfig
+from powerinfer.formats.bundle_memory import ApartBundles, SomeBundles
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.neurons import BUNDLE_GROUP, NeuronVectors
 
 if TYPE_CHECKING:
     from powerinfer.devices.disk_neurons import NeuronSlots
-    from powerinfer.formats.bundle_memory import SomeBundles
     from powerinfer.neurons import BundleLayout, Predictor
 
 Float32 = NDArray[np.float32]
@@ -53,7 +53,7 @@ class PartMaker:
         self,
         layer: int,
         layout: BundleLayout,
-        bundles: NDArray[np.uint8] | SomeBundles,
+        bundles: NDArray[np.uint8] | SomeBundles | ApartBundles,
         vectors: NeuronVectors = (),
         *,
         neurons: int | None = None,
@@ -62,30 +62,23 @@ class PartMaker:
     ) -> _native.NeuronSum:
         """Neurons as bundles, and the sum that they add to the output.
 
-        bundles: uint8 [groups, layout.group_bytes] of all the layer's neurons, or some of them; they are kept. neurons:
-        their number, None: that of the layer. threshold: activations up to this magnitude count as zero; count_fired:
-        for each neuron, too, the tokens that it fires for.
+        bundles: uint8 [groups, layout.group_bytes] of all the layer's neurons, or those of some, or their rows without
+        those that a matrix has; they are kept. neurons: their number, None: that of the layer. threshold: activations
+        up to this magnitude count as zero; count_fired: for each neuron, too, the tokens that it fires for.
         """
-        counts = None
-        if isinstance(bundles, np.ndarray):
-            rows, neurons = bundles, neurons or self.config.ffn_sizes[layer]
-        else:
+        gate_type, neurons = layout.gate_type if layout.gated else None, neurons or self.config.ffn_sizes[layer]
+        types = (self.config.d_model, gate_type, layout.gate_type, layout.down_type)
+        if isinstance(bundles, ApartBundles):
+            spec = self._spec(layer, vectors)
+            native = _native.apart_bundles(neurons, *types, spec, bundles.up, bundles.down)
+            return _native.NeuronSum(self._workspace, native, threshold, count_fired)
+        if isinstance(bundles, SomeBundles):
             rows, neurons, counts = bundles.rows, len(bundles.index), bundles.counts
             vectors = [_placed(bundles, one) for one in vectors]
-        native = _native.Bundles(
-            rows,
-            neurons,
-            self.config.d_model,
-            layout.gate_type if layout.gated else None,
-            layout.gate_type,
-            layout.down_type,
-            layout.pitch,
-            layout.gate_at if layout.gated else 0,
-            layout.up_at,
-            layout.down_at,
-            self._spec(layer, vectors),
-            counts,
-        )
+        else:
+            rows, counts = bundles, None
+        places = (layout.pitch, layout.gate_at if layout.gated else 0, layout.up_at, layout.down_at)
+        native = _native.Bundles(rows, neurons, *types, *places, self._spec(layer, vectors), counts)
         return _native.NeuronSum(self._workspace, native, threshold, count_fired)
 
     def least_slots(self, neurons: int) -> int:
@@ -168,7 +161,7 @@ class CpuFfn:
     def add_bundles(
         self,
         layout: BundleLayout,
-        rows: NDArray[np.uint8],
+        rows: NDArray[np.uint8] | ApartBundles,
         *,
         threshold: float = 0.0,
         predictor: Weights | None = None,
@@ -177,10 +170,10 @@ class CpuFfn:
     ) -> None:
         """Give an FFN of matrices its neurons as bundles too; it stays dense until `set_ways` says otherwise.
 
-        rows: uint8 [groups, layout.group_bytes], kept; threshold: activations up to this magnitude count as zero;
-        recall_every: steps between samples of the predictor's recall, 0 for none; dense_above: of the neurons, the
-        share from which on a step of `exact`, whose gates are known, computes the rest from the matrices. ValueError
-        for shapes that are not the layer's.
+        rows: uint8 [groups, layout.group_bytes], or without a predictor those apart; kept. threshold: activations up to
+        this magnitude count as zero; recall_every: steps between samples of the predictor's recall, 0 for none;
+        dense_above: of the neurons, the share from which on a step of `exact`, whose gates are known, computes the rest
+        from the matrices. ValueError for shapes that are not the layer's.
         """
         neurons = self._parts.bundled(
             self._layer, layout, rows, self._vectors, neurons=self.neurons, threshold=threshold

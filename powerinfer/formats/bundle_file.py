@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from powerinfer.config import ModelConfig
-from powerinfer.formats.bundle_memory import owned
+from powerinfer.formats.bundle_memory import ApartBundles, apart, apart_bytes, owned
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.prepared import BUNDLES, LINE, PreparedFile
@@ -77,6 +77,19 @@ class BundleFile:
         rows = self.layers[layer]
         self.file.populate(rows)
         own = owned(rows)
+        self.file.release(rows)
+        return own
+
+    @property
+    def apart_bytes(self) -> tuple[int, ...]:
+        """For each layer the bytes that `copied_apart` takes."""
+        return tuple(apart_bytes(own, len(rows)) for own, rows in zip(self.layouts, self.layers, strict=True))
+
+    def copied_apart(self, layer: int, memory: Bytes) -> ApartBundles:
+        """The same without the rows of the first product, into `memory`, uint8 of the layer's `apart_bytes`."""
+        rows = self.layers[layer]
+        self.file.populate(rows)
+        own = apart(self.layouts[layer], rows, memory)
         self.file.release(rows)
         return own
 

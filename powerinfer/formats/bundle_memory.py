@@ -1,6 +1,7 @@
 """Bundles in memory: some of a layer's neurons copied out of the bundle file, and cut into pieces for a transfer.
 
-The bundles of the copied neurons are stored group by group (`SomeBundles`), each followed by its shared scales.
+The bundles of the copied neurons are stored group by group (`SomeBundles`), each followed by its shared scales; or
+their rows lie apart, without those that a matrix has (`ApartBundles`).
 """
 
 from __future__ import annotations
@@ -36,6 +37,18 @@ class SomeBundles:
         first = np.cumsum(self.counts) - self.counts
         group = self.index // BUNDLE_GROUP
         return (group * BUNDLE_GROUP + np.arange(len(self.index)) - first[group]).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class ApartBundles:
+    """The rows of a layer's neurons, copied, but those of the first product, which a matrix has.
+
+    up: uint8 [groups, BUNDLE_GROUP rows], None in a plain FFN, whose first product it is; down: uint8 [groups,
+    BUNDLE_GROUP rows and their shared scales].
+    """
+
+    up: Bytes | None
+    down: Bytes
 
 
 def some_bytes(layout: BundleLayout, index: Indices) -> int:
@@ -78,6 +91,26 @@ def gather(layout: BundleLayout, groups: Bytes, index: Indices, memory: Bytes | 
         out[at + size : at + size + layout.shared_bytes] = group[bundles : bundles + layout.shared_bytes]
         first, at = first + count, at + size + layout.shared_bytes
     return SomeBundles(index, counts, out.reshape(1, -1))
+
+
+def apart_bytes(layout: BundleLayout, groups: int) -> int:
+    """Bytes of so many groups of `ApartBundles`."""
+    return groups * (layout.group_bytes - BUNDLE_GROUP * layout.gate_bytes)
+
+
+def apart(layout: BundleLayout, groups: Bytes, memory: Bytes) -> ApartBundles:
+    """The rows of `groups`, uint8 [groups, layout.group_bytes], copied into `memory`, uint8 [apart_bytes], which is
+    kept."""
+    bundles = groups[:, : BUNDLE_GROUP * layout.pitch].reshape(len(groups), BUNDLE_GROUP, layout.pitch)
+    up, down = bundles[:, :, layout.up_at : layout.down_at], bundles[:, :, layout.down_at :]
+    ups = up.size if layout.gated else 0
+    if layout.gated:
+        np.copyto(memory[:ups].reshape(up.shape), up)
+    rest = memory[ups:].reshape(len(groups), -1)
+    rows = BUNDLE_GROUP * layout.down_bytes
+    np.copyto(rest[:, :rows].reshape(len(groups), BUNDLE_GROUP, -1), down)
+    rest[:, rows:] = groups[:, BUNDLE_GROUP * layout.pitch :]
+    return ApartBundles(memory[:ups].reshape(len(groups), -1) if layout.gated else None, rest)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
 from powerinfer.progress import Progress, silent
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from powerinfer.devices.cpu import CpuExecutor
     from powerinfer.devices.disk import DiskTier
     from powerinfer.formats.bundle_file import BundleFile
+    from powerinfer.formats.bundle_memory import ApartBundles
     from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.formats.quant import Bytes
     from powerinfer.sparsity.saved_trials import SavedTrials
@@ -296,12 +299,20 @@ the rows of those that fire (docs/selectors.md)."""
 def _load(
     executor: CpuExecutor, engine: EngineConfig, selection: Selection, bundles: BundleFile, progress: Progress
 ) -> None:
+    from powerinfer.formats.bundle_memory import own_pages
     from powerinfer.system import available_memory
 
+    number, sizes = range(len(bundles.layers)), bundles.apart_bytes
+    whole = selection.predictors is not None  # else gates are computed from the matrices
     with ThreadPoolExecutor(2) as pool:  # one thread cannot use the full memory bandwidth
-        layers: Iterable[Bytes] = bundles.layers  # read from the mapped file if they do not fit
-        if bundles.nbytes < available_memory() * 3 // 4:  # a copy cannot be reclaimed: leave a quarter to others
-            layers = pool.map(bundles.copied, range(len(bundles.layers)))
+        layers: Iterable[Bytes | ApartBundles] = bundles.layers  # read from the mapped file if they do not fit
+        # a copy cannot be reclaimed: leave a quarter to others
+        if (bundles.nbytes if whole else sum(sizes)) < available_memory() * 3 // 4:
+            if whole:
+                layers = pool.map(bundles.copied, number)
+            else:  # in one piece: a layer may be too small for huge pages
+                memory = np.split(own_pages(sum(sizes)), np.cumsum(sizes)[:-1])
+                layers = pool.map(bundles.copied_apart, number, memory)
         for layer, rows in enumerate(layers):
             executor.ffns[layer].add_bundles(
                 bundles.layouts[layer],
