@@ -379,8 +379,8 @@ def apart_bundles(
     down: NDArray[np.uint8],
 ) -> Bundles:
     """
-    Neurons of a layer, whose rows of the first product, of gate or in a plain FFN of up, are left to a matrix: rows of
-    up, [groups, bytes of 32], None in a plain FFN, and of down, [groups, bytes of 32 and what they share], kept.
+    Neurons of a layer beside a matrix with their first product, of gate or in a plain FFN of up: their rows of
+    up, [groups, bytes of 32], None in a plain FFN, and of down, [groups, bytes of 32 and what they share]; kept.
     """
 
 def resting_bundles(
