@@ -705,10 +705,11 @@ void bind_bundles(nb::module_& m) {
       .def_ro("neurons", &Bundles::neurons)
       .def("add", &add_listed, "level"_a, "x"_a, "index"_a, "out"_a.noconvert(), "threshold"_a = 0.0f,
            "Add the sum of the listed neurons of x to out, both [tokens, d_model], by one thread.");
-  m.def("apart_bundles", &make_apart_bundles, "neurons"_a, "d_model"_a, "gate_type"_a.none(), "up_type"_a,
-        "down_type"_a, "spec"_a, "up"_a.none(), "down"_a, nb::keep_alive<0, 7>(), nb::keep_alive<0, 8>(),
-        "Neurons of a layer beside a matrix with their first product, of gate or in a plain FFN of up: their rows of\n"
-        "up, [groups, bytes of 32], None in a plain FFN, and of down, [groups, bytes of 32 and what they share]; kept.");
+  m.def(
+      "apart_bundles", &make_apart_bundles, "neurons"_a, "d_model"_a, "gate_type"_a.none(), "up_type"_a, "down_type"_a,
+      "spec"_a, "up"_a.none(), "down"_a, nb::keep_alive<0, 7>(), nb::keep_alive<0, 8>(),
+      "Neurons of a layer beside a matrix with their first product, of gate or in a plain FFN of up: their rows of\n"
+      "up, [groups, bytes of 32], None in a plain FFN, and of down, [groups, bytes of 32 and what they share]; kept.");
   m.def(
       "resting_bundles", &make_resting_bundles, "slots"_a, "d_model"_a, "gate_type"_a.none(), "up_type"_a,
       "down_type"_a, "gate_at"_a.none(), "up_at"_a.none(), "down_at"_a, "spec"_a, "shared"_a = nb::none(),
