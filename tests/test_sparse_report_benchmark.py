@@ -17,10 +17,12 @@ from model_files import experts_gguf
 from sparse_models import TEXT, give_bundles, give_predictor, tiny_llama
 from test_sparse_benchmark import OWN, PEER
 
-from benchmarks.sparse import neurons, report
+from benchmarks.sparse import neurons, report, retyped
 from benchmarks.sparse.report_page import page
 from powerinfer.cli.main import main as cli
 from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.gguf import read_gguf
+from powerinfer.formats.quant import dequantize
 from powerinfer.sparsify.torch_model import TorchModel
 
 ITEMS = [{"context": TEXT[at : at + 20], "choices": [TEXT[30:39], "ab"], "answer": at % 2} for at in range(6)]
@@ -47,6 +49,20 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
     monkeypatch.setattr(report, "command", command)
     return lambda: seen
+
+
+def test_a_model_in_another_type(tmp_path: Path) -> None:
+    source, target = tiny_llama(tmp_path / "m.gguf", "cats", limits=True), tmp_path / "q8_0.gguf"
+    retyped.retype(source, "Q8_0", target)
+    before, after = read_gguf(source), read_gguf(target)
+    assert after.metadata == before.metadata and after.tensors.keys() == before.tensors.keys()
+    for name, tensor in before.tensors.items():
+        if not name.startswith("blk.") or len(tensor.shape) == 1:
+            assert after.tensors[name].type == tensor.type and (after.tensors[name].data == tensor.data).all()
+            continue
+        was, now = (dequantize(retyped.rows(one), one.type) for one in (tensor, after.tensors[name]))
+        assert after.tensors[name].type == "Q8_0" and 0 < np.abs(now - was).max() <= np.abs(was).max() / 250
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["m.gguf", "q8_0.gguf"]
 
 
 def test_the_report(

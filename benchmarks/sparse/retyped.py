@@ -1,0 +1,53 @@
+"""A GGUF model with the matrices of its layers in another type: decode speed depends on the type.
+
+    python -m benchmarks.sparse.retyped smollm2-sparse q8_0 sparse-q8_0.gguf
+
+Embedding, head, norms and vectors stay as they are, and so does the metadata. Parts become one file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from powerinfer.formats.gguf import metadata_bytes, read_gguf, write_gguf
+from powerinfer.formats.quant import Bytes, block_type, dequantize, quantize
+from powerinfer.formats.tensors import RawTensor
+from powerinfer.hub import resolve_model
+
+
+def retype(source: Path, type_name: str, target: Path) -> None:
+    file = read_gguf(source)
+    changed = {name for name, own in file.tensors.items() if name.startswith("blk.") and len(own.shape) > 1}
+    tensors = [
+        (name, type_name if name in changed else own.type, own.shape) for name, own in file.tensors.items()
+    ]  # in the order of the data
+    metadata = {key: value for key, value in metadata_bytes(file.files[0].path).items() if not key.startswith("split.")}
+
+    def data() -> Iterator[Bytes]:
+        for name, own in file.tensors.items():
+            yield quantize(dequantize(rows(own), own.type), type_name).reshape(-1) if name in changed else own.data
+
+    part = target.with_name(f"{target.name}.part")
+    with part.open("wb") as to:
+        write_gguf(to, metadata, tensors, data())
+    part.rename(target)
+
+
+def rows(tensor: RawTensor) -> Bytes:
+    return tensor.data.reshape(math.prod(tensor.shape[:-1]), block_type(tensor.type).row_bytes(tensor.shape[-1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a path, or a name that `powerinfer pull` knows")
+    parser.add_argument("type", type=str.upper)
+    parser.add_argument("out", type=Path)
+    args = parser.parse_args()
+    retype(resolve_model(args.model), args.type, args.out)
+
+
+if __name__ == "__main__":
+    main()
