@@ -36,7 +36,19 @@ bool DenseNeurons::same_kind(const Bundles& bundles) const {
 }
 
 void DenseNeurons::sum(Thread& t, const PiActs* acts, int64_t tokens, const Destination& to, int64_t* fired) const {
-  add_down(t, tokens, multiply(t, acts, tokens), to, fired);
+  Program& p = *t.program;
+  Workspace& w = *p.workspace;
+  if (p.watch || !in_memory() || !Workspace::deals(tokens, *up_))
+    return add_down(t, tokens, multiply(t, acts, tokens), to, fired);
+  w.pool->deal(up_->panels, spec_.activation.panels(Workspace::DEALT), [&](int64_t p0, int64_t p1) {
+    const Columns part(*up_, p0, p1);
+    multiply(t, acts, tokens, part);
+    forms_of_h(t, tokens, part, fired);
+  });
+  w.pool->barrier();
+  const PiActs h = forms_of_h(t, tokens, Columns(*up_, 0, 0), nullptr);
+  w.dealt_product(t.id, *down_, &h, tokens, to);
+  w.pool->barrier();
 }
 
 void DenseNeurons::count_fired(const Thread& t, const Columns& mine, int64_t tokens, int64_t* fired) {
@@ -47,10 +59,15 @@ void DenseNeurons::count_fired(const Thread& t, const Columns& mine, int64_t tok
 }
 
 Columns DenseNeurons::multiply(Thread& t, const PiActs* acts, int64_t tokens) const {
+  // two panels: a whole block of the activations below
+  const Columns mine(*up_, *t.program->workspace->pool, t.id, spec_.activation.panels(2));
+  multiply(t, acts, tokens, mine);
+  return mine;
+}
+
+void DenseNeurons::multiply(Thread& t, const PiActs* acts, int64_t tokens, const Columns& mine) const {
   Program& p = *t.program;
   Workspace& w = *p.workspace;
-  // two panels: a whole block of the activations below
-  const Columns mine(*up_, *w.pool, t.id, spec_.activation.panels(2));
   if (gate_) w.linear(t.id, *gate_, spec_.gate_bias, acts, p.gate, p.ldh, tokens, false, mine.p0, mine.p1);
   w.linear(t.id, *up_, spec_.up_bias, acts, gate_ ? p.up : p.gate, p.ldh, tokens, false, mine.p0, mine.p1);
   Watch* const watch = p.watch.get();
@@ -65,7 +82,6 @@ Columns DenseNeurons::multiply(Thread& t, const PiActs* acts, int64_t tokens) co
     if (watch) watch->after(look, i, h);
   }
   if (watch && mine.n()) watch->count(look, tokens);
-  return mine;
 }
 
 Columns DenseNeurons::activate(Thread& t, const PiActs* acts, int64_t tokens) const {
@@ -103,9 +119,17 @@ Columns DenseNeurons::multiply_up(Thread& t, const PiActs* acts, int64_t tokens,
 
 void DenseNeurons::add_down(Thread& t, int64_t tokens, const Columns& mine, const Destination& to,
                             int64_t* fired) const {
+  Workspace& w = *t.program->workspace;
+  const PiActs h = forms_of_h(t, tokens, mine, fired);
+  w.pool->barrier();
+  w.product(t.id, *down_, &h, tokens, to);
+  w.pool->barrier();
+}
+
+// The input of down, of which these columns are written.
+PiActs DenseNeurons::forms_of_h(Thread& t, int64_t tokens, const Columns& mine, int64_t* fired) const {
   if (fired) count_fired(t, mine, tokens, fired);
   Program& p = *t.program;
-  Workspace& w = *p.workspace;
   const int form = down_->form();
   PiActs h = p.hidden.rows(down_->k);
   h.f = p.gate;
@@ -113,10 +137,8 @@ void DenseNeurons::add_down(Thread& t, int64_t tokens, const Columns& mine, cons
   if (form != PI_FORM_F32) {
     for (int64_t i = 0; i < tokens && mine.n(); i++) {
       const PiActs own = pi_acts_from(&h, i, mine.c0);
-      w.kernels->forms(own.f, mine.n(), form, &own);
+      p.workspace->kernels->forms(own.f, mine.n(), form, &own);
     }
   }
-  w.pool->barrier();
-  w.product(t.id, *down_, &h, tokens, to);
-  w.pool->barrier();
+  return h;
 }

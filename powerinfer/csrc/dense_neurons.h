@@ -37,6 +37,8 @@ class DenseNeurons {
 
  private:
   const Matrix& first() const { return gate_ ? *gate_ : *up_; }  // what the activation is on
+  void multiply(Thread& t, const PiActs* acts, int64_t tokens, const Columns& mine) const;
+  PiActs forms_of_h(Thread& t, int64_t tokens, const Columns& mine, int64_t* fired) const;
   static void count_fired(const Thread& t, const Columns& mine, int64_t tokens, int64_t* fired);
 
   NeuronSpec spec_;  // biases and thresholds padded to whole panels

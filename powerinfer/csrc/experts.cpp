@@ -372,7 +372,7 @@ void Experts::multiply_all(Thread& t, ExpertRows& rows, const PiActs& acts, bool
       if (rows.active.empty()) return;
     }
     const bool settles = resting_ && resting_->settles();
-    multiply(t, rows, acts, one);
+    multiply(t, rows, acts, one, true);
     w.pool->barrier();
     if (settles) w.settle(t.id);
     add_down(t, rows);
@@ -498,11 +498,12 @@ bool Experts::fetch(Program& program) {
         for (int64_t i = std::max<int64_t>(first - at, 0); i < std::min(last - at, n); i += 64) fetch_line(data + i);
         at += n;
       };
-      each_share(t, rows, up_[0].panels, 2, [&](size_t e, int64_t p0, int64_t p1) {
+      each_share(t, rows, up_[0].panels, 2, false, [&](size_t e, int64_t p0, int64_t p1) {
         if (!gate_.empty()) lines(gate_[e], p0, p1);
         lines(up_[e], p0, p1);
       });
-      each_share(t, rows, down_[0].panels, 2, [&](size_t e, int64_t p0, int64_t p1) { lines(down_[e], p0, p1); });
+      each_share(t, rows, down_[0].panels, 2, false,
+                 [&](size_t e, int64_t p0, int64_t p1) { lines(down_[e], p0, p1); });
       if (at > last) more = true;
     });
   rows.fetched = last;
@@ -643,22 +644,31 @@ PiActs Experts::gather(Thread& t, const ExpertRows& rows, const PiActs* acts, in
 }
 
 // Calls work(expert, first panel, last panel) for this thread's share of the panels of all active experts, in whole
-// units: shares cost about the same however the rows are distributed.
+// units: shares cost about the same however the rows are distributed. dealt: of many rows what a free thread takes.
 template <class F>
-void Experts::each_share(const Thread& t, const ExpertRows& rows, int64_t panels, int64_t unit, F work) const {
+void Experts::each_share(const Thread& t, const ExpertRows& rows, int64_t panels, int64_t unit, bool dealt,
+                         F work) const {
   const size_t n = rows.active.size();
-  const int64_t units = (panels + unit - 1) / unit;
+  if (n == 0) return;
+  const int64_t units = (panels + unit - 1) / unit, all = rows.cost[n] * units;
+  const auto part = [&](int64_t from, int64_t to) {
+    for (size_t i = 0; i < n; i++) {
+      const int64_t each = rows.cost[i + 1] - rows.cost[i], before = rows.cost[i] * units;
+      const auto first = [&](int64_t cost) {  // the unit that begins there or next
+        return std::clamp((cost - before + each - 1) / each, (int64_t)0, units) * unit;
+      };
+      const int64_t p0 = std::min(first(std::max(from, before)), panels),
+                    p1 = std::min(first(std::max(to, before)), panels);
+      if (p0 < p1) work(rows.active[i], p0, p1);
+    }
+  };
+  Pool& pool = *t.program->workspace->pool;
+  const int64_t cost_of_weights = 2 * (int64_t)n;
+  if (dealt && !resting_ && Workspace::deals(rows.cost[n] - cost_of_weights, up_[0]))
+    return pool.deal(all, rows.cost[n], part);
   int64_t from, to;
-  share(rows.cost[n] * units, 1, t.program->workspace->pool->threads(), t.id, &from, &to);
-  for (size_t i = 0; i < n; i++) {
-    const int64_t each = rows.cost[i + 1] - rows.cost[i], before = rows.cost[i] * units;
-    const auto first = [&](int64_t cost) {  // the unit that begins there or next
-      return std::clamp((cost - before + each - 1) / each, (int64_t)0, units) * unit;
-    };
-    const int64_t p0 = std::min(first(std::max(from, before)), panels),
-                  p1 = std::min(first(std::max(to, before)), panels);
-    if (p0 < p1) work(rows.active[i], p0, p1);
-  }
+  share(all, 1, pool.threads(), t.id, &from, &to);
+  part(from, to);
 }
 
 namespace {
@@ -668,14 +678,14 @@ const Vector& bias_of(const std::vector<Vector>& biases, size_t e) { return bias
 }  // namespace
 
 // h of all rows: this thread's share, times the weights of the rows, in the form that down takes.
-void Experts::multiply(Thread& t, const ExpertRows& rows, const PiActs& acts, bool one) {
+void Experts::multiply(Thread& t, const ExpertRows& rows, const PiActs& acts, bool one, bool dealt) {
   Workspace& w = *t.program->workspace;
   float *const gate = rows.floats(rows.gate), *const up = rows.floats(rows.up);
   const int form = down_[0].form();
   PiActs hidden = rows.hidden.rows(neurons_);
   hidden.f = gate;
   hidden.ldf = rows.ldh;
-  each_share(t, rows, up_[0].panels, 2, [&](size_t e, int64_t p0, int64_t p1) {  // two panels: a block of h
+  each_share(t, rows, up_[0].panels, 2, dealt, [&](size_t e, int64_t p0, int64_t p1) {  // two panels: a block of h
     const int64_t begin = rows.begin[e], n = rows.begin[e + 1] - begin, c0 = p0 * PI_LANES;
     const int64_t lanes = (p1 - p0) * PI_LANES, columns = std::min(neurons_ - c0, lanes);
     const PiActs x = pi_acts_from(&acts, one ? 0 : begin, 0);
@@ -707,7 +717,7 @@ void Experts::add_down(Thread& t, const ExpertRows& rows) const {
   PiActs hidden = rows.hidden.rows(neurons_);
   hidden.f = rows.floats(rows.gate);
   hidden.ldf = rows.ldh;
-  each_share(t, rows, down_[0].panels, 2, [&](size_t e, int64_t p0, int64_t p1) {
+  each_share(t, rows, down_[0].panels, 2, true, [&](size_t e, int64_t p0, int64_t p1) {
     const int64_t begin = rows.begin[e], n = rows.begin[e + 1] - begin;
     const PiActs h = pi_acts_from(&hidden, begin, 0);
     float* out = rows.floats(rows.out) + begin * rows.ldy;
@@ -763,7 +773,7 @@ void Experts::list_firing(Thread& t, ExpertRows& rows, const PiActs* acts, int64
   const int64_t ldk = n_ * neurons_;
   own.n = 0;
   std::fill(own.counts, own.counts + PI_NEURON_TOKENS, 0);
-  each_share(t, rows, gate_[0].panels, 2, [&](size_t e, int64_t p0, int64_t p1) {
+  each_share(t, rows, gate_[0].panels, 2, false, [&](size_t e, int64_t p0, int64_t p1) {
     const int64_t begin = rows.begin[e], n = rows.begin[e + 1] - begin, c0 = p0 * PI_LANES;
     const int64_t lanes = (p1 - p0) * PI_LANES, first = (int64_t)e * neurons_ + c0;
     const PiActs x = pi_acts_from(&inputs, tokens == 1 ? 0 : begin, 0);
@@ -821,7 +831,7 @@ void Experts::list_predicted(Thread& t, ExpertRows& rows, const Rows& x, bool sa
   const PiActs inputs = tokens == 1 ? *hidden : gather(t, rows, hidden, predictor_->rank(), out_[0].form());
   own.n = 0;
   std::fill(own.counts, own.counts + PI_NEURON_TOKENS, 0);
-  each_share(t, rows, out_[0].panels, 2, [&](size_t e, int64_t p0, int64_t p1) {
+  each_share(t, rows, out_[0].panels, 2, false, [&](size_t e, int64_t p0, int64_t p1) {
     const int64_t begin = rows.begin[e], n = rows.begin[e + 1] - begin, c0 = p0 * PI_LANES;
     const int64_t lanes = (p1 - p0) * PI_LANES, first = (int64_t)e * neurons_ + c0;
     const PiActs acts = pi_acts_from(&inputs, tokens == 1 ? 0 : begin, 0);
@@ -851,8 +861,8 @@ void Experts::sample(Thread& t, const ExpertRows& rows, const PiActs* acts, int6
   const NeuronLists& lists = t.program->workspace->lists();
   Ffn::Recall& own = sampled_[(size_t)t.id];
   own = {};
-  multiply(t, rows, tokens == 1 ? *acts : gather(t, rows, acts), tokens == 1);
-  each_share(t, rows, up_[0].panels, 2, [&](size_t e, int64_t p0, int64_t p1) {  // as those of `multiply`
+  multiply(t, rows, tokens == 1 ? *acts : gather(t, rows, acts), tokens == 1, false);
+  each_share(t, rows, up_[0].panels, 2, false, [&](size_t e, int64_t p0, int64_t p1) {  // as those of `multiply`
     for (int64_t r = rows.begin[e]; r < rows.begin[e + 1]; r++) {
       const float* const h = rows.floats(rows.gate) + r * rows.ldh;
       const float* const z = lists.z.data() + rows.token_of[(size_t)r] * lists.ldz + (int64_t)e * neurons_;

@@ -155,7 +155,7 @@ class Experts : public Op {
   template <class F>
   void multiply_all(Thread& t, ExpertRows& rows, const PiActs& acts, bool one, F next);
   template <class F>
-  void each_share(const Thread& t, const ExpertRows& rows, int64_t panels, int64_t unit, F work) const;
+  void each_share(const Thread& t, const ExpertRows& rows, int64_t panels, int64_t unit, bool dealt, F work) const;
   void weigh_shared(const Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const;
   void keep(const ExpertRows& rows, int64_t tokens);
   void order_rows(ExpertRows& rows, int64_t tokens, const int32_t* selected, const float* weights) const;
@@ -165,7 +165,7 @@ class Experts : public Op {
     return gather(t, rows, acts, d_model_, (gate_.empty() ? 0 : gate_[0].form()) | up_[0].form());
   }
   PiActs gather(Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t k, int forms) const;
-  void multiply(Thread& t, const ExpertRows& rows, const PiActs& acts, bool one);
+  void multiply(Thread& t, const ExpertRows& rows, const PiActs& acts, bool one, bool dealt);
   // A product of one expert's gate, up or down, from matrices or from bundles.
   template <class R>
   void product(const Thread& t, const ExpertRows& rows, const Matrix& matrix, const Vector& bias, const PiActs& acts,

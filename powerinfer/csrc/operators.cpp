@@ -109,19 +109,33 @@ class AttentionIn : public Op {
     const PiActs* acts =
         here.w.prepare(t.id, p.residual(0, step.tokens), in_.norm, in_.q->form() | in_.k->form() | in_.v->form());
     // Whole heads to each thread: it can rotate them and store them without waiting for another.
+    const auto multiply = [&](int64_t begin, int64_t end) {
+      part(here, *in_.q, in_.q_bias, acts, step, begin, end, 0, heads);
+      part(here, *in_.k, in_.k_bias, acts, step, begin, end, heads, kv);
+      part(here, *in_.v, in_.v_bias, acts, step, begin, end, heads + kv, kv);
+    };
+    const auto finish = [&](int64_t begin, int64_t end) {
+      for (const Run& run : step.runs)
+        for (int64_t i = 0; i < run.count; i++) finish_heads(here, run, i, begin, end);
+    };
+    const bool wide = q_wide_ || k_wide_;
+    if (!wide && Workspace::deals(step.tokens, *in_.q) && in_.k->data && in_.v->data) {
+      here.w.pool->deal(heads + 2 * kv, 1, [&](int64_t begin, int64_t end) {
+        multiply(begin, end);
+        finish(begin, end);
+      });
+      return here.barrier();
+    }
     int64_t begin, end;
     here.share_of(heads + 2 * kv, &begin, &end);
-    part(here, *in_.q, in_.q_bias, acts, step, begin, end, 0, heads);
-    part(here, *in_.k, in_.k_bias, acts, step, begin, end, heads, kv);
-    part(here, *in_.v, in_.v_bias, acts, step, begin, end, heads + kv, kv);
-    if (q_wide_ || k_wide_) {
+    multiply(begin, end);
+    if (wide) {
       here.barrier();
       if (q_wide_) normalise_heads(here, in_.q_norm, step.tokens, 0, heads);
       if (k_wide_) normalise_heads(here, in_.k_norm, step.tokens, heads, kv);
       here.barrier();
     }
-    for (const Run& run : step.runs)
-      for (int64_t i = 0; i < run.count; i++) finish_heads(here, run, i, begin, end);
+    finish(begin, end);
     here.barrier();
   }
 
@@ -194,7 +208,6 @@ class Attention : public Op {
   const char* name() const override { return "attention"; }
   void run(Thread& t, const Step& step) override {
     const Here here(t);
-    const int threads = here.w.pool->threads();
     const int64_t kv = kv_.kv_heads, group = heads_ / kv;
     if ((int64_t)step.runs.size() == step.tokens) {  // decode: all rows cost about the same, cut them evenly
       int64_t begin, end;
@@ -205,21 +218,33 @@ class Attention : public Op {
         attend(here, step.runs[(size_t)token], (int)g, r, r + rows);
         begin += rows;
       }
-    } else {  // later rows of a prompt attend to more: tiles are dealt out in turn
-      int64_t item = 0;
-      for (const Run& run : step.runs) {
-        for (int64_t r = 0; r < run.count * group; r += PI_ATTENTION_ROWS) {
-          for (int64_t g = 0; g < kv; g++, item++) {
-            if (item % threads == t.id)
-              attend(here, run, (int)g, r, std::min<int64_t>(r + PI_ATTENTION_ROWS, run.count * group));
-          }
+    } else {  // later rows of a prompt attend to more: they come first, and the small tiles last
+      int64_t all = 0;
+      for (const Run& run : step.runs) all += tiles(run);
+      here.w.pool->deal(all, 1, [&](int64_t begin, int64_t end) {
+        int64_t before = all;
+        for (size_t i = step.runs.size(); i-- > 0;) {
+          before -= tiles(step.runs[i]);
+          attend_tiles(here, step.runs[i], all - end - before, all - begin - before);
         }
-      }
+      });
     }
     here.barrier();
   }
 
  private:
+  // Of a prompt: rows of a group of heads, as many as are attended to at once.
+  int64_t tiles(const Run& run) const {
+    return (run.count * (heads_ / kv_.kv_heads) + PI_ATTENTION_ROWS - 1) / PI_ATTENTION_ROWS * kv_.kv_heads;
+  }
+  // Those of [begin, end) that there are, in the order of rows.
+  void attend_tiles(const Here& here, const Run& run, int64_t begin, int64_t end) const {
+    const int64_t kv = kv_.kv_heads, rows = run.count * (heads_ / kv);
+    for (int64_t i = std::max(begin, (int64_t)0); i < std::min(end, tiles(run)); i++) {
+      const int64_t r = i / kv * PI_ATTENTION_ROWS;
+      attend(here, run, (int)(i % kv), r, std::min<int64_t>(r + PI_ATTENTION_ROWS, rows));
+    }
+  }
   void attend(const Here& here, const Run& run, int g, int64_t r0, int64_t r1) const {
     const Program& p = here.p;
     PiAttention a;
@@ -279,7 +304,7 @@ class Project : public Op {
   void run(Thread& t, const Step& step) override {
     Program& p = *t.program;
     const PiActs* acts = p.workspace->prepare(t.id, {p.attended, p.lda, w_->k, step.tokens}, {}, w_->form());
-    p.workspace->product(t.id, *w_, acts, step.tokens, p.added_to(0, norm_, bias_, p.gate));
+    p.workspace->dealt_product(t.id, *w_, acts, step.tokens, p.added_to(0, norm_, bias_, p.gate));
     p.workspace->pool->barrier();
     p.add_normalised(t, norm_, p.gate, 0, step.tokens);
   }

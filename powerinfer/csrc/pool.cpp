@@ -6,6 +6,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 namespace {
 // At most a millisecond of pauses on any CPU: longer than Python needs between two decode steps.
 constexpr int SPINS_BEFORE_PARKING = 20000;
@@ -81,6 +83,7 @@ void Pool::barrier() {
   const uint32_t phase = phase_.load(std::memory_order_relaxed);
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
     arrived_.store(0, std::memory_order_relaxed);
+    dealt_.store(0, std::memory_order_relaxed);
     phase_.store(phase + 1, std::memory_order_release);
     return;
   }
@@ -88,6 +91,20 @@ void Pool::barrier() {
     if (spins < SPINS_BEFORE_YIELDING) cpu_relax();
     else sched_yield();
   }
+}
+
+bool Pool::part(int64_t n, int64_t unit, int64_t i, int64_t* begin, int64_t* end) const {
+  const int64_t units = (n + unit - 1) / unit;
+  for (int64_t at = 0; at < units; i -= threads_) {
+    const int64_t each = std::max((units - at) / (4 * threads_), (int64_t)1);
+    if (i < threads_) {
+      *begin = (at + i * each) * unit;
+      *end = std::min(*begin + each * unit, n);
+      return *begin < n;
+    }
+    at += each * threads_;
+  }
+  return false;
 }
 
 void Pool::work(int thread) {

@@ -45,11 +45,23 @@ class Pool {
   }
   // Called by all threads inside a job: none returns before all have arrived.
   void barrier();
+  // Called by all threads inside a job, at most once between two barriers: work(begin, end) for parts of n, in whole
+  // units, each by the thread that is free first. So a slow core, or one that others use, holds nobody up. A thread takes
+  // large parts at first, which use its cache well, then small ones.
+  template <class Work>
+  void deal(int64_t n, int64_t unit, const Work& work) {
+    int64_t begin, end;
+    if (threads_ == 1 && n > 0) return work(0, n);
+    while (part(n, unit, dealt_.fetch_add(1, std::memory_order_relaxed), &begin, &end)) work(begin, end);
+  }
   // From here until let_park() is called as often, threads spin until the next job, however late; parked ones wake.
   void keep_awake();
   void let_park() { awake_.fetch_sub(1); }
 
  private:
+  // The i-th part: as many as there are threads make a fourth of n, as many again a fourth of the rest, and so on. False:
+  // there are fewer.
+  bool part(int64_t n, int64_t unit, int64_t i, int64_t* begin, int64_t* end) const;
   void run_on_all(void (*job)(void* context, int thread), void* context);  // by the owner of busy_
   void work(int thread);
   void ring();  // wakes those that are parked
@@ -60,6 +72,7 @@ class Pool {
   alignas(64) std::atomic<uint32_t> epoch_{0};
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<uint32_t> phase_{0};
+  alignas(64) std::atomic<int64_t> dealt_{0};  // parts, since the last barrier
   alignas(64) std::atomic<int> parked_{0};
   std::atomic<uint32_t> bell_{0};  // what parked threads wait for a change of
   std::atomic<int> awake_{0};

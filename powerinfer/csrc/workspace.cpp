@@ -162,3 +162,9 @@ void Workspace::product(int thread, const Matrix& w, const PiActs* acts, int64_t
   const Columns mine(w, *pool, thread);
   linear(thread, w, to.bias, acts, to.out, to.ld, tokens, to.add, mine.p0, mine.p1);
 }
+
+void Workspace::dealt_product(int thread, const Matrix& w, const PiActs* acts, int64_t tokens, const Destination& to) {
+  if (!deals(tokens, w)) return product(thread, w, acts, tokens, to);
+  pool->deal(w.panels, DEALT,
+             [&](int64_t p0, int64_t p1) { linear(thread, w, to.bias, acts, to.out, to.ld, tokens, to.add, p0, p1); });
+}

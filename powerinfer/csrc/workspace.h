@@ -40,10 +40,13 @@ struct Destination {
 // The panels of a product that one thread computes, in whole units, and their rows.
 struct Columns {
   int64_t p0, p1, c0, c1;
-  Columns(const Matrix& w, const Pool& pool, int thread, int64_t unit = 1) {
-    share(w.panels, unit, pool.threads(), thread, &p0, &p1);
-    c0 = p0 * PI_LANES;
+  Columns(const Matrix& w, int64_t first, int64_t last) : p0(first), p1(last), c0(first * PI_LANES) {
     c1 = p1 * PI_LANES < w.rows ? p1 * PI_LANES : w.rows > c0 ? w.rows : c0;
+  }
+  Columns(const Matrix& w, const Pool& pool, int thread, int64_t unit = 1) : Columns(w, 0, 0) {
+    int64_t first, last;
+    share(w.panels, unit, pool.threads(), thread, &first, &last);
+    *this = Columns(w, first, last);
   }
   int64_t n() const { return c1 - c0; }
   int64_t lanes() const { return (p1 - p0) * PI_LANES; }
@@ -79,6 +82,15 @@ class Workspace {
   void settle(int thread);
   // This thread's panels of w . acts.
   void product(int thread, const Matrix& w, const PiActs* acts, int64_t tokens, const Destination& to);
+  // The same of panels that threads take as they are free (`Pool::deal`), where `deals` says so.
+  void dealt_product(int thread, const Matrix& w, const PiActs* acts, int64_t tokens, const Destination& to);
+  // Whether a product is dealt out: if it takes milliseconds. Small parts of it would wait for weights and activations that
+  // are in no cache; a short one, or one with few tokens, waits for the memory, which the threads share; and rows on disk
+  // are packed by who reads them.
+  static bool deals(int64_t tokens, const Matrix& w) {
+    return tokens >= 16 && w.data && tokens * w.rows * w.k >= (int64_t)1 << 29;
+  }
+  static constexpr int64_t DEALT = 4;  // panels at least
   float* row(int thread) {
     return own_[(size_t)thread].memory.floats();
   }  // room for one row of any k; `prepare` uses it

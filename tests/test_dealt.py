@@ -1,0 +1,65 @@
+"""Products so large that threads take parts of them as they are free: the same bits as by one thread.
+
+The sizes are chosen for `Workspace::deals`: tokens times rows times columns is at least 2^29.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from test_experts import LEVELS, TOP, Layer
+from test_partial_ffn import half
+
+from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
+from powerinfer.devices.batch import Batch
+from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.formats.tensors import RawTensor
+
+WIDTH, TOKENS, HEADS = 1024, 512, 16
+
+
+def test_experts_and_an_ffn_of_matrices() -> None:
+    assert TOKENS * TOP * 352 * WIDTH >= 2**29
+    layer = Layer("Q8_0", WIDTH, 352, gated=True, shared=WIDTH)
+    x = np.random.default_rng(9).standard_normal((TOKENS, WIDTH)).astype(np.float32)
+    whole = layer.run(LEVELS[0], x, threads=1)
+    assert np.isfinite(whole).all() and np.ptp(whole) > 0
+    for threads in (2, 5):
+        assert np.array_equal(layer.run(LEVELS[0], x, threads), whole)
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_attention(biases: bool) -> None:
+    rng = np.random.default_rng(2)
+    layer = LayerConfig(
+        AttentionConfig(HEADS, HEADS, WIDTH // HEADS, RopeConfig(dim=WIDTH // HEADS), qkv_bias=biases),
+        FfnConfig(64, "relu"),
+    )
+    config = ModelConfig("sample", WIDTH, TOKENS, 1024, 1e-5, uniform(1, layer))
+
+    def matrix(rows: int) -> RawTensor:
+        return half(rng.standard_normal((rows, WIDTH)) / WIDTH**0.5)
+
+    weights = [matrix(WIDTH) for _ in range(4)]
+    table, head = half(rng.standard_normal((TOKENS, WIDTH))), matrix(TOKENS)
+    vectors = [rng.standard_normal(WIDTH).astype(np.float32) if biases else None for _ in range(3)]
+    turned = np.ones(WIDTH // HEADS // 2, np.float32) / np.arange(1, WIDTH // HEADS // 2 + 1, dtype=np.float32)
+    found = []
+    for threads in (1, 2, 5):
+        engine = EngineConfig(threads=threads, context=1024, prefill_chunk=TOKENS, max_batch=2)
+        executor = CpuExecutor(config, engine, dict.fromkeys(config.ropes, (turned, 1.0)))
+        executor.embed(table)
+        executor.attention(0, None, [executor.matrix(one) for one in weights[:3]], biases=vectors)
+        executor.project(0, executor.matrix(weights[3]))
+        executor.head(None, executor.matrix(head))
+        each = np.arange(TOKENS, dtype=np.int32)
+        first = TOKENS // 3  # two prompts
+        position, sequence = (
+            np.where(each < first, each, each - first).astype(np.int32),
+            (each >= first).astype(np.int32),
+        )
+        pages = np.arange(2 * 16, dtype=np.int32).reshape(2, 16)
+        found.append(executor.forward(Batch(each, position, sequence, pages, each[::37])).copy())
+        executor.close()
+    assert np.isfinite(found[0]).all() and np.ptp(found[0]) > 0
+    assert all(np.array_equal(one, found[0]) for one in found[1:])
