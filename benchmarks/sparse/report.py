@@ -11,8 +11,9 @@ firing      of SPARSE: the share of zeros by layer, and what the most active neu
 kept        perplexity of both where only the largest 5 to 50 % of the neurons of each token and layer are computed
 curve       perplexity and zeros of SPARSE where its thresholds are 0.25 to 1.25 times what they are
 predictor   what SPARSE's predictors reach, as they were trained; without measuring
-speed       tokens a second of decoding: ORIGINAL, and in llama.cpp (--llama-bench), SPARSE dense, `exact` and, with
-            predictors, `predicted`, in turn, round by round. Stores SPARSE's neurons first (`powerinfer pack`).
+speed       tokens a second of decoding: ORIGINAL, and in llama.cpp (--llama-bench), SPARSE dense, `auto`, `exact` and,
+            with predictors, `predicted`, in turn, round by round. `auto`, the default, is as its trial says, the others
+            take no trial. Stores SPARSE's neurons first (`powerinfer pack`).
 
 firing, kept and curve are computed in torch (extra `train`) on --windows windows of 512 tokens, spread evenly over the
 texts; plots need the extra `report`.
@@ -48,6 +49,7 @@ FACTORS = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25)
 ENGINES = {
     "original": ["--selector", "all"],
     "sparse, dense": ["--selector", "all"],
+    "sparse, auto": ["--selector", "auto"],
     "sparse, exact": ["--selector", "exact", "--no-trial"],
     "sparse, predicted": ["--selector", "predicted", "--no-trial"],
 }

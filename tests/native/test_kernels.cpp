@@ -552,6 +552,34 @@ void test_attention(const PiKernels* kernels) {
   }
 }
 
+// ---- Threads ------------------------------------------------------------------------------------------------------
+
+// Every part once, in whole units, after a barrier again.
+void test_deal() {
+  enum { TIMES = 3 };
+  for (const int threads : {1, 2, 5}) {
+    Pool pool(threads);
+    for (const int64_t n : {0, 1, 3, 16, 97, 1000}) {
+      for (const int64_t unit : {1, 4}) {
+        Check check("parts that are dealt out");
+        std::vector<std::atomic<int>> times((size_t)n);
+        std::atomic<int> broken{0};
+        pool.run([&](int) {
+          for (int i = 0; i < TIMES; i++) {
+            pool.deal(n, unit, [&](int64_t begin, int64_t end) {
+              broken += begin % unit != 0 || begin >= end || (end % unit != 0 && end != n);
+              for (int64_t j = begin; j < end; j++) times[(size_t)j]++;
+            });
+            pool.barrier();
+          }
+        });
+        check.yes(broken == 0, n);
+        for (int64_t j = 0; j < n; j++) check.yes(times[(size_t)j] == TIMES, j);
+      }
+    }
+  }
+}
+
 // ---- A whole program ------------------------------------------------------------------------------------------------
 
 // Gated FFNs and RMS norms, in one layer also of all heads together and of what is added; or a wider embedding, learned
@@ -709,6 +737,7 @@ int main() {
     }
   }
   test_row_map();
+  test_deal();
   for (const PiKernels* kernels : supported_levels()) {
     const int before = passed, wrong = failed;
     test_forms(kernels);
