@@ -18,6 +18,7 @@ from sparse_models import TEXT, give_bundles, give_predictor, tiny_llama
 
 from powerinfer import _native
 from powerinfer.config import EngineConfig
+from powerinfer.devices.cpu_ffn import CpuFfn
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.prepared import write_small
 from powerinfer.kernels import cpu
@@ -322,9 +323,12 @@ def test_the_second_load_measures_nothing(model: Path, monkeypatch: pytest.Monke
         loaded(model)
 
 
-def test_the_saved_trial_decides(model: Path) -> None:
-    """The file has ways that no trial would find, and the layers use them."""
+def test_the_saved_trial_decides(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file has ways that no trial would find, and the layers use them; bundles of those that need none stay away."""
+    given, add = [], CpuFfn.add_bundles
+    monkeypatch.setattr(CpuFfn, "add_bundles", lambda ffn, *some, **more: (given.append(ffn), add(ffn, *some, **more)))
     loaded(model)
+    assert len(given) == 2
     path = Path(f"{model}.powerinfer/trial.json")
     document = json.loads(path.read_text())
     wanted = [dict.fromkeys("1248", "predicted"), dict.fromkeys("1248", "dense")]
@@ -332,10 +336,11 @@ def test_the_saved_trial_decides(model: Path) -> None:
         layer["ways"] = kept
     path.write_text(json.dumps(document))
     _, layers, _ = loaded(model)
+    assert len(given) == 3
     assert [layer["ways"] for layer in layers] == wanted and [layer["tokens"] for layer in layers] == [40, 0]
     assert [bool(layer["candidate_fraction"]) for layer in layers] == [True, False]
     choices, _, _ = loaded(model, retrial=True)
-    assert choices["trial"].startswith("measured in")
+    assert choices["trial"].startswith("measured in") and len(given) == 5
     assert json.loads(path.read_text()) != document
 
 

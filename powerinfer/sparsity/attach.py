@@ -186,23 +186,22 @@ def attach(
         return Sparsity()
     if executor.disk is not None:
         return _attach_resting(executor, checkpoint, engine, selection, executor.disk, progress)
-    _load(executor, engine, selection, selection.bundles, progress)
     from powerinfer.sparsity.saved_trials import SavedTrials, trial_key
     from powerinfer.sparsity.trial import apply, forced, sizes_tried
 
     name, layers = selection.selector, checkpoint.config.n_layers
     ways: list[Way] = ["exact", "predicted"] if name == "predicted" else ["exact"]
     sizes = sizes_tried(executor, engine.max_batch)
-    if engine.trial:
-        saved = SavedTrials(checkpoint, engine.prepared, trial_key(checkpoint, engine, selection, sizes))
-        verdicts = None if engine.retrial else saved.find(layers, ways)
-        if verdicts is None:
-            verdicts = _tried(executor, saved, ways, sizes, sample(), progress)
-        else:
-            executor.choices["trial"] = f"measured earlier ({saved.path})"
-    else:
+    saved = SavedTrials(checkpoint, engine.prepared, trial_key(checkpoint, engine, selection, sizes))
+    verdicts = saved.find(layers, ways) if engine.trial and not engine.retrial else None
+    if not engine.trial:
         skips = [name == "threshold" or layer.neurons.rectified for layer in checkpoint.config.layers]
         verdicts = forced(skips, ways[-1], sizes)
+    _load(executor, engine, selection, selection.bundles, verdicts, progress)
+    if verdicts is None:
+        verdicts = _tried(executor, saved, ways, sizes, sample(), progress)
+    elif engine.trial:
+        executor.choices["trial"] = f"measured earlier ({saved.path})"
     apply(executor, verdicts)
     sparse = sum(any(way != "dense" for way in verdict.ways.values()) for verdict in verdicts)
     alone = Counter(verdict.ways["1"] for verdict in verdicts)
@@ -297,23 +296,32 @@ the rows of those that fire (docs/selectors.md)."""
 
 
 def _load(
-    executor: CpuExecutor, engine: EngineConfig, selection: Selection, bundles: BundleFile, progress: Progress
+    executor: CpuExecutor,
+    engine: EngineConfig,
+    selection: Selection,
+    bundles: BundleFile,
+    verdicts: Sequence[Verdict] | None,
+    progress: Progress,
 ) -> None:
+    """Give the FFNs their bundles: those that decode sparsely, or without verdicts all."""
     from powerinfer.formats.bundle_memory import own_pages
     from powerinfer.system import available_memory
 
-    number, sizes = range(len(bundles.layers)), bundles.apart_bytes
+    wanted = list(range(len(bundles.layers)))
+    if verdicts is not None:
+        wanted = [layer for layer in wanted if {*verdicts[layer].ways.values()} != {"dense"}]
     whole = selection.predictors is not None  # else gates are computed from the matrices
+    sizes = [bundles.layers[layer].nbytes if whole else bundles.apart_bytes[layer] for layer in wanted]
     with ThreadPoolExecutor(2) as pool:  # one thread cannot use the full memory bandwidth
-        layers: Iterable[Bytes | ApartBundles] = bundles.layers  # read from the mapped file if they do not fit
-        # a copy cannot be reclaimed: leave a quarter to others
-        if (bundles.nbytes if whole else sum(sizes)) < available_memory() * 3 // 4:
-            if whole:
-                layers = pool.map(bundles.copied, number)
-            else:  # in one piece: a layer may be too small for huge pages
-                memory = np.split(own_pages(sum(sizes)), np.cumsum(sizes)[:-1])
-                layers = pool.map(bundles.copied_apart, number, memory)
-        for layer, rows in enumerate(layers):
+        layers: Iterable[Bytes | ApartBundles]
+        if sum(sizes) >= available_memory() * 3 // 4:  # a copy cannot be reclaimed: leave a quarter to others
+            layers = (bundles.layers[layer] for layer in wanted)  # read from the mapped file
+        elif whole:
+            layers = pool.map(bundles.copied, wanted)
+        else:  # in one piece: a layer may be too small for huge pages
+            memory = np.split(own_pages(max(1, sum(sizes))), np.cumsum(sizes))
+            layers = pool.map(bundles.copied_apart, wanted, memory)
+        for done, (layer, rows) in enumerate(zip(wanted, layers, strict=True)):
             executor.ffns[layer].add_bundles(
                 bundles.layouts[layer],
                 rows,
@@ -322,4 +330,4 @@ def _load(
                 recall_every=engine.recall_every,
                 dense_above=DENSE_ABOVE[bundles.types[0]] if engine.trial else 1.0,  # --no-trial: no fallback
             )
-            progress("loading neurons", layer + 1, len(bundles.layers))
+            progress("loading neurons", done + 1, len(wanted))
