@@ -324,7 +324,7 @@ def test_the_second_load_measures_nothing(model: Path, monkeypatch: pytest.Monke
 
 
 def test_the_saved_trial_decides(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file has ways that no trial would find, and the layers use them; bundles of those that need none stay away."""
+    """The file has ways that no trial would find, and the layers use them; those that need no bundles get none."""
     given, add = [], CpuFfn.add_bundles
     monkeypatch.setattr(CpuFfn, "add_bundles", lambda ffn, *some, **more: (given.append(ffn), add(ffn, *some, **more)))
     loaded(model)
