@@ -38,7 +38,7 @@ def test_what_ram_holds(tmp_path: Path) -> None:
 
     def needed(selector: str, context: int = context) -> int:
         held = sum(in_ram(model, Workload("f16", context, chunk=32, requests=3, selector=selector)).values())
-        return held + (0 if selector == "all" else bundle_bytes(model))
+        return held + (0 if selector == "all" else bundle_bytes(model, selector == "predicted"))
 
     def answer(ram: int, kv: str, selector: str) -> str:
         with LLM(path, ram=ram, **OPTIONS) as llm:

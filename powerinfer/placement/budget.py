@@ -28,6 +28,7 @@ from powerinfer.devices.link import link_bytes
 from powerinfer.devices.stage import BUFFERS, buffer_bytes, expert_buffer, layer_buffer, return_buffer
 from powerinfer.errors import RequestError, VramError
 from powerinfer.formats.bundle_file import n_groups
+from powerinfer.formats.bundle_memory import apart_bytes
 from powerinfer.hardware.description import Hardware
 from powerinfer.kernels import gpu as kernels
 from powerinfer.placement.cost import expert_seconds
@@ -242,16 +243,20 @@ def in_ram(
     return held
 
 
-def bundle_bytes(model: Model) -> int:
-    """All neurons as bundles, in whole groups, as the file has them."""
+def bundle_bytes(model: Model, predicted: bool) -> int:
+    """All neurons beside dense matrices, in whole groups: as the file has them if gates are predicted, else without the
+    rows of the first product, which the matrices have."""
     pairs = zip(model.config.ffn_sizes, model.bundles, strict=True)
-    return sum(n_groups(size) * layout.group_bytes for size, layout in pairs)
+    return sum(
+        n_groups(size) * layout.group_bytes if predicted else apart_bytes(layout, n_groups(size))
+        for size, layout in pairs
+    )
 
 
 def least_ram(model: Model, work: Workload) -> int:
     """The smallest --ram that a load without a GPU accepts: for dense matrices and, unless every neuron is computed,
     bundles beside them."""
-    return sum(in_ram(model, work).values()) + (0 if work.selector == "all" else bundle_bytes(model))
+    return sum(in_ram(model, work).values()) + (0 if work.selector == "all" else bundle_bytes(model, work.predicted))
 
 
 def layers_that_fit(
@@ -378,10 +383,8 @@ def claim(
         vram = 0
     layers, head = layers_that_fit(model, hardware, work, vram)
     if not layers:
-        cpu = in_ram(model, work)
-        return Claims(
-            0, False, {}, cpu, 0, ram - sum(cpu.values()), model.bundle.stride, work.selector != "all", panels=True
-        )
+        cpu, neuron = in_ram(model, work), model.bundle.stride - (0 if work.predicted else model.bundle.gate_bytes)
+        return Claims(0, False, {}, cpu, 0, ram - sum(cpu.values()), neuron, work.selector != "all", panels=True)
     gpu = on_gpu(model, hardware, work, layers, head)
     cpu = in_ram(model, work, layers, head, hardware.host_bytes, panels=False)
     left = ram - sum(cpu.values())

@@ -338,6 +338,8 @@ class Plan:
         for layer, neurons in enumerate(self.neurons):
             bundles = model.bundles[layer]
             held = {tier: bundles.stride * count for tier, count in neurons.items()}
+            if not claims.gpu_layers and not self.request.workload.predicted:  # matrices have the first rows
+                held[Tier.CPU] -= bundles.gate_bytes * neurons[Tier.CPU]
             if layer < claims.gpu_layers and claims.cpu_gate:  # what RAM has of these is not read
                 held[Tier.DISK] -= bundles.gate_bytes * neurons[Tier.DISK]
             if layer < claims.gpu_layers:
