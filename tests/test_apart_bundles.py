@@ -88,11 +88,13 @@ def test_what_does_not_go_together_is_refused() -> None:
     for wrong in (
         ApartBundles(own.up[1:], own.down),
         ApartBundles(own.up, own.down[1:]),
-        ApartBundles(own.up[:, 64:], own.down),
+        ApartBundles(np.ascontiguousarray(own.up[:, 64:]), own.down),
         ApartBundles(None, own.down),
     ):
         with pytest.raises(ValueError, match=r"number of rows|does not fit|go with gates"):
             executor.ffns[0].add_bundles(layout, wrong)
+    with pytest.raises(TypeError):  # a copy of its own would not live
+        executor.ffns[0].add_bundles(layout, ApartBundles(np.repeat(own.up, 2, axis=1)[:, ::2], own.down))
     native = _native.apart_bundles(D_FF, D_MODEL, "F16", "F16", "F16", _native.NeuronSpec("relu"), own.up, own.down)
     x, out = np.zeros((1, D_MODEL), np.float32), np.zeros((1, D_MODEL), np.float32)
     with pytest.raises(ValueError, match="first rows"):

@@ -14,6 +14,7 @@ from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerCon
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.tensors import RawTensor
+from powerinfer.neurons import FfnVectors
 
 WIDTH, TOKENS, HEADS = 1024, 512, 16
 
@@ -26,6 +27,33 @@ def test_experts_and_an_ffn_of_matrices() -> None:
     assert np.isfinite(whole).all() and np.ptp(whole) > 0
     for threads in (2, 5):
         assert np.array_equal(layer.run(LEVELS[0], x, threads), whole)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_ffns_that_are_no_whole_parts(gated: bool) -> None:
+    """Of 1,056 neurons, with biases."""
+    rng, neurons = np.random.default_rng(4), 1056
+    layer = LayerConfig(
+        AttentionConfig(1, 1, 16), FfnConfig(neurons, "gelu_tanh" if gated else "relu", gated=gated, bias=True)
+    )
+    config = ModelConfig("sample", WIDTH, TOKENS, 1024, 1e-5, uniform(1, layer))
+    weights = [half(rng.standard_normal((neurons, WIDTH)) / 32) for _ in range(2)]
+    down, table = half(rng.standard_normal((WIDTH, neurons)) / 32), half(rng.standard_normal((TOKENS, WIDTH)))
+    biases = [rng.standard_normal(size).astype(np.float32) for size in (neurons, neurons, WIDTH)]
+    vectors = FfnVectors(biases[0] if gated else None, *biases[1:])
+    found = []
+    for threads in (1, 2, 5):
+        executor = CpuExecutor(config, EngineConfig(threads=threads, context=1024, prefill_chunk=TOKENS), {})
+        executor.embed(table)
+        gate = executor.matrix(weights[1]) if gated else None
+        executor.ffn(0, None, gate, executor.matrix(weights[0]), executor.matrix(down), vectors)
+        executor.head(None, executor.matrix(half(np.eye(TOKENS, WIDTH))))
+        each = np.arange(TOKENS, dtype=np.int32)
+        pages = np.arange(16, dtype=np.int32)[None]
+        found.append(executor.forward(Batch(each, each, np.zeros_like(each), pages, each)).copy())
+        executor.close()
+    assert np.isfinite(found[0]).all() and np.ptp(found[0]) > 0
+    assert all(np.array_equal(one, found[0]) for one in found[1:])
 
 
 @pytest.mark.parametrize("biases", [False, True])

@@ -707,12 +707,12 @@ void bind_bundles(nb::module_& m) {
            "Add the sum of the listed neurons of x to out, both [tokens, d_model], by one thread.");
   m.def(
       "apart_bundles", &make_apart_bundles, "neurons"_a, "d_model"_a, "gate_type"_a.none(), "up_type"_a, "down_type"_a,
-      "spec"_a, "up"_a.none(), "down"_a, nb::keep_alive<0, 7>(), nb::keep_alive<0, 8>(),
+      "spec"_a, "up"_a.noconvert().none(), "down"_a.noconvert(), nb::keep_alive<0, 7>(), nb::keep_alive<0, 8>(),
       "Neurons of a layer beside a matrix with their first product, of gate or in a plain FFN of up: their rows of\n"
       "up, [groups, bytes of 32], None in a plain FFN, and of down, [groups, bytes of 32 and what they share]; kept.");
   m.def(
       "resting_bundles", &make_resting_bundles, "slots"_a, "d_model"_a, "gate_type"_a.none(), "up_type"_a,
-      "down_type"_a, "gate_at"_a.none(), "up_at"_a.none(), "down_at"_a, "spec"_a, "shared"_a = nb::none(),
+      "down_type"_a, "gate_at"_a.none(), "up_at"_a.none(), "down_at"_a, "spec"_a, "shared"_a.noconvert() = nb::none(),
       nb::keep_alive<0, 10>(),
       "Bundles of neurons on disk, the items of the slots, whose one part is what a step reads of each. The place of\n"
       "a row is None where it is no part of that: a matrix has it, or `add_firsts` gives it. shared: the scales of "

@@ -30,7 +30,8 @@ struct Bundles {
   NeuronSpec spec;                            // biases and limits have a value for every place
   std::vector<int32_t> members;               // the places that hold a neuron, ascending
   std::vector<uint32_t> lines, shared_lines;  // of rows, where these do not lie group by group, or are in `slots`
-  // Where they rest on disk: items are neurons, with all that is read of them. firsts: the rows of `first` are.
+  // Where they rest on disk: items are neurons, with all that is read of them. firsts: the rows of `first` are there;
+  // else a matrix or `own_firsts` has them, and the groups of `first` are not null but not to be read.
   std::shared_ptr<Slots> slots = nullptr;
   bool firsts = true;
   // Where they are not, and no matrix has them either: the first rows of the members, one after another, of which

@@ -38,7 +38,7 @@ bool DenseNeurons::same_kind(const Bundles& bundles) const {
 void DenseNeurons::sum(Thread& t, const PiActs* acts, int64_t tokens, const Destination& to, int64_t* fired) const {
   Program& p = *t.program;
   Workspace& w = *p.workspace;
-  if (p.watch || !in_memory() || !Workspace::deals(tokens, *up_))
+  if (p.watch || !in_memory() || !w.deals(tokens, *up_))
     return add_down(t, tokens, multiply(t, acts, tokens), to, fired);
   w.pool->deal(up_->panels, spec_.activation.panels(Workspace::DEALT), [&](int64_t p0, int64_t p1) {
     const Columns part(*up_, p0, p1);

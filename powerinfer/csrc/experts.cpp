@@ -662,10 +662,10 @@ void Experts::each_share(const Thread& t, const ExpertRows& rows, int64_t panels
       if (p0 < p1) work(rows.active[i], p0, p1);
     }
   };
-  Pool& pool = *t.program->workspace->pool;
-  const int64_t cost_of_weights = 2 * (int64_t)n;
-  if (dealt && !resting_ && Workspace::deals(rows.cost[n] - cost_of_weights, up_[0]))
-    return pool.deal(all, rows.cost[n], part);
+  const Workspace& w = *t.program->workspace;
+  Pool& pool = *w.pool;
+  if (dealt && !resting_ && w.deals(rows.begin[(size_t)n_], up_[0], (int64_t)n))
+    return pool.deal(all, std::max(all / (16 * pool.threads()), (int64_t)1), part);
   int64_t from, to;
   share(all, 1, pool.threads(), t.id, &from, &to);
   part(from, to);

@@ -119,7 +119,7 @@ class AttentionIn : public Op {
         for (int64_t i = 0; i < run.count; i++) finish_heads(here, run, i, begin, end);
     };
     const bool wide = q_wide_ || k_wide_;
-    if (!wide && Workspace::deals(step.tokens, *in_.q) && in_.k->data && in_.v->data) {
+    if (!wide && here.w.deals(step.tokens, *in_.q) && in_.k->data && in_.v->data) {
       here.w.pool->deal(heads + 2 * kv, 1, [&](int64_t begin, int64_t end) {
         multiply(begin, end);
         finish(begin, end);
@@ -218,7 +218,7 @@ class Attention : public Op {
         attend(here, step.runs[(size_t)token], (int)g, r, r + rows);
         begin += rows;
       }
-    } else {  // later rows of a prompt attend to more: they come first, and the small tiles last
+    } else {  // later rows of a prompt attend to more: they come before earlier ones
       int64_t all = 0;
       for (const Run& run : step.runs) all += tiles(run);
       here.w.pool->deal(all, 1, [&](int64_t begin, int64_t end) {

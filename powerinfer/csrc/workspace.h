@@ -84,13 +84,14 @@ class Workspace {
   void product(int thread, const Matrix& w, const PiActs* acts, int64_t tokens, const Destination& to);
   // The same of panels that threads take as they are free (`Pool::deal`), where `deals` says so.
   void dealt_product(int thread, const Matrix& w, const PiActs* acts, int64_t tokens, const Destination& to);
-  // Whether a product is dealt out: if it takes milliseconds. Small parts of it would wait for weights and activations that
-  // are in no cache; a short one, or one with few tokens, waits for the memory, which the threads share; and rows on disk
-  // are packed by who reads them.
-  static bool deals(int64_t tokens, const Matrix& w) {
-    return tokens >= 16 && w.data && tokens * w.rows * w.k >= (int64_t)1 << 29;
+  // Whether products with a number of like matrices, `tokens` in all, are dealt out: from 2^29 multiplications on, which
+  // take milliseconds, and where every thread has many panels. Small parts would wait for weights and activations that
+  // are in no cache, and with few tokens all wait for the memory. Rows on disk are packed by who reads them.
+  bool deals(int64_t tokens, const Matrix& w, int64_t matrices = 1) const {
+    return tokens >= 16 * matrices && w.data && tokens * w.rows * w.k >= (int64_t)1 << 29 &&
+           w.panels * matrices >= 4 * DEALT * pool->threads();
   }
-  static constexpr int64_t DEALT = 4;  // panels at least
+  static constexpr int64_t DEALT = 2;  // panels of a part, the last one excepted, at least
   float* row(int thread) {
     return own_[(size_t)thread].memory.floats();
   }  // room for one row of any k; `prepare` uses it

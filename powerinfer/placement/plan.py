@@ -79,6 +79,9 @@ from powerinfer.placement.solver import GROUP
 GPU_ACCOUNTING = 12
 """Incremented when bytes or times on a GPU are counted differently, so that earlier plans with one are not reused."""
 
+RAM_ACCOUNTING = 1
+"""Incremented when bytes in RAM are counted differently."""
+
 POLICIES = ("time", "ilp", "greedy", "random")
 """time: least predicted time of a token; ilp: the paper's program, most activations on the GPU; greedy: groups by
 impact; random: random neurons, the baseline."""
@@ -229,6 +232,7 @@ class PlanRequest:
             "profile": self.profile.digest,
             "hardware": dataclasses.asdict(self.hardware),
             "group": GROUP,
+            "ram_method": RAM_ACCOUNTING,
         }
         own = ("model", "profile", "hardware", "requests", "insist", "frequencies", "hits")
         for name, known in (("experts", self.frequencies), ("hits", self.hits)):

@@ -192,16 +192,19 @@ def attach(
     name, layers = selection.selector, checkpoint.config.n_layers
     ways: list[Way] = ["exact", "predicted"] if name == "predicted" else ["exact"]
     sizes = sizes_tried(executor, engine.max_batch)
-    saved = SavedTrials(checkpoint, engine.prepared, trial_key(checkpoint, engine, selection, sizes))
-    verdicts = saved.find(layers, ways) if engine.trial and not engine.retrial else None
-    if not engine.trial:
+    saved, verdicts = None, None
+    if engine.trial:
+        saved = SavedTrials(checkpoint, engine.prepared, trial_key(checkpoint, engine, selection, sizes))
+        verdicts = None if engine.retrial else saved.find(layers, ways)
+    else:
         skips = [name == "threshold" or layer.neurons.rectified for layer in checkpoint.config.layers]
         verdicts = forced(skips, ways[-1], sizes)
     _load(executor, engine, selection, selection.bundles, verdicts, progress)
-    if verdicts is None:
-        verdicts = _tried(executor, saved, ways, sizes, sample(), progress)
-    elif engine.trial:
+    if saved is not None and verdicts is not None:
         executor.choices["trial"] = f"measured earlier ({saved.path})"
+    if verdicts is None:
+        assert saved is not None
+        verdicts = _tried(executor, saved, ways, sizes, sample(), progress)
     apply(executor, verdicts)
     sparse = sum(any(way != "dense" for way in verdict.ways.values()) for verdict in verdicts)
     alone = Counter(verdict.ways["1"] for verdict in verdicts)
@@ -311,11 +314,12 @@ def _load(
     if verdicts is not None:
         wanted = [layer for layer in wanted if {*verdicts[layer].ways.values()} != {"dense"}]
     whole = selection.predictors is not None  # else gates are computed from the matrices
-    sizes = [bundles.layers[layer].nbytes if whole else bundles.apart_bytes[layer] for layer in wanted]
+    each = [rows.nbytes for rows in bundles.layers] if whole else bundles.apart_bytes
+    sizes = [each[layer] for layer in wanted]
     with ThreadPoolExecutor(2) as pool:  # one thread cannot use the full memory bandwidth
         layers: Iterable[Bytes | ApartBundles]
         if sum(sizes) >= available_memory() * 3 // 4:  # a copy cannot be reclaimed: leave a quarter to others
-            layers = (bundles.layers[layer] for layer in wanted)  # read from the mapped file
+            layers = (bundles.layers[layer] for layer in wanted)  # read from the mapped file, as it has them
         elif whole:
             layers = pool.map(bundles.copied, wanted)
         else:  # in one piece: a layer may be too small for huge pages
