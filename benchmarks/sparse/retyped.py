@@ -12,10 +12,13 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from powerinfer.errors import PowerInferError
 from powerinfer.formats.gguf import metadata_bytes, read_gguf, write_gguf
 from powerinfer.formats.quant import Bytes, block_type, dequantize, quantize
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.hub import resolve_model
+
+TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 
 def retype(source: Path, type_name: str, target: Path) -> None:
@@ -31,9 +34,12 @@ def retype(source: Path, type_name: str, target: Path) -> None:
             yield quantize(dequantize(rows(own), own.type), type_name).reshape(-1) if name in changed else own.data
 
     part = target.with_name(f"{target.name}.part")
-    with part.open("wb") as to:
-        write_gguf(to, metadata, tensors, data())
-    part.rename(target)
+    try:
+        with part.open("wb") as to:
+            write_gguf(to, metadata, tensors, data())
+        part.rename(target)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def rows(tensor: RawTensor) -> Bytes:
@@ -43,10 +49,13 @@ def rows(tensor: RawTensor) -> Bytes:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a path, or a name that `powerinfer pull` knows")
-    parser.add_argument("type", type=str.upper)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("type", choices=TYPES, help="%(choices)s")
+    parser.add_argument("out", type=Path, help="the GGUF file to write; one that is there is replaced")
     args = parser.parse_args()
-    retype(resolve_model(args.model), args.type, args.out)
+    try:
+        retype(resolve_model(args.model), args.type.upper(), args.out)
+    except (PowerInferError, OSError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -733,7 +733,8 @@ def _no_start(start: Checkpoint, original: Checkpoint, recipe: str) -> RequestEr
     why = "" if start.source == original.source else ", or has it in another format: take the original in that one"
     makers = _makers(start)
     if recipe not in makers:
-        why += f": it was made by recipe {' or '.join(makers)}" if makers else ": it is not sparse"
+        other = f"it was made by recipe {' or '.join(makers)}: give --recipe {makers[0]}" if makers else ""
+        why += f": {other or 'it is not sparse: leave --start out to begin with the original'}"
     return RequestError(f"--start {start.path} is no model that recipe {recipe} made out of {original.path}{why}")
 
 
