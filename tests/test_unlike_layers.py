@@ -303,7 +303,7 @@ def test_a_plan_holds_its_budgets(packed: Path, policy: str) -> None:
     assert plan.claims.gpu_layers == 4
     if policy in ("time", "random"):  # the others have a least number of groups a layer
         assert any(neurons[Tier.GPU] for neurons in plan.neurons)
-    each = [layout.stride - layout.gate_bytes for layout in shape.bundles]  # matrices have the rows of the first product
+    each = [layout.stride - layout.gate_bytes for layout in shape.bundles]  # without first rows
     held = each[0] * (96 + 160) + each[1] * (64 + 40)
     alone = make_plan(replace(whole, vram=0))
     assert alone.bytes["cpu"]["ffn"] == held
