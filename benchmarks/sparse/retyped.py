@@ -8,14 +8,12 @@ Embedding, head, norms and vectors stay as they are, and so does the metadata. P
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.gguf import metadata_bytes, read_gguf, write_gguf
-from powerinfer.formats.quant import Bytes, block_type, dequantize, quantize
-from powerinfer.formats.tensors import RawTensor
+from powerinfer.formats.quant import Bytes, quantize
 from powerinfer.hub import resolve_model
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
@@ -31,7 +29,10 @@ def retype(source: Path, type_name: str, target: Path) -> None:
 
     def data() -> Iterator[Bytes]:
         for name, own in file.tensors.items():
-            yield quantize(dequantize(rows(own), own.type), type_name).reshape(-1) if name in changed else own.data
+            if name not in changed:
+                yield own.data
+            else:
+                yield quantize(own.float32().reshape(-1, own.shape[-1]), type_name).reshape(-1)
 
     part = target.with_name(f"{target.name}.part")
     try:
@@ -40,10 +41,6 @@ def retype(source: Path, type_name: str, target: Path) -> None:
         part.rename(target)
     finally:
         part.unlink(missing_ok=True)
-
-
-def rows(tensor: RawTensor) -> Bytes:
-    return tensor.data.reshape(math.prod(tensor.shape[:-1]), block_type(tensor.type).row_bytes(tensor.shape[-1]))
 
 
 def main() -> None:

@@ -200,11 +200,12 @@ def attach(
         skips = [name == "threshold" or layer.neurons.rectified for layer in checkpoint.config.layers]
         verdicts = forced(skips, ways[-1], sizes)
     _load(executor, engine, selection, selection.bundles, verdicts, progress)
-    if saved is not None and verdicts is not None:
-        executor.choices["trial"] = f"measured earlier ({saved.path})"
-    if verdicts is None:
-        assert saved is not None
-        verdicts = _tried(executor, saved, ways, sizes, sample(), progress)
+    if saved is not None:
+        if verdicts is None:
+            verdicts = _tried(executor, saved, ways, sizes, sample(), progress)
+        else:
+            executor.choices["trial"] = f"measured earlier ({saved.path})"
+    assert verdicts is not None
     apply(executor, verdicts)
     sparse = sum(any(way != "dense" for way in verdict.ways.values()) for verdict in verdicts)
     alone = Counter(verdict.ways["1"] for verdict in verdicts)
