@@ -15,7 +15,11 @@ ARGS ?=
 # Kernels take a gigabyte or two of memory each while they are compiled for the sanitisers.
 JOBS ?= 2
 
-NATIVE := pyproject.toml CMakeLists.txt $(wildcard powerinfer/csrc/*)
+# Instruction-set levels of the kernels that `run`, `install` and `bench` build: native (what this machine needs), all, or
+# a list such as avx2,avx512. The tests build all.
+LEVELS ?= native
+
+NATIVE := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(wildcard powerinfer/csrc/*)
 
 # Container images often set it, and then every process that a test starts would compile Python's files anew: torch's, too,
 # which are installed without compiled ones.
@@ -45,22 +49,24 @@ $(VENV)/stamp-build-tools:
 	@$(PIP) install 'scikit-build-core>=1.1,<2' 'nanobind>=3.1,<4' 'cmake>=3.20' ninja
 	@touch $@
 
-$(VENV)/stamp-core: $(VENV)/stamp-build-tools $(NATIVE)
-	@echo "building powerinfer (a few minutes the first time)"
-	@PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --no-build-isolation --editable .
-	@touch $@
+INSTALL := PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --no-build-isolation --config-settings=cmake.define.POWERINFER_LEVELS
+
+$(VENV)/stamp-core-$(LEVELS): $(VENV)/stamp-build-tools $(NATIVE)
+	@echo "building powerinfer (a minute the first time)"
+	@$(INSTALL)=$(LEVELS) --editable .
+	@rm -f $(VENV)/stamp-core-* $(VENV)/stamp-dev && touch $@
 
 # For `test`, `check` and `fuzz`: the package with what they need, in one installation, which serves `run` too.
 # torch first and alone: nothing below may change its version.
 $(VENV)/stamp-dev: $(VENV)/stamp-build-tools $(NATIVE)
 	@echo "installing what the tests need, and building powerinfer (a few minutes the first time)"
 	@$(PIP) install --no-compile torch==2.13.0
-	@PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --no-compile --no-build-isolation --editable '.[test,check]'
-	@touch $@ $(VENV)/stamp-core
+	@$(INSTALL)=all --no-compile --editable '.[test,check]'
+	@rm -f $(VENV)/stamp-core-* && touch $@ $(VENV)/stamp-core-all $(VENV)/stamp-core-native
 
-install: $(VENV)/stamp-core
+install: $(VENV)/stamp-core-$(LEVELS)
 
-run: $(VENV)/stamp-core
+run: $(VENV)/stamp-core-$(LEVELS)
 	@$(BIN)/powerinfer run "$$PROMPT" $(ARGS)
 run: export PROMPT := $(PROMPT)
 
@@ -100,7 +106,7 @@ fuzz-asan: $(VENV)/stamp-dev
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 		$(BIN)/python tests/fuzz_native.py --module build/asan $(ARGS)
 
-bench: $(VENV)/stamp-core
+bench: $(VENV)/stamp-core-$(LEVELS)
 	@$(BIN)/powerinfer bench $(ARGS)
 
 clean:

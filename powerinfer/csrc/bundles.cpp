@@ -47,7 +47,7 @@ struct Work {
   float* more(int64_t t) const { return block.more + t * NeuronBlock::NEURONS; }
 
   void dots(const PiRows& rows, const std::vector<float>& bias, float* out) const {
-    kernels->neurons->dots(&rows, block.index, n, x, tokens, out, NeuronBlock::NEURONS);
+    kernels->neurons.dots[rows.type](&rows, block.index, n, x, tokens, out, NeuronBlock::NEURONS);
     if (bias.empty()) return;
     for (int64_t t = 0; t < tokens; t++)
       for (int64_t j = 0; j < n; j++) out[t * NeuronBlock::NEURONS + j] += bias[(size_t)block.index[j]];
@@ -94,7 +94,7 @@ struct Work {
   // Drops neurons that are zero for every token; returns the number of nonzero (neuron, token) cells.
   int64_t drop_zeros() {
     int64_t counts[PI_NEURON_TOKENS] = {0}, sum = 0;
-    n = kernels->neurons->keep(block.h, NeuronBlock::NEURONS, tokens, n, 1, 0.0f, 0, block.position, counts);
+    n = kernels->neurons.keep(block.h, NeuronBlock::NEURONS, tokens, n, 1, 0.0f, 0, block.position, counts);
     for (int64_t j = 0; j < n; j++) block.index[j] = block.index[block.position[j]];
     for (int64_t t = 0; t < tokens; t++) {
       float* a = h(t);
@@ -129,7 +129,7 @@ struct Work {
     std::fill(block.tokens_of, block.tokens_of + n, 0u);
     for (int64_t t = 0; t < tokens; t++) {
       int64_t own = 0;
-      kernels->neurons->keep(h(t), 0, 1, n, 1, 0.0f, 0, block.position, &own);
+      kernels->neurons.keep(h(t), 0, 1, n, 1, 0.0f, 0, block.position, &own);
       for (int64_t i = 0; i < own; i++) block.tokens_of[block.position[i]] |= 1u << t;
     }
     for (int64_t j = 0, i = 0; j < n; j++)
@@ -139,7 +139,7 @@ struct Work {
   }
 
   void dot_pairs(const PiRows& rows, const std::vector<float>& bias, float* out) const {
-    kernels->neurons->dot_pairs(&rows, block.pairs, count, x, out);
+    kernels->neurons.dot_pairs[rows.type](&rows, block.pairs, count, x, out);
     if (!bias.empty())
       for (int64_t i = 0; i < count; i++) out[i] += bias[(size_t)block.pairs[i].neuron];
   }
@@ -246,7 +246,7 @@ struct Work {
         for (int64_t i = j; i < end; i++) block.q[t * NeuronBlock::NEURONS + i] = codes[block.index[i] % PI_GROUP];
       }
     }
-    kernels->neurons->add_groups(&b.down, block.index, n, block.q, NeuronBlock::NEURONS, block.d, NeuronBlock::NEURONS,
+    kernels->neurons.add_groups(&b.down, block.index, n, block.q, NeuronBlock::NEURONS, block.d, NeuronBlock::NEURONS,
                                  tokens, out, ldo);
     return groups;
   }
@@ -428,8 +428,8 @@ void add_neurons(const PiKernels* kernels, const Bundles& b, const PiActs* x, in
       for (int64_t t = 0; t < tokens; t++)
         for (int64_t i = 0; i < w.n; i++) fired[block.index[i]] += w.h(t)[i] != 0.0f;
     if (pi_across(b.down.type) >= 0) counts.shared += pairs ? w.add_groups_of_pairs(out, ldo) : w.add_groups(out, ldo);
-    else if (pairs) kernels->neurons->add_pairs(&b.down, block.pairs, w.count, block.h, out, ldo);
-    else kernels->neurons->add(&b.down, block.index, w.n, block.h, NeuronBlock::NEURONS, tokens, out, ldo);
+    else if (pairs) kernels->neurons.add_pairs(&b.down, block.pairs, w.count, block.h, out, ldo);
+    else kernels->neurons.add(&b.down, block.index, w.n, block.h, NeuronBlock::NEURONS, tokens, out, ldo);
   }
 }
 

@@ -142,12 +142,9 @@ void convolve(float* x, int64_t ld, int64_t tokens, const float* w, int64_t ldw,
   }
 }
 
-#define PI_JOIN_(a, b) a##b
-#define PI_JOIN(a, b) PI_JOIN_(a, b)
-
 }  // namespace
 
-extern "C" {
-extern const PiDeltaKernels PI_JOIN(pi_delta_, PI_LEVEL);
-const PiDeltaKernels PI_JOIN(pi_delta_, PI_LEVEL) = {rule, convolve};
+PI_KERNELS(delta_kernels) {
+  to->delta.rule = rule;
+  to->delta.convolve = convolve;
 }

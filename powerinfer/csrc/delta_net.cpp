@@ -85,7 +85,7 @@ class DeltaNet : public Op {
       for (const Run& run : step.runs) {
         float* x = p.qkv + run.first * p.ldqkv + at;
         const float* from = run.position ? states.convolution(spec_.state, run.read_state) + at : nullptr;
-        w.kernels->delta->convolve(x, p.ldqkv, run.count, spec_.taps.data() + at, about_.channels, about_.tokens + 1,
+        w.kernels->delta.convolve(x, p.ldqkv, run.count, spec_.taps.data() + at, about_.channels, about_.tokens + 1,
                                    from, states.convolution(spec_.state, run.state) + at, about_.channels, dim);
         for (int64_t i = 0; i < run.count; i++) {
           float* row = x + i * p.ldqkv;
@@ -131,7 +131,7 @@ class DeltaNet : public Op {
         a.to = states.head(spec_.state, run.state, h);
         a.key_dim = about_.key_dim;
         a.tokens = run.count;
-        w.kernels->delta->rule(&a, c0, c1);
+        w.kernels->delta.rule(&a, c0, c1);
       }
     }
   }

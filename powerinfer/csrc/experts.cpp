@@ -703,7 +703,7 @@ void Experts::multiply(Thread& t, const ExpertRows& rows, const PiActs& acts, bo
       float* row = h + i * rows.ldh + c0;
       activation_.apply(w.kernels, row, gate_.empty() ? nullptr : more + i * rows.ldh + c0, lanes);
       if (records_fired_)
-        w.kernels->neurons->fires(row, lanes, 0.0f, recorded_.fired.data() + (begin + i) * up_[0].panels + p0);
+        w.kernels->neurons.fires(row, lanes, 0.0f, recorded_.fired.data() + (begin + i) * up_[0].panels + p0);
       w.kernels->scale(row, rows.weight_of[(size_t)(begin + i)], columns);
       if (form == PI_FORM_F32) continue;
       const PiActs to = pi_acts_from(&hidden, begin + i, c0);
@@ -785,7 +785,7 @@ void Experts::list_firing(Thread& t, ExpertRows& rows, const PiActs* acts, int64
     }
     int64_t counts[PI_NEURON_TOKENS] = {0};
     int32_t* const listed = own.listed.data() + own.n;
-    const int64_t found = w.kernels->neurons->keep(h, rows.ldh, n, lanes, 1, 0.0f, (int32_t)first, listed, counts);
+    const int64_t found = w.kernels->neurons.keep(h, rows.ldh, n, lanes, 1, 0.0f, (int32_t)first, listed, counts);
     for (int64_t i = 0; i < n; i++) own.counts[rows.token_of[(size_t)(begin + i)]] += counts[i];
     for (int64_t j = 0; j < found; j++) {
       for (int64_t i = 0; i < tokens && tokens > 1; i++) known[i * ldk + listed[j]] = 0.0f;
@@ -841,7 +841,7 @@ void Experts::list_predicted(Thread& t, ExpertRows& rows, const Rows& x, bool sa
     int64_t counts[PI_NEURON_TOKENS] = {0};
     int32_t* const listed = own.listed.data() + own.n;
     const int64_t found =
-        w.kernels->neurons->keep(z, rows.ldh, n, lanes, 0, predictor_->limit(), (int32_t)first, listed, counts);
+        w.kernels->neurons.keep(z, rows.ldh, n, lanes, 0, predictor_->limit(), (int32_t)first, listed, counts);
     for (int64_t i = 0; i < n; i++) own.counts[token(i)] += counts[i];
     for (int64_t j = 0; j < found && tokens > 1; j++) {
       uint32_t selects = 0;

@@ -1,103 +1,86 @@
 #include "levels.h"
 
+#include <algorithm>
+#include <map>
 #include <stdexcept>
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include "cpu.h"
 
-// One table per level; those missing in the build (no PI_HAS_name) are never referenced.
-extern "C" {
-const PiKernels* pi_kernels_scalar();
-const PiKernels* pi_kernels_avx2();
-const PiKernels* pi_kernels_avxvnni();
-const PiKernels* pi_kernels_avx512();
-const PiKernels* pi_kernels_avx512bf16();
-const PiKernels* pi_kernels_amx();
-const PiKernels* pi_kernels_neon();
-}
-
-#if defined(__aarch64__) && defined(__linux__)
-#include <sys/auxv.h>
-#endif
+// PI_PARTS is what CMakeLists.txt compiled: PI_PART(file, level) for every source file of kernels and every level that it
+// was compiled for.
+#define PI_PART(file, level) extern "C" void pi_##file##_##level(PiKernels*);
+PI_PARTS
+#undef PI_PART
 
 namespace {
 
-#if defined(__x86_64__)
-uint64_t xcr0() {
-  uint32_t lo, hi;
-  __asm__("xgetbv" : "=a"(lo), "=d"(hi) : "c"(0));
-  return (uint64_t)hi << 32 | lo;
-}
-
-// Linux grants the 8 KiB of tile state only on request (ARCH_REQ_XCOMP_PERM, feature 18).
-bool ask_for_tiles() {
-#if defined(__linux__)
-  return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-#else
-  return false;
-#endif
-}
-
-struct Cpu {
-  bool avx2 = false, avxvnni = false, avx512 = false, avx512bf16 = false, amx = false;
-  Cpu() {
-    unsigned a, b, c, d, b7, c7, d7, a71, unused;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return;
-    const bool fma = c & bit_FMA, f16c = c & bit_F16C;
-    const uint64_t state = xcr0();
-    if (!__get_cpuid_count(7, 0, &a, &b7, &c7, &d7)) return;
-    if (!__get_cpuid_count(7, 1, &a71, &unused, &unused, &unused)) a71 = 0;
-    avx2 = (state & 6) == 6 && fma && f16c && (b7 & bit_AVX2);
-    avxvnni = avx2 && (a71 >> 4 & 1);
-    const unsigned needed = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
-    avx512 = avx2 && (state & 0xe6) == 0xe6 && (b7 & needed) == needed && (c7 & bit_AVX512VNNI);
-    avx512bf16 = avx512 && (a71 >> 5 & 1);
-    const unsigned tiles = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
-    amx = avx512bf16 && (state & 0x60000) == 0x60000 && (d7 & tiles) == tiles && ask_for_tiles();
-  }
+struct Part {
+  const char* level;
+  void (*enter)(PiKernels*);
 };
-#endif
+#define PI_PART(file, level) {#level, pi_##file##_##level},
+const Part PARTS[] = {PI_PARTS};
+#undef PI_PART
+
+// The level whose kernels a level has where it enters none; CMakeLists.txt compiles files accordingly.
+const std::map<std::string, std::string> BASES = {
+    {"amx", "avx512bf16"}, {"avx512bf16", "avx512"}, {"avx512", ""}, {"avxvnni", "avx2"},
+    {"avx2", ""},          {"neon", ""},             {"scalar", ""}};
+
+bool is_built(const std::string& level) {
+  return std::any_of(std::begin(PARTS), std::end(PARTS), [&](const Part& part) { return level == part.level; });
+}
+
+void enter(const std::string& level, PiKernels* to) {
+  const std::string& base = BASES.at(level);
+  if (!base.empty()) enter(base, to);
+  for (const Part& part : PARTS)
+    if (level == part.level) part.enter(to);
+}
+
+std::map<std::string, PiKernels> tables() {
+  std::map<std::string, PiKernels> all;
+  for (const std::string& level : cpu_levels()) {
+    if (!is_built(level)) continue;
+    PiKernels& to = all[level];
+    enter(level, &to);  // runs code of the level, so only where the CPU has it
+    to.name = BASES.find(level)->first.c_str();
+  }
+  return all;
+}
+
+std::string listed(const std::vector<std::string>& names) {
+  std::string list;
+  for (const std::string& name : names) list += (list.empty() ? "" : ", ") + name;
+  return list;
+}
 
 }  // namespace
 
 std::vector<const PiKernels*> supported_levels() {
+  static const std::map<std::string, PiKernels> all = tables();
   std::vector<const PiKernels*> levels;
-#if defined(__x86_64__)
-  static const Cpu cpu;
-#if defined(PI_HAS_amx)
-  if (cpu.amx) levels.push_back(pi_kernels_amx());
-#endif
-#if defined(PI_HAS_avx512bf16)
-  if (cpu.avx512bf16) levels.push_back(pi_kernels_avx512bf16());
-#endif
-#if defined(PI_HAS_avx512)
-  if (cpu.avx512) levels.push_back(pi_kernels_avx512());
-#endif
-#if defined(PI_HAS_avxvnni)
-  if (cpu.avxvnni) levels.push_back(pi_kernels_avxvnni());
-#endif
-#if defined(PI_HAS_avx2)
-  if (cpu.avx2) levels.push_back(pi_kernels_avx2());
-#endif
-#elif defined(PI_HAS_neon)
-#if defined(__linux__)
-  if (getauxval(AT_HWCAP) & (1ul << 20)) levels.push_back(pi_kernels_neon());  // HWCAP_ASIMDDP
-#else
-  levels.push_back(pi_kernels_neon());
-#endif
-#endif
-  levels.push_back(pi_kernels_scalar());
+  for (const std::string& level : cpu_levels())
+    if (all.count(level)) levels.push_back(&all.at(level));
   return levels;
 }
 
+std::vector<std::string> levels_not_built() {
+  std::vector<std::string> names = cpu_levels();
+  names.erase(std::remove_if(names.begin(), names.end(), is_built), names.end());
+  return names;
+}
+
 const PiKernels* find_level(const std::string& name) {
-  std::string known;
+  std::vector<std::string> known;
   for (const PiKernels* level : supported_levels()) {
     if (name.empty() || name == level->name) return level;
-    known += (known.empty() ? "" : ", ") + std::string(level->name);
+    known.push_back(level->name);
   }
-  throw std::invalid_argument("instruction set '" + name + "' cannot run on this CPU; choose one of: " + known);
+  const std::vector<std::string> missing = levels_not_built();
+  if (std::find(missing.begin(), missing.end(), name) != missing.end())
+    throw std::invalid_argument("instruction set '" + name + "' is not in this build, which has: " + listed(known) +
+                                "; `make install LEVELS=all` in a clone of the repository, or `pip install .` there, " +
+                                "builds all of them");
+  throw std::invalid_argument("instruction set '" + name + "' cannot run on this CPU; choose one of: " + listed(known));
 }

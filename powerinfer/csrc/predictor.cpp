@@ -56,7 +56,7 @@ void Predictor::list(int thread, Workspace& w, int64_t tokens, int64_t* counts) 
   NeuronLists::Share& own = s.shares[(size_t)thread];
   const Columns mine(*out, *w.pool, thread);
   std::fill(counts, counts + PI_NEURON_TOKENS, 0);
-  own.n = w.kernels->neurons->keep(s.z.data() + mine.c0, s.ldz, tokens, mine.n(), 0, above_, (int32_t)mine.c0,
+  own.n = w.kernels->neurons.keep(s.z.data() + mine.c0, s.ldz, tokens, mine.n(), 0, above_, (int32_t)mine.c0,
                                    own.listed.data(), counts);
 }
 

@@ -81,6 +81,7 @@ PI_INLINE u8x64 b_lookup(const int8_t* table, u8x64 i) {
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)table)), i);
 }
 // Shifts work on 16 bits: callers mask away what crosses from the neighbouring byte.
+PI_INLINE u8x64 b_shl(u8x64 a, int n) { return _mm512_sll_epi16(a, _mm_cvtsi32_si128(n)); }
 PI_INLINE u8x64 b_shr(u8x64 a, int n) { return _mm512_srl_epi16(a, _mm_cvtsi32_si128(n)); }
 template <int n>
 PI_INLINE u8x64 b_shl(u8x64 a) {
@@ -265,6 +266,10 @@ PI_INLINE u8x64 b_lookup(const int8_t* table, u8x64 i) {
 }
 PI_INLINE u8x64 b_and(u8x64 x, u8x64 y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 PI_INLINE u8x64 b_or(u8x64 x, u8x64 y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+PI_INLINE u8x64 b_shl(u8x64 x, int n) {
+  __m128i c = _mm_cvtsi32_si128(n);
+  return {_mm256_sll_epi16(x.a, c), _mm256_sll_epi16(x.b, c)};
+}
 PI_INLINE u8x64 b_shr(u8x64 x, int n) {
   __m128i c = _mm_cvtsi32_si128(n);
   return {_mm256_srl_epi16(x.a, c), _mm256_srl_epi16(x.b, c)};
@@ -521,6 +526,10 @@ PI_INLINE u8x64 b_or(u8x64 x, u8x64 y) {
   EACH x.v[i] = vorrq_u8(x.v[i], y.v[i]);
   return x;
 }
+PI_INLINE u8x64 b_shl(u8x64 x, int n) {
+  EACH x.v[i] = vshlq_u8(x.v[i], vdupq_n_s8((int8_t)n));
+  return x;
+}
 PI_INLINE u8x64 b_shr(u8x64 x, int n) {
   EACH x.v[i] = vshlq_u8(x.v[i], vdupq_n_s8((int8_t)-n));
   return x;
@@ -737,13 +746,13 @@ PI_PLAIN u8x64 b_shr(u8x64 x, int n) {
   for (int i = 0; i < 64; i++) x[i] = (uint8_t)(x[i] >> n);
   return x;
 }
-PI_PLAIN u8x64 b_left(u8x64 x, int n) {
+PI_PLAIN u8x64 b_shl(u8x64 x, int n) {
   for (int i = 0; i < 64; i++) x[i] = (uint8_t)(x[i] << n);
   return x;
 }
 template <int n>
 PI_INLINE u8x64 b_shl(u8x64 x) {
-  return b_left(x, n);
+  return b_shl(x, n);
 }
 template <int n>
 PI_INLINE u8x64 b_shr(u8x64 x) {
@@ -830,3 +839,25 @@ PI_INLINE f32x16 f_exp(f32x16 x) {
   p = f_add(f_fma(f_mul(r, r), p, r), f_set(1.0f));
   return f_mul(p, f_pow2(n));
 }
+
+// A constant as an argument: its type says its value, and it is a number like any other where one is expected.
+template <int n>
+struct Index {
+  static constexpr int value = n;
+  constexpr operator int() const { return n; }
+};
+// Shifts by an Index become instructions with a constant.
+template <int n>
+PI_INLINE u8x64 b_shl(u8x64 x, Index<n>) {
+  return b_shl<n>(x);
+}
+template <int n>
+PI_INLINE u8x64 b_shr(u8x64 x, Index<n>) {
+  if constexpr (n == 0) return x;
+  else return b_shr<n>(x);
+}
+template <int n>
+PI_INLINE Index<4 - n> four_less(Index<n>) {
+  return Index<4 - n>{};
+}
+PI_INLINE int four_less(int n) { return 4 - n; }

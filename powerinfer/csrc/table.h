@@ -273,10 +273,11 @@ static inline int64_t pi_lanes_bytes(int64_t k) { return pi_round_up(k, 512) / 5
 static inline int pi_lanes_close(int64_t left) { return left == 1 || left == 2 || left == 4 || left == 8; }
 
 struct PiNeuronKernels {
-  // out[t * ldo + j] = neuron index[j] . token t. Quantised rows need `lanes`.
-  void (*dots)(const PiRows*, const int32_t* index, int64_t n, const PiActs*, int64_t tokens, float* out, int64_t ldo);
-  // out[j] = neuron of pair j . its token.
-  void (*dot_pairs)(const PiRows*, const PiPair*, int64_t n, const PiActs*, float* out);
+  // By the type of the rows: out[t * ldo + j] = neuron index[j] . token t. Quantised rows need `lanes`.
+  void (*dots[PI_N_TYPES])(const PiRows*, const int32_t* index, int64_t n, const PiActs*, int64_t tokens, float* out,
+                           int64_t ldo);
+  // The same of pairs: out[j] = neuron of pair j . its token.
+  void (*dot_pairs[PI_N_TYPES])(const PiRows*, const PiPair*, int64_t n, const PiActs*, float* out);
   // out[t * ldo + c] += sum over j, in their order, of h[t * ldh + j] * neuron index[j][c].
   void (*add)(const PiRows*, const int32_t* index, int64_t n, const float* h, int64_t ldh, int64_t tokens, float* out,
               int64_t ldo);
@@ -322,9 +323,12 @@ struct PiDeltaKernels {
 };
 enum { PI_MOST_TAPS = 8 };
 
+// Panels [p0, p1) of a matrix by the tokens; scratch: pi_linear_scratch.
+typedef void (*PiProduct)(const PiLinear*, const PiActs*, int64_t p0, int64_t p1, int64_t tokens, void* scratch);
+
 struct PiKernels {
   const char* name;
-  void (*linear)(const PiLinear*, const PiActs*, int64_t p0, int64_t p1, int64_t tokens, void* scratch);
+  PiProduct linear[PI_N_TYPES];  // by the type of the matrix
   // Converts n elements of a row to the forms in `forms`, at the start of row 0 of `to`.
   void (*forms)(const float* x, int64_t n, int forms, const PiActs* to);
   // Norms of one row; out may be x. The bias of layer_norm may be null.
@@ -345,9 +349,16 @@ struct PiKernels {
   void (*attention[PI_N_KV_TYPES])(const PiAttention*, int g, int64_t r0, int64_t r1, float* scratch);
   // The same where a value is the first head_dim numbers of its key.
   void (*latent_attention[PI_N_KV_TYPES])(const PiAttention*, int g, int64_t r0, int64_t r1, float* scratch);
-  const PiNeuronKernels* neurons;
-  const PiDeltaKernels* delta;
+  PiNeuronKernels neurons;
+  PiDeltaKernels delta;
 };
+
+// A source file of kernels is compiled once for each level that it gains something from, with PI_LEVEL naming it, and
+// exports one function, PI_KERNELS(name of the file) { to->... = ...; }, which enters its kernels in the table of that
+// level. What a level does not enter is that of the level it builds upon (levels.cpp).
+#define PI_JOIN_(a, b, c) a##b##_##c
+#define PI_JOIN(a, b, c) PI_JOIN_(a, b, c)
+#define PI_KERNELS(file) extern "C" void PI_JOIN(pi_, file, PI_LEVEL)(PiKernels * to)
 
 // Bytes of one page of one kv head: keys [head_pad][32], values [32][head_pad], for Q8_0 followed by f16 scales
 // [head_pad / 32][32] and [32][head_pad / 32] (rounded up). latent: values are parts of keys, which alone are stored, as

@@ -41,21 +41,21 @@ bool Watch::suits(int64_t neurons, int64_t tokens, int threads) const {
 
 void Watch::before(const Look& look, int64_t i, const Activation& activation, const float* limits, const float* first,
                    const float* up) {
-  int odd = kernels_->neurons->fires(first, look.lanes, FLT_MAX, nullptr);
-  if (up) odd |= kernels_->neurons->fires(up, look.lanes, FLT_MAX, nullptr);
+  int odd = kernels_->neurons.fires(first, look.lanes, FLT_MAX, nullptr);
+  if (up) odd |= kernels_->neurons.fires(up, look.lanes, FLT_MAX, nullptr);
   if (odd) damaged[(size_t)look.thread] = 1;
   if (!gate) return;
   float* a = activated_[(size_t)look.thread].data();
   memcpy(a, first, (size_t)look.lanes * 4);
   activation.apply_first(kernels_, a, look.lanes, limits);
-  kernels_->neurons->fires(a, look.lanes, threshold, bits_of(look, i));
+  kernels_->neurons.fires(a, look.lanes, threshold, bits_of(look, i));
   if (!measure) return;
   int64_t* bins = magnitudes.data() + look.thread * BINS;
   for (int64_t j = 0; j < look.n; j++) bins[bin_of(a[j])]++;
 }
 
 void Watch::after(const Look& look, int64_t i, float* h) {
-  if (!gate) kernels_->neurons->fires(h, look.lanes, 0.0f, bits_of(look, i));
+  if (!gate) kernels_->neurons.fires(h, look.lanes, 0.0f, bits_of(look, i));
   if (!silence) return;
   const float* a = activated_[(size_t)look.thread].data();
   for (int64_t j = 0; j < look.n; j++) h[j] = fabsf(a[j]) <= threshold ? 0.0f : h[j];

@@ -108,7 +108,7 @@ void Workspace::linear(int thread, const Matrix& w, const Vector& bias, const Pi
   if (p0 >= p1) return;
   const PiLinear l{w.data, bias.empty() ? nullptr : bias.data(), out, ldo, w.type, add};
   if (!w.data) return linear_from_disk(thread, l, w, acts, tokens, p0, p1);
-  kernels->linear(&l, acts, p0, p1, tokens, scratch_of(thread));
+  kernels->linear[l.type](&l, acts, p0, p1, tokens, scratch_of(thread));
 }
 
 void* Workspace::scratch_of(int thread) {
@@ -128,7 +128,7 @@ void Workspace::linear_from_disk(int thread, const PiLinear& l, const Matrix& w,
     pack_panels(w.type, disk.rows, disk.stored, w.k, map, w.rows, own.packed->data(), p, p + n, p);
     part.bias = l.bias ? l.bias + p * PI_LANES : nullptr;
     part.out = l.out + p * PI_LANES;
-    kernels->linear(&part, acts, 0, n, tokens, scratch_of(thread));
+    kernels->linear[part.type](&part, acts, 0, n, tokens, scratch_of(thread));
     if (disk.panels) keep_panels(own, disk, w, p0, p, n);
   }
 }

@@ -63,7 +63,7 @@ void test_rule(const PiKernels* kernels) {
         Floats other = before;
         {
           const PiDelta all = rows.call(0, tokens, before.data(), state.data());
-          kernels->delta->rule(&all, 0, value);
+          kernels->delta.rule(&all, 0, value);
         }
         const std::string name = std::string(kernels->name) + " rule " + std::to_string(key) + " x " +
                                  std::to_string(value) + ", " + std::to_string(tokens) + " tokens";
@@ -80,7 +80,7 @@ void test_rule(const PiKernels* kernels) {
         for (int64_t t = 0; t < tokens; t++)
           for (int64_t c = 0; c < value; c += 16) {
             const PiDelta one = pieces.call(t, 1, other.data(), other.data());
-            kernels->delta->rule(&one, c, c + 16);
+            kernels->delta.rule(&one, c, c + 16);
           }
         for (size_t i = 0; i < state.size(); i++) same.same(other[i], state[i], (int64_t)i);
         for (size_t i = 0; i < rows.data.size(); i++) same.same(pieces.data[i], rows.data[i], (int64_t)i);
@@ -89,8 +89,8 @@ void test_rule(const PiKernels* kernels) {
         Rows again = fresh;
         const PiDelta a = fresh.call(0, tokens, nullptr, to.data()),
                       b = again.call(0, tokens, nothing.data(), nothing.data());
-        kernels->delta->rule(&a, 0, value);
-        kernels->delta->rule(&b, 0, value);
+        kernels->delta.rule(&a, 0, value);
+        kernels->delta.rule(&b, 0, value);
         for (size_t i = 0; i < to.size(); i++) zeros.same(to[i], nothing[i], (int64_t)i);
       }
 }
@@ -103,7 +103,7 @@ void test_convolve(const PiKernels* kernels) {
       const Floats w = exact(r.normals(taps * n)), from = exact(r.normals(before * n)),
                    x = exact(r.normals(tokens * n));
       Floats out = x, to((size_t)(before * n), NOT), pieces = x, state = from;
-      kernels->delta->convolve(out.data(), n, tokens, w.data(), n, taps, from.data(), to.data(), n, n);
+      kernels->delta.convolve(out.data(), n, tokens, w.data(), n, taps, from.data(), to.data(), n, n);
       const auto at = [&](int64_t t, int64_t c) {
         return t < 0 ? from[(size_t)((before + t) * n + c)] : x[(size_t)(t * n + c)];
       };
@@ -125,7 +125,7 @@ void test_convolve(const PiKernels* kernels) {
       Check same(name + ", in pieces, in place");
       for (int64_t t = 0; t < tokens; t++)
         for (int64_t c = 0; c < n; c += 16)
-          kernels->delta->convolve(pieces.data() + t * n + c, n, 1, w.data() + c, n, taps, state.data() + c,
+          kernels->delta.convolve(pieces.data() + t * n + c, n, 1, w.data() + c, n, taps, state.data() + c,
                                    state.data() + c, n, 16);
       for (size_t i = 0; i < out.size(); i++) same.same(pieces[i], out[i], (int64_t)i);
       for (size_t i = 0; i < to.size(); i++) same.same(state[i], to[i], (int64_t)i);

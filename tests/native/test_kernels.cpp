@@ -99,7 +99,7 @@ void product(const PiKernels* kernels, int type, int64_t k, int64_t rows, int64_
                        bool add) {
     const PiActs a = acts.from(first);
     const PiLinear l{packed.data(), with_bias ? bias.data() : nullptr, out.data(), ldo, type, add};
-    kernels->linear(&l, &a, p0, p1, tokens, scratch.data());
+    kernels->linear[l.type](&l, &a, p0, p1, tokens, scratch.data());
   };
   std::vector<float> plain((size_t)(most * ldo), NOT), full = before;
   run(plain, 0, most, 0, panels, false, false);
@@ -182,12 +182,12 @@ void test_hostile(const PiKernels* kernels) {
     std::vector<float> all((size_t)(tokens * ldo), 12345.0f), one((size_t)ldo);
     PiActs a = acts.from(0);
     PiLinear l{packed.data(), nullptr, all.data(), ldo, type, 0};
-    kernels->linear(&l, &a, 0, panels, tokens, scratch.data());
+    kernels->linear[l.type](&l, &a, 0, panels, tokens, scratch.data());
     for (int64_t t = 0; t < tokens; t++) {
       std::fill(one.begin(), one.end(), 54321.0f);
       a = acts.from(t);
       l.out = one.data();
-      kernels->linear(&l, &a, 0, panels, 1, scratch.data());
+      kernels->linear[l.type](&l, &a, 0, panels, 1, scratch.data());
       for (int64_t i = 0; i < ldo; i++) {
         const float v = all[(size_t)(t * ldo + i)], w = one[(size_t)i];
         check.yes(v != 12345.0f && w != 54321.0f, t * ldo + i);

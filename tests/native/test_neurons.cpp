@@ -262,7 +262,7 @@ void test_dots(const PiKernels* kernels) {
       for (int64_t t = 0; t < most; t++) {
         const Lanes x(acts.from(t), type, 1);
         for (int32_t i = 0; i < rows; i++)
-          kernels->neurons->dots(&packed.packed, &i, 1, &x.acts, 1, &alone[(size_t)(t * rows + i)], 1);
+          kernels->neurons.dots[packed.packed.type](&packed.packed, &i, 1, &x.acts, 1, &alone[(size_t)(t * rows + i)], 1);
       }
       for (int64_t t = 0; t < most; t++) {
         for (int64_t i = 0; i < rows; i++) {
@@ -281,7 +281,7 @@ void test_dots(const PiKernels* kernels) {
           const Exact<int32_t> index(list.begin(), list.end());
           const int64_t n = (int64_t)index.size(), ldo = n + tokens % 3;
           Exact<float> out((size_t)((tokens - 1) * ldo + n), NOT);
-          kernels->neurons->dots(&packed.packed, index.data(), n, &x.acts, tokens, out.data(), ldo);
+          kernels->neurons.dots[packed.packed.type](&packed.packed, index.data(), n, &x.acts, tokens, out.data(), ldo);
           for (int64_t i = 0; i < (int64_t)out.size(); i++) {
             if (i % ldo < n)
               bits.same(out[(size_t)i], alone[(size_t)((most - tokens + i / ldo) * rows + index[(size_t)(i % ldo)])],
@@ -294,7 +294,7 @@ void test_dots(const PiKernels* kernels) {
       for (int64_t n : {0, 1, 3, 8, 13, 100}) {
         const Exact<PiPair> pairs = random_pairs(r, n, rows, most);
         Exact<float> out((size_t)n, NOT);
-        kernels->neurons->dot_pairs(&packed.packed, pairs.data(), n, &x.acts, out.data());
+        kernels->neurons.dot_pairs[packed.packed.type](&packed.packed, pairs.data(), n, &x.acts, out.data());
         for (int64_t i = 0; i < n; i++)
           bits.same(out[(size_t)i], alone[(size_t)(pairs[(size_t)i].token * rows + pairs[(size_t)i].neuron)], i);
       }
@@ -326,10 +326,10 @@ void test_add(const PiKernels* kernels) {
             std::copy_n(&before[(size_t)(t * k)], k, &start[(size_t)(t * ldo)]);
           }
           Exact<float> out = start, parts = start, dropped = start;
-          kernels->neurons->add(&packed.packed, index.data(), n, h.data(), ldh, tokens, out.data(), ldo);
+          kernels->neurons.add(&packed.packed, index.data(), n, h.data(), ldh, tokens, out.data(), ldo);
           const int64_t cut = n / 3;
-          kernels->neurons->add(&packed.packed, index.data(), cut, h.data(), ldh, tokens, parts.data(), ldo);
-          kernels->neurons->add(&packed.packed, index.data() + cut, n - cut, h.data() + cut, ldh, tokens, parts.data(),
+          kernels->neurons.add(&packed.packed, index.data(), cut, h.data(), ldh, tokens, parts.data(), ldo);
+          kernels->neurons.add(&packed.packed, index.data() + cut, n - cut, h.data() + cut, ldh, tokens, parts.data(),
                                 ldo);
           Exact<int32_t> fewer;
           Exact<float> few_h;
@@ -340,7 +340,7 @@ void test_add(const PiKernels* kernels) {
               if (index[(size_t)j] % 3) few_h.push_back(h[(size_t)(t * ldh + j)]);
           fewer.shrink_to_fit();
           few_h.shrink_to_fit();
-          kernels->neurons->add(&packed.packed, fewer.data(), (int64_t)fewer.size(), few_h.data(),
+          kernels->neurons.add(&packed.packed, fewer.data(), (int64_t)fewer.size(), few_h.data(),
                                 (int64_t)fewer.size(), tokens, dropped.data(), ldo);
           for (int64_t i = 0; i < size; i++) {
             if (i % ldo >= k) {
@@ -352,7 +352,7 @@ void test_add(const PiKernels* kernels) {
           }
           for (int64_t t = 0; t < tokens; t++) {
             Exact<float> alone(before.begin() + t * k, before.begin() + (t + 1) * k);
-            kernels->neurons->add(&packed.packed, index.data(), n, h.data() + t * ldh, ldh, 1, alone.data(), k);
+            kernels->neurons.add(&packed.packed, index.data(), n, h.data() + t * ldh, ldh, 1, alone.data(), k);
             for (int64_t c = 0; c < k; c++) bits.same(alone[(size_t)c], out[(size_t)(t * ldo + c)], t * k + c);
           }
           if (tokens > 1 && tokens < most) continue;  // their bits are known by now
@@ -380,9 +380,9 @@ void test_add(const PiKernels* kernels) {
         Exact<float> out((size_t)((most - 1) * ldo + k), NOT);
         for (int64_t t = 0; t < most; t++) std::copy_n(&before[(size_t)(t * k)], k, &out[(size_t)(t * ldo)]);
         Exact<float> wanted = out;
-        kernels->neurons->add_pairs(&packed.packed, pairs.data(), n, h.data(), out.data(), ldo);
+        kernels->neurons.add_pairs(&packed.packed, pairs.data(), n, h.data(), out.data(), ldo);
         for (int64_t i = 0; i < n; i++)
-          kernels->neurons->add(&packed.packed, &pairs[(size_t)i].neuron, 1, &h[(size_t)i], 1, 1,
+          kernels->neurons.add(&packed.packed, &pairs[(size_t)i].neuron, 1, &h[(size_t)i], 1, 1,
                                 &wanted[(size_t)(pairs[(size_t)i].token * ldo)], k);
         for (int64_t i = 0; i < (int64_t)out.size(); i++)
           if (i % ldo < k) bits.same(out[(size_t)i], wanted[(size_t)i], i);
@@ -421,11 +421,11 @@ void test_add_groups(const PiKernels* kernels, int type) {
           for (int64_t c = 0; c < k; c++) out[(size_t)(t * ldo + c)] = r.normal();
         }
         const Exact<float> start = out;
-        kernels->neurons->add_groups(&packed.packed, index.data(), n, q.data(), ldq, d.data(), ldd, tokens, out.data(),
+        kernels->neurons.add_groups(&packed.packed, index.data(), n, q.data(), ldq, d.data(), ldd, tokens, out.data(),
                                      ldo);
         for (int64_t t = 0; t < tokens; t++) {
           Exact<float> alone(start.begin() + t * ldo, start.begin() + t * ldo + k);
-          kernels->neurons->add_groups(&packed.packed, index.data(), n, q.data() + t * ldq, ldq, d.data() + t * ldd,
+          kernels->neurons.add_groups(&packed.packed, index.data(), n, q.data() + t * ldq, ldq, d.data() + t * ldd,
                                        ldd, 1, alone.data(), k);
           for (int64_t c = 0; c < k; c++) {
             double sum = start[(size_t)(t * ldo + c)], all = fabs(sum), whole = 0, size = 0;
@@ -481,7 +481,7 @@ void test_keep(const PiKernels* kernels) {
             if (any) kept.push_back(first + (int32_t)j);
           }
           Exact<int32_t> out(kept.size() + 16, -1);
-          check.yes(kernels->neurons->keep(x.data(), ldx, tokens, n, absolute, most, first, out.data(),
+          check.yes(kernels->neurons.keep(x.data(), ldx, tokens, n, absolute, most, first, out.data(),
                                            counts.data()) == (int64_t)kept.size(),
                     n);
           check.yes(std::equal(kept.begin(), kept.end(), out.begin()), n);
@@ -511,8 +511,8 @@ void test_fires(const PiKernels* kernels) {
           wanted[(size_t)(j / 16)] = (uint16_t)(wanted[(size_t)(j / 16)] | 1 << j % 16);
           any = true;
         }
-        check.yes((kernels->neurons->fires(x.data(), n, most, bits.data()) != 0) == any, n);
-        check.yes((kernels->neurons->fires(x.data(), n, most, nullptr) != 0) == any, n);
+        check.yes((kernels->neurons.fires(x.data(), n, most, bits.data()) != 0) == any, n);
+        check.yes((kernels->neurons.fires(x.data(), n, most, nullptr) != 0) == any, n);
         check.yes(bits == wanted, n);
       }
     }

@@ -1,8 +1,11 @@
-// Products of many tokens on the tile unit. Included by kernels.cpp, inside its namespace, after the weight traits.
+// Products on the tile unit, of many tokens.
 //
 // Quantised weights: integer tiles give the same sums of 32 as the vector kernels, and the factors are applied in the
 // same order, so a token's bits do not depend on which of the two computed it. BF16 weights: tiles for every number of
 // tokens, one included, for the same reason.
+#include "quants.h"
+
+namespace {
 
 struct TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {0};
@@ -107,9 +110,13 @@ void amx_tile(const PiLinear* l, const PiActs* x, const uint8_t* codes, const ui
   });
 }
 
+// The products of the level below.
+PiProduct vector_product[PI_N_TYPES];
+
 template <class W>
-bool amx_product(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
-  if (tokens <= 24) return false;  // the vector kernels stream weights better than a mostly empty tile
+void amx_product(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
+  // The vector kernels stream weights better than a mostly empty tile.
+  if (tokens <= 24) return vector_product[l->type](l, x, p0, p1, tokens, scratch);
   const int64_t k = x->k, nb = k / 32, stride = pi_panel_bytes(l->type, k), codes_bytes = pi_codes_bytes(l->type, k);
   constexpr int A = W::HALVES == 2 ? 16 : 32, B = W::HALVES == 2 ? 4 : 8;
   const int64_t some = PI_AMX_ACTS / k / TILE_TOKENS * TILE_TOKENS, at_once = some < TILE_TOKENS ? TILE_TOKENS : some;
@@ -142,7 +149,6 @@ bool amx_product(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int
     }
   }
   _tile_release();
-  return true;
 }
 
 // P panels by up to 32 tokens, sums kept in the tiles over all of k.
@@ -211,21 +217,25 @@ void amx_bf16(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_
   _tile_release();
 }
 
-// False: the vector kernels are faster.
-bool amx_linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
-  switch (l->type) {
-    case PI_BF16: amx_bf16(l, x, p0, p1, tokens, scratch); return true;
-    case PI_Q8_0: return amx_product<WQ8_0>(l, x, p0, p1, tokens, scratch);
-    case PI_Q4_0: return amx_product<WQ4_0>(l, x, p0, p1, tokens, scratch);
-    case PI_Q4_1: return amx_product<WQ4_1>(l, x, p0, p1, tokens, scratch);
-    case PI_Q5_0: return amx_product<WQ5_0>(l, x, p0, p1, tokens, scratch);
-    case PI_Q5_1: return amx_product<WQ5_1>(l, x, p0, p1, tokens, scratch);
-    case PI_Q4_K: return amx_product<WQ4_K>(l, x, p0, p1, tokens, scratch);
-    case PI_Q5_K: return amx_product<WQ5_K>(l, x, p0, p1, tokens, scratch);
-    case PI_Q6_K: return amx_product<WQ6_K>(l, x, p0, p1, tokens, scratch);
-    case PI_IQ4_NL: return amx_product<WIQ4_NL>(l, x, p0, p1, tokens, scratch);
-    case PI_IQ4_XS: return amx_product<WIQ4_XS>(l, x, p0, p1, tokens, scratch);
-    case PI_MXFP4: return amx_product<WMXFP4>(l, x, p0, p1, tokens, scratch);
-  }
-  return false;
+template <class W>
+void use_tiles(PiKernels* to, int type) {
+  vector_product[type] = to->linear[type];
+  to->linear[type] = amx_product<W>;
+}
+
+}  // namespace
+
+PI_KERNELS(products_tiles) {
+  to->linear[PI_BF16] = amx_bf16;
+  use_tiles<WQ8_0>(to, PI_Q8_0);
+  use_tiles<WQ4_0>(to, PI_Q4_0);
+  use_tiles<WQ4_1>(to, PI_Q4_1);
+  use_tiles<WQ5_0>(to, PI_Q5_0);
+  use_tiles<WQ5_1>(to, PI_Q5_1);
+  use_tiles<WQ4_K>(to, PI_Q4_K);
+  use_tiles<WQ5_K>(to, PI_Q5_K);
+  use_tiles<WQ6_K>(to, PI_Q6_K);
+  use_tiles<WIQ4_NL>(to, PI_IQ4_NL);
+  use_tiles<WIQ4_XS>(to, PI_IQ4_XS);
+  use_tiles<WMXFP4>(to, PI_MXFP4);
 }

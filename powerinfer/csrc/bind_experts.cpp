@@ -1,0 +1,252 @@
+// Mixtures of experts.
+#include <string.h>
+
+#include "bindings.h"
+#include "experts.h"
+#include "host_calls.h"
+#include "neuron_sum.h"
+#include "predictor.h"
+#include "program.h"
+#include "resting_experts.h"
+#include "slots.h"
+
+namespace {
+
+// Its rows, padded to whole panels.
+std::vector<Vector> vectors_of(const std::optional<Floats2>& a) {
+  std::vector<Vector> rows;
+  for (size_t i = 0; a && i < a->shape(0); i++)
+    rows.push_back(padded(Vector(a->data() + i * a->shape(1), a->data() + (i + 1) * a->shape(1))));
+  return rows;
+}
+
+void check_expert_sum(const Experts& experts, const Program& program, Floats2 x, OutFloats2 out) {
+  const size_t tokens = x.shape(0), k = (size_t)experts.d_model();
+  require(tokens > 0 && (int64_t)tokens <= program.sizes.max_tokens && x.shape(1) == k && out.shape(0) == tokens &&
+              out.shape(1) == k,
+          "x and out must be [tokens, d_model], for at most the program's tokens");
+}
+
+void check_selected(const Experts& experts, const Program& program, Ints2 selected, Floats2 weights) {
+  const size_t tokens = selected.shape(0), some = (size_t)experts.top_k();
+  require(tokens > 0 && (int64_t)tokens <= program.sizes.max_tokens && selected.shape(1) == some &&
+              weights.shape(0) == tokens && weights.shape(1) == some,
+          "selected and weights must be [tokens, top_k]");
+  for (size_t i = 0; i < tokens * some; i++)
+    require(selected.data()[i] >= -1 && selected.data()[i] < experts.experts(), "no such expert");
+}
+
+bool sum_experts(Experts& experts, Program& program, Floats2 x, Ints2 selected, Floats2 weights, OutFloats2 out) {
+  check_expert_sum(experts, program, x, out);
+  check_selected(experts, program, selected, weights);
+  require(selected.shape(0) == x.shape(0), "selected and weights must be [tokens, top_k]");
+  nb::gil_scoped_release release;
+  return experts.sum(program, x.data(), (int64_t)x.shape(0), selected.data(), weights.data(), out.data());
+}
+
+void order_experts(Experts& experts, Program& program, Ints2 selected, Floats2 weights) {
+  check_selected(experts, program, selected, weights);
+  nb::gil_scoped_release release;
+  experts.order(program, (int64_t)selected.shape(0), selected.data(), weights.data());
+}
+
+bool sum_ordered_experts(Experts& experts, Program& program, Floats2 x, OutFloats2 out) {
+  check_expert_sum(experts, program, x, out);
+  nb::gil_scoped_release release;
+  return experts.sum_ordered(program, x.data(), (int64_t)x.shape(0), out.data());
+}
+
+void fired_in_experts(const Experts& op, nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> out) {
+  Experts::Selected last;
+  {
+    nb::gil_scoped_release release;
+    last = op.recorded();
+  }
+  const size_t n = last.rows.size(), words = n ? last.fired.size() / n : 0, bytes = out.shape(1);
+  require(n && out.shape(0) == n && bytes <= 2 * words, "out has another shape than what was recorded");
+  for (size_t i = 0; i < n; i++)
+    memcpy(out.data() + i * bytes, last.fired.data() + (size_t)last.rows[i] * words, bytes);
+}
+
+Counts expert_counts(const Experts& op) {
+  nb::gil_scoped_release release;
+  const Experts::Counts all = op.counts();
+  Counts counts = counts_of(all.neurons);
+  counts["sampled_tokens"] = all.recall.tokens;
+  counts["sampled_active"] = all.recall.active;
+  counts["sampled_found"] = all.recall.found;
+  counts["predictor_rows"] = all.predictor_rows;
+  return counts;
+}
+
+RestingExperts& resting_of(const Experts& op) {
+  require(op.resting(), "the experts are in memory");
+  return *op.resting();
+}
+
+void make_expert_call(ExpertCall* call, std::shared_ptr<HostCalls> calls, std::shared_ptr<Experts> op, Program& program,
+                      Floats2 x, Ints2 selected, Floats2 weights, OutFloats2 out, Ints places,
+                      nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> tally, const std::string& part) {
+  const char* const PARTS[] = {"all", "order", "sum_ordered"};
+  const size_t tokens = x.shape(0), some = (size_t)op->top_k(), experts = places.shape(0);
+  check_expert_sum(*op, program, x, out);
+  require(selected.shape(0) == tokens && selected.shape(1) == some && weights.shape(0) == tokens &&
+              weights.shape(1) == some,
+          "selected and weights must be [tokens, top_k]");
+  require(tally.shape(0) == experts + 1, "tally must be [experts + 1]");
+  for (size_t i = 0; i < experts; i++)
+    require(places.data()[i] >= -1 && places.data()[i] < op->experts(), "no such expert");
+  const auto own = (ExpertCall::Part)index_of(PARTS, 3, part, "part");
+  new (call) ExpertCall(std::move(calls), std::move(op), program,
+                        {x.data(), (int64_t)tokens, selected.data(), weights.data(), out.data(), (int64_t)experts,
+                         places.data(), tally.data()},
+                        own);
+}
+
+}  // namespace
+
+void bind_experts(nb::module_& m) {
+  nb::class_<RouterSpec>(m, "RouterSpec", "How a token's experts, and their weights, follow from the router's logits.")
+      .def(
+          "__init__",
+          [](RouterSpec* spec, int64_t top_k, const std::string& scoring, bool normalise, float scale,
+             std::optional<Floats> correction, int64_t groups, int64_t top_groups, int64_t group_best,
+             std::optional<Floats> bias) {
+            require(scoring == "softmax" || scoring == "sigmoid", "a router's scoring is softmax or sigmoid");
+            new (spec)
+                RouterSpec{top_k,  scoring == "sigmoid", normalise, scale, vector_of(correction), vector_of(bias),
+                           groups, top_groups,           group_best};
+          },
+          "top_k"_a, "scoring"_a = "softmax", "normalise"_a = false, "scale"_a = 1.0f, "correction"_a = nb::none(),
+          "groups"_a = 1, "top_groups"_a = 1, "group_best"_a = 1, "bias"_a = nb::none(),
+          "correction: added to scores for the selection alone; bias: to the logits. Experts are selected in the\n"
+          "top_groups best of `groups`; a group's score is the sum of its group_best best experts'.");
+  m.def(
+      "route",
+      [](const RouterSpec& spec, Floats logits) {
+        const int64_t n = (int64_t)logits.shape(0);
+        check_router(spec, n);
+        Vector copy = vector_of(logits), scratch((size_t)n), weights((size_t)spec.top_k);
+        std::vector<int32_t> selected((size_t)spec.top_k);
+        route(spec, copy.data(), n, scratch.data(), selected.data(), weights.data());
+        return std::make_pair(selected, weights);
+      },
+      "spec"_a, "logits"_a, "The experts of a token, in ascending order, and their weights; logits: [experts].");
+  nb::class_<ExpertMatrices>(m, "ExpertMatrices", "Experts of one layer: matrices of all of them, one below the other.")
+      .def(
+          "__init__",
+          [](ExpertMatrices* all, int64_t experts, int64_t neurons, const NeuronSpec& spec,
+             std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up, std::shared_ptr<Matrix> down,
+             std::optional<Floats2> gate_bias, std::optional<Floats2> up_bias, std::optional<Floats2> down_bias,
+             std::shared_ptr<NeuronSum> bundled, std::shared_ptr<Predictor> predictor, int64_t recall_every,
+             std::shared_ptr<Slots> slots) {
+            require(spec.gate_bias.empty() && spec.up_bias.empty(), "biases of experts are not those of neurons");
+            require(spec.limits.empty(), "neurons of experts have no thresholds of their own");
+            require(bundled || (up && down), "experts need up and down, or bundles");
+            new (all) ExpertMatrices{experts,
+                                     neurons,
+                                     spec.activation,
+                                     std::move(gate),
+                                     std::move(up),
+                                     std::move(down),
+                                     vectors_of(gate_bias),
+                                     vectors_of(up_bias),
+                                     vectors_of(down_bias),
+                                     std::move(bundled),
+                                     std::move(predictor),
+                                     recall_every,
+                                     std::move(slots)};
+          },
+          "experts"_a, "neurons"_a, "spec"_a, "gate"_a.none(), "up"_a.none(), "down"_a.none(),
+          "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "down_bias"_a = nb::none(), "bundled"_a = nb::none(),
+          "predictor"_a = nb::none(), "recall_every"_a = 0, "slots"_a = nb::none(),
+          "neurons: of each; rows of each are padded to LANES. spec: without biases, which are [experts, rows]. "
+          "bundled:\n"
+          "all neurons, one expert after another, in place of up and down; their gates are not read, but with a "
+          "predictor,\n"
+          "which selects among all of these neurons and takes the place of the matrix of gates. recall_every: steps "
+          "between\n"
+          "samples of its recall, 0: none. slots: the experts rest on disk, their matrices are the parts; the three "
+          "are\n"
+          "of `disk_matrix` then, [experts * rows, k].");
+  nb::class_<Experts, Op>(m, "Experts", "An FFN of experts.")
+      .def("set_whole", &Experts::set_whole, "on"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Whether steps compute every neuron of the selected experts, where they could skip some.")
+      .def("record", &Experts::record, "on"_a, "fired"_a = false, nb::call_guard<nb::gil_scoped_release>(),
+           "Start or stop keeping what steps select; fired: and which neurons of it fired, of whole experts.")
+      .def(
+          "selected",
+          [](const Experts& op) {
+            Experts::Selected last;
+            {
+              nb::gil_scoped_release release;
+              last = op.recorded();
+            }
+            return std::make_pair(std::move(last.experts), last.damaged);
+          },
+          "The experts of the last step's tokens, [tokens * top_k], those of a token ascending; empty before the\n"
+          "first recorded one. And whether a weight was NaN or infinite.")
+      .def("fired", &fired_in_experts, "out"_a.noconvert(),
+           "out [tokens * top_k, bytes of an expert's neurons] = the neurons that fired in the last step, a bit each, "
+           "in\n"
+           "the order of `selected`.")
+      .def("counts", &expert_counts,
+           "As of NeuronSum; sampled_tokens, sampled_active, sampled_found; rows of the predictor's outer read.")
+      .def("clear", &Experts::clear, nb::call_guard<nb::gil_scoped_release>(), "Reset the counters.")
+      .def("foresee", &Experts::foresee, "after"_a, "router"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Small steps begin to read what `router`, about that of `after`, whose experts rest on disk, would select "
+           "of\n"
+           "this one's input.")
+      .def_prop_ro(
+          "uses",
+          [](Experts& op) {
+            std::vector<int32_t>& uses = resting_of(op).uses;
+            return nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>(uses.data(), {uses.size()}, nb::find(op));
+          },
+          "Of experts on disk: the tokens that selected each since someone wrote zeros; not while a step runs.")
+      .def_prop_ro(
+          "elsewhere",
+          [](Experts& op) {
+            std::vector<uint8_t>& elsewhere = resting_of(op).elsewhere;
+            return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(elsewhere.data(), {elsewhere.size()}, nb::find(op));
+          },
+          "The same: not 0 for those that the caller computes elsewhere, which are not expected; to be written.")
+      .def(
+          "disk_counts",
+          [](const Experts& op) {
+            const RestingExperts::Stats s = resting_of(op).stats();
+            return std::map<std::string, int64_t>{
+                {"wanted", s.wanted}, {"hits", s.hits}, {"guessed", s.guessed}, {"right", s.right}};
+          },
+          "Of experts on disk, not while a step runs: wanted, hits; guessed: read because they were expected;\n"
+          "right: of these, needed.")
+      .def("sum", &sum_experts, "program"_a, "x"_a, "selected"_a, "weights"_a, "out"_a,
+           "out = the weighted sum of each token's experts; x and out: [tokens, d_model].\n\n"
+           "selected, weights: [tokens, top_k]; -1 selects none. False where no expert is selected: out is zero, and\n"
+           "nothing was computed.")
+      .def("order", &order_experts, "program"_a, "selected"_a, "weights"_a,
+           "The first part of `sum`, which does not need x; nothing else of the program may run before sum_ordered.")
+      .def("fetch", &Experts::fetch, "program"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Between the two: read a part of the weights into the caches. False once they hold what they can.")
+      .def("sum_ordered", &sum_ordered_experts, "program"_a, "x"_a, "out"_a, "The second part of `sum`.");
+}
+
+void bind_expert_call(nb::module_& m) {
+  nb::class_<ExpertCall, HostCall>(
+      m, "ExpertCall",
+      "Experts.sum, of arrays that it keeps: of those that the CPU has.\n\n"
+      "selected: [tokens, top_k], with the layer's numbers; places: [experts], of each its\n"
+      "number among the CPU's, -1: it is not there; tally: int64 [experts + 1], added to:\n"
+      "tokens that select each, and selections that the CPU does not have. part: \"all\", or\n"
+      "\"order\" and \"sum_ordered\" as of Experts, of which the first fetches, too.")
+      .def("__init__", &make_expert_call, "calls"_a, "experts"_a, "program"_a, "x"_a.noconvert(),
+           "selected"_a.noconvert(), "weights"_a.noconvert(), "out"_a.noconvert(), "places"_a.noconvert(),
+           "tally"_a.noconvert(), "part"_a, nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(),
+           nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>());
+}
+
+void bind_early_router(nb::module_& m) {
+  nb::class_<EarlyRouter, Op>(m, "EarlyRouter", "Selects experts before attention.")
+      .def("foresee", &EarlyRouter::foresee, "of"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Begin to read what it selects, of experts on disk.");
+}

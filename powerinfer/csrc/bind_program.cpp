@@ -1,0 +1,348 @@
+// Programs: caches, states, workspaces, operators and steps.
+#include "bindings.h"
+#include "delta_net.h"
+#include "dense_neurons.h"
+#include "experts.h"
+#include "ffn.h"
+#include "latent_attention.h"
+#include "levels.h"
+#include "predictor.h"
+#include "program.h"
+#include "watch.h"
+#include "window.h"
+
+namespace {
+
+// Slots of the runs' states, each written by one run and read by no other then.
+void add_states(const States& states, std::vector<Run>& runs, const std::vector<int32_t>& row_of,
+                const std::optional<Ints>& read, const std::optional<Ints>& written, int64_t sequences) {
+  require(read && written, "the model's layers have states: their slots are missing");
+  require((int64_t)read->shape(0) == sequences && (int64_t)written->shape(0) == sequences,
+          "the slots of states differ in length from the page table");
+  std::vector<int64_t> writers((size_t)states.slots, -1);
+  for (size_t i = 0; i < runs.size(); i++) {
+    Run& run = runs[i];
+    run.read_state = read->data()[row_of[i]];
+    run.state = written->data()[row_of[i]];
+    require(run.state >= 0 && run.state < states.slots, "the slot of a state is outside its memory");
+    require(!run.position || (run.read_state >= 0 && run.read_state < states.slots),
+            "the slot of a state is outside its memory");
+    require(writers[(size_t)run.state] < 0, "two sequences write the same state");
+    writers[(size_t)run.state] = (int64_t)i;
+  }
+  for (size_t i = 0; i < runs.size(); i++) {
+    const int64_t writer = runs[i].position ? writers[(size_t)runs[i].read_state] : -1;
+    require(writer < 0 || writer == (int64_t)i, "a sequence reads a state that another one writes");
+  }
+}
+
+bool run(Program& p, Ints tokens, Ints positions, Ints rows, Ints2 page_table, Ints logit_rows, OutFloats2 logits,
+         size_t first, size_t last, int64_t vocab, std::optional<Ints> read_states, std::optional<Ints> states,
+         std::optional<Ints> stop) {
+  Step step;
+  step.tokens = (int64_t)tokens.shape(0);
+  step.logit_rows = (int64_t)logit_rows.shape(0);
+  step.logit_stride = (int64_t)logits.shape(1);
+  step.token = tokens.data();
+  step.position = positions.data();
+  step.logit_row = logit_rows.data();
+  step.logits = logits.data();
+  const int64_t sequences = (int64_t)page_table.shape(0), width = (int64_t)page_table.shape(1);
+  require(step.tokens > 0 && step.tokens <= p.sizes.max_tokens, "a step takes between 1 and max_tokens tokens");
+  require((int64_t)positions.shape(0) == step.tokens && (int64_t)rows.shape(0) == step.tokens,
+          "tokens, positions and rows differ in length");
+  require(step.logit_rows <= (int64_t)logits.shape(0) && step.logit_rows <= step.tokens,
+          "more logits are requested than there is room for");
+  require(vocab > 0 && (p.table_rows == 0 || vocab <= p.table_rows), "the vocabulary is larger than the embedding");
+  require(p.head_panels == 0 || p.head_panels == pi_round_up(vocab, PI_LANES) / PI_LANES,
+          "the vocabulary has another size than the output head");
+  require(step.logit_stride == pi_round_up(vocab, PI_LANES),
+          "the logits have another width than the vocabulary, rounded up to 16");
+  const int32_t *row = rows.data(), *table = page_table.data();
+  std::vector<int32_t> row_of;  // of the runs
+  for (int64_t i = 0; i < step.tokens; i++) {
+    require(step.token[i] >= 0 && step.token[i] < vocab, "a token id is outside the vocabulary");
+    require(row[i] >= 0 && row[i] < sequences, "a token's row is outside the page table");
+    require(step.position[i] >= 0 && step.position[i] < width * PI_PAGE, "a position lies beyond the page table");
+    require(p.positions == 0 || step.position[i] < p.positions, "a position lies beyond the table of positions");
+    if (i && row[i] == row[i - 1]) {
+      require(step.position[i] == step.position[i - 1] + 1, "the tokens of a sequence must follow each other");
+      step.runs.back().count++;
+    } else {
+      step.runs.push_back({i, 1, step.position[i], table + (int64_t)row[i] * width});
+      row_of.push_back(row[i]);
+    }
+  }
+  for (const Run& r : step.runs) {
+    for (int64_t page = 0; page <= (r.position + r.count - 1) / PI_PAGE; page++) {
+      require(r.pages[page] >= 0 && r.pages[page] < p.cache->pages, "a page is outside the cache");
+    }
+  }
+  for (int64_t i = 0; i < step.logit_rows; i++)
+    require(step.logit_row[i] >= 0 && step.logit_row[i] < step.tokens, "a logit row is outside the step");
+  if (p.states) add_states(*p.states, step.runs, row_of, read_states, states, sequences);
+  require(!stop || stop->shape(0) == 1, "stop is one number");
+  step.stop = stop ? stop->data() : nullptr;
+  nb::gil_scoped_release release;
+  return p.run(step, first, last);
+}
+
+void hidden_states(Program& p, Ints rows, OutFloats2 out) {
+  require((int64_t)out.shape(1) == p.sizes.d_model && out.shape(0) == rows.shape(0),
+          "the hidden states have another shape than (rows, d_model)");
+  for (size_t i = 0; i < rows.shape(0); i++)
+    require(rows.data()[i] >= 0 && rows.data()[i] < p.sizes.max_tokens, "a row is outside the step");
+  nb::gil_scoped_release release;
+  p.hidden_states(rows.data(), (int64_t)rows.shape(0), out.data());
+}
+
+void bind_operators(nb::class_<Program>& program) {
+  program
+      .def(
+          "add_rope",
+          [](Program& p, Floats frequencies, float factor) { return p.add_rope(vector_of(frequencies), factor); },
+          "frequencies"_a, "factor"_a,
+          "Add a table of rotary frequencies, radians per position; factor multiplies sine and cosine. Its index.")
+      .def(
+          "embed",
+          [](Program& p, std::shared_ptr<Table> table, std::shared_ptr<Table> positions, int64_t offset,
+             std::shared_ptr<Matrix> project,
+             float scale) { p.embed({std::move(table), std::move(positions), offset, std::move(project), scale}); },
+          "table"_a, "positions"_a = nb::none(), "offset"_a = 0, "project"_a = nb::none(), "scale"_a = 1.0f,
+          nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
+          "x = project . scale * row of the token + row of the position; that of position 0 is row `offset`.")
+      .def(
+          "attention_input",
+          [](Program& p, int layer, const Norm* norm, std::shared_ptr<Matrix> q, std::shared_ptr<Matrix> k,
+             std::shared_ptr<Matrix> v, std::optional<Floats> q_bias, std::optional<Floats> k_bias,
+             std::optional<Floats> v_bias, const Norm* q_norm, const Norm* k_norm, int rope,
+             std::optional<float> scale) {
+            p.attention_input({layer, norm_of(norm), norm_of(q_norm), norm_of(k_norm), vector_of(q_bias),
+                               vector_of(k_bias), vector_of(v_bias), std::move(q), std::move(k), std::move(v), rope,
+                               scale});
+          },
+          "layer"_a, "norm"_a.none(), "q"_a, "k"_a, "v"_a, "q_bias"_a = nb::none(), "k_bias"_a = nb::none(),
+          "v_bias"_a = nb::none(), "q_norm"_a = nb::none(), "k_norm"_a = nb::none(), "rope"_a = -1,
+          "scale"_a = nb::none(),
+          "q, cache = rope(norm(x) . q, k, v).\n\n"
+          "q_norm, k_norm: over each head, or as wide as all heads of q (k) together. rope: an index from `add_rope`,\n"
+          "-1: q and k are not rotated. scale: of the scores, None: head_dim ** -0.5.")
+      .def(
+          "attention",
+          [](Program& p, int layer, int window, std::optional<Floats> sinks) {
+            p.attention(layer, window, vector_of(sinks));
+          },
+          "layer"_a, "window"_a, "sinks"_a = nb::none(),
+          "attended = softmax(q k) v; window 0: none. sinks: of each head, a score more, which belongs to no value.")
+      .def(
+          "delta_net",
+          [](Program& p, int layer, size_t state, const Norm* norm, std::vector<std::shared_ptr<Matrix>> matrices,
+             Floats2 taps, Floats decay, Floats dt_bias, const Norm& out_norm, int64_t key_heads, bool tiled) {
+            require(matrices.size() == 6 && std::all_of(matrices.begin(), matrices.end(), [](auto& m) { return !!m; }),
+                    "Gated DeltaNet has six matrices");
+            Vector all(taps.data(), taps.data() + taps.size());
+            p.delta_net({layer, state, norm_of(norm), matrices[0], matrices[1], matrices[2], matrices[3], matrices[4],
+                         matrices[5], std::move(all), vector_of(decay), vector_of(dt_bias), out_norm, key_heads,
+                         tiled});
+          },
+          "layer"_a, "state"_a, "norm"_a.none(), "matrices"_a, "taps"_a, "decay"_a, "dt_bias"_a, "out_norm"_a,
+          "key_heads"_a, "tiled"_a,
+          "attended = Gated DeltaNet of norm(x).\n\n"
+          "layer, state: of the cache and of the states; matrices: query, key, value, gate, beta, alpha; taps: of the\n"
+          "convolution, [taps, channels]; decay: the logarithm of a head's decay is decay * softplus(alpha + "
+          "dt_bias);\n"
+          "tiled: value head i has key head i % key_heads, else i // (value heads / key_heads).")
+      .def(
+          "gate_attended",
+          [](Program& p, int layer, const Norm* norm, std::shared_ptr<Matrix> w) {
+            p.gate_attended(layer, norm_of(norm), std::move(w));
+          },
+          "layer"_a, "norm"_a.none(), "w"_a, "attended *= sigmoid(w . norm(x)).")
+      .def(
+          "project",
+          [](Program& p, int layer, std::shared_ptr<Matrix> w, std::optional<Floats> bias, const Norm* norm) {
+            p.project(layer, std::move(w), vector_of(bias), norm_of(norm));
+          },
+          "layer"_a, "w"_a, "bias"_a = nb::none(), "norm"_a = nb::none(), "x += norm(w . attended + bias).")
+      .def(
+          "latent_input",
+          [](Program& p, int layer, const Norm* norm, std::shared_ptr<Matrix> q_latent, const Norm* q_norm,
+             std::shared_ptr<Matrix> q, std::shared_ptr<Matrix> kv, const Norm* kv_norm, std::shared_ptr<Matrix> k_b,
+             int rope, float scale) {
+            p.latent_input({layer, norm_of(norm), std::move(q_latent), norm_of(q_norm), std::move(q), std::move(kv),
+                            norm_of(kv_norm), std::move(k_b), rope, scale});
+          },
+          "layer"_a, "norm"_a.none(), "q_latent"_a.none(), "q_norm"_a.none(), "q"_a, "kv"_a, "kv_norm"_a, "k_b"_a,
+          "rope"_a, "scale"_a,
+          "q, cache = (rope(q . q_norm(q_latent . n)) . k_b, rope(kv_norm(kv . n))), n = norm(x), of latent "
+          "attention.\n\n"
+          "q: of all heads; without q_latent of n itself. k_b: of all heads, one below the other, each padded to "
+          "LANES.")
+      .def(
+          "latent_project",
+          [](Program& p, int layer, std::shared_ptr<Matrix> v_b, std::shared_ptr<Matrix> o, const Norm* norm) {
+            p.latent_project({layer, std::move(v_b), std::move(o), norm_of(norm)});
+          },
+          "layer"_a, "v_b"_a, "o"_a, "norm"_a = nb::none(),
+          "x += norm(o . each head's v_b . attended), of latent attention.")
+      .def(
+          "ffn",
+          [](Program& p, const FfnSpec& spec, std::shared_ptr<DenseNeurons> dense, std::shared_ptr<NeuronSum> bundled,
+             std::shared_ptr<Predictor> predictor) {
+            return p.ffn(spec, std::move(dense), std::move(bundled), std::move(predictor));
+          },
+          "spec"_a, "dense"_a = nb::none(), "bundled"_a = nb::none(), "predictor"_a = nb::none(),
+          "x += out_norm(sum of the neurons of norm(x) + down_bias).\n\n"
+          "The neurons as matrices, as bundles, or both. predictor: selects among bundles, in steps of up to\n"
+          "NEURON_TOKENS tokens.")
+      .def(
+          "experts",
+          [](Program& p, const FfnSpec& spec, const RouterSpec& router, std::shared_ptr<Matrix> scores,
+             const ExpertMatrices& all, std::shared_ptr<DenseNeurons> shared, std::optional<Floats> shared_gate) {
+            return p.experts(spec, router, std::move(scores), all, {std::move(shared), vector_of(shared_gate)});
+          },
+          "spec"_a, "router"_a, "scores"_a.none(), "experts"_a, "shared"_a = nb::none(), "shared_gate"_a = nb::none(),
+          "x += out_norm(sum of the weighted experts of norm(x) + shared expert + down_bias).\n\n"
+          "scores: the router, [experts, d_model], None: `early_router` comes before; shared_gate: [d_model], whose\n"
+          "product with norm(x), a sigmoid of it, is the shared expert's weight.")
+      .def(
+          "expert_sum", &Program::expert_sum, "experts"_a, "router"_a,
+          "Experts that the caller selects, at most router.top_k for a token. Not while a step runs. router: how they\n"
+          "are selected, for those that are guessed.")
+      .def("early_router", &Program::early_router, "router"_a, "scores"_a,
+           "Select the experts of the next operator `experts` from x as it is; scores: [experts, d_model].")
+      .def("normalise", &Program::normalise, "norm"_a, "x = norm(x).")
+      .def(
+          "head",
+          [](Program& p, const Norm* norm, std::shared_ptr<Matrix> w, std::shared_ptr<Matrix> project, float scale) {
+            p.head(norm_of(norm), std::move(project), std::move(w), scale);
+          },
+          "norm"_a.none(), "w"_a, "project"_a = nb::none(), "scale"_a = 1.0f,
+          "logits = scale * w . project . norm(x).");
+}
+
+}  // namespace
+
+void bind_cache(nb::module_& m) {
+  nb::class_<Cache>(m, "Cache")
+      .def(
+          "__init__",
+          [](Cache* cache, const std::string& type, const std::vector<std::pair<int64_t, int64_t>>& heads,
+             int64_t pages, const std::vector<int64_t>& latents) {
+            const bool right = std::all_of(heads.begin(), heads.end(),
+                                           [](const auto& one) { return one.first >= 0 && one.second > 0; });
+            require(!heads.empty() && right && pages > 0, "a cache needs layers, heads and pages");
+            new (cache) Cache(index_of(KV_TYPES, PI_N_KV_TYPES, type, "KV type"), heads, pages, latents);
+          },
+          "type"_a, "heads"_a, "pages"_a, "latents"_a = std::vector<int64_t>(),
+          "heads: of each layer the number for keys and values, 0: none, and their dimensions. latents: of each layer "
+          "the\n"
+          "numbers of a key, its first, that are its value too; 0, or none given: values are stored beside keys.")
+      .def_ro("pages", &Cache::pages)
+      .def_prop_ro("nbytes", &Cache::bytes)
+      .def(
+          "heads",
+          [](nb::handle self, size_t layer) {
+            const Cache& cache = nb::cast<const Cache&>(self);
+            require(layer < cache.layers.size(), "no such layer in the cache");
+            const Cache::Layer& own = cache.layers[layer];
+            return CacheBytes(cache.data(own), {(size_t)cache.pages, (size_t)own.kv_heads, (size_t)own.head_bytes},
+                              self, {cache.page_bytes, own.head_bytes, 1});
+          },
+          "layer"_a,
+          "The memory of a layer, uint8 [pages, kv heads, bytes], which may be written while no step runs. A head of "
+          "a\n"
+          "page: keys [head_dim][32], values [32][head_dim], head_dim in whole LANES; of q8_0 followed by the scales "
+          "of\n"
+          "32 dimensions, float16, in the same order.");
+}
+
+void bind_states(nb::module_& m) {
+  nb::class_<States>(m, "States")
+      .def(
+          "__init__",
+          [](States* states, const std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>>& layers,
+             int64_t slots) {
+            std::vector<States::Layer> all;
+            for (const auto& [taps, key_heads, key_dim, heads, value_dim] : layers) {
+              require(taps >= 2 && taps <= PI_MOST_TAPS, "a convolution has between 2 and 8 taps");
+              require(key_heads > 0 && heads > 0, "states need heads");
+              require(key_dim > 0 && value_dim > 0 && key_dim % PI_LANES == 0 && value_dim % PI_LANES == 0,
+                      "heads of states must have multiples of 16 dimensions");
+              all.push_back({taps - 1, 2 * key_heads * key_dim + heads * value_dim, heads, key_dim, value_dim});
+            }
+            require(slots > 0, "states need slots");
+            new (states) States(std::move(all), slots);
+          },
+          "layers"_a, "slots"_a,
+          "layers: (taps of the convolution, key heads, their dimensions, value heads, their dimensions) of each\n"
+          "on the CPU.")
+      .def_ro("slots", &States::slots)
+      .def_prop_ro("slot_bytes", &States::slot_bytes);
+}
+
+void bind_workspace(nb::module_& m) {
+  nb::class_<Workspace>(m, "Workspace",
+                        "Kernels of a level, and the scratch memory of everything that runs on a pool with them.")
+      .def(
+          "__init__",
+          [](Workspace* w, std::shared_ptr<Pool> pool, const std::string& level) {
+            new (w) Workspace(std::move(pool), find_level(level));
+          },
+          "pool"_a, "level"_a);
+}
+
+void bind_program(nb::module_& m) {
+  auto program =
+      nb::class_<Program>(m, "Program")
+          .def(
+              "__init__",
+              [](Program* p, std::shared_ptr<Workspace> workspace, std::shared_ptr<Cache> cache, int64_t max_tokens,
+                 int64_t d_model, int64_t d_ff, std::vector<int64_t> heads, std::optional<int64_t> embed_dim,
+                 std::shared_ptr<States> states) {
+                Sizes sizes{max_tokens, d_model, d_ff, std::move(heads), embed_dim.value_or(d_model)};
+                require(max_tokens > 0 && d_model > 0 && d_ff > 0 && sizes.embed_dim > 0, "sizes must be positive");
+                new (p) Program(std::move(workspace), std::move(cache), std::move(sizes), std::move(states));
+              },
+              "workspace"_a, "cache"_a, "max_tokens"_a, "d_model"_a, "d_ff"_a, "heads"_a, "embed_dim"_a = nb::none(),
+              "states"_a = nb::none(), "heads: query heads of each layer of the cache.");
+  bind_operators(program);
+  program
+      .def(
+          "set_watch",
+          [](Program& p, std::shared_ptr<Watch> watch) {
+            require(!watch || watch->suits(p.sizes.d_ff, p.sizes.max_tokens, p.workspace->pool->threads()),
+                    "a watch for another program");
+            between_jobs(*p.workspace, [&] { p.watch.swap(watch); });
+          },
+          "watch"_a.none())
+      .def(
+          "residual",
+          [](Program& p, int64_t tokens) {
+            require(tokens > 0 && tokens <= p.sizes.max_tokens, "a step takes between 1 and max_tokens tokens");
+            return nb::ndarray<nb::numpy, float, nb::ndim<2>>(p.x, {(size_t)tokens, (size_t)p.sizes.d_model},
+                                                              nb::find(p), {p.ldx, 1});
+          },
+          "tokens"_a, "The residual stream x, [tokens, d_model]: the program's own memory, which may be written.")
+      .def("hidden_states", &hidden_states, "rows"_a, "out"_a.noconvert(),
+           "out [rows, d_model] = norm(x) with the head's norm: rows of the last step.")
+      .def(
+          "set_window", &Program::set_window, "window"_a,
+          "What matrices on disk pass through; once, when all operators are there. Then `run` raises ReadError if one\n"
+          "could not be read: what it computed is void.")
+      .def("forget", &Program::forget, nb::call_guard<nb::gil_scoped_release>(),
+           "Between steps: give back the memory of the rows of a step, until one needs it.")
+      .def_prop_ro("size", &Program::size)
+      .def_prop_rw(
+          "timed", [](const Program& p) { return p.timed; },
+          [](Program& p, bool on) { between_jobs(*p.workspace, [&] { p.timed = on; }); })
+      .def("take_times", &Program::take_times, nb::call_guard<nb::gil_scoped_release>(),
+           "Seconds spent in each operator since the last call, while `timed`.")
+      .def("run", &run, "tokens"_a, "positions"_a, "rows"_a, "page_table"_a, "logit_rows"_a, "logits"_a.noconvert(),
+           "first"_a, "last"_a, "vocab"_a, "read_states"_a = nb::none(), "states"_a = nb::none(),
+           "stop"_a.noconvert() = nb::none(),
+           "Run operators [first, last) on a step: tokens, their positions and rows of the page table; the logits of\n"
+           "logit_rows go to logits [rows, vocab rounded up to LANES]. read_states, states: for each row of the page\n"
+           "table the slots of its state before the step, not read at position 0, and after it. stop: one number;\n"
+           "once it is not 0 the run ends with the operator that is under way. False if that was not the last one.");
+}

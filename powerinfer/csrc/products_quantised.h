@@ -1,0 +1,141 @@
+// Products with quantised weights: activations are quantised to 8 bits per 32, and a block's products are summed up as
+// integers. Included by ISA files only.
+#pragma once
+#include "products.h"
+#include "quants.h"
+
+namespace {
+
+PI_INLINE int32_t word(const int8_t* p) {
+  int32_t w;
+  memcpy(&w, p, 4);
+  return w;
+}
+
+template <class W>
+struct Quantised {
+  template <int P, int T>
+  static PI_INLINE_MEMBER void sums(const Panels& w, const PiActs* x, int64_t t0, f32x16 (&sum)[P][T]) {
+    const int64_t k = x->k, nb = k / 32;
+    const int8_t* q[T];
+    const float *d[T], *sd[T];
+    const int16_t* s[T];
+#pragma GCC unroll 16
+    for (int t = 0; t < T; t++) {
+      q[t] = x->q + (t0 + t) * k;
+      d[t] = x->d + (t0 + t) * nb;
+      sd[t] = x->sd + (t0 + t) * nb;
+      s[t] = x->s + (t0 + t) * 2 * nb;
+#pragma GCC unroll 16
+      for (int p = 0; p < P; p++) sum[p][t] = f_zero();
+    }
+    for (int64_t b0 = 0; b0 < nb; b0 += W::UNROLL) {
+      unroll<0, W::UNROLL>([&](auto i) __attribute__((always_inline)) {
+        const int64_t b = b0 + i.value;
+        // Prefetch the block that is 4 KB of codes later, here or in the panels after these.
+        constexpr int64_t SOON = 4096 / W::BLOCK_BYTES;
+        const bool here = b + SOON < nb;
+        const int64_t soon = here ? b + SOON : b + SOON - nb, jump = here ? 0 : w.next;
+        if constexpr (!W::WIDE) {
+#pragma GCC unroll 16
+          for (int p = 0; p < P; p++) fetch_line(w.scales + p * w.scales_stride + soon * W::SCALE_BYTES + jump);
+        }
+        f32x16 value[P][T];
+        unroll<0, W::HALVES>([&](auto h) __attribute__((always_inline)) {
+          i32x16 acc[P][T];
+#pragma GCC unroll 16
+          for (int t = 0; t < T; t++) {
+            i32x16 first = start<W>(W::HALVES == 2 ? s[t][2 * b + h.value] : s[t][2 * b] + s[t][2 * b + 1]);
+#pragma GCC unroll 16
+            for (int p = 0; p < P; p++) acc[p][t] = first;
+          }
+          // Group 4 upper + j of the block; `line` of the codes later is prefetched with it, if the block has so many.
+          const auto multiply = [&](auto upper, auto j, auto line) __attribute__((always_inline)) {
+            int32_t a[T];
+#pragma GCC unroll 16
+            for (int t = 0; t < T; t++) a[t] = word(q[t] + b * 32 + upper.value * 16 + j * 4);
+#pragma GCC unroll 16
+            for (int p = 0; p < P; p++) {
+              u8x64 c = W::template group<upper.value, i.value>(w.codes + p * w.codes_stride, b, j);
+              if constexpr (!W::WIDE && line.value * 64 < W::BLOCK_BYTES)
+                fetch_line(w.codes + p * w.codes_stride + soon * W::BLOCK_BYTES + line.value * 64 + jump);
+#pragma GCC unroll 16
+              for (int t = 0; t < T; t++) acc[p][t] = W::SIGNED ? dot_s(acc[p][t], c, a[t]) : dot_u(acc[p][t], c, a[t]);
+            }
+          };
+          if constexpr (P == 4 && T == 1) {
+            unroll<0, 8 / W::HALVES>([&](auto n) __attribute__((always_inline)) {
+              // Low and high nibbles of one load are used in turn if they belong to the same block.
+              constexpr int g = W::HALVES == 2                ? h.value * 4 + n.value
+                                : W::UNROLL == 1 && !BYTES<W> ? n.value / 2 + n.value % 2 * 4
+                                                              : n.value;
+              multiply(Index<g / 4>{}, Index<g % 4>{}, Index<h.value * 4 + n.value>{});
+            });
+          } else {
+            if constexpr (!W::WIDE && h.value == 0) {
+#pragma GCC unroll 16
+              for (int p = 0; p < P; p++) {
+#pragma GCC unroll 16
+                for (int64_t line = 0; line < W::BLOCK_BYTES; line += 64)
+                  fetch_line(w.codes + p * w.codes_stride + soon * W::BLOCK_BYTES + line + jump);
+              }
+            }
+            // A loop, since the compiler's time grows with the code: it has every tile of every type.
+            constexpr Index<W::BLOCK_BYTES> none{};
+#pragma GCC unroll 1
+            for (int j = 0; j < 4; j++) {
+              multiply(Index<h.value>{}, j, none);
+              if constexpr (W::HALVES == 1) multiply(Index<1>{}, j, none);
+            }
+          }
+#pragma GCC unroll 16
+          for (int p = 0; p < P; p++) {
+            if constexpr (W::HALVES == 2) {
+              f32x16 f = WQ6_K::half(w.scales + p * w.scales_stride, b, h.value);
+#pragma GCC unroll 16
+              for (int t = 0; t < T; t++)
+                value[p][t] = h.value ? f_fma(i_float(acc[p][t]), f, value[p][t]) : f_mul(i_float(acc[p][t]), f);
+            } else {
+#pragma GCC unroll 16
+              for (int t = 0; t < T; t++) value[p][t] = i_float(acc[p][t]);
+            }
+          }
+        });
+#pragma GCC unroll 16
+        for (int p = 0; p < P; p++) {
+          Scales f = W::scales(w.scales + p * w.scales_stride, b);
+#pragma GCC unroll 16
+          for (int t = 0; t < T; t++) {
+            sum[p][t] = f_fma(f_mul(value[p][t], f_set(d[t][b])), f.d, sum[p][t]);
+            if constexpr (W::MIN) sum[p][t] = f_fma(f.m, f_set(sd[t][b]), sum[p][t]);
+          }
+        }
+      });
+    }
+  }
+};
+
+// For many tokens codes are widened once, then used for all of them but the last few.
+template <class W>
+void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
+  constexpr int P = TILE_WIDE_PANELS, T = TILE_WIDE;
+  if (tokens < WIDE_FROM) return product<Quantised<W>, TILE_Q_PANELS, TILE_Q>(l, x, p0, p1, tokens);
+  const int64_t nb = x->k / 32, some = tokens_at_once(l, x->k, T), whole = p0 + (p1 - p0) / P * P;
+  uint8_t* wide = (uint8_t*)scratch;
+  for (int64_t m = 0; m < tokens; m += some) {
+    const int64_t end = m + some < tokens ? m + some : tokens;
+    for (int64_t p = p0; p < whole; p += P) {
+      const Panels own = panels_at(l, x->k, p);
+      const Panels w = {BYTES<W> ? own.codes : wide, own.scales, BYTES<W> ? own.codes_stride : nb * 512,
+                        own.scales_stride};
+      if constexpr (!BYTES<W>)
+        for (int i = 0; i < P; i++) widen<W>(own.codes + i * own.codes_stride, nb, wide + i * nb * 512, 0);
+      int64_t t = m;
+      for (; t + T <= end; t += T) tile<Quantised<Wide<W>>, P, T>(l, w, x, p, t);
+      along<Quantised<W>, P, T >= 4 ? 4 : T>(l, own, x, p, t, end);
+    }
+  }
+  if (whole < p1) product<Quantised<W>, TILE_Q_PANELS, TILE_Q>(l, x, whole, p1, tokens);
+}
+
+}  // namespace
