@@ -267,7 +267,7 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     assert most["shared"] <= SHARED[capability] << 10, most
     neurons = ("_linear_kernel", "_products_kernel", "_add_kernel", "_outer_kernel", "_list_kernel", "_fused_kernel")
     experts = ("_grouped_hidden_kernel", "_grouped_down_kernel", "_per_head_kernel")
-    for kernel in made:  # attention with heads of 256 dimensions spills more (docs/log.md)
+    for kernel in made:  # attention with heads of 256 dimensions spills more (docs/decisions/gpu.md)
         if kernel["name"] in neurons or (kernel["name"] == "_attention_kernel" and kernel["block"] <= 128):
             alone = kernel["name"] in neurons and not kernel["tokens"]
             assert kernel["stack"] <= (0 if alone else SPILT), kernel
