@@ -87,16 +87,22 @@ check: $(VENV)/stamp-dev
 fuzz: $(VENV)/stamp-dev
 	@$(BIN)/python -m pytest tests/test_fuzz.py $(ARGS)
 
-test-native:
-	@$(MAKE) --no-print-directory -j$(JOBS) -C tests/native TARGET=native
+# Without Python but for its cmake. `LEVELS=avx2` builds and tests some levels; the default is every one that the compiler knows.
+NATIVE_LEVELS := $(if $(filter command line,$(origin LEVELS)),$(LEVELS),all)
+NATIVE_TESTS = PATH="$(abspath $(BIN)):$$PATH" && cmake -S . -B build/native-test/$@ -DPOWERINFER_TESTS=ON -DPOWERINFER_LEVELS="$(NATIVE_LEVELS)" $(1) >/dev/null && \
+	cmake --build build/native-test/$@ --parallel $(JOBS) && ctest --test-dir build/native-test/$@ --output-on-failure
 
-test-neon:
+test-native: $(VENV)/stamp-build-tools
+	@$(call NATIVE_TESTS)
+
+test-neon: $(VENV)/stamp-build-tools
 	@for tool in aarch64-linux-gnu-g++ qemu-aarch64; do command -v $$tool >/dev/null || { \
 		echo "$$tool is missing; on Debian: apt-get install g++-aarch64-linux-gnu qemu-user" >&2; exit 1; }; done
-	@$(MAKE) --no-print-directory -j$(JOBS) -C tests/native TARGET=neon
+	@$(call NATIVE_TESTS,-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
+		-DCMAKE_EXE_LINKER_FLAGS=-static -DCMAKE_CROSSCOMPILING_EMULATOR="qemu-aarch64;-cpu;max")
 
-test-asan:
-	@$(MAKE) --no-print-directory -j$(JOBS) -C tests/native TARGET=asan
+test-asan: $(VENV)/stamp-build-tools
+	@$(call NATIVE_TESTS,-DPOWERINFER_SANITIZE=ON)
 
 # Beside the package, so that the module under .venv stays fast. Python itself is not sanitised: the runtime comes in by LD_PRELOAD.
 fuzz-asan: $(VENV)/stamp-dev

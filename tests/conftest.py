@@ -20,6 +20,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import gpu_device  # before anything imports Triton, for it says whether kernels are interpreted
 import pytest
 from hypothesis import HealthCheck, settings
+from seconds import Seconds
 
 from powerinfer.errors import PowerInferError
 from powerinfer.hardware.description import load
@@ -88,7 +89,12 @@ def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Disturbance, "_read", staticmethod(lambda: (0.0, 0.0, 0.0, time.monotonic())))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Seconds(config))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-seconds", action="store_true", help="write tests/seconds.txt (tests/seconds.py)")
     parser.addoption(
         "--deferred", type=int, action="append", default=[], metavar="SEED",
         help="run tests of GPU code on the device that works later instead (tests/deferred.py); may be repeated",

@@ -1,9 +1,8 @@
-"""The native module keeps its names to itself, and its stand-alone tests are built with the module's own flags."""
+"""The native module keeps its names to itself, and its stand-alone tests fit its sources."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,37 +12,6 @@ import pytest
 from powerinfer import _native
 
 ROOT = Path(__file__).parents[1]
-
-
-def cmake_levels() -> dict[str, list[str]]:
-    """Level -> compiler flags, as CMakeLists.txt says."""
-    source = (ROOT / "CMakeLists.txt").read_text()
-    names = dict(re.findall(r"^ *set\((AVX2|AVX512) ([^)]*)\)", source, re.M))
-
-    def flags(words: str) -> list[str]:
-        return [
-            flag for word in words.split() for flag in (flags(names[word[2:-1]]) if word.startswith("${") else [word])
-        ]
-
-    return {name: flags(words) for name, words in re.findall(r"^ *pi_level\((\w+)([^)]*)\)", source, re.M)}
-
-
-def makefile_levels() -> dict[str, list[str]]:
-    """Level -> compiler flags, as the Makefile of the stand-alone tests says."""
-    source = (ROOT / "tests" / "native" / "Makefile").read_text()
-    names = dict(re.findall(r"^(\w+) := (.*)$", source, re.M))
-
-    def flags(words: str) -> list[str]:
-        return [
-            flag for word in words.split() for flag in (flags(names[word[2:-1]]) if word.startswith("$(") else [word])
-        ]
-
-    return {name: flags(words) for name, words in re.findall(r"^FLAGS_(\w+) :=(.*)$", source, re.M)}
-
-
-def test_standalone_tests_use_the_flags_of_the_module() -> None:
-    assert len(cmake_levels()) == 7
-    assert makefile_levels() == cmake_levels()
 
 
 def test_module_exports_its_entry_point_only() -> None:
@@ -68,3 +36,36 @@ def test_standalone_tests_fit_the_sources(source: str) -> None:
     command = [*compiler.split(), *flags, str(ROOT / "tests" / "native" / source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+MAIN = """
+#include <iostream>
+#include "cpu.h"
+#include "levels.h"
+int main() {
+  const std::string best = cpu_levels().front();
+  std::cout << best << std::endl << find_level("")->name << std::endl;
+  for (const std::string& name : {best, std::string("none")}) try {
+      find_level(name);
+    } catch (const std::invalid_argument& error) { std::cout << error.what() << std::endl; }
+}
+"""
+
+
+def test_a_level_that_a_build_lacks_is_refused_with_the_command_that_builds_it(tmp_path: Path) -> None:
+    compiler = os.environ.get("CXX") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler here")
+    csrc = ROOT / "powerinfer" / "csrc"
+    (tmp_path / "main.cpp").write_text(MAIN)
+    program = tmp_path / "program"
+    sources = [str(csrc / "levels.cpp"), str(csrc / "rows.cpp"), str(tmp_path / "main.cpp")]
+    defined = ["-DPI_LEVEL=scalar", "-DPI_PARTS=PI_PART(rows,scalar)", "-Wno-psabi"]
+    command = [*compiler.split(), "-std=c++17", *defined, "-I", str(csrc), *sources, "-o", str(program)]
+    subprocess.run(command, check=True)
+    best, chosen, *refusals = subprocess.run([program], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert chosen == "scalar"
+    if best != "scalar":
+        assert refusals[0].startswith(f"instruction set '{best}' is not in this build, which has: scalar; ")
+        assert "make install LEVELS=all" in refusals[0]
+    assert refusals[-1] == "instruction set 'none' cannot run on this CPU; choose one of: scalar"

@@ -63,7 +63,7 @@ struct Quantised {
               for (int t = 0; t < T; t++) acc[p][t] = W::SIGNED ? dot_s(acc[p][t], c, a[t]) : dot_u(acc[p][t], c, a[t]);
             }
           };
-          if constexpr (P == 4 && T == 1) {
+          if constexpr ((P == 4 && T == 1) || W::WIDE) {
             unroll<0, 8 / W::HALVES>([&](auto n) __attribute__((always_inline)) {
               // Low and high nibbles of one load are used in turn if they belong to the same block.
               constexpr int g = W::HALVES == 2                ? h.value * 4 + n.value
@@ -82,7 +82,7 @@ struct Quantised {
             }
             // A loop, since the compiler's time grows with the code: it has every tile of every type.
             constexpr Index<W::BLOCK_BYTES> none{};
-#pragma GCC unroll 1
+#pragma GCC unroll 2
             for (int j = 0; j < 4; j++) {
               multiply(Index<h.value>{}, j, none);
               if constexpr (W::HALVES == 1) multiply(Index<1>{}, j, none);
