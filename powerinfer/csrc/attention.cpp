@@ -295,19 +295,25 @@ void attend(const PiAttention* a, int g, int64_t r0, float* scratch) {
   for (int r = 0; r < R; r++) divide(acc + r * wide, total[r], rows[r].out, a->head_dim);
 }
 
+// Rows in tiles of the sizes R..., largest first.
+template <class Kv, int... R>
+void attend_in_tiles(const PiAttention* a, int g, int64_t r, int64_t r1, float* scratch) {
+  const auto tiles_of = [&](auto rows) {
+    if constexpr (rows.value <= TILE_A)
+      for (; r + rows.value <= r1; r += rows.value) attend<Kv, rows.value>(a, g, r, scratch);
+  };
+  (tiles_of(Index<R>{}), ...);
+}
+
 template <class Kv>
 void attention(const PiAttention* a, int g, int64_t r0, int64_t r1, float* scratch) {
-  int64_t r = r0;
-  for (; r + TILE_A <= r1; r += TILE_A) attend<Kv, TILE_A>(a, g, r, scratch);
-  if constexpr (TILE_A > 6)
-    for (; r + 6 <= r1; r += 6) attend<Kv, 6>(a, g, r, scratch);
-  if constexpr (TILE_A > 4)
-    for (; r + 4 <= r1; r += 4) attend<Kv, 4>(a, g, r, scratch);
-  if constexpr (TILE_A > 3)
-    for (; r + 3 <= r1; r += 3) attend<Kv, 3>(a, g, r, scratch);
-  if constexpr (TILE_A > 2)
-    for (; r + 2 <= r1; r += 2) attend<Kv, 2>(a, g, r, scratch);
-  for (; r < r1; r++) attend<Kv, 1>(a, g, r, scratch);
+  attend_in_tiles<Kv, 12, 6, 4, 3, 2, 1>(a, g, r0, r1, scratch);
+}
+
+// The heads that share a latent are many, and a cache in F32 is read by few: for these fewer sizes do.
+template <class Kv>
+void attention_in_few_tiles(const PiAttention* a, int g, int64_t r0, int64_t r1, float* scratch) {
+  attend_in_tiles<Kv, 12, 4, 3, 1>(a, g, r0, r1, scratch);
 }
 
 }  // namespace
@@ -315,10 +321,10 @@ void attention(const PiAttention* a, int g, int64_t r0, int64_t r1, float* scrat
 PI_KERNELS(attention) {
   to->store_kv = store_kv;
   to->store_latent = store_latent;
-  to->attention[PI_KV_F32] = attention<KvF32<false>>;
+  to->attention[PI_KV_F32] = attention_in_few_tiles<KvF32<false>>;
   to->attention[PI_KV_F16] = attention<KvF16<false>>;
   to->attention[PI_KV_Q8_0] = attention<KvQ8_0<false>>;
-  to->latent_attention[PI_KV_F32] = attention<KvF32<true>>;
-  to->latent_attention[PI_KV_F16] = attention<KvF16<true>>;
-  to->latent_attention[PI_KV_Q8_0] = attention<KvQ8_0<true>>;
+  to->latent_attention[PI_KV_F32] = attention_in_few_tiles<KvF32<true>>;
+  to->latent_attention[PI_KV_F16] = attention_in_few_tiles<KvF16<true>>;
+  to->latent_attention[PI_KV_Q8_0] = attention_in_few_tiles<KvQ8_0<true>>;
 }

@@ -13,7 +13,52 @@ PI_INLINE int32_t word(const int8_t* p) {
 }
 
 template <class W>
+PI_INLINE i32x16 start(int32_t sum) {
+  if constexpr (W::SIGNED) return dot_s_start(sum);
+  return i_set(-W::OFFSET * sum);
+}
+
+// Panels that many tokens are multiplied with: codes widened to a byte each, and scales, where making them takes several
+// operations (K-quants), to floats: d of each row, then m or the factors of both halves.
+template <class W>
+struct Wide : W {
+  static constexpr bool WIDE = true, FLOATS = W::UNROLL > 1;
+  static constexpr int UNROLL = W::HALVES == 2 ? 1 : W::UNROLL;
+  static constexpr int VECTORS = W::HALVES == 2 ? 3 : 2;  // floats of a row and block
+  template <int upper, int i, class J>
+  static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b, J j) {
+    return WQ8_0::group<upper, i>(codes, b, j);
+  }
+  static PI_INLINE_MEMBER f32x16 floats(const uint8_t* scales, int64_t b, int vector) {
+    return f_load((const float*)scales + (b * VECTORS + vector) * 16);
+  }
+  static PI_INLINE_MEMBER Scales scales(const uint8_t* scales, int64_t b) {
+    if constexpr (FLOATS) return {floats(scales, b, 0), W::MIN ? floats(scales, b, 1) : f_zero()};
+    else return W::scales(scales, b);
+  }
+  static PI_INLINE_MEMBER f32x16 half(const uint8_t* scales, int64_t b, int h) { return floats(scales, b, 1 + h); }
+};
+
+template <class W>
+void widen_scales(const uint8_t* scales, int64_t nb, float* out) {
+  for (int64_t b = 0; b < nb; b++, out += Wide<W>::VECTORS * 16) {
+    const Scales f = W::scales(scales, b);
+    f_store(out, f.d);
+    if constexpr (W::MIN) f_store(out + 16, f.m);
+    if constexpr (W::HALVES == 2) {
+      f_store(out + 16, W::half(scales, b, 0));
+      f_store(out + 32, W::half(scales, b, 1));
+    }
+  }
+}
+
+template <class W>
 struct Quantised {
+  // Whether the groups of a block are multiplied one by one. Larger tiles have a loop: there are many of them, and the
+  // compiler's time grows with the code.
+  template <int P, int T>
+  static constexpr bool UNROLLED = P == 4 ? T <= 2 : W::WIDE;
+
   template <int P, int T>
   static PI_INLINE_MEMBER void sums(const Panels& w, const PiActs* x, int64_t t0, f32x16 (&sum)[P][T]) {
     const int64_t k = x->k, nb = k / 32;
@@ -33,7 +78,7 @@ struct Quantised {
       unroll<0, W::UNROLL>([&](auto i) __attribute__((always_inline)) {
         const int64_t b = b0 + i.value;
         // Prefetch the block that is 4 KB of codes later, here or in the panels after these.
-        constexpr int64_t SOON = 4096 / W::BLOCK_BYTES;
+        constexpr int64_t SOON = 4096 / W::BLOCK_BYTES, LINES = W::WIDE ? 0 : W::BLOCK_BYTES / 64;
         const bool here = b + SOON < nb;
         const int64_t soon = here ? b + SOON : b + SOON - nb, jump = here ? 0 : w.next;
         if constexpr (!W::WIDE) {
@@ -49,49 +94,38 @@ struct Quantised {
 #pragma GCC unroll 16
             for (int p = 0; p < P; p++) acc[p][t] = first;
           }
-          // Group 4 upper + j of the block; `line` of the codes later is prefetched with it, if the block has so many.
-          const auto multiply = [&](auto upper, auto j, auto line) __attribute__((always_inline)) {
+          // Group 4 upper + j of the block, and line n of the later block, if it has so many.
+          const auto multiply = [&](auto upper, auto j, int n) __attribute__((always_inline)) {
             int32_t a[T];
 #pragma GCC unroll 16
             for (int t = 0; t < T; t++) a[t] = word(q[t] + b * 32 + upper.value * 16 + j * 4);
 #pragma GCC unroll 16
             for (int p = 0; p < P; p++) {
               u8x64 c = W::template group<upper.value, i.value>(w.codes + p * w.codes_stride, b, j);
-              if constexpr (!W::WIDE && line.value * 64 < W::BLOCK_BYTES)
-                fetch_line(w.codes + p * w.codes_stride + soon * W::BLOCK_BYTES + line.value * 64 + jump);
+              if (n < LINES) fetch_line(w.codes + p * w.codes_stride + soon * W::BLOCK_BYTES + n * 64 + jump);
 #pragma GCC unroll 16
               for (int t = 0; t < T; t++) acc[p][t] = W::SIGNED ? dot_s(acc[p][t], c, a[t]) : dot_u(acc[p][t], c, a[t]);
             }
           };
-          if constexpr ((P == 4 && T == 1) || W::WIDE) {
+          if constexpr (UNROLLED<P, T>) {
             unroll<0, 8 / W::HALVES>([&](auto n) __attribute__((always_inline)) {
               // Low and high nibbles of one load are used in turn if they belong to the same block.
               constexpr int g = W::HALVES == 2                ? h.value * 4 + n.value
                                 : W::UNROLL == 1 && !BYTES<W> ? n.value / 2 + n.value % 2 * 4
                                                               : n.value;
-              multiply(Index<g / 4>{}, Index<g % 4>{}, Index<h.value * 4 + n.value>{});
+              multiply(Index<g / 4>{}, Index<g % 4>{}, h.value * 4 + n.value);
             });
           } else {
-            if constexpr (!W::WIDE && h.value == 0) {
-#pragma GCC unroll 16
-              for (int p = 0; p < P; p++) {
-#pragma GCC unroll 16
-                for (int64_t line = 0; line < W::BLOCK_BYTES; line += 64)
-                  fetch_line(w.codes + p * w.codes_stride + soon * W::BLOCK_BYTES + line + jump);
-              }
-            }
-            // A loop, since the compiler's time grows with the code: it has every tile of every type.
-            constexpr Index<W::BLOCK_BYTES> none{};
-#pragma GCC unroll 2
+#pragma GCC unroll 1
             for (int j = 0; j < 4; j++) {
-              multiply(Index<h.value>{}, j, none);
-              if constexpr (W::HALVES == 1) multiply(Index<1>{}, j, none);
+              multiply(Index<h.value>{}, j, h.value * 4 + j);
+              if constexpr (W::HALVES == 1) multiply(Index<1>{}, j, 4 + j);
             }
           }
 #pragma GCC unroll 16
           for (int p = 0; p < P; p++) {
             if constexpr (W::HALVES == 2) {
-              f32x16 f = WQ6_K::half(w.scales + p * w.scales_stride, b, h.value);
+              f32x16 f = W::half(w.scales + p * w.scales_stride, b, h.value);
 #pragma GCC unroll 16
               for (int t = 0; t < T; t++)
                 value[p][t] = h.value ? f_fma(i_float(acc[p][t]), f, value[p][t]) : f_mul(i_float(acc[p][t]), f);
@@ -115,21 +149,31 @@ struct Quantised {
   }
 };
 
-// For many tokens codes are widened once, then used for all of them but the last few.
+// For many tokens a few panels are widened once, then used for all tokens but the last few.
 template <class W>
 void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
   constexpr int P = TILE_WIDE_PANELS, T = TILE_WIDE;
   if (tokens < WIDE_FROM) return product<Quantised<W>, TILE_Q_PANELS, TILE_Q>(l, x, p0, p1, tokens);
   const int64_t nb = x->k / 32, some = tokens_at_once(l, x->k, T), whole = p0 + (p1 - p0) / P * P;
-  uint8_t* wide = (uint8_t*)scratch;
+  auto* const codes = (uint8_t*)scratch;
+  auto* const floats = (float*)(codes + P * nb * 512);
+  const int64_t floats_of_panel = nb * Wide<W>::VECTORS * 16;
   for (int64_t m = 0; m < tokens; m += some) {
     const int64_t end = m + some < tokens ? m + some : tokens;
     for (int64_t p = p0; p < whole; p += P) {
       const Panels own = panels_at(l, x->k, p);
-      const Panels w = {BYTES<W> ? own.codes : wide, own.scales, BYTES<W> ? own.codes_stride : nb * 512,
-                        own.scales_stride};
-      if constexpr (!BYTES<W>)
-        for (int i = 0; i < P; i++) widen<W>(own.codes + i * own.codes_stride, nb, wide + i * nb * 512, 0);
+      Panels w = own;
+      if constexpr (!BYTES<W>) {
+        for (int i = 0; i < P; i++) widen<W>(own.codes + i * own.codes_stride, nb, codes + i * nb * 512, 0);
+        w.codes = codes;
+        w.codes_stride = nb * 512;
+      }
+      if constexpr (Wide<W>::FLOATS) {
+        for (int i = 0; i < P; i++)
+          widen_scales<W>(own.scales + i * own.scales_stride, nb, floats + i * floats_of_panel);
+        w.scales = (const uint8_t*)floats;
+        w.scales_stride = floats_of_panel * 4;
+      }
       int64_t t = m;
       for (; t + T <= end; t += T) tile<Quantised<Wide<W>>, P, T>(l, w, x, p, t);
       along<Quantised<W>, P, T >= 4 ? 4 : T>(l, own, x, p, t, end);

@@ -55,7 +55,7 @@ struct WQ5_0 {
   static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b, J j) {
     const uint8_t* q = codes + b * 320;
     u8x64 low = WQ4_0::half_bytes<upper>(q + j * 64), bits = b_load(q + 256);  // bit 4 upper + j is moved to bit 4
-    return b_or(low, b_and(upper ? b_shr(bits, j) : b_shl(bits, four_less(j)), b_set(16)));
+    return b_or(low, b_and(upper ? b_shr(bits, j) : move_to_4(bits, j), b_set(16)));
   }
   static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) {
     return {f_load_f16(meta + b * 32), f_zero()};
@@ -167,23 +167,7 @@ struct WMXFP4 : WTable<E2M1_VALUES> {
 template <class W>
 constexpr bool BYTES = W::BLOCK_BYTES == 512;
 
-template <class W>
-PI_INLINE i32x16 start(int32_t sum) {
-  if constexpr (W::SIGNED) return dot_s_start(sum);
-  return i_set(-W::OFFSET * sum);
-}
-
-// Codes of a panel widened to a byte each, [block][8 groups][64]: unpacking once pays when many tokens follow.
-template <class W>
-struct Wide : W {
-  static constexpr bool WIDE = true;
-  static constexpr int UNROLL = W::HALVES == 2 ? 1 : W::UNROLL;
-  template <int upper, int i, class J>
-  static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b, J j) {
-    return WQ8_0::group<upper, i>(codes, b, j);
-  }
-};
-
+// The codes of a panel, less `offset`, a byte each: [block][8 groups][64].
 template <class W>
 void widen(const uint8_t* codes, int64_t nb, uint8_t* out, int offset) {
   for (int64_t b0 = 0; b0 < nb; b0 += W::UNROLL) {
@@ -195,4 +179,5 @@ void widen(const uint8_t* codes, int64_t nb, uint8_t* out, int offset) {
     });
   }
 }
+
 }  // namespace

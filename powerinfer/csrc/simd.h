@@ -81,7 +81,6 @@ PI_INLINE u8x64 b_lookup(const int8_t* table, u8x64 i) {
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)table)), i);
 }
 // Shifts work on 16 bits: callers mask away what crosses from the neighbouring byte.
-PI_INLINE u8x64 b_shl(u8x64 a, int n) { return _mm512_sll_epi16(a, _mm_cvtsi32_si128(n)); }
 PI_INLINE u8x64 b_shr(u8x64 a, int n) { return _mm512_srl_epi16(a, _mm_cvtsi32_si128(n)); }
 template <int n>
 PI_INLINE u8x64 b_shl(u8x64 a) {
@@ -266,10 +265,6 @@ PI_INLINE u8x64 b_lookup(const int8_t* table, u8x64 i) {
 }
 PI_INLINE u8x64 b_and(u8x64 x, u8x64 y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 PI_INLINE u8x64 b_or(u8x64 x, u8x64 y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
-PI_INLINE u8x64 b_shl(u8x64 x, int n) {
-  __m128i c = _mm_cvtsi32_si128(n);
-  return {_mm256_sll_epi16(x.a, c), _mm256_sll_epi16(x.b, c)};
-}
 PI_INLINE u8x64 b_shr(u8x64 x, int n) {
   __m128i c = _mm_cvtsi32_si128(n);
   return {_mm256_srl_epi16(x.a, c), _mm256_srl_epi16(x.b, c)};
@@ -524,10 +519,6 @@ PI_INLINE u8x64 b_and(u8x64 x, u8x64 y) {
 }
 PI_INLINE u8x64 b_or(u8x64 x, u8x64 y) {
   EACH x.v[i] = vorrq_u8(x.v[i], y.v[i]);
-  return x;
-}
-PI_INLINE u8x64 b_shl(u8x64 x, int n) {
-  EACH x.v[i] = vshlq_u8(x.v[i], vdupq_n_s8((int8_t)n));
   return x;
 }
 PI_INLINE u8x64 b_shr(u8x64 x, int n) {
@@ -848,16 +839,13 @@ struct Index {
 };
 // Shifts by an Index become instructions with a constant.
 template <int n>
-PI_INLINE u8x64 b_shl(u8x64 x, Index<n>) {
-  return b_shl<n>(x);
-}
-template <int n>
 PI_INLINE u8x64 b_shr(u8x64 x, Index<n>) {
   if constexpr (n == 0) return x;
   else return b_shr<n>(x);
 }
+// Bit n of each byte, below 4, as bit 4; others may be anything. A loop over n shares the shift by it with other bits.
 template <int n>
-PI_INLINE Index<4 - n> four_less(Index<n>) {
-  return Index<4 - n>{};
+PI_INLINE u8x64 move_to_4(u8x64 x, Index<n>) {
+  return b_shl<4 - n>(x);
 }
-PI_INLINE int four_less(int n) { return 4 - n; }
+PI_INLINE u8x64 move_to_4(u8x64 x, int n) { return b_shl<4>(b_shr(x, n)); }

@@ -376,9 +376,10 @@ static inline int64_t pi_attention_scratch(int64_t head_pad) { return PI_ATTENTI
 // Activations of that many bytes stay in a core's L2 cache while the panels of a matrix are read (tile unit).
 enum { PI_AMX_ACTS = 524288 };
 
-// Bytes of scratch for `linear` per thread, 64-byte aligned: the codes of two panels widened to bytes; for the tile
-// unit, a tile of sums, the scales of the activations in tile order and the codes of one panel.
+// Bytes of scratch for `linear` per thread, 64-byte aligned: the blocks of two panels widened to a byte a code and three
+// floats a row; for the tile unit, a tile of sums, the scales of the activations in tile order and the codes of one panel.
 static inline int64_t pi_linear_scratch(int64_t k) {
-  const int64_t some = PI_AMX_ACTS / k / 16 * 16, tokens = some < 16 ? 16 : some;
-  return 8192 + tokens * (k / 32 + 1) * 8 + pi_round_up(k, 256) * 32;
+  const int64_t some = PI_AMX_ACTS / k / 16 * 16, tokens = some < 16 ? 16 : some, blocks = pi_round_up(k, 256) / 32;
+  const int64_t wide = 2 * blocks * (512 + 3 * 64), tiles = 4096 + tokens * (k / 32 + 1) * 8 + blocks * 512;
+  return 4096 + (wide > tiles ? wide : tiles);
 }
