@@ -11,7 +11,7 @@ namespace {
 #if defined(__AVX512F__)
 enum { ROWS = 8, SHARED_ROWS = 4, SHARED_TOKENS = 4 };
 #else
-enum { ROWS = 4, SHARED_ROWS = 4, SHARED_TOKENS = 1 };
+enum { ROWS = STREAMS, SHARED_ROWS = STREAMS, SHARED_TOKENS = 1 };
 #endif
 
 PI_INLINE int32_t neuron_of(int32_t neuron) { return neuron; }

@@ -78,7 +78,7 @@ template <class W, int P, int T>
 void product(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens) {
   // Few tokens: the matrix is read once, in four address streams, the best number for one core, or in two if the sums
   // need the registers.
-  if (tokens == 1) return sweep<W, 4, 1>(l, x, p0, p1);
+  if (tokens == 1) return sweep<W, STREAMS, 1>(l, x, p0, p1);
   if constexpr (T > 1)
     if (tokens == 2) return sweep<W, T >= 4 ? 4 : P, 2>(l, x, p0, p1);
   if constexpr (T >= 8) {

@@ -11,7 +11,8 @@
 #if defined(__AVX512F__)
 #include <immintrin.h>
 // Register tiles: tokens and panels of the quantised kernels, of those on widened codes, faster from WIDE_FROM
-// tokens on, and of the float ones; query rows of attention.
+// tokens on, and of the float ones; query rows of attention. STREAMS: panels, or rows of neurons, read at once for one
+// token.
 enum {
   TILE_Q = 8,
   TILE_Q_PANELS = 2,
@@ -20,7 +21,8 @@ enum {
   WIDE_FROM = 48,
   TILE_F = 12,
   TILE_F_PANELS = 2,
-  TILE_A = 12
+  TILE_A = 12,
+  STREAMS = 4
 };
 typedef __m512 f32x16;
 typedef __m512i i32x16;
@@ -148,7 +150,8 @@ enum {
   WIDE_FROM = 4,
   TILE_F = 4,
   TILE_F_PANELS = 1,
-  TILE_A = 3
+  TILE_A = 3,
+  STREAMS = 4
 };
 struct f32x16 {
   __m256 a, b;
@@ -355,7 +358,8 @@ enum {
   WIDE_FROM = 4,
   TILE_F = 4,
   TILE_F_PANELS = 1,
-  TILE_A = 3
+  TILE_A = 3,
+  STREAMS = 4
 };
 struct f32x16 {
   float32x4_t v[4];
@@ -604,7 +608,8 @@ enum {
   WIDE_FROM = 2,
   TILE_F = 1,
   TILE_F_PANELS = 1,
-  TILE_A = 1
+  TILE_A = 1,
+  STREAMS = 1
 };
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
