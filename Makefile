@@ -25,11 +25,13 @@ NATIVE := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(wildcard powerinfe
 # which are installed without compiled ones.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run test test-deferred check fuzz bench install clean test-native test-neon test-asan fuzz-asan
+.PHONY: help run test test-all mutations test-deferred check fuzz bench install clean test-native test-neon test-asan fuzz-asan
 
 help:
 	@echo 'make run PROMPT="..."   answer a prompt with the default model (fetched on first use; ARGS="-m FILE ..." for more flags)'
 	@echo 'make test               all tests, a process per core (ARGS="-k name" for some, ARGS="-n 0" for one process)'
+	@echo 'make test-all           everything below and more, with a table of what ran'
+	@echo 'make mutations          plants a fault for each guarantee of docs/design.md, which its tests must find'
 	@echo 'make test-deferred      the tests of GPU code on a device that works later, in the order of two seeds'
 	@echo 'make check              ruff, mypy, clang-format and the import-order test'
 	@echo 'make fuzz               thousands of damaged model files against the readers'
@@ -78,6 +80,19 @@ DEFERRED := hybrid hybrid_experts stage streamed gpu_layers gpu_wiring host_call
 test-deferred: $(VENV)/stamp-dev
 	@$(BIN)/python -m pytest -n auto --dist worksteal --deferred 1 --deferred 2 -k deferred $(DEFERRED:%=tests/test_%.py) $(ARGS)
 
+mutations: $(VENV)/stamp-dev
+	@$(BIN)/python tests/mutations/run.py $(ARGS)
+
+# Everything, one target after the other, and a table of what ran. A target that lacks a tool says so in build/not-run.
+EVERY := check test test-bench test-deferred fuzz test-native test-neon test-asan fuzz-asan mutations
+test-all:
+	@table=""; status=0; for target in $(EVERY); do \
+		begin=$$SECONDS; code=0; $(MAKE) --no-print-directory $$target || code=$$?; result=passed; \
+		if [ -e build/not-run ]; then result="not run: $$(cat build/not-run)"; rm build/not-run; \
+		elif [ $$code -ne 0 ]; then result=FAILED; status=1; fi; \
+		table+=$$(printf '%-14s %6d s  %s' $$target $$((SECONDS - begin)) "$$result")$$'\n'; done; \
+	printf '\n%s' "$$table"; exit $$status
+
 check: $(VENV)/stamp-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
@@ -97,7 +112,7 @@ test-native: $(VENV)/stamp-build-tools
 
 test-neon: $(VENV)/stamp-build-tools
 	@for tool in aarch64-linux-gnu-g++ qemu-aarch64; do command -v $$tool >/dev/null || { \
-		echo "$$tool is missing; on Debian: apt-get install g++-aarch64-linux-gnu qemu-user" >&2; exit 1; }; done
+		mkdir -p build; echo "$$tool is missing; on Debian: apt-get install g++-aarch64-linux-gnu qemu-user" | tee build/not-run >&2; exit 1; }; done
 	@$(call NATIVE_TESTS,-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
 		-DCMAKE_EXE_LINKER_FLAGS=-static -DCMAKE_CROSSCOMPILING_EMULATOR="qemu-aarch64;-cpu;max")
 

@@ -1,0 +1,71 @@
+"""Faults in native code, and in what the build keeps apart."""
+
+from __future__ import annotations
+
+from mutations import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "every kernel, at every level, computes what the reference in numpy does",
+        "powerinfer/csrc/rows.cpp",
+        "row_mean<true>(x, n) + eps)",
+        "row_mean<true>(x, n) + 2.0f * eps)",
+        "tests/test_program.py",
+    ),
+    Mutation(
+        "dense: the same bits whatever the batch, chunk or thread count, of products that threads take parts of, too",
+        "powerinfer/csrc/pool.cpp",
+        "*end = std::min(*begin + each * unit, n);",
+        "*end = std::min(*begin + each * unit - (i == 1), n);",
+        "tests/test_dealt.py",
+    ),
+    Mutation(
+        "reads give the file's bytes or fail; what is in slots is what was asked for",
+        "powerinfer/csrc/reads.cpp",
+        "std::min(end, (at / PIECE + 1) * PIECE), needed = stop - at;",
+        "std::min(end, (at / PIECE + 1) * PIECE), needed = stop - at - (stop < end);",
+        "tests/test_reads.py",
+    ),
+    Mutation(
+        "neurons computed in parts, in any order, add up to the dense answer",
+        "powerinfer/csrc/neuron_lists.cpp",
+        "for (int64_t j = from; j < to; j++)",
+        "for (int64_t j = from; j < to - (at > 0); j++)",
+        "tests/test_partial_ffn.py tests/test_neuron_kernels.py",
+    ),
+    Mutation(
+        "some of a layer's neurons, compacted, give their sum, for the tokens that select them",
+        "powerinfer/csrc/neuron_lists.cpp",
+        "at += other.n;",
+        "at += other.n + (at > 0);",
+        "tests/test_bundled_ffn.py",
+    ),
+    Mutation(
+        "a router selects what its rule says; the sum of experts is numpy's at every level and type",
+        "powerinfer/csrc/experts.cpp",
+        "scratch[i] += spec.correction[i];",
+        "scratch[i] -= spec.correction[i];",
+        "tests/test_experts.py",
+    ),
+    Mutation(
+        "a profile counts what plain loops count, whatever the calls and threads",
+        "powerinfer/csrc/watch.cpp",
+        "sum += (int64_t)(planes[plane] >> bit & 1) << plane;",
+        "sum += (int64_t)(planes[plane] >> bit & 1) << (plane & 3);",
+        "tests/test_watch.py",
+    ),
+    Mutation(
+        "a level's instructions do not leak into common code",
+        "powerinfer/csrc/levels.cpp",
+        "struct Part {",
+        '}  extern "C" __attribute__((visibility("default"))) int pi_shared() { return 0; } namespace {\nstruct Part {',
+        "tests/test_native_symbols.py",
+    ),
+    Mutation(
+        "no kernel, at any level, touches what is not its own, nor do reads of files",
+        "powerinfer/csrc/rows.cpp",
+        "{ f_store_n(p, v, n); }",
+        "{ f_store(p, v); }",
+        "make test-native LEVELS=scalar",
+    ),
+]
