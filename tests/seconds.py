@@ -2,8 +2,8 @@
 
 A second of a fast processor is more work than one of a slow one. So each process times a fixed piece of work, too, at
 its begin and its end, and seconds are counted in those of the processor on which `UNIT` was measured. `seconds.txt` has
-the last recorded table: `make test ARGS=--record-seconds` writes it. With CI set in the environment a whole run
-that takes more than `LIMIT` fails, unless other programs had the cores meanwhile; who needs more changes the limit here.
+the last recorded table: `make test ARGS=--record-seconds` writes it. With CI set in the environment a whole run that
+takes more than `LIMIT` fails, unless other programs had the cores meanwhile; who needs more changes the limit here.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class Seconds:
     @property
     def whole(self) -> bool:
         """Whether all tests were asked for."""
-        option = self.config.option
-        chosen = [option.keyword, option.markexpr, option.lf, option.failedfirst, option.deselect, option.maxfail]
+        names = ("keyword", "markexpr", "lf", "failedfirst", "deselect", "maxfail")
+        chosen = [getattr(self.config.option, name, None) for name in names]  # some are of a plugin that may be off
         return not any(chosen) and self.config.args == self.config.getini("testpaths")
 
     @staticmethod

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from gguf_bytes import F32, STRING
 from model_files import gguf_name, give_limits, tiny_gguf, weights
 
+from benchmarks.models.gguf_writer import F32, STRING
 from powerinfer.formats.bundle_types import choose_types
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.predictor_file import write_predictor

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf_bytes import ARRAY, BOOL, F32, I32, STRING, U32, Array, Builder
 from model_files import (
     FF,
     HEAD_DIM,
@@ -34,6 +33,7 @@ from model_files import (
     weights,
 )
 
+from benchmarks.models.gguf_writer import ARRAY, BOOL, F32, I32, STRING, U32, Array, Builder
 from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf_bytes import ARRAY, I32, U32, Array
 from model_files import VOCAB, delta_gguf
 
+from benchmarks.models.gguf_writer import ARRAY, I32, U32, Array
 from powerinfer import LLM, ModelError, RequestError, SamplingParams, _native
 from powerinfer.config import EngineConfig
 from powerinfer.devices import Batch

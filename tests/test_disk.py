@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf_bytes import STRING
 from model_files import delta_gguf, family_gguf, gguf_name, latent_gguf, tiny_folder, tiny_gguf, weights
 from sparse_models import CHAT
 
+from benchmarks.models.gguf_writer import STRING
 from powerinfer import LLM, ModelError, RequestError, SamplingParams, _native
 from powerinfer.config import EngineConfig
 from powerinfer.devices.batch import Batch, StoppedError

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from expert_shapes import TOP, shape
 from model_files import experts_gguf
 from serving import ByteTokenizer, client, post, serving
 from test_disk import ENGINE, answers, least_of, steps
-from test_expert_routing import TOP, shape
 from test_experts import EXPERTS, LEVELS, Layer
 
 from benchmarks.lib import memory_limit

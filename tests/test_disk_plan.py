@@ -12,10 +12,10 @@ from typing import Any
 import model_files
 import numpy as np
 import pytest
+from expert_shapes import shape
 from sparse_models import give_bundles, give_predictor, give_profile, profile_for, tiny_llama
 from test_disk import OPTIONS, PARAMS, least_of
 from test_disk_experts import larger
-from test_expert_routing import shape
 
 from benchmarks.models import expert_models
 from powerinfer import LLM, ModelError, RequestError

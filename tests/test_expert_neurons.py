@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf_bytes import F32, STRING
 from model_files import FF, LAYERS, D, experts_gguf
 
+from benchmarks.models.gguf_writer import F32, STRING
 from powerinfer import LLM, RequestError, SamplingParams, _native
 from powerinfer.cli.main import main
 from powerinfer.config import THRESHOLDED, EngineConfig, ExpertsConfig, RouterConfig

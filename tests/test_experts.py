@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
-from gguf_bytes import F32, U32
 from hypothesis import given
 from hypothesis import strategies as st
 from model_files import FF, LAYERS, D, experts_gguf, tiny_gguf
 from safetensors.numpy import save_file
 from stored_weights import stored_evenly
 
+from benchmarks.models.gguf_writer import F32, U32
 from powerinfer import LLM, ModelError, SamplingParams, _native
 from powerinfer.cli.main import main
 from powerinfer.config import ExpertsConfig, RouterConfig

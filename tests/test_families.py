@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from configs import changed, model_config
-from gguf_bytes import F32, STRING, U32, Builder
 from model_files import (
     FF,
     HEAD_DIM,
@@ -32,6 +31,7 @@ from model_files import (
     weights,
 )
 
+from benchmarks.models.gguf_writer import F32, STRING, U32, Builder
 from powerinfer.config import ModelConfig, RopeConfig
 from powerinfer.errors import ModelError
 from powerinfer.formats import folder_config, layout

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf_bytes import ARRAY, BOOL, CODES, F32, F64, STRING, U32, U64, Array, Builder, Raw, Tensor, text
 from model_files import (
     as_stored,
     delta_gguf,
@@ -34,6 +33,21 @@ from model_files import (
     weights,
 )
 
+from benchmarks.models.gguf_writer import (
+    ARRAY,
+    BOOL,
+    CODES,
+    F32,
+    F64,
+    STRING,
+    U32,
+    U64,
+    Array,
+    Builder,
+    Raw,
+    Tensor,
+    text,
+)
 from powerinfer.errors import ModelError
 from powerinfer.formats import layout
 from powerinfer.formats.checkpoint import open_checkpoint
@@ -381,7 +395,7 @@ def test_damaged_gguf_structures(tmp_path: Path) -> None:
 def test_damaged_gguf_bytes(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     bases = [base.encode() for base in GGUF_BASES]
-    reach = len(GGUF_BASES[0].header()[0])
+    reach = len(GGUF_BASES[0].header())
 
     def make(rng: random.Random) -> Path:
         return rewrite(path, damage(rng.choice(bases), rng, reach))

@@ -12,7 +12,8 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from gguf_bytes import (
+
+from benchmarks.models.gguf_writer import (
     ARRAY,
     BOOL,
     F32,
@@ -32,9 +33,9 @@ from gguf_bytes import (
     Tensor,
     text,
 )
-
 from powerinfer.errors import ModelError
 from powerinfer.formats.gguf import read_gguf
+from powerinfer.formats.quant import quantize
 
 
 def small() -> Builder:
@@ -117,6 +118,44 @@ def test_agrees_with_the_gguf_package(tmp_path: Path) -> None:
     assert file.metadata == theirs
     for name, array in arrays.items():
         assert np.array_equal(file.tensors[name].data.view(np.float32).reshape(file.tensors[name].shape), array)
+
+
+def test_the_shared_writer_agrees_with_the_gguf_package(tmp_path: Path) -> None:
+    """To the byte: random models are made for other programs, too."""
+    rng = np.random.default_rng(1)
+    arrays = {"a": rng.standard_normal((3, 64)).astype(np.float16), "b": rng.standard_normal(5).astype(np.float32)}
+    arrays["c"] = quantize(rng.standard_normal((4, 64)).astype(np.float32), "Q8_0")
+    writer = gguf.GGUFWriter(tmp_path / "theirs.gguf", "qwen2")
+    writer.add_name("ü")
+    writer.add_block_count(2)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_add_bos_token(False)
+    writer.add_token_list(["a", "ü"])
+    writer.add_token_types([1, 3])
+    writer.add_token_scores([0.5, -1.5])
+    writer.add_array("qwen2.attention.recurrent_layers", [True, False])
+    for name, values in arrays.items():
+        writer.add_tensor(name, values, raw_dtype=gguf.GGMLQuantizationType.Q8_0 if name == "c" else None)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    builder = Builder().fields({"architecture": "qwen2", "name": "ü"}, "general.")
+    builder.fields({"block_count": 2, "attention.layer_norm_rms_epsilon": 1e-6}, "qwen2.")
+    tokens = {"add_bos_token": False, "tokens": ["a", "ü"], "token_type": [1, 3], "scores": [0.5, -1.5]}
+    builder.fields(tokens, "tokenizer.ggml.").fields({"attention.recurrent_layers": [True, False]}, "qwen2.")
+    builder.declare("a", "F16", (3, 64)).declare("b", "F32", (5,)).declare("c", "Q8_0", (4, 64))
+    with pytest.raises(ValueError, match="a has 20 bytes, not 384"):
+        builder.stream(tmp_path / "ours.gguf", iter([arrays["b"], arrays["a"], arrays["c"]]))
+    assert not (tmp_path / "ours.gguf").exists(), "a file is there when it is whole"
+    builder.stream(tmp_path / "ours.gguf", iter(arrays.values()))
+    streamed = (tmp_path / "ours.gguf").read_bytes()
+    assert streamed == (tmp_path / "theirs.gguf").read_bytes()
+    builder.tensors = [
+        Tensor(one.name, one.type_id, one.dims, values.tobytes())
+        for one, values in zip(builder.tensors, arrays.values(), strict=True)
+    ]
+    assert streamed.rstrip(b"\0") == builder.encode().rstrip(b"\0")
 
 
 def test_long_headers_are_read_piece_by_piece(tmp_path: Path) -> None:

@@ -23,10 +23,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import model_files  # noqa: E402
+from configs import small  # noqa: E402
 from gpu_device import device_name, torch_device  # noqa: E402
 from model_files import delta_gguf, family_gguf, latent_gguf, plain_folder, tiny_folder  # noqa: E402
 from sparse_models import give_bundles, give_predictor, give_profile, profile_for, tiny_llama  # noqa: E402
-from test_serving_benchmark import small  # noqa: E402
 
 from benchmarks.models import expert_models  # noqa: E402
 from powerinfer.config import EngineConfig, FfnConfig, LatentAttentionConfig, LayerConfig  # noqa: E402

@@ -14,13 +14,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from gguf_bytes import U32  # noqa: E402
 from gpu_device import CUDA, device_name  # noqa: E402
 from model_files import delta_gguf  # noqa: E402
 from test_delta_net import CONTEXT, answers, step, texts  # noqa: E402
 from test_gpu_kernels import TRITON, floats, kernels, on_device  # noqa: E402, F401
 from test_gpu_layers import on_gpu, opened  # noqa: E402
 
+from benchmarks.models.gguf_writer import U32  # noqa: E402
 from powerinfer import LLM, SamplingParams  # noqa: E402
 from powerinfer.cli.main import main  # noqa: E402
 from powerinfer.config import DeltaNetConfig  # noqa: E402

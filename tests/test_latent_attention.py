@@ -12,7 +12,7 @@ import pytest
 families = pytest.importorskip("test_architectures")
 gguf = pytest.importorskip("gguf")
 
-from test_serving_benchmark import small  # noqa: E402
+from configs import small  # noqa: E402
 
 from benchmarks.models import expert_models  # noqa: E402
 from powerinfer import LLM, SamplingParams  # noqa: E402

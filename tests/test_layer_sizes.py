@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_bytes import ARRAY, STRING, U32, Array
 from model_files import FF, D, gguf_name, tiny_gguf, weights
 from sparse_models import CHAT, TEXT, give_bundles, give_predictor, give_profile, profile_for
 
+from benchmarks.models.gguf_writer import ARRAY, STRING, U32, Array
 from powerinfer import LLM
 from powerinfer.evaluate import agreement
 from powerinfer.formats.bundle_file import open_bundles

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf_bytes import STRING
 from model_files import FF, LAYERS, D, gguf_name, tiny_config, tiny_gguf, weights
 from sparse_models import CHAT, TEXT
 
+from benchmarks.models.gguf_writer import STRING
 from powerinfer import LLM, ModelError, RequestError, SamplingParams
 from powerinfer.cli.main import main
 from powerinfer.config import EngineConfig, FfnConfig, FfnKind, Shape

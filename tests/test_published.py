@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf_bytes import F32, STRING, U32, Builder
 from model_files import FF, LAYERS, D, family_gguf, family_weights
 
+from benchmarks.models.gguf_writer import F32, STRING, U32, Builder
 from powerinfer.errors import ModelError
 from powerinfer.formats import layout
 from powerinfer.formats.checkpoint import open_checkpoint

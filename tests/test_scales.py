@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from configs import small
 from test_quant import random_blocks
-from test_serving_benchmark import small
 from test_sparsify import SHAPE, SMALL, divergence, made
 from test_sparsify_attention import LATENT, one_layer
 

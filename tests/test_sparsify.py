@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from configs import small
 from matplotlib.figure import Figure
 from model_files import edit_config
-from test_serving_benchmark import small
 
 from benchmarks.models import expert_models, make_model
 from benchmarks.models.speed_models import Shape, write_random_llama

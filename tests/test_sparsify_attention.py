@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from configs import small
 from test_architectures import CASES, random_model, save
-from test_serving_benchmark import small
 from test_sparsify import logits_of
 from torch import Tensor
 
 from benchmarks.models import expert_models
-from benchmarks.models.writers import write_tokenizer_files
+from benchmarks.models.vocabulary import write_tokenizer_files
 from powerinfer.config import (
     AttentionKind,
     DeltaNetConfig,

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from gguf_bytes import F32, STRING, U32
 from model_files import tiny_gguf
 from test_architectures import (
     CASES,
@@ -26,6 +25,7 @@ from test_architectures import (
 )
 from test_tokenizer import CORPUS, HARD, byte_level_metadata, sentencepiece_metadata, valid
 
+from benchmarks.models.gguf_writer import F32, STRING, U32
 from powerinfer import RequestError
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.sampling_defaults import folder_defaults

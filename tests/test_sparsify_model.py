@@ -14,7 +14,7 @@ import torch
 from model_files import tiny_folder
 from test_architectures import CASES, Case, exact_logits, prompt, random_model, rms, save
 
-from benchmarks.models.writers import write_tokenizer_files
+from benchmarks.models.vocabulary import write_tokenizer_files
 from powerinfer import ModelError, RequestError
 from powerinfer.config import FfnConfig
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint

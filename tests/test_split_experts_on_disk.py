@@ -18,11 +18,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import test_expert_neurons as neurons_inside  # noqa: E402
+from expert_shapes import shape  # noqa: E402
 from gpu_device import device_name  # noqa: E402
 from serving import ByteTokenizer  # noqa: E402
 from test_disk import steps  # noqa: E402
 from test_disk_experts import on_disk, single_tokens, written  # noqa: E402, F401
-from test_expert_routing import shape  # noqa: E402
 from test_gpu_layers import on_gpu  # noqa: E402
 from test_hybrid_experts import policy_of, some  # noqa: E402
 

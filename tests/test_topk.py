@@ -9,8 +9,9 @@ import model_files
 import numpy as np
 import pytest
 import reference
-from gguf_bytes import F32, STRING
 from model_files import Builder, edit_config, experts_gguf, family_gguf, give_limits, tiny_folder
+
+from benchmarks.models.gguf_writer import F32, STRING
 
 torch = pytest.importorskip("torch")
 

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf_bytes import F32, STRING, Builder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_files import FF, LAYERS, VOCAB, D, family_gguf, gguf_name, give_limits, tiny_gguf, weights
@@ -24,6 +23,7 @@ from prepared_models import checkpoint
 from sparse_models import give_bundles
 from test_prepared import describe, left_in
 
+from benchmarks.models.gguf_writer import F32, STRING, Builder
 from powerinfer.cli.main import main
 from powerinfer.config import EngineConfig, TrainConfig
 from powerinfer.devices import Batch

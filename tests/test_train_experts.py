@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf_bytes import F32, STRING
 from model_files import FF, LAYERS, VOCAB, D, experts_gguf
 from test_prepared import describe, edit_header, left_in
 
+from benchmarks.models.gguf_writer import F32, STRING
 from powerinfer.cli.main import main
 from powerinfer.config import EngineConfig, TrainConfig
 from powerinfer.errors import ModelError, RequestError

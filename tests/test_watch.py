@@ -11,10 +11,10 @@ import model_files
 import numpy as np
 import pytest
 import reference
-from gguf_bytes import F32, STRING, Builder
 from model_files import family_gguf, family_name, give_limits
 from sparse_models import tiny_llama
 
+from benchmarks.models.gguf_writer import F32, STRING, Builder
 from powerinfer.config import EngineConfig
 from powerinfer.devices import Batch
 from powerinfer.devices.cpu import CpuExecutor, Fired, magnitude

@@ -13,11 +13,13 @@ from statistics import median
 from typing import Any
 
 from benchmarks.disk.compare import DISK, OURS, OURS_RAM, PEER, PEER_RAM, PREDICTED, PREDICTED_RAM, key_of
+from benchmarks.lib.cells import fixed, measured, middle, number, percent
 from benchmarks.lib.machine import ROOT
+from benchmarks.lib.plots import pyplot, save
 from benchmarks.lib.programs import RATES, Runs, ratios
-from benchmarks.lib.results import header, number, of_kind, percent, row, write_tables
+from benchmarks.lib.results import of_kind
+from benchmarks.lib.tables import items, origin, paragraphs, processor, table, write_tables
 
-PAGE = ROOT / "docs/disk.md"
 IMAGES = ROOT / "docs/img"
 PREFILL, DECODE = RATES
 LABELS = {
@@ -59,7 +61,7 @@ def disk_rates(document: dict[str, Any], name: str) -> tuple[float, dict[str, fl
     return median(one["sequential_gb_s"] for one in found), random
 
 
-# ---------------------------------------------------------------- what the engine says of its reads
+# --- what the engine says of its reads
 
 
 def of_disk(runs: Runs, figure: str) -> float | None:
@@ -90,11 +92,11 @@ def overlap(run: dict[str, Any]) -> float | None:
 
 def share_of_sequential(document: dict[str, Any], name: str, runs: Runs) -> float | None:
     """Bytes from disk by the time of decoding, relative to what the disk gives in order."""
-    rates, speed, read = disk_rates(document, name), middle(runs, DECODE), of_disk(runs, "bytes_per_token")
+    rates, speed, read = disk_rates(document, name), median_of(runs, DECODE), of_disk(runs, "bytes_per_token")
     return None if rates is None or speed is None or read is None else speed * read / 1e9 / rates[0]
 
 
-def middle(runs: Runs, rate: str) -> float | None:
+def median_of(runs: Runs, rate: str) -> float | None:
     values = runs.values(rate)
     return median(values) if values else None
 
@@ -105,130 +107,125 @@ def peak_share(runs: Runs) -> float | None:
     return max((peak * (1 << 20) / limit for peak, limit in found if limit), default=None)
 
 
-# ---------------------------------------------------------------- tables
+# --- tables
+
+
+def rate_cell(value: float | None) -> str:
+    return fixed(value) if value is not None and value < 10 else number(value)
 
 
 def cell(runs: Runs, rate: str) -> str:
     summary = runs.summary((rate,))
-    if rate not in summary:
-        return "fails" if runs.error else ""
-    speed = summary[rate]["median"]
-    return (f"{speed:.2f}" if speed < 10 else number(speed)) + ("" if summary["kept"] >= COUNTED else "*")
+    return measured(summary if rate in summary or runs.error else None, rate, rate_cell, COUNTED)
 
 
-def ratio(ours: Runs, theirs: Runs, rate: str, digits: int = 1) -> str:
-    found = ratios(ours, theirs, rate)
-    return "" if found is None else f"{found['median']:.{digits}f}"
+def part(runs: Runs, whole: Runs, rate: str) -> str:
+    return percent(middle(ratios(runs, whole, rate)), 0)
+
+
+def failures(runs: dict[str, Runs]) -> list[str]:
+    return [f"{label}: {one.error}" for label, one in runs.items() if one.error]
 
 
 def heading(document: dict[str, Any]) -> str:
-    cpu, settings = document["cpu"], document["settings"]
-    by = document["limited_by"]
+    settings, by = document["settings"], document["limited_by"]
     limit = f"limited by a memory cgroup ({by}), no swap" if by else "without any limit: no memory cgroup was to be had"
     disks = []
     for name in names(document):
         if rates := disk_rates(document, name):
             random = ", ".join(f"{int(size) >> 10} KiB {rate:.2f}" for size, rate in rates[1].items())
             disks.append(f"{name} {rates[0]:.2f} GB/s in order, at random {random}")
-    counts = [rounds_of(document, name, settings["share"]) for name in names(document)]
+    rounds = max(rounds_of(document, name, settings["share"]) for name in names(document))
     return (
-        f"{document['date'][:10]}, commit {document['commit']}, {settings['threads']} threads on {cpu['cores']} cores "
-        f"of {cpu['name']}, kernel {document['kernel']}; {limit}. Every process began with a cold page cache. Tokens "
-        f"per second, medians of {max(counts)} interleaved runs; ratios are medians of those within a round; * fewer "
-        f"than {COUNTED} undisturbed runs. The disk past the page cache: {'; '.join(disks)}."
+        f"{origin(document)}, {settings['threads']} threads on {processor(document)}, kernel {document['kernel']}; "
+        f"{limit}. Every process began with a cold page cache. Tokens per second, medians of {rounds} interleaved "
+        f"runs; ratios are medians of those within a round; * fewer than {COUNTED} undisturbed runs. The disk past the "
+        f"page cache: {'; '.join(disks)}."
     )
 
 
 def speed_table(document: dict[str, Any]) -> str:
     settings = document["settings"]
     share = settings["share"]
-    heads = ["", "model, GB", "RAM, GB", "", OURS, "all in RAM", "of it", "llama.cpp, mmap", "ratio"]
-    lines = header(*heads, "llama.cpp, all in RAM", numbers=True)
     labels = {DECODE: f"decode of {settings['gen_tokens']}", PREFILL: f"prompt of {settings['prompt_tokens']}"}
-    failed = []
+    rows, failed = [], []
     for name in names(document):
         rounds = max(rounds_of(document, name, share), rounds_of(document, name, None))
         ours, theirs = (runs_of(document, engine, name, share, rounds) for engine in (OURS, PEER))
         ours_ram, theirs_ram = (runs_of(document, engine, name, None, rounds) for engine in (OURS_RAM, PEER_RAM))
-        size = document["jobs"][f"make/{name}"]["file_bytes"]
-        sizes = [LABELS[name], f"{size / 1e9:.2f}", f"{share * size / 1e9:.2f}"]
+        size = document["jobs"][f"make/{name}"]["file_bytes"] / 1e9
+        sizes = [LABELS[name], fixed(size), fixed(share * size)]
         for rate, label in labels.items():
-            part = ratios(ours, ours_ram, rate)
-            kept = percent(part["median"], 0) if part else ""
-            cells = [cell(ours, rate), cell(ours_ram, rate), kept, cell(theirs, rate), ratio(ours, theirs, rate)]
-            lines.append(row(*sizes, label, *cells, cell(theirs_ram, rate)))
+            cells = [cell(ours, rate), cell(ours_ram, rate), part(ours, ours_ram, rate), cell(theirs, rate)]
+            ratio = fixed(middle(ratios(ours, theirs, rate)), 1)
+            rows.append([*sizes, label, *cells, ratio, cell(theirs_ram, rate)])
             sizes = ["", "", ""]
         every = {OURS: ours, "llama.cpp, mmap": theirs, "all in RAM": ours_ram, "llama.cpp, all in RAM": theirs_ram}
-        failed += [f"- {name}, {label}: {runs.error}" for label, runs in every.items() if runs.error]
-    return "\n".join([heading(document), "", *lines, *(["", *failed] if failed else []), ""])
+        failed += [f"{name}, {error}" for error in failures(every)]
+    heads = ["", "model, GB", "RAM, GB", "", OURS, "all in RAM", "of it", "llama.cpp, mmap", "ratio"]
+    return paragraphs(heading(document), table([*heads, "llama.cpp, all in RAM"], rows, numbers=True), items(failed))
 
 
 def reads_table(document: dict[str, Any]) -> str | None:
     """What decoding read; None where nothing has been measured that reads."""
-    share = document["settings"]["share"]
-    heads = ["", "read a token, MB", "GB/s while reading", "of the disk's rate in order", "hits", "reading hidden"]
-    heads += ["of what could be", "plan, tokens/s", "measured by plan", "peak memory by `--ram`"]
-    lines = header(*heads, numbers=True)
-    any_reads = False
+    share, rows, any_reads = document["settings"]["share"], [], False
     for name in names(document):
         runs = runs_of(document, OURS, name, share)
-        read, rate = of_disk(runs, "bytes_per_token"), of_disk(runs, "read_gb_s")
+        read, speed = of_disk(runs, "bytes_per_token"), median_of(runs, DECODE)
         any_reads |= read is not None
         plan = document["jobs"].get(f"plan/{name}/{share:g}", {}).get(DECODE)
-        speed = middle(runs, DECODE)
-        cells = ["" if read is None else f"{read / 1e6:.0f}", "" if rate is None else f"{rate:.2f}"]
+        cells = [megabytes(read), fixed(of_disk(runs, "read_gb_s"))]
         cells.append(percent(share_of_sequential(document, name, runs), 0))
         cells += [percent(of_disk(runs, figure), 0) for figure in FIGURES]
-        cells += ["" if plan is None else f"{plan:.2f}", f"{speed / plan:.2f}" if plan and speed else ""]
-        lines.append(row(name, *cells, percent(peak_share(runs), 0)))
-    return "\n".join([*lines, ""]) if any_reads else None
+        cells += [fixed(plan), fixed(speed / plan if plan and speed else None), percent(peak_share(runs), 0)]
+        rows.append([name, *cells])
+    heads = ["", "read a token, MB", "GB/s while reading", "of the disk's rate in order", "hits", "reading hidden"]
+    heads += ["of what could be", "plan, tokens/s", "measured by plan", "peak memory by `--ram`"]
+    return table(heads, rows, numbers=True) if any_reads else None
+
+
+def megabytes(count: float | None) -> str:
+    return fixed(None if count is None else count / 1e6, 0)
 
 
 def neurons_table(document: dict[str, Any], peers: dict[str, Any] | None) -> str:
     """How a model with predictors decodes, by selector. peers: of this or another run, the speed of llama.cpp."""
-    share = document["settings"]["share"]
-    heads = ["decode", "from disk", "all in RAM", "of it", "read a token, MB", "in reads", "hits", "reading hidden"]
-    lines = header(*heads, "of what could be", "plan, tokens/s", "by llama.cpp, mmap", numbers=True)
-    name, theirs = "relu", None if peers is None else middle(runs_of(peers, PEER, "relu", share), DECODE)
+    name, share, jobs = "relu", document["settings"]["share"], document["jobs"]
+    theirs = None if peers is None else median_of(runs_of(peers, PEER, name, share), DECODE)
     rounds = max(rounds_of(document, name, share), rounds_of(document, name, None))
-    of_limited = {}
+    rows, limited = [], {}
     for label, engine, in_ram, plan in (
         ("`auto`, which is `exact`", OURS, OURS_RAM, "plan"),
         ("`predicted`", PREDICTED, PREDICTED_RAM, "plan-predicted"),
     ):
         ours, whole = runs_of(document, engine, name, share, rounds), runs_of(document, in_ram, name, None, rounds)
-        part, speed = ratios(ours, whole, DECODE), middle(ours, DECODE)
-        cells = [cell(ours, DECODE), cell(whole, DECODE), percent(part["median"], 0) if part else ""]
-        read, reads = of_disk(ours, "bytes_per_token"), of_disk(ours, "joined_reads")
-        tokens = document["settings"]["gen_tokens"]
-        cells += ["" if read is None else f"{read / 1e6:.0f}", "" if reads is None else f"{reads / tokens:.0f}"]
+        speed, reads = median_of(ours, DECODE), of_disk(ours, "joined_reads")
+        cells = [cell(ours, DECODE), cell(whole, DECODE), part(ours, whole, DECODE)]
+        cells.append(megabytes(of_disk(ours, "bytes_per_token")))
+        cells.append(fixed(None if reads is None else reads / document["settings"]["gen_tokens"], 0))
         cells += [percent(of_disk(ours, figure), 0) for figure in FIGURES]
-        predicted = document["jobs"].get(f"{plan}/{name}/{share:g}", {}).get(DECODE)
-        cells += ["" if predicted is None else f"{predicted:.2f}", f"{speed / theirs:.1f}" if speed and theirs else ""]
-        lines.append(row(label, *cells))
-        of_limited[engine] = ours
-    if peers is None or theirs is None:
-        source = "llama.cpp was not measured"
-    else:
+        cells.append(fixed(jobs.get(f"{plan}/{name}/{share:g}", {}).get(DECODE)))
+        rows.append([label, *cells, fixed(speed / theirs if speed and theirs else None, 1)])
+        limited[engine] = ours
+    source = "llama.cpp was not measured"
+    if peers is not None and theirs is not None:
         source = f"llama.cpp's {theirs:.2f} of {'this run' if peers is document else peers['date'][:10]}"
     rates = disk_rates(document, name)
     disk = f" The disk: {rates[0]:.2f} GB/s in order, 4 KiB at random {rates[1]['4096']:.2f}." if rates else ""
-    begin = (
-        f"{document['date'][:10]}, commit {document['commit']}, {rounds} interleaved rounds, of `relu` with "
-        f"{share:g} of its bytes as RAM; {source}.{disk}"
-    )
-    failed = [f"- {engine}: {runs.error}" for engine, runs in of_limited.items() if runs.error]
-    return "\n".join([begin, "", *lines, *(["", *failed] if failed else []), ""])
+    about = f"{origin(document)}, {rounds} interleaved rounds, of `relu` with {share:g} of its bytes as RAM; {source}."
+    heads = ["decode", "from disk", "all in RAM", "of it", "read a token, MB", "in reads", "hits", "reading hidden"]
+    heads += ["of what could be", "plan, tokens/s", "by llama.cpp, mmap"]
+    return paragraphs(about + disk, table(heads, rows, numbers=True), items(failures(limited)))
 
 
-# ---------------------------------------------------------------- plots
+# --- plots
 
 
 def speeds(document: dict[str, Any], engine: str, name: str) -> list[tuple[float, float]]:
     """(RAM in GB, tokens per second of decoding) of every share that was measured, in its order."""
     shares = {key.split("/")[2] for key in document["jobs"] if key.startswith(f"{engine}/{name}/")} - {"all"}
     size = document["jobs"][f"make/{name}"]["file_bytes"] / 1e9
-    found = ((share, middle(runs_of(document, engine, name, share), DECODE)) for share in sorted(map(float, shares)))
+    found = ((share, median_of(runs_of(document, engine, name, share), DECODE)) for share in sorted(map(float, shares)))
     return [(share * size, speed) for share, speed in found if speed is not None]
 
 
@@ -244,42 +241,35 @@ def hits(document: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
 
 def draw(document: dict[str, Any]) -> None:
     """Both plots, as far as there is something to draw."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.hashsalt": "powerinfer", "svg.fonttype": "none", "font.size": 9}
-    from matplotlib import pyplot
-
-    IMAGES.mkdir(exist_ok=True)
-    save = {"bbox_inches": "tight", "metadata": {"Date": None}}
+    plots = pyplot()
     models = [name for name in names(document) if speeds(document, OURS, name) and speeds(document, PEER, name)]
     if models:
-        figure, axes = pyplot.subplots(1, len(models), figsize=(3.6 * len(models), 3.2), squeeze=False)
+        figure, axes = plots.subplots(1, len(models), figsize=(3.6 * len(models), 3.2), squeeze=False)
         for axis, name in zip(axes[0], models, strict=True):
             _draw_speeds(axis, document, name)
         axes[0][0].set_ylabel("tokens a second")
         handles, labels = axes[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="upper center", ncols=len(labels), fontsize=8, frameon=False)
         figure.tight_layout(rect=(0, 0, 1, 0.92))
-        figure.savefig(IMAGES / "disk-speed.svg", **save)
-        pyplot.close(figure)
+        save(figure, IMAGES / "disk-speed.svg", bbox_inches="tight")
+        plots.close(figure)
     if found := hits(document):
-        figure, axis = pyplot.subplots(figsize=(4.6, 3.4))
+        figure, axis = plots.subplots(figsize=(4.6, 3.4))
         for (policy, points), marker in zip(sorted(found.items()), "sov^", strict=False):
             axis.plot(*zip(*points, strict=True), marker=marker, markersize=4, label=policy)
         axis.plot([0, 100], [0, 100], linestyle=":", color="0.2", label="used alike and at random")
         axis.set(xlim=(0, 100), ylim=(0, 100), xlabel="experts in RAM, %", ylabel="selections that hit, %")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
-        figure.savefig(IMAGES / "disk-hits.svg", **save)
-        pyplot.close(figure)
+        save(figure, IMAGES / "disk-hits.svg", bbox_inches="tight")
+        plots.close(figure)
 
 
 def _draw_speeds(axis: Any, document: dict[str, Any], name: str) -> None:
     for engine, label, marker in ((OURS, OURS, "o"), (PEER, "llama.cpp, mmap", "s")):
         axis.plot(*zip(*speeds(document, engine, name), strict=True), marker=marker, label=label)
     for number_, (engine, label) in enumerate(((OURS_RAM, "all in RAM"), (PEER_RAM, "llama.cpp, all in RAM"))):
-        if speed := middle(runs_of(document, engine, name, None), DECODE):
+        if speed := median_of(runs_of(document, engine, name, None), DECODE):
             axis.axhline(speed, linestyle="--", color=f"C{number_}", label=label, linewidth=1)
     size = document["jobs"][f"make/{name}"]["file_bytes"] / 1e9
     axis.axvline(size, linestyle=":", color="0.2", label="the model's file")
@@ -287,7 +277,7 @@ def _draw_speeds(axis: Any, document: dict[str, Any], name: str) -> None:
     axis.grid(alpha=0.3, which="both")
 
 
-def measured(document: dict[str, Any], engine: str, names: Collection[str]) -> bool:
+def has_measured(document: dict[str, Any], engine: str, names: Collection[str]) -> bool:
     """Whether an engine was measured with all of these models, with the RAM of the tables."""
     share = document["settings"]["share"]
     return all(key_of(engine, name, share, 0) in document["jobs"] for name in names)
@@ -295,12 +285,12 @@ def measured(document: dict[str, Any], engine: str, names: Collection[str]) -> b
 
 def latest(engine: str, names: Collection[str]) -> dict[str, Any] | None:
     """The newest result in which an engine was measured with all of these models."""
-    return next((one for one in reversed(of_kind("disk")) if measured(one, engine, names)), None)
+    return next((one for one in reversed(of_kind("disk")) if has_measured(one, engine, names)), None)
 
 
 def tables() -> dict[str, str | None]:
     document, neurons = latest(PEER, LABELS), latest(PREDICTED, ["relu"])
-    peers = neurons if neurons is not None and measured(neurons, PEER, ["relu"]) else document
+    peers = neurons if neurons is not None and has_measured(neurons, PEER, ["relu"]) else document
     return {
         "disk speed": None if document is None else speed_table(document),
         "disk reads": None if document is None else reads_table(document),
@@ -308,7 +298,7 @@ def tables() -> dict[str, str | None]:
     }
 
 
+PAGES = {ROOT / "docs/disk.md": tables}
+
 if __name__ == "__main__":
-    write_tables(__doc__, PAGE, tables)
-    if result := latest(PEER, LABELS):
-        draw(result)
+    write_tables(__doc__, PAGES, lambda: (result := latest(PEER, LABELS)) and draw(result))

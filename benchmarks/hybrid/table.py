@@ -1,25 +1,27 @@
-"""Tables and plots of what benchmarks/hybrid measured.
+"""Write the tables and plots of docs/hybrid.md from the newest result of compare.py that has the ablation, of a GPU.
 
-    python -m benchmarks.hybrid.table [FILE] [--plots FOLDER] [--docs]
+    python -m benchmarks.hybrid.table [--check]                 --check: only say whether they are up to date
+    python -m benchmarks.hybrid.table FILE [--plots FOLDER]     print the tables of another result
 
-Prints the tables. --plots writes hybrid-ablation.png, hybrid-budget.png and hybrid-trace.png (matplotlib, of the
-`bench` extra), each as far as its figures are there. --docs puts tables and plots into docs/hybrid.md; figures of a
-stand-in, or of the tiny scale, say nothing about speed and are not put there.
+The plots are hybrid-ablation.png, hybrid-budget.png and hybrid-trace.png (matplotlib, of the `bench` extra), each as
+far as its figures are there. Figures of a stand-in, or of the tiny scale, say nothing about speed: they are left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.hybrid.compare import STEPS
+from benchmarks.lib.cells import fixed, number, percent, signed
 from benchmarks.lib.machine import ROOT
+from benchmarks.lib.plots import pyplot, save
 from benchmarks.lib.programs import OURS
-from benchmarks.lib.results import RESULTS, filled, header, number, percent, row
+from benchmarks.lib.results import RESULTS, of_kind
+from benchmarks.lib.tables import distinct, items, origin, paragraphs, processor, table, update
 
 PAGE = ROOT / "docs/hybrid.md"
 STEP_NAMES = {
@@ -30,6 +32,8 @@ STEP_NAMES = {
 }
 
 Jobs = dict[str, Any]
+Table = tuple[list[str], list[list[str]]]
+"""Heads and rows."""
 
 
 def of(document: dict[str, Any], section: str, name: str) -> dict[str, list[Jobs]]:
@@ -57,49 +61,49 @@ def ratio(ours: list[Jobs], theirs: list[Jobs], batch: str) -> float | None:
 
 
 def gib(nbytes: float | None) -> str:
-    return "" if nbytes is None else f"{nbytes / 2**30:.1f}"
+    return fixed(None if nbytes is None else nbytes / 2**30, 1)
 
 
-def about(document: dict[str, Any]) -> list[str]:
-    """Where the figures come from, and what was cut."""
-    settings, cpu = document["settings"], document["cpu"]
-    commits = ", ".join(dict.fromkeys(job["commit"] for job in document["jobs"].values()))
-    lines = [
-        f"{document['date'][:10]}, commit {commits}; GPU {settings['device']}; {cpu['cores']} cores of {cpu['name']}, "
-        f"{document['memory_gib']} GiB, {settings['threads'] or 'automatic'} threads. The budget stands in for a card "
-        "of that size; the GPU is as fast as it is, which is faster than such a card. Medians over the rounds; ratios "
-        "are medians of those within a round." + (f" Note: {document['note']}." if document.get("note") else ""),
-        "",
-    ]
+def about(document: dict[str, Any]) -> str:
+    """Where the figures come from."""
+    settings, commits = document["settings"], distinct(job["commit"] for job in document["jobs"].values())
+    return (
+        f"{origin(document, commits)}; GPU {settings['device']}; {processor(document)}, {document['memory_gib']} GiB, "
+        f"{settings['threads'] or 'automatic'} threads. The budget stands in for a card of that size; the GPU is as "
+        "fast as it is, which is faster than such a card. Medians over the rounds; ratios are medians of those within "
+        "a round." + (f" Note: {document['note']}." if document.get("note") else "")
+    )
+
+
+def model_lines(document: dict[str, Any]) -> str:
+    """What was cut of the models, and how they fire."""
+    lines = []
     for name, model in document["models"].items():
         plan = model["plan"]
         cut = "" if plan["n_layers"] == model["whole_layers"] else f" of {model['whole_layers']}"
         own = document["jobs"].get(f"card/{name}", {}).get("vram")
         budget = f"budget {gib(own)} of {gib(model['vram'])} GiB" if model["vram"] else "tiny"
         lines.append(
-            f"- {name}: {plan['n_layers']}{cut} layers of {plan['d_model']} x {plan['d_ff']}, "
+            f"{name}: {plan['n_layers']}{cut} layers of {plan['d_model']} x {plan['d_ff']}, "
             f"{model['stored'].upper()}, {budget}; {percent(plan['active'], 0)} of the neurons fire for a token, and "
             f"{percent(model['hot_share_of_layer'], 0)} of a layer's carry 80 % of that ({model['about']})"
         )
-    return [*lines, ""]
+    return items(lines)
 
 
-def decode_rows(document: dict[str, Any]) -> list[str]:
+def decode_table(document: dict[str, Any]) -> Table:
     batches = [str(batch) for batch in document["settings"]["batches"]]
-    lines = header("decode, tokens a second", "", *(f"{batch} together" for batch in batches), "VRAM in use, GiB")
+    rows = []
     for name in document["models"]:
         engines = of(document, "decode", name)
         for label, runs in engines.items():
             used = [run["vram_used"] for run in runs if run.get("vram_used") is not None]
-            rates = [rate(runs, batch) for batch in batches]
-            shown = ["" if value is None else number(value) for value in rates]
-            lines.append(row(name, label, *shown, gib(max(used, default=None))))
+            rows.append([name, label, *(number(rate(runs, batch)) for batch in batches), gib(max(used, default=None))])
         for label in engines:
             if label != OURS and OURS in engines:
-                ratios = [ratio(engines[OURS], engines[label], batch) for batch in batches]
-                shown = ["" if value is None else f"{value:.2f}" for value in ratios]
-                lines.append(row(name, f"{OURS} by {label}", *shown, ""))
-    return [*lines, ""]
+                ratios = [fixed(ratio(engines[OURS], engines[label], batch)) for batch in batches]
+                rows.append([name, f"{OURS} by {label}", *ratios, ""])
+    return ["decode, tokens a second", "", *(f"{batch} together" for batch in batches), "VRAM in use, GiB"], rows
 
 
 def step_rates(document: dict[str, Any], name: str) -> dict[str, float]:
@@ -110,39 +114,33 @@ def step_rates(document: dict[str, Any], name: str) -> dict[str, float]:
     return {step: value for step, value in rates.items() if value is not None}
 
 
-def ablation_rows(document: dict[str, Any]) -> list[str]:
-    lines = header("one request, tokens a second", *STEP_NAMES.values(), "the plan, exact")
+def ablation_table(document: dict[str, Any]) -> Table:
+    rows = []
     for name in document["models"]:
-        rates = step_rates(document, name)
-        rates["exact"] = rate(of(document, "ablation", name).get("exact", [])) or 0.0
-        lines.append(row(name, *(number(rates[step]) if rates.get(step) else "" for step in (*STEP_NAMES, "exact"))))
-    return [*lines, ""]
+        rates = step_rates(document, name) | {"exact": rate(of(document, "ablation", name).get("exact", []))}
+        rows.append([name, *(number(rates.get(step)) for step in (*STEP_NAMES, "exact"))])
+    return ["one request, tokens a second", *STEP_NAMES.values(), "the plan, exact"], rows
 
 
-def prefill_rows(document: dict[str, Any]) -> list[str]:
+def prefill_table(document: dict[str, Any]) -> Table:
     """Of a prompt: this engine both ways, the best of the peer."""
-    heads = ("cold neurons streamed", "by the CPU", "streamed from", "llama.cpp", "streamed by llama.cpp")
-    lines = header(f"prompt of {document['settings'].get('prompt')} tokens, tokens a second", *heads)
+    rows = []
     for name in document["models"]:
         engines = of(document, "prefill", name)
         ours = engines.pop(OURS, [])
-        ways = {
-            way: [run["prefill_tok_s"][way] for run in ours if way in run["prefill_tok_s"]]
-            for way in ("streamed", "cpu")
-        }
-        rates = {way: median(values) for way, values in ways.items() if values}
-        peer = max(
-            (median([run["prefill_tok_s"]["llama.cpp"] for run in runs]) for runs in engines.values()), default=None
-        )
-        if not rates:
-            continue
-        least = ours[0]["streams_from"]
-        by = f"{rates['streamed'] / peer:.2f}" if peer and "streamed" in rates else ""
-        shown = [number(rates[way]) if way in rates else "" for way in ("streamed", "cpu")]
-        lines.append(
-            row(name, *shown, f"{least} tokens" if least else "never", "" if peer is None else number(peer), by)
-        )
-    return [*lines, ""]
+        ways = [
+            [run["prefill_tok_s"][way] for run in ours if way in run["prefill_tok_s"]] for way in ("streamed", "cpu")
+        ]
+        streamed, by_cpu = (median(rates) if rates else None for rates in ways)
+        peers = [median([run["prefill_tok_s"]["llama.cpp"] for run in runs]) for runs in engines.values()]
+        peer = max(peers, default=None)
+        if streamed or by_cpu:
+            least = ours[0]["streams_from"]
+            cells = [number(streamed), number(by_cpu), f"{least} tokens" if least else "never", number(peer)]
+            rows.append([name, *cells, fixed(streamed / peer if streamed and peer else None)])
+    prompt = f"prompt of {document['settings'].get('prompt')} tokens, tokens a second"
+    heads = ["cold neurons streamed", "by the CPU", "streamed from", "llama.cpp", "streamed by llama.cpp"]
+    return [prompt, *heads], rows
 
 
 def shares_of(runs: list[Jobs]) -> dict[str, float]:
@@ -161,50 +159,53 @@ def shares_of(runs: list[Jobs]) -> dict[str, float]:
     return found
 
 
-def share_rows(document: dict[str, Any]) -> list[str]:
-    heads = ("GPU's share of the firing neurons", "overlap", "in one replay", "predicted, ms", "measured, ms", "off")
-    lines = header("one request", *heads)
+def share_table(document: dict[str, Any]) -> Table:
+    rows = []
     for name in document["models"]:
-        runs = of(document, "decode", name).get(OURS, [])
-        if not runs:
-            continue
-        shares = shares_of(runs)
-        bounds = [run["at_once"] for run in runs if run.get("at_once")]
-        between = [f"{percent(median(one[end] for one in bounds), 0)}" for end in ("least", "most") if bounds]
-        lines.append(
-            row(
-                name,
-                percent(shares.get("gpu_share"), 0),
-                percent(shares.get("overlap"), 0),
-                " to ".join(between),
-                *(f"{shares[one]:.2f}" if one in shares else "" for one in ("predicted", "measured")),
-                f"{100 * shares['off']:+.0f} %" if "off" in shares else "",
-            )
-        )
-    return [*lines, ""]
+        if runs := of(document, "decode", name).get(OURS, []):
+            shares = shares_of(runs)
+            bounds = [run["at_once"] for run in runs if run.get("at_once")]
+            between = [percent(median(one[end] for one in bounds), 0) for end in ("least", "most") if bounds]
+            cells = [percent(shares.get("gpu_share"), 0), percent(shares.get("overlap"), 0), " to ".join(between)]
+            cells += [fixed(shares.get("predicted")), fixed(shares.get("measured")), signed(shares.get("off"))]
+            rows.append([name, *cells])
+    heads = ["GPU's share of the firing neurons", "overlap", "in one replay", "predicted, ms", "measured, ms", "off"]
+    return ["one request", *heads], rows
 
 
-def kernel_rows(document: dict[str, Any]) -> list[str]:
-    lines = header("kernel", "neurons that fire", "tokens", "GB/s", "of a copy's bandwidth")
+def kernel_table(document: dict[str, Any]) -> Table:
+    rows = []
     for name in document["models"]:
         job = document["jobs"].get(f"kernel/{name}", {})
         for run in job.get("runs", ()):
-            cells = (f"{run['fired']:g} of {job['neurons']}", str(run["tokens"]), number(run["gb_s"]))
-            lines.append(row(name, *cells, percent(run["share_of_copy"], 0)))
-    return [*lines, ""]
+            cells = [f"{run['fired']:g} of {job['neurons']}", str(run["tokens"]), number(run["gb_s"])]
+            rows.append([name, *cells, percent(run["share_of_copy"], 0)])
+    return ["kernel", "neurons that fire", "tokens", "GB/s", "of a copy's bandwidth"], rows
 
 
-def failures(document: dict[str, Any]) -> list[str]:
-    return [f"- {key} failed: {job['error']}" for key, job in document["jobs"].items() if "error" in job]
+def failures(document: dict[str, Any]) -> str:
+    return items(f"{key} failed: {job['error']}" for key, job in document["jobs"].items() if "error" in job)
 
 
 def tables(document: dict[str, Any]) -> str:
-    parts = (decode_rows, ablation_rows, prefill_rows, share_rows, kernel_rows)
-    filled_in = [lines for lines in (part(document) for part in parts) if len(lines) > len(header("")) + 1]
-    return "\n".join(line for lines in (about(document), *filled_in, failures(document)) for line in lines)
+    makers = (decode_table, ablation_table, prefill_table, share_table, kernel_table)
+    made = [table(heads, rows) for heads, rows in (make(document) for make in makers) if rows]
+    return paragraphs(about(document), model_lines(document), *made, failures(document))
 
 
-# --- plots -----------------------------------------------------------------------------------------------------------
+# --- plots
+
+
+def figures(document: dict[str, Any], results: Path) -> dict[str, dict[str, Any]]:
+    """Plot -> model -> what it shows, as far as it was measured. results: the folder of the traces."""
+    makers = {
+        "ablation": lambda name: step_rates(document, name),
+        "budget": lambda name: budget_points(document, name),
+        "trace": lambda name: trace_of(document, results, name),
+    }
+    shown = {kind: {name: make(name) for name in document["models"]} for kind, make in makers.items()}
+    shown = {kind: {name: one for name, one in models.items() if one} for kind, models in shown.items()}
+    return {kind: models for kind, models in shown.items() if models}
 
 
 def budget_points(document: dict[str, Any], name: str) -> list[tuple[float, float]]:
@@ -214,53 +215,45 @@ def budget_points(document: dict[str, Any], name: str) -> list[tuple[float, floa
 
 
 def draw(document: dict[str, Any], results: Path, folder: Path) -> list[Path]:
-    """The plots that there are figures for. results: the folder of the traces."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    folder.mkdir(parents=True, exist_ok=True)
-    names = list(document["models"])
-    drawn = []
-
-    def save(figure: Any, kind: str) -> None:
+    """The plots that there are figures for."""
+    plots, paths = pyplot("agg", font=10), []
+    for kind, models in figures(document, results).items():
+        figure = {"ablation": draw_ablation, "budget": draw_budgets, "trace": draw_traces}[kind](plots, models)
         figure.tight_layout()
-        drawn.append(folder / f"hybrid-{kind}.png")
-        figure.savefig(drawn[-1], dpi=120, metadata={"Software": None})
-        pyplot.close(figure)
+        paths.append(folder / f"hybrid-{kind}.png")
+        save(figure, paths[-1], dpi=120)
+        plots.close(figure)
+    return paths
 
-    bars = {name: step_rates(document, name) for name in names}
-    bars = {name: rates for name, rates in bars.items() if rates}
-    if bars:
-        figure, axes = pyplot.subplots(1, len(bars), figsize=(3.6 * len(bars), 3.6), squeeze=False)
-        for axis, (name, rates) in zip(axes[0], bars.items(), strict=True):
-            drawn_bars = axis.bar([STEP_NAMES[step].replace(", ", ",\n") for step in rates], list(rates.values()))
-            axis.bar_label(drawn_bars, [number(value) for value in rates.values()])
-            axis.tick_params(axis="x", labelsize=7)
-            axis.set_title(name)
-            axis.set_ylabel("tokens a second, one request")
-        save(figure, "ablation")
-    lines = {name: budget_points(document, name) for name in names}
-    lines = {name: points for name, points in lines.items() if points}
-    if lines:
-        figure, axis = pyplot.subplots(figsize=(5.4, 3.6))
-        for name, points in lines.items():
-            axis.plot(*zip(*points, strict=True), marker="o", label=name)
-        axis.set_xlabel("VRAM budget, GiB")
+
+def draw_ablation(plots: Any, models: dict[str, dict[str, float]]) -> Any:
+    figure, axes = plots.subplots(1, len(models), figsize=(3.6 * len(models), 3.6), squeeze=False)
+    for axis, (name, rates) in zip(axes[0], models.items(), strict=True):
+        bars = axis.bar([STEP_NAMES[step].replace(", ", ",\n") for step in rates], list(rates.values()))
+        axis.bar_label(bars, [number(value) for value in rates.values()])
+        axis.tick_params(axis="x", labelsize=7)
+        axis.set_title(name)
         axis.set_ylabel("tokens a second, one request")
-        axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-        save(figure, "budget")
-    traces = {name: trace_of(document, results, name) for name in names}
-    traces = {name: spans for name, spans in traces.items() if spans}
-    if traces:
-        figure, axes = pyplot.subplots(len(traces), 1, figsize=(9, 2.2 * len(traces)), squeeze=False)
-        for axis, (name, spans) in zip(axes[:, 0], traces.items(), strict=True):
-            draw_token(axis, name, spans)
-        save(figure, "trace")
-    return drawn
+    return figure
+
+
+def draw_budgets(plots: Any, models: dict[str, list[tuple[float, float]]]) -> Any:
+    figure, axis = plots.subplots(figsize=(5.4, 3.6))
+    for name, points in models.items():
+        axis.plot(*zip(*points, strict=True), marker="o", label=name)
+    axis.set_xlabel("VRAM budget, GiB")
+    axis.set_ylabel("tokens a second, one request")
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    return figure
+
+
+def draw_traces(plots: Any, models: dict[str, list[dict[str, Any]]]) -> Any:
+    figure, axes = plots.subplots(len(models), 1, figsize=(9, 2.2 * len(models)), squeeze=False)
+    for axis, (name, spans) in zip(axes[:, 0], models.items(), strict=True):
+        draw_token(axis, name, spans)
+    return figure
 
 
 def trace_of(document: dict[str, Any], results: Path, name: str) -> list[dict[str, Any]]:
@@ -301,23 +294,38 @@ def speaks(document: dict[str, Any]) -> bool:
     return document["settings"]["gpu"] != "cpu" and document["settings"]["scale"] != "tiny"
 
 
+def newest_ablation() -> dict[str, Any] | None:
+    """The newest result of a GPU with more than the plan itself."""
+    found = (one for one in reversed(of_kind("hybrid")) if speaks(one))
+    return next((one for one in found if any(len(step_rates(one, name)) > 1 for name in one["models"])), None)
+
+
+def page_tables() -> dict[str, str | None]:
+    document = newest_ablation()
+    if document is None:
+        return {"hybrid table": None}
+    shown = [f"![{kind}](hybrid-{kind}.png)" for kind in figures(document, RESULTS)]
+    return {"hybrid table": "\n".join([tables(document), "", *shown, ""])}
+
+
+PAGES = {PAGE: page_tables}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", nargs="?", type=Path, default=RESULTS / "hybrid.json")
-    parser.add_argument("--plots", type=Path, metavar="FOLDER")
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("file", nargs="?", type=Path)
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="where to draw the plots of FILE")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1: not up to date")
     arguments = parser.parse_args()
-    document = json.loads(arguments.file.read_text())
-    body = tables(document)
-    print(body)
-    if arguments.docs and not speaks(document):
-        sys.exit("measured on a stand-in or at the tiny scale: not for the docs")
-    folder = PAGE.parent if arguments.docs else arguments.plots
-    plots = draw(document, arguments.file.parent, folder) if folder else []
-    if arguments.docs:
-        shown = [f"![{path.stem.removeprefix('hybrid-')}]({path.name})" for path in plots]
-        new = "\n".join([body, "", *shown, ""])
-        PAGE.write_text(filled(PAGE.read_text(), "hybrid table", new))
+    if arguments.file is not None:
+        document = json.loads(arguments.file.read_text())
+        print(tables(document))
+        if arguments.plots:
+            draw(document, arguments.file.parent, arguments.plots)
+        return
+    update(PAGES, arguments.check)
+    if not arguments.check and (shown := newest_ablation()):
+        draw(shown, RESULTS, PAGE.parent)
 
 
 if __name__ == "__main__":

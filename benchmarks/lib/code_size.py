@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median, quantiles
 
 from benchmarks.lib.machine import ROOT
-from benchmarks.lib.results import table
+from benchmarks.lib.tables import table
 
 PACKAGE = "powerinfer"
 OTHERS = ("tests", "benchmarks", "runs", "docs")

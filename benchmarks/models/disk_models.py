@@ -11,7 +11,7 @@ experts   layers of Qwen3-30B-A3B: 128 experts, 8 a token, used as unevenly as r
 All in Q4_0. The same names give the same bytes; what exists is kept. --layers N: fewer layers, to try things.
 Experts: LRU with memory for an eighth and for a quarter of them hits about 60 and 80 % of what the trace selects
 (docs/experts.md). Of a trained model with 512 experts, 10 a token, 67 and 81 % were reported (llama.cpp, pull request
-27861). Needs the `bench` extra (gguf).
+27861).
 """
 
 from __future__ import annotations

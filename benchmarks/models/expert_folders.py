@@ -6,11 +6,9 @@ formats/gpt_oss_folder.py. gpt-oss has its experts in MXFP4.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
-import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from benchmarks.models.writers import write_json, write_tokenizer_files
+from benchmarks.models.vocabulary import write_json, write_tokenizer_files
 from powerinfer.config import (
     AttentionConfig,
     DeltaNetConfig,
@@ -31,6 +29,7 @@ from powerinfer.formats.folder import NORMS_LESS_ONE, file_names, fused
 from powerinfer.formats.folder_config import ARCHITECTURES
 from powerinfer.formats.layout import shapes
 from powerinfer.formats.quant import block_type, quantize
+from powerinfer.formats.safetensors_file import safetensors_header
 from powerinfer.formats.tensors import RawTensor
 
 Values = Iterator[np.ndarray]
@@ -142,20 +141,17 @@ def write_folder(path: Path, config: ModelConfig, values: Iterable[tuple[str, Va
 
 
 def _write_tensors(file: BinaryIO, config: ModelConfig, values: Iterable[tuple[str, Values]]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     bytes_of = {"F32": 4, "F16": 2, "U8": 1}
     runs: dict[str, _Run] = {}
+    described = []
     at = 0
     for run in _runs(config):
         run.at = at
         for name, kind, shape in run.tensors:
-            end = at + math.prod(shape) * bytes_of[kind]
-            header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [at, end]}
-            at = end
+            described.append((name, kind, shape, math.prod(shape) * bytes_of[kind]))
+            at += described[-1][3]
         runs |= dict.fromkeys(run.parts, run)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(struct.pack("<Q", len(text)) + text)
+    file.write(safetensors_header(described, {"format": "pt"}))
     start = file.tell()
     known = dict(shapes(config))
     unfinished: dict[int, tuple[np.ndarray, set[str]]] = {}

@@ -14,7 +14,7 @@ Both apply to files and folders; --locality needs a first layer without a window
 --layers cuts the model, so that it fits small machines, and so does --vocab. Embedding and head are Q8_0 or as --head
 says, norms and routers F32; with mxfp4 all but the experts is Q8_0, as in published files. --active gives the share of
 neurons inside experts that fire for a token, of models whose activation can be zero. A file that exists is kept; for
-other types give the Q8_0 file to llama-quantize. Needs the `bench` extra (gguf).
+other types give the Q8_0 file to llama-quantize.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ import argparse
 import math
 import os
 import sys
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
-import gguf
 import numpy as np
 
 from benchmarks.models import expert_folders
+from benchmarks.models.gguf_writer import Builder
 from benchmarks.models.routing import Routing
-from benchmarks.models.speed_models import write_tokenizer
+from benchmarks.models.speed_models import Shape as Sizes
+from benchmarks.models.vocabulary import gguf_fields
+from benchmarks.models.weights import ahead
 from powerinfer.config import (
     RECTIFIED,
     DeltaNetConfig,
@@ -48,11 +49,13 @@ from powerinfer.config import (
 )
 from powerinfer.formats.gguf_model import NAMES
 from powerinfer.formats.layout import shapes
-from powerinfer.formats.quant import block_type, quantize
+from powerinfer.formats.quant import quantize
 from powerinfer.placement.shapes import SHAPES
 
 SEED = 20241216
-TYPES = {name: gguf.GGMLQuantizationType[name.upper()] for name in ("q4_0", "q8_0", "mxfp4", "f16")}
+TYPES = ("q4_0", "q8_0", "mxfp4", "f16")
+SCORING = {"softmax": 1, "sigmoid": 2}
+"""A router's rule -> `expert_gating_func`."""
 PIECE = 1 << 24  # weights made at a time
 
 
@@ -133,34 +136,19 @@ def kind_of(name: str, dims: Shape, about: Weights, routing: Routing) -> str:
 def write(path: Path, config: ModelConfig, about: Weights, threads: int = 1) -> None:
     """Write the file; threads: that compute its tensors, each a tensor in memory."""
     routing = about.routing(config)
-    beside = path.with_name(path.name + ".part")
-    writer = gguf.GGUFWriter(beside, config.architecture)
-    _metadata(writer, config)
-    for name, dims in tensors(config):
-        own = kind_of(name, dims, about, routing)
-        stored = (*dims[:-1], block_type(own).row_bytes(dims[-1]))
-        dtype, raw = (np.dtype(np.float32), None) if own == "F32" else (np.dtype(np.uint8), TYPES[own.lower()])
-        writer.add_tensor_info(name, dims if raw is None else stored, dtype, int(np.prod(stored)), raw)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
+    builder = _described(config)
+    every = [(name, dims, kind_of(name, dims, about, routing)) for name, dims in tensors(config)]
+    for name, dims, kind in every:
+        builder.declare(name, kind, dims)
 
-    def stored_tensor(number: int, name: str, dims: Shape) -> np.ndarray:
-        own = kind_of(name, dims, about, routing)
+    def stored(number: int) -> np.ndarray:
+        name, dims, kind = every[number]
+        print(f"\r{name:40}", end="", file=sys.stderr)
         values = _values(_rng(about, number), name, dims, about, routing)
-        parts = [part if own == "F32" else quantize(part, own) for part in values]
-        return np.concatenate(parts).reshape(*dims[:-1], -1)
+        return np.concatenate([part if kind == "F32" else quantize(part, kind) for part in values])
 
-    left = [(number, *one) for number, one in enumerate(tensors(config))]
-    with ThreadPoolExecutor(threads) as pool:
-        made = deque(pool.submit(stored_tensor, *one) for one in left[:threads])
-        for number, name, _ in left:
-            writer.write_tensor_data(made.popleft().result())
-            made.extend(pool.submit(stored_tensor, *one) for one in left[number + threads : number + threads + 1])
-            print(f"\r{name:40}", end="", file=sys.stderr)
-    writer.close()
+    builder.stream(path, ahead(stored, len(every), threads))
     print(file=sys.stderr)
-    os.replace(beside, path)
 
 
 def _rng(about: Weights, number: int) -> np.random.Generator:
@@ -226,79 +214,71 @@ def _values(rng: np.random.Generator, name: str, dims: Shape, about: Weights, ro
         yield routing.rows(name, values, first)
 
 
-def _metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
+def _described(config: ModelConfig) -> Builder:
+    """The file's metadata."""
     attention = next(layer.attention for layer in reversed(config.layers) if layer.attention.rope is not None)
-    assert attention.rope is not None
-    writer.add_name(f"random weights, {config.architecture}")
-    writer.add_context_length(CONTEXT)
-    writer.add_embedding_length(config.d_model)
-    writer.add_block_count(config.n_layers)
-    first = config.layers[0].ffn
-    writer.add_feed_forward_length(first.size if isinstance(first, ExpertsConfig) else first.width)
-    writer.add_head_count(attention.n_heads)
-    writer.add_head_count_kv(attention.n_kv_heads)
-    writer.add_key_length(attention.head_dim)
-    writer.add_value_length(attention.latents or attention.head_dim)
+    first, experts, rope = config.layers[0].ffn, config.layers[-1].ffn, attention.rope
+    assert rope is not None
+    width = first.size if isinstance(first, ExpertsConfig) else first.width
+    sizes = Sizes(
+        config.d_model, width, config.n_layers, attention.n_heads, attention.n_kv_heads, attention.head_dim,
+        config.vocab_size, CONTEXT,
+    )  # fmt: skip
+    keys = {"attention.key_length": attention.head_dim}
+    keys["attention.value_length"] = attention.latents or attention.head_dim
     if isinstance(attention, LatentAttentionConfig):
-        _latents(writer, attention)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_rope_freq_base(attention.rope.theta)
-    writer.add_rope_dimension_count(attention.rope.dim)
-    experts = config.layers[-1].ffn
+        keys |= _latents(attention)
+    keys["attention.layer_norm_rms_epsilon"] = config.norm_eps
+    keys |= {"rope.freq_base": float(rope.theta), "rope.dimension_count": rope.dim}
     if isinstance(experts, ExpertsConfig):
-        _experts(writer, config, experts, attention.rope)
-    write_tokenizer(writer, config.vocab_size)
+        keys |= _experts(config, experts, rope)
+    builder = Builder().model(config.architecture, f"random weights, {config.architecture}", sizes)
+    return builder.fields(keys, f"{config.architecture}.").fields(gguf_fields(config.vocab_size), "tokenizer.ggml.")
 
 
-def _experts(writer: gguf.GGUFWriter, config: ModelConfig, experts: ExpertsConfig, rope: RopeConfig) -> None:
-    writer.add_expert_count(experts.n_experts)
-    writer.add_expert_used_count(experts.router.top_k)
+def _experts(config: ModelConfig, experts: ExpertsConfig, rope: RopeConfig) -> dict[str, Any]:
+    router = experts.router
+    keys: dict[str, Any] = {"expert_count": experts.n_experts, "expert_used_count": router.top_k}
     if config.architecture != "llama":
-        writer.add_expert_feed_forward_length(experts.size)
+        keys["expert_feed_forward_length"] = experts.size
     if config.architecture in ("glm4moe", "deepseek2"):
-        router = experts.router
-        writer.add_expert_shared_count(experts.shared_size // experts.size)
-        dense = sum(layer.ffn.neurons is not None for layer in config.layers)
-        writer.add_leading_dense_block_count(dense)
-        writer.add_expert_gating_func(gguf.ExpertGatingFuncType[router.scoring.upper()])
-        writer.add_expert_weights_norm(router.normalise)
-        writer.add_expert_weights_scale(router.scale)
-        writer.add_expert_group_count(router.groups)
-        writer.add_expert_group_used_count(router.top_groups)
-    window = max(getattr(layer.attention, "window", None) or 0 for layer in config.layers)
-    if window:
-        writer.add_sliding_window(window)
+        keys["expert_shared_count"] = experts.shared_size // experts.size
+        keys["leading_dense_block_count"] = sum(layer.ffn.neurons is not None for layer in config.layers)
+        keys["expert_gating_func"] = SCORING[router.scoring]
+        keys |= {"expert_weights_norm": router.normalise, "expert_weights_scale": float(router.scale)}
+        keys |= {"expert_group_count": router.groups, "expert_group_used_count": router.top_groups}
+    if window := max(getattr(layer.attention, "window", None) or 0 for layer in config.layers):
+        keys["attention.sliding_window"] = window
     if config.architecture == "smallthinker":
-        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        keys["expert_gating_func"] = SCORING["sigmoid"]
     if config.architecture == "gpt-oss":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope.factor)
-        writer.add_rope_scaling_orig_ctx_len(rope.original_context_length)
+        keys |= _yarn(rope)
     for delta in list(config.states.values())[:1]:
-        writer.add_expert_shared_feed_forward_length(experts.shared_size)
-        writer.add_ssm_conv_kernel(delta.taps)
-        writer.add_ssm_state_size(delta.key_dim)
-        writer.add_ssm_group_count(delta.n_key_heads)
-        writer.add_ssm_time_step_rank(delta.n_value_heads)
-        writer.add_ssm_inner_size(delta.width)
-        kept = [layer in config.states for layer in range(config.n_layers)]
-        writer.add_array(f"{config.architecture}.attention.recurrent_layers", kept)
+        keys["expert_shared_feed_forward_length"] = experts.shared_size
+        keys |= {"ssm.conv_kernel": delta.taps, "ssm.state_size": delta.key_dim, "ssm.group_count": delta.n_key_heads}
+        keys |= {"ssm.time_step_rank": delta.n_value_heads, "ssm.inner_size": delta.width}
+        keys["attention.recurrent_layers"] = [layer in config.states for layer in range(config.n_layers)]
         if config.architecture != "qwen3next":
-            writer.add_rope_dimension_sections([11, 11, 10, 0])
+            keys["rope.dimension_sections"] = [11, 11, 10, 0]
+    return keys
 
 
-def _latents(writer: gguf.GGUFWriter, attention: LatentAttentionConfig) -> None:
+def _latents(attention: LatentAttentionConfig) -> dict[str, Any]:
     """0 latents of queries: llama.cpp asks for the key unless it knows the model by its number of layers."""
-    rope = attention.rope
-    writer.add_q_lora_rank(attention.q_latents or 0)
-    writer.add_kv_lora_rank(attention.latents)
-    writer.add_key_length_mla(attention.query_dim)
-    writer.add_value_length_mla(attention.value_dim)
-    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-    writer.add_rope_scaling_factor(rope.factor)
-    writer.add_rope_scaling_orig_ctx_len(rope.original_context_length)
     gain = (attention.scale * attention.query_dim**0.5) ** 0.5
-    writer.add_rope_scaling_yarn_log_mul((gain - 1) / math.log(rope.factor))
+    return {
+        "attention.q_lora_rank": attention.q_latents or 0,
+        "attention.kv_lora_rank": attention.latents,
+        "attention.key_length_mla": attention.query_dim,
+        "attention.value_length_mla": attention.value_dim,
+        **_yarn(attention.rope),
+        "rope.scaling.yarn_log_multiplier": (gain - 1) / math.log(attention.rope.factor),
+    }
+
+
+def _yarn(rope: RopeConfig) -> dict[str, Any]:
+    scaling = {"type": "yarn", "factor": float(rope.factor), "original_context_length": rope.original_context_length}
+    return {f"rope.scaling.{key}": value for key, value in scaling.items()}
 
 
 def main() -> None:
@@ -307,8 +287,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=tuple(CONFIGS), default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, metavar="N", help="default: all")
     parser.add_argument("--vocab", type=int, metavar="N", help="default: the shape's own")
-    parser.add_argument("--type", choices=tuple(TYPES), default="q4_0", help="of the layers' matrices")
-    parser.add_argument("--head", choices=tuple(TYPES), default="q8_0", help="of embedding and head")
+    parser.add_argument("--type", choices=TYPES, default="q4_0", help="of the layers' matrices")
+    parser.add_argument("--head", choices=TYPES, default="q8_0", help="of embedding and head")
     parser.add_argument("--active", type=float, metavar="F", help="share of the neurons of an expert that fire")
     parser.add_argument("--skew", type=float, default=0.0, metavar="S", help="exponent of the experts' use (default 0)")
     parser.add_argument(

@@ -38,7 +38,7 @@ FFN_WRITES = 0.3  # variance that all layers' FFNs together add, relative to the
 ATTENTION_WRITES = 0.1  # the same of attention to a single token; over many tokens it averages out
 ATTENTION_LEFT = 0.05  # share of that which is counted on: a token sees some twenty others
 HEAD_GAIN = 3.0  # standard deviation of the logits, about
-SMALLEST_VOCAB = 1000  # room for what make_models.vocabulary always has
+SMALLEST_VOCAB = 1000  # room for what vocabulary.py always has
 ROWS = 512  # of a block that is computed at once
 
 ACTIVATIONS = {"llama": ("relu", "relu2", "fatrelu", "drelu"), "opt": ("relu",), "falcon": ("relu", "relu2")}
@@ -166,7 +166,7 @@ class Layer:
 
 
 def ahead(work: Callable[[int], Any], count: int, threads: int) -> Iterator[Any]:
-    """work(0), work(1), ... in their order, computed ahead by `threads` threads."""
+    """work(0), work(1), ... in their order, computed ahead by `threads` threads: as many, and one more, are kept."""
     if threads == 1:
         yield from map(work, range(count))
         return
@@ -174,7 +174,7 @@ def ahead(work: Callable[[int], Any], count: int, threads: int) -> Iterator[Any]
         begun: deque[Future[Any]] = deque()
         for number in range(count):
             begun.append(pool.submit(work, number))
-            if len(begun) > 2 * threads:
+            if len(begun) > threads:
                 yield begun.popleft().result()
         while begun:
             yield begun.popleft().result()

@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import struct
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import gguf
 import numpy as np
 
-from benchmarks.models.speed_models import vocabulary, write_tokenizer
+from benchmarks.models.gguf_writer import EPS, THETA, dense
+from benchmarks.models.vocabulary import gguf_fields, write_json, write_tokenizer_files
 from benchmarks.models.weights import Plan, Weights, shapes
+from powerinfer.formats.gguf_model import NAMES
 from powerinfer.formats.quant import quantize
+from powerinfer.formats.safetensors_file import safetensors_header
+from powerinfer.formats.source import Names
 
 Progress = Callable[[str], None]
 
-EPS = 1e-5
-THETA = 10000.0
-
-GGUF_NAMES = {
-    "embed": "token_embd",
-    "positions": "position_embd",
-    "final_norm": "output_norm",
-    "head": "output",
-    "attn_norm": "attn_norm",
-    "ffn_norm": "ffn_norm",
-    "q": "attn_q",
-    "k": "attn_k",
-    "v": "attn_v",
-    "qkv": "attn_qkv",
-    "o": "attn_output",
-    "gate": "ffn_gate",
-    "up": "ffn_up",
-    "down": "ffn_down",
-}
-# Falcon-40B's names of its two norms; Falcon-7B has the first only, under the plain name.
-GGUF_FALCON_40B = GGUF_NAMES | {"attn_norm": "attn_norm_2", "ffn_norm": "attn_norm"}
 HF_NAMES = {
     "llama": {
         "embed": "model.embed_tokens",
@@ -78,11 +59,11 @@ HF_NAMES = {
         "down": "mlp.dense_4h_to_h",
     },
 }
-TYPES = {  # --type -> (GGUF file type, GGUF tensor type, safetensors type, numpy type of the stored values)
-    "f32": (gguf.LlamaFileType.ALL_F32, gguf.GGMLQuantizationType.F32, "F32", np.dtype("<f4")),
-    "f16": (gguf.LlamaFileType.MOSTLY_F16, gguf.GGMLQuantizationType.F16, "F16", np.dtype("<f2")),
-    "bf16": (gguf.LlamaFileType.MOSTLY_BF16, gguf.GGMLQuantizationType.BF16, "BF16", np.dtype("<u2")),
-    "q4_0": (gguf.LlamaFileType.MOSTLY_Q4_0, gguf.GGMLQuantizationType.Q4_0, None, np.dtype(np.uint8)),  # GGUF only
+TYPES = {  # --type -> numpy type of the stored values; q4_0: GGUF only
+    "f32": np.dtype("<f4"),
+    "f16": np.dtype("<f2"),
+    "bf16": np.dtype("<u2"),
+    "q4_0": np.dtype(np.uint8),
 }
 
 
@@ -92,7 +73,7 @@ def stored(values: np.ndarray, kind: str) -> np.ndarray:
         return quantize(values.reshape(1, -1), "BF16").view("<u2").reshape(values.shape)
     if kind == "q4_0":
         return quantize(values, "Q4_0")
-    return values.astype(TYPES[kind][3])
+    return values.astype(TYPES[kind])
 
 
 def stored_shape(shape: tuple[int, ...], kind: str) -> tuple[int, ...]:
@@ -143,7 +124,7 @@ def blocks(weights: Weights, name: str, shape: tuple[int, ...], kind: str, to_gg
 
 def tensor(weights: Weights, name: str, shape: tuple[int, ...], kind: str, to_gguf: bool) -> np.ndarray:
     """The whole tensor as stored."""
-    out = np.empty(stored_shape(shape, kind), TYPES[kind][3])
+    out = np.empty(stored_shape(shape, kind), TYPES[kind])
     at = 0
     for block in blocks(weights, name, shape, kind, to_gguf):
         out[at : at + len(block)] = block
@@ -151,61 +132,33 @@ def tensor(weights: Weights, name: str, shape: tuple[int, ...], kind: str, to_gg
     return out
 
 
-def spelled(name: str, names: dict[str, str], layers: str) -> str:
-    *outer, inner = name.split(".")
-    stem = inner.removesuffix("_bias")
-    tail = names[stem] + (".weight" if stem == inner else ".bias")
-    return f"{layers}.{outer[1]}.{tail}" if outer else tail
-
-
 # --- GGUF ------------------------------------------------------------------------------------------------------------
 
 
 def write_gguf(path: Path, plan: Plan, kind: str, progress: Progress, threads: int = 1) -> None:
     """Matrices in the type, vectors in F32."""
-    names = GGUF_FALCON_40B if plan.parallel and not plan.shared_norm else GGUF_NAMES
-    beside = path.with_name(path.name + ".part")
-    writer = gguf.GGUFWriter(beside, plan.family)
-    _metadata(writer, plan, kind)
-    weights = Weights(plan, threads)
-    types = {name: kind if len(shape) > 1 else "f32" for name, shape in file_tensors(plan)}
-    for name, dims in file_tensors(plan):
-        shape, dtype = stored_shape(dims, types[name]), TYPES[types[name]][3]
-        nbytes = int(np.prod(shape)) * dtype.itemsize
-        # numpy has no types of bfloat16 and of blocks
-        raw = {"raw_dtype": TYPES[types[name]][1]} if types[name] in ("bf16", "q4_0") else {}
-        writer.add_tensor_info(spelled(name, names, "blk"), shape, dtype, nbytes, **raw)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for name, shape in file_tensors(plan):
-        progress(name)
-        writer.write_tensor_data(tensor(weights, name, shape, types[name], to_gguf=True))
-    writer.close()
-    os.replace(beside, path)
-
-
-def _metadata(writer: gguf.GGUFWriter, plan: Plan, kind: str) -> None:
-    writer.add_name(f"random {plan.family}, {100 * plan.active:g} % active")
-    writer.add_context_length(plan.context)
-    writer.add_embedding_length(plan.d_model)
-    writer.add_block_count(plan.n_layers)
-    writer.add_feed_forward_length(plan.d_ff)
-    writer.add_head_count(plan.n_heads)
-    writer.add_head_count_kv(plan.n_kv_heads)
-    if plan.layer_norm:
-        writer.add_layer_norm_eps(EPS)
-    else:
-        writer.add_layer_norm_rms_eps(EPS)
-    if plan.family != "opt":
-        writer.add_rope_freq_base(THETA)
-        writer.add_rope_dimension_count(plan.head_dim)
-    writer.add_vocab_size(plan.vocab)
-    writer.add_file_type(TYPES[kind][0])
-    writer.add_string(f"{plan.family}.hidden_act", plan.activation)
+    builder = dense(
+        plan.family, f"random {plan.family}, {100 * plan.active:g} % active", plan, kind,
+        layer_norm=plan.layer_norm, rotated=plan.family != "opt",
+    )  # fmt: skip
+    builder.fields({"hidden_act": plan.activation}, f"{plan.family}.")
     if plan.activation == "fatrelu":
-        writer.add_float32(f"{plan.family}.hidden_act_param", plan.offset)
-    write_tokenizer(writer, plan.vocab)
+        builder.fields({"hidden_act_param": plan.offset}, f"{plan.family}.")
+    builder.fields(gguf_fields(plan.vocab), "tokenizer.ggml.")
+    names = replace(NAMES, inner=NAMES.inner | {"qkv": "attn_qkv"})
+    if plan.parallel and not plan.shared_norm:  # Falcon-40B's two norms; Falcon-7B has the first, under the plain name
+        names = replace(names, inner=names.inner | {"attn_norm": "attn_norm_2", "ffn_norm": "attn_norm"})
+    tensors = [(name, shape, kind if len(shape) > 1 else "f32") for name, shape in file_tensors(plan)]
+    for name, shape, stored_as in tensors:
+        builder.declare(names(name), stored_as.upper(), shape)
+    weights = Weights(plan, threads)
+
+    def values() -> Iterator[np.ndarray]:
+        for name, shape, stored_as in tensors:
+            progress(name)
+            yield tensor(weights, name, shape, stored_as, to_gguf=True)
+
+    builder.stream(path, values())
 
 
 # --- Hugging Face ----------------------------------------------------------------------------------------------------
@@ -233,7 +186,7 @@ def write_folder(path: Path, plan: Plan, kind: str, progress: Progress, shard_by
 
 
 def _nbytes(shape: tuple[int, ...], kind: str) -> int:
-    return int(np.prod(shape)) * TYPES[kind][3].itemsize
+    return int(np.prod(shape)) * TYPES[kind].itemsize
 
 
 def _shards(plan: Plan, kind: str, shard_bytes: int) -> list[list[tuple[str, str, tuple[int, ...]]]]:
@@ -241,13 +194,14 @@ def _shards(plan: Plan, kind: str, shard_bytes: int) -> list[list[tuple[str, str
     names = dict(HF_NAMES[plan.family])
     if plan.shared_norm:
         names["attn_norm"] = "input_layernorm"
+    file_name = Names(names, names["layers"], names)
     result: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
     filled = 0
     for name, shape in file_tensors(plan):
         if result[-1] and filled + _nbytes(shape, kind) > shard_bytes:
             result.append([])
             filled = 0
-        result[-1].append((spelled(name, names, names["layers"]), name, shape))
+        result[-1].append((file_name(name), name, shape))
         filled += _nbytes(shape, kind)
     return result
 
@@ -255,15 +209,8 @@ def _shards(plan: Plan, kind: str, shard_bytes: int) -> list[list[tuple[str, str
 def _write_shard(
     file: BinaryIO, weights: Weights, shard: list[tuple[str, str, tuple[int, ...]]], kind: str, progress: Progress
 ) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for hf, _, shape in shard:
-        end = at + _nbytes(shape, kind)
-        header[hf] = {"dtype": TYPES[kind][2], "shape": list(shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(struct.pack("<Q", len(text)) + text)
+    described = [(hf, kind.upper(), shape, _nbytes(shape, kind)) for hf, _, shape in shard]
+    file.write(safetensors_header(described, {"format": "pt"}))
     for _, name, shape in shard:
         progress(name)
         file.write(tensor(weights, name, shape, kind, to_gguf=False).data)
@@ -333,30 +280,3 @@ def _falcon_config(plan: Plan) -> dict[str, Any]:
         "layer_norm_epsilon": EPS,
         "rope_theta": THETA,
     }
-
-
-def write_tokenizer_files(folder: Path, vocab: int) -> None:
-    """The vocabulary of the GGUF file as tokenizer.json."""
-    tokens, _, merges = vocabulary(vocab)
-    special = dict(zip(("unk_token", "bos_token", "eos_token"), tokens, strict=False))
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    write_json(
-        folder / "tokenizer.json",
-        {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": [{"id": id, "content": text, **flags} for id, text in enumerate(special.values())],
-            "normalizer": None,
-            "pre_tokenizer": byte_level,
-            "post_processor": None,
-            "decoder": byte_level,
-            "model": {"type": "BPE", "vocab": {token: id for id, token in enumerate(tokens)}, "merges": merges},
-        },
-    )
-    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **special})
-
-
-def write_json(path: Path, document: dict[str, Any]) -> None:
-    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

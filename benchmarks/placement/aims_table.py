@@ -12,12 +12,13 @@ from typing import Any
 from benchmarks.hybrid.table import STEP_NAMES, shares_of, speaks, step_rates
 from benchmarks.hybrid.table import of as runs_of
 from benchmarks.hybrid.table import rate as rate_of
+from benchmarks.lib.cells import percent, signed
 from benchmarks.lib.machine import ROOT
 from benchmarks.lib.programs import OURS
-from benchmarks.lib.results import newest, of_kind, percent, table, write_tables
-from benchmarks.placement.table import MACHINES
+from benchmarks.lib.results import newest, of_kind
+from benchmarks.lib.tables import paragraphs, table, write_tables
+from benchmarks.placement.table import MACHINES, commit_and_date
 
-PAGE = ROOT / "docs/hybrid.md"
 MISSING = "missing: not measured on a GPU"
 NOTHING = "nothing: {}"  # that a simulation could say
 
@@ -173,9 +174,8 @@ def falcon_shares() -> str:
     if found is None:
         return MISSING
     shares = shares_of(found[1])
-    told = [percent(shares[name], 0) if name in shares else "missing" for name in ("gpu_share", "overlap")]
-    off = f"{100 * shares['off']:+.0f} %" if "off" in shares else "missing"
-    return "; ".join([*told, off])
+    told = [percent(shares.get(name), 0) for name in ("gpu_share", "overlap")]
+    return "; ".join(cell or "missing" for cell in (*told, signed(shares.get("off"))))
 
 
 def falcon_ablation() -> str:
@@ -225,14 +225,13 @@ AIMS = [
 
 def aims_table(result: dict[str, Any]) -> str:
     cases: Cases = {(one["model"], one["machine"]): one for one in result["aims"]}
-    head = ["", "at least", "aim", "on a GPU", *MACHINES.values()]
-    body = [
+    heads = ["", "at least", "aim", "on a GPU", *MACHINES.values()]
+    rows = [
         [one.what, one.least, one.aim, one.measured(), *(one.simulated(cases, where) for where in MACHINES)]
         for one in AIMS
     ]
-    where = f"`python -m benchmarks.placement.aims`; commit {result['commit']}, {result['date'][:10]}"
-    text = f"{where}. Context of {result['context']} tokens, half of them in the cache.\n\n"
-    return text + table(head, body)
+    about = f"`python -m benchmarks.placement.aims`; {commit_and_date(result)}. Context of {result['context']} tokens, "
+    return paragraphs(about + "half of them in the cache.", table(heads, rows))
 
 
 def tables() -> dict[str, str | None]:
@@ -240,5 +239,7 @@ def tables() -> dict[str, str | None]:
     return {"aims table": result and aims_table(result)}
 
 
+PAGES = {ROOT / "docs/hybrid.md": tables}
+
 if __name__ == "__main__":
-    write_tables(__doc__, PAGE, tables)
+    write_tables(__doc__, PAGES)

@@ -10,10 +10,10 @@ more of what tokens select on the GPU.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from benchmarks.lib import results
+from benchmarks.lib.cells import number
 from benchmarks.lib.machine import ROOT
+from benchmarks.lib.tables import paragraphs, table, write_tables
 from powerinfer.config import ExpertsConfig
 from powerinfer.errors import PowerInferError
 from powerinfer.hardware.description import Hardware, load
@@ -51,7 +51,7 @@ def cell(name: str, hardware: Hardware) -> str:
         plan = make_plan(request)
     except PowerInferError:
         return "-"
-    speed = results.number(1 / plan.choice.seconds)
+    speed = number(1 / plan.choice.seconds)
     disk, every = plan.claims.disk, sum(model.n_experts)
     in_ram = "" if disk is None else f" + {100 * sum(disk.about.experts.values()) / every:.0f} %"
     if plan.claims.slots is None:
@@ -83,12 +83,10 @@ def cards_table() -> str:
         "and the share of the experts that is on the GPU, with + that in RAM where the others are read from disk (at "
         "up to 6.7 GB/s); CPU: the GPU is not used."
     )
-    return about + "\n\n" + results.table(["model", "weights", *heads], body)
+    return paragraphs(about, table(["model", "weights", *heads], body))
 
 
-def tables() -> dict[str, Any]:
-    return {"cards": cards_table()}
-
+PAGES = {ROOT / "docs/experts.md": lambda: {"cards": cards_table()}}
 
 if __name__ == "__main__":
-    results.write_tables(__doc__, {ROOT / "docs/experts.md": tables})
+    write_tables(__doc__, PAGES)

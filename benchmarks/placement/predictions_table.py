@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
+from benchmarks.lib.cells import percent, signed
 from benchmarks.lib.machine import ROOT
-from benchmarks.lib.results import newest, row, write_tables
+from benchmarks.lib.results import newest
+from benchmarks.lib.tables import distinct, items, origin, paragraphs, processor, table, write_tables
 from powerinfer.hardware.description import Device, load, ready_made
 
-PAGE = ROOT / "docs/hardware.md"
 Case = tuple[str, str, float | None]  # model, selector, share of the neurons on a stood-in GPU
 
 
@@ -45,45 +46,38 @@ def count(rounds: list[dict[str, Any]]) -> str:
     return f"{len(rounds)}" + "*" * disturbed + "+" * (not all(one["landed"] for one in rounds))
 
 
-def heading(document: dict[str, Any]) -> Iterator[str]:
-    cpu = document["cpu"]
-    commits = ", ".join(dict.fromkeys(one["commit"] for one in document["rounds"]))
-    yield (
-        f"{document['date'][:10]}, commit {commits}, {document['rounds'][0]['threads']} threads on "
-        f"{cpu['cores']} cores of {cpu['name']} ({', '.join(cpu['units'])}). Milliseconds a token, medians of the "
-        "rounds; in each round the machine was measured again, and off is the median of predicted by measured. "
-        "* other programs ran meanwhile; + measured before the code had landed."
+def heading(document: dict[str, Any]) -> str:
+    threads, commits = document["rounds"][0]["threads"], distinct(one["commit"] for one in document["rounds"])
+    return (
+        f"{origin(document, commits)}, {threads} threads on {processor(document, units=True)}. Milliseconds a token, "
+        "medians of the rounds; in each round the machine was measured again, and off is the median of predicted by "
+        "measured. * other programs ran meanwhile; + measured before the code had landed."
     )
 
 
-def alone_rows(found: dict[Case, list[dict[str, Any]]]) -> Iterator[str]:
-    yield "| model | selector | layers by way | rounds | measured | predicted | off |"
-    yield "|---|---|---|---|---|---|---|"
+def compared(rounds: list[dict[str, Any]], part: str = "") -> list[str]:
+    return [*(middle(rounds, f"{kind}_{part}ms") for kind in ("measured", "predicted")), signed(off(rounds, part))]
+
+
+def alone_table(found: dict[Case, list[dict[str, Any]]]) -> str:
+    rows = []
     for (model, selector, share), rounds in sorted(found.items(), key=lambda item: item[0][:2]):
         if share is None:
             ways = ", ".join(f"{way} {count}" for way, count in rounds[-1]["ways"].items())
-            cells = [model, f"`{selector}`", ways, count(rounds)]
-            cells += [middle(rounds, "measured_ms"), middle(rounds, "predicted_ms"), f"{100 * off(rounds):+.0f} %"]
-            yield row(*cells)
+            rows.append([model, f"`{selector}`", ways, count(rounds), *compared(rounds)])
+    return table(["model", "selector", "layers by way", "rounds", "measured", "predicted", "off"], rows)
 
 
-def stand_in_rows(found: dict[Case, list[dict[str, Any]]]) -> Iterator[str]:
-    yield (
-        "| model | selector | neurons on the GPU | of the activations | rounds | token: measured | predicted | off "
-        "| the CPU's FFNs: measured | predicted | off |"
-    )
-    yield "|---|---|---|---|---|---|---|---|---|---|---|"
+def stand_in_table(found: dict[Case, list[dict[str, Any]]]) -> str:
+    heads = ["model", "selector", "neurons on the GPU", "of the activations", "rounds", "token: measured", "predicted"]
+    heads += ["off", "the CPU's FFNs: measured", "predicted", "off"]
+    rows = []
     for (model, selector, share), rounds in sorted(found.items(), key=lambda item: (*item[0][:2], item[0][2] or 0)):
         if share is not None:
-            cells = [model, f"`{selector}`"]
-            cells += [
-                f"{100 * median(one[name] for one in rounds):.0f} %" for name in ("neurons_on_gpu", "mass_on_gpu")
-            ]
-            cells.append(count(rounds))
-            for part in ("", "cpu_"):
-                cells += [middle(rounds, f"{kind}_{part}ms") for kind in ("measured", "predicted")]
-                cells.append(f"{100 * off(rounds, part):+.0f} %")
-            yield row(*cells)
+            shares = [median(one[name] for one in rounds) for name in ("neurons_on_gpu", "mass_on_gpu")]
+            cells = [*(percent(one, 0) for one in shares), count(rounds), *compared(rounds), *compared(rounds, "cpu_")]
+            rows.append([model, f"`{selector}`", *cells])
+    return table(heads, rows)
 
 
 def summary(found: dict[Case, list[dict[str, Any]]]) -> Iterator[str]:
@@ -95,7 +89,7 @@ def summary(found: dict[Case, list[dict[str, Any]]]) -> Iterator[str]:
             if offs:
                 near = [sum(one <= most for one in offs) for most in (0.1, 0.2)]
                 yield (
-                    f"- {name}, {kind}: {near[0]} of {len(offs)} predictions within 10 %, {near[1]} within 20 %, the "
+                    f"{name}, {kind}: {near[0]} of {len(offs)} predictions within 10 %, {near[1]} within 20 %, the "
                     f"worst {100 * max(offs):.0f} % off"
                 )
 
@@ -105,8 +99,7 @@ def predictions() -> str:
     if document is None:
         sys.exit("no result of benchmarks/placement/predictions.py")
     found = cases(document)
-    blocks = (heading(document), alone_rows(found), stand_in_rows(found), summary(found))
-    return "\n\n".join("\n".join(lines) for lines in blocks) + "\n"
+    return paragraphs(heading(document), alone_table(found), stand_in_table(found), items(summary(found)))
 
 
 def rates(device: Device) -> str:
@@ -120,20 +113,19 @@ def rates(device: Device) -> str:
 
 
 def machines() -> str:
-    rows = [
-        "| name | CPU, threads | RAM, GiB | dense / scattered, GB/s | GPU | VRAM, GiB | dense / scattered, GB/s "
-        "| between them, GB/s | 4 KiB / 1 MiB reads, GB/s |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ["name", "CPU, threads", "RAM, GiB", "dense / scattered, GB/s", "GPU", "VRAM, GiB"]
+    heads += ["dense / scattered, GB/s", "between them, GB/s", "4 KiB / 1 MiB reads, GB/s"]
+    rows = []
     for name in ready_made():
         one = load(name)
         assert one.gpu is not None and one.disk is not None
         cells = [f"`{name}`", f"{one.cpu.name}, {one.cpu.threads}", f"{one.cpu.memory_bytes >> 30}", rates(one.cpu)]
         cells += [one.gpu.name, f"{one.gpu.memory_bytes >> 30}", rates(one.gpu), f"{one.copy_gb_s:g}"]
-        cells.append(f"{one.disk.rate(4096) / 1e9:.2g} / {one.disk.rate(1 << 20) / 1e9:.2g}")
-        rows.append(row(*cells))
-    return "\n".join(rows) + "\n"
+        rows.append([*cells, f"{one.disk.rate(4096) / 1e9:.2g} / {one.disk.rate(1 << 20) / 1e9:.2g}"])
+    return table(heads, rows)
 
+
+PAGES = {ROOT / "docs/hardware.md": lambda: {"machines table": machines(), "predictions table": predictions()}}
 
 if __name__ == "__main__":
-    write_tables(__doc__, PAGE, lambda: {"machines table": machines(), "predictions table": predictions()})
+    write_tables(__doc__, PAGES)

@@ -7,42 +7,35 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.lib.cells import fixed, number, percent
 from benchmarks.lib.machine import ROOT
-from benchmarks.lib.results import newest, number, percent, table, write_tables
+from benchmarks.lib.results import newest
+from benchmarks.lib.tables import paragraphs, table, write_tables
 
-PAGE = ROOT / "docs/serving.md"
 RIGHT = "200"
 
 
-def _origin(result: dict[str, Any]) -> str:
-    where = f"{result['model']}, {result['cpu']['name']}, commit {result['commit']}, {result['date'][:10]}"
-    return f"{where}: `{result['command']}`\n\n"
+def command(result: dict[str, Any]) -> str:
+    cpu, commit, date = result["cpu"]["name"], result["commit"], result["date"][:10]
+    return f"{result['model']}, {cpu}, commit {commit}, {date}: `{result['command']}`"
 
 
 def load_table(result: dict[str, Any]) -> str:
-    head = [
-        "clients",
-        "powerinfer, tokens/s",
-        "llama.cpp",
-        "ratio",
-        "first token, ms",
-        "llama.cpp",
-        "between tokens, ms",
-    ]
-    head += ["llama.cpp"]
-    body = []
+    heads = ["clients", "powerinfer, tokens/s", "llama.cpp", "ratio", "first token, ms", "llama.cpp"]
+    heads += ["between tokens, ms", "llama.cpp"]
+    rows = []
     for one in result["load"]:
-        own, peer = one["engines"].values()
-        cells = [number(own["tok_s"]), number(peer["tok_s"]), f"{one['ratio']:.2f}"]
-        cells += [number(1000 * own["first_token_s"]), number(1000 * peer["first_token_s"])]
-        cells += [number(own["between_tokens_ms"]), number(peer["between_tokens_ms"])]
-        body.append([str(one["clients"]), *cells])
-    return _origin(result) + table(head, body, numbers=True)
+        engines = one["engines"].values()
+        rates = [number(engine["tok_s"]) for engine in engines]
+        first = [number(1000 * engine["first_token_s"]) for engine in engines]
+        between = [number(engine["between_tokens_ms"]) for engine in engines]
+        rows.append([str(one["clients"]), *rates, fixed(one["ratio"]), *first, *between])
+    return paragraphs(command(result), table(heads, rows, numbers=True))
 
 
 def overhead_table(result: dict[str, Any]) -> str:
     first, again = result["prefix_first_token_ms"]
-    body = [
+    rows = [
         ["time to the first token, over `LLM.stream`", f"{result['added_first_token_ms']:.2f} ms more"],
         ["time from one token to the next, over `LLM.stream`", f"{result['added_between_tokens_ms']:.3f} ms more"],
         [
@@ -51,33 +44,32 @@ def overhead_table(result: dict[str, Any]) -> str:
         ],
         ["a JSON schema's mask, of a token's time", percent(result["mask"]["cost"])],
     ]
-    return _origin(result) + table(["", "median"], body)
+    return paragraphs(command(result), table(["", "median"], rows))
 
 
 def endurance_table(runs: dict[str, dict[str, Any]]) -> str:
     """runs: of each part the result that has it; one run may have measured several."""
-    body = []
+    rows = []
     if "crowd" in runs:
         crowd = runs["crowd"]["crowd"]
+        answers = crowd["statuses"].get(RIGHT, 0)
         refused = sum(count for status, count in crowd["statuses"].items() if status in ("429", "503"))
-        others = sum(crowd["statuses"].values()) - refused - crowd["statuses"].get(RIGHT, 0)
-        memory = crowd["resident_mib"]
-        answers = f"{crowd['statuses'].get(RIGHT, 0)} answers, {crowd['wrong']} wrong"
-        answers += f"; {refused} refusals (429); {others} others"
-        body.append([f"64 clients, a queue of 16, {crowd['seconds'] / 60:g} minutes", answers])
-        body.append(["memory, after a tenth of that time and at its end", f"{memory[0]:.0f} and {memory[-1]:.0f} MiB"])
+        others = sum(crowd["statuses"].values()) - refused - answers
+        text = f"{answers} answers, {crowd['wrong']} wrong; {refused} refusals (429); {others} others"
+        rows.append([f"64 clients, a queue of 16, {crowd['seconds'] / 60:g} minutes", text])
+        memory = f"{crowd['resident_mib'][0]:.0f} and {crowd['resident_mib'][-1]:.0f} MiB"
+        rows.append(["memory, after a tenth of that time and at its end", memory])
     if "leaving" in runs:
         leaving = runs["leaving"]["leaving"]
-        after = leaving["after"]
-        left = f"{after['running']} run, {after['waiting']} wait, {after['used_pages']} pages are held"
-        body.append([f"after {leaving['clients']} clients that left at random times", left])
+        text = "{running} run, {waiting} wait, {used_pages} pages are held".format_map(leaving["after"])
+        rows.append([f"after {leaving['clients']} clients that left at random times", text])
     if "schemas" in runs:
         schemas = runs["schemas"]["schemas"]
         verdicts = schemas["verdicts"]
         refused = sum(count for name, count in verdicts.items() if name.startswith("refused"))
         text = ", ".join(f"{verdicts.get(one, 0)} {one}" for one in ("valid", "invalid", "cut off"))
-        body.append([f"answers to {schemas['schemas']} schemas", f"{text}; {refused} schemas refused (400)"])
-    return "".join(dict.fromkeys(map(_origin, runs.values()))) + table(["", ""], body)
+        rows.append([f"answers to {schemas['schemas']} schemas", f"{text}; {refused} schemas refused (400)"])
+    return paragraphs(*dict.fromkeys(map(command, runs.values())), table(["", ""], rows))
 
 
 def tables() -> dict[str, str | None]:
@@ -90,5 +82,7 @@ def tables() -> dict[str, str | None]:
     }
 
 
+PAGES = {ROOT / "docs/serving.md": tables}
+
 if __name__ == "__main__":
-    write_tables(__doc__, PAGE, tables)
+    write_tables(__doc__, PAGES)

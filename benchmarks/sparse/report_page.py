@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from benchmarks.lib.results import number, percent, table
+from benchmarks.lib.cells import number, percent
+from benchmarks.lib.tables import table
 from powerinfer.report.plots import need_matplotlib, png
 
 PUBLISHED = {"OPT-30B": (0.26, 0.17), "LLaMA (ReGLU) 70B": (0.43, 0.26)}

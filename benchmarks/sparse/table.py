@@ -11,10 +11,12 @@ import itertools
 import math
 from typing import Any
 
+from benchmarks.lib.cells import fixed, measured, middle, percent
 from benchmarks.lib.machine import ROOT
-from benchmarks.lib.results import header, newest, number, of_one_machine, percent, row, write_tables
+from benchmarks.lib.plots import pyplot, save
+from benchmarks.lib.results import merged, newest, of_one_machine
+from benchmarks.lib.tables import distinct, items, origin, paragraphs, processor, table, write_tables
 
-PAGE = ROOT / "docs/selectors.md"
 PLOT = ROOT / "docs/sparse-speed.svg"
 RATE = "decode_tok_s"
 PAPER = {"opt-30b": ("3 %", "26 %", "17 %"), "reglu-70b": ("18 %", "43 %", "26 %"), "drelu": ("10 %", "", "")}
@@ -22,23 +24,16 @@ PAPER = {"opt-30b": ("3 %", "26 %", "17 %"), "reglu-70b": ("18 %", "43 %", "26 %
 
 def results() -> dict[str, Any] | None:
     """All results of compare.py on the newest one's machine as one: of every fraction and type the newest figures."""
-    documents = of_one_machine("sparse")
-    if not documents:
-        return None
-    entries = {}
-    for document in documents:
-        bandwidth = document["read_bandwidth_gb_s"].get(str(document["threads"]))
-        for entry in document["sparse"]:
-            entries[entry["type"], entry["active"]] = entry | {"bandwidth": bandwidth, "commit": document["commit"]}
-    merged = documents[-1] | {"sparse": [entries[key] for key in sorted(entries)]}
-    merged["commit"] = ", ".join(dict.fromkeys(entry["commit"] for entry in merged["sparse"]))
-    return merged
+    document = merged(of_one_machine("sparse"), "sparse", "type", "active")
+    if document is not None:
+        document["sparse"].sort(key=lambda entry: (entry["type"], entry["active"]))
+        document["commit"] = distinct(entry["commit"] for entry in document["sparse"])
+    return document
 
 
 def rate(entry: dict[str, Any], engine: str) -> float | None:
     """Tokens per second, None where the engine failed or was left out."""
-    found = entry["engines"].get(engine, {}).get(RATE)
-    return None if found is None else found["median"]
+    return middle(entry["engines"].get(engine, {}).get(RATE))
 
 
 def crossing(points: list[tuple[float, float]]) -> float | None:
@@ -54,12 +49,9 @@ def crossing(points: list[tuple[float, float]]) -> float | None:
     return math.inf
 
 
-def share_of_bandwidth(entry: dict[str, Any], engine: str) -> float | None:
-    """Bytes that were touched by tokens per second, relative to what the machine can read."""
-    speed, read = rate(entry, engine), entry["engines"].get(engine, {}).get("bytes_per_token")
-    if speed is None or read is None or not entry["bandwidth"]:
-        return None
-    return speed * read / 1e9 / entry["bandwidth"]
+def by_type(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    kinds = dict.fromkeys(entry["type"] for entry in document["sparse"])
+    return {kind: [entry for entry in document["sparse"] if entry["type"] == kind] for kind in kinds}
 
 
 def ffn_ratio(entry: dict[str, Any], way: str) -> float | None:
@@ -68,107 +60,82 @@ def ffn_ratio(entry: dict[str, Any], way: str) -> float | None:
     return None if not seconds else seconds[way] / seconds["dense"]
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------
+# --- tables
 
 
 def cell(entry: dict[str, Any], engine: str, base: str | None = None) -> str:
     """Speed, and in brackets the median of the ratios to the base within the rounds."""
-    speed = rate(entry, engine)
-    if speed is None:
-        return "fails" if engine in entry["engines"] else ""
-    text = number(speed) + ("" if entry["engines"][engine]["kept"] >= 3 else "*")
-    ratio = entry["ratio"].get(engine, {}).get(base) if base else None
-    return f"{text} ({ratio['median']:.2f})" if ratio else text
+    text, ratio = measured(entry["engines"].get(engine), RATE), middle(entry["ratio"].get(engine, {}).get(base))
+    return text if ratio is None else f"{text} ({ratio:.2f})"
 
 
 def speed_table(document: dict[str, Any]) -> str:
-    cpu, peers = document["cpu"], list(document["peers"])
+    peers = list(document["peers"])
     first = peers[0] if peers else "all"
-    lines = [
-        f"{document['date'][:10]}, commit {document['commit']}, {cpu['cores']} cores of {cpu['name']} "
-        f"({', '.join(cpu['units'])}), {document['compiler']}; random LLaMA of shape {document['shape']}, predictor of "
-        f"rank {document['predictor_rank']} in {document['predictor_type'].upper()}, {document['threads']} threads. "
-        f"Tokens per second of decoding {document['gen_tokens']} tokens, medians of interleaved runs; in brackets, of "
-        f"`exact` the ratio to `all` and of `predicted` that to {first}, medians of the ratios within a round; * fewer "
-        "than three undisturbed runs.",
-        "",
-    ]
+    about = (
+        f"{origin(document)}, {processor(document, units=True)}, {document['compiler']}; random LLaMA of shape "
+        f"{document['shape']}, predictor of rank {document['predictor_rank']} in {document['predictor_type'].upper()}, "
+        f"{document['threads']} threads. Tokens per second of decoding {document['gen_tokens']} tokens, medians of "
+        f"interleaved runs; in brackets, of `exact` the ratio to `all` and of `predicted` that to {first}, medians of "
+        "the ratios within a round; * fewer than three undisturbed runs."
+    )
     heads = ["", "active", "`all`", "`exact`", "`predicted`", "`predicted`, trial", *peers, "MB a token, dense"]
-    lines += header(*heads, "predicted", "of read bandwidth", "FFN alone, by dense: exact", "predicted")
+    heads += ["predicted", "of read bandwidth", "FFN alone, by dense: exact", "predicted"]
+    bases = {"all": None, "exact": "all", "predicted": first, "predicted-trial": first} | dict.fromkeys(peers)
+    rows = []
     for entry in document["sparse"]:
-        read = {name: entry["engines"].get(name, {}).get("bytes_per_token") for name in ("all", "predicted")}
-        share = share_of_bandwidth(entry, "predicted")
-        cells = [
-            entry["type"],
-            f"{100 * entry['active']:g} %",
-            cell(entry, "all"),
-            cell(entry, "exact", "all"),
-            cell(entry, "predicted", first),
-            cell(entry, "predicted-trial", first),
-            *(cell(entry, peer) for peer in peers),
-            *(f"{value / 1e6:.0f}" if value else "" for value in read.values()),
-            f"{100 * share:.0f} %" if share else "",
-            *(
-                "" if value is None else f"{value:.2f}"
-                for value in (ffn_ratio(entry, "exact"), ffn_ratio(entry, "predicted"))
-            ),
-        ]
-        lines.append(row(*cells))
-    return "\n".join([*lines, *crossing_lines(document), ""])
+        speed, most = rate(entry, "predicted"), limit(entry)
+        share = speed / most if speed and most else None
+        cells = [entry["type"], f"{100 * entry['active']:g} %"]
+        cells += [cell(entry, engine, base) for engine, base in bases.items()]
+        cells += [fixed(megabytes(entry, engine), 0) for engine in ("all", "predicted")]
+        rows.append([*cells, percent(share, 0), *(fixed(ffn_ratio(entry, way)) for way in ("exact", "predicted"))])
+    return paragraphs(about, table(heads, rows), crossing_lines(document))
 
 
-def crossing_lines(document: dict[str, Any]) -> list[str]:
+def crossing_lines(document: dict[str, Any]) -> str:
     """Where sparse equals dense."""
     lines = []
-    for kind in dict.fromkeys(entry["type"] for entry in document["sparse"]):
-        entries = [entry for entry in document["sparse"] if entry["type"] == kind]
+    for kind, entries in by_type(document).items():
         for engine in ("exact", "predicted"):
-            ratios = [(entry["active"], entry["ratio"].get(engine, {}).get("all")) for entry in entries]
-            points = [(active, ratio["median"]) for active, ratio in ratios if ratio]
+            ratios = [(entry["active"], middle(entry["ratio"].get(engine, {}).get("all"))) for entry in entries]
+            points = [(active, ratio) for active, ratio in ratios if ratio is not None]
             found = crossing(points)
             if found == math.inf:
-                lines.append(f"- `{engine}` in {kind} is faster than `all` up to {100 * points[-1][0]:g} % active")
+                lines.append(f"`{engine}` in {kind} is faster than `all` up to {100 * points[-1][0]:g} % active")
             elif found is not None:
-                lines.append(f"- `{engine}` in {kind} is as fast as `all` at {100 * found:.0f} % active")
-    return ["", *lines] if lines else []
+                lines.append(f"`{engine}` in {kind} is as fast as `all` at {100 * found:.0f} % active")
+    return items(lines)
 
 
 def activity_table(document: dict[str, Any]) -> str:
     heads = ["profile", "", "mean active", "80 % of activations: of a layer's neurons", "of all neurons"]
     heads += ["kept from token to token", "predictor: recall", "candidates"]
-    lines = header(*heads)
+    rows: list[list[str]] = []
     for name, values in document["profiles"].items():
-        lines.append(row(name, "paper", *PAPER[name], *[""] * 3))
+        rows.append([name, "paper", *PAPER[name], "", "", ""])
         for label, source in (("chosen", values["chosen"]), ("measured", values)):
             shares = source["hot_share_of_layer"]
             cells = [source["active_fraction"], sum(shares) / len(shares), source["hot_share_of_model"]]
             cells += [source.get(key) for key in ("overlap", "recall", "candidate_fraction")]
-            lines.append(row("", label, *map(percent, cells)))
-    tokens = next(iter(document["profiles"].values()))["tokens"]
-    layers = len(next(iter(document["profiles"].values()))["layers"])
+            rows.append(["", label, *map(percent, cells)])
+    profile = next(iter(document["profiles"].values()))
     note = (
-        f"Models of shape {document['shape']} with {layers} layers, {tokens} random tokens; "
+        f"Models of shape {document['shape']} with {len(profile['layers'])} layers, {profile['tokens']} random tokens; "
         f"commit {document['commit']}. The share of a layer is the mean over the layers; it is measured low where a "
         "neuron is expected less than about once in so many tokens, as in the quiet layers of opt-30b."
     )
-    return "\n".join([*lines, "", note, ""])
+    return paragraphs(table(heads, rows), note)
 
 
-# --- plot ------------------------------------------------------------------------------------------------------------
+# --- plot
 
 
 def draw(document: dict[str, Any]) -> None:
     """Tokens per second, bytes per token and the FFN alone against the fraction active, one column a type."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.hashsalt": "powerinfer", "svg.fonttype": "none", "font.size": 9}
-    from matplotlib import pyplot
-
-    kinds = list(dict.fromkeys(entry["type"] for entry in document["sparse"]))
-    figure, axes = pyplot.subplots(3, len(kinds), figsize=(4.6 * len(kinds), 9), squeeze=False, sharex="col")
-    for column, kind in enumerate(kinds):
-        entries = [entry for entry in document["sparse"] if entry["type"] == kind]
+    kinds = by_type(document)
+    figure, axes = pyplot().subplots(3, len(kinds), figsize=(4.6 * len(kinds), 9), squeeze=False, sharex="col")
+    for column, (kind, entries) in enumerate(kinds.items()):
         speeds, read, alone = (row[column] for row in axes)
         for engine, marker in (("all", "s"), ("exact", "o"), ("predicted", "^"), ("predicted-trial", "v")):
             line(speeds, entries, engine, lambda entry, engine=engine: rate(entry, engine), marker=marker)
@@ -196,7 +163,7 @@ def draw(document: dict[str, Any]) -> None:
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", ncols=(len(labels) + 1) // 2, fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0, 1, 0.95))
-    figure.savefig(PLOT, metadata={"Date": None})
+    save(figure, PLOT)
 
 
 def line(axis: Any, entries: list[dict[str, Any]], label: str, value: Any, **style: Any) -> None:
@@ -225,7 +192,7 @@ def tables() -> dict[str, str | None]:
     }
 
 
+PAGES = {ROOT / "docs/selectors.md": tables}
+
 if __name__ == "__main__":
-    write_tables(__doc__, PAGE, tables)
-    if speeds := results():
-        draw(speeds)
+    write_tables(__doc__, PAGES, lambda: (speeds := results()) and draw(speeds))

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import machine, results
-from benchmarks.lib.results import percent, table
+from benchmarks.lib.cells import percent
+from benchmarks.lib.tables import filled, table
 
 RESULT = machine.ROOT / "runs/results.json"
 PAGE = machine.ROOT / "runs/README.md"
@@ -100,7 +101,7 @@ def tables(result: dict[str, Any]) -> str:
 
 
 def write_tables() -> None:
-    PAGE.write_text(results.filled(PAGE.read_text(), "tables", tables(json.loads(RESULT.read_text()))))
+    PAGE.write_text(filled(PAGE.read_text(), "tables", tables(json.loads(RESULT.read_text()))))
 
 
 def main() -> None:

@@ -15,14 +15,12 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
-import relu_llama  # noqa: E402
-import relu_stories  # noqa: E402
-from llama2c import BOS, Shape, read_checkpoint, read_tokens, write_gguf  # noqa: E402
-from relu_llama import Cache, Llama  # noqa: E402
-from relu_stories import Original, Recipe, Training  # noqa: E402
-
 from powerinfer import LLM  # noqa: E402
 from powerinfer.evaluate import perplexity  # noqa: E402
+from runs import relu_llama, relu_stories  # noqa: E402
+from runs.llama2c import BOS, Shape, read_checkpoint, read_tokens, write_gguf  # noqa: E402
+from runs.relu_llama import Cache, Llama  # noqa: E402
+from runs.relu_stories import Original, Recipe, Training  # noqa: E402
 
 SHAPE = Shape(d_model=48, d_ff=80, n_layers=3, n_heads=4, n_kv_heads=2, vocab=300, context=64)
 

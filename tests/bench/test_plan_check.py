@@ -76,11 +76,11 @@ def test_rounds_and_tables(model: Path, tmp_path: Path, monkeypatch: pytest.Monk
         else:
             assert 0 <= rounds[0]["neurons_on_gpu"] < 1 and len(rounds) == 1
             assert (0 < rounds[0]["measured_cpu_ms"] < 1e3) or selector == "predicted"  # a difference of two times
-    rows = [*table.alone_rows(found), *table.stand_in_rows(found), *table.summary(found)]
+    rows = [*(table.alone_table(found) + table.stand_in_table(found)).splitlines(), *table.summary(found)]
     assert sum(line.startswith("| tiny |") for line in rows) == 6
     assert {line.split(",")[0] for line in rows if "within 10 %" in line} == {
-        "- for the CPU alone",
-        "- with a GPU stood in for",
+        "for the CPU alone",
+        "with a GPU stood in for",
     }
 
 
@@ -101,5 +101,5 @@ def test_the_middle_of_the_rounds() -> None:
     assert table.count(kept) == "3"
     assert table.count([case | {"quiet": False, "landed": False}]) == "1*+"
     assert list(table.summary({("m", "all", 0.5): kept})) == [
-        "- with a GPU stood in for, undisturbed: 1 of 1 predictions within 10 %, 1 within 20 %, the worst 9 % off"
+        "with a GPU stood in for, undisturbed: 1 of 1 predictions within 10 %, 1 within 20 %, the worst 9 % off"
     ]
