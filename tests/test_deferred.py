@@ -19,14 +19,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-import test_architectures as families  # noqa: E402
+import families  # noqa: E402
 import test_hybrid as neurons  # noqa: E402
 import test_hybrid_experts as experts  # noqa: E402
 from deferred import DEFERRED, Machine, deferred  # noqa: E402
+from families import case_named  # noqa: E402
 from gpu_device import CUDA, device_name, torch_device  # noqa: E402
 from sparse_models import give_bundles, tiny_llama  # noqa: E402
 from test_gpu_layers import engine_of  # noqa: E402
-from test_sparse import case_named, model_of, packed, side_by_side  # noqa: E402
+from test_sparse import packed, side_by_side  # noqa: E402
+from truth import Truth  # noqa: E402
 
 from powerinfer import devices, hybrid  # noqa: E402
 from powerinfer.devices.link import Link  # noqa: E402
@@ -241,11 +243,8 @@ def saved(name: str, folder: Path) -> Path:
     if name == "tiny":
         return give_bundles(tiny_llama(own / "tiny.gguf"))
     if name in experts.NAMES or name in dict(experts.LATENT):
-        case = experts.case_named(name)
-        config = case.config()
-        return families.save(case, config, families.random_model(case, config, 11), "gguf", own)
-    case = case_named(name)
-    return packed(case, *model_of(case), own)
+        return Truth(case_named(name)).save("gguf", own)
+    return packed(Truth(case_named(name), half=True), own)
 
 
 def answers(executor: Any, ffns: Sequence[Any], swaps: bool = False) -> list[np.ndarray]:

@@ -246,19 +246,16 @@ def test_closing_ends_an_embedding() -> None:
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import test_architectures as families  # noqa: E402
+import families  # noqa: E402
+from truth import Truth  # noqa: E402
 
 CASES = ["llama3", "mistral-window", "qwen3", "opt", "opt-post-norm", "falcon-7b", "nemotron", "gemma3", "olmo3"]
 
 
-def case_named(name: str) -> families.Case:
-    return next(case for case in families.CASES if case.name == name)
-
-
-def wired(name: str) -> tuple[families.Case, Any]:
+def wired(name: str) -> Truth:
     """A case, without a projection before its head."""
-    case = case_named(name)
-    return case, case.config(**({"word_embed_proj_dim": 64} if case.kind == "opt" else {}))
+    case = families.case_named(name)
+    return Truth(case, **({"word_embed_proj_dim": 64} if case.kind == "opt" else {}))
 
 
 def pooled(model: Any, tokens: np.ndarray) -> np.ndarray:
@@ -269,11 +266,12 @@ def pooled(model: Any, tokens: np.ndarray) -> np.ndarray:
     return np.asarray(mean / mean.norm())
 
 
-def exact(case: families.Case, model: Any, tokens: np.ndarray) -> np.ndarray:
-    with families.double_precision(case.base):
-        wide = families.build(case, model.config).double()
-        wide.load_state_dict(model.state_dict())
-        return pooled(wide, tokens)
+def exact(model: Truth, texts: list[np.ndarray]) -> list[np.ndarray]:
+    """In float64."""
+    with families.double_precision(model.case.base):
+        wide = families.build(model.case, model.config).double()
+        wide.load_state_dict(model.model.state_dict())
+        return [pooled(wide, tokens) for tokens in texts]
 
 
 def opened(path: Path, executor: Any = None, **options: Any) -> LLM:
@@ -290,16 +288,15 @@ def opened(path: Path, executor: Any = None, **options: Any) -> LLM:
 @pytest.mark.parametrize("name", CASES)
 def test_the_embeddings_of_transformers(name: str, tmp_path: Path) -> None:
     """Alone, in chunks, and together with other texts and an answer: the same bits, within float32's own error."""
-    case, config = wired(name)
-    model = families.random_model(case, config, seed=11)
-    whole = families.prompt(case).tolist()
-    texts = [whole, whole[:1], families.prompt(case, 4).tolist()[:40], whole[5:70]]
-    path = families.save(case, config, model, "folder", tmp_path)
+    model = wired(name)
+    whole = model.texts[0].tolist()
+    texts = [whole, whole[:1], model.texts[1].tolist()[:40], whole[5:70]]
+    path = model.save("folder", tmp_path)
     with opened(path) as llm:
         alone = np.concatenate([llm.embed([text]) for text in texts])
-    for text, ours in zip(texts, alone, strict=True):
-        truth = exact(case, model, np.asarray(text))
-        allowed = families.ROUNDING * max(families.rms(pooled(model, np.asarray(text)) - truth), 1e-9)
+    every = [np.asarray(text) for text in texts]
+    for text, ours, truth in zip(every, alone, exact(model, every), strict=True):
+        allowed = families.ROUNDING * max(families.rms(pooled(model.model, text) - truth), 1e-9)
         assert families.rms(ours - truth) <= allowed
     with opened(path, prefill_chunk=16) as llm:
         answer = ask(llm, whole[:9], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
@@ -319,13 +316,11 @@ def gpu_executors(path: Path, layers: int) -> Iterator[Any]:
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("name", ["llama3", "gemma3", "opt-post-norm"])
 def test_with_layers_on_a_gpu(name: str, tmp_path: Path) -> None:
-    case, config = wired(name)
-    model = families.random_model(case, config, seed=11)
-    path = families.save(case, config, model, "folder", tmp_path)
-    text = families.prompt(case)
-    truth = exact(case, model, text)
-    allowed = families.ROUNDING * max(families.rms(pooled(model, text) - truth), 1e-9)
-    for executor in gpu_executors(path, config.num_hidden_layers):
+    model = wired(name)
+    path, text = model.save("folder", tmp_path), model.texts[0]
+    truth = exact(model, [text])[0]
+    allowed = families.ROUNDING * max(families.rms(pooled(model.model, text) - truth), 1e-9)
+    for executor in gpu_executors(path, model.config.num_hidden_layers):
         llm = opened(path, executor)
         assert families.rms(llm.embed([text.tolist()])[0] - truth) <= allowed
         llm._runner._driver.stop()
@@ -333,8 +328,6 @@ def test_with_layers_on_a_gpu(name: str, tmp_path: Path) -> None:
 
 
 def test_a_model_that_projects_its_states_is_refused(tmp_path: Path) -> None:
-    case = case_named("opt-post-norm")
-    config = case.config()
-    path = families.save(case, config, families.random_model(case, config, seed=11), "folder", tmp_path)
+    path = Truth(families.case_named("opt-post-norm")).save("folder", tmp_path)
     with opened(path) as llm, pytest.raises(RequestError, match="it has no embeddings"):
         llm.embed([[1, 2]])

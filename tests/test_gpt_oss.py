@@ -13,8 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 gguf = pytest.importorskip("gguf")
 
-from safetensors.numpy import load_file, save_file  # noqa: E402
-from test_architectures import (  # noqa: E402
+from families import (  # noqa: E402
     CASES,
     TOKENS,
     open_executor,
@@ -26,6 +25,7 @@ from test_architectures import (  # noqa: E402
     save_gguf,
     scattered_pages,
 )
+from safetensors.numpy import load_file, save_file  # noqa: E402
 
 from powerinfer import ModelError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402

@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import test_architectures as families  # noqa: E402
+import families  # noqa: E402
 from gpu_device import torch_device  # noqa: E402
 from sparse_models import give_bundles, tiny_llama  # noqa: E402
 from test_bundled_ffn import NEURONS, K, layout_of, part_of, some, tokens  # noqa: E402

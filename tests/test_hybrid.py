@@ -19,20 +19,20 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import test_architectures as families  # noqa: E402
+import families  # noqa: E402
+from families import case_named  # noqa: E402
 from gpu_device import device_name, torch_device  # noqa: E402
 from sparse_models import give_bundles, predictors_of, some_neurons, tiny_llama  # noqa: E402
 from test_gpu_layers import counting_recorder, static_where_emulated  # noqa: E402
 from test_sparse import (  # noqa: E402
     RELU,
-    case_named,
-    model_of,
     one_by_one,
     opened,
     packed,
     predictor_weights,
     side_by_side,
 )
+from truth import Truth  # noqa: E402
 
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices.link import Link  # noqa: E402
@@ -102,11 +102,11 @@ def split(
 @pytest.mark.parametrize("case", RELU, ids=lambda case: case.name)
 @pytest.mark.usefixtures("device")
 def test_every_split_gives_the_dense_answer(case: families.Case, tmp_path: Path) -> None:
-    config, model = model_of(case)
-    tokens = [families.prompt(case, seed) for seed in (3, 4, 5)]
-    truth = [families.exact_logits(case, config, model, one) for one in tokens]
-    allowed = families.ROUNDING * families.rms(families.logits(model, tokens[0]) - truth[0])
-    path = packed(case, config, model, tmp_path)
+    model = Truth(case, half=True)
+    tokens = model.texts
+    truth = model.logits
+    allowed = model.allowed()
+    path = packed(model, tmp_path)
     for share in SPLITS:
         with split(path, share) as (executor, ffns):
             alone = one_by_one(executor, tokens[0])
@@ -134,11 +134,11 @@ def test_every_split_gives_the_dense_answer(case: families.Case, tmp_path: Path)
 @pytest.mark.usefixtures("device")
 def test_layers_that_do_not_fit_run_on_the_cpu_as_a_whole(name: str, layers: int, tmp_path: Path) -> None:
     case = next(case for case in RELU if case.name.startswith(name))
-    config, model = model_of(case)
+    model = Truth(case, half=True)
     tokens = families.prompt(case)
-    truth = families.exact_logits(case, config, model, tokens)
-    allowed = families.ROUNDING * families.rms(families.logits(model, tokens) - truth)
-    path = packed(case, config, model, tmp_path)
+    truth = model.logits[0]
+    allowed = model.allowed()
+    path = packed(model, tmp_path)
     for head in (False, True):
         with split(path, 0.5, layers, head) as (executor, _):
             assert families.rms(one_by_one(executor, tokens) - truth) <= allowed
@@ -168,11 +168,11 @@ def given(about: Predictor, weights: Sequence[tuple[np.ndarray, np.ndarray]]) ->
 @pytest.mark.usefixtures("device")
 def test_predicted_is_the_same_wherever_neurons_are_placed(name: str, tmp_path: Path) -> None:
     case = case_named(name)
-    config, model = model_of(case)
+    model = Truth(case, half=True)
     tokens = families.prompt(case)
-    path = packed(case, config, model, tmp_path)
-    truth = families.exact_logits(case, config, model, tokens)
-    allowed = families.ROUNDING * families.rms(families.logits(model, tokens) - truth)
+    path = packed(model, tmp_path)
+    truth = model.logits[0]
+    allowed = model.allowed()
     answers = {}
     for share in SPLITS:
         with split(path, share, predictors=predictor_of(open_checkpoint(path).config)) as (executor, _):
@@ -211,8 +211,8 @@ def test_predicted_is_the_same_wherever_neurons_are_placed(name: str, tmp_path: 
 @pytest.mark.usefixtures("device")
 def test_no_job_if_no_cold_neuron_is_selected(tmp_path: Path) -> None:
     case = case_named("llama-relu")
-    config, model = model_of(case)
-    path = packed(case, config, model, tmp_path)
+    model = Truth(case, half=True)
+    path = packed(model, tmp_path)
     tokens = families.prompt(case)
     for floor in (0, 3):
         predictors = predictor_of(open_checkpoint(path).config, 1e5, floor)
@@ -231,8 +231,7 @@ TYPES = [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q8_0"), (
 def test_every_type_of_bundle(types: tuple[str, str], tmp_path: Path) -> None:
     """Cold quantised neurons use 8-bit activations, hot ones 32-bit: results of splits lie between the extremes."""
     case = case_named("llama-relu")
-    config = case.config(intermediate_size=96)  # whole groups of neurons
-    path = families.save(case, config, families.random_model(case, config, 11), "folder", tmp_path)
+    path = Truth(case, intermediate_size=96).save("folder", tmp_path)  # whole groups of neurons
     checkpoint = open_checkpoint(path)
     pack(checkpoint, None, choose_types(checkpoint, *types))
     tokens = families.prompt(case)
@@ -249,18 +248,18 @@ def test_every_type_of_bundle(types: tuple[str, str], tmp_path: Path) -> None:
 @pytest.mark.usefixtures("device")
 def test_both_devices_apply_the_threshold(tmp_path: Path) -> None:
     case = case_named("llama2")
-    config, model = model_of(case)
-    path = packed(case, config, model, tmp_path)
+    model = Truth(case, half=True)
+    path = packed(model, tmp_path)
     tokens = families.prompt(case)
-    truth = families.exact_logits(case, config, model, tokens)
-    allowed = families.ROUNDING * families.rms(families.logits(model, tokens) - truth)
+    truth = model.logits[0]
+    allowed = model.allowed()
     answers = []
     for share in SPLITS:
-        with split(path, share, most=[0.05] * config.num_hidden_layers) as (executor, _):
+        with split(path, share, most=[0.05] * model.config.num_hidden_layers) as (executor, _):
             answers.append(one_by_one(executor, tokens))
             assert families.rms(answers[-1] - answers[0]) <= 2 * allowed
     assert families.rms(answers[0] - truth) > 100 * allowed
-    with split(path, 0.5, 1, most=[0.05] * config.num_hidden_layers) as (executor, _):
+    with split(path, 0.5, 1, most=[0.05] * model.config.num_hidden_layers) as (executor, _):
         assert families.rms(one_by_one(executor, tokens) - answers[0]) <= 2 * allowed
 
 
@@ -301,11 +300,11 @@ def test_a_prompt_in_a_narrow_type(name: str, tmp_path: Path, monkeypatch: pytes
     """As GPUs multiply many tokens: off by less than `transformers` is in float16, and by more than in float32."""
     monkeypatch.setattr(hybrid.gpu, "_NARROW", [device_name()])
     case = case_named(name)
-    config, model = model_of(case)
-    path, tokens = packed(case, config, model, tmp_path), families.prompt(case)
-    truth = families.exact_logits(case, config, model, tokens)
-    exact = families.rms(families.logits(model, tokens) - truth)
-    allowed = families.rms(families.logits(model.half(), tokens) - truth)
+    model = Truth(case, half=True)
+    path, tokens = packed(model, tmp_path), families.prompt(case)
+    truth = model.logits[0]
+    exact = families.rms(model.narrow[0] - truth)
+    allowed = families.rms(families.logits(model.model.half(), tokens) - truth)
     checkpoint = open_checkpoint(path)
     layout, d_ff = open_bundles(checkpoint, None, cpu.bundle_row_bytes).layouts[0], checkpoint.config.widest_ffn
     for share in (0.5, 1.0):
@@ -347,8 +346,8 @@ def test_predicted_with_thresholds(limits: bool | float, tmp_path: Path) -> None
 @pytest.mark.usefixtures("device")
 def test_hot_neurons_are_on_the_gpu_and_only_there(tmp_path: Path) -> None:
     case = case_named("llama-relu")
-    config, model = model_of(case)
-    path = packed(case, config, model, tmp_path)
+    model = Truth(case, half=True)
+    path = packed(model, tmp_path)
     layout = open_bundles(open_checkpoint(path), None, cpu.bundle_row_bytes).layouts[0]
     for share in SPLITS:
         with split(path, share) as (executor, ffns):
@@ -370,8 +369,8 @@ def test_replayed_steps_give_the_same_bits(
     """Steps of changing sizes, neurons that are swapped between them, and a predictor that is suspended meanwhile."""
     static_where_emulated(monkeypatch)
     case = case_named(name)
-    config, model = model_of(case)
-    path = packed(case, config, model, tmp_path)
+    model = Truth(case, half=True)
+    path = packed(model, tmp_path)
     tokens, made, runs = families.prompt(case)[:16], [], []
     predictors = predictor_of(open_checkpoint(path).config) if predicted else None
     for recorder in (None, counting_recorder(made)):
@@ -409,8 +408,8 @@ def test_what_a_step_launches(
     """One replay, in which the GPU calls the CPU for each layer. Where it cannot, a layer takes two replays, a mark and
     the CPU's work; where all its neurons are on one device, less."""
     case = case_named(name)
-    config, model = model_of(case)
-    path = packed(case, config, model, tmp_path)
+    model = Truth(case, half=True)
+    path = packed(model, tmp_path)
     tokens, made, done = families.prompt(case)[:4], [], []
     for name_of in ("mark", "wait"):
         plain = getattr(Link, name_of)
@@ -438,8 +437,8 @@ def test_what_a_step_launches(
 @pytest.mark.usefixtures("device")
 def test_a_trace_shows_both_halves(tmp_path: Path) -> None:
     case = case_named("llama-relu")
-    config, model = model_of(case)
-    path = packed(case, config, model, tmp_path)
+    model = Truth(case, half=True)
+    path = packed(model, tmp_path)
     tokens = families.prompt(case)[:5]
     with split(path, 0.5, 2, False) as (executor, _):
         plain = one_by_one(executor, tokens)
@@ -475,8 +474,8 @@ def test_a_trace_of_replayed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     that are launched or recorded are left out."""
     static_where_emulated(monkeypatch)
     case = case_named("llama-relu")
-    config, model = model_of(case)
-    path = packed(case, config, model, tmp_path)
+    model = Truth(case, half=True)
+    path = packed(model, tmp_path)
     tokens, made = families.prompt(case)[:6], []
     with split(path, 0.5) as (executor, ffns):
         executor.gpu.record(counting_recorder(made))
@@ -499,8 +498,8 @@ def test_a_trace_of_replayed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("device")
 def test_the_report_counts_what_fired_where(tmp_path: Path) -> None:
     case = case_named("llama-relu")
-    config, model = model_of(case)
-    path = packed(case, config, model, tmp_path)
+    model = Truth(case, half=True)
+    path = packed(model, tmp_path)
     tokens = families.prompt(case)
     reports = []
     for share in SPLITS:
@@ -523,7 +522,7 @@ def test_the_report_counts_what_fired_where(tmp_path: Path) -> None:
         assert [(layer["hot"] > 0, layer["gpu_share"], layer["jobs"]) for layer in report["layers"]] == [
             (True, 1, 0), *[(False, 0, 1)] * (len(report["layers"]) - 1)
         ]  # fmt: skip
-        assert len(report["layers"]) == config.num_hidden_layers and 0 < report["gpu_share"] < 1
+        assert len(report["layers"]) == model.config.num_hidden_layers and 0 < report["gpu_share"] < 1
         assert round(report["active_fraction"], 3) == round(reports[0]["active_fraction"], 3)
 
 
@@ -538,8 +537,8 @@ def test_a_live_view_of_split_layers(tmp_path: Path) -> None:
         ask = call
 
     case = case_named("llama-relu")
-    config, model = model_of(case)
-    path = packed(case, config, model, tmp_path)
+    model = Truth(case, half=True)
+    path = packed(model, tmp_path)
     tokens = families.prompt(case)
     with split(path, 0.5) as (executor, ffns):
         sparsity = HybridSparsity("exact", executor, ffns)
@@ -560,11 +559,11 @@ def test_a_live_view_of_split_layers(tmp_path: Path) -> None:
 def test_neurons_that_became_hot_are_swapped(tmp_path: Path) -> None:
     """The coldest neurons are on the GPU at first: soon more of what fires is there, and the answer is the same."""
     case = case_named("llama-relu")
-    config, model = model_of(case)
-    path = packed(case, config, model, tmp_path)
+    model = Truth(case, half=True)
+    path = packed(model, tmp_path)
     tokens = families.prompt(case)
-    truth = families.exact_logits(case, config, model, tokens)
-    allowed = families.ROUNDING * families.rms(families.logits(model, tokens) - truth)
+    truth = model.logits[0]
+    allowed = model.allowed()
     with split(path, 0.5) as (executor, ffns):
         sparsity = HybridSparsity("exact", executor, ffns)
         assert not sparsity.adjust()  # nothing was counted yet
@@ -601,8 +600,7 @@ def test_neurons_that_became_hot_are_swapped(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("device")
 def test_swapped_neurons_exchange_their_memory(types: tuple[str, str], tmp_path: Path) -> None:
     case = case_named("llama-relu")
-    config = case.config(intermediate_size=96)
-    path = families.save(case, config, families.random_model(case, config, 11), "folder", tmp_path)
+    path = Truth(case, intermediate_size=96).save("folder", tmp_path)
     checkpoint = open_checkpoint(path)
     pack(checkpoint, None, choose_types(checkpoint, *types))
     tokens = families.prompt(case)
@@ -636,8 +634,8 @@ def test_only_clear_differences_are_swapped() -> None:
 def test_closing_frees_both_parts_and_what_is_between_them(tmp_path: Path) -> None:
     """Though the executor, the FFNs and what reports of them are still referred to, as they are by a model."""
     case = case_named("llama-relu")
-    config, model = model_of(case)
-    path = packed(case, config, model, tmp_path)
+    model = Truth(case, half=True)
+    path = packed(model, tmp_path)
     stage = Stage(torch_device(), 1 << 20)
     stage.least = 2
     predictors = predictor_of(open_checkpoint(path).config)
@@ -669,11 +667,11 @@ def test_a_layer_can_be_computed_after_a_failed_swap(
 ) -> None:
     """Where even its own neurons do not fit any more, the layer is the CPU's."""
     case = case_named("llama-relu")
-    config, model = model_of(case)
-    path = packed(case, config, model, tmp_path)
+    model = Truth(case, half=True)
+    path = packed(model, tmp_path)
     tokens = families.prompt(case)
-    truth = families.exact_logits(case, config, model, tokens)
-    allowed = families.ROUNDING * families.rms(families.logits(model, tokens) - truth)
+    truth = model.logits[0]
+    allowed = model.allowed()
     with split(path, 0.5) as (executor, ffns):
         sparsity = HybridSparsity("exact", executor, ffns)
         for _ in range(5):
@@ -698,8 +696,8 @@ def test_a_layer_can_be_computed_after_a_failed_swap(
 @pytest.mark.usefixtures("device")
 def test_a_failed_swap_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_named("llama-relu")
-    config, model = model_of(case)
-    path = packed(case, config, model, tmp_path)
+    model = Truth(case, half=True)
+    path = packed(model, tmp_path)
     tokens = families.prompt(case)
     with split(path, 0.5) as (executor, ffns):
         sparsity = HybridSparsity("exact", executor, ffns)

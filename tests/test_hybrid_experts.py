@@ -17,14 +17,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import families  # noqa: E402
 import gpu_device  # noqa: E402
-import test_architectures as families  # noqa: E402
 import test_expert_neurons as neurons_inside  # noqa: E402
+from families import case_named  # noqa: E402
 from gpu_device import device_name, torch_device  # noqa: E402
 from model_files import LAYERS, D  # noqa: E402
 from test_gpu_kernels import TRITON  # noqa: E402
-from test_gpu_layers import Truth, case_named, counting_recorder, engine_of, on_gpu, opened  # noqa: E402
+from test_gpu_layers import counting_recorder, engine_of, on_gpu, opened  # noqa: E402
 from test_gpu_layers import static_where_emulated as static_attention  # noqa: E402
+from truth import Truth  # noqa: E402
 
 from powerinfer.cli.main import main  # noqa: E402
 from powerinfer.config import ExpertsConfig, ModelConfig  # noqa: E402
@@ -154,7 +156,7 @@ def test_the_kernels_of_a_gpu(name: str, tmp_path: Path) -> None:
             ours = families.run_chunks(executor, truth.texts[0][:37], [33, 3, 1], pages)
     finally:
         gpu.force_triton(None)
-    assert families.rms(ours - truth.logits[0][:37]) <= truth.allowed
+    assert families.rms(ours - truth.logits[0][:37]) <= truth.allowed(2)
 
 
 def static_where_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +263,7 @@ def test_a_narrow_cache_of_latents(kv_type: str, nbytes: int, tmp_path: Path) ->
         assert executor.gpu.memory()["kv"] == executor.gpu.layers * executor.n_pages * 32 * nbytes
     cpu.close()
     error = families.rms(answers[0] - truth.logits[0])
-    assert truth.allowed < families.rms(answers[1] - truth.logits[0]) <= 1.5 * error
+    assert truth.allowed(2) < families.rms(answers[1] - truth.logits[0]) <= 1.5 * error
     # in the median: a token with two experts that are nearly equal may select the other
     apart = np.median([families.rms(one - other) for one, other in zip(*answers, strict=True)])
     assert apart <= (12 * 0.01) ** 0.5 * error

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-families = pytest.importorskip("test_architectures")
+families = pytest.importorskip("families")
 gguf = pytest.importorskip("gguf")
 
 from configs import small  # noqa: E402
+from truth import Truth  # noqa: E402
 
 from benchmarks.models import expert_models  # noqa: E402
 from powerinfer import LLM, SamplingParams  # noqa: E402
@@ -34,13 +35,9 @@ HEADS, LATENTS, PLAIN, ROTATED, VALUES = 6, 64, 32, 16, 32  # of the case kimi-k
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same model with `attn_k_b` and `attn_v_b`, and with `attn_kv_b`."""
-    case = next(case for case in families.CASES if case.name == "kimi-k2")
-    config = case.config()
-    model, folder = families.random_model(case, config, seed=11), tmp_path_factory.mktemp("latents")
+    truth, folder = Truth(families.case_named("kimi-k2")), tmp_path_factory.mktemp("latents")
     layouts = {"k_b": "gguf", "kv_b": "gguf-kv-b"}
-    for name in layouts:
-        (folder / name).mkdir()
-    return {name: families.save(case, config, model, layout, folder / name) for name, layout in layouts.items()}
+    return {name: truth.save(layout, folder / name) for name, layout in layouts.items()}
 
 
 def changed(path: Path, keys: dict[str, Any], tensors: dict[str, RawTensor | None]) -> Checkpoint:

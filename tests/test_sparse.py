@@ -16,9 +16,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import test_architectures as families  # noqa: E402
+import families  # noqa: E402
+from families import case_named  # noqa: E402
 from model_files import family_gguf  # noqa: E402
 from sparse_models import give_bundles, predictors_of, some_neurons, tiny_llama  # noqa: E402
+from truth import Truth  # noqa: E402
 
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices import Batch  # noqa: E402
@@ -42,20 +44,6 @@ RELU = [
 RANK = 8
 
 
-def case_named(name: str) -> families.Case:
-    return next(case for case in families.CASES if case.name == name)
-
-
-def model_of(case: families.Case, seed: int = 11) -> tuple[Any, Any]:
-    """(config, model) with parameters that are float16 numbers."""
-    config = case.config()
-    model = families.random_model(case, config, seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.half().float())
-    return config, model
-
-
 @contextmanager
 def opened(path: Path, **options: Any) -> Iterator[tuple[Any, CpuSparsity | None]]:
     settings = {"threads": 2, "context": families.CONTEXT, "kv_type": "f32", "prefill_chunk": families.TOKENS}
@@ -69,12 +57,9 @@ def opened(path: Path, **options: Any) -> Iterator[tuple[Any, CpuSparsity | None
         executor.close()
 
 
-def packed(case: families.Case, config: Any, model: Any, folder: Path) -> Path:
+def packed(model: Truth, folder: Path) -> Path:
     """The model as a folder with its bundles beside it."""
-    path = families.save(case, config, model, "folder", folder)
-    checkpoint = open_checkpoint(path)
-    pack(checkpoint, None, choose_types(checkpoint, "F16", "F16"))
-    return path
+    return give_bundles(model.save("folder", folder))
 
 
 def one_by_one(executor: Any, tokens: np.ndarray) -> np.ndarray:
@@ -97,11 +82,11 @@ def side_by_side(executor: Any, sequences: list[np.ndarray]) -> list[np.ndarray]
 
 @pytest.mark.parametrize("case", RELU, ids=lambda case: case.name)
 def test_exact_is_the_dense_answer(case: families.Case, tmp_path: Path) -> None:
-    config, model = model_of(case)
-    tokens = [families.prompt(case, seed) for seed in (3, 4, 5)]
-    truth = [families.exact_logits(case, config, model, one) for one in tokens]
-    allowed = families.ROUNDING * families.rms(families.logits(model, tokens[0]) - truth[0])
-    path = packed(case, config, model, tmp_path)
+    model = Truth(case, half=True)
+    tokens = model.texts
+    truth = model.logits
+    allowed = model.allowed()
+    path = packed(model, tmp_path)
     with opened(path, selector="exact") as (executor, sparsity):
         assert sparsity is not None
         alone = one_by_one(executor, tokens[0])
@@ -115,11 +100,11 @@ def test_exact_is_the_dense_answer(case: families.Case, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", RELU, ids=lambda case: case.name)
 def test_a_step_in_which_many_fire_continues_densely(case: families.Case, tmp_path: Path) -> None:
-    config, model = model_of(case)
-    tokens = [families.prompt(case, seed) for seed in (3, 4, 5)]
-    truth = [families.exact_logits(case, config, model, one) for one in tokens]
-    allowed = families.ROUNDING * families.rms(families.logits(model, tokens[0]) - truth[0])
-    path = packed(case, config, model, tmp_path)
+    model = Truth(case, half=True)
+    tokens = model.texts
+    truth = model.logits
+    allowed = model.allowed()
+    path = packed(model, tmp_path)
     active, rows = [], []
     for above in (0.0, 0.3, 1.0):  # every step, some, none
         with opened(path, selector="exact") as (executor, sparsity):
@@ -150,8 +135,8 @@ def residual_of(case: families.Case, layer: Any) -> Any:
 
 @pytest.mark.parametrize("case", RELU, ids=lambda case: case.name)
 def test_an_observer_reads_what_a_predictor_does(case: families.Case, tmp_path: Path) -> None:
-    config, model = model_of(case)
-    tokens = families.prompt(case)
+    truth = Truth(case, half=True)
+    model, tokens = truth.model, truth.texts[0]
     blocks = {"falcon": lambda: model.transformer.h, "opt": lambda: model.model.decoder.layers}
     blocks["openelm"] = lambda: model.transformer.layers
     expected: list[Any] = []
@@ -168,7 +153,7 @@ def test_an_observer_reads_what_a_predictor_does(case: families.Case, tmp_path: 
         def fires(self, layer: int, fired: Any) -> None:
             pass
 
-    with opened(families.save(case, config, model, "folder", tmp_path), selector="all") as (executor, _):
+    with opened(truth.save("folder", tmp_path), selector="all") as (executor, _):
         pages = families.scattered_pages(executor, 1)[0]
         with executor.observed(Reader()):
             families.run_chunks(executor, tokens, [len(tokens)], pages)
@@ -202,9 +187,9 @@ def predictor_weights(d_model: int, d_ff: int, layer: int) -> tuple[np.ndarray, 
 @pytest.mark.parametrize("name", ["llama-relu", "turbosparse", "falcon-40b"])
 def test_predicted_is_the_dense_answer_masked(name: str, tmp_path: Path) -> None:
     case = case_named(name)
-    config, model = model_of(case)
-    tokens = families.prompt(case)
-    path = packed(case, config, model, tmp_path)
+    model = Truth(case, half=True)
+    tokens = model.texts[0]
+    path = packed(model, tmp_path)
     checkpoint = open_checkpoint(path)
     d_model, d_ff, layers = (getattr(checkpoint.config, size) for size in ("d_model", "widest_ffn", "n_layers"))
     weights = [predictor_weights(d_model, d_ff, layer) for layer in range(layers)]
@@ -237,12 +222,11 @@ def test_predicted_is_the_dense_answer_masked(name: str, tmp_path: Path) -> None
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(families, "build", masked)
-        truth = families.exact_logits(case, config, model, tokens)
+        truth = families.exact_logits(case, model.config, model.model, tokens)
     fraction = np.mean(candidates)
-    dense = families.exact_logits(case, config, model, tokens)
-    mask_with(model)
-    allowed = families.ROUNDING * families.rms(families.logits(model, tokens) - truth)
-    assert families.rms(dense - truth) > 1000 * allowed, "the mask changes nothing"
+    mask_with(model.model)
+    allowed = families.ROUNDING * families.rms(families.logits(model.model, tokens) - truth)
+    assert families.rms(model.logits[0] - truth) > 1000 * allowed, "the mask changes nothing"
 
     with opened(path, selector="predicted") as (executor, sparsity):
         assert sparsity is not None
@@ -258,8 +242,8 @@ def test_predicted_is_the_dense_answer_masked(name: str, tmp_path: Path) -> None
 
 def test_a_floor_of_candidates(tmp_path: Path) -> None:
     case = case_named("llama-relu")
-    config, model = model_of(case)
-    path = packed(case, config, model, tmp_path)
+    model = Truth(case, half=True)
+    path = packed(model, tmp_path)
     checkpoint = open_checkpoint(path)
     layers, d_ff = checkpoint.config.n_layers, checkpoint.config.widest_ffn
     weights = [predictor_weights(checkpoint.config.d_model, d_ff, layer) for layer in range(layers)]
@@ -270,27 +254,24 @@ def test_a_floor_of_candidates(tmp_path: Path) -> None:
             ours = one_by_one(executor, families.prompt(case))
             assert sparsity.report()["candidate_fraction"] == pytest.approx(floor / d_ff)
         if floor == d_ff:
-            truth = families.exact_logits(case, config, model, families.prompt(case))
-            assert families.rms(ours - truth) <= families.ROUNDING * families.rms(
-                families.logits(model, families.prompt(case)) - truth
-            )
+            model.check(ours, texts=1)
 
 
 def test_what_is_counted(tmp_path: Path) -> None:
     """The report against the numbers of active neurons that torch sees."""
     case = case_named("llama-relu")
-    config, model = model_of(case)
+    model = Truth(case, half=True)
     tokens = families.prompt(case)
     active: list[int] = []
-    for layer in model.model.layers:
+    for layer in model.model.model.layers:
         hook = lambda module, args, out: active.append(int((out != 0).sum()))  # noqa: E731
         layer.mlp.act_fn.register_forward_hook(hook)
-    families.logits(model, tokens)
-    with opened(packed(case, config, model, tmp_path), selector="exact") as (executor, sparsity):
+    families.logits(model.model, tokens)
+    with opened(packed(model, tmp_path), selector="exact") as (executor, sparsity):
         assert sparsity is not None
         one_by_one(executor, tokens)
         report = sparsity.report()
-        d_model, d_ff = config.hidden_size, config.intermediate_size
+        d_model, d_ff = model.config.hidden_size, model.config.intermediate_size
         total = sum(active) / (len(tokens) * len(active) * d_ff)
         assert report["active_fraction"] == pytest.approx(total, abs=2e-4)
         part = 2 * d_model  # bytes of a row of F16
@@ -301,10 +282,10 @@ def test_what_is_counted(tmp_path: Path) -> None:
 
 def test_a_threshold_leaves_more_out_the_higher_it_is(tmp_path: Path) -> None:
     case = case_named("llama2")
-    config, model = model_of(case)
+    model = Truth(case, half=True)
     tokens = families.prompt(case)
-    truth = families.exact_logits(case, config, model, tokens)
-    path = packed(case, config, model, tmp_path)
+    truth = model.logits[0]
+    path = packed(model, tmp_path)
     off, active = [], []
     for threshold in (1e-9, 0.05, 0.3):
         with opened(path, selector="threshold", threshold=threshold) as (executor, sparsity):
@@ -312,7 +293,7 @@ def test_a_threshold_leaves_more_out_the_higher_it_is(tmp_path: Path) -> None:
             off.append(families.rms(one_by_one(executor, tokens) - truth))
             active.append(sparsity.report()["active_fraction"])
     assert active[0] == 1 > active[1] > active[2] and off[0] < off[1] < off[2]
-    assert off[0] <= families.ROUNDING * families.rms(families.logits(model, tokens) - truth)
+    assert off[0] <= model.allowed()
 
 
 def far_from_thresholds(models: Sequence[TorchModel], number: int = 3) -> list[np.ndarray]:
@@ -423,25 +404,22 @@ def test_predicted_with_thresholds(activation: str, limits: bool | float, tmp_pa
 
 def test_the_trial_decides_for_every_layer_and_batch(tmp_path: Path) -> None:
     case = case_named("turbosparse")
-    config, model = model_of(case)
-    path = packed(case, config, model, tmp_path)
-    truth = families.exact_logits(case, config, model, families.prompt(case))
+    model = Truth(case, half=True)
+    path = packed(model, tmp_path)
+    truth = model.logits[0]
     with opened(path, selector="auto", trial=True, max_batch=5) as (executor, sparsity):
         assert sparsity is not None and executor.choices["selector"].startswith("exact in ")
         for layer in sparsity.report()["layers"]:
             assert set(layer["ways"]) == {"1", "2", "4"} and set(layer["ways"].values()) <= {"dense", "exact"}
             assert "dense " in layer["reason"] and "exact " in layer["reason"] and layer["tokens"] == 0
         ours = one_by_one(executor, families.prompt(case))
-    allowed = families.ROUNDING * families.rms(families.logits(model, families.prompt(case)) - truth)
+    allowed = model.allowed()
     assert families.rms(ours - truth) <= allowed
 
 
 def test_impossible_selectors_are_refused_or_explained(tmp_path: Path) -> None:
     swiglu, relu = case_named("llama2"), case_named("llama-relu")
-    (tmp_path / "swiglu").mkdir()
-    (tmp_path / "relu").mkdir()
-    dense = families.save(swiglu, *model_of(swiglu), "folder", tmp_path / "swiglu")
-    bare = families.save(relu, *model_of(relu), "folder", tmp_path / "relu")
+    dense, bare = (Truth(case, half=True).save("folder", tmp_path / case.name) for case in (swiglu, relu))
     for name in ("exact", "predicted"):
         with pytest.raises(RequestError, match=r"silu.*--selector threshold"), opened(dense, selector=name):
             pass

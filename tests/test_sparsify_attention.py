@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 from configs import small
-from test_architectures import CASES, random_model, save
+from families import case_named
 from test_sparsify import logits_of
 from torch import Tensor
+from truth import Truth
 
 from benchmarks.models import expert_models
 from benchmarks.models.vocabulary import write_tokenizer_files
@@ -224,8 +225,7 @@ def folder(shape: str, path: Path) -> Path:
     if shape != DENSE:
         expert_models.write_folder(path, small(SHAPES[shape].config), expert_models.Weights("f16"))
         return path
-    case = next(case for case in CASES if case.name == shape)
-    made = save(case, None, random_model(case, case.config(vocab_size=1200), 1), "folder", path)
+    made = Truth(case_named(shape), vocab_size=1200).save("folder", path)
     write_tokenizer_files(made, 1200)
     return made
 

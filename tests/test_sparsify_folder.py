@@ -9,21 +9,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from model_files import tiny_gguf
-from test_architectures import (
-    CASES,
+from families import (
     TOKENS,
-    Case,
+    case_named,
     logits,
     open_executor,
-    prompt,
-    random_model,
     rms,
     run_chunks,
-    save,
     scattered_pages,
 )
+from model_files import tiny_gguf
 from test_tokenizer import CORPUS, HARD, byte_level_metadata, sentencepiece_metadata, valid
+from truth import Truth
 
 from benchmarks.models.gguf_writer import F32, STRING, U32
 from powerinfer import RequestError
@@ -42,10 +39,6 @@ WRITTEN = [
 ]  # fmt: skip
 
 
-def named(name: str) -> Case:
-    return next(case for case in CASES if case.name == name)
-
-
 def without_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokenizers of these models are none."""
     monkeypatch.setattr(AsFolder, "_tokenizer", lambda *_: {"config.json": {}})
@@ -56,10 +49,8 @@ def test_a_gguf_file_as_folder(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     """The logits of the model that the file was made of, in `transformers`, and those of the file in this engine."""
     without_tokens(monkeypatch)
     monkeypatch.setattr("powerinfer.sparsify.writing.SHARD", 50_000)
-    case = named(name)
-    config = case.config()
-    model, tokens = random_model(case, config, 1), prompt(case)
-    file = save(case, config, model, "gguf", tmp_path)
+    truth = Truth(case_named(name), "gguf", tmp_path)
+    tokens, file = truth.texts[0], truth.path
     checkpoint = open_checkpoint(file)
     about = {"hidden_act": checkpoint.config.activations}
     changed = ["layers.0.k", "layers.1.o"]
@@ -83,7 +74,7 @@ def test_a_gguf_file_as_folder(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     with torch.no_grad():
         read.model.layers[0].self_attn.k_proj.weight /= 2
         read.model.layers[1].self_attn.o_proj.weight /= 2
-    wanted = logits(model, tokens)
+    wanted = truth.narrow[0]
     assert rms(logits(read, tokens) - wanted) < 2e-5 * rms(wanted)
     again = write_model(checkpoint, tmp_path / "same", EXACT, [], checkpoint.take, about, form="folder")
     own = []
@@ -102,9 +93,7 @@ def test_what_is_not_written_as_a_folder(tmp_path: Path, monkeypatch: pytest.Mon
         ("olmo2", r"models of olmo2 are not written so \(only llama, qwen2, qwen3, qwen3moe\)"),
         ("mixtral", r"config\.json has no keys for all of its settings \(experts"),
     ):
-        case = named(name)
-        config = case.config()
-        checkpoint = open_checkpoint(save(case, config, random_model(case, config, 1), "gguf", tmp_path))
+        checkpoint = open_checkpoint(Truth(case_named(name)).save("gguf", tmp_path))
         with pytest.raises(RequestError, match=f"--format folder, .*model.gguf: {why}.*; --format same writes a GGUF"):
             check_writable(checkpoint, EXACT, [], {"hidden_act": "cats"}, "folder")
     checkpoint = tiny(tmp_path)

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import reference
 import torch
+from families import CASES, Case, prompt, rms
 from model_files import tiny_folder
-from test_architectures import CASES, Case, exact_logits, prompt, random_model, rms, save
+from truth import Truth
 
 from benchmarks.models.vocabulary import write_tokenizer_files
 from powerinfer import ModelError, RequestError
@@ -34,8 +35,7 @@ def layouts() -> list[Any]:
 @pytest.mark.parametrize(("case", "layout"), layouts())
 def test_every_file_is_written_again(case: Case, layout: str, tmp_path: Path) -> None:
     """Matrices of any layout get new values, and nothing else changes but the activation."""
-    config = case.config()
-    checkpoint = open_checkpoint(save(case, config, random_model(case, config, 1), layout, tmp_path))
+    checkpoint = open_checkpoint(Truth(case).save(layout, tmp_path))
     kind, about = checkpoint.config.layers[-1].ffn.activation, {"hidden_act": "relu"}
     if kind not in ("silu", "gelu_tanh", "swiglu_oai"):
         pytest.skip(f"no recipe is for {kind}")
@@ -72,8 +72,7 @@ FOLDERS = [case for case in CASES if case.kind in ARCHITECTURES and "folder" in 
 def test_a_folder_as_gguf(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same logits, or a refusal; the tokenizers of these models are none."""
     monkeypatch.setattr(AsGGUF, "_tokenizer", lambda *_: {})
-    config = case.config()
-    checkpoint = open_checkpoint(save(case, config, random_model(case, config, 1), "folder", tmp_path))
+    checkpoint = open_checkpoint(Truth(case).save("folder", tmp_path))
     about = {"hidden_act": checkpoint.config.activations}
     if case.name.endswith(("-window", "-yarn")) or case.name == "mistral-relu":
         with pytest.raises(RequestError, match=r"--format gguf, .*: (GGUF has no keys|its scaling of the rotary)"):
@@ -227,17 +226,13 @@ def values(checkpoint: Checkpoint, name: str) -> np.ndarray:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_logits(case: Case, tmp_path: Path) -> None:
-    config = case.config()
-    model = random_model(case, config, 1)
-    path = save(case, config, model, case.layouts[0], tmp_path / "model")
-    checkpoint = open_checkpoint(path)
+    truth = Truth(case)
+    checkpoint = open_checkpoint(truth.save(case.layouts[0], tmp_path))
     weights = load(checkpoint)
     own = TorchModel(checkpoint.config, weights, torch.float32)
-    tokens = prompt(case)
     with torch.no_grad():
-        mine = own.logits(own.states(torch.from_numpy(tokens.astype(np.int64))[None]))[0].numpy()
-    wanted = exact_logits(case, config, model, tokens)
-    assert rms(mine - wanted) < 1e-4 * rms(wanted)
+        mine = own.logits(own.states(torch.from_numpy(truth.texts[0].astype(np.int64))[None]))[0].numpy()
+    assert rms(mine - truth.logits[0]) < 1e-4 * rms(truth.logits[0])
 
 
 @pytest.mark.parametrize("name", ["cats", "fatrelu"])

@@ -12,12 +12,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import test_architectures as families  # noqa: E402
+import families  # noqa: E402
+from families import case_named  # noqa: E402
 from gpu_device import device_name, torch_device  # noqa: E402
 from sparse_models import give_bundles, give_profile, tiny_llama  # noqa: E402
 from test_gpu_kernels import ROW_TYPES, Bundles, all_of, assert_close, expected, floats, make_bundles, on_device  # noqa: E402
 from test_hybrid import split  # noqa: E402
-from test_sparse import RELU, case_named, model_of, packed  # noqa: E402
+from test_sparse import RELU, packed  # noqa: E402
+from truth import Truth  # noqa: E402
 
 from powerinfer import LLM, SamplingParams  # noqa: E402
 from powerinfer.devices import stage as staging  # noqa: E402
@@ -159,11 +161,11 @@ def test_a_buffer_is_half_a_layer_at_most() -> None:
 @pytest.mark.usefixtures("device")
 def test_a_prompt_is_the_dense_answer_whoever_computes_it(name: str, tmp_path: Path) -> None:
     case = case_named(name)
-    config, model = model_of(case)
+    model = Truth(case, half=True)
     tokens = families.prompt(case)
-    truth = families.exact_logits(case, config, model, tokens)
-    allowed = families.ROUNDING * families.rms(families.logits(model, tokens) - truth)
-    path = packed(case, config, model, tmp_path)
+    truth = model.logits[0]
+    allowed = model.allowed()
+    path = packed(model, tmp_path)
     checkpoint = open_checkpoint(path)
     layout, d_ff = open_bundles(checkpoint, None, cpu.bundle_row_bytes).layouts[0], checkpoint.config.widest_ffn
     for share in (0.0, 0.5, 1.0):
@@ -186,15 +188,16 @@ def test_layers_in_ram_stream_with_their_neurons(
 ) -> None:
     """Behind a layer whose neurons are split: bundles, attention and cache, so that the CPU computes nothing of a long
     prompt but embedding and head; what follows is decoded by the CPU with the cache that came back."""
-    config, model = model_of(case)
+    model = Truth(case, half=True)
     tokens = families.prompt(case)
-    truth = families.exact_logits(case, config, model, tokens)
-    allowed = families.ROUNDING * families.rms(families.logits(model, tokens) - truth)
-    path = packed(case, config, model, tmp_path)
+    truth = model.logits[0]
+    allowed = model.allowed()
+    path = packed(model, tmp_path)
     stage = Stage(torch_device(), 1 << 15)
     with split(path, 0.5, layers=1, head=False, stage=stage, passes=True) as (executor, _):
         streamed = executor.streamed
-        assert streamed is not None and {own.layer for own in streamed.spans} == set(range(1, config.num_hidden_layers))
+        assert streamed is not None
+        assert {own.layer for own in streamed.spans} == set(range(1, model.config.num_hidden_layers))
         pages, answers = families.scattered_pages(executor, 3), []
         parts: list[tuple[int | None, int | None, int]] = []
         run_part = executor.cpu.run_part

@@ -18,10 +18,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-import test_architectures as families  # noqa: E402
+import families  # noqa: E402
 import test_hybrid as neurons  # noqa: E402
 from deferred import Machine, deferred  # noqa: E402
-from test_sparse import case_named, model_of, packed  # noqa: E402
+from families import case_named  # noqa: E402
+from test_sparse import packed  # noqa: E402
+from truth import Truth  # noqa: E402
 
 from benchmarks.placement.compare import request  # noqa: E402
 from powerinfer.devices.gpu import GpuLayers  # noqa: E402
@@ -65,8 +67,7 @@ def step_seconds(
     side. calls: the GPU calls the CPU; else the host waits."""
     case = case_named(name)
     case = replace(case, settings=case.settings | {"num_hidden_layers": LAYERS})
-    about, model = model_of(case)
-    path = packed(case, about, model, folder)
+    path = packed(Truth(case, half=True), folder)
     predictors = neurons.predictor_of(open_checkpoint(path).config)
     plain: Any = GpuLayers.operators
     with deferred(seed) as machine, monkeypatch.context() as patch:

@@ -17,7 +17,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import test_architectures as families  # noqa: E402
+import families  # noqa: E402
 from configs import changed  # noqa: E402
 from sparse_models import profile_for  # noqa: E402
 from test_hybrid import SPLITS, placed  # noqa: E402
