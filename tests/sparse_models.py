@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +76,8 @@ def profile_of(layers: int, d_ff: int, seed: int = 4, most: float = 0.9) -> Prof
     return profile_for((d_ff,) * layers, seed, most)
 
 
-def profile_for(sizes: Sequence[int], seed: int = 4, most: float = 0.9) -> Profile:
+@functools.cache
+def profile_for(sizes: tuple[int, ...], seed: int = 4, most: float = 0.9) -> Profile:
     """A profile of two texts of 300 and 200 tokens; neurons fire independently, each with a chance of up to `most`."""
     rng = np.random.default_rng(seed)
     tokens = (300, 200)
@@ -89,6 +90,8 @@ def profile_for(sizes: Sequence[int], seed: int = 4, most: float = 0.9) -> Profi
         active.append(np.bincount((100 * share).astype(np.int64), minlength=101))
     whole = tuple(counts.sum(axis=0) for counts in each)
     names = ("one.txt", "two.txt")
+    for array in (*whole, *each, *active):
+        array.flags.writeable = False  # others get the same
     return Profile(sum(tokens), whole, names, tokens, tuple(each), tuple(active), (0.5,) * len(sizes))
 
 

@@ -333,25 +333,24 @@ def test_the_commands_say_what_was_chosen(
     assert document["streams_from"] is None
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_a_choice_that_does_not_fit_is_no_choice(room: EngineConfig, tmp_path: Path, slow: Any) -> None:
+    slow({"static": 2, "lru": 1, "lfu": 2, "dynamic": 2})
+    _, llm = load(tmp_path, room)
+    llm.close()
+    path = tmp_path / "m.gguf.powerinfer/expert-policy.json"
+    auto, good = replace(room, expert_policy="auto"), path.read_text()
+    changes: list[Callable[[dict[str, Any]], object]] = [
         lambda kept: kept.update(policy="best"),
         lambda kept: kept.update(seconds={"static": -1}),
         lambda kept: kept.update(seconds=[]),
         lambda kept: kept.pop("why"),
         lambda kept: kept["key"].update(experts="others"),
         lambda kept: kept["key"].update(model="another"),
-    ],
-)
-def test_a_choice_that_does_not_fit_is_no_choice(change: Any, room: EngineConfig, tmp_path: Path, slow: Any) -> None:
-    slow({"static": 2, "lru": 1, "lfu": 2, "dynamic": 2})
-    _, llm = load(tmp_path, room)
-    llm.close()
-    path = tmp_path / "m.gguf.powerinfer/expert-policy.json"
-    auto = replace(room, expert_policy="auto")
-    assert resolve(open_checkpoint(tmp_path / "m.gguf"), auto).policy == "lru"
-    document = json.loads(path.read_text())
-    change(document["expert-policies"][0])
-    path.write_text(json.dumps(document))
-    assert resolve(open_checkpoint(tmp_path / "m.gguf"), auto).policy is None
+    ]
+    for change in changes:
+        path.write_text(good)
+        assert resolve(open_checkpoint(tmp_path / "m.gguf"), auto).policy == "lru"
+        document = json.loads(good)
+        change(document["expert-policies"][0])
+        path.write_text(json.dumps(document))
+        assert resolve(open_checkpoint(tmp_path / "m.gguf"), auto).policy is None, document

@@ -1,4 +1,4 @@
-"""Code that a type checker takes; tests/test_python_api.py checks it with mypy. It is never run."""
+"""Code that a type checker takes: `make check` runs mypy on it. It is never run."""
 
 from __future__ import annotations
 
