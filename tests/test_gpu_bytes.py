@@ -156,11 +156,18 @@ def steps(executor: Any) -> Iterator[str]:
     yield "full batch"
 
 
+PARTS: list[tuple[int, int | None]] = [(0, None), (1, None), (3, None), (99, None), (0, 1)]
+KINDS = ("llama-limits", "llama-q8_0", "llama-q4_0", "opt", "falcon", "nemotron")
+
+
 @pytest.mark.parametrize(
-    "name",
-    ["llama", "llama-limits", "llama-q8_0", "llama-q4_0", "llama-predictors", "opt", "falcon", "nemotron"],
+    ("name", "groups", "layers"),
+    # Every placement with predictors and without; of every kind some neurons, and a layer alone.
+    [
+        *((name, *part) for name in ("llama", "llama-predictors") for part in PARTS),
+        *((name, *part) for name in KINDS for part in (PARTS[2], PARTS[4])),
+    ],
 )
-@pytest.mark.parametrize(("groups", "layers"), [(0, None), (1, None), (3, None), (99, None), (0, 1)])
 @pytest.mark.usefixtures("device")
 def test_a_plans_bytes_are_what_is_held(tmp_path: Path, name: str, groups: int, layers: int | None) -> None:
     path, quantize = models(tmp_path, name)
@@ -170,16 +177,15 @@ def test_a_plans_bytes_are_what_is_held(tmp_path: Path, name: str, groups: int, 
     every = sum(-(-layer.ffn.size // GROUP) for layer in plan.request.model.config.layers)
     assert sum(plan.choice.gpu) == min(groups, every)
     with loaded(path, quantize, plan) as (executor, ffns):
-        most = 0
         for when in steps(executor):
             held = {part: nbytes for part, nbytes in held_on_gpu(executor, ffns).items() if nbytes}
             assert set(held) <= set(planned)
             scratch = held.pop("scratch")
-            scratch += passed(executor, tmp_path)
-            most = max(most, scratch)
             assert scratch <= planned["scratch"], when
             assert held == {part: planned[part] for part in held}, when
             assert sum(held.values()) + planned["scratch"] == sum(planned.values()) <= plan.request.vram, when
+        most = scratch + passed(executor, tmp_path)
+        assert most <= planned["scratch"]
         counted = planned["scratch"] - GPU_MARGIN - plan.claims.gpu_layers * LAYER_MARGIN
         if device_name() == "cpu":  # on a GPU recorded steps have their memory elsewhere
             assert counted <= 3 * most, "an estimate far too high takes the room of neurons"
@@ -224,8 +230,9 @@ def check_dense_layers(path: Path, tmp_path: Path, kv_type: str, layers: int, he
     try:
         for when in steps(executor):
             held = {part: nbytes for part, nbytes in held_on_gpu(executor, []).items() if nbytes}
-            assert held.pop("scratch") + passed(executor, tmp_path) <= planned["scratch"], when
+            scratch = held.pop("scratch")
             assert held | {name: planned[name] for name in ("runtime", "scratch")} == planned, when
+        assert scratch + passed(executor, tmp_path) <= planned["scratch"]
     finally:
         executor.close()
 

@@ -116,10 +116,9 @@ class Model:
         self.held -= set(self.least(set())[: max(0, len(self.held) - self.slots)])
 
 
-@both_ways
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("n", [1, 2, 13, ITEMS, ITEMS + 3])
-@pytest.mark.parametrize("engine", ["uring", "threads"])
+@pytest.mark.parametrize(("engine", "direct"), [("uring", True), ("threads", False)])  # each with each: test_reads.py
 def test_as_the_model_does(tmp_path: Path, engine: str, n: int, layout: str, direct: bool) -> None:
     parts = LAYOUTS[layout]
     data = random_file(tmp_path / "a", SIZE)

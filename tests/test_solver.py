@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -28,13 +26,13 @@ def brute_force(a: np.ndarray, b: np.ndarray | None, gpu: int, ram: int | None) 
     if b is None:
         b = np.full(a.shape, INF)
         b[:, -1] = 0
-    pairs = [(k, j) for k in range(width) for j in range(k, width)]
-    best = INF
-    for chosen in itertools.product(pairs, repeat=layers):
-        fits = sum(k for k, _ in chosen) <= gpu and (ram is None or sum(j - k for k, j in chosen) <= ram)
-        if fits:
-            best = min(best, sum(a[n, k] + b[n, j] for n, (k, j) in enumerate(chosen)))
-    return best
+    pairs = np.array([(k, j) for k in range(width) for j in range(k, width)])
+    k, j = np.moveaxis(pairs[np.indices((len(pairs),) * layers).reshape(layers, -1)], -1, 0)  # [layers, choices]
+    fits = k.sum(0) <= gpu
+    if ram is not None:
+        fits &= (j - k).sum(0) <= ram
+    every = np.arange(layers)[:, None]
+    return float((a[every, k] + b[every, j]).sum(0)[fits].min(initial=INF))
 
 
 def plain_program(impact: np.ndarray, least: list[int | None], gpu: int, ram: int | None) -> float:

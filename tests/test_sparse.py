@@ -46,7 +46,7 @@ RANK = 8
 
 @contextmanager
 def opened(path: Path, **options: Any) -> Iterator[tuple[Any, CpuSparsity | None]]:
-    settings = {"threads": 2, "context": families.CONTEXT, "kv_type": "f32", "prefill_chunk": families.TOKENS}
+    settings = {"threads": 1, "context": families.CONTEXT, "kv_type": "f32", "prefill_chunk": families.TOKENS}
     engine = EngineConfig(**(settings | {"max_batch": 8, "trial": False, "recall_every": 1} | options))
     checkpoint = open_checkpoint(path, engine.quantize)
     executor = load(checkpoint, engine)
@@ -96,6 +96,9 @@ def test_exact_is_the_dense_answer(case: families.Case, tmp_path: Path) -> None:
         together = side_by_side(executor, tokens)
         assert max(families.rms(ours - exact) for ours, exact in zip(together, truth, strict=True)) <= 2 * allowed
         np.testing.assert_array_equal(one_by_one(executor, tokens[0]), alone)  # same bits again
+    with opened(path, selector="exact", threads=2) as (executor, _):
+        for ours, exact in zip(side_by_side(executor, [one[:12] for one in tokens]), truth, strict=True):
+            assert families.rms(ours - exact[:12]) <= 2 * allowed, "with two threads"
 
 
 @pytest.mark.parametrize("case", RELU, ids=lambda case: case.name)

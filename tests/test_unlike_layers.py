@@ -170,7 +170,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine_of(**options: Any) -> EngineConfig:
-    settings = {"threads": 2, "context": families.CONTEXT, "kv_type": "f32", "prefill_chunk": families.TOKENS}
+    settings = {"threads": 1, "context": families.CONTEXT, "kv_type": "f32", "prefill_chunk": families.TOKENS}
     return EngineConfig(**(settings | {"max_batch": 8, "trial": False} | options))
 
 
