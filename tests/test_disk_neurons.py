@@ -48,7 +48,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine_of(selector: str, **more: Any) -> EngineConfig:
-    options = {"threads": 2, "prefill_chunk": 64, "max_batch": 4, "context": 128, "trial": False, "recall_every": 0}
+    options = {"threads": 1, "prefill_chunk": 64, "max_batch": 4, "context": 128, "trial": False, "recall_every": 0}
     return EngineConfig(**(options | {"selector": selector} | more))
 
 
@@ -124,8 +124,8 @@ def tier_of(
     return DiskTier(about, files, places, reads)
 
 
-def opened(path: Path, selector: str, slots: int, direct: bool = True, **more: Any) -> Opened:
-    engine, checkpoint = engine_of(selector), open_checkpoint(path)
+def opened(path: Path, selector: str, slots: int, direct: bool = True, threads: int = 1, **more: Any) -> Opened:
+    engine, checkpoint = engine_of(selector, threads=threads), open_checkpoint(path)
     selection = select(checkpoint, engine)
     tier = tier_of(checkpoint, selection, slots, direct, **more)
     executor = load(checkpoint, engine, disk=tier)
@@ -167,8 +167,8 @@ def check_same(executor: CpuExecutor, expected: list[np.ndarray]) -> None:
 def test_neurons_on_disk_give_the_same_bits(selector: str, types: tuple[str, str], tmp_path: Path) -> None:
     path = model(tmp_path, types)
     expected = answers(in_memory(path, selector))
-    for slots, direct in ((FEWEST, True), (NEURONS // 2, False), (NEURONS, True)):
-        own = opened(path, selector, slots, direct)
+    for slots, direct, threads in ((FEWEST, True, 2), (NEURONS // 2, False, 1), (NEURONS, True, 1)):
+        own = opened(path, selector, slots, direct, threads)
         for _ in range(2):  # the second time with what the first one read
             check_same(own.executor, expected)
         assert all(one.slots == slots for one in own.tier.slots.values())

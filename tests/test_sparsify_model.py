@@ -29,7 +29,14 @@ from powerinfer.sparsify.writing import check_writable, write_model
 
 
 def layouts() -> list[Any]:
-    return [pytest.param(case, layout, id=f"{case.name}-{layout}") for case in CASES for layout in case.layouts]
+    """Every case in every layout of its tensors; a folder's config.json of another version for some."""
+    every = [(case, layout) for case in CASES for layout in case.layouts]
+    older = ("llama-gqa", "gemma3", "phi3-long", "qwen3-moe", "deepseek-v2")
+    return [
+        pytest.param(case, layout, id=f"{case.name}-{layout}")
+        for case, layout in every
+        if layout != "folder-v4" or case.name in older
+    ]
 
 
 @pytest.mark.parametrize(("case", "layout"), layouts())
