@@ -25,6 +25,7 @@ from seconds import Seconds
 from powerinfer.errors import PowerInferError
 from powerinfer.hardware.description import load
 from powerinfer.hub import cache_folder, resolve_model
+from powerinfer.kernels import cpu
 from powerinfer.system import Disturbance, usable_cores
 
 if TYPE_CHECKING:
@@ -51,6 +52,10 @@ def own_cache(real: Path) -> Path:
 # A worker has it of the process that started it.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["POWERINFER_CACHE"] = str(own_cache(cache_folder()))
+
+# A model that is not told how many threads to take has one: a worker of pytest-xdist has one core, and threads of
+# several workers' models would wait for each other. Tests of threads say how many.
+cpu.usable_cores = lambda: (1, "a worker has one core")
 
 # A bound on each example's time would measure what else runs on these cores.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -43,7 +43,7 @@ def text(seed: int, length: int) -> str:
 @pytest.fixture
 def corpora(tmp_path: Path) -> list[str]:
     paths = []
-    for seed, length in ((1, 3000), (2, 700)):
+    for seed, length in ((1, 1200), (2, 500)):
         paths.append(tmp_path / f"corpus{seed}.txt")
         paths[-1].write_text(text(seed, length))
     return [str(path) for path in paths]
