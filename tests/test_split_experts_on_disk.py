@@ -43,7 +43,7 @@ from powerinfer.placement.disk import DiskPlan  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
 from powerinfer.sizes import read_size  # noqa: E402
 
-ENGINE = EngineConfig(threads=2, prefill_chunk=64, max_batch=4, context=128, trial=False, disk="direct")
+ENGINE = EngineConfig(threads=1, prefill_chunk=64, max_batch=4, context=128, trial=False, disk="direct")
 NAMES = ("qwen3-30b-a3b", "smallthinker-4b", "gpt-oss-20b", "deepseek-v2-lite", "folder")
 MIB = 1 << 20
 REAL, MEASURED = _native.Reads, measure.measured
@@ -158,7 +158,7 @@ def test_a_slow_disk_changes_nothing(name: str, written: Callable[[str], Path]) 
         assert executor.disk.counts()["waited"] > 0
 
 
-@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v2-lite", "gpt-oss-20b"])
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
 @pytest.mark.usefixtures("device")
 def test_experts_are_guessed_a_layer_ahead(name: str, written: Callable[[str], Path]) -> None:  # noqa: F811
     """As well as on the CPU alone, though the layer before gets the experts' input alone; what is on the GPU is not."""

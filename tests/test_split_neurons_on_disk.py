@@ -44,7 +44,7 @@ from powerinfer.placement.plan import make_plan, read_plan, save_plan, with_less
 from powerinfer.sparsity.selection import select  # noqa: E402
 
 ENGINE = EngineConfig(
-    threads=2, prefill_chunk=64, max_batch=4, context=128, trial=False, disk="direct", selector="predicted"
+    threads=1, prefill_chunk=64, max_batch=4, context=128, trial=False, disk="direct", selector="predicted"
 )
 PAGES = 16
 LARGE = 12288  # neurons
@@ -308,7 +308,7 @@ def test_bundles_that_change_are_noticed(tmp_path: Path) -> None:
 def described(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are made for a described machine: this one may be measured anew at any time."""
     machine = load("pc-high")
-    machine = replace(machine, cpu=replace(machine.cpu, threads=2))
+    machine = replace(machine, cpu=replace(machine.cpu, threads=ENGINE.threads))
     monkeypatch.setattr("powerinfer.hardware.measure.measured", lambda *_, **__: machine)
     monkeypatch.setattr("powerinfer.hardware.measure.known", lambda *_, **__: machine)
 
