@@ -379,7 +379,7 @@ def test_guesses_that_cannot_be_read_are_read_again(tmp_path: Path) -> None:
     whole = in_memory(path, "predicted")
     expected, batches = answers(whole), list(steps(whole.config.vocab_size))
     outcomes = set()
-    for at in range(100, 900, 37):
+    for at in range(100, 900, 90):
         own = opened(path, "predicted", FEWEST, True, common=96, fail_at=at, failures=1, error=errno.EIO)
         if not own.tier.reads.direct:
             pytest.skip("this file system is not read past the cache, so nothing is guessed")
