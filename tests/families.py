@@ -1115,6 +1115,23 @@ def case_layouts() -> list[Any]:
     return [pytest.param(case, layout, id=f"{case.name}-{layout}") for case in CASES for layout in case.layouts]
 
 
+TURNED = ("llama", "sparsellama", "bamboo", "granite", "arcee", "smollm3", "falcon")
+"""Kinds whose GGUF files have rows of queries and keys in another order, which a device undoes."""
+
+
+def device_cases() -> list[Any]:
+    """Cases that a GPU runs, as a folder and as a GGUF file in turn; one of each of `TURNED` as both. That every file
+    is read as it is to be: test_architectures.py; what a device gets of either differs by the order of rows alone."""
+    found, both, layouts = [], set(TURNED), ("folder", "gguf")
+    for at, case in enumerate(case for case in CASES if case.kind not in ON_CPU_ALONE):
+        every = [layout for layout in layouts if layout in case.layouts]
+        some = every if case.kind in both else [every[at % len(every)]]
+        if len(every) == 2:
+            both.discard(case.kind)
+        found += [pytest.param(case, layout, id=f"{case.name}-{layout}") for layout in some]
+    return found
+
+
 def run_two(executor: Executor, first: np.ndarray, second: np.ndarray, pages: np.ndarray) -> list[np.ndarray]:
     """Two sequences whose beginnings are in the cache already go on together: 55 tokens of one, 25 of the other."""
     run_chunks(executor, first[:20], [20], pages[0], state=3)

@@ -86,14 +86,7 @@ def all_of(truth: Truth) -> dict[str, Any]:
     return on_gpu(truth.config.num_hidden_layers, head=True)
 
 
-@pytest.mark.parametrize(
-    ("case", "layout"),
-    [
-        one
-        for one in families.case_layouts()
-        if one.values[1] in ("folder", "gguf") and one.values[0].kind not in families.ON_CPU_ALONE
-    ],
-)
+@pytest.mark.parametrize(("case", "layout"), families.device_cases())
 @pytest.mark.usefixtures("device")
 def test_logits(case: families.Case, layout: str, tmp_path: Path) -> None:
     """In one go, in chunks, token by token, two sequences together; all on the GPU, then a part of it."""

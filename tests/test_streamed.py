@@ -26,7 +26,7 @@ from test_gpu_layers import on_gpu as placed  # noqa: E402
 from truth import Truth  # noqa: E402
 
 from powerinfer import LLM, SamplingParams, _native  # noqa: E402
-from powerinfer.config import EngineConfig, ExpertsConfig  # noqa: E402
+from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices.batch import Batch  # noqa: E402
 from powerinfer.devices.gpu_weights import PanelMatrix, StreamedMatrices  # noqa: E402
 from powerinfer.devices.split import SplitExecutor  # noqa: E402
@@ -124,23 +124,13 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def dense_cases() -> list[Any]:
-    return [
-        one
-        for one in families.case_layouts()
-        if one.values[1] in ("folder", "gguf") and one.values[0].kind not in families.ON_CPU_ALONE
-    ]
-
-
-@pytest.mark.parametrize(("case", "layout"), dense_cases())
+@pytest.mark.parametrize(("case", "layout"), families.device_cases())
 @pytest.mark.usefixtures("device")
 def test_a_prompt_is_the_right_answer_whoever_computes_it(
     case: families.Case, layout: str, tmp_path: Path, products: list[int]
 ) -> None:
     """Within the bound of the CPU's own layers; the same bits on every run; single tokens stay on the CPU."""
     truth = Truth(case, layout, tmp_path)
-    if any(isinstance(one.ffn, ExpertsConfig) for one in open_checkpoint(truth.path).config.layers):
-        pytest.skip("experts")
     tokens, total = truth.texts[0], families.TOKENS
     with opened(truth.path, 1) as executor:
         streamed = executor.streamed
