@@ -107,7 +107,8 @@ def test_every_split_gives_the_dense_answer(case: families.Case, tmp_path: Path)
     truth = model.logits
     allowed = model.allowed()
     path = packed(model, tmp_path)
-    for share in SPLITS:
+    # Every share with a gate, with another place of the norm, beside attention; of the others, the extremes and half.
+    for share in SPLITS if case.name in ("llama-relu", "opt-post-norm", "falcon-40b") else SPLITS[::2]:
         with split(path, share) as (executor, ffns):
             alone = one_by_one(executor, tokens[0])
             assert families.rms(alone - truth[0]) <= allowed, share

@@ -101,7 +101,7 @@ def test_every_split_gives_the_answer_of_the_whole(name: str, layout: str, tmp_p
             truth.check(alone, what=f"token by token, {share}")
             again = families.run_chunks(executor, tokens, [1] * TOTAL, pages[3])
             np.testing.assert_array_equal(alone, again)  # the same bits
-            for text, ours in enumerate(families.run_two(executor, *truth.texts, pages[2:])):
+            for text, ours in enumerate(families.run_two(executor, *truth.texts[:2], pages[2:])):
                 truth.check(ours, text, "in a batch")
             for ffn in ffns:
                 assert (len(ffn.hot) + len(ffn.cold)) == ffn.about.n_experts
@@ -145,7 +145,7 @@ def test_layers_that_do_not_fit_run_on_the_cpu_as_a_whole(layers: int, tmp_path:
 
 
 @pytest.mark.skipif(not TRITON or gpu_device.CUDA, reason="Triton's interpreter is not at hand")
-@pytest.mark.parametrize("name", ["gpt-oss", "glm4-moe", "smallthinker", "deepseek-v2-lite", "kimi-k2"])
+@pytest.mark.parametrize("name", ["gpt-oss", "smallthinker", "kimi-k2"])  # biases, an early router, latents and shares
 @pytest.mark.usefixtures("device")
 def test_the_kernels_of_a_gpu(name: str, tmp_path: Path) -> None:
     truth = Truth(case_named(name), "folder", tmp_path)
@@ -209,7 +209,7 @@ def test_the_gpu_calls_the_cpu(name: str, each: int, tmp_path: Path, monkeypatch
             assert executor.gpu.link.calls.made - before == 12 * each * len(ffns) * calls
             assert (made == [7, 2]) == calls, made  # the first step of two tokens makes room, and all is recorded anew
             assert (len(made) > 2 * len(ffns)) == (not calls), made
-            found += families.run_two(executor, *truth.texts, pages[1:])
+            found += families.run_two(executor, *truth.texts[:2], pages[1:])
             told.append((*found, ExpertSparsity(executor, ffns).report(), [ffn.recent for ffn in ffns]))
     for called, waited in zip(*told, strict=True):
         np.testing.assert_equal(called, waited)
@@ -240,7 +240,7 @@ def test_recorded_launches_over_latents(name: str, tmp_path: Path, monkeypatch: 
         for own in pages[:2]:
             truth.check(families.run_chunks(executor, truth.texts[0], [2] * 10 + [1] * (TOTAL - 20), own))
         recorded = len(made)
-        for text, both in enumerate(families.run_two(executor, *truth.texts, pages[2:])):
+        for text, both in enumerate(families.run_two(executor, *truth.texts[:2], pages[2:])):
             truth.check(both, text, "in a batch")
         truth.check(families.run_chunks(executor, truth.texts[1], [1] * TOTAL, pages[3]), 1)
         assert recorded and min(made) > 0
@@ -591,7 +591,7 @@ def test_experts_that_are_exchanged_from_step_to_step(name: str, model: str, tmp
             pages = families.scattered_pages(executor, 3)
             ours = families.run_chunks(executor, truth.texts[0], [40, *[1] * (TOTAL - 40)], pages[0])
             truth.check(ours, what=name)
-            for text, both in enumerate(families.run_two(executor, *truth.texts, pages[1:])):
+            for text, both in enumerate(families.run_two(executor, *truth.texts[:2], pages[1:])):
                 truth.check(both, text, "in a batch")
             copied = [ffn.copied for ffn in ffns]
             assert sum(copied) > 0 and all(len(ffn.hot) == 2 and len(ffn.cold) == 4 for ffn in ffns)
