@@ -117,8 +117,9 @@ def test_a_step_in_which_many_fire_continues_densely(case: families.Case, tmp_pa
             assert families.rms(one_by_one(executor, tokens[0]) - truth[0]) <= allowed
             active.append(sparsity.report()["active_fraction"])
             rows.append(executor.ffns[0].counts()["rows"])
-            together = side_by_side(executor, tokens)
-            assert max(families.rms(ours - exact) for ours, exact in zip(together, truth, strict=True)) <= 2 * allowed
+            together = side_by_side(executor, [one[:35] for one in tokens])
+            off = [families.rms(ours - exact[:35]) for ours, exact in zip(together, truth, strict=True)]
+            assert max(off) <= 2 * allowed
     assert max(active) - min(active) < 2e-3  # gates near zero
     assert rows[0] > rows[2] and rows[0] >= rows[1] >= rows[2]
 
