@@ -1,6 +1,6 @@
 """Placement independence: wherever neurons, layers and the head are placed, the answer is the dense one.
 
-The GPU is every device that there is (gpu_device.py). The truth and the bound are those of test_architectures.py:
+The GPU is every device that there is (gpu_device.py). The truth and the bound are those of families.py:
 float64, and four times the error that `transformers` makes in float32. Weights are float16 numbers, so bundles of F16
 hold them exactly.
 """

@@ -1,6 +1,6 @@
 """Experts on a GPU and on the CPU: wherever they are placed, the answer is that of the whole model.
 
-The GPU is every device that there is (gpu_device.py); truth and bound are those of test_architectures.py.
+The GPU is every device that there is (gpu_device.py); truth and bound are those of families.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sparse decode of every ReLU family against `transformers`: exact is the dense answer, predicted the masked one.
 
-The truth and the bound are those of test_architectures.py: float64, and four times the error that `transformers` makes
+The truth and the bound are those of families.py: float64, and four times the error that `transformers` makes
 in float32. Weights are float16 numbers, so bundles of F16 hold them exactly.
 """
 

@@ -1,7 +1,7 @@
 """A model whose layers differ in heads, FFN size, activation and gate, against plain torch: dense, sparse, on a GPU.
 
 No published family has all of it; the checkpoint is made in memory. The truth is float64, the bound four times the
-error that torch makes in float32 (see test_architectures.py). Weights are float16 numbers, so bundles of F16 hold them.
+error that torch makes in float32 (see families.py). Weights are float16 numbers, so bundles of F16 hold them.
 """
 
 from __future__ import annotations
