@@ -1,7 +1,7 @@
 """Layers on a GPU, or on one that torch's CPU emulates: every architecture against `transformers`, and failures.
 
 The truth and the bound are those of families.py: float64, and four times the error that `transformers` makes
-in float32. There it is also shown that a wrong configuration misses the bound.
+in float32. That a wrong configuration misses the bound is shown in test_architectures.py.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ MUTATIONS = [
     Mutation(
         "torch takes no more of a GPU than its models' budgets and what the program had there",
         "powerinfer/placement/shapes.py",
-        "return 4 * ((tokens + gpu.FEW) * row + logits) + GPU_MARGIN + layers * LAYER_MARGIN",
-        "return 4 * ((tokens + gpu.FEW) * row + logits)",
+        "return batch * -(-context // cpu.PAGE) * cpu.PAGE * token\n\n    def state_bytes",
+        "return batch * context // cpu.PAGE * cpu.PAGE * token // 2\n\n    def state_bytes",
         "tests/test_gpu_bytes.py -k 'plans_bytes and llama'",
     ),
     Mutation(
