@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Container, Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).parent.parent / "powerinfer"
 
@@ -46,6 +45,11 @@ NEVER = {"pickle", "transformers", "gguf", "requests", "safetensors"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imported(tree: ast.AST, modules: Container[str] = ()) -> Iterator[tuple[str, int]]:
     """(absolute module name, line) of every import below `tree`, those under TYPE_CHECKING left out.
 
@@ -62,33 +66,41 @@ def imported(tree: ast.AST, modules: Container[str] = ()) -> Iterator[tuple[str,
             yield from imported(node, modules)
 
 
+@cache
+def imports_of(path: Path) -> tuple[tuple[str, int], ...]:
+    return tuple(imported(parsed(path)))
+
+
 def room(module: str) -> str:
     return module.split(".")[1]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_one_way(path: Path) -> None:
-    here = room(".".join(("powerinfer", *path.relative_to(PACKAGE).with_suffix("").parts)))
-    if here == "__init__":
-        return  # the package's own face looks into every room, lazily
-    assert here in RANK, f"{path} is in no room that has a rank"
-    for module, line in imported(ast.parse(path.read_text(encoding="utf-8"))):
-        if module.startswith("powerinfer.") and room(module) not in (here, "_native", "__version__"):
-            assert RANK[room(module)] < RANK[here], f"{path}:{line}: {here} may not import {module}"
-        if module == "powerinfer._native":
-            assert RANK[here] >= RANK["kernels"], f"{path}:{line}: {here} may not import the native module"
-        assert module.split(".")[0] not in NEVER, f"{path}:{line} imports {module}"
+def module_name(path: Path) -> str:
+    return ".".join(("powerinfer", *path.relative_to(PACKAGE).with_suffix("").parts))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_heavy_imports_are_inside_functions(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    if ".".join(("powerinfer", *path.relative_to(PACKAGE).with_suffix("").parts)) in HEAVY:
-        return
-    tree.body = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom | ast.If | ast.Try)]
-    for module, line in imported(tree):
-        heavy = module.split(".")[0] in LAZY or module in HEAVY
-        assert not heavy, f"{path}:{line} imports {module} at the top of the file"
+def test_imports_go_one_way() -> None:
+    for path in FILES:
+        here = room(module_name(path))
+        if here == "__init__":
+            continue  # the package's own face looks into every room, lazily
+        assert here in RANK, f"{path} is in no room that has a rank"
+        for module, line in imports_of(path):
+            if module.startswith("powerinfer.") and room(module) not in (here, "_native", "__version__"):
+                assert RANK[room(module)] < RANK[here], f"{path}:{line}: {here} may not import {module}"
+            if module == "powerinfer._native":
+                assert RANK[here] >= RANK["kernels"], f"{path}:{line}: {here} may not import the native module"
+            assert module.split(".")[0] not in NEVER, f"{path}:{line} imports {module}"
+
+
+def test_heavy_imports_are_inside_functions() -> None:
+    for path in FILES:
+        if module_name(path) in HEAVY:
+            continue
+        top = [node for node in parsed(path).body if isinstance(node, ast.Import | ast.ImportFrom | ast.If | ast.Try)]
+        for module, line in imported(ast.Module(top, [])):
+            heavy = module.split(".")[0] in LAZY or module in HEAVY
+            assert not heavy, f"{path}:{line} imports {module} at the top of the file"
 
 
 def dependencies() -> dict[str, set[str]]:
@@ -96,10 +108,10 @@ def dependencies() -> dict[str, set[str]]:
 
     Imports inside functions count, those under TYPE_CHECKING do not: they say what a type is and are never run.
     """
-    modules = {".".join(("powerinfer", *path.relative_to(PACKAGE).with_suffix("").parts)): path for path in FILES}
+    modules = {module_name(path): path for path in FILES}
     modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
     return {
-        name: {module for module, _ in imported(ast.parse(path.read_text(encoding="utf-8")), modules)} - {name}
+        name: {module for module, _ in imported(parsed(path), modules)} - {name}
         for name, path in modules.items()
     }
 
@@ -115,14 +127,14 @@ def test_no_files_import_each_other() -> None:
 def test_only_the_server_needs_its_libraries() -> None:
     libraries = {"fastapi", "starlette", "pydantic", "uvicorn", "h11", "msgspec", "prometheus_client"}
     for path in FILES:
-        modules = {module.split(".")[0] for module, _ in imported(ast.parse(path.read_text(encoding="utf-8")))}
+        modules = {module.split(".")[0] for module, _ in imports_of(path)}
         assert not modules & libraries or room(f"powerinfer.{path.relative_to(PACKAGE).parts[0]}") == "serve", path
 
 
 def test_the_native_module_has_one_door() -> None:
     users = set()
     for path in FILES:
-        modules = {module for module, _ in imported(ast.parse(path.read_text(encoding="utf-8")))}
+        modules = {module for module, _ in imports_of(path)}
         if "powerinfer._native" in modules:
             users.add(path.relative_to(PACKAGE).parts[0])
     assert users <= {"kernels", "devices"}
