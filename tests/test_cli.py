@@ -160,7 +160,8 @@ def test_a_file_that_is_no_model(tmp_path: Path, content: bytes) -> None:
 
 def test_debug_shows_the_traceback() -> None:
     done = process("run", "hi", "-m", "/nowhere.gguf", "--debug")
-    assert done.returncode == 2 and "Traceback" in done.stderr and "RequestError: no file or folder /nowhere.gguf" in done.stderr
+    assert done.returncode == 2 and "Traceback" in done.stderr
+    assert "RequestError: no file or folder /nowhere.gguf" in done.stderr
 
 
 def test_prompts_that_are_not_text() -> None:
