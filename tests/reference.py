@@ -184,15 +184,14 @@ def attention(
     tokens, heads, dim = q.shape
     group = heads // keys.shape[2]
     scale = dim**-0.5 if scale is None else scale
+    seen = np.arange(positions.max() + 1)
+    k, v = (cache[pages[seen // PAGE], seen % PAGE].astype(np.float64) for cache in (keys, values))
+    back = positions[:, None] - seen  # from a token to those before it
+    hidden = (back < 0) | (back >= (window or np.inf))
     out = np.zeros((tokens, heads, dim))
-    for t, position in enumerate(positions.tolist()):
-        first = max(0, position - window + 1) if window else 0
-        seen = np.arange(first, position + 1)
-        k, v = (cache[pages[seen // PAGE], seen % PAGE].astype(np.float64) for cache in (keys, values))
-        for h in range(heads):
-            scores = k[:, h // group] @ np.asarray(q[t, h], np.float64) * scale
-            if sinks is not None:
-                scores = np.append(scores, sinks[h])
-            weights = softmax(scores)[: len(seen)]
-            out[t, h] = weights @ v[:, h // group]
+    for h in range(heads):
+        scores = np.where(hidden, -np.inf, q[:, h].astype(np.float64) @ k[:, h // group].T * scale)
+        if sinks is not None:
+            scores = np.insert(scores, len(seen), sinks[h], axis=1)
+        out[:, h] = softmax(scores)[:, : len(seen)] @ v[:, h // group]
     return out

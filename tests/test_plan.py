@@ -199,9 +199,14 @@ def test_time_by_brute_force_over_all_splits(
     assert made.choice.optimal and made.choice.seconds == pytest.approx(best, rel=1e-9)
 
 
-@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
-@pytest.mark.parametrize("name", ["opt-30b", "falcon-40b", "llama-70b"])
-@pytest.mark.parametrize("hardware", [HIGH, LOW], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    ("name", "hardware", "share"),
+    [  # each machine with every model and every share
+        ("opt-30b", HIGH, 0.25), ("falcon-40b", HIGH, 0.5), ("llama-70b", HIGH, 0.75),
+        ("opt-30b", LOW, 0.75), ("falcon-40b", LOW, 0.25), ("llama-70b", LOW, 0.5),
+    ],
+    ids=lambda one: getattr(one, "name", str(one)),
+)  # fmt: skip
 def test_never_below_greedy_and_random(name: str, hardware: Hardware, share: float) -> None:
     """ilp has the most activations on the GPU, time the fastest step, with room for that share of the neurons."""
     shape = SHAPES[name]

@@ -26,6 +26,7 @@ LEVELS = _native.levels()
 ROUNDING = 2.0**-24
 N_PAGES, MAX_TOKENS = 12, 120
 LENGTHS = (75, 33, 5)  # tokens of the three sequences; pages turn at 32 and 64
+FEW = 12  # tokens in which every wrong vector shows
 PAGE_TABLES = [
     np.array([[7, 2, 11], [0, 9, -1], [4, -1, -1]], np.int32),
     np.array([[1, 10, 3], [8, 5, -1], [6, -1, -1]], np.int32),
@@ -474,7 +475,7 @@ def test_the_bound_notices_every_setting(name: str) -> None:
             continue  # adds the same to every score of a query: nothing
         kept = weights.vectors[changed]
         weights.vectors[changed] = np.roll(kept, 1)
-        missed = np.abs(Reference(weights).logits(weights.sequences[0]) - exact).max()
+        missed = np.abs(Reference(weights).logits(weights.sequences[0][:FEW]) - exact[:FEW]).max()
         weights.vectors[changed] = kept
         assert missed > bound, changed
 
