@@ -1,6 +1,7 @@
 """The Triton kernels, compiled for GPUs that need not be there: what the interpreter takes, the compiler may refuse.
 
-A process of its own, for a kernel is either interpreted or compiled. Nothing is run.
+A process of its own for each GPU, for a kernel is either interpreted or compiled. Nothing is run. What was compiled is
+kept: Triton finds it again by the kernel's source, its own version and the options.
 """
 
 from __future__ import annotations
@@ -8,14 +9,18 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from powerinfer.hub import cache_folder
 
 SHARED = {89: 99, 90: 227}
 """KiB of shared memory that a program may have, by compute capability."""
@@ -23,6 +28,8 @@ SPILT = 24
 """Bytes a thread that kernels for several tokens keep in memory at most, since they have no registers left."""
 SPILT_BY_EXPERTS = 96
 """The same of several tokens of an expert, and of heads with latents."""
+KEPT_DAYS = 14
+"""As long a compiled kernel is kept: whoever works on kernels makes some 200 MB of them with every change."""
 HOLDS = {89: (48, 24, 100), 90: (64, 32, 228)}
 """Warps, programs and KiB of shared memory that a multiprocessor holds; registers: 65536, for four parts of it."""
 
@@ -111,10 +118,11 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
 
     JITFunction.run = compiled
     gpu.force_triton(True)
-    # For one GPU all; for the other those of tensor cores, whose stages it may lack the shared memory for, and some of
-    # what multiplies in registers: compiling everything once more would take a minute.
+    # For one GPU every kernel with every type, and every option of a kernel with one of them. For the other those of
+    # tensor cores, which are programmed in another way and may lack the shared memory for their stages, and some of
+    # what multiplies in registers.
     whole = capability == 90
-    types = gpu.GPU_TYPES if whole else ("F16", "Q8_0", "Q4_0", "Q6_K")
+    types = gpu.GPU_TYPES if whole else ("F16", "Q6_K")
     d_model, d_ff, heads, kv_heads = 512, 1024, 8, 2
     wide, many = 8192, 28672  # as ReGLU-70B: tiles are those of real matrices, whose memory is not touched
 
@@ -130,9 +138,9 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
 
     for kind in gpu.GPU_TYPES:
         gpu.linear(weight(kind, wide, wide), torch.empty(gpu.FEW, wide))
-    for kind in ("F16", "Q8_0", "Q4_0", "Q6_K"):  # few rows, which several programs share
+    for kind in ("F16", "Q8_0", "Q4_0", "Q6_K") if whole else ():  # few rows, which several programs share
         gpu.linear(weight(kind, 512, wide), torch.empty(gpu.FEW, wide))
-    for kind, tokens in itertools.product(("F16", "Q8_0", "Q4_0", "Q6_K"), () if whole else (1, 4)):
+    for kind, tokens in () if whole else (("F16", 1), ("Q8_0", 4), ("Q4_0", 4), ("Q6_K", 1), ("Q8_0", 16), ("Q4_0", 16)):
         gpu.linear(weight(kind, wide, wide), torch.empty(tokens, wide))
     for tokens in (1, 4) if whole else (16,):
         x = torch.empty(tokens, d_model)
@@ -140,43 +148,42 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         for kind in types:
             into = torch.empty(tokens, wide) if kind in ("F16", "Q4_0") else None  # with a residual, and without
             gpu.linear(weight(kind, wide, wide), torch.empty(tokens, wide), into=into)
-            if kind[0] in "QM" and tokens != 4:
-                triton_kernels.values(weight(kind), 0, 8, None, None)
-        triton_kernels.values(weight("Q4_0X32"), 0, 8, x.half(), torch.empty(8, dtype=torch.int32))
-        for kind, down in (("F16", "F16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q4_0X32")):
-            shared = torch.empty(32, d_model, dtype=torch.float16) if down == "Q4_0X32" else None
-            group = torch.empty(d_ff, dtype=torch.int32) if down == "Q4_0X32" else None
-            parts = (weight(kind), weight(kind), weight(down), shared, group)
+        for kind in ("Q8_0", "Q4_0"):  # of others below, as wide as they are
+            parts = (weight(kind), weight(kind), weight(kind), None, None)
             gpu.neuron_sum(gpu.Neurons(*parts, None, None, "relu", 0.0), x, named)
-        bias = torch.empty(d_ff)
-        plain = (None, weight("F16"), weight("F16"), None, None, None, bias)
-        for activation in ("silu", "gelu_tanh"):
-            gpu.neuron_sum(gpu.Neurons(*plain, activation, 0.0), x, None, 0.1)
-        gpu.neuron_sum(gpu.Neurons(*plain, "fatrelu", 0.0, bias), x, None)
-        gpu.neuron_sum(gpu.Neurons(weight("F16"), *plain[1:], "cats", 0.0, bias, bias), x, None)
-        gpu.predict(
-            weight("Q8_0", 64),
-            weight("Q8_0", d_ff, 64),
-            torch.empty(d_ff).int(),
-            x,
-            0.5,
-            8,
-            (named[:, :8], named[:, 8:]),
-        )
-        gpu.norm(x, x[0], x[0], 1e-5, True)
-        gpu.norm(torch.empty(tokens, wide), torch.empty(wide), None, 1e-5, False, for_codes=True)
-        for activation in ("silu", "swiglu_oai"):
-            gpu.activate(activation, torch.empty(tokens, many), torch.empty(tokens, many), for_codes=True)
         slots, weights = torch.zeros(tokens, 2, dtype=torch.int32), torch.ones(tokens, 2)
         for kind in types:
             first, down = weight(kind), weight(kind, 4 * d_model, d_ff // 4)
             own = gpu_experts.Experts(4, d_ff // 4, first, first, down, "silu", 0.0)
             gpu_experts.expert_sum(own, x, slots, weights, slots[0], x.clone())
         for kind, gate, activation in (("F16", "F32", "relu"), ("BF16", "Q8_0", "drelu"), ("Q4_0", "Q4_0", "relu2")):
-            by_neuron(kind, gate, activation, x)
+            if whole or kind != "BF16":
+                by_neuron(kind, gate, activation, x)
+        if not whole:
+            continue
+        bias = torch.empty(d_ff)
+        plain = (None, weight("F16"), weight("F16"), None, None, None, bias)
+        if tokens == 1:
+            gpu.neuron_sum(gpu.Neurons(*plain, "silu", 0.0), x, None, 0.1)
+            gpu.neuron_sum(gpu.Neurons(*plain, "fatrelu", 0.0, bias), x, None)
+        else:
+            gpu.neuron_sum(gpu.Neurons(*plain, "gelu_tanh", 0.0), x, None, 0.1)
+            gpu.neuron_sum(gpu.Neurons(weight("F16"), *plain[1:], "cats", 0.0, bias, bias), x, None)
+        low, high = weight("Q8_0", 64), weight("Q8_0", d_ff, 64)
+        gpu.predict(low, high, torch.empty(d_ff).int(), x, 0.5, 8, (named[:, :8], named[:, 8:]))
+        gpu.norm(x, x[0], x[0], 1e-5, True)
+        gpu.norm(torch.empty(tokens, wide), torch.empty(wide), None, 1e-5, False, for_codes=True)
+        for activation in ("silu", "swiglu_oai"):
+            gpu.activate(activation, torch.empty(tokens, many), torch.empty(tokens, many), for_codes=True)
         about = RouterConfig(2, "sigmoid", groups=4, top_groups=2, group_best=2)
         gpu_experts.route(torch.empty(tokens, 32), about, torch.empty(32), slots, weights)
-    for tokens, gate in itertools.product((1, 8, gpu.FEW) if whole else (8, gpu.FEW), (True, False)):
+    for kind in types if whole else ():
+        if kind[0] in "QM":
+            triton_kernels.values(weight(kind), 0, 8, None, None)
+        if kind == "Q4_0":
+            scales = torch.empty(1, d_model, dtype=torch.float16)
+            triton_kernels.values(weight("Q4_0X32"), 0, 8, scales, torch.empty(8, dtype=torch.int32))
+    for tokens, gate in itertools.product((1, 8, gpu.FEW), (True, False)) if whole else ((gpu.FEW, True),):
         for kind, down in (("F16", "F16"), ("Q4_0", "Q4_0X32")) if gate else (("F16", "F16"),):
             shared = torch.empty(many // 32, wide, dtype=torch.float16) if down == "Q4_0X32" else None
             group = torch.empty(many, dtype=torch.int32) if down == "Q4_0X32" else None
@@ -190,13 +197,16 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         shared = torch.empty(n // 32, k, dtype=torch.float16) if down == "Q4_0X32" else None
         group = torch.empty(n, dtype=torch.int32) if down == "Q4_0X32" else None
         parts = (None if i == 1 else weight(kind, n, k), weight(kind, n, k), weight(down, n, k), shared, group)
-        for given in (torch.empty(1, n, dtype=torch.uint8), None):
-            own = gpu.Neurons(*parts, None, None, "relu" if i == 1 else "drelu", 0.0)
+        given = None if i % 2 else torch.empty(1, n, dtype=torch.uint8)
+        own = gpu.Neurons(*parts, None, None, "relu" if i == 1 else "drelu", 0.0)
+        if whole or i in (0, 3):
             gpu.neuron_sum(own, torch.empty(1, k), given, fused=True)
-    for kind in ("F16", "Q4_0"):  # as many tokens of an expert as a tile has columns
-        for tokens in (gpu.FEW, 200):
-            by_neuron(kind, kind, "relu", torch.empty(tokens, d_model), slots=1)
-    for kind, down in (("F16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q4_0X32")):
+    # As many tokens of an expert as a tile has columns; so many that all its neurons are multiplied.
+    largest = (("F16", gpu.FEW), ("Q4_0", gpu.FEW), ("F16", 200), ("Q4_0", 200))
+    for kind, tokens in largest if whole else largest[1:3]:
+        by_neuron(kind, kind, "relu", torch.empty(tokens, d_model), slots=1)
+    bundles = (("F16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q4_0X32"))
+    for kind, down in bundles if whole else ():
         gate_bytes, (down_bytes, shared_bytes) = (
             cpu.bundle_row_bytes(kind, d_model)[0],
             cpu.bundle_row_bytes(down, d_model),
@@ -207,34 +217,41 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         room = gpu.Neurons(*weights, shared, None, None, None, "relu", 0.0)
         rows, at = torch.empty(layout.group_bytes, dtype=torch.uint8), torch.empty(32, dtype=torch.int32)
         gpu.unpack(layout, rows, at, None, at[:1], room)
-    for about in (DeltaNetConfig(16, 128, 32, 128, 4, tiled=True), DeltaNetConfig(2, 16, 6, 48, 3)):
+    nets = DeltaNetConfig(16, 128, 32, 128, 4, tiled=True), DeltaNetConfig(2, 16, 6, 48, 3)
+    for about in nets if whole else nets[:1]:
         (states,) = gpu_delta.new_states([about], 2, "cpu")
         taps, vector = torch.empty(about.taps, about.channels), torch.empty(about.n_value_heads)
         net = gpu_delta.DeltaNet(about, taps, vector, vector, torch.empty(about.value_dim), 1e-6)
-        for tokens in (4, 64):
+        for tokens in (4, 64) if whole else (64,):
             x = torch.empty(tokens, about.channels + about.width + 2 * about.n_value_heads)
             runs, rows = torch.empty(2, 4, dtype=torch.int32), torch.empty(tokens, dtype=torch.int32)
             gpu_delta.delta_net(net, x, states, runs, rows)
-    several = ((4, "f16"), (64, "f16"), (64, "f32"), (4, "q8_0"), (64, "q8_0"))
-    for tokens, kv_type, dim in (*((*one, 64) for one in several), (4, "f16", 256), (64, "f16", 256)):
+    steps = (  # of a few tokens and of a prompt, with norms of the heads or without, with sinks where there are none
+        (64, "f16", 64, False), (64, "f32", 64, True), (4, "q8_0", 64, True), (64, "f16", 256, False),
+        (4, "f16", 64, True), (64, "q8_0", 64, False), (4, "f16", 256, True),
+    )  # fmt: skip
+    for tokens, kv_type, dim, normed in steps if whole else steps[:4]:
         q, k = torch.empty(tokens, heads, dim), torch.empty(tokens, kv_heads, dim)
         cache = gpu.new_cache(kv_type, 64, kv_heads, dim, "cpu")
         numbers = torch.empty(tokens, dtype=torch.int32)
-        turns = (numbers, torch.empty(dim // 2), 1.0)
-        gpu.rotate(q, *turns)
-        gpu.store_kv(cache, cache, k, k, numbers.long())
-        for norms in (None, (q[0, 0], k[0, 0])):
+        if whole:
+            turns = (numbers, torch.empty(dim // 2), 1.0)
+            gpu.rotate(q, *turns)
+            gpu.store_kv(cache, cache, k, k, numbers.long())
+            norms = (q[0, 0], k[0, 0]) if normed else None
             gpu.rotate_and_store(q, k, k, *turns, cache, cache, numbers.long(), norms, 1e-6)
-        for sinks in (None, torch.empty(q.shape[1])):
-            where = torch.empty(4, 64, dtype=torch.int32), numbers, numbers
-            gpu.attention(q, cache, cache, *where, None, 0.1, sinks, for_codes=True)
+        sinks = None if normed else torch.empty(q.shape[1])
+        where = torch.empty(4, 64, dtype=torch.int32), numbers, numbers
+        gpu.attention(q, cache, cache, *where, None, 0.1, sinks, for_codes=True)
     heads, latents, n, plain = 16, 512, 64, 128  # DeepSeek-V2-Lite's
-    for tokens, kv_type in ((1, "f16"), (4, "f16"), (64, "f16"), (4, "f32"), (4, "q8_0")):
+    of_latents = (4, "f16"), (4, "f32"), (4, "q8_0"), (1, "f16"), (64, "f16")
+    for tokens, kv_type in of_latents if whole else of_latents[:3]:
         q, kv = torch.empty(tokens, heads, plain + n), torch.empty(tokens, latents + n)
         cache = gpu.new_cache(kv_type, 64, 1, latents + n, "cpu")
         numbers = torch.empty(tokens, dtype=torch.int32)
         turns = (numbers, torch.empty(n // 2), 1.0)
-        gpu_latent.place(q[..., plain:], kv, kv[0, :latents], 1e-6, *turns, cache, numbers.long())
+        if whole:
+            gpu_latent.place(q[..., plain:], kv, kv[0, :latents], 1e-6, *turns, cache, numbers.long())
         step = torch.empty(4, 64, dtype=torch.int32), numbers, numbers
         gpu_latent.attention(torch.empty(heads, tokens, latents), q[..., plain:], cache, *step, 0.1)
         for kind in types if tokens < gpu.FEW and kv_type == "f16" else ():
@@ -245,8 +262,13 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize("capability", [89, 90])
-def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+def test_every_kernel_compiles(capability: int) -> None:
+    compiled = cache_folder() / "triton"
+    compiled.mkdir(exist_ok=True)
+    for entry in compiled.iterdir():
+        if time.time() - entry.stat().st_mtime > KEPT_DAYS * 86400:
+            shutil.rmtree(entry, ignore_errors=True)
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(compiled), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
     from powerinfer.kernels import triton_fused, triton_kernels, triton_latent, triton_neurons
 
@@ -255,14 +277,14 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr[-3000:]
     made = json.loads(run.stdout)
-    names = 42 if capability == 90 else 39
+    names = 42 if capability == 90 else 99
     assert len({kernel["name"] for kernel in made}) == names and all(kernel["ptx"] for kernel in made)
     for kernel in made:  # what may be launched before the last kernel has ended waits for it, and nothing else does
         assert kernel["waits"] == (kernel["early"] and capability >= 90), kernel
         asks = ("_linear_kernel", "_outer_kernel", "_fused_kernel")
         wanted = kernel["name"] in asks and kernel["shared rows"] is None
         assert kernel["asks"] == (wanted and capability >= 90), kernel
-    assert sum(kernel["shared rows"] is not None for kernel in made) == 4
+    assert sum(kernel["shared rows"] is not None for kernel in made) == (4 if capability == 90 else 0)
     most = max(made, key=lambda kernel: kernel["shared"])
     assert most["shared"] <= SHARED[capability] << 10, most
     neurons = ("_linear_kernel", "_products_kernel", "_add_kernel", "_outer_kernel", "_list_kernel", "_fused_kernel")

@@ -25,6 +25,7 @@ from powerinfer.cli.main import main
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.json_file import checked, of_kind
+from powerinfer.neurons import Profile
 from powerinfer.placement.plan_document import PlanDocument, read_plan_document
 from powerinfer.report import plots, writing
 from powerinfer.report.findings import findings, next_steps, of_plan, with_plan
@@ -195,6 +196,14 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plots, "png", lambda draw, look: f"a plot for {look.paper}".encode())
 
 
+@pytest.fixture
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smaller plots, in light colours alone: all of both are in the report of everything."""
+    real = plots.png
+    monkeypatch.setattr(plots, "_DPI", 90)
+    monkeypatch.setattr(plots, "png", lambda draw, look=plots.LIGHT: real(draw) if look is plots.LIGHT else b"dark")
+
+
 # ---------------------------------------------------------------- the whole report
 
 
@@ -277,7 +286,7 @@ def test_the_time_of_ffns_as_measured(model: Path, tmp_path: Path, undrawn: None
     assert "3000 1000 exact" in text and "2000 5000 dense" in text
 
 
-def test_what_training_measured(opened: Checkpoint, tmp_path: Path) -> None:
+def test_what_training_measured(opened: Checkpoint, tmp_path: Path, light: None) -> None:
     found = findings(opened)
     assert found.predictor.value is not None
     figures = {"precision": 0.5, "candidate_fraction": 0.2, "active_fraction": 0.1, "svd_recall": 0.9}
@@ -310,7 +319,7 @@ def test_a_report_is_drawn_once(opened: Checkpoint, tmp_path: Path, undrawn: Non
     assert write_report(findings(opened), folder).made, "a plot was deleted"
 
 
-def test_the_same_findings_give_the_same_bytes(opened: Checkpoint, tmp_path: Path) -> None:
+def test_the_same_findings_give_the_same_bytes(opened: Checkpoint, tmp_path: Path, light: None) -> None:
     one, other = (write_report(findings(opened), tmp_path / name).page for name in "ab")
     assert one.read_bytes() == other.read_bytes()
 
@@ -348,7 +357,7 @@ def test_nothing_is_known(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["tiny.gguf"]
 
 
-def test_a_plan_of_a_model_that_is_only_described(tmp_path: Path) -> None:
+def test_a_plan_of_a_model_that_is_only_described(tmp_path: Path, light: None) -> None:
     file = tmp_path / "opt.json"
     layers = [
         {"layer": n, "gpu": 100, "cpu": 2900 - n, "disk": n, "mass_on_gpu": 0.3, "seconds": {}} for n in range(96)
@@ -375,7 +384,7 @@ def test_plots_of_a_former_report_go(model: Path, tmp_path: Path, undrawn: None)
 # ---------------------------------------------------------------- names that mean harm
 
 
-def test_hostile_names_are_only_text(opened: Checkpoint, tmp_path: Path) -> None:
+def test_hostile_names_are_only_text(opened: Checkpoint, tmp_path: Path, light: None) -> None:
     found = findings(opened)
     profile = found.profile.value
     assert profile is not None
@@ -545,12 +554,13 @@ def test_the_spread_of_tokens() -> None:
     assert plots.spread(np.zeros(101, np.int64), 0.9) == 0
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 2000), (70, 3)])
-def test_profiles_of_any_shape_are_drawn(shape: tuple[int, int]) -> None:
-    silent = profile_of(*shape, most=0)
-    for profile in (profile_of(*shape), silent):
-        for draw in (plots.draw_cumulative, plots.draw_heat_map, lambda fig, one: plots.draw_sparsity(fig, one, None)):
-            is_a_plot(plots.png(lambda figure, draw=draw, one=profile: draw(figure, one)))
+@pytest.mark.parametrize(
+    "profile", [profile_of(1, 1), profile_of(1, 2000), profile_of(70, 3), profile_of(70, 3, most=0)],
+    ids=["of one neuron", "wide", "deep", "silent"],
+)  # fmt: skip
+def test_profiles_of_any_shape_are_drawn(profile: Profile, light: None) -> None:
+    for draw in (plots.draw_cumulative, plots.draw_heat_map, lambda fig, one: plots.draw_sparsity(fig, one, None)):
+        is_a_plot(plots.png(lambda figure, draw=draw: draw(figure, profile)))
 
 
 # ---------------------------------------------------------------- plans that are kept
@@ -614,7 +624,7 @@ def test_damaged_plans_are_stale(tmp_path: Path, undrawn: None) -> None:
 # ---------------------------------------------------------------- the command
 
 
-def test_the_command(model: Path, tmp_path: Path) -> None:
+def test_the_command(model: Path, tmp_path: Path, undrawn: None) -> None:
     done = powerinfer("report", "-m", str(model), "--json")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])
