@@ -70,22 +70,29 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Thousands of tests and the libraries that they import are no garbage: to look for some takes seconds a worker."""
+    """Thousands of tests and the libraries that they import are no garbage, a million objects: to look for some among
+    them takes seconds a worker, and each time again."""
     gc.disable()
     try:
         return (yield)
     finally:
+        gc.freeze()
         gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """At the end what tests keep is garbage, too, or nanobind reports its own part of it as leaks."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
-def collectable() -> Iterator[None]:
+def collectable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command line freezes what it loads, for its process ends with one command; here, cycles must be collected.
 
     Otherwise they keep models in memory, and native objects until the process ends, which nanobind reports as leaks.
     """
-    yield
-    gc.unfreeze()
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, lambda: None)
 
 
 @pytest.fixture(autouse=True)
