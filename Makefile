@@ -113,7 +113,7 @@ check: $(VENV)/stamp-dev
 	@$(BIN)/python -m pytest -q --noconftest tests/test_imports.py
 
 fuzz: $(VENV)/stamp-dev
-	@$(BIN)/python -m pytest tests/test_fuzz.py $(ARGS)
+	@POWERINFER_FUZZ=all $(BIN)/python -m pytest tests/test_fuzz.py $(ARGS)
 
 # Without Python but for its cmake. `LEVELS=avx2` builds and tests some levels; the default is every one that the compiler knows.
 NATIVE_LEVELS := $(if $(filter command line,$(origin LEVELS)),$(LEVELS),all)

@@ -199,8 +199,10 @@ def test_a_plans_bytes_are_what_is_held(tmp_path: Path, name: str, groups: int, 
         assert (predictors > 0) == (name == "llama-predictors" and layers is not None)
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "f32", "q8_0"])
-@pytest.mark.parametrize(("layers", "head"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("kv_type", "layers", "head"),
+    [("f16", 1, False), ("f32", 2, False), ("q8_0", 2, True), ("q8_0", 1, False), ("f16", 2, True)],
+)
 @pytest.mark.usefixtures("device")
 def test_dense_layers_are_as_large_as_was_counted(tmp_path: Path, kv_type: str, layers: int, head: bool) -> None:
     """Layers as a whole and the head, use by use."""
@@ -434,8 +436,9 @@ def load_within(path: Path, quantize: str | None, vram: int, **more: Any) -> LLM
     return LLM(path, **OPTIONS | more, quantize=quantize, gpu="cpu", vram=vram)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-q8_0", "llama-q4_0", "llama-predictors"])
-@pytest.mark.parametrize("halves", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "halves"), [("llama", 1), ("llama-q8_0", 3), ("llama-q4_0", 1), ("llama-predictors", 3)]
+)
 def test_neurons_make_room_for_what_was_measured(
     tmp_path: Path, name: str, halves: int, measured: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,13 +79,15 @@ def test_the_number_of_trials_is_bounded(tmp_path: Path) -> None:
     assert [key for key in keys if found(tmp_path, key) is not None] == keys[3:]
 
 
-def test_the_size_is_bounded(tmp_path: Path) -> None:
+def test_the_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of these takes more than a third of what the file may."""
-    many = VERDICTS * (LIMIT // 3 // len(json.dumps(dataclasses.asdict(VERDICTS[0]))))
+    limit = LIMIT // 16
+    monkeypatch.setattr(saved_trials, "LIMIT", limit)
+    many = VERDICTS * (limit // 3 // len(json.dumps(dataclasses.asdict(VERDICTS[0]))))
     keys = [{**KEY, "cpu": str(number)} for number in range(4)]
     for key in keys:
         assert saved(tmp_path, key).keep(many) is None
-        assert saved(tmp_path).path.stat().st_size <= LIMIT
+        assert saved(tmp_path).path.stat().st_size <= limit
     kept = [saved(tmp_path, key).find(len(many), ["exact"]) is not None for key in keys]
     assert kept[-1] and not kept[0]
     assert saved(tmp_path).keep(many * 4) is None and found(tmp_path) is None, "too large to be kept"

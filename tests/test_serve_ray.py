@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx2
 import openai
+import psutil
 import pytest
 from serving import until
 from sparse_models import tiny_llama
@@ -63,8 +64,16 @@ def events(log: list[Any], name: str) -> list[Any]:
     return [line for line in log if isinstance(line, dict) and line["event"] == name]
 
 
+def address_of(process: subprocess.Popen[str]) -> str:
+    """Where the cluster is that this command has started."""
+    words = (word for one in psutil.Process(process.pid).children(recursive=True) for word in one.cmdline())
+    return next(word for word in words if word.startswith("--gcs-address=")).partition("=")[2]
+
+
 @needs_ray
-def test_two_replicas(tmp_path: Path) -> None:
+def test_two_replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They answer, notice clients that leave, come back, and stay when somebody else would serve on their cluster."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # each command would have a token of its own
     path = tiny_llama(tmp_path / "tiny.gguf")
     with cluster("-m", str(path), "--ray", "2", "--port", "0", "--threads", "1") as (process, log):
         until(lambda: process.poll() is not None or events(log, "listening"), START)
@@ -113,6 +122,13 @@ def test_two_replicas(tmp_path: Path) -> None:
 
             until(cancelled, START)
 
+            with monkeypatch.context() as patch:
+                patch.setenv("RAY_ADDRESS", address_of(process))
+                with cluster("-m", str(path), "--ray", "1", "--port", "0", "--threads", "1") as (other, said):
+                    assert other.wait(START) == 2, said
+            assert "Ray Serve already runs on this cluster" in str(said[-1])
+            assert ask() in pids
+
             dead = pids.copy().pop()
             os.kill(dead, signal.SIGKILL)
             until(lambda: several(3), START)  # another one has come
@@ -128,37 +144,6 @@ def test_a_model_that_cannot_be_loaded_on_ray(tmp_path: Path) -> None:
     with cluster("-m", str(tmp_path / "broken.gguf"), "--ray", "1", "--port", "0", "--threads", "1") as (process, log):
         assert process.wait(60) == 2
     assert len(log) == 1 and log[0].startswith("powerinfer: ") and "broken.gguf" in log[0]
-
-
-OTHERS = """
-import sys, ray
-from ray import serve
-ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-serve.start(http_options={"location": "NoServer"})
-serve.run(serve.deployment(lambda request: "ours").bind(), name="others")
-print("address", ray.get_runtime_context().gcs_address, flush=True)
-sys.stdin.read()
-print("others" in serve.status().applications, flush=True)
-serve.shutdown()
-"""
-
-
-@needs_ray
-def test_what_others_serve_on_a_cluster_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tiny_llama(tmp_path / "tiny.gguf")
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # each command would have a token of its own
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", OTHERS], stdin=pipe, stdout=pipe, text=True) as others:
-        try:
-            assert others.stdout is not None
-            said = next(line for line in others.stdout if line.startswith("address "))
-            monkeypatch.setenv("RAY_ADDRESS", said.split()[1])
-            with cluster("-m", str(path), "--ray", "1", "--port", "0", "--threads", "1") as (process, log):
-                assert process.wait(START) == 2, log
-            assert "Ray Serve already runs on this cluster" in str(log[-1])
-            assert others.communicate(timeout=START)[0].startswith("True")
-        finally:
-            others.kill()
 
 
 def test_numbers_of_replicas() -> None:

@@ -125,7 +125,7 @@ def test_as_the_model_does(tmp_path: Path, engine: str, n: int, layout: str, dir
     slots, model = make(open_reads([tmp_path / "a"], engine, direct), parts, n), Model(n)
     rng = np.random.default_rng(n)
     read = 0
-    for _ in range(60):
+    for _ in range(25):
         if rng.random() < 0.3:
             model.priority[:] = slots.priority[:] = rng.integers(-2, 3, ITEMS)  # many are equal
         items = rng.integers(0, ITEMS, rng.integers(0, 12)).tolist()  # some of them twice

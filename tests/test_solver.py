@@ -77,7 +77,7 @@ def test_least_groups_is_the_least(gpu_s: float, cpu_s: float, sync_s: float) ->
 VALUES = st.one_of(st.integers(-6, 6).map(float), st.floats(-1, 1, width=16))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data(), st.integers(1, 3), st.integers(1, 3))
 def test_any_costs_against_brute_force(data: st.DataObject, layers: int, groups: int) -> None:
     """Costs of any form: holes, ties, rising and falling, with and without a disk and a bound on the RAM."""
