@@ -10,7 +10,7 @@ import pytest
 import torch
 from gpu_device import EPS, device_name
 from stored_weights import stored_evenly
-from test_gpu_kernels import floats, kernels, on_device  # noqa: F401
+from test_gpu_kernels import by_interpreter, floats, kernels, on_device  # noqa: F401
 
 from powerinfer import _native
 from powerinfer.config import ExpertsConfig, RouterConfig
@@ -116,6 +116,9 @@ def test_the_sum_of_the_experts_that_are_here(
     tokens: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    several = tokens == 2 and kind not in gpu.INTEGERS  # as 9 are multiplied
+    if by_interpreter() and (several or (tokens > 9 and kind not in ("F32", "Q4_0", "MXFP4"))):
+        pytest.skip("the interpreter goes through every kernel and type with other numbers of tokens")
     if kernels == "triton" and tokens > 9:
         from powerinfer.kernels import triton_experts
 
@@ -147,8 +150,6 @@ def test_the_sum_of_the_experts_that_are_here(
     assert np.abs(found - exact).max() <= 40 * (d + size) * EPS * most
     other, _ = exact_sum(about, tensors, x, selected, weights, biases)
     assert np.abs(other - exact).max() > 0.01 * most, "an expert that is not here would be noticed"
-    again = gpu_experts.expert_sum(experts, on_device(x), on_device(slots), on_device(weights)).cpu().numpy()
-    np.testing.assert_array_equal(found, again)
     to = on_device(floats(9, tokens, d))
     grown = (to + on_device(found)).cpu().numpy()
     given = on_device(selected.astype(np.int32)), on_device(weights), on_device(places)  # by the experts' numbers
@@ -179,6 +180,8 @@ def test_neurons_that_fire(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The sum is that of whole experts. What no token needs may be no numbers."""
+    if by_interpreter() and tokens > 9 and kind != "Q4_0":
+        pytest.skip("the interpreter goes through every kernel and type with other numbers of tokens")
     if kernels == "triton" and tokens > 9:
         from powerinfer.kernels import triton_experts
 
@@ -201,11 +204,10 @@ def test_neurons_that_fire(
     assert np.abs(found - exact).max() <= 40 * (d + size) * EPS * most
     whole = gpu_experts.resident(tensors, index, about, device_name())
     np.testing.assert_allclose(found, gpu_experts.expert_sum(whole, *given).cpu(), atol=40 * (d + size) * EPS * most)
-    np.testing.assert_array_equal(found, gpu_experts.expert_sum(experts, *given).cpu().numpy())
-    if kernels == "triton":
+    if kernels == "torch" or tokens > gpu.FEW:
+        np.testing.assert_array_equal(found, gpu_experts.expert_sum(experts, *given).cpu().numpy())
+    else:
         monkeypatch.undo()
-        if tokens > gpu.FEW:
-            return
         gates = tensors[0].float32().astype(np.float64)[index]
         limit = about.threshold + 1e-4
         fires = np.zeros((len(index), size), bool)

@@ -8,7 +8,17 @@ import reference
 import torch
 from gpu_device import EPS, device_name, sum_error
 from stored_weights import stored_evenly
-from test_gpu_kernels import assert_close, cached, coded, floats, held, kernels, on_device, unwritten  # noqa: F401
+from test_gpu_kernels import (  # noqa: F401
+    assert_close,
+    by_interpreter,
+    cached,
+    coded,
+    floats,
+    held,
+    kernels,
+    on_device,
+    unwritten,
+)
 
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import gpu, gpu_latent
@@ -26,8 +36,8 @@ def head_matrices(type_name: str, heads: int, rows: int, k: int) -> RawTensor:
 @pytest.mark.parametrize("type_name", gpu.GPU_TYPES)
 def test_each_head_meets_its_own_matrix(type_name: str, tokens: int, kernels: str) -> None:  # noqa: F811
     """Rows that are parts of wider ones, token by token as a product gives them."""
-    sizes = ((3, 5, 32), (2, 40, 96), (5, 1, 160)) if type_name[0] in "QM" else ((3, 7, 20), (2, 40, 130))
-    for heads, rows, least in sizes:
+    sizes = ((2, 40, 96), (3, 5, 32), (5, 1, 160)) if type_name[0] in "QM" else ((2, 40, 130), (3, 7, 20))
+    for heads, rows, least in sizes[: 1 if by_interpreter() else None]:
         k = least if type_name not in gpu.K_CODES else 256 + least // 96 * 256
         stored = head_matrices(type_name, heads, rows, k)
         wide = floats(1, tokens, heads, k + 8)
@@ -40,7 +50,10 @@ def test_each_head_meets_its_own_matrix(type_name: str, tokens: int, kernels: st
         weight = gpu_latent.upload(stored, device_name())
         assert (weight.rows, weight.k) == (heads * rows, k)
         given = on_device(wide)[..., :k].transpose(0, 1)
-        assert_close(gpu_latent.per_head(weight, given), want, bound)
+        if not by_interpreter() or tokens not in (3, 33):
+            assert_close(gpu_latent.per_head(weight, given), want, bound)
+        if by_interpreter() and tokens not in (3, 33):
+            continue
         by_token = gpu_latent.per_head(weight, given, by_token=True)
         assert by_token.is_contiguous()
         assert_close(by_token, want.swapaxes(0, 1), bound.swapaxes(0, 1))
@@ -100,13 +113,20 @@ def test_queries_are_turned_and_keys_stored(sizes: tuple[int, int, int], kv_type
 # DeepSeek's 512 latents are compiled (test_gpu_compile.py); here they would take a minute.
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter, where a sequence has NaN
 @pytest.mark.parametrize(
-    ("sizes", "many", "split"),
-    [(SIZES[0], 31, True), ((16, 128, 64), 2, True), (SIZES[1], 2, False), (SIZES[2], 2, True), (SIZES[2], 31, False)],
+    ("sizes", "many", "split", "kv_types"),  # of the cache, by the interpreter
+    [
+        (SIZES[0], 31, True, "f32 q8_0"),
+        ((16, 128, 64), 2, True, "f16"),
+        (SIZES[1], 2, False, "f32 q8_0"),
+        (SIZES[2], 2, True, "q8_0"),
+        (SIZES[2], 31, False, "f16"),
+    ],
 )
 def test_attention_over_latents(
     sizes: tuple[int, int, int],
     many: int,
     split: bool,
+    kv_types: str,
     kernels: str,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -125,7 +145,7 @@ def test_attention_over_latents(
         table[i, : len(pages)] = pages
         rows += [i] * len(places)
         positions += places
-    for kv_type in ("f32", "f16", "q8_0"):
+    for kv_type in kv_types.split() if by_interpreter() else ("f32", "f16", "q8_0"):
         keys = reference.kv_rounded(floats(12, 8, gpu.PAGE, 1, latents + n), kv_type)
         # A score's error is that of a sum of products; weights change by as much, relatively, and the rest rounds once
         # for every position. Of few tokens float16 has queries in two parts; a cache of 8 bits is read as float16.
