@@ -80,6 +80,11 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long begins first: at the end a worker would be alone with it."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 def pytest_unconfigure() -> None:
     """At the end what tests keep is garbage, too, or nanobind reports its own part of it as leaks."""
     gc.unfreeze()

@@ -71,6 +71,7 @@ def address_of(process: subprocess.Popen[str]) -> str:
 
 
 @needs_ray
+@pytest.mark.slow
 def test_two_replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They answer, notice clients that leave, come back, and stay when somebody else would serve on their cluster."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # each command would have a token of its own
