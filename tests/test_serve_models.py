@@ -341,6 +341,19 @@ def test_the_model_unused_for_longest_makes_room() -> None:
     assert [budget.ram for toy in (a, b, c) for budget in toy.budgets] == [4] * 4
 
 
+def test_a_model_in_use_stays_though_it_was_asked_first() -> None:
+    a, b, c = Toy("a", 4), Toy("b", 4), Toy("c", 4)
+    a.held = True
+    with serving(a, b, c, ram=10) as server, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, server, "a")
+        until(lambda: a.executors and a.executors[0].begun)
+        well(server, "b")
+        well(server, "c")
+        assert statuses(server) == {"a": "ok", "b": "unloaded", "c": "ok"}
+        a.executors[0].release()
+        assert answer.result().status_code == 200
+
+
 def test_at_most_so_many_models() -> None:
     toys = [Toy(name) for name in "abc"]
     with serving(*toys, together=2) as server:
