@@ -36,7 +36,7 @@ help:
 	@echo 'make test-bench         the tests of the scripts in benchmarks/ and runs/'
 	@echo 'make test-deferred      the tests of GPU code on a device that works later, in the order of two seeds'
 	@echo 'make check              ruff, mypy, clang-format and the import-order test'
-	@echo 'make fuzz               thousands of damaged model files against the readers'
+	@echo 'make fuzz               all damaged model files against the readers, four times as many as `test`'
 	@echo 'make test-native        the kernels of every level that runs here, without Python'
 	@echo 'make test-neon          the same for 64-bit Arm, by a cross compiler and an emulator'
 	@echo 'make test-asan          the same under AddressSanitizer and UndefinedBehaviorSanitizer'

@@ -521,7 +521,7 @@ def test_no_request_is_a_server_error(server: Server, mode: GenerationMode) -> N
     assert len(operations) >= 5
     for operation in operations:
 
-        @settings(max_examples=8, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+        @settings(max_examples=4, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
         @given(case=operation.as_strategy(generation_mode=mode))
         def ask(case: schemathesis.Case) -> None:
             answer = case.call(timeout=30)
