@@ -1,4 +1,4 @@
-"""Plants every fault in turn and runs the tests that must find it: `make mutations`, or `python run.py TEXT...` for some.
+"""Plants every fault in turn and runs the tests that must find it: `make mutations`, or `python run.py TEXT...`.
 
 A fault is planted in the working tree, so what it is planted in must be committed; it is taken out again whatever
 happens. Where it lies in native code the module is built again, before the tests and at the end.
