@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-from importlib.resources import files
 from pathlib import Path
 
+import powerinfer
 from powerinfer import _native
 
-BESIDE = Path(str(files("powerinfer"))) / "_native.pyi"
+BESIDE = Path(powerinfer.__file__).with_name("_native.pyi")
 
 
 def names(body: list[ast.stmt]) -> set[str]:

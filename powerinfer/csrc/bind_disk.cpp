@@ -9,7 +9,8 @@ namespace {
 
 // What says why a file cannot be read may quote any name of a file.
 void bind_read_error(nb::module_& m) {
-  const nb::object type = nb::steal(PyErr_NewException("powerinfer._native.ReadError", PyExc_OSError, nullptr));
+  const std::string name = nb::cast<std::string>(m.attr("__name__")) + ".ReadError";
+  const nb::object type = nb::steal(PyErr_NewException(name.c_str(), PyExc_OSError, nullptr));
   m.attr("ReadError") = type;
   nb::register_exception_translator(
       [](const std::exception_ptr& thrown, void* known) {
