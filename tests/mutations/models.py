@@ -161,9 +161,9 @@ MUTATIONS = [
     ),
     Mutation(
         "batch, chunk and cache reuse do not change an answer",
-        "powerinfer/runtime/kv_cache.py",
-        "blake2b(parent + np.asarray(tokens, np.int32).tobytes(), digest_size=16)",
-        "blake2b(parent + np.asarray(tokens[:-1], np.int32).tobytes(), digest_size=16)",
+        "powerinfer/runtime/scheduler.py",
+        "request.pages = pages + new",
+        "request.pages = new + pages",
         "tests/test_engine.py",
     ),
 ]
