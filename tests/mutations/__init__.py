@@ -22,6 +22,6 @@ class Mutation:
 
 
 def every_mutation() -> list[Mutation]:
-    from mutations import kernels, models, native
+    from mutations import kernels, models, native, others
 
-    return [*models.MUTATIONS, *kernels.MUTATIONS, *native.MUTATIONS]
+    return [*models.MUTATIONS, *kernels.MUTATIONS, *others.MUTATIONS, *native.MUTATIONS]

@@ -68,4 +68,11 @@ MUTATIONS = [
         "{ f_store(p, v); }",
         "make test-native LEVELS=scalar",
     ),
+    Mutation(
+        "a GPU's streams call the CPU in their order, and a call that fails fails its step alone",
+        "powerinfer/csrc/host_calls.cpp",
+        "std::fill(out_, out_ + tokens_ * sum_->bundles->up.k, 0.0f);",
+        "std::fill(out_, out_ + (tokens_ - 1) * sum_->bundles->up.k, 0.0f);",
+        "tests/test_host_calls.py -k writes_zeros",
+    ),
 ]

@@ -1,0 +1,57 @@
+"""Faults in profiles, plans and the pipeline of prepared files."""
+
+from __future__ import annotations
+
+from mutations import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "every kind of layer on a GPU, dense or as parts, computes what the reference does",
+        "powerinfer/devices/gpu_layer.py",
+        "return [*before, *begin, *self._before, *finish]",
+        "return [*before, *self._before, *begin, *finish]",
+        "tests/test_gpu_wiring.py",
+    ),
+    Mutation(
+        "a plan of experts keeps both budgets to the byte, and a load holds what it planned",
+        "powerinfer/placement/experts.py",
+        "budget -= sum(n * nbytes[layer] for layer, n in slots.items())",
+        "budget -= sum((n - 1) * nbytes[layer] for layer, n in slots.items())",
+        "tests/test_expert_plan.py tests/test_expert_policies.py",
+    ),
+    Mutation(
+        "quantised matrices keep their codes when their scales are trained",
+        "powerinfer/formats/block_scales.py",
+        "ones[..., number] = 1",
+        "ones[..., number] = 2",
+        "tests/test_scales.py",
+    ),
+    Mutation(
+        "what routers select is what `transformers` selects; profiles of experts that do not add up are refused",
+        "powerinfer/formats/expert_files.py",
+        "(rows[:, 1:] <= rows[:, :-1]).any()",
+        "(rows[:, 1:] < rows[:, :-1]).any()",
+        "tests/test_expert_profile.py",
+    ),
+    Mutation(
+        "a policy over experts keeps its books",
+        "powerinfer/placement/experts.py",
+        "held.pop(int(of_slot[slot]), None)",
+        "held.get(int(of_slot[slot]), None)",
+        "tests/test_expert_policies.py",
+    ),
+    Mutation(
+        "`prepare` does only what is not up to date",
+        "powerinfer/prepare/pipeline.py",
+        "file = None if work.force else training.current(work.checkpoint, prepared, config)",
+        "file = None",
+        "tests/test_prepare.py",
+    ),
+    Mutation(
+        "replicas answer, stream, notice clients that leave, and come back",
+        "powerinfer/serve/ray_app.py",
+        "if not serve.status().applications.keys() - {NAME}:",
+        "if serve.status().applications.keys() - {NAME}:",
+        "tests/test_serve_ray.py",
+    ),
+]
