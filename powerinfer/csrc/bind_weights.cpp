@@ -90,7 +90,7 @@ void matmul(Pool& pool, const Matrix& w, const std::string& level, Floats2 x, Ou
     std::vector<uint8_t> scratch((size_t)pi_linear_scratch(k) + 64);
     if (mine.lanes())
       kernels->linear[l.type](&l, &own.acts, mine.p0, mine.p1, tokens,
-                      (void*)(((uintptr_t)scratch.data() + 63) & ~(uintptr_t)63));
+                              (void*)(((uintptr_t)scratch.data() + 63) & ~(uintptr_t)63));
   });
 }
 

@@ -38,7 +38,7 @@ using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::c
 using Ints2 = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 inline const char* const TYPES[PI_N_TYPES] = {"F32",  "F16",  "BF16", "Q8_0", "Q4_0",   "Q4_1",   "Q5_0",
-                                       "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"};
+                                              "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"};
 inline const char* const ACTIVATIONS[PI_N_ACTS + 1] = {
     "silu",      "relu", "relu2", "fatrelu",   "drelu",
     "gelu_tanh", "cats", "topk",  "swiglu_oai"};  // the last is of experts alone
@@ -65,7 +65,9 @@ inline void check_stored(int type, int64_t rows, int64_t k, int64_t bytes) {
 
 inline Norm norm_of(const Norm* norm) { return norm ? *norm : Norm(); }
 
-inline Vector vector_of(const std::optional<Floats>& a) { return a ? Vector(a->data(), a->data() + a->shape(0)) : Vector(); }
+inline Vector vector_of(const std::optional<Floats>& a) {
+  return a ? Vector(a->data(), a->data() + a->shape(0)) : Vector();
+}
 
 // Calls work(), which touches what jobs use, while no job runs; other threads of Python run while it waits.
 template <class Work>

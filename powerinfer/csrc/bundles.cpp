@@ -247,7 +247,7 @@ struct Work {
       }
     }
     kernels->neurons.add_groups(&b.down, block.index, n, block.q, NeuronBlock::NEURONS, block.d, NeuronBlock::NEURONS,
-                                 tokens, out, ldo);
+                                tokens, out, ldo);
     return groups;
   }
 

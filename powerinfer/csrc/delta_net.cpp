@@ -86,7 +86,7 @@ class DeltaNet : public Op {
         float* x = p.qkv + run.first * p.ldqkv + at;
         const float* from = run.position ? states.convolution(spec_.state, run.read_state) + at : nullptr;
         w.kernels->delta.convolve(x, p.ldqkv, run.count, spec_.taps.data() + at, about_.channels, about_.tokens + 1,
-                                   from, states.convolution(spec_.state, run.state) + at, about_.channels, dim);
+                                  from, states.convolution(spec_.state, run.state) + at, about_.channels, dim);
         for (int64_t i = 0; i < run.count; i++) {
           float* row = x + i * p.ldqkv;
           w.kernels->activate(PI_SILU, 0, row, nullptr, dim);

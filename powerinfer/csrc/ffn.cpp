@@ -201,7 +201,7 @@ void Ffn::list_firing(Thread& t, const Columns& mine, int64_t tokens, float limi
   NeuronLists::Share& own = p.workspace->lists().shares[(size_t)t.id];
   std::fill(counts, counts + PI_NEURON_TOKENS, 0);
   own.n = p.workspace->kernels->neurons.keep(p.gate + mine.c0, p.ldh, tokens, mine.n(), 1, limit, (int32_t)mine.c0,
-                                              own.listed.data(), counts);
+                                             own.listed.data(), counts);
   own.cells = std::accumulate(counts, counts + tokens, (int64_t)0);
 }
 

@@ -24,8 +24,8 @@ const Part PARTS[] = {PI_PARTS};
 
 // The level whose kernels a level has where it enters none; CMakeLists.txt compiles files accordingly.
 const std::map<std::string, std::string> BASES = {
-    {"amx", "avx512bf16"}, {"avx512bf16", "avx512"}, {"avx512", ""}, {"avxvnni", "avx2"},
-    {"avx2", ""},          {"neon", ""},             {"scalar", ""}};
+    {"amx", "avx512bf16"}, {"avx512bf16", "avx512"}, {"avx512", ""}, {"avxvnni", "avx2"}, {"avx2", ""}, {"neon", ""},
+    {"scalar", ""}};
 
 bool is_built(const std::string& level) {
   return std::any_of(std::begin(PARTS), std::end(PARTS), [&](const Part& part) { return level == part.level; });

@@ -49,7 +49,7 @@ PI_INLINE void dot_tokens(const Rows<R>& w, const PiActs* x, int64_t t, int64_t 
 
 template <class D>
 void dots(const PiRows* all, const int32_t* index, int64_t n, const PiActs* x, int64_t tokens, float* out,
-             int64_t ldo) {
+          int64_t ldo) {
   int64_t j = 0;
   if (tokens == 1)
     for (; j + ROWS <= n; j += ROWS)

@@ -57,7 +57,7 @@ void Predictor::list(int thread, Workspace& w, int64_t tokens, int64_t* counts) 
   const Columns mine(*out, *w.pool, thread);
   std::fill(counts, counts + PI_NEURON_TOKENS, 0);
   own.n = w.kernels->neurons.keep(s.z.data() + mine.c0, s.ldz, tokens, mine.n(), 0, above_, (int32_t)mine.c0,
-                                   own.listed.data(), counts);
+                                  own.listed.data(), counts);
 }
 
 void Predictor::mark(NeuronLists& s, const int32_t* of, int64_t n, int64_t tokens) const {

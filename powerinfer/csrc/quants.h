@@ -173,8 +173,9 @@ void widen(const uint8_t* codes, int64_t nb, uint8_t* out, int offset) {
   for (int64_t b0 = 0; b0 < nb; b0 += W::UNROLL) {
     unroll<0, W::UNROLL>([&](auto i) __attribute__((always_inline)) {
       unroll<0, 8>([&](auto g) __attribute__((always_inline)) {
-        b_store(out + (b0 + i.value) * 512 + g.value * 64,
-                b_sub(W::template group<g.value / 4, i.value>(codes, b0 + i.value, Index<g.value % 4>{}), b_set(offset)));
+        b_store(
+            out + (b0 + i.value) * 512 + g.value * 64,
+            b_sub(W::template group<g.value / 4, i.value>(codes, b0 + i.value, Index<g.value % 4>{}), b_set(offset)));
       });
     });
   }

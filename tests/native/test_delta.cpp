@@ -126,7 +126,7 @@ void test_convolve(const PiKernels* kernels) {
       for (int64_t t = 0; t < tokens; t++)
         for (int64_t c = 0; c < n; c += 16)
           kernels->delta.convolve(pieces.data() + t * n + c, n, 1, w.data() + c, n, taps, state.data() + c,
-                                   state.data() + c, n, 16);
+                                  state.data() + c, n, 16);
       for (size_t i = 0; i < out.size(); i++) same.same(pieces[i], out[i], (int64_t)i);
       for (size_t i = 0; i < to.size(); i++) same.same(state[i], to[i], (int64_t)i);
     }

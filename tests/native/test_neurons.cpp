@@ -262,7 +262,8 @@ void test_dots(const PiKernels* kernels) {
       for (int64_t t = 0; t < most; t++) {
         const Lanes x(acts.from(t), type, 1);
         for (int32_t i = 0; i < rows; i++)
-          kernels->neurons.dots[packed.packed.type](&packed.packed, &i, 1, &x.acts, 1, &alone[(size_t)(t * rows + i)], 1);
+          kernels->neurons.dots[packed.packed.type](&packed.packed, &i, 1, &x.acts, 1, &alone[(size_t)(t * rows + i)],
+                                                    1);
       }
       for (int64_t t = 0; t < most; t++) {
         for (int64_t i = 0; i < rows; i++) {
@@ -330,7 +331,7 @@ void test_add(const PiKernels* kernels) {
           const int64_t cut = n / 3;
           kernels->neurons.add(&packed.packed, index.data(), cut, h.data(), ldh, tokens, parts.data(), ldo);
           kernels->neurons.add(&packed.packed, index.data() + cut, n - cut, h.data() + cut, ldh, tokens, parts.data(),
-                                ldo);
+                               ldo);
           Exact<int32_t> fewer;
           Exact<float> few_h;
           for (int64_t j = 0; j < n; j++)
@@ -340,8 +341,8 @@ void test_add(const PiKernels* kernels) {
               if (index[(size_t)j] % 3) few_h.push_back(h[(size_t)(t * ldh + j)]);
           fewer.shrink_to_fit();
           few_h.shrink_to_fit();
-          kernels->neurons.add(&packed.packed, fewer.data(), (int64_t)fewer.size(), few_h.data(),
-                                (int64_t)fewer.size(), tokens, dropped.data(), ldo);
+          kernels->neurons.add(&packed.packed, fewer.data(), (int64_t)fewer.size(), few_h.data(), (int64_t)fewer.size(),
+                               tokens, dropped.data(), ldo);
           for (int64_t i = 0; i < size; i++) {
             if (i % ldo >= k) {
               outside.yes(isnan(out[(size_t)i]), i);
@@ -383,7 +384,7 @@ void test_add(const PiKernels* kernels) {
         kernels->neurons.add_pairs(&packed.packed, pairs.data(), n, h.data(), out.data(), ldo);
         for (int64_t i = 0; i < n; i++)
           kernels->neurons.add(&packed.packed, &pairs[(size_t)i].neuron, 1, &h[(size_t)i], 1, 1,
-                                &wanted[(size_t)(pairs[(size_t)i].token * ldo)], k);
+                               &wanted[(size_t)(pairs[(size_t)i].token * ldo)], k);
         for (int64_t i = 0; i < (int64_t)out.size(); i++)
           if (i % ldo < k) bits.same(out[(size_t)i], wanted[(size_t)i], i);
           else outside.yes(isnan(out[(size_t)i]), i);
@@ -422,11 +423,11 @@ void test_add_groups(const PiKernels* kernels, int type) {
         }
         const Exact<float> start = out;
         kernels->neurons.add_groups(&packed.packed, index.data(), n, q.data(), ldq, d.data(), ldd, tokens, out.data(),
-                                     ldo);
+                                    ldo);
         for (int64_t t = 0; t < tokens; t++) {
           Exact<float> alone(start.begin() + t * ldo, start.begin() + t * ldo + k);
-          kernels->neurons.add_groups(&packed.packed, index.data(), n, q.data() + t * ldq, ldq, d.data() + t * ldd,
-                                       ldd, 1, alone.data(), k);
+          kernels->neurons.add_groups(&packed.packed, index.data(), n, q.data() + t * ldq, ldq, d.data() + t * ldd, ldd,
+                                      1, alone.data(), k);
           for (int64_t c = 0; c < k; c++) {
             double sum = start[(size_t)(t * ldo + c)], all = fabs(sum), whole = 0, size = 0;
             // A group's sum is exact; the product of its two scales rounds, and each group's step. With m there are two of
@@ -481,8 +482,8 @@ void test_keep(const PiKernels* kernels) {
             if (any) kept.push_back(first + (int32_t)j);
           }
           Exact<int32_t> out(kept.size() + 16, -1);
-          check.yes(kernels->neurons.keep(x.data(), ldx, tokens, n, absolute, most, first, out.data(),
-                                           counts.data()) == (int64_t)kept.size(),
+          check.yes(kernels->neurons.keep(x.data(), ldx, tokens, n, absolute, most, first, out.data(), counts.data()) ==
+                        (int64_t)kept.size(),
                     n);
           check.yes(std::equal(kept.begin(), kept.end(), out.begin()), n);
           check.yes(counts == wanted, n);
