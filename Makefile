@@ -58,7 +58,7 @@ INSTALL := PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --no-build-isolation -
 $(VENV)/stamp-core-$(LEVELS): $(VENV)/stamp-build-tools $(NATIVE)
 	@echo "building powerinfer (a minute the first time)"
 	@$(INSTALL)=$(LEVELS) --editable .
-	@rm -f $(VENV)/stamp-core-* $(VENV)/stamp-dev && touch $@
+	@rm -f $(VENV)/stamp-core-* $(VENV)/stamp-dev && touch $@ $(if $(filter all,$(LEVELS)),$(VENV)/stamp-core-native)
 
 # For `test`, `check` and `fuzz`: the package with what they need, in one installation, which serves `run` too.
 # torch first and alone: nothing below may change its version.
@@ -100,9 +100,9 @@ mutations: $(VENV)/stamp-dev
 EVERY := check test test-bench test-deferred fuzz test-native test-neon test-asan fuzz-asan mutations
 test-all:
 	@table=""; status=0; for target in $(EVERY); do \
-		begin=$$SECONDS; code=0; $(MAKE) --no-print-directory $$target || code=$$?; result=passed; \
-		if [ -e build/not-run ]; then result="not run: $$(cat build/not-run)"; rm build/not-run; \
-		elif [ $$code -ne 0 ]; then result=FAILED; status=1; fi; \
+		rm -f build/not-run; begin=$$SECONDS; code=0; $(MAKE) --no-print-directory $$target || code=$$?; result=passed; \
+		if [ $$code -ne 0 ]; then \
+			if [ -e build/not-run ]; then result="not run: $$(cat build/not-run)"; else result=FAILED; status=1; fi; fi; \
 		table+=$$(printf '%-14s %6d s  %s' $$target $$((SECONDS - begin)) "$$result")$$'\n'; done; \
 	printf '\n%s' "$$table"; exit $$status
 
@@ -144,4 +144,4 @@ bench: $(VENV)/stamp-core-$(LEVELS)
 	@$(BIN)/powerinfer bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) build dist powerinfer/_native.pyi

@@ -97,13 +97,13 @@ class Seconds:
             self.config.workeroutput.update(report)  # type: ignore[attr-defined]
             return
         busy, wall = (after - before for after, before in zip(self.machine_seconds(), self.machine, strict=True))
-        mine = self.processes + time.process_time()
+        mine = self.processes + (time.process_time() if self.begins_workers else _cpu_seconds())
         self.others = max(0.0, busy - mine) / max(wall, 1e-3) / (os.cpu_count() or 1)
         if not self.units or not self.files:
             return
         speed = UNIT / float(np.median(self.units))
         self.files = Counter({name: seconds * speed for name, seconds in self.files.items()})
-        if self.config.getoption("--record-seconds"):
+        if self.whole and self.config.getoption("--record-seconds"):
             RECORD.write_text(self.table())
         if self.whole and self.files.total() > LIMIT and os.environ.get("CI"):
             self.problem = f"the tests took {self.files.total():.0f} s, more than LIMIT in tests/seconds.py"
@@ -114,7 +114,7 @@ class Seconds:
 
     @property
     def whole(self) -> bool:
-        """Whether all tests were asked for."""
+        """All tests were asked for."""
         names = ("keyword", "markexpr", "lf", "failedfirst", "deselect", "maxfail")
         chosen = [getattr(self.config.option, name, None) for name in names]  # some are of a plugin that may be off
         return not any(chosen) and self.config.args == self.config.getini("testpaths")

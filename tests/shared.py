@@ -12,7 +12,7 @@ import io
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -27,15 +27,21 @@ def folder_of(every: Path, made_by: bytes) -> Path:
     folder = every / hashlib.sha256(made_by).hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
     os.utime(folder)
-    others = [(one.stat().st_mtime_ns, one) for one in every.iterdir() if one != folder]
-    for _, one in sorted(others, reverse=True)[KEPT - 1 :]:
-        shutil.rmtree(one, ignore_errors=True)
+    others = []
+    for other in every.iterdir():
+        with suppress(FileNotFoundError):  # another process removes the same ones
+            others.append((other.stat().st_mtime_ns, other))
+    for _, other in sorted((found for found in others if found[1] != folder), reverse=True)[KEPT - 1 :]:
+        shutil.rmtree(other, ignore_errors=True)
     return folder
 
 
 @contextmanager
 def _locked(folder: Path, digest: str) -> Iterator[None]:
-    """Meanwhile no other process makes this entry. A byte of a file is locked, until the process ends at the latest."""
+    """Meanwhile no other process makes this entry. A byte of a file is locked, until the process ends at the latest.
+
+    Locks end when any descriptor of the file is closed in this process, so contexts are not nested.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "locks").open("ab") as file:
         fcntl.lockf(file, fcntl.LOCK_EX, 1, int(digest[:12], 16), os.SEEK_SET)

@@ -26,6 +26,20 @@ def test_module_exports_its_entry_point_only() -> None:
     assert not [name for name in names if "pi_" in name or "kernels" in name]
 
 
+def test_an_object_of_a_level_exports_its_kernels_only() -> None:
+    """An inline function that two levels share would be taken from one of them for both."""
+    folders = sorted((ROOT / "build").glob("cp*/CMakeFiles/kernels_*.dir/powerinfer/csrc"))
+    if shutil.which("nm") is None or not folders:
+        pytest.skip("no nm, or the module was not built here")
+    for folder in folders:
+        level = folder.parents[1].name.removeprefix("kernels_").removesuffix(".dir")
+        objects = [str(path) for path in sorted(folder.glob("*.o"))]
+        assert objects
+        command = [str(ROOT / "tests" / "native" / "symbols.sh"), "nm", level, *objects]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("source", ["test_kernels.cpp", "test_neurons.cpp", "test_delta.cpp", "test_disk.cpp"])
 def test_standalone_tests_fit_the_sources(source: str) -> None:
     """They run in `make test-native` only; here the compiler reads them, so that they cannot fall behind."""
@@ -60,7 +74,7 @@ def test_a_level_that_a_build_lacks_is_refused_with_the_command_that_builds_it(t
     (tmp_path / "main.cpp").write_text(MAIN)
     program = tmp_path / "program"
     sources = [str(csrc / "levels.cpp"), str(csrc / "rows.cpp"), str(tmp_path / "main.cpp")]
-    defined = ["-DPI_LEVEL=scalar", "-DPI_PARTS=PI_PART(rows,scalar)", "-Wno-psabi"]
+    defined = ["-DPI_LEVEL=scalar", "-DPI_PARTS=PI_PART(rows,scalar)", "-DPI_BASES=PI_BASE(scalar,)", "-Wno-psabi"]
     command = [*compiler.split(), "-std=c++17", *defined, "-I", str(csrc), *sources, "-o", str(program)]
     subprocess.run(command, check=True)
     best, chosen, *refusals = subprocess.run([program], capture_output=True, text=True, check=True).stdout.splitlines()

@@ -1,5 +1,6 @@
 #include "bindings.h"
 
+#include "cpu.h"
 #include "levels.h"
 
 namespace {
@@ -24,6 +25,7 @@ void bind_levels(nb::module_& m) {
         return names;
       },
       "Instruction-set levels that this build has and this CPU runs, best first.");
+  m.def("cpu_levels", &cpu_levels, "Levels that this CPU runs, whether this build has them or not, best first.");
   m.def(
       "find_level", [](const std::string& name) { return std::string(find_level(name)->name); }, "name"_a,
       "The level of that name, the best for an empty one; ValueError if it cannot run here.");

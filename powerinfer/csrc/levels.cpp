@@ -6,8 +6,8 @@
 
 #include "cpu.h"
 
-// PI_PARTS is what CMakeLists.txt compiled: PI_PART(file, level) for every source file of kernels and every level that it
-// was compiled for.
+// What CMakeLists.txt compiled: PI_PARTS is PI_PART(file, level) for every source file of kernels and every level that it
+// was compiled for, PI_BASES is PI_BASE(level, the one that it builds upon, or nothing).
 #define PI_PART(file, level) extern "C" void pi_##file##_##level(PiKernels*);
 PI_PARTS
 #undef PI_PART
@@ -22,14 +22,12 @@ struct Part {
 const Part PARTS[] = {PI_PARTS};
 #undef PI_PART
 
-// The level whose kernels a level has where it enters none; CMakeLists.txt compiles files accordingly.
-const std::map<std::string, std::string> BASES = {
-    {"amx", "avx512bf16"}, {"avx512bf16", "avx512"}, {"avx512", ""}, {"avxvnni", "avx2"}, {"avx2", ""}, {"neon", ""},
-    {"scalar", ""}};
+// The level whose kernels a level has where it enters none.
+#define PI_BASE(level, base) {#level, #base},
+const std::map<std::string, std::string> BASES = {PI_BASES};
+#undef PI_BASE
 
-bool is_built(const std::string& level) {
-  return std::any_of(std::begin(PARTS), std::end(PARTS), [&](const Part& part) { return level == part.level; });
-}
+bool is_built(const std::string& level) { return BASES.count(level) > 0; }
 
 void enter(const std::string& level, PiKernels* to) {
   const std::string& base = BASES.at(level);

@@ -54,8 +54,8 @@ void widen_scales(const uint8_t* scales, int64_t nb, float* out) {
 
 template <class W>
 struct Quantised {
-  // Whether the groups of a block are multiplied one by one. Larger tiles have a loop: there are many of them, and the
-  // compiler's time grows with the code.
+  // Whether a block's groups are unrolled: for one and two tokens, and for widened codes. Other tiles have a loop, since
+  // there are many of them, and the compiler's time grows with the code.
   template <int P, int T>
   static constexpr bool UNROLLED = P == 4 ? T <= 2 : W::WIDE;
 
@@ -153,6 +153,7 @@ struct Quantised {
 template <class W>
 void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
   constexpr int P = TILE_WIDE_PANELS, T = TILE_WIDE;
+  static_assert(P <= 2 && Wide<W>::VECTORS <= 3, "pi_linear_scratch has room for no more");
   if (tokens < WIDE_FROM) return product<Quantised<W>, TILE_Q_PANELS, TILE_Q>(l, x, p0, p1, tokens);
   const int64_t nb = x->k / 32, some = tokens_at_once(l, x->k, T), whole = p0 + (p1 - p0) / P * P;
   auto* const codes = (uint8_t*)scratch;
@@ -161,7 +162,7 @@ void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t 
   for (int64_t m = 0; m < tokens; m += some) {
     const int64_t end = m + some < tokens ? m + some : tokens;
     for (int64_t p = p0; p < whole; p += P) {
-      const Panels own = panels_at(l, x->k, p);
+      const Panels own = panels_at(l, x->k, p, P);
       Panels w = own;
       if constexpr (!BYTES<W>) {
         for (int i = 0; i < P; i++) widen<W>(own.codes + i * own.codes_stride, nb, codes + i * nb * 512, 0);

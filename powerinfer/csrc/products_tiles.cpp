@@ -52,8 +52,8 @@ PI_INLINE void add_block(f32x16 (&sum)[16], const int32_t* tile, const uint8_t* 
   const Scales f = W::scales(meta, b);
   f32x16 first = f.d, second = f.d;
   if constexpr (W::HALVES == 2) {
-    first = WQ6_K::half(meta, b, 0);
-    second = WQ6_K::half(meta, b, 1);
+    first = W::half(meta, b, 0);
+    second = W::half(meta, b, 1);
   }
   unroll<0, 16>([&](auto t) __attribute__((always_inline)) {
     f32x16 value = _mm512_cvtepi32_ps(_mm512_load_si512(tile + t.value * 16));

@@ -840,7 +840,7 @@ PI_INLINE f32x16 f_exp(f32x16 x) {
 template <int n>
 struct Index {
   static constexpr int value = n;
-  constexpr operator int() const { return n; }
+  PI_INLINE_MEMBER constexpr operator int() const { return n; }
 };
 // Shifts by an Index become instructions with a constant.
 template <int n>

@@ -39,7 +39,12 @@ def choose_isa(requested: str | None) -> tuple[str, str]:
         raise RequestError(str(error)) from None
     if requested:
         return level, "asked for"
-    return level, f"asked for by {ISA_VARIABLE}" if name else "the best this CPU runs"
+    if name:
+        return level, f"asked for by {ISA_VARIABLE}"
+    best = _native.cpu_levels()[0]
+    if level != best:
+        return level, f"the best of this build; this CPU also runs {best}, which `make install` or `pip install .` builds"
+    return level, "the best this CPU runs"
 
 
 def choose_threads(requested: int) -> tuple[int, str]:

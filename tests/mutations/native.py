@@ -56,9 +56,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a level's instructions do not leak into common code",
-        "powerinfer/csrc/levels.cpp",
-        "struct Part {",
-        '}  extern "C" __attribute__((visibility("default"))) int pi_shared() { return 0; } namespace {\nstruct Part {',
+        "powerinfer/csrc/rows.cpp",
+        "PI_KERNELS(rows) {",
+        "__attribute__((used)) inline int shared_by_levels() { return 1; }\nPI_KERNELS(rows) {",
         "tests/test_native_symbols.py",
     ),
     Mutation(

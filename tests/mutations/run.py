@@ -6,7 +6,9 @@ happens. Where it lies in native code the module is built again, before the test
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -49,13 +51,19 @@ def is_found(mutation: Mutation) -> bool:
     words = shlex.split(mutation.tests)
     pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
     command = words if words[0] == "make" else [*pytest, *words]
+    running = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=TOO_LONG)
+        said, _ = running.communicate(timeout=TOO_LONG)
     except subprocess.TimeoutExpired:
+        os.killpg(running.pid, signal.SIGKILL)
+        running.communicate()
         return True
-    if words[0] != "make" and done.returncode not in (0, 1):  # no test was run
-        raise SystemExit(f"{mutation.tests}: pytest ended with {done.returncode}\n{done.stdout[-2000:]}")
-    return done.returncode != 0
+    ran = "tests passed" in said if words[0] == "make" else running.returncode in (0, 1)
+    if not ran:
+        raise SystemExit(f"{mutation.tests} ended with {running.returncode} and ran no test:\n{said[-2000:]}")
+    return running.returncode != 0
 
 
 def main(texts: list[str]) -> int:
