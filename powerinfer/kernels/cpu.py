@@ -43,7 +43,7 @@ def choose_isa(requested: str | None) -> tuple[str, str]:
         return level, f"asked for by {ISA_VARIABLE}"
     best = _native.cpu_levels()[0]
     if level != best:
-        return level, f"the best of this build; this CPU also runs {best}, which `make install` or `pip install .` builds"
+        return level, f"the best of this build; `make install` or `pip install .` builds {best}, too"
     return level, "the best this CPU runs"
 
 

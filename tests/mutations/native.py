@@ -41,7 +41,7 @@ MUTATIONS = [
         "tests/test_bundled_ffn.py",
     ),
     Mutation(
-        "a router selects what its rule says; the sum of experts is numpy's at every level and type",
+        "a router selects what its rule says, and valid experts; the sum of experts is numpy's at every level",
         "powerinfer/csrc/experts.cpp",
         "scratch[i] += spec.correction[i];",
         "scratch[i] -= spec.correction[i];",
