@@ -62,7 +62,7 @@ MUTATIONS = [
         "tests/test_gpu_experts.py -k 'router and torch'",
     ),
     Mutation(
-        "a sparse model decodes the same ways, so the same bits, on every start; trial.json does no harm whatever it holds",
+        "a sparse model decodes the same ways, so the same bits, on every start; trial.json does no harm",
         "powerinfer/sparsity/saved_trials.py",
         "        with suppress(ModelError):\n            found.append",
         "        with suppress(OSError):\n            found.append",
