@@ -16,8 +16,10 @@ ARGS ?=
 JOBS ?= 2
 
 # Instruction-set levels of the kernels that `run`, `install` and `bench` build: native (what this machine needs), all, or
-# a list such as avx2,avx512. The tests build all.
-LEVELS ?= native
+# a list such as avx2,avx512. What was chosen stays until another is. The tests build all.
+ifeq ($(origin LEVELS),undefined)
+LEVELS := $(or $(patsubst $(VENV)/stamp-core-%,%,$(firstword $(wildcard $(VENV)/stamp-core-*))),native)
+endif
 
 NATIVE := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(wildcard powerinfer/csrc/*)
 
@@ -30,9 +32,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo 'make run PROMPT="..."   answer a prompt with the default model (fetched on first use; ARGS="-m FILE ..." for more flags)'
+	@echo 'make install            installs without running (LEVELS=all, or LEVELS=avx2,avx512: kernels of other machines, too)'
 	@echo 'make test               all tests, a process per core (ARGS="-k name" for some, ARGS="-n 0" for one process)'
 	@echo 'make test-all           everything below and more, with a table of what ran'
-	@echo 'make mutations          plants a fault for each guarantee of docs/design.md, which its tests must find'
+	@echo 'make mutations          plants a fault for each guarantee of docs/design.md, which its tests must find (ARGS=TEXT: some)'
 	@echo 'make test-bench         the tests of the scripts in benchmarks/ and runs/'
 	@echo 'make test-deferred      the tests of GPU code on a device that works later, in the order of two seeds'
 	@echo 'make check              ruff, mypy, clang-format and the import-order test'
@@ -56,9 +59,9 @@ $(VENV)/stamp-build-tools:
 INSTALL := PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --no-build-isolation --config-settings=cmake.define.POWERINFER_LEVELS
 
 $(VENV)/stamp-core-$(LEVELS): $(VENV)/stamp-build-tools $(NATIVE)
-	@echo "building powerinfer (a minute the first time)"
+	@echo "building powerinfer with kernels of: $(LEVELS) (one to three minutes the first time)"
 	@$(INSTALL)=$(LEVELS) --editable .
-	@rm -f $(VENV)/stamp-core-* $(VENV)/stamp-dev && touch $@ $(if $(filter all,$(LEVELS)),$(VENV)/stamp-core-native)
+	@rm -f $(VENV)/stamp-core-* $(VENV)/stamp-dev && touch $@
 
 # For `test`, `check` and `fuzz`: the package with what they need, in one installation, which serves `run` too.
 # torch first and alone: nothing below may change its version.
@@ -66,7 +69,7 @@ $(VENV)/stamp-dev: $(VENV)/stamp-build-tools $(NATIVE)
 	@echo "installing what the tests need, and building powerinfer (a few minutes the first time)"
 	@$(PIP) install --no-compile torch==2.13.0
 	@$(INSTALL)=all --no-compile --editable '.[test,check]'
-	@rm -f $(VENV)/stamp-core-* && touch $@ $(VENV)/stamp-core-all $(VENV)/stamp-core-native
+	@rm -f $(VENV)/stamp-core-* && touch $@ $(VENV)/stamp-core-all
 
 install: $(VENV)/stamp-core-$(LEVELS)
 
@@ -117,7 +120,7 @@ fuzz: $(VENV)/stamp-dev
 
 # Without Python but for its cmake. `LEVELS=avx2` builds and tests some levels; the default is every one that the compiler knows.
 NATIVE_LEVELS := $(if $(filter command line,$(origin LEVELS)),$(LEVELS),all)
-NATIVE_TESTS = PATH="$(abspath $(BIN)):$$PATH" && cmake -S . -B build/native-test/$@ -DPOWERINFER_TESTS=ON -DPOWERINFER_LEVELS="$(NATIVE_LEVELS)" $(1) >/dev/null && \
+NATIVE_TESTS = PATH="$(abspath $(BIN)):$$PATH" && cmake -G Ninja -S . -B build/native-test/$@ -DPOWERINFER_TESTS=ON -DPOWERINFER_LEVELS="$(NATIVE_LEVELS)" $(1) >/dev/null && \
 	cmake --build build/native-test/$@ --parallel $(JOBS) && ctest --test-dir build/native-test/$@ --output-on-failure
 
 test-native: $(VENV)/stamp-build-tools

@@ -274,7 +274,7 @@ def test_wrong_arguments_are_refused() -> None:
     for bad_x, bad_out in [(x[:, :31].copy(), out), (x, out[:, :2].copy()), (np.zeros((2, 32), np.float32), out)]:
         with pytest.raises(ValueError):
             _native.matmul(pool, matrix, "", bad_x, bad_out)
-    with pytest.raises(ValueError, match="'avx9' cannot run on this CPU; choose one of: "):
+    with pytest.raises(ValueError, match="'avx9' is unknown or cannot run on this CPU; choose one of: "):
         _native.matmul(pool, matrix, "avx9", x, out)
     for threads in (0, -1, 1025):
         with pytest.raises(ValueError, match="between 1 and 1024"):

@@ -25,15 +25,19 @@ TOO_LONG = 900
 """Seconds after which a fault counts as found: it may make a test wait for ever."""
 
 
+def check(mutation: Mutation) -> None:
+    """SystemExit where it cannot be planted."""
+    if (ROOT / mutation.file).read_text().count(mutation.old) != 1:
+        raise SystemExit(f"{mutation.file} does not have this once: {mutation.old!r}")
+    if subprocess.run(["git", "diff", "--quiet", "HEAD", "--", mutation.file], cwd=ROOT, check=False).returncode:
+        raise SystemExit(f"{mutation.file} has changes that are not committed")
+
+
 @contextmanager
 def planted(mutation: Mutation) -> Iterator[None]:
     """The working tree has the fault inside."""
     path = ROOT / mutation.file
     source = path.read_text()
-    if source.count(mutation.old) != 1:
-        raise SystemExit(f"{mutation.file} does not have this once: {mutation.old!r}")
-    if subprocess.run(["git", "diff", "--quiet", "HEAD", "--", mutation.file], cwd=ROOT, check=False).returncode:
-        raise SystemExit(f"{mutation.file} has changes that are not committed")
     path.write_text(source.replace(mutation.old, mutation.new))
     try:
         yield
@@ -68,6 +72,10 @@ def is_found(mutation: Mutation) -> bool:
 
 def main(texts: list[str]) -> int:
     chosen = [m for m in every_mutation() if not texts or any(text in f"{m}" for text in texts)]
+    if not chosen:
+        raise SystemExit(f"no fault has this in its guarantee, file or tests: {', '.join(texts)}")
+    for mutation in chosen:
+        check(mutation)
     missed = 0
     for mutation in chosen:
         begin = time.monotonic()
