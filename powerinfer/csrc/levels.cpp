@@ -80,5 +80,6 @@ const PiKernels* find_level(const std::string& name) {
     throw std::invalid_argument("instruction set '" + name + "' is not in this build, which has: " + listed(known) +
                                 "; `make install LEVELS=all` in a clone of the repository, or `pip install .` there, " +
                                 "builds all of them");
-  throw std::invalid_argument("instruction set '" + name + "' is unknown or cannot run on this CPU; choose one of: " + listed(known));
+  throw std::invalid_argument("instruction set '" + name +
+                              "' is unknown or cannot run on this CPU; choose one of: " + listed(known));
 }
