@@ -28,7 +28,7 @@ NATIVE := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(wildcard powerinfe
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help run test test-all test-bench test-bench-if-changed test-deferred mutations check fuzz bench install clean \
-	test-native test-neon test-asan fuzz-asan
+	test-compile test-native test-neon test-asan fuzz-asan
 
 help:
 	@echo 'make run PROMPT="..."   answer a prompt with the default model (fetched on first use; ARGS="-m FILE ..." for more flags)'
@@ -40,6 +40,7 @@ help:
 	@echo 'make test-deferred      the tests of GPU code on a device that works later, in the order of two seeds'
 	@echo 'make check              ruff, mypy, clang-format and the import-order test'
 	@echo 'make fuzz               all damaged model files against the readers, four times as many as `test`'
+	@echo 'make test-compile       every Triton kernel with every type, compiled for two GPUs; `test` compiles some of them'
 	@echo 'make test-native        the kernels of every level that runs here, without Python'
 	@echo 'make test-neon          the same for 64-bit Arm, by a cross compiler and an emulator'
 	@echo 'make test-asan          the same under AddressSanitizer and UndefinedBehaviorSanitizer'
@@ -100,7 +101,7 @@ mutations: $(VENV)/stamp-dev
 	@$(BIN)/python tests/mutations/run.py $(ARGS)
 
 # Everything, one target after the other, and a table of what ran. A target that lacks a tool says so in build/not-run.
-EVERY := check test test-bench test-deferred fuzz test-native test-neon test-asan fuzz-asan mutations
+EVERY := check test test-bench test-deferred fuzz test-compile test-native test-neon test-asan fuzz-asan mutations
 test-all:
 	@table=""; status=0; for target in $(EVERY); do \
 		rm -f build/not-run; begin=$$SECONDS; code=0; $(MAKE) --no-print-directory $$target || code=$$?; result=passed; \
@@ -117,6 +118,9 @@ check: $(VENV)/stamp-dev
 
 fuzz: $(VENV)/stamp-dev
 	@POWERINFER_FUZZ=all $(BIN)/python -m pytest tests/test_fuzz.py $(ARGS)
+
+test-compile: $(VENV)/stamp-dev
+	@POWERINFER_COMPILE=all $(PYTEST) tests/test_gpu_compile.py $(ARGS)
 
 # Without Python but for its cmake. `LEVELS=avx2` builds and tests some levels; the default is every one that the compiler knows.
 NATIVE_LEVELS := $(if $(filter command line,$(origin LEVELS)),$(LEVELS),all)

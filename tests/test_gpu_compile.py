@@ -1,7 +1,8 @@
 """The Triton kernels, compiled for GPUs that need not be there: what the interpreter takes, the compiler may refuse.
 
 A process of its own for each GPU, for a kernel is either interpreted or compiled. Nothing is run. What was compiled is
-kept: Triton finds it again by the kernel's source, its own version and the options.
+kept: Triton finds it again by the kernel's source, its own version and the options. Of kernels of several types those
+are compiled whose code differs most; with POWERINFER_COMPILE=all (`make test-compile`) every type and option is.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ SPILT = 24
 """Bytes a thread that kernels for several tokens keep in memory at most, since they have no registers left."""
 SPILT_BY_EXPERTS = 96
 """The same of several tokens of an expert, and of heads with latents."""
+EVERY = os.environ.get("POWERINFER_COMPILE") == "all"
 KEPT_DAYS = 14
 """As long a compiled kernel is kept: whoever works on kernels makes some 200 MB of them with every change."""
 HOLDS = {89: (48, 24, 100), 90: (64, 32, 228)}
@@ -119,10 +121,14 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
     gpu.force_triton(True)
     # For one GPU every kernel with every type that has code of its own in it, and every option of one of them. For the
     # other those of tensor cores, which are programmed in another way and may lack the shared memory for their stages,
-    # and some of what multiplies in registers.
+    # and some of what multiplies in registers. Every type is unpacked by products alone unless EVERY; those of experts
+    # and heads call the same functions, so they have a type of floats and one of codes.
     whole = capability == 90
     types = gpu.GPU_TYPES if whole else ("F16", "Q6_K")
-    several = [kind for kind in types if kind not in ("BF16", "Q4_K")]  # they take the way of F16, and a part of Q5_K's
+    distinct = [kind for kind in types if kind not in ("BF16", "Q4_K")]  # F16's or F32's way, a part of Q5_K's
+    multiplied = types if EVERY else distinct if whole else ("Q6_K",)
+    several = distinct if EVERY else ("F16", "Q6_K") if whole else ("F16",)
+    few_types = ("F32", "F16", "Q4_0", "Q8_0", "Q6_K")[: 5 if whole else 3]
     d_model, d_ff, heads, kv_heads = 512, 1024, 8, 2
     wide, many = 8192, 28672  # as ReGLU-70B: tiles are those of real matrices, whose memory is not touched
 
@@ -136,20 +142,20 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         places = torch.zeros(len(x), 2, dtype=torch.int32)
         gpu_experts.expert_sum(own, x, places, places.float(), places[0], x.clone())
 
-    for kind in gpu.GPU_TYPES:
+    for kind in gpu.GPU_TYPES if EVERY else few_types:
         gpu.linear(weight(kind, wide, wide), torch.empty(gpu.FEW, wide))
     for kind in ("F16", "Q4_0", "Q6_K") if whole else ():  # few rows, which several programs share
         gpu.linear(weight(kind, 512, wide), torch.empty(gpu.FEW, wide))
-    in_registers = ("F16", 1), ("Q8_0", 4), ("Q4_0", 4), ("Q6_K", 1)
-    for kind, tokens in () if whole else (*in_registers, ("Q8_0", 16), ("Q4_0", 16)):
+    in_registers = ("F16", 1), ("Q4_0", 4), ("Q8_0", 4), ("Q6_K", 1), ("Q8_0", 16), ("Q4_0", 16)
+    for kind, tokens in () if whole else in_registers if EVERY else in_registers[:2]:
         gpu.linear(weight(kind, wide, wide), torch.empty(tokens, wide))
     for tokens in (1, 4) if whole else (16,):
         x = torch.empty(tokens, d_model)
         named = torch.empty(tokens, d_ff, dtype=torch.uint8)
-        for kind in types:
+        for kind in multiplied:
             into = torch.empty(tokens, wide) if kind in ("F16", "Q4_0") else None  # with a residual, and without
             gpu.linear(weight(kind, wide, wide), torch.empty(tokens, wide), into=into)
-        for kind in ("Q8_0", "Q4_0"):  # of others below, as wide as they are
+        for kind in ("Q8_0", "Q4_0") if EVERY else ("Q8_0",):  # of others below, as wide as they are
             parts = (weight(kind), weight(kind), weight(kind), None, None)
             gpu.neuron_sum(gpu.Neurons(*parts, None, None, "relu", 0.0), x, named)
         slots, weights = torch.zeros(tokens, 2, dtype=torch.int32), torch.ones(tokens, 2)
@@ -157,9 +163,9 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
             first, down = weight(kind), weight(kind, 4 * d_model, d_ff // 4)
             own = gpu_experts.Experts(4, d_ff // 4, first, first, down, "silu", 0.0)
             gpu_experts.expert_sum(own, x, slots, weights, slots[0], x.clone())
-        for kind, gate, activation in (("F16", "F32", "relu"), ("BF16", "Q8_0", "drelu"), ("Q4_0", "Q4_0", "relu2")):
-            if whole or kind != "BF16":
-                by_neuron(kind, gate, activation, x)
+        bundled = ("F16", "F32", "relu"), ("Q4_0", "Q4_0", "relu2"), ("BF16", "Q8_0", "drelu")
+        for kind, gate, activation in bundled[: 1 + whole + EVERY]:
+            by_neuron(kind, gate, activation, x)
         if not whole:
             continue
         bias = torch.empty(d_ff)
@@ -184,7 +190,8 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         if kind == "Q4_0":
             scales = torch.empty(1, d_model, dtype=torch.float16)
             triton_kernels.values(weight("Q4_0X32"), 0, 8, scales, torch.empty(8, dtype=torch.int32))
-    for tokens, gate in itertools.product((1, 8, gpu.FEW), (True, False)) if whole else ((gpu.FEW, True),):
+    numbers_of_tokens = (1, 8, gpu.FEW) if EVERY else (1, gpu.FEW)
+    for tokens, gate in itertools.product(numbers_of_tokens, (True, False)) if whole else ((gpu.FEW, True),):
         for kind, down in (("F16", "F16"), ("Q4_0", "Q4_0X32")) if gate else (("F16", "F16"),):
             shared = torch.empty(many // 32, wide, dtype=torch.float16) if down == "Q4_0X32" else None
             group = torch.empty(many, dtype=torch.int32) if down == "Q4_0X32" else None
@@ -200,11 +207,11 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         parts = (None if i == 1 else weight(kind, n, k), weight(kind, n, k), weight(down, n, k), shared, group)
         given = None if i % 2 else torch.empty(1, n, dtype=torch.uint8)
         own = gpu.Neurons(*parts, None, None, "relu" if i == 1 else "drelu", 0.0)
-        if whole or i in (0, 3):
+        if (whole and i != 2) or EVERY or i == 3:  # the third's code is in the fourth
             gpu.neuron_sum(own, torch.empty(1, k), given, fused=True)
     # As many tokens of an expert as a tile has columns; so many that all its neurons are multiplied.
     largest = (("F16", gpu.FEW), ("Q4_0", gpu.FEW), ("F16", 200), ("Q4_0", 200))
-    for kind, tokens in largest if whole else largest[1:3]:
+    for kind, tokens in largest if whole and EVERY else largest[1:3]:
         by_neuron(kind, kind, "relu", torch.empty(tokens, d_model), slots=1)
     bundles = (("F16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q4_0X32"))
     for kind, down in bundles if whole else ():
@@ -219,7 +226,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         rows, at = torch.empty(layout.group_bytes, dtype=torch.uint8), torch.empty(32, dtype=torch.int32)
         gpu.unpack(layout, rows, at, None, at[:1], room)
     nets = DeltaNetConfig(16, 128, 32, 128, 4, tiled=True), DeltaNetConfig(2, 16, 6, 48, 3)
-    for about in nets if whole else nets[:1]:
+    for about in nets if whole and EVERY else nets[:1]:
         (states,) = gpu_delta.new_states([about], 2, "cpu")
         taps, vector = torch.empty(about.taps, about.channels), torch.empty(about.n_value_heads)
         net = gpu_delta.DeltaNet(about, taps, vector, vector, torch.empty(about.value_dim), 1e-6)
@@ -228,10 +235,11 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
             runs, rows = torch.empty(2, 4, dtype=torch.int32), torch.empty(tokens, dtype=torch.int32)
             gpu_delta.delta_net(net, x, states, runs, rows)
     steps = (  # of a few tokens and of a prompt, with norms of the heads or without, with sinks where there are none
-        (64, "f16", 64, False), (64, "f32", 64, True), (4, "q8_0", 64, True), (64, "f16", 256, False),
+        (64, "f16", 64, False), (64, "f32", 64, True), (64, "f16", 256, False), (4, "q8_0", 64, True),
         (4, "f16", 64, True), (64, "q8_0", 64, False), (4, "f16", 256, True),
     )  # fmt: skip
-    for tokens, kv_type, dim, normed in steps if whole else steps[:4]:
+    first = (7 if EVERY else 5) if whole else (4 if EVERY else 3)
+    for tokens, kv_type, dim, normed in steps[:first]:
         q, k = torch.empty(tokens, heads, dim), torch.empty(tokens, kv_heads, dim)
         cache = gpu.new_cache(kv_type, 64, kv_heads, dim, "cpu")
         numbers = torch.empty(tokens, dtype=torch.int32)
@@ -246,7 +254,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         gpu.attention(q, cache, cache, *where, None, 0.1, sinks, for_codes=True)
     heads, latents, n, plain = 16, 512, 64, 128  # DeepSeek-V2-Lite's
     of_latents = (4, "f16"), (4, "f32"), (4, "q8_0"), (1, "f16"), (64, "f16")
-    for tokens, kv_type in of_latents if whole else of_latents[:3]:
+    for tokens, kv_type in of_latents if whole else of_latents[: 3 if EVERY else 2]:
         q, kv = torch.empty(tokens, heads, plain + n), torch.empty(tokens, latents + n)
         cache = gpu.new_cache(kv_type, 64, 1, latents + n, "cpu")
         numbers = torch.empty(tokens, dtype=torch.int32)

@@ -110,7 +110,7 @@ def test_logits(case: families.Case, layout: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("device")
 def test_the_kernels_of_a_gpu(name: str, tmp_path: Path) -> None:
     """Prompts and single tokens with Triton's kernels, in its interpreter; of as few layers as have every kind."""
-    truth = Truth(case_named(name), "folder", tmp_path, num_hidden_layers=4 if name == "qwen35" else 2)
+    truth = Truth(case_named(name), "folder", tmp_path, num_hidden_layers=4 if name == "qwen35" else 1)
     gpu.force_triton(True)
     try:
         with opened(truth.path, all_of(truth)) as executor:

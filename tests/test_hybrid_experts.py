@@ -153,10 +153,11 @@ def test_the_kernels_of_a_gpu(name: str, tmp_path: Path) -> None:
     try:
         with split(truth.path, 0.5) as (executor, _):
             pages = families.scattered_pages(executor, 1)[0]
-            ours = families.run_chunks(executor, truth.texts[0][:37], [33, 3, 1], pages)
+            chunks = [33, 3, 1] if name == "gpt-oss" else [9, 1]  # prompts are multiplied in one way
+            ours = families.run_chunks(executor, truth.texts[0][: sum(chunks)], chunks, pages)
     finally:
         gpu.force_triton(None)
-    assert families.rms(ours - truth.logits[0][:37]) <= truth.allowed(2)
+    assert families.rms(ours - truth.logits[0][: sum(chunks)]) <= truth.allowed(2)
 
 
 def static_where_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
