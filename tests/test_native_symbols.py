@@ -1,4 +1,4 @@
-"""The native module keeps its names to itself, and its stand-alone tests fit its sources."""
+"""The native module keeps its names to itself, and says which levels it lacks."""
 
 from __future__ import annotations
 
