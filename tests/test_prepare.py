@@ -25,13 +25,19 @@ from powerinfer.report import plots
 from powerinfer.report.findings import findings
 
 QUICK = ["--window", "64", "--tokens", "1024", "--steps", "4", "--hardware", "pc-8gb", "--threads", "1"]
+MODEL = "tiny.gguf"
 FILES = {"profile.safetensors", "samples.safetensors", "predictor.safetensors", "neurons.safetensors", "report"}
+
+
+def with_text(folder: Path) -> Path:
+    """A model, with a text for its profile beside it."""
+    (folder / "text.txt").write_text(TEXT * 6)
+    return tiny_llama(folder / MODEL)
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    (tmp_path / "text.txt").write_text(TEXT * 6)
-    return tiny_llama(tmp_path / "tiny.gguf")
+    return with_text(tmp_path)
 
 
 @pytest.fixture(autouse=True)
@@ -203,52 +209,60 @@ def test_neurons_that_fire_on_both_sides_of_zero(model: Path, capsys: pytest.Cap
 
 
 STOP = """
-import os, signal, sys
+import json, os, signal, sys
+import torch._dynamo  # for every command here, each of which would take seconds for that
 from powerinfer.formats.prepared import PartFile
 from powerinfer.cli.main import entry
-where, how = sys.argv[1:3]
-del sys.argv[1:3]
 finish = PartFile.finish
-def stop(self):
-    if self._path.name.startswith(where):
-        os.kill(os.getpid(), getattr(signal, how))
-    finish(self)
-PartFile.finish = stop
-entry()
+for where, how, said, arguments in json.load(sys.stdin):
+    def stop(self):
+        if self._path.name.startswith(where):
+            os.kill(os.getpid(), getattr(signal, how))
+        finish(self)
+    command = os.fork()
+    if command == 0:
+        for number, name in (1, "out"), (2, "err"):
+            os.dup2(os.open(f"{said}.{name}", os.O_CREAT | os.O_WRONLY), number)
+        PartFile.finish = stop
+        sys.argv[1:] = arguments
+        sys.exit(entry())
+    print(os.waitstatus_to_exitcode(os.waitpid(command, 0)[1]))
 """
-
-
-@pytest.mark.parametrize(
-    ("where", "signal_name", "step"),
-    [
-        ("profile.", "SIGKILL", "profile"),
-        ("predictor.1.", "SIGKILL", "train"),
-        ("predictor.safetensors", "SIGTERM", "train"),
-        ("neurons", "SIGINT", "pack"),
-    ],
+STOPPED = (  # by a signal, when this file is to be finished, in this step
+    ("profile.", "SIGKILL", "profile"),
+    ("predictor.1.", "SIGKILL", "train"),
+    ("predictor.safetensors", "SIGTERM", "train"),
+    ("neurons", "SIGINT", "pack"),
 )
-def test_it_resumes_where_it_was_stopped(
-    model: Path, capsys: pytest.CaptureFixture[str], where: str, signal_name: str, step: str
-) -> None:
-    command = [sys.executable, "-c", STOP, where, signal_name, *argv(model)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    number = signal.Signals[signal_name]
-    if signal_name == "SIGINT":  # a request to stop is answered with a document, as called with --json
-        assert json.loads(done.stdout)["status"] == 130
-    else:
-        assert done.stdout == ""
-    assert done.returncode == (-9 if number == signal.SIGKILL else 128 + number), done.stderr
-    if number != signal.SIGKILL:
-        assert re.fullmatch(rf"stopped in step \d/6 {step}; .*", done.stderr.splitlines()[-1])
-        assert not [name for name in left(model) if name.endswith(".part")]
-    document = run(capsys, model)
-    order = list(states(document))
-    before, after = order[1 : order.index(step)], order[order.index(step) :]
-    assert {states(document)[name] for name in before} <= {"skipped"}
-    assert {states(document)[name] for name in after} == {"done"}
-    if where == "predictor.1.":
-        assert document["steps"]["train"]["resumed"] > 0, "sizes of layer 0 were there"
-    assert left(model) - plans(model) == FILES, "nothing unfinished stays"
+
+
+def test_it_resumes_where_it_was_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    commands: list[tuple[str, str, str, list[str]]] = []
+    for where, signal_name, _ in STOPPED:
+        folder = tmp_path / where
+        folder.mkdir()
+        commands.append((where, signal_name, str(folder / "said"), argv(with_text(folder))))
+    command = [sys.executable, "-c", STOP]
+    done = subprocess.run(command, input=json.dumps(commands), capture_output=True, text=True, timeout=300)
+    for (where, signal_name, step), status in zip(STOPPED, done.stdout.split(), strict=True):
+        folder, number = tmp_path / where, signal.Signals[signal_name]
+        model, (out, err) = folder / MODEL, ((folder / f"said.{name}").read_text() for name in ("out", "err"))
+        if signal_name == "SIGINT":  # a request to stop is answered with a document, as called with --json
+            assert json.loads(out)["status"] == 130
+        else:
+            assert out == ""
+        assert int(status) == (-9 if number == signal.SIGKILL else 128 + number), (where, err)
+        if number != signal.SIGKILL:
+            assert re.fullmatch(rf"stopped in step \d/6 {step}; .*", err.splitlines()[-1])
+            assert not [name for name in left(model) if name.endswith(".part")]
+        document = run(capsys, model)
+        order = list(states(document))
+        before, after = order[1 : order.index(step)], order[order.index(step) :]
+        assert {states(document)[name] for name in before} <= {"skipped"}, where
+        assert {states(document)[name] for name in after} == {"done"}, where
+        if where == "predictor.1.":
+            assert document["steps"]["train"]["resumed"] > 0, "sizes of layer 0 were there"
+        assert left(model) - plans(model) == FILES, "nothing unfinished stays"
 
 
 def test_a_disk_that_fills_up(model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
