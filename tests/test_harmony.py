@@ -9,7 +9,6 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-import anthropic
 import numpy as np
 import openai
 import pytest
@@ -530,10 +529,12 @@ def test_responses(api: openai.OpenAI, script: Any) -> None:
 
 
 def test_messages(server: Server, script: Any) -> None:
+    from anthropic import Anthropic  # which takes a second
+
     script(THOUGHT + CALLED)
     tool: Any = {"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}  # type: ignore[index]
     ask: Any = {"model": "toy", "max_tokens": 400, "messages": [ASK], "tools": [tool]}
-    with anthropic.Anthropic(base_url=server.url.removesuffix("/v1"), api_key="x") as api:
+    with Anthropic(base_url=server.url.removesuffix("/v1"), api_key="x") as api:
         plain = api.messages.create(**ask)
         with api.messages.stream(**ask) as stream:
             kinds = [event.type for event in stream]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import anthropic
 import openai
 import pytest
 from pydantic import BaseModel
@@ -18,6 +17,9 @@ from toy_model import idle
 from powerinfer.runtime.engine import LLM
 from powerinfer.serve import app as app_module
 from powerinfer.serve.server import Server
+
+if TYPE_CHECKING:
+    import anthropic  # by the tests that need it, for it takes a second
 
 SCHEMA = WEATHER["function"]["parameters"]
 TOOL: Any = {"type": "function", "name": "get_weather", "description": "The weather", "parameters": SCHEMA}
@@ -33,6 +35,8 @@ def llm() -> LLM:
 
 @pytest.fixture(scope="module")
 def claude(server: Server) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=server.url, api_key="any", max_retries=0) as api:
         yield api
 
@@ -406,6 +410,8 @@ def test_what_a_message_refuses(server: Server, more: Any, says: str) -> None:
 
 
 def test_errors_of_messages(server: Server, claude: anthropic.Anthropic) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError, match="no model 'other'") as caught:
         claude.messages.create(model="other", messages=CHAT, max_tokens=1)  # type: ignore[arg-type]
     body: Any = caught.value.body
@@ -428,6 +434,8 @@ def test_errors_of_messages(server: Server, claude: anthropic.Anthropic) -> None
 
 
 def test_errors_and_pings_in_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    import anthropic
+
     monkeypatch.setattr(app_module, "PING_SECONDS", 0.01)
     llm = served_llm(SlowExecutor(0.05), context=2048)
     with serving(llm, timeout=0.4) as server, client(server) as http:
@@ -461,6 +469,8 @@ def test_a_client_that_leaves(body: dict[str, Any]) -> None:
 
 
 def test_the_key_in_anthropics_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    import anthropic
+
     monkeypatch.setenv("POWERINFER_API_KEY", "right")
     body = {"messages": CHAT, "max_tokens": 1}
     with serving(served_llm()) as server:
