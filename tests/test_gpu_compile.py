@@ -152,7 +152,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
     for tokens in (1, 4) if whole else (16,):
         x = torch.empty(tokens, d_model)
         named = torch.empty(tokens, d_ff, dtype=torch.uint8)
-        for kind in multiplied:
+        for kind in multiplied if EVERY or tokens != 4 else ("F32", "F16", "Q8_0", "Q4_0", "Q6_K"):
             into = torch.empty(tokens, wide) if kind in ("F16", "Q4_0") else None  # with a residual, and without
             gpu.linear(weight(kind, wide, wide), torch.empty(tokens, wide), into=into)
         for kind in ("Q8_0", "Q4_0") if EVERY else ("Q8_0",):  # of others below, as wide as they are
@@ -164,7 +164,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
             own = gpu_experts.Experts(4, d_ff // 4, first, first, down, "silu", 0.0)
             gpu_experts.expert_sum(own, x, slots, weights, slots[0], x.clone())
         bundled = ("F16", "F32", "relu"), ("Q4_0", "Q4_0", "relu2"), ("BF16", "Q8_0", "drelu")
-        for kind, gate, activation in bundled[: 1 + whole + EVERY]:
+        for kind, gate, activation in bundled[: 1 + whole + EVERY if EVERY or tokens == 1 else 1]:
             by_neuron(kind, gate, activation, x)
         if not whole:
             continue
@@ -207,7 +207,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         parts = (None if i == 1 else weight(kind, n, k), weight(kind, n, k), weight(down, n, k), shared, group)
         given = None if i % 2 else torch.empty(1, n, dtype=torch.uint8)
         own = gpu.Neurons(*parts, None, None, "relu" if i == 1 else "drelu", 0.0)
-        if (whole and i != 2) or EVERY or i == 3:  # the third's code is in the fourth
+        if i == 3 or (whole and (EVERY or i < 2)) or (EVERY and i == 0):
             gpu.neuron_sum(own, torch.empty(1, k), given, fused=True)
     # As many tokens of an expert as a tile has columns; so many that all its neurons are multiplied.
     largest = (("F16", gpu.FEW), ("Q4_0", gpu.FEW), ("F16", 200), ("Q4_0", 200))
@@ -238,7 +238,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         (64, "f16", 64, False), (64, "f32", 64, True), (64, "f16", 256, False), (4, "q8_0", 64, True),
         (4, "f16", 64, True), (64, "q8_0", 64, False), (4, "f16", 256, True),
     )  # fmt: skip
-    first = (7 if EVERY else 5) if whole else (4 if EVERY else 3)
+    first = (7 if EVERY else 4) if whole else (4 if EVERY else 3)
     for tokens, kv_type, dim, normed in steps[:first]:
         q, k = torch.empty(tokens, heads, dim), torch.empty(tokens, kv_heads, dim)
         cache = gpu.new_cache(kv_type, 64, kv_heads, dim, "cpu")

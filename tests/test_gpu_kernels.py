@@ -89,8 +89,8 @@ def by_interpreter() -> bool:
 
 
 TWINS = {"BF16": "F16", "Q4_1": "Q8_0", "Q4_K": "Q5_K"}
-"""Types whose code in Triton's kernels is another's (BF16's for several tokens F32's), or a part of it, or which
-become it on a GPU. `test_linear` has them, too; other tests have them in plain torch and on a GPU."""
+"""Types whose code in Triton's kernels is that of another type (BF16's of several tokens is F32's), or a part of it, or
+which become it on a GPU. `test_linear` has them, too; other tests have them in plain torch and on a GPU."""
 
 
 def skip_twins(type_name: str, but: bool = False) -> None:
