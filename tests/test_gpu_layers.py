@@ -110,7 +110,9 @@ def test_logits(case: families.Case, layout: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("device")
 def test_the_kernels_of_a_gpu(name: str, tmp_path: Path) -> None:
     """Prompts and single tokens with Triton's kernels, in its interpreter; of as few layers as have every kind."""
-    truth = Truth(case_named(name), "folder", tmp_path, num_hidden_layers=4 if name == "qwen35" else 1)
+    kinds = ["linear_attention", "full_attention"] if name == "qwen35" else []
+    layers = {"num_hidden_layers": len(kinds), "layer_types": kinds} if kinds else {"num_hidden_layers": 1}
+    truth = Truth(case_named(name), "folder", tmp_path, **layers)
     gpu.force_triton(True)
     try:
         with opened(truth.path, all_of(truth)) as executor:
