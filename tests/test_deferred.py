@@ -236,7 +236,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 FEW_LAYERS = {
-    name: {"num_hidden_layers": 2} for name in ("falcon-40b", "opt-post-norm", "mixtral", "deepseek-v2-lite")
+    name: {"num_hidden_layers": 2} for name in ("falcon-40b", "opt-post-norm", "mixtral", "gpt-oss", "deepseek-v2-lite")
 } | {"smallthinker": dict(num_hidden_layers=2, rope_layout=[0, 1], sliding_window_layout=[0, 1])}
 """Settings of models whose layers are alike, or of two kinds in turn."""
 
