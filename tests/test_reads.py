@@ -13,6 +13,7 @@ from threading import Thread
 
 import numpy as np
 import pytest
+
 from powerinfer._native import ReadError, Reads
 
 BLOCK = Reads.ALIGN

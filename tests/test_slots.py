@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from powerinfer._native import ReadError, Reads, Resting, SlotMemory, Slots
 from test_reads import LONG, both_ways, open_reads, random_file
+
+from powerinfer._native import ReadError, Reads, Resting, SlotMemory, Slots
 
 ITEMS = 40
 SIZE = 400_000

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from powerinfer._native import Resting, Slots
 from test_reads import open_reads, random_file
 
 from benchmarks.disk import order
+from powerinfer._native import Resting, Slots
 from powerinfer.devices.disk_policy import Lfu
 
 NEURONS, TOKENS, SLOTS = 200, 60, 90
