@@ -1,9 +1,10 @@
 """CPU seconds of the tests by file: a table at the end of a run, and a limit that CI keeps.
 
 A second of a fast processor is more work than one of a slow one. So each process times a fixed piece of work, too, at
-its begin and its end, and seconds are counted in those of the processor on which `UNIT` was measured. `seconds.txt` has
-the last recorded table: `make test ARGS=--record-seconds` writes it. With CI set in the environment a whole run that
-takes more than `LIMIT` fails, unless other programs had the cores meanwhile; who needs more changes the limit here.
+its begin and its end, and seconds are counted in those of the processor on which `UNIT` was measured, where those are
+fewer: a fixed piece of work suffers more from a busy neighbour than tests do. `seconds.txt` has the last recorded
+table: `make test ARGS=--record-seconds` writes it. With CI set in the environment a whole run that takes more than
+`LIMIT` fails, unless other programs had the cores meanwhile; who needs more changes the limit here.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Seconds:
         self.others = max(0.0, busy - mine) / max(wall, 1e-3) / (os.cpu_count() or 1)
         if not self.units or not self.files:
             return
-        speed = UNIT / float(np.median(self.units))
+        speed = min(1.0, UNIT / float(np.median(self.units)))
         self.files = Counter({name: seconds * speed for name, seconds in self.files.items()})
         if self.whole and self.config.getoption("--record-seconds"):
             RECORD.write_text(self.table())
