@@ -24,8 +24,8 @@ from powerinfer.system import Disturbance
 
 RECORD = Path(__file__).with_name("seconds.txt")
 LIMIT = 1180.0
-"""CPU seconds of a whole run: a tenth more than the table in seconds.txt adds up to, and a tenth for processors with AMX,
-which have a level more to test."""
+"""CPU seconds of a whole run: a tenth more than the table in seconds.txt adds up to, and a tenth for processors with
+AMX, which have a level more to test."""
 UNIT = 0.25
 """CPU seconds of `_fixed_work` where LIMIT was measured."""
 DISTURBED = 0.1
