@@ -36,8 +36,8 @@ MUTATIONS = [
     Mutation(
         "some of a layer's neurons, compacted, give their sum, for the tokens that select them",
         "powerinfer/csrc/neuron_lists.cpp",
-        "at += other.n;",
-        "at += other.n + (at > 0);",
+        "const int64_t from = std::max(begin - at, (int64_t)0),",
+        "const int64_t from = std::max(begin - at, (int64_t)(n == 0)),",
         "tests/test_bundled_ffn.py",
     ),
     Mutation(
