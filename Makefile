@@ -70,6 +70,7 @@ $(VENV)/stamp-dev: $(VENV)/stamp-build-tools $(NATIVE)
 	@echo "installing what the tests need, and building powerinfer (a few minutes the first time)"
 	@$(PIP) install --no-compile torch==2.13.0
 	@$(INSTALL)=all --no-compile --editable '.[test,check]'
+	@$(BIN)/python -m pytest -q --collect-only --ignore tests/bench >/dev/null  # compiles what the tests import, once for all processes
 	@rm -f $(VENV)/stamp-core-* && touch $@ $(VENV)/stamp-core-all
 
 install: $(VENV)/stamp-core-$(LEVELS)
