@@ -73,8 +73,8 @@ CATALOGUE = {
     )
 }
 DEFAULT_MODEL = "smollm2-135m-instruct"
-CLONED = Path(__file__).resolve().parent.parent / "models"
-"""Where a clone of this repository has models of its own."""
+_PROJECT = re.compile(r'^name = "powerinfer"$', re.MULTILINE)
+"""A line of the pyproject.toml of a clone of this repository."""
 
 
 @dataclass(frozen=True)
@@ -170,10 +170,33 @@ def full_name(name: str) -> str:
 
 
 def cloned_models() -> dict[str, Path]:
-    """The models of a clone of this repository, by name; none of an installed package."""
-    if not (CLONED.parent / "pyproject.toml").exists():
-        return {}
-    return {name: path for folder in sorted(CLONED.glob("*/")) for name, path in models_in(folder).items()}
+    """The models in the folder `models` of a clone of this repository, by name; none without a clone."""
+    clone = next(filter(_is_clone, _clones()), None)
+    folders = sorted((clone / "models").glob("*/")) if clone is not None else []
+    return {name: path for folder in folders for name, path in models_in(folder).items()}
+
+
+def _clones() -> Iterator[Path]:
+    """The folders that may be a clone: the one that has this file, the current one, and the one that pip installed."""
+    yield Path(__file__).resolve().parent.parent
+    with suppress(OSError):
+        yield Path.cwd()
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    with suppress(PackageNotFoundError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        # https://packaging.python.org/en/latest/specifications/direct-url/
+        url = json.loads(distribution("powerinfer").read_text("direct_url.json") or "null")["url"]
+        if url.startswith("file://"):
+            from urllib.request import url2pathname
+
+            yield Path(url2pathname(url.removeprefix("file://")))
+
+
+def _is_clone(folder: Path) -> bool:
+    try:
+        return _PROJECT.search((folder / "pyproject.toml").read_text(encoding="utf-8")) is not None
+    except (OSError, ValueError):
+        return False
 
 
 def list_cloned() -> list[StoredModel]:

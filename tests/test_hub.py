@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import io
 import json
 import os
@@ -465,7 +466,7 @@ def test_list_and_rm(
     folder = prepared_folder(model)
     folder.mkdir()
     (folder / "profile.safetensors").write_bytes(b"x")
-    monkeypatch.setattr(hub, "CLONED", tmp_path / "nowhere")
+    monkeypatch.setattr(hub, "_clones", lambda: iter(()))
     assert main(["list", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["models"]
     assert (found["name"], found["quantisation"], found["prepared"]) == ("owner/name", "F32", ["profile"])
@@ -479,9 +480,11 @@ def test_a_model_of_the_clone_is_used_in_place(
 ) -> None:
     own = tmp_path / "models" / "own"
     own.mkdir(parents=True)
-    monkeypatch.setattr(hub, "CLONED", tmp_path / "models")
-    assert not hub.cloned_models(), "no clone: another package's folder of that name"
-    (tmp_path / "pyproject.toml").write_text("")
+    monkeypatch.setattr(hub, "_clones", lambda: iter([tmp_path]))
+    assert not hub.cloned_models(), "no pyproject.toml"
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "other"\n')
+    assert not hub.cloned_models(), "another project's"
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "powerinfer"\n')
     first, second = (own / f"Own-0000{part}-of-00002.gguf" for part in (1, 2))
     first.write_bytes(b"one")
     second.write_bytes(b"three")
@@ -501,6 +504,30 @@ def test_a_model_of_the_clone_is_used_in_place(
     assert hub.pull("own") == hub.pull(first) == stored
     second.unlink()
     assert hub.find_stored("own") is None, "a part is missing"
-    monkeypatch.setattr(hub, "CLONED", tmp_path / "nowhere")  # an installed package
+    monkeypatch.setattr(hub, "_clones", lambda: iter(()))
     with pytest.raises(RequestError, match="no model ours"):
         hub.resolve_model("ours")
+
+
+def test_the_clone_is_where_the_package_was_installed_from_or_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Installed:
+        document: str | None = None
+
+        def read_text(self, name: str) -> str | None:
+            assert name == "direct_url.json"
+            return self.document
+
+    installed = Installed()
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: installed)
+    clone = tmp_path / "a clone"
+    clone.mkdir()
+    monkeypatch.chdir(clone)
+    package = Path(hub.__file__).resolve().parent.parent
+    assert list(hub._clones()) == [package, clone]
+    monkeypatch.chdir(tmp_path)
+    for installed.document in (f'{{"url": "{clone.as_uri()}", "dir_info": {{}}}}', f'{{"url": "{clone.as_uri()}"}}'):
+        assert list(hub._clones()) == [package, tmp_path, clone]
+    for installed.document in ("", "[", "[1]", '{"url": 1}', '{"url": "https://example.org/powerinfer.zip"}'):
+        assert list(hub._clones()) == [package, tmp_path]
