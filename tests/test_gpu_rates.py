@@ -36,6 +36,7 @@ from powerinfer.hardware.description import (  # noqa: E402
     save,
 )
 from powerinfer.hardware.gpu_rates import GpuEffort, GpuRates  # noqa: E402
+from powerinfer.hybrid import resolve  # noqa: E402
 from powerinfer.kernels import gpu as kernels  # noqa: E402
 from powerinfer.placement.budget import gib  # noqa: E402
 from powerinfer.placement.plan import PlanRequest  # noqa: E402
@@ -496,6 +497,14 @@ def test_what_is_said_where_no_gpu_is_used(
     if not torch.cuda.is_available():
         with LLM(model, **options()) as llm:
             assert len(llm.notes) == 1 and llm.notes[0].startswith("the GPU is not used: ")
+    monkeypatch.setattr(wanted, "lacks_torch", lambda: True)
+    monkeypatch.setattr(resolve, "lacks_torch", lambda: True)
+    missing = "torch is not installed: pip install '.[gpu]' in a clone of powerinfer"
+    with LLM(model, **options()) as llm:
+        assert llm.notes == [f"the GPU is not used: {missing}"]
+    for chosen in ({"gpu": "none"}, {"vram": 0}):
+        with LLM(model, **options(**chosen)) as llm:
+            assert llm.notes == []
 
 
 def test_a_wrong_name_of_a_gpu_is_refused_without_torch(model: Path) -> None:

@@ -30,6 +30,11 @@ def wanted_gpu(engine: EngineConfig) -> tuple[str | None, str]:
         return engine.gpu, "asked for"
     if not _DRIVER.exists():
         return None, "no NVIDIA driver"
-    if importlib.util.find_spec("torch") is None:
+    if lacks_torch():
         return None, f"torch is not installed: {install_extra('gpu')}"
     return "cuda", "found"
+
+
+def lacks_torch() -> bool:
+    """Whether there is a GPU that only torch is missing for."""
+    return _DRIVER.exists() and importlib.util.find_spec("torch") is None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from powerinfer.config import EngineConfig
-from powerinfer.devices.wanted import UNUSED_VRAM, wanted_gpu
+from powerinfer.devices.wanted import UNUSED_VRAM, lacks_torch, wanted_gpu
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.kernels import cpu
@@ -175,6 +175,8 @@ def _resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress, s
         say(NOT_USED.format(why))
     elif engine.vram:
         say(UNUSED_VRAM.format(why))
+    elif engine.gpu == "auto" and engine.vram is None and lacks_torch():
+        say(NOT_USED.format(why))
     return _on_cpu(Resolved(checkpoint, engine, selection, why=why))
 
 
