@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 _REPOSITORY = re.compile(r"(?P<owner>[\w-][\w.-]*)/(?P<name>[\w-][\w.-]*)(?::(?P<tag>[\w.-]+))?")
+# An address of Hugging Face: of a repository, as Ollama writes it with a tag, or of a file of it.
+_ADDRESS = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(?P<tag>:[\w.-]+)?"
+    r"(?:/(?:tree|blob|resolve|raw)/[^/?#]+(?:/(?P<file>[^?#]*))?)?/?(?:[?#].*)?",
+    re.IGNORECASE | re.DOTALL,
+)
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 # The files of a Hugging Face folder that are downloaded, beside the weights. Never code (`*.py`).
 _FOLDER_FILES = (
@@ -110,6 +116,7 @@ def resolve_model(
     local = _local_path(name)
     if local is not None:
         return local
+    name = _without_host(name)
     stored = _find(name)
     if stored is not None:
         with suppress(OSError):
@@ -134,6 +141,7 @@ def pull(name_or_path: str | Path, say: Say = silent) -> StoredModel:
     local = _local_path(name) or cloned_models().get(name.lower())
     if local is not None:
         return _register(local)
+    name = _without_host(name)
     full = full_name(name)
     if _is_repository(full):
         return pull_repository(full, say)
@@ -221,7 +229,8 @@ def names_model(text: str) -> bool:
     local = _local_path(text) if text else None
     if local is not None:
         return (local.is_file() and local.suffix.lower() == ".gguf") or (local / "config.json").is_file()
-    return text.partition(":")[0].lower() in known_names() or find_stored(text) is not None
+    name = _without_host(text)
+    return name != text or name.partition(":")[0].lower() in known_names() or find_stored(name) is not None
 
 
 def local_model(name: str) -> StoredModel:
@@ -234,7 +243,19 @@ def local_model(name: str) -> StoredModel:
 
 def _find(name: str) -> StoredModel | None:
     """The local model of a name, short or full."""
+    name = _without_host(name)
     return find_stored(name) or find_stored(full_name(name))
+
+
+def _without_host(name: str) -> str:
+    """The repository of an address of Hugging Face, with the tag that it has or that picks its file; else the name."""
+    matched = _ADDRESS.fullmatch(name)
+    if matched is None:
+        return name
+    tag, file = matched["tag"] or "", (matched["file"] or "").rpartition("/")[2]
+    if file.lower().endswith(".gguf"):
+        tag = ":" + _SHARD.sub("", file[: -len(".gguf")])
+    return matched["repository"] + tag
 
 
 def _is_repository(name: str) -> bool:

@@ -82,9 +82,10 @@ def test_a_model_is_no_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "config.json").write_text("{}")
     for model in (str(path), str(tmp_path / "folder"), "qwen3-4b", "Qwen3-4B:Q8_0", hub.DEFAULT_MODEL):
-        for rest in ([], ["hi"]):
-            assert main(["run", model, *rest]) == 2
-            assert f'{model} is a model: powerinfer run "PROMPT" -m {model}' in capsys.readouterr().err
+        assert main(["run", model]) == 2
+        assert f'{model} is a model: powerinfer run "PROMPT" -m {model}' in capsys.readouterr().err
+    assert main(["run", str(path), "hi", "--gpu", "none", "-n", "1"]) == 0, "as ollama takes them"
+    assert main(["run", str(path), "hi", "there"]) == 2 and "is a model" in capsys.readouterr().err
     assert not any(hub.names_model(text) for text in ("", "Hi", "~nobody-here", str(tmp_path), "x" * 5000, "a\0b"))
     assert main(["run", hub.DEFAULT_MODEL, "-m", str(path), "--gpu", "none", "-n", "1"]) != 2
 

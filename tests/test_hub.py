@@ -393,6 +393,40 @@ def test_every_short_name_stands_for_a_repository_and_its_file() -> None:
     assert {"qwen3-4b", "smollm2-135m-instruct"} <= set(hub.known_names())
 
 
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        ("hf.co/Qwen/Qwen3-4B-GGUF:Q8_0", "Qwen/Qwen3-4B-GGUF:Q8_0"),
+        ("https://huggingface.co/Qwen/Qwen3-4B-GGUF", "Qwen/Qwen3-4B-GGUF"),
+        ("https://huggingface.co/Qwen/Qwen3-4B-GGUF/", "Qwen/Qwen3-4B-GGUF"),
+        ("HF.co/a/b/tree/main", "a/b"),
+        ("https://huggingface.co/a/b/blob/main/config.json", "a/b"),
+        ("https://huggingface.co/a/b?show_file_info=x.gguf", "a/b"),
+        ("https://huggingface.co/a/b/resolve/main/b-Q4_K_M.gguf?download=true", "a/b:b-Q4_K_M"),
+        ("https://huggingface.co/a/b/blob/main/Q4/b-Q4_0-00001-of-00003.gguf", "a/b:b-Q4_0"),
+        ("https://example.org/a/b", "https://example.org/a/b"),
+        ("hf.co/a", "hf.co/a"),
+        ("a/b:Q8_0", "a/b:Q8_0"),
+    ],
+)
+def test_an_address_of_hugging_face_is_the_name_of_its_repository(address: str, name: str) -> None:
+    assert hub._without_host(address) == name
+    assert hub.names_model(address) == (address != name)
+    if name.startswith("a/b:"):
+        files = ["b-Q4_K_M.gguf", "Q4/b-Q4_0-00001-of-00002.gguf", "Q4/b-Q4_0-00002-of-00002.gguf", "b-Q8_0.gguf"]
+        chosen = hub.choose_files(files, name.partition(":")[2], "a/b")
+        assert chosen == (files[:1] if "Q4_K_M" in address else files[1:3] if "Q4_0" in address else files[3:])
+
+
+def test_a_pasted_address_is_pulled_and_opened(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(hub, "pull_repository", lambda name, say: asked.append(name) or store(name))
+    hub.pull("https://huggingface.co/a/b:Q4_0")
+    assert asked == ["a/b:Q4_0"]
+    with pytest.raises(RequestError, match="`powerinfer pull a/b` fetches it"):
+        hub.resolve_model("hf.co/a/b")
+
+
 def test_a_short_name_opens_what_was_pulled(cache: Path) -> None:
     with pytest.raises(RequestError, match=r"about 2\.5 GB.*powerinfer pull qwen3-4b"):
         hub.resolve_model("qwen3-4b")

@@ -24,8 +24,11 @@ if TYPE_CHECKING:
     from powerinfer.runtime.params import SamplingParams
 
 
-# Flags of llama.cpp and vLLM: the flag here that a command must have for the hint to suit it, and the hint.
+# Flags of llama.cpp, Ollama and vLLM: the flag here that a command must have for the hint to suit it, and the hint.
 _GPU = ("--vram", "use --vram SIZE, the memory of the GPU to fill, or --gpu none")
+_EXPERTS = ("--vram", "leave it out: experts are in RAM where the GPU is full; --vram SIZE limits it")
+_ATTENTION = ("--kv-type", "leave it out: attention is always computed like that")
+_MAPPING = ("--ram", "leave it out: weights that do not fit RAM are read from disk; --ram SIZE limits it")
 _LENGTH = ("--max-tokens", "use -n N")
 _CONTEXT = ("--context", "use -c N")
 _FILE = ("--prompt", "powerinfer run < FILE")
@@ -36,6 +39,16 @@ FOREIGN = {
     **dict.fromkeys(("--ctx-size", "--n-ctx", "--num-ctx", "--max-model-len"), _CONTEXT),
     **dict.fromkeys(("-f", "--file"), _FILE),
     **dict.fromkeys(("-i", "--interactive"), _TALK),
+    **dict.fromkeys(("-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe", "-ot", "--override-tensor"), _EXPERTS),
+    **dict.fromkeys(("-fa", "--flash-attn"), _ATTENTION),
+    **dict.fromkeys(("--mmap", "--no-mmap", "--mlock"), _MAPPING),
+    **dict.fromkeys(("-ctk", "-ctv", "--cache-type-k", "--cache-type-v"), ("--kv-type", "use --kv-type TYPE, of both")),
+    **dict.fromkeys(("-np", "--parallel", "--max-num-seqs"), ("--max-batch", "use --max-batch N")),
+    "--jinja": ("--context", "leave it out: the model's chat template is always used"),
+    "--chat-template": ("--raw", "the model's chat template is always used; --raw goes without"),
+    "-p": ("--prompt-tokens", "use --prompt-tokens N"),
+    "-n": ("--gen-tokens", "use --gen-tokens N"),
+    "-r": ("--repeat", "use --repeat N"),
     "--repeat-penalty": ("--repetition-penalty", "use --repetition-penalty X"),
 }
 
@@ -62,6 +75,9 @@ class Parser(argparse.ArgumentParser):
         found, rest = self.parse_known_args(args, namespace)
         if rest and not any(word.startswith("-") for word in rest):
             if hasattr(found, "prompt"):
+                if len(rest) == 1 and found.model is None and _is_model(found.prompt):  # `ollama run MODEL PROMPT`
+                    found.model, found.prompt = found.prompt, rest[0]
+                    return found
                 refuse_model_as_prompt(found.prompt)
                 self.error(f"unexpected: {' '.join(rest)}; a prompt of several words needs quotes")
             self.error(f"unexpected: {' '.join(rest)}")
@@ -144,9 +160,10 @@ def common_flags(parser: argparse.ArgumentParser) -> None:
 def model_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-m",
+        "-hf",
         "--model",
         metavar="MODEL",
-        help="GGUF file, model folder or name of a model; default: the default model",
+        help="GGUF file, model folder or name of a model, of Hugging Face, too; default: the default model",
     )
 
 
@@ -159,11 +176,15 @@ def model_argument(parser: argparse.ArgumentParser, many: bool = False) -> None:
     parser.add_argument("place", nargs="?", type=read, metavar="MODEL", help="the model, as with -m")
 
 
-def refuse_model_as_prompt(prompt: str) -> None:
-    """RequestError for a prompt that is a model, as in `powerinfer run MODEL`."""
+def _is_model(prompt: str) -> bool:
     from powerinfer.hub import names_model
 
-    if names_model(prompt):
+    return names_model(prompt)
+
+
+def refuse_model_as_prompt(prompt: str) -> None:
+    """RequestError for a prompt that is a model, as in `powerinfer run MODEL`."""
+    if _is_model(prompt):
         raise RequestError(f'{prompt} is a model: powerinfer run "PROMPT" -m {prompt}')
 
 

@@ -71,7 +71,7 @@ def words(verb: str, previous: str) -> list[str]:
 
     if verb not in VERBS or previous in ("powerinfer", ""):
         return list(VERBS)
-    if previous in ("-m", "--model"):
+    if previous in ("-m", "--model", "-hf"):
         return _models()
     named = {"pull": _known_models, "rm": _local_models}
     return [*(named[verb]() if verb == previous and verb in named else ()), *_flags(verb, previous)]

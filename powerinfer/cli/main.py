@@ -40,6 +40,12 @@ VERBS = {
     "completion": "print a shell completion script",
 }
 
+FOREIGN = {
+    "show": "inspect", "info": "inspect", "ls": "list", "remove": "rm", "delete": "rm", "download": "pull",
+    "generate": "run", "cli": "run", "server": "serve", "benchmark": "bench", "perplexity": "eval",
+}  # fmt: skip
+"""Commands of llama.cpp, Ollama and vLLM, and what they are called here."""
+
 INTERRUPTED = 130
 TERMINATED = 143  # what a shell reports for a program that SIGTERM ended
 BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
@@ -127,7 +133,10 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     if verb not in VERBS:
         # rm, which deletes, is meant last: rum is run
-        near = did_you_mean(verb, [one for one in VERBS if one != "rm"]) or did_you_mean(verb, VERBS)
+        near = f"; did you mean {FOREIGN[verb]}?" if verb in FOREIGN else ""
+        near = near or did_you_mean(verb, [one for one in VERBS if one != "rm"]) or did_you_mean(verb, VERBS)
+        if not near and " " in verb:
+            near = "; a prompt is answered by `powerinfer run PROMPT`"
         raise RequestError(f"no command {verb}{near or '; there are ' + ', '.join(VERBS)}")
     # The engine has its own threads. OpenBLAS would start more on `import numpy`, which takes as long as the import.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -41,6 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     model_argument(parser, many=True)
     parser.add_argument(
         "-m",
+        "-hf",
         "--model",
         action="append",
         metavar="[NAME=]MODEL",
