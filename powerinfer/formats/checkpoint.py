@@ -69,8 +69,8 @@ class Checkpoint:
 
     config: the model's sizes; path; source: "gguf" or "hf"; metadata: GGUF metadata or config.json; notes: lines for
     the user about conversions; file_bytes: bytes on disk; parameters: number of weights, without predictors;
-    predictor_threshold: for the outputs of the file's own predictors, None if it has none; quantize: the requested
-    type.
+    predictor_threshold: for the outputs of the file's own predictors, None if it has none; unread: keys of the
+    metadata that nothing read; quantize: the requested type.
 
     With `quantize`, a tied embedding stays as it is for look-up and a quantised copy becomes the tensor `head`, so
     `config.tied_embeddings` is then False.
@@ -91,6 +91,7 @@ class Checkpoint:
         self.quantize = quantize
         self.notes = list(source.notes)
         self.predictor_threshold = source.predictor_threshold
+        self.unread = source.unread
         self.file_bytes = sum(file.size for file in source.files)
         self.parameters = sum(t.size for name, t in source.tensors.items() if not _is_predictor(name))
         self._targets = self._plan(quantize)
@@ -170,7 +171,8 @@ class Checkpoint:
             if isinstance(part, RawTensor):
                 for run in part.data.reshape(1, -1) if part.data.ndim == 1 else part.data:
                     found += [place for file in self._files if (place := _place(file, run)) is not None]
-        if sum(place.nbytes for place in found) != tensor.nbytes:  # it was computed when the file was opened
+        scaled = isinstance(tensor, RawTensor) and tensor.scales is not None
+        if scaled or sum(place.nbytes for place in found) != tensor.nbytes:  # it was computed when the file was opened
             use = "" if self.source == "gguf" else ": take the model as a GGUF file"
             raise ModelError(f"{self.path}: {name} is not stored as it is used, so it cannot be replaced{use}")
         return found

@@ -17,14 +17,18 @@ _REQUIRED: Any = object()
 class Fields:
     """Typed reads of a mapping; every key that is read is remembered, so that `unread` can name the others.
 
-    where: a file name, the start of error messages; prefix: of every key.
+    where: a file name, the start of error messages; prefix: of every key; notes: where readers of the values leave
+    lines for the user.
     """
 
-    def __init__(self, values: Mapping[str, Any], where: str, prefix: str = "") -> None:
+    def __init__(
+        self, values: Mapping[str, Any], where: str, prefix: str = "", notes: list[str] | None = None
+    ) -> None:
         self._values = values
         self._prefix = prefix
         self._read: set[str] = set()
         self.where = where
+        self.notes = [] if notes is None else notes
 
     def bad(self, key: str, why: str) -> ModelError:
         """The error for a key with an unsupported value."""
@@ -103,6 +107,10 @@ class Fields:
         value = self.get(key, None)
         if value is not None and not any(type(value) is type(a) and value == a for a in allowed):
             raise self.bad(key, f"is {shown(value)}, which this engine does not support")
+
+    def peek(self, key: str) -> Any:
+        """The value as it is, which does not count as read; None where there is none."""
+        return self._values.get(self._prefix + key)
 
     def was_read(self, key: str) -> bool:
         """Whether somebody has asked for it."""

@@ -25,7 +25,7 @@ from powerinfer.formats.gpt_oss_folder import take_experts
 from powerinfer.formats.json_file import read_json
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.safetensors_file import read_safetensors
-from powerinfer.formats.source import Fused, Names, Source, collect, predictor_shapes, without_head_predictor
+from powerinfer.formats.source import ONLY_TEXT, Fused, Names, Source, collect, predictor_shapes, without_head_predictor
 from powerinfer.formats.tensors import MadeTensor, RawTensor, StoredTensor
 
 _LLAMA = Names(
@@ -229,11 +229,12 @@ def _fused_delta(config: ModelConfig, names: Names) -> list[Fused]:
 def open_folder(folder: Path) -> Source:
     """The model in a Hugging Face folder; ModelError if it is malformed or not one this engine runs."""
     metadata, config_file = read_json(folder / "config.json")
-    config = read_config(metadata, folder)
+    notes: list[str] = []
+    unread: list[str] = []
+    config = read_config(metadata, folder, notes, unread)
     layout.check(config, str(folder / "config.json"))
     stored, files = _read_weights(folder)
-    # Frequencies saved by old versions: they follow from the configuration.
-    stored = {name: tensor for name, tensor in stored.items() if not name.endswith(".rotary_emb.inv_freq")}
+    stored = {name: tensor for name, tensor in stored.items() if not _is_buffer(name)}
     if config.architecture == "opt" and not any(name.startswith("model.decoder.") for name in stored):
         stored = {f"model.{name}" if name.startswith("decoder.") else name: stored[name] for name in stored}
     made: dict[str, MadeTensor] = {}
@@ -241,14 +242,15 @@ def open_folder(folder: Path) -> Source:
         made = take_experts(config, stored, str(folder))
     elif any(isinstance(layer.ffn, ExpertsConfig) for layer in config.layers):
         stored = dict(_of_experts(config, metadata, stored))
-    stored, notes = without_head_predictor(stored)
+    stored, left_out = without_head_predictor(stored)
+    notes += left_out
     if config.architecture in _DELTA:
         stored, left_out = _of_delta(stored)
         notes += left_out
     names = file_names(config, stored)
     config, stored = _with_thresholds(config, stored, folder)
     if config.tied_embeddings:
-        _drop_tied_head(stored, files, names, folder)
+        config = _with_stored_head(config, stored, files, names, notes)
     predictors = config.architecture == "bamboo" and any(".mlp.predictor." in name for name in stored)
     extra = predictor_shapes(config, stored, names) if predictors else ()
     tensors = collect(config, stored, names, str(folder), extra, fused(config, names), made)
@@ -257,17 +259,18 @@ def open_folder(folder: Path) -> Source:
     for name in (f"layers.{layer}.delta_decay" for layer in config.states):
         rates = -np.exp(tensors[name].gathered().float32())
         tensors[name] = RawTensor("F32", rates.shape, rates.astype("<f4").view(np.uint8))
-    source = Source("hf", folder, config, metadata, tensors, [config_file, *files], notes)
+    source = Source("hf", folder, config, metadata, tensors, [config_file, *files], notes, unread=unread)
     if not predictors:
         return source
     # The model's own code skips neurons whose predicted probability is at most a half.
-    return replace(source, predictor_threshold=0.0, notes=["the files include predictors, with threshold 0"])
+    notes.append("the files include predictors, with threshold 0")
+    return replace(source, predictor_threshold=0.0)
 
 
 def _of_experts(
     config: ModelConfig, metadata: dict[str, Any], stored: dict[str, RawTensor]
 ) -> Iterator[tuple[str, RawTensor]]:
-    """The tensors with the names and shapes of other layers; without those of layers that only predict further tokens,
+    """The tensors with the names of other layers; without those of layers that only predict further tokens,
     which follow the model's own (GLM-4.5)."""
     further = metadata.get("num_nextn_predict_layers") or metadata.get("num_mtp_layers")
     beyond = re.compile(r"model\.layers\.(\d{1,9})\.") if further else None
@@ -278,10 +281,6 @@ def _of_experts(
             continue
         if name.endswith(".e_score_correction_bias"):
             name = name.removesuffix("_bias") + ".bias"
-            if tensor.shape[:-1] == (1,):  # ERNIE's
-                tensor = RawTensor(tensor.type, tensor.shape[1:], tensor.data)
-        if name.endswith(".mlp.shared_expert_gate.weight") and tensor.shape[:-1] == (1,):
-            tensor = RawTensor(tensor.type, tensor.shape[1:], tensor.data)
         yield name, tensor
 
 
@@ -289,8 +288,8 @@ _RENAMED = {".linear_attn.A_log": ".linear_attn.decay.weight", ".linear_attn.dt_
 
 
 def _of_delta(stored: dict[str, RawTensor]) -> tuple[dict[str, RawTensor], list[str]]:
-    """The tensors of the text's part with the names and shapes of other layers, and notes on what is left out: pictures
-    and the prediction of further tokens."""
+    """The tensors of the text's part with the names of other layers, and notes on what is left out: pictures and the
+    prediction of further tokens."""
     found: dict[str, RawTensor] = {}
     pictures = 0
     for name, tensor in stored.items():
@@ -302,11 +301,9 @@ def _of_delta(stored: dict[str, RawTensor]) -> tuple[dict[str, RawTensor], list[
         name = name.replace("model.language_model.", "model.", 1)
         for old, new in _RENAMED.items():
             name = name.replace(old, new)
-        if name.endswith(".linear_attn.conv1d.weight") and len(tensor.shape) == 3 and tensor.shape[1] == 1:
-            tensor = RawTensor(tensor.type, (tensor.shape[0], tensor.shape[2]), tensor.data)
         of_all = name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"))
         found[f"{name}.weight" if of_all else name] = tensor
-    return found, ["only text is read: the part for pictures is left out"] if pictures else []
+    return found, [ONLY_TEXT] if pictures else []
 
 
 def _with_thresholds(
@@ -345,16 +342,32 @@ def _add_one_to_norms(tensors: dict[str, StoredTensor], files: list[MappedFile])
             tensors[name] = RawTensor("F32", tensor.shape, values.astype("<f4").view(np.uint8))
 
 
-def _drop_tied_head(stored: dict[str, RawTensor], files: list[MappedFile], names: Names, folder: Path) -> None:
-    """Some folders keep a copy of the tied embedding as the head; it goes if it really is one."""
+def _with_stored_head(
+    config: ModelConfig, stored: dict[str, RawTensor], files: list[MappedFile], names: Names, notes: list[str]
+) -> ModelConfig:
+    """Some folders keep a copy of the tied embedding as the head; it goes if it really is one, and else is the head, as
+    in `transformers`."""
     head, embed = stored.get(names("head")), stored.get(names("embed"))
     if head is None or embed is None:
-        return
+        return config
     for file in files:
         file.check()
-    if (head.type, head.shape) != (embed.type, embed.shape) or not np.array_equal(head.data, embed.data):
-        raise ModelError(f"{folder}: config.json ties lm_head to the embedding, but the two tensors differ")
-    del stored[names("head")]
+    if (head.type, head.shape) == (embed.type, embed.shape) and np.array_equal(head.data, embed.data):
+        del stored[names("head")]
+        return config
+    notes.append("config.json ties lm_head to the embedding, but the two tensors differ: each is used as it is stored")
+    return replace(config, tied_embeddings=False)
+
+
+_BUFFERS = (
+    "inv_freq", "cos_cached", "sin_cached", "freqs_cis", "rope_cache",
+    "position_ids", "masked_bias", "causal_mask", "attention_mask",
+)  # fmt: skip
+
+
+def _is_buffer(name: str) -> bool:
+    """Whether a tensor is what a class saved beside its weights, and makes anew from the configuration."""
+    return name.rpartition(".")[2] in _BUFFERS
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -376,11 +389,12 @@ def _read_weights(folder: Path) -> tuple[dict[str, RawTensor], list[MappedFile]]
     for name in sorted(set(places.values())):
         shard, _, file = read_safetensors(folder / name)
         files.append(file)
-        strange = [tensor for tensor in shard if places.get(tensor) != name]
-        if strange:
-            raise ModelError(f"{folder / name}: tensor {shown(strange[0])} is not where {index.name} says")
+        for twice in sorted(tensors.keys() & shard.keys()):
+            one, other = tensors[twice], shard[twice]
+            if (one.type, one.shape) != (other.type, other.shape) or not np.array_equal(one.data, other.data):
+                raise ModelError(f"{folder / name}: tensor {shown(twice)} is in another file, too, with other values")
         tensors |= shard
-    missing = places.keys() - tensors.keys()
+    missing = {tensor for tensor in places.keys() - tensors.keys() if not _is_buffer(tensor)}
     if missing:
         raise ModelError(f"{index}: tensor {shown(min(missing))} is not in {shown(places[min(missing)])}")
     return tensors, files

@@ -32,6 +32,7 @@ from powerinfer.config import (
 )
 from powerinfer.formats import layout
 from powerinfer.formats.fields import Fields
+from powerinfer.formats.folder_keys import check_others, not_read
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.source import printable
 
@@ -92,13 +93,18 @@ _WITH_OWN_CODE = (
 )  # fmt: skip
 
 
-def read_config(metadata: dict[str, Any], folder: Path) -> ModelConfig:
-    """The configuration in `metadata`, the contents of the folder's config.json. ModelError if it is not supported."""
+def read_config(
+    metadata: dict[str, Any], folder: Path, notes: list[str] | None = None, unread: list[str] | None = None
+) -> ModelConfig:
+    """The configuration in `metadata`, the contents of the folder's config.json. ModelError if it is not supported.
+
+    notes: gets lines for the user; unread: gets the keys that nothing read.
+    """
     where = str(folder / "config.json")
     metadata = _text_part(metadata)
     architecture = _architecture(Fields(metadata, where))
     stated = {key: value for key, value in metadata.items() if value is not None or key in _NULLABLE}
-    fields = Fields(_DEFAULTS.get(architecture, {}) | stated, where)
+    fields = Fields(_DEFAULTS.get(architecture, {}) | stated, where, notes=notes)
     own = _OWN_KEYS.get(architecture, {})
 
     def key(name: str) -> str:
@@ -115,7 +121,11 @@ def read_config(metadata: dict[str, Any], folder: Path) -> ModelConfig:
         name=printable(folder.resolve().name),
     )
     n_layers = fields.integer(key("num_hidden_layers"), 1, layout.MAX_LAYERS)
-    return _with_thresholds(fields, _READERS[architecture](fields, config, n_layers))
+    config = _with_thresholds(fields, _READERS[architecture](fields, config, n_layers))
+    check_others(fields)
+    if unread is not None:
+        unread += not_read(fields)
+    return config
 
 
 def _with_thresholds(fields: Fields, config: ModelConfig) -> ModelConfig:
@@ -255,6 +265,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 20, "max_position_embeddings": 202752, "hidden_act": "silu", "first_k_dense_replace": 1,
         "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_routed_experts": 64, "n_shared_experts": 1,
         "moe_intermediate_size": 1536, "norm_topk_prob": True, "routed_scaling_factor": 1.8, "num_experts_per_tok": 4,
+        "rope_interleave": True,
     },
     "deepseek_v2": _LLAMA | {
         "vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
@@ -267,6 +278,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 128, "max_position_embeddings": 4096, "first_k_dense_replace": 3, "q_lora_rank": 1536,
         "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "norm_topk_prob": True,
         "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8,
+        "rope_interleave": True,
     },
     "granite": _LLAMA,
     "granitemoe": _GRANITE,
@@ -316,7 +328,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 # Here null does not mean the default but no window, as many as heads, false.
 _NULLABLE = (
     "sliding_window", "num_key_value_heads", "alibi", "new_decoder_architecture", "parallel_attn", "multi_query",
-    "bias", "q_lora_rank",
+    "bias", "q_lora_rank", "norm_topk_prob", "rope_interleave",
 )  # fmt: skip
 _KV_HEADS_STATED = ("mistral", "qwen2", "qwen3", "nemotron")  # whose number of key-value heads has no usable default
 # Keys that a family calls otherwise.
@@ -594,7 +606,7 @@ def _qwen_delta(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConf
         if config.architecture == "qwen3_5_moe_text":
             fields.only("norm_topk_prob", True)  # the class has no such switch
         experts = _experts_of(
-            fields, "num_experts", "moe_intermediate_size", normalise=fields.flag("norm_topk_prob", True)
+            fields, "num_experts", "moe_intermediate_size", normalise=fields.flag("norm_topk_prob", False)
         )
         shared = fields.integer("shared_expert_intermediate_size", 1, layout.MAX_WIDTH)
         ffns = _some_experts(fields, replace(experts, shared_size=shared, shared_weight=True), n_layers)
@@ -683,7 +695,7 @@ def _deepseek_ffns(fields: Fields, n_layers: int, *, sigmoid: bool) -> list[FfnK
         "n_routed_experts",
         "moe_intermediate_size",
         scoring="sigmoid" if sigmoid else "softmax",
-        normalise=fields.flag("norm_topk_prob"),
+        normalise=fields.flag("norm_topk_prob", False),
         scale=fields.number("routed_scaling_factor", 1e-6, layout.MAX_SCALE, 1.0),
         correction=sigmoid,
         groups=groups,
@@ -725,7 +737,7 @@ def _deepseek(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig
         plain,
         rotated,
         dims("v_head_dim", 128),
-        replace(rope, interleaved=fields.flag("rope_interleave", True) if third else True),
+        replace(rope, interleaved=fields.flag("rope_interleave", False) if third else True),
         gain * (plain + rotated) ** -0.5,
         fields.integer("q_lora_rank", 1, layout.MAX_WIDTH, None),
     )
@@ -753,19 +765,16 @@ def _gpt_oss(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
 
 def _latent_rope(fields: Fields, config: ModelConfig, dim: int) -> tuple[RopeConfig, float]:
     """(rotary embedding, factor of attention's scores), which YaRN's `mscale` and `mscale_all_dim` are about."""
-    key = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
-    stated = fields.get(key, None)
-    if type(stated) is not dict or stated.get("rope_type", stated.get("type")) != "yarn":
-        return _rope(fields, config, AttentionConfig(1, 1, dim)), 1.0
-    own = Fields(stated, f"{fields.where}: {key}")
-    scales = [own.number(name, 0, layout.MAX_SCALE, 0.0) for name in ("mscale", "mscale_all_dim")]
-    rest = {name: value for name, value in stated.items() if name not in ("mscale", "mscale_all_dim")}
-    others = {name: fields.get(name, None) for name in ("rope_theta", "partial_rotary_factor")}
-    rope = _rope(Fields(others | {key: rest}, fields.where), config, AttentionConfig(1, 1, dim))
-    of_rotated, of_all = (1 + 0.1 * scale * math.log(max(rope.factor, 1)) for scale in scales)
-    if all(scales) and rope.attention_factor is None:
-        rope = replace(rope, attention_factor=of_rotated / of_all)
-    return rope, of_all**2
+    rope = _rope(fields, config, AttentionConfig(1, 1, dim))
+    if rope.scaling != "yarn":
+        return rope, 1.0
+    scale = _rope_values(fields).number("mscale_all_dim", 0, layout.MAX_SCALE, 0.0)
+    return rope, _yarn_gain(rope.factor, scale) ** 2
+
+
+def _yarn_gain(factor: float, scale: float = 1.0) -> float:
+    """What YaRN multiplies with where positions are divided by `factor`."""
+    return 1 + 0.1 * scale * math.log(max(factor, 1))
 
 
 def _granite(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
@@ -892,8 +901,10 @@ def _windows(fields: Fields, architecture: str, layers: int) -> list[int | None]
         fields.only("use_sliding_window", False)
         return [None] * layers
     window = fields.integer("sliding_window", 1, layout.MAX_CONTEXT, None)
-    if architecture in ("mistral", "bamboo"):
+    if architecture in ("mistral", "bamboo") and not fields.has("layer_types"):
         return [window] * layers
+    if architecture in ("mistral", "bamboo"):  # of which `transformers` then makes the class Ministral
+        return [window if kind == _LOCAL else None for kind in _layer_types(fields, layers)]
     if not fields.flag("use_sliding_window", False):
         window = None
     first = fields.integer("max_window_layers", 0, layout.MAX_CONTEXT, 28)
@@ -970,13 +981,7 @@ def _rope(
     partial: the family's default share of a head that is rotated; None: the whole head is, always. theta, original:
     its defaults of the base, and of the context that the model was trained with first.
     """
-    new, old = fields.get("rope_parameters", None), fields.get("rope_scaling", None)
-    if new is not None and old is not None and new != old:
-        raise fields.bad("rope_scaling", "and rope_parameters are both set, and differ")
-    values = new if new is not None else old if old is not None else {}
-    if type(values) is not dict:
-        raise fields.bad("rope_parameters", f"is {shown(values)}, not an object")
-    rope = Fields(values, f"{fields.where}: {'rope_parameters' if new is not None else 'rope_scaling'}")
+    rope = _rope_values(fields)
     if config.architecture in _WITH_PICTURES:  # places in a picture; a text has one position in all three dimensions
         for key in ("mrope_section", "mrope_interleaved"):
             rope.get(key, None)
@@ -984,7 +989,7 @@ def _rope(
     theta = fields.number("rope_theta", 1.0001, layout.MAX_THETA, theta)
     plain = RopeConfig(rope.number("rope_theta", 1.0001, layout.MAX_THETA, theta), dim)
     outer = fields.integer("original_max_position_embeddings", 1, layout.MAX_CONTEXT, original)
-    kind = rope.text("rope_type", rope.text("type", "default"))
+    kind = rope.text("rope_type", "default")
     if kind not in _SCALINGS:
         raise rope.bad("rope_type", f"is {shown(kind)}, which is not supported (only {', '.join(_SCALINGS)})")
     result = _scaled(rope, plain, _SCALINGS[kind], outer, config.context_length)
@@ -992,6 +997,25 @@ def _rope(
     if unread:
         raise rope.bad(shown(unread[0])[1:-1], f"is set, which this engine does not support for type {kind}")
     return result
+
+
+def _rope_values(fields: Fields) -> Fields:
+    """What `rope_parameters` and `rope_scaling` say; both may be there, if they agree in what both say."""
+    new, old = fields.get("rope_parameters", None), fields.get("rope_scaling", None)
+    where = f"{fields.where}: {'rope_parameters' if new is not None else 'rope_scaling'}"
+    new, old = ({} if value is None else value for value in (new, old))
+    for key, values in (("rope_parameters", new), ("rope_scaling", old)):
+        if type(values) is not dict:
+            raise fields.bad(key, f"is {shown(values)}, not an object")
+    both = [dict(values) for values in (new, old)]
+    for values in both:  # the older name of the key
+        if "type" in values:
+            values.setdefault("rope_type", values.pop("type"))
+    if any(both[1][key] != both[0][key] for key in both[1].keys() & both[0].keys()):
+        raise fields.bad("rope_scaling", "and rope_parameters are both set, and differ")
+    if new and old and both[0].get("rope_type", "default") != both[1].get("rope_type", "default"):
+        raise fields.bad("rope_scaling", "and rope_parameters are both set, and differ")
+    return Fields(both[1] | both[0], where, notes=fields.notes)
 
 
 def _rotated(fields: Fields, rope: Fields, head_dim: int, partial: float | None) -> int:
@@ -1037,7 +1061,8 @@ def _scaled(rope: Fields, plain: RopeConfig, scaling: str | None, outer: int | N
         own = {"factor": number("factor")} | {key: number(key) for key in ("low_freq_factor", "high_freq_factor")}
     elif scaling == "yarn":
         rope.flag("finetuned", False)
-        own = {"factor": number("factor"), "attention_factor": number("attention_factor", None)}
+        own = {"factor": number("factor")}
+        own |= {"attention_factor": _attention_factor(rope, own["factor"])}
         own |= {"truncate": rope.flag("truncate", True)}
         own |= {"beta_fast": number("beta_fast", 32.0), "beta_slow": number("beta_slow", 1.0)}
     else:
@@ -1045,6 +1070,22 @@ def _scaled(rope: Fields, plain: RopeConfig, scaling: str | None, outer: int | N
         names = {"divisors": "short_factor", "long_divisors": "long_factor"}
         own |= {name: _divisors(rope, key, plain.dim // 2) for name, key in names.items()}
     return replace(plain, scaling=scaling, original_context_length=first, **own)
+
+
+def _attention_factor(rope: Fields, factor: float) -> float | None:
+    """YaRN's factor of what is rotated, None: the one that follows from `factor`. As in `transformers` `mscale` and
+    `mscale_all_dim` count together only, and what other readers know besides is not applied."""
+    stated = rope.number("attention_factor", 1e-6, layout.MAX_SCALE, None)
+    scales = [rope.number(key, 0, layout.MAX_SCALE, 0.0) for key in ("mscale", "mscale_all_dim")]
+    for key in ("attn_factor", "extrapolation_factor"):
+        if rope.number(key, -1, layout.MAX_SCALE, 1.0) not in (1, -1):
+            rope.notes.append(f"{key} of YaRN is not applied, as in transformers")
+    if stated is not None or not all(scales):
+        if stated is None and scales[0]:
+            rope.notes.append("mscale of YaRN is not applied without mscale_all_dim, as in transformers")
+        return None if stated is None else float(stated)
+    of_rotated, of_all = (_yarn_gain(factor, scale) for scale in scales)
+    return of_rotated / of_all
 
 
 def _divisors(rope: Fields, key: str, count: int) -> tuple[float, ...]:

@@ -33,9 +33,10 @@ from powerinfer.errors import ModelError
 from powerinfer.formats import layout
 from powerinfer.formats.fields import Fields
 from powerinfer.formats.gguf import GGUFFile
+from powerinfer.formats.gguf_keys import check_others
 from powerinfer.formats.mapped import shown
-from powerinfer.formats.source import Fused, Names, Source, collect, printable, without_head_predictor
-from powerinfer.formats.tensors import FLOAT_TYPES, RawTensor
+from powerinfer.formats.source import ONLY_TEXT, Fused, Names, Source, collect, printable, without_head_predictor
+from powerinfer.formats.tensors import FLOAT_TYPES, NATIVE_TYPES, RawTensor
 
 
 @dataclass(frozen=True)
@@ -172,16 +173,23 @@ NAMES = Names(
 )
 _QKV = Fused(("q", "k", "v"))
 _KV_B = ("k_b_rows", "v_b")  # head by head, in files of before April 2025
+_GATE_UP = ("experts_gate", "experts_up")
+_GATE_UP_EXPERTS = "ffn_gate_up_exps"
+_OF_PICTURES = ("v.", "mm.")  # the beginnings of names that Ollama gives to what reads pictures
 _DIVISORS = ("rope_freqs", "rope_factors_short", "rope_factors_long")  # of the frequencies of the rotary embedding
 _OPT_OFFSET = 2  # of the rows in OPT's table of positions
-_BOOKKEEPING = ("tensor_data_layout",)  # records how the converter read the weights; has no effect
 
 
 def open_gguf(file: GGUFFile) -> Source:
     """The model in a GGUF file, or in all parts of a split one; ModelError if it is not one this engine runs."""
-    config = read_config(file)
+    said: list[str] = []
+    config = read_config(file, notes=said)
     stored, notes = without_head_predictor(stored_tensors(file, config))
-    tensors = collect(config, stored, names_of(file, config), str(file.path), fused=fused(file, config))
+    text = {name: tensor for name, tensor in stored.items() if not name.startswith(_OF_PICTURES)}
+    if len(text) < len(stored):
+        notes.append(ONLY_TEXT)
+    notes += said
+    tensors = collect(config, text, names_of(file, config), str(file.path), fused=fused(file, config))
     return Source("gguf", file.path, config, file.metadata, tensors, file.files, notes)
 
 
@@ -192,11 +200,39 @@ def stored_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, RawTensor]:
     blocks = fields.integer("block_count", 1, layout.MAX_LAYERS)
     beyond = tuple(f"blk.{layer}." for layer in range(config.n_layers, blocks))
     left_out = {*read, *said_twice(file, config)}
-    return {
+    stored = {
         f"{name}.weight" if name.endswith(".ssm_a") else name: tensor
         for name, tensor in file.tensors.items()
-        if name not in left_out and not name.startswith(beyond)
+        if name not in left_out and not name.startswith(beyond) and not name.endswith(".input_scale")
     }
+    return _with_scales(file, stored)
+
+
+def _with_scales(file: GGUFFile, stored: dict[str, RawTensor]) -> dict[str, RawTensor]:
+    """The tensors, those of NVFP4 with the factors that files have in tensors of their own, `NAME.scale` or
+    `NAME.weight.scale`: one for a matrix or for each of stacked ones. (`NAME.input_scale` is about activations.)"""
+    ends = (".weight.scale", ".scale")
+    found = dict(stored)
+    for name, scale in stored.items():
+        end = next((end for end in ends if name.endswith(end)), None)
+        matrix = None if end is None else f"{name.removesuffix(end)}.weight"
+        tensor = found.get(matrix) if matrix else None
+        if matrix is None or tensor is None or tensor.type in NATIVE_TYPES:
+            continue
+        if tensor.scales is not None or scale.type not in FLOAT_TYPES or scale.size not in _matrices(tensor.shape):
+            raise ModelError(f"{file.path}: tensor {shown(name)} is not one number for each matrix of {matrix}")
+        file.check()
+        values = scale.float32().reshape(-1)
+        if not np.isfinite(values).all():
+            raise ModelError(f"{file.path}: tensor {shown(name)} holds values that are no numbers")
+        found[matrix] = replace(tensor, scales=values.copy())
+        del found[name]
+    return found
+
+
+def _matrices(shape: tuple[int, ...]) -> tuple[int, int]:
+    """How many factors may go with a tensor: one, or one for each of its matrices."""
+    return 1, math.prod(shape[:-2])
 
 
 def said_twice(file: GGUFFile, config: ModelConfig) -> list[str]:
@@ -209,12 +245,14 @@ def said_twice(file: GGUFFile, config: ModelConfig) -> list[str]:
 def names_of(file: GGUFFile, config: ModelConfig) -> Names:
     """How this file spells canonical names."""
     inner = dict(NAMES.inner)
+    if _somewhere(file, _GATE_UP_EXPERTS):
+        inner |= dict.fromkeys(("experts_gate", "experts_up"), _GATE_UP_EXPERTS)
     if _somewhere(file, "ssm_ba"):
         inner["delta_a"] = "ssm_ba"
     if _somewhere(file, "ssm_in"):  # of the first files of Qwen3-Next
         inner["delta_z"] = "ssm_in"
     for one in fused(file, config):
-        own = {_QKV.parts: "attn_qkv", _KV_B: "attn_kv_b"}
+        own = {_QKV.parts: "attn_qkv", _KV_B: "attn_kv_b", _GATE_UP: _GATE_UP_EXPERTS}
         inner |= dict.fromkeys(one.parts, own.get(one.parts) or inner[one.parts[-1]])
     if config.architecture in ("glm4moe", "gpt-oss", "seed_oss") or ARCHITECTURES[config.architecture].delta:
         inner["ffn_norm"] = "post_attention_norm"
@@ -226,12 +264,14 @@ def names_of(file: GGUFFile, config: ModelConfig) -> Names:
 def fused(file: GGUFFile, config: ModelConfig) -> list[Fused]:
     """The matrices that the file stores in one tensor."""
     family = ARCHITECTURES[config.architecture]
+    counts = [layer.ffn.n_experts for layer in config.layers if isinstance(layer.ffn, ExpertsConfig)]
+    experts = [Fused(_GATE_UP, n) for n in counts[:1] if _somewhere(file, _GATE_UP_EXPERTS)]
     if family.delta:
-        return _fused_delta(file, config)
+        return [*_fused_delta(file, config), *experts]
     if family.latent and "blk.0.attn_kv_b.weight" in file.tensors and "blk.0.attn_k_b.weight" not in file.tensors:
-        return [Fused(_KV_B, config.layers[0].attention.n_heads, flat=True)]
+        return [Fused(_KV_B, config.layers[0].attention.n_heads, flat=True), *experts]
     qkv = [_QKV] if "blk.0.attn_qkv.weight" in file.tensors else []
-    return [*qkv, *family.fused]
+    return [*qkv, *family.fused, *experts]
 
 
 def _fused_delta(file: GGUFFile, config: ModelConfig) -> list[Fused]:
@@ -255,25 +295,28 @@ def _divisors(file: GGUFFile, name: str, dim: int) -> tuple[float, ...]:
     tensor = file.tensors.get(f"{name}.weight")
     if tensor is None:
         return ()
-    if tensor.shape != (dim // 2,) or tensor.type not in FLOAT_TYPES:
+    if tensor.size != dim // 2 or max(tensor.shape) != tensor.size or tensor.type not in FLOAT_TYPES:
         raise ModelError(f"{file.path}: {name}.weight is not {dim // 2} numbers")
     file.check()
-    values = tensor.float32()
+    values = tensor.float32().reshape(-1)
     if not (np.isfinite(values).all() and (values > 0).all()):
         raise ModelError(f"{file.path}: {name}.weight holds values that are not positive numbers")
     return tuple(map(float, values))
 
 
-def read_config(file: GGUFFile, published: dict[str, str] | None = None) -> ModelConfig:
+def read_config(
+    file: GGUFFile, published: dict[str, str] | None = None, notes: list[str] | None = None
+) -> ModelConfig:
     """The configuration, checked; ModelError if it is not one this engine runs.
 
-    published: of PowerInfer's own files, the architectures there are and the activation of each.
+    published: of PowerInfer's own files, the architectures there are and the activation of each; notes: gets lines for
+    the user.
     """
     where = str(file.path)
     general = Fields(file.metadata, where)
     architecture = _architecture(general, published)
     family = ARCHITECTURES[architecture]
-    fields = Fields(file.metadata, where, prefix=f"{architecture}.")
+    fields = Fields(file.metadata, where, f"{architecture}.", notes)
     if published is not None:
         family = replace(family, activation=published[architecture])
         fields.only("hidden_act", family.activation)
@@ -285,7 +328,8 @@ def read_config(file: GGUFFile, published: dict[str, str] | None = None) -> Mode
     if "token_embd.weight" not in names:
         raise ModelError(f"{where}: tensor token_embd.weight is missing")
     learned = architecture == "opt"
-    falcon = architecture == "falcon"
+    if architecture == "falcon":
+        fields.only("use_parallel_residual", True)
     config = ModelConfig(
         architecture=architecture,
         d_model=d_model,
@@ -304,7 +348,7 @@ def read_config(file: GGUFFile, published: dict[str, str] | None = None) -> Mode
         tied_embeddings="output.weight" not in names,
         name=printable(general.get("general.name", "")),
     )
-    _refuse_others(fields, falcon)
+    check_others(fields, config)
     layout.check(config, where)
     return config
 
@@ -340,7 +384,9 @@ def _layers(
         rope = None  # how Granite's files say so
     local, windows = rope, _windows(fields, n_layers, family)
     if rope is not None and family.full_every and not family.one_rope:
-        theta = fields.number("rope.freq_base_swa", 1.0001, layout.MAX_THETA, family.local_theta or rope.theta)
+        theta = family.local_theta or rope.theta
+        for key in ("rope.local.freq_base", "rope.freq_base_swa"):  # as Ollama calls it, and as others do
+            theta = fields.number(key, 1.0001, layout.MAX_THETA, theta)
         local = replace(rope, theta=theta) if family.full_first else RopeConfig(theta, rope.dim, rope.interleaved)
     ropes = [rope if window is None else local for window in windows]
     if family.full_first and any(windows):
@@ -383,9 +429,8 @@ def _delta(fields: Fields, family: _Family, heads: list[AttentionConfig]) -> lis
         values,
         width // values,
         fields.integer("ssm.conv_kernel", 1, layout.MAX_HEAD_DIM),
-        family.tiled,
+        fields.flag("ssm.v_head_reordered", family.tiled),
     )
-    fields.get("rope.dimension_sections", None)  # of a picture's positions: in a text they are all the same
     every = fields.integer("full_attention_interval", 1, layout.MAX_LAYERS, 4)
     stated: Any = fields.get("attention.recurrent_layers", None)
     recurrent = [bool((layer + 1) % every) for layer in range(len(heads))] if stated is None else stated
@@ -533,7 +578,7 @@ def _scale(fields: Fields, family: _Family, architecture: str, heads: list[Atten
 
 
 def _architecture(general: Fields, published: Collection[str] | None) -> str:
-    general.only("general.type", "model")
+    general.only("general.type", "model", "")
     general.only("general.quantization_version", 2)
     known = ARCHITECTURES if published is None else published
     for foreign in ("adapter.",) if published is not None else ("powerinfer.", "adapter."):
@@ -599,7 +644,7 @@ def _rope(file: GGUFFile, fields: Fields, family: _Family, head_dim: int) -> Rop
     theta = fields.number("rope.freq_base", 1.0001, layout.MAX_THETA, 10000.0)
     divisors, short, long = (_divisors(file, name, dim) for name in _DIVISORS)
     plain = RopeConfig(theta, dim, family.interleaved, divisors=divisors)
-    kind, factor, original, gain, yarn = _rope_scaling(fields)
+    kind, factor, original, gain = _rope_scaling(fields)
     if divisors and (short or kind == "yarn" or (kind != "none" and factor != 1)):
         raise ModelError(f"{fields.where}: has both rope_freqs.weight and RoPE scaling {kind!r}")
     original = original or fields.integer("context_length", 1, layout.MAX_CONTEXT)
@@ -611,35 +656,62 @@ def _rope(file: GGUFFile, fields: Fields, family: _Family, head_dim: int) -> Rop
     if short or long or kind == "longrope":
         raise ModelError(f"{fields.where}: has not both rope_factors_short.weight and rope_factors_long.weight")
     if kind == "yarn":
-        attention = None if gain == 1 else gain * (1 + 0.1 * math.log(max(factor, 1)))
         return replace(
-            plain, scaling="yarn", factor=factor, original_context_length=original, attention_factor=attention, **yarn
+            plain, scaling="yarn", factor=factor, original_context_length=original, **_yarn(fields, factor, gain)
         )
     if gain != 1:
         raise fields.bad("rope.scaling.attn_factor", f"is {gain:g}, which this engine supports for yarn scaling only")
     return plain if kind == "none" or factor == 1 else replace(plain, scaling="linear", factor=factor)
 
 
-def _rope_scaling(fields: Fields) -> tuple[str, float, int, float, dict[str, Any]]:
-    """(kind, factor, original context or 0, factor of attention, the fields of `RopeConfig` for yarn)."""
+def _rope_scaling(fields: Fields) -> tuple[str, float, int, float]:
+    """(kind, factor, original context or 0, factor of attention)."""
     # ggml: a factor without a type means linear scaling, and a factor of 0 none; the second key is the older one
-    kind = fields.text("rope.scaling.type", "linear")
+    kind = fields.text("rope.scaling.type", "") or "linear"
     known = "none", "linear", "yarn", "longrope"
     if kind not in known:
         raise fields.bad("rope.scaling.type", f"is {shown(kind)}, which is not supported (only {', '.join(known)})")
     old = fields.number("rope.scale_linear", 0, layout.MAX_SCALE, 0.0)
     factor = fields.number("rope.scaling.factor", 0, layout.MAX_SCALE, old) or 1.0
-    original = fields.integer("rope.scaling.original_context_length", 1, layout.MAX_CONTEXT, 0)
+    original = fields.integer("rope.scaling.original_context_length", 0, layout.MAX_CONTEXT, 0)
     gain = fields.number("rope.scaling.attn_factor", 1e-6, layout.MAX_SCALE, 1.0)
-    betas = {"beta_fast": 32.0, "beta_slow": 1.0}
-    yarn = {key: fields.number(f"rope.scaling.yarn_{key}", 1e-6, layout.MAX_SCALE, betas[key]) for key in betas}
     fields.flag("rope.scaling.finetuned", False)
     fields.only("rope.scaling.alpha", 0.0)
-    fields.only("rope.scaling.yarn_ext_factor", 1.0, -1.0)
-    fields.only("rope.scaling.yarn_attn_factor", 1.0, -1.0)
+    if kind != "yarn":
+        for key in _OF_YARN:
+            fields.get(f"rope.scaling.{key}", None)
     if not fields.was_read("rope.scaling.yarn_log_multiplier"):
         fields.only("rope.scaling.yarn_log_multiplier", 0.0)
-    return kind, factor, original, gain, yarn
+    return kind, factor, original, gain
+
+
+_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+_EXTRAPOLATION = ("extrapolation_factor", "yarn_ext_factor")
+_OF_YARN = (*_EXTRAPOLATION, "yarn_attn_factor", *_BETAS, *(f"yarn_{key}" for key in _BETAS))
+
+
+def _yarn(fields: Fields, factor: float, gain: float) -> dict[str, Any]:
+    """The fields of `RopeConfig` for yarn.
+
+    `yarn_attn_factor` is what config.json had as `attention_factor`, which replaces the factor that follows from that
+    of the positions, or as `attn_factor`, below 1, which neither `transformers` nor llama.cpp applies.
+    """
+    found: dict[str, Any] = {}
+    for key, value in _BETAS.items():
+        for name in (key, f"yarn_{key}"):  # as Ollama calls it, and as others do
+            value = fields.number(f"rope.scaling.{name}", 1e-6, layout.MAX_SCALE, value)
+        found[key] = value
+    for key in _EXTRAPOLATION:
+        if fields.number(f"rope.scaling.{key}", -1, layout.MAX_SCALE, 1.0) not in (1, -1):
+            fields.notes.append(f"{key} of YaRN is not applied, as in transformers")
+    computed = 1 + 0.1 * math.log(max(factor, 1))
+    stated = fields.number("rope.scaling.yarn_attn_factor", -1, layout.MAX_SCALE, -1.0)
+    if 0 < stated < 1:
+        fields.notes.append(f"yarn_attn_factor {stated:g} is not applied to YaRN's {computed:.4g}, as in transformers")
+    if stated > 1 and not math.isclose(stated, computed, rel_tol=1e-4):
+        fields.notes.append(f"yarn_attn_factor {stated:g} replaces YaRN's {computed:.4g}, as in transformers")
+        return found | {"attention_factor": gain * stated}
+    return found | {"attention_factor": None if gain == 1 else gain * computed}
 
 
 def _windows(fields: Fields, n_layers: int, family: _Family) -> list[int | None]:
@@ -655,17 +727,3 @@ def _windows(fields: Fields, n_layers: int, family: _Family) -> list[int | None]
     if type(pattern) is not list or len(pattern) != n_layers or not all(type(slides) is bool for slides in pattern):
         raise fields.bad("attention.sliding_window_pattern", f"is {shown(pattern)}, not a truth value for every layer")
     return [window if slides else None for slides in pattern]
-
-
-def _refuse_others(fields: Fields, parallel: bool) -> None:
-    """Keys with a neutral value pass; any other key of the architecture asks for something this engine lacks."""
-    for key in ("nextn_predict_layers", "pooling_type", "expert_shared_count"):
-        if not fields.was_read(key):
-            fields.only(key, 0)
-    fields.only("attention.causal", True)
-    fields.only("use_parallel_residual", parallel)
-    for key in _BOOKKEEPING:
-        fields.get(key, None)
-    unread = fields.unread()
-    if unread:
-        raise fields.bad(shown(unread[0])[1:-1], "is set, and this engine does not know what it means")

@@ -7,6 +7,8 @@ to ggml's reference code.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -199,12 +201,16 @@ def _mxfp4(blocks: Bytes) -> Float32:
     return _half_power(blocks[:, :1]) * _E2M1[_nibbles(blocks[:, 1:])]
 
 
-def _nvfp4(blocks: Bytes) -> Float32:
-    code = blocks[:, :4]
+def _half_ue4m3(code: Bytes) -> Float32:
+    """Half of the number of 8 bits that NVFP4 has for each 16 values."""
     exponent, mantissa = (code >> 3 & 15).astype(np.float32), (code & 7).astype(np.float32)
     normal = (1 + mantissa / 8) * np.exp2(exponent - 7)
     scale = np.where(exponent == 0, mantissa * np.float32(2**-9), normal) * np.float32(0.5)
-    scale = np.where(code == 0x7F, np.float32(0), scale)
+    return np.where(code == 0x7F, np.float32(0), scale)
+
+
+def _nvfp4(blocks: Bytes) -> Float32:
+    scale = _half_ue4m3(blocks[:, :4])
     values = _E2M1[_fields(blocks[:, 4:], 8, (0, 4), 0x0F)]
     return (scale[:, :, None] * values.reshape(-1, 4, 16)).reshape(-1, 64)
 
@@ -421,3 +427,40 @@ def as_q8_0(data: Bytes, type_name: str) -> Bytes:
     blocks[:, :2] = np.array([1], "<f2").view(np.uint8)
     codes = dequantize(blocks, type_name).astype(np.int8).view(np.uint8)
     return np.concatenate([scales, codes], axis=1).reshape(len(data), -1)
+
+
+_E2M1_CODES = np.array([1, 2, 3, 4, 6, 8, 12], np.float64)
+
+
+@functools.cache
+def _shared_steps() -> Float32:
+    """The step of a Q8_0 block by the bytes of the two NVFP4 scales under it, [128, 128]: a fraction of one of them, as
+    a whole number of which its half of the block is exact, and the other half nearest to exact."""
+    scales = _half_ue4m3(np.arange(128, dtype=np.uint8)).astype(np.float64)
+    both = np.stack(np.broadcast_arrays(scales[:, None], scales[None, :]))
+    least = both.max(axis=0) * 12 / 127
+    best = least.copy()
+    errors = np.full(best.shape, np.inf)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        for scale, part in itertools.product(both, range(1, 11)):
+            step = np.where(scale / part >= least, scale / part, least)
+            units = both[..., None] * _E2M1_CODES / step[None, ..., None]
+            error = (((units - np.rint(units)) * step[None, ..., None]) ** 2).sum(axis=(0, 3))
+            best, errors = np.where(error < errors, step, best), np.fmin(error, errors)
+    found: Float32 = best.astype(np.float32)
+    return found
+
+
+def nvfp4_as_q8_0(data: Bytes, scales: Float32 | None = None) -> Bytes:
+    """Rows of NVFP4, uint8 [rows, row_bytes], times the factors of each, [rows, 1], as Q8_0, rounded less than by
+    `quantize`, which does not know that the values are few."""
+    blocks = data.reshape(-1, block_type("NVFP4").nbytes)
+    pairs = (blocks[:, :4] & np.uint8(0x7F)).reshape(-1, 2)
+    steps = _shared_steps()[pairs[:, :1], pairs[:, 1:]]
+    values = dequantize(data, "NVFP4").reshape(-1, 32)
+    if scales is not None:
+        every = np.repeat(scales, len(values) // len(scales), axis=0)
+        steps, values = steps * np.abs(every), values * every
+    halves = _halves(steps)
+    codes = np.rint(values * _inverse(_half(halves, 0))).clip(-127, 127).astype(np.int8).view(np.uint8)
+    return np.concatenate([halves, codes], axis=1).reshape(len(data), -1)

@@ -13,7 +13,7 @@ from powerinfer.errors import ModelError
 from powerinfer.formats import layout
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.quant import block_type, can_dequantize
-from powerinfer.formats.tensors import RawTensor, StackedTensor, StoredTensor
+from powerinfer.formats.tensors import FLOAT_TYPES, RawTensor, StackedTensor, StoredTensor
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Source:
     files: list[MappedFile]
     notes: list[str] = field(default_factory=list)  # lines for the user about how the file was read
     predictor_threshold: float | None = None  # of the file's own predictors
+    unread: list[str] = field(default_factory=list)  # keys of the metadata that nothing read, and that change nothing
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Fused:
         first, count = (n // self.groups * row_bytes for n in (sum(rows[:at]), rows[at]))
         runs = tensor.data.reshape(self.groups, -1)[:, first : first + count]
         shape = _rows_as(tensor.shape, rows[at])
-        return RawTensor(tensor.type, shape, runs[0] if self.groups == 1 else runs)
+        return replace(tensor, shape=shape, data=runs[0] if self.groups == 1 else runs)
 
 
 def _row_count(shape: tuple[int, ...]) -> int:
@@ -143,6 +144,9 @@ def collect(
     return found
 
 
+ONLY_TEXT = "only text is read: the part for pictures is left out"
+
+
 def without_head_predictor(stored: dict[str, RawTensor]) -> tuple[dict[str, RawTensor], list[str]]:
     """The tensors without the predictor of the head that SmallThinker's files may have, and a line that says so."""
     rest = {name: tensor for name, tensor in stored.items() if "lm_head_profiler" not in name}
@@ -158,18 +162,28 @@ def _as_stored(canonical: str, shape: tuple[int, ...], names: Names) -> tuple[st
 
 
 def _checked(stored: dict[str, RawTensor], name: str, shape: tuple[int, ...], where: str) -> RawTensor:
-    """The tensor of that name in the file; ModelError if it is missing, or has another shape or an unknown type."""
+    """The tensor of that name in the file; ModelError if it is missing, or has another shape or an unknown type.
+
+    Dimensions of one count for nothing: writers add them to vectors, and leave them out.
+    """
     tensor = stored.get(name)
     if tensor is None:
         raise ModelError(f"{where}: tensor {name} is missing")
     if tensor.shape != shape:
-        raise ModelError(f"{where}: tensor {name} has shape {list(tensor.shape)}, not {list(shape)}")
+        same_rows = tensor.shape[-1:] == shape[-1:] or tensor.type in FLOAT_TYPES
+        if not same_rows or _without_ones(tensor.shape) != _without_ones(shape):
+            raise ModelError(f"{where}: tensor {name} has shape {list(tensor.shape)}, not {list(shape)}")
+        tensor = replace(tensor, shape=shape)
     if not can_dequantize(tensor.type):
         raise ModelError(
             f"{where}: tensor {name} has type {tensor.type}, which this engine does not read; "
             "take the model in another quantisation, such as Q4_K_M or Q8_0"
         )
     return tensor
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(dim for dim in shape if dim != 1)
 
 
 def _stacked(parts: list[RawTensor], name: str, where: str) -> StackedTensor:

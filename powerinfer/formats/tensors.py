@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from powerinfer.formats.quant import Bytes, Float32, block_type, dequantize, quantize
+from powerinfer.formats.quant import Bytes, Float32, block_type, dequantize, nvfp4_as_q8_0, quantize
 from powerinfer.system import usable_cores
 
 NATIVE_TYPES = frozenset(
@@ -26,12 +26,14 @@ class RawTensor:
     """type: a name of `quant.BLOCK_TYPES`; shape: row-major, elements; data: its bytes, uint8 1-D, contiguous.
 
     `data` is often a read-only view of a mapped file. Where a file interleaves tensors it is [runs, bytes] of a
-    larger one, until `gathered` puts the runs together.
+    larger one, until `gathered` puts the runs together. scales: factors of the values beside those in the blocks, one
+    for the tensor or for each of its matrices.
     """
 
     type: str
     shape: tuple[int, ...]
     data: Bytes
+    scales: Float32 | None = None
 
     @property
     def size(self) -> int:
@@ -50,7 +52,14 @@ class RawTensor:
 
     def gathered(self) -> RawTensor:
         """The tensor with its data 1-D and contiguous; a copy only where it is not."""
-        return self if self.data.ndim == 1 else RawTensor(self.type, self.shape, self.data.reshape(-1))
+        return self if self.data.ndim == 1 else replace(self, data=self.data.reshape(-1))
+
+    def row_scales(self) -> Float32 | None:
+        """The factors of each row, [rows, 1]; None where there are none."""
+        if self.scales is None:
+            return None
+        rows = self.size // self.shape[-1]
+        return np.repeat(self.scales, rows // len(self.scales))[:, None]
 
     def samples(self) -> Iterator[bytes]:
         """Some bytes of the beginning, the middle and the end."""
@@ -58,12 +67,19 @@ class RawTensor:
         middle = runs[len(runs) // 2]
         half = len(middle) // 2
         yield from (runs[0, :256].tobytes(), middle[half : half + 256].tobytes(), runs[-1, -256:].tobytes())
+        if self.scales is not None:
+            yield self.scales.tobytes()
 
     def float32(self) -> Float32:
         """The values, float32 of `shape`; a read-only view where the tensor is stored as F32 and aligned."""
-        if self.type == "F32" and self.data.ctypes.data % 4 == 0:
+        if self.type == "F32" and self.data.ctypes.data % 4 == 0 and self.scales is None:
             return self.data.view("<f4").reshape(self.shape)
-        return dequantize(self.rows(), self.type).reshape(self.shape)
+        return self.values(0, self.size // self.shape[-1]).reshape(self.shape)
+
+    def values(self, begin: int, end: int) -> Float32:
+        """The values of some rows, float32 [rows, cols]."""
+        values, scales = dequantize(self.rows()[begin:end], self.type), self.row_scales()
+        return values if scales is None else values * scales[begin:end]
 
 
 def float32_tensor(values: Float32) -> RawTensor:
@@ -160,11 +176,15 @@ def convert(tensor: RawTensor, type_name: str, tick: Callable[[int], None]) -> R
     kind = block_type(type_name)
     out = np.empty((len(rows), kind.row_bytes(cols)), np.uint8)
     step = max(1, _PIECE // cols)
+    scales = tensor.row_scales()
 
     def piece(start: int) -> int:
-        part = rows[start : start + step]
-        out[start : start + step] = quantize(dequantize(part, tensor.type), type_name)
-        return len(part) * cols
+        end = min(start + step, len(rows))
+        if (tensor.type, type_name) == ("NVFP4", "Q8_0"):
+            out[start:end] = nvfp4_as_q8_0(rows[start:end], None if scales is None else scales[start:end])
+        else:
+            out[start:end] = quantize(tensor.values(start, end), type_name)
+        return (end - start) * cols
 
     starts = range(0, len(rows), step)
     if len(starts) == 1:
@@ -187,11 +207,15 @@ def transpose(tensor: RawTensor, type_name: str, tick: Callable[[int], None]) ->
     *outer, n, m = tensor.shape
     if outer:
         every = np.split(tensor.rows(), math.prod(outer))
-        parts = [transpose(RawTensor(tensor.type, (n, m), one.reshape(-1)), type_name, tick).data for one in every]
+        scales: list[Float32 | None] = [None] * len(every)
+        if tensor.scales is not None:
+            scales = list(np.resize(tensor.scales, (len(every), 1)))
+        matrices = (RawTensor(tensor.type, (n, m), one.reshape(-1), of) for one, of in zip(every, scales, strict=True))
+        parts = [transpose(matrix, type_name, tick).data for matrix in matrices]
         return RawTensor(type_name, (*outer, m, n), np.concatenate(parts))
     rows = tensor.rows()
     kind = block_type(type_name)
-    same = type_name == tensor.type and kind.block == 1
+    same = type_name == tensor.type and kind.block == 1 and tensor.scales is None
     out = np.empty((m, kind.row_bytes(n)), np.uint8)
     # Columns of the source whose values, as float32, fill a piece; whole blocks of any type.
     step = max(1, _PIECE // n // 256) * 256
@@ -203,7 +227,9 @@ def transpose(tensor: RawTensor, type_name: str, tick: Callable[[int], None]) ->
         if same:
             turned = np.ascontiguousarray(part.view(f"<u{kind.nbytes}").T).view(np.uint8)
         else:
-            turned = quantize(np.ascontiguousarray(dequantize(part, tensor.type).T), type_name)
+            values = dequantize(part, tensor.type).T
+            values = values if tensor.scales is None else values * tensor.scales
+            turned = quantize(np.ascontiguousarray(values), type_name)
         out[start : start + wide] = turned
         tick(wide * n)
     return RawTensor(type_name, (m, n), out.reshape(-1))

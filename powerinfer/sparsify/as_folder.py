@@ -96,7 +96,7 @@ class AsFolder(OtherFormat):
             sizes["mlp_bias"] = isinstance(ffns[0], FfnConfig) and ffns[0].bias
         else:
             sizes["use_sliding_window"] = False
-        if experts is not None:
+        if experts is not None and self.architecture == "qwen3_moe":
             sizes["num_experts"], sizes["num_experts_per_tok"] = experts.n_experts, experts.router.top_k
             sizes["moe_intermediate_size"], sizes["norm_topk_prob"] = experts.size, experts.router.normalise
             sizes["decoder_sparse_step"] = 1
