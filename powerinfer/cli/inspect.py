@@ -83,6 +83,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "tokenizer": tokenizer and {"vocab_size": tokenizer.vocab_size, "end_ids": sorted(tokenizer.eos_ids)},
         "chat_template": tokenizer is not None and checkpoint.chat_template() is not None,
         "notes": checkpoint.notes,
+        "unread_keys": checkpoint.unread,
         "fingerprint": checkpoint.fingerprint,
     }
 

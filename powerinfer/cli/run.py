@@ -305,5 +305,9 @@ def _explain(llm: LLM, document: dict[str, Any], out: Output) -> None:
         rows["neurons"] = sparsity_text(llm.sparsity)
     if llm.disk is not None:
         rows["disk reads"] = disk_text(llm.disk)
+    if llm.checkpoint is not None and llm.checkpoint.unread:
+        from powerinfer.formats.source import printable
+
+        rows["keys not read"] = printable(", ".join(sorted(llm.checkpoint.unread)), 2000)
     for name, value in rows.items():
         out.note(f"{name:<18}{value}")

@@ -124,7 +124,7 @@ def read_config(
     config = _with_thresholds(fields, _READERS[architecture](fields, config, n_layers))
     check_others(fields)
     if unread is not None:
-        unread += not_read(fields)
+        unread += [key for key in not_read(fields) if key in metadata]
     return config
 
 

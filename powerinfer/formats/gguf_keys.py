@@ -26,29 +26,28 @@ _NEUTRAL = {
     **dict.fromkeys(("leading_dense_block_count", "attention.shared_kv_layers"), (0,)),
     "attention.causal": (True,),
     "attention.sliding_window": (0,),
+    "expert_used_count": (0,),
 }
+_EXPERT_SIZE = "expert_feed_forward_length"
 _EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "attention.group_norm_epsilon")
 
 
-def check_others(fields: Fields, config: ModelConfig) -> None:
-    """Refuse every key of the architecture that was not read, unless it is one of these. ModelError that names it."""
-    for key in _WITHOUT_EFFECT:
-        fields.get(key, None)
-    for key in fields.unread():
-        if key.startswith(_OF_OTHERS):
-            fields.get(key, None)
-    for key in _EPSILONS:  # of the kind of norm that the architecture does not have
-        if not fields.was_read(key):
-            fields.number(key, 0, 1, None)
+def check_others(fields: Fields, config: ModelConfig) -> list[str]:
+    """Refuse every key of the architecture that was not read, unless it is one of these. ModelError that names it.
+
+    What is returned are the keys that nothing reads, because they have no effect.
+    """
     for key, values in {**_NEUTRAL, **_restated(config)}.items():
         if not fields.was_read(key):
             fields.only(key, *values)
-    if not config.experts:
-        fields.only("expert_used_count", 0)
-        fields.get("expert_feed_forward_length", None)
-    unread = fields.unread()
-    if unread:
-        raise fields.bad(shown(unread[0])[1:-1], "is set, and this engine does not know what it means")
+    unused = []
+    for key in fields.unread():
+        if key in _EPSILONS:  # of the kind of norm that the architecture does not have
+            fields.number(key, 0, 1, None)
+        elif key not in _WITHOUT_EFFECT and not key.startswith(_OF_OTHERS) and (config.experts or key != _EXPERT_SIZE):
+            raise fields.bad(shown(key)[1:-1], "is set, and this engine does not know what it means")
+        unused.append(key)
+    return unused
 
 
 def _restated(config: ModelConfig) -> dict[str, tuple[object, ...]]:

@@ -183,14 +183,15 @@ _OPT_OFFSET = 2  # of the rows in OPT's table of positions
 def open_gguf(file: GGUFFile) -> Source:
     """The model in a GGUF file, or in all parts of a split one; ModelError if it is not one this engine runs."""
     said: list[str] = []
-    config = read_config(file, notes=said)
+    unread: list[str] = []
+    config = read_config(file, notes=said, unread=unread)
     stored, notes = without_head_predictor(stored_tensors(file, config))
     text = {name: tensor for name, tensor in stored.items() if not name.startswith(_OF_PICTURES)}
     if len(text) < len(stored):
         notes.append(ONLY_TEXT)
     notes += said
     tensors = collect(config, text, names_of(file, config), str(file.path), fused=fused(file, config))
-    return Source("gguf", file.path, config, file.metadata, tensors, file.files, notes)
+    return Source("gguf", file.path, config, file.metadata, tensors, file.files, notes, unread=unread)
 
 
 def stored_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, RawTensor]:
@@ -305,12 +306,15 @@ def _divisors(file: GGUFFile, name: str, dim: int) -> tuple[float, ...]:
 
 
 def read_config(
-    file: GGUFFile, published: dict[str, str] | None = None, notes: list[str] | None = None
+    file: GGUFFile,
+    published: dict[str, str] | None = None,
+    notes: list[str] | None = None,
+    unread: list[str] | None = None,
 ) -> ModelConfig:
     """The configuration, checked; ModelError if it is not one this engine runs.
 
     published: of PowerInfer's own files, the architectures there are and the activation of each; notes: gets lines for
-    the user.
+    the user; unread: gets the keys that nothing reads.
     """
     where = str(file.path)
     general = Fields(file.metadata, where)
@@ -348,9 +352,15 @@ def read_config(
         tied_embeddings="output.weight" not in names,
         name=printable(general.get("general.name", "")),
     )
-    check_others(fields, config)
+    unused = check_others(fields, config)
+    if unread is not None:
+        unread += [key for key in file.metadata if not key.startswith((f"{architecture}.", *_READ_ELSEWHERE))]
+        unread += [f"{architecture}.{key}" for key in unused]
     layout.check(config, where)
     return config
+
+
+_READ_ELSEWHERE = ("general.", "tokenizer.", "split.", "quantize.")
 
 
 def _factor(fields: Fields, family: _Family, of: str) -> float:

@@ -195,6 +195,6 @@ def _stacked(parts: list[RawTensor], name: str, where: str) -> StackedTensor:
     return StackedTensor(tuple(parts))
 
 
-def printable(name: object) -> str:
+def printable(name: object, longest: int = 200) -> str:
     """A model's name for people: no control characters, not too long."""
-    return "".join(c for c in str(name)[:200] if c.isprintable())
+    return "".join(c for c in str(name)[:longest] if c.isprintable())
