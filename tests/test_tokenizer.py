@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats import bpe
+from powerinfer.formats.pre_tokenizers import PRE_TOKENIZERS
 from powerinfer.formats.tokenizer import Added, Tokenizer, ends_of_generation
 from powerinfer.formats.tokenizer_folder import tokenizer_from_folder
 from powerinfer.formats.tokenizer_gguf import tokenizer_from_gguf
@@ -115,6 +117,65 @@ SEQUENCES = {
     ],
 }
 OFFICIAL |= dict.fromkeys(SEQUENCES, "")
+# The patterns that llama.cpp has for further names, in the tokenizers' own spelling; digits in threes from the right.
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+BLOOM = " ?[^(\\s|.,!?…。，、।۔،)]+"
+THREES = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+FURTHER = {
+    "default": [r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"],
+    "refact": [r"\p{N}", GPT2],
+    "command-r": [r"\p{N}", GPT2],
+    "olmo": [GPT2],
+    "jais-2": [
+        r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s{512}(?!\S)|\s{256}(?!\S)|\s{128}(?!\S)|\s{64}(?!\S)|\s{32}(?!\S)"
+        r"|\s{16}(?!\S)|\s{8}(?!\S)|\s{4}(?!\S)|\s{1,2}(?!\S)|\s{1}"
+    ],
+    "minicpm5": [r"\p{N}{1,3}", OFFICIAL["llama-bpe"].replace("{1,3}", "+")],
+    "hunyuan": [OFFICIAL["qwen2"]],
+    "laguna": [r"[^\n]+|[\n]+", OFFICIAL["qwen2"]],
+    "ufakzeka": [OFFICIAL["qwen2"].partition("|[^")[2].join(("[^", ""))],
+    "bailingmoe": [
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+    ],
+    "exaone-moe": [
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+    ],
+    "llama4": [OFFICIAL["gpt-4o"]],
+    "tiny_aya": [r"\d{1,3}(?=(?:\d{3})*\b)", OFFICIAL["gpt-4o"]],
+    "youtu": [
+        "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
+        OFFICIAL["gpt-4o"].replace(r"\p{N}{1,3}", r"\p{N}"),
+    ],
+    "spark2_5": [
+        *SEQUENCES["deepseek-v3"][:2],
+        SEQUENCES["deepseek-v3"][2].replace(r"[\r\n]*|\s*[\r\n]+", r"|[\r\n]"),
+        r"\p{N}",
+    ],
+    "afmoe": [
+        THREES,
+        "[一-鿿㐀-䶿\uf900-\ufaff぀-ゟ゠-ヿ･-ﾟ⼀-⿟\u0e00-\u0eff"
+        "ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+",
+        SEQUENCES["deepseek-v3"][2],
+    ],
+    "bloom": [BLOOM],
+    "viking": [BLOOM, r"\p{N}"],
+    "chameleon": [
+        "<sentinel:[0-9]+>",
+        "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+        r"([\t\n]|    |  )",
+        r"\p{N}",
+        r"[\p{P}!-/:-@\[-`{-~]",
+        GPT2,
+    ],
+    "superbpe": [r"\p{N}+", r"(?=(\d{3})+(?!\d))"],
+}
+
+
+WHOLE_PIECES = ("llama-bpe", "tekken", "glm4", "minicpm5", "youtu")
+DIGITS_ALONE = ("smollm", "deepseek-llm", "deepseek-coder")
+COMPOSED = ("qwen2", "qwen35", "command-r", "olmo")
 
 
 @cache
@@ -124,20 +185,21 @@ def byte_level_json(pre: str) -> str:
     from tokenizers import Tokenizer as Native
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 
-    native = Native(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken", "glm4")))
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=OFFICIAL[pre] is None)
-    digits = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
-    split = [pre_tokenizers.Split(Regex(OFFICIAL[pre]), "isolated")] if OFFICIAL[pre] else []
+    native = Native(models.BPE(ignore_merges=pre in WHOLE_PIECES))
+    pattern = OFFICIAL.get(pre, "")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if pre in DIGITS_ALONE else []
+    split = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
     native.pre_tokenizer = pre_tokenizers.Sequence([*digits, *split, level])
     if pre == "falcon":
         punctuation = pre_tokenizers.Punctuation("contiguous")
         triples = pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")
         native.pre_tokenizer = pre_tokenizers.Sequence([punctuation, level, triples])
-    if pre in SEQUENCES:
-        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SEQUENCES[pre]]
-        digits = [] if pre in ("deepseek-v3", "kimi-k2") else [pre_tokenizers.Digits(individual_digits=True)]
+    patterns = SEQUENCES.get(pre) or FURTHER.get(pre)
+    if patterns:
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
         native.pre_tokenizer = pre_tokenizers.Sequence([*splits, *digits, level])
-    if pre in ("qwen2", "qwen35"):
+    if pre in COMPOSED:
         native.normalizer = normalizers.NFC()
     native.decoder = ByteLevelDecoder()
     trainer = trainers.BpeTrainer(
@@ -202,6 +264,58 @@ def test_byte_level_ids_are_those_of_transformers(pre: str, special: bool) -> No
         if text.isascii() and len(text) <= bpe.MAX_CHARS:
             assert fresh.encode(text, special=special, add_bos=False) == expected, text[:80]
             assert "_engine" not in fresh.__dict__, "a short text waited for the native tokenizer"
+
+
+DIGITS = ["1 12 1234567 12345678, 1234567a a123456 x12_345 1234.56 ½ 12½ ٣٤٣٤ 1234\n12345", "IMGIMGABCDZ <sentinel:12>"]
+
+
+@pytest.mark.parametrize("pre", FURTHER)
+def test_further_pre_tokenizers_split_as_their_patterns_do(pre: str) -> None:
+    reference = oracle(pre)
+    fresh, built = (
+        tokenizer_from_gguf(byte_level_metadata(pre)),
+        native_only(tokenizer_from_gguf(byte_level_metadata(pre))),
+    )
+    for text in [*HARD, *CORPUS[:8], *DIGITS]:
+        expected = reference.encode(valid(text), add_special_tokens=False)
+        assert built.encode(text, add_bos=False) == expected, text[:80]
+        if text.isascii() and len(text) <= bpe.MAX_CHARS:
+            assert fresh.encode(text, add_bos=False) == expected, text[:80]
+    assert "_engine" not in fresh.__dict__
+
+
+@pytest.mark.parametrize("pre", ["afmoe", "tiny_aya", "superbpe"])
+def test_a_long_run_of_digits_is_split_in_linear_time(pre: str) -> None:
+    tokenizer = native_only(tokenizer_from_gguf(byte_level_metadata(pre)))
+    times = []
+    for length in (10_000, 160_000):
+        begin = time.process_time()
+        tokenizer.encode("1" * length, add_bos=False)
+        times.append(time.process_time() - begin)
+    assert times[1] < 64 * times[0] + 0.1  # by the models' own patterns: 256 times
+
+
+def test_names_of_pre_tokenizers_that_share_a_row() -> None:
+    """As llama.cpp lists them: refact is Granite 3's, falcon3 Falcon 3's."""
+    for known, names in {
+        "smollm": ("refact", "starcoder", "codeshell", "exaone", "minerva-7b", "mellum2"),
+        "gpt-2": ("mpt", "phi-2", "gigachat", "a.x-4.0", "mellum", "exaone4", "jais", "trillion", "granite-docling"),
+        "llama-bpe": ("falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+        "gpt-4o": ("llama4", "kanana2", "minimax-m2"),
+        "deepseek-v3": ("hunyuan-dense", "joyai-llm"),
+        "hunyuan": ("megrez", "kormo", "stablelm2", "solar-open", "grok-2"),
+        "glm4": ("glm5",),
+        "bailingmoe": ("bailingmoe2", "llada-moe"),
+        "tiny_aya": ("cohere2moe",),
+        "bloom": ("poro-chat", "gpt3-finnish"),
+    }.items():
+        assert {PRE_TOKENIZERS[name] for name in names} == {PRE_TOKENIZERS[known]}
+    begins = {name for name, row in PRE_TOKENIZERS.items() if row.add_bos}
+    assert begins == {*PRE_TOKENIZERS} & {
+        "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken", "chameleon",
+    }  # fmt: skip
+    whole = {name for name, row in PRE_TOKENIZERS.items() if row.ignore_merges}
+    assert whole == begins - {"chameleon"} | {"glm4", "glm5", "youtu", "minicpm5"}
 
 
 @pytest.mark.parametrize("pre", OFFICIAL)

@@ -54,7 +54,7 @@ def _in_ascii(pattern: str) -> str:
     """The pattern with its Unicode classes narrowed to ASCII."""
     upper, lower, none = "A-Z", "a-z", ""
     classes = {"L": upper + lower, "N": "0-9", "P": r"!-#%-*,-/:;?@\[-\]_{}"}
-    classes |= {"S": r"$+<=>\^`|~", "Han": "\u4e00"}
+    classes |= {"S": r"$+<=>\^`|~", "Han": "\u4e00", "Nd": "0-9", "Pc": "_"}
     classes |= {"Lu": upper, "Lt": none, "Lm": none, "Lo": none, "M": none, "Ll": lower}
     return re.sub(r"\\p\{(\w+)\}", lambda match: classes[match[1]], pattern).replace(r"\s", r"\t-\r ")
 

@@ -2,140 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from operator import index
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import ModelError
 from powerinfer.formats import bpe
+from powerinfer.formats.pre_tokenizers import PRE_TOKENIZERS
 from powerinfer.formats.tokenizer import Added, Encode, Engine, Tokenizer, Vocabulary, ends_of_generation
 
 if TYPE_CHECKING:
     import tokenizers
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-
-
-@dataclass(frozen=True)
-class PreTokenizer:
-    """How text is split into words before byte-level merges: the meaning of `tokenizer.ggml.pre`.
-
-    patterns: Unicode regular expressions (classes inside brackets, for `bpe.ascii_words`). What the first one matches
-    is split off, then what the next one matches in the pieces that are left, and so on.
-    """
-
-    patterns: tuple[str, ...]
-    digits_alone: bool = False
-    nfc: bool = False
-    ignore_merges: bool = False  # a word that is a piece is not split
-    add_bos: bool = False  # the default of files that do not state it
-
-
-_GPT2 = PreTokenizer((r"'s|'t|'re|'ve|'m|'ll|'d| ?[\p{L}]+| ?[\p{N}]+| ?[^\s\p{L}\p{N}]+|[\s]+(?![^\s])|[\s]+",))
-_SMOLLM = PreTokenizer(_GPT2.patterns, digits_alone=True)
-# Symbols that the tokenizers library counts as punctuation beside Unicode's.
-_FALCON = PreTokenizer((r"[\p{P}$+<=>^`|~]+", *_GPT2.patterns, "[0-9][0-9][0-9]"))
-_LLAMA3 = PreTokenizer(
-    (
-        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}]+|[\p{{N}}]{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
-        r"|[\s]*[\r\n]+|[\s]+(?![^\s])|[\s]+",
-    ),
-    ignore_merges=True,
-    add_bos=True,
-)
-_QWEN2 = PreTokenizer((_LLAMA3.patterns[0].replace("{1,3}", ""),), nfc=True)
-_QWEN35 = PreTokenizer(
-    (
-        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|[\p{{N}}]| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*"
-        r"|[\s]*[\r\n]+|[\s]+(?![^\s])|[\s]+",
-    ),
-    nfc=True,
-)
-_TEKKEN = PreTokenizer(
-    (
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-        r"|[\p{N}]| ?[^\s\p{L}\p{N}]+[\r\n/]*|[\s]*[\r\n]+|[\s]+(?![^\s])|[\s]+",
-    ),
-    ignore_merges=True,
-    add_bos=True,
-)
-_GPT4O = PreTokenizer(
-    (
-        rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{_CONTRACTIONS}?"
-        rf"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{_CONTRACTIONS}?"
-        r"|[\p{N}]{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|[\s]*[\r\n]+|[\s]+(?![^\s])|[\s]+",
-    )
-)
-_SEED = PreTokenizer(
-    (
-        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}]+|[\p{{N}}]| ?[^\s\p{{L}}\p{{N}}\r\n]+"
-        r"|[\s]*[\r\n]+|[\s]+(?![^\s])|[\s]+",
-    )
-)
-_LETTERS = (  # those that have cases, as the first DeepSeek models count them
-    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373"
-    "\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f"
-    "\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77"
-    "\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-"
-    "\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec"
-    "\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-"
-    "\u2134\u2139\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3"
-    "\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17"
-    "\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-"
-    "\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
-)
-_HAN_AND_HANGUL = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-_DEEPSEEK_LLM = PreTokenizer(
-    (
-        r"[\r\n]",
-        rf"[\s]?[{_LETTERS}]+",
-        "[\\s]?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-        r"[\s]+$",
-        _HAN_AND_HANGUL,
-        r"[\p{N}]",
-    )
-)
-_DEEPSEEK_CODER = PreTokenizer((r"[\r\n]", r"[\s]?[\p{L}]+", r"[\s]?[\p{P}]+", _HAN_AND_HANGUL, r"[\p{N}]"))
-_DEEPSEEK_V3 = PreTokenizer(
-    (
-        r"[\p{N}]{1,3}",
-        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-        r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
-        r"|[\s]*[\r\n]+|[\s]+(?![^\s])|[\s]+",
-    )
-)
-_NO_HAN = r"(?:(?![\p{Han}])"
-_KIMI_K2 = PreTokenizer(
-    (
-        rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{_NO_HAN}[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}])*"
-        rf"{_NO_HAN}[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}])+{_CONTRACTIONS}?"
-        rf"|[^\r\n\p{{L}}\p{{N}}]?{_NO_HAN}[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}])+"
-        rf"{_NO_HAN}[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}])*{_CONTRACTIONS}?"
-        r"|[\p{N}]{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|[\s]*[\r\n]+|[\s]+(?![^\s])|[\s]+",
-    )
-)
-PRE_TOKENIZERS = {
-    **dict.fromkeys(("gpt-2", "gpt2", "default", "olmo"), _GPT2),
-    "smollm": _SMOLLM,
-    "falcon": _FALCON,
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
-    "qwen35": _QWEN35,
-    "tekken": _TEKKEN,
-    "dbrx": PreTokenizer(_LLAMA3.patterns),  # OLMo 2 and 3, Phi-4
-    **dict.fromkeys(("gpt-4o", "minimax-m2"), _GPT4O),  # the first is Phi-4-mini's, too
-    "smaug-bpe": PreTokenizer(_LLAMA3.patterns),  # SmolLM3
-    "seed-coder": _SEED,
-    "chatglm-bpe": PreTokenizer(_LLAMA3.patterns),
-    "glm4": PreTokenizer(_LLAMA3.patterns, ignore_merges=True),
-    "deepseek-llm": _DEEPSEEK_LLM,  # DeepSeek-V2 too
-    "deepseek-coder": _DEEPSEEK_CODER,
-    "deepseek-v3": _DEEPSEEK_V3,
-    "kimi-k2": _KIMI_K2,
-}
 
 
 def tokenizer_from_gguf(metadata: dict[str, Any]) -> Tokenizer:
@@ -262,8 +140,10 @@ def _gguf_byte_level(gguf: _GGUF) -> Tokenizer:
     if not isinstance(name, str):
         raise ModelError("the GGUF file does not name its pre-tokenizer (tokenizer.ggml.pre): convert the model again")
     if name not in PRE_TOKENIZERS:
-        known = ", ".join(sorted(PRE_TOKENIZERS))
-        raise ModelError(f"pre-tokenizer {name[:40]!r} (tokenizer.ggml.pre) is not supported; supported: {known}")
+        raise ModelError(
+            f"pre-tokenizer {name[:40]!r} (tokenizer.ggml.pre) is not supported: how this model splits text into words "
+            "is not known here; use its Hugging Face folder, whose tokenizer.json says it"
+        )
     pre, merges = PRE_TOKENIZERS[name], gguf.strings("merges")
     if "\n".join(merges).count(" ") != len(merges):
         raise ModelError("tokenizer.ggml.merges must hold two pieces with one space between them in every entry")
