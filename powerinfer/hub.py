@@ -47,8 +47,10 @@ _FOLDER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     "model.safetensors.index.json",
 )
+_NAMED_TEMPLATE = re.compile(r"additional_chat_templates/[\w.-]+\.jinja")
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
@@ -647,7 +649,8 @@ def choose_files(available: list[str], tag: str | None, repository: str) -> list
             ggufs.setdefault(_SHARD.sub("", file[: -len(".gguf")]), []).append(file)
     weights = [file for file in sorted(available) if _WEIGHTS.fullmatch(file)]
     if tag is None and weights and "config.json" in available:
-        return [*(file for file in _FOLDER_FILES if file in available), *weights]
+        templates = [file for file in sorted(available) if _NAMED_TEMPLATE.fullmatch(file)]
+        return [*(file for file in _FOLDER_FILES if file in available), *templates, *weights]
     quantisation = tag or "Q4_K_M"
     matching = [
         stem for stem in ggufs if re.search(rf"(^|[-._/]){re.escape(quantisation)}($|[-._/])", stem, re.IGNORECASE)

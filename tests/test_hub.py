@@ -221,6 +221,9 @@ def test_choose_files() -> None:
     assert hub.choose_files(GGUFS, "q8_0", "o/n") == ["m-Q8_0.gguf"]
     assert hub.choose_files(GGUFS, "F16", "o/n") == GGUFS[3:]
     assert hub.choose_files(FOLDER, None, "o/n") == ["config.json", "tokenizer.json", "model.safetensors"]
+    named = [f"additional_chat_templates/{name}.jinja" for name in ("tool_use", "../x")]
+    files = hub.choose_files([*FOLDER, *named], None, "o/n")
+    assert files == ["config.json", "tokenizer.json", named[0], "model.safetensors"]
     assert hub.choose_files(["only.gguf"], None, "o/n") == ["only.gguf"]
     with pytest.raises(RequestError, match=r"no GGUF model named Q5_0.*m-Q8_0"):
         hub.choose_files(GGUFS, "Q5_0", "o/n")

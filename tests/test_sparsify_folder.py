@@ -169,7 +169,8 @@ def check_tokens(checkpoint: Checkpoint, folder: Path) -> Path:
     for text in [*HARD, *CORPUS, f"a{special} b {special}\n 12  ", PADDED]:
         ids = known.encode(text)
         assert own.encode(text) == ids and own.encode(text, special=False) == known.encode(text, special=False), text
-        assert reference.encode(valid(text)) == ids, text[:80]
+        twice = known.add_bos and text.startswith(known.token_text(known.bos_id))  # transformers puts it there again
+        assert reference.encode(valid(text))[twice:] == ids, text[:80]
         assert own.decode(ids) == known.decode(ids), text[:80]
         assert reference.decode(ids, skip_special_tokens=True) == known.decode(ids), text[:80]
     return folder

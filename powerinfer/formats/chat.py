@@ -41,14 +41,20 @@ _PLAIN = """{% for message in messages %}\
 
 class ChatTemplate:
     """A model's chat template, in Jinja. `bos`, `eos`: its bos_token and eos_token. `now`: the time that it is told,
-    as ISO text; "": the clock's."""
+    as ISO text; "": the clock's. `tool_use`: the source for chats with tools, where the model has one of its own for
+    them."""
 
-    def __init__(self, source: str, bos: str = "", eos: str = "", now: str = "") -> None:
-        self.source, self.bos, self.eos, self.now = source, bos, eos, now
+    def __init__(self, source: str, bos: str = "", eos: str = "", now: str = "", tool_use: str | None = None) -> None:
+        self.source, self.bos, self.eos, self.now, self.tool_use = source, bos, eos, now, tool_use
 
     def at(self, now: str) -> ChatTemplate:
         """The same at another time: some templates write the date."""
-        return ChatTemplate(self.source, self.bos, self.eos, now)
+        return ChatTemplate(self.source, self.bos, self.eos, now, self.tool_use)
+
+    @property
+    def for_tools(self) -> ChatTemplate:
+        """The template for chats with tools."""
+        return self if self.tool_use is None else ChatTemplate(self.tool_use, self.bos, self.eos, self.now)
 
     def render(
         self,
@@ -66,6 +72,8 @@ class ChatTemplate:
         """
         if not messages:
             raise RequestError("a chat needs at least one message")
+        if self.tool_use is not None and options.get("tools"):
+            return self.for_tools.render(messages, special_tokens, add_generation_prompt, **options)
         given = _plain_data({**options, "messages": list(messages)})
         marks = _Marks.choose(given, self.source, special_tokens)
         if marks is not None:
@@ -140,16 +148,17 @@ def plain_template(tokenizer: Tokenizer) -> ChatTemplate:
 
     An answer should end at `NEXT_TURN`.
     """
-    bos = tokenizer.token_text(tokenizer.bos_id) if tokenizer.add_bos and tokenizer.bos_id is not None else ""
+    bos = tokenizer.literal_text(tokenizer.bos_id) if tokenizer.add_bos else ""
     return ChatTemplate("{{ bos_token }}" + _PLAIN if bos else _PLAIN, bos)
 
 
 def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
     """The template that came with a tokenizer; None when it came without."""
-    if tokenizer.chat_template is None:
+    templates = tokenizer.vocabulary.chat_templates
+    if "default" not in templates:
         return None
-    bos, eos = (tokenizer.token_text(at) if at is not None else "" for at in (tokenizer.bos_id, tokenizer.eos_id))
-    return ChatTemplate(tokenizer.chat_template, bos, eos)
+    bos, eos = tokenizer.literal_text(tokenizer.bos_id), tokenizer.literal_text(tokenizer.eos_id)
+    return ChatTemplate(templates["default"], bos, eos, tool_use=templates.get("tool_use"))
 
 
 def encode_chat(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,12 +21,17 @@ from powerinfer.formats import bpe
 if TYPE_CHECKING:
     import tokenizers
 
-# A model may end its answer with any of these; not every file lists them all (llama.cpp's list, without those that have
-# another meaning in some family).
+# A model may end its answer with any of these; not every file lists them all, or has them as control tokens.
 _END_OF_GENERATION = frozenset((
-    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>", "<|end_of_text|>",
-    "</s>", "<end_of_turn>", "<end_of_utterance>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",
+    "<|endoftext|>", "<|end_of_text|>", "</s>", "<end_of_turn>", "<turn|>", "<|tool_response>", "<end_of_utterance>",
+    "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~[", "<｜end▁of▁sentence｜>",
+    # where a model of code has filled a gap: the padding, the next repository, the next file
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
+    "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
 ))  # fmt: skip
+# Vocabularies in which </s> ends a passage that is struck out, as in HTML: Gemma's.
+_WITH_HTML = frozenset(("<eos>", "<end_of_turn>", "<turn|>", "<|plamo:eos|>"))
 
 Encode = Callable[[str], list[int]]
 """Ids of ASCII text in which nothing is special."""
@@ -43,15 +48,18 @@ class Added:
     rstrip: bool = False
 
 
-def ends_of_generation(added: Iterable[Added]) -> set[int]:
-    """The special tokens that end an answer by their names, whatever else a model's files say.
+def ends_of_generation(tokens: Mapping[str, int], special: Container[int] = ()) -> dict[str, int]:
+    """The tokens that end an answer by their names, whatever their type, and whatever else a model's files say.
 
-    In gpt-oss's format, which has `<|return|>` and `<|call|>`, `<|end|>` ends a message, and another one may follow.
+    tokens: the id of each text; special: those that are control tokens. In the formats of gpt-oss and Solar, which have
+    `<|return|>`, `<|call|>` and the like, `<|end|>` ends a message, and another one may follow.
     """
-    ends = {token.text: token.id for token in added if token.special and token.text in _END_OF_GENERATION}
-    if ends.keys() >= {"<|return|>", "<|call|>"}:
+    ends = {name: tokens[name] for name in _END_OF_GENERATION if name in tokens}
+    if ends.keys() & {"<|call|>", "<|calls|>"} and ends.keys() & {"<|return|>", "<|flush|>"}:
         ends.pop("<|end|>", None)
-    return set(ends.values())
+    if "</s>" in ends and ends["</s>"] not in special and not _WITH_HTML.isdisjoint(tokens):
+        del ends["</s>"]
+    return ends
 
 
 @dataclass(frozen=True)
@@ -59,14 +67,18 @@ class Vocabulary:
     """The data of a tokenizer, besides its engine.
 
     piece: text of a token id in the vocabulary, None if there is none. byte_level: pieces spell bytes in
-    GPT-2's alphabet; otherwise they are text with "▁" for a space, and byte_pieces maps ids to bytes.
-    strip_space: decoding drops one leading space, the one that encoding puts there.
+    GPT-2's alphabet; otherwise they are text with "▁" for a space, and byte_pieces maps ids to bytes. added_as_pieces:
+    added tokens are spelled so, too (in folders); otherwise their texts are what they stand for.
+    strip_space: decoding drops one leading space, the one that encoding puts there. before, after: what encoding puts
+    around a text where that is neither nothing nor the tokens of add_bos and add_eos. chat_templates: the source of
+    each by its name; "default" is the one for all that no other name is for. notes: lines for the user.
     """
 
     piece: Callable[[int], str | None]
     size: int
     byte_level: bool
     added: tuple[Added, ...] = ()
+    added_as_pieces: bool = False
     byte_pieces: dict[int, int] = field(default_factory=dict)
     strip_space: bool = False
     bos_id: int | None = None
@@ -75,7 +87,10 @@ class Vocabulary:
     unk_id: int | None = None
     add_bos: bool = False
     add_eos: bool = False
-    chat_template: str | None = None
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    chat_templates: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 class Engine:
@@ -134,7 +149,8 @@ class Tokenizer:
     """Encodes text to ids and decodes ids to text. Made by `tokenizer_gguf` and `tokenizer_folder`.
 
     `bos_id`, `eos_id`: None where the model has none. `eos_ids`: every token that ends a generation.
-    `chat_template`: the model's own template source, or None. `special_tokens`: the texts of special tokens.
+    `chat_template`: the source of the model's own template; a dict of sources by name if it has several; None.
+    `special_tokens`: the texts of special tokens.
     """
 
     def __init__(
@@ -146,12 +162,17 @@ class Tokenizer:
         self._vocabulary = vocabulary
         self._build, self._build_small = build, small
         self._bytes: dict[int, bytes] = {}
+        self._begun = False  # a text began with the token that is put before texts
         self._added = {token.id: token for token in vocabulary.added}
         self._special_ids = frozenset(token.id for token in vocabulary.added if token.special)
+        # What is one character is that character, too.
+        words = frozenset(token.id for token in vocabulary.added if len(token.text) > 1)
+        self._never_plain = (self._special_ids & words) - {vocabulary.unk_id}
         self.vocab_size = vocabulary.size
         self.bos_id, self.eos_id, self.eos_ids = vocabulary.bos_id, vocabulary.eos_id, vocabulary.eos_ids
         self.add_bos, self.add_eos = vocabulary.add_bos, vocabulary.add_eos
-        self.chat_template = vocabulary.chat_template
+        templates = vocabulary.chat_templates
+        self.chat_template = templates.get("default") if templates.keys() <= {"default"} else templates
         self.special_tokens = tuple(token.text for token in vocabulary.added if token.special)
 
     @cached_property
@@ -167,8 +188,8 @@ class Tokenizer:
         """Token ids of `text`.
 
         special: text such as `<|im_end|>` becomes the special token; False: it is plain text. add_bos: put the
-        beginning-of-sequence token first; None: as the model specifies, also for the end token.
-        A lone surrogate, which no UTF-8 text can hold, counts as U+FFFD.
+        beginning-of-sequence token first, unless the text begins with it; None: as the model specifies, also for the
+        end token. A lone surrogate, which no UTF-8 text can hold, counts as U+FFFD.
         """
         return self._framed(self._encode(valid_unicode(text), special), add_bos)
 
@@ -185,13 +206,31 @@ class Tokenizer:
         return self._framed(ids, add_bos)
 
     def _framed(self, ids: list[int], add_bos: bool | None) -> list[int]:
+        vocabulary = self._vocabulary
+        before: list[int] = []
         if self.add_bos if add_bos is None else add_bos:
             if self.bos_id is None:
                 raise RequestError("this model has no beginning-of-sequence token: encode without add_bos")
-            ids = [self.bos_id, *ids]
-        if add_bos is None and self.add_eos and self.eos_id is not None:
-            ids.append(self.eos_id)
-        return ids
+            before = [self.bos_id]
+        after: list[int] = []
+        if add_bos is None:
+            before = before or list(vocabulary.before)
+            ends = [self.eos_id] if self.add_eos and self.eos_id is not None else []
+            after = ends or list(vocabulary.after)
+        if before and ids[: len(before)] == before:
+            self._say_begun()
+            before = []
+        return [*before, *ids, *after]
+
+    def _say_begun(self) -> None:
+        """Log, once, that a text begins with what would have been put before it."""
+        if not self._begun:
+            import logging
+
+            self._begun = True
+            logging.getLogger(__name__).warning(
+                "a prompt begins with the model's beginning-of-sequence token: it gets no second one"
+            )
 
     def _encode(self, text: str, special: bool, first: bool = True) -> list[int]:
         """first: whether the text is at the beginning."""
@@ -200,7 +239,7 @@ class Tokenizer:
         else:
             with native_errors("the tokenizer"):
                 ids = self._engine.encode(text, special, first)
-        forbidden = frozenset() if special else self._special_ids.intersection(ids) - {self._vocabulary.unk_id}
+        forbidden = frozenset() if special else self._never_plain.intersection(ids)
         return self._without(ids, text, forbidden, first) if forbidden else ids
 
     def _encode_small(self, text: str, special: bool, small: Encode) -> list[int]:
@@ -212,9 +251,15 @@ class Tokenizer:
     def _without(self, ids: list[int], text: str, forbidden: frozenset[int], first: bool) -> list[int]:
         """Ids of plain text that would contain the special tokens `forbidden`: it is split so that it cannot."""
         name = max((self._added[at].text for at in forbidden), key=len)
-        parts = re.split(f"(?<={re.escape(name[:1])})(?={re.escape(name[1:])})", text) if len(name) > 1 else [text]
-        if len(parts) == 1:
-            return [at for at in ids if at not in forbidden]
+        cuts, at = [0], text.find(name)
+        while at >= 0 and len(name) > 1:
+            cuts.append(at + 1)
+            at = text.find(name, at + 1)
+        if len(cuts) == 1:  # its text is not its name
+            if len(text) < 2:
+                return ids  # nothing else spells this character
+            cuts.append(len(text) // 2)
+        parts = [text[begin:end] for begin, end in zip(cuts, [*cuts[1:], None], strict=True)]
         return [at for n, part in enumerate(parts) for at in self._encode(part, False, first and n == 0)]
 
     def _cut(
@@ -274,6 +319,17 @@ class Tokenizer:
             return self._engine.to_json()
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for the user about how it was read."""
+        return self._vocabulary.notes
+
+    def literal_text(self, token: int | None) -> str:
+        """The text in which the token is seen when special tokens are looked for; empty for none."""
+        if token is None:
+            return ""
+        return self._added[token].text if token in self._added else self.token_text(token)
+
+    @property
     def special_ids(self) -> frozenset[int]:
         """Ids of the special tokens, which `decode` hides."""
         return self._special_ids
@@ -292,7 +348,7 @@ class Tokenizer:
         return known
 
     def _spell(self, token: int) -> bytes:
-        if token in self._added:
+        if token in self._added and not self._vocabulary.added_as_pieces:
             return self._added[token].text.encode()
         piece = self._vocabulary.piece(token) if 0 <= token < self.vocab_size else None
         if piece is None:

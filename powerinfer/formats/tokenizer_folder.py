@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 
 MAX_FILE_BYTES = 1 << 28  # the largest tokenizer.json in use is a tenth of this
 MAX_SIDE_FILE_BYTES = 1 << 24
+MAX_TEMPLATES = 64  # of a folder
+MAX_FRAME = 16  # tokens around a text
+
+_TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")  # in the config.json of other models
 
 
 def tokenizer_from_folder(path: str | PathLike[str]) -> Tokenizer:
@@ -70,20 +75,19 @@ def _vocabulary(engine: tokenizers.Tokenizer, folder: Path) -> Vocabulary:
         for at, token in sorted(engine.get_added_tokens_decoder().items())
     )
     ends = {at for at in (eos, *_generation_ends(folder)) if at is not None}
-    ends |= ends_of_generation(added)
-    add_bos, add_eos = _frame(engine, bos, eos)
+    ends.update(_ends_by_name(engine.get_added_tokens_decoder()).values())
     size = max([engine.get_vocab_size(with_added_tokens=True), *(token.id + 1 for token in added)])
     return Vocabulary(
         piece=engine.id_to_token,
         size=size,
         added=added,
+        added_as_pieces=True,
         bos_id=bos,
         eos_id=eos,
         eos_ids=frozenset(at for at in ends if at < size),
         unk_id=unk,
-        add_bos=add_bos,
-        add_eos=add_eos,
-        chat_template=_chat_template(folder, config),
+        chat_templates=_chat_templates(folder, config),
+        **_frame(engine, bos, eos),
         **_spelling(engine),
     )
 
@@ -113,11 +117,23 @@ def _add_configured(engine: tokenizers.Tokenizer, config: dict[str, Any]) -> Non
             engine.add_tokens([AddedToken(fields["content"], **flags)])
         if engine.token_to_id(fields["content"]) != at:
             raise ModelError(f"tokenizer_config.json and tokenizer.json give {fields['content'][:40]!r} different ids")
-    special = {token.content for token in engine.get_added_tokens_decoder().values() if token.special}
-    for name in ("bos_token", "eos_token", "unk_token"):
-        fields = _token_fields(config.get(name))
+    added = engine.get_added_tokens_decoder()
+    special = {token.content for token in added.values() if token.special}
+    named = [_token_fields(config.get(name)) for name in ("bos_token", "eos_token", "unk_token")]
+    for fields in named:
         if fields and fields["content"] not in special and engine.token_to_id(fields["content"]) is not None:
             engine.add_special_tokens([AddedToken(fields["content"], normalized=False, special=True)])
+    for at in _ends_by_name(added).values():
+        token = added[at]
+        if not token.special:
+            token.special = True
+            engine.add_special_tokens([token])
+
+
+def _ends_by_name(added: Mapping[int, Any]) -> dict[str, int]:
+    """Those of the added tokens that end an answer by their names."""
+    special = {at for at, token in added.items() if token.special}
+    return ends_of_generation({token.content: at for at, token in added.items()}, special)
 
 
 def _named(engine: tokenizers.Tokenizer, config: dict[str, Any], name: str) -> int | None:
@@ -126,9 +142,15 @@ def _named(engine: tokenizers.Tokenizer, config: dict[str, Any], name: str) -> i
 
 
 def _generation_ends(folder: Path) -> list[int]:
-    """The end tokens in generation_config.json or, in its absence, config.json: an id or a list of them."""
+    """The end tokens in generation_config.json or, in its absence, config.json: an id or a list of them.
+
+    A model that takes more than text has those of its text's part in that part of config.json.
+    """
     for name in ("generation_config.json", "config.json"):
-        value = _side_file(folder / name).get("eos_token_id")
+        document = _side_file(folder / name)
+        inner = [document.get(part) for part in _TEXT_PARTS] if name == "config.json" else []
+        values = [part.get("eos_token_id") for part in (document, *inner) if isinstance(part, dict)]
+        value = next((value for value in values if value is not None), None)
         if value is not None:
             ends = value if isinstance(value, list) else [value]
             if not all(type(at) is int and at >= 0 for at in ends):
@@ -137,23 +159,38 @@ def _generation_ends(folder: Path) -> list[int]:
     return []
 
 
-def _frame(engine: tokenizers.Tokenizer, bos: int | None, eos: int | None) -> tuple[bool, bool]:
-    """Whether the post-processor puts the beginning token first and the end token last."""
-    frame = engine.encode("", add_special_tokens=True).ids
-    known = {(): (False, False), (bos,): (True, False), (eos,): (False, True), (bos, eos): (True, True)}
-    if bos is not None and bos == eos and tuple(frame) == (bos,):
-        probe = engine.encode("a", add_special_tokens=True).ids
-        return probe[0] == bos, probe[-1] == bos
-    if tuple(frame) not in known:
-        names = ", ".join(str(engine.id_to_token(at)) for at in frame)
-        raise ModelError(f"the post-processor in tokenizer.json adds {names[:100]}, not the model's bos and eos tokens")
-    return known[tuple(frame)]
+def _frame(engine: tokenizers.Tokenizer, bos: int | None, eos: int | None) -> dict[str, Any]:
+    """What the post-processor puts around a text: add_bos and add_eos, or before and after, of the Vocabulary."""
+    text: list[int] = []
+    whole: list[int] = []
+    for probe in ("a", "0", " ", ""):  # the first that has tokens
+        text = engine.encode(probe, add_special_tokens=False).ids
+        whole = engine.encode(probe, add_special_tokens=True).ids
+        if text:
+            break
+    places = range(len(whole) - len(text) + 1)
+    at = next((at for at in places if whole[at : at + len(text)] == text), None)
+    if at is None or len(whole) > len(text) + MAX_FRAME:
+        raise ModelError("the post-processor in tokenizer.json does more than put a few tokens around a text")
+    if not text:
+        at = 1 if whole[:1] == [bos] else 0 if whole == [eos] else len(whole)
+    before, after = tuple(whole[:at]), tuple(whole[at + len(text) :])
+    return {
+        "add_bos": before == (bos,),
+        "add_eos": after == (eos,),
+        "before": () if before == (bos,) else before,
+        "after": () if after == (eos,) else after,
+    }
 
 
 def _spelling(engine: tokenizers.Tokenizer) -> dict[str, Any]:
     """How pieces spell text, read off the decoder: byte_level, byte_pieces and strip_space of the Vocabulary."""
     state = json.loads(engine.decoder.__getstate__()) if engine.decoder is not None else {"type": "none"}
     steps = {step["type"]: step for step in state.get("decoders", [state])}
+    for name, step in steps.items():
+        signs = {"Metaspace": ("replacement",), "Replace": ("pattern", "content")}.get(name, ())
+        if [step.get(sign) for sign in signs] not in ([], ["▁"], [{"String": "▁"}, " "], [{"Regex": "▁"}, " "]):
+            raise ModelError(f"tokenizer.json: a decoder {name} of another sign than ▁ for a space is not supported")
     if set(steps) == {"ByteLevel"}:
         return {"byte_level": True}
     if "Metaspace" in steps and set(steps) <= {"Metaspace", "ByteFallback", "Fuse"}:
@@ -171,17 +208,34 @@ def _spelling(engine: tokenizers.Tokenizer) -> dict[str, Any]:
     }
 
 
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """The chat template: a separate file takes precedence over the entry in tokenizer_config.json."""
+def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """The chat templates by name. Files of their own take precedence over the entry in tokenizer_config.json."""
+    templates = _listed_templates(_side_file(folder / "chat_template.json").get("chat_template"), folder)
+    templates = templates or _listed_templates(config.get("chat_template"), folder)
     if (folder / "chat_template.jinja").is_file():
-        try:
-            return _read(folder / "chat_template.jinja", MAX_SIDE_FILE_BYTES).decode()
-        except UnicodeDecodeError as error:
-            raise ModelError(f"{folder / 'chat_template.jinja'} is not UTF-8 text") from error
-    value = _side_file(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+        templates = {"default": _template_file(folder / "chat_template.jinja")}
+    more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    if len(more) > MAX_TEMPLATES:
+        raise ModelError(f"{folder / 'additional_chat_templates'} has more than {MAX_TEMPLATES} chat templates")
+    return templates | {path.stem: _template_file(path) for path in more if path.is_file()}
+
+
+def _listed_templates(value: Any, folder: Path) -> dict[str, str]:
+    """The value of `chat_template` in a JSON file: a template, a list of objects with name and template, or an object
+    of templates by name."""
     if isinstance(value, list):
-        templates = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = templates.get("default")
-    if value is not None and not isinstance(value, str):
-        raise ModelError(f"the chat template in {folder} must be a string")
-    return value
+        entries = [entry for entry in value if isinstance(entry, dict)]
+        value = {entry.get("name"): entry.get("template") for entry in entries}
+    named = value if isinstance(value, dict) else {} if value is None else {"default": value}
+    if not all(isinstance(text, str) for entry in named.items() for text in entry):
+        raise ModelError(f"the chat template in {folder} must be a string, or several with names")
+    if len(named) == 1:
+        return {"default": next(iter(named.values()))}
+    return named
+
+
+def _template_file(path: Path) -> str:
+    try:
+        return _read(path, MAX_SIDE_FILE_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path} is not UTF-8 text") from error

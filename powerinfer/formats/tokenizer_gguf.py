@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,10 @@ if TYPE_CHECKING:
     import tokenizers
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
+
+_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")  # keys of tokens with which an answer ends
+_IDS = ("bos", "unknown", *_ENDS)
+_STRIP_NOTHING = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's special tokens
 
 
 def tokenizer_from_gguf(metadata: dict[str, Any]) -> Tokenizer:
@@ -33,12 +39,16 @@ class _GGUF:
 
     def __init__(self, metadata: dict[str, Any]) -> None:
         self._metadata = metadata
+        self.notes: list[str] = []
         self.pieces = self.strings("tokens")
-        self.vocab = dict(zip(self.pieces, range(len(self.pieces)), strict=True))
+        # Empty ones, which nothing spells, get names for the native engine, as in llama.cpp.
+        self.names = [piece or f"[EMPTY_{at}]" for at, piece in enumerate(self.pieces)]
+        self.vocab = dict(zip(self.names, range(len(self.names)), strict=True))
         if len(self.vocab) != len(self.pieces):
-            twice = next(piece for at, piece in enumerate(self.pieces) if self.vocab[piece] != at)
+            twice = next(name for at, name in enumerate(self.names) if self.vocab[name] != at)
             raise ModelError(f"tokenizer.ggml.tokens lists {twice[:40]!r} twice")
         self.types = self._types()
+        self.ids = {name: self._token(name) for name in _IDS}
 
     def strings(self, name: str) -> list[str]:
         values = self._metadata.get(f"tokenizer.ggml.{name}")
@@ -70,17 +80,21 @@ class _GGUF:
         odd = (array != NORMAL).nonzero()[0]
         return dict(zip(odd.tolist(), array[odd].tolist(), strict=True))
 
-    def token(self, name: str) -> int | None:
-        value = self._metadata.get(f"tokenizer.ggml.{name}_token_id")
+    def _token(self, name: str) -> int | None:
+        """The token of a key; None without the key, and, with a note, if there is no such token."""
+        key = f"tokenizer.ggml.{name}_token_id"
+        value = self._metadata.get(key)
         if value is None:
             return None
         try:
-            token = -1 if isinstance(value, bool) else index(value)
+            token = None if isinstance(value, bool) else index(value)
         except TypeError:
-            token = -1
+            token = None
+        if token is None:
+            raise ModelError(f"{key} {str(value)[:40]!r} is no token id")
         if not 0 <= token < len(self.pieces):
-            name = f"tokenizer.ggml.{name}_token_id"
-            raise ModelError(f"{name} {str(value)[:40]!r} is not one of the {len(self.pieces)} tokens")
+            self.notes.append(f"{key} {str(token)[:24]} is left out: the model has {len(self.pieces)} tokens")
+            return None
         return token
 
     def flag(self, name: str, default: bool) -> bool:
@@ -112,27 +126,48 @@ class _GGUF:
 
     def vocabulary(self, **fields: Any) -> Vocabulary:
         """A Vocabulary with the fields that all models share, completed by `fields`."""
-        ends = {at for at in map(self.token, ("eos", "eot", "eom")) if at is not None}
-        special = {at for at, kind in self.types.items() if kind in (CONTROL, UNKNOWN)} | ends
-        special |= {at for at in (self.token("bos"),) if at is not None}
-        added = [Added(self.pieces[at], at, special=True) for at in special if self.pieces[at]]
-        literal = [at for at, kind in self.types.items() if kind == USER_DEFINED and self.pieces[at]]
-        added += [Added(self.pieces[at], at, special=False) for at in literal]
-        ends |= ends_of_generation(added)
-        template = self._metadata.get("tokenizer.chat_template")
-        if template is not None and not isinstance(template, str):
-            raise ModelError("tokenizer.chat_template must be a string")
+        control = {at for at, kind in self.types.items() if kind in (CONTROL, UNKNOWN)}
+        ends = {at for name in _ENDS if (at := self.ids[name]) is not None}
+        named = set(ends_of_generation(self.vocab, control).values())
+        # A piece of one character that a file names by mistake, "!" for bos, stays what it is.
+        by_id = {at for at in (*ends, self.ids["bos"]) if at is not None and len(self.pieces[at]) > 1}
+        special = {at for at in control | named | by_id if self.pieces[at]}
+        literal = {at for at, kind in self.types.items() if kind == USER_DEFINED and self.pieces[at]} - special
+        strips = special | literal if self._strips() else set()
+        strips = {at for at in strips if self.pieces[at] not in _STRIP_NOTHING}
         return Vocabulary(
             piece=self.pieces.__getitem__,
             size=len(self.pieces),
-            added=tuple(sorted({token.id: token for token in reversed(added)}.values(), key=lambda token: token.id)),
-            bos_id=self.token("bos"),
-            eos_id=self.token("eos"),
-            eos_ids=frozenset(ends),
-            unk_id=self.token("unknown"),
-            chat_template=template,
+            added=tuple(
+                Added(self.pieces[at], at, special=at in special, rstrip=at in strips)
+                for at in sorted(special | literal)
+            ),
+            bos_id=self.ids["bos"],
+            eos_id=self.ids["eos"],
+            eos_ids=frozenset(ends | named),
+            unk_id=self.ids["unknown"],
+            chat_templates=self._templates(),
+            notes=tuple(self.notes),
             **fields,
         )
+
+    def _strips(self) -> bool:
+        """Whether special tokens take the white space after them. GGUF has no key for it: it is so in Phi-3's
+        vocabulary, which is known by the model's architecture or its name."""
+        names = [str(self._metadata.get(f"general.{key}", "")).lower() for key in ("architecture", "name")]
+        phi = names[0] == "phi3" or re.search("phi[ -]?3", names[1])
+        return bool(phi) and self._metadata.get("tokenizer.ggml.model") == "llama"
+
+    def _templates(self) -> dict[str, str]:
+        """Chat templates by name: the nameless key holds the default."""
+        listed = self._metadata.get("tokenizer.chat_templates")
+        names = [name for name in listed if isinstance(name, str)] if isinstance(listed, (list, tuple)) else []
+        keys = {"default": "tokenizer.chat_template"} | {name: f"tokenizer.chat_template.{name}" for name in names}
+        found = {name: self._metadata[key] for name, key in keys.items() if self._metadata.get(key) is not None}
+        for name, source in found.items():
+            if not isinstance(source, str):
+                raise ModelError(f"{keys[name][:60]} must be a string")
+        return found
 
 
 def _gguf_byte_level(gguf: _GGUF) -> Tokenizer:
@@ -168,7 +203,7 @@ def _gguf_byte_level(gguf: _GGUF) -> Tokenizer:
         words = bpe.ascii_words(("[0-9]", *pre.patterns) if pre.digits_alone else pre.patterns)
         return bpe.SmallByteBPE(gguf.vocab, merges, words, pre.ignore_merges).encode
 
-    return Tokenizer(_with_bos(vocabulary), build, small)
+    return Tokenizer(_with_bos(gguf, vocabulary), build, small)
 
 
 def _gguf_scored(gguf: _GGUF) -> Tokenizer:
@@ -181,12 +216,12 @@ def _gguf_scored(gguf: _GGUF) -> Tokenizer:
         add_bos=gguf.flag("add_bos_token", True),
         add_eos=gguf.flag("add_eos_token", False),
     )
-    atoms = frozenset(gguf.pieces[at] for at in {*gguf.types, *(token.id for token in vocabulary.added)})
+    atoms = frozenset(gguf.names[at] for at in {*gguf.types, *(token.id for token in vocabulary.added)})
 
     def build() -> Engine:
         from tokenizers import Tokenizer, models, normalizers
 
-        unknown = None if vocabulary.unk_id is None else gguf.pieces[vocabulary.unk_id]
+        unknown = None if vocabulary.unk_id is None else gguf.names[vocabulary.unk_id]
         pairs = bpe.score_merges(gguf.vocab, scores, atoms)
         fallback = bool(vocabulary.byte_pieces)
         engine = Tokenizer(models.BPE(gguf.vocab, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=fallback))
@@ -197,7 +232,7 @@ def _gguf_scored(gguf: _GGUF) -> Tokenizer:
     def small() -> Encode:
         return bpe.SmallScoredBPE(gguf.vocab, scores, atoms, vocabulary.unk_id, prefix).encode
 
-    return Tokenizer(_with_bos(vocabulary), build, small)
+    return Tokenizer(_with_bos(gguf, vocabulary), build, small)
 
 
 def _gguf_unigram(gguf: _GGUF) -> Tokenizer:
@@ -215,7 +250,7 @@ def _gguf_unigram(gguf: _GGUF) -> Tokenizer:
     def build() -> Engine:
         from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-        pairs = list(zip(gguf.pieces, scores, strict=True))
+        pairs = list(zip(gguf.names, scores, strict=True))
         options = (vocabulary.unk_id, bool(vocabulary.byte_pieces))
         engine = Tokenizer(models.Unigram(pairs, *options))
         steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
@@ -229,18 +264,25 @@ def _gguf_unigram(gguf: _GGUF) -> Tokenizer:
         plain = [(hidden.get(at, piece), score) for at, (piece, score) in enumerate(pairs)]
         return _with_added(engine, vocabulary, models.Unigram(plain, *options))
 
-    return Tokenizer(_with_bos(vocabulary), build)
+    return Tokenizer(_with_bos(gguf, vocabulary), build)
 
 
 def _with_added(engine: tokenizers.Tokenizer, vocabulary: Vocabulary, plain_model: Any = None) -> Engine:
     from tokenizers import AddedToken
 
-    engine.add_tokens([AddedToken(token.text, special=token.special, normalized=False) for token in vocabulary.added])
+    engine.add_tokens(
+        [
+            AddedToken(token.text, special=token.special, rstrip=token.rstrip, normalized=False)
+            for token in vocabulary.added
+        ]
+    )
     return Engine(engine, plain_model)
 
 
-def _with_bos(vocabulary: Vocabulary) -> Vocabulary:
+def _with_bos(gguf: _GGUF, vocabulary: Vocabulary) -> Vocabulary:
     if vocabulary.add_bos and vocabulary.bos_id is None:
+        if any("bos_token_id" in note for note in gguf.notes):
+            return replace(vocabulary, add_bos=False)
         raise ModelError("tokenizer.ggml.add_bos_token is true but tokenizer.ggml.bos_token_id is missing")
     return vocabulary
 

@@ -121,7 +121,7 @@ class LLM:
         sampling = checkpoint.sampling_defaults()
         threads, line = limited_threads(engine.threads)
         engine, notes = replace(engine, threads=threads), checkpoint.notes + ([] if line is None else [line])
-        notes.extend(sampling.notes)
+        notes.extend((*tokenizer.notes, *sampling.notes))
         template = checkpoint.chat_template()
         sampling = sampling if sampling.values else recommended_sampling(checkpoint.path)
         resolved = resolve(checkpoint, engine, progress, notes.append)

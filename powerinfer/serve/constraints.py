@@ -130,7 +130,7 @@ def _template(llm: LLM) -> str | None:
 
 
 def _format(llm: LLM) -> ToolFormat:
-    return ToolFormat.of(_template(llm))
+    return ToolFormat.of(llm.template.for_tools.source if llm.template is not None else None)
 
 
 def _special_marks(llm: LLM, form: ToolFormat) -> dict[str, int]:

@@ -122,8 +122,11 @@ class AsFolder(OtherFormat):
         side: dict[str, Any] = {f"{name}_token": added[at] for name, at in ids.items() if at in added}
         side |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         side["model_max_length"] = self.config.context_length
-        if vocabulary.chat_template is not None:
-            side["chat_template"] = vocabulary.chat_template
+        templates = vocabulary.chat_templates
+        if templates.keys() == {"default"}:
+            side["chat_template"] = templates["default"]
+        elif templates:
+            side["chat_template"] = [{"name": name, "template": source} for name, source in templates.items()]
         ends = sorted(vocabulary.eos_ids, key=lambda at: (at != vocabulary.eos_id, at))
         about = {"bos_token_id": vocabulary.bos_id, "eos_token_id": ends if len(ends) > 1 else vocabulary.eos_id}
         document = json.loads(known.to_json())

@@ -129,8 +129,12 @@ class AsGGUF(OtherFormat):
         others = sorted(vocabulary.eos_ids - {vocabulary.eos_id})
         made = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
         made |= {f"tokenizer.ggml.{name}_token_id": at for name, at in zip(("eot", "eom"), others, strict=False)}
-        if vocabulary.chat_template is not None:
-            made["tokenizer.chat_template"] = vocabulary.chat_template
+        templates = dict(vocabulary.chat_templates)
+        if "default" in templates:
+            made["tokenizer.chat_template"] = templates.pop("default")
+        if templates:
+            made["tokenizer.chat_templates"] = list(templates)
+            made |= {f"tokenizer.chat_template.{name}": source for name, source in templates.items()}
         for split in SPLITS:
             found = made | {"tokenizer.ggml.pre": split}
             if same_tokens(known, tokenizer_from_gguf(found)):

@@ -98,13 +98,9 @@ def _rest(config: ModelConfig) -> ModelConfig:
 def same_tokens(known: Tokenizer, made: Tokenizer) -> bool:
     """Whether two tokenizers give the same ids for the probe and the built-in sample, and end answers alike."""
     one, other = known.vocabulary, made.vocabulary
-    if (one.bos_id, one.eos_ids, one.add_bos, one.add_eos) != (
-        other.bos_id,
-        other.eos_ids,
-        other.add_bos,
-        other.add_eos,
-    ):
-        return False
+    for name in ("bos_id", "eos_ids", "add_bos", "add_eos", "before", "after"):
+        if getattr(one, name) != getattr(other, name):
+            return False
     added = "".join(dict.fromkeys(token.text for token in (*one.added, *other.added)))
     texts = [PROBE, PROBE + added, *(str(text) for text in open_corpora([])[0].pieces())]
     return all(
