@@ -19,7 +19,7 @@ from toy_model import toy_llm
 from powerinfer import AsyncLLM, EngineConfig, SamplingParams
 from powerinfer.errors import RequestError
 from powerinfer.formats.chat import ChatTemplate, MessageError, plain_messages
-from powerinfer.formats.grammar import Grammar, LazyGrammar
+from powerinfer.formats.grammar import AfterThought, Grammar, LazyGrammar
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.options import EngineOptions, SamplingOptions
 
@@ -52,7 +52,7 @@ def test_the_engines_keywords_are_its_configuration() -> None:
 
 
 def test_the_keywords_of_sampling_are_its_parameters() -> None:
-    names = {"Grammar": Grammar, "LazyGrammar": LazyGrammar}
+    names = {"Grammar": Grammar, "LazyGrammar": LazyGrammar, "AfterThought": AfterThought}
     keywords = get_type_hints(SamplingOptions, localns=names)
     params = get_type_hints(SamplingParams, localns=names)
     assert list(keywords) == list(params), "InitVars are among them, fields are too"

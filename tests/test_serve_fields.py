@@ -113,11 +113,11 @@ ROUTES = [
                 lambda seen: seen.params.grammar.ends is not None,
             ),
         },
-        WITHOUT_INFLUENCE | {"store": True},
+        WITHOUT_INFLUENCE | {"store": True, "reasoning_effort": "low"},  # of a model that does not think
         {
             "audio": {"voice": "x"}, "function_call": {"name": "f"}, "functions": [{"name": "f"}],
             "modalities": ["audio"], "moderation": {"model": "x"}, "prediction": {"type": "content", "content": "x"},
-            "reasoning_effort": "low", "verbosity": "low", "web_search_options": {"x": 1},
+            "verbosity": "low", "web_search_options": {"x": 1},
         },
     ),
     Route(
@@ -174,10 +174,11 @@ ROUTES = [
             "truncation": ({"truncation": "auto"}, lambda seen: seen.answer["truncation"] == "auto"),
             "metadata": ({"metadata": {"a": "b"}}, lambda seen: seen.answer["metadata"] == {"a": "b"}),
         },
-        {name: value for name, value in WITHOUT_INFLUENCE.items() if name != "metadata"},
+        {name: value for name, value in WITHOUT_INFLUENCE.items() if name != "metadata"}
+        | {"reasoning": {"effort": "low", "summary": None}},
         {
             "store": True, "background": True, "background_options": {"x": 1}, "previous_response_id": "resp_1",
-            "conversation": "conv_1", "prompt": {"id": "x"}, "reasoning": {"effort": "low"}, "max_tool_calls": 1,
+            "conversation": "conv_1", "prompt": {"id": "x"}, "max_tool_calls": 1,
             "include": ["message.output_text.logprobs"], "top_logprobs": 2, "moderation": {"model": "x"},
             "context_management": [{"type": "compaction"}], "stream_options": {"include_obfuscation": True},
             "access_programs": ["x"], "image": "x",

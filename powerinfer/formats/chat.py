@@ -74,7 +74,7 @@ class ChatTemplate:
             raise RequestError("a chat needs at least one message")
         if self.tool_use is not None and options.get("tools"):
             return self.for_tools.render(messages, special_tokens, add_generation_prompt, **options)
-        given = _plain_data({**options, "messages": list(messages)})
+        given = _plain_data({**options, "messages": [_with_thought(message, self.source) for message in messages]})
         marks = _Marks.choose(given, self.source, special_tokens)
         if marks is not None:
             given = marks.put(given)
@@ -141,6 +141,27 @@ def _written_out(source: str, messages: list[Any], add_prompt: bool) -> str | No
         turns.insert(0, ("system", system))
     text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
     return text + "<|im_start|>assistant\n" if add_prompt else text
+
+
+_THOUGHT = ("reasoning_content", "thinking", "reasoning")
+"""Names of the thought before an answer, in messages and in templates."""
+
+_THOUGHT_PART = re.compile(r"""type['"]?\]?\s*==\s*['"]thinking['"]""")
+
+
+def _with_thought(message: Any, source: str) -> Any:
+    """A message with its thought under the names that templates read, as transformers does for the first two; as a part
+    of the content for those that read it there alone."""
+    if not isinstance(message, Mapping) or message.get("role") != "assistant":
+        return message
+    thought = next((message[name] for name in _THOUGHT if message.get(name)), None)
+    if not isinstance(thought, str):
+        return message
+    if "reasoning_content" not in source and _THOUGHT_PART.search(source) and isinstance(message.get("content"), str):
+        text = [{"type": "text", "text": message["content"]}] * bool(message["content"])
+        return {**message, "content": [{"type": "thinking", "thinking": thought}, *text]}
+    names = _THOUGHT[:2] if any(name in source for name in _THOUGHT[:2]) else _THOUGHT
+    return {**dict.fromkeys(names, thought), **{name: value for name, value in message.items() if value is not None}}
 
 
 def plain_template(tokenizer: Tokenizer) -> ChatTemplate:

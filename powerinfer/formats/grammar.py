@@ -115,6 +115,21 @@ class LazyGrammar:
     ends: Callable[[], Callable[[str], bool]] | None = None
 
 
+@dataclass(frozen=True)
+class AfterThought:
+    """What an answer must match behind a thought that may precede it.
+
+    begin, end: marks of the thought; opened: the prompt has begun it. grammar: of what follows it, or of the whole
+    answer if there is no thought; None: any text. budget: tokens after which the thought is ended; None: any number.
+    """
+
+    begin: str
+    end: str
+    opened: bool
+    grammar: Grammar | LazyGrammar | None = None
+    budget: int | None = None
+
+
 def literal(text: str) -> str:
     """`text` as a string of a Lark grammar."""
     return json.dumps(text, ensure_ascii=False)

@@ -20,6 +20,8 @@ START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end
 CALL, RETURN, CONSTRAIN = "<|call|>", "<|return|>", "<|constrain|>"
 MARKS = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
 TO = "to=functions."
+CHANNELS = (START, CHANNEL, MESSAGE)  # in the template of every model that has the format
+THOUGHT = f"{CHANNEL}analysis{MESSAGE}"
 
 CALL_BEGINS = re.compile(r"(?:<\|start\|>assistant|<\|channel\|>\w+)\s*to=functions\.|\A\s*to=functions\.")
 """The beginning of a call in the text of an answer, up to the function's name; the second only where that begins."""

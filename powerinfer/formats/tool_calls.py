@@ -243,7 +243,7 @@ class HarmonyFormat(ToolFormat):
 def reasoning_format(template: str | None) -> ToolFormat | None:
     """How an answer without calls is read, if the model with this chat template marks its reasoning; else None."""
     of_template = template or ""
-    return replace(HARMONY, may_call=False) if all(text in of_template for text in _HARMONY) else None
+    return replace(HARMONY, may_call=False) if all(text in of_template for text in harmony.CHANNELS) else None
 
 
 def _check_json(grammar: Grammar) -> None:
@@ -271,9 +271,8 @@ class _Row(NamedTuple):
     lacks: tuple[str, ...] = ()
 
 
-_HARMONY = (harmony.START, harmony.CHANNEL, harmony.MESSAGE)  # in its template
 _ROWS = (
-    _Row(HARMONY, _HARMONY),
+    _Row(HARMONY, harmony.CHANNELS),
     _Row(HERMES, ("<tool_call>", "tools"), ("<function=", "<arg_key>")),  # Qwen 2.5 and 3, Hermes
     _Row(MISTRAL_NAMED, ("[TOOL_CALLS]", "[ARGS]")),
     _Row(MISTRAL, ("[TOOL_CALLS]",)),

@@ -39,16 +39,32 @@ AnswerDelta = Delta | Reasoning
 
 
 class AnswerParser(Protocol):
-    """Turns the text of an answer into its parts, piece by piece. calls: so far; ended: after the only call."""
+    """Turns the text of an answer into its parts, piece by piece."""
 
-    calls: int
-    ended: bool
+    @property
+    def calls(self) -> int:
+        """Calls so far."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the only call has ended."""
 
     def push(self, text: str) -> Sequence[AnswerDelta]:
         """What is certain after this piece of the answer."""
 
     def finish(self, cut: bool = False) -> Sequence[AnswerDelta]:
         """The rest: no text follows. cut: the answer did not end by itself."""
+
+
+class AnswerFormat(Protocol):
+    """How the answers of a model are read."""
+
+    @property
+    def reasons(self) -> bool:
+        """Whether reasoning is told apart from the answer."""
+
+    def parser(self, new_id: Callable[[], str] | None = None) -> AnswerParser:
+        """A parser for one answer. new_id: makes the ids of calls."""
 
 
 class ToolParser:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from powerinfer.errors import CLOSED, ModelError, PowerInferError, RequestError, one_line
-from powerinfer.formats.grammar import JSON_OPTIONS, KINDS, Grammar, LazyGrammar
+from powerinfer.formats.grammar import JSON_OPTIONS, KINDS, AfterThought, Grammar, LazyGrammar
+from powerinfer.runtime.thought_mask import AnswerMask, Spelling, ThoughtMask
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -71,16 +72,34 @@ class Grammars:
             raise RequestError(known)
         return known
 
-    def knows(self, grammar: Grammar | LazyGrammar) -> bool:
-        """Whether `compile` would not have to wait; at once."""
+    def knows(self, grammar: Grammar | LazyGrammar | AfterThought) -> bool:
+        """Whether `mask` would not have to wait; at once."""
+        compiled = grammar.grammar if isinstance(grammar, AfterThought) else grammar
+        if compiled is None:
+            return True
         with self._lock:
-            return self._cache.find(grammar.grammar if isinstance(grammar, LazyGrammar) else grammar) is not None
+            return self._cache.find(compiled.grammar if isinstance(compiled, LazyGrammar) else compiled) is not None
 
-    def mask(self, grammar: Grammar | LazyGrammar) -> GrammarMask | LazyMask:
+    def mask(self, grammar: Grammar | LazyGrammar | AfterThought) -> AnswerMask | ThoughtMask:
         """The mask of one answer; errors and time as of `compile`."""
-        if isinstance(grammar, LazyGrammar):
-            return LazyMask(self.compile(grammar.grammar), grammar.position, grammar.ends and grammar.ends())
-        return self.compile(grammar).mask()
+        if not isinstance(grammar, AfterThought):
+            return self._maker(grammar)()
+        spelling = self._spelling
+        if isinstance(grammar.grammar, Grammar):  # now, for it takes some time
+            spelling.beginning(grammar.begin.encode())
+            assert spelling.spaces is not None
+        return ThoughtMask(grammar, spelling, None if grammar.grammar is None else self._maker(grammar.grammar))
+
+    def _maker(self, grammar: Grammar | LazyGrammar) -> Callable[[], AnswerMask]:
+        """What makes the masks of one answer, once the grammar is compiled."""
+        if not isinstance(grammar, LazyGrammar):
+            return self.compile(grammar).mask
+        compiled = self.compile(grammar.grammar)
+        return lambda: LazyMask(compiled, grammar.position, grammar.ends and grammar.ends())
+
+    @cached_property
+    def _spelling(self) -> Spelling:
+        return Spelling(self._tokenizer, self._vocab_size)
 
     @property
     def nbytes(self) -> int:
@@ -301,6 +320,13 @@ class LazyMask:
         elif self._mask.accept(token):
             self._mask = None
         return self._ends is not None and self._ends(self._decoder.decode(data))
+
+    def accept_bytes(self, data: bytes) -> bool:
+        """Take the text that the answer begins with."""
+        self._look(data)
+        if self._ends is not None:
+            self._ends(self._decoder.decode(data))
+        return True
 
     def _look(self, data: bytes) -> None:
         """Whether the part begins with these bytes."""

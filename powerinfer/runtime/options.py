@@ -14,7 +14,7 @@ from powerinfer.errors import RequestError, did_you_mean
 from powerinfer.sizes import A_SIZE, NoUnitError, read_size
 
 if TYPE_CHECKING:
-    from powerinfer.formats.grammar import Grammar, LazyGrammar
+    from powerinfer.formats.grammar import AfterThought, Grammar, LazyGrammar
     from powerinfer.runtime.sampling import TokenMask
 
 P = ParamSpec("P")
@@ -73,7 +73,7 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: bool
     logprobs: int | None
     skip_special_tokens: bool
-    grammar: Grammar | LazyGrammar | str | None
+    grammar: Grammar | LazyGrammar | AfterThought | str | None
     json_schema: Any
     regex: str | None
     choice: Sequence[str] | None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import option
 from powerinfer.errors import RequestError
-from powerinfer.formats.grammar import Grammar, LazyGrammar
+from powerinfer.formats.grammar import AfterThought, Grammar, LazyGrammar
 from powerinfer.runtime.options import SamplingOptions, check_names
 
 MAX_TOP_LOGPROBS = 20
@@ -56,7 +56,7 @@ class SamplingParams:
         None, "return log-probabilities of the chosen token and of the N most likely", metavar="N"
     )
     skip_special_tokens: bool = option(True, "hide special tokens in the text")
-    grammar: Grammar | LazyGrammar | str | None = None
+    grammar: Grammar | LazyGrammar | AfterThought | str | None = None
     json_schema: InitVar[Any] = None
     regex: InitVar[str | None] = None
     choice: InitVar[Sequence[str] | None] = None
@@ -95,7 +95,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias or {}))
 
     @property
-    def rules(self) -> Grammar | LazyGrammar | None:
+    def rules(self) -> Grammar | LazyGrammar | AfterThought | None:
         """`grammar` as it was read."""
         assert not isinstance(self.grammar, str)
         return self.grammar
@@ -122,7 +122,7 @@ def check_each(params: object, count: int) -> None:
 
 def _one_grammar(
     grammar: Any, json_schema: Any, regex: str | None, choice: Sequence[str] | None
-) -> Grammar | LazyGrammar | None:
+) -> Grammar | LazyGrammar | AfterThought | None:
     given = [value for value in (grammar, json_schema, regex, choice) if value is not None]
     if len(given) > 1:
         raise RequestError("give one of grammar, json_schema, regex and choice")
@@ -134,7 +134,7 @@ def _one_grammar(
         return Grammar.choice(choice)
     if isinstance(grammar, str):
         return Grammar.gbnf(grammar)
-    if not isinstance(grammar, Grammar | LazyGrammar | None):
+    if not isinstance(grammar, Grammar | LazyGrammar | AfterThought | None):
         raise RequestError(f"grammar must be a Grammar or a text in GBNF, not {type(grammar).__name__}")
     return grammar
 

@@ -53,6 +53,7 @@ from powerinfer.serve.schema import (
 from powerinfer.serve.served import ServedModel
 from powerinfer.serve.service import Service
 from powerinfer.serve.shapes import AnswerShape, ChatShape, Logprobs, TextShape, Usage, add_logprobs, encode_json
+from powerinfer.serve.thinking import with_thoughts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -288,14 +289,17 @@ async def _chat(service: Service, request: Request, body: ChatRequest, shape: Ca
     model = await service.use(body.model, request.state.leases)
     llm = model.llm
     try:
+        asked = body.asked_thinking()
         tools = read_chat_tools(llm, body)
         params = constrained(llm, body, body.to_params(llm.sampling), tools)
         tokens, dropped = await run_in_threadpool(fitted_chat, llm, body, tools, params)
+        params, form = with_thoughts(llm, asked, params, tools.reads, tokens)
     except Exception as error:
         raise model.refusal(error) or error from None
     if dropped:
         request.state.facts["dropped_turns"] = dropped
-    made = shape(params, *_shape_of(model, request, body), tools.reads)
+    made = shape(params, *_shape_of(model, request, body), form)
+    made.shows_reasoning = asked.shows
     return await _answer(model, request, body, made, [tokens], params)
 
 

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from powerinfer.formats.tool_calls import ToolFormat
-from powerinfer.formats.tool_parser import AnswerDelta, Reasoning, ToolDelta
+from powerinfer.formats.tool_parser import AnswerDelta, AnswerFormat, Reasoning, ToolDelta
 from powerinfer.formats.tools import MAX_TOOLS
 from powerinfer.serve.api_error import ApiError, not_supported
 from powerinfer.serve.schema import MAX_INT, MAX_PARTS, MAX_TEMPLATE_OPTIONS, Body, ChatRequest, Seed
@@ -155,7 +154,7 @@ class BlockShape(ChatShape):
     """An answer in blocks, and a stream of typed events that build it. There is one answer."""
 
     def __init__(
-        self, request_id: str, model: str, tokenizer: Tokenizer, include_usage: bool, form: ToolFormat | None = None
+        self, request_id: str, model: str, tokenizer: Tokenizer, include_usage: bool, form: AnswerFormat | None = None
     ) -> None:
         super().__init__(request_id, model, tokenizer, include_usage, form)
         self._parser = None if form is None else form.parser()
@@ -214,8 +213,7 @@ class BlockShape(ChatShape):
         """Add an event to the blocks; what a stream sends for it."""
         found: list[AnswerDelta] = [event.text]
         if self._parser is not None:
-            found = pieces(self._parser, event.text, event.finish_reason)
-            self.reasoning_of(found)
+            found = self._shown(pieces(self._parser, event.text, event.finish_reason))
         for piece in found:
             yield from self._add(piece)
         if event.finish_reason is not None:

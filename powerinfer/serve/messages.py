@@ -36,7 +36,6 @@ MESSAGES_IGNORED = frozenset(("metadata", "service_tier", "cache_control", "infe
 """Fields that do not change the answer; what prompts have in common is cached without being asked."""
 
 MESSAGES_NEUTRAL: Mapping[str, Sequence[Any]] = {
-    "thinking": ({"type": "disabled"},),
     "speed": ("standard",),
     "container": (),
     "mcp_servers": ([],),
@@ -46,8 +45,9 @@ MESSAGES_NEUTRAL: Mapping[str, Sequence[Any]] = {
 """Fields of the API that this server does not have, with the values that ask for nothing."""
 
 BLOCK_IGNORED = ("cache_control",)
-OF_BLOCK_IGNORED = {"tool_use": ("caller",), "thinking": ("signature",)}
+OF_BLOCK_IGNORED = {"tool_use": ("caller",), "thinking": ("signature",), "redacted_thinking": ("data",)}
 TOOL_IGNORED = ("cache_control", "eager_input_streaming", "allowed_callers")
+SIGNATURE = ""  # of thinking: nothing is signed here
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """Anthropic's tool_choice.type, and OpenAI's."""
 
@@ -81,6 +81,7 @@ class CountRequest(Asked):
     tools: Tools | None = None
     tool_choice: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
 
     def to_chat(self) -> ChatRequest:
         """The same as a chat. ApiError for what is wrong beyond types, or not supported."""
@@ -98,6 +99,8 @@ class CountRequest(Asked):
             tool_choice=choice,
             parallel_tool_calls=parallel,
             response_format=_response_format(self.output_config),
+            reasoning_effort=(self.output_config or {}).get("effort"),
+            thinking=self.thinking,
             max_tokens=getattr(self, "max_tokens", None),
             stop=getattr(self, "stop_sequences", None),
         )
@@ -132,6 +135,8 @@ def _turn(turn: ClientMessage, where: str) -> list[dict[str, Any]]:
     for at, block in enumerate(turn.content):
         here = f"{where}.content[{at}]"
         block.refuse_extra(here, (*BLOCK_IGNORED, *OF_BLOCK_IGNORED.get(block.type, ())))
+        if block.type == "redacted_thinking":  # of another server: nothing here can read it
+            continue
         if block.type == "thinking" and turn.role == "assistant":
             thoughts.append(needed(block.thinking, f"{here}.thinking"))
         elif block.type == "text":
@@ -185,7 +190,7 @@ def _tool_choice(choice: Mapping[str, Any] | None) -> tuple[Any, bool | None]:
 
 
 def _response_format(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    given = format_of(config, "output_config")
+    given = format_of({name: value for name, value in (config or {}).items() if name != "effort"}, "output_config")
     if given is None:
         return None
     if not isinstance(given, dict) or given.keys() != {"type", "schema"} or given["type"] != "json_schema":
@@ -258,6 +263,9 @@ class MessagesShape(BlockShape):
         return {"type": "content_block_delta", "index": block.index, "delta": delta}
 
     def _closed(self, block: Block) -> Iterator[dict[str, Any]]:
+        if block.reasoning:
+            delta = {"type": "signature_delta", "signature": SIGNATURE}
+            yield {"type": "content_block_delta", "index": block.index, "delta": delta}
         yield {"type": "content_block_stop", "index": block.index}
 
     def _ended(self, usage: Usage) -> list[dict[str, Any]]:
@@ -269,8 +277,8 @@ class MessagesShape(BlockShape):
 
 
 def _content(block: Block) -> dict[str, Any]:
-    if block.reasoning:  # clients send it back as it is; nothing is signed here
-        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    if block.reasoning:  # clients send it back as it is
+        return {"type": "thinking", "thinking": block.text, "signature": SIGNATURE}
     if block.name is None:
         return {"type": "text", "text": block.text}
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": block.arguments}

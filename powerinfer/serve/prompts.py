@@ -13,6 +13,7 @@ from powerinfer.serve.constraints import Tools, chat_prompt
 from powerinfer.serve.schema import ChatRequest, CompletionRequest, Conversation, conversation
 from powerinfer.serve.scoring import echo_of
 from powerinfer.serve.shapes import Echo
+from powerinfer.serve.thinking import thinking_variables
 
 if TYPE_CHECKING:
     from powerinfer.runtime.engine import LLM
@@ -26,7 +27,7 @@ def encode_chat(llm: LLM, body: Conversation, tools: Tools, limit: int | None = 
     """The tokens of a conversation, and how many of its turns are left out: the oldest, down to `limit` tokens."""
 
     def encode(messages: Sequence[dict[str, Any]]) -> list[int]:
-        shown, options = chat_prompt(llm, messages, body.chat_template_kwargs, tools)
+        shown, options = chat_prompt(llm, messages, _variables(llm, body), tools)
         return llm.encode_chat(shown, tools=options.pop("tools", None), chat_template_kwargs=options)
 
     with _template_errors(llm):
@@ -35,6 +36,11 @@ def encode_chat(llm: LLM, body: Conversation, tools: Tools, limit: int | None = 
             return encode(messages), 0
         _, tokens, dropped = without_oldest(messages, encode, limit)
         return tokens, dropped
+
+
+def _variables(llm: LLM, body: Conversation) -> dict[str, Any]:
+    """The variables of the chat template; those that the request names come before what its other fields mean."""
+    return {**thinking_variables(llm, body), **(body.chat_template_kwargs or {})}
 
 
 def fitted_chat(llm: LLM, body: ChatRequest, tools: Tools, params: SamplingParams) -> tuple[list[int], int]:
@@ -56,7 +62,7 @@ def fitted_chat(llm: LLM, body: ChatRequest, tools: Tools, params: SamplingParam
 def render(llm: LLM, body: Conversation) -> str:
     """The text that the chat template makes of a conversation."""
     with _template_errors(llm):
-        messages, options = chat_prompt(llm, conversation(body.messages), body.chat_template_kwargs)
+        messages, options = chat_prompt(llm, conversation(body.messages), _variables(llm, body))
         assert llm.template is not None
         return llm.template.render(messages, llm.tokenizer.special_tokens, **options)[0]
 

@@ -42,7 +42,6 @@ RESPONSES_NEUTRAL: Mapping[str, Sequence[Any]] = {
     "background_options": (),
     "access_programs": (),
     "image": (),
-    "reasoning": ({},),
     "include": ([], ["reasoning.encrypted_content"]),  # reasoning items have their text
     "top_logprobs": (0,),
     "max_tool_calls": (),
@@ -81,6 +80,7 @@ class ResponsesRequest(Asked):
     tool_choice: Annotated[str, Field(max_length=64)] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    reasoning: Annotated[dict[str, Any], Field(max_length=16)] | None = None
 
     def to_chat(self) -> ChatRequest:
         """The same as a chat. ApiError for what is wrong beyond types, or not supported."""
@@ -94,6 +94,7 @@ class ResponsesRequest(Asked):
             tool_choice=_tool_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=_response_format(self.text),
+            reasoning=self.reasoning,
             truncate_prompt_tokens=-1 if self.truncation == "auto" else None,
         )
 
@@ -210,6 +211,7 @@ class ResponsesShape(BlockShape):
             "output": [self._item(block) for block in self._blocks],
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None} | (asked.reasoning or {}),
             "store": False,
             "temperature": self._params.temperature,
             "text": {"format": (asked.text or {}).get("format") or {"type": "text"}},

@@ -21,6 +21,7 @@ from powerinfer.formats.tools import MAX_TOOLS
 from powerinfer.runtime.options import may_be_set
 from powerinfer.runtime.params import MAX_TOP_LOGPROBS, SamplingParams
 from powerinfer.serve.api_error import ApiError, not_supported
+from powerinfer.serve.thinking import ThinkingFields
 
 MAX_INT = 2**31 - 1
 UNLIMITED = -1  # max_tokens
@@ -245,11 +246,22 @@ class Message(BaseModel):
     content: str | Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
+    reasoning_details: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_CALLS)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
 
 
-class Conversation(Body):
+    @property
+    def thought(self) -> str | None:
+        """The thought before an answer, by one of the names that clients send it back under."""
+        details = [one.get("text") or one.get("summary") for one in self.reasoning_details or ()]
+        texts = "\n".join(text for text in details if isinstance(text, str))
+        return self.reasoning_content or self.reasoning or self.thinking or texts or None
+
+
+class Conversation(ThinkingFields, Body):
     """What a chat template takes. chat_template_kwargs: variables of the template, such as enable_thinking."""
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
@@ -387,7 +399,7 @@ def _given(message: Message) -> dict[str, Any]:
         content = [{"type": part.type, "text": part.text} for part in content]
     extra = {
         "name": message.name,
-        "reasoning_content": message.reasoning_content,
+        "reasoning_content": message.thought,
         "tool_calls": message.tool_calls or None,
         "tool_call_id": message.tool_call_id,
     }

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from powerinfer import __version__
-from powerinfer.formats.tool_calls import ToolFormat
-from powerinfer.formats.tool_parser import AnswerDelta, AnswerParser, Reasoning, ToolDelta
+from powerinfer.formats.tool_parser import AnswerDelta, AnswerFormat, AnswerParser, Reasoning, ToolDelta
 
 if TYPE_CHECKING:
     from powerinfer.formats.tokenizer import StreamDecoder, Tokenizer
@@ -77,6 +76,7 @@ class AnswerShape(ABC):
     name = chunk_name = prefix = ""
     ping = b": ping\n\n"  # what a stream sends while there is nothing else
     reasoning_tokens: int | None = None  # so far; None: reasoning is not told apart
+    shows_reasoning = True
 
     def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, include_usage: bool) -> None:
         self._id = f"{self.prefix}-{request_id}"
@@ -171,7 +171,7 @@ class ChatShape(AnswerShape):
     name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(
-        self, request_id: str, model: str, tokenizer: Tokenizer, include_usage: bool, form: ToolFormat | None = None
+        self, request_id: str, model: str, tokenizer: Tokenizer, include_usage: bool, form: AnswerFormat | None = None
     ) -> None:
         super().__init__(request_id, model, tokenizer, include_usage)
         self._form = form
@@ -191,15 +191,15 @@ class ChatShape(AnswerShape):
             delta = delta._replace(logprobs={"content": [one]})
         return delta if self._form is None else self._parsed(index, delta, self._form)
 
-    def _parsed(self, index: int, delta: Delta, form: ToolFormat) -> Delta:
+    def _parsed(self, index: int, delta: Delta, form: AnswerFormat) -> Delta:
         """The delta with calls and reasoning taken out of its text."""
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = form.parser()
-        found = pieces(parser, delta.text, delta.finish_reason)
+        found = self._shown(pieces(parser, delta.text, delta.finish_reason))
         calls = tuple(one for one in found if isinstance(one, ToolDelta))
         self._keep(index, calls)
-        reasoning = self.reasoning_of(found)
+        reasoning = "".join(one.text for one in found if isinstance(one, Reasoning))
         self._reasoning[index] = self._reasoning.get(index, "") + reasoning
         called = delta.finish_reason == "stop" and parser.calls
         return delta._replace(
@@ -209,12 +209,12 @@ class ChatShape(AnswerShape):
             reasoning=reasoning,
         )
 
-    def reasoning_of(self, found: Sequence[AnswerDelta]) -> str:
-        """The reasoning in what a token adds, which is counted."""
-        reasoning = "".join(one.text for one in found if isinstance(one, Reasoning))
-        if reasoning and self.reasoning_tokens is not None:
+    def _shown(self, found: list[AnswerDelta]) -> list[AnswerDelta]:
+        """What a token adds, without reasoning that is not to be shown; a token of reasoning is counted."""
+        others: list[AnswerDelta] = [one for one in found if not isinstance(one, Reasoning)]
+        if len(others) < len(found) and self.reasoning_tokens is not None:
             self.reasoning_tokens += 1
-        return reasoning
+        return found if self.shows_reasoning else others
 
     def _keep(self, index: int, calls: Sequence[ToolDelta]) -> None:
         whole = self._calls.setdefault(index, [])

@@ -1,0 +1,241 @@
+"""Masks for answers that a thought may precede: it is free, ends within its budget, and a grammar applies behind it."""
+
+from __future__ import annotations
+
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Iterator
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from powerinfer.formats.grammar import AfterThought, Grammar
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from powerinfer.formats.tokenizer import Tokenizer
+
+MAX_SPACE = 8  # bytes of white space between a thought and what a grammar is about
+MAX_BEYOND = 3  # tokens by which a thought may exceed its budget, to complete a character
+
+
+class AnswerMask(Protocol):
+    """A `TokenMask` that also takes text."""
+
+    def allows(self, token: int) -> bool:
+        """Whether a token may follow."""
+
+    def allowed(self) -> NDArray[np.uint32] | None:
+        """The tokens that may follow, None for all."""
+
+    def accept(self, token: int) -> bool:
+        """Take the next token; whether the answer ends with it."""
+
+    def accept_bytes(self, data: bytes) -> bool:
+        """Take text; whether it fits. If not, the mask cannot be used any more."""
+
+
+class Spelling:
+    """A vocabulary's tokens by their bytes, as masks of ceil(vocab_size / 32) words."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self.words = -(-vocab_size // 32)
+        self.ends = frozenset(tokenizer.eos_ids)
+        self.beginning = lru_cache(64)(self._beginning)
+
+    def token_bytes(self, token: int) -> bytes:
+        """UTF-8 bytes of a token; empty for one that only the model has."""
+        return self._tokenizer.token_bytes(token) if token < self._tokenizer.vocab_size else b""
+
+    def mask(self, fits: Callable[[bytes], object]) -> NDArray[np.uint32]:
+        """The tokens whose bytes fit."""
+        return self._mask([token for token, data in self._all() if data and fits(data)])
+
+    def single(self, token: int) -> NDArray[np.uint32]:
+        """One token."""
+        return self._mask([token])
+
+    def _beginning(self, text: bytes) -> NDArray[np.uint32]:
+        """The tokens that `text` begins with, or that begin with it."""
+        return self.mask(lambda data: text.startswith(data) or data.startswith(text))
+
+    @cached_property
+    def spaces(self) -> NDArray[np.uint32]:
+        """The tokens of white space."""
+        return self.mask(bytes.isspace)
+
+    def tokens(self, data: bytes) -> list[int]:
+        """Tokens that spell `data`, as the tokenizer does where it does so to the byte; none if there are none."""
+        tokens = self._tokenizer.encode(data.decode("utf-8", "replace"), add_bos=False)
+        if b"".join(map(self.token_bytes, tokens)) == data:
+            return tokens
+        tokens = []
+        while data:
+            fits = ((len(one), token) for token, one in self._all() if one and data.startswith(one))
+            length, token = max(fits, default=(0, 0))
+            if not length:
+                return []
+            tokens.append(token)
+            data = data[length:]
+        return tokens
+
+    def _all(self) -> Iterator[tuple[int, bytes]]:
+        return ((token, self._tokenizer.token_bytes(token)) for token in range(self._tokenizer.vocab_size))
+
+    def _mask(self, tokens: list[int]) -> NDArray[np.uint32]:
+        words = np.zeros(self.words, np.uint32)
+        ids = np.asarray(tokens, np.int64)
+        np.bitwise_or.at(words, ids >> 5, np.left_shift(1, ids & 31).astype(np.uint32))
+        return words
+
+
+class ThoughtMask:
+    """A `TokenMask` for an answer that a thought may precede.
+
+    make: makes the mask of what follows the thought, None: that is free. Where a grammar must be matched, a thought
+    that has begun must end; up to `MAX_SPACE` bytes of white space may follow it.
+    """
+
+    def __init__(self, rules: AfterThought, spelling: Spelling, make: Callable[[], AnswerMask] | None) -> None:
+        self._spelling, self._make, self._budget = spelling, make, rules.budget
+        self._begin, self._end = rules.begin.encode(), rules.end.encode()
+        self._forced = isinstance(rules.grammar, Grammar)
+        self._seen = b""  # text that may belong to a mark
+        self._decoder = getincrementaldecoder("utf-8")("ignore")
+        self._tokens = 0  # of the thought
+        self._room = 0  # for white space behind it
+        self._closing: list[int] = []  # tokens that must follow, the last one first
+        self._inner = None if make is None or rules.opened else make()
+        self._possible = True  # that there is no thought, and the text so far is the answer's
+        self._state = self._before
+        if rules.opened:
+            self._open(b"")
+
+    def allows(self, token: int) -> bool:
+        """Whether a token may follow."""
+        data = self._spelling.token_bytes(token)
+        if self._closing:
+            return token == self._closing[-1]
+        if self._state == self._in_thought:
+            return not self._forced or (token not in self._spelling.ends and self._fits(data))
+        if self._state == self._before and data and self._is_begin(self._seen + data):
+            return True
+        if self._is_space(data):
+            return True
+        return self._possible and (self._inner is None or self._inner.allows(token))
+
+    def allowed(self) -> NDArray[np.uint32] | None:
+        """The tokens that may follow, None for all. RequestError if a limit is reached."""
+        spelling = self._spelling
+        if self._closing:
+            return spelling.single(self._closing[-1])
+        if self._state == self._in_thought:
+            return spelling.mask(self._fits) & ~self._ends if self._forced else None
+        words = np.zeros(spelling.words, np.uint32)
+        if self._possible:
+            found = None if self._inner is None else self._inner.allowed()
+            if found is None:
+                return None
+            words |= found
+        if self._state == self._before:
+            words |= spelling.beginning(self._begin[len(self._seen) :])
+        return words | spelling.spaces if self._room else words
+
+    def accept(self, token: int) -> bool:
+        """Take the next token; whether the answer ends with it."""
+        return self._state(token, self._spelling.token_bytes(token))
+
+    # ---- what the next token belongs to
+
+    def _before(self, token: int, data: bytes) -> bool:
+        """To the mark that begins a thought, or to the answer."""
+        self._seen += data
+        ends = False
+        if self._possible and self._inner is not None:
+            self._possible = self._inner.allows(token)
+            ends = self._possible and self._inner.accept(token)
+        text = self._seen if self._forced else self._seen.lstrip()
+        if text.startswith(self._begin):
+            self._open(text[len(self._begin) :])
+            return False
+        if not self._begin.startswith(text):
+            self._state = self._in_answer
+        return ends
+
+    def _in_thought(self, token: int, data: bytes) -> bool:
+        if self._closing:
+            self._closing.pop()
+            if not self._closing:
+                self._leave(b"")
+            return False
+        self._tokens += 1
+        self._decoder.decode(data)
+        return self._read(data)
+
+    def _behind(self, token: int, data: bytes) -> bool:
+        """To the white space behind a thought, or to the answer."""
+        if self._is_space(data):
+            self._room -= len(data)
+            return False
+        self._room, self._state = 0, self._in_answer
+        return self._in_answer(token, data)
+
+    def _in_answer(self, token: int, data: bytes) -> bool:
+        return self._inner is not None and self._inner.accept(token)
+
+    # ----
+
+    def _open(self, rest: bytes) -> None:
+        """A thought begins, with this text."""
+        self._seen, self._state = b"", self._in_thought
+        self._read(rest)
+
+    def _read(self, data: bytes) -> bool:
+        """Text of a thought."""
+        self._seen += data
+        before, mark, rest = self._seen.partition(self._end)
+        if mark:
+            self._leave(rest.lstrip())
+            return False
+        self._seen = before[len(before) - len(self._end) + 1 :] if len(before) >= len(self._end) else before
+        if self._budget is not None and self._tokens >= self._budget:
+            incomplete = self._decoder.getstate()[0]
+            if not incomplete or self._tokens >= self._budget + MAX_BEYOND:
+                self._closing = self._spelling.tokens(self._end[_overlap(self._seen, self._end) :])[::-1]
+        return False
+
+    def _leave(self, rest: bytes) -> None:
+        """A thought has ended, and this text follows it."""
+        self._inner, self._possible = None if self._make is None else self._make(), True
+        self._seen, self._room = b"", 0 if rest else MAX_SPACE
+        self._state = self._in_answer if rest or self._inner is None else self._behind
+        if rest and self._inner is not None and not self._inner.accept_bytes(rest):
+            self._inner = None
+
+    def _fits(self, data: bytes) -> bool:
+        """Whether the answer may begin as it does if these bytes end the thought."""
+        if self._end[-1:] not in data or self._make is None:
+            return True
+        _, mark, rest = (self._seen + data).partition(self._end)
+        return not mark or not rest.lstrip() or self._make().accept_bytes(rest.lstrip())
+
+    def _is_begin(self, text: bytes) -> bool:
+        return self._begin.startswith(text) or text.startswith(self._begin)
+
+    def _is_space(self, data: bytes) -> bool:
+        return 0 < len(data) <= self._room and data.isspace()
+
+    @cached_property
+    def _ends(self) -> NDArray[np.uint32]:
+        words = np.zeros(self._spelling.words, np.uint32)
+        for token in self._spelling.ends:
+            words |= self._spelling.single(token)
+        return words
+
+
+def _overlap(text: bytes, mark: bytes) -> int:
+    """Length of the longest end of `text` that `mark` begins with, and is longer than."""
+    longest = min(len(text), len(mark) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(mark[:length])), 0)

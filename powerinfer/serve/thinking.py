@@ -1,0 +1,163 @@
+"""Thinking: the fields by which clients turn it on and off, limit it and show it, and what they mean for a model.
+
+OpenAI's reasoning_effort and reasoning, OpenRouter's reasoning, Anthropic's thinking, and fields of llama-server, vLLM,
+DeepSeek and Qwen. A model that does not think takes all of them: an answer without thoughts is all that it can give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, Field
+
+from powerinfer.formats.grammar import AfterThought, Grammar
+from powerinfer.formats.thoughts import EFFORTS, Thinking, ThoughtFormat, Thoughts, read_thoughts
+from powerinfer.formats.tool_parser import AnswerFormat
+from powerinfer.serve.api_error import ApiError, not_supported
+
+if TYPE_CHECKING:
+    from powerinfer.runtime.engine import LLM
+    from powerinfer.runtime.params import SamplingParams
+
+TAIL_TOKENS = 64  # of a prompt, which say whether it has begun a thought
+MAX_INT = 2**31 - 1
+
+Budget = Annotated[int, Field(ge=-1, le=MAX_INT)]  # tokens; -1: any number
+Word = Annotated[str, Field(max_length=64)]
+
+FORMATS = {"none": False, "auto": True, "deepseek": True, "deepseek-legacy": True}
+"""Values of llama-server's reasoning_format, and whether thoughts are told apart."""
+
+TYPES: Mapping[Any, bool | None] = {"enabled": True, "disabled": False, "adaptive": None, "auto": None, None: None}
+"""Values of Anthropic's thinking.type, and whether to think; None: as the model does."""
+
+_REASONING = ("effort", "enabled", "exclude", "max_tokens", "summary", "generate_summary")
+_THINKING = ("type", "budget_tokens", "display", "clear_thinking")
+
+
+class Asked(NamedTuple):
+    """What a request says. apart: thoughts are told apart from the answer; shows: they are sent."""
+
+    thinking: Thinking
+    apart: bool = True
+    shows: bool = True
+
+
+class ThinkingFields(BaseModel):
+    """Fields of a conversation that concern thinking."""
+
+    reasoning_effort: Word | None = None
+    reasoning: Annotated[dict[str, Any], Field(max_length=16)] | None = None
+    thinking: Annotated[dict[str, Any], Field(max_length=16)] | None = None
+    enable_thinking: bool | None = None
+    reasoning_format: Word | None = None
+    reasoning_budget: Budget | None = None
+    thinking_budget: Budget | None = None
+    thinking_budget_tokens: Budget | None = None
+    thinking_token_budget: Budget | None = None
+    include_reasoning: bool | None = None
+
+    def asked_thinking(self) -> Asked:
+        """What they say together. ApiError for a value that is none."""
+        reasoning = _members(self.reasoning, _REASONING, "reasoning")
+        thinking = _members(self.thinking, _THINKING, "thinking")
+        kind = thinking.get("type")
+        if not isinstance(kind, str | None) or kind not in TYPES:
+            raise ApiError(400, "thinking.type must be enabled, disabled or adaptive", param="thinking.type")
+        given = [self.enable_thinking, _flag(reasoning, "enabled", "reasoning"), TYPES[kind]]
+        effort = _effort(self.reasoning_effort, "reasoning_effort") or _effort(
+            reasoning.get("effort"), "reasoning.effort"
+        )
+        budgets = [
+            self.reasoning_budget, self.thinking_budget, self.thinking_budget_tokens, self.thinking_token_budget,
+            _budget(reasoning.get("max_tokens"), "reasoning.max_tokens"),
+            _budget(thinking.get("budget_tokens"), "thinking.budget_tokens"),
+        ]  # fmt: skip
+        limits = [budget for budget in budgets if budget is not None and budget >= 0]
+        budget = min(limits, default=None)
+        if False in given or effort == "none" or budget == 0:
+            return self._shown(Thinking(False, None, 0), reasoning, thinking)
+        return self._shown(Thinking(True if True in given else None, effort, budget), reasoning, thinking)
+
+    def _shown(self, wanted: Thinking, reasoning: Mapping[str, Any], thinking: Mapping[str, Any]) -> Asked:
+        form = self.reasoning_format or "auto"
+        if form not in FORMATS:
+            names = ", ".join(FORMATS)
+            raise ApiError(400, f"reasoning_format must be one of {names}", param="reasoning_format")
+        hidden = _flag(reasoning, "exclude", "reasoning") or thinking.get("display") == "omitted"
+        return Asked(wanted, FORMATS[form], self.include_reasoning is not False and not hidden)
+
+
+def _members(given: Mapping[str, Any] | None, known: tuple[str, ...], where: str) -> Mapping[str, Any]:
+    for name, value in (given or {}).items():
+        if name not in known and value is not None:
+            raise not_supported(f"{where}.{name[:64]}")
+    return given or {}
+
+
+def _flag(given: Mapping[str, Any], name: str, where: str) -> bool | None:
+    value = given.get(name)
+    if not isinstance(value, bool | None):
+        raise ApiError(400, f"{where}.{name} must be a boolean", param=f"{where}.{name}")
+    return value
+
+
+def _effort(value: Any, where: str) -> str | None:
+    """None: the model's own; "none": no thinking."""
+    if value is None or value == "default":
+        return None
+    if value not in (*EFFORTS, "none"):
+        raise ApiError(400, f"{where} must be one of none, {', '.join(EFFORTS)}", param=where)
+    return str(value)
+
+
+def _budget(value: Any, where: str) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value <= MAX_INT:
+        raise ApiError(400, f"{where} must be a whole number of tokens", param=where)
+    return value
+
+
+def thinking_variables(llm: LLM, body: ThinkingFields) -> dict[str, Any]:
+    """The variables of the chat template that a request's fields set."""
+    asked = body.asked_thinking().thinking
+    thoughts = read_thoughts(llm.template)
+    return {} if thoughts is None else thoughts.variables(asked)
+
+
+def with_thoughts(
+    llm: LLM, asked: Asked, params: SamplingParams, form: AnswerFormat | None, prompt: list[int]
+) -> tuple[SamplingParams, AnswerFormat | None]:
+    """Parameters and format of the answer to a prompt, if the model thinks before it; else as they are.
+
+    params, form: of the answer without a thought.
+    """
+    thoughts = read_thoughts(llm.template)
+    if thoughts is None:
+        return params, form
+    opened = thoughts.opened(llm.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special=False))
+    params = replace(params, grammar=_rules(thoughts, opened, params, asked.thinking))
+    if thoughts.channels:
+        return params, form
+    if any(special in mark for mark in thoughts.marks for special in llm.tokenizer.special_tokens if special):
+        params = replace(params, skip_special_tokens=False)
+    return params, ThoughtFormat(thoughts, opened is True, form, asked.apart)
+
+
+def _rules(thoughts: Thoughts, opened: bool | None, params: SamplingParams, asked: Thinking) -> Any:
+    """What the answer must match, thought included."""
+    rules, budget = params.rules, asked.budget
+    assert not isinstance(rules, AfterThought)
+    forced = isinstance(rules, Grammar)
+    if forced and (thoughts.channels or opened is False or (budget == 0 and not opened)):
+        return rules  # channels are in the grammar already; elsewhere no thought is to come
+    if thoughts.channels and asked.on is False:
+        budget = None  # the model thinks in any case
+    if rules is None and budget is None:
+        return None
+    if thoughts.channels and budget is None:
+        return rules
+    return AfterThought(thoughts.begin, thoughts.end, opened is True, rules, budget)
