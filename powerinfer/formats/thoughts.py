@@ -255,14 +255,12 @@ class ThoughtFormat:
     """Answers that a thought may precede; `form` is of what follows, None: plain text.
 
     opened: the prompt has begun the thought. apart: the thought is reasoning; False: it is text, with its marks.
-    shows: reasoning is shown.
     """
 
     thoughts: Thoughts
     opened: bool
     form: AnswerFormat | None = None
     apart: bool = True
-    shows: bool = True
 
     @property
     def reasons(self) -> bool:
@@ -373,8 +371,10 @@ class ThoughtParser:
 
     def _behind_answer(self) -> bool:
         """Behind the mark that closes the answer: calls may follow."""
-        self._closing, self._step = "", self._in_answer
         self._text = self._text.lstrip()
+        if not self._text:
+            return False
+        self._closing, self._step = "", self._in_answer
         return True
 
     def _think(self, text: str) -> None:
