@@ -21,7 +21,8 @@ from toy_model import VOCAB, toy_llm
 
 from powerinfer.cli.common import Output
 from powerinfer.cli.main import INTERRUPTED
-from powerinfer.cli.run import answer, told_apart
+from powerinfer.cli.run import answer
+from powerinfer.cli.thinking import told_apart
 from powerinfer.formats.chat import ChatTemplate, plain_messages
 from powerinfer.formats.grammar import Grammar
 from powerinfer.formats.harmony import MARKS

@@ -171,11 +171,14 @@ ROUTES = [
                 lambda seen: seen.answer["parallel_tool_calls"] is False and seen.params.grammar.ends is not None,
             ),
             "stream": ({"stream": True}, lambda seen: seen.answer[0]["type"] == "response.created"),
+            "reasoning": (
+                {"reasoning": {"effort": "low"}},
+                lambda seen: seen.answer["reasoning"] == {"effort": "low", "summary": None},
+            ),
             "truncation": ({"truncation": "auto"}, lambda seen: seen.answer["truncation"] == "auto"),
             "metadata": ({"metadata": {"a": "b"}}, lambda seen: seen.answer["metadata"] == {"a": "b"}),
         },
-        {name: value for name, value in WITHOUT_INFLUENCE.items() if name != "metadata"}
-        | {"reasoning": {"effort": "low", "summary": None}},
+        {name: value for name, value in WITHOUT_INFLUENCE.items() if name != "metadata"},
         {
             "store": True, "background": True, "background_options": {"x": 1}, "previous_response_id": "resp_1",
             "conversation": "conv_1", "prompt": {"id": "x"}, "max_tool_calls": 1,

@@ -16,6 +16,11 @@ from test_serve_tools import Scripted
 from test_tool_calls import NOW, WEATHER
 from toy_model import EOS, VOCAB, ToyTokenizer
 
+from powerinfer.cli.chat import Conversation, Interrupts
+from powerinfer.cli.common import Output, Parser
+from powerinfer.cli.run import answer
+from powerinfer.cli.thinking import asked_thinking, thinking_flags, told_apart
+from powerinfer.errors import RequestError
 from powerinfer.formats.chat import ChatTemplate, plain_messages
 from powerinfer.formats.grammar import AfterThought, Grammar
 from powerinfer.formats.thoughts import Thinking, ThoughtFormat, Thoughts, read_thoughts
@@ -640,3 +645,63 @@ def test_an_earlier_thought_is_sent_back(server: Server, given: dict[str, Any]) 
     messages = [USER, {"role": "assistant", "content": "Yes.", **given}, USER]
     status, answer = post(server, "/apply-template", {"messages": messages})
     assert status == 200 and "<think>\nHm.\n</think>\n\nYes." in answer["prompt"]
+
+
+# ---------------------------------------------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize("template", [QWEN3, QWEN35])
+def test_run_prints_the_answer_alone(
+    llm: LLM, script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    script(THOUGHT + YES, template)
+    tokens, params = llm.encode_chat([USER]), SamplingParams(max_tokens=200, temperature=0)  # type: ignore[list-item]
+    for terminal, hide in ((False, False), (True, False), (True, True)):
+        monkeypatch.setattr("sys.stderr.isatty", lambda shown=terminal: shown)
+        reader, own = told_apart(llm, params, tokens)
+        status, document = answer(llm.stream(tokens, own), Output(json_mode=False), reader=reader, hide=hide)
+        out, err = capsys.readouterr()
+        assert (status, out) == (0, YES) and document["reasoning"] == "Is it <b> warm?" and document["text"] == YES
+        shown = err.replace("\x1b[2m", "").replace("\x1b[0m", "")
+        assert shown == ("" if not terminal else shown if hide else "Is it <b> warm?\n\n")
+        assert not hide or ("tokens of thought)\n\n" in shown and "warm" not in shown)
+    limited = Thinking(budget=4)
+    reader, own = told_apart(llm, params, tokens, limited)
+    _, document = answer(llm.stream(tokens, own), Output(json_mode=True), reader=reader)
+    assert document["reasoning"] in ("Is i", "Is")
+    assert told_apart(llm, SamplingParams(skip_special_tokens=False), tokens)[0] is None, "asked to see all"
+
+
+@pytest.mark.parametrize(("words", "wanted"), [
+    ([], Thinking()), (["--think", "on"], ON), (["--think=false"], Thinking(False, None, 0)),
+    (["--think", "low"], Thinking(effort="low")), (["--reasoning-budget", "64"], Thinking(budget=64)),
+    (["--reasoning-budget=-1"], Thinking()), (["--reasoning-budget", "0"], Thinking(False, None, 0)),
+    (["--think", "on", "--reasoning-budget", "5"], Thinking(True, None, 5)),
+    (["--think", "off", "--reasoning-budget", "5"], Thinking(False, None, 0)),
+])  # fmt: skip
+def test_flags(words: list[str], wanted: Thinking) -> None:
+    parser = Parser(prog="run")
+    thinking_flags(parser)
+    assert asked_thinking(parser.parse_args(words)) == wanted
+
+
+@pytest.mark.parametrize("words", [["--think", "much"], ["--reasoning-budget", "-2"], ["--reasoning-budget", "x"]])
+def test_flags_that_are_refused(words: list[str]) -> None:
+    parser = Parser(prog="run")
+    thinking_flags(parser)
+    with pytest.raises(RequestError, match="must be"):
+        parser.parse_args(words)
+
+
+def test_chat_thinks_as_it_is_told(llm: LLM, script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    script(f"<think>\n\n</think>\n\n{YES}")
+    params = SamplingParams(max_tokens=60, temperature=0)
+    talk, interrupts = Conversation(llm, params, Output(json_mode=False), None, False), Interrupts()
+    assert talk.handle("/think off", interrupts) and talk.handle("Warm?", interrupts)
+    assert talk.handle("/think much", interrupts)
+    out, err = capsys.readouterr()
+    assert out == f"{YES}\n" and "(thinking: off)" in err and "/think takes one of on, off, minimal" in err
+    assert talk.turns[0]["completion_tokens"] == len(YES) + 1, "the prompt has ended the thought"
+    script(THOUGHT + YES)
+    assert talk.handle("/think on", interrupts) and talk.handle("Warm?", interrupts)
+    assert talk.turns[1]["reasoning"] == "Is it <b> warm?" and talk.messages[-1]["content"] == YES

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,11 +36,14 @@ from powerinfer.cli.common import (
     sparsity_summary,
     with_model_defaults,
 )
-from powerinfer.cli.run import answer, ended_by, reading, told_apart
+from powerinfer.cli.run import answer, ended_by, reading
+from powerinfer.cli.thinking import VALUES, asked_thinking, read_think, thinking_flags, told_apart
 from powerinfer.config import EngineConfig
 from powerinfer.errors import EngineError, PowerInferError, RequestError, did_you_mean
 from powerinfer.formats.chat import NEXT_TURN, plain_template, without_oldest
+from powerinfer.formats.thoughts import Thinking
 from powerinfer.runtime.params import SamplingParams
+from powerinfer.runtime.thinking import thinking_variables
 
 if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint
@@ -50,6 +54,7 @@ Message = dict[str, str]
 COMMANDS = {
     "/system": ("TEXT", "set the system message (none: remove it) and start over"),
     "/set": ("NAME VALUE", "set a sampling option; alone: list them"),
+    "/think": ("VALUE", "whether the model thinks before it answers: on, off, low, medium, high, ..."),
     "/retry": ("", "answer the last message again"),
     "/undo": ("", "remove the last message and its answer"),
     "/clear": ("", "start over; the system message stays"),
@@ -68,6 +73,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     model_flag(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("-v", "--verbose", action="store_true", help="print the speed of every answer to stderr")
+    thinking_flags(parser)
     config_flags(parser, SamplingParams, SAMPLING, {"max_tokens": None})
     config_flags(parser, EngineConfig, "engine")
 
@@ -78,6 +84,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     with open_llm(args.model, config_from(args, EngineConfig), out, _check_template) as llm:
         demonstration_note(args.model, out)
         conversation = Conversation(llm, with_model_defaults(params, llm, args), out, system, args.verbose)
+        conversation.thinking, conversation.hide = asked_thinking(args), args.hide_thinking
         with Interrupts() as interrupts:
             _talk(conversation, reader(out, interrupts), interrupts, out)
         sparsity = sparsity_summary(llm)
@@ -187,6 +194,8 @@ class Conversation:
         self.messages: list[Message] = []
         self.turns: list[dict[str, Any]] = []
         self.params = params
+        self.thinking = Thinking()  # as the model does
+        self.hide = False  # its thoughts
         self._llm = llm
         self._out = out
         self._system = system
@@ -239,6 +248,8 @@ class Conversation:
             self._out.note(f"{BLOCK} begins and ends a message of several lines; Alt-Enter begins a new line")
         elif command == "/set":
             self._set(*(*rest.split(None, 1), "", "")[:2])
+        elif command == "/think":
+            self._think(rest)
         elif command == "/system":
             self._system = rest or None
             self._clear()
@@ -265,6 +276,13 @@ class Conversation:
             raise RequestError(f"no option {name}{did_you_mean(name, names) or '; there are ' + ', '.join(names)}")
         for one in change:
             self._out.note(f"{one:<22}{_shown(getattr(self.params, one))}")
+
+    def _think(self, value: str) -> None:
+        try:
+            self.thinking = read_think(value)
+        except argparse.ArgumentTypeError:
+            raise RequestError(f"/think takes one of {VALUES}") from None
+        self._out.note(f"(thinking: {value})")
 
     def _file(self, command: str, name: str) -> None:
         from powerinfer.cli import conversation_file
@@ -303,10 +321,12 @@ class Conversation:
         room = self._llm.context - len(prompt)
         stop = (*self.params.stop, NEXT_TURN) if self._plain else self.params.stop
         params = dataclasses.replace(self.params, max_tokens=min(self.params.max_tokens or room, room), stop=stop)
-        reader, params = told_apart(self._llm, params)
+        reader, params = told_apart(self._llm, params, prompt, self.thinking)
         with reading() as progress:
             events = self._llm.stream(prompt, params, progress=progress)
-            _, document = interrupts.allowed(lambda: answer(events, self._out, trim=self._plain, reader=reader))
+            _, document = interrupts.allowed(
+                lambda: answer(events, self._out, trim=self._plain, reader=reader, hide=self.hide)
+            )
         self._out.text("\n")
         stopped = document["finish_reason"] == "abort"
         if stopped and not document["text"]:
@@ -329,7 +349,8 @@ class Conversation:
         Half the context is made free, so that the prefix cache serves the next turns. RequestError if the last message
         does not fit on its own.
         """
-        context, encode = self._llm.context, self._llm.encode_chat
+        context, variables = self._llm.context, thinking_variables(self._llm, self.thinking)
+        encode = partial(self._llm.encode_chat, chat_template_kwargs=variables)
         prompt = encode(asked)
         if context - len(prompt) < min(self.params.max_tokens or context, context // 8 + 1):
             asked, prompt, n = without_oldest(asked, encode, context // 2)

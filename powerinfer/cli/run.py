@@ -4,9 +4,10 @@ The prompt is formatted by the model's chat template; --raw passes it unchanged,
 a model without a template. Text that is piped in follows PROMPT after a blank line; without PROMPT, or with -, it is
 the prompt. The answer ends where the model ends it, or with the context. Ctrl-C ends it and keeps what was generated.
 
-Of a model that marks its reasoning (gpt-oss) only the answer is on stdout; the rest is shown on a terminal's stderr.
+Of a model that thinks before it answers only the answer is on stdout; its thoughts are shown dimmed on a terminal's
+stderr. --think off turns them off where the model can do without, --reasoning-budget limits them.
 
-JSON: text, reasoning (of a model that marks it), token_ids, prompt_tokens, completion_tokens, cached_tokens,
+JSON: text, reasoning (of a model that thinks), token_ids, prompt_tokens, completion_tokens, cached_tokens,
 finish_reason, timings (load_s, ttft_s, prefill_tok_s, decode_tok_s), sampling (temperature, top_k, ...; defaults: where
 those come from that no flag gave: generation_config.json, GGUF metadata, model card, powerinfer, or powerinfer for this
 model), logprobs if requested; for a sparse model sparsity (selector, active_fraction, recall, ...: over all layers);
@@ -22,7 +23,7 @@ import stat
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,15 +43,18 @@ from powerinfer.cli.common import (
     with_model_defaults,
 )
 from powerinfer.cli.main import INTERRUPTED
+from powerinfer.cli.thinking import asked_thinking, thinking_flags, told_apart
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
 from powerinfer.formats.tool_parser import AnswerDelta, AnswerParser, Reasoning
 from powerinfer.progress import Progress, silent
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.request import Completion
+from powerinfer.runtime.thinking import thinking_variables
 
 if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint
+    from powerinfer.formats.thoughts import Thinking
     from powerinfer.runtime.engine import LLM, Stream
     from powerinfer.runtime.sampling import TokenLogprob
 
@@ -77,6 +81,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--grammar", dest="gbnf", metavar="FILE", help="the answer matches this grammar, in llama.cpp's GBNF"
     )
     parser.add_argument("--regex", dest="pattern", metavar="PATTERN", help="the answer matches this regular expression")
+    thinking_flags(parser)
     config_flags(parser, SamplingParams, SAMPLING, {"max_tokens": None})
     config_flags(parser, EngineConfig, "engine")
 
@@ -98,9 +103,13 @@ def execute(args: argparse.Namespace, out: Output) -> int:
             out.note("this model has no chat template: it continues the prompt, as with --raw")
             args.raw = True
         params = with_model_defaults(params, llm, args)
-        reader, params = (None, params) if args.raw else told_apart(llm, params)
+        wanted, reader = asked_thinking(args), None
+        tokens = llm.encode(prompt) if args.raw else _chat(llm, prompt, args.system, wanted)
+        if not args.raw:
+            reader, params = told_apart(llm, params, tokens, wanted)
         with reading() as progress:
-            status, document = answer(_events(llm, prompt, args, params, progress), out, reader=reader)
+            events = llm.stream(tokens, params, progress=progress)
+            status, document = answer(events, out, reader=reader, hide=args.hide_thinking)
         document["sampling"] = describe_sampling(llm, params)
         out.text("" if document["text"].endswith("\n") else "\n")
         demonstration_note(args.model, out)
@@ -178,12 +187,11 @@ def _piped() -> str:
     return text
 
 
-def _events(llm: LLM, prompt: str, args: argparse.Namespace, params: SamplingParams, progress: Progress) -> Stream:
-    if args.raw:
-        return llm.stream(prompt, params, progress=progress)
-    system = [] if args.system is None else [{"role": "system", "content": args.system}]
-    tokens = llm.encode_chat([*system, {"role": "user", "content": prompt}])
-    return llm.stream(tokens, params, progress=progress)
+def _chat(llm: LLM, prompt: str, system: str | None, wanted: Thinking) -> list[int]:
+    """The tokens of a conversation with one message."""
+    first = [] if system is None else [{"role": "system", "content": system}]
+    messages = [*first, {"role": "user", "content": prompt}]
+    return llm.encode_chat(messages, chat_template_kwargs=thinking_variables(llm, wanted))
 
 
 @contextmanager
@@ -210,24 +218,13 @@ def ended_by(max_tokens: int | None) -> str:
     return "(the context is full)" if max_tokens is None else f"(ended by --max-tokens {max_tokens})"
 
 
-def told_apart(llm: LLM, params: SamplingParams) -> tuple[AnswerParser | None, SamplingParams]:
-    """What tells reasoning from the answer, of a model that marks it, and parameters that keep the marks in the text;
-    None, and the same parameters, of others, and where special tokens are to be shown."""
-    from powerinfer.formats.tool_calls import reasoning_format
-
-    form = reasoning_format(None if llm.template is None else llm.template.source)
-    if form is None or not params.skip_special_tokens:
-        return None, params
-    return form.parser(), replace(params, skip_special_tokens=False)
-
-
 def answer(
-    events: Stream, out: Output, *, trim: bool = False, reader: AnswerParser | None = None
+    events: Stream, out: Output, *, trim: bool = False, reader: AnswerParser | None = None, hide: bool = False
 ) -> tuple[int, dict[str, Any]]:
     """Print a stream as it arrives; (exit status, document). Ctrl-C ends it, with the text so far.
 
     trim: print it without the white space that it begins with. reader: tells reasoning from the answer (`told_apart`):
-    it is shown on stderr if that is a terminal, and is in the document.
+    it is shown on stderr if that is a terminal, and is in the document. hide: only how long it was is shown.
     """
     pieces: list[str] = []
     thoughts: list[str] = []
@@ -241,13 +238,13 @@ def answer(
         for piece in found:
             if isinstance(piece, str):
                 if piece and thoughts and not any(pieces):
-                    out.thought("\n\n")
+                    out.thought(f"({len(ids)} tokens of thought)\n\n" if hide else "\n\n")
                 pieces.append(piece)
                 out.text(piece.lstrip() if trim else piece)
                 trim = trim and not piece.strip()
             elif isinstance(piece, Reasoning):
                 thoughts.append(piece.text)
-                out.thought(piece.text)
+                out.thought("" if hide else piece.text)
 
     try:
         for event in events:

@@ -23,6 +23,7 @@ from powerinfer import __version__
 from powerinfer.errors import RequestError
 from powerinfer.formats.grammar import check_depth
 from powerinfer.runtime.params import SamplingParams
+from powerinfer.runtime.thinking import with_thoughts
 from powerinfer.serve.answers import Answers, Job, Limits, answers
 from powerinfer.serve.api_error import ApiError, error_document, headers_of
 from powerinfer.serve.constraints import constrained, read_chat_tools
@@ -53,7 +54,6 @@ from powerinfer.serve.schema import (
 from powerinfer.serve.served import ServedModel
 from powerinfer.serve.service import Service
 from powerinfer.serve.shapes import AnswerShape, ChatShape, Logprobs, TextShape, Usage, add_logprobs, encode_json
-from powerinfer.serve.thinking import with_thoughts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -293,7 +293,7 @@ async def _chat(service: Service, request: Request, body: ChatRequest, shape: Ca
         tools = read_chat_tools(llm, body)
         params = constrained(llm, body, body.to_params(llm.sampling), tools)
         tokens, dropped = await run_in_threadpool(fitted_chat, llm, body, tools, params)
-        params, form = with_thoughts(llm, asked, params, tools.reads, tokens)
+        params, form = with_thoughts(llm, asked.thinking, params, tools.reads, tokens, asked.apart)
     except Exception as error:
         raise model.refusal(error) or error from None
     if dropped:

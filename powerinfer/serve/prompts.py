@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import ModelError
 from powerinfer.formats.chat import without_oldest
+from powerinfer.runtime.thinking import thinking_variables
 from powerinfer.serve.api_error import ApiError
 from powerinfer.serve.constraints import Tools, chat_prompt
 from powerinfer.serve.schema import ChatRequest, CompletionRequest, Conversation, conversation
 from powerinfer.serve.scoring import echo_of
 from powerinfer.serve.shapes import Echo
-from powerinfer.serve.thinking import thinking_variables
 
 if TYPE_CHECKING:
     from powerinfer.runtime.engine import LLM
@@ -40,7 +40,7 @@ def encode_chat(llm: LLM, body: Conversation, tools: Tools, limit: int | None = 
 
 def _variables(llm: LLM, body: Conversation) -> dict[str, Any]:
     """The variables of the chat template; those that the request names come before what its other fields mean."""
-    return {**thinking_variables(llm, body), **(body.chat_template_kwargs or {})}
+    return {**thinking_variables(llm, body.asked_thinking().thinking), **(body.chat_template_kwargs or {})}
 
 
 def fitted_chat(llm: LLM, body: ChatRequest, tools: Tools, params: SamplingParams) -> tuple[list[int], int]:

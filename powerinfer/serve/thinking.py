@@ -7,21 +7,13 @@ DeepSeek and Qwen. A model that does not think takes all of them: an answer with
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, Field
 
-from powerinfer.formats.grammar import AfterThought, Grammar
-from powerinfer.formats.thoughts import EFFORTS, Thinking, ThoughtFormat, Thoughts, read_thoughts
-from powerinfer.formats.tool_parser import AnswerFormat
+from powerinfer.formats.thoughts import EFFORTS, Thinking
 from powerinfer.serve.api_error import ApiError, not_supported
 
-if TYPE_CHECKING:
-    from powerinfer.runtime.engine import LLM
-    from powerinfer.runtime.params import SamplingParams
-
-TAIL_TOKENS = 64  # of a prompt, which say whether it has begun a thought
 MAX_INT = 2**31 - 1
 
 Budget = Annotated[int, Field(ge=-1, le=MAX_INT)]  # tokens; -1: any number
@@ -119,45 +111,3 @@ def _budget(value: Any, where: str) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value <= MAX_INT:
         raise ApiError(400, f"{where} must be a whole number of tokens", param=where)
     return value
-
-
-def thinking_variables(llm: LLM, body: ThinkingFields) -> dict[str, Any]:
-    """The variables of the chat template that a request's fields set."""
-    asked = body.asked_thinking().thinking
-    thoughts = read_thoughts(llm.template)
-    return {} if thoughts is None else thoughts.variables(asked)
-
-
-def with_thoughts(
-    llm: LLM, asked: Asked, params: SamplingParams, form: AnswerFormat | None, prompt: list[int]
-) -> tuple[SamplingParams, AnswerFormat | None]:
-    """Parameters and format of the answer to a prompt, if the model thinks before it; else as they are.
-
-    params, form: of the answer without a thought.
-    """
-    thoughts = read_thoughts(llm.template)
-    if thoughts is None:
-        return params, form
-    opened = thoughts.opened(llm.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special=False))
-    params = replace(params, grammar=_rules(thoughts, opened, params, asked.thinking))
-    if thoughts.channels:
-        return params, form
-    if any(special in mark for mark in thoughts.marks for special in llm.tokenizer.special_tokens if special):
-        params = replace(params, skip_special_tokens=False)
-    return params, ThoughtFormat(thoughts, opened is True, form, asked.apart)
-
-
-def _rules(thoughts: Thoughts, opened: bool | None, params: SamplingParams, asked: Thinking) -> Any:
-    """What the answer must match, thought included."""
-    rules, budget = params.rules, asked.budget
-    assert not isinstance(rules, AfterThought)
-    forced = isinstance(rules, Grammar)
-    if forced and (thoughts.channels or opened is False or (budget == 0 and not opened)):
-        return rules  # channels are in the grammar already; elsewhere no thought is to come
-    if thoughts.channels and asked.on is False:
-        budget = None  # the model thinks in any case
-    if rules is None and budget is None:
-        return None
-    if thoughts.channels and budget is None:
-        return rules
-    return AfterThought(thoughts.begin, thoughts.end, opened is True, rules, budget)
