@@ -347,7 +347,10 @@ def test_metrics(server: Server, api: openai.OpenAI) -> None:
         ({"temperature": -1}, "temperature", "greater than or equal"),
         ({"stream": "yes"}, "stream", "boolean"),
         ({"stop": ""}, "stop", "at least 1 character"),
-        ({"logit_bias": {"nine": 1}}, None, "logit_bias"),
+        ({"logit_bias": {"9": True}}, "logit_bias", "a number or false"),
+        ({"logit_bias": [[9]]}, "logit_bias.0", "at least 2 items"),
+        ({"logit_bias": [[9, "x"]]}, "logit_bias", "a number or false"),
+        ({"logit_bias": [["x" * 1000, 1]] * 17}, "logit_bias", "16384 characters"),
         ({"logit_bias": {"999": 1}}, None, "token 999"),
         ({"logit_bias": {"1": None}}, "logit_bias.1", "number"),
         ({"seed": -2}, "seed", "greater than or equal to -1"),
@@ -420,7 +423,7 @@ def test_no_limit_of_tokens(server: Server) -> None:
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("/chat/completions", "no route /chat/completions; did you mean /v1/chat/completions?"),
+        ("/messages", "no route /messages; did you mean /v1/messages?"),
         ("/v1/v1/completions", "; did you mean /v1/completions?"),
         ("/api/chat", "this is OpenAI's API, at /v1, not Ollama's"),
         ("/nowhere", "no route /nowhere"),

@@ -425,9 +425,9 @@ class Driver:
                 reason = "stop" if ends or request.text.stopped else "length"
         request.pieces.append(text)
         if reason is not None:
-            self._complete(request, reason, StreamEvent(text, token, logprobs))
+            self._complete(request, reason, StreamEvent(text, token, logprobs, cached_tokens=request.cached))
         elif request.every:
-            self._outbox.append((request, StreamEvent(text, token, logprobs)))
+            self._outbox.append((request, StreamEvent(text, token, logprobs, cached_tokens=request.cached)))
 
     def _complete(self, request: AnswerRequest, reason: str, event: StreamEvent) -> None:
         completion = request.complete(reason, self._load_s)
@@ -451,7 +451,7 @@ class Driver:
                 if isinstance(request, AnswerRequest):
                     text = request.text.flush()
                     request.pieces.append(text)
-                    self._complete(request, "abort", StreamEvent(text, None))
+                    self._complete(request, "abort", StreamEvent(text, None, cached_tokens=request.cached))
                 else:
                     self._fail(request, _closed() if self._over is None else self._over())
 

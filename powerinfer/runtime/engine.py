@@ -36,7 +36,14 @@ from powerinfer.runtime.options import (
     told_names,
 )
 from powerinfer.runtime.params import SamplingParams, check_each, check_params
-from powerinfer.runtime.request import AnswerRequest, Completion, EmbeddingRequest, Request, StreamEvent
+from powerinfer.runtime.request import (
+    AnswerRequest,
+    Completion,
+    EmbeddingRequest,
+    Request,
+    RunningRequest,
+    StreamEvent,
+)
 from powerinfer.runtime.runner import SCORE_ROWS, Runner
 from powerinfer.sparsity import Sparsity
 from powerinfer.system import limited_threads
@@ -255,6 +262,10 @@ class LLM:
     def stats(self) -> EngineStats:
         """What the engine has done since the model was loaded, and what it is doing. Does not wait for a step."""
         return self._runner.stats()
+
+    def running(self) -> list[RunningRequest]:
+        """What the running requests have done so far. Does not wait for a step."""
+        return self._runner.running()
 
     def live(self) -> Live:
         """The neurons as they fire. One at a time, to be closed."""

@@ -52,6 +52,20 @@ class StreamEvent(NamedTuple):
     logprobs: TokenLogprob | None = None
     finish_reason: str | None = None
     completion: Completion | None = None
+    cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+
+
+class RunningRequest(NamedTuple):
+    """What a running request has done so far. row: its place in the batch; params: of an answer, else None."""
+
+    row: int
+    prompt_tokens: int
+    cached_tokens: int
+    computed: int  # prompt and answer tokens whose keys and values are there
+    generated: int  # answer tokens
+    max_new: int
+    has_new_line: bool
+    params: SamplingParams | None
 
 
 class Request:
@@ -96,6 +110,11 @@ class Request:
     def ended(self) -> bool:
         return self.error is not None
 
+    def progress(self) -> RunningRequest:
+        """What it has done so far, in any thread."""
+        n = self.n_prompt
+        return RunningRequest(self.row, n, self.cached, self.computed, max(0, len(self.tokens) - n), 0, False, None)
+
 
 class AnswerRequest(Request):
     """A prompt to be answered. every: deliver each event, not only the last."""
@@ -130,6 +149,10 @@ class AnswerRequest(Request):
     @property
     def ended(self) -> bool:
         return self.completion is not None or super().ended
+
+    def progress(self) -> RunningRequest:
+        has_new_line = any("\n" in piece for piece in self.pieces)
+        return super().progress()._replace(max_new=self.max_new, has_new_line=has_new_line, params=self.params)
 
     def complete(self, reason: str, load_s: float) -> Completion:
         """End it: set and return the completion."""

@@ -19,7 +19,7 @@ from powerinfer.errors import CLOSED, RequestError
 from powerinfer.runtime.driver import Driver, EngineStats
 from powerinfer.runtime.grammar import Grammars
 from powerinfer.runtime.params import SamplingParams
-from powerinfer.runtime.request import AnswerRequest, EmbeddingRequest, Request
+from powerinfer.runtime.request import AnswerRequest, EmbeddingRequest, Request, RunningRequest
 from powerinfer.runtime.sampling import Sampler, TokenMask
 from powerinfer.runtime.scheduler import Scheduler
 from powerinfer.runtime.text import TextStream
@@ -155,6 +155,11 @@ class Runner:
 
     def stats(self) -> EngineStats:
         return self._driver.stats()
+
+    def running(self) -> list[RunningRequest]:
+        """What the running requests have done so far, in the order of their places. Does not wait for a step."""
+        found = [request.progress() for request in self._scheduler.running[:]]
+        return sorted(found, key=lambda one: one.row)
 
     def call(self, work: Callable[[], T]) -> T:
         """What `work()` returns or raises, called between two steps and outside idle work."""

@@ -39,13 +39,13 @@ from powerinfer.serve.prompts import (
     encode_chat,
     encode_texts,
     fitted_chat,
+    read_biases,
     render,
 )
 from powerinfer.serve.responses import ResponsesRequest, ResponsesShape
 from powerinfer.serve.schema import (
     ChatRequest,
     CompletionRequest,
-    Conversation,
     DetokenizeRequest,
     ModelRequest,
     Sampling,
@@ -137,10 +137,12 @@ def build_app(service: Service) -> FastAPI:
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:
+    @app.post("/chat/completions")
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await _chat(service, request, body, lambda params, *chat: ChatShape(*chat))
 
+    @app.post("/responses")
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         return await _chat(service, request, body.to_chat(), partial(ResponsesShape, body))
@@ -154,6 +156,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         model = await service.use(body.model, request.state.leases)
         llm = model.llm
         try:
+            body.logit_bias = read_biases(llm, body)
             params, given = constrained(llm, body, body.to_params(llm.sampling)), body.prompts()
             wanted = params.max_tokens or 1 if body.generates else 0
             prompts = await run_in_threadpool(encode_texts, llm, given, body.truncate_prompt_tokens, wanted)
@@ -161,8 +164,8 @@ def _add_answers(app: FastAPI, service: Service) -> None:
             echoes = await echoes_of(llm, body, given, prompts)
         except Exception as error:
             raise model.refusal(error) or error from None
-        shape = TextShape(*_shape_of(model, request, body), echoes)
-        return await _answer(model, request, body, shape, prompts, params if body.generates else None)
+        shape = TextShape(*shape_of(model, request, body), echoes)
+        return await answer(model, request, body, shape, prompts, params if body.generates else None)
 
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
@@ -226,21 +229,24 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         return json_response({"content": text, "prompt": text})
 
     @app.post("/apply-template")
-    async def apply_template(body: Conversation, request: Request) -> Response:
+    async def apply_template(body: ChatRequest, request: Request) -> Response:
         model = await service.use(body.model, request.state.leases)
         body.check_extra()
         try:
-            return json_response({"prompt": await run_in_threadpool(render, model.llm, body)})
+            tools = read_chat_tools(model.llm, body)
+            return json_response({"prompt": await run_in_threadpool(render, model.llm, body, tools)})
         except Exception as error:
             raise model.refusal(error) or error from None
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/health")
+    @app.get("/v1/health")
     async def health() -> Response:
         status = 200 if service.status == "ok" else 503
         return json_response(service.health(), status, headers_of(status))
 
+    @app.get("/models")
     @app.get("/v1/models")
     async def models() -> Response:
         await service.refresh()
@@ -280,7 +286,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 # ---------------------------------------------------------------- answers
 
 
-def _shape_of(model: ServedModel, request: Request, body: Sampling) -> tuple[str, str, Any, bool]:
+def shape_of(model: ServedModel, request: Request, body: Sampling) -> tuple[str, str, Any, bool]:
     return request.state.request_id, body.model or model.name, model.llm.tokenizer, body.include_usage
 
 
@@ -291,6 +297,7 @@ async def _chat(service: Service, request: Request, body: ChatRequest, shape: Ca
     try:
         asked = body.asked_thinking()
         tools = read_chat_tools(llm, body)
+        body.logit_bias = read_biases(llm, body)
         params = constrained(llm, body, body.to_params(llm.sampling), tools)
         tokens, dropped = await run_in_threadpool(fitted_chat, llm, body, tools, params)
         params, form = with_thoughts(llm, asked.thinking, params, tools.reads, tokens, asked.apart)
@@ -298,9 +305,9 @@ async def _chat(service: Service, request: Request, body: ChatRequest, shape: Ca
         raise model.refusal(error) or error from None
     if dropped:
         request.state.facts["dropped_turns"] = dropped
-    made = shape(params, *_shape_of(model, request, body), form)
+    made = shape(params, *shape_of(model, request, body), form)
     made.shows_reasoning = asked.shows
-    return await _answer(model, request, body, made, [tokens], params)
+    return await answer(model, request, body, made, [tokens], params)
 
 
 async def _embedded(model: ServedModel, texts: list[list[int]], salt: bytes) -> NDArray[np.float32]:
@@ -314,7 +321,7 @@ async def _embedded(model: ServedModel, texts: list[list[int]], salt: bytes) -> 
         raise model.refusal(error, time.perf_counter() - begin) or error from None
 
 
-async def _answer(
+async def answer(
     model: ServedModel,
     request: Request,
     body: Sampling,
@@ -330,7 +337,9 @@ async def _answer(
     limits = Limits(
         model.timeout, model.queue_timeout, request.state.salt, model.llm.engine.max_batch, model.name
     )  # fmt: skip
-    events = answers(model.engine, jobs, limits, model.metrics, PING_SECONDS)
+    if body.timings_per_token:
+        shape.show_timings([job.prompt for job in jobs])
+    events = shape.watch(answers(model.engine, jobs, limits, model.metrics, PING_SECONDS))
     run = _Run(model, shape, events, usage, body.choices, len(prompts) * body.choices, request.state.facts)
     try:
         if not body.stream:
@@ -373,6 +382,7 @@ class _Run:
             async with aclosing(events):
                 async for item in events:
                     if item is not None:
+                        self._shape.seen(*item)
                         generated += item[1].token_id is not None
                         if item[1].completion is not None:
                             self._usage.add(item[1].completion, first=item[0] % self._n == 0)

@@ -87,8 +87,6 @@ class CountRequest(Asked):
         """The same as a chat. ApiError for what is wrong beyond types, or not supported."""
         self.check_extra(MESSAGES_IGNORED, MESSAGES_NEUTRAL)
         messages = [one for at, turn in enumerate(self.messages) for one in _turn(turn, f"messages[{at}]")]
-        if self.messages[-1].role == "assistant":
-            raise not_supported("a last message of the assistant", ": an answer cannot be begun for the model")
         if self.system:
             messages.insert(0, {"role": "system", "content": text_of(self.system, ("text",), "system", BLOCK_IGNORED)})
         choice, parallel = _tool_choice(self.tool_choice)
@@ -103,6 +101,7 @@ class CountRequest(Asked):
             thinking=self.thinking,
             max_tokens=getattr(self, "max_tokens", None),
             stop=getattr(self, "stop_sequences", None),
+            continue_final_message=self.messages[-1].role == "assistant" or None,
         )
 
 

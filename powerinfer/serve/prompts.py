@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from powerinfer.formats.chat import without_oldest
 from powerinfer.runtime.thinking import thinking_variables
 from powerinfer.serve.api_error import ApiError
 from powerinfer.serve.constraints import Tools, chat_prompt
-from powerinfer.serve.schema import ChatRequest, CompletionRequest, Conversation, conversation
+from powerinfer.serve.schema import Bias, ChatRequest, CompletionRequest, Conversation, Sampling, conversation
 from powerinfer.serve.scoring import echo_of
 from powerinfer.serve.shapes import Echo
 
@@ -22,11 +23,16 @@ if TYPE_CHECKING:
 Given = str | list[int]
 """A text or token ids."""
 
+MAX_BIAS_CHARS = 1 << 14  # of the texts in logit_bias
+
 
 def encode_chat(llm: LLM, body: Conversation, tools: Tools, limit: int | None = None) -> tuple[list[int], int]:
     """The tokens of a conversation, and how many of its turns are left out: the oldest, down to `limit` tokens."""
 
     def encode(messages: Sequence[dict[str, Any]]) -> list[int]:
+        if body.continue_final_message or body.add_generation_prompt is False:
+            text, plain = _rendered(llm, body, messages, tools)
+            return llm.tokenizer.encode_masked(text, plain, add_bos=False)
         shown, options = chat_prompt(llm, messages, _variables(llm, body), tools)
         return llm.encode_chat(shown, tools=options.pop("tools", None), chat_template_kwargs=options)
 
@@ -59,12 +65,44 @@ def fitted_chat(llm: LLM, body: ChatRequest, tools: Tools, params: SamplingParam
     return tokens, dropped
 
 
-def render(llm: LLM, body: Conversation) -> str:
+def render(llm: LLM, body: Conversation, tools: Tools | None = None) -> str:
     """The text that the chat template makes of a conversation."""
     with _template_errors(llm):
-        messages, options = chat_prompt(llm, conversation(body.messages), _variables(llm, body))
-        assert llm.template is not None
-        return llm.template.render(messages, llm.tokenizer.special_tokens, **options)[0]
+        return _rendered(llm, body, conversation(body.messages), tools)[0]
+
+
+def _rendered(
+    llm: LLM, body: Conversation, messages: Sequence[dict[str, Any]], tools: Tools | None
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a conversation as the request wants it to end, and its spans that are plain text."""
+    assert llm.template is not None
+    ends, given = None, list(messages)
+    if body.continue_final_message:
+        ends = _end_mark(body, given)
+        given[-1] = {**given[-1], "content": given[-1]["content"] + ends}
+    shown, options = chat_prompt(llm, given, _variables(llm, body), tools)
+    begins = ends is None and body.add_generation_prompt is not False
+    text, plain = llm.template.render(shown, llm.tokenizer.special_tokens, begins, **options)
+    if ends is None:
+        return text, plain
+    at = text.rfind(ends)
+    if at < 0:
+        raise ApiError(400, "the chat template leaves out the last message: it cannot be continued", param="messages")
+    return text[:at], [(start, min(end, at)) for start, end in plain if start < at]
+
+
+def _end_mark(body: Conversation, messages: Sequence[dict[str, Any]]) -> str:
+    """A character to put behind the last message, so that the prompt can end there. ApiError if it cannot."""
+    if body.add_generation_prompt:
+        raise ApiError(
+            400, "add_generation_prompt and continue_final_message exclude each other", param="continue_final_message"
+        )
+    if messages[-1]["role"] != "assistant" or messages[-1].get("tool_calls"):
+        raise ApiError(
+            400, "continue_final_message needs a last message that is the assistant's, without calls", param="messages"
+        )
+    used = "".join(message["content"] for message in messages)
+    return next(mark for mark in map(chr, range(0xF8FF, 0xDFFF, -1)) if mark not in used)
 
 
 @contextmanager
@@ -77,6 +115,35 @@ def _template_errors(llm: LLM) -> Iterator[None]:
     except ModelError as error:
         reason = str(error).partition("; --raw")[0]  # a flag of the command line
         raise ApiError(400, f"{reason}: use other messages, or /v1/completions", code="template_failed") from None
+
+
+def read_biases(llm: LLM, body: Sampling) -> dict[str, Bias] | None:
+    """`logit_bias` by token id: of a text, each of its tokens gets the bias. ApiError for what is none of these."""
+    given = body.logit_bias
+    if given is None:
+        return None
+    pairs = given.items() if isinstance(given, dict) else [(token, bias) for token, bias in given]
+    biases: dict[str, Bias] = {}
+    room = MAX_BIAS_CHARS
+    token: Any
+    bias: Any
+    for token, bias in pairs:
+        if isinstance(token, str) and not _is_id(token):
+            room -= len(token)
+            if room < 0:
+                raise ApiError(400, f"logit_bias: texts of more than {MAX_BIAS_CHARS} characters", param="logit_bias")
+            tokens = llm.tokenizer.encode(token, special=False, add_bos=False)
+        elif isinstance(token, bool | float) or bias is True or isinstance(bias, str):
+            raise ApiError(400, "logit_bias: a pair is a token id or a text, and a number or false", param="logit_bias")
+        else:
+            tokens = [int(token)]
+        for one in map(str, tokens):
+            biases[one] = biases.get(one, 0.0) + (-math.inf if bias is False else bias)
+    return biases
+
+
+def _is_id(name: str) -> bool:
+    return name.isascii() and name.isdigit() and len(name) < 11
 
 
 def encode_texts(llm: LLM, texts: Sequence[Given], asked: int | None = None, wanted: int = 0) -> list[list[int]]:

@@ -40,9 +40,12 @@ MAX_TEMPLATE_OPTIONS = 32
 
 IGNORED = frozenset((
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id",
-    "priority", "cache_prompt", "store", "prompt_cache_options",
+    "priority", "cache_prompt", "store", "prompt_cache_options", "id_slot", "n_cache_reuse", "sse_ping_interval",
+    "return_progress", "backend_sampling", "t_max_prompt_ms", "xtc_threshold", "dry_base", "dry_allowed_length",
+    "dry_penalty_last_n", "dry_sequence_breakers", "mirostat_tau", "mirostat_eta", "dynatemp_exponent",
+    "adaptive_decay", "penalize_nl", "repeat_last_n",
 ))  # fmt: skip
-"""Fields that do not change the answer."""
+"""Fields that do not change the answer, parameters of samplers that are off among them."""
 
 NEUTRAL: Mapping[str, Sequence[Any]] = {
     "audio": (),
@@ -79,9 +82,34 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "n_probs": (0,),
     "n_keep": (0,),
     "n_discard": (0,),
+    "min_keep": (0,),
+    "lora": ([],),
+    "typ_p": (1.0,),
+    "adaptive_target": (-1.0,),
+    "n_indent": (0,),
+    "t_max_predict_ms": (0, -1),
+    "response_fields": ([],),
+    "return_tokens": (False,),
+    "n_cmpl": (1,),
+    "verbose": (False,),
+    "post_sampling_probs": (False,),
+    "reasoning_control": (False,),
     "truncation_side": ("left",),
 }
 """Fields of OpenAI, vLLM and llama-server that this server does not have, with the values that ask for nothing."""
+
+
+SAMPLERS: Mapping[str, Mapping[str, Any]] = {
+    "penalties": {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+    "temperature": {"temperature": 1.0},
+    "top_k": {"top_k": 0},
+    "top_p": {"top_p": 1.0},
+    "min_p": {"min_p": 0.0},
+}
+"""llama-server's names of the samplers, in the order in which they are applied here; what turns each off."""
+
+SAMPLERS_OFF = ("dry", "typ_p", "typical_p", "top_n_sigma", "xtc", "adaptive_p")
+"""Those that this server does not have: their parameters are refused, unless they turn them off."""
 
 
 def _not_zero(value: int) -> int:
@@ -106,6 +134,9 @@ Seed = Annotated[int, Field(ge=-1, le=MAX_SEED), AfterValidator(_random)]  # -1:
 Truncate = Annotated[int, Field(ge=-1, le=MAX_INT), AfterValidator(_not_zero)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Source = Annotated[str, Field(max_length=MAX_SOURCE)]
+Bias = float | bool  # llama-server's false forbids the token
+BiasPair = Annotated[list[int | float | bool | Annotated[str, Field(max_length=MAX_STOP_CHARS)]],
+                     Field(min_length=2, max_length=2)]  # fmt: skip
 TokenIds = Annotated[list[Int], Field(fail_fast=True, max_length=MAX_PROMPT_TOKENS)]
 
 
@@ -165,7 +196,11 @@ class Sampling(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES)] | None = None
+    logit_bias: (
+        Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)]
+        | Annotated[list[BiasPair], Field(fail_fast=True, max_length=MAX_BIASES)]
+        | None
+    ) = None
     seed: Seed | None = None
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[Int], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
@@ -173,7 +208,9 @@ class Sampling(Body):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     truncate_prompt_tokens: Truncate | None = None
     min_tokens: Int | None = None
+    samplers: Annotated[list[Annotated[str, Field(max_length=64)]], Field(fail_fast=True, max_length=32)] | None = None
     return_token_ids: bool | None = None
+    timings_per_token: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
@@ -224,8 +261,18 @@ class Sampling(Body):
             "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos",
         )  # fmt: skip
         given = {name: getattr(self, name) for name in names}
-        given = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **defaults.with_given(given))
+        given = defaults.with_given({name: value for name, value in given.items() if value is not None})
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **{**given, **self._samplers_off()})
+
+    def _samplers_off(self) -> dict[str, Any]:
+        """The parameters that turn off what `samplers` does not name. ApiError for one that there is not."""
+        if self.samplers is None:
+            return {}
+        for name in self.samplers:
+            if name not in SAMPLERS and name not in SAMPLERS_OFF:
+                raise not_supported(f"samplers {name!r}", f": it may name {', '.join(SAMPLERS)}")
+        return {field: off for name, fields in SAMPLERS.items() if name not in self.samplers
+                for field, off in fields.items()}  # fmt: skip
 
 
 class Part(BaseModel):
@@ -262,10 +309,15 @@ class Message(BaseModel):
 
 
 class Conversation(ThinkingFields, Body):
-    """What a chat template takes. chat_template_kwargs: variables of the template, such as enable_thinking."""
+    """What a chat template takes. chat_template_kwargs: variables of the template, such as enable_thinking.
+
+    continue_final_message: the prompt ends within the last message, which is the assistant's.
+    """
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_OPTIONS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class ChatRequest(Conversation, Sampling):

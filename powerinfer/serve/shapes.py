@@ -15,11 +15,13 @@ import msgspec
 
 from powerinfer import __version__
 from powerinfer.formats.tool_parser import AnswerDelta, AnswerFormat, AnswerParser, Reasoning, ToolDelta
+from powerinfer.serve.timings import AnswerTimings
 
 if TYPE_CHECKING:
     from powerinfer.formats.tokenizer import StreamDecoder, Tokenizer
     from powerinfer.runtime.request import Completion, StreamEvent
     from powerinfer.runtime.sampling import TokenLogprob
+    from powerinfer.serve.answers import Answers
     from powerinfer.serve.api_error import ApiError
 
 LOWEST_LOGPROB = -9999.0  # what OpenAI gives for minus infinity, which JSON does not have
@@ -87,10 +89,24 @@ class AnswerShape(ABC):
         self._prompts: Sequence[list[int]] | None = None
         self._ids: dict[int, list[int]] = {}  # by answer: of tokens that no chunk had yet
         self._chunked: set[int] = set()  # answers that had a chunk
+        self._timings: list[AnswerTimings] = []  # by answer, if they are wanted
 
     def show_ids(self, prompts: Sequence[list[int]]) -> None:
         """Return token ids, as vLLM does: of each answer's prompt, and of the tokens generated."""
         self._prompts = prompts
+
+    def show_timings(self, prompts: Sequence[list[int]]) -> None:
+        """Add llama-server's `timings` to every chunk with tokens and to the end; of several answers each its own."""
+        self._timings = [AnswerTimings(len(prompt)) for prompt in prompts]
+
+    def watch(self, events: Answers) -> Answers:
+        """The events of the answers, of which a shape may end some earlier."""
+        return events
+
+    def seen(self, index: int, event: StreamEvent) -> None:
+        """An event has come, before it becomes a delta."""
+        if self._timings:
+            self._timings[index].add(event)
 
     @abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -113,7 +129,7 @@ class AnswerShape(ABC):
         if self._prompts is not None:
             for prompt, choice, own in zip(self._prompts, choices, ids, strict=True):
                 choice |= {"prompt_token_ids": prompt, "token_ids": own}
-        return self._envelope(self.name, choices) | {"usage": usage.document(self.reasoning_tokens)}
+        return self._with_usage(self._envelope(self.name, choices), usage)
 
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         """A chunk of a stream."""
@@ -124,7 +140,11 @@ class AnswerShape(ABC):
         """The chunk with the numbers of tokens, if it was asked for."""
         if not self._include_usage:
             return None
-        return self._envelope(self.chunk_name, []) | {"usage": usage.document(self.reasoning_tokens)}
+        return self._with_usage(self._envelope(self.chunk_name, []), usage)
+
+    def _with_usage(self, document: dict[str, Any], usage: Usage) -> dict[str, Any]:
+        document |= {"usage": usage.document(self.reasoning_tokens)}
+        return document if len(self._timings) != 1 else document | {"timings": self._timings[0].document()}
 
     def begin(self, count: int, usage: Usage) -> list[bytes]:
         """The beginning of a stream of `count` answers."""
@@ -143,7 +163,8 @@ class AnswerShape(ABC):
                 if index not in self._chunked:
                     self._chunked.add(index)
                     choices[0] |= {"prompt_token_ids": self._prompts[index]}
-        return [sent_event(self.chunk(choice)) for choice in choices]
+        more = {"timings": self._timings[index].document()} if self._timings else {}
+        return [sent_event(self.chunk(choice) | more) for choice in choices]
 
     def end(self, usage: Usage) -> list[bytes]:
         """The end of a stream."""
