@@ -15,6 +15,7 @@ TYPES = {
     408: "timeout_error",
     429: "rate_limit_error",
     500: "server_error",
+    501: "not_supported_error",
     503: "unavailable_error",
     504: "timeout_error",
 }

@@ -177,7 +177,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         texts = await run_in_threadpool(encode_texts, llm, given, body.truncate_prompt_tokens)
         check_texts(llm, texts)
         count = request.state.facts["prompt_tokens"] = sum(map(len, texts))
-        vectors = await _embedded(model, texts, request.state.salt)
+        vectors = await embedded(model, texts, request.state.salt)
         name = body.model or model.name
         return await run_in_threadpool(lambda: json_response(body.answer(name, vectors, count)))
 
@@ -310,7 +310,7 @@ async def _chat(service: Service, request: Request, body: ChatRequest, shape: Ca
     return await answer(model, request, body, made, [tokens], params)
 
 
-async def _embedded(model: ServedModel, texts: list[list[int]], salt: bytes) -> NDArray[np.float32]:
+async def embedded(model: ServedModel, texts: list[list[int]], salt: bytes) -> NDArray[np.float32]:
     """The embeddings of checked texts. ApiError if there are none now."""
     begin = time.perf_counter()
     try:
@@ -333,7 +333,12 @@ async def answer(
     usage = Usage(prompts)
     if body.return_token_ids:
         shape.show_ids([prompt for prompt in prompts for _ in range(body.choices)])
-    jobs = [Job(prompt, _nth(params, n)) for prompt in prompts for n in range(body.choices) if params is not None]
+    jobs = [
+        Job(prompt, _nth(_fitted(params, model.llm.context - len(prompt)), n))
+        for prompt in prompts
+        for n in range(body.choices)
+        if params is not None
+    ]
     limits = Limits(
         model.timeout, model.queue_timeout, request.state.salt, model.llm.engine.max_batch, model.name
     )  # fmt: skip
@@ -349,6 +354,12 @@ async def answer(
         await events.aclose()
         raise
     return EventStream(run.stream(), run.close)
+
+
+def _fitted(params: SamplingParams, room: int) -> SamplingParams:
+    """The parameters of an answer for which the context has that much room."""
+    limit = params.max_tokens
+    return params if limit is None or limit <= room else replace(params, max_tokens=max(1, room))
 
 
 def _nth(params: SamplingParams, n: int) -> SamplingParams:

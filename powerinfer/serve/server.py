@@ -28,6 +28,7 @@ from powerinfer.serve.api_error import error_document
 from powerinfer.serve.app import build_app
 from powerinfer.serve.gate import App, Gate, GateLimits
 from powerinfer.serve.keys import ENVIRONMENT, Keys, read_keys
+from powerinfer.serve.llama_server import add_llama_server
 from powerinfer.serve.logs import log
 from powerinfer.serve.served import ModelSource
 from powerinfer.serve.service import STOP_SECONDS, Policy, Service
@@ -109,6 +110,7 @@ def listen(config: ServeConfig) -> socket.socket:
 def assemble(service: Service, config: ServeConfig, keys: Keys, requests: int) -> App:
     """All layers around the routes. requests: that the engine takes, those that wait included."""
     app = build_app(service)
+    add_llama_server(app, service)
     endpoints = frozenset(path for route in app.routes if (path := getattr(route, "path", "")) and "{" not in path)
     limits = GateLimits(
         MAX_HEADERS, config.max_body, config.receive_timeout, requests + IN_PROGRESS, config.log_prompts

@@ -1,0 +1,228 @@
+"""llama-server's own routes, for its clients; what of them this server does not have is refused with the reason."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from pydantic import Field
+from starlette.concurrency import run_in_threadpool
+
+from powerinfer import __version__
+from powerinfer.runtime.params import SamplingParams
+from powerinfer.serve.api_error import ApiError
+from powerinfer.serve.app import answer, embedded, json_response
+from powerinfer.serve.constraints import constrained, read_chat_tools
+from powerinfer.serve.llama_completion import (
+    CompletionBody,
+    CompletionShape,
+    ContextError,
+    InfillBody,
+    read_prompts,
+    settings,
+)
+from powerinfer.serve.prompts import check_texts, encode_chat, read_biases
+from powerinfer.serve.responses import ResponsesRequest
+from powerinfer.serve.schema import MAX_PROMPT_TOKENS, Body, ChatRequest
+from powerinfer.serve.served import ServedModel
+from powerinfer.serve.service import Service
+
+if TYPE_CHECKING:
+    from powerinfer.runtime.engine import LLM
+    from powerinfer.runtime.request import RunningRequest
+
+REFUSED = (
+    ("POST", "/props", 501, "properties are set at the start, by the flags of serve"),
+    ("POST", "/slots/{slot}", 501, "slots are not saved or erased: the prefix cache keeps what prompts share"),
+    ("POST", "/lora-adapters", 501, "there are no LoRA adapters: merge one into the model's file"),
+    ("POST", "/rerank", 501, "models with a head that ranks are not among those that can be loaded"),
+    ("POST", "/reranking", 501, "models with a head that ranks are not among those that can be loaded"),
+    ("POST", "/v1/rerank", 501, "models with a head that ranks are not among those that can be loaded"),
+    ("POST", "/v1/reranking", 501, "models with a head that ranks are not among those that can be loaded"),
+    ("POST", "/v1/audio/transcriptions", 501, "models take text, no audio"),
+    ("POST", "/v1/chat/completions/control", 501, "a running answer cannot be changed: close it and ask again"),
+    ("GET", "/v1/stream", 501, "streams are not kept: an answer ends when its client leaves"),
+    ("GET", "/cors-proxy", 403, "this server fetches nothing for others"),
+    ("POST", "/cors-proxy", 403, "this server fetches nothing for others"),
+    ("GET", "/tools", 403, "this server has no tools of its own"),
+    ("POST", "/tools", 403, "this server has no tools of its own"),
+)
+"""Method, path, status and reason."""
+
+
+class EmbeddingBody(Body):
+    """The body of /embedding. input or content: as `prompt` of /completion."""
+
+    input: str | dict[str, Any] | Annotated[list[Any], Field(max_length=MAX_PROMPT_TOKENS)] | None = None
+    content: str | dict[str, Any] | Annotated[list[Any], Field(max_length=MAX_PROMPT_TOKENS)] | None = None
+
+
+def add_llama_server(app: FastAPI, service: Service) -> None:
+    """The routes."""
+    _add_completions(app, service)
+    _add_counts(app, service)
+    _add_properties(app, service)
+    for method, path, status, reason in REFUSED:
+        _add_refusal(app, method, path, status, reason)
+
+
+def _add_completions(app: FastAPI, service: Service) -> None:
+    @app.post("/completion")
+    @app.post("/completions")
+    async def completion(body: CompletionBody, request: Request) -> Response:
+        model = await service.use(body.model, request.state.leases)
+        llm = model.llm
+        try:
+            params = _params(llm, body)
+            prompts = await run_in_threadpool(body.prompts, llm)
+        except Exception as error:
+            raise model.refusal(error) or error from None
+        return await _completed(model, request, body, params, prompts)
+
+    @app.post("/infill")
+    async def infill(body: InfillBody, request: Request) -> Response:
+        model = await service.use(body.model, request.state.leases)
+        llm = model.llm
+        try:
+            params = _params(llm, body)
+            prompt, ends = await run_in_threadpool(body.infill_prompt, llm)
+        except Exception as error:
+            raise model.refusal(error) or error from None
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
+        return await _completed(model, request, body, params, [prompt])
+
+    @app.post("/embedding")
+    @app.post("/embeddings")
+    async def embedding(body: EmbeddingBody, request: Request) -> Response:
+        model = await service.use(body.model, request.state.leases)
+        llm = model.llm
+        body.check_extra(neutral={"embd_normalize": (2,), "encoding_format": ("float",)})
+        if llm.why_no_embeddings is not None:
+            raise ApiError(400, llm.why_no_embeddings, param="model", code="no_embeddings")
+        field = "content" if body.input is None else "input"
+        texts = await run_in_threadpool(read_prompts, llm, getattr(body, field), field)
+        check_texts(llm, texts)
+        request.state.facts["prompt_tokens"] = sum(map(len, texts))
+        vectors = await embedded(model, texts, request.state.salt)
+        found = [{"index": index, "embedding": [vector.tolist()]} for index, vector in enumerate(vectors)]
+        return await run_in_threadpool(json_response, found)
+
+
+def _params(llm: LLM, body: CompletionBody) -> SamplingParams:
+    """The parameters of an answer. llama-server's ignore_eos forbids the tokens that end one."""
+    body.logit_bias = read_biases(llm, body)
+    params = constrained(llm, body, body.to_params(llm.sampling, llm.context))
+    if not body.ignore_eos:
+        return params
+    return replace(params, logit_bias={**params.logit_bias, **dict.fromkeys(sorted(llm.tokenizer.eos_ids), -math.inf)})
+
+
+async def _completed(
+    model: ServedModel, request: Request, body: CompletionBody, params: SamplingParams, prompts: list[list[int]]
+) -> Response:
+    context = model.llm.context
+    for prompt in prompts:
+        if not prompt:
+            raise ApiError(400, "the prompt is empty: it needs at least one token", param="prompt")
+        if len(prompt) >= context:
+            raise ContextError(len(prompt), context)
+    if body.ends_early and len(prompts) * body.choices > 1:
+        raise ApiError(400, "n_indent and t_max_predict_ms are for one answer", param="n_indent")
+    shape = CompletionShape(body, params, prompts, context, body.model or model.name, model.llm.tokenizer)
+    return await answer(model, request, body, shape, prompts, params)
+
+
+def _add_counts(app: FastAPI, service: Service) -> None:
+    async def counted(request: Request, chat: ChatRequest) -> Response:
+        model = await service.use(chat.model, request.state.leases)
+        try:
+            tools = read_chat_tools(model.llm, chat)
+            tokens, _ = await run_in_threadpool(encode_chat, model.llm, chat, tools)
+        except Exception as error:
+            raise model.refusal(error) or error from None
+        return json_response({"object": "response.input_tokens", "input_tokens": len(tokens)})
+
+    @app.post("/chat/completions/input_tokens")
+    @app.post("/v1/chat/completions/input_tokens")
+    async def chat_tokens(body: ChatRequest, request: Request) -> Response:
+        body.check_extra()
+        return await counted(request, body)
+
+    @app.post("/responses/input_tokens")
+    @app.post("/v1/responses/input_tokens")
+    async def responses_tokens(body: ResponsesRequest, request: Request) -> Response:
+        return await counted(request, body.to_chat())
+
+
+def _add_properties(app: FastAPI, service: Service) -> None:
+    @app.get("/props")
+    async def props(request: Request, model: str | None = None) -> Response:
+        return json_response(_properties(service.peek(model, request.state.leases)))
+
+    @app.get("/slots")
+    async def slots(request: Request, model: str | None = None, fail_on_no_slot: str | None = None) -> Response:
+        llm = service.peek(model, request.state.leases).llm
+        busy = {one.row: one for one in llm.running()}
+        if fail_on_no_slot and len(busy) >= llm.engine.max_batch:
+            raise ApiError(503, "no slot available: every one computes a request", code="no_slot")
+        return json_response([_slot(llm, number, busy.get(number)) for number in range(llm.engine.max_batch)])
+
+    @app.get("/lora-adapters")
+    async def lora_adapters() -> Response:
+        return json_response([])
+
+
+def _properties(model: ServedModel) -> dict[str, Any]:
+    llm = model.llm
+    tokenizer, checkpoint = llm.tokenizer, llm.checkpoint
+
+    def text_of(token: int | None) -> str:
+        return "" if token is None else tokenizer.token_text(token)
+
+    return {
+        "default_generation_settings": {"params": settings(llm.default_params(max_tokens=None)), "n_ctx": llm.context},
+        "total_slots": llm.engine.max_batch,
+        "model_alias": model.name,
+        "model_path": "" if checkpoint is None else str(checkpoint.path),
+        "modalities": {"vision": False, "video": False, "audio": False},
+        "endpoint_slots": True,
+        "endpoint_props": False,
+        "endpoint_metrics": True,
+        "chat_template": "" if llm.template is None else llm.template.source,
+        "bos_token": text_of(tokenizer.bos_id),
+        "eos_token": text_of(tokenizer.eos_id),
+        "build_info": f"powerinfer-{__version__}",
+        "is_sleeping": False,
+        "cors_proxy_enabled": False,
+    }
+
+
+def _slot(llm: LLM, number: int, running: RunningRequest | None) -> dict[str, Any]:
+    """A place of the batch, and what it computes, without texts."""
+    slot = {"id": number, "n_ctx": llm.context, "speculative": False, "is_processing": running is not None}
+    if running is None:
+        return slot
+    computed = min(running.computed, running.prompt_tokens)
+    return slot | {
+        "n_prompt_tokens": running.prompt_tokens,
+        "n_prompt_tokens_processed": max(0, computed - running.cached_tokens),
+        "n_prompt_tokens_cache": running.cached_tokens,
+        "params": {} if running.params is None else settings(running.params),
+        "next_token": [
+            {
+                "has_next_token": True,
+                "has_new_line": running.has_new_line,
+                "n_remain": max(0, running.max_new - running.generated),
+                "n_decoded": running.generated,
+            }
+        ],
+    }
+
+
+def _add_refusal(app: FastAPI, method: str, path: str, status: int, reason: str) -> None:
+    @app.api_route(path, methods=[method], include_in_schema=False)
+    async def refused() -> Response:
+        raise ApiError(status, f"{path.partition('/{')[0]} is not offered: {reason}", code="not_supported")
