@@ -10,11 +10,12 @@ from typing import Any
 
 import httpx2
 import numpy as np
-from toy_model import BOS, EOS, ToyDecoder, ToyExecutor, ToyTokenizer, toy_llm, until
+from toy_model import BOS, EOS, VOCAB, ToyDecoder, ToyExecutor, ToyTokenizer, toy_llm, until
 
 from powerinfer.config import ServeConfig
 from powerinfer.devices import Batch
 from powerinfer.formats.chat import ChatTemplate
+from powerinfer.formats.tokenizer import Vocabulary
 from powerinfer.runtime.engine import LLM
 from powerinfer.serve.served import ModelSource
 from powerinfer.serve.server import Server, make_server
@@ -30,6 +31,7 @@ class ByteTokenizer(ToyTokenizer):
     special_tokens = ()
     special_ids = frozenset({BOS, EOS})
     strips_space = False
+    vocabulary = Vocabulary(piece=lambda token: None, size=VOCAB, byte_level=True)
 
     def encode_masked(self, text: str, plain: Sequence[tuple[int, int]], *, add_bos: bool | None = None) -> list[int]:
         return self.encode(text, add_bos=add_bos)

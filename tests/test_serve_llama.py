@@ -28,7 +28,6 @@ class CodeTokenizer(ByteTokenizer):
     add_bos, bos_id = True, BOS
 
     def __init__(self, **marks: int) -> None:
-        super().__init__()
         added = tuple(Added(text, token, True) for text, token in marks.items())
         self.vocabulary = Vocabulary(piece=lambda token: None, size=258, byte_level=True, added=added)
 
@@ -315,7 +314,7 @@ def test_a_model_that_cannot_fill_in() -> None:
     _, running = infill_server(**{"<fim_prefix>": PREFIX})
     with running as server:
         status, document = post(server, "/infill", BODY)
-    assert status == 501 and document["error"]["type"] == "not_supported_error"
+    assert status == 400 and document["error"]["code"] == "no_infill"
     assert document["error"]["message"].endswith("it has no token for the suffix and the middle")
 
 

@@ -185,7 +185,7 @@ class InfillBody(CompletionBody):
         return super().to_params(defaults, context)
 
     def infill_prompt(self, llm: LLM) -> tuple[list[int], list[int]]:
-        """The prompt, and the tokens that end an answer. ApiError (501) if the model has no tokens for that.
+        """The prompt, and the tokens that end an answer. ApiError if the model has no tokens for that.
 
         Of what does not fit beside the answer, the end of the prefix stays, at least a quarter for the suffix's
         beginning, then the end of the other files.
@@ -239,14 +239,15 @@ class InfillMarks(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> InfillMarks:
-        """A model's, by their names. ApiError (501) if a necessary one is missing."""
+        """A model's, by their names. ApiError if a necessary one is missing."""
         ids = {token.text: token.id for token in tokenizer.vocabulary.added}
         found = {part: next((ids[name] for name in names if name in ids), None) for part, names in INFILL_MARKS.items()}
         missing = [part for part in ("prefix", "suffix", "middle") if found[part] is None]
         if missing:
             raise ApiError(
-                501, f"this model cannot fill in: it has no token for the {' and the '.join(missing)}", code="no_infill"
-            )
+                400, f"this model cannot fill in: it has no token for the {' and the '.join(missing)}",
+                param="model", code="no_infill",
+            )  # fmt: skip
         return cls(**found)  # type: ignore[arg-type]  # the first three are there
 
 

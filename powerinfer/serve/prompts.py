@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ Given = str | list[int]
 """A text or token ids."""
 
 MAX_BIAS_CHARS = 1 << 14  # of the texts in logit_bias
+MAX_DIGITS = 20  # of a token id
 
 
 def encode_chat(llm: LLM, body: Conversation, tools: Tools, limit: int | None = None) -> tuple[list[int], int]:
@@ -122,13 +124,13 @@ def read_biases(llm: LLM, body: Sampling) -> dict[str, Bias] | None:
     given = body.logit_bias
     if given is None:
         return None
-    pairs = given.items() if isinstance(given, dict) else [(token, bias) for token, bias in given]
+    pairs = [(_key(name), bias) for name, bias in given.items()] if isinstance(given, dict) else given
     biases: dict[str, Bias] = {}
     room = MAX_BIAS_CHARS
     token: Any
     bias: Any
     for token, bias in pairs:
-        if isinstance(token, str) and not _is_id(token):
+        if isinstance(token, str):
             room -= len(token)
             if room < 0:
                 raise ApiError(400, f"logit_bias: texts of more than {MAX_BIAS_CHARS} characters", param="logit_bias")
@@ -142,8 +144,13 @@ def read_biases(llm: LLM, body: Sampling) -> dict[str, Bias] | None:
     return biases
 
 
-def _is_id(name: str) -> bool:
-    return name.isascii() and name.isdigit() and len(name) < 11
+def _key(name: str) -> int | str:
+    """A token id, or a text."""
+    if re.fullmatch("-?[0-9]+", name) is None:
+        return name
+    if len(name) > MAX_DIGITS:
+        raise ApiError(400, f"logit_bias: token {name[:MAX_DIGITS]}... is not one of the model's", param="logit_bias")
+    return int(name)
 
 
 def encode_texts(llm: LLM, texts: Sequence[Given], asked: int | None = None, wanted: int = 0) -> list[list[int]]:
