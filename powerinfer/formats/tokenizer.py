@@ -91,6 +91,7 @@ class Vocabulary:
     after: tuple[int, ...] = ()
     chat_templates: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    infill: Mapping[str, int] = field(default_factory=dict)  # tokens around the parts of a file, where it states them
 
 
 class Engine:

@@ -97,6 +97,17 @@ class _GGUF:
             return None
         return token
 
+    def infill(self) -> dict[str, int]:
+        """The tokens around the parts of a file, by the name of the part. One that is no token is as if unstated."""
+        names = ("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep"), ("prefix", "suffix", "middle")
+        found: dict[str, int] = {}
+        for parts in names:
+            for part, name in zip(("prefix", "suffix", "middle", "pad", "repository", "file"), parts, strict=False):
+                value = self._metadata.get(f"tokenizer.ggml.{name}_token_id")
+                if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(self.pieces):
+                    found.setdefault(part, value)
+        return found
+
     def flag(self, name: str, default: bool) -> bool:
         value = self._metadata.get(f"tokenizer.ggml.{name}", default)
         if not isinstance(value, (bool, int)):
@@ -148,6 +159,7 @@ class _GGUF:
             unk_id=self.ids["unknown"],
             chat_templates=self._templates(),
             notes=tuple(self.notes),
+            infill=self.infill(),
             **fields,
         )
 

@@ -239,9 +239,11 @@ class InfillMarks(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> InfillMarks:
-        """A model's, by their names. ApiError if a necessary one is missing."""
+        """A model's, as its file states them, or by their names. ApiError if a necessary one is missing."""
         ids = {token.text: token.id for token in tokenizer.vocabulary.added}
-        found = {part: next((ids[name] for name in names if name in ids), None) for part, names in INFILL_MARKS.items()}
+        found: dict[str, int | None] = dict.fromkeys(INFILL_MARKS)
+        found |= {part: ids[name] for part, names in INFILL_MARKS.items() for name in reversed(names) if name in ids}
+        found |= tokenizer.vocabulary.infill
         missing = [part for part in ("prefix", "suffix", "middle") if found[part] is None]
         if missing:
             raise ApiError(
