@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -117,8 +118,13 @@ def test_nothing_is_cut_unasked(server: Server) -> None:
         ("/v1/completions", {"prompt": written(LONG), "max_tokens": 9}),
     ):
         status, answer = post(server, path, body)
-        assert status == 400 and f"context of {CONTEXT} tokens" in answer["error"]["message"], answer
-        assert "tokens and 9 to generate" in answer["error"]["message"]
+        assert status == 400, answer
+        said = answer["error"]["message"]
+        if path == "/v1/messages":
+            assert re.fullmatch(rf"prompt is too long: at least \d+ tokens > {CONTEXT} maximum", said)
+        else:
+            assert said.startswith(f"This model's maximum context length is {CONTEXT} tokens. However, you requested ")
+            assert "in the prompt, 9 in the completion" in said
 
 
 @pytest.mark.parametrize("max_tokens", [9, 60, None])
@@ -167,7 +173,7 @@ def test_a_last_turn_that_does_not_fit(server: Server) -> None:
     ):
         status, answer = post(server, path, body)
         assert status == 400 and answer["error"]["code"] == "context_length_exceeded", answer
-        assert "tokens and 5 to generate" in answer["error"]["message"]
+        assert "in the prompt, 5 in the completion" in answer["error"]["message"]
 
 
 def test_the_log_says_how_many(server: Server, caplog: pytest.LogCaptureFixture) -> None:

@@ -193,7 +193,7 @@ def test_formats_of_a_response(api: openai.OpenAI, script: Any) -> None:
         ({"include": ["message.output_text.logprobs"]}, "include", "not supported"),
         ({"max_tokens": 3}, "max_tokens", "unknown field"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "not supported"),
-        ({"text": {"format": {"type": "xml"}}}, "response_format", "text, json_object or json_schema"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format", "text, json_object or json_schema"),
         ({"text": {"format": 1}}, "text.format", "an object"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type 'web_search'", "no tools of its own"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "missing"),
@@ -213,8 +213,8 @@ def test_formats_of_a_response(api: openai.OpenAI, script: Any) -> None:
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id", "missing"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, None, "not valid JSON"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}] * 129}, None, "128"),
-        ({"max_output_tokens": 0}, None, "max_tokens"),
-        ({"max_output_tokens": 5000}, "max_tokens", "do not fit the context"),
+        ({"max_output_tokens": 0}, None, "max_output_tokens: it must be"),
+        ({"max_output_tokens": 5000}, "max_output_tokens", "maximum context length is"),
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else None,
 )  # fmt: skip
@@ -249,7 +249,7 @@ def test_a_message_is_the_chat(api: openai.OpenAI, claude: anthropic.Anthropic) 
         (block,) = answer.content
         assert block.type == "text" and block.text == chat.choices[0].message.content
         assert (answer.type, answer.role, answer.stop_reason) == ("message", "assistant", "max_tokens")
-        assert answer.id.startswith("msg-") and answer.stop_sequence is None
+        assert answer.id.startswith("msg_") and answer.stop_sequence is None
         usage = answer.usage
         assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == len(PROMPT) and usage.output_tokens == 20
 
@@ -373,7 +373,7 @@ def test_the_tokens_of_a_message(server: Server, claude: anthropic.Anthropic) ->
     [
         ({"max_tokens": None}, "max_tokens: "),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 5000}, "do not fit the context"),
+        ({"max_tokens": 5000}, "input length and `max_tokens` exceed context limit: 23 + 5000 > 2048, decrease input"),
         ({"thinking": {"type": "long"}}, "thinking.type must be enabled, disabled or adaptive"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not supported"),
         ({"frequency_penalty": 1}, "unknown field"),

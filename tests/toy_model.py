@@ -233,6 +233,9 @@ class ToyTokenizer:
         assert not plain, "it has no special tokens in texts"
         return self.encode(text, add_bos=add_bos)
 
+    def excess(self, text: str, limit: int) -> int:
+        return len(text) if len(text) > limit else 0
+
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from powerinfer.errors import ModelError, RequestError, one_line
+from powerinfer.formats.windows import WINDOW, find
 
 if TYPE_CHECKING:
     from powerinfer.formats.tokenizer import Tokenizer
@@ -277,6 +278,8 @@ class _Marks:
     opening: str
     closing: str
     tokens: re.Pattern[str]
+    longest: int  # characters of a token
+    parts: tuple[str, ...]  # beginnings of tokens, where a string ends
 
     @classmethod
     def choose(cls, given: Any, source: str, special: Sequence[str]) -> _Marks | None:
@@ -291,22 +294,37 @@ class _Marks:
         parts = sorted(starts & ends, key=len, reverse=True)
         if not whole and not parts:
             return None
-        patterns = [re.escape(token) for token in sorted(whole, key=len, reverse=True)]
-        patterns += [rf"{re.escape(part)}(?=\s*\Z)" for part in parts]
-        used = set("".join(texts)) | set(source)
+        pattern = "|".join(re.escape(token) for token in sorted(whole, key=len, reverse=True)) or "(?!)"
+        used = set(source)
+        for text in texts:
+            for at in range(0, 0 if text.isascii() else len(text), WINDOW):
+                used.update(text[at : at + WINDOW])
         free = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used)
         opening, closing = next(free, ""), next(free, "")
         if not closing:
             raise RequestError("the messages use every private-use character of Unicode")
-        return cls(opening, closing, re.compile("|".join(patterns)))
+        return cls(opening, closing, re.compile(pattern), max(map(len, whole), default=0), tuple(parts))
 
     def put(self, value: Any) -> Any:
         """`value` with the tokens in all its strings enclosed; keys of dicts stay."""
         if isinstance(value, str):
-            return self.tokens.sub(lambda match: f"{self.opening}{match[0]}{self.closing}", value)
+            return self._enclosed(value)
         if isinstance(value, dict):
             return {key: self.put(entry) for key, entry in value.items()}
         return [self.put(entry) for entry in value] if isinstance(value, list) else value
+
+    def _enclosed(self, text: str) -> str:
+        made: list[str] = []
+        done = 0
+        while match := find(self.tokens, text, done, self.longest):
+            made += [text[done : match.start()], self.opening, match[0], self.closing]
+            done = match.end()
+        rest = text[done:]
+        end = len(rest.rstrip())
+        begin = next((end - len(part) for part in self.parts if rest.endswith(part, 0, end)), end)
+        if begin < end:
+            rest = f"{rest[:begin]}{self.opening}{rest[begin:end]}{self.closing}{rest[end:]}"
+        return "".join([*made, rest])
 
     def take(self, text: str) -> tuple[str, list[tuple[int, int]]]:
         """The text without markers and the spans they enclosed; one that lost its partner is a span of length 0."""
@@ -315,21 +333,22 @@ class _Marks:
             text = text.replace(f"\\u{ord(mark):04x}", mark)
         spans: list[tuple[int, int]] = []
         parts: list[str] = []
-        at, begin = 0, None
-        for part in re.split(f"([{self.opening}{self.closing}])", text):
-            if part == self.opening:
-                if begin is not None:
-                    spans.append((begin, begin))
-                begin = at
-            elif part == self.closing:
+        at, done, begin = 0, 0, None
+        marks = re.compile(f"[{self.opening}{self.closing}]")
+        while match := find(marks, text, done, 1):
+            parts.append(text[done : match.start()])
+            at += match.start() - done
+            done = match.end()
+            if match[0] == self.closing:
                 spans.append((at if begin is None else begin, at))
                 begin = None
             else:
-                parts.append(part)
-                at += len(part)
+                if begin is not None:
+                    spans.append((begin, begin))
+                begin = at
         if begin is not None:
             spans.append((begin, begin))
-        return "".join(parts), spans
+        return "".join([*parts, text[done:]]), spans
 
 
 def _plain_data(value: Any, depth: int = 0) -> Any:

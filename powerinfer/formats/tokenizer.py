@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats import bpe
+from powerinfer.formats.windows import find
 
 if TYPE_CHECKING:
     import tokenizers
@@ -32,6 +33,13 @@ _END_OF_GENERATION = frozenset((
 ))  # fmt: skip
 # Vocabularies in which </s> ends a passage that is struck out, as in HTML: Gemma's.
 _WITH_HTML = frozenset(("<eos>", "<end_of_turn>", "<turn|>", "<|plamo:eos|>"))
+
+LONG = 4096
+"""Characters of a text from which on it is encoded as a batch of one: the library lets other Python threads run only
+while it encodes batches, and encodes up to a megabyte a second."""
+
+PIECE = 1 << 18  # characters, of which `Tokenizer.excess` encodes pieces
+SEAM = 64  # tokens that two such pieces may have more than their text as a whole
 
 Encode = Callable[[str], list[int]]
 """Ids of ASCII text in which nothing is special."""
@@ -114,7 +122,11 @@ class Engine:
 
     def encode(self, text: str, special: bool, first: bool) -> list[int]:
         engine = self._full if special else self._plain if first else self._inner
-        ids: list[int] = engine.encode(text, add_special_tokens=False).ids
+        if len(text) > LONG:
+            encoded = engine.encode_batch_fast([text], add_special_tokens=False)[0]
+        else:
+            encoded = engine.encode(text, add_special_tokens=False)
+        ids: list[int] = encoded.ids
         return ids
 
     def to_json(self) -> str:
@@ -206,6 +218,27 @@ class Tokenizer:
             ids += [token.id] if token else self._encode(valid_unicode(run), False, first=not ids)
         return self._framed(ids, add_bos)
 
+    def excess(self, text: str, limit: int) -> int:
+        """How many tokens `text` has at least, if these are more than `limit`; otherwise 0.
+
+        A text that nobody can use is not encoded as a whole: that takes seconds and hundreds of times its bytes. No
+        token spells more than the longest one, and pieces of a text have about as many tokens as the text.
+        """
+        count = -(-len(text) // self._longest)
+        if count > limit or len(text) <= PIECE:
+            return count if count > limit else 0
+        count = 0
+        for at in range(0, len(text), PIECE):
+            count += max(0, len(self._encode(valid_unicode(text[at : at + PIECE]), True)) - SEAM)
+            if count > limit:
+                return count
+        return 0
+
+    @cached_property
+    def _longest(self) -> int:
+        """Bytes of the longest token."""
+        return max((len(self._spell(at)) for at in range(self.vocab_size)), default=1) or 1
+
     def _framed(self, ids: list[int], add_bos: bool | None) -> list[int]:
         vocabulary = self._vocabulary
         before: list[int] = []
@@ -272,8 +305,9 @@ class Tokenizer:
             yield text, None
             return
         pattern = re.compile("|".join(map(re.escape, sorted(present, key=len, reverse=True))))
+        longest = max(map(len, present))
         done, start, span = 0, 0, 0
-        while match := pattern.search(text, start):
+        while match := find(pattern, text, start, longest):
             while span < len(spans) and spans[span][1] <= match.start():
                 span += 1
             if span < len(spans) and spans[span][0] < match.end():

@@ -5,6 +5,8 @@ On Anthropic's routes it has Anthropic's: {"type": "error", "error": {"type", "m
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import HTTPException
@@ -39,6 +41,10 @@ RETRY_AFTER = {429: 1, 503: 1}
 """Seconds after which a client may try again, by status."""
 
 
+NO_NAMES: Mapping[str, str] = {}
+"""Of an API whose fields are OpenAI's of chats."""
+
+
 class ApiError(HTTPException):
     """A request that is not answered. param: the field that is wrong; code: what clients may test for."""
 
@@ -46,9 +52,52 @@ class ApiError(HTTPException):
         super().__init__(status, message, headers=headers_of(status))
         self.param, self.code = param, code
 
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """This error with other names of fields, in its message and its `param`."""
+        if names:
+            pattern = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, names))})(?!\w)")
+            self.detail = pattern.sub(lambda match: names[match[0]], str(self.detail))
+            self.param = names.get(self.param or "", self.param)
+        return self
+
     def document(self, path: str = "") -> dict[str, Any]:
         """The body of the answer on a route."""
         return error_document(self.status_code, str(self.detail), self.param, self.code, path)
+
+
+class ContextError(ApiError):
+    """A prompt that does not fit the context, told in the words by which an API's clients know that.
+
+    prompt: its tokens, `least`: or more; wanted: tokens to generate; context: of both together. Claude Code lowers
+    max_tokens by the numbers, and LiteLLM and LangChain tell this error from others by these words alone.
+    """
+
+    def __init__(self, prompt: int, wanted: int, context: int, least: bool = False, param: str = "prompt") -> None:
+        self._numbers = prompt, wanted, context
+        self._most = "at least " if least else ""
+        super().__init__(400, self._openai(), param=param, code="context_length_exceeded")
+
+    def document(self, path: str = "") -> dict[str, Any]:
+        if is_anthropic(path):
+            return error_document(self.status_code, self._anthropic(), path=path)
+        return super().document(path)
+
+    def _openai(self) -> str:
+        prompt, wanted, context = self._numbers
+        return (
+            f"This model's maximum context length is {context} tokens. However, you requested "
+            f"{self._most}{prompt + wanted} tokens ({prompt} in the prompt, {wanted} in the completion): shorten the "
+            + ("prompt or lower max_tokens" if prompt < context else "prompt")
+        )
+
+    def _anthropic(self) -> str:
+        prompt, wanted, context = self._numbers
+        if prompt >= context:
+            return f"prompt is too long: {self._most}{prompt} tokens > {context} maximum"
+        return (
+            f"input length and `max_tokens` exceed context limit: {prompt} + {wanted} > {context}, decrease input "
+            "length or `max_tokens` and try again"
+        )
 
 
 def error_document(

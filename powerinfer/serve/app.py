@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
@@ -21,17 +20,20 @@ from starlette.types import Receive, Scope, Send
 
 from powerinfer import __version__
 from powerinfer.errors import RequestError
-from powerinfer.formats.grammar import check_depth
+from powerinfer.formats.tool_parser import AnswerFormat
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.thinking import with_thoughts
 from powerinfer.serve.answers import Answers, Job, Limits, answers
-from powerinfer.serve.api_error import ApiError, error_document, headers_of
+from powerinfer.serve.api_error import NO_NAMES, ApiError, error_document, headers_of
 from powerinfer.serve.constraints import constrained, read_chat_tools
 from powerinfer.serve.embeddings import EmbeddingsRequest
 from powerinfer.serve.live import LIVE
-from powerinfer.serve.messages import CountRequest, MessagesRequest, MessagesShape
+from powerinfer.serve.messages import MESSAGES_NAMES, CountRequest, MessagesRequest, MessagesShape
 from powerinfer.serve.page import add_page
 from powerinfer.serve.prompts import (
+    MAX_COUNTED,
+    Given,
+    Room,
     check_fit,
     check_ids,
     check_texts,
@@ -42,7 +44,7 @@ from powerinfer.serve.prompts import (
     read_biases,
     render,
 )
-from powerinfer.serve.responses import ResponsesRequest, ResponsesShape
+from powerinfer.serve.responses import RESPONSES_NAMES, ResponsesRequest, ResponsesShape
 from powerinfer.serve.schema import (
     ChatRequest,
     CompletionRequest,
@@ -54,6 +56,8 @@ from powerinfer.serve.schema import (
 from powerinfer.serve.served import ServedModel
 from powerinfer.serve.service import Service
 from powerinfer.serve.shapes import AnswerShape, ChatShape, Logprobs, TextShape, Usage, add_logprobs, encode_json
+from powerinfer.serve.thinking import Asked
+from powerinfer.serve.work import in_worker, read_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,22 +72,12 @@ def json_response(document: Any, status: int = 200, headers: dict[str, str] | No
 
 
 class StrictRequest(Request):
-    """A request whose JSON is RFC 8259's: UTF-8, no NaN, and not nested without end. ApiError otherwise."""
+    """A request whose JSON is read as `read_json` does. `state.size`: bytes of its body."""
 
     async def json(self) -> Any:
-        try:
-            document = msgspec.json.decode(await self.body())
-        except (msgspec.DecodeError, UnicodeError) as error:
-            raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
-        except RecursionError:
-            raise ApiError(400, "the JSON is nested too deep", code="invalid_json") from None
-        try:
-            check_depth(document, "the JSON")
-        except RequestError as error:
-            raise ApiError(400, str(error)) from None
-        if not isinstance(document, dict):
-            raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-        return document
+        body = await self.body()
+        self.state.size = len(body)
+        return await read_json(body)
 
 
 class StrictRoute(APIRoute):
@@ -145,22 +139,28 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     @app.post("/responses")
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        return await _chat(service, request, body.to_chat(), partial(ResponsesShape, body))
+        chat, shape = await _as_chat(request, body), partial(ResponsesShape, body)
+        return await _chat(service, request, chat, shape, RESPONSES_NAMES)
 
     @app.post("/v1/messages")
     async def messages(body: MessagesRequest, request: Request) -> Response:
-        return await _chat(service, request, body.to_chat(), MessagesShape)
+        return await _chat(service, request, await _as_chat(request, body), MessagesShape, MESSAGES_NAMES)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         model = await service.use(body.model, request.state.leases)
         llm = model.llm
-        try:
+
+        def prepared() -> tuple[SamplingParams, list[Given], list[list[int]]]:
             body.logit_bias = read_biases(llm, body)
             params, given = constrained(llm, body, body.to_params(llm.sampling)), body.prompts()
             wanted = params.max_tokens or 1 if body.generates else 0
-            prompts = await run_in_threadpool(encode_texts, llm, given, body.truncate_prompt_tokens, wanted)
+            prompts = encode_texts(llm, given, body.truncate_prompt_tokens, wanted)
             check_fit(llm, prompts, params if body.generates else None)
+            return params, given, prompts
+
+        try:
+            params, given, prompts = await in_worker(request.state.size, prepared)
             echoes = await echoes_of(llm, body, given, prompts)
         except Exception as error:
             raise model.refusal(error) or error from None
@@ -173,9 +173,14 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         llm = model.llm
         if llm.why_no_embeddings is not None:
             raise ApiError(400, llm.why_no_embeddings, param="model", code="no_embeddings")
-        given = body.texts(llm.config.d_model)
-        texts = await run_in_threadpool(encode_texts, llm, given, body.truncate_prompt_tokens)
-        check_texts(llm, texts)
+
+        def prepared() -> list[list[int]]:
+            given = body.texts(llm.config.d_model)
+            texts = encode_texts(llm, given, body.truncate_prompt_tokens, param="input")
+            check_texts(llm, texts)
+            return texts
+
+        texts = await in_worker(request.state.size, prepared)
         count = request.state.facts["prompt_tokens"] = sum(map(len, texts))
         vectors = await embedded(model, texts, request.state.salt)
         name = body.model or model.name
@@ -185,26 +190,31 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountRequest, request: Request) -> Response:
-        chat = body.to_chat()
+        chat = await _as_chat(request, body)
         model = await service.use(chat.model, request.state.leases)
         llm = model.llm
         try:
-            tokens, _ = await run_in_threadpool(encode_chat, llm, chat, read_chat_tools(llm, chat))
+            tokens, _ = await in_worker(
+                request.state.size, lambda: encode_chat(llm, chat, read_chat_tools(llm, chat))
+            )  # fmt: skip
         except Exception as error:
-            raise model.refusal(error) or error from None
+            raise _refusal(model, error, MESSAGES_NAMES) from None
         return json_response({"input_tokens": len(tokens)})
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         llm = (await service.use(body.model, request.state.leases)).llm
         text, special = body.text(), body.parse_special is not False
-        tokens = await run_in_threadpool(
-            llm.tokenizer.encode, text, special=special, add_bos=None if body.adds else False
-        )
-        shown: Any = tokens
-        if body.with_pieces:
-            shown = [{"id": token, "piece": llm.tokenizer.token_text(token)} for token in tokens]
-        return json_response({"tokens": shown, "count": len(tokens), "max_model_len": llm.context})
+
+        def tokenized() -> Response:
+            Room(MAX_COUNTED).check(llm, text)
+            tokens = llm.tokenizer.encode(text, special=special, add_bos=None if body.adds else False)
+            shown: Any = tokens
+            if body.with_pieces:
+                shown = [{"id": token, "piece": llm.tokenizer.token_text(token)} for token in tokens]
+            return json_response({"tokens": shown, "count": len(tokens), "max_model_len": llm.context})
+
+        return await in_worker(request.state.size, tokenized)
 
     @app.get("/tokenizer_info")
     async def tokenizer_info(request: Request, model: str | None = None) -> Response:
@@ -225,7 +235,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         llm = (await service.use(body.model, request.state.leases)).llm
         body.check_extra()
         check_ids(llm, body.tokens, "tokens")
-        text = await run_in_threadpool(llm.tokenizer.decode, body.tokens, skip_special=False)
+        text = await in_worker(request.state.size, llm.tokenizer.decode, body.tokens, skip_special=False)
         return json_response({"content": text, "prompt": text})
 
     @app.post("/apply-template")
@@ -234,7 +244,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         body.check_extra()
         try:
             tools = read_chat_tools(model.llm, body)
-            return json_response({"prompt": await run_in_threadpool(render, model.llm, body, tools)})
+            return json_response({"prompt": await in_worker(request.state.size, render, model.llm, body, tools)})
         except Exception as error:
             raise model.refusal(error) or error from None
 
@@ -290,19 +300,42 @@ def shape_of(model: ServedModel, request: Request, body: Sampling) -> tuple[str,
     return request.state.request_id, body.model or model.name, model.llm.tokenizer, body.include_usage
 
 
-async def _chat(service: Service, request: Request, body: ChatRequest, shape: Callable[..., AnswerShape]) -> Response:
-    """The answer to a conversation. shape: makes one of the parameters and of `ChatShape`'s arguments."""
+async def _as_chat(request: Request, body: ResponsesRequest | CountRequest) -> ChatRequest:
+    """The chat that a body of another API asks for."""
+    return await in_worker(request.state.size, body.to_chat)
+
+
+def _refusal(model: ServedModel, error: Exception, names: Mapping[str, str]) -> Exception:
+    """An error as the API tells it. names: of an API's fields that are called otherwise in OpenAI's chats."""
+    told = model.refusal(error)
+    return error if told is None else told.renamed(names)
+
+
+async def _chat(
+    service: Service,
+    request: Request,
+    body: ChatRequest,
+    shape: Callable[..., AnswerShape],
+    names: Mapping[str, str] = NO_NAMES,
+) -> Response:
+    """The answer to a conversation. shape: makes one of the parameters and of `ChatShape`'s arguments; names: as of
+    `_refusal`."""
     model = await service.use(body.model, request.state.leases)
     llm = model.llm
-    try:
+
+    def prepared() -> tuple[Asked, AnswerFormat | None, SamplingParams, list[int], int]:
         asked = body.asked_thinking()
         tools = read_chat_tools(llm, body)
         body.logit_bias = read_biases(llm, body)
         params = constrained(llm, body, body.to_params(llm.sampling), tools)
-        tokens, dropped = await run_in_threadpool(fitted_chat, llm, body, tools, params)
+        tokens, dropped = fitted_chat(llm, body, tools, params)
         params, form = with_thoughts(llm, asked.thinking, params, tools.reads, tokens, asked.apart)
+        return asked, form, params, tokens, dropped
+
+    try:
+        asked, form, params, tokens, dropped = await in_worker(request.state.size, prepared)
     except Exception as error:
-        raise model.refusal(error) or error from None
+        raise _refusal(model, error, names) from None
     if dropped:
         request.state.facts["dropped_turns"] = dropped
     made = shape(params, *shape_of(model, request, body), form)

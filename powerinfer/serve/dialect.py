@@ -63,14 +63,20 @@ class Asked(Body):
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_OPTIONS)] | None = None
 
 
-def chat_request(body: Body, messages: list[dict[str, Any]], **fields: Any) -> ChatRequest:
-    """The chat that a body asks for. RequestValidationError for what no chat may have."""
+def chat_request(
+    body: Body, messages: list[dict[str, Any]], names: Mapping[str, str], **fields: Any
+) -> ChatRequest:
+    """The chat that a body asks for. RequestValidationError for what no chat may have. names: of the body's fields, by
+    those of the chat, where they differ."""
     same = ("model", "temperature", "top_p", "top_k", "seed", "stream", "chat_template_kwargs")
     given = {name: getattr(body, name, None) for name in same} | fields
     try:
         return ChatRequest.model_validate({"messages": messages, **{k: v for k, v in given.items() if v is not None}})
     except ValidationError as error:
-        raise RequestValidationError(error.errors()) from None
+        errors = error.errors()
+        for one in errors:
+            one["loc"] = (names.get(str(one["loc"][0]), one["loc"][0]), *one["loc"][1:])
+        raise RequestValidationError(errors) from None
 
 
 def text_of(content: Content, kinds: Sequence[str], where: str, ignored: Sequence[str]) -> str:

@@ -52,6 +52,14 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """Anthropic's tool_choice.type, and OpenAI's."""
 
 
+MESSAGES_NAMES = {
+    "response_format": "output_config.format",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    '"required"': '"any"',
+}
+"""Names of fields, and a value, by those of chats."""
+
+
 class ContentBlock(Strict):
     """A text, earlier thinking, a use of a tool, or its result."""
 
@@ -93,6 +101,7 @@ class CountRequest(Asked):
         return chat_request(
             self,
             messages,
+            MESSAGES_NAMES,
             tools=[_tool(tool, at) for at, tool in enumerate(self.tools or [])],
             tool_choice=choice,
             parallel_tool_calls=parallel,
@@ -205,7 +214,7 @@ def _response_format(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
 class MessagesShape(BlockShape):
     """The message object, and its events from message_start on."""
 
-    prefix = "msg"
+    prefix = "msg_"
     ping = b'event: ping\ndata: {"type": "ping"}\n\n'
 
     def __init__(self, params: SamplingParams, *chat: Any) -> None:

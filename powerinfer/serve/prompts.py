@@ -6,14 +6,22 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from powerinfer.errors import ModelError
 from powerinfer.formats.chat import without_oldest
 from powerinfer.runtime.thinking import thinking_variables
-from powerinfer.serve.api_error import ApiError
+from powerinfer.serve.api_error import ApiError, ContextError
 from powerinfer.serve.constraints import Tools, chat_prompt
-from powerinfer.serve.schema import Bias, ChatRequest, CompletionRequest, Conversation, Sampling, conversation
+from powerinfer.serve.schema import (
+    MAX_PROMPT_TOKENS,
+    Bias,
+    ChatRequest,
+    CompletionRequest,
+    Conversation,
+    Sampling,
+    conversation,
+)
 from powerinfer.serve.scoring import echo_of
 from powerinfer.serve.shapes import Echo
 
@@ -28,19 +36,29 @@ MAX_BIAS_CHARS = 1 << 14  # of the texts in logit_bias
 MAX_DIGITS = 20  # of a token id
 
 
-def encode_chat(llm: LLM, body: Conversation, tools: Tools, limit: int | None = None) -> tuple[list[int], int]:
-    """The tokens of a conversation, and how many of its turns are left out: the oldest, down to `limit` tokens."""
+MAX_COUNTED = MAX_PROMPT_TOKENS  # of a text that need not fit the context
+
+
+def encode_chat(
+    llm: LLM, body: Conversation, tools: Tools, limit: int | None = None, room: Room | None = None
+) -> tuple[list[int], int]:
+    """The tokens of a conversation, and how many of its turns are left out: the oldest, down to `limit` tokens.
+
+    room: what the prompt must fit; None: `MAX_COUNTED` tokens. ApiError for one that is certainly longer, before its
+    tokens are made, unless turns may be left out.
+    """
+    room = room or Room(MAX_COUNTED)
 
     def encode(messages: Sequence[dict[str, Any]]) -> list[int]:
-        if body.continue_final_message or body.add_generation_prompt is False:
-            text, plain = _rendered(llm, body, messages, tools)
-            return llm.tokenizer.encode_masked(text, plain, add_bos=False)
-        shown, options = chat_prompt(llm, messages, _variables(llm, body), tools)
-        return llm.encode_chat(shown, tools=options.pop("tools", None), chat_template_kwargs=options)
+        text, plain = _rendered(llm, body, messages, tools)
+        if limit is None:
+            room.check(llm, text)
+        return llm.tokenizer.encode_masked(text, plain, add_bos=False)
 
     with _template_errors(llm):
         messages = conversation(body.messages)
         if limit is None:
+            room.check(llm, *(one["content"] for one in messages if one["role"] != "assistant"))
             return encode(messages), 0
         _, tokens, dropped = without_oldest(messages, encode, limit)
         return tokens, dropped
@@ -51,10 +69,24 @@ def _variables(llm: LLM, body: Conversation) -> dict[str, Any]:
     return {**thinking_variables(llm, body.asked_thinking().thinking), **(body.chat_template_kwargs or {})}
 
 
+class Room(NamedTuple):
+    """Tokens that a prompt may have together with those to generate."""
+
+    context: int
+    wanted: int = 0
+
+    def check(self, llm: LLM, *texts: str, param: str = "prompt") -> None:
+        """ApiError for a prompt with texts that certainly do not fit, however they are cut into tokens."""
+        least = max((llm.tokenizer.excess(text, self.context) for text in texts if len(text) > self.context), default=0)
+        if least:
+            raise ContextError(least, self.wanted, self.context, least=True, param=param)
+
+
 def fitted_chat(llm: LLM, body: ChatRequest, tools: Tools, params: SamplingParams) -> tuple[list[int], int]:
     """As `encode_chat`, as long as the request wants it. ApiError if its last turn is too long."""
     asked = body.truncate_prompt_tokens
-    tokens, dropped = encode_chat(llm, body, tools, _limit(llm, asked, params.max_tokens or llm.context // 8 + 1))
+    limit = _limit(llm, asked, params.max_tokens or llm.context // 8 + 1)
+    tokens, dropped = encode_chat(llm, body, tools, limit, Room(llm.context, params.max_tokens or 1))
     if asked is not None and len(tokens) > asked >= 0:
         raise ApiError(
             400,
@@ -153,14 +185,19 @@ def _key(name: str) -> int | str:
     return int(name)
 
 
-def encode_texts(llm: LLM, texts: Sequence[Given], asked: int | None = None, wanted: int = 0) -> list[list[int]]:
+def encode_texts(
+    llm: LLM, texts: Sequence[Given], asked: int | None = None, wanted: int = 0, param: str = "prompt"
+) -> list[list[int]]:
     """Tokens of each text, of which the last remain if the request asks for it.
 
     asked: its truncate_prompt_tokens; wanted: tokens to generate. The token that marks the beginning of a text stays.
+    ApiError for a text that is certainly too long, before its tokens are made.
     """
-    limit = _limit(llm, asked, wanted)
+    limit, room = _limit(llm, asked, wanted), Room(llm.context, wanted)
     encoded = []
     for text in texts:
+        if limit is None and isinstance(text, str):
+            room.check(llm, text, param=param)
         tokens = llm.tokenizer.encode(text) if isinstance(text, str) else text
         if limit is not None and len(tokens) > limit > 0:
             kept = tokens[:1] if isinstance(text, str) and tokens[0] == llm.tokenizer.bos_id else []
@@ -189,13 +226,8 @@ def check_fit(llm: LLM, prompts: list[list[int]], params: SamplingParams | None)
             raise ApiError(400, "the prompt is empty: it needs at least one token", param="prompt")
         wanted = 0 if params is None else params.max_tokens or 1
         if len(tokens) + wanted > llm.context:
-            raise ApiError(
-                400,
-                f"the prompt of {len(tokens)} tokens and {wanted} to generate do not fit the context of {llm.context} "
-                "tokens: shorten the prompt or lower max_tokens",
-                param="prompt" if len(tokens) >= llm.context else "max_tokens",
-                code="context_length_exceeded",
-            )
+            param = "prompt" if len(tokens) >= llm.context else "max_tokens"
+            raise ContextError(len(tokens), wanted, llm.context, param=param)
 
 
 def check_texts(llm: LLM, texts: list[list[int]]) -> None:
@@ -205,12 +237,7 @@ def check_texts(llm: LLM, texts: list[list[int]]) -> None:
         if not tokens:
             raise ApiError(400, "input: a text has no tokens", param="input")
         if len(tokens) > llm.context:
-            raise ApiError(
-                400,
-                f"a text of {len(tokens)} tokens does not fit the context of {llm.context} tokens: shorten or split it",
-                param="input",
-                code="context_length_exceeded",
-            )
+            raise ContextError(len(tokens), 0, llm.context, param="input")
 
 
 async def echoes_of(llm: LLM, body: CompletionRequest, given: list[Given], prompts: list[list[int]]) -> list[Echo]:

@@ -51,6 +51,13 @@ RESPONSES_NEUTRAL: Mapping[str, Sequence[Any]] = {
 }
 """Fields of the API that this server does not have, with the values that ask for nothing."""
 
+RESPONSES_NAMES = {
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "truncate_prompt_tokens": "truncation",
+}
+"""Names of fields, by those of chats."""
+
 PARTS = ("input_text", "output_text", "text")
 PART_IGNORED = ("annotations", "logprobs")
 TOOL_IGNORED = ("allowed_callers", "output_schema")
@@ -89,6 +96,7 @@ class ResponsesRequest(Asked):
         return chat_request(
             self,
             [*messages, *_messages(self.input)],
+            RESPONSES_NAMES,
             max_tokens=self.max_output_tokens,
             tools=[_tool(tool, at) for at, tool in enumerate(self.tools or [])],
             tool_choice=_tool_choice(self.tool_choice),
@@ -180,7 +188,7 @@ def _response_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
 class ResponsesShape(BlockShape):
     """The response object, and its events from response.created on."""
 
-    prefix = "resp"
+    prefix = "resp_"
 
     def __init__(self, asked: ResponsesRequest, params: SamplingParams, *chat: Any) -> None:
         super().__init__(*chat)

@@ -81,7 +81,7 @@ class AnswerShape(ABC):
     shows_reasoning = True
 
     def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, include_usage: bool) -> None:
-        self._id = f"{self.prefix}-{request_id}"
+        self._id = self.prefix + request_id
         self._model = model
         self._created = int(time.time())
         self._tokenizer = tokenizer
@@ -189,7 +189,7 @@ class AnswerShape(ABC):
 class ChatShape(AnswerShape):
     """/v1/chat/completions. form: how the model writes calls and reasoning; None: its text is the answer."""
 
-    name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
     def __init__(
         self, request_id: str, model: str, tokenizer: Tokenizer, include_usage: bool, form: AnswerFormat | None = None
@@ -298,7 +298,7 @@ class TextShape(AnswerShape):
     """/v1/completions. echoes: by answer, the prompts that the answers begin with."""
 
     name = chunk_name = "text_completion"
-    prefix = "cmpl"
+    prefix = "cmpl-"
 
     def __init__(
         self, request_id: str, model: str, tokenizer: Tokenizer, include_usage: bool, echoes: Sequence[Echo] = ()
