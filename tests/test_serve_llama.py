@@ -172,6 +172,7 @@ def test_settings_are_those_of_the_answer(server: Server) -> None:
     off = {"top_p": 1.0, "min_p": 0.0, "temperature": 1.0, "repeat_penalty": 1.0}
     assert settings.items() >= (off | {"top_k": 3}).items()
     assert settings["samplers"] == ["top_k", "dry"]
+    assert answer(server, **asked, samplers="kd")["generation_settings"] == settings
 
 
 def test_biases_as_pairs_and_of_texts(server: Server, llm: LLM) -> None:
@@ -205,6 +206,8 @@ def test_biases_as_pairs_and_of_texts(server: Server, llm: LLM) -> None:
         ({"mirostat": 2}, "mirostat is not supported"),
         ({"post_sampling_probs": True}, "post_sampling_probs is not supported"),
         ({"lora": [{"id": 0, "scale": 1}]}, "lora is not supported"),
+        ({"samplers": "kz"}, "samplers 'z' is not supported"),
+        ({"n_predict": 3}, "max_tokens and n_predict differ"),
         ({"n_indent": 2, "n_cmpl": 2}, "for one answer"),
         ({"n_predct": 2}, "did you mean n_predict"),
     ],

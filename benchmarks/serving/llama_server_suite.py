@@ -92,7 +92,7 @@ def main() -> None:
         ignored = [f"--ignore=unit/{name}" for name in LEFT_OUT]
         root = str(Path(__file__).resolve().parents[2])
         env = {**os.environ, "PYTHONPATH": f"{root}:{tests}", "SUITE_MODEL": str(given.model.resolve())}
-        command = [sys.executable, "-m", "pytest", "-q", "-rA", "--tb=short", "--show-capture=no", "-m", "not slow",
+        command = [sys.executable, "-m", "pytest", "-v", "-rA", "--tb=short", "--show-capture=no", "-m", "not slow",
                    "-p", "benchmarks.serving.llama_server_suite", "-k", given.k, *ignored, "unit"]  # fmt: skip
         raise SystemExit(subprocess.run(command, cwd=tests, env=env).returncode)
 
@@ -202,7 +202,7 @@ def _patch(utils: Any) -> None:
         others = [] if SERVERS.test in ("test_server_models",) else NAMES
         aliases = [option for one in (name, *others) for option in ("--alias", one)]
         command = [sys.executable, "-m", "powerinfer", "serve", "-m", str(model), "--port", "0", *aliases,
-                   "--context", str(context), "--max-batch", str(slots)]  # fmt: skip
+                   "--context", str(context), "--max-batch", str(slots), "-t", "1"]  # fmt: skip
         env = {**os.environ, **({"POWERINFER_API_KEY": self.api_key} if self.api_key else {})}
         fresh = SERVERS.test if "metrics" in SERVERS.test or "cached" in SERVERS.test else ""
         self.server_port = SERVERS.port((tuple(command), self.api_key, fresh), command, env)

@@ -24,7 +24,6 @@ from powerinfer.serve.schema import (
     SAMPLERS,
     UNLIMITED,
     Int,
-    MaxTokens,
     Sampling,
 )
 from powerinfer.serve.shapes import LOWEST_LOGPROB, AnswerShape, Delta, Logprobs, Usage, sent_event
@@ -51,7 +50,6 @@ class CompletionBody(Sampling):
     """
 
     prompt: str | dict[str, Any] | Annotated[Mixed, Field(max_length=MAX_PROMPT_TOKENS)] | None = None
-    n_predict: MaxTokens | None = None
     n_cmpl: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     n_probs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
@@ -179,9 +177,10 @@ class InfillBody(CompletionBody):
     input_extra: Annotated[list[ExtraChunk], Field(fail_fast=True, max_length=MAX_CHUNKS)] | None = None
 
     def to_params(self, defaults: SamplingDefaults, context: int) -> SamplingParams:
-        if self.samplers is not None and "infill" in self.samplers:
+        names = self.sampler_names or []
+        if "infill" in names:
             log("warning", "the sampler infill is left out: there is none", fields=["samplers"])
-            self.samplers = [name for name in self.samplers if name != "infill"]
+            self.samplers = [name for name in names if name != "infill"]
         return super().to_params(defaults, context)
 
     def infill_prompt(self, llm: LLM) -> tuple[list[int], list[int]]:
@@ -440,7 +439,7 @@ class CompletionShape(AnswerShape):
         given = {"max_tokens": limit, "n_predict": limit, "stop": list(params.stop), "stream": bool(body.stream),
                  "logit_bias": biases, "grammar": body.grammar or "", "n_indent": body.n_indent or 0,
                  "timings_per_token": bool(body.timings_per_token)}  # fmt: skip
-        return settings(params) | given | ({} if body.samplers is None else {"samplers": body.samplers})
+        return settings(params) | given | ({} if body.samplers is None else {"samplers": body.sampler_names})
 
 
 def _probability(one: TokenLogprob) -> dict[str, Any]:

@@ -111,6 +111,12 @@ SAMPLERS: Mapping[str, Mapping[str, Any]] = {
 SAMPLERS_OFF = ("dry", "typ_p", "typical_p", "top_n_sigma", "xtc", "adaptive_p")
 """Those that this server does not have: their parameters are refused, unless they turn them off."""
 
+SAMPLER_LETTERS: Mapping[str, str] = {
+    "e": "penalties", "t": "temperature", "k": "top_k", "p": "top_p", "m": "min_p", "d": "dry", "y": "typ_p",
+    "s": "top_n_sigma", "x": "xtc", "a": "adaptive_p", "i": "infill",
+}  # fmt: skip
+"""In a text of them, such as "edkypmxt"."""
+
 
 def _not_zero(value: int) -> int:
     if value == 0:
@@ -208,7 +214,12 @@ class Sampling(Body):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     truncate_prompt_tokens: Truncate | None = None
     min_tokens: Int | None = None
-    samplers: Annotated[list[Annotated[str, Field(max_length=64)]], Field(fail_fast=True, max_length=32)] | None = None
+    n_predict: MaxTokens | None = None
+    samplers: (
+        Annotated[str, Field(max_length=32)]
+        | Annotated[list[Annotated[str, Field(max_length=64)]], Field(fail_fast=True, max_length=32)]
+        | None
+    ) = None
     return_token_ids: bool | None = None
     timings_per_token: bool | None = None
     stream: bool | None = None
@@ -233,8 +244,12 @@ class Sampling(Body):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def check(self) -> None:
-        """ApiError for what fields cannot be together."""
+        """ApiError for what fields cannot be together. n_predict is llama-server's name of max_tokens."""
         self.check_extra()
+        if self.n_predict is not None:
+            if self.max_tokens not in (None, self.n_predict):
+                raise ApiError(400, "max_tokens and n_predict differ: give one", param="n_predict")
+            self.max_tokens = self.n_predict
         if self.min_tokens:
             self._check_min_tokens(self.min_tokens)
         if self.stream_options is not None and not self.stream:
@@ -266,13 +281,21 @@ class Sampling(Body):
 
     def _samplers_off(self) -> dict[str, Any]:
         """The parameters that turn off what `samplers` does not name. ApiError for one that there is not."""
-        if self.samplers is None:
+        names = self.sampler_names
+        if names is None:
             return {}
-        for name in self.samplers:
+        for name in names:
             if name not in SAMPLERS and name not in SAMPLERS_OFF:
                 raise not_supported(f"samplers {name!r}", f": it may name {', '.join(SAMPLERS)}")
-        return {field: off for name, fields in SAMPLERS.items() if name not in self.samplers
+        return {field: off for name, fields in SAMPLERS.items() if name not in names
                 for field, off in fields.items()}  # fmt: skip
+
+    @property
+    def sampler_names(self) -> list[str] | None:
+        """`samplers` as names; None: all of them."""
+        if isinstance(self.samplers, str):
+            return [SAMPLER_LETTERS.get(letter, letter) for letter in self.samplers]
+        return self.samplers
 
 
 class Part(BaseModel):
