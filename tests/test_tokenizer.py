@@ -258,7 +258,7 @@ def valid(text: str) -> str:
 
 
 def test_tokens_for_infilling_as_a_file_states_them() -> None:
-    stated = {"fim_pre": 5, "prefix": 6, "suffix": 7, "fim_mid": 10**9, "fim_pad": True, "fim_sep": "x", "fim_rep": 8}
+    stated = {"fim_pre": 5, "prefix": 6, "suffix": 7, "fim_mid": 10**9, "fim_rep": 8}
     keys = {f"tokenizer.ggml.{name}_token_id": value for name, value in stated.items()}
     found = tokenizer_from_gguf(byte_level_metadata("gpt-2") | keys).vocabulary.infill
     assert found == {"prefix": 5, "suffix": 7, "repository": 8}

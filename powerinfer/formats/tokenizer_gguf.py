@@ -20,6 +20,11 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.
 _ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")  # keys of tokens with which an answer ends
 _IDS = ("bos", "unknown", *_ENDS)
 _STRIP_NOTHING = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's special tokens
+_INFILL = {
+    "prefix": ("fim_pre", "prefix"), "suffix": ("fim_suf", "suffix"), "middle": ("fim_mid", "middle"),
+    "pad": ("fim_pad",), "repository": ("fim_rep",), "file": ("fim_sep",),
+}  # fmt: skip
+"""Keys of the tokens around the parts of a file, older ones last."""
 
 
 def tokenizer_from_gguf(metadata: dict[str, Any]) -> Tokenizer:
@@ -98,15 +103,10 @@ class _GGUF:
         return token
 
     def infill(self) -> dict[str, int]:
-        """The tokens around the parts of a file, by the name of the part. One that is no token is as if unstated."""
-        names = ("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep"), ("prefix", "suffix", "middle")
-        found: dict[str, int] = {}
-        for parts in names:
-            for part, name in zip(("prefix", "suffix", "middle", "pad", "repository", "file"), parts, strict=False):
-                value = self._metadata.get(f"tokenizer.ggml.{name}_token_id")
-                if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(self.pieces):
-                    found.setdefault(part, value)
-        return found
+        """The tokens around the parts of a file, by the name of the part."""
+        stated = {part: [token for name in names if (token := self._token(name)) is not None]
+                  for part, names in _INFILL.items()}  # fmt: skip
+        return {part: tokens[0] for part, tokens in stated.items() if tokens}
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._metadata.get(f"tokenizer.ggml.{name}", default)
