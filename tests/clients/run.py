@@ -101,7 +101,7 @@ CLIENTS = [
         command=("$bin/opencode", "run"),  # a prompt that it gets as words, it would quote
         variables={"OPENCODE_CONFIG_CONTENT": OPENCODE_CONFIG, "OPENCODE_DISABLE_MODELS_FETCH": "1"},
         steps='{"call": "read", "arguments": {"filePath": "$folder/notes.txt"}}, '
-              '{"call": "write", "arguments": {"filePath": "$folder/answer.txt", "content": "WORD"}}',
+              '{"call": "write", "arguments": {"content": "WORD", "filePath": "$folder/answer.txt"}}',
     ),
     Client(
         "qwen-code", ("@qwen-code/qwen-code@0.24.4",), node=True,
