@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from serving import client, post, served_llm
+from serving import client, post, served_llm, serving
 from test_grammar import bits
 from test_serve_tools import Scripted
 from test_tool_calls import NOW, WEATHER
@@ -634,6 +634,19 @@ def test_a_model_that_cannot_think_takes_the_fields(
 def test_values_that_are_none(server: Server, more: dict[str, Any], param: str) -> None:
     status, answer = post(server, "/v1/chat/completions", ASK | more)
     assert status == 400 and answer["error"]["param"] == param
+
+
+def test_defaults_of_the_server() -> None:
+    executor, path = Writer(n_pages=64), "/v1/chat/completions"
+    executor.script = LONG.encode()
+    own = served_llm(executor)
+    own.template = ChatTemplate(QWEN3)
+    with serving(own, reasoning_format="none", reasoning_budget=9) as server:
+        _, raw = post(server, path, ASK | {"max_tokens": 40})
+        assert raw["choices"][0]["message"]["content"].startswith("<think>\nWell. We</think>")
+        more = {"reasoning_format": "deepseek", "reasoning_budget": 12, "max_tokens": 40}
+        _, apart = post(server, path, ASK | more)
+        assert apart["choices"][0]["message"]["reasoning_content"] == "Well. Well."
 
 
 @pytest.mark.parametrize("given", [

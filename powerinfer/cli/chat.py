@@ -41,7 +41,7 @@ from powerinfer.cli.thinking import VALUES, asked_thinking, read_think, thinking
 from powerinfer.config import EngineConfig
 from powerinfer.errors import EngineError, PowerInferError, RequestError, did_you_mean
 from powerinfer.formats.chat import NEXT_TURN, plain_template, without_oldest
-from powerinfer.formats.thoughts import Thinking
+from powerinfer.formats.thoughts import Thinking, read_thoughts
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.thinking import thinking_variables
 
@@ -206,7 +206,13 @@ class Conversation:
             out.note('this model has no chat template: turns are written as lines of "User:" and "Assistant:"')
         self._clear()
         if sys.stdin is not None and sys.stdin.isatty():  # while the user types
-            threading.Thread(target=llm.template.prepare, daemon=True).start()
+            threading.Thread(target=self._prepare, daemon=True).start()
+
+    def _prepare(self) -> None:
+        """Compile the template and read it, in any thread, so that the first message need not."""
+        if self._llm.template is not None:
+            self._llm.template.prepare()
+            read_thoughts(self._llm.template)
 
     def title(self) -> str:
         """The model, its context and how to get help, on a line."""

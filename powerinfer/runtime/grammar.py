@@ -77,6 +77,8 @@ class Grammars:
         compiled = grammar.grammar if isinstance(grammar, AfterThought) else grammar
         if compiled is None:
             return True
+        if isinstance(grammar, AfterThought) and "_spelling" not in self.__dict__:
+            return False
         with self._lock:
             return self._cache.find(compiled.grammar if isinstance(compiled, LazyGrammar) else compiled) is not None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -44,6 +44,7 @@ class Spelling:
         self.words = -(-vocab_size // 32)
         self.ends = frozenset(tokenizer.eos_ids)
         self.beginning = lru_cache(64)(self._beginning)
+        self.with_byte = lru_cache(4)(self._with_byte)
 
     def token_bytes(self, token: int) -> bytes:
         """UTF-8 bytes of a token; empty for one that only the model has."""
@@ -51,15 +52,22 @@ class Spelling:
 
     def mask(self, fits: Callable[[bytes], object]) -> NDArray[np.uint32]:
         """The tokens whose bytes fit."""
-        return self._mask([token for token, data in self._all() if data and fits(data)])
+        return self.of(token for token, data in self._all() if data and fits(data))
 
-    def single(self, token: int) -> NDArray[np.uint32]:
-        """One token."""
-        return self._mask([token])
+    def of(self, tokens: Iterable[int]) -> NDArray[np.uint32]:
+        """These tokens."""
+        words = np.zeros(self.words, np.uint32)
+        ids = np.fromiter(tokens, np.int64)
+        np.bitwise_or.at(words, ids >> 5, np.left_shift(1, ids & 31).astype(np.uint32))
+        return words
 
     def _beginning(self, text: bytes) -> NDArray[np.uint32]:
         """The tokens that `text` begins with, or that begin with it."""
         return self.mask(lambda data: text.startswith(data) or data.startswith(text))
+
+    def _with_byte(self, byte: bytes) -> list[tuple[int, bytes]]:
+        """The tokens that have a byte in them, with their bytes."""
+        return [(token, data) for token, data in self._all() if byte in data]
 
     @cached_property
     def spaces(self) -> NDArray[np.uint32]:
@@ -83,12 +91,6 @@ class Spelling:
 
     def _all(self) -> Iterator[tuple[int, bytes]]:
         return ((token, self._tokenizer.token_bytes(token)) for token in range(self._tokenizer.vocab_size))
-
-    def _mask(self, tokens: list[int]) -> NDArray[np.uint32]:
-        words = np.zeros(self.words, np.uint32)
-        ids = np.asarray(tokens, np.int64)
-        np.bitwise_or.at(words, ids >> 5, np.left_shift(1, ids & 31).astype(np.uint32))
-        return words
 
 
 class ThoughtMask:
@@ -130,9 +132,9 @@ class ThoughtMask:
         """The tokens that may follow, None for all. RequestError if a limit is reached."""
         spelling = self._spelling
         if self._closing:
-            return spelling.single(self._closing[-1])
+            return spelling.of(self._closing[-1:])
         if self._state == self._in_thought:
-            return spelling.mask(self._fits) & ~self._ends if self._forced else None
+            return ~spelling.of(self._refused()) if self._forced else None
         words = np.zeros(spelling.words, np.uint32)
         if self._possible:
             found = None if self._inner is None else self._inner.allowed()
@@ -227,12 +229,12 @@ class ThoughtMask:
     def _is_space(self, data: bytes) -> bool:
         return 0 < len(data) <= self._room and data.isspace()
 
-    @cached_property
-    def _ends(self) -> NDArray[np.uint32]:
-        words = np.zeros(self._spelling.words, np.uint32)
-        for token in self._spelling.ends:
-            words |= self._spelling.single(token)
-        return words
+    def _refused(self) -> Iterator[int]:
+        """The tokens that may not follow in a thought, where a grammar must be matched behind it."""
+        yield from self._spelling.ends
+        for token, data in self._spelling.with_byte(self._end[-1:]):
+            if not self._fits(data):
+                yield token
 
 
 def _overlap(text: bytes, mark: bytes) -> int:

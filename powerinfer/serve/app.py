@@ -324,6 +324,7 @@ async def _chat(
     llm = model.llm
 
     def prepared() -> tuple[Asked, AnswerFormat | None, SamplingParams, list[int], int]:
+        body.take_defaults(service.thinking)
         asked = body.asked_thinking()
         tools = read_chat_tools(llm, body)
         body.logit_bias = read_biases(llm, body)

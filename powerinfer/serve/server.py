@@ -32,6 +32,7 @@ from powerinfer.serve.llama_server import add_llama_server
 from powerinfer.serve.logs import log
 from powerinfer.serve.served import ModelSource
 from powerinfer.serve.service import STOP_SECONDS, Policy, Service
+from powerinfer.serve.thinking import Defaults
 
 MAX_HEADERS = 32 << 10  # bytes of a request's line and headers
 BACKLOG = 512  # connections that wait to be accepted
@@ -109,6 +110,7 @@ def listen(config: ServeConfig) -> socket.socket:
 
 def assemble(service: Service, config: ServeConfig, keys: Keys, requests: int) -> App:
     """All layers around the routes. requests: that the engine takes, those that wait included."""
+    service.thinking = Defaults(config.reasoning_format, config.reasoning_budget)
     app = build_app(service)
     add_llama_server(app, service)
     endpoints = frozenset(path for route in app.routes if (path := getattr(route, "path", "")) and "{" not in path)

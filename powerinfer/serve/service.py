@@ -20,6 +20,7 @@ from powerinfer.serve.api_error import ApiError
 from powerinfer.serve.logs import log
 from powerinfer.serve.metrics import Metrics
 from powerinfer.serve.served import Budget, ModelSource, ServedModel, in_thread
+from powerinfer.serve.thinking import Defaults
 from powerinfer.system import available_memory, resident_memory, total_memory
 
 STOP_SECONDS = 5.0  # that loading gets to notice that it is in vain
@@ -58,6 +59,7 @@ class Service:
         self.ending: Callable[[], bool] = lambda: False
         self.metrics = Metrics(lambda: self.models)
         self.timeout, self.queue_timeout = timeout, queue_timeout
+        self.thinking = Defaults()
         self.models: list[ServedModel] = []
         self._names: dict[str, ServedModel] = {}
         self._folded: dict[str, ServedModel] = {}

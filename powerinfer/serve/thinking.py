@@ -37,6 +37,13 @@ class Asked(NamedTuple):
     shows: bool = True
 
 
+class Defaults(NamedTuple):
+    """Values of reasoning_format and reasoning_budget where a request says nothing."""
+
+    form: str = "auto"
+    budget: int = -1
+
+
 class ThinkingFields(BaseModel):
     """Fields of a conversation that concern thinking."""
 
@@ -50,6 +57,14 @@ class ThinkingFields(BaseModel):
     thinking_budget_tokens: Budget | None = None
     thinking_token_budget: Budget | None = None
     include_reasoning: bool | None = None
+
+    def take_defaults(self, defaults: Defaults) -> None:
+        """Take the server's for what the request does not say."""
+        self.reasoning_format = self.reasoning_format or defaults.form
+        budgets = (self.reasoning_budget, self.thinking_budget, self.thinking_budget_tokens, self.thinking_token_budget)
+        of_parts = ((self.reasoning or {}).get("max_tokens"), (self.thinking or {}).get("budget_tokens"))
+        if all(budget is None for budget in (*budgets, *of_parts)):
+            self.reasoning_budget = defaults.budget
 
     def asked_thinking(self) -> Asked:
         """What they say together. ApiError for a value that is none."""

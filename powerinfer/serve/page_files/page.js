@@ -60,8 +60,15 @@ function shown(message, number) {
   else tools.append(button("Retry", () => retry(number)), button("Copy", () => navigator.clipboard?.writeText(message.content)));
   const note = document.createElement("span");
   tools.append(note);
-  node.append(body, tools);
+  const thought = document.createElement("details"), thinking = paragraph("");
+  thought.className = "thought";
+  thought.append(Object.assign(document.createElement("summary"), { textContent: "Thoughts" }), thinking);
+  thought.open = !message.content;
+  node.append(thought, body, tools);
   const update = () => {
+    thought.hidden = !message.thought;
+    thinking.textContent = message.thought ?? "";
+    if (message.content && !body.hasChildNodes()) thought.open = false; // folded when the answer begins
     body.replaceChildren(message.role === "user" ? paragraph(message.content) : render(message.content));
     note.textContent = message.error ?? message.note ?? "";
     node.classList.toggle("error", Boolean(message.error));
@@ -151,11 +158,13 @@ async function answer() {
     for await (const event of events(reply)) {
       if (event.error) throw new Refused(event.error.message);
       usage = event.usage ?? usage;
-      const delta = event.choices?.[0]?.delta, text = delta?.content ?? delta?.reasoning_content ?? event.choices?.[0]?.text;
-      if (!text) continue;
+      const delta = event.choices?.[0]?.delta, text = delta?.content ?? event.choices?.[0]?.text ?? "";
+      const thought = delta?.reasoning_content ?? "";
+      if (!text && !thought) continue;
       tokens++;
       first ||= performance.now();
       message.content += text;
+      message.thought = (message.thought ?? "") + thought;
       if (!due) { due = true; requestAnimationFrame(draw); }
     }
   } catch (error) {
