@@ -146,6 +146,13 @@ MUTATIONS = [
         "tests/test_pack.py -k test_every_pair_of_types",
     ),
     Mutation(
+        "thoughts are told apart the same however their text is cut, nothing in one is a call, budgets end them",
+        "powerinfer/formats/thoughts.py",
+        "held = overlap(self._text, self._end)",
+        "held = 0",
+        "tests/test_thoughts.py -k whatever_the_pieces",
+    ),
+    Mutation(
         "gpt-oss's answers are told apart the same however their text is cut, by every route and `run`",
         "powerinfer/formats/harmony.py",
         "if len(text) - overlap(text, MESSAGE) > _LONGEST:",
