@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats import sandbox, template_worker
-from powerinfer.formats.chat import _WRITTEN_OUT, ChatTemplate, chat_template, encode_chat
+from powerinfer.formats.chat import _WRITTEN_OUT, ChatTemplate, chat_template, encode_chat, plain_messages
+from powerinfer.formats.spans import carried_over
 from powerinfer.formats.tokenizer import Tokenizer
 from powerinfer.formats.tokenizer_gguf import tokenizer_from_gguf
 
@@ -471,6 +472,7 @@ SPECIALS = [
     "[INST]",
 ]
 SPECIALS += ["[/INST]", "<unk>"]
+THOUGHTS = ["<think>", "</think>"]
 
 
 def expected(source: str, messages: list[dict[str, Any]], add_prompt: bool = True, **options: Any) -> str | None:
@@ -490,7 +492,7 @@ def expected(source: str, messages: list[dict[str, Any]], add_prompt: bool = Tru
 
 def rendered(source: str, messages: list[dict[str, Any]], add_prompt: bool = True, **options: Any) -> str | None:
     try:
-        return ChatTemplate(source, "<s>", "</s>").render(messages, SPECIALS, add_prompt, **options)[0]
+        return ChatTemplate(source, "<s>", "</s>").render(messages, SPECIALS + THOUGHTS, add_prompt, **options)[0]
     except (RequestError, ModelError):
         return None
 
@@ -665,21 +667,84 @@ def test_templates_written_out_are_what_jinja_makes_of_them(source: str, chat: s
     assert source in (SMOLLM2, CHATML.replace("\\n", "\n")), "the templates of this file are among those written out"
 
 
+GEMMA3 = (  # the system's message as a list of parts alone, others as either
+    "{%- if messages[0]['role'] == 'system' -%}{%- set first = messages[0]['content'][0]['text'] + '\n' -%}"
+    "{%- set rest = messages[1:] -%}{%- else -%}{%- set first, rest = '', messages -%}{%- endif -%}"
+    "{%- for message in rest -%}{{ '<start>' + message['role'] + '\n' + (first if loop.first else '') }}"
+    "{%- if message['content'] is string -%}{{ message['content'] | trim }}"
+    "{%- else -%}{%- for item in message['content'] -%}{{ item['text'] | trim }}{%- endfor -%}{%- endif -%}"
+    "{{ '<end>' }}{%- endfor -%}"
+)
+PARTS = "{% for m in messages %}{{ m.role }}{% for part in m.content %}{% if part.type == 'text' %}[{{ part.text }}]"
+PARTS += "{% endif %}{% endfor %}{% endfor %}"
+TEXTS = "{% for m in messages %}{{ m.role }}:{{ m.content }}text{% endfor %}"
+TEXT_OF_TOOLS = "{% for m in messages %}{% if m.role == 'tool' %}{{ m.content[0].text }}{% else %}{{ m.content }}"
+TEXT_OF_TOOLS += "{% endif %}{% endfor %}"
+REFUSES = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}{% endfor %}" + PARTS
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    "source, messages, text",
+    [
+        (GEMMA3, [SYSTEM, USER], "<start>user\nBe brief.\nHello, who are you?<end>"),
+        (GEMMA3, [USER], "<start>user\nHello, who are you?<end>"),
+        (PARTS, [SYSTEM, USER], "system[Be brief.]user[Hello, who are you?]"),
+        (TEXTS, [SYSTEM, USER], "system:Be brief.textuser:Hello, who are you?text"),
+        (TEXT_OF_TOOLS, [USER, {"role": "tool", "content": "4"}], "Hello, who are you?4"),
+        (REFUSES, [USER], "user[Hello, who are you?]"),
+    ],
+)
+def test_a_template_gets_contents_in_the_shape_that_it_reads(source: str, messages: list[Any], text: str) -> None:
+    assert ChatTemplate(source).render(messages)[0] == text
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    assert ChatTemplate(source).render(plain_messages(parts))[0] == text
+    marked = [{**message, "content": message["content"] + "<|im_end|>"} for message in messages]
+    shown, spans = ChatTemplate(source).render(marked, SPECIALS)
+    assert [shown[begin:end] for begin, end in spans] == ["<|im_end|>"] * len(messages)
+
+
+def test_the_shape_is_asked_once_and_not_of_a_template_that_goes_on_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    render = sandbox.render
+    monkeypatch.setattr(sandbox, "render", lambda *given: asked.append(given[0]) or render(*given))
+    source = PARTS + "{# asked once #}"
+    ChatTemplate(source).prepare()
+    before = len(asked)
+    for _ in range(3):
+        ChatTemplate(source).render([USER])
+    assert len(asked) == before + 3
+    monkeypatch.setattr(sandbox, "SECONDS", 0.2)
+    with pytest.raises(ModelError, match="refused"):
+        ChatTemplate(HARMFUL["loops"] + "{# text #}").render([USER])
+    assert asked[before + 3 :] == [HARMFUL["loops"] + "{# text #}"] * 2
+
+
+def test_chats_with_tools_get_the_template_for_them() -> None:
+    template = ChatTemplate("plain {{ bos_token }}", "<s>", tool_use="{{ bos_token }}{{ tools | length }} tools")
+    assert template.render([USER])[0] == template.render([USER], tools=[])[0] == "plain <s>"
+    for form in (template, template.at("2026-01-01T00:00:00")):
+        assert form.render([USER], tools=TOOLS)[0] == f"<s>{len(TOOLS)} tools"
+    assert template.for_tools.source == template.tool_use and template.for_tools.for_tools is not None
+    alone = ChatTemplate("x")
+    assert alone.for_tools is alone
+
+
 # ------------------------------------------------------------------------------------------------------------- encoding
 
 
-def tokenizer() -> Tokenizer:
+def tokenizer(special: list[str] = SPECIALS) -> Tokenizer:
     """Bytes, a few merges, and the special tokens of this file."""
     from powerinfer.formats import bpe
 
     merges = ["u s", "us e", "use r", "e n", "en d", "i m", "< |", "| >", "Ġ <|"]
-    tokens = [*bpe.byte_alphabet(), *(merge.replace(" ", "") for merge in merges), *SPECIALS]
+    tokens = [*bpe.byte_alphabet(), *(merge.replace(" ", "") for merge in merges), *special]
     return tokenizer_from_gguf(
         {
             "tokenizer.ggml.model": "gpt2",
             "tokenizer.ggml.pre": "smollm",
             "tokenizer.ggml.tokens": tokens,
-            "tokenizer.ggml.token_type": [3 if token in SPECIALS else 1 for token in tokens],
+            "tokenizer.ggml.token_type": [3 if token in special else 1 for token in tokens],
             "tokenizer.ggml.merges": merges,
             "tokenizer.ggml.bos_token_id": tokens.index("<s>"),
             "tokenizer.ggml.eos_token_id": tokens.index("</s>"),
@@ -737,6 +802,63 @@ def test_many_special_tokens_in_a_content_take_time_in_proportion() -> None:
     ids = encode_chat(model, ChatTemplate(CHATML), [{"role": "user", "content": text}])
     assert time.process_time() - begin < 20
     assert ids.count(model.encode("<|im_end|>", add_bos=False)[0]) == 1
+
+
+STRIPS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content.startswith('<unk>') %}</s>{% endif %}"
+    "{{ m.content.split('</think>')[-1].lstrip('\n') }}<|im_end|>\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "content, shown",
+    [
+        ("<think>x</think>\n\nyes", "yes"),
+        ("<think>x</think>\n\n<|im_end|>\n<think> yes", "<|im_end|>\n<think> yes"),
+        ("</think><|im_end|></think>\n<|im_end|>", "<|im_end|>"),
+        ("<unk>\n<|im_end|>", "<unk>\n<|im_end|>"),
+        ("<unk></think>\n</s><|im_end|>", "</s><|im_end|>"),
+    ],
+)
+def test_a_template_that_strips_beside_a_special_token(content: str, shown: str) -> None:
+    """The text is that without marks; which tokens in it are the template's is known all the same."""
+    model = tokenizer(SPECIALS + THOUGHTS)
+    start, end, closing = (model.encode(name, add_bos=False) for name in ("<|im_start|>", "<|im_end|>", "</s>"))
+
+    def plain(text: str) -> list[int]:
+        return model.encode(text, special=False, add_bos=False)
+
+    messages = [{"role": "assistant", "content": content}, {"role": "user", "content": "<|im_start|>"}]
+    ids = encode_chat(model, ChatTemplate(STRIPS), messages)
+    begins = content.startswith("<unk>")  # the template writes </s>: that, or a content's
+    begin = plain("assistant\n") + closing * begins + plain(shown)
+    if begins and "</s>" in content:
+        begin = plain(f"assistant\n</s>{shown}")
+    assert ids == [*start, *begin, *end, *plain("\n"), *start, *plain("user\n<|im_start|>"), *end, *plain("\n")]
+
+
+def test_spans_are_carried_over_to_a_text_that_differs() -> None:
+    def carried(marked: str, text: str, contents: str = "ab") -> str:
+        """marked: tokens are letters; in capitals they are plain. The result: of `text`, in capitals what is plain."""
+        spans = [(at, at + 1) for at, letter in enumerate(marked) if letter.isupper()]
+        found = carried_over(marked.lower(), spans, text, "abcd", lambda token: token in contents)
+        assert found == sorted(found)
+        return "".join(letter.upper() if (at, at + 1) in found else letter for at, letter in enumerate(text))
+
+    assert carried("a-Ab-B", "aabb") == "aAbB"
+    assert carried("aAb-B", "aab") == "aAB", "plain rather than not"
+    assert carried("aBc", "abcd") == "aBcd" and carried("aBc", "abcdb") == "aBcdB"
+    assert carried("cAd", "cad") == "cAd" and carried("c--d", "cad") == "cAd"
+    assert carried("", "cad") == "cAd" and carried("aAd", "") == ""
+    assert carried("Ab" * 600 + "c", "c" + "ab" * 600) == "c" + "AB" * 600, "too many to compare"
+
+
+def test_many_tokens_that_a_template_strips_take_time_in_proportion() -> None:
+    text = "</think>\n<|im_end|>x" * 20_000
+    begin = time.process_time()
+    shown, spans = ChatTemplate(STRIPS).render([{"role": "user", "content": text}], SPECIALS + THOUGHTS)
+    assert time.process_time() - begin < 5
+    assert shown == "<|im_start|>user\n<|im_end|>x<|im_end|>\n" and [shown[a:b] for a, b in spans][-1] == "<|im_end|>"
 
 
 def test_a_role_cannot_smuggle_a_special_token() -> None:

@@ -2,8 +2,7 @@
 
 A special token inside a message's content is plain text: it must not end or start a turn. Such tokens are enclosed in
 two marker characters before the template sees them, and the markers are removed from the rendered text, which
-distinguishes tokens of the template from those of messages. Contents without special tokens, nearly all, are passed to
-the template unchanged.
+distinguishes tokens of the template from those of messages. The prompt is what the template writes without them.
 """
 
 from __future__ import annotations
@@ -76,15 +75,38 @@ class ChatTemplate:
         if self.tool_use is not None and options.get("tools"):
             return self.for_tools.render(messages, special_tokens, add_generation_prompt, **options)
         given = _plain_data({**options, "messages": [_with_thought(message, self.source) for message in messages]})
+        roles = self._roles_with_parts()
+        if roles:
+            from powerinfer.formats.content_shapes import shaped
+
+            given["messages"] = [shaped(message, roles) for message in given["messages"]]
+        text = self._text(given, add_generation_prompt)
         marks = _Marks.choose(given, self.source, special_tokens)
-        if marks is not None:
-            given = marks.put(given)
+        if marks is None:
+            return text, []
+        marked, spans = marks.take(self._text(marks.put(given), add_generation_prompt))
+        if marked == text:
+            return text, spans
+        from powerinfer.formats.spans import carried_over
+
+        in_contents = marks.tokens.fullmatch
+        return text, carried_over(marked, spans, text, special_tokens, lambda token: bool(in_contents(token)))
+
+    def _text(self, given: dict[str, Any], add_generation_prompt: bool) -> str:
+        text = _written_out(self.source, given["messages"], add_generation_prompt)
+        if text is not None:
+            return text
         tokens = {name: text for name, text in (("bos_token", self.bos), ("eos_token", self.eos)) if text}
         names = {**tokens, "tools": None, "documents": None}
-        text = _written_out(self.source, given["messages"], add_generation_prompt)
-        if text is None:
-            text = self._run({**names, **given, "add_generation_prompt": add_generation_prompt})
-        return (text, []) if marks is None else marks.take(text)
+        return self._run({**names, **given, "add_generation_prompt": add_generation_prompt})
+
+    def _roles_with_parts(self) -> frozenset[str]:
+        """The roles whose contents the template reads as lists of parts."""
+        if self.source.replace("\\n", "\n") in _WRITTEN_OUT:
+            return frozenset()
+        from powerinfer.formats.content_shapes import roles_with_parts
+
+        return roles_with_parts(self.source, self.bos, self.eos)
 
     def prepare(self) -> None:
         """Import Jinja and compile the template now, in any thread, so that the first `render` need not."""
@@ -93,6 +115,7 @@ class ChatTemplate:
 
             with contextlib.suppress(sandbox.Failed, sandbox.Limit):  # the rendering says it
                 sandbox.render(self.source, None)
+                self._roles_with_parts()
 
     def _run(self, variables: dict[str, Any]) -> str:
         from powerinfer.formats import sandbox

@@ -1,0 +1,89 @@
+"""Plain-text spans of one text, carried over to another that has nearly the same special tokens.
+
+A chat template may write a little less, or more, where the contents of messages have marks in them: it strips the white
+space beside a token, or looks for one at the beginning of a content. The prompt is what it writes without marks; which
+of the special tokens in it are plain text is known of the rendering with marks.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+
+MAX_CELLS = 1 << 18  # pairs of tokens that are compared, where the two texts differ
+
+Span = tuple[int, int]
+
+
+def carried_over(
+    marked: str, spans: Sequence[Span], text: str, special: Sequence[str], in_contents: Callable[[str], bool]
+) -> list[Span]:
+    """The spans of `text` that are plain, given those of `marked`.
+
+    special: the special tokens. A token of `text` that cannot be told to be one of `marked` is plain if it occurs in
+    the contents at all.
+    """
+    present = [token for token in special if token and (token in marked or token in text)]
+    if not present:
+        return []
+    pattern = re.compile("|".join(map(re.escape, sorted(present, key=len, reverse=True))))
+    ends = [end for _, end in spans]
+    known = [(match, _inside(match, spans, ends)) for match in pattern.finditer(marked)]
+    found = list(pattern.finditer(text))
+    pairs = _pairs([(match[0], bool(plain)) for match, plain in known], [match[0] for match in found])
+    carried: list[Span] = []
+    for at, match in enumerate(found):
+        if at in pairs:
+            moved = match.start() - known[pairs[at]][0].start()
+            carried += [(begin + moved, end + moved) for begin, end in known[pairs[at]][1]]
+        elif in_contents(match[0]):
+            carried.append(match.span())
+    return carried
+
+
+def _inside(match: re.Match[str], spans: Sequence[Span], ends: Sequence[int]) -> list[Span]:
+    """The parts of spans inside a token. ends: those of the spans."""
+    inside = []
+    for begin, end in spans[bisect_right(ends, match.start()) :]:
+        if begin >= match.end():
+            break
+        inside.append((max(begin, match.start()), min(end, match.end())))
+    return inside
+
+
+def _pairs(known: list[tuple[str, bool]], found: list[str]) -> dict[int, int]:
+    """Which of `known` each of `found` is: as many as possible in the same order, and plain ones rather than others."""
+    names = [name for name, _ in known]
+    if names == found:
+        return {at: at for at in range(len(found))}
+    head = tail = 0
+    if len(names) * len(found) > MAX_CELLS:
+        shorter = min(len(names), len(found))
+        head = next((at for at in range(shorter) if names[at] != found[at]), shorter)
+        tail = next((at for at in range(shorter - head) if names[-1 - at] != found[-1 - at]), shorter - head)
+    pairs = {at: at for at in range(head)}
+    pairs |= {len(found) - 1 - at: len(names) - 1 - at for at in range(tail)}
+    rows, columns = range(head, len(names) - tail), range(head, len(found) - tail)
+    if len(rows) * len(columns) > MAX_CELLS:
+        return pairs
+    weight = 2 * min(len(rows), len(columns)) + 1  # one more pair is worth more than all plain ones
+    best = [[0] * (len(columns) + 1) for _ in range(len(rows) + 1)]
+    for row in reversed(rows):
+        for column in reversed(columns):
+            down, right = best[row - head + 1][column - head], best[row - head][column - head + 1]
+            joined = 0
+            if names[row] == found[column]:
+                joined = best[row - head + 1][column - head + 1] + weight + known[row][1]
+            best[row - head][column - head] = max(down, right, joined)
+    row, column = head, head
+    while row < rows.stop and column < columns.stop:
+        here = best[row - head][column - head]
+        if here == best[row - head + 1][column - head]:
+            row += 1
+        elif here == best[row - head][column - head + 1]:
+            column += 1
+        else:
+            pairs[column] = row
+            row, column = row + 1, column + 1
+    return pairs
