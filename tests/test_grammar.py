@@ -265,6 +265,58 @@ def test_texts_match_in_every_vocabulary(kind: str, tmp_path: Path) -> None:
         assert endings, name
 
 
+TOKENS: dict[str, tuple[str, list[str], list[str]]] = {
+    # a grammar, where 64 is the token a; tokens that fit, and tokens that do not
+    "an id": ('root ::= <[64]> "e"', ["a e"], ["b e", "a a"]),
+    "a text": ("root ::= <|begin|> [a-z]+ <tool>", ["<|begin|> a b <tool>"], ["a", "<|begin|> <tool>"]),
+    "others": ("root ::= <tool> x* <tool>\nx ::= !<tool>", ["<tool> a <|begin|> 1 <tool>", "<tool> <tool>"], ["a"]),
+    "no end": ("root ::= !<tool>+ <tool>", ["a <|begin|> <tool>"], ["<|end|>", "a <|im_end|>", "<tool>"]),
+    "other than an id": ('root ::= !<[64]>{2} "x"', ["b c x", "b <|begin|> x"], ["a b x", "b a x", "b b b"]),
+    "either": ("root ::= (<[64]> | <tool> # <b>\n)+ [<>]", ["a <tool> a <", "<tool> >"], ["<", "a b"]),
+    "no tokens": ('root ::= "<[64]>" [^<a>] # <tool>', ["< [ 6 4 ] > b"], ["a b", "< [ 6 4 ] > a"]),
+    "a name like ours": ("root ::= token-ref-0 <tool>\ntoken-ref-0 ::= [a]", ["a <tool>"], ["<tool>", "a a"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_tokens_in_gbnf(name: str) -> None:
+    source, fit, unfit = TOKENS[name]
+    tokenizer = tokenizer_from_gguf(byte_level_metadata("gpt-2"))
+    compiled = Grammars(tokenizer)
+
+    def fits(tokens: str) -> bool:
+        mask = compiled.mask(Grammar.gbnf(source))
+        for text in tokens.split():
+            (token,) = tokenizer.encode(text)
+            if not bits(mask.allowed(), tokenizer.vocab_size)[token]:
+                return False
+            assert mask.allows(token)
+            mask.accept(token)
+        return True
+
+    assert tokenizer.encode("a") == [64]
+    assert [fits(tokens) for tokens in fit] == [True] * len(fit)
+    assert [fits(tokens) for tokens in unfit] == [False] * len(unfit)
+
+
+def test_an_end_token_in_gbnf_is_where_the_answer_may_end() -> None:
+    compiled = Grammars(tokenizer := tokenizer_from_gguf(byte_level_metadata("gpt-2")))
+    mask = compiled.mask(Grammar.gbnf("root ::= [a] <|im_end|> | [b] [c]*"))
+    assert mask.accept(tokenizer.encode("a")[0]), "nothing may follow"
+    mask = compiled.mask(Grammar.gbnf("root ::= [b] ([c] | <|im_end|>)*"))
+    assert not mask.accept(tokenizer.encode("b")[0])
+    assert set(bits(mask.allowed(), tokenizer.vocab_size).nonzero()[0]) == {*tokenizer.eos_ids, *tokenizer.encode("c")}
+
+
+@pytest.mark.parametrize("token", ["<[99999]>", "!<[707]>", "<nothing like it>", "<tool"])
+def test_tokens_in_gbnf_that_the_model_does_not_have(token: str) -> None:
+    compiled = Grammars(tokenizer_from_gguf(byte_level_metadata("gpt-2")))
+    message = "is not one token of this model" if ">" in token else "not supported"
+    with pytest.raises(RequestError, match=message) as caught:
+        compiled.compile(Grammar.gbnf(f"root ::= {token}"))
+    assert len(str(caught.value).splitlines()) == 1
+
+
 def test_the_first_token_may_have_the_space_that_decoding_drops() -> None:
     tokenizer = tokenizer_from_gguf(sentencepiece_metadata("bpe"))
     grammars = Grammars(tokenizer)

@@ -20,6 +20,7 @@ import numpy as np
 
 from powerinfer.errors import CLOSED, ModelError, PowerInferError, RequestError, one_line
 from powerinfer.formats.grammar import JSON_OPTIONS, KINDS, AfterThought, Grammar, LazyGrammar
+from powerinfer.runtime.gbnf import lark_of_gbnf
 from powerinfer.runtime.thought_mask import AnswerMask, Spelling, ThoughtMask
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ class CompiledGrammar:
         self._size = GRAMMAR_BYTES + BYTES_PER_CHARACTER * len(grammar.text)
         self._seconds = 0.0
         try:
-            source = _source(grammar)
+            source = _source(grammar, vocabulary)
         except Exception as error:
             raise self._refused(str(error)) from None
         self._matcher = LLMatcher(vocabulary.words, source, log_level=0, limits=_limits())
@@ -397,7 +398,8 @@ class _Words:
 class _Vocabulary:
     """A tokenizer's tokens for llguidance: their bytes, which of them are special, which end an answer.
 
-    filled_words: words of the masks that llguidance fills; the model's tokens have the first `mask_words` of them.
+    size: how many tokens the model has; ends: those that end an answer. filled_words: words of the masks that llguidance
+    fills; the model's tokens have the first `mask_words` of them.
     without_space: if decoding drops the space that an answer begins with, what tokens with that space mean in its
     beginning: the tokens of the rest.
     """
@@ -416,6 +418,7 @@ class _Vocabulary:
         if not ends:  # llguidance needs one: in a word of its own, beyond the model's mask, it is never sampled
             ends = [self.mask_words * 32]
             tokens += [b""] * (ends[0] + 1 - len(tokens))
+        self.size, self.ends = vocab_size, ends
         self.filled_words = -(-len(tokens) // 32)
         special = sorted({*tokenizer.special_ids, *ends})
         for at in special:  # one without a text would be in the mask wherever another special token is
@@ -435,6 +438,11 @@ class _Vocabulary:
     def token_bytes(self, token: int) -> bytes:
         """UTF-8 bytes of a token."""
         return self._tokenizer.token_bytes(token)
+
+    def token_of(self, text: str) -> int | None:
+        """The one token that a text is; None if it is several."""
+        tokens = self._tokenizer.encode(text, add_bos=False)
+        return tokens[0] if len(tokens) == 1 else None
 
     def tokens_of(self, data: bytes) -> list[int] | None:
         """Some tokens that spell `data`; None if it is no UTF-8 text or no tokens spell it."""
@@ -492,31 +500,19 @@ def _limits() -> LLParserLimits:
     return LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
 
 
-def _source(grammar: Grammar) -> str:
+def _source(grammar: Grammar, vocabulary: _Vocabulary) -> str:
     """The grammar in llguidance's own format."""
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if grammar.kind == "json_schema":
         options: Any = JSON_OPTIONS
         return LLMatcher.grammar_from_json_schema(grammar.text, overrides=options)
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(grammar.text)
-    text = gbnf_to_lark(_ESCAPE.sub(_unescaped, grammar.text)) if grammar.kind == "gbnf" else grammar.text
-    return LLMatcher.grammar_from_lark(text)
-
-
-_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(?s:.))")
-
-
-def _unescaped(escape: re.Match[str]) -> str:
-    """An escape of GBNF for a character beyond ASCII as that character: the converter does not know all of them."""
-    code = int(escape[1] or escape[2] or escape[3] or "0", 16)
-    if code < 0x80:
-        return f"\\x{code:02x}" if code else escape[0]
-    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-        raise RequestError(f"{escape[0]} is no character")
-    return chr(code)
+    if grammar.kind == "gbnf":
+        text = lark_of_gbnf(grammar.text, vocabulary.token_of, vocabulary.size, vocabulary.ends)
+        return LLMatcher.grammar_from_lark(text)
+    return LLMatcher.grammar_from_lark(grammar.text)
 
 
 def _names(listed: str) -> list[str]:
