@@ -29,6 +29,14 @@ class VramError(RequestError):
     """Too little VRAM is free, or may be used."""
 
 
+class RamError(RequestError):
+    """Too little RAM is there, or may be used. least: bytes that would do."""
+
+    def __init__(self, message: str, least: int) -> None:
+        super().__init__(message)
+        self.least = least
+
+
 class QueueFullError(RequestError):
     """More than `max_queue` requests wait already."""
 

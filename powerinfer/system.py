@@ -62,13 +62,27 @@ def total_memory() -> int:
 
 def available_memory() -> int:
     """Bytes that can be allocated without swapping, in the machine and in this process' container; 0 if unknown."""
+    free = _free_memory()
+    return min([free, *(max(1, limit - used) for limit, used in _cgroup_memory())]) if free else 0
+
+
+def _free_memory() -> int:
+    """Of the machine; 0 if unknown."""
     try:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":") for line in file)
-        free = int(fields["MemAvailable"].split()[0]) * 1024
+        return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return 0
-    return min([free, *(max(1, limit - used) for limit, used in _cgroup_memory())])
+
+
+def container_memory() -> int | None:
+    """Bytes that this process may occupy in its container, those that it does now included: beyond them it is killed.
+    None where no container limits it, or the machine has less."""
+    own = _anonymous_memory()
+    rooms = [limit - max(0, used - own) for limit, used in _cgroup_memory()]
+    free = _free_memory()
+    return max(1, min(rooms)) if rooms and (not free or min(rooms) < free + own) else None
 
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -103,6 +117,15 @@ def resident_memory() -> int:
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _anonymous_memory() -> int:
+    """Bytes of RAM that this process occupies with what is no file; 0 if unknown."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return int(fields["RssAnon"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
         return 0
 
 

@@ -25,6 +25,7 @@ from powerinfer.config import EngineConfig
 from powerinfer.devices.batch import Batch, StoppedError
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.disk import DiskTier, OnDisk
+from powerinfer.errors import RamError
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.layout import matrix_names
 from powerinfer.formats.quant import block_type, quantize
@@ -261,6 +262,28 @@ def test_a_context_that_nobody_asked_for_keeps_no_model_on_disk(smollm2: Path, m
         monkeypatch.setattr("powerinfer.system.available_memory", lambda free=free: free)
         resolved = resolve(open_checkpoint(smollm2), engine)
         assert (resolved.disk is not None) is disk and resolved.engine == engine
+
+
+def test_a_container_gets_what_takes_least_or_a_line_in_place_of_a_kill(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = EngineConfig(max_batch=1, prefill_chunk=32, gpu="none", trial=False, threads=2, context=128)
+    checkpoint, least = open_checkpoint(smollm2), least_of(smollm2, context=128)
+
+    def within(room: int, free: int, **changes: Any) -> Any:
+        monkeypatch.setattr("powerinfer.system.available_memory", lambda: free)
+        monkeypatch.setattr("powerinfer.system.container_memory", lambda: room)
+        return resolve(checkpoint, replace(engine, **changes))
+
+    tight = within(least + (1 << 20), least)  # nine tenths of what is free do not hold it
+    stated = resolve(checkpoint, replace(engine, ram=least)).disk
+    assert tight.disk is not None and stated is not None and tight.disk.streamed >= stated.streamed > 0
+    assert within(1 << 40, 1 << 20).disk is None, "a container that holds all of it"
+    for options in ({}, {"disk": "none"}):
+        with pytest.raises(RamError, match=r"needs .* of RAM.*, and this container leaves it .*MiB: give") as error:
+            within(least - (1 << 20), least // 2, **options)
+        assert ("even if its weights stay on disk" in str(error.value)) is not bool(options)
+        assert error.value.least > least - (1 << 20)
 
 
 def test_a_lower_context_that_keeps_all_in_ram_is_said(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:

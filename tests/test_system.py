@@ -47,3 +47,17 @@ def test_what_is_available_is_within_the_containers_limit(monkeypatch: pytest.Mo
     assert (system.total_memory(), system.available_memory()) == (5000, min(free, 3000))
     monkeypatch.setattr(system, "_cgroup_memory", lambda: [(5000, 6000)])
     assert system.available_memory() == 1  # 0 would mean that it is not known
+
+
+def test_what_a_container_leaves_counts_what_this_process_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = system._anonymous_memory()
+    assert 0 < own <= system.resident_memory() * 1.5
+    monkeypatch.setattr(system, "_anonymous_memory", lambda: 700)
+    monkeypatch.setattr(system, "_cgroup_memory", lambda: [(5000, 1000), (9000, 6000)])
+    assert system.container_memory() == 3700
+    monkeypatch.setattr(system, "_cgroup_memory", lambda: [(5000, 500)])
+    assert system.container_memory() == 5000
+    monkeypatch.setattr(system, "_cgroup_memory", lambda: [(1 << 59, 0)])  # the machine has less
+    assert system.container_memory() is None
+    monkeypatch.setattr(system, "_cgroup_memory", list)
+    assert system.container_memory() is None

@@ -17,7 +17,7 @@ import numpy as np
 
 from powerinfer.config import EngineConfig
 from powerinfer.devices.wanted import UNUSED_VRAM, lacks_torch, wanted_gpu
-from powerinfer.errors import PowerInferError, RequestError
+from powerinfer.errors import PowerInferError, RamError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.kernels import cpu
 from powerinfer.neurons import Indices
@@ -363,19 +363,50 @@ def _on_cpu(resolved: Resolved) -> Resolved:
 
 def _within_free_memory(resolved: Resolved, model: Model, free: int) -> Resolved:
     """The same without --ram: with what the free memory does not hold on disk. The KV cache of a context that was not
-    asked for takes memory as it fills, so little of it counts."""
+    asked for takes memory as it fills, so little of it counts. RequestError if a container holds not even that."""
     from powerinfer.placement.disk import within
 
     engine = resolved.engine
     short = replace(engine, context=engine.context or min(_SHORT, model.config.context_length))
-    if engine.disk == "none" or _ram_bytes(model, short) <= free:
+    whole = _ram_bytes(model, short)
+    if whole <= free:
         return resolved
-    with suppress(RequestError):  # not even that fits: the system may still find the memory
-        ram = within(free)
+
+    def place(ram: int) -> Resolved:
         placed = _on_disk(replace(resolved, engine=short), model, ram)
         context = _whole_context(placed, model, ram) if engine.context else None
         return replace(placed, engine=engine, disk_speed=_disk_speed(placed, model, ram), whole_context=context)
-    return resolved
+
+    return _placed_within(place, model, None if engine.disk == "none" else within(free), whole) or resolved
+
+
+def _placed_within(place: Callable[[int], Resolved], model: Model, ram: int | None, whole: int) -> Resolved | None:
+    """What `place` makes of `ram`, None: nothing may stay on disk. Where that is too little a container gets what takes
+    least memory; elsewhere, and where it holds all of the model, None: the system may still find the memory.
+
+    RequestError where a container does not hold the least: it would kill the process. whole: bytes that hold the model.
+    """
+    from powerinfer.placement.budget import gib
+    from powerinfer.system import container_memory
+
+    least, limit = whole, container_memory()
+    try:
+        if ram is not None:
+            return place(ram)
+    except RamError as error:
+        least = min(whole, error.least)
+    except RequestError:  # parts of this model cannot stay on disk
+        pass
+    if limit is None or whole <= limit:
+        return None
+    if least < whole and least <= limit:
+        return place(least)
+    disk = "" if least == whole else " even if its weights stay on disk"
+    raise RamError(
+        f"{model.name} needs {gib(least)} of RAM{disk}, and this container leaves it {gib(limit)}: give the container "
+        "more memory, or a lower --context or --prefill-chunk, or take a smaller model",
+        least,
+    )
 
 
 def _on_disk(resolved: Resolved, model: Model, ram: int, host_bytes: int = 0, whole: int | None = None) -> Resolved:
@@ -638,7 +669,7 @@ def _within_ram(resolved: Resolved, model: Model, hardware: Hardware) -> Resolve
 
 
 def _layers_in_free_memory(resolved: Resolved, model: Model, hardware: Hardware) -> Resolved:
-    """As `_within_free_memory`, beside layers on the GPU."""
+    """As `_within_free_memory`, beside layers on the GPU. RequestError likewise."""
     from powerinfer.placement.budget import in_ram
     from powerinfer.placement.disk import within
     from powerinfer.system import available_memory
@@ -646,11 +677,15 @@ def _layers_in_free_memory(resolved: Resolved, model: Model, hardware: Hardware)
     engine, free, where = resolved.engine, available_memory(), (resolved.gpu_layers, resolved.gpu_head)
     short = replace(engine, context=engine.context or min(_SHORT, model.config.context_length))
     needed = sum(in_ram(model, _workload(model, short, "all"), *where, hardware.host_bytes).values())
-    if engine.disk != "none" and not resolved.gpu_head and 0 < free < needed:
-        with suppress(RequestError):  # not even that fits: the system may still find the memory
-            placed = _on_disk(replace(resolved, engine=short, staging=0), model, within(free), hardware.host_bytes)
-            return replace(placed, engine=engine)
-    return replace(resolved, disk=None)
+    if not 0 < free < needed:
+        return replace(resolved, disk=None)
+
+    def place(ram: int) -> Resolved:
+        placed = _on_disk(replace(resolved, engine=short, staging=0), model, ram, hardware.host_bytes)
+        return replace(placed, engine=engine)
+
+    stays = engine.disk == "none" or resolved.gpu_head
+    return _placed_within(place, model, None if stays else within(free), needed) or replace(resolved, disk=None)
 
 
 def _planned(resolved: Resolved, model: Model) -> Callable[[Hardware], PlanRequest]:

@@ -24,7 +24,7 @@ import numpy as np
 
 from powerinfer.config import ExpertsConfig, FfnConfig
 from powerinfer.devices.disk import OnDisk, Reads
-from powerinfer.errors import RequestError
+from powerinfer.errors import RamError, RequestError
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.layout import is_matrix
 from powerinfer.formats.prepared import LINE
@@ -548,13 +548,14 @@ def _other(model: Model, layers: Iterable[int], head: bool) -> Counter[str]:
     return total
 
 
-def _too_little(model: Model, held: Footprint, least: int, whole: int, ram: int) -> RequestError:
+def _too_little(model: Model, held: Footprint, least: int, whole: int, ram: int) -> RamError:
     needs = f"{gib(whole)} of RAM" if whole < least else f"{gib(least)} of RAM even if its weights stay on disk"
     cache = f"{gib(held['kv'])} of it for the KV cache and " if held["kv"] else "of it "
     enough = min(least, whole)
     context = "--context or " if held["kv"] else ""  # a GPU that has all layers has all of the cache
     lower = f", or a lower {context}--prefill-chunk" if enough - ram < held["kv"] + held["scratch"] else ""
-    return RequestError(
+    return RamError(
         f"{model.name} needs {needs}, {cache}{gib(held['scratch'])} for a piece of a prompt, and --ram is {gib(ram)}: "
-        f"give --ram {gib(enough)}{lower}"
+        f"give --ram {gib(enough)}{lower}",
+        enough,
     )
