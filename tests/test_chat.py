@@ -934,7 +934,6 @@ BROKEN = {
     "class": "{{ ''.__class__.__mro__ }}",
     "cycler": "{{ cycler.__init__.__globals__.os.system('true') }}",
     "object": "{{ messages.__class__.__base__ }}",
-    "append": "{% set x = [1] %}{{ x.append(2) }}",
 }
 
 
@@ -943,6 +942,15 @@ def test_a_broken_template_is_a_wrong_model(source: str) -> None:
     with pytest.raises(ModelError) as caught:
         ChatTemplate(source).render([USER])
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_list_of_a_template_may_grow_and_what_it_is_given_stays() -> None:
+    source = "{% set x = [] %}{% for m in messages %}{% set _ = x.append(m.content) %}{% endfor %}"
+    source += "{{ x | map('upper') | tojson }}"
+    assert ChatTemplate(source).render([USER])[0] == json.dumps([USER["content"].upper()])
+    messages = [USER]
+    ChatTemplate("{% set _ = messages.append(1) %}").render(messages)
+    assert messages == [USER]
 
 
 HIDDEN = ["raise_exception.__globals__", "'{0.__class__}'.format(1)", "messages.__class__"]

@@ -24,6 +24,7 @@ from powerinfer.cli.main import INTERRUPTED
 from powerinfer.cli.run import answer
 from powerinfer.cli.thinking import told_apart
 from powerinfer.formats.chat import ChatTemplate, plain_messages
+from powerinfer.formats.dialect_reading import read_dialect
 from powerinfer.formats.grammar import Grammar
 from powerinfer.formats.harmony import MARKS
 from powerinfer.formats.tool_calls import HARMONY, HERMES, ToolFormat, reasoning_format
@@ -229,7 +230,7 @@ def test_without_functions_a_call_is_reasoning() -> None:
     assert form is not None and form.reasons and not HERMES.reasons and reasoning_format(None) is None
     whole = f"<|channel|>commentary to=functions.now <|constrain|>json<|message|>{ROME}<|call|>"
     assert read([whole], form) == (ROME, "", [])
-    assert ToolFormat.of(TEMPLATE) == HARMONY and reasoning_format("{{ messages }} <|im_start|>") is None
+    assert read_dialect(ChatTemplate(TEMPLATE)) == HARMONY and reasoning_format("{{ messages }} <|im_start|>") is None
 
 
 # ---------------------------------------------------------------- grammars

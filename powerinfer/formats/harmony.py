@@ -5,7 +5,8 @@
 
 A message has a header, up to `<|message|>`: who writes it, `<|channel|>` with the channel's name, and `to=` with the
 recipient, before the channel or after it; then the type of its content. The prompt ends with `<|start|>assistant`.
-`analysis` is reasoning; `final`, and `commentary` to nobody, are the answer; a message to `functions.NAME` is a call.
+`analysis` is reasoning; `final`, and `commentary` to nobody or to `assistant`, are the answer; a message to
+`functions.NAME` is a call. Of two channels in a header the last one counts.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from powerinfer.formats.tool_parser import AnswerDelta, Reasoning, ToolDelta, overlap
+from powerinfer.formats.call_values import Value
+from powerinfer.formats.marks import overlap
+from powerinfer.formats.tool_parser import AnswerDelta, Reasoning, ToolDelta
 from powerinfer.formats.tools import NAME
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
@@ -30,7 +33,7 @@ _CLOSING = (END, CALL, RETURN, START, CHANNEL)  # of a message's text
 _ROLE = re.compile(r"\s*<\|start\|>\s*([^\s<]*)")
 _RECIPIENT = re.compile(r"(?:^|\s|<\|start\|>assistant|<\|channel\|>\w+)to=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_UNMARKED = re.compile(r"to=[^\s<]*\s*(?:<.*)?", re.DOTALL)  # a header that begins with the recipient
+_UNMARKED = re.compile(r"to=[^\s<]*\s*\w*\s*(?:<.*)?", re.DOTALL)  # a header that begins with the recipient
 _LONGEST = 512  # characters of a header
 
 
@@ -50,6 +53,7 @@ class HarmonyParser:
         self._say = self._answer
         self._deltas: list[AnswerDelta] = []
         self._said: dict[type, bool] = {}  # kinds that there was text of, and whether in this message
+        self._value = Value()  # the arguments of a call
         self._called = False  # this message is a call, ...
         self._arguments = False  # ... and has some text
         self._last = self._cut = False
@@ -109,16 +113,18 @@ class HarmonyParser:
         self._step = self._in_text
         self._called = self._arguments = False
         self._said = dict.fromkeys(self._said, False)
-        role, to, channel = (found.search(header) for found in (_ROLE, _RECIPIENT, _CHANNEL))
-        recipient = "" if to is None else to[1]
+        header = header.rpartition(END)[2]
+        role, to = _ROLE.search(header), _RECIPIENT.findall(header)
+        channel = next(reversed(_CHANNEL.findall(header)), "")
+        recipient = "" if not to or to[-1] == "assistant" else to[-1]
         name = recipient.removeprefix("functions.")
         if role is not None and role[1] not in ("", "assistant"):
             self._say = self._nothing
         elif self._may_call and name != recipient and NAME.fullmatch(name):
-            self._say, self._called = self._argue, True
+            self._say, self._called, self._value = self._argue, True, Value()
             self._deltas.append(ToolDelta(self.calls, self._new_id(), name, ""))
             self.calls += 1
-        elif recipient or (channel is not None and channel[1] == "analysis"):
+        elif recipient or channel == "analysis":
             self._say = self._reason
         else:
             self._say = self._answer
@@ -145,8 +151,8 @@ class HarmonyParser:
 
     def _close(self) -> None:
         """A message ends."""
-        if self._called and not self._arguments:
-            self._argue("{}")
+        if self._called and not self._value.ended:
+            self._add(self._value.finish() if self._arguments else "{}")
         self._called = False
 
     # ---- what a message's text is
@@ -166,9 +172,13 @@ class HarmonyParser:
         return "\n\n" if first else ""
 
     def _argue(self, text: str) -> None:
-        if text:
-            self._arguments = self._arguments or not text.isspace()
-            self._deltas.append(ToolDelta(self.calls - 1, None, None, text))
+        self._arguments = self._arguments or bool(text and not text.isspace())
+        if not self._value.ended:
+            self._add(self._value.push(text))
+
+    def _add(self, arguments: str) -> None:
+        if arguments:
+            self._deltas.append(ToolDelta(self.calls - 1, None, None, arguments))
 
     def _nothing(self, text: str) -> None:
         pass

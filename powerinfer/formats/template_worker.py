@@ -11,7 +11,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -31,10 +31,11 @@ class Limit(Exception):
 
 
 def environment() -> Any:
-    """Jinja as transformers sets it up for chat templates."""
+    """Jinja as transformers sets it up for chat templates, but lists may grow: some templates append to their own, and
+    what they are given is a copy."""
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.sandbox import SandboxedEnvironment
 
     class Generation(Extension):
         """{% generation %} marks an assistant's text, for training; here only its body is rendered."""
@@ -45,9 +46,7 @@ def environment() -> Any:
             line = next(parser.stream).lineno
             return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
-    env: Any = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
+    env: Any = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     env.filters["tojson"] = _tojson
     env.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     return env
@@ -56,7 +55,10 @@ def environment() -> Any:
 def _tojson(
     x: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """JSON as transformers writes it: unlike Jinja's own filter, without escapes for HTML."""
+    """JSON as transformers writes it: unlike Jinja's own filter, without escapes for HTML. What filters such as `map`
+    yield is a list."""
+    if isinstance(x, Iterator):
+        x = list(x)
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats import harmony
 from powerinfer.formats.chat import ChatTemplate
-from powerinfer.formats.tool_parser import AnswerDelta, AnswerFormat, AnswerParser, Reasoning, overlap
+from powerinfer.formats.marks import overlap
+from powerinfer.formats.tool_parser import AnswerDelta, AnswerFormat, AnswerParser, Reasoning
 
 EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
 """Degrees of thinking, from the least."""

@@ -1,8 +1,8 @@
 """Tool calls: how models of different families are told of functions, and how they write calls of them.
 
-A `ToolFormat` is data; which one a model has is decided by its chat template. Its functions are those of a request
-(`tools.py`), the conversation is spelled as its template takes it (`tool_messages.py`), and its answer is read
-(`tool_parser.py`).
+A `ToolFormat` describes a dialect: it is data. `dialect_reading.py` reads it off a chat template. From it come the
+spelling of a conversation as the template takes it (`tool_messages.py`), the grammar of calls (`call_grammar.py`), and
+the reading of answers (`tool_parser.py`). The functions are those of a request (`tools.py`).
 """
 
 from __future__ import annotations
@@ -10,75 +10,166 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import cached_property, partial
 from secrets import choice as random_choice
 from string import ascii_letters, digits
-from typing import Any, NamedTuple
+from typing import Any
 
 from powerinfer.errors import RequestError
 from powerinfer.formats import harmony, tool_messages
-from powerinfer.formats.grammar import JSON_OPTIONS, WHITESPACE, Grammar, LazyGrammar, json_text, literal
+from powerinfer.formats.call_grammar import CallRules, with_options
+from powerinfer.formats.call_writing import written
+from powerinfer.formats.grammar import Grammar, LazyGrammar, json_text, literal
+from powerinfer.formats.marks import HOLE
 from powerinfer.formats.tool_parser import AnswerParser, ToolParser
 from powerinfer.formats.tools import Tool, ToolChoice
-
-MAX_CALLS = 16  # of one answer, where a grammar says what is called
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family writes calls: `begin`, then an object (if `listed` a list of them), then `end`.
+    """A dialect: `section`, calls with `between` between them, `end`; in a list of JSON if they are `listed`.
 
-    begins: all texts that begin calls; a grammar asks for the first one. inner: before and after an object, between:
-    between calls. bare: an answer that begins with the object of a call needs no text before it. argument_mark: a call
-    is the function's name, this text, and the arguments. arguments: their key. told: how the model learns of the
-    functions: from the template's variable `tools` ("template"), from a field of the system message ("system"), or in
-    words of our own ("words"). short_ids: calls have ids of nine letters and digits. A request's choice, not the
-    family's: parallel: an answer may have several calls; required: it is nothing but calls.
+    A call is `call_begin`, its body, `call_end`. body: "object", {"name": ..., "arguments": ...}; or the function's
+    name, `name_end`, and the arguments: as an object ("json"), in Python ("keywords"), or each as `key_begin`, key,
+    `key_end`, value, `value_end` ("tagged"). `HOLE` in a mark stands for a word, such as an id.
+
+    name_key, arguments_key, id_key: of an object; id_first: the id precedes the name; named_by_key: it is {NAME:
+    arguments}. name_begin: precedes the name, and may be missing. type_words: the words by which a tagged value's type
+    is told in `key_end`; first the one of text. value_marks: around a text that has marks or line breaks in it.
+    literals: values that are no text are Python's literals. quote: a mark around strings. also: other texts that begin
+    calls. begun_by: the mark by which calls are known, if not the first line of theirs. bare: an answer that begins
+    with the object of a call needs no text before it. dropped: texts that are no part of the answer. prompt_end: the
+    end of the prompt that belongs to the answer.
+
+    told: how the model learns of the functions: from the template's variable `told_as` ("template"), as JSON text in it
+    ("text"), from a field of the system message ("system"), or in words of our own ("words"). whole_documents: with
+    every field that a function may have. clock: the variable for the time. history: how earlier
+    calls are given to the template: in its own way ("template"), or as text ("words", with results as the user's;
+    "text", with messages of results). text_arguments: they are JSON text; no_content: a message with calls has none
+    unless it says something; single: a message has one call; short_ids: ids have nine letters and digits. no_system:
+    the template takes no system message.
+
+    Of a request: parallel: an answer may have several calls; required: it is nothing but calls; tools: the functions.
     """
 
     name: str
-    begins: tuple[str, ...]
+    section: str = ""
+    call_begin: str = ""
+    call_end: str = ""
+    between: str = ""
     end: str = ""
     listed: bool = False
+    body: str = "object"
+    name_key: str = "name"
+    arguments_key: str = "arguments"
+    id_key: str = ""
+    id_first: bool = False
+    named_by_key: bool = False
+    name_begin: str = ""
+    name_end: str = ""
+    key_begin: str = ""
+    key_end: str = ""
+    value_end: str = ""
+    value_marks: tuple[str, str] = ("", "")
+    literals: bool = False
+    type_words: tuple[tuple[str, str], ...] = ()
+    quote: str = ""
+    also: tuple[str, ...] = ()
+    begun_by: str = ""
     bare: bool = False
-    inner: str = ""
-    between: str = ""
-    argument_mark: str = ""
-    arguments: str = "arguments"
+    dropped: tuple[str, ...] = ()
+    prompt_end: str = ""
     told: str = "template"
+    told_as: str = "tools"
+    whole_documents: bool = False
+    clock: str = ""
+    history: str = "template"
+    text_arguments: bool = False
+    no_content: bool = False
+    single: bool = False
     short_ids: bool = False
+    no_system: bool = False
     parallel: bool = True
     required: bool = False
+    tools: tuple[Tool, ...] = field(default=(), compare=False)
 
-    @classmethod
-    def of(cls, template: str | None) -> ToolFormat:
-        """The format of a model with this chat template. RequestError if the template has one that is not known."""
-        source = template or ""
-        for row in _ROWS:
-            if all(text in source for text in row.has) and not any(text in source for text in row.lacks):
-                return row.format
-        if re.search(r"\btools\b", source):
-            raise RequestError("this model's chat template has a format of tool calls that is not supported")
-        return GENERIC
+    @cached_property
+    def sections(self) -> tuple[str, ...]:
+        """The texts that begin the calls of an answer, as far as they are no part of a call."""
+        return tuple(text for text in (self.section, *self.also) if text.strip())
+
+    @cached_property
+    def openings(self) -> tuple[str, ...]:
+        """The texts that begin a call: some models leave out the first line of theirs."""
+        begin = self.call_begin.strip()
+        _, line, last = begin.rpartition("\n")
+        return tuple(text for text in (begin, last if line else "") if text)
+
+    @cached_property
+    def begins(self) -> tuple[str, ...]:
+        """The texts by which a beginning of calls is known: their first lines."""
+        if self.begun_by:
+            return (self.begun_by,)
+        texts = [self.section] if self.section.strip() else list(self.openings)
+        lines = [text.strip().partition(HOLE)[0] for text in (*texts, *self.also)]
+        return tuple(dict.fromkeys(self._first_line(line) for line in lines if line))
+
+    @staticmethod
+    def _first_line(text: str) -> str:
+        line, _, rest = text.partition("\n")
+        return text if rest and not _TAG.fullmatch(line) else line
+
+    def ended_by(self, texts: Sequence[str]) -> ToolFormat:
+        """The format where some tokens end an answer: they are no part of the calls."""
+        end = self.end.rstrip()
+        for text in texts:
+            end = end.removesuffix(text).rstrip() if text else end
+        return self if end == self.end.rstrip() else replace(self, end=end)
+
+    def word(self, kind: str) -> str:
+        """The word for a type in `key_end`."""
+        words = dict(self.type_words)
+        return words.get(kind, words.get("number", "")) if self.type_words else ""
 
     def conversation(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] = ()
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Messages and variables for the chat template, from the messages of a request.
 
-        Arguments of earlier calls, JSON text in a request, become objects, as transformers passes them. RequestError
-        for malformed calls.
+        Arguments of earlier calls, JSON text in a request, become objects, as transformers passes them, where the
+        template takes them. RequestError for malformed calls.
         """
         plain = tool_messages.plain(messages)
-        documents = [tool.document for tool in tools]
+        documents: list[dict[str, Any]] = [tool.document for tool in tools]
+        if self.whole_documents:
+            documents = tool_messages.whole(documents)
         if self.short_ids:
             plain = tool_messages.with_short_ids(plain)
+        if self.history != "template":
+            plain = tool_messages.with_calls_as_text(plain, self._written, results=self.history == "text")
+        if self.single:
+            plain = tool_messages.one_by_one(plain)
+        if self.text_arguments:
+            plain = tool_messages.with_text_arguments(plain)
+        if self.no_content:
+            plain = tool_messages.without_content(plain)
+        variables = {self.clock: datetime.now().strftime("%Y-%m-%d")} if self.clock else {}
+        if self.told == "text":
+            return plain, {**variables, self.told_as: json.dumps(documents, ensure_ascii=False, indent=4)}
+        if not documents:
+            return plain, {self.told_as: []} if self.whole_documents else {}
         if self.told == "words":
-            return tool_messages.in_words(plain, documents), {}
-        if self.told == "system" and documents:
+            example = {"function": {"name": "name_of_function", "arguments": {"name_of_argument": "value"}}}
+            return tool_messages.told_in_words(plain, documents, self._written([example]), self.no_system), {}
+        if self.told == "system":
             listed = json_text([document["function"] for document in documents], "tools")
             return tool_messages.with_system(plain, "", {"tools": listed}), {}
-        return plain, {"tools": documents} if documents else {}
+        return plain, {self.told_as: documents}
+
+    def _written(self, calls: Sequence[Mapping[str, Any]]) -> str:
+        return written(self, calls)
 
     def grammar(
         self,
@@ -95,25 +186,29 @@ class ToolFormat:
         if choice.kind not in ("required", "function"):
             return None
         named = [tool for tool in tools if choice.kind == "required" or tool.name == choice.name]
-        begin = "" if self.bare else _mark(self.begins[0], special or {})
-        calls = self._calls(begin, self.parallel and choice.kind == "required", special or {})
+        rules = CallRules(self, named, special or {})
+        calls = rules.calls(self.parallel and choice.kind == "required")
         if instead is None:
-            return Grammar.lark("\n".join([f"start: {calls}", *self._objects(named, special or {})]))
-        _check_json(instead)
-        answer = f"answer: %json {_with_options(json.loads(instead.text))}"
-        return Grammar.lark("\n".join([f"start: {calls} | answer", answer, *self._objects(named, special or {})]))
+            return Grammar.lark("\n".join([f"start: {calls}", *rules.rules()]))
+        check_json(instead)
+        answer = f"answer: %json {with_options(json.loads(instead.text))}"
+        return Grammar.lark("\n".join([f"start: {calls} | answer", answer, *rules.rules()]))
 
     def call_grammar(self, tools: Sequence[Tool], special: Mapping[str, int] | None = None) -> Grammar:
         """What follows the position that `call_position` finds."""
-        calls = self._calls("", self.parallel and self.listed, special or {})
-        return Grammar.lark("\n".join([f"start: {calls}", *self._objects(tools, special or {})]))
+        rules = CallRules(self, tools, special or {})
+        parallel = self.parallel and (self.listed or bool(self.section.strip()))
+        ways = dict.fromkeys(rules.calls(parallel, begun) for begun in self.begins)
+        return Grammar.lark("\n".join([f"start: {' | '.join(ways)}", *rules.rules()]))
 
     def lazy_grammar(self, tools: Sequence[Tool], special: Mapping[str, int] | None = None) -> LazyGrammar:
         """What the calls of an answer must match, where it may be text; if they are not parallel, it ends with one."""
-        ends = None if self.parallel else self.call_end
-        return LazyGrammar(self.call_grammar(tools, special), self.call_position, ends)
+        ends = None if self.parallel else self.call_ends
+        names = tuple(tool.name for tool in tools)
+        position = partial(self.call_position, special=frozenset(special or ()), names=names)
+        return LazyGrammar(self.call_grammar(tools, special), position, ends)
 
-    def call_end(self) -> Callable[[str], bool]:
+    def call_ends(self) -> Callable[[str], bool]:
         """For one answer: given its text piece by piece, says whether its first call has ended."""
         parser = replace(self, parallel=False).parser()
 
@@ -123,15 +218,49 @@ class ToolFormat:
 
         return ended
 
-    def call_position(self, text: str, whole: bool) -> int | None:
+    def call_position(
+        self, text: str, whole: bool, special: frozenset[str] = frozenset(), names: Sequence[str] = ()
+    ) -> int | None:
         """Where in the text of an answer the first call goes on after its beginning; None: there is none so far.
 
-        whole: the text begins where the answer does.
+        A mark that is only named is none: a call has to follow it, unless it is one of the special tokens. whole: the
+        text begins where the answer does. names: of the functions.
         """
-        found = [at + len(mark) for mark in self.begins if (at := text.find(mark)) >= 0]
+        before = self.prompt_end if whole else ""
+        shown = before + text
+        ends = (found.end() for mark in self.begins for found in re.finditer(re.escape(mark), shown))
+        found = [at for at in ends if self._goes_on(shown, at, special, names)]
         if found:
-            return min(found)
+            return max(0, min(found) - len(before))
         return text.index("{") if self.bare and whole and _BARE.match(text) else None
+
+    def _goes_on(self, text: str, at: int, special: frozenset[str], names: Sequence[str]) -> bool:
+        """Whether a call follows a mark that ends at a position."""
+        mark = next(mark for mark in self.begins if text.endswith(mark, 0, at))
+        if mark in special:
+            return True
+        behind = text[at:].lstrip()
+        for rest in self._rests(mark):
+            line = rest.strip().partition("\n")[0].partition(HOLE)[0]
+            if line and behind.startswith(line):
+                return True
+            named = any(behind.startswith(name) for name in names) if self._named else behind.startswith(("{", "["))
+            if named and not line:
+                return True
+        return False
+
+    @property
+    def _named(self) -> bool:
+        """Whether a call begins with the function's name."""
+        return self.body != "object" and not self.listed
+
+    def _rests(self, mark: str) -> list[str]:
+        """What may follow a mark that begins calls, before the first of them."""
+        if self.section.lstrip().startswith(mark):
+            rest = self.section.lstrip()[len(mark) :]
+            return [rest if rest.strip() else "" if self.listed else self.call_begin]
+        begins = [text for text in (self.call_begin.lstrip(), *self.openings[1:]) if text.startswith(mark)]
+        return [text[len(mark) :] for text in begins] or [""]
 
     @property
     def reasons(self) -> bool:
@@ -140,35 +269,14 @@ class ToolFormat:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The texts of the format that may be special tokens."""
-        return tuple(text for text in (*self.begins, self.end, self.argument_mark) if text)
+        """The texts of the format that may be special tokens, or have some in them."""
+        texts = (*self.begins, self.section, self.call_begin, self.name_end, self.call_end, self.between, self.end)
+        texts += (self.key_begin, self.key_end, self.value_end, self.quote, *self.dropped)
+        return tuple(dict.fromkeys(text for text in texts if text.strip()))
 
     def parser(self, new_id: Callable[[], str] | None = None) -> AnswerParser:
         """A parser for one answer. new_id: makes the ids of calls."""
         return ToolParser(self, new_id or (_short_id if self.short_ids else _long_id))
-
-    def _calls(self, begin: str, parallel: bool, special: Mapping[str, int]) -> str:
-        """The rule for one call or more."""
-        end, more = _mark(self.end, special), f"{{0,{MAX_CALLS - 1}}}"
-        if self.listed:
-            inner = f'call ("," W? call){more}' if parallel else "call"
-            return f'{begin} "[" W? {inner} W? "]" {end}'
-        one = f"{begin} {_mark(self.inner, {})} call {_mark(self.inner, {})} {end}"
-        return f"{one} ({_mark(self.between, {})} {one}){more}" if parallel else one
-
-    def _objects(self, tools: Sequence[Tool], special: Mapping[str, int]) -> list[str]:
-        """The rules for `call`, a function's name with its arguments."""
-        rules = [f"W: /{WHITESPACE}/", "call: " + " | ".join(f"call_{at}" for at in range(len(tools)))]
-        for at, tool in enumerate(tools):
-            schema = _with_options(tool.parameters)
-            name, key = literal(json.dumps(tool.name)), literal(json.dumps(self.arguments))
-            if self.argument_mark:
-                call = f"{literal(tool.name)} {_mark(self.argument_mark, special)} arguments_{at}"
-            else:
-                start = f'"{{" W? "\\"name\\"" W? ":" W? {name} W? "," W? {key} W? ":" W?'
-                call = f'{start} arguments_{at} W? "}}"'
-            rules += [f"call_{at}: {call}", f"arguments_{at}: %json {schema}"]
-        return rules
 
 
 @dataclass(frozen=True)
@@ -207,9 +315,10 @@ class HarmonyFormat(ToolFormat):
         named = [tool for tool in tools if choice.kind == "required" or tool.name == choice.name]
         rules = self._rules(named, special or {})
         ways = [f"channel {literal('commentary ' + harmony.TO)} call"] if named else []
+        ways += [f"{literal(' ' + harmony.TO)} call"] if named else []
         if instead is not None:
-            _check_json(instead)
-            schema = _with_options(json.loads(instead.text))
+            check_json(instead)
+            schema = with_options(json.loads(instead.text))
             rules += ['final: channel "final" message answer', f"answer: %json {schema}"]
             ways.append("final")
         inside = "/(.|\\n)*/" if harmony.END in (special or {}) else "/[^<]*/"
@@ -224,15 +333,17 @@ class HarmonyFormat(ToolFormat):
         marks = {"start_of": harmony.START, "channel": harmony.CHANNEL, "message": harmony.MESSAGE}
         marks |= {"end": harmony.END, "constrain": harmony.CONSTRAIN}
         rules = [f"{name}: {_mark(text, special)}" for name, text in marks.items()]
-        rules.append('header: (" "? channel "commentary")? (" "? constrain "json" | " json")? " "? message')
+        rules.append('header: (" "? channel "commentary")? (" "? constrain "json" | " json" | " code")? " "? message')
         if tools:
             rules.append("call: " + " | ".join(f"call_{at}" for at in range(len(tools))))
         for at, tool in enumerate(tools):
             rules.append(f"call_{at}: {literal(tool.name)} header arguments_{at}")
-            rules.append(f"arguments_{at}: %json {_with_options(tool.parameters)}")
+            rules.append(f"arguments_{at}: %json {with_options(tool.parameters)}")
         return rules
 
-    def call_position(self, text: str, whole: bool) -> int | None:
+    def call_position(
+        self, text: str, whole: bool, special: frozenset[str] = frozenset(), names: Sequence[str] = ()
+    ) -> int | None:
         found = harmony.CALL_BEGINS.finditer(text)
         return next((one.end() for one in found if one.start() or whole or text[0] == "<"), None)
 
@@ -246,46 +357,29 @@ def reasoning_format(template: str | None) -> ToolFormat | None:
     return replace(HARMONY, may_call=False) if all(text in of_template for text in harmony.CHANNELS) else None
 
 
-def _check_json(grammar: Grammar) -> None:
+def check_json(grammar: Grammar) -> None:
     if grammar.kind != "json_schema":
         raise RequestError("with tools that may be called, only JSON can be asked for beside them")
 
 
 _BARE = re.compile(r'\s*\{\s*"name"\s*:\s*"')
 
-_TAGGED: dict[str, Any] = {"begins": ("<tool_call>",), "end": "</tool_call>", "inner": "\n", "between": "\n"}
+_TAG = re.compile(r"\s*[<\[].*[>\]]\s*")  # a line that is a mark by itself
+
+_TAGGED: dict[str, Any] = {"call_begin": "<tool_call>\n", "call_end": "\n</tool_call>", "between": "\n"}
 HERMES = ToolFormat("hermes", **_TAGGED)
-GENERIC = ToolFormat("generic", told="words", **_TAGGED)
-LLAMA = ToolFormat("llama3", ("<|python_tag|>",), bare=True, between="; ", arguments="parameters")
-MISTRAL = ToolFormat("mistral", ("[TOOL_CALLS]",), listed=True, short_ids=True)
-MISTRAL_NAMED = ToolFormat("mistral-args", ("[TOOL_CALLS]",), argument_mark="[ARGS]", short_ids=True)
-HARMONY = HarmonyFormat("harmony", (harmony.TO,), harmony.CALL)
-PHI4_MINI = ToolFormat("phi4-mini", ("<|tool_call|>", "functools["), "<|/tool_call|>", listed=True, told="system")
-
-
-class _Row(NamedTuple):
-    """A format, with the texts by which a template that has it is known: all of `has`, and none of `lacks`."""
-
-    format: ToolFormat
-    has: tuple[str, ...]
-    lacks: tuple[str, ...] = ()
-
-
-_ROWS = (
-    _Row(HARMONY, harmony.CHANNELS),
-    _Row(HERMES, ("<tool_call>", "tools"), ("<function=", "<arg_key>")),  # Qwen 2.5 and 3, Hermes
-    _Row(MISTRAL_NAMED, ("[TOOL_CALLS]", "[ARGS]")),
-    _Row(MISTRAL, ("[TOOL_CALLS]",)),
-    _Row(LLAMA, ("<|python_tag|>", "tools")),
-    _Row(LLAMA, ('"parameters": dictionary of argument name', "tools")),
-    _Row(PHI4_MINI, ("<|tool|>", "message['tools']")),
+GENERIC = ToolFormat("generic", told="words", history="words", **_TAGGED)
+LLAMA = ToolFormat(
+    "llama3", also=("<|python_tag|>",), bare=True, between="; ", arguments_key="parameters", single=True
 )
-"""The first one that a template matches is its format."""
-
-
-def _with_options(schema: Mapping[str, Any]) -> str:
-    """A schema as part of a Lark grammar, which has llguidance's options in it."""
-    return json_text({**schema, "x-guidance": JSON_OPTIONS}, "the schema")
+MISTRAL = ToolFormat("mistral", section="[TOOL_CALLS]", listed=True, short_ids=True, id_key="id")
+MISTRAL_NAMED = ToolFormat(
+    "mistral-args", call_begin="[TOOL_CALLS]", body="json", name_end=f"[CALL_ID]{HOLE}[ARGS]", short_ids=True
+)
+HARMONY = HarmonyFormat("harmony", call_begin=harmony.TO, call_end=harmony.CALL)
+PHI4_MINI = ToolFormat(
+    "phi4-mini", section="<|tool_call|>", also=("functools[",), end="<|/tool_call|>", listed=True, told="system"
+)
 
 
 def _mark(text: str, special: Mapping[str, int]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from powerinfer.errors import RequestError
@@ -95,7 +95,13 @@ def on_channels(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         while calls and at < len(messages) and messages[at].get("role") == "tool":
             results.append(messages[at])
             at += 1
-        made += _one_by_one(_thinking(message), calls, results) if calls else [_thinking(message)]
+        if calls:
+            spoken = _thinking(message)
+            texts = [text for text in (spoken.pop("thinking", None), spoken["content"]) if text]
+            message = {**spoken, "content": "", **({"thinking": "\n\n".join(texts)} if texts else {})}
+            made += _one_by_one(message, calls, results)
+        else:
+            made.append(_thinking(message))
     return made
 
 
@@ -108,9 +114,11 @@ def _thinking(message: dict[str, Any]) -> dict[str, Any]:
 def _one_by_one(
     message: dict[str, Any], calls: Sequence[dict[str, Any]], results: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """A message for each call, each with the results that belong to it; other results go to the last one."""
-    texts = [text for text in (message.get("thinking"), message["content"]) if text]
-    rest = {name: value for name, value in message.items() if name not in ("thinking", "content", "tool_calls")}
+    """A message for each call, each with the results that belong to it; other results go to the last one.
+
+    What the message says is in the first."""
+    said = {name: value for name, value in message.items() if name != "tool_calls"}
+    rest = {"role": message["role"], "content": ""}
     ids = [call.get("id") for call in calls]
     by_call: list[list[dict[str, Any]]] = [[] for _ in calls]
     for place, result in enumerate(results):
@@ -118,9 +126,8 @@ def _one_by_one(
         known = given is not None and given in ids
         by_call[ids.index(given) if known else min(place, len(calls) - 1)].append(result)
     made: list[dict[str, Any]] = []
-    for number, (call, own) in enumerate(zip(calls, by_call, strict=True)):
-        thinking = {"thinking": "\n\n".join(texts)} if texts and not number else {}
-        made += [{**rest, "content": "", **thinking, "tool_calls": [call]}, *own]
+    for number, (call, answered) in enumerate(zip(calls, by_call, strict=True)):
+        made += [{**(rest if number else said), "tool_calls": [call]}, *answered]
     return made
 
 
@@ -128,41 +135,92 @@ _PROMPT = """You may call functions. These are the functions, as JSON:
 <tools>
 {tools}
 </tools>
-To call a function, answer with a JSON object with its name and its arguments, between these tags:
-<tool_call>
-{{"name": "name of the function", "arguments": {{"name of an argument": "its value"}}}}
-</tool_call>"""
+To call a function, answer with its name and its arguments in this form:
+{example}"""
 
 
-def in_words(messages: list[dict[str, Any]], documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation for a template without tools: they are in the system message, and results are the user's.
+def told_in_words(
+    messages: list[dict[str, Any]], documents: list[dict[str, Any]], example: str, no_system: bool
+) -> list[dict[str, Any]]:
+    """The conversation for a template without tools: they are in the system message, or, where the template takes none,
+    in the first one of the user. example: a call as the model is to write it."""
+    text = _PROMPT.format(tools="\n".join(json_text(document, "tools") for document in documents), example=example)
+    if not no_system:
+        return with_system(messages, text, {})
+    first = next((at for at, message in enumerate(messages) if message.get("role") == "user"), None)
+    if first is None:
+        return [{"role": "user", "content": text}, *messages]
+    asked = {**messages[first], "content": f"{text}\n\n{messages[first]['content']}"}
+    return [*messages[:first], asked, *messages[first + 1 :]]
 
-    Messages of one side that follow each other are one, for templates that demand turns.
-    """
+
+def with_calls_as_text(
+    messages: list[dict[str, Any]], written: Callable[[Sequence[Mapping[str, Any]]], str], results: bool
+) -> list[dict[str, Any]]:
+    """The conversation for a template that does not write calls: they are text. results: the template takes results of
+    functions; else they are the user's, and messages of one side that follow each other are one."""
     turned: list[dict[str, Any]] = []
     for message in messages:
-        turn = _turn(message)
-        if turned and turn["role"] == turned[-1]["role"] != "system":
+        turn = _turn(message, written, results)
+        merges = not results and turned and turn["role"] == turned[-1]["role"] != "system"
+        if merges:
             turned[-1] = {**turned[-1], "content": f"{turned[-1]['content']}\n{turn['content']}"}
         else:
             turned.append(turn)
-    if not documents:
-        return turned
-    tools = "\n".join(json_text(document, "tools") for document in documents)
-    return with_system(turned, _PROMPT.format(tools=tools), {})
+    return turned
 
 
-def _turn(message: dict[str, Any]) -> dict[str, Any]:
-    if message.get("role") == "tool":
+def _turn(
+    message: dict[str, Any], written: Callable[[Sequence[Mapping[str, Any]]], str], results: bool
+) -> dict[str, Any]:
+    if message.get("role") == "tool" and not results:
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-    calls = [
-        json_text({"name": call["function"]["name"], "arguments": call["function"]["arguments"]}, "tool_calls")
-        for call in message.get("tool_calls", ())
-    ]
-    if not calls:
+    if not message.get("tool_calls"):
         return message
-    text = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
-    return {"role": "assistant", "content": f"{message['content']}\n{text}" if message["content"] else text}
+    text = written(message["tool_calls"])
+    plain = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**plain, "content": f"{message['content']}\n{text}" if message["content"] else text}
+
+
+def one_by_one(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages for a template that takes one call in a message: each has one, with its result behind."""
+    made: list[dict[str, Any]] = []
+    at = 0
+    while at < len(messages):
+        message, at = messages[at], at + 1
+        calls, results = message.get("tool_calls", ()), []
+        while len(calls) > 1 and at < len(messages) and messages[at].get("role") == "tool":
+            results.append(messages[at])
+            at += 1
+        made += _one_by_one(message, calls, results) if len(calls) > 1 else [message]
+    return made
+
+
+def with_text_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with the arguments of calls as JSON text."""
+
+    def changed(call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+    made = []
+    for message in messages:
+        calls = {"tool_calls": [changed(call) for call in message["tool_calls"]]} if "tool_calls" in message else {}
+        made.append({**message, **calls})
+    return made
+
+
+def without_content(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with calls without their content; if it says something it is a message of its own."""
+    made: list[dict[str, Any]] = []
+    for message in messages:
+        if message.get("tool_calls"):
+            if message["content"]:
+                made.append({name: value for name, value in message.items() if name != "tool_calls"})
+            made.append({**message, "content": None})
+        else:
+            made.append(message)
+    return made
 
 
 def with_system(messages: list[dict[str, Any]], text: str, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -173,3 +231,33 @@ def with_system(messages: list[dict[str, Any]], text: str, fields: Mapping[str, 
         first, rest = {"role": "system", "content": ""}, messages
     content = "\n\n".join(part for part in (first["content"], text) if part)
     return [{**first, "content": content, **fields}, *rest]
+
+
+def whole(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Functions with all that some templates ask for: descriptions, required arguments, types of what is in objects and
+    lists."""
+    made = []
+    for document in documents:
+        function = document["function"]
+        schema = {"properties": {}, "required": [], **_whole(function["parameters"], 0)}
+        made.append({**document, "function": {"description": "", **function, "parameters": schema}})
+    return made
+
+
+def _whole(schema: Any, depth: int) -> Any:
+    if not isinstance(schema, Mapping) or depth > _DEPTH:
+        return schema
+    added: dict[str, Any] = {"description": ""} if depth else {}
+    if schema.get("type") == "object" and depth:
+        added["additionalProperties"] = {}
+    if schema.get("type") == "array":
+        added["items"] = {}
+    given = {key: value for key, value in schema.items() if not (key in added and isinstance(value, bool))}
+    if isinstance(properties := schema.get("properties"), Mapping):
+        given["properties"] = {name: _whole(value, depth + 1) for name, value in properties.items()}
+    if "items" in given:
+        given["items"] = _whole(given["items"], depth + 1)
+    return {**added, **given}
+
+
+_DEPTH = 8

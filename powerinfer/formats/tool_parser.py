@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from powerinfer.formats.tools import NAME
+from powerinfer.formats.call_readers import READERS
+from powerinfer.formats.marks import MISMATCH, MORE, follow, follow_any, overlap
 
 if TYPE_CHECKING:
     from powerinfer.formats.tool_calls import ToolFormat
@@ -77,11 +76,13 @@ class ToolParser:
 
     def __init__(self, form: ToolFormat, new_id: Callable[[], str]) -> None:
         self._form, self._new_id = form, new_id
-        self._text = ""  # not decided yet
+        self._text = form.prompt_end  # not decided yet
         self._raw = ""  # the beginning of calls, and ...
-        self._seen = ""  # ... of a call, until its name is known: text, if it is no call after all
+        self._seen: list[str] = []  # ... of a call, until its name is known: text, if it is no call after all
         self._step = self._in_text
-        self._call = _Call(form)
+        self._call = READERS[form.body](form)
+        self._begun = False  # in the section of calls
+        self._closed = False  # behind the end of a call
         self._spoken = False  # there was text
         self._last = self._cut = False
         self._deltas: list[Delta] = []
@@ -111,55 +112,88 @@ class ToolParser:
         lead = text[: len(text) - len(text.lstrip())]
         if form.bare and not self._spoken and not self.calls and text[len(lead) :].startswith("{"):
             return self._open(0, len(lead))
-        found = [(at, at + len(mark)) for mark in form.begins if (at := text.find(mark)) >= 0]
+        found = [at for mark in form.begins if (at := text.find(mark)) >= 0]
+        found += [at for mark in form.dropped if (at := text.find(mark)) >= 0]
         if found:
-            return self._open(*min(found))
+            at = min(found)
+            mark = next((mark for mark in form.dropped if text.startswith(mark, at)), None)
+            if mark is None:
+                return self._open(at, at)
+            self._say(text[:at])
+            self._text = text[at + len(mark) :]
+            return True
         cut_mark = self._cut and (form.required or self.calls > 0)  # a `<` of mere text is no beginning
-        held = 0 if self._last and not cut_mark else max(overlap(text, mark) for mark in form.begins)
+        held = 0 if self._last and not cut_mark else max(overlap(text, mark) for mark in (*form.begins, *form.dropped))
         say = text[: len(text) - held].rstrip()
         if self._last and not self.calls and not cut_mark:
             say = text
+        elif len(text) - held - len(say) > _MAX_SPACE:
+            say = text[: len(text) - held - _MAX_SPACE]
         self._say(say)
         self._text = "" if self._last else text[len(say) :]
         return False
 
     def _open(self, begin: int, end: int) -> bool:
-        """The text before `begin` is certain; between `begin` and `end` is the beginning of calls."""
+        """The text before `begin` is certain; between `begin` and `end` is white space before calls."""
         before = self._text[:begin].rstrip()
         self._say(before)
         self._raw, self._text = self._text[len(before) : end], self._text[end:]
-        self._seen, self._step = "", self._before_call
+        self._seen, self._step, self._begun = [], self._before_section, False
+        return True
+
+    def _use(self, length: int) -> None:
+        """Take a part of the text as belonging to the beginning of calls."""
+        self._raw, self._text = self._raw + self._text[:length], self._text[length:]
+
+    def _before_section(self) -> bool:
+        form = self._form
+        at = follow_any(form.sections, self._text) if form.sections else 0
+        if at == MORE and not self._last and len(self._text) <= _MAX_SPACE:
+            return False
+        self._begun = at > 0
+        self._use(max(at, 0))
+        self._step = self._before_call
         return True
 
     def _before_call(self) -> bool:
         """Between the beginning and a call."""
-        rest = self._text.lstrip(" \t\r\n[" if self._form.listed else " \t\r\n")
-        if not rest and not self._last:
+        form = self._form
+        lead = len(self._text) - len(self._text.lstrip(" \t\r\n[" if form.listed else " \t\r\n"))
+        rest = self._text[lead:]
+        at = follow_any(form.openings, rest) if form.openings else 0 if rest else MORE
+        if at == MORE and not self._last and len(self._text) <= _MAX_SPACE:
             return False
-        if not (rest.startswith("{") or (self._form.argument_mark and rest)):
-            return self._no_call(unfinished=not rest)
-        self._raw += self._text[: len(self._text) - len(rest)]
-        self._text, self._call, self._step = rest, _Call(self._form), self._in_call
+        if at >= 0 and form.body == "object":
+            behind = rest[at:].lstrip()
+            if not behind and not self._last:
+                return False
+            at = len(rest) - len(behind) if behind.startswith("{") else MISMATCH if behind else MORE
+        if at < 0:
+            return self._no_call(unfinished=at == MORE)
+        self._use(lead + at)
+        self._call, self._step = READERS[form.body](form), self._in_call
         return True
 
     def _in_call(self) -> bool:
         call, text = self._call, self._text
         known, self._text = call.name is not None, ""
         call.push(text)
+        if (self._last and not self._cut) or (call.failed and call.name is not None):
+            call.finish()
         if call.name is None:
-            self._seen += text
+            self._seen.append(text)
             return self._no_call(unfinished=not call.failed) if call.failed or self._last else False
         if not known:
             self._deltas.append(ToolDelta(self.calls, self._new_id(), call.name, ""))
             self.calls += 1
         if arguments := call.take():
             self._deltas.append(ToolDelta(self.calls - 1, None, None, arguments))
-        if not (call.ended or call.failed):
+        if not call.ended:
             return False
         if not self._form.parallel:
             self.ended, self._step = True, self._at_end
             return True
-        self._text, self._step = call.rest, self._after_call if call.ended else self._in_text
+        self._text, self._closed, self._step = call.rest, False, self._in_text if call.failed else self._after_call
         return True
 
     def _at_end(self) -> bool:
@@ -172,25 +206,53 @@ class ToolParser:
         unfinished: it might have become a call, which is dropped if the answer was cut off there.
         """
         if self._cut and unfinished:
-            self._raw = self._seen = self._text = ""
-        self._say(self._raw)
+            self._raw, self._text, self._seen = "", "", []
+        whole = "".join([self._raw, *self._seen, self._text])
+        begin = len(whole) - len(whole.lstrip())
+        begin += max((len(mark) for mark in self._form.begins if whole.startswith(mark, begin)), default=0)
+        self._say(whole[:begin])
         self._spoken = True
-        self._raw, self._text, self._seen, self._step = "", self._seen + self._text, "", self._in_text
+        self._raw, self._seen, self._text, self._step = "", [], whole[begin:], self._in_text
         return True
 
     def _after_call(self) -> bool:
-        end, more = self._form.end, self._form.listed or self._form.bare
-        rest = self._text.lstrip(" \t\r\n,;]" if more else " \t\r\n")
-        if more and rest.startswith("{"):
-            self._raw, self._seen, self._text, self._step = "", "", rest, self._before_call
-        elif end and rest.startswith(end):
-            self._text, self._step = rest[len(end) :], self._in_text
-        elif not self._last and end.startswith(rest):
+        form, rest = self._form, self._text.lstrip()
+        if not rest and not self._last and len(self._text) <= _MAX_SPACE:
             return False
-        elif self._cut and rest and end.startswith(rest):  # a part of the end
-            self._text, self._step = "", self._in_text
-        else:
-            self._text, self._step = rest, self._in_text
+        at = follow(form.call_end, rest) if form.call_end and not self._closed else MISMATCH
+        waits = at == MORE
+        if at >= 0:
+            self._text, self._closed = rest[at:], True
+            self._step = self._after_call if self._begun or form.bare or form.end else self._in_text
+            return True
+        if rest and rest[0] in (",]" if form.listed else ",;" if form.bare else ""):
+            self._text = rest[1:]
+            return True
+        if rest[:1] == "{" and form.body == "object" and (not form.openings or not self._closed):
+            return self._next_call(rest, 0)
+        if self._begun and form.openings:
+            at = follow_any(form.openings, rest)
+            if at >= 0:
+                return self._next_call(rest, 0)
+            waits = waits or at == MORE
+        if form.listed and form.body == "keywords" and rest and (rest[0].isalpha() or rest[0] == "_"):
+            return self._next_call(rest, 0)
+        at = follow(form.end, rest) if form.end else MISMATCH
+        if at >= 0:
+            self._text, self._step = rest[at:], self._in_text
+            return True
+        waits = waits or at == MORE
+        if waits and not self._last and len(rest) <= _MAX_SPACE:
+            self._text = rest
+            return False
+        self._text = "" if waits and self._cut else rest
+        self._step = self._in_text
+        return True
+
+    def _next_call(self, rest: str, at: int) -> bool:
+        self._raw, self._seen, self._text, self._step = "", [], rest[at:], self._before_call
+        if rest.startswith("{") and self._form.openings:  # without another beginning
+            self._call, self._step = READERS[self._form.body](self._form), self._in_call
         return True
 
     def _say(self, text: str) -> None:
@@ -199,170 +261,4 @@ class ToolParser:
             self._deltas.append(text)
 
 
-_KEY = re.compile(r'\s*,?\s*("(?:[^"\\]|\\.)*")\s*:\s*(?=\S)')
-_PART_OF_KEY = re.compile(r'\s*,?\s*(?:"(?:[^"\\]|\\.)*(?:\\|"\s*(?::\s*)?)?)?')
-_CLOSED = re.compile(r"\s*\}")
-_KEYS = frozenset(("name", "arguments", "parameters", "id", "type"))
-_MAX_KEY = 256  # characters, white space included
-
-
-class _Call:
-    """Reads one call as it comes: {"name": ..., "arguments": {...}}, with its keys in any order, or NAME[ARGS]{...}.
-
-    name: once it is known; ended: the call is complete; failed: it is none, or broken. rest: what follows it.
-    """
-
-    def __init__(self, form: ToolFormat) -> None:
-        self.name: str | None = None
-        self.ended = self.failed = False
-        self._mark = form.argument_mark
-        self._text = ""  # not used yet
-        self._key: str | None = None
-        self._value = _Value()
-        self._pieces: list[str] = []  # of the arguments
-        self._has_arguments = False
-        self._step = self._in_name if self._mark else self._at_brace
-
-    @property
-    def rest(self) -> str:
-        return self._text
-
-    def push(self, text: str) -> None:
-        self._text += text
-        while not (self.ended or self.failed) and self._step():
-            pass
-
-    def take(self) -> str:
-        """The arguments since the last time."""
-        pieces, self._pieces = self._pieces, []
-        return "".join(pieces)
-
-    def _at_brace(self) -> bool:
-        self._text, self._step = self._text[1:], self._at_key
-        return True
-
-    def _in_name(self) -> bool:
-        name, mark, rest = self._text.partition(self._mark)
-        if mark:
-            self.failed = NAME.fullmatch(name) is None
-            self.name = None if self.failed else name
-            self._text, self._key, self._step = rest.lstrip(), "arguments", self._at_value
-            return not self.failed
-        head = name[: len(name) - overlap(name, self._mark)]
-        self.failed = bool(head) and NAME.fullmatch(head) is None
-        return False
-
-    def _at_key(self) -> bool:
-        text = self._text
-        found = _KEY.match(text) or _CLOSED.match(text)
-        if found is None or found.end() > _MAX_KEY:
-            self.failed = len(text) > _MAX_KEY or _PART_OF_KEY.fullmatch(text) is None
-            return False
-        self._text = text[found.end() :]
-        if found.re is _CLOSED:
-            self._end()
-            return False
-        try:
-            self._key = json.loads(found[1], strict=False)
-        except ValueError:
-            self._key = ""
-        self.failed = self.name is None and self._key not in _KEYS
-        self._step = self._at_value
-        return True
-
-    def _at_value(self) -> bool:
-        """The value begins."""
-        self._text = self._text.lstrip()
-        if not self._text:
-            return False
-        self._value = _Value()
-        arguments = self._key in ("arguments", "parameters") and not self._has_arguments
-        self._has_arguments = self._has_arguments or arguments
-        self._step = self._in_arguments if arguments and self._text.startswith("{") else self._in_value
-        self._collected: list[str] = []
-        self._wanted = arguments or (self._key == "name" and self.name is None)
-        return True
-
-    def _in_arguments(self) -> bool:
-        piece, complete = self._next_piece()
-        self._pieces.append(piece)
-        return complete and self._value_ends()
-
-    def _in_value(self) -> bool:
-        """A value that counts only as a whole."""
-        piece, complete = self._next_piece()
-        if self._wanted:
-            self._collected.append(piece)
-        if not complete:
-            return False
-        if self._wanted:
-            self._use("".join(self._collected))
-        return not self.failed and self._value_ends()
-
-    def _use(self, text: str) -> None:
-        try:
-            value = json.loads(text, strict=False)
-        except (ValueError, RecursionError):
-            self.failed = True
-            return
-        if self._key == "name":
-            self.failed = not (isinstance(value, str) and value)
-            self.name = None if self.failed else value
-        elif isinstance(value, str):  # arguments as JSON text
-            self._pieces.append(value)
-        else:
-            self.failed = value is not None
-            self._has_arguments = False
-
-    def _next_piece(self) -> tuple[str, bool]:
-        end = self._value.end(self._text)
-        piece = self._text if end is None else self._text[:end]
-        self._text = self._text[len(piece) :]
-        return piece, end is not None
-
-    def _value_ends(self) -> bool:
-        self._step = self._at_key
-        if self._mark:
-            self._end()
-        return not self._mark
-
-    def _end(self) -> None:
-        self.ended, self.failed = self.name is not None, self.name is None
-        if not self._has_arguments:
-            self._pieces.append("{}")
-
-
-class _Value:
-    """Finds the end of a JSON value in pieces of text."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._string = self._escape = False
-
-    def end(self, text: str) -> int | None:
-        """The position after the value; None: it goes on."""
-        for at, char in enumerate(text):
-            if self._escape:
-                self._escape = False
-            elif self._string:
-                self._escape = char == "\\"
-                self._string = char != '"'
-                if not self._string and not self._depth:
-                    return at + 1
-            elif char == '"':
-                self._string = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-                if self._depth <= 0:
-                    return at + (self._depth == 0)
-            elif not self._depth and (char == "," or char.isspace()):
-                return at
-        return None
-
-
-def overlap(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that `mark` begins with, and is longer than."""
-    longest = min(len(text), len(mark) - 1)
-    return next((length for length in range(longest, 0, -1) if text.endswith(mark[:length])), 0)
+_MAX_SPACE = 1024  # characters of white space that may belong to a call behind them

@@ -398,8 +398,8 @@ class _Words:
 class _Vocabulary:
     """A tokenizer's tokens for llguidance: their bytes, which of them are special, which end an answer.
 
-    size: how many tokens the model has; ends: those that end an answer. filled_words: words of the masks that llguidance
-    fills; the model's tokens have the first `mask_words` of them.
+    size: how many tokens the model has; ends: those that end an answer. filled_words: words of the masks that
+    llguidance fills; the model's tokens have the first `mask_words` of them.
     without_space: if decoding drops the space that an answer begins with, what tokens with that space mean in its
     beginning: the tokens of the rest.
     """

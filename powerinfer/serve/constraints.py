@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import RequestError
+from powerinfer.formats.dialect_reading import read_dialect
 from powerinfer.formats.grammar import Grammar, LazyGrammar, response_format
 from powerinfer.formats.tool_calls import ToolFormat, reasoning_format
 from powerinfer.formats.tools import Tool, ToolChoice, read_tool_choice, read_tools
 from powerinfer.serve.api_error import ApiError
+from powerinfer.serve.logs import log
 from powerinfer.serve.schema import ChatRequest, Sampling, template_options
 
 if TYPE_CHECKING:
@@ -86,7 +89,9 @@ def read_chat_tools(llm: LLM, body: ChatRequest) -> Tools:
     if choice.kind == "none":
         return Tools(tools, choice, None, reasoning_format(_template(llm)))
     parallel, required = body.parallel_tool_calls is not False, choice.kind != "auto"
-    form = replace(_format(llm), parallel=parallel, required=required)
+    form = replace(_format(llm), parallel=parallel, required=required, tools=tuple(tools))
+    if form.told == "words" and form.history == "words":
+        _say_generic(_template(llm))
     return Tools(tools, choice, form, form)
 
 
@@ -130,10 +135,17 @@ def _template(llm: LLM) -> str | None:
 
 
 def _format(llm: LLM) -> ToolFormat:
-    return ToolFormat.of(llm.template.for_tools.source if llm.template is not None else None)
+    template = llm.template.for_tools if llm.template is not None else None
+    return read_dialect(template).ended_by([llm.tokenizer.token_text(token) for token in llm.tokenizer.eos_ids])
+
+
+@lru_cache(32)
+def _say_generic(template: str | None) -> None:
+    """A line in the log, once for a template."""
+    log("warning", "the chat template has no tool calls that are understood: functions are told in words")
 
 
 def _special_marks(llm: LLM, form: ToolFormat) -> dict[str, int]:
-    """Ids of those texts of a format that are special tokens of this model."""
+    """Ids of the special tokens of this model that are in the marks of a format."""
     texts = {llm.tokenizer.token_text(token): token for token in llm.tokenizer.special_ids}
-    return {text: texts[text] for text in form.marks if text in texts}
+    return {text: token for text, token in texts.items() if text and any(text in mark for mark in form.marks)}

@@ -1,0 +1,267 @@
+"""Grammars of calls of functions: what an answer must match, from the description of a dialect."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from powerinfer.formats.call_values import kinds
+from powerinfer.formats.grammar import JSON_OPTIONS, WHITESPACE, json_text, literal
+from powerinfer.formats.marks import HOLE
+from powerinfer.formats.tools import Tool
+
+if TYPE_CHECKING:
+    from powerinfer.formats.tool_calls import ToolFormat
+
+MAX_CALLS = 16  # of one answer, where a grammar says what is called
+_MAX_LENGTH = 4096  # of a text that is counted
+_SPACE = r"/[ \t\r\n]{0,8}/"
+_EDGES = re.compile(r"^\s+|\s*\n\s*|\s+$")
+_TEXT = r"/(.|\n)*/"
+
+
+def with_options(schema: Mapping[str, Any]) -> str:
+    """A schema as part of a Lark grammar, which has llguidance's options in it."""
+    return json_text({**schema, "x-guidance": JSON_OPTIONS}, "the schema")
+
+
+class CallRules:
+    """The rules of a Lark grammar for calls of some functions. special: ids of the special tokens by their text."""
+
+    def __init__(self, form: ToolFormat, tools: Sequence[Tool], special: Mapping[str, int]) -> None:
+        self._form, self._tools, self._special = form, tools, special
+        self._typed: list[str] = []  # rules that the values need
+
+    def rules(self) -> list[str]:
+        """The rules for `call`, and what it consists of."""
+        made = [f"W: /{WHITESPACE}/", "call: " + " | ".join(f"call_{at}" for at in range(len(self._tools)))]
+        for at, tool in enumerate(self._tools):
+            made += getattr(self, f"_{self._form.body}")(at, tool)
+        if self._form.quote or self._form.literals or self._form.body == "keywords":
+            made += self._literals()
+        return [*made, *self._typed]
+
+    def calls(self, parallel: bool, begun: str = "") -> str:
+        """The rule for a call or more. begun: the text that the answer has begun them with."""
+        form, more = self._form, f"{{0,{MAX_CALLS - 1}}}"
+        opening, end = self.mark(form.call_begin), self.mark(form.end)
+        closing = self.mark(form.call_end)
+        before = self.mark(form.section)
+        first = opening
+        if begun and (rest := _behind(begun, form.section)) is not None:
+            before = self.mark(rest)
+        elif begun:
+            texts = (form.call_begin, *form.openings[1:])
+            rests = [rest for text in texts if (rest := _behind(begun, text)) is not None]
+            before, first = "", self._either([self.mark(rest) for rest in rests])
+        one = f"call {closing}"
+        if form.listed:
+            inner = f'{first} {one} (W? "," W? {opening} {one}){more}' if parallel else f"{first} {one}"
+            bracket = "" if begun.endswith("[") or form.section.endswith("[") else 'W? "["'
+            return f'{before} {bracket} W? {inner} W? "]" {end}'
+        again = f"({self.mark(form.between)} {opening} {one}){more}" if parallel else ""
+        return f"{before} {first} {one} {again} {end}"
+
+    def mark(self, text: str) -> str:
+        """A mark in the grammar: special tokens as such, white space at its edges and around line breaks free."""
+        found = sorted((token for token in self._special if token in text), key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, found))})", text) if found else [text]
+        return " ".join(piece for part in parts if part for piece in self._pieces(part))
+
+    def _pieces(self, part: str) -> list[str]:
+        if part in self._special:
+            return [f"<[{self._special[part]}]>"]
+        made: list[str] = []
+        for at, plain in enumerate(part.split(HOLE)):
+            if at:
+                made.append("/[A-Za-z0-9_.-]{1,64}/")
+            before = 0
+            for space in _EDGES.finditer(plain):
+                made += [literal(plain[before : space.start()])] * (space.start() > before) + [_SPACE]
+                before = space.end()
+            made += [literal(plain[before:])] * (before < len(plain))
+        return made
+
+    @staticmethod
+    def _either(options: Sequence[str]) -> str:
+        filled = [option for option in options if option]
+        some = f"({' | '.join(filled)})" if len(filled) > 1 else filled[0] if filled else ""
+        return f"({some})?" if some and len(filled) < len(options) else some
+
+    # ---- a call, by the body of the dialect
+
+    def _object(self, at: int, tool: Tool) -> list[str]:
+        form = self._form
+        name, key = literal(json.dumps(tool.name)), literal(json.dumps(form.arguments_key))
+        arguments = [f"arguments_{at}: %json {with_options(tool.parameters)}"]
+        if form.named_by_key:
+            return [f'call_{at}: "{{" W? {name} W? ":" W? arguments_{at} W? "}}"', *arguments]
+        begin = '"{" W?'
+        identity = f"{literal(json.dumps(form.id_key))} W? \":\" W? /\"[A-Za-z0-9_.-]{{1,64}}\"/" if form.id_key else ""
+        if identity and form.id_first:
+            begin += f' {identity} W? "," W?'
+        named = f'{literal(json.dumps(form.name_key))} W? ":" W? {name} W? "," W? {key} W? ":" W?'
+        behind = f'(W? "," W? {identity})?' if identity and not form.id_first else ""
+        return [f'call_{at}: {begin} {named} arguments_{at} {behind} W? "}}"', *arguments]
+
+    def _name(self, tool: Tool) -> str:
+        """The name with what precedes and follows it."""
+        form = self._form
+        before, hole, behind = form.name_end.partition(HOLE)
+        end = self.mark(form.name_end)
+        if hole and behind.strip():
+            end = f"({self.mark(before + HOLE)})? {self.mark(behind)}"
+        begin = f"{literal(form.name_begin)} " if form.name_begin else ""
+        return f"{begin}{literal(tool.name)} {end}"
+
+    def _json(self, at: int, tool: Tool) -> list[str]:
+        if self._form.quote:
+            return [f"call_{at}: {self._name(tool)} dictionary"]
+        schema = with_options(tool.parameters)
+        return [f"call_{at}: {self._name(tool)} arguments_{at}", f"arguments_{at}: %json {schema}"]
+
+    def _keywords(self, at: int, tool: Tool) -> list[str]:
+        words = [
+            (f"{literal(name)} W? \"=\" W? {_literal_rule(schema, tool.parameters)}", required)
+            for name, schema, required in _properties(tool)
+        ]
+        if not words:
+            words = []
+            arguments = '(keyword (W? "," W? keyword)*)?' if _is_open(tool) else ""
+        else:
+            arguments = _in_order(words, 'W? "," W?')
+        return [f"call_{at}: {self._name(tool)} W? {arguments} W?" + ' ")"']
+
+    def _tagged(self, at: int, tool: Tool) -> list[str]:
+        properties = _properties(tool)
+        if not properties:
+            self._typed = ["any_value" + self._text_value("")] * (not self._typed) + self._typed
+            any_key = f"{self.mark(self._form.key_begin)} /[A-Za-z0-9_.-]{{1,64}}/ {self._key_end('string')} any_value"
+            return [f"call_{at}: {self._name(tool)}" + (f" ({any_key} {_SPACE})*" if _is_open(tool) else "")]
+        parts, rules = [], []
+        for number, (name, schema, required) in enumerate(properties):
+            value = f"value_{at}_{number}"
+            begin = f"{self.mark(self._form.key_begin)} {literal(name)}"
+            ways, made = self._values(value, schema, tool.parameters)
+            rules += made
+            spelled = [f"{self._key_end(kind)} {way}" for kind, way in ways]
+            parts.append(f"({begin} {self._either(spelled)}){'' if required else '?'} {_SPACE}")
+        return [f"call_{at}: {self._name(tool)} " + " ".join(parts), *rules]
+
+    def _values(self, rule: str, schema: Any, root: Mapping[str, Any]) -> tuple[list[tuple[str, str]], list[str]]:
+        """For each way to write a value: its type and its rule; and the rules that these need."""
+        allowed = kinds(schema, root)
+        text = f"{rule}{self._text_value(_counted(schema))}"
+        values = schema.get("enum") if isinstance(schema, Mapping) else None
+        if isinstance(values, list) and allowed == {"string"} and not any("<" in value for value in values):
+            options = " | ".join(literal(value) for value in values)
+            text = f"{rule}: {_SPACE} ({options}) {self.mark(self._form.value_end)}"
+        whole = {**schema, **{key: root[key] for key in ("$defs", "definitions") if key in root}} if allowed else {}
+        value = f"%json {with_options(whole)}" if not self._form.literals else _literal_rule(schema, root)
+        plain = f"{rule}: {_SPACE} {value} {self.mark(self._form.value_end)}"
+        if not self._form.type_words:
+            return [("", rule)], [plain if allowed and "string" not in allowed else text]
+        others = sorted(allowed - {"string"}) or ["object", "number", "boolean", "array"] * (not allowed)
+        words = {self._form.word(kind): kind for kind in others}
+        ways = [(kind, f"{rule}_json") for kind in words.values()]
+        json_rule = plain if "string" not in allowed and allowed else f"{rule}: %json {with_options({})} " + self.mark(
+            self._form.value_end
+        )
+        made = [json_rule.replace(rule, f"{rule}_json", 1)] if ways else []
+        if not allowed or "string" in allowed:
+            ways.append(("string", rule))
+            made.append(text)
+        return ways, made
+
+    def _key_end(self, kind: str) -> str:
+        form = self._form
+        return self.mark(form.key_end.replace(HOLE, form.word(kind)) if form.type_words else form.key_end)
+
+    def _text_value(self, counted: str) -> str:
+        """Text up to the mark that ends a value, as the rest of a rule."""
+        end = self._form.value_end.strip()
+        if any(token in end for token in self._special):
+            return f": {counted or _TEXT} {self.mark(self._form.value_end)}"
+        return f"[suffix={literal(end)}]: {counted or _TEXT}"
+
+
+    def _literals(self) -> list[str]:
+        """The rules for values in Python's literals, or with marks around texts and bare keys."""
+        quote, rules = self._form.quote, []
+        text = r"""/'([^'\\\n]|\\.)*'/ | /"([^"\\\n]|\\.)*"/"""
+        key, null, truth = "text", '"None" | "null"', '"True" | "False" | "true" | "false"'
+        if quote:
+            text, key, null, truth = f"{self.mark(quote)} quoted", "/[A-Za-z0-9_.-]+/", '"null"', '"true" | "false"'
+            plain = f"quoted[suffix={literal(quote)}]: {_TEXT}"
+            rules = [f"quoted: {_TEXT} {self.mark(quote)}" if quote in self._special else plain]
+        return [
+            *rules,
+            f"text: {text}",
+            f"truth: {truth}",
+            r"integer: /-?(0|[1-9][0-9]{0,17})/",
+            r"number: /-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,3})?/",
+            'list: "[" W? (literal (W? "," W? literal)*)? W? "]"',
+            'dictionary: "{" W? (entry (W? "," W? entry)*)? W? "}"',
+            f'entry: {key} W? ":" W? literal',
+            'keyword: /[A-Za-z_][A-Za-z0-9_]*/ "=" literal',
+            f"literal: text | truth | {null} | number | list | dictionary",
+        ]
+
+
+def _behind(begun: str, text: str) -> str | None:
+    """What follows `begun` in the text; None if it does not begin so."""
+    stripped = text.lstrip()
+    return stripped[len(begun) :] if text and stripped.startswith(begun) else None
+
+
+def _properties(tool: Tool) -> list[tuple[str, Any, bool]]:
+    """Names and schemas of the arguments, and whether they must be there."""
+    properties, required = tool.parameters.get("properties"), tool.parameters.get("required")
+    names = required if isinstance(required, list) else []
+    found = properties if isinstance(properties, dict) else {}
+    return [(name, schema, name in names) for name, schema in found.items()]
+
+
+def _is_open(tool: Tool) -> bool:
+    """Whether a function without named arguments may have any."""
+    return tool.parameters.get("additionalProperties", "properties" not in tool.parameters) is not False
+
+
+def _counted(schema: Any) -> str:
+    """A pattern for a text of limited length; "" for any."""
+    if not isinstance(schema, Mapping):
+        return ""
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if not isinstance(least, int) or not isinstance(most, int) or not 0 <= least <= most <= _MAX_LENGTH:
+        return ""
+    return rf"/(.|\n){{{least},{most}}}/"
+
+
+def _in_order(words: Sequence[tuple[str, bool]], comma: str) -> str:
+    """Arguments in their order, separated, of which some may be left out."""
+    made = ""
+    for at in range(len(words) - 1, -1, -1):
+        word, required = words[at]
+        rest = f" ({comma} {made})?" if made and not any(must for _, must in words[at + 1 :]) else ""
+        if made and not rest:
+            rest = f" {comma} {made}"
+        made = f"({word}{rest})" if required or not made else f"({word}{rest} | {made})"
+    return made if any(must for _, must in words) else f"({made})?"
+
+
+def _literal_rule(schema: Any, root: Mapping[str, Any]) -> str:
+    """The rule of Python's literals for a schema."""
+    values = schema.get("enum") if isinstance(schema, Mapping) else None
+    allowed = kinds(schema, root)
+    if isinstance(values, list) and allowed == {"string"}:
+        plain = [value for value in values if not set(value) & set("'\"\\\n")]
+        if len(plain) == len(values):
+            return "(" + " | ".join(literal(f"{quote}{value}{quote}") for value in plain for quote in "'\"") + ")"
+    if allowed == {"string"} and (counted := _counted(schema)):
+        least, most = counted.rpartition("{")[2].rstrip("}/").split(",")
+        return "(" + " | ".join(rf"/{quote}[^{quote}\\\n]{{{least},{most}}}{quote}/" for quote in "'\"") + ")"
+    rules = {"string": "text", "integer": "integer", "number": "number", "boolean": "truth", "null": '"None"',
+             "array": "list", "object": "dictionary"}  # fmt: skip
+    return "(" + " | ".join(sorted(rules[kind] for kind in allowed if kind in rules)) + ")" if allowed else "literal"

@@ -1,0 +1,471 @@
+"""The dialect of calls that a model was trained on, read off its chat template.
+
+A conversation with calls whose names, keys and values occur nowhere else is rendered; what the template writes around
+them are the marks of the dialect. The description counts only if its parser gives back the calls that the template
+writes; else a row of `tool_dialects.py` may know the template, and in the end functions are told in words.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from powerinfer.errors import ModelError, RequestError
+from powerinfer.formats import tool_dialects, tool_messages
+from powerinfer.formats.chat import ChatTemplate
+from powerinfer.formats.marks import HOLE
+from powerinfer.formats.tool_calls import GENERIC, ToolFormat
+from powerinfer.formats.tool_parser import ToolDelta
+from powerinfer.formats.tools import Tool
+
+SECONDS = 3.0  # for reading a template
+
+_NAMES = ("find_marker", "move_marker")
+_VALUES: tuple[dict[str, Any], ...] = ({"kone": "vone", "ktwo": "vtwo"}, {"kthree": "vthree"})
+_IDS = ("idAAAAAA1", "idBBBBBB2")
+_SAID, _ASKED = "Words before calls", "Words of a user"
+_TYPED = {"ktext": "two words", "kcount": 17, "kflag": True, "klist": [1, "x"], "kobject": {"z": [2.5, "y"]}}
+_KINDS = {"ktext": "string", "kcount": "number", "kflag": "boolean", "klist": "array", "kobject": "object"}
+_LINES = {"ktext": "def f():\n    return 1\n"}
+
+
+def _tool(name: str, *keys: str) -> Tool:
+    properties = {key: {"type": _KINDS.get(key, "string")} for key in keys}
+    parameters: dict[str, Any] = {"type": "object", "properties": properties}
+    function = {"name": name, "description": "What it does", "parameters": parameters}
+    return Tool(name, parameters, {"type": "function", "function": function})
+
+
+_TOOLS = [_tool(_NAMES[0], "kone", "ktwo", *_KINDS), _tool(_NAMES[1], "kthree")]
+_DOCUMENTS = tool_messages.whole([tool.document for tool in _TOOLS])
+
+
+def read_dialect(template: ChatTemplate | None) -> ToolFormat:
+    """How the model with this chat template is told of functions and calls them.
+
+    The first time for a template it is rendered some times, which takes milliseconds.
+    """
+    return GENERIC if template is None else _read(template.source, template.bos, template.eos)
+
+
+@lru_cache(32)
+def _read(source: str, bos: str, eos: str) -> ToolFormat:
+    row = tool_dialects.known(source)
+    if row is not None:
+        return row
+    probe = _Probe(ChatTemplate(source, bos, eos, "2026-01-01T00:00:00"))
+    written = _written(probe)
+    if written is not None:
+        return written
+    told = tool_dialects.told(source)
+    if told is not None and probe.render(probe.chat(), tools=_DOCUMENTS) is not None:
+        return told
+    return replace(GENERIC, no_system=not probe.takes_system)
+
+
+def _written(probe: _Probe) -> ToolFormat | None:
+    """The dialect in which the template writes earlier calls; None: it writes none, or in no way that is understood."""
+    for text_arguments in (False, True):
+        found = [
+            form
+            for content in (_SAID, "", None)
+            if (form := _read_spelling(probe, _Spelling(text_arguments, content))) is not None
+        ]
+        if found:  # what a template writes around a message is in some of them
+            return min(found, key=lambda form: len("".join(form.marks)))
+    return None
+
+
+def _read_spelling(probe: _Probe, spelling: _Spelling) -> ToolFormat | None:
+    for count in (2, 1):
+        text = probe.history(spelling, _NAMES[:count], _VALUES[:count])
+        if text is None or any(mark not in text for mark in (_NAMES[0], "kone", "vone", "ktwo", "vtwo")):
+            continue
+        form = _Reading(probe, spelling, text).form()
+        if form is not None:
+            return form
+    return None
+
+
+@dataclass(frozen=True)
+class _Spelling:
+    """How a message with calls is given to the template."""
+
+    text_arguments: bool = False
+    content: str | None = ""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return {"text_arguments": self.text_arguments, "no_content": self.content is None}
+
+
+class _Probe:
+    """Renders one template, for as long as that takes little time."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template, self._end = template, time.monotonic() + SECONDS
+
+    @staticmethod
+    def chat(*more: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        return [{"role": "user", "content": _ASKED}, *more]
+
+    def render(self, messages: Sequence[Mapping[str, Any]], ask: bool = False, **options: Any) -> str | None:
+        """The prompt; None if the template does not make one."""
+        if time.monotonic() > self._end:
+            return None
+        try:
+            return self._template.render(messages, add_generation_prompt=ask, **options)[0]
+        except (RequestError, ModelError):
+            return None
+
+    def history(
+        self,
+        spelling: _Spelling,
+        names: Sequence[str],
+        values: Sequence[Mapping[str, Any]],
+        ids: Sequence[str] = _IDS,
+    ) -> str | None:
+        """A conversation that ends with calls."""
+        calls = [
+            {"id": ids[at], "type": "function", "function": {"name": name, "arguments": arguments}}
+            for at, (name, arguments) in enumerate(zip(names, values, strict=True))
+        ]
+        if spelling.text_arguments:
+            for call in calls:
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"])  # type: ignore[index]
+        message = {"role": "assistant", "content": spelling.content, "tool_calls": calls}
+        return self.render(self.chat(message), tools=_DOCUMENTS)
+
+    @property
+    def tells(self) -> bool:
+        """Whether the template tells of functions."""
+        told = self.render(self.chat(), ask=True, tools=_DOCUMENTS)
+        return told is not None and _NAMES[1] in told
+
+    @property
+    def needs_whole(self) -> bool:
+        """Whether the template fails for a function without a description, or for an object of any kind."""
+        schema = {"type": "object", "properties": {"k": {"type": "object"}, "l": {"type": "array"}}}
+        bare = {"type": "function", "function": {"name": _NAMES[0], "parameters": schema}}
+        return self.render(self.chat(), ask=True, tools=[bare]) is None
+
+    @property
+    def takes_system(self) -> bool:
+        """Whether a system message reaches the prompt."""
+        text = self.render([{"role": "system", "content": _SAID}, *self.chat()], ask=True)
+        return text is not None and _SAID in text
+
+
+class _Reading:
+    """The description of what one template writes in `text`, a conversation that ends with calls."""
+
+    def __init__(self, probe: _Probe, spelling: _Spelling, text: str) -> None:
+        self._probe, self._spelling = probe, spelling
+        self._plain = probe.render(probe.chat({"role": "assistant", "content": _SAID}), tools=_DOCUMENTS)
+        self._text = text
+        self._names = [name for name in _NAMES if name in self._turn(text)]
+
+    def form(self) -> ToolFormat | None:
+        """None if it is not understood."""
+        if self._plain is None or _SAID not in self._plain:
+            return None
+        turn = self._turn(self._text)
+        shapes = (self._object, self._named, self._keywords, self._tagged)
+        for shape in shapes:
+            form = shape(turn)
+            if form is not None and form.begins:
+                form = replace(form, single=len(self._names) == 1, **self._spelling.fields)
+                if self._plain.rpartition(_SAID)[2].strip().startswith(form.begins[0]):  # it ends other messages, too
+                    form = replace(form, begun_by=(form.section or form.call_begin).strip())
+                if self._agrees(form):
+                    return self._told(form)
+        return None
+
+    def _turn(self, text: str) -> str:
+        """The calls of the last message, without what the template writes around every message."""
+        assert self._plain is not None
+        before, _, after = self._plain.rpartition(_SAID)
+        if self._spelling.content == _SAID and text.rpartition(_SAID)[0].endswith(before[-16:]):
+            turn = text.rpartition(_SAID)[2]
+            closed = _tag_start(after, _common(after, turn))
+            if after[closed:].strip():  # the mark that closes a content
+                turn, after = turn[closed:], after[closed:]
+        else:
+            start = _common(before, text)
+            turn = text[_tag_start(text, start) :]
+        end = _common(turn[::-1], after[::-1])
+        turn = turn[: len(turn) - end] + _part_of_tag(turn, len(turn) - end)
+        return _THOUGHT.sub("", turn.lstrip())
+
+    # ---- shapes
+
+    def _object(self, turn: str) -> ToolFormat | None:
+        """An object with name and arguments."""
+        spans = self._objects(turn)
+        if len(spans) != len(self._names):
+            return None
+        found = spans[0][2]
+        fields: dict[str, Any] = {}
+        if list(found) == [self._names[0]]:
+            fields["named_by_key"] = True
+        else:
+            names = [key for key, value in found.items() if value == self._names[0]]
+            arguments = [key for key, value in found.items() if value == _VALUES[0]]
+            ids = [key for key in found if key not in (*names, *arguments) and "id" in key]
+            if len(names) != 1 or len(arguments) != 1:
+                return None
+            fields |= {"name_key": names[0], "arguments_key": arguments[0], "id_key": ids[0] if ids else ""}
+            fields["id_first"] = bool(ids) and list(found).index(ids[0]) < list(found).index(names[0])
+        head, tail = turn[: spans[0][0]], turn[spans[-1][1] :]
+        between = turn[spans[0][1] : spans[1][0]] if len(spans) > 1 else None
+        if head.rstrip().endswith("[") and tail.lstrip().startswith("]"):
+            return ToolFormat("read", section=head.rstrip()[:-1], end=tail.lstrip()[1:].rstrip(), listed=True, **fields)
+        return self._marked(head, between, tail, body="object", **fields)
+
+    def _objects(self, turn: str) -> list[tuple[int, int, dict[str, Any]]]:
+        """Begin, end and value of the objects that are calls."""
+        spans, at = [], 0
+        while (at := turn.find("{", at)) >= 0:
+            try:
+                value, end = _DECODER.raw_decode(turn, at)
+            except (ValueError, RecursionError):
+                at += 1
+                continue
+            if any(value.get(name) or name in value.values() for name in self._names if _hashable(value)):
+                spans.append((at, end, value))
+            at = end
+        return spans
+
+    def _named(self, turn: str) -> ToolFormat | None:
+        """A name, and arguments as an object."""
+        parts = []
+        for name, arguments in zip(self._names, _VALUES, strict=False):
+            begin = turn.find("{", turn.find(name))
+            try:
+                value, end = _DECODER.raw_decode(turn, begin) if begin >= 0 else (None, 0)
+            except (ValueError, RecursionError):
+                return None
+            if value != arguments:
+                return None
+            at = turn.rfind(name, 0, begin)
+            parts.append((at, at + len(name), begin, end))
+        return self._with_name(turn, parts, body="json")
+
+    def _keywords(self, turn: str) -> ToolFormat | None:
+        """A call in Python."""
+        parts = []
+        for name in self._names:
+            at = turn.find(name + "(")
+            begin = at + len(name) + 1
+            end = turn.find(")", begin)
+            if at < 0 or end < 0:
+                return None
+            parts.append((at, begin - 1, begin, end + 1))
+        head, tail = turn[: parts[0][0]], turn[parts[-1][3] :]
+        if not (head.rstrip().endswith("[") and tail.lstrip().startswith("]")):
+            return None
+        section, end_mark = head.rstrip()[:-1], tail.lstrip()[1:].rstrip()
+        return ToolFormat("read", section=section, end=end_mark, listed=True, body="keywords", name_end="(")
+
+    def _tagged(self, turn: str) -> ToolFormat | None:
+        """A name, and arguments between marks."""
+        places = [turn.find(text) for text in (self._names[0], "kone", "vone", "ktwo", "vtwo")]
+        if -1 in places or places != sorted(places):
+            return None
+        name, key, value, key_two, value_two = places
+        behind_name, between = turn[name + len(self._names[0]) : key], turn[value + 4 : key_two]
+        shared = between[len(between) - _common(between[::-1], behind_name[::-1]) :]
+        begin = max(shared.rfind("<"), shared.rfind("["))
+        if begin < 0:
+            return None
+        key_begin = shared[begin:]
+        value_end = between[: -len(key_begin)].rstrip()
+        rest = turn[value_two + 4 :]
+        if not value_end.strip() or not rest.startswith(value_end):
+            return None
+        if turn[key + 4 : value] != turn[key_two + 4 : value_two]:
+            return None
+        name_end = behind_name[: -len(key_begin)]
+        last = name if len(self._names) < 2 else turn.find(self._names[1], value_two)
+        parts = [(name, name + len(self._names[0]), key - len(key_begin), value_two + 4 + len(value_end))]
+        if last > name:
+            value_three = turn.find("vthree", last)
+            key_three = turn.find("kthree", last)
+            if value_three < 0 or key_three < 0:
+                return None
+            end = value_three + len("vthree") + len(value_end)
+            parts.append((last, last + len(self._names[1]), key_three - len(key_begin), end))
+        key_end, words = self._types(turn[key + 4 : value])
+        lines = self._probe.history(self._spelling, _NAMES[:1], [_LINES]) or ""
+        marks = ("<![CDATA[", "]]>") if "<![CDATA[" in self._turn(lines) else ("", "")
+        typed = self._probe.history(self._spelling, _NAMES[:1], [_TYPED]) or ""
+        literals = str(_TYPED["kobject"]) in self._turn(typed)
+        form = self._with_name(
+            turn, parts, body="tagged", key_begin=key_begin, key_end=key_end, value_end=value_end, type_words=words,
+            value_marks=marks, literals=literals,
+        )  # fmt: skip
+        return None if form is None else form if name_end.strip() else replace(form, name_end=name_end)
+
+    def _types(self, key_end: str) -> tuple[str, tuple[tuple[str, str], ...]]:
+        """What is between a key and its value, with a hole for the word by which a value's type is told."""
+        text = self._probe.history(self._spelling, _NAMES[:1], [_TYPED]) or ""
+        turn = self._turn(text)
+        found: dict[str, str] = {}
+        for key, kind in _KINDS.items():
+            start = turn.find(key) + len(key)
+            shown = _TYPED[key] if kind == "string" else json.dumps(_TYPED[key])
+            end = turn.find(str(shown), start)
+            if end < 0 or end - start > 128:
+                return key_end, ()
+            found[kind] = turn[start:end]
+        texts = list(found.values())
+        if len(set(texts)) == 1:
+            return key_end, ()
+        begin = min(_common(texts[0], text) for text in texts)
+        begin = max(texts[0].rfind(mark, 0, begin) + 1 for mark in "\"'= <") if begin else 0
+        end = min(_common(texts[0][begin:][::-1], text[begin:][::-1]) for text in texts)
+        end = max((size for size in range(1, end + 1) if texts[0][-size] in "\"'> "), default=0)
+        words = tuple((kind, text[begin : len(text) - end]) for kind, text in found.items())
+        if not end or any(not word or not word.isalnum() for _, word in words):
+            return key_end, ()
+        return texts[0][:begin] + HOLE + texts[0][len(texts[0]) - end :], words
+
+    # ---- marks
+
+    def _with_name(self, turn: str, parts: Sequence[tuple[int, int, int, int]], **fields: Any) -> ToolFormat | None:
+        """The description, given where names begin and end and arguments begin and end."""
+        ends = [_holes(turn[end:begin], _IDS[at]) for at, (_, end, begin, _) in enumerate(parts)]
+        if len(ends) > 1 and ends[0] != ends[1]:
+            ends = [_DIGITS.sub(HOLE, text) for text in ends]
+            if ends[0] != ends[1]:
+                return None
+        elif HOLE not in ends[0]:
+            ends = [_COUNTER.sub(HOLE, ends[0], count=1)]
+        head = _holes(turn[: parts[0][0]], _IDS[0])
+        between = _holes(turn[parts[0][3] : parts[1][0]], _IDS[1]) if len(parts) > 1 else None
+        if self._names[0] in head:  # the name is told before, too
+            return None
+        form = self._marked(head, between, turn[parts[-1][3] :], name_end=ends[0], **fields)
+        if form is None:
+            return None
+        prefix = _PREFIX.search(form.call_begin)
+        if prefix is not None and prefix.start():
+            return replace(form, call_begin=form.call_begin[: prefix.start()], name_begin=prefix[0])
+        return form
+
+    def _marked(self, head: str, between: str | None, tail: str, **fields: Any) -> ToolFormat | None:
+        """The description, given what is before, between and behind the calls."""
+        tail = tail.rstrip()
+        if between is None:
+            return ToolFormat("read", call_begin=head, call_end=tail, **fields)
+        shared = head[len(head) - _common(head[::-1], between[::-1]) :]
+        starts = [at for mark in "<[" if (at := shared.find(mark)) >= 0]
+        call_begin = shared[min(starts) :] if starts else ""
+        section = head[: len(head) - len(call_begin)]
+        gap = between[: len(between) - len(call_begin)]
+        length = _common(gap, tail)
+        while length and (_in_tag(gap, length) or _in_tag(tail, length)):
+            length -= 1
+        call_end = gap[:length].rstrip()
+        if not section.strip() and not call_begin.strip():
+            return None
+        return ToolFormat(
+            "read",
+            section=section.lstrip() if section.strip() else "",
+            call_begin=call_begin,
+            call_end=call_end,
+            between=gap[len(call_end) :],
+            end=tail[len(call_end) :],
+            **fields,
+        )
+
+    # ---- checks
+
+    def _told(self, form: ToolFormat) -> ToolFormat:
+        """The description with how functions are told, and ids."""
+        if not self._probe.tells:
+            form = replace(form, told="words", no_system=not self._probe.takes_system)
+        long_id = self._probe.history(self._spelling, _NAMES[:1], _VALUES[:1], ["call_" + _IDS[0]])
+        return replace(form, short_ids=long_id is None, whole_documents=self._probe.needs_whole)
+
+    def _agrees(self, form: ToolFormat) -> bool:
+        """Whether the parser gives back what the template writes: two calls, values of all types, no argument."""
+        count = len(self._names)
+        cases: list[tuple[Sequence[str], Sequence[dict[str, Any]]]] = [
+            (_NAMES[:count], _VALUES[:count]), (_NAMES[:1], [_TYPED]), (_NAMES[:1], [_LINES])
+        ]  # fmt: skip
+        for names, values in cases:
+            text = self._probe.history(self._spelling, names, values)
+            if text is None:
+                return False
+            turn = self._turn(text)
+            said, calls = parsed(replace(form, tools=tuple(_TOOLS)), form.prompt_end + turn)
+            if said.strip() or [name for name, _ in calls] != list(names):
+                return False
+            if [json.loads(arguments) for _, arguments in calls] != list(values):
+                return False
+        return True
+
+
+def parsed(form: ToolFormat, text: str) -> tuple[str, list[tuple[str, str]]]:
+    """The text of a whole answer, and its calls."""
+    said: list[str] = []
+    calls: list[tuple[str, str]] = []
+    parser = form.parser()
+    for delta in [*parser.push(text), *parser.finish()]:
+        if isinstance(delta, str):
+            said.append(delta)
+        elif isinstance(delta, ToolDelta) and delta.name is not None:
+            calls.append((delta.name, delta.arguments))
+        elif isinstance(delta, ToolDelta):
+            calls[-1] = (calls[-1][0], calls[-1][1] + delta.arguments)
+    return "".join(said), calls
+
+
+_DECODER = json.JSONDecoder()
+_DIGITS = re.compile(r"\d+")
+_COUNTER = re.compile(r"(?<=[:\"])[01](?=[<\"])")
+_PREFIX = re.compile(r"[A-Za-z_]+\.$")  # a namespace before a function's name
+_THOUGHT = re.compile(r"\A(?:<[^<>]*(?:think|THINK)[^<>]*>\s*){1,2}")
+
+
+def _hashable(value: Mapping[str, Any]) -> bool:
+    return all(isinstance(entry, str | int | float | dict | list | None) for entry in value.values())
+
+
+def _holes(text: str, identity: str) -> str:
+    return text.replace(identity, HOLE)
+
+
+def _common(first: str, second: str) -> int:
+    """Length of the common beginning."""
+    length = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        length += 1
+    return length
+
+
+def _in_tag(text: str, at: int) -> bool:
+    """Whether a position is within a tag."""
+    return any(text.rfind(begin, 0, at) > text.rfind(end, 0, at) for begin, end in ("<>", "[]"))
+
+
+def _tag_start(text: str, at: int) -> int:
+    """The position, or where the tag begins that it is in."""
+    begin = max(text.rfind("<", 0, at), text.rfind("[", 0, at))
+    return begin if begin >= 0 and _in_tag(text, at) else at
+
+
+def _part_of_tag(turn: str, at: int) -> str:
+    """What a cut at a position would leave of the tag that it is in."""
+    if not _in_tag(turn, at):
+        return ""
+    ends = [end for mark in ">]" if (end := turn.find(mark, at)) >= 0]
+    return turn[at : min(ends) + 1] if ends else ""

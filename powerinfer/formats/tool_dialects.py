@@ -1,0 +1,72 @@
+"""Dialects of calls that are not to be read off a template: those that templates tell of in prose only, and those of a
+shape of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from powerinfer.formats import harmony
+from powerinfer.formats.tool_calls import HARMONY, HERMES, LLAMA, PHI4_MINI, ToolFormat
+
+
+class _Row(NamedTuple):
+    """A format, with the texts by which a template that has it is known: all of `has`, and none of `lacks`."""
+
+    format: ToolFormat
+    has: tuple[str, ...]
+    lacks: tuple[str, ...] = ()
+
+
+GEMMA_4 = ToolFormat(
+    "gemma4", call_begin="<|tool_call>call:", call_end="<tool_call|>", body="json", quote='<|"|>'
+)
+FUNCTIONARY_3_2 = ToolFormat(
+    "functionary-v3.2", call_begin=">>>", name_end="\n", body="json", prompt_end=">>>", dropped=(">>>all\n",),
+    text_arguments=True,
+)  # fmt: skip
+FIREFUNCTION = ToolFormat(
+    "firefunction", section="functools[", listed=True, told="text", told_as="functions", clock="datetime",
+    history="text",
+)  # fmt: skip
+GRANITE_3 = ToolFormat("granite3", section="<|tool_call|>", listed=True, history="text")
+LFM2 = ToolFormat(
+    "lfm2", section="<|tool_call_start|>", end="<|tool_call_end|>", listed=True, body="keywords", name_end="(",
+    history="text",
+)  # fmt: skip
+
+_KNOWN = (
+    _Row(HARMONY, harmony.CHANNELS),
+    _Row(GEMMA_4, ("<|tool_call>call:", "<tool_call|>")),
+    _Row(FUNCTIONARY_3_2, (">>>all", "recipient")),
+    _Row(FIREFUNCTION, ("functools[", "functions")),
+    _Row(PHI4_MINI, ("<|tool|>", "message['tools']")),
+    _Row(replace(LLAMA, also=("<|python_tag|>",)), ("<|python_tag|>", "Respond in the format"), ("<function=",)),
+    _Row(LLAMA, ('"parameters": dictionary of argument name', "tools"), ("<function=",)),
+)
+_TOLD = (
+    _Row(LFM2, ("<|tool_list_start|>",)),
+    _Row(LFM2, ("List of tools: [", "<|tool_call_start|>")),
+    _Row(LFM2, ("List of tools: [",)),
+    _Row(GRANITE_3, ("<|tool_call|>", "<|start_of_role|>")),
+    _Row(replace(HERMES, history="text", told_as="xml_tools"), ("xml_tools", "<tool_call>")),
+)
+
+
+def known(source: str) -> ToolFormat | None:
+    """The dialect of a template whose calls have a shape of their own."""
+    return _first(_KNOWN, source)
+
+
+def told(source: str) -> ToolFormat | None:
+    """The dialect of a template that only tells of calls."""
+    return _first(_TOLD, source)
+
+
+def _first(rows: tuple[_Row, ...], source: str) -> ToolFormat | None:
+    found = (
+        row.format
+        for row in rows
+        if all(text in source for text in row.has) and not any(text in source for text in row.lacks)
+    )
+    return next(found, None)
