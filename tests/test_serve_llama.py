@@ -243,8 +243,8 @@ def test_an_answer_ends_at_a_line_of_less_indentation(server: Server) -> None:
 
 
 def test_an_answer_ends_at_the_first_line_after_its_time(server: Server, llm: LLM) -> None:
-    document = grammar_answer(server, "a" * 40 + "\nb\nc", t_max_predict_ms=1)
-    assert document["content"] == "a" * 40 + "\n"
+    document = grammar_answer(server, "a" * 300 + "\nb\nc", t_max_predict_ms=1)
+    assert document["content"] == "a" * 300 + "\n"
     assert document["stop_type"] == "limit"
     until(lambda: idle(llm))
     assert grammar_answer(server, "a\nb", t_max_predict_ms=60000)["content"] == "a\nb"
