@@ -404,6 +404,8 @@ def test_routes_without_v1(server: Server) -> None:
     with client(server) as http:
         assert http.get("/models").json() == http.get("/v1/models").json()
         assert http.get("/v1/health").json() == {"status": "ok"}
+    body = {"messages": CHAT, "n_predict": 3, "ignore_eos": True}
+    assert post(server, "/chat/completions", body)[1]["usage"]["completion_tokens"] == 3
     assert post(server, "/responses", {"input": "hello", "max_output_tokens": 2})[1]["object"] == "response"
 
 

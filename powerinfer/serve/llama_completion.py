@@ -96,9 +96,9 @@ class CompletionBody(Sampling):
             raise ApiError(400, "repeat_penalty and repetition_penalty differ: give one", param="repeat_penalty")
         self.repetition_penalty = self.repeat_penalty if window else 1.0
 
-    def prompts(self, llm: LLM) -> list[list[int]]:
-        """The tokens of each prompt. ApiError for what is none."""
-        return read_prompts(llm, self.prompt, "prompt", self.choices)
+    def prompts(self, llm: LLM) -> tuple[list[list[int]], list[int]]:
+        """The tokens of each prompt, and further tokens that end an answer. ApiError for what is no prompt."""
+        return read_prompts(llm, self.prompt, "prompt", self.choices), []
 
 
 def read_prompts(llm: LLM, given: Any, field: str, choices: int = 1) -> list[list[int]]:
@@ -183,7 +183,7 @@ class InfillBody(CompletionBody):
             self.samplers = [name for name in names if name != "infill"]
         return super().to_params(defaults, context)
 
-    def infill_prompt(self, llm: LLM) -> tuple[list[int], list[int]]:
+    def prompts(self, llm: LLM) -> tuple[list[list[int]], list[int]]:
         """The prompt, and the tokens that end an answer. ApiError if the model has no tokens for that.
 
         Of what does not fit beside the answer, the end of the prefix stays, at least a quarter for the suffix's
@@ -200,7 +200,7 @@ class InfillBody(CompletionBody):
         extra = extra[max(0, len(extra) - (room - len(suffix) - len(prefix))) :]
         begin = [llm.tokenizer.bos_id] if _begins(llm, True) and llm.tokenizer.bos_id is not None else []
         tokens = [*extra, *begin, marks.prefix, *prefix, marks.suffix, *suffix, marks.middle]
-        return tokens, [one for one in (marks.pad, marks.repository, marks.file) if one is not None]
+        return [tokens], [one for one in (marks.pad, marks.repository, marks.file) if one is not None]
 
     def _extra(self, llm: LLM, marks: InfillMarks) -> list[int]:
         """Other files, before the file, as models are trained to see a repository."""
@@ -324,6 +324,8 @@ class CompletionShape(AnswerShape):
         super().__init__("", model, tokenizer, False)
         self._body, self._params, self._context = body, params, context
         self._asked = [prompt for prompt in prompts for _ in range(body.choices)]
+        texts = [tokenizer.decode(prompt, skip_special=False) for prompt in prompts]
+        self._texts = [text for text in texts for _ in range(body.choices)]
         self._completions: dict[int, Completion] = {}
         self._probs: list[list[dict[str, Any]]] = [[] for _ in self._asked]
         self._lines = [False] * len(self._asked)  # whether it has a line break
@@ -408,7 +410,7 @@ class CompletionShape(AnswerShape):
             "tokens_predicted": len(ids),
             "tokens_evaluated": len(prompt),
             "generation_settings": self._settings(),
-            "prompt": self._tokenizer.decode(prompt, skip_special=False),
+            "prompt": self._texts[index],
             "has_new_line": self._lines[index],
             "truncated": stop_type == "limit" and full,
             "stop_type": stop_type,

@@ -73,26 +73,11 @@ def _add_completions(app: FastAPI, service: Service) -> None:
     @app.post("/completion")
     @app.post("/completions")
     async def completion(body: CompletionBody, request: Request) -> Response:
-        model = await service.use(body.model, request.state.leases)
-        llm = model.llm
-        try:
-            params = _params(llm, body)
-            prompts = await run_in_threadpool(body.prompts, llm)
-        except Exception as error:
-            raise model.refusal(error) or error from None
-        return await _completed(model, request, body, params, prompts)
+        return await _completed(await service.use(body.model, request.state.leases), request, body)
 
     @app.post("/infill")
     async def infill(body: InfillBody, request: Request) -> Response:
-        model = await service.use(body.model, request.state.leases)
-        llm = model.llm
-        try:
-            params = _params(llm, body)
-            prompt, ends = await run_in_threadpool(body.infill_prompt, llm)
-        except Exception as error:
-            raise model.refusal(error) or error from None
-        params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
-        return await _completed(model, request, body, params, [prompt])
+        return await _completed(await service.use(body.model, request.state.leases), request, body)
 
     @app.post("/embedding")
     @app.post("/embeddings")
@@ -111,28 +96,33 @@ def _add_completions(app: FastAPI, service: Service) -> None:
         return await run_in_threadpool(json_response, found)
 
 
-def _params(llm: LLM, body: CompletionBody) -> SamplingParams:
-    """The parameters of an answer. llama-server's ignore_eos forbids the tokens that end one."""
+async def _completed(model: ServedModel, request: Request, body: CompletionBody) -> Response:
+    try:
+        params, prompts, shape = await run_in_threadpool(_prepared, model.llm, body, body.model or model.name)
+    except Exception as error:
+        raise model.refusal(error) or error from None
+    return await answer(model, request, body, shape, prompts, params)
+
+
+def _prepared(
+    llm: LLM, body: CompletionBody, name: str
+) -> tuple[SamplingParams, list[list[int]], CompletionShape]:  # fmt: skip
+    """The parameters, the prompts, and what the answers look like. ApiError for what cannot be answered."""
     body.logit_bias = read_biases(llm, body)
     params = constrained(llm, body, body.to_params(llm.sampling, llm.context))
-    if not body.ignore_eos:
-        return params
-    return replace(params, logit_bias={**params.logit_bias, **dict.fromkeys(sorted(llm.tokenizer.eos_ids), -math.inf)})
-
-
-async def _completed(
-    model: ServedModel, request: Request, body: CompletionBody, params: SamplingParams, prompts: list[list[int]]
-) -> Response:
-    context = model.llm.context
+    if body.ignore_eos:  # llama-server's forbids the tokens that end an answer
+        biases = dict.fromkeys(sorted(llm.tokenizer.eos_ids), -math.inf)
+        params = replace(params, logit_bias={**params.logit_bias, **biases})
+    prompts, ends = body.prompts(llm)
+    params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
     for prompt in prompts:
         if not prompt:
             raise ApiError(400, "the prompt is empty: it needs at least one token", param="prompt")
-        if len(prompt) >= context:
-            raise ContextError(len(prompt), context)
+        if len(prompt) >= llm.context:
+            raise ContextError(len(prompt), llm.context)
     if body.ends_early and len(prompts) * body.choices > 1:
         raise ApiError(400, "n_indent and t_max_predict_ms are for one answer", param="n_indent")
-    shape = CompletionShape(body, params, prompts, context, body.model or model.name, model.llm.tokenizer)
-    return await answer(model, request, body, shape, prompts, params)
+    return params, prompts, CompletionShape(body, params, prompts, llm.context, name, llm.tokenizer)
 
 
 def _add_counts(app: FastAPI, service: Service) -> None:
