@@ -37,6 +37,9 @@ ANTHROPIC_TYPES = {
 }
 """Anthropic's error types by status; every other status is an invalid_request_error."""
 
+LLAMA_ROUTES = ("/completion", "/completions", "/infill")
+"""llama-server's own, where a context error is told as it does."""
+
 RETRY_AFTER = {429: 1, 503: 1}
 """Seconds after which a client may try again, by status."""
 
@@ -80,7 +83,16 @@ class ContextError(ApiError):
     def document(self, path: str = "") -> dict[str, Any]:
         if is_anthropic(path):
             return error_document(self.status_code, self._anthropic(), path=path)
-        return super().document(path)
+        document = super().document(path)
+        if path in LLAMA_ROUTES:
+            document["error"] |= self._llama()
+        return document
+
+    def _llama(self) -> dict[str, Any]:
+        prompt, _, context = self._numbers
+        reason = f"the prompt of {self._most}{prompt} tokens exceeds the available context size of {context} tokens"
+        sizes = {"n_prompt_tokens": prompt, "n_ctx": context}
+        return {"message": f"{reason}: shorten it", "type": "exceed_context_size_error", **sizes}
 
     def _openai(self) -> str:
         prompt, wanted, context = self._numbers

@@ -15,7 +15,7 @@ from powerinfer.runtime.params import MAX_TOP_LOGPROBS, SamplingParams
 from powerinfer.runtime.request import Completion, Timings
 from powerinfer.serve.api_error import ApiError, not_supported
 from powerinfer.serve.logs import log
-from powerinfer.serve.prompts import check_ids
+from powerinfer.serve.prompts import Room, check_ids
 from powerinfer.serve.schema import (
     MAX_CHOICES,
     MAX_INT,
@@ -132,6 +132,7 @@ def _tokens(llm: LLM, prompt: Any, field: str) -> list[int]:
     tokens: list[int] = []
     for at, part in enumerate(parts):
         if isinstance(part, str):
+            Room(llm.context).check(llm, part, param=field)
             tokens += llm.tokenizer.encode(part, add_bos=None if at == 0 and len(parts) == 1 else _begins(llm, at == 0))
         elif not 0 <= part <= MAX_INT:
             raise ApiError(400, f"{field}: token {part} is not one of the model's", param=field)
@@ -192,31 +193,33 @@ class InfillBody(CompletionBody):
         marks = InfillMarks.of(llm.tokenizer)
         answer = llm.context // 8 if self.most_tokens == math.inf else min(int(self.most_tokens), llm.context // 2)
         room = max(1, llm.context - answer - 4)  # for the marks and the token of the beginning
-        prefix = _plain(llm, self.input_prefix) + _plain(llm, self.prompt or "")
-        suffix = _plain(llm, self.input_suffix)
+        most = MAX_TOKEN_CHARS * room
+        prefix = _plain(llm, self.input_prefix[-most:]) + _plain(llm, (self.prompt or "")[-most:])
+        suffix = _plain(llm, self.input_suffix[:most])
         suffix = suffix[: max(room // 4, room - len(prefix))]
         prefix = prefix[max(0, len(prefix) - (room - len(suffix))) :]
-        extra = self._extra(llm, marks)
+        extra = self._extra(llm, marks, most)
         extra = extra[max(0, len(extra) - (room - len(suffix) - len(prefix))) :]
         begin = [llm.tokenizer.bos_id] if _begins(llm, True) and llm.tokenizer.bos_id is not None else []
         tokens = [*extra, *begin, marks.prefix, *prefix, marks.suffix, *suffix, marks.middle]
         return [tokens], [one for one in (marks.pad, marks.repository, marks.file) if one is not None]
 
-    def _extra(self, llm: LLM, marks: InfillMarks) -> list[int]:
-        """Other files, before the file, as models are trained to see a repository."""
+    def _extra(self, llm: LLM, marks: InfillMarks, most: int) -> list[int]:
+        """Other files, before the file, as models are trained to see a repository. most: characters of each."""
         tokens: list[int] = []
         if marks.repository is not None:
             tokens += [marks.repository, *_plain(llm, REPOSITORY)]
         for chunk in self.input_extra or []:
             if marks.file is None:
-                tokens += _plain(llm, SNIPPET + chunk.text)
+                tokens += _plain(llm, SNIPPET + chunk.text[-most:])
             else:
-                tokens += [marks.file, *_plain(llm, f"{chunk.filename or 'tmp'}\n{chunk.text}")]
+                tokens += [marks.file, *_plain(llm, f"{chunk.filename or 'tmp'}\n{chunk.text[-most:]}")]
         if marks.file is not None:
             tokens += [marks.file, *_plain(llm, "filename\n")]
         return tokens
 
 
+MAX_TOKEN_CHARS = 128  # of text that is looked at, for each token that there is room for
 REPOSITORY = "myproject\n"
 SNIPPET = "\n\n--- snippet ---\n\n"
 
@@ -267,20 +270,6 @@ INFILL_MARKS: Mapping[str, Sequence[str]] = {
 
 
 # -------------------------------------------------------------------------------------------------------------- answers
-
-
-class ContextError(ApiError):
-    """A prompt that fills the context, as llama-server tells it."""
-
-    def __init__(self, tokens: int, context: int) -> None:
-        reason = f"the prompt of {tokens} tokens exceeds the available context size of {context} tokens: shorten it"
-        super().__init__(400, reason, param="prompt", code="context_length_exceeded")
-        self._sizes = {"n_prompt_tokens": tokens, "n_ctx": context}
-
-    def document(self, path: str = "") -> dict[str, Any]:
-        document = super().document(path)
-        document["error"] |= {"type": "exceed_context_size_error", **self._sizes}
-        return document
 
 
 OFF_SETTINGS: Mapping[str, Any] = {

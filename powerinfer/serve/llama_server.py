@@ -13,13 +13,12 @@ from starlette.concurrency import run_in_threadpool
 
 from powerinfer import __version__
 from powerinfer.runtime.params import SamplingParams
-from powerinfer.serve.api_error import ApiError
+from powerinfer.serve.api_error import ApiError, ContextError
 from powerinfer.serve.app import answer, embedded, json_response
 from powerinfer.serve.constraints import constrained, read_chat_tools
 from powerinfer.serve.llama_completion import (
     CompletionBody,
     CompletionShape,
-    ContextError,
     InfillBody,
     read_prompts,
     settings,
@@ -29,6 +28,7 @@ from powerinfer.serve.responses import ResponsesRequest
 from powerinfer.serve.schema import MAX_PROMPT_TOKENS, Body, ChatRequest
 from powerinfer.serve.served import ServedModel
 from powerinfer.serve.service import Service
+from powerinfer.serve.work import in_worker
 
 if TYPE_CHECKING:
     from powerinfer.runtime.engine import LLM
@@ -88,7 +88,7 @@ def _add_completions(app: FastAPI, service: Service) -> None:
         if llm.why_no_embeddings is not None:
             raise ApiError(400, llm.why_no_embeddings, param="model", code="no_embeddings")
         field = "content" if body.input is None else "input"
-        texts = await run_in_threadpool(read_prompts, llm, getattr(body, field), field)
+        texts = await in_worker(request.state.size, read_prompts, llm, getattr(body, field), field)
         check_texts(llm, texts)
         request.state.facts["prompt_tokens"] = sum(map(len, texts))
         vectors = await embedded(model, texts, request.state.salt)
@@ -98,7 +98,9 @@ def _add_completions(app: FastAPI, service: Service) -> None:
 
 async def _completed(model: ServedModel, request: Request, body: CompletionBody) -> Response:
     try:
-        params, prompts, shape = await run_in_threadpool(_prepared, model.llm, body, body.model or model.name)
+        params, prompts, shape = await in_worker(
+            request.state.size, _prepared, model.llm, body, body.model or model.name
+        )  # fmt: skip
     except Exception as error:
         raise model.refusal(error) or error from None
     return await answer(model, request, body, shape, prompts, params)
@@ -119,7 +121,7 @@ def _prepared(
         if not prompt:
             raise ApiError(400, "the prompt is empty: it needs at least one token", param="prompt")
         if len(prompt) >= llm.context:
-            raise ContextError(len(prompt), llm.context)
+            raise ContextError(len(prompt), 0, llm.context)
     if body.ends_early and len(prompts) * body.choices > 1:
         raise ApiError(400, "n_indent and t_max_predict_ms are for one answer", param="n_indent")
     return params, prompts, CompletionShape(body, params, prompts, llm.context, name, llm.tokenizer)
@@ -128,12 +130,15 @@ def _prepared(
 def _add_counts(app: FastAPI, service: Service) -> None:
     async def counted(request: Request, chat: ChatRequest) -> Response:
         model = await service.use(chat.model, request.state.leases)
+
+        def count() -> int:
+            return len(encode_chat(model.llm, chat, read_chat_tools(model.llm, chat))[0])
+
         try:
-            tools = read_chat_tools(model.llm, chat)
-            tokens, _ = await run_in_threadpool(encode_chat, model.llm, chat, tools)
+            tokens = await in_worker(request.state.size, count)
         except Exception as error:
             raise model.refusal(error) or error from None
-        return json_response({"object": "response.input_tokens", "input_tokens": len(tokens)})
+        return json_response({"object": "response.input_tokens", "input_tokens": tokens})
 
     @app.post("/chat/completions/input_tokens")
     @app.post("/v1/chat/completions/input_tokens")
@@ -144,7 +149,7 @@ def _add_counts(app: FastAPI, service: Service) -> None:
     @app.post("/responses/input_tokens")
     @app.post("/v1/responses/input_tokens")
     async def responses_tokens(body: ResponsesRequest, request: Request) -> Response:
-        return await counted(request, body.to_chat())
+        return await counted(request, await in_worker(request.state.size, body.to_chat))
 
 
 def _add_properties(app: FastAPI, service: Service) -> None:
