@@ -88,9 +88,8 @@ class Grammars:
         if not isinstance(grammar, AfterThought):
             return self._maker(grammar)()
         spelling = self._spelling
-        if isinstance(grammar.grammar, Grammar):  # now, for it takes some time
-            spelling.beginning(grammar.begin.encode())
-            assert spelling.spaces is not None
+        if isinstance(grammar.grammar, Grammar):
+            spelling.prepare(grammar.begin.encode(), grammar.end.encode())
         return ThoughtMask(grammar, spelling, None if grammar.grammar is None else self._maker(grammar.grammar))
 
     def _maker(self, grammar: Grammar | LazyGrammar) -> Callable[[], AnswerMask]:

@@ -46,6 +46,12 @@ class Spelling:
         self.beginning = lru_cache(64)(self._beginning)
         self.with_byte = lru_cache(4)(self._with_byte)
 
+    def prepare(self, begin: bytes, end: bytes) -> None:
+        """Look up what masks of these marks need, once: it takes milliseconds."""
+        self.beginning(begin)
+        self.with_byte(end[-1:])
+        assert self.spaces is not None
+
     def token_bytes(self, token: int) -> bytes:
         """UTF-8 bytes of a token; empty for one that only the model has."""
         return self._tokenizer.token_bytes(token) if token < self._tokenizer.vocab_size else b""
