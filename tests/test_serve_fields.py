@@ -113,11 +113,11 @@ ROUTES = [
                 lambda seen: seen.params.grammar.ends is not None,
             ),
         },
-        WITHOUT_INFLUENCE | {"store": True, "reasoning_effort": "low"},  # of a model that does not think
+        WITHOUT_INFLUENCE
+        | {"store": True, "reasoning_effort": "low", "prediction": {"type": "content", "content": "x"}},
         {
             "audio": {"voice": "x"}, "function_call": {"name": "f"}, "functions": [{"name": "f"}],
-            "modalities": ["audio"], "moderation": {"model": "x"}, "prediction": {"type": "content", "content": "x"},
-            "verbosity": "low", "web_search_options": {"x": 1},
+            "modalities": ["audio"], "moderation": {"model": "x"}, "verbosity": "low", "web_search_options": {"x": 1},
         },
     ),
     Route(
@@ -178,13 +178,13 @@ ROUTES = [
             "truncation": ({"truncation": "auto"}, lambda seen: seen.answer["truncation"] == "auto"),
             "metadata": ({"metadata": {"a": "b"}}, lambda seen: seen.answer["metadata"] == {"a": "b"}),
         },
-        {name: value for name, value in WITHOUT_INFLUENCE.items() if name != "metadata"},
+        {name: value for name, value in WITHOUT_INFLUENCE.items() if name != "metadata"}
+        | {"max_tool_calls": 1, "stream_options": {"include_obfuscation": True}},
         {
             "store": True, "background": True, "background_options": {"x": 1}, "previous_response_id": "resp_1",
-            "conversation": "conv_1", "prompt": {"id": "x"}, "max_tool_calls": 1,
+            "conversation": "conv_1", "prompt": {"id": "x"},
             "include": ["message.output_text.logprobs"], "top_logprobs": 2, "moderation": {"model": "x"},
-            "context_management": [{"type": "compaction"}], "stream_options": {"include_obfuscation": True},
-            "access_programs": ["x"], "image": "x",
+            "context_management": [{"type": "compaction"}], "access_programs": ["x"], "image": "x",
         },
     ),
 ]  # fmt: skip
@@ -353,7 +353,7 @@ def test_the_tokenizer_as_lm_eval_asks(server: Server, llm: LLM) -> None:
     [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 300}]}, b": ping\n\n"),
         ("/v1/completions", {"prompt": "x" * 300}, b": ping\n\n"),
-        ("/v1/responses", {"input": "x" * 300}, b": ping\n\n"),
+        ("/v1/responses", {"input": "x" * 300}, b"event: response.in_progress\n"),
         ("/v1/messages", {"messages": [{"role": "user", "content": "x" * 300}], "max_tokens": 4}, b"event: ping\n"),
     ],
 )

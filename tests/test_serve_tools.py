@@ -260,6 +260,12 @@ def test_fields_of_other_servers(server: Server, script: Any, path: str, fields:
     assert choice["finish_reason"] == "stop"
 
 
+def offering(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A function whose argument has a schema."""
+    parameters = {"type": "object", "properties": {"p": schema}}
+    return {"tools": [{"type": "function", "function": {"name": "f", "parameters": parameters, **more}}]}
+
+
 REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"response_format": {"type": "xml"}}, "response_format", "text, json_object or json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}}, None, "not"),
@@ -278,7 +284,9 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tools": [WEATHER], "tool_choice": "required", "guided_regex": "a"}, "tool_choice", "no other format"),
     ({"tools": [WEATHER], "guided_regex": "a"}, None, "only JSON"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]}, None, "not"),
+    (offering({"not": {}}, strict=True), "tools[0]", "f: the JSON schema has keywords that are not supported: not (at p)"),
+    (offering({"type": "wish"}), "tools[0]", "f: the JSON schema is not supported: Invalid type: wish (at p)"),
+    (offering({"type": "string", "pattern": "("}), "tools[0]", "tools[0], f: "),
 ]
 
 
@@ -288,6 +296,7 @@ def test_what_is_refused(server: Server, fields: dict[str, Any], param: str | No
     status, answer = post(server, "/v1/chat/completions", {"messages": CHAT, **fields, "stream": stream})
     assert status == 400, answer
     assert answer["error"]["param"] == param and message in answer["error"]["message"]
+    assert "Lark" not in answer["error"]["message"] or "grammar" in fields
 
 
 def test_a_template_whose_calls_are_not_known(

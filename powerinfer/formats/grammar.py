@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from powerinfer.errors import RequestError, one_line
+from powerinfer.formats.schemas import enforceable
 
 MAX_SOURCE = 1 << 17  # characters
 MAX_DEPTH = 64  # of a schema
@@ -74,7 +75,7 @@ class Grammar:
         if not isinstance(schema, Mapping):
             raise RequestError(f"the JSON schema must be an object, not {type(schema).__name__}")
         check_depth(schema, "the JSON schema")
-        return cls("json_schema", json_text(schema, "the JSON schema"))
+        return cls("json_schema", json_text(enforceable(schema)[0], "the JSON schema"))
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:

@@ -7,19 +7,27 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from powerinfer.errors import RequestError
-from powerinfer.formats.grammar import check_depth, json_text
+from powerinfer.formats.grammar import MAX_SOURCE, check_depth, json_text
+from powerinfer.formats.schemas import enforceable
 
 MAX_TOOLS = 128
+MAX_SCHEMAS = MAX_SOURCE * 3 // 4  # characters of all functions' schemas; the grammar around them has the rest
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 """Of a function."""
 
 
 class Tool(NamedTuple):
-    """A function that a model may call. parameters: JSON schema of its arguments; document: as the template gets it."""
+    """A function that a model may call.
+
+    parameters: JSON schema of its arguments, as a grammar can enforce it (`schemas.enforceable`); document: as the
+    template gets it. strict: all of the schema is to be enforced; dropped: what of it is not.
+    """
 
     name: str
     parameters: dict[str, Any]
     document: dict[str, Any]
+    strict: bool = False
+    dropped: tuple[str, ...] = ()
 
 
 class ToolChoice(NamedTuple):
@@ -36,7 +44,7 @@ def read_tools(document: Any) -> list[Tool]:
     if not isinstance(document, list | tuple) or len(document) > MAX_TOOLS:
         raise RequestError(f"tools must be a list of at most {MAX_TOOLS} functions")
     check_depth(list(document), "tools")
-    tools = [_tool(entry, f"tools[{at}]") for at, entry in enumerate(document)]
+    tools = _fitting([_tool(entry, f"tools[{at}]") for at, entry in enumerate(document)])
     if len({tool.name for tool in tools}) < len(tools):
         raise RequestError("two tools have the same name")
     return tools
@@ -56,9 +64,48 @@ def _tool(entry: Any, where: str) -> Tool:
     if not isinstance(function.get("description", ""), str | None):
         raise RequestError(f"{where}.function.description must be a text")
     json_text(parameters, f"{where}.function.parameters")
+    if not isinstance(function.get("strict"), bool | None):
+        raise RequestError(f"{where}.function.strict must be a boolean")
+    strict = function.get("strict") is True
+    schema, dropped = enforceable({**parameters, "type": "object"}, strict)
     given = {key: value for key, value in function.items() if key != "strict" and value is not None}
     document = {"type": "function", "function": {**given, "parameters": dict(parameters)}}
-    return Tool(name, {**parameters, "type": "object"}, document)
+    return Tool(name, schema, document, strict, tuple(dropped))
+
+
+def _fitting(tools: list[Tool]) -> list[Tool]:
+    """The tools, of whose schemas the largest are enforced in outline only where all together are too large.
+
+    RequestError if the strict ones are.
+    """
+    sizes = [len(json_text(tool.parameters, "parameters")) for tool in tools]
+    for way in (_outline, lambda schema: {"type": "object"}):
+        for at in sorted(range(len(tools)), key=lambda at: -sizes[at]):
+            if sum(sizes) <= MAX_SCHEMAS:
+                return tools
+            if not tools[at].strict:
+                note = f"the schema of {sizes[at]} characters"
+                tools[at] = tools[at]._replace(parameters=way(tools[at].parameters), dropped=(note,))
+                sizes[at] = len(json_text(tools[at].parameters, "parameters"))
+    if sum(sizes) <= MAX_SCHEMAS:
+        return tools
+    largest = tools[max(range(len(tools)), key=lambda at: sizes[at])].name
+    raise RequestError(
+        f"the schemas of the strict functions have {sum(sizes)} characters together; at most {MAX_SCHEMAS} can be "
+        f"enforced, and {largest} has the largest: offer fewer functions, or not as strict"
+    )
+
+
+def _outline(schema: dict[str, Any]) -> dict[str, Any]:
+    """The types of an object's properties."""
+    properties = schema.get("properties")
+    if not isinstance(properties, Mapping):
+        return {"type": "object"}
+    kinds = {
+        name: {"type": one["type"]} if isinstance(one, Mapping) and "type" in one else {}
+        for name, one in properties.items()
+    }
+    return {"type": "object", "properties": kinds}
 
 
 def read_tool_choice(document: Any, tools: Sequence[Tool]) -> ToolChoice:

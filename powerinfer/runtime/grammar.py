@@ -20,6 +20,7 @@ import numpy as np
 
 from powerinfer.errors import CLOSED, ModelError, PowerInferError, RequestError, one_line
 from powerinfer.formats.grammar import JSON_OPTIONS, KINDS, AfterThought, Grammar, LazyGrammar
+from powerinfer.formats.schemas import place_of
 from powerinfer.runtime.gbnf import lark_of_gbnf
 from powerinfer.runtime.thought_mask import AnswerMask, Spelling, ThoughtMask
 
@@ -181,21 +182,21 @@ class CompiledGrammar:
 
         self.vocabulary = vocabulary
         self.failed = False  # a limit was reached in use: it has to be compiled again
-        self._what = KINDS[grammar.kind]
+        self.what = KINDS[grammar.kind]
         self._size = GRAMMAR_BYTES + BYTES_PER_CHARACTER * len(grammar.text)
         self._seconds = 0.0
         try:
             source = _source(grammar, vocabulary)
         except Exception as error:
-            raise self._refused(str(error)) from None
+            raise _refused(grammar, str(error)) from None
         self._matcher = LLMatcher(vocabulary.words, source, log_level=0, limits=_limits())
         if self._matcher.is_error():
-            raise self._refused(self._matcher.get_error())
+            raise _refused(grammar, self._matcher.get_error())
         first = np.zeros(vocabulary.filled_words, np.uint32)
         self.fill(self.matcher(), first)
         self.first = vocabulary.first_mask(self._matcher, first[: vocabulary.mask_words])  # of every answer
         if not self.first.any():
-            raise RequestError(f"the {self._what} matches no text")
+            raise RequestError(f"the {self.what} matches no text")
 
     @property
     def nbytes(self) -> int:
@@ -219,8 +220,8 @@ class CompiledGrammar:
             self.failed = True
             message = _line(matcher.get_error())
             if message.startswith("NoExtension"):
-                raise RequestError(f"the {self._what} matches no text")
-            raise RequestError(f"the {self._what} became too complex: {message}")
+                raise RequestError(f"the {self.what} matches no text")
+            raise RequestError(f"the {self.what} became too complex: {message}")
 
     def fits(self, matcher: LLMatcher, token: int) -> bool:
         """Whether a token may follow."""
@@ -228,14 +229,6 @@ class CompiledGrammar:
         fits = matcher.validate_tokens([token]) == 1
         self._seconds += time.perf_counter() - begin
         return fits
-
-    def _refused(self, message: str) -> RequestError:
-        keys = re.match(r"Unimplemented keys: (\[.*\])", message)
-        if keys:
-            return RequestError(f"the {self._what} has keywords that are not supported: {', '.join(_names(keys[1]))}")
-        if message.startswith("oneOf"):
-            return RequestError(f"the {self._what} has a oneOf whose options may overlap: use anyOf")
-        return RequestError(f"the {self._what} is not supported: {_line(message)}")
 
 
 class GrammarMask:
@@ -272,7 +265,10 @@ class GrammarMask:
         tokens: Sequence[int] = (token,) if self._begun else self._vocabulary.without_space.get(token, (token,))
         self._begun = True
         if self._matcher.try_consume_tokens(list(tokens)) != len(tokens):
-            raise RequestError(f"token {token} does not fit the grammar: {_line(self._matcher.get_error())}")
+            reason = _line(self._matcher.get_error())
+            if not reason:  # a limit was reached on the way
+                raise RequestError(f"the {self._grammar.what} became too complex: simplify it")
+            raise RequestError(f"token {token} does not fit the grammar: {reason}")
         return self._matcher.is_stopped()
 
     def accept_bytes(self, data: bytes) -> bool:
@@ -512,6 +508,46 @@ def _source(grammar: Grammar, vocabulary: _Vocabulary) -> str:
         text = lark_of_gbnf(grammar.text, vocabulary.token_of, vocabulary.size, vocabulary.ends)
         return LLMatcher.grammar_from_lark(text)
     return LLMatcher.grammar_from_lark(grammar.text)
+
+
+def refusal(grammar: Grammar) -> RequestError | None:
+    """Why no grammar can be made of a JSON schema, whatever the vocabulary; None if one can."""
+    from llguidance import LLMatcher
+
+    options: Any = JSON_OPTIONS
+    try:
+        source = LLMatcher.grammar_from_json_schema(grammar.text, overrides=options)
+        message = LLMatcher.validate_grammar(source, None)
+    except Exception as error:
+        message = str(error)
+    return _refused(grammar, message) if message else None
+
+
+def _refused(grammar: Grammar, message: str) -> RequestError:
+    """What llguidance says of a grammar, for who wrote it."""
+    what = KINDS[grammar.kind]
+    if "recursion" in message:
+        return RequestError(f"the {what} is nested too deep")
+    if grammar.kind != "json_schema":
+        return RequestError(f"the {what} is not supported: {_line(message)}")
+    keys = re.match(r"Unimplemented keys: (\[.*\])", message)
+    names = _names(keys[1]) if keys else []
+    place = place_of(json.loads(grammar.text), lambda name, value: name in names or _is_in(message, name, value))
+    where = f" (at {place})" if place else ""
+    if names:
+        return RequestError(f"the {what} has keywords that are not supported: {', '.join(names)}{where}")
+    if message.startswith("oneOf"):
+        return RequestError(f"the {what} has a oneOf whose options may overlap: use anyOf{where}")
+    return RequestError(f"the {what} is not supported: {_line(message)}{where}")
+
+
+def _is_in(message: str, name: str, value: Any) -> bool:
+    """Whether an error speaks of a keyword with this value."""
+    if name == "pattern" and isinstance(value, str):
+        return message.startswith("regex") and value in message
+    if name == "oneOf":
+        return message.startswith("oneOf")
+    return name == "type" and message.startswith("Invalid type") and str(value) in message
 
 
 def _names(listed: str) -> list[str]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from powerinfer.serve.api_error import ApiError
+from powerinfer.serve.api_error import shutting_down
 
 if TYPE_CHECKING:
     from powerinfer.runtime.async_llm import AsyncLLM
@@ -92,5 +92,5 @@ async def _run(
             metrics.token(limits.model, now - last, first)
             first, last = False, now
         if event.finish_reason == "abort":
-            raise ApiError(503, "the server is shutting down: the answer is not complete", code="aborted")
+            raise shutting_down()
         events.put_nowait((number, event))

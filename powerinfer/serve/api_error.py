@@ -135,6 +135,16 @@ def headers_of(status: int) -> dict[str, str]:
     return headers | own.get(status, {})
 
 
+def shutting_down() -> ApiError:
+    """What ends an answer that the server's end breaks off."""
+    return ApiError(503, "the server is shutting down: the answer is not complete", code="aborted")
+
+
 def not_supported(name: str, hint: str = "") -> ApiError:
     """What a client asks for and this server does not have."""
-    return ApiError(400, f"{name} is not supported{hint}", param=name, code="unsupported_parameter")
+    return ApiError(400, f"{name} is not supported{hint}", param=path_of(name), code="unsupported_parameter")
+
+
+def path_of(name: str) -> str:
+    """The field of "field 'value'"."""
+    return name.partition(" ")[0]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import re
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,8 +26,8 @@ from powerinfer.formats.tool_parser import AnswerFormat
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.thinking import with_thoughts
 from powerinfer.serve.answers import Answers, Job, Limits, answers
-from powerinfer.serve.api_error import NO_NAMES, ApiError, error_document, headers_of
-from powerinfer.serve.constraints import constrained, read_chat_tools
+from powerinfer.serve.api_error import NO_NAMES, ApiError, error_document, headers_of, shutting_down
+from powerinfer.serve.constraints import Tools, constrained, read_chat_tools, wrong_tool
 from powerinfer.serve.embeddings import EmbeddingsRequest
 from powerinfer.serve.live import LIVE
 from powerinfer.serve.messages import MESSAGES_NAMES, CountRequest, MessagesRequest, MessagesShape
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+LAST_WORD_SECONDS = 1.0  # that a client may take for it
 PING_SECONDS = 10.0  # without an event, after which a stream sends a comment, so that no proxy gives it up
 
 
@@ -91,26 +94,40 @@ class StrictRoute(APIRoute):
                 kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
                 if kind != "application/json":
                     raise ApiError(415, "send the body as Content-Type: application/json")
+                if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+                    raise ApiError(415, "send the body as it is, without Content-Encoding")
             return await handler(StrictRequest(request.scope, request.receive))
 
         return strict
 
 
 class EventStream(Response):
-    """Server-sent events. close: called however the response ends, even if it never began."""
+    """Server-sent events. close: called however the response ends, even if it never began; broken_off: makes what
+    the server sends last if it ends before the stream does."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        close: Callable[[], Coroutine[Any, Any, None]],
+        broken_off: Callable[[], bytes] = bytes,
+    ) -> None:
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._close = events, close
+        self._events, self._close, self._broken_off = events, close, broken_off
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+            try:
+                async for event in self._events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            except asyncio.CancelledError:  # the server ends, or the client has left, who takes no last word
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LAST_WORD_SECONDS):
+                        await send({"type": "http.response.body", "body": self._broken_off()})
+                raise
             await send({"type": "http.response.body", "body": b""})
         finally:
             await self._close()
@@ -118,7 +135,7 @@ class EventStream(Response):
 
 def build_app(service: Service) -> FastAPI:
     """The API over a service, without what `Gate` adds."""
-    app = FastAPI(title="powerinfer", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="powerinfer", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.router.route_class = StrictRoute
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
@@ -163,7 +180,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
             params, given, prompts = await in_worker(request.state.size, prepared)
             echoes = await echoes_of(llm, body, given, prompts)
         except Exception as error:
-            raise model.refusal(error) or error from None
+            raise _refusal(model, error) from None
         shape = TextShape(*shape_of(model, request, body), echoes)
         return await answer(model, request, body, shape, prompts, params if body.generates else None)
 
@@ -218,7 +235,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
     @app.get("/tokenizer_info")
     async def tokenizer_info(request: Request, model: str | None = None) -> Response:
-        llm = (await service.use(model, request.state.leases)).llm
+        llm = service.peek(model, request.state.leases).llm  # a page of another origin may ask: it must load nothing
         tokenizer, template = llm.tokenizer, llm.template
         return json_response(
             {
@@ -305,10 +322,18 @@ async def _as_chat(request: Request, body: ResponsesRequest | CountRequest) -> C
     return await in_worker(request.state.size, body.to_chat)
 
 
-def _refusal(model: ServedModel, error: Exception, names: Mapping[str, str]) -> Exception:
+def _refusal(model: ServedModel, error: Exception, names: Mapping[str, str] = NO_NAMES) -> Exception:
     """An error as the API tells it. names: of an API's fields that are called otherwise in OpenAI's chats."""
     told = model.refusal(error)
-    return error if told is None else told.renamed(names)
+    if told is None:
+        return error
+    if told.param is None and (place := _PLACE.match(str(told.detail))):
+        told.param = place[1]
+    return told.renamed(names)
+
+
+_PLACE = re.compile(r"((?:messages|tools)\[[\w.\[\]]+|logit_bias|stop_token_ids|stop|temperature|top_[pk])(?=[ :,])")
+"""A field that a message of the engine begins with."""
 
 
 async def _chat(
@@ -323,7 +348,7 @@ async def _chat(
     model = await service.use(body.model, request.state.leases)
     llm = model.llm
 
-    def prepared() -> tuple[Asked, AnswerFormat | None, SamplingParams, list[int], int]:
+    def prepared() -> tuple[Asked, Tools, AnswerFormat | None, SamplingParams, list[int], int]:
         body.take_defaults(service.thinking)
         asked = body.asked_thinking()
         tools = read_chat_tools(llm, body)
@@ -331,17 +356,24 @@ async def _chat(
         params = constrained(llm, body, body.to_params(llm.sampling), tools)
         tokens, dropped = fitted_chat(llm, body, tools, params)
         params, form = with_thoughts(llm, asked.thinking, params, tools.reads, tokens, asked.apart)
-        return asked, form, params, tokens, dropped
+        return asked, tools, form, params, tokens, dropped
 
     try:
-        asked, form, params, tokens, dropped = await in_worker(request.state.size, prepared)
+        asked, tools, form, params, tokens, dropped = await in_worker(request.state.size, prepared)
     except Exception as error:
         raise _refusal(model, error, names) from None
     if dropped:
         request.state.facts["dropped_turns"] = dropped
     made = shape(params, *shape_of(model, request, body), form)
     made.shows_reasoning = asked.shows
-    return await answer(model, request, body, made, [tokens], params)
+    try:
+        return await answer(model, request, body, made, [tokens], params)
+    except ApiError as error:  # the grammar of all functions says neither which one is wrong, nor where
+        if error.status_code != 400 or params.rules is None:
+            raise
+        wrong = await in_worker(request.state.size, wrong_tool, tools.tools)
+        told = {"Lark grammar": "grammar of the functions"} if tools.form is not None else {}
+        raise (wrong or error).renamed({**names, **told}) from None
 
 
 async def embedded(model: ServedModel, texts: list[list[int]], salt: bytes) -> NDArray[np.float32]:
@@ -387,7 +419,7 @@ async def answer(
     except BaseException:
         await events.aclose()
         raise
-    return EventStream(run.stream(), run.close)
+    return EventStream(run.stream(), run.close, lambda: b"".join(shape.failed(shutting_down())))
 
 
 def _fitted(params: SamplingParams, room: int) -> SamplingParams:
@@ -474,12 +506,12 @@ class _Run:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The chunks, after `begin`."""
-        for event in self._shape.begin(self._count, self._usage):
+        for event in self._shape.begin(self._count, self._usage.begun(self._first and self._first[1])):
             yield event
         item = self._first
         try:
             while True:
-                for event in [self._shape.ping] if item is None else self._shape.progress(*item):
+                for event in [self._shape.ping()] if item is None else self._shape.progress(*item):
                     yield event
                 item = await anext(self._events)
         except StopAsyncIteration:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import RequestError
 from powerinfer.formats.dialect_reading import read_dialect
-from powerinfer.formats.grammar import Grammar, LazyGrammar, response_format
+from powerinfer.formats.grammar import Grammar, LazyGrammar, json_text, response_format
 from powerinfer.formats.tool_calls import ToolFormat, reasoning_format
 from powerinfer.formats.tools import Tool, ToolChoice, read_tool_choice, read_tools
+from powerinfer.runtime.grammar import refusal
 from powerinfer.serve.api_error import ApiError
-from powerinfer.serve.logs import log
+from powerinfer.serve.logs import MAX_LOGGED, log
 from powerinfer.serve.schema import ChatRequest, Sampling, template_options
 
 if TYPE_CHECKING:
@@ -76,16 +77,35 @@ _FIELDS: dict[str, Callable[[Any], Grammar | None]] = {
 }
 
 
+def functions(tools: Sequence[dict[str, Any]], *kinds: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The functions among the tools of a request, with their places. kinds: their types.
+
+    Others are a server's own, or what a client has beside functions: they are left out, and the log names their types.
+    """
+    kept = [(at, tool) for at, tool in enumerate(tools) if tool.get("type") in kinds or not _typed(tool)]
+    others = {tool["type"][:64] for tool in tools if _typed(tool) and tool["type"] not in kinds}
+    if others:
+        log("warning", "tools that are no functions are left out", types=sorted(others)[:MAX_LOGGED])
+    yield from kept
+
+
+def _typed(tool: Mapping[str, Any]) -> bool:
+    return isinstance(tool.get("type"), str)
+
+
 def read_chat_tools(llm: LLM, body: ChatRequest) -> Tools:
     """The functions of a chat. ApiError or RequestError if they are malformed or this model cannot have any."""
     try:
-        tools = read_tools(body.tools)
+        tools = read_tools([tool for _, tool in functions(body.tools or [], "function")])
     except RequestError as error:
         raise ApiError(400, str(error), param="tools") from None
     try:
         choice = read_tool_choice(body.tool_choice, tools)
     except RequestError as error:
         raise ApiError(400, str(error), param="tool_choice") from None
+    dropped = [f"{tool.name}: {what}" for tool in tools for what in tool.dropped]
+    if dropped:
+        log("warning", "schemas are not enforced as a whole", left_out=dropped[:MAX_LOGGED], count=len(dropped))
     if choice.kind == "none":
         return Tools(tools, choice, None, reasoning_format(_template(llm)))
     parallel, required = body.parallel_tool_calls is not False, choice.kind != "auto"
@@ -120,7 +140,7 @@ def constrained(llm: LLM, body: Sampling, params: SamplingParams, tools: Tools |
         json_asked = wanted is not None and wanted.kind == "json_schema"
         grammar = form.grammar([], ToolChoice("required"), special, instead=wanted) if json_asked else wanted
     elif tools.choice.kind != "auto":
-        if wanted is not None:
+        if wanted is not None and body.response_format is None:  # which is of texts, and there will be none
             raise ApiError(400, "an answer that must be a call has no other format", param="tool_choice")
         grammar = form.grammar(tools.tools, tools.choice, special)
     elif wanted is not None:
@@ -128,6 +148,15 @@ def constrained(llm: LLM, body: Sampling, params: SamplingParams, tools: Tools |
     else:
         grammar = form.lazy_grammar(tools.tools, special)
     return replace(params, grammar=grammar, skip_special_tokens=not special)
+
+
+def wrong_tool(tools: Sequence[Tool]) -> ApiError | None:
+    """The refusal of the first function whose schema no grammar can be made of."""
+    for at, tool in enumerate(tools):
+        error = refusal(Grammar("json_schema", json_text(tool.parameters, "parameters")))
+        if error is not None:
+            return ApiError(400, f"tools[{at}], {tool.name}: {error}", param=f"tools[{at}]")
+    return None
 
 
 def _template(llm: LLM) -> str | None:

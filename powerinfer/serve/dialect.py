@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from powerinfer.formats.tool_parser import AnswerDelta, AnswerFormat, Reasoning, ToolDelta
 from powerinfer.formats.tools import MAX_TOOLS
 from powerinfer.serve.api_error import ApiError, not_supported
-from powerinfer.serve.schema import MAX_INT, MAX_PARTS, MAX_TEMPLATE_OPTIONS, Body, ChatRequest, Seed
+from powerinfer.serve.schema import MAX_PARTS, MAX_TEMPLATE_OPTIONS, Body, ChatRequest, Seed, TopK
 from powerinfer.serve.shapes import ChatShape, Delta, Logprobs, Usage, encode_json, pieces
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Asked(Body):
 
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    top_k: TopK | None = None
     seed: Seed | None = None
     stream: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_OPTIONS)] | None = None
@@ -111,7 +111,8 @@ def function_tool(tool: Mapping[str, Any], parameters: str, at: int, ignored: Se
         if not isinstance(value, known[name]):
             raise ApiError(400, f"tools[{at}].{name} is not valid", param=f"tools[{at}].{name}")
     function = {"name": needed(tool.get("name"), f"tools[{at}].name"), "description": tool.get("description")}
-    return {"type": "function", "function": {**function, "parameters": tool.get(parameters)}}
+    more = {"parameters": tool.get(parameters), "strict": tool.get("strict")}
+    return {"type": "function", "function": function | more}
 
 
 def function_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
@@ -192,16 +193,16 @@ class BlockShape(ChatShape):
         """The event that ends a stream with an error."""
 
     def begin(self, count: int, usage: Usage) -> list[bytes]:
-        return [_sent(event) for event in self._begun(usage)]
+        return [sent(event) for event in self._begun(usage)]
 
     def progress(self, index: int, event: StreamEvent) -> list[bytes]:
-        return [_sent(one) for one in self._advance(event)]
+        return [sent(one) for one in self._advance(event)]
 
     def end(self, usage: Usage) -> list[bytes]:
-        return [_sent(event) for event in self._ended(usage)]
+        return [sent(event) for event in self._ended(usage)]
 
     def failed(self, error: ApiError) -> list[bytes]:
-        return [_sent(self._broken(error))]
+        return [sent(self._broken(error))]
 
     def opening(self, index: int) -> dict[str, Any]:
         return {}
@@ -256,6 +257,6 @@ class BlockShape(ChatShape):
             yield from self._closed(self._blocks[-1])
 
 
-def _sent(event: dict[str, Any]) -> bytes:
+def sent(event: dict[str, Any]) -> bytes:
     """A server-sent event with its type as its name, which clients of both APIs read."""
     return b"event: " + str(event["type"]).encode() + b"\ndata: " + encode_json(event) + b"\n\n"

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from powerinfer.serve.api_error import ApiError, headers_of, is_anthropic
 from powerinfer.serve.keys import Keys
 from powerinfer.serve.live import LIVE
-from powerinfer.serve.logs import log
+from powerinfer.serve.logs import log, request_id
 from powerinfer.serve.metrics import Metrics
 from powerinfer.serve.page import FILES as PAGE
 
@@ -73,12 +73,16 @@ class Gate:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         begin = time.perf_counter()
+        path = scope["path"].rstrip("/") or "/"  # an address with a slash behind it is the same
+        # the HTTP server sends no body to HEAD; what it says of it is that of GET
+        scope = {**scope, "path": path, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
-        request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        name = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        request_id.set(name)
         facts: dict[str, Any] = {}
-        scope["state"] = {**scope.get("state", {}), "request_id": request_id, "salt": b"", "facts": facts}
-        answer = _Answer(send, request_id, scope["path"])
+        scope["state"] = {**scope.get("state", {}), "request_id": name, "salt": b"", "facts": facts}
+        answer = _Answer(send, name, scope["path"])
         try:
             body = await self._admit(scope, headers, receive)
             if self._limits.log_prompts:
@@ -93,16 +97,16 @@ class Gate:
         except asyncio.CancelledError:  # by the server's end, which waits for nothing but the end of this
             await answer.refuse(ApiError(503, "the server is shutting down", code="aborted"))
         finally:
-            self._report(scope, answer.status, time.perf_counter() - begin, request_id, facts)
+            self._report(scope, answer.status, time.perf_counter() - begin, facts)
 
-    def _report(self, scope: Scope, status: int, seconds: float, request_id: str, facts: dict[str, Any]) -> None:
+    def _report(self, scope: Scope, status: int, seconds: float, facts: dict[str, Any]) -> None:
         path = scope["path"]
         self._metrics.request(path if path in self._endpoints else "other", status, seconds)
         if path in QUIET and status in (200, 503):
             return
         client = (scope.get("client") or ("", 0))[0]
         log(
-            "info", "request", request_id=request_id, client=client, method=scope["method"], path=path[:256],
+            "info", "request", client=client, method=scope["method"], path=path[:256],
             status=status, seconds=round(seconds, 6), **facts,
         )  # fmt: skip
 
@@ -171,7 +175,7 @@ class Gate:
             except _Left:
                 raise
             except Exception as error:  # if an answer has begun, its connection is closed: no more can be said
-                log("error", "internal error", request_id=scope["state"]["request_id"], error=error)
+                log("error", "internal error", error=error)
                 await answer.refuse(ApiError(500, "internal error: the log has the cause"))
         finally:
             for task in (app, gone):
@@ -211,7 +215,8 @@ class _Answer:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.started, self.status = True, message["status"]
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self._id.encode())]
+            names = (b"x-request-id", b"request-id") if is_anthropic(self._path) else (b"x-request-id",)
+            message["headers"] = [*message.get("headers", ()), *((name, self._id.encode()) for name in names)]
         try:
             async with asyncio.timeout(SEND_SECONDS):
                 await self._send(message)

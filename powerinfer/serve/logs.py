@@ -7,10 +7,15 @@ import logging
 import sys
 import time
 import traceback
+from contextvars import ContextVar
 from typing import Any
+
+MAX_LOGGED = 16  # things of a kind that one line names
 
 _LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _logger = logging.getLogger("powerinfer.serve")
+request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+"""Of the request that is answered, in whose lines it is."""
 
 
 class JsonLines(logging.Formatter):
@@ -44,4 +49,6 @@ def set_up() -> None:
 
 def log(level: str, event: str, error: BaseException | None = None, **facts: Any) -> None:
     """Log an event with what is known of it; an error with its traceback."""
+    if (known := request_id.get()) is not None:
+        facts.setdefault("request_id", known)
     _logger.log(_LEVELS[level], event, extra={"facts": facts}, exc_info=error)

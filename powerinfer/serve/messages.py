@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from powerinfer.serve.api_error import ANTHROPIC_ROUTES, ApiError, not_supported
+from powerinfer.serve.constraints import functions
 from powerinfer.serve.dialect import (
     Asked,
     Block,
@@ -25,29 +26,44 @@ from powerinfer.serve.dialect import (
     needed,
     text_of,
 )
-from powerinfer.serve.schema import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, ChatRequest, Int, Stop
+from powerinfer.serve.schema import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, ChatRequest, Int, Neutral, Stop
 from powerinfer.serve.shapes import Usage
 
 if TYPE_CHECKING:
     from powerinfer.runtime.params import SamplingParams
     from powerinfer.runtime.request import StreamEvent
 
-MESSAGES_IGNORED = frozenset(("metadata", "service_tier", "cache_control", "inference_geo"))
+MESSAGES_IGNORED = frozenset((
+    "metadata", "service_tier", "cache_control", "inference_geo", "diagnostics", "user_profile_id", "anthropic_beta",
+))  # fmt: skip
 """Fields that do not change the answer; what prompts have in common is cached without being asked."""
 
-MESSAGES_NEUTRAL: Mapping[str, Sequence[Any]] = {
+MESSAGES_LOGGED = frozenset(("speed",))
+
+MESSAGES_NEUTRAL: Mapping[str, Neutral] = {
     "speed": ("standard",),
     "container": (),
     "mcp_servers": ([],),
-    "context_management": ({}, {"edits": []}),
-    "diagnostics": (),
+    "context_management": lambda given: isinstance(given, dict) and all(map(_keeps, given.get("edits") or [])),
+    "thread": ({"type": "create"},),  # that of this request alone
 }
 """Fields of the API that this server does not have, with the values that ask for nothing."""
 
+
+def _keeps(edit: Any) -> bool:
+    """Whether an edit of the context leaves all as it is, or concerns thoughts, of which the template takes its own."""
+    return isinstance(edit, dict) and str(edit.get("type")).startswith("clear_thinking")
+
+
 BLOCK_IGNORED = ("cache_control",)
 OF_BLOCK_IGNORED = {"tool_use": ("caller",), "thinking": ("signature",), "redacted_thinking": ("data",)}
-TOOL_IGNORED = ("cache_control", "eager_input_streaming", "allowed_callers")
+TOOL_IGNORED = ("cache_control", "eager_input_streaming", "allowed_callers", "defer_loading", "input_examples")
 SIGNATURE = ""  # of thinking: nothing is signed here
+ROLES = ("user", "assistant", "system")
+BLOCKS = {"text": ROLES, "thinking": ("assistant",), "redacted_thinking": ("assistant",),
+          "tool_use": ("assistant",), "tool_result": ("user",)}  # fmt: skip
+"""Roles in whose messages a block may be."""
+
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """Anthropic's tool_choice.type, and OpenAI's."""
 
@@ -93,7 +109,7 @@ class CountRequest(Asked):
 
     def to_chat(self) -> ChatRequest:
         """The same as a chat. ApiError for what is wrong beyond types, or not supported."""
-        self.check_extra(MESSAGES_IGNORED, MESSAGES_NEUTRAL)
+        self.check_extra(MESSAGES_IGNORED, MESSAGES_NEUTRAL, MESSAGES_LOGGED)
         messages = [one for at, turn in enumerate(self.messages) for one in _turn(turn, f"messages[{at}]")]
         if self.system:
             messages.insert(0, {"role": "system", "content": text_of(self.system, ("text",), "system", BLOCK_IGNORED)})
@@ -102,7 +118,7 @@ class CountRequest(Asked):
             self,
             messages,
             MESSAGES_NAMES,
-            tools=[_tool(tool, at) for at, tool in enumerate(self.tools or [])],
+            tools=[_tool(tool, at) for at, tool in functions(self.tools or [], "custom")],
             tool_choice=choice,
             parallel_tool_calls=parallel,
             response_format=_response_format(self.output_config),
@@ -124,7 +140,7 @@ class MessagesRequest(CountRequest):
 def _turn(turn: ClientMessage, where: str) -> list[dict[str, Any]]:
     """A turn as messages of a chat: results of tools are messages of their own."""
     turn.refuse_extra(where, ())
-    if turn.role not in ("user", "assistant", "system"):
+    if turn.role not in ROLES:
         raise ApiError(400, f"{where}.role must be user, assistant or system", param=f"{where}.role")
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
@@ -142,20 +158,20 @@ def _turn(turn: ClientMessage, where: str) -> list[dict[str, Any]]:
 
     for at, block in enumerate(turn.content):
         here = f"{where}.content[{at}]"
+        if turn.role not in BLOCKS.get(block.type, ()):
+            raise not_supported(f"{here}.type {block.type!r}", f" in a message of the role {turn.role}")
         block.refuse_extra(here, (*BLOCK_IGNORED, *OF_BLOCK_IGNORED.get(block.type, ())))
         if block.type == "redacted_thinking":  # of another server: nothing here can read it
             continue
-        if block.type == "thinking" and turn.role == "assistant":
+        if block.type == "thinking":
             thoughts.append(needed(block.thinking, f"{here}.thinking"))
         elif block.type == "text":
             texts.append(needed(block.text, f"{here}.text"))
-        elif block.type == "tool_use" and turn.role == "assistant":
+        elif block.type == "tool_use":
             calls.append(_call(block, here))
-        elif block.type == "tool_result" and turn.role == "user":
+        else:
             flush()
             messages.append(_result(block, here))
-        else:
-            raise not_supported(f"{here}.type {block.type!r}", f" in a message of the role {turn.role}")
     flush()
     return messages or [{"role": turn.role, "content": ""}]
 
@@ -173,8 +189,6 @@ def _result(block: ContentBlock, where: str) -> dict[str, Any]:
 
 
 def _tool(tool: Mapping[str, Any], at: int) -> dict[str, Any]:
-    if tool.get("type") not in (None, "custom"):
-        raise not_supported(f"tools[{at}].type {str(tool['type'])[:64]!r}", ": this server has no tools of its own")
     needed(tool.get("input_schema"), f"tools[{at}].input_schema")
     return function_tool(tool, "input_schema", at, TOOL_IGNORED)
 
@@ -215,12 +229,14 @@ class MessagesShape(BlockShape):
     """The message object, and its events from message_start on."""
 
     prefix = "msg_"
-    ping = b'event: ping\ndata: {"type": "ping"}\n\n'
 
     def __init__(self, params: SamplingParams, *chat: Any) -> None:
         super().__init__(*chat)
         self._stops = params.stop
         self._stop: str | None = None  # the one that ended the answer
+
+    def ping(self) -> bytes:
+        return b'event: ping\ndata: {"type": "ping"}\n\n'
 
     def whole(self, choices: list[dict[str, Any]], usage: Usage, ids: Sequence[list[int]] = ()) -> dict[str, Any]:
         content = [_content(block) for block in self._blocks if block.name is None or block.arguments is not None]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from powerinfer.serve.api_error import ApiError, not_supported
+from powerinfer.serve.constraints import functions
 from powerinfer.serve.dialect import (
     Asked,
     Block,
@@ -23,17 +24,18 @@ from powerinfer.serve.dialect import (
     function_choice,
     function_tool,
     needed,
+    sent,
     text_of,
 )
-from powerinfer.serve.schema import IGNORED, MAX_MESSAGES, ChatRequest, Int
+from powerinfer.serve.schema import IGNORED, MAX_MESSAGES, ChatRequest, Int, Neutral
 from powerinfer.serve.shapes import Usage
 
 if TYPE_CHECKING:
     from powerinfer.runtime.params import SamplingParams
 
-RESPONSES_IGNORED = IGNORED - {"store"}
+RESPONSES_IGNORED = IGNORED - {"store"} | {"max_tool_calls"}  # of tools that the server calls: there are none
 
-RESPONSES_NEUTRAL: Mapping[str, Sequence[Any]] = {
+RESPONSES_NEUTRAL: Mapping[str, Neutral] = {
     "store": (False,),
     "previous_response_id": (),
     "conversation": (),
@@ -42,14 +44,14 @@ RESPONSES_NEUTRAL: Mapping[str, Sequence[Any]] = {
     "background_options": (),
     "access_programs": (),
     "image": (),
-    "include": ([], ["reasoning.encrypted_content"]),  # reasoning items have their text
+    "include": lambda names: isinstance(names, list) and "message.output_text.logprobs" not in names,
     "top_logprobs": (0,),
-    "max_tool_calls": (),
     "moderation": (),
     "context_management": ([],),
-    "stream_options": ({}, {"include_obfuscation": False}),
+    "stream_options": lambda options: isinstance(options, dict) and options.keys() <= {"include_obfuscation"},
 }
-"""Fields of the API that this server does not have, with the values that ask for nothing."""
+"""Fields of the API that this server does not have, with the values that ask for nothing. What `include` names belongs
+to tools of the server, but for logprobs; items of reasoning have their text anyway."""
 
 RESPONSES_NAMES = {
     "max_tokens": "max_output_tokens",
@@ -60,7 +62,8 @@ RESPONSES_NAMES = {
 
 PARTS = ("input_text", "output_text", "text")
 PART_IGNORED = ("annotations", "logprobs")
-TOOL_IGNORED = ("allowed_callers", "output_schema")
+ITEM_IGNORED = ("id", "status", "phase", "created_by", "caller", "namespace")
+TOOL_IGNORED = ("allowed_callers", "output_schema", "defer_loading")
 ROLES = ("user", "assistant", "system", "developer")
 
 
@@ -98,7 +101,10 @@ class ResponsesRequest(Asked):
             [*messages, *_messages(self.input)],
             RESPONSES_NAMES,
             max_tokens=self.max_output_tokens,
-            tools=[_tool(tool, at) for at, tool in enumerate(self.tools or [])],
+            tools=[
+                function_tool(tool, "parameters", at, TOOL_IGNORED)
+                for at, tool in functions(self.tools or [], "function")
+            ],
             tool_choice=_tool_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=_response_format(self.text),
@@ -133,7 +139,10 @@ def _messages(given: str | list[Item]) -> list[dict[str, Any]]:
 
 
 def _message(item: Item, where: str) -> dict[str, Any]:
-    item.refuse_extra(where, ("id", "status", "phase"))
+    if item.type not in ("function_call", "function_call_output", "message"):
+        hint = ": nothing is stored" if item.type == "item_reference" else ""
+        raise not_supported(f"{where}.type {item.type!r}", hint)
+    item.refuse_extra(where, ITEM_IGNORED)
     if item.type == "function_call":
         name, given = needed(item.name, f"{where}.name"), needed(item.arguments, f"{where}.arguments")
         call = function_call(needed(item.call_id, f"{where}.call_id"), name, given)
@@ -141,9 +150,6 @@ def _message(item: Item, where: str) -> dict[str, Any]:
     if item.type == "function_call_output":
         output = text_of(needed(item.output, f"{where}.output"), PARTS, f"{where}.output", PART_IGNORED)
         return {"role": "tool", "content": output, "tool_call_id": needed(item.call_id, f"{where}.call_id")}
-    if item.type != "message":
-        hint = ": nothing is stored" if item.type == "item_reference" else ""
-        raise not_supported(f"{where}.type {item.type!r}", hint)
     if item.role not in ROLES:
         raise ApiError(400, f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
     content = text_of(needed(item.content, f"{where}.content"), PARTS, f"{where}.content", PART_IGNORED)
@@ -154,12 +160,6 @@ def _reasoning(item: Item, where: str) -> str:
     """The text of an earlier item of reasoning; summaries are left out."""
     item.refuse_extra(where, ("id", "status", "summary", "encrypted_content"))
     return text_of(item.content or "", ("reasoning_text",), f"{where}.content", ())
-
-
-def _tool(tool: Mapping[str, Any], at: int) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise not_supported(f"tools[{at}].type {str(tool.get('type'))[:64]!r}", ": this server has no tools of its own")
-    return function_tool(tool, "parameters", at, TOOL_IGNORED)
 
 
 def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
@@ -194,6 +194,10 @@ class ResponsesShape(BlockShape):
         super().__init__(*chat)
         self._asked, self._params = asked, params
         self._sent = 0
+
+    def ping(self) -> bytes:
+        """An event: Codex gives up a stream that has only comments."""
+        return sent(self._event("response.in_progress", response=self._response("in_progress")))
 
     def whole(self, choices: list[dict[str, Any]], usage: Usage, ids: Sequence[list[int]] = ()) -> dict[str, Any]:
         return self._response(self._status, usage)

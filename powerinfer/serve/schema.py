@@ -1,16 +1,18 @@
 """The bodies of requests, by OpenAI's names, and what of them is refused.
 
 Types are strict, every integer and every list is bounded, and checking a list ends with its first error. A field that
-is not listed here is refused, unless it cannot change the answer (`IGNORED`) or asks for nothing (`NEUTRAL`).
+is not listed here is refused, unless it cannot change the answer (`IGNORED`), asks for nothing (`NEUTRAL`), or asks for
+what is not here but whose lack does not change the answer (`LOGGED`, each with a line in the log). The other APIs'
+tables are beside their bodies; docs/serving.md has the rule.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from powerinfer.errors import did_you_mean
@@ -20,7 +22,8 @@ from powerinfer.formats.sampling_defaults import SamplingDefaults
 from powerinfer.formats.tools import MAX_TOOLS
 from powerinfer.runtime.options import may_be_set
 from powerinfer.runtime.params import MAX_TOP_LOGPROBS, SamplingParams
-from powerinfer.serve.api_error import ApiError, not_supported
+from powerinfer.serve.api_error import ApiError, not_supported, path_of
+from powerinfer.serve.logs import log
 from powerinfer.serve.thinking import ThinkingFields
 
 MAX_INT = 2**31 - 1
@@ -38,18 +41,24 @@ MAX_OPTIONS = 1024  # of guided_choice
 MAX_CALLS = 128  # of a message
 MAX_TEMPLATE_OPTIONS = 32
 
+Neutral = Sequence[Any] | Callable[[Any], bool]
+"""The values of a field that ask for nothing, or a test of them."""
+
 IGNORED = frozenset((
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id",
-    "priority", "cache_prompt", "store", "prompt_cache_options", "id_slot", "n_cache_reuse", "sse_ping_interval",
+    "priority", "cache_prompt", "store", "prompt_cache_options", "client_metadata", "id_slot",
+    "n_cache_reuse", "sse_ping_interval",
     "return_progress", "backend_sampling", "t_max_prompt_ms", "xtc_threshold", "dry_base", "dry_allowed_length",
     "dry_penalty_last_n", "dry_sequence_breakers", "mirostat_tau", "mirostat_eta", "dynatemp_exponent",
     "adaptive_decay", "penalize_nl", "repeat_last_n",
 ))  # fmt: skip
 """Fields that do not change the answer, parameters of samplers that are off among them."""
 
-NEUTRAL: Mapping[str, Sequence[Any]] = {
+LOGGED = frozenset(("prediction",))
+"""Fields that ask for what this server does not have, and without which an answer is the same: speed, storage."""
+
+NEUTRAL: Mapping[str, Neutral] = {
     "audio": (),
-    "prediction": (),
     "reasoning_effort": (),
     "verbosity": ("medium",),
     "web_search_options": (),
@@ -117,6 +126,24 @@ SAMPLER_LETTERS: Mapping[str, str] = {
 }  # fmt: skip
 """In a text of them, such as "edkypmxt"."""
 
+ALIASES: Mapping[str, str] = {
+    "repeat_penalty": "repetition_penalty",
+    "num_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "stop_sequences": "stop",
+}
+"""Names that other servers and APIs have for fields of this one: named in the refusal."""
+
+
+def _whole(value: Any) -> Any:
+    """JSON has one kind of number: 2.0 is 2."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+def _named(value: str) -> str | None:
+    return value or None  # some clients send "" for the only model
+
 
 def _not_zero(value: int) -> int:
     if value == 0:
@@ -134,16 +161,19 @@ def _random(seed: int) -> int | None:
     return None if seed == -1 else seed
 
 
-Int = Annotated[int, Field(ge=0, le=MAX_INT)]
-MaxTokens = Annotated[int, Field(le=MAX_INT), AfterValidator(_bounded)]
-Seed = Annotated[int, Field(ge=-1, le=MAX_SEED), AfterValidator(_random)]  # -1: as in llama-server, none
-Truncate = Annotated[int, Field(ge=-1, le=MAX_INT), AfterValidator(_not_zero)]
+Id = Annotated[int, Field(ge=0, le=MAX_INT)]  # of a token
+Whole = BeforeValidator(_whole)
+Int = Annotated[int, Field(ge=0, le=MAX_INT), Whole]
+MaxTokens = Annotated[int, Field(le=MAX_INT), AfterValidator(_bounded), Whole]
+Seed = Annotated[int, Field(ge=-1, le=MAX_SEED), AfterValidator(_random), Whole]  # -1: as in llama-server, none
+Truncate = Annotated[int, Field(ge=-1, le=MAX_INT), AfterValidator(_not_zero), Whole]
+TopK = Annotated[int, Field(ge=-1, le=MAX_INT), Whole]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Source = Annotated[str, Field(max_length=MAX_SOURCE)]
 Bias = float | bool  # llama-server's false forbids the token
 BiasPair = Annotated[list[int | float | bool | Annotated[str, Field(max_length=MAX_STOP_CHARS)]],
                      Field(min_length=2, max_length=2)]  # fmt: skip
-TokenIds = Annotated[list[Int], Field(fail_fast=True, max_length=MAX_PROMPT_TOKENS)]
+TokenIds = Annotated[list[Id], Field(fail_fast=True, max_length=MAX_PROMPT_TOKENS)]
 
 
 class Body(BaseModel):
@@ -151,15 +181,24 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 
-    model: Annotated[str, Field(max_length=1024)] | None = None
+    model: Annotated[str, Field(max_length=1024), AfterValidator(_named)] | None = None
 
-    def check_extra(self, ignored: frozenset[str] = IGNORED, neutral: Mapping[str, Sequence[Any]] = NEUTRAL) -> None:
-        """ApiError for a field that this server does not have."""
+    def check_extra(
+        self,
+        ignored: frozenset[str] = IGNORED,
+        neutral: Mapping[str, Neutral] = NEUTRAL,
+        logged: frozenset[str] = LOGGED,
+    ) -> None:
+        """ApiError for a field that this server does not have, unless the answer is the same without it."""
         for name, value in (self.model_extra or {}).items():
             if value is None or name in ignored or _is_neutral(value, neutral.get(name, ())):
                 continue
-            if name in neutral:
-                raise not_supported(name)
+            if name in logged:
+                log("warning", "a field has no effect", field=name)
+                continue
+            right = ALIASES.get(name)
+            if name in neutral or right in type(self).model_fields:
+                raise not_supported(name, f": use {right}" if right in type(self).model_fields else "")
             shown = name if len(name) <= 64 else f"{name[:64]}..."
             hint = did_you_mean(shown, type(self).model_fields)
             raise ApiError(400, f"unknown field {shown!r}{hint}", param=shown, code="unknown_parameter")
@@ -173,7 +212,9 @@ class ModelRequest(BaseModel):
     model: Annotated[str, Field(max_length=1024)]
 
 
-def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
+def _is_neutral(value: Any, neutral: Neutral) -> bool:
+    if callable(neutral):
+        return neutral(value)
     # True == 1 in Python, but not in JSON
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
@@ -184,7 +225,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None  # which makes an event's size say nothing of its text: of other servers
     continuous_usage_stats: Literal[False] | None = None
 
 
@@ -197,7 +238,7 @@ class Sampling(Body):
     max_tokens: MaxTokens | None = None
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    top_k: TopK | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -209,9 +250,9 @@ class Sampling(Body):
     ) = None
     seed: Seed | None = None
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[Int], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[Id], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), Whole] | None = None
     truncate_prompt_tokens: Truncate | None = None
     min_tokens: Int | None = None
     n_predict: MaxTokens | None = None
@@ -305,6 +346,11 @@ class Part(BaseModel):
 
     type: Annotated[str, Field(max_length=64)]
     text: str | None = None
+    refusal: str | None = None
+
+
+MESSAGE_IGNORED = ("cache_control", "provider_specific_fields", "annotations", "id")
+"""Fields of a message that clients send back, or for other servers, and of which no template knows."""
 
 
 class Message(BaseModel):
@@ -314,6 +360,7 @@ class Message(BaseModel):
 
     role: Annotated[str, Field(max_length=64)]
     content: str | Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
+    refusal: str | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -351,7 +398,7 @@ class ChatRequest(Conversation, Sampling):
     tool_choice: Annotated[str, Field(max_length=64)] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
 
     @property
     def most_tokens(self) -> float:
@@ -386,7 +433,7 @@ class CompletionRequest(Sampling):
         | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
     )
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
 
     @property
     def most_tokens(self) -> float:
@@ -458,20 +505,20 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as a chat template takes them. ApiError for what a template cannot take."""
     for n, message in enumerate(messages):
         for name, value in (message.model_extra or {}).items():
-            if value not in (None, [], ""):
+            if name not in MESSAGE_IGNORED and value not in (None, [], "", {}):
                 raise not_supported(f"messages[{n}].{name[:64]}")
     try:
         return plain_messages([_given(message) for message in messages])
     except MessageError as error:
         code = "unsupported_parameter" if error.unsupported else None
-        raise ApiError(400, str(error), param=error.where, code=code) from None
+        raise ApiError(400, str(error), param=path_of(error.where), code=code) from None
 
 
 def _given(message: Message) -> dict[str, Any]:
     """What a message says; its parts as they are."""
-    content: Any = message.content
+    content: Any = message.content if message.content is not None else message.refusal
     if isinstance(content, list):
-        content = [{"type": part.type, "text": part.text} for part in content]
+        content = [_part(part) for part in content]
     extra = {
         "name": message.name,
         "reasoning_content": message.thought,
@@ -480,6 +527,12 @@ def _given(message: Message) -> dict[str, Any]:
     }
     given = {name: value for name, value in extra.items() if value is not None}
     return {"role": message.role, "content": content, **given}
+
+
+def _part(part: Part) -> dict[str, Any]:
+    """A part as it is; what the assistant refused with is its text."""
+    refusal = part.type == "refusal" and part.refusal is not None
+    return {"type": "text", "text": part.refusal} if refusal else {"type": part.type, "text": part.text}
 
 
 def template_options(given: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import json
 import math
+import os
 import re
+import resource
 import socket
 import ssl
+import time
 from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import Any
 
 import h11
 import uvicorn
@@ -38,6 +43,8 @@ MAX_HEADERS = 32 << 10  # bytes of a request's line and headers
 BACKLOG = 512  # connections that wait to be accepted
 KEEP_ALIVE = 30  # seconds that a connection may be idle between two requests
 IN_PROGRESS = 64  # requests beyond those that run and wait: being read, checked, or finished
+MAX_FILES = 1 << 16  # open at a time, if this process may have so many
+FILES = 128  # of these, for models, logs and libraries
 MAX_KEEP_ALIVE = 1_000_000_000  # seconds
 LOCAL_HOSTS = frozenset(("localhost", "127.0.0.1", "::1"))
 
@@ -125,8 +132,8 @@ def assemble(service: Service, config: ServeConfig, keys: Keys, requests: int) -
             gate,
             allow_origins=list(config.cors),
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-Id", "X-Api-Key", "Anthropic-Version"],
-            expose_headers=["X-Request-Id"],
+            allow_headers=["*"],  # those it asks for: clients of an origin that is named have headers of their own
+            expose_headers=["X-Request-Id", "Request-Id", "Retry-After"],
         )
     return gate
 
@@ -138,9 +145,14 @@ class Protocol(H11Protocol):
     """
 
     header_seconds = 30.0
+    most_connections = 1024
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if len(self.connections) > self.most_connections:
+            _too_many("too many connections: new ones are closed", connections=self.most_connections)
+            transport.abort()
+            return
         self.app_state = {**self.app_state, "abort": transport.abort}
         self._header_timer: asyncio.TimerHandle | None = None
         self._watch_header()
@@ -199,6 +211,7 @@ class Server(uvicorn.Server):
         """Listen, load and answer until a signal or `should_exit`. PowerInferError: why the engine is no more."""
 
         async def main() -> None:
+            asyncio.get_running_loop().set_exception_handler(_on_loop_error)
             self.service.start()
             await self.serve([self._listening])
             await self.service.close()
@@ -241,6 +254,35 @@ class Server(uvicorn.Server):
             connection.transport.abort()
 
 
+def _connections() -> int:
+    """How many connections leave files for everything else, of as many files as this process may have open."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_FILES if most == resource.RLIM_INFINITY else min(most, MAX_FILES)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    left = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/dev/fd"))
+    return max(8, left - min(FILES, left // 2))
+
+
+def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    error = context.get("exception")
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+        _too_many("no connection can be accepted now", reason=error.strerror)  # asyncio says so hundreds of times
+    else:
+        loop.default_exception_handler(context)
+
+
+_said: dict[str, float] = {}  # when, by event
+
+
+def _too_many(event: str, **facts: Any) -> None:
+    """Log an event of which there may be thousands, at most once a second."""
+    now = time.monotonic()
+    if now - _said.get(event, -1.0) >= 1.0:
+        _said[event] = now
+        log("warning", event, **facts)
+
+
 def checked_keys(config: ServeConfig) -> list[str]:
     """The API keys. RequestError for an address that other machines can reach, without any."""
     keys = read_keys(config.api_key_file)
@@ -274,7 +316,11 @@ def _uvicorn_config(app: App, config: ServeConfig) -> uvicorn.Config:
         made = uvicorn.Config(
             app,
             loop="asyncio",
-            http=type("Protocol", (Protocol,), {"header_seconds": config.receive_timeout}),
+            http=type(
+                "Protocol",
+                (Protocol,),
+                {"header_seconds": config.receive_timeout, "most_connections": _connections()},
+            ),
             ws="none",
             lifespan="off",
             log_config=None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -60,6 +61,12 @@ class Usage:
         self.generated += completion.completion_tokens
         self.cached += completion.cached_tokens if first else 0
 
+    def begun(self, event: StreamEvent | None) -> Usage:
+        """What is known with the first event of the first answer."""
+        known = copy(self)
+        known.cached = event.cached_tokens if event is not None else 0
+        return known
+
     def document(self, reasoning: int | None = None) -> dict[str, Any]:
         """The API's usage object. reasoning: tokens of it, None: that is not known."""
         details = {} if reasoning is None else {"completion_tokens_details": {"reasoning_tokens": reasoning}}
@@ -76,7 +83,6 @@ class AnswerShape(ABC):
     """One kind of answer. name: of the whole object; chunk_name: of a chunk of a stream."""
 
     name = chunk_name = prefix = ""
-    ping = b": ping\n\n"  # what a stream sends while there is nothing else
     reasoning_tokens: int | None = None  # so far; None: reasoning is not told apart
     shows_reasoning = True
 
@@ -150,6 +156,10 @@ class AnswerShape(ABC):
         """The beginning of a stream of `count` answers."""
         openings = [self.opening(index) for index in range(count)]
         return [sent_event(self.chunk(opening)) for opening in openings if opening is not None]
+
+    def ping(self) -> bytes:
+        """What a stream sends while there is nothing else."""
+        return b": ping\n\n"
 
     def progress(self, index: int, event: StreamEvent) -> list[bytes]:
         """What a stream sends for an event of answer `index`."""
@@ -330,15 +340,23 @@ class TextShape(AnswerShape):
 
 def text_logprobs(tokenizer: Tokenizer, token: int, logprobs: TokenLogprob | None, offset: int) -> Logprobs:
     """A token's entry in the logprobs of a text completion; logprobs None: the first token of a prompt has none."""
-    text = tokenizer.token_text(token)
+    text = _name(tokenizer.token_bytes(token))
     if logprobs is None:
         return {"tokens": [text], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [offset]}
     top: dict[str, float] = {}
     for one in logprobs.top:  # of tokens with the same text, the likeliest
-        top.setdefault(one.text, max(one.logprob, LOWEST_LOGPROB))
+        top.setdefault(_name(one.bytes), max(one.logprob, LOWEST_LOGPROB))
     own = max(logprobs.logprob, LOWEST_LOGPROB)
-    top.setdefault(text, own)
+    top[text] = own
     return {"tokens": [text], "token_logprobs": [own], "top_logprobs": [top], "text_offset": [offset]}
+
+
+def _name(data: bytes) -> str:
+    """A token as OpenAI names it here: its text, or the bytes of one that has no whole characters."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def add_logprobs(total: Logprobs | None, more: Logprobs | None) -> Logprobs | None:

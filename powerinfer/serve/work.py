@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
 
@@ -32,7 +33,8 @@ async def in_worker(size: int, work: Callable[..., T], *args: Any, **options: An
     """`work(*args, **options)` in a thread. size: of the request's body, in bytes."""
     if size < LARGE:
         return await run_in_threadpool(work, *args, **options)
-    return await asyncio.get_running_loop().run_in_executor(_one_thread, partial(work, *args, **options))
+    call = partial(copy_context().run, work, *args, **options)
+    return await asyncio.get_running_loop().run_in_executor(_one_thread, call)
 
 
 async def read_json(body: bytes) -> dict[str, Any]:
