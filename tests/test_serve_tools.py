@@ -284,7 +284,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tools": [WEATHER], "tool_choice": "required", "guided_regex": "a"}, "tool_choice", "no other format"),
     ({"tools": [WEATHER], "guided_regex": "a"}, None, "only JSON"),
-    (offering({"not": {}}, strict=True), "tools[0]", "f: the JSON schema has keywords that are not supported: not (at p)"),
+    (offering({"not": {}}, strict=True), "tools[0]", "f: the JSON schema has keywords that are not supported: not"),
     (offering({"type": "wish"}), "tools[0]", "f: the JSON schema is not supported: Invalid type: wish (at p)"),
     (offering({"type": "string", "pattern": "("}), "tools[0]", "tools[0], f: "),
 ]

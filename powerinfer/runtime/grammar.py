@@ -265,9 +265,7 @@ class GrammarMask:
         tokens: Sequence[int] = (token,) if self._begun else self._vocabulary.without_space.get(token, (token,))
         self._begun = True
         if self._matcher.try_consume_tokens(list(tokens)) != len(tokens):
-            reason = _line(self._matcher.get_error())
-            if not reason:  # a limit was reached on the way
-                raise RequestError(f"the {self._grammar.what} became too complex: simplify it")
+            reason = _line(self._matcher.get_error()) or f"or the {self._grammar.what} became too complex: simplify it"
             raise RequestError(f"token {token} does not fit the grammar: {reason}")
         return self._matcher.is_stopped()
 
