@@ -229,7 +229,7 @@ def test_what_asks_for_nothing_is_accepted(server: Server) -> None:
 
 def grammar_answer(server: Server, text: str, **body: Any) -> Any:
     """The answer of a model that is made to write a text."""
-    return answer(server, grammar=f"root ::= {json.dumps(text)}", n_predict=64, **body)
+    return answer(server, grammar=f"root ::= {json.dumps(text)}", n_predict=len(text) + 16, **body)
 
 
 def test_an_answer_ends_at_a_line_of_less_indentation(server: Server) -> None:
