@@ -97,6 +97,8 @@ def read_back(form: ToolFormat, template: ChatTemplate, given: Any, grammars: Gr
         if [(name, json.loads(arguments)) for name, arguments in calls] != [wanted]:
             wrong.append(f"{text[:200]!r} is read as {calls}")
             continue
+        if form.name == "harmony":
+            continue  # its calls begin in the header of a message
         allowed = text.encode()
         mask = grammars.mask(replace(form, parallel=False).grammar(TOOLS, ToolChoice("required")))
         for at, token in enumerate(allowed):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.formats.call_values import kinds
+from powerinfer.formats.call_values import kinds, resolved
 from powerinfer.formats.grammar import JSON_OPTIONS, WHITESPACE, json_text, literal
 from powerinfer.formats.marks import HOLE
 from powerinfer.formats.tools import Tool
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from powerinfer.formats.tool_calls import ToolFormat
 
 MAX_CALLS = 16  # of one answer, where a grammar says what is called
+_DEPTH = 4  # of literals that are held to their schema
 _MAX_LENGTH = 4096  # of a text that is counted
 _SPACE = r"/[ \t\r\n]{0,8}/"
 _EDGES = re.compile(r"^\s+|\s*\n\s*|\s+$")
@@ -64,15 +65,18 @@ class CallRules:
         again = f"({self.mark(form.between)} {opening} {one}){more}" if parallel else ""
         return f"{before} {first} {one} {again} {end}"
 
-    def mark(self, text: str) -> str:
-        """A mark in the grammar: special tokens as such, white space at its edges and around line breaks free."""
+    def mark(self, text: str, exact: bool = False) -> str:
+        """A mark in the grammar: special tokens as such, white space at its edges and around line breaks free, unless
+        it is exact."""
         found = sorted((token for token in self._special if token in text), key=len, reverse=True)
         parts = re.split(f"({'|'.join(map(re.escape, found))})", text) if found else [text]
-        return " ".join(piece for part in parts if part for piece in self._pieces(part))
+        return " ".join(piece for part in parts if part for piece in self._pieces(part, exact))
 
-    def _pieces(self, part: str) -> list[str]:
+    def _pieces(self, part: str, exact: bool) -> list[str]:
         if part in self._special:
             return [f"<[{self._special[part]}]>"]
+        if exact:
+            return [literal(part)]
         made: list[str] = []
         for at, plain in enumerate(part.split(HOLE)):
             if at:
@@ -157,7 +161,7 @@ class CallRules:
         values = schema.get("enum") if isinstance(schema, Mapping) else None
         if isinstance(values, list) and allowed == {"string"} and not any("<" in value for value in values):
             options = " | ".join(literal(value) for value in values)
-            text = f"{rule}: {_SPACE} ({options}) {self.mark(self._form.value_end)}"
+            text = f"{rule}: ({options}) {self.mark(self._form.value_end, exact=True)}"
         whole = {**schema, **{key: root[key] for key in ("$defs", "definitions") if key in root}} if allowed else {}
         value = f"%json {with_options(whole)}" if not self._form.literals else _literal_rule(schema, root)
         plain = f"{rule}: {_SPACE} {value} {self.mark(self._form.value_end)}"
@@ -177,7 +181,7 @@ class CallRules:
 
     def _key_end(self, kind: str) -> str:
         form = self._form
-        return self.mark(form.key_end.replace(HOLE, form.word(kind)) if form.type_words else form.key_end)
+        return self.mark(form.key_end.replace(HOLE, form.word(kind)) if form.type_words else form.key_end, exact=True)
 
     def _text_value(self, counted: str) -> str:
         """Text up to the mark that ends a value, as the rest of a rule."""
@@ -239,6 +243,10 @@ def _counted(schema: Any) -> str:
     return rf"/(.|\n){{{least},{most}}}/"
 
 
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) and 0 <= value <= _MAX_LENGTH else None
+
+
 def _in_order(words: Sequence[tuple[str, bool]], comma: str) -> str:
     """Arguments in their order, separated, of which some may be left out."""
     made = ""
@@ -251,17 +259,24 @@ def _in_order(words: Sequence[tuple[str, bool]], comma: str) -> str:
     return made if any(must for _, must in words) else f"({made})?"
 
 
-def _literal_rule(schema: Any, root: Mapping[str, Any]) -> str:
+def _literal_rule(schema: Any, root: Mapping[str, Any], depth: int = 0) -> str:
     """The rule of Python's literals for a schema."""
+    schema = resolved(schema, root)
     values = schema.get("enum") if isinstance(schema, Mapping) else None
     allowed = kinds(schema, root)
+    if allowed == {"array"} and "items" in schema and depth < _DEPTH:
+        item = _literal_rule(schema["items"], root, depth + 1)
+        least, most = (_number(schema.get(name)) for name in ("minItems", "maxItems"))
+        last = "" if most is None else str(max(0, most - 1))
+        more = f'{item} (W? "," W? {item}){{{max(0, (least or 0) - 1)},{last}}}' if most != 0 else ""
+        return f'"[" W? ({more}){"" if least else "?"} W? "]"'
     if isinstance(values, list) and allowed == {"string"}:
         plain = [value for value in values if not set(value) & set("'\"\\\n")]
         if len(plain) == len(values):
             return "(" + " | ".join(literal(f"{quote}{value}{quote}") for value in plain for quote in "'\"") + ")"
     if allowed == {"string"} and (counted := _counted(schema)):
-        least, most = counted.rpartition("{")[2].rstrip("}/").split(",")
-        return "(" + " | ".join(rf"/{quote}[^{quote}\\\n]{{{least},{most}}}{quote}/" for quote in "'\"") + ")"
+        count = counted.removeprefix(r"/(.|\n)").rstrip("/")
+        return "(" + " | ".join(rf"/{quote}[^{quote}\\\n]{count}{quote}/" for quote in "'\"") + ")"
     rules = {"string": "text", "integer": "integer", "number": "number", "boolean": "truth", "null": '"None"',
              "array": "list", "object": "dictionary"}  # fmt: skip
     return "(" + " | ".join(sorted(rules[kind] for kind in allowed if kind in rules)) + ")" if allowed else "literal"

@@ -293,6 +293,12 @@ def kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str
     return frozenset(("object",)) if "properties" in schema else frozenset()
 
 
+def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """The schema that a reference refers to."""
+    reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+    return _referred(reference, root) if isinstance(reference, str) else schema
+
+
 def _referred(reference: str, root: Mapping[str, Any]) -> Any:
     at: Any = root
     for part in reference.removeprefix("#").split("/")[1:]:

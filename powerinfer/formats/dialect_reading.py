@@ -65,7 +65,7 @@ def _read(source: str, bos: str, eos: str) -> ToolFormat:
     told = tool_dialects.told(source)
     if told is not None and probe.render(probe.chat(), tools=_DOCUMENTS) is not None:
         return told
-    return replace(GENERIC, no_system=not probe.takes_system)
+    return replace(GENERIC, no_system=probe.drops_system)
 
 
 def _written(probe: _Probe) -> ToolFormat | None:
@@ -77,8 +77,13 @@ def _written(probe: _Probe) -> ToolFormat | None:
             if (form := _read_spelling(probe, _Spelling(text_arguments, content))) is not None
         ]
         if found:  # what a template writes around a message is in some of them
-            return min(found, key=lambda form: len("".join(form.marks)))
+            return min(found, key=_length)
     return None
+
+
+def _length(form: ToolFormat) -> int:
+    """Of the marks around the calls."""
+    return len(form.section + form.call_begin + form.call_end + form.between + form.end)
 
 
 def _read_spelling(probe: _Probe, spelling: _Spelling) -> ToolFormat | None:
@@ -155,10 +160,10 @@ class _Probe:
         return self.render(self.chat(), ask=True, tools=[bare]) is None
 
     @property
-    def takes_system(self) -> bool:
-        """Whether a system message reaches the prompt."""
+    def drops_system(self) -> bool:
+        """Whether a system message does not reach the prompt."""
         text = self.render([{"role": "system", "content": _SAID}, *self.chat()], ask=True)
-        return text is not None and _SAID in text
+        return (text is None or _SAID not in text) and self.render(self.chat(), ask=True) is not None
 
 
 class _Reading:
@@ -178,7 +183,7 @@ class _Reading:
         shapes = (self._object, self._named, self._keywords, self._tagged)
         for shape in shapes:
             form = shape(turn)
-            if form is not None and form.begins:
+            if form is not None and form.begins and _TAG.search(form.begins[0]):
                 form = replace(form, single=len(self._names) == 1, **self._spelling.fields)
                 if self._plain.rpartition(_SAID)[2].strip().startswith(form.begins[0]):  # it ends other messages, too
                     form = replace(form, begun_by=(form.section or form.call_begin).strip())
@@ -389,7 +394,7 @@ class _Reading:
     def _told(self, form: ToolFormat) -> ToolFormat:
         """The description with how functions are told, and ids."""
         if not self._probe.tells:
-            form = replace(form, told="words", no_system=not self._probe.takes_system)
+            form = replace(form, told="words", no_system=self._probe.drops_system)
         long_id = self._probe.history(self._spelling, _NAMES[:1], _VALUES[:1], ["call_" + _IDS[0]])
         return replace(form, short_ids=long_id is None, whole_documents=self._probe.needs_whole)
 
@@ -428,6 +433,7 @@ def parsed(form: ToolFormat, text: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 _DECODER = json.JSONDecoder()
+_TAG = re.compile(r"[<>\[\]|{}`]")
 _DIGITS = re.compile(r"\d+")
 _COUNTER = re.compile(r"(?<=[:\"])[01](?=[<\"])")
 _PREFIX = re.compile(r"[A-Za-z_]+\.$")  # a namespace before a function's name

@@ -116,6 +116,8 @@ class ToolParser:
         found += [at for mark in form.dropped if (at := text.find(mark)) >= 0]
         if found:
             at = min(found)
+            if not self._last and any(mark.startswith(text[at:]) for mark in form.dropped):
+                return False
             mark = next((mark for mark in form.dropped if text.startswith(mark, at)), None)
             if mark is None:
                 return self._open(at, at)
@@ -221,6 +223,9 @@ class ToolParser:
             return False
         at = follow(form.call_end, rest) if form.call_end and not self._closed else MISMATCH
         waits = at == MORE
+        if form.call_end and not self._closed and (at == MISMATCH or self._last):
+            at = max(at, follow(form.call_end.strip().partition("\n")[0], rest))  # some models leave out the rest
+            waits = waits or at == MORE
         if at >= 0:
             self._text, self._closed = rest[at:], True
             self._step = self._after_call if self._begun or form.bare or form.end else self._in_text

@@ -122,7 +122,7 @@ def chat_prompt(
     messages, options = list(given), template_options(variables)
     shown = tools.tools if tools is not None and tools.form is not None else []
     called = shown or any("tool_calls" in message or message["role"] == "tool" for message in messages)
-    form = _format(llm) if called else reasoning_format(_template(llm))
+    form = _format(llm, bool(shown)) if called else reasoning_format(_template(llm))
     if form is not None:
         messages, more = form.conversation(messages, shown)
         options |= more
@@ -163,8 +163,9 @@ def _template(llm: LLM) -> str | None:
     return llm.template.source if llm.template is not None else None
 
 
-def _format(llm: LLM) -> ToolFormat:
-    template = llm.template.for_tools if llm.template is not None else None
+def _format(llm: LLM, told: bool = True) -> ToolFormat:
+    """The dialect of the model's calls; told: of its template for chats with tools."""
+    template = llm.template.for_tools if told and llm.template is not None else llm.template
     return read_dialect(template).ended_by([llm.tokenizer.token_text(token) for token in llm.tokenizer.eos_ids])
 
 

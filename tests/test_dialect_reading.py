@@ -1,0 +1,410 @@
+"""Dialects of calls read off templates in the shape of real ones: what is read, written, parsed and demanded."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_grammar import random_tokens
+from test_tool_calls import ASKED, TOOLS, Marked, check_calls, read
+
+from powerinfer.formats import tool_dialects
+from powerinfer.formats.chat import ChatTemplate
+from powerinfer.formats.dialect_reading import read_dialect
+from powerinfer.formats.marks import HOLE
+from powerinfer.formats.tool_calls import GENERIC, HERMES, ToolFormat
+from powerinfer.formats.tools import ToolChoice, read_tools
+from powerinfer.runtime.grammar import Grammars
+
+AROUND = (
+    "{%- if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|end|>\n{% endif -%}"
+    "{%- for m in messages -%}<|{{ m.role }}|>{{ m.content }}{%- if m.tool_calls %}CALLS{% endif %}<|end|>\n"
+        "{% endfor -%}"
+    "{%- if add_generation_prompt %}<|assistant|>{% endif -%}"
+)
+EACH = "{% for call in m.tool_calls %}{% set f = call.function %}"
+TEXT = "{{ v if v is string else v | tojson }}"
+
+
+def template(calls: str, around: str = AROUND) -> ChatTemplate:
+    """A template that writes calls in a certain way."""
+    return ChatTemplate(around.replace("CALLS", calls))
+
+
+TEMPLATES = {
+    "object in tags": EACH
+    + '{{ "\n" }}<tool_call>{{- \'\n{"name": "\' + f.name + \'", "arguments": \' }}{{ f.arguments | tojson }'
+        '}{{ "}" }}\n</tool_call>'
+    "{%- endfor -%}",
+    "other keys, ids first": "<|START|>[" + EACH + "{{ ', ' if not loop.first }}"
+    '{"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ f.name }}", "parameters": {{ f.arguments | tojso'
+        'n }}{{ "}" }}'
+    "{%- endfor -%}]<|STOP|>",
+    "named by its key": "<|tools|>[" + EACH + '{{ ", " if not loop.first }}{"{{ f.name }}": {{ f.arguments |'
+        ' tojson }}{{ "}" }}'
+    "{%- endfor -%}]<|/tools|>",
+    "lines between tags": "\n<calls>" + EACH + '{{- \'\n{"name": "\' + f.name + \'", "arguments": \' }}{{ f.'
+        'arguments | tojson }}'
+    '{{ "}" }}{%- endfor -%}{{ "\n" }}</calls>',
+    "name and arguments": EACH + "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}{%- endfor -%}",
+    "an id between": EACH + "[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ call.id }}[ARGS]{{ f.arguments | tojson }}{"
+        "%- endfor -%}",
+    "an id before": "<|calls|>" + EACH + "<|call:begin|>{{ call.id }}<|call:name|>{{ f.name }}<|call:args|>{"
+        "{ f.arguments | tojson }}"
+    "<|call:end|>{%- endfor -%}",
+    "a namespace and a number": "<|calls_begin|>" + EACH + "<|call_begin|>functions.{{ f.name }}:{{ loop.ind"
+        "ex0 }}<|call_argument|>"
+    "{{ f.arguments | tojson }}<|call_end|>{%- endfor -%}<|calls_end|>",
+    "a fence": "<|calls_begin|>" + EACH + "{{ '\n' if not loop.first }}<|call_begin|>function<|sep|>{{ f.nam"
+        "e }}\n```json\n"
+    "{{ f.arguments | tojson }}\n```<|call_end|>{%- endfor -%}<|calls_end|>",
+    "the name in the tag": EACH + "<function={{ f.name }}>{{ f.arguments | tojson }}</function>{%- endfor -%}",
+    "parameters in lines": EACH + "{{ '\n' }}<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.argument"
+        "s.items() %}<parameter={{ k }}>\n"
+    + TEXT + "\n</parameter>\n{% endfor %}</function>\n</tool_call>{%- endfor -%}",
+    "parameters with attributes": "\n<calls>\n" + EACH + '<invoke name="{{ f.name }}">\n{% for k, v in f.arg'
+        'uments.items() %}'
+    '<parameter name="{{ k }}">' + TEXT + "</parameter>\n{% endfor %}</invoke>\n{% endfor %}</calls>",
+    "keys and values": EACH + "{{ '\n' }}<tool_call>{{ f.name }}\n{% for k, v in f.arguments.items() %}<arg_"
+        "key>{{ k }}</arg_key>\n<arg_value>"
+    + TEXT + "</arg_value>\n{% endfor %}</tool_call>{%- endfor -%}",
+    "types told": "\n<|X|calls>\n" + EACH + '<|X|invoke name="{{ f.name }}">\n{% for k, v in f.arguments.ite'
+        'ms() %}<|X|parameter name='
+    '"{{ k }}" string="{{ "true" if v is string else "false" }}">' + TEXT + "</|X|parameter>\n{% endfor %}</"
+        "|X|invoke>\n{% endfor %}"
+    "</|X|calls>",
+    "Python's literals": EACH + "{{ '\n' }}<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments."
+        "items() %}<parameter={{ k }}>{{ v }}"
+    "</parameter>\n{% endfor %}</function>\n</tool_call>{%- endfor -%}",
+    "texts in marks": EACH + '{{ "\n" }}<function name="{{ f.name }}">{% for k, v in f.arguments.items() %}<'
+        'param name="{{ k }}">'
+    "{% if v is string and '\n' in v %}<![CDATA[{{ v }}]]>{% else %}" + TEXT + "{% endif %}</param>{% endfor"
+        " %}</function>"
+    "{%- endfor -%}",
+    "Python": "<|calls_start|>[" + EACH + "{{ ', ' if not loop.first }}{{ f.name }}({% for k, v in f.argumen"
+        "ts.items() %}"
+    "{{ ', ' if not loop.first }}{{ k }}={% if v is string %}'{{ v }}'{% else %}{{ v }}{% endif %}{% endfor "
+        "%}){%- endfor -%}]"
+    "<|calls_end|>",
+}  # fmt: skip
+FORMS = {name: replace(read_dialect(template(calls)), tools=tuple(TOOLS)) for name, calls in TEMPLATES.items()}
+TAGS = {"section": "<calls>\n", "call_begin": '<invoke name="', "body": "tagged"}
+EXPECTED: dict[str, dict[str, Any]] = {
+    "object in tags": {"call_begin": "<tool_call>\n", "call_end": "\n</tool_call>", "between": "\n"},
+    "other keys, ids first": {"section": "<|START|>", "end": "<|STOP|>", "listed": True, "name_key": "tool_name",
+                              "arguments_key": "parameters", "id_key": "tool_call_id", "id_first": True},
+    "named by its key": {"section": "<|tools|>", "end": "<|/tools|>", "listed": True, "named_by_key": True},
+    "lines between tags": {"section": "<calls>\n", "between": "\n", "end": "\n</calls>"},
+    "name and arguments": {"call_begin": "[TOOL_CALLS]", "body": "json", "name_end": "[ARGS]"},
+    "an id between": {"call_begin": "[TOOL_CALLS]", "body": "json", "name_end": f"[CALL_ID]{HOLE}[ARGS]"},
+    "an id before": {"section": "<|calls|>", "call_begin": f"<|call:begin|>{HOLE}<|call:name|>",
+                     "call_end": "<|call:end|>",
+                     "body": "json", "name_end": "<|call:args|>"},
+    "a namespace and a number": {"section": "<|calls_begin|>", "call_begin": "<|call_begin|>",
+                                 "call_end": "<|call_end|>",
+                                 "end": "<|calls_end|>", "body": "json", "name_begin": "functions.",
+                                 "name_end": f":{HOLE}<|call_argument|>"},
+    "a fence": {"section": "<|calls_begin|>", "call_begin": "<|call_begin|>function<|sep|>",
+                "call_end": "\n```<|call_end|>",
+                "between": "\n", "end": "<|calls_end|>", "body": "json", "name_end": "\n```json\n"},
+    "the name in the tag": {"call_begin": "<function=", "call_end": "</function>", "body": "json", "name_end": ">"},
+    "parameters in lines": {"call_begin": "<tool_call>\n<function=", "call_end": "\n</function>\n</tool_call>",
+                            "between": "\n",
+                            "body": "tagged", "name_end": ">\n", "key_begin": "<parameter=", "key_end": ">\n",
+                            "value_end": "\n</parameter>"},
+    "parameters with attributes": {**TAGS, "name_end": '">\n', "key_begin": '<parameter name="', "key_end": '">',
+                                   "value_end": "</parameter>", "call_end": "\n</invoke>", "between": "\n",
+                                   "end": "\n</calls>"},
+    "keys and values": {"call_begin": "<tool_call>", "call_end": "\n</tool_call>", "between": "\n", "body": "tagged",
+                        "name_end": "\n", "key_begin": "<arg_key>", "key_end": "</arg_key>\n<arg_value>",
+                        "value_end": "</arg_value>"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_dialect_is_read_off_a_template(name: str) -> None:
+    assert FORMS[name] == ToolFormat("read", **EXPECTED[name])
+
+
+def test_types_and_literals_are_read() -> None:
+    form = FORMS["types told"]
+    assert form.key_end == f'" string="{HOLE}">' and form.word("string") == "true" and form.word("object") == "false"
+    assert FORMS["Python's literals"].literals and not FORMS["keys and values"].literals
+    assert FORMS["texts in marks"].value_marks == ("<![CDATA[", "]]>")
+    assert (FORMS["Python"].body, FORMS["Python"].listed) == ("keywords", True)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"}, "count": {"type": "integer"}, "ratio": {"type": "number"},
+        "flag": {"type": "boolean"}, "list": {"type": "array"}, "object": {"$ref": "#/$defs/any"},
+        "either": {"type": ["string", "null"]},
+        "code": {"enum": ["1", "2"]},
+    },
+    "$defs": {"any": {"type": "object"}},
+}  # fmt: skip
+WRITE = read_tools([{"type": "function", "function": {"name": "write_it", "parameters": SCHEMA}}])
+VALUES: list[dict[str, Any]] = [
+    {},
+    {"text": "", "count": 0},
+    {"text": "17", "count": 17, "ratio": 2.5, "flag": False, "list": [1, "a", None, {"b": True}],
+    "object": {"k": [1.5]},
+     "code": "2"},
+    {"text": "def f(x):\n    return x < 3\n", "either": "yes"},
+    {"text": "é 👍 \\n \\\\", "object": {}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_calls_that_a_template_writes_are_read_however_they_are_cut(name: str) -> None:
+    form, rng = replace(FORMS[name], tools=tuple(WRITE)), random.Random(4)
+    for values in VALUES:
+        if name == "Python" and any("\\" in str(value) or "\n" in str(value) for value in values.values()):
+            continue  # the template does not escape them
+        call = {"type": "function", "id": "abcdef123", "function": {"name": "write_it",
+        "arguments": json.dumps(values)}}
+        asked = [ASKED[0], {"role": "assistant", "content": "Well.", "tool_calls": [call, call]}]
+        messages, variables = form.conversation(asked, WRITE)
+        text = template(TEMPLATES[name]).render(messages, add_generation_prompt=False, **variables)[0]
+        answer = text.rpartition("<|assistant|>")[2].removesuffix("<|end|>\n")
+        said, calls = read(form, [answer])
+        assert said == "Well."
+        assert [(called, json.loads(arguments)) for called, arguments in calls] == [("write_it", values)] * 2
+        assert read(form, list(answer)) == (said, calls)
+        for _ in range(10):
+            cuts = sorted(rng.randint(0, len(answer)) for _ in range(4))
+            pieces = [answer[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(answer)], strict=True)]
+            assert read(form, pieces) == (said, calls), cuts
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_any_text_is_read_the_same_however_it_is_cut(name: str) -> None:
+    form, rng = FORMS[name], random.Random(5)
+    parts = [*form.begins, *(mark for mark in form.marks for _ in range(2)), "{", "}", '"name"', ":", ", ", "[",
+    "]", " ", "\n",
+             "x", "get_weather", '{"city": "Rome"}', "'", "city", "=", ")", "<", "7"]  # fmt: skip
+    for _ in range(150):
+        answer = "".join(rng.choices(parts, k=rng.randint(1, 14))).replace(HOLE, "1")
+        whole = read(form, [answer])
+        for _, arguments in whole[1]:
+            json.loads(arguments)
+        assert read(form, list(answer)) == whole, answer
+        cut = rng.randint(0, len(answer))
+        assert read(form, [answer[:cut], answer[cut:]]) == whole, (answer, cut)
+        if not whole[1] and not form.dropped:
+            assert whole[0] == answer, "without a call nothing is lost"
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_required_calls_are_valid(name: str) -> None:
+    tokenizer, rng, form = Marked(), np.random.default_rng(5), FORMS[name]
+    grammars = Grammars(tokenizer)  # type: ignore[arg-type]
+    for choice, parallel in ((ToolChoice("required"), True), (ToolChoice("function", "get_weather"), True),
+                             (ToolChoice("required"), False)):  # fmt: skip
+        grammar = replace(form, parallel=parallel).grammar(TOOLS, choice, tokenizer.ids)
+        assert grammar is not None
+        endings = 0
+        for _ in range(6):
+            tokens, ended = random_tokens(grammars.compile(grammar).mask(), tokenizer, rng, 300)
+            if ended:
+                endings += 1
+                text, calls = read(form, [tokenizer.text(tokens)])
+                assert not text and calls
+                check_calls(calls)
+                assert parallel or len(calls) == 1
+                assert choice.kind == "required" or {called for called, _ in calls} == {"get_weather"}
+        assert endings
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_mark_that_is_only_named_is_free_and_a_call_is_not(name: str) -> None:
+    form, tokenizer = FORMS[name], Marked()
+    call = {"type": "function", "id": "abcdef123", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
+    messages, variables = form.conversation([ASKED[0], {**ASKED[1], "tool_calls": [call]}], TOOLS)
+    written = template(TEMPLATES[name]).render(messages, add_generation_prompt=False, **variables)[0]
+    written = written.rpartition("<|assistant|>")[2].removesuffix("<|end|>\n").strip()
+    mask = Grammars(tokenizer).mask(form.lazy_grammar(TOOLS))  # type: ignore[arg-type]
+    for token in f"Not {form.begins[0]} now, but\n".encode():
+        assert mask.allows(token) and mask.allowed() is None
+        mask.accept(token)
+    constrained = 0
+    for token in written.encode():
+        assert mask.allows(token), written
+        constrained += not mask.allows(ord("#")) or not mask.allows(0)
+        mask.accept(token)
+    assert constrained > len("get_weather")
+
+
+def test_arguments_that_are_text_are_streamed() -> None:
+    parser = FORMS["parameters in lines"].parser()
+    parser.push("<tool_call>\n<function=get_weather>\n<parameter=city>\n")
+    deltas = [parser.push(piece) for piece in ("New", " Yo", "rk\n", "\n</para", "meter>\n", "</function>")]
+    assert ["".join(delta.arguments for delta in some) for some in deltas] == ["New", " Yo", "rk", r"\n", '"', "}"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "17", "17"),
+        ({"type": "string"}, '{"a": 1}', '{"a": 1}'),
+        ({"type": "integer"}, " 17 ", 17),
+        ({"type": "integer"}, "many", "many"),
+        ({"type": "number"}, "3", 3),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "object"}, "{'a': [None, 'x']}", {"a": [None, "x"]}),
+        ({"type": "array"}, '["a", 1]', ["a", 1]),
+        ({"type": "array"}, '["a", 1', '["a", 1'),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "17", "17"),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "17", 17),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "17 days", "17 days"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": [1, 2]}, "1", 1),
+        ({"$ref": "#/$defs/text"}, "5", "5"),
+        ({"allOf": [{"type": "string"}]}, "5", "5"),
+        ({}, "5", 5),
+        ({}, "five", "five"),
+        ({"type": "number"}, "NaN", "NaN"),
+    ],
+)
+def test_values_as_text_are_read_by_the_schema(schema: Any, text: str, value: Any) -> None:
+    parameters = {"type": "object", "properties": {"v": schema}, "$defs": {"text": {"type": "string"}}}
+    tools = read_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    form = replace(FORMS["keys and values"], tools=tuple(tools))
+    answer = f"<tool_call>f\n<arg_key>v</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"
+    ((_, arguments),) = read(form, [answer])[1]
+    assert json.loads(arguments) == {"v": value}
+
+
+NO_CALLS = AROUND.replace("{%- if m.tool_calls %}CALLS{% endif %}", "")
+GEMMA_2 = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}{% for m in messages %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}{% endif %}<{{ m.rol"
+        "e }}>{{ m.content }}"
+    "{% endfor %}"
+)
+LEFT_OUT = {  # what is not understood: nested parameters, names twice, calls that are not all there
+    "nested": EACH + "]~[<call>]~[<{{ f.name }}>{% for k, v in f.arguments.items() %}]~[<{{ k }}>{{ v }}]~[<"
+        "/{{ k }}>{% endfor %}"
+    "{% endfor %}",
+    "lost arguments": EACH + "<call>{{ f.name }}: {{ f.arguments.keys() | list }}</call>{% endfor %}",
+    "only words": "I call {{ m.tool_calls[0].function.name }} with {{ m.tool_calls[0].function.arguments }}.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("calls", LEFT_OUT.values(), ids=LEFT_OUT)
+def test_what_is_not_understood_is_told_in_words(calls: str) -> None:
+    form = read_dialect(template(calls))
+    assert form == GENERIC
+    messages, variables = form.conversation(ASKED, TOOLS)
+    text = template(calls).render(messages, **variables)[0]
+    assert "You may call functions" in text and "<tool_response>\n20 C\n</tool_response>" in text and not variables
+
+
+def test_a_template_without_calls_or_without_system_messages() -> None:
+    assert read_dialect(None) == read_dialect(ChatTemplate(NO_CALLS)) == GENERIC
+    form = read_dialect(ChatTemplate(GEMMA_2))
+    assert form == replace(GENERIC, no_system=True)
+    messages, variables = form.conversation(ASKED, TOOLS[:1])
+    text = ChatTemplate(GEMMA_2).render(messages, **variables)[0]
+    assert text.startswith("<user>You may call functions.") and "Weather in Paris?<assistant><tool_call>" in text
+    assert text.endswith("<user><tool_response>\n20 C\n</tool_response>\nAnd in Rome?")
+    alone, _ = form.conversation([{"role": "assistant", "content": "Hi"}], TOOLS[:1])
+    assert alone[0]["role"] == "user"
+
+
+def test_a_template_that_tells_of_no_functions_but_writes_calls() -> None:
+    around = AROUND.partition("{% endif -%}")[2]
+    form = read_dialect(template(TEMPLATES["a fence"], around))
+    assert form == replace(FORMS["a fence"], told="words", tools=())
+    messages, _ = form.conversation(ASKED[:1], TOOLS[:1])
+    assert "<|call_begin|>function<|sep|>name_of_function\n```json\n" in messages[0]["content"], "in its own form"
+
+
+def test_messages_are_spelled_as_the_template_takes_them() -> None:
+    refusal = "{% if m.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endif %}"
+    form = read_dialect(template(refusal + TEMPLATES["object in tags"]))
+    assert form.single
+    calls = [{"id": name, "function": {"name": "now", "arguments": {}}} for name in "ab"]
+    results = [{"role": "tool", "tool_call_id": name, "content": name.upper()} for name in "ba"]
+    made, _ = form.conversation([ASKED[0], {"role": "assistant", "content": "Hm.", "tool_calls": calls}, *results])
+    shown = [(message["role"], message["content"]) for message in made[1:]]
+    assert shown == [("assistant", "Hm."), ("tool", "A"), ("assistant", ""), ("tool", "B")]
+    form = read_dialect(template(EACH + "<call>{{ f.name + '<args>' + f.arguments }}</call>{% endfor %}"))
+    assert form.text_arguments
+    made, _ = form.conversation(ASKED)
+    assert json.loads(made[1]["tool_calls"][0]["function"]["arguments"]) == {"city": "Paris", "unit": "C"}
+    none = template(TEMPLATES["object in tags"], AROUND.replace("m.tool_calls", "m.tool_calls and m.content is none"))
+    form = read_dialect(none)
+    assert form.no_content
+    said = form.conversation([{**ASKED[1], "content": "Well."}])[0]
+    assert [(message["content"], "tool_calls" in message) for message in said] == [("Well.", False), (None, True)]
+    short = "{% if m.tool_calls[0].id | length != 9 %}{{ raise_exception('ids') }}{% endif %}"
+    assert read_dialect(template(short + TEMPLATES["name and arguments"])).short_ids
+    whole = AROUND.replace("{{ tool | tojson }}", "{{ tool.function.name + tool.function.description }}")
+    assert read_dialect(template(TEMPLATES["object in tags"], whole)).whole_documents
+
+
+def test_a_template_that_takes_long_is_told_in_words() -> None:
+    slow = template("{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}")
+    begin = time.monotonic()
+    assert read_dialect(slow) == GENERIC
+    assert time.monotonic() - begin < 20, "each rendering has a limit, and all together"
+
+
+@pytest.mark.parametrize(
+    ("form", "answer", "text", "calls"),
+    [
+        (tool_dialects.GEMMA_4, 'Hm.<|tool_call>call:f{a:<|"|>x "y" {<|"|>,n:[1,{b:true}]}<tool_call|>', "Hm.",
+         [("f", {"a": 'x "y" {', "n": [1, {"b": True}]})]),
+        (tool_dialects.FUNCTIONARY_3_2, "all\nLet me look.>>>f\n{\"a\": 1}>>>g\n{}", "Let me look.", [("f",
+        {"a": 1}), ("g", {})]),
+        (tool_dialects.FUNCTIONARY_3_2, 'f\n{"a": 1}', "", [("f", {"a": 1})]),
+        (tool_dialects.LFM2, "<|tool_call_start|>[f(a='it\\'s', b=[True, None]), g()]<|tool_call_end|>Done", "Done",
+         [("f", {"a": "it's", "b": [True, None]}), ("g", {})]),
+        (tool_dialects.GRANITE_3, '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]', "", [("f", {"a": 1})]),
+        (tool_dialects.FIREFUNCTION, 'functools[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "argumen'
+            'ts": {}}]', "",
+         [("f", {"a": 1}), ("g", {})]),
+        (FORMS["parameters in lines"], "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>", "", [("f",
+        {"a": 1})]),
+        (FORMS["an id between"], "[TOOL_CALLS]f[ARGS]{}", "", [("f", {})]),
+        (FORMS["a namespace and a number"], "<|calls_begin|><|call_begin|>f<|call_argument|>{}<|call_end|><|"
+            "calls_end|>", "",
+         [("f", {})]),
+        (HERMES, '<tool_call>{"name":"f","arguments":{"a":"x\ny"}}</tool_call>', "", [("f", {"a": "x\ny"})]),
+        (HERMES, '<tool_call>{"name":"f","arguments":"hi"}</tool_call>', "", [("f", "hi")]),
+        (HERMES, '<tool_call>{"name":"f","arguments":[1]}</tool_call>', "", [("f", [1])]),
+        (HERMES, '<tool_call>\n{"name":"f","arguments":{}}\n{"name":"g","arguments":{}}\n</tool_call>', "", [("f",
+        {}), ("g", {})]),
+        (HERMES, '<tool_call>{"name":"f","arguments":{"a": {"b": oops', "", [("f", {"a": {"b": "oops"}})]),
+    ],
+)  # fmt: skip
+def test_answers_of_other_shapes(form: ToolFormat, answer: str, text: str, calls: list[tuple[str, Any]]) -> None:
+    said, found = read(form, [answer])
+    assert (said, [(name, json.loads(arguments)) for name, arguments in found]) == (text, calls)
+    assert read(form, list(answer)) == (said, found)
+
+
+def test_a_long_answer_takes_time_in_proportion() -> None:
+    for form, answer in (
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "' + "line\\n" * 40000 + '"}}</tool_call>'),
+        (FORMS["parameters in lines"], "<tool_call>\n<function=get_weather>\n<parameter=city>\n" + "line\n" * 40000),
+        (FORMS["keys and values"], "<tool_call>" * 20000),
+        (HERMES, "<tool_call>{" * 20000),
+        (HERMES, "\n" * 200_000),
+        (FORMS["a fence"], "<|calls_begin|>" + " " * 200_000),
+    ):
+        parser, begin = form.parser(), time.process_time()
+        for at in range(0, len(answer), 5):
+            parser.push(answer[at : at + 5])
+        parser.finish()
+        assert time.process_time() - begin < 4.0, form.name
+
+
