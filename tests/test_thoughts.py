@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from powerinfer.formats.tools import read_tools
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.grammar import Grammars
 from powerinfer.runtime.params import SamplingParams
+from powerinfer.runtime.thinking import thoughts_of
 from powerinfer.serve.server import Server
 
 TOOLS = read_tools([WEATHER, NOW])
@@ -112,7 +114,7 @@ READ: list[tuple[str, str, tuple[str, str], tuple[str, str], dict[str, Any], tup
      {"reasoning": False}, (False, None, False)),
     ("Gemma", GEMMA, ("<|channel>thought", "<channel|>"), ("", ""), {"enable_thinking": False}, (False, None, False)),
     ("Hunyuan", HUNYUAN, ("<think:open>", "</think:open>"), ("", ""), {"reasoning_effort": "no_think"},
-     (False, False, False)),
+     (False, True, False)),
 ]  # fmt: skip
 
 
@@ -132,6 +134,22 @@ def test_marks_and_switches_of_a_template(
 @pytest.mark.parametrize("source", [PLAIN, turns("{{ m.content }}", "", "Think before you answer.\n"), "{{ think"])
 def test_a_template_without_marks(source: str) -> None:
     assert read_thoughts(ChatTemplate(source)) is None and read_thoughts(None) is None
+
+
+def test_thoughts_of_earlier_turns_are_kept() -> None:
+    source = turns("{{ m.content }}", "<think></think>", "{% if clear_thinking %}{{ preserve_thinking }}{% endif %}")
+    found = read_thoughts(ChatTemplate(source))
+    assert found is not None and found.variables(Thinking(keep=True)) == {
+        "clear_thinking": False, "preserve_thinking": True,
+    }  # fmt: skip
+    assert found.variables(Thinking(keep=False)) == {"clear_thinking": True, "preserve_thinking": False}
+
+
+def test_marks_in_the_vocabulary(llm: LLM) -> None:
+    plain: Any = SimpleNamespace(template=ChatTemplate(PLAIN), tokenizer=Marked())
+    assert thoughts_of(plain) == Thoughts("<think>", "</think>")
+    assert thoughts_of(SimpleNamespace(template=None, tokenizer=Marked())) is None  # type: ignore[arg-type]
+    assert thoughts_of(SimpleNamespace(template=plain.template, tokenizer=llm.tokenizer)) is None  # type: ignore[arg-type]
 
 
 def test_a_model_that_does_not_think_costs_no_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +172,7 @@ def test_efforts() -> None:
     written = read_thoughts(ChatTemplate(turns(KEPT, "", "Reasoning: {{ reasoning_effort or 'medium' }}\n")))
     assert written is not None and written.efforts == ("low", "medium", "high")
     assert written.variables(Thinking(effort="xhigh")) == {"reasoning_effort": "high"}
+    assert found.variables(ON) == {"reasoning_effort": "low"} and written.variables(ON) == {}
     switched = read_thoughts(ChatTemplate(V31))
     assert switched is not None and switched.variables(Thinking(effort="low")) == {"thinking": True}
     budget = read_thoughts(ChatTemplate(SEED))
@@ -653,6 +672,7 @@ def test_defaults_of_the_server() -> None:
     {"reasoning_content": "Hm."}, {"reasoning": "Hm."}, {"thinking": "Hm."},
     {"reasoning_details": [{"type": "reasoning.text", "text": "Hm."}]},
     {"reasoning_content": "Hm.", "reasoning": "Hm.", "reasoning_details": None},
+    {"reasoning_details": [{"summary": "Hm."}]},
 ])  # fmt: skip
 def test_an_earlier_thought_is_sent_back(server: Server, given: dict[str, Any]) -> None:
     messages = [USER, {"role": "assistant", "content": "Yes.", **given}, USER]

@@ -44,6 +44,15 @@ _SWITCHES: Mapping[str, tuple[Any, Any]] = {
 }
 """Variables of templates that turn thinking on and off, with the values that do so."""
 
+_KEPT: Mapping[str, bool] = {
+    "preserve_thinking": True,
+    "keep_past_thinking": True,
+    "clear_thinking": False,
+    "drop_thinking": False,
+    "truncate_history_thinking": False,
+}
+"""Variables of templates that show the thoughts of earlier turns, with the value that does so."""
+
 _BUDGETS = ("thinking_budget", "reasoning_budget")  # variables: tokens of a thought
 
 _WORDS = re.compile(r"think|reason|thought|inner_prefix", re.IGNORECASE)  # in every template of a model that thinks
@@ -52,12 +61,13 @@ _MARK = re.compile(r"<[^<>\s]{1,40}>|\[[^\[\]\n]{1,40}\]")
 
 @dataclass(frozen=True)
 class Thinking:
-    """Wishes of a request. on: whether to think; effort: of `EFFORTS`; budget: most tokens of a thought. None: as the
-    template has it."""
+    """Wishes of a request. on: whether to think; effort: of `EFFORTS`; budget: most tokens of a thought; keep: show the
+    model its thoughts of earlier turns. None: as the template has it."""
 
     on: bool | None = None
     effort: str | None = None
     budget: int | None = None
+    keep: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -66,8 +76,8 @@ class Thoughts:
 
     begin, end: marks around a thought; answer: marks around what follows it, "" if there are none. switches: variables
     with their values for on and off; efforts: values of `reasoning_effort` that the template takes; budget: the
-    variable for the most tokens of a thought, "" if there is none. channels: they are harmony's, which has a parser of
-    its own.
+    variable for the most tokens of a thought, "" if there is none; kept: variables, with the value that shows the
+    thoughts of earlier turns. channels: they are harmony's, which has a parser of its own.
     """
 
     begin: str
@@ -76,6 +86,7 @@ class Thoughts:
     switches: tuple[tuple[str, Any, Any], ...] = ()
     efforts: tuple[str, ...] = ()
     budget: str = ""
+    kept: tuple[tuple[str, bool], ...] = ()
     channels: bool = False
 
     @property
@@ -91,11 +102,14 @@ class Thoughts:
             on = True
         if on is not None:
             found |= {name: values[0] if on else values[1] for name, *values in self.switches}
-        effort = self._effort(wanted.effort, on)
+        graded = on and not self.switches and any(value in NO_EFFORT for value in self.efforts)
+        effort = self._effort(wanted.effort or ("medium" if graded else None), on)
         if effort is not None:
             found["reasoning_effort"] = effort
         if self.budget and wanted.budget is not None and on is not False:
             found[self.budget] = wanted.budget
+        if wanted.keep is not None:
+            found |= {name: shows == wanted.keep for name, shows in self.kept}
         return found
 
     def _effort(self, wanted: str | None, on: bool | None) -> str | None:
@@ -166,11 +180,15 @@ def _read(source: str, bos: str, eos: str) -> Thoughts | None:
     efforts = probe.efforts(on)
     if all(mark in source for mark in harmony.CHANNELS):
         return Thoughts(harmony.THOUGHT, harmony.END, switches=switches, efforts=efforts, channels=True)
-    marks = _row(_ROWS, source) or probe.marks(on) or _row(_KNOWN, source)
+    known = _row(_KNOWN, source)
+    marks = _row(_ROWS, source) or probe.marks(on) or known
     if marks is None:
         return None
+    if known is not None and marks[:2] == known[:2] and not any(marks.answer):
+        marks = known  # a history with calls has no answer
     budget = next((name for name in _BUDGETS if probe.switches(name, 512, None)), "")
-    return Thoughts(marks.begin, marks.end, marks.answer, switches, efforts, budget)
+    kept = tuple((name, shows) for name, shows in _KEPT.items() if re.search(rf"\b{name}\b", source))
+    return Thoughts(marks.begin, marks.end, marks.answer, switches, efforts, budget, kept)
 
 
 def _row(rows: Sequence[_Row], source: str) -> _Row | None:

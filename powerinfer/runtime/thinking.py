@@ -14,12 +14,26 @@ if TYPE_CHECKING:
     from powerinfer.runtime.engine import LLM
     from powerinfer.runtime.params import SamplingParams
 
+IN_VOCABULARY = ("<think>", "</think>")  # marks that are one token each where a model has been trained with them
 TAIL_TOKENS = 64  # of a prompt, which say whether it has begun a thought
+
+
+def thoughts_of(llm: LLM) -> Thoughts | None:
+    """How a model thinks, by its template, or by its vocabulary where the template says nothing; None if it does not.
+
+    Many files of models that think have a plain template.
+    """
+    if llm.template is None:
+        return None
+    found = read_thoughts(llm.template)
+    if found is None and all(len(llm.tokenizer.encode(mark, add_bos=False)) == 1 for mark in IN_VOCABULARY):
+        return Thoughts(*IN_VOCABULARY)
+    return found
 
 
 def thinking_variables(llm: LLM, wanted: Thinking) -> dict[str, Any]:
     """The variables of the chat template that do what is wanted, as far as it can."""
-    thoughts = read_thoughts(llm.template)
+    thoughts = thoughts_of(llm)
     return {} if thoughts is None else thoughts.variables(wanted)
 
 
@@ -35,7 +49,7 @@ def with_thoughts(
 
     params, form: of the answer without a thought. apart: thoughts are told apart from the answer.
     """
-    thoughts = read_thoughts(llm.template)
+    thoughts = thoughts_of(llm)
     if thoughts is None:
         return params, form
     opened = thoughts.opened(llm.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special=False))

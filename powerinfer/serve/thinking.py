@@ -57,6 +57,7 @@ class ThinkingFields(BaseModel):
     thinking_budget_tokens: Budget | None = None
     thinking_token_budget: Budget | None = None
     include_reasoning: bool | None = None
+    preserve_thinking: bool | None = None
 
     def take_defaults(self, defaults: Defaults) -> None:
         """Take the server's for what the request does not say."""
@@ -83,10 +84,13 @@ class ThinkingFields(BaseModel):
             _budget(thinking.get("budget_tokens"), "thinking.budget_tokens"),
         ]  # fmt: skip
         limits = [budget for budget in budgets if budget is not None and budget >= 0]
-        budget = min(limits, default=None)
+        budget, cleared = min(limits, default=None), _flag(thinking, "clear_thinking", "thinking")
+        keep = self.preserve_thinking if cleared is None else not cleared
         if False in given or effort == "none" or budget == 0:
-            return self._shown(Thinking(False, None, 0), reasoning, thinking)
-        return self._shown(Thinking(True if True in given else None, effort, budget), reasoning, thinking)
+            wanted = Thinking(False, None, 0, keep)
+        else:
+            wanted = Thinking(True if True in given else None, effort, budget, keep)
+        return self._shown(wanted, reasoning, thinking)
 
     def _shown(self, wanted: Thinking, reasoning: Mapping[str, Any], thinking: Mapping[str, Any]) -> Asked:
         form = self.reasoning_format or "auto"
