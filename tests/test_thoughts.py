@@ -472,6 +472,22 @@ def test_a_thought_that_never_ends_is_reasoning(server: Server, script: Any) -> 
     assert choice["message"]["reasoning_content"].startswith(CALL) and "tool_calls" not in choice["message"]
 
 
+@pytest.mark.parametrize(("begun", "rest", "thought", "text"), [
+    ("Yes", ", <think> is a tag.", None, ", <think> is a tag."),
+    ("<think>Is it", " warm?</think>Yes.", "warm?", "Yes."),
+    ("<think>Hm.</think>Yes", ".", None, "."),
+])  # fmt: skip
+def test_an_answer_that_has_begun(
+    server: Server, script: Any, begun: str, rest: str, thought: str | None, text: str
+) -> None:
+    script(begun + rest, turns("{{ m.content }}", "<think>{{ '</think>' if enable_thinking is false }}"))
+    body = ASK | {"messages": [USER, {"role": "assistant", "content": begun}], "continue_final_message": True}
+    status, answer = post(server, "/v1/chat/completions", body)
+    assert status == 200, answer
+    message = answer["choices"][0]["message"]
+    assert (message.get("reasoning_content"), message["content"]) == (thought, text)
+
+
 BUDGETS: list[tuple[str, dict[str, Any]]] = [
     *(("/v1/chat/completions", more) for more in (
         {"reasoning_budget": 9}, {"thinking_budget_tokens": 9}, {"thinking_token_budget": 9}, {"thinking_budget": 9},

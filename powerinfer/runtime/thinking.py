@@ -44,15 +44,20 @@ def with_thoughts(
     form: AnswerFormat | None,
     prompt: Sequence[int],
     apart: bool = True,
+    begun: str | None = None,
 ) -> tuple[SamplingParams, AnswerFormat | None]:
     """Parameters and format of the answer to a prompt, if the model thinks before it; else as they are.
 
-    params, form: of the answer without a thought. apart: thoughts are told apart from the answer.
+    params, form: of the answer without a thought. apart: thoughts are told apart from the answer. begun: the beginning
+    of the answer, if the prompt has it; no thought follows one, unless it is in the middle of one.
     """
     thoughts = thoughts_of(llm)
     if thoughts is None:
         return params, form
-    opened = thoughts.opened(llm.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special=False))
+    if begun is None:
+        opened = thoughts.opened(llm.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special=False))
+    else:
+        opened = begun.rfind(thoughts.begin) > begun.rfind(thoughts.end)
     rules = params.rules
     assert not isinstance(rules, AfterThought)
     params = replace(params, grammar=_rules(thoughts, opened, rules, wanted))

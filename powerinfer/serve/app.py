@@ -355,7 +355,7 @@ async def _chat(
         body.logit_bias = read_biases(llm, body)
         params = constrained(llm, body, body.to_params(llm.sampling), tools)
         tokens, dropped = fitted_chat(llm, body, tools, params)
-        params, form = with_thoughts(llm, asked.thinking, params, tools.reads, tokens, asked.apart)
+        params, form = with_thoughts(llm, asked.thinking, params, tools.reads, tokens, asked.apart, body.begun)
         return asked, tools, form, params, tokens, dropped
 
     try:

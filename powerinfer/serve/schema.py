@@ -389,6 +389,12 @@ class Conversation(ThinkingFields, Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
+    @property
+    def begun(self) -> str | None:
+        """The beginning of the answer, if the last message is to be continued."""
+        content = self.messages[-1].content if self.continue_final_message else None
+        return "".join(part.text or "" for part in content) if isinstance(content, list) else content
+
 
 class ChatRequest(Conversation, Sampling):
     """The body of /v1/chat/completions."""
