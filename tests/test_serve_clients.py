@@ -158,9 +158,9 @@ def test_a_demanded_call_beside_a_format_of_texts(server: Server, path: str) -> 
     ("path", "more", "param", "says"),
     [
         ("/v1/chat/completions", {"repeat_penalty": 1.1}, "repeat_penalty", "use repetition_penalty"),
-        ("/v1/completions", {"n_predict": 5}, "n_predict", "use max_tokens"),
+        ("/v1/completions", {"num_predict": 5}, "num_predict", "use max_tokens"),
         ("/v1/chat/completions", {"max_tokens": 2.5}, "max_tokens", "integer"),
-        ("/v1/chat/completions", {"logit_bias": {"x": 1}}, "logit_bias", "logit_bias"),
+        ("/v1/chat/completions", {"logit_bias": {"99999": 1}}, "logit_bias", "token 99999"),
         ("/v1/chat/completions",
          {"messages": [*CHAT, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
          "messages[1].tool_calls[0].function.arguments", "not valid JSON"),

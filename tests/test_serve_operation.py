@@ -84,7 +84,7 @@ def test_every_route_but_health_and_the_page_needs_a_key(monkeypatch: pytest.Mon
             assert http.get("/health").status_code == 200
             paths = [route.path for route in server.config.app._app.routes]  # type: ignore[union-attr]
             assert {"/metrics", "/openapi.json", "/v1/engine", "/tokenize"} <= set(paths)
-            for path in [*paths, "/nowhere", "/health/", "/%2Fhealth", "/HEALTH"]:  # httpx makes "/" of "//health"
+            for path in [*paths, "/nowhere", "/%2Fhealth", "/HEALTH"]:  # httpx makes "/" of "//health"
                 if path in ("/health", *PAGE):
                     continue
                 for header in WRONG:
@@ -218,7 +218,7 @@ HOSTILE = {
     "n_discard": b'{"prompt": "x", "n_discard": -1}',
     "a schema": json.dumps({"prompt": "x", "response_format": {"type": "json_schema", "pattern": "(a+)+$"}}).encode(),
     "a schema of itself": schema({"$ref": "#"}),
-    "a deep schema": schema(json.loads('{"items":' * 60 + "{}" + "}" * 60) | {"format": "x" * 100_000}),
+    "a deep schema": schema(json.loads('{"items":' * 60 + "{}" + "}" * 60) | {"$ref": "x" * 100_000}),
     "a regular expression": schema({"type": "string", "pattern": "(" * 2000}),
     "a huge grammar": json.dumps({"prompt": "x", "grammar": "a" * 200_000}).encode(),
     "a template": b'{"prompt": "x", "chat_template": "{{ 1 }}"}',

@@ -145,6 +145,15 @@ def not_supported(name: str, hint: str = "") -> ApiError:
     return ApiError(400, f"{name} is not supported{hint}", param=path_of(name), code="unsupported_parameter")
 
 
+def place_in(message: str) -> str | None:
+    """The field that a message of the engine begins with, if it is one."""
+    found = _PLACE.match(message)
+    return found[1] if found else None
+
+
+_PLACE = re.compile(r"((?:messages|tools)\[[\w.\[\]]+|logit_bias|stop_token_ids|stop|temperature|top_[pk])(?=[ :,])")
+
+
 def path_of(name: str) -> str:
     """The field of "field 'value'"."""
     return name.partition(" ")[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
@@ -325,15 +324,7 @@ async def _as_chat(request: Request, body: ResponsesRequest | CountRequest) -> C
 def _refusal(model: ServedModel, error: Exception, names: Mapping[str, str] = NO_NAMES) -> Exception:
     """An error as the API tells it. names: of an API's fields that are called otherwise in OpenAI's chats."""
     told = model.refusal(error)
-    if told is None:
-        return error
-    if told.param is None and (place := _PLACE.match(str(told.detail))):
-        told.param = place[1]
-    return told.renamed(names)
-
-
-_PLACE = re.compile(r"((?:messages|tools)\[[\w.\[\]]+|logit_bias|stop_token_ids|stop|temperature|top_[pk])(?=[ :,])")
-"""A field that a message of the engine begins with."""
+    return error if told is None else told.renamed(names)
 
 
 async def _chat(

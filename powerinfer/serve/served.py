@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from powerinfer.errors import EngineError, PowerInferError, QueueFullError, RequestError, RequestTimeoutError
 from powerinfer.hybrid.resolve import Needs
 from powerinfer.progress import Progress
-from powerinfer.serve.api_error import ApiError
+from powerinfer.serve.api_error import ApiError, place_in
 from powerinfer.serve.live import LiveView
 from powerinfer.serve.logs import log
 
@@ -241,5 +241,5 @@ class ServedModel:
             self.failure = error
             return ApiError(503, "the engine has failed", code="failed")
         if isinstance(error, RequestError):
-            return ApiError(400, str(error))
+            return ApiError(400, str(error), param=place_in(str(error)))
         return ApiError(500, str(error)) if isinstance(error, PowerInferError) else None
