@@ -138,6 +138,8 @@ ROUTES: dict[str, Callable[[str], dict[str, Any]]] = {
     "/v1/messages/count_tokens": lambda text: {"messages": [{"role": "user", "content": text}]},
     "/v1/embeddings": lambda text: {"input": text},
     "/tokenize": lambda text: {"content": text},
+    "/completion": lambda text: {"prompt": [1, text]},
+    "/embedding": lambda text: {"content": text},
 }
 
 
