@@ -28,8 +28,10 @@ from powerinfer.devices.batch import Batch, StoppedError
 from powerinfer.devices.cpu_experts import ByNeuron, ExpertFfn, bundle, rebundle
 from powerinfer.devices.cpu_ffn import CpuFfn, PartMaker, Weights, pack
 from powerinfer.devices.disk import DiskTier
+from powerinfer.devices.file_rows import ROOM, FileRows
 from powerinfer.devices.states import Slots, StateMemory, state_bytes, state_slots
 from powerinfer.errors import ModelError, RequestError
+from powerinfer.formats.mapped import MappedFile
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import RawTensor, RestingTensor, convert
 from powerinfer.kernels import cpu
@@ -236,6 +238,8 @@ class CpuExecutor:
         self._experts: dict[int, _native.Experts] = {}  # by layer
         self._early_routers: dict[int, _native.EarlyRouter] = {}
         self._embedded = 0  # operators up to the embedding's
+        self._file_rows: FileRows | None = None  # of the embedding
+        self.mapped: list[MappedFile] = []  # files that steps read views of
         self._pool = _native.Pool(threads)
         self._workspace = _native.Workspace(self._pool, isa)
         self._pack = partial(pack, self._pool, _native.Arena())
@@ -317,13 +321,17 @@ class CpuExecutor:
         positions: RawTensor | None = None,
         projection: _native.Matrix | None = None,
         scale: float = 1.0,
+        place: tuple[MappedFile, int] | None = None,
     ) -> None:
         """x = projection . (scale * row of the embedding) + row of positions.
 
-        Rows are looked up in the model file's own type.
+        Rows are looked up in the model file's own type. place: (file, offset) of the embedding, None: it is in memory.
         """
+        if place is not None:
+            self._file_rows = FileRows(*place, tensor, self.max_tokens, ROOM if self.disk is None else 0)
+            tensor = replace(tensor, data=self._file_rows.data)
         table = self._table(tensor)
-        rows = self._table(positions) if positions is not None else None
+        rows = self._table(replace(positions, data=positions.data.copy())) if positions is not None else None
         self._program.embed(table, rows, self.config.position_offset, projection, scale)
         self._embedded = self._program.size
 
@@ -742,6 +750,8 @@ class CpuExecutor:
         read for it."""
         if self.disk is not None:
             self.disk.check()
+        for file in self.mapped:
+            file.check_unchanged()
         if self._states is not None:
             self._states.end(batch)
         if self.disk is not None:
@@ -758,9 +768,13 @@ class CpuExecutor:
 
     def _run(self, batch: Batch, first: int, last: int) -> None:
         """Operators `first` up to `last` of a call."""
+        if self._file_rows is not None and first < self._embedded:
+            self._file_rows.fetch(batch.tokens)
+        for file in self.mapped:
+            file.check_unchanged()
         if self.disk is None:
             return self._run_operators(batch, first, last)
-        self.disk.check()  # the embedding is read from the mapped file, which must not have become shorter
+        self.disk.check()
         with self.disk.reading():
             self._run_operators(batch, first, last)
         self.disk.check()

@@ -303,6 +303,11 @@ class Checkpoint:
             names = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
             raise ModelError(f"{self.path}: not used by a {self.config.architecture} model: {names}")
 
+    def check_unchanged(self) -> None:
+        """ChangedError if a file was changed since it was opened: views of it are not the model's any more."""
+        for file in self._files:
+            file.check_unchanged()
+
     def release(self) -> None:
         """Release the memory of the pages read so far. Views stay valid: pages come back on access."""
         for file in self._files:

@@ -13,7 +13,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping", "clip_qkv"), ()),
     **dict.fromkeys(("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier"), (1, 1.0)),
     **dict.fromkeys(("scale_emb", "scale_depth", "partial_rotary_factor"), (1, 1.0)),
-    **dict.fromkeys(("attention_multiplier", "query_pre_attn_scalar", "rope_local_base_freq"), ()),
+    **dict.fromkeys(("attention_multiplier", "query_pre_attn_scalar"), ()),
     **dict.fromkeys(("attention_chunk_size", "swiglu_limit", "swiglu_alpha"), ()),
     **dict.fromkeys(("use_qk_norm", "qk_layernorm", "qk_norm", "alibi", "use_parallel_residual"), (False,)),
     **dict.fromkeys(("add_cross_attention", "is_encoder_decoder", "use_bidirectional_attention", "mlp_bias"), (False,)),

@@ -66,6 +66,19 @@ class MappedFile:
             offset, count = offset + len(part), count - len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def read_into(self, offset: int, to: memoryview) -> None:
+        """Fill `to` from `offset`; ModelError if the file cannot be read, ChangedError if it ends before."""
+        done = 0
+        while done < len(to):
+            try:
+                count = os.preadv(self._fd, [to[done:]], offset + done)
+            except OSError as error:
+                raise ModelError(f"cannot read {self.path}: {error.strerror}") from None
+            if not count:
+                self.check_unchanged()
+                raise ModelError(f"{self.path} is truncated")
+            done += count
+
     def check(self) -> None:
         """ModelError if the file is no longer as long as when it was opened."""
         if os.fstat(self._fd).st_size != self.size:

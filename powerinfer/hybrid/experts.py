@@ -152,7 +152,7 @@ class HybridExperts:
         self._disk = cpu.disk if cpu.disk is not None and layer in cpu.disk.about.experts else None
         with gpu_failures(f"loading the experts of layer {layer}", "give less --vram"), current(layers.device):
             self._upload(weights)
-            self._norm = weights.norm
+            self._norm, self._check_files = weights.norm, weights.check
             # Views of the model's file: no memory of their own.
             self._tensors = self._place(cpu, weights, hot)
         if movable and copier is None and self.about.bias:
@@ -250,6 +250,7 @@ class HybridExperts:
         if self._disk is not None:
             return self._disk.read(self._resting, expert)
         assert self._tensors is not None
+        self._check_files()
         return [_one(tensor, expert) for tensor in self._tensors]
 
     @property
@@ -528,6 +529,7 @@ class HybridExperts:
         import torch
 
         assert self.stage is not None and self._tensors is not None and step.read is not None
+        self._check_files()
         experts, weights = self._link.experts(len(step.x), self._top_k)
         count = self.stage.experts_at_once([_one(tensor, 0).nbytes for tensor in self._tensors], self.about.n_experts)
         for first in range(0, len(self.cold), count):

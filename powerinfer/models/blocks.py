@@ -102,7 +102,10 @@ def wire(
     config = checkpoint.config
     embedding = checkpoint.take("embed")
     positions = checkpoint.take("positions") if config.positions == "learned" else None
-    executor.embed(embedding, positions, _projection(executor, checkpoint, "project_in"), config.embedding_scale)
+    resting = checkpoint.rests_at("embed")
+    place = None if resting is None else (checkpoint.files[resting[0]], resting[1])
+    project = _projection(executor, checkpoint, "project_in")
+    executor.embed(embedding, positions, project, config.embedding_scale, place)
     for layer in range(config.n_layers):
         if first is not None and layer < first.layers:
             of_first: OwnFfn[GpuNorm] | None = None

@@ -24,7 +24,8 @@ matrices are not the checkpoint's; of experts `ExpertWeights`), and the norm of 
 class ExpertWeights(NamedTuple):
     """A layer's experts: the router [experts, d_model]; gives the experts' matrices [experts, out, in], large, one
     after another; those of the shared expert; float32 vectors that a layer may lack. some: gives the matrices of some
-    experts alone; resting: says where they lie, ModelError where not as they are used."""
+    experts alone; resting: says where they lie, ModelError where not as they are used; check: ChangedError if the file
+    that the matrices may be views of was changed."""
 
     router: RawTensor
     experts: Callable[[], Iterator[RawTensor]]
@@ -36,6 +37,7 @@ class ExpertWeights(NamedTuple):
     norm: Vector  # of their input, float32 [d_model], where it is an RMS norm
     some: Callable[[Indices], Iterator[RawTensor]]
     resting: Callable[[], Sequence[RestingTensor]]
+    check: Callable[[], None]
 
 
 class Builder(Protocol[Matrix, Norm]):

@@ -48,6 +48,7 @@ def sum_experts(
         _weights_of_norm(checkpoint, layer),
         lambda index: (checkpoint.take_some(f"{name}experts_{part}", index) for part in about.matrices),
         lambda: [checkpoint.rest(f"{name}experts_{part}") for part in about.matrices],
+        checkpoint.check_unchanged,
     )
     if own is not None:
         own(norm, weights, out_norm)

@@ -321,6 +321,7 @@ def _load(
         layers: Iterable[Bytes | ApartBundles]
         if sum(sizes) >= available_memory() * 3 // 4:  # a copy cannot be reclaimed: leave a quarter to others
             layers = (bundles.layers[layer] for layer in wanted)  # read from the mapped file, as it has them
+            executor.mapped.append(bundles.file)
         elif whole:
             layers = pool.map(bundles.copied, wanted)
         else:  # in one piece: a layer may be too small for huge pages
