@@ -383,7 +383,7 @@ def test_the_tokens_of_a_message(server: Server, claude: anthropic.Anthropic) ->
         ({"tool_choice": {"type": "any"}}, "needs tools"),
         ({"tool_choice": {"type": []}}, "tool_choice.type must be"),
         ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}, "boolean"),
-        ({"output_config": {"effort": "much"}}, "reasoning_effort must be one of none, minimal"),
+        ({"output_config": {"effort": "much"}}, "output_config.effort must be one of none, minimal"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format must be"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role must be"),

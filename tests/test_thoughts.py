@@ -98,7 +98,7 @@ HUNYUAN = turns(
 )
 PLAIN = turns("{{ m.content }}", "")
 
-ON, OFF = Thinking(on=True), Thinking(on=False)
+ON, OFF = Thinking(on=True), Thinking(on=False, budget=0)
 THINK = ("<think>", "</think>")
 READ: list[tuple[str, str, tuple[str, str], tuple[str, str], dict[str, Any], tuple[Any, Any, Any]]] = [
     # name, template, marks, marks of the answer, variables for off, opened: by default, if on, if off
@@ -107,7 +107,7 @@ READ: list[tuple[str, str, tuple[str, str], tuple[str, str], dict[str, Any], tup
     ("R1", R1, THINK, ("", ""), {}, (True, True, True)),
     ("DeepSeek-V3.1", V31, THINK, ("", ""), {"thinking": False}, (False, True, False)),
     ("GLM", GLM, THINK, ("", ""), {"enable_thinking": False}, (True, True, False)),
-    ("Seed-OSS", SEED, ("<seed:think>", "</seed:think>"), ("", ""), {}, (None, None, None)),
+    ("Seed-OSS", SEED, ("<seed:think>", "</seed:think>"), ("", ""), {"thinking_budget": 0}, (None, None, False)),
     ("Ministral", MINISTRAL, ("[THINK]", "[/THINK]"), ("", ""), {}, (None, None, None)),
     ("Granite", GRANITE, THINK, ("<response>", "</response>"), {"thinking": False}, (None, None, None)),
     ("Command", COMMAND, ("<|START_THINKING|>", "<|END_THINKING|>"), ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
@@ -542,7 +542,8 @@ OFF_FIELDS: list[tuple[str, dict[str, Any]]] = [
     *(("/v1/chat/completions", more) for more in (
         {"reasoning_effort": "none"}, {"reasoning": {"enabled": False}}, {"reasoning": {"effort": "none"}},
         {"enable_thinking": False}, {"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_budget": 0},
-        {"thinking": {"type": "disabled"}}, {"reasoning_effort": "high", "enable_thinking": False},
+        {"thinking": {"type": "disabled"}}, {"thinking": False}, {"think": False}, {"think": "none"},
+        {"reasoning_effort": "high", "enable_thinking": False},
         {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}},
     )),
     ("/v1/responses", {"reasoning": {"effort": "none"}}),
@@ -624,6 +625,8 @@ def test_messages(server: Server, script: Any) -> None:
     thought, text = plain["content"]
     assert status == 200 and thought == {"type": "thinking", "thinking": "Is it <b> warm?", "signature": ""}
     assert text == {"type": "text", "text": YES}
+    status, refused = post(server, "/v1/messages", body | {"output_config": {"effort": "much"}})
+    assert status == 400 and refused["error"]["message"].startswith("output_config.effort must be one of none, minimal")
     assert post(server, "/v1/messages/count_tokens", {"messages": [USER], "thinking": {"type": "adaptive"}})[0] == 200
     with client(server) as http:
         streamed = http.post("/v1/messages", json={**body, "stream": True}).text
@@ -664,7 +667,7 @@ def test_a_model_that_cannot_think_takes_the_fields(
     ({"reasoning": {"depth": 3}}, "reasoning.depth"), ({"reasoning": {"enabled": "yes"}}, "reasoning.enabled"),
     ({"reasoning_budget": -2}, "reasoning_budget"), ({"reasoning_format": "xml"}, "reasoning_format"),
     ({"thinking": {"type": "long"}}, "thinking.type"),
-    ({"thinking": {"budget_tokens": True}}, "thinking.budget_tokens"),
+    ({"thinking": {"budget_tokens": True}}, "thinking.budget_tokens"), ({"think": "much"}, "think"),
 ])  # fmt: skip
 def test_values_that_are_none(server: Server, more: dict[str, Any], param: str) -> None:
     status, answer = post(server, "/v1/chat/completions", ASK | more)

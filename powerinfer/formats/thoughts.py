@@ -106,7 +106,7 @@ class Thoughts:
         effort = self._effort(wanted.effort or ("medium" if graded else None), on)
         if effort is not None:
             found["reasoning_effort"] = effort
-        if self.budget and wanted.budget is not None and on is not False:
+        if self.budget and wanted.budget is not None:
             found[self.budget] = wanted.budget
         if wanted.keep is not None:
             found |= {name: shows == wanted.keep for name, shows in self.kept}

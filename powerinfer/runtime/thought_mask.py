@@ -212,6 +212,7 @@ class ThoughtMask:
             incomplete = self._decoder.getstate()[0]
             if not incomplete or self._tokens >= self._budget + MAX_BEYOND:
                 self._closing = self._spelling.tokens(self._end[_overlap(self._seen, self._end) :])[::-1]
+                self._budget = None  # it is spent, or this vocabulary cannot spell the mark
         return False
 
     def _leave(self, rest: bytes) -> None:

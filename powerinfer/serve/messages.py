@@ -70,6 +70,7 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 MESSAGES_NAMES = {
     "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     '"required"': '"any"',
 }

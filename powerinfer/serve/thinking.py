@@ -49,7 +49,8 @@ class ThinkingFields(BaseModel):
 
     reasoning_effort: Word | None = None
     reasoning: Annotated[dict[str, Any], Field(max_length=16)] | None = None
-    thinking: Annotated[dict[str, Any], Field(max_length=16)] | None = None
+    thinking: Annotated[dict[str, Any], Field(max_length=16)] | bool | None = None
+    think: Word | bool | None = None
     enable_thinking: bool | None = None
     reasoning_format: Word | None = None
     reasoning_budget: Budget | None = None
@@ -63,21 +64,22 @@ class ThinkingFields(BaseModel):
         """Take the server's for what the request does not say."""
         self.reasoning_format = self.reasoning_format or defaults.form
         budgets = (self.reasoning_budget, self.thinking_budget, self.thinking_budget_tokens, self.thinking_token_budget)
-        of_parts = ((self.reasoning or {}).get("max_tokens"), (self.thinking or {}).get("budget_tokens"))
+        of_parts = ((self.reasoning or {}).get("max_tokens"), (self._thinking or {}).get("budget_tokens"))
         if all(budget is None for budget in (*budgets, *of_parts)):
             self.reasoning_budget = defaults.budget
 
     def asked_thinking(self) -> Asked:
         """What they say together. ApiError for a value that is none."""
         reasoning = _members(self.reasoning, _REASONING, "reasoning")
-        thinking = _members(self.thinking, _THINKING, "thinking")
+        thinking = _members(self._thinking, _THINKING, "thinking")
         kind = thinking.get("type")
         if not isinstance(kind, str | None) or kind not in TYPES:
             raise ApiError(400, "thinking.type must be enabled, disabled or adaptive", param="thinking.type")
-        given = [self.enable_thinking, _flag(reasoning, "enabled", "reasoning"), TYPES[kind]]
-        effort = _effort(self.reasoning_effort, "reasoning_effort") or _effort(
-            reasoning.get("effort"), "reasoning.effort"
-        )
+        switch = self.think if isinstance(self.think, bool) else None
+        given = [self.enable_thinking, switch, _flag(reasoning, "enabled", "reasoning"), TYPES[kind]]
+        efforts = {"reasoning_effort": self.reasoning_effort, "reasoning.effort": reasoning.get("effort")}
+        efforts["think"] = None if isinstance(self.think, bool) else self.think
+        effort = next(filter(None, [_effort(value, where) for where, value in efforts.items()]), None)
         budgets = [
             self.reasoning_budget, self.thinking_budget, self.thinking_budget_tokens, self.thinking_token_budget,
             _budget(reasoning.get("max_tokens"), "reasoning.max_tokens"),
@@ -91,6 +93,12 @@ class ThinkingFields(BaseModel):
         else:
             wanted = Thinking(True if True in given else None, effort, budget, keep)
         return self._shown(wanted, reasoning, thinking)
+
+    @property
+    def _thinking(self) -> Mapping[str, Any] | None:
+        """`thinking` as an object."""
+        switch = self.thinking
+        return {"type": "enabled" if switch else "disabled"} if isinstance(switch, bool) else switch
 
     def _shown(self, wanted: Thinking, reasoning: Mapping[str, Any], thinking: Mapping[str, Any]) -> Asked:
         form = self.reasoning_format or "auto"
