@@ -178,10 +178,11 @@ def _with_thought(message: Any, source: str) -> Any:
     of the content for those that read it there alone."""
     if not isinstance(message, Mapping) or message.get("role") != "assistant":
         return message
-    thought = next((message[name] for name in _THOUGHT if message.get(name)), None)
+    thought = next((message[name] for name in _THOUGHT if message.get(name) is not None), None)
     if not isinstance(thought, str):
         return message
-    if "reasoning_content" not in source and _THOUGHT_PART.search(source) and isinstance(message.get("content"), str):
+    in_parts = "reasoning_content" not in source and _THOUGHT_PART.search(source) is not None
+    if thought and in_parts and isinstance(message.get("content"), str):
         text = [{"type": "text", "text": message["content"]}] * bool(message["content"])
         return {**message, "content": [{"type": "thinking", "thinking": thought}, *text]}
     names = _THOUGHT[:2] if any(name in source for name in _THOUGHT[:2]) else _THOUGHT
