@@ -218,6 +218,10 @@ def read(pieces: Sequence[str], form: ThoughtFormat, cut: bool = False) -> Read:
 
 
 FREE, OPENED = ThoughtFormat(MARKS, False, HERMES), ThoughtFormat(MARKS, True, HERMES)
+TOKENS = ThoughtFormat(Thoughts("<|think|>", "<|/think|>"), False, HERMES)
+TURNS = ThoughtFormat(
+    Thoughts("to=self<|text|>", "<|eom|>", ("<|start|>to=user<|text|>", "<|eot|>"), "to=user<|text|>"), False
+)
 NAMED = "<tool_call> is a tag, and so is\n" + CALL
 ANSWERS: list[tuple[ThoughtFormat, str, Read]] = [
     (FREE, "<think>\nIs it <b> warm?\n</think>\n\nYes, 20 < 30.", ("Is it <b> warm?", "Yes, 20 < 30.", [])),
@@ -243,7 +247,15 @@ ANSWERS: list[tuple[ThoughtFormat, str, Read]] = [
     (ThoughtFormat(MARKS, False, HERMES, apart=False), f"<think>\n{NAMED}\n</think>\n\nNo.",
      ("", f"<think>\n{NAMED}\n</think>\n\nNo.", [])),
     (ThoughtFormat(MARKS, True, HERMES, apart=False), f"Hm.\n</think>\n\n{CALL}",
-     ("", "Hm.\n</think>", [("now", "{}")])),
+     ("", "<think>\nHm.\n</think>", [("now", "{}")])),
+    (OPENED, "<think>Hm.</think>Yes.", ("Hm.", "Yes.", [])),
+    (OPENED, "\n <think>\n</think>Yes <think>.", ("", "Yes <think>.", [])),
+    (TOKENS, "<|think|>Hm.<|/think|>Yes.<|think|>\n<|/think|>", ("Hm.", "Yes.", [])),
+    (TOKENS, f"Yes.<|think|>Not {CALL}<|/think|>No.<|/think|>", (f"Not {CALL}", "Yes.No.", [])),
+    (TOKENS, f"<|think|>Hm.<|/think|>Well.<|think|>So.<|/think|>{CALL}", ("Hm.\n\nSo.", "Well.", [("now", "{}")])),
+    (TURNS, "Hm.<|eom|><|start|>to=user<|text|>Yes.<|eot|>", ("", "Hm.<|eom|><|start|>to=user<|text|>Yes.", [])),
+    (TURNS, " to=self<|text|>Hm.<|eom|><|start|>to=user<|text|>Yes.<|eot|>", ("Hm.", "Yes.", [])),
+    (TURNS, " to=user<|text|>Yes.<|eot|>", ("", "Yes.", [])),
 ]  # fmt: skip
 
 

@@ -74,7 +74,8 @@ class Thinking:
 class Thoughts:
     """Marks of a model's thoughts, and what its template offers.
 
-    begin, end: marks around a thought; answer: marks around what follows it, "" if there are none. switches: variables
+    begin, end: marks around a thought; answer: marks around what follows it, "" if there are none; alone: the mark that
+    an answer without a thought begins with. switches: variables
     with their values for on and off; efforts: values of `reasoning_effort` that the template takes; budget: the
     variable for the most tokens of a thought, "" if there is none; kept: variables, with the value that shows the
     thoughts of earlier turns. channels: they are harmony's, which has a parser of its own.
@@ -83,6 +84,7 @@ class Thoughts:
     begin: str
     end: str
     answer: tuple[str, str] = ("", "")
+    alone: str = ""
     switches: tuple[tuple[str, Any, Any], ...] = ()
     efforts: tuple[str, ...] = ()
     budget: str = ""
@@ -92,7 +94,7 @@ class Thoughts:
     @property
     def marks(self) -> tuple[str, ...]:
         """The texts that may be special tokens."""
-        return tuple(text for text in (self.begin, self.end, *self.answer) if text)
+        return tuple(text for text in (self.begin, self.end, *self.answer, self.alone) if text)
 
     def variables(self, wanted: Thinking) -> dict[str, Any]:
         """Variables for the template."""
@@ -188,7 +190,8 @@ def _read(source: str, bos: str, eos: str) -> Thoughts | None:
         marks = known  # a history with calls has no answer
     budget = next((name for name in _BUDGETS if probe.switches(name, 512, None)), "")
     kept = tuple((name, shows) for name, shows in _KEPT.items() if re.search(rf"\b{name}\b", source))
-    return Thoughts(marks.begin, marks.end, marks.answer, switches, efforts, budget, kept)
+    alone = probe.alone(marks.answer[0]) if marks.answer[0] else ""
+    return Thoughts(marks.begin, marks.end, marks.answer, alone, switches, efforts, budget, kept)
 
 
 def _row(rows: Sequence[_Row], source: str) -> _Row | None:
@@ -243,6 +246,12 @@ class _Probe:
                 if made is not None:
                     return made
         return None
+
+    def alone(self, opening: str) -> str:
+        """The rest of the mark before an answer, of which the prompt may have the beginning."""
+        prompt = (self.text() or "").rstrip()
+        begun = max(at for at in range(len(opening)) if prompt.endswith(opening[:at].rstrip()))
+        return opening[begun:].strip()
 
     def _begin(self, before: str, on: Mapping[str, Any]) -> str:
         """The mark that the text before a thought ends with."""
@@ -302,14 +311,17 @@ class ThoughtParser:
 
     def __init__(self, thoughts: Thoughts, opened: bool, inner: AnswerParser | None, apart: bool = True) -> None:
         self._begin, self._end = thoughts.begin, thoughts.end
-        self._opening, self._closing = thoughts.answer if apart else ("", "")
+        self._openings = [mark for mark in (thoughts.answer[0], thoughts.alone) if mark]
+        # tokens, which no text about them spells: a thought may begin anywhere, and an end without one is nothing
+        tokens = [self._begin, self._end] if self._begin.startswith("<|") else []
+        self._marks = [mark for mark in (thoughts.answer[1], *tokens) if mark]  # in an answer
         self._inner, self._apart = inner, apart
         self._text = ""  # not decided yet
         self._spaces = ""  # of a thought, which are dropped if it ends with them
         self._thought = self._thoughts = False  # there was some text of this thought, of any
         self._behind = False  # a thought has ended
-        self._step = self._in_thought if opened else self._before
-        self._deltas: list[AnswerDelta] = []
+        self._step = self._begun if opened else self._before
+        self._deltas: list[AnswerDelta] = [f"{self._begin}\n"] if opened and not apart else []
         self._last = self._cut = False
 
     @property
@@ -345,11 +357,11 @@ class ThoughtParser:
             self._mark(self._text[: len(self._text) - len(text) + len(self._begin)])
             self._text, self._step = text[len(self._begin) :], self._in_thought
             return True
-        opening = self._opening
-        if opening and text.startswith(opening):
+        opening = next(filter(text.startswith, self._openings), None)
+        if opening is not None:
             self._text, self._step = text[len(opening) :].lstrip(), self._in_answer
             return True
-        waits = not text or any(mark.startswith(text) for mark in (self._begin, opening) if mark)
+        waits = not text or any(mark.startswith(text) for mark in (self._begin, *self._openings))
         if waits and not self._last:
             return False
         if self._behind and self._apart:
@@ -357,6 +369,16 @@ class ThoughtParser:
         if waits and text and self._cut:
             self._text = ""
         self._step = self._in_answer
+        return True
+
+    def _begun(self) -> bool:
+        """In a thought that the prompt has begun: some models begin it once more."""
+        text = self._text.lstrip()
+        if self._begin.startswith(text) and text != self._begin and not self._last:
+            return False
+        if text.startswith(self._begin):
+            self._text = text[len(self._begin) :]
+        self._step = self._in_thought
         return True
 
     def _in_thought(self) -> bool:
@@ -377,24 +399,33 @@ class ThoughtParser:
         return True
 
     def _in_answer(self) -> bool:
-        text, mark, rest = self._text.partition(self._closing) if self._closing else (self._text, "", "")
-        held = 0 if mark or (self._last and not self._cut) else overlap(text, self._closing)
-        said, self._text = text[: len(text) - held], rest or text[len(text) - held :]
-        if self._last and not mark:
-            self._text = ""
-        if mark:
-            self._step = self._behind_answer
-        if said:
-            self._deltas += [said] if self._inner is None else self._inner.push(said)
-        return bool(mark)
+        text = self._text
+        found = [(at, mark) for mark in self._marks if (at := text.find(mark)) >= 0]
+        if not found:
+            held = max((overlap(text, mark) for mark in self._marks), default=0)
+            self._say(text[: len(text) - held] if self._cut or not self._last else text)
+            self._text = "" if self._last else text[len(text) - held :]
+            return False
+        at, mark = min(found)
+        self._say(text[:at])
+        self._text = text[at + len(mark) :]
+        if mark == self._begin:
+            self._mark(mark)
+        self._step = self._in_thought if mark == self._begin else self._behind_answer
+        return True
 
     def _behind_answer(self) -> bool:
-        """Behind the mark that closes the answer: calls may follow."""
+        """Behind a mark in the answer: calls may follow."""
         self._text = self._text.lstrip()
         if not self._text:
             return False
-        self._closing, self._step = "", self._in_answer
+        self._step = self._in_answer
         return True
+
+    def _say(self, text: str) -> None:
+        """Text of the answer."""
+        if text:
+            self._deltas += [text] if self._inner is None else self._inner.push(text)
 
     def _think(self, text: str) -> None:
         """Text of a thought."""
