@@ -62,6 +62,16 @@ def test_what_exceeds_a_limit_is_known_without_all_of_its_tokens(text: str, monk
     assert tokenizer.excess(whole, count // 4) > 0 or count < 8 * tokenizer_module.SEAM
 
 
+def test_the_end_of_a_text_has_its_last_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tokenizer_from_gguf(byte_level_metadata("qwen2"))
+    monkeypatch.setattr(tokenizer_module, "PIECE", 100)
+    text = "\n".join(HARD) * 8
+    for count in (1, 10, 200):
+        end = tokenizer.end_of(text, count)
+        assert text.endswith(end) and tokenizer.encode(end)[-count:] == tokenizer.encode(text)[-count:]
+    assert len(tokenizer.end_of(text, 1)) < len(text)
+
+
 def test_other_threads_run_while_a_text_is_encoded() -> None:
     tokenizer = tokenizer_from_gguf(byte_level_metadata("gpt-2"))
     tokenizer.encode("x" * 5000)  # the library is loaded
@@ -150,7 +160,6 @@ def test_others_are_answered_while_a_text_is_looked_at(
 ) -> None:
     tokenizer: Any = llm.tokenizer
     monkeypatch.setattr("powerinfer.serve.prompts.MAX_COUNTED", CONTEXT)
-    monkeypatch.setattr("powerinfer.serve.app.MAX_COUNTED", CONTEXT)
     tokenizer.go.clear()
     tokenizer.entered.clear()
     answers: list[tuple[int, Any]] = []
@@ -177,12 +186,32 @@ def test_a_text_that_cannot_fit_is_never_encoded(
         raise AssertionError("it is too long")
 
     monkeypatch.setattr("powerinfer.serve.prompts.MAX_COUNTED", CONTEXT)
-    monkeypatch.setattr("powerinfer.serve.app.MAX_COUNTED", CONTEXT)
     monkeypatch.setattr(llm.tokenizer, "encode", encode)
     status, answer = post(server, path, ROUTES[path]("a" * 2000))
     assert status == 400, answer
     if "code" in answer["error"]:
-        assert answer["error"]["code"] == "context_length_exceeded"
+        assert answer["error"]["code"] == ("text_too_long" if path == "/tokenize" else "context_length_exceeded")
+
+
+def test_turns_that_are_left_out_are_never_encoded(
+    server: Server, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is longer than the context is known to be without its tokens."""
+    seen: list[int] = []
+    whole = llm.tokenizer.encode_masked
+
+    def encode(text: str, *spans: Any, **options: Any) -> list[int]:
+        seen.append(len(text))
+        return whole(text, *spans, **options)
+
+    monkeypatch.setattr(llm.tokenizer, "encode_masked", encode)
+    turns = [{"role": "user", "content": "a" * 2000}, {"role": "assistant", "content": "b"}]
+    body = {"messages": [*turns, {"role": "user", "content": "hello"}], "truncate_prompt_tokens": -1, "max_tokens": 1}
+    status, answer = post(server, "/v1/chat/completions", body)
+    assert status == 200 and answer["usage"]["prompt_tokens"] < 100
+    assert seen and max(seen) < CONTEXT
+    status, answer = post(server, "/v1/chat/completions", {**body, "messages": turns[:1]})
+    assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
 
 
 def test_a_long_text_may_be_shortened(server: Server) -> None:

@@ -233,6 +233,9 @@ class ToyTokenizer:
         assert not plain, "it has no special tokens in texts"
         return self.encode(text, add_bos=add_bos)
 
+    def end_of(self, text: str, count: int) -> str:
+        return text
+
     def excess(self, text: str, limit: int) -> int:
         return len(text) if len(text) > limit else 0
 

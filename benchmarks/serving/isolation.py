@@ -17,6 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -113,10 +114,12 @@ class Stream:
         body = {"prompt": "The", "max_tokens": CONTEXT // 4, "temperature": 1, "stream": True, "ignore_eos": True}
         while True:
             reader, writer = await _sent(self._port, "/v1/completions", json.dumps(body).encode())
-            while line := await reader.readline():
-                if line.startswith(b"data: {"):
-                    self._times.append(time.perf_counter())
-            writer.close()
+            try:
+                while line := await reader.readline():
+                    if line.startswith(b"data: {"):
+                        self._times.append(time.perf_counter())
+            finally:
+                await _closed(writer)
 
 
 async def _sent(port: int, path: str, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -127,6 +130,12 @@ async def _sent(port: int, path: str, data: bytes) -> tuple[asyncio.StreamReader
         writer.write(data[at : at + (1 << 16)])
         await writer.drain()
     return reader, writer
+
+
+async def _closed(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with suppress(OSError):  # the server may have refused the rest
+        await writer.wait_closed()
 
 
 async def beside(stream: Stream, port: int, path: str, data: bytes) -> dict[str, Any]:
@@ -141,7 +150,7 @@ async def beside(stream: Stream, port: int, path: str, data: bytes) -> dict[str,
         pass
     seconds = time.perf_counter() - begin
     await asyncio.sleep(SETTLE_SECONDS)
-    writer.close()
+    await _closed(writer)
     return {"route": path, "status": status, "seconds": seconds, "longest_s": stream.longest}
 
 
@@ -154,6 +163,7 @@ async def measure(server: Server, size: int) -> list[dict[str, Any]]:
         stream.begin()
         await asyncio.sleep(ALONE_SECONDS)
         rows.append({"name": "nothing", "route": "", "longest_s": stream.longest})
+        print(rows[-1], file=sys.stderr)
         for name, text in TEXTS.items():
             for path, body in ROUTES.items():
                 data = json.dumps(body(text(size))).encode()
@@ -166,6 +176,7 @@ async def measure(server: Server, size: int) -> list[dict[str, Any]]:
             stream.task.result()
     finally:
         stream.task.cancel()
+        await asyncio.gather(stream.task, return_exceptions=True)
     return rows
 
 

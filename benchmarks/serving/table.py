@@ -72,12 +72,25 @@ def endurance_table(runs: dict[str, dict[str, Any]]) -> str:
     return paragraphs(*dict.fromkeys(map(command, runs.values())), table(["", ""], rows))
 
 
+def isolation_table(result: dict[str, Any]) -> str:
+    """Of each kind of body the route beside which the stream paused longest."""
+    rows = []
+    for name in dict.fromkeys(one["name"] for one in result["rows"]):
+        worst = max((one for one in result["rows"] if one["name"] == name), key=lambda one: one["longest_s"])
+        route = f"`{worst['route']}`: {worst['status']}" if worst["route"] else "the stream alone"
+        rows.append([name, fixed(worst["longest_s"]), route])
+    heads = [f"{result['megabytes']:g} MB of", "longest pause of a stream, s", "beside"]
+    return paragraphs(command(result), table(heads, rows))
+
+
 def tables() -> dict[str, str | None]:
     load, overhead = newest("serving-load"), newest("serving-overhead")
+    isolation = newest("serving-isolation")
     runs = {part: run for part in ("crowd", "leaving", "schemas") if (run := newest("serving-endurance", part))}
     return {
         "load table": load and load_table(load),
         "overhead table": overhead and overhead_table(overhead),
+        "isolation table": isolation and isolation_table(isolation),
         "endurance table": endurance_table(runs) if runs else None,
     }
 

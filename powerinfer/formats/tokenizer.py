@@ -234,6 +234,10 @@ class Tokenizer:
                 return count
         return 0
 
+    def end_of(self, text: str, count: int) -> str:
+        """The end of a text that has its last `count` tokens, and more."""
+        return text if len(text) <= PIECE else text[-(count + SEAM) * self._longest :]
+
     @cached_property
     def _longest(self) -> int:
         """Bytes of the longest token."""

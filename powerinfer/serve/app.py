@@ -32,7 +32,6 @@ from powerinfer.serve.live import LIVE
 from powerinfer.serve.messages import MESSAGES_NAMES, CountRequest, MessagesRequest, MessagesShape
 from powerinfer.serve.page import add_page
 from powerinfer.serve.prompts import (
-    MAX_COUNTED,
     Given,
     Room,
     check_fit,
@@ -223,7 +222,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         text, special = body.text(), body.parse_special is not False
 
         def tokenized() -> Response:
-            Room(MAX_COUNTED).check(llm, text)
+            Room.of_counted(llm).check(llm, text, param="content")
             tokens = llm.tokenizer.encode(text, special=special, add_bos=None if body.adds else False)
             shown: Any = tokens
             if body.with_pieces:

@@ -14,7 +14,6 @@ from powerinfer.runtime.thinking import thinking_variables
 from powerinfer.serve.api_error import ApiError, ContextError
 from powerinfer.serve.constraints import Tools, chat_prompt
 from powerinfer.serve.schema import (
-    MAX_PROMPT_TOKENS,
     Bias,
     ChatRequest,
     CompletionRequest,
@@ -36,7 +35,7 @@ MAX_BIAS_CHARS = 1 << 14  # of the texts in logit_bias
 MAX_DIGITS = 20  # of a token id
 
 
-MAX_COUNTED = MAX_PROMPT_TOKENS  # of a text that need not fit the context
+MAX_COUNTED = 1 << 18  # tokens of a text that need not fit the context
 
 
 def encode_chat(
@@ -44,15 +43,17 @@ def encode_chat(
 ) -> tuple[list[int], int]:
     """The tokens of a conversation, and how many of its turns are left out: the oldest, down to `limit` tokens.
 
-    room: what the prompt must fit; None: `MAX_COUNTED` tokens. ApiError for one that is certainly longer, before its
+    room: what the prompt must fit; None: it is only counted. ApiError for one that is certainly longer, before its
     tokens are made, unless turns may be left out.
     """
-    room = room or Room(MAX_COUNTED)
+    room = room or Room.of_counted(llm)
 
     def encode(messages: Sequence[dict[str, Any]]) -> list[int]:
         text, plain = _rendered(llm, body, messages, tools)
         if limit is None:
             room.check(llm, text)
+        elif least := llm.tokenizer.excess(text, max(limit, room.context)):
+            return [0] * least  # too long, whatever they are
         return llm.tokenizer.encode_masked(text, plain, add_bos=False)
 
     with _template_errors(llm):
@@ -70,16 +71,26 @@ def _variables(llm: LLM, body: Conversation) -> dict[str, Any]:
 
 
 class Room(NamedTuple):
-    """Tokens that a prompt may have together with those to generate."""
+    """Tokens that a prompt may have together with those to generate; counted: nothing is, so it need not fit."""
 
     context: int
     wanted: int = 0
+    counted: bool = False
+
+    @classmethod
+    def of_counted(cls, llm: LLM) -> Room:
+        """For texts that are only encoded: as many tokens as the context, or `MAX_COUNTED`."""
+        return cls(max(llm.context, MAX_COUNTED), counted=True)
 
     def check(self, llm: LLM, *texts: str, param: str = "prompt") -> None:
         """ApiError for a prompt with texts that certainly do not fit, however they are cut into tokens."""
         least = max((llm.tokenizer.excess(text, self.context) for text in texts if len(text) > self.context), default=0)
-        if least:
-            raise ContextError(least, self.wanted, self.context, least=True, param=param)
+        if not least:
+            return
+        if self.counted:
+            message = f"a text has at least {least} tokens: up to {self.context} are counted, send it in parts"
+            raise ApiError(400, message, param=param, code="text_too_long")
+        raise ContextError(least, self.wanted, self.context, least=True, param=param)
 
 
 def fitted_chat(llm: LLM, body: ChatRequest, tools: Tools, params: SamplingParams) -> tuple[list[int], int]:
@@ -196,8 +207,11 @@ def encode_texts(
     limit, room = _limit(llm, asked, wanted), Room(llm.context, wanted)
     encoded = []
     for text in texts:
-        if limit is None and isinstance(text, str):
+        if isinstance(text, str) and limit is None:
             room.check(llm, text, param=param)
+        elif isinstance(text, str) and limit is not None:
+            text = llm.tokenizer.end_of(text, max(limit, 1))
+            Room.of_counted(llm).check(llm, text, param=param)
         tokens = llm.tokenizer.encode(text) if isinstance(text, str) else text
         if limit is not None and len(tokens) > limit > 0:
             kept = tokens[:1] if isinstance(text, str) and tokens[0] == llm.tokenizer.bos_id else []

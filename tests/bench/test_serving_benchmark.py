@@ -12,7 +12,7 @@ from configs import small
 
 from benchmarks.lib import machine
 from benchmarks.models import expert_models
-from benchmarks.serving import endurance, overhead, table
+from benchmarks.serving import endurance, isolation, overhead, table
 from powerinfer import LLM, SamplingParams
 from powerinfer.config import ExpertsConfig, LatentAttentionConfig, ModelConfig
 from powerinfer.formats.checkpoint import open_checkpoint
@@ -54,6 +54,20 @@ def test_what_the_server_adds(model: Path, tmp_path: Path, monkeypatch: pytest.M
     found = result(overhead, monkeypatch, str(model), "--repeat", "1", "--out", str(tmp_path / "o.json"))
     assert found["first_token_ms"]["server"] > 0 and found["prefix_ratio"] > 0 and found["mask"]["masked_ms"] > 0
     assert "times sooner" in table.overhead_table(found)
+
+
+def test_a_stream_beside_large_bodies(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolation, "CONTEXT", 128)
+    monkeypatch.setattr(isolation, "ALONE_SECONDS", 0.1)
+    monkeypatch.setattr(isolation, "SETTLE_SECONDS", 0.01)
+    monkeypatch.setattr(isolation, "TEXTS", {"digits": isolation.TEXTS["digits"]})
+    found = result(isolation, monkeypatch, str(model), "--megabytes", "0.05", "--out", str(tmp_path / "i.json"))
+    rows = {(one["name"], one["route"]): one for one in found["rows"]}
+    assert len(rows) == len(found["rows"]) == 1 + len(isolation.ROUTES) + len(isolation.SHAPES)
+    assert all(one["longest_s"] > 0 for one in rows.values())
+    assert rows["digits", "/v1/chat/completions"]["status"] == 400 and rows["digits", "/tokenize"]["status"] == 200
+    shown = table.isolation_table(found)
+    assert "the stream alone" in shown and all(name in shown for name in isolation.SHAPES)
 
 
 @pytest.mark.parametrize("name", expert_models.CONFIGS)
