@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from powerinfer.config import ServeConfig
 from powerinfer.errors import EngineError, PowerInferError, RequestError
 from powerinfer.runtime.engine import LLM
 from powerinfer.serve import gate
+from powerinfer.serve import server as server_module
 from powerinfer.serve.keys import Keys, read_keys
 from powerinfer.serve.metrics import Metrics
 from powerinfer.serve.page import FILES as PAGE
@@ -400,6 +402,39 @@ def test_half_closed_and_early_leaving_clients(server: Server, llm: LLM) -> None
             raw.sendall(sent)
     until(lambda: idle(llm))
     well(server)
+
+
+def test_idle_connections_leave_room_for_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server_module, "_connections", lambda: 5)
+    monkeypatch.setattr(server_module, "_said", {})
+    caplog.set_level(logging.WARNING, "powerinfer.serve")
+    with serving(served_llm()) as other, ExitStack() as opened:
+        held = [opened.enter_context(connected(other)) for _ in range(5)]
+        until(lambda: len(other.server_state.connections) == 5)
+        for _ in range(20):
+            with connected(other) as raw:
+                assert received(raw) == b"", "one too many is closed at once"
+        held[0].close()
+        until(lambda: len(other.server_state.connections) < 5)
+        well(other)
+    assert [record.getMessage() for record in caplog.records] == ["too many connections: new ones are closed"]
+
+
+def test_files_that_run_out_are_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(server_module, "_said", {})
+    caplog.set_level(logging.WARNING, "powerinfer.serve")
+    loop = asyncio.new_event_loop()
+    try:
+        for _ in range(500):  # as asyncio does, for each connection that waits
+            server_module._on_loop_error(loop, {"exception": OSError(errno.EMFILE, "Too many open files")})
+        assert [record.facts["reason"] for record in caplog.records] == ["Too many open files"]  # type: ignore
+        server_module._on_loop_error(loop, {"message": "another thing"})
+        assert caplog.records[-1].getMessage() == "another thing"
+    finally:
+        loop.close()
+    assert server_module._connections() >= 8
 
 
 def test_a_client_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,13 +149,13 @@ class Protocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.app_state = {**self.app_state, "abort": transport.abort}
+        self._header_timer: asyncio.TimerHandle | None = None
         if len(self.connections) > self.most_connections:
             _too_many("too many connections: new ones are closed", connections=self.most_connections)
             transport.abort()
-            return
-        self.app_state = {**self.app_state, "abort": transport.abort}
-        self._header_timer: asyncio.TimerHandle | None = None
-        self._watch_header()
+        else:
+            self._watch_header()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch_header()
