@@ -46,11 +46,10 @@ Neutral = Sequence[Any] | Callable[[Any], bool]
 
 IGNORED = frozenset((
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id",
-    "priority", "cache_prompt", "store", "prompt_cache_options", "client_metadata", "id_slot",
-    "n_cache_reuse", "sse_ping_interval",
-    "return_progress", "backend_sampling", "t_max_prompt_ms", "xtc_threshold", "dry_base", "dry_allowed_length",
-    "dry_penalty_last_n", "dry_sequence_breakers", "mirostat_tau", "mirostat_eta", "dynatemp_exponent",
-    "adaptive_decay", "penalize_nl", "repeat_last_n",
+    "priority", "cache_prompt", "store", "prompt_cache_options", "client_metadata", "id_slot", "n_cache_reuse",
+    "sse_ping_interval", "return_progress", "backend_sampling", "t_max_prompt_ms", "xtc_threshold", "dry_base",
+    "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "mirostat_tau", "mirostat_eta",
+    "dynatemp_exponent", "adaptive_decay", "penalize_nl", "repeat_last_n",
 ))  # fmt: skip
 """Fields that do not change the answer, parameters of samplers that are off among them."""
 
