@@ -227,6 +227,21 @@ def test_what_asks_for_nothing_is_accepted(server: Server) -> None:
     assert answer(server, n_predict=3, **nothing)["content"] == answer(server, n_predict=3)["content"]
 
 
+def test_a_chat_of_llama_servers_own_page_is_answered(server: Server) -> None:
+    body = {
+        "messages": CHAT, "max_tokens": 3, "return_progress": True, "reasoning_format": "auto", "temperature": 0.8,
+        "dynatemp_range": 0, "dynatemp_exponent": 1, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "xtc_probability": 0,
+        "xtc_threshold": 0.1, "typ_p": 1, "repeat_last_n": 64, "repeat_penalty": 1, "presence_penalty": 0,
+        "frequency_penalty": 0, "dry_multiplier": 0, "dry_base": 1.75, "dry_allowed_length": 2, "backend_sampling": False,
+        "dry_penalty_last_n": -1, "samplers": ["top_k", "typ_p", "top_p", "min_p", "temperature"],
+        "timings_per_token": True,
+    }  # fmt: skip
+    chunks = stream(server, "/v1/chat/completions", body)
+    assert chunks[-1]["choices"][0]["finish_reason"] and chunks[-1]["timings"]["predicted_n"] >= 1
+    letters = {"samplers": "edkypmxt", "n_predict": 3, "typical_p": 1, "max_tokens": None}
+    assert post(server, "/v1/chat/completions", body | letters)[0] == 200
+
+
 def grammar_answer(server: Server, text: str, **body: Any) -> Any:
     """The answer of a model that is made to write a text."""
     return answer(server, grammar=f"root ::= {json.dumps(text)}", n_predict=len(text) + 16, **body)

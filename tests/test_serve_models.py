@@ -461,6 +461,19 @@ def test_the_engine_of_each_model() -> None:
         assert statuses(server)["b"] == "unloaded"  # looking loads nothing
 
 
+def test_looking_at_llama_servers_properties_loads_nothing() -> None:
+    with serving(Toy("a"), Toy("b")) as server, client(server) as http:
+        well(server, "a")
+        for path in ("/props", "/slots"):
+            assert http.get(path).status_code == 400
+            assert http.get(path, params={"model": "a"}).status_code == 200
+            assert http.get(path, params={"model": "b"}).status_code == 503
+        assert statuses(server) == {"a": "ok", "b": "unloaded"}
+        body = {"model": "b", "prompt": "x", "n_predict": 1}
+        assert http.post("/completion", json=body).json()["model"] == "b"
+        assert http.post("/completion", json={"prompt": "x"}).json()["error"]["code"] == "model_missing"
+
+
 # ---------------------------------------------------------------- names and flags
 
 

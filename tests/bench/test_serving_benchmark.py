@@ -12,7 +12,7 @@ from configs import small
 
 from benchmarks.lib import machine
 from benchmarks.models import expert_models
-from benchmarks.serving import endurance, isolation, overhead, table
+from benchmarks.serving import endurance, isolation, llama_server_suite, overhead, table
 from powerinfer import LLM, SamplingParams
 from powerinfer.config import ExpertsConfig, LatentAttentionConfig, ModelConfig
 from powerinfer.formats.checkpoint import open_checkpoint
@@ -68,6 +68,32 @@ def test_a_stream_beside_large_bodies(model: Path, tmp_path: Path, monkeypatch: 
     assert rows["digits", "/v1/chat/completions"]["status"] == 400 and rows["digits", "/tokenize"]["status"] == 200
     shown = table.isolation_table(found)
     assert "the stream alone" in shown and all(name in shown for name in isolation.SHAPES)
+
+
+def test_what_tests_know_of_their_own_model_is_not_compared() -> None:
+    source = """import wget
+    assert res.body["timings"]["prompt_n"] == n_prompt
+    assert res.body["system_fingerprint"].startswith("b")
+    assert match_regex("(going|bed)+", res.choices[0].text)
+    assert match_regex(re_content, content)
+    assert res.status_code == 200
+"""
+    assert llama_server_suite.adapted(source) == """wget = None
+    assert res.body["timings"]["prompt_n"] > 0
+    assert res.body["system_fingerprint"].startswith("powerinfer")
+    assert match_words("(going|bed)+", res.choices[0].text)
+    assert match_words(re_content, content)
+    assert res.status_code == 200
+"""
+
+
+def test_the_model_of_the_suite(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "suite.gguf"
+    llama_server_suite.make_model(path, model, "{{ messages[0].content }}")
+    with LLM(path, gpu="none", threads=1, context=64) as llm:
+        assert llm.template is not None and llm.template.source == "{{ messages[0].content }}"
+        assert llm.tokenizer.vocabulary.infill == {"prefix": 5, "suffix": 6, "middle": 7}
+        assert len(llm.generate("hello", SamplingParams(max_tokens=3, temperature=0)).token_ids) == 3
 
 
 @pytest.mark.parametrize("name", expert_models.CONFIGS)
