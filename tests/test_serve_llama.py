@@ -232,9 +232,9 @@ def test_a_chat_of_llama_servers_own_page_is_answered(server: Server) -> None:
         "messages": CHAT, "max_tokens": 3, "return_progress": True, "reasoning_format": "auto", "temperature": 0.8,
         "dynatemp_range": 0, "dynatemp_exponent": 1, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "xtc_probability": 0,
         "xtc_threshold": 0.1, "typ_p": 1, "repeat_last_n": 64, "repeat_penalty": 1, "presence_penalty": 0,
-        "frequency_penalty": 0, "dry_multiplier": 0, "dry_base": 1.75, "dry_allowed_length": 2, "backend_sampling": False,
+        "frequency_penalty": 0, "dry_multiplier": 0, "dry_base": 1.75, "dry_allowed_length": 2,
         "dry_penalty_last_n": -1, "samplers": ["top_k", "typ_p", "top_p", "min_p", "temperature"],
-        "timings_per_token": True,
+        "backend_sampling": False, "timings_per_token": True,
     }  # fmt: skip
     chunks = stream(server, "/v1/chat/completions", body)
     assert chunks[-1]["choices"][0]["finish_reason"] and chunks[-1]["timings"]["predicted_n"] >= 1
