@@ -1,4 +1,4 @@
-"""Serve models over HTTP: OpenAI's API, and llama-server's routes for tokens.
+"""Serve models over HTTP: OpenAI's API, and llama-server's own routes.
 
 http://127.0.0.1:8080/v1 is the base URL for clients; any API key will do unless one is set. One model is loaded at
 once. Of several (--models, or -m more than once) each is loaded when a request names it, and unloaded when it is idle

@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's API, and llama-server's routes for tokens, over `AsyncLLM`."""
+"""The HTTP server: OpenAI's API, and llama-server's own routes, over `AsyncLLM`."""
