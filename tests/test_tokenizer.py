@@ -481,6 +481,37 @@ def test_scored_bpe_in_python_is_the_native_one() -> None:
     assert "_engine" not in fresh.__dict__
 
 
+def test_merges_of_a_scored_vocabulary_are_all_ways_to_cut_its_pieces() -> None:
+    """In the order of transformers: by score, then the longer left part, then the longer right one, then the id."""
+    random = np.random.default_rng(3)
+    drawn = {"".join(random.choice(list("ab▁é👍"), random.integers(1, 9))) for _ in range(3000)}
+    vocab = {piece: at for at, piece in enumerate(["", *sorted(drawn)])}
+    scores = random.integers(-40, 0, len(vocab)).astype(float).tolist()
+    atoms = frozenset(random.choice(list(vocab), 100).tolist())
+    cuts = [(piece, piece[:at], piece[at:]) for piece in vocab for at in range(1, len(piece))]
+    cuts = [cut for cut in cuts if all(part in vocab and part not in atoms for part in cut)]
+    cuts.sort(key=lambda cut: (-scores[vocab[cut[0]]], -len(cut[1]), -len(cut[2]), vocab[cut[0]]))
+    merges = bpe.score_merges(vocab, scores, atoms)
+    assert len(merges) > 1000 and merges == [(left, right) for _, left, right in cuts]
+    assert bpe.score_merges({}, [], frozenset()) == bpe.score_merges({"a": 0}, [0.0], frozenset({"a"})) == []
+
+
+def test_pieces_of_one_hash_are_refused() -> None:
+    """Thue and Morse's words of 4096 letters, whose polynomials are equal modulo 2^64 in every odd number."""
+    word = "a"
+    while len(word) < 4096:
+        word += word.translate({97: 98, 98: 97})
+    vocab = {"a": 0, "b": 1, word: 2, word.translate({97: 98, 98: 97}): 3}
+    with pytest.raises(ModelError, match="made to be slow"):
+        bpe.score_merges(vocab, [0.0] * 4, frozenset())
+
+
+def test_the_native_engine_can_be_built_ahead() -> None:
+    tokenizer = tokenizer_from_gguf(sentencepiece_metadata("bpe"))
+    tokenizer.prepare()
+    assert "_engine" in tokenizer.__dict__
+
+
 def test_text_after_a_special_token_begins_with_a_space_as_in_llama2() -> None:
     """As the tokenizer.json of the Llama 2 family says (the normalizer prepends to every stretch of text)."""
     tokenizer, reference = tokenizer_from_gguf(sentencepiece_metadata("bpe")), processor("bpe")

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+from powerinfer.formats.windows import find
 
 MAX_CELLS = 1 << 18  # pairs of tokens that are compared, where the two texts differ
 
@@ -27,10 +29,11 @@ def carried_over(
     present = [token for token in special if token and (token in marked or token in text)]
     if not present:
         return []
-    pattern = re.compile("|".join(map(re.escape, sorted(present, key=len, reverse=True))))
+    present.sort(key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, present)))
     ends = [end for _, end in spans]
-    known = [(match, _inside(match, spans, ends)) for match in pattern.finditer(marked)]
-    found = list(pattern.finditer(text))
+    known = [(match, _inside(match, spans, ends)) for match in _all(pattern, marked, len(present[0]))]
+    found = list(_all(pattern, text, len(present[0])))
     pairs = _pairs([(match[0], bool(plain)) for match, plain in known], [match[0] for match in found])
     carried: list[Span] = []
     for at, match in enumerate(found):
@@ -40,6 +43,13 @@ def carried_over(
         elif in_contents(match[0]):
             carried.append(match.span())
     return carried
+
+
+def _all(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.Match[str]]:
+    start = 0
+    while match := find(pattern, text, start, longest):
+        yield match
+        start = match.end()
 
 
 def _inside(match: re.Match[str], spans: Sequence[Span], ends: Sequence[int]) -> list[Span]:

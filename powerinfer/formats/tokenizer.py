@@ -197,6 +197,10 @@ class Tokenizer:
     def _small(self) -> Encode | None:
         return None if self._build_small is None else self._build_small()
 
+    def prepare(self) -> None:
+        """Build the native engine now, in any thread: for 262,144 pieces that takes a second or two."""
+        _ = self._engine
+
     def encode(self, text: str, *, special: bool = True, add_bos: bool | None = None) -> list[int]:
         """Token ids of `text`.
 
