@@ -665,6 +665,7 @@ def test_ends_by_name() -> None:
     assert ends("<|end|>", "<|return|>") == {0, 1}
     assert ends("</s>", "<b>") == {0} and ends("</s>", "<eos>", special=(0,)) == {0, 1}
     assert ends("</s>", "<eos>", "<end_of_turn>") == {1, 2}, "Gemma's </s> is HTML's"
+    assert ends("</s>", "<|im_end|>", "<|endoftext|>") == {1, 2}, "and Qwen's"
 
 
 @pytest.mark.parametrize("special", [True, False])

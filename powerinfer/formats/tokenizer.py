@@ -31,8 +31,6 @@ _END_OF_GENERATION = frozenset((
     "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
     "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
 ))  # fmt: skip
-# Vocabularies in which </s> ends a passage that is struck out, as in HTML: Gemma's.
-_WITH_HTML = frozenset(("<eos>", "<end_of_turn>", "<turn|>", "<|plamo:eos|>"))
 
 LONG = 4096
 """Characters of a text from which on it is encoded as a batch of one: the library lets other Python threads run only
@@ -60,12 +58,13 @@ def ends_of_generation(tokens: Mapping[str, int], special: Container[int] = ()) 
     """The tokens that end an answer by their names, whatever their type, and whatever else a model's files say.
 
     tokens: the id of each text; special: those that are control tokens. In the formats of gpt-oss and Solar, which have
-    `<|return|>`, `<|call|>` and the like, `<|end|>` ends a message, and another one may follow.
+    `<|return|>`, `<|call|>` and the like, `<|end|>` ends a message, and another one may follow. Beside other ends a
+    `</s>` that is no control token is HTML's, of what is struck out: Gemma and Qwen have one.
     """
     ends = {name: tokens[name] for name in _END_OF_GENERATION if name in tokens}
     if ends.keys() & {"<|call|>", "<|calls|>"} and ends.keys() & {"<|return|>", "<|flush|>"}:
         ends.pop("<|end|>", None)
-    if "</s>" in ends and ends["</s>"] not in special and not _WITH_HTML.isdisjoint(tokens):
+    if "</s>" in ends and ends["</s>"] not in special and len(ends) > 1:
         del ends["</s>"]
     return ends
 
