@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from powerinfer import LLM
 from powerinfer.cli.main import main
 from powerinfer.config import EngineConfig, ProfileConfig
 from powerinfer.devices import Batch
-from powerinfer.errors import ModelError, RequestError
+from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.profile_file import open_profile, open_profile_file
 from powerinfer.formats.samples_file import open_samples
@@ -356,6 +357,28 @@ def test_options_that_cannot_be_met(options: dict[str, Any], why: str, tmp_path:
         profiling.check(ProfileConfig(**options))
         made(path, corpora, **options)
     assert files(path) == {}
+
+
+@pytest.mark.parametrize("samples", [0, 1 << 20])
+def test_what_cannot_be_written_is_said_before_the_work(
+    samples: int, tmp_path: Path, corpora: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_llama(tmp_path / "m.gguf")
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr(profiling, "load_executor", never)
+    with pytest.raises(PowerInferError, match=r"cannot write .*m.gguf.*--prepared"):
+        made(path, corpora, samples=samples, prepared=str(path / "folder"))  # the model is no folder
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 30, 0, 1000))
+    with pytest.raises(PowerInferError, match="MB are needed"):
+        made(path, corpora, samples=samples)
+    assert files(path) == {}
+    if samples:  # there is room for the profile, and none for the samples
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 30, 0, 100_000))
+        with pytest.raises(PowerInferError, match=r"samples.safetensors .*MB are needed"):
+            made(path, corpora, samples=samples)
 
 
 def test_a_context_that_is_shorter_than_the_usual_window(tmp_path: Path, corpora: list[str]) -> None:

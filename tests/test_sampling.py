@@ -136,6 +136,24 @@ def test_penalties_and_bias_by_hand() -> None:
     assert logits.tolist() == [2.0, -1.0, 1.0, 0.5], "the model's logits are not changed"
 
 
+@pytest.mark.parametrize("penalty", [1e-300, 1e-30, 1e30, 1e300])
+@pytest.mark.filterwarnings("error")
+def test_a_repetition_penalty_beyond_all_reason(penalty: float) -> None:
+    """Numbers stay finite: a token that was seen is taken for ever, or only when every other one was seen, too."""
+    logits = np.array([2.0, -1.0, 0.0, 0.5, 3.0], np.float32)
+
+    def sampled(temperature: float) -> list[int]:
+        params = SamplingParams(temperature=temperature, repetition_penalty=penalty, seed=1)
+        sampler = Sampler(params, 5, prompt=[0, 1, 2])
+        return [sampler.sample(logits) for _ in range(50)]
+
+    if penalty < 1:
+        assert sampled(0.0) == sampled(1e-3) == sampled(1.0) == [0] * 50
+    else:
+        assert sampled(0.0)[:3] == [4, 3, 4] and sampled(1e-3)[:2] == [4, 3]
+        assert 1 not in {*sampled(0.0), *sampled(1e-3), *sampled(1.0)}, "its logit is as low as can be"
+
+
 def test_penalties_remember_many_tokens() -> None:
     size = 3000
     sampler = Sampler(SamplingParams(temperature=0, presence_penalty=2.0), size)

@@ -241,6 +241,11 @@ class PreparedFile:
         finally:
             part.close(keep)
 
+    def check_writable(self, tensors: Sequence[Tensor]) -> None:
+        """PowerInferError, before the work, if a file of these tensors cannot be written."""
+        _, sizes = _header("", tensors)
+        PartFile(self.path, b"", sizes, self._elsewhere).check_writable()
+
     def remove(self) -> None:
         """Remove the file and the incomplete one of `fill`; PowerInferError if that fails."""
         self.remove_part()
@@ -357,6 +362,18 @@ class PartFile:
                 if reserve:
                     self._reserve()
                 self._put(self._header, 0)
+
+    def check_writable(self) -> None:
+        """PowerInferError if it could not be opened now; an incomplete file stays as it is."""
+        from tempfile import TemporaryFile
+
+        with self._file_errors():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=self._path.parent):
+                pass
+            with suppress(FileNotFoundError):
+                self._bytes -= os.stat(self._part).st_size  # has its space already
+            self._check_space()
 
     def put(self, name: str, at: int, data: Bytes) -> None:
         """The bytes of a tensor from byte `at` on, uint8, contiguous; they may be put again."""

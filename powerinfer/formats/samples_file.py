@@ -143,12 +143,23 @@ def write_samples(
     cannot be written.
     """
     assert rows > 0 and len(windows) and windows[0] == 0
-    tensors = [one for layer in range(checkpoint.config.n_layers) for one in _of_layer(checkpoint, layer, rows)]
     place = PreparedFile(SAMPLES, checkpoint, prepared)
     description = {"rows": rows, "about": dict(about)}
-    with place.fill(description, [*tensors, ("windows", "I64", windows.shape)], resume) as part:
+    with place.fill(description, _tensors(checkpoint, rows, windows), resume) as part:
         part.put("windows", 0, np.ascontiguousarray(windows, "<i8").view(np.uint8))
         yield SamplesWriter(checkpoint, part)
+
+
+def check_samples(checkpoint: Checkpoint, prepared: str | None, rows: int, windows: NDArray[np.int64]) -> None:
+    """PowerInferError, before the work, if `write_samples` could not write the file."""
+    PreparedFile(SAMPLES, checkpoint, prepared).check_writable(_tensors(checkpoint, rows, windows))
+
+
+def _tensors(
+    checkpoint: Checkpoint, rows: int, windows: NDArray[np.int64]
+) -> list[tuple[str, str, tuple[int, ...]]]:
+    layers = range(checkpoint.config.n_layers)
+    return [*(one for layer in layers for one in _of_layer(checkpoint, layer, rows)), ("windows", "I64", windows.shape)]
 
 
 def _of_layer(checkpoint: Checkpoint, layer: int, rows: int) -> list[tuple[str, str, tuple[int, int]]]:

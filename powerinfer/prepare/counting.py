@@ -23,7 +23,7 @@ from powerinfer.errors import ModelError
 from powerinfer.formats.json_file import Between, Count, Share
 from powerinfer.formats.prepared import PROFILE_STATE, SAMPLES, PreparedFile
 from powerinfer.formats.profile_file import BINS, ProfileFile, open_profile_file, write_profile
-from powerinfer.formats.samples_file import SamplesWriter, open_samples, write_samples
+from powerinfer.formats.samples_file import SamplesWriter, check_samples, open_samples, write_samples
 from powerinfer.neurons import Counts, Profile
 from powerinfer.progress import Progress, silent
 
@@ -178,11 +178,23 @@ class Saved:
         """Whether it is time to save again."""
         return time.monotonic() >= self._next
 
+    @staticmethod
+    def _arrays(state: State) -> list[tuple[str, Any]]:
+        return [(name, getattr(state, name)) for name in State._ARRAYS if getattr(state, name).size]
+
+    def check_writable(self, state: State) -> None:
+        """PowerInferError, before the work, if the state, about as large as the profile, or the samples cannot be
+        written."""
+        task = self.task
+        self._place.check_writable([(name, "I64", values.shape) for name, values in self._arrays(state)])
+        if task.rows and not has_samples(self.checkpoint, self.prepared, task):
+            check_samples(self.checkpoint, self.prepared, task.rows, task.starts())
+
     def save(self, state: State) -> None:
         """Save it, replacing the previous state."""
         measured = [[float(quantile), float(value)] for quantile, value in state.measured.items()]
         description = {"key": self.task.key, "windows": state.windows, "measured": measured}
-        arrays = [(name, getattr(state, name)) for name in State._ARRAYS if getattr(state, name).size]
+        arrays = self._arrays(state)
         with self._place.write(description, [(name, "I64", values.shape) for name, values in arrays]) as write:
             for name, values in arrays:
                 write(name, np.ascontiguousarray(values, "<i8").reshape(-1).view(np.uint8))

@@ -105,6 +105,7 @@ def profile(
     elif saved.exists() and not force:
         say("an unfinished profile was made from another text, other options or another model: starting over")
     state = state or State(config, len(windows.corpora))
+    saved.check_writable(state)
     executor = load_executor(checkpoint, engine, windows, progress)
     try:
         thresholds, calibration = None, None

@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # importing numpy.typing takes milliseconds
     Ids = NDArray[np.intp]
 
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy: the quotient would overflow
+MAX_FACTOR = 1e20  # of a logit: beyond it, and below its inverse, a float32 has no room for the product
 _CONFIDENT = 64  # the top-p set of a confident model is seldom larger
 _FEW = 32  # below this part of the vocabulary the logits of the allowed tokens are gathered
 _COLUMNS = 1024  # the vocabulary is cut into this many interleaved parts to bound the k-th largest logit
@@ -316,7 +317,7 @@ class _Edits:
             ids, counts = self._ids[:seen], self._counts[:seen]
             values = edited[ids]
             if self._repeats:
-                factor = np.float32(params.repetition_penalty)
+                factor = np.float32(min(max(params.repetition_penalty, 1 / MAX_FACTOR), MAX_FACTOR))
                 values = np.where(values > 0, values / factor, values * factor)
             values -= np.float32(params.frequency_penalty) * counts
             values -= np.float32(params.presence_penalty) * (counts > 0)
