@@ -54,6 +54,9 @@ TAKEN: list[tuple[str, dict[str, Any]]] = [
     ("/v1/responses", {"include": ["file_search_call.results"], "stream_options": {"include_obfuscation": True}}),
     ("/v1/messages", {"thread": {"type": "create"}}),
     ("/v1/messages", {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}),
+    ("/v1/responses", {"input": [{"role": "assistant", "content": [{"type": "output_text", "text": "x", "parsed": 1}]},
+                                 {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}",
+                                  "parsed_arguments": {"a": 1}}, {"role": "user", "content": "hello"}]}),
     ("/v1/messages/count_tokens", {"context_management": {"edits": []}, "thread": {"type": "create"}}),
     ("/v1/messages", {"speed": "fast", "diagnostics": {"x": 1}, "model": ""}),
     ("/v1/chat/completions", {"model": "", "prediction": {"type": "content", "content": "x"}}),
@@ -73,6 +76,34 @@ TAKEN: list[tuple[str, dict[str, Any]]] = [
 def test_what_asks_for_nothing_is_taken(server: Server, path: str, more: dict[str, Any]) -> None:
     status, answer = post(server, path, LEAST[path] | more)
     assert status == 200, answer
+
+
+def test_a_thread_that_goes_on_is_refused_as_tool_runners_know_it(server: Server) -> None:
+    """Both SDKs' then send the whole conversation."""
+    status, answer = post(server, "/v1/messages", LEAST["/v1/messages"] | {"thread": {"type": "continue"}})
+    assert (status, answer["error"]["type"]) == (404, "not_found_error")
+    assert answer["error"]["details"] == {"error_code": "thread_not_found"}
+
+
+def test_deferred_tools_are_told_of_once_a_result_refers_to_them(server: Server) -> None:
+    """As Claude Code has most of its own, to save tokens."""
+    find, read = ({"name": name, "input_schema": {"type": "object"}} for name in ("find", "read"))
+    deferred, search = {**read, "defer_loading": True}, {"type": "tool_search_tool_regex_20251119", "name": "search"}
+    asked: list[dict[str, Any]] = [
+        *CHAT,
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "find", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [
+            {"type": "tool_reference", "tool_name": "read"}]}]},
+    ]  # fmt: skip
+
+    def count(messages: list[Any], *tools: dict[str, Any]) -> int:
+        status, answer = post(server, "/v1/messages/count_tokens", {"messages": messages, "tools": tools})
+        assert status == 200, answer
+        return int(answer["input_tokens"])
+
+    assert count(CHAT, find, deferred) == count(CHAT, find) < count(CHAT, find, read)
+    assert count(asked, find, deferred) == count(asked, find, read) > count(asked, find)
+    assert count(CHAT, search, deferred) == count(CHAT, read), "the server has no search"
 
 
 def test_a_refusal_is_what_the_assistant_said(server: Server) -> None:
@@ -168,7 +199,7 @@ def test_a_demanded_call_beside_a_format_of_texts(server: Server, path: str) -> 
         ("/v1/responses", {"max_output_tokens": 5000}, "max_output_tokens", "lower max_output_tokens"),
         ("/v1/responses", {"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "text.format."),
         ("/v1/messages", {"tool_choice": {"type": "any"}}, None, 'tool_choice "any" needs tools'),
-        ("/v1/messages", {"thread": {"type": "continue"}}, None, "thread is not supported"),
+        ("/v1/messages", {"thread": {"type": "fork"}}, None, "thread.type 'fork' is not supported"),
         ("/v1/messages", {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, None,
          "context_management is not supported"),
         *(("/v1/messages", {"messages": [{"role": "user", "content": [{"type": kind, **more}]}]}, None,

@@ -98,8 +98,8 @@ class ContextError(ApiError):
         prompt, wanted, context = self._numbers
         return (
             f"This model's maximum context length is {context} tokens. However, you requested "
-            f"{self._most}{prompt + wanted} tokens ({prompt} in the prompt, {wanted} in the completion): shorten the "
-            + ("prompt or lower max_tokens" if prompt < context else "prompt")
+            f"{self._most}{prompt + wanted} tokens ({prompt} in the prompt, {wanted} in the completion): the prompt is "
+            "too long" + (" for that; shorten it or lower max_tokens" if prompt < context else "; shorten it")
         )
 
     def _anthropic(self) -> str:

@@ -45,7 +45,6 @@ MESSAGES_NEUTRAL: Mapping[str, Neutral] = {
     "container": (),
     "mcp_servers": ([],),
     "context_management": lambda given: isinstance(given, dict) and all(map(_keeps, given.get("edits") or [])),
-    "thread": ({"type": "create"},),  # that of this request alone
 }
 """Fields of the API that this server does not have, with the values that ask for nothing."""
 
@@ -53,6 +52,23 @@ MESSAGES_NEUTRAL: Mapping[str, Neutral] = {
 def _keeps(edit: Any) -> bool:
     """Whether an edit of the context leaves all as it is, or concerns thoughts, of which the template takes its own."""
     return isinstance(edit, dict) and str(edit.get("type")).startswith("clear_thinking")
+
+
+class ThreadError(ApiError):
+    """A request that goes on with messages of an earlier one, of which nothing is stored.
+
+    By the code both SDKs' tool runners know that they must send the whole conversation.
+    """
+
+    def __init__(self, thread: Mapping[str, Any]) -> None:
+        if thread.get("type") != "continue":
+            raise not_supported(f"thread.type {str(thread.get('type'))[:64]!r}")
+        super().__init__(404, "thread: nothing is stored between requests; send all messages", param="thread")
+
+    def document(self, path: str = "") -> dict[str, Any]:
+        document = super().document(path)
+        document["error"]["details"] = {"error_code": "thread_not_found"}
+        return document
 
 
 BLOCK_IGNORED = ("cache_control",)
@@ -107,10 +123,13 @@ class CountRequest(Asked):
     tool_choice: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    thread: dict[str, Any] | None = None
 
     def to_chat(self) -> ChatRequest:
         """The same as a chat. ApiError for what is wrong beyond types, or not supported."""
         self.check_extra(MESSAGES_IGNORED, MESSAGES_NEUTRAL, MESSAGES_LOGGED)
+        if self.thread not in (None, {"type": "create"}):
+            raise ThreadError(self.thread)
         messages = [one for at, turn in enumerate(self.messages) for one in _turn(turn, f"messages[{at}]")]
         if self.system:
             messages.insert(0, {"role": "system", "content": text_of(self.system, ("text",), "system", BLOCK_IGNORED)})
@@ -119,7 +138,7 @@ class CountRequest(Asked):
             self,
             messages,
             MESSAGES_NAMES,
-            tools=[_tool(tool, at) for at, tool in functions(self.tools or [], "custom")],
+            tools=[_tool(tool, at) for at, tool in self._offered()],
             tool_choice=choice,
             parallel_tool_calls=parallel,
             response_format=_response_format(self.output_config),
@@ -129,6 +148,18 @@ class CountRequest(Asked):
             stop=getattr(self, "stop_sequences", None),
             continue_final_message=self.messages[-1].role == "assistant" or None,
         )
+
+    def _offered(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The functions that the model learns of, with their places: deferred ones once a result refers to them, or at
+        once if the server is to search for tools, which it cannot."""
+        tools = self.tools or []
+        every = any(str(tool.get("type")).startswith("tool_search_tool") for tool in tools)
+        blocks = (block for turn in self.messages if not isinstance(turn.content, str) for block in turn.content)
+        parts = (part for block in blocks if isinstance(block.content, list) for part in block.content)
+        named = {_reference(part) for part in parts}
+        for at, tool in functions(tools, "custom"):
+            if every or not tool.get("defer_loading") or tool.get("name") in named:
+                yield at, tool
 
 
 class MessagesRequest(CountRequest):
@@ -182,8 +213,22 @@ def _call(block: ContentBlock, where: str) -> dict[str, Any]:
     return function_call(needed(block.id, f"{where}.id"), name, given)
 
 
+def _reference(part: TextPart) -> str | None:
+    """The name of the deferred tool to which a part of a result refers; None: it is no reference."""
+    name = (part.model_extra or {}).get("tool_name")
+    return name if part.type == "tool_reference" and isinstance(name, str) else None
+
+
+def _told(part: TextPart) -> TextPart:
+    """A part of a result with a reference in words."""
+    name = _reference(part)
+    return part if name is None else TextPart(type="text", text=f"From now on the function {name} may be called.")
+
+
 def _result(block: ContentBlock, where: str) -> dict[str, Any]:
-    text = text_of(block.content or "", ("text",), f"{where}.content", BLOCK_IGNORED)
+    content = block.content or ""
+    told = content if isinstance(content, str) else [_told(part) for part in content]
+    text = text_of(told, ("text",), f"{where}.content", BLOCK_IGNORED)
     # templates know results only, and whether it is an error may matter for what the model does next
     text = f"Error: {text}" if block.is_error else text
     return {"role": "tool", "content": text, "tool_call_id": needed(block.tool_use_id, f"{where}.tool_use_id")}

@@ -61,8 +61,10 @@ RESPONSES_NAMES = {
 """Names of fields, by those of chats."""
 
 PARTS = ("input_text", "output_text", "text")
-PART_IGNORED = ("annotations", "logprobs")
-ITEM_IGNORED = ("id", "status", "phase", "created_by", "caller", "namespace")
+PART_IGNORED = ("annotations", "logprobs", "parsed")
+ITEM_IGNORED = ("id", "status", "phase", "created_by", "caller", "namespace", "parsed_arguments")
+"""Fields without influence; OpenAI's client for Node adds `parsed` and `parsed_arguments` to what it got."""
+
 TOOL_IGNORED = ("allowed_callers", "output_schema", "defer_loading")
 ROLES = ("user", "assistant", "system", "developer")
 
