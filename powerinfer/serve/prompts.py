@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from powerinfer.errors import ModelError
 from powerinfer.formats.chat import without_oldest
+from powerinfer.formats.system_messages import placed
 from powerinfer.runtime.thinking import thinking_variables
 from powerinfer.serve.api_error import ApiError, ContextError
 from powerinfer.serve.constraints import Tools, chat_prompt
@@ -125,6 +126,7 @@ def _rendered(
     if body.continue_final_message:
         ends = _end_mark(body, given)
         given[-1] = {**given[-1], "content": given[-1]["content"] + ends}
+    given = placed(given, llm.template.for_tools if tools and tools.tools else llm.template)
     shown, options = chat_prompt(llm, given, _variables(llm, body), tools)
     begins = ends is None and body.add_generation_prompt is not False
     text, plain = llm.template.render(shown, llm.tokenizer.special_tokens, begins, **options)
