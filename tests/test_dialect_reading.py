@@ -351,6 +351,39 @@ def test_messages_are_spelled_as_the_template_takes_them() -> None:
     assert read_dialect(template(TEMPLATES["object in tags"], whole)).whole_documents
 
 
+M3 = tool_dialects.MINIMAX_M3
+
+
+def elements(value: Any) -> str:
+    """A value in MiniMax-M3's tags."""
+    items = value.items() if isinstance(value, dict) else None
+    if isinstance(value, list):
+        items = [("item", one) for one in value]
+    if items is None:
+        return value if isinstance(value, str) else json.dumps(value)
+    return "".join(f"{M3.nested}<{key}>{elements(inner)}{M3.nested}</{key}>" for key, inner in items)
+
+
+def test_nested_tags_are_objects_and_lists() -> None:
+    points = {"points": [[1, 2], [3, 4]]}
+    either = {"anyOf": [{"type": "string"}, {"type": "object", "properties": {"n": {"type": "string"}}}]}
+    schema = {"type": "object", "properties": {"v": either, "w": {"type": "array"}, "s": {"type": "string"}}}
+    tools = read_tools([{"type": "function", "function": {"name": "f", "parameters": schema}}])
+    values = {"v": {"n": "7"}, "w": ["a", {"b": [True]}], "s": "]<]minimax[>[<b>"}
+    form = replace(M3, tools=(*TOOLS, *tools))
+    calls = [("draw-points", points), ("f", values), ("now", {}), ("f", {"v": "plain", "w": []})]
+    body = "\n".join(f"{M3.call_begin}{name}{M3.name_end}{elements(given)}{M3.call_end}" for name, given in calls)
+    answer = f"Now.{M3.section}{body}{M3.end}"
+    said, found = read(form, [answer])
+    assert (said, [(name, json.loads(arguments)) for name, arguments in found]) == ("Now.", calls)
+    assert read(form, list(answer)) == (said, found)
+    mask = Grammars(Marked()).mask(M3.grammar(TOOLS, ToolChoice("required")))  # type: ignore[arg-type]
+    call = f"{M3.section}{M3.call_begin}draw-points{M3.name_end}{elements(points)}{M3.call_end}{M3.end}"
+    for token in call.encode():
+        assert mask.allows(token)
+        mask.accept(token)
+
+
 def test_a_template_that_takes_long_is_told_in_words() -> None:
     slow = template("{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}")
     begin = time.monotonic()

@@ -21,6 +21,7 @@ _MAX_LENGTH = 4096  # of a text that is counted
 _SPACE = r"/[ \t\r\n]{0,8}/"
 _EDGES = re.compile(r"^\s+|\s*\n\s*|\s+$")
 _TEXT = r"/(.|\n)*/"
+_NAME = "/[A-Za-z0-9_.-]{1,64}/"
 
 
 def with_options(schema: Mapping[str, Any]) -> str:
@@ -80,7 +81,7 @@ class CallRules:
         made: list[str] = []
         for at, plain in enumerate(part.split(HOLE)):
             if at:
-                made.append("/[A-Za-z0-9_.-]{1,64}/")
+                made.append(_NAME)
             before = 0
             for space in _EDGES.finditer(plain):
                 made += [literal(plain[before : space.start()])] * (space.start() > before) + [_SPACE]
@@ -141,38 +142,43 @@ class CallRules:
     def _tagged(self, at: int, tool: Tool) -> list[str]:
         properties = _properties(tool)
         if not properties:
-            self._typed = ["any_value" + self._text_value("")] * (not self._typed) + self._typed
-            any_key = f"{self.mark(self._form.key_begin)} /[A-Za-z0-9_.-]{{1,64}}/ {self._key_end('string')} any_value"
+            end, hole, behind = self._form.value_end.partition(HOLE)
+            self._typed = ["any_value" + self._text_value("", end)]
+            any_key = f"{self.mark(self._form.key_begin)} {_NAME} {self._key_end('string')} any_value"
+            any_key += f" {_NAME} {self.mark(behind)}" if hole else ""
             return [f"call_{at}: {self._name(tool)}" + (f" ({any_key} {_SPACE})*" if _is_open(tool) else "")]
         parts, rules = [], []
         for number, (name, schema, required) in enumerate(properties):
             value = f"value_{at}_{number}"
             begin = f"{self.mark(self._form.key_begin)} {literal(name)}"
-            ways, made = self._values(value, schema, tool.parameters)
+            ways, made = self._values(value, schema, tool.parameters, self._form.value_end.replace(HOLE, name))
             rules += made
             spelled = [f"{self._key_end(kind)} {way}" for kind, way in ways]
             parts.append(f"({begin} {self._either(spelled)}){'' if required else '?'} {_SPACE}")
         return [f"call_{at}: {self._name(tool)} " + " ".join(parts), *rules]
 
-    def _values(self, rule: str, schema: Any, root: Mapping[str, Any]) -> tuple[list[tuple[str, str]], list[str]]:
-        """For each way to write a value: its type and its rule; and the rules that these need."""
+    def _values(
+        self, rule: str, schema: Any, root: Mapping[str, Any], end: str
+    ) -> tuple[list[tuple[str, str]], list[str]]:
+        """For each way to write a value, up to the mark `end`: its type and its rule; and the rules that these need."""
         allowed = kinds(schema, root)
-        text = f"{rule}{self._text_value(_counted(schema))}"
+        text = f"{rule}{self._text_value(_counted(schema), end)}"
+        if self._form.nested and (not allowed or allowed & {"object", "array"}):
+            return [("", rule)], [f"{rule}{self._text_value('', end)}"]
         values = schema.get("enum") if isinstance(schema, Mapping) else None
         if isinstance(values, list) and allowed == {"string"} and not any("<" in value for value in values):
             options = " | ".join(literal(value) for value in values)
-            text = f"{rule}: ({options}) {self.mark(self._form.value_end, exact=True)}"
+            text = f"{rule}: ({options}) {self.mark(end, exact=True)}"
         whole = {**schema, **{key: root[key] for key in ("$defs", "definitions") if key in root}} if allowed else {}
         value = f"%json {with_options(whole)}" if not self._form.literals else _literal_rule(schema, root)
-        plain = f"{rule}: {_SPACE} {value} {self.mark(self._form.value_end)}"
+        plain = f"{rule}: {_SPACE} {value} {self.mark(end)}"
         if not self._form.type_words:
             return [("", rule)], [plain if allowed and "string" not in allowed else text]
         others = sorted(allowed - {"string"}) or ["object", "number", "boolean", "array"] * (not allowed)
         words = {self._form.word(kind): kind for kind in others}
         ways = [(kind, f"{rule}_json") for kind in words.values()]
-        json_rule = plain if "string" not in allowed and allowed else f"{rule}: %json {with_options({})} " + self.mark(
-            self._form.value_end
-        )
+        any_json = f"{rule}: %json {with_options({})} {self.mark(end)}"
+        json_rule = plain if "string" not in allowed and allowed else any_json
         made = [json_rule.replace(rule, f"{rule}_json", 1)] if ways else []
         if not allowed or "string" in allowed:
             ways.append(("string", rule))
@@ -183,12 +189,11 @@ class CallRules:
         form = self._form
         return self.mark(form.key_end.replace(HOLE, form.word(kind)) if form.type_words else form.key_end, exact=True)
 
-    def _text_value(self, counted: str) -> str:
+    def _text_value(self, counted: str, end: str) -> str:
         """Text up to the mark that ends a value, as the rest of a rule."""
-        end = self._form.value_end.strip()
         if any(token in end for token in self._special):
-            return f": {counted or _TEXT} {self.mark(self._form.value_end)}"
-        return f"[suffix={literal(end)}]: {counted or _TEXT}"
+            return f": {counted or _TEXT} {self.mark(end)}"
+        return f"[suffix={literal(end.strip())}]: {counted or _TEXT}"
 
 
     def _literals(self) -> list[str]:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from powerinfer.formats.call_values import Value, json_of_text, kinds
+from powerinfer.formats.call_values import Value, json_of_elements, json_of_text, kinds
 from powerinfer.formats.marks import HOLE, MISMATCH, MORE, follow, follow_any, overlap
 from powerinfer.formats.tools import NAME
 
@@ -254,14 +254,13 @@ class TaggedReader(NamedReader):
         self._keys = 0
         self._key = ""
         self._key_mark = re.split(r"[\s\0]", form.key_end.strip(), maxsplit=1)[0]  # that a key ends with
-        self._closing = form.value_end.strip()
         self._step = self._before_key
 
     def _before_key(self) -> bool:
         at = follow(self._form.key_begin, self._text)
-        if at == MORE:
+        if at == MORE or (at == len(self._text) and not self._last):
             return False
-        if at == MISMATCH:
+        if at == MISMATCH or (self._form.nested and self._text.startswith("/", at)):
             self._complete()
             self.ended = True
             return False
@@ -284,6 +283,7 @@ class TaggedReader(NamedReader):
             return False
         self._key, self._text = text[:end].strip(), text[end + at :]
         self._allowed = self._types(words[-1] if words else None)
+        self._closing = self._form.value_end.strip().replace(HOLE, self._key)
         self._pieces.append(("{" if not self._keys else ", ") + json.dumps(self._key, ensure_ascii=False) + ": ")
         self._keys += 1
         self._streamed = self._allowed == {"string"} and not self._form.value_marks[0]
@@ -295,8 +295,8 @@ class TaggedReader(NamedReader):
 
     def _types(self, word: str | None) -> frozenset[str]:
         properties = self._root.get("properties")
-        schema = properties.get(self._key) if isinstance(properties, dict) else None
-        allowed = kinds(schema, self._root)
+        self._schema = properties.get(self._key) if isinstance(properties, dict) else None
+        allowed = kinds(self._schema, self._root)
         if word is None or not self._form.type_words:
             return allowed
         plain = self._form.type_words[0][1]  # the word for texts
@@ -342,6 +342,8 @@ class TaggedReader(NamedReader):
         value, (begin, end) = "".join(self._collected), self._form.value_marks
         if begin and value.startswith(begin):
             self._pieces.append(json.dumps(value[len(begin) :].removesuffix(end), ensure_ascii=False))
+        elif self._form.nested and not self._streamed:
+            self._pieces.append(json_of_elements(value, self._form.nested, self._schema, self._root))
         else:
             self._pieces.append('"' if self._streamed else json_of_text(value, self._allowed))
 

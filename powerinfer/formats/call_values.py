@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+from powerinfer.formats.grammar import MAX_DEPTH
 
 _SPACE = " \t\r\n"
 _CLOSING = {"{": "}", "[": "]"}
@@ -320,7 +323,7 @@ def json_of_text(text: str, allowed: frozenset[str]) -> str:
         return quoted
     kind = "null" if found is None else _KINDS[type(found)]
     fits = kind in allowed or (kind == "integer" and "number" in allowed)
-    if not fits and kind == "float" and "integer" in allowed and found == int(found):
+    if not fits and isinstance(found, float) and "integer" in allowed and found.is_integer():
         return str(int(found))
     if not fits and ((allowed and "string" in allowed) or (not allowed and kind == "string")):
         return quoted
@@ -344,3 +347,72 @@ def _literal(text: str) -> Any:
         return json.loads(written)
     except (ValueError, RecursionError):
         return None
+
+
+# ------------------------------------------------------------------------------------------------------ nested tags
+
+
+@dataclass
+class _Element:
+    """A tag with what is in it."""
+
+    key: str
+    text: str = ""
+    inner: list[_Element] = field(default_factory=list)
+
+
+def json_of_elements(text: str, mark: str, schema: Any, root: Mapping[str, Any]) -> str:
+    """The JSON text of a value in which objects and lists are tags behind a mark: `<key>value</key>` for each key, and
+    `<item>value</item>` for each item."""
+    allowed = kinds(schema, root)
+    tree = None if allowed == {"string"} else _elements(text, mark)
+    if tree is None:
+        return json_of_text(text, allowed)
+    return json.dumps(_value_of(tree, schema, root), ensure_ascii=False)
+
+
+def _elements(text: str, mark: str) -> _Element | None:
+    """The tags in a text; None if they do not close each other."""
+    tags = re.compile(rf"{re.escape(mark)}<(/?)([^<>]{{1,256}})>")
+    open_tags, at = [_Element("")], 0
+    for tag in tags.finditer(text):
+        open_tags[-1].text += text[at : tag.start()]
+        at = tag.end()
+        if not tag[1]:
+            open_tags.append(_Element(tag[2]))
+            open_tags[-2].inner.append(open_tags[-1])
+        elif len(open_tags) > 1 and open_tags[-1].key == tag[2]:
+            open_tags.pop()
+        else:
+            return None
+        if len(open_tags) > MAX_DEPTH:
+            return None
+    open_tags[-1].text += text[at:]
+    return open_tags[0] if len(open_tags) == 1 else None
+
+
+def _value_of(element: _Element, schema: Any, root: Mapping[str, Any]) -> Any:
+    allowed = kinds(schema, root)
+    if not element.inner:
+        empty = not element.text.strip() and "string" not in allowed
+        if empty and allowed & {"object", "array"}:
+            return [] if "array" in allowed else {}
+        return json.loads(json_of_text(element.text, allowed))
+    listed = all(inner.key == "item" for inner in element.inner) and ("array" in allowed or "object" not in allowed)
+    form = _option(schema, "array" if listed else "object", root)
+    if listed:
+        return [_value_of(inner, form.get("items"), root) for inner in element.inner]
+    properties = form.get("properties")
+    known = properties if isinstance(properties, Mapping) else {}
+    return {inner.key: _value_of(inner, known.get(inner.key), root) for inner in element.inner}
+
+
+def _option(schema: Any, kind: str, root: Mapping[str, Any], depth: int = 0) -> Mapping[str, Any]:
+    """The part of a schema that is about a type."""
+    schema = resolved(schema, root)
+    if not isinstance(schema, Mapping) or depth > _DEPTH:
+        return {}
+    ways = [way for name in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(name), list) for way in schema[name]]
+    fitting = (way for way in ways if kind in kinds(way, root))
+    found = next(fitting, None)
+    return schema if found is None else _option(found, kind, root, depth + 1)

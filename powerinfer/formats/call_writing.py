@@ -35,8 +35,9 @@ def _body(form: ToolFormat, call: Mapping[str, Any], at: int) -> str:
 
 
 def _tagged(form: ToolFormat, key: str, value: Any) -> str:
+    text = value if isinstance(value, str) else json_text(value, "an argument")
     end = form.key_end.replace(HOLE, form.word(_kind(value)))
-    return f"{form.key_begin}{key}{end}{value if isinstance(value, str) else json_text(value, 'a')}{form.value_end}"
+    return f"{form.key_begin}{key}{end}{text}{form.value_end.replace(HOLE, key)}"
 
 
 def _kind(value: Any) -> str:

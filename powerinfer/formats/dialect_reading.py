@@ -24,6 +24,8 @@ from powerinfer.formats.tool_parser import ToolDelta
 from powerinfer.formats.tools import Tool
 
 SECONDS = 3.0  # for reading a template
+_MAX_TEXT = 1 << 17  # characters that it may write for a conversation of some words
+_MAX_MARKS = 1024  # characters
 
 _NAMES = ("find_marker", "move_marker")
 _VALUES: tuple[dict[str, Any], ...] = ({"kone": "vone", "ktwo": "vtwo"}, {"kthree": "vthree"})
@@ -124,9 +126,10 @@ class _Probe:
         if time.monotonic() > self._end:
             return None
         try:
-            return self._template.render(messages, add_generation_prompt=ask, **options)[0]
+            text = self._template.render(messages, add_generation_prompt=ask, **options)[0]
         except (RequestError, ModelError):
             return None
+        return text if len(text) <= _MAX_TEXT else None
 
     def history(
         self,
@@ -183,7 +186,9 @@ class _Reading:
         shapes = (self._object, self._named, self._keywords, self._tagged)
         for shape in shapes:
             form = shape(turn)
-            if form is not None and form.begins and _TAG.search(form.begins[0]):
+            if form is None or not form.begins or len("".join(form.marks)) > _MAX_MARKS:
+                continue
+            if _TAG.search(form.begins[0]):
                 form = replace(form, single=len(self._names) == 1, **self._spelling.fields)
                 if self._plain.rpartition(_SAID)[2].strip().startswith(form.begins[0]):  # it ends other messages, too
                     form = replace(form, begun_by=(form.section or form.call_begin).strip())

@@ -38,18 +38,19 @@ class ToolFormat:
     name_key, arguments_key, id_key: of an object; id_first: the id precedes the name; named_by_key: it is {NAME:
     arguments}. name_begin: precedes the name, and may be missing. type_words: the words by which a tagged value's type
     is told in `key_end`; first the one of text. value_marks: around a text that has marks or line breaks in it.
-    literals: values that are no text are Python's literals. quote: a mark around strings. also: other texts that begin
-    calls. begun_by: the mark by which calls are known, if not the first line of theirs. bare: an answer that begins
-    with the object of a call needs no text before it. dropped: texts that are no part of the answer. prompt_end: the
-    end of the prompt that belongs to the answer.
+    nested: the mark before the tags of objects' keys and lists' items, in values; `HOLE` in `value_end` is the key
+    then. literals: values that are no text are Python's literals. quote: a mark around strings.
+
+    also: other texts that begin calls. begun_by: the mark by which calls are known, if not the first line of theirs.
+    bare: an answer that begins with the object of a call needs no text before it. dropped: texts that are no part of
+    the answer. prompt_end: the end of the prompt that belongs to the answer.
 
     told: how the model learns of the functions: from the template's variable `told_as` ("template"), as JSON text in it
     ("text"), from a field of the system message ("system"), or in words of our own ("words"). whole_documents: with
-    every field that a function may have. clock: the variable for the time. history: how earlier
-    calls are given to the template: in its own way ("template"), or as text ("words", with results as the user's;
-    "text", with messages of results). text_arguments: they are JSON text; no_content: a message with calls has none
-    unless it says something; single: a message has one call; short_ids: ids have nine letters and digits. no_system:
-    the template takes no system message.
+    every field that a function may have. clock: the variable for the time. history: how earlier calls are given to the
+    template: in its own way ("template"), or as text ("words", with results as the user's; "text", with messages of
+    results). text_arguments: arguments are JSON text; no_content: a message with calls has no content; single: it has
+    one call; short_ids: ids have nine letters and digits. no_system: the template takes no system message.
 
     Of a request: parallel: an answer may have several calls; required: it is nothing but calls; tools: the functions.
     """
@@ -73,6 +74,7 @@ class ToolFormat:
     key_end: str = ""
     value_end: str = ""
     value_marks: tuple[str, str] = ("", "")
+    nested: str = ""
     literals: bool = False
     type_words: tuple[tuple[str, str], ...] = ()
     quote: str = ""

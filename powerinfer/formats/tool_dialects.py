@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from powerinfer.formats import harmony
+from powerinfer.formats.marks import HOLE
 from powerinfer.formats.tool_calls import HARMONY, HERMES, LLAMA, PHI4_MINI, ToolFormat
 
 
@@ -29,6 +30,12 @@ FIREFUNCTION = ToolFormat(
     "firefunction", section="functools[", listed=True, told="text", told_as="functions", clock="datetime",
     history="text",
 )  # fmt: skip
+_NS = "]<]minimax[>["
+MINIMAX_M3 = ToolFormat(
+    "minimax-m3", section=f"{_NS}<tool_call>\n", call_begin=f'{_NS}<invoke name="', call_end=f"{_NS}</invoke>",
+    between="\n", end=f"\n{_NS}</tool_call>", body="tagged", name_end='">', key_begin=f"{_NS}<", key_end=">",
+    value_end=f"{_NS}</{HOLE}>", nested=_NS,
+)  # fmt: skip
 GRANITE_3 = ToolFormat("granite3", section="<|tool_call|>", listed=True, history="text")
 LFM2 = ToolFormat(
     "lfm2", section="<|tool_call_start|>", end="<|tool_call_end|>", listed=True, body="keywords", name_end="(",
@@ -39,6 +46,7 @@ _KNOWN = (
     _Row(HARMONY, harmony.CHANNELS),
     _Row(GEMMA_4, ("<|tool_call>call:", "<tool_call|>")),
     _Row(FUNCTIONARY_3_2, (">>>all", "recipient")),
+    _Row(MINIMAX_M3, (_NS, "<invoke name=", "tool_calls")),
     _Row(FIREFUNCTION, ("functools[", "functions")),
     _Row(PHI4_MINI, ("<|tool|>", "message['tools']")),
     _Row(replace(LLAMA, also=("<|python_tag|>",)), ("<|python_tag|>", "Respond in the format"), ("<function=",)),
