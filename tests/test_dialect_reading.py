@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from test_grammar import random_tokens
 from test_tool_calls import ASKED, TOOLS, Marked, check_calls, read
+from toy_model import BOS, EOS, VOCAB
 
 from powerinfer.formats import tool_dialects
 from powerinfer.formats.chat import ChatTemplate
@@ -222,6 +223,39 @@ def test_required_calls_are_valid(name: str) -> None:
         assert endings
 
 
+class Special(Marked):
+    """Bytes, with marks of some dialects as special tokens."""
+
+    special = ("<|calls_begin|>", "<|call_begin|>", "<|call_argument|>", "<|call_end|>", "<|calls_end|>", "<tool_call>",
+               "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "|X|")  # fmt: skip
+    vocab_size = VOCAB + len(special)
+    special_ids = frozenset((BOS, EOS, *range(VOCAB, vocab_size)))
+    ids = {text: VOCAB + at for at, text in enumerate(special)}  # noqa: RUF012
+
+
+@pytest.mark.parametrize("name", ["a namespace and a number", "keys and values", "types told"])
+def test_marks_that_are_special_tokens(name: str) -> None:
+    tokenizer, rng, form = Special(), np.random.default_rng(6), FORMS[name]
+    grammars = Grammars(tokenizer)  # type: ignore[arg-type]
+    grammar, lazy = form.grammar(TOOLS, ToolChoice("required"), tokenizer.ids), form.lazy_grammar(TOOLS, tokenizer.ids)
+    assert grammar is not None
+    marks, endings = [mark for mark in tokenizer.special if any(mark in text for text in form.marks)], 0
+    for _ in range(8):
+        tokens, ended = random_tokens(grammars.compile(grammar).mask(), tokenizer, rng, 300)
+        if not ended:
+            continue
+        endings += 1
+        assert not any(tokenizer.holds(tokens, mark.encode()) for mark in marks)
+        text, calls = read(form, [tokenizer.text(tokens)])
+        assert not text
+        check_calls(calls)
+        mask = grammars.mask(lazy)
+        for token in (*b"So: ", *tokens[:-1]):
+            assert mask.allows(token), tokenizer.text(tokens)
+            mask.accept(token)
+    assert endings
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_a_mark_that_is_only_named_is_free_and_a_call_is_not(name: str) -> None:
     form, tokenizer = FORMS[name], Marked()
@@ -239,6 +273,23 @@ def test_a_mark_that_is_only_named_is_free_and_a_call_is_not(name: str) -> None:
         constrained += not mask.allows(ord("#")) or not mask.allows(0)
         mask.accept(token)
     assert constrained > len("get_weather")
+
+
+def test_arguments_as_text_may_come_in_any_order_and_none_that_must_be_there_lacks() -> None:
+    form, properties = FORMS["parameters in lines"], {name: {"type": "string"} for name in "abcd"}
+    for needed, allowed, refused in (
+        ("ab", ("ab", "ba", "cab", "bda", "acbd"), ("", "a", "b", "cd", "aab")),
+        ("", ("", "dc", "abcd"), ("e",)),
+        ("abcd", ("abcd", "dcba"), ("abc",)),
+    ):
+        schema = {"type": "object", "properties": properties, "required": list(needed)}
+        tools = read_tools([{"type": "function", "function": {"name": "f", "parameters": schema}}])
+        grammar = form.grammar(tools, ToolChoice("required"))
+        for keys in (*allowed, *refused):
+            text = "".join(f"<parameter={key}>\nx\n</parameter>\n" for key in keys)
+            mask = Grammars(Marked()).mask(grammar)  # type: ignore[arg-type]
+            fits = mask.accept_bytes(f"<tool_call>\n<function=f>\n{text}</function>\n</tool_call>".encode())
+            assert fits == (keys in allowed), (needed, keys)
 
 
 def test_arguments_that_are_text_are_streamed() -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from powerinfer.formats.tool_calls import ToolFormat
 
 MAX_CALLS = 16  # of one answer, where a grammar says what is called
+_ANY_ORDER = 4  # arguments that must be there and may come in any order
 _DEPTH = 4  # of literals that are held to their schema
 _MAX_LENGTH = 4096  # of a text that is counted
 _SPACE = r"/[ \t\r\n]{0,8}/"
@@ -147,15 +148,16 @@ class CallRules:
             any_key = f"{self.mark(self._form.key_begin)} {_NAME} {self._key_end('string')} any_value"
             any_key += f" {_NAME} {self.mark(behind)}" if hole else ""
             return [f"call_{at}: {self._name(tool)}" + (f" ({any_key} {_SPACE})*" if _is_open(tool) else "")]
-        parts, rules = [], []
-        for number, (name, schema, required) in enumerate(properties):
+        rules = []
+        for number, (name, schema, _) in enumerate(properties):
             value = f"value_{at}_{number}"
             begin = f"{self.mark(self._form.key_begin)} {literal(name)}"
             ways, made = self._values(value, schema, tool.parameters, self._form.value_end.replace(HOLE, name))
             rules += made
             spelled = [f"{self._key_end(kind)} {way}" for kind, way in ways]
-            parts.append(f"({begin} {self._either(spelled)}){'' if required else '?'} {_SPACE}")
-        return [f"call_{at}: {self._name(tool)} " + " ".join(parts), *rules]
+            rules.append(f"argument_{at}_{number}: {begin} {self._either(spelled)} {_SPACE}")
+        names = [(f"argument_{at}_{number}", required) for number, (_, _, required) in enumerate(properties)]
+        return [f"call_{at}: {self._name(tool)} rest_{at}_0", *_in_any_order(f"rest_{at}_", names), *rules]
 
     def _values(
         self, rule: str, schema: Any, root: Mapping[str, Any], end: str
@@ -262,6 +264,24 @@ def _in_order(words: Sequence[tuple[str, bool]], comma: str) -> str:
             rest = f" {comma} {made}"
         made = f"({word}{rest})" if required or not made else f"({word}{rest} | {made})"
     return made if any(must for _, must in words) else f"({made})?"
+
+
+def _in_any_order(rule: str, names: Sequence[tuple[str, bool]]) -> list[str]:
+    """Rules for arguments of which some must be there, once each. rule: the beginning of their names; the first has 0.
+
+    A rule says which of those that must be there have been, a bit each; if they are many they come in their order.
+    """
+    needed = [name for name, required in names if required]
+    optional = [name for name, required in names if not required]
+    if len(needed) > _ANY_ORDER:
+        return [f"{rule}0: " + " ".join(name if required else f"{name}?" for name, required in names)]
+    free = f"({' | '.join(optional)}){{0,{len(optional)}}}" if optional else ""
+    made = []
+    for been in range(1 << len(needed)):
+        ways = [f"{name} {rule}{been | 1 << at}" for at, name in enumerate(needed) if not been >> at & 1]
+        after = f"({' | '.join(ways)})" if ways else ""
+        made.append(f"{rule}{been}: {free} {after}" if free or after else f'{rule}{been}: ""')
+    return made
 
 
 def _literal_rule(schema: Any, root: Mapping[str, Any], depth: int = 0) -> str:

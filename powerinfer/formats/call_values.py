@@ -266,6 +266,12 @@ class Value:
             self._after()
 
 
+def closed(text: str) -> str:
+    """A text that was to be JSON, as JSON."""
+    reader = Value()
+    return reader.push(text) + ("" if reader.ended else reader.finish())
+
+
 # ------------------------------------------------------------------------------------------------------ plain text
 
 

@@ -239,7 +239,7 @@ class ToolFormat:
     def _goes_on(self, text: str, at: int, special: frozenset[str], names: Sequence[str]) -> bool:
         """Whether a call follows a mark that ends at a position."""
         mark = next(mark for mark in self.begins if text.endswith(mark, 0, at))
-        if mark in special:
+        if any(token in mark for token in special):
             return True
         behind = text[at:].lstrip()
         for rest in self._rests(mark):

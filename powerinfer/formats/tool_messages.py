@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from powerinfer.errors import RequestError
+from powerinfer.formats.call_values import closed
 from powerinfer.formats.grammar import json_text
 
 
@@ -36,18 +37,23 @@ def _earlier_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RequestError(f"{where} must have a function with a name")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            raise RequestError(f"{where}.function.arguments is not valid JSON") from None
-    if not isinstance(arguments, Mapping):
-        raise RequestError(f"{where}.function.arguments must be an object")
+    arguments = _arguments(function.get("arguments"))
     plain: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}}
     if isinstance(call.get("id"), str):
         plain["id"] = call["id"]
     return plain
+
+
+def _arguments(given: Any) -> Mapping[str, Any]:
+    """The arguments of an earlier call as an object, which templates take, however the model wrote them: what was cut
+    off is closed, and what is no object is the value of `arguments`."""
+    if isinstance(given, str):
+        text = given.strip() or "{}"
+        try:
+            given = json.loads(text)
+        except (ValueError, RecursionError):
+            given = json.loads(closed(text)) if text.startswith("{") else given
+    return given if isinstance(given, Mapping) else {} if given is None else {"arguments": given}
 
 
 def _name_results(messages: list[dict[str, Any]]) -> None:
