@@ -120,13 +120,13 @@ def test_a_tokenizer_as_gguf(split: str, tmp_path: Path, monkeypatch: pytest.Mon
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     learnt.train_from_iterator([PROBE] * 3, trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet))
     model = json.loads(learnt.to_str())["model"]
-    pieces = [*sorted(model["vocab"], key=model["vocab"].get), "<|im_end|>", "<tool>"]
+    pieces = [*sorted(model["vocab"], key=model["vocab"].get), "<reponame>", "[PAD]", "<stop>", "<|im_end|>", "<tool>"]
     size = len(pieces) + 3
     metadata = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": split,
         "tokenizer.ggml.tokens": pieces,
-        "tokenizer.ggml.token_type": [1] * (len(pieces) - 2) + [3, 4],
+        "tokenizer.ggml.token_type": [1] * (len(pieces) - 5) + [3, 3, 3, 3, 4],
         "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
         "tokenizer.ggml.eos_token_id": len(pieces) - 2,
         "tokenizer.ggml.add_bos_token": False,
@@ -135,7 +135,10 @@ def test_a_tokenizer_as_gguf(split: str, tmp_path: Path, monkeypatch: pytest.Mon
     engine.decoder = decoders.ByteLevel()
     folder = tiny(tmp_path, size, monkeypatch)
     (folder / "tokenizer.json").write_text(engine.to_str())
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": "{{ 1 }}"}))
+    templates = [{"name": "default", "template": "{{ 1 }}"}, {"name": "tool_use", "template": "{{ 2 }}"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": templates}))
+    ends = [len(pieces) - 2, len(pieces) - 3]  # the second by its id alone; others by their names
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     made = AsGGUF(open_checkpoint(folder), StoredTypes("q8_0")).metadata
     assert PRE_TOKENIZERS[made["tokenizer.ggml.pre"]].patterns == PRE_TOKENIZERS[split].patterns
     assert made["tokenizer.ggml.tokens"][:-3] == pieces and made["tokenizer.ggml.tokens"][-1] == f"[PAD{size - 1}]"
@@ -152,7 +155,7 @@ def test_a_tokenizer_as_gguf(split: str, tmp_path: Path, monkeypatch: pytest.Mon
     read, known = open_checkpoint(path).tokenizer(), open_checkpoint(folder).tokenizer()
     text = PROBE + "<|im_end|><tool>" + PROBE
     assert read.encode(text) == known.encode(text) and read.chat_template == known.chat_template
-    assert read.eos_ids == known.eos_ids
+    assert read.eos_ids == known.eos_ids == {*range(len(pieces) - 5, len(pieces) - 1)}
 
 
 def tiny(folder: Path, vocab: int, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -19,6 +19,7 @@ from powerinfer.formats.layout import shapes
 from powerinfer.formats.quant import Float32
 from powerinfer.formats.sampling_defaults import GGUF_KEYS
 from powerinfer.formats.tensors import RawTensor
+from powerinfer.formats.tokenizer import ends_of_generation
 from powerinfer.formats.tokenizer_gguf import CONTROL, NORMAL, UNUSED, USER_DEFINED, tokenizer_from_gguf
 from powerinfer.models.rope import rope_frequencies
 from powerinfer.sparsify.other_format import OtherFormat, same_tokens
@@ -126,7 +127,9 @@ class AsGGUF(OtherFormat):
         }
         ids = {"bos": vocabulary.bos_id, "eos": vocabulary.eos_id, "unknown": vocabulary.unk_id}
         keys |= {f"{name}_token_id": at for name, at in ids.items() if at is not None}
-        others = sorted(vocabulary.eos_ids - {vocabulary.eos_id})
+        special = {token.id for token in vocabulary.added if token.special}
+        named = ends_of_generation({token.text: token.id for token in vocabulary.added}, special).values()
+        others = sorted(vocabulary.eos_ids - {vocabulary.eos_id}, key=lambda at: (at in named, at))
         made = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
         made |= {f"tokenizer.ggml.{name}_token_id": at for name, at in zip(("eot", "eom"), others, strict=False)}
         templates = dict(vocabulary.chat_templates)
