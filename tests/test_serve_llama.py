@@ -339,7 +339,7 @@ def test_a_model_that_cannot_fill_in() -> None:
 # --------------------------------------------------------------------------------------------------- state and the rest
 
 
-def test_properties(server: Server, llm: LLM) -> None:
+def test_properties(server: Server, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with client(server) as http:
         document = http.get("/props").json()
         assert http.get("/props?model=toy").json() == document
@@ -349,6 +349,11 @@ def test_properties(server: Server, llm: LLM) -> None:
     assert document["default_generation_settings"]["params"]["temperature"] == 0.8
     assert document["default_generation_settings"]["params"]["n_predict"] == -1
     assert llm.template is not None and document["chat_template"] == llm.template.source
+    assert "chat_template_tool_use" not in document
+    monkeypatch.setattr(llm, "template", ChatTemplate("plain", tool_use="with tools"))
+    with client(server) as http:
+        document = http.get("/props").json()
+    assert (document["chat_template"], document["chat_template_tool_use"]) == ("plain", "with tools")
 
 
 def test_slots_show_what_runs() -> None:

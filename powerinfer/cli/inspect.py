@@ -82,7 +82,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "quantisation": {"main": checkpoint.main_type, "bytes": checkpoint.bytes_by_type},
         "tokenizer": tokenizer and {"vocab_size": tokenizer.vocab_size, "end_ids": sorted(tokenizer.eos_ids)},
         "chat_template": tokenizer is not None and checkpoint.chat_template() is not None,
-        "notes": checkpoint.notes,
+        "notes": [*checkpoint.notes, *(tokenizer.notes if tokenizer is not None else ())],
         "unread_keys": checkpoint.unread,
         "fingerprint": checkpoint.fingerprint,
     }

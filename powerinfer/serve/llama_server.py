@@ -172,7 +172,10 @@ def _add_properties(app: FastAPI, service: Service) -> None:
 
 def _properties(model: ServedModel) -> dict[str, Any]:
     llm = model.llm
-    tokenizer, checkpoint = llm.tokenizer, llm.checkpoint
+    tokenizer, checkpoint, template = llm.tokenizer, llm.checkpoint, llm.template
+    for_tools = {}
+    if template is not None and template.tool_use is not None:
+        for_tools["chat_template_tool_use"] = template.tool_use
 
     def text_of(token: int | None) -> str:
         return "" if token is None else tokenizer.token_text(token)
@@ -186,7 +189,8 @@ def _properties(model: ServedModel) -> dict[str, Any]:
         "endpoint_slots": True,
         "endpoint_props": False,
         "endpoint_metrics": True,
-        "chat_template": "" if llm.template is None else llm.template.source,
+        "chat_template": "" if template is None else template.source,
+        **for_tools,
         "bos_token": text_of(tokenizer.bos_id),
         "eos_token": text_of(tokenizer.eos_id),
         "build_info": f"powerinfer-{__version__}",
