@@ -92,6 +92,11 @@ ANSWERS: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
     (HERMES, f'\n<tool_call>\n{{"name": "a", "arguments": {PARIS}}}\n</tool_call>\n<tool_call>\n{{"name": "b", '
              '"arguments": {}}\n</tool_call>\n', "", [("a", PARIS), ("b", "{}")]),
     (HERMES, '<tool_call>{"name": "a"}</tool_call>', "", [("a", "{}")]),
+    (HERMES, ' <think>\n<tool_call>{"name": "a"}</tool_call> <</think>\n<tool_call>{"name": "b"}</tool_call>',
+     ' <think>\n<tool_call>{"name": "a"}</tool_call> <</think>', [("b", "{}")]),
+    (HERMES, '<think><tool_call>{"name": "a"}</tool_call></t', '<think><tool_call>{"name": "a"}</tool_call></t', []),
+    (HERMES, 'I <think>?<tool_call>{"name": "a"}</tool_call>', "I <think>?", [("a", "{}")]),
+    (HERMES, " <thin", " <thin", []),
     (HERMES, '<tool_call>{"name": "a", "arguments": "{\\"b\\": 1}"}</tool_call>', "", [("a", '{"b": 1}')]),
     (HERMES, '<tool_call>{"name": "a", "arguments": null, "extra": [1, "]"]}</tool_call>', "", [("a", "{}")]),
     (HERMES, '<tool_call>{"name": "a", "arguments": {"b": [1, 2', "", [("a", '{"b": [1, 2]}')]),

@@ -110,6 +110,14 @@ class ToolParser:
     def _in_text(self) -> bool:
         form, text = self._form, self._text
         lead = text[: len(text) - len(text.lstrip())]
+        if lead != text and not self._spoken and not self.calls:
+            at = follow(_THOUGHT, text[len(lead) :])
+            if at >= 0:
+                self._say(text[: len(lead) + at])
+                self._text, self._step = text[len(lead) + at :], self._in_thought
+                return True
+            if at == MORE and not self._last:
+                return False
         if form.bare and not self._spoken and not self.calls and text[len(lead) :].startswith("{"):
             return self._open(0, len(lead))
         found = [at for mark in form.begins if (at := text.find(mark)) >= 0]
@@ -134,6 +142,15 @@ class ToolParser:
         self._say(say)
         self._text = "" if self._last else text[len(say) :]
         return False
+
+    def _in_thought(self) -> bool:
+        """In a thought of a model whose template says nothing of thoughts: it is text, and what it names is no call."""
+        before, end, rest = self._text.partition(_THOUGHT_END)
+        held = 0 if end or self._last else overlap(before, _THOUGHT_END)
+        self._say(before[: len(before) - held] + end)
+        self._text = rest if end else before[len(before) - held :]
+        self._step = self._in_text if end else self._in_thought
+        return bool(end)
 
     def _open(self, begin: int, end: int) -> bool:
         """The text before `begin` is certain; between `begin` and `end` is white space before calls."""
@@ -266,4 +283,5 @@ class ToolParser:
             self._deltas.append(text)
 
 
+_THOUGHT, _THOUGHT_END = "<think>", "</think>"
 _MAX_SPACE = 1024  # characters of white space that may belong to a call behind them
