@@ -113,7 +113,7 @@ def test_several_prompts_and_answers(server: Server, llm: LLM) -> None:
 
 
 def test_ids_and_texts_make_one_prompt(server: Server, llm: LLM) -> None:
-    given = [72, "ello", 33]
+    given = [72, "ello", 33.0]
     tokens = [72, *b"ello", 33]
     assert answer(server, prompt=given, n_predict=4, return_tokens=True)["tokens"] == expected(llm, tokens, 4)
 
@@ -177,7 +177,9 @@ def test_settings_are_those_of_the_answer(server: Server) -> None:
 
 def test_biases_as_pairs_and_of_texts(server: Server, llm: LLM) -> None:
     text = answer(server, n_predict=8, ignore_eos=True)["content"]
-    for bias in ([[ord(text[0]), False]], [[text[0], -1000]], {text[0]: False}, {str(ord(text[0])): -1000}):
+    first = ord(text[0])
+    pairs: list[Any] = [[[first, False]], [[float(first), -1000]], [[text[0], -1000]]]
+    for bias in (*pairs, {text[0]: False}, {str(first): -1000}):
         document = answer(server, n_predict=8, ignore_eos=True, logit_bias=bias)
         assert text[0] not in document["content"]
     body = {"messages": CHAT, "max_tokens": 4, "temperature": 0, "logit_bias": [["Q", 1000]]}
@@ -193,6 +195,8 @@ def test_biases_as_pairs_and_of_texts(server: Server, llm: LLM) -> None:
         ({"prompt": [1, {}]}, "prompt must be a text"),
         ({"prompt": [True]}, "prompt must be a text"),
         ({"prompt": [999]}, "token 999"),
+        ({"prompt": [1.5]}, "prompt must be a text"),
+        ({"logit_bias": [[1.5, 1]]}, "a pair is a token id or a text"),
         ({"prompt": [-1]}, "token -1"),
         ({"prompt": {"text": "x"}}, "unknown field prompt.text"),
         ({"prompt": {"prompt_string": 3}}, "prompt.prompt_string must be a text"),

@@ -25,6 +25,7 @@ from powerinfer.serve.schema import (
     UNLIMITED,
     Int,
     Sampling,
+    Whole,
 )
 from powerinfer.serve.shapes import LOWEST_LOGPROB, AnswerShape, Delta, Logprobs, Usage, sent_event
 
@@ -50,12 +51,12 @@ class CompletionBody(Sampling):
     """
 
     prompt: str | dict[str, Any] | Annotated[Mixed, Field(max_length=MAX_PROMPT_TOKENS)] | None = None
-    n_cmpl: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    n_probs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    n_cmpl: Annotated[int, Field(ge=1, le=MAX_CHOICES), Whole] | None = None
+    n_probs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    repeat_last_n: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1, le=MAX_INT), Whole] | None = None
     n_indent: Int | None = None
-    t_max_predict_ms: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    t_max_predict_ms: Annotated[int, Field(ge=-1, le=MAX_INT), Whole] | None = None
     return_tokens: bool | None = None
     response_fields: (
         Annotated[list[Annotated[str, Field(max_length=256)]], Field(fail_fast=True, max_length=MAX_FIELDS)] | None
@@ -116,7 +117,7 @@ def read_prompts(llm: LLM, given: Any, field: str, choices: int = 1) -> list[lis
 
 
 def _is_token(part: Any) -> bool:
-    return isinstance(part, int) and not isinstance(part, bool)
+    return type(part) is int or (type(part) is float and part.is_integer())
 
 
 def _tokens(llm: LLM, prompt: Any, field: str) -> list[int]:
@@ -137,7 +138,7 @@ def _tokens(llm: LLM, prompt: Any, field: str) -> list[int]:
         elif not 0 <= part <= MAX_INT:
             raise ApiError(400, f"{field}: token {part} is not one of the model's", param=field)
         else:
-            tokens.append(part)
+            tokens.append(int(part))
     check_ids(llm, tokens, field)
     return tokens
 

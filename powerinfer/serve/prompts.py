@@ -180,7 +180,7 @@ def read_biases(llm: LLM, body: Sampling) -> dict[str, Bias] | None:
             if room < 0:
                 raise ApiError(400, f"logit_bias: texts of more than {MAX_BIAS_CHARS} characters", param="logit_bias")
             tokens = llm.tokenizer.encode(token, special=False, add_bos=False)
-        elif isinstance(token, bool | float) or bias is True or isinstance(bias, str):
+        elif int(token) != token or isinstance(token, bool) or bias is True or isinstance(bias, str):
             raise ApiError(400, "logit_bias: a pair is a token id or a text, and a number or false", param="logit_bias")
         else:
             tokens = [int(token)]
