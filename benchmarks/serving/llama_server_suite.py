@@ -3,7 +3,7 @@
     python -m benchmarks.serving.llama_server_suite LLAMA_CPP MODEL.gguf [-k EXPRESSION]
 
 LLAMA_CPP: a checkout of llama.cpp with tools/server/tests and models/templates; MODEL: a GGUF file whose tokenizer the
-tests' model gets, a small one of random weights, which hardly ever ends an answer; as theirs does not. Needs `pip
+tests' model gets, a small one of random weights, which hardly ever ends an answer, as theirs. Needs `pip
 install openai requests`. The tests are copied to a temporary folder, where their `ServerProcess` starts `powerinfer
 serve`. What its options ask for becomes fields of the requests, or the model's chat template; a test is skipped that
 needs one of what is not offered (`NEEDS`). What a test knows of its own model (the words that it answers, counts of its
@@ -48,7 +48,7 @@ REPLACED = (
      r"assert match_words(re_content, \1)"),
     (r'assert match_regex\("\((going|Suddenly|little|climb|wise|Ann|Dad)', r'assert match_words("(\1'),
 )  # fmt: skip
-"""Of the copied tests: expression and replacement, line by line."""
+"""Expressions and their replacements in the copied tests, line by line."""
 
 WORDS = ("response_format", "json_schema", "grammar")  # tests whose words do not depend on the model
 
@@ -149,21 +149,21 @@ class Servers:
 
     def port(self, key: Any, command: list[str], env: dict[str, str]) -> int:
         """Where a server with these options listens."""
-        found = self.running.pop(key, None)
-        if found is None or found[0].poll() is not None:
+        server = self.running.pop(key, None)
+        if server is None or server[0].poll() is not None:
             while len(self.running) >= TOGETHER:
                 self._end(next(iter(self.running)))
             log = self.folder / f"{len(list(self.folder.iterdir()))}.log"
             with log.open("wb") as out:
                 process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
-            found = process, self._listening(process, log)
-        self.running[key] = found
-        return found[1]
+            server = process, self._listening(process, log)
+        self.running[key] = server
+        return server[1]
 
     def _listening(self, process: subprocess.Popen[bytes], log: Path) -> int:
         while process.poll() is None:
-            if (found := re.search(r'"listening".*?:(\d+)"', log.read_text())) is not None:
-                return int(found[1])
+            if (match := re.search(r'"listening".*?:(\d+)"', log.read_text())) is not None:
+                return int(match[1])
             time.sleep(0.05)
         raise RuntimeError(log.read_text()[-2000:])
 
@@ -231,7 +231,7 @@ def _patch(utils: Any) -> None:
         context = (self.n_ctx or 4096) // (1 if self.kv_unified else slots)
         name = (self.model_alias or "model").partition(",")[0]
         others = [] if SERVERS.test in ("test_server_models",) else NAMES
-        aliases = [option for one in (name, *others) for option in ("--alias", one)]
+        aliases = [option for alias in (name, *others) for option in ("--alias", alias)]
         command = [sys.executable, "-m", "powerinfer", "serve", "-m", str(model), "--port", "0", *aliases,
                    "--context", str(context), "--max-batch", str(slots), "-t", "1"]  # fmt: skip
         env = {**os.environ, **({"POWERINFER_API_KEY": self.api_key} if self.api_key else {})}
@@ -259,10 +259,10 @@ def _patch(utils: Any) -> None:
         sent = given(self, path, data)
         if path == "/apply-template" and self.reasoning in ("on", "off"):
             sent = {"chat_template_kwargs": {"enable_thinking": self.reasoning == "on"}, **data}
-        found = request(self, method, path, sent, headers, timeout)
-        if self.debug and path == "/chat/completions" and found.status_code == 200:  # what verbose shows
-            found.body["__verbose"] = request(self, "POST", "/apply-template", sent, headers, timeout).body
-        return found
+        answer = request(self, method, path, sent, headers, timeout)
+        if self.debug and path == "/chat/completions" and answer.status_code == 200:  # what verbose shows
+            answer.body["__verbose"] = request(self, "POST", "/apply-template", sent, headers, timeout).body
+        return answer
 
     def make_stream_request(self: Any, method: str, path: str, data: Any = None, headers: Any = None) -> Iterator[Any]:
         yield from stream(self, method, path, given(self, path, data), headers)

@@ -158,8 +158,8 @@ class Runner:
 
     def running(self) -> list[RunningRequest]:
         """What the running requests have done so far, in the order of their places. Does not wait for a step."""
-        found = [request.progress() for request in self._scheduler.running[:]]
-        return sorted(found, key=lambda one: one.row)
+        requests = [request.progress() for request in self._scheduler.running[:]]
+        return sorted(requests, key=lambda request: request.row)
 
     def call(self, work: Callable[[], T]) -> T:
         """What `work()` returns or raises, called between two steps and outside idle work."""

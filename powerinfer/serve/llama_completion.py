@@ -113,7 +113,7 @@ def read_prompts(llm: LLM, given: Any, field: str, choices: int = 1) -> list[lis
     prompts = [given] if single else given
     if not prompts or len(prompts) * choices > MAX_PROMPTS:
         raise ApiError(400, f"{field} has {len(prompts)} texts: it may have 1 to {MAX_PROMPTS // choices}", param=field)
-    return [_tokens(llm, one, field) for one in prompts]
+    return [_tokens(llm, prompt, field) for prompt in prompts]
 
 
 def _is_token(part: Any) -> bool:
@@ -203,7 +203,7 @@ class InfillBody(CompletionBody):
         extra = extra[max(0, len(extra) - (room - len(suffix) - len(prefix))) :]
         begin = [llm.tokenizer.bos_id] if _begins(llm, True) and llm.tokenizer.bos_id is not None else []
         tokens = [*extra, *begin, marks.prefix, *prefix, marks.suffix, *suffix, marks.middle]
-        return [tokens], [one for one in (marks.pad, marks.repository, marks.file) if one is not None]
+        return [tokens], [mark for mark in (marks.pad, marks.repository, marks.file) if mark is not None]
 
     def _extra(self, llm: LLM, marks: InfillMarks, most: int) -> list[int]:
         """Other files, before the file, as models are trained to see a repository. most: characters of each."""
@@ -244,16 +244,16 @@ class InfillMarks(NamedTuple):
     def of(cls, tokenizer: Tokenizer) -> InfillMarks:
         """A model's, as its file states them, or by their names. ApiError if a necessary one is missing."""
         ids = {token.text: token.id for token in tokenizer.vocabulary.added}
-        found: dict[str, int | None] = dict.fromkeys(INFILL_MARKS)
-        found |= {part: ids[name] for part, names in INFILL_MARKS.items() for name in reversed(names) if name in ids}
-        found |= tokenizer.vocabulary.infill
-        missing = [part for part in ("prefix", "suffix", "middle") if found[part] is None]
+        marks: dict[str, int | None] = dict.fromkeys(INFILL_MARKS)
+        marks |= {part: ids[name] for part, names in INFILL_MARKS.items() for name in reversed(names) if name in ids}
+        marks |= tokenizer.vocabulary.infill
+        missing = [part for part in ("prefix", "suffix", "middle") if marks[part] is None]
         if missing:
             raise ApiError(
                 400, f"this model cannot fill in: it has no token for the {' and the '.join(missing)}",
                 param="model", code="no_infill",
             )  # fmt: skip
-        return cls(**found)  # type: ignore[arg-type]  # the first three are there
+        return cls(**marks)  # type: ignore[arg-type]  # the first three are there
 
 
 INFILL_MARKS: Mapping[str, Sequence[str]] = {
@@ -434,29 +434,29 @@ class CompletionShape(AnswerShape):
         return settings(params) | given | ({} if body.samplers is None else {"samplers": body.sampler_names})
 
 
-def _probability(one: TokenLogprob) -> dict[str, Any]:
-    return {**_token(one), "top_logprobs": [_token(top) for top in one.top]}
+def _probability(token: TokenLogprob) -> dict[str, Any]:
+    return {**_token(token), "top_logprobs": [_token(top) for top in token.top]}
 
 
-def _token(one: TokenLogprob) -> dict[str, Any]:
-    text = one.bytes.decode("utf-8", "ignore")
-    return {"id": one.token_id, "token": text, "bytes": list(one.bytes), "logprob": max(one.logprob, LOWEST_LOGPROB)}
+def _token(token: TokenLogprob) -> dict[str, Any]:
+    text, logprob = token.bytes.decode("utf-8", "ignore"), max(token.logprob, LOWEST_LOGPROB)
+    return {"id": token.token_id, "token": text, "bytes": list(token.bytes), "logprob": logprob}
 
 
 def _fields(document: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
     """response_fields: "a/b" is the field b of a, under that name."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for path in paths:
         value: Any = document
         for name in path.split("/"):
-            value = value.get(name, found) if isinstance(value, Mapping) else found
-        if value is not found:
-            found[path] = value
-    return found
+            value = value.get(name, fields) if isinstance(value, Mapping) else fields
+        if value is not fields:  # which stands for a field that there is not
+            fields[path] = value
+    return fields
 
 
 async def _ending_at_lines(events: Answers, body: CompletionBody, prompt: list[int]) -> Answers:
-    """One answer's events, up to a line that is indented less than n_indent, or that begins after t_max_predict_ms."""
+    """Events of one answer, up to a line that is indented less than n_indent, or that begins after t_max_predict_ms."""
     seconds = (body.t_max_predict_ms or 0) / 1e3
     lines = _Lines(body.n_indent or 0)
     texts: list[str] = []

@@ -92,8 +92,8 @@ def _add_completions(app: FastAPI, service: Service) -> None:
         check_texts(llm, texts)
         request.state.facts["prompt_tokens"] = sum(map(len, texts))
         vectors = await embedded(model, texts, request.state.salt)
-        found = [{"index": index, "embedding": [vector.tolist()]} for index, vector in enumerate(vectors)]
-        return await run_in_threadpool(json_response, found)
+        rows = [{"index": index, "embedding": [vector.tolist()]} for index, vector in enumerate(vectors)]
+        return await run_in_threadpool(json_response, rows)
 
 
 async def _completed(model: ServedModel, request: Request, body: CompletionBody) -> Response:
@@ -160,7 +160,7 @@ def _add_properties(app: FastAPI, service: Service) -> None:
     @app.get("/slots")
     async def slots(request: Request, model: str | None = None, fail_on_no_slot: str | None = None) -> Response:
         llm = service.peek(model, request.state.leases).llm
-        busy = {one.row: one for one in llm.running()}
+        busy = {running.row: running for running in llm.running()}
         if fail_on_no_slot and len(busy) >= llm.engine.max_batch:
             raise ApiError(503, "no slot available: every one computes a request", code="no_slot")
         return json_response([_slot(llm, number, busy.get(number)) for number in range(llm.engine.max_batch)])

@@ -184,8 +184,8 @@ def read_biases(llm: LLM, body: Sampling) -> dict[str, Bias] | None:
             raise ApiError(400, "logit_bias: a pair is a token id or a text, and a number or false", param="logit_bias")
         else:
             tokens = [int(token)]
-        for one in map(str, tokens):
-            biases[one] = biases.get(one, 0.0) + (-math.inf if bias is False else bias)
+        for name in map(str, tokens):
+            biases[name] = biases.get(name, 0.0) + (-math.inf if bias is False else bias)
     return biases
 
 

@@ -117,13 +117,13 @@ SAMPLERS: Mapping[str, Mapping[str, Any]] = {
 """llama-server's names of the samplers, in the order in which they are applied here; what turns each off."""
 
 SAMPLERS_OFF = ("dry", "typ_p", "typical_p", "top_n_sigma", "xtc", "adaptive_p")
-"""Those that this server does not have: their parameters are refused, unless they turn them off."""
+"""Samplers that this server does not have: their parameters are refused, unless they turn them off."""
 
 SAMPLER_LETTERS: Mapping[str, str] = {
     "e": "penalties", "t": "temperature", "k": "top_k", "p": "top_p", "m": "min_p", "d": "dry", "y": "typ_p",
     "s": "top_n_sigma", "x": "xtc", "a": "adaptive_p", "i": "infill",
 }  # fmt: skip
-"""In a text of them, such as "edkypmxt"."""
+"""Letters of samplers, in a text such as "edkypmxt"."""
 
 ALIASES: Mapping[str, str] = {
     "repeat_penalty": "repetition_penalty",
