@@ -280,6 +280,8 @@ def test_tokens_and_templates(server: Server) -> None:
     assert post(server, "/tokenize", {"prompt": "hé"})[1] == {"tokens": ids("hé"), "count": 3, "max_model_len": 512}
     pieces = post(server, "/tokenize", {"content": "ab", "with_pieces": True})[1]["tokens"]
     assert pieces == [{"id": 97, "piece": "a"}, {"id": 98, "piece": "b"}]
+    pieces = post(server, "/tokenize", {"content": "é", "with_pieces": True})[1]["tokens"]
+    assert pieces == [{"id": 0xC3, "piece": [0xC3]}, {"id": 0xA9, "piece": [0xA9]}]
     assert post(server, "/detokenize", {"tokens": ids("hé")})[1]["content"] == "hé"
     assert post(server, "/apply-template", {"messages": CHAT})[1] == {"prompt": CHAT_PROMPT}
     options = {"messages": CHAT, "chat_template_kwargs": {"mood": "calm "}}

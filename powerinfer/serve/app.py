@@ -226,7 +226,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             tokens = llm.tokenizer.encode(text, special=special, add_bos=None if body.adds else False)
             shown: Any = tokens
             if body.with_pieces:
-                shown = [{"id": token, "piece": llm.tokenizer.token_text(token)} for token in tokens]
+                shown = [{"id": token, "piece": _piece(llm.tokenizer.token_bytes(token))} for token in tokens]
             return json_response({"tokens": shown, "count": len(tokens), "max_model_len": llm.context})
 
         return await in_worker(request.state.size, tokenized)
@@ -262,6 +262,14 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             return json_response({"prompt": await in_worker(request.state.size, render, model.llm, body, tools)})
         except Exception as error:
             raise model.refusal(error) or error from None
+
+
+def _piece(data: bytes) -> str | list[int]:
+    """A token's text, or its bytes if these are no text on their own, as in llama-server."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
