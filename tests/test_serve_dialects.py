@@ -210,7 +210,6 @@ def test_formats_of_a_response(api: openai.OpenAI, script: Any) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
          "input[0].content[0].type", "not supported"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id", "missing"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, None, "not valid JSON"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}] * 129}, None, "128"),
         ({"max_output_tokens": 0}, None, "max_output_tokens: it must be"),
         ({"max_output_tokens": 5000}, "max_output_tokens", "maximum context length is"),
