@@ -91,6 +91,8 @@ class Grammars:
         spelling = self._spelling
         if isinstance(grammar.grammar, Grammar):
             spelling.prepare(grammar.begin.encode(), grammar.end.encode())
+        if grammar.budget is not None:
+            spelling.tokens(grammar.end.encode())  # looked up now, not while others wait
         return ThoughtMask(grammar, spelling, None if grammar.grammar is None else self._maker(grammar.grammar))
 
     def _maker(self, grammar: Grammar | LazyGrammar) -> Callable[[], AnswerMask]:

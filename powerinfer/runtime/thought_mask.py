@@ -45,6 +45,7 @@ class Spelling:
         self.ends = frozenset(tokenizer.eos_ids)
         self.beginning = lru_cache(64)(self._beginning)
         self.with_byte = lru_cache(4)(self._with_byte)
+        self.tokens = lru_cache(64)(self._tokens)
 
     def prepare(self, begin: bytes, end: bytes) -> None:
         """Look up what masks of these marks need, once: it takes milliseconds."""
@@ -80,7 +81,7 @@ class Spelling:
         """The tokens of white space."""
         return self.mask(bytes.isspace)
 
-    def tokens(self, data: bytes) -> list[int]:
+    def _tokens(self, data: bytes) -> list[int]:
         """Tokens that spell `data`, as the tokenizer does where it does so to the byte; none if there are none."""
         tokens = self._tokenizer.encode(data.decode("utf-8", "replace"), add_bos=False)
         if b"".join(map(self.token_bytes, tokens)) == data:
