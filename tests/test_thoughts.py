@@ -703,7 +703,7 @@ def test_defaults_of_the_server() -> None:
     {"reasoning_content": "Hm."}, {"reasoning": "Hm."}, {"thinking": "Hm."},
     {"reasoning_details": [{"type": "reasoning.text", "text": "Hm."}]},
     {"reasoning_content": "Hm.", "reasoning": "Hm.", "reasoning_details": None},
-    {"reasoning_details": [{"summary": "Hm."}]},
+    {"reasoning_details": [{"summary": "Hm."}]}, {"thinking_blocks": [{"type": "thinking", "thinking": "Hm."}]},
 ])  # fmt: skip
 def test_an_earlier_thought_is_sent_back(server: Server, given: dict[str, Any]) -> None:
     messages = [USER, {"role": "assistant", "content": "Yes.", **given}, USER]

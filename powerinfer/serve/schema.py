@@ -365,14 +365,15 @@ class Message(BaseModel):
     reasoning: str | None = None
     thinking: str | None = None
     reasoning_details: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
+    thinking_blocks: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_CALLS)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
-
 
     @property
     def thought(self) -> str | None:
         """The thought before an answer, by one of the names that clients send it back under."""
-        details = [one.get("text") or one.get("summary") for one in self.reasoning_details or ()]
+        parts = [*(self.reasoning_details or ()), *(self.thinking_blocks or ())]
+        details = [one.get("text") or one.get("summary") or one.get("thinking") for one in parts]
         texts = "\n".join(text for text in details if isinstance(text, str))
         return self.reasoning_content or self.reasoning or self.thinking or texts or None
 
