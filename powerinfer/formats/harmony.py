@@ -60,6 +60,8 @@ class HarmonyParser:
         self.calls = 0  # so far
         self.ended = False  # after the only call
 
+    thinks = False  # reasoning is counted by its text
+
     def push(self, text: str) -> list[AnswerDelta]:
         """What is certain after this piece of the answer."""
         self._text += text

@@ -330,6 +330,11 @@ class ThoughtParser:
         return 0 if self._inner is None else self._inner.calls
 
     @property
+    def thinks(self) -> bool:
+        """Whether the text so far ends within a thought, and not in what may be a mark."""
+        return self._step in (self._begun, self._in_thought) and not self._text.strip()
+
+    @property
     def ended(self) -> bool:
         """Whether the only call has ended."""
         return self._inner is not None and self._inner.ended

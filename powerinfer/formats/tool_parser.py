@@ -45,6 +45,10 @@ class AnswerParser(Protocol):
         """Calls so far."""
 
     @property
+    def thinks(self) -> bool:
+        """Whether the text so far ends within reasoning, as far as that is known."""
+
+    @property
     def ended(self) -> bool:
         """Whether the only call has ended."""
 
@@ -88,6 +92,8 @@ class ToolParser:
         self._deltas: list[Delta] = []
         self.calls = 0  # with a name, so far
         self.ended = False  # after the only call
+
+    thinks = False  # its text is calls and answer
 
     def push(self, text: str) -> list[Delta]:
         """What is certain after this piece of the answer."""

@@ -20,7 +20,7 @@ from powerinfer.formats.tool_parser import AnswerDelta, AnswerFormat, Reasoning,
 from powerinfer.formats.tools import MAX_TOOLS
 from powerinfer.serve.api_error import ApiError, not_supported
 from powerinfer.serve.schema import MAX_PARTS, MAX_TEMPLATE_OPTIONS, Body, ChatRequest, Seed, TopK
-from powerinfer.serve.shapes import ChatShape, Delta, Logprobs, Usage, encode_json, pieces
+from powerinfer.serve.shapes import ChatShape, Delta, Logprobs, Usage, encode_json
 
 if TYPE_CHECKING:
     from powerinfer.formats.tokenizer import Tokenizer
@@ -220,7 +220,7 @@ class BlockShape(ChatShape):
         """Add an event to the blocks; what a stream sends for it."""
         found: list[AnswerDelta] = [event.text]
         if self._parser is not None:
-            found = self._shown(pieces(self._parser, event.text, event.finish_reason))
+            found = self._read(self._parser, event.text, event.finish_reason)
         for piece in found:
             yield from self._add(piece)
         if event.finish_reason is not None:

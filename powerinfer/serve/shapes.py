@@ -227,7 +227,7 @@ class ChatShape(AnswerShape):
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = form.parser()
-        found = self._shown(pieces(parser, delta.text, delta.finish_reason))
+        found = self._read(parser, delta.text, delta.finish_reason)
         calls = tuple(one for one in found if isinstance(one, ToolDelta))
         self._keep(index, calls)
         reasoning = "".join(one.text for one in found if isinstance(one, Reasoning))
@@ -240,11 +240,13 @@ class ChatShape(AnswerShape):
             reasoning=reasoning,
         )
 
-    def _shown(self, found: list[AnswerDelta]) -> list[AnswerDelta]:
+    def _read(self, parser: AnswerParser, text: str, finish_reason: str | None) -> list[AnswerDelta]:
         """What a token adds, without reasoning that is not to be shown; a token of reasoning is counted."""
+        within = parser.thinks
+        found = pieces(parser, text, finish_reason)
         others: list[AnswerDelta] = [one for one in found if not isinstance(one, Reasoning)]
-        if len(others) < len(found) and self.reasoning_tokens is not None:
-            self.reasoning_tokens += 1
+        if self.reasoning_tokens is not None:
+            self.reasoning_tokens += len(others) < len(found) or (within and parser.thinks and finish_reason is None)
         return found if self.shows_reasoning else others
 
     def _keep(self, index: int, calls: Sequence[ToolDelta]) -> None:
