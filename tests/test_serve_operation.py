@@ -684,6 +684,8 @@ def test_loading_that_is_in_vain() -> None:
     ("options", "says"),
     [
         ({"port": 70000}, "port must be"),
+        ({"reasoning_budget": -2}, "reasoning_budget must be"),
+        ({"reasoning_format": "xml"}, "reasoning_format auto or none"),
         ({"timeout": -1.0}, "timeout must be"),
         ({"drain": float("nan")}, "drain must be"),
         ({"max_body": 0}, "max_body"),

@@ -37,7 +37,7 @@ from powerinfer.serve.llama_server import add_llama_server
 from powerinfer.serve.logs import log
 from powerinfer.serve.served import ModelSource
 from powerinfer.serve.service import STOP_SECONDS, Policy, Service
-from powerinfer.serve.thinking import Defaults
+from powerinfer.serve.thinking import FORMATS, Defaults
 
 MAX_HEADERS = 32 << 10  # bytes of a request's line and headers
 BACKLOG = 512  # connections that wait to be accepted
@@ -62,6 +62,8 @@ def check(config: ServeConfig) -> None:
         read_replicas(config.ray)
     if config.max_models < 0:
         raise RequestError(f"max_models must be at least 0, not {config.max_models}")
+    if config.reasoning_budget < -1 or config.reasoning_format not in FORMATS:
+        raise RequestError("reasoning_budget must be at least -1, and reasoning_format auto or none")
     if config.receive_timeout == 0 or config.max_body < 1:
         raise RequestError("receive_timeout and max_body must be above 0")
     if (config.tls_cert is None) != (config.tls_key is None):
