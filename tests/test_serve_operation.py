@@ -404,6 +404,24 @@ def test_half_closed_and_early_leaving_clients(server: Server, llm: LLM) -> None
     well(server)
 
 
+def test_a_body_in_thousands_of_chunks_comes_in_slices(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    whole = server_module.H11Protocol.data_received
+
+    def data_received(self: Any, data: bytes) -> None:
+        sizes.append(len(data))
+        whole(self, data)
+
+    monkeypatch.setattr(server_module.H11Protocol, "data_received", data_received)
+    body = json.dumps({"prompt": "hello", "max_tokens": 2, "user": "x" * 3000}).encode()
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    with connected(server) as raw:
+        raw.sendall(REQUEST + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n" + chunks)
+        assert b"200 OK" in received(raw)
+    assert max(sizes) <= server_module.SLICE and sum(sizes) > 2 * server_module.SLICE
+    well(server)
+
+
 def test_idle_connections_leave_room_for_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -43,6 +43,7 @@ MAX_HEADERS = 32 << 10  # bytes of a request's line and headers
 BACKLOG = 512  # connections that wait to be accepted
 KEEP_ALIVE = 30  # seconds that a connection may be idle between two requests
 IN_PROGRESS = 64  # requests beyond those that run and wait: being read, checked, or finished
+SLICE = 8192  # bytes that one connection gives the server in one go
 MAX_FILES = 1 << 16  # open at a time, if this process may have so many
 FILES = 128  # of these, for models, logs and libraries
 MAX_KEEP_ALIVE = 1_000_000_000  # seconds
@@ -153,6 +154,7 @@ class Protocol(H11Protocol):
         super().connection_made(transport)
         self.app_state = {**self.app_state, "abort": transport.abort}
         self._header_timer: asyncio.TimerHandle | None = None
+        self._waiting = bytearray()  # what has come and is not looked at yet
         if len(self.connections) > self.most_connections:
             _too_many("too many connections: new ones are closed", connections=self.most_connections)
             transport.abort()
@@ -164,6 +166,26 @@ class Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if len(data) > SLICE or self._waiting:  # it may be thousands of chunks: others have their turns between
+            self.flow.pause_reading()
+            if not self._waiting:
+                self.loop.call_soon(self._take_slice)
+            self._waiting += data
+        else:
+            self._take(data)
+
+    def _take_slice(self) -> None:
+        if self.transport.is_closing():
+            return
+        data = bytes(self._waiting[:SLICE])
+        del self._waiting[:SLICE]
+        self._take(data)
+        if self._waiting:
+            self.loop.call_soon(self._take_slice)
+        else:
+            self.flow.resume_reading()
+
+    def _take(self, data: bytes) -> None:
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._unwatch_header()
