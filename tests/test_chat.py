@@ -542,6 +542,18 @@ def test_one_process_renders_all_and_is_replaced_when_it_ends() -> None:
     assert second is not None and first.returncode is not None and second.returncode is not None
 
 
+def test_a_long_conversation_keeps_no_short_one_waiting() -> None:
+    source = "{% for m in messages %}{{ m }}{% endfor %}"
+    assert sandbox.render(source, {"messages": ["a"]}) == "a"
+    kept = sandbox._worker
+    with sandbox._large:  # one that is long is rendered
+        assert sandbox.render(source, {"messages": ["b"]}) == "b"
+    long = "x" * (sandbox.LARGE + 1)
+    with sandbox._lock:  # a short one is
+        assert sandbox.render(source, {"messages": [long, "c"]}) == long + "c"
+    assert sandbox._worker is kept
+
+
 def test_the_process_ends_with_its_parent() -> None:
     """Also with one that is killed, which ends nothing itself."""
     program = (

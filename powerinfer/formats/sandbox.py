@@ -2,6 +2,7 @@
 
 The process (template_worker.py) is started with the first template that needs Jinja, in about 0.1 s, and is kept: each
 rendering is then one exchange over its pipes. A rendering beyond the limits ends it, and the next one starts another.
+A long conversation has a process for itself alone, one at a time, and keeps no short one waiting.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from powerinfer.formats.template_worker import OUT_OF_MEMORY
 SECONDS = 1.0  # CPU seconds for compiling and rendering; real templates need milliseconds
 WAIT = 10.0  # wall-clock seconds for question and answer, even on a busy machine
 MEMORY = 512 << 20  # bytes of address space, plus 16 times the request
+LARGE = 1 << 20  # bytes of a question from which on it has a process of its own
 MAX_SOURCE = 1 << 16  # characters, four times the longest template in use
 ENVIRONMENT = ("LD_LIBRARY_PATH", "TZ")  # all that the process gets: to start Python, and for the date
 
@@ -40,7 +42,7 @@ class Limit(Exception):
     """The template went beyond its time or memory."""
 
 
-_lock = threading.Lock()
+_lock, _large = threading.Lock(), threading.Lock()
 _worker: subprocess.Popen[bytes] | None = None
 
 
@@ -53,8 +55,13 @@ def render(source: str, variables: dict[str, Any] | None, now: str = "") -> str:
     if len(source) > MAX_SOURCE:
         raise Limit(f"it is longer than {MAX_SOURCE} characters")
     question = {"source": source, "variables": variables, "now": now, "seconds": SECONDS, "memory": MEMORY}
-    with _lock:
-        kind, text = _exchange(json.dumps(question).encode() + b"\n")
+    line = json.dumps(question).encode() + b"\n"
+    if len(line) <= LARGE:
+        with _lock:
+            kind, text = _exchange(line)
+    else:
+        with _large:
+            kind, text = _exchange_alone(line)
     if kind != "text":
         raise {"refused": Refused, "failed": Failed, "broken": Failed, "limit": Limit}[kind](text)
     return text
@@ -65,8 +72,26 @@ def _exchange(line: bytes) -> tuple[str, str]:
     reusable = False
     try:
         worker, start = _started()
-        kind, text = json.loads(_ask(worker, start + line, time.monotonic() + WAIT))
+        kind, text = _answer(worker, start + line)
         reusable = kind not in ("limit", "broken")  # else the process ends, with its memory
+        return kind, text
+    finally:
+        if not reusable:
+            stop()
+
+
+def _exchange_alone(line: bytes) -> tuple[str, str]:
+    """The answer of a process for this question alone, so that short ones need not wait for it."""
+    worker, start = _start()
+    try:
+        return _answer(worker, start + line)
+    finally:
+        _end(worker)
+
+
+def _answer(worker: subprocess.Popen[bytes], question: bytes) -> tuple[str, str]:
+    try:
+        kind, text = json.loads(_ask(worker, question, time.monotonic() + WAIT))
         return str(kind), str(text)
     except TimeoutError:
         return "limit", f"it takes longer than {WAIT:g} s"
@@ -74,9 +99,6 @@ def _exchange(line: bytes) -> tuple[str, str]:
         return _why_it_ended(worker)
     except ValueError:
         return "broken", "the process that renders it gives no answer in JSON"
-    finally:
-        if not reusable:
-            stop()
 
 
 def _ask(worker: subprocess.Popen[bytes], question: bytes, deadline: float) -> bytes:
@@ -132,9 +154,14 @@ def _started() -> tuple[subprocess.Popen[bytes], bytes]:
     if _worker is not None and _worker.poll() is None:
         return _worker, b""
     stop()
+    _worker, start = _start()
+    return _worker, start
+
+
+def _start() -> tuple[subprocess.Popen[bytes], bytes]:
     program = os.path.abspath(Path(__file__).with_name("template_worker.py"))
     try:
-        _worker = subprocess.Popen(
+        worker = subprocess.Popen(
             [os.path.abspath(sys.executable), "-I", "-X", "utf8", program],
             bufsize=0,
             stdin=subprocess.PIPE,
@@ -146,9 +173,9 @@ def _started() -> tuple[subprocess.Popen[bytes], bytes]:
         )
     except OSError as error:
         raise Failed(f"the process that renders it cannot be started ({error.strerror or error})") from None
-    assert _worker.stdin is not None
-    os.set_blocking(_worker.stdin.fileno(), False)
-    return _worker, json.dumps([os.path.abspath(path) for path in sys.path]).encode() + b"\n"
+    assert worker.stdin is not None
+    os.set_blocking(worker.stdin.fileno(), False)
+    return worker, json.dumps([os.path.abspath(path) for path in sys.path]).encode() + b"\n"
 
 
 @atexit.register
@@ -157,9 +184,13 @@ def stop() -> None:
     global _worker
     worker, _worker = _worker, None
     if worker is not None:
-        worker.kill()
-        worker.wait()
-        for pipe in (worker.stdin, worker.stdout):
-            assert pipe is not None
-            with contextlib.suppress(OSError):
-                pipe.close()
+        _end(worker)
+
+
+def _end(worker: subprocess.Popen[bytes]) -> None:
+    worker.kill()
+    worker.wait()
+    for pipe in (worker.stdin, worker.stdout):
+        assert pipe is not None
+        with contextlib.suppress(OSError):
+            pipe.close()
