@@ -12,6 +12,7 @@ from typing import Any
 
 from powerinfer.errors import RequestError, one_line
 from powerinfer.formats.schemas import enforceable
+from powerinfer.formats.windows import WINDOW
 
 MAX_SOURCE = 1 << 17  # characters
 MAX_DEPTH = 64  # of a schema
@@ -184,8 +185,13 @@ _SCALARS = frozenset((str, int, float, bool, type(None)))  # most values: quicke
 
 
 def _children(value: Any) -> list[Any]:
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return [one for one in inner if type(one) not in _SCALARS and isinstance(one, Mapping | list | tuple)]
+    inner = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    found: list[Any] = []
+    for at in range(0, len(inner), WINDOW):  # millions of numbers: quickly, but not in one go
+        part = inner[at : at + WINDOW]
+        if not _SCALARS.issuperset(map(type, part)):
+            found += [one for one in part if isinstance(one, Mapping | list | tuple)]
+    return found
 
 
 def json_text(document: Any, what: str) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats import bpe
-from powerinfer.formats.windows import find
+from powerinfer.formats.windows import WINDOW, find
 
 if TYPE_CHECKING:
     import tokenizers
@@ -337,9 +337,16 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Text of `ids`; ids outside the vocabulary are skipped. Bytes that are not UTF-8 become U+FFFD."""
-        data = b"".join(self.token_bytes(at) for at in ids if not (skip_special and at in self._special_ids))
+        given = list(ids)
+        data = b"".join(self._spelled(given[at : at + WINDOW], skip_special) for at in range(0, len(given), WINDOW))
         text = data.decode("utf-8", "replace")
         return text[1:] if self._vocabulary.strip_space and text[:1] == " " else text
+
+    def _spelled(self, ids: list[int], skip_special: bool) -> bytes:
+        """The bytes of some ids, each looked up once: other threads may run before the next ones, and soon."""
+        hidden = self._special_ids if skip_special else frozenset()
+        known = {token: b"" if token in hidden else self.token_bytes(token) for token in set(ids)}
+        return b"".join(map(known.__getitem__, ids))
 
     def stream(self, skip_special: bool = True) -> StreamDecoder:
         """A decoder that takes one id at a time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-WINDOW = 1 << 14  # characters that are looked at in one go
+WINDOW = 1 << 14  # characters, or entries of a list, that are looked at in one go
 
 
 def find(pattern: re.Pattern[str], text: str, start: int, longest: int) -> re.Match[str] | None:
