@@ -113,6 +113,12 @@ def test_a_refusal_is_what_the_assistant_said(server: Server) -> None:
         assert status == 200 and "assistant: I shall not\n" in answer["prompt"], answer
 
 
+def test_a_refusal_among_the_items_of_a_response(server: Server) -> None:
+    said = {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
+    status, answer = post(server, "/v1/responses", LEAST["/v1/responses"] | {"input": [*CHAT, said, *CHAT]})
+    assert status == 200, answer
+
+
 def test_a_field_without_effect_is_logged(server: Server, logged: Any) -> None:
     assert post(server, "/v1/messages", LEAST["/v1/messages"] | {"speed": "fast"})[0] == 200
     until(lambda: "request" in logged())
@@ -198,6 +204,8 @@ def test_a_demanded_call_beside_a_format_of_texts(server: Server, path: str) -> 
         ("/v1/responses", {"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens: it must be"),
         ("/v1/responses", {"max_output_tokens": 5000}, "max_output_tokens", "lower max_output_tokens"),
         ("/v1/responses", {"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "text.format."),
+        *(("/v1/responses", {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": bad}]},
+           "input[0].arguments", "input[0].arguments is not") for bad in ("{", "[]", "1")),
         ("/v1/messages", {"tool_choice": {"type": "any"}}, None, 'tool_choice "any" needs tools'),
         ("/v1/messages", {"thread": {"type": "fork"}}, None, "thread.type 'fork' is not supported"),
         ("/v1/messages", {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, None,

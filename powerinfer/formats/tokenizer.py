@@ -197,8 +197,9 @@ class Tokenizer:
         return None if self._build_small is None else self._build_small()
 
     def prepare(self) -> None:
-        """Build the native engine now, in any thread: for 262,144 pieces that takes a second or two."""
-        _ = self._engine
+        """Build the native engine now, in any thread: for 262,144 pieces that takes a second or two, in which no other
+        thread runs. And look up what `excess` needs."""
+        _ = self._engine, self._longest
 
     def encode(self, text: str, *, special: bool = True, add_bos: bool | None = None) -> list[int]:
         """Token ids of `text`.

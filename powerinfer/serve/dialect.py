@@ -47,6 +47,7 @@ class TextPart(Strict):
 
     type: Annotated[str, Field(max_length=64)]
     text: str | None = None
+    refusal: str | None = None
 
 
 Content = str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
@@ -89,7 +90,7 @@ def text_of(content: Content, kinds: Sequence[str], where: str, ignored: Sequenc
         if part.type not in kinds:
             raise not_supported(f"{here}.type {part.type!r}", f": it may be {' or '.join(kinds)}")
         part.refuse_extra(here, ignored)
-        texts.append(needed(part.text, f"{here}.text"))
+        texts.append(needed(part.refusal if part.type == "refusal" else part.text, f"{here}.text"))
     return "\n".join(texts)
 
 
@@ -118,6 +119,14 @@ def function_tool(tool: Mapping[str, Any], parameters: str, at: int, ignored: Se
 def function_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
     """An earlier call as /v1/chat/completions has it."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def is_object(text: str) -> bool:
+    """Whether the arguments of an earlier call are a JSON object; empty: there are none."""
+    try:
+        return isinstance(json.loads(text or "{}"), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def function_choice(name: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from powerinfer.serve.dialect import (
     function_call,
     function_choice,
     function_tool,
+    is_object,
     needed,
     sent,
     text_of,
@@ -60,7 +61,7 @@ RESPONSES_NAMES = {
 }
 """Names of fields, by those of chats."""
 
-PARTS = ("input_text", "output_text", "text")
+PARTS = ("input_text", "output_text", "text", "refusal")
 PART_IGNORED = ("annotations", "logprobs", "parsed")
 ITEM_IGNORED = ("id", "status", "phase", "created_by", "caller", "namespace", "parsed_arguments")
 """Fields without influence; OpenAI's client for Node adds `parsed` and `parsed_arguments` to what it got."""
@@ -147,6 +148,9 @@ def _message(item: Item, where: str) -> dict[str, Any]:
     item.refuse_extra(where, ITEM_IGNORED)
     if item.type == "function_call":
         name, given = needed(item.name, f"{where}.name"), needed(item.arguments, f"{where}.arguments")
+        if not is_object(given):
+            message = f"{where}.arguments is not valid JSON, or no object"
+            raise ApiError(400, message, param=f"{where}.arguments", code="invalid_value")
         call = function_call(needed(item.call_id, f"{where}.call_id"), name, given)
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if item.type == "function_call_output":
