@@ -28,7 +28,7 @@ NATIVE := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(wildcard powerinfe
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help run test test-all test-bench test-bench-if-changed test-deferred mutations check fuzz bench install clean \
-	test-compile test-native test-neon test-asan fuzz-asan test-clients
+	test-compile test-native test-neon test-asan fuzz-asan test-clients test-converter
 
 help:
 	@echo 'make run PROMPT="..."   answer a prompt with the default model (fetched on first use; ARGS="-m FILE ..." for more flags)'
@@ -44,6 +44,7 @@ help:
 	@echo 'make test-native        the kernels of every level that runs here, without Python'
 	@echo 'make test-neon          the same for 64-bit Arm, by a cross compiler and an emulator'
 	@echo 'make test-asan          the same under AddressSanitizer and UndefinedBehaviorSanitizer'
+	@echo 'make test-converter     files of llama.cpp'\''s own converter, of every family, against transformers'
 	@echo 'make test-clients       real clients (agents, too) against the server, installed with pip and npm (ARGS="codex": some)'
 	@echo 'make fuzz-asan          damaged model files through a whole forward pass, under the sanitisers'
 	@echo 'make bench              measure this machine with the default model'
@@ -103,7 +104,7 @@ mutations: $(VENV)/stamp-dev
 	@$(BIN)/python tests/mutations/run.py $(ARGS)
 
 # Everything, one target after the other, and a table of what ran. A target that lacks a tool says so in build/not-run.
-EVERY := check test test-bench test-deferred fuzz test-compile test-native test-neon test-asan fuzz-asan test-clients mutations
+EVERY := check test test-bench test-deferred fuzz test-compile test-native test-neon test-asan fuzz-asan test-clients test-converter mutations
 test-all:
 	@table=""; status=0; for target in $(EVERY); do \
 		rm -f build/not-run; begin=$$SECONDS; code=0; $(MAKE) --no-print-directory $$target || code=$$?; result=passed; \
@@ -140,6 +141,10 @@ test-neon: $(VENV)/stamp-build-tools
 
 test-asan: $(VENV)/stamp-build-tools
 	@$(call NATIVE_TESTS,-DPOWERINFER_SANITIZE=ON)
+
+# The converter is fetched once, by its hash, into the tests' cache.
+test-converter: $(VENV)/stamp-dev
+	@POWERINFER_CONVERTER=1 $(BIN)/python -m pytest -q tests/test_converter.py $(ARGS)
 
 # Installed under build/clients, once; the jobs need no network. Their model is a stand-in with the default model's tokenizer.
 test-clients: $(VENV)/stamp-dev

@@ -380,6 +380,23 @@ def test_null_flags_are_false() -> None:
     assert not latents(rope_interleave=None).ropes[0].interleaved and latents().ropes[0].interleaved
 
 
+def test_the_activation_behind_the_convolution_of_gated_delta_net() -> None:
+    """In transformers `hidden_act`, of FFNs too; a model made by `sparsify` has two."""
+    settings = {"architectures": ["Qwen3_5ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 40}
+    settings |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+    settings |= {"max_position_embeddings": 128}
+
+    def read(**changes: Any) -> ModelConfig:
+        return read_config(settings | changes, Path("folder"))
+
+    assert {layer.ffn.activation for layer in read(hidden_act="swish").layers} == {"silu"}
+    with pytest.raises(ModelError, match="hidden_act is 'relu', also behind the convolution"):
+        read(hidden_act="relu")
+    assert {layer.ffn.activation for layer in read(hidden_act="relu", linear_hidden_act="silu").layers} == {"relu"}
+    with pytest.raises(ModelError, match="linear_hidden_act is 'relu'"):
+        read(hidden_act="silu", linear_hidden_act="relu")
+
+
 @pytest.mark.parametrize("slides", [["full_attention", "sliding_attention"], ["sliding_attention"] * LAYERS])
 def test_mistral_with_layer_types_is_what_autoconfig_makes_of_it(tmp_path: Path, slides: list[str]) -> None:
     transformers = pytest.importorskip("transformers")

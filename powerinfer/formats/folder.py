@@ -182,8 +182,8 @@ _NAMES = {
 }
 THRESHOLDS = (".threshold", ".product_threshold")
 """The ends of the names of thresholds of neurons, which are parameters of their own, not weights of a module."""
-_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-NORMS_LESS_ONE = ("nemotron", "gemma3_text", *_DELTA)
+WITH_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+NORMS_LESS_ONE = ("nemotron", "gemma3_text", *WITH_DELTA)
 _MAX_SHARDS = 1 << 12
 
 
@@ -200,7 +200,7 @@ def fused(config: ModelConfig, names: Names) -> list[Fused]:
     """The matrices that files of the family store in one tensor."""
     if config.architecture == "falcon":
         return [Fused(("q", "k", "v"), config.layers[0].attention.n_kv_heads)]
-    if config.architecture in _DELTA:
+    if config.architecture in WITH_DELTA:
         return _fused_delta(config, names)
     if isinstance(config.layers[0].attention, LatentAttentionConfig):
         return [Fused(("k_b_rows", "v_b"), config.layers[0].attention.n_heads, flat=True)]
@@ -244,7 +244,7 @@ def open_folder(folder: Path) -> Source:
         stored = dict(_of_experts(config, metadata, stored))
     stored, left_out = without_head_predictor(stored)
     notes += left_out
-    if config.architecture in _DELTA:
+    if config.architecture in WITH_DELTA:
         stored, left_out = _of_delta(stored)
         notes += left_out
     names = file_names(config, stored)

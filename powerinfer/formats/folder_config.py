@@ -583,9 +583,20 @@ def _some_experts(fields: Fields, experts: ExpertsConfig, n_layers: int) -> list
     return [FfnConfig(_ffn_size(fields), experts.activation) if one else experts for one in dense]
 
 
+MIXED_ACT = "linear_hidden_act"
+"""A key of this engine's own: the activation behind the convolution of Gated DeltaNet, where FFNs have another."""
+
+
 def _qwen_delta(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     """Gated DeltaNet beside gated attention: Qwen3-Next, Qwen3.5 and Qwen3.6, with experts or without."""
     fields.only("attention_bias", False)
+    mixed = fields.text(MIXED_ACT, fields.text("hidden_act"))
+    if _GATED.get(mixed) != "silu":
+        raise fields.bad(
+            MIXED_ACT if fields.has(MIXED_ACT) else "hidden_act",
+            f"is {shown(mixed)}, also behind the convolution of Gated DeltaNet, as in transformers; only silu is "
+            f"supported there: give {MIXED_ACT} if the model has that",
+        )
     heads = _heads(fields, config)
     attention = GatedAttentionConfig(
         **vars(replace(heads, rope=_rope(fields, config, heads, partial=0.25), qk_norm="head"))

@@ -22,8 +22,8 @@ import numpy as np
 from powerinfer.config import THRESHOLDED, Shape
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint, Place
-from powerinfer.formats.folder import THRESHOLDS, file_names
-from powerinfer.formats.folder_config import read_config
+from powerinfer.formats.folder import THRESHOLDS, WITH_DELTA, file_names
+from powerinfer.formats.folder_config import MIXED_ACT, read_config
 from powerinfer.formats.gguf import encoded, metadata_bytes, read_gguf, write_gguf
 from powerinfer.formats.gguf_model import NAMES, said_twice
 from powerinfer.formats.json_file import read_json
@@ -363,8 +363,10 @@ def _write_folder(model: _Model, out: Path) -> Path:
 
 
 def _stating(document: Mapping[str, Any], architecture: str, about: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json with the activation and its thresholds."""
+    """config.json with the activation and its thresholds; `transformers` has one key for FFNs and convolutions."""
     left = {key: value for key, value in document.items() if key != _LIMITS}
+    if architecture in WITH_DELTA:
+        left.setdefault(MIXED_ACT, "silu")
     named = _KEYS.get(architecture, "hidden_act")
     return left | {named if key == "hidden_act" else key: value for key, value in about.items()}
 
