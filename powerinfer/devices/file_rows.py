@@ -7,6 +7,7 @@ import mmap
 import numpy as np
 from numpy.typing import NDArray
 
+from powerinfer.errors import ModelError
 from powerinfer.formats.mapped import MappedFile
 from powerinfer.formats.quant import Bytes, block_type
 from powerinfer.formats.tensors import RawTensor
@@ -31,7 +32,10 @@ class FileRows:
         self._there = np.zeros(rows, bool)
         self._count = 0
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        self._memory = mmap.mmap(-1, tensor.nbytes, flags=flags)
+        try:
+            self._memory = mmap.mmap(-1, tensor.nbytes, flags=flags)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"cannot reserve {tensor.nbytes} bytes for rows of {file.path}: {error}") from None
         self.data: Bytes = np.frombuffer(self._memory, np.uint8)
 
     def fetch(self, rows: NDArray[np.int32]) -> None:

@@ -1018,7 +1018,7 @@ def _rope_values(fields: Fields) -> Fields:
     for key, values in (("rope_parameters", new), ("rope_scaling", old)):
         if type(values) is not dict:
             raise fields.bad(key, f"is {shown(values)}, not an object")
-    both = [dict(values) for values in (new, old)]
+    both = [{key: value for key, value in values.items() if value is not None} for values in (new, old)]
     for values in both:  # the older name of the key
         if "type" in values:
             values.setdefault("rope_type", values.pop("type"))
