@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
@@ -80,7 +81,8 @@ def container_memory() -> int | None:
     """Bytes that this process may occupy in its container, those that it does now included: beyond them it is killed.
     None where no container limits it, or the machine has less."""
     own = _anonymous_memory()
-    rooms = [limit - max(0, used - own) for limit, used in _cgroup_memory()]
+    files = ("inactive_file", "active_file")  # pages of files that are in use are taken, too, before anything is killed
+    rooms = [limit - max(0, used - own) for limit, used in _cgroup_memory(kinds=files)]
     free = _free_memory()
     return max(1, min(rooms)) if rooms and (not free or min(rooms) < free + own) else None
 
@@ -88,9 +90,11 @@ def container_memory() -> int | None:
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-def _cgroup_memory(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> list[tuple[int, int]]:
+def _cgroup_memory(
+    root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup"), *, kinds: Sequence[str] = ("inactive_file",)
+) -> list[tuple[int, int]]:
     """(limit, bytes used that cannot be reclaimed) of every container that limits this process, of version 2 or 1: a
-    limit holds for all that is below.
+    limit holds for all that is below. kinds: of memory, what can be reclaimed.
     """
     groups = {"": PurePosixPath("/"), "memory": PurePosixPath("/")}  # as a container sees its own
     with suppress(OSError, ValueError):
@@ -106,7 +110,7 @@ def _cgroup_memory(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup"))
             with suppress(OSError, ValueError):  # no such group here, or no limit
                 limit, used = (int((folder / one).read_text()) for one in names)
                 stat = {key: value for key, value in map(str.split, (folder / "memory.stat").read_text().splitlines())}
-                cached = int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
+                cached = sum(int(stat.get(f"total_{kind}") or stat.get(kind) or 0) for kind in kinds)
                 if limit < 1 << 60:
                     found.append((limit, max(0, used - cached)))
     return found

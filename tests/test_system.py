@@ -21,7 +21,7 @@ def test_a_containers_memory_is_its_limit_less_what_it_uses(files: tuple[str, st
     def group(name: str, most: str, now: int) -> None:
         folder = tmp_path / controller / name
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "memory.stat").write_text("anon 5\ninactive_file 300\ntotal_inactive_file 400\n")
+        (folder / "memory.stat").write_text("anon 5\nactive_file 50\ninactive_file 300\ntotal_inactive_file 400\n")
         (folder / limit).write_text(f"{most}\n")
         (folder / used).write_text(f"{now}\n")
 
@@ -31,6 +31,7 @@ def test_a_containers_memory_is_its_limit_less_what_it_uses(files: tuple[str, st
     assert found() == []
     group("a/b", "5000", 1000)
     assert found() == [(5000, 600)]
+    assert system._cgroup_memory(tmp_path, own, kinds=("inactive_file", "active_file")) == [(5000, 550)]
     group("a", "4000", 1000)  # what holds for it holds for b
     assert found() == [(5000, 600), (4000, 600)]
     group("", "max" if not controller else str((1 << 63) - 4096), 1 << 40)
@@ -53,11 +54,11 @@ def test_what_a_container_leaves_counts_what_this_process_has(monkeypatch: pytes
     own = system._anonymous_memory()
     assert 0 < own <= system.resident_memory() * 1.5
     monkeypatch.setattr(system, "_anonymous_memory", lambda: 700)
-    monkeypatch.setattr(system, "_cgroup_memory", lambda: [(5000, 1000), (9000, 6000)])
+    monkeypatch.setattr(system, "_cgroup_memory", lambda **_: [(5000, 1000), (9000, 6000)])
     assert system.container_memory() == 3700
-    monkeypatch.setattr(system, "_cgroup_memory", lambda: [(5000, 500)])
+    monkeypatch.setattr(system, "_cgroup_memory", lambda **_: [(5000, 500)])
     assert system.container_memory() == 5000
-    monkeypatch.setattr(system, "_cgroup_memory", lambda: [(1 << 59, 0)])  # the machine has less
+    monkeypatch.setattr(system, "_cgroup_memory", lambda **_: [(1 << 59, 0)])  # the machine has less
     assert system.container_memory() is None
-    monkeypatch.setattr(system, "_cgroup_memory", list)
+    monkeypatch.setattr(system, "_cgroup_memory", lambda **_: [])
     assert system.container_memory() is None
