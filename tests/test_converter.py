@@ -30,7 +30,8 @@ HASH = "sha256:832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 NEEDED = ("conversion", "gguf-py", "LICENSE")
 REFUSED = {
     **dict.fromkeys(("prosparse", "turbosparse", "opt", "opt-no-biases"), "not supported"),
-    "qwen3-moe-some": "Can not map tensor", "falcon-heads": "invalid for input", "falcon-in-turn": "invalid for input",
+    **dict.fromkeys(("qwen3-moe-some", "qwen3-next-some"), "Can not map tensor"),
+    "falcon-heads": "invalid for input", "falcon-in-turn": "invalid for input",
 }  # fmt: skip
 """Cases that the converter does not convert, with a part of what it says."""
 LEFT_OUT = (

@@ -28,7 +28,7 @@ _NEUTRAL = {
     "attention.sliding_window": (0,),
     "expert_used_count": (0,),
 }
-_EXPERT_SIZE = "expert_feed_forward_length"
+_OF_EXPERTS = ("expert_feed_forward_length", "expert_shared_feed_forward_length")  # where there are none
 _EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "attention.group_norm_epsilon")
 
 
@@ -40,11 +40,12 @@ def check_others(fields: Fields, config: ModelConfig) -> list[str]:
     for key, values in {**_NEUTRAL, **_restated(config)}.items():
         if not fields.was_read(key):
             fields.only(key, *values)
+    without_effect = _WITHOUT_EFFECT if config.experts else (*_WITHOUT_EFFECT, *_OF_EXPERTS)
     unused = []
     for key in fields.unread():
         if key in _EPSILONS:  # of the kind of norm that the architecture does not have
             fields.number(key, 0, 1, None)
-        elif key not in _WITHOUT_EFFECT and not key.startswith(_OF_OTHERS) and (config.experts or key != _EXPERT_SIZE):
+        elif not (key in without_effect or key.startswith(_OF_OTHERS)):
             raise fields.bad(shown(key)[1:-1], "is set, and this engine does not know what it means")
         unused.append(key)
     return unused
