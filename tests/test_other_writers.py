@@ -452,3 +452,15 @@ def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
     (folder / "m1.safetensors").write_bytes(safetensors_bytes(changed))
     with pytest.raises(ModelError, match="is in another file, too, with other values"):
         open_checkpoint(folder)
+
+
+def test_keys_that_nothing_read_are_shown_at_v(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from powerinfer.cli.main import main
+
+    keys = {"use_parallel_residual": True, "vision.\x1b[2Jcount": 3}
+    path = tiny_gguf().fields(keys, "llama.").write(tmp_path / "m.gguf")
+    for flags, shown in (([], False), (["-v"], True)):
+        assert main(["run", "--raw", "ab", "-m", str(path), "-n", "1", "--gpu", "none", *flags]) == 0
+        said = capsys.readouterr().err
+        line = "keys not read     llama.use_parallel_residual, llama.vision.[2Jcount"
+        assert (line in said) is shown and "\x1b" not in said
