@@ -67,6 +67,7 @@ TAKEN: list[tuple[str, dict[str, Any]]] = [
         {"content": "x", "provider_specific_fields": {"x": 1}, "annotations": [{"x": 1}]},
         {"content": "x", "cache_control": {"type": "ephemeral"}, "reasoning_details": [{"type": "reasoning.text"}]},
         {"content": None, "refusal": "no"},
+        {"tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}]},
         {"content": [{"type": "refusal", "refusal": "no"}]},
     )),
 ]  # fmt: skip
@@ -199,8 +200,8 @@ def test_a_demanded_call_beside_a_format_of_texts(server: Server, path: str) -> 
         ("/v1/chat/completions", {"max_tokens": 2.5}, "max_tokens", "integer"),
         ("/v1/chat/completions", {"logit_bias": {"99999": 1}}, "logit_bias", "token 99999"),
         ("/v1/chat/completions",
-         {"messages": [*CHAT, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-         "messages[1].tool_calls[0].function.arguments", "not valid JSON"),
+         {"messages": [*CHAT, {"role": "assistant", "tool_calls": [{"function": {"name": 3, "arguments": "{}"}}]}]},
+         "messages[1].tool_calls[0]", "must have a function with a name"),
         ("/v1/responses", {"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens: it must be"),
         ("/v1/responses", {"max_output_tokens": 5000}, "max_output_tokens", "lower max_output_tokens"),
         ("/v1/responses", {"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "text.format."),
