@@ -398,6 +398,12 @@ def test_messages_are_spelled_as_the_template_takes_them() -> None:
     assert [(message["content"], "tool_calls" in message) for message in said] == [("Well.", False), (None, True)]
     short = "{% if m.tool_calls[0].id | length != 9 %}{{ raise_exception('ids') }}{% endif %}"
     assert read_dialect(template(short + TEMPLATES["name and arguments"])).short_ids
+    named = EACH + "<|call|>{{ call.id }}<|args|>{{ f.arguments | tojson }}<|/call|>{% endfor %}"
+    form = read_dialect(template(named))
+    assert (form.named_ids, form.name_begin, form.name_end) == (True, "functions.", f":{HOLE}<|args|>")
+    made, _ = form.conversation([*ASKED, *ASKED[1:]])
+    ids = [call["id"] for message in made for call in message.get("tool_calls", [{"id": message.get("tool_call_id")}])]
+    assert [given for given in ids if given] == [f"functions.get_weather:{number}" for number in (0, 0, 1, 1)]
     whole = AROUND.replace("{{ tool | tojson }}", "{{ tool.function.name + tool.function.description }}")
     assert read_dialect(template(TEMPLATES["object in tags"], whole)).whole_documents
 

@@ -72,12 +72,9 @@ def _read(source: str, bos: str, eos: str) -> ToolFormat:
 
 def _written(probe: _Probe) -> ToolFormat | None:
     """The dialect in which the template writes earlier calls; None: it writes none, or in no way that is understood."""
-    for text_arguments in (False, True):
-        found = [
-            form
-            for content in (_SAID, "", None)
-            if (form := _read_spelling(probe, _Spelling(text_arguments, content))) is not None
-        ]
+    for text_arguments, named_ids in ((False, False), (True, False), (False, True)):
+        spellings = [_Spelling(text_arguments, content, named_ids) for content in (_SAID, "", None)]
+        found = [form for spelling in spellings if (form := _read_spelling(probe, spelling)) is not None]
         if found:  # what a template writes around a message is in some of them
             return min(found, key=_length)
     return None
@@ -105,10 +102,12 @@ class _Spelling:
 
     text_arguments: bool = False
     content: str | None = ""
+    named_ids: bool = False
 
     @property
     def fields(self) -> dict[str, Any]:
-        return {"text_arguments": self.text_arguments, "no_content": self.content is None}
+        named = {"named_ids": True} if self.named_ids else {}
+        return {"text_arguments": self.text_arguments, "no_content": self.content is None, **named}
 
 
 class _Probe:
@@ -139,13 +138,16 @@ class _Probe:
         ids: Sequence[str] = _IDS,
     ) -> str | None:
         """A conversation that ends with calls."""
-        calls = [
+        calls: list[dict[str, Any]] = [
             {"id": ids[at], "type": "function", "function": {"name": name, "arguments": arguments}}
             for at, (name, arguments) in enumerate(zip(names, values, strict=True))
         ]
+        if spelling.named_ids:
+            for at, call in enumerate(calls):
+                call["id"] = f"functions.{names[at]}:{at}"
         if spelling.text_arguments:
             for call in calls:
-                call["function"]["arguments"] = json.dumps(call["function"]["arguments"])  # type: ignore[index]
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
         message = {"role": "assistant", "content": spelling.content, "tool_calls": calls}
         return self.render(self.chat(message), tools=_DOCUMENTS)
 
@@ -176,11 +178,12 @@ class _Reading:
         self._probe, self._spelling = probe, spelling
         self._plain = probe.render(probe.chat({"role": "assistant", "content": _SAID}), tools=_DOCUMENTS)
         self._text = text
-        self._names = [name for name in _NAMES if name in self._turn(text)]
+        turn = self._turn(text) if self._plain is not None else ""
+        self._names = [name for name in _NAMES if name in turn]
 
     def form(self) -> ToolFormat | None:
         """None if it is not understood."""
-        if self._plain is None or _SAID not in self._plain:
+        if self._plain is None or _SAID not in self._plain or not self._names:
             return None
         turn = self._turn(self._text)
         shapes = (self._object, self._named, self._keywords, self._tagged)
@@ -401,7 +404,7 @@ class _Reading:
         if not self._probe.tells:
             form = replace(form, told="words", no_system=self._probe.drops_system)
         long_id = self._probe.history(self._spelling, _NAMES[:1], _VALUES[:1], ["call_" + _IDS[0]])
-        return replace(form, short_ids=long_id is None, whole_documents=self._probe.needs_whole)
+        return replace(form, short_ids=long_id is None and not form.named_ids, whole_documents=self._probe.needs_whole)
 
     def _agrees(self, form: ToolFormat) -> bool:
         """Whether the parser gives back what the template writes: two calls, values of all types, no argument."""

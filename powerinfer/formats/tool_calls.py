@@ -50,7 +50,8 @@ class ToolFormat:
     every field that a function may have. clock: the variable for the time. history: how earlier calls are given to the
     template: in its own way ("template"), or as text ("words", with results as the user's; "text", with messages of
     results). text_arguments: arguments are JSON text; no_content: a message with calls has no content; single: it has
-    one call; short_ids: ids have nine letters and digits. no_system: the template takes no system message.
+    one call; short_ids: ids have nine letters and digits; named_ids: they are functions.NAME:NUMBER. no_system: the
+    template takes no system message.
 
     Of a request: parallel: an answer may have several calls; required: it is nothing but calls; tools: the functions.
     """
@@ -92,6 +93,7 @@ class ToolFormat:
     no_content: bool = False
     single: bool = False
     short_ids: bool = False
+    named_ids: bool = False
     no_system: bool = False
     parallel: bool = True
     required: bool = False
@@ -149,6 +151,8 @@ class ToolFormat:
             documents = tool_messages.whole(documents)
         if self.short_ids:
             plain = tool_messages.with_short_ids(plain)
+        if self.named_ids:
+            plain = tool_messages.with_named_ids(plain)
         if self.history != "template":
             plain = tool_messages.with_calls_as_text(plain, self._written, results=self.history == "text")
         if self.single:

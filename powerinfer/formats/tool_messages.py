@@ -87,6 +87,25 @@ def _shortened(given: str) -> str:
     return sha256(given.encode("utf-8", "replace")).hexdigest()[:9]
 
 
+def with_named_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with ids that are the function's name and a number, as Kimi K2 writes calls."""
+    names: dict[Any, str] = {}
+    made, number = [], 0
+    for message in messages:
+        changed = dict(message)
+        if "tool_calls" in changed:
+            calls = []
+            for call in changed["tool_calls"]:
+                calls.append({**call, "id": f"functions.{call['function']['name']}:{number}"})
+                names[call.get("id")] = calls[-1]["id"]
+                number += 1
+            changed["tool_calls"] = calls
+        if changed.get("tool_call_id") in names:
+            changed["tool_call_id"] = names[changed["tool_call_id"]]
+        made.append(changed)
+    return made
+
+
 def on_channels(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages for gpt-oss's template: reasoning is `thinking`, and a message has one call, with its result behind.
 
