@@ -178,7 +178,7 @@ def test_the_calls_that_a_template_writes_are_read_however_they_are_cut(name: st
         assert said == "Well."
         assert [(called, json.loads(arguments)) for called, arguments in calls] == [("write_it", values)] * 2
         assert read(form, list(answer)) == (said, calls)
-        for _ in range(10):
+        for _ in range(5):
             cuts = sorted(rng.randint(0, len(answer)) for _ in range(4))
             pieces = [answer[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(answer)], strict=True)]
             assert read(form, pieces) == (said, calls), cuts
@@ -190,7 +190,7 @@ def test_any_text_is_read_the_same_however_it_is_cut(name: str) -> None:
     parts = [*form.begins, *(mark for mark in form.marks for _ in range(2)), "{", "}", '"name"', ":", ", ", "[",
     "]", " ", "\n",
              "x", "get_weather", '{"city": "Rome"}', "'", "city", "=", ")", "<", "7"]  # fmt: skip
-    for _ in range(150):
+    for _ in range(80):
         answer = "".join(rng.choices(parts, k=rng.randint(1, 14))).replace(HOLE, "1")
         whole = read(form, [answer])
         for _, arguments in whole[1]:
@@ -206,13 +206,12 @@ def test_any_text_is_read_the_same_however_it_is_cut(name: str) -> None:
 def test_required_calls_are_valid(name: str) -> None:
     tokenizer, rng, form = Marked(), np.random.default_rng(5), FORMS[name]
     grammars = Grammars(tokenizer)  # type: ignore[arg-type]
-    for choice, parallel in ((ToolChoice("required"), True), (ToolChoice("function", "get_weather"), True),
-                             (ToolChoice("required"), False)):  # fmt: skip
+    for choice, parallel in ((ToolChoice("required"), True), (ToolChoice("function", "get_weather"), False)):
         grammar = replace(form, parallel=parallel).grammar(TOOLS, choice, tokenizer.ids)
         assert grammar is not None
         endings = 0
         for _ in range(6):
-            tokens, ended = random_tokens(grammars.compile(grammar).mask(), tokenizer, rng, 300)
+            tokens, ended = random_tokens(grammars.compile(grammar).mask(), tokenizer, rng, 250)
             if ended:
                 endings += 1
                 text, calls = read(form, [tokenizer.text(tokens)])
@@ -441,11 +440,12 @@ def test_nested_tags_are_objects_and_lists() -> None:
         mask.accept(token)
 
 
-def test_a_template_that_takes_long_is_told_in_words() -> None:
+def test_a_template_that_takes_long_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("powerinfer.formats.dialect_reading.SECONDS", 0.1)
     slow = template("{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}")
     begin = time.monotonic()
     assert read_dialect(slow) == GENERIC
-    assert time.monotonic() - begin < 20, "each rendering has a limit, and all together"
+    assert time.monotonic() - begin < 10, "one rendering has a limit, and all together"
 
 
 @pytest.mark.parametrize(
@@ -484,17 +484,17 @@ def test_answers_of_other_shapes(form: ToolFormat, answer: str, text: str, calls
 
 def test_a_long_answer_takes_time_in_proportion() -> None:
     for form, answer in (
-        (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "' + "line\\n" * 40000 + '"}}</tool_call>'),
-        (FORMS["parameters in lines"], "<tool_call>\n<function=get_weather>\n<parameter=city>\n" + "line\n" * 40000),
-        (FORMS["keys and values"], "<tool_call>" * 20000),
-        (HERMES, "<tool_call>{" * 20000),
-        (HERMES, "\n" * 200_000),
-        (FORMS["a fence"], "<|calls_begin|>" + " " * 200_000),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "' + "line\\n" * 8000 + '"}}</tool_call>'),
+        (FORMS["parameters in lines"], "<tool_call>\n<function=get_weather>\n<parameter=city>\n" + "line\n" * 8000),
+        (FORMS["keys and values"], "<tool_call>" * 4000),
+        (HERMES, "<tool_call>{" * 4000),
+        (HERMES, "\n" * 40_000),
+        (FORMS["a fence"], "<|calls_begin|>" + " " * 40_000),
     ):
         parser, begin = form.parser(), time.process_time()
         for at in range(0, len(answer), 5):
             parser.push(answer[at : at + 5])
         parser.finish()
-        assert time.process_time() - begin < 4.0, form.name
+        assert time.process_time() - begin < 1.0, form.name
 
 
