@@ -193,6 +193,48 @@ def test_a_template_that_knows_functions(llm: LLM, api: openai.OpenAI, script: A
     assert answer.finish_reason == "tool_calls" and answer.message.tool_calls[0].function.name == "get_weather"
 
 
+TAGGED = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls %}{{ '\\n' }}<tool_call>\n<function={{ call.function.name }}>\n"
+    "{% for k, v in call.function.arguments.items() %}<parameter={{ k }}>\n{{ v if v is string else v | tojson }}\n"
+    "</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NOTE = {
+    "type": "function",
+    "function": {
+        "name": "note",
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string"}, "times": {"type": "integer"}},
+            "required": ["text"],
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_arguments_that_a_model_writes_as_text(llm: LLM, api: openai.OpenAI, script: Any, choice: str) -> None:
+    before, executor = llm.template, llm._runner._executor
+    llm.template = ChatTemplate(TAGGED)
+    executor.mark = b"<|im_start|>assistant\n"  # type: ignore[attr-defined]
+    text = 'if x < 3:\n    say("17")'
+    ask: Any = {"model": "toy", "messages": ASKED, "tools": [NOTE], "tool_choice": choice, "max_tokens": 400}
+    try:
+        arguments = f"<parameter=text>\n{text}\n</parameter>\n<parameter=times>\n2\n</parameter>\n"
+        script(f"<tool_call>\n<function=note>\n{arguments}</function>\n</tool_call>")
+        with api.chat.completions.stream(**ask, temperature=0) as stream:
+            pieces = [event.arguments_delta for event in stream if event.type == "tool_calls.function.arguments.delta"]
+            answer = stream.get_final_completion().choices[0]
+    finally:
+        llm.template = before
+        del executor.mark  # type: ignore[attr-defined]
+    assert answer.finish_reason == "tool_calls" and not answer.message.content
+    (call,) = answer.message.tool_calls or ()
+    assert json.loads(call.function.arguments) == {"text": text, "times": 2} and len(pieces) > len(text) / 4
+
+
 class Person(BaseModel):
     name: Literal["Ada", "Grace"]
     born: int
