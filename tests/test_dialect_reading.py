@@ -92,6 +92,9 @@ TEMPLATES = {
     "{{ ', ' if not loop.first }}{{ k }}={% if v is string %}'{{ v }}'{% else %}{{ v }}{% endif %}{% endfor "
         "%}){%- endfor -%}]"
     "<|calls_end|>",
+    "Python in lines": "<function_calls>" + EACH + "{{ '\n' if not loop.first }}{{ f.name }}("
+    "{% for k, v in f.arguments.items() %}"
+    "{{ ', ' if not loop.first }}{{ k }}={{ v | tojson }}{% endfor %}){% endfor %}</function_calls>",
 }  # fmt: skip
 FORMS = {name: replace(read_dialect(template(calls)), tools=tuple(TOOLS)) for name, calls in TEMPLATES.items()}
 TAGS = {"section": "<calls>\n", "call_begin": '<invoke name="', "body": "tagged"}
@@ -339,6 +342,7 @@ GEMMA_2 = (
         "e }}>{{ m.content }}"
     "{% endfor %}"
 )
+NO_RESULTS = AROUND.replace("{%- for m in messages -%}", "{% for m in messages if m.role != 'tool' %}")
 LEFT_OUT = {  # what is not understood: nested parameters, names twice, calls that are not all there
     "nested": EACH + "]~[<call>]~[<{{ f.name }}>{% for k, v in f.arguments.items() %}]~[<{{ k }}>{{ v }}]~[<"
         "/{{ k }}>{% endfor %}"
@@ -355,6 +359,10 @@ def test_what_is_not_understood_is_told_in_words(calls: str) -> None:
     messages, variables = form.conversation(ASKED, TOOLS)
     text = template(calls).render(messages, **variables)[0]
     assert "You may call functions" in text and "<tool_response>\n20 C\n</tool_response>" in text and not variables
+
+
+def test_a_template_that_writes_no_results_gets_them_in_words() -> None:
+    assert read_dialect(template(TEMPLATES["object in tags"], NO_RESULTS)) == GENERIC
 
 
 def test_a_template_without_calls_or_without_system_messages() -> None:

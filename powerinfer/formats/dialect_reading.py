@@ -30,7 +30,7 @@ _MAX_MARKS = 1024  # characters
 _NAMES = ("find_marker", "move_marker")
 _VALUES: tuple[dict[str, Any], ...] = ({"kone": "vone", "ktwo": "vtwo"}, {"kthree": "vthree"})
 _IDS = ("idAAAAAA1", "idBBBBBB2")
-_SAID, _ASKED = "Words before calls", "Words of a user"
+_SAID, _ASKED, _RESULT = "Words before calls", "Words of a user", "Words of a function"
 _TYPED = {"ktext": "two words", "kcount": 17, "kflag": True, "klist": [1, "x"], "kobject": {"z": [2.5, "y"]}}
 _KINDS = {"ktext": "string", "kcount": "number", "kflag": "boolean", "klist": "array", "kobject": "object"}
 _LINES = {"ktext": "def f():\n    return 1\n"}
@@ -136,8 +136,9 @@ class _Probe:
         names: Sequence[str],
         values: Sequence[Mapping[str, Any]],
         ids: Sequence[str] = _IDS,
+        more: Sequence[Mapping[str, Any]] = (),
     ) -> str | None:
-        """A conversation that ends with calls."""
+        """A conversation that ends with calls. more: messages behind them."""
         calls: list[dict[str, Any]] = [
             {"id": ids[at], "type": "function", "function": {"name": name, "arguments": arguments}}
             for at, (name, arguments) in enumerate(zip(names, values, strict=True))
@@ -149,7 +150,13 @@ class _Probe:
             for call in calls:
                 call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
         message = {"role": "assistant", "content": spelling.content, "tool_calls": calls}
-        return self.render(self.chat(message), tools=_DOCUMENTS)
+        return self.render(self.chat(message, *more), tools=_DOCUMENTS)
+
+    def shows_results(self, spelling: _Spelling) -> bool:
+        """Whether the template writes what a function returned."""
+        call_id = f"functions.{_NAMES[0]}:0" if spelling.named_ids else _IDS[0]
+        result = {"role": "tool", "content": _RESULT, "tool_call_id": call_id, "name": _NAMES[0]}
+        return _RESULT in (self.history(spelling, _NAMES[:1], _VALUES[:1], more=(result,)) or "")
 
     @property
     def tells(self) -> bool:
@@ -279,11 +286,12 @@ class _Reading:
             if at < 0 or end < 0:
                 return None
             parts.append((at, begin - 1, begin, end + 1))
-        head, tail = turn[: parts[0][0]], turn[parts[-1][3] :]
-        if not (head.rstrip().endswith("[") and tail.lstrip().startswith("]")):
-            return None
-        section, end_mark = head.rstrip()[:-1], tail.lstrip()[1:].rstrip()
-        return ToolFormat("read", section=section, end=end_mark, listed=True, body="keywords", name_end="(")
+        head, tail = turn[: parts[0][0]], turn[parts[-1][3] :].rstrip()
+        fields: dict[str, Any] = {"body": "keywords", "name_end": "("}
+        if head.rstrip().endswith("[") and tail.lstrip().startswith("]"):
+            return ToolFormat("read", section=head.rstrip()[:-1], end=tail.lstrip()[1:], listed=True, **fields)
+        between = turn[parts[0][3] : parts[1][0]] if len(parts) > 1 else "\n"
+        return ToolFormat("read", section=head, end=tail, between=between, **fields) if between.isspace() else None
 
     def _tagged(self, turn: str) -> ToolFormat | None:
         """A name, and arguments between marks."""
@@ -412,6 +420,8 @@ class _Reading:
         cases: list[tuple[Sequence[str], Sequence[dict[str, Any]]]] = [
             (_NAMES[:count], _VALUES[:count]), (_NAMES[:1], [_TYPED]), (_NAMES[:1], [_LINES])
         ]  # fmt: skip
+        if not self._probe.shows_results(self._spelling):
+            return False
         for names, values in cases:
             text = self._probe.history(self._spelling, names, values)
             if text is None:

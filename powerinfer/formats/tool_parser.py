@@ -263,7 +263,7 @@ class ToolParser:
             if at >= 0:
                 return self._next_call(rest, 0)
             waits = waits or at == MORE
-        if form.listed and form.body == "keywords" and rest and (rest[0].isalpha() or rest[0] == "_"):
+        if form.body == "keywords" and self._begun and rest and (rest[0].isalpha() or rest[0] == "_"):
             return self._next_call(rest, 0)
         at = follow(form.end, rest) if form.end else MISMATCH
         if at >= 0:

@@ -178,4 +178,5 @@ def _say_generic(template: str | None) -> None:
 def _special_marks(llm: LLM, form: ToolFormat) -> dict[str, int]:
     """Ids of the special tokens of this model that are in the marks of a format."""
     texts = {llm.tokenizer.token_text(token): token for token in llm.tokenizer.special_ids}
-    return {text: token for text, token in texts.items() if text and any(text in mark for mark in form.marks)}
+    marks = "\0".join(form.marks)
+    return {text: token for text, token in texts.items() if text and text in marks}
