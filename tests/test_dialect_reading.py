@@ -25,11 +25,13 @@ from powerinfer.runtime.grammar import Grammars
 AROUND = (
     "{%- if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|end|>\n{% endif -%}"
     "{%- for m in messages -%}<|{{ m.role }}|>{{ m.content }}{%- if m.tool_calls %}CALLS{% endif %}<|end|>\n"
-        "{% endfor -%}"
+    "{% endfor -%}"
     "{%- if add_generation_prompt %}<|assistant|>{% endif -%}"
 )
-EACH = "{% for call in m.tool_calls %}{% set f = call.function %}"
-TEXT = "{{ v if v is string else v | tojson }}"
+EACH, END = "{% for call in m.tool_calls %}{% set f = call.function %}", "{% endfor %}"
+ITEMS = "{% for k, v in f.arguments.items() %}"
+JSON, TEXT = "{{ f.arguments | tojson }}", "{{ v if v is string else v | tojson }}"
+LINE = "{{ '\n' }}"  # a line break behind a tag of Jinja
 
 
 def template(calls: str, around: str = AROUND) -> ChatTemplate:
@@ -37,64 +39,72 @@ def template(calls: str, around: str = AROUND) -> ChatTemplate:
     return ChatTemplate(around.replace("CALLS", calls))
 
 
+def each(text: str, between: str = "") -> str:
+    """The calls of a message, one after the other."""
+    return EACH + (f"{{{{ {between!r} if not loop.first }}}}" if between else "") + text + END
+
+
+OBJECT = '{"name": "{{ f.name }}", "arguments": ' + JSON + '{{ "}" }}'
 TEMPLATES = {
-    "object in tags": EACH
-    + '{{ "\n" }}<tool_call>{{- \'\n{"name": "\' + f.name + \'", "arguments": \' }}{{ f.arguments | tojson }'
-        '}{{ "}" }}\n</tool_call>'
-    "{%- endfor -%}",
-    "other keys, ids first": "<|START|>[" + EACH + "{{ ', ' if not loop.first }}"
-    '{"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ f.name }}", "parameters": {{ f.arguments | tojso'
-        'n }}{{ "}" }}'
-    "{%- endfor -%}]<|STOP|>",
-    "named by its key": "<|tools|>[" + EACH + '{{ ", " if not loop.first }}{"{{ f.name }}": {{ f.arguments |'
-        ' tojson }}{{ "}" }}'
-    "{%- endfor -%}]<|/tools|>",
-    "lines between tags": "\n<calls>" + EACH + '{{- \'\n{"name": "\' + f.name + \'", "arguments": \' }}{{ f.'
-        'arguments | tojson }}'
-    '{{ "}" }}{%- endfor -%}{{ "\n" }}</calls>',
-    "name and arguments": EACH + "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}{%- endfor -%}",
-    "an id between": EACH + "[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ call.id }}[ARGS]{{ f.arguments | tojson }}{"
-        "%- endfor -%}",
-    "an id before": "<|calls|>" + EACH + "<|call:begin|>{{ call.id }}<|call:name|>{{ f.name }}<|call:args|>{"
-        "{ f.arguments | tojson }}"
-    "<|call:end|>{%- endfor -%}",
-    "a namespace and a number": "<|calls_begin|>" + EACH + "<|call_begin|>functions.{{ f.name }}:{{ loop.ind"
-        "ex0 }}<|call_argument|>"
-    "{{ f.arguments | tojson }}<|call_end|>{%- endfor -%}<|calls_end|>",
-    "a fence": "<|calls_begin|>" + EACH + "{{ '\n' if not loop.first }}<|call_begin|>function<|sep|>{{ f.nam"
-        "e }}\n```json\n"
-    "{{ f.arguments | tojson }}\n```<|call_end|>{%- endfor -%}<|calls_end|>",
-    "the name in the tag": EACH + "<function={{ f.name }}>{{ f.arguments | tojson }}</function>{%- endfor -%}",
-    "parameters in lines": EACH + "{{ '\n' }}<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.argument"
-        "s.items() %}<parameter={{ k }}>\n"
-    + TEXT + "\n</parameter>\n{% endfor %}</function>\n</tool_call>{%- endfor -%}",
-    "parameters with attributes": "\n<calls>\n" + EACH + '<invoke name="{{ f.name }}">\n{% for k, v in f.arg'
-        'uments.items() %}'
-    '<parameter name="{{ k }}">' + TEXT + "</parameter>\n{% endfor %}</invoke>\n{% endfor %}</calls>",
-    "keys and values": EACH + "{{ '\n' }}<tool_call>{{ f.name }}\n{% for k, v in f.arguments.items() %}<arg_"
-        "key>{{ k }}</arg_key>\n<arg_value>"
-    + TEXT + "</arg_value>\n{% endfor %}</tool_call>{%- endfor -%}",
-    "types told": "\n<|X|calls>\n" + EACH + '<|X|invoke name="{{ f.name }}">\n{% for k, v in f.arguments.ite'
-        'ms() %}<|X|parameter name='
-    '"{{ k }}" string="{{ "true" if v is string else "false" }}">' + TEXT + "</|X|parameter>\n{% endfor %}</"
-        "|X|invoke>\n{% endfor %}"
-    "</|X|calls>",
-    "Python's literals": EACH + "{{ '\n' }}<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments."
-        "items() %}<parameter={{ k }}>{{ v }}"
-    "</parameter>\n{% endfor %}</function>\n</tool_call>{%- endfor -%}",
-    "texts in marks": EACH + '{{ "\n" }}<function name="{{ f.name }}">{% for k, v in f.arguments.items() %}<'
-        'param name="{{ k }}">'
-    "{% if v is string and '\n' in v %}<![CDATA[{{ v }}]]>{% else %}" + TEXT + "{% endif %}</param>{% endfor"
-        " %}</function>"
-    "{%- endfor -%}",
-    "Python": "<|calls_start|>[" + EACH + "{{ ', ' if not loop.first }}{{ f.name }}({% for k, v in f.argumen"
-        "ts.items() %}"
-    "{{ ', ' if not loop.first }}{{ k }}={% if v is string %}'{{ v }}'{% else %}{{ v }}{% endif %}{% endfor "
-        "%}){%- endfor -%}]"
-    "<|calls_end|>",
-    "Python in lines": "<function_calls>" + EACH + "{{ '\n' if not loop.first }}{{ f.name }}("
-    "{% for k, v in f.arguments.items() %}"
-    "{{ ', ' if not loop.first }}{{ k }}={{ v | tojson }}{% endfor %}){% endfor %}</function_calls>",
+    "object in tags": each(LINE + "<tool_call>\n" + OBJECT + "\n</tool_call>"),
+    "other keys, ids first": "<|START|>["
+    + each(
+        '{"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ f.name }}", "parameters": ' + JSON + '{{ "}" }}', ", "
+    )
+    + "]<|STOP|>",
+    "named by its key": "<|tools|>[" + each('{"{{ f.name }}": ' + JSON + '{{ "}" }}', ", ") + "]<|/tools|>",
+    "lines between tags": "\n<calls>\n" + each(OBJECT, "\n") + LINE + "</calls>",
+    "name and arguments": each("[TOOL_CALLS]{{ f.name }}[ARGS]" + JSON),
+    "an id between": each("[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ call.id }}[ARGS]" + JSON),
+    "an id before": "<|calls|>"
+    + each("<|call:begin|>{{ call.id }}<|call:name|>{{ f.name }}<|call:args|>" + JSON + "<|call:end|>"),
+    "a namespace and a number": "<|calls_begin|>"
+    + each("<|call_begin|>functions.{{ f.name }}:{{ loop.index0 }}<|call_argument|>" + JSON + "<|call_end|>")
+    + "<|calls_end|>",
+    "a fence": "<|calls_begin|>"
+    + each("<|call_begin|>function<|sep|>{{ f.name }}\n```json\n" + JSON + "\n```<|call_end|>", "\n")
+    + "<|calls_end|>",
+    "the name in the tag": each("<function={{ f.name }}>" + JSON + "</function>"),
+    "parameters in lines": each(
+        LINE + "<tool_call>\n<function={{ f.name }}>\n" + ITEMS
+        + "<parameter={{ k }}>\n" + TEXT + "\n</parameter>\n" + END + "</function>\n</tool_call>"
+    ),
+    "parameters with attributes": "\n<calls>\n"
+    + each(
+        '<invoke name="{{ f.name }}">\n' + ITEMS + '<parameter name="{{ k }}">' + TEXT + "</parameter>\n" + END
+        + "</invoke>\n"
+    )
+    + "</calls>",
+    "keys and values": each(
+        LINE + "<tool_call>{{ f.name }}\n" + ITEMS
+        + "<arg_key>{{ k }}</arg_key>\n<arg_value>" + TEXT + "</arg_value>\n" + END + "</tool_call>"
+    ),
+    "types told": "\n<|X|calls>\n"
+    + each(
+        '<|X|invoke name="{{ f.name }}">\n' + ITEMS
+        + '<|X|parameter name="{{ k }}" string="{{ \'true\' if v is string else \'false\' }}">' + TEXT
+        + "</|X|parameter>\n" + END + "</|X|invoke>\n"
+    )
+    + "</|X|calls>",
+    "Python's literals": each(
+        LINE + "<tool_call>\n<function={{ f.name }}>\n" + ITEMS + "<parameter={{ k }}>{{ v }}</parameter>\n" + END
+        + "</function>\n</tool_call>"
+    ),
+    "texts in marks": each(
+        LINE + '<function name="{{ f.name }}">' + ITEMS + '<param name="{{ k }}">'
+        + "{% if v is string and '\n' in v %}<![CDATA[{{ v }}]]>{% else %}" + TEXT + "{% endif %}</param>" + END
+        + "</function>"
+    ),
+    "Python": "<|calls_start|>["
+    + each(
+        "{{ f.name }}(" + ITEMS
+        + "{{ ', ' if not loop.first }}{{ k }}={% if v is string %}'{{ v }}'{% else %}{{ v }}{% endif %}" + END + ")",
+        ", ",
+    )
+    + "]<|calls_end|>",
+    "Python in lines": "<function_calls>"
+    + each("{{ f.name }}(" + ITEMS + "{{ ', ' if not loop.first }}{{ k }}={{ v | tojson }}" + END + ")", "\n")
+    + "</function_calls>",
 }  # fmt: skip
 FORMS = {name: replace(read_dialect(template(calls)), tools=tuple(TOOLS)) for name, calls in TEMPLATES.items()}
 TAGS = {"section": "<calls>\n", "call_begin": '<invoke name="', "body": "tagged"}
@@ -338,16 +348,13 @@ def test_values_as_text_are_read_by_the_schema(schema: Any, text: str, value: An
 NO_CALLS = AROUND.replace("{%- if m.tool_calls %}CALLS{% endif %}", "")
 GEMMA_2 = (
     "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}{% for m in messages %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}{% endif %}<{{ m.rol"
-        "e }}>{{ m.content }}"
-    "{% endfor %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}"
 )
 NO_RESULTS = AROUND.replace("{%- for m in messages -%}", "{% for m in messages if m.role != 'tool' %}")
 LEFT_OUT = {  # what is not understood: nested parameters, names twice, calls that are not all there
-    "nested": EACH + "]~[<call>]~[<{{ f.name }}>{% for k, v in f.arguments.items() %}]~[<{{ k }}>{{ v }}]~[<"
-        "/{{ k }}>{% endfor %}"
-    "{% endfor %}",
-    "lost arguments": EACH + "<call>{{ f.name }}: {{ f.arguments.keys() | list }}</call>{% endfor %}",
+    "nested": each("]~[<call>]~[<{{ f.name }}>" + ITEMS + "]~[<{{ k }}>{{ v }}]~[</{{ k }}>" + END),
+    "lost arguments": each("<call>{{ f.name }}: {{ f.arguments.keys() | list }}</call>"),
     "only words": "I call {{ m.tool_calls[0].function.name }} with {{ m.tool_calls[0].function.arguments }}.",
 }  # fmt: skip
 
