@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_chat import LLAMA31
 from test_grammar import random_tokens
-from test_tool_calls import ASKED, TOOLS, Marked, check_calls, read
+from test_tool_calls import ASKED, PHI, QWEN, TOOLS, TURNS_ONLY, Marked, check_calls, read
 from toy_model import BOS, EOS, VOCAB
 
 from powerinfer.formats import tool_dialects
 from powerinfer.formats.chat import ChatTemplate
 from powerinfer.formats.dialect_reading import read_dialect
 from powerinfer.formats.marks import HOLE
-from powerinfer.formats.tool_calls import GENERIC, HERMES, ToolFormat
+from powerinfer.formats.tool_calls import GENERIC, HERMES, LLAMA, PHI4_MINI, ToolFormat
 from powerinfer.formats.tools import ToolChoice, read_tools
 from powerinfer.runtime.grammar import Grammars
 
@@ -343,6 +344,37 @@ def test_values_as_text_are_read_by_the_schema(schema: Any, text: str, value: An
     answer = f"<tool_call>f\n<arg_key>v</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"
     ((_, arguments),) = read(form, [answer])[1]
     assert json.loads(arguments) == {"v": value}
+
+
+@pytest.mark.parametrize(
+    ("source", "form"),
+    [
+        (LLAMA31, LLAMA),
+        (PHI, PHI4_MINI),
+        (QWEN, ToolFormat("read", **EXPECTED["object in tags"])),
+        (TURNS_ONLY, GENERIC),
+    ],
+)
+def test_the_dialect_of_a_template(source: str, form: ToolFormat) -> None:
+    assert read_dialect(ChatTemplate(source)) == form
+    messages, variables = form.conversation(ASKED, TOOLS)
+    text = ChatTemplate(source).render(messages, **variables)[0]
+    assert '{"name": "get_weather"' in text or '{"name":"get_weather"' in text, "the earlier call, too"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "<|python_tag|> Respond in the format {{ tools }} <function={{ name }}>{{ arguments }}</function>",
+        "<|python_tag|> Respond in the format {{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}",
+        "calls in <tool_call> tags as <tool_calls>[...]</tool_calls> {{ tools }}",
+        "{{ ns ~ '<tool_call>' }}{{ ns }}<invoke name='{{ n }}'> {{ tools }}",
+        "]<]minimax[>[<invoke name={{ tools }}{% for m in messages %}{{ m.tool_calls or m.content }}{% endfor %}",
+        "<|tool_call>call:<tool_call|>{% for m in messages %}{{ m.tool_calls | tojson }}{{ m.content }}{% endfor %}",
+    ],
+)
+def test_a_template_that_only_names_the_marks_of_a_known_dialect_has_none(source: str) -> None:
+    assert replace(read_dialect(ChatTemplate(source)), no_system=False) == GENERIC
 
 
 NO_CALLS = AROUND.replace("{%- if m.tool_calls %}CALLS{% endif %}", "")

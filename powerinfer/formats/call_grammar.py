@@ -59,13 +59,13 @@ class CallRules:
             texts = (form.call_begin, *form.openings[1:])
             rests = [rest for text in texts if (rest := _behind(begun, text)) is not None]
             before, first = "", self._either([self.mark(rest) for rest in rests])
-        one = f"call {closing}"
+        closed = f"call {closing}"
         if form.listed:
-            inner = f'{first} {one} (W? "," W? {opening} {one}){more}' if parallel else f"{first} {one}"
+            inner = f'{first} {closed} (W? "," W? {opening} {closed}){more}' if parallel else f"{first} {closed}"
             bracket = "" if begun.endswith("[") or form.section.endswith("[") else 'W? "["'
             return f'{before} {bracket} W? {inner} W? "]" {end}'
-        again = f"({self.mark(form.between)} {opening} {one}){more}" if parallel else ""
-        return f"{before} {first} {one} {again} {end}"
+        again = f"({self.mark(form.between)} {opening} {closed}){more}" if parallel else ""
+        return f"{before} {first} {closed} {again} {end}"
 
     def mark(self, text: str, exact: bool = False) -> str:
         """A mark in the grammar: special tokens as such, white space at its edges and around line breaks free, unless
@@ -222,7 +222,7 @@ class CallRules:
 
 
 def _behind(begun: str, text: str) -> str | None:
-    """What follows `begun` in the text; None if it does not begin so."""
+    """The text behind `begun`; None if it does not begin so."""
     stripped = text.lstrip()
     return stripped[len(begun) :] if text and stripped.startswith(begun) else None
 

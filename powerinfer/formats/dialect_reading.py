@@ -19,7 +19,7 @@ from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats import tool_dialects, tool_messages
 from powerinfer.formats.chat import ChatTemplate
 from powerinfer.formats.marks import HOLE
-from powerinfer.formats.tool_calls import GENERIC, ToolFormat
+from powerinfer.formats.tool_calls import GENERIC, HARMONY, ToolFormat
 from powerinfer.formats.tool_parser import ToolDelta
 from powerinfer.formats.tools import Tool
 
@@ -57,10 +57,10 @@ def read_dialect(template: ChatTemplate | None) -> ToolFormat:
 
 @lru_cache(32)
 def _read(source: str, bos: str, eos: str) -> ToolFormat:
-    row = tool_dialects.known(source)
-    if row is not None:
-        return row
     probe = _Probe(ChatTemplate(source, bos, eos, "2026-01-01T00:00:00"))
+    row = tool_dialects.known(source)
+    if row is not None and _writes(probe, row):
+        return row
     written = _written(probe)
     if written is not None:
         return written
@@ -68,6 +68,19 @@ def _read(source: str, bos: str, eos: str) -> ToolFormat:
     if told is not None and probe.render(probe.chat(), tools=_DOCUMENTS) is not None:
         return told
     return replace(GENERIC, no_system=probe.drops_system)
+
+
+def _writes(probe: _Probe, form: ToolFormat) -> bool:
+    """Whether the template writes a call as a row of the table says. Harmony's begins in the header of a message."""
+    if form == HARMONY:
+        return True
+    call = {"id": _IDS[0], "function": {"name": _NAMES[0], "arguments": _VALUES[0]}}
+    messages, variables = form.conversation(probe.chat({"role": "assistant", "tool_calls": [call]}), _TOOLS)
+    turn = (probe.render(messages, **variables) or "").rpartition(_ASKED)[2]
+    marks = ('{"name"',) if form.bare else form.begins
+    begin = min((at for mark in marks if (at := turn.find(mark)) >= 0), default=len(turn))
+    calls = parsed(replace(form, tools=tuple(_TOOLS)), turn[begin:])[1]
+    return [(name, json.loads(arguments)) for name, arguments in calls] == [(_NAMES[0], _VALUES[0])]
 
 
 def _written(probe: _Probe) -> ToolFormat | None:
@@ -189,7 +202,7 @@ class _Reading:
         self._names = [name for name in _NAMES if name in turn]
 
     def form(self) -> ToolFormat | None:
-        """None if it is not understood."""
+        """The description; None if the text is not understood."""
         if self._plain is None or _SAID not in self._plain or not self._names:
             return None
         turn = self._turn(self._text)
@@ -333,7 +346,7 @@ class _Reading:
         return None if form is None else form if name_end.strip() else replace(form, name_end=name_end)
 
     def _types(self, key_end: str) -> tuple[str, tuple[tuple[str, str], ...]]:
-        """What is between a key and its value, with a hole for the word by which a value's type is told."""
+        """Text between a key and its value, with a hole for the word by which a value's type is told."""
         text = self._probe.history(self._spelling, _NAMES[:1], [_TYPED]) or ""
         turn = self._turn(text)
         found: dict[str, str] = {}
@@ -469,8 +482,8 @@ def _holes(text: str, identity: str) -> str:
 def _common(first: str, second: str) -> int:
     """Length of the common beginning."""
     length = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
+    for left, right in zip(first, second, strict=False):
+        if left != right:
             break
         length += 1
     return length
@@ -488,7 +501,7 @@ def _tag_start(text: str, at: int) -> int:
 
 
 def _part_of_tag(turn: str, at: int) -> str:
-    """What a cut at a position would leave of the tag that it is in."""
+    """The rest of the tag that a position is in."""
     if not _in_tag(turn, at):
         return ""
     ends = [end for mark in ">]" if (end := turn.find(mark, at)) >= 0]

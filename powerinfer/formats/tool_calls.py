@@ -384,7 +384,8 @@ MISTRAL_NAMED = ToolFormat(
 )
 HARMONY = HarmonyFormat("harmony", call_begin=harmony.TO, call_end=harmony.CALL)
 PHI4_MINI = ToolFormat(
-    "phi4-mini", section="<|tool_call|>", also=("functools[",), end="<|/tool_call|>", listed=True, told="system"
+    "phi4-mini", section="<|tool_call|>", also=("functools[",), end="<|/tool_call|>", listed=True, told="system",
+    history="text",
 )
 
 
