@@ -269,12 +269,16 @@ class GatedAttentionConfig(AttentionConfig):
         yield "q_gate", (self.width, d_model)
 
 
+MIXED_ACTIVATIONS = ("silu", "relu", "relu2")
+
+
 @dataclass(frozen=True)
 class DeltaNetConfig:
     """Gated DeltaNet (arXiv 2412.06464): linear attention with a state for each sequence, nothing for each token.
 
     A causal convolution over the last `taps` tokens precedes it. Value heads share the query and key heads: in turn
-    (`tiled`: head i has those of head i % n_key_heads), or neighbouring ones those of one.
+    (`tiled`: head i has those of head i % n_key_heads), or neighbouring ones those of one. activation: behind the
+    convolution, one of MIXED_ACTIVATIONS.
     """
 
     n_key_heads: int
@@ -283,6 +287,7 @@ class DeltaNetConfig:
     value_dim: int
     taps: int
     tiled: bool = False
+    activation: str = field(default="silu", repr=False)  # fingerprints hash what is shown: theirs stay
 
     @property
     def n_heads(self) -> int:

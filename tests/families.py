@@ -436,6 +436,7 @@ CASES = [
         ("folder", "gguf"),
     ),
     Case("qwen35", "qwen3_5_text", {}, {"rope_parameters": HALF_ROPE}),
+    Case("qwen35-relu", "qwen3_5_text", {"hidden_act": "relu"}, {"hidden_act": "silu"}, FOLDERS),
     Case(
         "qwen35-heads",
         "qwen3_5_text",

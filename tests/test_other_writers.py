@@ -390,12 +390,16 @@ def test_the_activation_behind_the_convolution_of_gated_delta_net() -> None:
     def read(**changes: Any) -> ModelConfig:
         return read_config(settings | changes, Path("folder"))
 
-    assert {layer.ffn.activation for layer in read(hidden_act="swish").layers} == {"silu"}
-    with pytest.raises(ModelError, match="hidden_act is 'relu', also behind the convolution"):
-        read(hidden_act="relu")
-    assert {layer.ffn.activation for layer in read(hidden_act="relu", linear_hidden_act="silu").layers} == {"relu"}
-    with pytest.raises(ModelError, match="linear_hidden_act is 'relu'"):
-        read(hidden_act="silu", linear_hidden_act="relu")
+    def both(**changes: Any) -> tuple[set[str], set[str]]:
+        config = read(**changes)
+        return {layer.ffn.activation for layer in config.layers}, {one.activation for one in config.states.values()}
+
+    assert both(hidden_act="swish") == ({"silu"}, {"silu"})
+    assert both(hidden_act="relu") == ({"relu"}, {"relu"})
+    assert both(hidden_act="relu", linear_hidden_act="silu") == ({"relu"}, {"silu"})
+    for stated in ({"hidden_act": "cats"}, {"hidden_act": "silu", "linear_hidden_act": "cats"}):
+        with pytest.raises(ModelError, match="hidden_act is 'cats', also behind the convolution"):
+            read(**stated)
 
 
 @pytest.mark.parametrize("slides", [["full_attention", "sliding_attention"], ["sliding_attention"] * LAYERS])

@@ -137,21 +137,25 @@ void bind_operators(nb::class_<Program>& program) {
       .def(
           "delta_net",
           [](Program& p, int layer, size_t state, const Norm* norm, std::vector<std::shared_ptr<Matrix>> matrices,
-             Floats2 taps, Floats decay, Floats dt_bias, const Norm& out_norm, int64_t key_heads, bool tiled) {
+             Floats2 taps, Floats decay, Floats dt_bias, const Norm& out_norm, int64_t key_heads, bool tiled,
+             const std::string& activation) {
             require(matrices.size() == 6 && std::all_of(matrices.begin(), matrices.end(), [](auto& m) { return !!m; }),
                     "Gated DeltaNet has six matrices");
             Vector all(taps.data(), taps.data() + taps.size());
+            const int act = index_of(ACTIVATIONS, PI_N_ACTS, activation, "activation");
+            require(act == PI_SILU || act == PI_RELU || act == PI_RELU2, "a convolution has another activation");
             p.delta_net({layer, state, norm_of(norm), matrices[0], matrices[1], matrices[2], matrices[3], matrices[4],
                          matrices[5], std::move(all), vector_of(decay), vector_of(dt_bias), out_norm, key_heads,
-                         tiled});
+                         tiled, act});
           },
           "layer"_a, "state"_a, "norm"_a.none(), "matrices"_a, "taps"_a, "decay"_a, "dt_bias"_a, "out_norm"_a,
-          "key_heads"_a, "tiled"_a,
+          "key_heads"_a, "tiled"_a, "activation"_a,
           "attended = Gated DeltaNet of norm(x).\n\n"
           "layer, state: of the cache and of the states; matrices: query, key, value, gate, beta, alpha; taps: of the\n"
           "convolution, [taps, channels]; decay: the logarithm of a head's decay is decay * softplus(alpha + "
           "dt_bias);\n"
-          "tiled: value head i has key head i % key_heads, else i // (value heads / key_heads).")
+          "tiled: value head i has key head i % key_heads, else i // (value heads / key_heads); activation: behind the\n"
+          "convolution, silu, relu or relu2.")
       .def(
           "gate_attended",
           [](Program& p, int layer, const Norm* norm, std::shared_ptr<Matrix> w) {

@@ -89,7 +89,7 @@ class DeltaNet : public Op {
                                   from, states.convolution(spec_.state, run.state) + at, about_.channels, dim);
         for (int64_t i = 0; i < run.count; i++) {
           float* row = x + i * p.ldqkv;
-          w.kernels->activate(PI_SILU, 0, row, nullptr, dim);
+          w.kernels->activate(spec_.activation, 0, row, nullptr, dim);
           if (h < keys) (h < spec_.key_heads ? of_query_ : of_key_).apply(w.kernels, row, row);
         }
       }

@@ -45,4 +45,5 @@ struct DeltaNetSpec {
   Norm out_norm;          // of each value head
   int64_t key_heads;
   bool tiled;
+  int activation;  // PiAct, behind the convolution
 };

@@ -392,7 +392,7 @@ class CpuExecutor:
         of_heads = _native.Norm(out_norm, self.config.norm_eps)
         own = layer - self.first_layer
         self._program.delta_net(
-            own, state, norm, matrices, taps, decay, dt_bias, of_heads, about.n_key_heads, about.tiled
+            own, state, norm, matrices, taps, decay, dt_bias, of_heads, about.n_key_heads, about.tiled, about.activation
         )
 
     def latent_attention(

@@ -15,6 +15,7 @@ import numpy as np
 
 from powerinfer.config import (
     ACTIVATIONS,
+    MIXED_ACTIVATIONS,
     THRESHOLDED,
     AttentionConfig,
     AttentionKind,
@@ -590,12 +591,13 @@ MIXED_ACT = "linear_hidden_act"
 def _qwen_delta(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     """Gated DeltaNet beside gated attention: Qwen3-Next, Qwen3.5 and Qwen3.6, with experts or without."""
     fields.only("attention_bias", False)
-    mixed = fields.text(MIXED_ACT, fields.text("hidden_act"))
-    if _GATED.get(mixed) != "silu":
+    stated = fields.text(MIXED_ACT, fields.text("hidden_act"))
+    mixed = _GATED.get(stated, "")
+    if mixed not in MIXED_ACTIVATIONS:
         raise fields.bad(
             MIXED_ACT if fields.has(MIXED_ACT) else "hidden_act",
-            f"is {shown(mixed)}, also behind the convolution of Gated DeltaNet, as in transformers; only silu is "
-            f"supported there: give {MIXED_ACT} if the model has that",
+            f"is {shown(stated)}, also behind the convolution of Gated DeltaNet, as in transformers; only "
+            f"{', '.join(MIXED_ACTIVATIONS)} are supported there: give {MIXED_ACT} if the model has one of them",
         )
     heads = _heads(fields, config)
     attention = GatedAttentionConfig(
@@ -607,6 +609,7 @@ def _qwen_delta(fields: Fields, config: ModelConfig, n_layers: int) -> ModelConf
         fields.integer("linear_num_value_heads", 1, layout.MAX_HEADS),
         fields.integer("linear_value_head_dim", 1, layout.MAX_HEAD_DIM),
         fields.integer("linear_conv_kernel_dim", 1, layout.MAX_HEAD_DIM),
+        activation=mixed,
     )
     every = fields.integer("full_attention_interval", 1, layout.MAX_LAYERS, 4)
     kinds: dict[str, AttentionKind] = {_LINEAR: delta, _GLOBAL: attention}

@@ -425,7 +425,7 @@ def activate(
         assert up is not None
         gate = x.clamp(max=OAI_LIMIT)
         return gate * (OAI_SCALE * gate).sigmoid() * (up.clamp(-OAI_LIMIT, OAI_LIMIT) + 1)
-    h = _activate(x, activation, limit)
+    h = activated(x, activation, limit)
     if activation == "topk":
         assert not isinstance(limit, float)
         h = _keep_largest(h, limit, kept)
@@ -864,7 +864,7 @@ def products(neurons: Neurons, x: Tensor, selected: Tensor | None, threshold: fl
 
     first = neurons.up if neurons.gate is None else neurons.gate
     h = linear(first, x, neurons.up_bias if neurons.gate is None else neurons.gate_bias)
-    h = _activate(h, neurons.activation, neurons.threshold if neurons.limits is None else neurons.limits)
+    h = activated(h, neurons.activation, neurons.threshold if neurons.limits is None else neurons.limits)
     if selected is not None:
         h = h.masked_fill_(selected == 0, 0)
     if threshold > 0:
@@ -891,7 +891,7 @@ def _keep_largest(h: Tensor, unit: Tensor, kept: int) -> Tensor:
     return h.masked_fill(~keeps.flatten(-2), 0)
 
 
-def _activate(x: Tensor, activation: str, limit: float | Tensor) -> Tensor:
+def activated(x: Tensor, activation: str, limit: float | Tensor = 0.0) -> Tensor:
     """The activation; of drelu, the gate's half; of topk without its selection. NaN propagates."""
     if activation in ("silu", "topk"):
         return x * x.sigmoid()

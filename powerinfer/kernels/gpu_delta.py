@@ -74,7 +74,7 @@ def delta_net(net: DeltaNet, products: Tensor, states: DeltaStates, runs: Tensor
         )
         window = torch.cat([window, mixed[t : t + 1]])
         x = (net.taps * window).sum(dim=0)
-        q, k, v = (x * x.sigmoid()).split([keys, keys, about.width])
+        q, k, v = gpu.activated(x, about.activation).split([keys, keys, about.width])
         q = _of_value_heads(_unit(q.view(-1, about.key_dim)) * about.key_dim**-0.5, about)
         k = _of_value_heads(_unit(k.view(-1, about.key_dim)), about)
         state = state * decay[t, :, None, None]

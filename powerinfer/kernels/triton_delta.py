@@ -35,7 +35,7 @@ _UNIT_EPS = tl.constexpr(UNIT_EPS)
 @triton.jit(do_not_specialize_on_alignment=["runs", "rows"])
 def _mix_kernel(
     products, stride, taps, window, runs, rows, mixed, channels, key_heads, key_dim, value_dim, scale,
-    TAPS: tl.constexpr, BLOCK: tl.constexpr,
+    TAPS: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr,
 ):  # fmt: skip
     """Convolution and activation of a token's head, and the L2 norm of a query or key: first all queries, then all
     keys, then all values."""
@@ -53,7 +53,12 @@ def _mix_kernel(
         place = read.to(tl.int64) * (TAPS - 1) + back - first + TAPS - 1
         kept = tl.load(window + place * channels + at, mask=live & (back < first) & (read >= 0), other=0)
         x += tl.load(taps + j * channels + at, mask=live, other=0) * tl.where(back >= first, now, kept)
-    x = x / (1 + tl.exp(-x))
+    if ACT == "silu":
+        x = x / (1 + tl.exp(-x))
+    else:
+        x = tl.where(x < 0, 0.0, x)  # NaN stays
+        if ACT == "relu2":
+            x *= x
     if of_keys:
         x *= tl.where(h < key_heads, scale, 1.0) / tl.sqrt_rn(tl.sum(x * x, 0) + _UNIT_EPS)
     tl.store(mixed + t.to(tl.int64) * channels + at, x, mask=live)
@@ -235,7 +240,7 @@ def delta_net(net: DeltaNet, products: Tensor, states: DeltaStates, runs: Tensor
     dims = about.key_dim, about.value_dim
     _mix_kernel[(tokens, 2 * keys + heads)](
         products, stride, net.taps, states.window, runs, rows, mixed, channels, keys, *dims, about.key_dim**-0.5,
-        TAPS=about.taps, BLOCK=triton.next_power_of_2(max(dims)), num_warps=1,
+        TAPS=about.taps, BLOCK=triton.next_power_of_2(max(dims)), ACT=about.activation, num_warps=1,
     )  # fmt: skip
     _keep_kernel[(sequences, triton.cdiv(channels, CHANNELS))](
         products, stride, states.window, runs, channels, TAPS=about.taps,

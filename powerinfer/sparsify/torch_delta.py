@@ -16,6 +16,7 @@ so that only products with states go from chunk to chunk, and all else is for al
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,13 +31,21 @@ if TYPE_CHECKING:
     from powerinfer.sparsify.torch_model import TorchModel
 
 
+_ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
+}
+
+
 def remember(model: TorchModel, x: Tensor, name: str, about: DeltaNetConfig) -> Tensor:
     """What a layer adds, for its normalised input x, both [batch, tokens, d_model]. name: `layers.N.`."""
     name += "delta_"
     heads, keys = about.n_value_heads, about.n_key_heads * about.key_dim
     taps = model.weights[name + "conv"].split([keys, keys, about.width])
+    activate = _ACTIVATE[about.activation]
     q, k, v = (
-        functional.silu(_Convolved.apply(model.linear(x, name + part).float(), own)).unflatten(-1, (-1, dim))
+        activate(_Convolved.apply(model.linear(x, name + part).float(), own)).unflatten(-1, (-1, dim))
         for part, own, dim in zip("qkv", taps, (about.key_dim, about.key_dim, about.value_dim), strict=True)
     )
     q, k = (_of_value_heads(part, about) for part in (_unit(q) * about.key_dim**-0.5, _unit(k)))

@@ -366,7 +366,7 @@ def _stating(document: Mapping[str, Any], architecture: str, about: Mapping[str,
     """config.json with the activation and its thresholds; `transformers` has one key for FFNs and convolutions."""
     left = {key: value for key, value in document.items() if key != _LIMITS}
     if architecture in WITH_DELTA:
-        left.setdefault(MIXED_ACT, "silu")
+        left.setdefault(MIXED_ACT, document.get("hidden_act", "silu"))
     named = _KEYS.get(architecture, "hidden_act")
     return left | {named if key == "hidden_act" else key: value for key, value in about.items()}
 
