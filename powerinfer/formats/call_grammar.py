@@ -201,7 +201,7 @@ class CallRules:
     def _literals(self) -> list[str]:
         """The rules for values in Python's literals, or with marks around texts and bare keys."""
         quote, rules = self._form.quote, []
-        text = r"""/'([^'\\\n]|\\.)*'/ | /"([^"\\\n]|\\.)*"/"""
+        text = r"""/'([^'\\]|\\.)*'/ | /"([^"\\]|\\.)*"/"""
         key, null, truth = "text", '"None" | "null"', '"True" | "False" | "true" | "false"'
         if quote:
             text, key, null, truth = f"{self.mark(quote)} quoted", "/[A-Za-z0-9_.-]+/", '"null"', '"true" | "false"'

@@ -22,6 +22,7 @@ _WORD = re.compile(r"[^\s,:=\"'{}\[\]()<]+|<")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _NAMES = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 _PIECE = 1024  # characters that are looked at together: a step copies what is left of them
+_LOOK_AHEAD = 32  # characters
 _HEX = {"u": 4, "x": 2, "U": 8}
 
 
@@ -203,6 +204,8 @@ class Value:
         if found is not None:
             self._out.append(found[0])
             self._text = text[found.end() :]
+        elif text[0] == mark == "'":
+            return self._apostrophe()
         elif text[0] == mark:
             self._text = text[1:]
             self._close_string()
@@ -211,6 +214,18 @@ class Value:
         else:  # a control character, another quote, or a mark's beginning
             self._out.append(json.dumps(text[0], ensure_ascii=False)[1:-1])
             self._text = text[1:]
+        return True
+
+    def _apostrophe(self) -> bool:
+        """An apostrophe ends a string where what follows may follow a string: some models escape none within."""
+        behind = self._text[1:_LOOK_AHEAD].lstrip(_SPACE)
+        if not behind and len(self._text) < _LOOK_AHEAD and not self._last:
+            return False
+        self._text = self._text[1:]
+        if behind and behind[0] not in ",:=)]}":
+            self._out.append("'")
+        else:
+            self._close_string()
         return True
 
     def _escape(self) -> bool:
