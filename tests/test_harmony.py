@@ -129,6 +129,12 @@ ANSWERS: list[tuple[str, Read]] = [
     (f"{THOUGHT}<|channel|>final<|message|>Yes, 20 < 30.", ("Is it <b> warm?", "Yes, 20 < 30.", [])),
     (f"{THOUGHT}<|channel|>final<|message|>Yes.<|return|>", ("Is it <b> warm?", "Yes.", [])),
     ("<|channel|>final<|message|>Yes.", ("", "Yes.", [])),
+    ("<|channel|>commentary to=assistant<|message|>Yes.<|return|>", ("", "Yes.", [])),
+    ("<|channel|>commentary to=assistant<|channel|>final<|message|>Yes.<|return|>", ("", "Yes.", [])),
+    ("<|channel|>analysis<|channel|>final<|message|>Yes.<|return|>", ("", "Yes.", [])),
+    ("<|channel|>analysis<|end|><|start|>assistant<|channel|>final<|message|>Yes.", ("", "Yes.", [])),
+    ("<|channel|>commentary to=functions.now <|constrain|>json<|message|>{'a': \"x\ny\"<|call|>",
+     ("", "", [("now", '{"a": "x\\ny"}')])),
     (f"{THOUGHT}<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ROME}<|call|>",
      ("Is it <b> warm?", "", [("get_weather", ROME)])),
     (f"{THOUGHT} to=functions.get_weather<|channel|>commentary <|constrain|>json<|message|>{ROME}",
@@ -272,6 +278,8 @@ def test_calls_that_are_demanded(special: bool) -> None:
     call = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ROME}"
     thought = "<|channel|>analysis<|message|>A city\nand so on.<|end|><|start|>assistant"
     assert accepted(grammar, call, special) and accepted(grammar, thought + call, special)
+    for header in ("<|channel|>commentary json", " json", "<|channel|>commentary code", " <|constrain|>json", ""):
+        assert accepted(grammar, f" to=functions.get_weather{header}<|message|>{ROME}", special), header
     assert not accepted(grammar, "<|channel|>final<|message|>Yes", special)
     assert not accepted(grammar, call.replace("get_weather", "now"), special)
     assert not accepted(grammar, call.replace('"Rome"', "3"), special)

@@ -292,6 +292,22 @@ def test_an_answer_may_call_twice_where_calls_are_parallel(form: ToolFormat) -> 
         assert grammars.compile(grammar).mask().accept_bytes(text.encode()) == parallel
 
 
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (MISTRAL, f"[TOOL_CALLS] [{NOW_CALL}]"),
+        (MISTRAL, '[TOOL_CALLS][{"name": "now", "arguments": {}, "id": "abcdef123"}]'),
+        (MISTRAL_NAMED, "[TOOL_CALLS]now[CALL_ID]abcdef123[ARGS]{}"),
+        (HERMES, f"<tool_call>{NOW_CALL}</tool_call>"),
+        (HERMES, f"<tool_call>\n\n{NOW_CALL} \n</tool_call>"),
+    ],
+)
+def test_calls_that_are_demanded_may_have_what_models_write_beside_them(form: ToolFormat, text: str) -> None:
+    assert read(form, [text]) == ("", [("now", "{}")])
+    grammar = form.grammar(TOOLS, ToolChoice("required"))
+    assert Grammars(Marked()).mask(grammar).accept_bytes(text.encode())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("form", TWO_CALLS, ids=lambda form: form.name)
 @pytest.mark.parametrize("piece", [1, 3, 1000])
 def test_one_call_is_read_where_calls_are_not_parallel(form: ToolFormat, piece: int) -> None:
