@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import time
@@ -15,6 +16,7 @@ from test_grammar import random_tokens
 from test_tool_calls import ASKED, PHI, QWEN, TOOLS, TURNS_ONLY, Marked, check_calls, read
 from toy_model import BOS, EOS, VOCAB
 
+from powerinfer.errors import RequestError
 from powerinfer.formats import tool_dialects
 from powerinfer.formats.chat import ChatTemplate
 from powerinfer.formats.dialect_reading import read_dialect
@@ -303,6 +305,26 @@ def test_arguments_as_text_may_come_in_any_order_and_none_that_must_be_there_lac
             mask = Grammars(Marked()).mask(grammar)  # type: ignore[arg-type]
             fits = mask.accept_bytes(f"<tool_call>\n<function=f>\n{text}</function>\n</tool_call>".encode())
             assert fits == (keys in allowed), (needed, keys)
+
+
+@pytest.mark.parametrize("name", ["parameters in lines", "types told", "Python", "Python's literals"])
+@pytest.mark.parametrize(
+    "schema",
+    [True, None, "string", {"type": "string", "enum": [1, "a"]}, {"type": "string", "enum": []}, {"type": 3},
+     {"type": "string", "maxLength": "x"}, {"type": "string", "minLength": -1, "maxLength": True}, {"$ref": "#/a/b"},
+     {"$ref": "#/properties/v"}, {"anyOf": [{"$ref": "#/properties/v"}, 3]}, {"type": "array", "items": True},
+     {"type": "array", "items": {"type": "array"}, "minItems": "x", "maxItems": 0}, {"enum": [None, {"a": []}]}],
+)  # fmt: skip
+def test_odd_schemas_fail_with_a_line_at_most(name: str, schema: Any) -> None:
+    parameters = {"type": "object", "properties": {"v": schema, 'q"<\n': {}}, "required": ["v"]}
+    tools = read_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    form, grammars = replace(FORMS[name], tools=tuple(tools)), Grammars(Marked())  # type: ignore[arg-type]
+    with contextlib.suppress(RequestError):
+        grammars.mask(form.grammar(tools, ToolChoice("required")))
+        grammars.mask(form.lazy_grammar(tools))
+    answer = f"{form.section}{form.call_begin}f{form.name_end}{form.key_begin}v{form.key_end}[1, 'x'{form.value_end}"
+    for _, arguments in read(form, [answer])[1]:
+        json.loads(arguments)
 
 
 def test_arguments_that_are_text_are_streamed() -> None:

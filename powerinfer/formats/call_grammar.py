@@ -167,8 +167,8 @@ class CallRules:
         text = f"{rule}{self._text_value(_counted(schema), end)}"
         if self._form.nested and (not allowed or allowed & {"object", "array"}):
             return [("", rule)], [f"{rule}{self._text_value('', end)}"]
-        values = schema.get("enum") if isinstance(schema, Mapping) else None
-        if isinstance(values, list) and allowed == {"string"} and not any("<" in value for value in values):
+        values = _texts(schema)
+        if values and allowed == {"string"} and not any("<" in value for value in values):
             options = " | ".join(literal(value) for value in values)
             text = f"{rule}: ({options}) {self.mark(end, exact=True)}"
         whole = {**schema, **{key: root[key] for key in ("$defs", "definitions") if key in root}} if allowed else {}
@@ -250,6 +250,12 @@ def _counted(schema: Any) -> str:
     return rf"/(.|\n){{{least},{most}}}/"
 
 
+def _texts(schema: Any) -> list[str]:
+    """The texts that a value may be; none: any, or not only texts."""
+    values = schema.get("enum") if isinstance(schema, Mapping) else None
+    return values if isinstance(values, list) and all(isinstance(value, str) for value in values) else []
+
+
 def _number(value: Any) -> int | None:
     return value if isinstance(value, int) and 0 <= value <= _MAX_LENGTH else None
 
@@ -287,7 +293,7 @@ def _in_any_order(rule: str, names: Sequence[tuple[str, bool]]) -> list[str]:
 def _literal_rule(schema: Any, root: Mapping[str, Any], depth: int = 0) -> str:
     """The rule of Python's literals for a schema."""
     schema = resolved(schema, root)
-    values = schema.get("enum") if isinstance(schema, Mapping) else None
+    values = _texts(schema)
     allowed = kinds(schema, root)
     if allowed == {"array"} and "items" in schema and depth < _DEPTH:
         item = _literal_rule(schema["items"], root, depth + 1)
@@ -295,7 +301,7 @@ def _literal_rule(schema: Any, root: Mapping[str, Any], depth: int = 0) -> str:
         last = "" if most is None else str(max(0, most - 1))
         more = f'{item} (W? "," W? {item}){{{max(0, (least or 0) - 1)},{last}}}' if most != 0 else ""
         return f'"[" W? ({more}){"" if least else "?"} W? "]"'
-    if isinstance(values, list) and allowed == {"string"}:
+    if values and allowed == {"string"}:
         plain = [value for value in values if not set(value) & set("'\"\\\n")]
         if len(plain) == len(values):
             return "(" + " | ".join(literal(f"{quote}{value}{quote}") for value in plain for quote in "'\"") + ")"
