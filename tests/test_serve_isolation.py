@@ -148,6 +148,7 @@ ROUTES: dict[str, Callable[[str], dict[str, Any]]] = {
     "/v1/messages/count_tokens": lambda text: {"messages": [{"role": "user", "content": text}]},
     "/v1/embeddings": lambda text: {"input": text},
     "/tokenize": lambda text: {"content": text},
+    "/apply-template": lambda text: {"messages": [{"role": "user", "content": text}]},
     "/completion": lambda text: {"prompt": [1, text]},
     "/embedding": lambda text: {"content": text},
 }
@@ -190,7 +191,8 @@ def test_a_text_that_cannot_fit_is_never_encoded(
     status, answer = post(server, path, ROUTES[path]("a" * 2000))
     assert status == 400, answer
     if "code" in answer["error"]:
-        assert answer["error"]["code"] == ("text_too_long" if path == "/tokenize" else "context_length_exceeded")
+        counted = path in ("/tokenize", "/apply-template")
+        assert answer["error"]["code"] == ("text_too_long" if counted else "context_length_exceeded")
 
 
 def test_turns_that_are_left_out_are_never_encoded(

@@ -121,14 +121,6 @@ def function_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def is_object(text: str) -> bool:
-    """Whether the arguments of an earlier call are a JSON object; empty: there are none."""
-    try:
-        return isinstance(json.loads(text or "{}"), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
 def function_choice(name: Any) -> dict[str, Any]:
     """`tool_choice` for a certain function, as /v1/chat/completions has it."""
     return {"type": "function", "function": {"name": name}}

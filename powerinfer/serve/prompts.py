@@ -112,9 +112,11 @@ def fitted_chat(llm: LLM, body: ChatRequest, tools: Tools, params: SamplingParam
 
 
 def render(llm: LLM, body: Conversation, tools: Tools | None = None) -> str:
-    """The text that the chat template makes of a conversation."""
+    """The text that the chat template makes of a conversation. ApiError for one that is too long to be counted."""
     with _template_errors(llm):
-        return _rendered(llm, body, conversation(body.messages), tools)[0]
+        messages = conversation(body.messages)
+        Room.of_counted(llm).check(llm, *(str(one["content"]) for one in messages), param="messages")
+        return _rendered(llm, body, messages, tools)[0]
 
 
 def _rendered(

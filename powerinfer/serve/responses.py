@@ -23,7 +23,6 @@ from powerinfer.serve.dialect import (
     function_call,
     function_choice,
     function_tool,
-    is_object,
     needed,
     sent,
     text_of,
@@ -148,9 +147,6 @@ def _message(item: Item, where: str) -> dict[str, Any]:
     item.refuse_extra(where, ITEM_IGNORED)
     if item.type == "function_call":
         name, given = needed(item.name, f"{where}.name"), needed(item.arguments, f"{where}.arguments")
-        if not is_object(given):
-            message = f"{where}.arguments is not valid JSON, or no object"
-            raise ApiError(400, message, param=f"{where}.arguments", code="invalid_value")
         call = function_call(needed(item.call_id, f"{where}.call_id"), name, given)
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if item.type == "function_call_output":
