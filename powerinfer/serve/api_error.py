@@ -57,8 +57,9 @@ class ApiError(HTTPException):
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
         """This error with other names of fields, in its message and its `param`."""
-        if names:
-            pattern = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, names))})(?!\w)")
+        if names:  # a whole name, or the part of one that begins with a dot
+            whole = "|".join(re.escape(name) if name[0] == "." else rf"(?<![\w.]){re.escape(name)}" for name in names)
+            pattern = re.compile(rf"(?:{whole})(?!\w)")
             self.detail = pattern.sub(lambda match: names[match[0]], str(self.detail))
             self.param = names.get(self.param or "", self.param)
         return self

@@ -89,8 +89,12 @@ MESSAGES_NAMES = {
     "reasoning_effort": "output_config.effort",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     '"required"': '"any"',
+    ".function.name": ".name",
+    ".function.description": ".description",
+    ".function.parameters": ".input_schema",
+    ".function.strict": ".strict",
 }
-"""Names of fields, and a value, by those of chats."""
+"""Names of fields, and a value, by those of chats; parts of names with a dot."""
 
 
 class ContentBlock(Strict):

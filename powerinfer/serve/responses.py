@@ -57,6 +57,10 @@ RESPONSES_NAMES = {
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "truncate_prompt_tokens": "truncation",
+    ".function.name": ".name",
+    ".function.description": ".description",
+    ".function.parameters": ".parameters",
+    ".function.strict": ".strict",
 }
 """Names of fields, by those of chats."""
 
