@@ -698,3 +698,11 @@ def test_response_format() -> None:
 def test_response_formats_that_are_refused(document: Any, message: str) -> None:
     with pytest.raises(RequestError, match=re.escape(message)):
         response_format(document)
+
+
+def test_a_prepared_vocabulary_is_that_of_the_first_grammar() -> None:
+    grammars = Grammars(ToyTokenizer())  # type: ignore[arg-type]
+    grammars.prepare()
+    known = grammars._prepared
+    assert known is not None and grammars.compile(Grammar.json_object()).vocabulary is known
+    grammars.close()

@@ -122,7 +122,7 @@ def _serve_one(args: argparse.Namespace, config: ServeConfig, engine: EngineConf
 
     def load(progress: Progress, budget: Budget) -> LLM:
         llm = load_llm(path, engine, progress)
-        llm.tokenizer.prepare()
+        llm.prepare()
         for note in llm.notes:
             logs.log("info", note)
         return llm
@@ -196,7 +196,7 @@ def _load(name: str, path: Path, engine: EngineConfig, progress: Progress, budge
     from powerinfer.serve import logs
 
     llm = LLM(path, progress=progress, **asdict(replace(engine, ram=budget.ram, vram=budget.vram)))
-    llm.tokenizer.prepare()
+    llm.prepare()
     for note in llm.notes:
         logs.log("info", note, model=name)
     return llm

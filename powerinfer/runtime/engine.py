@@ -395,6 +395,12 @@ class LLM:
             raise RequestError(self.why_no_embeddings)
         return self._runner.embedding(self.encode(prompt), **options)
 
+    def prepare(self) -> None:
+        """Build now what the first long text and the first grammar would build: while that lasts no other thread runs,
+        and requests of a server are answered in threads."""
+        self.tokenizer.prepare()
+        self._runner.prepare()
+
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, ready to be answered. Special tokens in a text are recognised."""
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else token_ids(prompt)

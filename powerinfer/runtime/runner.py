@@ -153,6 +153,10 @@ class Runner:
         """Whether `close` was called."""
         return self._driver.closing
 
+    def prepare(self) -> None:
+        """Hand the vocabulary to the compiler of grammars."""
+        self._grammars.prepare()
+
     def stats(self) -> EngineStats:
         return self._driver.stats()
 

@@ -82,7 +82,7 @@ class Replica:
 
 def _load(setup: Setup, progress: Progress, budget: Budget) -> LLM:
     llm = LLM(setup.path, progress=progress, **dataclasses.asdict(setup.engine))
-    llm.tokenizer.prepare()
+    llm.prepare()
     for note in llm.notes:
         log("info", note)
     return llm
