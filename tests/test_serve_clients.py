@@ -79,6 +79,18 @@ def test_what_asks_for_nothing_is_taken(server: Server, path: str, more: dict[st
     assert status == 200, answer
 
 
+def test_a_thought_by_reference_is_left_out(server: Server, logged: Any) -> None:
+    """As the AI SDK sends it: what it refers to is not here, and the rest of the conversation is."""
+    given = [{"role": "user", "content": "hello"}, {"type": "item_reference", "id": "rs_resp_1_0"},
+             {"role": "assistant", "content": "x"}, {"role": "user", "content": "hello"}]  # fmt: skip
+    status, answer = post(server, "/v1/responses", LEAST["/v1/responses"] | {"input": given})
+    assert status == 200, answer
+    assert logged()["thoughts are left out that were sent by reference: nothing is stored"]["count"] == 1
+    given[1]["id"] = "msg_resp_1_0"
+    status, answer = post(server, "/v1/responses", LEAST["/v1/responses"] | {"input": given})
+    assert status == 400 and "nothing is stored" in answer["error"]["message"]
+
+
 def test_a_thread_that_goes_on_is_refused_as_tool_runners_know_it(server: Server) -> None:
     """Both SDKs' then send the whole conversation."""
     status, answer = post(server, "/v1/messages", LEAST["/v1/messages"] | {"thread": {"type": "continue"}})

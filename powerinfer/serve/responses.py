@@ -27,6 +27,7 @@ from powerinfer.serve.dialect import (
     sent,
     text_of,
 )
+from powerinfer.serve.logs import log
 from powerinfer.serve.schema import IGNORED, MAX_MESSAGES, ChatRequest, Int, Neutral
 from powerinfer.serve.shapes import Usage
 
@@ -124,7 +125,11 @@ def _messages(given: str | list[Item]) -> list[dict[str, Any]]:
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
     thoughts: list[str] = []  # before the next message of the assistant
+    if lost := sum(map(_is_lost_thought, given)):
+        log("warning", "thoughts are left out that were sent by reference: nothing is stored", count=lost)
     for at, item in enumerate(given):
+        if _is_lost_thought(item):
+            continue
         if item.type == "reasoning":
             thoughts += filter(None, [_reasoning(item, f"input[{at}]")])
             continue
@@ -142,6 +147,11 @@ def _messages(given: str | list[Item]) -> list[dict[str, Any]]:
     if not messages:
         raise ApiError(400, "input has no message", param="input")
     return messages
+
+
+def _is_lost_thought(item: Item) -> bool:
+    """Whether an item refers to a thought. The AI SDK does so where it is not told that nothing is stored."""
+    return item.type == "item_reference" and str((item.model_extra or {}).get("id")).startswith("rs_")
 
 
 def _message(item: Item, where: str) -> dict[str, Any]:

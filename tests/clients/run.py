@@ -85,7 +85,7 @@ CLIENTS = [
             "--config", "model_provider=powerinfer", "--config", f"model_providers.powerinfer={CODEX_PROVIDER}",
             "$script",
         ),
-        steps='{"call": "exec_command", "arguments": {"cmd": "cat notes.txt"}}, '
+        steps='{"think": "I need it.", "call": "exec_command", "arguments": {"cmd": "cat notes.txt"}}, '
               '{"call": "exec_command", "arguments": {"cmd": "echo WORD > answer.txt"}}',
     ),
     Client(
@@ -93,21 +93,21 @@ CLIENTS = [
         command=("$bin/claude", "-p", "$script", "--permission-mode", "acceptEdits"),
         variables={"ANTHROPIC_BASE_URL": "$url", "ANTHROPIC_AUTH_TOKEN": "none", "ANTHROPIC_MODEL": "stand-in",
                    "ANTHROPIC_DEFAULT_HAIKU_MODEL": "stand-in", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"},
-        steps='{"call": "Read", "arguments": {"file_path": "$folder/notes.txt"}}, '
+        steps='{"think": "I need it.", "call": "Read", "arguments": {"file_path": "$folder/notes.txt"}}, '
               '{"call": "Write", "arguments": {"file_path": "$folder/answer.txt", "content": "WORD"}}',
     ),
     Client(
         "opencode", ("opencode-ai@1.18.33",), node=True,
         command=("$bin/opencode", "run"),  # a prompt that it gets as words, it would quote
         variables={"OPENCODE_CONFIG_CONTENT": OPENCODE_CONFIG, "OPENCODE_DISABLE_MODELS_FETCH": "1"},
-        steps='{"call": "read", "arguments": {"filePath": "$folder/notes.txt"}}, '
+        steps='{"think": "I need it.", "call": "read", "arguments": {"filePath": "$folder/notes.txt"}}, '
               '{"call": "write", "arguments": {"content": "WORD", "filePath": "$folder/answer.txt"}}',
     ),
     Client(
         "qwen-code", ("@qwen-code/qwen-code@0.24.4",), node=True,
         command=("$bin/qwen", "--auth-type", "openai", "--approval-mode", "yolo", "-p", "$script"),
         variables={"OPENAI_BASE_URL": "$url/v1", "OPENAI_API_KEY": "none", "OPENAI_MODEL": "stand-in"},
-        steps='{"call": "read_file", "arguments": {"file_path": "$folder/notes.txt"}}, '
+        steps='{"think": "I need it.", "call": "read_file", "arguments": {"file_path": "$folder/notes.txt"}}, '
               '{"call": "write_file", "arguments": {"file_path": "$folder/answer.txt", "content": "WORD"}}',
     ),
     Client(
@@ -193,7 +193,7 @@ def job(client: Client, url: str, folder: Path, word: str) -> str:
     work.mkdir()
     (work / "notes.txt").write_text(f"code word: {word}\n")
     known = {"url": url, "folder": str(work), "bin": str(client.bin)}
-    said = '{"say": "It says WORD, yes."}'
+    said = '{"think": "That is it.", "say": "It says WORD, yes."}'
     steps = client.steps if "say" in client.steps else f"{client.steps}, {said}"
     known["script"] = f"Write into answer.txt what notes.txt says. SCRIPT [{Template(steps).safe_substitute(known)}]"
     command = [Template(text).safe_substitute(known) for text in client.command]

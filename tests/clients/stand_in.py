@@ -3,11 +3,11 @@
 Everything but the choice of the tokens is that of `powerinfer serve`: routes, template, tokenizer, grammars, parser,
 streams. A prompt holds the script, a JSON list after the word SCRIPT: the steps of the job, one for each answer.
 
-    SCRIPT [{"call": "read", "arguments": {"path": "a.txt"}}, {"say": "It says WORD."}]
+    SCRIPT [{"think": "I need it.", "call": "read", "arguments": {"path": "a.txt"}}, {"say": "It says WORD."}]
 
-A step calls a function or says a text; WORD in it is the last code word in the prompt (`code word: ...`). So an answer
-is right only if the function was called and its result came back. Where the function is not offered (clients
-ask for titles and summaries, too), the answer is a title.
+A step calls a function or says a text, perhaps after a thought; WORD in it is the last code word in the prompt
+(`code word: ...`). So an answer is right only if the function was called and its result came back. Where the function
+is not offered (clients ask for titles and summaries, too), the answer is a title.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ TEMPLATE = """
 {%- endif %}
 {%- for message in messages %}
     {%- if message.role == 'assistant' %}
-        {{- '<|im_start|>assistant\\n' + (message.content or '') }}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if message.reasoning_content %}
+            {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
+        {%- endif %}
+        {{- message.content or '' }}
         {%- for call in message.tool_calls or [] %}
             {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
             {{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}
@@ -77,12 +81,13 @@ def answer_to(prompt: str) -> str:
     step = steps[number]
     words = re.findall(r"code word: (\w+)", prompt)
     word = words[-1] if words else "nothing"
+    thought = f"<think>\n{step['think']}\n</think>\n\n" if "think" in step else ""
     if "call" not in step:
-        return str(step["say"]).replace("WORD", word)
+        return thought + str(step["say"]).replace("WORD", word)
     if not re.search(f'"name": *"{re.escape(step["call"])}"', prompt):
         return TITLE
     call = json.dumps({"name": step["call"], "arguments": step["arguments"]}).replace("WORD", word)
-    return f"{step.get('say', '')}<tool_call>\n{call}\n</tool_call>"
+    return f"{thought}<tool_call>\n{call}\n</tool_call>"
 
 
 class ScriptedExecutor:

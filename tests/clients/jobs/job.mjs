@@ -5,7 +5,8 @@ export const URL = process.argv[2];
 export const MODEL = "stand-in";
 const WORD = `word${randomBytes(4).toString("hex")}`;
 export const PROMPT =
-  'Read notes.txt. SCRIPT [{"call": "read_file", "arguments": {"path": "notes.txt"}}, {"say": "It says WORD, yes."}]';
+  'Read notes.txt. SCRIPT [{"think": "I need it.", "call": "read_file", "arguments": {"path": "notes.txt"}}, ' +
+  '{"think": "That is it.", "say": "It says WORD, yes."}]';
 export const PERSON_PROMPT = 'Who? SCRIPT [{"say": "{\\"name\\": \\"Jo\\", \\"age\\": 3}"}]';
 const ANSWER = `It says ${WORD}, yes.`;
 

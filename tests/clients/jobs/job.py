@@ -14,7 +14,8 @@ URL = sys.argv[1]
 MODEL = "stand-in"
 WORD = f"word{secrets.token_hex(4)}"
 PROMPT = (
-    'Read notes.txt. SCRIPT [{"call": "read_file", "arguments": {"path": "notes.txt"}}, {"say": "It says WORD, yes."}]'
+    'Read notes.txt. SCRIPT [{"think": "I need it.", "call": "read_file", "arguments": {"path": "notes.txt"}}, '
+    '{"think": "That is it.", "say": "It says WORD, yes."}]'
 )
 PERSON_PROMPT = 'Who? SCRIPT [{"say": "{\\"name\\": \\"Jo\\", \\"age\\": 3}"}]'
 PERSON_CALL_PROMPT = 'Who? SCRIPT [{"call": "Person", "arguments": {"name": "Jo", "age": 3}}]'

@@ -40,12 +40,12 @@ run({
   },
   messagesToolRunner: async () => {
     const runner = claude.beta.messages.toolRunner({ model: MODEL, max_tokens: 200, messages, tools: claudeTools });
-    return (await runner).content[0].text;
+    return (await runner).content.at(-1).text;
   },
   messagesToolRunnerStreamed: async () => {
     let message;
     const asked = { model: MODEL, max_tokens: 200, messages, tools: claudeTools, stream: true };
     for await (const stream of claude.beta.messages.toolRunner(asked)) message = await stream.finalMessage();
-    return message.content[0].text;
+    return message.content.at(-1).text;
   },
 });

@@ -91,7 +91,7 @@ def messages_streamed() -> str | None:
             if block.type == "tool_use"
         ]
         messages.append({"role": "user", "content": results})
-    return message.content[0].text
+    return message.content[-1].text
 
 
 def messages_tool_runner() -> str:
@@ -99,7 +99,7 @@ def messages_tool_runner() -> str:
     runner = claude.beta.messages.tool_runner(
         model=job.MODEL, max_tokens=200, messages=[{"role": "user", "content": job.PROMPT}], tools=[tool]
     )
-    return runner.until_done().content[0].text
+    return runner.until_done().content[-1].text
 
 
 def messages_tool_runner_streamed() -> str:
@@ -109,7 +109,7 @@ def messages_tool_runner_streamed() -> str:
     )
     for stream in runner:
         message = stream.get_final_message()
-    return message.content[0].text
+    return message.content[-1].text
 
 
 def messages_parsed() -> None:
