@@ -153,6 +153,13 @@ MUTATIONS = [
         "tests/test_thoughts.py -k whatever_the_pieces",
     ),
     Mutation(
+        "no message of a chat is lost to its template: what it does not take is told where it takes it",
+        "powerinfer/formats/system_messages.py",
+        "return all(mark in text for mark in marks)",
+        "return bool(text)",
+        "tests/test_system_messages.py -k every_message",
+    ),
+    Mutation(
         "gpt-oss's answers are told apart the same however their text is cut, by every route and `run`",
         "powerinfer/formats/harmony.py",
         "if len(text) - overlap(text, MESSAGE) > _LONGEST:",
