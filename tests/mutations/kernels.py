@@ -153,6 +153,13 @@ MUTATIONS = [
         "tests/test_thoughts.py -k whatever_the_pieces",
     ),
     Mutation(
+        "the calls that a template writes are read off it, parsed back, and fit their grammar",
+        "powerinfer/formats/dialect_reading.py",
+        "return min(found, key=_length)",
+        "return max(found, key=_length)",
+        "tests/test_dialect_reading.py",
+    ),
+    Mutation(
         "no message of a chat is lost to its template: what it does not take is told where it takes it",
         "powerinfer/formats/system_messages.py",
         "return all(mark in text for mark in marks)",
