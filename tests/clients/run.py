@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 
@@ -28,6 +29,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 BUILD = ROOT / "build" / "clients"
 INSTALL_SECONDS, JOB_SECONDS = 600, 180
+NODE = 20  # they ran with it, though some ask for 22
 NOWHERE = "http://127.0.0.1:9"
 """A proxy that is not there: clients that want to look something up elsewhere fail at once."""
 
@@ -126,11 +128,11 @@ CLIENTS = [
 def missing() -> str:
     """What of the tools that install clients is not here; empty: nothing."""
     lacks = [tool for tool in ("node", "npm") if shutil.which(tool) is None]
-    try:
-        import ensurepip  # noqa: F401
-    except ImportError:
-        lacks.append("Python's ensurepip")
-    return " and ".join(lacks)
+    if "node" not in lacks:
+        told = subprocess.run(["node", "--version"], capture_output=True, text=True, check=True).stdout
+        lacks += [f"node {NODE} or newer"] * (int(told.strip("v\n").partition(".")[0]) < NODE)
+    lacks += ["Python's venv"] * (find_spec("ensurepip") is None)
+    return ", ".join(lacks)
 
 
 def install(client: Client) -> str:
@@ -155,7 +157,8 @@ def install(client: Client) -> str:
         except subprocess.TimeoutExpired:
             return f"the installation took more than {INSTALL_SECONDS} s"
         if done.returncode:
-            return (done.stderr or done.stdout).strip().splitlines()[-1]
+            lines = (done.stderr or done.stdout).strip().splitlines()
+            return next((line for line in lines if "error" in line.lower()), "it does not say why")
     stamp.write_text(wanted)
     return ""
 
@@ -253,7 +256,7 @@ def main(names: list[str]) -> int:
     not_run = ROOT / "build" / "not-run"
     if lacks := missing():
         not_run.parent.mkdir(exist_ok=True)
-        not_run.write_text(f"{lacks} is missing; on Debian: apt-get install nodejs npm python3-venv\n")
+        not_run.write_text(f"missing: {lacks}; on Debian: apt-get install nodejs npm python3-venv\n")
         sys.stderr.write(not_run.read_text())
         return 1
     results: dict[str, str] = {}

@@ -28,7 +28,7 @@ def check(people: Any) -> None:
 def chat(mode: instructor.Mode, prompt: str) -> Callable[[], None]:
     def ask() -> None:
         api = instructor.from_openai(openai.OpenAI(base_url=f"{job.URL}/v1", api_key="none", max_retries=0), mode=mode)
-        wanted: Any = Iterable[Person] if mode is MODES.PARALLEL_TOOLS else Person
+        wanted: Any = Iterable[Person] if mode in PARALLEL else Person
         check(
             api.chat.completions.create(
                 model=job.MODEL, messages=[{"role": "user", "content": prompt}], response_model=wanted, max_retries=0
@@ -42,8 +42,9 @@ def chat(mode: instructor.Mode, prompt: str) -> Callable[[], None]:
 def message(mode: instructor.Mode, prompt: str) -> Callable[[], None]:
     def ask() -> None:
         claude = anthropic.Anthropic(base_url=job.URL, api_key="none", max_retries=0)
+        wanted: Any = Iterable[Person] if mode in PARALLEL else Person
         person = instructor.from_anthropic(claude, mode=mode).messages.create(
-            model=job.MODEL, max_tokens=200, messages=[{"role": "user", "content": prompt}], response_model=Person,
+            model=job.MODEL, max_tokens=2000, messages=[{"role": "user", "content": prompt}], response_model=wanted,
             max_retries=0,
         )  # fmt: skip
         check(person)
@@ -52,11 +53,16 @@ def message(mode: instructor.Mode, prompt: str) -> Callable[[], None]:
     return ask
 
 
-CALLS = [MODES.TOOLS, MODES.TOOLS_STRICT, MODES.PARALLEL_TOOLS, MODES.RESPONSES_TOOLS]
-TEXTS = [MODES.JSON, MODES.JSON_SCHEMA, MODES.MD_JSON]
+PARALLEL = (MODES.PARALLEL_TOOLS, MODES.ANTHROPIC_PARALLEL_TOOLS)
+CALLS = [
+    MODES.FUNCTIONS, MODES.TOOLS, MODES.TOOLS_STRICT, MODES.PARALLEL_TOOLS, MODES.RESPONSES_TOOLS,
+    MODES.RESPONSES_TOOLS_WITH_INBUILT_TOOLS,
+]  # fmt: skip
+TEXTS = [MODES.JSON, MODES.JSON_O1, MODES.JSON_SCHEMA, MODES.MD_JSON]
+CLAUDE_CALLS = [MODES.ANTHROPIC_TOOLS, MODES.ANTHROPIC_REASONING_TOOLS, MODES.ANTHROPIC_PARALLEL_TOOLS]
 job.run(
     *(chat(mode, job.PERSON_CALL_PROMPT) for mode in CALLS),
     *(chat(mode, job.PERSON_PROMPT) for mode in TEXTS),
-    message(MODES.ANTHROPIC_TOOLS, job.PERSON_CALL_PROMPT),
+    *(message(mode, job.PERSON_CALL_PROMPT) for mode in CLAUDE_CALLS),
     message(MODES.ANTHROPIC_JSON, job.PERSON_PROMPT),
 )
