@@ -234,6 +234,7 @@ class Layer:
             "out_norm": _native.Norm(np.ones(16, np.float32), 1e-6),
             "key_heads": 2,
             "tiled": True,
+            "activation": "silu",
         }
 
     def matrix(self, rows: int, cols: int = 64) -> _native.Matrix:
@@ -260,6 +261,7 @@ def test_a_native_layer_is_checked() -> None:
         "dt_bias": np.zeros(5, np.float32),
         "out_norm": _native.Norm(np.ones(32, np.float32), 1e-6),
         "key_heads": 3,
+        "activation": "gelu",
     }.items():
         with pytest.raises(ValueError):
             layer.program().delta_net(0, 0, None, layer.matrices, **layer.rest | {name: value})
