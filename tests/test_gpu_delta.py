@@ -35,7 +35,7 @@ KINDS = {
     "in turn": DeltaNetConfig(2, 16, 4, 32, 4, tiled=True),
     "in groups": DeltaNetConfig(2, 32, 6, 16, 3),
     "odd sizes, long convolution": DeltaNetConfig(1, 48, 3, 80, 8),
-    "no groups, short convolution": DeltaNetConfig(3, 16, 3, 16, 2, tiled=True),
+    "no groups, short convolution": DeltaNetConfig(3, 16, 3, 16, 2, tiled=True, activation="relu2"),
 }
 
 
@@ -65,7 +65,7 @@ class Exact:
         inputs = np.concatenate([self.window, mixed[None]])
         self.window = inputs[1:]
         x = (self.taps * inputs).sum(axis=0)
-        x /= 1 + np.exp(-x)
+        x = {"silu": lambda: x / (1 + np.exp(-x)), "relu2": lambda: np.maximum(x, 0) ** 2}[about.activation]()
         q, k, v = np.split(x, [keys, 2 * keys])
         q, k = (part.reshape(about.n_key_heads, -1) for part in (q, k))
         q, k = (part / np.sqrt((part**2).sum(axis=1, keepdims=True) + 1e-6) for part in (q, k))

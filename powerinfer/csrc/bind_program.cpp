@@ -143,7 +143,7 @@ void bind_operators(nb::class_<Program>& program) {
                     "Gated DeltaNet has six matrices");
             Vector all(taps.data(), taps.data() + taps.size());
             const int act = index_of(ACTIVATIONS, PI_N_ACTS, activation, "activation");
-            require(act == PI_SILU || act == PI_RELU || act == PI_RELU2, "a convolution has another activation");
+            require(act == PI_SILU || act == PI_RELU || act == PI_RELU2, "behind a convolution: silu, relu or relu2");
             p.delta_net({layer, state, norm_of(norm), matrices[0], matrices[1], matrices[2], matrices[3], matrices[4],
                          matrices[5], std::move(all), vector_of(decay), vector_of(dt_bias), out_norm, key_heads,
                          tiled, act});
