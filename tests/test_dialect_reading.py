@@ -545,12 +545,33 @@ def test_a_template_that_takes_long_is_told_in_words(monkeypatch: pytest.MonkeyP
         (HERMES, '<tool_call>\n{"name":"f","arguments":{}}\n{"name":"g","arguments":{}}\n</tool_call>', "", [("f",
         {}), ("g", {})]),
         (HERMES, '<tool_call>{"name":"f","arguments":{"a": {"b": oops', "", [("f", {"a": {"b": "oops"}})]),
+        (HERMES, f'<tool_call>{{"name":"f","arguments":{"1" * 5000}}}</tool_call>', "", [("f", "1" * 5000)]),
+        (HERMES, '<tool_call>{"name":"f\\ud800","arguments":["\\ud800"]}</tool_call>', "", [("f\ufffd", ["\ufffd"])]),
+        (tool_dialects.MINIMAX_M3, '{0}<tool_call>{0}<invoke name="f">{0}<a>{0}<b>["\\ud800"]{0}</b>{0}</a>{0}</invoke>'
+            .format("]<]minimax[>["), "", [("f", {"a": {"b": ["\ufffd"]}})]),
     ],
 )  # fmt: skip
 def test_answers_of_other_shapes(form: ToolFormat, answer: str, text: str, calls: list[tuple[str, Any]]) -> None:
     said, found = read(form, [answer])
     assert (said, [(name, json.loads(arguments)) for name, arguments in found]) == (text, calls)
     assert read(form, list(answer)) == (said, found)
+
+
+@pytest.mark.parametrize("deep", ["[" * 5000, '{"a":' * 5000, "[" * 5000 + "]" * 5000, '{"a":' * 5000 + "]" * 5000])
+def test_arguments_that_are_nested_without_end_are_json(deep: str) -> None:
+    begins = {HERMES: '<tool_call>{"name":"f","arguments":', FORMS["an id between"]: "[TOOL_CALLS]f[ARGS]"}
+    for form, begin in begins.items():
+        _, ((name, arguments),) = read(form, [begin + deep])
+        assert name == "f" and isinstance(json.loads(arguments), list | dict)
+
+
+def test_an_enumeration_of_which_a_part_is_no_text() -> None:
+    listed = {"type": "array", "items": {"type": "string", "enum": [1]}}
+    for schema in ({"type": "string", "enum": ["a", None, 1]}, listed):
+        function = {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}, "required": ["x"]}}
+        tools = read_tools([{"type": "function", "function": function}])
+        for form in (FORMS["parameters in lines"], tool_dialects.LFM2):
+            assert form.grammar(tools, ToolChoice("required")) is not None
 
 
 def test_a_long_answer_takes_time_in_proportion() -> None:

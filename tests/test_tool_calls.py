@@ -502,12 +502,20 @@ def test_malformed_calls_in_a_conversation(message: dict[str, Any], error: str) 
         ('"hi"', {"arguments": "hi"}),
         ("hi", {"arguments": "hi"}),
         ("[" * 5000, {"arguments": "[" * 5000}),
+        ('{"a": ' + "1" * 5000, {"a": "1" * 5000}),
     ],
 )
 def test_arguments_of_an_earlier_call_are_an_object_whatever_the_model_wrote(arguments: Any, taken: Any) -> None:
     message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
     (made,), _ = HERMES.conversation([message])
     assert made["tool_calls"][0]["function"]["arguments"] == taken
+
+
+def test_arguments_of_an_earlier_call_that_are_nested_without_end_are_refused() -> None:
+    message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": ' + "[" * 5000}}]}
+    messages, _ = HERMES.conversation([message])
+    with pytest.raises(RequestError, match="nested more than 64 deep"):
+        ChatTemplate("{{ messages }}").render(messages)
 
 
 @pytest.mark.parametrize(

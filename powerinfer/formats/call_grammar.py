@@ -134,7 +134,6 @@ class CallRules:
             for name, schema, required in _properties(tool)
         ]
         if not words:
-            words = []
             arguments = '(keyword (W? "," W? keyword)*)?' if _is_open(tool) else ""
         else:
             arguments = _in_order(words, 'W? "," W?')
@@ -167,8 +166,8 @@ class CallRules:
         text = f"{rule}{self._text_value(_counted(schema), end)}"
         if self._form.nested and (not allowed or allowed & {"object", "array"}):
             return [("", rule)], [f"{rule}{self._text_value('', end)}"]
-        values = _texts(schema)
-        if values and allowed == {"string"} and not any("<" in value for value in values):
+        values = _texts(schema, allowed)
+        if values and not any("<" in value for value in values):
             options = " | ".join(literal(value) for value in values)
             text = f"{rule}: ({options}) {self.mark(end, exact=True)}"
         whole = {**schema, **{key: root[key] for key in ("$defs", "definitions") if key in root}} if allowed else {}
@@ -196,7 +195,6 @@ class CallRules:
         if any(token in end for token in self._special):
             return f": {counted or _TEXT} {self.mark(end)}"
         return f"[suffix={literal(end.strip())}]: {counted or _TEXT}"
-
 
     def _literals(self) -> list[str]:
         """The rules for values in Python's literals, or with marks around texts and bare keys."""
@@ -238,6 +236,12 @@ def _properties(tool: Tool) -> list[tuple[str, Any, bool]]:
 def _is_open(tool: Tool) -> bool:
     """Whether a function without named arguments may have any."""
     return tool.parameters.get("additionalProperties", "properties" not in tool.parameters) is not False
+
+
+def _texts(schema: Any, allowed: frozenset[str]) -> list[str]:
+    """The texts that a value may be, by its schema; none: any, or not only texts."""
+    values = schema.get("enum") if isinstance(schema, Mapping) and allowed == {"string"} else None
+    return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
 
 
 def _counted(schema: Any) -> str:
@@ -293,7 +297,6 @@ def _in_any_order(rule: str, names: Sequence[tuple[str, bool]]) -> list[str]:
 def _literal_rule(schema: Any, root: Mapping[str, Any], depth: int = 0) -> str:
     """The rule of Python's literals for a schema."""
     schema = resolved(schema, root)
-    values = _texts(schema)
     allowed = kinds(schema, root)
     if allowed == {"array"} and "items" in schema and depth < _DEPTH:
         item = _literal_rule(schema["items"], root, depth + 1)
@@ -301,10 +304,9 @@ def _literal_rule(schema: Any, root: Mapping[str, Any], depth: int = 0) -> str:
         last = "" if most is None else str(max(0, most - 1))
         more = f'{item} (W? "," W? {item}){{{max(0, (least or 0) - 1)},{last}}}' if most != 0 else ""
         return f'"[" W? ({more}){"" if least else "?"} W? "]"'
-    if values and allowed == {"string"}:
-        plain = [value for value in values if not set(value) & set("'\"\\\n")]
-        if len(plain) == len(values):
-            return "(" + " | ".join(literal(f"{quote}{value}{quote}") for value in plain for quote in "'\"") + ")"
+    values = _texts(schema, allowed)
+    if values and not any(set(value) & set("'\"\\\n") for value in values):
+        return "(" + " | ".join(literal(f"{quote}{value}{quote}") for value in values for quote in "'\"") + ")"
     if allowed == {"string"} and (counted := _counted(schema)):
         count = counted.removeprefix(r"/(.|\n)").rstrip("/")
         return "(" + " | ".join(rf"/{quote}[^{quote}\\\n]{count}{quote}/" for quote in "'\"") + ")"

@@ -12,8 +12,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from powerinfer.formats.call_values import Value, json_of_elements, json_of_text, kinds
+from powerinfer.formats.call_values import Value, json_of_elements, json_of_text, json_of_value, kinds
 from powerinfer.formats.marks import HOLE, MISMATCH, MORE, follow, follow_any, overlap
+from powerinfer.formats.tokenizer import valid_unicode
 from powerinfer.formats.tools import NAME
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class ObjectReader(CallReader):
             self._end()
             return False
         try:
-            self._key = json.loads(found[1], strict=False)
+            self._key = valid_unicode(json.loads(found[1], strict=False))
         except ValueError:
             self._key = ""
         if self._form.named_by_key and self.name is None:
@@ -133,7 +134,7 @@ class ObjectReader(CallReader):
         value = json.loads("".join(self._collected))
         if not self._has_value:
             self.failed = not (isinstance(value, str) and value)
-            self.name = None if self.failed else value
+            self.name = None if self.failed else valid_unicode(value)
         elif value is None:
             self._has_arguments = False
         else:
@@ -158,10 +159,10 @@ def _arguments_of(value: object) -> str:
         try:
             if isinstance(json.loads(value, strict=False), dict):
                 reader = Value()
-                return reader.push(value.strip()) + reader.finish()
+                return valid_unicode(reader.push(value.strip()) + reader.finish())
         except (ValueError, RecursionError):
             pass
-    return json.dumps(value, ensure_ascii=False)
+    return json_of_value(value)
 
 
 class NamedReader(CallReader):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from powerinfer.formats.grammar import MAX_DEPTH
+from powerinfer.formats.tokenizer import valid_unicode
 
 _SPACE = " \t\r\n"
 _CLOSING = {"{": "}", "[": "]"}
@@ -21,6 +22,8 @@ _MARKED = re.compile(r"[^\\\"\x00-\x1f<]+")  # in a string between marks
 _WORD = re.compile(r"[^\s,:=\"'{}\[\]()<]+|<")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _NAMES = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
+MAX_OPEN = 256  # brackets in brackets: JSON decoders do not take many more
+MAX_NUMBER = 1024  # characters: Python reads whole numbers of some thousands
 _PIECE = 1024  # characters that are looked at together: a step copies what is left of them
 _LOOK_AHEAD = 32  # characters
 _HEX = {"u": 4, "x": 2, "U": 8}
@@ -30,8 +33,11 @@ class Value:
     """Reads a JSON value, or Python's literal, piece by piece, and writes it as JSON.
 
     Well-formed JSON stays as it is. Raw line breaks in strings are escaped; what lacks is added: brackets, commas,
-    quotes around words. A value ends where its brackets do. quote: a mark beside `"` and `'` around strings. keywords:
-    the value is the arguments of a call in Python, `a=1, b=2)`.
+    quotes around words. A value ends where its brackets do; a bracket in too many others is a text, and so is a number
+    of too many digits.
+
+    quote: a mark beside `"` and `'` around strings. keywords: the value is the arguments of a call in Python,
+    `a=1, b=2)`.
     """
 
     def __init__(self, quote: str = "", keywords: bool = False) -> None:
@@ -121,7 +127,7 @@ class Value:
         elif char in "\"'":
             self._mark, self._text, self._step = char, self._text[1:], self._string
             self._out.append('"')
-        elif char in "{[(" and not as_key:
+        elif char in "{[(" and not as_key and len(self._open) < MAX_OPEN:
             self._open.append("{" if char == "{" else "[")
             self._out.append(self._open[-1])
             self._text, self._step = self._text[1:], self._key if char == "{" else self._value
@@ -268,7 +274,8 @@ class Value:
 
     def _end_word(self) -> None:
         word = "".join(self._words)
-        plain = _NAMES.get(word) or (word if _NUMBER.fullmatch(word) else None)
+        number = len(word) <= MAX_NUMBER and _NUMBER.fullmatch(word) is not None
+        plain = _NAMES.get(word) or (word if number else None)
         self._out.append(json.dumps(word, ensure_ascii=False) if plain is None or self._as_key else plain)
         if not word and self._text:  # no bracket, quote or word: a stray character
             self._text = self._text[1:]
@@ -285,6 +292,11 @@ def closed(text: str) -> str:
     """A text that was to be JSON, as JSON."""
     reader = Value()
     return reader.push(text) + ("" if reader.ended else reader.finish())
+
+
+def json_of_value(value: Any) -> str:
+    """The JSON text of a value. Lone surrogates in it, which no answer can hold, are U+FFFD; ValueError for NaN."""
+    return valid_unicode(json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
 # ------------------------------------------------------------------------------------------------------ plain text
@@ -349,7 +361,7 @@ def json_of_text(text: str, allowed: frozenset[str]) -> str:
     if not fits and ((allowed and "string" in allowed) or (not allowed and kind == "string")):
         return quoted
     try:
-        return json.dumps(found, ensure_ascii=False, allow_nan=False)
+        return json_of_value(found)
     except ValueError:
         return quoted
 
@@ -389,7 +401,7 @@ def json_of_elements(text: str, mark: str, schema: Any, root: Mapping[str, Any])
     tree = None if allowed == {"string"} else _elements(text, mark)
     if tree is None:
         return json_of_text(text, allowed)
-    return json.dumps(_value_of(tree, schema, root), ensure_ascii=False)
+    return json_of_value(_value_of(tree, schema, root))
 
 
 def _elements(text: str, mark: str) -> _Element | None:

@@ -52,7 +52,7 @@ def _arguments(given: Any) -> Mapping[str, Any]:
         try:
             given = json.loads(text)
         except (ValueError, RecursionError):
-            given = json.loads(closed(text)) if text.startswith("{") else given
+            given = json.loads(closed(text)) if text.startswith("{") else given  # whose depth and numbers are limited
     return given if isinstance(given, Mapping) else {} if given is None else {"arguments": given}
 
 
