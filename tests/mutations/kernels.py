@@ -90,6 +90,13 @@ MUTATIONS = [
         "tests/test_tool_calls.py",
     ),
     Mutation(
+        "the calls that a template writes are read off it, parsed back, and fit their grammar",
+        "powerinfer/formats/dialect_reading.py",
+        "if self._agrees(form):",
+        "if form:",
+        "tests/test_dialect_reading.py -k writes_no_results",
+    ),
+    Mutation(
         "a request ends within a step, in whatever state it is, and leaves nothing behind",
         "powerinfer/runtime/kv_cache.py",
         "            self._references[page] -= 1\n            if self._references[page] == 0:",
