@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -595,6 +596,21 @@ def test_a_signal_is_not_called_a_lack_of_memory(number: int) -> None:
         sandbox.render("x", {})
     timer.join()
     assert sandbox.render("x", {}) == "x"
+
+
+def test_a_budget_counts_the_processor_time_of_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = sandbox.Budget(0.1), sandbox.Budget(60.0)
+    for _ in range(20):
+        sandbox.render("x", {})
+    assert not small.spent, "what is cheap takes none, however long the machine takes to do it"
+    monkeypatch.setattr(sandbox, "SECONDS", 0.2)
+    endless = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
+    with ThreadPoolExecutor(1) as other, pytest.raises(sandbox.Limit):
+        other.submit(sandbox.render, endless, {}).result()
+    assert not small.spent, "another thread's"
+    with pytest.raises(sandbox.Limit):
+        sandbox.render(endless, {})
+    assert small.spent and not large.spent
 
 
 WORKERS = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,7 +22,7 @@ from powerinfer.formats.tool_calls import GENERIC, HARMONY, ToolFormat
 from powerinfer.formats.tool_parser import ToolDelta
 from powerinfer.formats.tools import Tool
 
-SECONDS = 3.0  # for reading a template
+SECONDS = 3.0  # of processor time for reading a template
 _MAX_TEXT = 1 << 17  # characters that it may write for a conversation of some words
 _MAX_MARKS = 1024  # characters
 
@@ -127,7 +126,9 @@ class _Probe:
     """Renders one template, for as long as that takes little time."""
 
     def __init__(self, template: ChatTemplate) -> None:
-        self._template, self._end = template, time.monotonic() + SECONDS
+        from powerinfer.formats.sandbox import Budget
+
+        self._template, self._budget = template, Budget(SECONDS)
 
     @staticmethod
     def chat(*more: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -135,7 +136,7 @@ class _Probe:
 
     def render(self, messages: Sequence[Mapping[str, Any]], ask: bool = False, **options: Any) -> str | None:
         """The prompt; None if the template does not make one."""
-        if time.monotonic() > self._end:
+        if self._budget.spent:
             return None
         try:
             text = self._template.render(messages, add_generation_prompt=ask, **options)[0]

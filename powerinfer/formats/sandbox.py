@@ -42,7 +42,20 @@ class Limit(Exception):
     """The template went beyond its time or memory."""
 
 
+class Budget:
+    """CPU seconds that the renderings of this thread may take together from now on: how busy the machine is does not
+    change what fits in."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = _seconds() + seconds
+
+    @property
+    def spent(self) -> bool:
+        return _seconds() > self._end
+
+
 _lock, _large = threading.Lock(), threading.Lock()
+_used = threading.local()  # seconds: CPU seconds of the renderings of a thread
 _worker: subprocess.Popen[bytes] | None = None
 
 
@@ -89,9 +102,14 @@ def _exchange_alone(line: bytes) -> tuple[str, str]:
         _end(worker)
 
 
+def _seconds() -> float:
+    return getattr(_used, "seconds", 0.0)
+
+
 def _answer(worker: subprocess.Popen[bytes], question: bytes) -> tuple[str, str]:
+    seconds = SECONDS  # of one that gives no answer
     try:
-        kind, text = json.loads(_ask(worker, question, time.monotonic() + WAIT))
+        kind, text, seconds = json.loads(_ask(worker, question, time.monotonic() + WAIT))
         return str(kind), str(text)
     except TimeoutError:
         return "limit", f"it takes longer than {WAIT:g} s"
@@ -99,6 +117,8 @@ def _answer(worker: subprocess.Popen[bytes], question: bytes) -> tuple[str, str]
         return _why_it_ended(worker)
     except ValueError:
         return "broken", "the process that renders it gives no answer in JSON"
+    finally:
+        _used.seconds = _seconds() + seconds
 
 
 def _ask(worker: subprocess.Popen[bytes], question: bytes, deadline: float) -> bytes:

@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import lru_cache
@@ -112,8 +113,9 @@ def _limit(seconds: float, memory: int | None) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _say(kind: str, text: str) -> None:
-    sys.stdout.buffer.write(json.dumps((kind, text)).encode() + b"\n")
+def _say(kind: str, text: str, seconds: float = 0.0) -> None:
+    """Answer. seconds: of processor time that the question took."""
+    sys.stdout.buffer.write(json.dumps((kind, text, seconds)).encode() + b"\n")
     sys.stdout.buffer.flush()
 
 
@@ -131,9 +133,10 @@ def main() -> None:
         question = json.loads(line)
         _now = question["now"]
         _limit(question["seconds"], question["memory"] + MAX_GROWTH * len(line))
+        begin = time.process_time()
         found = answer(compiled, question["source"], question["variables"], len(line))
         _limit(0, None)
-        _say(*found)
+        _say(*found, time.process_time() - begin)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ are searched for marks that are known. Whether a prompt has begun the thought al
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,7 +33,7 @@ NO_EFFORT = ("none", "no_think")
 
 TAIL = 512  # characters at the end of a prompt that say whether it has begun a thought
 MAX_MARK = 96  # characters
-SECONDS = 2.0  # for reading a template
+SECONDS = 2.0  # of processor time for reading a template
 
 _SWITCHES: Mapping[str, tuple[Any, Any]] = {
     "enable_thinking": (True, False),
@@ -207,11 +206,13 @@ class _Probe:
     """Renders one template, for as long as that takes little time."""
 
     def __init__(self, template: ChatTemplate) -> None:
-        self._template, self._end = template, time.monotonic() + SECONDS
+        from powerinfer.formats.sandbox import Budget
+
+        self._template, self._budget = template, Budget(SECONDS)
 
     def text(self, more: Sequence[Mapping[str, Any]] = (), ask: bool = True, **variables: Any) -> str | None:
         """The prompt; None if the template does not make one."""
-        if time.monotonic() > self._end:
+        if self._budget.spent:
             return None
         try:
             return self._template.render([*_HISTORY, *more], add_generation_prompt=ask, **variables)[0]
