@@ -91,6 +91,21 @@ def test_a_thought_by_reference_is_left_out(server: Server, logged: Any) -> None
     assert status == 400 and "nothing is stored" in answer["error"]["message"]
 
 
+@pytest.mark.parametrize("more", [
+    {"context_management": {"edits": 5}}, {"context_management": {"edits": {"type": "clear_thinking"}}},
+    {"tools": [{"name": ["f"], "defer_loading": True, "input_schema": {}}, {"type": "tool_search_tool_regex"}]},
+    {"tools": [{"name": ["f"], "defer_loading": False, "input_schema": {}}]},
+])  # fmt: skip
+def test_what_is_of_another_type_is_refused(server: Server, more: dict[str, Any]) -> None:
+    status, answer = post(server, "/v1/messages", LEAST["/v1/messages"] | more)
+    assert status == 400 and answer["error"]["type"] == "invalid_request_error"
+
+
+def test_a_deferred_tool_without_a_name_is_not_offered(server: Server) -> None:
+    tools = [{"name": ["f"], "defer_loading": True, "input_schema": {}}]
+    assert post(server, "/v1/messages", LEAST["/v1/messages"] | {"tools": tools})[0] == 200
+
+
 def test_a_thread_that_goes_on_is_refused_as_tool_runners_know_it(server: Server) -> None:
     """Both SDKs' then send the whole conversation."""
     status, answer = post(server, "/v1/messages", LEAST["/v1/messages"] | {"thread": {"type": "continue"}})

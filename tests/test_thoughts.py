@@ -700,6 +700,17 @@ def test_defaults_of_the_server() -> None:
         assert apart["choices"][0]["message"]["reasoning_content"] == "Well. Well."
 
 
+def test_what_is_only_counted_or_rendered_has_the_defaults_of_the_server() -> None:
+    own = served_llm()
+    own.template = ChatTemplate(QWEN3)
+    with serving(own, reasoning_budget=0) as server:
+        body, closed = {"messages": [USER]}, len("<think>\n\n</think>\n\n")
+        plain = post(server, "/apply-template", {**body, "enable_thinking": True, "reasoning_budget": -1})[1]["prompt"]
+        assert len(post(server, "/apply-template", body)[1]["prompt"]) == len(plain) + closed
+        for path in ("/v1/messages/count_tokens", "/chat/completions/input_tokens"):
+            assert post(server, path, body)[1]["input_tokens"] == len(plain) + closed
+
+
 @pytest.mark.parametrize("given", [
     {"reasoning_content": "Hm."}, {"reasoning": "Hm."}, {"thinking": "Hm."},
     {"reasoning_details": [{"type": "reasoning.text", "text": "Hm."}]},

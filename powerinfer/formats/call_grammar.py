@@ -254,12 +254,6 @@ def _counted(schema: Any) -> str:
     return rf"/(.|\n){{{least},{most}}}/"
 
 
-def _texts(schema: Any) -> list[str]:
-    """The texts that a value may be; none: any, or not only texts."""
-    values = schema.get("enum") if isinstance(schema, Mapping) else None
-    return values if isinstance(values, list) and all(isinstance(value, str) for value in values) else []
-
-
 def _number(value: Any) -> int | None:
     return value if isinstance(value, int) and 0 <= value <= _MAX_LENGTH else None
 

@@ -56,12 +56,14 @@ from powerinfer.serve.schema import (
 from powerinfer.serve.served import ServedModel
 from powerinfer.serve.service import Service
 from powerinfer.serve.shapes import AnswerShape, ChatShape, Logprobs, TextShape, Usage, add_logprobs, encode_json
-from powerinfer.serve.thinking import Asked
+from powerinfer.serve.thinking import Asked, Defaults
 from powerinfer.serve.work import in_worker, read_json
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from powerinfer.runtime.engine import LLM
 
 LAST_WORD_SECONDS = 1.0  # that a client may take for it
 PING_SECONDS = 10.0  # without an event, after which a stream sends a comment, so that no proxy gives it up
@@ -178,7 +180,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
             params, given, prompts = await in_worker(request.state.size, prepared)
             echoes = await echoes_of(llm, body, given, prompts)
         except Exception as error:
-            raise _refusal(model, error) from None
+            raise refusal(model, error) from None
         shape = TextShape(*shape_of(model, request, body), echoes)
         return await answer(model, request, body, shape, prompts, params if body.generates else None)
 
@@ -207,14 +209,11 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def count_tokens(body: CountRequest, request: Request) -> Response:
         chat = await _as_chat(request, body)
         model = await service.use(chat.model, request.state.leases)
-        llm = model.llm
+        count = partial(count_chat, model.llm, chat, service.thinking)
         try:
-            tokens, _ = await in_worker(
-                request.state.size, lambda: encode_chat(llm, chat, read_chat_tools(llm, chat))
-            )  # fmt: skip
+            return json_response({"input_tokens": await in_worker(request.state.size, count)})
         except Exception as error:
-            raise _refusal(model, error, MESSAGES_NAMES) from None
-        return json_response({"input_tokens": len(tokens)})
+            raise refusal(model, error, MESSAGES_NAMES) from None
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
@@ -257,9 +256,13 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def apply_template(body: ChatRequest, request: Request) -> Response:
         model = await service.use(body.model, request.state.leases)
         body.check_extra()
+
+        def rendered() -> str:
+            body.take_defaults(service.thinking)
+            return render(model.llm, body, read_chat_tools(model.llm, body))
+
         try:
-            tools = read_chat_tools(model.llm, body)
-            return json_response({"prompt": await in_worker(request.state.size, render, model.llm, body, tools)})
+            return json_response({"prompt": await in_worker(request.state.size, rendered)})
         except Exception as error:
             raise model.refusal(error) or error from None
 
@@ -328,7 +331,13 @@ async def _as_chat(request: Request, body: ResponsesRequest | CountRequest) -> C
     return await in_worker(request.state.size, body.to_chat)
 
 
-def _refusal(model: ServedModel, error: Exception, names: Mapping[str, str] = NO_NAMES) -> Exception:
+def count_chat(llm: LLM, chat: ChatRequest, defaults: Defaults) -> int:
+    """The tokens of a conversation's prompt. defaults: of thinking, on which prompts may depend."""
+    chat.take_defaults(defaults)
+    return len(encode_chat(llm, chat, read_chat_tools(llm, chat))[0])
+
+
+def refusal(model: ServedModel, error: Exception, names: Mapping[str, str] = NO_NAMES) -> Exception:
     """An error as the API tells it. names: of an API's fields that are called otherwise in OpenAI's chats."""
     told = model.refusal(error)
     return error if told is None else told.renamed(names)
@@ -342,7 +351,7 @@ async def _chat(
     names: Mapping[str, str] = NO_NAMES,
 ) -> Response:
     """The answer to a conversation. shape: makes one of the parameters and of `ChatShape`'s arguments; names: as of
-    `_refusal`."""
+    `refusal`."""
     model = await service.use(body.model, request.state.leases)
     llm = model.llm
 
@@ -359,7 +368,7 @@ async def _chat(
     try:
         asked, tools, form, params, tokens, dropped = await in_worker(request.state.size, prepared)
     except Exception as error:
-        raise _refusal(model, error, names) from None
+        raise refusal(model, error, names) from None
     if dropped:
         request.state.facts["dropped_turns"] = dropped
     made = shape(params, *shape_of(model, request, body), form)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,9 +14,9 @@ from starlette.concurrency import run_in_threadpool
 
 from powerinfer import __version__
 from powerinfer.runtime.params import SamplingParams
-from powerinfer.serve.api_error import ApiError, ContextError
-from powerinfer.serve.app import answer, embedded, json_response
-from powerinfer.serve.constraints import constrained, read_chat_tools
+from powerinfer.serve.api_error import NO_NAMES, ApiError, ContextError
+from powerinfer.serve.app import answer, count_chat, embedded, json_response, refusal
+from powerinfer.serve.constraints import constrained
 from powerinfer.serve.llama_completion import (
     CompletionBody,
     CompletionShape,
@@ -23,8 +24,8 @@ from powerinfer.serve.llama_completion import (
     read_prompts,
     settings,
 )
-from powerinfer.serve.prompts import check_texts, encode_chat, read_biases
-from powerinfer.serve.responses import ResponsesRequest
+from powerinfer.serve.prompts import check_texts, read_biases
+from powerinfer.serve.responses import RESPONSES_NAMES, ResponsesRequest
 from powerinfer.serve.schema import MAX_PROMPT_TOKENS, Body, ChatRequest
 from powerinfer.serve.served import ServedModel
 from powerinfer.serve.service import Service
@@ -128,16 +129,12 @@ def _prepared(
 
 
 def _add_counts(app: FastAPI, service: Service) -> None:
-    async def counted(request: Request, chat: ChatRequest) -> Response:
+    async def counted(request: Request, chat: ChatRequest, names: Mapping[str, str] = NO_NAMES) -> Response:
         model = await service.use(chat.model, request.state.leases)
-
-        def count() -> int:
-            return len(encode_chat(model.llm, chat, read_chat_tools(model.llm, chat))[0])
-
         try:
-            tokens = await in_worker(request.state.size, count)
+            tokens = await in_worker(request.state.size, count_chat, model.llm, chat, service.thinking)
         except Exception as error:
-            raise model.refusal(error) or error from None
+            raise refusal(model, error, names) from None
         return json_response({"object": "response.input_tokens", "input_tokens": tokens})
 
     @app.post("/chat/completions/input_tokens")
@@ -149,7 +146,7 @@ def _add_counts(app: FastAPI, service: Service) -> None:
     @app.post("/responses/input_tokens")
     @app.post("/v1/responses/input_tokens")
     async def responses_tokens(body: ResponsesRequest, request: Request) -> Response:
-        return await counted(request, await in_worker(request.state.size, body.to_chat))
+        return await counted(request, await in_worker(request.state.size, body.to_chat), RESPONSES_NAMES)
 
 
 def _add_properties(app: FastAPI, service: Service) -> None:

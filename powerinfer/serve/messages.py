@@ -44,14 +44,15 @@ MESSAGES_NEUTRAL: Mapping[str, Neutral] = {
     "speed": ("standard",),
     "container": (),
     "mcp_servers": ([],),
-    "context_management": lambda given: isinstance(given, dict) and all(map(_keeps, given.get("edits") or [])),
+    "context_management": lambda given: isinstance(given, dict) and _keep(given.get("edits") or []),
 }
 """Fields of the API that this server does not have, with the values that ask for nothing."""
 
 
-def _keeps(edit: Any) -> bool:
-    """Whether an edit of the context leaves all as it is, or concerns thoughts, of which the template takes its own."""
-    return isinstance(edit, dict) and str(edit.get("type")).startswith("clear_thinking")
+def _keep(edits: Any) -> bool:
+    """Whether edits of the context leave all as it is, or concern thoughts, of which the template takes its own."""
+    listed = isinstance(edits, list) and all(isinstance(edit, dict) for edit in edits)
+    return listed and all(str(edit.get("type")).startswith("clear_thinking") for edit in edits)
 
 
 class ThreadError(ApiError):
@@ -160,7 +161,7 @@ class CountRequest(Asked):
         every = any(str(tool.get("type")).startswith("tool_search_tool") for tool in tools)
         blocks = (block for turn in self.messages if not isinstance(turn.content, str) for block in turn.content)
         parts = (part for block in blocks if isinstance(block.content, list) for part in block.content)
-        named = {_reference(part) for part in parts}
+        named = [_reference(part) for part in parts]
         for at, tool in functions(tools, "custom"):
             if every or not tool.get("defer_loading") or tool.get("name") in named:
                 yield at, tool
