@@ -14,12 +14,13 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -223,9 +224,11 @@ def job(client: Client, url: str, folder: Path, word: str) -> str:
         try:
             code = running.wait(JOB_SECONDS)
         except subprocess.TimeoutExpired:
-            os.killpg(running.pid, 9)
-            running.wait()
             return f"it took more than {JOB_SECONDS} s"
+        finally:  # what it has started, too
+            with suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
     if code:
         return f"exit status {code}"
     if client.command:
