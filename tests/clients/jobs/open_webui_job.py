@@ -1,4 +1,4 @@
-"""Requests as Open WebUI 0.6 sends them, whose installation takes gigabytes: its own fields, streams, and usage."""
+"""Requests as Open WebUI sends them, whose installation takes gigabytes: streams with usage, functions, a title."""
 
 from __future__ import annotations
 
