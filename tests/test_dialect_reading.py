@@ -565,6 +565,21 @@ def test_arguments_that_are_nested_without_end_are_json(deep: str) -> None:
         assert name == "f" and isinstance(json.loads(arguments), list | dict)
 
 
+def test_a_template_that_writes_much_around_calls_is_told_in_words() -> None:
+    for much in ("{", '{"a":'):
+        source = template("{{ '" + much + "' * 20000 }}" + each("<call>{{ f | tojson }}</call>"))
+        begin = time.process_time()
+        assert read_dialect(source) == GENERIC
+        assert time.process_time() - begin < 3.0
+
+
+def test_a_limit_of_a_length_that_is_no_number_limits_nothing() -> None:
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"maxLength": True}}}}
+    tools = read_tools([{"type": "function", "function": function}])
+    grammar = FORMS["parameters in lines"].grammar(tools, ToolChoice("required"))
+    Grammars(Marked()).mask(grammar)  # type: ignore[arg-type]
+
+
 def test_an_enumeration_of_which_a_part_is_no_text() -> None:
     listed = {"type": "array", "items": {"type": "string", "enum": [1]}}
     for schema in ({"type": "string", "enum": ["a", None, 1]}, listed):

@@ -248,14 +248,14 @@ def _counted(schema: Any) -> str:
     """A pattern for a text of limited length; "" for any."""
     if not isinstance(schema, Mapping):
         return ""
-    least, most = schema.get("minLength", 0), schema.get("maxLength")
-    if not isinstance(least, int) or not isinstance(most, int) or not 0 <= least <= most <= _MAX_LENGTH:
+    least, most = _number(schema.get("minLength", 0)), _number(schema.get("maxLength"))
+    if least is None or most is None or least > most:
         return ""
     return rf"/(.|\n){{{least},{most}}}/"
 
 
 def _number(value: Any) -> int | None:
-    return value if isinstance(value, int) and 0 <= value <= _MAX_LENGTH else None
+    return value if type(value) is int and 0 <= value <= _MAX_LENGTH else None
 
 
 def _in_order(words: Sequence[tuple[str, bool]], comma: str) -> str:

@@ -24,6 +24,7 @@ from powerinfer.formats.tools import Tool
 
 SECONDS = 3.0  # of processor time for reading a template
 _MAX_TEXT = 1 << 17  # characters that it may write for a conversation of some words
+_MAX_TURN = 1 << 13  # characters of it for two calls
 _MAX_MARKS = 1024  # characters
 
 _NAMES = ("find_marker", "move_marker")
@@ -93,7 +94,7 @@ def _written(probe: _Probe) -> ToolFormat | None:
 
 
 def _length(form: ToolFormat) -> int:
-    """Of the marks around the calls."""
+    """Characters of the marks around the calls."""
     return len(form.section + form.call_begin + form.call_end + form.between + form.end)
 
 
@@ -207,6 +208,8 @@ class _Reading:
         if self._plain is None or _SAID not in self._plain or not self._names:
             return None
         turn = self._turn(self._text)
+        if len(turn) > _MAX_TURN:
+            return None
         shapes = (self._object, self._named, self._keywords, self._tagged)
         for shape in shapes:
             form = shape(turn)
@@ -270,7 +273,7 @@ class _Reading:
             except (ValueError, RecursionError):
                 at += 1
                 continue
-            if any(value.get(name) or name in value.values() for name in self._names if _hashable(value)):
+            if any(value.get(name) or name in value.values() for name in self._names):
                 spans.append((at, end, value))
             at = end
         return spans
@@ -470,10 +473,6 @@ _DIGITS = re.compile(r"\d+")
 _COUNTER = re.compile(r"(?<=[:\"])[01](?=[<\"])")
 _PREFIX = re.compile(r"[A-Za-z_]+\.$")  # a namespace before a function's name
 _THOUGHT = re.compile(r"\A(?:<[^<>]*(?:think|THINK)[^<>]*>\s*){1,2}")
-
-
-def _hashable(value: Mapping[str, Any]) -> bool:
-    return all(isinstance(entry, str | int | float | dict | list | None) for entry in value.values())
 
 
 def _holes(text: str, identity: str) -> str:
