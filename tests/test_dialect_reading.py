@@ -566,7 +566,7 @@ def test_arguments_that_are_nested_without_end_are_json(deep: str) -> None:
 
 
 def test_a_template_that_writes_much_around_calls_is_told_in_words() -> None:
-    for much in ("{", '{"a":'):
+    for much in ("{", '{"a":', "<think"):
         source = template("{{ '" + much + "' * 20000 }}" + each("<call>{{ f | tojson }}</call>"))
         begin = time.process_time()
         assert read_dialect(source) == GENERIC

@@ -472,7 +472,7 @@ _TAG = re.compile(r"[<>\[\]|{}`]")
 _DIGITS = re.compile(r"\d+")
 _COUNTER = re.compile(r"(?<=[:\"])[01](?=[<\"])")
 _PREFIX = re.compile(r"[A-Za-z_]+\.$")  # a namespace before a function's name
-_THOUGHT = re.compile(r"\A(?:<[^<>]*(?:think|THINK)[^<>]*>\s*){1,2}")
+_THOUGHT = re.compile(r"\A(?:<[^<>]{0,40}(?:think|THINK)[^<>]{0,40}>\s*){1,2}")
 
 
 def _holes(text: str, identity: str) -> str:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from typing import TypeVar
+
+T = TypeVar("T", str, bytes)
 
 HOLE = "\x00"
 MISMATCH, MORE = -1, -2
@@ -52,7 +55,7 @@ def _space_end(text: str, at: int) -> int:
     return _SPACE.match(text, at).end()  # type: ignore[union-attr]
 
 
-def overlap(text: str, mark: str) -> int:
+def overlap(text: T, mark: T) -> int:
     """Length of the longest end of `text` that `mark` begins with, and is longer than."""
     longest = min(len(text), len(mark) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(mark[:length])), 0)

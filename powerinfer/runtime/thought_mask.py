@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from powerinfer.formats.grammar import AfterThought, Grammar
+from powerinfer.formats.marks import overlap
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -212,7 +213,7 @@ class ThoughtMask:
         if self._budget is not None and self._tokens >= self._budget:
             incomplete = self._decoder.getstate()[0]
             if not incomplete or self._tokens >= self._budget + MAX_BEYOND:
-                self._closing = self._spelling.tokens(self._end[_overlap(self._seen, self._end) :])[::-1]
+                self._closing = self._spelling.tokens(self._end[overlap(self._seen, self._end) :])[::-1]
                 self._budget = None  # it is spent, or this vocabulary cannot spell the mark
         return False
 
@@ -243,9 +244,3 @@ class ThoughtMask:
         for token, data in self._spelling.with_byte(self._end[-1:]):
             if not self._fits(data):
                 yield token
-
-
-def _overlap(text: bytes, mark: bytes) -> int:
-    """Length of the longest end of `text` that `mark` begins with, and is longer than."""
-    longest = min(len(text), len(mark) - 1)
-    return next((length for length in range(longest, 0, -1) if text.endswith(mark[:length])), 0)
