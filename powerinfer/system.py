@@ -68,7 +68,7 @@ def available_memory() -> int:
 
 
 def _free_memory() -> int:
-    """Of the machine; 0 if unknown."""
+    """Bytes that are free on the machine; 0 if unknown."""
     try:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":") for line in file)

@@ -161,7 +161,7 @@ class CallRules:
     def _values(
         self, rule: str, schema: Any, root: Mapping[str, Any], end: str
     ) -> tuple[list[tuple[str, str]], list[str]]:
-        """For each way to write a value, up to the mark `end`: its type and its rule; and the rules that these need."""
+        """Type and rule of each way to write a value, up to the mark `end`; and the rules that these need."""
         allowed = kinds(schema, root)
         text = f"{rule}{self._text_value(_counted(schema), end)}"
         if self._form.nested and (not allowed or allowed & {"object", "array"}):

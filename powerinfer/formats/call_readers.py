@@ -362,7 +362,7 @@ READERS: dict[str, type[CallReader]] = {
     "tagged": TaggedReader,
     "keywords": KeywordsReader,
 }
-"""By the body of a `ToolFormat`."""
+"""Readers by the body of a `ToolFormat`."""
 
 _MAX_NAME = 128
 _NAME_BEGIN = re.compile(r"\s*([A-Za-z0-9_.-]*)")

@@ -15,7 +15,7 @@ from typing import Any
 FORMATS = frozenset((
     "date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
 ))  # fmt: skip
-"""Those that are enforced; every other is an annotation (JSON Schema 2020-12, validation, 7.2.1)."""
+"""Formats that are enforced; every other is an annotation (JSON Schema 2020-12, validation, 7.2.1)."""
 
 ANNOTATIONS = frozenset((
     "title", "description", "default", "examples", "example", "$comment", "deprecated", "readOnly", "writeOnly",

@@ -131,7 +131,7 @@ def _add_configured(engine: tokenizers.Tokenizer, config: dict[str, Any]) -> Non
 
 
 def _ends_by_name(added: Mapping[int, Any]) -> dict[str, int]:
-    """Those of the added tokens that end an answer by their names."""
+    """The added tokens that end an answer, by their names."""
     special = {at for at, token in added.items() if token.special}
     return ends_of_generation({token.content: at for at, token in added.items()}, special)
 

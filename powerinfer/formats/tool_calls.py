@@ -351,7 +351,7 @@ class HarmonyFormat(ToolFormat):
         self, text: str, whole: bool, special: frozenset[str] = frozenset(), names: Sequence[str] = ()
     ) -> int | None:
         found = harmony.CALL_BEGINS.finditer(text)
-        return next((one.end() for one in found if one.start() or whole or text[0] == "<"), None)
+        return next((begin.end() for begin in found if begin.start() or whole or text[0] == "<"), None)
 
     def parser(self, new_id: Callable[[], str] | None = None) -> AnswerParser:
         return harmony.HarmonyParser(new_id or _long_id, self.parallel, self.may_call)

@@ -102,8 +102,8 @@ def _outline(schema: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(properties, Mapping):
         return {"type": "object"}
     kinds = {
-        name: {"type": one["type"]} if isinstance(one, Mapping) and "type" in one else {}
-        for name, one in properties.items()
+        name: {"type": inner["type"]} if isinstance(inner, Mapping) and "type" in inner else {}
+        for name, inner in properties.items()
     }
     return {"type": "object", "properties": kinds}
 

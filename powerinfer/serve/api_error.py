@@ -45,7 +45,7 @@ RETRY_AFTER = {429: 1, 503: 1}
 
 
 NO_NAMES: Mapping[str, str] = {}
-"""Of an API whose fields are OpenAI's of chats."""
+"""Names of an API whose fields are OpenAI's of chats."""
 
 
 class ApiError(HTTPException):

@@ -15,7 +15,7 @@ MAX_LOGGED = 16  # things of a kind that one line names
 _LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _logger = logging.getLogger("powerinfer.serve")
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""Of the request that is answered, in whose lines it is."""
+"""The id of the request that is answered, in whose lines it is."""
 
 
 class JsonLines(logging.Formatter):

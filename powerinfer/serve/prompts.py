@@ -80,7 +80,7 @@ class Room(NamedTuple):
 
     @classmethod
     def of_counted(cls, llm: LLM) -> Room:
-        """For texts that are only encoded: as many tokens as the context, or `MAX_COUNTED`."""
+        """Room for texts that are only encoded: as many tokens as the context, or `MAX_COUNTED`."""
         return cls(max(llm.context, MAX_COUNTED), counted=True)
 
     def check(self, llm: LLM, *texts: str, param: str = "prompt") -> None:
