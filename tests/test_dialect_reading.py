@@ -573,6 +573,45 @@ def test_a_template_that_writes_much_around_calls_is_told_in_words() -> None:
         assert time.process_time() - begin < 3.0
 
 
+def test_a_call_in_python_may_leave_out_any_of_many_arguments() -> None:
+    def accepts(required: list[str], text: str) -> bool:
+        names = [f"a{at}" for at in range(40)]
+        schema: dict[str, Any] = {"type": "object", "required": required}
+        schema["properties"] = {name: {"type": "integer"} for name in names}
+        tools = read_tools([{"type": "function", "function": {"name": "f", "parameters": schema}}])
+        grammar = FORMS["Python"].grammar(tools, ToolChoice("required"))
+        mask = Grammars(Marked()).mask(grammar)  # type: ignore[arg-type]
+        begin, end = (mark.strip() for mark in (FORMS["Python"].section, FORMS["Python"].end))
+        for token in f"{begin}[{text}]{end}".encode():
+            if not mask.allows(token):
+                return False
+            mask.accept(token)
+        return True
+
+    for text, required, fits in (
+        ("f()", [], True), ("f(a0=1)", [], True), ("f(a39=1)", [], True), ("f(a3=1, a7=2, a39=3)", [], True),
+        ("f(a7=1, a3=2)", [], False), ("f(a7=1, a7=2)", [], False), ("f(a1=1 a2=2)", [], False),
+        ("f()", ["a5"], False), ("f(a6=1)", ["a5"], False), ("f(a1=1)", ["a5"], False), ("f(a5=1)", ["a5"], True),
+        ("f(a1=1, a5=2, a6=3)", ["a5"], True), ("f(a5=2, a39=3)", ["a5", "a39"], True), ("f(a39=3)", ["a39"], True),
+        ("f(a5=2)", ["a5", "a39"], False), ("f(a0=1, a39=1)", ["a0", "a39"], True),
+    ):  # fmt: skip
+        assert accepts(required, text) == fits, (text, required)
+
+
+def test_definitions_that_nothing_refers_to_are_no_part_of_a_grammar() -> None:
+    schema = {"$defs": {"d": {"enum": [*range(3000)]}}, "type": "object"}
+    for inner, most in (({"type": "integer"}, 1 << 16), ({"$ref": "#/$defs/d"}, 0)):
+        parameters = {**schema, "properties": {f"a{at}": inner for at in range(90)}}
+        tools = read_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+        form = FORMS["types told"]
+        if most:
+            grammar = form.grammar(tools, ToolChoice("required"))
+            assert grammar is not None and len(grammar.text) < most
+        else:
+            with pytest.raises(RequestError, match="the schema of f is too large"):
+                form.grammar(tools, ToolChoice("required"))
+
+
 def test_a_limit_of_a_length_that_is_no_number_limits_nothing() -> None:
     function = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"maxLength": True}}}}
     tools = read_tools([{"type": "function", "function": function}])

@@ -29,6 +29,7 @@ from powerinfer.formats.tokenizer_folder import tokenizer_from_folder
 from powerinfer.formats.tokenizer_gguf import tokenizer_from_gguf
 from powerinfer.runtime import grammar as module
 from powerinfer.runtime.async_llm import MAX_COMPILING, AsyncLLM
+from powerinfer.runtime.gbnf import lark_of_gbnf
 from powerinfer.runtime.grammar import CompiledGrammar, GrammarMask, Grammars
 from powerinfer.runtime.params import SamplingParams
 
@@ -296,6 +297,12 @@ def test_tokens_in_gbnf(name: str) -> None:
     assert tokenizer.encode("a") == [64]
     assert [fits(tokens) for tokens in fit] == [True] * len(fit)
     assert [fits(tokens) for tokens in unfit] == [False] * len(unfit)
+
+
+def test_names_like_ours_in_gbnf_take_no_time() -> None:
+    begin = time.process_time()
+    lark_of_gbnf('root ::= "a" <think> # token-ref' + "x" * 100_000, lambda text: 5, 100, [1])
+    assert time.process_time() - begin < 3.0
 
 
 def test_an_end_token_in_gbnf_is_where_the_answer_may_end() -> None:

@@ -7,8 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from powerinfer.errors import RequestError
 from powerinfer.formats.call_values import kinds, resolved
-from powerinfer.formats.grammar import JSON_OPTIONS, WHITESPACE, json_text, literal
+from powerinfer.formats.grammar import JSON_OPTIONS, MAX_SOURCE, WHITESPACE, json_text, literal
 from powerinfer.formats.marks import HOLE
 from powerinfer.formats.tools import Tool
 
@@ -133,11 +134,10 @@ class CallRules:
             (f"{literal(name)} W? \"=\" W? {_literal_rule(schema, tool.parameters)}", required)
             for name, schema, required in _properties(tool)
         ]
-        if not words:
-            arguments = '(keyword (W? "," W? keyword)*)?' if _is_open(tool) else ""
-        else:
-            arguments = _in_order(words, 'W? "," W?')
-        return [f"call_{at}: {self._name(tool)} W? {arguments} W?" + ' ")"']
+        arguments, rules = _in_order(f"{at}_", words, 'W? "," W?')
+        if not words and _is_open(tool):
+            arguments = '(keyword (W? "," W? keyword)*)?'
+        return [f"call_{at}: {self._name(tool)} W? {arguments} W?" + ' ")"', *rules]
 
     def _tagged(self, at: int, tool: Tool) -> list[str]:
         properties = _properties(tool)
@@ -147,7 +147,7 @@ class CallRules:
             any_key = f"{self.mark(self._form.key_begin)} {_NAME} {self._key_end('string')} any_value"
             any_key += f" {_NAME} {self.mark(behind)}" if hole else ""
             return [f"call_{at}: {self._name(tool)}" + (f" ({any_key} {_SPACE})*" if _is_open(tool) else "")]
-        rules = []
+        rules, size = [], 0
         for number, (name, schema, _) in enumerate(properties):
             value = f"value_{at}_{number}"
             begin = f"{self.mark(self._form.key_begin)} {literal(name)}"
@@ -155,6 +155,10 @@ class CallRules:
             rules += made
             spelled = [f"{self._key_end(kind)} {way}" for kind, way in ways]
             rules.append(f"argument_{at}_{number}: {begin} {self._either(spelled)} {_SPACE}")
+            size += sum(map(len, made))
+            if size > MAX_SOURCE:  # definitions are in the rule of every argument that refers to one
+                message = f"the schema of {tool.name} is too large: let fewer arguments refer to large definitions"
+                raise RequestError(message)
         names = [(f"argument_{at}_{number}", required) for number, (_, _, required) in enumerate(properties)]
         return [f"call_{at}: {self._name(tool)} rest_{at}_0", *_in_any_order(f"rest_{at}_", names), *rules]
 
@@ -170,7 +174,7 @@ class CallRules:
         if values and not any("<" in value for value in values):
             options = " | ".join(literal(value) for value in values)
             text = f"{rule}: ({options}) {self.mark(end, exact=True)}"
-        whole = {**schema, **{key: root[key] for key in ("$defs", "definitions") if key in root}} if allowed else {}
+        whole = _with_definitions(schema, root) if allowed else {}
         value = f"%json {with_options(whole)}" if not self._form.literals else _literal_rule(schema, root)
         plain = f"{rule}: {_SPACE} {value} {self.mark(end)}"
         if not self._form.type_words:
@@ -238,6 +242,13 @@ def _is_open(tool: Tool) -> bool:
     return tool.parameters.get("additionalProperties", "properties" not in tool.parameters) is not False
 
 
+def _with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of a schema, with the definitions of the whole if it refers to any."""
+    if "$ref" not in json_text(schema, "the schema"):
+        return {**schema}
+    return {**schema, **{key: root[key] for key in ("$defs", "definitions") if key in root}}
+
+
 def _texts(schema: Any, allowed: frozenset[str]) -> list[str]:
     """The texts that a value may be, by its schema; none: any, or not only texts."""
     values = schema.get("enum") if isinstance(schema, Mapping) and allowed == {"string"} else None
@@ -258,16 +269,20 @@ def _number(value: Any) -> int | None:
     return value if type(value) is int and 0 <= value <= _MAX_LENGTH else None
 
 
-def _in_order(words: Sequence[tuple[str, bool]], comma: str) -> str:
-    """Arguments in their order, separated, of which some may be left out."""
-    made = ""
-    for at in range(len(words) - 1, -1, -1):
-        word, required = words[at]
-        rest = f" ({comma} {made})?" if made and not any(must for _, must in words[at + 1 :]) else ""
-        if made and not rest:
-            rest = f" {comma} {made}"
-        made = f"({word}{rest})" if required or not made else f"({word}{rest} | {made})"
-    return made if any(must for _, must in words) else f"({made})?"
+def _in_order(rule: str, words: Sequence[tuple[str, bool]], comma: str) -> tuple[str, list[str]]:
+    """Arguments in their order, separated, of which some may be left out, and the rules for them. rule: the end of
+    these rules' names."""
+    made = [f"argument_{rule}{at}: {word}" for at, (word, _) in enumerate(words)]
+    first = next((at for at, (_, required) in enumerate(words) if required), len(words))
+    for at in range(len(words) - 1):
+        more, required = f"{comma} argument_{rule}{at + 1}", words[at + 1][1]
+        behind = f"behind_{rule}{at + 1}" if at + 2 < len(words) else ""
+        made.append(f"behind_{rule}{at}: {more if required else f'({more})?'} {behind}")
+    for at in range(min(first + 1, len(words))):
+        behind = f"behind_{rule}{at}" if at + 1 < len(words) else ""
+        later = f" | from_{rule}{at + 1}" if at < min(first, len(words) - 1) else ""
+        made.append(f"from_{rule}{at}: argument_{rule}{at} {behind}{later}")
+    return ("" if not words else f"from_{rule}0" if first < len(words) else f"(from_{rule}0)?"), made
 
 
 def _in_any_order(rule: str, names: Sequence[tuple[str, bool]]) -> list[str]:

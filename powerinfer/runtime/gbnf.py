@@ -25,9 +25,7 @@ def lark_of_gbnf(text: str, token_of: Callable[[str], int | None], size: int, en
     """
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
-    prefix = "token-ref"
-    while prefix in text:
-        prefix += "x"
+    prefix = "token-ref" + max(re.findall("token-ref(x*)", text), default="") + "x"
     names: dict[str, str] = {}  # of rules, by what they stand for in Lark
 
     def rule(match: re.Match[str]) -> str:
