@@ -612,6 +612,16 @@ def test_definitions_that_nothing_refers_to_are_no_part_of_a_grammar() -> None:
                 form.grammar(tools, ToolChoice("required"))
 
 
+@pytest.mark.parametrize("reference", ["#", "#/properties/x", "#/$defs/d"])
+def test_values_that_refer_to_any_part_of_the_schema(reference: str) -> None:
+    inner = {"type": "array", "items": {"$ref": reference}}
+    parameters = {"type": "object", "$defs": {"d": {"type": "integer"}},
+                  "properties": {"x": {"type": "integer"}, "y": inner}, "required": ["y"]}  # fmt: skip
+    tools = read_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    for name in ("parameters in lines", "types told"):
+        Grammars(Marked()).mask(FORMS[name].grammar(tools, ToolChoice("required")))  # type: ignore[arg-type]
+
+
 def test_a_limit_of_a_length_that_is_no_number_limits_nothing() -> None:
     function = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"maxLength": True}}}}
     tools = read_tools([{"type": "function", "function": function}])

@@ -21,6 +21,7 @@ _ANY_ORDER = 4  # arguments that must be there and may come in any order
 _DEPTH = 4  # of literals that are held to their schema
 _MAX_LENGTH = 4096  # of a text that is counted
 _SPACE = r"/[ \t\r\n]{0,8}/"
+_REFERENCES = re.compile(r'"\$ref":"(#/(?:\$defs|definitions)/)?')
 _EDGES = re.compile(r"^\s+|\s*\n\s*|\s+$")
 _TEXT = r"/(.|\n)*/"
 _NAME = "/[A-Za-z0-9_.-]{1,64}/"
@@ -174,7 +175,7 @@ class CallRules:
         if values and not any("<" in value for value in values):
             options = " | ".join(literal(value) for value in values)
             text = f"{rule}: ({options}) {self.mark(end, exact=True)}"
-        whole = _with_definitions(schema, root) if allowed else {}
+        whole = _as_whole(schema, root, allowed) if allowed else {}
         value = f"%json {with_options(whole)}" if not self._form.literals else _literal_rule(schema, root)
         plain = f"{rule}: {_SPACE} {value} {self.mark(end)}"
         if not self._form.type_words:
@@ -242,11 +243,14 @@ def _is_open(tool: Tool) -> bool:
     return tool.parameters.get("additionalProperties", "properties" not in tool.parameters) is not False
 
 
-def _with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """A part of a schema, with the definitions of the whole if it refers to any."""
-    if "$ref" not in json_text(schema, "the schema"):
+def _as_whole(schema: Mapping[str, Any], root: Mapping[str, Any], allowed: frozenset[str]) -> dict[str, Any]:
+    """A part of a schema as one of its own, with the definitions if it refers to any; its types alone if something
+    refers to the rest of the schema."""
+    if not _REFERENCES.search(json_text(schema, "the schema")):
         return {**schema}
-    return {**schema, **{key: root[key] for key in ("$defs", "definitions") if key in root}}
+    made = {**schema, **{key: root[key] for key in ("$defs", "definitions") if key in root}}
+    elsewhere = any(not of_definitions for of_definitions in _REFERENCES.findall(json_text(made, "the schema")))
+    return {"type": sorted(allowed)} if elsewhere else made
 
 
 def _texts(schema: Any, allowed: frozenset[str]) -> list[str]:
