@@ -31,7 +31,6 @@ EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
 NO_EFFORT = ("none", "no_think")
 """Values of reasoning_effort for no thinking: OpenAI's, and Hunyuan's."""
 
-TAIL = 512  # characters at the end of a prompt that say whether it has begun a thought
 MAX_MARK = 96  # characters
 SECONDS = 2.0  # of processor time for reading a template
 
