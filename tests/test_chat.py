@@ -598,19 +598,19 @@ def test_a_signal_is_not_called_a_lack_of_memory(number: int) -> None:
     assert sandbox.render("x", {}) == "x"
 
 
-def test_a_budget_counts_the_processor_time_of_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    small, large = sandbox.Budget(0.1), sandbox.Budget(60.0)
+def test_a_limit_counts_the_processor_time_of_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = sandbox.TimeLimit(0.1), sandbox.TimeLimit(60.0)
     for _ in range(20):
         sandbox.render("x", {})
-    assert not small.spent, "what is cheap takes none, however long the machine takes to do it"
+    assert not small.reached, "what is cheap takes none, however long the machine takes to do it"
     monkeypatch.setattr(sandbox, "SECONDS", 0.2)
     endless = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
     with ThreadPoolExecutor(1) as other, pytest.raises(sandbox.Limit):
         other.submit(sandbox.render, endless, {}).result()
-    assert not small.spent, "another thread's"
+    assert not small.reached, "another thread's"
     with pytest.raises(sandbox.Limit):
         sandbox.render(endless, {})
-    assert small.spent and not large.spent
+    assert small.reached and not large.reached
 
 
 WORKERS = {

@@ -127,9 +127,9 @@ class _Probe:
     """Renders one template, for as long as that takes little time."""
 
     def __init__(self, template: ChatTemplate) -> None:
-        from powerinfer.formats.sandbox import Budget
+        from powerinfer.formats.sandbox import TimeLimit
 
-        self._template, self._budget = template, Budget(SECONDS)
+        self._template, self._limit = template, TimeLimit(SECONDS)
 
     @staticmethod
     def chat(*more: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -137,7 +137,7 @@ class _Probe:
 
     def render(self, messages: Sequence[Mapping[str, Any]], ask: bool = False, **options: Any) -> str | None:
         """The prompt; None if the template does not make one."""
-        if self._budget.spent:
+        if self._limit.reached:
             return None
         try:
             text = self._template.render(messages, add_generation_prompt=ask, **options)[0]

@@ -42,7 +42,7 @@ class Limit(Exception):
     """The template went beyond its time or memory."""
 
 
-class Budget:
+class TimeLimit:
     """CPU seconds that the renderings of this thread may take together from now on: how busy the machine is does not
     change what fits in."""
 
@@ -50,7 +50,7 @@ class Budget:
         self._end = _seconds() + seconds
 
     @property
-    def spent(self) -> bool:
+    def reached(self) -> bool:
         return _seconds() > self._end
 
 

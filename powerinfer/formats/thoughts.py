@@ -205,13 +205,13 @@ class _Probe:
     """Renders one template, for as long as that takes little time."""
 
     def __init__(self, template: ChatTemplate) -> None:
-        from powerinfer.formats.sandbox import Budget
+        from powerinfer.formats.sandbox import TimeLimit
 
-        self._template, self._budget = template, Budget(SECONDS)
+        self._template, self._limit = template, TimeLimit(SECONDS)
 
     def text(self, more: Sequence[Mapping[str, Any]] = (), ask: bool = True, **variables: Any) -> str | None:
         """The prompt; None if the template does not make one."""
-        if self._budget.spent:
+        if self._limit.reached:
             return None
         try:
             return self._template.render([*_HISTORY, *more], add_generation_prompt=ask, **variables)[0]
