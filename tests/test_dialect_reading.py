@@ -546,6 +546,7 @@ def test_a_template_that_takes_long_is_told_in_words(monkeypatch: pytest.MonkeyP
         {}), ("g", {})]),
         (HERMES, '<tool_call>{"name":"f","arguments":{"a": {"b": oops', "", [("f", {"a": {"b": "oops"}})]),
         (HERMES, f'<tool_call>{{"name":"f","arguments":{"1" * 5000}}}</tool_call>', "", [("f", "1" * 5000)]),
+        (HERMES, '<tool_call>{"name":"f","arguments":[1e999]}</tool_call>', "", [("f", [float("inf")])]),
         (HERMES, '<tool_call>{"name":"f\\ud800","arguments":["\\ud800"]}</tool_call>', "", [("f\ufffd", ["\ufffd"])]),
         (tool_dialects.MINIMAX_M3, '{0}<tool_call>{0}<invoke name="f">{0}<a>{0}<b>["\\ud800"]{0}</b>{0}</a>{0}</invoke>'
             .format("]<]minimax[>["), "", [("f", {"a": {"b": ["\ufffd"]}})]),

@@ -131,14 +131,15 @@ class ObjectReader(CallReader):
         self._step = self._at_key
         if not self._collected:
             return
-        value = json.loads("".join(self._collected))
+        text = "".join(self._collected)
+        value = json.loads(text)
         if not self._has_value:
             self.failed = not (isinstance(value, str) and value)
             self.name = None if self.failed else valid_unicode(value)
         elif value is None:
             self._has_arguments = False
         else:
-            self._pieces.append(_arguments_of(value))
+            self._pieces.append(_arguments_of(text))
 
     def _complete(self) -> None:
         if self._step == self._in_value:
@@ -153,8 +154,9 @@ class ObjectReader(CallReader):
             self._pieces.append("{}")
 
 
-def _arguments_of(value: object) -> str:
+def _arguments_of(text: str) -> str:
     """The JSON text of arguments that are no object; some models write an object's JSON text in a string."""
+    value = json.loads(text)
     if isinstance(value, str):
         try:
             if isinstance(json.loads(value, strict=False), dict):
@@ -162,7 +164,10 @@ def _arguments_of(value: object) -> str:
                 return valid_unicode(reader.push(value.strip()) + reader.finish())
         except (ValueError, RecursionError):
             pass
-    return json_of_value(value)
+    try:
+        return json_of_value(value)
+    except ValueError:  # numbers beyond those of floats, which JSON has
+        return text
 
 
 class NamedReader(CallReader):
@@ -227,7 +232,7 @@ class NamedReader(CallReader):
 
     def _value_ends(self) -> None:
         if self._collected is not None:
-            self._pieces.append(_arguments_of(json.loads("".join(self._collected))))
+            self._pieces.append(_arguments_of("".join(self._collected)))
 
     def _complete(self) -> None:
         if self._step == self._in_value:
