@@ -12,8 +12,11 @@ from test_tool_calls import QWEN, WEATHER
 from toy_model import BOS, EOS, ToyExecutor, idle, reference_embedding, reference_greedy
 
 from powerinfer.formats.chat import ChatTemplate
+from powerinfer.formats.sampling_defaults import SamplingDefaults
 from powerinfer.formats.tokenizer import Added, Vocabulary
 from powerinfer.runtime.engine import LLM
+from powerinfer.serve.llama_completion import CompletionBody
+from powerinfer.serve.schema import ChatRequest
 from powerinfer.serve.server import Server
 
 PREFIX, SUFFIX, MIDDLE = 200, 201, 202  # bytes that stand for the marks of infilling
@@ -229,6 +232,18 @@ def test_what_asks_for_nothing_is_accepted(server: Server) -> None:
         "t_max_predict_ms": 0, "t_max_prompt_ms": 500, "return_progress": True, "seed": -1, "stop": [],
     }  # fmt: skip
     assert answer(server, n_predict=3, **nothing)["content"] == answer(server, n_predict=3)["content"]
+
+
+@pytest.mark.parametrize(
+    "off", [{"repeat_penalty": 1.0}, {"repeat_penalty": 1, "repeat_last_n": 64}, {"repeat_last_n": 0}]
+)
+def test_a_penalty_that_is_turned_off_is_not_the_models(off: dict[str, Any]) -> None:
+    defaults = SamplingDefaults({"repetition_penalty": 1.1})
+    for more, penalty in (({}, 1.1), (off, 1.0)):
+        params = CompletionBody.model_validate({"prompt": "x"} | more).to_params(defaults, 4096)
+        chat = ChatRequest.model_validate({"messages": CHAT} | more)
+        chat.check()
+        assert params.repetition_penalty == chat.params(defaults, 1, None).repetition_penalty == penalty
 
 
 def test_a_chat_of_llama_servers_own_page_is_answered(server: Server) -> None:

@@ -108,7 +108,8 @@ def function_tool(tool: Mapping[str, Any], parameters: str, at: int, ignored: Se
         if name in ("type", *ignored) or value in (None, [], {}, False):
             continue
         if name not in known:
-            raise not_supported(f"tools[{at}].{name[:64]}")
+            hint = f": write name, description and {parameters} beside type" if name == "function" else ""
+            raise not_supported(f"tools[{at}].{name[:64]}", hint)
         if not isinstance(value, known[name]):
             raise ApiError(400, f"tools[{at}].{name} is not valid", param=f"tools[{at}].{name}")
     function = {"name": needed(tool.get("name"), f"tools[{at}].name"), "description": tool.get("description")}

@@ -79,7 +79,7 @@ class CompletionBody(Sampling):
     def to_params(self, defaults: SamplingDefaults, context: int) -> SamplingParams:
         """defaults: the model's own. ApiError or RequestError for what is wrong beyond types."""
         self.check()
-        if self.repeat_penalty not in (None, 1.0):
+        if self.repeat_penalty is not None or (self.repeat_last_n == 0 and self.repetition_penalty is None):
             self._penalize(context)
         most = self.most_tokens
         limit = None if most >= context else max(1, int(most))
@@ -88,12 +88,12 @@ class CompletionBody(Sampling):
     def _penalize(self, context: int) -> None:
         """llama-server penalises the last `repeat_last_n` tokens, this server all."""
         window = 64 if self.repeat_last_n is None else self.repeat_last_n
-        if 0 < window < context:
+        if 0 < window < context and self.repeat_penalty != 1:
             raise not_supported(
                 f"repeat_penalty of the last {window} tokens",
                 ": with repeat_last_n: -1 it counts all of them, as repetition_penalty does",
             )
-        if self.repetition_penalty not in (None, self.repeat_penalty):
+        if self.repeat_penalty is not None and self.repetition_penalty not in (None, self.repeat_penalty):
             raise ApiError(400, "repeat_penalty and repetition_penalty differ: give one", param="repeat_penalty")
         self.repetition_penalty = self.repeat_penalty if window else 1.0
 

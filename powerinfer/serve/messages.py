@@ -162,7 +162,7 @@ class CountRequest(Asked):
         blocks = (block for turn in self.messages if not isinstance(turn.content, str) for block in turn.content)
         parts = (part for block in blocks if isinstance(block.content, list) for part in block.content)
         named = [_reference(part) for part in parts]
-        for at, tool in functions(tools, "custom"):
+        for at, tool in functions(tools, "custom", "function"):
             if every or not tool.get("defer_loading") or tool.get("name") in named:
                 yield at, tool
 
@@ -240,8 +240,9 @@ def _result(block: ContentBlock, where: str) -> dict[str, Any]:
 
 
 def _tool(tool: Mapping[str, Any], at: int) -> dict[str, Any]:
+    function = function_tool(tool, "input_schema", at, TOOL_IGNORED)
     needed(tool.get("input_schema"), f"tools[{at}].input_schema")
-    return function_tool(tool, "input_schema", at, TOOL_IGNORED)
+    return function
 
 
 def _tool_choice(choice: Mapping[str, Any] | None) -> tuple[Any, bool | None]:

@@ -125,14 +125,27 @@ SAMPLER_LETTERS: Mapping[str, str] = {
 }  # fmt: skip
 """Letters of samplers, in a text such as "edkypmxt"."""
 
-ALIASES: Mapping[str, str] = {
-    "repeat_penalty": "repetition_penalty",
-    "num_predict": "max_tokens",
-    "max_new_tokens": "max_tokens",
-    "max_output_tokens": "max_tokens",
-    "stop_sequences": "stop",
+ALIASES: Mapping[str, Sequence[str]] = {
+    "repeat_penalty": ("repetition_penalty",),
+    **dict.fromkeys(("num_predict", "max_new_tokens"), ("max_tokens", "max_output_tokens")),
+    "max_output_tokens": ("max_tokens",),
+    "stop": ("stop_sequences",),
+    "stop_sequences": ("stop",),
+    "functions": ("tools",),
+    "function_call": ("tool_choice",),
+    "format": ("response_format", "text.format", "output_config.format"),
+    "response_format": ("text.format", "output_config.format"),
+    "system": ("instructions", "messages"),
+    "messages": ("prompt",),
+    "text": ("content",),
+    "reasoning_effort": ("reasoning.effort", "output_config.effort"),
+    **dict.fromkeys(("enable_thinking", "think"), ("reasoning.enabled", "thinking.type")),
+    **dict.fromkeys(
+        ("reasoning_budget", "thinking_budget", "thinking_budget_tokens", "thinking_token_budget"),
+        ("reasoning.max_tokens", "thinking.budget_tokens"),
+    ),
 }
-"""Names that other servers and APIs have for fields of this one: named in the refusal."""
+"""Names that other servers and APIs have for fields of this one. The first that a body has is named in the refusal."""
 
 
 def _whole(value: Any) -> Any:
@@ -195,11 +208,12 @@ class Body(BaseModel):
             if name in logged:
                 log("warning", "a field has no effect", field=name)
                 continue
-            right = ALIASES.get(name)
-            if name in neutral or right in type(self).model_fields:
-                raise not_supported(name, f": use {right}" if right in type(self).model_fields else "")
+            fields = type(self).model_fields
+            right = next((one for one in ALIASES.get(name, ()) if one.partition(".")[0] in fields), None)
+            if name in neutral or right is not None:
+                raise not_supported(name, "" if right is None else f": use {right}")
             shown = name if len(name) <= 64 else f"{name[:64]}..."
-            hint = did_you_mean(shown, type(self).model_fields)
+            hint = did_you_mean(shown, fields)
             raise ApiError(400, f"unknown field {shown!r}{hint}", param=shown, code="unknown_parameter")
 
 
@@ -290,6 +304,9 @@ class Sampling(Body):
             if self.max_tokens not in (None, self.n_predict):
                 raise ApiError(400, "max_tokens and n_predict differ: give one", param="n_predict")
             self.max_tokens = self.n_predict
+        extra = self.model_extra or {}
+        if self.repetition_penalty is None and (extra.get("repeat_penalty") == 1 or extra.get("repeat_last_n") == 0):
+            self.repetition_penalty = 1.0  # the model's default may be another one
         if self.min_tokens:
             self._check_min_tokens(self.min_tokens)
         if self.stream_options is not None and not self.stream:
