@@ -235,6 +235,11 @@ def names_model(text: str) -> bool:
     return name != text or name.partition(":")[0].lower() in known_names() or find_stored(name) is not None
 
 
+def may_name_model(text: str) -> bool:
+    """Whether a text is a model as `names_model` says, or has the form of a repository, as few prompts have."""
+    return names_model(text) or _REPOSITORY.fullmatch(text) is not None
+
+
 def local_model(name: str) -> StoredModel:
     """The local model of a name, short or full; RequestError if there is none."""
     stored = _find(name)

@@ -343,6 +343,7 @@ def test_set_changes_a_sampling_option(talk: chat.Conversation, capsys: pytest.C
         ("/set top_p 1.5", "top_p must be"),
         ("/set tempo 1", "no option tempo; did you mean --temp"),
         ("/set grammar x", "no option grammar"),
+        ("/set think off", "no option think; /think on and /think off say"),
         ("/set ignore_eos 1", "true or false"),
         ("/set whatever", "no option whatever; there are max_tokens, temperature, "),
         ("/set whatever 3", "no option whatever; there are max_tokens, temperature, "),

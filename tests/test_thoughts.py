@@ -19,7 +19,7 @@ from toy_model import EOS, VOCAB, ToyTokenizer
 
 from powerinfer.cli.chat import Conversation, Interrupts
 from powerinfer.cli.common import Output, Parser
-from powerinfer.cli.run import answer
+from powerinfer.cli.run import answer, how_ended
 from powerinfer.cli.thinking import asked_thinking, thinking_flags, told_apart
 from powerinfer.errors import RequestError
 from powerinfer.formats.chat import ChatTemplate, plain_messages
@@ -767,6 +767,20 @@ def test_flags_that_are_refused(words: list[str]) -> None:
     thinking_flags(parser)
     with pytest.raises(RequestError, match="must be"):
         parser.parse_args(words)
+
+
+@pytest.mark.parametrize(("text", "most", "says"), [
+    (THOUGHT + YES, 200, ""), (THOUGHT + YES, len(THOUGHT) + 1, "(ended by --max-tokens {})"),
+    (THOUGHT + YES, 12, "(ended by --max-tokens {} while it was thinking)"),
+    (THOUGHT, 200, "(it thought, and ended without an answer)"),
+])  # fmt: skip
+def test_how_an_answer_ended(llm: LLM, script: Any, text: str, most: int, says: str) -> None:
+    script(text)
+    params = SamplingParams(max_tokens=most, temperature=0)
+    tokens = llm.encode_chat([USER])  # type: ignore[list-item]
+    reader, own = told_apart(llm, params, tokens)
+    _, document = answer(llm.stream(tokens, own), Output(json_mode=True), reader=reader)
+    assert how_ended(document, most) == says.format(most)
 
 
 def test_chat_thinks_as_it_is_told(llm: LLM, script: Any, capsys: pytest.CaptureFixture[str]) -> None:

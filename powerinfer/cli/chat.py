@@ -36,7 +36,7 @@ from powerinfer.cli.common import (
     sparsity_summary,
     with_model_defaults,
 )
-from powerinfer.cli.run import answer, ended_by, reading
+from powerinfer.cli.run import answer, how_ended, reading
 from powerinfer.cli.thinking import VALUES, asked_thinking, read_think, thinking_flags, told_apart
 from powerinfer.config import EngineConfig
 from powerinfer.errors import EngineError, PowerInferError, RequestError, did_you_mean
@@ -272,6 +272,8 @@ class Conversation:
         self.messages[:] = [] if self._system is None else [{"role": "system", "content": self._system}]
 
     def _set(self, name: str, value: str) -> None:
+        if name in ("think", "nothink"):  # Ollama's
+            raise RequestError(f"no option {name}; /think on and /think off say whether the model thinks")
         if value:
             change = read_option(SamplingParams, name, value)
             self.params = dataclasses.replace(self.params, **change)
@@ -342,9 +344,8 @@ class Conversation:
         self.turns.append(document)
         if stopped:
             self._out.note("(stopped)")
-        elif document["finish_reason"] == "length":
-            full = params.max_tokens == room
-            self._out.note(ended_by(None if full else params.max_tokens))
+        elif told := how_ended(document, None if params.max_tokens == room else params.max_tokens):
+            self._out.note(told)
         if self._verbose:
             self._out.note(speed(document))
         return True

@@ -49,6 +49,8 @@ FOREIGN = {
     "-p": ("--prompt-tokens", "use --prompt-tokens N"),
     "-n": ("--gen-tokens", "use --gen-tokens N"),
     "-r": ("--repeat", "use --repeat N"),
+    **dict.fromkeys(("--nothink", "--no-think"), ("--think", "use --think off")),
+    **dict.fromkeys(("-rea", "--reasoning"), ("--think", "use --think VALUE")),
     "--repeat-penalty": ("--repetition-penalty", "use --repetition-penalty X"),
 }
 
@@ -75,11 +77,13 @@ class Parser(argparse.ArgumentParser):
         found, rest = self.parse_known_args(args, namespace)
         if rest and not any(word.startswith("-") for word in rest):
             if hasattr(found, "prompt"):
-                if len(rest) == 1 and found.model is None and _is_model(found.prompt):  # `ollama run MODEL PROMPT`
+                if len(rest) == 1 and found.model is None and _may_be_model(found.prompt):  # `ollama run MODEL PROMPT`
                     found.model, found.prompt = found.prompt, rest[0]
                     return found
                 refuse_model_as_prompt(found.prompt)
-                self.error(f"unexpected: {' '.join(rest)}; a prompt of several words needs quotes")
+                name = found.prompt if found.model is None and len(rest) == 1 and " " not in found.prompt else ""
+                model = f", and {name} is not the name of a model{_near_model(name)}" if name else ""
+                self.error(f"unexpected: {' '.join(rest)}; a prompt of several words needs quotes{model}")
             self.error(f"unexpected: {' '.join(rest)}")
         if rest:
             wrong = next((word for word in rest if word.startswith("-")), rest[0]).partition("=")[0]
@@ -180,6 +184,18 @@ def _is_model(prompt: str) -> bool:
     from powerinfer.hub import names_model
 
     return names_model(prompt)
+
+
+def _may_be_model(text: str) -> bool:
+    from powerinfer.hub import may_name_model
+
+    return may_name_model(text)
+
+
+def _near_model(name: str) -> str:
+    from powerinfer.hub import known_names
+
+    return did_you_mean(name.lower(), known_names())
 
 
 def refuse_model_as_prompt(prompt: str) -> None:

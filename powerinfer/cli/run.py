@@ -2,7 +2,8 @@
 
 The prompt is formatted by the model's chat template; --raw passes it unchanged, for the model to continue, and so does
 a model without a template. Text that is piped in follows PROMPT after a blank line; without PROMPT, or with -, it is
-the prompt. The answer ends where the model ends it, or with the context. Ctrl-C ends it and keeps what was generated.
+the prompt. `run MODEL PROMPT` is `run PROMPT -m MODEL`. The answer ends where the model ends it, or with the context.
+Ctrl-C ends it and keeps what was generated.
 
 Of a model that thinks before it answers only the answer is on stdout; its thoughts are shown dimmed on a terminal's
 stderr. --think off turns them off where the model can do without, --reasoning-budget limits them.
@@ -88,8 +89,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     params = config_from(args, SamplingParams, **_constraint(args))
-    if args.raw and args.system is not None:
-        raise RequestError("--system needs the chat template, which --raw does not use")
+    of_template = {"--system": args.system, "--think": args.think, "--reasoning-budget": args.reasoning_budget}
+    for flag, value in of_template.items():
+        if args.raw and value is not None:
+            raise RequestError(f"{flag} needs the chat template, which --raw does not use")
     if params.logprobs is not None and not args.json:
         raise RequestError("--logprobs are written with --json alone: give it, too, or leave them out")
     if args.prompt is not None and args.flagged is not None:
@@ -115,8 +118,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         demonstration_note(args.model, out)
         if args.verbose:
             _explain(llm, document, out)
-        if document["finish_reason"] == "length":
-            out.note(ended_by(params.max_tokens))
+        if told := how_ended(document, params.max_tokens):
+            out.note(told)
         sparsity = sparsity_summary(llm)
         more = {name: value for name, value in (("sparsity", sparsity), ("disk", llm.disk)) if value}
         out.document({**document, **more})
@@ -213,9 +216,16 @@ def reading() -> Iterator[Progress]:
         yield progress
 
 
-def ended_by(max_tokens: int | None) -> str:
-    """The line for an answer that a limit ended; max_tokens: None where it was the context."""
-    return "(the context is full)" if max_tokens is None else f"(ended by --max-tokens {max_tokens})"
+def how_ended(document: dict[str, Any], max_tokens: int | None) -> str:
+    """The line for an answer that a limit ended, or that is a thought alone; "" for others.
+
+    max_tokens: None where the limit was the context.
+    """
+    cut, empty = document["finish_reason"] == "length", not document["text"].strip()
+    limit = "the context is full" if max_tokens is None else f"ended by --max-tokens {max_tokens}"
+    if document.get("reasoning") and empty and document["finish_reason"] != "abort":
+        return f"({limit} while it was thinking)" if cut else "(it thought, and ended without an answer)"
+    return f"({limit})" if cut else ""
 
 
 def answer(
