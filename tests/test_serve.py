@@ -460,6 +460,7 @@ def test_errors_by_status(server: Server, api: openai.OpenAI) -> None:
             assert answer.status_code == status, (path, answer.text)
             assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
             assert answer.headers["x-request-id"]
+            assert status != 405 or answer.json()["error"]["message"].endswith(f": use {answer.headers['allow']}")
 
 
 def test_an_error_in_the_middle_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:

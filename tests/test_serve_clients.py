@@ -225,6 +225,7 @@ def test_a_demanded_call_beside_a_format_of_texts(server: Server, path: str) -> 
         ("/v1/chat/completions", {"repeat_penalty": 1.1}, "repeat_penalty", "use repetition_penalty"),
         ("/v1/completions", {"num_predict": 5}, "num_predict", "use max_tokens"),
         ("/v1/chat/completions", {"functions": [{"name": "f"}]}, "functions", "use tools"),
+        ("/v1/chat/completions", {"reasoning_effort": "huge"}, "reasoning_effort", "xhigh, max; not 'huge'"),
         ("/v1/chat/completions", {"format": "json"}, "format", "use response_format"),
         ("/v1/chat/completions", {"system": "x"}, "system", "use messages"),
         ("/v1/responses", {"response_format": {"type": "text"}}, "response_format", "use text.format"),
@@ -253,7 +254,7 @@ def test_a_demanded_call_beside_a_format_of_texts(server: Server, path: str) -> 
         ("/v1/messages", {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, None,
          "context_management is not supported"),
         *(("/v1/messages", {"messages": [{"role": "user", "content": [{"type": kind, **more}]}]}, None,
-           f"type '{kind}' is not supported") for kind, more in (
+           f"type '{kind}' is not supported: this model takes text") for kind, more in (
             ("image", {"source": {"type": "base64"}}), ("document", {"source": {"type": "text"}}))),
         *(("/v1/responses", {"input": [{"type": kind, **more}]}, "input[0].type", f"'{kind}' is not supported")
           for kind, more in (("custom_tool_call", {"call_id": "c", "name": "n", "input": "i"}),

@@ -590,7 +590,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if not isinstance(error, ApiError):
         headers = dict(error.headers or {})
-        what = {404: _no_route(request), 405: f"{request.method} is not allowed here"}
+        right = f": use {headers['Allow']}" if "Allow" in headers else ""
+        what = {404: _no_route(request), 405: f"{request.method} is not allowed here{right}"}
         message = what.get(error.status_code, str(error.detail))
         document = error_document(error.status_code, message, path=request.url.path)
         return json_response(document, error.status_code, headers)

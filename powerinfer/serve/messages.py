@@ -196,7 +196,8 @@ def _turn(turn: ClientMessage, where: str) -> list[dict[str, Any]]:
     for at, block in enumerate(turn.content):
         here = f"{where}.content[{at}]"
         if turn.role not in BLOCKS.get(block.type, ()):
-            raise not_supported(f"{here}.type {block.type!r}", f" in a message of the role {turn.role}")
+            why = f" in a message of the role {turn.role}" if block.type in BLOCKS else ": this model takes text"
+            raise not_supported(f"{here}.type {block.type!r}", why)
         block.refuse_extra(here, (*BLOCK_IGNORED, *OF_BLOCK_IGNORED.get(block.type, ())))
         if block.type == "redacted_thinking":  # of another server: nothing here can read it
             continue

@@ -128,7 +128,8 @@ def _effort(value: Any, where: str) -> str | None:
     if value is None or value == "default":
         return None
     if value not in (*EFFORTS, "none"):
-        raise ApiError(400, f"{where} must be one of none, {', '.join(EFFORTS)}", param=where)
+        given = f"not {value!r}"[:64]
+        raise ApiError(400, f"{where} must be one of none, {', '.join(EFFORTS)}; {given}", param=where)
     return str(value)
 
 
