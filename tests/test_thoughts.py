@@ -783,6 +783,19 @@ def test_how_an_answer_ended(llm: LLM, script: Any, text: str, most: int, says: 
     assert how_ended(document, most) == says.format(most)
 
 
+@pytest.mark.parametrize(("template", "value", "says"), [
+    (turns("{{ m.content }}", ""), "on", "(this model does not think"), (QWEN3, "on", "(thinking: on)"),
+    (turns("{{ m.content }}", ""), "low", "(this model does not think"), (QWEN3, "low", "(thinking: low)"),
+    (turns("{{ m.content }}", ""), "off", "(thinking: off)"),
+])  # fmt: skip
+def test_a_model_that_cannot_think_says_so(
+    llm: LLM, script: Any, capsys: pytest.CaptureFixture[str], template: str, value: str, says: str
+) -> None:
+    script(YES, template)
+    talk = Conversation(llm, SamplingParams(max_tokens=9), Output(json_mode=False), None, False)
+    assert talk.handle(f"/think {value}", Interrupts()) and says in capsys.readouterr().err
+
+
 def test_chat_thinks_as_it_is_told(llm: LLM, script: Any, capsys: pytest.CaptureFixture[str]) -> None:
     script(f"<think>\n\n</think>\n\n{YES}")
     params = SamplingParams(max_tokens=60, temperature=0)

@@ -37,7 +37,7 @@ from powerinfer.cli.common import (
     with_model_defaults,
 )
 from powerinfer.cli.run import answer, how_ended, reading
-from powerinfer.cli.thinking import VALUES, asked_thinking, read_think, thinking_flags, told_apart
+from powerinfer.cli.thinking import VALUES, asked_thinking, cannot_think, read_think, thinking_flags, told_apart
 from powerinfer.config import EngineConfig
 from powerinfer.errors import EngineError, PowerInferError, RequestError, did_you_mean
 from powerinfer.formats.chat import NEXT_TURN, plain_template, without_oldest
@@ -85,6 +85,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         demonstration_note(args.model, out)
         conversation = Conversation(llm, with_model_defaults(params, llm, args), out, system, args.verbose)
         conversation.thinking, conversation.hide = asked_thinking(args), args.hide_thinking
+        if told := cannot_think(llm, conversation.thinking):
+            out.note(told)
         with Interrupts() as interrupts:
             _talk(conversation, reader(out, interrupts), interrupts, out)
         sparsity = sparsity_summary(llm)
@@ -290,7 +292,7 @@ class Conversation:
             self.thinking = read_think(value)
         except argparse.ArgumentTypeError:
             raise RequestError(f"/think takes one of {VALUES}") from None
-        self._out.note(f"(thinking: {value})")
+        self._out.note(cannot_think(self._llm, self.thinking) or f"(thinking: {value})")
 
     def _file(self, command: str, name: str) -> None:
         from powerinfer.cli import conversation_file

@@ -44,7 +44,7 @@ from powerinfer.cli.common import (
     with_model_defaults,
 )
 from powerinfer.cli.main import INTERRUPTED
-from powerinfer.cli.thinking import asked_thinking, thinking_flags, told_apart
+from powerinfer.cli.thinking import asked_thinking, cannot_think, thinking_flags, told_apart
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
 from powerinfer.formats.tool_parser import AnswerDelta, AnswerParser, Reasoning
@@ -110,6 +110,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         tokens = llm.encode(prompt) if args.raw else _chat(llm, prompt, args.system, wanted)
         if not args.raw:
             reader, params = told_apart(llm, params, tokens, wanted)
+            if told := cannot_think(llm, wanted):
+                out.note(told)
         with reading() as progress:
             events = llm.stream(tokens, params, progress=progress)
             status, document = answer(events, out, reader=reader, hide=args.hide_thinking)

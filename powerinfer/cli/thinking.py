@@ -59,6 +59,14 @@ def asked_thinking(args: argparse.Namespace) -> Thinking:
     return replace(wanted, budget=args.reasoning_budget) if limited else wanted
 
 
+def cannot_think(llm: LLM, wanted: Thinking) -> str:
+    """The line for thinking that is asked of a model without thoughts; "" for others."""
+    from powerinfer.runtime.thinking import thoughts_of
+
+    unable = (wanted.on or wanted.effort is not None) and thoughts_of(llm) is None
+    return "(this model does not think: its chat template has no thoughts)" if unable else ""
+
+
 def told_apart(
     llm: LLM, params: SamplingParams, prompt: Sequence[int] = (), wanted: Thinking | None = None
 ) -> tuple[AnswerParser | None, SamplingParams]:
