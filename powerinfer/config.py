@@ -975,8 +975,8 @@ class ServeConfig:
     max_body: int = option(8 << 20, "maximum size of a request's body (default 8MiB)", size=True)
     receive_timeout: float = option(30.0, "seconds that a client has to send its request", metavar="X")
     reasoning_format: str = option(
-        "auto", "thoughts in a chat's answer: auto: apart from its text; none: in it, with their marks",
-        choices=("auto", "none"),
+        "auto", "thoughts in a chat's answer: auto, deepseek: apart from its text; none: in it, with their marks",
+        choices=("auto", "deepseek", "none"),
     )  # fmt: skip
     reasoning_budget: int = option(
         -1, "maximum number of tokens of a thought, where a request does not say; -1: any, 0: no thought", metavar="N",

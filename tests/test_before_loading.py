@@ -14,6 +14,7 @@ from sparse_models import tiny_llama
 from powerinfer import hub
 from powerinfer.cli import bench, inspect
 from powerinfer.cli.main import main
+from powerinfer.cli.serve import _name as api_name
 from powerinfer.errors import PowerInferError
 from powerinfer.hybrid import load
 from powerinfer.placement.budget import gib
@@ -88,6 +89,16 @@ def test_a_model_is_no_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["run", str(path), "hi", "there"]) == 2 and "is a model" in capsys.readouterr().err
     assert not any(hub.names_model(text) for text in ("", "Hi", "~nobody-here", str(tmp_path), "x" * 5000, "a\0b"))
     assert main(["run", hub.DEFAULT_MODEL, "-m", str(path), "--gpu", "none", "-n", "1"]) != 2
+
+
+def test_the_name_of_a_served_model_is_what_was_said(tmp_path: Path) -> None:
+    path = tmp_path / "Some-Model.Q8_0.gguf"
+    path.touch()
+    for said, name in (
+        (None, hub.DEFAULT_MODEL), (hub.DEFAULT_MODEL.upper(), hub.DEFAULT_MODEL), ("Qwen3-4B", "qwen3-4b"),
+        (str(path), "Some-Model.Q8_0"), ("owner/name:Q8_0", "Some-Model.Q8_0"),
+    ):  # fmt: skip
+        assert api_name(said, path) == name
 
 
 def test_an_empty_model_is_not_the_current_folder(capsys: pytest.CaptureFixture[str]) -> None:

@@ -234,9 +234,13 @@ def _named(given: str) -> tuple[str | None, str]:
 
 
 def _name(model: str | None, path: Path) -> str:
-    """The name of a model in the API: what -m says, a path without its folders and ending."""
-    from powerinfer.hub import DEFAULT_MODEL
+    """The name of a model in the API: as in `powerinfer list` or the short one, if -m says that, else its file's."""
+    from powerinfer.hub import DEFAULT_MODEL, known_names
 
     if model is None:
         return DEFAULT_MODEL
+    if not Path(model).exists():
+        for name in known_names():
+            if name.lower() == model.lower():
+                return name
     return path.stem if path.suffix == ".gguf" else path.name

@@ -509,4 +509,5 @@ def _first(events: SimpleQueue[StreamEvent | None], request: Request, progress: 
 
 def _check_context(engine: EngineConfig, config: ModelConfig) -> None:
     if engine.context > config.context_length:
-        raise RequestError(f"a context of {engine.context} tokens is more than the model's {config.context_length}")
+        most = config.context_length
+        raise RequestError(f"a context of {engine.context} tokens is more than the model's {most}; 0 is all of it")

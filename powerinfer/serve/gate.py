@@ -121,7 +121,9 @@ class Gate:
             other = b"Bearer " + headers.get(b"x-api-key", b"") if is_anthropic(scope["path"]) else b""
             salt = self._keys.salt(headers.get(b"authorization", other))
             if salt is None:
-                raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+                or_other = " or X-Api-Key: KEY" if is_anthropic(scope["path"]) else ""
+                message = f"a valid API key is needed: Authorization: Bearer KEY{or_other}"
+                raise ApiError(401, message, code="invalid_api_key")
             scope["state"]["salt"] = salt
         if self._running >= self._limits.requests and scope["path"] not in OPEN:
             raise ApiError(429, f"{self._running} requests are in progress: try again later", code="queue_full")
