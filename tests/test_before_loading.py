@@ -14,7 +14,7 @@ from sparse_models import tiny_llama
 from powerinfer import hub
 from powerinfer.cli import bench, inspect
 from powerinfer.cli.main import main
-from powerinfer.cli.serve import _name as api_name
+from powerinfer.cli.serve import api_name
 from powerinfer.errors import PowerInferError
 from powerinfer.hybrid import load
 from powerinfer.placement.budget import gib

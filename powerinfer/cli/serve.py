@@ -101,7 +101,7 @@ def _one(args: argparse.Namespace, config: ServeConfig, out: Output) -> tuple[tu
 
     name, model = _named(args.model[0]) if args.model else (None, None)
     path = resolve_model(model, say=out.note, agree=agreed)
-    return tuple(config.alias) or (name or _name(model, path),), path
+    return tuple(config.alias) or (name or api_name(model, path),), path
 
 
 def _serve_on_ray(args: argparse.Namespace, config: ServeConfig, engine: EngineConfig, out: Output) -> None:
@@ -161,7 +161,7 @@ def _given(args: argparse.Namespace, out: Output) -> Mapping[str, Path]:
     for text in args.model or ():
         name, model = _named(text)
         path = resolve_model(model, say=out.note, agree=agreed)
-        _add(found, {name or _name(model, path): path})
+        _add(found, {name or api_name(model, path): path})
     return found
 
 
@@ -233,7 +233,7 @@ def _named(given: str) -> tuple[str | None, str]:
     return name, model
 
 
-def _name(model: str | None, path: Path) -> str:
+def api_name(model: str | None, path: Path) -> str:
     """The name of a model in the API: as in `powerinfer list` or the short one, if -m says that, else its file's."""
     from powerinfer.hub import DEFAULT_MODEL, known_names
 

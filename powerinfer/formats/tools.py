@@ -121,5 +121,5 @@ def read_tool_choice(document: Any, tools: Sequence[Tool]) -> ToolChoice:
     if document not in ("none", "auto", "required"):
         raise RequestError('tool_choice must be "none", "auto", "required" or a function')
     if document == "required" and not tools:
-        raise RequestError('tool_choice "required" needs tools')
+        raise RequestError('tool_choice "required" needs tools that are functions')
     return ToolChoice(str(document) if tools else "none")
