@@ -171,6 +171,9 @@ def test_settings_are_those_of_the_answer(server: Server) -> None:
     }  # fmt: skip
     settings = answer(server, **asked)["generation_settings"]
     assert settings.items() >= asked.items()
+    del asked["repeat_last_n"]  # as many clients do not say it
+    assert answer(server, **asked)["generation_settings"] == settings
+    asked["repeat_last_n"] = -1
     settings = answer(server, **asked, samplers=["top_k", "dry"])["generation_settings"]
     off = {"top_p": 1.0, "min_p": 0.0, "temperature": 1.0, "repeat_penalty": 1.0}
     assert settings.items() >= (off | {"top_k": 3}).items()
@@ -207,7 +210,8 @@ def test_biases_as_pairs_and_of_texts(server: Server, llm: LLM) -> None:
         ({"prompt": ["x"] * 1025}, "1 to 1024"),
         ({"n_predict": -2}, "n_predict"),
         ({"n_probs": 21}, "n_probs"),
-        ({"repeat_penalty": 1.1}, "repeat_penalty of the last 64 tokens is not supported: with repeat_last_n: -1"),
+        ({"repeat_penalty": 1.1, "repeat_last_n": 64},
+         "repeat_penalty of the last 64 tokens is not supported: with repeat_last_n: -1"),
         ({"repeat_penalty": 1.1, "repetition_penalty": 1.2, "repeat_last_n": -1}, "differ"),
         ({"samplers": ["mirostat"]}, "samplers 'mirostat' is not supported"),
         ({"mirostat": 2}, "mirostat is not supported"),

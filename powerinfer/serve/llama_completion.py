@@ -86,8 +86,10 @@ class CompletionBody(Sampling):
         return self.params(defaults, limit, self.n_probs or None)
 
     def _penalize(self, context: int) -> None:
-        """llama-server penalises the last `repeat_last_n` tokens, this server all."""
-        window = 64 if self.repeat_last_n is None else self.repeat_last_n
+        """llama-server penalises the last `repeat_last_n` tokens, by default 64, this server all."""
+        window = -1 if self.repeat_last_n is None else self.repeat_last_n
+        if self.repeat_last_n is None and self.repeat_penalty not in (None, 1):
+            log("warning", "repeat_penalty counts all tokens of an answer: there is no window")
         if 0 < window < context and self.repeat_penalty != 1:
             raise not_supported(
                 f"repeat_penalty of the last {window} tokens",
