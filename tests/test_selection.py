@@ -138,6 +138,7 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "('auto', 'all', 'exact', 'predicted', 'threshold')",
         "('auto', 'cpu', 'cuda')",
         "('auto', 'cpu', 'cuda')",
+        "('auto', 'deepseek', 'none')",  # how a server shows thoughts
         "('auto', 'direct', 'cached', 'none')",  # how the disk is read
         "('auto', 'q8_0', 'f16')",
         "('auto', 'same', 'f32', 'f16', 'bf16', 'q8_0', 'q5_0', 'q4_0')",  # of the matrices that sparsify makes
@@ -154,6 +155,7 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "('static', 'auto')",
         "engine.expert_policy != 'auto'",
         "engine.gpu != 'auto'",
+        "engine.gpu == 'auto'",
         "engine.selector != 'auto'",
         "engine.selector != 'auto'",
         "engine.selector != 'auto'",
@@ -174,6 +176,10 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "('auto', 'all', 'exact', 'predicted', 'threshold')",
         "('auto', 'direct', 'cached', 'none')",
         "('static', 'lru', 'lfu', 'dynamic', 'auto')",
+    ],
+    "serve/thinking.py": [  # of Anthropic's and llama-server's fields
+        "{'enabled': True, 'disabled': False, 'adaptive': None, 'auto': None, None: None}",
+        "{'none': False, 'auto': True, 'deepseek': True, 'deepseek-legacy': True}",
     ],
     "sparsify/recipes.py": ["changed == 'auto'"],
     "sparsity/attach.py": ["engine.selector != 'auto'"],  # whether a selector was asked for
