@@ -145,8 +145,8 @@ void bind_operators(nb::class_<Program>& program) {
             const int act = index_of(ACTIVATIONS, PI_N_ACTS, activation, "activation");
             require(act == PI_SILU || act == PI_RELU || act == PI_RELU2, "behind a convolution: silu, relu or relu2");
             p.delta_net({layer, state, norm_of(norm), matrices[0], matrices[1], matrices[2], matrices[3], matrices[4],
-                         matrices[5], std::move(all), vector_of(decay), vector_of(dt_bias), out_norm, key_heads,
-                         tiled, act});
+                         matrices[5], std::move(all), vector_of(decay), vector_of(dt_bias), out_norm, key_heads, tiled,
+                         act});
           },
           "layer"_a, "state"_a, "norm"_a.none(), "matrices"_a, "taps"_a, "decay"_a, "dt_bias"_a, "out_norm"_a,
           "key_heads"_a, "tiled"_a, "activation"_a,
@@ -154,7 +154,8 @@ void bind_operators(nb::class_<Program>& program) {
           "layer, state: of the cache and of the states; matrices: query, key, value, gate, beta, alpha; taps: of the\n"
           "convolution, [taps, channels]; decay: the logarithm of a head's decay is decay * softplus(alpha + "
           "dt_bias);\n"
-          "tiled: value head i has key head i % key_heads, else i // (value heads / key_heads); activation: behind the\n"
+          "tiled: value head i has key head i % key_heads, else i // (value heads / key_heads); activation: behind "
+          "the\n"
           "convolution, silu, relu or relu2.")
       .def(
           "gate_attended",
