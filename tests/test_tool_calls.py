@@ -17,11 +17,12 @@ from toy_model import BOS, EOS, VOCAB, ToyTokenizer
 
 from powerinfer.errors import RequestError
 from powerinfer.formats.chat import ChatTemplate
-from powerinfer.formats.marks import HOLE
 from powerinfer.formats.tool_calls import (
     GENERIC,
     HERMES,
     LLAMA,
+    MISTRAL,
+    MISTRAL_NAMED,
     PHI4_MINI,
     ToolFormat,
 )
@@ -57,10 +58,6 @@ POINTS = {
 }
 NOW = {"type": "function", "function": {"name": "now"}}
 TOOLS = read_tools([WEATHER, POINTS, NOW])
-MISTRAL = ToolFormat("mistral", section="[TOOL_CALLS]", listed=True, short_ids=True, id_key="id")
-MISTRAL_NAMED = ToolFormat(
-    "mistral-args", call_begin="[TOOL_CALLS]", body="json", name_end=f"[CALL_ID]{HOLE}[ARGS]", short_ids=True
-)
 FORMATS = [HERMES, GENERIC, LLAMA, MISTRAL, MISTRAL_NAMED, PHI4_MINI]
 
 

@@ -378,6 +378,10 @@ GENERIC = ToolFormat("generic", told="words", history="words", **_TAGGED)
 LLAMA = ToolFormat(
     "llama3", also=("<|python_tag|>",), bare=True, between="; ", arguments_key="parameters", single=True
 )
+MISTRAL = ToolFormat("mistral", section="[TOOL_CALLS]", listed=True, short_ids=True, id_key="id")
+MISTRAL_NAMED = ToolFormat(
+    "mistral-args", call_begin="[TOOL_CALLS]", body="json", name_end=f"[CALL_ID]{HOLE}[ARGS]", short_ids=True
+)
 HARMONY = HarmonyFormat("harmony", call_begin=harmony.TO, call_end=harmony.CALL)
 PHI4_MINI = ToolFormat(
     "phi4-mini", section="<|tool_call|>", also=("functools[",), end="<|/tool_call|>", listed=True, told="system",
