@@ -50,8 +50,8 @@ MUTATIONS = [
     Mutation(
         "replicas answer, stream, notice clients that leave, and come back",
         "powerinfer/serve/ray_app.py",
-        "if not serve.status().applications.keys() - {NAME}:",
-        "if serve.status().applications.keys() - {NAME}:",
+        '{"num_replicas": fewest}',
+        '{"num_replicas": 1}',
         "tests/test_serve_ray.py",
     ),
 ]
