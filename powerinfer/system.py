@@ -125,7 +125,7 @@ def resident_memory() -> int:
 
 
 def _anonymous_memory() -> int:
-    """Bytes of RAM that this process occupies with what is no file; 0 if unknown."""
+    """Bytes of RAM of this process that no file backs; 0 if unknown."""
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         return int(fields["RssAnon"].split()[0]) * 1024

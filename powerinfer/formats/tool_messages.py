@@ -46,7 +46,7 @@ def _earlier_call(call: Any, where: str) -> dict[str, Any]:
 
 def _arguments(given: Any) -> Mapping[str, Any]:
     """The arguments of an earlier call as an object, which templates take, however the model wrote them: what was cut
-    off is closed, and what is no object is the value of `arguments`."""
+    off is closed, and a value other than an object becomes that of `arguments`."""
     if isinstance(given, str):
         text = given.strip() or "{}"
         try:

@@ -19,7 +19,7 @@ _TOKEN = re.compile(
 
 
 def lark_of_gbnf(text: str, token_of: Callable[[str], int | None], size: int, ends: Collection[int]) -> str:
-    """The same grammar in Lark. RequestError for what is no grammar, and for a token that the model does not have.
+    """The same grammar in Lark. RequestError for a malformed grammar and for a token that the model does not have.
 
     token_of: the one token of a text. size: how many tokens the model has. ends: those that end an answer.
     """

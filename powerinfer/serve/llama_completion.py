@@ -100,7 +100,7 @@ class CompletionBody(Sampling):
         self.repetition_penalty = self.repeat_penalty if window else 1.0
 
     def prompts(self, llm: LLM) -> tuple[list[list[int]], list[int]]:
-        """The tokens of each prompt, and further tokens that end an answer. ApiError for what is no prompt."""
+        """The tokens of each prompt, and further tokens that end an answer. ApiError for a malformed prompt."""
         return read_prompts(llm, self.prompt, "prompt", self.choices), []
 
 
