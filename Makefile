@@ -21,7 +21,7 @@ ifeq ($(origin LEVELS),undefined)
 LEVELS := $(or $(patsubst $(VENV)/stamp-core-%,%,$(firstword $(wildcard $(VENV)/stamp-core-*))),native)
 endif
 
-NATIVE := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(wildcard powerinfer/csrc/*)
+NATIVE := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(wildcard src/powerinfer/csrc/*)
 
 # Container images often set it, and then every process that a test starts would compile Python's files anew: torch's, too,
 # which are installed without compiled ones.
@@ -116,7 +116,7 @@ test-all:
 check: $(VENV)/stamp-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/clang-format --dry-run -Werror powerinfer/csrc/*.cpp powerinfer/csrc/*.h tests/native/*.cpp tests/native/*.h benchmarks/lib/*.cpp
+	@$(BIN)/clang-format --dry-run -Werror src/powerinfer/csrc/*.cpp src/powerinfer/csrc/*.h tests/native/*.cpp tests/native/*.h benchmarks/lib/*.cpp
 	@$(BIN)/python -m pytest -q --noconftest tests/test_imports.py
 
 fuzz: $(VENV)/stamp-dev
@@ -156,10 +156,10 @@ fuzz-asan: $(VENV)/stamp-dev
 	@PATH="$(abspath $(BIN)):$$PATH" cmake --build build/asan --parallel $(JOBS)
 	@LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-		PYTHONPATH=. $(BIN)/python tests/fuzz_native.py --module build/asan $(ARGS)
+		PYTHONPATH=src $(BIN)/python tests/fuzz_native.py --module build/asan $(ARGS)
 
 bench: $(VENV)/stamp-core-$(LEVELS)
 	@$(BIN)/powerinfer bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist powerinfer/_native.pyi
+	rm -rf $(VENV) build dist src/powerinfer/_native.pyi

@@ -335,7 +335,7 @@ def test_bash_completes(tmp_path: Path) -> None:
     lines = [powerinfer("completion", "bash").stdout, "COMP_WORDS=(powerinfer run -m smol)", "COMP_CWORD=3"]
     lines += ["_powerinfer", 'echo "${COMPREPLY[@]}"']
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "POWERINFER_CACHE": str(tmp_path)}
-    environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
+    environment["PYTHONPATH"] = str(Path(__file__).parent.parent / "src")
     done = subprocess.run(["bash"], input="\n".join(lines), capture_output=True, text=True, env=environment, timeout=60)
     assert done.stdout.strip() == "smollm2-135m-instruct", done.stderr
 

@@ -331,7 +331,7 @@ def pull_in_a_process(endpoint: str, cache: Path, name: str) -> subprocess.Compl
         "HF_ENDPOINT": endpoint,
         "HF_HUB_DISABLE_XET": "1",
         "POWERINFER_CACHE": str(cache),
-        "PYTHONPATH": str(Path(__file__).parent.parent),
+        "PYTHONPATH": str(Path(__file__).parent.parent / "src"),
     }
     command = [sys.executable, "-m", "powerinfer.cli.main", "pull", name, "--json"]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
@@ -561,7 +561,7 @@ def test_the_clone_is_where_the_package_was_installed_from_or_the_current_folder
     clone = tmp_path / "a clone"
     clone.mkdir()
     monkeypatch.chdir(clone)
-    package = Path(hub.__file__).resolve().parent.parent
+    package = Path(hub.__file__).resolve().parents[2]
     assert list(hub._clones()) == [package, clone]
     monkeypatch.chdir(tmp_path)
     for installed.document in (f'{{"url": "{clone.as_uri()}", "dir_info": {{}}}}', f'{{"url": "{clone.as_uri()}"}}'):

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator
 from functools import cache
 from pathlib import Path
 
-PACKAGE = Path(__file__).parent.parent / "powerinfer"
+PACKAGE = Path(__file__).parent.parent / "src" / "powerinfer"
 
 # A room may import rooms of a smaller rank, and itself; rooms of one rank do not know each other.
 RANK = {

@@ -28,11 +28,11 @@ def test_module_exports_its_entry_point_only() -> None:
 
 def test_an_object_of_a_level_exports_its_kernels_only() -> None:
     """An inline function that two levels share would be taken from one of them for both."""
-    folders = sorted((ROOT / "build").glob("editable-*/CMakeFiles/kernels_*.dir/powerinfer/csrc"))
+    folders = sorted((ROOT / "build").glob("editable-*/CMakeFiles/kernels_*.dir/src/powerinfer/csrc"))
     if shutil.which("nm") is None or not folders:
         pytest.skip("no nm, or the module was not built here")
     for folder in folders:
-        level = folder.parents[1].name.removeprefix("kernels_").removesuffix(".dir")
+        level = folder.parents[2].name.removeprefix("kernels_").removesuffix(".dir")
         objects = [str(path) for path in sorted(folder.glob("*.o"))]
         assert objects
         command = [str(ROOT / "tests" / "native" / "symbols.sh"), "nm", level, *objects]
@@ -46,7 +46,7 @@ def test_standalone_tests_fit_the_sources(source: str) -> None:
     compiler = os.environ.get("CXX") or shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler here")
-    flags = ["-std=c++17", "-fsyntax-only", "-I", str(ROOT / "powerinfer" / "csrc")]
+    flags = ["-std=c++17", "-fsyntax-only", "-I", str(ROOT / "src" / "powerinfer" / "csrc")]
     command = [*compiler.split(), *flags, str(ROOT / "tests" / "native" / source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -70,7 +70,7 @@ def test_a_level_that_a_build_lacks_is_refused_with_the_command_that_builds_it(t
     compiler = os.environ.get("CXX") or shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler here")
-    csrc = ROOT / "powerinfer" / "csrc"
+    csrc = ROOT / "src" / "powerinfer" / "csrc"
     (tmp_path / "main.cpp").write_text(MAIN)
     program = tmp_path / "program"
     sources = [str(csrc / "levels.cpp"), str(csrc / "rows.cpp"), str(tmp_path / "main.cpp")]

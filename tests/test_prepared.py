@@ -215,7 +215,7 @@ def test_a_killed_process_leaves_no_file_and_the_next_one_replaces_its_rest(tmp_
         "    import time; time.sleep(60)\n"
     )
     command = [sys.executable, "-c", script, str(tmp_path), str(Path(__file__).parent)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent / "src")}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None and process.stdout.readline() == b"half\n"
         assert left_in(tmp_path) == ["neurons.safetensors.part"]

@@ -216,7 +216,7 @@ def test_a_killed_process_is_gone_on_with(tmp_path: Path, corpora: list[str]) ->
         "made(Path(sys.argv[2]), sys.argv[3:], progress=slow)\n"
     )
     command = [sys.executable, "-c", script, str(Path(__file__).parent), str(path), *corpora]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent / "src")}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
         done = int(process.stdout.readline())

@@ -278,7 +278,7 @@ def test_a_killed_process_leaves_a_part_for_the_next_one(tmp_path: Path) -> None
         "    import time; time.sleep(60)\n"
     )
     command = [sys.executable, "-c", script, str(tmp_path), str(Path(__file__).parent)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent / "src")}
     arguments = (model(tmp_path), None, ROWS, WINDOWS, {"seed": 1}, True)
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None and process.stdout.readline() == b"half\n"

@@ -9,7 +9,7 @@ dependencies that the machine lacks, and of theirs; wheels that suit the project
 the folder of a build of llama.cpp for that machine (lib/llama_cpp.py FOLDER --cuda 90 --no-native --wheels --few).
 
 There, `sh FOLDER/install.sh TARGET` unpacks it, without asking any registry: TARGET/source, to work in, TARGET/site,
-for PYTHONPATH behind TARGET/source, and TARGET/peer/bin, for `visit --peer`.
+for PYTHONPATH behind TARGET/source/src and TARGET/source, and TARGET/peer/bin, for `visit --peer`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from powerinfer.sizes import read_size
 MISSING = ("highspy", "llguidance", "prompt_toolkit", "wcwidth", "gguf")
 """Of the packages that `powerinfer` and its benchmarks need, those that few machines have."""
 GLIBC = range(5, 40)  # minor versions whose wheels a machine of today runs
-SOURCE = ("powerinfer", "benchmarks", "tests", "runs", "pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE")
+SOURCE = ("src", "benchmarks", "tests", "runs", "pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE")
 INSTALL = """#!/bin/sh
 # sh install.sh TARGET: the source in TARGET/source, the packages in TARGET/site, for PYTHONPATH
 set -e
@@ -40,7 +40,7 @@ mkdir -p "$1/source"
 tar -xzf "$here/source.tgz" -C "$1/source"
 echo {commit} > "$1/source/COMMIT"
 python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$1/site" "$here"/*.whl
-cp "$1"/site/powerinfer/_native*.so "$1/source/powerinfer/"
+cp "$1"/site/powerinfer/_native*.so "$1/source/src/powerinfer/"
 if [ -f "$here/peer.txz" ]; then mkdir -p "$1/peer" && tar -xJf "$here/peer.txz" -C "$1/peer"; fi
 """
 BOTH = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 96 << 20}]  # programs that share most of their code

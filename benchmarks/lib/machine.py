@@ -32,7 +32,7 @@ def commit() -> str:
     if noted.exists():
         return noted.read_text().strip()
     name = first_line("git", "rev-parse", "--short=12", "HEAD")
-    changed = first_line("git", "status", "--porcelain", "--untracked-files=no", "--", "powerinfer", "CMakeLists.txt")
+    changed = first_line("git", "status", "--porcelain", "--untracked-files=no", "--", "src", "CMakeLists.txt")
     return name + ("+changes" if changed else "")
 
 

@@ -96,7 +96,7 @@ def main() -> None:
         (tests / "conftest.py").write_text("")
         ignored = [f"--ignore=unit/{name}" for name in LEFT_OUT]
         root = str(Path(__file__).resolve().parents[2])
-        env = {**os.environ, "PYTHONPATH": f"{root}:{tests}", "SUITE_MODEL": str(given.model.resolve())}
+        env = {**os.environ, "PYTHONPATH": f"{root}/src:{root}:{tests}", "SUITE_MODEL": str(given.model.resolve())}
         command = [sys.executable, "-m", "pytest", "-v", "-rA", "--tb=short", "--show-capture=no", "-m", "not slow",
                    "-p", "benchmarks.serving.llama_server_suite", "-k", given.k, *ignored, "unit"]  # fmt: skip
         raise SystemExit(subprocess.run(command, cwd=tests, env=env).returncode)

@@ -168,7 +168,7 @@ def install(client: Client) -> str:
 def serving(client: Client) -> Iterator[str]:
     """The address of a server of the stand-in. Its log is beside the client's packages."""
     log = client.folder / "server.log"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     with log.open("wb") as file:
         server = subprocess.Popen(
             [sys.executable, HERE / "stand_in.py", str(client.context)], stderr=file, env=environment

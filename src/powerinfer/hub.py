@@ -188,7 +188,7 @@ def cloned_models() -> dict[str, Path]:
 
 def _clones() -> Iterator[Path]:
     """The folders that may be a clone: the one that has this file, the current one, and the one that pip installed."""
-    yield Path(__file__).resolve().parent.parent
+    yield Path(__file__).resolve().parents[2]  # beyond src/powerinfer
     with suppress(OSError):
         yield Path.cwd()
     from importlib.metadata import PackageNotFoundError, distribution
