@@ -146,7 +146,7 @@ test-asan: $(VENV)/stamp-build-tools
 test-converter: $(VENV)/stamp-dev
 	@POWERINFER_CONVERTER=1 $(BIN)/python -m pytest -q tests/test_converter.py $(ARGS)
 
-# Installed under build/clients, once; the jobs need no network. Their model is a stand-in with the default model's tokenizer.
+# Installed under build/clients, once; the jobs need no network. Their model is a stand-in with SmolLM2's tokenizer.
 test-clients: $(VENV)/stamp-dev
 	@$(BIN)/python tests/clients/run.py $(ARGS)
 

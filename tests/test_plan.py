@@ -866,7 +866,7 @@ def test_a_profile_of_another_model(tmp_path: Path) -> None:
 
 @pytest.mark.model
 def test_ram_is_what_the_process_takes(smollm2: Path) -> None:
-    """Of the default model, dense: the plan's RAM is never below the process's own, and not far above."""
+    """Of SmolLM2, dense: the plan's RAM is never below the process's own, and not far above."""
     code = f"""
 import dataclasses, json
 from powerinfer import LLM, SamplingParams

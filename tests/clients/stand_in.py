@@ -154,8 +154,8 @@ def stand_in(tokenizer: Any, vocab_size: int, context: int, template: str = TEMP
 
 
 def make(context: int) -> Server:
-    """The server, with the default model's tokenizer."""
-    checkpoint = open_checkpoint(resolve_model())
+    """The server, with SmolLM2's tokenizer."""
+    checkpoint = open_checkpoint(resolve_model("smollm2"))
     llm = stand_in(checkpoint.tokenizer(), checkpoint.config.vocab_size, context)
     requests = llm.engine.max_batch + llm.engine.max_queue
     return make_server([ModelSource((NAME,), lambda progress, budget: llm)], ServeConfig(port=0), requests)

@@ -425,24 +425,28 @@ def agreed(question: str) -> bool:
 
 
 def demonstration_note(model: str | None, out: Output) -> None:
-    """One line about the default model (-m), for those who meet it first, at a terminal."""
-    from powerinfer.hub import DEFAULT_MODEL
+    """One line about a model (-m) so small that it is often wrong, for those who meet it first, at a terminal."""
+    from powerinfer.hub import small_note
 
-    if sys.stderr.isatty() and not out.json_mode and (model is None or model.lower() == DEFAULT_MODEL):
-        out.note(
-            "SmolLM2 135M is a tiny model for a demonstration, and often wrong; `powerinfer pull qwen3-4b` (2.5 GB) "
-            "downloads a good one"
-        )
+    note = small_note(model)
+    if note and sys.stderr.isatty() and not out.json_mode:
+        out.note(note)
+
+
+def model_path(model: str | None, out: Output) -> Path:
+    """The path of a model (-m), downloaded if it is a small one or the user agrees, with progress on stderr."""
+    from powerinfer.cli.progress import Bar
+    from powerinfer.hub import resolve_model
+
+    with Bar() as bar:
+        return resolve_model(model, say=out.note, agree=agreed, progress=bar)
 
 
 def open_model(model: str | None, engine: EngineConfig, out: Output, progress: Progress = silent) -> Checkpoint:
     """The files of a model (-m), opened with --quantize."""
     from powerinfer.formats.checkpoint import open_checkpoint
-    from powerinfer.hub import resolve_model
 
-    return open_checkpoint(
-        resolve_model(model, say=out.note, agree=agreed), quantize=engine.quantize, progress=progress
-    )
+    return open_checkpoint(model_path(model, out), quantize=engine.quantize, progress=progress)
 
 
 def open_llm(
@@ -450,9 +454,8 @@ def open_llm(
 ) -> LLM:
     """The engine for a model (-m), with progress on stderr. check: called before its weights are read."""
     from powerinfer.cli.progress import Bar
-    from powerinfer.hub import resolve_model
 
-    path = resolve_model(model, say=out.note, agree=agreed)
+    path = model_path(model, out)
     with Bar() as bar:
         llm = load_llm(path, engine, bar, check)
     for note in llm.notes:

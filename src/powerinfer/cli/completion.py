@@ -90,10 +90,10 @@ def _local_models() -> list[str]:
 
 
 def _models() -> list[str]:
-    """Those that open at once, and the default one."""
-    from powerinfer.hub import DEFAULT_MODEL
+    """Those that open without a question."""
+    from powerinfer.pinned import ALIASES, CATALOGUE
 
-    return sorted({DEFAULT_MODEL, *_local_models()})
+    return sorted({*CATALOGUE, *ALIASES, *_local_models()})
 
 
 def _described(flag: str) -> list[str] | None:

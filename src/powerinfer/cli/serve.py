@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from powerinfer.cli.common import Output, agreed, config_flags, config_from, load_llm, model_argument
+from powerinfer.cli.common import Output, config_flags, config_from, load_llm, model_argument, model_path
 from powerinfer.cli.main import INTERRUPTED
 from powerinfer.config import EngineConfig, ServeConfig
 from powerinfer.errors import RequestError, install_extra
@@ -97,10 +97,8 @@ def _check_flags(args: argparse.Namespace, several: bool) -> None:
 
 def _one(args: argparse.Namespace, config: ServeConfig, out: Output) -> tuple[tuple[str, ...], Path]:
     """The names and the path of the model."""
-    from powerinfer.hub import resolve_model
-
     name, model = _named(args.model[0]) if args.model else (None, None)
-    path = resolve_model(model, say=out.note, agree=agreed)
+    path = model_path(model, out)
     return tuple(config.alias) or (name or api_name(model, path),), path
 
 
@@ -155,12 +153,10 @@ def _requests(engine: EngineConfig) -> int:
 
 def _given(args: argparse.Namespace, out: Output) -> Mapping[str, Path]:
     """The models of -m by name. RequestError if two have the same one."""
-    from powerinfer.hub import resolve_model
-
     found: dict[str, Path] = {}
     for text in args.model or ():
         name, model = _named(text)
-        path = resolve_model(model, say=out.note, agree=agreed)
+        path = model_path(model, out)
         _add(found, {name or api_name(model, path): path})
     return found
 
@@ -235,10 +231,10 @@ def _named(given: str) -> tuple[str | None, str]:
 
 def api_name(model: str | None, path: Path) -> str:
     """The name of a model in the API: as in `powerinfer list` or the short one, if -m says that, else its file's."""
-    from powerinfer.hub import DEFAULT_MODEL, known_names
+    from powerinfer.hub import default_name, known_names
 
     if model is None:
-        return DEFAULT_MODEL
+        return default_name()
     if not Path(model).exists():
         for name in known_names():
             if name.lower() == model.lower():

