@@ -19,7 +19,7 @@ else:
     device = Any
 
 _NO_MEMORY = re.compile("out of memory|ALLOC_FAILED")
-_OLDEST = (8, 0)  # compute capability: kernels take more shared memory than earlier GPUs have
+OLDEST = (8, 0)  # compute capability: kernels take more shared memory than earlier GPUs have
 
 
 def choose_device(name: str) -> device:
@@ -49,10 +49,10 @@ def choose_device(name: str) -> device:
         raise RequestError(f"there is no {name}: this machine has {found} GPU{'s' * (found > 1)}, counted from cuda:0")
     try:
         capability = torch.cuda.get_device_capability(index)
-        if capability < _OLDEST:
+        if capability < OLDEST:
             raise RequestError(
                 f"{torch.cuda.get_device_name(index)} is too old: its compute capability is "
-                f"{'.'.join(map(str, capability))}, and {'.'.join(map(str, _OLDEST))} is needed; leave out the GPU"
+                f"{'.'.join(map(str, capability))}, and {'.'.join(map(str, OLDEST))} is needed; leave out the GPU"
             )
         torch.zeros(1, device=f"cuda:{index}")  # a broken driver fails here
     except RuntimeError as error:

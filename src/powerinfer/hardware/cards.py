@@ -1,0 +1,201 @@
+"""Machines described by a card's name and the kind of RAM: `powerinfer plan --card "RTX 4060" --ram 32GiB`.
+
+`cards.json` has public figures of NVIDIA's cards. What a step reaches of them is assumed, alike for all, as the
+constants below say; docs/hardware.md compares that with what others have measured.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+
+from powerinfer.devices.torch_device import OLDEST
+from powerinfer.errors import RequestError
+from powerinfer.formats.json_file import Between, Length, Line, checked, of_kind, parse_json
+from powerinfer.formats.mapped import shown
+from powerinfer.hardware.description import OTHER, RATED_ROWS, Device, Hardware, load
+
+_FILE = Path(__file__).with_name("cards.json")
+
+NONE = "none"
+"""The name that stands for a machine without a card."""
+
+DENSE, ROWS, CACHED = 0.75, 0.6, 0.6
+"""Share of a card's bandwidth that dense products, scattered rows, and keys and values are assumed to reach."""
+CPU_DENSE, CPU_ROWS, CPU_CACHED = 0.7, 0.6, 0.5
+"""The same of RAM's."""
+CORE_GB_S = 13.0
+"""The most that a core reads in products: those of Q4_K and Q4_0 on a Xeon with AVX-512, docs/hardware.md."""
+BUS = 0.8
+"""Share of PCIe's rate that copies reach."""
+
+CORES = 6
+"""Performance cores, where --threads does not say."""
+RAM = 32 << 30
+"""Bytes of RAM, where --ram does not say."""
+
+TYPICAL = ("GeForce RTX 4060", "GeForce RTX 3060 12 GB", "GeForce RTX 4060 Ti 16 GB", "GeForce RTX 3090")
+"""A card for each amount of memory that many have: what is planned for where --vram alone describes a card."""
+
+_LANE_GB_S = {3: 0.985, 4: 1.969, 5: 3.938}
+_DDR5 = 2022  # year of the first cards that are assumed to be beside DDR5
+_OLD_RAM, _NEW_RAM = "ddr4-3200", "ddr5-5600"
+_MOST_CHANNELS = 12
+_SILENT = frozenset(("nvidia", "geforce", "rtx", "gtx", "gpu", "card", "graphics", "generation", "blackwell"))
+_FOREIGN = frozenset(
+    ("amd", "radeon", "rx", "instinct", "vega", "firepro", "intel", "arc", "iris", "uhd", "apple", "metal", "adreno")
+)
+
+
+@dataclass(frozen=True)
+class Card:
+    """gib, gb_s: memory and its bandwidth; pcie, lanes: of its bus; capability: CUDA's compute capability; year: in
+    which it came."""
+
+    gib: Annotated[int, Between(1, 1024)]
+    gb_s: Annotated[float, Between(1, 1e5)]
+    pcie: Annotated[int, Between(3, 5)]
+    lanes: Annotated[int, Between(1, 16)]
+    capability: Annotated[float, Between(1, 100)]
+    year: Annotated[int, Between(2000, 2100)]
+
+    @property
+    def supported(self) -> bool:
+        """Whether the engine's kernels run on it."""
+        return (int(self.capability), round(10 * self.capability) % 10) >= OLDEST
+
+
+@dataclass(frozen=True)
+class _Cards:
+    source: Line
+    cards: Annotated[dict[str, Card], Length(1000, 1)]
+
+
+@cache
+def cards() -> dict[str, Card]:
+    """Cards by their full names."""
+    return checked(_Cards, of_kind(parse_json(_FILE.read_bytes(), str(_FILE)), "cards", 1, str(_FILE)), str(_FILE)).cards
+
+
+def find_card(text: str) -> tuple[str, Card]:
+    """A card by its name, as people write it: "RTX 4060", "rtx4060ti 16gb", "4090 laptop".
+
+    Where there are some with other memory, the one first in the table. RequestError, with the nearest, for another.
+    """
+    words, gib = _words(text)
+    if words & _FOREIGN:
+        raise RequestError(f"{shown(text)}: the engine computes on NVIDIA's cards alone; --card none plans for the CPU")
+    alike = {name: card for name, card in cards().items() if words and _words(name)[0] == words}
+    named = {name: card for name, card in alike.items() if gib in (None, card.gib)}
+    if alike and not named:
+        sizes = " or ".join(f"{card.gib} GB" for card in alike.values())
+        raise RequestError(f"{shown(text)}: such a card has {sizes}")
+    if not named:
+        short = {_short(name): name for name in cards()}
+        near = [short[one] for one in get_close_matches(_short(text), short, 1)]
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise RequestError(f"no card {shown(text)}{hint}; `powerinfer plan --names` lists them, --card none is without")
+    name, card = next(iter(named.items()))
+    if not card.supported:
+        raise RequestError(
+            f"{name} is too old for the engine's kernels: its compute capability is {card.capability:g}, and "
+            f"{'.'.join(map(str, OLDEST))} is needed; --card none plans for the CPU"
+        )
+    return name, card
+
+
+def _words(text: str) -> tuple[frozenset[str], int | None]:
+    """What tells a name from others, and the memory in it, in GiB."""
+    text = text.lower().replace("max-q", "laptop").replace("mobile", "laptop").replace("notebook", "laptop")
+    memory = re.search(r"(?<!\d)(\d{1,3}) ?-?gi?b?(?![a-z])", text)
+    rest = text if memory is None else text[: memory.start()] + " " + text[memory.end() :]
+    words = frozenset(re.findall(r"[a-z]+|\d+", rest)) - _SILENT
+    return words, None if memory is None else int(memory[1])
+
+
+def _short(text: str) -> str:
+    return re.sub(r"nvidia|geforce|rtx|gtx|[^a-z0-9]", "", text.lower())
+
+
+def memory_rate(text: str) -> tuple[str, float]:
+    """(the name of a kind of RAM, its GB/s): "ddr5-5600" has two channels, "ddr5-4800x8" eight.
+
+    RequestError for another text.
+    """
+    found = re.fullmatch(r"(lp)?ddr([345])(x?)[-_ ]?(\d{3,5})(?:x(\d{1,2}))?", text.strip().lower())
+    channels = int(found[5] or 2) if found else 0
+    if found is None or not 800 <= int(found[4]) <= 12800 or not 1 <= channels <= _MOST_CHANNELS:
+        raise RequestError(
+            f"--memory {shown(text)}: not a kind of RAM such as ddr4-3200 or ddr5-5600; ddr5-4800x8 has eight channels"
+        )
+    name = f"{(found[1] or '').upper()}DDR{found[2]}{found[3].upper()}-{found[4]}"
+    return f"{channels} channels of {name}", int(found[4]) * 8 * channels / 1000
+
+
+def described_machine(
+    card: str | None = None, ram: int | None = None, memory: str | None = None, threads: int = 0, vram: int = 0
+) -> Hardware:
+    """A machine with a card ("none" or None: without one) and that RAM, in bytes, of a kind that `memory_rate` reads.
+
+    vram: bytes, where a card has more than in the table. RequestError for a card, or a kind of RAM, that is not known.
+    """
+    base = load("pc-16gb")  # its disk, system and fixed times
+    name, about = (None, None) if card is None or card.strip().lower() == NONE else find_card(card)
+    kind = memory or (_OLD_RAM if about is not None and about.year < _DDR5 else _NEW_RAM)
+    ram, threads = ram or RAM, threads or CORES
+    modules, gb_s = memory_rate(kind)
+    limit = CORE_GB_S * threads
+    cpu = _with_rates(base.cpu, min(limit, CPU_DENSE * gb_s), min(limit, CPU_ROWS * gb_s), CPU_CACHED * gb_s)
+    cpu = replace(
+        cpu, name="CPU", memory_bytes=ram, reserved_bytes=min(base.cpu.reserved_bytes, ram), threads=threads,
+        pack_gb_s=base.cpu.pack_gb_s * threads / base.cpu.threads,
+    )  # fmt: skip
+    source = f"As published: {modules} ({gb_s:.4g} GB/s)"
+    guessed = "" if memory else f"{kind}, as --memory does not say; "
+    assumed = f"{guessed}{threads} cores; {_ASSUMED}"
+    if name is None or about is None:
+        title = f"a PC without a GPU, {ram / 2**30:.3g} GiB of {kind.upper()}"
+        return Hardware(title, source, cpu, disk=base.disk, assumed=assumed)
+    assert base.gpu is not None
+    gpu = _with_rates(base.gpu, DENSE * about.gb_s, ROWS * about.gb_s, CACHED * about.gb_s)
+    gpu = replace(gpu, name=f"NVIDIA {name}", memory_bytes=max(about.gib << 30, vram))
+    bus = about.lanes * _LANE_GB_S[about.pcie]
+    own = f"NVIDIA {name} ({about.gib} GB, {about.gb_s:g} GB/s), PCIe {about.pcie}.0 x{about.lanes} ({bus:.3g} GB/s)"
+    return Hardware(
+        f"a PC with {name}, {ram / 2**30:.3g} GiB of {kind.upper()}",
+        f"{source}; {own}",
+        cpu,
+        gpu,
+        base.disk,
+        sync_us=base.sync_us,
+        copy_gb_s=BUS * bus,
+        assumed=assumed,
+        host_bytes=_HOST_BYTES,
+    )
+
+
+_HOST_BYTES = 785 << 20
+"""RAM of torch, its libraries and the driver: as measured beside an H200."""
+
+_ASSUMED = (
+    f"products read {100 * DENSE:.0f} % of a card's bandwidth and {100 * CPU_DENSE:.0f} % of RAM's, at most "
+    f"{CORE_GB_S:g} GB/s a core; 4 GiB of RAM and 1 GiB of VRAM for system and driver; fixed times and disk as of pc-16gb"
+)
+
+
+def _with_rates(device: Device, dense: float, rows: float, cached: float) -> Device:
+    """The device with these rates, GB/s, whatever the type of weights."""
+    products = {OTHER: dense}
+    bundles = dict.fromkeys(RATED_ROWS, rows)
+    return replace(device, dense_gb_s=products, head_gb_s=products, bundle_gb_s=bundles, kv_gb_s=cached)
+
+
+def typical_card(vram: int) -> str:
+    """The name of the card of `TYPICAL` with the least memory that has so many bytes, else of the largest."""
+    known = cards()
+    fits = [name for name in TYPICAL if known[name].gib << 30 >= vram]
+    return min(fits, key=lambda name: known[name].gib) if fits else TYPICAL[-1]
