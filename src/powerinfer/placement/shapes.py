@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from difflib import get_close_matches
+from functools import cache, cached_property
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,19 +35,18 @@ from powerinfer.devices.recording import RECORDED_BYTES
 from powerinfer.devices.states import state_bytes, state_slots
 from powerinfer.errors import RequestError
 from powerinfer.formats.bundle_file import ACROSS, ROW_TYPES, bundle_layouts, n_groups
-from powerinfer.formats.layout import check, is_matrix, matrix_names, shapes
+from powerinfer.formats.json_file import checked, of_kind, parse_json
+from powerinfer.formats.layout import check, is_matrix, is_router, matrix_names, shapes
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import FLOAT_TYPES
 from powerinfer.kernels import cpu, gpu, gpu_delta
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
+from powerinfer.placement.mixes import DTYPES, stored_type, taken_type
 from powerinfer.placement.power_law import FAMILIES, Law
 
 if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint
-
-DTYPES = {"f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0", "mxfp4": "MXFP4"}
-"""Weight types of a model that is only described."""
 
 PREDICTOR_SHARE = 0.0709
 """Weights of the predictors per weight of the model: the mean of arXiv 2312.12456."""
@@ -343,28 +343,25 @@ def described_model(
     name: str = "",
     share: float = PREDICTOR_SHARE,
 ) -> Model:
-    """A model from a configuration alone, all of its matrices of one type (of `DTYPES`).
+    """A model from a configuration alone, with the types that a file of this type (of `DTYPES`) has for its matrices.
 
     share: of the weights, that predictors have, in Q8_0; fewer where they would take more than `MOST_PREDICTOR` of the
     model's bytes. Types of bundles follow `pack`.
     """
-    type_name = DTYPES[dtype]
     _check_size(config)
-    columns = {name: shape[-1] for name, shape in shapes(config)}
-
-    def type_of(tensor: str) -> str:
-        if columns[tensor] % block_type(type_name).block:
-            return "F16"
-        return "Q8_0" if of_experts and ".experts_" not in tensor else type_name
-
-    of_experts = type_name == "MXFP4" and any(".experts_" in name for name in columns)  # alone, as in published files
-    gate = type_name if config.d_model % block_type(type_name).block == 0 else "F16"
+    stored = stored_types(config, dtype)
+    gate = taken_type(DTYPES[dtype])
     gate = gate if gate in ROW_TYPES else "Q8_0"
+    gate = gate if config.d_model % block_type(gate).block == 0 else "F16"
     down = gate if gate in FLOAT_TYPES else "Q8_0"
     if gate in ACROSS and not any(size % BUNDLE_GROUP for size in config.ffn_sizes):
         down = ACROSS[gate]
     layouts = bundle_layouts(config, gate, down, cpu.bundle_row_bytes)
-    bare = _model(config, name or config.name, type_of, layouts, (), (SELECTED_PER_FIRING,) * config.n_layers)
+    known = {tensor: taken_type(kind) for tensor, kind in stored.items()}
+    changed = frozenset(tensor for tensor, kind in stored.items() if known[tensor] != kind)
+    every = (SELECTED_PER_FIRING,) * config.n_layers
+    bare = _model(config, name or config.name, known.__getitem__, layouts, (), every)
+    bare = replace(bare, converted=changed, in_place=not any(".experts_" in tensor for tensor in changed))
     bytes_of_rank = (
         (config.n_layers * config.d_model + config.n_neurons) * block_type(_PREDICTOR_TYPE).row_bytes(32) / 32
     )
@@ -374,6 +371,19 @@ def described_model(
         return bare
     types = _PREDICTOR_TYPE, _PREDICTOR_TYPE
     return replace(bare, predictors=tuple(_predictor(config, layer, rank, *types) for layer in range(config.n_layers)))
+
+
+def stored_types(config: ModelConfig, dtype: str) -> dict[str, str]:
+    """The types of the matrices in a file of such a model; routers are F32."""
+    every = {name: shape[-1] for name, shape in shapes(config) if is_matrix(name, shape)}
+    return {name: "F32" if is_router(name) else stored_type(config, dtype, name, n) for name, n in every.items()}
+
+
+def file_bytes(config: ModelConfig, dtype: str) -> int:
+    """Bytes of the tensors in a file of such a model; vectors are F32."""
+    types = stored_types(config, dtype)
+    rows = ((name, prod(shape[:-1]), shape[-1]) for name, shape in shapes(config))
+    return sum(n * block_type(types.get(name, "F32")).row_bytes(cols) for name, n, cols in rows)
 
 
 def _predictor(config: ModelConfig, layer: int, rank: int, inner: str, outer: str) -> tuple[Matrix, Matrix]:
@@ -666,29 +676,51 @@ SHAPES: dict[str, ModelShape] = {
     ),
 }  # fmt: skip
 """Models by name. llama-7b, -13b and -70b are the ReGLU ones of the paper (ReluLLaMA), whose predictor sizes these are.
-How neurons fire is not asked of models whose layers are experts."""
+How neurons fire is not asked of models whose layers are experts. Others are in `shapes.json`."""
+
+_FILE = Path(__file__).with_suffix(".json")
+
+
+@dataclass(frozen=True)
+class _Described:
+    shapes: dict[str, dict[str, Any]]
+
+
+@cache
+def _described() -> dict[str, dict[str, Any]]:
+    """The published models of `shapes.json`: the keys of a config.json that sizes depend on."""
+    document = of_kind(parse_json(_FILE.read_bytes(), str(_FILE)), "shapes", 1, str(_FILE))
+    return checked(_Described, document, str(_FILE)).shapes
+
+
+def shape_names() -> list[str]:
+    """The names of the published models."""
+    return sorted((*SHAPES, *_described()))
+
 
 
 def find_shape(name: str) -> ModelShape:
-    """A model by its name in `SHAPES`, or by a config.json (or its folder), whose family decides how neurons fire.
+    """A published model by its name, or one by a config.json (or its folder), whose family decides how neurons fire.
 
     RequestError where there is neither; ModelError for a configuration that the engine does not run.
     """
+    from powerinfer.formats.folder_config import read_config
+
     if name.lower() in SHAPES:
         found = SHAPES[name.lower()]
         return replace(found, config=replace(found.config, name=name.lower()))
+    if name.lower() in _described():
+        config = read_config(_described()[name.lower()], Path(name.lower()))
+        return ModelShape(config, law_of(config))
     path = Path(name).expanduser()
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        from difflib import get_close_matches
-
-        near = get_close_matches(name.lower(), SHAPES, 3, 0.5)
-        known = f"the nearest are {', '.join(near)}" if near else f"such as {', '.join(list(SHAPES)[:3])}"
+        near = get_close_matches(name.lower(), shape_names(), 3, 0.5)
+        known = f"the nearest are {', '.join(near)}; " if near else ""
         raise RequestError(
-            f"no shape {shown(name)}: neither a config.json nor a published model's name ({known}; docs/plan.md has "
-            "all)"
+            f"no shape {shown(name)}: neither a config.json nor a published model's name ({known}`powerinfer plan "
+            "--names` lists all)"
         )
-    from powerinfer.formats.folder_config import read_config
     from powerinfer.formats.json_file import read_json
 
     metadata, _ = read_json(path)
