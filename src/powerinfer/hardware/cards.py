@@ -30,6 +30,12 @@ CPU_DENSE, CPU_ROWS, CPU_CACHED = 0.7, 0.6, 0.5
 """The same of RAM's."""
 CORE_GB_S = 13.0
 """The most that a core reads in products: those of Q4_K and Q4_0 on a Xeon with AVX-512, docs/hardware.md."""
+MXFP4_GB_S = 2.9
+"""The most that a multiprocessor reads of MXFP4 for each GHz, whose products take more than their bytes: 745 GB/s of an
+H200, docs/hardware.md."""
+SYNC_US = 150.0
+"""The time of both devices to meet in a layer: on an H200 beside 16 cores a layer of experts took so much longer than
+its bytes (docs/hybrid.md)."""
 BUS = 0.8
 """Share of PCIe's rate that copies reach."""
 
@@ -53,14 +59,16 @@ _FOREIGN = frozenset(
 
 @dataclass(frozen=True)
 class Card:
-    """gib, gb_s: memory and its bandwidth; pcie, lanes: of its bus; capability: CUDA's compute capability; year: in
-    which it came."""
+    """gib, gb_s: memory and its bandwidth; pcie, lanes: of its bus; capability: CUDA's compute capability; sms, ghz:
+    multiprocessors and their boost clock; year: in which it came."""
 
     gib: Annotated[int, Between(1, 1024)]
     gb_s: Annotated[float, Between(1, 1e5)]
     pcie: Annotated[int, Between(3, 5)]
     lanes: Annotated[int, Between(1, 16)]
     capability: Annotated[float, Between(1, 100)]
+    sms: Annotated[int, Between(1, 1000)]
+    ghz: Annotated[float, Between(0.1, 10)]
     year: Annotated[int, Between(2000, 2100)]
 
     @property
@@ -78,7 +86,8 @@ class _Cards:
 @cache
 def cards() -> dict[str, Card]:
     """Cards by their full names."""
-    return checked(_Cards, of_kind(parse_json(_FILE.read_bytes(), str(_FILE)), "cards", 1, str(_FILE)), str(_FILE)).cards
+    document = of_kind(parse_json(_FILE.read_bytes(), str(_FILE)), "cards", 1, str(_FILE))
+    return checked(_Cards, document, str(_FILE)).cards
 
 
 def find_card(text: str) -> tuple[str, Card]:
@@ -162,7 +171,9 @@ def described_machine(
         return Hardware(title, source, cpu, disk=base.disk, assumed=assumed)
     assert base.gpu is not None
     gpu = _with_rates(base.gpu, DENSE * about.gb_s, ROWS * about.gb_s, CACHED * about.gb_s)
+    mxfp4 = min(DENSE * about.gb_s, MXFP4_GB_S * about.sms * about.ghz)
     gpu = replace(gpu, name=f"NVIDIA {name}", memory_bytes=max(about.gib << 30, vram))
+    gpu = replace(gpu, dense_gb_s={**gpu.dense_gb_s, "MXFP4": mxfp4})
     bus = about.lanes * _LANE_GB_S[about.pcie]
     own = f"NVIDIA {name} ({about.gib} GB, {about.gb_s:g} GB/s), PCIe {about.pcie}.0 x{about.lanes} ({bus:.3g} GB/s)"
     return Hardware(
@@ -171,7 +182,7 @@ def described_machine(
         cpu,
         gpu,
         base.disk,
-        sync_us=base.sync_us,
+        sync_us=SYNC_US,
         copy_gb_s=BUS * bus,
         assumed=assumed,
         host_bytes=_HOST_BYTES,
@@ -183,7 +194,8 @@ _HOST_BYTES = 785 << 20
 
 _ASSUMED = (
     f"products read {100 * DENSE:.0f} % of a card's bandwidth and {100 * CPU_DENSE:.0f} % of RAM's, at most "
-    f"{CORE_GB_S:g} GB/s a core; 4 GiB of RAM and 1 GiB of VRAM for system and driver; fixed times and disk as of pc-16gb"
+    f"{CORE_GB_S:g} GB/s a core; {SYNC_US:g} us for both to meet in a layer; 4 GiB of RAM and 1 GiB of VRAM for system "
+    "and driver; fixed times and disk as of pc-16gb"
 )
 
 
