@@ -732,14 +732,17 @@ def test_run_prints_the_answer_alone(
 ) -> None:
     script(THOUGHT + YES, template)
     tokens, params = llm.encode_chat([USER]), SamplingParams(max_tokens=200, temperature=0)  # type: ignore[list-item]
-    for terminal, hide in ((False, False), (True, False), (True, True)):
+    cases = ((False, False, "xterm"), (True, False, "xterm"), (True, False, "dumb"), (True, True, "dumb"))
+    for terminal, hide, term in cases:
+        monkeypatch.setenv("TERM", term)
         monkeypatch.setattr("sys.stderr.isatty", lambda shown=terminal: shown)
         reader, own = told_apart(llm, params, tokens)
         status, document = answer(llm.stream(tokens, own), Output(json_mode=False), reader=reader, hide=hide)
         out, err = capsys.readouterr()
         assert (status, out) == (0, YES) and document["reasoning"] == "Is it <b> warm?" and document["text"] == YES
         shown = err.replace("\x1b[2m", "").replace("\x1b[0m", "")
-        assert shown == ("" if not terminal else shown if hide else "Is it <b> warm?\n\n")
+        marked = ("The thoughts:\n\n", "The answer:\n\n") if term == "dumb" else ("", "")
+        assert shown == ("" if not terminal else shown if hide else "Is it <b> warm?\n\n".join(marked))
         assert not hide or ("tokens of thought)\n\n" in shown and "warm" not in shown)
     limited = Thinking(budget=4)
     reader, own = told_apart(llm, params, tokens, limited)

@@ -261,10 +261,10 @@ class Conversation:
         elif command == "/system":
             self._system = rest or None
             self._clear()
-            self._out.note(f"(system message {'set' if rest else 'removed'}; the conversation starts over)")
+            self._out.aside(f"(system message {'set' if rest else 'removed'}; the conversation starts over)")
         elif command == "/clear":
             self._clear()
-            self._out.note("(the conversation starts over)")
+            self._out.aside("(the conversation starts over)")
         elif command in ("/save", "/load"):
             self._file(command, rest)
         else:
@@ -292,7 +292,7 @@ class Conversation:
             self.thinking = read_think(value)
         except argparse.ArgumentTypeError:
             raise RequestError(f"/think takes one of {VALUES}") from None
-        self._out.note(cannot_think(self._llm, self.thinking) or f"(thinking: {value})")
+        self._out.aside(cannot_think(self._llm, self.thinking) or f"(thinking: {value})")
 
     def _file(self, command: str, name: str) -> None:
         from powerinfer.cli import conversation_file
@@ -307,7 +307,7 @@ class Conversation:
             self._system = first[0]["content"] if first and first[0]["role"] == "system" else None
         done = "saved in" if command == "/save" else "loaded from"
         count = f"{len(self.messages)} message{'s' * (len(self.messages) != 1)}"
-        self._out.note(f"({count} {done} {printable(name)})")
+        self._out.aside(f"({count} {done} {printable(name)})")
 
     def _back(self, again: bool, interrupts: Interrupts) -> None:
         """Remove the last turn; again: and send its message again."""
@@ -316,7 +316,7 @@ class Conversation:
         before = self.messages[:]
         del self.messages[-2:]
         if not again:
-            self._out.note("(the last message and its answer are removed)")
+            self._out.aside("(the last message and its answer are removed)")
             return
         kept = False
         try:
@@ -340,16 +340,16 @@ class Conversation:
         self._out.text("\n")
         stopped = document["finish_reason"] == "abort"
         if stopped and not document["text"]:
-            self._out.note("(stopped; the message is not kept)")
+            self._out.aside("(stopped; the message is not kept)")
             return False
         self.messages[:] = [*asked, {"role": "assistant", "content": document["text"]}]
         self.turns.append(document)
         if stopped:
-            self._out.note("(stopped)")
+            self._out.aside("(stopped)")
         elif told := how_ended(document, None if params.max_tokens == room else params.max_tokens):
-            self._out.note(told)
+            self._out.aside(told)
         if self._verbose:
-            self._out.note(speed(document))
+            self._out.aside(speed(document))
         return True
 
     def _fitted(self, asked: list[Message]) -> tuple[list[Message], list[int]]:
@@ -364,7 +364,7 @@ class Conversation:
         if context - len(prompt) < min(self.params.max_tokens or context, context // 8 + 1):
             asked, prompt, n = without_oldest(asked, encode, context // 2)
             if n and len(prompt) < context:
-                self._out.note(f"(the context is full: {n} of the earlier turns dropped, the oldest)")
+                self._out.aside(f"(the context is full: {n} of the earlier turns dropped, the oldest)")
         if len(prompt) >= context:
             raise RequestError(f"the message does not fit the context: {len(prompt)} of {context} tokens")
         return asked, prompt

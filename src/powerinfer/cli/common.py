@@ -8,8 +8,9 @@ import gc
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
+from powerinfer.cli.screen import Wrapping, styled
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError, did_you_mean
 from powerinfer.progress import Progress, silent
@@ -363,6 +364,8 @@ class Output:
     def __init__(self, json_mode: bool) -> None:
         self.json_mode = json_mode
         self._terminal = not json_mode and sys.stdout.isatty()
+        self._answer = Wrapping(sys.stdout) if self._terminal else None
+        self._thought = Wrapping(sys.stderr)
 
     def line(self, text: str = "") -> None:
         """A line of text: stdout, or stderr with --json."""
@@ -372,18 +375,34 @@ class Output:
         """A note: always stderr."""
         print(text, file=sys.stderr, flush=True)
 
+    def aside(self, text: str) -> None:
+        """A note that matters less than the text around it, such as a speed: dimmed on a terminal."""
+        self.note(styled(text, "dim", sys.stderr))
+
+    def verbatim(self) -> None:
+        """Let all lines of the text be as generated, as those of JSON must be; a terminal breaks long ones."""
+        self._answer = None
+
     def text(self, piece: str) -> None:
-        """A piece of generated text, at once; silent with --json, whose document holds the whole text."""
+        """A piece of generated text, at once; silent with --json, whose document holds the whole text.
+
+        A terminal may get the end of a word with the piece after it (`flush` says that there is none).
+        """
         if self.json_mode or not piece:
             return
-        sys.stdout.write(printable(piece) if self._terminal else piece)
-        sys.stdout.flush()
+        shown = printable(piece) if self._terminal else piece
+        _write(sys.stdout, shown if self._answer is None else self._answer.push(shown))
 
     def thought(self, piece: str) -> None:
         """A piece of what a model writes before its answer: dimmed, on stderr, if that is a terminal."""
         if piece and not self.json_mode and sys.stderr.isatty():
-            sys.stderr.write(f"\x1b[2m{printable(piece)}\x1b[0m")
-            sys.stderr.flush()
+            _write(sys.stderr, styled(self._thought.push(printable(piece)), "dim", sys.stderr))
+
+    def flush(self) -> None:
+        """Show what is left of `thought` and `text`."""
+        _write(sys.stderr, styled(self._thought.flush(), "dim", sys.stderr))
+        if self._answer is not None:
+            _write(sys.stdout, self._answer.flush())
 
     def document(self, document: dict[str, Any]) -> None:
         """The result as JSON: the last line of stdout, only with --json."""
@@ -392,6 +411,13 @@ class Output:
 
             sys.stdout.write(json.dumps(document, ensure_ascii=False, allow_nan=False, default=_plain) + "\n")
             sys.stdout.flush()
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Write it at once."""
+    if text:
+        stream.write(text)
+        stream.flush()
 
 
 def _plain(value: Any) -> Any:

@@ -44,6 +44,7 @@ from powerinfer.cli.common import (
     with_model_defaults,
 )
 from powerinfer.cli.main import INTERRUPTED
+from powerinfer.cli.screen import has_styles
 from powerinfer.cli.thinking import asked_thinking, cannot_think, thinking_flags, told_apart
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
@@ -88,7 +89,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace, out: Output) -> int:
-    params = config_from(args, SamplingParams, **_constraint(args))
+    constraint = _constraint(args)
+    params = config_from(args, SamplingParams, **constraint)
+    if constraint:
+        out.verbatim()
     of_template = {"--system": args.system, "--think": args.think, "--reasoning-budget": args.reasoning_budget}
     for flag, value in of_template.items():
         if args.raw and value is not None:
@@ -121,7 +125,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         if args.verbose:
             _explain(llm, document, out)
         if told := how_ended(document, params.max_tokens):
-            out.note(told)
+            out.aside(told)
         sparsity = sparsity_summary(llm)
         more = {name: value for name, value in (("sparsity", sparsity), ("disk", llm.disk)) if value}
         out.document({**document, **more})
@@ -241,6 +245,7 @@ def answer(
     pieces: list[str] = []
     thoughts: list[str] = []
     ids: list[int] = []
+    marked = not has_styles(sys.stderr)  # thoughts are told from the answer by words where they are not dimmed
 
     def told() -> dict[str, Any]:
         return {} if reader is None else {"text": "".join(pieces), "reasoning": "".join(thoughts)}
@@ -250,11 +255,14 @@ def answer(
         for piece in found:
             if isinstance(piece, str):
                 if piece and thoughts and not any(pieces):
-                    out.thought(f"({len(ids)} tokens of thought)\n\n" if hide else "\n\n")
+                    out.thought(f"({len(ids)} tokens of thought)" if hide else "")
+                    out.thought("\n\nThe answer:\n\n" if marked and not hide else "\n\n")
                 pieces.append(piece)
                 out.text(piece.lstrip() if trim else piece)
                 trim = trim and not piece.strip()
             elif isinstance(piece, Reasoning):
+                if marked and not hide and not thoughts:
+                    out.thought("The thoughts:\n\n")
                 thoughts.append(piece.text)
                 out.thought("" if hide else piece.text)
 
@@ -272,6 +280,8 @@ def answer(
     except KeyboardInterrupt:
         events.close()
         show([] if reader is None else reader.finish(cut=True))
+    finally:
+        out.flush()
     document = {"text": "".join(pieces), "token_ids": ids, "completion_tokens": len(ids), "finish_reason": "abort"}
     return INTERRUPTED, document | told()
 
@@ -319,4 +329,4 @@ def _explain(llm: LLM, document: dict[str, Any], out: Output) -> None:
 
         rows["keys not read"] = printable(", ".join(sorted(llm.checkpoint.unread)), 2000)
     for name, value in rows.items():
-        out.note(f"{name:<18}{value}")
+        out.aside(f"{name:<18}{value}")
