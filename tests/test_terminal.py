@@ -30,6 +30,7 @@ from prompt_toolkit.output import DummyOutput
 from sparse_models import tiny_llama
 
 from powerinfer.cli import chat, common, conversation_file, run, terminal
+from powerinfer.cli.keys import typed_text
 from powerinfer.cli.main import VERBS, main, usage
 from powerinfer.cli.terminal import Terminal
 from powerinfer.errors import PowerInferError, RequestError
@@ -573,6 +574,22 @@ def test_history_is_bounded_and_survives_damage(tmp_path: Path, monkeypatch: pyt
         assert list(broken.load_history_strings()) == []
 
 
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ("and why?", "and why?"),
+        ("\x1b[A\x1bOBa\x1b[1;5Cb\x1b[200~c\x1b[201~\x1b", "abc"),
+        ("one\rtwo\x1b\rthree\r\r", "one\ntwo\nthree"),
+        ("wörk\x7f\x7f\x7fhy\x04\x0f?", "why?"),
+        ("a word\x17\x17b\n c\x15d", "b\nd"),
+        ("\x7f\x17\x15", ""),
+    ],
+)
+def test_keys_that_were_pressed_before(keys: str, text: str) -> None:
+    assert typed_text(keys.encode()) == text
+    assert typed_text(keys.encode() + b"\xc3") == text, "half a letter"
+
+
 # ---------------------------------------------------------------- all of it, on a terminal
 
 
@@ -618,7 +635,53 @@ class Screen:
         return self._shown.decode(errors="replace"), os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
 
 
-PROMPT, ENTERED = "\x1b[0m>", "\x1b[?2004l"  # as prompt_toolkit writes a prompt, and the end of what was typed
+PROMPT, ENTERED = "\x1b[0;1m>", "\x1b[?2004l"  # as prompt_toolkit writes a prompt, and the end of what was typed
+
+
+STOPPED = """
+import os, signal, sys, termios, time
+from powerinfer.cli.keys import unechoed
+
+def has_echo():
+    return bool(termios.tcgetattr(0)[3] & termios.ECHO)
+
+child = os.fork()
+if child == 0:
+    os.setpgid(0, 0)
+    while os.getpgrp() != os.tcgetpgrp(0):
+        os.sched_yield()
+    continued = []
+    signal.signal(signal.SIGCONT, lambda *_: continued.append(None))
+    with unechoed(lambda text: print("kept", text)):
+        print("echo", has_echo(), flush=True)
+        try:
+            while True:
+                time.sleep(0.001)
+                if continued:
+                    print("again", continued.pop() or has_echo(), flush=True)
+        except KeyboardInterrupt:
+            pass
+    os._exit(7)
+signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # as a shell
+os.setpgid(child, child)
+os.tcsetpgrp(0, child)
+_, status = os.waitpid(child, os.WUNTRACED)
+print("stopped", os.WIFSTOPPED(status), has_echo(), flush=True)
+os.kill(child, signal.SIGCONT)
+_, status = os.waitpid(child, 0)
+print("end", os.waitstatus_to_exitcode(status), has_echo(), flush=True)
+"""
+
+
+def test_a_stopped_process_gives_the_terminal_back() -> None:
+    screen = Screen([sys.executable, "-c", STOPPED])
+    screen.until("echo False")
+    screen.keys("a\x1a")
+    screen.until("stopped True True")
+    screen.until("again False")
+    screen.keys("b\x03")
+    screen.until("kept ab")
+    assert "end 7 True" in screen.end()[0]
 
 
 def test_a_server_on_a_terminal_says_where_it_is(tmp_path: Path) -> None:
@@ -648,9 +711,13 @@ def test_a_conversation_on_a_terminal(smollm2: Path, tmp_path: Path) -> None:
     screen.keys('about the sea."""\r')
     screen.until(ENTERED)
     screen.until_letters(10)  # of the answer
-    screen.keys("\x03")  # one: a terminal drops what it has not shown yet when another one follows
-    screen.until("(stopped)")
-    screen.until(PROMPT)
+    screen.keys("qx\x7f\x1b[Ax\rz?")
+    screen.until_letters(20)
+    screen.keys("\x03")
+    answered = screen.until("(stopped)")
+    assert "^[" not in answered and "z?" not in answered, "keys are not shown in it"
+    assert "qx" in screen.until("z?"), "they are the begin of the next message"
+    screen.keys("\x03")  # drops it
     screen.keys("\x03\x03")
     for _ in range(2):
         screen.until("/bye or Ctrl-D ends")

@@ -36,6 +36,7 @@ from powerinfer.cli.common import (
     sparsity_summary,
     with_model_defaults,
 )
+from powerinfer.cli.keys import unechoed
 from powerinfer.cli.run import answer, how_ended, reading
 from powerinfer.cli.thinking import VALUES, asked_thinking, cannot_think, read_think, thinking_flags, told_apart
 from powerinfer.config import EngineConfig
@@ -88,21 +89,26 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         if told := cannot_think(llm, conversation.thinking):
             out.note(told)
         with Interrupts() as interrupts:
-            _talk(conversation, reader(out, interrupts), interrupts, out)
+            _talk(conversation, interrupts, out)
         sparsity = sparsity_summary(llm)
         document = {"messages": conversation.messages, "turns": conversation.turns}
         out.document({**document, **({"sparsity": sparsity} if sparsity else {})})
     return 0
 
 
-def _talk(conversation: Conversation, read: Callable[[], str | None], interrupts: Interrupts, out: Output) -> None:
+def _talk(conversation: Conversation, interrupts: Interrupts, out: Output) -> None:
     """Handle messages until the input ends."""
+    read, keep = reader(out, interrupts)
     if interrupts.interactive:
         out.note(conversation.title())
     while True:
         try:
             text = read()
-            if text is None or not conversation.handle(text, interrupts):
+            if text is None:
+                return
+            with unechoed(keep):
+                goes_on = conversation.handle(text, interrupts)
+            if not goes_on:
                 return
         except KeyboardInterrupt:
             if not interrupts.interactive:
@@ -158,8 +164,9 @@ def unfinished(text: str) -> bool:
     return text.lstrip().startswith(BLOCK) and not (text.rstrip().endswith(BLOCK) and len(text.strip()) >= 6)
 
 
-def reader(out: Output, interrupts: Interrupts) -> Callable[[], str | None]:
-    """What reads the next message, None at the end: with a line editor on a terminal, else line by line."""
+def reader(out: Output, interrupts: Interrupts) -> tuple[Callable[[], str | None], Callable[[str], None] | None]:
+    """What reads the next message, None at the end: with a line editor on a terminal, else line by line; and what keeps
+    for it a text that was typed before, None where the terminal does."""
     if interrupts.interactive and sys.stdout.isatty() and not out.json_mode:
         with suppress(ImportError):
             from powerinfer.cli.terminal import Terminal
@@ -167,7 +174,8 @@ def reader(out: Output, interrupts: Interrupts) -> Callable[[], str | None]:
 
             commands = {name: about for name, (_, about) in COMMANDS.items()}
             history = cache_folder() / "chat-history"
-            return Terminal(history, unfinished, commands, option_names(SamplingParams)).read
+            terminal = Terminal(history, unfinished, commands, option_names(SamplingParams))
+            return terminal.read, terminal.keep
     mark = "> " if interrupts.interactive and not out.json_mode else ""
 
     def read() -> str | None:
@@ -183,7 +191,7 @@ def reader(out: Output, interrupts: Interrupts) -> Callable[[], str | None]:
             raise RequestError("the input is not UTF-8 text") from None
         return checked_text(text, "the input")
 
-    return read
+    return read, None
 
 
 # ---------------------------------------------------------------- the conversation

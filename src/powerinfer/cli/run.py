@@ -43,6 +43,7 @@ from powerinfer.cli.common import (
     sparsity_text,
     with_model_defaults,
 )
+from powerinfer.cli.keys import unechoed
 from powerinfer.cli.main import INTERRUPTED
 from powerinfer.cli.screen import has_styles
 from powerinfer.cli.thinking import asked_thinking, cannot_think, thinking_flags, told_apart
@@ -116,7 +117,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
             reader, params = told_apart(llm, params, tokens, wanted)
             if told := cannot_think(llm, wanted):
                 out.note(told)
-        with reading() as progress:
+        with unechoed(), reading() as progress:
             events = llm.stream(tokens, params, progress=progress)
             status, document = answer(events, out, reader=reader, hide=args.hide_thinking)
         document["sampling"] = describe_sampling(llm, params)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ from prompt_toolkit.filters import has_focus
 from prompt_toolkit.history import History
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
+from powerinfer.cli.screen import has_styles
 from powerinfer.formats.tokenizer import valid_unicode
 
 MOST_ENTRIES = 1000
@@ -45,8 +47,9 @@ class Terminal:
         options: Collection[str],
         **session: Any,
     ) -> None:
+        self._kept = ""  # typed before it was asked for
         self._session: PromptSession[str] = PromptSession(
-            "> ",
+            [("bold", "> ")] if has_styles(sys.stdout) else "> ",
             multiline=True,
             prompt_continuation="  ",
             key_bindings=_keys(unfinished),
@@ -59,10 +62,15 @@ class Terminal:
 
     def read(self) -> str | None:
         """The next message; None for Ctrl-D. KeyboardInterrupt for Ctrl-C where nothing is typed."""
+        kept, self._kept = self._kept, ""
         try:
-            return self._session.prompt().encode("utf-8", "replace").decode()
+            return self._session.prompt(default=kept).encode("utf-8", "replace").decode()
         except EOFError:
             return None
+
+    def keep(self, text: str) -> None:
+        """Begin the next message with a text, which its sender may still edit."""
+        self._kept = text
 
 
 def _keys(unfinished: Callable[[str], bool]) -> KeyBindings:
