@@ -613,8 +613,9 @@ class Screen:
         return (before + found).decode(errors="replace")
 
     def until_letters(self, count: int) -> None:
-        """Until so many letters are shown."""
-        self._read_until(lambda: len(re.findall(rb"[A-Za-z]", self._shown)) >= count, f"{count} letters")
+        """Until so many letters of an answer are shown."""
+        bar = re.compile(rb"\rreading the prompt [^\r]*")  # of a busy machine
+        self._read_until(lambda: len(re.findall(rb"[A-Za-z]", bar.sub(b"", self._shown))) >= count, f"{count} letters")
 
     def _read_until(self, there: Callable[[], bool], what: str) -> None:
         end = time.monotonic() + 30
