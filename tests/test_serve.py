@@ -428,7 +428,6 @@ def test_no_limit_of_tokens(server: Server) -> None:
     [
         ("/messages", "no route /messages; did you mean /v1/messages?"),
         ("/v1/v1/completions", "; did you mean /v1/completions?"),
-        ("/api/chat", "this is OpenAI's API, at /v1, not Ollama's"),
         ("/nowhere", "no route /nowhere"),
     ],
 )
@@ -534,7 +533,8 @@ def test_no_request_is_a_server_error(server: Server, mode: GenerationMode) -> N
             answer = case.call(timeout=30)
             assert answer.status_code < 500, case.as_curl_command()
             if answer.status_code >= 400:
-                assert answer.json()["error"]["message"]
+                error = answer.json()["error"]
+                assert error if case.path.startswith("/api/") else error["message"]
 
         ask()
 

@@ -62,14 +62,16 @@ def test_what_exceeds_a_limit_is_known_without_all_of_its_tokens(text: str, monk
     assert tokenizer.excess(whole, count // 4) > 0 or count < 8 * tokenizer_module.SEAM
 
 
-def test_the_end_of_a_text_has_its_last_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ends_of_a_text_have_its_first_and_its_last_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tokenizer_from_gguf(byte_level_metadata("qwen2"))
     monkeypatch.setattr(tokenizer_module, "PIECE", 100)
     text = "\n".join(HARD) * 8
     for count in (1, 10, 200):
         end = tokenizer.end_of(text, count)
         assert text.endswith(end) and tokenizer.encode(end)[-count:] == tokenizer.encode(text)[-count:]
-    assert len(tokenizer.end_of(text, 1)) < len(text)
+        begin = tokenizer.start_of(text, count)
+        assert text.startswith(begin) and tokenizer.encode(begin)[:count] == tokenizer.encode(text)[:count]
+    assert max(len(tokenizer.end_of(text, 1)), len(tokenizer.start_of(text, 1))) < len(text)
 
 
 def test_other_threads_run_while_a_text_is_encoded() -> None:

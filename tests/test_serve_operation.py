@@ -97,6 +97,8 @@ def test_every_route_but_health_and_the_page_needs_a_key(monkeypatch: pytest.Mon
                         if anthropic:
                             assert answer.status_code == 401 and answer.json().keys() == {"type", "error"}
                             assert answer.json()["error"]["type"] == "authentication_error"
+                        elif path.startswith("/api/"):
+                            assert answer.status_code == 401 and "API key" in answer.json()["error"]
                         else:
                             assert error_of(answer, 401)["type"] == "authentication_error"
                         assert answer.headers["www-authenticate"] == "Bearer"

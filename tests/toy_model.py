@@ -236,6 +236,9 @@ class ToyTokenizer:
     def end_of(self, text: str, count: int) -> str:
         return text
 
+    def start_of(self, text: str, count: int) -> str:
+        return text
+
     def excess(self, text: str, limit: int) -> int:
         return len(text) if len(text) > limit else 0
 

@@ -183,7 +183,7 @@ def _add(found: dict[str, Path], more: Mapping[str, Path]) -> None:
 def _source(name: str, path: Path, engine: EngineConfig) -> ModelSource:
     from powerinfer.serve.served import ModelSource
 
-    return ModelSource((name,), partial(_load, name, path, engine), partial(_needs, path, engine))
+    return ModelSource((name,), partial(_load, name, path, engine), partial(_needs, path, engine), path)
 
 
 def _load(name: str, path: Path, engine: EngineConfig, progress: Progress, budget: Budget) -> LLM:

@@ -242,6 +242,10 @@ class Tokenizer:
         """The end of a text that has its last `count` tokens, and more."""
         return text if len(text) <= PIECE else text[-(count + SEAM) * self._longest :]
 
+    def start_of(self, text: str, count: int) -> str:
+        """The beginning of a text that has its first `count` tokens, and more."""
+        return text if len(text) <= PIECE else text[: (count + SEAM) * self._longest]
+
     @cached_property
     def _longest(self) -> int:
         """Bytes of the longest token."""

@@ -11,6 +11,8 @@ from powerinfer.formats.thoughts import Thinking, ThoughtFormat, Thoughts, read_
 from powerinfer.formats.tool_parser import AnswerFormat
 
 if TYPE_CHECKING:
+    from powerinfer.formats.chat import ChatTemplate
+    from powerinfer.formats.tokenizer import Tokenizer
     from powerinfer.runtime.engine import LLM
     from powerinfer.runtime.params import SamplingParams
 
@@ -19,14 +21,19 @@ TAIL_TOKENS = 64  # of a prompt, which say whether it has begun a thought
 
 
 def thoughts_of(llm: LLM) -> Thoughts | None:
+    """How a model thinks; None if it does not."""
+    return thoughts_by(llm.template, llm.tokenizer)
+
+
+def thoughts_by(template: ChatTemplate | None, tokenizer: Tokenizer) -> Thoughts | None:
     """How a model thinks, by its template, or by its vocabulary where the template says nothing; None if it does not.
 
     Many files of models that think have a plain template.
     """
-    if llm.template is None:
+    if template is None:
         return None
-    found = read_thoughts(llm.template)
-    if found is None and all(len(llm.tokenizer.encode(mark, add_bos=False)) == 1 for mark in IN_VOCABULARY):
+    found = read_thoughts(template)
+    if found is None and all(len(tokenizer.encode(mark, add_bos=False)) == 1 for mark in IN_VOCABULARY):
         return Thoughts(*IN_VOCABULARY)
     return found
 

@@ -1,6 +1,7 @@
 """Every refusal of the API, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
 
-On Anthropic's routes it has Anthropic's: {"type": "error", "error": {"type", "message"}}.
+On Anthropic's routes it has Anthropic's: {"type": "error", "error": {"type", "message"}}; on Ollama's
+{"error": message}.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ ANTHROPIC_TYPES = {
 }
 """Anthropic's error types by status; every other status is an invalid_request_error."""
 
+OLLAMA_ROUTES = "/api/"
+"""What the paths of Ollama's API begin with."""
+
 LLAMA_ROUTES = ("/completion", "/completions", "/infill")
 """llama-server's own, where a context error is told as it does."""
 
@@ -67,6 +71,20 @@ class ApiError(HTTPException):
     def document(self, path: str = "") -> dict[str, Any]:
         """The body of the answer on a route."""
         return error_document(self.status_code, str(self.detail), self.param, self.code, path)
+
+
+class NoModelError(ApiError):
+    """A name that no model has. known: names that there are, for people."""
+
+    def __init__(self, name: str, known: str) -> None:
+        super().__init__(404, f"no model {name!r}; this server has {known}", param="model", code="model_not_found")
+        self._name, self._known = name, known
+
+    def document(self, path: str = "") -> dict[str, Any]:
+        if not is_ollama(path):
+            return super().document(path)
+        how = "`powerinfer pull` gets another one, `serve -m` or `serve --models` offers it"
+        return error_document(404, f"model {self._name!r} not found: this server has {self._known}; {how}", path=path)
 
 
 class ContextError(ApiError):
@@ -116,7 +134,9 @@ class ContextError(ApiError):
 def error_document(
     status: int, message: str, param: str | None = None, code: str | None = None, path: str = ""
 ) -> dict[str, Any]:
-    """OpenAI's error object; on Anthropic's routes theirs, which has neither param nor code."""
+    """OpenAI's error object; on Anthropic's and Ollama's routes theirs, which have neither param nor code."""
+    if is_ollama(path):
+        return {"error": message}
     if is_anthropic(path):
         kind = ANTHROPIC_TYPES.get(status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
@@ -127,6 +147,11 @@ def error_document(
 def is_anthropic(path: str) -> bool:
     """Whether a route is of Anthropic's API."""
     return path == ANTHROPIC_ROUTES or path.startswith(f"{ANTHROPIC_ROUTES}/")
+
+
+def is_ollama(path: str) -> bool:
+    """Whether a route is of Ollama's API."""
+    return path.startswith(OLLAMA_ROUTES)
 
 
 def headers_of(status: int) -> dict[str, str]:

@@ -25,7 +25,7 @@ from powerinfer.formats.tool_parser import AnswerFormat
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.thinking import with_thoughts
 from powerinfer.serve.answers import Answers, Job, Limits, answers
-from powerinfer.serve.api_error import NO_NAMES, ApiError, error_document, headers_of, shutting_down
+from powerinfer.serve.api_error import NO_NAMES, ApiError, error_document, headers_of, is_ollama, shutting_down
 from powerinfer.serve.constraints import Tools, constrained, read_chat_tools, wrong_tool
 from powerinfer.serve.embeddings import EmbeddingsRequest
 from powerinfer.serve.live import LIVE
@@ -84,7 +84,7 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """Parses bodies as `StrictRequest` does, and takes only application/json: other pages cannot send that unasked."""
+    """Parses bodies as `StrictRequest` does, and takes of web pages only application/json, not sent unasked."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -92,28 +92,38 @@ class StrictRoute(APIRoute):
         async def strict(request: Request) -> Response:
             if request.method == "POST":
                 kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-                if kind != "application/json":
+                if kind != "application/json" and not _of_a_program(request):
                     raise ApiError(415, "send the body as Content-Type: application/json")
                 if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
                     raise ApiError(415, "send the body as it is, without Content-Encoding")
-            return await handler(StrictRequest(request.scope, request.receive))
+                return await handler(StrictRequest(_as_json(request.scope), request.receive))
+            return await handler(request)
 
         return strict
 
 
-class EventStream(Response):
-    """Server-sent events. close: called however the response ends, even if it never began; broken_off: makes what
-    the server sends last if it ends before the stream does."""
+def _of_a_program(request: Request) -> bool:
+    """Whether Ollama's API is asked by what is no web page: those say where they are from. curl names forms as type."""
+    return is_ollama(request.url.path) and "origin" not in request.headers
 
-    media_type = "text/event-stream"
+
+def _as_json(scope: Scope) -> Scope:
+    others = [header for header in scope["headers"] if header[0] != b"content-type"]
+    return {**scope, "headers": [*others, (b"content-type", b"application/json")]}
+
+
+class EventStream(Response):
+    """Events as they come. close: called however the response ends, even if it never began; broken_off: makes what
+    the server sends last if it ends before the stream does."""
 
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
+        media_type: str,
         close: Callable[[], Coroutine[Any, Any, None]],
         broken_off: Callable[[], bytes] = bytes,
     ) -> None:
-        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"}, media_type=media_type)
         del self.headers["content-length"]
         self._events, self._close, self._broken_off = events, close, broken_off
 
@@ -151,17 +161,17 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     @app.post("/chat/completions")
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        return await _chat(service, request, body, lambda params, *chat: ChatShape(*chat))
+        return await answer_chat(service, request, body, lambda params, *chat: ChatShape(*chat))
 
     @app.post("/responses")
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         chat, shape = await _as_chat(request, body), partial(ResponsesShape, body)
-        return await _chat(service, request, chat, shape, RESPONSES_NAMES)
+        return await answer_chat(service, request, chat, shape, RESPONSES_NAMES)
 
     @app.post("/v1/messages")
     async def messages(body: MessagesRequest, request: Request) -> Response:
-        return await _chat(service, request, await _as_chat(request, body), MessagesShape, MESSAGES_NAMES)
+        return await answer_chat(service, request, await _as_chat(request, body), MessagesShape, MESSAGES_NAMES)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -343,7 +353,7 @@ def refusal(model: ServedModel, error: Exception, names: Mapping[str, str] = NO_
     return error if told is None else told.renamed(names)
 
 
-async def _chat(
+async def answer_chat(
     service: Service,
     request: Request,
     body: ChatRequest,
@@ -361,7 +371,8 @@ async def _chat(
         tools = read_chat_tools(llm, body)
         body.logit_bias = read_biases(llm, body)
         params = constrained(llm, body, body.to_params(llm.sampling), tools)
-        tokens, dropped = fitted_chat(llm, body, tools, params)
+        fitting = replace(params, max_tokens=None) if body.ends_with_context else params
+        tokens, dropped = fitted_chat(llm, body, tools, fitting)
         params, form = with_thoughts(llm, asked.thinking, params, tools.reads, tokens, asked.apart, body.begun)
         return asked, tools, form, params, tokens, dropped
 
@@ -426,7 +437,7 @@ async def answer(
     except BaseException:
         await events.aclose()
         raise
-    return EventStream(run.stream(), run.close, lambda: b"".join(shape.failed(shutting_down())))
+    return EventStream(run.stream(), shape.media_type, run.close, lambda: b"".join(shape.failed(shutting_down())))
 
 
 def _fitted(params: SamplingParams, room: int) -> SamplingParams:
@@ -579,8 +590,6 @@ def _no_route(request: Request) -> str:
     """The message for a path that there is not: what a client of a wrong base URL asks for."""
     path = request.url.path
     message = f"no route {path[:128]}"
-    if path.startswith("/api/"):
-        return f"{message}: this is OpenAI's API, at /v1, not Ollama's"
     known = {getattr(route, "path", "") for route in request.app.routes}
     right = f"/v1{path}" if not path.startswith("/v1/") else path.removeprefix("/v1")
     return f"{message}; did you mean {right}?" if right in known else message

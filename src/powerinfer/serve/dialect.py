@@ -1,4 +1,4 @@
-"""What the APIs beside OpenAI's chat completions share: /v1/responses and /v1/messages.
+"""What the APIs beside OpenAI's chat completions share: /v1/responses, /v1/messages and Ollama's.
 
 A body of theirs becomes a `ChatRequest`, and is answered as one. An answer is a list of blocks: texts, reasoning and
 calls in the order in which the model writes them. `BlockShape` builds them; its subclasses write them as their API
@@ -65,14 +65,18 @@ class Asked(Body):
 
 
 def chat_request(
-    body: Body, messages: list[dict[str, Any]], names: Mapping[str, str], **fields: Any
+    body: Body,
+    messages: list[dict[str, Any]],
+    names: Mapping[str, str],
+    kind: type[ChatRequest] = ChatRequest,
+    **fields: Any,
 ) -> ChatRequest:
     """The chat that a body asks for. RequestValidationError for what no chat may have. names: of the body's fields, by
     those of the chat, where they differ."""
     same = ("model", "temperature", "top_p", "top_k", "seed", "stream", "chat_template_kwargs")
     given = {name: getattr(body, name, None) for name in same} | fields
     try:
-        return ChatRequest.model_validate({"messages": messages, **{k: v for k, v in given.items() if v is not None}})
+        return kind.model_validate({"messages": messages, **{k: v for k, v in given.items() if v is not None}})
     except ValidationError as error:
         errors = error.errors()
         for one in errors:
@@ -175,8 +179,8 @@ class BlockShape(ChatShape):
         """Events that begin a block."""
 
     @abstractmethod
-    def _grown(self, block: Block, text: str) -> dict[str, Any]:
-        """The event of text that was added to a block."""
+    def _grown(self, block: Block, text: str) -> Iterator[dict[str, Any]]:
+        """Events of text that was added to a block."""
 
     @abstractmethod
     def _closed(self, block: Block) -> Iterator[dict[str, Any]]:
@@ -194,17 +198,21 @@ class BlockShape(ChatShape):
     def _broken(self, error: ApiError) -> dict[str, Any]:
         """The event that ends a stream with an error."""
 
+    def _encoded(self, event: dict[str, Any]) -> bytes:
+        """An event as a stream has it."""
+        return sent(event)
+
     def begin(self, count: int, usage: Usage) -> list[bytes]:
-        return [sent(event) for event in self._begun(usage)]
+        return [self._encoded(event) for event in self._begun(usage)]
 
     def progress(self, index: int, event: StreamEvent) -> list[bytes]:
-        return [sent(one) for one in self._advance(event)]
+        return [self._encoded(one) for one in self._advance(event)]
 
     def end(self, usage: Usage) -> list[bytes]:
-        return [sent(event) for event in self._ended(usage)]
+        return [self._encoded(event) for event in self._ended(usage)]
 
     def failed(self, error: ApiError) -> list[bytes]:
-        return [sent(self._broken(error))]
+        return [self._encoded(self._broken(error))]
 
     def opening(self, index: int) -> dict[str, Any]:
         return {}
@@ -246,7 +254,7 @@ class BlockShape(ChatShape):
                 yield from self._open(Block(len(self._blocks), reasoning=reasoning))
         if text:
             self._blocks[-1].text += text
-            yield self._grown(self._blocks[-1], text)
+            yield from self._grown(self._blocks[-1], text)
 
     def _open(self, block: Block) -> Iterator[dict[str, Any]]:
         yield from self._close(True)

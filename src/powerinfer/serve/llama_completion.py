@@ -79,29 +79,37 @@ class CompletionBody(Sampling):
     def to_params(self, defaults: SamplingDefaults, context: int) -> SamplingParams:
         """defaults: the model's own. ApiError or RequestError for what is wrong beyond types."""
         self.check()
-        if self.repeat_penalty is not None or (self.repeat_last_n == 0 and self.repetition_penalty is None):
-            self._penalize(context)
+        penalty = repetition_penalty(self.repeat_penalty, self.repeat_last_n, context)
+        if self.repeat_penalty is not None and self.repetition_penalty not in (None, self.repeat_penalty):
+            raise ApiError(400, "repeat_penalty and repetition_penalty differ: give one", param="repeat_penalty")
+        if self.repeat_penalty is not None or self.repetition_penalty is None:
+            self.repetition_penalty = penalty
         most = self.most_tokens
         limit = None if most >= context else max(1, int(most))
         return self.params(defaults, limit, self.n_probs or None)
 
-    def _penalize(self, context: int) -> None:
-        """llama-server penalises the last `repeat_last_n` tokens, by default 64, this server all."""
-        window = -1 if self.repeat_last_n is None else self.repeat_last_n
-        if self.repeat_last_n is None and self.repeat_penalty not in (None, 1):
-            log("warning", "repeat_penalty counts all tokens of an answer: there is no window")
-        if 0 < window < context and self.repeat_penalty != 1:
-            raise not_supported(
-                f"repeat_penalty of the last {window} tokens",
-                ": with repeat_last_n: -1 it counts all of them, as repetition_penalty does",
-            )
-        if self.repeat_penalty is not None and self.repetition_penalty not in (None, self.repeat_penalty):
-            raise ApiError(400, "repeat_penalty and repetition_penalty differ: give one", param="repeat_penalty")
-        self.repetition_penalty = self.repeat_penalty if window else 1.0
-
     def prompts(self, llm: LLM) -> tuple[list[list[int]], list[int]]:
         """The tokens of each prompt, and further tokens that end an answer. ApiError for a malformed prompt."""
         return read_prompts(llm, self.prompt, "prompt", self.choices), []
+
+
+def repetition_penalty(penalty: float | None, window: int | None, context: int) -> float | None:
+    """What repeat_penalty and repeat_last_n ask for together; None: as the model has it. ApiError for a window.
+
+    llama-server penalises the last `repeat_last_n` tokens, by default 64, this server all.
+    """
+    if window == 0:
+        return 1.0
+    if penalty is None:
+        return None
+    if window is None and penalty != 1:
+        log("warning", "repeat_penalty counts all tokens of an answer: there is no window")
+    if 0 < (window or -1) < context and penalty != 1:
+        raise not_supported(
+            f"repeat_penalty of the last {window} tokens",
+            ": with repeat_last_n: -1 it counts all of them, as repetition_penalty does",
+        )
+    return penalty
 
 
 def read_prompts(llm: LLM, given: Any, field: str, choices: int = 1) -> list[list[int]]:

@@ -67,7 +67,7 @@ def add_llama_server(app: FastAPI, service: Service) -> None:
     _add_counts(app, service)
     _add_properties(app, service)
     for method, path, status, reason in REFUSED:
-        _add_refusal(app, method, path, status, reason)
+        add_refusal(app, method, path, status, reason)
 
 
 def _add_completions(app: FastAPI, service: Service) -> None:
@@ -111,6 +111,14 @@ def _prepared(
     llm: LLM, body: CompletionBody, name: str
 ) -> tuple[SamplingParams, list[list[int]], CompletionShape]:  # fmt: skip
     """The parameters, the prompts, and what the answers look like. ApiError for what cannot be answered."""
+    params, prompts = params_and_prompts(llm, body)
+    if body.ends_early and len(prompts) * body.choices > 1:
+        raise ApiError(400, "n_indent and t_max_predict_ms are for one answer", param="n_indent")
+    return params, prompts, CompletionShape(body, params, prompts, llm.context, name, llm.tokenizer)
+
+
+def params_and_prompts(llm: LLM, body: CompletionBody) -> tuple[SamplingParams, list[list[int]]]:
+    """The parameters and the prompts of a completion. ApiError for what cannot be answered."""
     body.logit_bias = read_biases(llm, body)
     params = constrained(llm, body, body.to_params(llm.sampling, llm.context))
     if body.ignore_eos:  # llama-server's forbids the tokens that end an answer
@@ -123,9 +131,7 @@ def _prepared(
             raise ApiError(400, "the prompt is empty: it needs at least one token", param="prompt")
         if len(prompt) >= llm.context:
             raise ContextError(len(prompt), 0, llm.context)
-    if body.ends_early and len(prompts) * body.choices > 1:
-        raise ApiError(400, "n_indent and t_max_predict_ms are for one answer", param="n_indent")
-    return params, prompts, CompletionShape(body, params, prompts, llm.context, name, llm.tokenizer)
+    return params, prompts
 
 
 def _add_counts(app: FastAPI, service: Service) -> None:
@@ -218,7 +224,9 @@ def _slot(llm: LLM, number: int, running: RunningRequest | None) -> dict[str, An
     }
 
 
-def _add_refusal(app: FastAPI, method: str, path: str, status: int, reason: str) -> None:
+def add_refusal(app: FastAPI, method: str, path: str, status: int, reason: str) -> None:
+    """A route that only says why it is not offered."""
+
     @app.api_route(path, methods=[method], include_in_schema=False)
     async def refused() -> Response:
         raise ApiError(status, f"{path.partition('/{')[0]} is not offered: {reason}", code="not_supported")

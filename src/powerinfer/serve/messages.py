@@ -331,13 +331,13 @@ class MessagesShape(BlockShape):
         empty = Block(block.index, name=block.name, call_id=block.call_id, reasoning=block.reasoning)
         yield {"type": "content_block_start", "index": block.index, "content_block": _content(empty)}
 
-    def _grown(self, block: Block, text: str) -> dict[str, Any]:
+    def _grown(self, block: Block, text: str) -> Iterator[dict[str, Any]]:
         delta = {"type": "text_delta", "text": text}
         if block.reasoning:
             delta = {"type": "thinking_delta", "thinking": text}
         if block.name is not None:
             delta = {"type": "input_json_delta", "partial_json": text}
-        return {"type": "content_block_delta", "index": block.index, "delta": delta}
+        yield {"type": "content_block_delta", "index": block.index, "delta": delta}
 
     def _closed(self, block: Block) -> Iterator[dict[str, Any]]:
         if block.reasoning:

@@ -288,12 +288,13 @@ class ResponsesShape(BlockShape):
             part = _thought("") if block.reasoning else _part("")
             yield self._of_block("response.content_part.added", block, part=part)
 
-    def _grown(self, block: Block, text: str) -> dict[str, Any]:
+    def _grown(self, block: Block, text: str) -> Iterator[dict[str, Any]]:
         if block.reasoning:
-            return self._of_block("response.reasoning_text.delta", block, delta=text)
-        if block.name is None:
-            return self._of_block("response.output_text.delta", block, delta=text, logprobs=[])
-        return self._of_block("response.function_call_arguments.delta", block, delta=text)
+            yield self._of_block("response.reasoning_text.delta", block, delta=text)
+        elif block.name is None:
+            yield self._of_block("response.output_text.delta", block, delta=text, logprobs=[])
+        else:
+            yield self._of_block("response.function_call_arguments.delta", block, delta=text)
 
     def _closed(self, block: Block) -> Iterator[dict[str, Any]]:
         if block.reasoning:

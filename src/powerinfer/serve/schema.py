@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -126,15 +126,23 @@ SAMPLER_LETTERS: Mapping[str, str] = {
 """Letters of samplers, in a text such as "edkypmxt"."""
 
 ALIASES: Mapping[str, Sequence[str]] = {
-    "repeat_penalty": ("repetition_penalty",),
-    **dict.fromkeys(("num_predict", "max_new_tokens"), ("max_tokens", "max_output_tokens")),
-    "max_output_tokens": ("max_tokens",),
-    "stop": ("stop_sequences",),
-    "stop_sequences": ("stop",),
+    **{name: (f"options.{name}",) for name in (
+        "temperature", "top_k", "top_p", "min_p", "seed", "repeat_last_n", "num_ctx", "presence_penalty",
+        "frequency_penalty",
+    )},
+    "repeat_penalty": ("repetition_penalty", "options.repeat_penalty"),
+    "repetition_penalty": ("repeat_penalty", "options.repeat_penalty"),
+    **dict.fromkeys(
+        ("num_predict", "max_new_tokens"), ("max_tokens", "max_output_tokens", "num_predict", "options.num_predict")
+    ),
+    "max_output_tokens": ("max_tokens", "num_predict", "options.num_predict"),
+    "max_tokens": ("num_predict", "options.num_predict"),
+    "stop": ("stop_sequences", "options.stop"),
+    "stop_sequences": ("stop", "options.stop"),
     "functions": ("tools",),
     "function_call": ("tool_choice",),
     "format": ("response_format", "text.format", "output_config.format"),
-    "response_format": ("text.format", "output_config.format"),
+    "response_format": ("text.format", "output_config.format", "format"),
     "system": ("instructions", "messages"),
     "messages": ("prompt",),
     "text": ("content",),
@@ -202,19 +210,26 @@ class Body(BaseModel):
         logged: frozenset[str] = LOGGED,
     ) -> None:
         """ApiError for a field that this server does not have, unless the answer is the same without it."""
-        for name, value in (self.model_extra or {}).items():
-            if value is None or name in ignored or _is_neutral(value, neutral.get(name, ())):
-                continue
-            if name in logged:
-                log("warning", "a field has no effect", field=name)
-                continue
-            fields = type(self).model_fields
-            right = next((one for one in ALIASES.get(name, ()) if one.partition(".")[0] in fields), None)
-            if name in neutral or right is not None:
-                raise not_supported(name, "" if right is None else f": use {right}")
-            shown = name if len(name) <= 64 else f"{name[:64]}..."
-            hint = did_you_mean(shown, fields)
-            raise ApiError(400, f"unknown field {shown!r}{hint}", param=shown, code="unknown_parameter")
+        check_extra(self, ignored, neutral, logged)
+
+
+def check_extra(
+    body: BaseModel, ignored: frozenset[str], neutral: Mapping[str, Neutral], logged: frozenset[str], where: str = ""
+) -> None:
+    """As `Body.check_extra`, of a part of a body. where: what names of its fields begin with."""
+    for name, value in (body.model_extra or {}).items():
+        if value is None or name in ignored or _is_neutral(value, neutral.get(name, ())):
+            continue
+        if name in logged:
+            log("warning", "a field has no effect", field=where + name)
+            continue
+        fields = type(body).model_fields
+        right = next((one for one in ALIASES.get(name, ()) if one.partition(".")[0] in fields), None)
+        if name in neutral or right is not None:
+            raise not_supported(where + name, "" if right is None else f": use {where}{right}")
+        shown = where + (name if len(name) <= 64 else f"{name[:64]}...")
+        hint = did_you_mean(name[:64], fields)
+        raise ApiError(400, f"unknown field {shown!r}{hint}", param=shown, code="unknown_parameter")
 
 
 class ModelRequest(BaseModel):
@@ -415,6 +430,8 @@ class Conversation(ThinkingFields, Body):
 
 class ChatRequest(Conversation, Sampling):
     """The body of /v1/chat/completions."""
+
+    ends_with_context: ClassVar[bool] = False  # an answer may be shorter than max_tokens because the context ends
 
     max_completion_tokens: MaxTokens | None = None
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from powerinfer.errors import EngineError, PowerInferError, QueueFullError, RequestError, RequestTimeoutError
@@ -39,12 +40,13 @@ class ModelSource:
     """Where a model comes from.
 
     names: in the API, the first one being what answers say. load: the model, within a budget. needs: what it takes,
-    from its headers; a PowerInferError if the budget is too small or the model cannot be run.
+    from its headers; a PowerInferError if the budget is too small or the model cannot be run. path: of its files.
     """
 
     names: tuple[str, ...]
     load: Callable[[Progress, Budget], LLM]
     needs: Callable[[Budget], Needs] | None = None
+    path: Path | None = None
 
 
 class Stopped(BaseException):

@@ -35,6 +35,7 @@ from powerinfer.serve.gate import App, Gate, GateLimits
 from powerinfer.serve.keys import ENVIRONMENT, Keys, read_keys
 from powerinfer.serve.llama_server import add_llama_server
 from powerinfer.serve.logs import log
+from powerinfer.serve.ollama import add_ollama
 from powerinfer.serve.served import ModelSource
 from powerinfer.serve.service import STOP_SECONDS, Policy, Service
 from powerinfer.serve.thinking import FORMATS, Defaults
@@ -123,6 +124,7 @@ def assemble(service: Service, config: ServeConfig, keys: Keys, requests: int) -
     service.thinking = Defaults(config.reasoning_format, config.reasoning_budget)
     app = build_app(service)
     add_llama_server(app, service)
+    add_ollama(app, service)
     endpoints = frozenset(path for route in app.routes if (path := getattr(route, "path", "")) and "{" not in path)
     limits = GateLimits(
         MAX_HEADERS, config.max_body, config.receive_timeout, requests + IN_PROGRESS, config.log_prompts

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from powerinfer.errors import PowerInferError, VramError
-from powerinfer.serve.api_error import ApiError
+from powerinfer.serve.api_error import ApiError, NoModelError
 from powerinfer.serve.logs import log
 from powerinfer.serve.metrics import Metrics
 from powerinfer.serve.served import Budget, ModelSource, ServedModel, in_thread
@@ -24,6 +24,7 @@ from powerinfer.serve.thinking import Defaults
 from powerinfer.system import available_memory, resident_memory, total_memory
 
 STOP_SECONDS = 5.0  # that loading gets to notice that it is in vain
+TAG = ":latest"  # which Ollama's clients may write behind a name that has none
 KV_SHARE = 4  # further contexts get at most 1/KV_SHARE of the room that is left
 
 
@@ -109,6 +110,11 @@ class Service:
         return self.models[0] if self._policy is None else None
 
     @property
+    def keep_alive(self) -> float | None:
+        """Seconds that a model stays without a request; None: for ever."""
+        return None if self._policy is None else self._policy.keep_alive
+
+    @property
     def failure(self) -> PowerInferError | None:
         """Why the server cannot answer any more."""
         return self.only.failure if self.only is not None else None
@@ -132,8 +138,9 @@ class Service:
     # ---------------------------------------------------------------- requests
 
     def _named(self, name: str) -> ServedModel | None:
-        """The model of exactly that name, or else without regard to case."""
-        return self._names.get(name) or self._folded.get(name.casefold())
+        """The model of exactly that name, or else without regard to case, or without Ollama's tag."""
+        folded = name.casefold()
+        return self._names.get(name) or self._folded.get(folded) or self._folded.get(folded.removesuffix(TAG))
 
     def find(self, name: str | None) -> ServedModel:
         """The model of that name; None: the only one. ApiError (404, 400) if there is none."""
@@ -142,9 +149,7 @@ class Service:
             return found
         if name is None:
             raise ApiError(400, f"model is missing: one of {self._some_names()}", param="model", code="model_missing")
-        raise ApiError(
-            404, f"no model {name[:128]!r}; this server has {self._some_names()}", param="model", code="model_not_found"
-        )
+        raise NoModelError(name[:128], self._some_names())
 
     async def use(self, name: str | None, leases: ExitStack) -> ServedModel:
         """The model of that name, loaded, which stays so until `leases` end. ApiError if it cannot be had."""
@@ -222,7 +227,7 @@ class Service:
     def _released(self, model: ServedModel) -> None:
         """A request does not use a model, or wait for it, any more."""
         self._change.set()
-        keep_alive = None if self._policy is None else self._policy.keep_alive
+        keep_alive = self.keep_alive
         if keep_alive is None or not model.held:
             return
         if (timer := self._timers.pop(model, None)) is not None:

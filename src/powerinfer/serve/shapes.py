@@ -83,6 +83,7 @@ class AnswerShape(ABC):
     """One kind of answer. name: of the whole object; chunk_name: of a chunk of a stream."""
 
     name = chunk_name = prefix = ""
+    media_type = "text/event-stream"  # of a stream
     reasoning_tokens: int | None = None  # so far; None: reasoning is not told apart
     shows_reasoning = True
 

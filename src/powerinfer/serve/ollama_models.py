@@ -1,0 +1,241 @@
+"""What Ollama's API says of models: /api/tags, /api/show and /api/ps. Of one that is not loaded, its headers say it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from powerinfer.errors import PowerInferError
+from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.dialect_reading import read_dialect
+from powerinfer.runtime.thinking import thoughts_by
+from powerinfer.serve.api_error import ApiError
+from powerinfer.serve.llama_completion import InfillMarks
+from powerinfer.serve.ollama_bodies import moment
+from powerinfer.serve.service import TAG
+
+if TYPE_CHECKING:
+    from powerinfer.config import ModelConfig
+    from powerinfer.formats.chat import ChatTemplate
+    from powerinfer.formats.checkpoint import Checkpoint
+    from powerinfer.formats.sampling_defaults import SamplingDefaults
+    from powerinfer.formats.tokenizer import Tokenizer
+    from powerinfer.runtime.engine import LLM
+    from powerinfer.serve.served import ServedModel
+
+FILE_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
+    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
+    21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
+    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4",
+}  # fmt: skip
+"""What `general.file_type` of a GGUF file says, by llama.cpp's numbers."""
+
+NEVER = "9999-12-31T23:59:59Z"  # when a model that stays is unloaded
+MAX_TEXT = 4096  # characters of a text of the metadata
+SCALARS = (str, int, float, bool)
+
+NAMES = {"repetition_penalty": "repeat_penalty"}
+"""Ollama's names of parameters of sampling."""
+
+
+class Facts(NamedTuple):
+    """What a list says of a model. bytes: on disk; digest: of the names, sizes and times of its files."""
+
+    bytes: int
+    modified: float
+    digest: str
+    details: dict[str, Any]
+
+
+def listed(model: ServedModel, name: str) -> dict[str, Any]:
+    """A row of /api/tags. Some seconds for a large vocabulary that was not read before: not for the event loop."""
+    facts = _facts_of(model)
+    shown = name if ":" in name else name + TAG
+    return {
+        "name": shown,
+        "model": shown,
+        "modified_at": moment(facts.modified),
+        "size": facts.bytes,
+        "digest": facts.digest,
+        "details": facts.details,
+    }
+
+
+def running(model: ServedModel, keep_alive: float | None) -> dict[str, Any]:
+    """A row of /api/ps, of a model that is loaded. keep_alive: seconds without a request, None: it stays."""
+    row = listed(model, model.name)
+    del row["modified_at"]
+    taken = model.taken
+    if taken.ram or taken.vram:  # the only model of a server has no budget
+        row |= {"size": taken.ram + taken.vram, "size_vram": taken.vram}
+    left = None if keep_alive is None else max(0.0, model.used + keep_alive - time.monotonic())
+    return row | {
+        "expires_at": NEVER if left is None else moment(time.time() + left),
+        "context_length": model.llm.context,
+    }
+
+
+def _facts_of(model: ServedModel) -> Facts:
+    path = model.source.path
+    if model.ready:
+        checkpoint = model.llm.checkpoint
+        return _without_files(model) if checkpoint is None else _facts(checkpoint)
+    if path is None:
+        raise model.not_ready()
+    try:
+        return _stored_facts(path, path.stat().st_mtime_ns)
+    except (PowerInferError, OSError):  # it is among the models nevertheless, and says why once it is asked
+        return Facts(0, 0.0, "", _details("", "", "", 0))
+
+
+def _without_files(model: ServedModel) -> Facts:
+    digest = hashlib.sha256(model.name.encode()).hexdigest()
+    return Facts(0, 0.0, digest, _details("", model.llm.config.architecture, "", 0))
+
+
+@lru_cache(1024)
+def _stored_facts(path: Path, changed: int) -> Facts:
+    """changed: when the file was, so that another one is read anew."""
+    return _facts(open_checkpoint(path))
+
+
+def _facts(checkpoint: Checkpoint) -> Facts:
+    digest, modified = hashlib.sha256(), 0.0
+    for file in checkpoint.files:
+        status = os.stat(file.path)
+        modified = max(modified, status.st_mtime)
+        digest.update(f"{file.path.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+    kind = "gguf" if checkpoint.source == "gguf" else "safetensors"
+    stated = checkpoint.metadata.get("general.file_type")
+    level = FILE_TYPES.get(stated) if type(stated) is int else None
+    details = _details(
+        kind, checkpoint.config.architecture, level or checkpoint.main_type.upper(), checkpoint.parameters
+    )  # fmt: skip
+    return Facts(checkpoint.file_bytes, modified, digest.hexdigest(), details)
+
+
+def _details(kind: str, family: str, level: str, parameters: int) -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": kind,
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": _short(parameters),
+        "quantization_level": level,
+    }
+
+
+def _short(count: int) -> str:
+    """A number of weights as Ollama writes it: 134.52M, 8.0B."""
+    if count >= 10**9:
+        return f"{count / 10**9:.1f}B"
+    if count >= 10**6:
+        return f"{count / 10**6:.2f}M"
+    return f"{count / 10**3:.2f}K" if count >= 1000 else str(count or "")
+
+
+# ---------------------------------------------------------------------------------------------------------- /api/show
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What is known of a model, loaded or not. context: in tokens."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    sampling: SamplingDefaults
+    metadata: Mapping[str, Any]
+    parameters: int
+    context: int
+
+    @classmethod
+    def loaded(cls, llm: LLM) -> _Model:
+        metadata, parameters = {}, 0
+        if llm.checkpoint is not None:
+            metadata, parameters = llm.checkpoint.metadata, llm.checkpoint.parameters
+        return cls(llm.config, llm.tokenizer, llm.template, llm.sampling, metadata, parameters, llm.context)
+
+    @classmethod
+    def stored(cls, path: Path) -> _Model:
+        found = open_checkpoint(path)
+        return cls(
+            found.config, found.tokenizer(), found.chat_template(), found.sampling_defaults(), found.metadata,
+            found.parameters, found.config.context_length,
+        )  # fmt: skip
+
+    @property
+    def capabilities(self) -> list[str]:
+        """What the model was made for. Every one has embeddings, but clients keep those that say so out of chats."""
+        found = ["completion"]
+        if self.template is not None:
+            form = read_dialect(self.template.for_tools)
+            found += ["tools"] * (form.told != "words" or form.history != "words")
+        found += ["thinking"] * (thoughts_by(self.template, self.tokenizer) is not None)
+        return found + ["insert"] * self._fills_in
+
+    @property
+    def _fills_in(self) -> bool:
+        try:
+            InfillMarks.of(self.tokenizer)
+        except ApiError:
+            return False
+        return True
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """The metadata without lists and long texts, by GGUF's names. context_length is what the server computes."""
+        config, family = self.config, str(self.metadata.get("general.architecture") or self.config.architecture)
+        found: dict[str, Any] = {
+            "general.architecture": family,
+            "general.name": config.name,
+            "general.parameter_count": self.parameters,
+            f"{family}.block_count": config.n_layers,
+            f"{family}.embedding_length": config.d_model,
+            f"{family}.vocab_size": config.vocab_size,
+        }
+        stated = {name: value for name, value in self.metadata.items() if "." in name and isinstance(value, SCALARS)}
+        found |= {name: value for name, value in stated.items() if not isinstance(value, str) or len(value) <= MAX_TEXT}
+        found.pop("tokenizer.chat_template", None)
+        return found | {f"{family}.context_length": self.context}
+
+
+    @property
+    def document(self) -> dict[str, Any]:
+        lines = [f"{NAMES.get(name, name):30} {value}" for name, value in self.sampling.values.items()]
+        terms = self.metadata.get("general.license")
+        return {
+            "license": terms if isinstance(terms, str) else "",
+            "parameters": "\n".join(lines),
+            "template": "" if self.template is None else self.template.source,
+            "model_info": self.info,
+            "capabilities": self.capabilities,
+        }
+
+
+def shown(model: ServedModel) -> dict[str, Any]:
+    """The answer of /api/show; not for the event loop. PowerInferError for a file that cannot be loaded."""
+    facts, path = _facts_of(model), model.source.path
+    if model.ready:
+        document = _Model.loaded(model.llm).document
+    else:
+        assert path is not None
+        document = _stored_document(path, path.stat().st_mtime_ns)
+    return document | {
+        "modelfile": f"FROM {model.name}\n",
+        "details": facts.details,
+        "modified_at": moment(facts.modified),
+    }
+
+
+@lru_cache(64)
+def _stored_document(path: Path, changed: int) -> dict[str, Any]:
+    """changed: as of `_stored_facts`."""
+    return _Model.stored(path).document
