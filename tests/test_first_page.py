@@ -1,11 +1,9 @@
-"""The README: its figures and its picture are made from results, its commands are valid."""
+"""The README: its figures and its picture are made from results, and it names what can be installed."""
 
 from __future__ import annotations
 
 import re
-import shlex
 import tomllib
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from xml.etree import ElementTree
@@ -14,8 +12,6 @@ import pytest
 
 from benchmarks.lib import tables
 from benchmarks.sparse import picture
-from powerinfer.cli.common import Parser, common_flags
-from powerinfer.cli.main import VERBS
 
 ROOT = Path(__file__).parent.parent
 
@@ -62,27 +58,6 @@ def test_a_curve_is_higher_where_the_speed_is() -> None:
     curves = re.findall(r'<polyline class="(\w+)" points="([^"]+)"', svg)[::2]
     ends = {name: [float(point.split(",")[1]) for point in points.split()] for name, points in curves}
     assert ends["exact"][0] < ends["dense"][0] == ends["dense"][1] < ends["exact"][1]
-
-
-def commands() -> Iterator[list[str]]:
-    """The words of each command of powerinfer in the README, without what the shell does with it."""
-    for line in (ROOT / "README.md").read_text().splitlines():
-        if not line.startswith("    "):
-            continue
-        for part in line.split("&&"):
-            words = shlex.split(part.partition(" <")[0], comments=True)
-            if words[:1] == ["powerinfer"]:
-                yield words[1:]
-
-
-@pytest.mark.parametrize("words", list(commands()), ids=" ".join)
-def test_commands_are_valid(words: list[str]) -> None:
-    verb, *rest = words
-    assert verb in VERBS
-    parser = Parser(prog=verb)
-    common_flags(parser)
-    import_module(f"powerinfer.cli.{verb}").configure(parser)
-    parser.parse_args(rest)
 
 
 def test_every_extra_for_users_is_named() -> None:
