@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import pydoc
+import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import InitVar, fields
+from dataclasses import InitVar, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -16,12 +17,14 @@ import pytest
 from model_files import tiny_gguf
 from toy_model import toy_llm
 
-from powerinfer import AsyncLLM, EngineConfig, SamplingParams
+import powerinfer
+from powerinfer import AsyncLLM, Completion, EngineConfig, SamplingParams, StreamEvent, TokenLogprob
 from powerinfer.errors import RequestError
 from powerinfer.formats.chat import ChatTemplate, MessageError, plain_messages
 from powerinfer.formats.grammar import AfterThought, Grammar, LazyGrammar
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.options import EngineOptions, SamplingOptions
+from powerinfer.runtime.request import Timings
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 CHAT = [{"role": "user", "content": "hi"}]
@@ -210,7 +213,43 @@ def test_the_template_gets_tools_and_variables() -> None:
     assert asyncio.run(both()) == (llm.generate([ids], GREEDY)[0].text,) * 2
 
 
+def test_only_a_text_to_continue_has_a_limit_by_default() -> None:
+    llm = talker()
+    prompt = llm.encode_chat(CHAT)
+    endless = SamplingParams(temperature=0, ignore_eos=True)
+
+    async def tokens(**given: int) -> list[int]:
+        model, params = AsyncLLM.from_llm(llm), replace(endless, **given)
+        answer = await model.chat(CHAT, params)
+        streamed = [event async for event in model.chat_stream(CHAT, params)]
+        return [answer.completion_tokens, len(streamed), (await model.generate(prompt, params)).completion_tokens]
+
+    room = llm.context - len(prompt)
+    assert room > 128
+    assert asyncio.run(tokens()) == [room, room, 128]
+    assert asyncio.run(tokens(max_tokens=128)) == [128, 128, 128], "a limit that the caller gave"
+    assert llm.chat(CHAT, endless).completion_tokens == len(list(llm.chat_stream(CHAT, endless))) == room
+    assert llm.chat(CHAT, llm.default_params(ignore_eos=True)).completion_tokens == room
+    assert llm.generate([prompt], llm.default_params(ignore_eos=True))[0].completion_tokens == 128
+    assert llm.generate([[104] * (llm.context - 3)], endless)[0].completion_tokens == 3, "no limit that nobody gave"
+    with pytest.raises(RequestError, match="max_tokens 128"):
+        llm.generate([[104] * (llm.context - 3)], replace(endless, max_tokens=128))
+
+
 # ---------------------------------------------------------------- what it says about itself
+
+
+@pytest.mark.parametrize("described", [EngineConfig, SamplingParams, Completion, Timings, StreamEvent, TokenLogprob])
+def test_help_explains_every_field(described: type) -> None:
+    text = pydoc.plain(pydoc.render_doc(described))
+    assert len(described.__annotations__) >= 4
+    for name in described.__annotations__:
+        assert re.search(rf"^ \|  (\w+, )*{name}(, \w+)*(:| \(.+, default ).*\w", text, re.MULTILINE), name
+
+
+def test_the_module_lists_what_is_for_users() -> None:
+    assert [name for name in dir(powerinfer) if not name.startswith("__")] == sorted(powerinfer.__all__)
+    assert all(hasattr(powerinfer, name) for name in dir(powerinfer))
 
 
 def test_a_model_describes_itself() -> None:

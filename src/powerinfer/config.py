@@ -5,10 +5,12 @@ Every default and every help text lives here once; the command line and the Pyth
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, fields
+from inspect import cleandoc
+from typing import Any, Protocol, TypeVar
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
@@ -20,6 +22,38 @@ def option(default: Any, help: str, **metadata: Any) -> Any:
     bytes, which the command line also accepts as 8GiB or 500MB.
     """
     return field(default=default, metadata={"help": help, **metadata})
+
+
+_Config = TypeVar("_Config", bound=type)
+
+
+def documented(config: _Config) -> _Config:
+    """A configuration whose docstring ends with its options, each with its type, its default and its help text."""
+    texts = (_documentation(one) for one in fields(config) if "help" in one.metadata)
+    config.__doc__ = "\n".join((cleandoc(config.__doc__), "", *texts))
+    return config
+
+
+def _documentation(option: Any) -> str:
+    choices = option.metadata.get("choices")
+    values = " | ".join(map(repr, choices)) if choices else option.type
+    return _wrapped(f"{option.name} ({values}, default {option.default!r}): {in_python(option.metadata['help'])}")
+
+
+def in_python(help: str) -> str:
+    """A help text for the keyword of an option instead of its flag."""
+    help = re.sub(r"--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), help)
+    return help.replace("-1 or none", "None").replace(" (repeatable)", "")
+
+
+def _wrapped(text: str, width: int = 112) -> str:
+    """A paragraph whose lines are indented but for the first: `textwrap` takes longer to import than this for all."""
+    lines = [""]
+    for word in text.split():
+        if len(lines[-1]) + len(word) >= width:
+            lines.append("   ")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -782,9 +816,13 @@ class ProfileConfig:
     )
 
 
+@documented
 @dataclass(frozen=True)
 class EngineConfig:
-    """How the engine runs a model. Field names are the Python keyword arguments and, with dashes, the flags."""
+    """How the engine runs a model. Field names are the keywords of `LLM` and, with dashes, the flags of the commands.
+
+    Sizes are bytes here, and in `LLM` also texts such as "8GiB". `LLM` checks them: RequestError for an invalid one.
+    """
 
     threads: int = option(
         0, "CPU threads; 0: every core this process may use, two fewer beside a GPU", metavar="N", flags=("-t",)

@@ -25,7 +25,7 @@ from powerinfer.runtime.options import (
     check_names,
     several,
 )
-from powerinfer.runtime.params import SamplingParams, check_params
+from powerinfer.runtime.params import SamplingParams, check_params, of_chat
 from powerinfer.runtime.request import AnswerRequest, Completion, EmbeddingRequest, Request, StreamEvent
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ AsyncStream = AsyncGenerator[StreamEvent, None]
 class AsyncLLM:
     """A loaded model, for asyncio.
 
-        async with AsyncLLM("model.gguf") as llm:
+        async with AsyncLLM() as llm:
             print((await llm.generate("The capital of France is", timeout=60)).text)
             async for event in llm.chat_stream([{"role": "user", "content": "Why is the sky blue?"}]):
                 print(event.text, end="", flush=True)
@@ -169,7 +169,7 @@ class AsyncLLM:
 
         def prepare() -> AnswerRequest:
             tokens = self.llm.encode_chat(messages, **template)  # type: ignore[arg-type]
-            return self.llm._runner.request(tokens, params or self.llm.default_params(), **own)
+            return self.llm._runner.request(tokens, of_chat(params or self.llm.default_params()), **own)
 
         return prepare
 

@@ -36,7 +36,7 @@ from powerinfer.runtime.options import (
     token_ids,
     told_names,
 )
-from powerinfer.runtime.params import SamplingParams, check_each, check_params
+from powerinfer.runtime.params import SamplingParams, check_each, check_params, of_chat
 from powerinfer.runtime.request import (
     AnswerRequest,
     Completion,
@@ -81,7 +81,7 @@ def _to_stderr(line: str) -> None:
 class LLM:
     """A loaded model.
 
-        with LLM("model.gguf", threads=4) as llm:
+        with LLM() as llm:  # the default model; LLM("model.gguf", threads=4, context=8192)
             print(llm.generate("The capital of France is", SamplingParams(max_tokens=16)).text)
             print(llm.chat([{"role": "user", "content": "Why is the sky blue?"}]).text)
             for event in llm.stream("Once upon a time"):
@@ -320,7 +320,8 @@ class LLM:
             [answer.text for answer in llm.generate(["One", "Two"], SamplingParams(temperature=0))]
 
         A prompt is text, in which special tokens are recognised, or token ids. `params` is one for all or one for each;
-        None: `default_params`.
+        None: `default_params`. An answer has 128 tokens at most unless `params` says otherwise: a text has no end by
+        itself (`finish_reason` "length").
         `progress("answers", done, total)` is called as answers complete.
         """
         if isinstance(prompts, str):
@@ -366,10 +367,12 @@ class LLM:
             llm.chat([{"role": "user", "content": "Why is the sky blue?"}]).text
 
         A content is a text, or OpenAI's list of parts {"type": "text", "text": ...}. `tools`, and the variables in
-        `chat_template_kwargs` such as {"enable_thinking": False}, are given to the template.
+        `chat_template_kwargs` such as {"enable_thinking": False}, are given to the template. The answer ends where the
+        model ends it, or with the context, unless `params` has a `max_tokens`.
         """
         check_params(params)
-        return self._complete([self.encode_chat(messages, **template)], [params or self.default_params()], None)[0]
+        tokens = self.encode_chat(messages, **template)
+        return self._complete([tokens], [of_chat(params or self.default_params())], None)[0]
 
     def chat_stream(
         self,
@@ -378,7 +381,8 @@ class LLM:
         **template: Unpack[TemplateOptions],
     ) -> Stream:
         """Answer a conversation token by token; arguments as of `chat`. Earlier turns are found in the prefix cache."""
-        return self.stream(self.encode_chat(messages, **template), params)
+        check_params(params)
+        return self.stream(self.encode_chat(messages, **template), of_chat(params or self.default_params()))
 
     def embed(self, texts: str | Sequence[Prompt], progress: Progress | None = None) -> NDArray[np.float32]:
         """The embeddings of texts, float32 [n, d_model]: each the mean of its tokens' hidden states after the final

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.config import option
+from powerinfer.config import documented, option
 from powerinfer.errors import RequestError
 from powerinfer.formats.grammar import AfterThought, Grammar, LazyGrammar
 from powerinfer.runtime.options import SamplingOptions, check_names
@@ -17,6 +17,11 @@ MAX_TOP_LOGPROBS = 20
 MAX_BIAS = 1e6  # far above any logit, and far below the limit of float32
 
 
+class TextLimit(int):
+    """The limit of an answer whose caller gave none: it is for texts that a model continues, not for conversations."""
+
+
+@documented
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are sampled. Every value is checked here; `RequestError` for an invalid one.
@@ -24,12 +29,17 @@ class SamplingParams:
         SamplingParams(temperature=0, max_tokens=64)
         SamplingParams(regex="[0-9]{4}")
 
-    grammar: what the answer's text must match. It can also be given as json_schema (a document, a JSON text or a
-    pydantic model's class), regex, choice (texts) or, as in llama.cpp, as text in GBNF.
+    What is not given has the default below, not the model's own, which `LLM.default_params(seed=1)` fills in. Without
+    `max_tokens` the answer of a chat ends where the model ends it, or with the context. One of these four at most:
+
+    grammar: what the answer matches: a `Grammar`, or a text in llama.cpp's GBNF.
+    json_schema: the answer is JSON that this schema validates: a document, a JSON text or a pydantic model's class.
+    regex: the answer matches this regular expression.
+    choice: the answer is one of these texts.
     """
 
     max_tokens: int | None = option(
-        128,
+        TextLimit(128),
         "maximum number of tokens to generate; -1 or none: until the context is full",
         metavar="N",
         flags=("-n",),
@@ -99,6 +109,11 @@ class SamplingParams:
         """`grammar` as it was read."""
         assert not isinstance(self.grammar, str)
         return self.grammar
+
+
+def of_chat(params: SamplingParams) -> SamplingParams:
+    """`params` for the answer of a conversation: without a limit that the caller did not give."""
+    return replace(params, max_tokens=None) if isinstance(params.max_tokens, TextLimit) else params
 
 
 def check_params(params: object) -> None:

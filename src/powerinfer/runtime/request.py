@@ -22,37 +22,61 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Timings:
-    """Times in seconds and rates of one request; None if not measured."""
+    """Times in seconds and rates of one request; None if not measured.
 
-    load_s: float  # loading the model, once for the engine
-    ttft_s: float | None  # from submission to the first token
-    prefill_tok_s: float | None  # prompt tokens computed per second, without cached ones
-    decode_tok_s: float | None  # tokens after the first per second
+    load_s: seconds that loading the model took, once for the engine.
+    ttft_s: seconds from submission to the first token.
+    prefill_tok_s: prompt tokens computed per second, without cached ones.
+    decode_tok_s: tokens after the first per second.
+    """
+
+    load_s: float
+    ttft_s: float | None
+    prefill_tok_s: float | None
+    decode_tok_s: float | None
 
 
 @dataclass(frozen=True)
 class Completion:
-    """The answer to one request."""
+    """The answer to one request.
+
+    text: the answer, without the prompt.
+    token_ids: as generated, including a token that ended the answer.
+    finish_reason: "stop", the model or a stop string ended it; "length", `max_tokens` or the context did; "abort", the
+        model was closed.
+    prompt_tokens, completion_tokens: numbers of tokens of the prompt and of the answer.
+    cached_tokens: prompt tokens that were taken from the prefix cache.
+    timings: seconds and rates, a `Timings`.
+    logprobs: for each token id a `TokenLogprob`, if `SamplingParams(logprobs=N)` asked for them.
+    """
 
     text: str
-    token_ids: list[int]  # as generated, including a token that ended the answer
-    finish_reason: str  # "stop", "length" or "abort"
+    token_ids: list[int]
+    finish_reason: str
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int  # prompt tokens taken from the prefix cache
+    cached_tokens: int
     timings: Timings
-    logprobs: list[TokenLogprob] | None = None  # one per token id, if requested: its text, bytes, and the likeliest
+    logprobs: list[TokenLogprob] | None = None
 
 
 class StreamEvent(NamedTuple):
-    """One generated token. The last event of a stream has a finish_reason and the whole completion."""
+    """One generated token. The last event of a stream has a finish_reason and the whole completion.
 
-    text: str  # new final text; may be empty (half a character, the start of a stop string)
-    token_id: int | None  # None in an event that only ends an aborted stream
+    text: new text, which stays; empty for half a character and for what may begin a stop string.
+    token_id: the token; None in an event that only ends an aborted stream.
+    logprobs: of this token, if they were asked for.
+    finish_reason: as of `Completion`, in the last event; None in the others.
+    completion: the whole answer, in the last event; None in the others.
+    cached_tokens: prompt tokens that were taken from the prefix cache.
+    """
+
+    text: str
+    token_id: int | None
     logprobs: TokenLogprob | None = None
     finish_reason: str | None = None
     completion: Completion | None = None
-    cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    cached_tokens: int = 0
 
 
 class RunningRequest(NamedTuple):

@@ -18,7 +18,7 @@ from powerinfer.devices.batch import StoppedError
 from powerinfer.errors import CLOSED, RequestError
 from powerinfer.runtime.driver import Driver, EngineStats
 from powerinfer.runtime.grammar import Grammars
-from powerinfer.runtime.params import SamplingParams
+from powerinfer.runtime.params import SamplingParams, TextLimit
 from powerinfer.runtime.request import AnswerRequest, EmbeddingRequest, Request, RunningRequest
 from powerinfer.runtime.sampling import Sampler, TokenMask
 from powerinfer.runtime.scheduler import Scheduler
@@ -89,6 +89,8 @@ class Runner:
         self._check_prompt(prompt)
         room = self.context - len(prompt)
         max_new = room if params.max_tokens is None else params.max_tokens
+        if isinstance(params.max_tokens, TextLimit):
+            max_new = min(max_new, max(1, room))
         if not 1 <= max_new <= room:
             raise RequestError(self._why_no_room(len(prompt), params.max_tokens))
         if params.rules is not None:

@@ -44,12 +44,18 @@ _COLUMNS = 1024  # the vocabulary is cut into this many interleaved parts to bou
 
 
 class TokenLogprob(NamedTuple):
-    """A token and its natural-log probability under the model itself: before bias, penalties and temperature."""
+    """A token and its log-probability under the model itself: before bias, penalties and temperature.
+
+    token_id: the token.
+    logprob: the natural logarithm of its probability.
+    bytes: of the token alone, which may be a part of a character.
+    top: of a token of an answer the most likely ones in its place, best first.
+    """
 
     token_id: int
     logprob: float
-    bytes: bytes  # of the token alone, which may be a part of a character
-    top: tuple[TokenLogprob, ...] = ()  # of a chosen token: the most likely ones in its place, best first
+    bytes: bytes
+    top: tuple[TokenLogprob, ...] = ()
 
     @property
     def text(self) -> str:
