@@ -125,9 +125,10 @@ def runs(document: dict[str, Any]) -> str:
 
 
 def short_table(document: dict[str, Any]) -> str:
-    """Each row beside the faster one of llama.cpp's builds; then the ratios on another machine."""
+    """Each row beside the faster one of llama.cpp's builds, and beside it the row's ratio on another machine."""
     most = max(entry["threads"] for entry in document["speed"])
     entries = {entry["model"].lower(): entry for entry in document["speed"] if entry["threads"] == most}
+    heads = ["tokens per second", OURS, "llama.cpp", "ratio"]
     rows = []
     for rate, model in SHORT:
         entry = entries[model]
@@ -138,15 +139,15 @@ def short_table(document: dict[str, Any]) -> str:
         label = f"{LABELS[rate].format_map(document)} tokens, {model_label(entry['model'])}"
         ratio = fixed(middle(entry["ratio"][peer][rate]))
         rows.append([label, measured(engines[OURS], rate), measured(engines[peer], rate), ratio])
-    about = f"{document['date'][:10]}, {most} threads on {processor(document)}."
+    about = f"{document['date'][:10]}, {most} threads on {processor(document)}"
     if other := newest("speed-beside"):
         (peer,) = other["peers"]
         ratios = {entry["model"].lower(): entry["ratio"][peer] for entry in other["speed"]}
-        ranges = [ratios[model][rate] for rate, model in SHORT]
-        shown = ", ".join(f"{one['median']:.2f} ({one['min']:.2f} to {one['max']:.2f})" for one in ranges)
-        about += f"\nThe ratios on {processor(other)} ({other['date'][:10]}, medians and ranges of"
-        about += f"\n{runs(other)} rounds): {shown}."
-    return paragraphs(table(["tokens per second", OURS, "llama.cpp", "ratio"], rows, numbers=True), about)
+        heads.append("ratio on AMD")
+        for row, (rate, model) in zip(rows, SHORT, strict=True):
+            row.append("{median:.2f} ({min:.2f} to {max:.2f})".format_map(ratios[model][rate]))
+        about += f"; ratio on AMD: {processor(other)}, {other['date'][:10]}, median and\nrange of {runs(other)} rounds"
+    return paragraphs(table(heads, rows, numbers=True), about + ".")
 
 
 def newest_speed() -> dict[str, Any]:
