@@ -134,6 +134,38 @@ def pull(name_or_path: str | Path | None, say: Say = silent, progress: Progress 
     raise _no_such_model(name)
 
 
+def made_model(
+    name: str, file: str, source: str, nbytes: int, make: Callable[[Path], object], say: Say = silent
+) -> StoredModel:
+    """The model of that name in the cache, which `make(path)` writes if it is not there.
+
+    source: says how it was made; one of another source is made again. nbytes: that the model, and what is prepared for
+    it, take. PowerInferError if they have no room.
+    """
+    folder = _folder_of(name)
+    with _file_errors(name), _locked(folder, say):
+        stored = find_stored(name)
+        if stored is not None and stored.path != folder / file:
+            raise RequestError(f"the name {name} is taken by {stored.path}; `powerinfer rm {name}` frees it")
+        if stored is not None and stored.source == source:
+            return stored
+        _check_room(folder, name, nbytes)
+        make(folder / file)
+        _write_manifest(folder, name, file, source, [file])
+        return _stored_or_fail(name)
+
+
+def _check_room(folder: Path, name: str, nbytes: int) -> None:
+    from shutil import disk_usage
+
+    usage = disk_usage(folder)
+    if usage.total and usage.free < nbytes:  # some file systems know nothing and say 0 of 0
+        raise PowerInferError(
+            f"{name} needs {nbytes / 1e6:,.0f} MB in {cache_folder()}, and {usage.free / 1e6:,.0f} MB are free; "
+            "POWERINFER_CACHE selects another folder"
+        )
+
+
 def remove(name: str) -> StoredModel:
     """Delete a downloaded model with its prepared files, or forget a registered path, whose files stay.
 

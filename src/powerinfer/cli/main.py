@@ -22,6 +22,7 @@ VERBS = {
     "run": "answer one prompt",
     "chat": "talk with a model",
     "serve": "answer requests over HTTP, as OpenAI's API does",
+    "demo": "show on this machine what skipping neurons gains",
     "prepare": "profile, train, pack and plan in one command",
     "bench": "measure prefill and decode speed",
     "eval": "measure quality: perplexity, agreement, tasks",

@@ -42,23 +42,30 @@ class CpuSparsity(Sparsity):
     def report(self) -> dict[str, Any]:
         """Per layer and in total: the way of each batch size with its reason, and statistics of the sparse tokens.
 
-        Fractions are of the neurons; bytes_per_token: of FFN weights. recall: the share of the firing neurons that the
-        predictor selected, on sampled tokens; None without samples.
+        Fractions are of the neurons; bytes_per_token: of FFN weights, of a layer without sparse tokens all. recall: the
+        share of the firing neurons that the predictor selected, on sampled tokens; None without samples. In total also
+        computed_fraction: the neurons of all layers that were computed in full, and dense_bytes_per_token.
         """
         sizes = self.executor.config.ffn_sizes
         layers: list[dict[str, Any]] = []
         totals = dict.fromkeys((*_COUNTED, "neurons"), 0)
+        computed, dense_bytes = 0.0, 0
         for layer, verdict in enumerate(self.verdicts):
-            counts = self._counts(layer)
+            counts, nbytes = self._counts(layer), self.executor.ffns[layer].nbytes
             counts["neurons"] = counts["tokens"] * sizes[layer]
             for name in totals:
                 totals[name] += counts[name]
-            layers.append({"layer": layer, "ways": verdict.ways, "reason": verdict.reason, **_rates(counts)})
+            own = _rates(counts)
+            computed += sizes[layer] * (own["active_fraction"] if counts["tokens"] else 1)
+            dense_bytes += nbytes
+            own |= {} if counts["tokens"] else {"bytes_per_token": nbytes}
+            layers.append({"layer": layer, "ways": verdict.ways, "reason": verdict.reason, **own})
         whole = _rates(totals)
         for name in ("tokens", "sampled"):  # every layer computed the same ones
             whole[name] = max(layer[name] for layer in layers)
         if whole["tokens"]:
-            whole["bytes_per_token"] = sum(layer["bytes_per_token"] or 0 for layer in layers)
+            whole["bytes_per_token"] = sum(layer["bytes_per_token"] for layer in layers)
+        whole |= {"computed_fraction": computed / sum(sizes), "dense_bytes_per_token": dense_bytes}
         return {"selector": self.selector, "layers": layers, **whole}
 
     def _counts(self, layer: int) -> dict[str, int]:
@@ -106,7 +113,7 @@ class NeuronsInExperts(Sparsity):
         self._layers = executor.expert_ffns
 
     def report(self) -> dict[str, Any]:
-        """As of `CpuSparsity`; fractions are of the neurons of the selected experts."""
+        """As of `CpuSparsity`, of the layers of experts; fractions are of the neurons of the selected experts."""
         counts = {layer: ffn.counts() for layer, ffn in self._layers.items()}
         ways = {"ways": {"1": self.selector, "32": self.selector}, "reason": ASKED}
         layers = [{"layer": layer, **ways, **_rates(own)} for layer, own in counts.items()]
@@ -116,6 +123,8 @@ class NeuronsInExperts(Sparsity):
             whole[name] = max(layer[name] for layer in layers)
         if whole["tokens"]:
             whole["bytes_per_token"] = sum(layer["bytes_per_token"] or 0 for layer in layers)
+        dense_bytes = sum(ffn.nbytes for ffn in self._layers.values())
+        whole |= {"computed_fraction": whole["active_fraction"], "dense_bytes_per_token": dense_bytes}
         return {"selector": self.selector, "layers": layers, **whole}
 
     def way(self, layer: int) -> str:
