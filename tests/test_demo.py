@@ -63,7 +63,7 @@ def test_neurons_fire_as_often_as_planned(small: Path) -> None:
     measured = float(np.mean([hot_share(layer) for layer in often]))
     assert measured == pytest.approx(expected, abs=0.06)
     busy = often[0] > 0.4
-    assert 0 < busy.sum() and not busy[: busy.sum()].all(), "frequent neurons are anywhere in the layer"
+    assert busy.sum() > 0 and not busy[: busy.sum()].all(), "frequent neurons are anywhere in the layer"
 
 
 def test_the_same_seed_writes_the_same_bytes_by_any_number_of_threads(tmp_path: Path, small: Path) -> None:
