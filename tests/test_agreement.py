@@ -11,16 +11,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sparse_models import TEXT, give_bundles, give_predictor, tiny_llama
+from sparse_models import TEXT, give_bundles, give_predictor, give_profile, tiny_llama
 from test_cli import error_line, powerinfer
 from toy_model import BOS, VOCAB, ToyExecutor, reference_logits, toy_llm
 
 from powerinfer import _native
-from powerinfer.cli.bench import ranges
+from powerinfer.cli.neurons import neuron_rows, ranges
 from powerinfer.devices import Batch
 from powerinfer.errors import RequestError
 from powerinfer.evaluate import PROMPT, Agreement, _summary, agreement, perplexity
+from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.profile_file import open_profile
 from powerinfer.runtime.engine import LLM
+from powerinfer.runtime.params import SamplingParams
+from powerinfer.sparsity.trial import Verdict
 from powerinfer.system import peak_memory
 
 SENTENCE = "It was the best of times, it was the worst of times. "
@@ -289,6 +293,45 @@ def test_bench_tells_what_decode_needed(relu: Path) -> None:
     assert "% active" in shown and "% candidates" in shown and "predicted   layers 0-1\n" in shown
 
 
+def test_dense_layers_count_in_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two layers is dense: the figures of all layers, the dense ones beside them, and where each way is used."""
+    path = give_bundles(tiny_llama(tmp_path / "relu.gguf"))
+    sizes = ("1", "2", "4", "8")
+    found = [Verdict(dict.fromkeys(sizes, way), {"dense": 2.0, "exact": 1.0}) for way in ("exact", "dense")]
+    monkeypatch.setattr("powerinfer.sparsity.trial.trial", lambda *_: found)
+    with LLM(path, selector="exact", threads=1) as llm:
+        llm.generate("a cab back", SamplingParams(max_tokens=8, ignore_eos=True))
+        sparsity = llm.sparsity
+        assert sparsity is not None
+        first, second = sparsity["layers"]
+        part = 64 * 96 * 4  # F32
+        assert second["bytes_per_token"] == 3 * part and sparsity["dense_bytes_per_token"] == 6 * part
+        rows_in_f16 = first["active_fraction"] * part  # of up and down
+        assert first["bytes_per_token"] == pytest.approx(part + rows_in_f16, rel=0.01)
+        assert sparsity["bytes_per_token"] == first["bytes_per_token"] + second["bytes_per_token"]
+        assert sparsity["computed_fraction"] == pytest.approx((first["active_fraction"] + 1) / 2)
+        rows = neuron_rows(llm, sparsity)
+        assert rows["exact"] == "layers 0" and rows["dense"] == "layers 1" and "hot" not in rows
+        assert f"in the layers that decode sparsely, {100 * sparsity['computed_fraction']:.1f} %" in rows["neurons"]
+        assert rows["neurons"].endswith("MB of FFN weights a token, dense 0.1 MB")
+        give_profile(path)
+        share = open_profile(open_checkpoint(path)).hot_share()
+        shown = neuron_rows(llm, sparsity)["hot"]
+        assert shown == f"{100 * share:.0f} % of the neurons make 80 % of the activations, by the profile"
+        (path.parent / "relu.gguf.powerinfer" / "profile.safetensors").write_bytes(b"stale")
+        assert "hot" not in neuron_rows(llm, sparsity)
+
+
+def test_hot_neurons_are_those_on_the_gpu(relu: Path) -> None:
+    layers = [{"layer": at, "hot": 24, "cold": 72} for at in range(2)]
+    sparsity = {"selector": "exact", "tokens": 5, "active_fraction": 0.3, "gpu_share": 0.8, "jobs": 0.9}
+    sparsity["layers"] = layers
+    with opened(relu, "all") as llm:
+        rows = neuron_rows(llm, sparsity)
+    assert rows["hot and cold"] == "25 % of the neurons, the hot ones, are on the GPU"
+    assert "80.0 % of them on the GPU" in rows["neurons"]
+
+
 def test_run_and_chat_sum_it_up(relu: Path) -> None:
     flags = ["-m", str(relu), "--selector", "exact", "--no-trial", "--max-tokens", "5", "--ignore-eos"]
     for found in (
@@ -299,7 +342,9 @@ def test_run_and_chat_sum_it_up(relu: Path) -> None:
         assert sparsity["selector"] == "exact" and sparsity["ways"] == {"exact": 2} and "layers" not in sparsity
         assert 0 < sparsity["active_fraction"] < 1 and sparsity["bytes_per_token"] > 0
     shown = powerinfer("run", "a cab back bab abc cad", "--raw", "--verbose", *flags).stderr
-    assert re.search(r"^neurons +[0-9.]+ % active, [0-9.]+ MB of FFN weights a token$", shown, re.MULTILINE)
+    read = r"^neurons +[0-9.]+ % active; [0-9.]+ MB of FFN weights a token, dense 0.1 MB$"
+    assert re.search(read, shown, re.MULTILINE) and re.search(r"^exact +layers 0-1$", shown, re.MULTILINE)
+    assert not re.search("^hot", shown, re.MULTILINE), "there is no profile"
     assert "sparsity" not in document(
         "run", "a cab", "--raw", "-m", str(relu), "--selector", "all", "--max-tokens", "5"
     )

@@ -149,7 +149,7 @@ def test_the_ratio_is_that_within_rounds() -> None:
     def side(rates: list[float], tokens: list[int]) -> Run:
         return Run(rates, 1, SimpleNamespace(token_ids=tokens))  # type: ignore[arg-type]
 
-    found = Comparison(side([10, 1, 10], [1, 2, 3, 4]), side([20, 2.2, 18], [1, 2, 5]), 0.1, 0.0)
+    found = Comparison(side([10, 1, 10], [1, 2, 3, 4]), side([20, 2.2, 18], [1, 2, 5]), {}, 0.0)
     assert found.ratio == 2 and found.same_tokens == (2, 4)
 
 
@@ -163,6 +163,23 @@ def test_what_has_no_sparse_side_is_refused(small: Path) -> None:
 def test_the_verdict_needs_a_gain() -> None:
     assert verdict(1.9, "sparse decoding").startswith("sparse decoding is 1.90 x as fast as dense here: worth it")
     assert all("here: not worth it" in verdict(ratio, "x") for ratio in (0.5, 1.0, 1.01))
+
+
+def test_bench_compares_both_sides(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["bench", "-m", str(small), "--compare", "--gen-tokens", "8", "--repeat", "2", "-t", "1", "-c", "64"]
+    assert main([*flags, "--selector", "exact", "--no-trial", "--json"]) == 0
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert document["tokens"] == 8 and document["sparsity"]["tokens"] > 0 and 0 < document["computed_fraction"] < 0.5
+    assert document["sparse"]["bytes_per_token"] < document["dense"]["bytes_per_token"]
+    rates = [re.search(rf"^{side} +([0-9.]+) tok/s +\([0-9.]+ to [0-9.]+\), ", err, re.MULTILINE) for side in
+             ("dense", "sparse")]  # fmt: skip
+    assert all(rates) and f"sparse decoding is {document['ratio']:.2f} x as fast as dense here" in err
+    assert re.search(r"^exact +layers 0-2$", err, re.MULTILINE)
+    assert main([*flags, "--selector", "all"]) == 2
+    assert "nothing to compare: every neuron is computed: all (asked for)" in capsys.readouterr().err
+    assert main([*flags, "--prompt-tokens", "5"]) == 2
+    assert "leave out --prompt-tokens" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- the command

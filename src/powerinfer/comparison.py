@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from statistics import median
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from powerinfer.errors import RequestError
 from powerinfer.progress import silent
@@ -34,21 +34,31 @@ class Run:
     bytes_per_token: int | None = None
     answer: Completion | None = None
 
+    @property
+    def median(self) -> float:
+        """Tokens a second, the median of the rounds."""
+        return median(self.tok_s)
+
     def document(self) -> dict[str, object]:
         """For JSON."""
-        spread = {"median": median(self.tok_s), "min": min(self.tok_s), "max": max(self.tok_s)}
+        spread = {"median": self.median, "min": min(self.tok_s), "max": max(self.tok_s)}
         return {"decode_tok_s": spread, "bytes_per_token": self.bytes_per_token}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both sides. computed_fraction: of the neurons of all layers, those that the sparse side computed in full;
-    disturbed: cores that other programs took meanwhile, 0 if they were few."""
+    """Both sides. sparsity: `LLM.sparsity` of the last sparse round; disturbed: cores that other programs took
+    meanwhile, 0 if they were few."""
 
     dense: Run
     sparse: Run
-    computed_fraction: float
+    sparsity: dict[str, Any]
     disturbed: float
+
+    @property
+    def computed_fraction(self) -> float:
+        """Of the neurons of all layers, those that the sparse side computed in full."""
+        return float(self.sparsity["computed_fraction"])
 
     @property
     def ratio(self) -> float:
@@ -101,7 +111,8 @@ def compare(
     if (why := why_not(llm)) is not None:
         raise RequestError(f"nothing to compare: {why}")
     runs: dict[Side, Run] = {side: Run() for side in SIDES}
-    computed, begin = 0.0, time.monotonic()
+    sparsity: dict[str, Any] = {}
+    begin = time.monotonic()
     with Disturbance() as others:
         for number in range(rounds + 1):
             for side in SIDES if number % 2 else SIDES[::-1]:
@@ -113,12 +124,12 @@ def compare(
                     raise RequestError("the answer ended after one token: there is no speed to compare")
                 runs[side].answer, runs[side].bytes_per_token = answer, llm.bytes_per_token
                 if side == "sparse":
-                    computed = (llm.sparsity or {})["computed_fraction"]
+                    sparsity = llm.sparsity or {}
                 if number:
                     runs[side].tok_s.append(rate)
             if number and time.monotonic() - begin > seconds:
                 break
-    return Comparison(runs["dense"], runs["sparse"], computed, round(others.cores, 2) if others.disturbed else 0.0)
+    return Comparison(runs["dense"], runs["sparse"], sparsity, round(others.cores, 2) if others.disturbed else 0.0)
 
 
 def _answer(llm: LLM, prompt: Sequence[int], params: SamplingParams, side: Side, watch: Watch) -> Completion:

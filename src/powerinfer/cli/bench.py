@@ -3,6 +3,9 @@
 Prefill is the time from a prompt of --prompt-tokens to its first token, decode the time of --gen-tokens after a
 one-token prompt; both greedy, after one warm-up round. The figures are medians of --repeat rounds.
 
+--compare decodes the same tokens densely and sparsely in turn, and ends with the ratio. --selector auto, the default,
+has the trial's choice of layers; --selector exact --no-trial skips neurons in every layer.
+
 JSON: prefill_tok_s and decode_tok_s (median, min, max), bytes_per_token (weights read for one token), bandwidth_gb_s
 (those bytes times the median decode speed), load_s, peak_rss_mb, choices (what was chosen and why); beside a GPU
 streams_from (tokens of a step from which on it computes what is in RAM, too, or null: never). For a sparse model
@@ -31,8 +34,8 @@ from powerinfer.cli.common import (
     model_argument,
     model_flag,
     open_llm,
-    sparsity_text,
 )
+from powerinfer.cli.neurons import neuron_rows
 from powerinfer.config import EngineConfig
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.runtime.params import SamplingParams
@@ -55,6 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gen-tokens", type=int, default=128, metavar="N", help="tokens to decode (default 128)")
     parser.add_argument("--repeat", type=int, default=5, metavar="N", help="measured rounds (default 5)")
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of steps on the GPU and the CPU")
+    parser.add_argument("--compare", action="store_true", help="decode densely and sparsely in turn, for the ratio")
     config_flags(parser, EngineConfig, "engine")
 
 
@@ -70,12 +74,17 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         context = engine.context or checkpoint.config.context_length
         args.prompt_tokens = _prompt_tokens(args.prompt_tokens, args.gen_tokens, context)
 
+    if args.compare and (args.trace is not None or args.prompt_tokens is not None):
+        raise RequestError("--compare decodes after a prompt of one token: leave out --prompt-tokens and --trace")
     with open_llm(args.model, engine, out, fit) as llm:
+        if args.compare:
+            return _compare(llm, args, out)
         if args.trace:
             check_replaceable(Path(args.trace), b"traceEvents", "trace")
             with llm.traced():  # an error now, not after all rounds
                 pass
         prefill, decode = _measure(llm, args)
+        sparsity = llm.sparsity
         document = {
             "model": llm.config.name,
             "prompt_tokens": args.prompt_tokens,
@@ -88,11 +97,12 @@ def execute(args: argparse.Namespace, out: Output) -> int:
             "peak_rss_mb": peak_memory() / (1 << 20),
             "choices": llm.choices,
             **({"streams_from": llm.streams_from} if "prefill" in llm.choices else {}),
-            **({"sparsity": llm.sparsity} if llm.sparsity else {}),
+            **({"sparsity": sparsity} if sparsity else {}),
             **({"disk": _disk(llm.disk, args.gen_tokens)} if llm.disk else {}),
             **({"trace": _trace(llm, Path(args.trace))} if args.trace else {}),
         }
-    _show(document, out)
+        neurons = neuron_rows(llm, sparsity) if sparsity else {}
+    _show(document, neurons, out)
     out.document(document)
     return 0
 
@@ -135,6 +145,36 @@ def _measure(llm: LLM, args: argparse.Namespace) -> tuple[list[float], list[floa
     return prefill, decode
 
 
+def _compare(llm: LLM, args: argparse.Namespace, out: Output) -> int:
+    from powerinfer.cli.progress import Bar
+    from powerinfer.comparison import SIDES, compare
+    from powerinfer.sparsity.verdict import verdict
+
+    params = SamplingParams(max_tokens=args.gen_tokens, temperature=0.0, ignore_eos=True)
+    total, begun = (args.repeat + 1) * len(SIDES), 0
+    with Bar() as bar:
+
+        def watch(side: str, tokens: int) -> None:
+            nonlocal begun
+            begun += tokens == 1
+            bar("measuring", begun - 1, total)
+
+        found = compare(llm, [13 % llm.config.vocab_size], params, args.repeat, watch)
+    for name, run in (("dense", found.dense), ("sparse", found.sparse)):
+        low, high = min(run.tok_s), max(run.tok_s)
+        read = "" if run.bytes_per_token is None else f", {run.bytes_per_token / 1e6:.1f} MB of weights a token"
+        out.line(f"{name:<12}{run.median:>10.1f} tok/s   ({low:.1f} to {high:.1f}){read}")
+    for name, text in (neuron_rows(llm, found.sparsity) | {"selector": llm.choices["selector"]}).items():
+        out.line(f"{name:<12}{text}")
+    out.line(f"{'tokens':<12}the first {found.same_tokens[0]} of {found.same_tokens[1]} are the same")
+    out.line(verdict(found.ratio, "sparse decoding"))
+    if found.disturbed:
+        out.note(f"other programs took {found.disturbed:.1f} cores meanwhile: on a quiet machine it may differ")
+    own = {"sparsity": found.sparsity, "load_s": llm.load_s, "choices": llm.choices}
+    out.document({"model": llm.config.name, "repeat": args.repeat, **found.document(), **own})
+    return 0
+
+
 def _trace(llm: LLM, path: Path) -> dict[str, Any]:
     """Decode a few more tokens and write their trace."""
     import json
@@ -166,15 +206,15 @@ def _disk(disk: dict[str, Any], tokens: int) -> dict[str, Any]:
     return {**disk, "bytes_per_token": disk["bytes"] / tokens}
 
 
-def _show(document: dict[str, Any], out: Output) -> None:
+def _show(document: dict[str, Any], neurons: dict[str, str], out: Output) -> None:
     for name, label in (("prefill_tok_s", "prefill"), ("decode_tok_s", "decode")):
         rate = document[name]
         out.line(f"{label:<12}{rate['median']:>10.1f} tok/s   ({rate['min']:.1f} to {rate['max']:.1f})")
     if document["bytes_per_token"] is not None:
         megabytes = document["bytes_per_token"] / 1e6
         out.line(f"{'weights':<12}{megabytes:>10.1f} MB a token, read at {document['bandwidth_gb_s']:.1f} GB/s")
-    if "sparsity" in document:
-        _show_sparsity(document["sparsity"], out)
+    for name, text in neurons.items():
+        out.line(f"{name:<12}{text}")
     if "disk" in document:
         disk = document["disk"]
         out.line(f"{'disk':<12}{disk['bytes_per_token'] / 1e6:>10.1f} MB a token; {disk_text(disk)}")
@@ -188,25 +228,3 @@ def _show(document: dict[str, Any], out: Output) -> None:
     out.line(f"{'peak memory':<12}{document['peak_rss_mb']:>10.1f} MiB")
     for name, reason in document["choices"].items():
         out.line(f"{name:<12}{reason}")
-
-
-def _show_sparsity(sparsity: dict[str, Any], out: Output) -> None:
-    out.line(f"{'neurons':<12}{sparsity_text(sparsity)}")
-    if "gpu_share" in sparsity:
-        return
-    ways: dict[str, list[int]] = {}
-    for layer in sparsity["layers"]:
-        ways.setdefault(layer["ways"]["1"], []).append(layer["layer"])
-    for way, layers in sorted(ways.items()):
-        out.line(f"{way:<12}layers {ranges(layers)}")
-
-
-def ranges(numbers: list[int]) -> str:
-    """Ascending numbers in short: "0-3, 7"."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and parts[-1][-1] == number - 1:
-            parts[-1][1:] = [number]
-        else:
-            parts.append([number])
-    return ", ".join("-".join(map(str, part)) for part in parts)

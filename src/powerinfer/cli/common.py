@@ -554,7 +554,8 @@ def sparsity_text(sparsity: Mapping[str, Any]) -> str:
         return f"{where}, the CPU had work in {100 * sparsity['jobs']:.0f} % of the FFNs{fired}"
     if not sparsity["tokens"]:
         return "no token was computed sparsely"
-    needed = [f"{100 * sparsity['active_fraction']:.1f} % active"]
+    active = f"{100 * sparsity['active_fraction']:.1f} % active"
+    needed = [active]
     if "gpu_share" in sparsity:
         share = sparsity["gpu_share"]
         of_them = [] if share is None else [f"{100 * share:.1f} % of them on the GPU"]
@@ -563,4 +564,9 @@ def sparsity_text(sparsity: Mapping[str, Any]) -> str:
         needed.append(f"{100 * sparsity['candidate_fraction']:.1f} % candidates")
     if sparsity["recall"] is not None:
         needed.append(f"{100 * sparsity['recall']:.1f} % of those that fire among them")
-    return ", ".join([*needed, f"{sparsity['bytes_per_token'] / 1e6:.1f} MB of FFN weights a token"])
+    computed, dense = 100 * sparsity["computed_fraction"], sparsity["dense_bytes_per_token"] / 1e6
+    if f"{computed:.1f} % active" != active:
+        needed[0] += " in the layers that decode sparsely"
+        needed.append(f"{computed:.1f} % computed in all layers")
+    read = f"{sparsity['bytes_per_token'] / 1e6:.1f} MB of FFN weights a token, dense {dense:.1f} MB"
+    return f"{', '.join(needed)}; {read}"

@@ -219,10 +219,8 @@ def _compare(
 
 
 def _speed(run: Run) -> str:
-    from statistics import median
-
     read = "" if run.bytes_per_token is None else f"  {run.bytes_per_token / 1e6:6.1f} MB a token"
-    return f"{median(run.tok_s):6.1f} tokens/s{read}"
+    return f"{run.median:6.1f} tokens/s{read}"
 
 
 def _same(found: Comparison) -> str:

@@ -331,7 +331,7 @@ def _span(values: list[float]) -> str:
 
 def _layer_lines(kinds: dict[LayerConfig, list[int]]) -> dict[str, str]:
     """A line for each kind of layer; below each other, with their numbers, where there are several."""
-    from powerinfer.cli.bench import ranges
+    from powerinfer.cli.neurons import ranges
 
     if len(kinds) == 1:
         return {"each layer": _layer(next(iter(kinds)))}

@@ -40,7 +40,6 @@ from powerinfer.cli.common import (
     open_llm,
     refuse_model_as_prompt,
     sparsity_summary,
-    sparsity_text,
     with_model_defaults,
 )
 from powerinfer.cli.keys import unechoed
@@ -321,8 +320,10 @@ def _explain(llm: LLM, document: dict[str, Any], out: Output) -> None:
     rows = {**llm.choices, **{name: f"{value:.3f}" for name, value in document.get("timings", {}).items() if value}}
     rows |= {name: value for name, value in document.items() if name.endswith("_tokens")}
     rows["sampling"] = ", ".join(f"{name} {value}" for name, value in document["sampling"].items())
-    if llm.sparsity is not None:
-        rows["neurons"] = sparsity_text(llm.sparsity)
+    if (sparsity := llm.sparsity) is not None:
+        from powerinfer.cli.neurons import neuron_rows
+
+        rows |= neuron_rows(llm, sparsity)
     if llm.disk is not None:
         rows["disk reads"] = disk_text(llm.disk)
     if llm.checkpoint is not None and llm.checkpoint.unread:
