@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-PROMPT ?= Why is the sky blue? Answer in two sentences.
+PROMPT ?= What is a prime number? Answer in two sentences.
 ARGS ?=
 # Kernels take a gigabyte or two of memory each while they are compiled for the sanitisers.
 JOBS ?= 2
