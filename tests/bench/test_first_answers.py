@@ -41,6 +41,6 @@ def test_a_default_model_answers_rightly(name: str) -> None:
     if stored is None:
         pytest.skip(f"{name} was not pulled")
     asked = questions()
-    with LLM(stored.path, context=1024, gpu="none") as llm:
+    with LLM(stored.path, context=2048, gpu="none") as llm:
         right = [entry.accepts(text) for entry, text in zip(asked, answers(llm, asked, seed=1), strict=True)]
     assert sum(right) >= WANTED, [entry.question for entry, found in zip(asked, right, strict=True) if not found]
