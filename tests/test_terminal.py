@@ -17,6 +17,7 @@ import sys
 import termios
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -687,13 +688,21 @@ def test_a_stopped_process_gives_the_terminal_back() -> None:
 
 def test_a_server_on_a_terminal_says_where_it_is(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "tiny.gguf")
-    screen = Screen([*COMMAND, "serve", "-m", str(model), "--port", "0", "--gpu", "none"])
-    line = screen.until("; Ctrl-C ends").splitlines()[-1]
-    found = re.search(r"OpenAI's API: (http://127\.0\.0\.1:\d+)/v1, a chat in the browser: (\S+)/;", line)
-    assert found is not None and found[1] == found[2]
-    screen.until('"event": "loaded"')
+    command = [*COMMAND, "serve", "-m", str(model), "--port", "0", "--gpu", "none", "-c", "64"]
+    screen = Screen(command, TERM="xterm", NO_COLOR="")
+    block = screen.until("Ctrl-C")
+    assert re.search(r"\x1b\[1mtiny, context of 64 tokens, 8 requests at a time\x1b\[0m\r\n", block)
+    found = dict(re.findall(r"^  (\S.*?)  +(\S+)", block, re.MULTILINE))
+    page = found["chat in a browser"]
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", page)
+    assert (found["OpenAI's API"], found["Anthropic's API"]) == (page + "v1", page[:-1])
+    screen.until("tiny is loaded, in ")
+    with contextlib.suppress(OSError):
+        urllib.request.urlopen(page + "no%1b[2J", timeout=30)
+    assert "\x1b[2J" not in screen.until("404 GET /no\\x1b[2J, ")
     screen.keys("\x03")
-    assert screen.end()[1] == 0
+    rest, status = screen.end()
+    assert status == 0 and "the server ends" in rest and "{" not in rest
 
 
 def test_a_conversation_on_a_terminal(smollm2: Path, tmp_path: Path) -> None:

@@ -1021,3 +1021,7 @@ class ServeConfig:
         least=-1,
     )  # fmt: skip
     log_prompts: bool = option(False, "write the bodies of requests to the log")
+    log_format: str = option(
+        "auto", "the log's lines: json, text, or auto: text on a terminal and JSON elsewhere",
+        choices=("auto", "json", "text"),
+    )  # fmt: skip

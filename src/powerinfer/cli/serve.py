@@ -2,8 +2,8 @@
 
 http://127.0.0.1:8080/v1 is the base URL for clients; any API key will do unless one is set. One model is loaded at
 once. Of several (--models, or -m more than once) each is loaded when a request names it, and unloaded when it is idle
-or another one needs its memory. The log, one JSON object a line, is on stderr. Ctrl-C or SIGTERM lets running requests
-finish first; a second one does not. docs/serving.md describes the API.
+or another one needs its memory. The log is on stderr: short lines on a terminal, else one JSON object a line. Ctrl-C or
+SIGTERM lets running requests finish first; a second one does not. docs/serving.md describes the API.
 
 JSON: nothing but {} when the server has ended.
 """
@@ -14,6 +14,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,11 @@ from typing import TYPE_CHECKING
 
 from powerinfer.cli.common import Output, config_flags, config_from, load_llm, model_argument, model_path
 from powerinfer.cli.main import INTERRUPTED
+from powerinfer.cli.progress import Bar
+from powerinfer.cli.screen import styled
 from powerinfer.config import EngineConfig, ServeConfig
 from powerinfer.errors import RequestError, install_extra
+from powerinfer.progress import silent
 
 if TYPE_CHECKING:
     from powerinfer.hybrid.resolve import Needs
@@ -70,21 +74,42 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     server.check(config)
     several = args.models is not None or len(args.model or ()) > 1
     _check_flags(args, several)
-    logs.set_up()
+    if config.log_format == "text" or (config.log_format == "auto" and sys.stderr.isatty()):
+        from powerinfer.cli.log_lines import LogLines, is_shown
+
+        logs.set_up(LogLines(), is_shown if sys.stderr.isatty() else None)
+    else:
+        logs.set_up()
     if config.ray is not None:
         _serve_on_ray(args, config, engine, out)
         out.document({})
         return 0
     made = (_serve_several if several else _serve_one)(args, config, engine, out)
     if sys.stderr.isatty():  # beside the log, for who looks on
-        out.note(f"OpenAI's API: {made.url}/v1, a chat in the browser: {made.url}/; Ctrl-C ends")
         made.say = out.note
+        if several:
+            out.note(_addresses(made.url, "several models, each loaded when a request names it", config))
     try:
         made.live()
     finally:
         gc.unfreeze()  # the server's cycles refer to the model, which is native: collected at the end, it is no leak
     out.document({})
     return INTERRUPTED if made.force_exit else 0
+
+
+def _addresses(url: str, about: str, config: ServeConfig) -> str:
+    """What a person needs to know of a server, as a block of lines."""
+    from powerinfer.serve.server import checked_keys
+
+    rows = {
+        "chat in a browser": f"{url}/",
+        "OpenAI's API": f"{url}/v1",
+        "Anthropic's API": url,
+        "API key": "needed" if checked_keys(config) else "any, or none",
+        "to end": "Ctrl-C",
+    }
+    lines = "".join(f"  {name:<20}{value}\n" for name, value in rows.items())
+    return f"\n{styled(about, 'bold', sys.stderr)}\n\n{lines}"
 
 
 def _check_flags(args: argparse.Namespace, several: bool) -> None:
@@ -117,15 +142,26 @@ def _serve_one(args: argparse.Namespace, config: ServeConfig, engine: EngineConf
     from powerinfer.serve.served import ModelSource
 
     names, path = _one(args, config, out)
+    shown = sys.stderr.isatty()
 
     def load(progress: Progress, budget: Budget) -> LLM:
-        llm = load_llm(path, engine, progress)
-        llm.prepare()
+        with Bar() if shown else nullcontext(silent) as bar:
+
+            def both(label: str, done: int, total: int) -> None:
+                progress(label, done, total)
+                bar(label, done, total)
+
+            llm = load_llm(path, engine, both)
+            llm.prepare()
         for note in llm.notes:
             logs.log("info", note)
+        if shown:
+            requests = f"{engine.max_batch} requests at a time" if engine.max_batch > 1 else "one request at a time"
+            out.note(_addresses(made.url, f"{names[0]}, context of {llm.context} tokens, {requests}", config))
         return llm
 
-    return server.make_server([ModelSource(names, load)], config, _requests(engine))
+    made = server.make_server([ModelSource(names, load)], config, _requests(engine))
+    return made
 
 
 def _serve_several(args: argparse.Namespace, config: ServeConfig, engine: EngineConfig, out: Output) -> Server:

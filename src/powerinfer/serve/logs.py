@@ -1,4 +1,4 @@
-"""The log of the server: one JSON object a line, on stderr. Prompts and answers are not in it."""
+"""The log of the server, on stderr: one JSON object a line. Prompts and answers are not in it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -36,10 +37,15 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def set_up() -> None:
-    """Send the server's log, and the warnings of the libraries, to stderr."""
+def set_up(
+    formatter: logging.Formatter | None = None, is_shown: Callable[[logging.LogRecord], bool] | None = None
+) -> None:
+    """Send the server's log, and the warnings of the libraries, to stderr. formatter: None: as JSON; is_shown: which
+    records, None: all."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines())
+    handler.setFormatter(formatter or JsonLines())
+    if is_shown is not None:
+        handler.addFilter(is_shown)
     logging.getLogger().handlers = [handler]
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every piece that a client who left does not get

@@ -112,11 +112,25 @@ def listen(config: ServeConfig) -> socket.socket:
     except (socket.gaierror, UnicodeError):
         raise RequestError(f"{config.host} is no address to listen on") from None
     except OSError as error:
-        raise PowerInferError(
-            f"cannot listen on {config.host}, port {config.port}: {error.strerror or error}"
-        ) from None
+        if error.errno == errno.EADDRINUSE and (free := _free_port(family, address)) is not None:
+            why = f"it is in use, perhaps by this server, started before; --port {free} is free"
+        elif error.errno == errno.EACCES and config.port < 1024:
+            why = "ports below 1024 are the administrator's: use a larger --port"
+        else:
+            why = error.strerror or str(error)
+        raise PowerInferError(f"cannot listen on {config.host}, port {config.port}: {why}") from None
     listening.setblocking(False)
     return listening
+
+
+def _free_port(family: int, taken: Any) -> int | None:
+    """The next port that is free at the same address."""
+    for port in range(taken[1] + 1, min(taken[1] + 100, 65536)):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind((taken[0], port, *taken[2:]))
+            return port
+    return None
 
 
 def assemble(service: Service, config: ServeConfig, keys: Keys, requests: int) -> App:
