@@ -13,8 +13,8 @@ from sparse_models import tiny_llama
 
 from powerinfer import hub, pinned
 from powerinfer.cli import bench, inspect
+from powerinfer.cli.common import shown_name
 from powerinfer.cli.main import main
-from powerinfer.cli.serve import api_name
 from powerinfer.errors import PowerInferError
 from powerinfer.hybrid import load
 from powerinfer.pinned import PinnedModel
@@ -99,7 +99,7 @@ def test_the_name_of_a_served_model_is_what_was_said(tmp_path: Path) -> None:
         (None, hub.default_name()), ("SmolLM2", "smollm2"), ("Qwen3-4B", "qwen3-4b"),
         (str(path), "Some-Model.Q8_0"), ("owner/name:Q8_0", "Some-Model.Q8_0"),
     ):  # fmt: skip
-        assert api_name(said, path) == name
+        assert shown_name(said, path) == name
 
 
 def test_an_empty_model_is_not_the_current_folder(capsys: pytest.CaptureFixture[str]) -> None:

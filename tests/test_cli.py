@@ -259,15 +259,15 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("stream", "json_mode", "said"), [(io.StringIO, 0, 0), (Terminal, 1, 0), (Terminal, 0, 1)])
-def test_the_default_model_is_introduced_at_a_terminal(
+@pytest.mark.parametrize(("stream", "json_mode", "said"), [(io.StringIO, 0, 1), (Terminal, 1, 0), (Terminal, 0, 1)])
+def test_a_small_model_is_said_to_be_small(
     stream: type, json_mode: int, said: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     screen = stream()
     monkeypatch.setattr(sys, "stderr", screen)
-    common.demonstration_note(None, common.Output(bool(json_mode)))
+    common.small_model_note(None, common.Output(bool(json_mode)))
     assert screen.getvalue().count("small model") == said
-    common.demonstration_note("SmolLM2", common.Output(bool(json_mode)))
+    common.small_model_note("SmolLM2", common.Output(bool(json_mode)))
     assert screen.getvalue().count("tiny model") == said
 
 

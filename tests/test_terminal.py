@@ -324,6 +324,9 @@ def test_every_command_is_acknowledged(talk: chat.Conversation, capsys: pytest.C
         ("/lod x", "did you mean /load?"),
         ("/\x1b[2Jx", "no command /\\x1b[2Jx; /help"),
         ("/save", "needs the name of a file"),
+        ("/stats", "context       0 of 160 tokens used"),
+        ("/show info", "no command /show; /set lists"),
+        ("/model x", "no command /model: the model is chosen when a model is loaded: `powerinfer chat -m NAME`"),
         ("/load /nowhere", "cannot read /nowhere"),
         ("/load \0", "is no path"),
     ):
@@ -334,16 +337,27 @@ def test_every_command_is_acknowledged(talk: chat.Conversation, capsys: pytest.C
 
 def test_set_changes_a_sampling_option(talk: chat.Conversation, capsys: pytest.CaptureFixture[str]) -> None:
     say(talk, "/set temp 0.5", "/set top-k 7", "/set max_tokens -1", "/set stop a  b", "/set ignore_eos true")
-    say(talk, "/set logit_bias 5=-1", "/set --seed 3")
+    say(talk, "/set logit_bias 5=-1", "/set --seed 3", "/set parameter top_p 0.9")
     expected = SamplingParams(
-        temperature=0.5, top_k=7, max_tokens=None, stop=["a  b"], ignore_eos=True, logit_bias={5: -1.0}, seed=3
+        temperature=0.5,
+        top_k=7,
+        top_p=0.9,
+        max_tokens=None,
+        stop=["a  b"],
+        ignore_eos=True,
+        logit_bias={5: -1.0},
+        seed=3,
     )
     assert talk.params == expected
     assert "temperature           0.5" in capsys.readouterr().err
     for text, says in (
-        ("/set temp warm", "--temperature must be a number, not 'warm'"),
+        ("/set temp warm", " temperature must be a number, not 'warm'"),
+        ("/set top-k warm", " top_k must be a whole number, not 'warm'"),
+        ("/set num_ctx 4096", "no option num_ctx; the context is chosen when a model is loaded"),
+        ("/set parameter num_ctx 1", "no option num_ctx; the context"),
         ("/set top_p 1.5", "top_p must be"),
-        ("/set tempo 1", "no option tempo; did you mean --temp"),
+        ("/set tempo 1", "no option tempo; did you mean temp?"),
+        ("/set top_q 1", "no option top_q; did you mean top_"),
         ("/set grammar x", "no option grammar"),
         ("/set think off", "no option think; /think on and /think off say"),
         ("/set ignore_eos 1", "true or false"),
@@ -394,6 +408,15 @@ def test_the_speed_of_an_answer(llm: LLM, capsys: pytest.CaptureFixture[str]) ->
     assert re.search(r"^\(4 tokens, [\d.]+ tok/s, prompt of \d+", capsys.readouterr().err, re.MULTILINE)
 
 
+def test_the_use_of_the_context(talk: chat.Conversation, capsys: pytest.CaptureFixture[str]) -> None:
+    say(talk, "/set ignore_eos true", "Hi", "And?", "/stats")
+    rows = dict(re.findall(r"^(\w[\w ]*?)  +(.*)$", capsys.readouterr().err, re.MULTILINE))
+    used = int(rows["context"].removesuffix(" of 160 tokens used"))
+    assert talk.turns[-1]["prompt_tokens"] + 4 <= used <= talk.turns[-1]["prompt_tokens"] + 12
+    assert re.match(r"4 tokens, [\d.]+ tok/s, prompt of \d+", rows["last answer"])
+    assert rows["first token"].startswith("after 0.") and rows["answers"] == "2, 8 tokens"
+
+
 def test_ctrl_c_before_an_answer_keeps_the_conversation(
     talk: chat.Conversation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -429,6 +452,15 @@ def test_interrupts_end_an_answer_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---------------------------------------------------------------- conversations in files
+
+
+def test_a_loaded_conversation_is_shown(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    turns = [("user", "Old?"), ("assistant", "Yes."), ("user", "What\x1b[2J?"), ("assistant", "That.")]
+    (tmp_path / "talk.json").write_text(json.dumps({"messages": [dict(role=a, content=b) for a, b in turns]}))
+    talk = chat.Conversation(llm, SamplingParams(), common.Output(False), None, False)
+    say(talk, f"/load {tmp_path}/talk.json")
+    out, err = capsys.readouterr()
+    assert out == "That.\n" and err.startswith("> What\\x1b[2J?\n(4 messages loaded from ") and "Old" not in err
 
 
 def test_a_saved_conversation_is_continued(talk: chat.Conversation, tmp_path: Path) -> None:
@@ -523,7 +555,7 @@ def test_keys(keys: str, text: str | None, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("/s", ["/system", "/set", "/save"]),
+        ("/s", ["/system", "/set", "/save", "/stats"]),
         ("/set top", ["top_k", "top_p"]),
         ("/load {}/ta", ["lk.json"]),
         ("/system /s", []),
@@ -707,9 +739,10 @@ def test_a_server_on_a_terminal_says_where_it_is(tmp_path: Path) -> None:
 
 def test_a_conversation_on_a_terminal(smollm2: Path, tmp_path: Path) -> None:
     flags = ["-m", str(smollm2), "--temp", "0", "-c", "2000", "--gpu", "none"]
-    screen = Screen([*COMMAND, "chat", *flags], POWERINFER_CACHE=str(tmp_path), PROMPT_TOOLKIT_NO_CPR="1", TERM="xterm")
+    environment = {"PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm", "NO_COLOR": ""}
+    screen = Screen([*COMMAND, "chat", *flags], POWERINFER_CACHE=str(tmp_path), **environment)
     title = screen.until("Ctrl-D ends").splitlines()[-1]
-    assert "context of 2000 tokens; /help" in title
+    assert f"\x1b[1m{smollm2.stem}\x1b[0m, context of 2000 tokens; /help" in title
     screen.until(PROMPT)
     screen.keys("\x03")
     screen.until("/bye or Ctrl-D ends")

@@ -26,18 +26,20 @@ from powerinfer.cli.common import (
     checked_text,
     config_flags,
     config_from,
-    demonstration_note,
     model_argument,
     model_flag,
     open_llm,
     option_names,
     printable,
     read_option,
+    shown_name,
+    small_model_note,
     sparsity_summary,
     with_model_defaults,
 )
 from powerinfer.cli.keys import unechoed
 from powerinfer.cli.run import answer, how_ended, reading
+from powerinfer.cli.screen import styled
 from powerinfer.cli.thinking import VALUES, asked_thinking, cannot_think, read_think, thinking_flags, told_apart
 from powerinfer.config import EngineConfig
 from powerinfer.errors import EngineError, PowerInferError, RequestError, did_you_mean
@@ -61,10 +63,28 @@ COMMANDS = {
     "/clear": ("", "start over; the system message stays"),
     "/save": ("FILE", "save the conversation as JSON"),
     "/load": ("FILE", "continue a saved conversation"),
+    "/stats": ("", "show how much of the context is used, and how fast answers were"),
     "/help": ("", "show this"),
     "/bye": ("", "end, as Ctrl-D"),
 }
-ALIASES = {"/reset": "/clear", "/exit": "/bye", "/quit": "/bye", "/?": "/help"}
+LOADED = "is chosen when a model is loaded: `powerinfer chat"
+FOREIGN = {
+    "/show": "; /set lists the sampling options, /stats shows what is used of the context",
+    "/model": f": the model {LOADED} -m NAME`; /save and /load take the conversation there",
+    "/list": "; `powerinfer list` shows the local models",
+    "/regenerate": "; /retry answers the last message again",
+    "/read": "; a file is part of a message when it is pasted",
+}
+"""Commands of Ollama and llama.cpp, and what does the same here."""
+FOREIGN_OPTIONS = {
+    **dict.fromkeys(("think", "nothink"), "/think on and /think off say whether the model thinks"),
+    **dict.fromkeys(("num_ctx", "n_ctx", "ctx_size", "context"), f"the context {LOADED} -c N`"),
+    **dict.fromkeys(("verbose", "quiet"), "/stats shows speeds; with `powerinfer chat -v` each answer does"),
+    **dict.fromkeys(("system", "system_prompt"), "/system TEXT sets the system message"),
+    **dict.fromkeys(("num_predict", "n_predict"), "max_tokens limits an answer"),
+    "repeat_penalty": "use repetition_penalty",
+}
+ALIASES = {"/models": "/list", "/reset": "/clear", "/exit": "/bye", "/quit": "/bye", "/?": "/help"}
 BLOCK = '"""'
 LEAVE = "/bye or Ctrl-D ends the conversation; Ctrl-C stops an answer"
 
@@ -83,24 +103,27 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     params = config_from(args, SamplingParams)
     system = None if args.system is None else checked_text(args.system, "the system message")
     with open_llm(args.model, config_from(args, EngineConfig), out, _check_template) as llm:
-        demonstration_note(args.model, out)
+        small_model_note(args.model, out)
+        assert llm.checkpoint is not None
+        name = shown_name(args.model, llm.checkpoint.path)
         conversation = Conversation(llm, with_model_defaults(params, llm, args), out, system, args.verbose)
         conversation.thinking, conversation.hide = asked_thinking(args), args.hide_thinking
         if told := cannot_think(llm, conversation.thinking):
             out.note(told)
         with Interrupts() as interrupts:
-            _talk(conversation, interrupts, out)
+            _talk(conversation, name, interrupts, out)
         sparsity = sparsity_summary(llm)
         document = {"messages": conversation.messages, "turns": conversation.turns}
         out.document({**document, **({"sparsity": sparsity} if sparsity else {})})
     return 0
 
 
-def _talk(conversation: Conversation, interrupts: Interrupts, out: Output) -> None:
-    """Handle messages until the input ends."""
+def _talk(conversation: Conversation, name: str, interrupts: Interrupts, out: Output) -> None:
+    """Handle messages until the input ends. name: of the model."""
     read, keep = reader(out, interrupts)
     if interrupts.interactive:
-        out.note(conversation.title())
+        about = f", context of {conversation.context} tokens; /help lists the commands, Ctrl-D ends"
+        out.note(styled(printable(name), "bold", sys.stderr) + about)
     while True:
         try:
             text = read()
@@ -224,10 +247,9 @@ class Conversation:
             self._llm.template.prepare()
             read_thoughts(self._llm.template)
 
-    def title(self) -> str:
-        """The model, its context and how to get help, on a line."""
-        name = printable(" ".join(self._llm.config.name.split())) or "model"
-        return f"{name}, context of {self._llm.context} tokens; /help lists the commands, Ctrl-D ends"
+    @property
+    def context(self) -> int:
+        return self._llm.context
 
     def handle(self, text: str, interrupts: Interrupts) -> bool:
         """Act on a command or a message; False when it ends the conversation."""
@@ -241,7 +263,7 @@ class Conversation:
         if command in COMMANDS:
             return self._attempt(lambda: self._command(command, rest, interrupts))
         if command.startswith("/"):
-            hint = did_you_mean(command, COMMANDS) or "; /help lists the commands"
+            hint = FOREIGN.get(command) or did_you_mean(command, COMMANDS) or "; /help lists the commands"
             self._out.note(f"no command {printable(command)}{hint}")
         elif command:
             return self._attempt(lambda: self._turn(text, interrupts))
@@ -270,6 +292,8 @@ class Conversation:
             self._system = rest or None
             self._clear()
             self._out.aside(f"(system message {'set' if rest else 'removed'}; the conversation starts over)")
+        elif command == "/stats":
+            self._stats()
         elif command == "/clear":
             self._clear()
             self._out.aside("(the conversation starts over)")
@@ -282,8 +306,10 @@ class Conversation:
         self.messages[:] = [] if self._system is None else [{"role": "system", "content": self._system}]
 
     def _set(self, name: str, value: str) -> None:
-        if name in ("think", "nothink"):  # Ollama's
-            raise RequestError(f"no option {name}; /think on and /think off say whether the model thinks")
+        if name == "parameter":  # Ollama's
+            name, value = (*value.split(None, 1), "", "")[:2]
+        if name in FOREIGN_OPTIONS:
+            raise RequestError(f"no option {name}; {FOREIGN_OPTIONS[name]}")
         if value:
             change = read_option(SamplingParams, name, value)
             self.params = dataclasses.replace(self.params, **change)
@@ -313,9 +339,31 @@ class Conversation:
             self.messages[:] = conversation_file.load(Path(name))
             first = self.messages[:1]
             self._system = first[0]["content"] if first and first[0]["role"] == "system" else None
+            self._show_last()
         done = "saved in" if command == "/save" else "loaded from"
         count = f"{len(self.messages)} message{'s' * (len(self.messages) != 1)}"
         self._out.aside(f"({count} {done} {printable(name)})")
+
+    def _show_last(self) -> None:
+        """Show the last message and its answer, of a conversation that goes on."""
+        for message in self.messages[-2:]:
+            if message["role"] == "user":
+                self._out.note(f"> {printable(message['content'])}")
+            elif message["role"] == "assistant":
+                self._out.text(message["content"])
+                self._out.flush()
+                self._out.text("\n")
+
+    def _stats(self) -> None:
+        used = len(self._llm.encode_chat(self.messages)) if self.messages else 0
+        rows = {"context": f"{used} of {self.context} tokens used"}
+        for turn in self.turns[-1:]:
+            rows["last answer"] = speed(turn).strip("()")
+            if first := turn.get("timings", {}).get("ttft_s"):
+                rows["first token"] = f"after {first:.2f} s"
+            rows["answers"] = f"{len(self.turns)}, {sum(turn['completion_tokens'] for turn in self.turns)} tokens"
+        for name, value in rows.items():
+            self._out.note(f"{name:<14}{value}")
 
     def _back(self, again: bool, interrupts: Interrupts) -> None:
         """Remove the last turn; again: and send its message again."""

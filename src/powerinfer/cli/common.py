@@ -8,6 +8,7 @@ import gc
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from powerinfer.cli.screen import Wrapping, styled
@@ -17,8 +18,6 @@ from powerinfer.progress import Progress, silent
 from powerinfer.sizes import A_SIZE, NoUnitError, read_size
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from powerinfer.config import ModelConfig
     from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.runtime.engine import LLM
@@ -323,13 +322,15 @@ def option_names(config: type) -> list[str]:
 
 
 def read_option(config: type, name: str, text: str) -> dict[str, Any]:
-    """{option: value}, read as its flag reads it; true or false for a switch. RequestError if that is not possible."""
+    """{option: value}, read as its flag reads it; true or false for a switch. RequestError, which names no flags, if that
+    is not possible."""
     wanted = "--" + name.lstrip("-").replace("_", "-")
     options = {field.name: field for field in dataclasses.fields(config) if "help" in field.metadata}
     names = {f"--{one.replace('_', '-')}": one for one in options}
     names |= {flag: one for one, field in options.items() for flag in field.metadata.get("flags", ())}
     if wanted not in names:
-        raise RequestError(f"no option {name}{did_you_mean(wanted, names) or '; there are ' + ', '.join(options)}")
+        near = did_you_mean(wanted, names).replace("-", "_").replace("__", "")
+        raise RequestError(f"no option {name}{near or '; there are ' + ', '.join(options)}")
     option = names[wanted]
     if options[option].type == "bool":
         if text not in ("true", "false"):
@@ -342,7 +343,8 @@ def read_option(config: type, name: str, text: str) -> dict[str, Any]:
     try:
         args = parser.parse_args([f"--{option.replace('_', '-')}={text}"])
     except RequestError as error:
-        raise RequestError(str(error).partition("; see `")[0]) from None
+        said = str(error).partition("; see `")[0]
+        raise RequestError(said.replace(f"--{option.replace('_', '-')}", option, 1)) from None
     return {option: getattr(config_from(args, config), option)}
 
 
@@ -450,13 +452,25 @@ def agreed(question: str) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def demonstration_note(model: str | None, out: Output) -> None:
-    """One line about a model (-m) so small that it is often wrong, for those who meet it first, at a terminal."""
+def small_model_note(model: str | None, out: Output) -> None:
+    """A line about a model (-m) so small that it is often wrong, for those who meet it first: they give no path."""
     from powerinfer.hub import small_note
 
-    note = small_note(model)
-    if note and sys.stderr.isatty() and not out.json_mode:
-        out.note(note)
+    if not out.json_mode and (model is None or not Path(model).exists()) and (note := small_note(model)):
+        out.aside(note)
+
+
+def shown_name(model: str | None, path: Path) -> str:
+    """The name of a model: as in `powerinfer list` or the short one, if -m says that, else its file's."""
+    from powerinfer.hub import default_name, known_names
+
+    if model is None:
+        return default_name()
+    if not Path(model).exists():
+        for name in known_names():
+            if name.lower() == model.lower():
+                return name
+    return path.stem if path.suffix == ".gguf" else path.name
 
 
 def model_path(model: str | None, out: Output) -> Path:

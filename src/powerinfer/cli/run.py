@@ -34,11 +34,11 @@ from powerinfer.cli.common import (
     checked_text,
     config_flags,
     config_from,
-    demonstration_note,
     disk_text,
     model_flag,
     open_llm,
     refuse_model_as_prompt,
+    small_model_note,
     sparsity_summary,
     with_model_defaults,
 )
@@ -121,7 +121,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
             status, document = answer(events, out, reader=reader, hide=args.hide_thinking)
         document["sampling"] = describe_sampling(llm, params)
         out.text("" if document["text"].endswith("\n") else "\n")
-        demonstration_note(args.model, out)
+        small_model_note(args.model, out)
         if args.verbose:
             _explain(llm, document, out)
         if told := how_ended(document, params.max_tokens):

@@ -20,7 +20,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from powerinfer.cli.common import Output, config_flags, config_from, load_llm, model_argument, model_path
+from powerinfer.cli.common import (
+    Output,
+    config_flags,
+    config_from,
+    load_llm,
+    model_argument,
+    model_path,
+    shown_name,
+    small_model_note,
+)
 from powerinfer.cli.main import INTERRUPTED
 from powerinfer.cli.progress import Bar
 from powerinfer.cli.screen import styled
@@ -105,6 +114,7 @@ def _addresses(url: str, about: str, config: ServeConfig) -> str:
         "chat in a browser": f"{url}/",
         "OpenAI's API": f"{url}/v1",
         "Anthropic's API": url,
+        "Ollama's API": url,
         "API key": "needed" if checked_keys(config) else "any, or none",
         "to end": "Ctrl-C",
     }
@@ -124,7 +134,7 @@ def _one(args: argparse.Namespace, config: ServeConfig, out: Output) -> tuple[tu
     """The names and the path of the model."""
     name, model = _named(args.model[0]) if args.model else (None, None)
     path = model_path(model, out)
-    return tuple(config.alias) or (name or api_name(model, path),), path
+    return tuple(config.alias) or (name or shown_name(model, path),), path
 
 
 def _serve_on_ray(args: argparse.Namespace, config: ServeConfig, engine: EngineConfig, out: Output) -> None:
@@ -158,6 +168,7 @@ def _serve_one(args: argparse.Namespace, config: ServeConfig, engine: EngineConf
         if shown:
             requests = f"{engine.max_batch} requests at a time" if engine.max_batch > 1 else "one request at a time"
             out.note(_addresses(made.url, f"{names[0]}, context of {llm.context} tokens, {requests}", config))
+            small_model_note(_named(args.model[0])[1] if args.model else None, out)
         return llm
 
     made = server.make_server([ModelSource(names, load)], config, _requests(engine))
@@ -193,7 +204,7 @@ def _given(args: argparse.Namespace, out: Output) -> Mapping[str, Path]:
     for text in args.model or ():
         name, model = _named(text)
         path = model_path(model, out)
-        _add(found, {name or api_name(model, path): path})
+        _add(found, {name or shown_name(model, path): path})
     return found
 
 
@@ -263,16 +274,3 @@ def _named(given: str) -> tuple[str | None, str]:
     if not 0 < len(name) <= MAX_NAME or not name.isprintable():
         raise RequestError(f"the name of a model has 1 to {MAX_NAME} printable characters, not {name!r}")
     return name, model
-
-
-def api_name(model: str | None, path: Path) -> str:
-    """The name of a model in the API: as in `powerinfer list` or the short one, if -m says that, else its file's."""
-    from powerinfer.hub import default_name, known_names
-
-    if model is None:
-        return default_name()
-    if not Path(model).exists():
-        for name in known_names():
-            if name.lower() == model.lower():
-                return name
-    return path.stem if path.suffix == ".gguf" else path.name
