@@ -87,6 +87,8 @@ def test_a_model_is_no_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert main(["run", model]) == 2
         assert f'{model} is a model: powerinfer run "PROMPT" -m {model}' in capsys.readouterr().err
     assert main(["run", str(path), "hi", "--gpu", "none", "-n", "1"]) == 0, "as ollama takes them"
+    assert main(["run", "qwen3-4c", "Why is it?"]) == 2, "the prompt had its quotes"
+    assert capsys.readouterr().err.startswith("powerinfer: qwen3-4c is not the name of a model; did you mean qwen3-4b?")
     assert main(["run", str(path), "hi", "there"]) == 2 and "is a model" in capsys.readouterr().err
     assert not any(hub.names_model(text) for text in ("", "Hi", "~nobody-here", str(tmp_path), "x" * 5000, "a\0b"))
     assert main(["run", "smollm2", "-m", str(path), "--gpu", "none", "-n", "1"]) != 2

@@ -687,7 +687,12 @@ def test_a_sliding_qwen3_needs_its_norms(tmp_path: Path) -> None:
 # --- what is refused: config.json, index and safetensors
 
 CONFIG_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown class": ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM.* is not supported"),
+    "unknown class": (
+        {"architectures": ["GemmaForCausalLM"]},
+        r"architectures is 'GemmaForCausalLM', which is not supported \(only arcee, bamboo,",
+    ),
+    "vision": ({"architectures": ["LlavaForConditionalGeneration"]}, "'LlavaFor.*': vision models are not supported$"),
+    "vision by its part": ({"architectures": ["X"], "vision_config": {}}, "'X': vision models are not supported$"),
     "two classes": ({"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]}, "not supported"),
     "classes of another type": ({"architectures": {"a": 1}}, "not supported"),
     "a class that is no text": ({"architectures": [["LlamaForCausalLM"]]}, "not supported"),

@@ -82,6 +82,8 @@ class Parser(argparse.ArgumentParser):
                     return found
                 refuse_model_as_prompt(found.prompt)
                 name = found.prompt if found.model is None and len(rest) == 1 and " " not in found.prompt else ""
+                if name and " " in rest[0]:  # it had its quotes
+                    self.error(f"{name} is not the name of a model{_near_model(name)}")
                 model = f", and {name} is not the name of a model{_near_model(name)}" if name else ""
                 self.error(f"unexpected: {' '.join(rest)}; a prompt of several words needs quotes{model}")
             self.error(f"unexpected: {' '.join(rest)}")
@@ -322,8 +324,8 @@ def option_names(config: type) -> list[str]:
 
 
 def read_option(config: type, name: str, text: str) -> dict[str, Any]:
-    """{option: value}, read as its flag reads it; true or false for a switch. RequestError, which names no flags, if that
-    is not possible."""
+    """{option: value}, read as its flag reads it; true or false for a switch. RequestError, which names no flags, if it
+    cannot be."""
     wanted = "--" + name.lstrip("-").replace("_", "-")
     options = {field.name: field for field in dataclasses.fields(config) if "help" in field.metadata}
     names = {f"--{one.replace('_', '-')}": one for one in options}

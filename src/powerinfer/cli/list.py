@@ -35,8 +35,8 @@ def show(out: Output) -> int:
         quantisation, prepared = _quantisation(model.path), _prepared(model)
         used = datetime.fromtimestamp(model.used).strftime("used %Y-%m-%d %H:%M") if model.used else "of this clone"
         size = f"{model.nbytes / 1e6:,.0f} MB"
-        ready = ", ".join(prepared) or "nothing prepared"
-        out.line(f"{model.name:<44} {size:>10}  {quantisation or '?':<6}  {used:<21}  {ready}")
+        ready = f"prepared: {', '.join(prepared)}" if prepared else ""
+        out.line(f"{model.name:<44} {size:>10}  {quantisation or '?':<6}  {used:<21}  {ready}".rstrip())
         about = {"quantisation": quantisation, "prepared": prepared, "used": model.used or None}
         rows.append({**document(model), **about})
     if not rows:

@@ -47,6 +47,19 @@ FOREIGN = {
 }  # fmt: skip
 """Commands of llama.cpp, Ollama and vLLM, and what they are called here."""
 
+HINTS = {
+    "ps": "the page of a server and its route /v1/models show what is loaded",
+    "stop": "Ctrl-C ends a server; one of several models unloads them itself (--keep-alive)",
+    "search": "`powerinfer pull --names` shows models with short names; OWNER/NAME of Hugging Face works, too",
+    "quantize": "--quantize quantises a model when it is loaded; `powerinfer pull NAME:Q4_K_M` fetches one that is",
+    "convert": "folders of Hugging Face are used as they are: -m FOLDER",
+    "create": "a file or folder is a model as it is: -m PATH; `powerinfer pull PATH` gives it a name",
+    "cp": "`powerinfer pull PATH` gives a file or folder a name",
+    "push": "models are not uploaded",
+    **dict.fromkeys(("embed", "embedding"), "`powerinfer serve` answers /v1/embeddings"),
+}
+"""Commands of theirs that are none here, and what to do instead."""
+
 INTERRUPTED = 130
 TERMINATED = 143  # what a shell reports for a program that SIGTERM ended
 BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
@@ -136,8 +149,11 @@ def _dispatch(argv: list[str]) -> int:
         # rm, which deletes, is meant last: rum is run
         near = f"; did you mean {FOREIGN[verb]}?" if verb in FOREIGN else ""
         near = near or did_you_mean(verb, [one for one in VERBS if one != "rm"]) or did_you_mean(verb, VERBS)
-        if not near and " " in verb:
-            near = "; a prompt is answered by `powerinfer run PROMPT`"
+        if verb in HINTS:
+            near = f": {HINTS[verb]}"
+        elif not near and " " in verb:
+            prompt = verb if len(verb) <= 60 and '"' not in verb else "PROMPT"
+            near = f'; a prompt follows `run`: powerinfer run "{prompt}"'
         raise RequestError(f"no command {verb}{near or '; there are ' + ', '.join(VERBS)}")
     # The engine has its own threads. OpenBLAS would start more on `import numpy`, which takes as long as the import.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

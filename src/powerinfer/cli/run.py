@@ -162,7 +162,7 @@ def _prompt(given: str | None, out: Output) -> str:
     if given in (None, "-"):
         piped = "" if sys.stdin is None or sys.stdin.isatty() else _piped()
         if not piped.strip():
-            raise RequestError('no prompt; `powerinfer run "..."`, or pipe one in')
+            raise RequestError('no prompt; `powerinfer run "..."`, or pipe one in; `powerinfer chat` is a conversation')
         return piped
     prompt = checked_text(given or "", "the prompt")
     piped = _piped().strip("\n") if _is_piped(out) else ""

@@ -7,6 +7,7 @@ unsupported settings are refused by name. No code of the folder is run.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,8 @@ WITH_VISION = {
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
 """Classes of models that also read pictures, whose part for text is one of ARCHITECTURES."""
+_VISION = re.compile("Llava|VL|Vision|Vlm|VLM|ImageText|Pixtral|Idefics|PaliGemma|Florence")
+"""A part of the names of classes that read pictures."""
 _OTHER_TYPES = {"kimi_k2": "deepseek_v3"}
 """`model_type` of folders that have the class of another family, whose layers they share."""
 
@@ -171,8 +174,10 @@ def _architecture(fields: Fields) -> str:
     if classes is None and type(kind) is str and kind in ARCHITECTURES.values():
         return kind
     if name not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise fields.bad("architectures", f"is {shown(classes)}, which is not supported (only {known})")
+        if name is not None and (fields.has("vision_config") or _VISION.search(name)):
+            raise fields.bad("architectures", f"is {shown(name)}: vision models are not supported")
+        known = ", ".join(sorted({*ARCHITECTURES.values()}))
+        raise fields.bad("architectures", f"is {shown(name or classes)}, which is not supported (only {known})")
     family = ARCHITECTURES[name]
     if kind not in (None, family):
         raise fields.bad("model_type", f"is {shown(kind)}, which does not go with {name}")
