@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import sys
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from powerinfer.cli.log_lines import LONGEST, LogLines, is_shown
+from powerinfer.cli.serve import _addresses
 from powerinfer.config import ServeConfig
 from powerinfer.errors import PowerInferError
 from powerinfer.serve.server import listen
@@ -67,7 +69,16 @@ def test_levels_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         assert LogLines().format(record).endswith("\x1b[33mwarning\x1b[0m: odd") is (style == "xterm")
 
 
-def test_the_block_says_where_the_server_listens() -> None:
+def test_a_block_says_where_the_server_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POWERINFER_API_KEY", raising=False)
+    block = _addresses("http://h:1", "tiny\x1b, context of 64 tokens", ServeConfig())
+    assert block.splitlines()[1] == "tiny\\x1b, context of 64 tokens" and "models" not in block
+    assert re.search(r"^  OpenAI's API +http://h:1/v1$", block, re.MULTILINE)
+    assert re.search(r"^  API key +any, or none$", block, re.MULTILINE)
+    monkeypatch.setenv("POWERINFER_API_KEY", "x" * 32)
+    block = _addresses("http://h:1", "9 models", ServeConfig(), [f"m{n}" for n in range(10)])
+    assert re.search(r"^  API key +needed$", block, re.MULTILINE)
+    assert re.search(r"^  models +m0, m1, .*, m7 and 2 more, see http://h:1/v1/models$", block, re.MULTILINE)
     assert not is_shown(logging.LogRecord("x", 0, "", 0, "listening", (), None))
     assert is_shown(logging.LogRecord("x", 0, "", 0, "request", (), None))
 

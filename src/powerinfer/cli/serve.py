@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -27,6 +27,7 @@ from powerinfer.cli.common import (
     load_llm,
     model_argument,
     model_path,
+    printable,
     shown_name,
     small_model_note,
 )
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from powerinfer.serve.server import Server
 
 MAX_QUEUE = 32
+SHOWN = 8  # names of models
 UNLIMITED = 1 << 30  # requests, where --max-queue is 0
 MAX_NAME = 128
 LOADED = 4  # models whose requests are expected at a time, where --max-models says nothing
@@ -97,7 +99,9 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     if sys.stderr.isatty():  # beside the log, for who looks on
         made.say = out.note
         if several:
-            out.note(_addresses(made.url, "several models, each loaded when a request names it", config))
+            names, count = made.service.names, len(made.service.names)
+            about = f"{count} model{'s' * (count != 1)}, each loaded when a request names it"
+            out.note(_addresses(made.url, about, config, names))
     try:
         made.live()
     finally:
@@ -106,11 +110,14 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     return INTERRUPTED if made.force_exit else 0
 
 
-def _addresses(url: str, about: str, config: ServeConfig) -> str:
-    """What a person needs to know of a server, as a block of lines."""
+def _addresses(url: str, about: str, config: ServeConfig, models: Sequence[str] = ()) -> str:
+    """What a person needs to know of a server, as a block of lines. models: of one that has several."""
     from powerinfer.serve.server import checked_keys
 
+    more = len(models) - SHOWN
+    listed = ", ".join(models[:SHOWN]) + (f" and {more} more, see {url}/v1/models" if more > 0 else "")
     rows = {
+        **({"models": printable(listed)} if models else {}),
         "chat in a browser": f"{url}/",
         "OpenAI's API": f"{url}/v1",
         "Anthropic's API": url,
@@ -119,7 +126,7 @@ def _addresses(url: str, about: str, config: ServeConfig) -> str:
         "to end": "Ctrl-C",
     }
     lines = "".join(f"  {name:<20}{value}\n" for name, value in rows.items())
-    return f"\n{styled(about, 'bold', sys.stderr)}\n\n{lines}"
+    return f"\n{styled(printable(about), 'bold', sys.stderr)}\n\n{lines}"
 
 
 def _check_flags(args: argparse.Namespace, several: bool) -> None:
