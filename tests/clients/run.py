@@ -72,6 +72,8 @@ OPENCODE_CONFIG = """{
 CLIENTS = [
     Client("sdk-python", ("openai==3.57.0", "anthropic==2.14.0")),
     Client("sdk-node", ("openai@7.59.0", "@anthropic-ai/sdk@1.14.0", "zod@4.6.7"), node=True),
+    Client("ollama-python", ("ollama==0.6.3",)),
+    Client("ollama-node", ("ollama@0.6.4",), node=True),
     Client("litellm", ("litellm==1.110.2",), variables={"LITELLM_LOCAL_MODEL_COST_MAP": "True"}),
     Client("langchain", ("langchain==1.5.2", "langchain-openai==1.7.4", "langgraph==1.2.24")),
     Client("pydantic-ai", ("pydantic-ai-slim[openai,anthropic]==2.66.0",)),
