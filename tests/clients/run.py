@@ -75,7 +75,10 @@ CLIENTS = [
     Client("ollama-python", ("ollama==0.6.3",)),
     Client("ollama-node", ("ollama@0.6.4",), node=True),
     Client("litellm", ("litellm==1.110.2",), variables={"LITELLM_LOCAL_MODEL_COST_MAP": "True"}),
-    Client("langchain", ("langchain==1.5.2", "langchain-openai==1.7.4", "langgraph==1.2.24")),
+    Client(
+        "langchain",
+        ("langchain==1.5.2", "langchain-openai==1.7.4", "langchain-ollama==1.1.0", "langgraph==1.2.24"),
+    ),
     Client("pydantic-ai", ("pydantic-ai-slim[openai,anthropic]==2.66.0",)),
     Client("instructor", ("instructor[anthropic]==1.17.0",)),
     Client("openai-agents", ("openai-agents==0.24.0",)),

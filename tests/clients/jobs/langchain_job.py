@@ -8,6 +8,7 @@ from typing import Any
 import job
 from langchain.agents import create_agent
 from langchain_core.tools import tool
+from langchain_ollama import ChatOllama, OllamaEmbeddings
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
@@ -50,6 +51,24 @@ def with_reasoning_effort() -> str:
     return answer_of(made.invoke({"messages": [("user", job.PROMPT)]}))
 
 
+def ollama() -> ChatOllama:
+    return ChatOllama(model=job.MODEL, base_url=job.URL, validate_model_on_init=True, num_ctx=4096, temperature=0)
+
+
+def agent_of_ollama() -> str:
+    return answer_of(create_agent(ollama(), [read_file]).invoke({"messages": [("user", job.PROMPT)]}))
+
+
+def structured_by_ollama() -> None:
+    made = ollama().with_structured_output(Person, method="json_schema")
+    assert made.invoke(job.PERSON_PROMPT) == Person(name="Jo", age=3)
+
+
+def embeddings_by_ollama() -> None:
+    made = OllamaEmbeddings(model=job.MODEL, base_url=job.URL)
+    assert len(made.embed_documents(["one", "two"])) == 2 and made.embed_query("one")
+
+
 def structured() -> None:
     made = model().with_structured_output(Person, method="json_schema")
     assert made.invoke(job.PERSON_PROMPT) == Person(name="Jo", age=3)
@@ -71,5 +90,6 @@ def too_long() -> None:
 
 
 job.run(
-    agent, agent_streamed, agent_of_responses, with_reasoning_effort, structured, structured_by_a_function, too_long
-)
+    agent, agent_streamed, agent_of_responses, with_reasoning_effort, structured, structured_by_a_function, too_long,
+    agent_of_ollama, structured_by_ollama, embeddings_by_ollama,
+)  # fmt: skip

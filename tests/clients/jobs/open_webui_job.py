@@ -1,4 +1,5 @@
-"""Requests as Open WebUI sends them, whose installation takes gigabytes: streams with usage, functions, a title."""
+"""Requests as Open WebUI sends them, whose installation takes gigabytes: streams with usage, functions, a title, and
+those of its connections to Ollama."""
 
 from __future__ import annotations
 
@@ -66,4 +67,32 @@ def title() -> None:
     assert json.loads(ask("/v1/chat/completions", body))["choices"][0]["message"]["content"]
 
 
-job.run(models, chat, title)
+def ollama_models() -> None:
+    assert json.loads(ask("/api/version"))["version"]
+    (model,) = json.loads(ask("/api/tags"))["models"]
+    assert model["model"] == f"{job.MODEL}:latest" and model["size"] is not None
+    assert json.loads(ask("/api/ps"))["models"][0]["expires_at"]
+    assert json.loads(ask("/api/show", {"model": model["model"]}))["capabilities"]
+
+
+def ollama_chat() -> str:
+    function = {"name": "read_file", "description": "Read a file", "parameters": job.PARAMETERS}
+    body: dict[str, Any] = {
+        "model": f"{job.MODEL}:latest", "messages": [{"role": "user", "content": job.PROMPT}], "stream": True,
+        "options": {"temperature": 0.2, "num_ctx": 2048}, "tools": [{"type": "function", "function": function}],
+        "keep_alive": "5m",
+    }  # fmt: skip
+    for _ in range(2):
+        message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": []}
+        for part in map(json.loads, ask("/api/chat", body).splitlines()):
+            message["content"] += part["message"]["content"]
+            message["tool_calls"] += part["message"].get("tool_calls", [])
+        assert part["done"] and part["eval_count"] and part["total_duration"]
+        body["messages"].append(message)
+        for call in message["tool_calls"]:
+            result = job.read_file(**call["function"]["arguments"])
+            body["messages"].append({"role": "tool", "tool_call_id": call["id"], "content": result})
+    return str(message["content"])
+
+
+job.run(models, chat, title, ollama_models, ollama_chat)
