@@ -56,6 +56,9 @@ ROUTES: Mapping[str, Callable[[str], Body]] = {
     "/tokenize": lambda text: {"content": text},
     "/apply-template": lambda text: {"messages": _turn(text)},
     "/completion": lambda text: {"prompt": text, "n_predict": 1},
+    "/api/chat": lambda text: {"messages": _turn(text), "options": {"num_predict": 1}},
+    "/api/generate": lambda text: {"prompt": text, "options": {"num_predict": 1}},
+    "/api/embed": lambda text: {"input": text},
 }
 """By path: a request with a text."""
 
