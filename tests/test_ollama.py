@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_files import tiny_gguf
 from serving import SlowExecutor, client, post, running, served_llm, serving, until
 from sparse_models import tiny_llama
 from test_serve_llama import MARKS, MIDDLE, PREFIX, SUFFIX, asked_of, infill_server
@@ -18,14 +19,16 @@ from test_thoughts import QWEN3, THOUGHT, YES, Writer
 from test_tool_calls import QWEN, WEATHER
 from toy_model import BOS, D_MODEL, idle
 
+from benchmarks.models.gguf_writer import U32
 from powerinfer.cli import serve
 from powerinfer.cli.common import Output, config_from
 from powerinfer.config import EngineConfig, ServeConfig
 from powerinfer.formats.chat import ChatTemplate
+from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.runtime.engine import LLM
 from powerinfer.serve import app as app_module
 from powerinfer.serve import ollama_bodies
-from powerinfer.serve.ollama_models import _short
+from powerinfer.serve.ollama_models import _facts, _short
 from powerinfer.serve.server import Server
 
 CALLS = QWEN + "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -526,6 +529,12 @@ def test_what_a_model_can_do(server: Server, script: Any) -> None:
     script("", QWEN)
     assert ask(server, "/api/show", verbose=True)["capabilities"] == ["completion", "tools"]
     assert ask(server, "/api/show", name="toy")["template"] == QWEN
+
+
+def test_a_quantisation_has_its_usual_name(tmp_path: Path) -> None:
+    for number, level in ((15, "Q4_K_M"), (999, "F32")):
+        path = tiny_gguf().add("general.file_type", U32, number).write(tmp_path / f"{number}.gguf")
+        assert _facts(open_checkpoint(path)).details["quantization_level"] == level
 
 
 def test_numbers_of_weights() -> None:

@@ -219,26 +219,33 @@ def _add_models(app: FastAPI, service: Service) -> None:
         return json_response({"version": VERSION, "powerinfer": __version__})
 
     @app.get("/api/tags")
-    async def tags() -> Response:
+    async def tags(request: Request) -> Response:
         await service.refresh()
         if service.only is not None and not service.only.ready:
             raise service.only.not_ready()
-        rows = [partial(listed, service.find(name), name) for name in service.names]
+        models = [(name, service.find(name)) for name in service.names]
+        rows = [partial(listed, model, _held(model, request), name) for name, model in models]
         return json_response({"models": await run_in_threadpool(lambda: [row() for row in rows])})
 
     @app.get("/api/ps")
     async def ps(request: Request) -> Response:
-        ready = [service.peek(model.name, request.state.leases) for model in service.models if model.ready]
-        rows = await run_in_threadpool(lambda: [running(model, service.keep_alive) for model in ready])
+        held = [(model, llm) for model in service.models if (llm := _held(model, request)) is not None]
+        rows = await run_in_threadpool(lambda: [running(*pair, service.keep_alive) for pair in held])
         return json_response({"models": rows})
 
     @app.post("/api/show")
     async def show(body: ShowBody, request: Request) -> Response:
         body.check_extra(frozenset(), {}, frozenset())
         model = service.find(body.model or body.name or None)
-        if model.ready:
-            service.peek(model.name, request.state.leases)
         try:
-            return json_response(await run_in_threadpool(shown, model))
+            return json_response(await run_in_threadpool(shown, model, _held(model, request)))
         except Exception as error:
             raise refusal(model, error) from None
+
+
+def _held(model: ServedModel, request: Request) -> LLM | None:
+    """The model's engine, until the request has ended; None: it is not loaded. That is no use of it."""
+    if not model.ready:
+        return None
+    model.take(request.state.leases, counts=False)
+    return model.llm

@@ -54,9 +54,9 @@ class Facts(NamedTuple):
     details: dict[str, Any]
 
 
-def listed(model: ServedModel, name: str) -> dict[str, Any]:
-    """A row of /api/tags. Some seconds for a large vocabulary that was not read before: not for the event loop."""
-    facts = _facts_of(model)
+def listed(model: ServedModel, llm: LLM | None, name: str) -> dict[str, Any]:
+    """A row of /api/tags. llm: None where it is not loaded. Headers may be read for it: not for the event loop."""
+    facts = _facts_of(model, llm)
     shown = name if ":" in name else name + TAG
     return {
         "name": shown,
@@ -68,9 +68,9 @@ def listed(model: ServedModel, name: str) -> dict[str, Any]:
     }
 
 
-def running(model: ServedModel, keep_alive: float | None) -> dict[str, Any]:
+def running(model: ServedModel, llm: LLM, keep_alive: float | None) -> dict[str, Any]:
     """A row of /api/ps, of a model that is loaded. keep_alive: seconds without a request, None: it stays."""
-    row = listed(model, model.name)
+    row = listed(model, llm, model.name)
     del row["modified_at"]
     taken = model.taken
     if taken.ram or taken.vram:  # the only model of a server has no budget
@@ -78,26 +78,29 @@ def running(model: ServedModel, keep_alive: float | None) -> dict[str, Any]:
     left = None if keep_alive is None else max(0.0, model.used + keep_alive - time.monotonic())
     return row | {
         "expires_at": NEVER if left is None else moment(time.time() + left),
-        "context_length": model.llm.context,
+        "context_length": llm.context,
     }
 
 
-def _facts_of(model: ServedModel) -> Facts:
+def _facts_of(model: ServedModel, llm: LLM | None) -> Facts:
     path = model.source.path
-    if model.ready:
-        checkpoint = model.llm.checkpoint
-        return _without_files(model) if checkpoint is None else _facts(checkpoint)
-    if path is None:
-        raise model.not_ready()
+    if llm is not None and llm.checkpoint is not None:
+        return _facts(llm.checkpoint)
     try:
-        return _stored_facts(path, path.stat().st_mtime_ns)
-    except (PowerInferError, OSError):  # it is among the models nevertheless, and says why once it is asked
-        return Facts(0, 0.0, "", _details("", "", "", 0))
+        if path is not None and llm is None:
+            return _stored_facts(path, _changed(path))
+    except PowerInferError:  # it is among the models nevertheless, and says why once it is asked
+        pass
+    family = "" if llm is None else llm.config.architecture
+    return Facts(0, 0.0, hashlib.sha256(model.name.encode()).hexdigest(), _details("", family, "", 0))
 
 
-def _without_files(model: ServedModel) -> Facts:
-    digest = hashlib.sha256(model.name.encode()).hexdigest()
-    return Facts(0, 0.0, digest, _details("", model.llm.config.architecture, "", 0))
+def _changed(path: Path) -> int:
+    """When a file was changed; 0 for one that is no more, which is said by whoever opens it."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 @lru_cache(1024)
@@ -220,14 +223,15 @@ class _Model:
         }
 
 
-def shown(model: ServedModel) -> dict[str, Any]:
-    """The answer of /api/show; not for the event loop. PowerInferError for a file that cannot be loaded."""
-    facts, path = _facts_of(model), model.source.path
-    if model.ready:
-        document = _Model.loaded(model.llm).document
+def shown(model: ServedModel, llm: LLM | None) -> dict[str, Any]:
+    """The answer of /api/show; as `listed`. PowerInferError for a file that cannot be loaded."""
+    facts, path = _facts_of(model, llm), model.source.path
+    if llm is not None:
+        document = _Model.loaded(llm).document
+    elif path is not None:
+        document = _stored_document(path, _changed(path))
     else:
-        assert path is not None
-        document = _stored_document(path, path.stat().st_mtime_ns)
+        raise model.not_ready()
     return document | {
         "modelfile": f"FROM {model.name}\n",
         "details": facts.details,
