@@ -58,7 +58,7 @@ ROUTES: Mapping[str, Callable[[str], Body]] = {
     "/completion": lambda text: {"prompt": text, "n_predict": 1},
     "/api/chat": lambda text: {"messages": _turn(text), "options": {"num_predict": 1}},
     "/api/generate": lambda text: {"prompt": text, "options": {"num_predict": 1}},
-    "/api/embed": lambda text: {"input": text},
+    "/api/embed": lambda text: {"input": text, "truncate": False},
 }
 """By path: a request with a text."""
 
