@@ -27,7 +27,7 @@ NATIVE := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(wildcard src/power
 # which are installed without compiled ones.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run test test-all test-bench test-bench-if-changed test-deferred mutations check fuzz bench install clean \
+.PHONY: help run test test-all test-bench test-bench-if-changed test-deferred mutations check fuzz bench install docs clean \
 	test-compile test-native test-neon test-asan fuzz-asan test-clients test-converter
 
 help:
@@ -47,6 +47,7 @@ help:
 	@echo 'make test-converter     files of llama.cpp'\''s own converter, of every family, against transformers'
 	@echo 'make test-clients       real clients (agents, too) against the server, installed with pip and npm (ARGS="codex": some)'
 	@echo 'make fuzz-asan          damaged model files through a whole forward pass, under the sanitisers'
+	@echo 'make docs               the site of the documents, in build/site'
 	@echo 'make bench              measure this machine with the default model'
 	@echo 'make clean              remove .venv and the build'
 
@@ -157,6 +158,15 @@ fuzz-asan: $(VENV)/stamp-dev
 	@LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 		PYTHONPATH=src $(BIN)/python tests/fuzz_native.py --module build/asan $(ARGS)
+
+# Neither the package nor what the tests need; a link that leads nowhere is an error.
+docs: $(VENV)/stamp-docs
+	@$(BIN)/properdocs --quiet build --strict
+	@echo 'build/site/index.html'
+
+$(VENV)/stamp-docs: $(VENV)/stamp-build-tools pyproject.toml
+	@$(PIP) install $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	@touch $@
 
 bench: $(VENV)/stamp-core-$(LEVELS)
 	@$(BIN)/powerinfer bench $(ARGS)

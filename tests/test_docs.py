@@ -1,22 +1,27 @@
-"""The documents: links lead somewhere, and the pages of decisions stay short."""
+"""The documents: links lead somewhere, what is generated is up to date, and the pages of decisions stay short."""
 
 from __future__ import annotations
 
 import re
+import shlex
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from benchmarks.lib import tables
+from docs.site import pages, reference
+from powerinfer.cli.common import Parser
+
 ROOT = Path(__file__).parent.parent
-FOLDERS = (".", "benchmarks", "runs", "models/*", "docs", "docs/decisions")
-PAGES = sorted(page for folder in FOLDERS for page in ROOT.glob(f"{folder}/*.md"))
+PAGES = [path for path in pages.paths() if path.suffix == ".md"]
 DECISIONS = sorted((ROOT / "docs/decisions").glob("*.md"))
 
 
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return set(map(pages.anchor, headings))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -30,6 +35,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert target.exists(), link
         if anchor and target.suffix == ".md":
             assert anchor in anchors(target), link
+
+
+def test_the_site_has_every_document_in_its_menu() -> None:
+    """`make docs` builds it, which needs what the tests do not."""
+    menu = re.findall(r"[\w/.-]+\.md", (ROOT / "properdocs.yml").read_text())
+    assert len(menu) == len(set(menu))
+    assert set(menu) == {str(page.relative_to(ROOT)) for page in PAGES}
 
 
 def test_decisions_fit_in_200_lines() -> None:
@@ -49,3 +61,26 @@ def test_a_decision_has_a_date_and_a_fate_and_the_newest_is_first() -> None:
         assert dates and all(dates), page.name
         days = [date[1] if len(date[1]) > 5 else f"2026-{date[1]}" for date in dates if date]
         assert days == sorted(days, reverse=True), page.name
+
+
+def test_what_is_generated_is_up_to_date() -> None:
+    assert not tables.outdated(reference.PAGES), "python -m docs.site.reference writes it"
+
+
+def test_commands_of_others_have_one_here_that_is_valid() -> None:
+    """The commands in the tables of docs/coming-from.md; test_readme.py looks at those in blocks."""
+    page = (ROOT / "docs/coming-from.md").read_text()
+    rows = re.findall(r"^\|.*?\| `powerinfer ([^`]*)`(?: \(.*\))? \|$", page, re.MULTILINE)
+    found = [shlex.split(words) for words in rows]
+    assert len(found) > 10
+    for verb, *rest in found:
+        parser = Parser(prog=verb)
+        import_module(f"powerinfer.cli.{verb}").configure(parser)
+        parser.parse_args(rest)
+
+
+def test_the_same_flags_are_the_same() -> None:
+    page = (ROOT / "docs/coming-from.md").read_text()
+    same = re.findall(r"`(--?[\w-]+)`", page.partition("The same: ")[2].partition("\n\n")[0])
+    here = reference.flags("run") | reference.flags("serve")
+    assert len(same) > 8 and set(same) <= here

@@ -30,7 +30,7 @@ _Config = TypeVar("_Config", bound=type)
 def documented(config: _Config) -> _Config:
     """A configuration whose docstring ends with its options, each with its type, its default and its help text."""
     texts = (_documentation(one) for one in fields(config) if "help" in one.metadata)
-    config.__doc__ = "\n".join((cleandoc(config.__doc__), "", *texts))
+    config.__doc__ = "\n".join((cleandoc(config.__doc__ or ""), "", *texts))
     return config
 
 

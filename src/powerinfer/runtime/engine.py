@@ -96,9 +96,14 @@ class LLM:
     Raises RequestError (no such model, invalid option) or ModelError (a file that cannot be run).
     Thread-safe: concurrent requests are batched. After a fork the model can only be used in the process that loaded it.
 
-    tokenizer, template: of the model; template is None if it has none.
-    config: what the model is; engine: how it runs; load_s: seconds that loading took.
-    sampling: the model's own defaults; checkpoint: its files; notes: lines for the user about how it was loaded.
+    tokenizer: makes tokens of texts, and texts of tokens.
+    template: the model's chat template; None if it has none.
+    config: what the model is: its layers, widths and context.
+    engine: how it runs, an `EngineConfig`.
+    load_s: seconds that loading took.
+    sampling: the model's own defaults.
+    checkpoint: the model's files.
+    notes: lines for the user about how the model was loaded.
     """
 
     tokenizer: Tokenizer

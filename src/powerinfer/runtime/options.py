@@ -80,7 +80,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class EmbeddingOptions(TypedDict, total=False):
-    """What a call of `AsyncLLM` takes beside texts to embed."""
+    """Keywords of `AsyncLLM.embed`, beside the texts."""
 
     salt: bytes
     timeout: float | None
@@ -88,20 +88,20 @@ class EmbeddingOptions(TypedDict, total=False):
 
 
 class RequestOptions(EmbeddingOptions, total=False):
-    """What a call of `AsyncLLM` takes beside the prompt and `params`."""
+    """Keywords of `AsyncLLM.generate` and `stream`, beside the prompt and `params`."""
 
     mask: TokenMask | None
 
 
 class TemplateOptions(TypedDict, total=False):
-    """What a chat template is given beside the messages."""
+    """Keywords of `chat` and `chat_stream`: what the chat template is given beside the messages."""
 
     tools: Sequence[Mapping[str, Any]] | None
     chat_template_kwargs: Mapping[str, Any] | None
 
 
 class ChatOptions(RequestOptions, TemplateOptions, total=False):
-    """What a chat of `AsyncLLM` takes beside the messages and `params`."""
+    """Keywords of `AsyncLLM.chat` and `chat_stream`, beside the messages and `params`."""
 
 
 def check_names(given: Collection[str], known: Collection[str], where: str) -> None:
@@ -112,7 +112,7 @@ def check_names(given: Collection[str], known: Collection[str], where: str) -> N
             raise RequestError(f"{where} has no option {name!r}{hint}")
 
 
-_ELSEWHERE = {
+ELSEWHERE = {
     "n_ctx": "context", "num_ctx": "context", "max_model_len": "context", "n_threads": "threads",
     "model_path": "model", "n_gpu_layers": "gpu and vram", "gpu_memory_utilization": "vram",
 }  # fmt: skip
@@ -121,8 +121,8 @@ _ELSEWHERE = {
 
 def _hint(name: str, where: str) -> str:
     """The end of a message about an option that is elsewhere."""
-    if where == "LLM" and name in _ELSEWHERE:
-        return f"; here it is {_ELSEWHERE[name]}"
+    if where == "LLM" and name in ELSEWHERE:
+        return f"; here it is {ELSEWHERE[name]}"
     if where != "SamplingParams" and name in SamplingOptions.__annotations__:
         return f"; it is one of SamplingParams({name}=...)"
     return "; chat_stream and stream answer token by token" if name == "stream" else ""
