@@ -32,6 +32,11 @@ class Command:
     shown: list[str] | None = None
     script: bool = False
 
+    @property
+    def fails(self) -> bool:
+        """Whether it shows an error of this program."""
+        return any(line.startswith("powerinfer: ") for line in self.shown or ())
+
 
 def blocks(page: Path) -> Iterator[Block]:
     """Every fenced and every indented block."""
