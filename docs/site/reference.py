@@ -1,4 +1,4 @@
-"""Write what pages say of names and options: the reference of docs/python.md, from the signatures and docstrings of
+"""Write what pages say of names and options: the reference of docs/reference.md, from the signatures and docstrings of
 what `powerinfer` exports, and the tables of docs/coming-from.md, from the hints that commands and calls give.
 
     python -m docs.site.reference          --check: end with an error instead where it is not up to date
@@ -154,7 +154,7 @@ def _by_answer(hints: Mapping[str, str]) -> list[list[str]]:
     return [[_names(name for name in hints if hints[name] == here), here] for here in dict.fromkeys(hints.values())]
 
 
-PAGES = {DOCS / "python.md": reference, DOCS / "coming-from.md": names_elsewhere}
+PAGES = {DOCS / "reference.md": reference, DOCS / "coming-from.md": names_elsewhere}
 
 if __name__ == "__main__":
     write_tables(__doc__, PAGES)
