@@ -899,6 +899,16 @@ class PlanConfig:
         "hardware description: a built-in one (pc-high, pc-low, pc-16gb, pc-8gb) or a file; default: this machine's",
         metavar="NAME|FILE",
     )
+    card: str | None = option(
+        None,
+        "plan for a PC with this card, such as 'RTX 4060', or none, and --ram of RAM (default 32GiB)",
+        metavar="NAME",
+    )
+    memory: str | None = option(
+        None,
+        "with --card: the PC's kind of RAM, such as ddr4-3200 or ddr5-5600; default: what was usual in the card's year",
+        metavar="KIND",
+    )
     policy: str = option(
         "time",
         "time: minimise the estimated time per token; ilp: the paper's integer program, maximise activations on the "
@@ -907,6 +917,11 @@ class PlanConfig:
     )
     seed: int = option(0, "random seed of the policy random", metavar="N", flags=("-s",))
     time_limit: float = option(10.0, "time limit of the solver in seconds", metavar="X")
+
+    @property
+    def described(self) -> bool:
+        """Whether the machine is a described one."""
+        return self.hardware is not None or self.card is not None
 
 
 @dataclass(frozen=True)

@@ -103,9 +103,13 @@ def _described(flag: str) -> list[str] | None:
 
         return ready_made()
     if flag == "--shape":
-        from powerinfer.placement.shapes import SHAPES
+        from powerinfer.placement.shapes import shape_names
 
-        return sorted(SHAPES)
+        return shape_names()
+    if flag == "--dtype":
+        from powerinfer.placement.mixes import DTYPES
+
+        return list(DTYPES)
     return None
 
 

@@ -2,9 +2,12 @@
 
 For a model (-m) only its headers and its profile (`powerinfer profile`) are read. --shape plans for a model that is
 only described: a published one by its name, or a config.json; how its neurons fire is then assumed, as published for
-its family, or from --hot-share and --active. The machine is this one, measured, or a described one (--hardware).
-Budgets include everything: weights, predictors, KV cache, working memory, driver and runtime. --selector auto assumes
-that bundles are packed.
+its family, or from --hot-share and --active. The machine is this one, measured, or a described one: a PC with a card
+and some RAM (--card "RTX 4060" --ram 32GiB), or --hardware. Budgets include everything: weights, predictors, KV cache,
+working memory, driver and runtime. --selector auto assumes that bundles are packed.
+
+--card without a model lists the models of the catalogue for that PC: what runs, how fast, and what to type. Nothing is
+measured or downloaded, and this machine does not matter. --names lists the names of cards, shapes and machines.
 
 The plan is saved beside the model as plan-KEY.json; the key depends on every input. Not with --shape or --dry-run.
 
@@ -12,13 +15,17 @@ JSON: quantize (the option, or null), weight_type (of most FFN weights), fits (n
 load takes it), solve_s, mass_on_gpu (share of the activations), work_on_gpu (share of the bytes of weights that a
 step reads), optimal (proven; null for greedy and random), policy, bytes (tier: part: bytes), activations (tier:
 share), layers (layer; gpu, cpu, disk: neurons; mass_on_gpu; seconds by component), predicted (the estimate:
-decode_tok_s, dense_tok_s with every neuron computed, ms_per_token, at_position, policies), reasons, helps (the next
-budgets at which more fits), assumed, key, path, hardware.
+decode_tok_s, dense_tok_s with every neuron computed, ms_per_token, at_position, policies; none where a load places
+layers as a whole), reasons, helps (the next budgets at which more fits), assumed, key, path, hardware. With --card
+alone: hardware (name, source, assumed), context, models (name, type, gigabytes, tok_s, context: the longest that
+leaves the weights where they are, place: gpu, split, ram or disk, where, runs_well, command). With --names: cards,
+shapes, hardware, dtypes.
 """
 
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +33,7 @@ from typing import TYPE_CHECKING
 from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, open_model
 from powerinfer.config import EngineConfig, PlanConfig
 from powerinfer.errors import RequestError
-from powerinfer.placement.plan_document import tenths_of_percent
+from powerinfer.placement.plan_document import rate, tenths_of_percent
 
 if TYPE_CHECKING:
     from powerinfer.placement.plan import Plan
@@ -44,8 +51,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     model_argument(parser)
     model_flag(parser)
     parser.add_argument("--shape", metavar="NAME|FILE", help="plan for a described model: opt-175b, ...")
-    types = ("f16", "bf16", "q8_0", "q4_0", "mxfp4")
-    parser.add_argument("--dtype", choices=types, default="f16", help="type of a shape's weights (default f16)")
+    parser.add_argument(
+        "--dtype",
+        metavar="TYPE",
+        help="type of a shape's weights: q4_k_m, q8_0, f16 ... (default q4_k_m; of gpt-oss mxfp4, of ReLU models q4_0)",
+    )
+    parser.add_argument("--names", action="store_true", help="list cards, shapes, machines and types by name")
     parser.add_argument(
         "--hot-share",
         type=float,
@@ -63,13 +74,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.prepared import prepared_folder
+    from powerinfer.placement.estimates import with_whole_layers
     from powerinfer.placement.plan import make_plan, save_plan
     from powerinfer.placement.request import check_options, model_subject, plan_request, shape_subject
 
+    if args.names:
+        return _names(out)
     planning, engine = config_from(args, PlanConfig), config_from(args, EngineConfig)
     _check(args)
     check_options(planning, engine)
+    if planning.card is not None and args.model is None and args.shape is None:
+        return _catalogue(planning, engine, out)
     place: Path | None = None
+    if args.shape is None and planning.described:
+        _of_catalogue(args, out)
     if args.shape is None:
         checkpoint = open_model(args.model, engine, out)
         place = None if args.dry_run else prepared_folder(checkpoint.path, engine.prepared)
@@ -80,18 +98,99 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         request = plan_request(subject, engine, planning, bar, out.note)
     plan = make_plan(request)
     kept = None if place is None else save_plan(plan, place)
-    document = replace(plan.document(kept), assumed=[*subject.assumed, *([EMULATED] if request.insist else [])])
+    machine = request.hardware.assumed if planning.hardware is None else ""
+    assumed = [*subject.assumed, *([EMULATED] if request.insist else []), *([machine] if machine else [])]
+    document = replace(plan.document(kept), assumed=assumed)
+    document = with_whole_layers(plan, document)
     _show(plan, document, out)
     out.document(document.json())
     return 0
 
 
+def _of_catalogue(args: argparse.Namespace, out: Output) -> None:
+    """Plan by its shape for a model of the catalogue that is not on this machine."""
+    from powerinfer.placement.estimates import catalogue_shape
+
+    found = None if args.model is None or _is_here(args.model) else catalogue_shape(args.model)
+    if found is not None:
+        out.note(f"{args.model} is not on this machine: the plan is that of its published sizes")
+        args.model, (args.shape, args.dtype) = None, found
+
+
+def _is_here(model: str) -> bool:
+    from powerinfer.hub import local_model
+
+    with suppress(RequestError):
+        return Path(model).expanduser().exists() or bool(local_model(model))
+    return False
+
+
 def _check(args: argparse.Namespace) -> None:
+    if args.dtype is not None and args.shape is None:
+        raise RequestError("--dtype is the type of a shape's weights: leave it out, or give --shape NAME")
     if args.shape is not None and args.model is not None:
         raise RequestError("give a model (-m) or a shape (--shape), not both")
     for name, value in (("--hot-share", args.hot_share), ("--active", args.active)):
         if value is not None and not 0 < value <= 1:
             raise RequestError(f"{name} is a share, above 0 and at most 1, not {value:g}")
+
+
+def _catalogue(planning: PlanConfig, engine: EngineConfig, out: Output) -> int:
+    """The catalogue's models on a described PC."""
+    from powerinfer.cli.progress import Bar
+    from powerinfer.placement.budget import budgets
+    from powerinfer.placement.estimates import CONTEXT, offers
+    from powerinfer.placement.request import described
+
+    machine = described(planning, engine)
+    assert machine is not None
+    hardware, context = machine[0], engine.context or CONTEXT
+    vram, _ = budgets(hardware, 0 if engine.gpu == "none" else engine.vram, None)
+    hardware = replace(hardware, gpu=replace(hardware.gpu, memory_bytes=vram) if hardware.gpu and vram else None)
+    with Bar() as bar:
+        found = offers(hardware, context, bar)
+    if not found:
+        raise RequestError(f"{hardware.name} holds no model of the catalogue: give more --ram, or a smaller --context")
+    out.line(f"{hardware.name[:1].upper()}{hardware.name[1:]}. {hardware.source}")
+    out.line(f"assumed: {hardware.assumed}")
+    out.line()
+    out.line(
+        f"{'model':<28}{'type':<12}{'download':>9}{'tokens/s':>10}{'context':>9}  {'where':<30}powerinfer chat ..."
+    )
+    slow = next((at for at, one in enumerate(found) if not one.estimate.runs_well), len(found))
+    for at, one in enumerate(found):
+        if at == slow:
+            out.line("slower than most people read, or read from disk:")
+        about = one.estimate
+        out.line(
+            f"{one.full_name:<28}{one.download.quantisation or 'BF16':<12}{one.download.gigabytes:>6g} GB"
+            f"{rate(about.tok_s):>10}{about.context:>9}  {about.where:<30}{one.flags}"
+        )
+    out.line()
+    out.line(f"tokens/s: predicted, of one request, {context // 2} tokens into its context")
+    out.line("context: the longest that leaves the weights where they are; -c asks for it")
+    out.document(
+        {
+            "hardware": {"name": hardware.name, "source": hardware.source, "assumed": hardware.assumed},
+            "context": context,
+            "models": [one.json() for one in found],
+        }
+    )
+    return 0
+
+
+def _names(out: Output) -> int:
+    from powerinfer.hardware.cards import cards
+    from powerinfer.hardware.description import ready_made
+    from powerinfer.placement.mixes import DTYPES
+    from powerinfer.placement.shapes import shape_names
+
+    supported = [name for name, card in cards().items() if card.supported]
+    names = {"cards": supported, "shapes": shape_names(), "hardware": ready_made(), "dtypes": list(DTYPES)}
+    for kind, every in names.items():
+        out.line(f"--{kind.removesuffix('s')}: {', '.join(every)}")
+    out.document(names)
+    return 0
 
 
 # ---------------------------------------------------------------- text output
@@ -106,6 +205,8 @@ def _show(plan: Plan, document: PlanDocument, out: Output) -> None:
         f"{request.hardware.name}: {_size(budgets.vram)} of VRAM, {_size(budgets.ram)} of RAM; context "
         f"{request.context}, batch {request.batch}, selector {request.selector}, policy {request.policy}"
     )
+    if not request.hardware.key:
+        out.line(f"{request.hardware.name}: {request.hardware.source}")
     for line in document.assumed:
         out.line(f"assumed: {line}")
     out.line()

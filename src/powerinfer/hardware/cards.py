@@ -146,11 +146,11 @@ def memory_rate(text: str) -> tuple[str, float]:
 
 
 def described_machine(
-    card: str | None = None, ram: int | None = None, memory: str | None = None, threads: int = 0, vram: int = 0
+    card: str | None = None, ram: int | None = None, memory: str | None = None, threads: int = 0
 ) -> Hardware:
     """A machine with a card ("none" or None: without one) and that RAM, in bytes, of a kind that `memory_rate` reads.
 
-    vram: bytes, where a card has more than in the table. RequestError for a card, or a kind of RAM, that is not known.
+    RequestError for a card, or a kind of RAM, that is not known.
     """
     base = load("pc-16gb")  # its disk, system and fixed times
     name, about = (None, None) if card is None or card.strip().lower() == NONE else find_card(card)
@@ -160,7 +160,7 @@ def described_machine(
     limit = CORE_GB_S * threads
     cpu = _with_rates(base.cpu, min(limit, CPU_DENSE * gb_s), min(limit, CPU_ROWS * gb_s), CPU_CACHED * gb_s)
     cpu = replace(
-        cpu, name="CPU", memory_bytes=ram, reserved_bytes=min(base.cpu.reserved_bytes, ram), threads=threads,
+        cpu, name="CPU", memory_bytes=ram, reserved_bytes=min(base.cpu.reserved_bytes, ram // 4), threads=threads,
         pack_gb_s=base.cpu.pack_gb_s * threads / base.cpu.threads,
     )  # fmt: skip
     source = f"As published: {modules} ({gb_s:.4g} GB/s)"
@@ -172,7 +172,7 @@ def described_machine(
     assert base.gpu is not None
     gpu = _with_rates(base.gpu, DENSE * about.gb_s, ROWS * about.gb_s, CACHED * about.gb_s)
     mxfp4 = min(DENSE * about.gb_s, MXFP4_GB_S * about.sms * about.ghz)
-    gpu = replace(gpu, name=f"NVIDIA {name}", memory_bytes=max(about.gib << 30, vram))
+    gpu = replace(gpu, name=f"NVIDIA {name}", memory_bytes=about.gib << 30)
     gpu = replace(gpu, dense_gb_s={**gpu.dense_gb_s, "MXFP4": mxfp4})
     bus = about.lanes * _LANE_GB_S[about.pcie]
     own = f"NVIDIA {name} ({about.gib} GB, {about.gb_s:g} GB/s), PCIe {about.pcie}.0 x{about.lanes} ({bus:.3g} GB/s)"
@@ -194,8 +194,8 @@ _HOST_BYTES = 785 << 20
 
 _ASSUMED = (
     f"products read {100 * DENSE:.0f} % of a card's bandwidth and {100 * CPU_DENSE:.0f} % of RAM's, at most "
-    f"{CORE_GB_S:g} GB/s a core; {SYNC_US:g} us for both to meet in a layer; 4 GiB of RAM and 1 GiB of VRAM for system "
-    "and driver; fixed times and disk as of pc-16gb"
+    f"{CORE_GB_S:g} GB/s a core; {SYNC_US:g} us for both to meet in a layer; 4 GiB of RAM, at most a quarter, and "
+    "1 GiB of VRAM for system and driver; fixed times and disk as of pc-16gb"
 )
 
 

@@ -157,7 +157,8 @@ def budgets(hardware: Hardware, vram: int | None, ram: int | None) -> tuple[int,
     if ram is None:
         ram = cpu.memory_bytes - cpu.reserved_bytes
     elif ram > cpu.memory_bytes:
-        raise RequestError(f"--ram {gib(ram)}, but {hardware.name} has {gib(cpu.memory_bytes)}")
+        other = "; --card or --hardware describes another machine" if hardware.key else ""
+        raise RequestError(f"--ram {gib(ram)}, but {hardware.name} has {gib(cpu.memory_bytes)}{other}")
     return vram, ram
 
 

@@ -8,27 +8,31 @@ equally often. That is what a first run of a model is like.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
+from typing import Any
 
-from powerinfer.errors import PowerInferError, RequestError
+from powerinfer.errors import PowerInferError
 from powerinfer.formats.catalogue import CatalogueModel, Download, catalogue
 from powerinfer.hardware.description import Device, Hardware
-from powerinfer.placement.budget import budgets, in_ram, whole_layers
+from powerinfer.neurons import Profile
+from powerinfer.placement.budget import budgets, in_ram, layers_that_fit, on_gpu, whole_layers
 from powerinfer.placement.cost import attention_seconds, end_seconds, matrix_seconds
 from powerinfer.placement.mixes import read_dtype
-from powerinfer.placement.plan import PlanRequest, make_plan
+from powerinfer.placement.plan import Plan, PlanRequest, make_plan
+from powerinfer.placement.plan_document import Help, PlanDocument
 from powerinfer.placement.power_law import assumed_profile
 from powerinfer.placement.request import EVEN
 from powerinfer.placement.shapes import Model, described_model, find_shape, shape_names
+from powerinfer.progress import Progress, silent
 
 CONTEXT = 4096
 """Tokens of context that estimates are for."""
 
 RUNS_WELL = 10.0
 """Tokens a second from which a model runs well: faster than most people read."""
+LARGER = 30.0
+"""Tokens a second that a larger download than the usual one must keep."""
 
 _REQUESTS = 8  # that decode together, as the engine's own default
 _CHUNK = 512
@@ -37,12 +41,13 @@ _KEPT = 0.9  # of the experts on the GPU that a longer context may not take away
 
 @dataclass(frozen=True)
 class WholeLayers:
-    """Layers on a GPU as a whole, the first ones, and the output head; the others are in RAM. seconds: of a token;
-    fits: RAM holds them."""
+    """Layers on a GPU as a whole, the first ones, and the output head; the others are in RAM. seconds, layer_seconds:
+    of a token; fits: RAM holds them."""
 
     layers: int
     head: bool
     seconds: float
+    layer_seconds: tuple[float, ...]
     fits: bool
 
 
@@ -52,7 +57,7 @@ class Estimate:
 
     tok_s: tokens a second of one request, in the middle of a context of `CONTEXT` tokens. context: tokens of the
     longest context that leaves the weights where they are. place: of gpu, split (some layers or experts on the GPU),
-    ram and disk; where: the same in words.
+    ram and disk; where: the same in words, of the parts of the model.
     """
 
     tok_s: float
@@ -80,11 +85,39 @@ class Offer:
         usual = self.download == self.model.downloads[0]
         return self.name if usual else f"{self.name}:{self.download.quantisation}"
 
+    @property
+    def flags(self) -> str:
+        """The model and its context, as flags of `run`, `chat` and `serve`."""
+        return f"-m {self.full_name} -c {self.estimate.context}"
+
+    def json(self) -> dict[str, Any]:
+        """As a row of `powerinfer plan --card ... --json`."""
+        about, download = self.estimate, self.download
+        return {
+            "name": self.full_name,
+            "type": download.quantisation,
+            "gigabytes": download.gigabytes,
+            **asdict(about),
+            "runs_well": about.runs_well,
+            "command": f"powerinfer chat {self.flags}",
+        }
+
 
 def shape_of(name: str, model: CatalogueModel) -> str | None:
     """The name of the shape of a model of the catalogue; None: it is not known."""
     shape = model.shape or name
     return shape if shape in _names() else None
+
+
+def catalogue_shape(text: str) -> tuple[str, str | None] | None:
+    """The shape and the quantisation of a model of the catalogue by its name, NAME or NAME:QUANTISATION; None: there is
+    no such name, or its shape is not known."""
+    name, _, tag = text.partition(":")
+    for own, model in catalogue().items():
+        if name.lower() == own or name.lower() in model.aliases:
+            shape = shape_of(own, model)
+            return None if shape is None else (shape, tag or model.quantisation)
+    return None
 
 
 @cache
@@ -97,13 +130,18 @@ def _model(shape: str, dtype: str) -> Model:
     return described_model(find_shape(shape).config, dtype, shape, 0.0)
 
 
+@cache
+def _profile(sizes: tuple[int, ...]) -> Profile:
+    return assumed_profile(EVEN, sizes)
+
+
 def estimate(shape: str, quantisation: str | None, hardware: Hardware, context: int = CONTEXT) -> Estimate | None:
     """The estimate of a published model, by the name of its shape, in a file's quantisation (None: BF16).
 
     None where it does not fit the machine. RequestError for a shape or a type that is not known.
     """
     model = _model(shape, read_dtype(quantisation or "bf16"))
-    profile = assumed_profile(EVEN, model.config.ffn_sizes)
+    profile = _profile(model.config.ffn_sizes)
     context = min(context, model.config.context_length)
     request = PlanRequest(
         model, profile, hardware, context=context, chunk=_CHUNK, requests=_REQUESTS, selector="all"
@@ -120,14 +158,14 @@ def _of_dense(request: PlanRequest) -> Estimate:
     if whole is None or not whole.fits:
         plan = make_plan(replace(request, vram=0))
         seconds, disk = plan.choice.seconds, plan.claims.disk is not None
-        where = "read from disk" if disk else "in RAM"
-        return Estimate(1 / seconds, _context(request, None), "disk" if disk else "ram", where)
+        where = "RAM, disk" if disk else "RAM"
+        return Estimate(1 / seconds, _context(request), "disk" if disk else "ram", where)
     every = model.config.n_layers
     place = "gpu" if whole.layers == every and whole.head else "split"
-    where = "on the GPU" if place == "gpu" else f"{whole.layers} of {every} layers on the GPU"
+    where = "GPU" if place == "gpu" else f"{whole.layers} of {every} layers GPU, RAM"
     if whole.layers == every and not whole.head:
-        where = "on the GPU, the output head in RAM"
-    return Estimate(1 / whole.seconds, _context(request, whole), place, where)
+        where = "GPU, output head RAM"
+    return Estimate(1 / whole.seconds, _context(request), place, where)
 
 
 def _of_experts(request: PlanRequest) -> Estimate:
@@ -135,16 +173,15 @@ def _of_experts(request: PlanRequest) -> Estimate:
     claims, every = plan.claims, sum(model.n_experts)
     if claims.slots is None:
         disk = claims.disk is not None
-        place, where = ("disk", "experts read from disk") if disk else ("ram", "in RAM")
+        place, where = ("disk", "RAM, experts disk") if disk else ("ram", "RAM")
     else:
-        share = 100 * sum(claims.slots) / every
-        there = f"{share:.0f} % of the experts on the GPU"
-        place = "disk" if claims.disk is not None else "gpu" if share == 100 and claims.gpu_head else "split"
-        others = {"disk": f"{there}, others read from disk", "split": f"{there}, others in RAM"}
-        where = others.get(place, "on the GPU")
-        if claims.gpu_layers < model.config.n_layers:
-            where = f"{claims.gpu_layers} of {model.config.n_layers} layers on the GPU, {where}"
-    return Estimate(1 / plan.choice.seconds, _context(request, None), place, where)
+        share = 100 * sum(claims.slots) // every
+        whole = share == 100 and claims.gpu_head
+        place = "disk" if claims.disk is not None else "gpu" if whole else "split"
+        layers = "" if claims.gpu_layers == model.config.n_layers else f"{claims.gpu_layers} layers, "
+        others = ", RAM, disk" if place == "disk" else ", RAM"
+        where = "GPU" if place == "gpu" else f"{layers}{share} % of experts GPU{others}"
+    return Estimate(1 / plan.choice.seconds, _context(request), place, where)
 
 
 def by_whole_layers(request: PlanRequest) -> WholeLayers | None:
@@ -156,13 +193,62 @@ def by_whole_layers(request: PlanRequest) -> WholeLayers | None:
     if gpu is None or not layers:
         return None
     seconds = 1e-6 * (cpu.step_us + 2 * hardware.sync_us)
-    for layer in range(model.config.n_layers):
-        seconds += _layer_seconds(gpu if layer < layers else cpu, request, layer, layer >= layers)
+    each = tuple(
+        _layer_seconds(gpu if layer < layers else cpu, request, layer, layer >= layers)
+        for layer in range(model.config.n_layers)
+    )
+    seconds += sum(each)
     seconds += end_seconds(gpu if head else cpu, model, not head)
     if head:
         seconds += 4 * request.batch * model.config.vocab_size / (1e9 * hardware.copy_gb_s)
     needed = sum(in_ram(model, work, layers, head, hardware.host_bytes).values())
-    return WholeLayers(layers, head, seconds, needed <= ram)
+    return WholeLayers(layers, head, seconds, each, needed <= ram)
+
+
+def with_whole_layers(plan: Plan, document: PlanDocument) -> PlanDocument:
+    """The document of what a load places, where that is layers as a whole: of dense models of which every neuron is
+    computed. The plan's own where all neurons are on one device, or RAM does not hold the other layers."""
+    request, model, claims = plan.request, plan.request.model, plan.claims
+    split = claims.gpu_layers and claims.slots is None and any(layer.cpu for layer in document.layers)
+    whole = by_whole_layers(request) if split and request.selector == "all" else None
+    if whole is None or not whole.fits:
+        return document
+    work, tok_s = request.workload, request.batch / whole.seconds
+    held = on_gpu(model, request.hardware, work, whole.layers, whole.head, dense=True)
+    rest = in_ram(model, work, whole.layers, whole.head, request.hardware.host_bytes)
+    read = [sum(one.stored for one in (*model.attention[at], *model.ffn[at])) for at in range(model.config.n_layers)]
+    there = sum(read[: whole.layers]) + whole.head * model.head.stored
+    sizes, share = document.sizes, sum(document.sizes[: whole.layers]) / max(1, sum(document.sizes))
+    layers = [
+        replace(layer, gpu=size, cpu=0, mass_on_gpu=1.0, seconds={"other": seconds})
+        if layer.layer < whole.layers
+        else replace(layer, gpu=0, cpu=size, mass_on_gpu=0.0, seconds={"other": seconds})
+        for layer, size, seconds in zip(document.layers, sizes, whole.layer_seconds, strict=True)
+    ]
+    why = f"{whole.layers} of {model.config.n_layers} layers are on the GPU as a whole: a load does not split them"
+    every = sum(on_gpu(model, request.hardware, work, model.config.n_layers, True, dense=True).values())
+    gpu = request.hardware.gpu
+    assert gpu is not None
+    return replace(
+        document,
+        policy="layers",
+        optimal=None,
+        mass_on_gpu=share,
+        work_on_gpu=there / (sum(read) + model.head.stored),
+        bytes={"gpu": _some(held), "cpu": _some(rest), "disk": {}},
+        activations={"gpu": share, "cpu": 1 - share, "disk": 0.0},
+        gpu_layers=whole.layers,
+        layers=layers,
+        predicted=replace(
+            document.predicted, decode_tok_s=tok_s, ms_per_token=1e3 / tok_s, dense_tok_s=tok_s, policies={}
+        ),
+        reasons=[why],
+        helps=[Help("all layers on the GPU", "--vram", every, every <= gpu.memory_bytes)],
+    )
+
+
+def _some(held: dict[str, int]) -> dict[str, int]:
+    return {use: n for use, n in held.items() if n}
 
 
 def _layer_seconds(device: Device, request: PlanRequest, layer: int, panels: bool) -> float:
@@ -172,47 +258,41 @@ def _layer_seconds(device: Device, request: PlanRequest, layer: int, panels: boo
     return attention + matrix_seconds(device, request.model.ffn[layer], panels) + 1e-6 * device.op_us
 
 
-def _context(request: PlanRequest, whole: WholeLayers | None) -> int:
-    """Tokens of the longest context, a multiple of that of the request, with which the weights stay where they are."""
-    longest, tried = request.context, 2 * request.context
-    base = _placed(request)
-    most = request.model.config.context_length
+def _context(request: PlanRequest) -> int:
+    """Tokens of the longest context, doubled from that of the request, with which the weights stay where they are."""
+    longest, most, base = request.context, request.model.config.context_length, _placed(request)
     while longest < most:
-        tried = min(tried, most)
-        with suppress(RequestError):
-            if _keeps(base, _placed(replace(request, context=tried))):
-                longest, tried = tried, 2 * tried
-                continue
-        break
+        tried = min(2 * longest, most)
+        now = _placed(replace(request, context=tried))
+        if any(n < base[name] * (_KEPT if name == "experts" else 1) for name, n in now.items()):
+            break
+        longest = tried
     return longest
 
 
-def _placed(request: PlanRequest) -> Mapping[str, int]:
-    """Numbers that a context which is too long makes smaller."""
-    model, work = request.model, replace(request.workload, selector="all")
-    vram, ram = budgets(request.hardware, request.vram, request.ram)
-    if any(model.n_experts):
-        claims = request.claims()
-        disk = 0 if claims.disk is None else sum(claims.disk.about.experts.values())
-        return {
-            "layers": claims.gpu_layers, "head": claims.gpu_head, "experts": sum(claims.slots or ()),
-            "whole": claims.disk is None, "disk": disk,
-        }  # fmt: skip
-    layers, head, _ = whole_layers(model, request.hardware, work, vram)
-    held = sum(in_ram(model, work, layers, head, request.hardware.host_bytes).values())
-    return {"layers": layers, "head": head, "whole": held <= ram}
+def _placed(request: PlanRequest) -> dict[str, float]:
+    """Numbers that a context which is too long makes smaller: layers and head on the GPU, bytes of experts there,
+    whether RAM holds the rest."""
+    model, hardware, work = request.model, request.hardware, request.workload
+    vram, ram = budgets(hardware, request.vram, request.ram)
+    experts = any(model.n_experts)
+    layers, head = layers_that_fit(model, hardware, work, vram, dense=True, experts=not experts)
+    none = [0] * model.config.n_layers if experts else None
+    rest = sum(in_ram(model, work, layers, head, hardware.host_bytes, slots=none).values())
+    there = 0
+    if experts and layers:
+        room = vram - sum(on_gpu(model, hardware, work, layers, head, True, none).values())
+        there = min(room, sum(n * model.expert_bytes(layer)[0] for layer, n in enumerate(model.n_experts)))
+        rest -= there
+    return {"layers": layers, "head": head, "experts": there, "whole": rest <= ram}
 
 
-def _keeps(before: Mapping[str, int], now: Mapping[str, int]) -> bool:
-    few = ("experts", "disk")
-    return all(n >= (_KEPT * before[name] if name in few else before[name]) for name, n in now.items())
-
-
-def offers(hardware: Hardware, context: int = CONTEXT) -> list[Offer]:
+def offers(hardware: Hardware, context: int = CONTEXT, progress: Progress = silent) -> list[Offer]:
     """The catalogue's models that the machine can run, of known shapes: those that run well first, large ones before
     small ones, then the others, fast ones first."""
     found = []
-    for name, model in catalogue().items():
+    for at, (name, model) in enumerate(catalogue().items()):
+        progress("estimate", at, len(catalogue()))
         shape = shape_of(name, model)
         made = None if shape is None else offer(name, model, shape, hardware, context)
         if made is not None:
@@ -221,11 +301,11 @@ def offers(hardware: Hardware, context: int = CONTEXT) -> list[Offer]:
 
 
 def offer(name: str, model: CatalogueModel, shape: str, hardware: Hardware, context: int = CONTEXT) -> Offer | None:
-    """A model in the largest of its downloads that runs well, else in the usual one; None where that does not fit."""
+    """A model in the largest of its downloads that is fast, else in the usual one; None where nothing fits."""
     best = None
     for download in model.downloads:
         found = estimate(shape, download.quantisation, hardware, context)
-        if found is not None and (best is None or found.runs_well):
+        if found is not None and (best is None or (found.runs_well and found.tok_s >= LARGER)):
             best = Offer(name, model, download, found)
     return best
 

@@ -334,6 +334,12 @@ def slots_evenly(experts: Mapping[int, int], nbytes: Mapping[int, int], budget: 
     slots = dict.fromkeys(experts, 0)
     while True:
         more = [layer for layer, n in experts.items() if slots[layer] < n]
+        if more:  # whole rounds at once
+            round_bytes = sum(nbytes[layer] for layer in more)
+            rounds = min(budget // round_bytes, min(experts[layer] - slots[layer] for layer in more))
+            slots.update({layer: slots[layer] + rounds for layer in more})
+            budget -= rounds * round_bytes
+            more = [layer for layer in more if slots[layer] < experts[layer]]
         before = budget
         for layer in more:
             if nbytes[layer] <= budget:

@@ -46,7 +46,9 @@ def read_dtype(text: str) -> str:
 
 def usual_dtype(config: ModelConfig) -> str:
     """The type in which most people have such a model."""
-    return "mxfp4" if config.architecture == "gpt_oss" else "q4_k_m"
+    if config.architecture == "gpt_oss":
+        return "mxfp4"
+    return "q4_0" if config.rectified else "q4_k_m"  # whose bundles keep the type
 
 
 def stored_type(config: ModelConfig, dtype: str, tensor: str, cols: int) -> str:

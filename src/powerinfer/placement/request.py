@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from powerinfer.config import EngineConfig, ModelConfig, PlanConfig
+from powerinfer.devices.wanted import wanted_gpu
 from powerinfer.errors import RequestError
+from powerinfer.hardware.cards import described_machine, typical_card
 from powerinfer.hardware.description import Hardware, load
 from powerinfer.neurons import Profile
 from powerinfer.placement.budget import budgets, no_layer_fits
 from powerinfer.placement.disk_speed import Hits
 from powerinfer.placement.experts import Frequencies
+from powerinfer.placement.mixes import DTYPES, read_dtype, taken_type, usual_dtype
 from powerinfer.placement.plan import PlanRequest
 from powerinfer.placement.power_law import Law, assumed_profile
 from powerinfer.placement.shapes import (
@@ -61,7 +64,7 @@ class Subject:
         Where torch's CPU emulates the GPU (`--gpu cpu`) times mean nothing: as many neurons as fit are placed there.
         """
         planning = planning or PlanConfig()
-        emulated = engine.gpu == "cpu" and planning.hardware is None and hardware.gpu is not None
+        emulated = engine.gpu == "cpu" and not planning.described and hardware.gpu is not None
         cached = engine.expert_policy not in ("static", "auto")
         made = PlanRequest(
             self.model,
@@ -109,6 +112,44 @@ def check_options(planning: PlanConfig, engine: EngineConfig) -> None:
         raise RequestError(f"--time-limit must be a number of seconds, not {planning.time_limit}")
 
 
+def described(
+    planning: PlanConfig, engine: EngineConfig, is_shape: bool = False
+) -> tuple[Hardware, EngineConfig] | None:
+    """The described machine, and the engine with what remains of its budgets; None: this machine is planned for.
+
+    --ram is the RAM of a machine that --card describes, and of one of --hardware if it is more than that has. is_shape:
+    for a model that is only described --vram describes a card where this machine has none. RequestError for options
+    that contradict each other.
+    """
+    if planning.hardware is not None and planning.card is not None:
+        raise RequestError("--hardware describes a machine with its card: leave out --card, or --hardware")
+    if planning.memory is not None and planning.card is None:
+        raise RequestError("--memory is the RAM of a PC that --card describes: give --card NAME, or --card none")
+    if planning.hardware is not None:
+        hardware = load(planning.hardware)
+        if engine.ram is None or engine.ram <= hardware.cpu.memory_bytes:
+            return hardware, engine
+        return replace(hardware, cpu=replace(hardware.cpu, memory_bytes=engine.ram)), replace(engine, ram=None)
+    if planning.card is not None:
+        machine = described_machine(planning.card, engine.ram, planning.memory, engine.threads)
+        return machine, replace(engine, ram=None)
+    if not is_shape or not engine.vram or wanted_gpu(engine)[0] is not None:
+        return None
+    card = typical_card(engine.vram)
+    machine = described_machine(card, engine.ram, None, engine.threads)
+    return replace(machine, assumed=f"{card}, as --card does not say; {machine.assumed}"), replace(engine, ram=None)
+
+
+def _as_large(hardware: Hardware, engine: EngineConfig) -> Hardware:
+    """The machine with the memories of the engine's budgets, where these are larger: for a model that is only
+    described."""
+    cpu, gpu = hardware.cpu, hardware.gpu
+    larger = replace(hardware, cpu=replace(cpu, memory_bytes=max(cpu.memory_bytes, engine.ram or 0)))
+    if gpu is None:
+        return larger
+    return replace(larger, gpu=replace(gpu, memory_bytes=max(gpu.memory_bytes, engine.vram or 0)))
+
+
 def plan_request(
     subject: Subject, engine: EngineConfig, planning: PlanConfig, progress: Progress = silent, say: Say = silent
 ) -> PlanRequest:
@@ -119,24 +160,28 @@ def plan_request(
     from powerinfer.hardware.measure import gpu_beside, measured
 
     def request(hardware: Hardware) -> PlanRequest:
-        made = subject.request(hardware, engine, planning)
+        made = subject.request(hardware if subject.model.fingerprint else _as_large(hardware, engine), engine, planning)
         return made if gpu is None or engine.gpu == "auto" else on_named_gpu(made)
 
-    if planning.hardware is not None:
-        return subject.request(load(planning.hardware), engine, planning)
+    machine = described(planning, engine, is_shape=not subject.model.fingerprint)
+    if machine is not None:
+        hardware, engine = machine
+        return subject.request(hardware, engine, replace(planning, hardware=hardware.name))
     gpu = gpu_beside(engine, say)
     return request(measured(engine, progress, say, gpu, lambda memories: request(memories).claims()))
 
 
 def shape_subject(
-    name: str, dtype: str, selector: str, hot: float | None = None, active: float | None = None
+    name: str, dtype: str | None, selector: str, hot: float | None = None, active: float | None = None
 ) -> Subject:
     """A model that is only described: a published shape or a config.json. RequestError if there is none.
 
-    hot, active: shares that replace those published for its family, see `Law`.
+    dtype: as of `read_dtype`, None: the usual one; hot, active: shares that replace those published for its family, see
+    `Law`.
     """
-    shape = find_shape(name)
+    shape, usual = find_shape(name), dtype is None
     config = shape.config
+    dtype = usual_dtype(config) if dtype is None else read_dtype(dtype)
     model = described_model(config, dtype, config.name or name, shape.predictor)
     chosen = selector == "auto"
     if chosen:
@@ -144,8 +189,13 @@ def shape_subject(
     if any(model.n_experts):
         _check_experts(selector, hot, active)
     _check_selector(selector, config)
-    profile, text = _assumed(config, shape.law, hot, active)
+    profile, text = _assumed(config, EVEN if selector == "all" else shape.law, hot, active)
     assumed = [text] if selector != "all" else []
+    if usual:
+        assumed.append(f"weights in {dtype.upper()}; --dtype names another type")
+    stored = DTYPES[dtype]
+    if taken_type(stored) != stored:
+        assumed.append(f"{stored} has no kernels: a load converts it to {taken_type(stored)}, whose bytes count here")
     if selector == "predicted":
         share = sum(one.stored for pair in model.predictors for one in pair) / model.weight_bytes
         assumed.append(

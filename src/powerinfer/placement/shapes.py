@@ -161,7 +161,10 @@ class Model:
     @cached_property
     def weight_type(self) -> str:
         """The type of most of the FFNs' weights."""
-        return max(self.ffn[0], key=lambda matrix: matrix.panels).type
+        sizes: dict[str, int] = {}
+        for matrix in (one for layer in self.ffn for one in layer):
+            sizes[matrix.type] = sizes.get(matrix.type, 0) + matrix.panels
+        return max(sizes, key=lambda kind: sizes[kind])
 
     def kv_bytes(self, kv_type: str, context: int, batch: int, layers: slice = _EVERY) -> int:
         """Keys and values of these layers, `batch` requests of `context` tokens each, in whole pages."""

@@ -162,12 +162,13 @@ def steps(work: Work) -> Iterator[tuple[str, Step]]:
 
 
 def measure(work: Work, progress: Progress) -> Outcome:
-    from powerinfer.hardware.description import load
     from powerinfer.hardware.measure import gpu_beside, kept_at, known, measure_and_keep, memories
+    from powerinfer.placement.request import described
 
-    if work.planning.hardware is not None:
-        work.hardware = load(work.planning.hardware)
-        return _not_needed(f"--hardware {work.planning.hardware}")
+    machine = described(work.planning, work.engine)
+    if machine is not None:
+        work.hardware, work.engine = machine
+        return _not_needed(f"the plan is for {work.hardware.name}")
     gpu = gpu_beside(work.engine, work.say)
     found = None if work.force else known(work.engine, gpu)
     if found is None:
