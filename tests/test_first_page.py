@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent.parent
         "hybrid",
         "placement",
         "placement.aims_table",
+        "placement.cards_table",
         "placement.predictions_table",
         "serving",
         "sparse",

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, open_model
 from powerinfer.config import EngineConfig, PlanConfig
 from powerinfer.errors import RequestError
-from powerinfer.placement.plan_document import rate, tenths_of_percent
+from powerinfer.placement.plan_document import tenths_of_percent
 
 if TYPE_CHECKING:
     from powerinfer.placement.plan import Plan
@@ -139,7 +139,7 @@ def _catalogue(planning: PlanConfig, engine: EngineConfig, out: Output) -> int:
     """The catalogue's models on a described PC."""
     from powerinfer.cli.progress import Bar
     from powerinfer.placement.budget import budgets
-    from powerinfer.placement.estimates import CONTEXT, offers
+    from powerinfer.placement.estimates import CONTEXT, offers, speed
     from powerinfer.placement.request import described
 
     machine = described(planning, engine)
@@ -164,7 +164,7 @@ def _catalogue(planning: PlanConfig, engine: EngineConfig, out: Output) -> int:
         about = one.estimate
         out.line(
             f"{one.full_name:<28}{one.download.quantisation or 'BF16':<12}{one.download.gigabytes:>6g} GB"
-            f"{rate(about.tok_s):>10}{about.context:>9}  {about.where:<30}{one.flags}"
+            f"{speed(about.tok_s):>10}{about.context:>9}  {about.where:<30}{one.flags}"
         )
     out.line()
     out.line(f"tokens/s: predicted, of one request, {context // 2} tokens into its context")
@@ -224,7 +224,7 @@ def _show(plan: Plan, document: PlanDocument, out: Output) -> None:
     for line in document.reasons:
         out.line(f"- {line}")
     for one in document.helps:
-        beyond = "" if one.within_machine else ", more than this machine has"
+        beyond = "" if one.within_machine else f", more than {'this' if request.hardware.key else 'that'} machine has"
         out.line(f"- {one.what}: from {one.flag} {gib(one.bytes)}{beyond}")
     if document.path is not None:
         out.line(f"saved in {document.path}")

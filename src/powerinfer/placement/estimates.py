@@ -103,6 +103,11 @@ class Offer:
         }
 
 
+def speed(tok_s: float) -> str:
+    """Tokens a second as text, no more exactly than they are predicted."""
+    return f"{tok_s:.0f}" if tok_s >= 10 else f"{tok_s:.1f}"
+
+
 def shape_of(name: str, model: CatalogueModel) -> str | None:
     """The name of the shape of a model of the catalogue; None: it is not known."""
     shape = model.shape or name
@@ -297,15 +302,16 @@ def offers(hardware: Hardware, context: int = CONTEXT, progress: Progress = sile
         made = None if shape is None else offer(name, model, shape, hardware, context)
         if made is not None:
             found.append(made)
-    return sorted(found, key=_order)
+    return sorted(reversed(found), key=_order)  # of models that are alike the catalogue has the newest last
 
 
 def offer(name: str, model: CatalogueModel, shape: str, hardware: Hardware, context: int = CONTEXT) -> Offer | None:
-    """A model in the largest of its downloads that is fast, else in the usual one; None where nothing fits."""
-    best = None
+    """A model in the largest of its downloads that is fast and all on the GPU, else in the usual one; None where that
+    does not fit."""
+    best: Offer | None = None
     for download in model.downloads:
         found = estimate(shape, download.quantisation, hardware, context)
-        if found is not None and (best is None or (found.runs_well and found.tok_s >= LARGER)):
+        if found is not None and (best is None or (found.place == "gpu" and found.tok_s >= LARGER)):
             best = Offer(name, model, download, found)
     return best
 
