@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from powerinfer.kernels.cpu import NEURON_TOKENS
 
 if TYPE_CHECKING:
     from powerinfer.config import ModelConfig
     from powerinfer.devices import Executor
     from powerinfer.devices.cpu_ffn import CpuFfn
+    from powerinfer.neurons import Profile
     from powerinfer.runtime.runner import Runner
     from powerinfer.sparsity import Sparsity
 
@@ -25,7 +28,8 @@ class LiveLayer:
 
     way: of one token; gpu: number of its neurons on the GPU. tokens: counted, of steps of up to `NEURON_TOKENS`.
     fired: float64 [bins], of the neurons of a bin times the tokens, the share that fired; None: no token was counted,
-    or why_not says why none is. placed: float64 [bins], the share of a bin's neurons on the GPU. ffn_bytes: of
+    or why_not says why none is. Bins have neurons in the order of a ranking, if there is one, else of their index.
+    placed: float64 [bins], the share of a bin's neurons on the GPU. ffn_bytes: of
     weights, read per token; None where that is unknown. seconds: that the CPU waited for the GPU, and summed cold
     neurons beside it; zeros where neurons are on one device.
     """
@@ -54,9 +58,75 @@ class LiveLayer:
         return float((self.fired * np.diff(bin_edges(self.neurons, len(self.fired)))).sum() / self.neurons)
 
 
+_Fired = tuple[int, NDArray[np.int64]]
+"""Tokens, and for each neuron those that it fired for."""
+
+
+class _Taken(NamedTuple):
+    """A layer as it is taken on the engine's thread. on_gpu: float64 [neurons], 1 or 0; the rest as of `LiveLayer`."""
+
+    layer: int
+    way: str
+    fired: _Fired | None
+    on_gpu: Shares
+    ffn_bytes: float | None
+    why_not: str | None
+    seconds: tuple[float, float]
+
+
 def bin_edges(neurons: int, bins: int) -> NDArray[np.int64]:
     """int64 [bins + 1]: bin b has the neurons from edge b up to edge b + 1."""
     return np.arange(bins + 1, dtype=np.int64) * neurons // bins
+
+
+class Ranking:
+    """The neurons of each layer, those that fired for the most tokens first: in a profile, and since. Thread-safe if
+    `add` is called by one thread at a time.
+
+    An order is made anew only when a layer's tokens have doubled, so that columns stay where they are.
+    """
+
+    def __init__(self, profile: Profile | None = None) -> None:
+        self.profile_tokens = 0 if profile is None else profile.tokens
+        self._counts: dict[int, NDArray[np.int64]] = {}
+        self._tokens: dict[int, int] = {}
+        self._orders: dict[int, NDArray[np.int64]] = {}
+        self._due: dict[int, int] = {}  # tokens from which on a layer's order is made anew
+        if profile is not None:
+            for layer, counts in enumerate(profile.counts):
+                if len(counts):
+                    self.add(layer, profile.tokens, counts)
+
+    def add(self, layer: int, tokens: int, counts: NDArray[np.int64]) -> None:
+        """Take in the tokens that each of the layer's neurons fired for."""
+        self._counts[layer] = self._counts[layer] + counts if layer in self._counts else counts.astype(np.int64)
+        now = self._tokens[layer] = self._tokens.get(layer, 0) + tokens
+        if now >= self._due.get(layer, 0):
+            self._orders[layer] = np.argsort(-self._counts[layer], kind="stable")
+            self._due[layer] = 2 * now
+
+    def order(self, layer: int) -> NDArray[np.int64] | None:
+        """int64 [neurons], their indexes; None before the layer's first token."""
+        return self._orders.get(layer)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the layers have counted, those of the profile included."""
+        return max(self._tokens.values(), default=0)
+
+    def carried(self, share: float) -> float | None:
+        """The share of all activations that is carried by this share of each layer's neurons, the hottest; None if
+        none was counted."""
+        every = sum(int(counts.sum()) for counts in self._counts.values())
+        hot = 0
+        for counts in self._counts.values():
+            hottest = max(1, round(share * len(counts)))
+            hot += int(np.partition(counts, -hottest)[-hottest:].sum())
+        return hot / every if every else None
+
+
+_BY_INDEX = Ranking()
+"""A ranking that knows no order."""
 
 
 class Live:
@@ -74,12 +144,20 @@ class Live:
         self._layers = [layer for layer, size in enumerate(config.ffn_sizes) if size]
         self._counted = [layer for layer in self._layers if layer in self._own and self._why_not(layer) is None]
         self._before: dict[int, tuple[int, int]] = {}  # by layer: tokens and bytes of the FFN's own counters
+        self._early: dict[int, _Fired] = {}  # counts that wait for those of the other layers
         runner.ask(self._begin)
 
-    def look(self, bins: int = 128) -> list[LiveLayer]:
+    def look(self, bins: int = 128, ranking: Ranking | None = None) -> list[LiveLayer]:
         """All layers whose neurons are told apart, since the last look or the beginning, in at most `bins` bins; taken
-        between two steps."""
-        return self._runner.call(lambda: [self._layer(layer, bins) for layer in self._layers])
+        between two steps. ranking: what was counted is added to it, and the neurons of the bins are in its order."""
+        taken, fired = self._runner.call(self._take)
+        if ranking is None:
+            ranking = _BY_INDEX
+        else:
+            for layer, (tokens, counts) in fired.items():
+                if tokens:
+                    ranking.add(layer, tokens, counts)
+        return [_binned(one, bins, fired.get(one.layer), ranking.order(one.layer)) for one in taken]
 
     def close(self) -> None:
         """Count no more."""
@@ -108,25 +186,36 @@ class Live:
             return None
         return f"every neuron is computed: {ffn.activation} is never exactly zero"
 
-    def _layer(self, layer: int, bins: int) -> LiveLayer:
+    def _take(self) -> tuple[list[_Taken], dict[int, _Fired]]:
+        """All layers, and by layer what fired, on the engine's thread.
+
+        A step that was stopped has been counted by its first layers only: such counts wait for the next look.
+        """
+        taken = [self._layer(layer) for layer in self._layers]
+        fired = {one.layer: one.fired for one in taken if one.fired is not None}
+        for layer, (tokens, counts) in self._early.items():
+            if layer in fired:
+                fired[layer] = (tokens + fired[layer][0], counts + fired[layer][1])
+        each = [tokens for tokens, _ in fired.values()] or [0]
+        cut = min(each) == 0 < max(each) <= NEURON_TOKENS
+        self._early = fired if cut else {}
+        return taken, {} if cut else fired
+
+    def _layer(self, layer: int) -> _Taken:
         neurons = self._config.ffn_sizes[layer]
-        edges = bin_edges(neurons, min(bins, neurons))
         split, own, why_not = self._sparsity.split().get(layer), self._own.get(layer), self._why_not(layer)
-        tokens, fired, on_gpu, seconds = 0, None, np.zeros(neurons), (0.0, 0.0)
+        fired, on_gpu, seconds = None, np.zeros(neurons), (0.0, 0.0)
         if split is not None:
             on_gpu[split.hot] = 1
-            tokens, counts = split.take_fired()
+            fired = split.take_fired()
             seconds = split.take_seconds()
         elif why_not is None and own is not None:
-            tokens, counts = own.take_fired()
+            fired = own.take_fired()
         elif own is None and layer < self._first:
             on_gpu[:] = 1
-        if tokens:
-            fired = np.add.reduceat(counts, edges[:-1]) / (np.diff(edges) * tokens)
-        placed = np.add.reduceat(on_gpu, edges[:-1]) / np.diff(edges)
-        way, gpu = self._sparsity.way(layer), int(on_gpu.sum())
+        way = self._sparsity.way(layer)
         nbytes = None if own is None else self._bytes(layer, own, way)
-        return LiveLayer(layer, neurons, way, gpu, tokens, fired, placed, nbytes, why_not, seconds)
+        return _Taken(layer, way, fired, on_gpu, nbytes, why_not, seconds)
 
     def _bytes(self, layer: int, ffn: CpuFfn, way: str) -> float | None:
         """Bytes of weights that the FFN read per token since the last look."""
@@ -137,3 +226,19 @@ class Live:
         self._before[layer] = now
         tokens, nbytes = now if now[0] < before[0] else (now[0] - before[0], now[1] - before[1])  # < : cleared since
         return nbytes / tokens if tokens else None
+
+
+def _binned(taken: _Taken, bins: int, counted: _Fired | None, order: NDArray[np.int64] | None) -> LiveLayer:
+    """A layer in bins. counted: what fired of it; order: of its neurons, None: by index."""
+    neurons = len(taken.on_gpu)
+    edges = bin_edges(neurons, min(bins, neurons))
+    tokens, counts = counted or (0, None)
+    on_gpu = taken.on_gpu if order is None else taken.on_gpu[order]
+    fired = None
+    if tokens and counts is not None:
+        fired = np.add.reduceat(counts if order is None else counts[order], edges[:-1]) / (np.diff(edges) * tokens)
+    placed = np.add.reduceat(on_gpu, edges[:-1]) / np.diff(edges)
+    return LiveLayer(
+        taken.layer, neurons, taken.way, int(taken.on_gpu.sum()), tokens, fired, placed, taken.ffn_bytes,
+        taken.why_not, taken.seconds,
+    )  # fmt: skip

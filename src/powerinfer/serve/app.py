@@ -30,6 +30,7 @@ from powerinfer.serve.constraints import Tools, constrained, read_chat_tools, wr
 from powerinfer.serve.embeddings import EmbeddingsRequest
 from powerinfer.serve.live import LIVE
 from powerinfer.serve.messages import MESSAGES_NAMES, CountRequest, MessagesRequest, MessagesShape
+from powerinfer.serve.overview import OVERVIEW, overview_row
 from powerinfer.serve.page import add_page
 from powerinfer.serve.prompts import (
     Given,
@@ -318,6 +319,11 @@ def _add_state(app: FastAPI, service: Service) -> None:
             about = [{"name": one.name, "status": one.status, "loads": one.loads} for one in service.models]
             return json_response({"version": __version__, "models": about})
         return json_response(await run_in_threadpool(_describe, service.peek(model, request.state.leases)))
+
+    @app.get(OVERVIEW)
+    async def overview() -> Response:
+        await service.refresh()
+        return json_response({"object": "list", "data": [overview_row(model) for model in service.models]})
 
     @app.get(LIVE)
     async def live(request: Request, model: str | None = None) -> Response:

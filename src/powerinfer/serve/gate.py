@@ -22,6 +22,7 @@ from powerinfer.serve.keys import Keys
 from powerinfer.serve.live import LIVE
 from powerinfer.serve.logs import log, request_id
 from powerinfer.serve.metrics import Metrics
+from powerinfer.serve.overview import OVERVIEW
 from powerinfer.serve.page import FILES as PAGE
 
 Scope = MutableMapping[str, Any]
@@ -31,7 +32,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = ("/health", *PAGE)  # answered without a key
-QUIET = (LIVE,)  # asked twice a second: logged only if that is an error of the client
+QUIET = (LIVE, OVERVIEW)  # asked twice a second: logged only if that is an error of the client
 CLIENT_LEFT = 499  # in the log and the metrics: the client did not wait for its answer
 SEND_SECONDS = 60.0  # that a client may take to read what was sent, before it counts as gone
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")

@@ -6,15 +6,19 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.runtime.live import Live, LiveLayer
+from powerinfer.errors import ModelError
+from powerinfer.formats.profile_file import open_profile
+from powerinfer.runtime.live import Live, LiveLayer, Ranking
 
 if TYPE_CHECKING:
+    from powerinfer.neurons import Profile
     from powerinfer.runtime.driver import EngineStats
     from powerinfer.runtime.engine import LLM
 
 LIVE = "/v1/engine/live"
 BINS = 128  # of a layer's neurons
 FRAME_SECONDS = 0.4  # between two frames at least; who asks earlier gets the last one
+HOT = 0.2  # of each layer's neurons, whose share of all activations is told
 LEAVE_SECONDS = 5.0  # without a question, after which counting ends
 
 
@@ -24,6 +28,7 @@ class LiveView:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._live: Live | None = None
+        self._ranking: Ranking | None = None  # kept while nobody looks: the longer, the better it is known
         self._timer: threading.Timer | None = None
         self._frame: dict[str, Any] = {}
         self._stats: EngineStats | None = None
@@ -35,18 +40,20 @@ class LiveView:
         with self._lock:
             now = self._asked = time.monotonic()
             if self._live is None:
+                self._ranking = self._ranking or Ranking(_profile(llm))
                 self._live, self._frame = llm.live(), {}
                 self._watch(LEAVE_SECONDS)
             if not self._frame or now - self._at >= FRAME_SECONDS:
-                self._frame = self._new(llm, self._live, now)
+                assert self._ranking is not None
+                self._frame = self._new(llm, self._live, self._ranking, now)
             return self._frame
 
-    def _new(self, llm: LLM, live: Live, now: float) -> dict[str, Any]:
+    def _new(self, llm: LLM, live: Live, ranking: Ranking, now: float) -> dict[str, Any]:
         stats, before = llm.stats(), self._stats
         seconds = now - self._at if self._frame and before else 0.0
         self._stats, self._at = stats, now
         self._number += 1
-        look = live.look(BINS)
+        look = live.look(BINS, ranking)
         layers = [_layer(one) for one in look]
         step_s = stats.step_s - before.step_s if before and seconds else 0.0
         known = [one["ffn_bytes_per_token"] for one in layers if one["ffn_bytes_per_token"] is not None]
@@ -63,6 +70,12 @@ class LiveView:
             "waiting": stats.waiting,
             "bytes_per_token": llm.bytes_per_token,
             "ffn_bytes_per_token": sum(known) if len(known) == len(layers) else None,
+            "ranking": {
+                "tokens": ranking.tokens,
+                "profile_tokens": ranking.profile_tokens,
+                "hot": HOT,
+                "carried": ranking.carried(HOT),
+            },
             "layers": layers,
         }
 
@@ -81,9 +94,10 @@ class LiveView:
                 self._end()
 
     def close(self) -> None:
-        """Count no more, until the next frame."""
+        """Count no more, until the next frame, which may be of a model loaded anew."""
         with self._lock:
             self._end()
+            self._ranking = None
 
     def _end(self) -> None:
         timer, live, self._timer, self._live = self._timer, self._live, None, None
@@ -91,6 +105,16 @@ class LiveView:
             timer.cancel()
         if live is not None:
             live.close()
+
+
+def _profile(llm: LLM) -> Profile | None:
+    """The profile beside the model, if there is one that matches it."""
+    if llm.checkpoint is None:
+        return None
+    try:
+        return open_profile(llm.checkpoint, llm.engine.prepared)
+    except ModelError:
+        return None
 
 
 def _overlap(layers: list[LiveLayer], step_s: float) -> dict[str, float] | None:

@@ -1,12 +1,16 @@
-// The live view: polls /v1/engine/live while the page is visible, and draws the neurons of each layer as they fire.
+// The live view: polls /v1/engine/live while it is open and the page visible, and draws the neurons of each layer as they
+// fire, those that fire most often on the left.
+import { ask } from "./server.js";
+
 const $ = (id) => document.getElementById(id);
 const EVERY = 500; // ms
 const PLACED = 5;  // pixels of a row that show the placement
 
-const percent = (share) => (share === null ? "–" : `${(100 * share).toFixed(1)} %`);
+const percent = (share) => (share === null ? "\u2013" : `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`);
+const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
 
 function bytes(count) {
-  if (count === null) return "–";
+  if (count === null) return "\u2013";
   const units = ["B", "KiB", "MiB", "GiB"];
   let unit = 0;
   for (; count >= 1024 && unit < 3; unit++) count /= 1024;
@@ -21,72 +25,102 @@ function colour(share) {
 }
 
 export class Live {
-  constructor(ask) {
-    this.ask = ask;
-    this.query = "";       // of the chosen model, where the server has several
+  constructor() {
+    this.model = undefined; // whose layers are shown; null: none is loaded
     this.frame = null;
     this.kept = new Map(); // by layer: its last counted figures, shown while nothing is decoded
+    this.rate = null;      // the last one, as well
     this.at = null;        // [row, column] whose figures are shown
-    this.timer = 0;
+    this.timer = this.turn = 0;
+    this.known = null;     // the model that was folded or unfolded for what it is
     const canvas = (this.canvas = $("strip"));
     canvas.addEventListener("pointermove", (event) => this.point(event));
     canvas.addEventListener("keydown", (event) => this.move(event));
     canvas.addEventListener("focus", () => { this.at ??= [0, 0]; this.draw(); });
-    $("look").addEventListener("change", () => this.start());
+    $("live").addEventListener("toggle", () => this.start());
     document.addEventListener("visibilitychange", () => this.start());
     addEventListener("resize", () => this.draw());
   }
 
   of(model) {
-    this.query = `?model=${encodeURIComponent(model)}`;
+    if (model === this.model) return;
+    this.model = model;
+    this.frame = this.rate = this.at = null;
     this.kept.clear();
+    $("live").hidden = model === null;
+    this.start();
+  }
+
+  get wanted() {
+    return this.model && !document.hidden && ($("live").open || this.known !== this.model);
   }
 
   start() {
     clearTimeout(this.timer);
-    if ($("look").checked && !document.hidden) this.poll();
+    if (this.wanted) this.poll(++this.turn);
   }
 
-  async poll() {
+  // turn: of `start`; an answer to an earlier one is of another model, or comes twice.
+  async poll(turn) {
     try {
-      this.frame = await (await this.ask(`v1/engine/live${this.query}`)).json();
-      for (const layer of this.frame.layers) if (layer.fired || !this.kept.has(layer.layer)) this.kept.set(layer.layer, layer);
+      const frame = await (await ask(`v1/engine/live?model=${encodeURIComponent(this.model)}`)).json();
+      if (turn !== this.turn) return;
+      this.frame = frame;
+      for (const layer of frame.layers) if (layer.fired || !this.kept.has(layer.layer)) this.kept.set(layer.layer, layer);
+      this.rate = frame.tokens ? frame.tokens_per_second : this.rate;
+      this.fold();
       this.show();
     } catch { /* the chat tells what is wrong; try again */ }
+    if (turn !== this.turn) return;
     clearTimeout(this.timer);
-    if ($("look").checked && !document.hidden) this.timer = setTimeout(() => this.poll(), EVERY);
+    if (this.wanted) this.timer = setTimeout(() => this.poll(turn), EVERY);
+  }
+
+  // Where every neuron is computed there is nothing to see: the view is one line, which says why.
+  fold() {
+    if (this.known === this.model) return;
+    this.known = this.model;
+    const some = this.frame.layers.some((layer) => layer.why_not === null);
+    $("live").open = some && matchMedia("(min-width: 761px)").matches;
   }
 
   show() {
-    const frame = this.frame, layers = frame.layers;
-    const rate = frame.tokens_per_second;
+    const frame = this.frame, layers = frame.layers, { carried, hot, tokens, profile_tokens } = frame.ranking;
     const counted = layers.map((one) => this.kept.get(one.layer)).filter((one) => one.active_fraction !== null);
     const neurons = counted.reduce((sum, one) => sum + one.neurons, 0);
     const active = counted.reduce((sum, one) => sum + one.neurons * one.active_fraction, 0);
     const gpu = layers.reduce((sum, one) => sum + one.gpu_neurons, 0), all = layers.reduce((sum, one) => sum + one.neurons, 0);
+    const counts = layers.some((layer) => layer.why_not === null), overlap = frame.overlap;
     this.figures([
-      ["Tokens/s, all requests", rate === null ? "–" : rate.toFixed(1)],
-      ["Neurons that fire", neurons ? percent(active / neurons) : "not counted"],
-      ["Weights read a token", bytes(frame.bytes_per_token)],
-      ["Neurons on the GPU", gpu ? percent(gpu / all) : "none"],
-      ["In steps", frame.busy === null ? "–" : percent(frame.busy)],
-      ["Running, waiting", `${frame.running}, ${frame.waiting}`],
-      ...(frame.overlap ? [["CPU sums cold neurons", percent(frame.overlap.cpu)], ["CPU waits for GPU", percent(frame.overlap.wait)]] : []),
-    ]);
+      this.rate && ["Speed", `${this.rate.toFixed(1)} tokens/s`, "Tokens written a second, of all requests to this model together"],
+      neurons && ["Neurons that fired", percent(active / neurons), "Of the neurons of a layer, those that were not zero for a token; a layer that decodes sparsely reads the weights of these alone"],
+      counts && carried && [`The hottest ${percent(hot)}`, `${percent(carried)} of the firing`, "The share of all activations that the neurons carry which fire most often"],
+      frame.bytes_per_token && ["Read for a token", bytes(frame.bytes_per_token), "Weights that are read from memory for each token that is written: what mostly sets the speed"],
+      gpu && ["Neurons on the GPU", percent(gpu / all), "The hot ones; the rest are computed by the CPU"],
+      frame.busy && ["Engine at work", percent(frame.busy), "The share of the last half second in which something was computed"],
+      overlap && ["CPU beside the GPU", percent(overlap.cpu), "The share of the time at work in which the CPU computes cold neurons while the GPU computes hot ones"],
+      overlap && ["CPU waits for the GPU", percent(overlap.wait), "The share of the time at work in which the CPU has nothing to do until the GPU is done"],
+      frame.running + frame.waiting > 1 && ["Requests", `${frame.running} answered, ${frame.waiting} waiting`, "Of all users of this server"],
+    ].filter(Boolean));
     const reasons = new Map();
     for (const one of layers) if (one.why_not) reasons.set(one.why_not, (reasons.get(one.why_not) ?? 0) + 1);
-    $("live-note").textContent = [...reasons].map(([why, n]) => `${n} of ${layers.length} layers: ${why}.`).join(" ");
-    $("legend").textContent = "Rows are layers, columns neurons by index. Black-blue: none of the bin fired, yellow: all; grey: not counted."
-      + (gpu ? " The line under a row: green on the GPU (hot), none on the CPU (cold)." : "");
+    const told = [...reasons].map(([why, n]) => (n === layers.length ? sentence(why) : `${n} of ${layers.length} layers: ${why}.`));
+    $("live-note").textContent = layers.length ? told.join(" ") : "No layer of this model has neurons that could be skipped.";
+    $("picture").hidden = !counts;
+    $("grey-key").hidden = layers.every((one) => this.kept.get(one.layer).fired);
+    $("gpu-key").hidden = !gpu;
+    $("order").textContent = tokens ? `by ${tokens.toLocaleString()} tokens${profile_tokens ? ", most of a profile" : ""}` : "";
+    $("table").hidden = !layers.length;
     $("rows").replaceChildren(...layers.map((one) => this.row(one)));
     this.draw();
   }
 
-  figures(pairs) {
-    $("figures").replaceChildren(...pairs.map(([name, value]) => {
+  figures(found) {
+    $("figures").replaceChildren(...found.map(([name, value, title]) => {
       const box = document.createElement("div"), dt = document.createElement("dt"), dd = document.createElement("dd");
       dt.textContent = name;
       dd.textContent = value;
+      box.title = title;
       box.append(dt, dd);
       return box;
     }));
@@ -94,16 +128,18 @@ export class Live {
 
   row(one) {
     const row = document.createElement("tr"), last = this.kept.get(one.layer);
-    const cells = [one.layer, one.neurons, one.way, { cpu: "CPU", gpu: "GPU", both: "GPU and CPU" }[one.device], one.gpu_neurons,
+    const cells = [one.layer, one.neurons, one.way === "dense" ? "densely" : `sparsely (${one.way})`,
+                   { cpu: "CPU", gpu: "GPU", both: "GPU and CPU" }[one.device], one.gpu_neurons,
                    one.neurons - one.gpu_neurons, percent(last.active_fraction), bytes(last.ffn_bytes_per_token)];
     row.append(...cells.map((value) => Object.assign(document.createElement("td"), { textContent: value })));
     return row;
   }
 
   draw() {
-    if (!this.frame) return;
+    if (!this.frame || $("picture").hidden || !$("live").open) return;
     const { canvas } = this, layers = this.frame.layers, ratio = devicePixelRatio || 1;
-    const height = Math.max(6, Math.min(22, Math.floor(560 / layers.length)));
+    const room = Math.max(240, Math.min(560, innerHeight - 400)); // all layers are seen without scrolling
+    const height = Math.max(6, Math.min(22, Math.floor(room / layers.length)));
     const wide = canvas.clientWidth;
     canvas.width = Math.round(wide * ratio);
     canvas.height = Math.round(height * layers.length * ratio);
@@ -164,9 +200,9 @@ export class Live {
 
   tell() {
     const [row, column] = this.at, one = this.frame.layers[row], last = this.kept.get(one.layer), bins = this.bins(one);
-    const first = Math.floor(column * one.neurons / bins), end = Math.floor((column + 1) * one.neurons / bins) - 1;
-    const fired = last.fired ? `${(last.fired[column] / 10).toFixed(1)} % fire; layer: ${percent(last.active_fraction)} active` : "not counted";
-    const gpu = one.on_gpu ? `, ${(one.on_gpu[column] / 10).toFixed(0)} % on the GPU` : one.device === "gpu" ? ", on the GPU" : ", on the CPU";
-    $("hover").textContent = `Layer ${one.layer}, ${one.way}; neurons ${first} to ${end}: ${fired}${gpu}.`;
+    const first = Math.floor(column * one.neurons / bins) + 1, end = Math.floor((column + 1) * one.neurons / bins);
+    const fired = last.fired ? `fired for ${(last.fired[column] / 10).toFixed(1)} % of the tokens, all of the layer for ${percent(last.active_fraction)}` : "not counted";
+    const gpu = one.on_gpu ? `, ${(one.on_gpu[column] / 10).toFixed(0)} % on the GPU` : one.device === "gpu" ? ", on the GPU" : "";
+    $("hover").textContent = `Layer ${one.layer}, neurons ranked ${first} to ${end} of ${one.neurons}: ${fired}${gpu}.`;
   }
 }
