@@ -326,7 +326,7 @@ def test_markdown(tmp_path: Path) -> None:
         "1. one\n   - in\n   - *in*\n\n2. two": "<ol><li>one<ul><li>in</li><li><em>in</em></li></ul></li>"
         "<li>two</li></ol>",
         "3) x": '<ol start="3"><li>x</li></ol>',
-        "- [x] a\n- [ ] b": "<ul><li>\u2611 a</li><li>\u2610 b</li></ul>",
+        "- [x] a\n- [ ] b": '<ul><li class="task">\u2611 a</li><li class="task">\u2610 b</li></ul>',
         "> q\n> - l\n\n---": "<blockquote><p>q</p><ul><li>l</li></ul></blockquote><hr></hr>",
         "|a|b|\n|-|-:|\n|`1`|x\\|y|\n|2|": '<div class="scroll" tabindex="0"><table><thead><tr><th>a</th>'
         '<th class="right">b</th></tr></thead><tbody><tr><td><code>1</code></td><td class="right">x|y</td></tr>'

@@ -94,7 +94,7 @@ export class Live {
     this.figures([
       this.rate && ["Speed", `${this.rate.toFixed(1)} tokens/s`, "Tokens written a second, of all requests to this model together"],
       neurons && ["Neurons that fired", percent(active / neurons), "Of the neurons of a layer, those that were not zero for a token; a layer that decodes sparsely reads the weights of these alone"],
-      counts && carried && [`The hottest ${percent(hot)}`, `${percent(carried)} of the firing`, "The share of all activations that the neurons carry which fire most often"],
+      counts && carried && [`The hottest ${percent(hot)}`, `${percent(carried)} of firings`, "The share of all activations that the neurons carry which fire most often"],
       frame.bytes_per_token && ["Read for a token", bytes(frame.bytes_per_token), "Weights that are read from memory for each token that is written: what mostly sets the speed"],
       gpu && ["Neurons on the GPU", percent(gpu / all), "The hot ones; the rest are computed by the CPU"],
       frame.busy && ["Engine at work", percent(frame.busy), "The share of the last half second in which something was computed"],

@@ -294,6 +294,7 @@ function listNode({ ordered, start, items }, copy) {
   if (ordered && start !== 1) whole.setAttribute("start", start);
   for (const { done, blocks } of items) {
     const item = node("li");
+    if (done !== null) item.setAttribute("class", "task");
     if (done !== null) item.append(done ? "\u2611 " : "\u2610 ");
     for (const [at, one] of blocks.entries()) {
       if (one.type === "paragraph" && at === 0) for (const part of inlineNodes(one.text)) item.append(part);

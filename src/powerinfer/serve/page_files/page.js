@@ -90,8 +90,7 @@ function open(id) {
   else sessionStorage.removeItem(CURRENT);
   $("system").value = chat.system;
   if (chat.model && models.some((one) => one.id === chat.model)) choose(chat.model);
-  $("side").classList.remove("shown");
-  $("chats-button").setAttribute("aria-expanded", "false");
+  showSide(false);
   show();
   showChats();
 }
@@ -114,6 +113,12 @@ function showChats() {
     return make("li", {}, enter, away);
   }));
   $("forget-all").disabled = !all.length;
+}
+
+// Where there is no room for it beside the chat, the list comes and goes.
+function showSide(on) {
+  $("side").classList.toggle("shown", on);
+  $("chats-button").setAttribute("aria-expanded", String(on));
 }
 
 // Another tab has changed a chat. What this tab is writing stays as it is; `Chats.write` sees that it has changed.
@@ -473,7 +478,11 @@ $("models").addEventListener("change", () => choose($("models").value));
 $("text").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
 });
-document.addEventListener("keydown", (event) => { if (event.key === "Escape") stop(); });
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape") return;
+  if ($("side").classList.contains("shown")) showSide(false);
+  else stop();
+});
 document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });
 addEventListener("pagehide", () => { if (running) save(); });
 addEventListener("storage", changedElsewhere);
@@ -493,9 +502,7 @@ for (const [kind, on] of [["dragover", true], ["dragleave", false], ["drop", fal
     if (kind === "drop") add([...event.dataTransfer.files]);
   });
 }
-$("chats-button").addEventListener("click", () => {
-  $("chats-button").setAttribute("aria-expanded", String($("side").classList.toggle("shown")));
-});
+$("chats-button").addEventListener("click", () => showSide(!$("side").classList.contains("shown")));
 $("forget-all").addEventListener("click", () => {
   if (!confirm(`Forget all ${chats.list().length} chats?`)) return;
   stop();
