@@ -84,3 +84,17 @@ def test_the_same_flags_are_the_same() -> None:
     same = re.findall(r"`(--?[\w-]+)`", page.partition("The same: ")[2].partition("\n\n")[0])
     here = reference.flags("run") | reference.flags("serve")
     assert len(same) > 8 and set(same) <= here
+
+
+def test_a_version_in_the_changelog_has_a_date_and_at_most_60_lines() -> None:
+    _, *versions = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert versions
+    for version in versions:
+        assert re.match(r"\d+\.\d+\.\d+ - \d{4}-\d\d-\d\d\n", version), version.split("\n")[0]
+        assert version.strip().count("\n") < 60, version.split("\n")[0]
+
+
+def test_the_readme_is_short() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 120
+    assert any(line.startswith("pip install") for line in lines[:15])
