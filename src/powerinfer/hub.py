@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import PowerInferError, RequestError
+from powerinfer.formats import catalogue_names
+from powerinfer.formats.catalogue_names import SHORT_NAMES, machine_memory, near_name, offer, short_name, unsupported
 from powerinfer.pinned import ALIASES, CATALOGUE, DEFAULT_MODELS, PinnedModel, UnreachableError, fetch, pinned_model
 from powerinfer.progress import Progress, Say, silent
 
@@ -102,8 +104,8 @@ def resolve_model(
         return pull_pinned(pinned, say, progress).path
     if name.lower() in cloned_models():
         return cloned_models()[name.lower()]
-    full = full_name(name)
-    if agree is not None and _is_repository(full) and agree(f"{name} is not downloaded: {_offer(name)}. Download it?"):
+    full, what = offer(name)
+    if agree is not None and _is_repository(full) and agree(f"{name} is not downloaded: {what}. Download it?"):
         return pull_repository(full, say).path
     raise _no_such_model(name)
 
@@ -128,10 +130,15 @@ def pull(name_or_path: str | Path | None, say: Say = silent, progress: Progress 
     if local is not None:
         return _register(local)
     name = _without_host(name)
-    full = full_name(name)
-    if _is_repository(full):
-        return pull_repository(full, say)
-    raise _no_such_model(name)
+    stored = _find(name)
+    if stored is not None:
+        return stored
+    full, what = offer(name)
+    if not _is_repository(full):
+        raise _no_such_model(name)
+    if full != name:
+        say(f"{name} is {what}")
+    return pull_repository(full, say)
 
 
 def made_model(
@@ -187,14 +194,8 @@ def remove(name: str) -> StoredModel:
 
 
 def full_name(name: str) -> str:
-    """The Hugging Face name that a short name (qwen3-4b, qwen3-4b:Q8_0) stands for; other names as they are."""
-    if name.lower() in ALIASES:
-        return ALIASES[name.lower()]
-    from powerinfer.formats.catalogue import catalogue
-
-    short, _, tag = name.partition(":")
-    known = catalogue().get(short.lower())
-    return name if known is None else known.full_name(tag)
+    """The name in the cache that a short name (qwen3-4b, qwen3-4b:Q8_0) stands for; other names as they are."""
+    return ALIASES.get(name.lower()) or catalogue_names.full_name(name)
 
 
 def cloned_models() -> dict[str, Path]:
@@ -239,9 +240,13 @@ def list_cloned() -> list[StoredModel]:
 
 def known_names() -> list[str]:
     """Every name that can be pulled or opened without its owner: of the catalogues and of local models."""
-    # not through `formats.catalogue`: it imports numpy, for which no completion of a command line should wait
-    short = json.loads((Path(__file__).parent / "formats" / "catalogue.json").read_bytes())["models"]
-    return sorted({*CATALOGUE, *ALIASES, *cloned_models(), *short, *(model.name for model in list_stored())})
+    local = (model.name for model in list_stored())
+    return sorted({*CATALOGUE, *ALIASES, *cloned_models(), *SHORT_NAMES.values(), *local})
+
+
+def near_known(name: str) -> str | None:
+    """The known name that another may mean."""
+    return near_name(name, known_names())
 
 
 def names_model(text: str) -> bool:
@@ -250,7 +255,8 @@ def names_model(text: str) -> bool:
     if local is not None:
         return (local.is_file() and local.suffix.lower() == ".gguf") or (local / "config.json").is_file()
     name = _without_host(text)
-    return name != text or name.partition(":")[0].lower() in known_names() or find_stored(name) is not None
+    known = short_name(name) is not None or name.lower() in known_names()
+    return name != text or known or find_stored(name) is not None
 
 
 def may_name_model(text: str) -> bool:
@@ -267,9 +273,19 @@ def local_model(name: str) -> StoredModel:
 
 
 def _find(name: str) -> StoredModel | None:
-    """The local model of a name, short or full."""
+    """The local model of a name, short or full. Of a short one without a quantisation, any that is listed."""
     name = _without_host(name)
-    return find_stored(name) or find_stored(full_name(name))
+    stored, short = find_stored(name), short_name(name)
+    if stored is not None or short is None or short[1] is not None:
+        return stored or find_stored(full_name(name))
+    from powerinfer.formats.catalogue import catalogue
+
+    model = catalogue()[short[0]]
+    found = [find_stored(model.full_name(one.quantisation)) for one in model.downloads]
+    if sum(one is not None for one in found) > 1:  # as a pull would choose
+        chosen = model.choose(machine_memory())
+        found.insert(0, None if chosen is None else found[model.downloads.index(chosen[0])])
+    return next((one for one in found if one is not None), None)
 
 
 def _without_host(name: str) -> str:
@@ -285,15 +301,6 @@ def _without_host(name: str) -> str:
 
 def _is_repository(name: str) -> bool:
     return _REPOSITORY.fullmatch(name) is not None and not name.lower().endswith(".gguf")
-
-
-def _offer(name: str) -> str:
-    """What a download would bring."""
-    from powerinfer.formats.catalogue import catalogue
-
-    known = catalogue().get(name.lower())
-    size = f", about {known.downloads[0].gigabytes:g} GB" if known is not None else ""
-    return f"{full_name(name)} of Hugging Face{size}"
 
 
 def recommended_sampling(path: Path) -> SamplingDefaults:
@@ -440,7 +447,7 @@ def _local_path(name: str) -> Path | None:
 
 def _register(path: Path) -> StoredModel:
     """Register a local model under its own name, without copying it."""
-    path = path.resolve()
+    path = Path(os.path.abspath(path))  # not where a link leads, whose name may be a hash
     name = (_SHARD.sub("", path.stem) if path.is_file() else path.name).lower()
     folder = _folder_of(name)
     if pinned_model(name) is not None or (folder / MANIFEST).exists():
@@ -467,16 +474,17 @@ def _parts(path: Path) -> list[Path]:
 def _no_such_model(name: str) -> RequestError:
     if name.lower().endswith((".gguf", ".safetensors")) or name.startswith(("/", "./", "../", "~")):
         return RequestError(f"no file or folder {name}")
-    if _is_repository(full_name(name)):
-        what = "" if full_name(name) == name else f" ({_offer(name)})"
-        return RequestError(f"{name}{what} is neither a path nor a pulled model; `powerinfer pull {name}` fetches it")
-    from difflib import get_close_matches
-
-    known = known_names()
-    near = [one for one in known if one.startswith(name.lower())]
-    near = near or get_close_matches(name.lower(), known, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]}?" if near else "`powerinfer list` and `powerinfer pull --names` show names"
-    return RequestError(f"no model {name}: not a file, a folder or a known name; {hint}")
+    full, what = offer(name)
+    if _is_repository(full):
+        state = "is neither a path nor a pulled model" if full == name else f"is not downloaded: {what}"
+        return RequestError(f"{name} {state}; `powerinfer pull {name}` fetches it")
+    refusal = unsupported(name)
+    if refusal is not None:
+        return refusal
+    near = near_known(name)
+    hint = f"did you mean {near}?" if near else "`powerinfer list` and `powerinfer pull --names` show names"
+    more = "" if near else ", and a repository of Hugging Face has the form owner/name:Q4_K_M"
+    return RequestError(f"no model {name}: not a file, a folder or a known name; {hint}{more}")
 
 
 # ---------------------------------------------------------------- pinned models
@@ -566,8 +574,14 @@ def pull_repository(name: str, say: Say = silent) -> StoredModel:
 
             info = HfApi().model_info(repository, files_metadata=True)
             listed = {entry.rfilename: entry for entry in info.siblings or [] if _plain_name(entry.rfilename)}
+            _check_family(repository, info.gguf, info.config)
             files = choose_files(list(listed), tag, repository)
             nbytes = sum(listed[file].size or 0 for file in files)
+            there = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())  # of an interrupted pull
+            _check_room(folder, repository, nbytes - there)
+            memory = machine_memory()
+            if nbytes > memory.usable:
+                say(f"it is larger than the memory here ({memory}): the rest is read from disk, slowly")
             count = f"{len(files)} file{'s' * (len(files) > 1)}"
             say(f"fetching {count} of {repository}{f' ({nbytes / 1e9:.2f} GB)' if nbytes else ''}")
             patterns = [glob.escape(file) for file in files]
@@ -578,6 +592,18 @@ def pull_repository(name: str, say: Say = silent) -> StoredModel:
         path = "." if "config.json" in files and not files[0].endswith(".gguf") else files[0]
         _write_manifest(folder, name, path, f"hugging face: {repository}", files, revision=info.sha, sha256=hashes)
         return _stored_or_fail(name)
+
+
+def _check_family(repository: str, gguf: Mapping[str, Any] | None, config: Mapping[str, Any] | None) -> None:
+    """RequestError, before gigabytes are downloaded, if the hub states an architecture that is known not to run."""
+    from powerinfer.formats.catalogue import unsupported_families
+
+    stated = {(gguf or {}).get("architecture"), (config or {}).get("model_type")}
+    for family in unsupported_families():
+        if stated & set(family.architectures):
+            raise RequestError(
+                f"{repository} is of the family {family.family}, which is not supported yet; nothing was downloaded"
+            )
 
 
 def _plain_name(file: str) -> bool:
@@ -612,6 +638,7 @@ def choose_files(available: list[str], tag: str | None, repository: str) -> list
     for file in sorted(available):
         if file.lower().endswith(".gguf") and "mmproj" not in file.lower():
             ggufs.setdefault(_SHARD.sub("", file[: -len(".gguf")]), []).append(file)
+    ggufs = {stem: [f"{stem}.gguf"] if f"{stem}.gguf" in files else files for stem, files in ggufs.items()}
     weights = [file for file in sorted(available) if _WEIGHTS.fullmatch(file)]
     if tag is None and weights and "config.json" in available:
         templates = [file for file in sorted(available) if _NAMED_TEMPLATE.fullmatch(file)]
@@ -622,6 +649,8 @@ def choose_files(available: list[str], tag: str | None, repository: str) -> list
     ]
     if tag is None and len(ggufs) == 1:
         matching = list(ggufs)
+    if len(matching) > 1:
+        matching = _plainest(matching, quantisation)
     if len(matching) == 1:
         return ggufs[matching[0]]
     if not ggufs:
@@ -631,6 +660,17 @@ def choose_files(available: list[str], tag: str | None, repository: str) -> list
     raise RequestError(
         f"{repository} has {count} named {quantisation}; write {repository}:TAG with a TAG that picks one of: {choices}"
     )
+
+
+def _plainest(stems: list[str], tag: str) -> list[str]:
+    """The one of several models that all others are variants of, which have more parts in their names: m-Q4_K_M beside
+    m-UD-Q4_K_M and MTP/m-Q4_K_M; of names that differ by case, the one that has the tag as it is written. Else all."""
+    exact = [stem for stem in stems if tag in stem]
+    plain = min(exact or stems, key=len)
+    parts = set(re.split(r"[-._/]", plain.lower()))
+    variants = all(parts <= set(re.split(r"[-._/]", stem.lower())) for stem in stems)
+    unique = sum(len(stem) == len(plain) for stem in exact or stems) == 1
+    return [plain] if variants and unique else stems
 
 
 @contextmanager

@@ -61,6 +61,29 @@ def total_memory() -> int:
     return min([total, *(limit for limit, _ in _cgroup_memory())])
 
 
+def gpu_memory() -> int:
+    """Bytes of memory of the GPU that would be used, according to NVIDIA's driver; 0 if there is none, or torch is
+    missing, through which it is used. Only the driver's own library is loaded: torch would take seconds.
+    """
+    import ctypes
+    import importlib.util
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    if not visible.isdecimal() or importlib.util.find_spec("torch") is None:
+        return 0
+    try:  # https://docs.nvidia.com/deploy/nvml-api
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        device, memory = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # total, free, used
+        if nvml.nvmlInit_v2():
+            return 0
+        failed = nvml.nvmlDeviceGetHandleByIndex_v2(int(visible), ctypes.byref(device))
+        failed = failed or nvml.nvmlDeviceGetMemoryInfo(device, memory)
+        nvml.nvmlShutdown()
+        return 0 if failed else int(memory[0])
+    except (OSError, AttributeError, OverflowError, ctypes.ArgumentError):
+        return 0
+
+
 def available_memory() -> int:
     """Bytes that can be allocated without swapping, in the machine and in this process' container; 0 if unknown."""
     free = _free_memory()

@@ -195,9 +195,10 @@ def _may_be_model(text: str) -> bool:
 
 
 def _near_model(name: str) -> str:
-    from powerinfer.hub import known_names
+    from powerinfer.hub import near_known
 
-    return did_you_mean(name.lower(), known_names())
+    near = near_known(name)
+    return "" if near is None else f"; did you mean {near}?"
 
 
 def refuse_model_as_prompt(prompt: str) -> None:
@@ -464,6 +465,7 @@ def small_model_note(model: str | None, out: Output) -> None:
 
 def shown_name(model: str | None, path: Path) -> str:
     """The name of a model: as in `powerinfer list` or the short one, if -m says that, else its file's."""
+    from powerinfer.formats.catalogue_names import short_name
     from powerinfer.hub import default_name, known_names
 
     if model is None:
@@ -472,6 +474,9 @@ def shown_name(model: str | None, path: Path) -> str:
         for name in known_names():
             if name.lower() == model.lower():
                 return name
+        short = short_name(model)
+        if short is not None and short[1] is None:
+            return short[0]
     return path.stem if path.suffix == ".gguf" else path.name
 
 

@@ -1,0 +1,256 @@
+"""The catalogue of short names: its data, which quantisation suits a machine, and what names mean."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+
+from powerinfer import hub, system
+from powerinfer.errors import RequestError
+from powerinfer.formats import catalogue_names
+from powerinfer.formats.catalogue import CatalogueModel, Download, Memory, catalogue, nearest, unsupported_families
+from powerinfer.formats.catalogue_names import full_name, name_form, near_name, offer, short_name, unsupported
+from powerinfer.formats.folder_config import ARCHITECTURES as CLASSES
+from powerinfer.formats.gguf_model import ARCHITECTURES
+from powerinfer.formats.tensors import NATIVE_TYPES
+
+GB = 10**9
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The memory of the machine that names are resolved for."""
+    has = SimpleNamespace(memory=Memory(32 * GB, 8 * GB))
+    monkeypatch.setattr(catalogue_names, "machine_memory", lambda: has.memory)
+    return has
+
+
+# ---------------------------------------------------------------- the data
+
+
+def test_every_entry_is_whole() -> None:
+    seen: dict[str, str] = {}
+    for name, model in catalogue().items():
+        usual, *larger = model.downloads
+        assert all(one.gigabytes > usual.gigabytes for one in larger), name
+        assert len({one.quantisation for one in model.downloads}) == len(model.downloads), name
+        for one in model.downloads:
+            bits = 8 * one.gigabytes / model.parameters
+            assert 4 < bits < 18.5, f"{name} {one.quantisation}: {bits:.1f} bits a parameter"
+            if one.quantisation is not None and one.file is not None:
+                assert one.quantisation.lower() in one.file.lower() and one.file.endswith(".gguf"), name
+                kind = one.quantisation.removeprefix("UD-").removesuffix("_M")
+                assert kind in NATIVE_TYPES, f"{name}: {kind} grows when it is loaded"
+        assert model.active is None or model.active < model.parameters
+        for alias in (name, *model.aliases):
+            assert seen.setdefault(name_form(alias), name) == name, f"{alias} is of two models"
+        assert unsupported(name) is None, name
+
+
+def test_families_that_are_called_unsupported_are() -> None:
+    for family in unsupported_families():
+        assert not set(family.architectures) & set(ARCHITECTURES), family.family
+        assert not set(family.architectures) & set(CLASSES.values()), family.family
+
+
+# ---------------------------------------------------------------- what suits a machine
+
+MODEL = CatalogueModel(
+    "o/n", (Download(10, "Q4_K_M", "a"), Download(14, "Q6_K", "b"), Download(19, "Q8_0", "c")), parameters=18
+)
+
+
+@pytest.mark.parametrize(
+    ("ram", "gpu", "quantisation", "why"),
+    [
+        (16, 0, "Q4_K_M", "which fits 16 GB of RAM"),
+        (256, 0, "Q4_K_M", "which fits 256 GB of RAM"),  # a larger one would be slower there
+        (8, 8, "Q4_K_M", "which fits 8 GB of RAM and 8 GB of GPU memory"),
+        (8, 16, "Q4_K_M", "which fits the GPU's 16 GB whole"),
+        (8, 18, "Q6_K", "the largest listed that fits the GPU's 18 GB whole"),
+        (8, 24, "Q8_0", "the largest listed that fits the GPU's 24 GB whole"),
+        (13, 0, None, None),
+        (0, 0, None, None),
+    ],
+)
+def test_the_largest_quantisation_that_runs_well(ram: int, gpu: int, quantisation: str | None, why: str | None) -> None:
+    chosen = MODEL.choose(Memory(ram * GB, gpu * GB))
+    assert (chosen and chosen[0].quantisation, chosen and chosen[1]) == (quantisation, why)
+
+
+def test_what_a_download_brings_is_said(machine: SimpleNamespace) -> None:
+    said = "Qwen/Qwen3-30B-A3B-GGUF:Q4_K_M of Hugging Face, 18.6 GB, which fits 32 GB of RAM and 8 GB of GPU memory"
+    assert offer("qwen3-30b-a3b") == ("Qwen/Qwen3-30B-A3B-GGUF:Q4_K_M", said)
+    machine.memory = Memory(32 * GB, 24 * GB)
+    assert offer("qwen3:8b")[0] == "Qwen/Qwen3-8B-GGUF:Q8_0", "whole on the GPU"
+    assert ", about 16 GB, which" in offer("turbosparse-mistral-7b")[1], "a computed size"
+
+
+def test_a_model_that_cannot_fit_is_refused_with_one_that_does(machine: SimpleNamespace) -> None:
+    with pytest.raises(RequestError) as refused:
+        offer("gpt-oss-120b")
+    text = str(refused.value)
+    assert "gpt-oss-120b (63.4 GB) needs 70.7 GB" in text and "this machine has 37.8 GB for it, of 32 GB" in text
+    assert "qwen3.6-35b-a3b fits (22.1 GB)" in text and "`powerinfer pull ggml-org/gpt-oss-120b-GGUF:MXFP4`" in text
+    assert offer("gpt-oss-120b:MXFP4") == (
+        "ggml-org/gpt-oss-120b-GGUF:MXFP4", "ggml-org/gpt-oss-120b-GGUF:MXFP4 of Hugging Face, 63.4 GB"
+    )  # fmt: skip
+    machine.memory = Memory(GB)
+    with pytest.raises(RequestError, match="and this machine has 0 GB for it, of 1 GB of RAM; `powerinfer pull"):
+        offer("qwen3-4b")
+
+
+def test_the_nearest_model_is_of_the_same_kind() -> None:
+    assert nearest(26, True, Memory(32 * GB)) == "qwen3-30b-a3b"
+    assert nearest(30, False, Memory(32 * GB)) == "qwen3-32b"
+    assert nearest(30, False, Memory(16 * GB)) == nearest(None, False, Memory(16 * GB)) == "qwen3-14b"
+    assert nearest(30, True, Memory(3 * GB)) == "smollm2-360m", "where no mixture of experts fits, another model"
+    assert nearest(None, False, Memory(GB)) is None
+
+
+# ---------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("qwen3-30b-a3b", ("qwen3-30b-a3b", None)),
+        ("Qwen3-30B-A3B", ("qwen3-30b-a3b", None)),
+        ("qwen3:30b", ("qwen3-30b-a3b", None)),
+        ("llama3.2", ("llama-3.2-3b", None)),
+        ("llama3.2:latest", ("llama-3.2-3b", None)),
+        ("llama3.2:1b", ("llama-3.2-1b", None)),
+        ("Llama-3.2-1B-Instruct", ("llama-3.2-1b", None)),
+        ("gemma3:4b", ("gemma-3-4b", None)),
+        ("qwen3:8b", ("qwen3-8b", None)),
+        ("gpt-oss:20b", ("gpt-oss-20b", None)),
+        ("deepseek-r1:8b", ("deepseek-r1-8b", None)),
+        ("phi4", ("phi-4", None)),
+        ("qwen3-4b:Q8_0", ("qwen3-4b", "Q8_0")),
+        ("qwen3:4b-q8_0", ("qwen3-4b", "q8_0")),
+        ("llama3.2:3b-instruct-fp16", ("llama-3.2-3b", "f16")),
+        ("qwen3.6-35b-a3b:UD-IQ4_XS", ("qwen3.6-35b-a3b", "UD-IQ4_XS")),
+        ("qwen3-4b:other", ("qwen3-4b", "other")),
+        ("qwen3:235b", None),
+        ("qwen3-4b:", None),
+        ("owner/qwen3-4b", None),
+        ("mistral-nemo", None),
+        ("", None),
+        ("qwen3-4b" * 100, None),
+    ],
+)
+def test_names_in_any_spelling(name: str, short: tuple[str, str | None] | None) -> None:
+    assert short_name(name) == short
+    assert hub.names_model(name) == (short is not None) or name == "mistral-nemo"
+
+
+def test_a_listed_quantisation_is_asked_for_as_it_is_listed() -> None:
+    assert full_name("qwen3:8b-q8_0") == "Qwen/Qwen3-8B-GGUF:Q8_0"
+    assert full_name("qwen3-8b:q5_k_m") == "Qwen/Qwen3-8B-GGUF:q5_k_m"
+    assert full_name("owner/name:q8_0") == "owner/name:q8_0"
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "instead"),
+    [
+        ("gemma-4-26b-a4b", "Gemma 4", "qwen3-30b-a3b is, and fits this machine"),
+        ("gemma4:e4b", "Gemma 4", "qwen3-4b is, and fits this machine"),
+        ("nemotron-3-nano", "Nemotron 3", "`powerinfer pull --names` lists what is"),
+        ("nemotron-3-nano:30b-a3b", "Nemotron 3", "qwen3-30b-a3b is, and fits this machine"),
+        ("ministral-3:8b", "Ministral 3", "qwen3-8b is, and fits this machine"),
+        ("hunyuan-7b", "Hunyuan", "qwen2.5-7b is, and fits this machine"),
+        ("granite-4.0-h-tiny", "Granite 4 H", "`powerinfer pull --names` lists what is"),
+    ],
+)
+def test_families_that_do_not_run_yet_are_named(
+    name: str, family: str, instead: str, machine: SimpleNamespace
+) -> None:
+    assert str(unsupported(name)) == f"{name}: the family {family} is not supported yet; {instead}"
+    with pytest.raises(RequestError, match="is not supported yet"):
+        hub.pull(name)
+
+
+@pytest.mark.parametrize("name", ["gemma-4b", "granite-4.0-micro", "nemotron-mini", "llama-3.1-8b", "", "x" * 10**5])
+def test_families_that_run_are_not(name: str) -> None:
+    assert unsupported(name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("qwen3-30b-a3", "qwen3-30b-a3b"),
+        ("gpt-os-20b", "gpt-oss-20b"),
+        ("qwen3-30b-a3b-thinking", "qwen3-30b-a3b"),
+        ("llama3", "llama-3.1-8b"),
+        ("qwen3-33b", None),  # not the 32b, nor a model of experts
+        ("qwen3-31b-a3b", None),
+        ("smollm2-sparse", None),
+        ("gpt-oss-12b", None),
+        ("x" * 10**5, None),
+    ],
+)
+def test_suggestions_are_of_the_same_kind(name: str, near: str | None, machine: SimpleNamespace) -> None:
+    assert near_name(name, list(catalogue())) == near
+
+
+def test_suggestions_fit_the_machine(machine: SimpleNamespace) -> None:
+    assert near_name("gpt-oss-120", list(catalogue())) is None
+    machine.memory = Memory(128 * GB)
+    assert near_name("gpt-oss-120", list(catalogue())) == "gpt-oss-120b"
+
+
+# ---------------------------------------------------------------- the GPU's memory
+
+
+class Nvml:
+    """NVIDIA's library, of a machine with two GPUs."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.fails, self.closed = fails, 0
+
+    def nvmlInit_v2(self) -> int:
+        return int(self.fails == "init")
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: object) -> int:
+        self.index = index
+        return int(index > 1)
+
+    def nvmlDeviceGetMemoryInfo(self, device: object, memory: ctypes.Array[ctypes.c_ulonglong]) -> int:
+        memory[0] = (24 + self.index) << 30
+        return int(self.fails == "memory")
+
+    def nvmlShutdown(self) -> None:
+        self.closed += 1
+
+
+@pytest.mark.parametrize(
+    ("visible", "fails", "gib"),
+    [
+        (None, "", 24), ("1", "", 25), ("1,0", "", 25), ("7", "", 0), ("", "", 0), ("-1", "", 0), ("GPU-3f", "", 0),
+        (None, "init", 0), (None, "memory", 0),
+    ],
+)  # fmt: skip
+def test_memory_of_the_gpu(visible: str | None, fails: str, gib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = Nvml(fails)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: nvml)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert system.gpu_memory() == gib << 30
+    assert nvml.closed == (visible not in ("", "-1", "GPU-3f") and fails != "init")
+
+
+def test_no_gpu_without_its_driver_or_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert system.gpu_memory() == 0
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Nvml())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert system.gpu_memory() == 0
