@@ -420,6 +420,8 @@ def open_checkpoint(path: str | Path, quantize: str | None = None, progress: Pro
 def _open(path: Path) -> Source:
     if path.suffix in (".safetensors", ".json") and (path.parent / "config.json").exists():
         path = path.parent  # any file of a Hugging Face folder is accepted for the folder
+    elif path.suffix in (".safetensors", ".json") and path.is_file():
+        raise ModelError(f"{path} is not a model by itself: give the folder that has its config.json and tokenizer, too")
     if path.suffix == ".gpuidx":
         from powerinfer.formats.published import GPU_INDEX
 
