@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from powerinfer import hub, system
-from powerinfer.errors import RequestError
+from powerinfer.cli import pull as pull_verb
+from powerinfer.cli.main import main
+from powerinfer.errors import PowerInferError, RequestError
+from powerinfer.formats import catalogue as catalogue_module
 from powerinfer.formats import catalogue_names
 from powerinfer.formats.catalogue import CatalogueModel, Download, Memory, catalogue, nearest, unsupported_families
 from powerinfer.formats.catalogue_names import full_name, name_form, near_name, offer, short_name, unsupported
 from powerinfer.formats.folder_config import ARCHITECTURES as CLASSES
 from powerinfer.formats.gguf_model import ARCHITECTURES
 from powerinfer.formats.tensors import NATIVE_TYPES
+from powerinfer.hardware.cards import described_machine
+from powerinfer.placement.estimates import estimate
+from powerinfer.placement.shapes import shape_names
+from powerinfer.progress import Say
 
 GB = 10**9
 
@@ -45,6 +56,7 @@ def test_every_entry_is_whole() -> None:
                 kind = one.quantisation.removeprefix("UD-").removesuffix("_M")
                 assert kind in NATIVE_TYPES, f"{name}: {kind} grows when it is loaded"
         assert model.active is None or model.active < model.parameters
+        assert model.shape is None or model.shape in shape_names(), name
         for alias in (name, *model.aliases):
             assert seen.setdefault(name_form(alias), name) == name, f"{alias} is of two models"
         assert unsupported(name) is None, name
@@ -61,23 +73,32 @@ def test_families_that_are_called_unsupported_are() -> None:
 MODEL = CatalogueModel(
     "o/n", (Download(10, "Q4_K_M", "a"), Download(14, "Q6_K", "b"), Download(19, "Q8_0", "c")), parameters=18
 )
+EXPERTS = replace(MODEL, active=3.6)
+SMALL = CatalogueModel("o/n", (Download(2, "Q4_K_M", "a"), Download(3.5, "Q8_0", "b")), parameters=3.3)
 
 
 @pytest.mark.parametrize(
-    ("ram", "gpu", "quantisation", "why"),
+    ("model", "ram", "gpu", "quantisation", "why"),
     [
-        (16, 0, "Q4_K_M", "which fits 16 GB of RAM"),
-        (256, 0, "Q4_K_M", "which fits 256 GB of RAM"),  # a larger one would be slower there
-        (8, 8, "Q4_K_M", "which fits 8 GB of RAM and 8 GB of GPU memory"),
-        (8, 16, "Q4_K_M", "which fits the GPU's 16 GB whole"),
-        (8, 18, "Q6_K", "the largest listed that fits the GPU's 18 GB whole"),
-        (8, 24, "Q8_0", "the largest listed that fits the GPU's 24 GB whole"),
-        (13, 0, None, None),
-        (0, 0, None, None),
+        (MODEL, 16, 0, "Q4_K_M", "which fits 16 GB of RAM"),
+        (MODEL, 256, 0, "Q4_K_M", "which fits 256 GB of RAM"),  # a larger one would be slow there
+        (MODEL, 8, 8, "Q4_K_M", "which fits 8 GB of RAM and 8 GB of GPU memory"),
+        (MODEL, 8, 16, "Q4_K_M", "which fits the GPU's 16 GB whole"),
+        (MODEL, 8, 18, "Q6_K", "the largest listed that fits the GPU's 18 GB whole"),
+        (MODEL, 8, 24, "Q8_0", "the largest listed that fits the GPU's 24 GB whole"),
+        (MODEL, 13, 0, None, None),
+        (MODEL, 0, 0, None, None),
+        (EXPERTS, 32, 8, "Q4_K_M", "which fits 32 GB of RAM and 8 GB of GPU memory"),
+        (EXPERTS, 33, 0, "Q6_K", "the largest listed that runs well in 33 GB of RAM"),
+        (EXPERTS, 44, 0, "Q8_0", "the largest listed that runs well in 44 GB of RAM"),
+        (SMALL, 9, 0, "Q4_K_M", "which fits 9 GB of RAM"),
+        (SMALL, 10, 0, "Q8_0", "the largest listed that runs well in 10 GB of RAM"),
     ],
 )
-def test_the_largest_quantisation_that_runs_well(ram: int, gpu: int, quantisation: str | None, why: str | None) -> None:
-    chosen = MODEL.choose(Memory(ram * GB, gpu * GB))
+def test_the_largest_quantisation_that_runs_well(
+    model: CatalogueModel, ram: int, gpu: int, quantisation: str | None, why: str | None
+) -> None:
+    chosen = model.choose(Memory(ram * GB, gpu * GB))
     assert (chosen and chosen[0].quantisation, chosen and chosen[1]) == (quantisation, why)
 
 
@@ -200,6 +221,127 @@ def test_suggestions_fit_the_machine(machine: SimpleNamespace) -> None:
     assert near_name("gpt-oss-120", list(catalogue())) is None
     machine.memory = Memory(128 * GB)
     assert near_name("gpt-oss-120", list(catalogue())) == "gpt-oss-120b"
+
+
+# ---------------------------------------------------------------- pull
+
+
+def test_pull_lists_the_names_with_what_they_need(
+    machine: SimpleNamespace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull_verb, "_measured", lambda: None)
+    assert main(["pull", "--names"]) == 0
+    out, err = capsys.readouterr()
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines()}
+    assert rows["qwen3-30b-a3b"] == "Q4_K_M 18.6 GB 30.5B 3.3B 24 GB 16 GB 24 GB fits"
+    assert rows["qwen3-8b"] == "Q4_K_M 5.03 GB 8.2B 8 GB 4 GB 8 GB fits"
+    assert rows["llama-3.2-3b"].startswith("Q8_0 3.42 GB"), "what is chosen for this machine"
+    assert rows["gpt-oss-120b"] == "MXFP4 63.4 GB 116.8B 5.1B 96 GB 64 GB 80 GB too large"
+    assert rows["turbosparse-mistral-7b"].startswith("BF16 ~16 GB")
+    assert set(rows) == {"name", *catalogue()} and len({len(line) for line in out.splitlines()}) == 1
+    assert "here: 32 GB of RAM and 8 GB of GPU memory" in err and "once `powerinfer measure` has run" in err
+
+
+def test_speeds_are_estimates_for_the_measured_machine(
+    machine: SimpleNamespace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pc = described_machine("RTX 4060", 32 << 30)
+    monkeypatch.setattr(pull_verb, "_measured", lambda: pc)
+    few = {name: catalogue()[name] for name in ("qwen3-8b", "gpt-oss-120b", "qwen3.5-35b-a3b")}
+    few["unknown"] = replace(few["qwen3-8b"], shape=None)
+    monkeypatch.setattr(catalogue_module, "catalogue", lambda: few)
+    assert main(["pull", "--names", "--json"]) == 0
+    out, err = capsys.readouterr()
+    rows = {row["name"]: row for row in json.loads(out)["names"]}
+    expected = estimate("qwen3-8b", "Q4_K_M", pc)
+    assert expected is not None and rows["qwen3-8b"]["here"] == {
+        "quantisation": "Q4_K_M", "gigabytes": 5.03, "tokens_per_second": round(expected.tok_s, 2)
+    }  # fmt: skip
+    assert f"{rows['qwen3-8b']['here']['tokens_per_second']:.3g} tokens/s" in err and "estimates by plan" in err
+    assert rows["qwen3-8b"]["needs"] == {"ram": 8, "ram_beside_8": 4, "gpu": 8}
+    assert rows["gpt-oss-120b"]["here"] is None and rows["unknown"]["here"]["tokens_per_second"] is None
+    assert rows["qwen3-8b"]["downloads"][1]["quantisation"] == "Q8_0"
+
+
+def test_the_end_of_a_pull_is_how_to_run_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, machine: SimpleNamespace
+) -> None:
+    monkeypatch.setenv("POWERINFER_CACHE", str(tmp_path / "cache"))
+    mine = tmp_path / "My model.gguf"
+    mine.write_bytes(b"GGUF")
+    assert main(["pull", str(mine)]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{mine}\n" and err.splitlines()[-1] == "run it: powerinfer run \"...\" -m 'my model'"
+    asked: list[str] = []
+
+    def fetched(name: str, say: Say) -> hub.StoredModel:
+        asked.append(name)
+        return hub.StoredModel(name, Path("there"), "hugging face", 1)
+
+    monkeypatch.setattr(hub, "pull_repository", fetched)
+    for name, run in (("qwen3:8b", "qwen3:8b"), ("o/n:Q8_0", "o/n:Q8_0"), ("hf.co/o/n", "o/n")):
+        assert main(["pull", name]) == 0
+        assert capsys.readouterr().err.splitlines()[-1] == f'run it: powerinfer run "..." -m {run}'
+    assert asked == ["Qwen/Qwen3-8B-GGUF:Q4_K_M", "o/n:Q8_0", "o/n"]
+    pc = described_machine("RTX 4060", 32 << 30)
+    monkeypatch.setattr(pull_verb, "_measured", lambda: pc)
+    expected = estimate("qwen3-8b", "Q4_K_M", pc)
+    assert expected is not None and main(["pull", "qwen3:8b"]) == 0
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f" ({expected.tok_s:.3g} tokens/s by plan)")
+
+
+@pytest.mark.parametrize(
+    ("gguf", "config", "family"),
+    [
+        ({"architecture": "gemma4", "total": 1}, None, "Gemma 4"),
+        (None, {"model_type": "nemotron_h"}, "Nemotron 3"),
+        ({"architecture": "qwen3"}, {"model_type": "qwen3"}, None),
+        ({"architecture": ["gemma4"]}, {"model_type": {}}, None),
+        (None, None, None),
+    ],
+)
+def test_what_does_not_run_is_not_downloaded(
+    gguf: dict[str, Any] | None, config: dict[str, Any] | None, family: str | None
+) -> None:
+    if family is None:
+        hub._check_family("o/n", gguf, config)
+    else:
+        with pytest.raises(RequestError, match=f"o/n is of the family {family}, .*; nothing was downloaded"):
+            hub._check_family("o/n", gguf, config)
+
+
+@pytest.mark.parametrize(
+    ("free", "there", "architecture", "complaint"),
+    [
+        (50, 0, "qwen3", "downloaded"),
+        (5, 0, "qwen3", "o/n needs 0 MB in .*POWERINFER_CACHE selects another folder"),
+        (5, 41, "qwen3", "downloaded"),
+        (50, 0, "gemma4", "nothing was downloaded"),
+    ],
+)
+def test_what_is_known_before_a_download(
+    free: int, there: int, architecture: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk has room for what is missing, and the family runs."""
+    monkeypatch.setenv("POWERINFER_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub, "machine_memory", lambda: Memory(GB))
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free, total=1))
+    weights = SimpleNamespace(rfilename="m-Q8_0.gguf", size=45, lfs=None)
+    info = SimpleNamespace(siblings=[weights], sha="1", gguf={"architecture": architecture}, config=None)
+
+    def download(repository: str, **options: object) -> None:
+        raise PowerInferError("downloaded")
+
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: SimpleNamespace(model_info=lambda name, **options: info))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    folder = tmp_path / "models" / "o--n"
+    folder.mkdir(parents=True)
+    (folder / "half").write_bytes(b"x" * there)
+    said: list[str] = []
+    with pytest.raises(PowerInferError, match=complaint):
+        hub.pull_repository("o/n", said.append)
+    told = "larger than the memory here (1 GB of RAM): the rest is read from disk, slowly"
+    assert any(told in line for line in said) == (complaint == "downloaded")
 
 
 # ---------------------------------------------------------------- the GPU's memory

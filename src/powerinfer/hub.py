@@ -598,9 +598,9 @@ def _check_family(repository: str, gguf: Mapping[str, Any] | None, config: Mappi
     """RequestError, before gigabytes are downloaded, if the hub states an architecture that is known not to run."""
     from powerinfer.formats.catalogue import unsupported_families
 
-    stated = {(gguf or {}).get("architecture"), (config or {}).get("model_type")}
+    stated = ((gguf or {}).get("architecture"), (config or {}).get("model_type"))
     for family in unsupported_families():
-        if stated & set(family.architectures):
+        if any(one in family.architectures for one in stated):
             raise RequestError(
                 f"{repository} is of the family {family.family}, which is not supported yet; nothing was downloaded"
             )

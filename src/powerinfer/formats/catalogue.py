@@ -28,6 +28,9 @@ _SYSTEM = int(1.5 * _GB)
 """RAM that is left to the system and other programs."""
 _DRIVER = int(0.7 * _GB)
 """GPU memory that is left to the driver and the desktop."""
+_A_TOKEN = 4 * _GB
+"""The most that a larger quantisation than the usual one reads of RAM for a token: 10 tokens a second at 40 GB/s, which
+desktops have."""
 
 
 @dataclass(frozen=True)
@@ -108,16 +111,23 @@ class CatalogueModel:
     def choose(self, memory: Memory) -> tuple[Download, str] | None:
         """(what to download for a machine, the reason as the end of a sentence); None if nothing fits.
 
-        The usual quantisation, unless all of a larger one fits the GPU: in RAM a larger one is slower for little gain.
+        The largest that runs well: all of it fits the GPU, or half of the RAM, of which it reads little for a token.
+        Else the usual one, if it fits at all.
         """
         usual, *larger = self.downloads
         for one in sorted(larger, key=lambda one: one.gigabytes, reverse=True):
-            if one.gigabytes > usual.gigabytes and one.needed <= memory.usable_gpu:
+            if one.needed <= memory.usable_gpu:
                 return one, f"the largest listed that fits the GPU's {gigabytes(memory.gpu)} whole"
+            if one.needed <= memory.ram / 2 and self._read(one) <= _A_TOKEN:
+                return one, f"the largest listed that runs well in {gigabytes(memory.ram)} of RAM"
         if usual.needed > memory.usable:
             return None
         where = f"the GPU's {gigabytes(memory.gpu)} whole" if usual.needed <= memory.usable_gpu else str(memory)
         return usual, f"which fits {where}"
+
+    def _read(self, download: Download) -> float:
+        """Bytes of weights that a token needs."""
+        return download.gigabytes * _GB * (self.active or self.parameters) / self.parameters
 
 
 @dataclass(frozen=True)
@@ -157,6 +167,26 @@ def unsupported_families() -> list[UnsupportedFamily]:
 def gigabytes(nbytes: float) -> str:
     """Bytes as text, in the unit in which downloads are stated."""
     return f"{nbytes / _GB:.3g} GB"
+
+
+RAM_SIZES = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+GPU_SIZES = (4, 6, 8, 12, 16, 24, 32, 48, 80, 96)
+"""GiB of memory that computers and GPUs have."""
+
+
+def ram_for(download: Download, gpu: int = 0) -> int | None:
+    """GiB of RAM that a computer has which runs it, beside so many of a GPU; None: more than computers have."""
+    sizes = (n for n in RAM_SIZES if download.needed <= _computer(n, gpu).usable)
+    return next(sizes, None)
+
+
+def gpu_for(download: Download) -> int | None:
+    """GiB of memory of a GPU that holds all of it; None: more than one has."""
+    return next((n for n in GPU_SIZES if download.needed <= _computer(0, n).usable_gpu), None)
+
+
+def _computer(ram: int, gpu: int) -> Memory:
+    return Memory(int(0.97 * (ram << 30)), gpu << 30)  # 3 % of RAM are the firmware's and the kernel's
 
 
 def nearest(parameters: float | None, experts: bool, memory: Memory) -> str | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from powerinfer.errors import RequestError
 
 if TYPE_CHECKING:
-    from powerinfer.formats.catalogue import Download, Memory
+    from powerinfer.formats.catalogue import CatalogueModel, Download, Memory
 
 _TAGS = r"(?:ud-)?(?:i?q\d\w*|tq\d\w*|mxfp4\w*|nvfp4|bf16|fp?16|f32)"
 _QUANTISED = re.compile(rf"(?P<head>.+?)[:-](?P<tag>{_TAGS})", re.IGNORECASE)
@@ -78,25 +78,32 @@ def machine_memory() -> Memory:
     return Memory(total_memory(), gpu_memory())
 
 
-def offer(name: str) -> tuple[str, str]:
-    """(full name, what its download brings) of a name. RequestError for a short name of a model that is too large for
-    this machine, unless it says which quantisation."""
+def chosen(name: str) -> tuple[str, CatalogueModel, Download, str] | None:
+    """(short name, model, what of it suits this machine, the reason) of a short name that says no quantisation; None of
+    others. RequestError if the model is too large for this machine."""
     from powerinfer.formats.catalogue import catalogue
 
     short = short_name(name)
-    if short is None:
-        return name, f"{name} of Hugging Face"
-    model, tag = catalogue()[short[0]], short[1]
-    if tag is not None:
-        known = model.download(tag)
-        return full_name(name), f"{full_name(name)} of Hugging Face{'' if known is None else f', {known.size}'}"
-    memory = machine_memory()
-    chosen = model.choose(memory)
-    if chosen is None:
+    if short is None or short[1] is not None:
+        return None
+    model, memory = catalogue()[short[0]], machine_memory()
+    found = model.choose(memory)
+    if found is None:
         raise _too_large(short[0], model.downloads[0], model.active is not None, memory)
-    download, why = chosen
-    full = model.full_name(download.quantisation)
-    return full, f"{full} of Hugging Face, {download.size}, {why}"
+    return short[0], model, *found
+
+
+def offer(name: str) -> tuple[str, str]:
+    """(full name, what its download brings) of a name. RequestError as of `chosen`."""
+    from powerinfer.formats.catalogue import catalogue
+
+    found, short = chosen(name), short_name(name)
+    if found is not None:
+        _, model, download, why = found
+        full = model.full_name(download.quantisation)
+        return full, f"{full} of Hugging Face, {download.size}, {why}"
+    known = None if short is None else catalogue()[short[0]].download(short[1])
+    return full_name(name), f"{full_name(name)} of Hugging Face{'' if known is None else f', {known.size}'}"
 
 
 def _too_large(name: str, usual: Download, experts: bool, memory: Memory) -> RequestError:

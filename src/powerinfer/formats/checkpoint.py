@@ -421,7 +421,7 @@ def _open(path: Path) -> Source:
     if path.suffix in (".safetensors", ".json") and (path.parent / "config.json").exists():
         path = path.parent  # any file of a Hugging Face folder is accepted for the folder
     elif path.suffix in (".safetensors", ".json") and path.is_file():
-        raise ModelError(f"{path} is not a model by itself: give the folder that has its config.json and tokenizer, too")
+        raise ModelError(f"{path} is not a model by itself: give its folder, with config.json and tokenizer")
     if path.suffix == ".gpuidx":
         from powerinfer.formats.published import GPU_INDEX
 
