@@ -26,7 +26,8 @@ from model_files import tiny_gguf
 from powerinfer import hub, pinned
 from powerinfer.cli.main import main
 from powerinfer.errors import PowerInferError, RequestError
-from powerinfer.formats.catalogue import catalogue
+from powerinfer.formats import catalogue_names
+from powerinfer.formats.catalogue import Memory, catalogue
 from powerinfer.formats.prepared import prepared_folder
 from powerinfer.pinned import ALIASES, CATALOGUE, DEFAULT_MODELS, HubFile, PinnedModel, Wheel
 
@@ -620,6 +621,24 @@ def test_a_short_name_opens_what_was_pulled(cache: Path) -> None:
     assert hub.local_model("qwen3-4b").used > 1, "when it was last opened"
     with pytest.raises(RequestError, match="powerinfer pull qwen3-4b:Q8_0"):
         hub.resolve_model("qwen3-4b:Q8_0")
+
+
+def test_a_short_name_is_any_of_its_quantisations_that_is_local(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = [Memory(16 * 10**9)]
+    monkeypatch.setattr(catalogue_names, "machine_memory", lambda: memory[0])
+    large = store("Qwen/Qwen3-8B-GGUF:Q8_0")
+    assert hub.resolve_model("qwen3:8b") == large and hub.pull("qwen3-8b").path == large, "nothing is fetched"
+    usual = store("Qwen/Qwen3-8B-GGUF:Q4_K_M")
+    assert hub.resolve_model("qwen3-8b") == usual, "of several, what would be pulled"
+    memory[0] = Memory(16 * 10**9, 24 * 10**9)
+    assert hub.resolve_model("qwen3-8b") == large
+    memory[0] = Memory(10**9)
+    assert hub.resolve_model("qwen3-8b") == usual, "none would be"
+    with pytest.raises(RequestError, match=r"qwen3-8b may be Qwen/Qwen3-8B-GGUF:Q4_K_M or .*:Q8_0: say which"):
+        hub.remove("qwen3-8b")
+    hub.remove("qwen3-8b:Q8_0")
+    hub.remove("qwen3-8b")
+    assert hub.list_stored() == []
 
 
 def test_a_missing_model_is_fetched_only_if_the_user_agrees(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

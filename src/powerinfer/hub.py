@@ -265,27 +265,41 @@ def may_name_model(text: str) -> bool:
 
 
 def local_model(name: str) -> StoredModel:
-    """The local model of a name, short or full; RequestError if there is none."""
-    stored = _find(name)
-    if stored is None:
+    """The local model of a name, short or full; RequestError if there is none, or several."""
+    found = _stored_as(name)
+    if len(found) > 1:
+        raise RequestError(f"{name} may be {' or '.join(one.name for one in found)}: say which")
+    if not found:
         raise RequestError(f"no local model {name}; `powerinfer list` shows those there are")
-    return stored
+    return found[0]
 
 
 def _find(name: str) -> StoredModel | None:
-    """The local model of a name, short or full. Of a short one without a quantisation, any that is listed."""
+    """The local model of a name, short or full. Of a short one without a quantisation, any that is listed: of several,
+    what `pull` would choose."""
+    found = _stored_as(name)
+    if len(found) > 1:
+        from powerinfer.formats.catalogue_names import chosen
+
+        with suppress(RequestError):  # none suits this machine
+            wanted = chosen(_without_host(name))
+            full = None if wanted is None else wanted[1].full_name(wanted[2].quantisation)
+            found.sort(key=lambda one: one.name != full)
+    return found[0] if found else None
+
+
+def _stored_as(name: str) -> list[StoredModel]:
+    """The local models that a name may mean: the one of that name, or a short name's quantisations."""
     name = _without_host(name)
     stored, short = find_stored(name), short_name(name)
-    if stored is not None or short is None or short[1] is not None:
-        return stored or find_stored(full_name(name))
-    from powerinfer.formats.catalogue import catalogue
+    if stored is None and short is not None and short[1] is None:
+        from powerinfer.formats.catalogue import catalogue
 
-    model = catalogue()[short[0]]
-    found = [find_stored(model.full_name(one.quantisation)) for one in model.downloads]
-    if sum(one is not None for one in found) > 1:  # as a pull would choose
-        chosen = model.choose(machine_memory())
-        found.insert(0, None if chosen is None else found[model.downloads.index(chosen[0])])
-    return next((one for one in found if one is not None), None)
+        model = catalogue()[short[0]]
+        found = (find_stored(model.full_name(one.quantisation)) for one in model.downloads)
+        return [one for one in found if one is not None]
+    stored = stored or find_stored(full_name(name))
+    return [] if stored is None else [stored]
 
 
 def _without_host(name: str) -> str:
