@@ -99,9 +99,17 @@ def test_the_name_of_a_served_model_is_what_was_said(tmp_path: Path) -> None:
     path.touch()
     for said, name in (
         (None, hub.default_name()), ("SmolLM2", "smollm2"), ("Qwen3-4B", "qwen3-4b"),
+        ("qwen3:4b", "qwen3-4b"), ("llama3.2", "llama-3.2-3b"), ("qwen3-4b:Q8_0", "Some-Model.Q8_0"),
         (str(path), "Some-Model.Q8_0"), ("owner/name:Q8_0", "Some-Model.Q8_0"),
     ):  # fmt: skip
         assert shown_name(said, path) == name
+
+
+def test_weights_alone_are_answered_with_what_to_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_bytes(b"{}")
+        assert main(["inspect", str(tmp_path / name)]) == 2
+        assert "is not a model by itself: give its folder, with config.json" in capsys.readouterr().err
 
 
 def test_an_empty_model_is_not_the_current_folder(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,8 +24,9 @@ from powerinfer.formats.folder_config import ARCHITECTURES as CLASSES
 from powerinfer.formats.gguf_model import ARCHITECTURES
 from powerinfer.formats.tensors import NATIVE_TYPES
 from powerinfer.hardware.cards import described_machine
-from powerinfer.placement.estimates import estimate
-from powerinfer.placement.shapes import shape_names
+from powerinfer.placement.estimates import estimate, shape_of
+from powerinfer.placement.mixes import read_dtype
+from powerinfer.placement.shapes import described_model, find_shape, shape_names
 from powerinfer.progress import Say
 
 GB = 10**9
@@ -66,6 +67,25 @@ def test_families_that_are_called_unsupported_are() -> None:
     for family in unsupported_families():
         assert not set(family.architectures) & set(ARCHITECTURES), family.family
         assert not set(family.architectures) & set(CLASSES.values()), family.family
+
+
+TWICE = {"qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "deepseek-r1-1.5b", "smallthinker-4b-a0.6b"}
+"""Models whose files repeat the embedding as the output head."""
+WITH_PREDICTORS = {"bamboo-7b", "bamboo-7b-dpo", "turbosparse-mistral-7b"}
+
+
+def test_sizes_are_those_that_shapes_and_types_make() -> None:
+    for name, model in catalogue().items():
+        shape = shape_of(name, model)
+        assert shape is not None, f"{name} has no shape: no estimate of its speed"
+        for one in model.downloads:
+            described = described_model(find_shape(shape).config, read_dtype(one.quantisation or "bf16"), shape, 0.0)
+            matrices = [matrix for layer in (*described.attention, *described.ffn) for matrix in layer]
+            head = 0 if described.config.tied_embeddings else described.head.file
+            nbytes = sum(matrix.file for matrix in matrices) + described.tables + head
+            most = 0.26 if name in TWICE else 0.15 if name in WITH_PREDICTORS else 0.048
+            assert -0.01 <= one.gigabytes / (nbytes / GB) - 1 < most, f"{name} {one.quantisation}: {nbytes / GB:.2f} GB"
+            assert 0.97 < model.parameters / (described.parameters / GB) < (1.19 if name in TWICE else 1.03), name
 
 
 # ---------------------------------------------------------------- what suits a machine
@@ -248,7 +268,7 @@ def test_speeds_are_estimates_for_the_measured_machine(
     pc = described_machine("RTX 4060", 32 << 30)
     monkeypatch.setattr(pull_verb, "_measured", lambda: pc)
     few = {name: catalogue()[name] for name in ("qwen3-8b", "gpt-oss-120b", "qwen3.5-35b-a3b")}
-    few["unknown"] = replace(few["qwen3-8b"], shape=None)
+    few["unknown"] = few["qwen3-8b"]
     monkeypatch.setattr(catalogue_module, "catalogue", lambda: few)
     assert main(["pull", "--names", "--json"]) == 0
     out, err = capsys.readouterr()

@@ -209,6 +209,13 @@ MUTATIONS = [
         "tests/test_hub.py",
     ),
     Mutation(
+        "a name means a file that fits the machine, or a line that says what would",
+        "src/powerinfer/formats/catalogue.py",
+        "if usual.needed > memory.usable:",
+        "if usual.needed > 2 * memory.usable:",
+        "tests/test_catalogue.py",
+    ),
+    Mutation(
         "what is served is what the engine computes, in a stream or not",
         "src/powerinfer/runtime/async_llm.py",
         "return self._events.popleft()",
