@@ -82,6 +82,7 @@ class Parser(argparse.ArgumentParser):
                     return found
                 refuse_model_as_prompt(found.prompt)
                 name = found.prompt if found.model is None and len(rest) == 1 and " " not in found.prompt else ""
+                _refuse_unsupported(name)
                 if name and " " in rest[0]:  # it had its quotes
                     self.error(f"{name} is not the name of a model{_near_model(name)}")
                 model = f", and {name} is not the name of a model{_near_model(name)}" if name else ""
@@ -192,6 +193,14 @@ def _may_be_model(text: str) -> bool:
     from powerinfer.hub import may_name_model
 
     return may_name_model(text)
+
+
+def _refuse_unsupported(name: str) -> None:
+    from powerinfer.formats.catalogue_names import unsupported
+
+    refusal = unsupported(name)
+    if refusal is not None:
+        raise refusal
 
 
 def _near_model(name: str) -> str:

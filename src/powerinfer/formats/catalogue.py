@@ -28,9 +28,6 @@ _SYSTEM = int(1.5 * _GB)
 """RAM that is left to the system and other programs."""
 _DRIVER = int(0.7 * _GB)
 """GPU memory that is left to the driver and the desktop."""
-_A_TOKEN = 4 * _GB
-"""The most that a larger quantisation than the usual one reads of RAM for a token: 10 tokens a second at 40 GB/s, which
-desktops have."""
 
 
 @dataclass(frozen=True)
@@ -111,23 +108,16 @@ class CatalogueModel:
     def choose(self, memory: Memory) -> tuple[Download, str] | None:
         """(what to download for a machine, the reason as the end of a sentence); None if nothing fits.
 
-        The largest that runs well: all of it fits the GPU, or half of the RAM, of which it reads little for a token.
-        Else the usual one, if it fits at all.
+        The largest of which all fits the GPU, else the usual one: in RAM a larger one would be slower for little gain.
         """
         usual, *larger = self.downloads
         for one in sorted(larger, key=lambda one: one.gigabytes, reverse=True):
             if one.needed <= memory.usable_gpu:
                 return one, f"the largest listed that fits the GPU's {gigabytes(memory.gpu)} whole"
-            if one.needed <= memory.ram / 2 and self._read(one) <= _A_TOKEN:
-                return one, f"the largest listed that runs well in {gigabytes(memory.ram)} of RAM"
         if usual.needed > memory.usable:
             return None
         where = f"the GPU's {gigabytes(memory.gpu)} whole" if usual.needed <= memory.usable_gpu else str(memory)
         return usual, f"which fits {where}"
-
-    def _read(self, download: Download) -> float:
-        """Bytes of weights that a token needs."""
-        return download.gigabytes * _GB * (self.active or self.parameters) / self.parameters
 
 
 @dataclass(frozen=True)
