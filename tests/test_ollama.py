@@ -434,6 +434,17 @@ def test_a_stream_that_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(text.splitlines()[-1]) == {"error": "the server is shutting down: the answer is not complete"}
 
 
+def test_a_client_that_leaves_frees_its_slot() -> None:
+    slow = served_llm(SlowExecutor(0.02, n_pages=512), context=4096)
+    body = {"prompt": "x", "raw": True, "options": {"seed": 5}}
+    with serving(slow) as server, client(server) as http:
+        with http.stream("POST", "/api/generate", json=body) as answer:
+            assert json.loads(next(answer.iter_lines()))["done"] is False
+        until(lambda: idle(slow))
+        figures = http.get("/metrics").text
+        assert 'powerinfer_requests_total{endpoint="/api/generate",status="499"} 1.0' in figures
+
+
 # ---------------------------------------------------------------- embeddings
 
 
