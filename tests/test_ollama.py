@@ -533,6 +533,8 @@ def test_what_models_are(tmp_path: Path) -> None:
         assert not any(isinstance(value, list) for value in info.values())
         tiny_llama(tmp_path / "two.gguf", activation="silu")
         assert rows()["two:latest"]["digest"] != two["digest"], "another file"
+        (tmp_path / "one.gguf").unlink()
+        assert rows()["one:latest"]["details"] == one["details"], "it is loaded"
 
 
 def test_what_a_model_can_do(server: Server, script: Any) -> None:

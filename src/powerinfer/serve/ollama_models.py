@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -110,18 +109,18 @@ def _stored_facts(path: Path, changed: int) -> Facts:
 
 
 def _facts(checkpoint: Checkpoint) -> Facts:
-    digest, modified = hashlib.sha256(), 0.0
+    digest, modified = hashlib.sha256(), 0
     for file in checkpoint.files:
-        status = os.stat(file.path)
-        modified = max(modified, status.st_mtime)
-        digest.update(f"{file.path.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+        changed = _changed(file.path)
+        modified = max(modified, changed)
+        digest.update(f"{file.path.name} {file.size} {changed}\n".encode())
     kind = "gguf" if checkpoint.source == "gguf" else "safetensors"
     stated = checkpoint.metadata.get("general.file_type")
     level = FILE_TYPES.get(stated) if type(stated) is int else None
     details = _details(
         kind, checkpoint.config.architecture, level or checkpoint.main_type.upper(), checkpoint.parameters
     )  # fmt: skip
-    return Facts(checkpoint.file_bytes, modified, digest.hexdigest(), details)
+    return Facts(checkpoint.file_bytes, modified / 1e9, digest.hexdigest(), details)
 
 
 def _details(kind: str, family: str, level: str, parameters: int) -> dict[str, Any]:
