@@ -18,6 +18,7 @@ from powerinfer.cli import demo
 from powerinfer.cli.main import main
 from powerinfer.comparison import Comparison, Run, compare, why_not
 from powerinfer.errors import PowerInferError, RequestError
+from powerinfer.evaluate import Perplexities, dense_and_sparse
 from powerinfer.formats.bundle_types import choose_types
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.hub import find_stored, made_model
@@ -139,6 +140,22 @@ def test_both_sides_say_the_same_and_the_sparse_one_reads_less(small: Path) -> N
     assert document["sparse"]["decode_tok_s"]["min"] <= document["sparse"]["decode_tok_s"]["median"]
 
 
+def test_perplexity_is_that_of_sparse_steps(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A side that skips what matters is told from one that does not, and dense steps skip nothing."""
+    text = "the sea was calm that morning and the boats went out " * 12
+    with LLM(small, selector="exact", trial=False, threads=1, max_batch=4, context=64, gpu="none") as llm:
+        found = dense_and_sparse(llm, text, 64, step=4)
+        sparsity = llm.sparsity
+        assert sparsity is not None and sparsity["tokens"] == found.tokens, "and none of the dense side"
+        assert found.alike and found.dense != found.sparse == pytest.approx(found.dense, rel=1e-3)
+    with LLM(
+        small, selector="threshold", threshold=0.4, trial=False, threads=1, max_batch=4, context=64, gpu="none"
+    ) as llm:
+        found = dense_and_sparse(llm, text, 64, step=4)
+        assert found.apart == pytest.approx(np.log(found.sparse / found.dense)) and abs(found.apart) > 1e-3
+    assert not Perplexities(10, 11, 0.1, 0.01, 50).alike and Perplexities(10, 9.9, -0.01, 0.01, 50).alike
+
+
 def test_no_round_begins_after_the_time(small: Path) -> None:
     with opened(small) as llm:
         found = compare(llm, [5, 6], replace(SAMPLED, max_tokens=2), 50, seconds=0)
@@ -229,6 +246,7 @@ def test_the_real_model_is_shown_with_its_quality(
     out, err = capsys.readouterr()
     real = json.loads(out)["models"][1]
     assert real["perplexity"]["sparse"] == pytest.approx(real["perplexity"]["dense"], rel=1e-3)
+    assert real["perplexity"]["sparse"] != real["perplexity"]["dense"], "sums in another order"
     assert "the same quality" in " ".join(err.split()) and "answer, sparse: " in err
     assert real["answers"]["dense"] and not (tiny / "real.gguf.powerinfer").exists()
     assert (tiny / "models" / "random-relu" / "smollm2-sparse.powerinfer").is_dir()

@@ -172,6 +172,7 @@ def test_without_predictors(
     document = run(capsys, model, *flags)
     assert document["steps"]["train"]["state"] == "not needed" and why in document["steps"]["train"]["why"]
     assert document["plan"]["selector"] == selector and "predictor.safetensors" not in left(model)
+    assert "samples.safetensors" in left(model), "`train` can use them later"
 
 
 def test_a_model_that_is_never_silent(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,9 +198,16 @@ def test_neurons_that_fire_on_both_sides_of_zero(model: Path, capsys: pytest.Cap
     assert train["state"] == "not needed" and "--selector predicted trains them" in train["why"]
     assert first["plan"]["selector"] == "exact" and "predictor.safetensors" not in left(model)
     assert findings(open_checkpoint(model)).lacking == [], "a report does not ask for it"
+    assert "samples.safetensors" not in left(model) and first["steps"]["profile"]["samples"] is None
     asked = run(capsys, model, "--selector", "predicted")
     assert asked["steps"]["train"]["state"] == "done" and asked["plan"]["selector"] == "predicted"
-    assert findings(open_checkpoint(model)).predictor.value is not None
+    assert findings(open_checkpoint(model)).predictor.value is not None and "samples.safetensors" in left(model)
+    assert main(argv(model)) == 0
+    out, err = capsys.readouterr()
+    assert re.search(r"samples.safetensors \([0-9]+ MB\) is removed: no predictors are trained on it", err)
+    again = json.loads(out)
+    assert again["steps"]["profile"]["state"] == "skipped", "a profile that had samples counts the same"
+    assert again["steps"]["profile"]["samples"] is None and "samples.safetensors" not in left(model)
     file = model.with_name(f"{model.name}.powerinfer") / "predictor.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     assert [one.noun for one in findings(open_checkpoint(model)).lacking] == ["predictor"], "a damaged one is told"

@@ -154,8 +154,13 @@ def test_samples_are_spread_evenly_and_kept_below_their_cap(rows: int, tmp_path:
 def test_no_samples(tmp_path: Path, corpora: list[str]) -> None:
     path = tiny_llama(tmp_path / "m.gguf")
     made(path, corpora)
-    made(path, corpora, samples=0)
+    assert made(path, corpora, samples=0).tokens == 0, "the profile is the same"
     assert set(files(path)) == {"profile.safetensors"}, "those of the earlier profile are gone"
+    made(path, corpora[:1])
+    assert made(path, corpora, samples=0).tokens > 0, "of another text it is another"
+    assert set(files(path)) == {"profile.safetensors"}
+    assert made(path, corpora).tokens > 0, "samples have to be made"
+    assert set(files(path)) == {"profile.safetensors", "samples.safetensors"}
 
 
 # ---------------------------------------------------------------- stopped and gone on with

@@ -67,6 +67,13 @@ def windows_perplexity(
     llm: LLM, windows: Sequence[list[int]], progress: Progress = silent, step: int = SCORE_ROWS
 ) -> Perplexity:
     """The same for windows of token ids; the second half of each is scored."""
+    return _summary(window_losses(llm, windows, progress, step))
+
+
+def window_losses(
+    llm: LLM, windows: Sequence[list[int]], progress: Progress = silent, step: int = SCORE_ROWS
+) -> NDArray[np.float64]:
+    """The negative log-likelihoods, in nats, of the tokens that `windows_perplexity` scores."""
     losses: list[NDArray[np.float64]] = []
     for window, inside in enumerate(windows):
 
@@ -76,7 +83,36 @@ def windows_perplexity(
         # the last token's prediction is outside the window
         llm.score(inside[:-1], len(inside) // 2, use, step)
         progress("perplexity", window + 1, len(windows))
-    return _summary(np.concatenate(losses))
+    return np.concatenate(losses)
+
+
+@dataclass(frozen=True)
+class Perplexities:
+    """Of one text, decoded densely and sparsely. apart: the logarithm of their ratio, the mean over the tokens, with
+    one standard error; tokens: scored."""
+
+    dense: float
+    sparse: float
+    apart: float
+    apart_error: float
+    tokens: int
+
+    @property
+    def alike(self) -> bool:
+        """Whether the text cannot tell them apart: by no more than two standard errors."""
+        return abs(self.apart) <= 2 * self.apart_error
+
+
+def dense_and_sparse(llm: LLM, text: str, context: int, progress: Progress = silent, step: int = 1) -> Perplexities:
+    """The perplexities of a text. step: as of `perplexity`; up to the engine's --max-batch it uses the selector."""
+    windows = perplexity_windows(llm.tokenizer, text, context)
+    sparse = window_losses(llm, windows, progress, step)
+    with llm.every_neuron():
+        dense = window_losses(llm, windows, progress, step)
+    apart = sparse - dense
+    error = float(apart.std(ddof=1) / math.sqrt(len(apart)))
+    both = _summary(dense).perplexity, _summary(sparse).perplexity
+    return Perplexities(*both, float(apart.mean()), error, len(apart))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ each column is a share of them, the hot ones, which fire most often, on the left
 JSON: models (of each: name, dense and sparse (decode_tok_s: median, min, max; bytes_per_token), ratio (the median of
 the rounds), computed_fraction (of the neurons), hot_share (of the neurons, those that make 80 % of the activations
 seen), tokens, same_tokens, disturbed (cores that other programs took meanwhile), answers (dense, sparse) and perplexity
-(dense, sparse) of the real one, else null), seconds; with --remove: removed.
+(dense, sparse, apart: the logarithm of their ratio, apart_error: its standard error, tokens) of the real one, else
+null), seconds; with --remove: removed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +45,7 @@ PATIENCE = 12.0  # seconds after which no further round of a model begins
 REDRAW = 0.1  # seconds between redraws of the bar
 COLUMNS = 40  # of the bar
 WIDTH = 100  # of the longest line
-WINDOW, STEP = 256, 8  # tokens of the windows of the perplexity, and those computed at once
+WINDOW, STEP = 256, 8  # tokens of the windows of the perplexity, and of its steps, which are sparse as those of decode
 BLOCKS = " ▁▂▃▄▅▆▇█"
 PLAIN = " .:-=+*#@"
 
@@ -60,7 +62,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         return _remove(out)
     begin = time.perf_counter()
     engine: EngineConfig = config_from(
-        args, EngineConfig, selector="exact", trial=False, gpu="none", max_batch=1, context=2 * WINDOW,
+        args, EngineConfig, selector="exact", trial=False, gpu="none", max_batch=STEP, context=2 * WINDOW,
         prefix_cache=False,
     )  # fmt: skip
     stored = _random_model(engine, out)
@@ -141,7 +143,7 @@ def _show_real(path: Path, folder: Path, engine: EngineConfig, out: Output) -> d
     from importlib.resources import files
 
     from powerinfer.cli.progress import Bar
-    from powerinfer.evaluate import perplexity
+    from powerinfer.evaluate import dense_and_sparse
 
     out.line()
     out.line(f"2. {REAL}: a small real model, asked: {QUESTION}")
@@ -151,17 +153,15 @@ def _show_real(path: Path, folder: Path, engine: EngineConfig, out: Output) -> d
         found, document = _compare(REAL, llm, tokens, params, out)
         text = files("powerinfer.prepare").joinpath("sample.txt").read_text(encoding="utf-8")
         with Bar() as bar:
-            sparse = perplexity(llm, text, WINDOW, bar, STEP)
-            with llm.every_neuron():
-                dense = perplexity(llm, text, WINDOW, bar, STEP)
-    document["perplexity"] = {"dense": dense.perplexity, "sparse": sparse.perplexity}
+            both = dense_and_sparse(llm, text, WINDOW, bar, STEP)
+    document["perplexity"] = asdict(both)
     answers = document["answers"] = {"dense": _text(found.dense), "sparse": _text(found.sparse)}
     for side in ("sparse",) if answers["dense"] == answers["sparse"] else ("dense", "sparse"):
         _say(f"answer, {side}: {printable(' '.join(answers[side].split()))}...", out)
-    difference = abs(sparse.perplexity / dense.perplexity - 1)
+    said = "the same quality, as far as this text can tell" if both.alike else "not the same quality"
     _say(
-        f"perplexity of {dense.tokens} tokens of old books: dense {dense.perplexity:.2f}, sparse "
-        f"{sparse.perplexity:.2f}: {'the same quality' if difference < 0.01 else f'{100 * difference:.1f} % apart'}",
+        f"perplexity of {both.tokens} tokens of old books: dense {both.dense:.2f}, sparse {both.sparse:.2f}, "
+        f"{100 * both.apart:+.1f} % with a standard error of {100 * both.apart_error:.1f}: {said}",
         out,
     )
     return document
@@ -173,8 +173,6 @@ def _text(run: Run) -> str:
 
 def _loaded(path: Path, folder: Path | None, engine: EngineConfig, out: Output) -> LLM:
     """The model with its bundles: those beside it, else those in the folder, which are packed unless they are there."""
-    from dataclasses import replace
-
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.bundle_types import choose_types
     from powerinfer.formats.checkpoint import open_checkpoint

@@ -107,7 +107,10 @@ def _show(document: dict[str, Any], cut: bool, out: Output) -> None:
             f"at most, mean KL {found['mean_kl']:.2g} nats, same top token {100 * found['top1_agreement']:.0f} %"
         )
         if cut:
-            out.line("neurons near their thresholds fire or not by the last digit: neither answer is the worse one")
+            out.line(
+                "the same quality, not the same words: neurons near their thresholds fire or not by the last digit of "
+                "a sum, and neither answer is the worse one"
+            )
 
 
 def _asked(name: str) -> str | None:

@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -83,8 +83,11 @@ def current(checkpoint: Checkpoint, prepared: str | None, task: Task) -> Profile
         file = open_profile_file(checkpoint, prepared)
     except ModelError:
         return None
-    same = file.about.get("key") == task.key
-    return file if same and (not task.rows or has_samples(checkpoint, prepared, task)) else None
+    if not task.rows:  # one that was made with samples counts the same
+        rows = file.about.get("samples")
+        task = replace(task, rows=rows) if type(rows) is int else task
+        return file if file.about.get("key") == task.key else None
+    return file if file.about.get("key") == task.key and has_samples(checkpoint, prepared, task) else None
 
 
 def has_samples(checkpoint: Checkpoint, prepared: str | None, task: Task) -> bool:

@@ -66,6 +66,18 @@ class Work:
     plan: PlanDocument | None = field(default=None, init=False)
     plan_path: Path = field(default=Path(), init=False)
 
+    def __post_init__(self) -> None:
+        if not self.samples_needed:
+            self.task = replace(self.task, rows=0)
+
+    @property
+    def samples_needed(self) -> bool:
+        """Whether predictors are trained, now or by a later `train` that only --no-train or the selector puts off."""
+        config = self.checkpoint.config
+        both_ways = config.fires_both_ways and self.engine.selector != "predicted"
+        own = self.checkpoint.predictor_threshold is not None
+        return config.rectified and not config.in_banks and not both_ways and not own
+
     @property
     def folder(self) -> Path:
         """Where the files of the steps are written."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -97,6 +98,8 @@ def profile(
     config, windows = checkpoint.config, task.windows
     found = None if force else current(checkpoint, engine.prepared, task)
     if found is not None:
+        if not task.rows:
+            _drop_samples(checkpoint, engine.prepared, say)
         return Profiled(found, 0, 0.0)
     saved = Saved(checkpoint, engine.prepared, task)
     state = None if force else saved.load()
@@ -116,6 +119,16 @@ def profile(
         return Profiled(made, (len(windows.ids) - before) * windows.size, time.perf_counter() - begin)
     finally:
         executor.close()
+
+
+def _drop_samples(checkpoint: Checkpoint, prepared: str | None, say: Say) -> None:
+    """Remove the samples of a profile, which are many times its size."""
+    from powerinfer.formats.prepared import SAMPLES, PreparedFile
+
+    samples = PreparedFile(SAMPLES, checkpoint, prepared)
+    with suppress(OSError):
+        say(f"{samples.path} ({samples.path.stat().st_size / 1e6:,.0f} MB) is removed: no predictors are trained on it")
+    samples.remove()
 
 
 def load_executor(checkpoint: Checkpoint, engine: EngineConfig, windows: Windows, progress: Progress) -> CpuExecutor:
@@ -183,7 +196,8 @@ def describe(checkpoint: Checkpoint, prepared: str | None, made: Profiled) -> di
     from powerinfer.formats.prepared import SAMPLES, PreparedFile
 
     one, about = made.file.profile, made.file.about
-    samples, rows = PreparedFile(SAMPLES, checkpoint, prepared), about.get("samples")
+    samples = PreparedFile(SAMPLES, checkpoint, prepared)
+    rows = about.get("samples") if samples.exists() else 0
     fired = [float(one.counts[layer].sum()) for layer in range(one.n_layers)]
     layers = [
         {
