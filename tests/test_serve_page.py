@@ -537,6 +537,28 @@ def test_a_browser_keeps_a_chat_through_stops_losses_and_reloads(browser: Browse
     assert not page.errors
 
 
+def test_a_browser_shows_the_progress_of_loading_and_answers_afterwards(browser: Browser) -> None:
+    event = threading.Event()
+
+    def load(progress: Progress, budget: Budget) -> LLM:
+        progress("weights", 1, 4)
+        assert event.wait(30)
+        return served_llm()
+
+    server = make_server([ModelSource(("toy",), load)], ServeConfig(port=0), 64)
+    page = browser.page()
+    with running(server):
+        page.open(server.url)
+        page.wait("document.getElementById('loading-bar').value === 0.25")
+        assert page.text("#loading-text") == "Loading toy: weights, 25 %"
+        page.ask("hello")
+        page.wait("document.querySelector('.assistant progress')?.value === 0.25")
+        event.set()
+        page.wait(f"{ENDED} && {ANSWER}.length > 0 && document.getElementById('loading').hidden")
+        assert not page.text(".problem")
+    assert not page.errors
+
+
 def test_a_browser_shows_hot_neurons_and_folds_what_shows_nothing(browser: Browser, tmp_path: Path) -> None:
     relu, silu = give_bundles(tiny_llama(tmp_path / "relu.gguf")), tiny_llama(tmp_path / "silu.gguf", "silu")
 

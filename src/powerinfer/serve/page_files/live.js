@@ -67,7 +67,7 @@ export class Live {
       if (turn !== this.turn) return;
       this.frame = frame;
       for (const layer of frame.layers) if (layer.fired || !this.kept.has(layer.layer)) this.kept.set(layer.layer, layer);
-      this.rate = frame.tokens ? frame.tokens_per_second : this.rate;
+      if (frame.tokens > 1 && frame.busy) this.rate = frame.tokens / (frame.seconds * frame.busy);
       this.fold();
       this.show();
     } catch { /* the chat tells what is wrong; try again */ }
@@ -92,12 +92,11 @@ export class Live {
     const gpu = layers.reduce((sum, one) => sum + one.gpu_neurons, 0), all = layers.reduce((sum, one) => sum + one.neurons, 0);
     const counts = layers.some((layer) => layer.why_not === null), overlap = frame.overlap;
     this.figures([
-      this.rate && ["Speed", `${this.rate.toFixed(1)} tokens/s`, "Tokens written a second, of all requests to this model together"],
+      this.rate && ["Speed", `${this.rate.toFixed(1)} tokens/s`, "Tokens written for each second in which the engine is at work, of all requests to this model together"],
       neurons && ["Neurons that fired", percent(active / neurons), "Of the neurons of a layer, those that were not zero for a token; a layer that decodes sparsely reads the weights of these alone"],
       counts && carried && [`The hottest ${percent(hot)}`, `${percent(carried)} of firings`, "The share of all activations that the neurons carry which fire most often"],
       frame.bytes_per_token && ["Read for a token", bytes(frame.bytes_per_token), "Weights that are read from memory for each token that is written: what mostly sets the speed"],
       gpu && ["Neurons on the GPU", percent(gpu / all), "The hot ones; the rest are computed by the CPU"],
-      frame.busy && ["Engine at work", percent(frame.busy), "The share of the last half second in which something was computed"],
       overlap && ["CPU beside the GPU", percent(overlap.cpu), "The share of the time at work in which the CPU computes cold neurons while the GPU computes hot ones"],
       overlap && ["CPU waits for the GPU", percent(overlap.wait), "The share of the time at work in which the CPU has nothing to do until the GPU is done"],
       frame.running + frame.waiting > 1 && ["Requests", `${frame.running} answered, ${frame.waiting} waiting`, "Of all users of this server"],

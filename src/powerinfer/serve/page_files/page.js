@@ -287,12 +287,15 @@ async function answer(message) {
   $("done").textContent = "";
   let first = 0, tokens = 0, usage = null, reason = null, due = false, saved = begin;
   const rate = () => (tokens > 1 ? `${((tokens - 1) / (performance.now() - first) * 1000).toFixed(1)} tokens/s` : "");
-  const draw = () => {
-    due = false;
+  const update = () => {
     const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 60; // else the reader has scrolled up
-    message.waiting = waitingFor();
     view.update();
     if (follows) log.scrollTop = log.scrollHeight;
+  };
+  const draw = () => {
+    due = false;
+    message.waiting = waitingFor();
+    update();
     if (running === control) $("speed").textContent = rate();
     if (chat === here && performance.now() - saved > SAVE_EVERY) { saved = performance.now(); save(); }
   };
@@ -322,7 +325,7 @@ async function answer(message) {
   }
   clearInterval(ticking);
   Object.assign(message, { busy: false, waiting: null });
-  view.update();
+  update();
   const current = running === control;
   if (current) {
     running = null;
