@@ -87,6 +87,7 @@ def test_a_model_is_no_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert main(["run", model]) == 2
         assert f'{model} is a model: powerinfer run "PROMPT" -m {model}' in capsys.readouterr().err
     assert main(["run", str(path), "hi", "--gpu", "none", "-n", "1"]) == 0, "as ollama takes them"
+    capsys.readouterr()
     assert main(["run", "qwen3-4c", "Why is it?"]) == 2, "the prompt had its quotes"
     assert capsys.readouterr().err.startswith("powerinfer: qwen3-4c is not the name of a model; did you mean qwen3-4b?")
     assert main(["run", str(path), "hi", "there"]) == 2 and "is a model" in capsys.readouterr().err
