@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
+from powerinfer.cli.keys import unechoed
 from powerinfer.cli.screen import Wrapping, styled
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError, did_you_mean
@@ -512,7 +513,7 @@ def open_llm(
     from powerinfer.cli.progress import Bar
 
     path = model_path(model, out)
-    with Bar() as bar:
+    with Bar() as bar, unechoed():
         llm = load_llm(path, engine, bar, check)
     for note in llm.notes:
         out.note(note)

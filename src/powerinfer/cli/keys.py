@@ -1,4 +1,4 @@
-"""Keys that are pressed while an answer is shown: not echoed into it, and kept for what is typed next."""
+"""Keys that are pressed while a model is loaded or answers: not echoed into that, and kept for what is typed next."""
 
 from __future__ import annotations
 
