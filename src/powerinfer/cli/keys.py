@@ -16,8 +16,8 @@ LARGEST = 1 << 16  # bytes of keys that are kept
 _LFLAG, _CC = 3, 6  # places in what `termios.tcgetattr` returns
 
 # What terminals send for keys that write nothing: arrows, Home, function keys, letters with Alt
-_SEQUENCE = re.compile("\x1b(?:\\[[0-?]*[ -/]*[@-~]|O.|.)?", re.DOTALL)
-_NEW_LINE = re.compile("\x1b?(?:\r\n?|\n)")  # Enter, or Alt-Enter
+_SEQUENCE = "\x1b(?:\\[[0-?]*[ -/]*[@-~]|O.|.)?"
+_NEW_LINE = "\x1b?(?:\r\n?|\n)"  # Enter, or Alt-Enter
 _CONTROLS = "[\x00-\x08\x0b-\x1f\x7f]"
 _EDITS: dict[str, Callable[[str], str]] = {
     "\x7f": lambda text: text[:-1],
@@ -80,7 +80,7 @@ def unechoed(keep: Callable[[str], object] | None = None) -> Iterator[None]:
 def typed_text(raw: bytes) -> str:
     """The text that keys make: without those that write nothing, and as some of them edit it."""
     text = ""
-    keys = _SEQUENCE.sub("", _NEW_LINE.sub("\n", raw.decode(errors="ignore")))
+    keys = re.sub(_SEQUENCE, "", re.sub(_NEW_LINE, "\n", raw.decode(errors="ignore")), flags=re.DOTALL)
     for part in re.split(f"({_CONTROLS})", keys):
         if part in _EDITS:
             text = _EDITS[part](text)

@@ -22,7 +22,7 @@ _HEADING = re.compile(r"#{1,6}[ \t]")
 _MARKS = re.compile(r"[ \t]*(?:(?:[-*+•>]|\d{1,3}[.)])[ \t]+)*")
 """What stands before the text of a list's item or a quotation, whose next lines begin below that text."""
 # Scripts that are written without spaces, a line of which may end after any character but before no closing mark.
-_UNSPACED = re.compile(
+_UNSPACED = (  # compiled when it is used, which takes a millisecond
     "[\u1100-\u115f\u2e80-\u303e\u3041-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff01-\uff60\U00020000-\U0003fffd]"
 )
 _CLOSING = frozenset("、。〉》」』】〕〗〙〛，．：；！？）］｝…ー々")
@@ -132,7 +132,7 @@ class Wrapping:
     def _add_unspaced(self, text: str) -> None:
         """Add letters, each of which may be a word."""
         at = 0
-        for found in _UNSPACED.finditer(text):
+        for found in re.finditer(_UNSPACED, text):
             if between := text[at : found.start()]:
                 self._add(between)
             if found[0] not in _CLOSING:
