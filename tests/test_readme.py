@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -35,7 +34,7 @@ from powerinfer.hub import _folder_of, default_name, find_stored, full_name
 RUN = ["README.md", "docs/quickstart.md", "models/smollm2-sparse/README.md"]
 """Pages of which every block is run; of all pages the commands are checked."""
 
-FIRST = [f"docs/{name}.md" for name in ("coming-from", "faq", "reference", "serving", "selectors", "bundles")]
+FIRST = [f"docs/{name}.md" for name in ("coming-from", "faq", "reference", "structured-output", "serving", "bundles")]
 """Pages of which the first block is run, outside of the clone."""
 
 EVERY = [page for folder in (".", "docs", "models/*") for page in sorted(ROOT.glob(f"{folder}/*.md"))]
@@ -73,6 +72,8 @@ SHORT = {
 
 TEXT = "The sea was calm that morning, and the boats went out one after another. " * 12
 SERVED = "127.0.0.1:8080"
+CONTEXT = 256
+"""Tokens of the context of the models that commands run with, so that no answer is long."""
 OF_MODELS = {"run", "chat", "serve", "bench", "inspect", "pack", "profile", "eval", "demo"}
 
 
@@ -87,15 +88,19 @@ def reason(text: str) -> str | None:
 
 @dataclass
 class Machine:
-    """An installation, and a home folder with two models."""
+    """An installation, and a home folder in which SmolLM2 takes the place of the default model.
+
+    real: a home folder with the default model itself, for commands whose answer a page shows; None: it was never
+    downloaded here, and such answers are not compared.
+    """
 
     bin: Path
     clone: Path
     home: Path
-    has_default: bool  # False: the default model's place is taken by a smaller one, whose answers nobody shows
+    real: Path | None
 
-    def environment(self) -> dict[str, str]:
-        return {"PATH": f"{self.bin}:/usr/bin:/bin", "HOME": str(self.home), "LANG": "C.UTF-8", "NO_COLOR": "1"}
+    def environment(self, home: Path | None = None) -> dict[str, str]:
+        return {"PATH": f"{self.bin}:/usr/bin:/bin", "HOME": str(home or self.home), "LANG": "C.UTF-8", "NO_COLOR": "1"}
 
 
 @pytest.fixture(scope="session")
@@ -106,33 +111,41 @@ def machine(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Machine:
     folder.mkdir(exist_ok=True)
     name = full_name(default_name())
     stored = find_stored(name)
-    made = Machine(folder / "venv" / "bin", folder / "clone", folder / "home", stored is not None)
+    real = None if stored is None else folder / "real"
+    made = Machine(folder / "venv" / "bin", folder / "clone", folder / "home", real)
     with (folder / "lock").open("a") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
         if not (folder / "made").exists():
             clone_in(made.clone)
             install(folder, made.clone, {"serve"}, ["openai"])
-            models = made.home / ".cache" / "powerinfer" / "models"
-            for path in {smollm2, smollm2 if stored is None else stored.path}:
-                shutil.copytree(path.parent, models / path.parent.name, copy_function=os.symlink)
-            if stored is None:
-                stand_in(models / _folder_of(name).name, name, smollm2)
+            (made.home / "models").mkdir(parents=True)
+            short = shortened(smollm2, made.home / "models" / "small.gguf")
+            for taken in (name, smollm2.parent.name):
+                store(made.home, taken, short)
+            if real is not None:
+                store(real, name, stored.path)
             for place in (made.clone, made.home):
-                (place / "model.gguf").symlink_to(smollm2)
+                (place / "model.gguf").symlink_to(short)
                 (place / "text.txt").write_text(TEXT)
-            (made.home / "models").mkdir()
-            (made.home / "models" / "small.gguf").symlink_to(smollm2)
             (folder / "made").touch()
     return made
 
 
-def stand_in(folder: Path, name: str, model: Path) -> None:
-    """A model in the place of another one in the cache, under that one's name."""
-    folder.mkdir()
+def shortened(model: Path, copy: Path) -> Path:
+    """A copy of a GGUF file whose context has CONTEXT tokens."""
+    data = model.read_bytes()
+    at = data.index(b"llama.context_length") + len(b"llama.context_length") + 4  # behind the value's type
+    copy.write_bytes(data[:at] + CONTEXT.to_bytes(4, "little") + data[at + 4 :])
+    return copy
+
+
+def store(home: Path, name: str, model: Path) -> None:
+    """A model in the cache of a home folder, under a name."""
+    folder = home / ".cache" / "powerinfer" / "models" / _folder_of(name).name
+    folder.mkdir(parents=True)
     (folder / model.name).symlink_to(model)
     files = {model.name: model.stat().st_size}
-    manifest = {"name": name, "path": model.name, "source": "a smaller model", "files": files}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps({"name": name, "path": model.name, "source": "", "files": files}))
 
 
 @contextmanager
@@ -161,7 +174,7 @@ class Terminal:
         if command.script:
             script = self.folder / "example.py"
             script.write_text(self.local(command.text))
-            return self.shell(f"python {script.name}")
+            return self.shell(f"python {script.name}", home=self.home(command))
         parts = command.text.split(" && ")
         return "".join(self.part(part, command) for part in parts if reason(part) is None)
 
@@ -171,12 +184,19 @@ class Terminal:
             return self.serve(text)
         for begin, flags in SHORT.items() if command.shown is None else ():
             text = re.sub(rf"^{begin}\b", f"{begin} {flags}", text)  # the page's own flags come later, and count
-        return self.shell(self.local(text), "/bye\n" if verb == "chat" else "", command.fails)
+        if verb == "run" and command.shown is not None:
+            text = text.replace("powerinfer run", "powerinfer run --temperature 0", 1)
+        stdin = "/bye\n" if verb == "chat" else ""
+        return self.shell(self.local(text), stdin, command.fails, self.home(command))
 
-    def shell(self, text: str, stdin: str = "", fails: bool = False) -> str:
+    def home(self, command: Command) -> Path | None:
+        """The home folder of the default model itself, for what a page shows of it."""
+        return self.machine.real if command.shown is not None and of_default(command) else None
+
+    def shell(self, text: str, stdin: str = "", fails: bool = False, home: Path | None = None) -> str:
         with one_core():
             done = subprocess.run(
-                ["bash", "-ec", text], cwd=self.folder, env=self.machine.environment(), input=stdin, text=True,
+                ["bash", "-ec", text], cwd=self.folder, env=self.machine.environment(home), input=stdin, text=True,
                 timeout=240, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip
         if (done.returncode != 0) is not fails:
@@ -253,7 +273,7 @@ def problems(of_page: list[Command], opened: Terminal) -> list[str]:
     for command in of_page:
         try:
             printed = opened.do(command)
-            if command.shown is not None and (opened.machine.has_default or not of_default(command)):
+            if command.shown is not None and not (of_default(command) and opened.machine.real is None):
                 shown = "\n".join(command.shown)
                 if not is_shown(printed, command.shown):
                     raise WrongPage(f"shown:\n{shown}\nprinted:\n{printed}")
