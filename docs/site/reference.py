@@ -119,7 +119,7 @@ def _listed(text: str) -> str:
 
 def names_elsewhere() -> dict[str, str | None]:
     """Names of commands, flags and options of other programs, with what they are here."""
-    commands = {name: f"`{here}`" for name, here in main.FOREIGN.items()}
+    commands = {name: f"`{here}`" for name, here in main.FOREIGN.items()} | main.HINTS
     of_flags = {flag: _where(flag, here) + _with_code(hint) for flag, (here, hint) in common.FOREIGN.items()}
     options = {name: _names(here.split(" and ")) for name, here in ELSEWHERE.items()}
     heads = {"commands": ("there", "here"), "flags": ("there", "here"), "options": ("keyword there", "of `LLM`")}
