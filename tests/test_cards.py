@@ -260,6 +260,15 @@ def test_a_described_machine_is_as_large_as_its_budgets(capsys: pytest.CaptureFi
     assert document["weight_type"] == "Q8_0" and "Q3_K has no kernels: a load converts it to Q8_0" in text
 
 
+def test_a_described_machine_has_the_threads_that_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also more than this machine has cores."""
+    shape = ("--shape", "qwen3-8b", "-c", "4096", "--card", "none", "--memory", "ddr5-8000")
+    few, many = (plan(capsys, *shape, "--threads", str(n))[0]["predicted"]["decode_tok_s"] for n in (2, 64))
+    assert many > 3 * few
+    _, text = plan(capsys, *shape, "--threads", "64")
+    assert "becomes" not in text and "64 cores" in text
+
+
 def test_the_names(capsys: pytest.CaptureFixture[str]) -> None:
     document, text = plan(capsys, "--names")
     assert document["shapes"] == shape_names() and "GeForce RTX 4060" in document["cards"]

@@ -170,13 +170,14 @@ def _dispatch(argv: list[str]) -> int:
     module.configure(parser)
     args = parser.parse_args(argv[1:])
     out = Output(args.json)
-    _limit_threads(args, out)
+    _limit_threads(verb, args, out)
     return int(module.execute(args, out))
 
 
-def _limit_threads(args: Namespace, out: Output) -> None:
-    """At most as many --threads as cores, in every verb."""
-    if getattr(args, "threads", None):
+def _limit_threads(verb: str, args: Namespace, out: Output) -> None:
+    """At most as many --threads as cores, in every verb; not of a machine that `plan` describes."""
+    described = verb == "plan" and (hasattr(args, "card") or hasattr(args, "hardware"))
+    if getattr(args, "threads", None) and not described:
         from powerinfer.system import limited_threads
 
         args.threads, line = limited_threads(args.threads)

@@ -167,7 +167,7 @@ def _catalogue(planning: PlanConfig, engine: EngineConfig, out: Output) -> int:
             f"{speed(about.tok_s):>10}{about.context:>9}  {about.where:<30}{one.flags}"
         )
     out.line()
-    out.line(f"tokens/s: predicted, of one request, {context // 2} tokens into its context")
+    out.line(f"tokens/s: predicted, of one request that has filled half of {context} tokens, or of its model's context")
     out.line("context: the longest that leaves the weights where they are; -c asks for it")
     out.document(
         {

@@ -174,12 +174,14 @@ def steps(work: Work) -> Iterator[tuple[str, Step]]:
 
 
 def measure(work: Work, progress: Progress) -> Outcome:
+    from powerinfer.hardware.description import load
     from powerinfer.hardware.measure import gpu_beside, kept_at, known, measure_and_keep, memories
     from powerinfer.placement.request import described
 
-    machine = described(work.planning, work.engine)
-    if machine is not None:
-        work.hardware, work.engine = machine
+    if work.planning.described:  # not a machine as large as --ram, which is a budget of the profile, too
+        machine = described(work.planning, work.engine)
+        assert machine is not None
+        work.hardware = machine[0] if work.planning.hardware is None else load(work.planning.hardware)
         return _not_needed(f"the plan is for {work.hardware.name}")
     gpu = gpu_beside(work.engine, work.say)
     found = None if work.force else known(work.engine, gpu)
