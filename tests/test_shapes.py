@@ -22,7 +22,7 @@ from powerinfer.formats.predictor_file import open_predictor
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import NATIVE_TYPES
 from powerinfer.kernels import cpu, gpu
-from powerinfer.models import load
+from powerinfer.models import inventory, load
 from powerinfer.neurons import BUNDLE_GROUP
 from powerinfer.placement import shapes
 from powerinfer.placement.estimates import shape_of
@@ -168,7 +168,7 @@ def test_a_quantised_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", sorted(NATIVE_TYPES))
 def test_a_matrix_has_the_bytes_and_the_type_that_it_gets_on_a_gpu(kind: str) -> None:
     for rows, cols in ((48, 512), (48, 256)):
-        matrix = shapes._matrix(rows, cols, kind)
+        matrix = inventory.matrix(kind, rows, cols)
         assert matrix.stored == gpu.weight_bytes(kind, rows, cols)
         assert matrix.gpu_type == gpu.gpu_type(kind, cols) and matrix.gpu_type in gpu.GPU_TYPES
         assert matrix.stored == rows * block_type(matrix.gpu_type).row_bytes(cols)
@@ -270,7 +270,7 @@ def test_types_that_are_none() -> None:
 def test_types_that_a_gpu_converts_cost_no_more_elsewhere(tmp_path: Path) -> None:
     """The type of most FFN weights is that of the file, whatever type they get on a GPU."""
     config = SHAPES["llama-7b"].config
-    small, large = shapes._matrix(64, 512, "Q4_1"), shapes._matrix(64, 512, "Q5_1")
+    small, large = inventory.matrix("Q4_1", 64, 512), inventory.matrix("Q5_1", 64, 512)
     model = replace(described_model(config, "f16"), ffn=((small, large, large),))
     assert small.stored == large.stored and model.weight_type == "Q5_1"
 

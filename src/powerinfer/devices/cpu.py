@@ -293,19 +293,8 @@ class CpuExecutor:
         return packed
 
     def head_rows(self, heads: int, dim: int, interleaved: int) -> NDArray[np.int32] | None:
-        """The row map of a matrix whose rows are `heads` heads of `dim` dimensions: padded to whole lanes, rotary pairs
-        of the first `interleaved` brought to (i, i + interleaved/2).
-
-        None where the rows are right as they are.
-        """
-        padded = cpu.round_up(dim, cpu.LANES)
-        if padded == dim and not interleaved:
-            return None
-        within = np.full(padded, -1, np.int64)
-        within[:dim] = np.arange(dim)
-        within[:interleaved] = np.arange(interleaved).reshape(-1, 2).T.reshape(-1)
-        rows = np.arange(heads)[:, None] * dim + within
-        return np.where(within < 0, -1, rows).reshape(-1).astype(np.int32)
+        """The row map of a matrix whose rows are `heads` heads of `dim` dimensions, as of the function `head_rows`."""
+        return head_rows(heads, dim, interleaved)
 
     def norm(self, weight: Float32, bias: Float32 | None = None) -> _native.Norm:
         """A norm of the model's kind over rows of d_model."""
@@ -483,7 +472,7 @@ class CpuExecutor:
         router_bias: Float32 | None = None,
         biases: Sequence[Float32 | None] = (),
         out_norm: _native.Norm | None = None,
-        resting: Sequence[RestingTensor] = (),
+        resting: Callable[[], Sequence[RestingTensor]] | None = None,
         guess: RawTensor | None = None,
     ) -> None:
         """x += out_norm(the sum of each token's weighted experts of n = norm(x), and of the shared expert).
@@ -491,14 +480,14 @@ class CpuExecutor:
         router: [experts, d_model], None: it was given to `early_router`; experts: the matrices of all experts,
         [experts, out, in], in the order of the layer's `matrices`; shared: those of the shared expert.
         shared_weight: float32 [d_model]; router_bias: float32 [experts]; biases: of the matrices, float32 [experts,
-        out], or none at all. resting: the experts, if they stay on disk; then `experts` is not asked for, and
-        guess is the router, too.
+        out], or none at all. resting: says where the experts lie, if they stay on disk; then `experts` is not asked
+        for, and guess is the router, too.
         """
         about = self.config.layers[layer].ffn
         assert isinstance(about, ExpertsConfig)
         spec, made, slots = _native.NeuronSpec(about.activation, about.threshold), None, None
-        if self.disk is not None and resting:
-            of_all, slots = self._resting(self.disk, layer, spec, resting, biases)
+        if self.disk is not None and resting is not None and layer in self.disk.about.experts:
+            of_all, slots = self._resting(self.disk, layer, spec, resting(), biases)
         elif self.in_experts and about.why_whole is None:
             weights = None if self.expert_predictors is None else self.expert_predictors(layer)
             of_all, made = self._bundled(about, spec, experts, weights)
@@ -927,6 +916,22 @@ class CpuExecutor:
 
 def _not_finite(layer: int) -> ModelError:
     return ModelError(f"layer {layer} computes numbers that are not finite: the model's weights may be damaged")
+
+
+def head_rows(heads: int, dim: int, interleaved: int) -> NDArray[np.int32] | None:
+    """The row map of a matrix whose rows are `heads` heads of `dim` dimensions: padded to whole lanes, rotary pairs of
+    the first `interleaved` brought to (i, i + interleaved/2).
+
+    None where the rows are right as they are.
+    """
+    padded = cpu.round_up(dim, cpu.LANES)
+    if padded == dim and not interleaved:
+        return None
+    within = np.full(padded, -1, np.int64)
+    within[:dim] = np.arange(dim)
+    within[:interleaved] = np.arange(interleaved).reshape(-1, 2).T.reshape(-1)
+    rows = np.arange(heads)[:, None] * dim + within
+    return np.where(within < 0, -1, rows).reshape(-1).astype(np.int32)
 
 
 def choose_pages(

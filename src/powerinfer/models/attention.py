@@ -6,11 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.config import AttentionConfig
-from powerinfer.formats.checkpoint import Checkpoint
-from powerinfer.models.builder import Builder, Matrix, Norm, Vector, vector
+from powerinfer.models.builder import Builder, Matrix, Norm, Tensors, Vector, vector
 
 
-def attend(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, norm: Norm | None) -> None:
+def attend(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, norm: Norm | None) -> None:
     """What attention gives for norm(x)."""
     about, name = checkpoint.config.layers[layer].attention, f"layers.{layer}."
     assert isinstance(about, AttentionConfig)
@@ -30,7 +29,7 @@ def attend(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, n
     )
 
 
-def project(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, norm: Norm | None) -> None:
+def project(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, norm: Norm | None) -> None:
     """Its output projection: x += norm(o . attended)."""
     name = f"layers.{layer}.o"
     builder.project(layer, builder.matrix(checkpoint.take(name)), vector(checkpoint, name + "_bias"), norm)

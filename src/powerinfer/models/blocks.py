@@ -17,9 +17,10 @@ from powerinfer.config import (
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.cpu_ffn import Weights
 from powerinfer.formats import layout
-from powerinfer.formats.checkpoint import Checkpoint, RawTensor
+from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.tensors import RawTensor
 from powerinfer.models.attention import attend, project
-from powerinfer.models.builder import Builder, ExpertWeights, Matrix, Norm, OwnFfn, vector
+from powerinfer.models.builder import Builder, ExpertWeights, Matrix, Norm, OwnFfn, Tensors, vector
 from powerinfer.models.delta_net import attend_gated, project_remembered, remember
 from powerinfer.models.experts import select_early, sum_experts
 from powerinfer.models.ffn import sum_neurons
@@ -111,24 +112,24 @@ def wire(
             of_first: OwnFfn[GpuNorm] | None = None
             if split is not None and isinstance(config.layers[layer].ffn, split.kind):
                 of_first = partial(_split, executor, first, layer, split)
-            _layer(first, checkpoint, layer, of_first)
+            wire_layer(first, checkpoint, layer, of_first)
         else:
             own: OwnFfn[Any] | None = None
             if neurons is not None and neurons.bundles is not None:
                 own = partial(_bundled, last or executor, neurons, layer)
             if last is None:
-                _layer(executor, checkpoint, layer, own)
+                wire_layer(executor, checkpoint, layer, own)
             else:
-                _layer(last, checkpoint, layer, own)
+                wire_layer(last, checkpoint, layer, own)
         checkpoint.release()  # packed: the file's pages need not stay in memory
         progress("loading weights", layer + 1, config.n_layers)
     if first is not None and head:
-        _head(first, checkpoint, embedding)
+        wire_head(first, checkpoint, embedding)
     else:
-        _head(executor, checkpoint, embedding)
+        wire_head(executor, checkpoint, embedding)
 
 
-def _layer(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, own: OwnFfn[Norm] | None) -> None:
+def wire_layer(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, own: OwnFfn[Norm] | None) -> None:
     """Attention, then the FFN, with norms placed as `LayerConfig.norms` states."""
     config = checkpoint.config.layers[layer]
     attention, ffn = ATTENTIONS[type(config.attention)], FFNS[type(config.ffn)]
@@ -190,19 +191,19 @@ def _bundled(
     )
 
 
-def _head(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, embedding: RawTensor) -> None:
+def wire_head(builder: Builder[Matrix, Norm], checkpoint: Tensors, embedding: RawTensor) -> None:
     config = checkpoint.config
     norm = _norm(builder, checkpoint, "final_norm")
     matrix = builder.matrix(embedding if config.tied_embeddings else checkpoint.take("head"))
     builder.head(norm, matrix, _projection(builder, checkpoint, "project_out"))
 
 
-def _norm(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, name: str) -> Norm | None:
+def _norm(builder: Builder[Matrix, Norm], checkpoint: Tensors, name: str) -> Norm | None:
     """None if the model has no tensor of that name."""
     if not checkpoint.has(name):
         return None
     return builder.norm(checkpoint.take(name).float32(), vector(checkpoint, name + "_bias"))
 
 
-def _projection(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, name: str) -> Matrix | None:
+def _projection(builder: Builder[Matrix, Norm], checkpoint: Tensors, name: str) -> Matrix | None:
     return builder.matrix(checkpoint.take(name)) if checkpoint.config.embed_dim else None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.formats.checkpoint import Checkpoint, RawTensor
-from powerinfer.formats.tensors import RestingTensor
+from powerinfer.config import ModelConfig
+from powerinfer.formats.tensors import RawTensor, RestingTensor
 from powerinfer.neurons import FfnVectors, Indices
 
 Vector = NDArray[np.float32] | None
@@ -40,8 +40,22 @@ class ExpertWeights(NamedTuple):
     check: Callable[[], None]
 
 
+class Tensors(Protocol):
+    """A model's tensors as they are wired: `Checkpoint`, which documents the methods, or `Headers` of the inventory."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    def has(self, name: str) -> bool: ...
+    def take(self, name: str) -> RawTensor: ...
+    def take_some(self, name: str, index: Indices) -> RawTensor: ...
+    def rest(self, name: str) -> RestingTensor: ...
+    def skip(self, name: str) -> None: ...
+    def check_unchanged(self) -> None: ...
+
+
 class Builder(Protocol[Matrix, Norm]):
-    """A device that layers are wired on: `CpuExecutor` or `GpuLayers`, which document the methods."""
+    """A device that layers are wired on: `CpuExecutor` or `GpuLayers`, which document the methods, or the `Recorder` of
+    the inventory."""
 
     def matrix(self, tensor: RawTensor, row_map: NDArray[np.int32] | None = None) -> Matrix: ...
     def head_rows(self, heads: int, dim: int, interleaved: int) -> NDArray[np.int32] | None: ...
@@ -97,6 +111,28 @@ class Builder(Protocol[Matrix, Norm]):
     def head(self, norm: Norm | None, matrix: Matrix, projection: Matrix | None = None) -> None: ...
 
 
-def vector(checkpoint: Checkpoint, name: str) -> Vector:
+class ExpertBuilder(Builder[Matrix, Norm], Protocol):
+    """A device that experts are wired on as a whole: `CpuExecutor` or the `Recorder`."""
+
+    def early_router(self, layer: int, router: Matrix, correction: Vector = None) -> None: ...
+    def experts(
+        self,
+        layer: int,
+        norm: Norm | None,
+        router: Matrix | None,
+        experts: Iterable[RawTensor],
+        shared: Sequence[Matrix] = ...,
+        *,
+        correction: Vector = None,
+        shared_weight: Vector = None,
+        router_bias: Vector = None,
+        biases: Sequence[Vector] = ...,
+        out_norm: Norm | None = None,
+        resting: Callable[[], Sequence[RestingTensor]] | None = None,
+        guess: RawTensor | None = None,
+    ) -> None: ...
+
+
+def vector(checkpoint: Tensors, name: str) -> Vector:
     """A norm's weights, a bias or thresholds; None if the model has no tensor of that name."""
     return checkpoint.take(name).float32() if checkpoint.has(name) else None

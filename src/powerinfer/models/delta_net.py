@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.models.attention import attend
-from powerinfer.models.builder import Builder, Matrix, Norm
+from powerinfer.models.builder import Builder, Matrix, Norm, Tensors
 
 _MATRICES = tuple("qkvzba")
 
 
-def attend_gated(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, norm: Norm | None) -> None:
+def attend_gated(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, norm: Norm | None) -> None:
     """What attention gives for norm(x), times the sigmoid of q_gate . norm(x)."""
     attend(builder, checkpoint, layer, norm)
     builder.gate_attended(layer, norm, builder.matrix(checkpoint.take(f"layers.{layer}.q_gate")))
 
 
-def remember(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, norm: Norm | None) -> None:
+def remember(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, norm: Norm | None) -> None:
     """What Gated DeltaNet gives for norm(x)."""
     name = f"layers.{layer}.delta_"
     taps = checkpoint.take(f"{name}conv").float32()
@@ -32,6 +31,6 @@ def remember(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int,
     )
 
 
-def project_remembered(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, norm: Norm | None) -> None:
+def project_remembered(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, norm: Norm | None) -> None:
     """Its output projection: x += norm(delta_o . attended)."""
     builder.project(layer, builder.matrix(checkpoint.take(f"layers.{layer}.delta_o")), None, norm)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from powerinfer.config import ExpertsConfig
-from powerinfer.devices.cpu import CpuExecutor
-from powerinfer.formats.checkpoint import Checkpoint, RawTensor
-from powerinfer.models.builder import ExpertWeights, OwnFfn, Vector, vector
-
-if TYPE_CHECKING:
-    from powerinfer import _native
+from powerinfer.formats.tensors import RawTensor
+from powerinfer.models.builder import ExpertBuilder, ExpertWeights, Matrix, Norm, OwnFfn, Tensors, Vector, vector
 
 
-def select_early(executor: CpuExecutor, checkpoint: Checkpoint, layer: int, own: OwnFfn[_native.Norm] | None) -> None:
+def select_early(
+    executor: ExpertBuilder[Matrix, Norm], checkpoint: Tensors, layer: int, own: OwnFfn[Norm] | None
+) -> None:
     """The layer's experts are selected from x as it is, where its router reads that; own: does so by itself."""
     about = checkpoint.config.layers[layer].ffn
     assert isinstance(about, ExpertsConfig)
@@ -26,12 +22,12 @@ def select_early(executor: CpuExecutor, checkpoint: Checkpoint, layer: int, own:
 
 
 def sum_experts(
-    executor: CpuExecutor,
-    checkpoint: Checkpoint,
+    executor: ExpertBuilder[Matrix, Norm],
+    checkpoint: Tensors,
     layer: int,
-    norm: _native.Norm | None,
-    out_norm: _native.Norm | None,
-    own: OwnFfn[_native.Norm] | None,
+    norm: Norm | None,
+    out_norm: Norm | None,
+    own: OwnFfn[Norm] | None,
 ) -> None:
     """x += out_norm(the selected experts' weighted sum of norm(x), and the shared expert's); own: wires it instead."""
     about = checkpoint.config.layers[layer].ffn
@@ -53,7 +49,6 @@ def sum_experts(
     if own is not None:
         own(norm, weights, out_norm)
         return
-    rests = executor.disk is not None and layer in executor.disk.about.experts
     executor.experts(
         layer,
         norm,
@@ -66,11 +61,11 @@ def sum_experts(
         biases=weights.biases,
         out_norm=out_norm,
         guess=weights.router,
-        resting=weights.resting() if rests else (),
+        resting=weights.resting,
     )
 
 
-def _weights_of_norm(checkpoint: Checkpoint, layer: int) -> Vector:
+def _weights_of_norm(checkpoint: Tensors, layer: int) -> Vector:
     """Of the norm that an FFN's input has, where it is an RMS norm."""
     config, name = checkpoint.config, f"layers.{layer}.ffn_norm"
     before = config.layers[layer].norms in ("pre", "both")
@@ -79,4 +74,6 @@ def _weights_of_norm(checkpoint: Checkpoint, layer: int) -> Vector:
 
 def _float32(tensor: RawTensor) -> RawTensor:
     """A router's scores decide: they are computed exactly, whatever type a file has them in."""
+    if tensor.type == "F32":
+        return tensor
     return RawTensor("F32", tensor.shape, tensor.float32().view(np.uint8).reshape(-1))

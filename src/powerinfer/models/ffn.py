@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from powerinfer.formats.checkpoint import Checkpoint
-from powerinfer.models.builder import Builder, Matrix, Norm, OwnFfn, vector
+from powerinfer.models.builder import Builder, Matrix, Norm, OwnFfn, Tensors, vector
 from powerinfer.neurons import FfnVectors
 
 
 def sum_neurons(
     builder: Builder[Matrix, Norm],
-    checkpoint: Checkpoint,
+    checkpoint: Tensors,
     layer: int,
     norm: Norm | None,
     out_norm: Norm | None,

@@ -6,11 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.config import LatentAttentionConfig
-from powerinfer.formats.checkpoint import Checkpoint
-from powerinfer.models.builder import Builder, Matrix, Norm, vector
+from powerinfer.models.builder import Builder, Matrix, Norm, Tensors, vector
 
 
-def attend_latents(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, norm: Norm | None) -> None:
+def attend_latents(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, norm: Norm | None) -> None:
     """What each head gets from the latents in the cache, for norm(x)."""
     about, name = checkpoint.config.layers[layer].attention, f"layers.{layer}."
     assert isinstance(about, LatentAttentionConfig)
@@ -30,7 +29,7 @@ def attend_latents(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer
     )
 
 
-def project_latents(builder: Builder[Matrix, Norm], checkpoint: Checkpoint, layer: int, norm: Norm | None) -> None:
+def project_latents(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, norm: Norm | None) -> None:
     """Values of the heads, and their output projection: x += norm(o . values)."""
     name = f"layers.{layer}."
     builder.latent_project(layer, checkpoint.take(name + "v_b"), builder.matrix(checkpoint.take(name + "o")), norm)

@@ -31,9 +31,10 @@ from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.bundle_memory import apart_bytes
 from powerinfer.hardware.description import Hardware
 from powerinfer.kernels import gpu as kernels
+from powerinfer.models.inventory import Matrix
 from powerinfer.placement.cost import expert_seconds
 from powerinfer.placement.experts import Frequencies, slots_by_frequency, slots_evenly, slots_in_least_time
-from powerinfer.placement.shapes import Matrix, Model
+from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
 
 if TYPE_CHECKING:

@@ -47,8 +47,9 @@ from powerinfer.config import (
     ModelConfig,
 )
 from powerinfer.hardware.description import Device, Disk
+from powerinfer.models.inventory import Matrix
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Indices, Profile
-from powerinfer.placement.shapes import Matrix, Model
+from powerinfer.placement.shapes import Model
 
 Float64 = NDArray[np.float64]
 

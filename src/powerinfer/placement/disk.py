@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 
@@ -26,13 +25,13 @@ from powerinfer.config import ExpertsConfig, FfnConfig
 from powerinfer.devices.disk import OnDisk, Reads
 from powerinfer.errors import RamError, RequestError
 from powerinfer.formats.bundle_file import n_groups
-from powerinfer.formats.layout import is_matrix
 from powerinfer.formats.prepared import LINE
 from powerinfer.kernels.cpu import NEURON_TOKENS, READ_COPIES, matrix_bytes
+from powerinfer.models.inventory import Matrix, Unit
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Profile
 from powerinfer.placement import cost
 from powerinfer.placement.budget import Footprint, Workload, gib, in_ram
-from powerinfer.placement.shapes import Matrix, Model
+from powerinfer.placement.shapes import Model
 from powerinfer.system import MOST_THREADS
 
 BLOCK = 4096
@@ -75,36 +74,6 @@ MOST = 8
 CLEARLY = 1.25
 """As many times as much must be read for single neurons as for dense matrices, which take longer to compute, to prefer
 these."""
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Matrices that a step uses together. use: what they count as; names: canonical; matrices: the same."""
-
-    use: str
-    names: tuple[str, ...]
-    matrices: tuple[Matrix, ...]
-
-    @cached_property
-    def held(self) -> int:
-        """Bytes in RAM, as panels."""
-        return sum(one.panels for one in self.matrices)
-
-    @cached_property
-    def read(self) -> int:
-        """Bytes in the file."""
-        return sum(one.file for one in self.matrices)
-
-    def only(self, names: Collection[str]) -> Unit:
-        """Those of its matrices."""
-        pairs = [(name, one) for name, one in zip(self.names, self.matrices, strict=True) if name in names]
-        return Unit(self.use, tuple(name for name, _ in pairs), tuple(one for _, one in pairs))
-
-    def first(self, n: int) -> Unit:
-        return Unit(self.use, self.names[:n], self.matrices[:n])
-
-    def after(self, n: int) -> Unit:
-        return Unit(self.use, self.names[n:], self.matrices[n:])
 
 
 @dataclass(frozen=True)
@@ -193,7 +162,7 @@ def plan_disk(
         fixed += READ_COPIES
     kept = _other(model, layers, head)
     for unit in order:
-        kept[unit.use] += 0 if unit in free else unit.held
+        kept[unit.use] += 0 if unit in free else unit.panels
     stuck = sum(kept.values())
     most = _experts_of_cpu(model, first, slots, cached)
     experts = {layer: model.experts[layer] for layer in most}
@@ -219,7 +188,7 @@ def plan_disk(
     ahead = min(AHEAD, ram // 16)
 
     def left(streamed: Sequence[Unit], rest: Sequence[Unit]) -> int:
-        return ram - fixed - sum(unit.held for unit in rest) - _window(streamed, prompts, ahead)
+        return ram - fixed - sum(unit.panels for unit in rest) - _window(streamed, prompts, ahead)
 
     def lent(streamed: Sequence[Unit]) -> int:
         return _lent(model, work, 0 if streamed else _window(streamed, prompts, ahead)) if neurons and not first else 0
@@ -227,7 +196,7 @@ def plan_disk(
     hottest = _Hottest(neurons, model, work, profile) if neurons and profile else None
 
     def read(streamed: Sequence[Unit], rest: Sequence[Unit]) -> float:
-        dense = sum(unit.read for unit in streamed)
+        dense = sum(unit.file for unit in streamed)
         return dense + (hottest.read(left(streamed, rest) + lent(streamed)) if hottest else 0)
 
     cuts = [(units[:n], units[n:]) for n in range(len(units) + 1)]
@@ -241,11 +210,11 @@ def plan_disk(
                 rest.append(one)
                 part = others
         streamed.append(part)
-    needed = fixed + sum(unit.held for unit in rest) + _largest(_together(streamed, prompts))
+    needed = fixed + sum(unit.panels for unit in rest) + _largest(_together(streamed, prompts))
     if needed > ram:
         raise _too_little(model, held, needed, needed if whole is None else whole, ram)
     free_bytes = max(0, left(streamed, rest))
-    window = ram - fixed - sum(unit.held for unit in rest) - free_bytes
+    window = ram - fixed - sum(unit.panels for unit in rest) - free_bytes
     in_slots = _share(least, slot, most, free_bytes)
     free_bytes -= sum((in_slots[layer] - least[layer]) * slot[layer] for layer in experts)
     for_neurons = free_bytes + lent(streamed)
@@ -258,14 +227,14 @@ def plan_disk(
     in_prompts = _fewer(neurons, of_neurons, free_bytes)
     beyond = common * slot_size + sum((of_neurons[layer] - one.fewest) * one.slot for layer, one in neurons.items())
     for unit in rest:
-        kept[unit.use] += unit.held
+        kept[unit.use] += unit.panels
     held |= {use: kept[use] for use in ("attention", "panels", "head")}
     held["window"] = window
     held["experts"] = beside - moving + sum(in_slots[layer] * slot[layer] for layer in experts)
     held["ffn"] = sum(one.least for one in neurons.values()) + min(beyond, free_bytes)
     resting = Counter({"embedding": table})
     for unit in prompts + streamed:
-        resting[unit.use] += unit.read
+        resting[unit.use] += unit.file
     for layer, matrices in experts.items():
         resting["experts"] += sum(one.file // model.n_experts[layer] * most[layer] for one in matrices)
     resting["ffn"] = sum(model.bundles[layer].pitch * one.n for layer, one in neurons.items())
@@ -274,7 +243,7 @@ def plan_disk(
     about = OnDisk(
         names, window, in_slots, of_neurons, lent=lends, lends_window=not streamed, common=common, slot_bytes=slot_size
     )
-    every = sum(unit.read for unit in streamed)
+    every = sum(unit.file for unit in streamed)
     reading = None if neurons and not hottest else every + (hottest.read(for_neurons) if hottest else 0)
     return DiskPlan(about, held, every, {use: n for use, n in resting.items() if n}, reading)
 
@@ -341,7 +310,7 @@ def _neurons(model: Model, work: Workload, threads: int) -> dict[int, _Neurons]:
         about, layout = config.ffn, model.bundles[layer]
         if not isinstance(about, FfnConfig) or not (config.neurons.rectified or work.selector == "threshold"):
             continue
-        every = Unit("panels", tuple(f"layers.{layer}.{name}" for name in about.matrices), tuple(model.ffn[layer]))
+        (every,) = ffn_units(model, layer)
         if not model.converted.isdisjoint(every.names):
             continue
         # Without a predictor every step multiplies with the first matrix, which says what is read of the others.
@@ -454,26 +423,21 @@ def _window(streamed: Sequence[Unit], prompts: Sequence[Unit], ahead: int) -> in
     """Bytes of a window for what every step reads: the largest, and a layer's, so that they are read while it is used,
     or at least `ahead`. More would not hold others of that size: matrices that are used together lie side by side. What
     prompts alone read passes one by one: they compute longer than they read, and memory serves neurons better."""
-    of_layer: Counter[str] = Counter()
+    of_layer: Counter[int | None] = Counter()
     for unit in streamed:
-        of_layer[_layer_of(unit)] += _in_window(unit)
+        of_layer[unit.layer] += _in_window(unit)
     every = min(of_layer.total(), _largest(streamed) + max(ahead, *of_layer.values())) if streamed else 0
     return max(every, _largest(_together(streamed, prompts)))
 
 
 def _together(streamed: Sequence[Unit], prompts: Sequence[Unit]) -> list[Unit]:
     """What prompts read, operator by operator: beside the matrices that they alone use those of every step."""
-    gates = {_layer_of(unit): unit for unit in streamed if unit.use == "panels"}
+    gates = {unit.layer: unit for unit in streamed if unit.use == "panels"}
     read = [unit for unit in streamed if unit.use != "panels"]
     for unit in prompts:
-        every = gates.pop(_layer_of(unit), None)
-        names, matrices = (every.names, every.matrices) if every else ((), ())
-        read.append(Unit(unit.use, names + unit.names, matrices + unit.matrices))
+        every = gates.pop(unit.layer, None)
+        read.append(Unit(unit.use, unit.layer, (every.matrices if every else ()) + unit.matrices))
     return [*read, *gates.values()]
-
-
-def _layer_of(unit: Unit) -> str:
-    return unit.names[0].rpartition(".")[0]
 
 
 def _largest(streamed: Sequence[Unit]) -> int:
@@ -481,7 +445,7 @@ def _largest(streamed: Sequence[Unit]) -> int:
 
 
 def _in_window(unit: Unit) -> int:
-    return unit.read + 2 * BLOCK * len(unit.names)
+    return unit.file + 2 * BLOCK * len(unit.names)
 
 
 def _spread(units: Sequence[Unit]) -> list[Unit]:
@@ -490,38 +454,19 @@ def _spread(units: Sequence[Unit]) -> list[Unit]:
     return [units[at] for at in sorted(range(len(units)), key=lambda at: int(f"{at:0{bits}b}"[::-1], 2))]
 
 
-def _matrix_names(model: Model, layer: int, kind: str) -> list[str]:
-    part = getattr(model.config.layers[layer], kind)
-    return [name for name, shape in part.tensors(model.config.d_model) if is_matrix(name, shape)]
-
-
-_APART = ("o", "q_gate", "delta_o")  # an operator of their own
-_STACKED = ("k_b", "v_b")  # matrices of single heads
-
-
-def attention_units(model: Model, layer: int) -> Iterator[Unit]:
+def attention_units(model: Model, layer: int) -> tuple[Unit, ...]:
     """Of a layer's attention, in the order in which a step uses them; without what is always in RAM."""
-    named = dict(zip(_matrix_names(model, layer, "attention"), model.attention[layer], strict=True))
-    inputs = [name for name in named if name not in (*_APART, *_STACKED)]
-    for group in (inputs, *([name] for name in _APART if name in named)):
-        yield _of_layer(layer, "attention", {name: named[name] for name in group})
+    return model.inventory.of_layer(layer, "attention")
 
 
-def ffn_units(model: Model, layer: int) -> Iterator[Unit]:
+def ffn_units(model: Model, layer: int) -> tuple[Unit, ...]:
     """The same of its FFN, beside experts that a router selects."""
-    named = dict(zip(_matrix_names(model, layer, "ffn"), model.ffn[layer], strict=True))
-    beside = {name: one for name, one in named.items() if name != "router" and not name.startswith("experts_")}
-    if beside:
-        yield _of_layer(layer, "panels", beside)
+    return model.inventory.of_layer(layer, "panels")
 
 
 def head_unit(model: Model) -> Unit:
     """The output head."""
-    return Unit("head", ("embed" if model.config.tied_embeddings else "head",), (model.head,))
-
-
-def _of_layer(layer: int, use: str, named: Mapping[str, Matrix]) -> Unit:
-    return Unit(use, tuple(f"layers.{layer}.{name}" for name in named), tuple(named.values()))
+    return Unit("head", None, (model.head,))
 
 
 def _experts_of_cpu(model: Model, first: int, slots: Sequence[int] | None, cached: bool) -> dict[int, int]:
@@ -539,12 +484,8 @@ def _other(model: Model, layers: Iterable[int], head: bool) -> Counter[str]:
     projections. head: a GPU has the head."""
     total = Counter({"head": sum(one.panels for one in model.projections[: 1 if head else None])})
     for layer in layers:
-        for use, kind, matrices in (
-            ("attention", "attention", model.attention[layer]),
-            ("panels", "ffn", model.ffn[layer]),
-        ):
-            named = zip(_matrix_names(model, layer, kind), matrices, strict=True)
-            total[use] += sum(one.panels for name, one in named if name in (*_STACKED, "router"))
+        for use, always in (("attention", "heads"), ("panels", "router")):
+            total[use] += sum(unit.panels for unit in model.inventory.of_layer(layer, always))
     return total
 
 

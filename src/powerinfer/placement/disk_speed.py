@@ -29,11 +29,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.hardware.description import Device, Disk
+from powerinfer.models.inventory import Matrix, Unit
 from powerinfer.neurons import Profile
 from powerinfer.placement import cost
 from powerinfer.placement.budget import Workload, gib
-from powerinfer.placement.disk import BLOCK, DiskPlan, Unit, attention_units, ffn_units, head_unit
-from powerinfer.placement.shapes import Matrix, Model
+from powerinfer.placement.disk import BLOCK, DiskPlan, attention_units, ffn_units, head_unit
+from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
 
 Hits = Mapping[int, NDArray[np.float64]]
@@ -268,7 +269,7 @@ class _Steps:
         first = self._seconds(self._model.ffn[layer][:1]) if exact else self._seconds(self._model.predictors[layer])
         seconds = float(self._sparse[layer]) + (0.0 if exact else first)
         nbytes = layout.pitch - (layout.gate_bytes if exact else 0)
-        gates = next(ffn_units(self._model, layer)).first(int(exact)).only(self._about.matrices)
+        gates = ffn_units(self._model, layer)[0].first(int(exact)).only(self._about.matrices)
         packing = self._packing(gates.matrices)
         first, seconds = first + packing, seconds + packing
         fetch = self._fetch(missed, self._disk.seconds(nbytes + BLOCK))
@@ -300,7 +301,7 @@ class _Steps:
 
 
 def _passes(unit: Unit) -> tuple[int, int]:
-    return unit.read, unit.read + BLOCK * len(unit.names)
+    return unit.file, unit.file + BLOCK * len(unit.names)
 
 
 class _Loaded(NamedTuple):

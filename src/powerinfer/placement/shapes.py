@@ -41,6 +41,7 @@ from powerinfer.formats.mapped import shown
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import FLOAT_TYPES
 from powerinfer.kernels import cpu, gpu, gpu_delta
+from powerinfer.models.inventory import Inventory, Matrix, matrix, take_inventory
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 from powerinfer.placement.mixes import DTYPES, stored_type, taken_type
 from powerinfer.placement.power_law import FAMILIES, Law
@@ -67,17 +68,6 @@ LAYER_MARGIN = 3 << 20
 _PREDICTOR_TYPE = "Q8_0"
 _PIECE = 1 << 24  # elements of a matrix that a GPU multiplies with many tokens at a time
 _EVERY = slice(None)
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """A matrix: its type, its bytes in panels (CPU), those on a GPU with the type that it gets there, and in a file."""
-
-    type: str
-    panels: int
-    stored: int
-    gpu_type: str = field(repr=False)  # follows from type and bytes, so that plans need no other key
-    file: int = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -108,6 +98,7 @@ class Model:
     projections: tuple[Matrix, ...]
     head: Matrix
     parameters: int
+    inventory: Inventory = field(repr=False, compare=False)  # follows from the rest
     fingerprint: str = ""
     quantize: str | None = None
     in_place: bool = field(default=True, compare=False)  # experts lie in the file as they are used
@@ -204,17 +195,17 @@ class Model:
     @cached_property
     def end_vectors(self) -> int:
         """Bytes of the norm before the head."""
-        return 4 * sum(shape[0] for name, shape in shapes(self.config) if name.startswith("final_norm"))
+        return 4 * sum(n for name, n in self.inventory.vectors.items() if name.startswith("final_norm"))
 
     @cached_property
     def _vectors(self) -> list[dict[str, int]]:
         """Of each layer, name -> elements."""
         every: list[dict[str, int]] = [{} for _ in self.config.layers]
-        for name, shape in shapes(self.config):
+        for name, elements in self.inventory.vectors.items():
             _, _, inner = name.partition(".")
             layer, _, own = inner.partition(".")
-            if inner and (len(shape) == 1 or name.endswith("delta_conv")):
-                every[int(layer)][own] = prod(shape)
+            if inner and not own.startswith("experts_"):  # biases of experts lie where these do
+                every[int(layer)][own] = elements
         return every
 
     @cached_property
@@ -390,7 +381,7 @@ def file_bytes(config: ModelConfig, dtype: str) -> int:
 
 
 def _predictor(config: ModelConfig, layer: int, rank: int, inner: str, outer: str) -> tuple[Matrix, Matrix]:
-    return _matrix(rank, config.d_model, inner), _matrix(config.ffn_sizes[layer], rank, outer)
+    return matrix(inner, rank, config.d_model), matrix(outer, config.ffn_sizes[layer], rank)
 
 
 def _selected(training: dict[str, Any] | None) -> tuple[float, ...]:
@@ -410,54 +401,29 @@ def _model(
     selected: tuple[float, ...],
 ) -> Model:
     _check_size(config)
-    known = dict(shapes(config))
+    inventory = take_inventory(config, type_of)
 
-    def matrix(tensor: str, packed_rows: int | None = None) -> Matrix:
-        *outer, cols = known[tensor]
-        type_name = "F32" if tensor.endswith(".router") else type_of(tensor)  # it decides, so it is computed exactly
-        if len(outer) == 2:  # one below the other, each in whole panels
-            packed_rows = outer[0] * cpu.round_up(outer[1], cpu.LANES)
-        return _matrix(prod(outer), cols, type_name, packed_rows)
+    def each(*uses: str) -> tuple[tuple[Matrix, ...], ...]:
+        layers = range(config.n_layers)
+        return tuple(tuple(one for unit in inventory.of_layer(at, *uses) for one in unit.matrices) for at in layers)
 
-    def attention(layer: int) -> tuple[Matrix, ...]:
-        about = config.layers[layer].attention
-        padded = {}
-        if isinstance(about, AttentionConfig):
-            lanes = cpu.round_up(about.head_dim, cpu.LANES)
-            padded = {"q": about.n_heads * lanes, "k": about.n_kv_heads * lanes, "v": about.n_kv_heads * lanes}
-        names = [name for name, shape in about.tensors(config.d_model) if is_matrix(name, shape)]
-        return tuple(matrix(f"layers.{layer}.{name}", padded.get(name)) for name in names)
-
-    def ffn(layer: int, experts: bool | None = None) -> tuple[Matrix, ...]:
-        """experts: only those of experts that a router selects, or only the others."""
-        every = [name for name, shape in config.layers[layer].ffn.tensors(config.d_model) if is_matrix(name, shape)]
-        return tuple(
-            matrix(f"layers.{layer}.{name}") for name in every if experts in (None, name.startswith("experts_"))
-        )
-
-    tables = [(known[one], type_of(one)) for one in ("embed", "positions") if one in known]
     return Model(
         name=name,
         config=config,
         bundles=layouts,
-        attention=tuple(map(attention, range(config.n_layers))),
-        ffn=tuple(ffn(layer) for layer in range(config.n_layers)),
-        experts=tuple(ffn(layer, True) for layer in range(config.n_layers)),
-        beside=tuple(ffn(layer, False) for layer in range(config.n_layers)),
-        vectors=4 * sum(prod(shape) for name, shape in known.items() if not is_matrix(name, shape)),
+        attention=each("attention", "heads"),
+        ffn=each("router", "experts", "panels"),
+        experts=each("experts"),
+        beside=each("router", "panels"),
+        vectors=4 * sum(inventory.vectors.values()),
         predictors=predictors,
         selected=selected,
-        tables=sum(rows * block_type(type_name).row_bytes(cols) for (rows, cols), type_name in tables),
-        projections=tuple(matrix(one) for one in ("project_in", "project_out") if one in known),
-        head=matrix("embed" if config.tied_embeddings else "head"),
-        parameters=sum(map(prod, known.values())),
+        tables=inventory.tables,
+        projections=inventory.around("projection"),
+        head=inventory.around("head")[0],
+        parameters=inventory.parameters,
+        inventory=inventory,
     )
-
-
-def _matrix(rows: int, cols: int, type_name: str, packed_rows: int | None = None) -> Matrix:
-    panels = cpu.matrix_bytes(type_name, packed_rows or rows, cols)
-    on_gpu, in_file = gpu.weight_bytes(type_name, rows, cols), rows * block_type(type_name).row_bytes(cols)
-    return Matrix(type_name, panels, on_gpu, gpu.gpu_type(type_name, cols), in_file)
 
 
 def _gpu_row(about: AttentionKind) -> int:
