@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from powerinfer.config import ModelConfig
 from powerinfer.devices.cpu import head_rows
-from powerinfer.formats.layout import is_router, shapes
+from powerinfer.formats.layout import is_matrix, is_router, shapes
 from powerinfer.formats.quant import Float32, block_type
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu, gpu
@@ -155,7 +155,7 @@ class Headers:
     def take(self, name: str) -> Header:
         self.taken[name] = None
         shape = self.known[name]
-        exact = len(shape) == 1 or is_router(name)
+        exact = is_router(name) or not is_matrix(name, shape)
         return Header("F32" if exact else self._type_of(name), shape, _NO_DATA, name=name)
 
     def take_some(self, name: str, index: Any) -> Header:
