@@ -153,8 +153,8 @@ class Model:
     def weight_type(self) -> str:
         """The type of most of the FFNs' weights."""
         sizes: dict[str, int] = {}
-        for matrix in (one for layer in self.ffn for one in layer):
-            sizes[matrix.type] = sizes.get(matrix.type, 0) + matrix.panels
+        for one in (each for layer in self.ffn for each in layer):
+            sizes[one.type] = sizes.get(one.type, 0) + one.panels
         return max(sizes, key=lambda kind: sizes[kind])
 
     def kv_bytes(self, kv_type: str, context: int, batch: int, layers: slice = _EVERY) -> int:
