@@ -414,6 +414,15 @@ def test_chat_goes_on_when_the_context_is_full(smollm2: Path) -> None:
     assert "does not fit the context" in done.stderr and len(json.loads(done.stdout)["turns"]) == 1
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
+def test_a_stream_may_be_closed(closed: str) -> None:
+    for words, status in (("list", 0), ("rnu", 2)):
+        command = ["sh", "-c", f'exec "$@" {closed}', "sh", *COMMAND, words]
+        done = subprocess.run(command, capture_output=True, timeout=60)
+        assert done.returncode == status, done
+        assert not done.stdout if ">&-" in closed.split() else not done.stderr
+
+
 def test_ctrl_c_ends_a_stream_cleanly(smollm2: Path) -> None:
     command = [*COMMAND, "run", "Once upon a time", "-m", str(smollm2), "--raw", "--ignore-eos", "--max-tokens", "4000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

@@ -669,7 +669,7 @@ class Screen:
         return self._shown.decode(errors="replace"), os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
 
 
-PROMPT, ENTERED = "\x1b[0;1m>", "\x1b[?2004l"  # as prompt_toolkit writes a prompt, and the end of what was typed
+PROMPT, ENTERED = "\x1b[0;32;1m>", "\x1b[?2004l"  # as prompt_toolkit writes a prompt, and the end of what was typed
 
 
 STOPPED = """

@@ -38,6 +38,7 @@ from powerinfer.cli.common import (
     with_model_defaults,
 )
 from powerinfer.cli.keys import unechoed
+from powerinfer.cli.main import error_line
 from powerinfer.cli.run import answer, how_ended, reading
 from powerinfer.cli.screen import styled
 from powerinfer.cli.thinking import VALUES, asked_thinking, cannot_think, read_think, thinking_flags, told_apart
@@ -276,7 +277,7 @@ class Conversation:
         except EngineError:
             raise
         except PowerInferError as error:
-            self._out.note(f"powerinfer: {error}")
+            self._out.note(error_line(str(error)))
         return True
 
     def _command(self, command: str, rest: str, interrupts: Interrupts) -> None:

@@ -117,6 +117,13 @@ def _explained(error: BaseException) -> tuple[str, int]:
     return f"internal error, {type(error).__name__}: {error} (--debug shows where; please report it)", 1
 
 
+def error_line(message: str) -> str:
+    """What is shown of an error."""
+    from powerinfer.cli.screen import styled
+
+    return f"{styled('powerinfer:', 'red', sys.stderr)} {message}"
+
+
 def _report(kind: str, message: str, status: int, json_mode: bool) -> None:
     """A line on stderr, and with --json a document on stdout."""
     from contextlib import suppress
@@ -124,7 +131,7 @@ def _report(kind: str, message: str, status: int, json_mode: bool) -> None:
     line = " ".join(message.split())
     with suppress(OSError, ValueError):  # stderr may be closed; the exit status still reports it
         if line:
-            print(f"powerinfer: {line}", file=sys.stderr)
+            print(error_line(line), file=sys.stderr)
     if json_mode:
         import json
 
@@ -192,9 +199,10 @@ def _terminate(number: int, frame: object) -> NoReturn:
 
 def entry() -> NoReturn:
     """The console script."""
+    # one that the shell closed is None, and the next file that is opened would get its number
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that lacks a character shows ?
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that lacks a character shows ?
     import signal
 
     signal.signal(signal.SIGTERM, _terminate)

@@ -49,7 +49,7 @@ class Terminal:
     ) -> None:
         self._kept = ""  # typed before it was asked for
         self._session: PromptSession[str] = PromptSession(
-            [("bold", "> ")] if has_styles(sys.stdout) else "> ",
+            [("bold ansigreen", "> ")] if has_styles(sys.stdout) else "> ",
             multiline=True,
             prompt_continuation="  ",
             key_bindings=_keys(unfinished),
