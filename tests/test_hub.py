@@ -263,7 +263,7 @@ def test_a_local_path_is_remembered_and_not_copied(tmp_path: Path, cache: Path) 
         ("no/such.gguf", "no file or folder"),
         ("/nowhere", "no file or folder"),
         ("owner/name", "powerinfer pull owner/name"),
-        ("smollm2-135m", "did you mean smollm2-135m-instruct"),
+        ("smollm2-135m-instrukt", "did you mean smollm2-135m-instruct"),
         ("smolm2", "did you mean smollm2?"),
         ("", "powerinfer pull --names"),
         ("mygone", "powerinfer list"),
@@ -568,6 +568,9 @@ def test_every_short_name_stands_for_a_repository_and_its_file() -> None:
     for name in set(catalogue()) & set(CATALOGUE):  # pinned, and known as the others are
         short, exact = catalogue()[name], CATALOGUE[name]
         assert exact.hub is not None and (short.repository, short.downloads[0].file) == (exact.hub.repository, exact.file)
+    for name in ("smollm2", "SmolLM2:135m", "smollm2-135m-instruct"):
+        assert hub.full_name(name) == "smollm2-135m-instruct"
+    assert hub.full_name("qwen3:0.6b") == "Qwen/Qwen3-0.6B-GGUF:Q8_0"
     for name, model in catalogue().items():
         assert hub._is_repository(hub.full_name(name)), name
         for one in model.downloads:

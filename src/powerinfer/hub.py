@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats import catalogue_names
-from powerinfer.formats.catalogue_names import SHORT_NAMES, machine_memory, near_name, offer, short_name, unsupported
+from powerinfer.formats.catalogue_names import (
+    SHORT_NAMES,
+    machine_memory,
+    name_form,
+    near_name,
+    offer,
+    short_name,
+    unsupported,
+)
 from powerinfer.pinned import ALIASES, CATALOGUE, DEFAULT_MODELS, PinnedModel, UnreachableError, fetch, pinned_model
 from powerinfer.progress import Progress, Say, silent
 
@@ -99,7 +107,7 @@ def resolve_model(
     stored = _find(name)
     if stored is not None:
         return _opened(stored)
-    pinned = pinned_model(name)
+    pinned = _pinned(name)
     if pinned is not None:
         return pull_pinned(pinned, say, progress).path
     if name.lower() in cloned_models():
@@ -123,7 +131,7 @@ def pull(name_or_path: str | Path | None, say: Say = silent, progress: Progress 
         return pull_default(say, progress)
     name = str(name_or_path)
     _check_name(name)
-    pinned = pinned_model(name)
+    pinned = _pinned(name)
     if pinned is not None:
         return pull_pinned(pinned, say, progress)
     local = _local_path(name) or cloned_models().get(name.lower())
@@ -193,9 +201,16 @@ def remove(name: str) -> StoredModel:
     return stored
 
 
+def _pinned(name: str) -> PinnedModel | None:
+    """The pinned model of a name in any spelling; None for names of others."""
+    forms = {name_form(one): one for one in (*ALIASES, *CATALOGUE)}
+    return pinned_model(forms.get(name_form(name), name))
+
+
 def full_name(name: str) -> str:
     """The name in the cache that a short name (qwen3-4b, qwen3-4b:Q8_0) stands for; other names as they are."""
-    return ALIASES.get(name.lower()) or catalogue_names.full_name(name)
+    pinned = _pinned(name)
+    return catalogue_names.full_name(name if pinned is None else pinned.name)
 
 
 def cloned_models() -> dict[str, Path]:
