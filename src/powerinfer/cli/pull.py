@@ -99,7 +99,7 @@ def _names(out: Output) -> int:
         "context of 8192 tokens"
     )
     speeds = "estimates by plan" if hardware is not None else "shown once `powerinfer measure` has run"
-    out.note(f"tokens/s: {speeds}")
+    out.note(f'tokens/s: {speeds}; of another PC: powerinfer plan --card "RTX 4060" --ram 32GiB')
     out.document({"names": rows})
     return 0
 
