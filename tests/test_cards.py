@@ -192,7 +192,7 @@ def test_the_largest_download_that_is_fast_is_offered() -> None:
         assert offered is not None
         found[card] = offered
     assert {card: one.full_name for card, one in found.items()} == {
-        "RTX 4060": name, "RTX 3090": name, "RTX 5090": f"{name}:Q6_K",
+        "RTX 4060": name, "RTX 3090": name, "RTX 5090": f"{name}:Q8_0",
     }  # fmt: skip
     assert [one.estimate.place for one in found.values()] == ["split", "gpu", "gpu"]
     assert found["RTX 5090"].estimate.tok_s >= LARGER

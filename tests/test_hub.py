@@ -567,7 +567,8 @@ def test_every_short_name_stands_for_a_repository_and_its_file() -> None:
     assert hub.full_name("owner/name:Q8_0") == "owner/name:Q8_0"
     for name in set(catalogue()) & set(CATALOGUE):  # pinned, and known as the others are
         short, exact = catalogue()[name], CATALOGUE[name]
-        assert exact.hub is not None and (short.repository, short.downloads[0].file) == (exact.hub.repository, exact.file)
+        assert exact.hub is not None
+        assert (short.repository, short.downloads[0].file) == (exact.hub.repository, exact.file)
     for name in ("smollm2", "SmolLM2:135m", "smollm2-135m-instruct"):
         assert hub.full_name(name) == "smollm2-135m-instruct"
     assert hub.full_name("qwen3:0.6b") == "Qwen/Qwen3-0.6B-GGUF:Q8_0"

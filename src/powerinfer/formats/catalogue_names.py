@@ -143,20 +143,26 @@ def _instead(name: str) -> str:
 
 
 def near_name(name: str, names: Collection[str]) -> str | None:
-    """The one of some names that another may mean: of the same sizes, and of a model that this machine can run."""
+    """The one of some names that another may mean: of the same sizes, where it says any, and of a model that this
+    machine can run."""
     from difflib import get_close_matches
 
     from powerinfer.formats.catalogue import catalogue
 
     if len(name) > _LONGEST:
         return None
-    wanted, form = set(_SIZE.findall(name.lower())), name_form(name)
+    wanted, form = _sizes(name), name_form(name)
     known = {name_form(one): one for one in names}
-    near = [one for one in known if one.startswith(form) and wanted <= set(_SIZE.findall(known[one].lower()))]
-    alike = [one for one in known if wanted == set(_SIZE.findall(known[one].lower()))]
+    near = [one for one in known if one.startswith(form) and wanted <= _sizes(known[one])]
+    near += get_close_matches(form, [one for one in known if wanted == _sizes(known[one])], n=3, cutoff=0.65)
+    near = near or ([] if wanted else get_close_matches(form, known, n=3, cutoff=0.85))  # qwen3-4c
     memory = machine_memory()
-    for one in (*near, *get_close_matches(form, alike, n=3, cutoff=0.65)):
+    for one in near:
         model = catalogue().get(known[one])
         if model is None or model.choose(memory) is not None:
             return known[one]
     return None
+
+
+def _sizes(name: str) -> set[str]:
+    return set(_SIZE.findall(name.lower()))
