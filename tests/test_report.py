@@ -30,8 +30,8 @@ from powerinfer.placement.plan_document import PlanDocument, read_plan_document
 from powerinfer.report import plots, writing
 from powerinfer.report.findings import findings, next_steps, of_plan, with_plan
 from powerinfer.report.page import Section, Table, mark_of, page
-from powerinfer.report.writing import report_key, write_report
-from powerinfer.sparsity.saved_trials import _Trial, keep_entry
+from powerinfer.report.writing import report_key, verdict_of, write_report
+from powerinfer.sparsity.saved_trials import MeasuredFfns, _Trial, keep_entry
 
 HOSTILE = "<script>alert(1)</script>\"'&</title>\u202egpj.\x1b[2J $\\frac{$ \ud800"
 """A name that would leave its place in markup, in a terminal, and in a plot; and is no text at the end."""
@@ -227,7 +227,10 @@ def test_a_report_of_everything(opened: Checkpoint, tmp_path: Path) -> None:
     profile = found.profile.value
     assert profile is not None
     active = f"{100 * profile.active_fraction():.0f} %"
-    assert f"A token needs {active} of the neurons on average" in reader.text
+    assert f"A token needs {active} of the neurons on average, dense decoding computes all" in reader.text
+    hot = f"{100 * profile.hot_share():.0f} %"
+    assert f"Hot: the {hot} of all neurons" in reader.text and f"{hot} of the neurons are hot" in reader.text
+    assert "2 layers, each with an FFN of 96 neurons, activation relu" in reader.text
     assert "machine's rates: 12.5 tokens a second." in reader.text and "8 neurons a layer are on disk." in reader.text
     assert "all of it in RAM --ram 3GiB more than the machine has" in reader.text
     assert "greedy 11 70 %" in reader.text and "hidden sizes 32" in reader.text
@@ -282,8 +285,34 @@ def test_the_time_of_ffns_as_measured(model: Path, tmp_path: Path, undrawn: None
     assert report_key(findings(checkpoint)) != before
     text = read(write_report(findings(checkpoint), tmp_path / "out").page).text
     assert "On A CPU with 3 threads, selector exact: the FFNs of all layers take 3 ms a token, and 5 ms" in text
-    assert "1 of 2 layers decode sparsely" in text and "1.67 x FFNs beside dense ones, measured" in text
+    assert "1 of 2 layers decode sparsely" in text
+    assert "1.67 x as fast as dense: the FFNs, measured; 1 of 2 layers sparse" in text
+    first = "Sparse decoding of the FFNs is 1.67 x as fast as dense on A CPU, measured at load: worth it."
+    assert f"activation relu {first} " in text, "the verdict follows the title"
     assert "3000 1000 exact" in text and "2000 5000 dense" in text
+
+
+def test_the_verdict_comes_first(model: Path, tmp_path: Path, undrawn: None) -> None:
+    """Measured, else estimated; for what never is zero the reason; nothing where nothing is known."""
+    slow = MeasuredFfns("exact", "A CPU", "2", ["exact", "dense"], [{"dense": 1e-3, "exact": 1e-3}] * 2)
+    checkpoint = open_checkpoint(model)
+    plain = findings(checkpoint)
+    assert verdict_of(plain) is None
+    estimated = {"gpu_layers": 0, "predicted": a_plan()["predicted"] | {"dense_tok_s": 10.0}}
+    planned = with_plan(plain, plan_from(**estimated), tmp_path, checkpoint)
+    assert verdict_of(planned) == "Sparse decoding is 1.25 x as fast as dense on pc-high, as estimated: worth it."
+    assert "1.00 x as fast as dense on A CPU, measured at load: not worth it." in str(
+        verdict_of(replace(planned, measured=slow))
+    )
+    on_gpu = with_plan(plain, plan_from(predicted=estimated["predicted"]), tmp_path, checkpoint)
+    assert "as estimated" in str(verdict_of(replace(on_gpu, measured=slow))), "the trial knows nothing of the GPU"
+    dense = with_plan(plain, plan_from(**estimated, selector="all"), tmp_path, checkpoint)
+    assert verdict_of(dense) is None
+    silent = findings(open_checkpoint(give_profile(tiny_llama(tmp_path / "silu.gguf", "silu"))))
+    told = "Nothing to gain: silu is never exactly zero; only --selector threshold skips neurons,"
+    told += " which changes answers."
+    assert verdict_of(silent) == told
+    assert f"activation silu {told} " in read(write_report(silent, tmp_path / "out").page).text
 
 
 def test_what_training_measured(opened: Checkpoint, tmp_path: Path, light: None) -> None:

@@ -167,7 +167,7 @@ def _compare(llm: LLM, args: argparse.Namespace, out: Output) -> int:
     for name, text in (neuron_rows(llm, found.sparsity) | {"selector": llm.choices["selector"]}).items():
         out.line(f"{name:<12}{text}")
     out.line(f"{'tokens':<12}the first {found.same_tokens[0]} of {found.same_tokens[1]} are the same")
-    out.line(verdict(found.ratio, "sparse decoding"))
+    out.line(verdict(found.ratio))
     if found.disturbed:
         out.note(f"other programs took {found.disturbed:.1f} cores meanwhile: on a quiet machine it may differ")
     own = {"sparsity": found.sparsity, "load_s": llm.load_s, "choices": llm.choices}

@@ -19,7 +19,6 @@ from powerinfer.progress import Progress, silent
 from powerinfer.sizes import A_SIZE, NoUnitError, read_size
 
 if TYPE_CHECKING:
-    from powerinfer.config import ModelConfig
     from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.runtime.engine import LLM
     from powerinfer.runtime.params import SamplingParams
@@ -541,14 +540,6 @@ def with_model_defaults(params: SamplingParams, llm: LLM, args: argparse.Namespa
     given = {field.name: getattr(params, field.name) for field in fields if hasattr(args, field.name)}
     filled = llm.sampling.with_given(given)
     return dataclasses.replace(params, **{name: filled[name] for name in llm.sampling.values if name in filled})
-
-
-def no_gain(config: ModelConfig) -> str:
-    """The line about a model none of whose neurons is ever exactly zero."""
-    return (
-        f"nothing to gain: {config.activations_never_zero} is never exactly zero; only --selector threshold skips "
-        "neurons, which changes answers"
-    )
 
 
 def sparsity_summary(llm: LLM) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ import argparse
 from dataclasses import asdict, replace
 from typing import Any
 
-from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, no_gain, open_model
+from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, open_model
 from powerinfer.config import THRESHOLDED, EngineConfig, ModelConfig
 from powerinfer.formats import bundle_file
 from powerinfer.formats.bundle_file import ROW_TYPES
@@ -50,6 +50,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.bundle_types import choose_types
     from powerinfer.prepare.packing import current, describe, pack
+    from powerinfer.sparsity.verdict import no_gain
 
     engine = config_from(args, EngineConfig)
     checkpoint = open_model(args.model, engine, out)

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, no_gain, open_model
+from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, open_model
 from powerinfer.config import EngineConfig, PlanConfig, ProfileConfig, TrainConfig
 from powerinfer.sizes import exact_size
 
@@ -81,6 +81,7 @@ def _flags(work: Work) -> str:
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.prepare.pipeline import check, steps
+    from powerinfer.sparsity.verdict import no_gain
 
     begin = time.perf_counter()
     work = opened(args, out)

@@ -16,6 +16,7 @@ from powerinfer.hardware.description import ready_made
 from powerinfer.placement.expert_slots import Comparison, kept
 from powerinfer.placement.plan_document import PlanDocument, read_plan_document
 from powerinfer.sparsity.saved_trials import MeasuredFfns, newest_trial
+from powerinfer.sparsity.verdict import no_gain
 
 if TYPE_CHECKING:
     from powerinfer.experts import ExpertProfile
@@ -51,7 +52,7 @@ class Findings:
 
     A model that is only described has a plan; no other file. measured: what the newest trial found; replayed:
     what policies over experts hit. open: the options
-    that open the model, for a command line.
+    that open the model, for a command line. no_gain: why skipping neurons cannot pay, None: it may.
     """
 
     model: str
@@ -64,6 +65,7 @@ class Findings:
     measured: MeasuredFfns | None = None
     replayed: Comparison | None = None
     open: str | None = None
+    no_gain: str | None = None
 
     def __iter__(self) -> Iterator[Found[Any]]:
         yield from (one for one in self._files if one is not _NONE)
@@ -102,8 +104,8 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
         experts = _found(EXPERTS, checkpoint, prepared, lambda: open_expert_profile(checkpoint, prepared))
     return Findings(
         (config.name or checkpoint.path.name)[:200],
-        f"{config.architecture}, {checkpoint.parameters / 1e6:,.0f} M parameters, {checkpoint.main_type}; "
-        f"{_layers(config.ffn_sizes)}, {config.activations}",
+        f"{config.architecture}, {checkpoint.parameters / 1e6:,.0f} million weights in {checkpoint.main_type}; "
+        f"{_ffns(config.ffn_sizes)}, activation {config.activations}",
         _newest_plan(checkpoint, prepared, profile.value),
         profile,
         _found(PREDICTOR, checkpoint, prepared, lambda: open_predictor(checkpoint, prepared), trained),
@@ -112,6 +114,7 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
         newest_trial(checkpoint, prepared),
         kept(checkpoint, prepared) if experts.value is not None else None,
         PreparedFile(Kind("bench", "", "bench"), checkpoint, prepared).command.removeprefix("powerinfer bench "),
+        no_gain(config) if neurons and not config.partly_rectified else None,
     )
 
 
@@ -127,13 +130,19 @@ def with_plan(found: Findings, plan: PlanDocument, path: Path, checkpoint: Check
 
 def of_plan(plan: PlanDocument, path: Path) -> Findings:
     """A plan alone, for a model that is not available."""
-    return Findings((plan.model or path.name)[:200], _layers(plan.sizes), Found("plan", plan, path))
+    return Findings((plan.model or path.name)[:200], _ffns(plan.sizes), Found("plan", plan, path))
 
 
 def _layers(sizes: Sequence[int]) -> str:
     """How many layers there are, of how many neurons each."""
     each = sorted({size for size in sizes if size})
     return f"{len(sizes)} layers" + (f" of {' or '.join(map(str, each))} neurons" if each else "")
+
+
+def _ffns(sizes: Sequence[int]) -> str:
+    """The same for those who have not read of neurons yet."""
+    each = " or ".join(f"{size:,}" for size in sorted({size for size in sizes if size}))
+    return f"{len(sizes)} layers" + f", each with an FFN of {each} neurons" * bool(each)
 
 
 def _found(

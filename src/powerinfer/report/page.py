@@ -47,8 +47,17 @@ def text(raw: str) -> str:
     return html.escape(shown.encode("utf-8", "replace").decode())
 
 
-def page(title: str, subtitle: str, tiles: Sequence[tuple[str, str]], sections: Sequence[Section], mark: str) -> str:
-    """The whole page. tiles: (figure, what it is) at the top; mark: metadata for `mark_of`."""
+def page(
+    title: str,
+    subtitle: str,
+    tiles: Sequence[tuple[str, str]],
+    sections: Sequence[Section],
+    mark: str,
+    verdict: str | None = None,
+) -> str:
+    """The whole page. tiles: (figure, what it is) at the top; mark: metadata for `mark_of`; verdict: the sentence that
+    stands first."""
+    first = f'<p class="verdict">{text(verdict)}</p>\n' if verdict else ""
     figures = "".join(f"<div><b>{text(value)}</b><span>{text(what)}</span></div>" for value, what in tiles)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -59,7 +68,8 @@ def page(title: str, subtitle: str, tiles: Sequence[tuple[str, str]], sections: 
         f'<meta name="{_MARK}" content="{text(mark)}">\n'
         f"<title>{text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n"
         f"<body>\n<header><h1>{text(title)}</h1><p>{text(subtitle)}</p></header>\n"
-        f'<main>\n<div class="tiles">{figures}</div>\n{"".join(map(_section, sections))}</main>\n</body>\n</html>\n'
+        f'<main>\n{first}<div class="tiles">{figures}</div>\n{"".join(map(_section, sections))}'
+        "</main>\n</body>\n</html>\n"
     )
 
 
@@ -114,6 +124,7 @@ header p,figcaption,.tiles span,summary{color:var(--soft)}header p{margin:.25rem
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(9.5rem,1fr));gap:.6rem;margin:1.2rem 0}
 .tiles div{background:var(--card);border-radius:.5rem;padding:.6rem .8rem}
 .tiles b{display:block;font-size:1.25rem}.tiles span{font-size:.85rem}
+.verdict{margin:1.2rem 0 0;font-size:1.15rem;font-weight:600}
 figure{margin:1rem 0 1.5rem}img{width:100%;height:auto;border:1px solid var(--line);border-radius:.5rem}
 figcaption{font-size:.9rem}
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}

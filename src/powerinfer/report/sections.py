@@ -67,13 +67,13 @@ def gib(nbytes: float) -> str:
 def activations(profile: Profile, drawn: Plots) -> tuple[Section, list[Tile], Rows]:
     """The section on a profile."""
     corpora = len(profile.corpora)
-    section = Section("Activations")
+    section, hot = Section("Activations"), profile.hot_share(mass=plots.MASS)
     section.paragraphs.append(
         f"Counted over {profile.tokens:,} tokens" + (f" of {corpora} texts" if corpora > 1 else "")
-        + f". A token needs {percent(profile.active_fraction())} of the neurons on average"
+        + f". A token needs {percent(profile.active_fraction())} of the neurons on average, dense decoding computes all"
         + (", those whose activation exceeds its layer's threshold" if profile.thresholds else "")
-        + f"; {percent(profile.hot_share(mass=plots.MASS))} of all neurons carry {percent(plots.MASS)} of "
-        "the activations."
+        + f". Hot: the {percent(hot)} of all neurons that fire most often carry {percent(plots.MASS)} of the "
+        f"activations. Cold: the other {percent(1 - hot)} carry {percent(1 - plots.MASS)}."
     )  # fmt: skip
     drawn.add(
         section,
@@ -86,7 +86,7 @@ def activations(profile: Profile, drawn: Plots) -> tuple[Section, list[Tile], Ro
     drawn.add(
         section,
         "heat",
-        "How often the neurons of each layer fire, the most frequent ones on the left.",
+        "How often the neurons of each layer fire: hot ones on the left, cold ones on the right.",
         lambda figure: plots.draw_heat_map(figure, profile),
     )
     if corpora > 1:
@@ -101,8 +101,8 @@ def activations(profile: Profile, drawn: Plots) -> tuple[Section, list[Tile], Ro
     if profile.thresholds is not None:
         rows["threshold"] = [f"{threshold:.3g}" for threshold in profile.thresholds]
     tiles = [
-        (percent(profile.active_fraction()), "of the neurons active for a token"),
-        (percent(profile.hot_share(mass=plots.MASS)), f"of the neurons carry {percent(plots.MASS)} of activations"),
+        (percent(profile.active_fraction()), "of the neurons active for a token; dense: 100 %"),
+        (percent(hot), f"of the neurons are hot: they carry {percent(plots.MASS)} of the activations"),
     ]
     return section, tiles, rows
 
@@ -298,9 +298,8 @@ def placement(plan: PlanDocument, drawn: Plots) -> tuple[Section, list[Tile], Ro
             for tier, name in plots.TIER_NAMES.items()
             if any(getattr(layer, tier) for layer in plan.layers)
         }
-    tiles = [(rate(plan.predicted.decode_tok_s), "tokens a second, estimated")]
-    if plan.predicted.dense_tok_s is not None and plan.selector != "all":
-        tiles.append((rate(plan.predicted.dense_tok_s), "tokens a second if dense, estimated"))
+    dense = "" if plan.predicted.dense_tok_s is None else f"; dense: {rate(plan.predicted.dense_tok_s)}"
+    tiles = [(rate(plan.predicted.decode_tok_s), f"tokens a second, estimated{dense * (plan.selector != 'all')}")]
     if on_gpu:
         columns["activations on GPU"] = [percent(layer.mass_on_gpu) for layer in plan.layers]
         tiles.append((percent(plan.mass_on_gpu), "of the activations on the GPU"))
@@ -324,7 +323,6 @@ def measured(trial: MeasuredFfns) -> tuple[Section, list[Tile], Rows]:
     dense = [one["dense"] for one in trial.seconds]
     chosen = [one.get(way, one["dense"]) for one, way in zip(trial.seconds, trial.ways, strict=True)]
     sparse = sum(way != "dense" for way in trial.ways)
-    gain = sum(dense) / max(sum(chosen), 1e-12)
     section.paragraphs.append(
         f"On {trial.cpu} with {trial.threads} thread{'s' * (trial.threads != '1')}, selector {trial.selector}: the FFNs"
         f" of all layers take {1e3 * sum(chosen):.3g} ms a token, and {1e3 * sum(dense):.3g} ms if dense; {sparse} of "
@@ -332,7 +330,14 @@ def measured(trial: MeasuredFfns) -> tuple[Section, list[Tile], Rows]:
     )
     ways = list(dict.fromkeys(way for one in trial.seconds for way in one))
     rows = {f"FFN {way}, µs": [f"{1e6 * one[way]:.0f}" if way in one else "–" for one in trial.seconds] for way in ways}
-    return section, [(f"{gain:.2f} x", "FFNs beside dense ones, measured")], rows | {"decodes": trial.ways}
+    tile = (f"{gain_of(trial):.2f} x", f"as fast as dense: the FFNs, measured; {sparse} of {len(dense)} layers sparse")
+    return section, [tile], rows | {"decodes": trial.ways}
+
+
+def gain_of(trial: MeasuredFfns) -> float:
+    """The speed of the FFNs of all layers, as they decode, by that of dense ones."""
+    chosen = [one.get(way, one["dense"]) for one, way in zip(trial.seconds, trial.ways, strict=True)]
+    return sum(one["dense"] for one in trial.seconds) / max(sum(chosen), 1e-12)
 
 
 def _plan_tables(plan: PlanDocument, on_gpu: bool) -> Iterator[Table]:

@@ -17,6 +17,7 @@ from powerinfer.report.findings import Findings, next_steps
 from powerinfer.report.page import Section, mark_of, page
 from powerinfer.report.plots import need_matplotlib
 from powerinfer.report.sections import Plots, Rows, Tile
+from powerinfer.sparsity.verdict import verdict
 
 PAGE = "index.html"
 IMAGES = ("cumulative", "heat", "experts", "slots", "sparsity", "recall", "bytes", "neurons", "time")
@@ -68,7 +69,7 @@ def report_folder(model: str | Path, prepared: str | None = None) -> Path:
 
 def report_key(found: Findings) -> str:
     """A key that changes with everything that a report shows."""
-    facts: list[object] = [__version__, found.model, found.about, found.measured, found.replayed]
+    facts: list[object] = [__version__, found.model, found.about, found.measured, found.replayed, found.no_gain]
     for one in found:
         status = os.stat(one.path) if one.path is not None else None
         facts.append((one.noun, one.stale, one.command, status and (status.st_size, status.st_mtime_ns)))
@@ -116,7 +117,20 @@ def compose(found: Findings, key: str, progress: Progress = silent) -> tuple[str
     if steps := next_steps(found):
         shown.append(Section("Next", steps=steps))
     mark = " ".join([key, *drawn.files])
-    return page(f"{found.model}: report", found.about, tiles, shown, mark), drawn.files
+    return page(f"{found.model}: report", found.about, tiles, shown, mark, verdict_of(found)), drawn.files
+
+
+def verdict_of(found: Findings) -> str | None:
+    """Whether sparse decoding is worth it for the model, as measured, else as estimated; None: neither is known."""
+    plan, measured = found.plan.value, found.measured
+    if found.no_gain is not None and (plan is None or plan.selector == "all"):
+        return f"{found.no_gain[:1].upper()}{found.no_gain[1:]}."
+    if measured is not None and (plan is None or not plan.gpu_layers):
+        how = f"on {measured.cpu}, measured at load"
+        return verdict(sections.gain_of(measured), "Sparse decoding of the FFNs", how)
+    if plan is None or plan.selector == "all" or not plan.predicted.dense_tok_s:
+        return None
+    return verdict(plan.predicted.decode_tok_s / plan.predicted.dense_tok_s, how=f"on {plan.hardware}, as estimated")
 
 
 def _lacking(found: Findings) -> Section:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from powerinfer.config import ModelConfig
 from powerinfer.sparsity.trial import GAIN
 
 
@@ -10,11 +11,17 @@ def worth_it(ratio: float) -> bool:
     return ratio > 1 / GAIN
 
 
-def verdict(ratio: float, what: str) -> str:
-    """The sentence. what: it is about, such as "sparse decoding"."""
+def verdict(ratio: float, what: str = "Sparse decoding", how: str = "here") -> str:
+    """The sentence. ratio: of sparse to dense speed; what: was compared; how: the ratio is known."""
+    said = f"{what} is {ratio:.2f} x as fast as dense {how}"
     if worth_it(ratio):
-        return f"{what} is {ratio:.2f} x as fast as dense here: worth it."
+        return f"{said}: worth it."
+    return f"{said}: not worth it. It is on larger models in which fewer neurons fire; `powerinfer demo` shows one."
+
+
+def no_gain(config: ModelConfig) -> str:
+    """The line about a model none of whose neurons is ever exactly zero."""
     return (
-        f"{what} is {ratio:.2f} x as fast as dense here: not worth it. It is worth it for larger models in which fewer "
-        "neurons fire: `powerinfer demo` shows one."
+        f"nothing to gain: {config.activations_never_zero} is never exactly zero; only --selector threshold skips "
+        "neurons, which changes answers"
     )
