@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -621,6 +622,30 @@ def test_the_command(
     assert about["path"] == str(tmp_path / "out" / "model.gguf") and about["corpora"] == ["text.txt"]
     assert len(about["zeros_by_layer"]) == 2 and about["tokens"] == 512 and about["resumed"] == 0
     assert (tmp_path / "out" / "loss.png").exists()
+
+
+def test_a_long_training_is_estimated_first(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is long says how long, and asks at a terminal; --yes does not ask, and what goes on is agreed to already."""
+    monkeypatch.setattr("powerinfer.sparsify.LONG", 0)
+    monkeypatch.setattr("powerinfer.sparsify.timing.peak", lambda *_: 1e9)
+    costs = stage_costs(open_checkpoint(dense).config, RECIPES["cats"], 512, 32)
+    hours = sum(stage.tokens * stage.flops for stage in costs) / (0.35 * 1e9) / 3600
+    flags = ["sparsify", "-m", str(dense), "--window", "32", "--batch", "128", "--tokens", "512", "-t", "1"]
+    assert main([*flags, "--out", str(tmp_path / "out")]) == 0
+    said = re.search(r"training on 512 tokens takes about ([0-9.]+) seconds on this machine", capsys.readouterr().err)
+    assert said and float(said[1]) == pytest.approx(3600 * hours, abs=0.1)
+    monkeypatch.setattr("powerinfer.cli.sparsify.ASKED", 0)
+    for stream in ("stdin", "stderr"):
+        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True, raising=False)
+    asked: list[str] = []
+    monkeypatch.setattr("powerinfer.cli.sparsify.agreed", lambda question: bool(asked.append(question)))
+    assert main([*flags, "--out", str(tmp_path / "other")]) == 2
+    assert "nothing was trained; --yes begins" in capsys.readouterr().err and not (tmp_path / "other").exists()
+    assert main([*flags, "--out", str(tmp_path / "other"), "--yes"]) == 0 and asked == ["begin?"]
+    (tmp_path / "other" / "finished.json").unlink()
+    assert main([*flags, "--out", str(tmp_path / "other")]) == 0 and asked == ["begin?"], "it goes on"
 
 
 def test_a_finished_training_is_not_done_again(

@@ -21,12 +21,15 @@ which it has the memory, or null), here (--measure: device, flops_s, peak_flops_
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
-from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, open_model
+from powerinfer.cli.common import Output, agreed, config_flags, config_from, model_argument, model_flag, open_model
 from powerinfer.config import EngineConfig, SparsifyConfig
 from powerinfer.errors import RequestError
 
+ASKED = 0.5
+"""Hours from which on a training is begun only after a question, at a terminal."""
 MISSED = 0.02
 """How far the share of zeros may stay behind its target without a word."""
 
@@ -45,6 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--start", metavar="MODEL", help="a model that this recipe made out of the same original: train it further"
     )
+    parser.add_argument("-y", "--yes", action="store_true", help="do not ask before a training of hours")
     config_flags(parser, SparsifyConfig, "training")
     config_flags(parser, EngineConfig, "engine", only=("threads",))
     paper = parser.add_argument_group("estimate")
@@ -73,7 +77,12 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     start = open_model(args.start, engine, out) if args.start else None
     folder = Path(args.out).expanduser()
     with Bar() as bar:
-        made = sparsify(checkpoint, args.corpus, config, folder, bar, engine.threads, out.note, start)
+
+        def agree(hours: float) -> None:
+            bar.close()
+            _agree(hours, config, args.yes, out)
+
+        made = sparsify(checkpoint, args.corpus, config, folder, bar, engine.threads, out.note, start, agree)
     about = made.document
     out.line(f"perplexity {about['perplexity_before']:.3f} -> {about['perplexity']:.3f} ({about['ratio']:.3f} times)")
     out.line(f"{about['zeros']:.1%} of the neurons are zero for a token (target {config.zeros:.1%})")
@@ -82,6 +91,18 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     out.line(f"{made.path}: {about['tokens']:,} tokens in {about['seconds']:.0f} s")
     out.document(about)
     return 0
+
+
+def _agree(hours: float, config: SparsifyConfig, yes: bool, out: Output) -> None:
+    """Say how long a training takes; at a terminal ask if that is long. RequestError for a no."""
+    out.note(
+        f"training on {config.tokens:,} tokens takes about {_time(hours)} on this machine; Ctrl-C stops it, and the "
+        "same command goes on; fewer --tokens take less (--estimate tells more)"
+    )
+    if hours < ASKED or yes or not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
+        return
+    if not agreed("begin?"):
+        raise RequestError("nothing was trained; --yes begins without a question")
 
 
 def _estimate(args: argparse.Namespace, engine: EngineConfig, config: SparsifyConfig, out: Output) -> int:

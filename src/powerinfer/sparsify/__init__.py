@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +20,15 @@ from powerinfer.prepare.corpus import SAMPLE_SOURCE, open_corpora
 from powerinfer.prepare.training import torch_threads
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsify.card import card, document
-from powerinfer.sparsify.estimate import Rates, memory
+from powerinfer.sparsify.estimate import Rates, memory, stage_costs
 from powerinfer.sparsify.finished import RECORD, STATE, asked_for, read_finished, write_finished
 from powerinfer.sparsify.own_text import FILE, PART, write_own_text
 from powerinfer.sparsify.recipes import check, code_bytes, moved_biases, stored_types, trained_names, why_whole
 from powerinfer.sparsify.step_log import LOG_FILE, draw_log
 from powerinfer.sparsify.writing import check_writable, fitting, write_model
+
+LONG = 2e13
+"""Operations of a training that takes minutes on a CPU, about: how long is measured and said before."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,13 @@ def sparsify(
     threads: int = 0,
     say: Say = silent,
     start: Checkpoint | None = None,
+    agree: Callable[[float], object] = silent,
 ) -> Made:
     """Make a sparse model out of a dense one in the folder `out`. corpora: paths of texts, none: the built-in sample.
 
     threads: of the CPU, 0 for all; say: receives notes for the user; start: a sparse model made out of the dense one,
-    which is trained further. RequestError for options and texts that do not suit the model or the machine,
+    which is trained further; agree: called with the hours that it takes, about, before a long training begins, and may
+    raise. RequestError for options and texts that do not suit the model or the machine,
     PowerInferError without torch or if the loss becomes no number, that or OSError if a file cannot be written. An
     interrupted run goes on, and of one that was finished what came out of it is given again.
     """
@@ -95,6 +100,11 @@ def sparsify(
             raise RequestError(
                 f"training needs about {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free: {helps}"
             )
+        costs = stage_costs(checkpoint.config, recipe, config.tokens, config.window)
+        if STATE not in found and sum(stage.tokens * stage.flops for stage in costs) > LONG:
+            from powerinfer.sparsify.timing import hours
+
+            agree(hours(checkpoint.config, config))
         if config.own_text:
             own = write_own_text(checkpoint, texts, config.own_text, config.seed, out, progress, threads, say)
             texts, own_tokens = [*texts, own], own.tokens

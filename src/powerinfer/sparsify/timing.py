@@ -21,7 +21,7 @@ from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.layout import shapes
 from powerinfer.prepare.corpus import Corpus, Piece
 from powerinfer.progress import Progress, silent
-from powerinfer.sparsify.estimate import Rates, memory, stage_costs
+from powerinfer.sparsify.estimate import SHARE, Rates, memory, stage_costs
 from powerinfer.sparsify.recipes import Stage, check
 from powerinfer.sparsify.torch_model import TorchModel
 from powerinfer.sparsify.training import Figures, Sparsifier, fast_type, find_device, free_bytes
@@ -65,7 +65,7 @@ def measure(config: ModelConfig, options: SparsifyConfig, progress: Progress = s
     costs = [stage.flops * step for stage in stage_costs(cut, recipe, options.tokens, options.window)]
     took = [statistics.median(np.diff(ends[STEPS * at : STEPS * (at + 1)]).tolist()) for at in range(count)]
     rates = tuple(cost / seconds for cost, seconds in zip(costs, took, strict=True))
-    return Rates(work.device.type, rates, _peak(work.device, work.teacher.compute))
+    return Rates(work.device.type, rates, peak(work.device, work.teacher.compute))
 
 
 class _Timed(Sparsifier):
@@ -134,7 +134,15 @@ class _RandomModel:
         pass
 
 
-def _peak(device: torch.device, dtype: torch.dtype) -> float:
+def hours(config: ModelConfig, options: SparsifyConfig) -> float:
+    """About how long a training takes here: SHARE of the rate of large products, which is measured in a second."""
+    device = find_device(options.device)
+    costs = stage_costs(config, check(options, config), options.tokens, options.window)
+    total = sum(stage.tokens * stage.flops for stage in costs)
+    return total / (SHARE * peak(device, fast_type(device))) / 3600
+
+
+def peak(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of the product of two large matrices, the fastest within a second: AMX takes half of one to get there."""
     a = torch.randn(PEAK, PEAK, device=device).to(dtype)
     best, began = math.inf, time.perf_counter()
