@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.cli.common import Output, config_flags, config_from, load_llm, printable, wrapped
+from powerinfer.cli.screen import styled
 from powerinfer.config import EngineConfig
 from powerinfer.errors import PowerInferError
 from powerinfer.runtime.params import SamplingParams
@@ -292,8 +293,7 @@ class Display:
         blocks = BLOCKS if "utf" in (getattr(to, "encoding", None) or "").lower() else PLAIN
         heights = [8] * COLUMNS if shares is None else [min(8, -int(-8 * share // 1)) for share in shares.tolist()]
         bar = "".join(blocks[height] for height in heights)
-        coloured = to.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        return f"\033[{36 if shares is None else 33}m{bar}\033[0m" if coloured else bar
+        return styled(bar, "dim" if shares is None else "yellow", to)
 
     def __enter__(self) -> Display:
         return self
