@@ -25,7 +25,9 @@ function colour(share) {
 }
 
 export class Live {
-  constructor() {
+  // gone: called when the model does not answer; then nothing is asked until `of` names one again.
+  constructor(gone) {
+    this.gone = gone;
     this.model = undefined; // whose layers are shown; null: none is loaded
     this.frame = null;
     this.kept = new Map(); // by layer: its last counted figures, shown while nothing is decoded
@@ -70,8 +72,12 @@ export class Live {
       if (frame.tokens > 1 && frame.busy) this.rate = frame.tokens / (frame.seconds * frame.busy);
       this.fold();
       this.show();
-    } catch { /* the chat tells what is wrong; try again */ }
-    if (turn !== this.turn) return;
+    } catch {
+      if (turn !== this.turn) return;
+      this.model = undefined;
+      this.gone();
+      return;
+    }
     clearTimeout(this.timer);
     if (this.wanted) this.timer = setTimeout(() => this.poll(turn), EVERY);
   }

@@ -82,7 +82,7 @@ function save() {
 }
 
 function open(id) {
-  const found = id ? chats.read(id) : Chats.fresh();
+  const found = id ? chats.read(id) : Object.assign(Chats.fresh(), { system: $("system").value });
   if (!found) return;
   stop();
   chat = found;
@@ -407,7 +407,7 @@ function describe() {
     $("note").replaceChildren(`${one.id} is a small model (${size} million weights): it is often wrong. `, make("code", { textContent: "powerinfer pull --names" }), " lists larger ones.");
   }
   if (!chat.messages.length) show();
-  live.of(facts ? one.id : null);
+  live.of(facts ? chosen : null);
 }
 
 function showModels() {
@@ -448,6 +448,7 @@ async function look() {
       describe();
     }
     showLoading();
+    if (data.length) live.of(loaded() ? chosen : null);
     if (data.length === 1 && data[0].status === "failed") status(`The model cannot answer: ${data[0].reason}`);
     if (!data.length) wait = 2000;
     else if (data.some((one) => one.status === "loading") || (running && !loaded())) wait = 400;
@@ -473,7 +474,7 @@ function hurry() {
 
 // ---- Beginning
 
-const live = new Live();
+const live = new Live(() => { clearTimeout(looking); looking = setTimeout(look, 500); });
 $("ask").addEventListener("submit", send);
 $("stop").addEventListener("click", stop);
 $("clear").addEventListener("click", () => { open(null); $("text").focus(); });
@@ -520,6 +521,10 @@ $("keep").addEventListener("change", () => {
   chats.move($("keep").checked ? storage : memory);
   showChats();
 });
+for (const name of NUMBERS) {
+  $(name).value = sessionStorage.getItem(`powerinfer.${name}`) ?? "";
+  $(name).addEventListener("change", () => sessionStorage.setItem(`powerinfer.${name}`, $(name).value));
+}
 const before = sessionStorage.getItem(CURRENT);
 show();
 showChats();
