@@ -340,7 +340,8 @@ async function answer(message) {
 function failure(error) {
   if (error.status === 401) $("key-form").hidden = false;
   if (error instanceof Lost) return "The connection to the server was lost. What has come is kept: try again once it answers.";
-  return error instanceof Refused ? `The server says: ${error.message}` : String(error.message);
+  if (!(error instanceof Refused)) return String(error.message);
+  return `The server says: ${error.message}.${error.code === "context_length_exceeded" ? " A new chat has room again." : ""}`;
 }
 
 function waitingFor() {
@@ -359,6 +360,7 @@ function submit(text) {
     status(`The model cannot answer: ${row().reason}`);
     return false;
   }
+  status("");
   chat.messages.push({ role: "user", content: text });
   answer({ role: "assistant", content: "" });
   return true;
@@ -429,7 +431,7 @@ function showLoading() {
   else $("loading-bar").value = share;
 }
 
-let looking = 0, tries = 0;
+let looking = 0, tries = 0, troubled = false; // the status tells why `look` got no answer
 
 // Asks how the models are: often while one is being loaded, and again when the server has not answered.
 async function look() {
@@ -439,8 +441,9 @@ async function look() {
     const { data } = await (await ask("v1/engine/models")).json(), before = JSON.stringify(models), known = chosen;
     models = data;
     $("key-form").hidden = true;
-    if (tries || !data.length) status(data.length ? "" : "This server has no model yet.");
+    if (troubled || !data.length) status(data.length ? "" : "This server has no model yet.");
     tries = 0;
+    troubled = !data.length;
     // the first choice is a model that is loaded: another one takes a while to answer
     if (!row() && data.length) chosen = (data.find(({ id }) => id === chat.model) ?? data.find((one) => one.loaded) ?? data[0]).id;
     if (data.length && (before !== JSON.stringify(models) || known !== chosen)) {
@@ -454,8 +457,10 @@ async function look() {
     else if (data.some((one) => one.status === "loading") || (running && !loaded())) wait = 400;
   } catch (error) {
     wait = error.status === 401 ? 0 : Math.min(10000, 1000 * 2 ** tries++);
+    troubled = true;
     status(error instanceof Refused ? error.message : "The server does not answer; trying again.");
     if (error.status === 401) {
+      status($("key-form").hidden ? "" : "This key is not valid.");
       $("key-form").hidden = false;
       $("key").focus();
     }
