@@ -34,7 +34,7 @@ from powerinfer.hub import _folder_of, default_name, find_stored, full_name
 RUN = ["README.md", "docs/quickstart.md", "models/smollm2-sparse/README.md"]
 """Pages of which every block is run; of all pages the commands are checked."""
 
-FIRST = [f"docs/{name}.md" for name in ("coming-from", "faq", "reference", "structured-output", "serving", "bundles")]
+FIRST = [f"docs/{name}.md" for name in ("models", "coming-from", "faq", "reference", "structured-output", "serving")]
 """Pages of which the first block is run, outside of the clone."""
 
 EVERY = [page for folder in (".", "docs", "models/*") for page in sorted(ROOT.glob(f"{folder}/*.md"))]
@@ -46,12 +46,12 @@ NOT_RUN = {
     r"pip install\b": "network; the test installs the wheel itself, with what `.[serve]` needs beside it",
     r"make\b": "an environment of its own, and these tests",
     r"powerinfer pull (?!--names)": "network",
-    r"powerinfer (run|chat|serve|plan) .*-m (qwen|owner/)": "a download of gigabytes",
+    r"powerinfer (run|chat|serve) .*-m (qwen|owner/)": "a download of gigabytes",
     r"powerinfer demo\b": "half a minute of both cores: tests/test_demo.py",
     r"powerinfer prepare\b": "minutes: tests/test_prepare.py",
     r"powerinfer (train|sparsify)\b": "needs torch, and minutes: tests/test_train.py and tests/test_sparsify.py",
     r"powerinfer measure\b": "measures the machine for a minute: tests/test_measure.py",
-    r"powerinfer plan -m": "measures the machine first: tests/test_plan.py",
+    r"powerinfer plan -m (?!.*--card)": "measures the machine first: tests/test_plan.py",
     r"powerinfer run .*--vram": "a GPU that this machine may lack; or measures the machine first: tests/test_hybrid.py",
     r"powerinfer run .*big\.gguf": "a model larger than RAM: tests/test_disk.py",
     r"powerinfer eval tasks\b": "a file of a benchmark: tests/test_tasks.py",
