@@ -38,7 +38,7 @@ def on_files(files: Files, *, config: Any) -> Files:
     """In place of the folder docs_dir: the theme's files and all pages."""
     from properdocs.structure.files import File, Files
 
-    kept = [file for file in files if file.generated_by or not file.src_uri.endswith((".md", ".png", ".svg", ".py"))]
+    kept = [file for file in files if not Path(file.abs_src_path or ROOT).is_relative_to(config.docs_dir)]
     found = [File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)) for path in paths()]
     return Files([*kept, *found])
 
