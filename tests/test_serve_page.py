@@ -265,7 +265,7 @@ def test_the_overview_says_why_a_model_failed_and_which_is_small(tmp_path: Path)
             http.post("/models/load", json={"model": name})
         bad, tiny = http.get(OVERVIEW).raise_for_status().json()["data"]
     assert (bad["status"], bad["reason"], bad["loaded"]) == ("failed", "the file is torn", None)
-    assert tiny["loaded"]["small"] is True and 0 < tiny["loaded"]["parameters"] < 1e6
+    assert 0 < tiny["loaded"]["parameters"] < 1e6 and "small model (1 million weights)" in tiny["loaded"]["note"]
     assert tiny["loaded"]["chats"] is True and tiny["loaded"]["context"] > 0
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from powerinfer.hub import pinned_at
 from powerinfer.serve.served import ServedModel
 
 if TYPE_CHECKING:
+    from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.runtime.engine import LLM
 
 OVERVIEW = "/v1/engine/models"
-SMALL = 1_000_000_000  # weights, below which an instruct model is often wrong about facts
+SMALL = 1_000_000_000  # weights, below which a model is often wrong about facts
 
 
 def overview_row(model: ServedModel) -> dict[str, Any]:
@@ -27,8 +29,8 @@ def overview_row(model: ServedModel) -> dict[str, Any]:
 
 
 def _loaded(llm: LLM) -> dict[str, Any]:
-    """The facts of a loaded model. chats: whether it has a chat template; small: whether its answers are often wrong;
-    sampling: its defaults."""
+    """The facts of a loaded model. chats: whether it has a chat template; note: for those who may take a small model
+    for a good one; sampling: its defaults."""
     parameters = None if llm.checkpoint is None else llm.checkpoint.parameters
     params = llm.default_params(max_tokens=None)
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -36,6 +38,16 @@ def _loaded(llm: LLM) -> dict[str, Any]:
         "context": llm.context,
         "chats": llm.template is not None,
         "parameters": parameters,
-        "small": parameters is not None and parameters < SMALL,
+        "note": _note(llm.checkpoint),
         "sampling": {name: getattr(params, name) for name in names},
     }
+
+
+def _note(checkpoint: Checkpoint | None) -> str | None:
+    """A line about a small model, in Markdown: what is known about this one, else by its size."""
+    if checkpoint is None or checkpoint.parameters >= SMALL:
+        return None
+    if (pinned := pinned_at(checkpoint.path)) is not None and pinned.note:
+        return pinned.note
+    size = f"{max(1, round(checkpoint.parameters / 1e6))} million weights"
+    return f"This is a small model ({size}), and often wrong; `powerinfer pull --names` lists larger ones"

@@ -403,11 +403,8 @@ function describe() {
   const one = row(), facts = loaded();
   for (const name of DEFAULTS) $(name).placeholder = facts ? `${+facts.sampling[name].toFixed(3)}` : "default";
   $("max_tokens").placeholder = facts ? `up to ${facts.context}` : "no limit";
-  $("note").hidden = !facts?.small;
-  if (facts?.small) {
-    const size = Math.max(1, Math.round(facts.parameters / 1e6));
-    $("note").replaceChildren(`${one.id} is a small model (${size} million weights): it is often wrong. `, make("code", { textContent: "powerinfer pull --names" }), " lists larger ones.");
-  }
+  $("note").hidden = !facts?.note;
+  note.set(facts?.note ?? "");
   if (!chat.messages.length) show();
   live.of(facts ? chosen : null);
 }
@@ -479,6 +476,7 @@ function hurry() {
 
 // ---- Beginning
 
+const note = new Rendered($("note"), copier);
 const live = new Live(() => { clearTimeout(looking); looking = setTimeout(look, 500); });
 $("ask").addEventListener("submit", send);
 $("stop").addEventListener("click", stop);
