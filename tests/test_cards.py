@@ -186,7 +186,7 @@ def test_the_largest_download_that_is_fast_is_offered() -> None:
     name = "qwen3-coder-30b-a3b"
     model, found = catalogue()[name], {}
     shape = shape_of(name, model)
-    assert shape is not None and [one.quantisation for one in model.downloads] == ["Q4_K_M", "Q6_K", "Q8_0"]
+    assert shape is not None and [one.quantisation for one in model.downloads][:2] == ["Q4_K_M", "Q6_K"]
     for card in ("RTX 4060", "RTX 3090", "RTX 5090"):
         offered = offer(name, model, shape, described_machine(card, 64 * GIB))
         assert offered is not None

@@ -55,6 +55,9 @@ PUBLISHED = {  # as their authors count them, in 1e9 (GLM-4.5-Air: 106, rounded 
     "gemma-3-270m": 0.27, "gemma-3-1b": 1.0, "gemma-3-4b": 3.9, "gemma-3-12b": 11.8, "gemma-3-27b": 27.0,
     "phi-4": 14.7, "phi-4-mini": 3.8, "mistral-small-24b": 23.6, "granite-3.3-8b": 8.17, "olmo-2-1b": 1.48,
     "olmo-2-7b": 7.3, "glm-4.7-flash": 30, "minimax-m2": 229,
+    "afm-4.5b": 4.6, "ernie-4.5-21b-a3b": 21.8, "glm-4-32b": 32.6, "glm-4-9b": 9.4, "granite-3.1-1b-a400m": 1.3,
+    "granite-3.3-2b": 2.5, "granite-4.0-micro": 3.4, "nemotron-mini-4b": 4.2, "phi-3.5-mini": 3.8, "qwen3.5-2b": 1.9,
+    "qwen3.5-4b": 4.2, "qwen3.5-9b": 9, "seed-oss-36b": 36.2, "smollm3-3b": 3.1,
 }  # fmt: skip
 
 
@@ -216,7 +219,8 @@ def sized() -> list[tuple[str, str, float, float]]:
         (shape, one.quantisation, one.gigabytes, 0.045 if model.repository.startswith("unsloth/") else 0.025)
         for shape, model in every
         for one in model.downloads
-        if shape is not None and shape != "bamboo-7b" and one.quantisation and not one.quantisation.startswith("UD-")
+        if shape is not None and one.quantisation and one.quantisation != "Q4_0" and not one.estimated
+        if not one.quantisation.startswith("UD-")
     ]
 
 

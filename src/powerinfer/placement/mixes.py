@@ -28,6 +28,8 @@ _SMALLER_BLOCKS = {
     **{"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"},
 }
 _OF_VALUES = ("v", "delta_q", "delta_k", "delta_v")  # llama.cpp has DeltaNet's three in one matrix
+_IN_ONE = ("phi3",)  # whose files have q, k and v in one matrix
+_OF_ONE = {"q3_k_m": "Q4_K", "q3_k_l": "Q4_K", "q4_k_m": "Q5_K", "q5_k_m": "Q6_K"}
 _EIGHT = 8  # Mixtral's experts
 _LARGE = 80  # layers of the models of 70B
 
@@ -76,6 +78,8 @@ def _mixed(config: ModelConfig, dtype: str, base: str, tensor: str) -> str:
         return base
     number, _, name = rest.partition(".")
     layer, layers = int(number), config.n_layers
+    if name in ("q", "k", "v") and config.architecture in _IN_ONE:
+        return _OF_ONE.get(dtype, base)
     eight = _n_experts(config) == _EIGHT
     if name in _OF_VALUES:
         more = _of_values(config.layers[layer].attention, dtype, base, layer, layers)
