@@ -17,6 +17,7 @@ from powerinfer.formats.catalogue import catalogue
 from powerinfer.hardware import cards
 from powerinfer.hardware.cards import described_machine, find_card, memory_rate, typical_card
 from powerinfer.hardware.description import Hardware, load
+from powerinfer.placement import estimates
 from powerinfer.placement.estimates import (
     LARGER,
     Estimate,
@@ -188,12 +189,12 @@ def test_the_largest_download_that_is_fast_is_offered() -> None:
     shape = shape_of(name, model)
     assert shape is not None and [one.quantisation for one in model.downloads][:2] == ["Q4_K_M", "Q6_K"]
     for card in ("RTX 4060", "RTX 3090", "RTX 5090"):
-        offered = offer(name, model, shape, described_machine(card, 64 * GIB))
+        machine = described_machine(card, 64 * GIB)
+        offered = offer(name, model, lambda dtype, machine=machine: estimate(shape, dtype, machine))
         assert offered is not None
         found[card] = offered
-    assert {card: one.full_name for card, one in found.items()} == {
-        "RTX 4060": name, "RTX 3090": name, "RTX 5090": f"{name}:Q8_0",
-    }  # fmt: skip
+    assert found["RTX 4060"].full_name == found["RTX 3090"].full_name == name
+    assert found["RTX 5090"].full_name == f"{name}:{model.downloads[-1].quantisation}"
     assert [one.estimate.place for one in found.values()] == ["split", "gpu", "gpu"]
     assert found["RTX 5090"].estimate.tok_s >= LARGER
 
@@ -211,13 +212,23 @@ def test_shapes_of_the_catalogue() -> None:
 # ---------------------------------------------------------------- the command
 
 
+FEW = ("qwen3-8b", "qwen3-14b", "qwen3-32b", "gpt-oss-20b", "gpt-oss-120b", "qwen3.6-35b-a3b")
+
+
+@pytest.fixture
+def few_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A catalogue of a few."""
+    whole = catalogue()
+    monkeypatch.setattr(estimates, "catalogue", lambda: {name: whole[name] for name in FEW})
+
+
 def plan(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[dict[str, Any], str]:
     assert main(["plan", *args, "--json"]) == 0
     said = capsys.readouterr()
     return dict(json.loads(said.out)), said.err
 
 
-def test_the_catalogue_for_a_card(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_catalogue_for_a_card(capsys: pytest.CaptureFixture[str], few_models: None) -> None:
     document, text = plan(capsys, "--card", "rtx 4060", "--ram", "32GiB")
     assert document["hardware"]["name"] == PC.name and document["context"] == 4096
     first = document["models"][0]
@@ -289,7 +300,9 @@ def test_the_names(capsys: pytest.CaptureFixture[str]) -> None:
         (["--shape", "qwen3-8b", "--dtype", "q4km", "--card", "4060"], "no type of weights"),
     ],
 )
-def test_what_the_command_refuses(args: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_command_refuses(
+    args: list[str], why: str, capsys: pytest.CaptureFixture[str], few_models: None
+) -> None:
     assert main(["plan", *args]) == 2
     *before, line = capsys.readouterr().err.strip().splitlines()
     assert why in line and all(one.startswith("estimate: ") for one in before)
@@ -298,7 +311,8 @@ def test_what_the_command_refuses(args: list[str], why: str, capsys: pytest.Capt
 def test_the_list_measures_nothing_and_needs_no_torch() -> None:
     code = (
         "import sys; from powerinfer.cli.main import main; from powerinfer.hardware import measure; "
-        "measure.measured = None; "
+        "measure.measured = None; from powerinfer.placement import estimates; whole = estimates.catalogue(); "
+        "estimates.catalogue = lambda: {'qwen3-8b': whole['qwen3-8b']}; "
         "main(['plan', '--card', '4060']); "
         "sys.exit(any(name in sys.modules for name in ('torch', 'matplotlib', 'tokenizers')))"
     )

@@ -8,8 +8,9 @@ equally often. That is what a first run of a model is like.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from powerinfer.errors import PowerInferError
@@ -295,22 +296,27 @@ def _placed(request: PlanRequest) -> dict[str, float]:
 def offers(hardware: Hardware, context: int = CONTEXT, progress: Progress = silent) -> list[Offer]:
     """The catalogue's models that the machine can run, of known shapes: those that run well first, large ones before
     small ones, then the others, fast ones first."""
+
+    @cache
+    def known(shape: str, quantisation: str | None) -> Estimate | None:
+        return estimate(shape, quantisation, hardware, context)
+
     found = []
     for at, (name, model) in enumerate(catalogue().items()):
         progress("estimate", at, len(catalogue()))
         shape = shape_of(name, model)
-        made = None if shape is None else offer(name, model, shape, hardware, context)
+        made = None if shape is None else offer(name, model, partial(known, shape))
         if made is not None:
             found.append(made)
     return sorted(reversed(found), key=_order)  # of models that are alike the catalogue has the newest last
 
 
-def offer(name: str, model: CatalogueModel, shape: str, hardware: Hardware, context: int = CONTEXT) -> Offer | None:
+def offer(name: str, model: CatalogueModel, estimated: Callable[[str | None], Estimate | None]) -> Offer | None:
     """A model in the largest of its downloads that is fast and all on the GPU, else in the usual one; None where that
-    does not fit."""
+    does not fit. estimated: gives the estimate of a quantisation."""
     best: Offer | None = None
     for download in model.downloads:
-        found = estimate(shape, download.quantisation, hardware, context)
+        found = estimated(download.quantisation)
         if found is not None and (best is None or (found.place == "gpu" and found.tok_s >= LARGER)):
             best = Offer(name, model, download, found)
     return best

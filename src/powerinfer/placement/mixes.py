@@ -80,7 +80,7 @@ def _mixed(config: ModelConfig, dtype: str, base: str, tensor: str) -> str:
     layer, layers = int(number), config.n_layers
     if name in ("q", "k", "v") and config.architecture in _IN_ONE:
         return _OF_ONE.get(dtype, base)
-    eight = _n_experts(config) == _EIGHT
+    eight = name in ("k", "o", *_OF_VALUES) and _n_experts(config) == _EIGHT
     if name in _OF_VALUES:
         more = _of_values(config.layers[layer].attention, dtype, base, layer, layers)
         more = "Q5_K" if layers == _LARGE and not config.experts and more in ("Q3_K", "Q4_K") else more
