@@ -295,15 +295,20 @@ def test_the_time_of_ffns_as_measured(model: Path, tmp_path: Path, undrawn: None
 def test_the_verdict_comes_first(model: Path, tmp_path: Path, undrawn: None) -> None:
     """Measured, else estimated; for what never is zero the reason; nothing where nothing is known."""
     slow = MeasuredFfns("exact", "A CPU", "2", ["exact", "dense"], [{"dense": 1e-3, "exact": 1e-3}] * 2)
+    (tmp_path / "plan.json").write_text("{}")
     checkpoint = open_checkpoint(model)
     plain = findings(checkpoint)
     assert verdict_of(plain) is None
     estimated = {"gpu_layers": 0, "predicted": a_plan()["predicted"] | {"dense_tok_s": 10.0}}
-    planned = with_plan(plain, plan_from(**estimated), tmp_path, checkpoint)
+    planned = with_plan(plain, plan_from(**estimated), tmp_path / "plan.json", checkpoint)
     assert verdict_of(planned) == "Sparse decoding is 1.25 x as fast as dense on pc-high, as estimated: worth it."
     assert "1.00 x as fast as dense on A CPU, measured at load: not worth it." in str(
         verdict_of(replace(planned, measured=slow))
     )
+    disturbed = replace(planned, measured=replace(slow, disturbed=1.2))
+    assert "as estimated" in str(verdict_of(disturbed)), "of times that others disturbed nothing follows"
+    text = read(write_report(disturbed, tmp_path / "disturbed").page).text
+    assert "Other programs took 1.2 cores meanwhile" in text and "x as fast as dense: the FFNs" not in text
     on_gpu = with_plan(plain, plan_from(predicted=estimated["predicted"]), tmp_path, checkpoint)
     assert "as estimated" in str(verdict_of(replace(on_gpu, measured=slow))), "the trial knows nothing of the GPU"
     dense = with_plan(plain, plan_from(**estimated, selector="all"), tmp_path, checkpoint)

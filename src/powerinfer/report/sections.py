@@ -326,12 +326,18 @@ def measured(trial: MeasuredFfns) -> tuple[Section, list[Tile], Rows]:
     section.paragraphs.append(
         f"On {trial.cpu} with {trial.threads} thread{'s' * (trial.threads != '1')}, selector {trial.selector}: the FFNs"
         f" of all layers take {1e3 * sum(chosen):.3g} ms a token, and {1e3 * sum(dense):.3g} ms if dense; {sparse} of "
-        f"{len(dense)} layers decode sparsely. FFNs are a part of a token's time: powerinfer bench measures the whole."
+        f"{len(dense)} layers decode sparsely. FFNs are a part of a token's time: powerinfer bench --compare measures "
+        "the whole."
     )
+    if trial.disturbed:
+        section.paragraphs.append(
+            f"Other programs took {trial.disturbed:.1f} cores meanwhile: the figures mean little, and are measured again "
+            "at the first start at which the machine is quiet."
+        )
     ways = list(dict.fromkeys(way for one in trial.seconds for way in one))
     rows = {f"FFN {way}, µs": [f"{1e6 * one[way]:.0f}" if way in one else "–" for one in trial.seconds] for way in ways}
     tile = (f"{gain_of(trial):.2f} x", f"as fast as dense: the FFNs, measured; {sparse} of {len(dense)} layers sparse")
-    return section, [tile], rows | {"decodes": trial.ways}
+    return section, [] if trial.disturbed else [tile], rows | {"decodes": trial.ways}
 
 
 def gain_of(trial: MeasuredFfns) -> float:

@@ -121,11 +121,12 @@ def compose(found: Findings, key: str, progress: Progress = silent) -> tuple[str
 
 
 def verdict_of(found: Findings) -> str | None:
-    """Whether sparse decoding is worth it for the model, as measured, else as estimated; None: neither is known."""
+    """Whether sparse decoding is worth it for the model, as measured, else as estimated; None: neither is known. Of
+    times that others disturbed nothing follows."""
     plan, measured = found.plan.value, found.measured
     if found.no_gain is not None and (plan is None or plan.selector == "all"):
         return f"{found.no_gain[:1].upper()}{found.no_gain[1:]}."
-    if measured is not None and (plan is None or not plan.gpu_layers):
+    if measured is not None and not measured.disturbed and (plan is None or not plan.gpu_layers):
         how = f"on {measured.cpu}, measured at load"
         return verdict(sections.gain_of(measured), "Sparse decoding of the FFNs", how)
     if plan is None or plan.selector == "all" or not plan.predicted.dense_tok_s:

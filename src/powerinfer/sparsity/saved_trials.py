@@ -113,13 +113,15 @@ class SavedTrials:
 
 @dataclass(frozen=True)
 class MeasuredFfns:
-    """What a trial measured: seconds of each layer's FFN for one token, by way. ways: how each decodes one token."""
+    """What a trial measured: seconds of each layer's FFN for one token, by way. ways: how each decodes one token;
+    disturbed: cores that others took meanwhile, 0 if they were few."""
 
     selector: str
     cpu: str
     threads: str
     ways: list[str]
     seconds: list[dict[str, float]]
+    disturbed: float = 0.0
 
 
 def newest_trial(checkpoint: Checkpoint, prepared: str | None) -> MeasuredFfns | None:
@@ -131,7 +133,8 @@ def newest_trial(checkpoint: Checkpoint, prepared: str | None) -> MeasuredFfns |
         if wanted.items() <= one.key.items() and measured and len(one.layers) == checkpoint.config.n_layers:
             key = {name: one.key.get(name, "") for name in ("selector", "cpu", "threads")}
             seconds: list[dict[str, float]] = [dict(layer.seconds) for layer in one.layers]  # type: ignore[arg-type]
-            return MeasuredFfns(**key, ways=[layer.ways["1"] for layer in one.layers], seconds=seconds)
+            ways: list[str] = [layer.ways["1"] for layer in one.layers]
+            return MeasuredFfns(**key, ways=ways, seconds=seconds, disturbed=one.disturbed)
     return None
 
 
