@@ -331,8 +331,8 @@ def measured(trial: MeasuredFfns) -> tuple[Section, list[Tile], Rows]:
     )
     if trial.disturbed:
         section.paragraphs.append(
-            f"Other programs took {trial.disturbed:.1f} cores meanwhile: the figures mean little, and are measured again "
-            "at the first start at which the machine is quiet."
+            f"Other programs took {trial.disturbed:.1f} cores meanwhile: the figures mean little, and are measured "
+            "again at the first start at which the machine is quiet."
         )
     ways = list(dict.fromkeys(way for one in trial.seconds for way in one))
     rows = {f"FFN {way}, µs": [f"{1e6 * one[way]:.0f}" if way in one else "–" for one in trial.seconds] for way in ways}
