@@ -44,8 +44,8 @@ def questions() -> list[Question]:
 def answers(llm: LLM, asked: Sequence[Question], seed: int) -> list[str]:
     """The answers to all questions, each in a conversation of its own."""
     params = llm.default_params(seed=seed, max_tokens=MAX_TOKENS)
-    chats = [[{"role": "user", "content": entry.question}] for entry in asked]
-    return [llm.chat(chat, params).text.strip() for chat in chats]
+    prompts = [llm.encode_chat([{"role": "user", "content": entry.question}]) for entry in asked]
+    return [answer.text.strip() for answer in llm.generate(prompts, params)]
 
 
 def main() -> None:
