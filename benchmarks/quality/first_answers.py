@@ -1,6 +1,6 @@
 """Whether a model answers ten questions that people ask first, sampled as it is when nothing is said about sampling.
 
-    python -m benchmarks.quality.first_answers [-m MODEL] [--seeds 5]
+    python -m benchmarks.quality.first_answers [-m MODEL] [--seeds 5] [--max-tokens 128]
 
 The questions and the answers that are accepted are in first_answers.json. An answer is right if one of these is in its
 first 200 characters, as whole words. Each question is asked alone, once for each seed. Exits with 1 if a seed has fewer
@@ -20,7 +20,7 @@ from powerinfer import LLM
 
 QUESTIONS = Path(__file__).with_suffix(".json")
 READ = 200  # characters of an answer
-MAX_TOKENS = 1024  # of an answer: a thought before it has room
+MAX_TOKENS = 128  # of an answer; one with a thought before it needs more
 WANTED = 9  # right answers of ten, with every seed
 
 
@@ -41,9 +41,9 @@ def questions() -> list[Question]:
     return [Question(**entry) for entry in json.loads(QUESTIONS.read_text(encoding="utf-8"))]
 
 
-def answers(llm: LLM, asked: Sequence[Question], seed: int) -> list[str]:
+def answers(llm: LLM, asked: Sequence[Question], seed: int, max_tokens: int = MAX_TOKENS) -> list[str]:
     """The answers to all questions, each in a conversation of its own."""
-    params = llm.default_params(seed=seed, max_tokens=MAX_TOKENS)
+    params = llm.default_params(seed=seed, max_tokens=max_tokens)
     prompts = [llm.encode_chat([{"role": "user", "content": entry.question}]) for entry in asked]
     return [answer.text.strip() for answer in llm.generate(prompts, params)]
 
@@ -52,10 +52,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", help="default: the default model")
     parser.add_argument("--seeds", type=int, default=5, metavar="N")
+    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, metavar="N")
     arguments = parser.parse_args()
     asked = questions()
-    with LLM(arguments.model, context=2048) as llm:
-        given = [answers(llm, asked, seed) for seed in range(1, arguments.seeds + 1)]
+    with LLM(arguments.model, context=max(2048, 2 * arguments.max_tokens)) as llm:
+        given = [answers(llm, asked, seed, arguments.max_tokens) for seed in range(1, arguments.seeds + 1)]
         print(f"{llm.config.architecture} {llm.sampling.values}")
     for question, texts in zip(asked, zip(*given, strict=True), strict=True):
         right = [question.accepts(text) for text in texts]
