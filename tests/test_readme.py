@@ -20,6 +20,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 from zipfile import ZipFile
 
 import pytest
@@ -160,6 +161,11 @@ def one_core() -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
+class Printed(NamedTuple):
+    stdout: str
+    stderr: str
+
+
 @dataclass
 class Terminal:
     """Commands of a page, one after the other, in a folder. A server that one starts serves those that follow."""
@@ -169,16 +175,17 @@ class Terminal:
     servers: list[subprocess.Popen[str]] = field(default_factory=list)
     port: int = 0
 
-    def do(self, command: Command) -> str:
+    def do(self, command: Command) -> Printed:
         """What it prints; WrongPage if it fails."""
         if command.script:
             script = self.folder / "example.py"
             script.write_text(self.local(command.text))
             return self.shell(f"python {script.name}", home=self.home(command))
         parts = command.text.split(" && ")
-        return "".join(self.part(part, command) for part in parts if reason(part) is None)
+        printed = [self.part(part, command) for part in parts if reason(part) is None]
+        return Printed("".join(one.stdout for one in printed), "".join(one.stderr for one in printed))
 
-    def part(self, text: str, command: Command) -> str:
+    def part(self, text: str, command: Command) -> Printed:
         verb = text.split()[1] if text.startswith("powerinfer ") else ""
         if verb == "serve":
             return self.serve(text)
@@ -193,20 +200,21 @@ class Terminal:
         """The home folder of the default model itself, for what a page shows of it."""
         return self.machine.real if command.shown is not None and of_default(command) else None
 
-    def shell(self, text: str, stdin: str = "", fails: bool = False, home: Path | None = None) -> str:
+    def shell(self, text: str, stdin: str = "", fails: bool = False, home: Path | None = None) -> Printed:
         with one_core():
             done = subprocess.run(
                 ["bash", "-ec", text], cwd=self.folder, env=self.machine.environment(home), input=stdin, text=True,
-                timeout=240, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                timeout=240, capture_output=True,
             )  # fmt: skip
         if (done.returncode != 0) is not fails:
-            raise WrongPage(f"exit status {done.returncode}\n{done.stdout}")
-        return re.sub(r"^[\w ]+: \d+ ?%.*\n", "", done.stdout, flags=re.MULTILINE)  # what a terminal shows meanwhile
+            raise WrongPage(f"exit status {done.returncode}\n{done.stdout}{done.stderr}")
+        progress = re.compile(r"^[\w ]+: \d+ ?%.*\n", re.MULTILINE)  # a terminal erases it
+        return Printed(done.stdout, progress.sub("", done.stderr))
 
     def local(self, text: str) -> str:
         return text.replace(SERVED, f"127.0.0.1:{self.port}")
 
-    def serve(self, text: str) -> str:
+    def serve(self, text: str) -> Printed:
         """Start a server; it has printed nothing that a page shows but its address."""
         self.stop()
         with closing(socket.socket()) as free:
@@ -223,7 +231,7 @@ class Terminal:
         while True:
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=10):
-                    return log.read_text().replace(f"127.0.0.1:{self.port}", SERVED)
+                    return Printed("", log.read_text().replace(f"127.0.0.1:{self.port}", SERVED))
             except OSError:
                 if server.poll() is not None or time.monotonic() > end:
                     raise WrongPage(log.read_text()) from None
@@ -275,8 +283,9 @@ def problems(of_page: list[Command], opened: Terminal) -> list[str]:
             printed = opened.do(command)
             if command.shown is not None and not (of_default(command) and opened.machine.real is None):
                 shown = "\n".join(command.shown)
-                if not is_shown(printed, command.shown):
-                    raise WrongPage(f"shown:\n{shown}\nprinted:\n{printed}")
+                both = printed.stdout + printed.stderr
+                if not is_shown(printed.stdout, command.shown) and not is_shown(both, command.shown):
+                    raise WrongPage(f"shown:\n{shown}\nprinted:\n{both}")
         except WrongPage as error:
             wrong.append(f"line {command.line}: {command.text}\n{error}")
     return wrong
@@ -334,7 +343,7 @@ def test_python_finds_the_installed_package_and_nothing_that_it_does_not_need(wh
         "print(powerinfer.__file__, *(importlib.util.find_spec(name) for name in ('torch', 'matplotlib', 'pytest')))"
     )
     folder = machine.clone if where == "in the clone" else machine.home
-    printed = Terminal(machine, folder).shell(f"python -c {shlex.quote(code)}").split()
+    printed = Terminal(machine, folder).shell(f"python -c {shlex.quote(code)}").stdout.split()
     assert Path(printed[0]).is_relative_to(machine.bin.parent / "lib") and printed[1:] == ["None"] * 3
 
 
