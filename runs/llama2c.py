@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.models.gguf_writer import dense
-from powerinfer.formats.tokenizer_gguf import BYTE, CONTROL, NORMAL, UNKNOWN
+from powerinfer.text.tokenizer_gguf import BYTE, CONTROL, NORMAL, UNKNOWN
 
 UNK, BOS, EOS, FIRST_BYTE = 0, 1, 2, 3
 """Tokens of llama2.c's vocabularies, which are SentencePiece's: three of control, then the 256 bytes."""

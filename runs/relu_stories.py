@@ -39,7 +39,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from powerinfer.formats.checkpoint import open_checkpoint
-from powerinfer.formats.tokenizer import Tokenizer
+from powerinfer.text.model_text import tokenizer_of
+from powerinfer.text.tokenizer import Tokenizer
 from runs.llama2c import BOS, Shape, Token, read_checkpoint, read_tokens, write_gguf
 from runs.relu_llama import (
     Llama,
@@ -135,8 +136,8 @@ def read_original(path: Path) -> Original:
     return Original(shape, copies, read_tokens(data[at:], shape.vocab))
 
 
-def tokenizer_of(path: Path) -> Tokenizer:
-    return open_checkpoint(path).tokenizer()
+def read_tokenizer(path: Path) -> Tokenizer:
+    return tokenizer_of(open_checkpoint(path))
 
 
 # --- text ------------------------------------------------------------------------------------------------------------
@@ -301,7 +302,7 @@ def make(out: Path, models: list[str], tokens: int, heldout: int) -> None:
     for float16, path in ((True, yardstick), (False, out / "stories15M-F32.gguf")):
         if not path.exists():
             original.write(path, original.weights, "silu", float16)
-    tokenizer, context = tokenizer_of(yardstick), original.shape.context
+    tokenizer, context = read_tokenizer(yardstick), original.shape.context
     for name, count in (("heldout.txt", heldout), ("train.txt", tokens)):
         if not (out / name).exists():
             write_text(out / name, original.model(fast_type()), tokenizer, count)

@@ -14,11 +14,11 @@ from toy_model import BOS, EOS, VOCAB, ToyDecoder, ToyExecutor, ToyTokenizer, to
 
 from powerinfer.config import ServeConfig
 from powerinfer.devices import Batch
-from powerinfer.formats.chat import ChatTemplate
-from powerinfer.formats.tokenizer import Vocabulary
 from powerinfer.runtime.engine import LLM
 from powerinfer.serve.served import ModelSource
 from powerinfer.serve.server import Server, make_server
+from powerinfer.text.chat import ChatTemplate
+from powerinfer.text.tokenizer import Vocabulary
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.content == 'refuse' %}{{ raise_exception('never') }}{% endif %}"

@@ -20,11 +20,11 @@ from typing import Any
 from toy_model import EOS, ToyTokenizer
 
 from powerinfer.errors import ModelError, RequestError
-from powerinfer.formats.chat import ChatTemplate
-from powerinfer.formats.dialect_reading import parsed, read_dialect
-from powerinfer.formats.tool_calls import ToolFormat
-from powerinfer.formats.tools import ToolChoice, read_tools
 from powerinfer.runtime.grammar import Grammars
+from powerinfer.text.chat import ChatTemplate
+from powerinfer.text.dialect_reading import parsed, read_dialect
+from powerinfer.text.tool_calls import ToolFormat
+from powerinfer.text.tools import ToolChoice, read_tools
 
 SCHEMA = {
     "type": "object",

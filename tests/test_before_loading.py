@@ -20,6 +20,7 @@ from powerinfer.hybrid import load
 from powerinfer.pinned import PinnedModel
 from powerinfer.placement.budget import gib
 from powerinfer.report.findings import _exact
+from powerinfer.text.model_text import tokenizer_of
 
 COMMAND = [sys.executable, "-m", "powerinfer.cli.main"]
 
@@ -135,10 +136,10 @@ def test_a_model_without_a_template_chats_in_plain_lines(tmp_path: Path) -> None
 
 
 def test_plain_turns(tmp_path: Path) -> None:
-    from powerinfer.formats.chat import plain_template
     from powerinfer.formats.checkpoint import open_checkpoint
+    from powerinfer.text.chat import plain_template
 
-    template = plain_template(open_checkpoint(tiny_gguf("llama").write(tmp_path / "bare.gguf")).tokenizer())
+    template = plain_template(tokenizer_of(open_checkpoint(tiny_gguf("llama").write(tmp_path / "bare.gguf"))))
     roles = ("system", "user", "assistant", "user")
     said = [
         {"role": role, "content": text}

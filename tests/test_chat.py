@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from powerinfer.errors import ModelError, RequestError
-from powerinfer.formats import sandbox, template_worker
-from powerinfer.formats.chat import _WRITTEN_OUT, ChatTemplate, chat_template, encode_chat, plain_messages
-from powerinfer.formats.spans import carried_over
-from powerinfer.formats.tokenizer import Tokenizer
-from powerinfer.formats.tokenizer_gguf import tokenizer_from_gguf
+from powerinfer.text import sandbox, template_worker
+from powerinfer.text.chat import _WRITTEN_OUT, ChatTemplate, chat_template, encode_chat, plain_messages
+from powerinfer.text.spans import carried_over
+from powerinfer.text.tokenizer import Tokenizer
+from powerinfer.text.tokenizer_gguf import tokenizer_from_gguf
 
 TURNS = (
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
@@ -567,7 +567,7 @@ def test_a_long_conversation_keeps_no_short_one_waiting() -> None:
 def test_the_process_ends_with_its_parent() -> None:
     """Also with one that is killed, which ends nothing itself."""
     program = (
-        "import os, signal; from powerinfer.formats import sandbox; sandbox.render('x', {})\n"
+        "import os, signal; from powerinfer.text import sandbox; sandbox.render('x', {})\n"
         "print(sandbox._worker.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -772,7 +772,7 @@ def test_chats_with_tools_get_the_template_for_them() -> None:
 
 def tokenizer(special: list[str] = SPECIALS) -> Tokenizer:
     """Bytes, a few merges, and the special tokens of this file."""
-    from powerinfer.formats import bpe
+    from powerinfer.text import bpe
 
     merges = ["u s", "us e", "use r", "e n", "en d", "i m", "< |", "| >", "Ġ <|"]
     tokens = [*bpe.byte_alphabet(), *(merge.replace(" ", "") for merge in merges), *special]

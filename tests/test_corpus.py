@@ -13,12 +13,12 @@ import pytest
 from toy_model import BOS, ToyTokenizer
 
 from powerinfer.errors import ModelError, RequestError
-from powerinfer.formats import bpe
-from powerinfer.formats.chat import ChatTemplate
-from powerinfer.formats.tokenizer import Tokenizer
-from powerinfer.formats.tokenizer_gguf import tokenizer_from_gguf
 from powerinfer.prepare import corpus
 from powerinfer.prepare.corpus import SAMPLE, Conversation, Windows, open_corpora, read_windows
+from powerinfer.text import bpe
+from powerinfer.text.chat import ChatTemplate
+from powerinfer.text.tokenizer import Tokenizer
+from powerinfer.text.tokenizer_gguf import tokenizer_from_gguf
 
 
 class Bytes(ToyTokenizer):
@@ -163,7 +163,7 @@ def test_a_line_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_lone_surrogates_in_json_are_replaced(tmp_path: Path) -> None:
-    from powerinfer.formats.tokenizer import valid_unicode
+    from powerinfer.text.tokenizer import valid_unicode
 
     class Strict(Bytes):
         def encode(self, text: str, **options: Any) -> list[int]:

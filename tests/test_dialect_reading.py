@@ -17,13 +17,13 @@ from test_tool_calls import ASKED, PHI, QWEN, TOOLS, TURNS_ONLY, Marked, check_c
 from toy_model import BOS, EOS, VOCAB
 
 from powerinfer.errors import RequestError
-from powerinfer.formats import tool_dialects
-from powerinfer.formats.chat import ChatTemplate
-from powerinfer.formats.dialect_reading import read_dialect
-from powerinfer.formats.marks import HOLE
-from powerinfer.formats.tool_calls import GENERIC, HERMES, LLAMA, PHI4_MINI, ToolFormat
-from powerinfer.formats.tools import ToolChoice, read_tools
 from powerinfer.runtime.grammar import Grammars
+from powerinfer.text import tool_dialects
+from powerinfer.text.chat import ChatTemplate
+from powerinfer.text.dialect_reading import read_dialect
+from powerinfer.text.marks import HOLE
+from powerinfer.text.tool_calls import GENERIC, HERMES, LLAMA, PHI4_MINI, ToolFormat
+from powerinfer.text.tools import ToolChoice, read_tools
 
 AROUND = (
     "{%- if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|end|>\n{% endif -%}"
@@ -510,7 +510,7 @@ def test_nested_tags_are_objects_and_lists() -> None:
 
 
 def test_a_template_that_takes_long_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("powerinfer.formats.dialect_reading.SECONDS", 0.1)
+    monkeypatch.setattr("powerinfer.text.dialect_reading.SECONDS", 0.1)
     slow = template("{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}")
     begin = time.monotonic()
     assert read_dialect(slow) == GENERIC

@@ -53,6 +53,7 @@ from powerinfer.errors import ModelError
 from powerinfer.formats import layout
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.quant import quantize
+from powerinfer.text.model_text import chat_template_of, tokenizer_of
 
 GGUF_CASES, RAW_CASES, SAFETENSORS_CASES, CONFIG_CASES, INDEX_CASES, TOKENIZER_CASES = (
     6000,
@@ -147,10 +148,10 @@ def use(path: Path, rng: random.Random) -> None:
     checkpoint.finish()
     assert checkpoint.fingerprint and checkpoint.main_type
     if path.is_file() or (path / "tokenizer.json").exists():
-        tokenizer = checkpoint.tokenizer()
+        tokenizer = tokenizer_of(checkpoint)
         ids = tokenizer.encode("ab abc <|x1|>\nü", special=rng.random() < 0.5)
         assert isinstance(tokenizer.decode(ids), str)
-        checkpoint.chat_template()
+        chat_template_of(checkpoint)
 
 
 def run(cases: int, make: Callable[[random.Random], Path], worked_at_most: float) -> None:

@@ -52,6 +52,7 @@ from powerinfer.kernels.gpu_types import MADE_CODES  # noqa: E402
 from powerinfer.models import load  # noqa: E402
 from powerinfer.runtime.engine import LLM  # noqa: E402
 from powerinfer.runtime.params import SamplingParams  # noqa: E402
+from powerinfer.text.model_text import tokenizer_of  # noqa: E402
 
 LAYERS = families.SIZES["num_hidden_layers"]
 
@@ -638,7 +639,7 @@ def test_a_request_that_fails_leaves_the_engine_usable(tmp_path: Path, monkeypat
             raise torch.OutOfMemoryError("CUDA out of memory")
         return attention(*args)
 
-    with LLM.from_parts(executor, checkpoint.tokenizer(), checkpoint.config, engine) as llm:
+    with LLM.from_parts(executor, tokenizer_of(checkpoint), checkpoint.config, engine) as llm:
         executor.gpu.record(None)  # what is replayed is not called
         monkeypatch.setattr(gpu, "attention", failing)
         with pytest.raises(PowerInferError, match="the GPU ran out of memory while computing 2 tokens"):

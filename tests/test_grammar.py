@@ -23,15 +23,15 @@ from test_tokenizer import byte_level_metadata, oracle, sentencepiece_metadata
 from toy_model import BOS, EOS, VOCAB, ToyExecutor, ToyTokenizer, toy_llm
 
 from powerinfer.errors import PowerInferError, QueueFullError, RequestError
-from powerinfer.formats.grammar import MAX_RULES, MAX_SOURCE, Grammar, response_format
-from powerinfer.formats.tokenizer import Tokenizer
-from powerinfer.formats.tokenizer_folder import tokenizer_from_folder
-from powerinfer.formats.tokenizer_gguf import tokenizer_from_gguf
 from powerinfer.runtime import grammar as module
 from powerinfer.runtime.async_llm import MAX_COMPILING, AsyncLLM
 from powerinfer.runtime.gbnf import lark_of_gbnf
 from powerinfer.runtime.grammar import CompiledGrammar, GrammarMask, Grammars
 from powerinfer.runtime.params import SamplingParams
+from powerinfer.text.grammar import MAX_RULES, MAX_SOURCE, Grammar, response_format
+from powerinfer.text.tokenizer import Tokenizer
+from powerinfer.text.tokenizer_folder import tokenizer_from_folder
+from powerinfer.text.tokenizer_gguf import tokenizer_from_gguf
 
 
 def bits(words: np.ndarray, size: int) -> np.ndarray:

@@ -23,13 +23,6 @@ from powerinfer.cli.common import Output
 from powerinfer.cli.main import INTERRUPTED
 from powerinfer.cli.run import answer
 from powerinfer.cli.thinking import told_apart
-from powerinfer.formats.chat import ChatTemplate, plain_messages
-from powerinfer.formats.dialect_reading import read_dialect
-from powerinfer.formats.grammar import Grammar
-from powerinfer.formats.harmony import MARKS
-from powerinfer.formats.tool_calls import HARMONY, HERMES, ToolFormat, reasoning_format
-from powerinfer.formats.tool_parser import Reasoning, ToolDelta
-from powerinfer.formats.tools import ToolChoice, read_tools
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.grammar import Grammars
 from powerinfer.runtime.params import SamplingParams
@@ -37,6 +30,13 @@ from powerinfer.runtime.request import StreamEvent
 from powerinfer.serve.messages import CountRequest
 from powerinfer.serve.responses import ResponsesRequest
 from powerinfer.serve.server import Server
+from powerinfer.text.chat import ChatTemplate, plain_messages
+from powerinfer.text.dialect_reading import read_dialect
+from powerinfer.text.grammar import Grammar
+from powerinfer.text.harmony import MARKS
+from powerinfer.text.tool_calls import HARMONY, HERMES, ToolFormat, reasoning_format
+from powerinfer.text.tool_parser import Reasoning, ToolDelta
+from powerinfer.text.tools import ToolChoice, read_tools
 
 TOOLS = read_tools([WEATHER, NOW])
 ROME = '{"city": "Rome"}'

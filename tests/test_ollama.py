@@ -23,13 +23,13 @@ from benchmarks.models.gguf_writer import U32
 from powerinfer.cli import serve
 from powerinfer.cli.common import Output, config_from
 from powerinfer.config import EngineConfig, ServeConfig
-from powerinfer.formats.chat import ChatTemplate
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.runtime.engine import LLM
 from powerinfer.serve import app as app_module
 from powerinfer.serve import ollama_bodies
 from powerinfer.serve.ollama_models import _facts, _short
 from powerinfer.serve.server import Server
+from powerinfer.text.chat import ChatTemplate
 
 CALLS = QWEN + "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 SHORT = {"num_predict": 12, "temperature": 0}

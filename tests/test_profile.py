@@ -30,6 +30,7 @@ from powerinfer.prepare import counting, profiling
 from powerinfer.prepare.calibrate import HALVINGS, MAX_SHARE, calibrate, held_out, thresholds_at
 from powerinfer.prepare.corpus import open_corpora, read_windows
 from powerinfer.progress import silent
+from powerinfer.text.model_text import tokenizer_of
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 WINDOW = 48
@@ -74,7 +75,7 @@ def test_the_profile_is_what_plain_loops_count(name: str, tmp_path: Path, corpor
     path = MODELS[name]().write(tmp_path / "m.gguf")
     one = made(path, corpora).file.profile
     checkpoint = open_checkpoint(path)
-    windows = read_windows(open_corpora(corpora), checkpoint.tokenizer(), WINDOW, 200_000)
+    windows = read_windows(open_corpora(corpora), tokenizer_of(checkpoint), WINDOW, 200_000)
     assert len(windows.number) == 2 and min(windows.number) > 1
     assert one.corpora == ("corpus1.txt", "corpus2.txt") and one.tokens == windows.tokens
     samples = open_samples(checkpoint)
@@ -505,7 +506,7 @@ def test_the_selector_takes_the_calibrated_thresholds(tmp_path: Path, corpora: l
     """Decoding a window of the profile's text activates, layer by layer, as many neurons as the profile counts."""
     path = calibrated(tmp_path, corpora)
     checkpoint = open_checkpoint(path)
-    windows = read_windows(open_corpora(corpora), checkpoint.tokenizer(), WINDOW, 200_000)
+    windows = read_windows(open_corpora(corpora), tokenizer_of(checkpoint), WINDOW, 200_000)
     one = open_profile(checkpoint)
     kept: list[np.ndarray] = []
     with LLM(path, selector="threshold", trial=False, context=WINDOW, max_batch=1) as llm:
@@ -524,7 +525,7 @@ def test_the_cost_is_that_of_decoding_so(tmp_path: Path, corpora: list[str]) -> 
 
     path = calibrated(tmp_path, corpora)
     checkpoint = open_checkpoint(path)
-    windows = read_windows(open_corpora(corpora), checkpoint.tokenizer(), WINDOW, 200_000)
+    windows = read_windows(open_corpora(corpora), tokenizer_of(checkpoint), WINDOW, 200_000)
     about = open_profile_file(checkpoint).about["calibration"]
     inside = [windows.ids[window].tolist() for window in held_out(len(windows.ids))[0]]
     found = {}

@@ -17,6 +17,7 @@ from powerinfer.formats import layout
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.quant import dequantize, quantize
 from powerinfer.formats.tensors import RawTensor, transpose
+from powerinfer.text.model_text import tokenizer_of
 
 ARCHITECTURES = {"llama": "relu", "bamboo": "drelu", "falcon": "relu", "opt": "relu"}
 
@@ -206,7 +207,7 @@ def test_an_index_of_a_gpu_is_no_model(tmp_path: Path) -> None:
 
 def test_tokenizers_of_files_that_name_no_pre_tokenizer(tmp_path: Path) -> None:
     builder = family_gguf("opt", published=True).drop("tokenizer.ggml.pre")
-    tokenizer = open_checkpoint(builder.write(tmp_path / "m.gguf")).tokenizer()
+    tokenizer = tokenizer_of(open_checkpoint(builder.write(tmp_path / "m.gguf")))
     assert tokenizer.decode(tokenizer.encode("ab abc")) == "ab abc"
 
 

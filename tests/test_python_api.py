@@ -20,11 +20,11 @@ from toy_model import toy_llm
 import powerinfer
 from powerinfer import AsyncLLM, Completion, EngineConfig, SamplingParams, StreamEvent, TokenLogprob
 from powerinfer.errors import RequestError
-from powerinfer.formats.chat import ChatTemplate, MessageError, plain_messages
-from powerinfer.formats.grammar import AfterThought, Grammar, LazyGrammar
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.options import EngineOptions, SamplingOptions
 from powerinfer.runtime.request import Timings
+from powerinfer.text.chat import ChatTemplate, MessageError, plain_messages
+from powerinfer.text.grammar import AfterThought, Grammar, LazyGrammar
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 CHAT = [{"role": "user", "content": "hi"}]

@@ -17,9 +17,10 @@ from powerinfer import LLM, hub
 from powerinfer.cli.common import with_model_defaults
 from powerinfer.errors import ModelError
 from powerinfer.formats.checkpoint import open_checkpoint
-from powerinfer.formats.sampling_defaults import SamplingDefaults, folder_defaults, gguf_defaults
 from powerinfer.pinned import CATALOGUE
 from powerinfer.runtime.params import SamplingParams
+from powerinfer.text.model_text import sampling_defaults_of
+from powerinfer.text.sampling_defaults import SamplingDefaults, folder_defaults, gguf_defaults
 
 QWEN3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [151645, 151643]}
 
@@ -101,9 +102,9 @@ def test_hostile_folders(tmp_path: Path) -> None:
 
 def test_checkpoints_of_both_formats(tmp_path: Path) -> None:
     file = tiny_gguf().put("general.sampling.top_k", 5, 7).write(tmp_path / "m.gguf")
-    assert open_checkpoint(file).sampling_defaults().values == {"top_k": 7}
+    assert sampling_defaults_of(open_checkpoint(file)).values == {"top_k": 7}
     folder = tiny_folder(tmp_path / "folder")
-    assert open_checkpoint(written(folder, QWEN3)).sampling_defaults().values["top_k"] == 20
+    assert sampling_defaults_of(open_checkpoint(written(folder, QWEN3))).values["top_k"] == 20
 
 
 def test_defaults_fill_only_what_is_not_given() -> None:

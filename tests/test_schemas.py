@@ -12,10 +12,10 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from powerinfer.errors import RequestError
-from powerinfer.formats.grammar import Grammar
-from powerinfer.formats.schemas import FORMATS, enforceable
-from powerinfer.formats.tools import MAX_SCHEMAS, read_tools
 from powerinfer.runtime.grammar import refusal
+from powerinfer.text.grammar import Grammar
+from powerinfer.text.schemas import FORMATS, enforceable
+from powerinfer.text.tools import MAX_SCHEMAS, read_tools
 
 HARMLESS: dict[str, Any] = {
     **{f"format {name}": {"type": "string", "format": name}

@@ -146,7 +146,7 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
     ],
     "cli/prepare.py": ["engine.selector == 'auto'"],
     "devices/wanted.py": ["engine.gpu != 'auto'"],
-    "formats/tools.py": ["('none', 'auto', 'required')"],  # whether tools are called
+    "text/tools.py": ["('none', 'auto', 'required')"],  # whether tools are called
     "hardware/measure.py": ["engine.gpu != 'auto'"],
     "hybrid/disk.py": ["asked != 'auto'"],
     "hybrid/load.py": ["resolved.engine.expert_policy != 'auto'", "resolved.engine.gpu != 'auto'"],

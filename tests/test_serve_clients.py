@@ -18,9 +18,9 @@ from test_serve_dialects import TOOL
 from test_tool_calls import QWEN, WEATHER
 from toy_model import ToyExecutor
 
-from powerinfer.formats.chat import ChatTemplate
 from powerinfer.runtime.engine import LLM
 from powerinfer.serve.server import Server
+from powerinfer.text.chat import ChatTemplate
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 

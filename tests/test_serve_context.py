@@ -13,9 +13,9 @@ import pytest
 from serving import post, served_llm, until
 from toy_model import BOS, ToyTokenizer, reference_embedding, reference_greedy
 
-from powerinfer.formats.chat import without_oldest
 from powerinfer.runtime.engine import LLM
 from powerinfer.serve.server import Server
+from powerinfer.text.chat import without_oldest
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 

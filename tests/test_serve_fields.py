@@ -17,12 +17,12 @@ from serving import client, served_llm, serving, until
 from test_tool_calls import QWEN, WEATHER
 from toy_model import BOS, D_MODEL, EOS, ToyExecutor, idle
 
-from powerinfer.formats.chat import ChatTemplate
-from powerinfer.formats.grammar import Grammar
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.serve import app as app_module
 from powerinfer.serve.server import Server
+from powerinfer.text.chat import ChatTemplate
+from powerinfer.text.grammar import Grammar
 
 CHAT = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "boolean"}}}

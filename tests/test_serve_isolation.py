@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from serving import ByteTokenizer, client, post, served_llm
 from test_tokenizer import HARD, byte_level_metadata
 
-from powerinfer.formats import tokenizer as tokenizer_module
 from powerinfer.formats import windows
-from powerinfer.formats.tokenizer_gguf import tokenizer_from_gguf
 from powerinfer.runtime.engine import LLM
 from powerinfer.serve import work
 from powerinfer.serve.api_error import ApiError
 from powerinfer.serve.server import Server
+from powerinfer.text import tokenizer as tokenizer_module
+from powerinfer.text.tokenizer_gguf import tokenizer_from_gguf
 
 CONTEXT = 512
 HOSTILE = {"digits": "1", "a letter": "a", "a long word": "supercalifragilistic", "spaces": " ", "marks": "<|im_"}

@@ -11,13 +11,13 @@ from serving import ByteTokenizer, client, post, served_llm, serving, until
 from test_tool_calls import QWEN, WEATHER
 from toy_model import BOS, EOS, ToyExecutor, idle, reference_embedding, reference_greedy
 
-from powerinfer.formats.chat import ChatTemplate
-from powerinfer.formats.sampling_defaults import SamplingDefaults
-from powerinfer.formats.tokenizer import Added, Vocabulary
 from powerinfer.runtime.engine import LLM
 from powerinfer.serve.llama_completion import CompletionBody
 from powerinfer.serve.schema import ChatRequest
 from powerinfer.serve.server import Server
+from powerinfer.text.chat import ChatTemplate
+from powerinfer.text.sampling_defaults import SamplingDefaults
+from powerinfer.text.tokenizer import Added, Vocabulary
 
 PREFIX, SUFFIX, MIDDLE = 200, 201, 202  # bytes that stand for the marks of infilling
 REPOSITORY, FILE = 203, 204

@@ -23,7 +23,6 @@ from toy_model import until
 from powerinfer.config import ServeConfig
 from powerinfer.devices.cpu import Fired
 from powerinfer.errors import ModelError
-from powerinfer.formats.sampling_defaults import SamplingDefaults
 from powerinfer.hybrid.resolve import Needs
 from powerinfer.neurons import Profile
 from powerinfer.progress import Progress
@@ -36,6 +35,7 @@ from powerinfer.serve.page import FILES
 from powerinfer.serve.served import Budget, ModelSource
 from powerinfer.serve.server import make_server
 from powerinfer.serve.service import Policy
+from powerinfer.text.sampling_defaults import SamplingDefaults
 
 NODE = shutil.which("node")
 FOLDER = Path(live_module.__file__).parent / "page_files"

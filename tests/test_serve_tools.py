@@ -15,10 +15,10 @@ from test_tool_calls import ASKED, NOW, QWEN, TWO_CALLS, WEATHER
 from toy_model import EOS, VOCAB, ToyExecutor
 
 from powerinfer.devices import Batch
-from powerinfer.formats.chat import ChatTemplate
-from powerinfer.formats.tool_calls import ToolFormat
 from powerinfer.runtime.engine import LLM
 from powerinfer.serve.server import Server
+from powerinfer.text.chat import ChatTemplate
+from powerinfer.text.tool_calls import ToolFormat
 
 CHAT = [{"role": "user", "content": "hello"}]
 TOOLS: Any = [WEATHER, NOW]

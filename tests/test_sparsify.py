@@ -27,7 +27,6 @@ from benchmarks.models.speed_models import Shape, write_random_llama
 from powerinfer import LLM, PowerInferError, RequestError, SamplingParams
 from powerinfer.cli.main import main
 from powerinfer.config import ExpertsConfig, ModelConfig, RopeConfig, SparsifyConfig
-from powerinfer.formats.chat import ChatTemplate
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.gguf import encoded, metadata_bytes, read_gguf, write_gguf
 from powerinfer.formats.layout import is_matrix, shapes
@@ -46,6 +45,8 @@ from powerinfer.sparsify.step_log import StepLog, draw_log, read_log
 from powerinfer.sparsify.torch_model import ROUNDED, Neurons, TorchModel, _Rounded, load
 from powerinfer.sparsify.training import Sparsifier, _Cut, _stored, check_start, fast_type, trained_names
 from powerinfer.sparsify.writing import write_model
+from powerinfer.text.chat import ChatTemplate
+from powerinfer.text.model_text import sampling_defaults_of, tokenizer_of
 
 SHAPE = Shape(d_model=64, d_ff=128, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, vocab=1200, context=128)
 SMALL = {"window": 32, "batch": 256, "rows": 4, "tokens": 10_240, "save": 1e9, "device": "cpu"}
@@ -444,7 +445,7 @@ def test_own_text_is_written_batch_by_batch(dense: Path, tmp_path: Path, monkeyp
     told: list[tuple[str, int, int]] = []
     whole = written(dense, tmp_path / "whole", progress=lambda *about: told.append(about))
     assert [done for label, done, _ in told if label == "writing text" and done >= 1200] == [1200], "all, once"
-    tokenizer = open_checkpoint(dense).tokenizer()
+    tokenizer = tokenizer_of(open_checkpoint(dense))
     prompt = tokenizer.encode("Alice was beginning to get very tired of sitting by her", special=False, add_bos=False)
     assert whole.answers[0].tolist()[: len(prompt)] == prompt and len(whole.answers[0]) > len(prompt) + 10
     assert len({one.tobytes() for one in whole.answers}) == len(whole.answers), "answers differ"
@@ -483,7 +484,7 @@ def test_own_text_answers_conversations(dense: Path, tmp_path: Path, monkeypatch
     source += "{% if add_generation_prompt %}[answer]{% endif %}"
     monkeypatch.setattr("powerinfer.formats.checkpoint.Checkpoint.chat_template", lambda _: ChatTemplate(source))
     made = written(dense, tmp_path / "out", chats(tmp_path), tokens=150)
-    tokenizer = open_checkpoint(dense).tokenizer()
+    tokenizer = tokenizer_of(open_checkpoint(dense))
     assert len(made.answers) > 1
     for answer in made.answers:
         assert tokenizer.decode(answer.tolist()).startswith("[system] Be brief.\n[user] What is the year?\n[answer]")
@@ -505,7 +506,7 @@ def test_own_text_answers_conversations(dense: Path, tmp_path: Path, monkeypatch
 
 
 def test_answers_that_are_of_no_use(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = open_checkpoint(dense).tokenizer()
+    tokenizer = tokenizer_of(open_checkpoint(dense))
     end = sorted(tokenizer.eos_ids)[:1]
     words = tokenizer.encode("It was the best of times, it was the worst of times; a far better thing that I do.")
     assert is_useful(words, tokenizer) and is_useful(words + end, tokenizer) and is_useful([5] * 23, tokenizer)
@@ -562,7 +563,7 @@ def test_folders(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     as_gguf = made(source, tmp_path / "gguf", tokens=2048, format="gguf", type="f16")
     assert as_gguf.path == tmp_path / "gguf" / "model.gguf" and open_checkpoint(as_gguf.path).main_type == "F16"
-    assert open_checkpoint(as_gguf.path).sampling_defaults().values == sampling
+    assert sampling_defaults_of(open_checkpoint(as_gguf.path)).values == sampling
     folder, file = open_checkpoint(done.path), open_checkpoint(as_gguf.path)
     for name in ("gate", "up", "down", "threshold"):
         one, other = (of.take(f"layers.1.{name}").float32() for of in (folder, file))

@@ -25,12 +25,13 @@ from truth import Truth
 from benchmarks.models.gguf_writer import F32, STRING, U32
 from powerinfer import RequestError
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
-from powerinfer.formats.sampling_defaults import folder_defaults
 from powerinfer.formats.tensors import float32_tensor
-from powerinfer.formats.tokenizer_folder import tokenizer_from_folder
 from powerinfer.sparsify.as_folder import AsFolder, json_bytes
 from powerinfer.sparsify.recipes import StoredTypes
 from powerinfer.sparsify.writing import check_writable, write_model
+from powerinfer.text.model_text import tokenizer_of
+from powerinfer.text.sampling_defaults import folder_defaults
+from powerinfer.text.tokenizer_folder import tokenizer_from_folder
 
 EXACT = StoredTypes("f32")
 WRITTEN = [
@@ -162,7 +163,7 @@ def test_the_default_models_tokenizer_as_files(smollm2: Path, tmp_path: Path) ->
 def check_tokens(checkpoint: Checkpoint, folder: Path) -> Path:
     """The ids of the GGUF file's tokenizer, from the files, here and in `transformers`; the folder."""
     side_files(AsFolder(checkpoint, StoredTypes("bf16")), folder)
-    known, own = checkpoint.tokenizer(), tokenizer_from_folder(folder)
+    known, own = tokenizer_of(checkpoint), tokenizer_from_folder(folder)
     assert own.vocabulary.added == known.vocabulary.added and own.chat_template == known.chat_template
     reference = transformers.AutoTokenizer.from_pretrained(folder)
     special = "".join(token.text for token in known.vocabulary.added)

@@ -20,12 +20,13 @@ from powerinfer import ModelError, RequestError
 from powerinfer.config import FfnConfig
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.tensors import float32_tensor
-from powerinfer.formats.tokenizer_gguf import PRE_TOKENIZERS, tokenizer_from_gguf
 from powerinfer.sparsify.as_gguf import ARCHITECTURES, SPLITS, AsGGUF
 from powerinfer.sparsify.other_format import PROBE
 from powerinfer.sparsify.recipes import StoredTypes, moved_biases, trained_names
 from powerinfer.sparsify.torch_model import TorchModel, _Rms, activate, load
 from powerinfer.sparsify.writing import check_writable, write_model
+from powerinfer.text.model_text import tokenizer_of
+from powerinfer.text.tokenizer_gguf import PRE_TOKENIZERS, tokenizer_from_gguf
 
 
 def layouts() -> list[Any]:
@@ -152,7 +153,7 @@ def test_a_tokenizer_as_gguf(split: str, tmp_path: Path, monkeypatch: pytest.Mon
         {"hidden_act": "silu"},
         form="gguf",
     )
-    read, known = open_checkpoint(path).tokenizer(), open_checkpoint(folder).tokenizer()
+    read, known = tokenizer_of(open_checkpoint(path)), tokenizer_of(open_checkpoint(folder))
     text = PROBE + "<|im_end|><tool>" + PROBE
     assert read.encode(text) == known.encode(text) and read.chat_template == known.chat_template
     assert read.eos_ids == known.eos_ids == {*range(len(pieces) - 5, len(pieces) - 1)}

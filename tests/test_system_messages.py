@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from serving import post, served_llm, serving
 
-from powerinfer.formats.chat import ChatTemplate
-from powerinfer.formats.system_messages import placed
+from powerinfer.text.chat import ChatTemplate
+from powerinfer.text.system_messages import placed
 
 TURNS = "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}"
 ALTERNATE = (

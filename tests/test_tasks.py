@@ -20,6 +20,7 @@ from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.prepare.training import torch_threads
 from powerinfer.sparsify.torch_model import TorchModel, load
 from powerinfer.tasks import Item, read_items
+from powerinfer.text.model_text import tokenizer_of
 
 PLAIN = {"context": "It is", "choices": ["warm", "cold"], "answer": 1}
 HELLASWAG = {
@@ -215,7 +216,7 @@ def test_the_same_by_torch(relu: Path) -> None:
     """Weights and cache are float32: what differs is the order of sums, a few roundings of 6e-8 in each layer."""
     item = Item(TEXT[:100], (TEXT[51:60], TEXT[70:75], TEXT[20:29]), 0, "")
     checkpoint = open_checkpoint(relu)
-    (encoded,) = encode_items(checkpoint.tokenizer(), [item], 128)
+    (encoded,) = encode_items(tokenizer_of(checkpoint), [item], 128)
     assert min(encoded.firsts) > 64, "two pages of the cache are shared"
     model = TorchModel(checkpoint.config, load(checkpoint), torch.float32)
     expected = []

@@ -37,6 +37,7 @@ from powerinfer.cli.terminal import Terminal
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.params import SamplingParams
+from powerinfer.text.model_text import tokenizer_of
 
 COMMAND = [sys.executable, "-m", "powerinfer.cli.main"]
 
@@ -128,7 +129,7 @@ def test_run_joins_a_file_to_its_prompt(smollm2: Path, tmp_path: Path) -> None:
     with open(tmp_path / "text") as file:
         done = subprocess.run(command, stdin=file, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    tokens = open_checkpoint(smollm2).tokenizer().encode("The capital of\n\nFrance is")
+    tokens = tokenizer_of(open_checkpoint(smollm2)).encode("The capital of\n\nFrance is")
     assert json.loads(done.stdout)["prompt_tokens"] == len(tokens)
 
 

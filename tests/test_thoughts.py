@@ -22,17 +22,17 @@ from powerinfer.cli.common import Output, Parser
 from powerinfer.cli.run import answer, how_ended
 from powerinfer.cli.thinking import asked_thinking, thinking_flags, told_apart
 from powerinfer.errors import RequestError
-from powerinfer.formats.chat import ChatTemplate, plain_messages
-from powerinfer.formats.grammar import AfterThought, Grammar
-from powerinfer.formats.thoughts import Thinking, ThoughtFormat, Thoughts, read_thoughts
-from powerinfer.formats.tool_calls import HERMES
-from powerinfer.formats.tool_parser import Reasoning, ToolDelta
-from powerinfer.formats.tools import read_tools
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.grammar import Grammars
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.thinking import thoughts_of
 from powerinfer.serve.server import Server
+from powerinfer.text.chat import ChatTemplate, plain_messages
+from powerinfer.text.grammar import AfterThought, Grammar
+from powerinfer.text.thoughts import Thinking, ThoughtFormat, Thoughts, read_thoughts
+from powerinfer.text.tool_calls import HERMES
+from powerinfer.text.tool_parser import Reasoning, ToolDelta
+from powerinfer.text.tools import read_tools
 
 TOOLS = read_tools([WEATHER, NOW])
 USER = {"role": "user", "content": "Is it warm?"}
@@ -158,7 +158,7 @@ def test_a_model_that_does_not_think_costs_no_rendering(monkeypatch: pytest.Monk
 
 
 def test_a_template_that_takes_too_long_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("powerinfer.formats.thoughts.SECONDS", -1.0)
+    monkeypatch.setattr("powerinfer.text.thoughts.SECONDS", -1.0)
     monkeypatch.setattr(ChatTemplate, "render", lambda *_, **__: pytest.fail("rendered"))
     found = read_thoughts(ChatTemplate(QWEN3 + "{# another #}"))
     assert found == Thoughts("<think>", "</think>"), "its marks are known ones"

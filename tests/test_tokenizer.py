@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from powerinfer.errors import ModelError, RequestError
-from powerinfer.formats import bpe
-from powerinfer.formats.pre_tokenizers import PRE_TOKENIZERS
-from powerinfer.formats.tokenizer import Tokenizer, ends_of_generation
-from powerinfer.formats.tokenizer_folder import tokenizer_from_folder
-from powerinfer.formats.tokenizer_gguf import tokenizer_from_gguf
+from powerinfer.text import bpe
+from powerinfer.text.pre_tokenizers import PRE_TOKENIZERS
+from powerinfer.text.tokenizer import Tokenizer, ends_of_generation
+from powerinfer.text.tokenizer_folder import tokenizer_from_folder
+from powerinfer.text.tokenizer_gguf import tokenizer_from_gguf
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's what they'd've said, isn't it? WE'RE DONE, I'LL SAY!",
@@ -962,7 +962,7 @@ def test_random_bytes_decode_as_in_transformers() -> None:
 
 def test_a_short_prompt_waits_for_no_library() -> None:
     program = (
-        "import json, sys; from powerinfer.formats.tokenizer_gguf import tokenizer_from_gguf\n"
+        "import json, sys; from powerinfer.text.tokenizer_gguf import tokenizer_from_gguf\n"
         "tokenizer = tokenizer_from_gguf(json.load(sys.stdin)); ids = tokenizer.encode('<|im_start|>hello world 12')\n"
         "assert tokenizer.decode(ids) == 'hello world 12'; print('tokenizers' in sys.modules)"
     )

@@ -16,8 +16,9 @@ from test_grammar import bits, random_tokens
 from toy_model import BOS, EOS, VOCAB, ToyTokenizer
 
 from powerinfer.errors import RequestError
-from powerinfer.formats.chat import ChatTemplate
-from powerinfer.formats.tool_calls import (
+from powerinfer.runtime.grammar import Grammars, LazyMask
+from powerinfer.text.chat import ChatTemplate
+from powerinfer.text.tool_calls import (
     GENERIC,
     HERMES,
     LLAMA,
@@ -26,9 +27,8 @@ from powerinfer.formats.tool_calls import (
     PHI4_MINI,
     ToolFormat,
 )
-from powerinfer.formats.tool_parser import ToolDelta
-from powerinfer.formats.tools import ToolChoice, read_tool_choice, read_tools
-from powerinfer.runtime.grammar import Grammars, LazyMask
+from powerinfer.text.tool_parser import ToolDelta
+from powerinfer.text.tools import ToolChoice, read_tool_choice, read_tools
 
 WEATHER = {
     "type": "function",

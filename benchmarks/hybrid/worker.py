@@ -53,6 +53,7 @@ from powerinfer.placement import budget
 from powerinfer.placement.plan import Plan, make_plan
 from powerinfer.placement.solver import GROUP
 from powerinfer.system import peak_memory
+from powerinfer.text.model_text import tokenizer_of
 
 POLICIES = ("time", "ilp", "greedy", "random", "layers", "dense")
 TRACED = 4  # steps
@@ -280,7 +281,7 @@ def _load(model: Path, engine: EngineConfig, policy: str) -> tuple[LLM, Plan | N
     elif plan is not None and policy != "time":
         plan = make_plan(replace(plan.request, policy=policy))
     executor, sparsity = load_resolved(replace(resolved, plan=plan), lambda: [1])
-    llm = LLM.from_parts(executor, checkpoint.tokenizer(), checkpoint.config, engine, sparsity=sparsity)
+    llm = LLM.from_parts(executor, tokenizer_of(checkpoint), checkpoint.config, engine, sparsity=sparsity)
     return llm, None if policy == "layers" else plan  # what would be predicted is not what is run
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from powerinfer.formats.tokenizer_gguf import CONTROL, NORMAL, UNKNOWN, UNUSED
+from powerinfer.text.tokenizer_gguf import CONTROL, NORMAL, UNKNOWN, UNUSED
 
 
 def byte_characters() -> list[str]:

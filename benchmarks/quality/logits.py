@@ -1,5 +1,6 @@
 """How close the answers on SmolLM2 come to exact ones, for this engine and for llama.cpp.
 
+from powerinfer.text.model_text import tokenizer_of
     python -m benchmarks.quality.logits --models FOLDER --types Q4_1 Q8_0 --llama-perplexity PATH [--windows 20]
 
 The reference is `transformers` in fp32 on the weights that the file's blocks stand for. The text is wikitext-2 raw
@@ -168,6 +169,7 @@ def powerinfer_logits(path: Path, threads: int) -> Logits:
     from powerinfer.devices import Batch
     from powerinfer.formats.checkpoint import open_checkpoint
     from powerinfer.models import load
+    from powerinfer.text.model_text import tokenizer_of
 
     engine = EngineConfig(threads=threads, context=WINDOW, prefill_chunk=WINDOW, max_batch=1)
     executor = load(open_checkpoint(path), engine)
@@ -263,7 +265,7 @@ def same_tokens(model: Path, text: Path, tokens: np.ndarray) -> bool:
     """Whether this engine's tokenizer gives llama.cpp's ids on the measured text."""
     from powerinfer.formats.checkpoint import open_checkpoint
 
-    ids = open_checkpoint(model).tokenizer().encode(text.read_text(encoding="utf-8"))
+    ids = tokenizer_of(open_checkpoint(model)).encode(text.read_text(encoding="utf-8"))
     return ids[: tokens.size] == tokens.reshape(-1).tolist()
 
 

@@ -26,6 +26,7 @@ from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.report.plots import MASS, cumulative
 from powerinfer.sparsify.torch_model import Hidden, Neurons, Seen, TorchModel, activate, load, narrowed
 from powerinfer.sparsify.training import fast_type
+from powerinfer.text.model_text import tokenizer_of
 
 ROWS = 4
 """Windows that are computed at once."""
@@ -47,7 +48,7 @@ def windows(checkpoint: Checkpoint, texts: Sequence[Path], count: int, context: 
             words = text.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             raise RequestError(f"{text} is not UTF-8") from None
-        found += perplexity_windows(checkpoint.tokenizer(), words, context)
+        found += perplexity_windows(tokenizer_of(checkpoint), words, context)
     some = np.linspace(0, len(found) - 1, min(count, len(found))).round().astype(int)
     return torch.tensor([found[at] for at in some])
 

@@ -17,9 +17,9 @@ from powerinfer.runtime.runner import SCORE_ROWS
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from powerinfer.formats.tokenizer import Tokenizer
     from powerinfer.runtime.engine import LLM
     from powerinfer.tasks import Item
+    from powerinfer.text.tokenizer import Tokenizer
 
 PROMPT = 16
 """Tokens at the start of a window that are computed as a prompt when two engines are compared."""

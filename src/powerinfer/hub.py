@@ -33,7 +33,7 @@ from powerinfer.pinned import ALIASES, CATALOGUE, DEFAULT_MODELS, PinnedModel, U
 from powerinfer.progress import Progress, Say, silent
 
 if TYPE_CHECKING:
-    from powerinfer.formats.sampling_defaults import SamplingDefaults
+    from powerinfer.text.sampling_defaults import SamplingDefaults
 
 MANIFEST = "manifest.json"
 _REPOSITORY = re.compile(r"(?P<owner>[\w-][\w.-]*)/(?P<name>[\w-][\w.-]*)(?::(?P<tag>[\w.-]+))?")
@@ -334,7 +334,7 @@ def _is_repository(name: str) -> bool:
 
 def recommended_sampling(path: Path) -> SamplingDefaults:
     """The values measured to suit a downloaded model whose file states none."""
-    from powerinfer.formats.sampling_defaults import SamplingDefaults
+    from powerinfer.text.sampling_defaults import SamplingDefaults
 
     pinned = pinned_at(path)
     if pinned is None or not pinned.sampling:

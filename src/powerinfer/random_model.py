@@ -21,13 +21,13 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.formats.bpe import byte_alphabet
 from powerinfer.formats.gguf import encoded, write_gguf
 from powerinfer.formats.gguf_model import NAMES
 from powerinfer.formats.quant import Bytes, Float32
-from powerinfer.formats.tokenizer_gguf import CONTROL, NORMAL, UNKNOWN
 from powerinfer.placement.power_law import power_law
 from powerinfer.progress import Progress, silent
+from powerinfer.text.bpe import byte_alphabet
+from powerinfer.text.tokenizer_gguf import CONTROL, NORMAL, UNKNOWN
 
 CARRIED = 0.5  # the constant component, relative to the rest of the embedding
 FFN_WRITES = 0.3  # variance that all FFNs together add to the stream, relative to the embedding's

@@ -15,7 +15,7 @@ from typing import Any
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.json_file import parse_json, read_limited
 from powerinfer.formats.mapped import shown
-from powerinfer.formats.tokenizer import valid_unicode
+from powerinfer.text.tokenizer import valid_unicode
 
 MAX_BYTES = 1 << 27
 MAX_CHOICES = 64

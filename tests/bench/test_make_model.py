@@ -17,6 +17,7 @@ from benchmarks.models.weights import ATTENTION_WRITES, Plan, Weights
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.predictor_file import open_predictor
 from powerinfer.placement.power_law import hot_share, layer_means, power_law
+from powerinfer.text.model_text import tokenizer_of
 
 VOCAB = 4096  # every token is seen once: then tokens are independent draws
 TINY = {"d_model": 128, "d_ff": 512, "n_layers": 3, "n_heads": 4, "vocab": VOCAB, "context": 64, "noise_rank": 48}
@@ -203,8 +204,8 @@ def test_both_formats_hold_the_same_model(kind: str, tmp_path: Path) -> None:
     one, other = (open_checkpoint(tmp_path / name) for name in ("model.gguf", "model"))
     assert one.config.activations == other.config.activations == made.activation
     text = "the rain\nin Spain, 2024 ÄÖ<|eos|>"
-    assert one.tokenizer().encode(text) == other.tokenizer().encode(text)
-    assert one.tokenizer().decode(one.tokenizer().encode(text), skip_special=False) == text
+    assert tokenizer_of(one).encode(text) == tokenizer_of(other).encode(text)
+    assert tokenizer_of(one).decode(tokenizer_of(one).encode(text), skip_special=False) == text
 
 
 @pytest.mark.parametrize(("kind", "digits"), [("f16", 11), ("bf16", 8)])

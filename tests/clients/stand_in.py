@@ -22,14 +22,15 @@ import numpy as np
 
 from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerConfig, ModelConfig, ServeConfig
 from powerinfer.devices import Batch
-from powerinfer.formats.chat import ChatTemplate
 from powerinfer.formats.checkpoint import open_checkpoint
-from powerinfer.formats.tokenizer import Tokenizer
 from powerinfer.hub import resolve_model
 from powerinfer.runtime.engine import LLM
 from powerinfer.serve import logs
 from powerinfer.serve.served import ModelSource
 from powerinfer.serve.server import Server, make_server
+from powerinfer.text.chat import ChatTemplate
+from powerinfer.text.model_text import tokenizer_of
+from powerinfer.text.tokenizer import Tokenizer
 
 NAME = "stand-in"
 TURN = "<|im_start|>assistant\n"
@@ -156,7 +157,7 @@ def stand_in(tokenizer: Any, vocab_size: int, context: int, template: str = TEMP
 def make(context: int) -> Server:
     """The server, with SmolLM2's tokenizer."""
     checkpoint = open_checkpoint(resolve_model("smollm2"))
-    llm = stand_in(checkpoint.tokenizer(), checkpoint.config.vocab_size, context)
+    llm = stand_in(tokenizer_of(checkpoint), checkpoint.config.vocab_size, context)
     requests = llm.engine.max_batch + llm.engine.max_queue
     return make_server([ModelSource((NAME,), lambda progress, budget: llm)], ServeConfig(port=0), requests)
 

@@ -44,10 +44,11 @@ from powerinfer.cli.screen import styled
 from powerinfer.cli.thinking import VALUES, asked_thinking, cannot_think, read_think, thinking_flags, told_apart
 from powerinfer.config import EngineConfig
 from powerinfer.errors import EngineError, PowerInferError, RequestError, did_you_mean
-from powerinfer.formats.chat import NEXT_TURN, plain_template, without_oldest
-from powerinfer.formats.thoughts import Thinking, read_thoughts
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.thinking import thinking_variables
+from powerinfer.text.chat import NEXT_TURN, plain_template, without_oldest
+from powerinfer.text.model_text import chat_template_of
+from powerinfer.text.thoughts import Thinking, read_thoughts
 
 if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint
@@ -142,7 +143,7 @@ def _talk(conversation: Conversation, name: str, interrupts: Interrupts, out: Ou
 
 def _check_template(checkpoint: Checkpoint) -> None:
     """ModelError if the model's template fails, RequestError if it takes no conversation."""
-    template = checkpoint.chat_template()
+    template = chat_template_of(checkpoint)
     if template is not None:
         template.render([{"role": "user", "content": "?"}])
 

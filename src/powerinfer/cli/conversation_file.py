@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.json_file import Length, checked, parse_json, read_limited
 from powerinfer.formats.prepared import write_small
-from powerinfer.formats.tokenizer import valid_unicode
+from powerinfer.text.tokenizer import valid_unicode
 
 LARGEST = 64 << 20  # bytes of a file
 

@@ -45,6 +45,7 @@ from powerinfer.cli.common import (
 )
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
+from powerinfer.text.model_text import tokenizer_of
 
 if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint
@@ -112,7 +113,7 @@ def _perplexity(args: argparse.Namespace, engine: EngineConfig, text: str, out: 
     windows: list[list[int]] = []
 
     def check(checkpoint: Checkpoint) -> None:
-        windows.extend(perplexity_windows(checkpoint.tokenizer(), text, engine.context))
+        windows.extend(perplexity_windows(tokenizer_of(checkpoint), text, engine.context))
 
     with open_llm(args.model, engine, out, check) as llm, Bar() as bar:
         dense = args.step is None and engine.selector in DENSE
@@ -131,7 +132,7 @@ def _agreement(args: argparse.Namespace, engine: EngineConfig, text: str, out: O
     against, step = args.against or "all", args.step or 1
     one, another = _with_selector(engine, engine.selector, against), _with_selector(engine, against, engine.selector)
     checkpoint = open_model(args.model, engine, out)
-    agreement_windows(checkpoint.tokenizer(), text, engine.context, args.tokens)
+    agreement_windows(tokenizer_of(checkpoint), text, engine.context, args.tokens)
     for each in (one, another):
         select(checkpoint, each)  # refused now, and not once the other is loaded
     with open_llm(args.model, one, out) as llm, ExitStack() as stack:
@@ -161,7 +162,7 @@ def _tasks(args: argparse.Namespace, engine: EngineConfig, out: Output) -> dict[
 
     read = [read_items(Path(path), args.limit) for path in args.file]
     checkpoint = open_model(args.model, engine, out)
-    tokenizer, most = checkpoint.tokenizer(), engine.context or checkpoint.config.context_length
+    tokenizer, most = tokenizer_of(checkpoint), engine.context or checkpoint.config.context_length
     encoded = [encode_items(tokenizer, items, most) for items in read]
     if not engine.context:
         longest = max(len(tokens) - 1 for items in encoded for item in items for tokens in item.texts)

@@ -24,6 +24,7 @@ from powerinfer.cli.common import Output, config_flags, config_from, model_argum
 from powerinfer.config import AttentionConfig, EngineConfig
 from powerinfer.errors import PowerInferError
 from powerinfer.progress import Progress, silent
+from powerinfer.text.model_text import chat_template_of, has_tokenizer, tokenizer_of
 
 if TYPE_CHECKING:
     from powerinfer.config import LayerConfig, ModelConfig, RopeConfig
@@ -67,7 +68,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     """The model as its files describe it."""
     config = checkpoint.config
-    tokenizer = checkpoint.tokenizer() if checkpoint.has_tokenizer else None
+    tokenizer = tokenizer_of(checkpoint) if has_tokenizer(checkpoint) else None
     return {
         "name": config.name,
         "architecture": config.architecture,
@@ -81,7 +82,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "layers": [{"numbers": numbers, **dataclasses.asdict(layer)} for layer, numbers in _kinds(config).items()],
         "quantisation": {"main": checkpoint.main_type, "bytes": checkpoint.bytes_by_type},
         "tokenizer": tokenizer and {"vocab_size": tokenizer.vocab_size, "end_ids": sorted(tokenizer.eos_ids)},
-        "chat_template": tokenizer is not None and checkpoint.chat_template() is not None,
+        "chat_template": tokenizer is not None and chat_template_of(checkpoint) is not None,
         "notes": [*checkpoint.notes, *(tokenizer.notes if tokenizer is not None else ())],
         "unread_keys": checkpoint.unread,
         "fingerprint": checkpoint.fingerprint,

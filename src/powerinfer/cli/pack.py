@@ -21,6 +21,7 @@ from powerinfer.cli.common import Output, config_flags, config_from, model_argum
 from powerinfer.config import THRESHOLDED, EngineConfig, ModelConfig
 from powerinfer.formats import bundle_file
 from powerinfer.formats.bundle_file import ROW_TYPES
+from powerinfer.text.model_text import has_tokenizer
 
 CONTEXT = 128  # tokens of the check's windows
 TYPES = ("auto", *map(str.lower, ROW_TYPES))
@@ -66,7 +67,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     document = describe(bundles, packed)
     document["agreement"] = None
     if packed and args.check:
-        if checkpoint.has_tokenizer:
+        if has_tokenizer(checkpoint):
             document["agreement"] = _agreement(checkpoint.config, args.model, engine, out)
         else:
             out.note("not compared with the dense weights: the model's files have no tokenizer")

@@ -48,17 +48,18 @@ from powerinfer.cli.screen import has_styles
 from powerinfer.cli.thinking import asked_thinking, cannot_think, thinking_flags, told_apart
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
-from powerinfer.formats.tool_parser import AnswerDelta, AnswerParser, Reasoning
 from powerinfer.progress import Progress, silent
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.request import Completion
 from powerinfer.runtime.thinking import thinking_variables
+from powerinfer.text.model_text import chat_template_of
+from powerinfer.text.tool_parser import AnswerDelta, AnswerParser, Reasoning
 
 if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint
-    from powerinfer.formats.thoughts import Thinking
     from powerinfer.runtime.engine import LLM, Stream
     from powerinfer.runtime.sampling import TokenLogprob
+    from powerinfer.text.thoughts import Thinking
 
 LARGEST = 16 << 20  # bytes of a prompt on stdin: more tokens than any context
 PATIENCE = 2.0  # seconds before it is said that the rest of the prompt is awaited on stdin
@@ -153,7 +154,7 @@ def _file(path: str) -> str:
 
 
 def _check_system(checkpoint: Checkpoint) -> None:
-    if checkpoint.chat_template() is None:
+    if chat_template_of(checkpoint) is None:
         raise RequestError("--system needs a chat template, and this model has none")
 
 

@@ -23,7 +23,7 @@ from prompt_toolkit.history import History
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 from powerinfer.cli.screen import has_styles
-from powerinfer.formats.tokenizer import valid_unicode
+from powerinfer.text.tokenizer import valid_unicode
 
 MOST_ENTRIES = 1000
 MOST_BYTES = 1 << 20  # of the history's file, before it is shortened

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from powerinfer.formats.thoughts import EFFORTS, Thinking
-from powerinfer.formats.tool_parser import AnswerParser
+from powerinfer.text.thoughts import EFFORTS, Thinking
+from powerinfer.text.tool_parser import AnswerParser
 
 if TYPE_CHECKING:
     from powerinfer.runtime.engine import LLM
@@ -72,8 +72,8 @@ def told_apart(
 ) -> tuple[AnswerParser | None, SamplingParams]:
     """What tells reasoning from the answer to a prompt, of a model that marks it, and parameters that keep the marks in
     the text; None of others. Where special tokens are to be shown, all is text."""
-    from powerinfer.formats.tool_calls import reasoning_format
     from powerinfer.runtime.thinking import with_thoughts
+    from powerinfer.text.tool_calls import reasoning_format
 
     channels, shown = reasoning_format(None if llm.template is None else llm.template.source), params
     params, form = with_thoughts(llm, wanted or Thinking(), params, channels, prompt)

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,11 +45,6 @@ from powerinfer.formats.tensors import (
 )
 from powerinfer.neurons import Indices
 from powerinfer.progress import Progress, silent
-
-if TYPE_CHECKING:
-    from powerinfer.formats.chat import ChatTemplate
-    from powerinfer.formats.sampling_defaults import SamplingDefaults
-    from powerinfer.formats.tokenizer import Tokenizer
 
 __all__ = ["Checkpoint", "Progress", "RawTensor", "open_checkpoint"]
 
@@ -348,39 +343,6 @@ class Checkpoint:
             for part in self._tensors[name].samples():
                 digest.update(part)
         return digest.hexdigest()[:32]
-
-    @cached_property
-    def _tokenizer(self) -> Tokenizer:
-        if self.source == "gguf":
-            from powerinfer.formats.tokenizer_gguf import tokenizer_from_gguf
-
-            return tokenizer_from_gguf(self.metadata)
-        from powerinfer.formats.tokenizer_folder import tokenizer_from_folder
-
-        return tokenizer_from_folder(self.path)
-
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, made on the first call. ModelError if the model has none that can be used."""
-        return self._tokenizer
-
-    @property
-    def has_tokenizer(self) -> bool:
-        """Whether the model's files have a tokenizer, be it one that can be used or not."""
-        if self.source == "gguf":
-            return "tokenizer.ggml.model" in self.metadata
-        return (self.path / "tokenizer.json").is_file()
-
-    def sampling_defaults(self) -> SamplingDefaults:
-        """How the model's publisher wants it sampled, as its files say."""
-        from powerinfer.formats.sampling_defaults import folder_defaults, gguf_defaults
-
-        return gguf_defaults(self.metadata) if self.source == "gguf" else folder_defaults(self.path)
-
-    def chat_template(self) -> ChatTemplate | None:
-        """The model's chat template, None if it has none."""
-        from powerinfer.formats.chat import chat_template
-
-        return chat_template(self._tokenizer)
 
 
 def _place(file: MappedFile, run: Bytes) -> Place | None:

@@ -23,12 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.errors import ModelError, RequestError
-from powerinfer.formats.chat import ROLES, ChatTemplate, encode_chat
 from powerinfer.formats.mapped import shown
 from powerinfer.progress import Progress, Say, silent
+from powerinfer.text.chat import ROLES, ChatTemplate, encode_chat
 
 if TYPE_CHECKING:
-    from powerinfer.formats.tokenizer import Tokenizer
+    from powerinfer.text.tokenizer import Tokenizer
 
 SAMPLE = "built-in sample"
 SAMPLE_SOURCE = (

@@ -15,6 +15,7 @@ from powerinfer.errors import RequestError
 from powerinfer.prepare.counting import Task
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity.selection import check_neurons
+from powerinfer.text.model_text import chat_template_of, tokenizer_of
 
 if TYPE_CHECKING:
     from powerinfer.devices.cpu import CpuExecutor
@@ -68,8 +69,8 @@ def read(checkpoint: Checkpoint, options: ProfileConfig, say: Say, progress: Pro
         raise RequestError(f"--window {options.window} is more than the model's context of {config.context_length}")
     corpora = open_corpora(options.corpus)
     window = options.window or min(WINDOW, config.context_length)
-    template = checkpoint.chat_template()
-    windows = read_windows(corpora, checkpoint.tokenizer(), window, options.tokens, progress, template, say)
+    template = chat_template_of(checkpoint)
+    windows = read_windows(corpora, tokenizer_of(checkpoint), window, options.tokens, progress, template, say)
     if not options.corpus:
         say(f"the text is a small built-in sample of {windows.tokens} tokens ({SAMPLE_SOURCE}): use --corpus for more")
     if config.experts and config.why_not_predicted is not None:
@@ -153,7 +154,7 @@ def _calibrated(
     from powerinfer.runtime.engine import LLM
 
     checkpoint, windows = saved.checkpoint, saved.task.windows
-    tokenizer = checkpoint.tokenizer()
+    tokenizer = tokenizer_of(checkpoint)
     scored, rest = held_out(len(windows.ids))
     if not state.magnitudes.size:
         state.magnitudes = measure_magnitudes(executor, windows, rest, checkpoint.config.n_layers, progress)

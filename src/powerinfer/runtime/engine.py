@@ -18,8 +18,6 @@ import numpy as np
 from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.devices import Executor
 from powerinfer.errors import CLOSED, RequestError
-from powerinfer.formats.chat import NO_TEMPLATE, encode_chat, plain_messages
-from powerinfer.formats.sampling_defaults import SamplingDefaults
 from powerinfer.progress import Progress, silent
 from powerinfer.runtime.live import Live
 from powerinfer.runtime.options import (
@@ -48,18 +46,21 @@ from powerinfer.runtime.request import (
 from powerinfer.runtime.runner import SCORE_ROWS, Runner
 from powerinfer.sparsity import Sparsity
 from powerinfer.system import limited_threads
+from powerinfer.text.chat import NO_TEMPLATE, encode_chat, plain_messages
+from powerinfer.text.model_text import chat_template_of, sampling_defaults_of, tokenizer_of
+from powerinfer.text.sampling_defaults import SamplingDefaults
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from powerinfer.devices.disk import DiskTier
     from powerinfer.devices.trace import Trace
-    from powerinfer.formats.chat import ChatTemplate
     from powerinfer.formats.checkpoint import Checkpoint
-    from powerinfer.formats.tokenizer import Tokenizer
     from powerinfer.runtime.driver import EngineStats
     from powerinfer.runtime.runner import UseLogits
     from powerinfer.runtime.sampling import TokenMask
+    from powerinfer.text.chat import ChatTemplate
+    from powerinfer.text.tokenizer import Tokenizer
 
 POLL = 0.1  # seconds between two calls of a stream's `progress`
 
@@ -136,12 +137,12 @@ class LLM:
         _check_context(engine, checkpoint.config)
         if check is not None:
             check(checkpoint)
-        tokenizer = checkpoint.tokenizer()
-        sampling = checkpoint.sampling_defaults()
+        tokenizer = tokenizer_of(checkpoint)
+        sampling = sampling_defaults_of(checkpoint)
         threads, line = limited_threads(engine.threads)
         engine, notes = replace(engine, threads=threads), checkpoint.notes + ([] if line is None else [line])
         notes.extend((*tokenizer.notes, *sampling.notes))
-        template, pinned = checkpoint.chat_template(), pinned_at(path)
+        template, pinned = chat_template_of(checkpoint), pinned_at(path)
         if template is not None and pinned is not None:
             template = template.with_variables(pinned.template)
         sampling = sampling if sampling.values else recommended_sampling(checkpoint.path)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Collection
 
 from powerinfer.errors import RequestError
-from powerinfer.formats.grammar import MAX_RULES
+from powerinfer.text.grammar import MAX_RULES
 
 _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(?s:.))")
 _TOKEN = re.compile(

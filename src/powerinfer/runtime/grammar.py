@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from powerinfer.errors import CLOSED, ModelError, PowerInferError, RequestError, one_line
-from powerinfer.formats.grammar import JSON_OPTIONS, KINDS, AfterThought, Grammar, LazyGrammar
-from powerinfer.formats.schemas import place_of
 from powerinfer.runtime.gbnf import lark_of_gbnf
 from powerinfer.runtime.thought_mask import AnswerMask, Spelling, ThoughtMask
+from powerinfer.text.grammar import JSON_OPTIONS, KINDS, AfterThought, Grammar, LazyGrammar
+from powerinfer.text.schemas import place_of
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
     from numpy.typing import NDArray
 
-    from powerinfer.formats.tokenizer import Tokenizer
+    from powerinfer.text.tokenizer import Tokenizer
 
 CACHE_BYTES = 64 << 20
 COMPILE_SECONDS = 5.0  # wall-clock time; real grammars need milliseconds

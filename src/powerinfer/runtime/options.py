@@ -14,8 +14,8 @@ from powerinfer.errors import RequestError, did_you_mean
 from powerinfer.sizes import A_SIZE, NoUnitError, read_size
 
 if TYPE_CHECKING:
-    from powerinfer.formats.grammar import AfterThought, Grammar, LazyGrammar
     from powerinfer.runtime.sampling import TokenMask
+    from powerinfer.text.grammar import AfterThought, Grammar, LazyGrammar
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import documented, option
 from powerinfer.errors import RequestError
-from powerinfer.formats.grammar import AfterThought, Grammar, LazyGrammar
 from powerinfer.runtime.options import SamplingOptions, check_names
+from powerinfer.text.grammar import AfterThought, Grammar, LazyGrammar
 
 MAX_TOP_LOGPROBS = 20
 MAX_BIAS = 1e6  # far above any logit, and far below the limit of float32

@@ -27,7 +27,7 @@ from powerinfer.runtime.text import TextStream
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from powerinfer.formats.tokenizer import Tokenizer
+    from powerinfer.text.tokenizer import Tokenizer
 
     UseLogits = Callable[[int, int, NDArray[np.float32]], None]
     """use(text, position of the first row, float32 [n, vocab]), on the engine's thread; the rows are valid in the call.

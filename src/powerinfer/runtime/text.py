@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from powerinfer.formats.tokenizer import StreamDecoder
+    from powerinfer.text.tokenizer import StreamDecoder
 
 
 class TextStream:

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.formats.grammar import AfterThought, Grammar, LazyGrammar
-from powerinfer.formats.thoughts import Thinking, ThoughtFormat, Thoughts, read_thoughts
-from powerinfer.formats.tool_parser import AnswerFormat
+from powerinfer.text.grammar import AfterThought, Grammar, LazyGrammar
+from powerinfer.text.thoughts import Thinking, ThoughtFormat, Thoughts, read_thoughts
+from powerinfer.text.tool_parser import AnswerFormat
 
 if TYPE_CHECKING:
-    from powerinfer.formats.chat import ChatTemplate
-    from powerinfer.formats.tokenizer import Tokenizer
     from powerinfer.runtime.engine import LLM
     from powerinfer.runtime.params import SamplingParams
+    from powerinfer.text.chat import ChatTemplate
+    from powerinfer.text.tokenizer import Tokenizer
 
 IN_VOCABULARY = ("<think>", "</think>")  # marks that are one token each where a model has been trained with them
 TAIL_TOKENS = 64  # of a prompt, which say whether it has begun a thought

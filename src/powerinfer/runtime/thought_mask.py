@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from powerinfer.formats.grammar import AfterThought, Grammar
-from powerinfer.formats.marks import overlap
+from powerinfer.text.grammar import AfterThought, Grammar
+from powerinfer.text.marks import overlap
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from powerinfer.formats.tokenizer import Tokenizer
+    from powerinfer.text.tokenizer import Tokenizer
 
 MAX_SPACE = 8  # bytes of white space between a thought and what a grammar is about
 MAX_BEYOND = 3  # tokens by which a thought may exceed its budget, to complete a character

@@ -21,7 +21,6 @@ from starlette.types import Receive, Scope, Send
 
 from powerinfer import __version__
 from powerinfer.errors import RequestError
-from powerinfer.formats.tool_parser import AnswerFormat
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.thinking import with_thoughts
 from powerinfer.serve.answers import Answers, Job, Limits, answers
@@ -59,6 +58,7 @@ from powerinfer.serve.service import Service
 from powerinfer.serve.shapes import AnswerShape, ChatShape, Logprobs, TextShape, Usage, add_logprobs, encode_json
 from powerinfer.serve.thinking import Asked, Defaults
 from powerinfer.serve.work import in_worker, read_json
+from powerinfer.text.tool_parser import AnswerFormat
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,14 +8,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import RequestError
-from powerinfer.formats.dialect_reading import read_dialect
-from powerinfer.formats.grammar import Grammar, LazyGrammar, json_text, response_format
-from powerinfer.formats.tool_calls import ToolFormat, reasoning_format
-from powerinfer.formats.tools import Tool, ToolChoice, read_tool_choice, read_tools
 from powerinfer.runtime.grammar import refusal
 from powerinfer.serve.api_error import ApiError
 from powerinfer.serve.logs import MAX_LOGGED, log
 from powerinfer.serve.schema import ChatRequest, Sampling, template_options
+from powerinfer.text.dialect_reading import read_dialect
+from powerinfer.text.grammar import Grammar, LazyGrammar, json_text, response_format
+from powerinfer.text.tool_calls import ToolFormat, reasoning_format
+from powerinfer.text.tools import Tool, ToolChoice, read_tool_choice, read_tools
 
 if TYPE_CHECKING:
     from powerinfer.runtime.engine import LLM

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from powerinfer.formats.tool_parser import AnswerDelta, AnswerFormat, Reasoning, ToolDelta
-from powerinfer.formats.tools import MAX_TOOLS
 from powerinfer.serve.api_error import ApiError, not_supported
 from powerinfer.serve.schema import MAX_PARTS, MAX_TEMPLATE_OPTIONS, Body, ChatRequest, Seed, TopK
 from powerinfer.serve.shapes import ChatShape, Delta, Logprobs, Usage, encode_json
+from powerinfer.text.tool_parser import AnswerDelta, AnswerFormat, Reasoning, ToolDelta
+from powerinfer.text.tools import MAX_TOOLS
 
 if TYPE_CHECKING:
-    from powerinfer.formats.tokenizer import Tokenizer
     from powerinfer.runtime.request import StreamEvent
+    from powerinfer.text.tokenizer import Tokenizer
 
 Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)]
 Id = Annotated[str, Field(max_length=256)]

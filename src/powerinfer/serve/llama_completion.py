@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from powerinfer.formats.sampling_defaults import SamplingDefaults
 from powerinfer.runtime.params import MAX_TOP_LOGPROBS, SamplingParams
 from powerinfer.runtime.request import Completion, Timings
 from powerinfer.serve.api_error import ApiError, not_supported
@@ -28,13 +27,14 @@ from powerinfer.serve.schema import (
     Whole,
 )
 from powerinfer.serve.shapes import LOWEST_LOGPROB, AnswerShape, Delta, Logprobs, Usage, sent_event
+from powerinfer.text.sampling_defaults import SamplingDefaults
 
 if TYPE_CHECKING:
-    from powerinfer.formats.tokenizer import Tokenizer
     from powerinfer.runtime.engine import LLM
     from powerinfer.runtime.request import StreamEvent
     from powerinfer.runtime.sampling import TokenLogprob
     from powerinfer.serve.answers import Answers
+    from powerinfer.text.tokenizer import Tokenizer
 
 MAX_FIELDS = 64  # of response_fields
 MAX_CHUNKS = 1024  # of input_extra

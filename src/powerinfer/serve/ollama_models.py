@@ -12,21 +12,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.checkpoint import open_checkpoint
-from powerinfer.formats.dialect_reading import read_dialect
 from powerinfer.runtime.thinking import thoughts_by
 from powerinfer.serve.api_error import ApiError
 from powerinfer.serve.llama_completion import InfillMarks
 from powerinfer.serve.ollama_bodies import moment
 from powerinfer.serve.service import TAG
+from powerinfer.text.dialect_reading import read_dialect
+from powerinfer.text.model_text import chat_template_of, sampling_defaults_of, tokenizer_of
 
 if TYPE_CHECKING:
     from powerinfer.config import ModelConfig
-    from powerinfer.formats.chat import ChatTemplate
     from powerinfer.formats.checkpoint import Checkpoint
-    from powerinfer.formats.sampling_defaults import SamplingDefaults
-    from powerinfer.formats.tokenizer import Tokenizer
     from powerinfer.runtime.engine import LLM
     from powerinfer.serve.served import ServedModel
+    from powerinfer.text.chat import ChatTemplate
+    from powerinfer.text.sampling_defaults import SamplingDefaults
+    from powerinfer.text.tokenizer import Tokenizer
 
 FILE_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
@@ -169,7 +170,7 @@ class _Model:
     def stored(cls, path: Path) -> _Model:
         found = open_checkpoint(path)
         return cls(
-            found.config, found.tokenizer(), found.chat_template(), found.sampling_defaults(), found.metadata,
+            found.config, tokenizer_of(found), chat_template_of(found), sampling_defaults_of(found), found.metadata,
             found.parameters, found.config.context_length,
         )  # fmt: skip
 

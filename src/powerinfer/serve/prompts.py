@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from powerinfer.errors import ModelError
-from powerinfer.formats.chat import without_oldest
-from powerinfer.formats.system_messages import placed
 from powerinfer.runtime.thinking import thinking_variables
 from powerinfer.serve.api_error import ApiError, ContextError
 from powerinfer.serve.constraints import Tools, chat_prompt
@@ -24,6 +22,8 @@ from powerinfer.serve.schema import (
 )
 from powerinfer.serve.scoring import echo_of
 from powerinfer.serve.shapes import Echo
+from powerinfer.text.chat import without_oldest
+from powerinfer.text.system_messages import placed
 
 if TYPE_CHECKING:
     from powerinfer.runtime.engine import LLM

@@ -16,15 +16,15 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from powerinfer.errors import did_you_mean
-from powerinfer.formats.chat import MessageError, plain_messages
-from powerinfer.formats.grammar import MAX_SOURCE
-from powerinfer.formats.sampling_defaults import SamplingDefaults
-from powerinfer.formats.tools import MAX_TOOLS
 from powerinfer.runtime.options import may_be_set
 from powerinfer.runtime.params import MAX_TOP_LOGPROBS, SamplingParams
 from powerinfer.serve.api_error import ApiError, not_supported, path_of
 from powerinfer.serve.logs import log
 from powerinfer.serve.thinking import ThinkingFields
+from powerinfer.text.chat import MessageError, plain_messages
+from powerinfer.text.grammar import MAX_SOURCE
+from powerinfer.text.sampling_defaults import SamplingDefaults
+from powerinfer.text.tools import MAX_TOOLS
 
 MAX_INT = 2**31 - 1
 UNLIMITED = -1  # max_tokens

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from powerinfer import __version__
-from powerinfer.formats.tool_parser import AnswerDelta, AnswerFormat, AnswerParser, Reasoning, ToolDelta
 from powerinfer.serve.timings import AnswerTimings
+from powerinfer.text.tool_parser import AnswerDelta, AnswerFormat, AnswerParser, Reasoning, ToolDelta
 
 if TYPE_CHECKING:
-    from powerinfer.formats.tokenizer import StreamDecoder, Tokenizer
     from powerinfer.runtime.request import Completion, StreamEvent
     from powerinfer.runtime.sampling import TokenLogprob
     from powerinfer.serve.answers import Answers
     from powerinfer.serve.api_error import ApiError
+    from powerinfer.text.tokenizer import StreamDecoder, Tokenizer
 
 LOWEST_LOGPROB = -9999.0  # what OpenAI gives for minus infinity, which JSON does not have
 DONE = b"data: [DONE]\n\n"

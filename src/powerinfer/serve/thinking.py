@@ -11,8 +11,8 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, Field
 
-from powerinfer.formats.thoughts import EFFORTS, Thinking
 from powerinfer.serve.api_error import ApiError, not_supported
+from powerinfer.text.thoughts import EFFORTS, Thinking
 
 MAX_INT = 2**31 - 1
 

@@ -17,8 +17,8 @@ import msgspec
 from starlette.concurrency import run_in_threadpool
 
 from powerinfer.errors import RequestError
-from powerinfer.formats.grammar import check_depth
 from powerinfer.serve.api_error import ApiError
+from powerinfer.text.grammar import check_depth
 
 T = TypeVar("T")
 

@@ -19,12 +19,13 @@ from powerinfer.errors import ModelError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.folder import THRESHOLDS, file_names
 from powerinfer.formats.folder_config import ARCHITECTURES, read_config
-from powerinfer.formats.tokenizer import Vocabulary
-from powerinfer.formats.tokenizer_folder import tokenizer_from_folder
-from powerinfer.formats.tokenizer_gguf import UNUSED
 from powerinfer.models.rope import rope_frequencies
 from powerinfer.sparsify.other_format import OtherFormat, same_tokens
 from powerinfer.sparsify.recipes import StoredTypes
+from powerinfer.text.model_text import sampling_defaults_of, tokenizer_of
+from powerinfer.text.tokenizer import Vocabulary
+from powerinfer.text.tokenizer_folder import tokenizer_from_folder
+from powerinfer.text.tokenizer_gguf import UNUSED
 
 FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
 """Of an architecture in GGUF the family of folders: Mistral's models are Llama's there."""
@@ -54,7 +55,7 @@ class AsFolder(OtherFormat):
         self.files = self._tokenizer(checkpoint)
         about = self.files.pop("config.json")
         self.document |= about
-        sampling = _sampling(checkpoint.sampling_defaults().values)
+        sampling = _sampling(sampling_defaults_of(checkpoint).values)
         if sampling:
             self.files["generation_config.json"] = about | sampling
 
@@ -114,7 +115,7 @@ class AsFolder(OtherFormat):
 
     def _tokenizer(self, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
         """tokenizer.json and tokenizer_config.json, and what config.json says of tokens."""
-        known = checkpoint.tokenizer()
+        known = tokenizer_of(checkpoint)
         vocabulary = known.vocabulary
         added: dict[int | None, str] = {token.id: token.text for token in vocabulary.added}
         ids = {"bos": vocabulary.bos_id, "eos": vocabulary.eos_id, "unk": vocabulary.unk_id}

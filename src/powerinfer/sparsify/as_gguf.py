@@ -17,13 +17,14 @@ from powerinfer.formats.gguf import GGUFFile
 from powerinfer.formats.gguf_model import NAMES, read_config
 from powerinfer.formats.layout import shapes
 from powerinfer.formats.quant import Float32
-from powerinfer.formats.sampling_defaults import GGUF_KEYS
 from powerinfer.formats.tensors import RawTensor
-from powerinfer.formats.tokenizer import ends_of_generation
-from powerinfer.formats.tokenizer_gguf import CONTROL, NORMAL, UNUSED, USER_DEFINED, tokenizer_from_gguf
 from powerinfer.models.rope import rope_frequencies
 from powerinfer.sparsify.other_format import OtherFormat, same_tokens
 from powerinfer.sparsify.recipes import StoredTypes
+from powerinfer.text.model_text import sampling_defaults_of, tokenizer_of
+from powerinfer.text.sampling_defaults import GGUF_KEYS
+from powerinfer.text.tokenizer import ends_of_generation
+from powerinfer.text.tokenizer_gguf import CONTROL, NORMAL, UNUSED, USER_DEFINED, tokenizer_from_gguf
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 """Of a family of folders the architecture in GGUF."""
@@ -54,7 +55,7 @@ class AsGGUF(OtherFormat):
         self.metadata = {"general.architecture": self.architecture, "general.name": name} | own
         self._check_config(self._read_again())
         self.metadata |= self._tokenizer(checkpoint)
-        self.metadata |= {GGUF_KEYS[key]: value for key, value in checkpoint.sampling_defaults().values.items()}
+        self.metadata |= {GGUF_KEYS[key]: value for key, value in sampling_defaults_of(checkpoint).values.items()}
 
     # ------------------------------------------------------------------------------------------------ configuration
 
@@ -103,7 +104,7 @@ class AsGGUF(OtherFormat):
     # ------------------------------------------------------------------------------------------------ tokenizer
 
     def _tokenizer(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        known = checkpoint.tokenizer()
+        known = tokenizer_of(checkpoint)
         vocabulary = known.vocabulary
         document = json.loads((checkpoint.path / "tokenizer.json").read_bytes())
         if not vocabulary.byte_level or document["model"].get("type") != "BPE":

@@ -27,9 +27,10 @@ from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.prepare.corpus import Conversation, Corpus, Encoder, Piece
 from powerinfer.progress import Progress, Say, silent
+from powerinfer.text.model_text import chat_template_of, tokenizer_of
 
 if TYPE_CHECKING:
-    from powerinfer.formats.tokenizer import Tokenizer
+    from powerinfer.text.tokenizer import Tokenizer
 
 FILE = "own-text.jsonl"
 PART = FILE + ".part"
@@ -110,10 +111,10 @@ def write_own_text(
 class _Writer:
     def __init__(self, checkpoint: Checkpoint, corpora: Sequence[Corpus], tokens: int, seed: int) -> None:
         self._checkpoint, self._corpora, self._tokens, self._seed = checkpoint, corpora, tokens, seed
-        self._tokenizer = checkpoint.tokenizer()
+        self._tokenizer = tokenizer_of(checkpoint)
         self._context = min(checkpoint.config.context_length, PROMPT + ANSWER)
         self._answer = min(ANSWER, self._context // 2)
-        self._chats = checkpoint.chat_template() is not None and any(
+        self._chats = chat_template_of(checkpoint) is not None and any(
             isinstance(piece, Conversation) for corpus in corpora for piece in corpus.pieces()
         )
         first = json.dumps(list(islice(self._prompts(self._encoder()), BATCH))).encode()
@@ -134,7 +135,7 @@ class _Writer:
     # ------------------------------------------------------------------------------------------------ prompts
 
     def _encoder(self) -> Encoder:
-        return Encoder(self._tokenizer, self._checkpoint.chat_template())
+        return Encoder(self._tokenizer, chat_template_of(self._checkpoint))
 
     def _prompts(self, encoder: Encoder) -> Iterator[list[int]]:
         """All prompts of the texts, of each in turn."""

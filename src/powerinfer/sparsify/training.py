@@ -67,6 +67,7 @@ from powerinfer.sparsify.step_log import StepLog
 from powerinfer.sparsify.torch_model import ROUNDED, Neurons, TorchModel, load, narrowed
 from powerinfer.sparsify.writing import fitting
 from powerinfer.system import available_memory
+from powerinfer.text.model_text import chat_template_of, tokenizer_of
 
 HELD_OUT = 0.02  # of the windows of each text, at least MIN_HELD_OUT: measured on, never trained on
 MIN_HELD_OUT = 2
@@ -826,8 +827,8 @@ def _texts(
 
     To train on, each text gives an equal share of twice the tokens, drawn at random, with another start others.
     """
-    template, room = checkpoint.chat_template(), config.tokens * 2
-    windows = read_windows(corpora, checkpoint.tokenizer(), config.window, max(room, READ), progress, template, say)
+    template, room = chat_template_of(checkpoint), config.tokens * 2
+    windows = read_windows(corpora, tokenizer_of(checkpoint), config.window, max(room, READ), progress, template, say)
     rng = np.random.default_rng([config.seed, *(b"" if start is None else start.fingerprint.encode())])
     train, held, begin, left = [], [], 0, max(len(corpora), room // config.window)
     for at, (corpus, number) in enumerate(zip(windows.corpora, windows.number, strict=True)):

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import RequestError
-from powerinfer.formats.call_values import kinds, resolved
-from powerinfer.formats.grammar import JSON_OPTIONS, MAX_SOURCE, WHITESPACE, json_text, literal
-from powerinfer.formats.marks import HOLE
-from powerinfer.formats.tools import Tool
+from powerinfer.text.call_values import kinds, resolved
+from powerinfer.text.grammar import JSON_OPTIONS, MAX_SOURCE, WHITESPACE, json_text, literal
+from powerinfer.text.marks import HOLE
+from powerinfer.text.tools import Tool
 
 if TYPE_CHECKING:
-    from powerinfer.formats.tool_calls import ToolFormat
+    from powerinfer.text.tool_calls import ToolFormat
 
 MAX_CALLS = 16  # of one answer, where a grammar says what is called
 _ANY_ORDER = 4  # arguments that must be there and may come in any order

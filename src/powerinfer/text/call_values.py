@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from powerinfer.formats.grammar import MAX_DEPTH
-from powerinfer.formats.tokenizer import valid_unicode
+from powerinfer.text.grammar import MAX_DEPTH
+from powerinfer.text.tokenizer import valid_unicode
 
 _SPACE = " \t\r\n"
 _CLOSING = {"{": "}", "[": "]"}

@@ -19,7 +19,7 @@ from powerinfer.errors import ModelError, RequestError, one_line
 from powerinfer.formats.windows import WINDOW, find
 
 if TYPE_CHECKING:
-    from powerinfer.formats.tokenizer import Tokenizer
+    from powerinfer.text.tokenizer import Tokenizer
 
 _M = TypeVar("_M", bound=Mapping[str, Any])
 
@@ -89,7 +89,7 @@ class ChatTemplate:
         given = _plain_data({**self.variables, **options, "messages": shown})
         roles = self._roles_with_parts()
         if roles:
-            from powerinfer.formats.content_shapes import shaped
+            from powerinfer.text.content_shapes import shaped
 
             given["messages"] = [shaped(message, roles) for message in given["messages"]]
         text = self._text(given, add_generation_prompt)
@@ -99,7 +99,7 @@ class ChatTemplate:
         marked, spans = marks.take(self._text(marks.put(given), add_generation_prompt))
         if marked == text:
             return text, spans
-        from powerinfer.formats.spans import carried_over
+        from powerinfer.text.spans import carried_over
 
         in_contents = marks.tokens.fullmatch
         return text, carried_over(marked, spans, text, special_tokens, lambda token: bool(in_contents(token)))
@@ -116,21 +116,21 @@ class ChatTemplate:
         """The roles whose contents the template reads as lists of parts."""
         if self.source.replace("\\n", "\n") in _WRITTEN_OUT:
             return frozenset()
-        from powerinfer.formats.content_shapes import roles_with_parts
+        from powerinfer.text.content_shapes import roles_with_parts
 
         return roles_with_parts(self.source, self.bos, self.eos)
 
     def prepare(self) -> None:
         """Import Jinja and compile the template now, in any thread, so that the first `render` need not."""
         if self.source.replace("\\n", "\n") not in _WRITTEN_OUT:
-            from powerinfer.formats import sandbox
+            from powerinfer.text import sandbox
 
             with contextlib.suppress(sandbox.Failed, sandbox.Limit):  # the rendering says it
                 sandbox.render(self.source, None)
                 self._roles_with_parts()
 
     def _run(self, variables: dict[str, Any]) -> str:
-        from powerinfer.formats import sandbox
+        from powerinfer.text import sandbox
 
         try:
             return sandbox.render(self.source, variables, self.now)
@@ -392,7 +392,7 @@ def _plain_data(value: Any, depth: int = 0) -> Any:
     if depth > MAX_DEPTH:
         raise RequestError(f"the messages are nested more than {MAX_DEPTH} deep")
     if isinstance(value, str):
-        from powerinfer.formats.tokenizer import valid_unicode
+        from powerinfer.text.tokenizer import valid_unicode
 
         return valid_unicode(value)
     if value is None or isinstance(value, (bool, int, float)):

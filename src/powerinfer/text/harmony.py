@@ -14,10 +14,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from powerinfer.formats.call_values import Value
-from powerinfer.formats.marks import overlap
-from powerinfer.formats.tool_parser import AnswerDelta, Reasoning, ToolDelta
-from powerinfer.formats.tools import NAME
+from powerinfer.text.call_values import Value
+from powerinfer.text.marks import overlap
+from powerinfer.text.tool_parser import AnswerDelta, Reasoning, ToolDelta
+from powerinfer.text.tools import NAME
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 CALL, RETURN, CONSTRAIN = "<|call|>", "<|return|>", "<|constrain|>"

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from powerinfer.errors import RequestError
-from powerinfer.formats.call_values import closed
-from powerinfer.formats.grammar import json_text
+from powerinfer.text.call_values import closed
+from powerinfer.text.grammar import json_text
 
 
 def plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -15,12 +15,12 @@ from functools import lru_cache
 from typing import Any
 
 from powerinfer.errors import ModelError, RequestError
-from powerinfer.formats import tool_dialects, tool_messages
-from powerinfer.formats.chat import ChatTemplate
-from powerinfer.formats.marks import HOLE
-from powerinfer.formats.tool_calls import GENERIC, HARMONY, ToolFormat
-from powerinfer.formats.tool_parser import ToolDelta
-from powerinfer.formats.tools import Tool
+from powerinfer.text import tool_dialects, tool_messages
+from powerinfer.text.chat import ChatTemplate
+from powerinfer.text.marks import HOLE
+from powerinfer.text.tool_calls import GENERIC, HARMONY, ToolFormat
+from powerinfer.text.tool_parser import ToolDelta
+from powerinfer.text.tools import Tool
 
 SECONDS = 3.0  # of processor time for reading a template
 _MAX_TEXT = 1 << 17  # characters that it may write for a conversation of some words
@@ -127,7 +127,7 @@ class _Probe:
     """Renders one template, for as long as that takes little time."""
 
     def __init__(self, template: ChatTemplate) -> None:
-        from powerinfer.formats.sandbox import TimeLimit
+        from powerinfer.text.sandbox import TimeLimit
 
         self._template, self._limit = template, TimeLimit(SECONDS)
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from powerinfer.errors import RequestError
-from powerinfer.formats.grammar import MAX_SOURCE, check_depth, json_text
-from powerinfer.formats.schemas import enforceable
+from powerinfer.text.grammar import MAX_SOURCE, check_depth, json_text
+from powerinfer.text.schemas import enforceable
 
 MAX_TOOLS = 128
 MAX_SCHEMAS = MAX_SOURCE * 3 // 4  # characters of all functions' schemas; the grammar around them has the rest

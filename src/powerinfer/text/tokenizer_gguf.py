@@ -8,9 +8,9 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import ModelError
-from powerinfer.formats import bpe
-from powerinfer.formats.pre_tokenizers import PRE_TOKENIZERS
-from powerinfer.formats.tokenizer import Added, Encode, Engine, Tokenizer, Vocabulary, ends_of_generation
+from powerinfer.text import bpe
+from powerinfer.text.pre_tokenizers import PRE_TOKENIZERS
+from powerinfer.text.tokenizer import Added, Encode, Engine, Tokenizer, Vocabulary, ends_of_generation
 
 if TYPE_CHECKING:
     import tokenizers

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from powerinfer.formats import harmony
-from powerinfer.formats.marks import HOLE
-from powerinfer.formats.tool_calls import HARMONY, HERMES, LLAMA, PHI4_MINI, ToolFormat
+from powerinfer.text import harmony
+from powerinfer.text.marks import HOLE
+from powerinfer.text.tool_calls import HARMONY, HERMES, LLAMA, PHI4_MINI, ToolFormat
 
 
 class _Row(NamedTuple):

@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.formats.grammar import json_text
-from powerinfer.formats.marks import HOLE
+from powerinfer.text.grammar import json_text
+from powerinfer.text.marks import HOLE
 
 if TYPE_CHECKING:
-    from powerinfer.formats.tool_calls import ToolFormat
+    from powerinfer.text.tool_calls import ToolFormat
 
 
 def written(form: ToolFormat, calls: Sequence[Mapping[str, Any]]) -> str:

@@ -20,10 +20,10 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from powerinfer.errors import ModelError, RequestError
-from powerinfer.formats import harmony
-from powerinfer.formats.chat import ChatTemplate
-from powerinfer.formats.marks import overlap
-from powerinfer.formats.tool_parser import AnswerDelta, AnswerFormat, AnswerParser, Reasoning
+from powerinfer.text import harmony
+from powerinfer.text.chat import ChatTemplate
+from powerinfer.text.marks import overlap
+from powerinfer.text.tool_parser import AnswerDelta, AnswerFormat, AnswerParser, Reasoning
 
 EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
 """Degrees of thinking, from the least."""
@@ -205,7 +205,7 @@ class _Probe:
     """Renders one template, for as long as that takes little time."""
 
     def __init__(self, template: ChatTemplate) -> None:
-        from powerinfer.formats.sandbox import TimeLimit
+        from powerinfer.text.sandbox import TimeLimit
 
         self._template, self._limit = template, TimeLimit(SECONDS)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from powerinfer.errors import RequestError, one_line
-from powerinfer.formats.schemas import enforceable
 from powerinfer.formats.windows import WINDOW
+from powerinfer.text.schemas import enforceable
 
 MAX_SOURCE = 1 << 17  # characters
 MAX_DEPTH = 64  # of a schema

@@ -16,8 +16,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import ModelError, RequestError
-from powerinfer.formats import bpe
 from powerinfer.formats.windows import WINDOW, find
+from powerinfer.text import bpe
 
 if TYPE_CHECKING:
     import tokenizers

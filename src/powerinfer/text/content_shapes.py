@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from powerinfer.formats import sandbox
+from powerinfer.text import sandbox
 
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
 _MARKS = {role: f"q7{role}7q" for role in ("system", "user", "assistant", "tool")}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import ModelError
-from powerinfer.formats.tokenizer import Added, Engine, Tokenizer, Vocabulary, ends_of_generation, native_errors
+from powerinfer.text.tokenizer import Added, Engine, Tokenizer, Vocabulary, ends_of_generation, native_errors
 
 if TYPE_CHECKING:
     import tokenizers

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from powerinfer.formats.template_worker import OUT_OF_MEMORY
+from powerinfer.text.template_worker import OUT_OF_MEMORY
 
 SECONDS = 1.0  # CPU seconds for compiling and rendering; real templates need milliseconds
 WAIT = 10.0  # wall-clock seconds for question and answer, even on a busy machine

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from powerinfer.formats.call_readers import READERS
-from powerinfer.formats.marks import MISMATCH, MORE, follow, follow_any, overlap
+from powerinfer.text.call_readers import READERS
+from powerinfer.text.marks import MISMATCH, MORE, follow, follow_any, overlap
 
 if TYPE_CHECKING:
-    from powerinfer.formats.tool_calls import ToolFormat
+    from powerinfer.text.tool_calls import ToolFormat
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from powerinfer.errors import PowerInferError
-from powerinfer.formats.chat import ChatTemplate
+from powerinfer.text.chat import ChatTemplate
 
 _BREAK = "\n\n"  # between what were messages of their own
 

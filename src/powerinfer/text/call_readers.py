@@ -12,13 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from powerinfer.formats.call_values import Value, json_of_elements, json_of_text, json_of_value, kinds
-from powerinfer.formats.marks import HOLE, MISMATCH, MORE, follow, follow_any, overlap
-from powerinfer.formats.tokenizer import valid_unicode
-from powerinfer.formats.tools import NAME
+from powerinfer.text.call_values import Value, json_of_elements, json_of_text, json_of_value, kinds
+from powerinfer.text.marks import HOLE, MISMATCH, MORE, follow, follow_any, overlap
+from powerinfer.text.tokenizer import valid_unicode
+from powerinfer.text.tools import NAME
 
 if TYPE_CHECKING:
-    from powerinfer.formats.tool_calls import ToolFormat
+    from powerinfer.text.tool_calls import ToolFormat
 
 _MAX_KEY = 256  # characters, white space included
 

@@ -18,13 +18,13 @@ from string import ascii_letters, digits
 from typing import Any
 
 from powerinfer.errors import RequestError
-from powerinfer.formats import harmony, tool_messages
-from powerinfer.formats.call_grammar import CallRules, with_options
-from powerinfer.formats.call_writing import written
-from powerinfer.formats.grammar import Grammar, LazyGrammar, json_text, literal
-from powerinfer.formats.marks import HOLE
-from powerinfer.formats.tool_parser import AnswerParser, ToolParser
-from powerinfer.formats.tools import Tool, ToolChoice
+from powerinfer.text import harmony, tool_messages
+from powerinfer.text.call_grammar import CallRules, with_options
+from powerinfer.text.call_writing import written
+from powerinfer.text.grammar import Grammar, LazyGrammar, json_text, literal
+from powerinfer.text.marks import HOLE
+from powerinfer.text.tool_parser import AnswerParser, ToolParser
+from powerinfer.text.tools import Tool, ToolChoice
 
 
 @dataclass(frozen=True)
