@@ -7,14 +7,14 @@ from collections.abc import Container, Iterator
 from functools import cache
 from pathlib import Path
 
-PACKAGE = Path(__file__).parent.parent / "src" / "powerinfer"
+SOURCES = Path(__file__).parent.parent / "src"
 
 # A room may import rooms of a smaller rank, and itself; rooms of one rank do not know each other.
 RANK = {
     **dict.fromkeys(("config", "errors", "experts", "neurons", "progress", "sizes", "system"), 0),
     **{"formats": 1, "pinned": 1, "kernels": 2, "text": 2, "hub": 3, "devices": 3, "models": 4, "sparsity": 5},
-    **{"hardware": 5, "placement": 6, "hybrid": 7, "random_model": 7, "runtime": 8, "tasks": 8, "evaluate": 9, "comparison": 9},
-    **{"report": 9, "prepare": 10, "serve": 10, "sparsify": 11, "cli": 12, "__main__": 13},
+    **{"hardware": 5, "placement": 6, "hybrid": 7, "random_model": 7, "runtime": 8, "tasks": 8, "evaluate": 9},
+    **{"comparison": 9, "report": 9, "prepare": 10, "serve": 10, "powerinfer_train": 11, "cli": 12, "__main__": 13},
 }
 # Imported when they are used: slow to import, or not in the core install.
 LAZY = {
@@ -34,15 +34,15 @@ LAZY = {
 KERNELS = ("bundles", "delta", "experts", "fused", "kernels", "latent", "neurons")
 HEAVY = {f"powerinfer.kernels.triton_{name}" for name in KERNELS} | {
     "powerinfer.cli.terminal",
-    "powerinfer.sparsify.timing",
-    "powerinfer.sparsify.blocks",
-    "powerinfer.sparsify.torch_delta",
-    "powerinfer.sparsify.torch_latent",
-    "powerinfer.sparsify.torch_model",
-    "powerinfer.sparsify.training",
+    "powerinfer_train.timing",
+    "powerinfer_train.blocks",
+    "powerinfer_train.torch_delta",
+    "powerinfer_train.torch_latent",
+    "powerinfer_train.torch_model",
+    "powerinfer_train.training",
 }
 NEVER = {"pickle", "transformers", "gguf", "requests", "safetensors"}
-FILES = sorted(PACKAGE.rglob("*.py"))
+FILES = sorted(SOURCES.rglob("*.py"))
 
 
 @cache
@@ -72,11 +72,13 @@ def imports_of(path: Path) -> tuple[tuple[str, int], ...]:
 
 
 def room(module: str) -> str:
-    return module.split(".")[1]
+    """Another package counts as a room."""
+    package, *inner = module.split(".")
+    return inner[0] if package == "powerinfer" else package
 
 
 def module_name(path: Path) -> str:
-    return ".".join(("powerinfer", *path.relative_to(PACKAGE).with_suffix("").parts))
+    return ".".join(path.relative_to(SOURCES).with_suffix("").parts)
 
 
 def test_imports_go_one_way() -> None:
@@ -86,7 +88,8 @@ def test_imports_go_one_way() -> None:
             continue  # the package's own face looks into every room, lazily
         assert here in RANK, f"{path} is in no room that has a rank"
         for module, line in imports_of(path):
-            if module.startswith("powerinfer.") and room(module) not in (here, "_native", "__version__"):
+            inside = module.startswith(("powerinfer.", "powerinfer_train"))
+            if inside and room(module) not in (here, "_native", "__version__"):
                 assert RANK[room(module)] < RANK[here], f"{path}:{line}: {here} may not import {module}"
             if module == "powerinfer._native":
                 assert RANK[here] >= RANK["kernels"], f"{path}:{line}: {here} may not import the native module"
@@ -128,7 +131,7 @@ def test_only_the_server_needs_its_libraries() -> None:
     libraries = {"fastapi", "starlette", "pydantic", "uvicorn", "h11", "msgspec", "prometheus_client"}
     for path in FILES:
         modules = {module.split(".")[0] for module, _ in imports_of(path)}
-        assert not modules & libraries or room(f"powerinfer.{path.relative_to(PACKAGE).parts[0]}") == "serve", path
+        assert not modules & libraries or room(module_name(path)) == "serve", path
 
 
 def test_the_native_module_has_one_door() -> None:
@@ -136,5 +139,5 @@ def test_the_native_module_has_one_door() -> None:
     for path in FILES:
         modules = {module for module, _ in imports_of(path)}
         if "powerinfer._native" in modules:
-            users.add(path.relative_to(PACKAGE).parts[0])
+            users.add(room(module_name(path)))
     assert users <= {"kernels", "devices"}

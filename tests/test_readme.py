@@ -328,12 +328,12 @@ def test_every_exception_is_of_a_command() -> None:
 
 def test_the_wheel_has_every_file_of_the_package(machine: Machine) -> None:
     (wheel,) = (machine.bin.parent.parent / "wheels").glob("*.whl")
-    packed = {name for name in ZipFile(wheel).namelist() if name.startswith("powerinfer/")}
-    package = ROOT / "src" / "powerinfer"
-    files = {path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    packed = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    source = ROOT / "src"
+    files = {path for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     built = {path for path in files if path.name.startswith("_native")}
-    sources = {path for path in files if package / "csrc" in path.parents}
-    assert packed == {f"powerinfer/{path.relative_to(package)}" for path in files - built - sources}
+    native = {path for path in files if source / "powerinfer" / "csrc" in path.parents}
+    assert packed == {str(path.relative_to(source)) for path in files - built - native}
 
 
 @pytest.mark.parametrize("where", ["in the clone", "elsewhere"])

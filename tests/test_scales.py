@@ -23,12 +23,12 @@ from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.quant import block_type, quantize
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.prepare.corpus import open_corpora
-from powerinfer.sparsify import sparsify
-from powerinfer.sparsify.blocks import Blocks, linear
-from powerinfer.sparsify.estimate import estimate, memory
-from powerinfer.sparsify.recipes import RECIPES, StoredTypes, code_bytes, code_bytes_of_k_quants, trained_names
-from powerinfer.sparsify.training import Sparsifier
-from powerinfer.sparsify.writing import write_model
+from powerinfer_train import sparsify
+from powerinfer_train.blocks import Blocks, linear
+from powerinfer_train.estimate import estimate, memory
+from powerinfer_train.recipes import RECIPES, StoredTypes, code_bytes, code_bytes_of_k_quants, trained_names
+from powerinfer_train.training import Sparsifier
+from powerinfer_train.writing import write_model
 
 
 def tensor(kind: str, *shape: int) -> RawTensor:

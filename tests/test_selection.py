@@ -19,6 +19,7 @@ from powerinfer.config import EngineConfig, PlanConfig, TrainConfig
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.hybrid.resolve import resolve
 from powerinfer.placement.request import model_subject, shape_subject
+from powerinfer.prepare.counting import Task
 from powerinfer.prepare.pipeline import Work
 from powerinfer.sparsity import selection
 from powerinfer.sparsity.selection import auto, choose, select
@@ -93,7 +94,8 @@ def test_every_verb_asks_one_function(
 
     def answers(of: Path) -> list[str]:
         checkpoint = open_checkpoint(of)
-        work: Any = Work(checkpoint, EngineConfig(), TrainConfig(), PlanConfig(), SimpleNamespace())
+        corpus: Any = SimpleNamespace()  # which no step asks for here
+        work: Any = Work(checkpoint, EngineConfig(), TrainConfig(), PlanConfig(), Task(corpus, 0, None))
         work.gain = None  # what thresholds would gain is not asked here
         return [
             loaded(of).split()[0],
@@ -140,11 +142,13 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "('auto', 'cpu', 'cuda')",
         "('auto', 'deepseek', 'none')",  # how a server shows thoughts
         "('auto', 'direct', 'cached', 'none')",  # how the disk is read
+        "('auto', 'json', 'text')",  # how a server logs
         "('auto', 'q8_0', 'f16')",
         "('auto', 'same', 'f32', 'f16', 'bf16', 'q8_0', 'q5_0', 'q4_0')",  # of the matrices that sparsify makes
         "('static', 'lru', 'lfu', 'dynamic', 'auto')",  # over experts
     ],
     "cli/prepare.py": ["engine.selector == 'auto'"],
+    "cli/serve.py": ["config.log_format == 'auto'"],
     "devices/wanted.py": ["engine.gpu != 'auto'"],
     "text/tools.py": ["('none', 'auto', 'required')"],  # whether tools are called
     "hardware/measure.py": ["engine.gpu != 'auto'"],
@@ -181,7 +185,6 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "{'enabled': True, 'disabled': False, 'adaptive': None, 'auto': None, None: None}",
         "{'none': False, 'auto': True, 'deepseek': True, 'deepseek-legacy': True}",
     ],
-    "sparsify/recipes.py": ["changed == 'auto'"],
     "sparsity/attach.py": ["engine.selector != 'auto'"],  # whether a selector was asked for
     "serve/constraints.py": ["choice.kind != 'auto'", "tools.choice.kind != 'auto'"],  # of tools, too
     "serve/messages.py": ["{'auto': 'auto', 'any': 'required', 'none': 'none'}"],

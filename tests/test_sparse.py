@@ -31,10 +31,10 @@ from powerinfer.formats.predictor_file import write_predictor  # noqa: E402
 from powerinfer.models import load  # noqa: E402
 from powerinfer.neurons import Predictor  # noqa: E402
 from powerinfer.prepare.packing import pack  # noqa: E402
-from powerinfer.sparsify.torch_model import Neurons, TorchModel  # noqa: E402
-from powerinfer.sparsify.torch_model import load as load_torch  # noqa: E402
 from powerinfer.sparsity.attach import CpuSparsity, attach  # noqa: E402
 from powerinfer.sparsity.selection import select  # noqa: E402
+from powerinfer_train.torch_model import Neurons, TorchModel  # noqa: E402
+from powerinfer_train.torch_model import load as load_torch  # noqa: E402
 
 RELU = [
     case

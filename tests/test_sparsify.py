@@ -37,16 +37,16 @@ from powerinfer.placement.shapes import SHAPES
 from powerinfer.prepare.corpus import open_corpora
 from powerinfer.progress import silent
 from powerinfer.report.plots import draw_training
-from powerinfer.sparsify import Made, _whole_by_type, measured, sparsify
-from powerinfer.sparsify.estimate import estimate, memory, stage_costs
-from powerinfer.sparsify.own_text import OwnText, is_useful, write_own_text
-from powerinfer.sparsify.recipes import FFN_PARTS, RECIPES, Stage, StoredTypes, check_recipe
-from powerinfer.sparsify.step_log import StepLog, draw_log, read_log
-from powerinfer.sparsify.torch_model import ROUNDED, Neurons, TorchModel, _Rounded, load
-from powerinfer.sparsify.training import Sparsifier, _Cut, _stored, check_start, fast_type, trained_names
-from powerinfer.sparsify.writing import write_model
 from powerinfer.text.chat import ChatTemplate
 from powerinfer.text.model_text import sampling_defaults_of, tokenizer_of
+from powerinfer_train import Made, _whole_by_type, measured, sparsify
+from powerinfer_train.estimate import estimate, memory, stage_costs
+from powerinfer_train.own_text import OwnText, is_useful, write_own_text
+from powerinfer_train.recipes import FFN_PARTS, RECIPES, Stage, StoredTypes, check_recipe
+from powerinfer_train.step_log import StepLog, draw_log, read_log
+from powerinfer_train.torch_model import ROUNDED, Neurons, TorchModel, _Rounded, load
+from powerinfer_train.training import Sparsifier, _Cut, _stored, check_start, fast_type, trained_names
+from powerinfer_train.writing import write_model
 
 SHAPE = Shape(d_model=64, d_ff=128, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, vocab=1200, context=128)
 SMALL = {"window": 32, "batch": 256, "rows": 4, "tokens": 10_240, "save": 1e9, "device": "cpu"}
@@ -62,7 +62,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes longer to draw than most of these trainings take; those that `test_the_command` makes are drawn."""
-    monkeypatch.setattr("powerinfer.sparsify.draw_log", lambda *_: None)
+    monkeypatch.setattr("powerinfer_train.draw_log", lambda *_: None)
 
 
 def made(model: Path, out: Path, **options: Any) -> Made:
@@ -348,7 +348,7 @@ def test_the_type_of_products_is_that_of_the_state(
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
     took = {torch.bfloat16: 1.0, torch.float32: 2.0}
-    monkeypatch.setattr("powerinfer.sparsify.training._product", lambda kind: took[kind])
+    monkeypatch.setattr("powerinfer_train.training._product", lambda kind: took[kind])
     fast_type.cache_clear()
     whole = made(dense, tmp_path / "whole", tokens=1024).path.read_bytes()
 
@@ -370,7 +370,7 @@ def test_an_original_that_says_nothing_is_refused(dense: Path, tmp_path: Path, m
     def damaged(*given: Any) -> dict[str, torch.Tensor]:
         return {name: value * math.nan if name == "final_norm" else value for name, value in load(*given).items()}
 
-    monkeypatch.setattr("powerinfer.sparsify.training.load", damaged)
+    monkeypatch.setattr("powerinfer_train.training.load", damaged)
     for recipe in ("cats", "reglu"):
         with pytest.raises(PowerInferError, match=r"tiny\.gguf gives no usable probabilities for these texts"):
             made(dense, tmp_path, tokens=1024, recipe=recipe)
@@ -387,7 +387,7 @@ def test_a_text_whose_name_is_none(dense: Path, tmp_path: Path) -> None:
 
 def test_windows_are_drawn_from_all_of_a_text(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal shares of texts whatever their lengths; others with a start, and what is held out in neither."""
-    monkeypatch.setattr("powerinfer.sparsify.training.MAX_HELD_OUT", 3 * 32)
+    monkeypatch.setattr("powerinfer_train.training.MAX_HELD_OUT", 3 * 32)
     for name, repeated in (("long", 4000), ("short", 1500)):
         (tmp_path / name).write_text("".join(f"{name} {number} " for number in range(repeated)))
     corpora = open_corpora([str(tmp_path / "long"), str(tmp_path / "short")])
@@ -441,7 +441,7 @@ def written(model: Path, out: Path, *texts: Path, tokens: int = 1200, progress: 
 
 
 def test_own_text_is_written_batch_by_batch(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("powerinfer.sparsify.own_text.BATCH", 4)
+    monkeypatch.setattr("powerinfer_train.own_text.BATCH", 4)
     told: list[tuple[str, int, int]] = []
     whole = written(dense, tmp_path / "whole", progress=lambda *about: told.append(about))
     assert [done for label, done, _ in told if label == "writing text" and done >= 1200] == [1200], "all, once"
@@ -479,7 +479,7 @@ def test_own_text_is_written_batch_by_batch(dense: Path, tmp_path: Path, monkeyp
 
 
 def test_own_text_answers_conversations(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("powerinfer.sparsify.own_text.BATCH", 2)
+    monkeypatch.setattr("powerinfer_train.own_text.BATCH", 2)
     source = "{% for one in messages %}[{{ one.role }}] {{ one.content }}\n{% endfor %}"
     source += "{% if add_generation_prompt %}[answer]{% endif %}"
     monkeypatch.setattr("powerinfer.formats.checkpoint.Checkpoint.chat_template", lambda _: ChatTemplate(source))
@@ -515,14 +515,14 @@ def test_answers_that_are_of_no_use(dense: Path, tmp_path: Path, monkeypatch: py
         assert not is_useful(words + loop, tokenizer) and not is_useful(words + loop + end, tokenizer)
         assert is_useful(loop + words, tokenizer)
     assert not is_useful([], tokenizer) and not is_useful(end, tokenizer)
-    monkeypatch.setattr("powerinfer.sparsify.own_text.BATCH", 1)
-    monkeypatch.setattr("powerinfer.sparsify.own_text.is_useful", lambda *_: False)
+    monkeypatch.setattr("powerinfer_train.own_text.BATCH", 1)
+    monkeypatch.setattr("powerinfer_train.own_text.is_useful", lambda *_: False)
     with pytest.raises(PowerInferError, match="the model's answers are empty or loops"):
         written(dense, tmp_path / "out")
 
 
 def test_own_text_joins_the_texts(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("powerinfer.sparsify.own_text.BATCH", 4)
+    monkeypatch.setattr("powerinfer_train.own_text.BATCH", 4)
     done = made(dense, tmp_path / "out", tokens=1024, own_text=1000)
     assert done.document["corpora"] == ["built-in sample", "own text"]
     assert done.document["own_text_tokens"] >= 1000
@@ -539,7 +539,7 @@ def test_own_text_joins_the_texts(dense: Path, tmp_path: Path, monkeypatch: pyte
 
 def test_folders(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # two trainings are compared: in bfloat16 those of a random model part further than the types they are stored in
-    monkeypatch.setattr("powerinfer.sparsify.training.fast_type", lambda *_: torch.float32)
+    monkeypatch.setattr("powerinfer_train.training.fast_type", lambda *_: torch.float32)
     source = tmp_path / "source"
     sizes = ["--shape", "tiny", "--format", "hf", "--profile", "reglu-70b", "--layers", "2", "--type", "bf16"]
     asked = make_model.parser().parse_args([str(source), *sizes])
@@ -614,7 +614,7 @@ def test_a_gguf_model_as_folder(dense: Path, tmp_path: Path) -> None:
 def test_the_command(
     dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("powerinfer.sparsify.draw_log", draw_log)
+    monkeypatch.setattr("powerinfer_train.draw_log", draw_log)
     text = tmp_path / "text.txt"
     text.write_text("It is a truth universally acknowledged, that a single man must be in want of a wife. " * 60)
     flags = ["--window", "32", "--batch", "128", "--tokens", "512", "--zeros", "0.5", "--corpus", str(text), "--json"]
@@ -629,8 +629,8 @@ def test_a_long_training_is_estimated_first(
     dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What is long says how long, and asks at a terminal; --yes does not ask, and what goes on is agreed to already."""
-    monkeypatch.setattr("powerinfer.sparsify.LONG", 0)
-    monkeypatch.setattr("powerinfer.sparsify.timing.peak", lambda *_: 1e9)
+    monkeypatch.setattr("powerinfer_train.LONG", 0)
+    monkeypatch.setattr("powerinfer_train.timing.peak", lambda *_: 1e9)
     costs = stage_costs(open_checkpoint(dense).config, RECIPES["cats"], 512, 32)
     hours = sum(stage.tokens * stage.flops for stage in costs) / (0.35 * 1e9) / 3600
     flags = ["sparsify", "-m", str(dense), "--window", "32", "--batch", "128", "--tokens", "512", "-t", "1"]
@@ -689,7 +689,7 @@ def test_a_finished_training_is_not_done_again(
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("powerinfer.sparsify.write_model", interrupted)
+    monkeypatch.setattr("powerinfer_train.write_model", interrupted)
     assert main([*line, "--type", "f16"]) == 130
     assert not (out / "finished.json").exists()  # model.gguf may be of either
 
@@ -863,7 +863,7 @@ def test_a_measured_rate(name: str) -> None:
 
 def test_a_rate_counts_the_tokens_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """4 steps of each of 3 stages, a second each by this clock; a batch of 70 tokens is 4 windows of 16."""
-    monkeypatch.setattr("powerinfer.sparsify.timing.time", SimpleNamespace(perf_counter=count().__next__))
+    monkeypatch.setattr("powerinfer_train.timing.time", SimpleNamespace(perf_counter=count().__next__))
     config, steps = small_shape("qwen3-4b"), list[int]()
     options = SparsifyConfig(recipe="reglu", window=16, batch=70, rows=2, device="cpu")
     rates = measured(config, options, 1, lambda label, done, of: steps.append(of) if label == "training" else None)
@@ -889,7 +889,7 @@ def test_each_stage_is_timed_over_its_own_steps(monkeypatch: pytest.MonkeyPatch)
         stages.append(stage)
         plain(self, stage, *about)
 
-    monkeypatch.setattr("powerinfer.sparsify.timing.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr("powerinfer_train.timing.time", SimpleNamespace(perf_counter=clock))
     monkeypatch.setattr(Sparsifier, "_stage", begun)
     config = small_shape("qwen3-4b")
     options = SparsifyConfig(recipe="reglu", window=16, batch=64, rows=2, device="cpu")
@@ -980,12 +980,12 @@ def test_memory_is_asked_for_before_anything_else(
     one, all_rows = (memory(config, RECIPES["cats"], rows, 32, product.itemsize)[0].device for rows in (1, 4))
     stored = product.itemsize * open_checkpoint(dense).parameters
     assert 0 < one - stored - (18 if product.itemsize == 2 else 16) * trained == (all_rows - one) // 3
-    monkeypatch.setattr("powerinfer.sparsify.training.fast_type", lambda *_: product)
-    monkeypatch.setattr("powerinfer.sparsify.training.free_bytes", lambda device: all_rows - 1)
+    monkeypatch.setattr("powerinfer_train.training.fast_type", lambda *_: product)
+    monkeypatch.setattr("powerinfer_train.training.free_bytes", lambda device: all_rows - 1)
     with pytest.raises(RequestError, match=r"training needs about .* are free: smaller --rows"):
         made(dense, tmp_path, own_text=10**9)
     assert made(dense, tmp_path, tokens=512, rows=3).document["tokens"] == 512
-    monkeypatch.setattr("powerinfer.sparsify.training.free_bytes", lambda device: 1)
+    monkeypatch.setattr("powerinfer_train.training.free_bytes", lambda device: 1)
     with pytest.raises(RequestError, match=r"training needs about .* are free: no --rows and .* smaller model"):
         made(dense, tmp_path / "none", own_text=10**9)
 
@@ -1012,7 +1012,7 @@ def test_the_steps_as_a_picture(dense: Path, tmp_path: Path, monkeypatch: pytest
     with pytest.raises(PowerInferError, match=r"cannot write /dev/null/log\.csv \(File exists\)"):
         StepLog(Path("/dev/null"))
     drawn: list[Any] = []
-    monkeypatch.setattr("powerinfer.sparsify.step_log.draw_training", lambda *about: drawn.append(about[-1]))
+    monkeypatch.setattr("powerinfer_train.step_log.draw_training", lambda *about: drawn.append(about[-1]))
     regress, distil, last = RECIPES["reglu"].stages
     image = draw_log(tmp_path, [(regress, 40), (distil, 45), (last, 14)])
     assert image == tmp_path / "loss.png" and image.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -1025,7 +1025,7 @@ def test_the_steps_as_a_picture(dense: Path, tmp_path: Path, monkeypatch: pytest
     assert [text.get_text() for text in above.texts] == ["regress", "distil"]
     assert below.lines[0].get_ydata()[50] == 50 and below.lines[-1].get_xdata()[0] == 4000, "where a stage begins"
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("powerinfer.sparsify.draw_log", draw_log)
+    monkeypatch.setattr("powerinfer_train.draw_log", draw_log)
     made(dense, tmp_path / "out", tokens=512)
     assert (tmp_path / "out" / "log.csv").exists() and not (tmp_path / "out" / "loss.png").exists()
 
@@ -1037,7 +1037,7 @@ def test_a_full_disk_leaves_no_half_model(dense: Path, tmp_path: Path, monkeypat
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("powerinfer.sparsify.writing.quantize", full)
+    monkeypatch.setattr("powerinfer_train.writing.quantize", full)
     with pytest.raises(PowerInferError, match=r"cannot write .*/out/model\.gguf \(No space left on device\): the same"):
         made(dense, tmp_path / "out", tokens=512, type="f16")
     assert (tmp_path / "out" / "model.gguf").read_bytes() == before

@@ -38,10 +38,10 @@ from powerinfer.formats.tensors import float32_tensor
 from powerinfer.models.blocks import ATTENTIONS as WIRED
 from powerinfer.models.rope import rope_frequencies
 from powerinfer.placement.shapes import SHAPES
-from powerinfer.sparsify import sparsify
-from powerinfer.sparsify.recipes import StoredTypes, trained_names
-from powerinfer.sparsify.torch_model import ATTENTIONS, TorchModel, narrowed
-from powerinfer.sparsify.writing import write_model
+from powerinfer_train import sparsify
+from powerinfer_train.recipes import StoredTypes, trained_names
+from powerinfer_train.torch_model import ATTENTIONS, TorchModel, narrowed
+from powerinfer_train.writing import write_model
 
 WIDTH, TOKENS = 48, 70  # no whole chunks of a rule
 FOLDERS = ("deepseek-v3", "qwen3-next-80b-a3b", "qwen3.6-35b-a3b")
@@ -233,8 +233,8 @@ def folder(shape: str, path: Path) -> Path:
 @pytest.mark.parametrize("shape", [*FOLDERS, DENSE])
 def test_a_folder_is_trained(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All matrices of its layers change but the routers', nothing else does, and the engine computes the same model."""
-    monkeypatch.setattr("powerinfer.sparsify.training.fast_type", lambda *_: torch.float32)
-    monkeypatch.setattr("powerinfer.sparsify.draw_log", lambda *_: None)  # which takes longer than the training
+    monkeypatch.setattr("powerinfer_train.training.fast_type", lambda *_: torch.float32)
+    monkeypatch.setattr("powerinfer_train.draw_log", lambda *_: None)  # which takes longer than the training
     before = open_checkpoint(folder(shape, tmp_path / "source"))
     config = SparsifyConfig(window=32, batch=128, rows=4, tokens=512, save=1e9, device="cpu", seed=3)
     after = open_checkpoint(sparsify(before, [], config, tmp_path / "out", threads=1).path)

@@ -26,12 +26,12 @@ from benchmarks.models.gguf_writer import F32, STRING, U32
 from powerinfer import RequestError
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.tensors import float32_tensor
-from powerinfer.sparsify.as_folder import AsFolder, json_bytes
-from powerinfer.sparsify.recipes import StoredTypes
-from powerinfer.sparsify.writing import check_writable, write_model
 from powerinfer.text.model_text import tokenizer_of
 from powerinfer.text.sampling_defaults import folder_defaults
 from powerinfer.text.tokenizer_folder import tokenizer_from_folder
+from powerinfer_train.as_folder import AsFolder, json_bytes
+from powerinfer_train.recipes import StoredTypes
+from powerinfer_train.writing import check_writable, write_model
 
 EXACT = StoredTypes("f32")
 WRITTEN = [
@@ -49,7 +49,7 @@ def without_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gguf_file_as_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits of the model that the file was made of, in `transformers`, and those of the file in this engine."""
     without_tokens(monkeypatch)
-    monkeypatch.setattr("powerinfer.sparsify.writing.SHARD", 50_000)
+    monkeypatch.setattr("powerinfer_train.writing.SHARD", 50_000)
     truth = Truth(case_named(name), "gguf", tmp_path)
     tokens, file = truth.texts[0], truth.path
     checkpoint = open_checkpoint(file)

@@ -20,13 +20,13 @@ from powerinfer import ModelError, RequestError
 from powerinfer.config import FfnConfig
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.tensors import float32_tensor
-from powerinfer.sparsify.as_gguf import ARCHITECTURES, SPLITS, AsGGUF
-from powerinfer.sparsify.other_format import PROBE
-from powerinfer.sparsify.recipes import StoredTypes, moved_biases, trained_names
-from powerinfer.sparsify.torch_model import TorchModel, _Rms, activate, load
-from powerinfer.sparsify.writing import check_writable, write_model
 from powerinfer.text.model_text import tokenizer_of
 from powerinfer.text.tokenizer_gguf import PRE_TOKENIZERS, tokenizer_from_gguf
+from powerinfer_train.as_gguf import ARCHITECTURES, SPLITS, AsGGUF
+from powerinfer_train.other_format import PROBE
+from powerinfer_train.recipes import StoredTypes, moved_biases, trained_names
+from powerinfer_train.torch_model import TorchModel, _Rms, activate, load
+from powerinfer_train.writing import check_writable, write_model
 
 
 def layouts() -> list[Any]:

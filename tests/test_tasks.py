@@ -18,9 +18,9 @@ from powerinfer.cli.main import main
 from powerinfer.evaluate import accuracy, choice_log_probabilities, encode_items
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.prepare.training import torch_threads
-from powerinfer.sparsify.torch_model import TorchModel, load
 from powerinfer.tasks import Item, read_items
 from powerinfer.text.model_text import tokenizer_of
+from powerinfer_train.torch_model import TorchModel, load
 
 PLAIN = {"context": "It is", "choices": ["warm", "cold"], "answer": 1}
 HELLASWAG = {

@@ -35,9 +35,9 @@ from powerinfer.prepare.packing import pack  # noqa: E402
 from powerinfer.prepare.training import check  # noqa: E402
 from powerinfer.report import plots  # noqa: E402
 from powerinfer.report.findings import findings  # noqa: E402
-from powerinfer.sparsify.torch_model import TorchModel, largest  # noqa: E402
-from powerinfer.sparsify.torch_model import load as load_torch  # noqa: E402
 from powerinfer.sparsity.selection import Selection  # noqa: E402
+from powerinfer_train.torch_model import TorchModel, largest  # noqa: E402
+from powerinfer_train.torch_model import load as load_torch  # noqa: E402
 
 FF, KEPT = 2 * BANK, 20
 TOKENS = [np.random.default_rng(seed).integers(0, model_files.VOCAB, 30).astype(np.int32) for seed in range(3)]

@@ -21,7 +21,7 @@ from statistics import median, quantiles
 from benchmarks.lib.machine import ROOT
 from benchmarks.lib.tables import table
 
-PACKAGE = "src/powerinfer"
+PACKAGE = "src"
 OTHERS = ("tests", "benchmarks", "runs", "docs")
 SUFFIXES = {".py", ".pyi", ".cpp", ".h", ".md"}
 MANY = 8  # arguments
@@ -111,7 +111,8 @@ def lines_by_folder(tree: Path) -> Counter[str]:
     counted: Counter[str] = Counter()
     for path in files_of(tree, PACKAGE, *OTHERS):
         top, *inner = path.relative_to(tree).parts[:-1]
-        counted[inner[1] if top == "src" and len(inner) > 1 else top] += lines_of(path)
+        rooms = inner[1:] if inner[:1] == ["powerinfer"] else inner
+        counted[(rooms or ["powerinfer"])[0] if top == "src" else top] += lines_of(path)
     return counted
 
 

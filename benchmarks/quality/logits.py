@@ -169,7 +169,6 @@ def powerinfer_logits(path: Path, threads: int) -> Logits:
     from powerinfer.devices import Batch
     from powerinfer.formats.checkpoint import open_checkpoint
     from powerinfer.models import load
-    from powerinfer.text.model_text import tokenizer_of
 
     engine = EngineConfig(threads=threads, context=WINDOW, prefill_chunk=WINDOW, max_batch=1)
     executor = load(open_checkpoint(path), engine)
@@ -264,6 +263,7 @@ def measure(model: Path, text: Path, arguments: argparse.Namespace, scratch: Pat
 def same_tokens(model: Path, text: Path, tokens: np.ndarray) -> bool:
     """Whether this engine's tokenizer gives llama.cpp's ids on the measured text."""
     from powerinfer.formats.checkpoint import open_checkpoint
+    from powerinfer.text.model_text import tokenizer_of
 
     ids = tokenizer_of(open_checkpoint(model)).encode(text.read_text(encoding="utf-8"))
     return ids[: tokens.size] == tokens.reshape(-1).tolist()

@@ -1,6 +1,6 @@
 """What the neurons of a model do on a text: how often each fires, and what the largest of them alone are worth.
 
-Computed by `powerinfer.sparsify.torch_model`, for any model that `sparsify` can train: a neuron fires where its h is
+Computed by `powerinfer_train.torch_model`, for any model that `sparsify` can train: a neuron fires where its h is
 not zero, whatever its activation and its thresholds are.
 """
 
@@ -24,9 +24,9 @@ from powerinfer.errors import RequestError
 from powerinfer.evaluate import perplexity_windows
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.report.plots import MASS, cumulative
-from powerinfer.sparsify.torch_model import Hidden, Neurons, Seen, TorchModel, activate, load, narrowed
-from powerinfer.sparsify.training import fast_type
 from powerinfer.text.model_text import tokenizer_of
+from powerinfer_train.torch_model import Hidden, Neurons, Seen, TorchModel, activate, load, narrowed
+from powerinfer_train.training import fast_type
 
 ROWS = 4
 """Windows that are computed at once."""

@@ -22,7 +22,7 @@ from benchmarks.sparse.report_page import page
 from powerinfer.cli.main import main as cli
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.gguf import read_gguf
-from powerinfer.sparsify.torch_model import TorchModel
+from powerinfer_train.torch_model import TorchModel
 
 ITEMS = [{"context": TEXT[at : at + 20], "choices": [TEXT[30:39], "ab"], "answer": at % 2} for at in range(6)]
 

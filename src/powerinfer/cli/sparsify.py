@@ -62,8 +62,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
-    from powerinfer.sparsify import sparsify
-    from powerinfer.sparsify.recipes import check_options
+    from powerinfer_train import sparsify
+    from powerinfer_train.recipes import check_options
 
     engine, config = config_from(args, EngineConfig), config_from(args, SparsifyConfig)
     check_options(config)
@@ -108,9 +108,9 @@ def _agree(hours: float, config: SparsifyConfig, yes: bool, out: Output) -> None
 def _estimate(args: argparse.Namespace, engine: EngineConfig, config: SparsifyConfig, out: Output) -> int:
     from powerinfer.cli.progress import Bar
     from powerinfer.placement.shapes import find_shape
-    from powerinfer.sparsify import measured
-    from powerinfer.sparsify.estimate import estimate
-    from powerinfer.sparsify.recipes import code_bytes, code_bytes_of_k_quants
+    from powerinfer_train import measured
+    from powerinfer_train.estimate import estimate
+    from powerinfer_train.recipes import code_bytes, code_bytes_of_k_quants
 
     if args.shape is not None and args.model is not None:
         raise RequestError("give a model (-m) or a shape (--shape), not both")

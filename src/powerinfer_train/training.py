@@ -51,9 +51,11 @@ from powerinfer.formats.quant import dequantize, quantize
 from powerinfer.formats.tensors import RawTensor, float32_tensor
 from powerinfer.prepare.corpus import Corpus, read_windows
 from powerinfer.progress import Progress, Say, silent
-from powerinfer.sparsify.blocks import Blocks
-from powerinfer.sparsify.finished import STATE
-from powerinfer.sparsify.recipes import (
+from powerinfer.system import available_memory
+from powerinfer.text.model_text import chat_template_of, tokenizer_of
+from powerinfer_train.blocks import Blocks
+from powerinfer_train.finished import STATE
+from powerinfer_train.recipes import (
     RECIPES,
     Stage,
     check,
@@ -63,11 +65,9 @@ from powerinfer.sparsify.recipes import (
     stored_types,
     trained_names,
 )
-from powerinfer.sparsify.step_log import StepLog
-from powerinfer.sparsify.torch_model import ROUNDED, Neurons, TorchModel, load, narrowed
-from powerinfer.sparsify.writing import fitting
-from powerinfer.system import available_memory
-from powerinfer.text.model_text import chat_template_of, tokenizer_of
+from powerinfer_train.step_log import StepLog
+from powerinfer_train.torch_model import ROUNDED, Neurons, TorchModel, load, narrowed
+from powerinfer_train.writing import fitting
 
 HELD_OUT = 0.02  # of the windows of each text, at least MIN_HELD_OUT: measured on, never trained on
 MIN_HELD_OUT = 2

@@ -25,10 +25,10 @@ from torch.nn import functional
 
 from powerinfer.config import DeltaNetConfig
 from powerinfer.kernels.gpu_types import UNIT_EPS
-from powerinfer.sparsify.estimate import CHUNK
+from powerinfer_train.estimate import CHUNK
 
 if TYPE_CHECKING:
-    from powerinfer.sparsify.torch_model import TorchModel
+    from powerinfer_train.torch_model import TorchModel
 
 
 _ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {

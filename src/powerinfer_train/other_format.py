@@ -18,8 +18,8 @@ from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.quant import Float32
 from powerinfer.models.rope import rope_frequencies
 from powerinfer.prepare.corpus import open_corpora
-from powerinfer.sparsify.recipes import StoredTypes
 from powerinfer.text.tokenizer import Tokenizer
+from powerinfer_train.recipes import StoredTypes
 
 PROBE = (
     "I'm, we'LL; don't've 3 33 333 3333 3.14\n\n \n\t\t x  y   z    \r\n  \u3000end ~!@#$%^&*()_+-=[]{}|;':\",./<>?\n\n"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.prepared import write_small
 from powerinfer.report.plots import draw_training, need_matplotlib, png
-from powerinfer.sparsify.recipes import Stage
+from powerinfer_train.recipes import Stage
 
 LOG_FILE, PICTURE = "log.csv", "loss.png"
 

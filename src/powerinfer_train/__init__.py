@@ -19,13 +19,13 @@ from powerinfer.formats.prepared import write_small
 from powerinfer.prepare.corpus import SAMPLE_SOURCE, open_corpora
 from powerinfer.prepare.training import torch_threads
 from powerinfer.progress import Progress, Say, silent
-from powerinfer.sparsify.card import card, document
-from powerinfer.sparsify.estimate import Rates, memory, stage_costs
-from powerinfer.sparsify.finished import RECORD, STATE, asked_for, read_finished, write_finished
-from powerinfer.sparsify.own_text import FILE, PART, write_own_text
-from powerinfer.sparsify.recipes import check, code_bytes, moved_biases, stored_types, trained_names, why_whole
-from powerinfer.sparsify.step_log import LOG_FILE, draw_log
-from powerinfer.sparsify.writing import check_writable, fitting, write_model
+from powerinfer_train.card import card, document
+from powerinfer_train.estimate import Rates, memory, stage_costs
+from powerinfer_train.finished import RECORD, STATE, asked_for, read_finished, write_finished
+from powerinfer_train.own_text import FILE, PART, write_own_text
+from powerinfer_train.recipes import check, code_bytes, moved_biases, stored_types, trained_names, why_whole
+from powerinfer_train.step_log import LOG_FILE, draw_log
+from powerinfer_train.writing import check_writable, fitting, write_model
 
 LONG = 2e13
 """Operations of a training that takes minutes on a CPU, about: how long is measured and said before."""
@@ -80,7 +80,7 @@ def sparsify(
     if whole is not None:
         say(f"the sparse model will not be faster, {whole}: its zeros can be studied")
     with _made(out), torch_threads(threads):
-        from powerinfer.sparsify.training import Sparsifier, check_start, fast_type, find_device, free_bytes
+        from powerinfer_train.training import Sparsifier, check_start, fast_type, find_device, free_bytes
 
         if start is not None:
             check_start(start, checkpoint, config.recipe)
@@ -102,7 +102,7 @@ def sparsify(
             )
         costs = stage_costs(checkpoint.config, recipe, config.tokens, config.window)
         if STATE not in found and sum(stage.tokens * stage.flops for stage in costs) > LONG:
-            from powerinfer.sparsify.timing import hours
+            from powerinfer_train.timing import hours
 
             agree(hours(checkpoint.config, config))
         if config.own_text:
@@ -191,6 +191,6 @@ def _made(out: Path) -> Iterator[None]:
 def measured(config: ModelConfig, options: SparsifyConfig, threads: int = 0, progress: Progress = silent) -> Rates:
     """How fast this machine trains a model, see `timing.measure`. PowerInferError without torch."""
     with torch_threads(threads):
-        from powerinfer.sparsify.timing import measure
+        from powerinfer_train.timing import measure
 
         return measure(config, options, progress)

@@ -29,7 +29,7 @@ from powerinfer.config import (
 )
 from powerinfer.errors import RequestError
 from powerinfer.formats.layout import is_matrix, is_router, shapes
-from powerinfer.sparsify.recipes import FFN_PARTS, Recipe, Stage, check
+from powerinfer_train.recipes import FFN_PARTS, Recipe, Stage, check
 
 SHARE = 0.35  # of a device's peak that a training reaches, unless another one is given
 

@@ -20,12 +20,12 @@ from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.folder import THRESHOLDS, file_names
 from powerinfer.formats.folder_config import ARCHITECTURES, read_config
 from powerinfer.models.rope import rope_frequencies
-from powerinfer.sparsify.other_format import OtherFormat, same_tokens
-from powerinfer.sparsify.recipes import StoredTypes
 from powerinfer.text.model_text import sampling_defaults_of, tokenizer_of
 from powerinfer.text.tokenizer import Vocabulary
 from powerinfer.text.tokenizer_folder import tokenizer_from_folder
 from powerinfer.text.tokenizer_gguf import UNUSED
+from powerinfer_train.other_format import OtherFormat, same_tokens
+from powerinfer_train.recipes import StoredTypes
 
 FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
 """Of an architecture in GGUF the family of folders: Mistral's models are Llama's there."""

@@ -19,12 +19,12 @@ from powerinfer.formats.layout import shapes
 from powerinfer.formats.quant import Float32
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.models.rope import rope_frequencies
-from powerinfer.sparsify.other_format import OtherFormat, same_tokens
-from powerinfer.sparsify.recipes import StoredTypes
 from powerinfer.text.model_text import sampling_defaults_of, tokenizer_of
 from powerinfer.text.sampling_defaults import GGUF_KEYS
 from powerinfer.text.tokenizer import ends_of_generation
 from powerinfer.text.tokenizer_gguf import CONTROL, NORMAL, UNUSED, USER_DEFINED, tokenizer_from_gguf
+from powerinfer_train.other_format import OtherFormat, same_tokens
+from powerinfer_train.recipes import StoredTypes
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 """Of a family of folders the architecture in GGUF."""

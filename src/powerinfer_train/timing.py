@@ -21,10 +21,10 @@ from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.layout import shapes
 from powerinfer.prepare.corpus import Corpus, Piece
 from powerinfer.progress import Progress, silent
-from powerinfer.sparsify.estimate import SHARE, Rates, memory, stage_costs
-from powerinfer.sparsify.recipes import Stage, check
-from powerinfer.sparsify.torch_model import TorchModel
-from powerinfer.sparsify.training import Figures, Sparsifier, fast_type, find_device, free_bytes
+from powerinfer_train.estimate import SHARE, Rates, memory, stage_costs
+from powerinfer_train.recipes import Stage, check
+from powerinfer_train.torch_model import TorchModel
+from powerinfer_train.training import Figures, Sparsifier, fast_type, find_device, free_bytes
 
 STEPS = 4  # of each stage; the first is not counted
 LAYERS = 2  # of the model, fewer where memory is short

@@ -15,7 +15,7 @@ from torch.nn import functional
 from powerinfer.config import LatentAttentionConfig
 
 if TYPE_CHECKING:
-    from powerinfer.sparsify.torch_model import TorchModel
+    from powerinfer_train.torch_model import TorchModel
 
 
 def attend_latents(model: TorchModel, x: Tensor, name: str, about: LatentAttentionConfig) -> Tensor:

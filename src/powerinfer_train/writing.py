@@ -31,13 +31,13 @@ from powerinfer.formats.layout import is_matrix, is_router, shapes
 from powerinfer.formats.quant import Bytes, Float32, block_type, dequantize, quantize
 from powerinfer.formats.safetensors_file import read_safetensors, safetensors_header
 from powerinfer.formats.tensors import RawTensor, float32_tensor
-from powerinfer.sparsify.as_folder import AsFolder, json_bytes
-from powerinfer.sparsify.as_gguf import AsGGUF
-from powerinfer.sparsify.finished import RECORD, STATE
-from powerinfer.sparsify.other_format import OtherFormat
-from powerinfer.sparsify.own_text import FILE as OWN_TEXT
-from powerinfer.sparsify.recipes import StoredTypes
-from powerinfer.sparsify.step_log import LOG_FILE, PICTURE
+from powerinfer_train.as_folder import AsFolder, json_bytes
+from powerinfer_train.as_gguf import AsGGUF
+from powerinfer_train.finished import RECORD, STATE
+from powerinfer_train.other_format import OtherFormat
+from powerinfer_train.own_text import FILE as OWN_TEXT
+from powerinfer_train.recipes import StoredTypes
+from powerinfer_train.step_log import LOG_FILE, PICTURE
 
 _FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "q5_0": 8, "bf16": 32}
 """By the type of changed matrices, what GGUF calls a file of it."""

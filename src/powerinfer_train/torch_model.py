@@ -29,10 +29,10 @@ from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.layout import is_matrix, shapes
 from powerinfer.kernels.gpu_types import OAI_LIMIT, OAI_SCALE
 from powerinfer.models.rope import rope_frequencies
-from powerinfer.sparsify import blocks
-from powerinfer.sparsify.blocks import Blocks
-from powerinfer.sparsify.torch_delta import remember
-from powerinfer.sparsify.torch_latent import attend_latents
+from powerinfer_train import blocks
+from powerinfer_train.blocks import Blocks
+from powerinfer_train.torch_delta import remember
+from powerinfer_train.torch_latent import attend_latents
 
 
 class Neurons(NamedTuple):
