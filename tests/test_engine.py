@@ -34,7 +34,6 @@ from powerinfer.config import EngineConfig
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.evaluate import Perplexity, perplexity
-from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.request import Completion
@@ -393,7 +392,7 @@ def test_a_bad_template_is_found_before_the_weights_are_read(tmp_path: Path, mon
     def fails(checkpoint: object) -> None:
         raise ModelError("no such template")
 
-    monkeypatch.setattr(Checkpoint, "chat_template", fails)
+    monkeypatch.setattr("powerinfer.runtime.engine.chat_template_of", fails)
     with pytest.raises(ModelError, match="no such template"):
         LLM(tiny_llama(tmp_path / "m.gguf"), context=64, progress=lambda label, done, total: labels.append(label))
     assert "loading weights" not in labels

@@ -482,14 +482,14 @@ def test_own_text_answers_conversations(dense: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr("powerinfer_train.own_text.BATCH", 2)
     source = "{% for one in messages %}[{{ one.role }}] {{ one.content }}\n{% endfor %}"
     source += "{% if add_generation_prompt %}[answer]{% endif %}"
-    monkeypatch.setattr("powerinfer.formats.checkpoint.Checkpoint.chat_template", lambda _: ChatTemplate(source))
+    monkeypatch.setattr("powerinfer_train.own_text.chat_template_of", lambda _: ChatTemplate(source))
     made = written(dense, tmp_path / "out", chats(tmp_path), tokens=150)
     tokenizer = tokenizer_of(open_checkpoint(dense))
     assert len(made.answers) > 1
     for answer in made.answers:
         assert tokenizer.decode(answer.tolist()).startswith("[system] Be brief.\n[user] What is the year?\n[answer]")
     refused = "{% if messages[0].content == 'Stop.' %}{{ raise_exception('not this one') }}{% endif %}" + source
-    monkeypatch.setattr("powerinfer.formats.checkpoint.Checkpoint.chat_template", lambda _: ChatTemplate(refused))
+    monkeypatch.setattr("powerinfer_train.own_text.chat_template_of", lambda _: ChatTemplate(refused))
     bad = tmp_path / "bad.jsonl"
     said = [("user", "Stop."), ("assistant", "Yes.")]
     bad.write_text(json.dumps({"messages": [{"role": role, "content": what} for role, what in said]}) + "\n")

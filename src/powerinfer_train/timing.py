@@ -21,6 +21,7 @@ from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.layout import shapes
 from powerinfer.prepare.corpus import Corpus, Piece
 from powerinfer.progress import Progress, silent
+from powerinfer.text.tokenizer import Tokenizer
 from powerinfer_train.estimate import SHARE, Rates, memory, stage_costs
 from powerinfer_train.recipes import Stage, check
 from powerinfer_train.torch_model import TorchModel
@@ -83,6 +84,15 @@ class _Timed(Sparsifier):
     def _keep(self, *_: object) -> None:
         pass
 
+    def text_of(self, checkpoint: Checkpoint) -> tuple[Tokenizer, None]:
+        return cast(Tokenizer, _NoTokenizer()), None
+
+
+class _NoTokenizer:
+    """What the windows of a text that is numbers already ask of a tokenizer."""
+
+    bos_id, add_bos = None, False
+
 
 @dataclass(frozen=True)
 class _RandomText(Corpus):
@@ -99,19 +109,12 @@ class _RandomModel:
     """What a training asks of a checkpoint, with random weights."""
 
     source, quantize, fingerprint, path = "folder", None, "", Path("random")
-    bos_id, add_bos = None, False  # of the tokenizer
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         self._shapes = dict(shapes(config))
         self._rng = np.random.default_rng(0)
         self._values: NDArray[np.float32] = np.zeros(0, np.float32)
-
-    def tokenizer(self) -> _RandomModel:
-        return self
-
-    def chat_template(self) -> None:
-        return None
 
     def turned(self, name: str) -> bool:
         return False

@@ -52,7 +52,9 @@ from powerinfer.formats.tensors import RawTensor, float32_tensor
 from powerinfer.prepare.corpus import Corpus, read_windows
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.system import available_memory
+from powerinfer.text.chat import ChatTemplate
 from powerinfer.text.model_text import chat_template_of, tokenizer_of
+from powerinfer.text.tokenizer import Tokenizer
 from powerinfer_train.blocks import Blocks
 from powerinfer_train.finished import STATE
 from powerinfer_train.recipes import (
@@ -193,7 +195,7 @@ class Sparsifier:
         self.device = find_device(config.device)
         if self.device.type == "cpu":
             _keep_freed_memory()
-        self._train, self._held_out = _texts(checkpoint, corpora, config, progress, say, start)
+        self._train, self._held_out = _texts(*self.text_of(checkpoint), corpora, config, progress, say, start)
         self._state = PreparedFile(TRAINING, checkpoint, path=out / STATE, option=("--out", "FOLDER"))
         compute = self._compute()
         self._ffns, self._all = trained_names(checkpoint.config)
@@ -248,6 +250,10 @@ class Sparsifier:
         if start is not None:  # its weights were rounded already, and would be far off between the stages
             stages = tuple(replace(stage, stored=True) for stage in stages if stage.name != "regress")
         self.stages = self._divided(stages)
+
+    def text_of(self, checkpoint: Checkpoint) -> tuple[Tokenizer, ChatTemplate | None]:
+        """The tokenizer and the chat template of the texts."""
+        return tokenizer_of(checkpoint), chat_template_of(checkpoint)
 
     def _compute(self) -> torch.dtype:
         """The type of products: where it is measured, that of the state, whose bits would else be others."""
@@ -816,7 +822,8 @@ class _Cut(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _texts(
-    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
     corpora: Sequence[Corpus],
     config: SparsifyConfig,
     progress: Progress,
@@ -827,8 +834,8 @@ def _texts(
 
     To train on, each text gives an equal share of twice the tokens, drawn at random, with another start others.
     """
-    template, room = chat_template_of(checkpoint), config.tokens * 2
-    windows = read_windows(corpora, tokenizer_of(checkpoint), config.window, max(room, READ), progress, template, say)
+    room = config.tokens * 2
+    windows = read_windows(corpora, tokenizer, config.window, max(room, READ), progress, template, say)
     rng = np.random.default_rng([config.seed, *(b"" if start is None else start.fingerprint.encode())])
     train, held, begin, left = [], [], 0, max(len(corpora), room // config.window)
     for at, (corpus, number) in enumerate(zip(windows.corpora, windows.number, strict=True)):

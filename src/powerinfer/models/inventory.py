@@ -7,7 +7,7 @@ family's wiring gives to an operator is what memory is planned for.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -119,8 +119,15 @@ def take_inventory(config: ModelConfig, type_of: Callable[[str], str]) -> Invent
     tables = [embedding] + ([headers.take("positions")] if config.positions == "learned" else [])
     if config.embed_dim:
         recorder.add("projection", None, recorder.matrix(headers.take("project_in")))
-    for layer in range(config.n_layers):
+    for layer, about in enumerate(config.layers):
+        first = len(recorder.units)
         wire_layer(recorder, headers, layer, None)
+        # A kind of FFN may be wired by any operator: its configuration says which tensors are its own.
+        of_ffn = {f"layers.{layer}.{name}" for name, _ in about.ffn.tensors(config.d_model)}
+        recorder.units[first:] = [
+            replace(unit, use="panels") if unit.use == "attention" and of_ffn.issuperset(unit.names) else unit
+            for unit in recorder.units[first:]
+        ]
     wire_head(recorder, headers, embedding)
     known = headers.known
     matrices = {name for unit in recorder.units for name in unit.names}
