@@ -202,6 +202,8 @@ def test_the_largest_download_that_is_fast_is_offered() -> None:
 def test_shapes_of_the_catalogue() -> None:
     assert catalogue_shape("Qwen3-8B") == ("qwen3-8b", "Q4_K_M")
     assert catalogue_shape("qwen3-coder:Q6_K") == ("qwen3-30b-a3b", "Q6_K")
+    assert catalogue_shape("qwen3:8b") == catalogue_shape("Qwen3-8B-Instruct") == ("qwen3-8b", "Q4_K_M")
+    assert catalogue_shape("qwen3:8b-q8_0") == ("qwen3-8b", "q8_0")
     assert catalogue_shape("nothing") is None
     assert all(model.shape is None or model.shape in shape_names() for model in catalogue().values())
     for model in catalogue().values():
@@ -296,6 +298,7 @@ def test_the_names(capsys: pytest.CaptureFixture[str]) -> None:
         (["--card", "4060", "--vram", "12GiB"], "has 8GiB"),
         (["--card", "none", "--ram", "200MiB"], "holds no model of the catalogue"),
         (["--card", "radeon"], "NVIDIA's cards alone"),
+        (["--card", "4060", "--threads", "-3"], "--threads must lie between 0 (automatic) and 1024"),
         (["--dtype", "q4_0", "--card", "4060"], "--shape NAME"),
         (["--shape", "qwen3-8b", "--dtype", "q4km", "--card", "4060"], "no type of weights"),
     ],

@@ -15,6 +15,7 @@ from typing import Any
 
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.catalogue import CatalogueModel, Download, catalogue
+from powerinfer.formats.catalogue_names import short_name
 from powerinfer.hardware.description import Device, Hardware
 from powerinfer.neurons import Profile
 from powerinfer.placement.budget import budgets, in_ram, layers_that_fit, on_gpu, whole_layers
@@ -116,14 +117,15 @@ def shape_of(name: str, model: CatalogueModel) -> str | None:
 
 
 def catalogue_shape(text: str) -> tuple[str, str | None] | None:
-    """The shape and the quantisation of a model of the catalogue by its name, NAME or NAME:QUANTISATION; None: there is
+    """The shape and the quantisation of a model of the catalogue by its name, as `short_name` reads it; None: there is
     no such name, or its shape is not known."""
-    name, _, tag = text.partition(":")
-    for own, model in catalogue().items():
-        if name.lower() == own or name.lower() in model.aliases:
-            shape = shape_of(own, model)
-            return None if shape is None else (shape, tag or model.quantisation)
-    return None
+    short = short_name(text)
+    if short is None:
+        return None
+    name, tag = short
+    model = catalogue()[name]
+    shape = shape_of(name, model)
+    return None if shape is None else (shape, tag or model.quantisation)
 
 
 @cache

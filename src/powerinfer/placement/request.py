@@ -30,6 +30,7 @@ from powerinfer.placement.shapes import (
 )
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity.selection import auto, check_experts, check_suited
+from powerinfer.system import MOST_THREADS
 
 if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint
@@ -108,6 +109,8 @@ def check_options(planning: PlanConfig, engine: EngineConfig) -> None:
     ):
         if not 1 <= count <= _LIMIT:
             raise RequestError(f"{name} must lie between 1 and {_LIMIT}, not {count}")
+    if not 0 <= engine.threads <= MOST_THREADS:
+        raise RequestError(f"--threads must lie between 0 (automatic) and {MOST_THREADS}, not {engine.threads}")
     if not 0 <= planning.time_limit < math.inf:
         raise RequestError(f"--time-limit must be a number of seconds, not {planning.time_limit}")
 
