@@ -59,6 +59,8 @@ def test_levels_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown("odd", logging.WARNING) == "warning: odd"
     text = shown("internal error", logging.ERROR, ValueError("x\x1b" * LONGEST))
     assert text.startswith("error: internal error\n") and "\x1b" not in text and len(text) < 5 * LONGEST
+    _, *rest = shown("internal error", logging.ERROR, ValueError("x\n12:00:00  200 GET /")).splitlines()
+    assert len(rest) > 1 and all(line.startswith(" " * 10) for line in rest), "no error writes a line of its own"
     assert len(shown("x" * 9 * LONGEST)) < 2 * LONGEST
     for style in ("xterm", "dumb"):
         monkeypatch.setenv("TERM", style)

@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from textwrap import indent
 from typing import Any
 
 from powerinfer.cli.common import printable
@@ -34,13 +35,15 @@ class LogLines(logging.Formatter):
         if style := _LEVELS.get(record.levelname):
             line = f"{styled(record.levelname.lower(), style, sys.stderr)}: {line}"
         if record.exc_info and (error := record.exc_info[1]) is not None:
-            line += "\n" + _shortened(printable("".join(traceback.format_exception(error)).rstrip()), -4 * LONGEST)
+            trace = _shortened(printable("".join(traceback.format_exception(error)).rstrip()), -4 * LONGEST)
+            line += "\n" + indent(trace, INDENT, lambda _: True)  # a message may have lines that look like records
         moment = styled(time.strftime("%H:%M:%S", time.localtime(record.created)), "dim", sys.stderr)
         # over the bar of a model that is being loaded
         return f"{CLEAR if sys.stderr.isatty() else ''}{moment}  {line}"
 
 
 CLEAR = "\r\x1b[K"
+INDENT = " " * 10  # as wide as the time of day
 
 
 def is_shown(record: logging.LogRecord) -> bool:
