@@ -377,7 +377,8 @@ console.log(JSON.stringify([...same, parent.inner.map((one) => one.html)]));"""
 
 
 CHATS = """
-import { Chats, Memory } from "./chats.mjs";
+import { Chats } from "./chats.mjs";
+import { Memory } from "./storage.mjs";
 let time = 0;
 const storage = new Memory(), chats = new Chats(storage, () => ++time);
 const chat = (text) => Object.assign(Chats.fresh(), { messages: [{ role: "user", content: text }] });
@@ -480,6 +481,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 ANSWER = "document.querySelector('.assistant:last-child > div')?.textContent"
+BLOCKED = """for (const name of ["localStorage", "sessionStorage"])
+  Object.defineProperty(window, name, { get() { throw new DOMException("blocked", "SecurityError"); } });"""
 ENDED = "document.getElementById('stop').disabled && document.querySelectorAll('.assistant').length > 0"
 
 
@@ -493,6 +496,14 @@ def test_a_browser_shows_the_model_and_its_defaults(browser: Browser) -> None:
         assert page.run("document.getElementById('temperature').placeholder") == "0.2"
         assert page.run("document.getElementById('top_p').placeholder") == "0.95"
         assert len(page.text("#greeting").splitlines()) >= 3 and page.run("document.getElementById('note').hidden")
+        assert not page.errors
+        page = browser.page()
+        page.send("Page.addScriptToEvaluateOnNewDocument", source=BLOCKED)
+        page.open(server.url)
+        page.wait("document.getElementById('model').textContent === 'toy'")
+        page.ask("hello")
+        page.wait(f"{ENDED} && {ANSWER}.length > 0")
+        assert page.run("document.getElementById('keep').disabled") and "hello" in page.text("#chat-list")
         assert not page.errors
 
 

@@ -13,6 +13,7 @@ FILES = {
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/server.js": ("server.js", "text/javascript; charset=utf-8"),
     "/chats.js": ("chats.js", "text/javascript; charset=utf-8"),
+    "/storage.js": ("storage.js", "text/javascript; charset=utf-8"),
     "/live.js": ("live.js", "text/javascript; charset=utf-8"),
     "/markdown.js": ("markdown.js", "text/javascript; charset=utf-8"),
 }

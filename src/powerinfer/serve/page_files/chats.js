@@ -5,16 +5,6 @@ const TITLE = 60, FIELDS = { role: "string", content: "string", thought: "string
 
 export const SAVED = "saved", FORGOTTEN = "forgotten", FULL = "full";
 
-// The same methods as a browser's storage, until the page is left.
-export class Memory {
-  constructor() { this.values = new Map(); }
-  get length() { return this.values.size; }
-  key(at) { return [...this.values.keys()][at] ?? null; }
-  getItem(key) { return this.values.get(key) ?? null; }
-  setItem(key, value) { this.values.set(key, value); }
-  removeItem(key) { this.values.delete(key); }
-}
-
 const kept = (message) => Object.fromEntries(Object.entries(FIELDS).flatMap(([name, kind]) => (typeof message[name] === kind ? [[name, message[name]]] : [])));
 
 function titled(messages) {

@@ -1,5 +1,6 @@
 import { ask, events, Lost, Refused, useKey } from "./server.js";
-import { Chats, FULL, Memory } from "./chats.js";
+import { Chats, FULL } from "./chats.js";
+import { lasting, Memory, ofTab } from "./storage.js";
 import { Rendered } from "./markdown.js";
 import { Live } from "./live.js";
 
@@ -58,26 +59,16 @@ const status = (text) => { $("status").textContent = text; };
 
 // ---- Chats that are kept
 
-function browserStorage() {
-  try {
-    localStorage.setItem("powerinfer.probe", "1");
-    localStorage.removeItem("powerinfer.probe");
-    return localStorage;
-  } catch { // cookies and site data are blocked
-    return null;
-  }
-}
-
-const storage = browserStorage(), memory = new Memory();
-const keeps = () => storage !== null && storage.getItem(KEEP) !== "no";
-const chats = new Chats(keeps() ? storage : memory);
+const memory = new Memory();
+const keeps = () => lasting !== null && lasting.getItem(KEEP) !== "no";
+const chats = new Chats(keeps() ? lasting : memory);
 
 function save() {
   if (!chat.messages.length) return;
   chat.model = chosen ?? chat.model;
   chat.system = $("system").value;
   if (chats.write(chat) === FULL) status("This chat is too long to be kept in this browser.");
-  if (chat.id) sessionStorage.setItem(CURRENT, chat.id);
+  if (chat.id) ofTab.setItem(CURRENT, chat.id);
   showChats();
 }
 
@@ -86,8 +77,8 @@ function open(id) {
   if (!found) return;
   stop();
   chat = found;
-  if (chat.id) sessionStorage.setItem(CURRENT, chat.id);
-  else sessionStorage.removeItem(CURRENT);
+  if (chat.id) ofTab.setItem(CURRENT, chat.id);
+  else ofTab.removeItem(CURRENT);
   $("system").value = chat.system;
   if (chat.model && models.some((one) => one.id === chat.model)) choose(chat.model);
   showSide(false);
@@ -517,18 +508,18 @@ $("forget-all").addEventListener("click", () => {
   open(null);
 });
 $("keep").checked = keeps();
-$("keep").disabled = storage === null;
+$("keep").disabled = lasting === null;
 $("keep").addEventListener("change", () => {
-  if ($("keep").checked) storage.removeItem(KEEP);
-  else storage.setItem(KEEP, "no");
-  chats.move($("keep").checked ? storage : memory);
+  if ($("keep").checked) lasting.removeItem(KEEP);
+  else lasting.setItem(KEEP, "no");
+  chats.move($("keep").checked ? lasting : memory);
   showChats();
 });
 for (const name of NUMBERS) {
-  $(name).value = sessionStorage.getItem(`powerinfer.${name}`) ?? "";
-  $(name).addEventListener("change", () => sessionStorage.setItem(`powerinfer.${name}`, $(name).value));
+  $(name).value = ofTab.getItem(`powerinfer.${name}`) ?? "";
+  $(name).addEventListener("change", () => ofTab.setItem(`powerinfer.${name}`, $(name).value));
 }
-const before = sessionStorage.getItem(CURRENT);
+const before = ofTab.getItem(CURRENT);
 show();
 showChats();
 if (before) open(before);

@@ -1,4 +1,6 @@
 // Requests to the server, and the events of its answers.
+import { ofTab } from "./storage.js";
+
 const KEY = "powerinfer.key";
 const SILENT = 45000; // ms without a byte, after which a stream counts as lost: the server sends a comment every 10 s
 
@@ -16,11 +18,11 @@ export class Lost extends Error {
   }
 }
 
-export const useKey = (key) => sessionStorage.setItem(KEY, key);
+export const useKey = (key) => ofTab.setItem(KEY, key);
 
 // Refused: what the server says; Lost: it does not answer; an AbortError by the signal.
 export async function ask(path, options = {}) {
-  const key = sessionStorage.getItem(KEY);
+  const key = ofTab.getItem(KEY);
   const headers = { ...(options.body && { "Content-Type": "application/json" }), ...(key && { Authorization: `Bearer ${key}` }) };
   let answer;
   try {
