@@ -472,7 +472,7 @@ def test_the_report_says_how_layers_decode(tmp_path: Path) -> None:
     assert all(layer["ways"] == {"1": "exact", "32": "exact"} for layer in report["layers"])
     assert all(layer["reason"] == "neurons are read from disk" for layer in report["layers"])
     assert 0 < report["active_fraction"] < 1 and report["tokens"] > 0
-    assert "neurons are on disk" in own.executor.choices["selector"]
+    assert "neurons are on disk" in str(own.executor.choices.selector)
     with own.sparsity.suspended():  # through the window
         dense = answers(own.executor)
     whole = in_memory(own.selection.bundles.path.parent.with_suffix(""), "exact")  # type: ignore[union-attr]
@@ -581,7 +581,7 @@ def test_neurons_stay_on_disk_only_where_that_is_asked_for_if_ram_holds_the_dens
     said: list[str] = []
     executor, _ = load_resolved(asked, list, say=said.append)
     assert "; --selector all or --context 96 would leave room for all of it" in said[-1]
-    assert executor.choices["disk"].endswith("; --selector all or --context 96 would leave room for all of it")
+    assert str(executor.choices.disk).endswith("; --selector all or --context 96 would leave room for all of it")
     executor.close()
     assert asked.by_predictors is None, "there are none"
     executor, _ = load_resolved(replace(asked, whole_dense=False, by_predictors=0), list, say=said.append)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from test_measure import LITTLE, ONE
 
+from powerinfer.devices.choices import Choices
 from powerinfer.hardware import measure
 from powerinfer.hardware.description import load
 from powerinfer.sparsity import attach, trial
@@ -101,9 +102,9 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> tuple[Saved, Any, str, int]:
         return made[-1]
 
     monkeypatch.setattr(trial, "trial", one)
-    executor, saved = SimpleNamespace(choices={}), Saved()
+    executor, saved = SimpleNamespace(choices=Choices()), Saved()
     verdicts = attach._tried(executor, saved, ["exact"], [1], [0], lambda *_: None)  # type: ignore[arg-type]
-    return saved, verdicts[0].seconds["dense"], executor.choices["trial"], len(made)
+    return saved, verdicts[0].seconds["dense"], str(executor.choices.trial), len(made)
 
 
 def test_a_quiet_trial_is_the_only_one(monkeypatch: pytest.MonkeyPatch, taken: Taken) -> None:

@@ -531,9 +531,9 @@ def test_bytes_by_part(tmp_path: Path) -> None:
         assert every["head"] == 4 * d * 101 and every["norms"] == LAYERS * (one["norms"] - 32) + 32 + 4 * d
         assert all(every[name] == LAYERS * one[name] for name in ("attention", "ffn", "kv"))
         assert every["scratch"] == one["scratch"] >= 4 * d * families.TOKENS
-        assert part.cpu.choices["kv_cache"].startswith(f"{part.n_pages} pages")
-        both = f"{part.cpu.choices['kv_cache']}, {one['kv'] >> 20} MiB on the GPU"
-        assert part.choices["kv_cache"] == both
+        assert str(part.cpu.choices.kv_cache).startswith(f"{part.n_pages} pages")
+        both = f"{part.cpu.choices.kv_cache}, {one['kv'] >> 20} MiB on the GPU"
+        assert str(part.choices.kv_cache) == both
         assert executor.bytes_per_token > every["attention"] + every["ffn"] + every["head"]
 
 

@@ -19,6 +19,7 @@ from toy_model import toy_llm
 
 import powerinfer
 from powerinfer import AsyncLLM, Completion, EngineConfig, SamplingParams, StreamEvent, TokenLogprob
+from powerinfer.devices.choices import Choice, Choices, GpuPart
 from powerinfer.errors import RequestError
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.options import EngineOptions, SamplingOptions
@@ -254,11 +255,15 @@ def test_the_module_lists_what_is_for_users() -> None:
 
 def test_a_model_describes_itself() -> None:
     llm = toy_llm(context=256)
-    llm._executor.choices |= {"threads": "2 (given)", "gpu": "none (no CUDA device)", "selector": "exact in 3 (x)"}
+    llm._executor.choices = Choices(
+        threads=Choice(2, "given"), gpu=Choice(None, "no CUDA device"), selector=Choice("exact in 3", "x (y)")
+    )
+    assert llm.choices == {"threads": "2 (given)", "gpu": "none (no CUDA device)", "selector": "exact in 3 (x (y))"}
     said = repr(llm)
     assert said == ("LLM(model='toy', size='1 layers', context=256, threads=2, selector='exact in 3', placement='CPU')")
     assert repr(AsyncLLM.from_llm(llm)) == f"Async{said}"
-    llm._executor.choices["gpu"] = "3 layers on <b>, given"
+    llm._executor.choices.gpu = Choice(GpuPart(3, False, "<b>"), more=", given")
+    assert llm.choices["gpu"] == "3 layers on <b>, given"
     page = llm._repr_html_()
     assert "<th>context</th><td>256</td>" in page and "3 layers on &lt;b&gt;, the rest on the CPU" in page
 

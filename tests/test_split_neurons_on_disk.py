@@ -367,7 +367,7 @@ def test_what_neither_memory_holds_stays_on_disk(selector: str, large: Path) -> 
             pitch = plan.request.model.bundle.pitch
             assert in_ram <= disk.held["ffn"] + 2 * beside * pitch and in_ram < before
             before = in_ram
-            assert "some of it from disk, streams from 33 tokens" in executor.choices["prefill"]
+            assert "some of it from disk, streams from 33 tokens" in str(executor.choices.prefill)
             found = answers(executor, 5)
             report = executor.disk.report()  # type: ignore[union-attr]
             assert report["bytes"] and 0 < report["hit_rate"] < 1

@@ -20,6 +20,7 @@ import numpy as np
 from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerConfig, ModelConfig
 from powerinfer.devices import Batch
 from powerinfer.devices.batch import StoppedError
+from powerinfer.devices.choices import Choices
 from powerinfer.errors import RequestError
 from powerinfer.runtime.driver import EngineStats
 from powerinfer.runtime.engine import LLM
@@ -97,7 +98,7 @@ class ToyExecutor:
         self.fail_at: dict[int, BaseException] = {}  # what a call raises, by its number
         self.begun = 0
         self.closed = False
-        self.choices: dict[str, str] = {}
+        self.choices = Choices()
 
     def traced(self) -> Any:
         raise RequestError("nothing to trace")

@@ -22,6 +22,7 @@ import numpy as np
 
 from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerConfig, ModelConfig, ServeConfig
 from powerinfer.devices import Batch
+from powerinfer.devices.choices import Choices
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.hub import resolve_model
 from powerinfer.runtime.engine import LLM
@@ -99,7 +100,7 @@ class ScriptedExecutor:
 
     def __init__(self, tokenizer: Tokenizer, tokens: int, vocab_size: int) -> None:
         """tokens: that the KV cache has room for."""
-        self.choices: dict[str, str] = {}
+        self.choices = Choices()
         self.vocab_size, self.n_pages = vocab_size, tokens // self.page_size
         self._tokenizer = tokenizer
         self._ids = np.zeros((self.n_pages, self.page_size), np.int32)

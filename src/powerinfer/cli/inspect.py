@@ -182,23 +182,23 @@ def _resolved(
     checkpoint: Checkpoint, engine: EngineConfig, progress: Progress, out: Output
 ) -> tuple[dict[str, str], dict[str, int] | None]:
     """What `run` would choose with these options, or why it would refuse; and what memory that takes."""
+    from powerinfer.devices.choices import Choice, machine_choices
     from powerinfer.hybrid.disk import open_tier
     from powerinfer.hybrid.resolve import needs, resolve
-    from powerinfer.kernels.cpu import choices
     from powerinfer.sparsity.selection import choose
 
-    machine = choices(engine)
+    machine = machine_choices(engine).texts()
     try:
         found = resolve(checkpoint, engine, progress, out.note)
         disk = open_tier(found, silent)
     except PowerInferError as error:
-        selector, why = choose(checkpoint, engine)
-        return machine | {"selector": f"{selector} ({why})", "refused": str(error)}, None
-    gpu = "none"
+        return machine | {"selector": str(Choice(*choose(checkpoint, engine))), "refused": str(error)}, None
+    gpu = None
     if found.gpu is not None:
         layers = f"{found.gpu_layers} of {checkpoint.config.n_layers} layers"
         gpu = f"{layers}{' and the head' * found.gpu_head} on {found.gpu}"
-    chosen = {"selector": f"{found.selection.selector} ({found.selection.why})", "gpu": f"{gpu} ({found.why})"}
+    selection = found.selection
+    chosen = {"selector": str(Choice(selection.selector, selection.why)), "gpu": str(Choice(gpu, found.why))}
     memory = needs(found)._asdict() | {"disk": 0}
     if found.disk is not None and disk is not None:
         chosen["disk"] = disk.about.why

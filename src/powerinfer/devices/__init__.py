@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from powerinfer.devices.choices import Choices
     from powerinfer.devices.disk import DiskTier
     from powerinfer.devices.trace import Trace
 
@@ -29,7 +30,7 @@ class Executor(Protocol):
     n_states: int  # slots for the states of sequences; 0: no layer has any
     max_tokens: int  # maximum tokens of one forward call
     vocab_size: int
-    choices: dict[str, str]  # what was chosen (instruction set, threads, ...) and why, for people
+    choices: Choices  # made for this machine (instruction set, threads, ...), with their reasons
 
     @property
     def disk(self) -> DiskTier | None:

@@ -25,6 +25,7 @@ from powerinfer.config import (
     RouterConfig,
 )
 from powerinfer.devices.batch import Batch, StoppedError
+from powerinfer.devices.choices import CachePages, Choice, StateSlots, machine_choices
 from powerinfer.devices.cpu_experts import ByNeuron, ExpertFfn, bundle, rebundle
 from powerinfer.devices.cpu_ffn import CpuFfn, PartMaker, Weights, pack
 from powerinfer.devices.disk import DiskTier
@@ -216,13 +217,12 @@ class CpuExecutor:
         first_layer: the first that it is to have, n_layers for none; pages: of the KV cache, None: chosen here,
         and room: the most bytes that they may take then. RequestError for options that cannot be met.
         """
-        isa, isa_reason = cpu.choose_isa(engine.isa)
-        threads, threads_reason = cpu.choose_threads(engine.threads)
-        self.choices = {"isa": f"{isa} ({isa_reason})", "threads": f"{threads} ({threads_reason})"}
+        self.choices = machine_choices(engine)
+        assert self.choices.isa is not None and self.choices.threads is not None
         self.config = config
         self.disk = disk
         if disk is not None:
-            self.choices["disk"] = disk.about.why
+            self.choices.disk = Choice(disk.about.why)
         self.first_layer = first_layer
         self.page_size = cpu.PAGE
         self.max_tokens = max(engine.prefill_chunk, engine.max_batch)
@@ -240,8 +240,8 @@ class CpuExecutor:
         self._embedded = 0  # operators up to the embedding's
         self._file_rows: FileRows | None = None  # of the embedding
         self.mapped: list[MappedFile] = []  # files that steps read views of
-        self._pool = _native.Pool(threads)
-        self._workspace = _native.Workspace(self._pool, isa)
+        self._pool = _native.Pool(self.choices.threads.value)
+        self._workspace = _native.Workspace(self._pool, self.choices.isa.value)
         self._pack = partial(pack, self._pool, _native.Arena())
         self.parts = PartMaker(config, self._workspace, self._pack)
         self._program = self._empty_program(engine, pages, room)
@@ -269,11 +269,10 @@ class CpuExecutor:
         self._cache = cache = _native.Cache(
             engine.kv_type, [(one.n_kv_heads, one.head_dim) for one in own], pages, [one.latents for one in own]
         )
-        mib = cache.nbytes * bool(layers) >> 20
-        self.choices["kv_cache"] = f"{pages} pages of {cpu.PAGE} tokens, {engine.kv_type}, {mib} MiB ({reason})"
+        self.choices.kv_cache = Choice(CachePages(pages, engine.kv_type, cache.nbytes * bool(layers)), reason)
         if self._states is not None:
-            each = state_bytes(config)
-            self.choices["states"] = f"{self.n_states} of {each / 2**20:.1f} MiB ({engine.max_batch} requests)"
+            slots = StateSlots(self.n_states, state_bytes(config))
+            self.choices.states = Choice(slots, f"{engine.max_batch} requests")
         return _native.Program(
             self._workspace,
             cache,

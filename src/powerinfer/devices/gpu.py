@@ -26,6 +26,7 @@ from powerinfer.config import (
     RopeConfig,
 )
 from powerinfer.devices.batch import Batch, StoppedError
+from powerinfer.devices.choices import Choice
 from powerinfer.devices.cpu import Rotation
 from powerinfer.devices.gpu_latent import LatentInput, LatentOutput
 from powerinfer.devices.gpu_layer import FfnParts, GpuLayer
@@ -568,13 +569,13 @@ class GpuLayers:
         return step
 
     @property
-    def how(self) -> str | None:
+    def how(self) -> Choice[str] | None:
         """Who acts in steps of few tokens in which the CPU has a part. None: it has none, or nothing is recorded."""
         if self._recorder is None or not self.shares:
             return None
         called = self._calls and any(one.called for one in self.operators)
         who = "the GPU calls the CPU" if called else "the host waits for the GPU"
-        return f"{who} ({self._why})" if self._why else who
+        return Choice(who, self._why or "")
 
     def choose_calls(self) -> None:
         """Where the GPU can call the CPU, time steps of a token both ways, and let the host wait for the GPU if that is

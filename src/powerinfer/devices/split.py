@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from powerinfer.devices.batch import Batch
+from powerinfer.devices.choices import Choice, GpuPart
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.trace import Trace, span
 from powerinfer.kernels.gpu import FEW
@@ -40,14 +42,16 @@ class SplitExecutor:
         self.max_tokens = cpu.max_tokens
         self.vocab_size = cpu.vocab_size
         self.trace: Trace | None = None
-        layers = f"{gpu.layers} layer{'s' * (gpu.layers > 1)}{' and the head' * gpu.has_head}"
-        self.choices = cpu.choices | {"gpu": f"{layers} on {gpu.device}"}
-        self.choices["kv_cache"] += f", {gpu.memory()['kv'] >> 20} MiB on the GPU"
+        pages = cpu.choices.kv_cache
+        assert pages is not None
+        more = f", {gpu.memory()['kv'] >> 20} MiB on the GPU"
+        part = GpuPart(gpu.layers, gpu.has_head, str(gpu.device))
+        self.choices = replace(cpu.choices, gpu=Choice(part), kv_cache=pages.add(more))
         self._tell_how()
 
     def _tell_how(self) -> None:
         if self.gpu.how is not None:
-            self.choices["steps"] = self.gpu.how
+            self.choices.steps = self.gpu.how
 
     def choose_calls(self) -> None:
         """As of `GpuLayers`."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import numpy as np
 
 from powerinfer.devices.batch import Batch
+from powerinfer.devices.choices import Choice
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.streams import streams_of
 from powerinfer.devices.torch_device import current, gpu_failures
@@ -79,11 +80,11 @@ class Crossing:
     least: int | None
     tried: tuple[tuple[int, float, float], ...]
 
-    def told(self, what: str) -> str:
-        """For people; what: is in RAM."""
+    def told(self, what: str) -> Choice[str]:
+        """The choice of a device for long prompts, with its reason; what: is in RAM."""
         times = ", ".join(f"{tokens}: {1e3 * cpu:.3g} and {1e3 * gpu:.3g} ms" for tokens, cpu, gpu in self.tried)
         who = f"the CPU computes {what}" if self.least is None else f"{what} stream from {self.least} tokens"
-        return f"{who} (a layer with the CPU and streamed, by tokens: {times})"
+        return Choice(who, f"a layer with the CPU and streamed, by tokens: {times}")
 
 
 def find(sizes: Sequence[int], seconds: Seconds) -> Crossing:
@@ -151,7 +152,7 @@ def _settle(
         found = Crossing(kept.least, kept.tried)
         how = f"measured earlier ({path})"
     elif not engine.trial:
-        executor.choices["prefill"] = f"the CPU computes {what} (--no-trial: nothing was measured)"
+        executor.choices.prefill = Choice(f"the CPU computes {what}", "--no-trial: nothing was measured")
         return
     else:
         progress("trial of prompts", 0, 1)
@@ -162,7 +163,7 @@ def _settle(
         problem = keep_entry(path, KIND, _Kept, key, asdict(found))
         how = f"measured in {taken:.2f} s, " + (f"kept in {path}" if problem is None else f"cannot be kept: {problem}")
     stage.least = found.least
-    executor.choices["prefill"] = f"{found.told(what)}, {how}"
+    executor.choices.prefill = found.told(what).add(f", {how}")
 
 
 def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[Streamed], sample: Sequence[int]) -> Crossing:

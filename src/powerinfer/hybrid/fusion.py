@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
+from powerinfer.devices.choices import Choice
 from powerinfer.devices.replayed_spans import UNRECORDED
 from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.errors import PowerInferError
@@ -54,11 +55,11 @@ class _Kept:
     one: Annotated[float, Between(0, 1e6)] = 0.0
     problem: Annotated[str, Length(_WHY)] = ""
 
-    def told(self, how: str) -> str:
-        """For people."""
+    def told(self, how: str) -> Choice[str]:
+        """The choice of a kernel, with its reason."""
         who = "a fused kernel" if self.fused else "a kernel for each stage"
         times = f"{1e3 * self.one:.3g} ms a step fused, {1e3 * self.several:.3g} otherwise"
-        return f"{who} for one token ({self.problem or times}; {how})"
+        return Choice(f"{who} for one token", f"{self.problem or times}; {how}")
 
 
 def fuses(executor: SplitExecutor) -> bool:
@@ -94,8 +95,8 @@ class Fusion:
                 progress("trial of kernels", 0, 1)
                 self._take(*self._tried(sample()))
             elif not self._settled:
-                told = "a kernel for each stage for one token (--no-trial: nothing was timed)"
-                self._executor.choices["neurons"] = told
+                way = "a kernel for each stage for one token"
+                self._executor.choices.neurons = Choice(way, "--no-trial: nothing was timed")
         return self._fused != before
 
     @property
@@ -115,7 +116,7 @@ class Fusion:
     def _take(self, kept: _Kept, how: str) -> None:
         self._settled = True
         self._fuse(kept.fused)
-        self._executor.choices["neurons"] = kept.told(how)
+        self._executor.choices.neurons = kept.told(how)
 
     def _fuse(self, on: bool) -> None:
         self._fused = on

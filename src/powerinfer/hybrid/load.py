@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from powerinfer.devices import Executor
+from powerinfer.devices.choices import Choice
 from powerinfer.errors import GpuMemoryError, PowerInferError, RequestError
 from powerinfer.hybrid.disk import open_tier
 from powerinfer.hybrid.resolve import (
@@ -65,7 +66,7 @@ def load_resolved(
     own, predictors = resolved.selection.in_experts, resolved.selection.predictors
     disk = open_tier(resolved, say)
     executor = load(checkpoint, engine, progress, resolved.kv_room, in_experts=own, predictors=predictors, disk=disk)
-    executor.choices["gpu"] = f"none ({resolved.why})"
+    executor.choices.gpu = Choice(None, resolved.why)
     try:
         return executor, attach(executor, checkpoint, engine, resolved.selection, sample, progress)
     except BaseException:
@@ -121,7 +122,7 @@ def load_split(
     cpu.in_experts = selection.in_experts
     if resolved.spared:
         _, why = cpu_kernels.choose_threads(0)
-        cpu.choices["threads"] = f"{engine.threads} ({why}, less {resolved.spared} for the GPU's driver)"
+        cpu.choices.threads = Choice(engine.threads, f"{why}, less {resolved.spared} for the GPU's driver")
     try:
         with gpu_failures("the model was loaded", "put fewer layers on it, or lower --context or --max-batch"):
             gpu = GpuLayers(
@@ -151,6 +152,12 @@ def load_split(
     return SplitExecutor(cpu, gpu, streamed)
 
 
+def _tell(executor: SplitExecutor, more: str) -> None:
+    """Add to the text on the GPU's part."""
+    assert executor.choices.gpu is not None
+    executor.choices.gpu = executor.choices.gpu.add(f", {more}")
+
+
 def _load_beside_gpu(
     resolved: Resolved, sample: Sample, progress: Progress, say: Say
 ) -> tuple[SplitExecutor, Sparsity]:
@@ -167,7 +174,7 @@ def _load_beside_gpu(
         if stage is not None:
             stage.close()
         raise
-    executor.choices["gpu"] += f", {resolved.why}"
+    _tell(executor, resolved.why)
     try:
         settle = partial(_settle_layers, executor, resolved, progress)
         hold_budget(executor, resolved.engine.max_batch, resolved.vram, split=executor.streamed, settle=settle)
@@ -176,7 +183,7 @@ def _load_beside_gpu(
         raise
     sparsity = Sparsity()
     sparsity.stage = None if executor.streamed is None else executor.streamed.stage
-    executor.choices["selector"] = f"{sparsity.selector} (layers as a whole)"
+    executor.choices.selector = Choice(sparsity.selector, "layers as a whole")
     return executor, sparsity
 
 
@@ -189,7 +196,8 @@ def _settle_layers(executor: SplitExecutor, resolved: Resolved, progress: Progre
     if executor.streamed is not None and executor.streamed.spans:
         settle_layers(executor, resolved, progress)
     else:
-        executor.choices["prefill"] = "the CPU computes the layers in RAM (no room, or no long steps, to stream them)"
+        why = "no room, or no long steps, to stream them"
+        executor.choices.prefill = Choice("the CPU computes the layers in RAM", why)
 
 
 def _load_neurons(
@@ -205,7 +213,7 @@ def _load_neurons(
     executor, split, attempt = _load_planned(
         resolved, Attempt(plan if earlier is None else earlier.plan), progress, say
     )
-    executor.choices["gpu"] += f", {resolved.why}"
+    _tell(executor, resolved.why)
     limits = resolved.engine.max_batch, resolved.vram
     try:
         fusion = Fusion(executor, split.ffns, resolved)
@@ -222,7 +230,7 @@ def _load_neurons(
         if held.measured is not None and (earlier is None or held.plan is not earlier.plan):
             saved.keep(held)
         if held.plan is not plan:
-            executor.choices["gpu"] += f", {100 * held.plan.choice.mass_on_gpu:.0f} % since memory was measured"
+            _tell(executor, f"{100 * held.plan.choice.mass_on_gpu:.0f} % since memory was measured")
         if resolved.engine.trial:
             executor.choose_calls()
         for ffn in split.ffns:
@@ -232,7 +240,7 @@ def _load_neurons(
     except BaseException:
         executor.close()
         raise
-    executor.choices["selector"] = f"{sparsity.selector} (neurons on both devices)"
+    executor.choices.selector = Choice(sparsity.selector, "neurons on both devices")
     return executor, sparsity
 
 
@@ -261,15 +269,14 @@ def _load_experts(
         return _load_other_experts(resolved, working, sample, progress, say)
     executor, split = loaded
     if resolved.scratch is not None and resolved.scratch < estimate:
-        executor.choices["gpu"] += ", since memory was measured"
+        _tell(executor, "since memory was measured")
     sparsity = ExpertSparsity(executor, split.ffns, name)
     sparsity.clear()  # counts of the measurements
     if copier is not None:
         copier.on = True
-    executor.choices["experts"] = f"{name} ({resolved.why_policy})"
-    executor.choices["selector"] = f"{sparsity.selector} (experts on both devices)"
-    if resolved.selection.in_experts:
-        executor.choices["selector"] += ", exact (neurons inside them, too)"
+    executor.choices.experts = Choice(name, resolved.why_policy)
+    inside = ", exact (neurons inside them, too)" * resolved.selection.in_experts
+    executor.choices.selector = Choice(sparsity.selector, "experts on both devices", inside)
     return executor, sparsity
 
 
@@ -326,7 +333,7 @@ def _split_of_experts(
     except BaseException:
         split.close()
         raise
-    executor.choices["gpu"] += f", {resolved.why}"
+    _tell(executor, resolved.why)
     if copier is not None:
         copier.on = False  # what is measured is no text
     try:
@@ -440,7 +447,7 @@ def _settle_prompts(
     if resolved.plan is not None and resolved.disk is not None and split.stage is not None:
         split.stage.least = FEW + 1  # the CPU would read what is cold once for each FEW tokens
         what = "what is cold, some of it from disk, streams"
-        executor.choices["prefill"] = f"{what} from {FEW + 1} tokens, which reads it once"
+        executor.choices.prefill = Choice(f"{what} from {FEW + 1} tokens, which reads it once")
         return
     if split.stage is not None and all(ffn.stage is not None for ffn in split.ffns):
         settle(split.stage, executor, split.ffns, resolved, sample, progress)
@@ -450,11 +457,13 @@ def _settle_prompts(
             why = "it reads from disk"
         if split.stage is not None:
             why = "they are not as a GGUF file has them"
-        executor.choices["prefill"] = f"the CPU computes what is cold ({why})"
+        executor.choices.prefill = Choice("the CPU computes what is cold", why)
     if (
         resolved.plan is not None
         and executor.streamed is None
         and not executor.gpu.has_head
         and split.stage is not None
+        and executor.choices.prefill is not None
     ):
-        executor.choices["prefill"] += "; the layers in RAM stay on the CPU (no room to stream them)"
+        more = "; the layers in RAM stay on the CPU (no room to stream them)"
+        executor.choices.prefill = executor.choices.prefill.add(more)

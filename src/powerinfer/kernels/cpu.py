@@ -1,4 +1,4 @@
-"""Access to the native module: choices with their reasons, and sizes of what it stores."""
+"""Access to the native module: what suits this CPU, with reasons, and sizes of what it stores."""
 
 from __future__ import annotations
 
@@ -73,13 +73,6 @@ def build() -> str:
     """A value that changes whenever the native module is rebuilt."""
     status = os.stat(_native.__file__)
     return f"{status.st_size} {status.st_mtime_ns}"
-
-
-def choices(engine: EngineConfig) -> dict[str, str]:
-    """The choices for this machine, each with its reason."""
-    isa, isa_reason = choose_isa(engine.isa)
-    threads, threads_reason = choose_threads(engine.threads)
-    return {"isa": f"{isa} ({isa_reason})", "threads": f"{threads} ({threads_reason})"}
 
 
 def round_up(n: int, to: int) -> int:

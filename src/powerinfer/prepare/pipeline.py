@@ -317,13 +317,13 @@ def _not_needed(why: str) -> Outcome:
 
 def check(work: Work) -> None:
     """Raise now the error that would stop the work later; budgets are checked once the machine is known."""
+    from powerinfer.devices.choices import machine_choices
     from powerinfer.formats.predictor_file import open_predictor
     from powerinfer.formats.prepared import PREDICTOR, PreparedFile
-    from powerinfer.kernels import cpu
     from powerinfer.prepare import training
 
     check_neurons(work.checkpoint.config, "prepare")
-    cpu.choices(work.engine)
+    machine_choices(work.engine)
     if work.why_no_training is None:
         training.need_torch()
         training.check(work.checkpoint, work.training)

@@ -214,14 +214,14 @@ class LLM:
         size = f"{self.config.n_layers} layers"
         if checkpoint is not None:
             size = f"{checkpoint.parameters / 1e6:,.0f} M parameters, {checkpoint.main_type}"
-        gpu = choices.get("gpu", "none").partition(",")[0]
+        gpu = None if choices.gpu is None else choices.gpu.value
         return {
             "model": self.config.name or next(iter(named), self.config.architecture),
             "size": size,
             "context": self.context,
-            "threads": int(choices.get("threads", str(self.engine.threads)).split()[0]),
-            "selector": choices.get("selector", self._sparsity.selector).partition(" (")[0],
-            "placement": "CPU" if gpu.startswith("none") else f"{gpu}, the rest on the CPU",
+            "threads": self.engine.threads if choices.threads is None else choices.threads.value,
+            "selector": self._sparsity.selector if choices.selector is None else choices.selector.value,
+            "placement": "CPU" if gpu is None else f"{gpu}, the rest on the CPU",
         }
 
     @property
@@ -232,7 +232,7 @@ class LLM:
     @property
     def choices(self) -> dict[str, str]:
         """What was chosen for this machine (instruction set, threads, ...) and why."""
-        return dict(self._executor.choices)
+        return self._executor.choices.texts()
 
     @property
     def bytes_per_token(self) -> int | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from powerinfer.config import EngineConfig
+from powerinfer.devices.choices import Choice
 from powerinfer.errors import RequestError
 from powerinfer.progress import Progress, silent
 from powerinfer.sparsity import Sparsity
@@ -181,17 +182,17 @@ def attach(
     sample: returns the token ids of a text, for the trial. Notes the result in `executor.choices`.
     """
     if selection.in_experts:
-        executor.choices["selector"] = f"{selection.selector} inside experts ({selection.why})"
+        executor.choices.selector = Choice(f"{selection.selector} inside experts", selection.why)
         return NeuronsInExperts(selection.selector, executor)
     if selection.bundles is None:
-        executor.choices["selector"] = f"all ({selection.why})"
+        executor.choices.selector = Choice("all", selection.why)
         return Sparsity()
     if executor.disk is not None and not executor.disk.about.neurons:
         if engine.selector != "auto":
             raise RequestError(
                 f"--selector {selection.selector}: RAM does not hold its bundles: give more --ram, or leave it out"
             )
-        executor.choices["selector"] = "all (RAM does not hold the neurons' bundles)"
+        executor.choices.selector = Choice("all", "RAM does not hold the neurons' bundles")
         return Sparsity()
     if executor.disk is not None:
         return _attach_resting(executor, checkpoint, engine, selection, executor.disk, progress)
@@ -213,14 +214,14 @@ def attach(
         if verdicts is None:
             verdicts = _tried(executor, saved, ways, sizes, sample(), progress)
         else:
-            executor.choices["trial"] = f"measured earlier ({saved.path})"
+            executor.choices.trial = Choice("measured earlier", str(saved.path))
     assert verdicts is not None
     apply(executor, verdicts)
     sparse = sum(any(way != "dense" for way in verdict.ways.values()) for verdict in verdicts)
     alone = Counter(verdict.ways["1"] for verdict in verdicts)
     tally = "one token: " + ", ".join(f"{way} {count}" for way, count in sorted(alone.items()))
     where = "" if sparse == layers - alone["dense"] else ", of some batch sizes"
-    executor.choices["selector"] = f"{name} in {sparse} of {layers} layers{where} ({selection.why}; {tally})"
+    executor.choices.selector = Choice(f"{name} in {sparse} of {layers} layers{where}", f"{selection.why}; {tally}")
     sparsity = CpuSparsity(name, executor, verdicts)
     sparsity.clear()  # counts of the trial
     return sparsity
@@ -268,9 +269,8 @@ def _attach_resting(
     verdicts = forced(rests, way, sizes, "neurons are read from disk", "RAM does not hold its bundles")
     apply(executor, verdicts)
     kept = f"{disk.about.neuron_policy} over {'the profile' if profile else 'what was used'}"
-    executor.choices["selector"] = (
-        f"{name} in {sum(rests)} of {layers} layers ({selection.why}; their neurons are on disk, RAM has some: {kept})"
-    )
+    why = f"{selection.why}; their neurons are on disk, RAM has some: {kept}"
+    executor.choices.selector = Choice(f"{name} in {sum(rests)} of {layers} layers", why)
     return CpuSparsity(name, executor, verdicts)
 
 
@@ -299,7 +299,7 @@ def _tried(
     problem = saved.keep(verdicts, disturbed)
     kept = f"kept in {saved.path}" if problem is None else f"cannot be kept: {problem}"
     busy = f" while others took {disturbed:.1f} cores (repeated at a start when they do not)" if disturbed else ""
-    executor.choices["trial"] = f"measured in {time.perf_counter() - begin:.2f} s{busy}, {kept}"
+    executor.choices.trial = Choice(f"measured in {time.perf_counter() - begin:.2f} s{busy}, {kept}")
     return verdicts
 
 
