@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from stored_weights import stored_evenly
@@ -12,6 +14,12 @@ from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConf
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.source import Source
 from powerinfer.formats.tensors import RawTensor
+
+
+def saved_results(file: Path, subject: str) -> list[dict[str, Any]]:
+    """The results of a subject's trials in a file, the newest first; none if there is no file."""
+    entries = json.loads(file.read_text())["trials"] if file.exists() else []
+    return [one["result"] for one in entries if one["subject"] == subject]
 
 
 def checkpoint(

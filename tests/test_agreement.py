@@ -24,7 +24,7 @@ from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.profile_file import open_profile
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.params import SamplingParams
-from powerinfer.sparsity.trial import Verdict
+from powerinfer.sparsity.selector_trial import TimedLayer, TimedLayers, Way
 from powerinfer.system import peak_memory
 
 SENTENCE = "It was the best of times, it was the worst of times. "
@@ -297,8 +297,9 @@ def test_dense_layers_count_in_what_is_read(tmp_path: Path, monkeypatch: pytest.
     """One of two layers is dense: the figures of all layers, the dense ones beside them, and where each way is used."""
     path = give_bundles(tiny_llama(tmp_path / "relu.gguf"))
     sizes = ("1", "2", "4", "8")
-    found = [Verdict(dict.fromkeys(sizes, way), {"dense": 2.0, "exact": 1.0}) for way in ("exact", "dense")]
-    monkeypatch.setattr("powerinfer.sparsity.trial.trial", lambda *_: found)
+    ways: list[Way] = ["exact", "dense"]
+    layers = [TimedLayer(dict.fromkeys(sizes, way), {"dense": 2.0, "exact": 1.0}) for way in ways]
+    monkeypatch.setattr("powerinfer.sparsity.selector_trial.measured", lambda *_: TimedLayers(layers))
     with LLM(path, selector="exact", threads=1) as llm:
         llm.generate("a cab back", SamplingParams(max_tokens=8, ignore_eos=True))
         sparsity = llm.sparsity

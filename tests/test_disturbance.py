@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 from test_measure import LITTLE, ONE
 
-from powerinfer.devices.choices import Choices
+from powerinfer.config import EngineConfig
 from powerinfer.hardware import measure
 from powerinfer.hardware.description import load
-from powerinfer.sparsity import attach, trial
-from powerinfer.sparsity.saved_trials import SavedTrials
-from powerinfer.sparsity.trial import Verdict
+from powerinfer.sparsity.selector_trial import SELECTORS, TimedLayer, TimedLayers
+from powerinfer.sparsity.trials import Trial, read_trials
 from powerinfer.system import Disturbance, quiet
 
 READ = Disturbance.__dict__["_read"]  # before the fixture that makes every machine quiet
@@ -83,61 +82,51 @@ def test_without_statistics_nothing_is_disturbed(monkeypatch: pytest.MonkeyPatch
 # ---------------------------------------------------------------- trials
 
 
-class Saved:
-    path = Path("trial.json")
-
-    def __init__(self) -> None:
-        self.kept: list[tuple[Any, float]] = []
-
-    def keep(self, verdicts: list[Verdict], disturbed: float) -> None:
-        self.kept.append((verdicts, disturbed))
+RESULTS = [TimedLayers([TimedLayer({"1": "exact"}, {"dense": 1.0 + number, "exact": 0.5})]) for number in range(3)]
 
 
-def tried(monkeypatch: pytest.MonkeyPatch) -> tuple[Saved, Any, str, int]:
-    """(what was saved, what came out, the message, trials)."""
-    made: list[list[Verdict]] = []
-
-    def one(*_: object) -> list[Verdict]:
-        made.append([Verdict({"1": "exact"}, {"dense": len(made) + 1.0})])
-        return made[-1]
-
-    monkeypatch.setattr(trial, "trial", one)
-    executor, saved = SimpleNamespace(choices=Choices()), Saved()
-    verdicts = attach._tried(executor, saved, ["exact"], [1], [0], lambda *_: None)  # type: ignore[arg-type]
-    return saved, verdicts[0].seconds["dense"], str(executor.choices.trial), len(made)
+def a_trial(folder: Path, **options: Any) -> Trial[TimedLayers]:
+    checkpoint: Any = SimpleNamespace(path=folder / "m.gguf")
+    return Trial(SELECTORS, checkpoint, EngineConfig(**options), {"cpu": "one"})
 
 
-def test_a_quiet_trial_is_the_only_one(monkeypatch: pytest.MonkeyPatch, taken: Taken) -> None:
+def tried(folder: Path) -> tuple[float, float, str, int]:
+    """(seconds of what was saved, cores of others that were noted with it, the text, trials)."""
+    left = list(RESULTS)
+    outcome = a_trial(folder).run(lambda: left.pop(0))
+    ((entry, result),) = read_trials(a_trial(folder).path, SELECTORS)
+    assert result == outcome.result and entry.disturbed == outcome.disturbed
+    return result.layers[0].seconds["dense"], entry.disturbed, outcome.origin, len(RESULTS) - len(left)
+
+
+def test_a_quiet_trial_is_the_only_one(tmp_path: Path, taken: Taken) -> None:
     taken(0.1)
-    saved, which, message, trials = tried(monkeypatch)
-    assert (which, trials, saved.kept[0][1]) == (1.0, 1, 0.0) and "others" not in message
+    which, disturbed, message, trials = tried(tmp_path)
+    assert (which, trials, disturbed) == (1.0, 1, 0.0) and "others" not in message
 
 
-def test_a_disturbed_trial_is_repeated_until_it_is_quiet(monkeypatch: pytest.MonkeyPatch, taken: Taken) -> None:
+def test_a_disturbed_trial_is_repeated_until_it_is_quiet(tmp_path: Path, taken: Taken) -> None:
     taken(1.0, 0.0, 1.0)
-    saved, which, message, trials = tried(monkeypatch)
-    assert (which, trials, saved.kept[0][1]) == (2.0, 2, 0.0) and "others" not in message
+    which, disturbed, message, trials = tried(tmp_path)
+    assert (which, trials, disturbed) == (2.0, 2, 0.0) and "others" not in message
 
 
-def test_the_quietest_of_three_counts(monkeypatch: pytest.MonkeyPatch, taken: Taken) -> None:
+def test_the_quietest_of_three_counts(tmp_path: Path, taken: Taken) -> None:
     taken(1.0, 0.5, 0.7)
-    saved, which, message, trials = tried(monkeypatch)
-    assert (which, trials, saved.kept[0][1]) == (2.0, 3, 0.5)
+    which, disturbed, message, trials = tried(tmp_path)
+    assert (which, trials, disturbed) == (2.0, 3, 0.5)
     assert "while others took 0.5 cores" in message
 
 
 def test_a_saved_disturbed_trial_is_repeated_when_it_is_quiet(tmp_path: Path, taken: Taken) -> None:
-    checkpoint: Any = SimpleNamespace(path=tmp_path / "m.gguf")
-    verdicts = [Verdict({"1": "exact"}, {"dense": 1.0, "exact": 0.5})]
-    saved = SavedTrials(checkpoint, None, {"sizes": "1"})
-    assert saved.keep(verdicts, 0.5) is None
+    a_trial(tmp_path).keep(RESULTS[0], disturbed=0.5)
     taken(1.0)
-    found = saved.find(1, ["exact"])
-    assert found is not None and found[0].ways == {"1": "exact"}, "not repeated while the machine is busy"
+    found = a_trial(tmp_path).find()
+    assert found is not None and found.result == RESULTS[0], "not repeated while the machine is busy"
     taken(0.0)
-    assert saved.find(1, ["exact"]) is None
-    assert saved.keep(verdicts) is None
-    assert saved.find(1, ["exact"]) is not None
+    assert a_trial(tmp_path).find() is None and a_trial(tmp_path).find(anew=False) == found
+    a_trial(tmp_path).keep(RESULTS[0])
+    assert a_trial(tmp_path).find() == found and a_trial(tmp_path, retrial=True).find() is None
 
 
 # ---------------------------------------------------------------- the machine

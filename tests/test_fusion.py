@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from prepared_models import saved_results
 from sparse_models import give_bundles, give_profile, tiny_llama
 from test_gpu_rates import CONTEXT, cache, machine, options, vram_for  # noqa: F401
 
@@ -58,7 +59,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def file(path: Path) -> Path:
-    return Path(f"{path}.powerinfer") / "fusion.json"
+    return Path(f"{path}.powerinfer") / "trials.json"
 
 
 def decoded(path: Path, clock: Clock, **more: Any) -> tuple[str | None, set[bool], int]:
@@ -76,23 +77,23 @@ def decoded(path: Path, clock: Clock, **more: Any) -> tuple[str | None, set[bool
 def test_the_faster_way_is_timed_once(path: Path, file: Path, clock: Clock) -> None:
     chosen, ways, tried = decoded(path, clock, trial=False)
     assert chosen == "a kernel for each stage for one token (--no-trial: nothing was timed)"
-    assert (ways, tried) == ({False}, 0) and not file.exists()
+    assert (ways, tried) == ({False}, 0) and not saved_results(file, "neuron kernels")
 
     chosen, ways, tried = decoded(path, clock)
-    kept = json.loads(file.read_text())["fusions"][0]
+    kept = saved_results(file, "neuron kernels")[0]
     assert kept["several"] == pytest.approx(2 * kept["one"]) and kept["fused"]
     times = f"{1e3 * kept['one']:.3g} ms a step fused, {1e3 * kept['several']:.3g} otherwise"
-    assert chosen == f"a fused kernel for one token ({times}; kept in {file})" and ways == {True} and tried
+    assert chosen == f"a fused kernel for one token ({times}, kept in {file})" and ways == {True} and tried
 
     clock.seconds = {False: 1e-3, True: 1e-3}
     for more in ({}, {"trial": False}):
         chosen, ways, tried = decoded(path, clock, **more)
-        assert chosen == f"a fused kernel for one token ({times}; found earlier, {file})"
+        assert chosen == f"a fused kernel for one token ({times}, chosen earlier ({file}))"
         assert (ways, tried) == ({True}, 0), "it was tried again"
 
     chosen, ways, _ = decoded(path, clock, retrial=True)  # no clear gain
     assert chosen is not None and chosen.startswith("a kernel for each stage") and ways == {False}
-    file.write_text('{"format": 1, "kind": "fusions", "fusions": [{"key": {}, "several": -1, "one": "x"}]}')
+    file.write_text(file.read_text().replace('"several": ', '"several": -'))
     clock.seconds = {False: 2e-3, True: 1e-3}
     assert decoded(path, clock)[1] == {True}
 
@@ -102,10 +103,10 @@ def test_a_kernel_that_cannot_run_is_not_used(path: Path, file: Path, clock: Clo
     clock.fails = {True: kind("this GPU cannot run a kernel (shared memory); leave out the GPU")}
     chosen, ways, _ = decoded(path, clock)
     why = "fused: this GPU cannot run a kernel (shared memory)"
-    assert chosen == f"a kernel for each stage for one token ({why}; kept in {file})" and ways == {False}
+    assert chosen == f"a kernel for each stage for one token ({why}, kept in {file})" and ways == {False}
     clock.fails = {}
     chosen, ways, tried = decoded(path, clock)
-    assert chosen == f"a kernel for each stage for one token ({why}; found earlier, {file})"
+    assert chosen == f"a kernel for each stage for one token ({why}, chosen earlier ({file}))"
     assert (ways, tried) == ({False}, 0)
 
 
@@ -113,7 +114,7 @@ def test_a_gpu_that_fails_is_no_choice(path: Path, file: Path, clock: Clock) -> 
     clock.fails = dict.fromkeys((True, False), PowerInferError("the GPU failed: load the model again"))
     with pytest.raises(PowerInferError, match="the GPU failed"):
         decoded(path, clock)
-    assert json.loads(file.read_text())["fusions"] == [], "nothing of the trial is left"
+    assert not saved_results(file, "neuron kernels"), "nothing of the trial is left"
 
 
 def test_a_start_that_did_not_outlive_the_trial_is_remembered(path: Path, file: Path, clock: Clock) -> None:
@@ -134,7 +135,7 @@ def test_a_start_that_did_not_outlive_the_trial_is_remembered(path: Path, file: 
     assert fusion.Fusion._timed is plain
     chosen, ways, tried = decoded(path, clock)
     why = "its trial was interrupted; --retrial repeats it"
-    assert chosen == f"a kernel for each stage for one token ({why}; found earlier, {file})"
+    assert chosen == f"a kernel for each stage for one token ({why}, chosen earlier ({file}))"
     assert (ways, tried) == ({False}, 0) and decoded(path, clock, retrial=True)[1] == {True}
 
 
@@ -144,4 +145,4 @@ def test_where_triton_compiles_nothing_nothing_is_tried(
     fuses = fusion.fuses
     clock = Clock(monkeypatch, 2e-3, 1e-3)
     monkeypatch.setattr(fusion, "fuses", fuses)
-    assert decoded(path, clock) == (None, {False}, 0) and not file.exists()
+    assert decoded(path, clock) == (None, {False}, 0) and not saved_results(file, "neuron kernels")

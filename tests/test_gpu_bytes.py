@@ -568,7 +568,7 @@ def test_neurons_take_what_was_estimated_too_high(
         every = sum(len(ffn.hot) for ffn in llm._sparsity.ffns)  # type: ignore[union-attr]
         wanted = llm.generate([[5, 9, 2]], SHORT)[0].token_ids
         working = llm._executor.gpu.memory()["scratch"] + passed(llm._executor, tmp_path)  # type: ignore[union-attr]
-    (Path(f"{path}.powerinfer") / "memory.json").unlink()
+    (Path(f"{path}.powerinfer") / "trials.json").unlink()
     monkeypatch.setattr(Model, "gpu_scratch", lambda *_: working + working // 4)
     plan = make_plan(request_of(path, quantize, 99))
     budget = RESERVED + plan.request.vram_for(2) - group // 2  # by the estimate, for one group
@@ -699,12 +699,12 @@ class Card:
 
     @property
     def saved(self) -> Path:
-        return Path(f"{self.path}.powerinfer") / "memory.json"
+        return Path(f"{self.path}.powerinfer") / "trials.json"
 
     def entry(self, **changes: int) -> dict[str, Any]:
         """The saved entry, after changes of it."""
         document = json.loads(self.saved.read_text())
-        (entry,) = document[vram.KIND]
+        (entry,) = (one["result"] for one in document["trials"] if one["subject"] == vram.MEMORY.name)
         entry |= changes
         self.saved.write_text(json.dumps(document))
         return dict(entry)
@@ -744,9 +744,9 @@ def test_the_kernel_that_was_chosen_stays_when_neurons_move(
     monkeypatch.setattr(fusion, "fuses", lambda _: True)
     timed: list[list[int]] = []
 
-    def chosen(self: fusion.Fusion, key: dict[str, str], _: Any) -> Any:
+    def chosen(self: fusion.Fusion, _: Any) -> Any:
         timed.append([len(ffn.hot) for ffn in self._ffns])
-        return fusion._Kept(key, True, 2e-3, 1e-3)
+        return fusion.Kernel(True, 2e-3, 1e-3)
 
     fused: list[bool] = []
     sums = GpuPart.add_sum
@@ -771,8 +771,7 @@ def test_a_device_that_runs_out_of_memory_at_any_time(card: Card, when: str, mon
     ample = card.budget(24) - WORKING
     every = sum(map(len, card.start(ample)))
     assert not card.failures and card.rehearsals == 1
-    for file in (card.saved, card.saved.with_name("crossing.json")):
-        file.unlink()
+    card.saved.unlink()
     card.when, card.room = when, every - 3 * GROUP
     hot = card.start(ample)
     assert card.failures == 1 and 0 < sum(map(len, hot)) <= card.room - 2 * GROUP, "four groups and a margin left"
@@ -788,8 +787,7 @@ def test_nothing_of_a_failed_upload_is_held_by_the_next(
     monkeypatch.setattr(Model, "gpu_scratch", lambda *_: WORKING + WORKING // vram.MARGIN)
     ample = card.budget(24) - WORKING
     hot = list(map(len, card.start(ample)))
-    for file in (card.saved, card.saved.with_name("crossing.json")):
-        file.unlink()
+    card.saved.unlink()
     made: list[list[Any]] = []
     planned, made_part, made_stage = hybrid_load._planned_split, GpuPart.__init__, Stage.__init__
 

@@ -14,17 +14,21 @@ torch = pytest.importorskip("torch")
 
 import families  # noqa: E402
 from gpu_device import torch_device  # noqa: E402
-from sparse_models import give_bundles, tiny_llama  # noqa: E402
+from prepared_models import saved_results  # noqa: E402
+from sparse_models import give_bundles, give_profile, tiny_llama  # noqa: E402
 from test_bundled_ffn import NEURONS, K, layout_of, part_of, some, tokens  # noqa: E402
 from test_gpu_layers import counting_recorder, static_where_emulated  # noqa: E402
+from test_gpu_rates import CONTEXT, cache, machine, options, vram_for  # noqa: E402, F401
 from test_hybrid import split  # noqa: E402
 from test_neuron_kernels import limits_of, make_layer  # noqa: E402
 
-from powerinfer import _native  # noqa: E402
+from powerinfer import LLM, EngineConfig, _native  # noqa: E402
+from powerinfer.devices.gpu import GpuLayers  # noqa: E402
 from powerinfer.devices.link import Link  # noqa: E402
 from powerinfer.devices.streams import ImmediateStreams, call_now, streams_of  # noqa: E402
 from powerinfer.devices.torch_device import current  # noqa: E402
 from powerinfer.errors import PowerInferError  # noqa: E402
+from powerinfer.hybrid import step_trial  # noqa: E402
 from powerinfer.hybrid.parts import CpuPart  # noqa: E402
 from powerinfer.kernels import cpu  # noqa: E402
 
@@ -176,18 +180,50 @@ def test_the_faster_way_is_kept(slow: str, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("powerinfer.devices.gpu.time.perf_counter", lambda: now[0])
     path = give_bundles(tiny_llama(tmp_path / "tiny.gguf"))
     with split(path, 0.5) as (executor, ffns):
-        executor.choose_calls()
-        assert executor.choices.steps is None, "nothing is recorded"
+        assert executor.choices.steps is None and not executor.gpu.calls, "nothing is recorded"
         executor.gpu.record(lambda run, _: run)
-        executor.choose_calls()
+        step_trial.use(executor, step_trial.measured(executor), "just now")
         times = f"{len(ffns)} ms a step with calls, 0 if the host waits"
         if slow == "wait":
             times = f"0 ms a step with calls, {len(ffns)} if the host waits"
         who = "the host waits for the GPU" if slow == "join" else "the GPU calls the CPU"
-        assert str(executor.choices.steps) == f"{who} ({times})"
+        assert str(executor.choices.steps) == f"{who} ({times}), just now"
         before = executor.gpu.link.calls.made
         one_by_one(executor, 3)
         assert (executor.gpu.link.calls.made > before) == (slow == "wait")
+
+
+@pytest.mark.usefixtures("cache")
+def test_the_faster_way_is_timed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later starts with neurons placed alike take it, whatever is faster then, and without a trial, too."""
+    static_where_emulated(monkeypatch)
+    monkeypatch.setattr("powerinfer.devices.gpu.recorder_of", lambda _: counting_recorder([]))
+    monkeypatch.setattr("powerinfer.devices.gpu.gpu.which", lambda _: "triton")
+    path = give_profile(give_bundles(tiny_llama(tmp_path / "m.gguf")))
+    file, asked = Path(f"{path}.powerinfer") / "trials.json", list[bool]()
+    room = vram_for(path, machine(EngineConfig(threads=1, context=CONTEXT, gpu="cpu")), 2)
+
+    def step_seconds(_: GpuLayers, calls: bool, steps: int) -> float:
+        asked.append(calls)
+        return 2e-3 if calls else 1e-3
+
+    monkeypatch.setattr(GpuLayers, "step_seconds", step_seconds)
+
+    def steps(**more: Any) -> str:
+        asked.clear()
+        with LLM(path, **options(**{"gpu": "cpu", "vram": room, "ram": 400 << 20} | more)) as llm:
+            return llm.choices["steps"]
+
+    assert steps(trial=False) == "the GPU calls the CPU" and not asked and not saved_results(file, "steps")
+    times = "2 ms a step with calls, 1 if the host waits"
+    said = steps(trial=True)
+    assert said.startswith(f"the host waits for the GPU ({times}), measured in") and f"kept in {file}" in said
+    assert asked == [True, False, False, True] * (step_trial.ROUNDS // 2), "by turns"
+    assert saved_results(file, "steps") == [{"calls": False, "called": 2e-3, "waited": 1e-3}]
+    for more in ({"trial": True}, {"trial": False}):
+        assert steps(**more) == f"the host waits for the GPU ({times}), measured earlier ({file})" and not asked
+    assert steps(trial=True, kv_type="q8_0") and asked and len(saved_results(file, "steps")) == 2
+    assert steps(trial=True, retrial=True) and asked
 
 
 @pytest.mark.parametrize("share, tokens, awake", [(0.5, 1, True), (0.5, 40, False), (1.0, 1, False)])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from model_files import experts_gguf
+from prepared_models import saved_results
 from test_experts import model as tiny_model
 
 torch = pytest.importorskip("torch")
@@ -22,11 +23,12 @@ from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.quant import BLOCK_TYPES  # noqa: E402
 from powerinfer.hybrid import policy_trial  # noqa: E402
 from powerinfer.hybrid.experts import HybridExperts  # noqa: E402
-from powerinfer.hybrid.policy_trial import INTERRUPTED, ROUNDS, WARM_UP, choose  # noqa: E402
+from powerinfer.hybrid.policy_trial import ROUNDS, WARM_UP  # noqa: E402
 from powerinfer.hybrid.resolve import needs, resolve  # noqa: E402
 from powerinfer.kernels import gpu_experts  # noqa: E402
 from powerinfer.placement.experts import EXPERT_POLICIES, Dynamic, Lfu, Lru, Static  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
+from powerinfer.sparsity.trials import INTERRUPTED, fastest  # noqa: E402
 from powerinfer.system import Disturbance  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("described")
@@ -34,6 +36,10 @@ pytestmark = pytest.mark.usefixtures("described")
 F64 = next(at for at, one in BLOCK_TYPES.items() if one.name == "F64")
 BASE = EngineConfig(threads=1, context=64, prefill_chunk=32, gpu="cpu")
 CLASSES: dict[str, Any] = {"static": Static, "lru": Lru, "lfu": Lfu, "dynamic": Dynamic}
+
+
+def choose(seconds: dict[str, list[float]]) -> str:
+    return fastest(seconds, "static", policy_trial.GAIN)
 
 
 def test_what_is_clearly_faster_is_chosen() -> None:
@@ -98,7 +104,7 @@ def test_the_fastest_is_kept(room: EngineConfig, tmp_path: Path, slow: Any, monk
     assert llm.choices["experts"].startswith("lfu (a step takes 8e+03 ms with static, 6e+03 ms with lru, 4e+03 ms with")
     assert "kept in" in llm.choices["experts"] and llm.sparsity["policy"] == "lfu"
     llm.close()
-    (kept,) = json.loads((tmp_path / "m.gguf.powerinfer/expert-policy.json").read_text())["expert-policies"]
+    (kept,) = saved_results(tmp_path / "m.gguf.powerinfer/trials.json", "expert policies")
     assert kept["policy"] == "lfu" and kept["seconds"] == {"static": 8, "lru": 6, "lfu": 4, "dynamic": 10}
     slow({"static": 1, "lru": 3, "lfu": 9, "dynamic": 5})
     with monkeypatch.context() as patch:
@@ -337,13 +343,14 @@ def test_a_choice_that_does_not_fit_is_no_choice(room: EngineConfig, tmp_path: P
     slow({"static": 2, "lru": 1, "lfu": 2, "dynamic": 2})
     _, llm = load(tmp_path, room)
     llm.close()
-    path = tmp_path / "m.gguf.powerinfer/expert-policy.json"
+    path = tmp_path / "m.gguf.powerinfer/trials.json"
     auto, good = replace(room, expert_policy="auto"), path.read_text()
     changes: list[Callable[[dict[str, Any]], object]] = [
-        lambda kept: kept.update(policy="best"),
-        lambda kept: kept.update(seconds={"static": -1}),
-        lambda kept: kept.update(seconds=[]),
-        lambda kept: kept.pop("why"),
+        lambda kept: kept["result"].update(policy="best"),
+        lambda kept: kept["result"].update(seconds={"static": -1}),
+        lambda kept: kept["result"].update(seconds=[]),
+        lambda kept: kept["result"].pop("policy"),
+        lambda kept: kept.update(failures=1),
         lambda kept: kept["key"].update(experts="others"),
         lambda kept: kept["key"].update(model="another"),
     ]
@@ -351,6 +358,6 @@ def test_a_choice_that_does_not_fit_is_no_choice(room: EngineConfig, tmp_path: P
         path.write_text(good)
         assert resolve(open_checkpoint(tmp_path / "m.gguf"), auto).policy == "lru"
         document = json.loads(good)
-        change(document["expert-policies"][0])
+        change(next(one for one in document["trials"] if one["subject"] == "expert policies"))
         path.write_text(json.dumps(document))
         assert resolve(open_checkpoint(tmp_path / "m.gguf"), auto).policy is None, document

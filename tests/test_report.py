@@ -22,6 +22,7 @@ from sparse_models import give_bundles, give_predictor, give_profile, profile_of
 from test_cli import COMMAND, error_line, powerinfer
 
 from powerinfer.cli.main import main
+from powerinfer.config import EngineConfig
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.json_file import checked, of_kind
@@ -31,7 +32,8 @@ from powerinfer.report import plots, writing
 from powerinfer.report.findings import findings, next_steps, of_plan, with_plan
 from powerinfer.report.page import Section, Table, mark_of, page
 from powerinfer.report.writing import report_key, verdict_of, write_report
-from powerinfer.sparsity.saved_trials import MeasuredFfns, _Trial, keep_entry
+from powerinfer.sparsity.selector_trial import SELECTORS, MeasuredFfns, TimedLayer, TimedLayers, Way
+from powerinfer.sparsity.trials import Trial
 
 HOSTILE = "<script>alert(1)</script>\"'&</title>\u202egpj.\x1b[2J $\\frac{$ \ud800"
 """A name that would leave its place in markup, in a terminal, and in a plot; and is no text at the end."""
@@ -271,17 +273,16 @@ def test_the_time_of_ffns_as_measured(model: Path, tmp_path: Path, undrawn: None
     path = tmp_path / "tiny.gguf"
     path.write_bytes(model.read_bytes())
     checkpoint = open_checkpoint(path)
-    kept = tmp_path / "tiny.gguf.powerinfer/trial.json"
-    kept.parent.mkdir()
     key = {"model": checkpoint.fingerprint, "quantize": "None", "selector": "exact", "cpu": "A CPU", "threads": "3"}
-    slow, fast = {"dense": 3e-3, "exact": 1e-3}, {"dense": 2e-3, "exact": 5e-3}
-    layers = [{"ways": {"1": "exact"}, "seconds": slow}, {"ways": {"1": "dense"}, "seconds": fast}]
+    slow: dict[Way, float] = {"dense": 3e-3, "exact": 1e-3}
+    fast: dict[Way, float] = {"dense": 2e-3, "exact": 5e-3}
+    result = TimedLayers([TimedLayer({"1": "exact"}, slow), TimedLayer({"1": "dense"}, fast)])
     give_profile(path)
     for wrong in (key | {"model": "another"}, key | {"quantize": "q8_0"}):
-        keep_entry(kept, "trials", _Trial, wrong, {"disturbed": 0.0, "layers": layers})
+        assert Trial(SELECTORS, checkpoint, EngineConfig(), wrong).keep(result).unsaved is None
         assert findings(checkpoint).measured is None
     before = report_key(findings(checkpoint))
-    keep_entry(kept, "trials", _Trial, key, {"disturbed": 0.0, "layers": layers})
+    Trial(SELECTORS, checkpoint, EngineConfig(), key).keep(result)
     assert report_key(findings(checkpoint)) != before
     text = read(write_report(findings(checkpoint), tmp_path / "out").page).text
     assert "On A CPU with 3 threads, selector exact: the FFNs of all layers take 3 ms a token, and 5 ms" in text

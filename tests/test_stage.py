@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ torch = pytest.importorskip("torch")
 import families  # noqa: E402
 from families import case_named  # noqa: E402
 from gpu_device import device_name, torch_device  # noqa: E402
+from prepared_models import saved_results  # noqa: E402
 from sparse_models import give_bundles, give_profile, tiny_llama  # noqa: E402
 from test_gpu_kernels import ROW_TYPES, Bundles, all_of, assert_close, expected, floats, make_bundles, on_device  # noqa: E402
 from test_hybrid import split  # noqa: E402
@@ -260,14 +260,14 @@ def test_the_crossing_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monke
     model, profile = checkpoint_model(checkpoint), open_profile(checkpoint, None)
     request = PlanRequest(model, profile, load("pc-low"), context=96, chunk=64, requests=2)
     given: dict[str, Any] = {"vram": request.vram_for(7) - 7 * GROUP * model.gpu_neuron // 2, "ram": 1 << 30}
-    file = Path(f"{path}.powerinfer") / "crossing.json"
+    file = Path(f"{path}.powerinfer") / "trials.json"
     wanted = loaded(path, trial=False, **given)
     assert "nothing was measured" in wanted[0]["prefill"] and wanted[1]["streams_from"] is None
-    assert not file.exists()
+    assert not saved_results(file, "prompts")
 
     choices, told, answer = loaded(path, **given)  # as it is
     assert "measured in" in choices["prefill"] and answer == wanted[2]
-    entry = json.loads(file.read_text())["crossings"][0]
+    entry = saved_results(file, "prompts")[0]
     assert entry["least"] == told["streams_from"] and entry["tried"][0][0] == 64 and entry["tried"][0][1] > 0
 
     def found(least: int | None) -> Callable[..., Crossing]:
@@ -288,8 +288,8 @@ def test_the_crossing_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(crossing, "measured", found(None))
     choices, told, _ = loaded(path, prefill_chunk=63, **given)  # another key: measured, and saved beside
     assert "the CPU computes cold neurons" in choices["prefill"] and told["streams_from"] is None
-    assert [one["least"] for one in json.loads(file.read_text())["crossings"]] == [None, 50]
-    for damaged in ("{", '{"format": 1, "kind": "crossings", "crossings": [{"key": 1}, {"key": {}, "least": 3}]}'):
+    assert [one["least"] for one in saved_results(file, "prompts")] == [None, 50]
+    for damaged in ("{", file.read_text().replace('"least": ', '"least": -1')):
         file.write_text(damaged)
         assert loaded(path, **given)[1]["streams_from"] is None
-        assert [one["least"] for one in json.loads(file.read_text())["crossings"]] == [None]
+        assert saved_results(file, "prompts")[0]["least"] is None

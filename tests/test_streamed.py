@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +17,7 @@ import families  # noqa: E402
 import model_files  # noqa: E402
 from families import case_named  # noqa: E402
 from gpu_device import device_name, sum_error, torch_device  # noqa: E402
+from prepared_models import saved_results  # noqa: E402
 from sparse_models import tiny_llama  # noqa: E402
 from stored_weights import stored  # noqa: E402
 from test_gpu_kernels import floats, on_device  # noqa: E402
@@ -313,13 +313,14 @@ def loaded(path: Path, vram: int, **more: Any) -> tuple[dict[str, str], int | No
 
 
 def test_the_crossing_is_measured_once(model: Path, monkeypatch: pytest.MonkeyPatch, products: list[int]) -> None:
-    vram, file = room(model, 4), Path(f"{model}.powerinfer") / "crossing.json"
+    vram, file = room(model, 4), Path(f"{model}.powerinfer") / "trials.json"
     choices, least, wanted = loaded(model, vram, trial=False)
     assert choices["gpu"].startswith("3 layers on cpu"), "one makes room for the buffers"
-    assert "nothing was measured" in choices["prefill"] and least is None and not file.exists() and not products
+    assert "nothing was measured" in choices["prefill"] and least is None and not products
+    assert not saved_results(file, "prompts")
     choices, least, answer = loaded(model, vram)
     assert "measured in" in choices["prefill"] and "layers in RAM" in choices["prefill"] and answer == wanted
-    entry = json.loads(file.read_text())["crossings"][0]
+    (entry,) = saved_results(file, "prompts")
     assert entry["least"] == least and entry["tried"][0][0] == 64 and min(entry["tried"][0][1:]) > 0
 
     for found in (50, None):

@@ -62,8 +62,8 @@ MUTATIONS = [
         "tests/test_gpu_experts.py -k 'router and torch'",
     ),
     Mutation(
-        "a sparse model decodes the same ways, so the same bits, on every start; trial.json does no harm",
-        "src/powerinfer/sparsity/saved_trials.py",
+        "a sparse model decodes the same ways, so the same bits, on every start; trials.json does no harm",
+        "src/powerinfer/sparsity/trials.py",
         "        with suppress(ModelError):\n            found.append",
         "        with suppress(OSError):\n            found.append",
         "tests/test_saved_trials.py -k test_no_bytes_do_harm",
@@ -182,8 +182,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a policy is chosen where it is clearly faster than `static`, and kept",
-        "src/powerinfer/hybrid/policy_trial.py",
-        "and median(shares) < GAIN and",
+        "src/powerinfer/sparsity/trials.py",
+        "and median(shares) < gain and",
         "and median(shares) < 1 and",
         "tests/test_policy_trial.py -k clearly_faster",
     ),

@@ -140,7 +140,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a policy is chosen where it is clearly faster than `static`, and kept; a trial that does not end leaves it",
-        "src/powerinfer/hybrid/policy_trial.py",
+        "src/powerinfer/sparsity/trials.py",
         "and sum(share >= 1 for share in shares) <= 1 < len(shares)",
         "and 1 < len(shares)",
         "tests/test_policy_trial.py -k clearly_faster",

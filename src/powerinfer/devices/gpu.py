@@ -63,12 +63,6 @@ GpuMatrix = StoredMatrix | PanelMatrix
 """What operators take: a matrix to be uploaded, or one that stays in RAM and streams to the device in every step."""
 
 
-CLEARLY = 0.97
-"""Of the time of a step in which the GPU calls the CPU: what one must take in which the host waits, to be preferred."""
-
-_TIMED = 9  # steps of each, after those that are not replayed yet
-
-
 class GpuLayers:
     """The first layers of a model on a device. `models` wires them with the methods from `matrix` to `head`.
 
@@ -573,28 +567,30 @@ class GpuLayers:
         """Who acts in steps of few tokens in which the CPU has a part. None: it has none, or nothing is recorded."""
         if self._recorder is None or not self.shares:
             return None
-        called = self._calls and any(one.called for one in self.operators)
-        who = "the GPU calls the CPU" if called else "the host waits for the GPU"
+        who = "the GPU calls the CPU" if self.calls else "the host waits for the GPU"
         return Choice(who, self._why or "")
 
-    def choose_calls(self) -> None:
-        """Where the GPU can call the CPU, time steps of a token both ways, and let the host wait for the GPU if that is
-        clearly faster. The cache must be empty. PowerInferError when the device fails."""
-        if self._recorder is None or not self._calls or not any(one.called for one in self.operators):
-            return
-        seconds: dict[bool, float] = {}
-        for calls in (True, False):
-            self._calls, self._recordings = calls, None
-            own, rng = [], np.random.default_rng(0)
-            for _ in range(UNRECORDED + _TIMED):
-                x = rng.standard_normal((1, self.d_model), np.float32)  # of zeros predictors select every neuron
-                begin = time.perf_counter()
-                self._rehearse(1, 1, x=x)
-                own.append(time.perf_counter() - begin)
-            seconds[calls] = median(own[UNRECORDED:])
-        self._calls = self._can_call = seconds[False] >= CLEARLY * seconds[True]
-        self._recordings = None
-        self._why = f"{1e3 * seconds[True]:.3g} ms a step with calls, {1e3 * seconds[False]:.3g} if the host waits"
+    @property
+    def calls(self) -> bool:
+        """Whether the GPU calls the CPU in steps that are recorded."""
+        return self._recorder is not None and self._calls and any(one.called for one in self.operators)
+
+    def step_seconds(self, calls: bool, steps: int) -> float:
+        """Seconds of a step of one token, the median of so many that are replayed. calls: as `let_call`, until the
+        next time. The cache must be empty. PowerInferError when the device fails."""
+        self._calls, self._recordings = calls, None
+        taken, rng = [], np.random.default_rng(0)
+        for _ in range(UNRECORDED + steps):
+            x = rng.standard_normal((1, self.d_model), np.float32)  # of zeros predictors select every neuron
+            begin = time.perf_counter()
+            self._rehearse(1, 1, x=x)
+            taken.append(time.perf_counter() - begin)
+        return median(taken[UNRECORDED:])
+
+    def let_call(self, calls: bool, why: str) -> None:
+        """Let the GPU call the CPU from now on, which it can; else the host waits for it."""
+        self._calls = self._can_call = calls
+        self._recordings, self._why = None, why
 
     def record(self, recorder: Recorder | None, *, calls: bool = True) -> None:
         """Record steps of few tokens with `recorder` and replay them; None: launch every time. calls: the GPU calls the

@@ -31,7 +31,8 @@ class SplitExecutor:
     The result for a token is the same on every run. Its rounding may depend on the number of tokens in the call.
     """
 
-    def __init__(self, cpu: CpuExecutor, gpu: GpuLayers, streamed: StreamedLayers | None = None) -> None:
+    def __init__(self, cpu: CpuExecutor, gpu: GpuLayers, streamed: StreamedLayers | None = None, why: str = "") -> None:
+        """why: the GPU has these layers."""
         assert cpu.n_pages == gpu.n_pages and cpu.max_tokens == gpu.max_tokens and cpu.first_layer == gpu.layers
         self.cpu = cpu
         self.gpu = gpu
@@ -46,18 +47,14 @@ class SplitExecutor:
         assert pages is not None
         more = f", {gpu.memory()['kv'] >> 20} MiB on the GPU"
         part = GpuPart(gpu.layers, gpu.has_head, str(gpu.device))
-        self.choices = replace(cpu.choices, gpu=Choice(part), kv_cache=pages.add(more))
-        self._tell_how()
+        self.choices = replace(cpu.choices, gpu=Choice(part), kv_cache=pages.add(more), steps=gpu.how)
+        if why:
+            self.tell(why)
 
-    def _tell_how(self) -> None:
-        if self.gpu.how is not None:
-            self.choices.steps = self.gpu.how
-
-    def choose_calls(self) -> None:
-        """As of `GpuLayers`."""
-        with self.cpu.awake():
-            self.gpu.choose_calls()
-        self._tell_how()
+    def tell(self, more: str) -> None:
+        """Add to the text on the GPU's part."""
+        assert self.choices.gpu is not None
+        self.choices.gpu = self.choices.gpu.add(f", {more}")
 
     @property
     def disk(self) -> DiskTier | None:

@@ -2,16 +2,15 @@
 
 The CPU reads the cold bundles once per 32 tokens; streaming them to the GPU (devices/stage.py) costs nearly the same
 for any number of tokens. So does streaming the matrices of whole layers (devices/streamed.py). The crossing is measured
-at load on one layer of the model, of cold neurons with inputs from a text, and saved in crossing.json: if it changed
-from run to run, so would the bits of the answers.
+at load on one layer of the model, of cold neurons with inputs from a text, and saved like other trials.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Protocol
 
 import numpy as np
@@ -22,11 +21,10 @@ from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.streams import streams_of
 from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.formats.json_file import Between
-from powerinfer.formats.prepared import prepared_folder
-from powerinfer.hardware.gpu_rates import software
+from powerinfer.hybrid.trials import split_trial
 from powerinfer.kernels.gpu import FEW
 from powerinfer.progress import Progress, silent
-from powerinfer.sparsity.saved_trials import Key, find_entry, keep_entry, trial_key
+from powerinfer.sparsity.trials import Subject
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from powerinfer.devices.stage import Stage
     from powerinfer.hybrid.resolve import Resolved
 
-KIND = "crossings"
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 """Numbers of tokens to try, until streaming is faster."""
 
@@ -57,15 +54,6 @@ class Streamed(Protocol):
     def finish(self) -> list[Operator]: ...
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """A measurement in the file."""
-
-    key: Key
-    least: Annotated[int, Between(FEW + 1, 1 << 40)] | None
-    tried: tuple[tuple[int, float, float], ...]
-
-
 Seconds = Callable[[int, bool], float]
 """Time of a layer for a step of a number of tokens; streamed or not."""
 
@@ -77,7 +65,7 @@ class Crossing:
     tried: (tokens, seconds of a layer with the CPU, streamed).
     """
 
-    least: int | None
+    least: Annotated[int, Between(FEW + 1, 1 << 40)] | None
     tried: tuple[tuple[int, float, float], ...]
 
     def told(self, what: str) -> Choice[str]:
@@ -85,6 +73,9 @@ class Crossing:
         times = ", ".join(f"{tokens}: {1e3 * cpu:.3g} and {1e3 * gpu:.3g} ms" for tokens, cpu, gpu in self.tried)
         who = f"the CPU computes {what}" if self.least is None else f"{what} stream from {self.least} tokens"
         return Choice(who, f"a layer with the CPU and streamed, by tokens: {times}")
+
+
+CROSSINGS = Subject("prompts", Crossing)
 
 
 def find(sizes: Sequence[int], seconds: Seconds) -> Crossing:
@@ -113,57 +104,41 @@ def settle(
     sample: the token ids of a text; the KV cache must be empty. Notes the result in the executor's choices.
     PowerInferError if the GPU fails or runs out of memory.
     """
-    about = {"cold": str(max(ffn.cold_bytes for ffn in ffns))}
-    _settle(
-        stage,
-        executor,
-        "cold neurons" if executor.streamed is None else "cold neurons and the layers in RAM",
-        about,
-        resolved,
-        lambda: measured(stage, executor, ffns, sample()),
-        progress,
-    )
+    what = "cold neurons" if executor.streamed is None else "cold neurons and the layers in RAM"
+    facts = {"cold": max(ffn.cold_bytes for ffn in ffns)}
+    _settle(stage, executor, what, facts, resolved, lambda: measured(stage, executor, ffns, sample()), progress)
 
 
 def settle_layers(executor: SplitExecutor, resolved: Resolved, progress: Progress = silent) -> None:
     """The same of whole layers that stream."""
     streamed = executor.streamed
     assert streamed is not None and streamed.spans
-    about = {"layer": str(max(own.nbytes for own in streamed.spans)), "kv_type": resolved.engine.kv_type}
-    _settle(streamed.stage, executor, "the layers in RAM", about, resolved, lambda: measured_layers(executor), progress)
+    facts = {"layer": max(own.nbytes for own in streamed.spans), "kv_type": resolved.engine.kv_type}
+    _settle(streamed.stage, executor, "the layers in RAM", facts, resolved, lambda: measured_layers(executor), progress)
 
 
 def _settle(
     stage: Stage,
     executor: SplitExecutor,
     what: str,
-    about: Key,
+    facts: Mapping[str, object],
     resolved: Resolved,
     measure: Callable[[], Crossing],
     progress: Progress,
 ) -> None:
-    """about: of the key, what else a measurement depends on."""
-    checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
-    path = prepared_folder(checkpoint.path, engine.prepared) / "crossing.json"
-    key = trial_key(checkpoint, engine, selection, ()) | about
-    key |= {"buffer": str(stage.nbytes), "tokens": str(executor.max_tokens)} | software(str(executor.gpu.device))
-    kept = find_entry(path, KIND, _Kept, key)
-    if kept is not None and not engine.retrial:
-        found = Crossing(kept.least, kept.tried)
-        how = f"measured earlier ({path})"
-    elif not engine.trial:
+    """facts: of the key."""
+    sizes = {"buffer": stage.nbytes, "tokens": executor.max_tokens}
+    trial = split_trial(CROSSINGS, resolved, {**facts, **sizes})
+    outcome = trial.find()
+    if outcome is None and not resolved.engine.trial:
         executor.choices.prefill = Choice(f"the CPU computes {what}", "--no-trial: nothing was measured")
         return
-    else:
+    if outcome is None:
         progress("trial of prompts", 0, 1)
-        begin = time.perf_counter()
         with gpu_failures("trying prompts", "give less --vram"):
-            found = measure()
-        taken = time.perf_counter() - begin
-        problem = keep_entry(path, KIND, _Kept, key, asdict(found))
-        how = f"measured in {taken:.2f} s, " + (f"kept in {path}" if problem is None else f"cannot be kept: {problem}")
-    stage.least = found.least
-    executor.choices.prefill = found.told(what).add(f", {how}")
+            outcome = trial.run(measure)
+    stage.least = outcome.result.least
+    executor.choices.prefill = outcome.result.told(what).add(f", {outcome.origin}")
 
 
 def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[Streamed], sample: Sequence[int]) -> Crossing:

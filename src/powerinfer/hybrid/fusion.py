@@ -1,16 +1,15 @@
-"""How a GPU sums a layer's neurons for one token: by a kernel for each stage, or by a fused one; timed, and saved.
+"""How a GPU sums a layer's neurons for one token: by a kernel for each stage, or by a fused one. Tried at load.
 
 The fused kernel leaves the memory idle less often, and has fewer rows on their way (kernels/triton_fused.py); what is
-faster depends on the GPU and on the layers. So at load, once the neurons are where they stay, some tokens of a text are
-decoded both ways, by turns. The sums are rounded differently, so the choice is kept in fusion.json: if it changed from
-run to run, so would the bits of the answers. A fused kernel that this GPU cannot run is not used.
+faster depends on the GPU and on the layers. So once the neurons are where they stay, some tokens of a text are decoded
+both ways, by turns. A fused kernel that this GPU cannot run is not used.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,19 +20,17 @@ from powerinfer.devices.replayed_spans import UNRECORDED
 from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.json_file import Between, Length
-from powerinfer.formats.prepared import prepared_folder
-from powerinfer.hardware.gpu_rates import software
-from powerinfer.hybrid.policy_trial import GAIN, decode_one
+from powerinfer.hybrid.policy_trial import GAIN
+from powerinfer.hybrid.trials import decode_one, hot_counts, split_trial
 from powerinfer.kernels import gpu
 from powerinfer.progress import Progress, silent
-from powerinfer.sparsity.saved_trials import Key, find_entry, keep_entry, trial_key
+from powerinfer.sparsity.trials import Outcome, Subject, Trial, by_turns, fastest
 
 if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.hybrid.ffn import HybridFfn
     from powerinfer.hybrid.resolve import Resolved
 
-KIND = "fusions"
 STEPS = 8
 """That are timed at a time."""
 ROUNDS = 6
@@ -42,24 +39,17 @@ ROUNDS = 6
 _WHY = 1 << 10  # characters
 
 
-INTERRUPTED = "its trial was interrupted; --retrial repeats it"
-
-
 @dataclass(frozen=True)
-class _Kept:
-    """A choice in the file. several, one: medians of seconds of a step; problem: why the fused kernel was not timed."""
+class Kernel:
+    """The choice of a kernel. several, one: medians of seconds of a step; problem: why the fused one was not timed."""
 
-    key: Key
     fused: bool
     several: Annotated[float, Between(0, 1e6)] = 0.0
     one: Annotated[float, Between(0, 1e6)] = 0.0
     problem: Annotated[str, Length(_WHY)] = ""
 
-    def told(self, how: str) -> Choice[str]:
-        """The choice of a kernel, with its reason."""
-        who = "a fused kernel" if self.fused else "a kernel for each stage"
-        times = f"{1e3 * self.one:.3g} ms a step fused, {1e3 * self.several:.3g} otherwise"
-        return Choice(f"{who} for one token", f"{self.problem or times}; {how}")
+
+KERNELS = Subject("neuron kernels", Kernel, fallback=Kernel(fused=False))
 
 
 def fuses(executor: SplitExecutor) -> bool:
@@ -78,7 +68,6 @@ class Fusion:
         self._executor = executor
         self._ffns = ffns
         self._resolved = resolved
-        self._path = prepared_folder(resolved.checkpoint.path, resolved.engine.prepared) / "fusion.json"
         self._fused, self._settled = False, not fuses(executor)
         self._recall()
 
@@ -93,71 +82,54 @@ class Fusion:
             self._recall()  # neurons may have moved to where they were at an earlier start
             if not self._settled and self._resolved.engine.trial:
                 progress("trial of kernels", 0, 1)
-                self._take(*self._tried(sample()))
+                self._take(self._trial.run(lambda: self._timed(sample())))
             elif not self._settled:
                 way = "a kernel for each stage for one token"
                 self._executor.choices.neurons = Choice(way, "--no-trial: nothing was timed")
         return self._fused != before
 
     @property
-    def _key(self) -> Key:
-        checkpoint, engine, selection = self._resolved.checkpoint, self._resolved.engine, self._resolved.selection
-        placed = " ".join(str(len(ffn.hot)) for ffn in self._ffns)
-        key = trial_key(checkpoint, engine, selection, ()) | software(str(self._executor.gpu.device))
-        return key | {"hot": placed}
+    def _trial(self) -> Trial[Kernel]:
+        return split_trial(KERNELS, self._resolved, {"hot": hot_counts(self._ffns)})
 
     def _recall(self) -> None:
-        if self._settled or self._resolved.engine.retrial:
-            return
-        kept = find_entry(self._path, KIND, _Kept, self._key)
-        if kept is not None:
-            self._take(kept, f"found earlier, {self._path}")
+        found = None if self._settled else self._trial.find()
+        if found is not None:
+            self._take(found)
 
-    def _take(self, kept: _Kept, how: str) -> None:
-        self._settled = True
-        self._fuse(kept.fused)
-        self._executor.choices.neurons = kept.told(how)
+    def _take(self, outcome: Outcome[Kernel]) -> None:
+        kernel, self._settled = outcome.result, True
+        self._fuse(kernel.fused)
+        who = "a fused kernel" if kernel.fused else "a kernel for each stage"
+        times = f"{1e3 * kernel.one:.3g} ms a step fused, {1e3 * kernel.several:.3g} otherwise"
+        self._executor.choices.neurons = Choice(f"{who} for one token", outcome.reason(kernel.problem or times))
 
     def _fuse(self, on: bool) -> None:
         self._fused = on
         for ffn in self._ffns:
             ffn.fuse(on)
 
-    def _tried(self, text: Sequence[int]) -> tuple[_Kept, str]:
-        """The choice, and where it is kept."""
-        key = self._key
-        self._keep(_Kept(key, False, problem=INTERRUPTED))  # in case that this process does not outlive it
-        try:
-            kept = self._timed(key, text)
-        except BaseException:
-            keep_entry(self._path, KIND, _Kept, key, None)
-            raise
-        problem = self._keep(kept)
-        return kept, f"kept in {self._path}" if problem is None else f"cannot be kept: {problem}"
-
-    def _keep(self, kept: _Kept) -> str | None:
-        """Why that failed, or None."""
-        own = {name: value for name, value in asdict(kept).items() if name != "key"}
-        return keep_entry(self._path, KIND, _Kept, kept.key, own)
-
-    def _timed(self, key: Key, text: Sequence[int]) -> _Kept:
-        executor, rounds = self._executor, dict[bool, list[float]]({False: [], True: []})
+    def _timed(self, text: Sequence[int]) -> Kernel:
+        executor = self._executor
         tokens = np.resize(np.asarray(text or [0], np.int32), min(STEPS, executor.n_pages * executor.page_size))
+
+        def seconds(fused: bool, _: int) -> float:
+            self._fuse(fused)
+            try:
+                return self._seconds(tokens)
+            except (PowerInferError, RuntimeError) as error:  # Triton's compiler raises both
+                if not fused:
+                    raise
+                self._fuse(False)
+                self._seconds(tokens)  # fails likewise where it is not the kernel
+                raise _Unusable(_why(error)) from None
+
         with gpu_failures("trying kernels", "give less --vram"), current(executor.gpu.device):
-            for turn in range(ROUNDS):
-                for fused in (True, False) if turn % 2 else (False, True):
-                    self._fuse(fused)
-                    try:
-                        rounds[fused].append(self._seconds(tokens))
-                    except (PowerInferError, RuntimeError) as error:  # Triton's compiler raises both
-                        if not fused:
-                            raise
-                        self._fuse(False)
-                        self._seconds(tokens)  # fails likewise where it is not the kernel
-                        return _Kept(key, False, problem=_why(error))
-        shares = [one / max(several, 1e-9) for one, several in zip(rounds[True], rounds[False], strict=True)]
-        clear = median(shares) < GAIN and sum(share >= 1 for share in shares) <= 1
-        return _Kept(key, clear, median(rounds[False]), median(rounds[True]))
+            try:
+                rounds = by_turns((False, True), ROUNDS, seconds)
+            except _Unusable as error:
+                return Kernel(False, problem=str(error))
+        return Kernel(fastest(rounds, False, GAIN), median(rounds[False]), median(rounds[True]))
 
     def _seconds(self, tokens: np.ndarray) -> float:
         """Of a step, once steps are recorded."""
@@ -167,6 +139,10 @@ class Fusion:
         for at, token in enumerate(tokens):
             decode_one(self._executor, token, at)
         return (time.perf_counter() - begin) / len(tokens)
+
+
+class _Unusable(Exception):
+    """This GPU cannot run the fused kernel."""
 
 
 def _why(error: Exception) -> str:

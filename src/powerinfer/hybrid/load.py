@@ -11,7 +11,7 @@ import numpy as np
 
 from powerinfer.devices import Executor
 from powerinfer.devices.choices import Choice
-from powerinfer.errors import GpuMemoryError, PowerInferError, RequestError
+from powerinfer.errors import GpuMemoryError, RequestError
 from powerinfer.hybrid.disk import open_tier
 from powerinfer.hybrid.resolve import (
     NOT_USED,
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from powerinfer.devices.stage import Stage
     from powerinfer.hybrid.experts import Copier, ExpertSplit
     from powerinfer.hybrid.ffn import NeuronSplit
-    from powerinfer.hybrid.policy_trial import Chosen
     from powerinfer.hybrid.vram import Attempt
     from powerinfer.models.blocks import SplitFfns
     from powerinfer.neurons import Indices
@@ -149,13 +148,7 @@ def load_split(
         raise
     checkpoint.finish()
     checkpoint.release()
-    return SplitExecutor(cpu, gpu, streamed)
-
-
-def _tell(executor: SplitExecutor, more: str) -> None:
-    """Add to the text on the GPU's part."""
-    assert executor.choices.gpu is not None
-    executor.choices.gpu = executor.choices.gpu.add(f", {more}")
+    return SplitExecutor(cpu, gpu, streamed, resolved.why)
 
 
 def _load_beside_gpu(
@@ -174,7 +167,6 @@ def _load_beside_gpu(
         if stage is not None:
             stage.close()
         raise
-    _tell(executor, resolved.why)
     try:
         settle = partial(_settle_layers, executor, resolved, progress)
         hold_budget(executor, resolved.engine.max_batch, resolved.vram, split=executor.streamed, settle=settle)
@@ -206,6 +198,7 @@ def _load_neurons(
     """The model with its neurons placed by the plan, or by a better one once memory is measured."""
     from powerinfer.hybrid.fusion import Fusion
     from powerinfer.hybrid.sparsity import HybridSparsity
+    from powerinfer.hybrid.step_trial import settle as settle_steps
     from powerinfer.hybrid.vram import Attempt, SavedMemory, hold_budget
 
     saved = SavedMemory(resolved)
@@ -213,7 +206,6 @@ def _load_neurons(
     executor, split, attempt = _load_planned(
         resolved, Attempt(plan if earlier is None else earlier.plan), progress, say
     )
-    _tell(executor, resolved.why)
     limits = resolved.engine.max_batch, resolved.vram
     try:
         fusion = Fusion(executor, split.ffns, resolved)
@@ -230,9 +222,8 @@ def _load_neurons(
         if held.measured is not None and (earlier is None or held.plan is not earlier.plan):
             saved.keep(held)
         if held.plan is not plan:
-            _tell(executor, f"{100 * held.plan.choice.mass_on_gpu:.0f} % since memory was measured")
-        if resolved.engine.trial:
-            executor.choose_calls()
+            executor.tell(f"{100 * held.plan.choice.mass_on_gpu:.0f} % since memory was measured")
+        settle_steps(executor, split, resolved)
         for ffn in split.ffns:
             ffn.fill()
         sparsity = HybridSparsity(resolved.selection.selector, executor, split.ffns, split.stage)
@@ -250,8 +241,8 @@ def _load_experts(
     from powerinfer.hybrid.experts import Copier, ExpertSparsity
 
     if resolved.policy is None:
-        chosen = _tried_policies(resolved, experts, sample, progress)
-        resolved = replace(resolved, policy=chosen.policy, why_policy=chosen.why)
+        policy, why = _tried_policies(resolved, experts, sample, progress)
+        resolved = replace(resolved, policy=policy, why_policy=why)
     name = resolved.policy
     assert name is not None
     copier = None if name == "static" else Copier(_policy(resolved, experts, name))
@@ -269,7 +260,7 @@ def _load_experts(
         return _load_other_experts(resolved, working, sample, progress, say)
     executor, split = loaded
     if resolved.scratch is not None and resolved.scratch < estimate:
-        _tell(executor, "since memory was measured")
+        executor.tell("since memory was measured")
     sparsity = ExpertSparsity(executor, split.ffns, name)
     sparsity.clear()  # counts of the measurements
     if copier is not None:
@@ -284,14 +275,14 @@ def _load_other_experts(
     resolved: Resolved, working: int, sample: Sample, progress: Progress, say: Say
 ) -> tuple[SplitExecutor, Sparsity]:
     """The model again, with experts placed by another working memory than before, which later starts take, too."""
-    from powerinfer.hybrid.vram import SavedWorking
+    from powerinfer.hybrid.vram import Working, experts_memory
 
     try:
         other = with_scratch(resolved, working)
     except RequestError:
         other = with_scratch(resolved, estimated_scratch(resolved))
     assert other.scratch is not None and other.experts is not None
-    SavedWorking(resolved).keep(other.scratch)
+    experts_memory(resolved).keep(Working(other.scratch, other.scratch))
     return _load_experts(other, other.experts, sample, progress, say)
 
 
@@ -325,6 +316,7 @@ def _split_of_experts(
     """The model within its budget, and as `_smaller_scratch`; the copier is off. sample: None: how prompts are computed
     is not measured."""
     from powerinfer.hybrid.experts import ExpertSplit
+    from powerinfer.hybrid.step_trial import settle as settle_steps
     from powerinfer.hybrid.vram import hold_budget
 
     split = ExpertSplit(experts, resolved.engine.adjust, _stage(resolved, resolved.staging), copier)
@@ -333,7 +325,6 @@ def _split_of_experts(
     except BaseException:
         split.close()
         raise
-    _tell(executor, resolved.why)
     if copier is not None:
         copier.on = False  # what is measured is no text
     try:
@@ -341,38 +332,32 @@ def _split_of_experts(
         limits = resolved.engine.max_batch, resolved.vram
         held = hold_budget(executor, *limits, split=split, settle=settle or (lambda: None))
         working = _smaller_scratch(resolved, split, held.measured)
-        if resolved.engine.trial:
-            executor.choose_calls()
+        settle_steps(executor, split, resolved, copier is not None)
     except BaseException:
         executor.close()
         raise
     return (executor, split), working
 
 
-def _tried_policies(resolved: Resolved, experts: Sequence[Indices], sample: Sample, progress: Progress) -> Chosen:
-    """The policy that decodes fastest, chosen earlier or now. Nothing of the trial is left in memory."""
+def _tried_policies(
+    resolved: Resolved, experts: Sequence[Indices], sample: Sample, progress: Progress
+) -> tuple[str, str]:
+    """As `chosen`: the policy that decodes fastest, chosen earlier or now. Nothing of the trial is left in memory."""
     from powerinfer.hybrid.experts import Copier
-    from powerinfer.hybrid.policy_trial import Chosen, SavedChoices, measured
-    from powerinfer.system import Disturbance
+    from powerinfer.hybrid.policy_trial import chosen, measured, policy_trial
 
-    saved = SavedChoices(resolved)
-    earlier = saved.find()
+    trial = policy_trial(resolved)
+    earlier = trial.find()
     if earlier is not None:
-        return earlier
+        return chosen(earlier)
     make = partial(_policy, resolved, experts)
     copier = Copier(make("static"))
     try:
         (executor, split), _ = _split_of_experts(resolved, experts, copier, progress, None)
     except RequestError as error:
-        return Chosen("static", str(error))
+        return "static", str(error)
     try:
-        saved.begin()
-        text = sample()
-        with Disturbance() as others:
-            seconds = measured(executor, split.ffns, make, text, copier, progress)
-        return saved.keep(seconds, round(others.cores, 3) if others.disturbed else 0.0)
-    except PowerInferError as error:
-        return saved.keep_failure(str(error))
+        return chosen(trial.run(lambda: measured(executor, split.ffns, make, sample(), copier, progress)))
     finally:
         executor.close()
 

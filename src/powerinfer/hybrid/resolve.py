@@ -137,13 +137,14 @@ def _with_policy(resolved: Resolved) -> Resolved:
         why = "--no-trial: nothing was measured"
     if why is not None:
         return replace(resolved, policy="static", why_policy=why)
-    from powerinfer.hybrid.policy_trial import SavedChoices
+    from powerinfer.hybrid.policy_trial import chosen, policy_trial
 
     # Only a trial depends on the memory that is free at the moment: else bits would change from run to run.
     room = not 0 < available_memory() < needed
-    found = SavedChoices(tried).find(anew=room)
-    if found is not None:
-        return replace(resolved, policy=found.policy, why_policy=found.why)
+    outcome = policy_trial(tried).find(anew=room)
+    if outcome is not None:
+        policy, why = chosen(outcome)
+        return replace(resolved, policy=policy, why_policy=why)
     return tried if room else replace(resolved, policy="static", why_policy=f"{short}: not tried")
 
 
@@ -765,11 +766,12 @@ def _split_experts(
     resolved: Resolved, request: Callable[[Hardware], PlanRequest], hardware: Hardware
 ) -> Resolved | str:
     """A plan that places experts; the reason if that is slower than the CPU alone."""
-    from powerinfer.hybrid.vram import SavedWorking
+    from powerinfer.hybrid.vram import experts_memory
     from powerinfer.placement.plan import make_plan
 
     if resolved.scratch is None:
-        resolved = replace(resolved, scratch=SavedWorking(resolved).find())
+        found = experts_memory(resolved).find()
+        resolved = replace(resolved, scratch=None if found is None else found.result.working)
     plan = make_plan(replace(request(hardware), scratch=resolved.scratch))
     claims = plan.claims
     if claims.slots is None:

@@ -3,28 +3,27 @@
 A plan is made from an estimate of a GPU's working memory. The measurement replaces it, once: neurons move to the GPU
 where it leaves room, and to the CPU where it does not, or where the device runs out of memory, be it while weights are
 uploaded, in the largest steps or in the trial of prompts. Either way a margin stays free, so that the next start does
-not run out again. What was measured is saved in memory.json beside the model, so that every start places the same
+not run out again. What was measured is saved in trials.json beside the model, so that every start places the same
 neurons; an entry that the measurement contradicts is replaced. torch's CPU device has no allocator statistics, so there
 the estimate is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, cast
 
 from powerinfer.errors import GpuMemoryError, PowerInferError, RequestError
 from powerinfer.formats.json_file import Between
-from powerinfer.formats.prepared import prepared_folder
-from powerinfer.hardware.gpu_rates import software
+from powerinfer.hybrid.trials import split_trial
 from powerinfer.kernels.gpu import FEW
 from powerinfer.neurons import Tier
 from powerinfer.placement.budget import gib, staged_in_ram, staged_on_gpu
 from powerinfer.placement.plan import GPU_ACCOUNTING, with_less_vram, with_working_memory
 from powerinfer.placement.solver import GROUP
-from powerinfer.sparsity.saved_trials import Key, find_entry, keep_entry, trial_key
+from powerinfer.sparsity.trials import Subject, Trial
 
 if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     from powerinfer.hybrid.resolve import Resolved
     from powerinfer.placement.plan import Plan
 
-KIND = "memory"
-
 MARGIN = 8
 """Where neurons move, this part of the measured working memory (an eighth) stays free."""
 
@@ -44,12 +41,14 @@ _LACKING = 256 << 20
 
 
 @dataclass(frozen=True)
-class _Kept:
+class Working:
     """Bytes of working memory that neurons were placed by; measured: as in `Held`."""
 
-    key: Key
     working: Annotated[int, Between(0, 1 << 50)]
     measured: Annotated[int, Between(0, 1 << 50)]
+
+
+MEMORY = Subject("working memory", Working)
 
 
 @dataclass(frozen=True)
@@ -61,28 +60,9 @@ class Held:
     measured: int | None
 
 
-class _Saved:
-    """What was measured when a model was loaded the same way; `--retrial` measures again. A folder that cannot be
-    written is no failure: later starts measure again."""
-
-    def __init__(self, resolved: Resolved, facts: Mapping[str, object]) -> None:
-        """facts: what it depends on, beside the model, the options of every trial and the device."""
-        engine = resolved.engine
-        assert resolved.gpu is not None
-        self._path = prepared_folder(resolved.checkpoint.path, engine.prepared) / "memory.json"
-        self._key = trial_key(resolved.checkpoint, engine, resolved.selection, ()) | software(resolved.gpu)
-        self._key |= {name: str(value) for name, value in facts.items()} | {"margin": str(MARGIN)}
-        self._renew = engine.retrial
-
-    def _find(self) -> _Kept | None:
-        return None if self._renew else find_entry(self._path, KIND, _Kept, self._key)
-
-    def _keep(self, working: int, measured: int | None) -> None:
-        keep_entry(self._path, KIND, _Kept, self._key, {"working": working, "measured": measured})
-
-
-class SavedMemory(_Saved):
-    """Of a model with placed neurons: what they were placed by, and what was measured with that."""
+class SavedMemory:
+    """Working memory that neurons of a model were placed by, and what was measured with that; `--retrial` measures
+    again. A folder that cannot be written is no failure: later starts measure again."""
 
     def __init__(self, resolved: Resolved) -> None:
         plan = resolved.plan
@@ -100,41 +80,30 @@ class SavedMemory(_Saved):
             "passes": plan.claims.passes,
             "accounting": GPU_ACCOUNTING,
         }
-        super().__init__(resolved, facts)
+        self._trial = split_trial(MEMORY, resolved, {**facts, "margin": MARGIN})
 
     def find(self, plan: Plan) -> Held | None:
         """The plan by what was measured earlier; None if nothing was, or neurons do not fit into RAM then."""
-        kept = self._find()
-        if kept is not None:
+        saved = self._trial.find()
+        if saved is not None:
             with suppress(RequestError):
-                found = with_working_memory(plan, kept.working)
+                found = with_working_memory(plan, saved.result.working)
                 if found is not None and found.loads:
-                    return Held(found, kept.measured)
+                    return Held(found, saved.result.measured)
         return None
 
     def keep(self, held: Held) -> None:
         """Save what a plan holds for working memory."""
-        assert held.plan is not None
-        self._keep(held.plan.claims.gpu["scratch"], held.measured)
+        assert held.plan is not None and held.measured is not None
+        self._trial.keep(Working(held.plan.claims.gpu["scratch"], held.measured))
 
 
-class SavedWorking(_Saved):
-    """The working memory that experts of a model were placed by: what was measured or, where that did not hold, the
-    estimate. It does not depend on --vram."""
-
-    def __init__(self, resolved: Resolved) -> None:
-        engine = resolved.engine
-        sizes = engine.context, engine.max_batch, engine.prefill_chunk, engine.kv_type, engine.threads
-        super().__init__(resolved, {"experts": engine.expert_policy, "work": sizes})
-
-    def find(self) -> int | None:
-        """Bytes; None: that is not known."""
-        kept = self._find()
-        return None if kept is None else kept.working
-
-    def keep(self, working: int) -> None:
-        """Save that many bytes."""
-        self._keep(working, working)
+def experts_memory(resolved: Resolved) -> Trial[Working]:
+    """The trial of the working memory that experts of a model are placed by: what was measured or, where that did not
+    hold, the estimate. It does not depend on --vram."""
+    engine = resolved.engine
+    sizes = engine.context, engine.max_batch, engine.prefill_chunk, engine.kv_type, engine.threads
+    return split_trial(MEMORY, resolved, {"experts": engine.expert_policy, "work": sizes, "margin": MARGIN})
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class Work:
         thresholds where their plan is faster by as much as the engine's trial asks for.
         """
         from powerinfer.placement.shapes import checkpoint_model
-        from powerinfer.sparsity.trial import GAIN
+        from powerinfer.sparsity.selector_trial import GAIN
 
         if self.engine.selector != "auto":
             return self.engine.selector

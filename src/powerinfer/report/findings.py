@@ -15,7 +15,7 @@ from powerinfer.formats.prepared import BUNDLES, EXPERTS, PREDICTOR, PROFILE, Ki
 from powerinfer.hardware.description import ready_made
 from powerinfer.placement.expert_slots import Comparison, kept
 from powerinfer.placement.plan_document import PlanDocument, read_plan_document
-from powerinfer.sparsity.saved_trials import MeasuredFfns, newest_trial
+from powerinfer.sparsity.selector_trial import MeasuredFfns, newest_trial
 from powerinfer.sparsity.verdict import no_gain
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from powerinfer.neurons import Profile
     from powerinfer.placement.expert_slots import Comparison
     from powerinfer.placement.plan_document import PlanDocument
-    from powerinfer.sparsity.saved_trials import MeasuredFfns
+    from powerinfer.sparsity.selector_trial import MeasuredFfns
 
 Tile = tuple[str, str]
 Rows = dict[str, list[str]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,6 @@ from powerinfer.errors import RequestError
 from powerinfer.progress import Progress, silent
 from powerinfer.sparsity import Sparsity
 from powerinfer.sparsity.selection import ASKED
-from powerinfer.system import Disturbance
 
 if TYPE_CHECKING:
     from powerinfer.devices.cpu import CpuExecutor
@@ -27,9 +25,8 @@ if TYPE_CHECKING:
     from powerinfer.formats.bundle_memory import ApartBundles
     from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.formats.quant import Bytes
-    from powerinfer.sparsity.saved_trials import SavedTrials
     from powerinfer.sparsity.selection import Selection
-    from powerinfer.sparsity.trial import Verdict, Way
+    from powerinfer.sparsity.selector_trial import Verdict, Way
 
 
 class CpuSparsity(Sparsity):
@@ -84,7 +81,7 @@ class CpuSparsity(Sparsity):
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """All layers are dense inside the context."""
-        from powerinfer.sparsity.trial import apply
+        from powerinfer.sparsity.selector_trial import apply
 
         for layer in range(len(self.verdicts)):
             self.executor.ffns[layer].set_ways({})
@@ -196,26 +193,27 @@ def attach(
         return Sparsity()
     if executor.disk is not None:
         return _attach_resting(executor, checkpoint, engine, selection, executor.disk, progress)
-    from powerinfer.sparsity.saved_trials import SavedTrials, trial_key
-    from powerinfer.sparsity.trial import apply, forced, sizes_tried
+    from powerinfer.sparsity.selector_trial import SELECTORS, apply, forced, measured, sizes_tried
+    from powerinfer.sparsity.trials import Trial, conditions
 
     name, layers = selection.selector, checkpoint.config.n_layers
     ways: list[Way] = ["exact", "predicted"] if name == "predicted" else ["exact"]
     sizes = sizes_tried(executor, engine.max_batch)
-    saved, verdicts = None, None
     if engine.trial:
-        saved = SavedTrials(checkpoint, engine.prepared, trial_key(checkpoint, engine, selection, sizes))
-        verdicts = None if engine.retrial else saved.find(layers, ways)
+        key = conditions(checkpoint, engine, selection) | {"sizes": " ".join(map(str, sizes))}
+        trial = Trial(SELECTORS, checkpoint, engine, key)
+        outcome = trial.find(lambda result: result.fits(layers, ways, sizes))
+        earlier = None if outcome is None else outcome.result.verdicts(earlier=True)
+        _load(executor, engine, selection, selection.bundles, earlier, progress)
+        if outcome is None:
+            text = sample()
+            outcome = trial.run(lambda: measured(executor, ways, sizes, text, progress))
+        executor.choices.trial = Choice(outcome.origin)
+        verdicts = earlier or outcome.result.verdicts(earlier=False)
     else:
         skips = [name == "threshold" or layer.neurons.rectified for layer in checkpoint.config.layers]
         verdicts = forced(skips, ways[-1], sizes)
-    _load(executor, engine, selection, selection.bundles, verdicts, progress)
-    if saved is not None:
-        if verdicts is None:
-            verdicts = _tried(executor, saved, ways, sizes, sample(), progress)
-        else:
-            executor.choices.trial = Choice("measured earlier", str(saved.path))
-    assert verdicts is not None
+        _load(executor, engine, selection, selection.bundles, verdicts, progress)
     apply(executor, verdicts)
     sparse = sum(any(way != "dense" for way in verdict.ways.values()) for verdict in verdicts)
     alone = Counter(verdict.ways["1"] for verdict in verdicts)
@@ -240,7 +238,7 @@ def _attach_resting(
     from powerinfer.devices.disk_neurons import n_slots, neuron_slots
     from powerinfer.formats.prepared import PROFILE, PreparedFile
     from powerinfer.formats.profile_file import open_profile
-    from powerinfer.sparsity.trial import apply, forced
+    from powerinfer.sparsity.selector_trial import apply, forced
 
     name, layers, bundles = selection.selector, checkpoint.config.n_layers, selection.bundles
     assert bundles is not None
@@ -272,35 +270,6 @@ def _attach_resting(
     why = f"{selection.why}; their neurons are on disk, RAM has some: {kept}"
     executor.choices.selector = Choice(f"{name} in {sum(rests)} of {layers} layers", why)
     return CpuSparsity(name, executor, verdicts)
-
-
-TRIALS = 3
-"""Most trials at a start, if others disturb them."""
-
-
-def _tried(
-    executor: CpuExecutor,
-    saved: SavedTrials,
-    ways: Sequence[Way],
-    sizes: Sequence[int],
-    sample: Sequence[int],
-    progress: Progress,
-) -> list[Verdict]:
-    """The verdicts of a trial, which are saved. It is repeated while others disturb it; the quietest one counts."""
-    from powerinfer.sparsity.trial import trial
-
-    begin = time.perf_counter()
-    runs: list[tuple[float, list[Verdict]]] = []
-    while len(runs) < TRIALS and (not runs or runs[-1][0]):
-        with Disturbance() as others:
-            verdicts = trial(executor, ways, sizes, sample, progress)
-        runs.append((round(others.cores, 3) if others.disturbed else 0.0, verdicts))
-    disturbed, verdicts = min(runs, key=lambda run: run[0])
-    problem = saved.keep(verdicts, disturbed)
-    kept = f"kept in {saved.path}" if problem is None else f"cannot be kept: {problem}"
-    busy = f" while others took {disturbed:.1f} cores (repeated at a start when they do not)" if disturbed else ""
-    executor.choices.trial = Choice(f"measured in {time.perf_counter() - begin:.2f} s{busy}, {kept}")
-    return verdicts
 
 
 DENSE_ABOVE = {"F16": 0.7, "BF16": 0.7, "Q8_0": 0.52, "Q4_0": 0.52, "Q4_1": 0.52}

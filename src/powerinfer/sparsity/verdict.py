@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from powerinfer.config import ModelConfig
-from powerinfer.sparsity.trial import GAIN
+from powerinfer.sparsity.selector_trial import GAIN
 
 
 def worth_it(ratio: float) -> bool:

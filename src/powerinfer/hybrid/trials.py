@@ -1,0 +1,40 @@
+"""Trials of a model that is split between a GPU and the CPU: their keys, and the steps that they time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from powerinfer.devices.batch import Batch
+from powerinfer.hardware.gpu_rates import software
+from powerinfer.sparsity.trials import Subject, Trial, conditions
+
+if TYPE_CHECKING:
+    from powerinfer.devices.split import SplitExecutor
+    from powerinfer.hybrid.experts import HybridExperts
+    from powerinfer.hybrid.ffn import HybridFfn
+    from powerinfer.hybrid.resolve import Resolved
+
+R = TypeVar("R")
+
+
+def split_trial(subject: Subject[R], resolved: Resolved, facts: Mapping[str, object]) -> Trial[R]:
+    """A trial beside a GPU. facts: what its result depends on, beside the model, the options and both devices."""
+    assert resolved.gpu is not None
+    checkpoint, engine = resolved.checkpoint, resolved.engine
+    key = conditions(checkpoint, engine, resolved.selection) | software(resolved.gpu)
+    return Trial(subject, checkpoint, engine, key | {name: str(value) for name, value in facts.items()})
+
+
+def hot_counts(ffns: Sequence[HybridFfn] | Sequence[HybridExperts]) -> str:
+    """The number of neurons, or experts, of each layer on the GPU, as a fact of a key."""
+    return " ".join(str(len(ffn.hot)) for ffn in ffns)
+
+
+def decode_one(executor: SplitExecutor, token: np.int32, at: int) -> None:
+    """Run a step of one token at a position; those before it have been computed."""
+    pages = np.arange(at // executor.page_size + 1, dtype=np.int32)[None]
+    nothing = np.zeros(1, np.int32)
+    executor.forward(Batch(np.array([token], np.int32), np.array([at], np.int32), nothing, pages, nothing))
