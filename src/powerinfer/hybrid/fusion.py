@@ -7,6 +7,7 @@ both ways, by turns. A fused kernel that this GPU cannot run is not used.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -112,23 +113,25 @@ class Fusion:
     def _timed(self, text: Sequence[int]) -> Kernel:
         executor = self._executor
         tokens = np.resize(np.asarray(text or [0], np.int32), min(STEPS, executor.n_pages * executor.page_size))
+        problem = ""
 
         def seconds(fused: bool, _: int) -> float:
+            nonlocal problem
+            if fused and problem:
+                return math.inf
             self._fuse(fused)
             try:
                 return self._seconds(tokens)
             except (PowerInferError, RuntimeError) as error:  # Triton's compiler raises both
                 if not fused:
-                    raise
-                self._fuse(False)
-                self._seconds(tokens)  # fails likewise where it is not the kernel
-                raise _Unusable(_why(error)) from None
+                    raise  # nor does anything else run
+                problem = _why(error)
+                return math.inf
 
         with gpu_failures("trying kernels", "give less --vram"), current(executor.gpu.device):
-            try:
-                rounds = by_turns((False, True), ROUNDS, seconds)
-            except _Unusable as error:
-                return Kernel(False, problem=str(error))
+            rounds = by_turns((False, True), ROUNDS, seconds)
+        if problem:
+            return Kernel(False, problem=problem)
         return Kernel(fastest(rounds, False, GAIN), median(rounds[False]), median(rounds[True]))
 
     def _seconds(self, tokens: np.ndarray) -> float:
@@ -139,10 +142,6 @@ class Fusion:
         for at, token in enumerate(tokens):
             decode_one(self._executor, token, at)
         return (time.perf_counter() - begin) / len(tokens)
-
-
-class _Unusable(Exception):
-    """This GPU cannot run the fused kernel."""
 
 
 def _why(error: Exception) -> str:

@@ -9,9 +9,9 @@ trials.json beside the model:
     {"format": 1, "kind": "trials", "trials":
      [{"subject": "selectors", "key": {...}, "result": {...}, "disturbed": 0.0, "failures": 0, "problem": ""}, ...]}
 
-The newest one comes first. A key holds everything that a result depends on, as text. A result of a trial from which
-others took cores (disturbed) is used until the machine is quiet at a later start, which then repeats the trial. The
-file is only a cache: one that is damaged, foreign or too large counts as empty, and is replaced by the next trial.
+The newest one comes first. A key holds everything that a result depends on, as text. A result that was disturbed, by
+others that took cores, is used until the machine is quiet at a later start, which repeats the trial. The file is only a
+cache: one that is damaged, foreign or too large counts as empty, and is replaced by the next trial.
 """
 
 from __future__ import annotations
@@ -168,10 +168,8 @@ class Trial(Generic[R]):
                 kept.append(one)
         try:
             write_small(self.path, json.dumps({"format": FORMAT, "kind": KIND, KIND: kept}).encode())
-        except OSError as error:
-            return error.strerror or str(error)
-        except PowerInferError as error:
-            return str(error)
+        except (OSError, PowerInferError) as error:
+            return getattr(error, "strerror", None) or str(error)
         return None
 
 
