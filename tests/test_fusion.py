@@ -81,8 +81,8 @@ def test_the_faster_way_is_timed_once(path: Path, file: Path, clock: Clock) -> N
 
     chosen, ways, tried = decoded(path, clock)
     kept = saved_results(file, "neuron kernels")[0]
-    assert kept["several"] == pytest.approx(2 * kept["one"]) and kept["fused"]
-    times = f"{1e3 * kept['one']:.3g} ms a step fused, {1e3 * kept['several']:.3g} otherwise"
+    assert kept["staged_s"] == pytest.approx(2 * kept["fused_s"]) and kept["fused"]
+    times = f"{1e3 * kept['fused_s']:.3g} ms a step fused, {1e3 * kept['staged_s']:.3g} otherwise"
     assert chosen == f"a fused kernel for one token ({times}, kept in {file})" and ways == {True} and tried
 
     clock.seconds = {False: 1e-3, True: 1e-3}
@@ -93,7 +93,7 @@ def test_the_faster_way_is_timed_once(path: Path, file: Path, clock: Clock) -> N
 
     chosen, ways, _ = decoded(path, clock, retrial=True)  # no clear gain
     assert chosen is not None and chosen.startswith("a kernel for each stage") and ways == {False}
-    file.write_text(file.read_text().replace('"several": ', '"several": -'))
+    file.write_text(file.read_text().replace('"staged_s": ', '"staged_s": -'))
     clock.seconds = {False: 2e-3, True: 1e-3}
     assert decoded(path, clock)[1] == {True}
 

@@ -64,8 +64,8 @@ MUTATIONS = [
     Mutation(
         "a sparse model decodes the same ways, so the same bits, on every start; trials.json does no harm",
         "src/powerinfer/sparsity/trials.py",
-        "        with suppress(ModelError):\n            found.append",
-        "        with suppress(OSError):\n            found.append",
+        "        with suppress(ModelError):\n            valid.append",
+        "        with suppress(OSError):\n            valid.append",
         "tests/test_saved_trials.py -k test_no_bytes_do_harm",
     ),
     Mutation(

@@ -42,11 +42,15 @@ _WHY = 1 << 10  # characters
 
 @dataclass(frozen=True)
 class Kernel:
-    """The choice of a kernel. several, one: medians of seconds of a step; problem: why the fused one was not timed."""
+    """The choice of a kernel.
+
+    staged_s, fused_s: medians of seconds of a step with a kernel for each stage, and with the fused one; problem: why
+    that was not timed.
+    """
 
     fused: bool
-    several: Annotated[float, Between(0, 1e6)] = 0.0
-    one: Annotated[float, Between(0, 1e6)] = 0.0
+    staged_s: Annotated[float, Between(0, 1e6)] = 0.0
+    fused_s: Annotated[float, Between(0, 1e6)] = 0.0
     problem: Annotated[str, Length(_WHY)] = ""
 
 
@@ -94,15 +98,15 @@ class Fusion:
         return split_trial(KERNELS, self._resolved, {"hot": hot_counts(self._ffns)})
 
     def _recall(self) -> None:
-        found = None if self._settled else self._trial.find()
-        if found is not None:
-            self._take(found)
+        earlier = None if self._settled else self._trial.find()
+        if earlier is not None:
+            self._take(earlier)
 
     def _take(self, outcome: Outcome[Kernel]) -> None:
         kernel, self._settled = outcome.result, True
         self._fuse(kernel.fused)
         who = "a fused kernel" if kernel.fused else "a kernel for each stage"
-        times = f"{1e3 * kernel.one:.3g} ms a step fused, {1e3 * kernel.several:.3g} otherwise"
+        times = f"{1e3 * kernel.fused_s:.3g} ms a step fused, {1e3 * kernel.staged_s:.3g} otherwise"
         self._executor.choices.neurons = Choice(f"{who} for one token", outcome.reason(kernel.problem or times))
 
     def _fuse(self, on: bool) -> None:

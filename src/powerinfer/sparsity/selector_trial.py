@@ -44,15 +44,15 @@ class TimedLayers:
 
     def fits(self, layers: int, ways: Sequence[Way], sizes: Sequence[int]) -> bool:
         """Whether it is of that number of layers, and of these ways and batch sizes."""
-        every, names = {"dense", *ways}, [str(size) for size in sizes]
+        tried, names = {"dense", *ways}, [str(size) for size in sizes]
         return len(self.layers) == layers and all(
-            list(one.ways) == names and every.issuperset(one.ways.values()) and every == {*one.seconds}
-            for one in self.layers
+            list(layer.ways) == names and tried.issuperset(layer.ways.values()) and tried == {*layer.seconds}
+            for layer in self.layers
         )
 
     def verdicts(self, earlier: bool) -> list[Verdict]:
         """The verdicts on the layers. earlier: they were measured at an earlier start."""
-        return [Verdict(one.ways, one.seconds, earlier) for one in self.layers]
+        return [Verdict(layer.ways, layer.seconds, earlier) for layer in self.layers]
 
 
 SELECTORS = Subject("selectors", TimedLayers, tries=3)

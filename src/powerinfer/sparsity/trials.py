@@ -158,16 +158,16 @@ class Trial(Generic[R]):
         """Write an entry first; others stay, up to `MAX_TRIALS` and as `LIMIT` allows. None: the key has none any more.
         Returns the reason why that failed, or None."""
         name, key = self._subject.name, self._key
-        every = [] if entry is None else [{"subject": name, "key": key, **entry}]
-        every += [raw for raw, other in _entries(self.path) if (other.subject, other.key) != (name, key)]
-        counts, room, kept = Counter[str](), LIMIT - 128, []  # what is around the entries takes less
-        for one in every:
-            counts[one["subject"]] += 1
-            room -= len(json.dumps(one)) + 2
-            if counts[one["subject"]] <= MAX_TRIALS and room >= 0:
-                kept.append(one)
+        entries = [] if entry is None else [{"subject": name, "key": key, **entry}]
+        entries += [raw for raw, other in _entries(self.path) if (other.subject, other.key) != (name, key)]
+        counts, room, fitting = Counter[str](), LIMIT - 128, []  # what is around the entries takes less
+        for raw in entries:
+            counts[raw["subject"]] += 1
+            room -= len(json.dumps(raw)) + 2
+            if counts[raw["subject"]] <= MAX_TRIALS and room >= 0:
+                fitting.append(raw)
         try:
-            write_small(self.path, json.dumps({"format": FORMAT, "kind": KIND, KIND: kept}).encode())
+            write_small(self.path, json.dumps({"format": FORMAT, "kind": KIND, KIND: fitting}).encode())
         except (OSError, PowerInferError) as error:
             return getattr(error, "strerror", None) or str(error)
         return None
@@ -177,16 +177,16 @@ class Trial(Generic[R]):
 
 
 def by_turns(ways: Sequence[W], rounds: int, measure: Callable[[W, int], M], warm_up: int = 0) -> dict[W, list[M]]:
-    """way -> what `measure(way, round)` found, in every round but the first `warm_up`. Each round begins with another
-    way: none has the machine always as the same other one left it."""
-    found: dict[W, list[M]] = {way: [] for way in ways}
+    """Results of `measure(way, round)` by way, of all rounds but the first `warm_up`. Each round begins with another
+    way, so that none always has the machine as the same other one left it."""
+    results: dict[W, list[M]] = {way: [] for way in ways}
     for turn in range(rounds):
         first = turn % len(ways)
         for way in (*ways[first:], *ways[:first]):
             measured = measure(way, turn)
             if turn >= warm_up:
-                found[way].append(measured)
-    return found
+                results[way].append(measured)
+    return results
 
 
 def fastest(seconds: Mapping[W, Sequence[float]], base: W, gain: float) -> W:
@@ -196,8 +196,8 @@ def fastest(seconds: Mapping[W, Sequence[float]], base: W, gain: float) -> W:
     rounds, and be faster in all of them but one: else the difference may be chance.
     """
     clear: list[tuple[float, int, W]] = []
-    for at, (way, own) in enumerate(seconds.items()):
-        shares = [one / max(other, 1e-9) for one, other in zip(own, seconds[base], strict=True)]
+    for at, (way, times) in enumerate(seconds.items()):
+        shares = [time / max(before, 1e-9) for time, before in zip(times, seconds[base], strict=True)]
         if way != base and median(shares) < gain and sum(share >= 1 for share in shares) <= 1 < len(shares):
             clear.append((median(shares), at, way))
     return min(clear)[2] if clear else base
@@ -260,8 +260,8 @@ def _entries(path: Path) -> list[tuple[dict[str, Any], Entry]]:
         entries = of_kind(parse_json(read_limited(path, LIMIT), str(path)), KIND, FORMAT, str(path)).get(KIND)
     except PowerInferError:
         return []
-    found = []
-    for one in entries if type(entries) is list else []:
+    valid = []
+    for raw in entries if type(entries) is list else []:
         with suppress(ModelError):
-            found.append((one, checked(Entry, one, str(path))))
-    return found
+            valid.append((raw, checked(Entry, raw, str(path))))
+    return valid
