@@ -147,7 +147,7 @@ def test_what_the_states_take(path: Path) -> None:
     assert model.n_states == state_slots(2, True) == 5
     native = _native.States([(4, 2, 16, 4, 16)], 3)
     assert native.slot_bytes == state_bytes(config) and native.slots == 3
-    assert "5 of" in model.choices["states"]
+    assert "5 of" in str(model.choices.states)
     model.close()
 
 

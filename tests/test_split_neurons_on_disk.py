@@ -361,7 +361,7 @@ def test_what_neither_memory_holds_stays_on_disk(selector: str, large: Path) -> 
         said: list[str] = []
         executor, sparsity = load_resolved(resolved, list, say=said.append)
         try:
-            assert "it reads neurons that fire, of 2 layers" in said[0] and "disk" in executor.choices
+            assert "it reads neurons that fire, of 2 layers" in said[0] and executor.choices.disk is not None
             in_ram = sum(ffn.cold_bytes for ffn in sparsity.ffns)  # type: ignore[attr-defined]
             beside, _ = resting_in_ram(plan.request.model, 2, 2, 0, selector == "predicted")
             pitch = plan.request.model.bundle.pitch
