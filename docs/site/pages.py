@@ -35,7 +35,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, *, config: Any) -> Files:
-    """In place of the folder docs_dir: the theme's files and all pages."""
+    """Replace the folder docs_dir: by the theme's files and all pages."""
     from properdocs.structure.files import File, Files
 
     kept = [file for file in files if not Path(file.abs_src_path or ROOT).is_relative_to(config.docs_dir)]

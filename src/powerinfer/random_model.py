@@ -68,7 +68,7 @@ class RandomModel:
 
     @property
     def nbytes(self) -> int:
-        """Of the file, about: matrices in F16."""
+        """Bytes of the file, about: matrices in F16."""
         return sum(2 * math.prod(shape) for _, shape in self.tensors)
 
 
@@ -181,7 +181,7 @@ class _Weights:
         return math.sqrt(ATTENTION_WRITES / self._model.n_layers / self._model.d_model)
 
     def _scale_of_down(self, layer: int) -> float:
-        """What makes the FFN add its part to the variance: the mean square of relu(gate) times up is known."""
+        """Factor that makes the FFN add its part to the variance: the mean square of relu(gate) times up is known."""
         limits, spread = self._limits[layer], self._spread(layer)
         normal = NormalDist()
         squares = sum((1 + t * t) * normal.cdf(-t) - t * normal.pdf(t) for t in limits.tolist())

@@ -266,7 +266,7 @@ class Display:
             self._tokens += fired[0][1]
 
     def mean(self) -> NDArray[np.float64]:
-        """By column, the share of the neurons that fired for a token, of all tokens so far."""
+        """Shares of the neurons that fired for a token, by column, of all tokens so far."""
         return self._columns([counts / self._tokens for counts in self._sums])
 
     def _columns(self, layers: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:

@@ -31,7 +31,7 @@ def neuron_rows(llm: LLM, sparsity: dict[str, Any]) -> dict[str, str]:
 
 
 def _hot_share(llm: LLM) -> float | None:
-    """Of the neurons, those that make 80 % of the activations; None without a profile that can be used."""
+    """The share of the neurons that makes 80 % of the activations; None without a profile that can be used."""
     from powerinfer.formats.prepared import PROFILE, PreparedFile
     from powerinfer.formats.profile_file import open_profile
 

@@ -119,7 +119,7 @@ def _gib(size: int | None) -> str:
 
 
 def _measured() -> Hardware | None:
-    """This machine, if it has been measured."""
+    """The description of this machine, if it has been measured."""
     from powerinfer.config import EngineConfig
     from powerinfer.errors import PowerInferError
     from powerinfer.hardware.measure import gpu_beside, known

@@ -84,7 +84,7 @@ class Wrapping:
         self._fence = ""  # the mark that ends the code
 
     def push(self, text: str) -> str:
-        """What to write of the text so far."""
+        """Text to write now, of what has come so far."""
         self._columns = columns(self._stream)
         for part in _PARTS.findall(text):
             if part == "\n":
@@ -102,7 +102,7 @@ class Wrapping:
         return self._taken()
 
     def flush(self) -> str:
-        """What to write at the end of the text: the rest of it."""
+        """Text to write at the end: the rest."""
         self._end_word()
         self._spaces = ""
         self._end_style()

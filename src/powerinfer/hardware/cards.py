@@ -118,7 +118,7 @@ def find_card(text: str) -> tuple[str, Card]:
 
 
 def _words(text: str) -> tuple[frozenset[str], int | None]:
-    """What tells a name from others, and the memory in it, in GiB."""
+    """Words that tell a name from others, and the memory in it, in GiB."""
     text = text.lower().replace("max-q", "laptop").replace("mobile", "laptop").replace("notebook", "laptop")
     memory = re.search(r"(?<!\d)(\d{1,3}) ?-?gi?b?(?![a-z])", text)
     rest = text if memory is None else text[: memory.start()] + " " + text[memory.end() :]

@@ -93,7 +93,7 @@ class Offer:
         return f"-m {self.full_name} -c {self.estimate.context}"
 
     def json(self) -> dict[str, Any]:
-        """As a row of `powerinfer plan --card ... --json`."""
+        """A row of `powerinfer plan --card ... --json`."""
         about, download = self.estimate, self.download
         return {
             "name": self.full_name,

@@ -70,7 +70,7 @@ def taken_type(stored: str) -> str:
 
 
 def _mixed(config: ModelConfig, dtype: str, base: str, tensor: str) -> str:
-    """As llama.cpp chooses; see its `llama_tensor_get_type`."""
+    """The type that llama.cpp chooses; see its `llama_tensor_get_type`."""
     if tensor == "head" or (tensor == "embed" and config.tied_embeddings):
         return "Q6_K"
     outer, _, rest = tensor.partition(".")

@@ -667,7 +667,6 @@ def shape_names() -> list[str]:
     return sorted((*SHAPES, *_described()))
 
 
-
 def find_shape(name: str) -> ModelShape:
     """A published model by its name, or one by a config.json (or its folder), whose family decides how neurons fire.
 

@@ -52,7 +52,7 @@ class LiveLayer:
 
     @property
     def active(self) -> float | None:
-        """Of the neurons, the share that fired."""
+        """Share of the neurons that fired."""
         if self.fired is None:
             return None
         return float((self.fired * np.diff(bin_edges(self.neurons, len(self.fired)))).sum() / self.neurons)
@@ -176,7 +176,7 @@ class Live:
             ffn.take_seconds()
 
     def _why_not(self, layer: int) -> str | None:
-        """Why firings of a layer are not counted; None if they are."""
+        """Reason for which firings of a layer are not counted; None if they are."""
         if layer in self._sparsity.split():
             return None
         if layer not in self._own:

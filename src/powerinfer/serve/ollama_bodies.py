@@ -80,7 +80,7 @@ def _say_once(field: str, reason: str) -> None:
 
 
 class Options(Strict):
-    """How an answer is sampled, by Ollama's names. num_predict: below 1: no limit but the context."""
+    """Options of sampling, by Ollama's names. num_predict: below 1: no limit but the context."""
 
     num_predict: Annotated[int, Field(ge=-2, le=MAX_INT), Whole] | None = None
     num_ctx: Int | None = None
@@ -114,7 +114,7 @@ class Options(Strict):
 
 
 class OllamaBody(Body):
-    """What all bodies have."""
+    """Fields that all bodies have."""
 
     options: Options | None = None
     keep_alive: Annotated[str, Field(max_length=64)] | float | None = None
@@ -134,7 +134,7 @@ class OllamaBody(Body):
 
 
 class AnswerBody(OllamaBody):
-    """What /api/chat and /api/generate share. think: also a degree, or the most tokens of a thought."""
+    """Fields that /api/chat and /api/generate share. think: also a degree, or the most tokens of a thought."""
 
     stream: bool | None = None
     format: Annotated[str, Field(max_length=64)] | dict[str, Any] | None = None
@@ -191,7 +191,7 @@ class OllamaChat(ChatRequest):
 
 
 class CallFunction(Strict):
-    """What was called."""
+    """The function that was called."""
 
     name: Id
     arguments: dict[str, Any] | None = None

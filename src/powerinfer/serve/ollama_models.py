@@ -1,4 +1,4 @@
-"""What Ollama's API says of models: /api/tags, /api/show and /api/ps. Of one that is not loaded, its headers say it."""
+"""Facts of models for Ollama's API: /api/tags, /api/show, /api/ps. Of one that is not loaded, its headers have them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NAMES = {"repetition_penalty": "repeat_penalty"}
 
 
 class Facts(NamedTuple):
-    """What a list says of a model. bytes: on disk; digest: of the names, sizes and times of its files."""
+    """Facts of a model in a list. bytes: on disk; digest: of the names, sizes and times of its files."""
 
     bytes: int
     modified: float
@@ -96,7 +96,7 @@ def _facts_of(model: ServedModel, llm: LLM | None) -> Facts:
 
 
 def _changed(path: Path) -> int:
-    """When a file was changed; 0 for one that is no more, which is said by whoever opens it."""
+    """The time when a file was changed; 0 for one that is no more, which is said by whoever opens it."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -149,7 +149,7 @@ def _short(count: int) -> str:
 
 @dataclass(frozen=True)
 class _Model:
-    """What is known of a model, loaded or not. context: in tokens."""
+    """Facts of a model, loaded or not. context: in tokens."""
 
     config: ModelConfig
     tokenizer: Tokenizer
@@ -176,7 +176,7 @@ class _Model:
 
     @property
     def capabilities(self) -> list[str]:
-        """What the model was made for. Every one has embeddings, but clients keep those that say so out of chats."""
+        """Uses of the model. Every one has embeddings, but clients keep those that say so out of chats."""
         found = ["completion"]
         if self.template is not None:
             form = read_dialect(self.template.for_tools)
@@ -208,7 +208,6 @@ class _Model:
         found |= {name: value for name, value in stated.items() if not isinstance(value, str) or len(value) <= MAX_TEXT}
         found.pop("tokenizer.chat_template", None)
         return found | {f"{family}.context_length": self.context}
-
 
     @property
     def document(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a checkpoint says of text: its tokenizer, its chat template, and how its publisher wants it sampled."""
+"""Facts that a checkpoint has about text: its tokenizer, its chat template, and how its publisher wants it sampled."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def has_tokenizer(checkpoint: Checkpoint) -> bool:
 
 
 def sampling_defaults_of(checkpoint: Checkpoint) -> SamplingDefaults:
-    """How the model's publisher wants it sampled, as its files say."""
+    """Sampling as the model's publisher wants it, by its files."""
     from powerinfer.text.sampling_defaults import folder_defaults, gguf_defaults
 
     return gguf_defaults(checkpoint.metadata) if checkpoint.source == "gguf" else folder_defaults(checkpoint.path)
