@@ -496,7 +496,12 @@ def test_a_browser_shows_the_model_and_its_defaults(browser: Browser) -> None:
         assert page.run("document.getElementById('temperature').placeholder") == "0.2"
         assert page.run("document.getElementById('top_p').placeholder") == "0.95"
         assert len(page.text("#greeting").splitlines()) >= 3 and page.run("document.getElementById('note').hidden")
-        assert not page.errors
+        other = browser.page()
+        other.open(server.url)
+        for keeps in ("false", "true"):
+            page.run("document.getElementById('keep').click()")
+            other.wait(f"document.getElementById('keep').checked === {keeps}")
+        assert not page.errors and not other.errors
         page = browser.page()
         page.send("Page.addScriptToEvaluateOnNewDocument", source=BLOCKED)
         page.open(server.url)

@@ -63,6 +63,12 @@ const memory = new Memory();
 const keeps = () => lasting !== null && lasting.getItem(KEEP) !== "no";
 const chats = new Chats(keeps() ? lasting : memory);
 
+function keepChats(on) {
+  $("keep").checked = on;
+  chats.move(on ? lasting : memory);
+  showChats();
+}
+
 function save() {
   if (!chat.messages.length) return;
   chat.model = chosen ?? chat.model;
@@ -114,6 +120,7 @@ function showSide(on) {
 
 // Another tab has changed a chat. What this tab is writing stays as it is; `Chats.write` sees that it has changed.
 function changedElsewhere({ key }) {
+  if (key === KEEP) keepChats(keeps());
   if (key === null || chats.idOf(key)) showChats();
   if (running || !chat.id || (key !== null && chats.idOf(key) !== chat.id) || document.querySelector(".editing")) return;
   const now = chats.read(chat.id);
@@ -512,8 +519,7 @@ $("keep").disabled = lasting === null;
 $("keep").addEventListener("change", () => {
   if ($("keep").checked) lasting.removeItem(KEEP);
   else lasting.setItem(KEEP, "no");
-  chats.move($("keep").checked ? lasting : memory);
-  showChats();
+  keepChats($("keep").checked);
 });
 for (const name of NUMBERS) {
   $(name).value = ofTab.getItem(`powerinfer.${name}`) ?? "";
