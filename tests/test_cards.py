@@ -204,7 +204,8 @@ def test_shapes_of_the_catalogue() -> None:
     assert catalogue_shape("qwen3-coder:Q6_K") == ("qwen3-30b-a3b", "Q6_K")
     assert catalogue_shape("qwen3:8b") == catalogue_shape("Qwen3-8B-Instruct") == ("qwen3-8b", "Q4_K_M")
     assert catalogue_shape("qwen3:8b-q8_0") == ("qwen3-8b", "q8_0")
-    assert catalogue_shape("nothing") is None
+    assert catalogue_shape("qwen/qwen3-8b-gguf:Q8_0") == ("qwen3-8b", "Q8_0")
+    assert catalogue_shape("nothing") is None and catalogue_shape("nobody/nothing") is None
     assert all(model.shape is None or model.shape in shape_names() for model in catalogue().values())
     for model in catalogue().values():
         for download in model.downloads:
@@ -297,6 +298,9 @@ def test_the_names(capsys: pytest.CaptureFixture[str]) -> None:
         (["--card", "4060", "--memory", "ddr9-1"], "not a kind of RAM"),
         (["--card", "4060", "--vram", "12GiB"], "has 8GiB"),
         (["--card", "none", "--ram", "200MiB"], "holds no model of the catalogue"),
+        (["--card", "none", "--ram", "0"], "more than 0"),
+        (["--card", "4060", "--kv-type", "q8_0"], "--kv-type is for the plan of one model"),
+        (["--card", "4060", "--active", "0.1"], "--active is for the plan of one model"),
         (["--card", "radeon"], "NVIDIA's cards alone"),
         (["--card", "4060", "--threads", "-3"], "--threads must lie between 0 (automatic) and 1024"),
         (["--dtype", "q4_0", "--card", "4060"], "--shape NAME"),

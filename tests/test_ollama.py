@@ -81,6 +81,11 @@ def lines(server: Server, path: str, **body: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in answer.text.splitlines()]
 
 
+def test_a_time_that_no_date_has_is_the_last_one() -> None:
+    assert ollama_bodies.moment(1e18) == "9999-12-31T23:59:59.000000Z"
+    assert ollama_bodies.moment(-5.0).startswith("1970-01-01T00:00:00")
+
+
 def well_measured(answer: dict[str, Any]) -> None:
     assert answer["done"] is True and all(type(answer[name]) is int for name in COUNTS + DURATIONS)
     whole, *parts = (answer[name] for name in DURATIONS)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import argparse
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +43,8 @@ ENGINE = (
     "context", "kv_type", "prefill_chunk", "max_batch", "selector", "quantize", "prepared", "vram", "ram", "threads",
     "isa", "gpu", "expert_policy",
 )  # fmt: skip
+COUNTED = frozenset(("card", "hardware", "memory", "vram", "ram", "threads", "gpu", "context"))
+"""Options of the table of all models."""
 EMULATED = "that the GPU is to hold what fits, however slow it is: torch's CPU emulates it"
 TIER_NAMES = {"gpu": "GPU", "cpu": "RAM", "disk": "disk"}
 
@@ -84,6 +86,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     _check(args)
     check_options(planning, engine)
     if planning.card is not None and args.model is None and args.shape is None:
+        _check_catalogue(args)
         return _catalogue(planning, engine, out)
     place: Path | None = None
     if args.shape is None and planning.described:
@@ -133,6 +136,14 @@ def _check(args: argparse.Namespace) -> None:
     for name, value in (("--hot-share", args.hot_share), ("--active", args.active)):
         if value is not None and not 0 < value <= 1:
             raise RequestError(f"{name} is a share, above 0 and at most 1, not {value:g}")
+
+
+def _check_catalogue(args: argparse.Namespace) -> None:
+    """RequestError for a flag that the table of all models does not count with."""
+    for name in [*(field.name for field in fields(PlanConfig)), *ENGINE, "hot_share", "active"]:
+        if name not in COUNTED and getattr(args, name, None) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise RequestError(f"{flag} is for the plan of one model: leave it out, or give -m MODEL or --shape NAME")
 
 
 def _catalogue(planning: PlanConfig, engine: EngineConfig, out: Output) -> int:

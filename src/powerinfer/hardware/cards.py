@@ -155,6 +155,8 @@ def described_machine(
     base = load("pc-16gb")  # its disk, system and fixed times
     name, about = (None, None) if card is None or card.strip().lower() == NONE else find_card(card)
     kind = memory or (_OLD_RAM if about is not None and about.year < _DDR5 else _NEW_RAM)
+    if ram == 0:
+        raise RequestError("--ram is the memory of the described PC: more than 0")
     ram, threads = ram or RAM, threads or CORES
     modules, gb_s = memory_rate(kind)
     limit = CORE_GB_S * threads

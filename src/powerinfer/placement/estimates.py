@@ -117,15 +117,21 @@ def shape_of(name: str, model: CatalogueModel) -> str | None:
 
 
 def catalogue_shape(text: str) -> tuple[str, str | None] | None:
-    """The shape and the quantisation of a model of the catalogue by its name, as `short_name` reads it; None: there is
-    no such name, or its shape is not known."""
-    short = short_name(text)
+    """The shape and the quantisation of a model of the catalogue by its name, as `short_name` reads it, or by its
+    repository; None: there is no such name, or its shape is not known."""
+    short = short_name(text) or _by_repository(text)
     if short is None:
         return None
     name, tag = short
     model = catalogue()[name]
     shape = shape_of(name, model)
     return None if shape is None else (shape, tag or model.quantisation)
+
+
+def _by_repository(text: str) -> tuple[str, str | None] | None:
+    repository, _, tag = text.partition(":")
+    models = catalogue().items()
+    return next(((name, tag or None) for name, one in models if one.repository.lower() == repository.lower()), None)
 
 
 @cache

@@ -326,9 +326,13 @@ class GenerateBody(AnswerBody):
 # ------------------------------------------------------------------------------------------------------------- answers
 
 
+_LAST = 253402300799.0
+"""The last second of the year 9999: file systems have later ones, a date has not."""
+
+
 def moment(seconds: float | None = None) -> str:
     """A time as RFC 3339 has it. seconds: of the clock of `time.time`, None: now."""
-    when = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
+    when = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(min(max(0.0, seconds), _LAST), UTC)
     return when.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
