@@ -65,7 +65,7 @@ def room(tmp_path: Path) -> EngineConfig:
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Mapping[str, float]], None]]:
     """Sets the seconds that a step takes under each policy, in one layer; nothing else takes time."""
     now, taken = [0.0], dict.fromkeys(CLASSES, 0.0)
-    monkeypatch.setattr(policy_trial, "_finished", lambda device: now[0])
+    monkeypatch.setattr(policy_trial, "finished", lambda device: now[0])
     before = HybridExperts._sum_cold
 
     def sum_cold(ffn: HybridExperts, step: Any) -> None:

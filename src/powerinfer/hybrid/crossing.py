@@ -11,17 +11,16 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.choices import Choice
-from powerinfer.devices.step import Operator, Step
-from powerinfer.devices.streams import streams_of
+from powerinfer.devices.step import Step
 from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.formats.json_file import Between
-from powerinfer.hybrid.trials import split_trial
+from powerinfer.hybrid.trials import finished, split_trial
 from powerinfer.kernels.gpu import FEW
 from powerinfer.progress import Progress, silent
 from powerinfer.sparsity.trials import Subject
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.devices.stage import Stage
     from powerinfer.hybrid.resolve import Resolved
+    from powerinfer.hybrid.trials import SplitFfn
 
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 """Numbers of tokens to try, until streaming is faster."""
@@ -40,18 +40,6 @@ GAIN = 0.95
 """Streaming must take less than this share of the CPU's time."""
 
 _CALLS = 3  # one after another, like the layers of a model
-
-
-class Streamed(Protocol):
-    """An FFN of parts whose cold neurons, or experts, can be streamed. on_input: as of `HybridFfn`."""
-
-    on_input: Callable[[Tensor, Tensor], None] | None
-
-    @property
-    def cold_bytes(self) -> int: ...
-    def before(self) -> list[Operator]: ...
-    def begin(self) -> list[Operator]: ...
-    def finish(self) -> list[Operator]: ...
 
 
 Seconds = Callable[[int, bool], float]
@@ -94,7 +82,7 @@ def find(sizes: Sequence[int], seconds: Seconds) -> Crossing:
 def settle(
     stage: Stage,
     executor: SplitExecutor,
-    ffns: Sequence[Streamed],
+    ffns: Sequence[SplitFfn],
     resolved: Resolved,
     sample: Callable[[], Sequence[int]],
     progress: Progress = silent,
@@ -141,16 +129,12 @@ def _settle(
     executor.choices.prefill = outcome.result.told(what).add(f", {outcome.origin}")
 
 
-def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[Streamed], sample: Sequence[int]) -> Crossing:
+def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[SplitFfn], sample: Sequence[int]) -> Crossing:
     """Time the layer that has most on the CPU, both ways. The stage is off afterwards."""
     import torch
 
     ffn = max(ffns, key=lambda one: one.cold_bytes)
     device = executor.gpu.device
-
-    def finished() -> float:
-        streams_of(device).finish()
-        return time.perf_counter()
 
     with current(device), torch.inference_mode():
         inputs = _inputs(executor, ffn, sample)
@@ -169,10 +153,10 @@ def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[Streamed], sa
                     operator.run(step)
 
             run()
-            begin = finished()
+            begin = finished(device)
             for _ in range(_CALLS):
                 run()
-            return (finished() - begin) / _CALLS
+            return (finished(device) - begin) / _CALLS
 
         sizes = [size for size in SIZES if size < executor.max_tokens]
         try:
@@ -212,7 +196,7 @@ def measured_layers(executor: SplitExecutor) -> Crossing:
     return find([*(size for size in SIZES if size < most), most], seconds)
 
 
-def _inputs(executor: SplitExecutor, ffn: Streamed, sample: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _inputs(executor: SplitExecutor, ffn: SplitFfn, sample: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The residual stream and the input of the layer's neurons in a step of a text, float32 [tokens, d_model]."""
     seen: list[tuple[Tensor, Tensor]] = []
     count = min(FEW, executor.max_tokens, executor.n_pages * executor.page_size)

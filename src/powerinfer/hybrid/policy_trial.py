@@ -8,7 +8,6 @@ unless another one is clearly faster, and where the trial fails or is interrupte
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -18,17 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 import numpy as np
 
 from powerinfer.devices.replayed_spans import UNRECORDED
-from powerinfer.devices.streams import streams_of
 from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.formats.json_file import Between, Length
-from powerinfer.hybrid.trials import decode_one, split_trial
+from powerinfer.hybrid.trials import decode_one, finished, split_trial
 from powerinfer.placement.experts import EXPERT_POLICIES, Policy
 from powerinfer.progress import Progress, silent
 from powerinfer.sparsity.trials import Outcome, Subject, Trial, by_turns, fastest
 
 if TYPE_CHECKING:
-    import torch
-
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.hybrid.experts import Copier, HybridExperts
     from powerinfer.hybrid.resolve import Resolved
@@ -88,23 +84,17 @@ def measured(
         for _ in range(UNRECORDED if executor.gpu.how else 0):
             decode_one(executor, tokens[turn * size], turn * size)
         copier.on = True
-        begin = _finished(device)
+        begin = finished(device)
         for at in range(turn * size, (turn + 1) * size):
             decode_one(executor, tokens[at], at)
         for ffn in ffns:
             ffn.finish_copies()
-        return (_finished(device) - begin) / size
+        return (finished(device) - begin) / size
 
     with gpu_failures("trying policies of experts", "leave out --expert-policy"), current(device):
         seconds = by_turns(get_args(Name), ROUNDS, block, WARM_UP)
     progress("trial of policies", ROUNDS, ROUNDS)
     return TimedPolicies(fastest(seconds, "static", GAIN), {name: median(own) for name, own in seconds.items()})
-
-
-def _finished(device: torch.device) -> float:
-    """The time when all that the device was given is done."""
-    streams_of(device).finish()
-    return time.perf_counter()
 
 
 def policy_trial(resolved: Resolved) -> Trial[TimedPolicies]:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
 
 from powerinfer.devices.batch import Batch
+from powerinfer.devices.streams import streams_of
 from powerinfer.hardware.gpu_rates import software
 from powerinfer.sparsity.trials import Subject, Trial, conditions
 
 if TYPE_CHECKING:
+    import torch
+
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.hybrid.experts import HybridExperts
     from powerinfer.hybrid.ffn import HybridFfn
     from powerinfer.hybrid.resolve import Resolved
+
+    SplitFfn: TypeAlias = HybridFfn | HybridExperts
 
 R = TypeVar("R")
 
@@ -28,9 +34,15 @@ def split_trial(subject: Subject[R], resolved: Resolved, facts: Mapping[str, obj
     return Trial(subject, checkpoint, engine, key | {name: str(value) for name, value in facts.items()})
 
 
-def hot_counts(ffns: Sequence[HybridFfn] | Sequence[HybridExperts]) -> str:
+def hot_counts(ffns: Sequence[SplitFfn]) -> str:
     """The number of neurons, or experts, of each layer on the GPU, as a fact of a key."""
     return " ".join(str(len(ffn.hot)) for ffn in ffns)
+
+
+def finished(device: torch.device) -> float:
+    """The time when all that the device was given is done."""
+    streams_of(device).finish()
+    return time.perf_counter()
 
 
 def decode_one(executor: SplitExecutor, token: np.int32, at: int) -> None:
