@@ -18,7 +18,7 @@ from benchmarks.models.gguf_writer import STRING
 from powerinfer import LLM, ModelError, RequestError, SamplingParams
 from powerinfer.cli.main import main
 from powerinfer.config import EngineConfig, FfnConfig, FfnKind, Shape
-from powerinfer.formats import folder_config, gguf_model
+from powerinfer.formats import folder_parts, gguf_model
 from powerinfer.formats.bundle_file import open_bundles
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.layout import shapes
@@ -72,12 +72,12 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """The layers that have it. Readers of configurations make it where they would make an `FfnConfig`."""
     monkeypatch.setitem(FFNS, LinearConfig, wire)
     if request.param == "all":
-        for reader in (gguf_model, folder_config):
+        for reader in (gguf_model, folder_parts):
             monkeypatch.setattr(reader, "FfnConfig", lambda *_, **__: LinearConfig(D))
     else:
         made = iter([FfnConfig(FF, "relu"), LinearConfig(D)] * 100)
         monkeypatch.setattr(gguf_model, "FfnConfig", lambda *_, **__: next(made))
-        monkeypatch.setattr(folder_config, "LayerConfig", _alternating(folder_config.LayerConfig))
+        monkeypatch.setattr(folder_parts, "LayerConfig", _alternating(folder_parts.LayerConfig))
     return str(request.param)
 
 

@@ -1,7 +1,7 @@
 """Hugging Face folders of models of experts with random weights, for expert_models.py: F16, norms and routers F32.
 
 What published folders store in one tensor, or in another form, is stored so here: the inverse of formats/folder.py and
-formats/gpt_oss_folder.py. gpt-oss has its experts in MXFP4.
+formats/families/gpt_oss.py. gpt-oss has its experts in MXFP4.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from powerinfer.config import (
     ModelConfig,
     Shape,
 )
-from powerinfer.formats.folder import NORMS_LESS_ONE, file_names, fused
-from powerinfer.formats.folder_config import ARCHITECTURES
+from powerinfer.formats.families import FOLDERS
+from powerinfer.formats.folder import file_names, fused
 from powerinfer.formats.layout import shapes
 from powerinfer.formats.quant import block_type, quantize
 from powerinfer.formats.safetensors_file import safetensors_header
@@ -185,7 +185,7 @@ def _as_stored(config: ModelConfig, canonical: str, values: np.ndarray) -> np.nd
     if canonical.endswith(".delta_decay"):
         return np.log(-values)
     norm = canonical.endswith("_norm") and not canonical.endswith(".delta_norm")
-    return values - np.float32(1) if norm and config.architecture in NORMS_LESS_ONE else values
+    return values - np.float32(1) if norm and FOLDERS[config.architecture].norms_less_one else values
 
 
 def _blocks_and_scales(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -205,7 +205,7 @@ def document(config: ModelConfig) -> dict[str, Any]:
     experts = config.layers[-1].ffn
     assert attention.rope is not None and isinstance(experts, ExpertsConfig)
     shared = {
-        "architectures": [name for name, family in ARCHITECTURES.items() if family == config.architecture],
+        "architectures": list(FOLDERS[config.architecture].classes),
         "model_type": config.architecture,
         "hidden_size": config.d_model,
         "num_hidden_layers": config.n_layers,

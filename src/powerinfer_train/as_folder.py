@@ -17,8 +17,9 @@ import numpy as np
 from powerinfer.config import AttentionConfig, ExpertsConfig, FfnConfig, ModelConfig, RopeConfig, Shape
 from powerinfer.errors import ModelError
 from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.families import FOLDERS
 from powerinfer.formats.folder import THRESHOLDS, file_names
-from powerinfer.formats.folder_config import ARCHITECTURES, read_config
+from powerinfer.formats.folder_config import read_config
 from powerinfer.models.rope import rope_frequencies
 from powerinfer.text.model_text import sampling_defaults_of, tokenizer_of
 from powerinfer.text.tokenizer import Vocabulary
@@ -75,7 +76,7 @@ class AsFolder(OtherFormat):
         attention, rope = config.layers[0].attention, config.ropes[0]
         assert isinstance(attention, AttentionConfig)
         sizes: dict[str, Any] = {
-            "architectures": [next(name for name, family in ARCHITECTURES.items() if family == self.architecture)],
+            "architectures": [FOLDERS[self.architecture].classes[0]],
             "model_type": self.architecture,
             "vocab_size": config.vocab_size,
             "hidden_size": config.d_model,

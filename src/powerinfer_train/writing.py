@@ -22,8 +22,10 @@ import numpy as np
 from powerinfer.config import THRESHOLDED, Shape
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint, Place
-from powerinfer.formats.folder import THRESHOLDS, WITH_DELTA, file_names
-from powerinfer.formats.folder_config import MIXED_ACT, read_config
+from powerinfer.formats.families import FOLDERS
+from powerinfer.formats.family import MIXED_ACT
+from powerinfer.formats.folder import THRESHOLDS, file_names
+from powerinfer.formats.folder_config import read_config
 from powerinfer.formats.gguf import encoded, metadata_bytes, read_gguf, write_gguf
 from powerinfer.formats.gguf_model import NAMES, said_twice
 from powerinfer.formats.json_file import read_json
@@ -46,9 +48,6 @@ _DIVISORS = "rope_freqs.weight"
 _LIMITS, _INDEX = "hidden_act_param", "model.safetensors.index.json"
 SHARD = 5 * 10**9
 """Most bytes of tensors in one file of a folder, as `transformers` 4 has it."""
-
-_KEYS = {"gemma3_text": "hidden_activation", "openelm": "activation_fn_name"}
-"""Families of folders that call "hidden_act" otherwise."""
 
 NewTensor = Callable[[str], RawTensor]
 """A changed tensor, by its canonical name: its values as F32, or as the file has it but for its scales."""
@@ -365,9 +364,10 @@ def _write_folder(model: _Model, out: Path) -> Path:
 def _stating(document: Mapping[str, Any], architecture: str, about: Mapping[str, Any]) -> dict[str, Any]:
     """config.json with the activation and its thresholds; `transformers` has one key for FFNs and convolutions."""
     left = {key: value for key, value in document.items() if key != _LIMITS}
-    if architecture in WITH_DELTA:
+    family = FOLDERS[architecture]
+    if family.mixed_act:
         left.setdefault(MIXED_ACT, document.get("hidden_act", "silu"))
-    named = _KEYS.get(architecture, "hidden_act")
+    named = family.key("hidden_act")
     return left | {named if key == "hidden_act" else key: value for key, value in about.items()}
 
 

@@ -7,14 +7,12 @@ any unused tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from powerinfer.config import (
-    ACTIVATIONS,
     THRESHOLDED,
     AttentionConfig,
     AttentionKind,
@@ -31,101 +29,14 @@ from powerinfer.config import (
 )
 from powerinfer.errors import ModelError
 from powerinfer.formats import layout
+from powerinfer.formats.families import GGUFS
+from powerinfer.formats.family import Gguf
 from powerinfer.formats.fields import Fields
 from powerinfer.formats.gguf import GGUFFile
 from powerinfer.formats.gguf_keys import check_others
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.source import ONLY_TEXT, Fused, Names, Source, collect, printable, without_head_predictor
 from powerinfer.formats.tensors import FLOAT_TYPES, NATIVE_TYPES, RawTensor
-
-
-@dataclass(frozen=True)
-class _Family:
-    """The properties of an architecture; the rest follows from the metadata and from which tensors exist.
-
-    activation: the default; interleaved: as in `RopeConfig`; norms: as in `LayerConfig`;
-    qk_norm: as in `AttentionConfig`; partial: the file says how many dimensions of a head are rotated. full_every: if
-    the file states a window and no pattern, every full_every-th layer has no window, 0: all layers have it; full_first:
-    these are the first of so many, not the last, and positions are not rotated in them; unrotated_every: positions are
-    not rotated in each layer whose number, from 1, it divides, 0: in none;
-    local_theta: base of the frequencies of the layers with a window, None: as the others; always without scaling where
-    full_every is set, unless one_rope. scaled: embeddings are multiplied by the root of their width; fused: matrices
-    in one tensor.
-    scales: the file may state factors of the embedding, the scores, what layers add, and a divisor of the logits;
-    experts: how they are selected where the file does not say (it does say how many), None: the family has none;
-    early_router: as in `ExpertsConfig`;
-    delta: some layers are Gated DeltaNet, and attention has a gate, in one tensor with q. tiled: as in
-    `DeltaNetConfig`.
-    latent: attention is `LatentAttentionConfig`.
-    """
-
-    activation: str
-    gated: bool = True
-    norm: str = "rms"
-    interleaved: bool = False
-    norms: str = "pre"
-    qk_norm: str | None = None
-    qkv_bias: bool = False
-    partial: bool = False
-    full_every: int = 0
-    full_first: bool = False
-    unrotated_every: int = 0
-    local_theta: float | None = None
-    one_rope: bool = False
-    scaled: bool = False
-    scales: bool = False
-    fused: tuple[Fused, ...] = ()
-    experts: RouterConfig | None = None
-    early_router: bool = False
-    delta: bool = False
-    tiled: bool = False
-    latent: bool = False
-
-    @property
-    def activations(self) -> tuple[str, ...]:
-        """Those that a file may name."""
-        if self.activation == "swiglu_oai":
-            return (self.activation, *ACTIVATIONS)
-        return ACTIVATIONS if self.gated else ("relu", "relu2")
-
-
-_NORMALISED, _AS_THEY_ARE = (RouterConfig(1, normalise=normalise) for normalise in (True, False))
-_SIGMOIDS = RouterConfig(1, scoring="sigmoid")
-
-ARCHITECTURES = {
-    "llama": _Family("silu", interleaved=True, experts=_NORMALISED),  # with experts: Mixtral
-    "qwen2": _Family("silu", qkv_bias=True),
-    "qwen3": _Family("silu", qk_norm="head"),
-    "gemma3": _Family("gelu_tanh", norms="both", qk_norm="head", full_every=6, local_theta=10000.0, scaled=True),
-    "phi3": _Family("silu", partial=True, fused=(Fused(("gate", "up")),)),
-    "olmo2": _Family("silu", norms="output", qk_norm="width", full_every=4),
-    "openelm": _Family("silu", qk_norm="head"),
-    "qwen2moe": _Family("silu", qkv_bias=True, experts=_AS_THEY_ARE),
-    "qwen3moe": _Family("silu", qk_norm="head", experts=_NORMALISED),
-    "olmoe": _Family("silu", qk_norm="width", experts=_AS_THEY_ARE),
-    "qwen3next": _Family("silu", qk_norm="head", partial=True, experts=_NORMALISED, delta=True),
-    "qwen35": _Family("silu", qk_norm="head", partial=True, delta=True, tiled=True),
-    "qwen35moe": _Family("silu", qk_norm="head", partial=True, experts=_NORMALISED, delta=True, tiled=True),
-    "arcee": _Family("relu2", gated=False, interleaved=True),
-    "smollm3": _Family("silu", interleaved=True, unrotated_every=4),
-    "seed_oss": _Family("silu"),
-    "minimax-m2": _Family("silu", qk_norm="width", partial=True, experts=_SIGMOIDS),
-    "glm4": _Family("silu", interleaved=True, norms="both", partial=True, fused=(Fused(("gate", "up")),)),
-    "ernie4_5": _Family("silu", interleaved=True),
-    "ernie4_5-moe": _Family("silu", interleaved=True, experts=RouterConfig(1, correction=True)),
-    "glm4moe": _Family("silu", partial=True, experts=_SIGMOIDS),
-    "deepseek2": _Family("silu", interleaved=True, experts=_AS_THEY_ARE, latent=True),  # also Kimi K2, GLM-4.7-Flash
-    "granite": _Family("silu", interleaved=True, scales=True),
-    "granitemoe": _Family("silu", interleaved=True, scales=True, experts=_NORMALISED),
-    "smallthinker": _Family(
-        "relu", full_every=4, full_first=True, experts=RouterConfig(1, scoring="sigmoid"), early_router=True
-    ),
-    "gpt-oss": _Family("swiglu_oai", full_every=2, one_rope=True, experts=_NORMALISED),
-    "bamboo": _Family("drelu", interleaved=True),
-    "falcon": _Family("gelu", gated=False, norm="layer"),
-    "opt": _Family("relu", gated=False, norm="layer"),
-    "nemotron": _Family("relu2", gated=False, norm="layer", partial=True),
-}
 
 NAMES = Names(
     outer={
@@ -255,16 +166,17 @@ def names_of(file: GGUFFile, config: ModelConfig) -> Names:
     for one in fused(file, config):
         own = {_QKV.parts: "attn_qkv", _KV_B: "attn_kv_b", _GATE_UP: _GATE_UP_EXPERTS}
         inner |= dict.fromkeys(one.parts, own.get(one.parts) or inner[one.parts[-1]])
-    if config.architecture in ("glm4moe", "gpt-oss", "seed_oss") or ARCHITECTURES[config.architecture].delta:
+    family = GGUFS[config.architecture]
+    if family.second_norm:
         inner["ffn_norm"] = "post_attention_norm"
-    if config.architecture == "falcon" and not config.layers[0].shared_norm:
+    if family.parallel and not config.layers[0].shared_norm:
         inner |= {"attn_norm": "attn_norm_2", "ffn_norm": "attn_norm"}
     return replace(NAMES, inner=inner)
 
 
 def fused(file: GGUFFile, config: ModelConfig) -> list[Fused]:
     """The matrices that the file stores in one tensor."""
-    family = ARCHITECTURES[config.architecture]
+    family = GGUFS[config.architecture]
     counts = [layer.ffn.n_experts for layer in config.layers if isinstance(layer.ffn, ExpertsConfig)]
     experts = [Fused(_GATE_UP, n) for n in counts[:1] if _somewhere(file, _GATE_UP_EXPERTS)]
     if family.delta:
@@ -307,22 +219,22 @@ def _divisors(file: GGUFFile, name: str, dim: int) -> tuple[float, ...]:
 
 def read_config(
     file: GGUFFile,
-    published: dict[str, str] | None = None,
+    published: bool = False,
     notes: list[str] | None = None,
     unread: list[str] | None = None,
 ) -> ModelConfig:
     """The configuration, checked; ModelError if it is not one this engine runs.
 
-    published: of PowerInfer's own files, the architectures there are and the activation of each; notes: gets lines for
-    the user; unread: gets the keys that nothing reads.
+    published: it is one of PowerInfer's own files; notes: gets lines for the user; unread: gets the keys that nothing
+    reads.
     """
     where = str(file.path)
     general = Fields(file.metadata, where)
-    architecture = _architecture(general, published)
-    family = ARCHITECTURES[architecture]
+    family = _family(general, published)
+    architecture = family.architecture
     fields = Fields(file.metadata, where, f"{architecture}.", notes)
-    if published is not None:
-        family = replace(family, activation=published[architecture])
+    if family.published is not None and published:
+        family = replace(family, activation=family.published)
         fields.only("hidden_act", family.activation)
     d_model = fields.integer("embedding_length", 1, layout.MAX_WIDTH)
     n_layers = fields.integer("block_count", 1, layout.MAX_LAYERS)
@@ -331,20 +243,20 @@ def read_config(
     names = file.tensors
     if "token_embd.weight" not in names:
         raise ModelError(f"{where}: tensor token_embd.weight is missing")
-    learned = architecture == "opt"
-    if architecture == "falcon":
+    learned = family.positions == "learned"
+    if family.parallel:
         fields.only("use_parallel_residual", True)
     config = ModelConfig(
         architecture=architecture,
         d_model=d_model,
         vocab_size=_vocabulary(file, fields),
         context_length=_table(file, fields) if learned else fields.integer("context_length", 1, layout.MAX_CONTEXT),
-        norm_eps=_epsilon(fields, family, architecture),
+        norm_eps=_epsilon(fields, family),
         layers=_latent_layers(file, fields, family, n_layers)
         if family.latent
-        else _layers(file, fields, architecture, family, _heads(fields, d_model, n_layers)),
+        else _layers(file, fields, family, _heads(fields, d_model, n_layers)),
         norm=family.norm,
-        positions="learned" if learned else "rope",
+        positions=family.positions,
         position_offset=_OPT_OFFSET if learned else 0,
         embedding_scale=float(np.sqrt(np.float32(d_model))) if family.scaled else _factor(fields, family, "embedding"),
         residual_scale=_factor(fields, family, "residual"),
@@ -363,7 +275,7 @@ def read_config(
 _READ_ELSEWHERE = ("general.", "tokenizer.", "split.", "quantize.")
 
 
-def _factor(fields: Fields, family: _Family, of: str) -> float:
+def _factor(fields: Fields, family: Gguf, of: str) -> float:
     if not family.scales:
         return 1.0
     return float(fields.number(f"{of}_scale", 1e-6, layout.MAX_SCALE, 1.0))
@@ -384,12 +296,10 @@ def _heads(fields: Fields, d_model: int, n_layers: int) -> list[AttentionConfig]
     return [AttentionConfig(n, kv, head_dim) for n, kv in zip(heads, kv_heads, strict=True)]
 
 
-def _layers(
-    file: GGUFFile, fields: Fields, architecture: str, family: _Family, heads: list[AttentionConfig]
-) -> tuple[LayerConfig, ...]:
+def _layers(file: GGUFFile, fields: Fields, family: Gguf, heads: list[AttentionConfig]) -> tuple[LayerConfig, ...]:
     """The layers. Biases: the file says by having them; one that is then missing elsewhere is an error."""
-    names, falcon, n_layers = file.tensors, architecture == "falcon", len(heads)
-    rope = None if architecture == "opt" else _rope(file, fields, family, heads[0].head_dim)
+    names, n_layers = file.tensors, len(heads)
+    rope = None if family.positions == "learned" else _rope(file, fields, family, heads[0].head_dim)
     if family.scales and not fields.flag("rope.scaling.finetuned", True):
         rope = None  # how Granite's files say so
     local, windows = rope, _windows(fields, n_layers, family)
@@ -403,12 +313,15 @@ def _layers(
         ropes = [one if layer % family.full_every else None for layer, one in enumerate(ropes)]
     if family.unrotated_every:
         ropes = [one if layer % family.unrotated_every else None for layer, one in enumerate(ropes, 1)]
+    qk_norm = family.qk_norm
+    if qk_norm == "stored":
+        qk_norm = "head" if "blk.0.attn_q_norm.weight" in names else None
     shared: dict[str, Any] = {
         "qkv_bias": family.qkv_bias or "blk.0.attn_q.bias" in names or "blk.0.attn_qkv.bias" in names,
         "o_bias": "blk.0.attn_output.bias" in names,
-        "qk_norm": "head" if architecture == "glm4moe" and "blk.0.attn_q_norm.weight" in names else family.qk_norm,
-        "scale": _scale(fields, family, architecture, heads),
-        "sinks": architecture == "gpt-oss",
+        "qk_norm": qk_norm,
+        "scale": _scale(fields, family, heads),
+        "sinks": family.sinks,
     }
     plain = [
         replace(own, rope=of_layer, window=window, **shared)
@@ -420,14 +333,14 @@ def _layers(
             attention,
             ffn,
             norms=family.norms,
-            parallel=falcon,
-            shared_norm=falcon and "blk.0.attn_norm_2.weight" not in names,
+            parallel=family.parallel,
+            shared_norm=family.parallel and "blk.0.attn_norm_2.weight" not in names,
         )
         for attention, ffn in zip(every, _ffns(file, fields, family, n_layers), strict=True)
     )
 
 
-def _delta(fields: Fields, family: _Family, heads: list[AttentionConfig]) -> list[AttentionKind]:
+def _delta(fields: Fields, family: Gguf, heads: list[AttentionConfig]) -> list[AttentionKind]:
     """Gated DeltaNet where the file says, else in three layers of four; gated attention with these heads elsewhere."""
     values = fields.integer("ssm.time_step_rank", 1, layout.MAX_HEADS)
     width = fields.integer("ssm.inner_size", values, layout.MAX_WIDTH)
@@ -450,7 +363,7 @@ def _delta(fields: Fields, family: _Family, heads: list[AttentionConfig]) -> lis
     return [delta if keeps else own for own, keeps in zip(gated, recurrent[: len(heads)], strict=True)]
 
 
-def _latent_layers(file: GGUFFile, fields: Fields, family: _Family, n_layers: int) -> tuple[LayerConfig, ...]:
+def _latent_layers(file: GGUFFile, fields: Fields, family: Gguf, n_layers: int) -> tuple[LayerConfig, ...]:
     """The layers of a model with latent attention. The keys of newer files state what the cache holds, those of older
     ones the heads' own dimensions."""
 
@@ -480,12 +393,12 @@ def _latent_layers(file: GGUFFile, fields: Fields, family: _Family, n_layers: in
         rope,
         gain * query**-0.5,
         fields.integer("attention.q_lora_rank", 0, layout.MAX_WIDTH, 0) or None,
-        _epsilon(fields, family, ""),
+        _epsilon(fields, family),
     )
     return tuple(LayerConfig(attention, ffn) for ffn in _ffns(file, fields, family, n_layers))
 
 
-def _latent_rope(file: GGUFFile, fields: Fields, family: _Family, dim: int) -> tuple[RopeConfig, float]:
+def _latent_rope(file: GGUFFile, fields: Fields, family: Gguf, dim: int) -> tuple[RopeConfig, float]:
     """(rotary embedding, factor of attention's scores): with YaRN the scores are larger in place of what is rotated."""
     multiplier = fields.number("rope.scaling.yarn_log_multiplier", 0, layout.MAX_SCALE, 0.0)
     rope = _rope(file, fields, family, dim)
@@ -498,7 +411,7 @@ def _latent_rope(file: GGUFFile, fields: Fields, family: _Family, dim: int) -> t
     return replace(rope, attention_factor=1.0), (1 + multiplier * math.log(max(rope.factor, 1))) ** 2
 
 
-def _ffns(file: GGUFFile, fields: Fields, family: _Family, n_layers: int) -> list[FfnKind]:
+def _ffns(file: GGUFFile, fields: Fields, family: Gguf, n_layers: int) -> list[FfnKind]:
     """The FFN of each layer; layers with a router have experts."""
     each, of_products = (_somewhere(file, name) for name in ("ffn_threshold", "ffn_product_threshold"))
     activation, thresholds = _activation(fields, family, n_layers, each)
@@ -577,30 +490,29 @@ def _experts(file: GGUFFile, fields: Fields, router: RouterConfig, activation: s
     )
 
 
-def _scale(fields: Fields, family: _Family, architecture: str, heads: list[AttentionConfig]) -> float | None:
-    """Of attention's scores. No key states that of Gemma 3 27B: llama.cpp knows it by its number of layers."""
+def _scale(fields: Fields, family: Gguf, heads: list[AttentionConfig]) -> float | None:
+    """Of attention's scores."""
     if family.scales:
         return fields.number("attention.scale", 0, layout.MAX_SCALE, 0.0) or None
-    if architecture != "gemma3" or len(heads) != 62:
-        return None
-    width = fields.integer("embedding_length", 1, layout.MAX_WIDTH)
-    return float((width // heads[0].n_heads) ** -0.5)
+    return None if family.score_scale is None else family.score_scale(fields, heads)
 
 
-def _architecture(general: Fields, published: Collection[str] | None) -> str:
+def _family(general: Fields, published: bool) -> Gguf:
     general.only("general.type", "model", "")
     general.only("general.quantization_version", 2)
-    known = ARCHITECTURES if published is None else published
-    for foreign in ("adapter.",) if published is not None else ("powerinfer.", "adapter."):
+    known = {name: family for name, family in GGUFS.items() if not published or family.published is not None}
+    for foreign in ("adapter.",) if published else ("powerinfer.", "adapter."):
         if any(key.startswith(foreign) for key in general.unread()):
             raise ModelError(f"{general.where}: GGUF files with {foreign}* metadata are not supported")
     name = str(general.text("general.architecture"))
     if name not in known:
-        raise ModelError(f"{general.where}: architecture {shown(name)} is not supported (only {', '.join(known)})")
-    return name
+        raise ModelError(
+            f"{general.where}: architecture {shown(name)} is not supported (only {', '.join(sorted(known))})"
+        )
+    return known[name]
 
 
-def _activation(fields: Fields, family: _Family, n_layers: int, each: bool) -> tuple[str, list[float]]:
+def _activation(fields: Fields, family: Gguf, n_layers: int, each: bool) -> tuple[str, list[float]]:
     """(activation, its threshold in each layer); `hidden_act` is a key of this engine's own: others go by the
     architecture alone. each: every neuron has a threshold of its own; of topk the layer then has how many count."""
     name = fields.text("hidden_act", family.activation)
@@ -616,10 +528,10 @@ def _activation(fields: Fields, family: _Family, n_layers: int, each: bool) -> t
     return name, fields.numbers("hidden_act_param", n_layers, 0, layout.MAX_SCALE)
 
 
-def _epsilon(fields: Fields, family: _Family, architecture: str) -> float:
+def _epsilon(fields: Fields, family: Gguf) -> float:
     if family.norm == "rms":
         return float(fields.number("attention.layer_norm_rms_epsilon", 1e-12, 0.1))
-    default = {"default": 1e-5} if architecture == "opt" else {}  # no writer of OPT files states it
+    default = {} if family.epsilon is None else {"default": family.epsilon}
     return float(fields.number("attention.layer_norm_epsilon", 1e-12, 0.1, **default))
 
 
@@ -646,7 +558,7 @@ def _vocabulary(file: GGUFFile, fields: Fields) -> int:
     return shape[0]
 
 
-def _rope(file: GGUFFile, fields: Fields, family: _Family, head_dim: int) -> RopeConfig:
+def _rope(file: GGUFFile, fields: Fields, family: Gguf, head_dim: int) -> RopeConfig:
     dim = head_dim
     if family.partial:
         dim = fields.integer("rope.dimension_count", 2, head_dim, head_dim)
@@ -724,7 +636,7 @@ def _yarn(fields: Fields, factor: float, gain: float) -> dict[str, Any]:
     return found | {"attention_factor": None if gain == 1 else gain * computed}
 
 
-def _windows(fields: Fields, n_layers: int, family: _Family) -> list[int | None]:
+def _windows(fields: Fields, n_layers: int, family: Gguf) -> list[int | None]:
     """The sliding window of each layer."""
     window = fields.integer("attention.sliding_window", 0, layout.MAX_CONTEXT, 0)
     pattern = fields.get("attention.sliding_window_pattern", None)

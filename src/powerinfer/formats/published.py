@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from powerinfer.errors import ModelError
+from powerinfer.formats.families import GGUFS
 from powerinfer.formats.fields import Fields
 from powerinfer.formats.gguf import GGUFFile
 from powerinfer.formats.gguf_model import fused, names_of, read_config, stored_tensors
@@ -18,16 +19,12 @@ from powerinfer.formats.source import Source, collect, predictor_shapes
 
 GPU_INDEX = "says which neurons PowerInfer put on a GPU; this engine does not need it: name the model itself"
 
-_ACTIVATIONS = {"llama": "relu", "bamboo": "drelu", "falcon": "relu", "opt": "relu"}
-# The converter wrote no name of the pre-tokenizer: there was one for each of these.
-_PRE_TOKENIZERS = {"falcon": "falcon", "opt": "gpt-2"}
-
 
 def open_published(file: GGUFFile) -> Source:
     """The model in a PWRI file; ModelError if it is not one this engine runs."""
     if file.metadata.get("general.architecture") == "generic.gpu_index":
         raise ModelError(f"{file.path} {GPU_INDEX}")
-    config = read_config(file, _ACTIVATIONS)
+    config = read_config(file, published=True)
     threshold = _threshold(file)
     names = names_of(file, config)
     inner = {"predictor_in": "fc1", "predictor_out": "fc2", "down": "ffn_down_t", "down_rows": "ffn_down_t"}
@@ -35,9 +32,9 @@ def open_published(file: GGUFFile) -> Source:
     stored = stored_tensors(file, config)
     predictors = predictor_shapes(config, stored, names)
     tensors = collect(config, stored, names, str(file.path), predictors, fused(file, config))
-    metadata = file.metadata
-    if config.architecture in _PRE_TOKENIZERS:
-        metadata = {"tokenizer.ggml.pre": _PRE_TOKENIZERS[config.architecture]} | metadata
+    metadata, pre_tokenizer = file.metadata, GGUFS[config.architecture].pre_tokenizer
+    if pre_tokenizer is not None:  # the converter wrote no name, as there was one for each architecture
+        metadata = {"tokenizer.ggml.pre": pre_tokenizer} | metadata
     notes = [f"a file of PowerInfer's: activation {config.activations}, predictors with threshold {threshold:g}"]
     return Source("gguf", file.path, config, metadata, tensors, file.files, notes, threshold)
 

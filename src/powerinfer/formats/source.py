@@ -42,6 +42,10 @@ class Names:
     layers: str
     inner: dict[str, str]
 
+    def with_inner(self, more: Mapping[str, str]) -> Names:
+        """The same with other names, or further ones, of a layer's tensors."""
+        return replace(self, inner={**self.inner, **more})
+
     def __call__(self, canonical: str) -> str:
         """The name in the file of a canonical name."""
         *layer, name = canonical.split(".")

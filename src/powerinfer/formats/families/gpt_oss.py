@@ -1,4 +1,4 @@
-"""The tensors of gpt-oss in Hugging Face folders, which have experts in an order of their own.
+"""gpt-oss, whose folders have experts in an order of their own.
 
 Rows of gate and up take turns in one tensor. Experts in MXFP4 are two tensors, `*_blocks` and `*_scales`, whose bytes
 hold neighbouring elements; other experts are transposed, [in, out].
@@ -6,21 +6,48 @@ hold neighbouring elements; other experts are transposed, [in, out].
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from math import prod
 
 import numpy as np
 
-from powerinfer.config import ExpertsConfig, ModelConfig, Shape
+from powerinfer.config import ExpertsConfig, FfnKind, ModelConfig, RouterConfig, Shape
 from powerinfer.errors import ModelError
+from powerinfer.formats import layout
+from powerinfer.formats.family import LLAMA_NAMES, NORMALISED, Folder, Gguf, Tensors
+from powerinfer.formats.fields import Fields
+from powerinfer.formats.folder_parts import ffn_size, layer_types, read_plain, stated_window, with_attention
+from powerinfer.formats.folder_rope import LOCAL
 from powerinfer.formats.quant import Bytes, block_type
 from powerinfer.formats.tensors import FLOAT_TYPES, MadeTensor, RawTensor
+
+
+def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
+    fields.only("hidden_act", "silu")
+    fields.only("swiglu_alpha", 1.702)
+    fields.only("swiglu_limit", 7.0, 7)
+    if not fields.has("rope_parameters") and not fields.has("rope_scaling"):
+        raise fields.bad("rope_parameters", "is missing")
+    return with_attention(read_plain(family, fields, config, n_layers), sinks=True)
+
+
+def _windows(fields: Fields, layers: int) -> list[int | None]:
+    windows, kinds = stated_window(fields, layers), layer_types(fields, layers, 2)
+    return [window if kind == LOCAL else None for window, kind in zip(windows, kinds, strict=True)]
+
+
+def _experts(family: Folder, fields: Fields, n_layers: int) -> Sequence[FfnKind]:
+    n_experts = fields.integer("num_local_experts", 1, layout.MAX_EXPERTS)
+    router = RouterConfig(fields.integer("num_experts_per_tok", 1, n_experts), bias=True)
+    return [ExpertsConfig(n_experts, ffn_size(fields), router, "swiglu_oai", bias=True)] * n_layers
+
 
 _BLOCK = 32  # elements of a block of MXFP4, in 16 bytes and a scale
 _TURNS = {"gate": (0, 2), "up": (1, 2), "down": (0, 1)}  # first row of a matrix in its tensor, and of how many
 
 
-def take_experts(config: ModelConfig, stored: dict[str, RawTensor], where: str) -> dict[str, MadeTensor]:
+def take_experts(config: ModelConfig, stored: Tensors, where: str) -> dict[str, MadeTensor]:
     """The matrices of the experts by canonical name; what they are made of is no longer in `stored`.
 
     Sinks and biases stay there, under names with `.weight` and `.bias`. ModelError for a shape or type that cannot be.
@@ -45,7 +72,7 @@ def take_experts(config: ModelConfig, stored: dict[str, RawTensor], where: str) 
 class _Experts:
     """One tensor of experts, or the two that take its place."""
 
-    def __init__(self, stored: dict[str, RawTensor], name: str, where: str) -> None:
+    def __init__(self, stored: Tensors, name: str, where: str) -> None:
         def take(end: str) -> RawTensor:
             tensor = stored.pop(name + end, None)
             if tensor is None:
@@ -106,3 +133,30 @@ def _turned(experts: int, cols: int, size: int, first: int, turns: int, data: By
     """Matrices [in, out] as [out, in], every turns-th row."""
     matrices = data.view(f"<u{size}").reshape(experts, cols, -1)
     return np.ascontiguousarray(matrices[:, :, first::turns].swapaxes(1, 2)).view(np.uint8).reshape(-1)
+
+
+FOLDERS = (
+    Folder(
+        "gpt_oss",
+        ("GptOssForCausalLM",),
+        _read,
+        quantisation="mxfp4",
+        defaults={
+            "hidden_act": "silu", "num_local_experts": 128, "num_experts_per_tok": 4, "hidden_size": 2880,
+            "intermediate_size": 2880, "head_dim": 64, "num_attention_heads": 64, "num_key_value_heads": 8,
+            "num_hidden_layers": 36, "vocab_size": 201088, "max_position_embeddings": 131072, "sliding_window": 128,
+            "attention_bias": True,
+        },
+        theta=150000.0,
+        windows=_windows,
+        ffns=_experts,
+        names=LLAMA_NAMES.with_inner(
+            {"router": "mlp.router", "sinks": "self_attn.sinks"}
+            | {f"experts_{part}": f"mlp.experts.{part}" for part in ("gate", "up", "down")}
+        ),
+        make=take_experts,
+    ),
+)  # fmt: skip
+GGUFS = (
+    Gguf("gpt-oss", "swiglu_oai", full_every=2, one_rope=True, sinks=True, experts=NORMALISED, second_norm=True),
+)

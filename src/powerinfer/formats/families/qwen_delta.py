@@ -1,0 +1,165 @@
+"""Gated DeltaNet beside gated attention: Qwen3-Next, Qwen3.5 and Qwen3.6, with experts or without."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from powerinfer.config import (
+    MIXED_ACTIVATIONS,
+    AttentionKind,
+    DeltaNetConfig,
+    ExpertsConfig,
+    FfnKind,
+    GatedAttentionConfig,
+    ModelConfig,
+)
+from powerinfer.formats import layout
+from powerinfer.formats.family import AS_LLAMA, EXPERTS_NAMES, GATED, MIXED_ACT, NORMALISED, Folder, Gguf, Tensors
+from powerinfer.formats.fields import Fields
+from powerinfer.formats.folder_parts import ffn_of, heads_of, layer_types, qwen_experts, with_layers
+from powerinfer.formats.folder_rope import GLOBAL, rope_of
+from powerinfer.formats.mapped import shown
+from powerinfer.formats.source import ONLY_TEXT, Fused, Names
+from powerinfer.formats.tensors import RawTensor
+
+_LINEAR = "linear_attention"
+
+
+def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
+    fields.only("attention_bias", False)
+    stated = fields.text(MIXED_ACT, fields.text("hidden_act"))
+    mixed = GATED.get(stated, "")
+    if mixed not in MIXED_ACTIVATIONS:
+        raise fields.bad(
+            MIXED_ACT if fields.has(MIXED_ACT) else "hidden_act",
+            f"is {shown(stated)}, also behind the convolution of Gated DeltaNet, as in transformers; only "
+            f"{', '.join(MIXED_ACTIVATIONS)} are supported there: give {MIXED_ACT} if the model has one of them",
+        )
+    heads = heads_of(family, fields, config)
+    rope = rope_of(family, fields, config, heads)
+    attention = GatedAttentionConfig(**vars(replace(heads, rope=rope, qk_norm="head")))
+    delta = DeltaNetConfig(
+        fields.integer("linear_num_key_heads", 1, layout.MAX_HEADS),
+        fields.integer("linear_key_head_dim", 1, layout.MAX_HEAD_DIM),
+        fields.integer("linear_num_value_heads", 1, layout.MAX_HEADS),
+        fields.integer("linear_value_head_dim", 1, layout.MAX_HEAD_DIM),
+        fields.integer("linear_conv_kernel_dim", 1, layout.MAX_HEAD_DIM),
+        activation=mixed,
+    )
+    every = fields.integer("full_attention_interval", 1, layout.MAX_LAYERS, 4)
+    kinds: dict[str, AttentionKind] = {_LINEAR: delta, GLOBAL: attention}
+    ffns = family.ffns(family, fields, n_layers) if family.ffns is not None else [ffn_of(family, fields)] * n_layers
+    types = layer_types(fields, n_layers, every, _LINEAR)
+    return with_layers(family, config, [kinds[kind] for kind in types], ffns)
+
+
+def _normalised_experts(family: Folder, fields: Fields, n_layers: int) -> Sequence[FfnKind]:
+    fields.only("norm_topk_prob", True)  # the class has no such switch
+    return qwen_experts(family, fields, n_layers)
+
+
+_RENAMED = {".linear_attn.A_log": ".linear_attn.decay.weight", ".linear_attn.dt_bias": ".linear_attn.dt.bias"}
+
+
+def _rename(stored: Tensors) -> list[str]:
+    """Names as of other layers, without pictures, which a note is about, and the prediction of further tokens."""
+    every, pictures = dict(stored), False
+    stored.clear()
+    for name, tensor in every.items():
+        if name.startswith(("model.visual.", "visual.")):
+            pictures = True
+            continue
+        if name.startswith(("mtp.", "model.mtp.")):
+            continue
+        name = name.replace("model.language_model.", "model.", 1)
+        for old, new in _RENAMED.items():
+            name = name.replace(old, new)
+        together = name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"))
+        stored[f"{name}.weight" if together else name] = tensor
+    return [ONLY_TEXT] * pictures
+
+
+_NAMES = EXPERTS_NAMES.with_inner(
+    {"q_gate": "self_attn.q_proj", "delta_conv": "linear_attn.conv1d", "delta_o": "linear_attn.out_proj"}
+    | {f"delta_{name}": f"linear_attn.{name}" for name in ("decay", "dt", "norm")}
+    | {f"delta_{name}": f"linear_attn.in_proj_{name}" for name in "zba"}
+    | {f"delta_{name}": "linear_attn.in_proj_qkv" for name in "qkv"}
+)
+_EXPERTS_TOGETHER = _NAMES.with_inner(
+    {"experts_down": "mlp.experts.down_proj"}
+    | dict.fromkeys(("experts_gate", "experts_up"), "mlp.experts.gate_up_proj")
+)
+_NEXT_NAMES = _NAMES.with_inner(
+    {f"delta_{name}": "linear_attn.in_proj_qkvz" for name in "qkvz"}
+    | {f"delta_{name}": "linear_attn.in_proj_ba" for name in "ba"}
+)
+
+
+def _names_of(config: ModelConfig, stored: Mapping[str, RawTensor]) -> Names:
+    return _EXPERTS_TOGETHER if "model.layers.0.mlp.experts.down_proj.weight" in stored else _NAMES
+
+
+_QKV = ("delta_q", "delta_k", "delta_v")
+
+
+def _fused(config: ModelConfig, names: Names) -> list[Fused]:
+    gated = [layer for layer in config.attentions if isinstance(layer, GatedAttentionConfig)]
+    fused = [Fused(("q", "q_gate"), attention.n_heads) for attention in gated]
+    ffn = config.layers[0].ffn
+    if isinstance(ffn, ExpertsConfig) and "{}" not in names("layers.0.experts_gate"):
+        fused.append(Fused(("experts_gate", "experts_up"), ffn.n_experts))
+    return [*fused, Fused(_QKV)]
+
+
+def _next_fused(config: ModelConfig, names: Names) -> list[Fused]:
+    groups = [state.n_key_heads for state in config.states.values()][:1]
+    inner = [Fused(parts, n) for parts in ((*_QKV, "delta_z"), ("delta_b", "delta_a")) for n in groups]
+    return [*_fused(config, names)[:-1], *inner]
+
+
+_DEFAULTS = AS_LLAMA | {
+    "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
+}  # fmt: skip
+_NEXT = Folder(
+    "qwen3_next",
+    ("Qwen3NextForCausalLM",),
+    _read,
+    defaults=_DEFAULTS | {"num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10},
+    partial=0.25,
+    mixed_act=True,
+    ffns=qwen_experts,
+    names=_NEXT_NAMES,
+    fused=_next_fused,
+    rename=_rename,
+    norms_less_one=True,
+)
+_QWEN35 = replace(
+    _NEXT,
+    model_type="qwen3_5_text",
+    classes=("Qwen3_5ForCausalLM",),
+    vision_class="Qwen3_5ForConditionalGeneration",
+    defaults=_DEFAULTS | {"num_key_value_heads": 4},
+    ffns=None,
+    names=_NAMES,
+    fused=_fused,
+)
+_QWEN35_EXPERTS = replace(
+    _QWEN35,
+    model_type="qwen3_5_moe_text",
+    classes=("Qwen3_5MoeForCausalLM",),
+    vision_class="Qwen3_5MoeForConditionalGeneration",
+    defaults=_DEFAULTS | {"num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8},
+    ffns=_normalised_experts,
+    names_of=_names_of,
+)
+
+FOLDERS = (_NEXT, _QWEN35, _QWEN35_EXPERTS)
+_GGUF = Gguf("qwen3next", "silu", qk_norm="head", partial=True, experts=NORMALISED, delta=True, second_norm=True)
+GGUFS = (
+    _GGUF,
+    replace(_GGUF, architecture="qwen35", experts=None, tiled=True),
+    replace(_GGUF, architecture="qwen35moe", tiled=True),
+)

@@ -1,0 +1,201 @@
+"""Descriptions of a family of models, as its files are read: one for Hugging Face folders, one for GGUF files.
+
+The families themselves are in `families/`, one file each. They are a part of this room, not one of their own: they are
+made of its keys, names and tensors, and `open_checkpoint` leads to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from powerinfer.config import ACTIVATIONS, AttentionConfig, FfnKind, ModelConfig, RouterConfig
+from powerinfer.formats.fields import Fields
+from powerinfer.formats.source import Fused, Names
+from powerinfer.formats.tensors import MadeTensor, RawTensor
+
+Tensors: TypeAlias = dict[str, RawTensor]
+"""Tensors under the names of a file."""
+
+LLAMA_NAMES = Names(
+    outer={"embed": "model.embed_tokens", "head": "lm_head", "final_norm": "model.norm"},
+    layers="model.layers",
+    inner={
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        **{name: f"self_attn.{name}_proj" for name in "qkvo"},
+        **{name: f"self_attn.{name}" for name in ("q_norm", "k_norm")},
+        **{name: f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+        "threshold": "mlp.threshold",
+        "product_threshold": "mlp.product_threshold",
+        "predictor_in": "mlp.predictor.fc1",  # of TurboSparse models
+        "predictor_out": "mlp.predictor.fc2",
+    },
+)
+"""The names of tensors in a folder of Llama, which most families share."""
+
+EXPERTS_NAMES = LLAMA_NAMES.with_inner(
+    {
+        "router": "mlp.gate",
+        **{f"experts_{part}": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
+        **{f"shared_{part}": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+        "shared_weight": "mlp.shared_expert_gate",
+    }
+)
+"""The same with experts, each with its own tensors, as Qwen has them."""
+
+GLM_EXPERTS = {"router_correction": "mlp.gate.e_score_correction"} | {
+    f"shared_{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
+}
+"""Other names of GLM-4.5, DeepSeek and ERNIE."""
+
+FOUR_NORMS = LLAMA_NAMES.with_inner(
+    {
+        "attn_norm": "input_layernorm",
+        "attn_out_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "ffn_out_norm": "post_feedforward_layernorm",
+    }
+)
+"""Names with norms before and behind attention and FFN, as of Gemma and OLMo."""
+
+AS_LLAMA = {"rms_norm_eps": 1e-6, "hidden_act": "silu"}
+"""Defaults of Llama's class, which many share."""
+
+GATED = {"silu": "silu", "swish": "silu", **{name: name for name in ACTIVATIONS if name not in ("silu", "gelu_tanh")}}
+"""Activations of a gated FFN in config.json -> names of this engine."""
+PLAIN = {"relu": "relu", "relu2": "relu2"}
+"""Activations of an FFN without a gate."""
+
+
+MIXED_ACT = "linear_hidden_act"
+"""A key of this engine's own: the activation behind the convolution of Gated DeltaNet, where FFNs have another."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A family in Hugging Face folders.
+
+    Reading config.json. model_type: the name of the family; classes: of `architectures`; other_types: `model_type` of
+    folders with the class of this family, whose layers they share; vision_class: class of models that also read
+    pictures, whose part for text is of this family; replaces_code: folders refer to custom code whose function this
+    engine has natively (it is not run); quantisation: the `quant_method` that is read, "": none.
+    defaults: of missing keys in the family's class, where families differ; keys: those that the family calls otherwise,
+    by the usual name. read: makes the configuration from one without layers, None: `read_plain`, which goes by:
+    kv_heads_stated: the number of key-value heads has no usable default; other_head_dim: the class has a `head_dim`;
+    partial: default share of a head that is rotated, None: the whole head is, always; theta: default of the rotary
+    embedding's base; interleaved: as in `RopeConfig`; biases: keys of the biases of q, k and v, and of that of o, None:
+    there are none; qk_norm: as in `AttentionConfig`; windows: the sliding window of each layer, None: there are none;
+    gated, activations: of FFNs; mlp_bias: FFNs may have biases; mixed_act: the family has MIXED_ACT; ffns: the FFN of
+    each layer, None: they are alike and dense; norms: as in `LayerConfig`; norm: as in `ModelConfig`.
+
+    Reading tensors. names, fused: as the files have them; names_of: in place of `names` where that depends on the
+    model. rename: changes names of the file in place, and gives notes; make: takes tensors out and gives, by canonical
+    name, what is made of them; norms_less_one: files keep the weights of norms less one; predictors: files may have
+    some.
+    """
+
+    model_type: str
+    classes: tuple[str, ...]
+    read: Callable[[Folder, Fields, ModelConfig, int], ModelConfig] | None = None
+    other_types: tuple[str, ...] = ()
+    vision_class: str = ""
+    replaces_code: bool = False
+    quantisation: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    kv_heads_stated: bool = False
+    other_head_dim: bool = True
+    partial: float | None = None
+    theta: float = 10000.0
+    interleaved: bool = False
+    biases: tuple[str | None, str | None] = ("attention_bias", "attention_bias")
+    qk_norm: str | None = None
+    windows: Callable[[Fields, int], list[int | None]] | None = None
+    gated: bool = True
+    activations: Mapping[str, str] = field(default_factory=lambda: GATED)
+    mlp_bias: bool = False
+    mixed_act: bool = False
+    ffns: Callable[[Folder, Fields, int], Sequence[FfnKind]] | None = None
+    norms: str = "pre"
+    norm: str = "rms"
+    names: Names = LLAMA_NAMES
+    names_of: Callable[[ModelConfig, Mapping[str, RawTensor]], Names] | None = None
+    fused: Sequence[Fused] | Callable[[ModelConfig, Names], Sequence[Fused]] = ()
+    rename: Callable[[Tensors], list[str]] | None = None
+    make: Callable[[ModelConfig, Tensors, str], dict[str, MadeTensor]] | None = None
+    norms_less_one: bool = False
+    predictors: bool = False
+
+    def key(self, usual: str) -> str:
+        """The family's name of a key."""
+        return self.keys.get(usual, usual)
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """A family in GGUF files; the rest follows from the metadata and from which tensors exist.
+
+    architecture: as files state it; activation: the default; interleaved: as in `RopeConfig`; norms, parallel: as in
+    `LayerConfig`; qk_norm: as in `AttentionConfig`, "stored": of heads, if the file has its weights; partial: the file
+    says how many dimensions of a head are rotated. full_every: if the file states a window and no pattern, every
+    full_every-th layer has no window, 0: all layers have it; full_first: these are the first of so many, not the last,
+    and positions are not rotated in them; unrotated_every: positions are not rotated in each layer whose number, from
+    1, it divides, 0: in none;
+    local_theta: base of the frequencies of the layers with a window, None: as the others; always without scaling where
+    full_every is set, unless one_rope. positions: as in `ModelConfig`; epsilon: of norms, where the file states none,
+    None: it must. scaled: embeddings are multiplied by the root of their width; fused: matrices in one tensor.
+    scales: the file may state factors of the embedding, the scores, what layers add, and a divisor of the logits;
+    score_scale: that of attention's scores where no key states it, from the heads of each layer;
+    sinks: as in `AttentionConfig`; experts: how they are selected where the file does not say (it does say how many),
+    None: the family has none; early_router: as in `ExpertsConfig`;
+    delta: some layers are Gated DeltaNet, and attention has a gate, in one tensor with q. tiled: as in
+    `DeltaNetConfig`. latent: attention is `LatentAttentionConfig`.
+    second_norm: the norm before FFNs has the name that others give to a norm behind attention.
+    published: the activation in PowerInfer's own files, None: there are none; pre_tokenizer: of those files, which name
+    none, as there was one for the family.
+    """
+
+    architecture: str
+    activation: str
+    gated: bool = True
+    norm: str = "rms"
+    interleaved: bool = False
+    norms: str = "pre"
+    parallel: bool = False
+    qk_norm: str | None = None
+    qkv_bias: bool = False
+    partial: bool = False
+    full_every: int = 0
+    full_first: bool = False
+    unrotated_every: int = 0
+    local_theta: float | None = None
+    one_rope: bool = False
+    positions: str = "rope"
+    epsilon: float | None = None
+    scaled: bool = False
+    scales: bool = False
+    score_scale: Callable[[Fields, Sequence[AttentionConfig]], float | None] | None = None
+    sinks: bool = False
+    fused: tuple[Fused, ...] = ()
+    experts: RouterConfig | None = None
+    early_router: bool = False
+    delta: bool = False
+    tiled: bool = False
+    latent: bool = False
+    second_norm: bool = False
+    published: str | None = None
+    pre_tokenizer: str | None = None
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """Those that a file may name."""
+        if self.activation == "swiglu_oai":
+            return (self.activation, *ACTIVATIONS)
+        return ACTIVATIONS if self.gated else ("relu", "relu2")
+
+
+NORMALISED, AS_THEY_ARE = (RouterConfig(1, normalise=normalise) for normalise in (True, False))
+SIGMOIDS = RouterConfig(1, scoring="sigmoid")
+"""How a family's experts are selected, and what their weights are."""
