@@ -168,7 +168,7 @@ def plain_magic(builder: Builder) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Builder], Any], str]] = {
     "another magic": (plain_magic, r"powerinfer\.\* metadata are not supported"),
-    "architecture": (put("general.architecture", STRING, "qwen2"), r"'qwen2' is not supported \(only bamboo, falcon, llama, opt\)"),
+    "architecture": (put("general.architecture", STRING, "qwen2"), r"'qwen2' is not supported \(only bamboo, falcon"),
     "threshold": (put("powerinfer.sparse_threshold", F32, float("nan")), "sparse_threshold is 'nan'"),
     "threshold as a text": (put("powerinfer.sparse_threshold", STRING, "0"), "sparse_threshold is '0', not a number"),
     "another key": (put("powerinfer.new", U32, 1), r"powerinfer\.new is set"),

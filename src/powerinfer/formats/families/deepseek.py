@@ -55,27 +55,19 @@ def _fused(config: ModelConfig, names: Names) -> list[Fused]:
 
 
 _V3 = Folder(
-    "deepseek_v3",
-    ("DeepseekV3ForCausalLM",),
-    _third,
-    other_types=("kimi_k2",),
-    replaces_code=True,
+    "deepseek_v3", ("DeepseekV3ForCausalLM",), _third, other_types=("kimi_k2",), replaces_code=True,
     defaults=AS_LLAMA | {
         "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
         "num_attention_heads": 128, "max_position_embeddings": 4096, "first_k_dense_replace": 3, "q_lora_rank": 1536,
         "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8,
-        "rope_interleave": True,
+        "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "rope_interleave": True,
     },
     ffns=deepseek_experts,
     names=EXPERTS_NAMES.with_inner(
         GLM_EXPERTS
         | {
-            "q_a": "self_attn.q_a_proj",
-            "q_a_norm": "self_attn.q_a_layernorm",
-            "q_b": "self_attn.q_b_proj",
-            "kv_a": "self_attn.kv_a_proj_with_mqa",
-            "kv_a_norm": "self_attn.kv_a_layernorm",
+            "q_a": "self_attn.q_a_proj", "q_a_norm": "self_attn.q_a_layernorm", "q_b": "self_attn.q_b_proj",
+            "kv_a": "self_attn.kv_a_proj_with_mqa", "kv_a_norm": "self_attn.kv_a_layernorm",
             **dict.fromkeys(("k_b_rows", "v_b"), "self_attn.kv_b_proj"),
         }
     ),
@@ -85,26 +77,17 @@ _V3 = Folder(
 FOLDERS = (
     _V3,
     replace(
-        _V3,
-        model_type="deepseek_v2",
-        classes=("DeepseekV2ForCausalLM",),
-        read=_read,
-        other_types=(),
+        _V3, model_type="deepseek_v2", classes=("DeepseekV2ForCausalLM",), read=_read, other_types=(),
         defaults=AS_LLAMA | {
             "vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
             "num_attention_heads": 32, "max_position_embeddings": 2048, "first_k_dense_replace": 0,
             "q_lora_rank": 1536, "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407,
             "norm_topk_prob": False, "routed_scaling_factor": 1.0,
         },
-        interleaved=True,
-        ffns=partial(deepseek_experts, sigmoid=False),
+        interleaved=True, ffns=partial(deepseek_experts, sigmoid=False),
     ),
     replace(
-        _V3,
-        model_type="glm4_moe_lite",
-        classes=("Glm4MoeLiteForCausalLM",),
-        other_types=(),
-        replaces_code=False,
+        _V3, model_type="glm4_moe_lite", classes=("Glm4MoeLiteForCausalLM",), other_types=(), replaces_code=False,
         defaults={
             "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240, "num_hidden_layers": 47,
             "num_attention_heads": 20, "max_position_embeddings": 202752, "hidden_act": "silu",

@@ -34,25 +34,19 @@ def _experts(family: Folder, fields: Fields, n_layers: int) -> Sequence[FfnKind]
 
 
 _DENSE = Folder(
-    "ernie4_5",
-    ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"),
-    _read,
-    replaces_code=True,
+    "ernie4_5", ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"), _read, replaces_code=True,
     defaults={
         "vocab_size": 103424, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18,
         "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
         "rope_theta": 5e5, "hidden_act": "silu", "tie_word_embeddings": True,
     },
-    interleaved=True,
-    biases=(None, None),
+    interleaved=True, biases=(None, None),
 )  # fmt: skip
 
 FOLDERS = (
     _DENSE,
     replace(
-        _DENSE,
-        model_type="ernie4_5_moe",
-        classes=("Ernie4_5_MoeForCausalLM",),
+        _DENSE, model_type="ernie4_5_moe", classes=("Ernie4_5_MoeForCausalLM",),
         defaults={
             "vocab_size": 103424, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 28,
             "num_attention_heads": 20, "num_key_value_heads": 4, "max_position_embeddings": 131072,

@@ -49,12 +49,9 @@ _NAMES = Names(
     outer={"embed": "transformer.word_embeddings", "head": "lm_head", "final_norm": "transformer.ln_f"},
     layers="transformer.h",
     inner={
-        "attn_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-        **dict.fromkeys("qkv", "self_attention.query_key_value"),
-        "o": "self_attention.dense",
-        "up": "mlp.dense_h_to_4h",
-        "down": "mlp.dense_4h_to_h",
+        "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+        **dict.fromkeys("qkv", "self_attention.query_key_value"), "o": "self_attention.dense",
+        "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h",
     },
 )
 _TWO_NORMS = _NAMES.with_inner({"attn_norm": "ln_attn", "ffn_norm": "ln_mlp"})
@@ -70,19 +67,13 @@ def _fused(config: ModelConfig, names: Names) -> list[Fused]:
 
 FOLDERS = (
     Folder(
-        "falcon",
-        ("FalconForCausalLM",),
-        _read,
-        replaces_code=True,
+        "falcon", ("FalconForCausalLM",), _read, replaces_code=True,
         defaults={
             "max_position_embeddings": 2048, "activation": "gelu", "tie_word_embeddings": True, "parallel_attn": True,
             "multi_query": True,
         },
-        keys={"rms_norm_eps": "layer_norm_epsilon", "hidden_act": "activation"},
-        other_head_dim=False,
-        activations=PLAIN,
-        names_of=_names_of,
-        fused=_fused,
+        keys={"rms_norm_eps": "layer_norm_epsilon", "hidden_act": "activation"}, other_head_dim=False,
+        activations=PLAIN, names_of=_names_of, fused=_fused,
     ),
 )  # fmt: skip
 GGUFS = (

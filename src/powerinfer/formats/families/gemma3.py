@@ -39,22 +39,15 @@ def _score_scale(fields: Fields, heads: Sequence[AttentionConfig]) -> float | No
 
 FOLDERS = (
     Folder(
-        "gemma3_text",
-        ("Gemma3ForCausalLM",),
-        _read,
+        "gemma3_text", ("Gemma3ForCausalLM",), _read,
         defaults={
             "num_hidden_layers": 26, "hidden_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 4,
             "head_dim": 256, "intermediate_size": 9216, "hidden_activation": "gelu_pytorch_tanh", "vocab_size": 262208,
             "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "sliding_window": 4096,
             "tie_word_embeddings": True,
         },
-        keys={"hidden_act": "hidden_activation"},
-        theta=1e6,
-        qk_norm="head",
-        activations={"gelu_pytorch_tanh": "gelu_tanh"} | GATED,
-        norms="both",
-        names=FOUR_NORMS,
-        norms_less_one=True,
+        keys={"hidden_act": "hidden_activation"}, theta=1e6, qk_norm="head",
+        activations={"gelu_pytorch_tanh": "gelu_tanh"} | GATED, norms="both", names=FOUR_NORMS, norms_less_one=True,
     ),
 )  # fmt: skip
 GGUFS = (

@@ -18,17 +18,13 @@ _GATE_UP = (Fused(("gate", "up")),)
 
 FOLDERS = (
     Folder(
-        "glm4",
-        ("Glm4ForCausalLM",),
+        "glm4", ("Glm4ForCausalLM",),
         defaults={
             "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 13696, "num_hidden_layers": 40,
             "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
             "rms_norm_eps": 1.5625e-7, "hidden_act": "silu", "attention_bias": True,
         },
-        partial=0.5,
-        interleaved=True,
-        biases=("attention_bias", None),
-        norms="both",
+        partial=0.5, interleaved=True, biases=("attention_bias", None), norms="both",
         names=LLAMA_NAMES.with_inner(
             dict.fromkeys(("gate", "up"), "mlp.gate_up_proj")
             | {"attn_out_norm": "post_self_attn_layernorm", "ffn_out_norm": "post_mlp_layernorm"}
@@ -36,17 +32,13 @@ FOLDERS = (
         fused=_GATE_UP,
     ),
     Folder(
-        "glm4_moe",
-        ("Glm4MoeForCausalLM",),
-        _with_experts,
+        "glm4_moe", ("Glm4MoeForCausalLM",), _with_experts,
         defaults={
             "hidden_act": "silu", "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
             "intermediate_size": 10944, "num_key_value_heads": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
             "norm_topk_prob": True,
         },
-        partial=0.5,
-        biases=("attention_bias", None),
-        ffns=deepseek_experts,
+        partial=0.5, biases=("attention_bias", None), ffns=deepseek_experts,
         names=EXPERTS_NAMES.with_inner(GLM_EXPERTS),
     ),
 )  # fmt: skip

@@ -137,19 +137,14 @@ def _turned(experts: int, cols: int, size: int, first: int, turns: int, data: By
 
 FOLDERS = (
     Folder(
-        "gpt_oss",
-        ("GptOssForCausalLM",),
-        _read,
-        quantisation="mxfp4",
+        "gpt_oss", ("GptOssForCausalLM",), _read, quantisation="mxfp4",
         defaults={
             "hidden_act": "silu", "num_local_experts": 128, "num_experts_per_tok": 4, "hidden_size": 2880,
             "intermediate_size": 2880, "head_dim": 64, "num_attention_heads": 64, "num_key_value_heads": 8,
             "num_hidden_layers": 36, "vocab_size": 201088, "max_position_embeddings": 131072, "sliding_window": 128,
             "attention_bias": True,
         },
-        theta=150000.0,
-        windows=_windows,
-        ffns=_experts,
+        theta=150000.0, windows=_windows, ffns=_experts,
         names=LLAMA_NAMES.with_inner(
             {"router": "mlp.router", "sinks": "self_attn.sinks"}
             | {f"experts_{part}": f"mlp.experts.{part}" for part in ("gate", "up", "down")}

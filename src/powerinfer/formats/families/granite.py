@@ -40,9 +40,7 @@ def _fused(config: ModelConfig, names: Names) -> list[Fused]:
 
 _DENSE = Folder("granite", ("GraniteForCausalLM",), _read, defaults=AS_LLAMA, mlp_bias=True)
 _EXPERTS = replace(
-    _DENSE,
-    model_type="granitemoe",
-    classes=("GraniteMoeForCausalLM",),
+    _DENSE, model_type="granitemoe", classes=("GraniteMoeForCausalLM",),
     defaults=AS_LLAMA | {"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
     ffns=local_experts,
     names=LLAMA_NAMES.with_inner(

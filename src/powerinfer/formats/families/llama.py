@@ -13,44 +13,28 @@ MIXTRAL_NAMES = {"router": "block_sparse_moe.gate"} | {
 FOLDERS = (
     Folder("llama", ("LlamaForCausalLM",), defaults=AS_LLAMA, mlp_bias=True),
     Folder(
-        "mistral",
-        ("MistralForCausalLM",),
-        defaults=AS_LLAMA | {"sliding_window": 4096},
-        kv_heads_stated=True,
-        biases=(None, None),
-        windows=window_by_type,
+        "mistral", ("MistralForCausalLM",), defaults=AS_LLAMA | {"sliding_window": 4096}, kv_heads_stated=True,
+        biases=(None, None), windows=window_by_type,
     ),
     Folder(
-        "mixtral",
-        ("MixtralForCausalLM",),
+        "mixtral", ("MixtralForCausalLM",),
         defaults={
             "hidden_act": "silu", "rope_theta": 1e6, "num_key_value_heads": 8, "num_local_experts": 8,
             "num_experts_per_tok": 2, "max_position_embeddings": 131072, "intermediate_size": 14336,
         },
-        biases=(None, None),
-        windows=stated_window,
-        ffns=local_experts,
-        names=LLAMA_NAMES.with_inner(MIXTRAL_NAMES),
+        biases=(None, None), windows=stated_window, ffns=local_experts, names=LLAMA_NAMES.with_inner(MIXTRAL_NAMES),
     ),
     Folder(
         "sparsellama",  # ProSparse
-        ("SparseLlamaForCausalLM",),
-        replaces_code=True,
+        ("SparseLlamaForCausalLM",), replaces_code=True,
         defaults={"rms_norm_eps": 1e-6},  # a ProSparse model always states hidden_act
-        other_head_dim=False,
-        activations={"fatrelu": "fatrelu", "relu": "relu"},
-        mlp_bias=True,
+        other_head_dim=False, activations={"fatrelu": "fatrelu", "relu": "relu"}, mlp_bias=True,
     ),
     Folder(
         "bamboo",  # Bamboo and TurboSparse-Mistral
-        ("BambooForCausalLM",),
-        replaces_code=True,
-        defaults=AS_LLAMA | {"sliding_window": 4096, "num_key_value_heads": 8},
-        other_head_dim=False,
-        biases=(None, None),
-        windows=window_by_type,
-        activations={"relu": "drelu"},
-        predictors=True,
+        ("BambooForCausalLM",), replaces_code=True,
+        defaults=AS_LLAMA | {"sliding_window": 4096, "num_key_value_heads": 8}, other_head_dim=False,
+        biases=(None, None), windows=window_by_type, activations={"relu": "drelu"}, predictors=True,
     ),
 )  # fmt: skip
 GGUFS = (

@@ -29,18 +29,13 @@ def _experts(family: Folder, fields: Fields, n_layers: int) -> Sequence[FfnKind]
 
 FOLDERS = (
     Folder(
-        "minimax_m2",
-        ("MiniMaxM2ForCausalLM",),
-        _read,
-        replaces_code=True,
+        "minimax_m2", ("MiniMaxM2ForCausalLM",), _read, replaces_code=True,
         defaults=AS_LLAMA | {
             "vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 1536, "num_hidden_layers": 62,
             "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196608,
             "rope_theta": 5e6, "num_local_experts": 256, "num_experts_per_tok": 8,
         },
-        biases=(None, None),
-        qk_norm="width",
-        ffns=_experts,
+        biases=(None, None), qk_norm="width", ffns=_experts,
         names=LLAMA_NAMES.with_inner(
             MIXTRAL_NAMES | {"router_correction": "block_sparse_moe.e_score_correction"}
         ),

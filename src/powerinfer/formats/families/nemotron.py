@@ -6,16 +6,8 @@ from powerinfer.formats.family import PLAIN, Folder, Gguf
 
 FOLDERS = (
     Folder(
-        "nemotron",
-        ("NemotronForCausalLM",),
-        defaults={"hidden_act": "relu2"},
-        keys={"rms_norm_eps": "norm_eps"},
-        kv_heads_stated=True,
-        partial=0.5,
-        gated=False,
-        activations=PLAIN,
-        mlp_bias=True,
-        norm="layer",
+        "nemotron", ("NemotronForCausalLM",), defaults={"hidden_act": "relu2"}, keys={"rms_norm_eps": "norm_eps"},
+        kv_heads_stated=True, partial=0.5, gated=False, activations=PLAIN, mlp_bias=True, norm="layer",
         norms_less_one=True,
     ),
 )

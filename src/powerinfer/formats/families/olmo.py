@@ -36,25 +36,16 @@ _DEFAULTS = {"vocab_size": 50304, "max_position_embeddings": 2048, "hidden_act":
 FOLDERS = (
     Folder("olmo2", ("Olmo2ForCausalLM",), defaults=_DEFAULTS, qk_norm="width", norms="output", names=FOUR_NORMS),
     Folder(
-        "olmo3",
-        ("Olmo3ForCausalLM",),
-        _olmo3,
-        defaults=_DEFAULTS,
-        theta=5e5,
-        qk_norm="width",
-        norms="output",
+        "olmo3", ("Olmo3ForCausalLM",), _olmo3, defaults=_DEFAULTS, theta=5e5, qk_norm="width", norms="output",
         names=FOUR_NORMS,
     ),
     Folder(
-        "olmoe",
-        ("OlmoeForCausalLM",),
+        "olmoe", ("OlmoeForCausalLM",),
         defaults={
             "hidden_act": "silu", "num_experts": 64, "num_experts_per_tok": 8, "intermediate_size": 2048,
             "vocab_size": 50304, "max_position_embeddings": 4096,
         },
-        qk_norm="width",
-        ffns=_experts,
-        names=EXPERTS_NAMES,
+        qk_norm="width", ffns=_experts, names=EXPERTS_NAMES,
     ),
 )  # fmt: skip
 GGUFS = (

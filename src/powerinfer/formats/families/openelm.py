@@ -42,10 +42,7 @@ def _divisible(size: float, divisor: int) -> int:
 
 FOLDERS = (
     Folder(
-        "openelm",
-        ("OpenELMForCausalLM",),
-        _read,
-        replaces_code=True,
+        "openelm", ("OpenELMForCausalLM",), _read, replaces_code=True,
         defaults={
             "vocab_size": 32000, "max_context_length": 2048, "model_dim": 2048, "num_transformer_layers": 12,
             "head_dim": 128, "ffn_dim_divisor": 256, "activation_fn_name": "swish", "rms_norm_eps": 1e-6,
@@ -57,21 +54,14 @@ FOLDERS = (
         },
         names=Names(
             outer={
-                "embed": "transformer.token_embeddings",
-                "head": "transformer.classifier",
+                "embed": "transformer.token_embeddings", "head": "transformer.classifier",
                 "final_norm": "transformer.norm",
             },
             layers="transformer.layers",
             inner={
-                "attn_norm": "attn_norm",
-                "ffn_norm": "ffn_norm",
-                **dict.fromkeys("qkv", "attn.qkv_proj"),
-                "o": "attn.out_proj",
-                "q_norm": "attn.q_norm",
-                "k_norm": "attn.k_norm",
-                **dict.fromkeys(("gate", "up"), "ffn.proj_1"),
-                "down": "ffn.proj_2",
-                "threshold": "ffn.threshold",
+                "attn_norm": "attn_norm", "ffn_norm": "ffn_norm", **dict.fromkeys("qkv", "attn.qkv_proj"),
+                "o": "attn.out_proj", "q_norm": "attn.q_norm", "k_norm": "attn.k_norm",
+                **dict.fromkeys(("gate", "up"), "ffn.proj_1"), "down": "ffn.proj_2", "threshold": "ffn.threshold",
                 "product_threshold": "ffn.product_threshold",
             },
         ),

@@ -46,29 +46,18 @@ def _rename(stored: Tensors) -> list[str]:
 
 FOLDERS = (
     Folder(
-        "opt",
-        ("OPTForCausalLM",),
-        _read,
-        defaults={"activation_function": "relu", "tie_word_embeddings": True},
-        keys={"hidden_act": "activation_function"},
-        other_head_dim=False,
-        activations={"relu": "relu"},
+        "opt", ("OPTForCausalLM",), _read, defaults={"activation_function": "relu", "tie_word_embeddings": True},
+        keys={"hidden_act": "activation_function"}, other_head_dim=False, activations={"relu": "relu"},
         names=Names(
             outer={
-                "embed": "model.decoder.embed_tokens",
-                "positions": "model.decoder.embed_positions",
-                "project_in": "model.decoder.project_in",
-                "project_out": "model.decoder.project_out",
-                "final_norm": "model.decoder.final_layer_norm",
-                "head": "lm_head",
+                "embed": "model.decoder.embed_tokens", "positions": "model.decoder.embed_positions",
+                "project_in": "model.decoder.project_in", "project_out": "model.decoder.project_out",
+                "final_norm": "model.decoder.final_layer_norm", "head": "lm_head",
             },
             layers="model.decoder.layers",
             inner={
-                "attn_norm": "self_attn_layer_norm",
-                "ffn_norm": "final_layer_norm",
-                **{name: f"self_attn.{name}_proj" for name in "qkv"},
-                "o": "self_attn.out_proj",
-                "up": "fc1",
+                "attn_norm": "self_attn_layer_norm", "ffn_norm": "final_layer_norm",
+                **{name: f"self_attn.{name}_proj" for name in "qkv"}, "o": "self_attn.out_proj", "up": "fc1",
                 "down": "fc2",
             },
         ),

@@ -8,15 +8,12 @@ from powerinfer.formats.source import Fused
 
 FOLDERS = (
     Folder(
-        "phi3",
-        ("Phi3ForCausalLM",),
+        "phi3", ("Phi3ForCausalLM",),
         defaults={
             "vocab_size": 32064, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
             "hidden_act": "silu",
         },
-        partial=1.0,
-        biases=(None, None),
-        windows=stated_window,
+        partial=1.0, biases=(None, None), windows=stated_window,
         names=LLAMA_NAMES.with_inner(
             dict.fromkeys("qkv", "self_attn.qkv_proj") | dict.fromkeys(("gate", "up"), "mlp.gate_up_proj")
         ),

@@ -19,45 +19,28 @@ def _qwen2(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -
 
 FOLDERS = (
     Folder(
-        "qwen2",
-        ("Qwen2ForCausalLM",),
-        _qwen2,
-        defaults=AS_LLAMA | {"sliding_window": 4096},
-        kv_heads_stated=True,
-        biases=(None, None),
-        windows=switched_window,
+        "qwen2", ("Qwen2ForCausalLM",), _qwen2, defaults=AS_LLAMA | {"sliding_window": 4096}, kv_heads_stated=True,
+        biases=(None, None), windows=switched_window,
     ),
     Folder(
-        "qwen3",
-        ("Qwen3ForCausalLM",),
+        "qwen3", ("Qwen3ForCausalLM",),
         defaults=AS_LLAMA | {"sliding_window": 4096, "head_dim": 128},  # independent of other sizes
-        kv_heads_stated=True,
-        qk_norm="head",
-        windows=switched_window,
+        kv_heads_stated=True, qk_norm="head", windows=switched_window,
     ),
     Folder(
-        "qwen2_moe",
-        ("Qwen2MoeForCausalLM",),
+        "qwen2_moe", ("Qwen2MoeForCausalLM",),
         defaults=AS_LLAMA | {
             "qkv_bias": True, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
             "shared_expert_intermediate_size": 5632, "intermediate_size": 5632, "num_key_value_heads": 16,
         },
-        biases=("qkv_bias", None),
-        windows=no_window,
-        ffns=qwen_experts,
-        names=EXPERTS_NAMES,
+        biases=("qkv_bias", None), windows=no_window, ffns=qwen_experts, names=EXPERTS_NAMES,
     ),
     Folder(
-        "qwen3_moe",
-        ("Qwen3MoeForCausalLM",),
+        "qwen3_moe", ("Qwen3MoeForCausalLM",),
         defaults=AS_LLAMA | {
-            "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144,
-            "num_key_value_heads": 4,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144, "num_key_value_heads": 4,
         },
-        qk_norm="head",
-        windows=no_window,
-        ffns=partial(qwen_experts, shared=False),
-        names=EXPERTS_NAMES,
+        qk_norm="head", windows=no_window, ffns=partial(qwen_experts, shared=False), names=EXPERTS_NAMES,
     ),
 )  # fmt: skip
 GGUFS = (

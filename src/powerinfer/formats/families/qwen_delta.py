@@ -124,36 +124,19 @@ _DEFAULTS = AS_LLAMA | {
     "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
 }  # fmt: skip
 _NEXT = Folder(
-    "qwen3_next",
-    ("Qwen3NextForCausalLM",),
-    _read,
-    defaults=_DEFAULTS | {"num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10},
-    partial=0.25,
-    mixed_act=True,
-    ffns=qwen_experts,
-    names=_NEXT_NAMES,
-    fused=_next_fused,
-    rename=_rename,
-    norms_less_one=True,
+    "qwen3_next", ("Qwen3NextForCausalLM",), _read,
+    defaults=_DEFAULTS | {"num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10}, partial=0.25,
+    mixed_act=True, ffns=qwen_experts, names=_NEXT_NAMES, fused=_next_fused, rename=_rename, norms_less_one=True,
 )
 _QWEN35 = replace(
-    _NEXT,
-    model_type="qwen3_5_text",
-    classes=("Qwen3_5ForCausalLM",),
-    vision_class="Qwen3_5ForConditionalGeneration",
-    defaults=_DEFAULTS | {"num_key_value_heads": 4},
-    ffns=None,
-    names=_NAMES,
-    fused=_fused,
+    _NEXT, model_type="qwen3_5_text", classes=("Qwen3_5ForCausalLM",), vision_class="Qwen3_5ForConditionalGeneration",
+    defaults=_DEFAULTS | {"num_key_value_heads": 4}, ffns=None, names=_NAMES, fused=_fused,
 )
 _QWEN35_EXPERTS = replace(
-    _QWEN35,
-    model_type="qwen3_5_moe_text",
-    classes=("Qwen3_5MoeForCausalLM",),
+    _QWEN35, model_type="qwen3_5_moe_text", classes=("Qwen3_5MoeForCausalLM",),
     vision_class="Qwen3_5MoeForConditionalGeneration",
     defaults=_DEFAULTS | {"num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8},
-    ffns=_normalised_experts,
-    names_of=_names_of,
+    ffns=_normalised_experts, names_of=_names_of,
 )
 
 FOLDERS = (_NEXT, _QWEN35, _QWEN35_EXPERTS)

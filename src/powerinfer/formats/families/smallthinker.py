@@ -40,18 +40,14 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
 
 FOLDERS = (
     Folder(
-        "smallthinker",
-        ("SmallThinkerForCausalLM",),
-        _read,
-        replaces_code=True,
+        "smallthinker", ("SmallThinkerForCausalLM",), _read, replaces_code=True,
         defaults={
             "num_hidden_layers": 32, "hidden_size": 1536, "vocab_size": 151936, "rms_norm_eps": 1e-6,
             "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
             "sliding_window_size": 4096, "moe_num_primary_experts": 32, "moe_ffn_hidden_size": 768,
             "moe_num_active_primary_experts": 4, "tie_word_embeddings": True, "hidden_act": "relu",
         },
-        theta=1e6,
-        activations={"relu": "relu"},
+        theta=1e6, activations={"relu": "relu"},
         names=LLAMA_NAMES.with_inner(
             {"router": "block_sparse_moe.primary_router"}
             | {f"experts_{part}": f"block_sparse_moe.experts.{{}}.{part}" for part in ("gate", "up", "down")}

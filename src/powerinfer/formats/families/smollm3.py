@@ -30,16 +30,13 @@ def _turned(fields: Fields, n_layers: int) -> list[int]:
 
 FOLDERS = (
     Folder(
-        "smollm3",
-        ("SmolLM3ForCausalLM",),
-        _read,
+        "smollm3", ("SmolLM3ForCausalLM",), _read,
         defaults=AS_LLAMA | {
             "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
             "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6,
             "tie_word_embeddings": True,
         },
-        windows=no_window,
-        mlp_bias=True,
+        windows=no_window, mlp_bias=True,
     ),
 )  # fmt: skip
 GGUFS = (Gguf("smollm3", "silu", interleaved=True, unrotated_every=4),)
