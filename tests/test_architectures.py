@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import numpy as np
@@ -32,7 +34,20 @@ from truth import Truth  # noqa: E402
 
 from powerinfer import _native  # noqa: E402
 from powerinfer.errors import ModelError  # noqa: E402
+from powerinfer.formats import families as family_files  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
+from powerinfer.formats.families import CLASSES, FOLDERS, GGUFS  # noqa: E402
+
+
+def test_every_family_has_a_case() -> None:
+    assert set(FOLDERS) <= {case.kind for case in CASES}
+
+
+def test_no_family_is_there_twice() -> None:
+    files = [import_module(f"{family_files.__name__}.{file.name}") for file in iter_modules(family_files.__path__)]
+    folders, ggufs = ([family for file in files for family in getattr(file, name, ())] for name in ("FOLDERS", "GGUFS"))
+    assert len(FOLDERS) == len(folders) and len(GGUFS) == len(ggufs)
+    assert len(CLASSES) == sum(len(family.classes) for family in folders)
 
 
 @pytest.mark.parametrize(("case", "layout"), case_layouts())
