@@ -152,7 +152,7 @@ class Gguf:
     None: the family has none; early_router: as in `ExpertsConfig`;
     delta: some layers are Gated DeltaNet, and attention has a gate, in one tensor with q. tiled: as in
     `DeltaNetConfig`. latent: attention is `LatentAttentionConfig`.
-    second_norm: the norm before FFNs has the name that others give to a norm behind attention.
+    names: of a layer's tensors, where the family calls them otherwise.
     published: the activation in PowerInfer's own files, None: there are none; pre_tokenizer: of those files, which name
     none, as there was one for the family.
     """
@@ -184,7 +184,7 @@ class Gguf:
     delta: bool = False
     tiled: bool = False
     latent: bool = False
-    second_norm: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
     published: str | None = None
     pre_tokenizer: str | None = None
 
@@ -199,3 +199,6 @@ class Gguf:
 NORMALISED, AS_THEY_ARE = (RouterConfig(1, normalise=normalise) for normalise in (True, False))
 SIGMOIDS = RouterConfig(1, scoring="sigmoid")
 """How a family's experts are selected, and what their weights are."""
+
+SECOND_NORM = {"ffn_norm": "post_attention_norm"}
+"""The norm before FFNs, where it has the name that others give to a norm behind attention."""

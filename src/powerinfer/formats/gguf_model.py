@@ -167,8 +167,7 @@ def names_of(file: GGUFFile, config: ModelConfig) -> Names:
         own = {_QKV.parts: "attn_qkv", _KV_B: "attn_kv_b", _GATE_UP: _GATE_UP_EXPERTS}
         inner |= dict.fromkeys(one.parts, own.get(one.parts) or inner[one.parts[-1]])
     family = GGUFS[config.architecture]
-    if family.second_norm:
-        inner["ffn_norm"] = "post_attention_norm"
+    inner |= family.names
     if family.parallel and not config.layers[0].shared_norm:
         inner |= {"attn_norm": "attn_norm_2", "ffn_norm": "attn_norm"}
     return replace(NAMES, inner=inner)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from powerinfer.config import ModelConfig
-from powerinfer.formats.family import EXPERTS_NAMES, GLM_EXPERTS, LLAMA_NAMES, SIGMOIDS, Folder, Gguf
+from powerinfer.formats.family import EXPERTS_NAMES, GLM_EXPERTS, LLAMA_NAMES, SECOND_NORM, SIGMOIDS, Folder, Gguf
 from powerinfer.formats.fields import Fields
 from powerinfer.formats.folder_parts import deepseek_experts, read_plain, with_attention
 from powerinfer.formats.source import Fused
@@ -44,5 +44,5 @@ FOLDERS = (
 )  # fmt: skip
 GGUFS = (
     Gguf("glm4", "silu", interleaved=True, norms="both", partial=True, fused=_GATE_UP),
-    Gguf("glm4moe", "silu", qk_norm="stored", partial=True, experts=SIGMOIDS, second_norm=True),
+    Gguf("glm4moe", "silu", qk_norm="stored", partial=True, experts=SIGMOIDS, names=SECOND_NORM),
 )

@@ -15,7 +15,7 @@ import numpy as np
 from powerinfer.config import ExpertsConfig, FfnKind, ModelConfig, RouterConfig, Shape
 from powerinfer.errors import ModelError
 from powerinfer.formats import layout
-from powerinfer.formats.family import LLAMA_NAMES, NORMALISED, Folder, Gguf, Tensors
+from powerinfer.formats.family import LLAMA_NAMES, NORMALISED, SECOND_NORM, Folder, Gguf, Tensors
 from powerinfer.formats.fields import Fields
 from powerinfer.formats.folder_parts import ffn_size, layer_types, read_plain, stated_window, with_attention
 from powerinfer.formats.folder_rope import LOCAL
@@ -153,5 +153,5 @@ FOLDERS = (
     ),
 )  # fmt: skip
 GGUFS = (
-    Gguf("gpt-oss", "swiglu_oai", full_every=2, one_rope=True, sinks=True, experts=NORMALISED, second_norm=True),
+    Gguf("gpt-oss", "swiglu_oai", full_every=2, one_rope=True, sinks=True, experts=NORMALISED, names=SECOND_NORM),
 )

@@ -15,7 +15,17 @@ from powerinfer.config import (
     ModelConfig,
 )
 from powerinfer.formats import layout
-from powerinfer.formats.family import AS_LLAMA, EXPERTS_NAMES, GATED, MIXED_ACT, NORMALISED, Folder, Gguf, Tensors
+from powerinfer.formats.family import (
+    AS_LLAMA,
+    EXPERTS_NAMES,
+    GATED,
+    MIXED_ACT,
+    NORMALISED,
+    SECOND_NORM,
+    Folder,
+    Gguf,
+    Tensors,
+)
 from powerinfer.formats.fields import Fields
 from powerinfer.formats.folder_parts import ffn_of, heads_of, layer_types, qwen_experts, with_layers
 from powerinfer.formats.folder_rope import GLOBAL, rope_of
@@ -140,7 +150,7 @@ _QWEN35_EXPERTS = replace(
 )
 
 FOLDERS = (_NEXT, _QWEN35, _QWEN35_EXPERTS)
-_GGUF = Gguf("qwen3next", "silu", qk_norm="head", partial=True, experts=NORMALISED, delta=True, second_norm=True)
+_GGUF = Gguf("qwen3next", "silu", qk_norm="head", partial=True, experts=NORMALISED, delta=True, names=SECOND_NORM)
 GGUFS = (
     _GGUF,
     replace(_GGUF, architecture="qwen35", experts=None, tiled=True),

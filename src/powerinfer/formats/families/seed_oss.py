@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from powerinfer.formats.family import AS_LLAMA, Folder, Gguf
+from powerinfer.formats.family import AS_LLAMA, SECOND_NORM, Folder, Gguf
 
 FOLDERS = (
     Folder(
@@ -15,4 +15,4 @@ FOLDERS = (
         biases=("attention_bias", "attention_out_bias"), mlp_bias=True,
     ),
 )  # fmt: skip
-GGUFS = (Gguf("seed_oss", "silu", second_norm=True),)
+GGUFS = (Gguf("seed_oss", "silu", names=SECOND_NORM),)
