@@ -35,7 +35,7 @@ LLAMA_NAMES = Names(
 )
 """The names of tensors in a folder of Llama, which most families share."""
 
-EXPERTS_NAMES = LLAMA_NAMES.with_inner(
+EXPERTS_NAMES = LLAMA_NAMES.extended(
     {
         "router": "mlp.gate",
         **{f"experts_{part}": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
@@ -43,14 +43,14 @@ EXPERTS_NAMES = LLAMA_NAMES.with_inner(
         "shared_weight": "mlp.shared_expert_gate",
     }
 )
-"""The same with experts, each with its own tensors, as Qwen has them."""
+"""Names with experts, each with tensors of its own, as Qwen has them."""
 
 GLM_EXPERTS = {"router_correction": "mlp.gate.e_score_correction"} | {
     f"shared_{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
 }
 """Other names of GLM-4.5, DeepSeek and ERNIE."""
 
-FOUR_NORMS = LLAMA_NAMES.with_inner(
+FOUR_NORMS = LLAMA_NAMES.extended(
     {
         "attn_norm": "input_layernorm",
         "attn_out_norm": "post_attention_layernorm",
@@ -60,7 +60,7 @@ FOUR_NORMS = LLAMA_NAMES.with_inner(
 )
 """Names with norms before and behind attention and FFN, as of Gemma and OLMo."""
 
-AS_LLAMA = {"rms_norm_eps": 1e-6, "hidden_act": "silu"}
+LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "hidden_act": "silu"}
 """Defaults of Llama's class, which many share."""
 
 GATED = {"silu": "silu", "swish": "silu", **{name: name for name in ACTIVATIONS if name not in ("silu", "gelu_tanh")}}
@@ -90,7 +90,7 @@ class Folder:
     gated, activations: of FFNs; mlp_bias: FFNs may have biases; mixed_act: the family has MIXED_ACT; ffns: the FFN of
     each layer, None: they are alike and dense; norms: as in `LayerConfig`; norm: as in `ModelConfig`.
 
-    Reading tensors. names, fused: as the files have them; names_of: in place of `names` where that depends on the
+    Reading tensors. names, fused: as the files have them; find_names: in place of `names` where that depends on the
     model. rename: changes names of the file in place, and gives notes; make: takes tensors out and gives, by canonical
     name, what is made of them; norms_less_one: files keep the weights of norms less one; predictors: files may have
     some.
@@ -121,7 +121,7 @@ class Folder:
     norms: str = "pre"
     norm: str = "rms"
     names: Names = LLAMA_NAMES
-    names_of: Callable[[ModelConfig, Mapping[str, RawTensor]], Names] | None = None
+    find_names: Callable[[ModelConfig, Mapping[str, RawTensor]], Names] | None = None
     fused: Sequence[Fused] | Callable[[ModelConfig, Names], Sequence[Fused]] = ()
     rename: Callable[[Tensors], list[str]] | None = None
     make: Callable[[ModelConfig, Tensors, str], dict[str, MadeTensor]] | None = None
@@ -190,13 +190,13 @@ class Gguf:
 
     @property
     def activations(self) -> tuple[str, ...]:
-        """Those that a file may name."""
+        """Activations that a file may name."""
         if self.activation == "swiglu_oai":
             return (self.activation, *ACTIVATIONS)
         return ACTIVATIONS if self.gated else ("relu", "relu2")
 
 
-NORMALISED, AS_THEY_ARE = (RouterConfig(1, normalise=normalise) for normalise in (True, False))
+NORMALISED, UNNORMALISED = (RouterConfig(1, normalise=normalise) for normalise in (True, False))
 SIGMOIDS = RouterConfig(1, scoring="sigmoid")
 """How a family's experts are selected, and what their weights are."""
 

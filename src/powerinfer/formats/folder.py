@@ -29,7 +29,7 @@ _MAX_SHARDS = 1 << 12
 def file_names(config: ModelConfig, stored: Mapping[str, RawTensor]) -> Names:
     """How this folder spells canonical names."""
     family = FOLDERS[config.architecture]
-    return family.names if family.names_of is None else family.names_of(config, stored)
+    return family.names if family.find_names is None else family.find_names(config, stored)
 
 
 def fused(config: ModelConfig, names: Names) -> Sequence[Fused]:

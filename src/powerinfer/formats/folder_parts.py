@@ -20,20 +20,20 @@ from powerinfer.config import (
 from powerinfer.formats import layout
 from powerinfer.formats.family import Folder
 from powerinfer.formats.fields import Fields
-from powerinfer.formats.folder_rope import GLOBAL, LOCAL, rope_of
+from powerinfer.formats.folder_rope import GLOBAL, LOCAL, read_rope
 from powerinfer.formats.mapped import shown
 
 
 def read_plain(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     """The configuration of a family whose layers differ in their windows and FFNs alone."""
-    heads = heads_of(family, fields, config)
-    attention = replace(with_biases(family, fields, heads), rope=rope_of(family, fields, config, heads))
+    heads = read_heads(family, fields, config)
+    attention = replace(add_biases(family, fields, heads), rope=read_rope(family, fields, config, heads))
     windows = family.windows(fields, n_layers) if family.windows is not None else [None] * n_layers
-    ffns = family.ffns(family, fields, n_layers) if family.ffns is not None else [ffn_of(family, fields)] * n_layers
-    return with_layers(family, config, [replace(attention, window=window) for window in windows], ffns)
+    ffns = family.ffns(family, fields, n_layers) if family.ffns is not None else [read_ffn(family, fields)] * n_layers
+    return add_layers(family, config, [replace(attention, window=window) for window in windows], ffns)
 
 
-def with_layers(
+def add_layers(
     family: Folder, config: ModelConfig, attentions: Iterable[AttentionKind], ffns: Iterable[FfnKind]
 ) -> ModelConfig:
     """The configuration with these layers, one of each for a layer."""
@@ -42,7 +42,7 @@ def with_layers(
     return replace(config, layers=layers, norm=family.norm)
 
 
-def with_attention(config: ModelConfig, **changes: Any) -> ModelConfig:
+def change_attention(config: ModelConfig, **changes: Any) -> ModelConfig:
     """The configuration with other settings of the attention of every layer."""
     layers = []
     for layer in config.layers:
@@ -54,7 +54,7 @@ def with_attention(config: ModelConfig, **changes: Any) -> ModelConfig:
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
-def heads_of(family: Folder, fields: Fields, config: ModelConfig) -> AttentionConfig:
+def read_heads(family: Folder, fields: Fields, config: ModelConfig) -> AttentionConfig:
     """Attention with the heads of a family whose layers have as many."""
     n_heads = fields.integer("num_attention_heads", 1, layout.MAX_HEADS)
     kv_default = {} if family.kv_heads_stated else {"default": n_heads}
@@ -72,27 +72,27 @@ def _head_dim(family: Folder, fields: Fields, d_model: int, n_heads: int) -> int
     return d_model // n_heads
 
 
-def with_biases(family: Folder, fields: Fields, heads: AttentionConfig) -> AttentionConfig:
+def add_biases(family: Folder, fields: Fields, heads: AttentionConfig) -> AttentionConfig:
     """Attention with the biases and the norms of q and k that the family has."""
     qkv, o = (key is not None and fields.flag(key, False) for key in family.biases)
     return replace(heads, qkv_bias=qkv, o_bias=o, qk_norm=family.qk_norm)
 
 
-def stated_window(fields: Fields, layers: int) -> list[int | None]:
+def read_window(fields: Fields, layers: int) -> list[int | None]:
     """The window that `sliding_window` states, in all layers."""
     return [fields.integer("sliding_window", 1, layout.MAX_CONTEXT, None)] * layers
 
 
-def window_by_type(fields: Fields, layers: int) -> list[int | None]:
-    """The same, or in those layers that `layer_types` names: `transformers` then makes Mistral the class Ministral."""
-    windows = stated_window(fields, layers)
+def read_window_by_type(fields: Fields, layers: int) -> list[int | None]:
+    """The window of all layers, or of those that `layer_types` names: `transformers` then has the class Ministral."""
+    windows = read_window(fields, layers)
     if not fields.has("layer_types"):
         return windows
-    kinds = layer_types(fields, layers)
+    kinds = read_layer_types(fields, layers)
     return [window if kind == LOCAL else None for window, kind in zip(windows, kinds, strict=True)]
 
 
-def switched_window(fields: Fields, layers: int) -> list[int | None]:
+def read_switched_window(fields: Fields, layers: int) -> list[int | None]:
     """A window that is off unless `use_sliding_window` says otherwise."""
     window = fields.integer("sliding_window", 1, layout.MAX_CONTEXT, None)
     if not fields.flag("use_sliding_window", False):
@@ -100,16 +100,16 @@ def switched_window(fields: Fields, layers: int) -> list[int | None]:
     first = fields.integer("max_window_layers", 0, layout.MAX_CONTEXT, 28)
     if not fields.has("layer_types"):
         return [window if layer >= first else None for layer in range(layers)]
-    return [window if kind == LOCAL else None for kind in layer_types(fields, layers)]
+    return [window if kind == LOCAL else None for kind in read_layer_types(fields, layers)]
 
 
-def no_window(fields: Fields, layers: int) -> list[int | None]:
-    """No window, in a family whose files could ask for one."""
+def refuse_window(fields: Fields, layers: int) -> list[int | None]:
+    """No window; a file that asks for one is refused."""
     fields.only("use_sliding_window", False)
     return [None] * layers
 
 
-def layer_types(fields: Fields, layers: int, every: int = 1, other: str = LOCAL) -> list[str]:
+def read_layer_types(fields: Fields, layers: int, every: int = 1, other: str = LOCAL) -> list[str]:
     """The kind of each layer's attention: `other`, or global.
 
     every: without `layer_types`, every `every`-th layer is global.
@@ -125,7 +125,7 @@ def layer_types(fields: Fields, layers: int, every: int = 1, other: str = LOCAL)
     return kinds
 
 
-def switches(fields: Fields, key: str, layers: int, default: int) -> list[int]:
+def read_switches(fields: Fields, key: str, layers: int, default: int) -> list[int]:
     """A list of 0 or 1 for every layer."""
     values = fields.get(key, None)
     if values is None:
@@ -147,12 +147,12 @@ def attention_kinds(
 # --- FFNs ------------------------------------------------------------------------------------------------------------
 
 
-def ffn_size(fields: Fields) -> int:
+def read_ffn_size(fields: Fields) -> int:
     """Neurons of a dense FFN."""
     return int(fields.integer("intermediate_size", 1, layout.MAX_WIDTH))
 
 
-def activation_of(family: Folder, fields: Fields) -> str:
+def read_activation(family: Folder, fields: Fields) -> str:
     """The activation of FFNs."""
     key = family.key("hidden_act")
     name = fields.text(key)
@@ -161,13 +161,13 @@ def activation_of(family: Folder, fields: Fields) -> str:
     return family.activations[name]
 
 
-def ffn_of(family: Folder, fields: Fields) -> FfnConfig:
+def read_ffn(family: Folder, fields: Fields) -> FfnConfig:
     """A dense FFN."""
     bias = family.mlp_bias and fields.flag("mlp_bias", False)
-    return FfnConfig(ffn_size(fields), activation_of(family, fields), gated=family.gated, bias=bias)
+    return FfnConfig(read_ffn_size(fields), read_activation(family, fields), gated=family.gated, bias=bias)
 
 
-def experts_of(family: Folder, fields: Fields, count: str, size: str, **router: Any) -> ExpertsConfig:
+def read_experts(family: Folder, fields: Fields, count: str, size: str, **router: Any) -> ExpertsConfig:
     """Experts whose number and size are in these keys; transformers 5 may call the number `num_local_experts`.
 
     router: fields of `RouterConfig`.
@@ -176,21 +176,21 @@ def experts_of(family: Folder, fields: Fields, count: str, size: str, **router: 
     if n_experts is None or fields.has(count):
         n_experts = fields.integer(count, 1, layout.MAX_EXPERTS)
     top_k = fields.integer("num_experts_per_tok", 1, n_experts)
-    activation = activation_of(family, fields)  # drelu: TurboSparse-Mixtral
+    activation = read_activation(family, fields)  # drelu: TurboSparse-Mixtral
     neurons = fields.integer(size, 1, layout.MAX_WIDTH)
     return ExpertsConfig(n_experts, neurons, RouterConfig(top_k, **router), activation)
 
 
-def local_experts(family: Folder, fields: Fields, n_layers: int) -> Sequence[FfnKind]:
+def read_local_experts(family: Folder, fields: Fields, n_layers: int) -> Sequence[FfnKind]:
     """Experts in all layers, of the size that dense FFNs have elsewhere, with weights that add up to 1."""
-    return [experts_of(family, fields, "num_local_experts", "intermediate_size")] * n_layers
+    return [read_experts(family, fields, "num_local_experts", "intermediate_size")] * n_layers
 
 
-def qwen_experts(family: Folder, fields: Fields, n_layers: int, shared: bool = True) -> Sequence[FfnKind]:
+def read_qwen_experts(family: Folder, fields: Fields, n_layers: int, shared: bool = True) -> Sequence[FfnKind]:
     """Experts in every `decoder_sparse_step`-th layer that is not one of `mlp_only_layers`; shared: beside another one
     that a gate of its own weighs."""
     normalise = fields.flag("norm_topk_prob", False)
-    experts = experts_of(family, fields, "num_experts", "moe_intermediate_size", normalise=normalise)
+    experts = read_experts(family, fields, "num_experts", "moe_intermediate_size", normalise=normalise)
     if shared:
         size = fields.integer("shared_expert_intermediate_size", 1, layout.MAX_WIDTH)
         experts = replace(experts, shared_size=size, shared_weight=True)
@@ -199,10 +199,10 @@ def qwen_experts(family: Folder, fields: Fields, n_layers: int, shared: bool = T
     if type(without) is not list or not all(type(layer) is int for layer in without):
         raise fields.bad("mlp_only_layers", f"is {shown(without)}, not a list of layers")
     dense = [bool((layer + 1) % every) or layer in without for layer in range(n_layers)]
-    return [FfnConfig(ffn_size(fields), experts.activation) if one else experts for one in dense]
+    return [FfnConfig(read_ffn_size(fields), experts.activation) if one else experts for one in dense]
 
 
-def deepseek_experts(family: Folder, fields: Fields, n_layers: int, sigmoid: bool = True) -> Sequence[FfnKind]:
+def read_deepseek_experts(family: Folder, fields: Fields, n_layers: int, sigmoid: bool = True) -> Sequence[FfnKind]:
     """Experts as of DeepSeek, behind the first layers; sigmoid: V3's router, whose scores are corrected, else V2's."""
     groups = fields.integer("n_group", 1, layout.MAX_EXPERTS, 1)
     top_groups = fields.integer("topk_group", 1, groups, 1)
@@ -212,7 +212,7 @@ def deepseek_experts(family: Folder, fields: Fields, n_layers: int, sigmoid: boo
             raise fields.bad("topk_method", f"is {shown(method)}, which this engine does not support")
         groups, top_groups = (groups, top_groups) if method != "greedy" else (1, 1)
         fields.only("norm_topk_prob", False)  # which the class does not look at
-    experts = experts_of(
+    experts = read_experts(
         family,
         fields,
         "n_routed_experts",
@@ -228,7 +228,7 @@ def deepseek_experts(family: Folder, fields: Fields, n_layers: int, sigmoid: boo
     shared = fields.integer("n_shared_experts", 0, layout.MAX_EXPERTS)
     experts = replace(experts, shared_size=shared * experts.size)
     first = fields.integer("first_k_dense_replace", 0, layout.MAX_LAYERS)
-    dense = FfnConfig(ffn_size(fields), experts.activation)
+    dense = FfnConfig(read_ffn_size(fields), experts.activation)
     types = fields.get("mlp_layer_types", None)
     if types is None:
         types = ["dense" if layer < first else "sparse" for layer in range(n_layers)]

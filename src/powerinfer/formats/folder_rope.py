@@ -16,7 +16,7 @@ GLOBAL, LOCAL = "full_attention", "sliding_attention"
 """Kinds of attention in `layer_types`, without a window and with one."""
 
 
-def ropes_of_kinds(
+def read_ropes(
     family: Folder, fields: Fields, config: ModelConfig, heads: AttentionConfig, local_theta: float | None
 ) -> dict[str, RopeConfig]:
     """The rotary embedding of each kind of attention. `rope_scaling` is that of global attention only.
@@ -27,15 +27,15 @@ def ropes_of_kinds(
     if type(new) is dict and set(new) & {GLOBAL, LOCAL}:
         families = {GLOBAL: family, LOCAL: replace(family, theta=local_theta or family.theta)}
         parts = {kind: Fields({"rope_parameters": new.get(kind)}, f"{fields.where}: {kind}") for kind in families}
-        return {kind: rope_of(of_kind, parts[kind], config, heads) for kind, of_kind in families.items()}
-    whole = rope_of(family, fields, config, heads)
+        return {kind: read_rope(of_kind, parts[kind], config, heads) for kind, of_kind in families.items()}
+    whole = read_rope(family, fields, config, heads)
     local = whole.theta
     if local_theta is not None:
         local = fields.number("rope_local_base_freq", 1.0001, layout.MAX_THETA, local_theta)
     return {GLOBAL: whole, LOCAL: RopeConfig(theta=local, dim=heads.head_dim)}
 
 
-def rope_of(family: Folder, fields: Fields, config: ModelConfig, heads: AttentionConfig) -> RopeConfig:
+def read_rope(family: Folder, fields: Fields, config: ModelConfig, heads: AttentionConfig) -> RopeConfig:
     """`rope_parameters` as transformers 5 writes it, or `rope_theta` and `rope_scaling` as earlier versions did."""
     rope = _rope_values(fields)
     if family.vision_class:  # places in a picture; a text has one position in all three dimensions
@@ -155,9 +155,9 @@ def _yarn_gain(factor: float, scale: float = 1.0) -> float:
     return 1 + 0.1 * scale * math.log(max(factor, 1))
 
 
-def latent_rope(family: Folder, fields: Fields, config: ModelConfig, dim: int) -> tuple[RopeConfig, float]:
+def read_latent_rope(family: Folder, fields: Fields, config: ModelConfig, dim: int) -> tuple[RopeConfig, float]:
     """(rotary embedding, factor of attention's scores), which YaRN's `mscale` and `mscale_all_dim` are about."""
-    rope = rope_of(family, fields, config, AttentionConfig(1, 1, dim))
+    rope = read_rope(family, fields, config, AttentionConfig(1, 1, dim))
     if rope.scaling != "yarn":
         return rope, 1.0
     scale = _rope_values(fields).number("mscale_all_dim", 0, layout.MAX_SCALE, 0.0)

@@ -42,8 +42,8 @@ class Names:
     layers: str
     inner: dict[str, str]
 
-    def with_inner(self, more: Mapping[str, str]) -> Names:
-        """The same with other names, or further ones, of a layer's tensors."""
+    def extended(self, more: Mapping[str, str]) -> Names:
+        """Names with others, or further ones, of a layer's tensors."""
         return replace(self, inner={**self.inner, **more})
 
     def __call__(self, canonical: str) -> str:

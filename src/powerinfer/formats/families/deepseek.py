@@ -7,10 +7,10 @@ from functools import partial
 
 from powerinfer.config import LatentAttentionConfig, ModelConfig
 from powerinfer.formats import layout
-from powerinfer.formats.family import AS_LLAMA, AS_THEY_ARE, EXPERTS_NAMES, GLM_EXPERTS, Folder, Gguf
+from powerinfer.formats.family import EXPERTS_NAMES, GLM_EXPERTS, LLAMA_DEFAULTS, UNNORMALISED, Folder, Gguf
 from powerinfer.formats.fields import Fields
-from powerinfer.formats.folder_parts import deepseek_experts, with_layers
-from powerinfer.formats.folder_rope import latent_rope
+from powerinfer.formats.folder_parts import add_layers, read_deepseek_experts
+from powerinfer.formats.folder_rope import read_latent_rope
 from powerinfer.formats.source import Fused, Names
 
 
@@ -29,7 +29,7 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
         dims("qk_rope_head_dim", 64),
     )
     plain = dims("qk_nope_head_dim", 128)
-    rope, gain = latent_rope(family, fields, config, rotated)
+    rope, gain = read_latent_rope(family, fields, config, rotated)
     attention = LatentAttentionConfig(
         heads,
         latents,
@@ -41,10 +41,10 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
         fields.integer("q_lora_rank", 1, layout.MAX_WIDTH, None),
     )
     assert family.ffns is not None
-    return with_layers(family, config, [attention] * n_layers, family.ffns(family, fields, n_layers))
+    return add_layers(family, config, [attention] * n_layers, family.ffns(family, fields, n_layers))
 
 
-def _third(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
+def _read_v3(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     """V3's files say in which order elements are rotated."""
     family = replace(family, interleaved=fields.flag("rope_interleave", False))
     return _read(family, fields, config, n_layers)
@@ -55,15 +55,15 @@ def _fused(config: ModelConfig, names: Names) -> list[Fused]:
 
 
 _V3 = Folder(
-    "deepseek_v3", ("DeepseekV3ForCausalLM",), _third, other_types=("kimi_k2",), replaces_code=True,
-    defaults=AS_LLAMA | {
+    "deepseek_v3", ("DeepseekV3ForCausalLM",), _read_v3, other_types=("kimi_k2",), replaces_code=True,
+    defaults=LLAMA_DEFAULTS | {
         "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
         "num_attention_heads": 128, "max_position_embeddings": 4096, "first_k_dense_replace": 3, "q_lora_rank": 1536,
         "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "norm_topk_prob": True,
         "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "rope_interleave": True,
     },
-    ffns=deepseek_experts,
-    names=EXPERTS_NAMES.with_inner(
+    ffns=read_deepseek_experts,
+    names=EXPERTS_NAMES.extended(
         GLM_EXPERTS
         | {
             "q_a": "self_attn.q_a_proj", "q_a_norm": "self_attn.q_a_layernorm", "q_b": "self_attn.q_b_proj",
@@ -78,13 +78,13 @@ FOLDERS = (
     _V3,
     replace(
         _V3, model_type="deepseek_v2", classes=("DeepseekV2ForCausalLM",), read=_read, other_types=(),
-        defaults=AS_LLAMA | {
+        defaults=LLAMA_DEFAULTS | {
             "vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
             "num_attention_heads": 32, "max_position_embeddings": 2048, "first_k_dense_replace": 0,
             "q_lora_rank": 1536, "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407,
             "norm_topk_prob": False, "routed_scaling_factor": 1.0,
         },
-        interleaved=True, ffns=partial(deepseek_experts, sigmoid=False),
+        interleaved=True, ffns=partial(read_deepseek_experts, sigmoid=False),
     ),
     replace(
         _V3, model_type="glm4_moe_lite", classes=("Glm4MoeLiteForCausalLM",), other_types=(), replaces_code=False,
@@ -97,4 +97,4 @@ FOLDERS = (
         },
     ),
 )  # fmt: skip
-GGUFS = (Gguf("deepseek2", "silu", interleaved=True, experts=AS_THEY_ARE, latent=True),)
+GGUFS = (Gguf("deepseek2", "silu", interleaved=True, experts=UNNORMALISED, latent=True),)

@@ -9,7 +9,7 @@ from powerinfer.config import ExpertsConfig, FfnKind, ModelConfig, RouterConfig
 from powerinfer.formats import layout
 from powerinfer.formats.family import EXPERTS_NAMES, GLM_EXPERTS, Folder, Gguf
 from powerinfer.formats.fields import Fields
-from powerinfer.formats.folder_parts import ffn_of, read_plain
+from powerinfer.formats.folder_parts import read_ffn, read_plain
 
 
 def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
@@ -17,9 +17,9 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
     return read_plain(family, fields, config, n_layers)
 
 
-def _experts(family: Folder, fields: Fields, n_layers: int) -> Sequence[FfnKind]:
+def _read_experts(family: Folder, fields: Fields, n_layers: int) -> Sequence[FfnKind]:
     """Experts in every `moe_layer_interval`-th layer from one on up to another."""
-    dense = ffn_of(family, fields)
+    dense = read_ffn(family, fields)
     n_experts = fields.integer("moe_num_experts", 1, layout.MAX_EXPERTS)
     size = fields.integer("moe_intermediate_size", 1, layout.MAX_WIDTH)
     router = RouterConfig(fields.integer("moe_k", 1, n_experts), correction=True)
@@ -53,8 +53,8 @@ FOLDERS = (
             "hidden_act": "silu", "tie_word_embeddings": True, "moe_num_experts": 64, "moe_k": 6,
             "moe_intermediate_size": 1536, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "rope_theta": 5e5,
         },
-        ffns=_experts,
-        names=EXPERTS_NAMES.with_inner(
+        ffns=_read_experts,
+        names=EXPERTS_NAMES.extended(
             GLM_EXPERTS | {"router_correction": "mlp.moe_statics.e_score_correction"}
         ),
     ),

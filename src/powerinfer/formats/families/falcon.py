@@ -9,8 +9,8 @@ from powerinfer.config import FfnConfig, LayerConfig, ModelConfig, uniform
 from powerinfer.formats import layout
 from powerinfer.formats.family import PLAIN, Folder, Gguf
 from powerinfer.formats.fields import Fields
-from powerinfer.formats.folder_parts import activation_of, heads_of
-from powerinfer.formats.folder_rope import rope_of
+from powerinfer.formats.folder_parts import read_activation, read_heads
+from powerinfer.formats.folder_rope import read_rope
 from powerinfer.formats.source import Fused, Names
 from powerinfer.formats.tensors import RawTensor
 
@@ -26,7 +26,7 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
     norms = fields.integer("num_ln_in_parallel_attn", 1, 2, 2 if new else 1)
     if parallel and not new and norms == 2:
         raise fields.bad("num_ln_in_parallel_attn", "is 2, which goes with new_decoder_architecture only")
-    heads = heads_of(family, fields, config)
+    heads = read_heads(family, fields, config)
     kv_heads = fields.integer("num_kv_heads", 1, layout.MAX_HEADS, heads.n_heads)
     if not new:
         one = fields.flag("multi_query", False)
@@ -35,10 +35,10 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
         kv_heads = 1 if one else heads.n_heads
     bias = fields.flag("bias", False)
     size = fields.integer("ffn_hidden_size", 1, layout.MAX_WIDTH, 4 * config.d_model)
-    rope = rope_of(family, fields, config, heads)
+    rope = read_rope(family, fields, config, heads)
     layer = LayerConfig(
         replace(heads, n_kv_heads=kv_heads, rope=rope, qkv_bias=bias, o_bias=bias),
-        FfnConfig(size, activation_of(family, fields), gated=False, bias=bias),
+        FfnConfig(size, read_activation(family, fields), gated=False, bias=bias),
         parallel=parallel,
         shared_norm=parallel and norms == 1,
     )
@@ -54,10 +54,10 @@ _NAMES = Names(
         "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h",
     },
 )
-_TWO_NORMS = _NAMES.with_inner({"attn_norm": "ln_attn", "ffn_norm": "ln_mlp"})
+_TWO_NORMS = _NAMES.extended({"attn_norm": "ln_attn", "ffn_norm": "ln_mlp"})
 
 
-def _names_of(config: ModelConfig, stored: Mapping[str, RawTensor]) -> Names:
+def _find_names(config: ModelConfig, stored: Mapping[str, RawTensor]) -> Names:
     return _TWO_NORMS if config.layers[0].parallel and not config.layers[0].shared_norm else _NAMES
 
 
@@ -73,7 +73,7 @@ FOLDERS = (
             "multi_query": True,
         },
         keys={"rms_norm_eps": "layer_norm_epsilon", "hidden_act": "activation"}, other_head_dim=False,
-        activations=PLAIN, names_of=_names_of, fused=_fused,
+        activations=PLAIN, find_names=_find_names, fused=_fused,
     ),
 )  # fmt: skip
 GGUFS = (

@@ -11,26 +11,33 @@ from powerinfer.config import AttentionConfig, ModelConfig
 from powerinfer.formats import layout
 from powerinfer.formats.family import FOUR_NORMS, GATED, Folder, Gguf
 from powerinfer.formats.fields import Fields
-from powerinfer.formats.folder_parts import attention_kinds, ffn_of, heads_of, layer_types, with_biases, with_layers
-from powerinfer.formats.folder_rope import ropes_of_kinds
+from powerinfer.formats.folder_parts import (
+    add_biases,
+    add_layers,
+    attention_kinds,
+    read_ffn,
+    read_heads,
+    read_layer_types,
+)
+from powerinfer.formats.folder_rope import read_ropes
 
 
 def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     attention = replace(
-        with_biases(family, fields, heads_of(family, fields, config)),
+        add_biases(family, fields, read_heads(family, fields, config)),
         scale=fields.number("query_pre_attn_scalar", 1e-6, layout.MAX_SCALE, 256.0) ** -0.5,
     )
     every = fields.integer("sliding_window_pattern", 1, layout.MAX_CONTEXT, 6)
-    kinds = attention_kinds(fields, attention, ropes_of_kinds(family, fields, config, attention, 1e4))
-    attentions = [kinds[kind] for kind in layer_types(fields, n_layers, every)]
+    kinds = attention_kinds(fields, attention, read_ropes(family, fields, config, attention, 1e4))
+    attentions = [kinds[kind] for kind in read_layer_types(fields, n_layers, every)]
     scale = float(np.sqrt(np.float32(config.d_model)))
     return replace(
-        with_layers(family, config, attentions, [ffn_of(family, fields)] * n_layers), embedding_scale=scale
+        add_layers(family, config, attentions, [read_ffn(family, fields)] * n_layers), embedding_scale=scale
     )
 
 
 def _score_scale(fields: Fields, heads: Sequence[AttentionConfig]) -> float | None:
-    """That of Gemma 3 27B, which llama.cpp knows by its number of layers."""
+    """The scale of Gemma 3 27B, which llama.cpp knows by its number of layers."""
     if len(heads) != 62:
         return None
     width = fields.integer("embedding_length", 1, layout.MAX_WIDTH)

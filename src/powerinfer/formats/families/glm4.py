@@ -5,13 +5,13 @@ from __future__ import annotations
 from powerinfer.config import ModelConfig
 from powerinfer.formats.family import EXPERTS_NAMES, GLM_EXPERTS, LLAMA_NAMES, SECOND_NORM, SIGMOIDS, Folder, Gguf
 from powerinfer.formats.fields import Fields
-from powerinfer.formats.folder_parts import deepseek_experts, read_plain, with_attention
+from powerinfer.formats.folder_parts import change_attention, read_deepseek_experts, read_plain
 from powerinfer.formats.source import Fused
 
 
-def _with_experts(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
+def _read_glm45(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     qk_norm = "head" if fields.flag("use_qk_norm", False) else None
-    return with_attention(read_plain(family, fields, config, n_layers), qk_norm=qk_norm)
+    return change_attention(read_plain(family, fields, config, n_layers), qk_norm=qk_norm)
 
 
 _GATE_UP = (Fused(("gate", "up")),)
@@ -25,21 +25,21 @@ FOLDERS = (
             "rms_norm_eps": 1.5625e-7, "hidden_act": "silu", "attention_bias": True,
         },
         partial=0.5, interleaved=True, biases=("attention_bias", None), norms="both",
-        names=LLAMA_NAMES.with_inner(
+        names=LLAMA_NAMES.extended(
             dict.fromkeys(("gate", "up"), "mlp.gate_up_proj")
             | {"attn_out_norm": "post_self_attn_layernorm", "ffn_out_norm": "post_mlp_layernorm"}
         ),
         fused=_GATE_UP,
     ),
     Folder(
-        "glm4_moe", ("Glm4MoeForCausalLM",), _with_experts,
+        "glm4_moe", ("Glm4MoeForCausalLM",), _read_glm45,
         defaults={
             "hidden_act": "silu", "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
             "intermediate_size": 10944, "num_key_value_heads": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
             "norm_topk_prob": True,
         },
-        partial=0.5, biases=("attention_bias", None), ffns=deepseek_experts,
-        names=EXPERTS_NAMES.with_inner(GLM_EXPERTS),
+        partial=0.5, biases=("attention_bias", None), ffns=read_deepseek_experts,
+        names=EXPERTS_NAMES.extended(GLM_EXPERTS),
     ),
 )  # fmt: skip
 GGUFS = (

@@ -17,7 +17,7 @@ from powerinfer.errors import ModelError
 from powerinfer.formats import layout
 from powerinfer.formats.family import LLAMA_NAMES, NORMALISED, SECOND_NORM, Folder, Gguf, Tensors
 from powerinfer.formats.fields import Fields
-from powerinfer.formats.folder_parts import ffn_size, layer_types, read_plain, stated_window, with_attention
+from powerinfer.formats.folder_parts import change_attention, read_ffn_size, read_layer_types, read_plain, read_window
 from powerinfer.formats.folder_rope import LOCAL
 from powerinfer.formats.quant import Bytes, block_type
 from powerinfer.formats.tensors import FLOAT_TYPES, MadeTensor, RawTensor
@@ -29,18 +29,18 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
     fields.only("swiglu_limit", 7.0, 7)
     if not fields.has("rope_parameters") and not fields.has("rope_scaling"):
         raise fields.bad("rope_parameters", "is missing")
-    return with_attention(read_plain(family, fields, config, n_layers), sinks=True)
+    return change_attention(read_plain(family, fields, config, n_layers), sinks=True)
 
 
-def _windows(fields: Fields, layers: int) -> list[int | None]:
-    windows, kinds = stated_window(fields, layers), layer_types(fields, layers, 2)
+def _read_windows(fields: Fields, layers: int) -> list[int | None]:
+    windows, kinds = read_window(fields, layers), read_layer_types(fields, layers, 2)
     return [window if kind == LOCAL else None for window, kind in zip(windows, kinds, strict=True)]
 
 
-def _experts(family: Folder, fields: Fields, n_layers: int) -> Sequence[FfnKind]:
+def _read_experts(family: Folder, fields: Fields, n_layers: int) -> Sequence[FfnKind]:
     n_experts = fields.integer("num_local_experts", 1, layout.MAX_EXPERTS)
     router = RouterConfig(fields.integer("num_experts_per_tok", 1, n_experts), bias=True)
-    return [ExpertsConfig(n_experts, ffn_size(fields), router, "swiglu_oai", bias=True)] * n_layers
+    return [ExpertsConfig(n_experts, read_ffn_size(fields), router, "swiglu_oai", bias=True)] * n_layers
 
 
 _BLOCK = 32  # elements of a block of MXFP4, in 16 bytes and a scale
@@ -144,8 +144,8 @@ FOLDERS = (
             "num_hidden_layers": 36, "vocab_size": 201088, "max_position_embeddings": 131072, "sliding_window": 128,
             "attention_bias": True,
         },
-        theta=150000.0, windows=_windows, ffns=_experts,
-        names=LLAMA_NAMES.with_inner(
+        theta=150000.0, windows=_read_windows, ffns=_read_experts,
+        names=LLAMA_NAMES.extended(
             {"router": "mlp.router", "sinks": "self_attn.sinks"}
             | {f"experts_{part}": f"mlp.experts.{part}" for part in ("gate", "up", "down")}
         ),

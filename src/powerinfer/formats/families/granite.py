@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from powerinfer.config import ExpertsConfig, FfnKind, ModelConfig
 from powerinfer.formats import layout
-from powerinfer.formats.family import AS_LLAMA, LLAMA_NAMES, NORMALISED, Folder, Gguf
+from powerinfer.formats.family import LLAMA_DEFAULTS, LLAMA_NAMES, NORMALISED, Folder, Gguf
 from powerinfer.formats.fields import Fields
-from powerinfer.formats.folder_parts import experts_of, local_experts, read_plain, with_attention
+from powerinfer.formats.folder_parts import change_attention, read_experts, read_local_experts, read_plain
 from powerinfer.formats.source import Fused, Names
 
 
@@ -17,7 +17,7 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
     def factor(key: str) -> float:
         return float(fields.number(key, 1e-6, layout.MAX_SCALE, 1.0))
 
-    config = with_attention(read_plain(family, fields, config, n_layers), scale=factor("attention_multiplier"))
+    config = change_attention(read_plain(family, fields, config, n_layers), scale=factor("attention_multiplier"))
     return replace(
         config,
         embedding_scale=factor("embedding_multiplier"),
@@ -26,8 +26,8 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
     )
 
 
-def _shared_experts(family: Folder, fields: Fields, n_layers: int) -> Sequence[FfnKind]:
-    experts = experts_of(family, fields, "num_local_experts", "intermediate_size")
+def _read_shared_experts(family: Folder, fields: Fields, n_layers: int) -> Sequence[FfnKind]:
+    experts = read_experts(family, fields, "num_local_experts", "intermediate_size")
     size = fields.integer("shared_intermediate_size", 0, layout.MAX_WIDTH, 0)
     return [replace(experts, shared_size=size)] * n_layers
 
@@ -38,12 +38,12 @@ def _fused(config: ModelConfig, names: Names) -> list[Fused]:
     return [Fused(("experts_gate", "experts_up"), experts.n_experts), Fused(("shared_gate", "shared_up"))]
 
 
-_DENSE = Folder("granite", ("GraniteForCausalLM",), _read, defaults=AS_LLAMA, mlp_bias=True)
+_DENSE = Folder("granite", ("GraniteForCausalLM",), _read, defaults=LLAMA_DEFAULTS, mlp_bias=True)
 _EXPERTS = replace(
     _DENSE, model_type="granitemoe", classes=("GraniteMoeForCausalLM",),
-    defaults=AS_LLAMA | {"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
-    ffns=local_experts,
-    names=LLAMA_NAMES.with_inner(
+    defaults=LLAMA_DEFAULTS | {"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ffns=read_local_experts,
+    names=LLAMA_NAMES.extended(
         {"router": "block_sparse_moe.router.layer"}
         | {
             f"{experts}_{part}": f"{where}.{matrix}_linear"
@@ -54,7 +54,7 @@ _EXPERTS = replace(
     fused=_fused,
 )
 _SHARED = replace(
-    _EXPERTS, model_type="granitemoeshared", classes=("GraniteMoeSharedForCausalLM",), ffns=_shared_experts
+    _EXPERTS, model_type="granitemoeshared", classes=("GraniteMoeSharedForCausalLM",), ffns=_read_shared_experts
 )
 
 FOLDERS = (_DENSE, _EXPERTS, _SHARED)

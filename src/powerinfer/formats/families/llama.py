@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from powerinfer.formats.family import AS_LLAMA, LLAMA_NAMES, NORMALISED, Folder, Gguf
-from powerinfer.formats.folder_parts import local_experts, stated_window, window_by_type
+from powerinfer.formats.family import LLAMA_DEFAULTS, LLAMA_NAMES, NORMALISED, Folder, Gguf
+from powerinfer.formats.folder_parts import read_local_experts, read_window, read_window_by_type
 
 MIXTRAL_NAMES = {"router": "block_sparse_moe.gate"} | {
     f"experts_{part}": f"block_sparse_moe.experts.{{}}.{name}"
@@ -11,10 +11,10 @@ MIXTRAL_NAMES = {"router": "block_sparse_moe.gate"} | {
 }
 
 FOLDERS = (
-    Folder("llama", ("LlamaForCausalLM",), defaults=AS_LLAMA, mlp_bias=True),
+    Folder("llama", ("LlamaForCausalLM",), defaults=LLAMA_DEFAULTS, mlp_bias=True),
     Folder(
-        "mistral", ("MistralForCausalLM",), defaults=AS_LLAMA | {"sliding_window": 4096}, kv_heads_stated=True,
-        biases=(None, None), windows=window_by_type,
+        "mistral", ("MistralForCausalLM",), defaults=LLAMA_DEFAULTS | {"sliding_window": 4096}, kv_heads_stated=True,
+        biases=(None, None), windows=read_window_by_type,
     ),
     Folder(
         "mixtral", ("MixtralForCausalLM",),
@@ -22,7 +22,7 @@ FOLDERS = (
             "hidden_act": "silu", "rope_theta": 1e6, "num_key_value_heads": 8, "num_local_experts": 8,
             "num_experts_per_tok": 2, "max_position_embeddings": 131072, "intermediate_size": 14336,
         },
-        biases=(None, None), windows=stated_window, ffns=local_experts, names=LLAMA_NAMES.with_inner(MIXTRAL_NAMES),
+        biases=(None, None), windows=read_window, ffns=read_local_experts, names=LLAMA_NAMES.extended(MIXTRAL_NAMES),
     ),
     Folder(
         "sparsellama",  # ProSparse
@@ -33,8 +33,8 @@ FOLDERS = (
     Folder(
         "bamboo",  # Bamboo and TurboSparse-Mistral
         ("BambooForCausalLM",), replaces_code=True,
-        defaults=AS_LLAMA | {"sliding_window": 4096, "num_key_value_heads": 8}, other_head_dim=False,
-        biases=(None, None), windows=window_by_type, activations={"relu": "drelu"}, predictors=True,
+        defaults=LLAMA_DEFAULTS | {"sliding_window": 4096, "num_key_value_heads": 8}, other_head_dim=False,
+        biases=(None, None), windows=read_window_by_type, activations={"relu": "drelu"}, predictors=True,
     ),
 )  # fmt: skip
 GGUFS = (

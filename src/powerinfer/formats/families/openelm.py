@@ -6,7 +6,7 @@ from powerinfer.config import AttentionConfig, FfnConfig, ModelConfig, RopeConfi
 from powerinfer.formats import layout
 from powerinfer.formats.family import Folder, Gguf
 from powerinfer.formats.fields import Fields
-from powerinfer.formats.folder_parts import activation_of, with_layers
+from powerinfer.formats.folder_parts import add_layers, read_activation
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.source import Fused, Names
 
@@ -17,7 +17,7 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
     dim = fields.integer("head_dim", 2, layout.MAX_HEAD_DIM)
     rope = RopeConfig(fields.number("rope_freq_constant", 1.0001, layout.MAX_THETA, 10000.0), dim)
     qk_norm = "head" if fields.flag("normalize_qk_projections", False) else None
-    activation = activation_of(family, fields)
+    activation = read_activation(family, fields)
     divisor = fields.integer("ffn_dim_divisor", 1, layout.MAX_WIDTH)
     heads, kv_heads = (
         fields.integers(key, n_layers, 1, layout.MAX_HEADS) for key in ("num_query_heads", "num_kv_heads")
@@ -31,7 +31,7 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
     attentions = [
         AttentionConfig(n, kv, dim, rope, qk_norm=qk_norm) for n, kv in zip(heads, kv_heads, strict=True)
     ]
-    return with_layers(family, config, attentions, [FfnConfig(size, activation) for size in sizes])
+    return add_layers(family, config, attentions, [FfnConfig(size, activation) for size in sizes])
 
 
 def _divisible(size: float, divisor: int) -> int:

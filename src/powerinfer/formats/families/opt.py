@@ -8,7 +8,7 @@ from powerinfer.config import FfnConfig, LayerConfig, ModelConfig, uniform
 from powerinfer.formats import layout
 from powerinfer.formats.family import Folder, Gguf, Tensors
 from powerinfer.formats.fields import Fields
-from powerinfer.formats.folder_parts import activation_of, heads_of
+from powerinfer.formats.folder_parts import read_activation, read_heads
 from powerinfer.formats.source import Names
 
 
@@ -17,8 +17,8 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
     first = fields.flag("do_layer_norm_before", True)
     bias = fields.flag("enable_bias", True)
     width = fields.integer("word_embed_proj_dim", 1, layout.MAX_WIDTH, config.d_model)
-    activation = activation_of(family, fields)
-    heads = heads_of(family, fields, config)
+    activation = read_activation(family, fields)
+    heads = read_heads(family, fields, config)
     layer = LayerConfig(
         replace(heads, n_kv_heads=heads.n_heads, qkv_bias=bias, o_bias=bias),
         FfnConfig(fields.integer("ffn_dim", 1, layout.MAX_WIDTH), activation, gated=False, bias=bias),

@@ -16,9 +16,9 @@ from powerinfer.config import (
 )
 from powerinfer.formats import layout
 from powerinfer.formats.family import (
-    AS_LLAMA,
     EXPERTS_NAMES,
     GATED,
+    LLAMA_DEFAULTS,
     MIXED_ACT,
     NORMALISED,
     SECOND_NORM,
@@ -27,8 +27,8 @@ from powerinfer.formats.family import (
     Tensors,
 )
 from powerinfer.formats.fields import Fields
-from powerinfer.formats.folder_parts import ffn_of, heads_of, layer_types, qwen_experts, with_layers
-from powerinfer.formats.folder_rope import GLOBAL, rope_of
+from powerinfer.formats.folder_parts import add_layers, read_ffn, read_heads, read_layer_types, read_qwen_experts
+from powerinfer.formats.folder_rope import GLOBAL, read_rope
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.source import ONLY_TEXT, Fused, Names
 from powerinfer.formats.tensors import RawTensor
@@ -46,8 +46,8 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
             f"is {shown(stated)}, also behind the convolution of Gated DeltaNet, as in transformers; only "
             f"{', '.join(MIXED_ACTIVATIONS)} are supported there: give {MIXED_ACT} if the model has one of them",
         )
-    heads = heads_of(family, fields, config)
-    rope = rope_of(family, fields, config, heads)
+    heads = read_heads(family, fields, config)
+    rope = read_rope(family, fields, config, heads)
     attention = GatedAttentionConfig(**vars(replace(heads, rope=rope, qk_norm="head")))
     delta = DeltaNetConfig(
         fields.integer("linear_num_key_heads", 1, layout.MAX_HEADS),
@@ -59,14 +59,14 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
     )
     every = fields.integer("full_attention_interval", 1, layout.MAX_LAYERS, 4)
     kinds: dict[str, AttentionKind] = {_LINEAR: delta, GLOBAL: attention}
-    ffns = family.ffns(family, fields, n_layers) if family.ffns is not None else [ffn_of(family, fields)] * n_layers
-    types = layer_types(fields, n_layers, every, _LINEAR)
-    return with_layers(family, config, [kinds[kind] for kind in types], ffns)
+    ffns = family.ffns(family, fields, n_layers) if family.ffns is not None else [read_ffn(family, fields)] * n_layers
+    types = read_layer_types(fields, n_layers, every, _LINEAR)
+    return add_layers(family, config, [kinds[kind] for kind in types], ffns)
 
 
-def _normalised_experts(family: Folder, fields: Fields, n_layers: int) -> Sequence[FfnKind]:
+def _read_normalised_experts(family: Folder, fields: Fields, n_layers: int) -> Sequence[FfnKind]:
     fields.only("norm_topk_prob", True)  # the class has no such switch
-    return qwen_experts(family, fields, n_layers)
+    return read_qwen_experts(family, fields, n_layers)
 
 
 _RENAMED = {".linear_attn.A_log": ".linear_attn.decay.weight", ".linear_attn.dt_bias": ".linear_attn.dt.bias"}
@@ -90,23 +90,23 @@ def _rename(stored: Tensors) -> list[str]:
     return [ONLY_TEXT] * pictures
 
 
-_NAMES = EXPERTS_NAMES.with_inner(
+_NAMES = EXPERTS_NAMES.extended(
     {"q_gate": "self_attn.q_proj", "delta_conv": "linear_attn.conv1d", "delta_o": "linear_attn.out_proj"}
     | {f"delta_{name}": f"linear_attn.{name}" for name in ("decay", "dt", "norm")}
     | {f"delta_{name}": f"linear_attn.in_proj_{name}" for name in "zba"}
     | {f"delta_{name}": "linear_attn.in_proj_qkv" for name in "qkv"}
 )
-_EXPERTS_TOGETHER = _NAMES.with_inner(
+_EXPERTS_TOGETHER = _NAMES.extended(
     {"experts_down": "mlp.experts.down_proj"}
     | dict.fromkeys(("experts_gate", "experts_up"), "mlp.experts.gate_up_proj")
 )
-_NEXT_NAMES = _NAMES.with_inner(
+_NEXT_NAMES = _NAMES.extended(
     {f"delta_{name}": "linear_attn.in_proj_qkvz" for name in "qkvz"}
     | {f"delta_{name}": "linear_attn.in_proj_ba" for name in "ba"}
 )
 
 
-def _names_of(config: ModelConfig, stored: Mapping[str, RawTensor]) -> Names:
+def _find_names(config: ModelConfig, stored: Mapping[str, RawTensor]) -> Names:
     return _EXPERTS_TOGETHER if "model.layers.0.mlp.experts.down_proj.weight" in stored else _NAMES
 
 
@@ -128,7 +128,7 @@ def _next_fused(config: ModelConfig, names: Names) -> list[Fused]:
     return [*_fused(config, names)[:-1], *inner]
 
 
-_DEFAULTS = AS_LLAMA | {
+_DEFAULTS = LLAMA_DEFAULTS | {
     "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "linear_num_key_heads": 16, "linear_num_value_heads": 32, "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
@@ -136,7 +136,7 @@ _DEFAULTS = AS_LLAMA | {
 _NEXT = Folder(
     "qwen3_next", ("Qwen3NextForCausalLM",), _read,
     defaults=_DEFAULTS | {"num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10}, partial=0.25,
-    mixed_act=True, ffns=qwen_experts, names=_NEXT_NAMES, fused=_next_fused, rename=_rename, norms_less_one=True,
+    mixed_act=True, ffns=read_qwen_experts, names=_NEXT_NAMES, fused=_next_fused, rename=_rename, norms_less_one=True,
 )
 _QWEN35 = replace(
     _NEXT, model_type="qwen3_5_text", classes=("Qwen3_5ForCausalLM",), vision_class="Qwen3_5ForConditionalGeneration",
@@ -146,7 +146,7 @@ _QWEN35_EXPERTS = replace(
     _QWEN35, model_type="qwen3_5_moe_text", classes=("Qwen3_5MoeForCausalLM",),
     vision_class="Qwen3_5MoeForConditionalGeneration",
     defaults=_DEFAULTS | {"num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8},
-    ffns=_normalised_experts, names_of=_names_of,
+    ffns=_read_normalised_experts, find_names=_find_names,
 )
 
 FOLDERS = (_NEXT, _QWEN35, _QWEN35_EXPERTS)
