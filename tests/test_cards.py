@@ -301,6 +301,7 @@ def test_the_names(capsys: pytest.CaptureFixture[str]) -> None:
         (["--card", "none", "--ram", "0"], "more than 0"),
         (["--card", "4060", "--kv-type", "q8_0"], "--kv-type is for the plan of one model"),
         (["--card", "4060", "--active", "0.1"], "--active is for the plan of one model"),
+        (["--card", "GTX 1080"], "cards before the RTX 30 series are too old"),
         (["--card", "radeon"], "NVIDIA's cards alone"),
         (["--card", "4060", "--threads", "-3"], "--threads must lie between 0 (automatic) and 1024"),
         (["--dtype", "q4_0", "--card", "4060"], "--shape NAME"),

@@ -751,6 +751,8 @@ def test_a_model_of_the_clone_is_used_in_place(
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["own", "own-two"]
     assert all(line.endswith("of this clone") for line in lines)
+    with pytest.raises(RequestError, match="own belongs to a clone of powerinfer, and stays"):
+        hub.remove("own")
     stored = hub.pull("own")
     assert [one.name for one in hub.list_cloned()] == ["own-two"]
     assert (stored.name, stored.path, stored.nbytes) == ("own", first, 8)

@@ -166,7 +166,7 @@ def test_without_predictors(
 ) -> None:
     assert main([one for one in argv(model, *flags) if one != "--json"]) == 0
     asked = " --selector exact" if "exact" in flags else " --context 128 --ram 1953125KiB"
-    assert f"ready: powerinfer run -m {model}{asked} --threads 1" in capsys.readouterr().out.splitlines(), (
+    assert f'ready: powerinfer run "..." -m {model}{asked} --threads 1' in capsys.readouterr().out.splitlines(), (
         "what was prepared for"
     )
     document = run(capsys, model, *flags)

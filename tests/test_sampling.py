@@ -223,6 +223,8 @@ def test_logprobs() -> None:
         ({"seed": -1}, "seed"),
         ({"stop": ["a", ""]}, "stop"),
         ({"stop": [3]}, "stop"),
+        ({"stop": 5}, "stop must be a list"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"logprobs": 21}, "logprobs"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),

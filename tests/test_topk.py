@@ -184,7 +184,8 @@ def test_prepare_packs_and_plans_whole_layers(
     states = {name: step["state"] for name, step in about["steps"].items()}
     assert states["pack"] == "done" and states["train"] == "not needed" and about["plan"]["selector"] == "all"
     (ready,) = [line for line in said.splitlines() if line.startswith("ready: ")]
-    assert ready.startswith(f"ready: powerinfer run -m {path}") and "--selector" not in ready, "auto is the default"
+    assert ready.startswith(f'ready: powerinfer run "..." -m {path}')
+    assert "--selector" not in ready, "auto is the default"
     assert findings(open_checkpoint(path)).lacking == [], "a report asks for no predictors"
     found = resolve(open_checkpoint(path), EngineConfig(gpu="none"))
     assert found.selection.selector == "exact"

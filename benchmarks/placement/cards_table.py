@@ -23,8 +23,8 @@ MACHINES = (("RTX 4060", 32), ("RTX 3060", 32), ("RTX 4060 Ti 16GB", 32), ("RTX 
 """Cards, and GB of RAM beside them."""
 
 SHORT = (
-    ("qwen3-8b", 0), ("qwen3.6-35b-a3b", 0), ("qwen3-14b", 1), ("gpt-oss-20b", 1), ("qwen3.6-35b-a3b", 2),
-    ("qwen3-32b", 3), ("gpt-oss-120b", 3), ("qwen3-30b-a3b", 4),
+    ("qwen3-8b", 0), ("gpt-oss-20b", 0), ("qwen3-30b-a3b", 0), ("qwen3-14b", 1), ("qwen3.6-35b-a3b", 1),
+    ("qwen3.6-35b-a3b", 2), ("qwen3-32b", 3), ("gpt-oss-120b", 3), ("qwen3-30b-a3b", 4),
 )  # fmt: skip
 """Models of README.md, each on one of MACHINES."""
 

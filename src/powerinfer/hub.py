@@ -188,6 +188,9 @@ def remove(name: str) -> StoredModel:
     """
     import shutil
 
+    if not _stored_as(name) and name.lower() in cloned_models():
+        folder = cloned_models()[name.lower()].parent
+        raise RequestError(f"{name} belongs to a clone of powerinfer, and stays: {folder}")
     stored = local_model(name)
     folder = _folder_of(stored.name)
     if folder.is_symlink() or folder.resolve().parent != (cache_folder() / "models").resolve():

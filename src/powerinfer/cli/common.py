@@ -213,7 +213,7 @@ def _near_model(name: str) -> str:
 def refuse_model_as_prompt(prompt: str) -> None:
     """RequestError for a prompt that is a model, as in `powerinfer run MODEL`."""
     if _is_model(prompt):
-        raise RequestError(f'{prompt} is a model: powerinfer run "PROMPT" -m {prompt}')
+        raise RequestError(f'{prompt} is a model: powerinfer run "PROMPT" -m {prompt}, or powerinfer chat {prompt}')
 
 
 # ---------------------------------------------------------------- flags from dataclasses

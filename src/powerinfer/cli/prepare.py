@@ -90,7 +90,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     with stoppable(display, out):
         for name, step in steps(work):
             display.take(name, step)
-    out.line(f"\nready: powerinfer run -m {quote(str(work.checkpoint.path))}{_flags(work)}")
+    out.line(f'\nready: powerinfer run "..." -m {quote(str(work.checkpoint.path))}{_flags(work)}')
     if not work.rectified and work.selector == "all":
         out.line(no_gain(work.checkpoint.config))
     document = {

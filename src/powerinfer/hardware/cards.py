@@ -103,6 +103,8 @@ def find_card(text: str) -> tuple[str, Card]:
     if alike and not named:
         sizes = " or ".join(f"{card.gib} GB" for card in alike.values())
         raise RequestError(f"{shown(text)}: such a card has {sizes}")
+    if not named and "gtx" in text.lower():
+        raise RequestError(f"{shown(text)}: cards before the RTX 30 series are too old; --card none plans for the CPU")
     if not named:
         short = {_short(name): name for name in cards()}
         near = [short[one] for one in get_close_matches(_short(text), short, 1)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -92,10 +92,10 @@ class SamplingParams:
             _check_int("seed", self.seed, 0)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
         if not all(isinstance(text, str) and text for text in stop):
             raise RequestError("stop must be one or more non-empty texts")
-        stop_token_ids = tuple(self.stop_token_ids or ())
+        stop_token_ids = _tuple("stop_token_ids", self.stop_token_ids)
         for token in stop_token_ids:
             _check_int("stop_token_ids", token, 0)
         object.__setattr__(self, "grammar", _one_grammar(self.grammar, json_schema, regex, choice))
@@ -152,6 +152,12 @@ def _one_grammar(
     if not isinstance(grammar, Grammar | LazyGrammar | AfterThought | None):
         raise RequestError(f"grammar must be a Grammar or a text in GBNF, not {type(grammar).__name__}")
     return grammar
+
+
+def _tuple(name: str, values: Any) -> tuple[Any, ...]:
+    if not isinstance(values, Iterable | None):
+        raise RequestError(f"{name} must be a list, not {values!r}")
+    return tuple(values or ())
 
 
 def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
