@@ -1,7 +1,7 @@
 """A hook of the site's builder (`make docs`): every page of the repository, under the path that it has there.
 
 So links between pages work in the site as they do in a clone. Headings have the anchors that GitHub gives them; links
-to what is no page, such as a source file, become plain text.
+to other files, such as sources, become plain text.
 """
 
 from __future__ import annotations

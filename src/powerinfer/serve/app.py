@@ -104,7 +104,7 @@ class StrictRoute(APIRoute):
 
 
 def _of_a_program(request: Request) -> bool:
-    """Whether Ollama's API is asked by what is no web page: those say where they are from. curl names forms as type."""
+    """Whether a request to Ollama's API comes from a program: a web page states its origin, and curl a form's type."""
     return is_ollama(request.url.path) and "origin" not in request.headers
 
 
