@@ -129,7 +129,7 @@ test-compile: $(VENV)/stamp-dev
 # Without Python but for its cmake. `LEVELS=avx2` builds and tests some levels; the default is every one that the compiler knows.
 NATIVE_LEVELS := $(if $(filter command line,$(origin LEVELS)),$(LEVELS),all)
 NATIVE_TESTS = PATH="$(abspath $(BIN)):$$PATH" && cmake -G Ninja -S . -B build/native-test/$@ -DPOWERINFER_TESTS=ON -DPOWERINFER_LEVELS="$(NATIVE_LEVELS)" $(1) >/dev/null && \
-	cmake --build build/native-test/$@ --parallel $(JOBS) && ctest --test-dir build/native-test/$@ --output-on-failure
+	cmake --build build/native-test/$@ --parallel $(JOBS) && ctest --test-dir build/native-test/$@ --parallel $(JOBS) --output-on-failure
 
 test-native: $(VENV)/stamp-build-tools
 	@$(call NATIVE_TESTS)
