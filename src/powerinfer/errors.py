@@ -7,6 +7,9 @@ Every intended error derives from `PowerInferError`; the command line prints its
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class PowerInferError(Exception):
@@ -56,11 +59,23 @@ class ChangedError(ModelError):
 
 
 class GpuMemoryError(PowerInferError):
-    """A GPU ran out of memory."""
+    """A GPU ran out of memory. lacking: bytes, 0: not known."""
+
+    def __init__(self, message: str, lacking: int = 0) -> None:
+        super().__init__(message)
+        self.lacking = lacking
 
 
 class EngineError(PowerInferError):
     """An internal error ended the engine of a loaded model, which must be loaded again."""
+
+
+def demand(outcome: T | PowerInferError) -> T:
+    """The value of an outcome that may be an error, which is raised then: where a value says what does not fit, a caller
+    that has another way asks for none of it."""
+    if isinstance(outcome, PowerInferError):
+        raise outcome
+    return outcome
 
 
 CLOSED = "the model was closed"

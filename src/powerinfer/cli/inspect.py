@@ -184,7 +184,8 @@ def _resolved(
     """What `run` would choose with these options, or why it would refuse; and what memory that takes."""
     from powerinfer.devices.choices import Choice, machine_choices
     from powerinfer.hybrid.disk import open_tier
-    from powerinfer.hybrid.resolve import needs, resolve
+    from powerinfer.hybrid.resolve import resolve
+    from powerinfer.hybrid.resolved import needs
     from powerinfer.sparsity.selection import choose
 
     machine = machine_choices(engine).texts()
@@ -193,16 +194,15 @@ def _resolved(
         disk = open_tier(found, silent)
     except PowerInferError as error:
         return machine | {"selector": str(Choice(*choose(checkpoint, engine))), "refused": str(error)}, None
-    gpu = None
-    if found.gpu is not None:
-        layers = f"{found.gpu_layers} of {checkpoint.config.n_layers} layers"
-        gpu = f"{layers}{' and the head' * found.gpu_head} on {found.gpu}"
-    selection = found.selection
-    chosen = {"selector": str(Choice(selection.selector, selection.why)), "gpu": str(Choice(gpu, found.why))}
+    gpu, placement, selection = None, found.placement, found.selection
+    if placement.layers:
+        layers = f"{placement.layers} of {checkpoint.config.n_layers} layers"
+        gpu = f"{layers}{' and the head' * placement.head} on {found.gpu}"
+    chosen = {"selector": str(Choice(selection.selector, selection.why)), "gpu": str(Choice(gpu, found.device.why))}
     memory = needs(found)._asdict() | {"disk": 0}
-    if found.disk is not None and disk is not None:
+    if placement.disk is not None and disk is not None:
         chosen["disk"] = disk.about.why
-        memory |= {"kv": found.disk.held["kv"], "disk": sum(found.disk.resting.values())}
+        memory |= {"kv": placement.disk.held["kv"], "disk": sum(placement.disk.resting.values())}
     return machine | chosen, memory
 
 

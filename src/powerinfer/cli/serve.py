@@ -39,7 +39,7 @@ from powerinfer.errors import RequestError, install_extra
 from powerinfer.progress import silent
 
 if TYPE_CHECKING:
-    from powerinfer.hybrid.resolve import Needs
+    from powerinfer.hybrid.resolved import Needs
     from powerinfer.progress import Progress
     from powerinfer.runtime.engine import LLM
     from powerinfer.serve.served import Budget, ModelSource
@@ -255,7 +255,8 @@ def _load(name: str, path: Path, engine: EngineConfig, progress: Progress, budge
 def _needs(path: Path, engine: EngineConfig, budget: Budget) -> Needs:
     """What a model takes within a budget, from its headers. PowerInferError if that is not enough."""
     from powerinfer.formats.checkpoint import open_checkpoint
-    from powerinfer.hybrid.resolve import needs, resolve
+    from powerinfer.hybrid.resolve import resolve
+    from powerinfer.hybrid.resolved import needs
     from powerinfer.placement.budget import gib
 
     checkpoint = open_checkpoint(path, quantize=engine.quantize)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.devices.stage import Stage
-    from powerinfer.hybrid.resolve import Resolved
+    from powerinfer.hybrid.resolved import Resolved
     from powerinfer.hybrid.trials import SplitFfn
 
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096)

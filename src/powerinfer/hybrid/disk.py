@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from powerinfer.devices.disk import DiskTier, Reads, read_files
+from powerinfer.hybrid.disk_hints import disk_helps, disk_speed
 from powerinfer.progress import Say
 from powerinfer.system import available_memory
 
 if TYPE_CHECKING:
     from powerinfer.formats.mapped import MappedFile
-    from powerinfer.hybrid.resolve import Resolved
+    from powerinfer.hybrid.resolved import Resolved
     from powerinfer.placement.disk import DiskPlan
     from powerinfer.placement.experts import Frequencies
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 def open_tier(resolved: Resolved, say: Say) -> DiskTier | None:
     """What of a model stays on disk, its files open; None: nothing. say: told what is read. ModelError if the files
     cannot be read."""
-    plan = resolved.disk
+    plan = resolved.placement.disk
     if plan is None:
         return None
     checkpoint, bundles = resolved.checkpoint, resolved.selection.bundles
@@ -35,19 +36,7 @@ def open_tier(resolved: Resolved, say: Say) -> DiskTier | None:
         reads.gap = gap
     if direct and not reads.direct:
         why = "through the system's cache: this file system cannot do without"
-    speed = ""
-    if resolved.disk_speed is not None and reads.direct:
-        from powerinfer.placement.plan_document import rate
-
-        speed = f", about {rate(1 / resolved.disk_speed.seconds)} tokens/s"
-    flags = ["--selector all"] * resolved.whole_dense
-    flags += [] if resolved.whole_context is None else [f"--context {resolved.whole_context}"]
-    helps = f"; {' or '.join(flags)} would leave room for all of it" if flags else ""
-    if resolved.by_predictors is not None:
-        from powerinfer.placement.budget import gib
-
-        less = gib(resolved.by_predictors) if resolved.by_predictors else "none"
-        helps += f"; --selector predicted would read {less} of these, with answers that are not exact"
+    speed, helps = disk_speed(resolved) if reads.direct else "", disk_helps(resolved)
     say(f"not all of the model fits into RAM: it reads {plan.why}{speed}{helps}")
     about = replace(about, why=f"{plan.why}{speed}; {reads.engine}, {why}{helps}")
     return DiskTier(about, files, [place for place in places if place is not None], reads)

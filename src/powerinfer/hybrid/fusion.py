@@ -30,7 +30,7 @@ from powerinfer.sparsity.trials import Outcome, Subject, Trial, by_turns, fastes
 if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.hybrid.ffn import HybridFfn
-    from powerinfer.hybrid.resolve import Resolved
+    from powerinfer.hybrid.resolved import Resolved
 
 STEPS = 8
 """That are timed at a time."""

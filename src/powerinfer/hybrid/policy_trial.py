@@ -27,7 +27,7 @@ from powerinfer.sparsity.trials import Outcome, Subject, Trial, by_turns, fastes
 if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.hybrid.experts import Copier, HybridExperts
-    from powerinfer.hybrid.resolve import Resolved
+    from powerinfer.hybrid.resolved import Resolved
 
 BLOCK = 16
 """Steps that a policy decodes at a time, at most."""
@@ -99,17 +99,18 @@ def measured(
 
 def policy_trial(resolved: Resolved) -> Trial[TimedPolicies]:
     """The trial for a model that is placed like this."""
-    assert resolved.gpu is not None and resolved.experts is not None
+    placement = resolved.placement
+    assert placement.experts is not None
     digest = sha256()
-    for own in resolved.experts:
+    for own in placement.experts:
         digest.update(b"layer" + own.tobytes())
-    for layer, each in (resolved.frequencies or {}).items():
+    for layer, each in (placement.frequencies or {}).items():
         digest.update(b"%d " % layer + each.tobytes())
     facts = {
-        "layers": f"{resolved.gpu_layers} {resolved.gpu_head}",
+        "layers": f"{placement.layers} {placement.head}",
         "experts": digest.hexdigest()[:32],
         "kv_type": resolved.engine.kv_type,
-        "steps": f"{ROUNDS} {BLOCK} {UNRECORDED} {resolved.pages}",
+        "steps": f"{ROUNDS} {BLOCK} {UNRECORDED} {placement.pages}",
     }
     return split_trial(POLICIES, resolved, facts)
 

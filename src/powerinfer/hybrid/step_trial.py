@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.hybrid.experts import ExpertSplit
     from powerinfer.hybrid.ffn import NeuronSplit
-    from powerinfer.hybrid.resolve import Resolved
+    from powerinfer.hybrid.resolved import Resolved
 
 ROUNDS = 4
 STEPS = 3
@@ -42,7 +42,7 @@ def settle(executor: SplitExecutor, split: NeuronSplit | ExpertSplit, resolved: 
     if not executor.gpu.calls:
         return
     facts = {
-        "layers": f"{resolved.gpu_layers} {resolved.gpu_head}",
+        "layers": f"{resolved.placement.layers} {resolved.placement.head}",
         "hot": hot_counts(split.ffns),
         "copies": copies,
         "kv_type": resolved.engine.kv_type,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.hybrid.experts import HybridExperts
     from powerinfer.hybrid.ffn import HybridFfn
-    from powerinfer.hybrid.resolve import Resolved
+    from powerinfer.hybrid.resolved import Resolved
 
     SplitFfn: TypeAlias = HybridFfn | HybridExperts
 
@@ -28,7 +28,6 @@ R = TypeVar("R")
 
 def split_trial(subject: Subject[R], resolved: Resolved, facts: Mapping[str, object]) -> Trial[R]:
     """A trial beside a GPU. facts: what its result depends on, beside the model, the options and both devices."""
-    assert resolved.gpu is not None
     checkpoint, engine = resolved.checkpoint, resolved.engine
     key = conditions(checkpoint, engine, resolved.selection) | software(resolved.gpu)
     return Trial(subject, checkpoint, engine, key | {name: str(value) for name, value in facts.items()})

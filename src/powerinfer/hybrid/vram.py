@@ -1,27 +1,28 @@
 """Keeping a VRAM budget by measuring: once a model is loaded its largest steps run, and their real memory use counts.
 
 A plan is made from an estimate of a GPU's working memory. The measurement replaces it, once: neurons move to the GPU
-where it leaves room, and to the CPU where it does not, or where the device runs out of memory, be it while weights are
-uploaded, in the largest steps or in the trial of prompts. Either way a margin stays free, so that the next start does
-not run out again. What was measured is saved in trials.json beside the model, so that every start places the same
-neurons; an entry that the measurement contradicts is replaced. torch's CPU device has no allocator statistics, so there
-the estimate is used.
+where it leaves room, and to the CPU where it does not. Where the device runs out of memory, be it while weights are
+uploaded, in the largest steps or in the trial of prompts, the model is loaded again with less there (load.py). Either
+way a margin stays free, so that the next start does not run out again. What was measured is saved in trials.json beside
+the model, so that every start places the same neurons; an entry that the measurement contradicts is replaced. torch's
+CPU device has no allocator statistics, so there the estimate is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, cast
 
-from powerinfer.errors import GpuMemoryError, PowerInferError, RequestError
+from powerinfer.errors import GpuMemoryError, PowerInferError
 from powerinfer.formats.json_file import Between
+from powerinfer.hybrid.beside_gpu import estimated_scratch, with_fewer_layers, with_other_experts
+from powerinfer.hybrid.resolved import Resolved, needs
 from powerinfer.hybrid.trials import split_trial
 from powerinfer.kernels.gpu import FEW
 from powerinfer.neurons import Tier
 from powerinfer.placement.budget import gib, staged_in_ram, staged_on_gpu
-from powerinfer.placement.plan import GPU_ACCOUNTING, with_less_vram, with_working_memory
+from powerinfer.placement.plan import GPU_ACCOUNTING, Plan, with_less_vram, with_working_memory
 from powerinfer.placement.solver import GROUP
 from powerinfer.sparsity.trials import Subject, Trial
 
@@ -30,19 +31,19 @@ if TYPE_CHECKING:
     from powerinfer.devices.streamed import StreamedLayers
     from powerinfer.hybrid.experts import ExpertSplit
     from powerinfer.hybrid.ffn import NeuronSplit
-    from powerinfer.hybrid.resolve import Resolved
-    from powerinfer.placement.plan import Plan
+
+    Split = NeuronSplit | ExpertSplit | StreamedLayers
 
 MARGIN = 8
 """Where neurons move, this part of the measured working memory (an eighth) stays free."""
 
 _LACKING = 256 << 20
-"""Bytes of neurons to move if the device ran out of memory, since what is lacking is unknown; doubled each time."""
+"""Bytes to leave out if the device ran out of memory, since what is lacking is unknown; doubled each time."""
 
 
 @dataclass(frozen=True)
 class Working:
-    """Bytes of working memory that neurons were placed by; measured: as in `Held`."""
+    """Bytes of working memory that neurons were placed by; measured: bytes that dense parts and steps took then."""
 
     working: Annotated[int, Between(0, 1 << 50)]
     measured: Annotated[int, Between(0, 1 << 50)]
@@ -51,51 +52,24 @@ class Working:
 MEMORY = Subject("working memory", Working)
 
 
-@dataclass(frozen=True)
-class Held:
-    """plan: places the neurons, None: there are none to place. measured: bytes that dense parts and steps take with it,
-    None: that is not known."""
-
-    plan: Plan | None
-    measured: int | None
-
-
-class SavedMemory:
-    """Working memory that neurons of a model were placed by, and what was measured with that; `--retrial` measures
-    again. A folder that cannot be written is no failure: later starts measure again."""
-
-    def __init__(self, resolved: Resolved) -> None:
-        plan = resolved.plan
-        assert plan is not None
-        request, gpu = plan.request, plan.request.hardware.gpu
-        assert gpu is not None
-        facts = {
-            "vram": gpu.memory_bytes if request.vram is None else request.vram,
-            "reserved": gpu.reserved_bytes,
-            "layers": f"{plan.claims.gpu_layers} {plan.claims.gpu_head}",
-            "profile": request.profile.digest,
-            "policy": request.policy,
-            "work": request.workload,
-            "staging": plan.claims.staging,
-            "passes": plan.claims.passes,
-            "accounting": GPU_ACCOUNTING,
-        }
-        self._trial = split_trial(MEMORY, resolved, {**facts, "margin": MARGIN})
-
-    def find(self, plan: Plan) -> Held | None:
-        """The plan by what was measured earlier; None if nothing was, or neurons do not fit into RAM then."""
-        saved = self._trial.find()
-        if saved is not None:
-            with suppress(RequestError):
-                found = with_working_memory(plan, saved.result.working)
-                if found is not None and found.loads:
-                    return Held(found, saved.result.measured)
-        return None
-
-    def keep(self, held: Held) -> None:
-        """Save what a plan holds for working memory."""
-        assert held.plan is not None and held.measured is not None
-        self._trial.keep(Working(held.plan.claims.gpu["scratch"], held.measured))
+def neurons_memory(resolved: Resolved, plan: Plan) -> Trial[Working]:
+    """The trial of the working memory that neurons of a model are placed by, and of what was measured with that;
+    `--retrial` measures again. A folder that cannot be written is no failure: later starts measure again."""
+    request, gpu = plan.request, plan.request.hardware.gpu
+    assert gpu is not None
+    facts = {
+        "vram": gpu.memory_bytes if request.vram is None else request.vram,
+        "reserved": gpu.reserved_bytes,
+        "layers": f"{plan.claims.gpu_layers} {plan.claims.gpu_head}",
+        "profile": request.profile.digest,
+        "policy": request.policy,
+        "work": request.workload,
+        "staging": plan.claims.staging,
+        "passes": plan.claims.passes,
+        "accounting": GPU_ACCOUNTING,
+        "margin": MARGIN,
+    }
+    return split_trial(MEMORY, resolved, facts)
 
 
 def experts_memory(resolved: Resolved) -> Trial[Working]:
@@ -106,93 +80,111 @@ def experts_memory(resolved: Resolved) -> Trial[Working]:
     return split_trial(MEMORY, resolved, {"experts": engine.expert_policy, "work": sizes, "margin": MARGIN})
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """A plan that is tried, None: there are no neurons to place.
+def smaller(resolved: Resolved, lacking: int, failures: int = 0) -> Resolved | None:
+    """The same with less on the GPU, once that ran out of memory: fewer neurons; or no buffers for long prompts; or
+    fewer experts, or layers. None: nothing is left to leave out.
 
-    failures: how often the device ran out of memory before; tight: with the plan before this one. grow: neurons may
-    move to the GPU if there is room for more.
+    lacking: bytes, 0: not known; failures: how often the device ran out of memory before.
     """
-
-    plan: Plan | None = None
-    failures: int = 0
-    tight: bool = False
-    grow: bool = True
-
-    def after_failure(self) -> Attempt | None:
-        """What to try once the device ran out of memory with it; None: no neurons are left to move.
-
-        RequestError as `with_less_vram`.
-        """
-        held = 0 if self.plan is None else _held(self.plan)
-        if self.plan is None or not held:
+    placement, lacking = resolved.placement, lacking or _LACKING << failures
+    if placement.neurons is not None:
+        held = _held(placement.neurons)
+        less = with_less_vram(placement.neurons, min(lacking, held)) if held else None
+        rests = resolved.engine.disk != "none"
+        if less is None or not (less.loads if rests else less.fits):
             return None
-        less = with_less_vram(self.plan, min(_LACKING << self.failures, held))
-        return None if less is None else Attempt(less, self.failures + 1, tight=True, grow=False)
+        return resolved.placed(plan=less, disk=less.on_disk if rests else None)
+    if placement.staging:
+        return resolved.placed(staging=0)
+    if placement.experts is None:
+        return with_fewer_layers(resolved)
+    if not any(map(len, placement.experts)):
+        return None
+    estimate = estimated_scratch(resolved)
+    scratch = placement.scratch
+    if scratch is not None and scratch < estimate:  # what was measured, now or at an earlier start, does not hold
+        experts_memory(resolved).keep(Working(estimate, estimate))
+        return with_other_experts(resolved, estimate)
+    assert placement.plan is not None
+    spare = max(0, placement.plan.claims.gpu_left)
+    return with_other_experts(resolved, (estimate if scratch is None else scratch) + spare + lacking)
 
-    def after_steps(self, used: int | None, lacking: int, earlier: int | None) -> Attempt | None:
-        """What to try once the largest steps ran with it; None: it stays.
 
-        used: what they and the dense parts take, and earlier: took at the last start, None: that is not known. lacking:
-        bytes beyond the limit. RequestError as `with_less_vram`.
-        """
-        plan = other = self.plan
-        if plan is None:
-            return None
-        if lacking > 0:
-            other = _with_fewer(plan, lacking, _margin(plan, used))
-        elif self.tight:  # what was freed suffices; a margin has to follow
-            other = _if_changed(plan, _with_fewer(plan, 0, _margin(plan, used)))
-        else:
-            other = _with_more(plan, used, earlier) if self.grow and used is not None else None
-        return None if other is None else Attempt(other, self.failures, grow=False)
+def fill(
+    plan: Plan, used: int | None, lacking: int, earlier: int | None = None, *, tight: bool = False
+) -> Plan | None:
+    """The plan by what is really left on the GPU, once the largest steps ran; None: it stays.
+
+    used: bytes that they and the dense parts take, and earlier: took at the last start, None: that is not known.
+    lacking: bytes beyond the limit; tight: the device ran out of memory with the plan before this one.
+    """
+    if lacking > 0:
+        return _with_fewer(plan, lacking, _margin(plan, used))
+    if tight:  # what was freed suffices; a margin has to follow
+        less = _with_fewer(plan, 0, _margin(plan, used))
+        return less if less is not None and less.loads and less.choice.gpu != plan.choice.gpu else None
+    return None if used is None else _with_more(plan, used, earlier)
 
 
 def hold_budget(
     executor: SplitExecutor,
-    requests: int,
-    vram: int | None,
-    attempt: Attempt = Attempt(),
-    split: NeuronSplit | ExpertSplit | StreamedLayers | None = None,
+    resolved: Resolved,
+    split: Split | None = None,
     *,
     earlier: int | None = None,
+    tight: bool = False,
     settle: Callable[[], bool | None] = lambda: None,
-) -> Held:
-    """Run the largest steps, `requests` of them decoding together, and `settle`, and move neurons until they fit.
+) -> tuple[Resolved, int | None]:
+    """Run the largest steps, all requests decoding together, fill what they leave, and `settle`.
 
-    The cache must be empty. vram: limit in bytes for tensors, steps and recordings, None: the device's memory. attempt:
-    the plan so far; earlier: what was measured with it, None: nothing. If that is something else than now, neurons also
-    move to the GPU, once, if there is room for more. split: the placed neurons of a plan, or experts or layers that
-    stream, which do not move; None: there are none of these. settle: what else must run, at the end; whether steps are
-    other ones from then on, so that the largest must run again. Returns what fits.
-    GpuMemoryError, with what would help, if the budget cannot be kept.
+    The cache must be empty. earlier, tight: as of `fill`. split: the placed neurons of a plan, or experts or layers
+    that stream, which do not move; None: there are none of these. settle: what else must run, at the end; whether steps
+    are other ones from then on, so that the largest must run again. Returns what is placed now, and the bytes that
+    dense parts and steps take, None: not known.
+    GpuMemoryError if the budget cannot be kept so.
     """
+    vram, plan = resolved.vram, resolved.placement.neurons
+    used = _rehearsal(executor, resolved, split)
+    if plan is not None:
+        filled = fill(plan, used, _lacking(used, split, vram), earlier, tight=tight)
+        if filled is not None:
+            if not filled.loads:
+                problem = _over_budget(_lacking(used, split, vram), vram)
+                raise PowerInferError(f"{problem}; --ram does not hold the neurons that would make room there")
+            resolved = resolved.placed(plan=filled)
+            _move(cast("NeuronSplit", split), filled)
+            used = _rehearsal(executor, resolved, split)
     while True:
-        try:
-            if attempt.plan is not None and split is not None:
-                _move(cast("NeuronSplit", split), attempt.plan)
-            used = _rehearsal(executor, requests, split)
-            lacking = _lacking(used, split, vram)
-            other = attempt.after_steps(used, lacking, earlier)
-            if other is None and lacking <= 0:
-                if settle():
-                    continue
-                if vram is not None:
-                    executor.gpu.share.limit(vram - executor.gpu.recorded_bytes)
-                return Held(attempt.plan, used)
-            problem = _over_budget(lacking, vram)
-        except GpuMemoryError as error:
-            problem = error.with_traceback(None)  # its frames hold tensors of the step
-            other = attempt.after_failure()
-        if other is None or split is None:
-            raise problem
-        assert other.plan is not None
-        if not other.plan.loads:
-            raise PowerInferError(f"{problem}; --ram does not hold the neurons that would make room there")
-        attempt = other
+        lacking = _lacking(used, split, vram)
+        if lacking > 0:
+            raise _over_budget(lacking, vram)
+        if not settle():
+            break
+        used = _rehearsal(executor, resolved, split)
+    if vram is not None:
+        executor.gpu.share.limit(vram - executor.gpu.recorded_bytes)
+    return resolved, used
 
 
-def _lacking(used: int | None, split: NeuronSplit | ExpertSplit | StreamedLayers | None, vram: int | None) -> int:
+def measured_scratch(resolved: Resolved, split: ExpertSplit, used: int | None) -> int | None:
+    """The working memory to place experts by instead of an estimate, where it leaves room for one more; None: it does
+    not, or nothing was measured. used: what dense parts and the largest steps take."""
+    from powerinfer.hardware.measure import measured
+
+    if used is None or resolved.placement.scratch is not None or not any(len(ffn.cold) for ffn in split.ffns):
+        return None
+    gpu = measured(resolved.engine, gpu=resolved.gpu).gpu
+    assert gpu is not None
+    limit = gpu.memory_bytes - gpu.reserved_bytes if resolved.vram is None else resolved.vram
+    estimate = estimated_scratch(resolved)
+    placed = needs(resolved).vram - gpu.reserved_bytes - estimate
+    working = max(0, used + neuron_bytes(split) - placed)
+    scratch = working + working // MARGIN
+    least = min(ffn.expert_bytes for ffn in split.ffns if len(ffn.cold))
+    return scratch if limit - placed - scratch >= least and scratch < estimate else None
+
+
+def _lacking(used: int | None, split: Split | None, vram: int | None) -> int:
     """Bytes beyond the limit; 0 or less where it is kept, or not known."""
     if used is None or vram is None:
         return 0
@@ -203,7 +195,8 @@ def _over_budget(lacking: int, vram: int | None) -> GpuMemoryError:
     vram, lacking = vram or 0, max(0, lacking)
     return GpuMemoryError(
         f"the model takes {gib(lacking + vram)} of the GPU's memory, and --vram leaves it {gib(vram)}: give "
-        f"{gib(lacking)} more, or lower --context, --prefill-chunk or --max-batch"
+        f"{gib(lacking)} more, or lower --context, --prefill-chunk or --max-batch",
+        lacking,
     )
 
 
@@ -218,16 +211,9 @@ def _margin(plan: Plan, used: int | None) -> int:
 
 def _with_fewer(plan: Plan, lacking: int, margin: int) -> Plan | None:
     """The plan with `lacking` fewer bytes of neurons on the GPU, and with `margin` fewer still if there are that many
-    and RAM holds them; None, or RequestError, as `with_less_vram` has it for `lacking` alone."""
-    with suppress(RequestError):
-        less = with_less_vram(plan, min(lacking + margin, max(lacking, _held(plan))))
-        if less is not None and less.loads:
-            return less
-    return with_less_vram(plan, lacking)
-
-
-def _if_changed(plan: Plan, less: Plan | None) -> Plan | None:
-    return less if less is not None and less.loads and less.choice.gpu != plan.choice.gpu else None
+    and RAM holds them; None where `with_less_vram` has none for `lacking` alone."""
+    less = with_less_vram(plan, min(lacking + margin, max(lacking, _held(plan))))
+    return less if less is not None and less.loads else with_less_vram(plan, lacking)
 
 
 def _with_more(plan: Plan, used: int, earlier: int | None) -> Plan | None:
@@ -240,11 +226,8 @@ def _with_more(plan: Plan, used: int, earlier: int | None) -> Plan | None:
     margin = working // MARGIN
     if earlier is not None and used >= earlier - margin:
         return None
-    with suppress(RequestError):
-        found = with_working_memory(plan, working + margin)
-        if found is not None and found.loads and sum(found.choice.gpu) > sum(plan.choice.gpu):
-            return found
-    return None
+    more = with_working_memory(plan, working + margin)
+    return more if more is not None and more.loads and sum(more.choice.gpu) > sum(plan.choice.gpu) else None
 
 
 def _working(plan: Plan, used: int) -> int:
@@ -256,11 +239,9 @@ def _working(plan: Plan, used: int) -> int:
     return max(0, working)
 
 
-def _rehearsal(
-    executor: SplitExecutor, requests: int, split: NeuronSplit | ExpertSplit | StreamedLayers | None
-) -> int | None:
+def _rehearsal(executor: SplitExecutor, resolved: Resolved, split: Split | None) -> int | None:
     """`rehearsed`; what streaming neurons passes on is part of the largest steps."""
-    stage = None if split is None else split.stage
+    stage, requests = None if split is None else split.stage, resolved.engine.max_batch
     if stage is None:
         return rehearsed(executor, requests)
     stage.least = FEW + 1
@@ -278,7 +259,7 @@ def rehearsed(executor: SplitExecutor, requests: int) -> int | None:
     return sum(executor.gpu.memory().values())
 
 
-def neuron_bytes(split: NeuronSplit | ExpertSplit | StreamedLayers) -> int:
+def neuron_bytes(split: Split) -> int:
     """Bytes of hot neurons, predictors and staging buffers on the GPU."""
     return sum(sum(ffn.memory().values()) for ffn in split.ffns) + (0 if split.stage is None else split.stage.nbytes)
 
@@ -292,6 +273,5 @@ def _move(split: NeuronSplit, plan: Plan) -> None:
     placement = plan.placement(plan.request.profile)
     hot = {ffn.layer: placement.by_tier(ffn.layer)[Tier.GPU] for ffn in split.ffns}
     for ffn in sorted(split.ffns, key=lambda ffn: len(hot[ffn.layer]) - len(ffn.hot)):
-        failed = ffn.neurons is None and len(ffn.hot) > 0  # by running out of memory
-        if failed or len(hot[ffn.layer]) != len(ffn.hot):
+        if len(hot[ffn.layer]) != len(ffn.hot):
             ffn.place(hot[ffn.layer])

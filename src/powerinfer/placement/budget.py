@@ -98,6 +98,25 @@ class Workload:
 
 
 @dataclass(frozen=True)
+class Division:
+    """The part of a model that a GPU has.
+
+    layers: the first ones, with their KV cache; head: the output head; slots: of each layer the number of its experts
+    there, None: all; cached: RAM has these experts, too. host_bytes: RAM that the GPU's libraries take.
+    """
+
+    layers: int = 0
+    head: bool = False
+    slots: tuple[int, ...] | None = None
+    cached: bool = False
+    host_bytes: int = 0
+
+
+ON_CPU = Division()
+"""Nothing of the model is on a GPU."""
+
+
+@dataclass(frozen=True)
 class Claims:
     """gpu_layers: number of layers, from the first, with their attention, and their predictor if any, on the GPU;
     0: the GPU is not used; gpu_head: the output head is there too. The other layers are in RAM.
@@ -166,21 +185,13 @@ def budgets(hardware: Hardware, vram: int | None, ram: int | None) -> tuple[int,
 # ---------------------------------------------------------------- bytes in either memory
 
 
-def on_gpu(
-    model: Model,
-    hardware: Hardware,
-    work: Workload,
-    layers: int,
-    head: bool,
-    dense: bool = False,
-    slots: Sequence[int] | None = None,
-) -> Footprint:
-    """Bytes on a GPU with the first `layers` layers, at least one, and with `head` the output head.
+def on_gpu(model: Model, hardware: Hardware, work: Workload, division: Division, dense: bool = False) -> Footprint:
+    """Bytes on a GPU that has at least one layer.
 
     Neurons do not count, but FFNs whose neurons are not told apart; with `dense` the FFNs are dense, and all count.
-    slots: of each layer the number of its experts that are there, None: all.
     """
     assert hardware.gpu is not None
+    layers, head, slots = division.layers, division.head, division.slots
     held = {
         "runtime": hardware.gpu.reserved_bytes,
         "scratch": model.gpu_scratch(work.tokens, work.requests, layers) if work.scratch is None else work.scratch,
@@ -202,29 +213,18 @@ def on_gpu(
     return held
 
 
-def in_ram(
-    model: Model,
-    work: Workload,
-    layers: int = 0,
-    head: bool = False,
-    host_bytes: int = 0,
-    panels: bool = True,
-    slots: Sequence[int] | None = None,
-    cached: bool = False,
-) -> Footprint:
-    """Bytes in RAM beside a GPU with the first `layers` layers, and with `head` the output head.
+def in_ram(model: Model, work: Workload, division: Division = ON_CPU, panels: bool = True) -> Footprint:
+    """Bytes in RAM of what a GPU does not have.
 
-    host_bytes: what the GPU's libraries take in RAM. panels: all FFNs are dense, and those of the other layers count;
-    else only those whose neurons are not told apart. slots: as `on_gpu`; the other experts of its layers are here,
-    and with `cached` all of them.
+    panels: all FFNs are dense, and those of the other layers count; else only those whose neurons are not told apart.
     """
-    config = model.config
+    config, layers, head, slots = model.config, division.layers, division.head, division.slots
     scratch = model.scratch_bytes(work.tokens, work.requests)
     if layers:  # buffers between the devices, x in and out, counters of neurons
         scratch += link_bytes(work.tokens, config) + 4 * work.tokens * config.d_model
         scratch += 2 * 8 * sum(config.ffn_sizes[:layers])
     held = {
-        "runtime": RUNTIME_BYTES + (host_bytes if layers else 0),
+        "runtime": RUNTIME_BYTES + (division.host_bytes if layers else 0),
         "scratch": scratch,
         "embedding": model.tables,
         "norms": model.vectors - model.layer_vectors(panels, layers) - head * model.end_vectors,
@@ -239,7 +239,7 @@ def in_ram(
     if panels or dense:
         held["panels"] = dense
     if slots is not None:
-        here = (model.n_experts[layer] - (0 if cached else slots[layer]) for layer in range(layers))
+        here = (model.n_experts[layer] - (0 if division.cached else slots[layer]) for layer in range(layers))
         cold = (n * model.expert_bytes(layer)[1] for layer, n in enumerate(here))
         held["experts"] = sum(cold)
     return held
@@ -268,10 +268,10 @@ def layers_that_fit(
     experts: with all of theirs, else with none."""
     if hardware.gpu is None or not vram:
         return 0, False
-    slots = None if experts else [0] * model.config.n_layers
+    slots = None if experts else (0,) * model.config.n_layers
 
     def taken(layers: int, head: bool = False) -> int:
-        return sum(on_gpu(model, hardware, work, layers, head, dense, slots).values())
+        return sum(on_gpu(model, hardware, work, Division(layers, head, slots), dense).values())
 
     every = model.config.n_layers
     layers = bisect_right(range(1, every + 1), vram, key=taken)
@@ -285,7 +285,7 @@ def whole_layers(model: Model, hardware: Hardware, work: Workload, vram: int) ->
     others = model.config.n_layers - layers
     if not layers or not others or work.chunk <= kernels.FEW or any(model.n_experts):
         return layers, head, 0
-    room = vram - sum(on_gpu(model, hardware, work, layers, False, dense=True).values())
+    room = vram - sum(on_gpu(model, hardware, work, Division(layers), dense=True).values())
     wanted = streamed_buffer(model, work)
     found = streamed_buffer(model, work, max(0, room - streamed_on_gpu(model, work, layers, 0)) // staged_on_gpu(1))
     if found < wanted and others >= GIVES_WAY:
@@ -334,8 +334,8 @@ def _attending(model: Model, layers: int) -> list[tuple[int, AttentionConfig]]:
 
 def no_layer_fits(model: Model, hardware: Hardware, work: Workload, vram: int, dense: bool = False) -> VramError:
     """The error for a GPU budget too small for one layer, with the smallest that is not. dense: as `on_gpu`."""
-    slots = [0] * model.config.n_layers if any(model.n_experts) else None
-    held = on_gpu(model, hardware, work, 1, False, dense or slots is not None, slots)
+    slots = (0,) * model.config.n_layers if any(model.n_experts) else None
+    held = on_gpu(model, hardware, work, Division(1, slots=slots), dense or slots is not None)
     parts = {"working memory": held["scratch"], "driver and libraries": held["runtime"], "KV cache": held["kv"]}
     takes = ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in parts.items() if nbytes)
     return VramError(
@@ -371,15 +371,16 @@ def claim(
     frequencies: Frequencies | None = None,
     cached: bool = False,
     disk: bool = False,
-) -> Claims:
+) -> Claims | RequestError:
     """Place the dense parts, and experts. Without a layer on a GPU, and with `disk` of a model of experts, less than
-    nothing may be left of RAM. RequestError, with the minimum, if they do not fit into RAM and VRAM together.
+    nothing may be left of RAM. Returns the error, with the minimum, if they do not fit into RAM and VRAM together;
+    RequestError for budgets beyond the machine's.
     frequencies: how often each expert is selected, None: not known; cached: RAM has those on the GPU too."""
     vram, ram = budgets(hardware, vram, ram)
     if any(model.n_experts):
         found = _claim_experts(model, hardware, work, (vram, ram), frequencies, cached)
         if found is not None and found.cpu_left < 0 and not disk:
-            raise _too_large(model, found.gpu, found.cpu, ram, hardware)
+            return _too_large(model, found.gpu, found.cpu, ram, hardware)
         if found is not None:
             return found
         vram = 0
@@ -387,11 +388,11 @@ def claim(
     if not layers:
         cpu, neuron = in_ram(model, work), model.bundle.stride - (0 if work.predicted else model.bundle.gate_bytes)
         return Claims(0, False, {}, cpu, 0, ram - sum(cpu.values()), neuron, work.selector != "all", panels=True)
-    gpu = on_gpu(model, hardware, work, layers, head)
-    cpu = in_ram(model, work, layers, head, hardware.host_bytes, panels=False)
+    division = Division(layers, head, host_bytes=hardware.host_bytes)
+    gpu, cpu = on_gpu(model, hardware, work, division), in_ram(model, work, division, panels=False)
     left = ram - sum(cpu.values())
     if left < 0:
-        raise _too_large(model, gpu, cpu, ram, hardware)
+        return _too_large(model, gpu, cpu, ram, hardware)
     room, shared = vram - sum(gpu.values()), shared_on_gpu(model, layers)
     gpu_left = max(0, room - shared)
     left = max(0, left - shared_in_ram(model, layers))
@@ -442,8 +443,8 @@ def _claim_experts(
     layers, head = layers_that_fit(model, hardware, work, vram, dense=True, experts=False)
     if not layers:
         return None
-    dense, none = (model, hardware, work, layers, head, True), [0] * model.config.n_layers
-    room = vram - sum(on_gpu(*dense, none).values())
+    none = Division(layers, head, (0,) * model.config.n_layers, cached, hardware.host_bytes)
+    room = vram - sum(on_gpu(model, hardware, work, none, dense=True).values())
     own = [layer for layer in range(layers) if model.n_experts[layer]]
     nbytes = {layer: model.expert_bytes(layer)[0] for layer in own}
     about = {layer: _alike(model, layer) if frequencies is None else frequencies[layer] for layer in own}
@@ -460,8 +461,8 @@ def _claim_experts(
         else:
             found = slots_by_frequency(about, nbytes, rest)
         slots = tuple(found.get(layer, 0) for layer in range(model.config.n_layers))
-        gpu = on_gpu(*dense, slots)
-        cpu = in_ram(model, work, layers, head, hardware.host_bytes, slots=slots, cached=cached)
+        division = replace(none, slots=slots)
+        gpu, cpu = on_gpu(model, hardware, work, division, dense=True), in_ram(model, work, division)
         left = ram - sum(cpu.values()) - staged_in_ram(staging)
         gpu_left = vram - sum(gpu.values()) - staged_on_gpu(staging)
         return Claims(layers, head, gpu, cpu, gpu_left, left, 0, False, True, staging, slots)

@@ -30,7 +30,7 @@ from powerinfer.kernels.cpu import NEURON_TOKENS, READ_COPIES, matrix_bytes
 from powerinfer.models.inventory import Matrix, Unit
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Profile
 from powerinfer.placement import cost
-from powerinfer.placement.budget import Footprint, Workload, gib, in_ram
+from powerinfer.placement.budget import ON_CPU, Division, Footprint, Workload, gib, in_ram
 from powerinfer.placement.shapes import Model
 from powerinfer.system import MOST_THREADS
 
@@ -80,13 +80,16 @@ these."""
 class DiskPlan:
     """about: what stays on disk; held: bytes in RAM by use, which fit; streamed: bytes that every step reads; resting:
     bytes of what stays on disk, by use. reading: bytes in order that a disk reads in the time of all that a step is
-    expected to read, small reads among them; None: how often neurons fire is not known."""
+    expected to read, small reads among them; None: how often neurons fire is not known. ram: the budget; host_bytes:
+    those of a GPU's libraries in it."""
 
     about: OnDisk
     held: Footprint
     streamed: int
     resting: Footprint = field(default_factory=dict)
     reading: float | None = None
+    ram: int = 0
+    host_bytes: int = 0
 
     @property
     def why(self) -> str:
@@ -120,132 +123,213 @@ def plan_disk(
     work: Workload,
     ram: int,
     threads: int,
-    bundled: bool = False,
+    division: Division = ON_CPU,
     *,
-    first: int = 0,
-    head: bool = False,
-    host_bytes: int = 0,
-    slots: Sequence[int] | None = None,
-    cached: bool = False,
+    bundled: bool = False,
     whole: int | None = None,
     profile: Profile | None = None,
-) -> DiskPlan:
-    """What stays on disk so that the layers from `first` on, and the head, run on the CPU within `ram` bytes.
+) -> DiskPlan | RequestError:
+    """What stays on disk so that the CPU computes within `ram` bytes what a GPU does not have.
 
-    bundled: neurons may stay on disk as bundles, of any selector but `all`. host_bytes: of the libraries of a GPU that
-    has the layers before, and with `head` the head; slots: of each layer the number of its experts there, None: all;
-    the others are the CPU's, and may stay on disk, and with `cached` all of them. whole: bytes of RAM that hold the
-    model, of a small one less than what reading it takes. profile: how often neurons fire, None: not known.
+    bundled: neurons may stay on disk as bundles, of any selector but `all`. Experts that the GPU does not have may stay
+    there, and all where they are exchanged. whole: bytes of RAM that hold the model, of a small one less than what
+    reading it takes. profile: how often neurons fire, None: not known.
 
-    RequestError, with the least that would do, where even one matrix at a time does not fit.
+    Returns the error, with the least that would do, where even one matrix at a time does not fit.
     """
     if model.in_experts:
-        raise RequestError(
+        return RequestError(
             "neurons inside experts are computed where all experts are in RAM, and they do not fit: leave out "
             "--selector, and whole experts are read from disk"
         )
-    held = in_ram(model, work, first, head, host_bytes, slots=slots, cached=cached)
-    layers = range(first, model.config.n_layers)
-    table = 0 if "embed" in model.converted else model.tables  # in the mapped file, whose pages the system may take
-    held["embedding"] -= table
-    held["scratch"] += PACKED * min(threads, MOST_THREADS)
-    fixed = sum(held[use] for use in ("runtime", "scratch", "embedding", "norms", "kv", "predictor"))
-    order = [
-        *_spread([unit for layer in layers for unit in ffn_units(model, layer)]),
-        *_spread([unit for layer in layers for unit in attention_units(model, layer)]),
-        *([] if head else [head_unit(model)]),
-    ]
-    free = [unit for unit in order if model.converted.isdisjoint(unit.names)]
-    neurons = _neurons(model, work, threads) if bundled else {}
-    if neurons:
-        held["scratch"] += READ_COPIES
-        fixed += READ_COPIES
-    kept = _other(model, layers, head)
-    for unit in order:
-        kept[unit.use] += 0 if unit in free else unit.panels
-    stuck = sum(kept.values())
-    most = _experts_of_cpu(model, first, slots, cached)
-    experts = {layer: model.experts[layer] for layer in most}
-    slot = {layer: _slot_bytes(matrices, model.n_experts[layer]) for layer, matrices in experts.items()}
-    least = {layer: min(most[layer], least_slots(model.config.experts[layer])) for layer in experts}
-    if any(f"layers.{at}.experts_{part}" in model.converted for at in experts for part in _parts(model, at)):
-        raise RequestError(
+    experts = _Experts(model, division)
+    if experts.converted:
+        return RequestError(
             f"{model.name}: experts are read from disk as a file has them, and these would be converted: "
             "leave out --quantize, or take a file in a type that is computed as it is"
         )
-    width = -(-model.config.d_model // 32) * 32
-    guesses = sum(matrix_bytes("Q8_0", model.n_experts[layer], width) for layer in experts)  # routers
-    held["scratch"] += guesses
-    fixed += guesses
-    # An expert on its way to the GPU; biases of all experts, which of layers on the CPU as a whole are vectors.
-    moving = max((_slot_bytes(experts[layer], model.n_experts[layer]) for layer in experts if layer < first), default=0)
-    held["scratch"] += moving
-    beside = moving + sum(model.n_experts[layer] * model.expert_biases(layer) for layer in experts if layer < first)
-    fixed += stuck + beside + sum(least[layer] * slot[layer] for layer in experts)
-    fixed += sum(one.least for one in neurons.values())
-    prompts = [one.prompts for one in neurons.values()]
-    units = [unit for unit in (_decoded(one, neurons) for one in free) if unit.names]
-    ahead = min(AHEAD, ram // 16)
+    return _Budget(model, work, ram, threads, division, experts, bundled, profile).plan(whole)
 
-    def left(streamed: Sequence[Unit], rest: Sequence[Unit]) -> int:
-        return ram - fixed - sum(unit.panels for unit in rest) - _window(streamed, prompts, ahead)
 
-    def lent(streamed: Sequence[Unit]) -> int:
-        return _lent(model, work, 0 if streamed else _window(streamed, prompts, ahead)) if neurons and not first else 0
+class _Experts:
+    """Experts that the CPU computes, and that may rest on disk. most: by layer, their number; slot: bytes of the place
+    of one in RAM; least: slots that a layer needs."""
 
-    hottest = _Hottest(neurons, model, work, profile) if neurons and profile else None
+    def __init__(self, model: Model, division: Division) -> None:
+        first, slots = division.layers, division.slots
+        self.most: dict[int, int] = {}
+        for layer in model.config.experts:
+            n = model.n_experts[layer]
+            there = 0 if layer >= first or division.cached else n if slots is None else slots[layer]
+            if there < n:
+                self.most[layer] = n - there
+        self._model = model
+        self.slot = {layer: _slot_bytes(model.experts[layer], model.n_experts[layer]) for layer in self.most}
+        self.least = {at: min(most, least_slots(model.config.experts[at])) for at, most in self.most.items()}
+        of_gpu = [layer for layer in self.most if layer < first]
+        width = -(-model.config.d_model // 32) * 32
+        self.guesses = sum(matrix_bytes("Q8_0", model.n_experts[layer], width) for layer in self.most)  # routers
+        # An expert on its way to the GPU; biases of all experts, which of layers on the CPU as a whole are vectors.
+        self.moving = max((self.slot[layer] for layer in of_gpu), default=0)
+        self.biases = sum(model.n_experts[layer] * model.expert_biases(layer) for layer in of_gpu)
 
-    def read(streamed: Sequence[Unit], rest: Sequence[Unit]) -> float:
+    @property
+    def converted(self) -> bool:
+        """Some would be converted when they are loaded."""
+        parts = ((layer, part) for layer in self.most for part in self._model.config.experts[layer].matrices)
+        return any(f"layers.{layer}.experts_{part}" in self._model.converted for layer, part in parts)
+
+    def nbytes(self, slots: Mapping[int, int]) -> int:
+        """Bytes of that many slots by layer."""
+        return sum(slots[layer] * self.slot[layer] for layer in self.most)
+
+    def slots(self, left: int) -> dict[int, int]:
+        """By layer, with so many bytes beyond the least: as many in all, as far as they go."""
+        slots = dict(self.least)
+        while True:
+            wanting = [layer for layer in slots if slots[layer] < self.most[layer]]
+            each = sum(self.slot[layer] for layer in wanting)
+            more = left // each if each else 0
+            if not more:
+                return slots
+            for layer in wanting:
+                took = min(more, self.most[layer] - slots[layer])
+                slots[layer] += took
+                left -= took * self.slot[layer]
+
+    @property
+    def resting(self) -> int:
+        """Bytes on disk."""
+        model = self._model
+        each = ((one.file // model.n_experts[at], n) for at, n in self.most.items() for one in model.experts[at])
+        return sum(nbytes * n for nbytes, n in each)
+
+
+class _Budget:
+    """RAM that is shared by what always stays there, dense matrices, a window, experts and neurons; arguments as of
+    `plan_disk`. held: bytes by use, so far those that nothing changes."""
+
+    def __init__(
+        self,
+        model: Model,
+        work: Workload,
+        ram: int,
+        threads: int,
+        division: Division,
+        experts: _Experts,
+        bundled: bool,
+        profile: Profile | None,
+    ) -> None:
+        self._model, self._work, self._ram, self._experts = model, work, ram, experts
+        self._first, self._host_bytes = division.layers, division.host_bytes
+        layers = range(division.layers, model.config.n_layers)
+        self.table = 0 if "embed" in model.converted else model.tables  # mapped: the system may take its pages
+        self._neurons = neurons = _neurons(model, work, threads) if bundled else {}
+        self.held = in_ram(model, work, division)
+        self.held["embedding"] -= self.table
+        self.held["scratch"] += PACKED * min(threads, MOST_THREADS) + (READ_COPIES if neurons else 0)
+        self.held["scratch"] += experts.guesses + experts.moving
+        order = [
+            *_spread([unit for layer in layers for unit in ffn_units(model, layer)]),
+            *_spread([unit for layer in layers for unit in attention_units(model, layer)]),
+            *([] if division.head else [head_unit(model)]),
+        ]
+        free = [unit for unit in order if model.converted.isdisjoint(unit.names)]
+        self._in_panels = _other(model, layers, division.head)
+        for unit in order:
+            self._in_panels[unit.use] += 0 if unit in free else unit.panels
+        self._fixed = sum(self.held[use] for use in ("runtime", "scratch", "embedding", "norms", "kv", "predictor"))
+        self._fixed += self._in_panels.total() + experts.biases + experts.nbytes(experts.least)
+        self._fixed += sum(one.least for one in neurons.values())
+        self._prompts = [one.prompts for one in neurons.values()]
+        self._units = [unit for unit in (_decoded(one, neurons) for one in free) if unit.names]
+        self._hottest = _Hottest(neurons, model, work, profile) if neurons and profile else None
+
+    def _window(self, streamed: Sequence[Unit]) -> int:
+        return _window(streamed, self._prompts, min(AHEAD, self._ram // 16))
+
+    def _left(self, streamed: Sequence[Unit], rest: Sequence[Unit]) -> int:
+        """Bytes for experts and neurons beyond the fewest, where some dense units are on disk and the rest in RAM."""
+        return self._ram - self._fixed - sum(unit.panels for unit in rest) - self._window(streamed)
+
+    def _lent(self, streamed: Sequence[Unit]) -> int:
+        """Bytes of prompts that neurons have between these."""
+        if not self._neurons or self._first:
+            return 0
+        return _lent(self._model, self._work, 0 if streamed else self._window(streamed))
+
+    def _read(self, streamed: Sequence[Unit], rest: Sequence[Unit]) -> float:
+        """Bytes in order that take as long as what a step reads."""
+        room = self._left(streamed, rest) + self._lent(streamed)
+        return sum(unit.file for unit in streamed) + (self._hottest.read(room) if self._hottest else 0)
+
+    def _cut(self) -> tuple[list[Unit], list[Unit]]:
+        """(dense units on disk, those in RAM) with which a step reads the shortest."""
+        units = self._units
+        cuts = [(units[:n], units[n:]) for n in range(len(units) + 1)]
+        fitting = (cut for cut in cuts if self._left(*cut) >= 0)
+        streamed, rest = min(fitting, key=lambda cut: self._read(*cut), default=cuts[-1])
+        if streamed:  # of the last one RAM may hold some matrices
+            part = streamed.pop()
+            for name in part.names[1:]:
+                single, others = part.only([name]), part.only(set(part.names) - {name})
+                fewer = [*streamed, others], [*rest, single]
+                if self._left(*fewer) >= 0 and self._read(*fewer) <= self._read([*streamed, part], rest):
+                    rest.append(single)
+                    part = others
+            streamed.append(part)
+        return streamed, rest
+
+    def plan(self, whole: int | None) -> DiskPlan | RamError:
+        """The plan; the error where the least does not fit. whole: as of `plan_disk`."""
+        streamed, rest = self._cut()
+        fixed = self._fixed + sum(unit.panels for unit in rest)
+        needed = fixed + _largest(_together(streamed, self._prompts))
+        if needed > self._ram:
+            return _too_little(self._model, self.held, needed, needed if whole is None else whole, self._ram)
+        room = max(0, self._left(streamed, rest))
+        experts, neurons, window = self._experts, self._neurons, self._ram - fixed - room
+        in_slots = experts.slots(room)
+        room -= experts.nbytes(in_slots) - experts.nbytes(experts.least)
+        for_neurons = room + self._lent(streamed)
+        common, slot_size = (0, 0) if self._first else _common(neurons, for_neurons)
+        for_neurons -= common * slot_size
+        if self._hottest:
+            of_neurons = self._hottest.slots(for_neurons)
+        else:
+            of_neurons = {layer: one.slots(for_neurons // len(neurons)) for layer, one in neurons.items()}
+        beyond = common * slot_size + sum((of_neurons[at] - one.fewest) * one.slot for at, one in neurons.items())
+        in_panels = self._in_panels.copy()
+        for unit in rest:
+            in_panels[unit.use] += unit.panels
+        held = self.held | {use: in_panels[use] for use in ("attention", "panels", "head")}
+        held["window"] = window
+        held["experts"] = experts.biases + experts.nbytes(in_slots)
+        held["ffn"] = sum(one.least for one in neurons.values()) + min(beyond, room)
+        about = OnDisk(
+            frozenset(name for unit in (*self._prompts, *streamed) for name in unit.names),
+            window,
+            in_slots,
+            of_neurons,
+            lent=_fewer(neurons, of_neurons, room) if beyond > room else {},
+            lends_window=not streamed,
+            common=common,
+            slot_bytes=slot_size,
+        )
         dense = sum(unit.file for unit in streamed)
-        return dense + (hottest.read(left(streamed, rest) + lent(streamed)) if hottest else 0)
+        reading: float | None = None if neurons else dense
+        if self._hottest:
+            reading = dense + self._hottest.read(for_neurons)
+        return DiskPlan(about, held, dense, self._resting(streamed), reading, self._ram, self._host_bytes)
 
-    cuts = [(units[:n], units[n:]) for n in range(len(units) + 1)]
-    streamed, rest = min((cut for cut in cuts if left(*cut) >= 0), key=lambda cut: read(*cut), default=cuts[-1])
-    if streamed:  # of the last one RAM may hold some matrices
-        part = streamed.pop()
-        for name in part.names[1:]:
-            one, others = part.only([name]), part.only(set(part.names) - {name})
-            fewer = [*streamed, others], [*rest, one]
-            if left(*fewer) >= 0 and read(*fewer) <= read([*streamed, part], rest):
-                rest.append(one)
-                part = others
-        streamed.append(part)
-    needed = fixed + sum(unit.panels for unit in rest) + _largest(_together(streamed, prompts))
-    if needed > ram:
-        raise _too_little(model, held, needed, needed if whole is None else whole, ram)
-    free_bytes = max(0, left(streamed, rest))
-    window = ram - fixed - sum(unit.panels for unit in rest) - free_bytes
-    in_slots = _share(least, slot, most, free_bytes)
-    free_bytes -= sum((in_slots[layer] - least[layer]) * slot[layer] for layer in experts)
-    for_neurons = free_bytes + lent(streamed)
-    common, slot_size = (0, 0) if first else _common(neurons, for_neurons)
-    for_neurons -= common * slot_size
-    if hottest:
-        of_neurons = hottest.slots(for_neurons)
-    else:
-        of_neurons = {layer: one.slots(for_neurons // len(neurons)) for layer, one in neurons.items()}
-    in_prompts = _fewer(neurons, of_neurons, free_bytes)
-    beyond = common * slot_size + sum((of_neurons[layer] - one.fewest) * one.slot for layer, one in neurons.items())
-    for unit in rest:
-        kept[unit.use] += unit.panels
-    held |= {use: kept[use] for use in ("attention", "panels", "head")}
-    held["window"] = window
-    held["experts"] = beside - moving + sum(in_slots[layer] * slot[layer] for layer in experts)
-    held["ffn"] = sum(one.least for one in neurons.values()) + min(beyond, free_bytes)
-    resting = Counter({"embedding": table})
-    for unit in prompts + streamed:
-        resting[unit.use] += unit.file
-    for layer, matrices in experts.items():
-        resting["experts"] += sum(one.file // model.n_experts[layer] * most[layer] for one in matrices)
-    resting["ffn"] = sum(model.bundles[layer].pitch * one.n for layer, one in neurons.items())
-    names = frozenset(name for unit in prompts + streamed for name in unit.names)
-    lends = in_prompts if beyond > free_bytes else {}
-    about = OnDisk(
-        names, window, in_slots, of_neurons, lent=lends, lends_window=not streamed, common=common, slot_bytes=slot_size
-    )
-    every = sum(unit.file for unit in streamed)
-    reading = None if neurons and not hottest else every + (hottest.read(for_neurons) if hottest else 0)
-    return DiskPlan(about, held, every, {use: n for use, n in resting.items() if n}, reading)
+    def _resting(self, streamed: Sequence[Unit]) -> Footprint:
+        """Bytes on disk by use."""
+        resting = Counter({"embedding": self.table})
+        for unit in (*self._prompts, *streamed):
+            resting[unit.use] += unit.file
+        resting["experts"] = self._experts.resting
+        resting["ffn"] = sum(self._model.bundles[layer].pitch * one.n for layer, one in self._neurons.items())
+        return {use: n for use, n in resting.items() if n}
 
 
 def slot_bytes(nbytes: int) -> int:
@@ -396,27 +480,8 @@ class _Hottest:
         return {layer: one.fewest + int(counts[layer]) for layer, one in self._neurons.items()}
 
 
-def _share(least: dict[int, int], slot: dict[int, int], most: dict[int, int], left: int) -> dict[int, int]:
-    """Slots of each layer: as many in all, as far as they go."""
-    slots = dict(least)
-    while True:
-        wanting = [layer for layer in slots if slots[layer] < most[layer]]
-        each = sum(slot[layer] for layer in wanting)
-        more = left // each if each else 0
-        if not more:
-            return slots
-        for layer in wanting:
-            took = min(more, most[layer] - slots[layer])
-            slots[layer] += took
-            left -= took * slot[layer]
-
-
 def _slot_bytes(matrices: Sequence[Matrix], n: int) -> int:
     return sum(max(one.file, one.panels) // n + 2 * BLOCK for one in matrices)
-
-
-def _parts(model: Model, layer: int) -> Sequence[str]:
-    return model.config.experts[layer].matrices
 
 
 def _window(streamed: Sequence[Unit], prompts: Sequence[Unit], ahead: int) -> int:
@@ -467,16 +532,6 @@ def ffn_units(model: Model, layer: int) -> tuple[Unit, ...]:
 def head_unit(model: Model) -> Unit:
     """The output head."""
     return Unit("head", None, (model.head,))
-
-
-def _experts_of_cpu(model: Model, first: int, slots: Sequence[int] | None, cached: bool) -> dict[int, int]:
-    """By layer, the number of experts that the CPU computes. Arguments as of `plan_disk`."""
-    found = {}
-    for layer in model.config.experts:
-        there = 0 if layer >= first or cached else model.n_experts[layer] if slots is None else slots[layer]
-        if there < model.n_experts[layer]:
-            found[layer] = model.n_experts[layer] - there
-    return found
 
 
 def _other(model: Model, layers: Iterable[int], head: bool) -> Counter[str]:

@@ -18,7 +18,7 @@ from powerinfer.formats.catalogue import CatalogueModel, Download, catalogue
 from powerinfer.formats.catalogue_names import short_name
 from powerinfer.hardware.description import Device, Hardware
 from powerinfer.neurons import Profile
-from powerinfer.placement.budget import budgets, in_ram, layers_that_fit, on_gpu, whole_layers
+from powerinfer.placement.budget import Division, budgets, in_ram, layers_that_fit, on_gpu, whole_layers
 from powerinfer.placement.cost import attention_seconds, end_seconds, matrix_seconds
 from powerinfer.placement.mixes import read_dtype
 from powerinfer.placement.plan import Plan, PlanRequest, make_plan
@@ -215,7 +215,7 @@ def by_whole_layers(request: PlanRequest) -> WholeLayers | None:
     seconds += end_seconds(gpu if head else cpu, model, not head)
     if head:
         seconds += 4 * request.batch * model.config.vocab_size / (1e9 * hardware.copy_gb_s)
-    needed = sum(in_ram(model, work, layers, head, hardware.host_bytes).values())
+    needed = sum(in_ram(model, work, Division(layers, head, host_bytes=hardware.host_bytes)).values())
     return WholeLayers(layers, head, seconds, each, needed <= ram)
 
 
@@ -228,8 +228,8 @@ def with_whole_layers(plan: Plan, document: PlanDocument) -> PlanDocument:
     if whole is None or not whole.fits:
         return document
     work, tok_s = request.workload, request.batch / whole.seconds
-    held = on_gpu(model, request.hardware, work, whole.layers, whole.head, dense=True)
-    rest = in_ram(model, work, whole.layers, whole.head, request.hardware.host_bytes)
+    division = Division(whole.layers, whole.head, host_bytes=request.hardware.host_bytes)
+    held, rest = on_gpu(model, request.hardware, work, division, dense=True), in_ram(model, work, division)
     read = [sum(one.stored for one in (*model.attention[at], *model.ffn[at])) for at in range(model.config.n_layers)]
     there = sum(read[: whole.layers]) + whole.head * model.head.stored
     sizes, share = document.sizes, sum(document.sizes[: whole.layers]) / max(1, sum(document.sizes))
@@ -240,7 +240,7 @@ def with_whole_layers(plan: Plan, document: PlanDocument) -> PlanDocument:
         for layer, size, seconds in zip(document.layers, sizes, whole.layer_seconds, strict=True)
     ]
     why = f"{whole.layers} of {model.config.n_layers} layers are on the GPU as a whole: a load does not split them"
-    every = sum(on_gpu(model, request.hardware, work, model.config.n_layers, True, dense=True).values())
+    every = sum(on_gpu(model, request.hardware, work, Division(model.config.n_layers, True), dense=True).values())
     gpu = request.hardware.gpu
     assert gpu is not None
     return replace(
@@ -291,11 +291,12 @@ def _placed(request: PlanRequest) -> dict[str, float]:
     vram, ram = budgets(hardware, request.vram, request.ram)
     experts = any(model.n_experts)
     layers, head = layers_that_fit(model, hardware, work, vram, dense=True, experts=not experts)
-    none = [0] * model.config.n_layers if experts else None
-    rest = sum(in_ram(model, work, layers, head, hardware.host_bytes, slots=none).values())
+    none = (0,) * model.config.n_layers if experts else None
+    division = Division(layers, head, none, host_bytes=hardware.host_bytes)
+    rest = sum(in_ram(model, work, division).values())
     there = 0
     if experts and layers:
-        room = vram - sum(on_gpu(model, hardware, work, layers, head, True, none).values())
+        room = vram - sum(on_gpu(model, hardware, work, division, dense=True).values())
         there = min(room, sum(n * model.expert_bytes(layer)[0] for layer, n in enumerate(model.n_experts)))
         rest -= there
     return {"layers": layers, "head": head, "experts": there, "whole": rest <= ram}

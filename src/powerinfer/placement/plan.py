@@ -15,7 +15,6 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +26,7 @@ from numpy.typing import NDArray
 from powerinfer import __version__
 from powerinfer.config import ExpertsConfig
 from powerinfer.devices.disk import OnDisk
-from powerinfer.errors import ModelError, PowerInferError, RequestError
+from powerinfer.errors import ModelError, PowerInferError, RequestError, demand
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.prepared import write_small
 from powerinfer.hardware.description import Device, Hardware
@@ -36,6 +35,7 @@ from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Indices, Placement, P
 from powerinfer.placement import cost, solver
 from powerinfer.placement.budget import (
     Claims,
+    Division,
     Footprint,
     Workload,
     budgets,
@@ -154,8 +154,14 @@ class PlanRequest:
 
     def claims(self) -> Claims:
         """Where the dense parts are placed. RequestError, with the minimum, if the budgets are too small for them."""
+        return demand(self.claims_if_any())
+
+    def claims_if_any(self) -> Claims | RequestError:
+        """The claims; the error where the budgets are too small."""
         model, work = self.model, self.workload
         found = claim(model, self.hardware, work, self.vram, self.ram, self.frequencies, self.cached, disk=True)
+        if isinstance(found, RequestError):
+            return found
         _, ram = budgets(self.hardware, self.vram, self.ram)
         whole = least_ram(model, work)
         if found.cpu_left >= 0 if found.gpu_layers else ram >= whole:
@@ -163,18 +169,24 @@ class PlanRequest:
         ram = within(ram) if self.ram is None else ram
         threads = self.hardware.cpu.threads
         if found.gpu_layers:
-            where: dict[str, Any] = {"head": found.gpu_head, "slots": found.slots, "cached": self.cached}
-            where |= {"first": found.gpu_layers, "host_bytes": self.hardware.host_bytes}
-            disk = plan_disk(model, work, ram, threads, whole=sum(found.cpu.values()), **where)
+            disk = plan_disk(model, work, ram, threads, self.division(found), whole=sum(found.cpu.values()))
         else:
-            disk = plan_disk(model, work, ram, threads, self.selector != "all", whole=whole, profile=self.profile)
+            bundled = self.selector != "all"
+            disk = plan_disk(model, work, ram, threads, bundled=bundled, whole=whole, profile=self.profile)
+        if isinstance(disk, RequestError):
+            return disk
         left = ram - sum(disk.held.values())
         resting = disk if disk.about.anything else None  # else RAM holds all but the embedding
         return replace(found, cpu=disk.held, cpu_left=left, bundles=False, disk=resting)
 
+    def division(self, claims: Claims) -> Division:
+        """The part of the model that the GPU has."""
+        return Division(claims.gpu_layers, claims.gpu_head, claims.slots, self.cached, self.hardware.host_bytes)
+
     def in_memory(self) -> None:
         """RequestError, with the minimum, where a GPU is used and something would stay on disk."""
-        claim(self.model, self.hardware, self.workload, self.vram, self.ram, self.frequencies, self.cached)
+        work = self.workload
+        demand(claim(self.model, self.hardware, work, self.vram, self.ram, self.frequencies, self.cached))
 
     def settled(self) -> PlanRequest:
         """The same with the selector that a load without a GPU takes: `auto` uses no bundles where RAM holds only the
@@ -182,24 +194,21 @@ class PlanRequest:
         if not self.chosen or self.selector == "all":
             return self
         dense = replace(self, selector="all", chosen=False)
-        try:
-            bundled = self.claims()
-        except RequestError:
-            if self.hardware.gpu is not None and self.vram != 0:
-                raise
-            return dense
+        bundled = self.claims_if_any()
+        if isinstance(bundled, RequestError):
+            return self if self.hardware.gpu is not None and self.vram != 0 else dense
         if bundled.disk is None:
             return self
-        with suppress(RequestError):
-            other = dense.claims().disk
-            if other is None or (not bundled.gpu_layers and better_densely(other, bundled.disk)):
-                return dense
-        return self
+        other = dense.claims_if_any()
+        if isinstance(other, RequestError):
+            return self
+        beaten = not bundled.gpu_layers and better_densely(other.disk, bundled.disk)
+        return dense if other.disk is None or beaten else self
 
     def vram_for(self, groups: int = 0) -> int:
         """Bytes of VRAM for all dense parts and that number of groups of neurons, buffers for cold ones included."""
         layers = self.model.config.n_layers
-        held = sum(on_gpu(self.model, self.hardware, self.workload, layers, True).values())
+        held = sum(on_gpu(self.model, self.hardware, self.workload, Division(layers, True)).values())
         return held + shared_on_gpu(self.model, layers) + groups * GROUP * self.model.gpu_neuron
 
     @property
@@ -378,9 +387,8 @@ class Plan:
         request = self.request
         if request.selector == "all":
             return request.batch / self.choice.seconds
-        with suppress(RequestError):
-            return request.batch / make_plan(replace(request, selector="all", policy="time")).choice.seconds
-        return None
+        dense = plan_if_any(replace(request, selector="all", policy="time"))
+        return None if isinstance(dense, RequestError) else request.batch / dense.choice.seconds
 
     @property
     def fits(self) -> bool:
@@ -493,21 +501,32 @@ class Plan:
 
 def make_plan(request: PlanRequest) -> Plan:
     """Make the plan. RequestError if the budgets are too small for the dense part, or for the model without a disk."""
-    claims = request.claims()
-    if claims.disk is None:
-        plan = _with_slots(_solved(request, claims))
-    elif claims.gpu_layers:
-        plan = _with_reads(_solved(request, claims), claims.disk)
-    else:
-        plan = _from_disk(request, claims, claims.disk)
-    may_leave = request.policy == "time" and plan.claims.gpu_layers and not request.insist
-    if may_leave:
-        with suppress(RequestError):  # the CPU alone does not hold the model
-            alone = make_plan(replace(request, vram=0).settled())
-            if alone.choice.seconds < plan.choice.seconds:
-                slower = f"with the GPU a step would take {1e3 * plan.choice.seconds:.1f} ms: the CPU alone is faster"
-                return replace(alone, request=request, reasons=(slower, *alone.reasons[1:]))  # the first: no GPU
-    return plan
+    return demand(plan_if_any(request))
+
+
+def plan_if_any(request: PlanRequest) -> Plan | RequestError:
+    """The plan; the error where the budgets are too small."""
+    plan = _split_plan(request)
+    if isinstance(plan, RequestError) or request.policy != "time" or not plan.claims.gpu_layers or request.insist:
+        return plan
+    alone = plan_if_any(replace(request, vram=0).settled())
+    if isinstance(alone, RequestError) or alone.choice.seconds >= plan.choice.seconds:
+        return plan
+    slower = f"with the GPU a step would take {1e3 * plan.choice.seconds:.1f} ms: the CPU alone is faster"
+    return replace(alone, request=request, reasons=(slower, *alone.reasons[1:]))  # the first: no GPU
+
+
+def _split_plan(request: PlanRequest) -> Plan | RequestError:
+    """The plan with the GPU, even where the CPU alone is faster."""
+    claims = request.claims_if_any()
+    if isinstance(claims, RequestError):
+        return claims
+    if claims.disk is not None and not claims.gpu_layers:
+        return _from_disk(request, claims, claims.disk)
+    if (lacking := _lacks_disk(request, claims)) is not None:
+        return lacking
+    plan = _solved(request, claims)
+    return _with_slots(plan) if claims.disk is None else _with_reads(plan, claims.disk)
 
 
 def _with_slots(plan: Plan) -> Plan:
@@ -563,26 +582,26 @@ def _claims_with_slots(request: PlanRequest, claims: Claims) -> tuple[Claims | N
 
 
 def with_less_vram(plan: Plan, lacking: int) -> Plan | None:
-    """The plan with `lacking` fewer bytes of neurons on the GPU; None if there are not that many.
-
-    RequestError if they do not fit into RAM either, and there is no disk.
-    """
+    """The plan with `lacking` fewer bytes of neurons on the GPU; None if there are not that many, or if these fit
+    neither into RAM, nor on a disk."""
     claims = plan.claims
     spare = claims.gpu_left - sum(plan.choice.gpu) * GROUP * plan.request.model.gpu_neuron
     return with_working_memory(plan, claims.gpu["scratch"] + spare + lacking)
 
 
 def with_working_memory(plan: Plan, nbytes: int) -> Plan | None:
-    """The plan with `nbytes` of working memory on the GPU in place of its own; None if they leave less than nothing.
+    """The plan with `nbytes` of working memory on the GPU in place of its own; None if they leave less than nothing, or
+    if neurons then fit neither into RAM, nor on a disk.
 
-    The dense parts stay where they are, and only the request's own policy is solved. RequestError if the neurons do not
-    fit into RAM either, and there is no disk.
+    The dense parts stay where they are, and only the request's own policy is solved.
     """
     claims = plan.claims
     left = claims.gpu_left + claims.gpu["scratch"] - nbytes
     if left < 0:
         return None
     claims = replace(claims, gpu=claims.gpu | {"scratch": nbytes}, gpu_left=left)
+    if _lacks_disk(plan.request, claims) is not None:
+        return None
     return _solved(plan.request, claims, (plan.request.policy,))
 
 
@@ -600,11 +619,12 @@ def _solved(request: PlanRequest, claims: Claims, policies: Sequence[str] = POLI
     return Plan(request, claims, choice, others, _reasons(request, claims, choice), helps)
 
 
-def _from_disk(request: PlanRequest, claims: Claims, disk: DiskPlan) -> Plan:
-    """The plan for the CPU alone where weights stay on disk: there is nothing to choose."""
+def _from_disk(request: PlanRequest, claims: Claims, disk: DiskPlan) -> Plan | RequestError:
+    """The plan for the CPU alone where weights stay on disk: there is nothing to choose. The error where the machine
+    has no disk."""
     model, hardware = request.model, request.hardware
     if hardware.disk is None:
-        raise RequestError(
+        return RequestError(
             f"{model.name} needs {gib(least_ram(model, request.workload))} of RAM, and {hardware.name} describes no "
             "disk to read the rest from"
         )
@@ -818,24 +838,45 @@ def _choose(request: PlanRequest, claims: Claims, tables: _Tables, policy: str, 
     )
 
 
+def _capacities(request: PlanRequest, claims: Claims) -> tuple[int, int | None]:
+    """Groups of neurons for which the GPU and RAM have room; None: RAM has room for all that the GPU does not have."""
+    model, layers = request.model, request.model.config.n_layers
+    room = claims.gpu_left // (GROUP * model.gpu_neuron) if claims.bundles else 0
+    everything = claims.cpu_neuron * model.config.n_neurons
+    if claims.slots_beside:  # at most: fewer on the GPU leave less room beside their gates
+        whole = (layers - claims.gpu_layers) * _groups(request)
+        return room, _groups_in_ram(claims, _fewest_cold(request, claims)) + whole
+    # Without bundles the panels are in RAM already; with room for all of them groups need not be counted.
+    if not claims.bundles or everything <= claims.cpu_left:
+        return room, None
+    return room, claims.cpu_left // (GROUP * claims.cpu_neuron)
+
+
+def _groups(request: PlanRequest) -> int:
+    """Groups of neurons of the widest layer."""
+    return -(-max(request.profile.sizes) // GROUP)
+
+
+def _lacks_disk(request: PlanRequest, claims: Claims) -> RequestError | None:
+    """The error where neurons fit into neither memory and the machine has no disk."""
+    model, hardware = request.model, request.hardware
+    room, ram = _capacities(request, claims)
+    every = model.config.n_layers * _groups(request)
+    if ram is None or hardware.disk is not None or room + ram >= every:
+        return None
+    missing = claims.cpu_neuron * model.config.n_neurons - (room + ram) * GROUP * claims.cpu_neuron
+    return RequestError(
+        f"{model.name} needs {gib(missing)} more of RAM or VRAM, and {hardware.name} describes no disk to read neurons "
+        "from"
+    )
+
+
 def _placed(
     request: PlanRequest, claims: Claims, tables: _Tables, policy: str, others: Mapping[str, Choice]
 ) -> tuple[solver.Numbers, solver.Numbers, bool | None, float]:
     """(groups of each layer on the GPU, groups kept in memory, whether that is optimal, seconds) of a policy."""
-    model, hardware = request.model, request.hardware
     layers, groups = tables.costs.shape[0], tables.costs.shape[1] - 1
-    room = claims.gpu_left // (GROUP * model.gpu_neuron) if claims.bundles else 0
-    everything = claims.cpu_neuron * model.config.n_neurons
-    # Without bundles the panels are in RAM already; with room for all of them groups need not be counted.
-    ram = claims.cpu_left // (GROUP * claims.cpu_neuron) if claims.bundles and everything > claims.cpu_left else None
-    if claims.slots_beside:  # at most: fewer on the GPU leave less room beside their gates
-        ram = _groups_in_ram(claims, _fewest_cold(request, claims)) + (layers - claims.gpu_layers) * groups
-    if ram is not None and hardware.disk is None and room + ram < layers * groups:
-        missing = everything - (room + ram) * GROUP * claims.cpu_neuron
-        raise RequestError(
-            f"{model.name} needs {gib(missing)} more of RAM or VRAM, and {hardware.name} describes no disk to read "
-            "neurons from"
-        )
+    room, ram = _capacities(request, claims)
     if policy == "time":
         solved = [others[name] for name in ("ilp", "greedy") if name in others]
         starts = [(np.array(one.gpu), np.array(one.kept)) for one in solved]
@@ -845,8 +886,9 @@ def _placed(
         return answer.gpu, kept, answer.optimal, answer.seconds
     impact = np.diff(tables.mass, axis=1)
     allowed = np.arange(layers) < claims.gpu_layers
-    fewest = {layout: _least(request, layout) for layout in set(model.bundles)}
-    least = [fewest[layout] if on else None for layout, on in zip(model.bundles, allowed, strict=True)]
+    bundles = request.model.bundles
+    fewest = {layout: _least(request, layout) for layout in set(bundles)}
+    least = [fewest[layout] if on else None for layout, on in zip(bundles, allowed, strict=True)]
     optimal: bool | None = None
     solve_s = 0.0
     if policy == "ilp":
@@ -872,7 +914,7 @@ def _kept_beside(request: PlanRequest, claims: Claims, tables: _Tables, gpu: sol
 def _are_kept(request: PlanRequest, claims: Claims, gpu: _Groups, kept: _Groups) -> bool:
     """Whether RAM has room for these groups where neurons rest on disk, those of layers on the CPU as a whole among
     them."""
-    first, groups = claims.gpu_layers, -(-max(request.profile.sizes) // GROUP)
+    first, groups = claims.gpu_layers, _groups(request)
     in_ram = int(sum(kept[:first]) - sum(gpu[:first]))
     return in_ram <= _groups_in_ram(claims, _cold(request, claims, gpu)) and all(n == groups for n in kept[first:])
 
@@ -1011,16 +1053,14 @@ def _helps(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tables
     if hardware.gpu is not None and vram and any(model.n_experts):
         of_ram: tuple[Help, ...] = ()
         if claims.disk is not None:
-            where = claims.gpu_layers, claims.gpu_head, hardware.host_bytes
-            held = in_ram(model, request.workload, *where, slots=claims.slots, cached=request.cached)
-            needed = sum(held.values())
+            needed = sum(in_ram(model, request.workload, request.division(claims)).values())
             of_ram = (Help("everything in memory", "--ram", needed, needed <= hardware.cpu.memory_bytes),)
         return _helps_of_experts(request, vram, hardware.gpu.memory_bytes) + of_ram
     if hardware.gpu is not None and vram:
-        dense = model, hardware, request.workload, layers
+        dense = model, hardware, request.workload
         what = "attention, KV cache and predictors" if request.workload.predicted else "attention and KV cache"
-        goals = [(f"{what} of all layers on the GPU", sum(on_gpu(*dense, False).values()))]
-        goals.append(("the output head on the GPU", sum(on_gpu(*dense, True).values())))
+        goals = [(f"{what} of all layers on the GPU", sum(on_gpu(*dense, Division(layers)).values()))]
+        goals.append(("the output head on the GPU", sum(on_gpu(*dense, Division(layers, True)).values())))
         for share in (0.5, 0.8, 1.0):
             what = "all neurons" if share == 1 else f"neurons that carry {100 * share:g} % of the activations"
             groups = _groups_for(tables.mass, share)
@@ -1041,8 +1081,8 @@ def _helps_of_experts(request: PlanRequest, vram: int, most: int) -> tuple[Help,
     model, layers = request.model, request.model.config.n_layers
 
     def needed(head: bool, share: float) -> int:
-        slots = [math.ceil(share * n) for n in model.n_experts]
-        return sum(on_gpu(model, request.hardware, request.workload, layers, head, True, slots).values())
+        division = Division(layers, head, tuple(math.ceil(share * n) for n in model.n_experts))
+        return sum(on_gpu(model, request.hardware, request.workload, division, dense=True).values())
 
     goals = [("attention and KV cache of all layers on the GPU", needed(False, 0.0))]
     goals.append(("the output head on the GPU", needed(True, 0.0)))
@@ -1118,7 +1158,7 @@ def _of_document(document: PlanDocument, request: PlanRequest) -> Plan:
     claims = (request if used else replace(request, vram=0).settled()).claims()
     if used != claims.gpu_layers:
         raise ValueError("other layers on the GPU")
-    layers, groups = profile.n_layers, -(-max(profile.sizes) // GROUP)
+    layers, groups = profile.n_layers, _groups(request)
     gpu, kept = document.groups.gpu, document.groups.kept
     if document.groups.size != GROUP:
         raise ValueError("groups of another size")

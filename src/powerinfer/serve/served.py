@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from powerinfer.errors import EngineError, PowerInferError, QueueFullError, RequestError, RequestTimeoutError
-from powerinfer.hybrid.resolve import Needs
+from powerinfer.hybrid.resolved import Needs
 from powerinfer.progress import Progress
 from powerinfer.serve.api_error import ApiError, place_in
 from powerinfer.serve.live import LiveView

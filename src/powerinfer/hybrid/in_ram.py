@@ -1,0 +1,209 @@
+"""Placing a model, or what a GPU does not have of it, within a budget of RAM: the rest stays on disk."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from powerinfer.config import EngineConfig
+from powerinfer.errors import PowerInferError, RamError, RequestError, demand
+from powerinfer.hybrid.resolved import Resolved, context_of, kv_bytes, model_of, ram_bytes, workload
+from powerinfer.kernels import cpu
+from powerinfer.sparsity.selection import DENSE, Selection, select
+
+if TYPE_CHECKING:
+    from powerinfer.neurons import Profile
+    from powerinfer.placement.shapes import Model
+
+SHORT = 256
+"""Tokens: a shorter context is not suggested."""
+
+_MOST_GROWTH = 8  # of weights as they are loaded: types without kernels become others
+
+
+def place_in_ram(resolved: Resolved) -> Resolved:
+    """The same on the CPU alone, within --ram, or within the free memory if that does not hold the model; `auto` does
+    not use bundles if the model fits without them. RequestError where --ram does not hold the least."""
+    from powerinfer.system import available_memory
+
+    checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
+    ram, free = engine.ram, available_memory()
+    if ram is None and not 0 < free < _MOST_GROWTH * checkpoint.file_bytes:
+        return resolved
+    model = model_of(resolved)
+    if ram is None:
+        return _within_free_memory(resolved, model, free)
+    dense = engine.disk == "none" or ram_bytes(model, engine) <= ram
+    bundled = selection.bundles is not None and engine.selector == "auto"
+    if bundled and dense and ram_bytes(model, engine, selection) > ram:
+        selection = select(checkpoint, engine, "--ram does not hold bundles beside the dense weights")
+    total, kv = ram_bytes(model, engine, selection), kv_bytes(model, engine)
+    if total <= ram:
+        return replace(resolved, selection=selection).placed(kv_room=ram - total + kv if ram else None)
+    if engine.disk == "none":
+        raise _too_little_ram(resolved, selection, model, total)
+    return demand(place_on_disk(resolved, model, ram, whole=total)).placed(kv_room=kv)
+
+
+def _within_free_memory(resolved: Resolved, model: Model, free: int) -> Resolved:
+    """The same without --ram: with what the free memory does not hold on disk. The KV cache of a context that was not
+    asked for takes memory as it fills, so little of it counts. RequestError if a container holds not even that."""
+    from powerinfer.placement.disk import within
+
+    engine = resolved.engine
+    short = shortened(engine, model)
+    whole = ram_bytes(model, short)
+    if whole <= free:
+        return resolved
+
+    def place(ram: int) -> Resolved | RequestError:
+        placed = place_on_disk(replace(resolved, engine=short), model, ram)
+        return placed if isinstance(placed, RequestError) else replace(placed, engine=engine)
+
+    return demand(placed_within(place, model, None if engine.disk == "none" else within(free), whole) or resolved)
+
+
+def shortened(engine: EngineConfig, model: Model) -> EngineConfig:
+    """The options with a short context where none was asked for."""
+    return replace(engine, context=engine.context or min(SHORT, model.config.context_length))
+
+
+def placed_within(
+    place: Callable[[int], Resolved | RequestError], model: Model, ram: int | None, whole: int
+) -> Resolved | RequestError | None:
+    """The outcome of `place` with `ram`, None: nothing may stay on disk. Where that is too little a container gets what
+    takes least memory; elsewhere, and where it holds all of the model, None: the system may still find the memory.
+
+    The error where a container does not hold the least: it would kill the process. whole: bytes that hold the model.
+    """
+    from powerinfer.placement.budget import gib
+    from powerinfer.system import container_memory
+
+    least, limit = whole, container_memory()
+    placed = None if ram is None else place(ram)  # another error: parts of this model cannot stay on disk
+    if isinstance(placed, Resolved):
+        return placed
+    if isinstance(placed, RamError):
+        least = min(whole, placed.least)
+    if limit is None or whole <= limit:
+        return None
+    if least < whole and least <= limit:
+        return place(least)
+    disk = "" if least == whole else " even if its weights stay on disk"
+    return RamError(
+        f"{model.name} needs {gib(least)} of RAM{disk}, and this container leaves it {gib(limit)}: give the container "
+        "more memory, or a lower --context or --prefill-chunk, or take a smaller model",
+        least,
+    )
+
+
+def place_on_disk(
+    resolved: Resolved, model: Model, ram: int, host_bytes: int = 0, whole: int | None = None
+) -> Resolved | RequestError:
+    """The same with what does not fit into `ram` on disk; the error if the rest does not fit. `auto` does not use
+    bundles then, nor where dense weights are read in less time. host_bytes: of a GPU's libraries; whole: bytes that
+    hold the model."""
+    from powerinfer.placement.disk import better_densely
+
+    placed = _planned_on_disk(resolved, model, ram, host_bytes, whole)
+    if resolved.selection.bundles is None or resolved.engine.selector != "auto":
+        return placed
+
+    def densely(why: str) -> Resolved | RequestError:
+        dense = replace(resolved, selection=select(resolved.checkpoint, resolved.engine, why))
+        fits = None if whole is None else ram_bytes(model, resolved.engine)
+        return _planned_on_disk(dense, model, ram, host_bytes, fits)
+
+    if isinstance(placed, RequestError):
+        return densely("RAM does not hold what bundles on disk need")
+    dense, disk = densely("dense weights are read in less time than single neurons"), placed.placement.disk
+    if isinstance(dense, RequestError) or disk is None or not better_densely(dense.placement.disk, disk):
+        return placed
+    if dense.placement.disk is not None:
+        return dense
+    why = "RAM does not hold bundles beside the dense weights"
+    return replace(dense, selection=replace(dense.selection, why=why))
+
+
+def _planned_on_disk(
+    resolved: Resolved, model: Model, ram: int, host_bytes: int, whole: int | None
+) -> Resolved | RequestError:
+    from powerinfer.placement.budget import Division
+    from powerinfer.placement.disk import plan_disk
+
+    engine, bundled = resolved.engine, resolved.selection.bundles is not None
+    work = workload(model, engine, resolved.selection.selector if bundled else "all")
+    threads, _ = cpu.choose_threads(engine.threads)
+    division = Division(resolved.placement.layers, host_bytes=host_bytes)
+    profile = profile_of(resolved) if bundled else None
+    plan = plan_disk(model, work, ram, threads, division, bundled=bundled, whole=whole, profile=profile)
+    if isinstance(plan, RequestError):
+        return plan
+    return resolved.placed(disk=plan if plan.about.anything else None)
+
+
+def profile_of(resolved: Resolved) -> Profile | None:
+    """The profile of the model's neurons; None: there is none."""
+    from powerinfer.formats.prepared import PROFILE, PreparedFile
+    from powerinfer.formats.profile_file import open_profile
+
+    checkpoint, prepared = resolved.checkpoint, resolved.engine.prepared
+    if not PreparedFile(PROFILE, checkpoint, prepared).exists():
+        return None
+    return open_profile(checkpoint, prepared)
+
+
+def whole_context(placed: Resolved, model: Model, ram: int) -> int | None:
+    """The longest context, in whole pages, with which nothing stays on disk; None where nothing does, or where that is
+    too short to be suggested. placed: by `place_on_disk`, within so much RAM."""
+    engine, selection, placement = placed.engine, placed.selection, placed.placement
+    if placement.disk is None:
+        return None
+    host_bytes = placement.disk.host_bytes
+
+    def too_long(pages: int) -> bool:
+        shorter = replace(engine, context=pages * cpu.PAGE)
+        if engine.selector != "auto" and selection.bundles is not None:
+            return ram_bytes(model, shorter, selection) > ram
+        if not placement.layers and ram_bytes(model, shorter) <= ram:
+            return False
+        dense = place_on_disk(replace(placed, engine=shorter, selection=DENSE), model, ram, host_bytes)
+        return isinstance(dense, RequestError) or dense.placement.disk is not None
+
+    context = context_of(model, engine)
+    tokens = bisect_left(range(1, context // cpu.PAGE), True, key=too_long) * cpu.PAGE
+    return tokens if tokens >= min(context // 2, SHORT) else None
+
+
+def _too_little_ram(resolved: Resolved, selection: Selection, model: Model, total: int) -> RequestError:
+    """The error for a --ram too small for one context, with what would help."""
+    from powerinfer.formats.checkpoint import open_checkpoint
+    from powerinfer.placement.budget import gib
+    from powerinfer.placement.shapes import checkpoint_model
+
+    checkpoint, engine = resolved.checkpoint, resolved.engine
+    ram, context, kv = engine.ram or 0, context_of(model, engine), kv_bytes(model, engine)
+    helps = [f"give --ram {gib(total)}"]
+    page = model.kv_bytes(engine.kv_type, 1, 1)
+    tokens = (ram - total + kv) // page * cpu.PAGE
+    if tokens >= min(context // 2, SHORT):
+        helps.append(f"--context {tokens}")
+    if ram_bytes(model, replace(engine, kv_type="q8_0"), selection) <= ram:
+        helps.append("--kv-type q8_0")
+    if ram_bytes(model, engine) <= ram:
+        helps.append("--selector all")
+    for kind in ("q8_0", "q4_0") if engine.quantize is None else ():
+        with suppress(PowerInferError):  # nothing to quantise
+            smaller = checkpoint_model(open_checkpoint(checkpoint.path, quantize=kind), engine.prepared, fresh=True)
+            if ram_bytes(smaller, engine) <= ram:
+                helps.append(f"--quantize {kind}")
+                break
+    if len(helps) == 1:
+        helps.append("a smaller model, or one in fewer bits")
+    return RequestError(
+        f"{model.name} needs {gib(total)} of RAM, {gib(kv)} of it for a context of {context} tokens, and --ram is "
+        f"{gib(ram)}: {', or '.join(helps)}"
+    )

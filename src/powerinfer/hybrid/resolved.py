@@ -1,0 +1,213 @@
+"""The outcome of deciding how a model is loaded, which is all that loading it depends on, and the memory it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from powerinfer.config import EngineConfig
+from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.kernels import cpu
+from powerinfer.neurons import Indices
+from powerinfer.sparsity.selection import DENSE, Selection
+
+if TYPE_CHECKING:
+    from powerinfer.placement.budget import Division, Workload
+    from powerinfer.placement.disk import DiskPlan
+    from powerinfer.placement.experts import Frequencies
+    from powerinfer.placement.plan import Plan
+    from powerinfer.placement.shapes import Model
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device beside the CPU. gpu: its name (`choose_device`), None: there is none; why: the reason, for people.
+    spared: cores that automatic threads leave to the GPU's driver; the options have the threads that remain."""
+
+    gpu: str | None = None
+    why: str = ""
+    spared: int = 0
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The policy that says which experts the GPU has: a name of `placement.experts.EXPERT_POLICIES`, None: a trial
+    chooses when the model is loaded; why: the reason, for people."""
+
+    name: str | None = "static"
+    why: str = "the default"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The place of every unit of a model.
+
+    layers, head: the first layers, with their KV cache, and the head are on the GPU. plan: places their neurons or
+    experts, None: these layers are dense. staging: bytes of a buffer through which the others stream for long prompts,
+    0: none; scratch: bytes of working memory on the GPU that experts or layers were placed by, None: an estimate.
+    disk: what stays there, None: nothing. pages: of the KV cache on every device, None: as many as fit into the CPU's
+    memory; kv_room: their limit in bytes then, None: no limit.
+    """
+
+    layers: int = 0
+    head: bool = False
+    plan: Plan | None = None
+    staging: int = 0
+    scratch: int | None = None
+    disk: DiskPlan | None = None
+    pages: int | None = None
+    kv_room: int | None = None
+
+    @property
+    def neurons(self) -> Plan | None:
+        """The plan, where it places neurons."""
+        return None if self.plan is None or self.plan.claims.slots is not None else self.plan
+
+    @property
+    def frequencies(self) -> Frequencies | None:
+        """How often each expert is selected; None: not known."""
+        return None if self.plan is None else self.plan.request.frequencies
+
+    @property
+    def experts(self) -> tuple[Indices, ...] | None:
+        """For each layer the experts on the GPU, frequent ones first; None: the model has none, or they are not
+        split."""
+        if self.plan is None or self.plan.claims.slots is None:
+            return None
+        known = self.frequencies
+
+        def hot(layer: int, n: int) -> Indices:
+            unknown = known is None or layer not in known
+            order = np.arange(n) if known is None or unknown else np.argsort(-known[layer], kind="stable")[:n]
+            return order.astype(np.int32)
+
+        return tuple(hot(layer, n) for layer, n in enumerate(self.plan.claims.slots))
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """All that loading a model depends on.
+
+    engine: its options; selection: the selector with its prepared files; policy: over experts. vram: limit in bytes on
+    the GPU without the driver, None: the device's memory.
+    """
+
+    checkpoint: Checkpoint
+    engine: EngineConfig
+    selection: Selection = DENSE
+    device: Device = Device()
+    placement: Placement = Placement()
+    policy: Policy = Policy()
+    vram: int | None = None
+
+    @property
+    def gpu(self) -> str:
+        """The name of the GPU, where one is used."""
+        assert self.device.gpu is not None
+        return self.device.gpu
+
+    def placed(self, **changes: object) -> Resolved:
+        """The same with changes of the placement."""
+        return replace(self, placement=replace(self.placement, **changes))  # type: ignore[arg-type]
+
+
+class Needs(NamedTuple):
+    """Bytes that a load takes: ram, with the KV cache of one context; kv: for each further one; vram."""
+
+    ram: int
+    kv: int = 0
+    vram: int = 0
+
+
+def needs(resolved: Resolved) -> Needs:
+    """The memory that the load takes, as the budgets count it."""
+    from powerinfer.hardware.measure import measured
+    from powerinfer.placement.budget import (
+        in_ram,
+        on_gpu,
+        staged_in_ram,
+        staged_on_gpu,
+        streamed_in_ram,
+        streamed_on_gpu,
+    )
+
+    engine, selection, placement = resolved.engine, resolved.selection, resolved.placement
+    disk, layers, staging = placement.disk, placement.layers, placement.staging
+    if disk is not None and not layers:
+        return Needs(sum(disk.held.values()))
+    if placement.neurons is not None:
+        placed = placement.neurons.bytes
+        return Needs(sum(placed["cpu"].values()), 0, sum(placed["gpu"].values()))
+    model = model_of(resolved)
+    if not layers:
+        return Needs(ram_bytes(model, engine, selection), kv_bytes(model, engine))
+    hardware = measured(engine, gpu=resolved.gpu)
+    work, division = replace(workload(model, engine), scratch=placement.scratch), division_of(resolved)
+    ram = sum((in_ram(model, work, division) if disk is None else disk.held).values())
+    vram = sum(on_gpu(model, hardware, work, division, dense=True).values())
+    if placement.experts is None:
+        more = streamed_on_gpu(model, work, layers, staging) if staging else 0
+        return Needs(ram + streamed_in_ram(model, work, layers, staging), 0, vram + more)
+    return Needs(ram + staged_in_ram(staging), 0, vram + staged_on_gpu(staging))
+
+
+def division_of(resolved: Resolved) -> Division:
+    """The part of the model that the GPU has."""
+    from powerinfer.hardware.measure import measured
+    from powerinfer.placement.budget import Division
+
+    placement, experts = resolved.placement, resolved.placement.experts
+    slots = None if experts is None else tuple(map(len, experts))
+    host_bytes = measured(resolved.engine, gpu=resolved.gpu).host_bytes
+    cached = experts is not None and resolved.policy.name != "static"
+    return Division(placement.layers, placement.head, slots, cached, host_bytes)
+
+
+def model_of(resolved: Resolved) -> Model:
+    """The model as the selector has its weights."""
+    from powerinfer.placement.shapes import checkpoint_model
+
+    checkpoint, selection = resolved.checkpoint, resolved.selection
+    model = checkpoint_model(checkpoint, resolved.engine.prepared, fresh=selection.bundles is None)
+    return model.by_neuron(selection.predictors is not None) if selection.in_experts else model
+
+
+def ram_bytes(model: Model, engine: EngineConfig, selection: Selection = DENSE) -> int:
+    """Bytes of RAM that the model takes without a GPU, with the KV cache of one context."""
+    from powerinfer.placement.budget import least_ram
+
+    return selection.in_experts_bytes + least_ram(model, workload(model, engine, selection.selector))
+
+
+def workload(model: Model, engine: EngineConfig, selector: str = "all") -> Workload:
+    """The settings of a load that memory depends on. selector: one inside experts takes the memory of its predictors
+    alone."""
+    from powerinfer.placement.budget import Workload
+
+    selector = selector if model.config.why_whole is None else "all"
+    return Workload(
+        engine.kv_type, context_of(model, engine), engine.prefill_chunk, engine.max_batch, selector=selector
+    )
+
+
+def kv_bytes(model: Model, engine: EngineConfig) -> int:
+    """Bytes of the KV cache of one context."""
+    return model.kv_bytes(engine.kv_type, context_of(model, engine), 1)
+
+
+def context_of(model: Model, engine: EngineConfig) -> int:
+    """Tokens of a context."""
+    return engine.context or model.config.context_length
+
+
+def pages_of(model: Model, engine: EngineConfig) -> int:
+    """Pages of the KV cache of one context, shared by all requests."""
+    return -(-context_of(model, engine) // cpu.PAGE)
+
+
+def experts_said(experts: Sequence[Indices], every: int) -> str:
+    """The number of experts on the GPU, for people."""
+    return f"{sum(map(len, experts))} of {every} experts"
