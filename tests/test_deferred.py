@@ -24,9 +24,9 @@ import test_hybrid as neurons  # noqa: E402
 import test_hybrid_experts as experts  # noqa: E402
 from deferred import DEFERRED, Machine, deferred  # noqa: E402
 from families import case_named  # noqa: E402
-from gpu_device import CUDA, device_name, torch_device  # noqa: E402
+from gpu_device import CUDA, torch_device  # noqa: E402
 from sparse_models import give_bundles, tiny_llama  # noqa: E402
-from test_gpu_layers import engine_of  # noqa: E402
+from test_gpu_layers import engine_of, on_gpu  # noqa: E402
 from test_sparse import packed, side_by_side  # noqa: E402
 from truth import Truth  # noqa: E402
 
@@ -40,7 +40,7 @@ from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.hybrid.experts import Copier, ExpertSplit  # noqa: E402
 from powerinfer.hybrid.ffn import HybridFfn  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
-from powerinfer.hybrid.resolve import Resolved  # noqa: E402
+from powerinfer.hybrid.resolved import Resolved  # noqa: E402
 from powerinfer.kernels import cpu, gpu  # noqa: E402
 from powerinfer.neurons import BUNDLE_GROUP  # noqa: E402
 
@@ -278,9 +278,7 @@ def answers(executor: Any, ffns: Sequence[Any], swaps: bool = False) -> list[np.
 def whole_layers(name: str, folder: Path) -> list[np.ndarray]:
     """All but the last. A step before them is broken off after the first products."""
     checkpoint, launched = open_checkpoint(saved(name, folder)), []
-    resolved = Resolved(
-        checkpoint, engine_of(), gpu=device_name(), gpu_layers=checkpoint.config.n_layers - 1, gpu_head=False
-    )
+    resolved = Resolved(checkpoint, engine_of(), **on_gpu(checkpoint.config.n_layers - 1))
     executor, linear = load_split(resolved), gpu.linear
 
     def failing(*given: Any) -> torch.Tensor:
@@ -301,7 +299,7 @@ def whole_layers(name: str, folder: Path) -> list[np.ndarray]:
 def layers_that_stream(name: str, folder: Path) -> list[np.ndarray]:
     """All but the first, in steps of many tokens: of two pages, and of more than there are buffers."""
     checkpoint, stage = open_checkpoint(saved(name, folder)), Stage(torch_device(), 1 << 14)
-    resolved = Resolved(checkpoint, engine_of(), gpu=device_name(), gpu_layers=1, gpu_head=False)
+    resolved = Resolved(checkpoint, engine_of(), **on_gpu(1))
     executor = load_split(resolved, stage=stage)
     stage.least = 33
     tokens = np.random.default_rng(5).integers(0, executor.vocab_size, 75).astype(np.int32)
@@ -368,7 +366,7 @@ def of_experts(
         stage = Stage(torch_device(), expert_buffer([4 * about.size * config.d_model] * len(about.matrices), 2))
         stage.least = 33
     parts = ExpertSplit(experts.some(config, 0.5), swaps, stage, copier)
-    resolved = Resolved(checkpoint, engine_of(), gpu=device_name(), gpu_layers=config.n_layers, gpu_head=True)
+    resolved = Resolved(checkpoint, engine_of(), **on_gpu(config.n_layers, head=True))
     executor = load_split(resolved, parts)
     try:
         return answers(executor, parts.ffns, swaps)

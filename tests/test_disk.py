@@ -29,6 +29,7 @@ from powerinfer.errors import RamError
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.layout import matrix_names
 from powerinfer.formats.quant import block_type, quantize
+from powerinfer.hybrid.disk_hints import disk_helps
 from powerinfer.hybrid.resolve import resolve
 from powerinfer.models import load
 from powerinfer.sizes import read_size
@@ -230,11 +231,11 @@ def test_what_ram_holds_stays_there(smollm2: Path) -> None:
     least, before = least_of(smollm2, context=128), 1 << 40
     for ram in range(least, least + (128 << 20), 8 << 20):
         resolved = resolve(open_checkpoint(smollm2), replace(engine, ram=ram))
-        if resolved.disk is None:
+        if resolved.placement.disk is None:
             break
-        assert sum(resolved.disk.held.values()) <= ram
-        assert 0 < resolved.disk.streamed <= before
-        before = resolved.disk.streamed
+        assert sum(resolved.placement.disk.held.values()) <= ram
+        assert 0 < resolved.placement.disk.streamed <= before
+        before = resolved.placement.disk.streamed
     else:
         pytest.fail("everything fits at last")
     assert before < smollm2.stat().st_size / 2
@@ -261,7 +262,7 @@ def test_a_context_that_nobody_asked_for_keeps_no_model_on_disk(smollm2: Path, m
     for free, disk in ((280 << 20, False), (200 << 20, True), (20 << 20, False)):  # with 8,192 tokens 400 MiB
         monkeypatch.setattr("powerinfer.system.available_memory", lambda free=free: free)
         resolved = resolve(open_checkpoint(smollm2), engine)
-        assert (resolved.disk is not None) is disk and resolved.engine == engine
+        assert (resolved.placement.disk is not None) is disk and resolved.engine == engine
 
 
 def test_a_container_gets_what_takes_least_or_a_line_in_place_of_a_kill(
@@ -276,9 +277,9 @@ def test_a_container_gets_what_takes_least_or_a_line_in_place_of_a_kill(
         return resolve(checkpoint, replace(engine, **changes))
 
     tight = within(least + (1 << 20), least)  # nine tenths of what is free do not hold it
-    stated = resolve(checkpoint, replace(engine, ram=least)).disk
+    stated = resolve(checkpoint, replace(engine, ram=least)).placement.disk
     assert tight.disk is not None and stated is not None and tight.disk.streamed >= stated.streamed > 0
-    assert within(1 << 40, 1 << 20).disk is None, "a container that holds all of it"
+    assert within(1 << 40, 1 << 20).placement.disk is None, "a container that holds all of it"
     for options in ({}, {"disk": "none"}):
         with pytest.raises(RamError, match=r"needs .* of RAM.*, and this container leaves it .*MiB: give") as error:
             within(least - (1 << 20), least // 2, **options)
@@ -299,14 +300,15 @@ def test_a_lower_context_that_keeps_all_in_ram_is_said(smollm2: Path, monkeypatc
         context = int(said.split()[0])
         assert 6144 <= context < 8192
     checkpoint, engine = open_checkpoint(smollm2), EngineConfig(**common, ram=ram)
-    assert resolve(checkpoint, replace(engine, context=context)).disk is None
+    assert resolve(checkpoint, replace(engine, context=context)).placement.disk is None
     more = resolve(checkpoint, replace(engine, context=context + 32))
-    assert more.disk is not None and more.whole_context == context
+    assert more.placement.disk is not None
+    assert disk_helps(more) == f"; --context {context} would leave room for all of it"
     less = resolve(checkpoint, replace(engine, ram=ram - (160 << 20), context=512))
-    assert less.disk is not None and less.whole_context is None, "its weights do not fit"
+    assert less.placement.disk is not None and "--context" not in disk_helps(less), "its weights do not fit"
     monkeypatch.setattr("powerinfer.system.available_memory", lambda: ram)
-    found = resolve(checkpoint, replace(engine, ram=None, context=8192)).whole_context
-    assert found is not None and 1024 < found < context
+    said = disk_helps(resolve(checkpoint, replace(engine, ram=None, context=8192)))
+    assert 1024 < int(said.partition("--context ")[2].split()[0]) < context
 
 
 def test_a_request_that_fails_leaves_the_engine_usable(
@@ -330,7 +332,7 @@ def test_layers_beside_a_gpu_are_read_from_disk(tmp_path: Path) -> None:
     """Those that stay on the CPU as a whole."""
     pytest.importorskip("torch")
     from powerinfer.hybrid.load import load_split
-    from powerinfer.hybrid.resolve import Resolved
+    from powerinfer.hybrid.resolved import Device, Placement, Resolved
     from powerinfer.placement.disk import DiskPlan
 
     path = tiny_gguf("llama").write(tmp_path / "m.gguf")
@@ -338,7 +340,9 @@ def test_layers_beside_a_gpu_are_read_from_disk(tmp_path: Path) -> None:
     plan = DiskPlan(OnDisk(names, 128 << 10), {}, 0)
     found = []
     for disk in (None, plan):
-        resolved = Resolved(open_checkpoint(path), ENGINE, gpu="cpu", gpu_layers=1, pages=8, disk=disk)
+        resolved = Resolved(
+            open_checkpoint(path), ENGINE, device=Device("cpu"), placement=Placement(1, pages=8, disk=disk)
+        )
         executor = load_split(resolved)
         found.append([executor.forward(batch).copy() for batch in steps(executor.vocab_size)])
         read = 0 if executor.cpu.disk is None else executor.cpu.disk.report()["bytes"]

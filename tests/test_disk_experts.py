@@ -407,13 +407,13 @@ def test_experts_that_ram_does_not_hold_stay_on_disk(name: str, written: Any, ex
     while high - low > 1 << 16:  # the least that holds all
         ram = (low + high) // 2
         try:
-            held = resolve(checkpoint, replace(engine, ram=ram)).disk is None
+            held = resolve(checkpoint, replace(engine, ram=ram)).placement.disk is None
         except RequestError:
             held = False
         low, high = (low, ram) if held else (ram, high)
     resolved = resolve(checkpoint, replace(engine, ram=low - (1 << 20)))
-    assert resolved.disk is not None
-    slots = resolved.disk.about.experts.values()
+    assert resolved.placement.disk is not None
+    slots = resolved.placement.disk.about.experts.values()
     assert len(slots) == 2 and all(2 * TOP <= n < 32 for n in slots)
     executor, _ = load_resolved(replace(resolved, kv_room=None), list)
     check_bits(executor, expected(name))

@@ -25,7 +25,9 @@ from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.hardware import measure
 from powerinfer.hardware.description import Disk, Hardware, load, save
 from powerinfer.hybrid.disk import open_tier
-from powerinfer.hybrid.resolve import Resolved, resolve
+from powerinfer.hybrid.disk_hints import disk_speed
+from powerinfer.hybrid.resolve import resolve
+from powerinfer.hybrid.resolved import Resolved
 from powerinfer.neurons import Profile
 from powerinfer.placement import disk
 from powerinfer.placement.budget import Workload, least_ram
@@ -97,7 +99,7 @@ def test_some_memory_for_neurons_is_common(monkeypatch: pytest.MonkeyPatch) -> N
     profile = profile_for(model.config.ffn_sizes)
     work, n = Workload("f16", 1024, 512, selector="predicted"), max(model.config.ffn_sizes)
     for ram in (2 * GIB, 5 * GIB // 2, 3 * GIB):
-        plan = plan_disk(model, work, ram, HIGH.cpu.threads, True, profile=profile)
+        plan = plan_disk(model, work, ram, HIGH.cpu.threads, bundled=True, profile=profile)
         about = plan.about
         assert about.slot_bytes == model.bundles[0].pitch
         slots = sum(about.neurons.values()) + about.common
@@ -106,7 +108,7 @@ def test_some_memory_for_neurons_is_common(monkeypatch: pytest.MonkeyPatch) -> N
         else:  # all beyond the fewest
             assert 0 < about.common < slots / disk.COMMON
         monkeypatch.setattr(disk, "COMMON", 1 << 40)
-        without = plan_disk(model, work, ram, HIGH.cpu.threads, True, profile=profile)
+        without = plan_disk(model, work, ram, HIGH.cpu.threads, bundled=True, profile=profile)
         monkeypatch.undo()
         assert without.about.common == 0 and without.about.slot_bytes == 0
         assert sum(without.about.neurons.values()) - slots in range(-2, 3)  # whole slots of each layer
@@ -128,7 +130,7 @@ def test_bundles_that_do_not_go_together_share_no_memory() -> None:
 
 def planned(model: Model, ram: int, selector: str = "all") -> tuple[disk.DiskPlan, Workload]:
     work = Workload("f16", 1024, 128, selector=selector)
-    return plan_disk(model, work, ram, HIGH.cpu.threads, selector != "all"), work
+    return plan_disk(model, work, ram, HIGH.cpu.threads, bundled=selector != "all"), work
 
 
 def test_dense_models_take_the_time_of_their_reads_or_products() -> None:
@@ -190,8 +192,9 @@ def test_ram_goes_to_what_would_be_read_the_longest() -> None:
     uneven, rare, often = profile(2 * skewed, skewed / 2), profile(np.full(n, 0.001)), profile(np.full(n, 0.9))
     gains = []
     for ram in (3 * GIB // 2, 2 * GIB, 5 * GIB // 2):
-        plain = plan_disk(model, work, ram, HIGH.cpu.threads, True)
-        plans = {own: plan_disk(model, work, ram, HIGH.cpu.threads, True, profile=own) for own in (uneven, rare, often)}
+        plain = plan_disk(model, work, ram, HIGH.cpu.threads, bundled=True)
+        given = model, work, ram, HIGH.cpu.threads
+        plans = {own: plan_disk(*given, bundled=True, profile=own) for own in (uneven, rare, often)}
         for own, plan in plans.items():
             assert sum(plan.held.values()) <= ram
             assert read(plan, own) <= read(plain, own)
@@ -206,7 +209,7 @@ def test_ram_goes_to_what_would_be_read_the_longest() -> None:
 def test_neurons_have_memory_that_prompts_alone_use(selector: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ram = shape_subject("llama-7b", "q4_0", "predicted").model, 5 * GIB // 2
     work, profile = Workload("f16", 1024, 512, selector=selector), profile_for(model.config.ffn_sizes)
-    plan = plan_disk(model, work, ram, HIGH.cpu.threads, True, profile=profile)
+    plan = plan_disk(model, work, ram, HIGH.cpu.threads, bundled=True, profile=profile)
     about = plan.about
     assert sum(plan.held.values()) <= ram
     assert all(0 < about.lent[layer] < n for layer, n in about.neurons.items())
@@ -215,10 +218,10 @@ def test_neurons_have_memory_that_prompts_alone_use(selector: str, monkeypatch: 
     rows = (512 - 32) * model.row_bytes
     alone = about.window if not plan.streamed else 0
     assert rows / 2 < more <= rows + alone and about.lends_window == (not plan.streamed)
-    short = plan_disk(model, replace(work, chunk=32), ram, HIGH.cpu.threads, True, profile=profile)
+    short = plan_disk(model, replace(work, chunk=32), ram, HIGH.cpu.threads, bundled=True, profile=profile)
     assert bool(short.about.lent) == short.about.lends_window == (not short.streamed)  # no rows, at most the window
     monkeypatch.setattr(disk, "ROUNDED", GIB)
-    without = plan_disk(model, work, ram, HIGH.cpu.threads, True, profile=profile)
+    without = plan_disk(model, work, ram, HIGH.cpu.threads, bundled=True, profile=profile)
     assert not without.about.lent
     assert sum(without.about.neurons.values()) < sum(about.neurons.values()) or without.streamed > plan.streamed
 
@@ -369,10 +372,10 @@ def test_plan_and_load_decide_alike(
             assert str(caught.value) == str(error)
             break
         made = make_plan(subject.request(machine, asked))
-        assert made.claims.disk == resolved.disk and made.request.selector == resolved.selection.selector
-        assert (resolved.disk_speed is None) is (resolved.disk is None)
-        if resolved.disk is not None:
-            assert made.from_disk == resolved.disk_speed
+        assert made.claims.disk == resolved.placement.disk and made.request.selector == resolved.selection.selector
+        assert (made.from_disk is None) is (resolved.placement.disk is None)
+        if made.from_disk is not None:
+            assert disk_speed(resolved) == f", about {rate(1 / made.from_disk.seconds)} tokens/s"
             _check_gap(resolved, machine)
             seen += 1
     else:
@@ -382,13 +385,13 @@ def test_plan_and_load_decide_alike(
 
 def _check_gap(resolved: Resolved, machine: Hardware) -> None:
     """Neighbours are read at once as far as it takes the measured disk no longer, 24 KiB where none was measured."""
-    assert resolved.disk is not None and machine.disk is not None
+    assert resolved.placement.disk is not None and machine.disk is not None
     own, other = (
         open_tier(replace(resolved, engine=replace(one, disk="direct")), list) for one in (resolved.engine, OTHER)
     )
     assert own is not None and other is not None and other.reads.gap == 24 << 10
     bundles = resolved.selection.bundles
-    if not resolved.disk.about.neurons or bundles is None or not own.reads.direct:
+    if not resolved.placement.disk.about.neurons or bundles is None or not own.reads.direct:
         assert own.reads.gap == 24 << 10
         return
     layout = bundles.layouts[0]

@@ -18,7 +18,8 @@ from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.expert_files import open_expert_profile
 from powerinfer.hardware import measure
-from powerinfer.hybrid.resolve import needs, resolve
+from powerinfer.hybrid.resolve import resolve
+from powerinfer.hybrid.resolved import needs
 from powerinfer.neurons import Tier
 from powerinfer.placement import budget
 from powerinfer.placement.plan import Plan, PlanRequest, make_plan, read_plan, save_plan
@@ -30,6 +31,11 @@ MOE = (
     "mixtral-8x7b", "olmoe-1b-7b", "qwen3-30b-a3b", "glm-4.5-air", "smallthinker-4b", "smallthinker-21b",
     "deepseek-v2-lite", "kimi-k2",
 )  # fmt: skip
+
+
+def taken(request: PlanRequest, division: budget.Division) -> budget.Footprint:
+    """Bytes on the GPU."""
+    return budget.on_gpu(request.model, request.hardware, request.workload, division, dense=True)
 
 
 def cut(name: str, layers: int = 3) -> ModelConfig:
@@ -63,7 +69,7 @@ def test_more_memory_holds_more_experts_and_is_faster(name: str) -> None:
     assert whole.claims.slots == request.model.n_experts and whole.claims.gpu_head
     assert "experts" not in whole.bytes["cpu"] and whole.choice.mass_on_gpu == 1
     most = sum(whole.bytes["gpu"].values())
-    none = sum(budget.on_gpu(request.model, request.hardware, request.workload, 3, True, True, [0] * 3).values())
+    none = sum(taken(request, budget.Division(3, True, (0,) * 3)).values())
     before = (-1, float("inf"))
     for share in (0.0, 0.1, 0.5, 0.9, 1.0):
         made = make_plan(replace(request, vram=none + round(share * (most - none)), insist=True))
@@ -98,7 +104,7 @@ def test_biases_of_experts_count() -> None:
 
 def test_a_gpu_too_small_for_any_expert_holds_attention() -> None:
     request = request_of(cut("qwen3-30b-a3b"), 8 * GIB)
-    layers = [budget.on_gpu(request.model, request.hardware, request.workload, n, False, True, [0] * 3) for n in (1, 2)]
+    layers = [taken(request, budget.Division(n, slots=(0,) * 3)) for n in (1, 2)]
     made = make_plan(replace(request, vram=sum(layers[1].values()) - 1, insist=True))
     check(made)
     assert made.claims.gpu_layers == 1 and not made.claims.gpu_head
@@ -116,7 +122,7 @@ def test_frequent_experts_come_first() -> None:
     skewed = {layer: 8 * np.roll(np.arange(1.0, n + 1) ** -1.2, layer) for layer in range(3)}
     skewed = {layer: np.minimum(1.0, each / each.sum() * 8) for layer, each in skewed.items()}
     skewed[1] = np.full(n, 8 / n)  # its experts are all alike
-    none = sum(budget.on_gpu(request.model, request.hardware, request.workload, 3, True, True, [0] * 3).values())
+    none = sum(taken(request, budget.Division(3, True, (0,) * 3)).values())
     room = 90 * request.model.expert_bytes(0)[0]
     even = make_plan(replace(request, vram=none + room, insist=True))
     known = make_plan(replace(request, vram=none + room, insist=True, frequencies=skewed))
@@ -156,7 +162,7 @@ def answer(path: Path, **options: Any) -> tuple[str, LLM]:
 def test_a_load_follows_its_plan(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     from powerinfer.hybrid.load import load_resolved
-    from powerinfer.hybrid.resolve import with_fewer_experts
+    from powerinfer.hybrid.vram import smaller
 
     path = tiny_model(tmp_path)
     alone, llm = answer(path, gpu="none")
@@ -171,8 +177,8 @@ def test_a_load_follows_its_plan(tmp_path: Path) -> None:
     each = checkpoint_model(checkpoint).expert_bytes(0)[0]
     budget_of = replace(engine, vram=every - 3 * each)
     resolved = resolve(open_checkpoint(path), budget_of)
-    assert resolved.experts is not None
-    slots = [len(own) for own in resolved.experts]  # of which layers depends on the machine
+    assert resolved.placement.experts is not None
+    slots = [len(own) for own in resolved.placement.experts]  # of which layers depends on the machine
     assert sum(slots) == 5
     assert needs(resolved).vram == every - 3 * each
     executor, sparsity = load_resolved(resolved, lambda: [1])
@@ -180,7 +186,7 @@ def test_a_load_follows_its_plan(tmp_path: Path) -> None:
         held = executor.gpu.memory()["ffn"] + sum(ffn.memory()["ffn"] for ffn in sparsity.ffns)  # type: ignore[attr-defined]
         hardware, model = measure.measured(engine, gpu="cpu"), checkpoint_model(checkpoint)
         work = budget.Workload("f16", 64, 32, 8)
-        planned = budget.on_gpu(model, hardware, work, 2, True, True, slots)
+        planned = budget.on_gpu(model, hardware, work, budget.Division(2, True, tuple(slots)), True)
         places = 2 * 4 * 4  # where each of the experts is, int32
         assert held == planned["ffn"] + planned["experts"] + places
     finally:
@@ -188,8 +194,8 @@ def test_a_load_follows_its_plan(tmp_path: Path) -> None:
     partly, llm = answer(path, gpu="cpu", vram=every - 3 * each)
     assert partly == alone and 0 < llm.sparsity["gpu_share"] < 1 and "5 of 8 experts" in llm.choices["gpu"]
     llm.close()
-    fewer = with_fewer_experts(resolved)
-    assert fewer is not None and fewer.experts is not None and sum(map(len, fewer.experts)) == 4
+    fewer = smaller(resolved, 1)
+    assert fewer is not None and fewer.placement.experts is not None and sum(map(len, fewer.placement.experts)) == 4
     with pytest.raises(RequestError, match=r"hold no layer .* give --vram"):
         answer(path, gpu="cpu", vram=1 << 20)
     with pytest.raises(RequestError, match="--adjust is for models"):
@@ -216,13 +222,13 @@ def test_a_profile_says_which_experts_are_hot(tmp_path: Path, capsys: pytest.Cap
     engine = EngineConfig(threads=1, context=64, prefill_chunk=32, gpu="cpu")
     each = checkpoint_model(open_checkpoint(path)).expert_bytes(0)[0]
     room = replace(engine, vram=needs(resolve(open_checkpoint(path), engine)).vram - 3 * each)  # of two layers of four
-    before = resolve(open_checkpoint(path), room).experts
+    before = resolve(open_checkpoint(path), room).placement.experts
     assert before is not None and [own.tolist() for own in before] == [list(range(len(own))) for own in before]
     (tmp_path / "text.txt").write_text("abc bca cab " * 40)
     assert main(["profile", "-m", str(path), "--corpus", str(tmp_path / "text.txt"), "--tokens", "64"]) == 0
     capsys.readouterr()
     counts = open_expert_profile(open_checkpoint(path)).frequencies
-    hot = resolve(open_checkpoint(path), room).experts
+    hot = resolve(open_checkpoint(path), room).placement.experts
     assert hot is not None and sum(map(len, hot)) == 5
     for layer, own in enumerate(hot):
         assert not 0 < len(own) < 4 or counts[layer][own].min() >= np.delete(counts[layer], own).max(), "most frequent"

@@ -46,11 +46,11 @@ from powerinfer.hybrid.experts import ExpertSplit  # noqa: E402
 from powerinfer.hybrid.ffn import HybridFfn, NeuronSplit  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
 from powerinfer.hybrid.parts import GpuPart  # noqa: E402
-from powerinfer.hybrid.resolve import Resolved  # noqa: E402
+from powerinfer.hybrid.resolved import Device, Placement, Resolved  # noqa: E402
 from powerinfer.kernels import cpu  # noqa: E402
 from powerinfer.neurons import Tier  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
-from powerinfer.placement.budget import Workload, on_gpu  # noqa: E402
+from powerinfer.placement.budget import Division, Workload, on_gpu  # noqa: E402
 from powerinfer.placement.plan import Plan, PlanRequest, make_plan  # noqa: E402
 from powerinfer.placement.shapes import GPU_MARGIN, LAYER_MARGIN, SHAPES, Model, checkpoint_model  # noqa: E402
 from powerinfer.placement.solver import GROUP  # noqa: E402
@@ -106,7 +106,7 @@ def request_of(path: Path, quantize: str | None, groups: float, layers: int | No
     )  # fmt: skip
     vram = request.vram_for() + int(groups * GROUP * model.gpu_neuron)
     if layers is not None:
-        vram = sum(on_gpu(model, hardware, request.workload, layers, False).values())
+        vram = sum(on_gpu(model, hardware, request.workload, Division(layers)).values())
     return replace(request, vram=vram)
 
 
@@ -122,8 +122,8 @@ def loaded(path: Path, quantize: str | None, plan: Plan) -> Iterator[tuple[Any, 
         stage.least = CHUNK
     placement = plan.placement(plan.request.profile)
     split = NeuronSplit(selection.bundles, placement, predictors=selection.predictors, stage=stage)
-    given = plan.claims.gpu_layers, plan.claims.gpu_head, plan, pages
-    resolved = Resolved(checkpoint, engine, selection, device_name(), "", *given)
+    whole = Placement(plan.claims.gpu_layers, plan.claims.gpu_head, plan, pages=pages)
+    resolved = Resolved(checkpoint, engine, selection, Device(device_name()), whole)
     executor = load_split(resolved, split, stage=stage if plan.claims.passes else None)
     try:
         yield executor, split.ffns
@@ -224,11 +224,11 @@ def test_states_are_as_large_as_was_counted(tmp_path: Path, layers: int, head: b
 
 def check_dense_layers(path: Path, tmp_path: Path, kv_type: str, layers: int, head: bool) -> None:
     model = checkpoint_model(open_checkpoint(path))
-    planned = on_gpu(model, load("pc-low"), Workload(kv_type, CONTEXT, CHUNK, REQUESTS), layers, head, dense=True)
+    work = Workload(kv_type, CONTEXT, CHUNK, REQUESTS)
+    planned = on_gpu(model, load("pc-low"), work, Division(layers, head), dense=True)
     checkpoint, engine, pages = open_checkpoint(path), EngineConfig(**OPTIONS, kv_type=kv_type), -(-CONTEXT // cpu.PAGE)
-    executor = load_split(
-        Resolved(checkpoint, engine, gpu=device_name(), gpu_layers=layers, gpu_head=head, pages=pages)
-    )
+    placement = Placement(layers, head, pages=pages)
+    executor = load_split(Resolved(checkpoint, engine, device=Device(device_name()), placement=placement))
     try:
         for when in steps(executor):
             held = {part: nbytes for part, nbytes in held_on_gpu(executor, []).items() if nbytes}
@@ -262,8 +262,8 @@ def test_working_memory_of_latent_attention(tmp_path: Path, q_latents: int | Non
     expert_models.write(path, replace(config, d_model=64, vocab_size=1200, layers=layers), expert_models.Weights("f16"))
     model, engine = checkpoint_model(open_checkpoint(path)), EngineConfig(**OPTIONS)
     split = ExpertSplit([np.arange(n, dtype=np.int32) for n in model.n_experts])
-    given = {"gpu": "cpu", "gpu_layers": 2, "gpu_head": True, "pages": -(-CONTEXT // cpu.PAGE)}
-    executor = load_split(Resolved(open_checkpoint(path), engine, **given), split)
+    placement = Placement(2, True, pages=-(-CONTEXT // cpu.PAGE))
+    executor = load_split(Resolved(open_checkpoint(path), engine, device=Device("cpu"), placement=placement), split)
     try:
         most = passed(executor, tmp_path) + executor.gpu.memory()["scratch"]
     finally:
@@ -499,7 +499,7 @@ def test_budgets_that_cannot_be_held(tmp_path: Path, measured: list[int]) -> Non
         load_within(path, quantize, dense - (1 << 12))
     assert "\n" not in str(caught.value)
     model, work = checkpoint_model(open_checkpoint(path, quantize)), Workload("f16", CONTEXT, CHUNK, REQUESTS)
-    one_layer = sum(on_gpu(model, machine(RESERVED), work, 1, False, dense=True).values())
+    one_layer = sum(on_gpu(model, machine(RESERVED), work, Division(1), dense=True).values())
     with pytest.raises(PowerInferError, match=said):
         load_within(path, quantize, one_layer, selector="all")
     planned = make_plan(request_of(path, quantize, 99))

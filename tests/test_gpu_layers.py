@@ -46,7 +46,7 @@ from powerinfer.errors import ModelError, PowerInferError, RequestError  # noqa:
 from powerinfer.formats.checkpoint import Checkpoint, RawTensor, open_checkpoint  # noqa: E402
 from powerinfer.formats.quant import dequantize, quantize  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
-from powerinfer.hybrid.resolve import Resolved  # noqa: E402
+from powerinfer.hybrid.resolved import Device, Placement, Resolved  # noqa: E402
 from powerinfer.kernels import gpu  # noqa: E402
 from powerinfer.kernels.gpu_types import MADE_CODES  # noqa: E402
 from powerinfer.models import load  # noqa: E402
@@ -64,7 +64,7 @@ def engine_of(**options: Any) -> EngineConfig:
 
 def on_gpu(layers: int = LAYERS, head: bool = False, pages: int | None = None) -> dict[str, Any]:
     """The part of a model that is on the test's device."""
-    return {"gpu": device_name(), "gpu_layers": layers, "gpu_head": head, "pages": pages}
+    return {"device": Device(device_name()), "placement": Placement(layers, head, pages=pages)}
 
 
 def everything() -> dict[str, Any]:

@@ -51,10 +51,10 @@ from powerinfer.hybrid import ffn as hybrid  # noqa: E402
 from powerinfer.hybrid.adjust import trades  # noqa: E402
 from powerinfer.hybrid.ffn import HybridFfn, NeuronSplit  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
-from powerinfer.hybrid.resolve import Resolved  # noqa: E402
+from powerinfer.hybrid.resolved import Device, Placement, Resolved  # noqa: E402
 from powerinfer.hybrid.sparsity import HybridSparsity  # noqa: E402
 from powerinfer.kernels import cpu  # noqa: E402
-from powerinfer.neurons import Placement, Predictor, Tier  # noqa: E402
+from powerinfer.neurons import NeuronPlacement, Predictor, Tier  # noqa: E402
 from powerinfer.prepare.packing import pack  # noqa: E402
 from powerinfer.runtime.live import Live  # noqa: E402
 from powerinfer.sparsity.selection import Selection  # noqa: E402
@@ -62,11 +62,11 @@ from powerinfer.sparsity.selection import Selection  # noqa: E402
 SPLITS = (0.0, 0.1, 0.5, 0.9, 1.0)
 
 
-def placed(config: Any, share: float, seed: int = 0) -> Placement:
+def placed(config: Any, share: float, seed: int = 0) -> NeuronPlacement:
     """Random neurons, each with this probability of being on the GPU."""
     rng = np.random.default_rng([seed, round(100 * share)])
     tiers = tuple(np.where(rng.random(size) < share, Tier.GPU, Tier.CPU).astype(np.int8) for size in config.ffn_sizes)
-    return Placement(config.ffn_sizes, 1, tiers)
+    return NeuronPlacement(config.ffn_sizes, 1, tiers)
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def split(
     selection = Selection(selector, "a test", tuple(most or ()), bundles, predictors)
     whole = head and gpu_layers == config.n_layers
     parts = NeuronSplit(bundles, placed(config, share), selection.threshold, predictors, stage)
-    resolved = Resolved(checkpoint, engine, selection, device_name(), "", gpu_layers, whole)
+    resolved = Resolved(checkpoint, engine, selection, Device(device_name()), Placement(gpu_layers, whole))
     executor = load_split(resolved, parts, stage=stage if passes else None)
     try:
         yield executor, parts.ffns
@@ -290,7 +290,8 @@ def test_thresholds_of_neurons(activation: str, tmp_path: Path) -> None:
                 assert np.abs(prompt - wanted[0]).max() < bound, (share, layers, least)
     engine = EngineConfig(threads=1, context=families.CONTEXT, kv_type="f32", prefill_chunk=families.TOKENS)
     selection = Selection("all", "a test")
-    executor = load_split(Resolved(checkpoint, engine, selection, device_name(), "", config.n_layers, True))
+    whole = Placement(config.n_layers, True)
+    executor = load_split(Resolved(checkpoint, engine, selection, Device(device_name()), whole))
     try:
         assert np.abs(one_by_one(executor, tokens[0]) - wanted[0]).max() < bound  # whole layers
     finally:

@@ -37,7 +37,8 @@ from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.hardware import measure  # noqa: E402
 from powerinfer.hybrid.experts import Copier, ExpertSparsity, ExpertSplit, HybridExperts  # noqa: E402
 from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
-from powerinfer.hybrid.resolve import Resolved, needs, resolve  # noqa: E402
+from powerinfer.hybrid.resolve import resolve  # noqa: E402
+from powerinfer.hybrid.resolved import Resolved, needs  # noqa: E402
 from powerinfer.kernels import gpu, gpu_experts, gpu_latent  # noqa: E402
 from powerinfer.models import load  # noqa: E402
 from powerinfer.neurons import Indices  # noqa: E402
@@ -369,7 +370,7 @@ def test_the_crossing_of_experts_is_measured(name: str, tmp_path: Path, monkeypa
     room = replace(engine, vram=every - 2000)  # a few experts do not fit
     for how in ("measured in", "measured earlier"):
         resolved = resolve(open_checkpoint(truth.path), room)
-        assert resolved.staging > 0 and resolved.experts is not None
+        assert resolved.placement.staging > 0 and resolved.placement.experts is not None
         executor, _ = load_resolved(resolved, lambda: list(range(40)))
         try:
             assert how in str(executor.choices.prefill) and "by tokens" in str(executor.choices.prefill)
@@ -387,8 +388,8 @@ def test_a_load_of_smallthinker_holds_what_is_planned(tmp_path: Path) -> None:
     every = needs(resolve(checkpoint, engine))
     room = replace(engine, vram=every.vram - 11 * model.expert_bytes(0)[0])
     resolved = resolve(checkpoint, room)
-    assert resolved.experts is not None
-    slots = [len(own) for own in resolved.experts]  # of which layers depends on the machine
+    assert resolved.placement.experts is not None
+    slots = [len(own) for own in resolved.placement.experts]  # of which layers depends on the machine
     assert sum(slots) == sum(model.n_experts) - 11
     assert needs(resolved).ram == every.ram + 11 * model.expert_bytes(0)[1]
     executor, sparsity = load_resolved(resolved, list)
@@ -397,7 +398,7 @@ def test_a_load_of_smallthinker_holds_what_is_planned(tmp_path: Path) -> None:
         held, of_experts = executor.gpu.memory(), sum(ffn.memory()["ffn"] for ffn in sparsity.ffns)
         hardware = measure.measured(engine, gpu="cpu")
         work = budget.Workload("f16", families.CONTEXT, TOTAL, 4)
-        planned = budget.on_gpu(model, hardware, work, 5, True, True, slots)
+        planned = budget.on_gpu(model, hardware, work, budget.Division(5, True, tuple(slots)), True)
         tables = 5 * 4 * 6  # where each of the experts is, int32
         assert held["ffn"] + of_experts == planned["ffn"] + planned["experts"] + tables
         assert [held[part] for part in ("attention", "head", "kv")] == [
@@ -421,15 +422,17 @@ def test_a_load_with_states_holds_what_is_planned(name: str, tmp_path: Path) -> 
     model = checkpoint_model(checkpoint)
     each = model.expert_bytes(0)[0]
     resolved = resolve(checkpoint, replace(engine, vram=needs(resolve(checkpoint, engine)).vram - 5 * each))
-    assert resolved.experts is not None and resolved.gpu_layers == model.config.n_layers
-    slots = [len(own) for own in resolved.experts]
+    assert resolved.placement.experts is not None and resolved.placement.layers == model.config.n_layers
+    slots = [len(own) for own in resolved.placement.experts]
     assert sum(slots) == sum(model.n_experts) - 5
     executor, sparsity = load_resolved(resolved, list)
     try:
         assert isinstance(sparsity, ExpertSparsity) and executor.n_states == 9
         held, of_experts = executor.gpu.memory(), sum(ffn.memory()["ffn"] for ffn in sparsity.ffns)
         work = budget.Workload("f16", families.CONTEXT, TOTAL, 4)
-        planned = budget.on_gpu(model, measure.measured(engine, gpu="cpu"), work, len(slots), True, True, slots)
+        planned = budget.on_gpu(
+            model, measure.measured(engine, gpu="cpu"), work, budget.Division(len(slots), True, tuple(slots)), True
+        )
         states = model.gpu_state_bytes(4)
         assert planned["kv"] == states + model.gpu_kv_bytes("f16", families.CONTEXT, 1) and states > 0
         assert [held[part] for part in ("attention", "head", "kv")] == [
@@ -537,16 +540,17 @@ def test_a_plan_counts_experts_by_neuron(tmp_path: Path, capsys: pytest.CaptureF
     assert by[0] == each[0] and by[1] > each[1], "rows as short as these are mostly padding"
     every = needs(resolve(checkpoint, engine))
     resolved = resolve(open_checkpoint(path), replace(engine, vram=every.vram - 3 * each[0]))
-    assert resolved.experts is not None and sum(map(len, resolved.experts)) == 4 * LAYERS - 3
-    assert needs(resolved).ram == every.ram + 3 * by[1] + 2 * resolved.staging
+    assert resolved.placement.experts is not None and sum(map(len, resolved.placement.experts)) == 4 * LAYERS - 3
+    assert needs(resolved).ram == every.ram + 3 * by[1] + 2 * resolved.placement.staging
     executor, sparsity = load_resolved(resolved, list)
     try:
         assert isinstance(sparsity, ExpertSparsity) and "exact (neurons inside" in str(executor.choices.selector)
         assert sum(ffn.cold_bytes for ffn in sparsity.ffns) == 3 * by[1]
         held = executor.gpu.memory()["ffn"] + sum(ffn.memory()["ffn"] for ffn in sparsity.ffns)
-        work, slots = budget.Workload("f16", families.CONTEXT, TOTAL, 4), [len(own) for own in resolved.experts]
+        work, slots = budget.Workload("f16", families.CONTEXT, TOTAL, 4), [len(own) for own in resolved.placement.experts]
         hardware = measure.measured(engine, gpu="cpu")
-        planned = budget.on_gpu(checkpoint_model(checkpoint), hardware, work, LAYERS, True, True, slots)
+        division = budget.Division(LAYERS, True, tuple(slots))
+        planned = budget.on_gpu(checkpoint_model(checkpoint), hardware, work, division, dense=True)
         assert held == planned["ffn"] + planned["experts"] + LAYERS * 4 * 4
     finally:
         executor.close()

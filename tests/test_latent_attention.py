@@ -26,7 +26,8 @@ from powerinfer.formats.quant import dequantize, quantize  # noqa: E402
 from powerinfer.formats.tensors import RawTensor  # noqa: E402
 from powerinfer.hardware import measure  # noqa: E402
 from powerinfer.hardware.description import load  # noqa: E402
-from powerinfer.hybrid.resolve import needs, resolve  # noqa: E402
+from powerinfer.hybrid.resolve import resolve  # noqa: E402
+from powerinfer.hybrid.resolved import needs  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
 
 HEADS, LATENTS, PLAIN, ROTATED, VALUES = 6, 64, 32, 16, 32  # of the case kimi-k2

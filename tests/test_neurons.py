@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from powerinfer.neurons import BundleLayout, Placement, Predictor, Profile, Tier
+from powerinfer.neurons import BundleLayout, NeuronPlacement, Predictor, Profile, Tier
 
 
 def test_a_gated_bundle() -> None:
@@ -47,7 +47,7 @@ def test_parts_are_disjoint_ascending_and_complete(data: st.DataObject, d_ff: in
     groups = -(-d_ff // size)
     one = st.lists(st.sampled_from(Tier), min_size=groups, max_size=groups)
     chosen = data.draw(st.lists(one, min_size=layers, max_size=layers))
-    placement = Placement((d_ff,) * len(chosen), size, tuple(np.array(tiers, np.int8) for tiers in chosen))
+    placement = NeuronPlacement((d_ff,) * len(chosen), size, tuple(np.array(tiers, np.int8) for tiers in chosen))
     for layer, tiers in enumerate(chosen):
         parts = placement.by_tier(layer)
         assert set(parts) == set(Tier)
@@ -69,9 +69,9 @@ def test_parts_are_disjoint_ascending_and_complete(data: st.DataObject, d_ff: in
     ],
 )
 def test_placements_that_cannot_be(tiers: np.ndarray) -> None:
-    Placement((100,), 32, (np.zeros(4, np.int8),))
+    NeuronPlacement((100,), 32, (np.zeros(4, np.int8),))
     with pytest.raises(AssertionError):
-        Placement((100, 100), 32, (np.zeros(4, np.int8), tiers))
+        NeuronPlacement((100, 100), 32, (np.zeros(4, np.int8), tiers))
 
 
 def profile(each: list[list[list[int]]], tokens: tuple[int, ...]) -> Profile:

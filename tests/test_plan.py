@@ -24,7 +24,7 @@ from test_cli import error_line, powerinfer
 from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.hardware.description import RATED_ROWS, Hardware, load, save
-from powerinfer.neurons import Placement, Profile, Tier
+from powerinfer.neurons import NeuronPlacement, Profile, Tier
 from powerinfer.placement import budget, cost, plan
 from powerinfer.placement.plan import POLICIES, Plan, PlanRequest, make_plan, read_plan, save_plan, with_working_memory
 from powerinfer.placement.power_law import FAMILIES, Law, assumed_profile, fit_skew
@@ -68,7 +68,7 @@ def request_of(
 def dense_on_gpu(request: PlanRequest, head: bool) -> int:
     """VRAM that holds all layers without their neurons."""
     layers = request.model.config.n_layers
-    return sum(budget.on_gpu(request.model, request.hardware, request.workload, layers, head).values())
+    return sum(budget.on_gpu(request.model, request.hardware, request.workload, budget.Division(layers, head)).values())
 
 
 def with_groups(request: PlanRequest, groups: int, **more: Any) -> PlanRequest:
@@ -426,7 +426,7 @@ def test_ram_beside_whole_layers() -> None:
     work = budget.Workload("f16", context=64, chunk=32, requests=4)
 
     def beside(layers: int, head: bool = False) -> int:
-        return sum(budget.in_ram(model, work, layers, head, host_bytes=7 * MIB).values())
+        return sum(budget.in_ram(model, work, budget.Division(layers, head, host_bytes=7 * MIB)).values())
 
     alone = make_plan(request_of(model, selector="all", vram=0, requests=4))
     assert alone.claims.panels and beside(0) == sum(alone.bytes["cpu"].values())
@@ -579,14 +579,14 @@ def test_random_is_the_same_for_a_seed() -> None:
 
 def test_placements_with_an_order() -> None:
     order = np.array([3, 1, 4, 0, 2], np.int32)
-    placement = Placement((5,), 2, (np.array([0, 1, 2], np.int8),), (order,))
+    placement = NeuronPlacement((5,), 2, (np.array([0, 1, 2], np.int8),), (order,))
     parts = placement.by_tier(0)
     assert {tier: neurons.tolist() for tier, neurons in parts.items()} == {0: [1, 3], 1: [0, 4], 2: [2]}
     for wrong in (order[:4], order.astype(np.int64), np.array([0, 0, 1, 2, 3], np.int32)):
         with pytest.raises(AssertionError):
-            Placement((5,), 2, (np.array([0, 1, 2], np.int8),), (wrong,))
+            NeuronPlacement((5,), 2, (np.array([0, 1, 2], np.int8),), (wrong,))
     with pytest.raises(AssertionError):
-        Placement((5,), 2, (np.array([0, 1, 2], np.int8),), (order, order))
+        NeuronPlacement((5,), 2, (np.array([0, 1, 2], np.int8),), (order, order))
 
 
 def test_the_same_request_gives_the_same_plan() -> None:

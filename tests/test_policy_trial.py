@@ -24,7 +24,8 @@ from powerinfer.formats.quant import BLOCK_TYPES  # noqa: E402
 from powerinfer.hybrid import policy_trial  # noqa: E402
 from powerinfer.hybrid.experts import HybridExperts  # noqa: E402
 from powerinfer.hybrid.policy_trial import ROUNDS, WARM_UP  # noqa: E402
-from powerinfer.hybrid.resolve import needs, resolve  # noqa: E402
+from powerinfer.hybrid.resolve import resolve  # noqa: E402
+from powerinfer.hybrid.resolved import needs  # noqa: E402
 from powerinfer.kernels import gpu_experts  # noqa: E402
 from powerinfer.placement.experts import EXPERT_POLICIES, Dynamic, Lfu, Lru, Static  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
@@ -130,7 +131,7 @@ def test_static_is_loaded_as_ever(room: EngineConfig, tmp_path: Path, slow: Any)
     checkpoint = open_checkpoint(tmp_path / "m.gguf")
     auto = replace(room, expert_policy="auto")
     before = resolve(checkpoint, auto)
-    assert before.policy is None and before.experts is not None
+    assert before.policy.name is None and before.placement.experts is not None
     assert needs(before).ram == needs(resolve(checkpoint, replace(room, expert_policy="lru"))).ram
     first, llm = load(tmp_path, room)
     plain = load_and_close(tmp_path, room, "static")
@@ -141,9 +142,9 @@ def test_static_is_loaded_as_ever(room: EngineConfig, tmp_path: Path, slow: Any)
     assert cold < sum(ffn.cold_bytes for ffn in llm._sparsity.ffns)  # type: ignore[attr-defined]
     llm.close()
     after, wanted = resolve(checkpoint, auto), resolve(checkpoint, room)
-    assert after.policy == "static" and needs(after) == needs(wanted) and wanted.experts is not None
-    assert after.experts is not None
-    assert [own.tolist() for own in after.experts] == [own.tolist() for own in wanted.experts]
+    assert after.policy.name == "static" and needs(after) == needs(wanted) and wanted.placement.experts is not None
+    assert after.placement.experts is not None
+    assert [own.tolist() for own in after.placement.experts] == [own.tolist() for own in wanted.placement.experts]
 
 
 def test_every_policy_decodes_the_same_steps(
@@ -234,9 +235,9 @@ def test_when_nothing_is_tried(room: EngineConfig, tmp_path: Path) -> None:
     }
     for why, engine in reasons.items():
         found = resolve(open_checkpoint(path), engine)
-        assert found.policy == "static" and why in found.why_policy, why
+        assert found.policy.name == "static" and why in found.policy.why, why
     converted = resolve(open_checkpoint(f64_experts(tmp_path)), replace(room, expert_policy="auto"))
-    assert converted.policy == "static" and "need experts as a GGUF file has them" in converted.why_policy
+    assert converted.policy.name == "static" and "need experts as a GGUF file has them" in converted.policy.why
     alone = resolve(open_checkpoint(path), replace(BASE, gpu="none", expert_policy="auto"))
     assert alone.experts is None and alone.policy == "static"
     other = resolve(open_checkpoint(path), replace(room, expert_policy="auto", context=32))
@@ -295,17 +296,17 @@ def test_a_choice_holds_where_memory_is_short(
     auto, path = replace(room, expert_policy="auto"), tmp_path / "m.gguf"
     ram = needs(resolve(open_checkpoint(path), room)).ram
     monkeypatch.setattr(system, "available_memory", lambda: ram)
-    assert "not tried" in resolve(open_checkpoint(path), auto).why_policy
+    assert "not tried" in resolve(open_checkpoint(path), auto).policy.why
     monkeypatch.setattr(system, "available_memory", lambda: 0)
-    assert resolve(open_checkpoint(path), auto).policy is None, "unknown"
+    assert resolve(open_checkpoint(path), auto).policy.name is None, "unknown"
     slow({"static": 4, "lru": 3, "lfu": 5, "dynamic": 5})
     others(disturbed)
     _, llm = load(tmp_path, room)
     llm.close()
     others(0.0)
     monkeypatch.setattr(system, "available_memory", lambda: ram)
-    assert resolve(open_checkpoint(path), auto).policy == "lru"
-    assert resolve(open_checkpoint(path), replace(auto, ram=ram)).policy == "static"
+    assert resolve(open_checkpoint(path), auto).policy.name == "lru"
+    assert resolve(open_checkpoint(path), replace(auto, ram=ram)).policy.name == "static"
 
 
 def test_static_is_told_nothing(room: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,8 +357,8 @@ def test_a_choice_that_does_not_fit_is_no_choice(room: EngineConfig, tmp_path: P
     ]
     for change in changes:
         path.write_text(good)
-        assert resolve(open_checkpoint(tmp_path / "m.gguf"), auto).policy == "lru"
+        assert resolve(open_checkpoint(tmp_path / "m.gguf"), auto).policy.name == "lru"
         document = json.loads(good)
         change(next(one for one in document["trials"] if one["subject"] == "expert policies"))
         path.write_text(json.dumps(document))
-        assert resolve(open_checkpoint(tmp_path / "m.gguf"), auto).policy is None, document
+        assert resolve(open_checkpoint(tmp_path / "m.gguf"), auto).policy.name is None, document

@@ -26,7 +26,7 @@ from powerinfer.cli.common import Output, Parser, config_from, read_duration
 from powerinfer.config import EngineConfig, ServeConfig
 from powerinfer.errors import ModelError, RequestError, VramError
 from powerinfer.hub import models_in
-from powerinfer.hybrid.resolve import Needs
+from powerinfer.hybrid.resolved import Needs
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.serve import service as service_module

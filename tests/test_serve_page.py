@@ -23,7 +23,7 @@ from toy_model import until
 from powerinfer.config import ServeConfig
 from powerinfer.devices.cpu import Fired
 from powerinfer.errors import ModelError
-from powerinfer.hybrid.resolve import Needs
+from powerinfer.hybrid.resolved import Needs
 from powerinfer.neurons import Profile
 from powerinfer.progress import Progress
 from powerinfer.runtime.engine import LLM

@@ -38,7 +38,9 @@ from powerinfer.hardware import measure  # noqa: E402
 from powerinfer.hardware.description import load  # noqa: E402
 from powerinfer.hybrid.experts import Copier, ExpertSparsity, ExpertSplit, HybridExperts  # noqa: E402
 from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
-from powerinfer.hybrid.resolve import Resolved, needs, resolve, with_fewer_experts  # noqa: E402
+from powerinfer.hybrid.resolve import resolve  # noqa: E402
+from powerinfer.hybrid.resolved import Policy, Resolved, needs  # noqa: E402
+from powerinfer.hybrid.vram import smaller  # noqa: E402
 from powerinfer.placement.disk import DiskPlan  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
 from powerinfer.sizes import read_size  # noqa: E402
@@ -75,7 +77,7 @@ def split(
         plan = DiskPlan(about, {}, 0)
     every = config.n_layers
     where = on_gpu(layers or every, head=(layers or every) == every, pages=8)
-    resolved = Resolved(checkpoint, ENGINE, disk=plan, **where)
+    resolved = Resolved(checkpoint, ENGINE, **where).placed(disk=plan)
     with pytest.MonkeyPatch.context() as patch:
         if emulated is not None:
             patch.setattr(_native, "Reads", emulating(**emulated))
@@ -330,8 +332,8 @@ def planned(path: Path, hot: int, ram: int = 0, quantize: str | None = None, **o
     cold = sum(model.n_experts) - hot
     vram = every.vram - cold * model.expert_bytes(0)[0]
     whole = resolve(checkpoint, replace(engine, vram=vram))
-    assert whole.experts is not None and whole.disk is None
-    needed = needs(replace(whole, staging=0, policy=whole.policy or "static")).ram
+    assert whole.placement.experts is not None and whole.placement.disk is None
+    needed = needs(replace(whole.placed(staging=0), policy=Policy(whole.policy.name or "static"))).ram
     return resolve(open_checkpoint(path, quantize), replace(engine, vram=vram, ram=needed - ram)) if ram else whole
 
 
@@ -340,24 +342,24 @@ def test_what_neither_memory_holds_stays_on_disk(large: Path) -> None:
     before = 1 << 30
     for less in (2 * MIB, 6 * MIB, 12 * MIB):
         resolved = planned(large, 20, less)
-        assert resolved.disk is not None and resolved.experts is not None and resolved.staging == 0
-        ram, vram = resolved.engine.ram, resolved.engine.vram
+        disk, ram, vram = resolved.placement.disk, resolved.engine.ram, resolved.engine.vram
+        assert disk is not None and resolved.placement.experts is not None and resolved.placement.staging == 0
         assert ram is not None and vram is not None
-        assert sum(resolved.disk.held.values()) <= ram and needs(resolved).ram <= ram and needs(resolved).vram <= vram
+        assert sum(disk.held.values()) <= ram and needs(resolved).ram <= ram and needs(resolved).vram <= vram
         executor, sparsity = load_resolved(resolved, list)
         try:
             assert isinstance(sparsity, ExpertSparsity)
-            slots = resolved.disk.about.experts
+            slots = resolved.placement.disk.about.experts
             assert sum(slots.values()) < before and sum(slots.values()) < sum(len(ffn.cold) for ffn in sparsity.ffns)
             before = sum(slots.values())
             held = sum(ffn.cold_bytes for ffn in sparsity.ffns)
-            assert 0.9 * resolved.disk.held["experts"] < held <= resolved.disk.held["experts"]
+            assert 0.9 * resolved.placement.disk.held["experts"] < held <= resolved.placement.disk.held["experts"]
             found = answers(executor)
             assert executor.disk.report()["bytes"] > 0 and "experts that are selected" in str(executor.choices.disk)
             assert "it reads from disk" in str(executor.choices.prefill)
         finally:
             executor.close()
-        whole, _ = load_resolved(replace(resolved, checkpoint=open_checkpoint(large), disk=None), list)
+        whole, _ = load_resolved(replace(resolved, checkpoint=open_checkpoint(large)).placed(disk=None), list)
         check_bits(whole, found)
         whole.close()
 
@@ -386,23 +388,25 @@ def test_a_policy_for_what_is_not_on_disk_is_said(large: Path) -> None:
 
 
 def test_with_fewer_experts_on_the_gpu_more_stay_on_disk(large: Path) -> None:
+    """Where it runs out of memory; buffers for long prompts go before experts."""
     resolved = planned(large, 20, 12 * MIB)
-    fewer = with_fewer_experts(resolved)
-    assert fewer is not None and fewer.experts is not None and resolved.experts is not None
-    assert sum(map(len, fewer.experts)) < sum(map(len, resolved.experts))
-    assert fewer.disk is not None and resolved.disk is not None
-    assert fewer.disk.resting["experts"] > resolved.disk.resting["experts"]
+    fewer = smaller(resolved, 1)
+    assert fewer is not None and fewer.placement.experts is not None and resolved.placement.experts is not None
+    assert sum(map(len, fewer.placement.experts)) < sum(map(len, resolved.placement.experts))
+    assert fewer.placement.disk is not None and resolved.placement.disk is not None
+    assert fewer.placement.disk.resting["experts"] > resolved.placement.disk.resting["experts"]
     assert needs(fewer).ram <= (fewer.engine.ram or 0)
     enough = planned(large, 20)
-    with_buffers = replace(enough, staging=1 << 20)
-    assert with_fewer_experts(with_buffers) == replace(enough, staging=0), "buffers for long prompts go before experts"
+    assert smaller(enough.placed(staging=1 << 20), 1) == enough.placed(staging=0)
+    enough = enough.placed(staging=0)
     at_most = replace(enough, engine=replace(enough.engine, ram=needs(enough).ram))
-    fewer = with_fewer_experts(at_most)
-    assert fewer is not None and fewer.disk is not None
-    tried = with_fewer_experts(replace(at_most, policy=None))
-    assert tried is not None and tried.policy == "static" and tried.disk == fewer.disk
-    with pytest.raises(RequestError, match=r"need .* of RAM: give --ram"):
-        with_fewer_experts(replace(at_most, engine=replace(at_most.engine, disk="none")))
+    fewer = smaller(at_most, 1)
+    assert fewer is not None and fewer.placement.disk is not None
+    auto = replace(at_most, engine=replace(at_most.engine, expert_policy="auto"), policy=Policy(None))
+    tried = smaller(auto, 1)
+    assert tried is not None and tried.policy.name == "static" and tried.placement.disk == fewer.placement.disk
+    with pytest.raises(RequestError, match=r"needs at least .* of RAM .* give --ram"):
+        smaller(replace(at_most, engine=replace(at_most.engine, disk="none")), 1)
 
 
 def test_without_a_disk_ram_must_hold_them(large: Path) -> None:
@@ -424,8 +428,8 @@ def test_what_is_advised_is_of_the_cache_only_where_ram_has_some(large: Path) ->
 
 def test_a_plan_says_what_is_where(large: Path, capsys: pytest.CaptureFixture[str]) -> None:
     resolved = planned(large, 20, 12 * MIB)
-    engine, disk = resolved.engine, resolved.disk
-    assert disk is not None and resolved.experts is not None
+    engine, disk = resolved.engine, resolved.placement.disk
+    assert disk is not None and resolved.placement.experts is not None
     flags = ["-m", str(large), "--gpu", device_name(), "--vram", f"{engine.vram}B", "--ram", f"{engine.ram}B"]
     flags += ["--context", "128", "--prefill-chunk", "64", "--max-batch", "4", "--threads", "2", "--json"]
     documents = []
@@ -435,7 +439,7 @@ def test_a_plan_says_what_is_where(large: Path, capsys: pytest.CaptureFixture[st
         documents.append(json.loads(text.out.splitlines()[-1]))
     plan, inspected = documents
     for layer in plan["layers"]:
-        assert layer["experts"] == len(resolved.experts[layer["layer"]])
+        assert layer["experts"] == len(resolved.placement.experts[layer["layer"]])
         assert layer["experts_in_ram"] == disk.about.experts[layer["layer"]]
     assert sum(plan["bytes"]["cpu"].values()) <= (engine.ram or 0)
     assert plan["bytes"]["disk"]["experts"] == disk.resting["experts"] and not plan["fits"]
@@ -469,20 +473,20 @@ def test_a_request_that_fails_leaves_the_engine_usable(large: Path, monkeypatch:
 
 def test_free_memory_is_the_budget_where_it_does_not_hold_them(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = planned(large, 20)
-    needed = needs(replace(whole, staging=0)).ram
+    needed = needs(whole.placed(staging=0)).ram
     for free, less in ((2 * needed, False), (needed - 1, True)):
         monkeypatch.setattr("powerinfer.system.available_memory", lambda free=free: free)
         resolved = resolve(open_checkpoint(large), whole.engine)
-        assert (resolved.disk is not None) is less
-        assert resolved.disk is None or sum(resolved.disk.held.values()) <= free * 9 // 10
+        assert (resolved.placement.disk is not None) is less
+        assert resolved.placement.disk is None or sum(resolved.placement.disk.held.values()) <= free * 9 // 10
 
 
 def test_policies_over_experts_that_are_on_disk(large: Path) -> None:
     """`auto` tries none; one that is asked for has all experts there, and memory for some."""
     resolved = planned(large, 20, 12 * MIB, trial=True, expert_policy="auto")
-    assert resolved.policy == "static" and "from disk" in resolved.why_policy
+    assert resolved.policy.name == "static" and "from disk" in resolved.policy.why
     resolved = planned(large, 20, 6 * MIB, expert_policy="lru")
-    assert resolved.policy == "lru" and resolved.disk is not None
+    assert resolved.policy.name == "lru" and resolved.placement.disk is not None
     executor, sparsity = load_resolved(resolved, list)
     try:
         for one in single_tokens(30, executor.vocab_size):

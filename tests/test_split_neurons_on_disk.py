@@ -33,9 +33,11 @@ from powerinfer.devices.torch_device import choose_device  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.hardware.description import load  # noqa: E402
 from powerinfer.hybrid import vram  # noqa: E402
+from powerinfer.hybrid.beside_gpu import with_fewer_layers  # noqa: E402
 from powerinfer.hybrid.ffn import HybridFfn, NeuronSplit  # noqa: E402
 from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
-from powerinfer.hybrid.resolve import Resolved, needs, resolve, with_fewer_layers  # noqa: E402
+from powerinfer.hybrid.resolve import resolve  # noqa: E402
+from powerinfer.hybrid.resolved import Resolved, needs  # noqa: E402
 from powerinfer.hybrid.sparsity import HybridSparsity  # noqa: E402
 from powerinfer.kernels.cpu import NEURON_TOKENS  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
@@ -90,7 +92,7 @@ def split(
     with pytest.MonkeyPatch.context() as patch:
         if reads is not None:
             patch.setattr(_native, "Reads", reads)
-        executor = load_split(Resolved(checkpoint, engine, selection, disk=plan, **where), made)
+        executor = load_split(Resolved(checkpoint, engine, selection, **where).placed(disk=plan), made)
         for ffn in made.ffns if fills else ():
             ffn.fill()
         try:
@@ -341,7 +343,7 @@ def planned(path: Path, less: int, more: Mapping[str, Any] = {}, **options: Any)
     assert bundles is not None
     vram = every.vram - sum(len(one) for one in bundles.layers) * bundles.layouts[0].group_bytes * 2 // 5
     whole = resolve(checkpoint, replace(own, vram=vram))
-    assert whole.plan is not None and whole.plan.fits and whole.disk is None
+    assert whole.placement.plan is not None and whole.placement.plan.fits and whole.placement.disk is None
     if not less:
         return whole
     return resolve(open_checkpoint(path), replace(own, **({"vram": vram, "ram": needs(whole).ram - less} | options)))
@@ -353,7 +355,7 @@ def test_what_neither_memory_holds_stays_on_disk(selector: str, large: Path) -> 
     before = 1 << 30
     for less in (3 << 18, 7 << 18) if selector == "predicted" else (3 << 18, 4 << 18):
         resolved = planned(large, less, selector=selector)
-        plan, disk, engine = resolved.plan, resolved.disk, resolved.engine
+        plan, disk, engine = resolved.placement.plan, resolved.placement.disk, resolved.engine
         assert plan is not None and disk is not None and engine.ram is not None and engine.vram is not None
         assert not plan.fits and needs(resolved).ram <= engine.ram and needs(resolved).vram <= engine.vram
         when = "are selected" if selector == "predicted" else "fire"
@@ -373,7 +375,7 @@ def test_what_neither_memory_holds_stays_on_disk(selector: str, large: Path) -> 
             assert report["bytes"] and 0 < report["hit_rate"] < 1
         finally:
             executor.close()
-        whole, own = load_resolved(replace(resolved, checkpoint=open_checkpoint(large), disk=None), list)
+        whole, own = load_resolved(replace(resolved, checkpoint=open_checkpoint(large)).placed(disk=None), list)
         assert own.stage is not None
         own.stage.least = NEURON_TOKENS + 1  # measured there
         check_bits(whole, found)
@@ -384,12 +386,12 @@ def test_what_neither_memory_holds_stays_on_disk(selector: str, large: Path) -> 
 def test_neurons_that_leave_the_gpu_rest_on_disk_too(selector: str, less: int, large: Path) -> None:
     """As where memory is measured: RAM holds no more than before, and a rehearsal reads nothing."""
     resolved = planned(large, less, selector=selector)
-    assert resolved.plan is not None and resolved.disk is not None
+    assert resolved.placement.plan is not None and resolved.placement.disk is not None
     executor, sparsity = load_resolved(resolved, list)
     assert isinstance(sparsity, HybridSparsity) and isinstance(executor, SplitExecutor) and executor.disk is not None
     held = sum(ffn.cold_bytes for ffn in sparsity.ffns)
     right = answers(executor, 5)
-    plan = with_less_vram(resolved.plan, 1 << 18)
+    plan = with_less_vram(resolved.placement.plan, 1 << 18)
     assert plan is not None and plan.loads and not plan.fits
     split = NeuronSplit(resolved.selection.bundles, plan.placement(plan.request.profile), ffns=sparsity.ffns)  # type: ignore[arg-type, type-var]
     before = sum(len(ffn.hot) for ffn in sparsity.ffns)
@@ -426,10 +428,10 @@ def test_plans_with_layers_on_the_cpu_as_a_whole(
     path = large_model(tmp_path, monkeypatch, layers=4, neurons=LARGE // 4)
     own = replace(ENGINE, gpu=device_name(), selector=selector, prefill_chunk=16)
     checkpoint = open_checkpoint(path)
-    plan = resolve(checkpoint, own).plan
+    plan = resolve(checkpoint, own).placement.plan
     assert plan is not None and plan.fits
     model_, request = plan.request.model, plan.request
-    dense = sum(budget.on_gpu(model_, request.hardware, request.workload, 3, False).values())
+    dense = sum(budget.on_gpu(model_, request.hardware, request.workload, budget.Division(3)).values())
     request = replace(request, vram=dense + budget.shared_on_gpu(model_, 3) + 1024)
     whole = sum(make_plan(request).bytes["cpu"].values())
     kinds = set()
@@ -470,7 +472,7 @@ def test_what_cannot_be_read_is_refused_or_done_otherwise(large: Path) -> None:
         with pytest.raises(RequestError, match=match):
             planned(large, less, **options)
     for selector in ("exact", "auto"):
-        assert planned(large, less, selector=selector).disk is not None
+        assert planned(large, less, selector=selector).placement.disk is not None
         with pytest.raises(
             RequestError, match=r"and --ram does not hold what reading them from disk takes: give --ram"
         ):
@@ -484,13 +486,14 @@ def test_without_predictors_neurons_or_whole_layers_are_on_disk(
     path = large_model(tmp_path, monkeypatch, layers=16, neurons=LARGE // 4)
     short = {"prefill_chunk": 16}
     neurons = planned(path, 5 << 18, short, selector="auto")
-    assert neurons.plan is not None and neurons.disk is not None and neurons.disk.about.neurons
+    assert neurons.placement.plan is not None and neurons.placement.disk is not None
+    assert neurons.placement.disk.about.neurons
     for less, apart in ((12 << 18, 8 << 10), (5 << 18, 1 << 30)):
         monkeypatch.setattr("powerinfer.placement.plan.APART", apart)
         auto = planned(path, less, short, selector="auto")
-        assert auto.plan is None and auto.selection.bundles is None and 0 < auto.gpu_layers < 16
+        assert auto.placement.plan is None and auto.selection.bundles is None and 0 < auto.placement.layers < 16
         assert auto.selection.why.startswith("--vram and --ram do not hold all neurons")
-        assert auto.disk is not None and needs(auto).ram <= (auto.engine.ram or 0)
+        assert auto.placement.disk is not None and needs(auto).ram <= (auto.engine.ram or 0)
 
 
 def test_without_ram_the_free_memory_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, described: None) -> None:
@@ -502,15 +505,17 @@ def test_without_ram_the_free_memory_counts(tmp_path: Path, monkeypatch: pytest.
     every = needs(resolve(open_checkpoint(path), engine))
     engine = replace(engine, vram=every.vram - 30 * MIB)
     whole = resolve(open_checkpoint(path), engine)
-    assert 0 < whole.gpu_layers < 16 and whole.disk is None
+    assert 0 < whole.placement.layers < 16 and whole.placement.disk is None
     free = needs(whole).ram
-    assert resolve(open_checkpoint(path), engine).disk is None
+    assert resolve(open_checkpoint(path), engine).placement.disk is None
     free -= 5 * MIB
     placed = resolve(open_checkpoint(path), engine)
-    assert placed.disk is not None and placed.gpu_layers == whole.gpu_layers and placed.engine.ram is None
-    assert sum(placed.disk.held.values()) <= free and not placed.staging
-    assert resolve(open_checkpoint(path), replace(engine, disk="none")).disk is None
+    assert placed.placement.disk is not None and placed.engine.ram is None
+    assert placed.placement.layers == whole.placement.layers
+    assert sum(placed.placement.disk.held.values()) <= free and not placed.placement.staging
+    assert resolve(open_checkpoint(path), replace(engine, disk="none")).placement.disk is None
     fewer = with_fewer_layers(placed)
-    assert fewer is not None and fewer.disk is not None and fewer.disk.resting["panels"] > placed.disk.resting["panels"]
+    assert fewer is not None and fewer.placement.disk is not None
+    assert fewer.placement.disk.resting["panels"] > placed.placement.disk.resting["panels"]
     free = 1 * MIB
-    assert resolve(open_checkpoint(path), engine).disk is None, "the system may find it"
+    assert resolve(open_checkpoint(path), engine).placement.disk is None, "the system may find it"

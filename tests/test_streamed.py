@@ -40,7 +40,8 @@ from powerinfer.hardware.description import load  # noqa: E402
 from powerinfer.hybrid import crossing  # noqa: E402
 from powerinfer.hybrid.crossing import Crossing  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
-from powerinfer.hybrid.resolve import Resolved, needs, resolve  # noqa: E402
+from powerinfer.hybrid.resolve import resolve  # noqa: E402
+from powerinfer.hybrid.resolved import Resolved, needs  # noqa: E402
 from powerinfer.kernels import gpu_panels  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
 from powerinfer.placement.budget import Workload, on_gpu  # noqa: E402
@@ -299,7 +300,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def room(path: Path, layers: int, more: int = 0) -> int:
     """--vram for that number of layers, and `more` bytes."""
     model, work = checkpoint_model(open_checkpoint(path)), Workload("f32", 96, 64, 2)
-    return sum(on_gpu(model, load("pc-low"), work, layers, False, dense=True).values()) + more
+    return sum(on_gpu(model, load("pc-low"), work, budget.Division(layers), dense=True).values()) + more
 
 
 def loaded(path: Path, vram: int, **more: Any) -> tuple[dict[str, str], int | None, list[int]]:
@@ -363,24 +364,24 @@ def test_room_for_the_buffers(model: Path) -> None:
         (12, 0, (12, 0)),
     ]:
         found = resolved(room(model, layers, left))
-        assert (found.gpu_layers, found.staging) == expected, (layers, left)
+        assert (found.placement.layers, found.placement.staging) == expected, (layers, left)
         taken = needs(found)
         assert taken.vram <= room(model, layers, left)
-        more = budget.streamed_in_ram(shape, work, found.gpu_layers, found.staging)
-        assert taken.ram - needs(replace(found, staging=0)).ram == more >= 2 * found.staging
+        more = budget.streamed_in_ram(shape, work, found.placement.layers, found.placement.staging)
+        assert taken.ram - needs(found.placed(staging=0)).ram == more >= 2 * found.placement.staging
     streaming = resolved(room(model, 4))
     enough = needs(streaming).ram
-    assert resolved(room(model, 4), ram=enough).staging == size
-    assert resolved(room(model, 4), ram=enough - 1).staging == 0
-    assert resolved(room(model, 4), prefill_chunk=32).staging == 0, "no step is long enough"
+    assert resolved(room(model, 4), ram=enough).placement.staging == size
+    assert resolved(room(model, 4), ram=enough - 1).placement.staging == 0
+    assert resolved(room(model, 4), prefill_chunk=32).placement.staging == 0, "no step is long enough"
 
 
 def test_what_is_held_is_what_was_counted(model: Path) -> None:
     """On the GPU, and the buffers in RAM."""
     shape, work = checkpoint_model(open_checkpoint(model)), Workload("f32", 96, 64, 2)
     found = resolve(open_checkpoint(model), EngineConfig(**GIVEN, vram=room(model, 4)))
-    layers, size = found.gpu_layers, found.staging
-    planned = on_gpu(shape, load("pc-low"), work, layers, False, dense=True)
+    layers, size = found.placement.layers, found.placement.staging
+    planned = on_gpu(shape, load("pc-low"), work, budget.Division(layers), dense=True)
     with LLM(model, **GIVEN, vram=room(model, 4), trial=False) as llm:
         executor = llm._executor
         assert isinstance(executor, SplitExecutor) and executor.streamed is not None

@@ -34,9 +34,10 @@ from powerinfer import LLM
 from powerinfer.config import AttentionConfig, EngineConfig, ExpertsConfig, ModelConfig
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.hardware import measure
-from powerinfer.hybrid.resolve import needs, resolve
+from powerinfer.hybrid.resolve import resolve
+from powerinfer.hybrid.resolved import needs
 from powerinfer.kernels import cpu
-from powerinfer.placement.budget import Workload, on_gpu
+from powerinfer.placement.budget import Division, Workload, on_gpu
 from powerinfer.placement.shapes import checkpoint_model
 from powerinfer.sizes import read_size
 
@@ -113,7 +114,7 @@ def budget_of(measurement: Measurement, card: int) -> int:
         return whole - int((1 - card / max(CARDS)) * experts) * model.expert_bytes(0)[0]
     work = Workload(engine.kv_type, engine.context or 0, engine.prefill_chunk, engine.max_batch, selector="all")
     hardware = measure.measured(engine, gpu=engine.gpu)
-    held = on_gpu(model, hardware, work, checkpoint.config.n_layers, True, True)
+    held = on_gpu(model, hardware, work, Division(checkpoint.config.n_layers, True), dense=True)
     fixed = sum(held[name] for name in ("head", "runtime", "scratch"))
     part = checkpoint.config.n_layers / expert_models.CONFIGS[SHAPE].n_layers
     return min(whole, worker.part_of(card << 30, fixed, part))

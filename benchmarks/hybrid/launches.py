@@ -42,10 +42,10 @@ from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.hybrid.ffn import NeuronSplit
 from powerinfer.hybrid.load import load_split
 from powerinfer.hybrid.parts import CpuPart
-from powerinfer.hybrid.resolve import Resolved
+from powerinfer.hybrid.resolved import Device, Placement, Resolved
 from powerinfer.kernels import cpu
 from powerinfer.models import load
-from powerinfer.neurons import Placement, Tier
+from powerinfer.neurons import NeuronPlacement, Tier
 from powerinfer.sparsity.attach import attach
 from powerinfer.sparsity.selection import select
 
@@ -112,9 +112,10 @@ def loaded(arguments: argparse.Namespace) -> Iterator[SplitExecutor]:
         np.where(rng.random(config.widest_ffn) < arguments.split, Tier.GPU, Tier.CPU).astype(np.int8)
         for _ in range(config.n_layers)
     ]
-    placement = Placement(config.ffn_sizes, 1, tuple(tiers))
+    placement = NeuronPlacement(config.ffn_sizes, 1, tuple(tiers))
     split = NeuronSplit(selection.bundles, placement, predictors=selection.predictors)
-    resolved = Resolved(checkpoint, engine, selection, arguments.gpu, "", config.n_layers, True, None, pages)
+    whole = Placement(config.n_layers, True, pages=pages)
+    resolved = Resolved(checkpoint, engine, selection, Device(arguments.gpu), whole)
     executor = load_split(resolved, split)
     try:
         yield executor

@@ -156,7 +156,7 @@ def card(task: dict[str, Any]) -> dict[str, Any]:
     task: as of `decode`, with vram (the card's) and part (from 0 to 1).
     """
     engine = _engine(task, context_of(task["most"], task["tokens"]), task["most"])
-    plan = resolve(open_checkpoint(Path(task["model"])), engine).plan
+    plan = resolve(open_checkpoint(Path(task["model"])), engine).placement.neurons
     assert plan is not None
     fixed = {name: plan.bytes["gpu"].get(name, 0) for name in ("head", "runtime", "scratch")}
     return {"vram": part_of(task["vram"], sum(fixed.values()), task["part"]), "fixed": fixed}
@@ -263,7 +263,7 @@ def _vram(model: Path, engine: EngineConfig, vram: int | float) -> int:
     """The budget in bytes."""
     if isinstance(vram, int):
         return vram
-    plan = resolve(open_checkpoint(model), replace(engine, selector="predicted")).plan
+    plan = resolve(open_checkpoint(model), replace(engine, selector="predicted")).placement.neurons
     assert plan is not None
     shape, config = plan.request.model, plan.request.model.config
     return plan.request.vram_for() + int(vram * shape.bundle.stride * config.n_neurons)
@@ -273,14 +273,14 @@ def _load(model: Path, engine: EngineConfig, policy: str) -> tuple[LLM, Plan | N
     """The model as the engine resolves it, or with its plan's neurons elsewhere."""
     checkpoint = open_checkpoint(model)
     resolved = resolve(checkpoint, engine)
-    if resolved.gpu is None:
-        raise RuntimeError(f"the GPU is not used: {resolved.why}")
-    plan = resolved.plan
+    if resolved.device.gpu is None:
+        raise RuntimeError(f"the GPU is not used: {resolved.device.why}")
+    plan = resolved.placement.neurons
     if plan is not None and policy == "layers":
         plan = whole_layers(plan)
     elif plan is not None and policy != "time":
         plan = make_plan(replace(plan.request, policy=policy))
-    executor, sparsity = load_resolved(replace(resolved, plan=plan), lambda: [1])
+    executor, sparsity = load_resolved(resolved if plan is None else resolved.placed(plan=plan), lambda: [1])
     llm = LLM.from_parts(executor, tokenizer_of(checkpoint), checkpoint.config, engine, sparsity=sparsity)
     return llm, None if policy == "layers" else plan  # what would be predicted is not what is run
 

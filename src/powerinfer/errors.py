@@ -71,8 +71,8 @@ class EngineError(PowerInferError):
 
 
 def demand(outcome: T | PowerInferError) -> T:
-    """The value of an outcome that may be an error, which is raised then: where a value says what does not fit, a caller
-    that has another way asks for none of it."""
+    """The value of an outcome that may be an error, which is raised then. A caller that has another way looks at the
+    error instead."""
     if isinstance(outcome, PowerInferError):
         raise outcome
     return outcome

@@ -231,7 +231,7 @@ def _order(counts: Counts) -> Indices:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placement:
+class NeuronPlacement:
     """The tier of every neuron: group g of a layer is `group_size` neurons of its order, from g * group_size on.
 
     sizes: neurons of each layer; tiers: for each layer int8 [ceil(neurons / group_size)], values of `Tier`. A layer's

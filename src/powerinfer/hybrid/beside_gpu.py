@@ -89,7 +89,8 @@ def _split_selection(checkpoint: Checkpoint, engine: EngineConfig, selection: Se
 
 
 def _whole_layers(resolved: Resolved, model: Model, hardware: Hardware) -> Resolved | RequestError:
-    """The first layers on the GPU, as many as fit into --vram; the error if none does, or RAM does not hold the rest."""
+    """The first layers on the GPU, as many as fit into --vram; the error if none does, or RAM lacks room for the
+    rest."""
     from powerinfer.placement.budget import budgets, no_layer_fits, whole_layers
 
     engine = resolved.engine
@@ -242,8 +243,8 @@ def _split_experts(
 
 
 def with_other_experts(resolved: Resolved, scratch: int) -> Resolved:
-    """The same with experts placed by that much working memory on the GPU. RequestError where no layer is left there, or
-    RAM does not hold the others, and they may not stay on disk."""
+    """The same with experts placed by that much working memory on the GPU. RequestError where no layer is left there,
+    or RAM does not hold the others, and they may not stay on disk."""
     from powerinfer.hardware.measure import measured
 
     request, hardware = _planned(resolved, model_of(resolved)), measured(resolved.engine, gpu=resolved.gpu)

@@ -38,7 +38,7 @@ from powerinfer.hybrid.parts import CpuPart, GpuPart, RestingPart
 from powerinfer.kernels import gpu
 from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.kernels.gpu_types import tensor_bytes
-from powerinfer.neurons import Counts, FfnVectors, Indices, NeuronVectors, Placement, Predictor, Tier
+from powerinfer.neurons import Counts, FfnVectors, Indices, NeuronPlacement, NeuronVectors, Predictor, Tier
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -414,7 +414,7 @@ class NeuronSplit:
     """
 
     bundles: BundleFile
-    placement: Placement
+    placement: NeuronPlacement
     threshold: Callable[[int], float] = lambda layer: 0.0
     predictors: Callable[[int], Weights] | None = None
     stage: Stage | None = None

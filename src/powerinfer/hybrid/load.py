@@ -265,10 +265,10 @@ def _load_neurons(resolved: Resolved, loading: Loading, first: Plan | None, tigh
 
 def _as_saved(plan: Plan, working: int) -> Plan | None:
     """The plan by the working memory of an earlier start; None if neurons do not fit into RAM then."""
-    from powerinfer.placement.plan import with_working_memory
+    from powerinfer.placement.plan import Plan, with_working_memory
 
     again = with_working_memory(plan, working)
-    return again if again is not None and again.loads else None
+    return again if isinstance(again, Plan) and again.loads else None
 
 
 def _load_experts(resolved: Resolved, loading: Loading) -> Loaded | Resolved:

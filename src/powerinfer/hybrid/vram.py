@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, cast
 
-from powerinfer.errors import GpuMemoryError, PowerInferError
+from powerinfer.errors import GpuMemoryError, PowerInferError, demand
 from powerinfer.formats.json_file import Between
 from powerinfer.hybrid.beside_gpu import estimated_scratch, with_fewer_layers, with_other_experts
 from powerinfer.hybrid.resolved import Resolved, needs
@@ -89,7 +89,7 @@ def smaller(resolved: Resolved, lacking: int, failures: int = 0) -> Resolved | N
     placement, lacking = resolved.placement, lacking or _LACKING << failures
     if placement.neurons is not None:
         held = _held(placement.neurons)
-        less = with_less_vram(placement.neurons, min(lacking, held)) if held else None
+        less = demand(with_less_vram(placement.neurons, min(lacking, held)) if held else None)
         rests = resolved.engine.disk != "none"
         if less is None or not (less.loads if rests else less.fits):
             return None
@@ -113,7 +113,8 @@ def smaller(resolved: Resolved, lacking: int, failures: int = 0) -> Resolved | N
 def fill(
     plan: Plan, used: int | None, lacking: int, earlier: int | None = None, *, tight: bool = False
 ) -> Plan | None:
-    """The plan by what is really left on the GPU, once the largest steps ran; None: it stays.
+    """The plan by what is really left on the GPU, once the largest steps ran; None: it stays. RequestError if neurons
+    that have to leave do not fit into RAM, and there is no disk.
 
     used: bytes that they and the dense parts take, and earlier: took at the last start, None: that is not known.
     lacking: bytes beyond the limit; tight: the device ran out of memory with the plan before this one.
@@ -211,9 +212,9 @@ def _margin(plan: Plan, used: int | None) -> int:
 
 def _with_fewer(plan: Plan, lacking: int, margin: int) -> Plan | None:
     """The plan with `lacking` fewer bytes of neurons on the GPU, and with `margin` fewer still if there are that many
-    and RAM holds them; None where `with_less_vram` has none for `lacking` alone."""
+    and RAM holds them; None if there are not even `lacking`."""
     less = with_less_vram(plan, min(lacking + margin, max(lacking, _held(plan))))
-    return less if less is not None and less.loads else with_less_vram(plan, lacking)
+    return less if isinstance(less, Plan) and less.loads else demand(with_less_vram(plan, lacking))
 
 
 def _with_more(plan: Plan, used: int, earlier: int | None) -> Plan | None:
@@ -227,7 +228,8 @@ def _with_more(plan: Plan, used: int, earlier: int | None) -> Plan | None:
     if earlier is not None and used >= earlier - margin:
         return None
     more = with_working_memory(plan, working + margin)
-    return more if more is not None and more.loads and sum(more.choice.gpu) > sum(plan.choice.gpu) else None
+    grows = isinstance(more, Plan) and more.loads and sum(more.choice.gpu) > sum(plan.choice.gpu)
+    return more if isinstance(more, Plan) and grows else None
 
 
 def _working(plan: Plan, used: int) -> int:

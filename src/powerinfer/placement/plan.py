@@ -31,7 +31,7 @@ from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.prepared import write_small
 from powerinfer.hardware.description import Device, Hardware
 from powerinfer.kernels.cpu import NEURON_TOKENS
-from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Indices, Placement, Profile, Tier
+from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Indices, NeuronPlacement, Profile, Tier
 from powerinfer.placement import cost, solver
 from powerinfer.placement.budget import (
     Claims,
@@ -427,7 +427,7 @@ class Plan:
             nbytes += float(share.sum()) * (resting_bytes(request.model.bundles[layer], selects) + apart)
         return nbytes
 
-    def placement(self, profile: Profile) -> Placement:
+    def placement(self, profile: Profile) -> NeuronPlacement:
         """The tier of every neuron. profile: the one that the plan was made from."""
         assert profile.digest == self.request.profile.digest
         numbers = [np.arange(-(-size // GROUP)) for size in profile.sizes]
@@ -435,7 +435,7 @@ class Plan:
             np.where(own < gpu, Tier.GPU, np.where(own < kept, Tier.CPU, Tier.DISK)).astype(np.int8)
             for own, gpu, kept in zip(numbers, self.choice.gpu, self.choice.kept, strict=True)
         )
-        return Placement(profile.sizes, GROUP, tiers, tuple(self._orders))
+        return NeuronPlacement(profile.sizes, GROUP, tiers, tuple(self._orders))
 
     def document(self, path: Path | None = None) -> PlanDocument:
         """The plan as a document; path: of its file."""
@@ -581,17 +581,17 @@ def _claims_with_slots(request: PlanRequest, claims: Claims) -> tuple[Claims | N
         limit //= 2
 
 
-def with_less_vram(plan: Plan, lacking: int) -> Plan | None:
-    """The plan with `lacking` fewer bytes of neurons on the GPU; None if there are not that many, or if these fit
-    neither into RAM, nor on a disk."""
+def with_less_vram(plan: Plan, lacking: int) -> Plan | RequestError | None:
+    """The plan with `lacking` fewer bytes of neurons on the GPU; None if there are not that many, the error if these do
+    not fit into RAM either, and there is no disk."""
     claims = plan.claims
     spare = claims.gpu_left - sum(plan.choice.gpu) * GROUP * plan.request.model.gpu_neuron
     return with_working_memory(plan, claims.gpu["scratch"] + spare + lacking)
 
 
-def with_working_memory(plan: Plan, nbytes: int) -> Plan | None:
-    """The plan with `nbytes` of working memory on the GPU in place of its own; None if they leave less than nothing, or
-    if neurons then fit neither into RAM, nor on a disk.
+def with_working_memory(plan: Plan, nbytes: int) -> Plan | RequestError | None:
+    """The plan with `nbytes` of working memory on the GPU in place of its own; None if they leave less than nothing,
+    the error if neurons then do not fit into RAM either, and there is no disk.
 
     The dense parts stay where they are, and only the request's own policy is solved.
     """
@@ -600,8 +600,8 @@ def with_working_memory(plan: Plan, nbytes: int) -> Plan | None:
     if left < 0:
         return None
     claims = replace(claims, gpu=claims.gpu | {"scratch": nbytes}, gpu_left=left)
-    if _lacks_disk(plan.request, claims) is not None:
-        return None
+    if (lacking := _lacks_disk(plan.request, claims)) is not None:
+        return lacking
     return _solved(plan.request, claims, (plan.request.policy,))
 
 
