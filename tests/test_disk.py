@@ -278,7 +278,8 @@ def test_a_container_gets_what_takes_least_or_a_line_in_place_of_a_kill(
 
     tight = within(least + (1 << 20), least)  # nine tenths of what is free do not hold it
     stated = resolve(checkpoint, replace(engine, ram=least)).placement.disk
-    assert tight.disk is not None and stated is not None and tight.disk.streamed >= stated.streamed > 0
+    assert tight.placement.disk is not None and stated is not None
+    assert tight.placement.disk.streamed >= stated.streamed > 0
     assert within(1 << 40, 1 << 20).placement.disk is None, "a container that holds all of it"
     for options in ({}, {"disk": "none"}):
         with pytest.raises(RamError, match=r"needs .* of RAM.*, and this container leaves it .*MiB: give") as error:

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from powerinfer.devices.batch import Batch, StoppedError
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.disk import DiskTier, OnDisk
 from powerinfer.devices.disk_policy import DISK_POLICIES
+from powerinfer.errors import demand
 from powerinfer.formats.bundle_types import choose_types
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.predictor_file import write_predictor
@@ -31,7 +31,7 @@ from powerinfer.hybrid.resolve import resolve
 from powerinfer.hybrid.resolved import Resolved, needs
 from powerinfer.models import load
 from powerinfer.placement.budget import Workload
-from powerinfer.placement.disk import plan_disk
+from powerinfer.placement.disk import DiskPlan, plan_disk
 from powerinfer.placement.shapes import checkpoint_model
 from powerinfer.prepare.packing import pack
 from powerinfer.sizes import read_size
@@ -541,7 +541,10 @@ def test_what_a_plan_leaves_on_disk_runs(selector: str, activation: str, tmp_pat
     checkpoint = open_checkpoint(path)
     selection = select(checkpoint, engine)
     whole, work = checkpoint_model(checkpoint, None), Workload("f16", 128, 64, 1, selector=selector)
-    plan = partial(plan_disk, whole, work, threads=2, bundled=True)
+
+    def plan(ram: int) -> DiskPlan:
+        return demand(plan_disk(whole, work, ram, threads=2, bundled=True))
+
     with pytest.raises(RequestError, match="give --ram") as caught:
         plan(ram=1 << 20)
     least = read_size(str(caught.value).rpartition("give --ram ")[2].split(",")[0])
@@ -576,7 +579,7 @@ def test_neurons_stay_on_disk_only_where_that_is_asked_for_if_ram_holds_the_dens
     between = bundled - 1
     assert dense < between
     plain = found("auto", between)
-    assert plain.disk is None and plain.selection.selector == "all"
+    assert plain.placement.disk is None and plain.selection.selector == "all"
     asked = found("exact", between)
     assert asked.placement.disk is not None and asked.placement.disk.about.neurons
     said: list[str] = []

@@ -605,9 +605,9 @@ def test_experts_take_what_was_estimated_too_high(
     loads: list[int] = []
     hold, rehearsed = vram.hold_budget, vram.rehearsed
 
-    def counted(executor: Any, *given: Any, split: Any, **more: Any) -> Any:
+    def counted(executor: Any, resolved: Any, split: Any, **more: Any) -> Any:
         loads.append(sum(len(ffn.hot) for ffn in split.ffns))
-        return hold(executor, *given, split=split, **more)
+        return hold(executor, resolved, split, **more)
 
     def tried(executor: Any, requests: int) -> int | None:
         if fails and loads[-1] == every:

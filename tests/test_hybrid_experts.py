@@ -547,7 +547,7 @@ def test_a_plan_counts_experts_by_neuron(tmp_path: Path, capsys: pytest.CaptureF
         assert isinstance(sparsity, ExpertSparsity) and "exact (neurons inside" in str(executor.choices.selector)
         assert sum(ffn.cold_bytes for ffn in sparsity.ffns) == 3 * by[1]
         held = executor.gpu.memory()["ffn"] + sum(ffn.memory()["ffn"] for ffn in sparsity.ffns)
-        work, slots = budget.Workload("f16", families.CONTEXT, TOTAL, 4), [len(own) for own in resolved.placement.experts]
+        work, slots = budget.Workload("f16", families.CONTEXT, TOTAL, 4), map(len, resolved.placement.experts)
         hardware = measure.measured(engine, gpu="cpu")
         division = budget.Division(LAYERS, True, tuple(slots))
         planned = budget.on_gpu(checkpoint_model(checkpoint), hardware, work, division, dense=True)

@@ -239,9 +239,9 @@ def test_when_nothing_is_tried(room: EngineConfig, tmp_path: Path) -> None:
     converted = resolve(open_checkpoint(f64_experts(tmp_path)), replace(room, expert_policy="auto"))
     assert converted.policy.name == "static" and "need experts as a GGUF file has them" in converted.policy.why
     alone = resolve(open_checkpoint(path), replace(BASE, gpu="none", expert_policy="auto"))
-    assert alone.experts is None and alone.policy == "static"
+    assert alone.placement.experts is None and alone.policy.name == "static"
     other = resolve(open_checkpoint(path), replace(room, expert_policy="auto", context=32))
-    assert other.policy is None, "tried"
+    assert other.policy.name is None, "tried"
 
 
 def f64_experts(folder: Path) -> Path:

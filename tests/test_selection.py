@@ -152,20 +152,25 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
     "devices/wanted.py": ["engine.gpu != 'auto'"],
     "text/tools.py": ["('none', 'auto', 'required')"],  # whether tools are called
     "hardware/measure.py": ["engine.gpu != 'auto'"],
+    "hybrid/beside_gpu.py": [
+        "engine.expert_policy == 'auto'",
+        "engine.selector != 'auto'",
+        "engine.selector != 'auto'",
+        "engine.selector == 'auto'",  # not all neurons fit: whole layers then
+    ],
     "hybrid/disk.py": ["asked != 'auto'"],
+    "hybrid/disk_hints.py": ["engine.selector != 'auto'", "engine.selector != 'auto'"],
+    "hybrid/in_ram.py": [
+        "engine.selector != 'auto'",
+        "engine.selector == 'auto'",
+        "resolved.engine.selector != 'auto'",
+    ],
     "hybrid/load.py": ["resolved.engine.expert_policy != 'auto'", "resolved.engine.gpu != 'auto'"],
     "hybrid/resolve.py": [
-        "('static', 'auto')",
         "('static', 'auto')",
         "engine.expert_policy != 'auto'",
         "engine.gpu != 'auto'",
         "engine.gpu == 'auto'",
-        "engine.selector != 'auto'",
-        "engine.selector != 'auto'",
-        "engine.selector != 'auto'",
-        "engine.selector == 'auto'",
-        "engine.selector == 'auto'",  # not all neurons fit: whole layers then
-        "resolved.engine.selector != 'auto'",
     ],
     "placement/request.py": ["('static', 'auto')", "engine.gpu == 'auto'", "selector == 'auto'", "selector == 'auto'"],
     "prepare/pipeline.py": [

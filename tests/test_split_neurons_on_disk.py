@@ -412,7 +412,7 @@ def test_neurons_that_leave_the_gpu_rest_on_disk_too(selector: str, less: int, l
 
 @pytest.mark.parametrize("selector", ["predicted", "exact"])
 def test_a_saved_plan_is_the_same(selector: str, large: Path, tmp_path: Path) -> None:
-    plan = planned(large, 3 << 18, selector=selector).plan
+    plan = planned(large, 3 << 18, selector=selector).placement.plan
     assert plan is not None and not plan.fits
     save_plan(plan, tmp_path)
     again = read_plan(tmp_path, plan.request)

@@ -152,9 +152,9 @@ def _layers_in_free_memory(resolved: Resolved, model: Model, hardware: Hardware)
 # ---------------------------------------------------------------- by a plan
 
 
-def _planned(resolved: Resolved, model: Model) -> Callable[[Hardware], PlanRequest]:
-    """Gives the request for a plan on a machine. RequestError, from it, if no layer fits on the GPU, or RAM does not
-    hold experts that may not stay on disk."""
+def _planned(resolved: Resolved, model: Model) -> Callable[..., PlanRequest]:
+    """Gives the request for a plan on a machine, and by a working memory on its GPU (None: an estimate). RequestError,
+    from it, if no layer fits on the GPU, or RAM does not hold experts that may not stay on disk."""
     from powerinfer.placement.disk import within
     from powerinfer.placement.request import Subject, expert_subject, on_named_gpu
     from powerinfer.system import available_memory
@@ -167,10 +167,11 @@ def _planned(resolved: Resolved, model: Model) -> Callable[[Hardware], PlanReque
         subject = Subject(model, profile, resolved.selection.selector)
     engine = replace(resolved.engine, gpu=resolved.gpu)
 
-    def request(hardware: Hardware) -> PlanRequest:
+    def request(hardware: Hardware, scratch: int | None = None) -> PlanRequest:
         described = hardware.cpu.memory_bytes
         ram = min(available_memory() or described, described) if engine.ram is None else engine.ram
-        made, rests = subject.request(hardware, replace(engine, ram=ram)), any(model.n_experts)
+        made = replace(subject.request(hardware, replace(engine, ram=ram)), scratch=scratch)
+        rests = any(model.n_experts)
         if rests and engine.disk == "none":
             made.in_memory()  # before anything says what would do if they stayed on disk
             rests = False
@@ -183,7 +184,7 @@ def _planned(resolved: Resolved, model: Model) -> Callable[[Hardware], PlanReque
 
 
 def _split_neurons(
-    resolved: Resolved, request: Callable[[Hardware], PlanRequest], hardware: Hardware
+    resolved: Resolved, request: Callable[..., PlanRequest], hardware: Hardware
 ) -> Resolved | str:
     """A plan that places single neurons; the reason if that is slower than the CPU alone."""
     from powerinfer.placement.budget import gib
@@ -229,7 +230,7 @@ def with_plan(resolved: Resolved, plan: Plan) -> Resolved:
 
 
 def _split_experts(
-    resolved: Resolved, request: Callable[[Hardware], PlanRequest], hardware: Hardware
+    resolved: Resolved, request: Callable[..., PlanRequest], hardware: Hardware
 ) -> Resolved | str:
     """A plan that places experts; the reason if that is slower than the CPU alone."""
     from powerinfer.hybrid.vram import experts_memory
@@ -238,7 +239,7 @@ def _split_experts(
     if resolved.placement.scratch is None:
         saved = experts_memory(resolved).find()
         resolved = resolved.placed(scratch=None if saved is None else saved.result.working)
-    plan = make_plan(replace(request(hardware), scratch=resolved.placement.scratch))
+    plan = make_plan(request(hardware, resolved.placement.scratch))
     return plan.reasons[0] if plan.claims.slots is None else with_plan(resolved, plan)
 
 
@@ -251,9 +252,9 @@ def with_other_experts(resolved: Resolved, scratch: int) -> Resolved:
     placed = _split_experts(resolved.placed(scratch=scratch), request, hardware)
     if isinstance(placed, str):
         raise RequestError(placed)
-    policy, ram = resolved.policy, resolved.engine.ram
-    placed = replace(placed, policy=policy, vram=resolved.vram)
-    if resolved.engine.expert_policy == "auto" and ram is not None and needs(placed).ram > ram:
+    engine, placed = resolved.engine, replace(placed, policy=resolved.policy, vram=resolved.vram)
+    short = placed.placement.disk is not None or (engine.ram is not None and needs(placed).ram > engine.ram)
+    if short and engine.expert_policy == "auto" and placed.policy.name != "static":
         return replace(placed, policy=Policy("static", "others need more RAM than there is"))
     return placed
 
