@@ -415,7 +415,7 @@ def test_experts_that_ram_does_not_hold_stay_on_disk(name: str, written: Any, ex
     assert resolved.placement.disk is not None
     slots = resolved.placement.disk.about.experts.values()
     assert len(slots) == 2 and all(2 * TOP <= n < 32 for n in slots)
-    executor, _ = load_resolved(replace(resolved, kv_room=None), list)
+    executor, _ = load_resolved(resolved.placed(kv_room=None), list)
     check_bits(executor, expected(name))
 
 

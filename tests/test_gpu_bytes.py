@@ -40,7 +40,7 @@ from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.profile_file import open_profile, write_profile  # noqa: E402
 from powerinfer.hardware import measure  # noqa: E402
 from powerinfer.hardware.description import Hardware, load  # noqa: E402
-from powerinfer.hybrid import crossing, fusion, resolve, vram  # noqa: E402
+from powerinfer.hybrid import crossing, fusion, memory_trial, resolve, resolved, vram  # noqa: E402
 from powerinfer.hybrid import load as hybrid_load  # noqa: E402
 from powerinfer.hybrid.experts import ExpertSplit  # noqa: E402
 from powerinfer.hybrid.ffn import HybridFfn, NeuronSplit  # noqa: E402
@@ -595,7 +595,7 @@ def test_experts_take_what_was_estimated_too_high(
     checkpoint = open_checkpoint(path)
     each, every = checkpoint_model(checkpoint).expert_bytes(0)[0], sum(checkpoint_model(checkpoint).n_experts)
     engine = EngineConfig(**OPTIONS, gpu="cpu")
-    everything = resolve.needs(resolve.resolve(checkpoint, engine)).vram
+    everything = resolved.needs(resolve.resolve(checkpoint, engine)).vram
     with load_within(path, None, 1 << 30) as llm:
         wanted = llm.generate([[5, 9, 2]], SHORT)[0].token_ids
         working = llm._executor.gpu.memory()["scratch"] + passed(llm._executor, tmp_path)  # type: ignore[union-attr]
@@ -704,7 +704,7 @@ class Card:
     def entry(self, **changes: int) -> dict[str, Any]:
         """The saved entry, after changes of it."""
         document = json.loads(self.saved.read_text())
-        (entry,) = (one["result"] for one in document["trials"] if one["subject"] == vram.MEMORY.name)
+        (entry,) = (one["result"] for one in document["trials"] if one["subject"] == memory_trial.MEMORY.name)
         entry |= changes
         self.saved.write_text(json.dumps(document))
         return dict(entry)

@@ -233,7 +233,7 @@ def _split_experts(
     resolved: Resolved, request: Callable[..., PlanRequest], hardware: Hardware
 ) -> Resolved | str:
     """A plan that places experts; the reason if that is slower than the CPU alone."""
-    from powerinfer.hybrid.vram import experts_memory
+    from powerinfer.hybrid.memory_trial import experts_memory
     from powerinfer.placement.plan import make_plan
 
     if resolved.placement.scratch is None:

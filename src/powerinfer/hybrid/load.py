@@ -215,9 +215,10 @@ def _load_neurons(resolved: Resolved, loading: Loading, first: Plan | None, tigh
     """The model with its neurons placed by the plan, or by a better one once memory is measured. first, tight: the plan
     before that; the GPU ran out of memory with it."""
     from powerinfer.hybrid.fusion import Fusion
+    from powerinfer.hybrid.memory_trial import Working, neurons_memory
     from powerinfer.hybrid.sparsity import HybridSparsity
     from powerinfer.hybrid.step_trial import settle as settle_steps
-    from powerinfer.hybrid.vram import Working, hold_budget, neurons_memory
+    from powerinfer.hybrid.vram import hold_budget
 
     assert first is not None
     memory, earlier = neurons_memory(resolved, first), None
@@ -276,7 +277,8 @@ def _load_experts(resolved: Resolved, loading: Loading) -> Loaded | Resolved:
     working memory that was measured."""
     from powerinfer.hybrid.beside_gpu import estimated_scratch, with_other_experts
     from powerinfer.hybrid.experts import Copier, ExpertSparsity
-    from powerinfer.hybrid.vram import Working, experts_memory, measured_scratch
+    from powerinfer.hybrid.memory_trial import Working, experts_memory
+    from powerinfer.hybrid.vram import measured_scratch
 
     if resolved.policy.name is None:
         resolved = replace(resolved, policy=_tried_policies(resolved, loading))
