@@ -26,13 +26,14 @@ from powerinfer.kernels import cpu
 
 ONE = EngineConfig(threads=1)
 LITTLE = Effort(
-    sample_bytes=2 << 20,
-    steps=3,
     wide=(256, 768),
+    vocab=256,
     narrow=(128, 320),
     rows=((128, 256), (256, 256)),
     context=64,
     warm_mib=(0.125, 0.25),
+    free_bytes=64 << 20,
+    rounds=3,
     disk_bytes=16 << 20,
     disk_seconds=0.02,
 )

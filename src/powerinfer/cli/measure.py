@@ -1,7 +1,7 @@
 """Measure how fast this machine decodes: dense products, scattered neurons, fixed costs, the disk, and its GPU.
 
 These are the figures from which `plan` predicts the time of a token, measured with the engine's own operators on random
-weights; no model is needed. It takes about fifteen seconds and two GB of memory, with a GPU some more; other programs
+weights; no model is needed. It takes about five seconds and two GB of memory, with a GPU some more; other programs
 should be idle meanwhile: a disturbed result is marked, and replaced when the machine is quiet. The result is saved in
 the user's cache folder and reused until the engine, the CPU, the GPU or the number of threads changes, or --force is
 given. The file can be used with `plan --hardware` on another machine.

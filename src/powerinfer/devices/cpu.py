@@ -663,15 +663,20 @@ class CpuExecutor:
     @contextmanager
     def timed(self) -> Iterator[None]:
         """A context in which operators are timed."""
-        self.time_operators(True)
+        self._program.timed = True
+        self.operator_seconds()
         try:
             yield
         finally:
-            self.time_operators(False)
+            self._program.timed = False
+
+    def operator_seconds(self) -> list[tuple[str, float]]:
+        """(kind, seconds) of each operator, in their order, since the last call, while `timed`."""
+        return self._program.take_times()
 
     def ffn_seconds(self) -> list[float]:
         """Seconds spent in each layer's FFN since the last call, while `timed`."""
-        times = self._program.take_times()
+        times = self.operator_seconds()
         return [times[ffn.op.number][1] for ffn in self.ffns.values()]
 
     # ---------------------------------------------------------------- running
@@ -894,14 +899,6 @@ class CpuExecutor:
             op.fired(active)
             observer.fires(layer, selected, active.reshape(tokens, -1))
         self._run(batch, at, self._program.size)
-
-    def time_operators(self, on: bool) -> dict[str, float]:
-        """Switch timing on or off; seconds spent in each kind of operator since the last call."""
-        self._program.timed = on
-        sums: dict[str, float] = {}
-        for kind, seconds in self._program.take_times():
-            sums[kind] = sums.get(kind, 0.0) + seconds
-        return sums
 
     def traced(self) -> AbstractContextManager[Trace]:
         """RequestError: tracing shows what a GPU and the CPU do side by side."""

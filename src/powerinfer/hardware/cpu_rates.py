@@ -1,7 +1,9 @@
 """The rates of this CPU in decoding, from the executor's own operators over random weights that no cache holds.
 
-Dense products and fixed times: transformers of two widths, timed operator by operator. Rows of bundles: FFNs in which
-chosen fractions of the neurons fire, of two widths, so that a row's fixed time and its bytes part. Medians throughout.
+Samples of every kind are made first: layers of all weight types, narrow layers, attention over a long context, FFNs of
+which chosen fractions of the neurons fire, of two widths, so that a row's fixed time and its bytes part. Then all run
+in turn, round by round. Together they read more than any cache holds, so each finds its weights in memory, and what
+other programs do meanwhile slows all of them alike. Rates are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -9,25 +11,26 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import NormalDist, median
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from powerinfer.config import EngineConfig
+from powerinfer.config import EngineConfig, FfnConfig, ModelConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.devices.cpu_ffn import CpuFfn
 from powerinfer.errors import PowerInferError
-from powerinfer.formats.bundle_memory import owned
+from powerinfer.formats.bundle_memory import ApartBundles, apart, apart_bytes, own_pages, owned
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import FLOAT_TYPES, NATIVE_TYPES, RawTensor
 from powerinfer.hardware.description import OTHER, RATED_ROWS
-from powerinfer.hardware.samples import FRACTIONS, HEAD_DIM, FitGroup, Samples, figure, fit_rows, wire
+from powerinfer.hardware.samples import HEAD_DIM, FitGroup, Samples, figure, fit_rows, wire
 from powerinfer.kernels import cpu
-from powerinfer.neurons import Predictor
+from powerinfer.neurons import BundleLayout, Predictor
 from powerinfer.progress import Progress, silent
 from powerinfer.system import available_memory
 
@@ -36,90 +39,53 @@ from powerinfer.system import available_memory
 class Effort:
     """Sizes of the measurements. Tests use smaller ones."""
 
-    sample_bytes: int = 0  # weights of a sample; 0: twice the largest cache, within SAMPLE_BYTES
-    steps: int = 10  # timed, of each sample; two more warm up
-    wide: tuple[int, int] = (2048, 5632)  # d_model, d_ff
+    wide: tuple[int, int] = (2048, 3072)  # d_model, d_ff of the layers of each type
+    vocab: int = 4096  # rows of the head of each type
     narrow: tuple[int, int] = (512, 1408)
     rows: tuple[tuple[int, int], ...] = ((1024, 4096), (4096, 2048))  # d_model, d_ff of sparse FFNs
     context: int = 2048  # tokens that attention reads
-    warm_mib: tuple[float, ...] = (16, 32, 64, 96, 128, 192)  # weights of the samples that caches may hold
-    disk_bytes: int = 128 << 20
-    disk_seconds: float = 0.25  # of each size of read
+    warm_mib: tuple[float, ...] = (16, 32, 64, 96, 128, 192)  # weights of the narrow layers that caches may hold
+    free_bytes: int = 5 << 29  # that must be free
+    rounds: int = 10  # timed; one more warms up
+    seconds: float = 1.2  # after which a slow machine gets only the minimum of rounds
+    disk_bytes: int = 64 << 20
+    disk_seconds: float = 0.1  # of each size of read
 
 
 FULL = Effort()
 
-SAMPLE_BYTES = (256 << 20, 384 << 20)
-"""Minimum and maximum bytes of a sample's weights: larger caches, as in servers, are shared."""
+FRACTIONS = (0.02, 0.1, 0.5)
+"""Of the neurons of sparse FFNs, those that fire."""
 
+WAYS = ("exact", "predicted")
+
+_TYPES = sorted(NATIVE_TYPES)
 _RANK = 128  # of the predictors
-_VOCAB = 8192  # rows of a head that is timed
-_FEW = 256  # rows of one that is not
-_WARM_UP = 2
-_LEAST_STEPS = 3
-_SAMPLE_SECONDS = 0.6  # after which a sample gets only the minimum of steps
+_FEW = 256  # rows of the embeddings
+_ATTENTION_LAYERS = 16
+_LEAST_ROUNDS = 4
+_REPEATS = 5  # of a step that caches may hold; two more warm up
+_PARKED = 2e-3  # seconds after which the threads of another sample no longer spin
+_HEADS, _KV_HEADS = 32, 8  # of the attention over a long context
+_KV_BYTES = 2 * 2 * _KV_HEADS * HEAD_DIM  # of a token in a layer: keys and values in F16
 _OPERATORS = ("attention_input", "attention", "project", "ffn")  # of a layer
 
 
 def cpu_rates(engine: EngineConfig, effort: Effort, progress: Progress = silent) -> dict[str, Any]:
     """The fields of a `Device` from `dense_gb_s` on. PowerInferError where memory is short."""
-    nbytes = effort.sample_bytes or min(max(2 * largest_cache(), SAMPLE_BYTES[0]), SAMPLE_BYTES[1])
     free = available_memory()
-    if free and free < 6 * nbytes:
+    if free and free < effort.free_bytes:
         raise PowerInferError(
-            f"measuring this machine takes {6 * nbytes >> 20} MiB of memory and {free >> 20} MiB are free; "
+            f"measuring this machine takes {effort.free_bytes >> 20} MiB of memory and {free >> 20} MiB are free; "
             "end other programs first"
         )
-    work = _CpuSamples(engine, effort, nbytes, progress)
-    op_us = work.operator_us()
-    dense, head, beside, packed = {}, {}, [], []
-    for name in sorted(NATIVE_TYPES):
-        sample = work.dense(name, effort.wide)
-        dense[name] = _rate(sample.layer_bytes, sample.layer_s, len(_OPERATORS) * op_us)
-        head[name] = _rate(sample.head_bytes, sample.head_s, op_us)
-        beside.append(sample.beside_s)
-        packed.append(sample.pack_gb_s)
-    dense[OTHER], head[OTHER] = min(dense.values()), min(head.values())
-    bundle, row_ns, extra = {}, {}, []
-    for name in RATED_ROWS:
-        fit = fit_rows(work.sparse_times(name), max(dense.values()))
-        bundle[name], row_ns[name] = fit.gb_s, fit.row_ns
-        for group, seconds in fit.fixed.items():
-            extra.append(1e6 * seconds - group.dense_bytes / (1e3 * dense[group.dense_type]) - op_us)
-    size, gain = work.cache()
-    return {
-        "dense_gb_s": {name: figure(rate) for name, rate in dense.items()},
-        "head_gb_s": {name: figure(rate) for name, rate in head.items()},
-        "bundle_gb_s": {name: figure(rate) for name, rate in bundle.items()},
-        "row_ns": {name: figure(value) for name, value in row_ns.items()},
-        "op_us": figure(op_us),
-        "sparse_us": figure(max(0.0, median(extra))),
-        "step_us": figure(max(0.0, 1e6 * median(beside))),
-        "kv_gb_s": figure(work.kv_gb_s(op_us)),
-        "pack_gb_s": figure(max(packed)),  # once each: the least disturbed
-        "cache_bytes": size,
-        "cache_gain": figure(gain),
-    }
+    with ExitStack() as stack:
+        return _CpuSamples(engine, effort, progress, stack).rates()
 
 
 def _rate(nbytes: float, seconds: float, fixed_us: float) -> float:
     """GB/s of a measurement, fixed times subtracted, at most half of it."""
     return nbytes / max(seconds - 1e-6 * fixed_us, 0.5 * seconds) / 1e9
-
-
-def largest_cache() -> int:
-    """Bytes of the largest cache of the first core; 32 MiB if unknown."""
-    sizes = []
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        try:
-            text = path.read_text().strip()
-            sizes.append(int(text[:-1]) << {"K": 10, "M": 20, "G": 30}[text[-1]])
-        except (OSError, ValueError, KeyError, IndexError):
-            continue
-    return max(sizes, default=32 << 20)
-
-
-# ---------------------------------------------------------------- fits
 
 
 def fit_cache(sizes: Sequence[int], gains: Sequence[float]) -> tuple[int, float]:
@@ -130,8 +96,8 @@ def fit_cache(sizes: Sequence[int], gains: Sequence[float]) -> tuple[int, float]
 
     def miss(size: float) -> float:
         colds = [min(1.0, max(0.0, nbytes / size - 1)) for nbytes in sizes]
-        told = [1 / (cold + (1 - cold) / gain) for cold in colds]
-        return sum(math.log(own / one) ** 2 for own, one in zip(gains, told, strict=True))
+        predicted = [1 / (cold + (1 - cold) / gain) for cold in colds]
+        return sum(math.log(measured / by) ** 2 for measured, by in zip(gains, predicted, strict=True))
 
     low, high = min(sizes), max(sizes)
     tried: list[float] = [low / 2 * (high / low) ** (step / 100) for step in range(101)]
@@ -139,157 +105,318 @@ def fit_cache(sizes: Sequence[int], gains: Sequence[float]) -> tuple[int, float]
     return round(best), gain
 
 
-# ---------------------------------------------------------------- samples
+class _Steps:
+    """Steps of one token with an executor, and the seconds of its operators in each."""
+
+    def __init__(self, executor: CpuExecutor, tokens: int = 1, logits: bool = False) -> None:
+        """tokens: of the context, with the one that is decoded; logits: the heads are computed."""
+        self.executor = executor
+        self._position, self._logits = tokens - 1, logits
+        self._seconds: list[list[float]] = []
+        self._kinds: list[str] = []
+
+    def run(self, token: int) -> float:
+        """Decode a token; seconds of the step beside layers and heads."""
+        begin = time.perf_counter()
+        self.executor.forward(self.batch(token))
+        whole = time.perf_counter() - begin
+        self.read()
+        return whole - sum(seconds for kind, seconds in self._last() if kind != "embed")
+
+    def read(self) -> None:
+        """Take the operators' seconds as those of a step."""
+        times = self.executor.operator_seconds()
+        self._kinds = [kind for kind, _ in times]
+        self._seconds.append([seconds for _, seconds in times])
+
+    def forget(self) -> None:
+        """Drop the steps so far."""
+        self._seconds.clear()
+
+    def batch(self, token: int) -> Batch:
+        pages = np.arange(self._position // cpu.PAGE + 1, dtype=np.int32)[None]
+        row, tokens = np.zeros(1, np.int32), np.full(1, token % _FEW, np.int32)
+        return Batch(tokens, np.full(1, self._position, np.int32), row, pages, row if self._logits else row[:0])
+
+    def seconds(self, *kinds: str) -> NDArray[np.float64]:
+        """Median seconds of each operator of these kinds."""
+        medians = np.median(np.array(self._seconds), axis=0)
+        return np.asarray(medians[[kind in kinds for kind in self._kinds]])
+
+    def layer_seconds(self) -> NDArray[np.float64]:
+        """Median seconds of the operators of each layer."""
+        return np.asarray(self.seconds(*_OPERATORS).reshape(-1, len(_OPERATORS)).sum(axis=1))
+
+    def _last(self) -> Iterator[tuple[str, float]]:
+        return zip(self._kinds, self._seconds[-1], strict=True)
 
 
 @dataclass(frozen=True)
-class Sample:
-    """Bytes and seconds of a layer and of the head of a dense transformer; beside_s: of a step, outside of both.
-    pack_gb_s: of packing the layers: what is packed as it is multiplied is written to caches, and takes as long with
-    the product."""
+class _SparseLayer:
+    """A layer of a sparse sample."""
 
-    layer_bytes: int
-    layer_s: float
-    head_bytes: int
-    head_s: float
-    beside_s: float
-    pack_gb_s: float
+    gate_type: str
+    group: FitGroup
+
+
+class _SparseSteps(_Steps):
+    """The same of sparse FFNs, with the rows and bytes that they read."""
+
+    def __init__(self, executor: CpuExecutor, layers: Sequence[_SparseLayer]) -> None:
+        super().__init__(executor)
+        self._layers = layers
+        self._counts: list[list[tuple[int, int]]] = []
+
+    def read(self) -> None:
+        super().read()
+        self._counts.append([])
+        for layer, ffn in zip(self._layers, self.executor.ffns.values(), strict=True):
+            counts = ffn.counts()
+            self._counts[-1].append((counts["rows"], counts["bytes"] - layer.group.dense_bytes))
+            ffn.clear()
+
+    def forget(self) -> None:
+        super().forget()
+        self._counts.clear()
+
+    def times(self, gate_type: str) -> list[tuple[FitGroup, float, float, float]]:
+        """(group, rows, bytes, seconds) of the layers of a type, medians."""
+        counts = np.median(np.array(self._counts), axis=0)
+        return [
+            (layer.group, float(rows), float(nbytes), float(seconds))
+            for layer, (rows, nbytes), seconds in zip(self._layers, counts, self.seconds("ffn"), strict=True)
+            if layer.gate_type == gate_type
+        ]
+
+
+@dataclass(frozen=True)
+class _Neurons:
+    """Gated neurons of one type; predictor: its inner and outer matrix."""
+
+    layout: BundleLayout
+    bundles: NDArray[np.uint8]
+    gate: RawTensor
+    down: RawTensor
+    predictor: tuple[RawTensor, RawTensor]
+
+    @property
+    def matrices(self) -> tuple[RawTensor, RawTensor, RawTensor]:
+        """Gate, up and down."""
+        return self.gate, self.gate, self.down
+
+    def attach(self, ffn: CpuFfn, way: str, fraction: float) -> None:
+        """Give an FFN a copy of the neurons, that fraction of which fires.
+
+        Gates are normal, of variance 1: the quantile is the threshold that lets the fraction pass. The predictor's
+        guesses are about normal, of variance 1/2.
+        """
+        quantile = NormalDist().inv_cdf(1 - fraction)
+        predictor = None
+        if way == "predicted":
+            predictor = Predictor(_RANK, quantile * math.sqrt(0.5), 0), *self.predictor
+        ffn.add_bundles(self.layout, self._rows(way), threshold=quantile, predictor=predictor)
+        ffn.set_ways({1: way})
+
+    def _rows(self, way: str) -> NDArray[np.uint8] | ApartBundles:
+        """A copy in the form in which a load has neurons for a way."""
+        if way == "predicted":
+            return owned(self.bundles)
+        return apart(self.layout, self.bundles, own_pages(apart_bytes(self.layout, len(self.bundles))))
+
+    def group(self, way: str) -> FitGroup:
+        """The layers of a way."""
+        first, kind = ([self.gate], self.gate.type) if way == "exact" else (self.predictor, "Q8_0")
+        return FitGroup(self.layout.d_model, way, kind, sum(one.data.nbytes for one in first))
 
 
 class _CpuSamples(Samples):
-    """The samples, one after another; each is freed before the next is made."""
+    """All samples, in memory at once."""
 
-    def __init__(self, engine: EngineConfig, effort: Effort, nbytes: int, progress: Progress) -> None:
-        total = 4 + len(NATIVE_TYPES) + len(RATED_ROWS) + len(effort.warm_mib)
+    def __init__(self, engine: EngineConfig, effort: Effort, progress: Progress, stack: ExitStack) -> None:
+        """stack: closes the samples."""
+        total = len(_TYPES) + 2 + len(effort.rows) * len(RATED_ROWS) + 2
         super().__init__("measuring the CPU", total, effort.context, progress)
         self._effort = effort
-        self._nbytes = nbytes
         self._engine = replace(EngineConfig(), threads=engine.threads, isa=engine.isa, max_batch=1)
+        self._stack = stack
+        self._pack_gb_s = 0.0
+        self._wide = self._of_all_types()
+        self._narrow = self._of_narrow_layers()
+        self._attention = self._of_attention()
+        self._sparse = [self._of_sparse_ffns(shape) for shape in effort.rows]
 
-    def operator_us(self) -> float:
+    def rates(self) -> dict[str, Any]:
+        """As of `cpu_rates`."""
+        self._run_in_turn()
+        effort = self._effort
+        d_model, d_ff = effort.wide
+        row = {name: block_type(name).row_bytes(d_model) for name in _TYPES}
+        nbytes = {name: (4 * d_model + 3 * d_ff) * row[name] for name in _TYPES}
+        layers = dict(zip(_TYPES, self._wide.layer_seconds(), strict=True))
+        heads = dict(zip(_TYPES, self._wide.seconds("head"), strict=True))
+        narrow = float(self._narrow.layer_seconds().mean())
+        op_us = self._operator_us(nbytes["Q8_0"], layers["Q8_0"], narrow)
+        dense = {name: _rate(nbytes[name], layers[name], len(_OPERATORS) * op_us) for name in _TYPES}
+        head = {name: _rate(effort.vocab * row[name], heads[name], op_us) for name in _TYPES}
+        dense[OTHER], head[OTHER] = min(dense.values()), min(head.values())
+        bundle, row_ns, extra = {}, {}, []
+        for name in RATED_ROWS:
+            fit = fit_rows([time for sample in self._sparse for time in sample.times(name)], max(dense.values()))
+            bundle[name], row_ns[name] = fit.gb_s, fit.row_ns
+            for group, seconds in fit.fixed.items():
+                extra.append(1e6 * seconds - group.dense_bytes / (1e3 * dense[group.dense_type]) - op_us)
+        attention, kv_bytes = float(median(self._attention.seconds("attention"))), effort.context * _KV_BYTES
+        step_us, size, gain = self._of_warm_steps(narrow)
+        return {
+            "dense_gb_s": {name: figure(rate) for name, rate in dense.items()},
+            "head_gb_s": {name: figure(rate) for name, rate in head.items()},
+            "bundle_gb_s": {name: figure(rate) for name, rate in bundle.items()},
+            "row_ns": {name: figure(value) for name, value in row_ns.items()},
+            "op_us": figure(op_us),
+            "sparse_us": figure(max(0.0, median(extra))),
+            "step_us": figure(max(0.0, step_us)),
+            "kv_gb_s": figure(_rate(kv_bytes, attention, op_us)),
+            "pack_gb_s": figure(self._pack_gb_s),
+            "cache_bytes": size,
+            "cache_gain": figure(gain),
+        }
+
+    def _operator_us(self, wide_bytes: float, wide_s: float, narrow_s: float) -> float:
         """Fixed time of an operator: what layers of two widths take, separated into bytes and operators."""
-        wide, narrow = (self.dense("Q8_0", shape) for shape in (self._effort.wide, self._effort.narrow))
-        per_byte = (wide.layer_s - narrow.layer_s) / (wide.layer_bytes - narrow.layer_bytes)
-        fixed = narrow.layer_s - narrow.layer_bytes * per_byte
-        return min(max(0.0, fixed), narrow.layer_s) * 1e6 / len(_OPERATORS)
+        narrow_bytes = self._narrow_bytes
+        per_byte = (wide_s - narrow_s) / (wide_bytes - narrow_bytes)
+        return min(max(0.0, narrow_s - narrow_bytes * per_byte), narrow_s) * 1e6 / len(_OPERATORS)
 
-    def cache(self) -> tuple[int, float]:
-        """(cache_bytes, cache_gain): from ever smaller samples of small layers."""
-        shape = self._effort.narrow
-        cold = self.dense("Q8_0", shape).layer_s
-        sizes = [round(mib * (1 << 20)) for mib in self._effort.warm_mib]
-        return fit_cache(sizes, [cold / self.dense("Q8_0", shape, nbytes).layer_s for nbytes in sizes])
+    @property
+    def _narrow_bytes(self) -> int:
+        d_model, d_ff = self._effort.narrow
+        return (4 * d_model + 3 * d_ff) * block_type("Q8_0").row_bytes(d_model)
 
-    def dense(self, type_name: str, shape: tuple[int, int], nbytes: int = 0) -> Sample:
-        """A transformer of one type, of `nbytes` of weights."""
+    # ------------------------------------------------------------ steps
+
+    def _run_in_turn(self) -> None:
+        """Rounds of all samples."""
         self.tick()
-        d_model, d_ff = shape
-        row = block_type(type_name).row_bytes(d_model)
-        layer_bytes = (4 * d_model + 3 * d_ff) * row
-        layers = max(1, round((nbytes or self._nbytes) / layer_bytes))
-        heads = d_model // HEAD_DIM
-        vocab = _VOCAB if not nbytes else _FEW  # the head of a small sample must not count
-        with self._transformer(layers, d_model, d_ff, heads, heads, vocab) as executor:
-            square, up, down = (
-                self._matrix(type_name, rows, cols)
-                for rows, cols in ((d_model, d_model), (d_ff, d_model), (d_model, d_ff))
-            )
-            begin = time.perf_counter()
-            wire(executor, d_model, layers, [square] * 3, square, [up, up, down])
-            packed = layers * layer_bytes / (time.perf_counter() - begin) / 1e9
-            executor.head(self._norm(executor), executor.matrix(self._matrix(type_name, vocab, d_model)))
-            seconds, beside = self._operators(executor, logits=True)
-            layer_s = sum(seconds[name] for name in _OPERATORS) / layers
-            return Sample(layer_bytes, layer_s, vocab * row, seconds["head"], seconds["embed"] + beside, packed)
+        samples = (self._wide, self._narrow, self._attention, *self._sparse)
+        for round_, _ in enumerate(self._paced()):
+            for sample in samples:
+                time.sleep(_PARKED)
+                sample.run(round_)
+                if not round_:
+                    sample.forget()
 
-    def kv_gb_s(self, op_us: float) -> float:
-        """Attention over keys and values of the usual type, four heads of queries to one of keys."""
+    def _paced(self) -> Iterator[None]:
+        """The rounds, one of warm-up included; fewer on a slow machine."""
+        begin = time.perf_counter()
+        for round_ in range(1 + self._effort.rounds):
+            if round_ > _LEAST_ROUNDS and time.perf_counter() - begin > self._effort.seconds:
+                return
+            yield
+
+    def _of_warm_steps(self, cold: float) -> tuple[float, int, float]:
+        """(step_us, cache_bytes, cache_gain): from step after step of the narrow layers, and of the first of them.
+        cold: seconds of such a layer from memory."""
         self.tick()
-        heads, kv_heads, d_model = 32, 8, 128
-        tokens = self._effort.context // cpu.PAGE * cpu.PAGE
-        each = 2 * 2 * kv_heads * HEAD_DIM  # bytes that a token has in a layer: keys and values in F16
-        layers = max(1, round(self._nbytes / (tokens * each)))
-        with self._transformer(layers, d_model, d_model, heads, kv_heads) as executor:
-            q, kv = (self._matrix("F16", rows * HEAD_DIM, d_model) for rows in (heads, kv_heads))
-            out, square = (self._matrix("F16", d_model, cols) for cols in (heads * HEAD_DIM, d_model))
-            wire(executor, d_model, layers, [q, kv, kv], out, [square] * 3)
-            self._fill(executor, tokens)
-            seconds = self._operators(executor, tokens)[0]["attention"] / layers
-        return _rate(tokens * each, seconds, op_us)
-
-    def _fill(self, executor: CpuExecutor, tokens: int) -> None:
-        """Write keys and values into all pages; cheaply, since every page is the beginning of a text of its own."""
-        nothing = np.empty(0, np.int32)
-        texts = executor.max_tokens // cpu.PAGE
-        for first in range(0, tokens // cpu.PAGE, texts):
-            pages = np.arange(first, min(first + texts, tokens // cpu.PAGE), dtype=np.int32)[:, None]
-            rows = np.repeat(np.arange(len(pages), dtype=np.int32), cpu.PAGE)
-            positions = np.tile(np.arange(cpu.PAGE, dtype=np.int32), len(pages))
-            executor.forward(Batch(rows % executor.vocab_size, positions, rows, pages, nothing))
-
-    def sparse_times(self, type_name: str) -> list[tuple[FitGroup, float, float, float]]:
-        """(group, rows, bytes, seconds) of sparse FFNs, both ways, every fraction, both widths."""
-        self.tick()
-        return [entry for shape in self._effort.rows for entry in self._sparse(type_name, shape)]
-
-    def _sparse(self, type_name: str, shape: tuple[int, int]) -> Iterator[tuple[FitGroup, float, float, float]]:
-        d_model, d_ff = shape
-        layout, bundles = self.bundles(type_name, shape, cpu.choose_threads(self._engine.threads)[0])
-        layers = -(-round(self._nbytes / (d_ff * layout.stride)) // len(FRACTIONS)) * len(FRACTIONS) or len(FRACTIONS)
-        gate, down = self.normal(type_name, d_ff, d_model), self._matrix(type_name, d_model, d_ff)
-        inner, outer = self.normal("Q8_0", _RANK, d_model), self.normal("Q8_0", d_ff, _RANK)
-        tiny = self._matrix("F16", HEAD_DIM, d_model), self._matrix("F16", d_model, HEAD_DIM)
-        with self._transformer(layers, d_model, d_ff, 1, 1) as executor:
-            up, down_matrix = executor.matrix(gate), executor.matrix(down)  # not used: shared by all layers
-            for layer in range(layers):
-                executor.attention(layer, self._norm(executor), [executor.matrix(tiny[0]) for _ in range(3)])
-                executor.project(layer, executor.matrix(tiny[1]))
-                executor.ffn(layer, self._norm(executor), executor.matrix(gate), up, down_matrix)
-                # Gates are normal, of variance 1: the quantile is the threshold that lets the fraction pass. The
-                # predictor's guesses are about normal, of variance 1/2.
-                quantile = NormalDist().inv_cdf(1 - FRACTIONS[layer % len(FRACTIONS)])
-                predictor = (Predictor(_RANK, quantile * math.sqrt(0.5), 0), inner, outer)
-                executor.ffns[layer].add_bundles(layout, owned(bundles), threshold=quantile, predictor=predictor)
-            ways = {
-                "exact": FitGroup(d_model, "exact", type_name, gate.data.nbytes),
-                "predicted": FitGroup(d_model, "predicted", "Q8_0", inner.data.nbytes + outer.data.nbytes),
-            }
-            for way, group in ways.items():
-                for layer in range(layers):
-                    executor.ffns[layer].set_ways({1: way})
-                yield from self._fractions(executor, group)
-
-    def _fractions(self, executor: CpuExecutor, group: FitGroup) -> Iterator[tuple[FitGroup, float, float, float]]:
-        """(group, rows, bytes, seconds) of each fraction: means over its layers of medians over the steps."""
-        table: list[list[tuple[float, float, float]]] = []
-        with executor.timed():
-            for step in self._paced():
-                self._step(executor, 0, step)
-                table.append([])
-                for layer, seconds in enumerate(executor.ffn_seconds()):
-                    counts = executor.ffns[layer].counts()
-                    executor.ffns[layer].clear()
-                    table[-1].append((counts["rows"], counts["bytes"] - group.dense_bytes, seconds))
-        medians = np.median(np.array(table[_WARM_UP:]), axis=0)
-        for at in range(len(FRACTIONS)):
-            rows, nbytes, seconds = medians[at :: len(FRACTIONS)].mean(axis=0)
-            yield group, float(rows), float(nbytes), float(seconds)
+        steps, executor = self._narrow, self._narrow.executor
+        beside = [steps.run(token) for token in range(2 + _REPEATS)][2:]
+        gains, sizes = [], [round(mib * (1 << 20)) for mib in self._effort.warm_mib]
+        batch = steps.batch(0)
+        executor.embedded(batch)
+        for size in sizes:
+            layers = max(1, round(size / self._narrow_bytes))
+            steps.forget()
+            for repeat in range(2 + _REPEATS):
+                executor.run_part(batch, None, executor.ffns[layers - 1].op.number + 1)
+                steps.read()
+                if repeat < 2:
+                    steps.forget()
+            gains.append(cold / float(steps.layer_seconds()[:layers].mean()))
+        return 1e6 * median(beside), *fit_cache(sizes, gains)
 
     # ------------------------------------------------------------ samples
 
-    @contextmanager
-    def _transformer(
-        self, layers: int, d_model: int, d_ff: int, heads: int, kv_heads: int, vocab: int = _FEW
-    ) -> Iterator[CpuExecutor]:
-        """An executor with an embedding; the caller wires the rest."""
-        config = self.config((d_model, d_ff), layers, heads, kv_heads, vocab)
+    def _of_all_types(self) -> _Steps:
+        """A layer and a head of each type."""
+        (d_model, d_ff), vocab = self._effort.wide, self._effort.vocab
+        executor = self._executor(self.config(self._effort.wide, len(_TYPES), vocab=vocab))
+        heads = []
+        for layer, name in enumerate(_TYPES):
+            self.tick()
+            largest = self._matrix(name, max(d_ff, vocab), d_model)
+            square, up, down, head = (
+                _beginning(largest, *shape)
+                for shape in ((d_model, d_model), (d_ff, d_model), (d_model, d_ff), (vocab, d_model))
+            )
+            heads.append(executor.matrix(head))
+            begin = time.perf_counter()
+            wire(executor, d_model, [layer], [square] * 3, square, [up, up, down])
+            nbytes = 4 * square.data.nbytes + 3 * up.data.nbytes
+            # what is packed as it is multiplied is written to caches, and takes as long with the product
+            self._pack_gb_s = max(self._pack_gb_s, nbytes / (time.perf_counter() - begin) / 1e9)
+        for matrix in heads:
+            executor.head(self._norm(executor), matrix)
+        return _Steps(executor, logits=True)
+
+    def _of_narrow_layers(self) -> _Steps:
+        """Layers of Q8_0 as large in all as any cache that is looked for."""
+        self.tick()
+        d_model, d_ff = self._effort.narrow
+        layers = max(1, round(max(self._effort.warm_mib) * (1 << 20) / self._narrow_bytes))
+        executor = self._executor(self.config(self._effort.narrow, layers, vocab=_FEW))
+        square, up, down = (
+            self._matrix("Q8_0", rows, cols) for rows, cols in ((d_model, d_model), (d_ff, d_model), (d_model, d_ff))
+        )
+        wire(executor, d_model, range(layers), [square] * 3, square, [up, up, down])
+        return _Steps(executor)
+
+    def _of_attention(self) -> _Steps:
+        """Attention over keys and values of the usual type, four heads of queries to one of keys."""
+        self.tick()
+        d_model, layers, tokens = 128, _ATTENTION_LAYERS, self._effort.context
+        config = self.config((d_model, d_model), layers, _HEADS, _KV_HEADS, _FEW)
+        executor = self._executor(config, tokens // cpu.PAGE)
+        q, kv = (self._matrix("F16", rows * HEAD_DIM, d_model) for rows in (_HEADS, _KV_HEADS))
+        out, square = (self._matrix("F16", d_model, cols) for cols in (_HEADS * HEAD_DIM, d_model))
+        wire(executor, d_model, range(layers), [q, kv, kv], out, [square] * 3)
+        for layer in range(layers):
+            executor.cached(layer)[:] = 40  # bytes of small numbers: memory that nobody has written is not read
+        return _Steps(executor, tokens)
+
+    def _of_sparse_ffns(self, shape: tuple[int, int]) -> _SparseSteps:
+        """A sparse FFN of each type, way and fraction."""
+        kinds = [(name, way, fraction) for name in RATED_ROWS for way in WAYS for fraction in FRACTIONS]
+        made = {name: self._neurons(name, shape) for name in RATED_ROWS}
+        config = self.config(shape, len(kinds), 1, 1, _FEW)
+        layers = [replace(config.layers[0], ffn=FfnConfig(made[name].gate.shape[0], "relu")) for name, *_ in kinds]
+        executor = self._executor(replace(config, layers=tuple(layers)))
+        tiny = self._matrix("F16", HEAD_DIM, shape[0]), self._matrix("F16", shape[0], HEAD_DIM)
+        shared = {name: [executor.matrix(one) for one in neurons.matrices] for name, neurons in made.items()}
+        for layer, (name, way, fraction) in enumerate(kinds):
+            neurons = made[name]
+            gate, up, down = shared[name]  # only gates are used, of `exact`
+            wire(executor, shape[0], [layer], [tiny[0]] * 3, tiny[1])
+            gate = executor.matrix(neurons.gate) if way == "exact" else gate
+            executor.ffn(layer, self._norm(executor), gate, up, down)
+            neurons.attach(executor.ffns[layer], way, fraction)
+        return _SparseSteps(executor, [_SparseLayer(name, made[name].group(way)) for name, way, _ in kinds])
+
+    def _neurons(self, name: str, shape: tuple[int, int]) -> _Neurons:
+        """Random neurons of a type: half as many of floats, which are larger."""
+        self.tick()
+        d_model, n = shape
+        n //= 1 + (name in FLOAT_TYPES)
+        layout, bundles = self.bundles(name, (d_model, n), cpu.choose_threads(self._engine.threads)[0])
+        predictor = self.normal("Q8_0", _RANK, d_model), self.normal("Q8_0", n, _RANK)
+        return _Neurons(layout, bundles, self.normal(name, n, d_model), self._matrix(name, d_model, n), predictor)
+
+    def _executor(self, config: ModelConfig, pages: int = 1) -> CpuExecutor:
+        """An executor with an embedding, whose operators are timed; the caller wires the rest."""
         rotation = np.ones(HEAD_DIM // 2, np.float32), 1.0
-        executor = CpuExecutor(config, self._engine, dict.fromkeys(config.ropes, rotation))
-        try:
-            executor.embed(self.normal("F16", vocab, d_model))
-            yield executor
-        finally:
-            executor.close()
+        executor = CpuExecutor(config, self._engine, dict.fromkeys(config.ropes, rotation), pages=pages)
+        self._stack.callback(executor.close)
+        self._stack.enter_context(executor.timed())
+        executor.embed(self.normal("F16", config.vocab_size, config.d_model))
+        return executor
 
     def _norm(self, executor: CpuExecutor) -> Any:
         return executor.norm(np.ones(executor.d_model, np.float32))
@@ -302,36 +429,7 @@ class _CpuSamples(Samples):
         piece = self._random.integers(0, 64, min(nbytes, 1 << 20), np.uint8)
         return RawTensor(type_name, (rows, cols), np.resize(piece, nbytes))
 
-    # ------------------------------------------------------------ steps
 
-    def _paced(self) -> Iterator[int]:
-        """The numbers of a sample's steps, warm-up included; fewer on a slow machine."""
-        begin = time.perf_counter()
-        for step in range(_WARM_UP + self._effort.steps):
-            if step >= _WARM_UP + _LEAST_STEPS and time.perf_counter() - begin > _SAMPLE_SECONDS:
-                return
-            yield step
-
-    def _operators(
-        self, executor: CpuExecutor, tokens: int = 0, logits: bool = False
-    ) -> tuple[dict[str, float], float]:
-        """(seconds of each kind of operator, seconds beside them) of a step after `tokens` others, medians."""
-        taken: dict[str, list[float]] = {}
-        beside = []
-        with executor.timed():
-            for step in self._paced():
-                executor.time_operators(True)
-                begin = time.perf_counter()
-                self._step(executor, max(0, tokens - 1), step, logits)
-                whole = time.perf_counter() - begin
-                times = executor.time_operators(True)
-                beside.append(whole - sum(times.values()))
-                for name, seconds in times.items():
-                    taken.setdefault(name, []).append(seconds)
-        return {name: median(values[_WARM_UP:]) for name, values in taken.items()}, median(beside[_WARM_UP:])
-
-    def _step(self, executor: CpuExecutor, position: int, token: int, logits: bool = False) -> None:
-        pages = np.arange(position // cpu.PAGE + 1, dtype=np.int32)[None]
-        one = np.full(1, token % executor.vocab_size, np.int32)
-        zero = np.zeros(1, np.int32)
-        executor.forward(Batch(one, np.full(1, position, np.int32), zero, pages, zero if logits else zero[:0]))
+def _beginning(matrix: RawTensor, rows: int, cols: int) -> RawTensor:
+    """A smaller matrix, from a matrix's first bytes."""
+    return RawTensor(matrix.type, (rows, cols), matrix.data[: rows * block_type(matrix.type).row_bytes(cols)])

@@ -251,7 +251,7 @@ class _GpuSamples(Samples):
         made = self._layers(shape, layers)
         parts = ((d_model, d_model), (d_ff, d_model), (d_model, d_ff))
         square, up, down = (self.normal(kind, *part) for part in parts)
-        wire(made, d_model, layers, [square] * 3, square, [up, up, down])
+        wire(made, d_model, range(layers), [square] * 3, square, [up, up, down])
         return made
 
     def head(self, kind: str) -> float:
@@ -273,7 +273,7 @@ class _GpuSamples(Samples):
         made = self._layers((d_model, d_model), layers, heads, kv_heads, far)
         q, kv = (self.normal("F16", rows * HEAD_DIM, d_model) for rows in (heads, kv_heads))
         out = self.normal("F16", d_model, heads * HEAD_DIM)
-        wire(made, d_model, layers, [q, kv, kv], out)
+        wire(made, d_model, range(layers), [q, kv, kv], out)
         near = self._step_seconds(made, cpu.PAGE - 1, close=False)
         whole = self._step_seconds(made, far - 1)
         return layers * (far - cpu.PAGE) * each / max(whole - near, 0.1 * whole) / 1e9
@@ -344,7 +344,7 @@ class _GpuSamples(Samples):
         times = []
         for exchange in (False, True):
             made = self._layers(shape, layers, split=True)
-            wire(made, shape[0], layers, [square] * 3, square)
+            wire(made, shape[0], range(layers), [square] * 3, square)
             for layer in range(layers):
                 norm = made.norm(np.ones(shape[0], np.float32))
                 made.split_ffn(layer, norm, _Sample(made, layer, neurons, threshold, fired, exchange))

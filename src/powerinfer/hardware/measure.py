@@ -23,7 +23,7 @@ from powerinfer.kernels import cpu
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.system import Disturbance, available_memory, cpu_name, quiet, total_memory
 
-METHOD = 3
+METHOD = 4
 """Incremented when the measuring changes so much that saved figures must not be reused."""
 
 GPU_METHOD = 3
@@ -212,7 +212,7 @@ def kept_at(key: Mapping[str, str]) -> Path:
 
 
 def measure(engine: EngineConfig, progress: Progress = silent, effort: Effort = FULL) -> Hardware:
-    """Measure this machine without a GPU; about fifteen seconds. PowerInferError if too little memory is free."""
+    """Measure this machine without a GPU; about five seconds. PowerInferError if too little memory is free."""
     key = machine_key(engine)
     memory, used = _memory_now()
     with Disturbance() as others:

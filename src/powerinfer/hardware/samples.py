@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,7 @@ FRACTIONS = (0.02, 0.1, 0.25, 0.5)
 
 HEAD_DIM = 64
 
-_DISTINCT = 1024  # rows of random weights, repeated to the height of a matrix
+_DISTINCT = 256  # rows of random weights, repeated to the height of a matrix
 _HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where a block of K-quants has numbers of F16
 
 
@@ -107,14 +107,14 @@ class Samples:
 def wire(
     builder: Builder[Matrix, Norm],
     d_model: int,
-    layers: int,
+    layers: Iterable[int],
     qkv: Sequence[RawTensor],
     out: RawTensor,
     ffn: Sequence[RawTensor] = (),
 ) -> None:
     """Wire layers, each with its own copies of these matrices. ffn: gate, up and down; (): the caller adds FFNs."""
     ones = np.ones(d_model, np.float32)
-    for layer in range(layers):
+    for layer in layers:
         builder.attention(layer, builder.norm(ones), [builder.matrix(one) for one in qkv])
         builder.project(layer, builder.matrix(out))
         if ffn:
