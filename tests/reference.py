@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from powerinfer.config import Mamba2Config
 from powerinfer.formats.quant import dequantize
 
 Floats = NDArray[np.floating[Any]]
@@ -195,3 +196,53 @@ def attention(
             scores = np.insert(scores, len(seen), sinks[h], axis=1)
         out[:, h] = softmax(scores)[:, : len(seen)] @ v[:, h // group]
     return out
+
+
+def mamba(
+    x: Floats, b: Floats, c: Floats, steps: Floats, a: Floats, d: Floats, state: Floats | None = None
+) -> tuple[Float64, Float64]:
+    """(what the heads of Mamba2 give for tokens of one sequence [tokens, heads, dim], the new state), token by token:
+    state = exp(a * step) * state + step * x b^T;  y = state c + d * x.
+
+    x: [tokens, heads, dim]; b, c: [tokens, groups, state_dim], of neighbouring heads; steps: [tokens, heads], behind
+    softplus and limits; a, d: [heads]; state: [heads, dim, state_dim], None: a sequence begins.
+    """
+    (tokens, heads, dim), n = x.shape, b.shape[2]
+    of_head = np.arange(heads) // (heads // b.shape[1])
+    state = np.zeros((heads, dim, n)) if state is None else np.array(state, np.float64)
+    out = np.zeros((tokens, heads, dim))
+    for t in range(tokens):
+        step = steps[t].astype(np.float64)[:, None, None]
+        state = np.exp(a[:, None, None] * step) * state + step * x[t][:, :, None] * b[t, of_head][:, None, :]
+        out[t] = (state * c[t, of_head][:, None, :]).sum(axis=2) + d[:, None] * x[t]
+    return out, state
+
+
+def mamba_layer(about: Mamba2Config, tensors: dict[str, Floats], n: Floats, eps: float) -> Float64:
+    """What Mamba2 adds to tokens of a sequence from its begin, [tokens, d_model], of their normalised rows n.
+
+    tensors: of the layer, by the names of `Mamba2Config.tensors` without `mamba_`.
+    """
+    get = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
+    z, xbc, dt = (n @ get[part].T + get.get(f"{part}_bias", 0.0) for part in ("z", "xbc", "dt"))
+    inner, heads, keys = about.width, about.n_heads, about.n_groups * about.state_dim
+    of_z, *of_xbc, of_dt = about.scales
+    xbc = xbc * np.repeat(of_xbc, (inner, keys, keys))
+    padded = np.concatenate([np.zeros((about.taps - 1, about.channels)), xbc])
+    mixed = sum(padded[j : j + len(n)] * get["conv"][:, j] for j in range(about.taps))
+    mixed = activate(about.activation, mixed + get.get("conv_bias", 0.0))
+    x, b, c = np.split(mixed, [inner, inner + keys], axis=1)
+    steps = np.clip(np.logaddexp(0, dt * of_dt + get["step_bias"]), *about.step_limits)
+    groups = (len(n), about.n_groups, about.state_dim)
+    y, _ = mamba(
+        x.reshape(len(n), heads, about.head_dim), b.reshape(groups), c.reshape(groups), steps, get["a"], get["d"]
+    )
+    y, gate = y.reshape(len(n), inner), z * of_z / (1 + np.exp(-z * of_z))
+    if about.norm == "gated":
+        y = y * gate
+    if about.norm != "none":
+        each = y.reshape(len(n), about.norm_groups, -1)
+        each = each / np.sqrt((each**2).mean(axis=-1, keepdims=True) + eps)
+        y = each.reshape(len(n), inner) * get["norm"]
+    y = y if about.norm == "gated" else y * gate
+    return np.asarray(y @ get["o"].T + get.get("o_bias", 0.0), np.float64)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import reference
+
+from powerinfer.config import Mamba2Config
 
 EPS = 2.0**-52
 
@@ -152,3 +155,32 @@ def test_attention_weighs_by_scaled_scores() -> None:
     out = reference.attention(q, keys, values, np.array([0], np.int32), np.array([1], np.int32))
     exact = float(np.float32(math.log(3)))
     assert close(out[0, 0, 0], (8 + 16 * math.exp(exact)) / (1 + math.exp(exact)))
+
+
+def test_mamba_by_hand() -> None:
+    """Two heads of one group each: the second has twice the x, and another B, that its state forgets at once."""
+    x = np.array([[[2.0], [4.0]], [[3.0], [6.0]]])
+    b, c = np.array([[[1.0], [1.0]], [[2.0], [5.0]]]), np.array([[[3.0], [3.0]], [[1.0], [1.0]]])
+    steps = np.array([[0.5, 0.5], [1.0, 1.0]])
+    out, state = reference.mamba(x, b, c, steps, np.array([-np.log(2), -1e9]), np.array([10.0, 0.0]))
+    np.testing.assert_allclose(out[:, :, 0], [[23.0, 6.0], [36.5, 30.0]])
+    np.testing.assert_allclose(state[:, 0, 0], [6.5, 30.0])
+    a, d = np.array([-np.log(2), -1e9]), np.array([10.0, 0.0])
+    half, kept = reference.mamba(x[:1], b[:1], c[:1], steps[:1], a, d)
+    rest, last = reference.mamba(x[1:], b[1:], c[1:], steps[1:], a, d, kept)
+    np.testing.assert_array_equal(np.concatenate([half, rest]), out)
+    np.testing.assert_array_equal(last, state)
+
+
+def test_a_layer_of_mamba_by_hand() -> None:
+    """One head whose steps reach their limit, and no convolution but of the token itself: y = 2 x c b + x, gated."""
+    about = Mamba2Config(1, 16, 1, 16, 2, norm="before", step_limits=(0.0, 2.0), activation="relu")
+    ones = {"z": np.ones((16, 16)) / 16, "xbc": np.ones((48, 16)) / 16, "dt": np.ones((1, 16))}
+    tensors = ones | {
+        "conv": np.tile([0.0, 1.0], (48, 1)), "conv_bias": np.zeros(48), "step_bias": np.array([100.0]),
+        "a": np.array([-1e9]), "d": np.array([1.0]), "norm": np.full(16, 3.0), "o": np.eye(16),
+    }  # fmt: skip
+    out = reference.mamba_layer(about, tensors, np.ones((2, 16)), 0.0)
+    np.testing.assert_allclose(out, 3 / (1 + np.exp(-1)))  # all alike, so that the norm gives its weight
+    gated = reference.mamba_layer(replace(about, norm="none"), tensors, np.ones((2, 16)), 0.0)
+    np.testing.assert_allclose(gated, (2 * 16 + 1) / (1 + np.exp(-1)))

@@ -5,6 +5,7 @@ Every default and every help text lives here once; the command line and the Pyth
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -383,6 +384,139 @@ class DeltaNetConfig:
             return f"DeltaNet heads of {self.key_dim} and {self.value_dim} dimensions are no multiples of 16"
         if not 2 <= self.taps <= 8:
             return f"a convolution over {self.taps} tokens; only 2 to 8 are supported"
+        return None
+
+
+@dataclass(frozen=True)
+class Mamba2Config:
+    """Mamba2 (arXiv 2405.21060): a state for each sequence, nothing for each token.
+
+    A head's state is a matrix [head_dim, state_dim], which `step`, how far time goes on with a token, decides the decay
+    of. `n_groups` of neighbouring heads share what is written to the state and read from it (B and C). A causal
+    convolution over the last `taps` tokens precedes it. step_limits: what a step is clamped to. activation: behind the
+    convolution, one of MIXED_ACTIVATIONS. norm: of what heads give, in `norm_groups` equal parts: "gated", of the
+    product with the activated gate; "before", which the gate multiplies then; "none". bias: of the products with the
+    layer's input and of the output projection. The scales are of the products with the input: of the gate, x, B, C and
+    the step.
+    """
+
+    n_heads: int
+    head_dim: int
+    n_groups: int
+    state_dim: int
+    taps: int
+    conv_bias: bool = True
+    bias: bool = False
+    norm: str = "gated"
+    norm_groups: int = 1
+    step_limits: tuple[float, float] = (0.0, math.inf)
+    activation: str = "silu"
+    scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+
+    @property
+    def n_kv_heads(self) -> int:
+        return 0
+
+    @property
+    def latents(self) -> int:
+        return 0
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        return None
+
+    @property
+    def window(self) -> int | None:
+        return None
+
+    @property
+    def width(self) -> int:
+        """Elements of all heads of a token."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: elements of x, B and C together."""
+        return self.width + 2 * self.n_groups * self.state_dim
+
+    def row_bytes(self) -> int:
+        """x, B and C, the step and the decay of each head in whole vectors, products of B and C."""
+        return 4 * (self.channels + 2 * ((self.n_heads + 15) // 16 * 16) + 16 * self.n_groups)
+
+    @property
+    def title(self) -> str:
+        return f"Mamba2 of {self.n_heads} heads"
+
+    def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
+        for name, rows in (("z", self.width), ("xbc", self.channels), ("dt", self.n_heads)):
+            yield from _matrix(f"mamba_{name}", rows, d_model, self.bias)
+        yield "mamba_conv", (self.channels, self.taps)
+        if self.conv_bias:
+            yield "mamba_conv_bias", (self.channels,)
+        yield "mamba_step_bias", (self.n_heads,)
+        yield "mamba_a", (self.n_heads,)  # negative: the logarithm of a head's decay is a * step
+        yield "mamba_d", (self.n_heads,)
+        if self.norm != "none":
+            yield "mamba_norm", (self.width,)
+        yield from _matrix("mamba_o", d_model, self.width, self.bias)
+
+    def problem(self) -> str | None:
+        if self.n_heads % self.n_groups:
+            return f"{self.n_heads} heads of Mamba2 cannot share {self.n_groups} groups evenly"
+        if self.head_dim % 16 or self.state_dim % 16:
+            return f"Mamba2 heads of {self.head_dim} and states of {self.state_dim} are no multiples of 16"
+        if not 2 <= self.taps <= 8:
+            return f"a convolution over {self.taps} tokens; only 2 to 8 are supported"
+        if self.width % self.norm_groups or self.width // self.norm_groups % 16:
+            return f"{self.norm_groups} groups of a norm do not divide {self.width} numbers into multiples of 16"
+        if not 0 <= self.step_limits[0] < self.step_limits[1]:
+            return f"steps of Mamba2 from {self.step_limits[0]:g} to {self.step_limits[1]:g}"
+        return None
+
+
+@dataclass(frozen=True)
+class NoAttention:
+    """In place of attention, in a layer that is an FFN alone."""
+
+    @property
+    def n_heads(self) -> int:
+        return 1  # of nothing: the cache has an entry for every layer
+
+    @property
+    def n_kv_heads(self) -> int:
+        return 0
+
+    @property
+    def head_dim(self) -> int:
+        return 16
+
+    @property
+    def latents(self) -> int:
+        return 0
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        return None
+
+    @property
+    def window(self) -> int | None:
+        return None
+
+    @property
+    def width(self) -> int:
+        return 0
+
+    @property
+    def title(self) -> str:
+        return "no attention"
+
+    def row_bytes(self) -> int:
+        return 0
+
+    def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
+        return iter(())
+
+    def problem(self) -> str | None:
         return None
 
 
