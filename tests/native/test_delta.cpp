@@ -102,8 +102,11 @@ void test_convolve(const PiKernels* kernels) {
       const int64_t n = 48, before = taps - 1;
       const Floats w = exact(r.normals(taps * n)), from = exact(r.normals(before * n)),
                    x = exact(r.normals(tokens * n));
+      const Floats bias = exact(r.normals(n));
+      const bool biased = tokens % 2;
       Floats out = x, to((size_t)(before * n), NOT), pieces = x, state = from;
-      kernels->delta.convolve(out.data(), n, tokens, w.data(), n, taps, from.data(), to.data(), n, n);
+      kernels->delta.convolve(out.data(), n, tokens, w.data(), biased ? bias.data() : nullptr, n, taps, from.data(),
+                              to.data(), n, n);
       const auto at = [&](int64_t t, int64_t c) {
         return t < 0 ? from[(size_t)((before + t) * n + c)] : x[(size_t)(t * n + c)];
       };
@@ -112,21 +115,21 @@ void test_convolve(const PiKernels* kernels) {
       Check near(name);
       for (int64_t t = 0; t < tokens; t++)
         for (int64_t c = 0; c < n; c++) {
-          double sum = 0, size = 0;
+          double sum = biased ? bias[(size_t)c] : 0, size = fabs(sum);
           for (int64_t j = 0; j < taps; j++) {
             const double term = (double)w[(size_t)(j * n + c)] * at(t - taps + 1 + j, c);
             sum += term;
             size += fabs(term);
           }
-          near.near(out[(size_t)(t * n + c)], sum, gamma_of((double)taps + 1) * size, t * n + c);
+          near.near(out[(size_t)(t * n + c)], sum, gamma_of((double)taps + 2) * size, t * n + c);
         }
       for (int64_t j = 0; j < before; j++)
         for (int64_t c = 0; c < n; c++) near.same(to[(size_t)(j * n + c)], at(tokens - before + j, c), j);
       Check same(name + ", in pieces, in place");
       for (int64_t t = 0; t < tokens; t++)
         for (int64_t c = 0; c < n; c += 16)
-          kernels->delta.convolve(pieces.data() + t * n + c, n, 1, w.data() + c, n, taps, state.data() + c,
-                                  state.data() + c, n, 16);
+          kernels->delta.convolve(pieces.data() + t * n + c, n, 1, w.data() + c, biased ? bias.data() + c : nullptr, n,
+                                  taps, state.data() + c, state.data() + c, n, 16);
       for (size_t i = 0; i < out.size(); i++) same.same(pieces[i], out[i], (int64_t)i);
       for (size_t i = 0; i < to.size(); i++) same.same(state[i], to[i], (int64_t)i);
     }

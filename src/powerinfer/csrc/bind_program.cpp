@@ -6,6 +6,7 @@
 #include "ffn.h"
 #include "latent_attention.h"
 #include "levels.h"
+#include "mamba.h"
 #include "predictor.h"
 #include "program.h"
 #include "watch.h"
@@ -158,6 +159,51 @@ void bind_operators(nb::class_<Program>& program) {
           "the\n"
           "convolution, silu, relu or relu2.")
       .def(
+          "mamba",
+          [](Program& p, int layer, size_t state, const Norm* norm, std::vector<std::shared_ptr<Matrix>> matrices,
+             std::vector<std::optional<Floats>> biases, Floats2 taps, std::optional<Floats> taps_bias,
+             std::vector<Floats> of_heads, std::pair<float, float> steps, std::pair<float, float> scales,
+             std::vector<const Norm*> out_norms, bool gated, const std::string& activation) {
+            require(matrices.size() == 3 && std::all_of(matrices.begin(), matrices.end(), [](auto& m) { return !!m; }),
+                    "Mamba2 has three matrices");
+            require(biases.size() == 3 && of_heads.size() == 3,
+                    "Mamba2 has three biases, and a, d and the step's bias");
+            const int act = index_of(ACTIVATIONS, PI_N_ACTS, activation, "activation");
+            require(act == PI_SILU || act == PI_RELU || act == PI_RELU2, "behind a convolution: silu, relu or relu2");
+            std::vector<Norm> norms;
+            for (const Norm* one : out_norms) norms.push_back(norm_of(one));
+            const GateNorm kind = norms.empty() ? GateNorm::NONE : gated ? GateNorm::PRODUCT : GateNorm::BEFORE;
+            p.mamba({layer,
+                     state,
+                     norm_of(norm),
+                     matrices[0],
+                     matrices[1],
+                     matrices[2],
+                     vector_of(biases[0]),
+                     vector_of(biases[1]),
+                     vector_of(biases[2]),
+                     Vector(taps.data(), taps.data() + taps.size()),
+                     vector_of(taps_bias),
+                     vector_of(of_heads[0]),
+                     vector_of(of_heads[1]),
+                     vector_of(of_heads[2]),
+                     steps.first,
+                     steps.second,
+                     scales.first,
+                     scales.second,
+                     kind,
+                     std::move(norms),
+                     act});
+          },
+          "layer"_a, "state"_a, "norm"_a.none(), "matrices"_a, "biases"_a, "taps"_a, "taps_bias"_a.none(), "of_heads"_a,
+          "steps"_a, "scales"_a, "out_norms"_a, "gated"_a, "activation"_a,
+          "attended = Mamba2 of norm(x).\n\n"
+          "layer, state: of the cache and of the states; matrices, biases: gate, x with B and C, dt; taps: of the\n"
+          "convolution, [taps, channels]; of_heads: a, d, the bias of the step; steps: limits of softplus(dt + bias);\n"
+          "scales: of the gate and of dt; out_norms: of equal parts of what the heads give, of its product with the "
+          "gate\n"
+          "where `gated`; activation: behind the convolution, silu, relu or relu2.")
+      .def(
           "gate_attended",
           [](Program& p, int layer, const Norm* norm, std::shared_ptr<Matrix> w) {
             p.gate_attended(layer, norm_of(norm), std::move(w));
@@ -266,22 +312,24 @@ void bind_states(nb::module_& m) {
   nb::class_<States>(m, "States")
       .def(
           "__init__",
-          [](States* states, const std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>>& layers,
+          [](States* states, const std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, bool>>& layers,
              int64_t slots) {
             std::vector<States::Layer> all;
-            for (const auto& [taps, key_heads, key_dim, heads, value_dim] : layers) {
+            for (const auto& [taps, key_heads, key_dim, heads, value_dim, chunked] : layers) {
               require(taps >= 2 && taps <= PI_MOST_TAPS, "a convolution has between 2 and 8 taps");
               require(key_heads > 0 && heads > 0, "states need heads");
               require(key_dim > 0 && value_dim > 0 && key_dim % PI_LANES == 0 && value_dim % PI_LANES == 0,
                       "heads of states must have multiples of 16 dimensions");
-              all.push_back({taps - 1, 2 * key_heads * key_dim + heads * value_dim, heads, key_dim, value_dim});
+              all.push_back({taps - 1, 2 * key_heads * key_dim + heads * value_dim, key_heads, heads, key_dim,
+                             value_dim, chunked});
             }
             require(slots > 0, "states need slots");
             new (states) States(std::move(all), slots);
           },
           "layers"_a, "slots"_a,
-          "layers: (taps of the convolution, key heads, their dimensions, value heads, their dimensions) of each\n"
-          "on the CPU.")
+          "layers: (taps of the convolution, key heads, their dimensions, value heads, their dimensions, whether it "
+          "is\n"
+          "Mamba2, whose groups are key heads) of each on the CPU.")
       .def_ro("slots", &States::slots)
       .def_prop_ro("slot_bytes", &States::slot_bytes);
 }

@@ -10,20 +10,6 @@ namespace {
 
 constexpr float EPSILON = 1e-6f;  // of the L2 norm of queries and keys: no file states it
 
-}  // namespace
-
-States::States(std::vector<Layer> l, int64_t n) : layers(std::move(l)), slots(n) {
-  for (const Layer& layer : layers) {
-    at_.push_back(slot_floats_);
-    slot_floats_ += pi_round_up(layer.convolution(), PI_LANES) + layer.heads * layer.head();
-  }
-  memory_ = std::make_unique<Mapping>(slots * slot_bytes());
-}
-
-int64_t States::row(const Layer& layer) { return layer.channels + 2 * pi_round_up(layer.heads, PI_LANES); }
-
-namespace {
-
 // A row of the program's `qkv` holds queries, keys, values, then alpha and beta of the value heads; `attended` the gate.
 class DeltaNet : public Op {
  public:
@@ -85,8 +71,9 @@ class DeltaNet : public Op {
       for (const Run& run : step.runs) {
         float* x = p.qkv + run.first * p.ldqkv + at;
         const float* from = run.position ? states.convolution(spec_.state, run.read_state) + at : nullptr;
-        w.kernels->delta.convolve(x, p.ldqkv, run.count, spec_.taps.data() + at, about_.channels, about_.tokens + 1,
-                                  from, states.convolution(spec_.state, run.state) + at, about_.channels, dim);
+        w.kernels->delta.convolve(x, p.ldqkv, run.count, spec_.taps.data() + at, nullptr, about_.channels,
+                                  about_.tokens + 1, from, states.convolution(spec_.state, run.state) + at,
+                                  about_.channels, dim);
         for (int64_t i = 0; i < run.count; i++) {
           float* row = x + i * p.ldqkv;
           w.kernels->activate(spec_.activation, 0, row, nullptr, dim);

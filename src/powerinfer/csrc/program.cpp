@@ -6,7 +6,7 @@
 #include <atomic>
 #include <chrono>
 
-#include "delta_net.h"
+#include "states.h"
 #include "window.h"
 
 namespace {

@@ -79,6 +79,7 @@ struct Sizes {
 
 class States;
 struct DeltaNetSpec;
+struct MambaSpec;
 
 struct EmbedInput {
   std::shared_ptr<Table> table, positions;  // positions may be null: nothing is added
@@ -134,6 +135,7 @@ class Program {
   // attended = softmax(q k) v; sinks: of each head, a score more that belongs to no value; or empty
   void attention(int layer, int window, Vector sinks = {});
   void delta_net(DeltaNetSpec spec);  // attended = Gated DeltaNet of norm(x), see delta_net.h
+  void mamba(MambaSpec spec);         // attended = Mamba2 of norm(x), see mamba.h
   void gate_attended(int layer, Norm norm, std::shared_ptr<Matrix> w);         // attended *= sigmoid(w . norm(x))
   void project(int layer, std::shared_ptr<Matrix> w, Vector bias, Norm norm);  // x += norm(w . attended)
   // The same around `attention` of a layer with latents.

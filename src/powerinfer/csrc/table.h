@@ -315,13 +315,46 @@ struct PiDelta {
 struct PiDeltaKernels {
   // Columns [c0, c1) of the values, multiples of 16.
   void (*rule)(const PiDelta*, int64_t c0, int64_t c1);
-  // x[t] = sum over j of w[j] * x[t - taps + 1 + j] for n channels, a multiple of 16, in place: rows `ld` apart,
-  // w [taps][ldw]. What precedes the first token is in `from` [taps - 1][lds], null for zeros; the inputs of the last
+  // x[t] = bias + sum over j of w[j] * x[t - taps + 1 + j] for n channels, a multiple of 16, in place: rows `ld` apart,
+  // w [taps][ldw], bias null for zeros. What precedes the first token is in `from` [taps - 1][lds], null for zeros; the inputs of the last
   // tokens go to `to`, which may be the same. 2 to PI_MOST_TAPS taps.
-  void (*convolve)(float* x, int64_t ld, int64_t tokens, const float* w, int64_t ldw, int64_t taps, const float* from,
-                   float* to, int64_t lds, int64_t n);
+  void (*convolve)(float* x, int64_t ld, int64_t tokens, const float* w, const float* bias, int64_t ldw, int64_t taps,
+                   const float* from, float* to, int64_t lds, int64_t n);
 };
 enum { PI_MOST_TAPS = 8 };
+
+// ---- Mamba2 --------------------------------------------------------------------------------------------------------
+// Tokens of a sequence are computed in chunks, which begin at positions that are multiples of PI_CHUNK: what a token
+// gets from its chunk are products of matrices, what it gets from those before is one product with the state at the
+// chunk's begin. The memory of a head is that state, in blocks of 16 columns [block][state_dim][16] floats, then, of a
+// chunk that has begun, x of its tokens [PI_CHUNK][head_dim], their weights [PI_CHUNK] for the newest token (the step of
+// each, times the decays since) and the decay of the state since the chunk's begin [16, the first counts].
+enum { PI_CHUNK = 16 };
+static inline int64_t pi_mamba_head(int64_t head_dim, int64_t state_dim) {
+  return head_dim * (state_dim + PI_CHUNK) + PI_CHUNK + 16;
+}
+
+// Consecutive tokens of a chunk, for one head:  state = decay * state + step * x b^T;  y = state c + d * x.
+// before, tokens: those of the chunk that are in `from`, and those that follow here. x, c, gates, scores: rows of the
+// latter, `ld` apart; y replaces x; gates: first the step, then, `to_decay` further, the decay; scores: c . b of every
+// token of the chunk up to the row's own [PI_CHUNK], zeros behind it. b: of every token of the chunk. Reads the memory
+// `from`, null where a sequence begins, and leaves the new one in `to`, which may be the same.
+struct PiMamba {
+  float* x;
+  const float *c, *gates, *scores;
+  const float* b[PI_CHUNK];
+  int64_t ld, to_decay;
+  const float* from;
+  float* to;
+  int64_t head_dim, state_dim, before, tokens;
+  float d;
+};
+
+struct PiMambaKernels {
+  void (*advance)(const PiMamba*);
+  // out[j] = c . b[j] for j in [0, n), zeros up to PI_CHUNK; rows of state_dim.
+  void (*scores)(const float* c, const float* const* b, int64_t n, int64_t state_dim, float* out);
+};
 
 // Panels [p0, p1) of a matrix by the tokens; scratch: pi_linear_scratch.
 typedef void (*PiProduct)(const PiLinear*, const PiActs*, int64_t p0, int64_t p1, int64_t tokens, void* scratch);
@@ -351,6 +384,7 @@ struct PiKernels {
   void (*latent_attention[PI_N_KV_TYPES])(const PiAttention*, int g, int64_t r0, int64_t r1, float* scratch);
   PiNeuronKernels neurons;
   PiDeltaKernels delta;
+  PiMambaKernels mamba;
 };
 
 // A source file of kernels is compiled once for each level that it gains something from, with PI_LEVEL naming it, and

@@ -1,0 +1,232 @@
+#include "mamba.h"
+
+#include <math.h>
+#include <string.h>
+
+#include <algorithm>
+
+#include "program.h"
+
+namespace {
+
+// A row of the program's `qkv` holds x, B and C, then the step and the decay of the heads, then the products of C with B
+// of the chunk's tokens, of each group; `attended` the gate, then what the layer gives.
+class Mamba : public Op {
+ public:
+  Mamba(MambaSpec spec, const States::Layer& about)
+      : spec_(std::move(spec)),
+        about_(about),
+        width_(about.heads * about.value_dim),
+        to_b_(width_),
+        to_c_(width_ + about.key_heads * about.key_dim),
+        to_decay_(pi_round_up(about.heads, PI_LANES)),
+        to_scores_(about.channels + 2 * to_decay_) {}
+  const char* name() const override { return "mamba"; }
+
+  void run(Thread& t, const Step& step) override {
+    Program& p = *t.program;
+    Workspace& w = *p.workspace;
+    project(p, w, t.id, step.tokens);
+    w.pool->barrier();
+    convolve(p, w, t.id, step);
+    gates(p, w, t.id, step.tokens);
+    w.pool->barrier();
+    score(p, w, t.id, step);
+    w.pool->barrier();
+    advance(p, w, t.id, step);
+    w.pool->barrier();
+    keep(p, w, t.id, step);
+    finish(p, w, t.id, step.tokens);
+    w.pool->barrier();
+  }
+
+ private:
+  // Consecutive tokens of one chunk of a run: the first of them in the step, their number, and those before in the chunk.
+  struct Piece {
+    int64_t first, count, before;
+    bool begins;  // the run
+  };
+  // f(piece) for the pieces of a run.
+  template <class F>
+  static void each_piece(const Run& run, F f) {
+    for (int64_t i = 0; i < run.count;) {
+      const int64_t before = (run.position + i) % PI_CHUNK, n = std::min(PI_CHUNK - before, run.count - i);
+      f(Piece{run.first + i, n, before, i == 0});
+      i += n;
+    }
+  }
+
+  // B of the tokens of a chunk, of one group: those before the run are in the state that it reads.
+  void rows_of_b(const Program& p, const Run& run, const Piece& piece, int64_t group, const float** b) const {
+    const float* kept = p.states->group(spec_.state, run.read_state, group);
+    const int64_t in_run = piece.first - run.first, before = std::min(piece.before, in_run);
+    for (int64_t j = 0; j < piece.before - before; j++) b[j] = kept + j * about_.key_dim;
+    for (int64_t j = piece.before - before; j < piece.before + piece.count; j++)
+      b[j] = p.qkv + (piece.first - piece.before + j) * p.ldqkv + to_b_ + group * about_.key_dim;
+  }
+
+  void project(Program& p, Workspace& w, int thread, int64_t tokens) const {
+    const PiActs* acts =
+        w.prepare(thread, p.residual(0, tokens), spec_.norm, spec_.gate->form() | spec_.xbc->form() | spec_.dt->form());
+    w.product(thread, *spec_.xbc, acts, tokens, {p.qkv, p.ldqkv, false, spec_.xbc_bias});
+    w.product(thread, *spec_.dt, acts, tokens, {p.qkv + about_.channels, p.ldqkv, false, spec_.dt_bias});
+    w.product(thread, *spec_.gate, acts, tokens, {p.attended, p.lda, false, spec_.gate_bias});
+  }
+
+  // This thread's share of the channels.
+  void convolve(Program& p, Workspace& w, int thread, const Step& step) const {
+    const States& states = *p.states;
+    int64_t begin, end;
+    share(about_.channels, PI_LANES, w.pool->threads(), thread, &begin, &end);
+    if (begin == end) return;
+    for (const Run& run : step.runs) {
+      float* x = p.qkv + run.first * p.ldqkv + begin;
+      const float* from = run.position ? states.convolution(spec_.state, run.read_state) + begin : nullptr;
+      w.kernels->delta.convolve(x, p.ldqkv, run.count, spec_.taps.data() + begin,
+                                spec_.taps_bias.empty() ? nullptr : spec_.taps_bias.data() + begin, about_.channels,
+                                about_.tokens + 1, from, states.convolution(spec_.state, run.state) + begin,
+                                about_.channels, end - begin);
+      for (int64_t i = 0; i < run.count; i++)
+        w.kernels->activate(spec_.activation, 0, x + i * p.ldqkv, nullptr, end - begin);
+    }
+  }
+
+  // dt becomes the step, beside the decay: this thread's share of the tokens' heads.
+  void gates(Program& p, Workspace& w, int thread, int64_t tokens) const {
+    int64_t begin, end;
+    share(tokens * about_.heads, 1, w.pool->threads(), thread, &begin, &end);
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t h = i % about_.heads;
+      float* row = p.qkv + i / about_.heads * p.ldqkv + about_.channels + h;
+      const float x = row[0] * spec_.dt_scale + spec_.step_bias[(size_t)h];
+      const float step = x > 20 ? x : log1pf(expf(x));
+      row[0] = step < spec_.least_step ? spec_.least_step : step > spec_.most_step ? spec_.most_step : step;
+      row[to_decay_] = expf(spec_.a[(size_t)h] * row[0]);
+    }
+  }
+
+  // C of a token with B of its chunk: this thread's share of the tokens' groups.
+  void score(Program& p, Workspace& w, int thread, const Step& step) const {
+    int64_t begin, end;
+    share(step.tokens * about_.key_heads, 1, w.pool->threads(), thread, &begin, &end);
+    const float* b[PI_CHUNK];
+    for (const Run& run : step.runs)
+      each_piece(run, [&](const Piece& piece) {
+        if ((piece.first + piece.count) * about_.key_heads <= begin || piece.first * about_.key_heads >= end) return;
+        for (int64_t g = 0; g < about_.key_heads; g++) {
+          rows_of_b(p, run, piece, g, b);
+          for (int64_t t = 0; t < piece.count; t++) {
+            const int64_t i = (piece.first + t) * about_.key_heads + g;
+            if (i < begin || i >= end) continue;
+            float* row = p.qkv + (piece.first + t) * p.ldqkv;
+            w.kernels->mamba.scores(row + to_c_ + g * about_.key_dim, b, piece.before + t + 1, about_.key_dim,
+                                    row + to_scores_ + g * PI_CHUNK);
+          }
+        }
+      });
+  }
+
+  // This thread's share of the heads.
+  void advance(Program& p, Workspace& w, int thread, const Step& step) const {
+    const States& states = *p.states;
+    int64_t begin, end;
+    share(about_.heads, 1, w.pool->threads(), thread, &begin, &end);
+    PiMamba a;
+    a.ld = p.ldqkv;
+    a.to_decay = to_decay_;
+    a.head_dim = about_.value_dim;
+    a.state_dim = about_.key_dim;
+    for (int64_t h = begin; h < end; h++) {
+      const int64_t g = h / (about_.heads / about_.key_heads);
+      a.d = spec_.d[(size_t)h];
+      for (const Run& run : step.runs)
+        each_piece(run, [&](const Piece& piece) {
+          float* row = p.qkv + piece.first * p.ldqkv;
+          a.x = row + h * about_.value_dim;
+          a.c = row + to_c_ + g * about_.key_dim;
+          a.gates = row + about_.channels + h;
+          a.scores = row + to_scores_ + g * PI_CHUNK;
+          rows_of_b(p, run, piece, g, a.b);
+          a.to = states.head(spec_.state, run.state, h);
+          a.from = !piece.begins ? a.to : run.position ? states.head(spec_.state, run.read_state, h) : nullptr;
+          a.before = piece.before;
+          a.tokens = piece.count;
+          w.kernels->mamba.advance(&a);
+        });
+    }
+  }
+
+  // B of the tokens of a chunk that has begun: this thread's share of the runs' groups. All that read them are done.
+  void keep(Program& p, Workspace& w, int thread, const Step& step) const {
+    const States& states = *p.states;
+    int64_t begin, end;
+    share((int64_t)step.runs.size() * about_.key_heads, 1, w.pool->threads(), thread, &begin, &end);
+    for (int64_t i = begin; i < end; i++) {
+      const Run& run = step.runs[(size_t)(i / about_.key_heads)];
+      const int64_t g = i % about_.key_heads, held = (run.position + run.count) % PI_CHUNK;
+      const int64_t old = std::max(held - run.count, (int64_t)0);  // from before the run
+      float* to = states.group(spec_.state, run.state, g);
+      const size_t bytes = (size_t)about_.key_dim * 4;
+      if (old && run.read_state != run.state)
+        memcpy(to, states.group(spec_.state, run.read_state, g), (size_t)old * bytes);
+      for (int64_t j = old; j < held; j++)
+        memcpy(to + j * about_.key_dim,
+               p.qkv + (run.first + run.count - held + j) * p.ldqkv + to_b_ + g * about_.key_dim, bytes);
+    }
+  }
+
+  // attended = norm(y * silu(gate)), or another order: this thread's share of the tokens' parts.
+  void finish(Program& p, Workspace& w, int thread, int64_t tokens) const {
+    const int64_t parts = std::max((int64_t)spec_.out_norms.size(), (int64_t)1), dim = width_ / parts;
+    int64_t begin, end;
+    share(tokens * parts, 1, w.pool->threads(), thread, &begin, &end);
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t token = i / parts, part = i % parts;
+      float* y = p.qkv + token * p.ldqkv + part * dim;
+      float* gate = p.attended + token * p.lda + part * dim;
+      if (spec_.gate_scale != 1) w.kernels->scale(gate, spec_.gate_scale, dim);
+      if (spec_.kind == GateNorm::BEFORE) spec_.out_norms[(size_t)part].apply(w.kernels, y, y);
+      w.kernels->activate(PI_SILU, 0, gate, y, dim);
+      if (spec_.kind == GateNorm::PRODUCT) spec_.out_norms[(size_t)part].apply(w.kernels, gate, gate);
+    }
+  }
+
+  const MambaSpec spec_;
+  const States::Layer about_;
+  const int64_t width_, to_b_, to_c_, to_decay_, to_scores_;  // of a row
+};
+
+}  // namespace
+
+void Program::mamba(MambaSpec spec) {
+  check_layer(spec.layer);
+  check(states && spec.state < states->layers.size(), "no such layer in the states");
+  const States::Layer& about = states->layers[spec.state];
+  const int64_t width = about.heads * about.value_dim;
+  check(about.chunked, "the layer of the states is not one of Mamba2");
+  check(about.heads % about.key_heads == 0, "heads cannot share groups evenly");
+  check(ldqkv >= States::row(about) && lda >= width, "the program has no room for rows of the states' layer");
+  const auto check_matrix = [&](const Matrix& m, const Vector& bias, int64_t rows, const char* what) {
+    check(m.rows == rows && m.k == sizes.d_model, std::string("the matrix of ") + what + " has a wrong shape");
+    check_bias(bias, rows, what);
+  };
+  check_matrix(*spec.gate, spec.gate_bias, width, "the gate");
+  check_matrix(*spec.xbc, spec.xbc_bias, about.channels, "x, B and C");
+  check_matrix(*spec.dt, spec.dt_bias, about.heads, "dt");
+  check((int64_t)spec.taps.size() == (about.tokens + 1) * about.channels &&
+            (spec.taps_bias.empty() || (int64_t)spec.taps_bias.size() == about.channels),
+        "the convolution has a wrong shape");
+  for (const Vector* of_heads : {&spec.a, &spec.d, &spec.step_bias})
+    check((int64_t)of_heads->size() == about.heads,
+          "there is not one number of a, d and the step's bias for each head");
+  check(spec.least_step < spec.most_step, "the limits of steps are none");
+  check_norm(spec.norm, sizes.d_model, "the attention norm");
+  check(spec.out_norms.empty() == (spec.kind == GateNorm::NONE),
+        "norms behind Mamba2, or none, do not go with their kind");
+  for (const Norm& norm : spec.out_norms)
+    check(norm && (int64_t)(norm.w.size() * spec.out_norms.size()) == width,
+          "the norm behind Mamba2 has a wrong width");
+  for (Vector* bias : {&spec.gate_bias, &spec.xbc_bias, &spec.dt_bias}) *bias = padded(std::move(*bias));
+  std::vector<std::shared_ptr<Matrix>> matrices = {spec.xbc, spec.dt, spec.gate};
+  add(std::make_shared<Mamba>(std::move(spec), about), std::move(matrices));
+}

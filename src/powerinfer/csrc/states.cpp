@@ -1,0 +1,17 @@
+#include "states.h"
+
+#include <utility>
+
+States::States(std::vector<Layer> l, int64_t n) : layers(std::move(l)), slots(n) {
+  for (const Layer& layer : layers) {
+    at_.push_back(slot_floats_);
+    slot_floats_ +=
+        pi_round_up(layer.convolution(), PI_LANES) + layer.heads * layer.head() + layer.key_heads * layer.group();
+  }
+  memory_ = std::make_unique<Mapping>(slots * slot_bytes());
+}
+
+int64_t States::row(const Layer& layer) {
+  const int64_t scores = layer.chunked ? layer.key_heads * PI_CHUNK : 0;
+  return layer.channels + 2 * pi_round_up(layer.heads, PI_LANES) + scores;
+}

@@ -1,0 +1,39 @@
+// The states of sequences, of layers that keep one for each sequence: Gated DeltaNet, Mamba2.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "panels.h"
+
+// In slots: [slot][layer]. A layer's is the inputs of the convolution for the last tokens, [taps - 1][channels], the
+// memory of every head (`PiDelta`, or, of Mamba2, `PiMamba`), and, of Mamba2, B of the tokens of a chunk that has begun,
+// [groups][PI_CHUNK][key_dim]; float32.
+class States {
+ public:
+  struct Layer {
+    // tokens: taps - 1; key_heads: the groups of Mamba2, whose state_dim is key_dim, and whose head_dim is value_dim
+    int64_t tokens, channels, key_heads, heads, key_dim, value_dim;
+    bool chunked;  // Mamba2
+    int64_t convolution() const { return tokens * channels; }
+    int64_t head() const { return chunked ? pi_mamba_head(value_dim, key_dim) : key_dim * value_dim; }
+    int64_t group() const { return chunked ? PI_CHUNK * key_dim : 0; }
+  };
+  States(std::vector<Layer> layers, int64_t slots);
+  const std::vector<Layer> layers;
+  const int64_t slots;
+  float* convolution(size_t layer, int64_t slot) const { return data_() + slot * slot_floats_ + at_[layer]; }
+  float* head(size_t layer, int64_t slot, int64_t head) const {
+    return convolution(layer, slot) + pi_round_up(layers[layer].convolution(), PI_LANES) + head * layers[layer].head();
+  }
+  float* group(size_t layer, int64_t slot, int64_t group) const {
+    return head(layer, slot, layers[layer].heads) + group * layers[layer].group();
+  }
+  int64_t slot_bytes() const { return slot_floats_ * 4; }
+  static int64_t row(const Layer& layer);  // floats of a token while it is computed
+
+ private:
+  float* data_() const { return (float*)memory_->data(); }
+  std::vector<int64_t> at_;  // of the layers in a slot
+  int64_t slot_floats_ = 0;
+  std::unique_ptr<Mapping> memory_;
+};
