@@ -31,6 +31,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf")
 
+import mamba_files  # noqa: E402
 import openelm  # noqa: E402, F401
 import smallthinker  # noqa: E402, F401
 
@@ -126,6 +127,12 @@ FAMILIES |= {
     "gpt_oss": dict(
         intermediate_size=96, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-5, num_hidden_layers=4,
         num_local_experts=6, num_experts_per_tok=2, sliding_window=20, rope_parameters=PLAIN_ROPE,
+    ),
+    "nemotron_h": dict(
+        num_key_value_heads=2, head_dim=16, intermediate_size=88, layer_norm_epsilon=1e-5, mamba_num_heads=4,
+        mamba_head_dim=32, n_groups=2, ssm_state_size=16, time_step_min=1e-30, n_routed_experts=8, n_shared_experts=1,
+        moe_intermediate_size=40, moe_shared_expert_intermediate_size=72, num_experts_per_tok=3,
+        routed_scaling_factor=1.7, layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
     ),
     "openelm": dict(
         num_query_heads=[4, 2, 6], num_kv_heads=[2, 1, 3], head_dim=16, ffn_multipliers=[0.5, 2.0, 1.3],
@@ -541,6 +548,19 @@ CASES = [
         ("folder", "gguf"),
         {"hidden_act": "relu"},
     ),
+    Case("nemotron-h", "nemotron_h", {}, {"layer_norm_epsilon": 1e-2}),
+    Case(
+        "nemotron-h-biases",
+        "nemotron_h",
+        {"mlp_bias": True, "use_bias": True, "use_conv_bias": False, "n_groups": 1},
+        {"layer_norm_epsilon": 1e-2},
+    ),
+    Case(
+        "nemotron-h-experts",
+        "nemotron_h",
+        {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "mlp", "moe"]},
+        {"routed_scaling_factor": 1.6},
+    ),
 ]
 
 
@@ -663,7 +683,12 @@ def save_folder(case: Case, model: Any, folder: Path, *, version4: bool) -> Path
         kind = case.base if case.kind == "turbomixtral" else case.kind
         config |= {"architectures": [OWN_FFN[case.kind][0]], "model_type": kind}
         config["hidden_act"] = {"sparsellama": "fatrelu", "turbomixtral": "drelu"}.get(case.kind, "relu")
-    if version4:
+    if version4 and case.kind == "nemotron_h":  # as its files are
+        letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+        types = config.pop("layers_block_type")
+        config |= {"hybrid_override_pattern": "".join(letters[one] for one in types), "num_hidden_layers": len(types)}
+        config["time_step_limit"] = [0.0, math.inf]
+    elif version4:
         parameters = config.pop("rope_parameters")
         if "sliding_attention" in parameters:
             config["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
@@ -982,6 +1007,8 @@ def add_latents(writer: Any, config: Any, kv_b: bool) -> int:
 
 
 def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = False) -> Path:
+    if case.kind == "nemotron_h":
+        return mamba_files.save_nemotron(config, model, path)
     others = {"mistral": "llama", "sparsellama": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "mixtral": "llama"}
     others["turbomixtral"] = "llama"
     others |= {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe"}

@@ -432,6 +432,54 @@ def delta_gguf(leave: str = "", layers: int = 2) -> Builder:
     return builder
 
 
+MAMBA_HEADS, MAMBA_DIM, GROUPS, STATE = 4, 48, 2, 16  # of Mamba2
+
+
+def mamba_gguf(pattern: str = "M-*M") -> Builder:
+    """A tiny model of Nemotron-H's kind: M, * and - as its pattern has them."""
+    builder = tiny_gguf("nemotron_h").put("nemotron_h.block_count", U32, len(pattern))
+    builder.tensors = []
+    inner = MAMBA_HEADS * MAMBA_DIM
+    channels = inner + 2 * GROUPS * STATE
+    sizes = {
+        "attention.key_length": HEAD_DIM, "attention.value_length": HEAD_DIM, "ssm.conv_kernel": TAPS,
+        "ssm.state_size": STATE, "ssm.group_count": GROUPS, "ssm.time_step_rank": MAMBA_HEADS, "ssm.inner_size": inner,
+        "attention.head_count_kv": [KV_HEADS * (one == "*") for one in pattern],
+        "feed_forward_length": [FF * (one == "-") for one in pattern],
+    }  # fmt: skip
+    for key in sizes:
+        builder.drop(f"nemotron_h.{key}")
+    builder.fields(sizes, "nemotron_h.")
+    own: dict[str, dict[str, tuple[int, ...]]] = {
+        "M": {
+            "ssm_in.weight": (inner + channels + MAMBA_HEADS, D), "ssm_conv1d.weight": (channels, TAPS),
+            "ssm_conv1d.bias": (channels,), "ssm_dt.bias": (MAMBA_HEADS,), "ssm_a": (MAMBA_HEADS, 1),
+            "ssm_d": (MAMBA_HEADS, 1), "ssm_norm.weight": (GROUPS, inner // GROUPS), "ssm_out.weight": (D, inner),
+        },
+        "*": {
+            "attn_q.weight": (HEADS * HEAD_DIM, D), "attn_k.weight": (KV_HEADS * HEAD_DIM, D),
+            "attn_v.weight": (KV_HEADS * HEAD_DIM, D), "attn_output.weight": (D, HEADS * HEAD_DIM),
+        },
+        "-": {"ffn_up.weight": (FF, D), "ffn_down.weight": (D, FF)},
+    }  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCAB, D), "output_norm.weight": (D,)}
+    for layer, part in enumerate(pattern):
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in own[part].items()}
+        shapes[f"blk.{layer}.attn_norm.weight"] = (D,)
+    rng = np.random.default_rng(6)
+    for name, shape in shapes.items():
+        drawn = rng.standard_normal(shape).astype(np.float32)
+        made = drawn / np.float32(shape[-1] ** 0.5) if name.endswith(("_in.weight", "_out.weight")) else 1 + drawn / 10
+        if len(shape) > 1 and "ssm" not in name:
+            made = drawn / np.float32(shape[-1] ** 0.5)
+        if name.endswith("ssm_a"):
+            made = -np.exp(drawn - 4)  # the states remember hundreds of tokens
+        elif name.endswith(("dt.bias", "conv1d.weight")):
+            made = drawn / 2
+        builder.tensor(name, made.astype(np.float32))
+    return builder
+
+
 LATENTS, ROTATED, UNROTATED, HEAD_VALUES = 32, 8, 32, 16  # of latent attention
 
 

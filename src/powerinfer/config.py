@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from inspect import cleandoc
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
@@ -417,6 +417,23 @@ class Mamba2Config:
     def n_kv_heads(self) -> int:
         return 0
 
+    # As Gated DeltaNet calls them: B and C are its keys and queries, x are its values.
+    @property
+    def n_key_heads(self) -> int:
+        return self.n_groups
+
+    @property
+    def key_dim(self) -> int:
+        return self.state_dim
+
+    @property
+    def n_value_heads(self) -> int:
+        return self.n_heads
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
     @property
     def latents(self) -> int:
         return 0
@@ -472,6 +489,10 @@ class Mamba2Config:
         if not 0 <= self.step_limits[0] < self.step_limits[1]:
             return f"steps of Mamba2 from {self.step_limits[0]:g} to {self.step_limits[1]:g}"
         return None
+
+
+StateKind: TypeAlias = DeltaNetConfig | Mamba2Config
+"""Kinds of attention that keep a state for each sequence instead of keys and values."""
 
 
 @dataclass(frozen=True)
@@ -637,6 +658,32 @@ class FfnConfig(FfnKind):
         return None if self.thresholds else "activation topk without thresholds of neurons"
 
 
+@dataclass(frozen=True)
+class NoFfn(FfnKind):
+    """In place of an FFN, in a layer that is attention alone."""
+
+    activation = ""
+    gated = False
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def width(self) -> int:
+        return 0
+
+    @property
+    def title(self) -> str:
+        return "no FFN"
+
+    def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
+        return iter(())
+
+    def problem(self) -> str | None:
+        return None
+
+
 def _matrix(name: str, rows: int, cols: int, bias: bool) -> Iterator[tuple[str, Shape]]:
     yield name, (rows, cols)
     if bias:
@@ -668,7 +715,8 @@ class ExpertsConfig(FfnKind):
 
     shared_size: neurons of an expert that every token has, 0: there is none; shared_weight: its output is multiplied
     with the sigmoid of a product with the input. early_router: the router reads the layer's input, before the norm of
-    attention, so that a layer's experts are known while attention runs.
+    attention, so that a layer's experts are known while attention runs. latents: width of what the selected experts,
+    not the shared one, read and give, with a matrix in front of them and one behind (LatentMoE); 0: that of the layer.
     """
 
     n_experts: int
@@ -681,6 +729,7 @@ class ExpertsConfig(FfnKind):
     shared_size: int = 0
     shared_weight: bool = False
     early_router: bool = False
+    latents: int = field(default=0, repr=False)  # fingerprints hash what is shown: theirs stay
 
     @property
     def width(self) -> int:
@@ -703,8 +752,11 @@ class ExpertsConfig(FfnKind):
             yield "router_bias", (self.n_experts,)
         if self.router.correction:
             yield "router_correction_bias", (self.n_experts,)
+        width = self.latents or d_model
+        if self.latents:
+            yield from (("latent_in", (self.latents, d_model)), ("latent_out", (d_model, self.latents)))
         for name in self.matrices:
-            rows, cols = (d_model, self.size) if name == "down" else (self.size, d_model)
+            rows, cols = (width, self.size) if name == "down" else (self.size, width)
             yield f"experts_{name}", (self.n_experts, rows, cols)
             if self.bias:
                 yield f"experts_{name}_bias", (self.n_experts, rows)
@@ -826,6 +878,7 @@ class ModelConfig:
         others = [layer.ffn.title for layer in self.layers if layer.ffn.neurons is None]
         if not others:
             return None
+        others = [title for title in others if title != NoFfn().title] or others
         which = f"{len(others)} of {self.n_layers} layers have another kind of FFN ({others[0]})"
         return f"{which}, whose neurons are not told apart"
 
@@ -862,10 +915,10 @@ class ModelConfig:
         return tuple(dict.fromkeys(layer.attention for layer in self.layers))
 
     @property
-    def states(self) -> dict[int, DeltaNetConfig]:
+    def states(self) -> dict[int, StateKind]:
         """The layers that keep a state for each sequence."""
         kinds = ((number, layer.attention) for number, layer in enumerate(self.layers))
-        return {number: kind for number, kind in kinds if isinstance(kind, DeltaNetConfig)}
+        return {number: kind for number, kind in kinds if isinstance(kind, DeltaNetConfig | Mamba2Config)}
 
     @property
     def n_neurons(self) -> int:
@@ -880,7 +933,7 @@ class ModelConfig:
     @property
     def activations(self) -> str:
         """The activations of the layers, each once, for people."""
-        return ", ".join(dict.fromkeys(layer.ffn.activation for layer in self.layers))
+        return ", ".join(dict.fromkeys(layer.ffn.activation for layer in self.layers if layer.ffn.activation))
 
     @property
     def activations_never_zero(self) -> str:

@@ -11,6 +11,7 @@ void bind_constants(nb::module_& m) {
       "Arrays are C-contiguous and of exactly the type written here. Wrong shapes, names and numbers are ValueErrors.";
   m.attr("PAGE") = (int)PI_PAGE;
   m.attr("LANES") = (int)PI_LANES;
+  m.attr("CHUNK") = (int)PI_CHUNK;  // tokens that Mamba2 computes together
   m.attr("TYPES") = nb::cast(std::vector<std::string>(TYPES, TYPES + PI_N_TYPES));
   m.attr("ACTIVATIONS") = nb::cast(std::vector<std::string>(ACTIVATIONS, ACTIVATIONS + PI_N_ACTS));
   m.attr("KV_TYPES") = nb::cast(std::vector<std::string>(KV_TYPES, KV_TYPES + PI_N_KV_TYPES));

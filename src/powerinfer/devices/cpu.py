@@ -20,6 +20,7 @@ from powerinfer.config import (
     EngineConfig,
     ExpertsConfig,
     LatentAttentionConfig,
+    Mamba2Config,
     ModelConfig,
     RopeConfig,
     RouterConfig,
@@ -382,6 +383,33 @@ class CpuExecutor:
         self._program.delta_net(
             own, state, norm, matrices, taps, decay, dt_bias, of_heads, about.n_key_heads, about.tiled, about.activation
         )
+
+    def mamba(
+        self,
+        layer: int,
+        norm: _native.Norm | None,
+        matrices: Sequence[_native.Matrix],
+        *,
+        biases: Sequence[Float32 | None],
+        taps: Float32,
+        taps_bias: Float32 | None,
+        of_heads: Sequence[Float32],
+        out_norm: Float32 | None,
+    ) -> None:
+        """attended = Mamba2 of norm(x), with the state of each sequence.
+
+        matrices, biases: of the gate, of x with B and C, of dt. taps: float32 [taps, channels] of the convolution, and
+        its bias, or None; of_heads: float32 [heads] each, a, d and the bias of the step; out_norm: float32 [width].
+        """
+        about = self.config.layers[layer].attention
+        assert isinstance(about, Mamba2Config)
+        state = [one for one in self.config.states if one >= self.first_layer].index(layer)
+        parts = [] if out_norm is None else np.split(out_norm, about.norm_groups)
+        norms = [_native.Norm(np.ascontiguousarray(part), self.config.norm_eps) for part in parts]
+        self._program.mamba(
+            layer - self.first_layer, state, norm, matrices, biases, taps, taps_bias, of_heads, about.step_limits,
+            (about.scales[0], about.scales[4]), norms, about.norm == "gated", about.activation,
+        )  # fmt: skip
 
     def latent_attention(
         self,

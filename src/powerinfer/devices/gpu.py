@@ -47,7 +47,7 @@ from powerinfer.devices.step_buffers import StepBuffers
 from powerinfer.devices.streams import streams_of
 from powerinfer.devices.torch_device import MemoryShare, current, gpu_failures, import_torch
 from powerinfer.devices.trace import Trace, span
-from powerinfer.errors import GpuMemoryError
+from powerinfer.errors import GpuMemoryError, RequestError
 from powerinfer.formats.quant import Float32
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu, gpu, gpu_delta
@@ -119,7 +119,9 @@ class GpuLayers:
         self._rotations = {rope: (self._vector(rotation[0]), rotation[1]) for rope, rotation in rotations.items()}
         heads = [(kind.n_kv_heads, kind.head_dim, "k" if kind.latents else "kv") for kind in kinds]
         self._cache = [tuple(gpu.new_cache(kv_type, pages, n, dim, device) for _ in own) for n, dim, own in heads]
-        remembered = {layer: kind for layer, kind in config.states.items() if layer < layers}
+        remembered = {
+            layer: kind for layer, kind in config.states.items() if layer < layers and isinstance(kind, DeltaNetConfig)
+        }
         own_states = gpu_delta.new_states(list(remembered.values()), states, device)
         self._states = dict(zip(remembered, own_states, strict=True))
         self._passing: dict[tuple[int, int], tuple[gpu.Cached, ...]] = {}  # by kv heads and their dimensions
@@ -328,6 +330,10 @@ class GpuLayers:
             )
 
         self._add(layer, "delta_net", run)
+
+    def mamba(self, layer: int, norm: GpuNorm | None, matrices: Sequence[StoredMatrix], **vectors: Any) -> None:
+        """RequestError: no GPU runs it."""
+        raise RequestError(f"layer {layer} is Mamba2, which runs on the CPU: choose --gpu none")
 
     def project(self, layer: int, matrix: GpuMatrix, bias: Float32 | None = None, norm: GpuNorm | None = None) -> None:
         """x += norm(matrix . attended)."""

@@ -1,4 +1,4 @@
-"""The states of sequences, for models with layers that keep one for each sequence (Gated DeltaNet)."""
+"""The states of sequences, for models with layers that keep one for each sequence (Gated DeltaNet, Mamba2)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from powerinfer import _native
-from powerinfer.config import DeltaNetConfig, ModelConfig
+from powerinfer.config import Mamba2Config, ModelConfig, StateKind
 from powerinfer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -32,13 +32,19 @@ def state_slots(requests: int, prefixes: bool) -> int:
 
 def state_bytes(config: ModelConfig, layers: slice = slice(None)) -> int:
     """Bytes of a sequence's state in these layers, on the CPU; 0: none has any."""
-    return sum(
-        4 * (-(-(one.taps - 1) * one.channels // _native.LANES) * _native.LANES + one.width * one.key_dim)
-        for one in _kinds(config, layers)
-    )
+    return sum(map(_layer_bytes, _kinds(config, layers)))
 
 
-def _kinds(config: ModelConfig, layers: slice) -> list[DeltaNetConfig]:
+def _layer_bytes(about: StateKind) -> int:
+    """The convolution's last inputs and the heads' states; of Mamba2 also what is kept of a chunk's tokens."""
+    convolution = -(-(about.taps - 1) * about.channels // _native.LANES) * _native.LANES
+    floats = convolution + about.width * about.key_dim
+    if isinstance(about, Mamba2Config):
+        floats += _native.CHUNK * (about.width + about.n_groups * about.state_dim + 2 * about.n_heads)
+    return 4 * floats
+
+
+def _kinds(config: ModelConfig, layers: slice) -> list[StateKind]:
     every = config.states
     return [every[layer] for layer in range(config.n_layers)[layers] if layer in every]
 
@@ -51,8 +57,10 @@ class StateMemory:
 
     def __init__(self, config: ModelConfig, slots: int, first_layer: int = 0) -> None:
         """first_layer: the first that is on the CPU."""
-        layers = [(one.taps, one.n_key_heads, one.key_dim, one.n_value_heads, one.value_dim)
-                  for one in _kinds(config, slice(first_layer, None))]  # fmt: skip
+        layers = [
+            (one.taps, one.n_key_heads, one.key_dim, one.n_value_heads, one.value_dim, isinstance(one, Mamba2Config))
+            for one in _kinds(config, slice(first_layer, None))
+        ]
         self.native = _native.States(layers, slots)
         self.slots = slots
         self._tokens = np.zeros(slots, np.int64)  # of a sequence that each state holds

@@ -209,6 +209,10 @@ class StreamedLayers:
         """On the CPU."""
         self._cpu.delta_net(layer, _of_cpu(norm), [one.cpu for one in matrices], **more)
 
+    def mamba(self, layer: int, norm: BothNorms | None, matrices: Sequence[BothMatrices], **more: Any) -> None:
+        """On the CPU."""
+        self._cpu.mamba(layer, _of_cpu(norm), [one.cpu for one in matrices], **more)
+
     def project(
         self, layer: int, matrix: BothMatrices, bias: Float32 | None = None, norm: BothNorms | None = None
     ) -> None:

@@ -248,6 +248,8 @@ class Checkpoint:
         self._taken.add(own)
         if name.endswith((".threshold", ".product_threshold")):
             self._check_thresholds(name, tensor.gathered().float32())
+        if name.endswith((".mamba_a", ".mamba_d", ".mamba_step_bias")):
+            self._check_steps(name, tensor.gathered().float32())
         if name not in self._targets:
             return tensor.gathered()
         change = convert if own == name else transpose
@@ -271,6 +273,11 @@ class Checkpoint:
     def _check_thresholds(self, name: str, values: Float32) -> None:
         if not (np.isfinite(values).all() and (values >= 0).all()):
             raise ModelError(f"{self.path}: tensor {name} holds values that are negative or no numbers")
+
+    def _check_steps(self, name: str, values: Float32) -> None:
+        """A state that grew, or was no number once, would stay so for a whole text."""
+        if not np.isfinite(values).all() or (name.endswith("_a") and (values > 0).any()):
+            raise ModelError(f"{self.path}: tensor {name} holds values that are no numbers, or make states grow")
 
     def skip(self, name: str) -> None:
         """Count a tensor as taken without reading it, because its contents come from elsewhere.

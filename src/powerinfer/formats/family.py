@@ -77,7 +77,8 @@ MIXED_ACT = "linear_hidden_act"
 class Folder:
     """A family in Hugging Face folders.
 
-    Reading config.json. model_type: the name of the family; classes: of `architectures`; other_types: `model_type` of
+    Reading config.json. model_type: the name of the family; layer_list: a key with an entry for each layer, which says
+    how many there are where their number is missing; classes: of `architectures`; other_types: `model_type` of
     folders with the class of this family, whose layers they share; vision_class: class of models that also read
     pictures, whose part for text is of this family; replaces_code: folders refer to custom code whose function this
     engine has natively (it is not run); quantisation: the `quant_method` that is read, "": none.
@@ -100,6 +101,7 @@ class Folder:
     classes: tuple[str, ...]
     read: Callable[[Folder, Fields, ModelConfig, int], ModelConfig] | None = None
     other_types: tuple[str, ...] = ()
+    layer_list: str = ""
     vision_class: str = ""
     replaces_code: bool = False
     quantisation: str = ""
@@ -151,7 +153,8 @@ class Gguf:
     sinks: as in `AttentionConfig`; experts: how they are selected where the file does not say (it does say how many),
     None: the family has none; early_router: as in `ExpertsConfig`;
     delta: some layers are Gated DeltaNet, and attention has a gate, in one tensor with q. tiled: as in
-    `DeltaNetConfig`. latent: attention is `LatentAttentionConfig`.
+    `DeltaNetConfig`. latent: attention is `LatentAttentionConfig`. mamba: layers without heads for keys and values are
+    Mamba2; apart: a layer is attention, Mamba2 or an FFN alone; unrotated: positions are not rotated in any layer.
     names: of a layer's tensors, where the family calls them otherwise.
     published: the activation in PowerInfer's own files, None: there are none; pre_tokenizer: of those files, which name
     none, as there was one for the family.
@@ -184,6 +187,9 @@ class Gguf:
     delta: bool = False
     tiled: bool = False
     latent: bool = False
+    mamba: bool = False
+    apart: bool = False
+    unrotated: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     published: str | None = None
     pre_tokenizer: str | None = None

@@ -66,8 +66,9 @@ def open_folder(folder: Path) -> Source:
     tensors = collect(config, stored, names, str(folder), extra, fused(config, names), made)
     if family.norms_less_one:
         _add_one_to_norms(tensors, files)
-    for name in (f"layers.{layer}.delta_decay" for layer in config.states):
-        rates = -np.exp(tensors[name].gathered().float32())
+    for name in [name for name in tensors if name.endswith((".delta_decay", ".mamba_a"))]:
+        with np.errstate(over="ignore"):  # `Checkpoint.take` refuses what is no number
+            rates = -np.exp(tensors[name].gathered().float32())
         tensors[name] = RawTensor("F32", rates.shape, rates.astype("<f4").view(np.uint8))
     source = Source("hf", folder, config, metadata, tensors, [config_file, *files], notes, unread=unread)
     if not predictors:

@@ -53,7 +53,9 @@ def read_config(
         tied_embeddings=fields.flag(key("tie_word_embeddings"), False),
         name=printable(folder.resolve().name),
     )
-    n_layers = fields.integer(key("num_hidden_layers"), 1, layout.MAX_LAYERS)
+    listed: Any = fields.get(family.layer_list, None) if family.layer_list else None
+    counted = {"default": len(listed)} if type(listed) is list and len(listed) in range(1, layout.MAX_LAYERS) else {}
+    n_layers = fields.integer(key("num_hidden_layers"), 1, layout.MAX_LAYERS, **counted)
     config = _with_thresholds(fields, (family.read or read_plain)(family, fields, config, n_layers))
     check_others(fields)
     if unread is not None:

@@ -23,7 +23,10 @@ from powerinfer.config import (
     GatedAttentionConfig,
     LatentAttentionConfig,
     LayerConfig,
+    Mamba2Config,
     ModelConfig,
+    NoAttention,
+    NoFfn,
     RopeConfig,
     RouterConfig,
 )
@@ -35,7 +38,16 @@ from powerinfer.formats.fields import Fields
 from powerinfer.formats.gguf import GGUFFile
 from powerinfer.formats.gguf_keys import check_others
 from powerinfer.formats.mapped import shown
-from powerinfer.formats.source import ONLY_TEXT, Fused, Names, Source, collect, printable, without_head_predictor
+from powerinfer.formats.source import (
+    NO_MTP,
+    ONLY_TEXT,
+    Fused,
+    Names,
+    Source,
+    collect,
+    printable,
+    without_head_predictor,
+)
 from powerinfer.formats.tensors import FLOAT_TYPES, NATIVE_TYPES, RawTensor
 
 NAMES = Names(
@@ -80,6 +92,13 @@ NAMES = Names(
         "delta_dt": "ssm_dt",
         "delta_norm": "ssm_norm",
         "delta_o": "ssm_out",
+        **dict.fromkeys(("mamba_z", "mamba_xbc", "mamba_dt"), "ssm_in"),
+        "mamba_conv": "ssm_conv1d",
+        "mamba_step": "ssm_dt",
+        **{f"mamba_{name}": f"ssm_{name}" for name in ("a", "d", "norm")},
+        "mamba_o": "ssm_out",
+        "latent_in": "ffn_latent_down",
+        "latent_out": "ffn_latent_up",
     },
 )
 _QKV = Fused(("q", "k", "v"))
@@ -113,10 +132,13 @@ def stored_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, RawTensor]:
     beyond = tuple(f"blk.{layer}." for layer in range(config.n_layers, blocks))
     left_out = {*read, *said_twice(file, config)}
     stored = {
-        f"{name}.weight" if name.endswith(".ssm_a") else name: tensor
+        f"{name}.weight" if name.endswith((".ssm_a", ".ssm_d")) else name: tensor
         for name, tensor in file.tensors.items()
         if name not in left_out and not name.startswith(beyond) and not name.endswith(".input_scale")
     }
+    for name in [name for name in stored if name.endswith(".ssm_norm.weight")]:  # by groups
+        if stored[name].type in FLOAT_TYPES:
+            stored[name] = replace(stored[name], shape=(stored[name].size,))
     return _with_scales(file, stored)
 
 
@@ -180,10 +202,12 @@ def fused(file: GGUFFile, config: ModelConfig) -> list[Fused]:
     experts = [Fused(_GATE_UP, n) for n in counts[:1] if _somewhere(file, _GATE_UP_EXPERTS)]
     if family.delta:
         return [*_fused_delta(file, config), *experts]
+    mamba = [Fused(("mamba_z", "mamba_xbc", "mamba_dt"))] * bool(config.states)
     if family.latent and "blk.0.attn_kv_b.weight" in file.tensors and "blk.0.attn_k_b.weight" not in file.tensors:
         return [Fused(_KV_B, config.layers[0].attention.n_heads, flat=True), *experts]
-    qkv = [_QKV] if "blk.0.attn_qkv.weight" in file.tensors else []
-    return [*qkv, *family.fused, *experts]
+    together = _somewhere(file, "attn_qkv") if family.mamba else "blk.0.attn_qkv.weight" in file.tensors
+    qkv = [_QKV] if together else []
+    return [*qkv, *family.fused, *experts, *mamba]
 
 
 def _fused_delta(file: GGUFFile, config: ModelConfig) -> list[Fused]:
@@ -200,6 +224,11 @@ def _fused_delta(file: GGUFFile, config: ModelConfig) -> list[Fused]:
 def _somewhere(file: GGUFFile, matrix: str) -> bool:
     """Whether some layer has a matrix of that name."""
     return any(name.endswith(f".{matrix}.weight") for name in file.tensors)
+
+
+def _is_biased(file: GGUFFile, matrix: str) -> bool:
+    """Whether some layer has a bias of that matrix."""
+    return any(name.endswith(f".{matrix}.bias") for name in file.tensors)
 
 
 def _divisors(file: GGUFFile, name: str, dim: int) -> tuple[float, ...]:
@@ -251,9 +280,7 @@ def read_config(
         vocab_size=_vocabulary(file, fields),
         context_length=_table(file, fields) if learned else fields.integer("context_length", 1, layout.MAX_CONTEXT),
         norm_eps=_epsilon(fields, family),
-        layers=_latent_layers(file, fields, family, n_layers)
-        if family.latent
-        else _layers(file, fields, family, _heads(fields, d_model, n_layers)),
+        layers=_every_layer(file, fields, family, d_model, n_layers),
         norm=family.norm,
         positions=family.positions,
         position_offset=_OPT_OFFSET if learned else 0,
@@ -278,6 +305,16 @@ def _factor(fields: Fields, family: Gguf, of: str) -> float:
     if not family.scales:
         return 1.0
     return float(fields.number(f"{of}_scale", 1e-6, layout.MAX_SCALE, 1.0))
+
+
+def _every_layer(
+    file: GGUFFile, fields: Fields, family: Gguf, d_model: int, n_layers: int
+) -> tuple[LayerConfig, ...]:
+    if family.latent:
+        return _latent_layers(file, fields, family, n_layers)
+    if family.mamba:
+        return _mamba_layers(file, fields, family, d_model, n_layers)
+    return _layers(file, fields, family, _heads(fields, d_model, n_layers))
 
 
 def _heads(fields: Fields, d_model: int, n_layers: int) -> list[AttentionConfig]:
@@ -362,6 +399,57 @@ def _delta(fields: Fields, family: Gguf, heads: list[AttentionConfig]) -> list[A
     return [delta if keeps else own for own, keeps in zip(gated, recurrent[: len(heads)], strict=True)]
 
 
+def _mamba_layers(
+    file: GGUFFile, fields: Fields, family: Gguf, d_model: int, n_layers: int
+) -> tuple[LayerConfig, ...]:
+    """The layers of a model with Mamba2 where there are no heads for keys and values, and attention elsewhere."""
+    kv_heads = [0] * n_layers
+    if fields.has("attention.head_count_kv"):
+        kv_heads = _of_blocks(fields, "attention.head_count_kv", n_layers, layout.MAX_HEADS)
+    n_heads = fields.integer("attention.head_count", 1 if any(kv_heads) else 0, layout.MAX_HEADS)
+    head_dim = fields.integer("attention.key_length", 2, layout.MAX_HEAD_DIM, max(2, d_model // max(n_heads, 1)))
+    fields.only("attention.value_length", head_dim)
+    rope: RopeConfig | None = _rope(file, fields, replace(family, partial=True), head_dim)
+    if family.unrotated or (family.scales and not fields.flag("rope.scaling.finetuned", True)):
+        rope = None
+    qkv_bias, o_bias = (_is_biased(file, name) for name in ("attn_q", "attn_output"))
+    scale = _scale(fields, family, [])
+    plain = AttentionConfig(n_heads, 1, head_dim, rope, qkv_bias=qkv_bias, o_bias=o_bias, scale=scale)
+    mamba = _mamba(file, fields) if not all(kv_heads) else None
+    if fields.integer("block_count", 1, layout.MAX_LAYERS) > n_layers:
+        fields.notes.append(NO_MTP)
+    layers = []
+    for kv, ffn in zip(kv_heads, _ffns(file, fields, family, n_layers), strict=True):
+        attention: AttentionKind = replace(plain, n_kv_heads=kv) if mamba is None or kv else mamba
+        alone = family.apart and not isinstance(ffn, NoFfn)
+        layers.append(LayerConfig(NoAttention() if alone else attention, ffn))
+    return tuple(layers)
+
+
+def _mamba(file: GGUFFile, fields: Fields) -> Mamba2Config:
+    heads = fields.integer("ssm.time_step_rank", 1, layout.MAX_HEADS)
+    width = fields.integer("ssm.inner_size", 1, layout.MAX_WIDTH)
+    groups = fields.integer("ssm.group_count", 1, layout.MAX_HEADS)
+    if width % heads:
+        raise fields.bad("ssm.inner_size", f"is {width}, which {heads} heads do not divide")
+    return Mamba2Config(
+        heads,
+        width // heads,
+        groups,
+        fields.integer("ssm.state_size", 1, layout.MAX_HEAD_DIM),
+        fields.integer("ssm.conv_kernel", 1, layout.MAX_HEAD_DIM),
+        conv_bias=_is_biased(file, "ssm_conv1d"),
+        bias=_is_biased(file, "ssm_in"),
+        norm="gated" if _somewhere(file, "ssm_norm") else "none",
+        norm_groups=groups,
+    )
+
+
+def _of_blocks(fields: Fields, key: str, n_layers: int, high: int) -> list[int]:
+    """A number, which may be 0, for each layer; the file may have more for blocks that predict further tokens."""
+    return fields.integers(key, fields.integer("block_count", 1, layout.MAX_LAYERS), 0, high)[:n_layers]
+
+
 def _latent_layers(file: GGUFFile, fields: Fields, family: Gguf, n_layers: int) -> tuple[LayerConfig, ...]:
     """The layers of a model with latent attention. The keys of newer files state what the cache holds, those of older
     ones the heads' own dimensions."""
@@ -414,11 +502,14 @@ def _ffns(file: GGUFFile, fields: Fields, family: Gguf, n_layers: int) -> list[F
     """The FFN of each layer; layers with a router have experts."""
     each, of_products = (_somewhere(file, name) for name in ("ffn_threshold", "ffn_product_threshold"))
     activation, thresholds = _activation(fields, family, n_layers, each)
-    bias = "blk.0.ffn_up.bias" in file.tensors
-    default = {"default": 1} if fields.has("expert_feed_forward_length") and family.delta else {}
-    sizes = fields.integers("feed_forward_length", n_layers, 1, layout.MAX_WIDTH, **default)
+    bias = _is_biased(file, "ffn_up")
+    if family.mamba:
+        sizes = _of_blocks(fields, "feed_forward_length", n_layers, layout.MAX_WIDTH)
+    else:
+        default = {"default": 1} if fields.has("expert_feed_forward_length") and family.delta else {}
+        sizes = fields.integers("feed_forward_length", n_layers, 1, layout.MAX_WIDTH, **default)
     ffns: list[FfnKind] = [
-        FfnConfig(size, activation, threshold, family.gated, bias, each, of_products)
+        FfnConfig(size, activation, threshold, family.gated, bias, each, of_products) if size else NoFfn()
         for size, threshold in zip(sizes, thresholds, strict=True)
     ]
     if family.experts is None or not fields.integer("expert_count", 0, layout.MAX_EXPERTS, 0):
@@ -427,8 +518,10 @@ def _ffns(file: GGUFFile, fields: Fields, family: Gguf, n_layers: int) -> list[F
         return ffns
     if each or of_products:
         raise ModelError(f"{file.path}: has thresholds of single neurons, which models of experts cannot have")
-    experts = _experts(file, fields, family.experts, activation, sizes[0])
-    experts = replace(experts, early_router=family.early_router)
+    experts = _experts(file, fields, family.experts, activation, max(*sizes, 1))
+    experts = replace(experts, gated=family.gated, early_router=family.early_router)
+    if _somewhere(file, "ffn_latent_down"):
+        experts = replace(experts, latents=fields.integer("moe_latent_size", 1, layout.MAX_WIDTH))
     if "blk.0.ffn_gate.0.weight" in file.tensors:
         raise ModelError(
             f"{file.path}: has a tensor for each expert, as files of 2023 do: "
@@ -459,7 +552,8 @@ def _experts(file: GGUFFile, fields: Fields, router: RouterConfig, activation: s
         count = fields.integer("expert_shared_count", 1, layout.MAX_EXPERTS, 1)
         shared_size = fields.integer("expert_shared_feed_forward_length", 1, layout.MAX_WIDTH, size * count)
     else:
-        fields.only("expert_shared_count", 0)
+        if count := fields.integer("expert_shared_count", 0, layout.MAX_EXPERTS, 0):
+            raise fields.bad("expert_shared_count", f"is {count}, but the file has no shared expert")
         fields.get("expert_shared_feed_forward_length", None)  # of a shared expert that the file does not have
     gating = {0: router.scoring, 1: "softmax", 2: "sigmoid"}
     correction = any(name.endswith(".exp_probs_b.bias") for name in file.tensors)

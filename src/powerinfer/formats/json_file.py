@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import os
 import stat
 import types
@@ -30,8 +31,9 @@ _MAX_JSON = 1 << 24  # bytes of a foreign file
 T = TypeVar("T")
 
 
-def parse_json(raw: bytes, where: str) -> Any:
-    """Foreign JSON; ModelError for bad UTF-8, duplicate keys, NaN, or excessive nesting."""
+def parse_json(raw: bytes, where: str, infinite: bool = False) -> Any:
+    """Foreign JSON; ModelError for bad UTF-8, duplicate keys, NaN, or excessive nesting. infinite: `Infinity`, which
+    Python writes and JSON has not, is one."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -40,6 +42,8 @@ def parse_json(raw: bytes, where: str) -> Any:
         return result
 
     def constant(name: str) -> Any:
+        if infinite and name == "Infinity":
+            return math.inf
         raise ValueError(f"{name} is not JSON")
 
     try:
@@ -57,7 +61,7 @@ def read_json(path: Path) -> tuple[dict[str, Any], MappedFile]:
     file = MappedFile(path)
     if file.size > _MAX_JSON:
         raise ModelError(f"{path}: {file.size} bytes are absurd for such a file")
-    value = parse_json(file.read(0, file.size), str(path))
+    value = parse_json(file.read(0, file.size), str(path), infinite=True)
     if type(value) is not dict:
         raise ModelError(f"{path}: not a JSON object")
     return value, file

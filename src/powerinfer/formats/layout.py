@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from powerinfer.config import ExpertsConfig, LayerConfig, ModelConfig, Shape
+from powerinfer.config import ExpertsConfig, LayerConfig, ModelConfig, NoAttention, NoFfn, Shape
 from powerinfer.errors import ModelError
 
 # Beyond every model there is; they keep the arithmetic of absurd files small.
@@ -36,7 +36,7 @@ def matrix_names(config: ModelConfig) -> Iterator[str]:
 def is_matrix(name: str, shape: Shape) -> bool:
     """Whether a tensor of a layer holds matrices. Biases of experts have two dimensions, too, and so have
     the taps of a convolution."""
-    return len(shape) > 1 and not name.endswith(("_bias", "delta_conv"))
+    return len(shape) > 1 and not name.endswith(("_bias", "_conv"))
 
 
 def is_router(name: str) -> bool:
@@ -72,6 +72,10 @@ def _norm(config: ModelConfig, name: str) -> Iterator[tuple[str, Shape]]:
 def _layer_norms(layer: LayerConfig) -> list[str]:
     outer = layer.norms in ("output", "both")
     names = [name for name in NORMS if (outer if "_out_" in name else layer.norms != "output")]
+    if isinstance(layer.attention, NoAttention):
+        names = [name for name in names if not name.startswith("attn")]
+    if isinstance(layer.ffn, NoFfn):
+        names = [name for name in names if not name.startswith("ffn")]
     return [name for name in names if name != "ffn_norm" or not layer.shared_norm]
 
 

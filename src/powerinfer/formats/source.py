@@ -149,6 +149,7 @@ def collect(
 
 
 ONLY_TEXT = "only text is read: the part for pictures is left out"
+NO_MTP = "the layers that predict further tokens (MTP) are left out"
 
 
 def without_head_predictor(stored: dict[str, RawTensor]) -> tuple[dict[str, RawTensor], list[str]]:

@@ -13,6 +13,9 @@ from powerinfer.config import (
     FfnConfig,
     GatedAttentionConfig,
     LatentAttentionConfig,
+    Mamba2Config,
+    NoAttention,
+    NoFfn,
 )
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.cpu_ffn import Weights
@@ -25,6 +28,7 @@ from powerinfer.models.delta_net import attend_gated, project_remembered, rememb
 from powerinfer.models.experts import select_early, sum_experts
 from powerinfer.models.ffn import sum_neurons
 from powerinfer.models.latent_attention import attend_latents, project_latents
+from powerinfer.models.mamba import add_nothing, project_mamba, remember_mamba
 from powerinfer.neurons import FfnVectors
 from powerinfer.progress import Progress
 
@@ -71,10 +75,12 @@ ATTENTIONS: dict[type, AttentionWiring] = {
     GatedAttentionConfig: AttentionWiring(attend_gated, project),
     DeltaNetConfig: AttentionWiring(remember, project_remembered),
     LatentAttentionConfig: AttentionWiring(attend_latents, project_latents),
+    Mamba2Config: AttentionWiring(remember_mamba, project_mamba),
+    NoAttention: AttentionWiring(add_nothing, add_nothing),
 }
 """How each kind of attention is wired, by the class of `LayerConfig.attention`."""
 
-FFNS: dict[type, Callable[..., None]] = {FfnConfig: sum_neurons, ExpertsConfig: sum_experts}
+FFNS: dict[type, Callable[..., None]] = {FfnConfig: sum_neurons, ExpertsConfig: sum_experts, NoFfn: add_nothing}
 """How each kind of FFN is wired, by the class of `LayerConfig.ffn`: called with (device, checkpoint, layer, norm of
 what it reads, norm of what it adds, who else wires it: `OwnFfn` or None)."""
 

@@ -96,6 +96,18 @@ class Builder(Protocol[Matrix, Norm]):
         dt_bias: NDArray[np.float32],
         out_norm: NDArray[np.float32],
     ) -> None: ...
+    def mamba(
+        self,
+        layer: int,
+        norm: Norm | None,
+        matrices: Sequence[Matrix],
+        *,
+        biases: Sequence[Vector],
+        taps: NDArray[np.float32],
+        taps_bias: Vector,
+        of_heads: Sequence[NDArray[np.float32]],
+        out_norm: Vector,
+    ) -> None: ...
     def project(self, layer: int, matrix: Matrix, bias: Vector = None, norm: Norm | None = None) -> None: ...
     def ffn(
         self,

@@ -236,6 +236,9 @@ class Recorder:
     def delta_net(self, layer: int, norm: bool | None, matrices: Sequence[Matrix], **vectors: Any) -> None:
         self.add("attention", layer, *matrices)
 
+    def mamba(self, layer: int, norm: bool | None, matrices: Sequence[Matrix], **vectors: Any) -> None:
+        self.add("attention", layer, *matrices)
+
     def project(self, layer: int, matrix: Matrix, bias: Vector = None, norm: bool | None = None) -> None:
         self.add("attention", layer, matrix)
 

@@ -1,0 +1,161 @@
+"""Nemotron-H, Nemotron Nano 2 and Nemotron 3: layers of one part each, Mamba2, attention, an MLP or experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from powerinfer.config import (
+    AttentionKind,
+    ExpertsConfig,
+    FfnKind,
+    LayerConfig,
+    ModelConfig,
+    NoAttention,
+    NoFfn,
+    RouterConfig,
+)
+from powerinfer.formats import layout
+from powerinfer.formats.family import GLM_EXPERTS, PLAIN, Folder, Gguf, Tensors
+from powerinfer.formats.fields import Fields
+from powerinfer.formats.folder_mamba import MAMBA_NAMES, fuse_mamba, read_mamba, rename_mamba
+from powerinfer.formats.folder_parts import read_experts, read_ffn, read_heads
+from powerinfer.formats.mapped import shown
+from powerinfer.formats.source import NO_MTP, Names
+from powerinfer.formats.tensors import RawTensor
+
+_MAMBA, _ATTENTION, _MLP, _EXPERTS = "M*-E"
+_TYPES = {
+    "mamba": _MAMBA, "linear_attention": _MAMBA, "attention": _ATTENTION, "full_attention": _ATTENTION,
+    "mlp": _MLP, "moe": _EXPERTS,
+}  # fmt: skip
+
+
+def _read_pattern(fields: Fields, n_layers: int) -> str:
+    """The part of each layer, a letter of M (Mamba2), * (attention), - (an MLP), E (experts)."""
+    for key in ("layers_block_type", "layer_types"):
+        types = fields.get(key, None)
+        if types is None:
+            continue
+        if type(types) is not list or not all(type(one) is str and one in _TYPES for one in types):
+            strange = next((one for one in types if one not in _TYPES), types) if type(types) is list else types
+            raise fields.bad(key, f"holds {shown(strange)}; only {', '.join(_TYPES)} are supported")
+        pattern = "".join(_TYPES[one] for one in types)
+        break
+    else:
+        key, pattern = "hybrid_override_pattern", fields.text("hybrid_override_pattern")
+        strange = next((one for one in pattern if one not in "M*-E"), None)
+        if strange is not None:
+            known = "M (Mamba2), * (attention), - (MLP) and E (experts)"
+            raise fields.bad(key, f"has the letter {shown(strange)}; only {known} are supported")
+    if len(pattern) != n_layers:
+        raise fields.bad(key, f"has {len(pattern)} layers, not {n_layers}")
+    return pattern
+
+
+def _read_experts(family: Folder, fields: Fields) -> ExpertsConfig:
+    fields.only("mlp_bias", False)
+    groups = fields.integer("n_group", 1, layout.MAX_EXPERTS)
+    experts = read_experts(
+        family,
+        fields,
+        "n_routed_experts",
+        "moe_intermediate_size",
+        scoring="sigmoid",
+        normalise=fields.flag("norm_topk_prob"),
+        scale=fields.number("routed_scaling_factor", 1e-6, layout.MAX_SCALE),
+        correction=True,
+        groups=groups,
+        top_groups=fields.integer("topk_group", 1, groups),
+        group_best=2 if groups > 1 else 1,
+    )
+    shared = fields.integer("n_shared_experts", 0, layout.MAX_EXPERTS)
+    size = fields.integer("moe_shared_expert_intermediate_size", 1, layout.MAX_WIDTH)
+    latents = fields.integer("moe_latent_size", 1, layout.MAX_WIDTH, 0)
+    return replace(experts, gated=False, shared_size=size if shared else 0, latents=latents)
+
+
+def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
+    fields.only("sliding_window")
+    pattern = _read_pattern(fields, n_layers)
+    nothing: AttentionKind = NoAttention()
+    parts: dict[str, tuple[AttentionKind, FfnKind]] = {}
+    if _MAMBA in pattern:
+        fields.only("mamba_proj_bias", False, fields.flag("use_bias"))
+        mamba = read_mamba(fields, heads="mamba_num_heads", head_dim="mamba_head_dim", act="mamba_hidden_act")
+        mamba = replace(mamba, bias=fields.flag("use_bias"), norm_groups=mamba.n_groups)
+        parts[_MAMBA] = mamba, NoFfn()
+    if _ATTENTION in pattern:
+        fields.only("attention_bias", False)  # which the class does not look at
+        parts[_ATTENTION] = read_heads(family, fields, config), NoFfn()
+    if _MLP in pattern:
+        parts[_MLP] = nothing, read_ffn(family, fields)
+    if _EXPERTS in pattern:
+        parts[_EXPERTS] = nothing, _read_experts(family, fields)
+    else:
+        fields.get("n_routed_experts", None)  # of layers that the model does not have
+    if fields.integer("num_nextn_predict_layers", 0, layout.MAX_LAYERS, 0):
+        fields.notes.append(NO_MTP)
+    layers = tuple(LayerConfig(*parts[letter]) for letter in pattern)
+    return replace(config, layers=layers)
+
+
+def _rename(stored: Tensors) -> list[str]:
+    every = dict(stored)
+    stored.clear()
+    for name, tensor in every.items():
+        if name.startswith(("mtp.", "model.mtp.", "backbone.mtp.")):
+            continue
+        name = f"model.{name.removeprefix('backbone.')}" if name.startswith("backbone.") else name
+        name = name.replace(".e_score_correction_bias", ".e_score_correction.bias")
+        together = name.endswith((".mixer.experts.up_proj", ".mixer.experts.down_proj"))
+        stored[f"{name}.weight" if together else name] = tensor
+    rename_mamba(stored)
+    return []
+
+
+_NAMES = Names(
+    outer={"embed": "model.embeddings", "head": "lm_head", "final_norm": "model.norm_f"},
+    layers="model.layers",
+    inner={
+        **dict.fromkeys(("attn_norm", "ffn_norm"), "norm"),
+        **{name: f"mixer.{name}_proj" for name in ("q", "k", "v", "o", "up", "down")},
+        **{f"mamba_{part}": f"mixer.{name}" for part, name in MAMBA_NAMES.items()},
+        "router": "mixer.gate",
+        **{name: f"mixer.{where.removeprefix('mlp.')}" for name, where in GLM_EXPERTS.items()},
+        **{f"experts_{part}": f"mixer.experts.{{}}.{part}_proj" for part in ("up", "down")},
+        "latent_in": "mixer.fc1_latent_proj",
+        "latent_out": "mixer.fc2_latent_proj",
+    },
+)
+
+
+def _find_names(config: ModelConfig, stored: Mapping[str, RawTensor]) -> Names:
+    if any(name.endswith(".mixer.experts.up_proj.weight") for name in stored):
+        return _NAMES.extended({f"experts_{part}": f"mixer.experts.{part}_proj" for part in ("up", "down")})
+    return _NAMES
+
+
+FOLDERS = (
+    Folder(
+        "nemotron_h", ("NemotronHForCausalLM",), _read, replaces_code=True, layer_list="layers_block_type",
+        defaults={
+            "vocab_size": 131072, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "head_dim": 128, "max_position_embeddings": 4096, "intermediate_size": 21504, "mlp_hidden_act": "relu2",
+            "ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "mamba_hidden_act": "silu",
+            "n_groups": 8, "conv_kernel": 4, "use_conv_bias": True, "use_bias": False, "n_routed_experts": 8,
+            "n_shared_experts": 1, "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688,
+            "num_experts_per_tok": 2, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
+            "norm_topk_prob": True, "layer_norm_epsilon": 1e-5,
+        },
+        keys={"rms_norm_eps": "layer_norm_epsilon", "hidden_act": "mlp_hidden_act"},
+        gated=False, activations=PLAIN, mlp_bias=True, find_names=_find_names, fused=fuse_mamba, rename=_rename,
+    ),
+)  # fmt: skip
+_GGUF = Gguf(
+    "nemotron_h", "relu2", gated=False, mamba=True, apart=True, unrotated=True, names={"ffn_norm": "attn_norm"}
+)
+GGUFS = (
+    _GGUF,
+    replace(_GGUF, architecture="nemotron_h_moe", experts=RouterConfig(1, scoring="sigmoid", correction=True)),
+)
