@@ -265,7 +265,7 @@ def test_the_bar_is_drawn_in_what_the_terminal_has(small: Path, monkeypatch: pyt
     terminal, shares = Terminal(), np.linspace(1, 0, demo.COLUMNS)
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setattr(demo, "REDRAW", 0)
-    with opened(small) as llm, demo.Display(llm) as display:
+    with opened(small) as llm, demo.SpeedDisplay(llm) as display:
         compare(llm, llm.encode("Why?"), replace(SAMPLED, max_tokens=4), 1, display)
         assert display.drawn(shares, terminal).startswith("\033[33m█") and "█" * 40 in display.drawn(None, terminal)
         monkeypatch.setenv("NO_COLOR", "1")

@@ -22,7 +22,7 @@ from toy_model import VOCAB, toy_llm
 from powerinfer.cli.common import Output
 from powerinfer.cli.main import INTERRUPTED
 from powerinfer.cli.run import answer
-from powerinfer.cli.thinking import told_apart
+from powerinfer.cli.thinking import thought_reader
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.grammar import Grammars
 from powerinfer.runtime.params import SamplingParams
@@ -607,7 +607,7 @@ def test_thinking_of_the_user_is_refused(server: Server) -> None:
 def test_run_prints_the_answer_alone(llm: LLM, script: Any, capsys: pytest.CaptureFixture[str]) -> None:
     script(FINAL)
     params = SamplingParams(max_tokens=200, temperature=0)
-    reader, own = told_apart(llm, params)
+    reader, own = thought_reader(llm, params)
     assert reader is not None and not own.skip_special_tokens
     tokens = llm.encode_chat([ASK])
     status, document = answer(llm.stream(tokens, own), Output(json_mode=False), reader=reader)
@@ -615,11 +615,11 @@ def test_run_prints_the_answer_alone(llm: LLM, script: Any, capsys: pytest.Captu
     assert (status, out, err) == (0, "Yes, warm.", "")
     assert document["text"] == "Yes, warm." and document["reasoning"] == "Is it <b> warm?"
     assert document["finish_reason"] == "stop"
-    reader, _ = told_apart(llm, params)
+    reader, _ = thought_reader(llm, params)
     _, document = answer(llm.stream(tokens, replace(own, max_tokens=40)), Output(json_mode=True), reader=reader)
     assert (document["text"], document["reasoning"], document["finish_reason"]) == ("", "Is it <b> ", "length")
-    assert told_apart(llm, replace(params, skip_special_tokens=False))[0] is None, "asked to see all"
-    assert told_apart(toy_llm(), params) == (None, params)
+    assert thought_reader(llm, replace(params, skip_special_tokens=False))[0] is None, "asked to see all"
+    assert thought_reader(toy_llm(), params) == (None, params)
 
 
 class Interrupted:

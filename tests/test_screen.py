@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from powerinfer.cli import screen
 from powerinfer.cli.common import Output
-from powerinfer.cli.screen import HELD, Wrapping, has_styles, styled, text_width
+from powerinfer.cli.screen import HELD_BACK, Wrapping, has_styles, styled, text_width
 
 SETTINGS = ("NO_COLOR", "CLICOLOR", "TERM")
 
@@ -34,7 +34,7 @@ def shown(*pieces: str, stream: io.StringIO | None = None) -> str:
     return "".join(map(wrapping.push, pieces)) + wrapping.flush()
 
 
-WORDS = st.text("ab,.-é漢ก", min_size=1, max_size=HELD // 2)
+WORDS = st.text("ab,.-é漢ก", min_size=1, max_size=HELD_BACK // 2)
 
 
 @given(st.lists(st.tuples(WORDS, st.sampled_from([" ", "  ", "\t", "\n", "\n\n", " \n"]))), st.data())

@@ -32,7 +32,7 @@ from powerinfer.runtime.params import SamplingParams
 from powerinfer.serve import service as service_module
 from powerinfer.serve.served import Budget, ModelSource
 from powerinfer.serve.server import Server, make_server
-from powerinfer.serve.service import Policy
+from powerinfer.serve.service import ServicePolicy
 from powerinfer.system import resident_memory
 
 ASK = {"prompt": "hello", "max_tokens": 3, "ignore_eos": True}
@@ -83,7 +83,7 @@ class Toy:
 @contextmanager
 def serving(*toys: Toy, ram: int = 10, keep_alive: float | None = None, together: int = 0, waiting: int = 32,
             **config: Any) -> Iterator[Server]:  # fmt: skip
-    policy = Policy(Budget(ram), together, keep_alive, waiting)
+    policy = ServicePolicy(Budget(ram), together, keep_alive, waiting)
     server = make_server([toy.source for toy in toys], ServeConfig(**{"port": 0, "drain": 2.0, **config}), 64, policy)
     with running(server):
         yield server
@@ -428,7 +428,7 @@ def test_models_are_loaded_and_unloaded_by_hand() -> None:
 def test_models_make_room_on_a_gpu() -> None:
     a, b = Toy("a", 2), Toy("b", 2)
     a.vram = b.vram = 6
-    policy = Policy(Budget(10, 8), keep_alive=None)
+    policy = ServicePolicy(Budget(10, 8), keep_alive=None)
     server = make_server([toy.source for toy in (a, b)], ServeConfig(port=0), 64, policy)
     with running(server):
         well(server, "a")
@@ -610,10 +610,10 @@ def test_memory_falls_when_a_model_is_unloaded(smollm2: Path) -> None:
         return llm
 
     source = ModelSource(("small",), load, partial(serve._needs, smollm2, engine))
-    server = make_server([source], ServeConfig(port=0), 64, Policy(keep_alive=0.0))
+    server = make_server([source], ServeConfig(port=0), 64, ServicePolicy(keep_alive=0.0))
     with running(server):
         well(server, "small")
-        until(lambda: not server.service.models[0].held and alive[0]() is None)
+        until(lambda: not server.service.models[0].has_engine and alive[0]() is None)
         until(lambda: resident_memory() < loaded[0] - smollm2.stat().st_size * 3 // 4)
         well(server, "small")
         until(lambda: len(alive) == 2 and alive[1]() is None)

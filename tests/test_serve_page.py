@@ -34,7 +34,7 @@ from powerinfer.serve.overview import OVERVIEW
 from powerinfer.serve.page import FILES
 from powerinfer.serve.served import Budget, ModelSource
 from powerinfer.serve.server import make_server
-from powerinfer.serve.service import Policy
+from powerinfer.serve.service import ServicePolicy
 from powerinfer.text.sampling_defaults import SamplingDefaults
 
 NODE = shutil.which("node")
@@ -259,7 +259,7 @@ def test_the_overview_says_why_a_model_failed_and_which_is_small(tmp_path: Path)
         ModelSource((name,), load, lambda budget: Needs(1))
         for name, load in (("bad", fail), ("tiny", lambda progress, budget: LLM(path, threads=1)))
     ]
-    server = make_server(sources, ServeConfig(port=0), 64, Policy())
+    server = make_server(sources, ServeConfig(port=0), 64, ServicePolicy())
     with running(server), client(server) as http:
         for name in ("bad", "tiny"):
             http.post("/models/load", json={"model": name})
@@ -585,7 +585,7 @@ def test_a_browser_shows_hot_neurons_and_folds_what_shows_nothing(browser: Brows
         ModelSource(("relu",), load_relu, lambda budget: Needs(1)),
         ModelSource(("silu",), lambda progress, budget: LLM(silu, threads=1), lambda budget: Needs(1)),
     ]
-    server = make_server(sources, ServeConfig(port=0), 64, Policy())
+    server = make_server(sources, ServeConfig(port=0), 64, ServicePolicy())
     page = browser.page()
     with running(server):
         page.open(server.url)

@@ -284,22 +284,22 @@ def llm(smollm2: Path) -> Iterator[LLM]:
 
 
 @pytest.fixture
-def talk(llm: LLM) -> chat.Conversation:
+def talk(llm: LLM) -> chat.ChatSession:
     """A conversation with short greedy answers."""
     params = SamplingParams(temperature=0.0, max_tokens=4)
-    return chat.Conversation(llm, params, common.Output(True), None, False)
+    return chat.ChatSession(llm, params, common.Output(True), None, False)
 
 
-def say(talk: chat.Conversation, *texts: str) -> None:
+def say(talk: chat.ChatSession, *texts: str) -> None:
     for text in texts:
         assert talk.handle(text, chat.Interrupts())
 
 
-def roles(talk: chat.Conversation) -> str:
+def roles(talk: chat.ChatSession) -> str:
     return "".join(message["role"][0] for message in talk.messages)
 
 
-def test_turns_can_be_taken_back_and_answered_again(talk: chat.Conversation) -> None:
+def test_turns_can_be_taken_back_and_answered_again(talk: chat.ChatSession) -> None:
     say(talk, "/system Be brief.", "Hello", "What is two and two?")
     before = talk.messages[:]
     assert roles(talk) == "suaua"
@@ -313,7 +313,7 @@ def test_turns_can_be_taken_back_and_answered_again(talk: chat.Conversation) -> 
     assert talk.messages == before[:1]
 
 
-def test_every_command_is_acknowledged(talk: chat.Conversation, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_is_acknowledged(talk: chat.ChatSession, capsys: pytest.CaptureFixture[str]) -> None:
     for text, says in (
         ("/system Be brief.", "system message set"),
         ("/system", "system message removed"),
@@ -336,7 +336,7 @@ def test_every_command_is_acknowledged(talk: chat.Conversation, capsys: pytest.C
     assert not any(talk.handle(text, chat.Interrupts()) for text in ("/bye", "/exit", "/quit"))
 
 
-def test_set_changes_a_sampling_option(talk: chat.Conversation, capsys: pytest.CaptureFixture[str]) -> None:
+def test_set_changes_a_sampling_option(talk: chat.ChatSession, capsys: pytest.CaptureFixture[str]) -> None:
     say(talk, "/set temp 0.5", "/set top-k 7", "/set max_tokens -1", "/set stop a  b", "/set ignore_eos true")
     say(talk, "/set logit_bias 5=-1", "/set --seed 3", "/set parameter top_p 0.9")
     expected = SamplingParams(
@@ -372,14 +372,14 @@ def test_set_changes_a_sampling_option(talk: chat.Conversation, capsys: pytest.C
     assert talk.params.stop == () and talk.params.seed is None
 
 
-def test_a_block_is_one_message(talk: chat.Conversation) -> None:
+def test_a_block_is_one_message(talk: chat.ChatSession) -> None:
     say(talk, '"""/help\nis no command here"""')
     assert talk.messages[0]["content"] == "/help\nis no command here"
     assert chat.unfinished('"""') and chat.unfinished('"""a\n') and not chat.unfinished('"""a"""')
     assert not chat.unfinished('""""""') and not chat.unfinished("a") and chat.unfinished('"""""')
 
 
-def test_a_full_context_drops_the_oldest_turns(talk: chat.Conversation, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_context_drops_the_oldest_turns(talk: chat.ChatSession, capsys: pytest.CaptureFixture[str]) -> None:
     say(talk, "/system Be brief.")
     for number in range(9):
         say(talk, f"{number} " + "word " * 18)
@@ -395,7 +395,7 @@ def test_a_full_context_drops_the_oldest_turns(talk: chat.Conversation, capsys: 
     assert "does not fit the context" in capsys.readouterr().err and talk.messages == before
 
 
-def test_an_answer_ends_with_the_context(talk: chat.Conversation, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_ends_with_the_context(talk: chat.ChatSession, capsys: pytest.CaptureFixture[str]) -> None:
     say(talk, "/set max_tokens none", "/set ignore_eos true", "Hi", "Again")
     err = capsys.readouterr().err
     assert err.count("(the context is full)") == 2 and "1 of the earlier turns dropped" in err
@@ -405,11 +405,11 @@ def test_an_answer_ends_with_the_context(talk: chat.Conversation, capsys: pytest
 
 def test_the_speed_of_an_answer(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    say(chat.Conversation(llm, params, common.Output(True), None, True), "Hi")
+    say(chat.ChatSession(llm, params, common.Output(True), None, True), "Hi")
     assert re.search(r"^\(4 tokens, [\d.]+ tok/s, prompt of \d+", capsys.readouterr().err, re.MULTILINE)
 
 
-def test_the_use_of_the_context(talk: chat.Conversation, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_use_of_the_context(talk: chat.ChatSession, capsys: pytest.CaptureFixture[str]) -> None:
     say(talk, "/set ignore_eos true", "Hi", "And?", "/stats")
     rows = dict(re.findall(r"^(\w[\w ]*?)  +(.*)$", capsys.readouterr().err, re.MULTILINE))
     used = int(rows["context"].removesuffix(" of 160 tokens used"))
@@ -419,7 +419,7 @@ def test_the_use_of_the_context(talk: chat.Conversation, capsys: pytest.CaptureF
 
 
 def test_ctrl_c_before_an_answer_keeps_the_conversation(
-    talk: chat.Conversation, monkeypatch: pytest.MonkeyPatch
+    talk: chat.ChatSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say(talk, "Hello")
     before = talk.messages[:]
@@ -458,13 +458,13 @@ def test_interrupts_end_an_answer_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_loaded_conversation_is_shown(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     turns = [("user", "Old?"), ("assistant", "Yes."), ("user", "What\x1b[2J?"), ("assistant", "That.")]
     (tmp_path / "talk.json").write_text(json.dumps({"messages": [dict(role=a, content=b) for a, b in turns]}))
-    talk = chat.Conversation(llm, SamplingParams(), common.Output(False), None, False)
+    talk = chat.ChatSession(llm, SamplingParams(), common.Output(False), None, False)
     say(talk, f"/load {tmp_path}/talk.json")
     out, err = capsys.readouterr()
     assert out == "That.\n" and err.startswith("> What\\x1b[2J?\n(4 messages loaded from ") and "Old" not in err
 
 
-def test_a_saved_conversation_is_continued(talk: chat.Conversation, tmp_path: Path) -> None:
+def test_a_saved_conversation_is_continued(talk: chat.ChatSession, tmp_path: Path) -> None:
     file = tmp_path / "a talk.json"
     say(talk, "/system Be brief, naïve 漢.", "Hello", f"/save {file}")
     before = talk.messages[:]
@@ -500,7 +500,7 @@ def test_a_saved_conversation_is_continued(talk: chat.Conversation, tmp_path: Pa
     ],
     ids=lambda content: repr(content[:40]),
 )
-def test_hostile_conversations_are_refused(talk: chat.Conversation, tmp_path: Path, content: bytes) -> None:
+def test_hostile_conversations_are_refused(talk: chat.ChatSession, tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "talk.json"
     file.write_bytes(content)
     with pytest.raises(PowerInferError):

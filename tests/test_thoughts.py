@@ -17,10 +17,10 @@ from test_serve_tools import Scripted
 from test_tool_calls import NOW, WEATHER
 from toy_model import EOS, VOCAB, ToyTokenizer
 
-from powerinfer.cli.chat import Conversation, Interrupts
+from powerinfer.cli.chat import ChatSession, Interrupts
 from powerinfer.cli.common import Output, Parser
-from powerinfer.cli.run import answer, how_ended
-from powerinfer.cli.thinking import asked_thinking, thinking_flags, told_apart
+from powerinfer.cli.run import answer, describe_end
+from powerinfer.cli.thinking import asked_thinking, thinking_flags, thought_reader
 from powerinfer.errors import RequestError
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.grammar import Grammars
@@ -736,7 +736,7 @@ def test_run_prints_the_answer_alone(
     for terminal, hide, term in cases:
         monkeypatch.setenv("TERM", term)
         monkeypatch.setattr("sys.stderr.isatty", lambda shown=terminal: shown)
-        reader, own = told_apart(llm, params, tokens)
+        reader, own = thought_reader(llm, params, tokens)
         status, document = answer(llm.stream(tokens, own), Output(json_mode=False), reader=reader, hide=hide)
         out, err = capsys.readouterr()
         assert (status, out) == (0, YES) and document["reasoning"] == "Is it <b> warm?" and document["text"] == YES
@@ -745,10 +745,10 @@ def test_run_prints_the_answer_alone(
         assert shown == ("" if not terminal else shown if hide else "Is it <b> warm?\n\n".join(marked))
         assert not hide or ("tokens of thought)\n\n" in shown and "warm" not in shown)
     limited = Thinking(budget=4)
-    reader, own = told_apart(llm, params, tokens, limited)
+    reader, own = thought_reader(llm, params, tokens, limited)
     _, document = answer(llm.stream(tokens, own), Output(json_mode=True), reader=reader)
     assert document["reasoning"] in ("Is i", "Is")
-    assert told_apart(llm, SamplingParams(skip_special_tokens=False), tokens)[0] is None, "asked to see all"
+    assert thought_reader(llm, SamplingParams(skip_special_tokens=False), tokens)[0] is None, "asked to see all"
 
 
 @pytest.mark.parametrize(("words", "wanted"), [
@@ -781,9 +781,9 @@ def test_how_an_answer_ended(llm: LLM, script: Any, text: str, most: int, says: 
     script(text)
     params = SamplingParams(max_tokens=most, temperature=0)
     tokens = llm.encode_chat([USER])  # type: ignore[list-item]
-    reader, own = told_apart(llm, params, tokens)
+    reader, own = thought_reader(llm, params, tokens)
     _, document = answer(llm.stream(tokens, own), Output(json_mode=True), reader=reader)
-    assert how_ended(document, most) == says.format(most)
+    assert describe_end(document, most) == says.format(most)
 
 
 @pytest.mark.parametrize(("template", "value", "says"), [
@@ -795,14 +795,14 @@ def test_a_model_that_cannot_think_says_so(
     llm: LLM, script: Any, capsys: pytest.CaptureFixture[str], template: str, value: str, says: str
 ) -> None:
     script(YES, template)
-    talk = Conversation(llm, SamplingParams(max_tokens=9), Output(json_mode=False), None, False)
+    talk = ChatSession(llm, SamplingParams(max_tokens=9), Output(json_mode=False), None, False)
     assert talk.handle(f"/think {value}", Interrupts()) and says in capsys.readouterr().err
 
 
 def test_chat_thinks_as_it_is_told(llm: LLM, script: Any, capsys: pytest.CaptureFixture[str]) -> None:
     script(f"<think>\n\n</think>\n\n{YES}")
     params = SamplingParams(max_tokens=60, temperature=0)
-    talk, interrupts = Conversation(llm, params, Output(json_mode=False), None, False), Interrupts()
+    talk, interrupts = ChatSession(llm, params, Output(json_mode=False), None, False), Interrupts()
     assert talk.handle("/think off", interrupts) and talk.handle("Warm?", interrupts)
     assert talk.handle("/think much", interrupts)
     out, err = capsys.readouterr()

@@ -159,19 +159,19 @@ def _compare(llm: LLM, args: argparse.Namespace, out: Output) -> int:
             begun += tokens == 1
             bar("measuring", begun - 1, total)
 
-        found = compare(llm, [13 % llm.config.vocab_size], params, args.repeat, watch)
-    for name, run in (("dense", found.dense), ("sparse", found.sparse)):
+        comparison = compare(llm, [13 % llm.config.vocab_size], params, args.repeat, watch)
+    for name, run in (("dense", comparison.dense), ("sparse", comparison.sparse)):
         low, high = min(run.tok_s), max(run.tok_s)
         read = "" if run.bytes_per_token is None else f", {run.bytes_per_token / 1e6:.1f} MB of weights a token"
         out.line(f"{name:<12}{run.median:>10.1f} tok/s   ({low:.1f} to {high:.1f}){read}")
-    for name, text in (neuron_rows(llm, found.sparsity) | {"selector": llm.choices["selector"]}).items():
+    for name, text in (neuron_rows(llm, comparison.sparsity) | {"selector": llm.choices["selector"]}).items():
         out.line(f"{name:<12}{text}")
-    out.line(f"{'tokens':<12}the first {found.same_tokens[0]} of {found.same_tokens[1]} are the same")
-    out.line(verdict(found.ratio))
-    if found.disturbed:
-        out.note(f"other programs took {found.disturbed:.1f} cores meanwhile: on a quiet machine it may differ")
-    own = {"sparsity": found.sparsity, "load_s": llm.load_s, "choices": llm.choices}
-    out.document({"model": llm.config.name, "repeat": args.repeat, **found.document(), **own})
+    out.line(f"{'tokens':<12}the first {comparison.same_tokens[0]} of {comparison.same_tokens[1]} are the same")
+    out.line(verdict(comparison.ratio))
+    if comparison.disturbed:
+        out.note(f"other programs took {comparison.disturbed:.1f} cores meanwhile: on a quiet machine it may differ")
+    load = {"sparsity": comparison.sparsity, "load_s": llm.load_s, "choices": llm.choices}
+    out.document({"model": llm.config.name, "repeat": args.repeat, **comparison.document(), **load})
     return 0
 
 

@@ -39,9 +39,9 @@ from powerinfer.cli.common import (
 )
 from powerinfer.cli.keys import unechoed
 from powerinfer.cli.main import error_line
-from powerinfer.cli.run import answer, how_ended, reading
+from powerinfer.cli.run import answer, describe_end, reading
 from powerinfer.cli.screen import styled
-from powerinfer.cli.thinking import VALUES, asked_thinking, cannot_think, read_think, thinking_flags, told_apart
+from powerinfer.cli.thinking import VALUES, asked_thinking, cannot_think, read_think, thinking_flags, thought_reader
 from powerinfer.config import EngineConfig
 from powerinfer.errors import EngineError, PowerInferError, RequestError, did_you_mean
 from powerinfer.runtime.params import SamplingParams
@@ -108,10 +108,10 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         small_model_note(args.model, out)
         assert llm.checkpoint is not None
         name = shown_name(args.model, llm.checkpoint.path)
-        conversation = Conversation(llm, with_model_defaults(params, llm, args), out, system, args.verbose)
+        conversation = ChatSession(llm, with_model_defaults(params, llm, args), out, system, args.verbose)
         conversation.thinking, conversation.hide = asked_thinking(args), args.hide_thinking
-        if told := cannot_think(llm, conversation.thinking):
-            out.note(told)
+        if reason := cannot_think(llm, conversation.thinking):
+            out.note(reason)
         with Interrupts() as interrupts:
             _talk(conversation, name, interrupts, out)
         sparsity = sparsity_summary(llm)
@@ -120,12 +120,12 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     return 0
 
 
-def _talk(conversation: Conversation, name: str, interrupts: Interrupts, out: Output) -> None:
+def _talk(conversation: ChatSession, name: str, interrupts: Interrupts, out: Output) -> None:
     """Handle messages until the input ends. name: of the model."""
     read, keep = reader(out, interrupts)
     if interrupts.interactive:
-        about = f", context of {conversation.context} tokens; /help lists the commands, Ctrl-D ends"
-        out.note(styled(printable(name), "bold", sys.stderr) + about)
+        details = f", context of {conversation.context} tokens; /help lists the commands, Ctrl-D ends"
+        out.note(styled(printable(name), "bold", sys.stderr) + details)
     while True:
         try:
             text = read()
@@ -171,7 +171,7 @@ class Interrupts:
             signal.signal(signal.SIGINT, self._before)
 
     def allowed(self, work: Callable[[], Any]) -> Any:
-        """What `work()` returns; Ctrl-C may interrupt it."""
+        """Result of `work()`; Ctrl-C may interrupt it."""
         self._allowed = True
         try:
             return work()
@@ -190,8 +190,8 @@ def unfinished(text: str) -> bool:
 
 
 def reader(out: Output, interrupts: Interrupts) -> tuple[Callable[[], str | None], Callable[[str], None] | None]:
-    """What reads the next message, None at the end: with a line editor on a terminal, else line by line; and what keeps
-    for it a text that was typed before, None where the terminal does."""
+    """Reads the next message, None at the end: with a line editor on a terminal, else line by line; and a function
+    that keeps for it a text that was typed before, None where the terminal does."""
     if interrupts.interactive and sys.stdout.isatty() and not out.json_mode:
         with suppress(ImportError):
             from powerinfer.cli.terminal import Terminal
@@ -222,7 +222,7 @@ def reader(out: Output, interrupts: Interrupts) -> tuple[Callable[[], str | None
 # ---------------------------------------------------------------- the conversation
 
 
-class Conversation:
+class ChatSession:
     """The messages so far, and the handling of what is typed."""
 
     def __init__(self, llm: LLM, params: SamplingParams, out: Output, system: str | None, verbose: bool) -> None:
@@ -376,11 +376,11 @@ class Conversation:
         if not again:
             self._out.aside("(the last message and its answer are removed)")
             return
-        kept = False
+        answered = False
         try:
-            kept = self._turn(before[-2]["content"], interrupts)
+            answered = self._turn(before[-2]["content"], interrupts)
         finally:
-            if not kept:
+            if not answered:
                 self.messages[:] = before
 
     def _turn(self, text: str, interrupts: Interrupts) -> bool:
@@ -389,7 +389,7 @@ class Conversation:
         room = self._llm.context - len(prompt)
         stop = (*self.params.stop, NEXT_TURN) if self._plain else self.params.stop
         params = dataclasses.replace(self.params, max_tokens=min(self.params.max_tokens or room, room), stop=stop)
-        reader, params = told_apart(self._llm, params, prompt, self.thinking)
+        reader, params = thought_reader(self._llm, params, prompt, self.thinking)
         with reading() as progress:
             events = self._llm.stream(prompt, params, progress=progress)
             _, document = interrupts.allowed(
@@ -404,8 +404,8 @@ class Conversation:
         self.turns.append(document)
         if stopped:
             self._out.aside("(stopped)")
-        elif told := how_ended(document, None if params.max_tokens == room else params.max_tokens):
-            self._out.aside(told)
+        elif ending := describe_end(document, None if params.max_tokens == room else params.max_tokens):
+            self._out.aside(ending)
         if self._verbose:
             self._out.aside(speed(document))
         return True
@@ -438,7 +438,7 @@ def _shown(value: Any) -> str:
 
 
 def speed(document: dict[str, Any]) -> str:
-    """How fast an answer was, on a line."""
+    """Speed of an answer, on a line."""
     timings = document.get("timings", {})
     parts = [f"{document['completion_tokens']} tokens"]
     parts += [f"{rate:.1f} tok/s" for rate in [timings.get("decode_tok_s")] if rate]

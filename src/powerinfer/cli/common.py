@@ -71,63 +71,64 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def parse_args(self, args: Any, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As in argparse; a flag that is not known is answered with the nearest one that is."""
+        """Parse like argparse; a flag that is not known is answered with the nearest one that is."""
         flags = [flag for action in self._actions for flag in action.option_strings]
         self._refuse_foreign(args, flags)
-        found, rest = self.parse_known_args(args, namespace)
+        values, rest = self.parse_known_args(args, namespace)
         if rest and not any(word.startswith("-") for word in rest):
-            if hasattr(found, "prompt"):
-                if len(rest) == 1 and found.model is None and _may_be_model(found.prompt):  # `ollama run MODEL PROMPT`
-                    found.model, found.prompt = found.prompt, rest[0]
-                    return found
-                refuse_model_as_prompt(found.prompt)
-                name = found.prompt if found.model is None and len(rest) == 1 and " " not in found.prompt else ""
+            if hasattr(values, "prompt"):
+                # `ollama run MODEL PROMPT`
+                if len(rest) == 1 and values.model is None and _may_be_model(values.prompt):
+                    values.model, values.prompt = values.prompt, rest[0]
+                    return values
+                refuse_model_as_prompt(values.prompt)
+                name = values.prompt if values.model is None and len(rest) == 1 and " " not in values.prompt else ""
                 _refuse_unsupported(name)
                 if name and " " in rest[0]:  # it had its quotes
-                    self.error(f"{name} is not the name of a model{_near_model(name)}")
-                model = f", and {name} is not the name of a model{_near_model(name)}" if name else ""
+                    self.error(f"{name} is not the name of a model{_did_you_mean(name)}")
+                model = f", and {name} is not the name of a model{_did_you_mean(name)}" if name else ""
                 self.error(f"unexpected: {' '.join(rest)}; a prompt of several words needs quotes{model}")
             self.error(f"unexpected: {' '.join(rest)}")
         if rest:
             wrong = next((word for word in rest if word.startswith("-")), rest[0]).partition("=")[0]
             self.error(f"unrecognized arguments: {' '.join(rest)}{did_you_mean(wrong, flags)}")
-        if getattr(found, "place", None) is not None:
-            if found.model is not None:
+        if getattr(values, "place", None) is not None:
+            if values.model is not None:
                 self.error("give the model once: as MODEL or with -m")
-            found.model = found.place
-        return found
+            values.model = values.place
+        return values
 
     def _refuse_foreign(self, words: Sequence[str], flags: Collection[str]) -> None:
         """RequestError for a flag of another program: argparse would read -ngl as -n gl."""
         for word in words[: words.index("--") if "--" in words else len(words)]:
             flag = word.partition("=")[0]
-            own, hint = FOREIGN.get(flag, ("", ""))
-            if own in flags and flag not in flags:
+            equivalent, hint = FOREIGN.get(flag, ("", ""))
+            if equivalent in flags and flag not in flags:
                 self.error(f"no flag {flag}: {hint}")
 
     def error(self, message: str) -> NoReturn:
-        raise RequestError(f"{self._in_plain_words(message)}; see `{self.prog} --help`")
+        raise RequestError(f"{self._plain_message(message)}; see `{self.prog} --help`")
 
-    def _in_plain_words(self, message: str) -> str:
+    def _plain_message(self, message: str) -> str:
         """A message of argparse as its users would say it."""
         if missing := re.fullmatch(r"the following arguments are required: (.+)", message):
-            about = {str(one.metavar): one.help for one in self._actions if not one.option_strings}
-            about |= {flag: one.help for one in self._actions for flag in one.option_strings}
-            names = [f"{name} ({about[name]})" if about.get(name) else name for name in missing[1].split(", ")]
+            helps = {str(one.metavar): one.help for one in self._actions if not one.option_strings}
+            helps |= {flag: one.help for one in self._actions for flag in one.option_strings}
+            names = [f"{name} ({helps[name]})" if helps.get(name) else name for name in missing[1].split(", ")]
             return f"missing: {', '.join(names)}"
         argument = re.fullmatch(r"argument (.+?): (.+)", message)
         if argument is None:
             return message
-        name, said = argument[1].rpartition("/")[2], argument[2]
+        name, problem = argument[1].rpartition("/")[2], argument[2]
         subject = f"what follows `{self.prog}`" if "|" in name else name
-        if choice := re.fullmatch(r"invalid choice: '?(.+?)'? \(choose from (.+)\)", said):
+        if choice := re.fullmatch(r"invalid choice: '?(.+?)'? \(choose from (.+)\)", problem):
             choices = choice[2].replace("'", "")
             near = did_you_mean(choice[1], choices.split(", "))
             return f"{subject} must be one of {choices}, not {choice[1]!r}{near}"
-        if wrong := re.fullmatch(r"invalid (.+) value: (.+)", said):
+        if wrong := re.fullmatch(r"invalid (.+) value: (.+)", problem):
             kind = {"int": "whole number", "float": "number"}.get(wrong[1], wrong[1])
             return f"{subject} must be {'' if kind[0].isupper() else 'a '}{kind}, not {wrong[2]}"
-        return f"{subject} needs a value" if said == "expected one argument" else f"{subject}: {said}"
+        return f"{subject} needs a value" if problem == "expected one argument" else f"{subject}: {problem}"
 
 
 def _plain_formatter(prog: str) -> argparse.HelpFormatter:
@@ -203,7 +204,7 @@ def _refuse_unsupported(name: str) -> None:
         raise refusal
 
 
-def _near_model(name: str) -> str:
+def _did_you_mean(name: str) -> str:
     from powerinfer.hub import near_known
 
     near = near_known(name)
@@ -234,7 +235,7 @@ def _or_none(read: Callable[[str], Any], name: str, unlimited: int | None = None
 
 
 def _size(text: str) -> int:
-    """As of `read_size`; ArgumentTypeError for a number without a unit."""
+    """`read_size` for argparse; ArgumentTypeError for a number without a unit."""
     try:
         return read_size(text)
     except NoUnitError as error:
@@ -246,10 +247,10 @@ _SECONDS = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 def read_duration(text: str) -> float | None:
     """Seconds: "90", "30s", "5m", "1h"; None for a negative number, as Ollama reads it. ValueError otherwise."""
-    found = re.fullmatch(r"(-?)(\d{1,9}(?:\.\d{0,9})?)(ms|s|m|h|)", text.strip().lower())
-    if found is None:
+    match = re.fullmatch(r"(-?)(\d{1,9}(?:\.\d{0,9})?)(ms|s|m|h|)", text.strip().lower())
+    if match is None:
         raise ValueError(text)
-    return None if found[1] else float(found[2]) * _SECONDS[found[3]]
+    return None if match[1] else float(match[2]) * _SECONDS[match[3]]
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -260,13 +261,13 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 _bias.__name__ = "ID=BIAS"
-_WHOLE = {"type": _or_none(int, "whole number")}
+_WHOLE_NUMBER = {"type": _or_none(int, "whole number")}
 _NUMBER = {"type": _or_none(float, "number")}
 
 # The annotation of a field decides how its flag reads.
 _READERS: dict[str, dict[str, Any]] = {
-    "int": _WHOLE,
-    "int | None": _WHOLE,
+    "int": _WHOLE_NUMBER,
+    "int | None": _WHOLE_NUMBER,
     "size": {"type": _or_none(_size, A_SIZE), "metavar": "SIZE"},
     "duration": {"type": _or_none(read_duration, "duration (such as 30s, 5m)"), "metavar": "TIME"},
     "float": _NUMBER,
@@ -300,8 +301,8 @@ def config_flags(
             continue
         flag = "--" + field.name.replace("_", "-")
         help_text = field.metadata["help"].replace("%", "%%")
-        own = (defaults or {}).get(field.name, argparse.SUPPRESS)
-        details: dict[str, Any] = {"default": own, "dest": field.name}
+        fallback = (defaults or {}).get(field.name, argparse.SUPPRESS)
+        details: dict[str, Any] = {"default": fallback, "dest": field.name}
         if field.type == "bool":
             if field.default:
                 flag = "--no-" + field.name.replace("_", "-")
@@ -314,8 +315,8 @@ def config_flags(
         if "unlimited" in field.metadata:
             details["type"] = _or_none(int, "whole number", field.metadata["unlimited"])
         details |= {key: field.metadata[key] for key in ("choices", "metavar") if key in field.metadata}
-        default = field.default if own is argparse.SUPPRESS else own
-        if (default not in (None, ()) or own is None) and "default" not in help_text:
+        default = field.default if fallback is argparse.SUPPRESS else fallback
+        if (default not in (None, ()) or fallback is None) and "default" not in help_text:
             help_text += f" (default {'none' if default is None else default})"
         group.add_argument(*field.metadata.get("flags", ()), flag, help=help_text, **details)
 
@@ -323,10 +324,10 @@ def config_flags(
 def config_from(args: argparse.Namespace, config: Callable[..., Any], **overrides: Any) -> Any:
     """The configuration from the flags; a field without a flag keeps its default."""
     names = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
-    given = {name: value for name, value in vars(args).items() if name in names}
-    if "logit_bias" in given:
-        given["logit_bias"] = dict(given["logit_bias"])
-    return config(**{**overrides, **given})
+    values = {name: value for name, value in vars(args).items() if name in names}
+    if "logit_bias" in values:
+        values["logit_bias"] = dict(values["logit_bias"])
+    return config(**{**overrides, **values})
 
 
 def option_names(config: type) -> list[str]:
@@ -355,21 +356,21 @@ def read_option(config: type, name: str, text: str) -> dict[str, Any]:
     try:
         args = parser.parse_args([f"--{option.replace('_', '-')}={text}"])
     except RequestError as error:
-        said = str(error).partition("; see `")[0]
-        raise RequestError(said.replace(f"--{option.replace('_', '-')}", option, 1)) from None
+        message = str(error).partition("; see `")[0]
+        raise RequestError(message.replace(f"--{option.replace('_', '-')}", option, 1)) from None
     return {option: getattr(config_from(args, config), option)}
 
 
 # ---------------------------------------------------------------- output
 
 
-def checked_text(given: str | bytes, what: str) -> str:
+def checked_text(text: str | bytes, noun: str) -> str:
     """External text, which must be UTF-8; RequestError if it is not (Python marks such bytes in arguments)."""
     try:
-        raw = given if isinstance(given, bytes) else given.encode("utf-8", "surrogateescape")
+        raw = text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape")
         return raw.decode("utf-8")
     except UnicodeError:
-        raise RequestError(f"{what} is not UTF-8 text") from None
+        raise RequestError(f"{noun} is not UTF-8 text") from None
 
 
 class Output:
@@ -537,8 +538,8 @@ def load_llm(
 def with_model_defaults(params: SamplingParams, llm: LLM, args: argparse.Namespace) -> SamplingParams:
     """`params` of the flags, with the model's own defaults for flags that were not given."""
     fields = dataclasses.fields(params)
-    given = {field.name: getattr(params, field.name) for field in fields if hasattr(args, field.name)}
-    filled = llm.sampling.with_given(given)
+    values = {field.name: getattr(params, field.name) for field in fields if hasattr(args, field.name)}
+    filled = llm.sampling.with_given(values)
     return dataclasses.replace(params, **{name: filled[name] for name in llm.sampling.values if name in filled})
 
 
@@ -570,10 +571,10 @@ def sparsity_text(sparsity: Mapping[str, Any]) -> str:
     if sparsity["selector"] == "router":  # experts on two devices
         if sparsity["gpu_share"] is None:
             return "no layer has experts on both devices"
-        where = f"{100 * sparsity['gpu_share']:.1f} % of the selected experts on the GPU"
+        split = f"{100 * sparsity['gpu_share']:.1f} % of the selected experts on the GPU"
         active = sparsity["active_fraction"]
         fired = "" if active is None else f", where {100 * active:.1f} % of its experts' neurons fired"
-        return f"{where}, the CPU had work in {100 * sparsity['jobs']:.0f} % of the FFNs{fired}"
+        return f"{split}, the CPU had work in {100 * sparsity['jobs']:.0f} % of the FFNs{fired}"
     if not sparsity["tokens"]:
         return "no token was computed sparsely"
     active = f"{100 * sparsity['active_fraction']:.1f} % active"

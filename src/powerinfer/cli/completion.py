@@ -54,9 +54,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace, out: Output) -> int:
     if args.shell == "words":
         verb, previous = (*args.context, "", "")[:2]
-        found = words(verb, previous)
-        out.line("\n".join(found))
-        out.document({"words": found})
+        candidates = words(verb, previous)
+        out.line("\n".join(candidates))
+        out.document({"words": candidates})
     elif args.shell not in SCRIPTS:
         raise RequestError(f"no completion for {args.shell}; the shells are {', '.join(SCRIPTS)}")
     else:
@@ -90,7 +90,7 @@ def _local_models() -> list[str]:
 
 
 def _models() -> list[str]:
-    """Those that open without a question."""
+    """Names of models that open without a question."""
     from powerinfer.pinned import ALIASES, CATALOGUE
 
     return sorted({*CATALOGUE, *ALIASES, *_local_models()})

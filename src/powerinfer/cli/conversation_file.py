@@ -54,8 +54,8 @@ def save(path: Path, messages: Sequence[dict[str, str]]) -> None:
 def load(path: Path) -> list[dict[str, str]]:
     """The messages of a conversation. ModelError or RequestError if the file is none."""
     path = _resolved(path)
-    found = checked(_Conversation, parse_json(read_limited(path, LARGEST), str(path)), str(path))
-    return [asdict(_Message(message.role, valid_unicode(message.content))) for message in found.messages]
+    conversation = checked(_Conversation, parse_json(read_limited(path, LARGEST), str(path)), str(path))
+    return [asdict(_Message(message.role, valid_unicode(message.content))) for message in conversation.messages]
 
 
 def _resolved(path: Path) -> Path:

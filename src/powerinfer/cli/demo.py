@@ -103,11 +103,11 @@ def _sentence(shown: Sequence[dict[str, Any]]) -> str:
 
     random, *rest = shown
     wide = f"where rows are wide and {100 * random['computed_fraction']:.0f} % of the neurons fire"
-    said = f"Skipping neurons decodes {random['ratio']:.2f} x as fast on this machine {wide}"
+    sentence = f"Skipping neurons decodes {random['ratio']:.2f} x as fast on this machine {wide}"
     for real in rest:
         gains = "gains too" if worth_it(real["ratio"]) else "gains nothing"
-        said += f"; {real['name']}, a small model of narrow rows, {gains}: {real['ratio']:.2f} x"
-    return said + "."
+        sentence += f"; {real['name']}, a small model of narrow rows, {gains}: {real['ratio']:.2f} x"
+    return sentence + "."
 
 
 # ---------------------------------------------------------------- the models
@@ -151,18 +151,18 @@ def _show_real(path: Path, folder: Path, engine: EngineConfig, out: Output) -> d
     with _loaded(path, folder, engine, out) as llm:
         params = SamplingParams(max_tokens=TOKENS, temperature=0.0, repetition_penalty=1.1)
         tokens = llm.encode_chat([{"role": "user", "content": QUESTION}])
-        found, document = _compare(REAL, llm, tokens, params, out)
+        comparison, document = _compare(REAL, llm, tokens, params, out)
         text = files("powerinfer.prepare").joinpath("sample.txt").read_text(encoding="utf-8")
         with Bar() as bar:
-            both = dense_and_sparse(llm, text, WINDOW, bar, STEP)
-    document["perplexity"] = asdict(both)
-    answers = document["answers"] = {"dense": _text(found.dense), "sparse": _text(found.sparse)}
+            quality = dense_and_sparse(llm, text, WINDOW, bar, STEP)
+    document["perplexity"] = asdict(quality)
+    answers = document["answers"] = {"dense": _text(comparison.dense), "sparse": _text(comparison.sparse)}
     for side in ("sparse",) if answers["dense"] == answers["sparse"] else ("dense", "sparse"):
         _say(f"answer, {side}: {printable(' '.join(answers[side].split()))}...", out)
-    said = "the same quality, as far as this text can tell" if both.alike else "not the same quality"
+    verdict = "the same quality, as far as this text can tell" if quality.alike else "not the same quality"
     _say(
-        f"perplexity of {both.tokens} tokens of old books: dense {both.dense:.2f}, sparse {both.sparse:.2f}, "
-        f"{100 * both.apart:+.1f} % with a standard error of {100 * both.apart_error:.1f}: {said}",
+        f"perplexity of {quality.tokens} tokens of old books: dense {quality.dense:.2f}, sparse {quality.sparse:.2f}, "
+        f"{100 * quality.apart:+.1f} % with a standard error of {100 * quality.apart_error:.1f}: {verdict}",
         out,
     )
     return document
@@ -202,19 +202,19 @@ def _compare(
 ) -> tuple[Comparison, dict[str, Any]]:
     from powerinfer.comparison import compare
 
-    with Display(llm) as display:
-        found = compare(llm, prompt, params, ROUNDS, display, PATIENCE)
+    with SpeedDisplay(llm) as display:
+        pair = compare(llm, prompt, params, ROUNDS, display, PATIENCE)
         display.look()
         hot, mean = display.hot_share(), display.mean()
-    lines = (("dense", found.dense, None), ("sparse", found.sparse, mean))
+    lines = (("dense", pair.dense, None), ("sparse", pair.sparse, mean))
     for side, run, shares in lines:
         out.line(f"{side:<7}{display.drawn(shares, sys.stderr if out.json_mode else sys.stdout)}  {_speed(run)}")
-    said = f"{found.ratio:.2f} x as fast; {100 * found.computed_fraction:.0f} % of the neurons are computed. Hot: "
-    said += f"{100 * hot:.0f} % of all neurons make 80 % of the activations. {_same(found)}"
-    if found.disturbed:
-        said += f" Other programs took {found.disturbed:.1f} cores meanwhile: on a quiet machine it may differ."
-    _say(said, out)
-    return found, {"name": name, **found.document(), "hot_share": hot, "answers": None, "perplexity": None}
+    summary = f"{pair.ratio:.2f} x as fast; {100 * pair.computed_fraction:.0f} % of the neurons are computed. Hot: "
+    summary += f"{100 * hot:.0f} % of all neurons make 80 % of the activations. {_same(pair)}"
+    if pair.disturbed:
+        summary += f" Other programs took {pair.disturbed:.1f} cores meanwhile: on a quiet machine it may differ."
+    _say(summary, out)
+    return pair, {"name": name, **pair.document(), "hot_share": hot, "answers": None, "perplexity": None}
 
 
 def _speed(run: Run) -> str:
@@ -222,14 +222,14 @@ def _speed(run: Run) -> str:
     return f"{run.median:6.1f} tokens/s{read}"
 
 
-def _same(found: Comparison) -> str:
-    same, tokens = found.same_tokens
+def _same(comparison: Comparison) -> str:
+    same, tokens = comparison.same_tokens
     if same == tokens:
         return f"Both said the same {tokens} tokens."
     return f"The first {same} of {tokens} tokens are the same; sums in another order decided between the next two."
 
 
-class Display:
+class SpeedDisplay:
     """The bar of neurons, while answers come; as a context manager it removes itself at the end."""
 
     def __init__(self, llm: LLM) -> None:
@@ -295,7 +295,7 @@ class Display:
         bar = "".join(blocks[height] for height in heights)
         return styled(bar, "dim" if shares is None else "yellow", to)
 
-    def __enter__(self) -> Display:
+    def __enter__(self) -> SpeedDisplay:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -130,12 +130,12 @@ def _agreement(args: argparse.Namespace, engine: EngineConfig, text: str, out: O
     from powerinfer.sparsity.selection import select
 
     against, step = args.against or "all", args.step or 1
-    one, another = _with_selector(engine, engine.selector, against), _with_selector(engine, against, engine.selector)
+    first, another = _with_selector(engine, engine.selector, against), _with_selector(engine, against, engine.selector)
     checkpoint = open_model(args.model, engine, out)
     agreement_windows(tokenizer_of(checkpoint), text, engine.context, args.tokens)
-    for each in (one, another):
+    for each in (first, another):
         select(checkpoint, each)  # refused now, and not once the other is loaded
-    with open_llm(args.model, one, out) as llm, ExitStack() as stack:
+    with open_llm(args.model, first, out) as llm, ExitStack() as stack:
         other = None
         if against != "all":
             other = stack.enter_context(open_llm(args.model, another, out))
@@ -150,8 +150,8 @@ def _agreement(args: argparse.Namespace, engine: EngineConfig, text: str, out: O
     out.line(f"{'logits differ by':<18}{result.max_abs_logit_diff:.3g} at most")
     _show_sparsity(sparsity, out)
     shown = {name: (sparsity or {}).get(name) for name in ("candidate_fraction", "recall", "bytes_per_token")}
-    about = {"selector": engine.selector, "against": against, "context": engine.context, "step": step}
-    return {**asdict(result), **shown, **about}
+    settings = {"selector": engine.selector, "against": against, "context": engine.context, "step": step}
+    return {**asdict(result), **shown, **settings}
 
 
 def _tasks(args: argparse.Namespace, engine: EngineConfig, out: Output) -> dict[str, Any]:
@@ -169,23 +169,24 @@ def _tasks(args: argparse.Namespace, engine: EngineConfig, out: Output) -> dict[
         engine = replace(engine, context=longest)
     dense = args.step is None and engine.selector in DENSE
     with open_llm(args.model, engine, out) as llm, Bar() as bar:
-        found = [accuracy(llm, items, bar, SCORE_ROWS if dense else args.step or 1) for items in encoded]
+        results = [accuracy(llm, items, bar, SCORE_ROWS if dense else args.step or 1) for items in encoded]
         sparsity = None if dense else sparsity_summary(llm)
     names = [Path(path).name for path in args.file]
-    for name, one in zip(names, found, strict=True):
+    for name, result in zip(names, results, strict=True):
         out.line(
-            f"{name:<18}acc {_share(one.acc, one.acc_error)}, acc_norm {_share(one.acc_norm, one.acc_norm_error)}, "
-            f"{one.items} items; guessing: {100 * one.chance:.1f} %"
+            f"{name:<18}acc {_share(result.acc, result.acc_error)}, "
+            f"acc_norm {_share(result.acc_norm, result.acc_norm_error)}, "
+            f"{result.items} items; guessing: {100 * result.chance:.1f} %"
         )
-        if one.cut:
-            out.line(f"{'':<18}{one.cut} longer than the context of {engine.context} tokens: their ends were scored")
-    means = {name: sum(getattr(one, name) for one in found) / len(found) for name in ("acc", "acc_norm")}
-    if len(found) > 1:
+        if result.cut:
+            out.line(f"{'':<18}{result.cut} longer than the context of {engine.context} tokens: their ends were scored")
+    means = {name: sum(getattr(result, name) for result in results) / len(results) for name in ("acc", "acc_norm")}
+    if len(results) > 1:
         out.line(f"{'mean':<18}acc {100 * means['acc']:.1f} %, acc_norm {100 * means['acc_norm']:.1f} %")
     _show_sparsity(sparsity, out)
-    tasks = [{"file": name, **asdict(one)} for name, one in zip(names, found, strict=True)]
-    about = {"limit": args.limit, "context": engine.context}
-    return {"tasks": tasks, **means, **about, **({"sparsity": sparsity} if sparsity else {})}
+    tasks = [{"file": name, **asdict(result)} for name, result in zip(names, results, strict=True)]
+    settings = {"limit": args.limit, "context": engine.context}
+    return {"tasks": tasks, **means, **settings, **({"sparsity": sparsity} if sparsity else {})}
 
 
 def _share(value: float, error: float) -> str:
@@ -194,8 +195,8 @@ def _share(value: float, error: float) -> str:
 
 def _with_selector(engine: EngineConfig, selector: str, other: str) -> EngineConfig:
     """The options with one of the two selectors that are compared; --threshold applies to the one that uses it."""
-    mine = selector == "threshold" or other != "threshold"
-    return replace(engine, selector=selector, threshold=engine.threshold if mine else None)
+    applies = selector == "threshold" or other != "threshold"
+    return replace(engine, selector=selector, threshold=engine.threshold if applies else None)
 
 
 def _show_sparsity(sparsity: dict[str, Any] | None, out: Output) -> None:

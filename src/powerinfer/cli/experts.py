@@ -67,22 +67,22 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     selected = None if trace is None else expert_slots.some_tokens(trace.selected, trace.corpus_tokens, args.tokens)
     nbytes = expert_slots.expert_bytes(checkpoint)
     with Bar() as bar:
-        found = expert_slots.compare(file.profile, nbytes, slots, selected, checkpoint.fingerprint, bar, disk=args.disk)
+        hits = expert_slots.compare(file.profile, nbytes, slots, selected, checkpoint.fingerprint, bar, disk=args.disk)
     if trace is not None and not args.disk:
         try:
-            expert_slots.keep(checkpoint, engine.prepared, found)
+            expert_slots.keep(checkpoint, engine.prepared, hits)
         except (OSError, PowerInferError) as error:
             out.note(f"the result is not kept for a report: {error}")
     same = trace is not None and trace.about.get("key") == file.about.get("key")
     document = {
         "path": str(file.path),
         "tokens": file.profile.tokens,
-        "trace": None if trace is None else {"path": str(trace.path), "tokens": found.tokens, "same_text": same},
+        "trace": None if trace is None else {"path": str(trace.path), "tokens": hits.tokens, "same_text": same},
         "expert_bytes": sum(nbytes.values()) / len(nbytes),
         "disk": args.disk,
-        "at": expert_slots.document(found)["at"],
-        "off": found.off("static"),
-        "off_lru": found.off("lru"),
+        "at": expert_slots.document(hits)["at"],
+        "off": hits.off("static"),
+        "off_lru": hits.off("lru"),
     }
     _show(document, out)
     out.document(document)
@@ -116,17 +116,17 @@ def _show(document: dict[str, Any], out: Output) -> None:
         if document[key] is not None:
             out.line(f"{name}: predicted and measured hits differ by at most {100 * document[key]:.1f} points")
     if trace is None:
-        which = "all but lru" if document["disk"] else "lfu and dynamic"
-        out.note(f"{which} need a trace of other text: `powerinfer profile --trace FILE`, and --trace FILE here")
+        policies = "all but lru" if document["disk"] else "lfu and dynamic"
+        out.note(f"{policies} need a trace of other text: `powerinfer profile --trace FILE`, and --trace FILE here")
     elif trace["same_text"]:
         out.note("the trace is of the same text as the profile: the hits of static are too good; use other text")
 
 
-def ranged(one: dict[str, Any]) -> str:
-    """What a policy is predicted to hit, and over parts of the text."""
-    if one["low"] is None:
-        return _percent(one["predicted"])
-    return f"{_percent(one['predicted'])} ({100 * one['low']:.1f} to {100 * one['high']:.1f})"
+def ranged(hits: dict[str, Any]) -> str:
+    """Predicted hits of a policy, and their range over parts of the text."""
+    if hits["low"] is None:
+        return _percent(hits["predicted"])
+    return f"{_percent(hits['predicted'])} ({100 * hits['low']:.1f} to {100 * hits['high']:.1f})"
 
 
 def _percent(share: float | None) -> str:
@@ -140,11 +140,11 @@ def table(rows: list[dict[str, Any]], disk: bool = False) -> list[str]:
         f"{'read' if disk else 'copied'} a token"
     ]
     for row in rows:
-        where = f"{row['slots']:>7.4g} {100 * row['share']:>6.1f} % {row['bytes'] / 2**30:>6.2f} GiB"
-        for name, one in row["policies"].items():
-            hits = f"{ranged(one):>24} {_percent(one['measured']):>9}"
-            copies = "" if one["copies"] is None else f"  {one['copies']:.2f} experts, {one['bytes'] / 1e6:.1f} MB"
-            if one["predicted"] is not None or one["measured"] is not None:
-                lines.append(f"{where}  {name:<8} {hits}{copies}")
-                where = " " * len(where)
+        place = f"{row['slots']:>7.4g} {100 * row['share']:>6.1f} % {row['bytes'] / 2**30:>6.2f} GiB"
+        for name, hit in row["policies"].items():
+            hits = f"{ranged(hit):>24} {_percent(hit['measured']):>9}"
+            copies = "" if hit["copies"] is None else f"  {hit['copies']:.2f} experts, {hit['bytes'] / 1e6:.1f} MB"
+            if hit["predicted"] is not None or hit["measured"] is not None:
+                lines.append(f"{place}  {name:<8} {hits}{copies}")
+                place = " " * len(place)
     return lines

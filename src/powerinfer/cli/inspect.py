@@ -92,8 +92,8 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
 def _sizes(config: ModelConfig) -> dict[str, Any]:
     sizes: dict[str, Any] = {"n_layers": config.n_layers, "d_model": config.d_model}
     for name in HEADS:
-        every = [getattr(layer.attention, name) for layer in config.layers]
-        sizes[name] = every[0] if len(set(every)) == 1 else every
+        values = [getattr(layer.attention, name) for layer in config.layers]
+        sizes[name] = values[0] if len(set(values)) == 1 else values
     return sizes | {"vocab_size": config.vocab_size, "context_length": config.context_length}
 
 
@@ -120,13 +120,13 @@ def prepared(checkpoint: Checkpoint, option: str | None) -> dict[str, Any]:
         "plan": _plan,
     }
     document: dict[str, Any] = {"folder": str(prepared_folder(checkpoint.path, option))}
-    for one in findings(checkpoint, option):
-        name = one.noun.replace(" ", "_")
+    for finding in findings(checkpoint, option):
+        name = finding.noun.replace(" ", "_")
         document[name] = None
-        if one.path is not None:
-            document[name] = {"path": str(one.path), "bytes": one.path.stat().st_size, "stale": one.stale}
-        if one.value is not None and name in details:
-            document[name] |= details[name](one.value)
+        if finding.path is not None:
+            document[name] = {"path": str(finding.path), "bytes": finding.path.stat().st_size, "stale": finding.stale}
+        if finding.value is not None and name in details:
+            document[name] |= details[name](finding.value)
     page = report_folder(checkpoint.path, option) / PAGE
     document["report"] = str(page) if page.is_file() else None
     return document
@@ -181,7 +181,7 @@ def _plan(plan: PlanDocument) -> dict[str, Any]:
 def _resolved(
     checkpoint: Checkpoint, engine: EngineConfig, progress: Progress, out: Output
 ) -> tuple[dict[str, str], dict[str, int] | None]:
-    """What `run` would choose with these options, or why it would refuse; and what memory that takes."""
+    """The choices of `run` with these options, or why it would refuse; and what memory that takes."""
     from powerinfer.devices.choices import Choice, machine_choices
     from powerinfer.hybrid.disk import open_tier
     from powerinfer.hybrid.resolve import resolve
@@ -190,16 +190,16 @@ def _resolved(
 
     machine = machine_choices(engine).texts()
     try:
-        found = resolve(checkpoint, engine, progress, out.note)
-        disk = open_tier(found, silent)
+        resolved = resolve(checkpoint, engine, progress, out.note)
+        disk = open_tier(resolved, silent)
     except PowerInferError as error:
         return machine | {"selector": str(Choice(*choose(checkpoint, engine))), "refused": str(error)}, None
-    gpu, placement, selection = None, found.placement, found.selection
+    gpu, placement, selection = None, resolved.placement, resolved.selection
     if placement.layers:
         layers = f"{placement.layers} of {checkpoint.config.n_layers} layers"
-        gpu = f"{layers}{' and the head' * placement.head} on {found.gpu}"
-    chosen = {"selector": str(Choice(selection.selector, selection.why)), "gpu": str(Choice(gpu, found.device.why))}
-    memory = needs(found)._asdict() | {"disk": 0}
+        gpu = f"{layers}{' and the head' * placement.head} on {resolved.gpu}"
+    chosen = {"selector": str(Choice(selection.selector, selection.why)), "gpu": str(Choice(gpu, resolved.device.why))}
+    memory = needs(resolved)._asdict() | {"disk": 0}
     if placement.disk is not None and disk is not None:
         chosen["disk"] = disk.about.why
         memory |= {"kv": placement.disk.held["kv"], "disk": sum(placement.disk.resting.values())}
@@ -250,13 +250,13 @@ def _ends(tokenizer: dict[str, Any] | None) -> str:
 
 
 def _attention(sizes: dict[str, Any]) -> str:
-    every = (sizes[name] if type(sizes[name]) is list else [sizes[name]] for name in HEADS)
-    heads, kv, dim = map(_span, every)
+    ranges = (sizes[name] if type(sizes[name]) is list else [sizes[name]] for name in HEADS)
+    heads, kv, dim = map(_span, ranges)
     return f"{heads} heads of {dim}, {kv} for keys and values"
 
 
 def _prepared_lines(document: dict[str, Any]) -> dict[str, str]:
-    said = {
+    lines_by_noun = {
         "profile": _profile_line,
         "expert_profile": _experts_line,
         "predictor": _predictor_line,
@@ -264,38 +264,38 @@ def _prepared_lines(document: dict[str, Any]) -> dict[str, str]:
         "plan": _plan_line,
     }
     lines = {}
-    for noun, line in said.items():
-        found = document.get(noun)
-        if found is not None:
-            lines["experts" if noun == "expert_profile" else noun] = found["stale"] or line(found)
+    for noun, line in lines_by_noun.items():
+        facts = document.get(noun)
+        if facts is not None:
+            lines["experts" if noun == "expert_profile" else noun] = facts["stale"] or line(facts)
     if document["report"]:
         lines["report"] = document["report"]
     return lines or {"prepared": f"nothing in {document['folder']}"}
 
 
-def _profile_line(found: dict[str, Any]) -> str:
+def _profile_line(profile: dict[str, Any]) -> str:
     return (
-        f"{found['tokens']:,} tokens of {_texts(found)}, {_size(found)}, up to date; "
-        f"{100 * found['active_fraction']:.1f} % active, {100 * found['hot_share']:.1f} % of the neurons carry 80 % of "
-        "activations"
+        f"{profile['tokens']:,} tokens of {_texts(profile)}, {_size(profile)}, up to date; "
+        f"{100 * profile['active_fraction']:.1f} % active, {100 * profile['hot_share']:.1f} % of the neurons carry "
+        "80 % of activations"
     )
 
 
-def _experts_line(found: dict[str, Any]) -> str:
-    slots = ", ".join(f"{one['share']:.0%}: {one['static']:.0%} and {one['lru']:.0%}" for one in found["slots"])
+def _experts_line(profile: dict[str, Any]) -> str:
+    slots = ", ".join(f"{one['share']:.0%}: {one['static']:.0%} and {one['lru']:.0%}" for one in profile["slots"])
     return (
-        f"{found['tokens']:,} tokens of {_texts(found)}, {_size(found)}, up to date; the most frequent 25 % have "
-        f"{100 * found['top_25']:.1f} % of the selections; memory for some of them hits, static and LRU, {slots}"
+        f"{profile['tokens']:,} tokens of {_texts(profile)}, {_size(profile)}, up to date; the most frequent 25 % have "
+        f"{100 * profile['top_25']:.1f} % of the selections; memory for some of them hits, static and LRU, {slots}"
     )
 
 
-def _texts(found: dict[str, Any]) -> str:
-    return f"{len(found['corpora'])} text" + "s" * (len(found["corpora"]) != 1)
+def _texts(facts: dict[str, Any]) -> str:
+    return f"{len(facts['corpora'])} text" + "s" * (len(facts["corpora"]) != 1)
 
 
-def _predictor_line(found: dict[str, Any]) -> str:
-    ranks, thresholds = ([getattr(one, name) for one in found["layers"]] for name in ("rank", "threshold"))
-    return f"{found['type']}, {_size(found)}, up to date; ranks {_span(ranks)}, thresholds {_span(thresholds)}"
+def _predictor_line(facts: dict[str, Any]) -> str:
+    ranks, thresholds = ([getattr(one, name) for one in facts["layers"]] for name in ("rank", "threshold"))
+    return f"{facts['type']}, {_size(facts)}, up to date; ranks {_span(ranks)}, thresholds {_span(thresholds)}"
 
 
 def _show_training(predictor: dict[str, Any] | None, out: Output) -> None:
@@ -306,23 +306,23 @@ def _show_training(predictor: dict[str, Any] | None, out: Output) -> None:
         out.line(line)
 
 
-def _bundles_line(found: dict[str, Any]) -> str:
-    types = ", ".join(f"{part} {name}" for part, name in found["types"].items() if name)
-    return f"{types}, {_size(found)}, up to date"
+def _bundles_line(bundles: dict[str, Any]) -> str:
+    types = ", ".join(f"{part} {name}" for part, name in bundles["types"].items() if name)
+    return f"{types}, {_size(bundles)}, up to date"
 
 
-def _plan_line(found: dict[str, Any]) -> str:
+def _plan_line(plan: dict[str, Any]) -> str:
     from powerinfer.placement.plan_document import rate
 
-    budgets = " and ".join(f"{found['budgets'][tier] / 2**30:.3g} GiB of {name}" for tier, name in MEMORIES.items())
+    budgets = " and ".join(f"{plan['budgets'][tier] / 2**30:.3g} GiB of {name}" for tier, name in MEMORIES.items())
     return (
-        f"{budgets}, up to date; {100 * found['mass_on_gpu']:.1f} % of activations on the GPU, "
-        f"{rate(found['decode_tok_s'])} tokens/s estimated with --selector {found['selector']} on {found['hardware']}"
+        f"{budgets}, up to date; {100 * plan['mass_on_gpu']:.1f} % of activations on the GPU, "
+        f"{rate(plan['decode_tok_s'])} tokens/s estimated with --selector {plan['selector']} on {plan['hardware']}"
     )
 
 
-def _size(found: dict[str, Any]) -> str:
-    return f"{found['bytes'] / 1e6:.1f} MB"
+def _size(facts: dict[str, Any]) -> str:
+    return f"{facts['bytes'] / 1e6:.1f} MB"
 
 
 def _span(values: list[float]) -> str:

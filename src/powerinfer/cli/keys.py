@@ -25,7 +25,7 @@ _EDITS: dict[str, Callable[[str], str]] = {
     "\x15": lambda text: text[: text.rfind("\n") + 1],
     "\x17": lambda text: re.sub(r"\S*\s*\Z", "", text),
 }
-"""What Backspace, Ctrl-U and Ctrl-W leave of a text."""
+"""Rest of a text after Backspace, Ctrl-U and Ctrl-W."""
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def unechoed(keep: Callable[[str], object] | None = None) -> Iterator[None]:
 
     def restore() -> None:
         nonlocal raw
-        if _in_front(fd):
+        if _is_in_front(fd):
             raw += b"" if keep is None else _read(fd)
             termios.tcsetattr(fd, termios.TCSANOW, before)
 
@@ -60,7 +60,7 @@ def unechoed(keep: Callable[[str], object] | None = None) -> Iterator[None]:
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         signal.raise_signal(signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, stop)
-        if _in_front(fd):
+        if _is_in_front(fd):
             termios.tcsetattr(fd, termios.TCSANOW, quiet)
 
     handled = signal.getsignal(signal.SIGTSTP)
@@ -96,12 +96,12 @@ def _terminal() -> int | None:
     with suppress(AttributeError, OSError, ValueError):  # there is no stdin, or it is no file of this process
         fd = sys.stdin.fileno()
         # where stdout is a pipe, the program behind it may use the terminal
-        if os.isatty(fd) and sys.stdout.isatty() and _in_front(fd):
+        if os.isatty(fd) and sys.stdout.isatty() and _is_in_front(fd):
             return fd
     return None
 
 
-def _in_front(fd: int) -> bool:
+def _is_in_front(fd: int) -> bool:
     """Whether this process is in the terminal's foreground: others are stopped when they change or read it."""
     return os.getpgrp() == os.tcgetpgrp(fd)
 

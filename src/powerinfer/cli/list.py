@@ -37,8 +37,8 @@ def show(out: Output) -> int:
         size = f"{model.nbytes / 1e6:,.0f} MB"
         ready = f"prepared: {', '.join(prepared)}" if prepared else ""
         out.line(f"{model.name:<44} {size:>10}  {quantisation or '?':<6}  {used:<21}  {ready}".rstrip())
-        about = {"quantisation": quantisation, "prepared": prepared, "used": model.used or None}
-        rows.append({**document(model), **about})
+        facts = {"quantisation": quantisation, "prepared": prepared, "used": model.used or None}
+        rows.append({**document(model), **facts})
     if not rows:
         out.note("no models yet; `powerinfer pull` downloads the default one, `powerinfer pull --names` lists others")
     out.document({"models": rows})
@@ -46,7 +46,7 @@ def show(out: Output) -> int:
 
 
 def _quantisation(path: Path) -> str | None:
-    """What people call it, such as Q4_K; None if the model cannot be opened."""
+    """Usual name of a model's types, such as Q4_K; None if the model cannot be opened."""
     from powerinfer.errors import PowerInferError
     from powerinfer.formats.checkpoint import open_checkpoint
 
@@ -57,7 +57,7 @@ def _quantisation(path: Path) -> str | None:
 
 
 def _prepared(model: StoredModel) -> list[str]:
-    """What has been prepared for it, as people call it."""
+    """Usual names of the files that have been prepared for a model."""
     from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PROFILE, prepared_folder
 
     folder = prepared_folder(model.path)

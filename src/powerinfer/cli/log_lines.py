@@ -80,7 +80,7 @@ EVENTS: Mapping[str, Callable[[Facts], str]] = {
     "draining": _draining,
     "load_failed": _load_failed,
 }
-"""What is said of an event, by its name; what it takes from the facts is not listed behind it."""
+"""Text for an event, by its name; facts that it takes are not listed behind it."""
 
 
 def _seconds(facts: Facts) -> str:

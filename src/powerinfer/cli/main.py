@@ -104,7 +104,7 @@ def main(argv: list[str]) -> int:
 
 
 def _explained(error: BaseException) -> tuple[str, int]:
-    """(what to tell the user, exit status)"""
+    """Message for the user, and exit status."""
     if isinstance(error, PowerInferError):
         return str(error), error.exit_status
     if isinstance(error, KeyboardInterrupt):
@@ -112,13 +112,13 @@ def _explained(error: BaseException) -> tuple[str, int]:
     if isinstance(error, MemoryError):
         return "out of memory; a smaller --context or model needs less", 1
     if isinstance(error, OSError):
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror or error}", 1
+        file = f"{error.filename}: " if error.filename else ""
+        return f"{file}{error.strerror or error}", 1
     return f"internal error, {type(error).__name__}: {error} (--debug shows where; please report it)", 1
 
 
 def error_line(message: str) -> str:
-    """What is shown of an error."""
+    """Line that is shown for an error."""
     from powerinfer.cli.screen import styled
 
     return f"{styled('powerinfer:', 'red', sys.stderr)} {message}"
@@ -182,7 +182,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _limit_threads(verb: str, args: Namespace, out: Output) -> None:
-    """At most as many --threads as cores, in every verb; not of a machine that `plan` describes."""
+    """Limit --threads to the number of cores, in every verb; not of a machine that `plan` describes."""
     described = verb == "plan" and (hasattr(args, "card") or hasattr(args, "hardware"))
     if getattr(args, "threads", None) and not described:
         from powerinfer.system import limited_threads

@@ -36,19 +36,19 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     engine = config_from(args, EngineConfig)
     begin = time.perf_counter()
     gpu = gpu_beside(engine, out.note)
-    found = None if args.force else known(engine, gpu)
-    hardware = found
+    cached = None if args.force else known(engine, gpu)
+    hardware = cached
     if hardware is None:
         with Bar() as bar:
             hardware = measure_and_keep(engine, bar, out.note, gpu=gpu, again=args.force)
     path = kept_at(hardware.key)
     _show(hardware, out)
-    if found is not None:
+    if cached is not None:
         out.line(f"measured earlier ({path}); --force measures again")
     out.document(
         {
             "path": str(path),
-            "measured": found is None,
+            "measured": cached is None,
             "seconds": time.perf_counter() - begin,
             "hardware": dataclasses.asdict(hardware),
         }
@@ -64,8 +64,8 @@ def _show(hardware: Hardware, out: Output) -> None:
         out.line(f"steps of up to {cpu.cache_bytes / 1e6:.0f} MB are {cpu.cache_gain:.1f} times as fast")
     gpu = hardware.gpu
     if gpu is not None:
-        taken = f", of which {gpu.reserved_bytes / 1e9:.2f} GB are the driver's" if gpu.reserved_bytes else ""
-        out.line(f"{gpu.name}, {gpu.memory_bytes / 1e9:.1f} GB of usable memory{taken}")
+        reserved = f", of which {gpu.reserved_bytes / 1e9:.2f} GB are the driver's" if gpu.reserved_bytes else ""
+        out.line(f"{gpu.name}, {gpu.memory_bytes / 1e9:.1f} GB of usable memory{reserved}")
         _show_device(gpu, out)
         out.line(
             f"between the two: {hardware.copy_gb_s:.1f} GB/s; synchronisation of a layer {hardware.sync_us:.1f} us; "
@@ -77,12 +77,12 @@ def _show(hardware: Hardware, out: Output) -> None:
 
 
 def _show_device(device: Device, out: Output) -> None:
-    for what, rates in (
+    for title, rates in (
         ("dense weights", device.dense_gb_s),
         ("output head", device.head_gb_s),
         ("rows of bundles", device.bundle_gb_s),
     ):
-        out.line(f"{what}: " + ", ".join(f"{name} {rate:.1f}" for name, rate in sorted(rates.items())) + " GB/s")
+        out.line(f"{title}: " + ", ".join(f"{name} {rate:.1f}" for name, rate in sorted(rates.items())) + " GB/s")
     rows = ", ".join(f"{name} {ns:.0f}" for name, ns in device.row_ns.items())
     out.line(f"fixed time of a row: {rows} ns")
     out.line(

@@ -103,10 +103,11 @@ def _show(document: dict[str, Any], cut: bool, out: Output) -> None:
     error = ", ".join(f"{part} {value:.2g}" for part, value in document["error"].items())
     out.line(f"packed in {document['seconds']:.1f} s; relative error of the weights: {error}")
     if document["agreement"] is not None:
-        found = document["agreement"]
+        agreement = document["agreement"]
         out.line(
-            f"against the dense weights, {found['tokens']} tokens: logits differ by {found['max_abs_logit_diff']:.2g} "
-            f"at most, mean KL {found['mean_kl']:.2g} nats, same top token {100 * found['top1_agreement']:.0f} %"
+            f"against the dense weights, {agreement['tokens']} tokens: logits differ by "
+            f"{agreement['max_abs_logit_diff']:.2g} at most, mean KL {agreement['mean_kl']:.2g} nats, "
+            f"same top token {100 * agreement['top1_agreement']:.0f} %"
         )
         if cut:
             out.line(

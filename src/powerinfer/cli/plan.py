@@ -90,7 +90,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         return _catalogue(planning, engine, out)
     place: Path | None = None
     if args.shape is None and planning.described:
-        _of_catalogue(args, out)
+        _plan_from_catalogue(args, out)
     if args.shape is None:
         checkpoint = open_model(args.model, engine, out)
         place = None if args.dry_run else prepared_folder(checkpoint.path, engine.prepared)
@@ -100,24 +100,24 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     with Bar() as bar:
         request = plan_request(subject, engine, planning, bar, out.note)
     plan = make_plan(request)
-    kept = None if place is None else save_plan(plan, place)
+    saved = None if place is None else save_plan(plan, place)
     machine = request.hardware.assumed if planning.hardware is None else ""
     assumed = [*subject.assumed, *([EMULATED] if request.insist else []), *([machine] if machine else [])]
-    document = replace(plan.document(kept), assumed=assumed)
+    document = replace(plan.document(saved), assumed=assumed)
     document = with_whole_layers(plan, document)
     _show(plan, document, out)
     out.document(document.json())
     return 0
 
 
-def _of_catalogue(args: argparse.Namespace, out: Output) -> None:
+def _plan_from_catalogue(args: argparse.Namespace, out: Output) -> None:
     """Plan by its shape for a model of the catalogue that is not on this machine."""
     from powerinfer.placement.estimates import catalogue_shape
 
-    found = None if args.model is None or _is_here(args.model) else catalogue_shape(args.model)
-    if found is not None:
+    shape = None if args.model is None or _is_here(args.model) else catalogue_shape(args.model)
+    if shape is not None:
         out.note(f"{args.model} is not on this machine: the plan is that of its published sizes")
-        args.model, (args.shape, args.dtype) = None, found
+        args.model, (args.shape, args.dtype) = None, shape
 
 
 def _is_here(model: str) -> bool:
@@ -159,8 +159,8 @@ def _catalogue(planning: PlanConfig, engine: EngineConfig, out: Output) -> int:
     vram, _ = budgets(hardware, 0 if engine.gpu == "none" else engine.vram, None)
     hardware = replace(hardware, gpu=replace(hardware.gpu, memory_bytes=vram) if hardware.gpu and vram else None)
     with Bar() as bar:
-        found = offers(hardware, context, bar)
-    if not found:
+        rows = offers(hardware, context, bar)
+    if not rows:
         raise RequestError(f"{hardware.name} holds no model of the catalogue: give more --ram, or a smaller --context")
     out.line(f"{hardware.name[:1].upper()}{hardware.name[1:]}. {hardware.source}")
     out.line(f"assumed: {hardware.assumed}")
@@ -168,14 +168,14 @@ def _catalogue(planning: PlanConfig, engine: EngineConfig, out: Output) -> int:
     out.line(
         f"{'model':<28}{'type':<12}{'download':>9}{'tokens/s':>10}{'context':>9}  {'where':<30}powerinfer chat ..."
     )
-    slow = next((at for at, one in enumerate(found) if not one.estimate.runs_well), len(found))
-    for at, one in enumerate(found):
+    slow = next((at for at, row in enumerate(rows) if not row.estimate.runs_well), len(rows))
+    for at, row in enumerate(rows):
         if at == slow:
             out.line("slower than most people read, or read from disk:")
-        about = one.estimate
+        estimate = row.estimate
         out.line(
-            f"{one.full_name:<28}{one.download.quantisation or 'BF16':<12}{one.download.gigabytes:>6g} GB"
-            f"{speed(about.tok_s):>10}{about.context:>9}  {about.where:<30}{one.flags}"
+            f"{row.full_name:<28}{row.download.quantisation or 'BF16':<12}{row.download.gigabytes:>6g} GB"
+            f"{speed(estimate.tok_s):>10}{estimate.context:>9}  {estimate.where:<30}{row.flags}"
         )
     out.line()
     out.line(f"tokens/s: predicted, of one request that has filled half of {context} tokens, or of its model's context")
@@ -184,7 +184,7 @@ def _catalogue(planning: PlanConfig, engine: EngineConfig, out: Output) -> int:
         {
             "hardware": {"name": hardware.name, "source": hardware.source, "assumed": hardware.assumed},
             "context": context,
-            "models": [one.json() for one in found],
+            "models": [row.json() for row in rows],
         }
     )
     return 0

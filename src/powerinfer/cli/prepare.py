@@ -33,7 +33,7 @@ ENGINE = ("context", "kv_type", "prefill_chunk", "selector", "quantize", "prepar
 TRAINING = ("recall", "share", "device", "steps")
 
 
-class Display:
+class StepDisplay:
     """Runs steps in order, with one progress bar and one line of result for each."""
 
     def __init__(self, out: Output) -> None:
@@ -51,8 +51,8 @@ class Display:
         with Bar() as bar:
             outcome = step(lambda label, done, total: bar(f"{self.step}: {label}", done, total))
         seconds = time.perf_counter() - begin
-        what = {DONE: f"{seconds:.1f} s", SKIPPED: "up to date"}.get(outcome.state, outcome.state)
-        self._out.line(f"{self.step:<12} {what}; {outcome.said}")
+        fate = {DONE: f"{seconds:.1f} s", SKIPPED: "up to date"}.get(outcome.state, outcome.state)
+        self._out.line(f"{self.step:<12} {fate}; {outcome.said}")
         self.outcomes[name] = {"state": outcome.state, "seconds": seconds, **outcome.figures}
 
 
@@ -68,12 +68,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _flags(work: Work) -> str:
-    """What to run it with: what it was prepared for. `auto` is `exact` where RAM holds the bundles, or reads the rest
+    """Flags to run a model with as it was prepared. `auto` is `exact` where RAM holds the bundles, or reads the rest
     of them from disk in less time than the dense weights."""
     engine, plain = work.engine, EngineConfig()
     selector = "auto" if engine.selector == "auto" and work.run_with == "exact" else work.run_with
-    given = {name: getattr(engine, name) for name in ENGINE} | {"selector": selector}
-    changed = {name: value for name, value in given.items() if value != getattr(plain, name)}
+    values = {name: getattr(engine, name) for name in ENGINE} | {"selector": selector}
+    changed = {name: value for name, value in values.items() if value != getattr(plain, name)}
     sizes = {name: exact_size(changed[name]) for name in ("vram", "ram") if name in changed}
     flags = ((name.replace("_", "-"), str(value)) for name, value in (changed | sizes).items())
     return "".join(f" --{name} {quote(value)}" for name, value in flags)
@@ -86,7 +86,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     begin = time.perf_counter()
     work = opened(args, out)
     check(work)
-    display = Display(out)
+    display = StepDisplay(out)
     with stoppable(display, out):
         for name, step in steps(work):
             display.take(name, step)
@@ -124,7 +124,7 @@ def opened(args: argparse.Namespace, out: Output) -> Work:
 
 
 @contextmanager
-def stoppable(display: Display, out: Output) -> Iterator[None]:
+def stoppable(display: StepDisplay, out: Output) -> Iterator[None]:
     """If Ctrl-C or SIGTERM ends the work, a line says how to resume."""
     try:
         yield

@@ -64,8 +64,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         raise RequestError("--trace is for models of experts, and this model has none: leave it out")
     with Bar() as bar:
         task = profiling.read(checkpoint, options, out.note, bar)
-        made = profiling.profile(checkpoint, engine, task, out.note, bar, args.force)
-    document = profiling.describe(checkpoint, engine.prepared, made)
+        profile = profiling.profile(checkpoint, engine, task, out.note, bar, args.force)
+    document = profiling.describe(checkpoint, engine.prepared, profile)
     _show(document, out)
     out.document(document)
     return 0
@@ -80,8 +80,8 @@ def _experts(
     with Bar() as bar:
         task = profiling.read(checkpoint, options, out.note, bar)
         trace = None if args.trace is None else Path(args.trace)
-        made = expert_profiling.profile_experts(checkpoint, engine, task, trace, out.note, bar, args.force)
-    document = expert_profiling.describe(made)
+        profile = expert_profiling.profile_experts(checkpoint, engine, task, trace, out.note, bar, args.force)
+    document = expert_profiling.describe(profile)
     _show_experts(document, out)
     out.document(document)
     return 0
@@ -100,7 +100,7 @@ def _show_experts(document: dict[str, Any], out: Output) -> None:
 
 
 def expert_lines(document: dict[str, Any]) -> Iterator[str]:
-    """How unevenly experts are used, of all layers and by layer."""
+    """Lines about how unevenly experts are used, of all layers and by layer."""
     tops = ", ".join(f"{name[4:]} % of the experts have {100 * document[name]:.1f} %" for name in TOPS)
     yield f"of the selections, the most frequent {tops}"
     yield f"{100 * document['reuse']:.1f} % of a token's experts are also those of the token before it"
@@ -131,12 +131,12 @@ def _show_samples(document: dict[str, Any], out: Output) -> None:
 def _show(document: dict[str, Any], out: Output) -> None:
     _show_work(document, out)
     _show_samples(document, out)
-    found = document["calibration"]
-    if found:
+    calibration = document["calibration"]
+    if calibration:
         out.line(
-            f"thresholds at quantile {found['quantile']:.3f}: perplexity {found['perplexity']:.4f}, dense "
-            f"{found['perplexity_dense']:.4f} ({100 * found['cost']:+.2f} %, asked for {100 * found['asked']:g} %) on "
-            f"{found['tokens']} tokens held out"
+            f"thresholds at quantile {calibration['quantile']:.3f}: perplexity {calibration['perplexity']:.4f}, dense "
+            f"{calibration['perplexity_dense']:.4f} ({100 * calibration['cost']:+.2f} %, "
+            f"asked for {100 * calibration['asked']:g} %) on {calibration['tokens']} tokens held out"
         )
     out.line(
         f"{100 * document['active_fraction']:.1f} % of the neurons fire for a token, {100 * document['reuse']:.1f} % "
@@ -145,7 +145,7 @@ def _show(document: dict[str, Any], out: Output) -> None:
     for pair in document["overlap"]:
         share = "none fires" if pair["share"] is None else f"{100 * pair['share']:.1f} %"
         out.line(f"overlap of the most frequent 20 %, {pair['first']} and {pair['second']}: {share}")
-    out.line(f"{'layer':>5} {'active':>8} {'hot':>8} {'reuse':>8}" + "  threshold" * bool(found))
+    out.line(f"{'layer':>5} {'active':>8} {'hot':>8} {'reuse':>8}" + "  threshold" * bool(calibration))
     for layer in document["layers"]:
         shares = " ".join(f"{100 * layer[name]:>6.1f} %" for name in ("active_fraction", "hot_share", "reuse"))
-        out.line(f"{layer['layer']:>5} {shares}" + (f" {layer['threshold']:>10.3g}" if found else ""))
+        out.line(f"{layer['layer']:>5} {shares}" + (f" {layer['threshold']:>10.3g}" if calibration else ""))

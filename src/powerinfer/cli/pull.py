@@ -50,25 +50,25 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     with Bar() as bar:
         model = pull(args.model, say=out.note, progress=bar)
     out.line(str(model.path))
-    which = "" if args.model is None else f" -m {shlex.quote(_shortest(model, args.model))}"
-    out.note(f'run it: powerinfer run "..."{which}{_planned(model)}')
+    model_flag = "" if args.model is None else f" -m {shlex.quote(_shortest(model, args.model))}"
+    out.note(f'run it: powerinfer run "..."{model_flag}{_planned(model)}')
     out.document(document(model))
     return 0
 
 
-def _shortest(model: StoredModel, given: str) -> str:
+def _shortest(model: StoredModel, name: str) -> str:
     """A name for -m: as it was given, if that is one."""
-    return given if names_model(given) and "/" not in given else model.name
+    return name if names_model(name) and "/" not in name else model.name
 
 
 def _planned(stored: StoredModel) -> str:
     """The speed of a model of the catalogue here, by plan, in brackets; "" where it is not known."""
     from powerinfer.formats.catalogue import catalogue
 
-    every = ((name, model, one) for name, model in catalogue().items() for one in model.downloads)
-    found = next((one for one in every if one[1].full_name(one[2].quantisation) == stored.name), None)
-    hardware = None if found is None else _measured()
-    speed = None if found is None or hardware is None else _speed(*found, hardware)
+    downloads = ((name, model, one) for name, model in catalogue().items() for one in model.downloads)
+    match = next((one for one in downloads if one[1].full_name(one[2].quantisation) == stored.name), None)
+    hardware = None if match is None else _measured()
+    speed = None if match is None or hardware is None else _speed(*match, hardware)
     return "" if speed is None else f" ({speed:.3g} tokens/s by plan)"
 
 
@@ -85,15 +85,15 @@ def _names(out: Output) -> int:
     with Bar() as bar:
         for done, (name, model) in enumerate(catalogue().items()):
             bar("planning", done, len(catalogue()))
-            found = model.choose(memory)
-            download = model.downloads[0] if found is None else found[0]
-            speed = None if found is None or hardware is None else _speed(name, model, download, hardware)
+            choice = model.choose(memory)
+            download = model.downloads[0] if choice is None else choice[0]
+            speed = None if choice is None or hardware is None else _speed(name, model, download, hardware)
             needs = {"ram": ram_for(download), "ram_beside_8": ram_for(download, 8), "gpu": gpu_for(download)}
-            here = {"quantisation": download.quantisation, "gigabytes": download.gigabytes, "tokens_per_second": speed}
-            rows.append({"name": name, **asdict(model), "here": None if found is None else here, "needs": needs})
-            told = "too large" if found is None else "fits" if speed is None else f"{speed:.3g} tokens/s"
+            local = {"quantisation": download.quantisation, "gigabytes": download.gigabytes, "tokens_per_second": speed}
+            rows.append({"name": name, **asdict(model), "here": None if choice is None else local, "needs": needs})
+            verdict = "too large" if choice is None else "fits" if speed is None else f"{speed:.3g} tokens/s"
             bar.close()
-            out.line(_row(name, model, download, list(needs.values()), told))
+            out.line(_row(name, model, download, list(needs.values()), verdict))
     out.note(
         f"here: {memory}; RAM: with all of it there, or beside a GPU of 8 GB; GPU: with all of it there; each with a "
         "context of 8192 tokens"
@@ -104,10 +104,10 @@ def _names(out: Output) -> int:
     return 0
 
 
-def _row(name: str, model: CatalogueModel, download: Download, needs: Sequence[int | None], told: str) -> str:
-    what = f"{download.quantisation or 'BF16'} {'~' * download.estimated}{download.gigabytes:g} GB"
+def _row(name: str, model: CatalogueModel, download: Download, needs: Sequence[int | None], verdict: str) -> str:
+    size = f"{download.quantisation or 'BF16'} {'~' * download.estimated}{download.gigabytes:g} GB"
     active = "" if model.active is None else f"{model.active:g}B"
-    return _line(name, what, f"{model.parameters:g}B", active, *map(_gib, needs), told)
+    return _line(name, size, f"{model.parameters:g}B", active, *map(_gib, needs), verdict)
 
 
 def _line(name: str, *columns: str) -> str:
@@ -137,5 +137,5 @@ def _speed(name: str, model: CatalogueModel, download: Download, hardware: Hardw
     from powerinfer.placement.estimates import estimate, shape_of
 
     shape = shape_of(name, model)
-    found = None if shape is None else estimate(shape, download.quantisation, hardware)
-    return None if found is None else round(found.tok_s, 2)
+    estimated = None if shape is None else estimate(shape, download.quantisation, hardware)
+    return None if estimated is None else round(estimated.tok_s, 2)

@@ -41,31 +41,31 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     begin = time.perf_counter()
     plan = read_plan_document(Path(args.plan), pipe=True) if args.plan else None
     if plan is not None and args.model is None:
-        found = of_plan(plan, Path(args.plan))
+        facts = of_plan(plan, Path(args.plan))
         folder = Path(args.out or f"{args.plan}.report")
     else:
         engine = config_from(args, EngineConfig)
         checkpoint = open_model(args.model, engine, out)
-        found = findings(checkpoint, engine.prepared)
+        facts = findings(checkpoint, engine.prepared)
         if plan is not None:
-            found = with_plan(found, plan, Path(args.plan), checkpoint)
+            facts = with_plan(facts, plan, Path(args.plan), checkpoint)
         folder = Path(args.out) if args.out else report_folder(checkpoint.path, engine.prepared)
     with Bar() as bar:
-        report = write_report(found, folder, args.force, bar)
-    document = describe(found, report) | {"seconds": time.perf_counter() - begin}
+        report = write_report(facts, folder, args.force, bar)
+    document = describe(facts, report) | {"seconds": time.perf_counter() - begin}
     _show(document, out)
     out.document(document)
     return 0
 
 
-def describe(found: Findings, report: Report) -> dict[str, Any]:
+def describe(facts: Findings, report: Report) -> dict[str, Any]:
     """The report as a document."""
     return {
         "path": str(report.page),
         "images": [str(path) for path in report.images],
         "made": report.made,
-        "shown": {one.noun: one.value is not None for one in found},
-        "missing": [{"noun": one.noun, "command": one.command, "stale": one.stale} for one in found.lacking],
+        "shown": {one.noun: one.value is not None for one in facts},
+        "missing": [{"noun": one.noun, "command": one.command, "stale": one.stale} for one in facts.lacking],
     }
 
 

@@ -23,14 +23,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     model = local_model(args.model)
-    what = "the name only, its files stay" if model.source == "local" else f"{model.nbytes / 1e6:,.0f} MB"
+    extent = "the name only, its files stay" if model.source == "local" else f"{model.nbytes / 1e6:,.0f} MB"
     if not args.yes:
         if sys.stdin is None or not sys.stdin.isatty():
-            raise RequestError(f"rm asks at a terminal; `powerinfer rm {args.model} --yes` removes it ({what})")
-        if not agreed(f"remove {model.name} ({what})?"):
+            raise RequestError(f"rm asks at a terminal; `powerinfer rm {args.model} --yes` removes it ({extent})")
+        if not agreed(f"remove {model.name} ({extent})?"):
             out.document({"removed": None})
             return 0
     remove(model.name)
-    out.line(f"removed {model.name} ({what})")
+    out.line(f"removed {model.name} ({extent})")
     out.document({"removed": document(model)})
     return 0

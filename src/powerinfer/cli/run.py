@@ -45,7 +45,7 @@ from powerinfer.cli.common import (
 from powerinfer.cli.keys import unechoed
 from powerinfer.cli.main import INTERRUPTED
 from powerinfer.cli.screen import has_styles
-from powerinfer.cli.thinking import asked_thinking, cannot_think, thinking_flags, told_apart
+from powerinfer.cli.thinking import asked_thinking, cannot_think, thinking_flags, thought_reader
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
 from powerinfer.progress import Progress, silent
@@ -114,9 +114,9 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         wanted, reader = asked_thinking(args), None
         tokens = llm.encode(prompt) if args.raw else _chat(llm, prompt, args.system, wanted)
         if not args.raw:
-            reader, params = told_apart(llm, params, tokens, wanted)
-            if told := cannot_think(llm, wanted):
-                out.note(told)
+            reader, params = thought_reader(llm, params, tokens, wanted)
+            if reason := cannot_think(llm, wanted):
+                out.note(reason)
         with unechoed(), reading() as progress:
             events = llm.stream(tokens, params, progress=progress)
             status, document = answer(events, out, reader=reader, hide=args.hide_thinking)
@@ -125,8 +125,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         small_model_note(args.model, out)
         if args.verbose:
             _explain(llm, document, out)
-        if told := how_ended(document, params.max_tokens):
-            out.aside(told)
+        if reason := describe_end(document, params.max_tokens):
+            out.aside(reason)
         sparsity = sparsity_summary(llm)
         more = {name: value for name, value in (("sparsity", sparsity), ("disk", llm.disk)) if value}
         out.document({**document, **more})
@@ -134,16 +134,16 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 
 
 def _constraint(args: argparse.Namespace) -> dict[str, str]:
-    """What the answer must match, as fields of SamplingParams."""
-    found: dict[str, str] = {}
+    """Constraint of the answer, as fields of SamplingParams."""
+    constraint: dict[str, str] = {}
     if args.schema is not None:
         inline = args.schema.lstrip()[:1] == "{"
-        found["json_schema"] = checked_text(args.schema, "the schema") if inline else _file(args.schema)
+        constraint["json_schema"] = checked_text(args.schema, "the schema") if inline else _file(args.schema)
     if args.gbnf is not None:
-        found["grammar"] = _file(args.gbnf)
+        constraint["grammar"] = _file(args.gbnf)
     if args.pattern is not None:
-        found["regex"] = checked_text(args.pattern, "the regular expression")
-    return found
+        constraint["regex"] = checked_text(args.pattern, "the regular expression")
+    return constraint
 
 
 def _file(path: str) -> str:
@@ -158,14 +158,14 @@ def _check_system(checkpoint: Checkpoint) -> None:
         raise RequestError("--system needs a chat template, and this model has none")
 
 
-def _prompt(given: str | None, out: Output) -> str:
+def _prompt(prompt_argument: str | None, out: Output) -> str:
     """PROMPT and what is piped in, or one of them."""
-    if given in (None, "-"):
+    if prompt_argument in (None, "-"):
         piped = "" if sys.stdin is None or sys.stdin.isatty() else _piped()
         if not piped.strip():
             raise RequestError('no prompt; `powerinfer run "..."`, or pipe one in; `powerinfer chat` is a conversation')
         return piped
-    prompt = checked_text(given or "", "the prompt")
+    prompt = checked_text(prompt_argument or "", "the prompt")
     piped = _piped().strip("\n") if _is_piped(out) else ""
     return f"{prompt}\n\n{piped}" if piped else prompt
 
@@ -206,7 +206,7 @@ def _chat(llm: LLM, prompt: str, system: str | None, wanted: Thinking) -> list[i
 
 @contextmanager
 def reading() -> Iterator[Progress]:
-    """What shows how much of a prompt is computed, if stderr is a terminal."""
+    """Display of how much of a prompt is computed, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield silent
         return
@@ -223,7 +223,7 @@ def reading() -> Iterator[Progress]:
         yield progress
 
 
-def how_ended(document: dict[str, Any], max_tokens: int | None) -> str:
+def describe_end(document: dict[str, Any], max_tokens: int | None) -> str:
     """The line for an answer that a limit ended, or that is a thought alone; "" for others.
 
     max_tokens: None where the limit was the context.
@@ -240,20 +240,21 @@ def answer(
 ) -> tuple[int, dict[str, Any]]:
     """Print a stream as it arrives; (exit status, document). Ctrl-C ends it, with the text so far.
 
-    trim: print it without the white space that it begins with. reader: tells reasoning from the answer (`told_apart`):
-    it is shown on stderr if that is a terminal, and is in the document. hide: only how long it was is shown.
+    trim: print it without the white space that it begins with. reader: tells reasoning from the answer
+    (`thought_reader`): it is shown on stderr if that is a terminal, and is in the document. hide: only how long it was
+    is shown.
     """
     pieces: list[str] = []
     thoughts: list[str] = []
     ids: list[int] = []
     marked = not has_styles(sys.stderr)  # thoughts are told from the answer by words where they are not dimmed
 
-    def told() -> dict[str, Any]:
+    def texts() -> dict[str, Any]:
         return {} if reader is None else {"text": "".join(pieces), "reasoning": "".join(thoughts)}
 
-    def show(found: Sequence[AnswerDelta]) -> None:
+    def show(shown_pieces: Sequence[AnswerDelta]) -> None:
         nonlocal trim
-        for piece in found:
+        for piece in shown_pieces:
             if isinstance(piece, str):
                 if piece and thoughts and not any(pieces):
                     out.thought(f"({len(ids)} tokens of thought)" if hide else "")
@@ -271,20 +272,20 @@ def answer(
         for event in events:
             if event.token_id is not None:
                 ids.append(event.token_id)
-            found: list[AnswerDelta] = [event.text]
+            deltas: list[AnswerDelta] = [event.text]
             if reader is not None:
-                found = [*reader.push(event.text)]
-                found += [] if event.completion is None else reader.finish(event.finish_reason == "length")
-            show(found)
+                deltas = [*reader.push(event.text)]
+                deltas += [] if event.completion is None else reader.finish(event.finish_reason == "length")
+            show(deltas)
             if event.completion is not None:
-                return 0, describe(event.completion) | told()
+                return 0, describe(event.completion) | texts()
     except KeyboardInterrupt:
         events.close()
         show([] if reader is None else reader.finish(cut=True))
     finally:
         out.flush()
     document = {"text": "".join(pieces), "token_ids": ids, "completion_tokens": len(ids), "finish_reason": "abort"}
-    return INTERRUPTED, document | told()
+    return INTERRUPTED, document | texts()
 
 
 def describe(completion: Completion) -> dict[str, Any]:
@@ -305,16 +306,16 @@ def describe(completion: Completion) -> dict[str, Any]:
     return document
 
 
-def _logprob(one: TokenLogprob) -> dict[str, Any]:
-    return {"token_id": one.token_id, "text": one.text, "bytes": list(one.bytes), "logprob": one.logprob}
+def _logprob(token: TokenLogprob) -> dict[str, Any]:
+    return {"token_id": token.token_id, "text": token.text, "bytes": list(token.bytes), "logprob": token.logprob}
 
 
 def describe_sampling(llm: LLM, params: SamplingParams) -> dict[str, Any]:
-    """How an answer was sampled; defaults: where values come from that no flag gave."""
+    """Settings by which an answer was sampled; defaults: where values come from that no flag gave."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     values = {name: getattr(params, name) for name in names}
-    own = any(values[name] == value for name, value in llm.sampling.values.items())
-    return {**values, "defaults": llm.sampling.source if own else "powerinfer"}
+    defaults = any(values[name] == value for name, value in llm.sampling.values.items())
+    return {**values, "defaults": llm.sampling.source if defaults else "powerinfer"}
 
 
 def _explain(llm: LLM, document: dict[str, Any], out: Output) -> None:

@@ -12,7 +12,7 @@ Style = Literal["bold", "dim", "yellow", "red"]
 _CODES: dict[Style, str] = {"bold": "1", "dim": "2", "yellow": "33", "red": "31"}
 RESET = "\x1b[0m"
 USUAL = 80  # columns where a terminal does not say how many it has
-HELD = 32  # columns before the edge where a word is only shown once it is whole
+HELD_BACK = 32  # columns before the edge where a word is only shown once it is whole
 MOST_BEGIN = 64  # characters of a line that are kept to tell what it is
 
 _PARTS = re.compile(r"\n|[ \t]+|[^ \t\n]+")
@@ -20,7 +20,7 @@ _FENCE = re.compile(r"[ \t]*(```|~~~)")
 _TABLE = re.compile(r"[ \t]*\|")
 _HEADING = re.compile(r"#{1,6}[ \t]")
 _MARKS = re.compile(r"[ \t]*(?:(?:[-*+•>]|\d{1,3}[.)])[ \t]+)*")
-"""What stands before the text of a list's item or a quotation, whose next lines begin below that text."""
+"""Marks before the text of a list's item or a quotation, whose next lines begin below that text."""
 # Scripts that are written without spaces, a line of which may end after any character but before no closing mark.
 _UNSPACED = (  # compiled when it is used, which takes a millisecond
     "[\u1100-\u115f\u2e80-\u303e\u3041-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff01-\uff60\U00020000-\U0003fffd]"
@@ -66,8 +66,8 @@ def _character_width(character: str) -> int:
 class Wrapping:
     """A text that arrives in pieces, with line breaks between words where a line of the terminal ends.
 
-    Code between fences and tables keep their lines. A word that is longer than a line, or than `HELD` and begun before
-    that is seen, is broken by the terminal. No line ends with spaces.
+    Code between fences and tables keep their lines. A word that is longer than a line, or than `HELD_BACK` and begun
+    before that is seen, is broken by the terminal. No line ends with spaces.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -99,19 +99,19 @@ class Wrapping:
                 self._add(part)
             else:
                 self._add_unspaced(part)
-        return self._taken()
+        return self._take_output()
 
     def flush(self) -> str:
         """Text to write at the end: the rest."""
         self._end_word()
         self._spaces = ""
         self._end_style()
-        return self._taken()
+        return self._take_output()
 
-    def _taken(self) -> str:
-        taken = "".join(self._out)
+    def _take_output(self) -> str:
+        output = "".join(self._out)
         self._out.clear()
-        return taken
+        return output
 
     def _end_line(self) -> None:
         self._end_word()
@@ -132,13 +132,13 @@ class Wrapping:
     def _add_unspaced(self, text: str) -> None:
         """Add letters, each of which may be a word."""
         at = 0
-        for found in re.finditer(_UNSPACED, text):
-            if between := text[at : found.start()]:
+        for match in re.finditer(_UNSPACED, text):
+            if between := text[at : match.start()]:
                 self._add(between)
-            if found[0] not in _CLOSING:
+            if match[0] not in _CLOSING:
                 self._end_word()
-            self._add(found[0])
-            at = found.end()
+            self._add(match[0])
+            at = match.end()
         if rest := text[at:]:
             if at:
                 self._end_word()
@@ -153,7 +153,7 @@ class Wrapping:
         width = text_width(self._word)
         heading = self._bold and not self._at and not self._word.strip("#")  # it is shown with the word after it
         room = self._columns - self._at - text_width(self._spaces.expandtabs())
-        if width > self._columns or (room - width >= HELD and not heading):
+        if width > self._columns or (room - width >= HELD_BACK and not heading):
             self._write()
 
     def _end_word(self) -> None:

@@ -95,23 +95,23 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         _serve_on_ray(args, config, engine, out)
         out.document({})
         return 0
-    made = (_serve_several if several else _serve_one)(args, config, engine, out)
+    running = (_serve_several if several else _serve_one)(args, config, engine, out)
     if sys.stderr.isatty():  # beside the log, for who looks on
-        made.say = out.note
+        running.say = out.note
         if several:
-            names, count = made.service.names, len(made.service.names)
-            about = f"{count} model{'s' * (count != 1)}, each loaded when a request names it"
-            out.note(_addresses(made.url, about, config, names))
+            names, count = running.service.names, len(running.service.names)
+            title = f"{count} model{'s' * (count != 1)}, each loaded when a request names it"
+            out.note(_addresses(running.url, title, config, names))
     try:
-        made.live()
+        running.live()
     finally:
         gc.unfreeze()  # the server's cycles refer to the model, which is native: collected at the end, it is no leak
     out.document({})
-    return INTERRUPTED if made.force_exit else 0
+    return INTERRUPTED if running.force_exit else 0
 
 
-def _addresses(url: str, about: str, config: ServeConfig, models: Sequence[str] = ()) -> str:
-    """What a person needs to know of a server, as a block of lines. models: of one that has several."""
+def _addresses(url: str, title: str, config: ServeConfig, models: Sequence[str] = ()) -> str:
+    """Text for a person who starts a server, as a block of lines. models: of one that has several."""
     from powerinfer.serve.server import checked_keys
 
     more = len(models) - SHOWN
@@ -126,7 +126,7 @@ def _addresses(url: str, about: str, config: ServeConfig, models: Sequence[str] 
         "to end": "Ctrl-C",
     }
     lines = "".join(f"  {name:<20}{value}\n" for name, value in rows.items())
-    return f"\n{styled(printable(about), 'bold', sys.stderr)}\n\n{lines}"
+    return f"\n{styled(printable(title), 'bold', sys.stderr)}\n\n{lines}"
 
 
 def _check_flags(args: argparse.Namespace, several: bool) -> None:
@@ -137,7 +137,7 @@ def _check_flags(args: argparse.Namespace, several: bool) -> None:
             raise RequestError(f"--{flag.replace('_', '-')} is for {wanted}")
 
 
-def _one(args: argparse.Namespace, config: ServeConfig, out: Output) -> tuple[tuple[str, ...], Path]:
+def _resolve_model(args: argparse.Namespace, config: ServeConfig, out: Output) -> tuple[tuple[str, ...], Path]:
     """The names and the path of the model."""
     name, model = _named(args.model[0]) if args.model else (None, None)
     path = model_path(model, out)
@@ -150,7 +150,7 @@ def _serve_on_ray(args: argparse.Namespace, config: ServeConfig, engine: EngineC
     except ImportError as error:
         raise RequestError(f"--ray needs {error.name}: {install_extra('ray')}") from None
 
-    names, path = _one(args, config, out)
+    names, path = _resolve_model(args, config, out)
     ray_app.run(path, names, engine, config, _requests(engine))
 
 
@@ -158,42 +158,42 @@ def _serve_one(args: argparse.Namespace, config: ServeConfig, engine: EngineConf
     from powerinfer.serve import logs, server
     from powerinfer.serve.served import ModelSource
 
-    names, path = _one(args, config, out)
+    names, path = _resolve_model(args, config, out)
     shown = sys.stderr.isatty()
 
     def load(progress: Progress, budget: Budget) -> LLM:
         with Bar() if shown else nullcontext(silent) as bar:
 
-            def both(label: str, done: int, total: int) -> None:
+            def report(label: str, done: int, total: int) -> None:
                 progress(label, done, total)
                 bar(label, done, total)
 
-            llm = load_llm(path, engine, both)
+            llm = load_llm(path, engine, report)
             llm.prepare()
         for note in llm.notes:
             logs.log("info", note)
         if shown:
             requests = f"{engine.max_batch} requests at a time" if engine.max_batch > 1 else "one request at a time"
-            out.note(_addresses(made.url, f"{names[0]}, context of {llm.context} tokens, {requests}", config))
+            out.note(_addresses(created.url, f"{names[0]}, context of {llm.context} tokens, {requests}", config))
             small_model_note(_named(args.model[0])[1] if args.model else None, out)
         return llm
 
-    made = server.make_server([ModelSource(names, load)], config, _requests(engine))
-    return made
+    created = server.make_server([ModelSource(names, load)], config, _requests(engine))
+    return created
 
 
 def _serve_several(args: argparse.Namespace, config: ServeConfig, engine: EngineConfig, out: Output) -> Server:
     from powerinfer.serve import logs, server
     from powerinfer.serve.served import Budget
-    from powerinfer.serve.service import Policy
+    from powerinfer.serve.service import ServicePolicy
 
-    given = _given(args, out)
-    list_sources = partial(_sources, args.models, given, engine)
+    named = _named_models(args, out)
+    list_sources = partial(_sources, args.models, named, engine)
     sources = list_sources()
     if not sources:
-        where = args.models or "`powerinfer list`"
-        logs.log("warning", f"no models in {where} yet: GGUF files and model folders are served once they are there")
-    policy = Policy(
+        folder = args.models or "`powerinfer list`"
+        logs.log("warning", f"no models in {folder} yet: GGUF files and model folders are served once they are there")
+    policy = ServicePolicy(
         Budget(engine.ram, engine.vram), config.max_models, config.keep_alive, engine.max_queue or UNLIMITED,
         engine.max_batch, list_sources,
     )  # fmt: skip
@@ -205,33 +205,33 @@ def _requests(engine: EngineConfig) -> int:
     return engine.max_batch + (engine.max_queue or UNLIMITED)
 
 
-def _given(args: argparse.Namespace, out: Output) -> Mapping[str, Path]:
+def _named_models(args: argparse.Namespace, out: Output) -> Mapping[str, Path]:
     """The models of -m by name. RequestError if two have the same one."""
-    found: dict[str, Path] = {}
+    models: dict[str, Path] = {}
     for text in args.model or ():
         name, model = _named(text)
         path = model_path(model, out)
-        _add(found, {name or shown_name(model, path): path})
-    return found
+        _add(models, {name or shown_name(model, path): path})
+    return models
 
 
-def _sources(folder: str | None, given: Mapping[str, Path], engine: EngineConfig) -> list[ModelSource]:
+def _sources(folder: str | None, named: Mapping[str, Path], engine: EngineConfig) -> list[ModelSource]:
     """All models that there are now: those given, and those of --models. folder: None: not said; "": the local ones."""
     from powerinfer.hub import list_cloned, list_stored, models_in
 
-    found: dict[str, Path] = {}
+    models: dict[str, Path] = {}
     if folder:
-        found = models_in(folder)
+        models = models_in(folder)
     elif folder is not None:
-        found = {model.name: model.path for model in (*list_cloned(), *list_stored())}
-    _add(found, given)
-    return [_source(name, path, engine) for name, path in found.items()]
+        models = {model.name: model.path for model in (*list_cloned(), *list_stored())}
+    _add(models, named)
+    return [_source(name, path, engine) for name, path in models.items()]
 
 
-def _add(found: dict[str, Path], more: Mapping[str, Path]) -> None:
+def _add(models: dict[str, Path], more: Mapping[str, Path]) -> None:
     for name, path in more.items():
-        if found.setdefault(name, path) != path:
-            raise RequestError(f"{found[name]} and {path} are both named {name}: -m NAME=MODEL names one")
+        if models.setdefault(name, path) != path:
+            raise RequestError(f"{models[name]} and {path} are both named {name}: -m NAME=MODEL names one")
 
 
 def _source(name: str, path: Path, engine: EngineConfig) -> ModelSource:
@@ -253,7 +253,7 @@ def _load(name: str, path: Path, engine: EngineConfig, progress: Progress, budge
 
 
 def _needs(path: Path, engine: EngineConfig, budget: Budget) -> Needs:
-    """What a model takes within a budget, from its headers. PowerInferError if that is not enough."""
+    """Memory of a model within a budget, from its headers. PowerInferError if that is not enough."""
     from powerinfer.formats.checkpoint import open_checkpoint
     from powerinfer.hybrid.resolve import resolve
     from powerinfer.hybrid.resolved import needs
@@ -274,11 +274,11 @@ def _needs(path: Path, engine: EngineConfig, budget: Budget) -> Needs:
         ) from None
 
 
-def _named(given: str) -> tuple[str | None, str]:
+def _named(argument: str) -> tuple[str | None, str]:
     """(name, model) of NAME=MODEL; None where it is a model alone."""
-    name, separator, model = given.partition("=")
-    if not separator or not model or Path(given).expanduser().exists():
-        return None, given
+    name, separator, model = argument.partition("=")
+    if not separator or not model or Path(argument).expanduser().exists():
+        return None, argument
     if not 0 < len(name) <= MAX_NAME or not name.isprintable():
         raise RequestError(f"the name of a model has 1 to {MAX_NAME} printable characters, not {name!r}")
     return name, model

@@ -31,7 +31,7 @@ from powerinfer.errors import RequestError
 ASKED = 0.5
 """Hours from which on a training is begun only after a question, at a terminal."""
 MISSED = 0.02
-"""How far the share of zeros may stay behind its target without a word."""
+"""Distance of the share of zeros from its target that needs no word."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -82,14 +82,15 @@ def execute(args: argparse.Namespace, out: Output) -> int:
             bar.close()
             _agree(hours, config, args.yes, out)
 
-        made = sparsify(checkpoint, args.corpus, config, folder, bar, engine.threads, out.note, start, agree)
-    about = made.document
-    out.line(f"perplexity {about['perplexity_before']:.3f} -> {about['perplexity']:.3f} ({about['ratio']:.3f} times)")
-    out.line(f"{about['zeros']:.1%} of the neurons are zero for a token (target {config.zeros:.1%})")
-    if about["zeros"] < config.zeros - MISSED:
-        out.note(f"{about['zeros']:.1%} is less than --zeros asks for: train longer, with more --tokens")
-    out.line(f"{made.path}: {about['tokens']:,} tokens in {about['seconds']:.0f} s")
-    out.document(about)
+        result = sparsify(checkpoint, args.corpus, config, folder, bar, engine.threads, out.note, start, agree)
+    document = result.document
+    before, after = document["perplexity_before"], document["perplexity"]
+    out.line(f"perplexity {before:.3f} -> {after:.3f} ({document['ratio']:.3f} times)")
+    out.line(f"{document['zeros']:.1%} of the neurons are zero for a token (target {config.zeros:.1%})")
+    if document["zeros"] < config.zeros - MISSED:
+        out.note(f"{document['zeros']:.1%} is less than --zeros asks for: train longer, with more --tokens")
+    out.line(f"{result.path}: {document['tokens']:,} tokens in {document['seconds']:.0f} s")
+    out.document(document)
     return 0
 
 
@@ -127,25 +128,25 @@ def _estimate(args: argparse.Namespace, engine: EngineConfig, config: SparsifyCo
     if args.measure:
         with Bar() as bar:
             rates = measured(model, config, engine.threads, bar)
-    about = estimate(model, config, args.share, rates, codes)
-    weights, active = about["parameters"] / 1e9, about["active_parameters"] / 1e9
-    out.line(f"{about['model']}: {weights:.2f} billion weights, {active:.2f} of them multiplied with for a token")
-    for number, one in enumerate(about["stages"], 1):
-        trained = f"{one['weights'] / 1e9:.2f} billion weights trained"
-        work = f"{one['tokens']:,} tokens of {one['flops'] / 1e9:.1f} GFLOP"
-        out.line(f"stage {number}, {one['name']}: {work}, {trained}")
-    for place in about["memory"]:
+    result = estimate(model, config, args.share, rates, codes)
+    weights, active = result["parameters"] / 1e9, result["active_parameters"] / 1e9
+    out.line(f"{result['model']}: {weights:.2f} billion weights, {active:.2f} of them multiplied with for a token")
+    for number, stage in enumerate(result["stages"], 1):
+        trained = f"{stage['weights'] / 1e9:.2f} billion weights trained"
+        work = f"{stage['tokens']:,} tokens of {stage['flops'] / 1e9:.1f} GFLOP"
+        out.line(f"stage {number}, {stage['name']}: {work}, {trained}")
+    for place in result["memory"]:
         ram = f" and {place['ram'] / 2**30:.0f} GiB of RAM" if place["ram"] else ""
         out.line(f"memory, {place['place']}: {place['device'] / 2**30:.1f} GiB of the device{ram}")
-    for device in about["devices"]:
+    for device in result["devices"]:
         fits = f"fits with {device['fits']}" if device["fits"] else "does not fit"
-        rate = f"{about['share']:.0%} of {device['flops_s'] / 1e12:.0f} TFLOP/s"
+        rate = f"{result['share']:.0%} of {device['flops_s'] / 1e12:.0f} TFLOP/s"
         out.line(f"{device['name']}: {_time(device['hours'])} ({rate}), {fits}")
-    if about["here"] is not None:
-        here = about["here"]
-        rate = f"{here['flops_s'] / 1e12:.3g} of {here['peak_flops_s'] / 1e12:.3g} TFLOP/s, measured"
-        out.line(f"this machine ({here['device']}): {_time(here['hours'])} ({rate})")
-    out.document(about)
+    if result["here"] is not None:
+        machine = result["here"]
+        rate = f"{machine['flops_s'] / 1e12:.3g} of {machine['peak_flops_s'] / 1e12:.3g} TFLOP/s, measured"
+        out.line(f"this machine ({machine['device']}): {_time(machine['hours'])} ({rate})")
+    out.document(result)
     return 0
 
 

@@ -47,7 +47,7 @@ class Terminal:
         options: Collection[str],
         **session: Any,
     ) -> None:
-        self._kept = ""  # typed before it was asked for
+        self._draft = ""  # typed before it was asked for
         self._session: PromptSession[str] = PromptSession(
             [("bold ansigreen", "> ")] if has_styles(sys.stdout) else "> ",
             multiline=True,
@@ -62,15 +62,15 @@ class Terminal:
 
     def read(self) -> str | None:
         """The next message; None for Ctrl-D. KeyboardInterrupt for Ctrl-C where nothing is typed."""
-        kept, self._kept = self._kept, ""
+        draft, self._draft = self._draft, ""
         try:
-            return self._session.prompt(default=kept).encode("utf-8", "replace").decode()
+            return self._session.prompt(default=draft).encode("utf-8", "replace").decode()
         except EOFError:
             return None
 
     def keep(self, text: str) -> None:
         """Begin the next message with a text, which its sender may still edit."""
-        self._kept = text
+        self._draft = text
 
 
 def _keys(unfinished: Callable[[str], bool]) -> KeyBindings:
@@ -122,7 +122,7 @@ class _Completer(Completer):
 
 
 class SavedHistory(History):
-    """What was typed, in a file that only its owner can read: a JSON string per line, the newest last.
+    """History of typed lines, in a file that only its owner can read: a JSON string per line, the newest last.
 
     A file that cannot be read or written is no obstacle to a conversation: it only goes unsaved.
     """

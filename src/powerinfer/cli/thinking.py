@@ -51,7 +51,7 @@ def _tokens(text: str) -> int | None:
 
 
 def asked_thinking(args: argparse.Namespace) -> Thinking:
-    """What the flags say."""
+    """Thinking as the flags say."""
     wanted: Thinking = args.think or Thinking()
     if args.reasoning_budget == 0:
         return Thinking(False, None, 0)
@@ -67,11 +67,11 @@ def cannot_think(llm: LLM, wanted: Thinking) -> str:
     return "(this model does not think: its chat template has no thoughts)" if unable else ""
 
 
-def told_apart(
+def thought_reader(
     llm: LLM, params: SamplingParams, prompt: Sequence[int] = (), wanted: Thinking | None = None
 ) -> tuple[AnswerParser | None, SamplingParams]:
-    """What tells reasoning from the answer to a prompt, of a model that marks it, and parameters that keep the marks in
-    the text; None of others. Where special tokens are to be shown, all is text."""
+    """Reader that tells reasoning from the answer to a prompt, and parameters that keep the marks in the text; None for
+    a model that marks nothing. Where special tokens are to be shown, all is text."""
     from powerinfer.runtime.thinking import with_thoughts
     from powerinfer.text.tool_calls import reasoning_format
 

@@ -76,6 +76,6 @@ def table(training: Mapping[str, Any] | None) -> list[str]:
     return [*lines, f" mean  {rank:>4}            {_shares(means)}"]
 
 
-def _shares(one: Mapping[str, float]) -> str:
+def _shares(figures: Mapping[str, float]) -> str:
     widths = (6, 9, 10, 6, 11, 10)
-    return "  ".join(f"{one[name]:>{width}.2%}" for name, width in zip(FIGURES, widths, strict=True))
+    return "  ".join(f"{figures[name]:>{width}.2%}" for name, width in zip(FIGURES, widths, strict=True))

@@ -39,7 +39,7 @@ ANTHROPIC_TYPES = {
 """Anthropic's error types by status; every other status is an invalid_request_error."""
 
 OLLAMA_ROUTES = "/api/"
-"""What the paths of Ollama's API begin with."""
+"""Beginning of the paths of Ollama's API."""
 
 LLAMA_ROUTES = ("/completion", "/completions", "/infill")
 """llama-server's own, where a context error is told as it does."""
@@ -60,10 +60,10 @@ class ApiError(HTTPException):
         self.param, self.code = param, code
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """This error with other names of fields, in its message and its `param`."""
+        """Copy of this error with other names of fields, in its message and its `param`."""
         if names:  # a whole name, or the part of one that begins with a dot
-            whole = "|".join(re.escape(name) if name[0] == "." else rf"(?<![\w.]){re.escape(name)}" for name in names)
-            pattern = re.compile(rf"(?:{whole})(?!\w)")
+            parts = "|".join(re.escape(name) if name[0] == "." else rf"(?<![\w.]){re.escape(name)}" for name in names)
+            pattern = re.compile(rf"(?:{parts})(?!\w)")
             self.detail = pattern.sub(lambda match: names[match[0]], str(self.detail))
             self.param = names.get(self.param or "", self.param)
         return self
@@ -76,15 +76,16 @@ class ApiError(HTTPException):
 class NoModelError(ApiError):
     """A name that no model has. known: names that there are, for people."""
 
-    def __init__(self, name: str, known: str) -> None:
-        super().__init__(404, f"no model {name!r}; this server has {known}", param="model", code="model_not_found")
-        self._name, self._known = name, known
+    def __init__(self, name: str, available: str) -> None:
+        super().__init__(404, f"no model {name!r}; this server has {available}", param="model", code="model_not_found")
+        self._name, self._available = name, available
 
     def document(self, path: str = "") -> dict[str, Any]:
         if not is_ollama(path):
             return super().document(path)
-        how = "`powerinfer pull` gets another one, `serve -m` or `serve --models` offers it"
-        return error_document(404, f"model {self._name!r} not found: this server has {self._known}; {how}", path=path)
+        hint = "`powerinfer pull` gets another one, `serve -m` or `serve --models` offers it"
+        message = f"model {self._name!r} not found: this server has {self._available}; {hint}"
+        return error_document(404, message, path=path)
 
 
 class ContextError(ApiError):
@@ -157,24 +158,24 @@ def is_ollama(path: str) -> bool:
 def headers_of(status: int) -> dict[str, str]:
     """Headers that go with a refusal."""
     headers = {"Retry-After": str(RETRY_AFTER[status])} if status in RETRY_AFTER else {}
-    own = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}}
-    return headers | own.get(status, {})
+    specific = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}}
+    return headers | specific.get(status, {})
 
 
 def shutting_down() -> ApiError:
-    """What ends an answer that the server's end breaks off."""
+    """Error that ends an answer when the server shuts down."""
     return ApiError(503, "the server is shutting down: the answer is not complete", code="aborted")
 
 
 def not_supported(name: str, hint: str = "") -> ApiError:
-    """What a client asks for and this server does not have."""
+    """Error for a field or value that this server does not support."""
     return ApiError(400, f"{name} is not supported{hint}", param=path_of(name), code="unsupported_parameter")
 
 
 def place_in(message: str) -> str | None:
     """The field that a message of the engine begins with, if it is one."""
-    found = _PLACE.match(message)
-    return found[1] if found else None
+    match = _PLACE.match(message)
+    return match[1] if match else None
 
 
 _PLACE = re.compile(r"((?:messages|tools)\[[\w.\[\]]+|logit_bias|stop_token_ids|stop|temperature|top_[pk])(?=[ :,])")

@@ -32,7 +32,7 @@ from powerinfer.serve.messages import MESSAGES_NAMES, CountRequest, MessagesRequ
 from powerinfer.serve.overview import OVERVIEW, overview_row
 from powerinfer.serve.page import add_page
 from powerinfer.serve.prompts import (
-    Given,
+    Input,
     Room,
     check_fit,
     check_ids,
@@ -56,8 +56,8 @@ from powerinfer.serve.schema import (
 from powerinfer.serve.served import ServedModel
 from powerinfer.serve.service import Service
 from powerinfer.serve.shapes import AnswerShape, ChatShape, Logprobs, TextShape, Usage, add_logprobs, encode_json
-from powerinfer.serve.thinking import Asked, Defaults
-from powerinfer.serve.work import in_worker, read_json
+from powerinfer.serve.thinking import Defaults, ThinkingWishes
+from powerinfer.serve.work import read_json, run_in_worker
 from powerinfer.text.tool_parser import AnswerFormat
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class StrictRoute(APIRoute):
         async def strict(request: Request) -> Response:
             if request.method == "POST":
                 kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-                if kind != "application/json" and not _of_a_program(request):
+                if kind != "application/json" and not _is_from_program(request):
                     raise ApiError(415, "send the body as Content-Type: application/json")
                 if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
                     raise ApiError(415, "send the body as it is, without Content-Encoding")
@@ -103,14 +103,14 @@ class StrictRoute(APIRoute):
         return strict
 
 
-def _of_a_program(request: Request) -> bool:
+def _is_from_program(request: Request) -> bool:
     """Whether a request to Ollama's API comes from a program: a web page states its origin, and curl a form's type."""
     return is_ollama(request.url.path) and "origin" not in request.headers
 
 
 def _as_json(scope: Scope) -> Scope:
-    others = [header for header in scope["headers"] if header[0] != b"content-type"]
-    return {**scope, "headers": [*others, (b"content-type", b"application/json")]}
+    headers = [header for header in scope["headers"] if header[0] != b"content-type"]
+    return {**scope, "headers": [*headers, (b"content-type", b"application/json")]}
 
 
 class EventStream(Response):
@@ -179,17 +179,17 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         model = await service.use(body.model, request.state.leases)
         llm = model.llm
 
-        def prepared() -> tuple[SamplingParams, list[Given], list[list[int]]]:
+        def prepared() -> tuple[SamplingParams, list[Input], list[list[int]]]:
             body.logit_bias = read_biases(llm, body)
-            params, given = constrained(llm, body, body.to_params(llm.sampling)), body.prompts()
+            params, texts = constrained(llm, body, body.to_params(llm.sampling)), body.prompts()
             wanted = params.max_tokens or 1 if body.generates else 0
-            prompts = encode_texts(llm, given, body.truncate_prompt_tokens, wanted)
+            prompts = encode_texts(llm, texts, body.truncate_prompt_tokens, wanted)
             check_fit(llm, prompts, params if body.generates else None)
-            return params, given, prompts
+            return params, texts, prompts
 
         try:
-            params, given, prompts = await in_worker(request.state.size, prepared)
-            echoes = await echoes_of(llm, body, given, prompts)
+            params, texts, prompts = await run_in_worker(request.state.size, prepared)
+            echoes = await echoes_of(llm, body, texts, prompts)
         except Exception as error:
             raise refusal(model, error) from None
         shape = TextShape(*shape_of(model, request, body), echoes)
@@ -203,12 +203,12 @@ def _add_answers(app: FastAPI, service: Service) -> None:
             raise ApiError(400, llm.why_no_embeddings, param="model", code="no_embeddings")
 
         def prepared() -> list[list[int]]:
-            given = body.texts(llm.config.d_model)
-            texts = encode_texts(llm, given, body.truncate_prompt_tokens, param="input")
+            inputs = body.texts(llm.config.d_model)
+            texts = encode_texts(llm, inputs, body.truncate_prompt_tokens, param="input")
             check_texts(llm, texts)
             return texts
 
-        texts = await in_worker(request.state.size, prepared)
+        texts = await run_in_worker(request.state.size, prepared)
         count = request.state.facts["prompt_tokens"] = sum(map(len, texts))
         vectors = await embedded(model, texts, request.state.salt)
         name = body.model or model.name
@@ -222,7 +222,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         model = await service.use(chat.model, request.state.leases)
         count = partial(count_chat, model.llm, chat, service.thinking)
         try:
-            return json_response({"input_tokens": await in_worker(request.state.size, count)})
+            return json_response({"input_tokens": await run_in_worker(request.state.size, count)})
         except Exception as error:
             raise refusal(model, error, MESSAGES_NAMES) from None
 
@@ -232,14 +232,14 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         text, special = body.text(), body.parse_special is not False
 
         def tokenized() -> Response:
-            Room.of_counted(llm).check(llm, text, param="content")
+            Room.counting(llm).check(llm, text, param="content")
             tokens = llm.tokenizer.encode(text, special=special, add_bos=None if body.adds else False)
             shown: Any = tokens
             if body.with_pieces:
                 shown = [{"id": token, "piece": _piece(llm.tokenizer.token_bytes(token))} for token in tokens]
             return json_response({"tokens": shown, "count": len(tokens), "max_model_len": llm.context})
 
-        return await in_worker(request.state.size, tokenized)
+        return await run_in_worker(request.state.size, tokenized)
 
     @app.get("/tokenizer_info")
     async def tokenizer_info(request: Request, model: str | None = None) -> Response:
@@ -260,7 +260,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         llm = (await service.use(body.model, request.state.leases)).llm
         body.check_extra()
         check_ids(llm, body.tokens, "tokens")
-        text = await in_worker(request.state.size, llm.tokenizer.decode, body.tokens, skip_special=False)
+        text = await run_in_worker(request.state.size, llm.tokenizer.decode, body.tokens, skip_special=False)
         return json_response({"content": text, "prompt": text})
 
     @app.post("/apply-template")
@@ -273,7 +273,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             return render(model.llm, body, read_chat_tools(model.llm, body))
 
         try:
-            return json_response({"prompt": await in_worker(request.state.size, rendered)})
+            return json_response({"prompt": await run_in_worker(request.state.size, rendered)})
         except Exception as error:
             raise model.refusal(error) or error from None
 
@@ -316,8 +316,8 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/v1/engine")
     async def engine(request: Request, model: str | None = None) -> Response:
         if model is None and service.only is None:
-            about = [{"name": one.name, "status": one.status, "loads": one.loads} for one in service.models]
-            return json_response({"version": __version__, "models": about})
+            models = [{"name": one.name, "status": one.status, "loads": one.loads} for one in service.models]
+            return json_response({"version": __version__, "models": models})
         return json_response(await run_in_threadpool(_describe, service.peek(model, request.state.leases)))
 
     @app.get(OVERVIEW)
@@ -327,8 +327,8 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get(LIVE)
     async def live(request: Request, model: str | None = None) -> Response:
-        found = service.peek(model, request.state.leases)
-        return json_response(await run_in_threadpool(found.view.frame, found.llm))
+        served = service.peek(model, request.state.leases)
+        return json_response(await run_in_threadpool(served.view.frame, served.llm))
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -344,7 +344,7 @@ def shape_of(model: ServedModel, request: Request, body: Sampling) -> tuple[str,
 
 async def _as_chat(request: Request, body: ResponsesRequest | CountRequest) -> ChatRequest:
     """The chat that a body of another API asks for."""
-    return await in_worker(request.state.size, body.to_chat)
+    return await run_in_worker(request.state.size, body.to_chat)
 
 
 def count_chat(llm: LLM, chat: ChatRequest, defaults: Defaults) -> int:
@@ -355,8 +355,8 @@ def count_chat(llm: LLM, chat: ChatRequest, defaults: Defaults) -> int:
 
 def refusal(model: ServedModel, error: Exception, names: Mapping[str, str] = NO_NAMES) -> Exception:
     """An error as the API tells it. names: of an API's fields that are called otherwise in OpenAI's chats."""
-    told = model.refusal(error)
-    return error if told is None else told.renamed(names)
+    refused = model.refusal(error)
+    return error if refused is None else refused.renamed(names)
 
 
 async def answer_chat(
@@ -371,7 +371,7 @@ async def answer_chat(
     model = await service.use(body.model, request.state.leases)
     llm = model.llm
 
-    def prepared() -> tuple[Asked, Tools, AnswerFormat | None, SamplingParams, list[int], int]:
+    def prepared() -> tuple[ThinkingWishes, Tools, AnswerFormat | None, SamplingParams, list[int], int]:
         body.take_defaults(service.thinking)
         asked = body.asked_thinking()
         tools = read_chat_tools(llm, body)
@@ -379,25 +379,25 @@ async def answer_chat(
         params = constrained(llm, body, body.to_params(llm.sampling), tools)
         fitting = replace(params, max_tokens=None) if body.ends_with_context else params
         tokens, dropped = fitted_chat(llm, body, tools, fitting)
-        params, form = with_thoughts(llm, asked.thinking, params, tools.reads, tokens, asked.apart, body.begun)
+        params, form = with_thoughts(llm, asked.thinking, params, tools.reads, tokens, asked.separate, body.begun)
         return asked, tools, form, params, tokens, dropped
 
     try:
-        asked, tools, form, params, tokens, dropped = await in_worker(request.state.size, prepared)
+        asked, tools, form, params, tokens, dropped = await run_in_worker(request.state.size, prepared)
     except Exception as error:
         raise refusal(model, error, names) from None
     if dropped:
         request.state.facts["dropped_turns"] = dropped
-    made = shape(params, *shape_of(model, request, body), form)
-    made.shows_reasoning = asked.shows
+    answer_shape = shape(params, *shape_of(model, request, body), form)
+    answer_shape.shows_reasoning = asked.shows
     try:
-        return await answer(model, request, body, made, [tokens], params)
+        return await answer(model, request, body, answer_shape, [tokens], params)
     except ApiError as error:  # the grammar of all functions says neither which one is wrong, nor where
         if error.status_code != 400 or params.rules is None:
             raise
-        wrong = await in_worker(request.state.size, wrong_tool, tools.tools)
-        told = {"Lark grammar": "grammar of the functions"} if tools.form is not None else {}
-        raise (wrong or error).renamed({**names, **told}) from None
+        wrong = await run_in_worker(request.state.size, wrong_tool, tools.tools)
+        names_of_functions = {"Lark grammar": "grammar of the functions"} if tools.form is not None else {}
+        raise (wrong or error).renamed({**names, **names_of_functions}) from None
 
 
 async def embedded(model: ServedModel, texts: list[list[int]], salt: bytes) -> NDArray[np.float32]:
@@ -438,7 +438,7 @@ async def answer(
     run = _Run(model, shape, events, usage, body.choices, len(prompts) * body.choices, request.state.facts)
     try:
         if not body.stream:
-            return json_response(await run.whole())
+            return json_response(await run.full_answer())
         await run.begin()  # a refusal has a status of its own only before the stream begins
     except BaseException:
         await events.aclose()
@@ -483,7 +483,7 @@ class _Run:
             async with aclosing(events):
                 async for item in events:
                     if item is not None:
-                        self._shape.seen(*item)
+                        self._shape.observe(*item)
                         generated += item[1].token_id is not None
                         if item[1].completion is not None:
                             self._usage.add(item[1].completion, first=item[0] % self._n == 0)
@@ -493,7 +493,7 @@ class _Run:
         finally:
             self._facts |= {"prompt_tokens": self._usage.prompt, "completion_tokens": generated}
 
-    async def whole(self) -> dict[str, Any]:
+    async def full_answer(self) -> dict[str, Any]:
         """The object of a request without `stream`."""
         texts: list[list[str]] = [[] for _ in range(self._count)]
         logprobs: list[Logprobs | None] = [None] * self._count
@@ -518,7 +518,7 @@ class _Run:
             self._shape.choice(index, "".join(text), scores, reason)
             for index, (text, scores, reason) in enumerate(parts)
         ]
-        return self._shape.whole(choices, self._usage, ids)
+        return self._shape.full_answer(choices, self._usage, ids)
 
     async def close(self) -> None:
         """End what is still computed."""
@@ -596,9 +596,9 @@ def _no_route(request: Request) -> str:
     """The message for a path that there is not: what a client of a wrong base URL asks for."""
     path = request.url.path
     message = f"no route {path[:128]}"
-    known = {getattr(route, "path", "") for route in request.app.routes}
+    paths = {getattr(route, "path", "") for route in request.app.routes}
     right = f"/v1{path}" if not path.startswith("/v1/") else path.removeprefix("/v1")
-    return f"{message}; did you mean {right}?" if right in known else message
+    return f"{message}; did you mean {right}?" if right in paths else message
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -606,8 +606,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, ApiError):
         headers = dict(error.headers or {})
         right = f": use {headers['Allow']}" if "Allow" in headers else ""
-        what = {404: _no_route(request), 405: f"{request.method} is not allowed here{right}"}
-        message = what.get(error.status_code, str(error.detail))
+        messages = {404: _no_route(request), 405: f"{request.method} is not allowed here{right}"}
+        message = messages.get(error.status_code, str(error.detail))
         document = error_document(error.status_code, message, path=request.url.path)
         return json_response(document, error.status_code, headers)
     return json_response(error.document(request.url.path), error.status_code, dict(error.headers or {}))
@@ -616,8 +616,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
 async def _validation_error(request: Request, error: Exception) -> Response:
     """The first field that is wrong, without the value, which may be long."""
     assert isinstance(error, RequestValidationError)
-    where, message = _wrong(error.errors())
-    return json_response(error_document(400, f"{where}: {message}", where, "invalid_value", request.url.path), 400)
+    field, message = _wrong(error.errors())
+    return json_response(error_document(400, f"{field}: {message}", field, "invalid_value", request.url.path), 400)
 
 
 _KINDS = ("str", "int", "float", "bool")
@@ -627,27 +627,27 @@ def _wrong(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     """(field, what is wrong with it). A field that may be of several kinds has errors for each of them, with the kind
     in the place of a name: of these those count that lie deepest, then those about a value, not about its kind."""
 
-    def place(one: Mapping[str, Any]) -> list[str]:
-        parts = one["loc"][1:] if one["loc"][:1] in (("body",), ("query",)) else one["loc"]
+    def place(problem: Mapping[str, Any]) -> list[str]:
+        parts = problem["loc"][1:] if problem["loc"][:1] in (("body",), ("query",)) else problem["loc"]
         names = [part for part in parts if str(part).isdigit() or (part.isidentifier() and part not in _KINDS)]
         return [str(name)[:64] for name in names] if names and type(names[0]) is str else []  # else of the text
 
     first = place(errors[0])[:1]
-    own = [one for one in errors if place(one)[:1] == first]
-    deepest = max(len(place(one)) for one in own)
-    own = [one for one in own if len(place(one)) == deepest]
-    own = [one for one in own if not one["type"].endswith("_type")] or own
+    relevant = [one for one in errors if place(one)[:1] == first]
+    deepest = max(len(place(one)) for one in relevant)
+    relevant = [one for one in relevant if len(place(one)) == deepest]
+    relevant = [one for one in relevant if not one["type"].endswith("_type")] or relevant
     # Each kind stops at its first error: the one that gets furthest in a list is the one that is meant.
-    where = max(map(place, own), key=lambda names: [int(name) for name in names if name.isdigit()])
-    own = [one for one in own if place(one) == where]
-    said = list(dict.fromkeys(str(one["msg"]) for one in own))
+    field = max(map(place, relevant), key=lambda names: [int(name) for name in names if name.isdigit()])
+    relevant = [one for one in relevant if place(one) == field]
+    reasons = list(dict.fromkeys(str(one["msg"]) for one in relevant))
     begin = "Input should be "
-    if len(said) > 1 and all(one.startswith(begin) for one in said):
-        said = [begin + ", or ".join(one.removeprefix(begin) for one in said)]
-    return ".".join(where)[:256] or "body", said[0]
+    if len(reasons) > 1 and all(one.startswith(begin) for one in reasons):
+        reasons = [begin + ", or ".join(one.removeprefix(begin) for one in reasons)]
+    return ".".join(field)[:256] or "body", reasons[0]
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    """For the client; the error itself goes on to the gate, which logs it."""
+    """Answer for the client; the error itself goes on to the gate, which logs it."""
     message = "internal error: the log has the cause"
     return json_response(error_document(500, message, path=request.url.path), 500)

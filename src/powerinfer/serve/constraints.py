@@ -1,4 +1,4 @@
-"""What answers must match, and which functions a model may call: fields of OpenAI, llama-server and vLLM."""
+"""Constraints of answers, and the functions a model may call: fields of OpenAI, llama-server and vLLM."""
 
 from __future__ import annotations
 
@@ -34,35 +34,35 @@ class Tools:
 
 
 def read_grammar(body: Sampling) -> Grammar | None:
-    """What an answer's text must match; None: anything. ApiError for more than one such field."""
-    found = {name: grammar for name, grammar in _grammars(body).items() if grammar is not None}
-    if len(found) > 1:
-        names = ", ".join(found)
-        raise ApiError(400, f"{names} exclude each other: give one", param=next(iter(found)))
-    return next(iter(found.values()), None)
+    """The grammar that an answer's text must match; None: anything. ApiError for more than one such field."""
+    grammars = {name: grammar for name, grammar in _grammars(body).items() if grammar is not None}
+    if len(grammars) > 1:
+        names = ", ".join(grammars)
+        raise ApiError(400, f"{names} exclude each other: give one", param=next(iter(grammars)))
+    return next(iter(grammars.values()), None)
 
 
 def _grammars(body: Sampling) -> dict[str, Grammar | None]:
-    given: dict[str, Any] = {name: getattr(body, name) for name in _FIELDS}
-    found: dict[str, Grammar | None] = {}
-    for name, value in given.items():
+    values: dict[str, Any] = {name: getattr(body, name) for name in _FIELDS}
+    grammars: dict[str, Grammar | None] = {}
+    for name, value in values.items():
         try:
-            found[name] = None if value in (None, "") else _FIELDS[name](value)
+            grammars[name] = None if value in (None, "") else _FIELDS[name](value)
         except RequestError as error:
             raise ApiError(400, str(error), param=name) from None
-    return found
+    return grammars
 
 
-def _structured(given: Mapping[str, Any]) -> Grammar | None:
+def _structured(fields: Mapping[str, Any]) -> Grammar | None:
     """vLLM's structured_outputs."""
-    made = {"json": Grammar.json_schema, "regex": Grammar.regex, "choice": Grammar.choice, "grammar": Grammar.gbnf}
-    named = {name: value for name, value in given.items() if value not in (None, False)}
+    makers = {"json": Grammar.json_schema, "regex": Grammar.regex, "choice": Grammar.choice, "grammar": Grammar.gbnf}
+    named = {name: value for name, value in fields.items() if value not in (None, False)}
     if not named:
         return None
     (name, value), *more = named.items()
-    if more or name not in (*made, "json_object"):
+    if more or name not in (*makers, "json_object"):
         raise RequestError("structured_outputs takes one of json, regex, choice, grammar and json_object")
-    return Grammar.json_object() if name == "json_object" else made[name](value)
+    return Grammar.json_object() if name == "json_object" else makers[name](value)
 
 
 _FIELDS: dict[str, Callable[[Any], Grammar | None]] = {
@@ -82,11 +82,11 @@ def functions(tools: Sequence[dict[str, Any]], *kinds: str) -> Iterator[tuple[in
 
     Others are a server's own, or what a client has beside functions: they are left out, and the log names their types.
     """
-    kept = [(at, tool) for at, tool in enumerate(tools) if tool.get("type") in kinds or not _typed(tool)]
-    others = {tool["type"][:64] for tool in tools if _typed(tool) and tool["type"] not in kinds}
-    if others:
-        log("warning", "tools that are no functions are left out", types=sorted(others)[:MAX_LOGGED])
-    yield from kept
+    offered = [(at, tool) for at, tool in enumerate(tools) if tool.get("type") in kinds or not _typed(tool)]
+    other_types = {tool["type"][:64] for tool in tools if _typed(tool) and tool["type"] not in kinds}
+    if other_types:
+        log("warning", "tools that are no functions are left out", types=sorted(other_types)[:MAX_LOGGED])
+    yield from offered
 
 
 def _typed(tool: Mapping[str, Any]) -> bool:
@@ -116,10 +116,10 @@ def read_chat_tools(llm: LLM, body: ChatRequest) -> Tools:
 
 
 def chat_prompt(
-    llm: LLM, given: Sequence[dict[str, Any]], variables: Mapping[str, Any] | None, tools: Tools | None = None
+    llm: LLM, conversation: Sequence[dict[str, Any]], variables: Mapping[str, Any] | None, tools: Tools | None = None
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Messages and variables for the chat template. variables: the request's chat_template_kwargs."""
-    messages, options = list(given), template_options(variables)
+    messages, options = list(conversation), template_options(variables)
     shown = tools.tools if tools is not None and tools.form is not None else []
     called = shown or any("tool_calls" in message or message["role"] == "tool" for message in messages)
     form = _format(llm, bool(shown)) if called else reasoning_format(_template(llm))
@@ -163,9 +163,9 @@ def _template(llm: LLM) -> str | None:
     return llm.template.source if llm.template is not None else None
 
 
-def _format(llm: LLM, told: bool = True) -> ToolFormat:
+def _format(llm: LLM, with_tools: bool = True) -> ToolFormat:
     """The dialect of the model's calls; told: of its template for chats with tools."""
-    template = llm.template.for_tools if told and llm.template is not None else llm.template
+    template = llm.template.for_tools if with_tools and llm.template is not None else llm.template
     return read_dialect(template).ended_by([llm.tokenizer.token_text(token) for token in llm.tokenizer.eos_ids])
 
 

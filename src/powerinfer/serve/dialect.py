@@ -1,4 +1,4 @@
-"""What the APIs beside OpenAI's chat completions share: /v1/responses, /v1/messages and Ollama's.
+"""Common parts of the APIs beside OpenAI's chat completions: /v1/responses, /v1/messages and Ollama's.
 
 A body of theirs becomes a `ChatRequest`, and is answered as one. An answer is a list of blocks: texts, reasoning and
 calls in the order in which the model writes them. `BlockShape` builds them; its subclasses write them as their API
@@ -35,11 +35,11 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
-    def refuse_extra(self, where: str, ignored: Sequence[str]) -> None:
+    def refuse_extra(self, path: str, ignored: Sequence[str]) -> None:
         """ApiError for a field that is neither listed nor ignored, unless it holds nothing."""
         for name, value in (self.model_extra or {}).items():
             if name not in ignored and value not in (None, [], {}):
-                raise not_supported(f"{where}.{name[:64]}")
+                raise not_supported(f"{path}.{name[:64]}")
 
 
 class TextPart(Strict):
@@ -53,8 +53,8 @@ class TextPart(Strict):
 Content = str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
-class Asked(Body):
-    """What both bodies have. seed and chat_template_kwargs: of this server, as in /v1/chat/completions."""
+class DialectBody(Body):
+    """Fields of both bodies. seed and chat_template_kwargs: of this server, as in /v1/chat/completions."""
 
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -74,9 +74,9 @@ def chat_request(
     """The chat that a body asks for. RequestValidationError for what no chat may have. names: of the body's fields, by
     those of the chat, where they differ."""
     same = ("model", "temperature", "top_p", "top_k", "seed", "stream", "chat_template_kwargs")
-    given = {name: getattr(body, name, None) for name in same} | fields
+    values = {name: getattr(body, name, None) for name in same} | fields
     try:
-        return kind.model_validate({"messages": messages, **{k: v for k, v in given.items() if v is not None}})
+        return kind.model_validate({"messages": messages, **{k: v for k, v in values.items() if v is not None}})
     except ValidationError as error:
         errors = error.errors()
         for one in errors:
@@ -84,37 +84,37 @@ def chat_request(
         raise RequestValidationError(errors) from None
 
 
-def text_of(content: Content, kinds: Sequence[str], where: str, ignored: Sequence[str]) -> str:
+def text_of(content: Content, kinds: Sequence[str], path: str, ignored: Sequence[str]) -> str:
     """A content as one text: parts are joined by line breaks. ApiError for a part that is no text."""
     if isinstance(content, str):
         return content
     texts = []
     for at, part in enumerate(content):
-        here = f"{where}[{at}]"
+        part_path = f"{path}[{at}]"
         if part.type not in kinds:
-            raise not_supported(f"{here}.type {part.type!r}", f": it may be {' or '.join(kinds)}")
-        part.refuse_extra(here, ignored)
-        texts.append(needed(part.refusal if part.type == "refusal" else part.text, f"{here}.text"))
+            raise not_supported(f"{part_path}.type {part.type!r}", f": it may be {' or '.join(kinds)}")
+        part.refuse_extra(part_path, ignored)
+        texts.append(needed(part.refusal if part.type == "refusal" else part.text, f"{part_path}.text"))
     return "\n".join(texts)
 
 
-def needed(value: Any, where: str) -> Any:
+def needed(value: Any, path: str) -> Any:
     """A field's value; ApiError if it is missing."""
     if value is None:
-        raise ApiError(400, f"{where} is missing", param=where)
+        raise ApiError(400, f"{path} is missing", param=path)
     return value
 
 
 def function_tool(tool: Mapping[str, Any], parameters: str, at: int, ignored: Sequence[str]) -> dict[str, Any]:
     """A function of `tools` as /v1/chat/completions has it. parameters: the name of its schema. ApiError for others."""
-    known = {"name": str, "description": str, parameters: dict, "strict": bool}
+    types = {"name": str, "description": str, parameters: dict, "strict": bool}
     for name, value in tool.items():
         if name in ("type", *ignored) or value in (None, [], {}, False):
             continue
-        if name not in known:
+        if name not in types:
             hint = f": write name, description and {parameters} beside type" if name == "function" else ""
             raise not_supported(f"tools[{at}].{name[:64]}", hint)
-        if not isinstance(value, known[name]):
+        if not isinstance(value, types[name]):
             raise ApiError(400, f"tools[{at}].{name} is not valid", param=f"tools[{at}].{name}")
     function = {"name": needed(tool.get("name"), f"tools[{at}].name"), "description": tool.get("description")}
     more = {"parameters": tool.get(parameters), "strict": tool.get("strict")}
@@ -131,11 +131,11 @@ def function_choice(name: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
-def format_of(settings: Mapping[str, Any] | None, where: str, neutral: Mapping[str, Any] | None = None) -> Any:
+def format_of(settings: Mapping[str, Any] | None, path: str, neutral: Mapping[str, Any] | None = None) -> Any:
     """The field `format` of some settings; ApiError for any other, but with the value that asks for nothing."""
     for name, value in (settings or {}).items():
         if name != "format" and value is not None and value != (neutral or {}).get(name):
-            raise not_supported(f"{where}.{name[:64]}")
+            raise not_supported(f"{path}.{name[:64]}")
     return (settings or {}).get("format")
 
 
@@ -155,7 +155,7 @@ class Block:
 
     @property
     def arguments(self) -> dict[str, Any] | None:
-        """Of a call, read; None if it was cut off."""
+        """Arguments of a call, parsed; None if it was cut off."""
         try:
             read = json.loads(self.text or "{}")
         except (ValueError, RecursionError):
@@ -218,7 +218,7 @@ class BlockShape(ChatShape):
         return {}
 
     def delta(self, index: int, event: StreamEvent) -> Delta:
-        """For a plain answer: the block grows, and nothing is sent."""
+        """Delta of a plain answer: the block grows, and nothing is sent."""
         for _ in self._advance(event):
             pass
         return Delta("", None, event.finish_reason)
@@ -228,10 +228,10 @@ class BlockShape(ChatShape):
 
     def _advance(self, event: StreamEvent) -> Iterator[dict[str, Any]]:
         """Add an event to the blocks; what a stream sends for it."""
-        found: list[AnswerDelta] = [event.text]
+        pieces: list[AnswerDelta] = [event.text]
         if self._parser is not None:
-            found = self._read(self._parser, event.text, event.finish_reason)
-        for piece in found:
+            pieces = self._read(self._parser, event.text, event.finish_reason)
+        for piece in pieces:
             yield from self._add(piece)
         if event.finish_reason is not None:
             self._reason = event.finish_reason

@@ -36,9 +36,9 @@ class EmbeddingsRequest(Body):
         self.check_extra(neutral={"add_special_tokens": (True,), "truncation_side": ("left",)})
         if self.dimensions is not None and self.dimensions > width:
             raise ApiError(400, f"dimensions must be at most the model's {width}", param="dimensions")
-        given: Any = self.input
-        single = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
-        texts: list[str | list[int]] = [given] if single else given
+        value: Any = self.input
+        single = isinstance(value, str) or (bool(value) and isinstance(value[0], int))
+        texts: list[str | list[int]] = [value] if single else value
         if not texts or not all(texts):
             raise ApiError(400, "input is empty: every text needs at least one token", param="input")
         if len(texts) > MAX_INPUTS:

@@ -78,12 +78,12 @@ class Gate:
         # the HTTP server sends no body to HEAD; what it says of it is that of GET
         scope = {**scope, "path": path, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
         headers = dict(scope["headers"])
-        given = headers.get(b"x-request-id", b"").decode("latin-1")
-        name = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        sent_id = headers.get(b"x-request-id", b"").decode("latin-1")
+        name = sent_id if _ID.fullmatch(sent_id) else uuid.uuid4().hex
         request_id.set(name)
         facts: dict[str, Any] = {}
         scope["state"] = {**scope.get("state", {}), "request_id": name, "salt": b"", "facts": facts}
-        answer = _Answer(send, name, scope["path"])
+        answer = _AnswerSender(send, name, scope["path"])
         try:
             body = await self._admit(scope, headers, receive)
             if self._limits.log_prompts:
@@ -163,7 +163,7 @@ class Gate:
             if not message.get("more_body", False):
                 return bytes(body)
 
-    async def _run(self, scope: Scope, body: bytes, receive: Receive, answer: _Answer) -> None:
+    async def _run(self, scope: Scope, body: bytes, receive: Receive, answer: _AnswerSender) -> None:
         """The application, until it ends or the client leaves."""
         self._running += 1
         leases = scope["state"]["leases"] = contextlib.ExitStack()  # of models, until the request has ended
@@ -189,7 +189,7 @@ class Gate:
 
 
 async def _left(receive: Receive) -> None:
-    """Until the connection has ended."""
+    """Wait until the connection has ended."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -207,8 +207,8 @@ def _replay(body: bytes) -> Receive:
     return receive
 
 
-class _Answer:
-    """What is sent: with the request's id, and with a limit on the time that the client takes to read it."""
+class _AnswerSender:
+    """Sends an answer: with the request's id, and with a limit on the time that the client takes to read it."""
 
     def __init__(self, send: Send, request_id: str, path: str) -> None:
         self._send, self._id, self._path = send, request_id, path

@@ -54,12 +54,12 @@ class Keys:
         what another one asked.
         """
         scheme, _, key = authorization.partition(b" ")
-        given = _digest(key.strip())
-        found = b""
+        sent = _digest(key.strip())
+        matching = b""
         for digest in self._digests:  # all of them, whichever is right
-            if hmac.compare_digest(digest, given):
-                found = digest
-        return found[:SALT_BYTES] if found and scheme.lower() == b"bearer" else None
+            if hmac.compare_digest(digest, sent):
+                matching = digest
+        return matching[:SALT_BYTES] if matching and scheme.lower() == b"bearer" else None
 
 
 def _digest(key: bytes) -> bytes:

@@ -36,7 +36,7 @@ class LiveView:
         self._number = 0
 
     def frame(self, llm: LLM) -> dict[str, Any]:
-        """What happened between the last two frames. The first has no counts: counting begins with it."""
+        """Counts between the last two frames. The first has none: counting begins with it."""
         with self._lock:
             now = self._asked = time.monotonic()
             if self._live is None:
@@ -56,7 +56,7 @@ class LiveView:
         look = live.look(BINS, ranking)
         layers = [_layer(one) for one in look]
         step_s = stats.step_s - before.step_s if before and seconds else 0.0
-        known = [one["ffn_bytes_per_token"] for one in layers if one["ffn_bytes_per_token"] is not None]
+        layer_bytes = [one["ffn_bytes_per_token"] for one in layers if one["ffn_bytes_per_token"] is not None]
         tokens = stats.answer_tokens - before.answer_tokens if before and seconds else 0
         return {
             "object": "engine.live",
@@ -69,7 +69,7 @@ class LiveView:
             "running": stats.running,
             "waiting": stats.waiting,
             "bytes_per_token": llm.bytes_per_token,
-            "ffn_bytes_per_token": sum(known) if len(known) == len(layers) else None,
+            "ffn_bytes_per_token": sum(layer_bytes) if len(layer_bytes) == len(layers) else None,
             "ranking": {
                 "tokens": ranking.tokens,
                 "profile_tokens": ranking.profile_tokens,
@@ -126,18 +126,18 @@ def _overlap(layers: list[LiveLayer], step_s: float) -> dict[str, float] | None:
     return {"cpu": min(1.0, cpu), "wait": min(1.0, wait)}
 
 
-def _layer(one: LiveLayer) -> dict[str, Any]:
+def _layer(live: LiveLayer) -> dict[str, Any]:
     """Shares of bins are whole thousandths: they are drawn, and a frame stays small."""
     return {
-        "layer": one.layer,
-        "neurons": one.neurons,
-        "way": one.way,
-        "device": one.device,
-        "gpu_neurons": one.gpu,
-        "tokens": one.tokens,
-        "active_fraction": one.active,
-        "ffn_bytes_per_token": one.ffn_bytes,
-        "fired": None if one.fired is None else (1000 * one.fired).round().astype(int).tolist(),
-        "on_gpu": None if one.device != "both" else (1000 * one.placed).round().astype(int).tolist(),
-        "why_not": one.why_not,
+        "layer": live.layer,
+        "neurons": live.neurons,
+        "way": live.way,
+        "device": live.device,
+        "gpu_neurons": live.gpu,
+        "tokens": live.tokens,
+        "active_fraction": live.active,
+        "ffn_bytes_per_token": live.ffn_bytes,
+        "fired": None if live.fired is None else (1000 * live.fired).round().astype(int).tolist(),
+        "on_gpu": None if live.device != "both" else (1000 * live.placed).round().astype(int).tolist(),
+        "why_not": live.why_not,
     }

@@ -23,8 +23,8 @@ from powerinfer.serve.schema import (
     SAMPLERS,
     UNLIMITED,
     Int,
+    Integral,
     Sampling,
-    Whole,
 )
 from powerinfer.serve.shapes import LOWEST_LOGPROB, AnswerShape, Delta, Logprobs, Usage, sent_event
 from powerinfer.text.sampling_defaults import SamplingDefaults
@@ -51,12 +51,12 @@ class CompletionBody(Sampling):
     """
 
     prompt: str | dict[str, Any] | Annotated[Mixed, Field(max_length=MAX_PROMPT_TOKENS)] | None = None
-    n_cmpl: Annotated[int, Field(ge=1, le=MAX_CHOICES), Whole] | None = None
-    n_probs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
+    n_cmpl: Annotated[int, Field(ge=1, le=MAX_CHOICES), Integral] | None = None
+    n_probs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Integral] | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    repeat_last_n: Annotated[int, Field(ge=-1, le=MAX_INT), Whole] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1, le=MAX_INT), Integral] | None = None
     n_indent: Int | None = None
-    t_max_predict_ms: Annotated[int, Field(ge=-1, le=MAX_INT), Whole] | None = None
+    t_max_predict_ms: Annotated[int, Field(ge=-1, le=MAX_INT), Integral] | None = None
     return_tokens: bool | None = None
     response_fields: (
         Annotated[list[Annotated[str, Field(max_length=256)]], Field(fail_fast=True, max_length=MAX_FIELDS)] | None
@@ -94,7 +94,7 @@ class CompletionBody(Sampling):
 
 
 def repetition_penalty(penalty: float | None, window: int | None, context: int) -> float | None:
-    """What repeat_penalty and repeat_last_n ask for together; None: as the model has it. ApiError for a window.
+    """The penalty that repeat_penalty and repeat_last_n ask for; None: as the model has it. ApiError for a window.
 
     llama-server penalises the last `repeat_last_n` tokens, by default 64, this server all.
     """
@@ -112,15 +112,15 @@ def repetition_penalty(penalty: float | None, window: int | None, context: int) 
     return penalty
 
 
-def read_prompts(llm: LLM, given: Any, field: str, choices: int = 1) -> list[list[int]]:
+def read_prompts(llm: LLM, value: Any, field: str, choices: int = 1) -> list[list[int]]:
     """The tokens of each prompt of a field: a list of texts is several, one of token ids, or of both, is one.
 
     ApiError for what is none, and for too many.
     """
-    if given is None:
+    if value is None:
         raise ApiError(400, f"{field} is missing", param=field)
-    single = not isinstance(given, list) or any(_is_token(part) for part in given)
-    prompts = [given] if single else given
+    single = not isinstance(value, list) or any(_is_token(part) for part in value)
+    prompts = [value] if single else value
     if not prompts or len(prompts) * choices > MAX_PROMPTS:
         raise ApiError(400, f"{field} has {len(prompts)} texts: it may have 1 to {MAX_PROMPTS // choices}", param=field)
     return [_tokens(llm, prompt, field) for prompt in prompts]
@@ -133,7 +133,7 @@ def _is_token(part: Any) -> bool:
 def _tokens(llm: LLM, prompt: Any, field: str) -> list[int]:
     """The tokens of one prompt. A text at its beginning is marked as the model wants."""
     if isinstance(prompt, dict):
-        prompt = _of_object(prompt, field)
+        prompt = _prompt_string(prompt, field)
     parts = [prompt] if isinstance(prompt, str) else prompt
     if not isinstance(parts, list) or not all(isinstance(part, str) or _is_token(part) for part in parts):
         raise ApiError(
@@ -157,7 +157,7 @@ def _begins(llm: LLM, first: bool) -> bool:
     return first and llm.tokenizer.add_bos and llm.tokenizer.bos_id is not None
 
 
-def _of_object(prompt: Mapping[str, Any], field: str) -> str:
+def _prompt_string(prompt: Mapping[str, Any], field: str) -> str:
     if prompt.get("multimodal_data"):
         raise not_supported(f"{field}.multimodal_data", ": this model takes text")
     for name in prompt:
@@ -201,7 +201,7 @@ class InfillBody(CompletionBody):
         Of what does not fit beside the answer, the end of the prefix stays, at least a quarter for the suffix's
         beginning, then the end of the other files.
         """
-        marks = InfillMarks.of(llm.tokenizer)
+        marks = InfillMarks.from_tokenizer(llm.tokenizer)
         answer = llm.context // 8 if self.most_tokens == math.inf else min(int(self.most_tokens), llm.context // 2)
         room = max(1, llm.context - answer - 4)  # for the marks and the token of the beginning
         most = MAX_TOKEN_CHARS * room
@@ -251,7 +251,7 @@ class InfillMarks(NamedTuple):
     file: int | None
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> InfillMarks:
+    def from_tokenizer(cls, tokenizer: Tokenizer) -> InfillMarks:
         """A model's, as its file states them, or by their names. ApiError if a necessary one is missing."""
         ids = {token.text: token.id for token in tokenizer.vocabulary.added}
         marks: dict[str, int | None] = dict.fromkeys(INFILL_MARKS)
@@ -374,7 +374,7 @@ class CompletionShape(AnswerShape):
     def choice(self, index: int, text: str, logprobs: Logprobs | None, finish_reason: str) -> dict[str, Any]:
         return self._final(index, text)
 
-    def whole(self, choices: list[dict[str, Any]], usage: Usage, ids: Sequence[list[int]] = ()) -> Any:
+    def full_answer(self, choices: list[dict[str, Any]], usage: Usage, ids: Sequence[list[int]] = ()) -> Any:
         return choices[0] if len(choices) == 1 else choices
 
     def _chunk(self, index: int, text: str, token: int) -> dict[str, Any]:
@@ -398,7 +398,7 @@ class CompletionShape(AnswerShape):
         """The whole answer, or the last event of a stream."""
         body, prompt, completion = self._body, self._asked[index], self._completions[index]
         ids = [] if self._nothing else completion.token_ids
-        stop_type, word = self._why_ended(completion)
+        stop_type, word = self._stop_reason(completion)
         full = len(prompt) + len(ids) >= self._context and len(ids) < body.most_tokens
         document: dict[str, Any] = {
             "index": index,
@@ -422,7 +422,7 @@ class CompletionShape(AnswerShape):
             document["completion_probabilities"] = self._probs[index]
         return document if not body.response_fields else _fields(document, body.response_fields)
 
-    def _why_ended(self, completion: Completion) -> tuple[str, str]:
+    def _stop_reason(self, completion: Completion) -> tuple[str, str]:
         """(stop_type, the text in `stop` that ended it)."""
         if completion.finish_reason != "stop":
             return "limit", ""
@@ -438,10 +438,10 @@ class CompletionShape(AnswerShape):
         limit = UNLIMITED if body.most_tokens == math.inf else int(body.most_tokens)
         biases = [{"token": token, "bias": None if bias == -math.inf else bias}
                   for token, bias in params.logit_bias.items()]  # fmt: skip
-        given = {"max_tokens": limit, "n_predict": limit, "stop": list(params.stop), "stream": bool(body.stream),
+        values = {"max_tokens": limit, "n_predict": limit, "stop": list(params.stop), "stream": bool(body.stream),
                  "logit_bias": biases, "grammar": body.grammar or "", "n_indent": body.n_indent or 0,
                  "timings_per_token": bool(body.timings_per_token)}  # fmt: skip
-        return settings(params) | given | ({} if body.samplers is None else {"samplers": body.sampler_names})
+        return settings(params) | values | ({} if body.samplers is None else {"samplers": body.sampler_names})
 
 
 def _probability(token: TokenLogprob) -> dict[str, Any]:
@@ -505,7 +505,7 @@ class _Lines:
         self._indent: int | None = None  # of the line, while only white space of it has come
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(what remains of the text, whether it ends there)."""
+        """The text before the end, and whether the end has come."""
         for at, char in enumerate(text if self._least else ""):
             if self._indent is not None and char in " \t":
                 self._indent += 1

@@ -29,7 +29,7 @@ from powerinfer.serve.responses import RESPONSES_NAMES, ResponsesRequest
 from powerinfer.serve.schema import MAX_PROMPT_TOKENS, Body, ChatRequest
 from powerinfer.serve.served import ServedModel
 from powerinfer.serve.service import Service
-from powerinfer.serve.work import in_worker
+from powerinfer.serve.work import run_in_worker
 
 if TYPE_CHECKING:
     from powerinfer.runtime.engine import LLM
@@ -89,7 +89,7 @@ def _add_completions(app: FastAPI, service: Service) -> None:
         if llm.why_no_embeddings is not None:
             raise ApiError(400, llm.why_no_embeddings, param="model", code="no_embeddings")
         field = "content" if body.input is None else "input"
-        texts = await in_worker(request.state.size, read_prompts, llm, getattr(body, field), field)
+        texts = await run_in_worker(request.state.size, read_prompts, llm, getattr(body, field), field)
         check_texts(llm, texts)
         request.state.facts["prompt_tokens"] = sum(map(len, texts))
         vectors = await embedded(model, texts, request.state.salt)
@@ -99,7 +99,7 @@ def _add_completions(app: FastAPI, service: Service) -> None:
 
 async def _completed(model: ServedModel, request: Request, body: CompletionBody) -> Response:
     try:
-        params, prompts, shape = await in_worker(
+        params, prompts, shape = await run_in_worker(
             request.state.size, _prepared, model.llm, body, body.model or model.name
         )  # fmt: skip
     except Exception as error:
@@ -138,7 +138,7 @@ def _add_counts(app: FastAPI, service: Service) -> None:
     async def counted(request: Request, chat: ChatRequest, names: Mapping[str, str] = NO_NAMES) -> Response:
         model = await service.use(chat.model, request.state.leases)
         try:
-            tokens = await in_worker(request.state.size, count_chat, model.llm, chat, service.thinking)
+            tokens = await run_in_worker(request.state.size, count_chat, model.llm, chat, service.thinking)
         except Exception as error:
             raise refusal(model, error, names) from None
         return json_response({"object": "response.input_tokens", "input_tokens": tokens})
@@ -152,7 +152,7 @@ def _add_counts(app: FastAPI, service: Service) -> None:
     @app.post("/responses/input_tokens")
     @app.post("/v1/responses/input_tokens")
     async def responses_tokens(body: ResponsesRequest, request: Request) -> Response:
-        return await counted(request, await in_worker(request.state.size, body.to_chat), RESPONSES_NAMES)
+        return await counted(request, await run_in_worker(request.state.size, body.to_chat), RESPONSES_NAMES)
 
 
 def _add_properties(app: FastAPI, service: Service) -> None:

@@ -55,6 +55,6 @@ def set_up(
 
 def log(level: str, event: str, error: BaseException | None = None, **facts: Any) -> None:
     """Log an event with what is known of it; an error with its traceback."""
-    if (known := request_id.get()) is not None:
-        facts.setdefault("request_id", known)
+    if (current_id := request_id.get()) is not None:
+        facts.setdefault("request_id", current_id)
     _logger.log(_LEVELS[level], event, extra={"facts": facts}, exc_info=error)

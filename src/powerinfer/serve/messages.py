@@ -10,10 +10,10 @@ from pydantic import Field
 from powerinfer.serve.api_error import ANTHROPIC_ROUTES, ApiError, not_supported
 from powerinfer.serve.constraints import functions
 from powerinfer.serve.dialect import (
-    Asked,
     Block,
     BlockShape,
     Content,
+    DialectBody,
     Id,
     Strict,
     TextPart,
@@ -119,7 +119,7 @@ class ClientMessage(Strict):
     content: str | Annotated[list[ContentBlock], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
-class CountRequest(Asked):
+class CountRequest(DialectBody):
     """The body of /v1/messages/count_tokens: what the prompt consists of."""
 
     messages: Annotated[list[ClientMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
@@ -158,12 +158,12 @@ class CountRequest(Asked):
         """The functions that the model learns of, with their places: deferred ones once a result refers to them, or at
         once if the server is to search for tools, which it cannot."""
         tools = self.tools or []
-        every = any(str(tool.get("type")).startswith("tool_search_tool") for tool in tools)
+        searches = any(str(tool.get("type")).startswith("tool_search_tool") for tool in tools)
         blocks = (block for turn in self.messages if not isinstance(turn.content, str) for block in turn.content)
         parts = (part for block in blocks if isinstance(block.content, list) for part in block.content)
         named = [_reference(part) for part in parts]
         for at, tool in functions(tools, "custom", "function"):
-            if every or not tool.get("defer_loading") or tool.get("name") in named:
+            if searches or not tool.get("defer_loading") or tool.get("name") in named:
                 yield at, tool
 
 
@@ -174,11 +174,11 @@ class MessagesRequest(CountRequest):
     stop_sequences: Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
 
 
-def _turn(turn: ClientMessage, where: str) -> list[dict[str, Any]]:
+def _turn(turn: ClientMessage, path: str) -> list[dict[str, Any]]:
     """A turn as messages of a chat: results of tools are messages of their own."""
-    turn.refuse_extra(where, ())
+    turn.refuse_extra(path, ())
     if turn.role not in ROLES:
-        raise ApiError(400, f"{where}.role must be user, assistant or system", param=f"{where}.role")
+        raise ApiError(400, f"{path}.role must be user, assistant or system", param=f"{path}.role")
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     messages: list[dict[str, Any]] = []
@@ -194,29 +194,29 @@ def _turn(turn: ClientMessage, where: str) -> list[dict[str, Any]]:
         calls.clear()
 
     for at, block in enumerate(turn.content):
-        here = f"{where}.content[{at}]"
+        block_path = f"{path}.content[{at}]"
         if turn.role not in BLOCKS.get(block.type, ()):
-            why = f" in a message of the role {turn.role}" if block.type in BLOCKS else ": this model takes text"
-            raise not_supported(f"{here}.type {block.type!r}", why)
-        block.refuse_extra(here, (*BLOCK_IGNORED, *OF_BLOCK_IGNORED.get(block.type, ())))
+            hint = f" in a message of the role {turn.role}" if block.type in BLOCKS else ": this model takes text"
+            raise not_supported(f"{block_path}.type {block.type!r}", hint)
+        block.refuse_extra(block_path, (*BLOCK_IGNORED, *OF_BLOCK_IGNORED.get(block.type, ())))
         if block.type == "redacted_thinking":  # of another server: nothing here can read it
             continue
         if block.type == "thinking":
-            thoughts.append(needed(block.thinking, f"{here}.thinking"))
+            thoughts.append(needed(block.thinking, f"{block_path}.thinking"))
         elif block.type == "text":
-            texts.append(needed(block.text, f"{here}.text"))
+            texts.append(needed(block.text, f"{block_path}.text"))
         elif block.type == "tool_use":
-            calls.append(_call(block, here))
+            calls.append(_call(block, block_path))
         else:
             flush()
-            messages.append(_result(block, here))
+            messages.append(_result(block, block_path))
     flush()
     return messages or [{"role": turn.role, "content": ""}]
 
 
-def _call(block: ContentBlock, where: str) -> dict[str, Any]:
-    name, given = needed(block.name, f"{where}.name"), needed(block.input, f"{where}.input")
-    return function_call(needed(block.id, f"{where}.id"), name, given)
+def _call(block: ContentBlock, path: str) -> dict[str, Any]:
+    name, arguments = needed(block.name, f"{path}.name"), needed(block.input, f"{path}.input")
+    return function_call(needed(block.id, f"{path}.id"), name, arguments)
 
 
 def _reference(part: TextPart) -> str | None:
@@ -225,19 +225,19 @@ def _reference(part: TextPart) -> str | None:
     return name if part.type == "tool_reference" and isinstance(name, str) else None
 
 
-def _told(part: TextPart) -> TextPart:
+def _worded(part: TextPart) -> TextPart:
     """A part of a result with a reference in words."""
     name = _reference(part)
     return part if name is None else TextPart(type="text", text=f"From now on the function {name} may be called.")
 
 
-def _result(block: ContentBlock, where: str) -> dict[str, Any]:
+def _result(block: ContentBlock, path: str) -> dict[str, Any]:
     content = block.content or ""
-    told = content if isinstance(content, str) else [_told(part) for part in content]
-    text = text_of(told, ("text",), f"{where}.content", BLOCK_IGNORED)
+    parts = content if isinstance(content, str) else [_worded(part) for part in content]
+    text = text_of(parts, ("text",), f"{path}.content", BLOCK_IGNORED)
     # templates know results only, and whether it is an error may matter for what the model does next
     text = f"Error: {text}" if block.is_error else text
-    return {"role": "tool", "content": text, "tool_call_id": needed(block.tool_use_id, f"{where}.tool_use_id")}
+    return {"role": "tool", "content": text, "tool_call_id": needed(block.tool_use_id, f"{path}.tool_use_id")}
 
 
 def _tool(tool: Mapping[str, Any], at: int) -> dict[str, Any]:
@@ -265,14 +265,14 @@ def _tool_choice(choice: Mapping[str, Any] | None) -> tuple[Any, bool | None]:
 
 
 def _response_format(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    given = format_of({name: value for name, value in (config or {}).items() if name != "effort"}, "output_config")
-    if given is None:
+    form = format_of({name: value for name, value in (config or {}).items() if name != "effort"}, "output_config")
+    if form is None:
         return None
-    if not isinstance(given, dict) or given.keys() != {"type", "schema"} or given["type"] != "json_schema":
+    if not isinstance(form, dict) or form.keys() != {"type", "schema"} or form["type"] != "json_schema":
         raise ApiError(
             400, 'output_config.format must be {"type": "json_schema", "schema": {...}}', param="output_config"
         )
-    return {"type": "json_schema", "json_schema": {"schema": given["schema"]}}
+    return {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
 
 
 # ------------------------------------------------------------------------------------------------------------- answers
@@ -291,7 +291,7 @@ class MessagesShape(BlockShape):
     def ping(self) -> bytes:
         return b'event: ping\ndata: {"type": "ping"}\n\n'
 
-    def whole(self, choices: list[dict[str, Any]], usage: Usage, ids: Sequence[list[int]] = ()) -> dict[str, Any]:
+    def full_answer(self, choices: list[dict[str, Any]], usage: Usage, ids: Sequence[list[int]] = ()) -> dict[str, Any]:
         content = [_content(block) for block in self._blocks if block.name is None or block.arguments is not None]
         return self._message(content, _usage(usage)) | self._outcome()
 
@@ -321,8 +321,8 @@ class MessagesShape(BlockShape):
         if done.token_ids and done.token_ids[-1] in self._tokenizer.eos_ids:
             return
         raw = self._tokenizer.decode(done.token_ids, skip_special=False)
-        found = [(at, stop) for stop in self._stops if (at := raw.find(stop)) >= 0]
-        self._stop = min(found)[1] if found else None
+        stops = [(at, stop) for stop in self._stops if (at := raw.find(stop)) >= 0]
+        self._stop = min(stops)[1] if stops else None
 
     def _begun(self, usage: Usage) -> list[dict[str, Any]]:
         return [{"type": "message_start", "message": self._message([], _usage(usage))}]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-WHOLE = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+WHOLE_ANSWER = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 
 
 class Metrics:
@@ -28,7 +28,7 @@ class Metrics:
         )
         self._duration = Histogram(
             "powerinfer_request_seconds", "From a request to the end of its answer", ["endpoint"],
-            buckets=WHOLE, registry=registry,
+            buckets=WHOLE_ANSWER, registry=registry,
         )  # fmt: skip
         self._first = Histogram(
             "powerinfer_first_token_seconds", "From submission to the first token", ["model"], buckets=FIRST_TOKEN,

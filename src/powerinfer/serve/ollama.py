@@ -29,16 +29,16 @@ from powerinfer.serve.ollama_bodies import (
 )
 from powerinfer.serve.ollama_models import listed, running, shown
 from powerinfer.serve.prompts import Room, check_texts, encode_texts
-from powerinfer.serve.schema import MAX_INT, MAX_PROMPT_TOKENS, Body, Whole
+from powerinfer.serve.schema import MAX_INT, MAX_PROMPT_TOKENS, Body, Integral
 from powerinfer.serve.served import ServedModel
 from powerinfer.serve.service import Service
-from powerinfer.serve.work import in_worker
+from powerinfer.serve.work import run_in_worker
 
 if TYPE_CHECKING:
     from powerinfer.runtime.engine import LLM
 
 VERSION = "0.14.2"
-"""Of Ollama, whose API this is: clients refuse old ones."""
+"""Version of Ollama, whose API this is: clients refuse old ones."""
 
 REFUSED = (
     ("POST", "/api/pull", "`powerinfer pull MODEL` downloads a model"),
@@ -67,7 +67,7 @@ class EmbedBody(OllamaBody):
 
     input: str | Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPT_TOKENS)]
     truncate: bool | None = None
-    dimensions: Annotated[int, Field(ge=0, le=MAX_INT), Whole] | None = None
+    dimensions: Annotated[int, Field(ge=0, le=MAX_INT), Integral] | None = None
 
     @property
     def texts(self) -> list[str]:
@@ -108,8 +108,8 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         loaded = time.perf_counter()
         body.check(model.llm.context)
         try:
-            asked = await in_worker(request.state.size, body.to_completion, model.llm)
-            params, prompts = await in_worker(request.state.size, params_and_prompts, model.llm, asked)
+            asked = await run_in_worker(request.state.size, body.to_completion, model.llm)
+            params, prompts = await run_in_worker(request.state.size, params_and_prompts, model.llm, asked)
             params = replace(params, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
         except Exception as error:
             raise refusal(model, error, OLLAMA_NAMES) from None
@@ -124,7 +124,7 @@ async def _answer(
     loaded = time.perf_counter()
     body.check(model.llm.context)
     try:
-        asked = await in_worker(request.state.size, body.to_chat, model.llm)
+        asked = await run_in_worker(request.state.size, body.to_chat, model.llm)
     except Exception as error:
         raise refusal(model, error, OLLAMA_NAMES) from None
 
@@ -158,7 +158,7 @@ def _add_embeddings(app: FastAPI, service: Service) -> None:
         if (body.dimensions or 0) > llm.config.d_model:
             raise ApiError(400, f"dimensions must be at most the model's {llm.config.d_model}", param="dimensions")
         cuts = body.truncate is not False
-        texts = await in_worker(request.state.size, _tokens, llm, body.texts, "input", cuts)
+        texts = await run_in_worker(request.state.size, _tokens, llm, body.texts, "input", cuts)
         vectors = await _vectors(model, request, texts, body.dimensions)
         return await run_in_threadpool(json_response, {
             "model": body.model or model.name,
@@ -171,8 +171,8 @@ def _add_embeddings(app: FastAPI, service: Service) -> None:
     @app.post("/api/embeddings")
     async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
         model = await _embedder(service, request, body)
-        given = [body.prompt] if body.prompt else []
-        texts = await in_worker(request.state.size, _tokens, model.llm, given, "prompt", True)
+        prompts = [body.prompt] if body.prompt else []
+        texts = await run_in_worker(request.state.size, _tokens, model.llm, prompts, "prompt", True)
         vectors = await _vectors(model, request, texts)
         return json_response({"embedding": vectors[0] if vectors else []})
 
@@ -185,15 +185,15 @@ async def _embedder(service: Service, request: Request, body: OllamaBody) -> Ser
     return model
 
 
-def _tokens(llm: LLM, given: list[str], field: str, cuts: bool) -> list[list[int]]:
+def _tokens(llm: LLM, inputs: list[str], field: str, cuts: bool) -> list[list[int]]:
     """The tokens of each text. cuts: of one that is too long, those of its beginning. ApiError for what cannot be."""
-    if len(given) > MAX_INPUTS:
-        raise ApiError(400, f"{field} has {len(given)} texts: at most {MAX_INPUTS} at a time", param=field)
+    if len(inputs) > MAX_INPUTS:
+        raise ApiError(400, f"{field} has {len(inputs)} texts: at most {MAX_INPUTS} at a time", param=field)
     if not cuts:
-        texts = encode_texts(llm, given, param=field)
+        texts = encode_texts(llm, inputs, param=field)
     else:
-        begun = [llm.tokenizer.start_of(text, llm.context) for text in given]
-        Room.of_counted(llm).check(llm, *begun, param=field)
+        begun = [llm.tokenizer.start_of(text, llm.context) for text in inputs]
+        Room.counting(llm).check(llm, *begun, param=field)
         texts = [llm.tokenizer.encode(text)[: llm.context] for text in begun]
     check_texts(llm, texts)
     return texts
@@ -224,13 +224,13 @@ def _add_models(app: FastAPI, service: Service) -> None:
         if service.only is not None and not service.only.ready:
             raise service.only.not_ready()
         models = [(name, service.find(name)) for name in service.names]
-        rows = [partial(listed, model, _held(model, request), name) for name, model in models]
+        rows = [partial(listed, model, _leased_engine(model, request), name) for name, model in models]
         return json_response({"models": await run_in_threadpool(lambda: [row() for row in rows])})
 
     @app.get("/api/ps")
     async def ps(request: Request) -> Response:
-        held = [(model, llm) for model in service.models if (llm := _held(model, request)) is not None]
-        rows = await run_in_threadpool(lambda: [running(*pair, service.keep_alive) for pair in held])
+        loaded = [(model, llm) for model in service.models if (llm := _leased_engine(model, request)) is not None]
+        rows = await run_in_threadpool(lambda: [running(*pair, service.keep_alive) for pair in loaded])
         return json_response({"models": rows})
 
     @app.post("/api/show")
@@ -238,12 +238,12 @@ def _add_models(app: FastAPI, service: Service) -> None:
         body.check_extra(frozenset(), {}, frozenset())
         model = service.find(body.model or body.name or None)
         try:
-            return json_response(await run_in_threadpool(shown, model, _held(model, request)))
+            return json_response(await run_in_threadpool(shown, model, _leased_engine(model, request)))
         except Exception as error:
             raise refusal(model, error) from None
 
 
-def _held(model: ServedModel, request: Request) -> LLM | None:
+def _leased_engine(model: ServedModel, request: Request) -> LLM | None:
     """The model's engine, until the request has ended; None: it is not loaded. That is no use of it."""
     if not model.ready:
         return None

@@ -25,12 +25,12 @@ from powerinfer.serve.schema import (
     Body,
     ChatRequest,
     Int,
+    Integral,
     Neutral,
     Seed,
     Stop,
     TokenIds,
     TopK,
-    Whole,
     check_extra,
 )
 from powerinfer.serve.shapes import LOWEST_LOGPROB, Usage, encode_json
@@ -82,7 +82,7 @@ def _say_once(field: str, reason: str) -> None:
 class Options(Strict):
     """Options of sampling, by Ollama's names. num_predict: below 1: no limit but the context."""
 
-    num_predict: Annotated[int, Field(ge=-2, le=MAX_INT), Whole] | None = None
+    num_predict: Annotated[int, Field(ge=-2, le=MAX_INT), Integral] | None = None
     num_ctx: Int | None = None
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
     top_k: TopK | None = None
@@ -91,7 +91,7 @@ class Options(Strict):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    repeat_last_n: Annotated[int, Field(ge=-1, le=MAX_INT), Whole] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1, le=MAX_INT), Integral] | None = None
     seed: Seed | None = None
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
 
@@ -122,8 +122,8 @@ class OllamaBody(Body):
     @property
     def ends(self) -> bool:
         """Whether keep_alive is 0: unload the model."""
-        given = self.keep_alive
-        return given == 0 or (isinstance(given, str) and ZERO.fullmatch(given.strip()) is not None)
+        keep_alive = self.keep_alive
+        return keep_alive == 0 or (isinstance(keep_alive, str) and ZERO.fullmatch(keep_alive.strip()) is not None)
 
     def check(self, context: int) -> None:
         """ApiError for a field that this server does not have."""
@@ -140,7 +140,7 @@ class AnswerBody(OllamaBody):
     format: Annotated[str, Field(max_length=64)] | dict[str, Any] | None = None
     think: bool | Annotated[int, Field(ge=1, le=MAX_INT)] | Annotated[str, Field(max_length=64)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Integral] | None = None
     truncate: bool | None = None
 
     def check(self, context: int) -> None:
@@ -231,31 +231,31 @@ class ChatBody(AnswerBody):
         return self.chat(llm, list(_messages(self.messages or ())), self.tools)
 
 
-def _messages(given: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
+def _messages(sent: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
     """Messages of a chat. Results belong to calls by an id there, and by a name or their order here."""
     waiting: list[tuple[str, str]] = []  # ids and names of calls without a result
     count = 0
-    for at, message in enumerate(given):
-        where = f"messages[{at}]"
-        message.refuse_extra(where, ())
+    for at, message in enumerate(sent):
+        path = f"messages[{at}]"
+        message.refuse_extra(path, ())
         if message.images:
-            raise not_supported(f"{where}.images", ": this model takes text")
-        made: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+            raise not_supported(f"{path}.images", ": this model takes text")
+        plain: dict[str, Any] = {"role": message.role, "content": message.content or ""}
         if message.thinking:
-            made["reasoning_content"] = message.thinking
+            plain["reasoning_content"] = message.thinking
         calls = []
         for call in message.tool_calls or ():
-            call.refuse_extra(f"{where}.tool_calls", ("type",))
-            call.function.refuse_extra(f"{where}.tool_calls.function", ("index",))
+            call.refuse_extra(f"{path}.tool_calls", ("type",))
+            call.function.refuse_extra(f"{path}.tool_calls.function", ("index",))
             count += 1
-            known = call.id or f"call_{count}"
-            waiting.append((known, call.function.name))
-            calls.append(function_call(known, call.function.name, call.function.arguments or {}))
+            call_id = call.id or f"call_{count}"
+            waiting.append((call_id, call.function.name))
+            calls.append(function_call(call_id, call.function.name, call.function.arguments or {}))
         if calls:
-            made["tool_calls"] = calls
+            plain["tool_calls"] = calls
         if message.role == "tool":
-            made |= _result(message, waiting)
-        yield made
+            plain |= _result(message, waiting)
+        yield plain
 
 
 def _result(message: OllamaMessage, waiting: list[tuple[str, str]]) -> dict[str, Any]:
@@ -263,11 +263,11 @@ def _result(message: OllamaMessage, waiting: list[tuple[str, str]]) -> dict[str,
     if message.tool_call_id is not None:
         waiting[:] = [call for call in waiting if call[0] != message.tool_call_id]
         return {"tool_call_id": message.tool_call_id}
-    found = [call for call in waiting if message.tool_name in (None, call[1])]
-    if not found:
+    matching = [call for call in waiting if message.tool_name in (None, call[1])]
+    if not matching:
         return {} if message.tool_name is None else {"name": message.tool_name}
-    waiting.remove(found[0])
-    return {"tool_call_id": found[0][0]}
+    waiting.remove(matching[0])
+    return {"tool_call_id": matching[0][0]}
 
 
 class GenerateBody(AnswerBody):
@@ -305,11 +305,11 @@ class GenerateBody(AnswerBody):
 
     def to_completion(self, llm: LLM) -> CompletionBody:
         """The prompt as a text. ApiError for what is wrong beyond types, or not supported."""
-        why = "raw: true" if self.raw else "suffix" if self.suffix else "a model without a chat template"
+        reason = "raw: true" if self.raw else "suffix" if self.suffix else "a model without a chat template"
         if self.system:
-            raise not_supported("system", f" with {why}: write it into the prompt")
+            raise not_supported("system", f" with {reason}: write it into the prompt")
         if self.think not in (None, False):
-            raise not_supported("think", f" with {why}")
+            raise not_supported("think", f" with {reason}")
         fields = {
             **(self.options or Options()).sampling(llm.context),
             "model": self.model,
@@ -317,10 +317,10 @@ class GenerateBody(AnswerBody):
             "response_format": self.response_format,
             "timings_per_token": True,
         }
-        given = {name: value for name, value in fields.items() if value is not None}
+        values = {name: value for name, value in fields.items() if value is not None}
         if self.suffix:
-            return InfillBody(input_prefix=self.prompt or "", input_suffix=self.suffix, **given)
-        return CompletionBody(prompt=self.prompt, **given)
+            return InfillBody(input_prefix=self.prompt or "", input_suffix=self.suffix, **values)
+        return CompletionBody(prompt=self.prompt, **values)
 
 
 # ------------------------------------------------------------------------------------------------------------- answers
@@ -355,8 +355,8 @@ class OllamaShape(BlockShape):
         """An empty piece: there are no comments between lines of JSON."""
         return self._encoded(self._line())
 
-    def seen(self, index: int, event: StreamEvent) -> None:
-        super().seen(index, event)
+    def observe(self, index: int, event: StreamEvent) -> None:
+        super().observe(index, event)
         if event.logprobs is not None:
             top = [_token(one) for one in event.logprobs.top]
             self._logprobs.append({**_token(event.logprobs), "top_logprobs": top})
@@ -368,7 +368,7 @@ class OllamaShape(BlockShape):
             lines[-1]["logprobs"], self._logprobs = self._logprobs, []
         return [self._encoded(line) for line in lines]
 
-    def whole(self, choices: list[dict[str, Any]], usage: Usage, ids: Sequence[list[int]] = ()) -> dict[str, Any]:
+    def full_answer(self, choices: list[dict[str, Any]], usage: Usage, ids: Sequence[list[int]] = ()) -> dict[str, Any]:
         texts, thoughts = ("".join(block.text for block in self._blocks if block.name is None and
                                    block.reasoning == reasoning) for reasoning in (False, True))  # fmt: skip
         scores = {"logprobs": self._logprobs} if self._logprobs else {}
@@ -431,5 +431,5 @@ class OllamaShape(BlockShape):
         return error.document(OLLAMA_ROUTES)
 
 
-def _token(one: TokenLogprob) -> dict[str, Any]:
-    return {"token": one.text, "logprob": max(one.logprob, LOWEST_LOGPROB), "bytes": list(one.bytes)}
+def _token(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token.text, "logprob": max(token.logprob, LOWEST_LOGPROB), "bytes": list(token.bytes)}

@@ -35,7 +35,7 @@ FILE_TYPES = {
     21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
     29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4",
 }  # fmt: skip
-"""What `general.file_type` of a GGUF file says, by llama.cpp's numbers."""
+"""Types by the number in `general.file_type` of a GGUF file, llama.cpp's enumeration."""
 
 NEVER = "9999-12-31T23:59:59Z"  # when a model that stays is unloaded
 MAX_TEXT = 4096  # characters of a text of the metadata
@@ -72,9 +72,9 @@ def running(model: ServedModel, llm: LLM, keep_alive: float | None) -> dict[str,
     """A row of /api/ps, of a model that is loaded. keep_alive: seconds without a request, None: it stays."""
     row = listed(model, llm, model.name)
     del row["modified_at"]
-    taken = model.taken
-    if taken.ram or taken.vram:  # the only model of a server has no budget
-        row |= {"size": taken.ram + taken.vram, "size_vram": taken.vram}
+    reserved = model.reserved
+    if reserved.ram or reserved.vram:  # the only model of a server has no budget
+        row |= {"size": reserved.ram + reserved.vram, "size_vram": reserved.vram}
     left = None if keep_alive is None else max(0.0, model.used + keep_alive - time.monotonic())
     return row | {
         "expires_at": NEVER if left is None else moment(time.time() + left),
@@ -148,7 +148,7 @@ def _short(count: int) -> str:
 
 
 @dataclass(frozen=True)
-class _Model:
+class _ModelFacts:
     """Facts of a model, loaded or not. context: in tokens."""
 
     config: ModelConfig
@@ -160,34 +160,34 @@ class _Model:
     context: int
 
     @classmethod
-    def loaded(cls, llm: LLM) -> _Model:
+    def loaded(cls, llm: LLM) -> _ModelFacts:
         metadata, parameters = {}, 0
         if llm.checkpoint is not None:
             metadata, parameters = llm.checkpoint.metadata, llm.checkpoint.parameters
         return cls(llm.config, llm.tokenizer, llm.template, llm.sampling, metadata, parameters, llm.context)
 
     @classmethod
-    def stored(cls, path: Path) -> _Model:
-        found = open_checkpoint(path)
+    def stored(cls, path: Path) -> _ModelFacts:
+        checkpoint = open_checkpoint(path)
         return cls(
-            found.config, tokenizer_of(found), chat_template_of(found), sampling_defaults_of(found), found.metadata,
-            found.parameters, found.config.context_length,
+            checkpoint.config, tokenizer_of(checkpoint), chat_template_of(checkpoint), sampling_defaults_of(checkpoint),
+            checkpoint.metadata, checkpoint.parameters, checkpoint.config.context_length,
         )  # fmt: skip
 
     @property
     def capabilities(self) -> list[str]:
         """Uses of the model. Every one has embeddings, but clients keep those that say so out of chats."""
-        found = ["completion"]
+        names = ["completion"]
         if self.template is not None:
             form = read_dialect(self.template.for_tools)
-            found += ["tools"] * (form.told != "words" or form.history != "words")
-        found += ["thinking"] * (thoughts_by(self.template, self.tokenizer) is not None)
-        return found + ["insert"] * self._fills_in
+            names += ["tools"] * (form.told != "words" or form.history != "words")
+        names += ["thinking"] * (thoughts_by(self.template, self.tokenizer) is not None)
+        return names + ["insert"] * self._fills_in
 
     @property
     def _fills_in(self) -> bool:
         try:
-            InfillMarks.of(self.tokenizer)
+            InfillMarks.from_tokenizer(self.tokenizer)
         except ApiError:
             return False
         return True
@@ -196,7 +196,7 @@ class _Model:
     def info(self) -> dict[str, Any]:
         """The metadata without lists and long texts, by GGUF's names. context_length is what the server computes."""
         config, family = self.config, str(self.metadata.get("general.architecture") or self.config.architecture)
-        found: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "general.architecture": family,
             "general.name": config.name,
             "general.parameter_count": self.parameters,
@@ -205,9 +205,9 @@ class _Model:
             f"{family}.vocab_size": config.vocab_size,
         }
         stated = {name: value for name, value in self.metadata.items() if "." in name and isinstance(value, SCALARS)}
-        found |= {name: value for name, value in stated.items() if not isinstance(value, str) or len(value) <= MAX_TEXT}
-        found.pop("tokenizer.chat_template", None)
-        return found | {f"{family}.context_length": self.context}
+        facts |= {name: value for name, value in stated.items() if not isinstance(value, str) or len(value) <= MAX_TEXT}
+        facts.pop("tokenizer.chat_template", None)
+        return facts | {f"{family}.context_length": self.context}
 
     @property
     def document(self) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def shown(model: ServedModel, llm: LLM | None) -> dict[str, Any]:
     """The answer of /api/show; as `listed`. PowerInferError for a file that cannot be loaded."""
     facts, path = _facts_of(model, llm), model.source.path
     if llm is not None:
-        document = _Model.loaded(llm).document
+        document = _ModelFacts.loaded(llm).document
     elif path is not None:
         document = _stored_document(path, _changed(path))
     else:
@@ -241,4 +241,4 @@ def shown(model: ServedModel, llm: LLM | None) -> dict[str, Any]:
 @lru_cache(64)
 def _stored_document(path: Path, changed: int) -> dict[str, Any]:
     """changed: as of `_stored_facts`."""
-    return _Model.stored(path).document
+    return _ModelFacts.stored(path).document

@@ -17,15 +17,15 @@ FILES = {
     "/live.js": ("live.js", "text/javascript; charset=utf-8"),
     "/markdown.js": ("markdown.js", "text/javascript; charset=utf-8"),
 }
-"""By path: file and type. They hold nothing of the model, so they are sent without an API key."""
+"""File and type by path. They hold nothing of the model, so they are sent without an API key."""
 
 HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "Content-Security-ServicePolicy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-ServicePolicy": "no-referrer",
+    "Cross-Origin-Opener-ServicePolicy": "same-origin",
+    "Cross-Origin-Resource-ServicePolicy": "same-origin",
     "Cache-Control": "no-cache",
 }
 

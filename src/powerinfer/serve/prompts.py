@@ -1,4 +1,4 @@
-"""What a request asks, as tokens that fit the context. Nothing is cut off unless the request asks for it."""
+"""The prompt of a request, as tokens that fit the context. Nothing is cut off unless the request asks for it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from powerinfer.serve.schema import (
     Bias,
     ChatRequest,
     CompletionRequest,
-    Conversation,
     Sampling,
+    TemplateBody,
     conversation,
 )
 from powerinfer.serve.scoring import echo_of
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from powerinfer.runtime.engine import LLM
     from powerinfer.runtime.params import SamplingParams
 
-Given = str | list[int]
+Input = str | list[int]
 """A text or token ids."""
 
 MAX_BIAS_CHARS = 1 << 14  # of the texts in logit_bias
@@ -40,14 +40,14 @@ MAX_COUNTED = 1 << 18  # tokens of a text that need not fit the context
 
 
 def encode_chat(
-    llm: LLM, body: Conversation, tools: Tools, limit: int | None = None, room: Room | None = None
+    llm: LLM, body: TemplateBody, tools: Tools, limit: int | None = None, room: Room | None = None
 ) -> tuple[list[int], int]:
     """The tokens of a conversation, and how many of its turns are left out: the oldest, down to `limit` tokens.
 
     room: what the prompt must fit; None: it is only counted. ApiError for one that is certainly longer, before its
     tokens are made, unless turns may be left out.
     """
-    room = room or Room.of_counted(llm)
+    room = room or Room.counting(llm)
 
     def encode(messages: Sequence[dict[str, Any]]) -> list[int]:
         text, plain = _rendered(llm, body, messages, tools)
@@ -66,7 +66,7 @@ def encode_chat(
         return tokens, dropped
 
 
-def _variables(llm: LLM, body: Conversation) -> dict[str, Any]:
+def _variables(llm: LLM, body: TemplateBody) -> dict[str, Any]:
     """The variables of the chat template; those that the request names come before what its other fields mean."""
     return {**thinking_variables(llm, body.asked_thinking().thinking), **(body.chat_template_kwargs or {})}
 
@@ -79,7 +79,7 @@ class Room(NamedTuple):
     counted: bool = False
 
     @classmethod
-    def of_counted(cls, llm: LLM) -> Room:
+    def counting(cls, llm: LLM) -> Room:
         """Room for texts that are only encoded: as many tokens as the context, or `MAX_COUNTED`."""
         return cls(max(llm.context, MAX_COUNTED), counted=True)
 
@@ -95,7 +95,7 @@ class Room(NamedTuple):
 
 
 def fitted_chat(llm: LLM, body: ChatRequest, tools: Tools, params: SamplingParams) -> tuple[list[int], int]:
-    """As `encode_chat`, as long as the request wants it. ApiError if its last turn is too long."""
+    """Like `encode_chat`, without turns that do not fit if the request wants it. ApiError: its last is too long."""
     asked = body.truncate_prompt_tokens
     limit = _limit(llm, asked, params.max_tokens or llm.context // 8 + 1)
     tokens, dropped = encode_chat(llm, body, tools, limit, Room(llm.context, params.max_tokens or 1))
@@ -111,25 +111,25 @@ def fitted_chat(llm: LLM, body: ChatRequest, tools: Tools, params: SamplingParam
     return tokens, dropped
 
 
-def render(llm: LLM, body: Conversation, tools: Tools | None = None) -> str:
+def render(llm: LLM, body: TemplateBody, tools: Tools | None = None) -> str:
     """The text that the chat template makes of a conversation. ApiError for one that is too long to be counted."""
     with _template_errors(llm):
         messages = conversation(body.messages)
-        Room.of_counted(llm).check(llm, *(str(one["content"]) for one in messages), param="messages")
+        Room.counting(llm).check(llm, *(str(one["content"]) for one in messages), param="messages")
         return _rendered(llm, body, messages, tools)[0]
 
 
 def _rendered(
-    llm: LLM, body: Conversation, messages: Sequence[dict[str, Any]], tools: Tools | None
+    llm: LLM, body: TemplateBody, messages: Sequence[dict[str, Any]], tools: Tools | None
 ) -> tuple[str, list[tuple[int, int]]]:
     """The text of a conversation as the request wants it to end, and its spans that are plain text."""
     assert llm.template is not None
-    ends, given = None, list(messages)
+    ends, conversation = None, list(messages)
     if body.continue_final_message:
-        ends = _end_mark(body, given)
-        given[-1] = {**given[-1], "content": given[-1]["content"] + ends}
-    given = placed(given, llm.template.for_tools if tools and tools.tools else llm.template)
-    shown, options = chat_prompt(llm, given, _variables(llm, body), tools)
+        ends = _end_mark(body, conversation)
+        conversation[-1] = {**conversation[-1], "content": conversation[-1]["content"] + ends}
+    conversation = placed(conversation, llm.template.for_tools if tools and tools.tools else llm.template)
+    shown, options = chat_prompt(llm, conversation, _variables(llm, body), tools)
     begins = ends is None and body.add_generation_prompt is not False
     text, plain = llm.template.render(shown, llm.tokenizer.special_tokens, begins, **options)
     if ends is None:
@@ -140,7 +140,7 @@ def _rendered(
     return text[:at], [(start, min(end, at)) for start, end in plain if start < at]
 
 
-def _end_mark(body: Conversation, messages: Sequence[dict[str, Any]]) -> str:
+def _end_mark(body: TemplateBody, messages: Sequence[dict[str, Any]]) -> str:
     """A character to put behind the last message, so that the prompt can end there. ApiError if it cannot."""
     if body.add_generation_prompt:
         raise ApiError(
@@ -168,10 +168,10 @@ def _template_errors(llm: LLM) -> Iterator[None]:
 
 def read_biases(llm: LLM, body: Sampling) -> dict[str, Bias] | None:
     """`logit_bias` by token id: of a text, each of its tokens gets the bias. ApiError for what is none of these."""
-    given = body.logit_bias
-    if given is None:
+    value = body.logit_bias
+    if value is None:
         return None
-    pairs = [(_key(name), bias) for name, bias in given.items()] if isinstance(given, dict) else given
+    pairs = [(_key(name), bias) for name, bias in value.items()] if isinstance(value, dict) else value
     biases: dict[str, Bias] = {}
     room = MAX_BIAS_CHARS
     token: Any
@@ -201,7 +201,7 @@ def _key(name: str) -> int | str:
 
 
 def encode_texts(
-    llm: LLM, texts: Sequence[Given], asked: int | None = None, wanted: int = 0, param: str = "prompt"
+    llm: LLM, texts: Sequence[Input], asked: int | None = None, wanted: int = 0, param: str = "prompt"
 ) -> list[list[int]]:
     """Tokens of each text, of which the last remain if the request asks for it.
 
@@ -215,11 +215,11 @@ def encode_texts(
             room.check(llm, text, param=param)
         elif isinstance(text, str) and limit is not None:
             text = llm.tokenizer.end_of(text, max(limit, 1))
-            Room.of_counted(llm).check(llm, text, param=param)
+            Room.counting(llm).check(llm, text, param=param)
         tokens = llm.tokenizer.encode(text) if isinstance(text, str) else text
         if limit is not None and len(tokens) > limit > 0:
-            kept = tokens[:1] if isinstance(text, str) and tokens[0] == llm.tokenizer.bos_id else []
-            tokens = kept + tokens[len(tokens) - limit + len(kept) :]
+            first = tokens[:1] if isinstance(text, str) and tokens[0] == llm.tokenizer.bos_id else []
+            tokens = first + tokens[len(tokens) - limit + len(first) :]
         encoded.append(tokens)
     return encoded
 
@@ -258,9 +258,9 @@ def check_texts(llm: LLM, texts: list[list[int]]) -> None:
             raise ContextError(len(tokens), 0, llm.context, param="input")
 
 
-async def echoes_of(llm: LLM, body: CompletionRequest, given: list[Given], prompts: list[list[int]]) -> list[Echo]:
-    """What the answers begin with, for each; none without `echo`."""
+async def echoes_of(llm: LLM, body: CompletionRequest, inputs: list[Input], prompts: list[list[int]]) -> list[Echo]:
+    """Beginnings of the answers, one for each; none without `echo`."""
     if not body.echo:
         return []
-    echoes = [await echo_of(llm, *pair, body.logprobs) for pair in zip(given, prompts, strict=True)]
+    echoes = [await echo_of(llm, *pair, body.logprobs) for pair in zip(inputs, prompts, strict=True)]
     return [echo for echo in echoes for _ in range(body.choices)]

@@ -39,7 +39,7 @@ STARTS = 2  # of a replica, before the deployment counts as failed
 
 
 class Setup(NamedTuple):
-    """What a replica needs. path: of the model, on every machine; requests: that it takes, waiting or not."""
+    """Settings of a replica. path: of the model, on every machine; requests: that it takes, waiting or not."""
 
     path: str
     names: tuple[str, ...]
@@ -97,7 +97,7 @@ def application(setup: Setup, replicas: tuple[int, int], cpus: float, gpus: floa
         scaling = {
             "autoscaling_config": {"min_replicas": fewest, "max_replicas": most, "target_ongoing_requests": target}
         }
-    made = serve.deployment(
+    deployment = serve.deployment(
         name=NAME,
         max_ongoing_requests=setup.requests + IN_PROGRESS,  # what is beyond its limits the replica itself refuses
         ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
@@ -106,7 +106,7 @@ def application(setup: Setup, replicas: tuple[int, int], cpus: float, gpus: floa
         max_constructor_retry_count=STARTS,
         **scaling,
     )(Replica)
-    return made.bind(setup)
+    return deployment.bind(setup)
 
 
 def run(path: Path, names: tuple[str, ...], engine: EngineConfig, config: ServeConfig, requests: int) -> None:
@@ -119,8 +119,8 @@ def run(path: Path, names: tuple[str, ...], engine: EngineConfig, config: ServeC
     keys = checked_keys(config)
     replicas = read_replicas(config.ray)
     open_checkpoint(path, quantize=engine.quantize)  # a file that cannot be run is told before Ray starts
-    with listen(config) as taken:  # Ray's proxy would try for long
-        port = taken.getsockname()[1]
+    with listen(config) as free:  # Ray's proxy would try for long
+        port = free.getsockname()[1]
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would tell its makers
     ray.init(logging_level=logging.WARNING, include_dashboard=False, configure_logging=False)
     ended = threading.Event()
@@ -179,7 +179,7 @@ def _shares(engine: EngineConfig, replicas: int) -> tuple[int, float, float]:
 
 
 def _reason() -> str:
-    """What the last replica that failed to start has said."""
-    told = serve.status().applications[NAME].deployments[NAME].message
-    lines = [line.strip() for line in told.splitlines() if line.strip().startswith("RuntimeError: ")]
+    """The error of the last replica that failed to start."""
+    message = serve.status().applications[NAME].deployments[NAME].message
+    lines = [line.strip() for line in message.splitlines() if line.strip().startswith("RuntimeError: ")]
     return lines[-1].removeprefix("RuntimeError: ") if lines else ""

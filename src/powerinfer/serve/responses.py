@@ -11,10 +11,10 @@ from pydantic import Field
 from powerinfer.serve.api_error import ApiError, not_supported
 from powerinfer.serve.constraints import functions
 from powerinfer.serve.dialect import (
-    Asked,
     Block,
     BlockShape,
     Content,
+    DialectBody,
     Id,
     Strict,
     Tools,
@@ -74,7 +74,7 @@ TOOL_IGNORED = ("allowed_callers", "output_schema", "defer_loading")
 ROLES = ("user", "assistant", "system", "developer")
 
 
-class Item(Strict):
+class InputItem(Strict):
     """A message, reasoning, a call of a function, or its result."""
 
     type: Annotated[str, Field(max_length=64)] = "message"
@@ -86,10 +86,10 @@ class Item(Strict):
     output: Content | None = None
 
 
-class ResponsesRequest(Asked):
+class ResponsesRequest(DialectBody):
     """The body of /v1/responses."""
 
-    input: str | Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    input: str | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: Int | None = None
     text: Annotated[dict[str, Any], Field(max_length=16)] | None = None
@@ -120,14 +120,14 @@ class ResponsesRequest(Asked):
         )
 
 
-def _messages(given: str | list[Item]) -> list[dict[str, Any]]:
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+def _messages(value: str | list[InputItem]) -> list[dict[str, Any]]:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
     messages: list[dict[str, Any]] = []
     thoughts: list[str] = []  # before the next message of the assistant
-    if lost := sum(map(_is_lost_thought, given)):
+    if lost := sum(map(_is_lost_thought, value)):
         log("warning", "thoughts are left out that were sent by reference: nothing is stored", count=lost)
-    for at, item in enumerate(given):
+    for at, item in enumerate(value):
         if _is_lost_thought(item):
             continue
         if item.type == "reasoning":
@@ -149,33 +149,33 @@ def _messages(given: str | list[Item]) -> list[dict[str, Any]]:
     return messages
 
 
-def _is_lost_thought(item: Item) -> bool:
+def _is_lost_thought(item: InputItem) -> bool:
     """Whether an item refers to a thought. The AI SDK does so where it is not told that nothing is stored."""
     return item.type == "item_reference" and str((item.model_extra or {}).get("id")).startswith("rs_")
 
 
-def _message(item: Item, where: str) -> dict[str, Any]:
+def _message(item: InputItem, path: str) -> dict[str, Any]:
     if item.type not in ("function_call", "function_call_output", "message"):
         hint = ": nothing is stored" if item.type == "item_reference" else ""
-        raise not_supported(f"{where}.type {item.type!r}", hint)
-    item.refuse_extra(where, ITEM_IGNORED)
+        raise not_supported(f"{path}.type {item.type!r}", hint)
+    item.refuse_extra(path, ITEM_IGNORED)
     if item.type == "function_call":
-        name, given = needed(item.name, f"{where}.name"), needed(item.arguments, f"{where}.arguments")
-        call = function_call(needed(item.call_id, f"{where}.call_id"), name, given)
+        name, arguments = needed(item.name, f"{path}.name"), needed(item.arguments, f"{path}.arguments")
+        call = function_call(needed(item.call_id, f"{path}.call_id"), name, arguments)
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if item.type == "function_call_output":
-        output = text_of(needed(item.output, f"{where}.output"), PARTS, f"{where}.output", PART_IGNORED)
-        return {"role": "tool", "content": output, "tool_call_id": needed(item.call_id, f"{where}.call_id")}
+        output = text_of(needed(item.output, f"{path}.output"), PARTS, f"{path}.output", PART_IGNORED)
+        return {"role": "tool", "content": output, "tool_call_id": needed(item.call_id, f"{path}.call_id")}
     if item.role not in ROLES:
-        raise ApiError(400, f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
-    content = text_of(needed(item.content, f"{where}.content"), PARTS, f"{where}.content", PART_IGNORED)
+        raise ApiError(400, f"{path}.role must be one of {', '.join(ROLES)}", param=f"{path}.role")
+    content = text_of(needed(item.content, f"{path}.content"), PARTS, f"{path}.content", PART_IGNORED)
     return {"role": item.role, "content": content}
 
 
-def _reasoning(item: Item, where: str) -> str:
+def _reasoning(item: InputItem, path: str) -> str:
     """The text of an earlier item of reasoning; summaries are left out."""
-    item.refuse_extra(where, ("id", "status", "summary", "encrypted_content"))
-    return text_of(item.content or "", ("reasoning_text",), f"{where}.content", ())
+    item.refuse_extra(path, ("id", "status", "summary", "encrypted_content"))
+    return text_of(item.content or "", ("reasoning_text",), f"{path}.content", ())
 
 
 def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
@@ -188,14 +188,14 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
 
 def _response_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """`text.format` as /v1/chat/completions has it."""
-    given = format_of(text, "text", {"verbosity": "medium"})
-    if given is None:
+    form = format_of(text, "text", {"verbosity": "medium"})
+    if form is None:
         return None
-    if not isinstance(given, dict):
+    if not isinstance(form, dict):
         raise ApiError(400, "text.format must be an object", param="text.format")
-    if given.get("type") != "json_schema":
-        return given
-    return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
+    if form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
 
 
 # ------------------------------------------------------------------------------------------------------------- answers
@@ -215,7 +215,7 @@ class ResponsesShape(BlockShape):
         """An event: Codex gives up a stream that has only comments."""
         return sent(self._event("response.in_progress", response=self._response("in_progress")))
 
-    def whole(self, choices: list[dict[str, Any]], usage: Usage, ids: Sequence[list[int]] = ()) -> dict[str, Any]:
+    def full_answer(self, choices: list[dict[str, Any]], usage: Usage, ids: Sequence[list[int]] = ()) -> dict[str, Any]:
         return self._response(self._status, usage)
 
     @property
@@ -270,7 +270,7 @@ class ResponsesShape(BlockShape):
         self._sent += 1
         return {"type": kind, "sequence_number": self._sent - 1, **fields}
 
-    def _of_block(self, kind: str, block: Block, **fields: Any) -> dict[str, Any]:
+    def _event_in(self, kind: str, block: Block, **fields: Any) -> dict[str, Any]:
         """An event about a block's content."""
         place = {"item_id": self._item_id(block), "output_index": block.index}
         return self._event(kind, **place, **({"content_index": 0} if block.name is None else {}), **fields)
@@ -286,25 +286,25 @@ class ResponsesShape(BlockShape):
         yield self._event("response.output_item.added", output_index=block.index, item=item)
         if block.name is None:
             part = _thought("") if block.reasoning else _part("")
-            yield self._of_block("response.content_part.added", block, part=part)
+            yield self._event_in("response.content_part.added", block, part=part)
 
     def _grown(self, block: Block, text: str) -> Iterator[dict[str, Any]]:
         if block.reasoning:
-            yield self._of_block("response.reasoning_text.delta", block, delta=text)
+            yield self._event_in("response.reasoning_text.delta", block, delta=text)
         elif block.name is None:
-            yield self._of_block("response.output_text.delta", block, delta=text, logprobs=[])
+            yield self._event_in("response.output_text.delta", block, delta=text, logprobs=[])
         else:
-            yield self._of_block("response.function_call_arguments.delta", block, delta=text)
+            yield self._event_in("response.function_call_arguments.delta", block, delta=text)
 
     def _closed(self, block: Block) -> Iterator[dict[str, Any]]:
         if block.reasoning:
-            yield self._of_block("response.reasoning_text.done", block, text=block.text)
-            yield self._of_block("response.content_part.done", block, part=_thought(block.text))
+            yield self._event_in("response.reasoning_text.done", block, text=block.text)
+            yield self._event_in("response.content_part.done", block, part=_thought(block.text))
         elif block.name is None:
-            yield self._of_block("response.output_text.done", block, text=block.text, logprobs=[])
-            yield self._of_block("response.content_part.done", block, part=_part(block.text))
+            yield self._event_in("response.output_text.done", block, text=block.text, logprobs=[])
+            yield self._event_in("response.content_part.done", block, part=_part(block.text))
         else:
-            yield self._of_block("response.function_call_arguments.done", block, name=block.name, arguments=block.text)
+            yield self._event_in("response.function_call_arguments.done", block, name=block.name, arguments=block.text)
         yield self._event("response.output_item.done", output_index=block.index, item=self._item(block))
 
     def _ended(self, usage: Usage) -> list[dict[str, Any]]:

@@ -156,7 +156,7 @@ ALIASES: Mapping[str, Sequence[str]] = {
 """Names that other servers and APIs have for fields of this one. The first that a body has is named in the refusal."""
 
 
-def _whole(value: Any) -> Any:
+def _integral(value: Any) -> Any:
     """JSON has one kind of number: 2.0 is 2."""
     return int(value) if type(value) is float and value.is_integer() else value
 
@@ -182,12 +182,12 @@ def _random(seed: int) -> int | None:
 
 
 Id = Annotated[int, Field(ge=0, le=MAX_INT)]  # of a token
-Whole = BeforeValidator(_whole)
-Int = Annotated[int, Field(ge=0, le=MAX_INT), Whole]
-MaxTokens = Annotated[int, Field(le=MAX_INT), AfterValidator(_bounded), Whole]
-Seed = Annotated[int, Field(ge=-1, le=MAX_SEED), AfterValidator(_random), Whole]  # -1: as in llama-server, none
-Truncate = Annotated[int, Field(ge=-1, le=MAX_INT), AfterValidator(_not_zero), Whole]
-TopK = Annotated[int, Field(ge=-1, le=MAX_INT), Whole]
+Integral = BeforeValidator(_integral)
+Int = Annotated[int, Field(ge=0, le=MAX_INT), Integral]
+MaxTokens = Annotated[int, Field(le=MAX_INT), AfterValidator(_bounded), Integral]
+Seed = Annotated[int, Field(ge=-1, le=MAX_SEED), AfterValidator(_random), Integral]  # -1: as in llama-server, none
+Truncate = Annotated[int, Field(ge=-1, le=MAX_INT), AfterValidator(_not_zero), Integral]
+TopK = Annotated[int, Field(ge=-1, le=MAX_INT), Integral]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Source = Annotated[str, Field(max_length=MAX_SOURCE)]
 Bias = float | bool  # llama-server's false forbids the token
@@ -197,7 +197,7 @@ TokenIds = Annotated[list[Id], Field(fail_fast=True, max_length=MAX_PROMPT_TOKEN
 
 
 class Body(BaseModel):
-    """What all bodies share."""
+    """Fields and checks of every body."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 
@@ -214,20 +214,20 @@ class Body(BaseModel):
 
 
 def check_extra(
-    body: BaseModel, ignored: frozenset[str], neutral: Mapping[str, Neutral], logged: frozenset[str], where: str = ""
+    body: BaseModel, ignored: frozenset[str], neutral: Mapping[str, Neutral], logged: frozenset[str], prefix: str = ""
 ) -> None:
-    """As `Body.check_extra`, of a part of a body. where: what names of its fields begin with."""
+    """Like `Body.check_extra`, for a part of a body. prefix: the beginning of its fields' names."""
     for name, value in (body.model_extra or {}).items():
         if value is None or name in ignored or _is_neutral(value, neutral.get(name, ())):
             continue
         if name in logged:
-            log("warning", "a field has no effect", field=where + name)
+            log("warning", "a field has no effect", field=prefix + name)
             continue
         fields = type(body).model_fields
         right = next((one for one in ALIASES.get(name, ()) if one.partition(".")[0] in fields), None)
         if name in neutral or right is not None:
-            raise not_supported(where + name, "" if right is None else f": use {where}{right}")
-        shown = where + (name if len(name) <= 64 else f"{name[:64]}...")
+            raise not_supported(prefix + name, "" if right is None else f": use {prefix}{right}")
+        shown = prefix + (name if len(name) <= 64 else f"{name[:64]}...")
         hint = did_you_mean(name[:64], fields)
         raise ApiError(400, f"unknown field {shown!r}{hint}", param=shown, code="unknown_parameter")
 
@@ -258,7 +258,7 @@ class StreamOptions(BaseModel):
 
 
 class Sampling(Body):
-    """What /v1/chat/completions and /v1/completions share; fields that are missing have the model's defaults.
+    """Common fields of /v1/chat/completions and /v1/completions; those that are missing have the model's defaults.
 
     max_tokens: -1: no limit but the context.
     """
@@ -280,7 +280,7 @@ class Sampling(Body):
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[Id], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), Whole] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), Integral] | None = None
     truncate_prompt_tokens: Truncate | None = None
     min_tokens: Int | None = None
     n_predict: MaxTokens | None = None
@@ -338,7 +338,7 @@ class Sampling(Body):
 
     @property
     def most_tokens(self) -> float:
-        """What an answer may have, as far as the request says."""
+        """Maximum number of tokens of an answer, as far as the request says."""
         return math.inf if self.max_tokens in (None, UNLIMITED) else self.max_tokens
 
     def params(self, defaults: SamplingDefaults, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
@@ -347,9 +347,9 @@ class Sampling(Body):
             "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
             "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos",
         )  # fmt: skip
-        given = {name: getattr(self, name) for name in names}
-        given = defaults.with_given({name: value for name, value in given.items() if value is not None})
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **{**given, **self._samplers_off()})
+        values = {name: getattr(self, name) for name in names}
+        values = defaults.with_given({name: value for name, value in values.items() if value is not None})
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **{**values, **self._samplers_off()})
 
     def _samplers_off(self) -> dict[str, Any]:
         """The parameters that turn off what `samplers` does not name. ApiError for one that there is not."""
@@ -410,8 +410,8 @@ class Message(BaseModel):
         return self.reasoning_content or self.reasoning or self.thinking or texts or None
 
 
-class Conversation(ThinkingFields, Body):
-    """What a chat template takes. chat_template_kwargs: variables of the template, such as enable_thinking.
+class TemplateBody(ThinkingFields, Body):
+    """Fields that become variables of a chat template; chat_template_kwargs: others, such as enable_thinking.
 
     continue_final_message: the prompt ends within the last message, which is the assistant's.
     """
@@ -428,7 +428,7 @@ class Conversation(ThinkingFields, Body):
         return "".join(part.text or "" for part in content) if isinstance(content, list) else content
 
 
-class ChatRequest(Conversation, Sampling):
+class ChatRequest(TemplateBody, Sampling):
     """The body of /v1/chat/completions."""
 
     ends_with_context: ClassVar[bool] = False  # an answer may be shorter than max_tokens because the context ends
@@ -438,7 +438,7 @@ class ChatRequest(Conversation, Sampling):
     tool_choice: Annotated[str, Field(max_length=64)] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Integral] | None = None
 
     @property
     def most_tokens(self) -> float:
@@ -446,8 +446,8 @@ class ChatRequest(Conversation, Sampling):
 
     @property
     def _limits(self) -> set[int]:
-        given = (self.max_tokens, self.max_completion_tokens)
-        return {limit for limit in given if limit is not None and limit != UNLIMITED}
+        limits = (self.max_tokens, self.max_completion_tokens)
+        return {limit for limit in limits if limit is not None and limit != UNLIMITED}
 
     def to_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """defaults: the model's own. ApiError or RequestError for what is wrong beyond types."""
@@ -473,7 +473,7 @@ class CompletionRequest(Sampling):
         | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
     )
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Integral] | None = None
 
     @property
     def most_tokens(self) -> float:
@@ -496,9 +496,9 @@ class CompletionRequest(Sampling):
 
     def prompts(self) -> list[str | list[int]]:
         """Each prompt. ApiError for none, an empty one, or too many."""
-        given: Any = self.prompt
-        single = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
-        prompts: list[str | list[int]] = [given] if single else given
+        value: Any = self.prompt
+        single = isinstance(value, str) or (bool(value) and isinstance(value[0], int))
+        prompts: list[str | list[int]] = [value] if single else value
         if not prompts or [] in prompts:  # an empty text may still begin with a token of the model's own
             raise ApiError(400, "a prompt is empty: it needs at least one token", param="prompt")
         if len(prompts) * self.choices > MAX_PROMPTS:
@@ -522,10 +522,10 @@ class TokenizeRequest(Body):
     def text(self) -> str:
         """The text to encode."""
         self.check_extra()
-        given = [text for text in (self.content, self.prompt) if text is not None]
-        if len(given) != 1:
+        texts = [text for text in (self.content, self.prompt) if text is not None]
+        if len(texts) != 1:
             raise ApiError(400, "give the text as content or as prompt", param="content")
-        return given[0]
+        return texts[0]
 
     @property
     def adds(self) -> bool:
@@ -548,14 +548,14 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
             if name not in MESSAGE_IGNORED and value not in (None, [], "", {}):
                 raise not_supported(f"messages[{n}].{name[:64]}")
     try:
-        return plain_messages([_given(message) for message in messages])
+        return plain_messages([_filled(message) for message in messages])
     except MessageError as error:
         code = "unsupported_parameter" if error.unsupported else None
         raise ApiError(400, str(error), param=path_of(error.where), code=code) from None
 
 
-def _given(message: Message) -> dict[str, Any]:
-    """What a message says; its parts as they are."""
+def _filled(message: Message) -> dict[str, Any]:
+    """A message's fields that have a value; its parts as they are."""
     content: Any = message.content if message.content is not None else message.refusal
     if isinstance(content, list):
         content = [_part(part) for part in content]
@@ -565,8 +565,8 @@ def _given(message: Message) -> dict[str, Any]:
         "tool_calls": message.tool_calls or None,
         "tool_call_id": message.tool_call_id,
     }
-    given = {name: value for name, value in extra.items() if value is not None}
-    return {"role": message.role, "content": content, **given}
+    fields = {name: value for name, value in extra.items() if value is not None}
+    return {"role": message.role, "content": content, **fields}
 
 
 def _part(part: Part) -> dict[str, Any]:
@@ -575,9 +575,9 @@ def _part(part: Part) -> dict[str, Any]:
     return {"type": "text", "text": part.refusal} if refusal else {"type": part.type, "text": part.text}
 
 
-def template_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
+def template_options(variables: Mapping[str, Any] | None) -> dict[str, Any]:
     """The variables of a chat template that a request sets. ApiError for one that it may not."""
-    for name in given or {}:
+    for name in variables or {}:
         if not may_be_set(name):
             raise ApiError(400, f"chat_template_kwargs may not set {name[:64]!r}", param="chat_template_kwargs")
-    return dict(given or {})
+    return dict(variables or {})

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from powerinfer.runtime.engine import LLM
 
-_one_thread = ThreadPoolExecutor(1, thread_name_prefix="scoring")  # one prompt at a time: each takes its cache pages
+_thread = ThreadPoolExecutor(1, thread_name_prefix="scoring")  # one prompt at a time: each takes its cache pages
 
 
 class _Stopped(Exception):
@@ -27,14 +27,14 @@ class _Stopped(Exception):
 
 
 async def score(llm: LLM, tokens: list[int], count: int) -> list[TokenLogprob | None]:
-    """For each token its logprob and those of the `count` most likely ones; None for the first.
+    """Logprob of each token and those of the `count` most likely ones; None for the first.
 
     The tokens must be valid and fit the context. ApiError (503) if the cache has no room for them now.
     """
     stop = threading.Event()
     loop = asyncio.get_running_loop()
     try:
-        return await loop.run_in_executor(_one_thread, _score, llm, tokens, count, stop)
+        return await loop.run_in_executor(_thread, _score, llm, tokens, count, stop)
     except asyncio.CancelledError:
         stop.set()
         raise
@@ -60,16 +60,16 @@ def _score(llm: LLM, tokens: list[int], count: int, stop: threading.Event) -> li
 
 async def echo_of(llm: LLM, prompt: str | list[int], tokens: list[int], count: int | None) -> Echo:
     """A prompt as the beginning of its answer; count None: without logprobs."""
-    given = isinstance(prompt, str)
+    is_text = isinstance(prompt, str)
     text = prompt if isinstance(prompt, str) else llm.tokenizer.decode(tokens, skip_special=False)
     if count is None:
         return Echo(text, None)
     decoder = llm.tokenizer.stream(skip_special=False)
     total: Logprobs | None = None
     at = 0
-    for number, (token, one) in enumerate(zip(tokens, await score(llm, tokens, count), strict=True)):
-        total = add_logprobs(total, text_logprobs(llm.tokenizer, token, one, at))
+    for number, (token, logprobs) in enumerate(zip(tokens, await score(llm, tokens, count), strict=True)):
+        total = add_logprobs(total, text_logprobs(llm.tokenizer, token, logprobs, at))
         # the token that encoding puts before a text is not in the text
-        if not (given and number == 0 and token == llm.tokenizer.bos_id):
+        if not (is_text and number == 0 and token == llm.tokenizer.bos_id):
             at += len(decoder.push(token))
     return Echo(text, total)

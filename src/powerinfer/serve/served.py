@@ -37,7 +37,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from.
+    """Source of a model.
 
     names: in the API, the first one being what answers say. load: the model, within a budget. needs: what it takes,
     from its headers; a PowerInferError if the budget is too small or the model cannot be run. path: of its files.
@@ -53,12 +53,12 @@ class Stopped(BaseException):
     """The server ends while a model is being loaded."""
 
 
-async def in_thread(work: Callable[[], T], name: str) -> T:
+async def run_in_thread(work: Callable[[], T], name: str) -> T:
     """`work()` in a thread for which the end of the process does not wait."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
-    def told(value: T | None, error: BaseException | None) -> None:
+    def deliver(value: T | None, error: BaseException | None) -> None:
         if future.cancelled():
             return
         if error is not None:
@@ -73,7 +73,7 @@ async def in_thread(work: Callable[[], T], name: str) -> T:
         except BaseException as error:  # a thread's error would be lost
             problem = error
         with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(told, value, problem)
+            loop.call_soon_threadsafe(deliver, value, problem)
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return await future
@@ -94,7 +94,7 @@ class ServedModel:
         self.metrics = metrics
         self.timeout, self.queue_timeout = timeout, queue_timeout
         self.view = LiveView()
-        self.taken = Needs(0)  # by its engine, once it is loaded
+        self.reserved = Needs(0)  # by its engine, once it is loaded
         self.progress: tuple[str, int, int] | None = None  # of loading
         self.failure: PowerInferError | None = None  # why it answers no more, or could not be loaded, until it is
         self.waiting = 0  # requests that wait until it is loaded
@@ -119,7 +119,7 @@ class ServedModel:
         return self.engine.llm
 
     @property
-    def held(self) -> bool:
+    def has_engine(self) -> bool:
         """Whether there is an engine, be it broken."""
         return self._engine is not None
 
@@ -134,7 +134,7 @@ class ServedModel:
         return self._users > 0 or (self.waiting > 0 and self.failure is None)
 
     @property
-    def in_use(self) -> bool:
+    def is_used(self) -> bool:
         """Whether a request uses its engine."""
         return self._users > 0
 
@@ -173,7 +173,7 @@ class ServedModel:
         from powerinfer.runtime.async_llm import AsyncLLM
 
         try:
-            llm = await in_thread(lambda: self.source.load(self._report, budget), "loading")
+            llm = await run_in_thread(lambda: self.source.load(self._report, budget), "loading")
         except PowerInferError:
             raise
         except Stopped:
@@ -215,8 +215,8 @@ class ServedModel:
     def not_ready(self) -> ApiError:
         """The refusal of a request that does not wait until it is loaded."""
         if self.failure is not None:
-            what = "the engine has failed" if self.held else f"{self.name} could not be loaded"
-            return ApiError(503, f"{what}: {self.failure}", code="failed")
+            problem = "the engine has failed" if self.has_engine else f"{self.name} could not be loaded"
+            return ApiError(503, f"{problem}: {self.failure}", code="failed")
         label, done, total = self.progress or ("", 0, 0)
         share = f" ({label}, {100 * done // total} %)" if total else ""
         return ApiError(503, f"the model is being loaded{share}: try again later", code="loading")

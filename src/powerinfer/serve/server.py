@@ -37,7 +37,7 @@ from powerinfer.serve.llama_server import add_llama_server
 from powerinfer.serve.logs import log
 from powerinfer.serve.ollama import add_ollama
 from powerinfer.serve.served import ModelSource
-from powerinfer.serve.service import STOP_SECONDS, Policy, Service
+from powerinfer.serve.service import STOP_SECONDS, Service, ServicePolicy
 from powerinfer.serve.thinking import FORMATS, Defaults
 
 MAX_HEADERS = 32 << 10  # bytes of a request's line and headers
@@ -77,8 +77,8 @@ def check(config: ServeConfig) -> None:
 
 def read_replicas(text: str) -> tuple[int, int]:
     """(fewest, most) of "2" or "1-4". RequestError for anything else."""
-    found = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text)
-    fewest, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text)
+    fewest, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 0 < fewest <= most:
         raise RequestError(
             f"--ray takes a number of replicas, such as 2, or the fewest and the most, 1-4, not {text!r}"
@@ -99,8 +99,8 @@ def is_local(host: str) -> bool:
 def listen(config: ServeConfig) -> socket.socket:
     """The socket. PowerInferError if the address is in use; RequestError for one that this machine does not have."""
     try:
-        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
+        addresses = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = addresses[0]
         listening = socket.socket(family, kind, protocol)  # not create_server: asyncio sets NODELAY only if it sees TCP
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -113,22 +113,22 @@ def listen(config: ServeConfig) -> socket.socket:
         raise RequestError(f"{config.host} is no address to listen on") from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE and (free := _free_port(family, address)) is not None:
-            why = f"it is in use, perhaps by this server, started before; --port {free} is free"
+            reason = f"it is in use, perhaps by this server, started before; --port {free} is free"
         elif error.errno == errno.EACCES and config.port < 1024:
-            why = "ports below 1024 are the administrator's: use a larger --port"
+            reason = "ports below 1024 are the administrator's: use a larger --port"
         else:
-            why = error.strerror or str(error)
-        raise PowerInferError(f"cannot listen on {config.host}, port {config.port}: {why}") from None
+            reason = error.strerror or str(error)
+        raise PowerInferError(f"cannot listen on {config.host}, port {config.port}: {reason}") from None
     listening.setblocking(False)
     return listening
 
 
-def _free_port(family: int, taken: Any) -> int | None:
+def _free_port(family: int, address: Any) -> int | None:
     """The next port that is free at the same address."""
-    for port in range(taken[1] + 1, min(taken[1] + 100, 65536)):
+    for port in range(address[1] + 1, min(address[1] + 100, 65536)):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as tried:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            tried.bind((taken[0], port, *taken[2:]))
+            tried.bind((address[0], port, *address[2:]))
             return port
     return None
 
@@ -295,7 +295,7 @@ class Server(uvicorn.Server):
 
 
 def _connections() -> int:
-    """How many connections leave files for everything else, of as many files as this process may have open."""
+    """Number of connections that leaves files for everything else, of as many as this process may have open."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_FILES if most == resource.RLIM_INFINITY else min(most, MAX_FILES)
     with contextlib.suppress(OSError, ValueError):
@@ -312,14 +312,14 @@ def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> 
         loop.default_exception_handler(context)
 
 
-_said: dict[str, float] = {}  # when, by event
+_logged_at: dict[str, float] = {}  # when, by event
 
 
 def _too_many(event: str, **facts: Any) -> None:
     """Log an event of which there may be thousands, at most once a second."""
     now = time.monotonic()
-    if now - _said.get(event, -1.0) >= 1.0:
-        _said[event] = now
+    if now - _logged_at.get(event, -1.0) >= 1.0:
+        _logged_at[event] = now
         log("warning", event, **facts)
 
 
@@ -335,7 +335,7 @@ def checked_keys(config: ServeConfig) -> list[str]:
 
 
 def make_server(
-    sources: Sequence[ModelSource], config: ServeConfig, requests: int, policy: Policy | None = None
+    sources: Sequence[ModelSource], config: ServeConfig, requests: int, policy: ServicePolicy | None = None
 ) -> Server:
     """A server that listens already. requests: that its engines take, those that wait included; policy: of several
     models, None: there is one.
@@ -345,15 +345,15 @@ def make_server(
     check(config)
     keys = Keys(checked_keys(config))
     service = Service(sources, policy, timeout=config.timeout or None, queue_timeout=config.queue_timeout or None)
-    made = _uvicorn_config(assemble(service, config, keys, requests), config)
-    server = Server(made, service, listen(config))
+    settings = _uvicorn_config(assemble(service, config, keys, requests), config)
+    server = Server(settings, service, listen(config))
     log("info", "listening", url=server.url, models=service.names, keys=bool(keys))
     return server
 
 
 def _uvicorn_config(app: App, config: ServeConfig) -> uvicorn.Config:
     try:
-        made = uvicorn.Config(
+        settings = uvicorn.Config(
             app,
             loop="asyncio",
             http=type(
@@ -374,7 +374,7 @@ def _uvicorn_config(app: App, config: ServeConfig) -> uvicorn.Config:
             ssl_certfile=config.tls_cert,
             ssl_keyfile=config.tls_key,
         )
-        made.load()
+        settings.load()
     except (OSError, ssl.SSLError) as error:
         raise RequestError(f"the TLS certificate and key cannot be used: {error.strerror or error}") from None
-    return made
+    return settings

@@ -1,4 +1,4 @@
-"""What the routes work on: the models of the server, by name.
+"""The service behind the routes: the models of the server, by name.
 
 One model is loaded at the start and stays. Several are loaded when a request names them, one at a time, and unloaded
 when no request has used them for a while, or when another one needs their memory, those unused for longest first. A
@@ -19,7 +19,7 @@ from powerinfer.errors import PowerInferError, VramError
 from powerinfer.serve.api_error import ApiError, NoModelError
 from powerinfer.serve.logs import log
 from powerinfer.serve.metrics import Metrics
-from powerinfer.serve.served import Budget, ModelSource, ServedModel, in_thread
+from powerinfer.serve.served import Budget, ModelSource, ServedModel, run_in_thread
 from powerinfer.serve.thinking import Defaults
 from powerinfer.system import available_memory, resident_memory, total_memory
 
@@ -28,8 +28,8 @@ TAG = ":latest"  # which Ollama's clients may write behind a name that has none
 KV_SHARE = 4  # further contexts get at most 1/KV_SHARE of the room that is left
 
 
-class Policy(NamedTuple):
-    """How several models share the machine.
+class ServicePolicy(NamedTuple):
+    """Rules by which several models share the machine.
 
     budget: for all of them; together: that may be loaded, 0: any number; keep_alive: seconds that one stays without a
     request, None: for ever; waiting: requests that may wait for one model to be loaded; batch: requests that it decodes
@@ -50,7 +50,7 @@ class Service:
     def __init__(
         self,
         sources: Sequence[ModelSource],
-        policy: Policy | None = None,
+        policy: ServicePolicy | None = None,
         *,
         timeout: float | None = None,
         queue_timeout: float | None = None,
@@ -74,13 +74,15 @@ class Service:
 
     def _take(self, sources: Sequence[ModelSource]) -> None:
         """Have these models; those that are new, and no more those that are not among them, unless they are in use."""
-        known = {model.name: model for model in self.models}
+        current = {model.name: model for model in self.models}
         for source in sources:
-            if (model := known.get(source.names[0])) is not None:
+            if (model := current.get(source.names[0])) is not None:
                 model.source = source  # of its next load: the file may be another one
-        models = {source.names[0]: known.get(source.names[0]) or self._model(source) for source in sources}
-        kept = {name: model for name, model in known.items() if model.held or model.busy or model in self._tasks}
-        self.models = list((kept | models).values())
+        models = {source.names[0]: current.get(source.names[0]) or self._model(source) for source in sources}
+        stay = {
+            name: model for name, model in current.items() if model.has_engine or model.busy or model in self._tasks
+        }
+        self.models = list((stay | models).values())
         self._names = {name: model for model in self.models for name in model.source.names}
         self._folded = {name.casefold(): model for name, model in reversed(self._names.items())}  # the first one counts
 
@@ -95,13 +97,13 @@ class Service:
         if self._policy is None or self._policy.sources is None:
             return
         try:
-            self._take(await in_thread(self._policy.sources, "listing"))
+            self._take(await run_in_thread(self._policy.sources, "listing"))
         except PowerInferError as error:
             log("warning", f"the list of models stays as it was: {error}")
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all models."""
+        """Names of all models."""
         return tuple(self._names)
 
     @property
@@ -116,7 +118,7 @@ class Service:
 
     @property
     def failure(self) -> PowerInferError | None:
-        """Why the server cannot answer any more."""
+        """Reason for which the server cannot answer any more."""
         return self.only.failure if self.only is not None else None
 
     @property
@@ -144,16 +146,16 @@ class Service:
 
     def find(self, name: str | None) -> ServedModel:
         """The model of that name; None: the only one. ApiError (404, 400) if there is none."""
-        found = self.only if name is None else self._named(name)
-        if found is not None:
-            return found
+        served = self.only if name is None else self._named(name)
+        if served is not None:
+            return served
         if name is None:
-            raise ApiError(400, f"model is missing: one of {self._some_names()}", param="model", code="model_missing")
-        raise NoModelError(name[:128], self._some_names())
+            raise ApiError(400, f"model is missing: one of {self._first_names()}", param="model", code="model_missing")
+        raise NoModelError(name[:128], self._first_names())
 
     async def use(self, name: str | None, leases: ExitStack) -> ServedModel:
         """The model of that name, loaded, which stays so until `leases` end. ApiError if it cannot be had."""
-        model = await self._known(name)
+        model = await self._find_fresh(name)
         while not model.ready:
             if self._policy is None:
                 raise model.not_ready()
@@ -161,7 +163,7 @@ class Service:
         model.take(leases)
         return model
 
-    async def _known(self, name: str | None) -> ServedModel:
+    async def _find_fresh(self, name: str | None) -> ServedModel:
         if name is not None and self._named(name) is None:
             await self.refresh()
         return self.find(name)
@@ -194,12 +196,12 @@ class Service:
         model.take(leases, counts=False)
         return model
 
-    def _some_names(self, most: int = 16) -> str:
+    def _first_names(self, most: int = 16) -> str:
         names = list(self._names) or ["no model yet"]
         return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
-    async def _wait_for(self, model: ServedModel, policy: Policy) -> None:
-        """Until it is loaded, with all others who wait for that."""
+    async def _wait_for(self, model: ServedModel, policy: ServicePolicy) -> None:
+        """Wait until a model is loaded, with all others who wait for that."""
         if model.waiting >= policy.waiting:
             raise ApiError(429, f"{model.waiting} requests wait for {model.name} already: try later", code="queue_full")
         task = self._tasks.get(model)
@@ -228,7 +230,7 @@ class Service:
         """A request does not use a model, or wait for it, any more."""
         self._change.set()
         keep_alive = self.keep_alive
-        if keep_alive is None or not model.held:
+        if keep_alive is None or not model.has_engine:
             return
         if (timer := self._timers.pop(model, None)) is not None:
             timer.cancel()
@@ -264,9 +266,9 @@ class Service:
         except ApiError:
             assert self.ending()
 
-    async def _load(self, model: ServedModel, policy: Policy) -> None:
+    async def _load(self, model: ServedModel, policy: ServicePolicy) -> None:
         async with self._turn:
-            await self._idle(model, lambda: not model.in_use)  # a broken engine, whose requests end now
+            await self._idle(model, lambda: not model.is_used)  # a broken engine, whose requests end now
             await self._unload(model)
             model.failure = None
             await self.refresh()
@@ -280,37 +282,37 @@ class Service:
                 log("error", "load_failed", model=model.name, reason=str(error))
                 raise ApiError(500, f"{model.name} cannot be loaded: {error}", code="model_failed") from None
 
-    async def _room_for(self, model: ServedModel, policy: Policy) -> Budget:
-        """What a model may take, once others have made room. ApiError (503) if it can never fit."""
+    async def _room_for(self, model: ServedModel, policy: ServicePolicy) -> Budget:
+        """Budget of a model, once others have made room. ApiError (503) if it can never fit."""
         read = model.source.needs
         assert read is not None
         while True:
-            held = [one for one in self.models if one.held]
-            taken = sum(one.taken.ram for one in held)
-            limit = policy.budget.ram if policy.budget.ram is not None else free_memory(taken)
+            loaded = [one for one in self.models if one.has_engine]
+            reserved = sum(one.reserved.ram for one in loaded)
+            limit = policy.budget.ram if policy.budget.ram is not None else free_memory(reserved)
             vram = policy.budget.vram
-            budget = Budget(limit, None if vram is None else max(0, vram - sum(one.taken.vram for one in held)))
+            budget = Budget(limit, None if vram is None else max(0, vram - sum(one.reserved.vram for one in loaded)))
             try:
-                needs = await in_thread(partial(read, budget), "reading")
+                needs = await run_in_thread(partial(read, budget), "reading")
             except VramError:
-                users = [one for one in held if one.taken.vram]
+                users = [one for one in loaded if one.reserved.vram]
                 if not users:
                     raise
                 await self._make_room(model, users)
                 continue
-            left = limit - taken - needs.ram
-            if left >= 0 and (not policy.together or len(held) < policy.together):
+            left = limit - reserved - needs.ram
+            if left >= 0 and (not policy.together or len(loaded) < policy.together):
                 further = min((policy.batch - 1) * needs.kv, left // KV_SHARE)
-                model.taken = needs._replace(ram=needs.ram + further)
-                return Budget(model.taken.ram, budget.vram)
-            if not held:  # other programs have taken memory meanwhile
+                model.reserved = needs._replace(ram=needs.ram + further)
+                return Budget(model.reserved.ram, budget.vram)
+            if not loaded:  # other programs have taken memory meanwhile
                 raise ApiError(503, f"{model.name} needs more memory than is free: try again later", code="no_memory")
-            await self._make_room(model, held)
+            await self._make_room(model, loaded)
 
-    async def _make_room(self, model: ServedModel, held: Sequence[ServedModel]) -> None:
+    async def _make_room(self, model: ServedModel, loaded: Sequence[ServedModel]) -> None:
         """Unload the model that has not been used for longest, once there is one that no request uses."""
-        await self._idle(model, lambda: not all(one.busy for one in held))
-        await self._unload(min((one for one in held if not one.busy), key=lambda one: one.used))
+        await self._idle(model, lambda: not all(one.busy for one in loaded))
+        await self._unload(min((one for one in loaded if not one.busy), key=lambda one: one.used))
 
     async def _idle(self, model: ServedModel, condition: Callable[[], bool]) -> None:
         """Wait for a condition; ApiError if nobody waits for the model any more."""
@@ -323,7 +325,7 @@ class Service:
     async def _unload(self, model: ServedModel) -> None:
         if (timer := self._timers.pop(model, None)) is not None:
             timer.cancel()
-        if model.held:
+        if model.has_engine:
             await model.unload()
             model.failure = None
             log("info", "unloaded", model=model.name)
@@ -344,11 +346,11 @@ class Service:
             await model.unload()
 
 
-def free_memory(taken: int) -> int:
+def free_memory(reserved: int) -> int:
     """Bytes of RAM that models may take together where loaded ones take `taken` of them, used or not yet."""
-    own = resident_memory()
-    available = available_memory() or total_memory() - own
-    return min(available + min(own, taken), total_memory())
+    resident = resident_memory()
+    available = available_memory() or total_memory() - resident
+    return min(available + min(resident, reserved), total_memory())
 
 
 def _collect() -> None:

@@ -40,7 +40,7 @@ def sent_event(document: dict[str, Any]) -> bytes:
 
 
 class Delta(NamedTuple):
-    """What an event adds to an answer. reasoning: text before the answer, of a model that tells the two apart."""
+    """Addition of an event to an answer. reasoning: text before the answer, of a model that tells the two apart."""
 
     text: str
     logprobs: Logprobs | None
@@ -62,10 +62,10 @@ class Usage:
         self.cached += completion.cached_tokens if first else 0
 
     def begun(self, event: StreamEvent | None) -> Usage:
-        """What is known with the first event of the first answer."""
-        known = copy(self)
-        known.cached = event.cached_tokens if event is not None else 0
-        return known
+        """Usage at the first event of the first answer."""
+        usage = copy(self)
+        usage.cached = event.cached_tokens if event is not None else 0
+        return usage
 
     def document(self, reasoning: int | None = None) -> dict[str, Any]:
         """The API's usage object. reasoning: tokens of it, None: that is not known."""
@@ -110,7 +110,7 @@ class AnswerShape(ABC):
         """The events of the answers, of which a shape may end some earlier."""
         return events
 
-    def seen(self, index: int, event: StreamEvent) -> None:
+    def observe(self, index: int, event: StreamEvent) -> None:
         """An event has come, before it becomes a delta."""
         if self._timings:
             self._timings[index].add(event)
@@ -121,7 +121,7 @@ class AnswerShape(ABC):
 
     @abstractmethod
     def delta(self, index: int, event: StreamEvent) -> Delta:
-        """What an event adds to answer `index`."""
+        """Addition of an event to answer `index`."""
 
     @abstractmethod
     def chunk_choices(self, index: int, delta: Delta) -> list[dict[str, Any]]:
@@ -131,7 +131,7 @@ class AnswerShape(ABC):
     def choice(self, index: int, text: str, logprobs: Logprobs | None, finish_reason: str) -> dict[str, Any]:
         """A whole answer."""
 
-    def whole(self, choices: list[dict[str, Any]], usage: Usage, ids: Sequence[list[int]] = ()) -> dict[str, Any]:
+    def full_answer(self, choices: list[dict[str, Any]], usage: Usage, ids: Sequence[list[int]] = ()) -> dict[str, Any]:
         """The answer to a request without `stream`. ids: of the tokens of each answer."""
         if self._prompts is not None:
             for prompt, choice, own in zip(self._prompts, choices, ids, strict=True):
@@ -159,18 +159,18 @@ class AnswerShape(ABC):
         return [sent_event(self.chunk(opening)) for opening in openings if opening is not None]
 
     def ping(self) -> bytes:
-        """What a stream sends while there is nothing else."""
+        """Bytes that a stream sends while there is nothing else."""
         return b": ping\n\n"
 
     def progress(self, index: int, event: StreamEvent) -> list[bytes]:
-        """What a stream sends for an event of answer `index`."""
+        """Chunks that a stream sends for an event of answer `index`."""
         choices = self.chunk_choices(index, self.delta(index, event))
         if self._prompts is not None:
-            held = self._ids.setdefault(index, [])
-            held += [] if event.token_id is None else [event.token_id]
+            ids = self._ids.setdefault(index, [])
+            ids += [] if event.token_id is None else [event.token_id]
             if choices:
                 self._ids[index] = []
-                choices[0] |= {"token_ids": held}
+                choices[0] |= {"token_ids": ids}
                 if index not in self._chunked:
                     self._chunked.add(index)
                     choices[0] |= {"prompt_token_ids": self._prompts[index]}
@@ -218,9 +218,9 @@ class ChatShape(AnswerShape):
     def delta(self, index: int, event: StreamEvent) -> Delta:
         delta = Delta(event.text, None, event.finish_reason)
         if event.logprobs is not None and event.token_id is not None:
-            one = _token(event.logprobs)
-            one["top_logprobs"] = [_token(top) for top in event.logprobs.top]
-            delta = delta._replace(logprobs={"content": [one]})
+            token = _token(event.logprobs)
+            token["top_logprobs"] = [_token(top) for top in event.logprobs.top]
+            delta = delta._replace(logprobs={"content": [token]})
         return delta if self._form is None else self._parsed(index, delta, self._form)
 
     def _parsed(self, index: int, delta: Delta, form: AnswerFormat) -> Delta:
@@ -228,35 +228,35 @@ class ChatShape(AnswerShape):
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = form.parser()
-        found = self._read(parser, delta.text, delta.finish_reason)
-        calls = tuple(one for one in found if isinstance(one, ToolDelta))
+        deltas = self._read(parser, delta.text, delta.finish_reason)
+        calls = tuple(one for one in deltas if isinstance(one, ToolDelta))
         self._keep(index, calls)
-        reasoning = "".join(one.text for one in found if isinstance(one, Reasoning))
+        reasoning = "".join(one.text for one in deltas if isinstance(one, Reasoning))
         self._reasoning[index] = self._reasoning.get(index, "") + reasoning
         called = delta.finish_reason == "stop" and parser.calls
         return delta._replace(
-            text="".join(one for one in found if isinstance(one, str)),
+            text="".join(one for one in deltas if isinstance(one, str)),
             finish_reason="tool_calls" if called else delta.finish_reason,
             calls=calls,
             reasoning=reasoning,
         )
 
     def _read(self, parser: AnswerParser, text: str, finish_reason: str | None) -> list[AnswerDelta]:
-        """What a token adds, without reasoning that is not to be shown; a token of reasoning is counted."""
+        """Deltas of a token, without reasoning that is not to be shown; a token of reasoning is counted."""
         within = parser.thinks
-        found = pieces(parser, text, finish_reason)
-        others: list[AnswerDelta] = [one for one in found if not isinstance(one, Reasoning)]
+        deltas = pieces(parser, text, finish_reason)
+        texts: list[AnswerDelta] = [one for one in deltas if not isinstance(one, Reasoning)]
         if self.reasoning_tokens is not None:
-            self.reasoning_tokens += len(others) < len(found) or (within and parser.thinks and finish_reason is None)
-        return found if self.shows_reasoning else others
+            self.reasoning_tokens += len(texts) < len(deltas) or (within and parser.thinks and finish_reason is None)
+        return deltas if self.shows_reasoning else texts
 
     def _keep(self, index: int, calls: Sequence[ToolDelta]) -> None:
-        whole = self._calls.setdefault(index, [])
+        entries = self._calls.setdefault(index, [])
         for call in calls:
             if call.name is not None:
                 function = {"name": call.name, "arguments": ""}
-                whole.append({"id": call.id, "type": "function", "function": function})
-            whole[-1]["function"]["arguments"] += call.arguments
+                entries.append({"id": call.id, "type": "function", "function": function})
+            entries[-1]["function"]["arguments"] += call.arguments
 
     def chunk_choices(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         choices = []
@@ -282,14 +282,14 @@ class ChatShape(AnswerShape):
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
 
-def _token(one: TokenLogprob) -> dict[str, Any]:
-    return {"token": one.text, "logprob": max(one.logprob, LOWEST_LOGPROB), "bytes": list(one.bytes)}
+def _token(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token.text, "logprob": max(token.logprob, LOWEST_LOGPROB), "bytes": list(token.bytes)}
 
 
 def pieces(parser: AnswerParser, text: str, finish_reason: str | None) -> list[AnswerDelta]:
     """Text, reasoning and calls in a piece of an answer, in their order."""
-    found = list(parser.push(text))
-    return found if finish_reason is None else [*found, *parser.finish(cut=finish_reason == "length")]
+    deltas = list(parser.push(text))
+    return deltas if finish_reason is None else [*deltas, *parser.finish(cut=finish_reason == "length")]
 
 
 def _call_chunk(call: ToolDelta) -> dict[str, Any]:
@@ -349,9 +349,9 @@ def text_logprobs(tokenizer: Tokenizer, token: int, logprobs: TokenLogprob | Non
     top: dict[str, float] = {}
     for one in logprobs.top:  # of tokens with the same text, the likeliest
         top.setdefault(_name(one.bytes), max(one.logprob, LOWEST_LOGPROB))
-    own = max(logprobs.logprob, LOWEST_LOGPROB)
-    top[text] = own
-    return {"tokens": [text], "token_logprobs": [own], "top_logprobs": [top], "text_offset": [offset]}
+    logprob = max(logprobs.logprob, LOWEST_LOGPROB)
+    top[text] = logprob
+    return {"tokens": [text], "token_logprobs": [logprob], "top_logprobs": [top], "text_offset": [offset]}
 
 
 def _name(data: bytes) -> str:

@@ -29,11 +29,11 @@ _REASONING = ("effort", "enabled", "exclude", "max_tokens", "summary", "generate
 _THINKING = ("type", "budget_tokens", "display", "clear_thinking")
 
 
-class Asked(NamedTuple):
-    """What a request says. apart: thoughts are told apart from the answer; shows: they are sent."""
+class ThinkingWishes(NamedTuple):
+    """Wishes of a request. separate: thoughts are told apart from the answer; shows: they are sent."""
 
     thinking: Thinking
-    apart: bool = True
+    separate: bool = True
     shows: bool = True
 
 
@@ -68,15 +68,15 @@ class ThinkingFields(BaseModel):
         if all(budget is None for budget in (*budgets, *of_parts)):
             self.reasoning_budget = defaults.budget
 
-    def asked_thinking(self) -> Asked:
-        """What they say together. ApiError for a value that is none."""
+    def asked_thinking(self) -> ThinkingWishes:
+        """Wishes of all these fields together. ApiError for a value that is none."""
         reasoning = _members(self.reasoning, _REASONING, "reasoning")
         thinking = _members(self._thinking, _THINKING, "thinking")
         kind = thinking.get("type")
         if not isinstance(kind, str | None) or kind not in TYPES:
             raise ApiError(400, "thinking.type must be enabled, disabled or adaptive", param="thinking.type")
         switch = self.think if isinstance(self.think, bool) else None
-        given = [self.enable_thinking, switch, _flag(reasoning, "enabled", "reasoning"), TYPES[kind]]
+        switches = [self.enable_thinking, switch, _flag(reasoning, "enabled", "reasoning"), TYPES[kind]]
         efforts = {"reasoning_effort": self.reasoning_effort, "reasoning.effort": reasoning.get("effort")}
         efforts["think"] = None if isinstance(self.think, bool) else self.think
         effort = next(filter(None, [_effort(value, where) for where, value in efforts.items()]), None)
@@ -88,10 +88,10 @@ class ThinkingFields(BaseModel):
         limits = [budget for budget in budgets if budget is not None and budget >= 0]
         budget, cleared = min(limits, default=None), _flag(thinking, "clear_thinking", "thinking")
         keep = self.preserve_thinking if cleared is None else not cleared
-        if False in given or effort == "none" or budget == 0:
+        if False in switches or effort == "none" or budget == 0:
             wanted = Thinking(False, None, 0, keep)
         else:
-            wanted = Thinking(True if True in given else None, effort, budget, keep)
+            wanted = Thinking(True if True in switches else None, effort, budget, keep)
         return self._shown(wanted, reasoning, thinking)
 
     @property
@@ -100,42 +100,42 @@ class ThinkingFields(BaseModel):
         switch = self.thinking
         return {"type": "enabled" if switch else "disabled"} if isinstance(switch, bool) else switch
 
-    def _shown(self, wanted: Thinking, reasoning: Mapping[str, Any], thinking: Mapping[str, Any]) -> Asked:
+    def _shown(self, wanted: Thinking, reasoning: Mapping[str, Any], thinking: Mapping[str, Any]) -> ThinkingWishes:
         form = self.reasoning_format or "auto"
         if form not in FORMATS:
             names = ", ".join(FORMATS)
             raise ApiError(400, f"reasoning_format must be one of {names}", param="reasoning_format")
         hidden = _flag(reasoning, "exclude", "reasoning") or thinking.get("display") == "omitted"
-        return Asked(wanted, FORMATS[form], self.include_reasoning is not False and not hidden)
+        return ThinkingWishes(wanted, FORMATS[form], self.include_reasoning is not False and not hidden)
 
 
-def _members(given: Mapping[str, Any] | None, known: tuple[str, ...], where: str) -> Mapping[str, Any]:
-    for name, value in (given or {}).items():
-        if name not in known and value is not None:
-            raise not_supported(f"{where}.{name[:64]}")
-    return given or {}
+def _members(fields: Mapping[str, Any] | None, names: tuple[str, ...], path: str) -> Mapping[str, Any]:
+    for name, value in (fields or {}).items():
+        if name not in names and value is not None:
+            raise not_supported(f"{path}.{name[:64]}")
+    return fields or {}
 
 
-def _flag(given: Mapping[str, Any], name: str, where: str) -> bool | None:
-    value = given.get(name)
+def _flag(values: Mapping[str, Any], name: str, path: str) -> bool | None:
+    value = values.get(name)
     if not isinstance(value, bool | None):
-        raise ApiError(400, f"{where}.{name} must be a boolean", param=f"{where}.{name}")
+        raise ApiError(400, f"{path}.{name} must be a boolean", param=f"{path}.{name}")
     return value
 
 
-def _effort(value: Any, where: str) -> str | None:
+def _effort(value: Any, path: str) -> str | None:
     """None: the model's own; "none": no thinking."""
     if value is None or value == "default":
         return None
     if value not in (*EFFORTS, "none"):
-        given = f"not {value!r}"[:64]
-        raise ApiError(400, f"{where} must be one of none, {', '.join(EFFORTS)}; {given}", param=where)
+        problem = f"not {value!r}"[:64]
+        raise ApiError(400, f"{path} must be one of none, {', '.join(EFFORTS)}; {problem}", param=path)
     return str(value)
 
 
-def _budget(value: Any, where: str) -> int | None:
+def _budget(value: Any, path: str) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value <= MAX_INT:
-        raise ApiError(400, f"{where} must be a whole number of tokens", param=where)
+        raise ApiError(400, f"{path} must be a whole number of tokens", param=path)
     return value

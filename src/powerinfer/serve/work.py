@@ -26,21 +26,21 @@ SMALL = 1 << 16  # bytes of a body that is read in less time than a thread takes
 LARGE = 1 << 20  # bytes of a body from which on its work waits for that of others of its kind
 MAX_VALUES = 100_000  # lists, objects and texts in a body; numbers are cheaper
 
-_one_thread = ThreadPoolExecutor(1, thread_name_prefix="large")
+_thread = ThreadPoolExecutor(1, thread_name_prefix="large")
 
 
-async def in_worker(size: int, work: Callable[..., T], *args: Any, **options: Any) -> T:
+async def run_in_worker(size: int, work: Callable[..., T], *args: Any, **options: Any) -> T:
     """`work(*args, **options)` in a thread. size: of the request's body, in bytes."""
     if size < LARGE:
         return await run_in_threadpool(work, *args, **options)
     call = partial(copy_context().run, work, *args, **options)
-    return await asyncio.get_running_loop().run_in_executor(_one_thread, call)
+    return await asyncio.get_running_loop().run_in_executor(_thread, call)
 
 
 async def read_json(body: bytes) -> dict[str, Any]:
     """The object that a body is. ApiError for anything else: only RFC 8259's JSON is taken, and none nested or split
     without end."""
-    return _read_json(body) if len(body) <= SMALL else await in_worker(len(body), _read_json, body)
+    return _read_json(body) if len(body) <= SMALL else await run_in_worker(len(body), _read_json, body)
 
 
 def _read_json(body: bytes) -> dict[str, Any]:
