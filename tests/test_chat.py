@@ -512,7 +512,7 @@ def test_rendered_text_is_that_of_transformers(name: str, chat: str) -> None:
 def test_variables_that_nobody_gave() -> None:
     template = ChatTemplate(QWEN3, tool_use=QWEN3 + "!").with_variables({"enable_thinking": False})
     unthinking = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    for same, end in ((template, ""), (template.at("2026-01-01T00:00:00"), ""), (template.for_tools, "!")):
+    for same, end in ((template, ""), (template.with_time("2026-01-01T00:00:00"), ""), (template.tool_template, "!")):
         assert same.render([USER])[0].endswith(unthinking + end)
         assert same.render([USER], enable_thinking=True)[0].endswith("<|im_start|>assistant\n" + end)
     assert ChatTemplate(QWEN3).render([USER])[0].endswith("<|im_start|>assistant\n")
@@ -545,7 +545,7 @@ def test_one_process_renders_all_and_is_replaced_when_it_ends() -> None:
     first.wait()
     assert sandbox.render(source, variables) == text and sandbox._worker is not first
     second = sandbox._worker
-    with pytest.raises(sandbox.Limit):
+    with pytest.raises(sandbox.TemplateLimit):
         sandbox.render("{{ range(100000)|join('a' * 1000000) }}", variables)
     assert sandbox._worker is not second, "what met a limit is not used again"
     sandbox.stop()
@@ -588,7 +588,7 @@ def test_a_process_that_stands_still_is_ended(length: int, monkeypatch: pytest.M
     monkeypatch.setattr(sandbox, "WAIT", 0.5)
     os.kill(worker.pid, signal.SIGSTOP)
     begin = time.monotonic()
-    with pytest.raises(sandbox.Limit, match=r"longer than 0.5 s"):
+    with pytest.raises(sandbox.TemplateLimit, match=r"longer than 0.5 s"):
         sandbox.render("x", {"text": "a" * length})
     assert 0.4 < time.monotonic() - begin < 5 and worker.returncode is not None
 
@@ -614,10 +614,10 @@ def test_a_limit_counts_the_processor_time_of_its_thread(monkeypatch: pytest.Mon
     assert not small.reached, "what is cheap takes none, however long the machine takes to do it"
     monkeypatch.setattr(sandbox, "SECONDS", 0.2)
     endless = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
-    with ThreadPoolExecutor(1) as other, pytest.raises(sandbox.Limit):
+    with ThreadPoolExecutor(1) as other, pytest.raises(sandbox.TemplateLimit):
         other.submit(sandbox.render, endless, {}).result()
     assert not small.reached, "another thread's"
-    with pytest.raises(sandbox.Limit):
+    with pytest.raises(sandbox.TemplateLimit):
         sandbox.render(endless, {})
     assert small.reached and not large.reached
 
@@ -639,7 +639,7 @@ def test_a_process_that_gives_no_answer_says_why(message: str, tmp_path: Path, m
     with pytest.raises(sandbox.Failed, match=message):
         sandbox.render("x", {})
     program.write_text(f"import os; os._exit({template_worker.OUT_OF_MEMORY})")
-    with pytest.raises(sandbox.Limit, match="too much memory"):
+    with pytest.raises(sandbox.TemplateLimit, match="too much memory"):
         sandbox.render("x", {})
 
 
@@ -684,7 +684,7 @@ def test_the_process_takes_little_from_its_parent(monkeypatch: pytest.MonkeyPatc
         about = Path(f"/proc/{worker.pid}")
         if about.exists():
             assert (about / "cwd").readlink() == Path("/") and b"SECRET_TOKEN" not in (about / "environ").read_bytes()
-        with pytest.raises(sandbox.Limit, match=r"longer than 0.3 s"):
+        with pytest.raises(sandbox.TemplateLimit, match=r"longer than 0.3 s"):
             sandbox.render(HARMFUL["loops"], {})
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -760,11 +760,11 @@ def test_the_shape_is_asked_once_and_not_of_a_template_that_goes_on_for_ever(mon
 def test_chats_with_tools_get_the_template_for_them() -> None:
     template = ChatTemplate("plain {{ bos_token }}", "<s>", tool_use="{{ bos_token }}{{ tools | length }} tools")
     assert template.render([USER])[0] == template.render([USER], tools=[])[0] == "plain <s>"
-    for form in (template, template.at("2026-01-01T00:00:00")):
+    for form in (template, template.with_time("2026-01-01T00:00:00")):
         assert form.render([USER], tools=TOOLS)[0] == f"<s>{len(TOOLS)} tools"
-    assert template.for_tools.source == template.tool_use and template.for_tools.for_tools is not None
+    assert template.tool_template.source == template.tool_use and template.tool_template.tool_template is not None
     alone = ChatTemplate("x")
-    assert alone.for_tools is alone
+    assert alone.tool_template is alone
 
 
 # ------------------------------------------------------------------------------------------------------------- encoding

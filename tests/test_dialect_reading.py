@@ -441,7 +441,7 @@ def test_a_template_without_calls_or_without_system_messages() -> None:
 def test_a_template_that_tells_of_no_functions_but_writes_calls() -> None:
     around = AROUND.partition("{% endif -%}")[2]
     form = read_dialect(template(TEMPLATES["a fence"], around))
-    assert form == replace(FORMS["a fence"], told="words", tools=())
+    assert form == replace(FORMS["a fence"], announced_in="words", tools=())
     messages, _ = form.conversation(ASKED[:1], TOOLS[:1])
     assert "<|call_begin|>function<|sep|>name_of_function\n```json\n" in messages[0]["content"], "in its own form"
 

@@ -334,7 +334,7 @@ def answers(llm: LLM) -> list[str]:
     return [answer.text for answer in llm.generate(PROMPTS, SHORT)]
 
 
-def one_by_one(llm: LLM) -> list[str]:
+def split_calls(llm: LLM) -> list[str]:
     return [llm.generate(prompt, SHORT).text for prompt in PROMPTS]
 
 
@@ -388,15 +388,15 @@ def test_layers_beside_a_gpu_are_predicted_too(model: Path, cache: Path) -> None
     # that it may.
     more = {"selector": "predicted", "kv_type": "f32", "max_batch": 32}
     alone = LLM(path, **options(gpu="none", **more))
-    wanted, named = one_by_one(alone), alone.sparsity["layers"][1]  # type: ignore[index]
+    wanted, named = split_calls(alone), alone.sparsity["layers"][1]  # type: ignore[index]
     request = replace(request_of(path, made), selector="predicted", kv_type="f32", requests=32)
     vram = request.vram_for() - request.model.head.stored - request.model.end_vectors - 1
     llm = LLM(path, **options(gpu="cpu", vram=vram, **more))
-    assert llm.choices["gpu"].startswith("1 layer on cpu, ") and one_by_one(llm) == wanted
+    assert llm.choices["gpu"].startswith("1 layer on cpu, ") and split_calls(llm) == wanted
     told = llm.sparsity["layers"][1]  # type: ignore[index]
     assert (told["hot"], told["tokens"], told["gpu_share"], told["jobs"]) == (0, named["tokens"], 0, 1)
     assert told["active_fraction"] == pytest.approx(named["active_fraction"], rel=0.01)
-    assert one_by_one(LLM(path, **options(gpu="none"))) != wanted
+    assert split_calls(LLM(path, **options(gpu="none"))) != wanted
     llm.clear_sparsity()
     assert llm.sparsity["layers"][1]["tokens"] == 0  # type: ignore[index]
 

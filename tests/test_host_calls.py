@@ -119,7 +119,7 @@ def test_streams_call_in_their_order() -> None:
     assert call.take()[:2] == (3 * len(again), 3 * len(again))
 
 
-def one_by_one(executor: Any, count: int) -> np.ndarray:
+def split_calls(executor: Any, count: int) -> np.ndarray:
     found: np.ndarray = families.run_chunks(
         executor, np.arange(count, dtype=np.int32), [1] * count, families.scattered_pages(executor, 1)[0]
     )
@@ -133,7 +133,7 @@ def test_a_step_whose_call_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path, plain = give_bundles(tiny_llama(tmp_path / "tiny.gguf")), CpuPart.call
     with split(path, 0.5) as (executor, ffns):
         executor.gpu.record(counting_recorder([]))
-        right = one_by_one(executor, 4)
+        right = split_calls(executor, 4)
         bad = failing_part()
 
         def failing(_: CpuPart, link: Any, tokens: int, columns: int) -> Any:
@@ -143,10 +143,10 @@ def test_a_step_whose_call_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(CpuPart, "call", failing)
         ffns[1].place(ffns[1].hot)
         with pytest.raises(PowerInferError, match=r"^the CPU's part of a step failed: .*topk"):
-            one_by_one(executor, 4)
+            split_calls(executor, 4)
         monkeypatch.setattr(CpuPart, "call", plain)
         ffns[1].place(ffns[1].hot)
-        np.testing.assert_array_equal(one_by_one(executor, 4), right)
+        np.testing.assert_array_equal(split_calls(executor, 4), right)
 
 
 @pytest.mark.usefixtures("device")
@@ -160,7 +160,7 @@ def test_nothing_replays_a_call_that_is_gone(tmp_path: Path, monkeypatch: pytest
 
     with split(path, 0.5) as (executor, ffns):
         executor.gpu.record(counting_recorder([]))
-        right = one_by_one(executor, 4)
+        right = split_calls(executor, 4)
         recordings = executor.gpu._recordings
         assert recordings is not None and any(recordings._kept.values())
         with monkeypatch.context() as patch, pytest.raises(PowerInferError, match="no room"):
@@ -168,7 +168,7 @@ def test_nothing_replays_a_call_that_is_gone(tmp_path: Path, monkeypatch: pytest
             ffns[1].place(ffns[1].hot)
         assert executor.gpu._recordings is None or not any(executor.gpu._recordings._kept.values())
         ffns[1].place(ffns[1].hot)
-        np.testing.assert_array_equal(one_by_one(executor, 4), right)
+        np.testing.assert_array_equal(split_calls(executor, 4), right)
 
 
 @pytest.mark.parametrize("slow", ["join", "wait"])
@@ -189,7 +189,7 @@ def test_the_faster_way_is_kept(slow: str, tmp_path: Path, monkeypatch: pytest.M
         who = "the host waits for the GPU" if slow == "join" else "the GPU calls the CPU"
         assert str(executor.choices.steps) == f"{who} ({times}), just now"
         before = executor.gpu.link.calls.made
-        one_by_one(executor, 3)
+        split_calls(executor, 3)
         assert (executor.gpu.link.calls.made > before) == (slow == "wait")
 
 
@@ -268,12 +268,12 @@ def test_the_host_sleeps_where_the_gpu_calls(tmp_path: Path, monkeypatch: pytest
     with split(give_bundles(tiny_llama(tmp_path / "tiny.gguf")), 0.5) as (executor, _):
         for calls in (True, False, True):
             executor.gpu.record(counting_recorder([]), calls=calls)
-            one_by_one(executor, 3)
+            split_calls(executor, 3)
             assert made[id(executor.gpu.buffers._done)][1] == calls
         with executor.traced():
-            one_by_one(executor, 3)
+            split_calls(executor, 3)
             assert not made[id(executor.gpu.buffers._done)][1]
-        one_by_one(executor, 3)
+        split_calls(executor, 3)
         assert made[id(executor.gpu.buffers._done)][1]
 
 
@@ -295,5 +295,5 @@ def test_a_device_that_cannot_call(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 said = str(executor.choices.steps)
                 assert (said == "the host waits for the GPU (CUDA error 801: not supported)") == refused, said
                 executor.gpu.record(counting_recorder(made))
-                answers.append(one_by_one(executor, 4))
+                answers.append(split_calls(executor, 4))
     np.testing.assert_array_equal(*answers)

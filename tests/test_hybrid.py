@@ -27,11 +27,11 @@ from sparse_models import give_bundles, predictors_of, some_neurons, tiny_llama 
 from test_gpu_layers import counting_recorder, static_where_emulated  # noqa: E402
 from test_sparse import (  # noqa: E402
     RELU,
-    one_by_one,
     opened,
     packed,
     predictor_weights,
     side_by_side,
+    split_calls,
 )
 from truth import Truth  # noqa: E402
 
@@ -144,7 +144,7 @@ def test_layers_that_do_not_fit_run_on_the_cpu_as_a_whole(name: str, layers: int
     path = packed(model, tmp_path)
     for head in (False, True):
         with split(path, 0.5, layers, head) as (executor, _):
-            assert families.rms(one_by_one(executor, tokens) - truth) <= allowed
+            assert families.rms(split_calls(executor, tokens) - truth) <= allowed
             pages = families.scattered_pages(executor, 1)[0]
             chunks = families.run_chunks(executor, tokens, [9, 3, len(tokens) - 12], pages)
             assert families.rms(chunks - truth) <= allowed
@@ -179,7 +179,7 @@ def test_predicted_is_the_same_wherever_neurons_are_placed(name: str, tmp_path: 
     answers = {}
     for share in SPLITS:
         with split(path, share, predictors=predictor_of(open_checkpoint(path).config)) as (executor, _):
-            answers[share] = one_by_one(executor, tokens)
+            answers[share] = split_calls(executor, tokens)
             together = side_by_side(executor, [tokens, tokens[::-1].copy()])
             assert families.rms(together[0] - answers[share]) <= 2 * allowed
             pages = families.scattered_pages(executor, 1)[0]
@@ -192,7 +192,7 @@ def test_predicted_is_the_same_wherever_neurons_are_placed(name: str, tmp_path: 
         assert families.rms(answers[share] - answers[0.0]) <= 2 * allowed, share
     predictors = predictor_of(open_checkpoint(path).config)
     with split(path, 0.5, 1, False, predictors) as (executor, ffns):  # the others are the CPU's own
-        assert families.rms(one_by_one(executor, tokens) - answers[0.0]) <= 2 * allowed
+        assert families.rms(split_calls(executor, tokens) - answers[0.0]) <= 2 * allowed
         together = side_by_side(executor, [tokens, tokens[::-1].copy()])
         assert families.rms(together[0] - answers[0.0]) <= 2 * allowed
         pages = families.scattered_pages(executor, 1)[0]
@@ -204,7 +204,7 @@ def test_predicted_is_the_same_wherever_neurons_are_placed(name: str, tmp_path: 
         assert counts["active"] <= counts["candidates"] < 0.9 * counts["tokens"] * executor.cpu.config.widest_ffn
         executor.cpu.ffns[1].clear()
         with sparsity.suspended():
-            assert families.rms(one_by_one(executor, tokens) - truth) <= allowed
+            assert families.rms(split_calls(executor, tokens) - truth) <= allowed
         counts = executor.cpu.ffns[1].counts()
         assert counts["candidates"] == counts["tokens"] * executor.cpu.config.widest_ffn
         whole = families.run_chunks(executor, tokens, [len(tokens)], pages)
@@ -220,7 +220,7 @@ def test_no_job_if_no_cold_neuron_is_selected(tmp_path: Path) -> None:
     for floor in (0, 3):
         predictors = predictor_of(open_checkpoint(path).config, 1e5, floor)
         with split(path, 0.5, predictors=predictors) as (executor, ffns):
-            one_by_one(executor, tokens)
+            split_calls(executor, tokens)
             assert {ffn.collect()["steps"] for ffn in ffns} == {len(tokens)}
             jobs = sum(ffn.collect()["jobs"] for ffn in ffns)
             assert jobs == 0 if floor == 0 else jobs > 0
@@ -241,7 +241,7 @@ def test_every_type_of_bundle(types: tuple[str, str], tmp_path: Path) -> None:
     answers = []
     for share in SPLITS:
         with split(path, share) as (executor, _):
-            answers.append(one_by_one(executor, tokens))
+            answers.append(split_calls(executor, tokens))
     rounding = families.rms(answers[0] - answers[-1])  # of all activations to 8 bits; none for floating-point types
     assert rounding < 0.05 * families.rms(answers[-1])
     for answer in answers[1:-1]:
@@ -259,11 +259,11 @@ def test_both_devices_apply_the_threshold(tmp_path: Path) -> None:
     answers = []
     for share in SPLITS:
         with split(path, share, most=[0.05] * model.config.num_hidden_layers) as (executor, _):
-            answers.append(one_by_one(executor, tokens))
+            answers.append(split_calls(executor, tokens))
             assert families.rms(answers[-1] - answers[0]) <= 2 * allowed
     assert families.rms(answers[0] - truth) > 100 * allowed
     with split(path, 0.5, 1, most=[0.05] * model.config.num_hidden_layers) as (executor, _):
-        assert families.rms(one_by_one(executor, tokens) - answers[0]) <= 2 * allowed
+        assert families.rms(split_calls(executor, tokens) - answers[0]) <= 2 * allowed
 
 
 @pytest.mark.parametrize("activation", ["cats", "fatrelu"])
@@ -276,7 +276,7 @@ def test_thresholds_of_neurons(activation: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     tokens = [rng.integers(0, config.vocab_size, 40).astype(np.int32) for _ in range(2)]
     with opened(path, selector="all") as (executor, _):
-        wanted = [one_by_one(executor, one) for one in tokens]
+        wanted = [split_calls(executor, one) for one in tokens]
     bound = 1e-4 * np.abs(wanted).max()
     for share, layers in ((0.0, None), (0.5, None), (1.0, None), (0.5, 1)):
         stage = Stage(torch_device(), buffer_bytes(layout, config.widest_ffn, 1 << 15))
@@ -293,7 +293,7 @@ def test_thresholds_of_neurons(activation: str, tmp_path: Path) -> None:
     whole = Placement(config.n_layers, True)
     executor = load_split(Resolved(checkpoint, engine, selection, Device(device_name()), whole))
     try:
-        assert np.abs(one_by_one(executor, tokens[0]) - wanted[0]).max() < bound  # whole layers
+        assert np.abs(split_calls(executor, tokens[0]) - wanted[0]).max() < bound  # whole layers
     finally:
         executor.close()
 
@@ -328,13 +328,13 @@ def test_predicted_with_thresholds(limits: bool | float, tmp_path: Path) -> None
     config = open_checkpoint(path).config
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, 40).astype(np.int32)
     with opened(path, selector="exact") as (executor, _):
-        dense = one_by_one(executor, tokens)
+        dense = split_calls(executor, tokens)
     bound = 1e-4 * np.abs(dense).max()
     for select in (1.1, 0.7):
         about, weights = predictors_of(some_neurons(config.n_layers, config.widest_ffn, select), config.d_model)
         write_predictor(open_checkpoint(path), None, "F16", [about] * config.n_layers, weights)
         with opened(path, selector="predicted") as (executor, _):
-            wanted = one_by_one(executor, tokens)
+            wanted = split_calls(executor, tokens)
         if select > 1:
             assert np.abs(wanted - dense).max() < bound
         else:
@@ -342,7 +342,7 @@ def test_predicted_with_thresholds(limits: bool | float, tmp_path: Path) -> None
         chosen = given(about, weights)
         for share, layers in ((0.0, None), (0.5, None), (1.0, None), (0.5, 1)):
             with split(path, share, layers, predictors=chosen) as (executor, _):
-                assert np.abs(one_by_one(executor, tokens) - wanted).max() < bound, (select, share, layers)
+                assert np.abs(split_calls(executor, tokens) - wanted).max() < bound, (select, share, layers)
                 together = side_by_side(executor, [tokens, tokens[::-1].copy()])
                 assert np.abs(together[0] - wanted).max() < bound
 
@@ -422,7 +422,7 @@ def test_what_a_step_launches(
         executor.gpu.record(counting_recorder(made), calls=calls)
         for ffn in ffns:
             ffn.clear()
-        one_by_one(executor, tokens)
+        split_calls(executor, tokens)
         kinds = [operator.kind for operator in executor.gpu.operators if operator.layer == 0]
         assert all((min(ffn.take_seconds()) > 0) == (share < 1) for ffn in ffns)
         assert all((ffn.collect()["jobs"] > 0) == (share < 1) for ffn in ffns)
@@ -445,10 +445,10 @@ def test_a_trace_shows_both_halves(tmp_path: Path) -> None:
     path = packed(model, tmp_path)
     tokens = families.prompt(case)[:5]
     with split(path, 0.5, 2, False) as (executor, _):
-        plain = one_by_one(executor, tokens)
+        plain = split_calls(executor, tokens)
         with executor.traced() as trace:
-            np.testing.assert_array_equal(one_by_one(executor, tokens), plain)  # tracing changes nothing
-        one_by_one(executor, tokens)  # not traced any more
+            np.testing.assert_array_equal(split_calls(executor, tokens), plain)  # tracing changes nothing
+        split_calls(executor, tokens)  # not traced any more
         unrecorded = UNRECORDED if executor.gpu._recorder else 0
         assert executor.trace is None and len(trace.steps) == len(tokens) - unrecorded
     kinds = {(span.lane, kind) for span in trace.spans for kind in span.kind.split("+")}
@@ -483,12 +483,12 @@ def test_a_trace_of_replayed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     tokens, made = families.prompt(case)[:6], []
     with split(path, 0.5) as (executor, ffns):
         executor.gpu.record(counting_recorder(made))
-        plain = one_by_one(executor, tokens)
+        plain = split_calls(executor, tokens)
         with executor.traced() as trace:
-            np.testing.assert_array_equal(one_by_one(executor, tokens), plain)
+            np.testing.assert_array_equal(split_calls(executor, tokens), plain)
             assert sum(made[1:]) == (2 * len(ffns) + 1) * (len(tokens) - 1)
             families.run_chunks(executor, tokens, [3, 3], families.scattered_pages(executor, 1)[0])
-        np.testing.assert_array_equal(one_by_one(executor, tokens), plain)
+        np.testing.assert_array_equal(split_calls(executor, tokens), plain)
     assert len(trace.steps) == len(tokens) - UNRECORDED
     replays = [span.kind for span in trace.spans if span.lane == "GPU"]
     last = "attention+project+norm+copy out", "hot neurons", "add+head"
@@ -512,7 +512,7 @@ def test_the_report_counts_what_fired_where(tmp_path: Path) -> None:
             pages = families.scattered_pages(executor, 1)[0]
             families.run_chunks(executor, tokens, [len(tokens)], pages)  # a prompt does not count
             assert sparsity.report()["tokens"] == 0 and sparsity.report()["active_fraction"] is None
-            one_by_one(executor, tokens)
+            split_calls(executor, tokens)
             reports.append(sparsity.report())
             sparsity.clear()
             assert sparsity.report()["tokens"] == 0
@@ -521,7 +521,7 @@ def test_the_report_counts_what_fired_where(tmp_path: Path) -> None:
     assert shares[0] == 0 and shares[-1] == 1 and shares == sorted(shares)
     assert [report["jobs"] for report in reports] == [1, 1, 1, 1, 0]
     with split(path, 1.0, 1, False) as (executor, ffns):  # with layers that the CPU has as a whole
-        one_by_one(executor, tokens)
+        split_calls(executor, tokens)
         report = HybridSparsity("exact", executor, ffns).report()
         assert [(layer["hot"] > 0, layer["gpu_share"], layer["jobs"]) for layer in report["layers"]] == [
             (True, 1, 0), *[(False, 0, 1)] * (len(report["layers"]) - 1)
@@ -549,7 +549,7 @@ def test_a_live_view_of_split_layers(tmp_path: Path) -> None:
         sparsity.clear()
         live = Live(executor, sparsity, executor.cpu.config, Here())  # type: ignore[arg-type]
         for part in (tokens[: len(tokens) // 2], tokens):
-            one_by_one(executor, part)
+            split_calls(executor, part)
             sparsity.report()
         for one, told, ffn in zip(live.look(8), sparsity.report()["layers"], ffns, strict=True):
             assert (one.device, one.gpu, one.way) == ("both", len(ffn.hot), "exact")
@@ -572,29 +572,29 @@ def test_neurons_that_became_hot_are_swapped(tmp_path: Path) -> None:
         sparsity = HybridSparsity("exact", executor, ffns)
         assert not sparsity.adjust()  # nothing was counted yet
         for _ in range(10):
-            one_by_one(executor, tokens)
+            split_calls(executor, tokens)
         for ffn in ffns:
             ffn.collect()
             ffn.place(np.sort(np.argsort(ffn.recent, kind="stable")[: len(ffn.hot)]).astype(np.int32))
-        one_by_one(executor, tokens)
+        split_calls(executor, tokens)
         sparsity.clear()
         sizes = [(len(ffn.hot), ffn.cold_bytes) for ffn in ffns]
         for _ in range(5):
-            one_by_one(executor, tokens)
+            split_calls(executor, tokens)
         worst = sparsity.report()["gpu_share"]
         turns = 0
         while sparsity.adjust():
             turns += 1
         assert turns and sparsity.traded and sizes == [(len(ffn.hot), ffn.cold_bytes) for ffn in ffns]
         sparsity.clear()
-        assert families.rms(one_by_one(executor, tokens) - truth) <= allowed
+        assert families.rms(split_calls(executor, tokens) - truth) <= allowed
         report = sparsity.report()
         assert report["gpu_share"] > worst + 0.2 and report["traded"] == sparsity.traded
         while sparsity.adjust():  # equally hot neurons stay
             pass
         traded = sparsity.traded
         for _ in range(5):
-            one_by_one(executor, tokens)
+            split_calls(executor, tokens)
         while sparsity.adjust():
             pass
         assert sparsity.traded - traded < 0.2 * traded
@@ -609,15 +609,15 @@ def test_swapped_neurons_exchange_their_memory(types: tuple[str, str], tmp_path:
     pack(checkpoint, None, choose_types(checkpoint, *types))
     tokens = families.prompt(case)
     with split(path, 0.5, 2, False) as (executor, ffns):
-        first, before = one_by_one(executor, tokens), [ffn.hot for ffn in ffns]
+        first, before = split_calls(executor, tokens), [ffn.hot for ffn in ffns]
         for ffn in ffns:  # the CPU has none of the first group then, and so not the scales that it shares
             memory = ffn._cpu_part._memory.ctypes.data
             ffn.place(np.arange(len(ffn.hot), dtype=np.int32))
             assert ffn._cpu_part._memory.ctypes.data == memory and ffn.cold[0] >= 32
-        assert families.rms(one_by_one(executor, tokens) - first) < 0.05 * families.rms(first)
+        assert families.rms(split_calls(executor, tokens) - first) < 0.05 * families.rms(first)
         for ffn, hot in zip(ffns, before, strict=True):
             ffn.place(hot)
-        np.testing.assert_array_equal(one_by_one(executor, tokens), first)
+        np.testing.assert_array_equal(split_calls(executor, tokens), first)
 
 
 def test_only_clear_differences_are_swapped() -> None:
@@ -679,7 +679,7 @@ def test_a_layer_can_be_computed_after_a_failed_swap(
     with split(path, 0.5) as (executor, ffns):
         sparsity = HybridSparsity("exact", executor, ffns)
         for _ in range(5):
-            one_by_one(executor, tokens)
+            split_calls(executor, tokens)
         before, whole, failures = [len(ffn.hot) for ffn in ffns], hybrid.gpu.resident, [1 if room else 2]
 
         def failing(*args: Any) -> Any:
@@ -694,7 +694,7 @@ def test_a_layer_can_be_computed_after_a_failed_swap(
                 pass
         left = [len(ffn.hot) for ffn in ffns]
         assert left == before if room else sorted(left)[0] == 0 < sorted(left)[1]
-        assert families.rms(one_by_one(executor, tokens) - truth) <= allowed
+        assert families.rms(split_calls(executor, tokens) - truth) <= allowed
 
 
 @pytest.mark.usefixtures("device")
@@ -706,8 +706,8 @@ def test_a_failed_swap_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     with split(path, 0.5) as (executor, ffns):
         sparsity = HybridSparsity("exact", executor, ffns)
         for _ in range(5):
-            one_by_one(executor, tokens)
-        answer = one_by_one(executor, tokens)
+            split_calls(executor, tokens)
+        answer = split_calls(executor, tokens)
         before = [ffn.hot for ffn in ffns]
         whole, calls = hybrid.gpu.resident, []
 
@@ -722,4 +722,4 @@ def test_a_failed_swap_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
             while sparsity.adjust():
                 pass
         assert all((one == ffn.hot).all() for one, ffn in zip(before, ffns, strict=True))
-        np.testing.assert_array_equal(one_by_one(executor, tokens), answer)
+        np.testing.assert_array_equal(split_calls(executor, tokens), answer)

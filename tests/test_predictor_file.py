@@ -84,13 +84,13 @@ def test_layers_are_taken_one_by_one(tmp_path: Path) -> None:
     """The trainer hands over a layer when it is asked for the next: both never lie in memory."""
     given = []
 
-    def one_by_one() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def split_calls() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for layer, pair in enumerate(weights()):
             given.append(layer)
             yield pair
             assert given[-1] == layer, "the next was asked for before this one was done with"
 
-    write_predictor(checkpoint(tmp_path / "m.gguf"), None, "F16", LAYERS, one_by_one())
+    write_predictor(checkpoint(tmp_path / "m.gguf"), None, "F16", LAYERS, split_calls())
     assert given == [0, 1] and len(opened(tmp_path).layers) == 2
 
 

@@ -196,7 +196,7 @@ def test_what_a_message_has_beside_stays() -> None:
 def test_other_parts_are_refused_by_name(part: Any, where: str, unsupported: bool) -> None:
     with pytest.raises(MessageError) as raised:
         plain_messages([{"role": "user", "content": [{"type": "text", "text": "x"}, part]}])
-    assert (raised.value.where, raised.value.unsupported) == (where, unsupported)
+    assert (raised.value.path, raised.value.unsupported) == (where, unsupported)
     assert str(raised.value).startswith(where)
 
 

@@ -15,7 +15,7 @@ from toy_model import BOS, ToyTokenizer, reference_embedding, reference_greedy
 
 from powerinfer.runtime.engine import LLM
 from powerinfer.serve.server import Server
-from powerinfer.text.chat import without_oldest
+from powerinfer.text.chat import drop_oldest
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -61,7 +61,7 @@ def talk(*turns: str) -> list[dict[str, str]]:
 )
 def test_the_oldest_turns_are_left_out(messages: str, limit: int, kept: str, dropped: int) -> None:
     given = talk(*messages.split())
-    found, prompt, turns = without_oldest(given, lengths, limit)
+    found, prompt, turns = drop_oldest(given, lengths, limit)
     assert (found, prompt, turns) == (talk(*kept.split()), lengths(talk(*kept.split())), dropped)
 
 
@@ -76,7 +76,7 @@ def test_as_few_turns_as_possible_whatever_their_number() -> None:
                 calls.append(messages)
                 return lengths(messages)
 
-            _, prompt, dropped = without_oldest(given, encode, limit)
+            _, prompt, dropped = drop_oldest(given, encode, limit)
             wanted = next((n for n, size in enumerate(sizes) if size <= limit), turns)
             assert dropped == wanted and len(prompt) == sizes[wanted]
             assert len(calls) <= 3 + turns.bit_length()

@@ -428,7 +428,7 @@ def test_idle_connections_leave_room_for_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(server_module, "_connections", lambda: 5)
-    monkeypatch.setattr(server_module, "_said", {})
+    monkeypatch.setattr(server_module, "_logged_at", {})
     caplog.set_level(logging.WARNING, "powerinfer.serve")
     with serving(served_llm()) as other, ExitStack() as opened:
         held = [opened.enter_context(connected(other)) for _ in range(5)]
@@ -443,7 +443,7 @@ def test_idle_connections_leave_room_for_others(
 
 
 def test_files_that_run_out_are_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(server_module, "_said", {})
+    monkeypatch.setattr(server_module, "_logged_at", {})
     caplog.set_level(logging.WARNING, "powerinfer.serve")
     loop = asyncio.new_event_loop()
     try:

@@ -62,7 +62,7 @@ def packed(model: Truth, folder: Path) -> Path:
     return give_bundles(model.save("folder", folder))
 
 
-def one_by_one(executor: Any, tokens: np.ndarray) -> np.ndarray:
+def split_calls(executor: Any, tokens: np.ndarray) -> np.ndarray:
     pages = families.scattered_pages(executor, 1)[0]
     return families.run_chunks(executor, tokens, [1] * len(tokens), pages)
 
@@ -89,13 +89,13 @@ def test_exact_is_the_dense_answer(case: families.Case, tmp_path: Path) -> None:
     path = packed(model, tmp_path)
     with opened(path, selector="exact") as (executor, sparsity):
         assert sparsity is not None
-        alone = one_by_one(executor, tokens[0])
+        alone = split_calls(executor, tokens[0])
         assert families.rms(alone - truth[0]) <= allowed
         report = sparsity.report()
         assert 0.02 < report["active_fraction"] < 0.8 and report["layers"][0]["tokens"] == families.TOKENS
         together = side_by_side(executor, tokens)
         assert max(families.rms(ours - exact) for ours, exact in zip(together, truth, strict=True)) <= 2 * allowed
-        np.testing.assert_array_equal(one_by_one(executor, tokens[0]), alone)  # same bits again
+        np.testing.assert_array_equal(split_calls(executor, tokens[0]), alone)  # same bits again
     with opened(path, selector="exact", threads=2) as (executor, _):
         for ours, exact in zip(side_by_side(executor, [one[:12] for one in tokens]), truth, strict=True):
             assert families.rms(ours - exact[:12]) <= 2 * allowed, "with two threads"
@@ -114,7 +114,7 @@ def test_a_step_in_which_many_fire_continues_densely(case: families.Case, tmp_pa
             assert sparsity is not None
             for ffn in executor.ffns.values():
                 ffn.op.dense_above = above
-            assert families.rms(one_by_one(executor, tokens[0]) - truth[0]) <= allowed
+            assert families.rms(split_calls(executor, tokens[0]) - truth[0]) <= allowed
             active.append(sparsity.report()["active_fraction"])
             rows.append(executor.ffns[0].counts()["rows"])
             together = side_by_side(executor, [one[:35] for one in tokens])
@@ -234,12 +234,12 @@ def test_predicted_is_the_dense_answer_masked(name: str, tmp_path: Path) -> None
 
     with opened(path, selector="predicted") as (executor, sparsity):
         assert sparsity is not None
-        assert families.rms(one_by_one(executor, tokens) - truth) <= allowed
+        assert families.rms(split_calls(executor, tokens) - truth) <= allowed
         report = sparsity.report()
         assert report["candidate_fraction"] == pytest.approx(fraction, rel=1e-6)
         assert report["sampled"] == families.TOKENS
         assert report["recall"] == pytest.approx(0.5, abs=0.1)  # of neurons whose signs have nothing to do with it
-        one_by_one(executor, tokens)  # the samples did not change the answer
+        split_calls(executor, tokens)  # the samples did not change the answer
         both = side_by_side(executor, [tokens, tokens[::-1].copy()])
         assert families.rms(both[0] - truth) <= 2 * allowed
 
@@ -255,7 +255,7 @@ def test_a_floor_of_candidates(tmp_path: Path) -> None:
         write_predictor(checkpoint, None, "F16", [Predictor(RANK, 1e5, floor)] * layers, weights)
         with opened(path, selector="predicted") as (executor, sparsity):
             assert sparsity is not None
-            ours = one_by_one(executor, families.prompt(case))
+            ours = split_calls(executor, families.prompt(case))
             assert sparsity.report()["candidate_fraction"] == pytest.approx(floor / d_ff)
         if floor == d_ff:
             model.check(ours, texts=1)
@@ -273,7 +273,7 @@ def test_what_is_counted(tmp_path: Path) -> None:
     families.logits(model.model, tokens)
     with opened(packed(model, tmp_path), selector="exact") as (executor, sparsity):
         assert sparsity is not None
-        one_by_one(executor, tokens)
+        split_calls(executor, tokens)
         report = sparsity.report()
         d_model, d_ff = model.config.hidden_size, model.config.intermediate_size
         total = sum(active) / (len(tokens) * len(active) * d_ff)
@@ -294,7 +294,7 @@ def test_a_threshold_leaves_more_out_the_higher_it_is(tmp_path: Path) -> None:
     for threshold in (1e-9, 0.05, 0.3):
         with opened(path, selector="threshold", threshold=threshold) as (executor, sparsity):
             assert sparsity is not None
-            off.append(families.rms(one_by_one(executor, tokens) - truth))
+            off.append(families.rms(split_calls(executor, tokens) - truth))
             active.append(sparsity.report()["active_fraction"])
     assert active[0] == 1 > active[1] > active[2] and off[0] < off[1] < off[2]
     assert off[0] <= model.allowed()
@@ -353,7 +353,7 @@ def test_thresholds_of_neurons(activation: str, tmp_path: Path) -> None:
         with opened(path, selector=selector, **options) as (executor, sparsity):
             for ffn in executor.ffns.values():
                 ffn.op.dense_above = above
-            assert np.abs(one_by_one(executor, tokens[0]) - wanted[0]).max() < bound
+            assert np.abs(split_calls(executor, tokens[0]) - wanted[0]).max() < bound
             if sparsity is not None:
                 assert 0.1 < sparsity.report()["active_fraction"] < 0.8
             for ffn in executor.ffns.values() if products and above == between else ():
@@ -395,7 +395,7 @@ def test_predicted_with_thresholds(activation: str, limits: bool | float, tmp_pa
         found = float((each & torch.from_numpy(selected)).sum() / each.sum())
         with opened(path, selector="predicted") as (executor, sparsity):
             assert sparsity is not None
-            assert np.abs(one_by_one(executor, tokens[0]) - wanted[0]).max() < bound
+            assert np.abs(split_calls(executor, tokens[0]) - wanted[0]).max() < bound
             report = sparsity.report()
             assert report["sampled"] == len(tokens[0]) and report["recall"] == pytest.approx(found, abs=1e-3)
             assert report["candidate_fraction"] == pytest.approx(selected.mean())
@@ -416,7 +416,7 @@ def test_the_trial_decides_for_every_layer_and_batch(tmp_path: Path) -> None:
         for layer in sparsity.report()["layers"]:
             assert set(layer["ways"]) == {"1", "2", "4"} and set(layer["ways"].values()) <= {"dense", "exact"}
             assert "dense " in layer["reason"] and "exact " in layer["reason"] and layer["tokens"] == 0
-        ours = one_by_one(executor, families.prompt(case))
+        ours = split_calls(executor, families.prompt(case))
     allowed = model.allowed()
     assert families.rms(ours - truth) <= allowed
 
@@ -448,7 +448,7 @@ def test_files_of_powerinfer_have_their_own_predictors(architecture: str, tmp_pa
     answers = {}
     for selector in ("all", "exact", "predicted"):
         with opened(path, selector=selector) as (executor, sparsity):
-            answers[selector] = one_by_one(executor, tokens)
+            answers[selector] = split_calls(executor, tokens)
             if selector == "predicted":
                 assert sparsity is not None
                 report = sparsity.report()

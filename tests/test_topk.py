@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 
 from sparse_models import TEXT  # noqa: E402
 from test_hybrid import split  # noqa: E402
-from test_sparse import one_by_one, opened, side_by_side  # noqa: E402
+from test_sparse import opened, side_by_side, split_calls  # noqa: E402
 from test_watch import look  # noqa: E402
 
 from powerinfer.cli.main import main  # noqa: E402
@@ -79,7 +79,7 @@ def test_dense_and_sparse_are_what_torch_computes(tmp_path: Path) -> None:
         with opened(checkpoint.path, selector=selector, **options) as (executor, sparsity):
             for ffn in executor.ffns.values():
                 ffn.op.dense_above = above
-            assert np.abs(one_by_one(executor, TOKENS[0]) - wanted[0]).max() < bound
+            assert np.abs(split_calls(executor, TOKENS[0]) - wanted[0]).max() < bound
             together = side_by_side(executor, TOKENS)
             assert max(np.abs(ours - one).max() for ours, one in zip(together, wanted, strict=True)) < bound
             if sparsity is not None:
@@ -117,7 +117,7 @@ def test_the_first_among_equals(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(builder.write(tmp_path / "m.gguf"))
     wanted = truth(checkpoint)
     with opened(checkpoint.path, selector="all") as (executor, _):
-        ours = one_by_one(executor, TOKENS[0])
+        ours = split_calls(executor, TOKENS[0])
     assert np.abs(ours - wanted[0]).max() < 1e-4 * np.abs(wanted[0]).max()
     ones = torch.ones(3, FF)
     for mask in (largest(ones, KEPT), gpu.activate("topk", ones, None, torch.ones(FF), KEPT) != 0):
@@ -146,7 +146,7 @@ def test_whole_layers_on_a_gpu(device: str, tmp_path: Path) -> None:
         placed = Device(device), Placement(layers, head)
         executor = load_split(Resolved(checkpoint, engine, Selection("all", "a test"), *placed))
         try:
-            assert np.abs(one_by_one(executor, TOKENS[0]) - wanted[0]).max() < 1e-3 * np.abs(wanted[0]).max()
+            assert np.abs(split_calls(executor, TOKENS[0]) - wanted[0]).max() < 1e-3 * np.abs(wanted[0]).max()
         finally:
             executor.close()
 

@@ -21,7 +21,7 @@ import families  # noqa: E402
 from configs import changed  # noqa: E402
 from sparse_models import profile_for  # noqa: E402
 from test_hybrid import SPLITS, placed  # noqa: E402
-from test_sparse import one_by_one, side_by_side  # noqa: E402
+from test_sparse import side_by_side, split_calls  # noqa: E402
 
 from powerinfer.config import (  # noqa: E402
     AttentionConfig,
@@ -176,7 +176,7 @@ def engine_of(**options: Any) -> EngineConfig:
 
 def check_answers(executor: Any, tokens: list[np.ndarray], truth: list[np.ndarray], allowed: float) -> None:
     """Token by token, as a prompt in pieces, and side by side."""
-    assert families.rms(one_by_one(executor, tokens[0]) - truth[0]) <= allowed
+    assert families.rms(split_calls(executor, tokens[0]) - truth[0]) <= allowed
     pages = families.scattered_pages(executor, 1)[0]
     chunks = families.run_chunks(executor, tokens[0], [1, 40, 34], pages)
     assert families.rms(chunks - truth[0]) <= allowed

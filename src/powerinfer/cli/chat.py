@@ -46,7 +46,7 @@ from powerinfer.config import EngineConfig
 from powerinfer.errors import EngineError, PowerInferError, RequestError, did_you_mean
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.thinking import thinking_variables
-from powerinfer.text.chat import NEXT_TURN, plain_template, without_oldest
+from powerinfer.text.chat import NEXT_TURN, drop_oldest, plain_template
 from powerinfer.text.model_text import chat_template_of
 from powerinfer.text.thoughts import Thinking, read_thoughts
 
@@ -420,7 +420,7 @@ class ChatSession:
         encode = partial(self._llm.encode_chat, chat_template_kwargs=variables)
         prompt = encode(asked)
         if context - len(prompt) < min(self.params.max_tokens or context, context // 8 + 1):
-            asked, prompt, n = without_oldest(asked, encode, context // 2)
+            asked, prompt, n = drop_oldest(asked, encode, context // 2)
             if n and len(prompt) < context:
                 self._out.aside(f"(the context is full: {n} of the earlier turns dropped, the oldest)")
         if len(prompt) >= context:

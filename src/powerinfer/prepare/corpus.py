@@ -331,7 +331,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self._tokenizer = tokenizer
-        self._template = None if template is None else template.at(NOW)
+        self._template = None if template is None else template.with_time(NOW)
         self.left_out = 0
         self._failures = 0  # in a row
         self._why = ""

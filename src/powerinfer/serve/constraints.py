@@ -110,7 +110,7 @@ def read_chat_tools(llm: LLM, body: ChatRequest) -> Tools:
         return Tools(tools, choice, None, reasoning_format(_template(llm)))
     parallel, required = body.parallel_tool_calls is not False, choice.kind != "auto"
     form = replace(_format(llm), parallel=parallel, required=required, tools=tuple(tools))
-    if form.told == "words" and form.history == "words":
+    if form.announced_in == "words" and form.history == "words":
         _say_generic(_template(llm))
     return Tools(tools, choice, form, form)
 
@@ -165,7 +165,7 @@ def _template(llm: LLM) -> str | None:
 
 def _format(llm: LLM, with_tools: bool = True) -> ToolFormat:
     """The dialect of the model's calls; told: of its template for chats with tools."""
-    template = llm.template.for_tools if with_tools and llm.template is not None else llm.template
+    template = llm.template.tool_template if with_tools and llm.template is not None else llm.template
     return read_dialect(template).ended_by([llm.tokenizer.token_text(token) for token in llm.tokenizer.eos_ids])
 
 

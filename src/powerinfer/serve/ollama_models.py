@@ -179,8 +179,8 @@ class _ModelFacts:
         """Uses of the model. Every one has embeddings, but clients keep those that say so out of chats."""
         names = ["completion"]
         if self.template is not None:
-            form = read_dialect(self.template.for_tools)
-            names += ["tools"] * (form.told != "words" or form.history != "words")
+            form = read_dialect(self.template.tool_template)
+            names += ["tools"] * (form.announced_in != "words" or form.history != "words")
         names += ["thinking"] * (thoughts_by(self.template, self.tokenizer) is not None)
         return names + ["insert"] * self._fills_in
 

@@ -22,7 +22,7 @@ from powerinfer.serve.schema import (
 )
 from powerinfer.serve.scoring import echo_of
 from powerinfer.serve.shapes import Echo
-from powerinfer.text.chat import without_oldest
+from powerinfer.text.chat import drop_oldest
 from powerinfer.text.system_messages import placed
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def encode_chat(
         if limit is None:
             room.check(llm, *(one["content"] for one in messages if one["role"] != "assistant"))
             return encode(messages), 0
-        _, tokens, dropped = without_oldest(messages, encode, limit)
+        _, tokens, dropped = drop_oldest(messages, encode, limit)
         return tokens, dropped
 
 
@@ -128,7 +128,7 @@ def _rendered(
     if body.continue_final_message:
         ends = _end_mark(body, conversation)
         conversation[-1] = {**conversation[-1], "content": conversation[-1]["content"] + ends}
-    conversation = placed(conversation, llm.template.for_tools if tools and tools.tools else llm.template)
+    conversation = placed(conversation, llm.template.tool_template if tools and tools.tools else llm.template)
     shown, options = chat_prompt(llm, conversation, _variables(llm, body), tools)
     begins = ends is None and body.add_generation_prompt is not False
     text, plain = llm.template.render(shown, llm.tokenizer.special_tokens, begins, **options)

@@ -551,7 +551,7 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
         return plain_messages([_filled(message) for message in messages])
     except MessageError as error:
         code = "unsupported_parameter" if error.unsupported else None
-        raise ApiError(400, str(error), param=path_of(error.where), code=code) from None
+        raise ApiError(400, str(error), param=path_of(error.path), code=code) from None
 
 
 def _filled(message: Message) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def ascii_words(patterns: Sequence[str]) -> Callable[[str], list[str]]:
 
     The patterns may use \p{L}, \p{N}, \p{P}, \p{Lu} and the like and \s, each inside brackets only.
     """
-    cutters = [re.compile(f"({_in_ascii(pattern)})").split for pattern in patterns]
+    cutters = [re.compile(f"({_narrow_to_ascii(pattern)})").split for pattern in patterns]
 
     def words(text: str) -> list[str]:
         pieces = [text]
@@ -50,7 +50,7 @@ def ascii_words(patterns: Sequence[str]) -> Callable[[str], list[str]]:
     return words
 
 
-def _in_ascii(pattern: str) -> str:
+def _narrow_to_ascii(pattern: str) -> str:
     """The pattern with its Unicode classes narrowed to ASCII."""
     upper, lower, none = "A-Z", "a-z", ""
     classes = {"L": upper + lower, "N": "0-9", "P": r"!-#%-*,-/:;?@\[-\]_{}"}
@@ -82,7 +82,7 @@ class SmallByteBPE:
     def __init__(
         self, vocab: dict[str, int], merges: list[str], words: Callable[[str], list[str]], ignore_merges: bool
     ) -> None:
-        self._vocab, self._words, self._whole = vocab, words, ignore_merges
+        self._vocab, self._words, self._ignores_merges = vocab, words, ignore_merges
         self._ranks = dict(zip(merges, range(len(merges)), strict=True))
         self._table = dict(enumerate(byte_alphabet()))
 
@@ -95,9 +95,9 @@ class SmallByteBPE:
         vocab, ids = self._vocab, []
         for word in self._words(text):
             piece = word.translate(self._table)
-            whole = vocab.get(piece) if self._whole else None
-            if whole is not None:
-                ids.append(whole)
+            token = vocab.get(piece) if self._ignores_merges else None
+            if token is not None:
+                ids.append(token)
             else:
                 symbols = merge([char for char in piece if char in vocab], self._rank)
                 try:
@@ -169,23 +169,23 @@ def score_merges(vocab: dict[str, int], scores: Any, atoms: frozenset[str]) -> l
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum((codes + np.uint64(1)) * powers[place], dtype=np.uint64)])
     hashes = sums[ends] - sums[starts]
     order = np.argsort(hashes)
-    known = hashes[order]
-    if (known[1:] == known[:-1]).any():
+    sorted_hashes = hashes[order]
+    if (sorted_hashes[1:] == sorted_hashes[:-1]).any():
         raise ModelError("the tokenizer's vocabulary has two pieces of one hash: it was made to be slow")
 
     def pieces_of(wanted: Any) -> Any:
         """Indices in `pieces`, -1 for none."""
-        at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
-        return np.where(known[at] == wanted, order[at], -1)
+        at = np.minimum(np.searchsorted(sorted_hashes, wanted), len(sorted_hashes) - 1)
+        return np.where(sorted_hashes[at] == wanted, order[at], -1)
 
     cuts = place.nonzero()[0]
-    whole = np.repeat(np.arange(len(pieces)), lengths)[cuts]
-    left = pieces_of(sums[cuts] - sums[starts[whole]])
-    cuts, whole, left = (array[left >= 0] for array in (cuts, whole, left))
-    right = pieces_of((sums[ends[whole]] - sums[cuts]) * inverses[place[cuts]])
-    cuts, whole, left, right = (array[right >= 0] for array in (cuts, whole, left, right))
+    piece = np.repeat(np.arange(len(pieces)), lengths)[cuts]
+    left = pieces_of(sums[cuts] - sums[starts[piece]])
+    cuts, piece, left = (array[left >= 0] for array in (cuts, piece, left))
+    right = pieces_of((sums[ends[piece]] - sums[cuts]) * inverses[place[cuts]])
+    cuts, piece, left, right = (array[right >= 0] for array in (cuts, piece, left, right))
     first = place[cuts]
-    ranked = np.lexsort((ids[whole], first - lengths[whole], -first, -np.asarray(scores, np.float64)[ids[whole]]))
+    ranked = np.lexsort((ids[piece], first - lengths[piece], -first, -np.asarray(scores, np.float64)[ids[piece]]))
     halves = (map(pieces.__getitem__, array[ranked].tolist()) for array in (left, right))
     return list(zip(*halves, strict=True))
 

@@ -41,12 +41,12 @@ class CallRules:
 
     def rules(self) -> list[str]:
         """The rules for `call`, and what it consists of."""
-        made = [f"W: /{WHITESPACE}/", "call: " + " | ".join(f"call_{at}" for at in range(len(self._tools)))]
+        lines = [f"W: /{WHITESPACE}/", "call: " + " | ".join(f"call_{at}" for at in range(len(self._tools)))]
         for at, tool in enumerate(self._tools):
-            made += getattr(self, f"_{self._form.body}")(at, tool)
+            lines += getattr(self, f"_{self._form.body}")(at, tool)
         if self._form.quote or self._form.literals or self._form.body == "keywords":
-            made += self._literals()
-        return [*made, *self._typed]
+            lines += self._literals()
+        return [*lines, *self._typed]
 
     def calls(self, parallel: bool, begun: str = "") -> str:
         """The rule for a call or more. begun: the text that the answer has begun them with."""
@@ -55,11 +55,11 @@ class CallRules:
         closing = self.mark(form.call_end)
         before = self.mark(form.section)
         first = opening
-        if begun and (rest := _behind(begun, form.section)) is not None:
+        if begun and (rest := _strip_begin(begun, form.section)) is not None:
             before = self.mark(rest)
         elif begun:
             texts = (form.call_begin, *form.openings[1:])
-            rests = [rest for text in texts if (rest := _behind(begun, text)) is not None]
+            rests = [rest for text in texts if (rest := _strip_begin(begun, text)) is not None]
             before, first = "", self._either([self.mark(rest) for rest in rests])
         closed = f"call {closing}"
         if form.listed:
@@ -72,8 +72,8 @@ class CallRules:
     def mark(self, text: str, exact: bool = False) -> str:
         """A mark in the grammar: special tokens as such, white space at its edges and around line breaks free, unless
         it is exact."""
-        found = sorted((token for token in self._special if token in text), key=len, reverse=True)
-        parts = re.split(f"({'|'.join(map(re.escape, found))})", text) if found else [text]
+        marks = sorted((token for token in self._special if token in text), key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
         return " ".join(piece for part in parts if part for piece in self._pieces(part, exact))
 
     def _pieces(self, part: str, exact: bool) -> list[str]:
@@ -81,22 +81,22 @@ class CallRules:
             return [f"<[{self._special[part]}]>"]
         if exact:
             return [literal(part)]
-        made: list[str] = []
+        pieces: list[str] = []
         for at, plain in enumerate(part.split(HOLE)):
             if at:
-                made.append(_NAME)
+                pieces.append(_NAME)
             before = 0
             for space in _EDGES.finditer(plain):
-                made += [literal(plain[before : space.start()])] * (space.start() > before) + [_SPACE]
+                pieces += [literal(plain[before : space.start()])] * (space.start() > before) + [_SPACE]
                 before = space.end()
-            made += [literal(plain[before:])] * (before < len(plain))
-        return made
+            pieces += [literal(plain[before:])] * (before < len(plain))
+        return pieces
 
     @staticmethod
     def _either(options: Sequence[str]) -> str:
         filled = [option for option in options if option]
-        some = f"({' | '.join(filled)})" if len(filled) > 1 else filled[0] if filled else ""
-        return f"({some})?" if some and len(filled) < len(options) else some
+        group = f"({' | '.join(filled)})" if len(filled) > 1 else filled[0] if filled else ""
+        return f"({group})?" if group and len(filled) < len(options) else group
 
     # ---- a call, by the body of the dialect
 
@@ -135,7 +135,7 @@ class CallRules:
             (f"{literal(name)} W? \"=\" W? {_literal_rule(schema, tool.parameters)}", required)
             for name, schema, required in _properties(tool)
         ]
-        arguments, rules = _in_order(f"{at}_", words, 'W? "," W?')
+        arguments, rules = _ordered_arguments(f"{at}_", words, 'W? "," W?')
         if not words and _is_open(tool):
             arguments = '(keyword (W? "," W? keyword)*)?'
         return [f"call_{at}: {self._name(tool)} W? {arguments} W?" + ' ")"', *rules]
@@ -152,16 +152,16 @@ class CallRules:
         for number, (name, schema, _) in enumerate(properties):
             value = f"value_{at}_{number}"
             begin = f"{self.mark(self._form.key_begin)} {literal(name)}"
-            ways, made = self._values(value, schema, tool.parameters, self._form.value_end.replace(HOLE, name))
-            rules += made
+            ways, value_rules = self._values(value, schema, tool.parameters, self._form.value_end.replace(HOLE, name))
+            rules += value_rules
             spelled = [f"{self._key_end(kind)} {way}" for kind, way in ways]
             rules.append(f"argument_{at}_{number}: {begin} {self._either(spelled)} {_SPACE}")
-            size += sum(map(len, made))
+            size += sum(map(len, value_rules))
             if size > MAX_SOURCE:  # definitions are in the rule of every argument that refers to one
                 message = f"the schema of {tool.name} is too large: let fewer arguments refer to large definitions"
                 raise RequestError(message)
         names = [(f"argument_{at}_{number}", required) for number, (_, _, required) in enumerate(properties)]
-        return [f"call_{at}: {self._name(tool)} rest_{at}_0", *_in_any_order(f"rest_{at}_", names), *rules]
+        return [f"call_{at}: {self._name(tool)} rest_{at}_0", *_unordered_arguments(f"rest_{at}_", names), *rules]
 
     def _values(
         self, rule: str, schema: Any, root: Mapping[str, Any], end: str
@@ -175,21 +175,21 @@ class CallRules:
         if values and not any("<" in value for value in values):
             options = " | ".join(literal(value) for value in values)
             text = f"{rule}: ({options}) {self.mark(end, exact=True)}"
-        whole = _as_whole(schema, root, allowed) if allowed else {}
-        value = f"%json {with_options(whole)}" if not self._form.literals else _literal_rule(schema, root)
+        standalone = _standalone(schema, root, allowed) if allowed else {}
+        value = f"%json {with_options(standalone)}" if not self._form.literals else _literal_rule(schema, root)
         plain = f"{rule}: {_SPACE} {value} {self.mark(end)}"
         if not self._form.type_words:
             return [("", rule)], [plain if allowed and "string" not in allowed else text]
-        others = sorted(allowed - {"string"}) or ["object", "number", "boolean", "array"] * (not allowed)
-        words = {self._form.word(kind): kind for kind in others}
+        json_kinds = sorted(allowed - {"string"}) or ["object", "number", "boolean", "array"] * (not allowed)
+        words = {self._form.word(kind): kind for kind in json_kinds}
         ways = [(kind, f"{rule}_json") for kind in words.values()]
         any_json = f"{rule}: %json {with_options({})} {self.mark(end)}"
         json_rule = plain if "string" not in allowed and allowed else any_json
-        made = [json_rule.replace(rule, f"{rule}_json", 1)] if ways else []
+        rules = [json_rule.replace(rule, f"{rule}_json", 1)] if ways else []
         if not allowed or "string" in allowed:
             ways.append(("string", rule))
-            made.append(text)
-        return ways, made
+            rules.append(text)
+        return ways, rules
 
     def _key_end(self, kind: str) -> str:
         form = self._form
@@ -224,7 +224,7 @@ class CallRules:
         ]
 
 
-def _behind(begun: str, text: str) -> str | None:
+def _strip_begin(begun: str, text: str) -> str | None:
     """The text behind `begun`; None if it does not begin so."""
     stripped = text.lstrip()
     return stripped[len(begun) :] if text and stripped.startswith(begun) else None
@@ -234,8 +234,8 @@ def _properties(tool: Tool) -> list[tuple[str, Any, bool]]:
     """Names and schemas of the arguments, and whether they must be there."""
     properties, required = tool.parameters.get("properties"), tool.parameters.get("required")
     names = required if isinstance(required, list) else []
-    found = properties if isinstance(properties, dict) else {}
-    return [(name, schema, name in names) for name, schema in found.items()]
+    schemas = properties if isinstance(properties, dict) else {}
+    return [(name, schema, name in names) for name, schema in schemas.items()]
 
 
 def _is_open(tool: Tool) -> bool:
@@ -243,14 +243,14 @@ def _is_open(tool: Tool) -> bool:
     return tool.parameters.get("additionalProperties", "properties" not in tool.parameters) is not False
 
 
-def _as_whole(schema: Mapping[str, Any], root: Mapping[str, Any], allowed: frozenset[str]) -> dict[str, Any]:
+def _standalone(schema: Mapping[str, Any], root: Mapping[str, Any], allowed: frozenset[str]) -> dict[str, Any]:
     """A part of a schema as one of its own, with the definitions if it refers to any; its types alone if something
     refers to the rest of the schema."""
     if not _REFERENCES.search(json_text(schema, "the schema")):
         return {**schema}
-    made = {**schema, **{key: root[key] for key in ("$defs", "definitions") if key in root}}
-    elsewhere = any(not of_definitions for of_definitions in _REFERENCES.findall(json_text(made, "the schema")))
-    return {"type": sorted(allowed)} if elsewhere else made
+    copy = {**schema, **{key: root[key] for key in ("$defs", "definitions") if key in root}}
+    elsewhere = any(not of_definitions for of_definitions in _REFERENCES.findall(json_text(copy, "the schema")))
+    return {"type": sorted(allowed)} if elsewhere else copy
 
 
 def _texts(schema: Any, allowed: frozenset[str]) -> list[str]:
@@ -273,23 +273,23 @@ def _number(value: Any) -> int | None:
     return value if type(value) is int and 0 <= value <= _MAX_LENGTH else None
 
 
-def _in_order(rule: str, words: Sequence[tuple[str, bool]], comma: str) -> tuple[str, list[str]]:
+def _ordered_arguments(rule: str, words: Sequence[tuple[str, bool]], comma: str) -> tuple[str, list[str]]:
     """Arguments in their order, separated, of which some may be left out, and the rules for them. rule: the end of
     these rules' names."""
-    made = [f"argument_{rule}{at}: {word}" for at, (word, _) in enumerate(words)]
+    rules = [f"argument_{rule}{at}: {word}" for at, (word, _) in enumerate(words)]
     first = next((at for at, (_, required) in enumerate(words) if required), len(words))
     for at in range(len(words) - 1):
         more, required = f"{comma} argument_{rule}{at + 1}", words[at + 1][1]
         behind = f"behind_{rule}{at + 1}" if at + 2 < len(words) else ""
-        made.append(f"behind_{rule}{at}: {more if required else f'({more})?'} {behind}")
+        rules.append(f"behind_{rule}{at}: {more if required else f'({more})?'} {behind}")
     for at in range(min(first + 1, len(words))):
         behind = f"behind_{rule}{at}" if at + 1 < len(words) else ""
         later = f" | from_{rule}{at + 1}" if at < min(first, len(words) - 1) else ""
-        made.append(f"from_{rule}{at}: argument_{rule}{at} {behind}{later}")
-    return ("" if not words else f"from_{rule}0" if first < len(words) else f"(from_{rule}0)?"), made
+        rules.append(f"from_{rule}{at}: argument_{rule}{at} {behind}{later}")
+    return ("" if not words else f"from_{rule}0" if first < len(words) else f"(from_{rule}0)?"), rules
 
 
-def _in_any_order(rule: str, names: Sequence[tuple[str, bool]]) -> list[str]:
+def _unordered_arguments(rule: str, names: Sequence[tuple[str, bool]]) -> list[str]:
     """Rules for arguments of which some must be there, once each. rule: the beginning of their names; the first has 0.
 
     A rule says which of those that must be there have been, a bit each; if they are many they come in their order.
@@ -299,12 +299,12 @@ def _in_any_order(rule: str, names: Sequence[tuple[str, bool]]) -> list[str]:
     if len(needed) > _ANY_ORDER:
         return [f"{rule}0: " + " ".join(name if required else f"{name}?" for name, required in names)]
     free = f"({' | '.join(optional)}){{0,{len(optional)}}}" if optional else ""
-    made = []
+    rules = []
     for been in range(1 << len(needed)):
         ways = [f"{name} {rule}{been | 1 << at}" for at, name in enumerate(needed) if not been >> at & 1]
         after = f"({' | '.join(ways)})" if ways else ""
-        made.append(f"{rule}{been}: {free} {after}" if free or after else f'{rule}{been}: ""')
-    return made
+        rules.append(f"{rule}{been}: {free} {after}" if free or after else f'{rule}{been}: ""')
+    return rules
 
 
 def _literal_rule(schema: Any, root: Mapping[str, Any], depth: int = 0) -> str:

@@ -24,7 +24,7 @@ _MAX_KEY = 256  # characters, white space included
 
 
 class CallReader(ABC):
-    """What all readers share: text that waits, and pieces of the arguments as JSON."""
+    """Base of all readers: text that waits, and pieces of the arguments as JSON."""
 
     def __init__(self, form: ToolFormat) -> None:
         self._form = form
@@ -79,24 +79,24 @@ class ObjectReader(CallReader):
         self._key = ""
         self._value = Value()
         self._has_arguments = self._has_value = self._streamed = False
-        self._step = self._at_brace
+        self._step = self._read_brace
 
-    def _at_brace(self) -> bool:
-        self._text, self._step = self._text[1:], self._at_key
+    def _read_brace(self) -> bool:
+        self._text, self._step = self._text[1:], self._read_key
         return True
 
-    def _at_key(self) -> bool:
+    def _read_key(self) -> bool:
         text = self._text
-        found = _KEY.match(text) or _CLOSED.match(text)
-        if found is None or found.end() > _MAX_KEY:
+        match = _KEY.match(text) or _CLOSED.match(text)
+        if match is None or match.end() > _MAX_KEY:
             self.failed = len(text) > _MAX_KEY or _PART_OF_KEY.fullmatch(text) is None
             return False
-        self._text = text[found.end() :]
-        if found.re is _CLOSED:
+        self._text = text[match.end() :]
+        if match.re is _CLOSED:
             self._end()
             return False
         try:
-            self._key = valid_unicode(json.loads(found[1], strict=False))
+            self._key = valid_unicode(json.loads(match[1], strict=False))
         except ValueError:
             self._key = ""
         if self._form.named_by_key and self.name is None:
@@ -109,10 +109,10 @@ class ObjectReader(CallReader):
         self._has_arguments = self._has_arguments or self._has_value
         self._streamed = self._has_value and self._text.startswith("{")
         self._collected: list[str] = []
-        self._step = self._in_value
+        self._step = self._read_value
         return True
 
-    def _in_value(self) -> bool:
+    def _read_value(self) -> bool:
         written = self._value.push(self._text)
         self._text = self._value.rest if self._value.ended else ""
         self._use(written)
@@ -128,7 +128,7 @@ class ObjectReader(CallReader):
             self._collected.append(written)
 
     def _value_ends(self) -> None:
-        self._step = self._at_key
+        self._step = self._read_key
         if not self._collected:
             return
         text = "".join(self._collected)
@@ -142,7 +142,7 @@ class ObjectReader(CallReader):
             self._pieces.append(_arguments_of(text))
 
     def _complete(self) -> None:
-        if self._step == self._in_value:
+        if self._step == self._read_value:
             self._use(self._value.finish())
             self._value_ends()
         if not self._has_arguments:
@@ -178,12 +178,12 @@ class NamedReader(CallReader):
         mark = form.name_end
         _, hole, behind = mark.partition(HOLE)
         self._marks = (mark, behind) if hole and behind.strip() else (mark,)
-        self._step = self._in_name
+        self._step = self._read_name
 
-    def _in_name(self) -> bool:
-        found = _NAME_BEGIN.match(self._text)
-        assert found is not None
-        name, text = found[1], self._text[found.end() :]
+    def _read_name(self) -> bool:
+        match = _NAME_BEGIN.match(self._text)
+        assert match is not None
+        name, text = match[1], self._text[match.end() :]
         if self._form.name_begin and name.startswith(self._form.name_begin):
             name = name.removeprefix(self._form.name_begin)
         if len(name) > _MAX_NAME:
@@ -205,9 +205,9 @@ class NamedReader(CallReader):
     def _begin(self) -> None:
         """The arguments begin."""
         self._value = Value(self._form.quote)
-        self._step = self._before_value
+        self._step = self._expect_value
 
-    def _before_value(self) -> bool:
+    def _expect_value(self) -> bool:
         text = self._text.lstrip()
         if not text:
             return False
@@ -216,10 +216,10 @@ class NamedReader(CallReader):
             self.ended = True
             return False
         self._collected: list[str] | None = None if text[0] == "{" else []
-        self._text, self._step = text, self._in_value
+        self._text, self._step = text, self._read_value
         return True
 
-    def _in_value(self) -> bool:
+    def _read_value(self) -> bool:
         self._use(self._value.push(self._text))
         self._text = self._value.rest if self._value.ended else ""
         if self._value.ended:
@@ -235,7 +235,7 @@ class NamedReader(CallReader):
             self._pieces.append(_arguments_of("".join(self._collected)))
 
     def _complete(self) -> None:
-        if self._step == self._in_value:
+        if self._step == self._read_value:
             self._use(self._value.finish())
             self._value_ends()
         else:
@@ -247,7 +247,7 @@ class KeywordsReader(NamedReader):
 
     def _begin(self) -> None:
         self._value = Value(keywords=True)
-        self._collected, self._step = None, self._in_value
+        self._collected, self._step = None, self._read_value
 
 
 class TaggedReader(NamedReader):
@@ -260,9 +260,9 @@ class TaggedReader(NamedReader):
         self._keys = 0
         self._key = ""
         self._key_mark = re.split(r"[\s\0]", form.key_end.strip(), maxsplit=1)[0]  # that a key ends with
-        self._step = self._before_key
+        self._step = self._expect_key
 
-    def _before_key(self) -> bool:
+    def _expect_key(self) -> bool:
         at = follow(self._form.key_begin, self._text)
         if at == MORE or (at == len(self._text) and not self._last):
             return False
@@ -270,10 +270,10 @@ class TaggedReader(NamedReader):
             self._complete()
             self.ended = True
             return False
-        self._text, self._step = self._text[at:], self._in_key
+        self._text, self._step = self._text[at:], self._read_key
         return True
 
-    def _in_key(self) -> bool:
+    def _read_key(self) -> bool:
         text = self._text
         end = text.find(self._key_mark)
         if end < 0 or end > _MAX_KEY:
@@ -296,7 +296,7 @@ class TaggedReader(NamedReader):
         if self._streamed:
             self._pieces.append('"')
         self._collected = []
-        self._step = self._before_text
+        self._step = self._expect_text
         return True
 
     def _types(self, word: str | None) -> frozenset[str]:
@@ -308,7 +308,7 @@ class TaggedReader(NamedReader):
         plain = self._form.type_words[0][1]  # the word for texts
         return frozenset(("string",)) if word == plain else allowed - {"string"} or _NO_TEXT
 
-    def _before_text(self) -> bool:
+    def _expect_text(self) -> bool:
         """A line break that the dialect has before values is none of them."""
         if self._form.key_end.endswith("\n"):
             spaces = self._text[: len(self._text) - len(self._text.lstrip(" \t\r"))]
@@ -316,10 +316,10 @@ class TaggedReader(NamedReader):
                 return False
             if self._text[len(spaces) :].startswith("\n"):
                 self._text = self._text[len(spaces) + 1 :]
-        self._step = self._in_text
+        self._step = self._read_text
         return True
 
-    def _in_text(self) -> bool:
+    def _read_text(self) -> bool:
         text, mark = self._text, self._closing
         lines = self._form.value_end.startswith("\n")  # a line break before the mark is none of the value, either
         at = text.find(mark)
@@ -327,13 +327,13 @@ class TaggedReader(NamedReader):
             value, self._text = text[:at], text[at + len(mark) :]
             self._add(value.removesuffix("\n") if lines else value)
             self._value_ends()
-            self._step = self._before_key
+            self._step = self._expect_key
             return True
-        held = overlap(text, mark)
-        if lines and text[: len(text) - held].endswith("\n"):
-            held += 1
-        self._add(text[: len(text) - held])
-        self._text = text[len(text) - held :]
+        waiting = overlap(text, mark)
+        if lines and text[: len(text) - waiting].endswith("\n"):
+            waiting += 1
+        self._add(text[: len(text) - waiting])
+        self._text = text[len(text) - waiting :]
         return False
 
     def _add(self, text: str) -> None:
@@ -354,7 +354,7 @@ class TaggedReader(NamedReader):
             self._pieces.append('"' if self._streamed else json_of_text(value, self._allowed))
 
     def _complete(self) -> None:
-        if self._step in (self._before_text, self._in_text):
+        if self._step in (self._expect_text, self._read_text):
             self._add(self._text)
             self._value_ends()
         self._pieces.append("}" if self._keys else "{}")

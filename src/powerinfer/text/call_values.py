@@ -156,8 +156,8 @@ class Value:
         self._step = self._value
         return True
 
-    def _behind(self) -> bool:
-        """Behind a value in brackets."""
+    def _expect_separator(self) -> bool:
+        """Read the separator or bracket behind a value in brackets."""
         if not self._skip_space():
             return False
         char = self._text[0]
@@ -188,10 +188,10 @@ class Value:
         self._comma = self._comma[1:] if self._comma else ""
         self._out.append(self._comma + _CLOSING[self._open.pop()])
         self._comma = ""
-        self._after()
+        self._end_value()
 
-    def _after(self) -> None:
-        self.ended, self._step = not self._open, self._behind
+    def _end_value(self) -> None:
+        self.ended, self._step = not self._open, self._expect_separator
 
     def _string(self) -> bool:
         text, mark = self._text, self._mark
@@ -206,10 +206,10 @@ class Value:
             self._text = text[1:]
             return True
         pattern = _PLAIN.get(mark, _MARKED)
-        found = pattern.match(text)
-        if found is not None:
-            self._out.append(found[0])
-            self._text = text[found.end() :]
+        match = pattern.match(text)
+        if match is not None:
+            self._out.append(match[0])
+            self._text = text[match.end() :]
         elif text[0] == mark == "'":
             return self._apostrophe()
         elif text[0] == mark:
@@ -264,10 +264,10 @@ class Value:
         self._key_or_value_ends()
 
     def _word(self) -> bool:
-        found = _WORD.match(self._text)
-        if found is not None:
-            self._words.append(found[0])
-            self._text = self._text[found.end() :]
+        match = _WORD.match(self._text)
+        if match is not None:
+            self._words.append(match[0])
+            self._text = self._text[match.end() :]
             return True
         self._end_word()
         return True
@@ -285,7 +285,7 @@ class Value:
         if self._as_key:
             self._step = self._colon
         else:
-            self._after()
+            self._end_value()
 
 
 def closed(text: str) -> str:
@@ -312,11 +312,11 @@ def kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str
         return frozenset()
     if isinstance(reference := schema.get("$ref"), str):
         return kinds(_referred(reference, root), root, depth + 1)
-    given = schema.get("type")
-    if isinstance(given, str):
-        return frozenset((given,))
-    if isinstance(given, list):
-        return frozenset(kind for kind in given if isinstance(kind, str))
+    stated = schema.get("type")
+    if isinstance(stated, str):
+        return frozenset((stated,))
+    if isinstance(stated, list):
+        return frozenset(kind for kind in stated if isinstance(kind, str))
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
         return frozenset("null" if value is None else _KINDS[type(value)] for value in values)
@@ -325,7 +325,7 @@ def kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str
             ways = [kinds(option, root, depth + 1) for option in options]
             return frozenset().union(*ways) if all(ways) else frozenset()
     if isinstance(parts := schema.get("allOf"), list):
-        return next((found for part in parts if (found := kinds(part, root, depth + 1))), frozenset())
+        return next((part_kinds for part in parts if (part_kinds := kinds(part, root, depth + 1))), frozenset())
     return frozenset(("object",)) if "properties" in schema else frozenset()
 
 
@@ -349,19 +349,19 @@ def json_of_text(text: str, allowed: frozenset[str]) -> str:
         return quoted
     plain = text.strip()
     try:
-        found: Any = json.loads(plain)
+        value: Any = json.loads(plain)
     except (ValueError, RecursionError):
-        found = _literal(plain)
-    if found is None and plain not in ("null", "None"):
+        value = _literal(plain)
+    if value is None and plain not in ("null", "None"):
         return quoted
-    kind = "null" if found is None else _KINDS[type(found)]
+    kind = "null" if value is None else _KINDS[type(value)]
     fits = kind in allowed or (kind == "integer" and "number" in allowed)
-    if not fits and isinstance(found, float) and "integer" in allowed and found.is_integer():
-        return str(int(found))
+    if not fits and isinstance(value, float) and "integer" in allowed and value.is_integer():
+        return str(int(value))
     if not fits and ((allowed and "string" in allowed) or (not allowed and kind == "string")):
         return quoted
     try:
-        return json_of_value(found)
+        return json_of_value(value)
     except ValueError:
         return quoted
 
@@ -436,8 +436,8 @@ def _value_of(element: _Element, schema: Any, root: Mapping[str, Any]) -> Any:
     if listed:
         return [_value_of(inner, form.get("items"), root) for inner in element.inner]
     properties = form.get("properties")
-    known = properties if isinstance(properties, Mapping) else {}
-    return {inner.key: _value_of(inner, known.get(inner.key), root) for inner in element.inner}
+    schemas = properties if isinstance(properties, Mapping) else {}
+    return {inner.key: _value_of(inner, schemas.get(inner.key), root) for inner in element.inner}
 
 
 def _option(schema: Any, kind: str, root: Mapping[str, Any], depth: int = 0) -> Mapping[str, Any]:
@@ -447,5 +447,5 @@ def _option(schema: Any, kind: str, root: Mapping[str, Any], depth: int = 0) -> 
         return {}
     ways = [way for name in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(name), list) for way in schema[name]]
     fitting = (way for way in ways if kind in kinds(way, root))
-    found = next(fitting, None)
-    return schema if found is None else _option(found, kind, root, depth + 1)
+    option = next(fitting, None)
+    return schema if option is None else _option(option, kind, root, depth + 1)

@@ -31,7 +31,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 NO_TEMPLATE = "this model has no chat template: use a plain prompt (--raw)"
 
 NEXT_TURN = "\nUser:"
-"""What a model writes after its answer, in the format of `plain_template`, before it invents the user's next turn."""
+"""Line behind an answer in the format of `plain_template`, with which a model invents the user's next turn."""
 
 _PLAIN = """{% for message in messages %}\
 {% if message['role'] == 'system' %}{{ message['content'] + '\n\n' }}\
@@ -49,7 +49,7 @@ class ChatTemplate:
         self.source, self.bos, self.eos, self.now, self.tool_use = source, bos, eos, now, tool_use
         self.variables: Mapping[str, Any] = {}
 
-    def at(self, now: str) -> ChatTemplate:
+    def with_time(self, now: str) -> ChatTemplate:
         """The same at another time: some templates write the date."""
         return self._with(now=now)
 
@@ -63,7 +63,7 @@ class ChatTemplate:
         return other
 
     @property
-    def for_tools(self) -> ChatTemplate:
+    def tool_template(self) -> ChatTemplate:
         """The template for chats with tools."""
         return self if self.tool_use is None else self._with(source=self.tool_use, tool_use=None)
 
@@ -84,19 +84,19 @@ class ChatTemplate:
         if not messages:
             raise RequestError("a chat needs at least one message")
         if self.tool_use is not None and options.get("tools"):
-            return self.for_tools.render(messages, special_tokens, add_generation_prompt, **options)
+            return self.tool_template.render(messages, special_tokens, add_generation_prompt, **options)
         shown = [_with_thought(message, self.source) for message in messages]
-        given = _plain_data({**self.variables, **options, "messages": shown})
+        variables = _plain_data({**self.variables, **options, "messages": shown})
         roles = self._roles_with_parts()
         if roles:
             from powerinfer.text.content_shapes import shaped
 
-            given["messages"] = [shaped(message, roles) for message in given["messages"]]
-        text = self._text(given, add_generation_prompt)
-        marks = _Marks.choose(given, self.source, special_tokens)
+            variables["messages"] = [shaped(message, roles) for message in variables["messages"]]
+        text = self._text(variables, add_generation_prompt)
+        marks = _Marks.choose(variables, self.source, special_tokens)
         if marks is None:
             return text, []
-        marked, spans = marks.take(self._text(marks.put(given), add_generation_prompt))
+        marked, spans = marks.take(self._text(marks.put(variables), add_generation_prompt))
         if marked == text:
             return text, spans
         from powerinfer.text.spans import carried_over
@@ -104,13 +104,13 @@ class ChatTemplate:
         in_contents = marks.tokens.fullmatch
         return text, carried_over(marked, spans, text, special_tokens, lambda token: bool(in_contents(token)))
 
-    def _text(self, given: dict[str, Any], add_generation_prompt: bool) -> str:
-        text = _written_out(self.source, given["messages"], add_generation_prompt)
+    def _text(self, variables: dict[str, Any], add_generation_prompt: bool) -> str:
+        text = _written_out(self.source, variables["messages"], add_generation_prompt)
         if text is not None:
             return text
         tokens = {name: text for name, text in (("bos_token", self.bos), ("eos_token", self.eos)) if text}
         names = {**tokens, "tools": None, "documents": None}
-        return self._run({**names, **given, "add_generation_prompt": add_generation_prompt})
+        return self._run({**names, **variables, "add_generation_prompt": add_generation_prompt})
 
     def _roles_with_parts(self) -> frozenset[str]:
         """The roles whose contents the template reads as lists of parts."""
@@ -125,7 +125,7 @@ class ChatTemplate:
         if self.source.replace("\\n", "\n") not in _WRITTEN_OUT:
             from powerinfer.text import sandbox
 
-            with contextlib.suppress(sandbox.Failed, sandbox.Limit):  # the rendering says it
+            with contextlib.suppress(sandbox.Failed, sandbox.TemplateLimit):  # the rendering says it
                 sandbox.render(self.source, None)
                 self._roles_with_parts()
 
@@ -134,11 +134,11 @@ class ChatTemplate:
 
         try:
             return sandbox.render(self.source, variables, self.now)
-        except sandbox.Refused as error:
+        except sandbox.TemplateRefused as error:
             raise RequestError(f"the chat template does not take these messages: {one_line(error)}") from error
         except sandbox.Failed as error:
             raise ModelError(f"the model's chat template fails: {one_line(error)}; --raw goes without it") from error
-        except sandbox.Limit as error:
+        except sandbox.TemplateLimit as error:
             reason = one_line(error)
             raise ModelError(f"the model's chat template is refused: {reason}; --raw goes without it") from error
 
@@ -164,15 +164,15 @@ _WRITTEN_OUT = {
 
 def _written_out(source: str, messages: list[Any], add_prompt: bool) -> str | None:
     """The output of a template in `_WRITTEN_OUT`; None for every other, and for messages that are not plain text."""
-    known = source.replace("\\n", "\n")
-    if known not in _WRITTEN_OUT:
+    template = source.replace("\\n", "\n")
+    if template not in _WRITTEN_OUT:
         return None
     if not all(isinstance(entry, dict) for entry in messages):
         return None
     turns = [(entry.get("role"), entry.get("content")) for entry in messages]
     if not all(isinstance(role, str) and isinstance(content, str) for role, content in turns):
         return None
-    system = _WRITTEN_OUT[known]
+    system = _WRITTEN_OUT[template]
     if system is not None and turns[0][0] != "system":
         turns.insert(0, ("system", system))
     text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
@@ -237,9 +237,9 @@ def encode_chat(
 class MessageError(RequestError):
     """A message that cannot be taken. where: the field that is wrong; unsupported: it is valid, but not here."""
 
-    def __init__(self, where: str, problem: str, unsupported: bool = False) -> None:
-        super().__init__(f"{where} {problem}")
-        self.where, self.unsupported = where, unsupported
+    def __init__(self, path: str, problem: str, unsupported: bool = False) -> None:
+        super().__init__(f"{path} {problem}")
+        self.path, self.unsupported = path, unsupported
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -250,38 +250,38 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     return [_plain_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
 
 
-def _plain_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _plain_message(message: Mapping[str, Any], path: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise MessageError(where, f'must be {{"role": ..., "content": ...}}, not {type(message).__name__}')
+        raise MessageError(path, f'must be {{"role": ..., "content": ...}}, not {type(message).__name__}')
     role, content = message.get("role"), message.get("content")
     if role == "function":
-        raise MessageError(f"{where}.role 'function'", "is not supported: use tool", True)
+        raise MessageError(f"{path}.role 'function'", "is not supported: use tool", True)
     if not isinstance(role, str) or role not in ROLES:
         shown = "it is missing" if role is None else f"not {str(role)[:64]!r}"
-        raise MessageError(f"{where}.role", f"must be one of {', '.join(ROLES)}; {shown}")
+        raise MessageError(f"{path}.role", f"must be one of {', '.join(ROLES)}; {shown}")
     if content is None and message.get("tool_calls"):
         content = ""
     if content is None:
-        raise MessageError(f"{where}.content", "is missing")
+        raise MessageError(f"{path}.content", "is missing")
     if isinstance(content, (list, tuple)):
-        content = "\n".join(_text_of(part, f"{where}.content[{at}]") for at, part in enumerate(content))
+        content = "\n".join(_text_of(part, f"{path}.content[{at}]") for at, part in enumerate(content))
     elif not isinstance(content, str):
-        raise MessageError(f"{where}.content", f"must be a text or a list of parts, not {type(content).__name__}")
+        raise MessageError(f"{path}.content", f"must be a text or a list of parts, not {type(content).__name__}")
     return {**message, "role": ROLES[role], "content": content}
 
 
-def _text_of(part: Any, where: str) -> str:
+def _text_of(part: Any, path: str) -> str:
     if not isinstance(part, Mapping):
-        raise MessageError(where, f'must be {{"type": "text", "text": ...}}, not {type(part).__name__}')
+        raise MessageError(path, f'must be {{"type": "text", "text": ...}}, not {type(part).__name__}')
     kind, text = part.get("type"), part.get("text")
     if kind != "text":
-        raise MessageError(f"{where}.type {str(kind)[:64]!r}", "is not supported: this model takes text", True)
+        raise MessageError(f"{path}.type {str(kind)[:64]!r}", "is not supported: this model takes text", True)
     if not isinstance(text, str):
-        raise MessageError(f"{where}.text", "is missing")
+        raise MessageError(f"{path}.text", "is missing")
     return text
 
 
-def without_oldest(
+def drop_oldest(
     messages: Sequence[_M], encode: Callable[[Sequence[_M]], list[int]], limit: int
 ) -> tuple[list[_M], list[int], int]:
     """The messages without the fewest oldest turns for a prompt of up to `limit` tokens, the prompt, how many turns.
@@ -293,18 +293,18 @@ def without_oldest(
     starts = [at for at in range(first, len(messages)) if at == first or messages[at].get("role") == "user"]
     prompts: dict[int, list[int]] = {}
 
-    def without(turns: int) -> list[_M]:
+    def rest_after(turns: int) -> list[_M]:
         return [*messages[:first], *messages[starts[turns] :]] if turns else list(messages)
 
     def fits(turns: int) -> bool:
-        prompts[turns] = encode(without(turns))
+        prompts[turns] = encode(rest_after(turns))
         return len(prompts[turns]) <= limit
 
     last = max(0, len(starts) - 1)
     turns = 0 if fits(0) else min(last, 1 + bisect_left(range(1, last), True, key=fits))
     if turns not in prompts:
         fits(turns)
-    return without(turns), prompts[turns], turns
+    return rest_after(turns), prompts[turns], turns
 
 
 @dataclass(frozen=True)
@@ -318,19 +318,19 @@ class _Marks:
     parts: tuple[str, ...]  # beginnings of tokens, where a string ends
 
     @classmethod
-    def choose(cls, given: Any, source: str, special: Sequence[str]) -> _Marks | None:
+    def choose(cls, variables: Any, source: str, special: Sequence[str]) -> _Marks | None:
         """None when no string in `given` has a special token in it, or ends with the beginning of one."""
         present = [text for text in special if text]
-        texts = list(_strings(given))
-        whole = [token for token in present if any(token in text for text in texts)]
+        texts = list(_strings(variables))
+        tokens = [token for token in present if any(token in text for text in texts)]
         # Two adjacent strings of a template must not form a token across their boundary.
         starts = {token[:cut] for token in present for cut in range(1, len(token))}
         tails = [text.rstrip()[-max(map(len, present), default=1) :] for text in texts]
         ends = {tail[cut:] for tail in tails for cut in range(len(tail))}
         parts = sorted(starts & ends, key=len, reverse=True)
-        if not whole and not parts:
+        if not tokens and not parts:
             return None
-        pattern = "|".join(re.escape(token) for token in sorted(whole, key=len, reverse=True)) or "(?!)"
+        pattern = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or "(?!)"
         used = set(source)
         for text in texts:
             for at in range(0, 0 if text.isascii() else len(text), WINDOW):
@@ -339,7 +339,7 @@ class _Marks:
         opening, closing = next(free, ""), next(free, "")
         if not closing:
             raise RequestError("the messages use every private-use character of Unicode")
-        return cls(opening, closing, re.compile(pattern), max(map(len, whole), default=0), tuple(parts))
+        return cls(opening, closing, re.compile(pattern), max(map(len, tokens), default=0), tuple(parts))
 
     def put(self, value: Any) -> Any:
         """`value` with the tokens in all its strings enclosed; keys of dicts stay."""
@@ -350,17 +350,17 @@ class _Marks:
         return [self.put(entry) for entry in value] if isinstance(value, list) else value
 
     def _enclosed(self, text: str) -> str:
-        made: list[str] = []
+        pieces: list[str] = []
         done = 0
         while match := find(self.tokens, text, done, self.longest):
-            made += [text[done : match.start()], self.opening, match[0], self.closing]
+            pieces += [text[done : match.start()], self.opening, match[0], self.closing]
             done = match.end()
         rest = text[done:]
         end = len(rest.rstrip())
         begin = next((end - len(part) for part in self.parts if rest.endswith(part, 0, end)), end)
         if begin < end:
             rest = f"{rest[:begin]}{self.opening}{rest[begin:end]}{self.closing}{rest[end:]}"
-        return "".join([*made, rest])
+        return "".join([*pieces, rest])
 
     def take(self, text: str) -> tuple[str, list[tuple[int, int]]]:
         """The text without markers and the spans they enclosed; one that lost its partner is a span of length 0."""

@@ -1,4 +1,4 @@
-"""Which shape of a message's content a chat template reads: a text, or a list of parts.
+"""Shape of a message's content that a chat template reads: a text, or a list of parts.
 
 Most read a text. Some of models that also take pictures read [{"type": "text", "text": ...}], for all roles or for one:
 a system message of Gemma 3's first template. What a template reads is seen by what it writes: contents that are marks
@@ -31,7 +31,7 @@ def roles_with_parts(source: str, bos: str = "", eos: str = "") -> frozenset[str
     try:
         texts = _written(source, bos, eos, parts=False)
         return frozenset() if texts == _MARKS.keys() else _written(source, bos, eos, parts=True) - texts
-    except sandbox.Limit:  # the rendering of the messages says it
+    except sandbox.TemplateLimit:  # the rendering of the messages says it
         return frozenset()
 
 
@@ -48,19 +48,20 @@ def _part(text: str) -> list[dict[str, str]]:
 
 def _written(source: str, bos: str, eos: str, parts: bool) -> frozenset[str]:
     """The roles whose contents the template writes."""
-    seen: set[str] = set()
+    roles_read: set[str] = set()
     for roles in _CHATS:
-        if seen.issuperset(set(roles) - {"call"}):
+        if roles_read.issuperset(set(roles) - {"call"}):
             continue
         messages = [_message(role, parts) for role in roles]
-        given: dict[str, Any] = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
-        given.update((name, token) for name, token in (("bos_token", bos), ("eos_token", eos)) if token)
+        variables: dict[str, Any] = {"messages": messages, "add_generation_prompt": True}
+        variables |= {"tools": None, "documents": None}
+        variables.update((name, token) for name, token in (("bos_token", bos), ("eos_token", eos)) if token)
         try:
-            text = sandbox.render(source, given)
-        except (sandbox.Refused, sandbox.Failed):
+            text = sandbox.render(source, variables)
+        except (sandbox.TemplateRefused, sandbox.Failed):
             continue
-        seen |= {role for role, mark in _MARKS.items() if mark in text}
-    return frozenset(seen)
+        roles_read |= {role for role, mark in _MARKS.items() if mark in text}
+    return frozenset(roles_read)
 
 
 def _message(role: str, parts: bool) -> dict[str, Any]:

@@ -30,7 +30,7 @@ _MAX_MARKS = 1024  # characters
 _NAMES = ("find_marker", "move_marker")
 _VALUES: tuple[dict[str, Any], ...] = ({"kone": "vone", "ktwo": "vtwo"}, {"kthree": "vthree"})
 _IDS = ("idAAAAAA1", "idBBBBBB2")
-_SAID, _ASKED, _RESULT = "Words before calls", "Words of a user", "Words of a function"
+_CONTENT, _ASKED, _RESULT = "Words before calls", "Words of a user", "Words of a function"
 _TYPED = {"ktext": "two words", "kcount": 17, "kflag": True, "klist": [1, "x"], "kobject": {"z": [2.5, "y"]}}
 _KINDS = {"ktext": "string", "kcount": "number", "kflag": "boolean", "klist": "array", "kobject": "object"}
 _LINES = {"ktext": "def f():\n    return 1\n"}
@@ -44,11 +44,11 @@ def _tool(name: str, *keys: str) -> Tool:
 
 
 _TOOLS = [_tool(_NAMES[0], "kone", "ktwo", *_KINDS), _tool(_NAMES[1], "kthree")]
-_DOCUMENTS = tool_messages.whole([tool.document for tool in _TOOLS])
+_DOCUMENTS = tool_messages.fill_fields([tool.document for tool in _TOOLS])
 
 
 def read_dialect(template: ChatTemplate | None) -> ToolFormat:
-    """How the model with this chat template is told of functions and calls them.
+    """The dialect in which the model with this chat template is told of functions and calls them.
 
     The first time for a template it is rendered some times, which takes milliseconds.
     """
@@ -57,20 +57,20 @@ def read_dialect(template: ChatTemplate | None) -> ToolFormat:
 
 @lru_cache(32)
 def _read(source: str, bos: str, eos: str) -> ToolFormat:
-    probe = _Probe(ChatTemplate(source, bos, eos, "2026-01-01T00:00:00"))
-    row = tool_dialects.known(source)
+    probe = _CallProbe(ChatTemplate(source, bos, eos, "2026-01-01T00:00:00"))
+    row = tool_dialects.calling(source)
     if row is not None and _writes(probe, row):
         return row
     written = _written(probe)
     if written is not None:
         return written
-    told = tool_dialects.told(source)
-    if told is not None and probe.render(probe.chat(), tools=_DOCUMENTS) is not None:
-        return told
+    dialect = tool_dialects.announcing(source)
+    if dialect is not None and probe.render(probe.chat(), tools=_DOCUMENTS) is not None:
+        return dialect
     return replace(GENERIC, no_system=probe.drops_system)
 
 
-def _writes(probe: _Probe, form: ToolFormat) -> bool:
+def _writes(probe: _CallProbe, form: ToolFormat) -> bool:
     """Whether the template writes a call as a row of the table says. Harmony's begins in the header of a message."""
     if form == HARMONY:
         return True
@@ -83,13 +83,13 @@ def _writes(probe: _Probe, form: ToolFormat) -> bool:
     return [(name, json.loads(arguments)) for name, arguments in calls] == [(_NAMES[0], _VALUES[0])]
 
 
-def _written(probe: _Probe) -> ToolFormat | None:
+def _written(probe: _CallProbe) -> ToolFormat | None:
     """The dialect in which the template writes earlier calls; None: it writes none, or in no way that is understood."""
     for text_arguments, named_ids in ((False, False), (True, False), (False, True)):
-        spellings = [_Spelling(text_arguments, content, named_ids) for content in (_SAID, "", None)]
-        found = [form for spelling in spellings if (form := _read_spelling(probe, spelling)) is not None]
-        if found:  # what a template writes around a message is in some of them
-            return min(found, key=_length)
+        spellings = [_Spelling(text_arguments, content, named_ids) for content in (_CONTENT, "", None)]
+        forms = [form for spelling in spellings if (form := _read_spelling(probe, spelling)) is not None]
+        if forms:  # what a template writes around a message is in some of them
+            return min(forms, key=_length)
     return None
 
 
@@ -98,7 +98,7 @@ def _length(form: ToolFormat) -> int:
     return len(form.section + form.call_begin + form.call_end + form.between + form.end)
 
 
-def _read_spelling(probe: _Probe, spelling: _Spelling) -> ToolFormat | None:
+def _read_spelling(probe: _CallProbe, spelling: _Spelling) -> ToolFormat | None:
     for count in (2, 1):
         text = probe.history(spelling, _NAMES[:count], _VALUES[:count])
         if text is None or any(mark not in text for mark in (_NAMES[0], "kone", "vone", "ktwo", "vtwo")):
@@ -111,7 +111,7 @@ def _read_spelling(probe: _Probe, spelling: _Spelling) -> ToolFormat | None:
 
 @dataclass(frozen=True)
 class _Spelling:
-    """How a message with calls is given to the template."""
+    """Way in which a message with calls is given to the template."""
 
     text_arguments: bool = False
     content: str | None = ""
@@ -123,7 +123,7 @@ class _Spelling:
         return {"text_arguments": self.text_arguments, "no_content": self.content is None, **named}
 
 
-class _Probe:
+class _CallProbe:
     """Renders one template, for as long as that takes little time."""
 
     def __init__(self, template: ChatTemplate) -> None:
@@ -176,8 +176,8 @@ class _Probe:
     @property
     def tells(self) -> bool:
         """Whether the template tells of functions."""
-        told = self.render(self.chat(), ask=True, tools=_DOCUMENTS)
-        return told is not None and _NAMES[1] in told
+        text = self.render(self.chat(), ask=True, tools=_DOCUMENTS)
+        return text is not None and _NAMES[1] in text
 
     @property
     def needs_whole(self) -> bool:
@@ -189,23 +189,23 @@ class _Probe:
     @property
     def drops_system(self) -> bool:
         """Whether a system message does not reach the prompt."""
-        text = self.render([{"role": "system", "content": _SAID}, *self.chat()], ask=True)
-        return (text is None or _SAID not in text) and self.render(self.chat(), ask=True) is not None
+        text = self.render([{"role": "system", "content": _CONTENT}, *self.chat()], ask=True)
+        return (text is None or _CONTENT not in text) and self.render(self.chat(), ask=True) is not None
 
 
 class _Reading:
     """The description of what one template writes in `text`, a conversation that ends with calls."""
 
-    def __init__(self, probe: _Probe, spelling: _Spelling, text: str) -> None:
+    def __init__(self, probe: _CallProbe, spelling: _Spelling, text: str) -> None:
         self._probe, self._spelling = probe, spelling
-        self._plain = probe.render(probe.chat({"role": "assistant", "content": _SAID}), tools=_DOCUMENTS)
+        self._plain = probe.render(probe.chat({"role": "assistant", "content": _CONTENT}), tools=_DOCUMENTS)
         self._text = text
         turn = self._turn(text) if self._plain is not None else ""
         self._names = [name for name in _NAMES if name in turn]
 
     def form(self) -> ToolFormat | None:
         """The description; None if the text is not understood."""
-        if self._plain is None or _SAID not in self._plain or not self._names:
+        if self._plain is None or _CONTENT not in self._plain or not self._names:
             return None
         turn = self._turn(self._text)
         if len(turn) > _MAX_TURN:
@@ -217,18 +217,18 @@ class _Reading:
                 continue
             if _TAG.search(form.begins[0]):
                 form = replace(form, single=len(self._names) == 1, **self._spelling.fields)
-                if self._plain.rpartition(_SAID)[2].strip().startswith(form.begins[0]):  # it ends other messages, too
+                if self._plain.rpartition(_CONTENT)[2].strip().startswith(form.begins[0]):  # it ends all messages
                     form = replace(form, begun_by=(form.section or form.call_begin).strip())
                 if self._agrees(form):
-                    return self._told(form)
+                    return self._with_announcement(form)
         return None
 
     def _turn(self, text: str) -> str:
         """The calls of the last message, without what the template writes around every message."""
         assert self._plain is not None
-        before, _, after = self._plain.rpartition(_SAID)
-        if self._spelling.content == _SAID and text.rpartition(_SAID)[0].endswith(before[-16:]):
-            turn = text.rpartition(_SAID)[2]
+        before, _, after = self._plain.rpartition(_CONTENT)
+        if self._spelling.content == _CONTENT and text.rpartition(_CONTENT)[0].endswith(before[-16:]):
+            turn = text.rpartition(_CONTENT)[2]
             closed = _tag_start(after, _common(after, turn))
             if after[closed:].strip():  # the mark that closes a content
                 turn, after = turn[closed:], after[closed:]
@@ -246,18 +246,18 @@ class _Reading:
         spans = self._objects(turn)
         if len(spans) != len(self._names):
             return None
-        found = spans[0][2]
+        fields_read = spans[0][2]
         fields: dict[str, Any] = {}
-        if list(found) == [self._names[0]]:
+        if list(fields_read) == [self._names[0]]:
             fields["named_by_key"] = True
         else:
-            names = [key for key, value in found.items() if value == self._names[0]]
-            arguments = [key for key, value in found.items() if value == _VALUES[0]]
-            ids = [key for key in found if key not in (*names, *arguments) and "id" in key]
+            names = [key for key, value in fields_read.items() if value == self._names[0]]
+            arguments = [key for key, value in fields_read.items() if value == _VALUES[0]]
+            ids = [key for key in fields_read if key not in (*names, *arguments) and "id" in key]
             if len(names) != 1 or len(arguments) != 1:
                 return None
             fields |= {"name_key": names[0], "arguments_key": arguments[0], "id_key": ids[0] if ids else ""}
-            fields["id_first"] = bool(ids) and list(found).index(ids[0]) < list(found).index(names[0])
+            fields["id_first"] = bool(ids) and list(fields_read).index(ids[0]) < list(fields_read).index(names[0])
         head, tail = turn[: spans[0][0]], turn[spans[-1][1] :]
         between = turn[spans[0][1] : spans[1][0]] if len(spans) > 1 else None
         if head.rstrip().endswith("[") and tail.lstrip().startswith("]"):
@@ -353,22 +353,22 @@ class _Reading:
         """Text between a key and its value, with a hole for the word by which a value's type is told."""
         text = self._probe.history(self._spelling, _NAMES[:1], [_TYPED]) or ""
         turn = self._turn(text)
-        found: dict[str, str] = {}
+        words_by_kind: dict[str, str] = {}
         for key, kind in _KINDS.items():
             start = turn.find(key) + len(key)
             shown = _TYPED[key] if kind == "string" else json.dumps(_TYPED[key])
             end = turn.find(str(shown), start)
             if end < 0 or end - start > 128:
                 return key_end, ()
-            found[kind] = turn[start:end]
-        texts = list(found.values())
+            words_by_kind[kind] = turn[start:end]
+        texts = list(words_by_kind.values())
         if len(set(texts)) == 1:
             return key_end, ()
         begin = min(_common(texts[0], text) for text in texts)
         begin = max(texts[0].rfind(mark, 0, begin) + 1 for mark in "\"'= <") if begin else 0
         end = min(_common(texts[0][begin:][::-1], text[begin:][::-1]) for text in texts)
         end = max((size for size in range(1, end + 1) if texts[0][-size] in "\"'> "), default=0)
-        words = tuple((kind, text[begin : len(text) - end]) for kind, text in found.items())
+        words = tuple((kind, text[begin : len(text) - end]) for kind, text in words_by_kind.items())
         if not end or any(not word or not word.isalnum() for _, word in words):
             return key_end, ()
         return texts[0][:begin] + HOLE + texts[0][len(texts[0]) - end :], words
@@ -407,7 +407,7 @@ class _Reading:
         section = head[: len(head) - len(call_begin)]
         gap = between[: len(between) - len(call_begin)]
         length = _common(gap, tail)
-        while length and (_in_tag(gap, length) or _in_tag(tail, length)):
+        while length and (_is_in_tag(gap, length) or _is_in_tag(tail, length)):
             length -= 1
         call_end = gap[:length].rstrip()
         if not section.strip() and not call_begin.strip():
@@ -424,10 +424,10 @@ class _Reading:
 
     # ---- checks
 
-    def _told(self, form: ToolFormat) -> ToolFormat:
+    def _with_announcement(self, form: ToolFormat) -> ToolFormat:
         """The description with how functions are told, and ids."""
         if not self._probe.tells:
-            form = replace(form, told="words", no_system=self._probe.drops_system)
+            form = replace(form, announced_in="words", no_system=self._probe.drops_system)
         long_id = self._probe.history(self._spelling, _NAMES[:1], _VALUES[:1], ["call_" + _IDS[0]])
         return replace(form, short_ids=long_id is None and not form.named_ids, whole_documents=self._probe.needs_whole)
 
@@ -444,8 +444,8 @@ class _Reading:
             if text is None:
                 return False
             turn = self._turn(text)
-            said, calls = parsed(replace(form, tools=tuple(_TOOLS)), form.prompt_end + turn)
-            if said.strip() or [name for name, _ in calls] != list(names):
+            content, calls = parsed(replace(form, tools=tuple(_TOOLS)), form.prompt_end + turn)
+            if content.strip() or [name for name, _ in calls] != list(names):
                 return False
             if [json.loads(arguments) for _, arguments in calls] != list(values):
                 return False
@@ -454,17 +454,17 @@ class _Reading:
 
 def parsed(form: ToolFormat, text: str) -> tuple[str, list[tuple[str, str]]]:
     """The text of a whole answer, and its calls."""
-    said: list[str] = []
+    texts: list[str] = []
     calls: list[tuple[str, str]] = []
     parser = form.parser()
     for delta in [*parser.push(text), *parser.finish()]:
         if isinstance(delta, str):
-            said.append(delta)
+            texts.append(delta)
         elif isinstance(delta, ToolDelta) and delta.name is not None:
             calls.append((delta.name, delta.arguments))
         elif isinstance(delta, ToolDelta):
             calls[-1] = (calls[-1][0], calls[-1][1] + delta.arguments)
-    return "".join(said), calls
+    return "".join(texts), calls
 
 
 _DECODER = json.JSONDecoder()
@@ -489,7 +489,7 @@ def _common(first: str, second: str) -> int:
     return length
 
 
-def _in_tag(text: str, at: int) -> bool:
+def _is_in_tag(text: str, at: int) -> bool:
     """Whether a position is within a tag."""
     return any(text.rfind(begin, 0, at) > text.rfind(end, 0, at) for begin, end in ("<>", "[]"))
 
@@ -497,12 +497,12 @@ def _in_tag(text: str, at: int) -> bool:
 def _tag_start(text: str, at: int) -> int:
     """The position, or where the tag begins that it is in."""
     begin = max(text.rfind("<", 0, at), text.rfind("[", 0, at))
-    return begin if begin >= 0 and _in_tag(text, at) else at
+    return begin if begin >= 0 and _is_in_tag(text, at) else at
 
 
 def _part_of_tag(turn: str, at: int) -> str:
     """The rest of the tag that a position is in."""
-    if not _in_tag(turn, at):
+    if not _is_in_tag(turn, at):
         return ""
     ends = [end for mark in ">]" if (end := turn.find(mark, at)) >= 0]
     return turn[at : min(ends) + 1] if ends else ""

@@ -1,4 +1,4 @@
-"""What the text of an answer must match: a JSON schema, a regular expression, or a grammar.
+"""Constraints of an answer's text: a JSON schema, a regular expression, or a grammar.
 
 A `Grammar` is data; `runtime.grammar` compiles it for a model's vocabulary.
 """
@@ -19,7 +19,7 @@ MAX_DEPTH = 64  # of a schema
 MAX_RULES = 500  # of a GBNF grammar, which is converted in Python in quadratic time
 
 WHITESPACE = r"( |\n{1,2}[ \t]{0,20})"
-"""Between the tokens of JSON, and optional, as in llama.cpp: unbounded white space is where small models get lost."""
+"""Optional space between JSON's tokens, as in llama.cpp: small models get lost in unbounded white space."""
 
 JSON_OPTIONS = {
     "item_separator": ",",
@@ -46,13 +46,13 @@ class Grammar:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise RequestError(f"a grammar is one of {', '.join(KINDS)}, not {self.kind!r}")
-        what = KINDS[self.kind]
+        noun = KINDS[self.kind]
         if not isinstance(self.text, str) or not self.text.strip():
-            raise RequestError(f"the {what} must be a text that is not empty")
+            raise RequestError(f"the {noun} must be a text that is not empty")
         if len(self.text) > MAX_SOURCE:
-            raise RequestError(f"the {what} has {len(self.text)} characters; at most {MAX_SOURCE} are allowed")
+            raise RequestError(f"the {noun} has {len(self.text)} characters; at most {MAX_SOURCE} are allowed")
         if self.kind == "gbnf" and self.text.count("::=") > MAX_RULES:
-            raise RequestError(f"the {what} has more than {MAX_RULES} rules")
+            raise RequestError(f"the {noun} has more than {MAX_RULES} rules")
 
     @classmethod
     def json_object(cls) -> Grammar:
@@ -103,7 +103,7 @@ class Grammar:
 
 @dataclass(frozen=True)
 class LazyGrammar:
-    """What a part of the answer must match, from where the part begins.
+    """Constraint of a part of the answer, from where the part begins.
 
     position: (the answer's text so far, or its end, whether that is all) -> where in it the part goes on after its
     beginning; None: it has not begun.
@@ -119,7 +119,7 @@ class LazyGrammar:
 
 @dataclass(frozen=True)
 class AfterThought:
-    """What an answer must match behind a thought that may precede it.
+    """Constraint of an answer behind a thought that may precede it.
 
     begin, end: marks of the thought; opened: the prompt has begun it. grammar: of what follows it, or of the whole
     answer if there is no thought; None: any text. budget: tokens after which the thought is ended; None: any number.
@@ -149,10 +149,10 @@ def response_format(document: Any) -> Grammar | None:
     if not isinstance(document, Mapping):
         raise RequestError("response_format must be an object")
     kind = document.get("type")
-    known: dict[Any, tuple[str, ...]] = {"text": (), "json_object": ("schema",), "json_schema": ("json_schema",)}
+    allowed: dict[Any, tuple[str, ...]] = {"text": (), "json_object": ("schema",), "json_schema": ("json_schema",)}
     if kind not in ("text", "json_object", "json_schema"):
         raise RequestError(f"response_format.type must be text, json_object or json_schema, not {str(kind)[:40]!r}")
-    _check_keys(document, ("type", *known[kind]), "response_format")
+    _check_keys(document, ("type", *allowed[kind]), "response_format")
     if kind == "text":
         return None
     if kind == "json_object":
@@ -165,20 +165,20 @@ def response_format(document: Any) -> Grammar | None:
     return Grammar.json_schema(wrapper["schema"])
 
 
-def _check_keys(document: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+def _check_keys(document: Mapping[str, Any], allowed: Sequence[str], path: str) -> None:
     for name in document:
-        if name not in known:
-            raise RequestError(f"{where}.{str(name)[:64]} is not supported; known are {', '.join(known)}")
+        if name not in allowed:
+            raise RequestError(f"{path}.{str(name)[:64]} is not supported; known are {', '.join(allowed)}")
 
 
-def check_depth(document: Any, what: str) -> None:
+def check_depth(document: Any, noun: str) -> None:
     """RequestError for a document that is nested deeper than `MAX_DEPTH`."""
     level = [document]
     for _ in range(MAX_DEPTH):
         level = [inner for value in level for inner in _children(value)]
         if not level:
             return
-    raise RequestError(f"{what} is nested more than {MAX_DEPTH} deep")
+    raise RequestError(f"{noun} is nested more than {MAX_DEPTH} deep")
 
 
 _SCALARS = frozenset((str, int, float, bool, type(None)))  # most values: quicker to tell than that they hold no others
@@ -186,17 +186,17 @@ _SCALARS = frozenset((str, int, float, bool, type(None)))  # most values: quicke
 
 def _children(value: Any) -> list[Any]:
     inner = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    found: list[Any] = []
+    parts: list[Any] = []
     for at in range(0, len(inner), WINDOW):  # millions of numbers: quickly, but not in one go
         part = inner[at : at + WINDOW]
         if not _SCALARS.issuperset(map(type, part)):
-            found += [one for one in part if isinstance(one, Mapping | list | tuple)]
-    return found
+            parts += [one for one in part if isinstance(one, Mapping | list | tuple)]
+    return parts
 
 
-def json_text(document: Any, what: str) -> str:
+def json_text(document: Any, noun: str) -> str:
     """`document` as compact JSON, in its own order; RequestError if JSON has no such values."""
     try:
         return json.dumps(document, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"{what} cannot be written as JSON: {one_line(error)}") from None
+        raise RequestError(f"{noun} cannot be written as JSON: {one_line(error)}") from None

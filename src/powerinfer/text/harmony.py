@@ -49,10 +49,10 @@ class HarmonyParser:
     def __init__(self, new_id: Callable[[], str], parallel: bool = True, may_call: bool = True) -> None:
         self._new_id, self._parallel, self._may_call = new_id, parallel, may_call
         self._text = ""  # not decided yet
-        self._step = self._in_header
+        self._step = self._read_header
         self._say = self._answer
         self._deltas: list[AnswerDelta] = []
-        self._said: dict[type, bool] = {}  # kinds that there was text of, and whether in this message
+        self._continued: dict[type, bool] = {}  # kinds that there was text of, and whether in this message
         self._value = Value()  # the arguments of a call
         self._called = False  # this message is a call, ...
         self._arguments = False  # ... and has some text
@@ -63,7 +63,7 @@ class HarmonyParser:
     thinks = False  # reasoning is counted by its text
 
     def push(self, text: str) -> list[AnswerDelta]:
-        """What is certain after this piece of the answer."""
+        """Deltas that are certain after this piece of the answer."""
         self._text += text
         while self._step():
             pass
@@ -80,7 +80,7 @@ class HarmonyParser:
 
     # A step uses some of the text; False: it waits for more.
 
-    def _in_header(self) -> bool:
+    def _read_header(self) -> bool:
         text = self._text
         at = text.find(MESSAGE)
         if 0 <= at <= _LONGEST and (not text[:at].strip() or self._begins_header(text[:at].lstrip())):
@@ -112,9 +112,9 @@ class HarmonyParser:
 
     def _open(self, header: str) -> None:
         """A message begins."""
-        self._step = self._in_text
+        self._step = self._read_text
         self._called = self._arguments = False
-        self._said = dict.fromkeys(self._said, False)
+        self._continued = dict.fromkeys(self._continued, False)
         header = header.rpartition(END)[2]
         role, to = _ROLE.search(header), _RECIPIENT.findall(header)
         channel = next(reversed(_CHANNEL.findall(header)), "")
@@ -131,23 +131,23 @@ class HarmonyParser:
         else:
             self._say = self._answer
 
-    def _in_text(self) -> bool:
+    def _read_text(self) -> bool:
         text = self._text
-        found = [(at, mark) for mark in _CLOSING if (at := text.find(mark)) >= 0]
-        if not found:
-            held = 0 if self._last else max(overlap(text, mark) for mark in _CLOSING)
-            self._say(text[: len(text) - held])
-            self._text = text[len(text) - held :]
+        marks = [(at, mark) for mark in _CLOSING if (at := text.find(mark)) >= 0]
+        if not marks:
+            waiting = 0 if self._last else max(overlap(text, mark) for mark in _CLOSING)
+            self._say(text[: len(text) - waiting])
+            self._text = text[len(text) - waiting :]
             return False
-        at, mark = min(found)
+        at, mark = min(marks)
         self._say(text[:at])
         self._text = text[at + len(mark) * (mark not in (START, CHANNEL)) :]
         self.ended = self._called and not self._parallel
         self._close()
-        self._step = self._at_end if self.ended else self._in_header
+        self._step = self._read_end if self.ended else self._read_header
         return True
 
-    def _at_end(self) -> bool:
+    def _read_end(self) -> bool:
         self._text = ""
         return False
 
@@ -161,16 +161,16 @@ class HarmonyParser:
 
     def _answer(self, text: str) -> None:
         if text:
-            self._deltas.append(self._apart(str) + text)
+            self._deltas.append(self._separator(str) + text)
 
     def _reason(self, text: str) -> None:
         if text:
-            self._deltas.append(Reasoning(self._apart(Reasoning) + text))
+            self._deltas.append(Reasoning(self._separator(Reasoning) + text))
 
-    def _apart(self, kind: type) -> str:
-        """What separates a message from the one before of its kind."""
-        first = self._said.get(kind) is False
-        self._said[kind] = True
+    def _separator(self, kind: type) -> str:
+        """Separator between a message and the one before of its kind."""
+        first = self._continued.get(kind) is False
+        self._continued[kind] = True
         return "\n\n" if first else ""
 
     def _argue(self, text: str) -> None:

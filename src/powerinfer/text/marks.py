@@ -46,9 +46,9 @@ def follow(mark: str, text: str, words: list[str] | None = None) -> int:
 
 
 def follow_any(marks: tuple[str, ...], text: str) -> int:
-    """As `follow`, of the first mark that the text begins with."""
-    found = [follow(mark, text) for mark in marks]
-    return next((at for at in found if at >= 0), MORE if MORE in found else MISMATCH)
+    """`follow` for the first mark that the text begins with."""
+    ends = [follow(mark, text) for mark in marks]
+    return next((at for at in ends if at >= 0), MORE if MORE in ends else MISMATCH)
 
 
 def _space_end(text: str, at: int) -> int:

@@ -1,4 +1,4 @@
-"""How text is split into words before byte-level merges, by the name that a GGUF file has for it.
+"""Rules that split text into words before byte-level merges, by the name that a GGUF file has for them.
 
 The names are llama.cpp's (`tokenizer.ggml.pre`). A name means what the model's own tokenizer does; where that is not
 known, what llama.cpp does.
@@ -14,7 +14,7 @@ _SPACES = r"[\s]*[\r\n]+|[\s]+(?![^\s])|[\s]+"
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How text is split into words before byte-level merges: the meaning of `tokenizer.ggml.pre`.
+    """Rules that split text into words before byte-level merges: the meaning of `tokenizer.ggml.pre`.
 
     patterns: Unicode regular expressions (classes inside brackets, for `bpe.ascii_words`). What the first one matches
     is split off, then what the next one matches in the pieces that are left, and so on.

@@ -1,4 +1,4 @@
-"""How a model's publisher wants it sampled: a folder's `generation_config.json`, a GGUF file's `general.sampling.*`.
+"""Sampling as a model's publisher wants it: a folder's `generation_config.json`, a GGUF file's `general.sampling.*`.
 
 The names in a GGUF file are those of llama.cpp, whose converter copies them from `generation_config.json`
 (https://github.com/ggml-org/llama.cpp/pull/17120). A value of the wrong type or out of range is ignored with a note:
@@ -39,12 +39,12 @@ class SamplingDefaults:
     source: str = ""
     notes: tuple[str, ...] = ()
 
-    def with_given(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What is given, and the defaults for the rest.
+    def with_given(self, stated: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of a request, and the defaults for the rest.
 
         A given temperature of 0 asks for the most likely token: then there are no defaults, and no penalty.
         """
-        return dict(given) if given.get("temperature") == 0 else {**self.values, **given}
+        return dict(stated) if stated.get("temperature") == 0 else {**self.values, **stated}
 
 
 def folder_defaults(folder: Path) -> SamplingDefaults:
@@ -58,13 +58,13 @@ def folder_defaults(folder: Path) -> SamplingDefaults:
     document = read_json(path)[0]
     stated = {name: document.get(name) for name in _LIMITS}
     greedy = document.get("do_sample")
-    found = _checked(stated, {name: name for name in _LIMITS}, path.name)
+    defaults = _checked(stated, {name: name for name in _LIMITS}, path.name)
     if greedy is not None and type(greedy) is not bool:
-        return _with_note(found, f"{path.name}: do_sample is {shown(greedy)}, not true or false; ignored")
+        return _with_note(defaults, f"{path.name}: do_sample is {shown(greedy)}, not true or false; ignored")
     if greedy is False:
-        penalty = {name: value for name, value in found.values.items() if name == "repetition_penalty"}
-        return SamplingDefaults({"temperature": 0.0, **penalty}, path.name, found.notes)
-    return found
+        penalty = {name: value for name, value in defaults.values.items() if name == "repetition_penalty"}
+        return SamplingDefaults({"temperature": 0.0, **penalty}, path.name, defaults.notes)
+    return defaults
 
 
 GGUF_KEYS = {name: _GGUF + _GGUF_NAMES.get(name, name) for name in _LIMITS}
@@ -79,7 +79,7 @@ def gguf_defaults(metadata: Mapping[str, Any]) -> SamplingDefaults:
 
 
 def _checked(stated: Mapping[str, Any], keys: Mapping[str, str], source: str) -> SamplingDefaults:
-    """What is stated (None: it is not) and valid; keys: what the file calls each field."""
+    """Values that are stated (None: not stated) and valid; keys: what the file calls each field."""
     values, notes = {}, []
     for name, value in stated.items():
         if value is None:
@@ -91,10 +91,10 @@ def _checked(stated: Mapping[str, Any], keys: Mapping[str, str], source: str) ->
         else:
             lower = "from" if closed else "above"
             upper = "to" if closed else "and at most"
-            what = f"{'number' if kind is float else 'whole number'} {lower} {low} {upper} {high}"
-            notes.append(f"{source}: {keys[name]} is {shown(value)}, not a {what}; ignored")
+            noun = f"{'number' if kind is float else 'whole number'} {lower} {low} {upper} {high}"
+            notes.append(f"{source}: {keys[name]} is {shown(value)}, not a {noun}; ignored")
     return SamplingDefaults(values, source if values else "", tuple(notes))
 
 
-def _with_note(found: SamplingDefaults, note: str) -> SamplingDefaults:
-    return SamplingDefaults(found.values, found.source, (*found.notes, note))
+def _with_note(defaults: SamplingDefaults, note: str) -> SamplingDefaults:
+    return SamplingDefaults(defaults.values, defaults.source, (*defaults.notes, note))

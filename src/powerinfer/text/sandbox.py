@@ -30,7 +30,7 @@ MAX_SOURCE = 1 << 16  # characters, four times the longest template in use
 ENVIRONMENT = ("LD_LIBRARY_PATH", "TZ")  # all that the process gets: to start Python, and for the date
 
 
-class Refused(Exception):
+class TemplateRefused(Exception):
     """The template called raise_exception: it does not take these messages."""
 
 
@@ -38,7 +38,7 @@ class Failed(Exception):
     """The template is broken, does not fit these messages, or cannot be rendered on this machine."""
 
 
-class Limit(Exception):
+class TemplateLimit(Exception):
     """The template went beyond its time or memory."""
 
 
@@ -60,13 +60,14 @@ _worker: subprocess.Popen[bytes] | None = None
 
 
 def render(source: str, variables: dict[str, Any] | None, now: str = "") -> str:
-    """The text of template `source` with `variables` (strings, numbers, lists, dicts). Refused, Failed or Limit.
+    """The text of template `source` with `variables` (strings, numbers, lists, dicts). TemplateRefused, Failed or
+    TemplateLimit.
 
     variables None: only starts the process and compiles `source`, ahead of its first rendering; the text is empty. now:
     the time of `strftime_now`, as ISO text; "": the clock's.
     """
     if len(source) > MAX_SOURCE:
-        raise Limit(f"it is longer than {MAX_SOURCE} characters")
+        raise TemplateLimit(f"it is longer than {MAX_SOURCE} characters")
     question = {"source": source, "variables": variables, "now": now, "seconds": SECONDS, "memory": MEMORY}
     line = json.dumps(question).encode() + b"\n"
     if len(line) <= LARGE:
@@ -76,7 +77,7 @@ def render(source: str, variables: dict[str, Any] | None, now: str = "") -> str:
         with _large:
             kind, text = _exchange_alone(line)
     if kind != "text":
-        raise {"refused": Refused, "failed": Failed, "broken": Failed, "limit": Limit}[kind](text)
+        raise {"refused": TemplateRefused, "failed": Failed, "broken": Failed, "limit": TemplateLimit}[kind](text)
     return text
 
 
@@ -114,7 +115,7 @@ def _answer(worker: subprocess.Popen[bytes], question: bytes) -> tuple[str, str]
     except TimeoutError:
         return "limit", f"it takes longer than {WAIT:g} s"
     except EOFError:
-        return _why_it_ended(worker)
+        return _end_of(worker)
     except ValueError:
         return "broken", "the process that renders it gives no answer in JSON"
     finally:
@@ -153,7 +154,7 @@ def _written(fd: int, data: memoryview) -> int:
         return len(data)
 
 
-def _why_it_ended(worker: subprocess.Popen[bytes]) -> tuple[str, str]:
+def _end_of(worker: subprocess.Popen[bytes]) -> tuple[str, str]:
     """Kind and text for a process that closed its pipes without an answer."""
     try:
         status = worker.wait(1.0)  # its pipes close before it ends

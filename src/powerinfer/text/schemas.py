@@ -76,10 +76,10 @@ def enforceable(schema: Any, strict: bool = True) -> tuple[Any, list[str]]:
     return _enforceable(schema, strict, "", dropped), dropped
 
 
-def _enforceable(schema: Any, strict: bool, where: str, dropped: list[str]) -> Any:
+def _enforceable(schema: Any, strict: bool, path: str, dropped: list[str]) -> Any:
     if not isinstance(schema, Mapping):
         return schema
-    made: dict[str, Any] = {}
+    kept_keywords: dict[str, Any] = {}
     for name, value in schema.items():
         if name in ANNOTATIONS or (name in NOTHING and NOTHING[name](value, schema)):
             continue
@@ -88,12 +88,12 @@ def _enforceable(schema: Any, strict: bool, where: str, dropped: list[str]) -> A
         if name == "$schema" and not (isinstance(value, str) and "json-schema.org" in value):
             continue
         if not strict and _is_beyond(name, schema):
-            dropped.append(f"{where or 'the whole'}: {name}")
+            dropped.append(f"{path or 'the whole'}: {name}")
         elif not strict and name == "oneOf":  # options that may overlap: at least one of them is weaker, and possible
-            made["anyOf"] = _inner(name, value, strict, where, dropped)
+            kept_keywords["anyOf"] = _inner(name, value, strict, path, dropped)
         else:
-            made[name] = _inner(name, value, strict, where, dropped)
-    return made
+            kept_keywords[name] = _inner(name, value, strict, path, dropped)
+    return kept_keywords
 
 
 def _is_beyond(name: str, schema: Mapping[str, Any]) -> bool:
@@ -108,49 +108,49 @@ def _is_beyond(name: str, schema: Mapping[str, Any]) -> bool:
     return False
 
 
-def _inner(name: str, value: Any, strict: bool, where: str, dropped: list[str]) -> Any:
+def _inner(name: str, value: Any, strict: bool, path: str, dropped: list[str]) -> Any:
     """The value of a keyword, with the schemas in it made enforceable."""
     if name in OF_SCHEMAS and isinstance(value, Mapping):
         return {
-            key: _enforceable(one, strict, _place(where, str(key)[:64]), dropped) for key, one in value.items()
+            key: _enforceable(one, strict, _place(path, str(key)[:64]), dropped) for key, one in value.items()
         }
     if name in OF_LISTS and isinstance(value, list | tuple):
-        return [_enforceable(one, strict, where, dropped) for one in value]
+        return [_enforceable(one, strict, path, dropped) for one in value]
     if name == "items" and isinstance(value, list | tuple):
-        return [_enforceable(one, strict, _place(where, "[]"), dropped) for one in value]
+        return [_enforceable(one, strict, _place(path, "[]"), dropped) for one in value]
     if name in OF_ONE:
-        return _enforceable(value, strict, _place(where, "[]") if name == "items" else where, dropped)
+        return _enforceable(value, strict, _place(path, "[]") if name == "items" else path, dropped)
     return value
 
 
-def _place(where: str, name: str) -> str:
-    return f"{where}{name}" if name == "[]" else f"{where}.{name}" if where else name
+def _place(path: str, name: str) -> str:
+    return f"{path}{name}" if name == "[]" else f"{path}.{name}" if path else name
 
 
 def place_of(schema: Any, test: Callable[[str, Any], bool]) -> str | None:
-    """Where in a schema the first keyword is that passes a test of (name, value); None: nowhere. "": at its top."""
+    """Path in a schema to the first keyword that passes a test of (name, value); None: there is none. "": its top."""
     level: list[tuple[str, Any]] = [("", schema)]
     while level:
         inner: list[tuple[str, Any]] = []
-        for where, one in level:
-            if not isinstance(one, Mapping):
+        for path, part in level:
+            if not isinstance(part, Mapping):
                 continue
-            if any(test(name, value) for name, value in one.items()):
-                return where
-            inner += _schemas_in(one, where)
+            if any(test(name, value) for name, value in part.items()):
+                return path
+            inner += _schemas_in(part, path)
         level = inner
     return None
 
 
-def _schemas_in(schema: Mapping[str, Any], where: str) -> list[tuple[str, Any]]:
+def _schemas_in(schema: Mapping[str, Any], path: str) -> list[tuple[str, Any]]:
     """The schemas directly within one, each with its place."""
-    found: list[tuple[str, Any]] = []
+    schemas: list[tuple[str, Any]] = []
     for name, value in schema.items():
         if name in OF_SCHEMAS and isinstance(value, Mapping):
-            found += [(_place(where, str(key)[:64]), one) for key, one in value.items()]
+            schemas += [(_place(path, str(key)[:64]), one) for key, one in value.items()]
         elif name in OF_LISTS and isinstance(value, Sequence):
-            found += [(where, one) for one in value]
+            schemas += [(path, one) for one in value]
         elif name in OF_ONE:
-            place = _place(where, "[]") if name == "items" else where
-            found += [(place, one) for one in (value if isinstance(value, list | tuple) else [value])]
-    return found
+            place = _place(path, "[]") if name == "items" else path
+            schemas += [(place, one) for one in (value if isinstance(value, list | tuple) else [value])]
+    return schemas

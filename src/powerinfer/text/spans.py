@@ -32,14 +32,14 @@ def carried_over(
     present.sort(key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, present)))
     ends = [end for _, end in spans]
-    known = [(match, _inside(match, spans, ends)) for match in _all(pattern, marked, len(present[0]))]
-    found = list(_all(pattern, text, len(present[0])))
-    pairs = _pairs([(match[0], bool(plain)) for match, plain in known], [match[0] for match in found])
+    pieces = [(match, _cut_to_match(match, spans, ends)) for match in _all(pattern, marked, len(present[0]))]
+    matches = list(_all(pattern, text, len(present[0])))
+    pairs = _pairs([(match[0], bool(plain)) for match, plain in pieces], [match[0] for match in matches])
     carried: list[Span] = []
-    for at, match in enumerate(found):
+    for at, match in enumerate(matches):
         if at in pairs:
-            moved = match.start() - known[pairs[at]][0].start()
-            carried += [(begin + moved, end + moved) for begin, end in known[pairs[at]][1]]
+            moved = match.start() - pieces[pairs[at]][0].start()
+            carried += [(begin + moved, end + moved) for begin, end in pieces[pairs[at]][1]]
         elif in_contents(match[0]):
             carried.append(match.span())
     return carried
@@ -52,7 +52,7 @@ def _all(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.Match
         start = match.end()
 
 
-def _inside(match: re.Match[str], spans: Sequence[Span], ends: Sequence[int]) -> list[Span]:
+def _cut_to_match(match: re.Match[str], spans: Sequence[Span], ends: Sequence[int]) -> list[Span]:
     """The parts of spans inside a token. ends: those of the spans."""
     inside = []
     for begin, end in spans[bisect_right(ends, match.start()) :]:
@@ -62,19 +62,19 @@ def _inside(match: re.Match[str], spans: Sequence[Span], ends: Sequence[int]) ->
     return inside
 
 
-def _pairs(known: list[tuple[str, bool]], found: list[str]) -> dict[int, int]:
-    """Which of `known` each of `found` is: as many as possible in the same order, and plain ones rather than others."""
-    names = [name for name, _ in known]
-    if names == found:
-        return {at: at for at in range(len(found))}
+def _pairs(pieces: list[tuple[str, bool]], names_after: list[str]) -> dict[int, int]:
+    """Map from `names_after` to `pieces`: as many as possible in the same order, plain ones rather than others."""
+    names = [name for name, _ in pieces]
+    if names == names_after:
+        return {at: at for at in range(len(names_after))}
     head = tail = 0
-    if len(names) * len(found) > MAX_CELLS:
-        shorter = min(len(names), len(found))
-        head = next((at for at in range(shorter) if names[at] != found[at]), shorter)
-        tail = next((at for at in range(shorter - head) if names[-1 - at] != found[-1 - at]), shorter - head)
+    if len(names) * len(names_after) > MAX_CELLS:
+        shorter = min(len(names), len(names_after))
+        head = next((at for at in range(shorter) if names[at] != names_after[at]), shorter)
+        tail = next((at for at in range(shorter - head) if names[-1 - at] != names_after[-1 - at]), shorter - head)
     pairs = {at: at for at in range(head)}
-    pairs |= {len(found) - 1 - at: len(names) - 1 - at for at in range(tail)}
-    rows, columns = range(head, len(names) - tail), range(head, len(found) - tail)
+    pairs |= {len(names_after) - 1 - at: len(names) - 1 - at for at in range(tail)}
+    rows, columns = range(head, len(names) - tail), range(head, len(names_after) - tail)
     if len(rows) * len(columns) > MAX_CELLS:
         return pairs
     weight = 2 * min(len(rows), len(columns)) + 1  # one more pair is worth more than all plain ones
@@ -83,15 +83,15 @@ def _pairs(known: list[tuple[str, bool]], found: list[str]) -> dict[int, int]:
         for column in reversed(columns):
             down, right = best[row - head + 1][column - head], best[row - head][column - head + 1]
             joined = 0
-            if names[row] == found[column]:
-                joined = best[row - head + 1][column - head + 1] + weight + known[row][1]
+            if names[row] == names_after[column]:
+                joined = best[row - head + 1][column - head + 1] + weight + pieces[row][1]
             best[row - head][column - head] = max(down, right, joined)
     row, column = head, head
     while row < rows.stop and column < columns.stop:
-        here = best[row - head][column - head]
-        if here == best[row - head + 1][column - head]:
+        place = best[row - head][column - head]
+        if place == best[row - head + 1][column - head]:
             row += 1
-        elif here == best[row - head][column - head + 1]:
+        elif place == best[row - head][column - head + 1]:
             column += 1
         else:
             pairs[column] = row

@@ -25,7 +25,7 @@ def placed(messages: Sequence[dict[str, Any]], template: ChatTemplate) -> list[d
         return _writes(template.source, template.bos, template.eos, roles)
 
     shown, roles = list(messages), [message["role"] for message in messages]
-    if not ("system" in roles or _in_a_row(shown)) or not writes("user"):
+    if not ("system" in roles or _follow_each_other(shown)) or not writes("user"):
         return shown
     if "system" in roles and not writes("system", "user"):
         shown = _told_by_user(shown)
@@ -33,12 +33,12 @@ def placed(messages: Sequence[dict[str, Any]], template: ChatTemplate) -> list[d
         shown = _joined(shown, "system")
         first = int(roles[0] == "system")
         shown = [*shown[:first], *_told_by_user(shown[first:])]
-    if _in_a_row(shown) and not writes("user", "user"):
+    if _follow_each_other(shown) and not writes("user", "user"):
         shown = _joined(shown, "user")
     return shown
 
 
-def _in_a_row(messages: Sequence[Mapping[str, Any]]) -> bool:
+def _follow_each_other(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Whether two messages of the user follow each other."""
     return any(first["role"] == second["role"] == "user" for first, second in pairwise(messages))
 
@@ -57,15 +57,15 @@ def _joined(messages: Sequence[dict[str, Any]], role: str) -> list[dict[str, Any
 def _told_by_user(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The conversation with system messages as the user's, but behind a result, whose part they become: templates in
     which turns alternate take no message of the user there."""
-    told: list[dict[str, Any]] = []
+    messages_: list[dict[str, Any]] = []
     for kind, group in groupby(messages, lambda message: message["role"]):
         run = list(group)
-        if kind == "system" and told and told[-1]["role"] == "tool":
-            contents = [told[-1]["content"], *(message["content"] for message in run)]
-            told[-1] = {**told[-1], "content": _BREAK.join(contents)}
+        if kind == "system" and messages_ and messages_[-1]["role"] == "tool":
+            contents = [messages_[-1]["content"], *(message["content"] for message in run)]
+            messages_[-1] = {**messages_[-1], "content": _BREAK.join(contents)}
         else:
-            told += [{**message, "role": "user"} for message in run] if kind == "system" else run
-    return told
+            messages_ += [{**message, "role": "user"} for message in run] if kind == "system" else run
+    return messages_
 
 
 @lru_cache(256)

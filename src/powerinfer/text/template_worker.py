@@ -134,9 +134,9 @@ def main() -> None:
         _now = question["now"]
         _limit(question["seconds"], question["memory"] + MAX_GROWTH * len(line))
         begin = time.process_time()
-        found = answer(compiled, question["source"], question["variables"], len(line))
+        result = answer(compiled, question["source"], question["variables"], len(line))
         _limit(0, None)
-        _say(*found, time.process_time() - begin)
+        _say(*result, time.process_time() - begin)
 
 
 if __name__ == "__main__":

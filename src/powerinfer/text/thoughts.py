@@ -42,7 +42,7 @@ _SWITCHES: Mapping[str, tuple[Any, Any]] = {
 }
 """Variables of templates that turn thinking on and off, with the values that do so."""
 
-_KEPT: Mapping[str, bool] = {
+_KEEP_VARIABLES: Mapping[str, bool] = {
     "preserve_thinking": True,
     "keep_past_thinking": True,
     "clear_thinking": False,
@@ -86,7 +86,7 @@ class Thoughts:
     switches: tuple[tuple[str, Any, Any], ...] = ()
     efforts: tuple[str, ...] = ()
     budget: str = ""
-    kept: tuple[tuple[str, bool], ...] = ()
+    keep_variables: tuple[tuple[str, bool], ...] = ()
     channels: bool = False
 
     @property
@@ -96,21 +96,21 @@ class Thoughts:
 
     def variables(self, wanted: Thinking) -> dict[str, Any]:
         """Variables for the template."""
-        found: dict[str, Any] = {}
+        chosen: dict[str, Any] = {}
         on = wanted.on
         if wanted.effort is not None and on is None:
             on = True
         if on is not None:
-            found |= {name: values[0] if on else values[1] for name, *values in self.switches}
+            chosen |= {name: values[0] if on else values[1] for name, *values in self.switches}
         graded = on and not self.switches and any(value in NO_EFFORT for value in self.efforts)
         effort = self._effort(wanted.effort or ("medium" if graded else None), on)
         if effort is not None:
-            found["reasoning_effort"] = effort
+            chosen["reasoning_effort"] = effort
         if self.budget and wanted.budget is not None:
-            found[self.budget] = wanted.budget
+            chosen[self.budget] = wanted.budget
         if wanted.keep is not None:
-            found |= {name: shows == wanted.keep for name, shows in self.kept}
-        return found
+            chosen |= {name: shows == wanted.keep for name, shows in self.keep_variables}
+        return chosen
 
     def _effort(self, wanted: str | None, on: bool | None) -> str | None:
         """The value of the template's that comes nearest from below."""
@@ -120,9 +120,9 @@ class Thoughts:
         if wanted not in EFFORTS:
             return None
         place = EFFORTS.index(wanted)
-        known = [value for value in self.efforts if value in EFFORTS]
-        lower = [value for value in known if EFFORTS.index(value) <= place]
-        return lower[-1] if lower else next(iter(known), None)
+        efforts = [value for value in self.efforts if value in EFFORTS]
+        lower = [value for value in efforts if EFFORTS.index(value) <= place]
+        return lower[-1] if lower else next(iter(efforts), None)
 
     def opened(self, prompt: str) -> bool | None:
         """Whether a prompt has begun the thought, by its end; False: it has ended it; None: neither."""
@@ -132,7 +132,7 @@ class Thoughts:
         return True if tail.endswith(self.begin.rstrip()) else None
 
 
-class _Row(NamedTuple):
+class _MarksRow(NamedTuple):
     """Marks of models whose template shows them in prose only, or in a way that renderings do not tell."""
 
     begin: str
@@ -142,30 +142,33 @@ class _Row(NamedTuple):
 
 
 _ROWS = (
-    _Row("<|open|>think<|sep|>", "<|close|>think<|sep|>", ("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+    _MarksRow("<|open|>think<|sep|>", "<|close|>think<|sep|>", ("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
          ("<|open|>", "<|close|>", "<|sep|>", "think")),  # Kimi K3
-    _Row("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", ("", "[END FINAL RESPONSE]"),
+    _MarksRow("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", ("", "[END FINAL RESPONSE]"),
          ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]")),  # Apriel
 )  # fmt: skip
-_KNOWN = (
-    _Row("<think>", "</think>", ("<response>", "</response>"), ("<think></think>", "<response></response>")),  # Granite
-    _Row("<think>", "</think>"),
-    _Row("<think>", "</think>", has=("</think>",)),
-    _Row("[THINK]", "[/THINK]"),
-    _Row("<seed:think>", "</seed:think>"),
-    _Row("<|START_THINKING|>", "<|END_THINKING|>", ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+_COMMON_ROWS = (
+    _MarksRow(  # Granite
+        "<think>", "</think>", ("<response>", "</response>"), ("<think></think>", "<response></response>")
+    ),
+    _MarksRow("<think>", "</think>"),
+    _MarksRow("<think>", "</think>", has=("</think>",)),
+    _MarksRow("[THINK]", "[/THINK]"),
+    _MarksRow("<seed:think>", "</seed:think>"),
+    _MarksRow("<|START_THINKING|>", "<|END_THINKING|>", ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
          ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>")),
-    _Row("<|START_THINKING|>", "<|END_THINKING|>"),
-    _Row("<|channel>thought", "<channel|>"),
-    _Row("<|inner_prefix|>", "<|inner_suffix|>"),
-    _Row("<thinking>", "</thinking>"),
-    _Row("<thought>", "</thought>"),
-    _Row("<reasoning>", "</reasoning>"),
+    _MarksRow("<|START_THINKING|>", "<|END_THINKING|>"),
+    _MarksRow("<|channel>thought", "<channel|>"),
+    _MarksRow("<|inner_prefix|>", "<|inner_suffix|>"),
+    _MarksRow("<thinking>", "</thinking>"),
+    _MarksRow("<thought>", "</thought>"),
+    _MarksRow("<reasoning>", "</reasoning>"),
 )  # fmt: skip
 
 
 def read_thoughts(template: ChatTemplate | None) -> Thoughts | None:
-    """How the model with this template thinks; None if it does not. The first time for a template it is rendered some
+    """The way in which the model with this template thinks; None if it does not. The first time for a template it is
+    rendered some
     times, which takes milliseconds."""
     if template is None or _WORDS.search(template.source) is None:
         return None
@@ -174,25 +177,25 @@ def read_thoughts(template: ChatTemplate | None) -> Thoughts | None:
 
 @lru_cache(32)
 def _read(source: str, bos: str, eos: str) -> Thoughts | None:
-    probe = _Probe(ChatTemplate(source, bos, eos, "2026-01-01T00:00:00"))
+    probe = _ThoughtProbe(ChatTemplate(source, bos, eos, "2026-01-01T00:00:00"))
     switches = tuple((name, *values) for name, values in _SWITCHES.items() if probe.switches(name, *values))
     on = {name: value for name, value, _ in switches}
     efforts = probe.efforts(on)
     if all(mark in source for mark in harmony.CHANNELS):
         return Thoughts(harmony.THOUGHT, harmony.END, switches=switches, efforts=efforts, channels=True)
-    known = _row(_KNOWN, source)
-    marks = _row(_ROWS, source) or probe.marks(on) or known
+    common = _row(_COMMON_ROWS, source)
+    marks = _row(_ROWS, source) or probe.marks(on) or common
     if marks is None:
         return None
-    if known is not None and marks[:2] == known[:2] and not any(marks.answer):
-        marks = known  # a history with calls has no answer
+    if common is not None and marks[:2] == common[:2] and not any(marks.answer):
+        marks = common  # a history with calls has no answer
     budget = next((name for name in _BUDGETS if probe.switches(name, 512, None)), "")
-    kept = tuple((name, shows) for name, shows in _KEPT.items() if re.search(rf"\b{name}\b", source))
+    keeps = tuple((name, shows) for name, shows in _KEEP_VARIABLES.items() if re.search(rf"\b{name}\b", source))
     alone = probe.alone(marks.answer[0]) if marks.answer[0] else ""
-    return Thoughts(marks.begin, marks.end, marks.answer, alone, switches, efforts, budget, kept)
+    return Thoughts(marks.begin, marks.end, marks.answer, alone, switches, efforts, budget, keeps)
 
 
-def _row(rows: Sequence[_Row], source: str) -> _Row | None:
+def _row(rows: Sequence[_MarksRow], source: str) -> _MarksRow | None:
     return next((row for row in rows if all(text in source for text in row.has or (row.begin, row.end))), None)
 
 
@@ -201,7 +204,7 @@ _HISTORY = [{"role": "user", "content": _USER}]
 _CALL = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "look_up", "arguments": {"place": "Rome"}}}
 
 
-class _Probe:
+class _ThoughtProbe:
     """Renders one template, for as long as that takes little time."""
 
     def __init__(self, template: ChatTemplate) -> None:
@@ -234,17 +237,17 @@ class _Probe:
             return "low", "medium", "high"
         return tuple(value for value in (*NO_EFFORT, *EFFORTS) if self.text(**on, reasoning_effort=value) is not None)
 
-    def marks(self, on: Mapping[str, Any]) -> _Row | None:
-        """What is written around the thought in a history."""
+    def marks(self, on: Mapping[str, Any]) -> _MarksRow | None:
+        """Marks around the thought in a history."""
         for extra in ({}, {"tool_calls": [_CALL]}):
             thought = dict.fromkeys(("reasoning_content", "thinking", "reasoning"), _THOUGHT)
             turn = {"role": "assistant", "content": "" if extra else _ANSWER, **extra}
-            whole = self.text([{**turn, **thought}], ask=False, **on)
-            if whole is not None and whole.count(_THOUGHT) == 1:
-                before, _, after = whole.partition(_THOUGHT)
-                made = _marks(self._begin(before, on), after)
-                if made is not None:
-                    return made
+            text = self.text([{**turn, **thought}], ask=False, **on)
+            if text is not None and text.count(_THOUGHT) == 1:
+                before, _, after = text.partition(_THOUGHT)
+                row = _marks(self._begin(before, on), after)
+                if row is not None:
+                    return row
         return None
 
     def alone(self, opening: str) -> str:
@@ -263,16 +266,16 @@ class _Probe:
         return before[marks[-1].start() :].strip() if marks else ""
 
 
-def _marks(begin: str, after: str) -> _Row | None:
+def _marks(begin: str, after: str) -> _MarksRow | None:
     """The marks, given what follows the thought in a history; None if these cannot be marks."""
     end = _MARK.match(after.lstrip())
     if end is None or not 0 < len(begin) <= MAX_MARK or begin == end[0] or _USER in begin:
         return None
     between, answer, rest = after.lstrip()[end.end() :].partition(_ANSWER)
     if not answer or not between.strip() or len(between.strip()) > MAX_MARK:
-        return _Row(begin, end[0])
+        return _MarksRow(begin, end[0])
     closing = _MARK.match(rest.lstrip())
-    return _Row(begin, end[0], (between.strip(), closing[0] if closing is not None else ""))
+    return _MarksRow(begin, end[0], (between.strip(), closing[0] if closing is not None else ""))
 
 
 # ---------------------------------------------------------------- answers
@@ -288,17 +291,17 @@ class ThoughtFormat:
     thoughts: Thoughts
     opened: bool
     form: AnswerFormat | None = None
-    apart: bool = True
+    separate: bool = True
 
     @property
     def reasons(self) -> bool:
         """Whether reasoning is told apart from the answer."""
-        return self.apart
+        return self.separate
 
     def parser(self, new_id: Callable[[], str] | None = None) -> AnswerParser:
         """A parser for one answer. new_id: makes the ids of calls."""
         inner = None if self.form is None else self.form.parser(new_id)
-        return ThoughtParser(self.thoughts, self.opened, inner, self.apart)
+        return ThoughtParser(self.thoughts, self.opened, inner, self.separate)
 
 
 class ThoughtParser:
@@ -309,19 +312,19 @@ class ThoughtParser:
     cut off in a mark, the part of the mark is dropped.
     """
 
-    def __init__(self, thoughts: Thoughts, opened: bool, inner: AnswerParser | None, apart: bool = True) -> None:
+    def __init__(self, thoughts: Thoughts, opened: bool, inner: AnswerParser | None, separate: bool = True) -> None:
         self._begin, self._end = thoughts.begin, thoughts.end
         self._openings = [mark for mark in (thoughts.answer[0], thoughts.alone) if mark]
         # tokens, which no text about them spells: a thought may begin anywhere, and an end without one is nothing
         tokens = [self._begin, self._end] if self._begin.startswith("<|") else []
         self._marks = [mark for mark in (thoughts.answer[1], *tokens) if mark]  # in an answer
-        self._inner, self._apart = inner, apart
+        self._inner, self._separate = inner, separate
         self._text = ""  # not decided yet
         self._spaces = ""  # of a thought, which are dropped if it ends with them
         self._thought = self._thoughts = False  # there was some text of this thought, of any
         self._behind = False  # a thought has ended
-        self._step = self._begun if opened else self._before
-        self._deltas: list[AnswerDelta] = [f"{self._begin}\n"] if opened and not apart else []
+        self._step = self._begun if opened else self._expect_thought
+        self._deltas: list[AnswerDelta] = [f"{self._begin}\n"] if opened and not separate else []
         self._last = self._cut = False
 
     @property
@@ -332,7 +335,7 @@ class ThoughtParser:
     @property
     def thinks(self) -> bool:
         """Whether the text so far ends within a thought, and not in what may be a mark."""
-        return self._step in (self._begun, self._in_thought) and not self._text.strip()
+        return self._step in (self._begun, self._read_thought) and not self._text.strip()
 
     @property
     def ended(self) -> bool:
@@ -340,7 +343,7 @@ class ThoughtParser:
         return self._inner is not None and self._inner.ended
 
     def push(self, text: str) -> Sequence[AnswerDelta]:
-        """What is certain after this piece of the answer."""
+        """Deltas that are certain after this piece of the answer."""
         self._text += text
         while self._step():
             pass
@@ -355,43 +358,43 @@ class ThoughtParser:
 
     # A step uses some of the text; False: it waits for more.
 
-    def _before(self) -> bool:
-        """Before a thought, or the answer."""
+    def _expect_thought(self) -> bool:
+        """Read the mark before a thought, or go on with the answer."""
         text = self._text.lstrip()
         if text.startswith(self._begin):
             self._mark(self._text[: len(self._text) - len(text) + len(self._begin)])
-            self._text, self._step = text[len(self._begin) :], self._in_thought
+            self._text, self._step = text[len(self._begin) :], self._read_thought
             return True
         opening = next(filter(text.startswith, self._openings), None)
         if opening is not None:
-            self._text, self._step = text[len(opening) :].lstrip(), self._in_answer
+            self._text, self._step = text[len(opening) :].lstrip(), self._read_answer
             return True
         waits = not text or any(mark.startswith(text) for mark in (self._begin, *self._openings))
         if waits and not self._last:
             return False
-        if self._behind and self._apart:
+        if self._behind and self._separate:
             self._text = text
         if waits and text and self._cut:
             self._text = ""
-        self._step = self._in_answer
+        self._step = self._read_answer
         return True
 
     def _begun(self) -> bool:
-        """In a thought that the prompt has begun: some models begin it once more."""
+        """Read the mark of a thought that the prompt has begun: some models begin it once more."""
         text = self._text.lstrip()
         if self._begin.startswith(text) and text != self._begin and not self._last:
             return False
         if text.startswith(self._begin):
             self._text = text[len(self._begin) :]
-        self._step = self._in_thought
+        self._step = self._read_thought
         return True
 
-    def _in_thought(self) -> bool:
+    def _read_thought(self) -> bool:
         at = self._text.find(self._end)
         if at < 0:
-            held = overlap(self._text, self._end)
-            self._think(self._text[: len(self._text) - held])
-            self._text = self._text[len(self._text) - held :]
+            waiting = overlap(self._text, self._end)
+            self._think(self._text[: len(self._text) - waiting])
+            self._text = self._text[len(self._text) - waiting :]
             if self._last:
                 self._think("" if self._cut else self._text)
                 self._mark(self._spaces)
@@ -400,31 +403,31 @@ class ThoughtParser:
         self._think(self._text[:at])
         self._mark(self._spaces + self._end)
         self._text = self._text[at + len(self._end) :]
-        self._spaces, self._thought, self._behind, self._step = "", False, True, self._before
+        self._spaces, self._thought, self._behind, self._step = "", False, True, self._expect_thought
         return True
 
-    def _in_answer(self) -> bool:
+    def _read_answer(self) -> bool:
         text = self._text
-        found = [(at, mark) for mark in self._marks if (at := text.find(mark)) >= 0]
-        if not found:
-            held = max((overlap(text, mark) for mark in self._marks), default=0)
-            self._say(text[: len(text) - held] if self._cut or not self._last else text)
-            self._text = "" if self._last else text[len(text) - held :]
+        marks = [(at, mark) for mark in self._marks if (at := text.find(mark)) >= 0]
+        if not marks:
+            waiting = max((overlap(text, mark) for mark in self._marks), default=0)
+            self._say(text[: len(text) - waiting] if self._cut or not self._last else text)
+            self._text = "" if self._last else text[len(text) - waiting :]
             return False
-        at, mark = min(found)
+        at, mark = min(marks)
         self._say(text[:at])
         self._text = text[at + len(mark) :]
         if mark == self._begin:
             self._mark(mark)
-        self._step = self._in_thought if mark == self._begin else self._behind_answer
+        self._step = self._read_thought if mark == self._begin else self._expect_calls
         return True
 
-    def _behind_answer(self) -> bool:
-        """Behind a mark in the answer: calls may follow."""
+    def _expect_calls(self) -> bool:
+        """Go on behind a mark in the answer: calls may follow."""
         self._text = self._text.lstrip()
         if not self._text:
             return False
-        self._step = self._in_answer
+        self._step = self._read_answer
         return True
 
     def _say(self, text: str) -> None:
@@ -435,16 +438,16 @@ class ThoughtParser:
     def _think(self, text: str) -> None:
         """Text of a thought."""
         text = self._spaces + text
-        said = text.rstrip()
-        self._spaces = text[len(said) :] if self._thought or said or not self._apart else ""
-        if not said:
+        thought = text.rstrip()
+        self._spaces = text[len(thought) :] if self._thought or thought or not self._separate else ""
+        if not thought:
             return
-        if self._apart and not self._thought:
-            said = ("\n\n" if self._thoughts else "") + said.lstrip()
+        if self._separate and not self._thought:
+            thought = ("\n\n" if self._thoughts else "") + thought.lstrip()
         self._thought = self._thoughts = True
-        self._deltas.append(Reasoning(said) if self._apart else said)
+        self._deltas.append(Reasoning(thought) if self._separate else thought)
 
     def _mark(self, text: str) -> None:
         """A mark, where thoughts are text."""
-        if not self._apart:
+        if not self._separate:
             self._deltas.append(text)

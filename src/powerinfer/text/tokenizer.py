@@ -112,12 +112,12 @@ class Engine:
         full.no_truncation()
         full.no_padding()
         self._full = full
-        self._plain = _without_special(full, plain_model or full.model, full.pre_tokenizer)
+        self._plain = _drop_special(full, plain_model or full.model, full.pre_tokenizer)
         self._inner = self._plain
         state = b"null" if full.pre_tokenizer is None else full.pre_tokenizer.__getstate__()
         if b'"prepend_scheme":"first"' in state:
             inner = _pre_tokenizer(state.replace(b'"prepend_scheme":"first"', b'"prepend_scheme":"never"'))
-            self._inner = _without_special(full, plain_model or full.model, inner)
+            self._inner = _drop_special(full, plain_model or full.model, inner)
 
     def encode(self, text: str, special: bool, first: bool) -> list[int]:
         engine = self._full if special else self._plain if first else self._inner
@@ -129,11 +129,11 @@ class Engine:
         return ids
 
     def to_json(self) -> str:
-        """As the library saves it: a tokenizer.json."""
+        """The tokenizer.json that the library saves."""
         return self._full.to_str()
 
 
-def _without_special(full: tokenizers.Tokenizer, model: Any, pre_tokenizer: Any) -> tokenizers.Tokenizer:
+def _drop_special(full: tokenizers.Tokenizer, model: Any, pre_tokenizer: Any) -> tokenizers.Tokenizer:
     import tokenizers
 
     plain = tokenizers.Tokenizer(model)
@@ -211,7 +211,7 @@ class Tokenizer:
         return self._framed(self._encode(valid_unicode(text), special), add_bos)
 
     def encode_masked(self, text: str, plain: Sequence[tuple[int, int]], *, add_bos: bool | None = None) -> list[int]:
-        """As `encode` with special tokens, except that those touching a span of `plain` are plain text.
+        """`encode` with special tokens, except that those touching a span of `plain` are plain text.
 
         plain: [start, end) in characters, in order and apart from each other.
         """
@@ -223,7 +223,7 @@ class Tokenizer:
         return self._framed(ids, add_bos)
 
     def excess(self, text: str, limit: int) -> int:
-        """How many tokens `text` has at least, if these are more than `limit`; otherwise 0.
+        """Minimum number of tokens of `text`, if these are more than `limit`; otherwise 0.
 
         A text that nobody can use is not encoded as a whole: that takes seconds and hundreds of times its bytes. No
         token spells more than the longest one, and pieces of a text have about as many tokens as the text.
@@ -286,7 +286,7 @@ class Tokenizer:
             with native_errors("the tokenizer"):
                 ids = self._engine.encode(text, special, first)
         forbidden = frozenset() if special else self._never_plain.intersection(ids)
-        return self._without(ids, text, forbidden, first) if forbidden else ids
+        return self._encode_avoiding(ids, text, forbidden, first) if forbidden else ids
 
     def _encode_small(self, text: str, special: bool, small: Encode) -> list[int]:
         ids: list[int] = []
@@ -294,7 +294,7 @@ class Tokenizer:
             ids += [token.id] if token else small(run)
         return ids
 
-    def _without(self, ids: list[int], text: str, forbidden: frozenset[int], first: bool) -> list[int]:
+    def _encode_avoiding(self, ids: list[int], text: str, forbidden: frozenset[int], first: bool) -> list[int]:
         """Ids of plain text that would contain the special tokens `forbidden`: it is split so that it cannot."""
         name = max((self._added[at].text for at in forbidden), key=len)
         cuts, at = [0], text.find(name)
@@ -342,16 +342,16 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Text of `ids`; ids outside the vocabulary are skipped. Bytes that are not UTF-8 become U+FFFD."""
-        given = list(ids)
-        data = b"".join(self._spelled(given[at : at + WINDOW], skip_special) for at in range(0, len(given), WINDOW))
+        tokens = list(ids)
+        data = b"".join(self._spelled(tokens[at : at + WINDOW], skip_special) for at in range(0, len(tokens), WINDOW))
         text = data.decode("utf-8", "replace")
         return text[1:] if self._vocabulary.strip_space and text[:1] == " " else text
 
     def _spelled(self, ids: list[int], skip_special: bool) -> bytes:
         """The bytes of some ids, each looked up once: other threads may run before the next ones, and soon."""
         hidden = self._special_ids if skip_special else frozenset()
-        known = {token: b"" if token in hidden else self.token_bytes(token) for token in set(ids)}
-        return b"".join(map(known.__getitem__, ids))
+        spelled = {token: b"" if token in hidden else self.token_bytes(token) for token in set(ids)}
+        return b"".join(map(spelled.__getitem__, ids))
 
     def stream(self, skip_special: bool = True) -> StreamDecoder:
         """A decoder that takes one id at a time."""
@@ -363,7 +363,7 @@ class Tokenizer:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """What it was made from."""
+        """The vocabulary that it was made from."""
         return self._vocabulary
 
     def to_json(self) -> str:
@@ -396,10 +396,10 @@ class Tokenizer:
     def token_bytes(self, token: int) -> bytes:
         """UTF-8 bytes of one token on its own, which may be part of a character; empty for no token."""
         token = int(token)
-        known = self._bytes.get(token)
-        if known is None:
-            known = self._bytes[token] = self._spell(token)
-        return known
+        spelled = self._bytes.get(token)
+        if spelled is None:
+            spelled = self._bytes[token] = self._spell(token)
+        return spelled
 
     def _spell(self, token: int) -> bytes:
         if token in self._added and not self._vocabulary.added_as_pieces:
@@ -455,7 +455,7 @@ def valid_unicode(text: str) -> str:
 
 
 @contextmanager
-def native_errors(what: str) -> Iterator[None]:
+def native_errors(noun: str) -> Iterator[None]:
     """Turns whatever the native library raises, panics included, into a ModelError of one line."""
     try:
         yield
@@ -463,4 +463,4 @@ def native_errors(what: str) -> Iterator[None]:
         raise
     except BaseException as error:
         reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"{what} is malformed: {reason or type(error).__name__}") from error
+        raise ModelError(f"{noun} is malformed: {reason or type(error).__name__}") from error

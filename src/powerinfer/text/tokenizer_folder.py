@@ -160,21 +160,21 @@ def _generation_ends(folder: Path) -> list[int]:
 
 
 def _frame(engine: tokenizers.Tokenizer, bos: int | None, eos: int | None) -> dict[str, Any]:
-    """What the post-processor puts around a text: add_bos and add_eos, or before and after, of the Vocabulary."""
+    """Tokens that the post-processor puts around a text: add_bos and add_eos, or before and after."""
     text: list[int] = []
-    whole: list[int] = []
+    framed: list[int] = []
     for probe in ("a", "0", " ", ""):  # the first that has tokens
         text = engine.encode(probe, add_special_tokens=False).ids
-        whole = engine.encode(probe, add_special_tokens=True).ids
+        framed = engine.encode(probe, add_special_tokens=True).ids
         if text:
             break
-    places = range(len(whole) - len(text) + 1)
-    at = next((at for at in places if whole[at : at + len(text)] == text), None)
-    if at is None or len(whole) > len(text) + MAX_FRAME:
+    places = range(len(framed) - len(text) + 1)
+    at = next((at for at in places if framed[at : at + len(text)] == text), None)
+    if at is None or len(framed) > len(text) + MAX_FRAME:
         raise ModelError("the post-processor in tokenizer.json does more than put a few tokens around a text")
     if not text:
-        at = 1 if whole[:1] == [bos] else 0 if whole == [eos] else len(whole)
-    before, after = tuple(whole[:at]), tuple(whole[at + len(text) :])
+        at = 1 if framed[:1] == [bos] else 0 if framed == [eos] else len(framed)
+    before, after = tuple(framed[:at]), tuple(framed[at + len(text) :])
     return {
         "add_bos": before == (bos,),
         "add_eos": after == (eos,),
@@ -184,7 +184,7 @@ def _frame(engine: tokenizers.Tokenizer, bos: int | None, eos: int | None) -> di
 
 
 def _spelling(engine: tokenizers.Tokenizer) -> dict[str, Any]:
-    """How pieces spell text, read off the decoder: byte_level, byte_pieces and strip_space of the Vocabulary."""
+    """Spelling of text by pieces, read off the decoder: byte_level, byte_pieces and strip_space of the Vocabulary."""
     state = json.loads(engine.decoder.__getstate__()) if engine.decoder is not None else {"type": "none"}
     steps = {step["type"]: step for step in state.get("decoders", [state])}
     for name, step in steps.items():

@@ -34,8 +34,8 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> Tokenizer:
     if not isinstance(model, str):
         raise ModelError("the GGUF file has no tokenizer (key tokenizer.ggml.model)")
     if model not in makers:
-        known = ", ".join(sorted(makers))
-        raise ModelError(f"tokenizer.ggml.model {model[:40]!r} is not supported; supported: {known}")
+        names = ", ".join(sorted(makers))
+        raise ModelError(f"tokenizer.ggml.model {model[:40]!r} is not supported; supported: {names}")
     return makers[model](_GGUF(metadata))
 
 
@@ -175,11 +175,11 @@ class _GGUF:
         listed = self._metadata.get("tokenizer.chat_templates")
         names = [name for name in listed if isinstance(name, str)] if isinstance(listed, (list, tuple)) else []
         keys = {"default": "tokenizer.chat_template"} | {name: f"tokenizer.chat_template.{name}" for name in names}
-        found = {name: self._metadata[key] for name, key in keys.items() if self._metadata.get(key) is not None}
-        for name, source in found.items():
+        sources = {name: self._metadata[key] for name, key in keys.items() if self._metadata.get(key) is not None}
+        for name, source in sources.items():
             if not isinstance(source, str):
                 raise ModelError(f"{keys[name][:60]} must be a string")
-        return found
+        return sources
 
 
 def _gguf_byte_level(gguf: _GGUF) -> Tokenizer:
@@ -310,9 +310,9 @@ def _scores(gguf: _GGUF) -> list[float]:
 
 
 def _byte_pieces(gguf: _GGUF) -> dict[int, int]:
-    found = {at: gguf.pieces[at] for at, kind in gguf.types.items() if kind == BYTE}
+    pieces = {at: gguf.pieces[at] for at, kind in gguf.types.items() if kind == BYTE}
     spelled = {f"<0x{byte:02X}>": byte for byte in range(256)}
-    for at, piece in found.items():
+    for at, piece in pieces.items():
         if piece not in spelled:
             raise ModelError(f"token {at} is of type byte but spelled {piece[:40]!r}, not like <0x0A>")
-    return {at: spelled[piece] for at, piece in found.items()}
+    return {at: spelled[piece] for at, piece in pieces.items()}

@@ -45,13 +45,13 @@ class ToolFormat:
     bare: an answer that begins with the object of a call needs no text before it. dropped: texts that are no part of
     the answer. prompt_end: the end of the prompt that belongs to the answer.
 
-    told: how the model learns of the functions: from the template's variable `told_as` ("template"), as JSON text in it
-    ("text"), from a field of the system message ("system"), or in words of our own ("words"). whole_documents: with
-    every field that a function may have. clock: the variable for the time. history: how earlier calls are given to the
-    template: in its own way ("template"), or as text ("words", with results as the user's; "text", with messages of
-    results). text_arguments: arguments are JSON text; no_content: a message with calls has no content; single: it has
-    one call; short_ids: ids have nine letters and digits; named_ids: they are functions.NAME:NUMBER. no_system: the
-    template takes no system message.
+    announced_in: where the model learns of the functions: in the template's variable `announced_as` ("template"), in it
+    as JSON text ("text"), in a field of the system message ("system"), or in words of our own ("words").
+    whole_documents: with every field that a function may have. clock: the variable for the time. history: how earlier
+    calls are given to the template: in its own way ("template"), or as text ("words", with results as the user's;
+    "text", with messages of results). text_arguments: arguments are JSON text; no_content: a message with calls has no
+    content; single: it has one call; short_ids: ids have nine letters and digits; named_ids: they are
+    functions.NAME:NUMBER. no_system: the template takes no system message.
 
     Of a request: parallel: an answer may have several calls; required: it is nothing but calls; tools: the functions.
     """
@@ -84,8 +84,8 @@ class ToolFormat:
     bare: bool = False
     dropped: tuple[str, ...] = ()
     prompt_end: str = ""
-    told: str = "template"
-    told_as: str = "tools"
+    announced_in: str = "template"
+    announced_as: str = "tools"
     whole_documents: bool = False
     clock: str = ""
     history: str = "template"
@@ -148,7 +148,7 @@ class ToolFormat:
         plain = tool_messages.plain(messages)
         documents: list[dict[str, Any]] = [tool.document for tool in tools]
         if self.whole_documents:
-            documents = tool_messages.whole(documents)
+            documents = tool_messages.fill_fields(documents)
         if self.short_ids:
             plain = tool_messages.with_short_ids(plain)
         if self.named_ids:
@@ -156,23 +156,23 @@ class ToolFormat:
         if self.history != "template":
             plain = tool_messages.with_calls_as_text(plain, self._written, results=self.history == "text")
         if self.single:
-            plain = tool_messages.one_by_one(plain)
+            plain = tool_messages.split_calls(plain)
         if self.text_arguments:
             plain = tool_messages.with_text_arguments(plain)
         if self.no_content:
-            plain = tool_messages.without_content(plain)
+            plain = tool_messages.drop_content(plain)
         variables = {self.clock: datetime.now().strftime("%Y-%m-%d")} if self.clock else {}
-        if self.told == "text":
-            return plain, {**variables, self.told_as: json.dumps(documents, ensure_ascii=False, indent=4)}
+        if self.announced_in == "text":
+            return plain, {**variables, self.announced_as: json.dumps(documents, ensure_ascii=False, indent=4)}
         if not documents:
-            return plain, {self.told_as: []} if self.whole_documents else {}
-        if self.told == "words":
+            return plain, {self.announced_as: []} if self.whole_documents else {}
+        if self.announced_in == "words":
             example = {"function": {"name": "name_of_function", "arguments": {"name_of_argument": "value"}}}
             return tool_messages.told_in_words(plain, documents, self._written([example]), self.no_system), {}
-        if self.told == "system":
+        if self.announced_in == "system":
             listed = json_text([document["function"] for document in documents], "tools")
             return tool_messages.with_system(plain, "", {"tools": listed}), {}
-        return plain, {self.told_as: documents}
+        return plain, {self.announced_as: documents}
 
     def _written(self, calls: Sequence[Mapping[str, Any]]) -> str:
         return written(self, calls)
@@ -184,7 +184,7 @@ class ToolFormat:
         special: Mapping[str, int] | None = None,
         instead: Grammar | None = None,
     ) -> Grammar | None:
-        """What an answer must match if it has to call: a certain function, or any; None: it may be text.
+        """Constraint of an answer that has to call: a certain function, or any; None: it may be text.
 
         special: ids of the special tokens by their text. instead: JSON that may be the answer instead of calls;
         RequestError if it is not a JSON schema.
@@ -201,21 +201,21 @@ class ToolFormat:
         return Grammar.lark("\n".join([f"start: {calls} | answer", answer, *rules.rules()]))
 
     def call_grammar(self, tools: Sequence[Tool], special: Mapping[str, int] | None = None) -> Grammar:
-        """What follows the position that `call_position` finds."""
+        """Grammar of the text behind the position that `call_position` finds."""
         rules = CallRules(self, tools, special or {})
         parallel = self.parallel and (self.listed or bool(self.section.strip()))
         ways = dict.fromkeys(rules.calls(parallel, begun) for begun in self.begins)
         return Grammar.lark("\n".join([f"start: {' | '.join(ways)}", *rules.rules()]))
 
     def lazy_grammar(self, tools: Sequence[Tool], special: Mapping[str, int] | None = None) -> LazyGrammar:
-        """What the calls of an answer must match, where it may be text; if they are not parallel, it ends with one."""
+        """Constraint of the calls of an answer, where it may be text; if they are not parallel, it ends with one."""
         ends = None if self.parallel else self.call_ends
         names = tuple(tool.name for tool in tools)
         position = partial(self.call_position, special=frozenset(special or ()), names=names)
         return LazyGrammar(self.call_grammar(tools, special), position, ends)
 
     def call_ends(self) -> Callable[[str], bool]:
-        """For one answer: given its text piece by piece, says whether its first call has ended."""
+        """Test for one answer: given its text piece by piece, says whether its first call has ended."""
         parser = replace(self, parallel=False).parser()
 
         def ended(text: str) -> bool:
@@ -225,20 +225,20 @@ class ToolFormat:
         return ended
 
     def call_position(
-        self, text: str, whole: bool, special: frozenset[str] = frozenset(), names: Sequence[str] = ()
+        self, text: str, from_start: bool, special: frozenset[str] = frozenset(), names: Sequence[str] = ()
     ) -> int | None:
-        """Where in the text of an answer the first call goes on after its beginning; None: there is none so far.
+        """Position in the text of an answer from which the first call goes on after its beginning; None: there is none.
 
-        A mark that is only named is none: a call has to follow it, unless it is one of the special tokens. whole: the
-        text begins where the answer does. names: of the functions.
+        A mark that is only named is none: a call has to follow it, unless it is one of the special tokens. from_start:
+        the text begins where the answer does. names: of the functions.
         """
-        before = self.prompt_end if whole else ""
+        before = self.prompt_end if from_start else ""
         shown = before + text
-        ends = (found.end() for mark in self.begins for found in re.finditer(re.escape(mark), shown))
-        found = [at for at in ends if self._goes_on(shown, at, special, names)]
-        if found:
-            return max(0, min(found) - len(before))
-        return text.index("{") if self.bare and whole and _BARE.match(text) else None
+        ends = (match.end() for mark in self.begins for match in re.finditer(re.escape(mark), shown))
+        match = [at for at in ends if self._goes_on(shown, at, special, names)]
+        if match:
+            return max(0, min(match) - len(before))
+        return text.index("{") if self.bare and from_start and _BARE.match(text) else None
 
     def _goes_on(self, text: str, at: int, special: frozenset[str], names: Sequence[str]) -> bool:
         """Whether a call follows a mark that ends at a position."""
@@ -261,7 +261,7 @@ class ToolFormat:
         return self.body != "object" and not self.listed
 
     def _rests(self, mark: str) -> list[str]:
-        """What may follow a mark that begins calls, before the first of them."""
+        """Texts that may follow a mark that begins calls, before the first of them."""
         if self.section.lstrip().startswith(mark):
             rest = self.section.lstrip()[len(mark) :]
             return [rest if rest.strip() else "" if self.listed else self.call_begin]
@@ -315,7 +315,7 @@ class HarmonyFormat(ToolFormat):
         special: Mapping[str, int] | None = None,
         instead: Grammar | None = None,
     ) -> Grammar | None:
-        """As of `ToolFormat`; reasoning may come first."""
+        """The grammar of `ToolFormat`; reasoning may come first."""
         if choice.kind not in ("required", "function"):
             return None
         named = [tool for tool in tools if choice.kind == "required" or tool.name == choice.name]
@@ -348,17 +348,17 @@ class HarmonyFormat(ToolFormat):
         return rules
 
     def call_position(
-        self, text: str, whole: bool, special: frozenset[str] = frozenset(), names: Sequence[str] = ()
+        self, text: str, from_start: bool, special: frozenset[str] = frozenset(), names: Sequence[str] = ()
     ) -> int | None:
-        found = harmony.CALL_BEGINS.finditer(text)
-        return next((begin.end() for begin in found if begin.start() or whole or text[0] == "<"), None)
+        matches = harmony.CALL_BEGINS.finditer(text)
+        return next((begin.end() for begin in matches if begin.start() or from_start or text[0] == "<"), None)
 
     def parser(self, new_id: Callable[[], str] | None = None) -> AnswerParser:
         return harmony.HarmonyParser(new_id or _long_id, self.parallel, self.may_call)
 
 
 def reasoning_format(template: str | None) -> ToolFormat | None:
-    """How an answer without calls is read, if the model with this chat template marks its reasoning; else None."""
+    """Format of an answer without calls, if the model with this chat template marks its reasoning; else None."""
     of_template = template or ""
     return replace(HARMONY, may_call=False) if all(text in of_template for text in harmony.CHANNELS) else None
 
@@ -374,7 +374,7 @@ _TAG = re.compile(r"\s*[<\[].*[>\]]\s*")  # a line that is a mark by itself
 
 _TAGGED: dict[str, Any] = {"call_begin": "<tool_call>\n", "call_end": "\n</tool_call>", "between": "\n"}
 HERMES = ToolFormat("hermes", **_TAGGED)
-GENERIC = ToolFormat("generic", told="words", history="words", **_TAGGED)
+GENERIC = ToolFormat("generic", announced_in="words", history="words", **_TAGGED)
 LLAMA = ToolFormat(
     "llama3", also=("<|python_tag|>",), bare=True, between="; ", arguments_key="parameters", single=True
 )
@@ -384,8 +384,8 @@ MISTRAL_NAMED = ToolFormat(
 )
 HARMONY = HarmonyFormat("harmony", call_begin=harmony.TO, call_end=harmony.CALL)
 PHI4_MINI = ToolFormat(
-    "phi4-mini", section="<|tool_call|>", also=("functools[",), end="<|/tool_call|>", listed=True, told="system",
-    history="text",
+    "phi4-mini", section="<|tool_call|>", also=("functools[",), end="<|/tool_call|>", listed=True,
+    announced_in="system", history="text",
 )
 
 

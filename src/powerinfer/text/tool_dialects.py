@@ -11,7 +11,7 @@ from powerinfer.text.marks import HOLE
 from powerinfer.text.tool_calls import HARMONY, HERMES, LLAMA, PHI4_MINI, ToolFormat
 
 
-class _Row(NamedTuple):
+class _DialectRow(NamedTuple):
     """A format, with the texts by which a template that has it is known: all of `has`, and none of `lacks`."""
 
     format: ToolFormat
@@ -27,7 +27,7 @@ FUNCTIONARY_3_2 = ToolFormat(
     text_arguments=True,
 )  # fmt: skip
 FIREFUNCTION = ToolFormat(
-    "firefunction", section="functools[", listed=True, told="text", told_as="functions", clock="datetime",
+    "firefunction", section="functools[", listed=True, announced_in="text", announced_as="functions", clock="datetime",
     history="text",
 )  # fmt: skip
 _NS = "]<]minimax[>["
@@ -42,39 +42,39 @@ LFM2 = ToolFormat(
     history="text",
 )  # fmt: skip
 
-_KNOWN = (
-    _Row(HARMONY, harmony.CHANNELS),
-    _Row(GEMMA_4, ("<|tool_call>call:", "<tool_call|>")),
-    _Row(FUNCTIONARY_3_2, (">>>all", "recipient")),
-    _Row(MINIMAX_M3, (_NS, "<invoke name=", "tool_calls")),
-    _Row(FIREFUNCTION, ("functools[", "functions")),
-    _Row(PHI4_MINI, ("<|tool|>", "message['tools']")),
-    _Row(replace(LLAMA, also=("<|python_tag|>",)), ("<|python_tag|>", "Respond in the format"), ("<function=",)),
-    _Row(LLAMA, ('"parameters": dictionary of argument name', "tools"), ("<function=",)),
+_CALLING = (
+    _DialectRow(HARMONY, harmony.CHANNELS),
+    _DialectRow(GEMMA_4, ("<|tool_call>call:", "<tool_call|>")),
+    _DialectRow(FUNCTIONARY_3_2, (">>>all", "recipient")),
+    _DialectRow(MINIMAX_M3, (_NS, "<invoke name=", "tool_calls")),
+    _DialectRow(FIREFUNCTION, ("functools[", "functions")),
+    _DialectRow(PHI4_MINI, ("<|tool|>", "message['tools']")),
+    _DialectRow(replace(LLAMA, also=("<|python_tag|>",)), ("<|python_tag|>", "Respond in the format"), ("<function=",)),
+    _DialectRow(LLAMA, ('"parameters": dictionary of argument name', "tools"), ("<function=",)),
 )
-_TOLD = (
-    _Row(LFM2, ("<|tool_list_start|>",)),
-    _Row(LFM2, ("List of tools: [", "<|tool_call_start|>")),
-    _Row(LFM2, ("List of tools: [",)),
-    _Row(GRANITE_3, ("<|tool_call|>", "<|start_of_role|>")),
-    _Row(replace(HERMES, history="text", told_as="xml_tools"), ("xml_tools", "<tool_call>")),
+_ANNOUNCING = (
+    _DialectRow(LFM2, ("<|tool_list_start|>",)),
+    _DialectRow(LFM2, ("List of tools: [", "<|tool_call_start|>")),
+    _DialectRow(LFM2, ("List of tools: [",)),
+    _DialectRow(GRANITE_3, ("<|tool_call|>", "<|start_of_role|>")),
+    _DialectRow(replace(HERMES, history="text", announced_as="xml_tools"), ("xml_tools", "<tool_call>")),
 )
 
 
-def known(source: str) -> ToolFormat | None:
+def calling(source: str) -> ToolFormat | None:
     """The dialect of a template whose calls have a shape of their own."""
-    return _first(_KNOWN, source)
+    return _first(_CALLING, source)
 
 
-def told(source: str) -> ToolFormat | None:
+def announcing(source: str) -> ToolFormat | None:
     """The dialect of a template that only tells of calls."""
-    return _first(_TOLD, source)
+    return _first(_ANNOUNCING, source)
 
 
-def _first(rows: tuple[_Row, ...], source: str) -> ToolFormat | None:
-    found = (
+def _first(rows: tuple[_DialectRow, ...], source: str) -> ToolFormat | None:
+    formats = (
         row.format
         for row in rows
         if all(text in source for text in row.has) and not any(text in source for text in row.lacks)
     )
-    return next(found, None)
+    return next(formats, None)

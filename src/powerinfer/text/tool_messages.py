@@ -14,12 +14,12 @@ from powerinfer.text.grammar import json_text
 
 def plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages of a request as transformers takes them. RequestError for malformed calls."""
-    made = [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
-    _name_results(made)
-    return made
+    messages_ = [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+    _name_results(messages_)
+    return messages_
 
 
-def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _message(message: Mapping[str, Any], path: str) -> dict[str, Any]:
     """A message as transformers takes it."""
     plain = {key: value for key, value in message.items() if value is not None or key == "content"}
     if plain.get("content") is None:
@@ -28,15 +28,15 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not calls:
         return plain
     if not isinstance(calls, list | tuple) or message.get("role") != "assistant":
-        raise RequestError(f"{where}.tool_calls must be a list, in a message of the assistant")
-    plain["tool_calls"] = [_earlier_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)]
+        raise RequestError(f"{path}.tool_calls must be a list, in a message of the assistant")
+    plain["tool_calls"] = [_earlier_call(call, f"{path}.tool_calls[{at}]") for at, call in enumerate(calls)]
     return plain
 
 
-def _earlier_call(call: Any, where: str) -> dict[str, Any]:
+def _earlier_call(call: Any, path: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise RequestError(f"{where} must have a function with a name")
+        raise RequestError(f"{path} must have a function with a name")
     arguments = _arguments(function.get("arguments"))
     plain: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}}
     if isinstance(call.get("id"), str):
@@ -44,16 +44,16 @@ def _earlier_call(call: Any, where: str) -> dict[str, Any]:
     return plain
 
 
-def _arguments(given: Any) -> Mapping[str, Any]:
+def _arguments(value: Any) -> Mapping[str, Any]:
     """The arguments of an earlier call as an object, which templates take, however the model wrote them: what was cut
     off is closed, and a value other than an object becomes that of `arguments`."""
-    if isinstance(given, str):
-        text = given.strip() or "{}"
+    if isinstance(value, str):
+        text = value.strip() or "{}"
         try:
-            given = json.loads(text)
+            value = json.loads(text)
         except (ValueError, RecursionError):
-            given = json.loads(closed(text)) if text.startswith("{") else given  # whose depth and numbers are limited
-    return given if isinstance(given, Mapping) else {} if given is None else {"arguments": given}
+            value = json.loads(closed(text)) if text.startswith("{") else value  # whose depth and numbers are limited
+    return value if isinstance(value, Mapping) else {} if value is None else {"arguments": value}
 
 
 def _name_results(messages: list[dict[str, Any]]) -> None:
@@ -79,18 +79,18 @@ def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def _shortened(given: str) -> str:
-    if re.fullmatch("[A-Za-z0-9]{9}", given):
-        return given
+def _shortened(call_id: str) -> str:
+    if re.fullmatch("[A-Za-z0-9]{9}", call_id):
+        return call_id
     from hashlib import sha256
 
-    return sha256(given.encode("utf-8", "replace")).hexdigest()[:9]
+    return sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
 
 
 def with_named_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages with ids that are the function's name and a number, as Kimi K2 writes calls."""
     names: dict[Any, str] = {}
-    made, number = [], 0
+    renamed, number = [], 0
     for message in messages:
         changed = dict(message)
         if "tool_calls" in changed:
@@ -102,8 +102,8 @@ def with_named_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             changed["tool_calls"] = calls
         if changed.get("tool_call_id") in names:
             changed["tool_call_id"] = names[changed["tool_call_id"]]
-        made.append(changed)
-    return made
+        renamed.append(changed)
+    return renamed
 
 
 def on_channels(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -111,7 +111,7 @@ def on_channels(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     The template shows the text beside a call as reasoning, and takes only one of them.
     """
-    made: list[dict[str, Any]] = []
+    turns: list[dict[str, Any]] = []
     at = 0
     while at < len(messages):
         message, at = messages[at], at + 1
@@ -124,10 +124,10 @@ def on_channels(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             spoken = _thinking(message)
             texts = [text for text in (spoken.pop("thinking", None), spoken["content"]) if text]
             message = {**spoken, "content": "", **({"thinking": "\n\n".join(texts)} if texts else {})}
-            made += _one_by_one(message, calls, results)
+            turns += _split_calls(message, calls, results)
         else:
-            made.append(_thinking(message))
-    return made
+            turns.append(_thinking(message))
+    return turns
 
 
 def _thinking(message: dict[str, Any]) -> dict[str, Any]:
@@ -136,24 +136,24 @@ def _thinking(message: dict[str, Any]) -> dict[str, Any]:
     return {**plain, "thinking": reasoning} if reasoning and message.get("role") == "assistant" else plain
 
 
-def _one_by_one(
+def _split_calls(
     message: dict[str, Any], calls: Sequence[dict[str, Any]], results: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """A message for each call, each with the results that belong to it; other results go to the last one.
 
     What the message says is in the first."""
-    said = {name: value for name, value in message.items() if name != "tool_calls"}
+    first = {name: value for name, value in message.items() if name != "tool_calls"}
     rest = {"role": message["role"], "content": ""}
     ids = [call.get("id") for call in calls]
     by_call: list[list[dict[str, Any]]] = [[] for _ in calls]
     for place, result in enumerate(results):
-        given = result.get("tool_call_id")
-        known = given is not None and given in ids
-        by_call[ids.index(given) if known else min(place, len(calls) - 1)].append(result)
-    made: list[dict[str, Any]] = []
+        result_id = result.get("tool_call_id")
+        matches = result_id is not None and result_id in ids
+        by_call[ids.index(result_id) if matches else min(place, len(calls) - 1)].append(result)
+    split: list[dict[str, Any]] = []
     for number, (call, answered) in enumerate(zip(calls, by_call, strict=True)):
-        made += [{**(rest if number else said), "tool_calls": [call]}, *answered]
-    return made
+        split += [{**(rest if number else first), "tool_calls": [call]}, *answered]
+    return split
 
 
 _PROMPT = """You may call functions. These are the functions, as JSON:
@@ -184,15 +184,15 @@ def with_calls_as_text(
 ) -> list[dict[str, Any]]:
     """The conversation for a template that does not write calls: they are text. results: the template takes results of
     functions; else they are the user's, and messages of one side that follow each other are one."""
-    turned: list[dict[str, Any]] = []
+    texts: list[dict[str, Any]] = []
     for message in messages:
         turn = _turn(message, written, results)
-        merges = not results and turned and turn["role"] == turned[-1]["role"] != "system"
+        merges = not results and texts and turn["role"] == texts[-1]["role"] != "system"
         if merges:
-            turned[-1] = {**turned[-1], "content": f"{turned[-1]['content']}\n{turn['content']}"}
+            texts[-1] = {**texts[-1], "content": f"{texts[-1]['content']}\n{turn['content']}"}
         else:
-            turned.append(turn)
-    return turned
+            texts.append(turn)
+    return texts
 
 
 def _turn(
@@ -207,9 +207,9 @@ def _turn(
     return {**plain, "content": f"{message['content']}\n{text}" if message["content"] else text}
 
 
-def one_by_one(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def split_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages for a template that takes one call in a message: each has one, with its result behind."""
-    made: list[dict[str, Any]] = []
+    split: list[dict[str, Any]] = []
     at = 0
     while at < len(messages):
         message, at = messages[at], at + 1
@@ -217,8 +217,8 @@ def one_by_one(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         while len(calls) > 1 and at < len(messages) and messages[at].get("role") == "tool":
             results.append(messages[at])
             at += 1
-        made += _one_by_one(message, calls, results) if len(calls) > 1 else [message]
-    return made
+        split += _split_calls(message, calls, results) if len(calls) > 1 else [message]
+    return split
 
 
 def with_text_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -228,24 +228,24 @@ def with_text_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         function = call["function"]
         return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
-    made = []
+    converted = []
     for message in messages:
         calls = {"tool_calls": [changed(call) for call in message["tool_calls"]]} if "tool_calls" in message else {}
-        made.append({**message, **calls})
-    return made
+        converted.append({**message, **calls})
+    return converted
 
 
-def without_content(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def drop_content(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages with calls without their content; if it says something it is a message of its own."""
-    made: list[dict[str, Any]] = []
+    split: list[dict[str, Any]] = []
     for message in messages:
         if message.get("tool_calls"):
             if message["content"]:
-                made.append({name: value for name, value in message.items() if name != "tool_calls"})
-            made.append({**message, "content": None})
+                split.append({name: value for name, value in message.items() if name != "tool_calls"})
+            split.append({**message, "content": None})
         else:
-            made.append(message)
-    return made
+            split.append(message)
+    return split
 
 
 def with_system(messages: list[dict[str, Any]], text: str, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -258,18 +258,18 @@ def with_system(messages: list[dict[str, Any]], text: str, fields: Mapping[str, 
     return [{**first, "content": content, **fields}, *rest]
 
 
-def whole(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def fill_fields(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Functions with all that some templates ask for: descriptions, required arguments, types of what is in objects and
     lists."""
-    made = []
+    filled = []
     for document in documents:
         function = document["function"]
-        schema = {"properties": {}, "required": [], **_whole(function["parameters"], 0)}
-        made.append({**document, "function": {"description": "", **function, "parameters": schema}})
-    return made
+        schema = {"properties": {}, "required": [], **_fill_schema(function["parameters"], 0)}
+        filled.append({**document, "function": {"description": "", **function, "parameters": schema}})
+    return filled
 
 
-def _whole(schema: Any, depth: int) -> Any:
+def _fill_schema(schema: Any, depth: int) -> Any:
     if not isinstance(schema, Mapping) or depth > _DEPTH:
         return schema
     added: dict[str, Any] = {"description": ""} if depth else {}
@@ -277,12 +277,12 @@ def _whole(schema: Any, depth: int) -> Any:
         added["additionalProperties"] = {}
     if schema.get("type") == "array":
         added["items"] = {}
-    given = {key: value for key, value in schema.items() if not (key in added and isinstance(value, bool))}
+    filled = {key: value for key, value in schema.items() if not (key in added and isinstance(value, bool))}
     if isinstance(properties := schema.get("properties"), Mapping):
-        given["properties"] = {name: _whole(value, depth + 1) for name, value in properties.items()}
-    if "items" in given:
-        given["items"] = _whole(given["items"], depth + 1)
-    return {**added, **given}
+        filled["properties"] = {name: _fill_schema(value, depth + 1) for name, value in properties.items()}
+    if "items" in filled:
+        filled["items"] = _fill_schema(filled["items"], depth + 1)
+    return {**added, **filled}
 
 
 _DEPTH = 8

@@ -53,14 +53,14 @@ class AnswerParser(Protocol):
         """Whether the only call has ended."""
 
     def push(self, text: str) -> Sequence[AnswerDelta]:
-        """What is certain after this piece of the answer."""
+        """Deltas that are certain after this piece of the answer."""
 
     def finish(self, cut: bool = False) -> Sequence[AnswerDelta]:
         """The rest: no text follows. cut: the answer did not end by itself."""
 
 
 class AnswerFormat(Protocol):
-    """How the answers of a model are read."""
+    """Reader of the answers of a model."""
 
     @property
     def reasons(self) -> bool:
@@ -82,8 +82,8 @@ class ToolParser:
         self._form, self._new_id = form, new_id
         self._text = form.prompt_end  # not decided yet
         self._raw = ""  # the beginning of calls, and ...
-        self._seen: list[str] = []  # ... of a call, until its name is known: text, if it is no call after all
-        self._step = self._in_text
+        self._consumed: list[str] = []  # ... of a call, until its name is known: text, if it is no call after all
+        self._step = self._read_text
         self._call = READERS[form.body](form)
         self._begun = False  # in the section of calls
         self._closed = False  # behind the end of a call
@@ -96,7 +96,7 @@ class ToolParser:
     thinks = False  # its text is calls and answer
 
     def push(self, text: str) -> list[Delta]:
-        """What is certain after this piece of the answer."""
+        """Deltas that are certain after this piece of the answer."""
         self._text += text
         while self._step():
             pass
@@ -113,23 +113,23 @@ class ToolParser:
 
     # A step uses some of the text; False: it waits for more.
 
-    def _in_text(self) -> bool:
+    def _read_text(self) -> bool:
         form, text = self._form, self._text
         lead = text[: len(text) - len(text.lstrip())]
         if lead != text and not self._spoken and not self.calls:
             at = follow(_THOUGHT, text[len(lead) :])
             if at >= 0:
                 self._say(text[: len(lead) + at])
-                self._text, self._step = text[len(lead) + at :], self._in_thought
+                self._text, self._step = text[len(lead) + at :], self._read_thought
                 return True
             if at == MORE and not self._last:
                 return False
         if form.bare and not self._spoken and not self.calls and text[len(lead) :].startswith("{"):
             return self._open(0, len(lead))
-        found = [at for mark in form.begins if (at := text.find(mark)) >= 0]
-        found += [at for mark in form.dropped if (at := text.find(mark)) >= 0]
-        if found:
-            at = min(found)
+        begins = [at for mark in form.begins if (at := text.find(mark)) >= 0]
+        begins += [at for mark in form.dropped if (at := text.find(mark)) >= 0]
+        if begins:
+            at = min(begins)
             if not self._last and any(mark.startswith(text[at:]) for mark in form.dropped):
                 return False
             mark = next((mark for mark in form.dropped if text.startswith(mark, at)), None)
@@ -139,23 +139,24 @@ class ToolParser:
             self._text = text[at + len(mark) :]
             return True
         cut_mark = self._cut and (form.required or self.calls > 0)  # a `<` of mere text is no beginning
-        held = 0 if self._last and not cut_mark else max(overlap(text, mark) for mark in (*form.begins, *form.dropped))
-        say = text[: len(text) - held].rstrip()
+        marks = (*form.begins, *form.dropped)
+        waiting = 0 if self._last and not cut_mark else max(overlap(text, mark) for mark in marks)
+        say = text[: len(text) - waiting].rstrip()
         if self._last and not self.calls and not cut_mark:
             say = text
-        elif len(text) - held - len(say) > _MAX_SPACE:
-            say = text[: len(text) - held - _MAX_SPACE]
+        elif len(text) - waiting - len(say) > _MAX_SPACE:
+            say = text[: len(text) - waiting - _MAX_SPACE]
         self._say(say)
         self._text = "" if self._last else text[len(say) :]
         return False
 
-    def _in_thought(self) -> bool:
-        """In a thought of a model whose template says nothing of thoughts: it is text, and what it names is no call."""
+    def _read_thought(self) -> bool:
+        """Read a thought of a model whose template has none: it is text, and what it names is no call."""
         before, end, rest = self._text.partition(_THOUGHT_END)
-        held = 0 if end or self._last else overlap(before, _THOUGHT_END)
-        self._say(before[: len(before) - held] + end)
-        self._text = rest if end else before[len(before) - held :]
-        self._step = self._in_text if end else self._in_thought
+        waiting = 0 if end or self._last else overlap(before, _THOUGHT_END)
+        self._say(before[: len(before) - waiting] + end)
+        self._text = rest if end else before[len(before) - waiting :]
+        self._step = self._read_text if end else self._read_thought
         return bool(end)
 
     def _open(self, begin: int, end: int) -> bool:
@@ -163,25 +164,25 @@ class ToolParser:
         before = self._text[:begin].rstrip()
         self._say(before)
         self._raw, self._text = self._text[len(before) : end], self._text[end:]
-        self._seen, self._step, self._begun = [], self._before_section, False
+        self._consumed, self._step, self._begun = [], self._expect_section, False
         return True
 
     def _use(self, length: int) -> None:
         """Take a part of the text as belonging to the beginning of calls."""
         self._raw, self._text = self._raw + self._text[:length], self._text[length:]
 
-    def _before_section(self) -> bool:
+    def _expect_section(self) -> bool:
         form = self._form
         at = follow_any(form.sections, self._text) if form.sections else 0
         if at == MORE and not self._last and len(self._text) <= _MAX_SPACE:
             return False
         self._begun = at > 0
         self._use(max(at, 0))
-        self._step = self._before_call
+        self._step = self._expect_call
         return True
 
-    def _before_call(self) -> bool:
-        """Between the beginning and a call."""
+    def _expect_call(self) -> bool:
+        """Read the text between the beginning and a call."""
         form = self._form
         lead = len(self._text) - len(self._text.lstrip(" \t\r\n[" if form.listed else " \t\r\n"))
         rest = self._text[lead:]
@@ -196,19 +197,19 @@ class ToolParser:
         if at < 0:
             return self._no_call(unfinished=at == MORE)
         self._use(lead + at)
-        self._call, self._step = READERS[form.body](form), self._in_call
+        self._call, self._step = READERS[form.body](form), self._read_call
         return True
 
-    def _in_call(self) -> bool:
+    def _read_call(self) -> bool:
         call, text = self._call, self._text
-        known, self._text = call.name is not None, ""
+        has_name, self._text = call.name is not None, ""
         call.push(text)
         if (self._last and not self._cut) or (call.failed and call.name is not None):
             call.finish()
         if call.name is None:
-            self._seen.append(text)
+            self._consumed.append(text)
             return self._no_call(unfinished=not call.failed) if call.failed or self._last else False
-        if not known:
+        if not has_name:
             self._deltas.append(ToolDelta(self.calls, self._new_id(), call.name, ""))
             self.calls += 1
         if arguments := call.take():
@@ -216,12 +217,12 @@ class ToolParser:
         if not call.ended:
             return False
         if not self._form.parallel:
-            self.ended, self._step = True, self._at_end
+            self.ended, self._step = True, self._read_end
             return True
-        self._text, self._closed, self._step = call.rest, False, self._in_text if call.failed else self._after_call
+        self._text, self._closed, self._step = call.rest, False, self._read_text if call.failed else self._expect_next
         return True
 
-    def _at_end(self) -> bool:
+    def _read_end(self) -> bool:
         self._text = ""
         return False
 
@@ -231,16 +232,16 @@ class ToolParser:
         unfinished: it might have become a call, which is dropped if the answer was cut off there.
         """
         if self._cut and unfinished:
-            self._raw, self._text, self._seen = "", "", []
-        whole = "".join([self._raw, *self._seen, self._text])
-        begin = len(whole) - len(whole.lstrip())
-        begin += max((len(mark) for mark in self._form.begins if whole.startswith(mark, begin)), default=0)
-        self._say(whole[:begin])
+            self._raw, self._text, self._consumed = "", "", []
+        text = "".join([self._raw, *self._consumed, self._text])
+        begin = len(text) - len(text.lstrip())
+        begin += max((len(mark) for mark in self._form.begins if text.startswith(mark, begin)), default=0)
+        self._say(text[:begin])
         self._spoken = True
-        self._raw, self._seen, self._text, self._step = "", [], whole[begin:], self._in_text
+        self._raw, self._consumed, self._text, self._step = "", [], text[begin:], self._read_text
         return True
 
-    def _after_call(self) -> bool:
+    def _expect_next(self) -> bool:
         form, rest = self._form, self._text.lstrip()
         if not rest and not self._last and len(self._text) <= _MAX_SPACE:
             return False
@@ -251,7 +252,7 @@ class ToolParser:
             waits = waits or at == MORE
         if at >= 0:
             self._text, self._closed = rest[at:], True
-            self._step = self._after_call if self._begun or form.bare or form.end else self._in_text
+            self._step = self._expect_next if self._begun or form.bare or form.end else self._read_text
             return True
         if rest and rest[0] in (",]" if form.listed else ",;" if form.bare else ""):
             self._text = rest[1:]
@@ -267,20 +268,20 @@ class ToolParser:
             return self._next_call(rest, 0)
         at = follow(form.end, rest) if form.end else MISMATCH
         if at >= 0:
-            self._text, self._step = rest[at:], self._in_text
+            self._text, self._step = rest[at:], self._read_text
             return True
         waits = waits or at == MORE
         if waits and not self._last and len(rest) <= _MAX_SPACE:
             self._text = rest
             return False
         self._text = "" if waits and self._cut else rest
-        self._step = self._in_text
+        self._step = self._read_text
         return True
 
     def _next_call(self, rest: str, at: int) -> bool:
-        self._raw, self._seen, self._text, self._step = "", [], rest[at:], self._before_call
+        self._raw, self._consumed, self._text, self._step = "", [], rest[at:], self._expect_call
         if rest.startswith("{") and self._form.openings:  # without another beginning
-            self._call, self._step = READERS[self._form.body](self._form), self._in_call
+            self._call, self._step = READERS[self._form.body](self._form), self._read_call
         return True
 
     def _say(self, text: str) -> None:

@@ -13,7 +13,7 @@ from powerinfer.text.schemas import enforceable
 MAX_TOOLS = 128
 MAX_SCHEMAS = MAX_SOURCE * 3 // 4  # characters of all functions' schemas; the grammar around them has the rest
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-"""Of a function."""
+"""Longest name of a function."""
 
 
 class Tool(NamedTuple):
@@ -50,26 +50,26 @@ def read_tools(document: Any) -> list[Tool]:
     return tools
 
 
-def _tool(entry: Any, where: str) -> Tool:
+def _tool(entry: Any, path: str) -> Tool:
     function = entry.get("function") if isinstance(entry, Mapping) else None
     if not isinstance(function, Mapping) or entry.get("type") != "function":
-        raise RequestError(f'{where} must be {{"type": "function", "function": {{...}}}}')
+        raise RequestError(f'{path} must be {{"type": "function", "function": {{...}}}}')
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise RequestError(f"{where}.function.name must have 1 to 64 letters, digits, dots, dashes or underscores")
+        raise RequestError(f"{path}.function.name must have 1 to 64 letters, digits, dots, dashes or underscores")
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
     if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
-        raise RequestError(f"{where}.function.parameters must be the JSON schema of an object")
+        raise RequestError(f"{path}.function.parameters must be the JSON schema of an object")
     if not isinstance(function.get("description", ""), str | None):
-        raise RequestError(f"{where}.function.description must be a text")
-    json_text(parameters, f"{where}.function.parameters")
+        raise RequestError(f"{path}.function.description must be a text")
+    json_text(parameters, f"{path}.function.parameters")
     if not isinstance(function.get("strict"), bool | None):
-        raise RequestError(f"{where}.function.strict must be a boolean")
+        raise RequestError(f"{path}.function.strict must be a boolean")
     strict = function.get("strict") is True
     schema, dropped = enforceable({**parameters, "type": "object"}, strict)
-    given = {key: value for key, value in function.items() if key != "strict" and value is not None}
-    document = {"type": "function", "function": {**given, "parameters": dict(parameters)}}
+    fields = {key: value for key, value in function.items() if key != "strict" and value is not None}
+    document = {"type": "function", "function": {**fields, "parameters": dict(parameters)}}
     return Tool(name, schema, document, strict, tuple(dropped))
 
 
