@@ -29,7 +29,7 @@ from powerinfer.formats.json_file import checked, of_kind
 from powerinfer.neurons import Profile
 from powerinfer.placement.plan_document import PlanDocument, read_plan_document
 from powerinfer.report import plots, writing
-from powerinfer.report.findings import findings, next_steps, of_plan, with_plan
+from powerinfer.report.findings import findings, next_steps, plan_findings, with_plan
 from powerinfer.report.page import Section, Table, mark_of, page
 from powerinfer.report.writing import report_key, verdict_of, write_report
 from powerinfer.sparsity.selector_trial import SELECTORS, MeasuredFfns, TimedLayer, TimedLayers, Way
@@ -213,7 +213,7 @@ def test_a_report_of_everything(opened: Checkpoint, tmp_path: Path) -> None:
     found = with_plan(findings(opened), plan_from(), tmp_path / "plan.json", opened)
     (tmp_path / "plan.json").write_text(json.dumps(a_plan()))
     report = write_report(found, tmp_path / "out")
-    assert report.made and report.page == tmp_path / "out" / "index.html"
+    assert report.is_new and report.page == tmp_path / "out" / "index.html"
     names = {path.name for path in report.images}
     assert names == {f"{name}.png" for name in ("cumulative", "heat", "sparsity", "bytes", "neurons", "time")}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names | {"index.html"}
@@ -250,7 +250,7 @@ def test_the_next_command(opened: Checkpoint, tmp_path: Path, undrawn: None) -> 
     text = read(page).text
     assert f"Next Measure what the model reaches on this machine: powerinfer bench -m {opened.path}" in text
     assert text.endswith(f'Use it: powerinfer run "Once upon a time" -m {opened.path} --selector predicted')
-    ((_, prepare),) = next_steps(of_plan(plan_from(), tmp_path / "plan.json"))
+    ((_, prepare),) = next_steps(plan_findings(plan_from(), tmp_path / "plan.json"))
     assert prepare == "powerinfer prepare -m MODEL --corpus TEXT --vram 20000B --ram 40000B"
 
 
@@ -262,7 +262,7 @@ def test_without_a_gpu_nothing_is_said_of_one(tmp_path: Path, undrawn: None) -> 
         bytes={"gpu": {}, "cpu": {"ffn": 3000}, "disk": {}},
         predicted=a_plan()["predicted"] | {"dense_tok_s": 10.0},
     )  # fmt: skip
-    report = write_report(of_plan(plan, tmp_path / "plan.json"), tmp_path / "out")
+    report = write_report(plan_findings(plan, tmp_path / "plan.json"), tmp_path / "out")
     text = read(report.page).text.partition(" Next ")[0]
     assert "12.5 tokens a second; computing every neuron (dense) 10: 1.25 times that." in text
     assert "GPU" not in text and "VRAM" not in text and "disk" not in text and "Policies" not in text
@@ -342,16 +342,16 @@ def test_what_training_measured(opened: Checkpoint, tmp_path: Path, light: None)
 
 def test_a_report_is_drawn_once(opened: Checkpoint, tmp_path: Path, undrawn: None) -> None:
     folder = tmp_path / "out"
-    assert write_report(findings(opened), folder).made
+    assert write_report(findings(opened), folder).is_new
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     again = write_report(findings(opened), folder)
-    assert not again.made and {again.page, *again.images} == set(before)
+    assert not again.is_new and {again.page, *again.images} == set(before)
     assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert write_report(findings(opened), folder, force=True).made
+    assert write_report(findings(opened), folder, force=True).is_new
     give_profile(opened.path, seed=9)
-    assert write_report(findings(open_checkpoint(opened.path)), folder).made, "the profile is another"
+    assert write_report(findings(open_checkpoint(opened.path)), folder).is_new, "the profile is another"
     os.unlink(folder / "heat.png")
-    assert write_report(findings(opened), folder).made, "a plot was deleted"
+    assert write_report(findings(opened), folder).is_new, "a plot was deleted"
 
 
 def test_the_same_findings_give_the_same_bytes(opened: Checkpoint, tmp_path: Path, light: None) -> None:
@@ -398,7 +398,7 @@ def test_a_plan_of_a_model_that_is_only_described(tmp_path: Path, light: None) -
         {"layer": n, "gpu": 100, "cpu": 2900 - n, "disk": n, "mass_on_gpu": 0.3, "seconds": {}} for n in range(96)
     ]
     file.write_text("a line of progress\n" + json.dumps(a_plan(model="OPT-175B", layers=layers)) + "\n")
-    report = write_report(of_plan(read_plan_document(file), file), tmp_path / "out")
+    report = write_report(plan_findings(read_plan_document(file), file), tmp_path / "out")
     assert {one.stem for one in report.images} == {"bytes", "neurons"}, "no times are predicted, no profile is there"
     reader = read(report.page)
     assert "OPT-175B" in reader.text and "What is missing" not in reader.text
@@ -436,7 +436,7 @@ def test_hostile_names_are_only_text(opened: Checkpoint, tmp_path: Path, light: 
     )
     (tmp_path / "plan.json").write_text("")
     found = with_plan(
-        replace(found, model=HOSTILE, about=HOSTILE, profile=replace(found.profile, value=evil)),
+        replace(found, model=HOSTILE, summary=HOSTILE, profile=replace(found.profile, value=evil)),
         plan, tmp_path / "plan.json", opened,
     )  # fmt: skip
     report = write_report(found, tmp_path / "out")

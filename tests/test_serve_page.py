@@ -126,7 +126,7 @@ def test_a_look_is_what_the_counters_say(sparse: LLM) -> None:
     report = sparse.sparsity
     assert report is not None
     for one, told in zip(layers, report["layers"], strict=True):
-        assert (one.way, one.device, one.gpu, one.why_not) == ("exact", "cpu", 0, None)
+        assert (one.way, one.device, one.gpu, one.reason) == ("exact", "cpu", 0, None)
         assert one.tokens == told["tokens"] and one.fired is not None and len(one.fired) == 8
         assert one.active == pytest.approx(told["active_fraction"])
         assert one.ffn_bytes == pytest.approx(told["bytes_per_token"])

@@ -117,7 +117,7 @@ def test_nobody_waits_for_the_state_of_a_request_that_ended() -> None:
 
 
 def test_a_long_answer_keeps_its_newest_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_cache, "_EVERY", 64)
+    monkeypatch.setattr(state_cache, "_INTERVAL", 64)
     executor = with_states(2)
     llm = toy_llm(executor, max_batch=2)
     first = llm.generate([prompt(20)], greedy(200))[0]
@@ -129,7 +129,7 @@ def test_a_long_answer_keeps_its_newest_state(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_long_prompt_that_was_aborted_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_cache, "_EVERY", 64)
+    monkeypatch.setattr(state_cache, "_INTERVAL", 64)
     executor = with_states(2, max_tokens=32)
     llm = toy_llm(executor, max_batch=2, prefill_chunk=32)
     executor.held = True
@@ -188,7 +188,7 @@ def test_random_traffic(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small pages, few slots, a small cache, shared beginnings: always the answer of each alone."""
     rng = random.Random(seed)
     page_size = rng.choice([2, 4, 8])
-    monkeypatch.setattr(state_cache, "_EVERY", page_size * rng.choice([1, 2, 5]))
+    monkeypatch.setattr(state_cache, "_INTERVAL", page_size * rng.choice([1, 2, 5]))
     monkeypatch.setattr(state_cache, "_WORTH", page_size * rng.choice([1, 3]))
     context = rng.choice([48, 64])
     requests, reuse = rng.randint(1, 6), rng.random() < 0.8

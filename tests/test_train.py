@@ -418,7 +418,7 @@ class Ladder(training._Work):
 
     def _point(self, layer: int, rank: int) -> Any:
         self.tried.append(rank)
-        figures = fitting.Figures(0.99, 0.9, 0.1 + self._lost(rank), 0.1)
+        figures = fitting.FitFigures(0.99, 0.9, 0.1 + self._lost(rank), 0.1)
         self._points[0][rank] = type("Point", (), {"chosen": figures})()
         return self._points[0][rank]
 
@@ -517,7 +517,7 @@ def test_damaged_leftovers_are_made_again(model: Path, tmp_path: Path, damage: s
         describe(place, lambda description: description.update(point=[3]))
     else:
         describe(place, lambda description: description["point"]["predictor"].update(rank=0))
-    assert work._kept(0, 32) is None
+    assert work._saved_point(0, 32) is None
 
 
 def test_up_to_date(model: Path, tmp_path: Path) -> None:

@@ -289,7 +289,7 @@ def idle(llm: LLM) -> bool:
     states, slots = llm._runner._scheduler.states, llm._executor.n_states
     if states is not None and states.free != slots:
         return False
-    return (stats.running, stats.waiting, stats.used_pages) == (0, 0, 0) and not llm._runner._driver.held
+    return (stats.running, stats.waiting, stats.used_pages) == (0, 0, 0) and not llm._runner._driver.open_commands
 
 
 class Asked:
@@ -298,7 +298,7 @@ class Asked:
     def __init__(self, llm: LLM, prompt: Sequence[int], params: SamplingParams | None = None, **limits: Any) -> None:
         self.request = llm._runner.request(prompt, params or SamplingParams(temperature=0), **limits)
         self.events: SimpleQueue[StreamEvent | None] = SimpleQueue()
-        self.request.deliver, self.request.every = self.events.put, True
+        self.request.deliver, self.request.all_tokens = self.events.put, True
 
     def rest(self) -> list[StreamEvent | None]:
         """The events from here on, until the request has ended."""

@@ -164,7 +164,7 @@ class _Writer:
                 none = False
                 yield prompt
             if none:
-                also = f" ({encoder.about_left_out})" if encoder.left_out else ""
+                also = f" ({encoder.left_out_note})" if encoder.left_out else ""
                 raise RequestError(f"--own-text: the texts hold no conversation or sentence to begin with{also}")
             encoder = self._encoder()
 
@@ -207,7 +207,7 @@ class _Writer:
                     raise PowerInferError("--own-text: the model's answers are empty or loops: leave it out")
             progress("writing text", self._tokens, self._tokens)
         if encoder.left_out:
-            say(f"--own-text: {encoder.about_left_out}")
+            say(f"--own-text: {encoder.left_out_note}")
 
     def kept(self, path: Path) -> tuple[list[Said], list[int]]:
         """(the answers in a file, where each of its whole lines ends: what it was asked for, and each answer)."""

@@ -52,7 +52,7 @@ class StepDisplay:
             outcome = step(lambda label, done, total: bar(f"{self.step}: {label}", done, total))
         seconds = time.perf_counter() - begin
         fate = {DONE: f"{seconds:.1f} s", SKIPPED: "up to date"}.get(outcome.state, outcome.state)
-        self._out.line(f"{self.step:<12} {fate}; {outcome.said}")
+        self._out.line(f"{self.step:<12} {fate}; {outcome.text}")
         self.outcomes[name] = {"state": outcome.state, "seconds": seconds, **outcome.figures}
 
 

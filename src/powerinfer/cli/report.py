@@ -35,13 +35,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
     from powerinfer.placement.plan_document import read_plan_document
-    from powerinfer.report.findings import findings, of_plan, with_plan
+    from powerinfer.report.findings import findings, plan_findings, with_plan
     from powerinfer.report.writing import report_folder, write_report
 
     begin = time.perf_counter()
     plan = read_plan_document(Path(args.plan), pipe=True) if args.plan else None
     if plan is not None and args.model is None:
-        facts = of_plan(plan, Path(args.plan))
+        facts = plan_findings(plan, Path(args.plan))
         folder = Path(args.out or f"{args.plan}.report")
     else:
         engine = config_from(args, EngineConfig)
@@ -63,7 +63,7 @@ def describe(facts: Findings, report: Report) -> dict[str, Any]:
     return {
         "path": str(report.page),
         "images": [str(path) for path in report.images],
-        "made": report.made,
+        "made": report.is_new,
         "shown": {one.noun: one.value is not None for one in facts},
         "missing": [{"noun": one.noun, "command": one.command, "stale": one.stale} for one in facts.lacking],
     }

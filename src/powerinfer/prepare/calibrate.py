@@ -72,40 +72,40 @@ def _spread(items: Sequence[int], limit: int) -> list[int]:
 
 
 def measure_magnitudes(
-    executor: CpuExecutor, windows: Windows, which: Sequence[int], layers: int, progress: Progress = silent
+    executor: CpuExecutor, windows: Windows, numbers: Sequence[int], layers: int, progress: Progress = silent
 ) -> Counts:
     """Histograms of the magnitudes of the layers' activations over some windows: int64 [layers, bins]."""
-    found: dict[int, Counts] = {}
+    magnitudes: dict[int, Counts] = {}
 
     class Adder:
         def reads(self, layer: int, x: NDArray[np.float32]) -> None:
             pass
 
         def fires(self, layer: int, fired: Fired) -> None:
-            found[layer] = found.get(layer, 0) + fired.magnitudes
+            magnitudes[layer] = magnitudes.get(layer, 0) + fired.magnitudes
 
     with executor.observed(Adder(), [0.0] * layers, measure=True):
-        for done, window in enumerate(which):
+        for done, window in enumerate(numbers):
             run_windows(executor, windows.ids[window : window + 1])
-            progress("measuring activations", done + 1, len(which))
-    return np.stack([found[layer] for layer in range(layers)])
+            progress("measuring activations", done + 1, len(numbers))
+    return np.stack([magnitudes[layer] for layer in range(layers)])
 
 
 def thresholds_at(magnitudes: Counts, quantile: float) -> tuple[float, ...]:
-    """For each layer the `quantile` of the magnitudes of its activations.
+    """The `quantile` of the magnitudes of each layer's activations.
 
     magnitudes: int64 [layers, bins]; within a bin they are assumed uniform.
     """
     edges = magnitude(np.arange(magnitudes.shape[1] + 1))
-    found = []
+    thresholds = []
     for bins in magnitudes:
         below = np.concatenate([[0], np.cumsum(bins)])
         rank = quantile * below[-1]
         at = int(np.searchsorted(below, rank, side="right")) - 1
         at = min(at, len(bins) - 1)
         part = (rank - below[at]) / bins[at] if bins[at] else 0.0
-        found.append(float(edges[at] + part * (edges[at + 1] - edges[at])))
-    return tuple(found)
+        thresholds.append(float(edges[at] + part * (edges[at + 1] - edges[at])))
+    return tuple(thresholds)
 
 
 def calibrate(measure: Callable[[float], float], cost: float) -> float:

@@ -66,7 +66,7 @@ class Conversation:
         return Conversation(self.turns[: at + 1])
 
     def messages(self) -> list[dict[str, str]]:
-        """As templates take them. RequestError for a role that none takes, and for a conversation that is too long."""
+        """Messages for a template. RequestError for a role that none takes, and for a conversation that is too long."""
         if sum(len(what) for _, what in self.turns) > CONVERSATION:
             raise RequestError(f"it is longer than {CONVERSATION} characters")
         names = [SAYS.get(who or "", who) for who, _ in self.turns]
@@ -122,7 +122,7 @@ def _files(path: Path) -> tuple[Path, ...]:
                 if not os.fstat(file.fileno()).st_size:
                     raise RequestError(f"corpus {path} is empty")
                 return (path,)
-        found = sorted(
+        paths = sorted(
             Path(folder) / name
             for folder, folders, names in os.walk(path, onerror=_raise)
             for name in names
@@ -130,9 +130,9 @@ def _files(path: Path) -> tuple[Path, ...]:
         )
     except OSError as error:
         raise RequestError(f"corpus {path} cannot be read: {error.strerror or error}") from None
-    if not found:
+    if not paths:
         raise RequestError(f"the folder {path} holds no text: nothing in it ends in {', '.join(TEXT)}")
-    return tuple(found)
+    return tuple(paths)
 
 
 def _raise(error: OSError) -> None:
@@ -156,11 +156,11 @@ def _pieces(file: BinaryIO, path: Path) -> Iterator[str]:
     rest, at = "", 0
     while True:
         raw = _read(file, path)
-        held = len(decoder.getstate()[0])  # bytes of an incomplete character
+        split = len(decoder.getstate()[0])  # bytes of an incomplete character
         try:
             rest += decoder.decode(raw, final=not raw)
         except UnicodeDecodeError as error:
-            raise RequestError(f"corpus {path} is not UTF-8 text: byte {at - held + error.start} is invalid") from None
+            raise RequestError(f"corpus {path} is not UTF-8 text: byte {at - split + error.start} is invalid") from None
         if "\0" in rest:
             raise RequestError(f"corpus {path} is not text: it holds a zero byte")
         at += len(raw)
@@ -182,7 +182,7 @@ def _read(file: BinaryIO, path: Path) -> bytes:
 
 
 def _line_end(text: str) -> int:
-    """Where to cut: after the last line break not followed by white space, else at the last space, else at the end."""
+    """Position of a cut: after the last line break before no white space, else at the last space, else at the end."""
     cut = len(text)
     while (cut := text.rfind("\n", 0, cut) + 1) > 0:
         if cut < len(text) and not text[cut].isspace():
@@ -198,22 +198,22 @@ def _documents(file: BinaryIO, path: Path) -> Iterator[str | Conversation]:
     number = 0
     while line := file.readline(LINE + 1):
         number += 1
-        where = f"corpus {path}, line {number}"
+        place = f"corpus {path}, line {number}"
         if len(line) > LINE:
-            raise RequestError(f"{where}: longer than {LINE >> 20} MiB, which no text is")
+            raise RequestError(f"{place}: longer than {LINE >> 20} MiB, which no text is")
         if not line.strip():
             continue
         try:
             text = _document(json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")))
         except UnicodeDecodeError:
-            raise RequestError(f"{where}: not UTF-8") from None
+            raise RequestError(f"{place}: not UTF-8") from None
         except RecursionError:
-            raise RequestError(f"{where}: nested too deeply") from None
+            raise RequestError(f"{place}: nested too deeply") from None
         except ValueError as error:
             reason = str(error).split(": line 1 ")[0]
-            raise RequestError(f"{where}: not JSON ({reason})") from None
+            raise RequestError(f"{place}: not JSON ({reason})") from None
         if text is None:
-            raise RequestError(f'{where}: neither "text" nor "messages" nor "conversations" with text in it')
+            raise RequestError(f'{place}: neither "text" nor "messages" nor "conversations" with text in it')
         if isinstance(text, Conversation):
             if text.turns:
                 yield text
@@ -236,20 +236,20 @@ def _document(value: Any) -> str | Conversation | None:
         return str(value["text"])
     for turns, role, content in (("messages", "role", "content"), ("conversations", "from", "value")):
         if type(value.get(turns)) is list:
-            said = [_said(turn, role, content) for turn in value[turns]]
-            return None if None in said else Conversation(tuple(turn for turn in said if turn is not None))
+            turns_read = [_turn(turn, role, content) for turn in value[turns]]
+            return None if None in turns_read else Conversation(tuple(turn for turn in turns_read if turn is not None))
     return None
 
 
-def _said(turn: Any, role: str, content: str) -> tuple[str | None, str] | None:
+def _turn(turn: Any, role: str, content: str) -> tuple[str | None, str] | None:
     if type(turn) is not dict:
         return None
-    who, what = turn.get(role), turn.get(content)
-    if type(what) is list:  # parts: only text is used
-        what = "".join(part["text"] for part in what if type(part) is dict and type(part.get("text")) is str)
-    if type(what) is not str:
+    speaker, text = turn.get(role), turn.get(content)
+    if type(text) is list:  # parts: only text is used
+        text = "".join(part["text"] for part in text if type(part) is dict and type(part.get("text")) is str)
+    if type(text) is not str:
         return None
-    return who if type(who) is str else None, what
+    return speaker if type(speaker) is str else None, text
 
 
 # ---------------------------------------------------------------- tokens
@@ -317,7 +317,7 @@ def read_windows(
                 count += len(ids)
                 progress("reading the corpus", (sum(number) + count) * size, limit)
             if encoder.left_out:
-                say(f"corpus {corpus.name}: {encoder.about_left_out}")
+                say(f"corpus {corpus.name}: {encoder.left_out_note}")
             number.append(count)
             digest.update(f"{corpus.name} {count}".encode(errors="surrogateescape"))
         progress("reading the corpus", limit, limit)
@@ -334,7 +334,7 @@ class Encoder:
         self._template = None if template is None else template.with_time(NOW)
         self.left_out = 0
         self._failures = 0  # in a row
-        self._why = ""
+        self._reason = ""
 
     def ids(self, pieces: Iterable[Piece]) -> Iterator[Sequence[int]]:
         """ModelError if the template seems to take no conversation."""
@@ -348,35 +348,35 @@ class Encoder:
             else:
                 yield piece.tolist()
 
-    def chat(self, said: Conversation, answer: bool = False) -> Sequence[int]:
+    def chat(self, conversation: Conversation, answer: bool = False) -> Sequence[int]:
         """A conversation through the template, nothing if it is left out. answer: with the start of the next answer."""
         assert self._template is not None
         try:
-            ids = encode_chat(self._tokenizer, self._template, said.messages(), answer)
+            ids = encode_chat(self._tokenizer, self._template, conversation.messages(), answer)
             self._failures = 0
             return ids
         except RequestError as error:
-            why = str(error)
+            reason = str(error)
         except ModelError as error:
             self._failures += 1
             if self._failures == MOST_FAILURES:
                 raise
-            why = str(error)
+            reason = str(error)
         self.left_out += 1
-        self._why = self._why or why.partition("; --raw")[0]
+        self._reason = self._reason or reason.partition("; --raw")[0]
         return []
 
     @property
-    def about_left_out(self) -> str:
-        return f"conversations left out: {self.left_out}; of the first one, {self._why}"
+    def left_out_note(self) -> str:
+        return f"conversations left out: {self.left_out}; of the first one, {self._reason}"
 
 
 def _cut(corpus: Corpus, encoder: Encoder, size: int, room: int) -> Iterator[NDArray[np.int32]]:
-    """At most `room` windows of a corpus, int32 [some, size]."""
+    """Windows of a corpus, at most `room`, int32 [some, size]."""
     rest: list[int] = []
-    seen = done = 0
+    tokens = done = 0
     for fresh in encoder.ids(corpus.pieces()):
-        seen += len(fresh)
+        tokens += len(fresh)
         rest += fresh
         count = min(len(rest) // size, room - done)
         if count:
@@ -386,8 +386,8 @@ def _cut(corpus: Corpus, encoder: Encoder, size: int, room: int) -> Iterator[NDA
         if done == room:
             return
     if not done:
-        also = f" ({encoder.about_left_out})" if encoder.left_out else ""
+        also = f" ({encoder.left_out_note})" if encoder.left_out else ""
         raise RequestError(
-            f"corpus {corpus.name} has {seen} tokens{also}, less than one window of {size}: use a longer text, or a "
+            f"corpus {corpus.name} has {tokens} tokens{also}, less than one window of {size}: use a longer text, or a "
             "smaller --window"
         )

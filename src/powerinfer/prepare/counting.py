@@ -48,8 +48,8 @@ class Task:
     @property
     def key(self) -> str:
         """A digest of everything but the model that the result depends on."""
-        what = [__version__, self.windows.digest, self.windows.corpora, self.rows, self.cost]
-        return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
+        facts = [__version__, self.windows.digest, self.windows.corpora, self.rows, self.cost]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
     def first_row(self, window: int) -> int:
         """The first row of the samples in or after that window; row r is token r * tokens // rows."""
@@ -62,10 +62,10 @@ class Task:
         return rows * self.windows.tokens // max(1, self.rows) - window * self.windows.size
 
     def sampled(self, first: int, last: int, begin: int, end: int) -> tuple[int, NDArray[np.int64]]:
-        """Of the tokens of the windows from `first` to `last`, those from `begin` to `end`: the row of the first that
-        is sampled, and all that are, counted from `begin`."""
-        every = [self.tokens_of(window) + (window - first) * self.windows.size for window in range(first, last)]
-        sampled = np.concatenate(every)
+        """Row of the first sampled token of [begin, end) in the windows from `first` to `last`, and all sampled tokens
+        there, counted from `begin`."""
+        positions = [self.tokens_of(window) + (window - first) * self.windows.size for window in range(first, last)]
+        sampled = np.concatenate(positions)
         at, to = np.searchsorted(sampled, [begin, end])
         return self.first_row(first) + int(at), sampled[at:to] - begin
 
@@ -118,8 +118,8 @@ class State:
 
 
 @dataclass(frozen=True)
-class _Description:
-    """Of the file of a state. measured: (quantile, perplexity)."""
+class _StateHeader:
+    """Header of the file of a state. measured: (quantile, perplexity)."""
 
     key: str
     windows: Count
@@ -143,21 +143,21 @@ class Saved:
         state = State(self.checkpoint.config, len(self.task.windows.corpora))
         try:
             description, tensors, _ = self._place.read()
-            saved = self._place.described(_Description, description)
+            saved = self._place.described(_StateHeader, description)
         except ModelError:
             return None
         if saved.key != self.task.key or saved.windows > len(self.task.windows.ids):
             return None
         state.windows, state.measured = saved.windows, dict(saved.measured)
         for name in State._ARRAYS:
-            found, own = tensors.get(name), getattr(state, name)
-            if found is None and name == "magnitudes":
+            tensor, array = tensors.get(name), getattr(state, name)
+            if tensor is None and name == "magnitudes":
                 continue
-            if found is None or found.type != "I64" or len(found.shape) != own.ndim:
+            if tensor is None or tensor.type != "I64" or len(tensor.shape) != array.ndim:
                 return None
-            if found.shape[0] != len(own) or (name != "magnitudes" and found.shape != own.shape):
+            if tensor.shape[0] != len(array) or (name != "magnitudes" and tensor.shape != array.shape):
                 return None
-            setattr(state, name, np.frombuffer(found.data.tobytes(), "<i8").astype(np.int64).reshape(found.shape))
+            setattr(state, name, np.frombuffer(tensor.data.tobytes(), "<i8").astype(np.int64).reshape(tensor.shape))
         return state if self._can_be(state) else None
 
     def _can_be(self, state: State) -> bool:
@@ -271,20 +271,20 @@ def count(
         if not task.rows or (state.windows == len(windows.ids) and has_samples(checkpoint, prepared, task)):
             _count(saved, executor, state, thresholds, None, progress)
         else:
-            about = {"key": task.key, "tokens": windows.tokens}
-            with write_samples(checkpoint, prepared, task.rows, task.starts(), about, state.windows > 0) as writer:
+            metadata = {"key": task.key, "tokens": windows.tokens}
+            with write_samples(checkpoint, prepared, task.rows, task.starts(), metadata, state.windows > 0) as writer:
                 _count(saved, executor, state, thresholds, writer, progress)
     except ModelError:  # it would fail again: do not resume
         samples.remove_part()
         saved.remove()
         raise
-    made = _profile(checkpoint.config, task, state, thresholds)
-    whole = {"key": task.key, "window": windows.size, "samples": task.rows, "calibration": calibration}
-    path = write_profile(checkpoint, prepared, made, whole)
+    profile = _profile(checkpoint.config, task, state, thresholds)
+    details = {"key": task.key, "window": windows.size, "samples": task.rows, "calibration": calibration}
+    path = write_profile(checkpoint, prepared, profile, details)
     if not task.rows:
         samples.remove()  # those of an earlier profile
     saved.remove()
-    return ProfileFile(made, whole, path)
+    return ProfileFile(profile, details, path)
 
 
 def contexts(size: int) -> int:
@@ -358,13 +358,13 @@ def _count(
 
 def _profile(config: ModelConfig, task: Task, state: State, thresholds: Sequence[float] | None) -> Profile:
     windows, layers = task.windows, range(config.n_layers)
-    each: tuple[Counts, ...] = tuple(state.counts[layer, :, : config.ffn_sizes[layer]] for layer in layers)
+    layer_counts: tuple[Counts, ...] = tuple(state.counts[layer, :, : config.ffn_sizes[layer]] for layer in layers)
     return Profile(
         windows.tokens,
-        tuple(counts.sum(axis=0) for counts in each),
+        tuple(counts.sum(axis=0) for counts in layer_counts),
         windows.corpora,
         tuple(number * windows.size for number in windows.number),
-        each,
+        layer_counts,
         tuple(state.active),
         tuple(float(both / max(1, fired)) for both, fired in state.pairs),
         None if thresholds is None else tuple(thresholds),

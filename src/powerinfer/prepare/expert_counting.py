@@ -15,7 +15,7 @@ PIECE = 2048
 """Tokens counted at once."""
 
 PARTS = 8
-"""Of a corpus, at most: what is told apart."""
+"""Maximum number of parts of a corpus that are counted separately."""
 PART = 1024
 """Tokens of a part, at least, unless its corpus has fewer."""
 
@@ -33,27 +33,27 @@ def count_experts(
     the profile takes, and a piece of the trace. progress: ("counting", tokens done, tokens).
     """
     tokens, divided = sum(corpus_tokens), tuple(map(_parts, corpus_tokens))
-    each = [n for own in divided for n in own]
-    counts = {layer: np.zeros((len(each), n), np.int64) for layer, n in experts.items()}
+    parts = [n for own in divided for n in own]
+    counts = {layer: np.zeros((len(parts), n), np.int64) for layer, n in experts.items()}
     pairs = {layer: np.zeros((n, n), np.int64) for layer, n in experts.items()}
     after = dict(zip(experts, list(experts)[1:], strict=False))  # the next layer of experts
     follows = {layer: np.zeros((experts[layer], experts[next_one]), np.int64) for layer, next_one in after.items()}
-    distances = Distances(experts, {layer: rows.shape[1] for layer, rows in selected.items()}, each)
+    distances = Distances(experts, {layer: rows.shape[1] for layer, rows in selected.items()}, parts)
     done = 0
-    for part, where in _pieces(each):
-        piece = {layer: np.asarray(rows[where], np.int64) for layer, rows in selected.items()}
+    for part, rows_of_part in _pieces(parts):
+        piece = {layer: np.asarray(rows[rows_of_part], np.int64) for layer, rows in selected.items()}
         for layer, rows in piece.items():
             counts[layer][part] += np.bincount(rows.reshape(-1), minlength=experts[layer])
             _add_pairs(pairs[layer], rows, rows)
             if layer in after:
                 _add_pairs(follows[layer], rows, piece[after[layer]])
         distances.count(piece, part)
-        done += where.stop - where.start
+        done += rows_of_part.stop - rows_of_part.start
         progress("counting", done, tokens)
     for both in pairs.values():
         np.fill_diagonal(both, 0)
     layers = tuple(
-        LayerUse(layer, rows.shape[1], counts[layer], pairs[layer], follows.get(layer), distances.found[layer])
+        LayerUse(layer, rows.shape[1], counts[layer], pairs[layer], follows.get(layer), distances.counts[layer])
         for layer, rows in selected.items()
     )
     return ExpertProfile(tuple(corpora), divided, layers)
@@ -76,8 +76,8 @@ def _pieces(parts: Iterable[int]) -> Iterator[tuple[int, slice]]:
 
 def _add_pairs(to: Counts, first: NDArray[np.int64], second: NDArray[np.int64]) -> None:
     """Add 1 for each token to the pairs of an expert of `first` and one of `second`: [tokens, experts of a token]."""
-    both = first[:, :, None] * to.shape[1] + second[:, None, :]
-    to += np.bincount(both.reshape(-1), minlength=to.size).reshape(to.shape)
+    pairs = first[:, :, None] * to.shape[1] + second[:, None, :]
+    to += np.bincount(pairs.reshape(-1), minlength=to.size).reshape(to.shape)
 
 
 class Distances:
@@ -87,7 +87,9 @@ class Distances:
     """
 
     def __init__(self, experts: Mapping[int, int], top_k: Mapping[int, int], parts: Sequence[int]) -> None:
-        self.found: dict[int, Counts] = {layer: np.zeros((len(parts), n + 1), np.int64) for layer, n in experts.items()}
+        self.counts: dict[int, Counts] = {
+            layer: np.zeros((len(parts), n + 1), np.int64) for layer, n in experts.items()
+        }
         kinds: dict[tuple[int, int], list[int]] = {}
         for layer, n in experts.items():
             kinds.setdefault((n, top_k[layer]), []).append(layer)
@@ -102,14 +104,14 @@ class Distances:
         for layers, last in self._last:
             rows = np.stack([piece[layer] for layer in layers], axis=1)  # [tokens, layers, top_k]
             n, k = last.shape[1], rows.shape[2]
-            found = np.empty(rows.shape, np.int64)
+            distances = np.empty(rows.shape, np.int64)
             order = np.arange(k)
             flat, begin = last.reshape(-1), n * np.arange(len(layers))[:, None]
-            for token, own in enumerate(rows + begin):
-                before = flat[own]
+            for token, places in enumerate(rows + begin):
+                before = flat[places]
                 later = np.packbits(last[:, None, :] > before[:, :, None], axis=2)
-                found[token] = np.where(before < 0, n, np.bitwise_count(later).sum(axis=2, dtype=np.int64))
-                flat[own] = (self._tokens + token) * k + order
+                distances[token] = np.where(before < 0, n, np.bitwise_count(later).sum(axis=2, dtype=np.int64))
+                flat[places] = (self._tokens + token) * k + order
             for at, layer in enumerate(layers):
-                self.found[layer][part] += np.bincount(found[:, at].reshape(-1), minlength=n + 1)
+                self.counts[layer][part] += np.bincount(distances[:, at].reshape(-1), minlength=n + 1)
         self._tokens += tokens

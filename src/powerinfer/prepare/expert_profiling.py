@@ -78,24 +78,25 @@ def profile_experts(
     place = trace_place(checkpoint, engine.prepared, trace)
     sampled = not task.rows or (not force and has_samples(checkpoint, engine.prepared, task))
     recorded = None if force or not sampled else _current_trace(checkpoint, place, task)
-    found = None if force or not sampled else _current(checkpoint, engine.prepared, task)
+    current_file = None if force or not sampled else _current(checkpoint, engine.prepared, task)
     samples = PreparedFile(SAMPLES, checkpoint, engine.prepared)
-    kept = (samples.path, task.rows) if task.rows else None
-    if found is not None and (trace is None or recorded is not None):
-        return ProfiledExperts(found, kept, trace, 0, 0.0)
+    samples_kept = (samples.path, task.rows) if task.rows else None
+    if current_file is not None and (trace is None or recorded is not None):
+        return ProfiledExperts(current_file, samples_kept, trace, 0, 0.0)
     begin, computed = time.perf_counter(), 0
     if recorded is None:
         computed = _record(checkpoint, engine, task, place, say, progress, force, not sampled)
         recorded = open_trace(checkpoint, place)
     experts = {layer: ffn.n_experts for layer, ffn in checkpoint.config.experts.items()}
-    made = count_experts(recorded.selected, experts, recorded.corpora, recorded.corpus_tokens, progress)
-    about = {"key": task.key, "window": task.windows.size}
-    path = write_expert_profile(checkpoint, engine.prepared, made, about)
+    profile_ = count_experts(recorded.selected, experts, recorded.corpora, recorded.corpus_tokens, progress)
+    metadata = {"key": task.key, "window": task.windows.size}
+    path = write_expert_profile(checkpoint, engine.prepared, profile_, metadata)
     if trace is None:
         place.remove()
     if not task.rows:
         samples.remove()  # those of an earlier profile
-    return ProfiledExperts(ExpertProfileFile(made, about, path), kept, trace, computed, time.perf_counter() - begin)
+    file = ExpertProfileFile(profile_, metadata, path)
+    return ProfiledExperts(file, samples_kept, trace, computed, time.perf_counter() - begin)
 
 
 def _current(checkpoint: Checkpoint, prepared: str | None, task: Task) -> ExpertProfileFile | None:
@@ -125,11 +126,11 @@ def _record(
     """Write the trace, and samples if they are wanted; the number of tokens computed."""
     windows = task.windows
     corpora = [(name, number * windows.size) for name, number in zip(windows.corpora, windows.number, strict=True)]
-    about = {"key": task.key, "window": windows.size}
+    metadata = {"key": task.key, "window": windows.size}
     executor = load_executor(checkpoint, engine, windows, progress)
     try:
         with (
-            write_trace(checkpoint, place, corpora, about, not force) as writer,
+            write_trace(checkpoint, place, corpora, metadata, not force) as writer,
             _samples(checkpoint, engine.prepared, task, writer.done > 0) if sample else nullcontext() as samples,
         ):
             if samples is not None and not samples.resumed:  # their earlier part is lost
@@ -159,8 +160,8 @@ def _record(
 
 @contextmanager
 def _samples(checkpoint: Checkpoint, prepared: str | None, task: Task, resume: bool) -> Iterator[SamplesWriter]:
-    about = {"key": task.key, "tokens": task.windows.tokens}
-    with write_samples(checkpoint, prepared, task.rows, task.starts(), about, resume) as writer:
+    metadata = {"key": task.key, "tokens": task.windows.tokens}
+    with write_samples(checkpoint, prepared, task.rows, task.starts(), metadata, resume) as writer:
         yield writer
 
 
@@ -179,8 +180,8 @@ class _Recorder:
             with executor.observed_experts(self):
                 yield
         else:
-            with executor.routed() as taken:
-                self._take = taken
+            with executor.routed() as take_selected:
+                self._take = take_selected
                 yield
 
     def look_at(self, executor: CpuExecutor, first: int, last: int) -> None:
@@ -204,13 +205,13 @@ class _Recorder:
     def fires(self, layer: int, selected: NDArray[np.int32], active: NDArray[np.uint8]) -> None:
         self._selected[layer] = selected
         if self._samples is not None and len(self._sampled):
-            some = self._sampled
-            self._samples.put(layer, self._row, self._x, active[some], selected[some])
+            sampled = self._sampled
+            self._samples.put(layer, self._row, self._x, active[sampled], selected[sampled])
 
 
-def describe(made: ProfiledExperts) -> dict[str, Any]:
+def describe(result: ProfiledExperts) -> dict[str, Any]:
     """The profile as a document."""
-    one, about = made.file.profile, made.file.about
+    use, details = result.file.profile, result.file.about
     layers = [
         {
             "layer": layer.layer,
@@ -222,27 +223,27 @@ def describe(made: ProfiledExperts) -> dict[str, Any]:
             "never": int((layer.total == 0).sum()),
             "foretold": layer.foretold,
         }
-        for layer in one.layers
+        for layer in use.layers
     ]
     return {
-        "path": str(made.file.path),
-        "tokens": one.tokens,
-        "window": about.get("window"),
+        "path": str(result.file.path),
+        "tokens": use.tokens,
+        "window": details.get("window"),
         "corpora": [
-            {"name": name, "tokens": tokens} for name, tokens in zip(one.corpora, one.corpus_tokens, strict=True)
+            {"name": name, "tokens": tokens} for name, tokens in zip(use.corpora, use.corpus_tokens, strict=True)
         ],
-        **{f"top_{100 * share:.0f}": one.share_of_top(share) for share in TOP},
-        "gini": one.mean("gini"),
-        "reuse": one.mean("reuse"),
+        **{f"top_{100 * share:.0f}": use.share_of_top(share) for share in TOP},
+        "gini": use.mean("gini"),
+        "reuse": use.mean("reuse"),
         "overlap": [
-            {"first": one.corpora[first], "second": one.corpora[second], "share": one.overlap(first, second)}
-            for first, second in combinations(range(len(one.corpora)), 2)
+            {"first": use.corpora[first], "second": use.corpora[second], "share": use.overlap(first, second)}
+            for first, second in combinations(range(len(use.corpora)), 2)
         ],
         "layers": layers,
         "samples": None
-        if made.samples is None
-        else {"path": str(made.samples[0]), "bytes": made.samples[0].stat().st_size, "rows": made.samples[1]},
-        "trace": None if made.trace is None else {"path": str(made.trace), "bytes": made.trace.stat().st_size},
-        "seconds": made.seconds,
-        "tok_s": made.tokens / made.seconds if made.tokens else None,
+        if result.samples is None
+        else {"path": str(result.samples[0]), "bytes": result.samples[0].stat().st_size, "rows": result.samples[1]},
+        "trace": None if result.trace is None else {"path": str(result.trace), "bytes": result.trace.stat().st_size},
+        "seconds": result.seconds,
+        "tok_s": result.tokens / result.seconds if result.tokens else None,
     }

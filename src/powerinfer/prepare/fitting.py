@@ -50,7 +50,7 @@ _BINS_SHIFT = 12  # low bits of a float that a bin of z ignores: bins are 2^-11 
 _RISE = 0.02  # rate at which the weight of firing neurons follows the recall
 _SLOPES = [2.0**n for n in range(-2, 9)]  # initial slopes of the logistic that are tried
 _SOLVED_ROWS = 1 << 14  # rows used for least squares
-_SOME_ROWS = 256  # rows used for scales
+_SCALE_ROWS = 256  # rows used for scales
 _PATIENCE = 5  # checks, of twenty, within which the loss must improve
 _EASILY = 0.75  # fraction of the allowed loss at which training ends early
 _AS_GOOD = 0.001  # minimum gain of a trained predictor over one of low rank
@@ -72,17 +72,17 @@ def split_rows(rows: int, windows: NDArray[np.int64]) -> Rows:
 
     windows: int64, the first row of each, ascending from 0.
     """
-    held = max(2, -(-len(windows) // 10))
-    if len(windows) < 10 or windows[-held] < rows // 2:
+    held_windows = max(2, -(-len(windows) // 10))
+    if len(windows) < 10 or windows[-held_windows] < rows // 2:
         first, middle = rows - max(2, rows // 10), rows - max(1, rows // 20)
         return Rows(np.arange(first), np.arange(first, middle), np.arange(middle, rows))
     ends = np.append(windows[1:], rows)
-    parts = [np.arange(begin, end) for begin, end in zip(windows[-held:], ends[-held:], strict=True)]
-    return Rows(np.arange(windows[-held]), np.concatenate(parts[::2]), np.concatenate(parts[1::2]))
+    parts = [np.arange(begin, end) for begin, end in zip(windows[-held_windows:], ends[-held_windows:], strict=True)]
+    return Rows(np.arange(windows[-held_windows]), np.concatenate(parts[::2]), np.concatenate(parts[1::2]))
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class FitFigures:
     """Quality of a predictor on some rows: shares from 0 to 1, over all neurons of all rows.
 
     recall: of the neurons that fire, those selected (1 if none fires); precision: of those selected, the ones that fire
@@ -111,9 +111,9 @@ class Fitted:
 
     predictor: Predictor
     method: str
-    chosen: Figures
-    figures: Figures
-    svd: Figures
+    chosen: FitFigures
+    figures: FitFigures
+    svd: FitFigures
     svd_form: str
     steps: int
 
@@ -127,7 +127,7 @@ Stored = tuple[Bytes, Bytes]
 
 @dataclass(frozen=True, slots=True)
 class Margins:
-    """Of one matrix: positive if weights . (r / scale(r)) + offset > 0; [neurons, d_model] and [neurons]."""
+    """Margins of one matrix: positive if weights . (r / scale(r)) + offset > 0; [neurons, d_model] and [neurons]."""
 
     weights: Float32
     offset: Float32
@@ -139,8 +139,8 @@ def margins(checkpoint: Checkpoint, layer: int) -> tuple[Margins, ...]:
     Of neurons that fire on both sides of zero they are the gate itself: they fire where it is large either way.
     The FFN's norm (weight, bias, subtraction of the mean) is folded into the weights.
     """
-    config, own, name = checkpoint.config, checkpoint.config.layers[layer], f"layers.{layer}."
-    ffn = own.ffn
+    config, layer_config, name = checkpoint.config, checkpoint.config.layers[layer], f"layers.{layer}."
+    ffn = layer_config.ffn
     assert isinstance(ffn, FfnConfig | ExpertsConfig)
     parts = ["gate", "up"] if ffn.activation == "drelu" else ["gate" if ffn.gated else "up"]
     of_experts = "experts_" if isinstance(ffn, ExpertsConfig) else ""
@@ -154,8 +154,8 @@ def margins(checkpoint: Checkpoint, layer: int) -> tuple[Margins, ...]:
         if ffn.activation == "fatrelu":
             limits = name + "threshold"
             offset -= checkpoint.take(limits).float32() if checkpoint.has(limits) else np.float32(ffn.threshold)
-        if own.norms in ("pre", "both"):
-            norm = name + ("attn_norm" if own.shared_norm else "ffn_norm")
+        if layer_config.norms in ("pre", "both"):
+            norm = name + ("attn_norm" if layer_config.shared_norm else "ffn_norm")
             if checkpoint.has(norm + "_bias"):
                 offset += weights @ checkpoint.take(norm + "_bias").float32()
             weights *= checkpoint.take(norm).float32()
@@ -190,7 +190,7 @@ class _Cells:
     size: int
     fires: Tensor
 
-    def by_part(self) -> Iterator[Tensor]:
+    def fires_by_part(self) -> Iterator[Tensor]:
         """`fires` of each of `parts`: bool [its rows, size]."""
         sizes = [len(self.fires) if rows is None else len(rows) * self.size for _, rows in self.parts]
         return (own.reshape(-1, self.size) for own in self.fires.split(sizes))
@@ -200,10 +200,10 @@ class _Cells:
         import torch
 
         blocks = outer.split(self.size)
-        found = [
+        products = [
             ((hidden if rows is None else hidden[rows]) @ blocks[group].T).reshape(-1) for group, rows in self.parts
         ]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return products[0] if len(products) == 1 else torch.cat(products)
 
 
 class LayerFit:
@@ -279,18 +279,18 @@ class LayerFit:
         svd = self._measured(*low)
         trained = self._measured(*weights) if steps else svd
         better = trained.chosen.lost < svd.chosen.lost - _AS_GOOD
-        kept, method = (trained, "trained") if better else (svd, "svd")
-        predictor = Predictor(rank, kept.threshold, 0)
-        return Fitted(predictor, method, kept.chosen, kept.figures, svd.figures, form, steps), kept.stored
+        chosen, method = (trained, "trained") if better else (svd, "svd")
+        predictor = Predictor(rank, chosen.threshold, 0)
+        return Fitted(predictor, method, chosen.chosen, chosen.figures, svd.figures, form, steps), chosen.stored
 
     # ------------------------------------------------------------ rows
 
     def _mean(self, values: NDArray[np.float64]) -> float:
-        """Of a value for each neuron, the mean over the cells of the training rows."""
+        """Mean of a value of each neuron over the cells of the training rows."""
         return float(np.average(values, weights=self._had.repeat(self._size)))
 
     def _counted(self) -> NDArray[np.float64]:
-        """How often each neuron fires in the training rows; all rows are checked."""
+        """Number of training rows in which each neuron fires; all rows are checked."""
         counts = np.zeros((self._groups, self._size))
         for at in range(0, len(self._x), self._at_once):
             part = slice(at, at + self._at_once)
@@ -300,13 +300,13 @@ class LayerFit:
                     "profile it again"
                 )
             bits = np.unpackbits(self._active[part], axis=1, bitorder="little", count=self._cells)
-            own = bits[: max(0, len(self._rows.train) - at)]  # training rows come first
+            row_bits = bits[: max(0, len(self._rows.train) - at)]  # training rows come first
             if self._selected is None:
-                counts[0] += own.sum(axis=0)
+                counts[0] += row_bits.sum(axis=0)
                 continue
-            groups, each = self._selected[part][: len(own)].reshape(-1), own.reshape(-1, self._size)
+            groups, selected_bits = self._selected[part][: len(row_bits)].reshape(-1), row_bits.reshape(-1, self._size)
             for group in np.unique(groups):
-                counts[group] += each[groups == group].sum(axis=0)
+                counts[group] += selected_bits[groups == group].sum(axis=0)
         return counts.reshape(-1)
 
     def _batch(self, rows: NDArray[np.int64]) -> tuple[Tensor, _Cells]:
@@ -323,8 +323,8 @@ class LayerFit:
         order = np.argsort(selected.reshape(-1), kind="stable")
         of_row = torch.from_numpy(order // selected.shape[1]).to(self._device)
         counts = np.bincount(selected.reshape(-1), minlength=self._groups)
-        each = of_row.split(counts.tolist())
-        parts = [(group, each[group]) for group in np.flatnonzero(counts).tolist()]
+        rows_of_group = of_row.split(counts.tolist())
+        parts = [(group, rows_of_group[group]) for group in np.flatnonzero(counts).tolist()]
         in_order = fires.reshape(-1, self._size)[torch.from_numpy(order).to(self._device)]
         return x, _Cells(parts, self._size, in_order.reshape(-1))
 
@@ -341,17 +341,17 @@ class LayerFit:
 
     def _rounded(self, values: Tensor) -> Tensor:
         """Activations rounded as by the kernels of the stored type."""
-        return _in_8_bits(values) if self._type == "Q8_0" else values
+        return _round_to_q8(values) if self._type == "Q8_0" else values
 
     def _histograms(self, inner: Tensor, outer: Tensor, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Histograms of z: (neurons that fire, all), int64 [bins], by ascending z."""
         torch = self._torch
-        fires, every = (torch.zeros(1 << (32 - _BINS_SHIFT), dtype=torch.int64, device=self._device) for _ in range(2))
+        fires, total = (torch.zeros(1 << (32 - _BINS_SHIFT), dtype=torch.int64, device=self._device) for _ in range(2))
         for x, cells in self._batches(rows):
             bins = _bins(torch, self._z(x, cells, inner, outer))
-            every += torch.bincount(bins, minlength=len(every))
-            fires += torch.bincount(bins[cells.fires], minlength=len(every))
-        return fires, every
+            total += torch.bincount(bins, minlength=len(total))
+            fires += torch.bincount(bins[cells.fires], minlength=len(total))
+        return fires, total
 
     def _threshold(self, fires: Tensor) -> int:
         """The highest bin at which the recall is reached."""
@@ -360,10 +360,10 @@ class LayerFit:
         return len(fires) - 1 - int((from_above < need).sum())
 
     def _lost(self, inner: Tensor, outer: Tensor) -> float:
-        """`Figures.lost` at the target recall, on the choosing rows: the criterion of training."""
+        """`FitFigures.lost` at the target recall, on the choosing rows: the criterion of training."""
         rows = self._choosing[:: -(-len(self._choosing) // _CHECK_ROWS)]
-        fires, every = self._histograms(inner, outer, rows)
-        return _figures(fires, every, self._threshold(fires)).lost
+        fires, total = self._histograms(inner, outer, rows)
+        return _figures(fires, total, self._threshold(fires)).lost
 
     @property
     def _choosing(self) -> NDArray[np.int64]:
@@ -374,14 +374,14 @@ class LayerFit:
 
     def _measured(self, inner: Tensor, outer: Tensor) -> _Measured:
         outer = self._with_few(outer)
-        stored = [self._stored(one) for one in (inner, outer)]
+        stored = [self._stored(matrix) for matrix in (inner, outer)]
         inner, outer = (
-            self._torch.from_numpy(dequantize(one, self._type)).to(self._device).reshape(weights.shape)
-            for one, weights in zip(stored, (inner, outer), strict=True)
+            self._torch.from_numpy(dequantize(matrix, self._type)).to(self._device).reshape(weights.shape)
+            for matrix, weights in zip(stored, (inner, outer), strict=True)
         )
-        fires, every = self._histograms(inner, outer, self._choosing)
+        fires, total = self._histograms(inner, outer, self._choosing)
         at = self._threshold(fires)
-        chosen = _figures(fires, every, at)
+        chosen = _figures(fires, total, at)
         figures = _figures(*self._histograms(inner, outer, self._rows.report), at)
         return _Measured(_lowest_of(at), (stored[0], stored[1]), chosen, figures)
 
@@ -398,7 +398,7 @@ class LayerFit:
         return blocks.reshape(outer.shape)
 
     def _stored(self, weights: Tensor) -> Bytes:
-        """In the stored type, after scaling by a power of two into the precise range of F16, the type of the scales."""
+        """Weights in the stored type, after scaling by a power of two into the precise range of F16, of the scales."""
         peak = float(weights.abs().max())
         scaled = weights * 2.0 ** -math.ceil(math.log2(peak)) if peak else weights
         return quantize(np.ascontiguousarray(scaled.float().cpu().numpy()), self._type)
@@ -407,23 +407,23 @@ class LayerFit:
 
     def _constant(self, rank: int) -> tuple[Fitted, Stored]:
         """Selects all neurons or none: z is 0, and the threshold 0 or above it."""
-        every = bool(self.frequency.all())
+        always = bool(self.frequency.all())
         d_model = self._checkpoint.config.d_model
         inner, outer = (quantize(np.zeros(s, np.float32), self._type) for s in ((rank, d_model), (self._neurons, rank)))
-        selected = 1.0 if every else 0.0
-        found = []
+        selected = 1.0 if always else 0.0
+        pair = []
         for rows in (self._rows.choose, self._rows.report):
             bits = np.unpackbits(self._active[rows], axis=1, bitorder="little", count=self._cells)
             active = float(bits.mean())
-            found.append(Figures(1.0 if every or not active else 0.0, active if every else 1.0, selected, active))
-        predictor = Predictor(rank, 0.0 if every else 1.0, 0)
-        return Fitted(predictor, "constant", found[0], found[1], found[1], "constant", 0), (inner, outer)
+            pair.append(FitFigures(1.0 if always or not active else 0.0, active if always else 1.0, selected, active))
+        predictor = Predictor(rank, 0.0 if always else 1.0, 0)
+        return Fitted(predictor, "constant", pair[0], pair[1], pair[1], "constant", 0), (inner, outer)
 
     def _low_rank_of(self, rank: int) -> tuple[str, Tensor, Tensor]:
         """(form, in, out): the low-rank form of that rank that loses least in its stored type."""
         if self._low_rank is None:
             self._low_rank = _LowRank(self._torch, margins(self._checkpoint, self._layer), *self._moments())
-        x, _ = self._some()
+        x, _ = self._sample_rows()
         forms = [
             (name, *self._balanced(x, inner.float(), (self._solved(inner) if self._two_sided else outer).float()))
             for name, inner, outer in self._low_rank.forms(rank)
@@ -438,20 +438,20 @@ class LayerFit:
         fired = torch.zeros((self._groups, rank, self._size), dtype=torch.float64, device=self._device)
         for x, cells in self._batches(self._rows.train[:: -(-len(self._rows.train) // _SOLVED_ROWS)]):
             hidden = torch.relu(x / _scale(self._checkpoint, self._layer, x) @ inner.T)
-            for (group, own), fires in zip(cells.parts, cells.by_part(), strict=True):
-                some = hidden if own is None else hidden[own]
-                gram[group] += some.T @ some
-                fired[group] += some.T @ fires.float()
+            for (group, rows), fires in zip(cells.parts, cells.fires_by_part(), strict=True):
+                rows_hidden = hidden if rows is None else hidden[rows]
+                gram[group] += rows_hidden.T @ rows_hidden
+                fired[group] += rows_hidden.T @ fires.float()
         ridge = gram.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-12)
         gram += 1e-3 * ridge[:, None, None] * torch.eye(rank, dtype=gram.dtype, device=self._device)
         return torch.linalg.solve(gram, fired).transpose(1, 2).reshape(-1, rank)
 
     def _nearly(self, weights: Tensor) -> Tensor:
         """Weights with the errors of the stored type, for comparison."""
-        return _in_8_bits(weights) if self._type == "Q8_0" else weights
+        return _round_to_q8(weights) if self._type == "Q8_0" else weights
 
     def _moments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of r / scale(r) the mean [d_model], second moments [d_model, d_model] and the mean of the rows that have each
+        """Mean [d_model] and second moments [d_model, d_model] of r / scale(r), and the mean of the rows that have each
         group [groups, d_model], float64."""
         torch = self._torch
         rows = self._rows.train[:: -(-len(self._rows.train) // _MOMENT_ROWS)]
@@ -464,17 +464,17 @@ class LayerFit:
             unit = x / _scale(self._checkpoint, self._layer, x)
             mean += unit.sum(0)
             second += unit.T @ unit
-            for group, own in cells.parts:
-                some = unit if own is None else unit[own]
-                sums[group] += some.sum(0)
-                counts[group] += len(some)
+            for group, of_group in cells.parts:
+                group_rows = unit if of_group is None else unit[of_group]
+                sums[group] += group_rows.sum(0)
+                counts[group] += len(group_rows)
         mean /= len(rows)
         return mean, second / len(rows), torch.where(counts > 0, sums / counts.clamp(min=1), mean)
 
     def _fit(
         self, inner: Tensor, outer: Tensor, rank: int, tick: Callable[[float], None]
     ) -> tuple[tuple[Tensor, Tensor], int]:
-        """((in, out) trained from a predictor of low rank, steps).
+        """Weights (in, out) trained from a predictor of low rank, and the number of steps.
 
         Adam; the learning rate is relative to each matrix's root mean square and decays to 0, earlier if the loss on
         the choosing rows no longer falls, or too slowly for this size to meet the target; training ends if the target
@@ -487,10 +487,10 @@ class LayerFit:
         groups = [{"params": [one], "lr": rate} for one, rate in zip(weights, rates, strict=True)]
         adam = torch.optim.Adam(groups, betas=(0.9, 0.99))
         random = np.random.default_rng([config.seed, self._layer, rank])
-        kept = (inner.detach().clone(), outer.detach().clone())
-        best = self._lost(*map(self._nearly, kept))
+        best_weights = (inner.detach().clone(), outer.detach().clone())
+        best = self._lost(*map(self._nearly, best_weights))
         course = [best]  # the best at each check
-        every = max(1, config.steps // 20)
+        interval = max(1, config.steps // 20)
         begin, end, from_rate, step = 0, config.steps, 1.0, 0
         while step < end and best > _EASILY * config.lost:
             for group, rate in zip(adam.param_groups, rates, strict=True):
@@ -501,16 +501,16 @@ class LayerFit:
             adam.step()
             step += 1
             tick(step / end)
-            if step % every and step != end:
+            if step % interval and step != end:
                 continue
             lost = self._lost(self._nearly(inner.detach()), self._nearly(outer.detach()))
             if lost < best:
-                best, kept = lost, (inner.detach().clone(), outer.detach().clone())
+                best, best_weights = lost, (inner.detach().clone(), outer.detach().clone())
             course.append(best)
-            if end == config.steps and self._in_vain(course, (end - step) / every):  # decay the rate, and end
+            if end == config.steps and self._is_in_vain(course, (end - step) / interval):  # decay the rate, and end
                 from_rate *= (end - step) / (end - begin)
-                begin, end = step, min(end, step + 3 * every)
-        return kept, step
+                begin, end = step, min(end, step + 3 * interval)
+        return best_weights, step
 
     def _training_loss(self, rows: NDArray[np.int64], inner: Tensor, outer: Tensor, log_weight: Tensor) -> Tensor:
         """The mean loss of all neurons on some rows; updates log w.
@@ -525,17 +525,17 @@ class LayerFit:
         torch, recall, active = self._torch, self._config.recall, self._mean(self.frequency)
         x, cells = self._batch(rows)
         fires = cells.fires
-        z = self._through(x / _scale(self._checkpoint, self._layer, x), cells, inner, outer)
+        z = self._quantised_z(x / _scale(self._checkpoint, self._layer, x), cells, inner, outer)
         with torch.no_grad():
-            found = ((z >= 0) & fires).sum() / fires.sum().clamp(min=1)
-            log_weight += _RISE * (recall - found) / (1 - recall)
+            reached = ((z >= 0) & fires).sum() / fires.sum().clamp(min=1)
+            log_weight += _RISE * (recall - reached) / (1 - recall)
             log_weight.clamp_(-3.0, 7.0)
             weight = log_weight.exp()
             per_class = torch.where(fires, weight, 1.0) / (weight * active + 1 - active)
             signs = torch.where(fires, -1.0, 1.0)
         return (torch.nn.functional.softplus(z * signs) * per_class).mean()
 
-    def _in_vain(self, course: list[float], checks_left: float) -> bool:
+    def _is_in_vain(self, course: list[float], checks_left: float) -> bool:
         """Whether the loss of the checks no longer falls, or will not fall far enough.
 
         Decaying the rate lowers it by another tenth or so; a fifth is assumed.
@@ -546,12 +546,12 @@ class LayerFit:
         return gain < 0.002 * course[-1] or 0.8 * course[-1] - gain * checks_left > self._config.lost
 
     def _beginning(self, inner: Tensor, outer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(in, out, log w): the same predictor, rescaled for training.
+        """Weights and log w to begin with: (in, out, log w), the same predictor, rescaled for training.
 
         The recall is reached at z = 0, by means of the constant unit, and the slope of z minimises the logistic loss.
         """
         torch, nn = self._torch, self._torch.nn.functional
-        x, cells = self._some()
+        x, cells = self._sample_rows()
         fires, hidden = cells.fires, torch.relu(x @ inner.T)
         z = cells.z(hidden, outer)
         losses = [float(nn.softplus(slope * torch.where(fires, -z, z)).mean()) for slope in _SLOPES]
@@ -566,9 +566,9 @@ class LayerFit:
         log_weight = (forces[0].clamp(min=1e-6) / forces[1].clamp(min=1e-6)).log().clamp(-3.0, 7.0)
         return inner.clone(), outer, log_weight
 
-    def _some(self) -> tuple[Tensor, _Cells]:
+    def _sample_rows(self) -> tuple[Tensor, _Cells]:
         """(r / scale(r), their cells) of a few training rows, evenly spaced."""
-        x, cells = self._batch(self._rows.train[:: -(-len(self._rows.train) // _SOME_ROWS)])
+        x, cells = self._batch(self._rows.train[:: -(-len(self._rows.train) // _SCALE_ROWS)])
         return x / _scale(self._checkpoint, self._layer, x), cells
 
     def _balanced(self, x: Tensor, inner: Tensor, outer: Tensor) -> tuple[Tensor, Tensor]:
@@ -580,15 +580,15 @@ class LayerFit:
         size = self._torch.where(size > 0, size, 1.0)
         return inner / size[:, None], outer * size
 
-    def _through(self, x: Tensor, cells: _Cells, inner: Tensor, outer: Tensor) -> Tensor:
+    def _quantised_z(self, x: Tensor, cells: _Cells, inner: Tensor, outer: Tensor) -> Tensor:
         """z of the cells in the stored type, with gradients as if nothing were rounded."""
 
         def rounded(values: Tensor) -> Tensor:
-            return values + (_in_8_bits(values.detach()) - values.detach())
+            return values + (_round_to_q8(values.detach()) - values.detach())
 
         if self._type != "Q8_0":
             return cells.z(self._torch.relu(x @ inner.T), outer)
-        hidden = self._torch.relu(_in_8_bits(x) @ rounded(inner).T)
+        hidden = self._torch.relu(_round_to_q8(x) @ rounded(inner).T)
         return cells.z(rounded(hidden), rounded(outer))
 
 
@@ -596,8 +596,8 @@ class LayerFit:
 class _Measured:
     threshold: float
     stored: Stored
-    chosen: Figures
-    figures: Figures
+    chosen: FitFigures
+    figures: FitFigures
 
 
 # ---------------------------------------------------------------- low rank
@@ -623,11 +623,11 @@ class _LowRank:
         wide = [
             (torch.from_numpy(part.weights).to(mean.device), torch.from_numpy(part.offset).to(mean)) for part in parts
         ]
-        scaled = [_in_deviations(weights, offset, root) for weights, offset in wide]
+        scaled = [_scale_to_deviations(weights, offset, root) for weights, offset in wide]
         self._bases = {"gate" if len(parts) > 1 else "": self._basis(*scaled[0], root)}
         if len(parts) > 1:
-            both = _in_deviations(sum(one[0] for one in scaled), sum(one[1] for one in scaled), root)
-            self._bases["gate + up"] = self._basis(*both, root)
+            joint = _scale_to_deviations(sum(one[0] for one in scaled), sum(one[1] for one in scaled), root)
+            self._bases["gate + up"] = self._basis(*joint, root)
 
     def _basis(self, weights: Tensor, offset: Tensor, root: Tensor) -> _Basis:
         gram = sum(block.double().T @ block.double() for block in weights.split(_BLOCK))
@@ -662,8 +662,8 @@ class _LowRank:
         blocks = basis.weights.split(_BLOCK)
         outer = torch.cat([block.double() @ basis.directions[:, :number] for block in blocks])
         levels = self._means @ inner.T  # of the groups
-        each = outer.split(len(outer) // len(levels))
-        explained = torch.cat([own @ level for own, level in zip(each, levels, strict=True)])
+        outer_blocks = outer.split(len(outer) // len(levels))
+        explained = torch.cat([own @ level for own, level in zip(outer_blocks, levels, strict=True)])
         return inner, outer, basis.level - explained
 
     def _padded(self, name: str, inner: Tensor, outer: Tensor, rest: Tensor, rank: int) -> tuple[str, Tensor, Tensor]:
@@ -689,21 +689,21 @@ class _Basis:
     level: Tensor  # [neurons], means of the margins
 
 
-def _in_deviations(weights: Tensor, offset: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+def _scale_to_deviations(weights: Tensor, offset: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
     """Margins in units of their standard deviations. weights: float32, overwritten; offset, root: float64."""
     for first in range(0, len(weights), _BLOCK):
-        block, own = weights[first : first + _BLOCK], offset[first : first + _BLOCK]
+        block, offsets = weights[first : first + _BLOCK], offset[first : first + _BLOCK]
         deviation = (block.double() @ root).square().sum(1).sqrt()
         deviation = deviation.where(deviation > 0, deviation.new_ones(()))
         block /= deviation[:, None].float()
-        own /= deviation
+        offsets /= deviation
     return weights, offset
 
 
 # ---------------------------------------------------------------- numbers
 
 
-def _in_8_bits(values: Tensor) -> Tensor:
+def _round_to_q8(values: Tensor) -> Tensor:
     """Rounded as blocks of Q8_0: 32 neighbours in a row share a scale."""
     blocks = values.reshape(*values.shape[:-1], -1, 32)
     scale = blocks.abs().amax(-1, keepdim=True) / 127
@@ -723,12 +723,12 @@ def _lowest_of(bin: int) -> float:
     return float(np.array(bits, np.uint32).view(np.float32))
 
 
-def _figures(fires: Tensor, every: Tensor, at: int) -> Figures:
-    found, selected = int(fires[at:].sum()), int(every[at:].sum())
-    active, total = int(fires.sum()), int(every.sum())
-    return Figures(
-        found / active if active else 1.0,
-        found / selected if selected else 1.0,
+def _figures(fires: Tensor, total_bins: Tensor, at: int) -> FitFigures:
+    hits, selected = int(fires[at:].sum()), int(total_bins[at:].sum())
+    active, total = int(fires.sum()), int(total_bins.sum())
+    return FitFigures(
+        hits / active if active else 1.0,
+        hits / selected if selected else 1.0,
         selected / total,
         active / total,
     )

@@ -102,12 +102,12 @@ def pack(
     done = 0
     with write_bundles(checkpoint, prepared, layouts) as write, ThreadPoolExecutor(cores) as pool:
         for layer, layout in enumerate(layouts):
-            every = _all_rows(layout)
-            sources = [_Source(checkpoint, one, layer) for one in every]
+            matrices = _all_rows(layout)
+            sources = [_Source(checkpoint, one, layer) for one in matrices]
             for slab in _slabs(sources, config.ffn_sizes[layer], step, pool, cores):
                 count = len(slab[0][0])
                 rows = spaces[layout][: n_groups(count)]
-                for one, (data, error) in zip(every, slab, strict=True):
+                for one, (data, error) in zip(matrices, slab, strict=True):
                     squares[one.name] += error
                     one.put(data, count, rows, layout, cores)
                 write(layer, rows)
@@ -153,10 +153,10 @@ def _slabs(
 class _Source:
     """One matrix of one layer: the tensor it comes from, and its rows in the type of the bundles'."""
 
-    def __init__(self, checkpoint: Checkpoint, one: _Rows, layer: int) -> None:
-        self._name = tensor_name(checkpoint, one.name, layer)
-        self._where = f"{checkpoint.path}: {self._name}"
-        self._into = one
+    def __init__(self, checkpoint: Checkpoint, rows: _Rows, layer: int) -> None:
+        self._name = tensor_name(checkpoint, rows.name, layer)
+        self._place = f"{checkpoint.path}: {self._name}"
+        self._into = rows
         self._tensor = checkpoint.take(self._name)
         self._type = self._tensor.type
 
@@ -193,12 +193,12 @@ class _Source:
         try:
             data = quantize(values, target)
         except ModelError as error:
-            raise ModelError(f"{self._where}: {error}") from None
+            raise ModelError(f"{self._place}: {error}") from None
         back = dequantize(data, target)
         if not np.isfinite(back).all():
             flag = "--down-type" if self._into.name == "down" else "--type"
             hint = f"; `{flag} bf16` holds larger ones" if target == "F16" else ""
-            raise ModelError(f"{self._where} has a weight that {target} cannot hold{hint}")
+            raise ModelError(f"{self._place} has a weight that {target} cannot hold{hint}")
         wrong = np.square(back - values, dtype=np.float64).sum()
         squares = np.array([wrong, np.square(values, dtype=np.float64).sum()])
         return (by_group(data, block_type(target).nbytes) if across else data), squares

@@ -32,18 +32,18 @@ SPARE = 16 << 20  # bytes of the disk that small files may take
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepOutcome:
     """The result of a step. state: `DONE`, `SKIPPED` (it was up to date) or `NOT_NEEDED`.
 
     said: for people; figures: for the document.
     """
 
     state: str
-    said: str
+    text: str
     figures: dict[str, Any]
 
 
-Step = Callable[["Progress"], Outcome]
+Step = Callable[["Progress"], StepOutcome]
 
 
 @dataclass
@@ -74,13 +74,13 @@ class Work:
     def samples_needed(self) -> bool:
         """Whether predictors are trained, now or by a later `train` that only --no-train or the selector puts off."""
         config = self.checkpoint.config
-        both_ways = config.fires_both_ways and self.engine.selector != "predicted"
-        own = self.checkpoint.predictor_threshold is not None
-        return config.rectified and not config.in_banks and not both_ways and not own
+        reads_both = config.fires_both_ways and self.engine.selector != "predicted"
+        has_threshold = self.checkpoint.predictor_threshold is not None
+        return config.rectified and not config.in_banks and not reads_both and not has_threshold
 
     @property
     def folder(self) -> Path:
-        """Where the files of the steps are written."""
+        """Folder of the files of the steps."""
         from powerinfer.formats.prepared import prepared_folder
 
         return prepared_folder(self.checkpoint.path, self.engine.prepared)
@@ -91,8 +91,8 @@ class Work:
         return self.checkpoint.config.partly_rectified
 
     @property
-    def why_no_training(self) -> str | None:
-        """Why no predictors are trained; None when they are."""
+    def no_training_reason(self) -> str | None:
+        """Reason for which no predictors are trained; None when they are."""
         config = self.checkpoint.config
         if not config.rectified:
             return f"activations of {config.activations_never_zero} are never exactly zero"
@@ -173,7 +173,7 @@ def steps(work: Work) -> Iterator[tuple[str, Step]]:
 # ---------------------------------------------------------------- the steps
 
 
-def measure(work: Work, progress: Progress) -> Outcome:
+def measure(work: Work, progress: Progress) -> StepOutcome:
     from powerinfer.hardware.description import load
     from powerinfer.hardware.measure import gpu_beside, kept_at, known, measure_and_keep, memories
     from powerinfer.placement.request import described
@@ -184,35 +184,35 @@ def measure(work: Work, progress: Progress) -> Outcome:
         work.hardware = machine[0] if work.planning.hardware is None else load(work.planning.hardware)
         return _not_needed(f"the plan is for {work.hardware.name}")
     gpu = gpu_beside(work.engine, work.say)
-    found = None if work.force else known(work.engine, gpu)
-    if found is None:
+    cached = None if work.force else known(work.engine, gpu)
+    if cached is None:
         work.hardware = memories(work.engine, gpu)
         check_bytes(work)
-    hardware = found or measure_and_keep(work.engine, progress, work.say, gpu=gpu, again=work.force)
+    hardware = cached or measure_and_keep(work.engine, progress, work.say, gpu=gpu, again=work.force)
     work.hardware, cpu = hardware, hardware.cpu
     fastest = max(cpu.dense_gb_s.values())
     figures = {"path": str(kept_at(hardware.key)), "name": hardware.name, "dense_gb_s": dict(cpu.dense_gb_s)}
-    return Outcome(SKIPPED if found else DONE, f"{cpu.name}, {fastest:.1f} GB/s of dense weights", figures)
+    return StepOutcome(SKIPPED if cached else DONE, f"{cpu.name}, {fastest:.1f} GB/s of dense weights", figures)
 
 
-def profile(work: Work, progress: Progress) -> Outcome:
+def profile(work: Work, progress: Progress) -> StepOutcome:
     from powerinfer.prepare import profiling
 
-    made = profiling.profile(work.checkpoint, work.engine, work.task, work.say, progress, work.force)
-    document = profiling.describe(work.checkpoint, work.engine.prepared, made)
+    profiled = profiling.profile(work.checkpoint, work.engine, work.task, work.say, progress, work.force)
+    document = profiling.describe(work.checkpoint, work.engine.prepared, profiled)
     shown = ("path", "tokens", "active_fraction", "hot_share", "reuse", "samples", "calibration")
-    said = (
+    text = (
         f"{document['tokens']:,} tokens, {100 * document['active_fraction']:.1f} % of the neurons active, "
         f"{100 * document['hot_share']:.1f} % carry 80 % of activations"
     )
-    return Outcome(DONE if made.seconds else SKIPPED, said, {name: document[name] for name in shown})
+    return StepOutcome(DONE if profiled.seconds else SKIPPED, text, {name: document[name] for name in shown})
 
 
-def train(work: Work, progress: Progress) -> Outcome:
+def train(work: Work, progress: Progress) -> StepOutcome:
     from powerinfer.prepare import training
 
-    if (why := work.why_no_training) is not None:
-        return _not_needed(why)
+    if (reason := work.no_training_reason) is not None:
+        return _not_needed(reason)
     prepared, config = work.engine.prepared, work.training
     file = None if work.force else training.current(work.checkpoint, prepared, config)
     trained = None
@@ -224,19 +224,19 @@ def train(work: Work, progress: Progress) -> Outcome:
     document = training.describe(file)
     document.pop("layers")
     document["resumed"] = trained.resumed if trained else 0
-    said = (
+    text = (
         f"{document['bytes'] / 1e6:.1f} MB, {100 * document['recall']:.1f} % of the firing neurons selected, "
         f"{100 * document['candidate_fraction']:.1f} % of all"
     )
-    return Outcome(DONE if trained else SKIPPED, said, document)
+    return StepOutcome(DONE if trained else SKIPPED, text, document)
 
 
-def pack(work: Work, progress: Progress) -> Outcome:
+def pack(work: Work, progress: Progress) -> StepOutcome:
     from powerinfer.formats.bundle_types import choose_types
     from powerinfer.prepare import packing
 
     if work.dense and not work.request("all", fresh=True).claims().bundles:
-        return _not_needed(f"every neuron is computed, from the model's own matrices{_why_all(work)}")
+        return _not_needed(f"every neuron is computed, from the model's own matrices{_speeds_reason(work)}")
     bundles, packed = _packed_bundles(work), None
     if bundles is None:
         types = choose_types(work.checkpoint)
@@ -246,7 +246,7 @@ def pack(work: Work, progress: Progress) -> Outcome:
             work.say(note)
     document = packing.describe(bundles, packed)
     parts = ", ".join(f"{part} {name}" for part, name in document["types"].items() if name)
-    return Outcome(DONE if packed else SKIPPED, f"{document['bytes'] / 1e6:.1f} MB, {parts}", document)
+    return StepOutcome(DONE if packed else SKIPPED, f"{document['bytes'] / 1e6:.1f} MB, {parts}", document)
 
 
 def _packed_bundles(work: Work) -> BundleFile | None:
@@ -259,7 +259,7 @@ def _packed_bundles(work: Work) -> BundleFile | None:
     return None
 
 
-def _why_all(work: Work) -> str:
+def _speeds_reason(work: Work) -> str:
     """The estimated speeds with and without thresholds, if they decided."""
     from powerinfer.placement.plan_document import rate
 
@@ -269,7 +269,7 @@ def _why_all(work: Work) -> str:
     return f": {rate(sparse)} tokens/s are estimated with the thresholds, {rate(dense)} without"
 
 
-def plan(work: Work, progress: Progress) -> Outcome:
+def plan(work: Work, progress: Progress) -> StepOutcome:
     from powerinfer.placement.plan import kept_document, make_plan, plan_path, save_plan
     from powerinfer.placement.plan_document import rate
 
@@ -279,18 +279,18 @@ def plan(work: Work, progress: Progress) -> Outcome:
     if not work.force:
         with suppress(ModelError):
             facts = kept_document(work.folder, request)
-    known = facts is not None
+    is_saved = facts is not None
     if facts is None:
-        made = make_plan(request)
-        facts = made.document(save_plan(made, work.folder))
+        plan_ = make_plan(request)
+        facts = plan_.document(save_plan(plan_, work.folder))
     work.plan, work.plan_path = facts, path
     on_gpu = f"{100 * facts.mass_on_gpu:.1f} % of the activations on the GPU"
-    said = f"{rate(facts.predicted.decode_tok_s)} tokens/s estimated with --selector {request.selector}, {on_gpu}"
+    text = f"{rate(facts.predicted.decode_tok_s)} tokens/s estimated with --selector {request.selector}, {on_gpu}"
     figures = {"path": str(path), "key": request.key, "selector": request.selector}
-    return Outcome(SKIPPED if known else DONE, said, figures)
+    return StepOutcome(SKIPPED if is_saved else DONE, text, figures)
 
 
-def report(work: Work, progress: Progress) -> Outcome:
+def report(work: Work, progress: Progress) -> StepOutcome:
     from powerinfer.report.findings import findings, with_plan
     from powerinfer.report.plots import need_matplotlib
     from powerinfer.report.writing import report_folder, write_report
@@ -302,14 +302,14 @@ def report(work: Work, progress: Progress) -> Outcome:
         return _not_needed(str(error))
     folder = report_folder(work.checkpoint.path, prepared)
     assert work.plan is not None, "the plan comes before the report"
-    found = with_plan(findings(work.checkpoint, prepared), work.plan, work.plan_path, work.checkpoint)
-    made = write_report(found, folder, work.force, progress)
-    figures = {"path": str(made.page), "images": len(made.images)}
-    return Outcome(DONE if made.made else SKIPPED, str(made.page), figures)
+    prepared_files = with_plan(findings(work.checkpoint, prepared), work.plan, work.plan_path, work.checkpoint)
+    report_ = write_report(prepared_files, folder, work.force, progress)
+    figures = {"path": str(report_.page), "images": len(report_.images)}
+    return StepOutcome(DONE if report_.is_new else SKIPPED, str(report_.page), figures)
 
 
-def _not_needed(why: str) -> Outcome:
-    return Outcome(NOT_NEEDED, why, {"path": None, "why": why})
+def _not_needed(reason: str) -> StepOutcome:
+    return StepOutcome(NOT_NEEDED, reason, {"path": None, "why": reason})
 
 
 # ---------------------------------------------------------------- checks before the work
@@ -324,13 +324,13 @@ def check(work: Work) -> None:
 
     check_neurons(work.checkpoint.config, "prepare")
     machine_choices(work.engine)
-    if work.why_no_training is None:
+    if work.no_training_reason is None:
         training.need_torch()
         training.check(work.checkpoint, work.training)
     elif PreparedFile(PREDICTOR, work.checkpoint, work.engine.prepared).exists():
         open_predictor(work.checkpoint, work.engine.prepared)  # a stale one would stop the plan
     elif work.engine.selector == "predicted" and work.checkpoint.predictor_threshold is None:
-        raise RequestError(f"--selector predicted needs predictors, and none are trained: {work.why_no_training}")
+        raise RequestError(f"--selector predicted needs predictors, and none are trained: {work.no_training_reason}")
     check_folder(work.folder, needed_bytes(work))
 
 
@@ -367,7 +367,7 @@ def needed_bytes(work: Work) -> int:
     total = SPARE
     if work.force or current_profile(work.checkpoint, prepared, work.task) is None:
         total += 8 * neurons * len(work.task.windows.corpora) + work.task.rows * row_bytes(work.checkpoint)
-        if work.why_no_training is None:
+        if work.no_training_reason is None:
             total += 2 * int(work.training.share * model_bytes(work.checkpoint))  # sizes that are tried count too
     if (work.rectified or work.engine.selector == "threshold") and _packed_bundles(work) is None:
         types = choose_types(work.checkpoint)
@@ -381,13 +381,13 @@ def check_folder(folder: Path, needed: int) -> None:
     import tempfile
     from shutil import disk_usage
 
-    there = folder.exists()
+    exists = folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
         usage = disk_usage(folder)
-        if not there:
+        if not exists:
             folder.rmdir()
     except OSError as error:
         raise PowerInferError(

@@ -97,11 +97,11 @@ def profile(
     from powerinfer.prepare.counting import Saved, State, count, current
 
     config, windows = checkpoint.config, task.windows
-    found = None if force else current(checkpoint, engine.prepared, task)
-    if found is not None:
+    saved_file = None if force else current(checkpoint, engine.prepared, task)
+    if saved_file is not None:
         if not task.rows:
             _drop_samples(checkpoint, engine.prepared, say)
-        return Profiled(found, 0, 0.0)
+        return Profiled(saved_file, 0, 0.0)
     saved = Saved(checkpoint, engine.prepared, task)
     state = None if force else saved.load()
     if state is not None and (state.windows or state.measured):
@@ -116,8 +116,8 @@ def profile(
         if task.cost is not None:
             thresholds, calibration = _calibrated(executor, saved, state, task.cost, progress)
         begin, before = time.perf_counter(), state.windows
-        made = count(saved, executor, state, thresholds, calibration, progress)
-        return Profiled(made, (len(windows.ids) - before) * windows.size, time.perf_counter() - begin)
+        counted = count(saved, executor, state, thresholds, calibration, progress)
+        return Profiled(counted, (len(windows.ids) - before) * windows.size, time.perf_counter() - begin)
     finally:
         executor.close()
 
@@ -139,10 +139,10 @@ def load_executor(checkpoint: Checkpoint, engine: EngineConfig, windows: Windows
 
     together = contexts(windows.size)
     chunk = max(EngineConfig.prefill_chunk, together * windows.size) if together > 1 else EngineConfig.prefill_chunk
-    own = dataclasses.replace(
+    options = dataclasses.replace(
         engine, context=windows.size, max_batch=together, prefill_chunk=chunk, selector="all", threshold=None
     )
-    return load(checkpoint, own, progress)
+    return load(checkpoint, options, progress)
 
 
 def _calibrated(
@@ -166,8 +166,8 @@ def _calibrated(
         nonlocal done
         if quantile not in state.measured:
             thresholds = thresholds_at(state.magnitudes, quantile) if quantile else None
-            own = EngineConfig(context=windows.size, max_batch=1)
-            llm = LLM.from_parts(Silenced(executor, thresholds), tokenizer, checkpoint.config, own)
+            options = EngineConfig(context=windows.size, max_batch=1)
+            llm = LLM.from_parts(Silenced(executor, thresholds), tokenizer, checkpoint.config, options)
             total = (HALVINGS + 2) * len(inside)
             at = done * len(inside)
 
@@ -180,53 +180,54 @@ def _calibrated(
         return state.measured[quantile]
 
     quantile = calibrate(measure, cost)
-    dense, found = state.measured[0.0], state.measured[quantile]
+    dense, perplexity = state.measured[0.0], state.measured[quantile]
     calibration = {
         "quantile": quantile,
         "asked": cost,
-        "cost": found / dense - 1,
-        "perplexity": found,
+        "cost": perplexity / dense - 1,
+        "perplexity": perplexity,
         "perplexity_dense": dense,
         "tokens": len(scored) * (windows.size - windows.size // 2 - 1),
     }
     return thresholds_at(state.magnitudes, quantile), calibration
 
 
-def describe(checkpoint: Checkpoint, prepared: str | None, made: Profiled) -> dict[str, Any]:
+def describe(checkpoint: Checkpoint, prepared: str | None, profiled: Profiled) -> dict[str, Any]:
     """The profile as a document."""
     from powerinfer.formats.prepared import SAMPLES, PreparedFile
 
-    one, about = made.file.profile, made.file.about
+    profile, details = profiled.file.profile, profiled.file.about
     samples = PreparedFile(SAMPLES, checkpoint, prepared)
-    rows = about.get("samples") if samples.exists() else 0
-    fired = [float(one.counts[layer].sum()) for layer in range(one.n_layers)]
+    rows = details.get("samples") if samples.exists() else 0
+    fired = [float(profile.counts[layer].sum()) for layer in range(profile.n_layers)]
     layers = [
         {
             "layer": layer,
-            "active_fraction": one.active_fraction(layer),
-            "hot_share": one.hot_share(layer),
-            "reuse": one.reuse[layer],
-            "threshold": None if one.thresholds is None else one.thresholds[layer],
+            "active_fraction": profile.active_fraction(layer),
+            "hot_share": profile.hot_share(layer),
+            "reuse": profile.reuse[layer],
+            "threshold": None if profile.thresholds is None else profile.thresholds[layer],
         }
-        for layer in range(one.n_layers)
+        for layer in range(profile.n_layers)
     ]
     return {
-        "path": str(made.file.path),
-        "tokens": one.tokens,
-        "window": about.get("window"),
+        "path": str(profiled.file.path),
+        "tokens": profile.tokens,
+        "window": details.get("window"),
         "corpora": [
-            {"name": name, "tokens": tokens} for name, tokens in zip(one.corpora, one.corpus_tokens, strict=True)
+            {"name": name, "tokens": tokens}
+            for name, tokens in zip(profile.corpora, profile.corpus_tokens, strict=True)
         ],
-        "active_fraction": one.active_fraction(),
-        "hot_share": one.hot_share(),
-        "reuse": sum(map(float.__mul__, one.reuse, fired)) / sum(fired) if any(fired) else 0.0,
+        "active_fraction": profile.active_fraction(),
+        "hot_share": profile.hot_share(),
+        "reuse": sum(map(float.__mul__, profile.reuse, fired)) / sum(fired) if any(fired) else 0.0,
         "overlap": [
-            {"first": one.corpora[first], "second": one.corpora[second], "share": one.overlap(first, second)}
-            for first, second in combinations(range(len(one.corpora)), 2)
+            {"first": first, "second": second, "share": profile.overlap(at, to)}
+            for (at, first), (to, second) in combinations(enumerate(profile.corpora), 2)
         ],
         "layers": layers,
         "samples": {"path": str(samples.path), "bytes": samples.path.stat().st_size, "rows": rows} if rows else None,
-        "calibration": about.get("calibration"),
-        "seconds": made.seconds,
-        "tok_s": made.tokens / made.seconds if made.tokens else None,
+        "calibration": details.get("calibration"),
+        "seconds": profiled.seconds,
+        "tok_s": profiled.tokens / profiled.seconds if profiled.tokens else None,
     }

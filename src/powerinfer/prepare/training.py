@@ -49,7 +49,7 @@ _UNFINISHED = re.compile(r"predictor\.\d+\.\d+\.safetensors(\.part)?")
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedPredictors:
     """The result of `train`. seconds: of the work; resumed: sizes of layers that an earlier run had finished;
     notes: lines for the user."""
 
@@ -61,12 +61,13 @@ class Trained:
 
 def describe(file: PredictorFile) -> dict[str, Any]:
     """Trained predictors as a JSON document: path, bytes, type, and the figures of their training."""
-    told = file.training or {}
-    layers = told.get("layers", [])
+    training = file.training or {}
+    layers = training.get("layers", [])
     shown = ("recall", "candidate_fraction", "active_fraction")
     means = {name: mean(layers, name) if layers else None for name in shown}
     names = ("recall_target", "held_out_tokens", "share_of_model", "layers")
-    return {"path": str(file.path), "bytes": file.nbytes, "type": file.type, **means, **{n: told.get(n) for n in names}}
+    figures = {name: training.get(name) for name in names}
+    return {"path": str(file.path), "bytes": file.nbytes, "type": file.type, **means, **figures}
 
 
 def mean(layers: Sequence[Mapping[str, float]], name: str) -> float:
@@ -116,7 +117,7 @@ def train(
     config: TrainConfig,
     progress: Progress = silent,
     threads: int = 0,
-) -> Trained:
+) -> TrainedPredictors:
     """Make the predictors of a model from its samples, and write them into the folder `prepared` (None: beside it).
 
     threads: of the CPU, 0 for all. Memory: that of one layer (`LayerFit`). The same samples, options, device and number
@@ -135,7 +136,7 @@ def train(
     with torch_threads(threads):
         work = _Work(checkpoint, prepared, config, samples, device, progress)
         file = work.run()
-    return Trained(file, time.perf_counter() - begin, work.resumed, tuple(work.notes))
+    return TrainedPredictors(file, time.perf_counter() - begin, work.resumed, tuple(work.notes))
 
 
 def model_bytes(checkpoint: Checkpoint) -> int:
@@ -177,8 +178,8 @@ class _Work:
         self._rows = split_rows(samples.rows, samples.windows)
         self._points: list[dict[int, Fitted]] = [{} for _ in range(checkpoint.config.n_layers)]
         self._layer: tuple[int, LayerFit] | None = None
-        self._whole = model_bytes(checkpoint)
-        self._budget = int(config.share * self._whole)
+        self._model_bytes = model_bytes(checkpoint)
+        self._budget = int(config.share * self._model_bytes)
         self._ladder = _ladder(checkpoint, config)
         self._done = 0.0
 
@@ -263,9 +264,9 @@ class _Work:
 
     def _expected(self, layer: int, rank: int) -> float:
         """The expected loss of a rank, interpolated between known ones and rank 0, which selects all neurons."""
-        known = sorted((one, point.chosen.lost) for one, point in self._points[layer].items())
-        active = self._points[layer][known[0][0]].chosen.active_fraction
-        ends = [(0, 1 - active), *known]
+        measured = sorted((one, point.chosen.lost) for one, point in self._points[layer].items())
+        active = self._points[layer][measured[0][0]].chosen.active_fraction
+        ends = [(0, 1 - active), *measured]
         return float(np.interp(rank, [one for one, _ in ends], [lost for _, lost in ends]))
 
     # ------------------------------------------------------------ points
@@ -277,24 +278,24 @@ class _Work:
             self._samples.file.check()
             x, active = self._samples.layers[layer]
             selected = self._samples.selected[layer] if self._samples.selected else None
-            own = (x, active, self._rows, self._config, self._type, self._device, selected)
-            self._layer = (layer, LayerFit(self._checkpoint, layer, *own))
+            settings = (x, active, self._rows, self._config, self._type, self._device, selected)
+            self._layer = (layer, LayerFit(self._checkpoint, layer, *settings))
         return self._layer[1]
 
     def _point(self, layer: int, rank: int) -> Fitted:
         """The point, fitted or from an earlier run."""
-        known = self._points[layer]
-        if rank not in known:
-            found = self._kept(layer, rank)
-            if found is None:
+        points = self._points[layer]
+        if rank not in points:
+            point = self._saved_point(layer, rank)
+            if point is None:
                 fit = self._fit(layer)
-                found, weights = fit.fit(rank, lambda share: self._tell(layer, len(known) + share))
-                self._keep(layer, found, weights)
+                point, weights = fit.fit(rank, lambda share: self._tell(layer, len(points) + share))
+                self._keep(layer, point, weights)
             else:
                 self.resumed += 1
-            known[rank] = found
-        self._tell(layer, len(known))
-        return known[rank]
+            points[rank] = point
+        self._tell(layer, len(points))
+        return points[rank]
 
     def _tell(self, layer: int, points: float) -> None:
         """Estimated progress after that number of ranks of a layer: four are usual."""
@@ -314,23 +315,23 @@ class _Work:
             for name, data in tensors.items():
                 write(name, data.reshape(-1))
 
-    def _kept(self, layer: int, rank: int) -> Fitted | None:
+    def _saved_point(self, layer: int, rank: int) -> Fitted | None:
         """The point saved by an earlier run with the same key."""
         try:
             place = self._place(layer, rank)
             description, tensors, _ = place.read()
-            kept = place.described(_KeptPoint, description)
+            saved = place.described(_KeptPoint, description)
         except ModelError:
             return None
-        same = kept.key == self._key and {t.shape for t in tensors.values()} == self._shapes(layer, rank)
-        return kept.point if same and kept.point.predictor.rank == rank else None
+        same = saved.key == self._key and {t.shape for t in tensors.values()} == self._shapes(layer, rank)
+        return saved.point if same and saved.point.predictor.rank == rank else None
 
     def _shapes(self, layer: int, rank: int) -> set[tuple[int, ...]]:
         kind, config = block_type(self._type), self._checkpoint.config
         return {(rank * kind.row_bytes(config.d_model),), (config.told_apart[layer] * kind.row_bytes(rank),)}
 
     def _weights(self, layer: int, rank: int) -> tuple[Float32, Float32]:
-        """in and out as float32; converted back to their type they give the same bytes."""
+        """Weights in and out as float32; converted back to their type they give the same bytes."""
         _, tensors, file = self._place(layer, rank).read()
         file.check()
         config = self._checkpoint.config
@@ -352,9 +353,9 @@ class _Work:
             "lost_target": self._config.lost,
             "type": self._type,
             "seed": self._config.seed,
-            "layers": [_told(point) for point in points],
+            "layers": [_point_document(point) for point in points],
             "bytes": total,
-            "share_of_model": total / self._whole,
+            "share_of_model": total / self._model_bytes,
             "trained_tokens": len(self._rows.train),
             "held_out_tokens": len(self._rows.choose) + len(self._rows.report),
         }
@@ -371,7 +372,7 @@ class _Work:
                     path.unlink()
 
 
-def _told(point: Fitted) -> dict[str, Any]:
+def _point_document(point: Fitted) -> dict[str, Any]:
     return {
         "rank": point.predictor.rank,
         **asdict(point.figures),
@@ -399,20 +400,20 @@ def _ladder(checkpoint: Checkpoint, config: TrainConfig) -> list[int]:
     kind, neurons = _type(checkpoint, config), checkpoint.config.told_apart
     largest = neurons.index(max(neurons))
     sizes = {rank: _bytes(checkpoint.config, kind, largest, rank) for rank in rungs}
-    whole = model_bytes(checkpoint)
-    budget = int(config.share * whole)
+    total = model_bytes(checkpoint)
+    budget = int(config.share * total)
     least = sum(_bytes(checkpoint.config, kind, layer, rungs[0]) for layer in range(len(neurons)))
     if least > budget:
         raise RequestError(
             f"the smallest predictors take {least / 1e6:.2f} MB, more than {config.share:.0%} of the model's "
-            f"{whole / 1e6:.2f} MB: --share {math.ceil(100 * least / whole) / 100:.2f} would do"
+            f"{total / 1e6:.2f} MB: --share {math.ceil(100 * least / total) / 100:.2f} would do"
         )
     room = budget - least + sizes[rungs[0]]
     return [rank for rank in rungs if sizes[rank] <= room]
 
 
 def _bytes(config: ModelConfig, type_name: str, layer: int, rank: int) -> int:
-    """Of the predictor of a layer."""
+    """Bytes of the predictor of a layer."""
     kind = block_type(type_name)
     return rank * kind.row_bytes(config.d_model) + config.told_apart[layer] * kind.row_bytes(rank)
 

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Found(Generic[T]):
+class Finding(Generic[T]):
     """One kind of prepared file: `value` is its content, None if it is missing or cannot be used.
 
     path: None if it is missing; stale: why it cannot be used; command: makes it (again). usable: the model can use it.
@@ -43,7 +43,7 @@ class Found(Generic[T]):
     usable: bool = True
 
 
-_NONE: Found[Any] = Found("", usable=False)
+_NONE: Finding[Any] = Finding("", usable=False)
 
 
 @dataclass(frozen=True)
@@ -56,31 +56,31 @@ class Findings:
     """
 
     model: str
-    about: str
-    plan: Found[PlanDocument]
-    profile: Found[Profile] = _NONE
-    predictor: Found[PredictorFile] = _NONE
-    bundles: Found[BundleFile] = _NONE
-    experts: Found[ExpertProfile] = _NONE
+    summary: str
+    plan: Finding[PlanDocument]
+    profile: Finding[Profile] = _NONE
+    predictor: Finding[PredictorFile] = _NONE
+    bundles: Finding[BundleFile] = _NONE
+    experts: Finding[ExpertProfile] = _NONE
     measured: MeasuredFfns | None = None
     replayed: Comparison | None = None
     open: str | None = None
     no_gain: str | None = None
 
-    def __iter__(self) -> Iterator[Found[Any]]:
+    def __iter__(self) -> Iterator[Finding[Any]]:
         yield from (one for one in self._files if one is not _NONE)
 
     @property
-    def _files(self) -> tuple[Found[Any], ...]:
+    def _files(self) -> tuple[Finding[Any], ...]:
         return self.profile, self.experts, self.predictor, self.bundles, self.plan
 
     @property
-    def first(self) -> Found[Any]:
-        """What is made first for this model."""
+    def first(self) -> Finding[Any]:
+        """The file that is made first for this model."""
         return self.profile if self.experts is _NONE else self.experts
 
     @property
-    def lacking(self) -> list[Found[Any]]:
+    def lacking(self) -> list[Finding[Any]]:
         """Files that the model can use, but that are missing or stale."""
         return [one for one in self if one.value is None and one.usable]
 
@@ -98,18 +98,18 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
     trained = config.rectified and not config.in_banks and checkpoint.predictor_threshold is None
     if config.fires_both_ways:  # only where it is asked for
         trained = trained and PreparedFile(PREDICTOR, checkpoint, prepared).exists()
-    profile = _found(PROFILE, checkpoint, prepared, lambda: open_profile(checkpoint, prepared), neurons)
-    experts: Found[ExpertProfile] = _NONE
+    profile = _finding(PROFILE, checkpoint, prepared, lambda: open_profile(checkpoint, prepared), neurons)
+    experts: Finding[ExpertProfile] = _NONE
     if config.experts:
-        experts = _found(EXPERTS, checkpoint, prepared, lambda: open_expert_profile(checkpoint, prepared))
+        experts = _finding(EXPERTS, checkpoint, prepared, lambda: open_expert_profile(checkpoint, prepared))
     return Findings(
         (config.name or checkpoint.path.name)[:200],
         f"{config.architecture}, {checkpoint.parameters / 1e6:,.0f} million weights in {checkpoint.main_type}; "
         f"{_ffns(config.ffn_sizes)}, activation {config.activations}",
         _newest_plan(checkpoint, prepared, profile.value),
         profile,
-        _found(PREDICTOR, checkpoint, prepared, lambda: open_predictor(checkpoint, prepared), trained),
-        _found(BUNDLES, checkpoint, prepared, lambda: open_bundles(checkpoint, prepared, bundle_row_bytes), neurons),
+        _finding(PREDICTOR, checkpoint, prepared, lambda: open_predictor(checkpoint, prepared), trained),
+        _finding(BUNDLES, checkpoint, prepared, lambda: open_bundles(checkpoint, prepared, bundle_row_bytes), neurons),
         experts,
         newest_trial(checkpoint, prepared),
         kept(checkpoint, prepared) if experts.value is not None else None,
@@ -118,69 +118,69 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
     )
 
 
-def with_plan(found: Findings, plan: PlanDocument, path: Path, checkpoint: Checkpoint) -> Findings:
+def with_plan(prepared: Findings, plan: PlanDocument, path: Path, checkpoint: Checkpoint) -> Findings:
     """The same with the plan of the file `path`. RequestError if it is for a model of other sizes."""
     config = checkpoint.config
     if plan.sizes != config.ffn_sizes:
         raise RequestError(
-            f"{path} is a plan for {_layers(plan.sizes)}, but {found.model} has {_layers(config.ffn_sizes)}"
+            f"{path} is a plan for {_layers(plan.sizes)}, but {prepared.model} has {_layers(config.ffn_sizes)}"
         )
-    return replace(found, plan=Found("plan", plan, path))
+    return replace(prepared, plan=Finding("plan", plan, path))
 
 
-def of_plan(plan: PlanDocument, path: Path) -> Findings:
+def plan_findings(plan: PlanDocument, path: Path) -> Findings:
     """A plan alone, for a model that is not available."""
-    return Findings((plan.model or path.name)[:200], _ffns(plan.sizes), Found("plan", plan, path))
+    return Findings((plan.model or path.name)[:200], _ffns(plan.sizes), Finding("plan", plan, path))
 
 
 def _layers(sizes: Sequence[int]) -> str:
-    """How many layers there are, of how many neurons each."""
-    each = sorted({size for size in sizes if size})
-    return f"{len(sizes)} layers" + (f" of {' or '.join(map(str, each))} neurons" if each else "")
+    """Number of layers, and of the neurons of each."""
+    sizes_text = sorted({size for size in sizes if size})
+    return f"{len(sizes)} layers" + (f" of {' or '.join(map(str, sizes_text))} neurons" if sizes_text else "")
 
 
 def _ffns(sizes: Sequence[int]) -> str:
     """The same for those who have not read of neurons yet."""
-    each = " or ".join(f"{size:,}" for size in sorted({size for size in sizes if size}))
-    return f"{len(sizes)} layers" + f", each with an FFN of {each} neurons" * bool(each)
+    sizes_text = " or ".join(f"{size:,}" for size in sorted({size for size in sizes if size}))
+    return f"{len(sizes)} layers" + f", each with an FFN of {sizes_text} neurons" * bool(sizes_text)
 
 
-def _found(
+def _finding(
     kind: Kind, checkpoint: Checkpoint, prepared: str | None, read: Callable[[], T], usable: bool = True
-) -> Found[T]:
+) -> Finding[T]:
     place = PreparedFile(kind, checkpoint, prepared)
     if not place.exists():
-        return Found(kind.noun, command=place.command, usable=usable)
+        return Finding(kind.noun, command=place.command, usable=usable)
     value, stale = None, None
     try:
         value = read()
     except ModelError as error:
         stale = str(error)
-    return Found(kind.noun, value, place.path, stale, place.command, usable)
+    return Finding(kind.noun, value, place.path, stale, place.command, usable)
 
 
-def _newest_plan(checkpoint: Checkpoint, prepared: str | None, profile: Profile | None) -> Found[PlanDocument]:
+def _newest_plan(checkpoint: Checkpoint, prepared: str | None, profile: Profile | None) -> Finding[PlanDocument]:
     """The newest plan; there is one for each combination of budgets, context and machine."""
     place = PreparedFile(Kind("plan", "plan", "plan"), checkpoint, prepared)
     with suppress(OSError):
-        kept = [(os.stat(path).st_mtime_ns, path) for path in place.path.parent.glob("plan-*.json")]
-        if kept:
-            _, path = max(kept)
+        plans = [(os.stat(path).st_mtime_ns, path) for path in place.path.parent.glob("plan-*.json")]
+        if plans:
+            _, path = max(plans)
             try:
                 plan, stale = read_plan_document(path), None
             except PowerInferError as error:
-                return Found("plan", None, path, str(error), place.command)
+                return Finding("plan", None, path, str(error), place.command)
             if plan.fingerprint != checkpoint.fingerprint:
                 stale = f"{path} was made for another model, or the model has changed"
             elif plan.quantize != checkpoint.quantize:
-                made, opened = opened_with(plan.quantize), opened_with(checkpoint.quantize)
-                stale = f"{path} was made {made}, and the model is opened {opened}"
+                plan_types, opened = opened_with(plan.quantize), opened_with(checkpoint.quantize)
+                stale = f"{path} was made {plan_types}, and the model is opened {opened}"
             elif profile is not None and plan.profile != profile.digest:
                 stale = f"{path} was made from another profile"
             command = place.command + _options(plan)
             stale = stale and f"{stale}; `{command}` makes it again"
-            return Found("plan", None if stale else plan, path, stale, command)
-    return Found("plan", command=place.command)
+            return Finding("plan", None if stale else plan, path, stale, command)
+    return Finding("plan", command=place.command)
 
 
 def _options(plan: PlanDocument) -> str:
@@ -193,23 +193,23 @@ def _options(plan: PlanDocument) -> str:
     return "".join(f" --{name} {shlex.quote(str(value))}" for name, value in (options | hardware).items())
 
 
-def next_steps(found: Findings) -> list[tuple[str, str]]:
-    """(what it does, the command) to run next: what makes the next missing file, or what uses them all."""
-    if found.open is None:
-        assert found.plan.value is not None
-        budgets = found.plan.value.budgets
-        given = f"--vram {_exact(budgets.vram)} --ram {_exact(budgets.ram)}"
-        return [("With the model and a text at hand:", f"powerinfer prepare -m MODEL --corpus TEXT {given}")]
-    if found.lacking:
-        one = found.lacking[0]
-        return [(f"Make the {one.noun}{' again' if one.stale else ''}:", one.command)]
-    plan, given = found.plan.value, ""
+def next_steps(prepared: Findings) -> list[tuple[str, str]]:
+    """Purpose and command of the next steps: what makes the next missing file, or what uses them all."""
+    if prepared.open is None:
+        assert prepared.plan.value is not None
+        budgets = prepared.plan.value.budgets
+        limits = f"--vram {_exact(budgets.vram)} --ram {_exact(budgets.ram)}"
+        return [("With the model and a text at hand:", f"powerinfer prepare -m MODEL --corpus TEXT {limits}")]
+    if prepared.lacking:
+        missing = prepared.lacking[0]
+        return [(f"Make the {missing.noun}{' again' if missing.stale else ''}:", missing.command)]
+    plan, limits = prepared.plan.value, ""
     if plan is not None and plan.gpu_layers and plan.hardware not in ready_made():
-        given = f" --vram {_exact(plan.budgets.vram)} --ram {_exact(plan.budgets.ram)}"
-    selector = " --selector predicted" if found.predictor.value is not None else ""
+        limits = f" --vram {_exact(plan.budgets.vram)} --ram {_exact(plan.budgets.ram)}"
+    selector = " --selector predicted" if prepared.predictor.value is not None else ""
     return [
-        ("Measure what the model reaches on this machine:", f"powerinfer bench {found.open}{selector}{given}"),
-        ("Use it:", f'powerinfer run "Once upon a time" {found.open}{selector}{given}'),
+        ("Measure what the model reaches on this machine:", f"powerinfer bench {prepared.open}{selector}{limits}"),
+        ("Use it:", f'powerinfer run "Once upon a time" {prepared.open}{selector}{limits}'),
     ]
 
 

@@ -75,8 +75,8 @@ def page(
 
 def mark_of(document: str) -> str | None:
     """The mark of a page that `page` made; None of any other text."""
-    _, found, rest = document[:4096].partition(f'<meta name="{_MARK}" content="')
-    return html.unescape(rest.partition('"')[0]) if found else None
+    _, mark, rest = document[:4096].partition(f'<meta name="{_MARK}" content="')
+    return html.unescape(rest.partition('"')[0]) if mark else None
 
 
 def _section(section: Section) -> str:

@@ -84,7 +84,7 @@ def _style(look: Look) -> Iterator[None]:
     """matplotlib's defaults with our colours, ignoring the user's matplotlibrc."""
     from matplotlib import rc_context, rcParamsDefault
 
-    own = {
+    settings = {
         "figure.facecolor": look.paper,
         "savefig.facecolor": look.paper,
         "axes.facecolor": look.paper,
@@ -106,7 +106,7 @@ def _style(look: Look) -> Iterator[None]:
         "font.size": 10.0,
     }
     defaults = {name: value for name, value in rcParamsDefault.items() if not name.startswith("backend")}
-    with rc_context({**defaults, **own}):
+    with rc_context({**defaults, **settings}):
         yield
 
 
@@ -161,14 +161,14 @@ def draw_cumulative(figure: Figure, profile: Profile) -> None:
         axes.plot(at, 100 * _sampled(share), color=colours(depth(layer)), linewidth=0.9, alpha=0.8)
         if share[-1]:
             axes.plot(100 * profile.hot_share(layer, MASS), 100 * MASS, ".", color=colours(depth(layer)), markersize=4)
-    whole = profile.hot_share(mass=MASS)
+    model_share = profile.hot_share(mass=MASS)
     share = cumulative(np.concatenate(profile.counts))
     axes.plot(at, 100 * _sampled(share), color=ink, linewidth=2.2, label="whole model")
     if share[-1]:
-        axes.plot(100 * whole, 100 * MASS, "o", color=ink, markersize=6)
+        axes.plot(100 * model_share, 100 * MASS, "o", color=ink, markersize=6)
         axes.annotate(
-            f"{100 * MASS:.0f} % of activations:\n{100 * whole:.1f} % of the model's neurons",
-            (100 * whole, 100 * MASS), xytext=(14, -34), textcoords="offset points", color=ink, fontsize="small",
+            f"{100 * MASS:.0f} % of activations:\n{100 * model_share:.1f} % of the model's neurons",
+            (100 * model_share, 100 * MASS), xytext=(14, -34), textcoords="offset points", color=ink, fontsize="small",
         )  # fmt: skip
     axes.set(xlim=(0, 100), ylim=(0, 101), xlabel="neurons, most frequent first", ylabel="share of activations")
     figure.suptitle("Share of activations that the most frequent neurons carry", x=0.01, ha="left")
@@ -194,7 +194,7 @@ def _sampled(share: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def heat(profile: Profile) -> NDArray[np.float64]:
-    """How often neurons fire, in per cent, [layers, bins]: each layer's most frequent first, averaged in bins."""
+    """Frequencies of neurons, in per cent, [layers, bins]: each layer's most frequent first, averaged in bins."""
     bins, rows = min(_POINTS, *profile.sizes), []
     for layer, size in enumerate(profile.sizes):
         edges = np.linspace(0, size, bins + 1).astype(np.int64)
@@ -228,7 +228,7 @@ def spread(histogram: NDArray[np.int64], share: float) -> float:
 
 
 def draw_sparsity(figure: Figure, profile: Profile | None, predictor_mb: Sequence[float] | None) -> None:
-    """By layer: neurons active for a token with the range of most tokens, and the size of the predictor."""
+    """Plot by layer: neurons active for a token with the range of most tokens, and the size of the predictor."""
     rows = (profile is not None) + (predictor_mb is not None)
     figure.suptitle("Neurons that fire, and predictors, by layer" if rows == 2 else "By layer", x=0.01, ha="left")
     axes = list(np.atleast_1d(figure.subplots(rows, 1, sharex=True)))
@@ -262,11 +262,11 @@ def draw_experts(figure: Figure, profile: ExpertProfile) -> None:
     axes = figure.add_subplot()
     depth = Normalize(profile.layers[0].layer, max(profile.layers[-1].layer, profile.layers[0].layer + 1))
     colours = ListedColormap(colormaps["cividis"](np.linspace(0.15, 0.85, 256)))
-    for one in profile.layers:
-        sorted_share = 100 * np.sort(one.frequency)[::-1]
-        at = 100 * (np.arange(one.n_experts) + 0.5) / one.n_experts
-        axes.plot(at, sorted_share, color=colours(depth(one.layer)), linewidth=0.9, alpha=0.8)
-    even = 100 * np.mean([one.top_k / one.n_experts for one in profile.layers])
+    for layer in profile.layers:
+        sorted_share = 100 * np.sort(layer.frequency)[::-1]
+        at = 100 * (np.arange(layer.n_experts) + 0.5) / layer.n_experts
+        axes.plot(at, sorted_share, color=colours(depth(layer.layer)), linewidth=0.9, alpha=0.8)
+    even = 100 * np.mean([layer.top_k / layer.n_experts for layer in profile.layers])
     axes.axhline(even, color=_ink(), linestyle="--", linewidth=1.2, label="if all were used alike")
     axes.set(xlim=(0, 100), ylim=(0, None), xlabel="experts, most frequent first", ylabel="tokens that select it")
     figure.suptitle("How often each expert is selected", x=0.01, ha="left")
@@ -303,8 +303,8 @@ def draw_slots(figure: Figure, profile: ExpertProfile, replayed: Comparison | No
             100 * np.array(shares), 100 * np.array(hits), color=POLICY_LOOKS[policy][0], linewidth=1.6, label=label
         )
     for policy, (colour, marker) in POLICY_LOOKS.items():
-        found = [] if replayed is None else [(one.share, one.policies.get(policy)) for one in replayed.at]
-        points = [(share, one.measured) for share, one in found if one is not None and one.measured is not None]
+        points_ = [] if replayed is None else [(one.share, one.policies.get(policy)) for one in replayed.at]
+        points = [(share, one.measured) for share, one in points_ if one is not None and one.measured is not None]
         if points:
             shares, hits = zip(*points, strict=True)
             axes.plot(
@@ -323,7 +323,7 @@ def draw_slots(figure: Figure, profile: ExpertProfile, replayed: Comparison | No
 
 
 def draw_quality(figure: Figure, layers: Sequence[Mapping[str, float]]) -> None:
-    """By layer: recall, precision, candidates, and the neurons that fire; on held-out tokens."""
+    """Plot by layer: recall, precision, candidates, and the neurons that fire; on held-out tokens."""
     axes = figure.add_subplot()
     at = np.arange(len(layers))
     styles = {
@@ -353,7 +353,7 @@ _PARTS = {
     "kv": ("keys and values", _SKY),
     "predictor": ("predictor", "#f0e442"),
 }
-_OTHERS = ("norms, scratch, runtime", _GREY)
+_REMAINDER = ("norms, scratch, runtime", _GREY)
 
 
 def draw_bytes(figure: Figure, tiers: Mapping[str, Mapping[str, int]], budgets: Mapping[str, int]) -> None:
@@ -362,20 +362,20 @@ def draw_bytes(figure: Figure, tiers: Mapping[str, Mapping[str, int]], budgets: 
     labelled: dict[str, Any] = {}
     for axes, tier in zip(np.atleast_1d(figure.subplots(len(used), 1)), used, strict=True):
         total, budget = sum(tiers[tier].values()), budgets.get(tier, 0)
-        unit, one_unit = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
+        unit, scale = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
         left = 0.0
-        for category in dict.fromkeys((*_PARTS.values(), _OTHERS)):
-            value = sum(n for part, n in tiers[tier].items() if _PARTS.get(part, _OTHERS) == category) / one_unit
+        for category in dict.fromkeys((*_PARTS.values(), _REMAINDER)):
+            value = sum(n for part, n in tiers[tier].items() if _PARTS.get(part, _REMAINDER) == category) / scale
             if value:
                 label, colour = category
                 labelled[label] = axes.barh([0], [value], left=left, color=colour, height=0.6)
                 left += value
         near = total <= budget <= 1.5 * total
         if near:
-            labelled["budget"] = axes.plot([budget / one_unit] * 2, [-0.4, 0.4], color=_ink(), linewidth=1.8)[0]
-        axes.set_xlim(0, 1.05 * max(budget if near else 0, total) / one_unit)
+            labelled["budget"] = axes.plot([budget / scale] * 2, [-0.4, 0.4], color=_ink(), linewidth=1.8)[0]
+        axes.set_xlim(0, 1.05 * max(budget if near else 0, total) / scale)
         of_budget = f" of a budget of {budget / 2**30:.3g} GiB" if budget else ""
-        axes.set_title(f"{_MEMORIES[tier]}: {total / one_unit:.3g} {unit}{of_budget}", fontsize="small")
+        axes.set_title(f"{_MEMORIES[tier]}: {total / scale:.3g} {unit}{of_budget}", fontsize="small")
         axes.set(yticks=[], ylim=(-0.5, 0.5), xlabel=unit)
         axes.grid(False, axis="y")
     figure.suptitle("Memory by purpose", x=0.01, ha="left")
@@ -383,7 +383,7 @@ def draw_bytes(figure: Figure, tiers: Mapping[str, Mapping[str, int]], budgets: 
 
 
 def draw_neurons(figure: Figure, layers: Sequence[LayerPlan]) -> None:
-    """By layer: where its neurons are placed, and the share of its activations on the GPU."""
+    """Plot by layer: where its neurons are placed, and the share of its activations on the GPU."""
     axes = figure.add_subplot()
     at = np.arange(len(layers))
     totals = np.array([max(1, one.gpu + one.cpu + one.disk) for one in layers])
@@ -413,17 +413,17 @@ _TIMES = {
 
 
 def draw_time(figure: Figure, layers: Sequence[LayerPlan]) -> None:
-    """By layer: estimated time of a token, sequential parts stacked; the GPU's concurrent time as a line."""
+    """Plot by layer: estimated time of a token, sequential parts stacked; the GPU's concurrent time as a line."""
     axes = figure.add_subplot()
     at = np.arange(len(layers))
     bottom = np.zeros(len(layers))
-    unit, one_unit = ("ms", 1e-3) if max(sum(one.seconds.values()) for one in layers) > 2e-3 else ("µs", 1e-6)
+    unit, scale = ("ms", 1e-3) if max(sum(one.seconds.values()) for one in layers) > 2e-3 else ("µs", 1e-6)
     for key, (label, colour) in _TIMES.items():
-        values = np.array([one.seconds.get(key, 0.0) for one in layers]) / one_unit
+        values = np.array([one.seconds.get(key, 0.0) for one in layers]) / scale
         if values.any():
             axes.bar(at, values, bottom=bottom, color=colour, width=_bar_width(layers), label=label)
             bottom += values
-    gpu = np.array([one.seconds.get("gpu", 0.0) for one in layers]) / one_unit
+    gpu = np.array([one.seconds.get("gpu", 0.0) for one in layers]) / scale
     if gpu.any():
         steps = {"where": "mid", "color": TIER_COLOURS["gpu"], "linewidth": 1.8}
         axes.step([-0.5, *at, len(layers) - 0.5], [gpu[0], *gpu, gpu[-1]], label="neurons on GPU, concurrent", **steps)

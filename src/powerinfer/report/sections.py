@@ -111,9 +111,9 @@ def _overlaps(profile: Profile) -> Table:
     """The overlap of the most frequent neurons of different texts."""
     corpora = range(len(profile.corpora))
     rows = [
-        [profile.corpora[one], f"{profile.corpus_tokens[one]:,}"]
-        + [percent(profile.overlap(one, other)) for other in corpora]
-        for one in corpora
+        [profile.corpora[corpus], f"{profile.corpus_tokens[corpus]:,}"]
+        + [percent(profile.overlap(corpus, other)) for other in corpora]
+        for corpus in corpora
     ]
     head = ["text", "tokens", *(f"with {other + 1}" for other in corpora)]
     numbered = [[f"{number}. {row[0]}", *row[1:]] for number, row in enumerate(rows, 1)]
@@ -159,15 +159,15 @@ def experts(profile: ExpertProfile, replayed: Comparison | None, drawn: Plots) -
 def _policies(replayed: Comparison) -> Table:
     rows = []
     for at in replayed.at:
-        for name, one in at.policies.items():
-            copied = "–" if one.copies is None else f"{one.copies:.2f}"
-            nbytes = "–" if one.bytes is None else size(one.bytes)
+        for name, figures in at.policies.items():
+            copied = "–" if figures.copies is None else f"{figures.copies:.2f}"
+            nbytes = "–" if figures.bytes is None else size(figures.bytes)
             rows.append(
                 [
                     f"{name}, {at.slots:g} slots",
-                    *(percent(at.share), gib(at.bytes), percent(one.predicted)),
-                    "–" if one.low is None else f"{percent(one.low)} to {percent(one.high)}",
-                    *(percent(one.measured), copied, nbytes),
+                    *(percent(at.share), gib(at.bytes), percent(figures.predicted)),
+                    "–" if figures.low is None else f"{percent(figures.low)} to {percent(figures.high)}",
+                    *(percent(figures.measured), copied, nbytes),
                 ]
             )
     head = ["policy", "of all experts", "memory", "predicted", "over parts of the texts", "measured"]
@@ -179,9 +179,9 @@ def _policies(replayed: Comparison) -> Table:
 def _expert_overlaps(profile: ExpertProfile) -> Table:
     corpora = range(len(profile.corpora))
     rows = [
-        [f"{one + 1}. {profile.corpora[one]}", f"{profile.corpus_tokens[one]:,}"]
-        + [percent(profile.overlap(one, other)) for other in corpora]
-        for one in corpora
+        [f"{corpus + 1}. {profile.corpora[corpus]}", f"{profile.corpus_tokens[corpus]:,}"]
+        + [percent(profile.overlap(corpus, other)) for other in corpora]
+        for corpus in corpora
     ]
     head = ["text", "tokens", *(f"with {other + 1}" for other in corpora)]
     return Table(head, rows, "Shared by the fifth of the experts that is selected most often")
@@ -190,10 +190,10 @@ def _expert_overlaps(profile: ExpertProfile) -> Table:
 def _expert_layers(profile: ExpertProfile) -> Table:
     head = ["layer", "experts", "a token", "top 10 %", "top 25 %", "top 50 %", "Gini", "kept", "foretold", "never"]
     rows = [
-        [str(one.layer), str(one.n_experts), str(one.top_k)]
-        + [percent(one.share_of_top(share)) for share in (0.10, 0.25, 0.50)]
-        + [f"{one.gini:.3f}", percent(one.reuse), percent(one.foretold), str(int((one.total == 0).sum()))]
-        for one in profile.layers
+        [str(layer.layer), str(layer.n_experts), str(layer.top_k)]
+        + [percent(layer.share_of_top(share)) for share in (0.10, 0.25, 0.50)]
+        + [f"{layer.gini:.3f}", percent(layer.reuse), percent(layer.foretold), str(int((layer.total == 0).sum()))]
+        for layer in profile.layers
     ]
     return Table(head, rows, f"Experts of {len(rows)} layers", True)
 
@@ -212,17 +212,17 @@ def predictors(predictor: PredictorFile, drawn: Plots) -> tuple[Section, list[Ti
         "predictor": list(map(size, _sizes(predictor))),
     }
     tiles: list[Tile] = []
-    said = f"{size(predictor.nbytes)} in {predictor.type}, hidden sizes {widths}."
+    text = f"{size(predictor.nbytes)} in {predictor.type}, hidden sizes {widths}."
     training = predictor.training
     if training is None:
-        section.paragraphs.append(said + " Their quality was not measured when they were made.")
+        section.paragraphs.append(text + " Their quality was not measured when they were made.")
         return section, tiles, rows
     measured: list[dict[str, Any]] = training["layers"]
     recall = sum(one["recall"] for one in measured) / len(measured)
     selected = sum(one["candidate_fraction"] for one in measured) / len(measured)
     baseline = sum(one["method"] == "svd" for one in measured)
     section.paragraphs.append(
-        f"{said} They are {percent(training['share_of_model'])} of the model. On {training['held_out_tokens']:,} "
+        f"{text} They are {percent(training['share_of_model'])} of the model. On {training['held_out_tokens']:,} "
         f"held-out tokens they selected {tenths_of_percent(recall)} of the neurons that fired, where "
         f"{tenths_of_percent(training['recall_target'])} was the target, and {percent(selected)} of all neurons."
         + (f" In {baseline} of {len(measured)} layers the training-free baseline was as good." if baseline else "")
@@ -309,12 +309,12 @@ def placement(plan: PlanDocument, drawn: Plots) -> tuple[Section, list[Tile], Ro
 def _speeds(plan: PlanDocument) -> str:
     """The estimated speed, beside that of the dense model."""
     speed, dense = plan.predicted.decode_tok_s, plan.predicted.dense_tok_s
-    said = f"Estimated from its bytes and the machine's rates: {rate(speed)} tokens a second"
+    text = f"Estimated from its bytes and the machine's rates: {rate(speed)} tokens a second"
     if plan.selector == "all":
-        return f"{said}, with every neuron computed."
+        return f"{text}, with every neuron computed."
     if dense is None:
-        return f"{said}."
-    return f"{said}; computing every neuron (dense) {rate(dense)}: {speed / max(dense, 1e-9):.2f} times that."
+        return f"{text}."
+    return f"{text}; computing every neuron (dense) {rate(dense)}: {speed / max(dense, 1e-9):.2f} times that."
 
 
 def measured(trial: MeasuredFfns) -> tuple[Section, list[Tile], Rows]:
@@ -369,7 +369,7 @@ def _plan_tables(plan: PlanDocument, on_gpu: bool) -> Iterator[Table]:
 # ---------------------------------------------------------------- layer by layer
 
 
-def by_layer(
+def layer_section(
     profile: Profile | None, predictor: PredictorFile | None, columns: Sequence[Rows], drawn: Plots
 ) -> Section:
     """The section with a plot and a table of all figures by layer."""

@@ -30,23 +30,23 @@ class Report:
 
     page: Path
     images: list[Path]
-    made: bool
+    is_new: bool
 
 
-def write_report(found: Findings, folder: Path, force: bool = False, progress: Progress = silent) -> Report:
+def write_report(prepared: Findings, folder: Path, force: bool = False, progress: Progress = silent) -> Report:
     """Write the report of a model into a folder, unless the existing one was made from the same files.
 
     RequestError if there is nothing to report on, or matplotlib is missing; PowerInferError if the folder cannot be
     written. Every file is written whole or not at all, the page last.
     """
     need_matplotlib()
-    if all(one.value is None for one in found):
-        raise RequestError(f"nothing is prepared for {found.model} yet; start with `{found.first.command}`")
-    key = report_key(found)
+    if all(one.value is None for one in prepared):
+        raise RequestError(f"nothing is prepared for {prepared.model} yet; start with `{prepared.first.command}`")
+    key = report_key(prepared)
     former = None if force else current(folder, key)
     if former is not None:
         return former
-    document, images = compose(found, key, progress)
+    document, images = compose(prepared, key, progress)
     try:
         for name, image in images.items():
             write_small(folder / f"{name}.png", image)
@@ -67,10 +67,11 @@ def report_folder(model: str | Path, prepared: str | None = None) -> Path:
     return prepared_folder(model, prepared) / "report"
 
 
-def report_key(found: Findings) -> str:
+def report_key(prepared: Findings) -> str:
     """A key that changes with everything that a report shows."""
-    facts: list[object] = [__version__, found.model, found.about, found.measured, found.replayed, found.no_gain]
-    for one in found:
+    facts: list[object] = [__version__, prepared.model, prepared.summary]
+    facts += [prepared.measured, prepared.replayed, prepared.no_gain]
+    for one in prepared:
         status = os.stat(one.path) if one.path is not None else None
         facts.append((one.noun, one.stale, one.command, status and (status.st_size, status.st_mtime_ns)))
     return hashlib.sha256(repr(facts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
@@ -87,56 +88,56 @@ def current(folder: Path, key: str) -> Report | None:
     return Report(folder / PAGE, images, False) if made_with == key and all(map(Path.is_file, images)) else None
 
 
-def compose(found: Findings, key: str, progress: Progress = silent) -> tuple[str, dict[str, bytes]]:
+def compose(prepared: Findings, key: str, progress: Progress = silent) -> tuple[str, dict[str, bytes]]:
     """The page, and the PNG images by name."""
     drawn = Plots(len(IMAGES), progress)
     shown: list[Section] = []
     tiles: list[Tile] = []
     columns: list[Rows] = []
-    profile, predictor, plan = found.profile.value, found.predictor.value, found.plan.value
-    if found.lacking:
-        shown.append(_lacking(found))
+    profile, predictor, plan = prepared.profile.value, prepared.predictor.value, prepared.plan.value
+    if prepared.lacking:
+        shown.append(_lacking(prepared))
     parts = []
     if profile is not None:
         parts.append(sections.activations(profile, drawn))
-    if found.experts.value is not None:
-        parts.append(sections.experts(found.experts.value, found.replayed, drawn))
+    if prepared.experts.value is not None:
+        parts.append(sections.experts(prepared.experts.value, prepared.replayed, drawn))
     if predictor is not None:
         parts.append(sections.predictors(predictor, drawn))
     if plan is not None:
         parts.append(sections.placement(plan, drawn))
-    if found.measured is not None:
-        parts.append(sections.measured(found.measured))
+    if prepared.measured is not None:
+        parts.append(sections.measured(prepared.measured))
     for section, figures, rows in parts:
         shown.append(section)
         tiles += figures
         columns.append(rows)
     if any(columns) and len({len(cells) for rows in columns for cells in rows.values()}) == 1:
-        by_layer = sections.by_layer(profile, predictor, columns, drawn)
-        shown.append(by_layer)
-    if steps := next_steps(found):
+        layer_section = sections.layer_section(profile, predictor, columns, drawn)
+        shown.append(layer_section)
+    if steps := next_steps(prepared):
         shown.append(Section("Next", steps=steps))
     mark = " ".join([key, *drawn.files])
-    return page(f"{found.model}: report", found.about, tiles, shown, mark, verdict_of(found)), drawn.files
+    return page(f"{prepared.model}: report", prepared.summary, tiles, shown, mark, verdict_of(prepared)), drawn.files
 
 
-def verdict_of(found: Findings) -> str | None:
+def verdict_of(prepared: Findings) -> str | None:
     """Whether sparse decoding is worth it for the model, as measured, else as estimated; None: neither is known. Of
     times that others disturbed nothing follows."""
-    plan, measured = found.plan.value, found.measured
-    if found.no_gain is not None and (plan is None or plan.selector == "all"):
-        return f"{found.no_gain[:1].upper()}{found.no_gain[1:]}."
+    plan, measured = prepared.plan.value, prepared.measured
+    if prepared.no_gain is not None and (plan is None or plan.selector == "all"):
+        return f"{prepared.no_gain[:1].upper()}{prepared.no_gain[1:]}."
     if measured is not None and not measured.disturbed and (plan is None or not plan.gpu_layers):
-        how = f"on {measured.cpu}, measured at load"
-        return verdict(sections.gain_of(measured), "Sparse decoding of the FFNs", how)
+        basis = f"on {measured.cpu}, measured at load"
+        return verdict(sections.gain_of(measured), "Sparse decoding of the FFNs", basis)
     if plan is None or plan.selector == "all" or not plan.predicted.dense_tok_s:
         return None
     return verdict(plan.predicted.decode_tok_s / plan.predicted.dense_tok_s, how=f"on {plan.hardware}, as estimated")
 
 
-def _lacking(found: Findings) -> Section:
+def _lacking(prepared: Findings) -> Section:
     """Missing and stale files, with the commands that make them."""
     section = Section("What is missing")
-    for one in found.lacking:
+    for one in prepared.lacking:
         section.steps.append((one.stale or f"There is no {one.noun} yet.", one.command))
     return section

@@ -25,7 +25,7 @@ from powerinfer.runtime.options import (
     check_names,
     several,
 )
-from powerinfer.runtime.params import SamplingParams, check_params, of_chat
+from powerinfer.runtime.params import SamplingParams, chat_params, check_params
 from powerinfer.runtime.request import AnswerRequest, Completion, EmbeddingRequest, Request, StreamEvent
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class AsyncLLM:
 
     @classmethod
     def from_llm(cls, llm: LLM) -> AsyncLLM:
-        """For a model that is loaded already; both can be used at the same time."""
+        """An engine for a model that is loaded already; both can be used at the same time."""
         self = cls.__new__(cls)
         self.llm = llm
         self._mailbox = None
@@ -124,19 +124,19 @@ class AsyncLLM:
         check_names(options, EmbeddingOptions.__annotations__, "AsyncLLM's embed")
         turns = asyncio.Semaphore(self.llm.engine.max_batch)
 
-        async def one(text: Prompt) -> NDArray[np.float32]:
+        async def embed_text(text: Prompt) -> NDArray[np.float32]:
             async with turns:
                 request = await asyncio.to_thread(partial(self.llm._embedding, text, **options))
                 return await self._embedded(request)
 
-        tasks = [asyncio.create_task(one(text)) for text in several(texts)]
+        tasks = [asyncio.create_task(embed_text(text)) for text in several(texts)]
         try:
-            found = await asyncio.gather(*tasks)
+            vectors = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return np.stack(found) if found else np.empty((0, self.llm.config.d_model), np.float32)
+        return np.stack(vectors) if vectors else np.empty((0, self.llm.config.d_model), np.float32)
 
     async def close(self) -> None:
         """End running requests, as aborted, and free the model."""
@@ -165,23 +165,23 @@ class AsyncLLM:
         check_params(params)
         check_names(options, ChatOptions.__annotations__, "AsyncLLM's chat")
         template = {name: value for name, value in options.items() if name in TemplateOptions.__annotations__}
-        own: Any = {name: value for name, value in options.items() if name not in template}
+        limits: Any = {name: value for name, value in options.items() if name not in template}
 
         def prepare() -> AnswerRequest:
             tokens = self.llm.encode_chat(messages, **template)  # type: ignore[arg-type]
-            return self.llm._runner.request(tokens, of_chat(params or self.llm.default_params()), **own)
+            return self.llm._runner.request(tokens, chat_params(params or self.llm.default_params()), **limits)
 
         return prepare
 
     async def _prepared(self, prepare: Prepare, params: SamplingParams | None) -> AnswerRequest:
-        """In threads: templates and tokenisers take long for long prompts, and some grammars do."""
+        """Prepare a request in threads: templates and tokenisers take long for long prompts, and some grammars do."""
         grammars = self.llm._runner._grammars
         if params is not None and params.rules is not None and not grammars.knows(params.rules):
             await self._compile(partial(grammars.mask, params.rules))
         return await asyncio.to_thread(prepare)
 
     async def _compile(self, compile_: Callable[[], object]) -> None:
-        """In threads of its own, so that slow grammars do not hold up the tokenisation of other requests."""
+        """Compile in threads of its own, so that slow grammars do not hold up the tokenisation of other requests."""
         if self._compiling >= MAX_COMPILING:
             raise QueueFullError(f"{MAX_COMPILING} grammars are being compiled already: try again later")
         self._compiling += 1
@@ -193,7 +193,7 @@ class AsyncLLM:
     async def _stream(self, prepare: Prepare, params: SamplingParams | None) -> AsyncStream:
         request = await self._prepared(prepare, params)
         answer = self._answer(request)
-        request.every = True
+        request.all_tokens = True
         try:
             self.llm._runner.submit([request])
             while (event := await answer.next()) is not None:
@@ -229,18 +229,18 @@ class AsyncLLM:
         finally:
             self.llm._runner.abort([request])
 
-    def _answer(self, request: Request) -> _Answer:
-        """Where the events of a request arrive."""
+    def _answer(self, request: Request) -> _AnswerQueue:
+        """Mailbox for the events of a request."""
         loop = asyncio.get_running_loop()
         mailbox = self._mailbox
         if mailbox is None or mailbox.loop is not loop:
             mailbox = self._mailbox = _Mailbox(loop)
-        answer = _Answer(loop)
+        answer = _AnswerQueue(loop)
         request.deliver = partial(mailbox.put, answer)
         return answer
 
 
-class _Answer:
+class _AnswerQueue:
     """The events of one request, on its event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -265,11 +265,11 @@ class _Mailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._events: deque[tuple[_Answer, StreamEvent | None]] = deque()
+        self._events: deque[tuple[_AnswerQueue, StreamEvent | None]] = deque()
         self._called = False  # the loop has been told, and has not read yet
 
-    def put(self, answer: _Answer, event: StreamEvent | None) -> None:
-        """On the engine's thread. RuntimeError if the loop was closed."""
+    def put(self, answer: _AnswerQueue, event: StreamEvent | None) -> None:
+        """Deliver on the engine's thread. RuntimeError if the loop was closed."""
         self._events.append((answer, event))
         if not self._called:
             self._called = True

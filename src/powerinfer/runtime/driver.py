@@ -44,7 +44,7 @@ FORKED = "the process was forked after this model was loaded: load it in the new
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What an engine has done since it was loaded, and what it is doing."""
+    """Counts of an engine since it was loaded, and what it is doing."""
 
     running: int  # requests
     waiting: int  # requests, those that were put back to free pages included
@@ -67,7 +67,7 @@ class EngineStats:
 
 
 class _Step(NamedTuple):
-    """What the executor computes at the moment. requests: whose step it is, none: another caller's; stop: of its batch,
+    """The executor's present step. requests: whose step it is, none: another caller's; stop: of its batch,
     set when nobody needs its result."""
 
     requests: Sequence[Request]
@@ -79,7 +79,7 @@ class _Step(NamedTuple):
 
 
 class _Life(Enum):
-    """Of the executor; it only goes forward."""
+    """Life of the executor; it only goes forward."""
 
     OPEN = auto()
     CLOSING = auto()  # at the end of the thread, or by the caller of `close`, whichever comes first
@@ -104,7 +104,7 @@ class Driver:
         """spell: the bytes of a token, for logprobs."""
         self.scheduler = scheduler
         self.live: dict[Request, None] = {}
-        self.held = 0  # commands under way that must not meet idle work
+        self.open_commands = 0  # commands under way that must not meet idle work
         self.idle_work: Callable[[], bool] | None = None
         self._executor = executor
         self._spell = spell
@@ -162,7 +162,7 @@ class Driver:
                 step.stop[0] = 1
 
     @property
-    def here(self) -> bool:
+    def is_current_thread(self) -> bool:
         """Whether this is the engine's thread."""
         return self._thread is threading.current_thread()
 
@@ -194,7 +194,7 @@ class Driver:
             if self._thread is None:
                 self._over = self._over or _closed
         self.stop()
-        if not self.here:
+        if not self.is_current_thread:
             self.join()
             self._close_executor()
 
@@ -243,7 +243,7 @@ class Driver:
 
     def _main(self) -> None:
         with self._gate:
-            if not self.here:
+            if not self.is_current_thread:
                 return
         try:
             busy = False
@@ -304,8 +304,8 @@ class Driver:
                 continue
             self._timed_out += 1
             seconds = request.queue_timeout if start_only else request.timeout
-            what = "waited" if start_only else "took"
-            self._fail(request, RequestTimeoutError(f"the request {what} longer than {seconds:g} s"))
+            verb = "waited" if start_only else "took"
+            self._fail(request, RequestTimeoutError(f"the request {verb} longer than {seconds:g} s"))
         if not self.live:
             self._deadlines.clear()
 
@@ -325,7 +325,7 @@ class Driver:
         self._refuse_excess()
         self._deliver()
         if batch is None:
-            assert self.held or not self.live, "a checked request can always be started"
+            assert self.open_commands or not self.live, "a checked request can always be started"
             return False
         for request in self.scheduler.started:
             self._prompt_tokens += request.n_prompt
@@ -358,14 +358,14 @@ class Driver:
             self._step_now = None
 
     def _read(self) -> dict[str, float]:
-        """What was read from disk, which cannot be asked during a step."""
+        """Counts of reads from disk, which cannot be asked during a step."""
         disk = self._executor.disk
         return {} if disk is None else disk.totals()
 
     def _rows(
         self, compute: Callable[[], NDArray[np.float32]], requests: Iterable[Request]
     ) -> NDArray[np.float32] | None:
-        """What the executor computes; None if it was stopped, or failed, and with it the requests."""
+        """Logits of the executor; None if it was stopped, or failed, and with it the requests."""
         try:
             return compute()
         except StoppedError:  # the command that ends the requests is there
@@ -426,7 +426,7 @@ class Driver:
         request.pieces.append(text)
         if reason is not None:
             self._complete(request, reason, StreamEvent(text, token, logprobs, cached_tokens=request.cached))
-        elif request.every:
+        elif request.all_tokens:
             self._outbox.append((request, StreamEvent(text, token, logprobs, cached_tokens=request.cached)))
 
     def _complete(self, request: AnswerRequest, reason: str, event: StreamEvent) -> None:
@@ -469,7 +469,7 @@ class Driver:
 
     def _work_idly(self) -> bool:
         """Do a piece of idle work, if it is due; whether it was. A PowerInferError ends it for good."""
-        if not self._idle_due or self.idle_work is None or self.live or self.held:
+        if not self._idle_due or self.idle_work is None or self.live or self.open_commands:
             return False
         self._deliver()
         try:
@@ -491,10 +491,10 @@ class Driver:
 
     def _break(self, error: BaseException) -> None:
         """Fail everything: the state of the engine is unknown."""
-        what = f"the engine stopped after an internal error, {type(error).__name__}: {error}; load the model again"
+        message = f"the engine stopped after an internal error, {type(error).__name__}: {error}; load the model again"
 
         def broken() -> PowerInferError:
-            failure = EngineError(what)
+            failure = EngineError(message)
             failure.__cause__ = error
             return failure
 
@@ -515,7 +515,7 @@ _running: set[Driver] = set()  # those whose threads run
 
 
 def _stop_all() -> None:
-    """At the interpreter's exit: a thread must not return from the native module to an interpreter that is gone."""
+    """Stop all at the interpreter's exit: no thread may return from the native module to one that is gone."""
     drivers = list(_running)
     for driver in drivers:
         driver.stop()

@@ -34,7 +34,7 @@ from powerinfer.runtime.options import (
     token_ids,
     told_names,
 )
-from powerinfer.runtime.params import SamplingParams, check_each, check_params, of_chat
+from powerinfer.runtime.params import SamplingParams, chat_params, check_each, check_params
 from powerinfer.runtime.request import (
     AnswerRequest,
     Completion,
@@ -208,7 +208,7 @@ class LLM:
         return f"<table>{''.join(rows)}</table>"
 
     def _described(self) -> dict[str, str | int]:
-        """What the model is and how it runs, for people."""
+        """Description of the model and how it runs, for people."""
         checkpoint, choices = self.checkpoint, self._executor.choices
         named = [] if checkpoint is None else [checkpoint.path.name]
         size = f"{self.config.n_layers} layers"
@@ -231,7 +231,7 @@ class LLM:
 
     @property
     def choices(self) -> dict[str, str]:
-        """What was chosen for this machine (instruction set, threads, ...) and why."""
+        """Choices for this machine (instruction set, threads, ...), with their reasons."""
         return self._executor.choices.texts()
 
     @property
@@ -241,7 +241,7 @@ class LLM:
 
     @property
     def sparsity(self) -> dict[str, Any] | None:
-        """How each layer decodes, and statistics since the last clear (`Sparsity.report`); None for a dense model."""
+        """Ways of the layers, and statistics since the last clear (`Sparsity.report`); None for a dense model."""
         return self._runner.ask(self._sparsity.report)
 
     @property
@@ -257,7 +257,7 @@ class LLM:
 
     @property
     def disk(self) -> dict[str, Any] | None:
-        """What was read from disk since the last clear (`DiskTier.report`); None where RAM holds the model."""
+        """Counts of reads from disk since the last clear (`DiskTier.report`); None where RAM holds the model."""
         tier = self._tier
         return None if tier is None else self._runner.ask(tier.report)
 
@@ -265,21 +265,21 @@ class LLM:
     def _tier(self) -> DiskTier | None:
         return getattr(self._executor, "disk", None)  # a model that was closed has none
 
-    def default_params(self, **given: Unpack[SamplingOptions]) -> SamplingParams:
+    def default_params(self, **options: Unpack[SamplingOptions]) -> SamplingParams:
         """`SamplingParams` with the model's own defaults for what is not given.
 
             llm.generate("Once upon a time", llm.default_params(seed=1))
 
         They apply wherever params are None; a SamplingParams is used exactly as it is.
         """
-        return SamplingParams(**self.sampling.with_given(given))
+        return SamplingParams(**self.sampling.with_given(options))
 
     def stats(self) -> EngineStats:
-        """What the engine has done since the model was loaded, and what it is doing. Does not wait for a step."""
+        """Counts of the engine since the model was loaded, and what it is doing. Does not wait for a step."""
         return self._runner.stats()
 
     def running(self) -> list[RunningRequest]:
-        """What the running requests have done so far. Does not wait for a step."""
+        """Progress of the running requests. Does not wait for a step."""
         return self._runner.running()
 
     def live(self) -> Live:
@@ -291,14 +291,14 @@ class LLM:
 
         RequestError without a GPU, or if the model was closed.
         """
-        return self._runner.within(self._executor.traced)
+        return self._runner.enter(self._executor.traced)
 
     def every_neuron(self) -> AbstractContextManager[None]:
         """Decode densely within this context, as with selector `all`; not while requests run.
 
         RequestError if the model was closed.
         """
-        return self._runner.within(self._sparsity.suspended)
+        return self._runner.enter(self._sparsity.suspended)
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str, too, but means one prompt
@@ -378,7 +378,7 @@ class LLM:
         """
         check_params(params)
         tokens = self.encode_chat(messages, **template)
-        return self._complete([tokens], [of_chat(params or self.default_params())], None)[0]
+        return self._complete([tokens], [chat_params(params or self.default_params())], None)[0]
 
     def chat_stream(
         self,
@@ -388,7 +388,7 @@ class LLM:
     ) -> Stream:
         """Answer a conversation token by token; arguments as of `chat`. Earlier turns are found in the prefix cache."""
         check_params(params)
-        return self.stream(self.encode_chat(messages, **template), of_chat(params or self.default_params()))
+        return self.stream(self.encode_chat(messages, **template), chat_params(params or self.default_params()))
 
     def embed(self, texts: str | Sequence[Prompt], progress: Progress | None = None) -> NDArray[np.float32]:
         """The embeddings of texts, float32 [n, d_model]: each the mean of its tokens' hidden states after the final
@@ -399,12 +399,12 @@ class LLM:
         """
         requests = [self._embedding(text) for text in several(texts)]
         self._run(requests, "embeddings", progress)
-        found = [request.embedding for request in requests if request.embedding is not None]
-        return np.stack(found) if found else np.empty((0, self.config.d_model), np.float32)
+        vectors = [request.embedding for request in requests if request.embedding is not None]
+        return np.stack(vectors) if vectors else np.empty((0, self.config.d_model), np.float32)
 
     @property
     def why_no_embeddings(self) -> str | None:
-        """Why this model cannot embed texts; None if it can."""
+        """Reason for which this model cannot embed texts; None if it can."""
         if self.config.embed_dim:
             return "this model projects its hidden states to another width before its head: it has no embeddings"
         return None
@@ -448,7 +448,7 @@ class LLM:
     def score_texts(
         self, texts: Sequence[Sequence[int]], firsts: Sequence[int], use: UseLogits, step: int = SCORE_ROWS
     ) -> None:
-        """As `score` of every text, with `use(text, position, logits)`; computed together, and once what they share.
+        """Score texts like `score`, with `use(text, position, logits)`; computed together, and once what they share.
 
         texts: token ids; firsts: of each the position from which its logits are wanted.
         """
@@ -496,7 +496,7 @@ class LLM:
 
     def _follow(self, request: AnswerRequest, progress: Progress) -> Stream:
         events: SimpleQueue[StreamEvent | None] = SimpleQueue()
-        request.deliver, request.every = events.put, True
+        request.deliver, request.all_tokens = events.put, True
         try:
             self._runner.submit([request])
             event = _first(events, request, progress)

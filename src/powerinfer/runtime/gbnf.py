@@ -34,8 +34,8 @@ def lark_of_gbnf(text: str, token_of: Callable[[str], int | None], size: int, en
         token = token_of(f"<{match['name']}>") if match["id"] is None else int(match["id"])
         if token is None or token >= size:
             raise RequestError(f"{match[0].removeprefix('!')} is not one token of this model")
-        others = sorted({token, *ends})
-        meaning = f"<[^{','.join(map(str, others))}]>" if match["other"] else f"<[{token}]>"
+        tokens = sorted({token, *ends})
+        meaning = f"<[^{','.join(map(str, tokens))}]>" if match["other"] else f"<[{token}]>"
         if token in ends and not match["other"]:
             meaning = '""'  # where the answer may end, its end is allowed
         return names.setdefault(meaning, f"{prefix}-{len(names)}")
@@ -47,8 +47,8 @@ def lark_of_gbnf(text: str, token_of: Callable[[str], int | None], size: int, en
     rules = "".join(f"\n{name} ::= {name}" for name in names.values())
     lark = gbnf_to_lark(_ESCAPE.sub(_unescaped, converted + rules))
     for meaning, name in names.items():
-        own = name.replace("-", "_")
-        lark = lark.replace(f"\n{own}: {own}\n", f"\n{own}: {meaning}\n")
+        lark_name = name.replace("-", "_")
+        lark = lark.replace(f"\n{lark_name}: {lark_name}\n", f"\n{lark_name}: {meaning}\n")
     return lark
 
 

@@ -68,12 +68,12 @@ class Grammars:
         with self._lock:
             if self._closed:
                 raise RequestError(CLOSED)
-            known = self._cache.find(grammar)
-        if known is None:
-            known = self._compile(grammar)
-        if isinstance(known, str):
-            raise RequestError(known)
-        return known
+            compiled = self._cache.find(grammar)
+        if compiled is None:
+            compiled = self._compile(grammar)
+        if isinstance(compiled, str):
+            raise RequestError(compiled)
+        return compiled
 
     def prepare(self) -> None:
         """Hand over the vocabulary now, in any thread: for 262,144 pieces a second or two, in which no other thread
@@ -103,7 +103,7 @@ class Grammars:
         return ThoughtMask(grammar, spelling, None if grammar.grammar is None else self._maker(grammar.grammar))
 
     def _maker(self, grammar: Grammar | LazyGrammar) -> Callable[[], AnswerMask]:
-        """What makes the masks of one answer, once the grammar is compiled."""
+        """Maker of the masks of one answer, once the grammar is compiled."""
         if not isinstance(grammar, LazyGrammar):
             return self.compile(grammar).mask
         compiled = self.compile(grammar.grammar)
@@ -123,7 +123,7 @@ class Grammars:
         from concurrent.futures import CancelledError
 
         vocabulary = self._vocabulary
-        what = KINDS[grammar.kind]
+        noun = KINDS[grammar.kind]
         job = self._submit(vocabulary, grammar)
         try:
             return job.result(COMPILE_SECONDS)
@@ -132,7 +132,7 @@ class Grammars:
         except TimeoutError:
             # One that is under way cannot be stopped. llguidance's own limits end it, and its result is kept.
             reason = "too many others are being compiled" if job.cancel() else "simplify it"
-            raise RequestError(f"the {what} takes longer than {COMPILE_SECONDS:g} s to compile: {reason}") from None
+            raise RequestError(f"the {noun} takes longer than {COMPILE_SECONDS:g} s to compile: {reason}") from None
 
     def close(self) -> None:
         """Forget all grammars, and end the thread that compiles them, within what it is compiling."""
@@ -191,7 +191,7 @@ class CompiledGrammar:
 
         self.vocabulary = vocabulary
         self.failed = False  # a limit was reached in use: it has to be compiled again
-        self.what = KINDS[grammar.kind]
+        self.noun = KINDS[grammar.kind]
         self._size = GRAMMAR_BYTES + BYTES_PER_CHARACTER * len(grammar.text)
         self._seconds = 0.0
         try:
@@ -205,7 +205,7 @@ class CompiledGrammar:
         self.fill(self.matcher(), first)
         self.first = vocabulary.first_mask(self._matcher, first[: vocabulary.mask_words])  # of every answer
         if not self.first.any():
-            raise RequestError(f"the {self.what} matches no text")
+            raise RequestError(f"the {self.noun} matches no text")
 
     @property
     def nbytes(self) -> int:
@@ -229,8 +229,8 @@ class CompiledGrammar:
             self.failed = True
             message = _line(matcher.get_error())
             if message.startswith("NoExtension"):
-                raise RequestError(f"the {self.what} matches no text")
-            raise RequestError(f"the {self.what} became too complex: {message}")
+                raise RequestError(f"the {self.noun} matches no text")
+            raise RequestError(f"the {self.noun} became too complex: {message}")
 
     def fits(self, matcher: LLMatcher, token: int) -> bool:
         """Whether a token may follow."""
@@ -274,7 +274,7 @@ class GrammarMask:
         tokens: Sequence[int] = (token,) if self._begun else self._vocabulary.without_space.get(token, (token,))
         self._begun = True
         if self._matcher.try_consume_tokens(list(tokens)) != len(tokens):
-            reason = _line(self._matcher.get_error()) or f"or the {self._grammar.what} became too complex: simplify it"
+            reason = _line(self._matcher.get_error()) or f"or the {self._grammar.noun} became too complex: simplify it"
             raise RequestError(f"token {token} does not fit the grammar: {reason}")
         return self._matcher.is_stopped()
 
@@ -306,7 +306,7 @@ class LazyMask:
         self._grammar, self._position, self._ends = grammar, position, ends
         self._decoder = getincrementaldecoder("utf-8")("ignore")
         self._data = b""  # the end of the text
-        self._whole = True
+        self._from_start = True
         self._mask: GrammarMask | None = None
 
     def allows(self, token: int) -> bool:
@@ -337,14 +337,14 @@ class LazyMask:
         """Whether the part begins with these bytes."""
         self._data += data
         text = self._data.decode("utf-8", "ignore")
-        at = self._position(text, self._whole)
+        at = self._position(text, self._from_start)
         if at is not None:
             self._begin(text[at:])
         elif len(self._data) > _TAIL:
-            self._data, self._whole = self._data[-_TAIL:], False
+            self._data, self._from_start = self._data[-_TAIL:], False
 
     def _begin(self, text: str) -> None:
-        self._data, self._whole = b"", False
+        self._data, self._from_start = b"", False
         mask = self._grammar.mask()
         if mask.accept_bytes(text.encode()) and not mask.complete:
             self._mask = mask
@@ -518,7 +518,7 @@ def _source(grammar: Grammar, vocabulary: _Vocabulary) -> str:
 
 
 def refusal(grammar: Grammar) -> RequestError | None:
-    """Why no grammar can be made of a JSON schema, whatever the vocabulary; None if one can."""
+    """Reason for which no grammar can be made of a JSON schema, whatever the vocabulary; None if one can."""
     from llguidance import LLMatcher
 
     options: Any = JSON_OPTIONS
@@ -531,21 +531,21 @@ def refusal(grammar: Grammar) -> RequestError | None:
 
 
 def _refused(grammar: Grammar, message: str) -> RequestError:
-    """What llguidance says of a grammar, for who wrote it."""
-    what = KINDS[grammar.kind]
+    """Error of llguidance, for the person who wrote the grammar."""
+    noun = KINDS[grammar.kind]
     if "recursion" in message:
-        return RequestError(f"the {what} is nested too deep")
+        return RequestError(f"the {noun} is nested too deep")
     if grammar.kind != "json_schema":
-        return RequestError(f"the {what} is not supported: {_line(message)}")
+        return RequestError(f"the {noun} is not supported: {_line(message)}")
     keys = re.match(r"Unimplemented keys: (\[.*\])", message)
     names = _names(keys[1]) if keys else []
     place = place_of(json.loads(grammar.text), lambda name, value: name in names or _is_in(message, name, value))
-    where = f" (at {place})" if place else ""
+    position = f" (at {place})" if place else ""
     if names:
-        return RequestError(f"the {what} has keywords that are not supported: {', '.join(names)}{where}")
+        return RequestError(f"the {noun} has keywords that are not supported: {', '.join(names)}{position}")
     if message.startswith("oneOf"):
-        return RequestError(f"the {what} has a oneOf whose options may overlap: use anyOf{where}")
-    return RequestError(f"the {what} is not supported: {_line(message)}{where}")
+        return RequestError(f"the {noun} has a oneOf whose options may overlap: use anyOf{position}")
+    return RequestError(f"the {noun} is not supported: {_line(message)}{position}")
 
 
 def _is_in(message: str, name: str, value: Any) -> bool:
@@ -565,5 +565,5 @@ def _names(listed: str) -> list[str]:
 
 
 def _line(message: str) -> str:
-    """What llguidance says, on one line."""
+    """Message of llguidance, on one line."""
     return one_line(message.replace("<non-verbose/>", ""))

@@ -15,7 +15,7 @@ import numpy as np
 
 
 def first_parent(salt: bytes) -> bytes:
-    """What the key of a first page follows. Requests with different salts have no key in common.
+    """Parent of the key of a first page. Requests with different salts have no key in common.
 
     Its length is that of no key, so that no salt is another's page.
     """

@@ -42,7 +42,7 @@ class LiveLayer:
     fired: Shares | None
     placed: Shares
     ffn_bytes: float | None
-    why_not: str | None
+    reason: str | None
     seconds: tuple[float, float] = (0.0, 0.0)
 
     @property
@@ -62,7 +62,7 @@ _Fired = tuple[int, NDArray[np.int64]]
 """Tokens, and for each neuron those that it fired for."""
 
 
-class _Taken(NamedTuple):
+class _LayerSample(NamedTuple):
     """A layer as it is taken on the engine's thread. on_gpu: float64 [neurons], 1 or 0; the rest as of `LiveLayer`."""
 
     layer: int
@@ -70,7 +70,7 @@ class _Taken(NamedTuple):
     fired: _Fired | None
     on_gpu: Shares
     ffn_bytes: float | None
-    why_not: str | None
+    reason: str | None
     seconds: tuple[float, float]
 
 
@@ -117,12 +117,12 @@ class Ranking:
     def carried(self, share: float) -> float | None:
         """The share of all activations that is carried by this share of each layer's neurons, the hottest; None if
         none was counted."""
-        every = sum(int(counts.sum()) for counts in self._counts.values())
+        total = sum(int(counts.sum()) for counts in self._counts.values())
         hot = 0
         for counts in self._counts.values():
             hottest = max(1, round(share * len(counts)))
             hot += int(np.partition(counts, -hottest)[-hottest:].sum())
-        return hot / every if every else None
+        return hot / total if total else None
 
 
 _BY_INDEX = Ranking()
@@ -139,10 +139,11 @@ class Live:
     def __init__(self, executor: Executor, sparsity: Sparsity, config: ModelConfig, runner: Runner) -> None:
         self._sparsity, self._config, self._runner = sparsity, config, runner
         cpu = getattr(executor, "cpu", executor)  # of one that is split
-        self._own: Mapping[int, CpuFfn] = getattr(cpu, "ffns", {})
+        self._ffns: Mapping[int, CpuFfn] = getattr(cpu, "ffns", {})
         self._first = getattr(cpu, "first_layer", 0)
         self._layers = [layer for layer, size in enumerate(config.ffn_sizes) if size]
-        self._counted = [layer for layer in self._layers if layer in self._own and self._why_not(layer) is None]
+        layers = [layer for layer in self._layers if layer in self._ffns]
+        self._counted = [layer for layer in layers if self._uncounted_reason(layer) is None]
         self._before: dict[int, tuple[int, int]] = {}  # by layer: tokens and bytes of the FFN's own counters
         self._early: dict[int, _Fired] = {}  # counts that wait for those of the other layers
         runner.ask(self._begin)
@@ -150,72 +151,72 @@ class Live:
     def look(self, bins: int = 128, ranking: Ranking | None = None) -> list[LiveLayer]:
         """All layers whose neurons are told apart, since the last look or the beginning, in at most `bins` bins; taken
         between two steps. ranking: what was counted is added to it, and the neurons of the bins are in its order."""
-        taken, fired = self._runner.call(self._take)
+        layers, fired = self._runner.call(self._take)
         if ranking is None:
             ranking = _BY_INDEX
         else:
             for layer, (tokens, counts) in fired.items():
                 if tokens:
                     ranking.add(layer, tokens, counts)
-        return [_binned(one, bins, fired.get(one.layer), ranking.order(one.layer)) for one in taken]
+        return [_binned(one, bins, fired.get(one.layer), ranking.order(one.layer)) for one in layers]
 
     def close(self) -> None:
         """Count no more."""
 
         def end() -> None:
             for layer in self._counted:
-                self._own[layer].count_fired(False)
+                self._ffns[layer].count_fired(False)
 
         self._runner.call(end)
 
     def _begin(self) -> None:
         for layer in self._counted:
-            self._own[layer].count_fired(True)
+            self._ffns[layer].count_fired(True)
         for ffn in self._sparsity.split().values():
             ffn.take_fired()
             ffn.take_seconds()
 
-    def _why_not(self, layer: int) -> str | None:
+    def _uncounted_reason(self, layer: int) -> str | None:
         """Reason for which firings of a layer are not counted; None if they are."""
         if layer in self._sparsity.split():
             return None
-        if layer not in self._own:
+        if layer not in self._ffns:
             return "a whole layer on the GPU: firing is not counted there" if layer < self._first else "not known"
         ffn = self._config.layers[layer].neurons
         if ffn.rectified or self._sparsity.way(layer) != "dense":
             return None
         return f"every neuron is computed: {ffn.activation} is never exactly zero"
 
-    def _take(self) -> tuple[list[_Taken], dict[int, _Fired]]:
+    def _take(self) -> tuple[list[_LayerSample], dict[int, _Fired]]:
         """All layers, and by layer what fired, on the engine's thread.
 
         A step that was stopped has been counted by its first layers only: such counts wait for the next look.
         """
-        taken = [self._layer(layer) for layer in self._layers]
-        fired = {one.layer: one.fired for one in taken if one.fired is not None}
+        layers = [self._layer(layer) for layer in self._layers]
+        fired = {one.layer: one.fired for one in layers if one.fired is not None}
         for layer, (tokens, counts) in self._early.items():
             if layer in fired:
                 fired[layer] = (tokens + fired[layer][0], counts + fired[layer][1])
-        each = [tokens for tokens, _ in fired.values()] or [0]
-        cut = min(each) == 0 < max(each) <= NEURON_TOKENS
+        step_tokens = [tokens for tokens, _ in fired.values()] or [0]
+        cut = min(step_tokens) == 0 < max(step_tokens) <= NEURON_TOKENS
         self._early = fired if cut else {}
-        return taken, {} if cut else fired
+        return layers, {} if cut else fired
 
-    def _layer(self, layer: int) -> _Taken:
+    def _layer(self, layer: int) -> _LayerSample:
         neurons = self._config.ffn_sizes[layer]
-        split, own, why_not = self._sparsity.split().get(layer), self._own.get(layer), self._why_not(layer)
+        split, ffn, reason = self._sparsity.split().get(layer), self._ffns.get(layer), self._uncounted_reason(layer)
         fired, on_gpu, seconds = None, np.zeros(neurons), (0.0, 0.0)
         if split is not None:
             on_gpu[split.hot] = 1
             fired = split.take_fired()
             seconds = split.take_seconds()
-        elif why_not is None and own is not None:
-            fired = own.take_fired()
-        elif own is None and layer < self._first:
+        elif reason is None and ffn is not None:
+            fired = ffn.take_fired()
+        elif ffn is None and layer < self._first:
             on_gpu[:] = 1
         way = self._sparsity.way(layer)
-        nbytes = None if own is None else self._bytes(layer, own, way)
-        return _Taken(layer, way, fired, on_gpu, nbytes, why_not, seconds)
+        nbytes = None if ffn is None else self._bytes(layer, ffn, way)
+        return _LayerSample(layer, way, fired, on_gpu, nbytes, reason, seconds)
 
     def _bytes(self, layer: int, ffn: CpuFfn, way: str) -> float | None:
         """Bytes of weights that the FFN read per token since the last look."""
@@ -228,17 +229,17 @@ class Live:
         return nbytes / tokens if tokens else None
 
 
-def _binned(taken: _Taken, bins: int, counted: _Fired | None, order: NDArray[np.int64] | None) -> LiveLayer:
+def _binned(sample: _LayerSample, bins: int, counted: _Fired | None, order: NDArray[np.int64] | None) -> LiveLayer:
     """A layer in bins. counted: what fired of it; order: of its neurons, None: by index."""
-    neurons = len(taken.on_gpu)
+    neurons = len(sample.on_gpu)
     edges = bin_edges(neurons, min(bins, neurons))
     tokens, counts = counted or (0, None)
-    on_gpu = taken.on_gpu if order is None else taken.on_gpu[order]
+    on_gpu = sample.on_gpu if order is None else sample.on_gpu[order]
     fired = None
     if tokens and counts is not None:
         fired = np.add.reduceat(counts if order is None else counts[order], edges[:-1]) / (np.diff(edges) * tokens)
     placed = np.add.reduceat(on_gpu, edges[:-1]) / np.diff(edges)
     return LiveLayer(
-        taken.layer, neurons, taken.way, int(taken.on_gpu.sum()), tokens, fired, placed, taken.ffn_bytes,
-        taken.why_not, taken.seconds,
+        sample.layer, neurons, sample.way, int(sample.on_gpu.sum()), tokens, fired, placed, sample.ffn_bytes,
+        sample.reason, sample.seconds,
     )  # fmt: skip

@@ -104,12 +104,12 @@ class ChatOptions(RequestOptions, TemplateOptions, total=False):
     """Keywords of `AsyncLLM.chat` and `chat_stream`, beside the messages and `params`."""
 
 
-def check_names(given: Collection[str], known: Collection[str], where: str) -> None:
+def check_names(names: Collection[str], allowed: Collection[str], owner: str) -> None:
     """RequestError for a keyword that `where` does not have."""
-    for name in given:
-        if name not in known:
-            hint = _hint(name, where) or did_you_mean(name, known) or f"; it has {', '.join(known)}"
-            raise RequestError(f"{where} has no option {name!r}{hint}")
+    for name in names:
+        if name not in allowed:
+            hint = _hint(name, owner) or did_you_mean(name, allowed) or f"; it has {', '.join(allowed)}"
+            raise RequestError(f"{owner} has no option {name!r}{hint}")
 
 
 ELSEWHERE = {
@@ -119,11 +119,11 @@ ELSEWHERE = {
 """Options of other engines' models, and ours."""
 
 
-def _hint(name: str, where: str) -> str:
+def _hint(name: str, owner: str) -> str:
     """The end of a message about an option that is elsewhere."""
-    if where == "LLM" and name in ELSEWHERE:
+    if owner == "LLM" and name in ELSEWHERE:
         return f"; here it is {ELSEWHERE[name]}"
-    if where != "SamplingParams" and name in SamplingOptions.__annotations__:
+    if owner != "SamplingParams" and name in SamplingOptions.__annotations__:
         return f"; it is one of SamplingParams({name}=...)"
     return "; chat_stream and stream answer token by token" if name == "stream" else ""
 
@@ -135,27 +135,27 @@ def told_names(call: Callable[P, T]) -> Callable[P, T]:
         raise TypeError(f"{call.__name__} takes any keyword")
 
     @wraps(call)
-    def checked(*values: P.args, **given: P.kwargs) -> T:
-        check_names(given, [name for name in parameters if name != "self"], call.__name__)
-        return call(*values, **given)
+    def checked(*values: P.args, **options: P.kwargs) -> T:
+        check_names(options, [name for name in parameters if name != "self"], call.__name__)
+        return call(*values, **options)
 
     return checked
 
 
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     """The options of `LLM` as an EngineConfig; RequestError for an invalid one."""
-    known = {field.name: field for field in fields(EngineConfig)}
-    check_names(options, known, "LLM")
-    sizes = {name: _bytes(name, value) for name, value in options.items() if known[name].metadata.get("size")}
+    options_ = {field.name: field for field in fields(EngineConfig)}
+    check_names(options, options_, "LLM")
+    sizes = {name: _bytes(name, value) for name, value in options.items() if options_[name].metadata.get("size")}
     options = {**options, **sizes}
     for name, value in options.items():
-        default, choices = known[name].default, known[name].metadata.get("choices")
+        default, choices = options_[name].default, options_[name].metadata.get("choices")
         if choices and value is not None and value not in choices:
             raise RequestError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
         if type(default) is bool and type(value) is not bool:
             raise RequestError(f"{name} must be True or False, not {value!r}")
         if type(default) is int:
-            least = known[name].metadata.get("least", 0 if default == 0 else 1)  # a default of 0 means automatic
+            least = options_[name].metadata.get("least", 0 if default == 0 else 1)  # a default of 0 means automatic
             if type(value) is not int or value < least:
                 raise RequestError(f"{name} must be a whole number of at least {least}, not {value!r}")
     return EngineConfig(**options)
@@ -185,21 +185,21 @@ def token_ids(prompt: object) -> list[int]:
         if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
             raise TypeError
         ids: list[Any] = list(prompt)
-        return [_whole(one) for one in ids] if set(map(type, ids)) - {int} else ids
+        return [_token_id(one) for one in ids] if set(map(type, ids)) - {int} else ids
     except TypeError:
         raise RequestError(f"a prompt is a text or a list of token ids, not {reprlib.repr(prompt)}") from None
 
 
-def template_variables(given: Mapping[str, Any]) -> dict[str, Any]:
+def template_variables(options: Mapping[str, Any]) -> dict[str, Any]:
     """Variables of the chat template; RequestError for one that it may not be given."""
-    check_names(given, TemplateOptions.__annotations__, "chat")
-    variables = given.get("chat_template_kwargs") or {}
+    check_names(options, TemplateOptions.__annotations__, "chat")
+    variables = options.get("chat_template_kwargs") or {}
     if not isinstance(variables, Mapping):
         raise RequestError(f"chat_template_kwargs must be a dict, not {reprlib.repr(variables)}")
     for name in variables:
         if not may_be_set(name):
             raise RequestError(f"chat_template_kwargs may not set {reprlib.repr(name)}")
-    return {**variables, **({"tools": given["tools"]} if given.get("tools") is not None else {})}
+    return {**variables, **({"tools": options["tools"]} if options.get("tools") is not None else {})}
 
 
 def may_be_set(name: object) -> bool:
@@ -213,7 +213,7 @@ _RESERVED = frozenset((  # variables that are made here, and arguments of `forma
 ))  # fmt: skip
 
 
-def _whole(value: Any) -> int:
+def _token_id(value: Any) -> int:
     """A token id; TypeError for what is none. Integers of numpy are some."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError

@@ -1,4 +1,4 @@
-"""How tokens are sampled: `SamplingParams`."""
+"""Parameters of sampling: `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TextLimit(int):
 @documented
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are sampled. Every value is checked here; `RequestError` for an invalid one.
+    """Parameters of sampling. Every value is checked here; `RequestError` for an invalid one.
 
         SamplingParams(temperature=0, max_tokens=64)
         SamplingParams(regex="[0-9]{4}")
@@ -73,9 +73,9 @@ class SamplingParams:
 
     if not TYPE_CHECKING:
 
-        def __new__(cls, *values, **given):
+        def __new__(cls, *values, **options):
             """Misspelt names are refused with the nearest one."""
-            check_names(given, SamplingOptions.__annotations__, "SamplingParams")
+            check_names(options, SamplingOptions.__annotations__, "SamplingParams")
             return super().__new__(cls)
 
     def __post_init__(self, json_schema: Any, regex: str | None, choice: Sequence[str] | None) -> None:
@@ -98,7 +98,7 @@ class SamplingParams:
         stop_token_ids = _tuple("stop_token_ids", self.stop_token_ids)
         for token in stop_token_ids:
             _check_int("stop_token_ids", token, 0)
-        object.__setattr__(self, "grammar", _one_grammar(self.grammar, json_schema, regex, choice))
+        object.__setattr__(self, "grammar", _single_grammar(self.grammar, json_schema, regex, choice))
         # frozen copies: changing the caller's list or dict later does not affect a running request
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", stop_token_ids)
@@ -111,7 +111,7 @@ class SamplingParams:
         return self.grammar
 
 
-def of_chat(params: SamplingParams) -> SamplingParams:
+def chat_params(params: SamplingParams) -> SamplingParams:
     """`params` for the answer of a conversation: without a limit that the caller did not give."""
     return replace(params, max_tokens=None) if isinstance(params.max_tokens, TextLimit) else params
 
@@ -135,11 +135,11 @@ def check_each(params: object, count: int) -> None:
         check_params(one)
 
 
-def _one_grammar(
+def _single_grammar(
     grammar: Any, json_schema: Any, regex: str | None, choice: Sequence[str] | None
 ) -> Grammar | LazyGrammar | AfterThought | None:
-    given = [value for value in (grammar, json_schema, regex, choice) if value is not None]
-    if len(given) > 1:
+    constraints = [value for value in (grammar, json_schema, regex, choice) if value is not None]
+    if len(constraints) > 1:
         raise RequestError("give one of grammar, json_schema, regex and choice")
     if json_schema is not None:
         return Grammar.json_schema(json_schema)

@@ -80,7 +80,7 @@ class StreamEvent(NamedTuple):
 
 
 class RunningRequest(NamedTuple):
-    """What a running request has done so far. row: its place in the batch; params: of an answer, else None."""
+    """Progress of a running request. row: its place in the batch; params: of an answer, else None."""
 
     row: int
     prompt_tokens: int
@@ -123,7 +123,7 @@ class Request:
         self.row = -1  # row of the page table while it runs
         self.read_state = self.state = -1  # slots of its state before the next step and after it
         self.keeps: set[int] = set()  # numbers of tokens behind which its state is to be kept
-        self.kept = b""  # key of the state that it kept last without being asked
+        self.last_kept = b""  # key of the state that it kept last without being asked
 
         self.unwanted = False  # whoever asked is gone: it is ended between two steps
         self.error: PowerInferError | None = None
@@ -135,7 +135,7 @@ class Request:
         return self.error is not None
 
     def progress(self) -> RunningRequest:
-        """What it has done so far, in any thread."""
+        """Progress of the request, in any thread."""
         n = self.n_prompt
         return RunningRequest(self.row, n, self.cached, self.computed, max(0, len(self.tokens) - n), 0, False, None)
 
@@ -162,7 +162,7 @@ class AnswerRequest(Request):
         self.sampler = sampler
         self.text = text
         self.stop_ids = stop_ids
-        self.every = False
+        self.all_tokens = False
 
         self.pieces: list[str] = []
         self.logprobs: list[TokenLogprob] = []

@@ -92,7 +92,7 @@ class Runner:
         if isinstance(params.max_tokens, TextLimit):
             max_new = min(max_new, max(1, room))
         if not 1 <= max_new <= room:
-            raise RequestError(self._why_no_room(len(prompt), params.max_tokens))
+            raise RequestError(self._no_room_reason(len(prompt), params.max_tokens))
         if params.rules is not None:
             if mask is not None:
                 raise RequestError("a mask and a grammar were given: give one")
@@ -110,18 +110,18 @@ class Runner:
         self._scheduler.extend_keys(request)
         return request
 
-    def _why_no_room(self, n: int, max_tokens: int | None) -> str:
-        """Why a prompt of n tokens cannot be answered, and what helps."""
+    def _no_room_reason(self, n: int, max_tokens: int | None) -> str:
+        """Reason for which a prompt of n tokens cannot be answered, and what helps."""
         wanted = "at least 1" if max_tokens is None else f"max_tokens {max_tokens}"
-        whole = ", the model's maximum" if self.context >= self._longest else ""
+        limit_note = ", the model's maximum" if self.context >= self._longest else ""
         advice = ["shorten the prompt"]
         if max_tokens is not None and n < self.context:
             advice.append("lower max_tokens (--max-tokens)")
-        if not whole:
+        if not limit_note:
             advice.append("raise the context (--context)")
-        *some, last = advice
-        helps = f"{', '.join(some)} or {last}" if some else last
-        context = f"the context of {self.context} tokens{whole}"
+        *first, last = advice
+        helps = f"{', '.join(first)} or {last}" if first else last
+        context = f"the context of {self.context} tokens{limit_note}"
         return f"the prompt of {n} tokens and {wanted} to generate do not fit {context}: {helps}"
 
     def embedding(
@@ -139,7 +139,7 @@ class Runner:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, all before the next step. What happens to them is told to their `deliver`."""
-        if self._driver.here:
+        if self._driver.is_current_thread:
             raise RuntimeError("the engine's own thread cannot wait for an answer")
         now = time.perf_counter()
         for request in requests:
@@ -163,13 +163,13 @@ class Runner:
         return self._driver.stats()
 
     def running(self) -> list[RunningRequest]:
-        """What the running requests have done so far, in the order of their places. Does not wait for a step."""
+        """Progress of the running requests, in the order of their places. Does not wait for a step."""
         requests = [request.progress() for request in self._scheduler.running[:]]
         return sorted(requests, key=lambda request: request.row)
 
     def call(self, work: Callable[[], T]) -> T:
-        """What `work()` returns or raises, called between two steps and outside idle work."""
-        if self._driver.here or self._driver.ended:
+        """Result or error of `work()`, called between two steps and outside idle work."""
+        if self._driver.is_current_thread or self._driver.ended:
             return work()
         outcome: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
 
@@ -195,13 +195,13 @@ class Runner:
 
         return self.call(checked)
 
-    def within(self, make: Callable[[], AbstractContextManager[T]]) -> AbstractContextManager[T]:
+    def enter(self, make: Callable[[], AbstractContextManager[T]]) -> AbstractContextManager[T]:
         """`make()`, entered and left between two steps. RequestError if the model was closed."""
         self._driver.check()
-        return self._within(make())
+        return self._enter(make())
 
     @contextmanager
-    def _within(self, context: AbstractContextManager[T]) -> Iterator[T]:
+    def _enter(self, context: AbstractContextManager[T]) -> Iterator[T]:
         def enter() -> T:
             self._driver.check()
             return context.__enter__()
@@ -252,7 +252,7 @@ class Runner:
 
     @property
     def _together(self) -> int:
-        """How many texts are scored together: one, where sequences have states, which cannot be shared."""
+        """Number of texts that are scored together: one, where sequences have states, which cannot be shared."""
         return self._max_batch if self._scheduler.states is None else 1
 
     def _pages(self, tokens: int) -> int:
@@ -262,22 +262,22 @@ class Runner:
         driver, cache, states = self._driver, self._scheduler.cache, self._scheduler.states
         pages, slots = list[int](), list[int]()
         shared = _same(texts, min(firsts)) // self._executor.page_size if len(texts) > 1 else 0  # pages
-        own = [self._pages(len(tokens)) - shared for tokens in texts]
+        text_pages = [self._pages(len(tokens)) - shared for tokens in texts]
 
         def begin() -> None:
-            taken = cache.reserve(shared + sum(own))
-            state = None if states is None or taken is None else states.hold()
-            if taken is None or (states is not None and state is None):
-                cache.release(taken or [])
+            reserved = cache.reserve(shared + sum(text_pages))
+            state = None if states is None or reserved is None else states.hold()
+            if reserved is None or (states is not None and state is None):
+                cache.release(reserved or [])
                 raise RequestError("no room in the KV cache: wait for the running requests to end")
-            pages.extend(taken)
+            pages.extend(reserved)
             slots.extend([] if state is None else [state])
-            driver.held += 1
+            driver.open_commands += 1
 
         def end() -> None:
             if pages:
                 cache.release(pages)
-                driver.held -= 1
+                driver.open_commands -= 1
             for slot in slots:
                 assert states is not None
                 states.give_back(slot)
@@ -285,20 +285,20 @@ class Runner:
         try:
             self.call(begin)
             rest = iter(pages[shared:])
-            table = np.full((len(texts), shared + max(own)), -1, np.int32)
+            table = np.full((len(texts), shared + max(text_pages)), -1, np.int32)
             table[:, :shared] = pages[:shared]
-            for row, count in enumerate(own):
+            for row, count in enumerate(text_pages):
                 table[row, shared : shared + count] = list(islice(rest, count))
-            held = np.asarray(slots or [0], np.int32)
+            state_slots = np.asarray(slots or [0], np.int32)
             for rows, positions, wanted in self._parts(texts, firsts, shared * self._executor.page_size, step):
-                some, own_rows = np.unique(rows, return_inverse=True)
+                wanted_rows, row_of = np.unique(rows, return_inverse=True)
                 batch = Batch(
                     np.asarray([texts[row][at] for row, at in zip(rows, positions, strict=True)], np.int32),
                     positions,
-                    own_rows.astype(np.int32),
-                    table[some],
+                    row_of.astype(np.int32),
+                    table[wanted_rows],
                     np.arange(len(rows) if wanted else 0, dtype=np.int32),
-                    *(() if states is None else (held, held)),
+                    *(() if states is None else (state_slots, state_slots)),
                 )
                 self.call(partial(self._score, batch, rows, use))
         finally:
@@ -352,7 +352,7 @@ class Runner:
 
 
 def _same(texts: Sequence[Sequence[int]], most: int) -> int:
-    """How many tokens all texts begin with, at most `most`."""
+    """Number of tokens that all texts begin with, at most `most`."""
     return next((at for at in range(most) if len({tokens[at] for tokens in texts}) > 1), most)
 
 
@@ -361,7 +361,7 @@ def _numbered(use: UseLogits, first: int, text: int, at: int, logits: NDArray[np
 
 
 def _limits(salt: bytes, timeout: float | None, queue_timeout: float | None) -> dict[str, Any]:
-    """Of a request, checked: RequestError for an invalid one."""
+    """Limits of a request, checked: RequestError for an invalid one."""
     if not isinstance(salt, bytes):
         raise RequestError(f"salt must be bytes, not {salt!r}")
     seconds = {"timeout": timeout, "queue_timeout": queue_timeout}

@@ -64,7 +64,7 @@ class TokenLogprob(NamedTuple):
 
 
 class TokenMask(Protocol):
-    """Which tokens may follow in one answer, as a grammar says. Called on the driver's thread: it must be fast."""
+    """Mask of the tokens that may follow in one answer, by a grammar. Called on the driver's thread: be fast."""
 
     def allows(self, token: int) -> bool:
         """Whether a token may follow: asked first, because nearly all tokens that models want are allowed."""
@@ -266,10 +266,10 @@ def token_logprob(
     weights = np.subtract(logits, np.float32(highest), out=scratch)
     log_total = highest + float(np.log(np.exp(weights, out=weights).sum(dtype=np.float64)))
 
-    def of(token: int, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+    def entry(token: int, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
         return TokenLogprob(token, float(logits[token]) - log_total, spell(token), top)
 
-    return of(token, tuple(of(int(i)) for i in largest(logits, count)) if count else ())
+    return entry(token, tuple(entry(int(i)) for i in largest(logits, count)) if count else ())
 
 
 @contextmanager
@@ -303,7 +303,7 @@ class _Edits:
         self._bias_ids = np.fromiter(params.logit_bias.keys(), np.intp, len(params.logit_bias))
         self._bias = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
         self._repeats = params.repetition_penalty != 1.0
-        self._seen: dict[int, int] = {}  # token -> its index in _ids
+        self._index_of: dict[int, int] = {}  # token -> its index in _ids
         self._ids = np.empty(64, np.intp)
         self._counts = np.zeros(64, np.float32)  # in the answer
         if self._repeats:
@@ -319,8 +319,8 @@ class _Edits:
         np.copyto(edited, logits)
         if len(self._bias_ids):
             edited[self._bias_ids] += self._bias
-        if seen := len(self._seen):
-            ids, counts = self._ids[:seen], self._counts[:seen]
+        if count := len(self._index_of):
+            ids, counts = self._ids[:count], self._counts[:count]
             values = edited[ids]
             if self._repeats:
                 factor = np.float32(min(max(params.repetition_penalty, 1 / MAX_FACTOR), MAX_FACTOR))
@@ -331,9 +331,9 @@ class _Edits:
         return edited
 
     def _place(self, token: int) -> int:
-        place = self._seen.get(token)
+        place = self._index_of.get(token)
         if place is None:
-            place = self._seen[token] = len(self._seen)
+            place = self._index_of[token] = len(self._index_of)
             if place == len(self._ids):
                 self._ids = np.resize(self._ids, 2 * place)
                 self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])

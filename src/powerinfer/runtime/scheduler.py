@@ -1,4 +1,4 @@
-"""Which tokens the next forward call computes: continuous batching over a paged cache.
+"""Choice of the tokens of the next forward call: continuous batching over a paged cache.
 
 Every step takes one token of each decoding request and fills the rest of the call with chunks of prompts, in equal
 shares, so requests can join and leave at any step. While requests decode the chunks are smaller, so that the time
@@ -127,12 +127,12 @@ class Scheduler:
     @property
     def embedded(self) -> list[tuple[EmbeddingRequest, int, int]]:
         """The embeddings of the planned step, each with its first token in the batch and their number."""
-        found, at = [], 0
+        texts, at = [], 0
         for request, count in self._work:
             if isinstance(request, EmbeddingRequest):
-                found.append((request, at, count))
+                texts.append((request, at, count))
             at += count
-        return found
+        return texts
 
     def commit(self) -> list[AnswerRequest]:
         """The planned step was computed. Returns the requests that have logits, in the order of their rows."""
@@ -198,13 +198,13 @@ class Scheduler:
     def _awaits_prefix(self, request: Request) -> bool:
         """Whether a running request is computing the next page of its prefix, for both, and keeps its state."""
         keys = self._prefix(request)
-        known = self._known(keys)
+        cached = self._cached_prefix(keys)
         if self.states is not None:
-            return self.states.awaits(keys, known, self._pending)
-        return known < len(keys) and keys[known] in self._pending
+            return self.states.awaits(keys, cached, self._pending)
+        return cached < len(keys) and keys[cached] in self._pending
 
-    def _known(self, keys: Sequence[bytes]) -> int:
-        """How many of these pages of a prompt are in the cache, from the first on."""
+    def _cached_prefix(self, keys: Sequence[bytes]) -> int:
+        """Number of these pages of a prompt that are in the cache, from the first on."""
         return next((n for n, key in enumerate(keys) if self.cache.find(key) is None), len(keys))
 
     def _take_pages(self, request: Request) -> bool:
@@ -212,24 +212,24 @@ class Scheduler:
         cache = self.cache
         needed = -(-len(request.tokens) // self.page_size)
         keys = self._prefix(request)
-        cached = self._known(keys)
-        known = cached if self.states is None else self.states.longest(keys[:cached])
-        pages = [page for key in keys[:known] if (page := cache.find(key)) is not None]
+        cached = self._cached_prefix(keys)
+        reused = cached if self.states is None else self.states.longest(keys[:cached])
+        pages = [page for key in keys[:reused] if (page := cache.find(key)) is not None]
         for page in pages:
             cache.take(page)
         # leave each running request a page to grow into
-        new = cache.reserve(needed - known) if cache.available >= needed - known + len(self.running) else None
+        new = cache.reserve(needed - reused) if cache.available >= needed - reused + len(self.running) else None
         if new is None:
             cache.release(pages)
             return False
-        request.computed = known * self.page_size
-        if self.states is not None and not self.states.start(request, known, cached):
+        request.computed = reused * self.page_size
+        if self.states is not None and not self.states.start(request, reused, cached):
             cache.release(pages + new)
             request.computed = 0
             return False
         request.pages = pages + new
-        request.published = known
-        for key in request.keys[known:]:
+        request.published = reused
+        for key in request.keys[reused:]:
             self._pending.setdefault(key, request)
         return True
 

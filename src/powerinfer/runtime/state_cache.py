@@ -1,4 +1,4 @@
-"""Where the states of sequences are, and which are kept: for models whose layers keep one for each sequence.
+"""Cache of the states of sequences: for models whose layers keep one for each sequence.
 
 A running request has a slot. Unlike pages, a state is of one position, and the next step changes it; a prefix can be
 reused only where its state was kept. States are kept at page boundaries:
@@ -6,7 +6,7 @@ reused only where its state was kept. States are kept at page boundaries:
 - where a prompt ends, for whoever asks the same again, or goes on;
 - where two prompts part, if they share enough. The second one keeps it, or the first if it is still on its way there,
   and the second waits;
-- every `_EVERY` tokens of a long text, the newest only, for what goes on with an answer or was interrupted.
+- every `_INTERVAL` tokens of a long text, the newest only, for what goes on with an answer or was interrupted.
 
 A state is kept by leaving its slot as it is and going on in another one, so nothing is copied. Slots that no request
 uses are reused, those with the state of a prefix last, least recently used first.
@@ -22,7 +22,7 @@ from powerinfer.runtime.kv_cache import PageCache
 if TYPE_CHECKING:
     from powerinfer.runtime.request import Request
 
-_EVERY = 512  # tokens
+_INTERVAL = 512  # tokens
 _WORTH = 128  # tokens that two prompts must share before their common state is kept
 
 
@@ -35,37 +35,37 @@ class StateCache:
         self._promised: dict[bytes, Request] = {}  # states that running requests are going to keep
 
     def longest(self, keys: Sequence[bytes]) -> int:
-        """Of these pages of a prompt, how many the longest prefix has whose state was kept."""
+        """Number of these pages of a prompt in the longest prefix whose state was kept."""
         return next((n for n in range(len(keys), 0, -1) if self._slots.find(keys[n - 1]) is not None), 0)
 
-    def awaits(self, keys: Sequence[bytes], known: int, computing: Mapping[bytes, Request]) -> bool:
+    def awaits(self, keys: Sequence[bytes], cached: int, computing: Mapping[bytes, Request]) -> bool:
         """Whether a running request is going to keep the state of a prefix of a prompt, longer than any that was kept.
 
         keys: of the prompt's pages; known: how many of them are in the cache; computing: pages that will be.
         """
-        have, shared = self.longest(keys[:known]), known
+        have, shared = self.longest(keys[:cached]), cached
         while shared < len(keys) and keys[shared] in computing:
             shared += 1
         if any(key in self._promised for key in keys[have:shared]):
             return True
-        if shared == known or (shared - have) * self._page_size < _WORTH:
+        if shared == cached or (shared - have) * self._page_size < _WORTH:
             return False
         self._promise(computing[keys[shared - 1]], shared)
         return True
 
-    def start(self, request: Request, usable: int, known: int) -> bool:
-        """A slot for a request that starts behind its first `usable` pages, of `known` in the cache; False: none is
+    def start(self, request: Request, usable: int, cached: int) -> bool:
+        """A slot for a request that starts behind its first `usable` pages, of `cached` in the cache; False: none is
         free."""
-        taken = [slot for key in request.keys[:usable][-1:] if (slot := self._slots.find(key)) is not None]
-        for slot in taken:
+        kept_slots = [slot for key in request.keys[:usable][-1:] if (slot := self._slots.find(key)) is not None]
+        for slot in kept_slots:
             self._slots.take(slot)
-        own = self._slots.allocate()
-        if own is None:
-            self._slots.release(taken)
+        free = self._slots.allocate()
+        if free is None:
+            self._slots.release(kept_slots)
             return False
-        request.state, request.read_state = own, next(iter(taken), own)
-        if (known - usable) * self._page_size >= _WORTH:
-            self._promise(request, known)
+        request.state, request.read_state = free, next(iter(kept_slots), free)
+        if (cached - usable) * self._page_size >= _WORTH:
+            self._promise(request, cached)
         self._promise(request, (len(request.tokens) - 1) // self._page_size)
         return True
 
@@ -78,7 +78,7 @@ class StateCache:
     def limit(self, request: Request) -> int:
         """Tokens of a request that are computed next, at most: up to where its state is to be kept."""
         at = request.computed
-        regular = (at // _EVERY + 1) * _EVERY if request.keys else len(request.tokens)
+        regular = (at // _INTERVAL + 1) * _INTERVAL if request.keys else len(request.tokens)
         return min(regular, *(stop for stop in request.keeps if stop > at), len(request.tokens)) - at
 
     def commit(self, request: Request) -> None:
@@ -88,7 +88,7 @@ class StateCache:
             request.read_state = request.state
         at, pages = request.computed, request.computed // self._page_size
         wanted = at in request.keeps
-        if not (wanted or at % _EVERY == 0) or not 0 < pages <= len(request.keys):
+        if not (wanted or at % _INTERVAL == 0) or not 0 < pages <= len(request.keys):
             return
         key = request.keys[pages - 1]
         if self._slots.find(key) is None and (other := self._slots.allocate()) is not None:
@@ -100,10 +100,10 @@ class StateCache:
 
     def _replace(self, request: Request, key: bytes) -> None:
         """The newest of the states that a request keeps regularly; the one before goes."""
-        before = self._slots.find(request.kept) if request.kept else None
+        before = self._slots.find(request.last_kept) if request.last_kept else None
         if before is not None:
             self._slots.forget(before)
-        request.kept = key
+        request.last_kept = key
 
     def stop(self, request: Request) -> None:
         """The request does not run any more."""

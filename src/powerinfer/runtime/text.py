@@ -1,4 +1,4 @@
-"""From tokens to text: incremental decoding, and stop strings, which are never part of the text."""
+"""Text from tokens: incremental decoding, and stop strings, which are never part of the text."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ class TextStream:
     def __init__(self, decoder: StreamDecoder, stop: Sequence[str] = ()) -> None:
         self._decoder = decoder
         self._stop = tuple(stop)
-        self._held = ""  # possibly the start of a stop string
+        self._waiting = ""  # possibly the start of a stop string
         self.stopped = False
 
     def push(self, token: int) -> str:
         """The final text after this token, up to a stop string."""
         text = self._decoder.push(token)
-        return self._until_stop(text) if self._stop else text
+        return self._cut_at_stop(text) if self._stop else text
 
     def flush(self) -> str:
         """The rest: no token follows."""
         text = self._decoder.flush()
         if self._stop:
-            text = self._until_stop(text) + self._held
-            self._held = ""
+            text = self._cut_at_stop(text) + self._waiting
+            self._waiting = ""
         return text
 
-    def _until_stop(self, new: str) -> str:
+    def _cut_at_stop(self, new: str) -> str:
         if not new:
             return ""
-        text = self._held + new
-        found = [at for at in map(text.find, self._stop) if at >= 0]
-        if found:
+        text = self._waiting + new
+        stops = [at for at in map(text.find, self._stop) if at >= 0]
+        if stops:
             self.stopped = True
-            self._held = ""
-            return text[: min(found)]
-        held = max(_overlap(text, stop) for stop in self._stop)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+            self._waiting = ""
+            return text[: min(stops)]
+        waiting = max(_overlap(text, stop) for stop in self._stop)
+        self._waiting = text[len(text) - waiting :]
+        return text[: len(text) - waiting]
 
 
 def _overlap(text: str, stop: str) -> int:

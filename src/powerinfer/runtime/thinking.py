@@ -21,21 +21,21 @@ TAIL_TOKENS = 64  # of a prompt, which say whether it has begun a thought
 
 
 def thoughts_of(llm: LLM) -> Thoughts | None:
-    """How a model thinks; None if it does not."""
+    """The way in which a model thinks; None if it does not."""
     return thoughts_by(llm.template, llm.tokenizer)
 
 
 def thoughts_by(template: ChatTemplate | None, tokenizer: Tokenizer) -> Thoughts | None:
-    """How a model thinks, by its template, or by its vocabulary where the template says nothing; None if it does not.
+    """The way in which a model thinks, by its template, else by its vocabulary; None if it does not think.
 
     Many files of models that think have a plain template.
     """
     if template is None:
         return None
-    found = read_thoughts(template)
-    if found is None and all(len(tokenizer.encode(mark, add_bos=False)) == 1 for mark in IN_VOCABULARY):
+    thoughts = read_thoughts(template)
+    if thoughts is None and all(len(tokenizer.encode(mark, add_bos=False)) == 1 for mark in IN_VOCABULARY):
         return Thoughts(*IN_VOCABULARY)
-    return found
+    return thoughts
 
 
 def thinking_variables(llm: LLM, wanted: Thinking) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def with_thoughts(
     params: SamplingParams,
     form: AnswerFormat | None,
     prompt: Sequence[int],
-    apart: bool = True,
+    separate: bool = True,
     begun: str | None = None,
 ) -> tuple[SamplingParams, AnswerFormat | None]:
     """Parameters and format of the answer to a prompt, if the model thinks before it; else as they are.
@@ -72,13 +72,13 @@ def with_thoughts(
         return params, form
     if any(special in mark for mark in thoughts.marks for special in llm.tokenizer.special_tokens if special):
         params = replace(params, skip_special_tokens=False)
-    return params, ThoughtFormat(thoughts, opened is True, form, apart)
+    return params, ThoughtFormat(thoughts, opened is True, form, separate)
 
 
 def _rules(
     thoughts: Thoughts, opened: bool | None, rules: Grammar | LazyGrammar | None, wanted: Thinking
 ) -> Grammar | LazyGrammar | AfterThought | None:
-    """What the answer must match, its thought included. rules: what the rest must match."""
+    """Rules for the answer, its thought included. rules: of the rest."""
     budget = wanted.budget
     if thoughts.channels:  # its grammar has the thought in it; a model of this format thinks in any case
         limited = budget is not None and wanted.on is not False and not isinstance(rules, Grammar)

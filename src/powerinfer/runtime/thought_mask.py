@@ -60,10 +60,10 @@ class Spelling:
 
     def mask(self, fits: Callable[[bytes], object]) -> NDArray[np.uint32]:
         """The tokens whose bytes fit."""
-        return self.of(token for token, data in self._all() if data and fits(data))
+        return self.mask_of(token for token, data in self._all() if data and fits(data))
 
-    def of(self, tokens: Iterable[int]) -> NDArray[np.uint32]:
-        """These tokens."""
+    def mask_of(self, tokens: Iterable[int]) -> NDArray[np.uint32]:
+        """Mask of these tokens."""
         words = np.zeros(self.words, np.uint32)
         ids = np.fromiter(tokens, np.int64)
         np.bitwise_or.at(words, ids >> 5, np.left_shift(1, ids & 31).astype(np.uint32))
@@ -112,14 +112,14 @@ class ThoughtMask:
         self._spelling, self._make, self._budget = spelling, make, rules.budget
         self._begin, self._end = rules.begin.encode(), rules.end.encode()
         self._forced = isinstance(rules.grammar, Grammar)
-        self._seen = b""  # text that may belong to a mark
+        self._pending = b""  # text that may belong to a mark
         self._decoder = getincrementaldecoder("utf-8")("ignore")
         self._tokens = 0  # of the thought
         self._room = 0  # for white space behind it
         self._closing: list[int] = []  # tokens that must follow, the last one first
         self._inner = None if make is None or rules.opened else make()
         self._possible = True  # that there is no thought, and the text so far is the answer's
-        self._state = self._before
+        self._state = self._accept_opening
         if rules.opened:
             self._open(b"")
 
@@ -128,9 +128,9 @@ class ThoughtMask:
         data = self._spelling.token_bytes(token)
         if self._closing:
             return token == self._closing[-1]
-        if self._state == self._in_thought:
+        if self._state == self._accept_thought:
             return not self._forced or (token not in self._spelling.ends and self._fits(data))
-        if self._state == self._before and data and self._is_begin(self._seen + data):
+        if self._state == self._accept_opening and data and self._is_begin(self._pending + data):
             return True
         if self._is_space(data):
             return True
@@ -140,17 +140,17 @@ class ThoughtMask:
         """The tokens that may follow, None for all. RequestError if a limit is reached."""
         spelling = self._spelling
         if self._closing:
-            return spelling.of(self._closing[-1:])
-        if self._state == self._in_thought:
-            return ~spelling.of(self._refused()) if self._forced else None
+            return spelling.mask_of(self._closing[-1:])
+        if self._state == self._accept_thought:
+            return ~spelling.mask_of(self._refused()) if self._forced else None
         words = np.zeros(spelling.words, np.uint32)
         if self._possible:
-            found = None if self._inner is None else self._inner.allowed()
-            if found is None:
+            allowed_words = None if self._inner is None else self._inner.allowed()
+            if allowed_words is None:
                 return None
-            words |= found
-        if self._state == self._before:
-            words |= spelling.beginning(self._begin[len(self._seen) :])
+            words |= allowed_words
+        if self._state == self._accept_opening:
+            words |= spelling.beginning(self._begin[len(self._pending) :])
         return words | spelling.spaces if self._room else words
 
     def accept(self, token: int) -> bool:
@@ -159,22 +159,22 @@ class ThoughtMask:
 
     # ---- what the next token belongs to
 
-    def _before(self, token: int, data: bytes) -> bool:
-        """To the mark that begins a thought, or to the answer."""
-        self._seen += data
+    def _accept_opening(self, token: int, data: bytes) -> bool:
+        """Accept a token of the mark that begins a thought, or of the answer."""
+        self._pending += data
         ends = False
         if self._possible and self._inner is not None:
             self._possible = self._inner.allows(token)
             ends = self._possible and self._inner.accept(token)
-        text = self._seen if self._forced else self._seen.lstrip()
+        text = self._pending if self._forced else self._pending.lstrip()
         if text.startswith(self._begin):
             self._open(text[len(self._begin) :])
             return False
         if not self._begin.startswith(text):
-            self._state = self._in_answer
+            self._state = self._accept_answer
         return ends
 
-    def _in_thought(self, token: int, data: bytes) -> bool:
+    def _accept_thought(self, token: int, data: bytes) -> bool:
         if self._closing:
             self._closing.pop()
             if not self._closing:
@@ -184,44 +184,44 @@ class ThoughtMask:
         self._decoder.decode(data)
         return self._read(data)
 
-    def _behind(self, token: int, data: bytes) -> bool:
-        """To the white space behind a thought, or to the answer."""
+    def _accept_space(self, token: int, data: bytes) -> bool:
+        """Accept a token of the white space behind a thought, or of the answer."""
         if self._is_space(data):
             self._room -= len(data)
             return False
-        self._room, self._state = 0, self._in_answer
-        return self._in_answer(token, data)
+        self._room, self._state = 0, self._accept_answer
+        return self._accept_answer(token, data)
 
-    def _in_answer(self, token: int, data: bytes) -> bool:
+    def _accept_answer(self, token: int, data: bytes) -> bool:
         return self._inner is not None and self._inner.accept(token)
 
     # ----
 
     def _open(self, rest: bytes) -> None:
         """A thought begins, with this text."""
-        self._seen, self._state = b"", self._in_thought
+        self._pending, self._state = b"", self._accept_thought
         self._read(rest)
 
     def _read(self, data: bytes) -> bool:
         """Text of a thought."""
-        self._seen += data
-        before, mark, rest = self._seen.partition(self._end)
+        self._pending += data
+        before, mark, rest = self._pending.partition(self._end)
         if mark:
             self._leave(rest.lstrip())
             return False
-        self._seen = before[len(before) - len(self._end) + 1 :] if len(before) >= len(self._end) else before
+        self._pending = before[len(before) - len(self._end) + 1 :] if len(before) >= len(self._end) else before
         if self._budget is not None and self._tokens >= self._budget:
             incomplete = self._decoder.getstate()[0]
             if not incomplete or self._tokens >= self._budget + MAX_BEYOND:
-                self._closing = self._spelling.tokens(self._end[overlap(self._seen, self._end) :])[::-1]
+                self._closing = self._spelling.tokens(self._end[overlap(self._pending, self._end) :])[::-1]
                 self._budget = None  # it is spent, or this vocabulary cannot spell the mark
         return False
 
     def _leave(self, rest: bytes) -> None:
         """A thought has ended, and this text follows it."""
         self._inner, self._possible = None if self._make is None else self._make(), True
-        self._seen, self._room = b"", 0 if rest else MAX_SPACE
-        self._state = self._in_answer if rest or self._inner is None else self._behind
+        self._pending, self._room = b"", 0 if rest else MAX_SPACE
+        self._state = self._accept_answer if rest or self._inner is None else self._accept_space
         if rest and self._inner is not None and not self._inner.accept_bytes(rest):
             self._inner = None
 
@@ -229,7 +229,7 @@ class ThoughtMask:
         """Whether the answer may begin as it does if these bytes end the thought."""
         if self._end[-1:] not in data or self._make is None:
             return True
-        _, mark, rest = (self._seen + data).partition(self._end)
+        _, mark, rest = (self._pending + data).partition(self._end)
         return not mark or not rest.lstrip() or self._make().accept_bytes(rest.lstrip())
 
     def _is_begin(self, text: bytes) -> bool:

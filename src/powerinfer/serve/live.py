@@ -139,5 +139,5 @@ def _layer(live: LiveLayer) -> dict[str, Any]:
         "ffn_bytes_per_token": live.ffn_bytes,
         "fired": None if live.fired is None else (1000 * live.fired).round().astype(int).tolist(),
         "on_gpu": None if live.device != "both" else (1000 * live.placed).round().astype(int).tolist(),
-        "why_not": live.why_not,
+        "why_not": live.reason,
     }
