@@ -58,7 +58,7 @@ def test_values_are_linear_in_the_scales(kind: str) -> None:
 def test_moves_and_their_gradient(kind: str) -> None:
     """Beside the plain sum, of a stack of two matrices."""
     stored = tensor(kind, 2, 5, 512)
-    blocks = Blocks.of(stored, torch.device("cpu"))
+    blocks = Blocks.from_tensor(stored, torch.device("cpu"))
     rng = torch.Generator().manual_seed(0)
     moves = (0.1 * torch.randn(blocks.scales.shape, generator=rng)).requires_grad_()
     x = torch.randn(3, 4, 512, generator=rng).requires_grad_()
@@ -165,7 +165,7 @@ def test_matrices_that_are_stored_transposed() -> None:
     stored = RawTensor(
         "Q4_1", tuple(rows.shape), quantize(rows.reshape(-1, rows.shape[-1]).numpy(), "Q4_1").reshape(-1)
     )
-    own = Blocks.of(stored, torch.device("cpu"))
+    own = Blocks.from_tensor(stored, torch.device("cpu"))
     model.blocks, model.turned = {name: own}, {name}
     model.weights[name] = own.still()
     assert np.allclose(model.weight(name).mT.numpy(), stored.float32(), rtol=1e-5, atol=1e-6)

@@ -39,12 +39,12 @@ from powerinfer.progress import silent
 from powerinfer.report.plots import draw_training
 from powerinfer.text.chat import ChatTemplate
 from powerinfer.text.model_text import sampling_defaults_of, tokenizer_of
-from powerinfer_train import Made, _whole_by_type, measured, sparsify
+from powerinfer_train import SparsifyResult, _dense_reason_by_type, measured, sparsify
 from powerinfer_train.estimate import estimate, memory, stage_costs
 from powerinfer_train.own_text import OwnText, is_useful, write_own_text
-from powerinfer_train.recipes import FFN_PARTS, RECIPES, Stage, StoredTypes, check_recipe
+from powerinfer_train.recipes import FFN_PARTS, RECIPES, RecipeStage, StoredTypes, check_recipe
 from powerinfer_train.step_log import StepLog, draw_log, read_log
-from powerinfer_train.torch_model import ROUNDED, Neurons, TorchModel, _Rounded, load
+from powerinfer_train.torch_model import ROUNDED, NeuronValues, TorchModel, _Rounded, load
 from powerinfer_train.training import Sparsifier, _Cut, _stored, check_start, fast_type, trained_names
 from powerinfer_train.writing import write_model
 
@@ -65,7 +65,7 @@ def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("powerinfer_train.draw_log", lambda *_: None)
 
 
-def made(model: Path, out: Path, **options: Any) -> Made:
+def made(model: Path, out: Path, **options: Any) -> SparsifyResult:
     config = SparsifyConfig(**(SMALL | {"zeros": 0.7} | options))
     return sparsify(open_checkpoint(model), [], config, out, threads=1)
 
@@ -216,7 +216,7 @@ def test_the_gate_alone_makes_a_part_of_the_zeros(dense: Path, tmp_path: Path) -
         model = TorchModel(checkpoint.config, load(checkpoint), torch.float32)
         limits = [torch.from_numpy(checkpoint.take(f"layers.{n}.threshold").float32().copy()) for n in range(2)]
         below, zeros = [], []
-        seen: list[Neurons] = []
+        seen: list[NeuronValues] = []
         with torch.no_grad():
             model.states(torch.arange(256).view(4, 64), lambda name, one, seen=seen: seen.append(one))
         for one, limit in zip(seen, limits, strict=True):
@@ -746,7 +746,7 @@ def test_models_of_published_families(name: str, tmp_path: Path, capsys: pytest.
     assert (shared in said.err) == (PUBLISHED[name] in SHARED)
     by_type = bool(open_checkpoint(path).config.experts) and PUBLISHED[name] not in SHARED
     assert ("will not be faster, experts in Q8_0 are computed whole (those in F16," in said.err) == by_type
-    assert not by_type or _whole_by_type(open_checkpoint(path), SparsifyConfig(type="q4_0")) is None
+    assert not by_type or _dense_reason_by_type(open_checkpoint(path), SparsifyConfig(type="q4_0")) is None
     assert done["architecture"] == PUBLISHED[name] and done["zeros"] > 0.3
     with LLM(done["path"], threads=1) as llm:
         assert len(llm.generate("It was", SamplingParams(max_tokens=4, ignore_eos=True)).token_ids) == 4
@@ -873,7 +873,7 @@ def test_a_rate_counts_the_tokens_of_a_step(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_each_stage_is_timed_over_its_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """By this clock a look takes 1 s, and a step of the stages 10, 20 and 40 s, whose shares of the tokens differ."""
-    now, stages = [0], list[Stage]()
+    now, stages = [0], list[RecipeStage]()
 
     def clock() -> int:
         now[0] += 1
@@ -885,7 +885,7 @@ def test_each_stage_is_timed_over_its_own_steps(monkeypatch: pytest.MonkeyPatch)
 
     plain = Sparsifier._stage
 
-    def begun(self: Sparsifier, stage: Stage, *about: Any) -> None:
+    def begun(self: Sparsifier, stage: RecipeStage, *about: Any) -> None:
         stages.append(stage)
         plain(self, stage, *about)
 

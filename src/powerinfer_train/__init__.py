@@ -23,7 +23,7 @@ from powerinfer_train.card import card, document
 from powerinfer_train.estimate import Rates, memory, stage_costs
 from powerinfer_train.finished import RECORD, STATE, asked_for, read_finished, write_finished
 from powerinfer_train.own_text import FILE, PART, write_own_text
-from powerinfer_train.recipes import check, code_bytes, moved_biases, stored_types, trained_names, why_whole
+from powerinfer_train.recipes import check, code_bytes, dense_reason, moved_biases, stored_types, trained_names
 from powerinfer_train.step_log import LOG_FILE, draw_log
 from powerinfer_train.writing import check_writable, fitting, write_model
 
@@ -32,7 +32,7 @@ LONG = 2e13
 
 
 @dataclass(frozen=True)
-class Made:
+class SparsifyResult:
     """path: of the model; document: figures, see `powerinfer sparsify --help`."""
 
     path: Path
@@ -49,7 +49,7 @@ def sparsify(
     say: Say = silent,
     start: Checkpoint | None = None,
     agree: Callable[[float], object] = silent,
-) -> Made:
+) -> SparsifyResult:
     """Make a sparse model out of a dense one in the folder `out`. corpora: paths of texts, none: the built-in sample.
 
     threads: of the CPU, 0 for all; say: receives notes for the user; start: a sparse model made out of the dense one,
@@ -61,33 +61,33 @@ def sparsify(
     recipe, types = check(config, checkpoint.config), stored_types(config)
     if out.resolve() in (checkpoint.path.resolve(), checkpoint.path.parent.resolve()):
         raise RequestError(f"--out {out} holds the model itself: give another folder")
-    texts, own_tokens = open_corpora(corpora), 0
+    texts, text_tokens = open_corpora(corpora), 0
     asked = asked_for(checkpoint, texts, config, start)
     finished = read_finished(out, asked)
     if finished is not None:
         say(f"{out} holds what this command made before: nothing is left to do")
         path = out / finished.path
-        return Made(path, {"path": str(path), **finished.figures})
-    found = {one.name for one in out.iterdir()} if out.is_dir() else set()
-    if STATE not in found and found - {LOG_FILE, f"{STATE}.part", FILE, PART}:
+        return SparsifyResult(path, {"path": str(path), **finished.figures})
+    existing = {one.name for one in out.iterdir()} if out.is_dir() else set()
+    if STATE not in existing and existing - {LOG_FILE, f"{STATE}.part", FILE, PART}:
         other = "files that no training made"
-        if RECORD in found:
+        if RECORD in existing:
             other = f"a model of other options, texts or models, and no {STATE} to go on from"
         raise RequestError(f"--out {out} has {other}: give a new folder")
     if not corpora:
         say(f"the text is a small built-in sample ({SAMPLE_SOURCE}), which teaches little: use --corpus")
-    whole = why_whole(checkpoint.config, recipe) or _whole_by_type(checkpoint, config)
-    if whole is not None:
-        say(f"the sparse model will not be faster, {whole}: its zeros can be studied")
-    with _made(out), torch_threads(threads):
+    reason = dense_reason(checkpoint.config, recipe) or _dense_reason_by_type(checkpoint, config)
+    if reason is not None:
+        say(f"the sparse model will not be faster, {reason}: its zeros can be studied")
+    with _output_folder(out), torch_threads(threads):
         from powerinfer_train.training import Sparsifier, check_start, fast_type, find_device, free_bytes
 
         if start is not None:
             check_start(start, checkpoint, config.recipe)
-        about: dict[str, Any] = {"hidden_act": recipe.activation}
+        fields: dict[str, Any] = {"hidden_act": recipe.activation}
         limited = {"hidden_act_param": [0.0] * checkpoint.config.n_layers} if recipe.activation in LIMITED else {}
         replaced = (*trained_names(checkpoint.config)[1], *moved_biases(checkpoint.config))
-        check_writable(checkpoint, types, replaced, about | limited, config.format)
+        check_writable(checkpoint, types, replaced, fields | limited, config.format)
         device = find_device(config.device)
         product, free = fast_type(device).itemsize, free_bytes(device)
         codes = code_bytes(checkpoint, config)
@@ -101,13 +101,13 @@ def sparsify(
                 f"training needs about {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free: {helps}"
             )
         costs = stage_costs(checkpoint.config, recipe, config.tokens, config.window)
-        if STATE not in found and sum(stage.tokens * stage.flops for stage in costs) > LONG:
+        if STATE not in existing and sum(stage.tokens * stage.flops for stage in costs) > LONG:
             from powerinfer_train.timing import hours
 
             agree(hours(checkpoint.config, config))
         if config.own_text:
-            own = write_own_text(checkpoint, texts, config.own_text, config.seed, out, progress, threads, say)
-            texts, own_tokens = [*texts, own], own.tokens
+            answers = write_own_text(checkpoint, texts, config.own_text, config.seed, out, progress, threads, say)
+            texts, text_tokens = [*texts, answers], answers.tokens
         work = Sparsifier(checkpoint, texts, config, out, progress, say, start)
         try:
             done = work.run()
@@ -115,7 +115,7 @@ def sparsify(
             say(work.left())
             raise
         if done.limits and (recipe.activation == "topk" or not done.thresholds):
-            about["hidden_act_param"] = list(done.limits)
+            fields["hidden_act_param"] = list(done.limits)
         (out / RECORD).unlink(missing_ok=True)  # of other options, with the same state
         path = write_model(
             checkpoint,
@@ -123,7 +123,7 @@ def sparsify(
             types,
             done.changed,
             work.trained,
-            about,
+            fields,
             done.thresholds,
             form=config.format,
         )
@@ -141,9 +141,9 @@ def sparsify(
     figures = document(
         checkpoint.config, checkpoint.path.name, config, names, done.before, after, done.tokens, done.seconds
     )
-    figures |= {"own_text_tokens": own_tokens, "start": "/".join(start.path.parts[-2:]) if start else None}
-    said = {name: getattr(config, name) for name in ("lr", "tokens", "window", "batch", "rows", "seed")}
-    figures["options"] = " ".join(f"--{name} {value}" for name, value in said.items())
+    figures |= {"own_text_tokens": text_tokens, "start": "/".join(start.path.parts[-2:]) if start else None}
+    messages = {name: getattr(config, name) for name in ("lr", "tokens", "window", "batch", "rows", "seed")}
+    figures["options"] = " ".join(f"--{name} {value}" for name, value in messages.items())
     figures["types"] = None
     if path.is_file() or checkpoint.source == "gguf":
         figures["types"] = f"--type {types.changed} --attention-type {types.attention}"
@@ -152,16 +152,16 @@ def sparsify(
     write_small(out / "README.md", card(figures).encode(errors="replace"))  # names of files may be no text
     figures |= {"limits": list(done.limits), "resumed": done.resumed}
     write_finished(out, asked, path, figures)
-    return Made(path, {"path": str(path), **figures})
+    return SparsifyResult(path, {"path": str(path), **figures})
 
 
-def _whole_by_type(checkpoint: Checkpoint, config: SparsifyConfig) -> str | None:
-    """Why the engine will compute every neuron of experts that are stored as they will be; None: it can skip some."""
-    types, kept = stored_types(config), checkpoint.source != "gguf" and config.format != "gguf"
+def _dense_reason_by_type(checkpoint: Checkpoint, config: SparsifyConfig) -> str | None:
+    """Reason for which the engine will compute all neurons of experts, as they are stored; None: it can skip some."""
+    types, keeps_format = stored_types(config), checkpoint.source != "gguf" and config.format != "gguf"
     shape_of = dict(shapes(checkpoint.config))
     for name in trained_names(checkpoint.config)[0]:
         if name.endswith((".experts_up", ".experts_down")):
-            same = kept or types[name] == "same"
+            same = keeps_format or types[name] == "same"
             kind = checkpoint.stored_type(name) if same else fitting(types[name], shape_of[name])
             if kind not in ROW_TYPES:
                 return f"experts in {kind} are computed whole (those in {', '.join(ROW_TYPES)} are not: --type)"
@@ -169,7 +169,7 @@ def _whole_by_type(checkpoint: Checkpoint, config: SparsifyConfig) -> str | None
 
 
 @contextmanager
-def _made(out: Path) -> Iterator[None]:
+def _output_folder(out: Path) -> Iterator[None]:
     """The folder, which is removed again where it is new and nothing was written into it. RequestError for one that
     nothing can be written into."""
     new = not out.exists()
@@ -189,7 +189,7 @@ def _made(out: Path) -> Iterator[None]:
 
 
 def measured(config: ModelConfig, options: SparsifyConfig, threads: int = 0, progress: Progress = silent) -> Rates:
-    """How fast this machine trains a model, see `timing.measure`. PowerInferError without torch."""
+    """Rates at which this machine trains a model, see `timing.measure`. PowerInferError without torch."""
     with torch_threads(threads):
         from powerinfer_train.timing import measure
 

@@ -29,10 +29,10 @@ from powerinfer_train.other_format import OtherFormat, same_tokens
 from powerinfer_train.recipes import StoredTypes
 
 FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
-"""Of an architecture in GGUF the family of folders: Mistral's models are Llama's there."""
+"""Family of folders by architecture in GGUF: Mistral's models are Llama's there."""
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
-"""Of --type the name in config.json."""
+"""Name in config.json by --type."""
 
 LOW, HIGH = 1.0, 4.0
 """low_freq_factor and high_freq_factor of all published models with the scaling of Llama 3."""
@@ -54,11 +54,11 @@ class AsFolder(OtherFormat):
         self._check_config(read)
         self._names = file_names(read, {})
         self.files = self._tokenizer(checkpoint)
-        about = self.files.pop("config.json")
-        self.document |= about
+        config = self.files.pop("config.json")
+        self.document |= config
         sampling = _sampling(sampling_defaults_of(checkpoint).values)
         if sampling:
-            self.files["generation_config.json"] = about | sampling
+            self.files["generation_config.json"] = config | sampling
 
     def entries(self, canonical: str, shape: Shape) -> Iterator[tuple[str, Shape]]:
         """(name, shape) of what the folder has for a tensor: each expert's matrices are tensors of their own."""
@@ -108,7 +108,7 @@ class AsFolder(OtherFormat):
     def _read_again(self) -> ModelConfig:
         """The configuration that a folder of this config.json has."""
         try:
-            return read_config(self.document, self._where)
+            return read_config(self.document, self._path)
         except ModelError as error:
             raise self._refused(str(error)) from None
 
@@ -116,8 +116,8 @@ class AsFolder(OtherFormat):
 
     def _tokenizer(self, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
         """tokenizer.json and tokenizer_config.json, and what config.json says of tokens."""
-        known = tokenizer_of(checkpoint)
-        vocabulary = known.vocabulary
+        tokenizer = tokenizer_of(checkpoint)
+        vocabulary = tokenizer.vocabulary
         added: dict[int | None, str] = {token.id: token.text for token in vocabulary.added}
         ids = {"bos": vocabulary.bos_id, "eos": vocabulary.eos_id, "unk": vocabulary.unk_id}
         ids["pad"] = checkpoint.metadata.get("tokenizer.ggml.padding_token_id")
@@ -130,8 +130,8 @@ class AsFolder(OtherFormat):
         elif templates:
             side["chat_template"] = [{"name": name, "template": source} for name, source in templates.items()]
         ends = sorted(vocabulary.eos_ids, key=lambda at: (at != vocabulary.eos_id, at))
-        about = {"bos_token_id": vocabulary.bos_id, "eos_token_id": ends if len(ends) > 1 else vocabulary.eos_id}
-        document = json.loads(known.to_json())
+        config = {"bos_token_id": vocabulary.bos_id, "eos_token_id": ends if len(ends) > 1 else vocabulary.eos_id}
+        document = json.loads(tokenizer.to_json())
         if document["model"]["type"] != "BPE":
             raise self._refused("its tokenizer is not BPE")
         kinds = checkpoint.metadata.get("tokenizer.ggml.token_type")
@@ -143,15 +143,15 @@ class AsFolder(OtherFormat):
             document["post_processor"] = _frame(begin, end, added)
         files = {"tokenizer.json": document, "tokenizer_config.json": side}
         with TemporaryDirectory() as folder:
-            for name, content in (*files.items(), ("config.json", about)):
+            for name, content in (*files.items(), ("config.json", config)):
                 (Path(folder) / name).write_bytes(json_bytes(content))
             try:
                 read = tokenizer_from_folder(folder)
             except ModelError as error:
                 raise self._refused(str(error)) from None
-        if not same_tokens(known, read):
+        if not same_tokens(tokenizer, read):
             raise self._refused("tokenizer.json would give other tokens")
-        return files | {"config.json": about}
+        return files | {"config.json": config}
 
 
 def json_bytes(document: Mapping[str, Any]) -> bytes:
@@ -169,10 +169,10 @@ def _scaling(rope: RopeConfig) -> dict[str, Any] | None:
     if rope.scaling == "linear":
         return {"rope_type": "linear", "factor": _short(rope.factor)}
     if rope.scaling == "yarn":
-        own = {key: _short(getattr(rope, key)) for key in ("factor", "beta_fast", "beta_slow")}
+        scaling = {key: _short(getattr(rope, key)) for key in ("factor", "beta_fast", "beta_slow")}
         if rope.attention_factor is not None:
-            own["attention_factor"] = rope.attention_factor
-        return {"rope_type": "yarn", "original_max_position_embeddings": rope.original_context_length} | own
+            scaling["attention_factor"] = rope.attention_factor
+        return {"rope_type": "yarn", "original_max_position_embeddings": rope.original_context_length} | scaling
     factor = max(rope.divisors, default=1.0)
     if factor == 1:
         return None
@@ -194,7 +194,7 @@ def _scaling(rope: RopeConfig) -> dict[str, Any] | None:
 
 
 def _decoder(vocabulary: Vocabulary) -> dict[str, Any]:
-    """Of tokenizer.json, as folders of Llama 3 and of Llama 2 have it."""
+    """Decoder of tokenizer.json, as folders of Llama 3 and of Llama 2 have it."""
     if vocabulary.byte_level:
         return {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
     steps: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
@@ -211,12 +211,12 @@ def _frame(begin: Sequence[int | None], end: Sequence[int | None], added: Mappin
         return [*first, {"Sequence": {"id": sequence, "type_id": of}}, *last]
 
     tokens = {added[at]: {"id": added[at], "ids": [at], "tokens": [added[at]]} for at in (*begin, *end)}
-    both = around("A", 0) + around("B", 1)
-    return {"type": "TemplateProcessing", "single": around("A", 0), "pair": both, "special_tokens": tokens}
+    pair = around("A", 0) + around("B", 1)
+    return {"type": "TemplateProcessing", "single": around("A", 0), "pair": pair, "special_tokens": tokens}
 
 
 def _sampling(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of generation_config.json, where all tokens count with top_k 0, not -1."""
+    """Values of generation_config.json, where all tokens count with top_k 0, not -1."""
     if values.get("temperature") == 0:
         penalty = {name: value for name, value in values.items() if name == "repetition_penalty"}
         return {"do_sample": False} | penalty

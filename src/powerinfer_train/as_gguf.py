@@ -27,7 +27,7 @@ from powerinfer_train.other_format import OtherFormat, same_tokens
 from powerinfer_train.recipes import StoredTypes
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
-"""Of a family of folders the architecture in GGUF."""
+"""Architecture in GGUF by family of folders."""
 
 SPLITS = (
     "gpt-2", "smollm", "falcon", "llama-bpe", "qwen2", "qwen35", "tekken", "dbrx", "gpt-4o", "glm4", "deepseek-llm",
@@ -50,9 +50,9 @@ class AsGGUF(OtherFormat):
         have."""
         super().__init__(checkpoint, types)
         config = self.config
-        own = {f"{self.architecture}.{key}": value for key, value in self._sizes().items()}
+        sizes = {f"{self.architecture}.{key}": value for key, value in self._sizes().items()}
         name = config.name or checkpoint.path.resolve().name
-        self.metadata = {"general.architecture": self.architecture, "general.name": name} | own
+        self.metadata = {"general.architecture": self.architecture, "general.name": name} | sizes
         self._check_config(self._read_again())
         self.metadata |= self._tokenizer(checkpoint)
         self.metadata |= {GGUF_KEYS[key]: value for key, value in sampling_defaults_of(checkpoint).values.items()}
@@ -97,15 +97,15 @@ class AsGGUF(OtherFormat):
         if self.divisors is not None:
             tensors["rope_freqs.weight"] = RawTensor("F32", self.divisors.shape, self.divisors.view(np.uint8))
         try:
-            return read_config(GGUFFile(self._where, 3, self.metadata, tensors, []))
+            return read_config(GGUFFile(self._path, 3, self.metadata, tensors, []))
         except ModelError as error:
             raise self._refused(str(error)) from None
 
     # ------------------------------------------------------------------------------------------------ tokenizer
 
     def _tokenizer(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        known = tokenizer_of(checkpoint)
-        vocabulary = known.vocabulary
+        tokenizer = tokenizer_of(checkpoint)
+        vocabulary = tokenizer.vocabulary
         document = json.loads((checkpoint.path / "tokenizer.json").read_bytes())
         if not vocabulary.byte_level or document["model"].get("type") != "BPE":
             raise self._refused("its tokenizer is not byte-level BPE")
@@ -130,17 +130,17 @@ class AsGGUF(OtherFormat):
         keys |= {f"{name}_token_id": at for name, at in ids.items() if at is not None}
         special = {token.id for token in vocabulary.added if token.special}
         named = ends_of_generation({token.text: token.id for token in vocabulary.added}, special).values()
-        others = sorted(vocabulary.eos_ids - {vocabulary.eos_id}, key=lambda at: (at in named, at))
-        made = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
-        made |= {f"tokenizer.ggml.{name}_token_id": at for name, at in zip(("eot", "eom"), others, strict=False)}
+        ends = sorted(vocabulary.eos_ids - {vocabulary.eos_id}, key=lambda at: (at in named, at))
+        metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+        metadata |= {f"tokenizer.ggml.{name}_token_id": at for name, at in zip(("eot", "eom"), ends, strict=False)}
         templates = dict(vocabulary.chat_templates)
         if "default" in templates:
-            made["tokenizer.chat_template"] = templates.pop("default")
+            metadata["tokenizer.chat_template"] = templates.pop("default")
         if templates:
-            made["tokenizer.chat_templates"] = list(templates)
-            made |= {f"tokenizer.chat_template.{name}": source for name, source in templates.items()}
+            metadata["tokenizer.chat_templates"] = list(templates)
+            metadata |= {f"tokenizer.chat_template.{name}": source for name, source in templates.items()}
         for split in SPLITS:
-            found = made | {"tokenizer.ggml.pre": split}
-            if same_tokens(known, tokenizer_from_gguf(found)):
-                return found
+            metadata_read = metadata | {"tokenizer.ggml.pre": split}
+            if same_tokens(tokenizer, tokenizer_from_gguf(metadata_read)):
+                return metadata_read
         raise self._refused("its tokenizer splits words, or ends answers, in a way that GGUF has no name for")

@@ -33,18 +33,18 @@ class Blocks:
     units: Tensor
 
     @classmethod
-    def of(cls, stored: RawTensor, device: torch.device) -> Blocks:
+    def from_tensor(cls, stored: RawTensor, device: torch.device) -> Blocks:
         """stored: of a type of `block_scales.SCALED`."""
-        kind, every = block_type(stored.type), factors(stored)
+        kind, parts = block_type(stored.type), factors(stored)
         scales = block_scales(stored)
         units = np.abs(scales)
         if units.shape[-1] == 2 and kind.block == 32:  # a minimum may be zero where the block's values are not
-            units[..., 1] = units[..., 0] * np.float32(every[0].max(initial=0) / 3)
-        every[1:] = [one[..., ::PART] for one in every[1:]]
+            units[..., 1] = units[..., 0] * np.float32(parts[0].max(initial=0) / 3)
+        parts[1:] = [one[..., ::PART] for one in parts[1:]]
         small = np.int8 if kind.block == 32 else np.int16
         shape = (*stored.shape[:-1], stored.shape[-1] // kind.block, scales.shape[-1])
         return cls(
-            tuple(torch.from_numpy(one.astype(small)).to(device) for one in every),
+            tuple(torch.from_numpy(one.astype(small)).to(device) for one in parts),
             torch.from_numpy(scales).view(shape).to(device),
             torch.from_numpy(np.float32(REACH) * units).view(shape).to(device),
         )
@@ -71,11 +71,11 @@ class Blocks:
         return values.flatten(-2)
 
     def gradient(self, of_values: Tensor) -> Tensor:
-        """Of the moves, from that of the values [rows, columns], of one matrix."""
+        """Gradient of the moves, from that of the values [rows, columns], of one matrix."""
         blocks = self.scales.shape[-2]
         of_values = of_values.float()
-        own = of_values.unflatten(-1, (blocks, -1))
-        sums = [(own * self.factors[0].unflatten(-1, (blocks, -1))).sum(-1)]
+        blocks_gradient = of_values.unflatten(-1, (blocks, -1))
+        sums = [(blocks_gradient * self.factors[0].unflatten(-1, (blocks, -1))).sum(-1)]
         if len(self.factors) > 1:
             parts = of_values.unflatten(-1, (-1, PART)).sum(-1)
             sums.append((parts * self.factors[1]).unflatten(-1, (blocks, -1)).sum(-1))
@@ -90,7 +90,7 @@ class Blocks:
         """Another tensor, with the codes of this one in memory; None if it has others."""
         if other.type not in SCALED:
             return None
-        theirs = Blocks.of(other, self.scales.device)
+        theirs = Blocks.from_tensor(other, self.scales.device)
         same = len(theirs.factors) == len(self.factors) and theirs.scales.shape == self.scales.shape
         if not same or not all(torch.equal(a, b) for a, b in zip(self.factors, theirs.factors, strict=True)):
             return None

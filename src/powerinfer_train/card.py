@@ -37,31 +37,31 @@ def document(
     }
 
 
-def card(about: dict[str, Any]) -> str:
+def card(facts: dict[str, Any]) -> str:
     """README.md of the model."""
-    written = about["own_text_tokens"]
-    own = f" Own text: {written:,} tokens of the original's answers to prompts out of these texts." if written else ""
+    written = facts["own_text_tokens"]
+    note = f" Own text: {written:,} tokens of the original's answers to prompts out of these texts." if written else ""
     start = (
-        f" It began with {about['start']}, made by an earlier training, whose tokens are not counted here."
-        if about["start"]
+        f" It began with {facts['start']}, made by an earlier training, whose tokens are not counted here."
+        if facts["start"]
         else ""
     )
-    options = "" if about["gate_zeros"] is None else f" --gate-zeros {about['gate_zeros']:g}"
-    options += "" if about["types"] is None else f" {about['types']}"
-    options += f"\n{about['options']}`"
-    layers = ", ".join(f"{100 * share:.0f}" for share in about["zeros_by_layer"])
-    return f"""# {about["source"]}, made sparse
+    options = "" if facts["gate_zeros"] is None else f" --gate-zeros {facts['gate_zeros']:g}"
+    options += "" if facts["types"] is None else f" {facts['types']}"
+    options += f"\n{facts['options']}`"
+    layers = ", ".join(f"{100 * share:.0f}" for share in facts["zeros_by_layer"])
+    return f"""# {facts["source"]}, made sparse
 
-Made with `powerinfer sparsify --recipe {about["recipe"]} --zeros {about["target_zeros"]:g}{options}
-out of {about["source"]} ({about["architecture"]}), trained on {about["tokens"]:,} tokens of:
-{", ".join(about["corpora"])}.{own}{start}
+Made with `powerinfer sparsify --recipe {facts["recipe"]} --zeros {facts["target_zeros"]:g}{options}
+out of {facts["source"]} ({facts["architecture"]}), trained on {facts["tokens"]:,} tokens of:
+{", ".join(facts["corpora"])}.{note}{start}
 The activation and its thresholds are stated in the model's file as powerinfer's own keys and tensors: other programs
 refuse it, or would compute the original activation.
 
 | | original | sparse |
 |---|---:|---:|
-| perplexity, held-out windows of these texts | {about["perplexity_before"]:.3f} | {about["perplexity"]:.3f} |
-| neurons that are zero for a token | | {100 * about["zeros"]:.1f} % |
+| perplexity, held-out windows of these texts | {facts["perplexity_before"]:.3f} | {facts["perplexity"]:.3f} |
+| neurons that are zero for a token | | {100 * facts["zeros"]:.1f} % |
 
 By layer, per cent: {layers}. The licence is that of the original; the texts may add conditions of their own.
 """

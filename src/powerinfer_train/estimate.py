@@ -1,4 +1,4 @@
-"""What a training would take, on paper: operations, memory and hours, from a model's configuration and a recipe alone.
+"""Costs of a training, on paper: operations, memory and hours, from a model's configuration and a recipe alone.
 
 Operations are those of products, two for a multiplication and an addition. A matrix of n weights takes 2n for a token
 forward, 2n for the gradient of its input and 2n for its own; of experts those that a token selects. Attention within a
@@ -29,7 +29,7 @@ from powerinfer.config import (
 )
 from powerinfer.errors import RequestError
 from powerinfer.formats.layout import is_matrix, is_router, shapes
-from powerinfer_train.recipes import FFN_PARTS, Recipe, Stage, check
+from powerinfer_train.recipes import FFN_PARTS, Recipe, RecipeStage, check
 
 SHARE = 0.35  # of a device's peak that a training reaches, unless another one is given
 
@@ -39,7 +39,7 @@ CHUNK = 32
 a CPU the least time. Longer chunks solve larger systems, of shorter ones there are more states."""
 
 
-class Device(NamedTuple):
+class TrainingDevice(NamedTuple):
     """flops_s: products of bfloat16 matrices, summed in float32, without sparsity; memory: bytes."""
 
     name: str
@@ -47,11 +47,11 @@ class Device(NamedTuple):
     memory: float
 
 
-DEVICES = (Device("RTX 4090", 165.2e12, 24 * 2**30), Device("H100 SXM", 989.4e12, 80 * 2**30))
+DEVICES = (TrainingDevice("RTX 4090", 165.2e12, 24 * 2**30), TrainingDevice("H100 SXM", 989.4e12, 80 * 2**30))
 """NVIDIA's figures: the whitepaper of the Ada architecture (appendix A) and of the H100 (table 1)."""
 
 PLACES = ("all on the device", "moments in RAM", "moments and weights in RAM")
-"""Where Adam's moments and the float32 weights of the student are."""
+"""Places of Adam's moments and of the student's float32 weights."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class StageCost:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryNeeds:
     """Bytes of a training, about. place: of PLACES."""
 
     place: str
@@ -83,7 +83,7 @@ class Rates:
 
 
 def stage_costs(config: ModelConfig, recipe: Recipe, tokens: int, window: int) -> list[StageCost]:
-    """Of each stage of a recipe."""
+    """Costs of each stage of a recipe."""
     return [
         StageCost(stage.name, round(stage.share * tokens), _flops(config, stage, window), _trained(config, stage))
         for stage in recipe.stages
@@ -105,62 +105,62 @@ class _Matrix(NamedTuple):
 
 
 def _matrices(config: ModelConfig) -> Iterator[_Matrix]:
-    """Those that are multiplied with; the embedding only if it is the head, too."""
+    """Matrices that are multiplied with; the embedding only if it is the head, too."""
     for name, shape in shapes(config):
         if name == "positions" or not is_matrix(name, shape) or (name == "embed" and not config.tied_embeddings):
             continue
         used = float(math.prod(shape))
         if ".experts_" in name:
-            about = config.layers[int(name.split(".")[1])].ffn
-            assert isinstance(about, ExpertsConfig)
-            used *= about.router.top_k / about.n_experts
+            experts = config.layers[int(name.split(".")[1])].ffn
+            assert isinstance(experts, ExpertsConfig)
+            used *= experts.router.top_k / experts.n_experts
         yield _Matrix(name, math.prod(shape), used, math.prod(shape[-2:]))
 
 
-def _is_trained(matrix: _Matrix, stage: Stage) -> bool:
+def _is_trained(matrix: _Matrix, stage: RecipeStage) -> bool:
     layers = stage.other and matrix.name.startswith("layers.") and not is_router(matrix.name)
     return matrix.part in FFN_PARTS or bool(layers)
 
 
-def _trained(config: ModelConfig, stage: Stage) -> int:
+def _trained(config: ModelConfig, stage: RecipeStage) -> int:
     return sum(one.weights for one in _matrices(config) if _is_trained(one, stage))
 
 
-def _flops(config: ModelConfig, stage: Stage, window: int) -> float:
-    every = list(_matrices(config))
-    head = sum(one.used for one in every if "." not in one.name)
-    layers = sum(one.used for one in every if "." in one.name)
+def _flops(config: ModelConfig, stage: RecipeStage, window: int) -> float:
+    matrices = list(_matrices(config))
+    head = sum(one.used for one in matrices if "." not in one.name)
+    layers = sum(one.used for one in matrices if "." in one.name)
     mixing = sum(_mixing(layer.attention, window) for layer in config.layers)
     if stage.name == "regress":
-        ffns = sum(one.used for one in every if one.part in FFN_PARTS)
-        down = sum(one.used for one in every if one.part.endswith("down"))
+        ffns = sum(one.used for one in matrices if one.part in FFN_PARTS)
+        down = sum(one.used for one in matrices if one.part.endswith("down"))
         return 2 * (layers + mixing) + 2 * ffns + 2 * (ffns + down)
-    own = sum(one.used for one in every if _is_trained(one, stage))
+    trained = sum(one.used for one in matrices if _is_trained(one, stage))
     forward = 2 * (layers + head + mixing)
-    return 2 * forward + 2 * (layers + head + 2 * mixing) + 2 * own
+    return 2 * forward + 2 * (layers + head + 2 * mixing) + 2 * trained
 
 
-def _mixing(about: AttentionKind, window: int) -> float:
+def _mixing(attention: AttentionKind, window: int) -> float:
     """Multiplications of a token with what others left, forward."""
-    if isinstance(about, LatentAttentionConfig):
-        return about.n_heads * (about.query_dim + about.value_dim) / 2 * window
-    if isinstance(about, DeltaNetConfig):
-        keys, values, chunk = about.key_dim, about.value_dim, min(CHUNK, window)
+    if isinstance(attention, LatentAttentionConfig):
+        return attention.n_heads * (attention.query_dim + attention.value_dim) / 2 * window
+    if isinstance(attention, DeltaNetConfig):
+        keys, values, chunk = attention.key_dim, attention.value_dim, min(CHUNK, window)
         within = chunk * (3 * keys + 2 * values) + chunk**2 / 2
-        return about.n_value_heads * (within + 3 * keys * values) + about.channels * about.taps
-    return about.n_heads * about.head_dim * window
+        return attention.n_value_heads * (within + 3 * keys * values) + attention.channels * attention.taps
+    return attention.n_heads * attention.head_dim * window
 
 
-def _kept_of_heads(about: AttentionKind) -> float:
+def _kept_of_heads(attention: AttentionKind) -> float:
     """Bytes that a token keeps of queries, keys, values and what heads give: two float32 of each element; of Gated
     DeltaNet seven, and what chunks have: their states and matrices."""
-    if isinstance(about, LatentAttentionConfig):
-        return 8 * 2 * about.n_heads * (about.query_dim + about.value_dim)
-    if isinstance(about, DeltaNetConfig):
-        keys, values = about.key_dim, about.value_dim
+    if isinstance(attention, LatentAttentionConfig):
+        return 8 * 2 * attention.n_heads * (attention.query_dim + attention.value_dim)
+    if isinstance(attention, DeltaNetConfig):
+        keys, values = attention.key_dim, attention.value_dim
         of_chunks = keys * values / CHUNK + 9 * CHUNK
-        return 4 * (about.n_value_heads * (of_chunks + 7 * (keys + values)) + 2 * about.channels)
-    return 8 * (2 * about.n_heads + 2 * about.n_kv_heads) * about.head_dim
+        return 4 * (attention.n_value_heads * (of_chunks + 7 * (keys + values)) + 2 * attention.channels)
+    return 8 * (2 * attention.n_heads + 2 * attention.n_kv_heads) * attention.head_dim
 
 
 def memory(
@@ -170,8 +170,8 @@ def memory(
     window: int,
     product: int = 2,
     codes: Mapping[str, int] = MappingProxyType({}),
-) -> list[Memory]:
-    """For each of PLACES; where only scales are trained there is the first alone. product: bytes of the type that
+) -> list[MemoryNeeds]:
+    """Memory in each of PLACES; where only scales are trained there is the first alone. product: bytes of the type that
     matrices are multiplied in; codes: as of `recipes.code_bytes`.
 
     Of a weight there are, in bytes, `product` of the teacher's, and of one that is trained 4 of the student's, 4 of the
@@ -180,24 +180,24 @@ def memory(
     weights (256 where codes have 2 bytes), two numbers of 4 bytes in six places, and for a while the values and the
     gradient of a matrix.
     """
-    every = sum(math.prod(shape) for _, shape in shapes(config))
+    total = sum(math.prod(shape) for _, shape in shapes(config))
     trained = max(_trained(config, stage) for stage in recipe.stages)
     scaled = [one for one in _matrices(config) if one.name in codes]
     of_codes = sum(codes[one.name] * one.weights for one in scaled)
     scales = sum(2 * 4 * 6 * one.weights // (32 if codes[one.name] == 1 else 256) for one in scaled)
     passing = (8 + 2 * product) * max((one.matrix for one in scaled), default=0)
-    whole = trained - sum(one.weights for one in scaled)
-    fixed = product * (every - trained + whole) + of_codes + scales + passing + (6 if product == 2 else 4) * whole
-    fixed += rows * window * _kept(config, product)
+    full = trained - sum(one.weights for one in scaled)
+    fixed = product * (total - trained + full) + of_codes + scales + passing + (6 if product == 2 else 4) * full
+    fixed += rows * window * _kept_bytes(config, product)
     places = [
-        Memory(PLACES[0], fixed + 12 * whole, 0),
-        Memory(PLACES[1], fixed + 4 * whole, 8 * whole),
-        Memory(PLACES[2], fixed, 12 * whole),
+        MemoryNeeds(PLACES[0], fixed + 12 * full, 0),
+        MemoryNeeds(PLACES[1], fixed + 4 * full, 8 * full),
+        MemoryNeeds(PLACES[2], fixed, 12 * full),
     ]
-    return places if whole else places[:1]
+    return places if full else places[:1]
 
 
-def _kept(config: ModelConfig, product: int) -> int:
+def _kept_bytes(config: ModelConfig, product: int) -> int:
     """Bytes that a token keeps for the way back, about: of each layer the stream and its norms, what attention reads
     and gives, and of a neuron four values in the type of the products and what is cut."""
     total = 0
@@ -224,11 +224,11 @@ def estimate(
     stages = stage_costs(config, recipe, options.tokens, options.window)
     total = sum(stage.tokens * stage.flops for stage in stages)
     places = memory(config, recipe, options.rows, options.window, codes=codes)
-    here, reached = None, SHARE if share is None else share
+    machine, reached = None, SHARE if share is None else share
     if rates is not None:
         seconds = sum(stage.tokens * stage.flops / rate for stage, rate in zip(stages, rates.stages, strict=True))
         flops_s = total / seconds
-        here = {"device": rates.device, "flops_s": flops_s, "peak_flops_s": rates.peak, "hours": seconds / 3600}
+        machine = {"device": rates.device, "flops_s": flops_s, "peak_flops_s": rates.peak, "hours": seconds / 3600}
         reached = min(1.0, flops_s / rates.peak) if share is None else share
     devices = []
     for device in DEVICES:
@@ -246,5 +246,5 @@ def estimate(
         "memory": [asdict(one) for one in places],
         "share": reached,
         "devices": devices,
-        "here": here,
+        "here": machine,
     }

@@ -41,7 +41,7 @@ class Finished:
 def asked_for(
     checkpoint: Checkpoint, corpora: Sequence[Corpus], config: SparsifyConfig, start: Checkpoint | None
 ) -> dict[str, Any]:
-    """What a training is to make, as JSON. Texts are known by path, size and time of change: they are not read."""
+    """Result that a training is asked for, as JSON. Texts are known by path, size and time of change, not read."""
     return {
         "options": {name: value for name, value in asdict(config).items() if name not in _FREE},
         "model": checkpoint.fingerprint,
@@ -62,7 +62,7 @@ def read_finished(out: Path, asked: Mapping[str, Any]) -> Finished | None:
 
 
 def write_finished(out: Path, asked: dict[str, Any], path: Path, figures: dict[str, Any]) -> None:
-    """When all files are written. OSError or PowerInferError as of `write_small`."""
+    """Write the record when all files are written. OSError or PowerInferError as of `write_small`."""
     record = Finished(asked, _sizes(out), str(path.relative_to(out)), figures)
     write_small(out / RECORD, json.dumps(asdict(record), indent=2).encode() + b"\n")
 
@@ -74,6 +74,6 @@ def _sizes(out: Path) -> dict[str, int]:
 
 def _stamp(path: Path) -> list[str | int]:
     with suppress(OSError):
-        found = path.stat()
-        return [str(path.resolve()), found.st_size, found.st_mtime_ns]
+        stat = path.stat()
+        return [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
     return [str(path)]  # whoever reads it will say why it cannot be

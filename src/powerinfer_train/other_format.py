@@ -41,44 +41,45 @@ class OtherFormat:
 
     def __init__(self, checkpoint: Checkpoint, types: StoredTypes) -> None:
         """RequestError for a model of another family, and for types that it does not have."""
-        self.config, self._where = checkpoint.config, checkpoint.path
-        own = self.config.architecture
-        if own not in self.families:
-            raise self._refused(f"models of {own} are not written so (only {', '.join(self.families)})")
-        self.architecture = self.families[own]
+        self.config, self._path = checkpoint.config, checkpoint.path
+        architecture = self.config.architecture
+        if architecture not in self.families:
+            raise self._refused(f"models of {architecture} are not written so (only {', '.join(self.families)})")
+        self.architecture = self.families[architecture]
         for name, kind in asdict(types).items():
             if kind not in self.types and (name == "changed" or kind != "same"):
-                flag, known = "--type" if name == "changed" else f"--{name}-type", ", ".join(self.types)
-                raise self._refused(f"weights are not written so in {flag} {kind} (only {known})")
+                flag, names = "--type" if name == "changed" else f"--{name}-type", ", ".join(self.types)
+                raise self._refused(f"weights are not written so in {flag} {kind} (only {names})")
         ffns = [layer.ffn for layer in self.config.layers]
         self._experts = next((ffn for ffn in ffns if isinstance(ffn, ExpertsConfig)), None)
         dense = next((ffn.width for ffn in ffns if not isinstance(ffn, ExpertsConfig)), 0)
         self._width = dense or (self._experts.size if self._experts else 0)
 
-    def _refused(self, why: str) -> RequestError:
-        return RequestError(f"--format {self.form}, {self._where}: {why}; --format same writes a {self.stays}")
+    def _refused(self, reason: str) -> RequestError:
+        return RequestError(f"--format {self.form}, {self._path}: {reason}; --format same writes a {self.stays}")
 
-    def turned(self, canonical: str, values: Float32) -> Float32:
+    def reordered(self, canonical: str, values: Float32) -> Float32:
         """A tensor with its rows in the order of the other format: of Llama's q and k the two rows of a pair that is
         rotated are neighbours in a GGUF file, and half a head apart in a folder."""
         part = canonical.rpartition(".")[2].removesuffix("_bias")
         if "llama" not in (self.architecture, self.config.architecture) or part not in ("q", "k"):
             return values
-        about = self.config.layers[int(canonical.split(".")[1])].attention
-        assert isinstance(about, AttentionConfig) and about.rope is not None
-        heads = about.n_heads if part == "q" else about.n_kv_heads
-        half = about.head_dim // 2
-        pairs = (half, 2) if about.rope.interleaved else (2, half)
+        attention = self.config.layers[int(canonical.split(".")[1])].attention
+        assert isinstance(attention, AttentionConfig) and attention.rope is not None
+        heads = attention.n_heads if part == "q" else attention.n_kv_heads
+        half = attention.head_dim // 2
+        pairs = (half, 2) if attention.rope.interleaved else (2, half)
         return values.reshape(heads, *pairs, -1).swapaxes(1, 2).reshape(values.shape)
 
     def _check_config(self, read: ModelConfig) -> None:
         """RequestError unless the configuration, as it is read from what was made, is the model's."""
-        for here, there in zip(self.config.layers, read.layers, strict=True):
-            ropes = here.attention.rope, there.attention.rope
+        for layer, read_layer in zip(self.config.layers, read.layers, strict=True):
+            ropes = layer.attention.rope, read_layer.attention.rope
             if None in ropes:
                 raise self._refused("its layers do not all rotate positions")
-            known, made = (rope_frequencies(rope, self.config.context_length) for rope in ropes if rope is not None)
-            if not np.allclose(known[0], made[0], rtol=1e-5, atol=0) or known[1] != made[1]:
+            length = self.config.context_length
+            expected, read_back = (rope_frequencies(rope, length) for rope in ropes if rope is not None)
+            if not np.allclose(expected[0], read_back[0], rtol=1e-5, atol=0) or expected[1] != read_back[1]:
                 raise self._refused("its scaling of the rotary embedding is not one that is written")
         if _rest(read) != _rest(self.config):
             raise self._refused(
@@ -87,7 +88,7 @@ class OtherFormat:
 
 
 def _rest(config: ModelConfig) -> ModelConfig:
-    """What must be equal, with numbers as GGUF holds them, float32."""
+    """Sizes and settings that must be equal, with numbers as GGUF holds them, float32."""
     layers = []
     for layer in config.layers:
         assert isinstance(layer.attention, AttentionConfig)
@@ -95,16 +96,16 @@ def _rest(config: ModelConfig) -> ModelConfig:
     return replace(config, layers=tuple(layers), norm_eps=float(np.float32(config.norm_eps)), architecture="", name="")
 
 
-def same_tokens(known: Tokenizer, made: Tokenizer) -> bool:
+def same_tokens(tokenizer: Tokenizer, written: Tokenizer) -> bool:
     """Whether two tokenizers give the same ids for the probe and the built-in sample, and end answers alike."""
-    one, other = known.vocabulary, made.vocabulary
+    expected, read = tokenizer.vocabulary, written.vocabulary
     for name in ("bos_id", "eos_ids", "add_bos", "add_eos", "before", "after"):
-        if getattr(one, name) != getattr(other, name):
+        if getattr(expected, name) != getattr(read, name):
             return False
-    added = "".join(dict.fromkeys(token.text for token in (*one.added, *other.added)))
+    added = "".join(dict.fromkeys(token.text for token in (*expected.added, *read.added)))
     texts = [PROBE, PROBE + added, *(str(text) for text in open_corpora([])[0].pieces())]
     return all(
-        known.encode(text, special=special) == made.encode(text, special=special)
+        tokenizer.encode(text, special=special) == written.encode(text, special=special)
         for text in texts
         for special in (False, True)
     )

@@ -61,11 +61,11 @@ class OwnText(Corpus):
 
     @property
     def tokens(self) -> int:
-        """Of all answers and their prompts."""
+        """Number of tokens of all answers and their prompts."""
         return sum(map(len, self.answers))
 
 
-class Said(NamedTuple):
+class Exchange(NamedTuple):
     """A prompt and what the model answered."""
 
     prompt: Ids
@@ -82,29 +82,29 @@ def write_own_text(
     threads: int = 0,
     say: Say = silent,
 ) -> OwnText:
-    """That many tokens of text, prompts included, or up to an answer more: what is kept in `out`, and what that lacks.
+    """Text of so many tokens, prompts included, or up to an answer more: what `out` holds already, and what that lacks.
 
     progress: called with ("writing text", tokens, all of them); say: how many conversations the template did not take,
     if any. RequestError if the texts hold no prompts, or what is kept is of another model, other texts or other
     options; PowerInferError if the model writes nothing of use.
     """
     writer = _Writer(checkpoint, corpora, tokens, seed)
-    whole, part = out / FILE, out / PART
-    if whole.exists():
-        return writer.text(writer.kept(whole)[0])
+    path, part = out / FILE, out / PART
+    if path.exists():
+        return writer.text(writer.read_answers(path)[0])
     out.mkdir(parents=True, exist_ok=True)
     with part.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise PowerInferError(f"another process is training in {out}") from None
-        done, ends = writer.kept(part)
+        done, ends = writer.read_answers(part)
         del done[len(done) // BATCH * BATCH :]
         file.truncate(ends[len(done)] if ends else 0)
         if not ends:
             _append(file.fileno(), [writer.asked])
         writer.write(done, file.fileno(), progress, threads, say)
-    os.replace(part, whole)
+    os.replace(part, path)
     return writer.text(done)
 
 
@@ -127,9 +127,9 @@ class _Writer:
             **SAMPLING,
         }
 
-    def text(self, said: Sequence[Said]) -> OwnText:
-        """Of the answers that are of use."""
-        useful = [np.concatenate(one) for one in said if is_useful(one.answer.tolist(), self._tokenizer)]
+    def text(self, exchanges: Sequence[Exchange]) -> OwnText:
+        """Text of the answers that are of use."""
+        useful = [np.concatenate(one) for one in exchanges if is_useful(one.answer.tolist(), self._tokenizer)]
         return OwnText("own text", (), tuple(useful))
 
     # ------------------------------------------------------------------------------------------------ prompts
@@ -170,7 +170,7 @@ class _Writer:
 
     # ------------------------------------------------------------------------------------------------ answers
 
-    def write(self, done: list[Said], fd: int, progress: Progress, threads: int, say: Say) -> None:
+    def write(self, done: list[Exchange], fd: int, progress: Progress, threads: int, say: Say) -> None:
         """Answers, added to `done` and to a file, batch by batch, until there are tokens enough."""
         from powerinfer.runtime.engine import LLM
         from powerinfer.runtime.params import SamplingParams
@@ -184,24 +184,24 @@ class _Writer:
         with LLM(self._checkpoint.path, progress=progress, selector="all", **options) as llm:
             while written < self._tokens:
                 progress("writing text", written, self._tokens)
-                each = written / len(done) if done else self._answer
-                wanted = max(TOGETHER, math.ceil((self._tokens - written) / max(each, 1)))
+                mean_tokens = written / len(done) if done else self._answer
+                wanted = max(TOGETHER, math.ceil((self._tokens - written) / max(mean_tokens, 1)))
                 # none crosses a multiple of BATCH: so far an interrupted run is kept, and goes on with the same batches
                 batch = list(islice(prompts, min(wanted, BATCH - len(done) % BATCH)))
                 seeds = [self._seed * 1_000_003 + len(done) + at for at in range(len(batch))]
                 params = [SamplingParams(max_tokens=self._answer, seed=seed, **SAMPLING) for seed in seeds]
 
-                def tell(_: str, answers: int, of: int, begin: int = written, each: float = each) -> None:
-                    progress("writing text", min(self._tokens - 1, begin + round(answers * each)), self._tokens)
+                def tell(_: str, answers: int, of: int, begin: int = written, mean_tokens: float = mean_tokens) -> None:
+                    progress("writing text", min(self._tokens - 1, begin + round(answers * mean_tokens)), self._tokens)
 
-                before, said = written, list[Said]()
-                answers = [one.token_ids for one in llm.generate(batch, params, tell)]
-                for one in zip(batch, answers, strict=True):
+                before, exchanges = written, list[Exchange]()
+                answers = [exchange.token_ids for exchange in llm.generate(batch, params, tell)]
+                for exchange in zip(batch, answers, strict=True):
                     if written < self._tokens:
-                        said.append(Said(*(np.array(ids, np.int32) for ids in one)))
-                        written += self.text(said[-1:]).tokens
-                _append(fd, [[part.tolist() for part in one] for one in said])
-                done += said
+                        exchanges.append(Exchange(*(np.array(ids, np.int32) for ids in exchange)))
+                        written += self.text(exchanges[-1:]).tokens
+                _append(fd, [[part.tolist() for part in exchange] for exchange in exchanges])
+                done += exchanges
                 fruitless = 0 if written > before else fruitless + 1
                 if fruitless == FRUITLESS:
                     raise PowerInferError("--own-text: the model's answers are empty or loops: leave it out")
@@ -209,10 +209,10 @@ class _Writer:
         if encoder.left_out:
             say(f"--own-text: {encoder.left_out_note}")
 
-    def kept(self, path: Path) -> tuple[list[Said], list[int]]:
+    def read_answers(self, path: Path) -> tuple[list[Exchange], list[int]]:
         """(the answers in a file, where each of its whole lines ends: what it was asked for, and each answer)."""
         bad = ModelError(f"{path} is damaged: remove it, and the text is written anew")
-        said: list[Said] = []
+        exchanges: list[Exchange] = []
         ends: list[int] = []
         with path.open("rb") as file:
             for number, line in enumerate(file):
@@ -227,9 +227,9 @@ class _Writer:
                 if number:
                     if not isinstance(value, list) or len(value) != 2 or not all(map(self._are_ids, value)):
                         raise bad
-                    said.append(Said(*(np.array(ids, np.int32) for ids in value)))
+                    exchanges.append(Exchange(*(np.array(ids, np.int32) for ids in value)))
                 ends.append(ends[-1] + len(line) if ends else len(line))
-        return said, ends
+        return exchanges, ends
 
     def _are_ids(self, value: Any) -> bool:
         size = self._tokenizer.vocab_size

@@ -1,4 +1,4 @@
-"""How a dense model is made sparse, as data."""
+"""Recipes by which a dense model is made sparse, as data."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class StoredTypes:
     embedding: str = "same"
 
     def __getitem__(self, name: str) -> str:
-        """Of a changed matrix, by its canonical name."""
+        """Type of a changed matrix, by its canonical name."""
         if name == "embed":
             return self.embedding
-        own = self.attention == "same" or name.rpartition(".")[2] in FFN_PARTS
-        return self.changed if own else self.attention
+        is_changed = self.attention == "same" or name.rpartition(".")[2] in FFN_PARTS
+        return self.changed if is_changed else self.attention
 
 
 def stored_types(options: SparsifyConfig) -> StoredTypes:
-    """Those of the options."""
+    """Types of the options."""
     changed = options.type
     if changed == "auto":
         changed = "bf16" if options.format == "folder" else "q8_0"
@@ -48,7 +48,7 @@ def stored_types(options: SparsifyConfig) -> StoredTypes:
 
 
 @dataclass(frozen=True)
-class Stage:
+class RecipeStage:
     """A part of the training. share: of the tokens; rate: Adam's learning rate for the FFNs' matrices; other: its
     factor for the layers' other matrices, 0: these are not trained; stored: weights are rounded to the type they will
     be stored in wherever they are used, so that what remains learns to do with that.
@@ -83,7 +83,7 @@ class Recipe:
 
     activation: str
     of: tuple[str, ...]
-    stages: tuple[Stage, ...]
+    stages: tuple[RecipeStage, ...]
     weighted: bool = False
     products: bool = False
     begin: float = 0.4
@@ -91,11 +91,11 @@ class Recipe:
 
 
 _RELU = (
-    Stage("regress", 0.4, 2e-3),
-    Stage("distil", 0.45, 3e-4),
-    Stage("distil", 0.15, 3e-5, other=1.0, stored=True),
+    RecipeStage("regress", 0.4, 2e-3),
+    RecipeStage("distil", 0.45, 3e-4),
+    RecipeStage("distil", 0.15, 3e-5, other=1.0, stored=True),
 )
-_CATS = (Stage("distil", 0.5, 6e-4, other=0.3), Stage("distil", 0.5, 2e-4, other=0.3, stored=True))
+_CATS = (RecipeStage("distil", 0.5, 6e-4, other=0.3), RecipeStage("distil", 0.5, 2e-4, other=0.3, stored=True))
 
 RECIPES = {
     "cats": Recipe("cats", ("silu",), _CATS, weighted=True, begin=0.7, reached=0.25),
@@ -105,12 +105,12 @@ RECIPES = {
     "reglu": Recipe("relu", ("silu", "gelu_tanh", "swiglu_oai"), _RELU),
     "drelu": Recipe("drelu", ("silu", "gelu_tanh", "swiglu_oai"), _RELU),
 }
-"""By the name of --recipe. cats: arXiv 2404.08763; fatrelu, reglu: ProSparse, arXiv 2402.13516; drelu: arXiv
+"""Recipe by the name of --recipe. cats: arXiv 2404.08763; fatrelu, reglu: ProSparse, arXiv 2402.13516; drelu: arXiv
 2406.05955."""
 
 
 GATE_SHARE = 0.7
-"""Of the zeros of a recipe with `products`, those that the gate alone makes. On SmolLM2-135M, untrained, at 60 % of the
+"""Share of the zeros of a recipe with `products` that the gate alone makes. On SmolLM2-135M, untrained, at 60 % of the
 FFN's bytes, perplexity grows 1.49 times with 1.0, 1.31 with 0.72 and 1.53 with 0.5 (docs/sparsify.md)."""
 
 
@@ -122,29 +122,29 @@ def gate_share(options: SparsifyConfig) -> float:
 def trained_names(config: ModelConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(matrices of FFNs, all matrices of layers but the routers'), by canonical name. The embedding and the head stay
     as they are."""
-    every = tuple(name for name in matrix_names(config) if name.startswith("layers.") and not is_router(name))
-    return tuple(name for name in every if name.rpartition(".")[2] in FFN_PARTS), every
+    names = tuple(name for name in matrix_names(config) if name.startswith("layers.") and not is_router(name))
+    return tuple(name for name in names if name.rpartition(".")[2] in FFN_PARTS), names
 
 
 def scaled_types(checkpoint: Checkpoint, names: Sequence[str], types: StoredTypes) -> dict[str, str]:
-    """By the name of a matrix of which only the scales of its blocks are trained, for --type same, its type.
+    """Type of each matrix, by name, of which only the scales of its blocks are trained, for --type same.
 
     ModelError for one in a type that has no such scales.
     """
     if checkpoint.source != "gguf":
         return {}
-    found = {name: checkpoint.stored_type(name) for name in names if types[name] == "same"}
-    found = {name: kind for name, kind in found.items() if kind not in FLOAT_TYPES}
-    for name, kind in found.items():
+    types_by_name = {name: checkpoint.stored_type(name) for name in names if types[name] == "same"}
+    types_by_name = {name: kind for name, kind in types_by_name.items() if kind not in FLOAT_TYPES}
+    for name, kind in types_by_name.items():
         if kind not in SCALED:
             raise ModelError(
                 f"{checkpoint.path}: {name} is stored as {kind}, whose scales cannot be trained: give another --type"
             )
-    return found
+    return types_by_name
 
 
 def code_bytes(checkpoint: Checkpoint, config: SparsifyConfig) -> dict[str, int]:
-    """By the name of a matrix of which only scales are trained, the bytes that the code of a weight takes in memory.
+    """Bytes of a weight's code in memory, by the name of a matrix of which only scales are trained.
 
     ModelError for a type without scales that can be trained.
     """
@@ -168,7 +168,7 @@ def check(options: SparsifyConfig, config: ModelConfig) -> Recipe:
 
 
 def check_options(options: SparsifyConfig) -> None:
-    """What can be said without the model: RequestError for options out of their range, or that do not suit others."""
+    """Check options without the model: RequestError for values out of their range, or that do not suit others."""
     for field in fields(options):
         flag, value = f"--{field.name.replace('_', '-')}", getattr(options, field.name)
         choices = field.metadata.get("choices")
@@ -203,8 +203,8 @@ def check_recipe(name: str, config: ModelConfig) -> Recipe:
         ffn = layer.ffn
         if not isinstance(ffn, FfnConfig | ExpertsConfig) or not ffn.gated or ffn.activation not in recipe.of:
             suited = " and ".join(recipe.of)
-            others = [one for one, other in RECIPES.items() if ffn.gated and ffn.activation in other.of]
-            use = f": use recipe {' or '.join(others)}" if others else ""
+            suiting = [one for one, other in RECIPES.items() if ffn.gated and ffn.activation in other.of]
+            use = f": use recipe {' or '.join(suiting)}" if suiting else ""
             if ffn.activation in {one.activation for one in RECIPES.values()}:
                 use = ": it is sparse already; to train it further, give its original with -m, and it with --start"
             raise RequestError(f"recipe {name} is for gated FFNs of {suited}, and this model has {ffn.title}{use}")
@@ -226,7 +226,7 @@ def check_recipe(name: str, config: ModelConfig) -> Recipe:
 
 
 def moved_biases(config: ModelConfig) -> dict[str, float]:
-    """By canonical name, biases that get another value from the start, and how much is added.
+    """Biases that get another value from the start, by canonical name, and how much is added.
 
     The product of swiglu_oai has up + 1 where others have up. So the same matrices serve a sparse activation.
     """
@@ -234,8 +234,8 @@ def moved_biases(config: ModelConfig) -> dict[str, float]:
     return {f"layers.{layer}.experts_up_bias": 1.0 for layer in experts}
 
 
-def why_whole(config: ModelConfig, recipe: Recipe) -> str | None:
-    """Why the engine will compute every neuron of the sparse model; None: it can skip some."""
+def dense_reason(config: ModelConfig, recipe: Recipe) -> str | None:
+    """Reason for which the engine will compute every neuron of the sparse model; None: it can skip some."""
     layers = (replace(one, ffn=replace(one.ffn, activation=recipe.activation)) for one in config.layers)  # type: ignore
     sparse = replace(config, layers=tuple(layers))
     return sparse.why_whole and sparse.why_whole_experts

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.prepared import write_small
 from powerinfer.report.plots import draw_training, need_matplotlib, png
-from powerinfer_train.recipes import Stage
+from powerinfer_train.recipes import RecipeStage
 
 LOG_FILE, PICTURE = "log.csv", "loss.png"
 
@@ -25,7 +25,7 @@ LONGEST = 128
 """Characters of a line that are looked at."""
 
 
-class Step(NamedTuple):
+class LoggedStep(NamedTuple):
     tokens: int
     loss: float
     zeros: float
@@ -86,7 +86,7 @@ class StepLog:
             raise PowerInferError(f"cannot write {self._path} ({error.strerror or error})") from None
 
 
-def draw_log(folder: Path, stages: Sequence[tuple[Stage, int]]) -> Path | None:
+def draw_log(folder: Path, stages: Sequence[tuple[RecipeStage, int]]) -> Path | None:
     """The picture of the whole training in a folder's `log.csv`; None without matplotlib, and if it has no steps.
 
     stages: with their steps.
@@ -104,13 +104,13 @@ def draw_log(folder: Path, stages: Sequence[tuple[Stage, int]]) -> Path | None:
     return None
 
 
-def read_log(path: Path) -> list[Step]:
-    """Its steps; lines that are none are left out."""
+def read_log(path: Path) -> list[LoggedStep]:
+    """Steps of a log; lines that are none are left out."""
     steps = []
     with path.open(newline="", encoding="ascii", errors="replace") as file:
         for _, _, tokens, loss, zeros in log_rows(file):
             with suppress(ValueError):
-                step = Step(int(tokens), float(loss), float(zeros))
+                step = LoggedStep(int(tokens), float(loss), float(zeros))
                 if math.isfinite(step.loss + step.zeros):
                     steps.append(step)
     return steps

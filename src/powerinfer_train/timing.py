@@ -1,4 +1,4 @@
-"""How fast this machine trains: a few real steps, timed, of a model of some of the layers with random weights."""
+"""Rates at which this machine trains: a few real steps, timed, of a model of some layers with random weights."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from powerinfer.prepare.corpus import Corpus, Piece
 from powerinfer.progress import Progress, silent
 from powerinfer.text.tokenizer import Tokenizer
 from powerinfer_train.estimate import SHARE, Rates, memory, stage_costs
-from powerinfer_train.recipes import Stage, check
+from powerinfer_train.recipes import RecipeStage, check
 from powerinfer_train.torch_model import TorchModel
-from powerinfer_train.training import Figures, Sparsifier, fast_type, find_device, free_bytes
+from powerinfer_train.training import HeldOutFigures, Sparsifier, fast_type, find_device, free_bytes
 
 STEPS = 4  # of each stage; the first is not counted
 LAYERS = 2  # of the model, fewer where memory is short
@@ -72,11 +72,11 @@ def measure(config: ModelConfig, options: SparsifyConfig, progress: Progress = s
 class _Timed(Sparsifier):
     """A training of STEPS steps of each stage, of which nothing is kept."""
 
-    def _divided(self, stages: Sequence[Stage]) -> list[tuple[Stage, int]]:
+    def _divided(self, stages: Sequence[RecipeStage]) -> list[tuple[RecipeStage, int]]:
         return [(stage, STEPS) for stage in stages]
 
-    def evaluate(self, model: TorchModel) -> Figures:
-        return Figures(1.0, ())
+    def evaluate(self, model: TorchModel) -> HeldOutFigures:
+        return HeldOutFigures(1.0, ())
 
     def _resume(self) -> tuple[int, dict[str, torch.Tensor]]:
         return 0, {}
@@ -89,7 +89,7 @@ class _Timed(Sparsifier):
 
 
 class _NoTokenizer:
-    """What the windows of a text that is numbers already ask of a tokenizer."""
+    """Tokenizer for the windows of a text that is numbers already."""
 
     bos_id, add_bos = None, False
 
@@ -106,7 +106,7 @@ class _RandomText(Corpus):
 
 
 class _RandomModel:
-    """What a training asks of a checkpoint, with random weights."""
+    """Checkpoint of a training, with random weights."""
 
     source, quantize, fingerprint, path = "folder", None, "", Path("random")
 
@@ -116,7 +116,7 @@ class _RandomModel:
         self._rng = np.random.default_rng(0)
         self._values: NDArray[np.float32] = np.zeros(0, np.float32)
 
-    def turned(self, name: str) -> bool:
+    def is_transposed(self, name: str) -> bool:
         return False
 
     def has(self, name: str) -> bool:

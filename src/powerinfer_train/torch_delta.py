@@ -38,27 +38,27 @@ _ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def remember(model: TorchModel, x: Tensor, name: str, about: DeltaNetConfig) -> Tensor:
-    """What a layer adds, for its normalised input x, both [batch, tokens, d_model]. name: `layers.N.`."""
+def remember(model: TorchModel, x: Tensor, name: str, config: DeltaNetConfig) -> Tensor:
+    """Output of a layer for its normalised input x, both [batch, tokens, d_model]. name: `layers.N.`."""
     name += "delta_"
-    heads, keys = about.n_value_heads, about.n_key_heads * about.key_dim
-    taps = model.weights[name + "conv"].split([keys, keys, about.width])
-    activate = _ACTIVATE[about.activation]
+    heads, keys = config.n_value_heads, config.n_key_heads * config.key_dim
+    taps = model.weights[name + "conv"].split([keys, keys, config.width])
+    activate = _ACTIVATE[config.activation]
     q, k, v = (
-        activate(_Convolved.apply(model.linear(x, name + part).float(), own)).unflatten(-1, (-1, dim))
-        for part, own, dim in zip("qkv", taps, (about.key_dim, about.key_dim, about.value_dim), strict=True)
+        activate(_Convolved.apply(model.linear(x, name + part).float(), part_taps)).unflatten(-1, (-1, dim))
+        for part, part_taps, dim in zip("qkv", taps, (config.key_dim, config.key_dim, config.value_dim), strict=True)
     )
-    q, k = (_of_value_heads(part, about) for part in (_unit(q) * about.key_dim**-0.5, _unit(k)))
+    q, k = (_repeat_heads(part, config) for part in (_unit(q) * config.key_dim**-0.5, _unit(k)))
     rate = model.linear(x, name + "b").float().sigmoid()
     spread = functional.softplus(model.linear(x, name + "a").float() + model.weights[name + "dt_bias"])
     out = delta_rule(q, k, v, spread * model.weights[name + "decay"], rate)
-    gate = model.linear(x, name + "z").float().unflatten(-1, (heads, about.value_dim))
-    out = model.own_norm(out, name + "norm") * functional.silu(gate)
+    gate = model.linear(x, name + "z").float().unflatten(-1, (heads, config.value_dim))
+    out = model.inner_norm(out, name + "norm") * functional.silu(gate)
     return model.linear(out.flatten(-2), name + "o")
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
-    """What heads read from their states, [batch, tokens, heads, value_dim].
+    """Values that heads read from their states, [batch, tokens, heads, value_dim].
 
     q, k: [batch, tokens, heads, key_dim]; v: [batch, tokens, heads, value_dim]; decay: [batch, tokens, heads], the
     logarithm of g, at most 0; rate: b, of the same shape.
@@ -69,30 +69,30 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor) -> 
     def cut(x: Tensor) -> Tensor:
         """[batch, tokens, heads, ...] -> [chunks, batch * heads, chunk, ...]; what is missing in the last one is zero,
         and so changes no state."""
-        whole = functional.pad(x, (0, 0) * (x.ndim - 2) + (0, -tokens % chunk)).unflatten(1, (-1, chunk))
-        return whole.movedim(1, 0).movedim(3, 2).flatten(1, 2)
+        chunks_of = functional.pad(x, (0, 0) * (x.ndim - 2) + (0, -tokens % chunk)).unflatten(1, (-1, chunk))
+        return chunks_of.movedim(1, 0).movedim(3, 2).flatten(1, 2)
 
     q, k, v, decay, rate = (cut(part) for part in (q, k, v, decay, rate))
     passed = decay.cumsum(-1)  # the logarithm of G
     later = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
-    apart = (passed[..., :, None] - passed[..., None, :]).masked_fill(later, -torch.inf).exp()
-    lower = k @ k.mT * apart * rate[..., None]
-    one = torch.eye(chunk, dtype=q.dtype, device=q.device).expand_as(lower)
+    decays = (passed[..., :, None] - passed[..., None, :]).masked_fill(later, -torch.inf).exp()
+    lower = k @ k.mT * decays * rate[..., None]
+    identity = torch.eye(chunk, dtype=q.dtype, device=q.device).expand_as(lower)
     # reads what lies below the diagonal alone
-    solved = torch.linalg.solve_triangular(lower, one, upper=False, unitriangular=True) * rate[..., None, :]
-    own = solved @ v
+    solved = torch.linalg.solve_triangular(lower, identity, upper=False, unitriangular=True) * rate[..., None, :]
+    values = solved @ v
     of_state = solved * passed.exp()[..., None, :] @ k
-    seen = q @ k.mT * apart
+    scores = q @ k.mT * decays
     q = q * passed.exp()[..., None]
     k = k * (passed[..., -1:] - passed).exp()[..., None]
-    kept = passed[..., -1:, None].exp()
+    passed_on = passed[..., -1:, None].exp()
     state, out = q.new_zeros(*q.shape[1:2], q.shape[-1], v.shape[-1]), []
     for at in range(len(q)):
-        learnt = torch.baddbmm(own[at], of_state[at], state, alpha=-1)
-        out.append(torch.baddbmm(q[at] @ state, seen[at], learnt))
-        state = torch.baddbmm(state * kept[at], k[at].mT, learnt)
-    every = torch.stack(out).unflatten(1, (batch, heads)).permute(1, 0, 3, 2, 4)
-    return every.flatten(1, 2)[:, :tokens]
+        learnt = torch.baddbmm(values[at], of_state[at], state, alpha=-1)
+        out.append(torch.baddbmm(q[at] @ state, scores[at], learnt))
+        state = torch.baddbmm(state * passed_on[at], k[at].mT, learnt)
+    chunks_ = torch.stack(out).unflatten(1, (batch, heads)).permute(1, 0, 3, 2, 4)
+    return chunks_.flatten(1, 2)[:, :tokens]
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -100,12 +100,12 @@ def _unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + UNIT_EPS).rsqrt()
 
 
-def _of_value_heads(x: Tensor, about: DeltaNetConfig) -> Tensor:
+def _repeat_heads(x: Tensor, config: DeltaNetConfig) -> Tensor:
     """The query or key of each value head, from those of the key heads [..., heads, key_dim]."""
-    shared = about.n_value_heads // about.n_key_heads
+    shared = config.n_value_heads // config.n_key_heads
     if shared == 1:
         return x
-    return x.repeat(1, 1, shared, 1) if about.tiled else x.repeat_interleave(shared, dim=2)
+    return x.repeat(1, 1, shared, 1) if config.tiled else x.repeat_interleave(shared, dim=2)
 
 
 class _Convolved(torch.autograd.Function):  # type: ignore[misc]
@@ -124,7 +124,7 @@ class _Convolved(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (taps,) = ctx.saved_tensors
-        own = gradients[0] * taps[:, -1]
+        gradient = gradients[0] * taps[:, -1]
         for back in range(1, taps.shape[1]):
-            own[:, :-back].addcmul_(gradients[0][:, back:], taps[:, -1 - back])
-        return own, None
+            gradient[:, :-back].addcmul_(gradients[0][:, back:], taps[:, -1 - back])
+        return gradient, None

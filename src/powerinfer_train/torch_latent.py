@@ -18,24 +18,25 @@ if TYPE_CHECKING:
     from powerinfer_train.torch_model import TorchModel
 
 
-def attend_latents(model: TorchModel, x: Tensor, name: str, about: LatentAttentionConfig) -> Tensor:
-    """What a layer adds, for its normalised input x, both [batch, tokens, d_model]. name: `layers.N.`."""
-    eps, heads = about.norm_eps, about.n_heads
-    if about.q_latents is None:
+def attend_latents(model: TorchModel, x: Tensor, name: str, config: LatentAttentionConfig) -> Tensor:
+    """Output of a layer for its normalised input x, both [batch, tokens, d_model]. name: `layers.N.`."""
+    eps, heads = config.norm_eps, config.n_heads
+    if config.q_latents is None:
         q = model.linear(x, name + "q")
     else:
-        q = model.linear(model.own_norm(model.linear(x, name + "q_a"), name + "q_a_norm", eps), name + "q_b")
-    q = q.unflatten(-1, (heads, about.query_dim))
-    latents, shared = model.linear(x, name + "kv_a").split([about.latents, about.rope_dim], -1)
-    latents = model.own_norm(latents, name + "kv_a_norm", eps)
-    k = functional.linear(latents, model.weight(name + "k_b").mT.flatten(0, 1)).unflatten(-1, (heads, about.plain_dim))
-    v = functional.linear(latents, model.weight(name + "v_b").flatten(0, 1)).unflatten(-1, (heads, about.value_dim))
-    plain, turned = q.split([about.plain_dim, about.rope_dim], -1)
-    q = torch.cat((plain, model.rotate(turned, about.rope)), -1)
-    shared = model.rotate(shared.unsqueeze(-2), about.rope).expand(-1, -1, heads, -1)
+        q = model.linear(model.inner_norm(model.linear(x, name + "q_a"), name + "q_a_norm", eps), name + "q_b")
+    q = q.unflatten(-1, (heads, config.query_dim))
+    latents, shared = model.linear(x, name + "kv_a").split([config.latents, config.rope_dim], -1)
+    latents = model.inner_norm(latents, name + "kv_a_norm", eps)
+    k = functional.linear(latents, model.weight(name + "k_b").mT.flatten(0, 1)).unflatten(-1, (heads, config.plain_dim))
+    v = functional.linear(latents, model.weight(name + "v_b").flatten(0, 1)).unflatten(-1, (heads, config.value_dim))
+    plain, rotated = q.split([config.plain_dim, config.rope_dim], -1)
+    q = torch.cat((plain, model.rotate(rotated, config.rope)), -1)
+    shared = model.rotate(shared.unsqueeze(-2), config.rope).expand(-1, -1, heads, -1)
     k = torch.cat((k, shared), -1)
     # with values as wide as keys, torch needs neither scores nor weights of all pairs at once
-    v = functional.pad(v, (0, max(0, about.query_dim - about.value_dim)))
+    v = functional.pad(v, (0, max(0, config.query_dim - config.value_dim)))
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-    mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=about.scale)[..., : about.value_dim]
+    mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=config.scale)
+    mixed = mixed[..., : config.value_dim]
     return model.linear(mixed.transpose(1, 2).flatten(-2), name + "o")

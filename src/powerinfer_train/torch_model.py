@@ -35,8 +35,8 @@ from powerinfer_train.torch_delta import remember
 from powerinfer_train.torch_latent import attend_latents
 
 
-class Neurons(NamedTuple):
-    """What happened in a sum of neurons, of each token: its input behind the norm [..., d_model], both products (gate
+class NeuronValues(NamedTuple):
+    """Values within a sum of neurons, of each token: its input behind the norm [..., d_model], both products (gate
     is None where there is none), h [..., d_ff] and its output [..., d_model]. expert: its number, None: there are none.
     """
 
@@ -55,12 +55,12 @@ ROUNDED = {"q4_0": (16, False), "q5_0": (32, False), "q4_1": (16, True), "q5_1":
 """Types that `TorchModel.rounded` may state: the number of their codes, and whether a block has a least value of its
 own. Finer ones are not worth it."""
 
-Seen = Callable[[str, Neurons], None]
+Observer = Callable[[str, NeuronValues], None]
 """Called with the name of an FFN and what happened there."""
 
 
 def activate(
-    about: FfnConfig | ExpertsConfig,
+    config: FfnConfig | ExpertsConfig,
     gate: Tensor | None,
     up: Tensor,
     thresholds: Tensor | None = None,
@@ -68,41 +68,41 @@ def activate(
 ) -> Tensor:
     """h of neurons, as `tests/reference.py` defines it. thresholds: [d_ff], where each neuron has its own;
     product_thresholds: [d_ff], of h, or None."""
-    own = up if gate is None else gate
-    if about.activation == "swiglu_oai":
-        own = own.clamp(max=OAI_LIMIT)
-        return own * torch.sigmoid(OAI_SCALE * own) * (up.clamp(-OAI_LIMIT, OAI_LIMIT) + 1)
-    threshold = about.threshold if thresholds is None else thresholds
-    match about.activation:
+    linear = up if gate is None else gate
+    if config.activation == "swiglu_oai":
+        linear = linear.clamp(max=OAI_LIMIT)
+        return linear * torch.sigmoid(OAI_SCALE * linear) * (up.clamp(-OAI_LIMIT, OAI_LIMIT) + 1)
+    threshold = config.threshold if thresholds is None else thresholds
+    match config.activation:
         case "silu":
-            active = functional.silu(own)
+            active = functional.silu(linear)
         case "gelu_tanh":
-            active = functional.gelu(own, approximate="tanh")
+            active = functional.gelu(linear, approximate="tanh")
         case "relu" | "drelu":
-            active = functional.relu(own)
+            active = functional.relu(linear)
         case "relu2":
-            active = functional.relu(own).square()
+            active = functional.relu(linear).square()
         case "cats":
-            active = functional.silu(own)
+            active = functional.silu(linear)
             active = torch.where(active.abs() > threshold, active, 0)
         case "topk":
             assert thresholds is not None
-            active = functional.silu(own)
-            active = torch.where(largest(active.abs() / thresholds, int(about.threshold)), active, 0)
+            active = functional.silu(linear)
+            active = torch.where(largest(active.abs() / thresholds, int(config.threshold)), active, 0)
         case _:
-            active = torch.where(own > threshold, own, 0)
+            active = torch.where(linear > threshold, linear, 0)
     if gate is None:
         return active
-    h = active * (functional.relu(up) if about.activation == "drelu" else up)
+    h = active * (functional.relu(up) if config.activation == "drelu" else up)
     return h if product_thresholds is None else torch.where(h.abs() <= product_thresholds, 0, h)
 
 
-def largest(ranked: Tensor, kept: int) -> Tensor:
+def largest(ranked: Tensor, count: int) -> Tensor:
     """bool, of the shape of ranked [..., neurons]: those among the `kept` largest of their bank of BANK neurons, the
     first among equals."""
-    order = ranked.unflatten(-1, (-1, BANK)).sort(dim=-1, descending=True, stable=True).indices[..., :kept]
-    found = torch.zeros((*ranked.shape[:-1], ranked.shape[-1] // BANK, BANK), dtype=torch.bool, device=ranked.device)
-    return found.scatter_(-1, order, True).flatten(-2)
+    order = ranked.unflatten(-1, (-1, BANK)).sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    mask = torch.zeros((*ranked.shape[:-1], ranked.shape[-1] // BANK, BANK), dtype=torch.bool, device=ranked.device)
+    return mask.scatter_(-1, order, True).flatten(-2)
 
 
 class TorchModel:
@@ -110,7 +110,7 @@ class TorchModel:
 
     Matrices are multiplied in `compute`; norms, the residual stream, the router and the logits are float32. rounded:
     by name, matrices that are used as a type of `ROUNDED` stores them, with the gradient of what they are rounded from;
-    blocks: by name, matrices whose weights here are the moves of their scales; turned: of both, the ones that are
+    blocks: by name, matrices whose weights here are the moves of their scales; transposed: of both, the ones that are
     stored transposed.
     """
 
@@ -120,36 +120,37 @@ class TorchModel:
         self.hidden: Hidden = self._plain
         self.rounded: Mapping[str, str] = {}
         self.blocks: Mapping[str, Blocks] = {}
-        self.turned: Container[str] = ()
-        self._each: dict[str, tuple[Tensor, ...]] = {}  # of stacked matrices, those of each expert
+        self.transposed: Container[str] = ()
+        self._unstacked: dict[str, tuple[Tensor, ...]] = {}  # of stacked matrices, those of each expert
         self._rotations: dict[tuple[RopeConfig, int], tuple[Tensor, Tensor]] = {}
 
     # ------------------------------------------------------------------------------------------------ parts
 
-    def _own(self, name: str, expert: int | None) -> Tensor:
-        each = self._each.get(name)
-        return self.weights[name] if expert is None else self.weights[name][expert] if each is None else each[expert]
+    def _raw_weight(self, name: str, expert: int | None) -> Tensor:
+        if expert is None:
+            return self.weights[name]
+        return self._unstacked.get(name, self.weights[name])[expert]
 
     def weight(self, name: str, expert: int | None = None) -> Tensor:
-        """As matrices are multiplied with it."""
-        weight, kind, own = self._own(name, expert), self.rounded.get(name), self._blocks(name, expert)
-        if own is not None:
-            weight = own.values(weight).mT if name in self.turned else own.values(weight)
+        """The weight with which products are made."""
+        weight, kind, blocks = self._raw_weight(name, expert), self.rounded.get(name), self._blocks(name, expert)
+        if blocks is not None:
+            weight = blocks.values(weight).mT if name in self.transposed else blocks.values(weight)
         elif kind is not None:
-            weight = _rounded(weight.mT, kind).mT if name in self.turned else _rounded(weight, kind)
+            weight = _rounded(weight.mT, kind).mT if name in self.transposed else _rounded(weight, kind)
         return weight.to(self.compute)
 
     def _blocks(self, name: str, expert: int | None) -> Blocks | None:
-        own = self.blocks.get(name)
-        return own if own is None or expert is None else own.expert(expert)
+        blocks = self.blocks.get(name)
+        return blocks if blocks is None or expert is None else blocks.expert(expert)
 
     def linear(self, x: Tensor, name: str, expert: int | None = None) -> Tensor:
         """x [..., in] times a matrix, with its bias if there is one, in `compute`."""
-        bias, own, x = self.weights.get(name + "_bias"), self._blocks(name, expert), x.to(self.compute)
-        if own is None or name in self.turned:
+        bias, blocks_, x = self.weights.get(name + "_bias"), self._blocks(name, expert), x.to(self.compute)
+        if blocks_ is None or name in self.transposed:
             out = functional.linear(x, self.weight(name, expert))
         else:
-            out = blocks.linear(x, self._own(name, expert), own)
+            out = blocks.linear(x, self._raw_weight(name, expert), blocks_)
         if bias is None:
             return out
         return out + (bias if expert is None else bias[expert]).to(out.dtype)
@@ -173,65 +174,65 @@ class TorchModel:
     def rotate(self, x: Tensor, rope: RopeConfig) -> Tensor:
         """x [batch, tokens, heads, dim], whose first `rope.dim` dimensions turn."""
         cos, sin = (part[:, None] for part in self._rotation(rope, x.shape[1], x.device))
-        turned: Tensor = _Turned.apply(x, cos, sin, rope.interleaved)
-        return turned
+        rotated: Tensor = _Rotated.apply(x, cos, sin, rope.interleaved)
+        return rotated
 
-    def _attention(self, x: Tensor, name: str, about: AttentionConfig) -> Tensor:
-        heads = {"q": about.n_heads, "k": about.n_kv_heads, "v": about.n_kv_heads}
+    def _attention(self, x: Tensor, name: str, config: AttentionConfig) -> Tensor:
+        heads = {"q": config.n_heads, "k": config.n_kv_heads, "v": config.n_kv_heads}
         parts, x = {}, x.to(self.compute)
         for part in heads:
             product = self.linear(x, name + part)
-            if part != "v" and about.qk_norm == "width":
-                product = self.own_norm(product, f"{name}{part}_norm")
-            product = product.unflatten(-1, (heads[part], about.head_dim))
-            if part != "v" and about.qk_norm == "head":
-                product = self.own_norm(product, f"{name}{part}_norm")
-            if part != "v" and about.rope is not None:
-                product = self.rotate(product, about.rope)
+            if part != "v" and config.qk_norm == "width":
+                product = self.inner_norm(product, f"{name}{part}_norm")
+            product = product.unflatten(-1, (heads[part], config.head_dim))
+            if part != "v" and config.qk_norm == "head":
+                product = self.inner_norm(product, f"{name}{part}_norm")
+            if part != "v" and config.rope is not None:
+                product = self.rotate(product, config.rope)
             parts[part] = product.transpose(1, 2)
         q, k, v = (parts[part] for part in "qkv")
-        mixed = self._mixed(q, k, v, name, about).transpose(1, 2).flatten(-2)
-        if isinstance(about, GatedAttentionConfig):
+        mixed = self._mixed(q, k, v, name, config).transpose(1, 2).flatten(-2)
+        if isinstance(config, GatedAttentionConfig):
             mixed = mixed * torch.sigmoid(self.linear(x, name + "q_gate"))
         return self.linear(mixed, name + "o")
 
-    def own_norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
+    def inner_norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
         """The RMS norm within attention, in the type of x [..., n]. eps: None, the model's."""
         return _Rms.apply(x.float(), self.weights[name], self.config.norm_eps if eps is None else eps).to(x.dtype)
 
-    def _mixed(self, q: Tensor, k: Tensor, v: Tensor, name: str, about: AttentionConfig) -> Tensor:
-        tokens, grouped = q.shape[2], about.n_heads != about.n_kv_heads
-        windowed = about.window is not None and about.window < tokens
-        if not windowed and not about.sinks:
+    def _mixed(self, q: Tensor, k: Tensor, v: Tensor, name: str, config: AttentionConfig) -> Tensor:
+        tokens, grouped = q.shape[2], config.n_heads != config.n_kv_heads
+        windowed = config.window is not None and config.window < tokens
+        if not windowed and not config.sinks:
             return functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=about.scale, enable_gqa=grouped
+                q, k, v, is_causal=True, scale=config.scale, enable_gqa=grouped
             )
         at = torch.arange(tokens, device=q.device)
-        seen = at[:, None] >= at
+        visible = at[:, None] >= at
         if windowed:
-            assert about.window is not None
-            seen &= at[:, None] - at < about.window
-        if not about.sinks:
-            return functional.scaled_dot_product_attention(q, k, v, seen, scale=about.scale, enable_gqa=grouped)
-        k, v = (part.repeat_interleave(about.n_heads // about.n_kv_heads, 1) for part in (k, v))
-        scores = (q @ k.transpose(-1, -2)).float() * (about.scale or about.head_dim**-0.5)
-        scores = scores.masked_fill(~seen, float("-inf"))
+            assert config.window is not None
+            visible &= at[:, None] - at < config.window
+        if not config.sinks:
+            return functional.scaled_dot_product_attention(q, k, v, visible, scale=config.scale, enable_gqa=grouped)
+        k, v = (part.repeat_interleave(config.n_heads // config.n_kv_heads, 1) for part in (k, v))
+        scores = (q @ k.transpose(-1, -2)).float() * (config.scale or config.head_dim**-0.5)
+        scores = scores.masked_fill(~visible, float("-inf"))
         sinks = self.weights[name + "sinks"][:, None, None].expand(*scores.shape[:3], 1)
         return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1].to(v.dtype) @ v
 
     def _plain(self, name: str, gate: Tensor | None, up: Tensor) -> Tensor:
         ffn = self.config.layers[int(name.split(".")[1])].ffn
         assert isinstance(ffn, FfnConfig | ExpertsConfig)
-        own = (self.weights.get(name + part) for part in ("threshold", "product_threshold"))
-        return activate(ffn, gate, up, *own)
+        thresholds = (self.weights.get(name + part) for part in ("threshold", "product_threshold"))
+        return activate(ffn, gate, up, *thresholds)
 
-    def neurons(self, x: Tensor, name: str, expert: int | None = None) -> Neurons:
+    def neurons(self, x: Tensor, name: str, expert: int | None = None) -> NeuronValues:
         """The sum of neurons whose matrices are `name` + gate, up and down, of x [..., d_model] behind the norm."""
         x = x.to(self.compute)
         gate = self.linear(x, name + "gate", expert) if name + "gate" in self.weights else None
         up = self.linear(x, name + "up", expert)
         h = self.hidden(name, gate, up)
-        return Neurons(expert, x, gate, up, h, self.linear(h, name + "down", expert))
+        return NeuronValues(expert, x, gate, up, h, self.linear(h, name + "down", expert))
 
     def _selected(self, x: Tensor, name: str, router: RouterConfig) -> tuple[Tensor, Tensor]:
         """(experts of each row of x, their weights), [rows, top_k]."""
@@ -243,43 +244,43 @@ class TorchModel:
         if router.groups > 1:
             grouped = ranked.unflatten(-1, (router.groups, -1))
             best = grouped.topk(router.group_best, -1).values.sum(-1).topk(router.top_groups, -1).indices
-            kept = torch.zeros_like(grouped[..., 0]).scatter_(-1, best, 1) > 0
-            ranked = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
+            kept_groups = torch.zeros_like(grouped[..., 0]).scatter_(-1, best, 1) > 0
+            ranked = grouped.masked_fill(~kept_groups[..., None], float("-inf")).flatten(-2)
         selected = ranked.topk(router.top_k, -1).indices
         weights = scores.gather(-1, selected)
         if router.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return selected, weights * router.scale
 
-    def _experts(self, x: Tensor, routed: Tensor, name: str, about: ExpertsConfig, seen: Seen | None) -> Tensor:
+    def _experts(self, x: Tensor, routed: Tensor, name: str, config: ExpertsConfig, observe: Observer | None) -> Tensor:
         """The selected experts' weighted sum and the shared expert's, float32. routed: what the router reads."""
         rows = x.flatten(0, -2)
-        selected, weights = self._selected(routed.flatten(0, -2), name, about.router)
+        selected, weights = self._selected(routed.flatten(0, -2), name, config.router)
         total = torch.zeros(rows.shape, device=rows.device)
         # one gradient of the whole stack, not one for each expert
-        stacks = [f"{name}experts_{part}" for part in about.matrices]
-        self._each = {stack: self.weights[stack].unbind(0) for stack in stacks}
-        for expert in range(about.n_experts):
+        stacks = [f"{name}experts_{part}" for part in config.matrices]
+        self._unstacked = {stack: self.weights[stack].unbind(0) for stack in stacks}
+        for expert in range(config.n_experts):
             row, place = (selected == expert).nonzero(as_tuple=True)
             if len(row):
                 done = self.neurons(rows[row], name + "experts_", expert)
-                if seen is not None:
-                    seen(name + "experts_", done)
+                if observe is not None:
+                    observe(name + "experts_", done)
                 total = total.index_add(0, row, done.out.float() * weights[row, place, None])
-        self._each = {}
-        if about.shared_size:
+        self._unstacked = {}
+        if config.shared_size:
             done = self.neurons(rows, name + "shared_")
-            if seen is not None:
-                seen(name + "shared_", done)
+            if observe is not None:
+                observe(name + "shared_", done)
             out = done.out.float()
-            if about.shared_weight:
+            if config.shared_weight:
                 out = out * torch.sigmoid(rows.float() @ self.weights[name + "shared_weight"].float())[:, None]
             total = total + out
         return total.view(x.shape)
 
     # ------------------------------------------------------------------------------------------------ the whole
 
-    def states(self, tokens: Tensor, seen: Seen | None = None) -> Tensor:
+    def states(self, tokens: Tensor, observe: Observer | None = None) -> Tensor:
         """int64 [batch, tokens] -> what the head reads, float32 [batch, tokens, width]."""
         config = self.config
         x = functional.embedding(tokens, self.weights["embed"]).float()
@@ -290,43 +291,43 @@ class TorchModel:
         if config.positions == "learned":
             x = x + self.weights["positions"][config.position_offset :][: tokens.shape[1]]
         for layer in range(config.n_layers):
-            x = self._layer(x, layer, seen)
+            x = self._layer(x, layer, observe)
         x = self._norm(x, "final_norm")
         return self.linear(x, "project_out").float() if config.embed_dim else x
 
-    def _layer(self, x: Tensor, layer: int, seen: Seen | None) -> Tensor:
-        about, name, scale = self.config.layers[layer], f"layers.{layer}.", self.config.residual_scale
+    def _layer(self, x: Tensor, layer: int, observe: Observer | None) -> Tensor:
+        config, name, scale = self.config.layers[layer], f"layers.{layer}.", self.config.residual_scale
 
         def scaled(value: Tensor) -> Tensor:
             return value.float() if scale == 1 else value.float() * scale
 
         def attend(value: Tensor) -> Tensor:
-            return scaled(ATTENTIONS[type(about.attention)](self, value, name, about.attention))
+            return scaled(ATTENTIONS[type(config.attention)](self, value, name, config.attention))
 
         entered = x
 
         def sum_neurons(value: Tensor) -> Tensor:
-            if isinstance(about.ffn, ExpertsConfig):
-                routed = entered if about.ffn.early_router else value
-                return scaled(self._experts(value, routed, name, about.ffn, seen))
+            if isinstance(config.ffn, ExpertsConfig):
+                routed = entered if config.ffn.early_router else value
+                return scaled(self._experts(value, routed, name, config.ffn, observe))
             done = self.neurons(value, name)
-            if seen is not None:
-                seen(name, done)
+            if observe is not None:
+                observe(name, done)
             return scaled(done.out)
 
-        if about.norms == "post":
+        if config.norms == "post":
             x = self._norm(x + attend(x), name + "attn_norm")
             return self._norm(x + sum_neurons(x), name + "ffn_norm")
         normed = self._norm(x, name + "attn_norm")
         attended = self._norm(attend(normed), name + "attn_out_norm")
-        if about.parallel:
-            own = normed if about.shared_norm else self._norm(x, name + "ffn_norm")
-            return x + attended + sum_neurons(own)
+        if config.parallel:
+            scale_ = normed if config.shared_norm else self._norm(x, name + "ffn_norm")
+            return x + attended + sum_neurons(scale_)
         x = x + attended
         return x + self._norm(sum_neurons(self._norm(x, name + "ffn_norm")), name + "ffn_out_norm")
 
     def products(self, states: Tensor) -> Tensor:
-        """Of states with the head, in the type that is computed in [..., vocab]."""
+        """Products of states with the head, in the type that is computed in [..., vocab]."""
         return functional.linear(states.to(self.compute), self._head())
 
     def scaled(self, products: Tensor) -> Tensor:
@@ -338,7 +339,7 @@ class TorchModel:
         """float32 [..., vocab]."""
         return self.scaled(self.products(states))
 
-    def before_logits(self, gradient: Tensor) -> Tensor:
+    def states_gradient(self, gradient: Tensor) -> Tensor:
         """The gradient for `states` of one for their logits, [..., vocab] -> float32 [..., width]."""
         return (gradient.to(self.compute) @ self._head()).float() * self.config.logit_scale
 
@@ -352,11 +353,11 @@ ATTENTIONS: dict[type, Callable[[TorchModel, Tensor, str, Any], Tensor]] = {
     LatentAttentionConfig: attend_latents,
     DeltaNetConfig: remember,
 }
-"""What a layer's attention adds, by the class of `LayerConfig.attention`: called with (model, what it reads [batch,
+"""Output of a layer's attention, by the class of `LayerConfig.attention`: called with (model, what it reads [batch,
 tokens, d_model], `layers.N.`, its configuration)."""
 
 
-class _Turned(torch.autograd.Function):  # type: ignore[misc]
+class _Rotated(torch.autograd.Function):  # type: ignore[misc]
     """x [..., tokens, heads, dim] whose pairs are turned by angles, computed in float32: cos, sin [tokens, 1, pairs].
     The way back turns the gradient by the opposite angles. As one function, for the reason of `training._Cut`."""
 
@@ -364,15 +365,15 @@ class _Turned(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return _turned(x, cos, sin, interleaved)
+        return _rotated(x, cos, sin, interleaved)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turned(gradients[0], cos, -sin, ctx.interleaved), None, None, None
+        return _rotated(gradients[0], cos, -sin, ctx.interleaved), None, None, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     pairs = cos.shape[-1]
     places = (slice(pairs), slice(pairs, 2 * pairs))
     if interleaved:
@@ -397,9 +398,9 @@ class _Rms(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         """d x = inverse * (g - y * mean(g * y)), g the gradient times the weight and y = x * inverse."""
         x, weight, inverse = ctx.saved_tensors
-        own = gradients[0] * weight
-        mean = torch.linalg.vecdot(own, x).unsqueeze(-1).mul_(inverse.square() / x.shape[-1])
-        return own.addcmul_(x, mean, value=-1).mul_(inverse), None, None
+        gradient = gradients[0] * weight
+        mean = torch.linalg.vecdot(gradient, x).unsqueeze(-1).mul_(inverse.square() / x.shape[-1])
+        return gradient.addcmul_(x, mean, value=-1).mul_(inverse), None, None
 
 
 def _rounded(weight: Tensor, kind: str) -> Tensor:
@@ -415,13 +416,13 @@ class _Rounded(torch.autograd.Function):  # type: ignore[misc]
         high, low = blocks.amax(-1, True), blocks.amin(-1, True)
         if floored:  # from the least value up
             scale, zero = (high - low) / (codes - 1), 0.0
-            own = blocks - low
+            codes_ = blocks - low
         else:  # the value farthest from zero has the code 0
             scale, zero = torch.where(high > -low, high, low) / -(codes / 2), codes / 2
-            own = blocks
-        own = (own * torch.where(scale == 0, 0, 1 / scale)).add_(zero + 0.5).floor_().clamp_(0, codes - 1)
-        own = own.sub_(zero).mul_(scale.half().float())
-        return (own.add_(low.half().float()) if floored else own).view_as(weight)
+            codes_ = blocks
+        codes_ = (codes_ * torch.where(scale == 0, 0, 1 / scale)).add_(zero + 0.5).floor_().clamp_(0, codes - 1)
+        codes_ = codes_.sub_(zero).mul_(scale.half().float())
+        return (codes_.add_(low.half().float()) if floored else codes_).view_as(weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:

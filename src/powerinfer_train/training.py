@@ -59,7 +59,7 @@ from powerinfer_train.blocks import Blocks
 from powerinfer_train.finished import STATE
 from powerinfer_train.recipes import (
     RECIPES,
-    Stage,
+    RecipeStage,
     check,
     gate_share,
     moved_biases,
@@ -68,7 +68,7 @@ from powerinfer_train.recipes import (
     trained_names,
 )
 from powerinfer_train.step_log import StepLog
-from powerinfer_train.torch_model import ROUNDED, Neurons, TorchModel, load, narrowed
+from powerinfer_train.torch_model import ROUNDED, NeuronValues, TorchModel, load, narrowed
 from powerinfer_train.writing import fitting
 
 HELD_OUT = 0.02  # of the windows of each text, at least MIN_HELD_OUT: measured on, never trained on
@@ -77,7 +77,7 @@ MAX_HELD_OUT = 16_384  # tokens of each text
 READ = 16_000_000  # tokens of the texts that are read at least, for a short training to draw from
 WARM_UP = 20  # steps in which a stage's learning rate rises
 FOLLOWS = 0.5  # how far a threshold goes towards the quantile of a step
-EVERY = 31  # of the tokens of a step, one of so many counts for the quantile
+SAMPLE_INTERVAL = 31  # of the tokens of a step, one of so many counts for the quantile
 SOFT = 0.25  # of `_firing`
 SCORED = 128  # tokens whose logits are in memory at once
 CACHED = 8  # of them, those gone through at once on a CPU: few, so that their logits stay in the caches
@@ -85,8 +85,8 @@ MOST_PENALTY = 10.0
 WEIGHED = 12_288  # tokens that importances are taken from
 
 
-class Figures(NamedTuple):
-    """Of a model on the held-out windows: perplexity of their second halves, as `eval perplexity` scores them, and the
+class HeldOutFigures(NamedTuple):
+    """Figures of a model on held-out windows: perplexity of their second halves, as `eval perplexity` scores them, and
     share of zeros in each layer."""
 
     perplexity: float
@@ -94,7 +94,7 @@ class Figures(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingResult:
     """changed: canonical names; limits: thresholds of the layers, of topk how many neurons of a bank count, () where
     there are none; thresholds: of the neurons, by canonical name, of layers that have such; tokens, seconds: of all
     runs; resumed: steps of earlier ones."""
@@ -102,15 +102,15 @@ class Trained:
     changed: tuple[str, ...]
     limits: tuple[float, ...]
     thresholds: Mapping[str, NDArray[np.float32]]
-    before: Figures
+    before: HeldOutFigures
     tokens: int
     seconds: float
     resumed: int
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """What a state says beside its tensors. run: what it is of, as of `Sparsifier._run`; compute: the type of its
+class _TrainingState:
+    """Header of a training's state. run: what it is of, as of `Sparsifier._run`; compute: the type of its
     products; lr: --lr of the last step; seconds: of all runs; step: how many are done; limits, penalty: as the next one
     begins."""
 
@@ -130,31 +130,31 @@ class _Limits:
     def __init__(self, layers: int) -> None:
         self.of = dict.fromkeys(range(layers), 0.0)  # by layer
         self.importance: dict[str, Tensor] = {}  # by the name of an FFN, float32 [d_ff], with mean 1
-        self._seen: list[list[Tensor]] = [[] for _ in self.of]  # by layer, since `follow`
+        self._observed: list[list[Tensor]] = [[] for _ in self.of]  # by layer, since `follow`
 
     def __call__(self, name: str, device: torch.device) -> Tensor:
-        """Of an FFN by its name, [] or [d_ff]."""
+        """Limit of an FFN by its name, [] or [d_ff]."""
         importance = self.importance.get(name)
         limit = torch.tensor(self.of[_layer(name)], device=device)
         return limit if importance is None else limit / importance
 
     def see(self, name: str, compared: Tensor) -> None:
         """Magnitudes [..., d_ff] that were compared."""
-        importance, some = self.importance.get(name), compared.flatten(0, -2)[::EVERY]
-        self._seen[_layer(name)].append((some if importance is None else some * importance).flatten())
+        importance, sample = self.importance.get(name), compared.flatten(0, -2)[::SAMPLE_INTERVAL]
+        self._observed[_layer(name)].append((sample if importance is None else sample * importance).flatten())
 
     def follow(self, share: float) -> None:
         """Each layer's threshold goes towards the quantile of what was seen since the last call."""
-        for layer, seen in enumerate(self._seen):
-            if seen:
-                some = torch.cat(seen)
-                wanted = max(0.0, float(some.kthvalue(max(1, round(share * some.numel()))).values))
+        for layer, observed in enumerate(self._observed):
+            if observed:
+                sample = torch.cat(observed)
+                wanted = max(0.0, float(sample.kthvalue(max(1, round(share * sample.numel()))).values))
                 before = self.of[layer]
                 self.of[layer] = before + FOLLOWS * (wanted - before) if before else wanted
-            seen.clear()
+            observed.clear()
 
     def take(self, name: str, thresholds: Tensor) -> None:
-        """Those that the neurons of an FFN have in a model [d_ff]."""
+        """Take the thresholds that the neurons of an FFN have in a model [d_ff]."""
         inverse = 1 / thresholds.clamp_min(1e-3 * float(thresholds.mean()) + 1e-30)
         mean = float(inverse.mean())
         self.importance[name], self.of[_layer(name)] = inverse / mean, 1 / mean
@@ -168,7 +168,7 @@ def _weights(squares: Tensor) -> Tensor:
 
 
 def _layer(name: str) -> int:
-    """Of an FFN by its name."""
+    """Layer of an FFN by its name."""
     return int(name.split(".")[1])
 
 
@@ -201,29 +201,29 @@ class Sparsifier:
         self._ffns, self._all = trained_names(checkpoint.config)
         types = stored_types(config)
         scaled = scaled_types(checkpoint, self._all, types)
-        self._blocks = {name: Blocks.of(checkpoint.stored(name), self.device) for name in scaled}
+        self._blocks = {name: Blocks.from_tensor(checkpoint.stored(name), self.device) for name in scaled}
         still = {name: blocks.still() for name, blocks in self._blocks.items()}
         weights = {name: value.to(self.device) for name, value in load(checkpoint, scaled).items()} | still
         frozen = narrowed(weights, compute) | still
         self.teacher = TorchModel(checkpoint.config, frozen, compute)
         gguf = "gguf" in (checkpoint.source, config.format)
-        turned = {name for name in self._all if checkpoint.turned(name)}
-        rows = {name: weights[name].shape[-2 if name in turned else -1] for name in self._all}
+        transposed = {name for name in self._all if checkpoint.is_transposed(name)}
+        rows = {name: weights[name].shape[-2 if name in transposed else -1] for name in self._all}
         rough = [name for name in self._all if gguf and types[name] in ROUNDED and rows[name] % 32 == 0]
         self._rounded = {name: types[name] for name in rough}
         first = weights if start is None else self._started(start, weights)
-        own = dict(frozen) | {name: first[name].to(self.device).clone() for name in self._all}
+        student = dict(frozen) | {name: first[name].to(self.device).clone() for name in self._all}
         self._moved = moved_biases(checkpoint.config)
-        own |= {name: weights[name] + more for name, more in self._moved.items()}
+        student |= {name: weights[name] + more for name, more in self._moved.items()}
         self._embedding: tuple[str, ...] = ()  # where its type changes
         if gguf and config.embedding_type != "same":
             self._embedding = ("embed",)
-            own["embed"] = _stored(weights["embed"], config.embedding_type).to(self.device, compute)
+            student["embed"] = _stored(weights["embed"], config.embedding_type).to(self.device, compute)
         del weights, first
-        self.student = TorchModel(checkpoint.config, own, compute)
+        self.student = TorchModel(checkpoint.config, student, compute)
         self.student.hidden = self._hidden
         for model in (self.teacher, self.student):
-            model.blocks, model.turned = self._blocks, turned
+            model.blocks, model.transposed = self._blocks, transposed
         kinds = ("threshold", "product_threshold") if self.recipe.products else ("threshold",)
         self._limits = {kind: _Limits(checkpoint.config.n_layers) for kind in kinds}  # by the name of a neuron's
         self._gates, self._products = self._limits["threshold"], self._limits.get("product_threshold")
@@ -235,7 +235,7 @@ class Sparsifier:
             self._take_thresholds(start)
         self._follow: float | None = None  # the share of zeros that thresholds are to give
         self._order: tuple[int, NDArray[np.int64]] | None = None  # (how often the text was through, its windows' order)
-        self._kept = 0
+        self._kept_step = 0
         self._seconds = 0.0  # of the runs before this one
         self._began = time.monotonic()
         self._penalty = 0.05
@@ -243,8 +243,8 @@ class Sparsifier:
         self._firing: list[Tensor] = []
         self._windows = config.batch // config.window  # of a step
         if config.batch % config.window:
-            whole = self._windows * config.window
-            say(f"--batch {config.batch} is not a multiple of --window {config.window}: a step has {whole} tokens")
+            total = self._windows * config.window
+            say(f"--batch {config.batch} is not a multiple of --window {config.window}: a step has {total} tokens")
         self._steps = max(1, config.tokens // (self._windows * config.window))
         stages = self.recipe.stages
         if start is not None:  # its weights were rounded already, and would be far off between the stages
@@ -257,13 +257,13 @@ class Sparsifier:
 
     def _compute(self) -> torch.dtype:
         """The type of products: where it is measured, that of the state, whose bits would else be others."""
-        kept = None
+        dtype = None
         with suppress(ModelError):
             if self._state.exists():
-                kept = getattr(torch, self._state.described(_Kept, self._state.read()[0]).compute)
-        return fast_type(self.device, kept)
+                dtype = getattr(torch, self._state.described(_TrainingState, self._state.read()[0]).compute)
+        return fast_type(self.device, dtype)
 
-    def _divided(self, stages: Sequence[Stage]) -> list[tuple[Stage, int]]:
+    def _divided(self, stages: Sequence[RecipeStage]) -> list[tuple[RecipeStage, int]]:
         """The stages with their steps, by their shares of the tokens."""
         shares = np.cumsum([stage.share for stage in stages])
         ends = np.rint(shares / shares[-1] * self._steps).astype(int).tolist()
@@ -283,12 +283,12 @@ class Sparsifier:
         weights = {name: value.to(self.device) for name, value in load(written, self._blocks).items()}
         blocks = {}
         for name, trained in self._blocks.items():
-            own = trained.rescaled(written.stored(name))
-            assert own is not None, "codes stay"
-            blocks[name] = own
-        weights |= {name: own.still() for name, own in blocks.items()}
+            trained_blocks = trained.rescaled(written.stored(name))
+            assert trained_blocks is not None, "codes stay"
+            blocks[name] = trained_blocks
+        weights |= {name: trained_blocks.still() for name, trained_blocks in blocks.items()}
         model = TorchModel(written.config, weights, self.teacher.compute)
-        model.blocks, model.turned = blocks, self.student.turned
+        model.blocks, model.transposed = blocks, self.student.transposed
         return model
 
     def _started(self, start: Checkpoint, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -315,8 +315,8 @@ class Sparsifier:
             self._gates.of[n] = layer.ffn.threshold
             if f"layers.{n}." in self._weighted and isinstance(layer.ffn, FfnConfig) and layer.ffn.thresholds:
                 for kind, limits in self._limits.items():
-                    own = torch.from_numpy(start.take(f"layers.{n}.{kind}").float32().copy()).to(self.device)
-                    limits.take(f"layers.{n}.", own)
+                    thresholds = torch.from_numpy(start.take(f"layers.{n}.{kind}").float32().copy()).to(self.device)
+                    limits.take(f"layers.{n}.", thresholds)
                 if self.recipe.activation == "topk":
                     self._gates.of[n] = layer.ffn.threshold
 
@@ -327,12 +327,12 @@ class Sparsifier:
         kind = self.recipe.activation
         if kind in LIMITED:
             gates, products, device = self._gates, self._products, gate.device
-            kept = int(gates.of[_layer(name)]) if kind == "topk" else 0
-            first = 1 / gates.importance[name] if kept else gates(name, device)
+            count = int(gates.of[_layer(name)]) if kind == "topk" else 0
+            first = 1 / gates.importance[name] if count else gates(name, device)
             second = None if products is None else products(name, device)
-            h, decides, product, fires = _Cut.apply(gate, up, first, kind != "fatrelu", kept, second)
+            h, decides, product, fires = _Cut.apply(gate, up, first, kind != "fatrelu", count, second)
             self._counted[0] += fires.numel() - int(fires.sum(dtype=torch.float32))
-            if not kept and self._follow is not None and torch.is_grad_enabled():
+            if not count and self._follow is not None and torch.is_grad_enabled():
                 gates.see(name, decides)
                 if products is not None:
                     products.see(name, product)
@@ -362,13 +362,13 @@ class Sparsifier:
         """Adds the gradients of `scale` times the loss; the loss."""
         total, n = 0.0, self._checkpoint.config.n_layers
 
-        def learn(name: str, seen: Neurons) -> None:
+        def learn(name: str, values: NeuronValues) -> None:
             nonlocal total
             with torch.enable_grad():
                 self._firing.clear()
-                own = self.student.neurons(seen.x, name, seen.expert).out.float()
-                wanted = seen.out.float()
-                loss = (own - wanted).square().sum() / wanted.square().sum().clamp_min(1e-20) / n
+                output = self.student.neurons(values.x, name, values.expert).out.float()
+                wanted = values.out.float()
+                loss = (output - wanted).square().sum() / wanted.square().sum().clamp_min(1e-20) / n
                 (scale * (loss + self._fine() / n)).backward()
             total += float(loss.detach())
 
@@ -391,25 +391,25 @@ class Sparsifier:
         torch.autograd.backward(heads, gradients)
         return total / len(states)
 
-    def _divergence(self, wanted: Tensor, own: Tensor) -> tuple[float, Tensor]:
+    def _divergence(self, wanted: Tensor, student_states: Tensor) -> tuple[float, Tensor]:
         """(sum over tokens of KL(p || q), its gradient for `own`) of what the head reads [tokens, width], p the
         teacher's and q the student's probabilities of the next token. By hand: d KL / d logits = q - p, and the logits
         of some tokens at a time are gone through as few times as can be."""
-        gradient, total, student = torch.empty_like(own), 0.0, self.student
+        gradient, total, student = torch.empty_like(student_states), 0.0, self.student
         rows = CACHED if self.device.type == "cpu" else SCORED
-        for at in range(0, len(own), SCORED):
-            some = slice(at, at + SCORED)
-            ps, qs = self.teacher.products(wanted[some]), student.products(own[some])
+        for at in range(0, len(student_states), SCORED):
+            part = slice(at, at + SCORED)
+            ps, qs = self.teacher.products(wanted[part]), student.products(student_states[part])
             for p_part, q_part in zip(ps.split(rows), qs.split(rows), strict=True):
                 p, q = self.teacher.scaled(p_part), student.scaled(q_part)
                 for logits in (p, q):
                     logits.sub_(logits.amax(1, True))
-                apart = p - q
+                difference = p - q
                 p_sum, q_sum = p.exp_().sum(1, True), q.exp_().sum(1, True)
                 p.div_(p_sum)
-                total += float(torch.dot(p.flatten(), apart.flatten()) + (q_sum.log() - p_sum.log()).sum())
+                total += float(torch.dot(p.flatten(), difference.flatten()) + (q_sum.log() - p_sum.log()).sum())
                 q_part.copy_(q.div_(q_sum).sub_(p))
-            gradient[some] = student.before_logits(qs)
+            gradient[part] = student.states_gradient(qs)
         return total, gradient
 
     def _fine(self) -> Tensor:
@@ -420,7 +420,7 @@ class Sparsifier:
 
     # ---------------------------------------------------------------- the run
 
-    def run(self) -> Trained:
+    def run(self) -> TrainingResult:
         """Train to the end. PowerInferError if the loss becomes no number: the state kept last stays."""
         self._began = time.monotonic()
         with StepLog(self._out) as log:
@@ -431,8 +431,8 @@ class Sparsifier:
             if not math.isfinite(before.perplexity):
                 raise PowerInferError(f"{self._checkpoint.path} gives no usable probabilities for these texts")
             if self._weighted and not self._gates.importance:
-                for one, importance in zip(self._limits.values(), self._importances(), strict=True):
-                    one.importance = importance
+                for layer_limits, importance in zip(self._limits.values(), self._importances(), strict=True):
+                    layer_limits.importance = importance
             log.begin(done)
             resumed, first = done, 0
             for stage, steps in self.stages:
@@ -443,19 +443,19 @@ class Sparsifier:
         self._follow = None
         limits = tuple(self._gates.of.values()) if self.recipe.activation in LIMITED else ()
         thresholds = {}
-        for kind, one in self._limits.items():
-            for name, importance in one.importance.items():
-                own = 1 / importance if self.recipe.activation == "topk" else one(name, importance.device)
-                thresholds[f"{name}{kind}"] = np.asarray(own.cpu().numpy())
-        every = any(stage.other and steps for stage, steps in self.stages)
+        for kind, limit_of in self._limits.items():
+            for name, importance in limit_of.importance.items():
+                limit = 1 / importance if self.recipe.activation == "topk" else limit_of(name, importance.device)
+                thresholds[f"{name}{kind}"] = np.asarray(limit.cpu().numpy())
+        trains_all = any(stage.other and steps for stage, steps in self.stages)
         seconds, tokens = self._so_far(), self._tokens(self._steps)
-        changed = (*self._embedding, *self._moved, *(self._all if every else self._ffns))
-        return Trained(changed, limits, thresholds, before, tokens, seconds, resumed)
+        changed = (*self._embedding, *self._moved, *(self._all if trains_all else self._ffns))
+        return TrainingResult(changed, limits, thresholds, before, tokens, seconds, resumed)
 
     def _importances(self) -> list[dict[str, Tensor]]:
-        """What each of `_limits` weighs by: by the name of an FFN float32 [d_ff], with mean 1, of the neurons'
+        """Weights of each of `_limits`: by the name of an FFN float32 [d_ff], with mean 1, of the neurons'
         activations and, where products have thresholds, of these."""
-        seen: dict[str, tuple[Tensor, ...]] = {}
+        values: dict[str, tuple[Tensor, ...]] = {}
         sums: list[dict[str, Tensor]] = [{} for _ in self._limits]
 
         def hidden(name: str, gate: Tensor | None, up: Tensor) -> Tensor:
@@ -463,9 +463,9 @@ class Sparsifier:
             active = functional.silu(gate)
             active = active.requires_grad_() if not active.requires_grad else active
             h = active * up
-            seen[name] = (active, h)[: len(sums)]
-            for one in seen[name]:
-                one.retain_grad()
+            values[name] = (active, h)[: len(sums)]
+            for value in values[name]:
+                value.retain_grad()
             return h
 
         rng = torch.Generator(self.device).manual_seed(self.config.seed)
@@ -476,12 +476,12 @@ class Sparsifier:
             for part in self._batch(0, count).split(self.config.rows):
                 states = self.teacher.states(part).flatten(0, 1)
                 states.backward(self._drawn(states.detach(), rng))
-                for name, parts in seen.items():
-                    for one, total in zip(parts, sums, strict=True):
-                        assert one.grad is not None
-                        squares = one.grad.float().square().flatten(0, -2).sum(0)
+                for name, parts in values.items():
+                    for value, total in zip(parts, sums, strict=True):
+                        assert value.grad is not None
+                        squares = value.grad.float().square().flatten(0, -2).sum(0)
                         total[name] = total[name] + squares if name in total else squares
-                seen.clear()
+                values.clear()
                 done += len(part)
                 self._progress("weighing neurons", done, count)
         finally:
@@ -498,7 +498,7 @@ class Sparsifier:
             ends = p.cumsum(1)
             drawn = torch.rand((len(p), 1), generator=rng, device=p.device) * ends[:, -1:]
             labels = torch.searchsorted(ends, drawn).clamp_max(p.shape[1] - 1)
-            gradient[at : at + SCORED] = self.teacher.before_logits(
+            gradient[at : at + SCORED] = self.teacher.states_gradient(
                 p.scatter_add_(1, labels, -torch.ones_like(p[:, :1]))
             )
         return gradient
@@ -508,16 +508,16 @@ class Sparsifier:
         return self._seconds + time.monotonic() - self._began
 
     def left(self) -> str:
-        """What an interruption leaves, for people."""
-        if not self._kept:
+        """State that an interruption leaves, for people."""
+        if not self._kept_step:
             return "stopped before the first step was done, so no state was kept: the same command begins anew"
-        return f"stopped: the same command goes on from step {self._kept} of {self._steps}"
+        return f"stopped: the same command goes on from step {self._kept_step} of {self._steps}"
 
     def _tokens(self, steps: int) -> int:
         return steps * self._windows * self.config.window
 
     def _stage(
-        self, stage: Stage, first: int, steps: int, done: int, moments: Mapping[str, Tensor], log: StepLog
+        self, stage: RecipeStage, first: int, steps: int, done: int, moments: Mapping[str, Tensor], log: StepLog
     ) -> None:
         names = self._all if stage.other else self._ffns
         for name in self._all:
@@ -525,49 +525,49 @@ class Sparsifier:
         self.student.rounded = {name: kind for name, kind in self._rounded.items() if stage.stored and name in names}
         ffns = set(self._ffns)
         groups = [
-            {"params": [self.student.weights[name] for name in names if (name in ffns) == own], "rate": rate}
-            for own, rate in ((True, stage.rate), (False, stage.rate * stage.other))
+            {"params": [self.student.weights[name] for name in names if (name in ffns) == is_ffn], "rate": rate}
+            for is_ffn, rate in ((True, stage.rate), (False, stage.rate * stage.other))
         ]
         adam = torch.optim.Adam([group for group in groups if group["params"]], lr=1.0, betas=(0.9, 0.98), fused=True)
         self._put_moments(adam, names, moments, done - first)
         learn = self._regress if stage.name == "regress" else self._distil
-        micro, each = self.config.rows, self._windows
+        micro, rows = self.config.rows, self._windows
         saved = time.monotonic()
-        whole: int | None = done  # steps after which weights, moments and thresholds are as they are now
+        complete_steps: int | None = done  # steps after which weights, moments and thresholds are as they are now
         try:
             for step in range(max(done, first), first + steps):
                 for group in adam.param_groups:
                     group["lr"] = self.config.lr * group["rate"] * _schedule(step - first, steps)
                 self._follow = self._wanted(step)
                 if self.recipe.activation == "topk":
-                    kept = float(max(1, round((1 - self._follow) * BANK)))
-                    self._gates.of = dict.fromkeys(self._gates.of, kept)
-                batch = self._batch(step, each)
-                loss = sum(learn(part, len(part) / each) * len(part) / each for part in batch.split(micro))
+                    kept_count = float(max(1, round((1 - self._follow) * BANK)))
+                    self._gates.of = dict.fromkeys(self._gates.of, kept_count)
+                batch = self._batch(step, rows)
+                loss = sum(learn(part, len(part) / rows) * len(part) / rows for part in batch.split(micro))
                 norm = float(torch.nn.utils.clip_grad_norm_([self.student.weights[name] for name in names], 1.0))
                 if not math.isfinite(loss) or not math.isfinite(norm):
-                    what, then = "no state was kept:", "begins anew"
-                    if self._kept:
-                        what, then = f"the state of step {self._kept} is kept, from which", "goes on"
+                    event, then = "no state was kept:", "begins anew"
+                    if self._kept_step:
+                        event, then = f"the state of step {self._kept_step} is kept, from which", "goes on"
                     raise PowerInferError(
-                        f"the loss is {loss} and its gradient {norm} at step {step}: {what} the same command with --lr "
-                        f"below {self.config.lr:g} {then}"
+                        f"the loss is {loss} and its gradient {norm} at step {step}: {event} the same command with "
+                        f"--lr below {self.config.lr:g} {then}"
                     )
-                whole = None
+                complete_steps = None
                 adam.step()
                 adam.zero_grad(set_to_none=True)
                 zeros = self._zeros()
                 self._adapt(self._follow)
                 self._steer(zeros, self._follow)
                 log.add(step, stage.name, self._tokens(step + 1), loss, zeros)
-                whole = step + 1
+                complete_steps = step + 1
                 self._progress("training", step + 1, self._steps)
                 if time.monotonic() - saved > self.config.save or step + 1 == first + steps:
                     self._keep(step + 1, adam, names)
                     saved = time.monotonic()
         except KeyboardInterrupt:
-            if whole is not None and whole > self._kept:
-                self._keep(whole, adam, names)
+            if complete_steps is not None and complete_steps > self._kept_step:
+                self._keep(complete_steps, adam, names)
             raise
 
     def _wanted(self, step: int) -> float:
@@ -590,33 +590,33 @@ class Sparsifier:
             picked.append(int(self._order[1][place]))
         return torch.from_numpy(self._train[picked].astype(np.int64)).to(self.device)
 
-    def evaluate(self, model: TorchModel) -> Figures:
-        """On the held-out windows."""
+    def evaluate(self, model: TorchModel) -> HeldOutFigures:
+        """Figures on the held-out windows."""
         total = scored = 0.0
         n = model.config.n_layers
-        zeros, every = [0] * n, [0] * n
+        zeros, totals = [0] * n, [0] * n
 
-        def count(name: str, seen: Neurons) -> None:
+        def count(name: str, values: NeuronValues) -> None:
             layer = int(name.split(".")[1])
-            zeros[layer] += int((seen.h == 0).sum())
-            every[layer] += seen.h.numel()
+            zeros[layer] += int((values.h == 0).sum())
+            totals[layer] += values.h.numel()
 
         half = self._held_out.shape[1] // 2
         with torch.no_grad():
             for part in torch.from_numpy(self._held_out.astype(np.int64)).split(self.config.rows):
                 tokens = part.to(self.device)
                 states, targets = model.states(tokens, count)[:, half:-1], tokens[:, half + 1 :]
-                for own, wanted in zip(
+                for outputs, wanted in zip(
                     states.flatten(0, 1).split(SCORED), targets.flatten().split(SCORED), strict=True
                 ):
-                    total += float(functional.cross_entropy(model.logits(own), wanted, reduction="sum"))
+                    total += float(functional.cross_entropy(model.logits(outputs), wanted, reduction="sum"))
                 scored += targets.numel()
-        return Figures(_exp(total / scored), tuple(a / max(b, 1) for a, b in zip(zeros, every, strict=True)))
+        return HeldOutFigures(_exp(total / scored), tuple(a / max(b, 1) for a, b in zip(zeros, totals, strict=True)))
 
     # ---------------------------------------------------------------- what is kept
 
     def _run(self) -> dict[str, Any]:
-        """What a state is of: by flag, what a training that goes on from it must have in common."""
+        """Settings of a state, by flag, which a training that goes on from it must have in common."""
         # own_text: what is written is in the windows
         free = ("save", "device", "type", "attention_type", "format", "lr", "own_text")
         run = {f"--{name.replace('_', '-')}": value for name, value in asdict(self.config).items() if name not in free}
@@ -637,7 +637,7 @@ class Sparsifier:
         for name in names:
             state = adam.state[self.student.weights[name]]
             tensors |= {f"{moment}.{name}": state[moment] for moment in ("exp_avg", "exp_avg_sq")}
-        about = {
+        header = {
             "run": self._run(),
             "compute": str(self.teacher.compute).removeprefix("torch."),
             "lr": self.config.lr,
@@ -646,10 +646,10 @@ class Sparsifier:
             "limits": {kind: list(limits.of.values()) for kind, limits in self._limits.items()},
             "penalty": self._penalty,
         }
-        with self._state.write(about, [(name, "F32", tuple(one.shape)) for name, one in tensors.items()]) as write:
+        with self._state.write(header, [(name, "F32", tuple(one.shape)) for name, one in tensors.items()]) as write:
             for name, one in tensors.items():
                 write(name, one.float().cpu().contiguous().numpy().reshape(-1).view(np.uint8))
-        self._kept = step
+        self._kept_step = step
 
     def _resume(self) -> tuple[int, dict[str, Tensor]]:
         """(steps that are done, the optimiser's moments)."""
@@ -658,13 +658,13 @@ class Sparsifier:
         try:
             return self._read_state()
         except ModelError as error:
-            why = str(error).partition("; `")[0].removesuffix("; is the download complete?")
-            raise ModelError(f"{why}: give another --out") from None
+            reason = str(error).partition("; `")[0].removesuffix("; is the download complete?")
+            raise ModelError(f"{reason}: give another --out") from None
 
     def _read_state(self) -> tuple[int, dict[str, Tensor]]:
-        about, tensors, file = self._state.read()
-        kept, now = self._state.described(_Kept, about), self._run()
-        run = kept.run
+        description, tensors, file = self._state.read()
+        past, now = self._state.described(_TrainingState, description), self._run()
+        run = past.run
         if run != now:
             other = [name for name in now | run if run.get(name) != now.get(name)]
             flags = [name for name in other if name != "the text"] or other  # some flags change the text as well
@@ -672,10 +672,10 @@ class Sparsifier:
                 f"{self._state.path} is of another training (other: {', '.join(flags)}): give another --out, or the "
                 "same as then"
             )
-        step, limits = kept.step, {kind: kept.limits.get(kind, ()) for kind in self._limits}
-        if step == self._steps and kept.lr != self.config.lr:
+        step, limits = past.step, {kind: past.limits.get(kind, ()) for kind in self._limits}
+        if step == self._steps and past.lr != self.config.lr:
             raise RequestError(
-                f"{self._state.path} is of a training that ended with --lr {kept.lr:g}: give another --out, or the same"
+                f"{self._state.path} is of a training that ended with --lr {past.lr:g}: give another --out, or the same"
             )
         if step > self._steps or any(len(one) != self._checkpoint.config.n_layers for one in limits.values()):
             raise self._state.bad("is damaged")
@@ -688,23 +688,23 @@ class Sparsifier:
         file.check()
         moments = {}
         for name in (*names, *weighted):
-            kind, _, own = name.partition(".")
-            shape = weighted.get(name) or tuple(self.student.weights[own].shape)
+            kind, _, weight_name = name.partition(".")
+            shape = weighted.get(name) or tuple(self.student.weights[weight_name].shape)
             values = torch.from_numpy(np.array(self._state.holds(tensors, name, "F32", shape).float32()))
             if not bool(values.isfinite().all()) or (kind == "importance" and not bool((values > 0).all())):
                 raise self._state.bad("holds values that are no numbers")
             if kind == "weights":
                 with torch.no_grad():
-                    self.student.weights[own].copy_(values)
+                    self.student.weights[weight_name].copy_(values)
             elif kind == "importance":
-                ffn, dot, of = own.rpartition(".")
+                ffn, dot, of = weight_name.rpartition(".")
                 self._limits[of].importance[ffn + dot] = values.to(self.device)
             else:
                 moments[name] = values.to(self.device)
         self._state.holds_no_more(tensors)
         for of, each in self._limits.items():
             each.of = dict(enumerate(limits[of]))
-        self._penalty, self._seconds, self._kept = kept.penalty, kept.seconds, step
+        self._penalty, self._seconds, self._kept_step = past.penalty, past.seconds, step
         return step, moments
 
     def _put_moments(
@@ -721,28 +721,28 @@ class Sparsifier:
 def check_start(start: Checkpoint, original: Checkpoint, recipe: str) -> None:
     """RequestError if the headers of a model say that the recipe did not make it out of the original."""
 
-    def known(config: ModelConfig) -> tuple[Any, ...]:
+    def traits(config: ModelConfig) -> tuple[Any, ...]:
         sizes = {name: shape for name, shape in shapes(config) if not name.endswith(THRESHOLDS)}
         return sizes, [layer.attention for layer in config.layers]
 
-    if known(start.config) != known(original.config) or recipe not in _makers(start):
+    if traits(start.config) != traits(original.config) or recipe not in _makers(start):
         raise _no_start(start, original, recipe)
 
 
 def _makers(model: Checkpoint) -> list[str]:
     """Recipes that make models of this one's activation."""
     products = any(isinstance(one.ffn, FfnConfig) and one.ffn.product_thresholds for one in model.config.layers)
-    made = (model.config.activations, products)
-    return [name for name, recipe in RECIPES.items() if (recipe.activation, recipe.products) == made]
+    functions = (model.config.activations, products)
+    return [name for name, recipe in RECIPES.items() if (recipe.activation, recipe.products) == functions]
 
 
 def _no_start(start: Checkpoint, original: Checkpoint, recipe: str) -> RequestError:
-    why = "" if start.source == original.source else ", or has it in another format: take the original in that one"
+    reason = "" if start.source == original.source else ", or has it in another format: take the original in that one"
     makers = _makers(start)
     if recipe not in makers:
         other = f"it was made by recipe {' or '.join(makers)}: give --recipe {makers[0]}" if makers else ""
-        why += f": {other or 'it is not sparse: leave --start out to begin with the original'}"
-    return RequestError(f"--start {start.path} is no model that recipe {recipe} made out of {original.path}{why}")
+        reason += f": {other or 'it is not sparse: leave --start out to begin with the original'}"
+    return RequestError(f"--start {start.path} is no model that recipe {recipe} made out of {original.path}{reason}")
 
 
 def free_bytes(device: torch.device) -> int:
@@ -750,10 +750,10 @@ def free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_memory()
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def _alike(before: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same but for the type they are stored in. Q4_0 is 0.11 away (SmolLM2's embedding),
     another model's 1.4."""
-    return float((one - other).norm()) <= 0.25 * float(one.norm())
+    return float((before - other).norm()) <= 0.25 * float(before.norm())
 
 
 def _exp(x: float) -> float:
@@ -761,7 +761,7 @@ def _exp(x: float) -> float:
 
 
 def _schedule(step: int, steps: int) -> float:
-    """Of the learning rate: up, then down along a cosine to a tenth."""
+    """Factor of the learning rate: up, then down along a cosine to a tenth."""
     return min(1.0, (step + 1) / WARM_UP) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
@@ -791,13 +791,13 @@ class _Cut(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(
-        ctx: Any, gate: Tensor, up: Tensor, limit: Tensor, silu: bool, kept: int, second: Tensor | None = None
+        ctx: Any, gate: Tensor, up: Tensor, limit: Tensor, silu: bool, count: int, second: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
         active = functional.silu(gate) if silu else gate
         decides = active.abs() if silu else gate
-        if kept:
+        if count:
             banks = (decides / limit).unflatten(-1, (-1, BANK))
-            fires = banks.ge(banks.topk(kept, sorted=False).values.amin(-1, True)).flatten(-2).to(gate.dtype)
+            fires = banks.ge(banks.topk(count, sorted=False).values.amin(-1, True)).flatten(-2).to(gate.dtype)
         else:
             fires = torch.gt(decides, limit, out=torch.empty_like(gate))
         h = (active * up).mul_(fires)
@@ -814,11 +814,11 @@ class _Cut(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         gate, up, fires = ctx.saved_tensors
-        own = gradients[0] * fires
+        gradient = gradients[0] * fires
         if not ctx.silu:
-            return own * up, own.mul_(gate), None, None, None, None
-        by_gate = torch.ops.aten.silu_backward(own * up, gate)
-        return by_gate, own.mul_(functional.silu(gate)), None, None, None, None
+            return gradient * up, gradient.mul_(gate), None, None, None, None
+        by_gate = torch.ops.aten.silu_backward(gradient * up, gate)
+        return by_gate, gradient.mul_(functional.silu(gate)), None, None, None, None
 
 
 def _texts(
@@ -837,7 +837,7 @@ def _texts(
     room = config.tokens * 2
     windows = read_windows(corpora, tokenizer, config.window, max(room, READ), progress, template, say)
     rng = np.random.default_rng([config.seed, *(b"" if start is None else start.fingerprint.encode())])
-    train, held, begin, left = [], [], 0, max(len(corpora), room // config.window)
+    train, held_out, begin, left = [], [], 0, max(len(corpora), room // config.window)
     for at, (corpus, number) in enumerate(zip(windows.corpora, windows.number, strict=True)):
         last = max(MIN_HELD_OUT, min(round(HELD_OUT * number), MAX_HELD_OUT // config.window))
         if number < 2 * last:
@@ -847,10 +847,10 @@ def _texts(
             )
         drawn = np.sort(rng.permutation(number - last)[: left // (len(corpora) - at)])
         train.append(windows.ids[begin + drawn])
-        held.append(windows.ids[begin + number - last : begin + number])
+        held_out.append(windows.ids[begin + number - last : begin + number])
         left -= len(drawn)
         begin += number
-    return np.concatenate(train), np.concatenate(held)
+    return np.concatenate(train), np.concatenate(held_out)
 
 
 def find_device(name: str) -> torch.device:
@@ -869,10 +869,10 @@ def _keep_freed_memory() -> None:
 
 
 def _stored(weight: Tensor, kind: str) -> Tensor:
-    """As a type stores it, float32 on the CPU."""
-    own = fitting(kind, weight.shape)
-    values = quantize(np.ascontiguousarray(weight.float().cpu().numpy()), own)
-    return torch.from_numpy(np.array(dequantize(values, own)))
+    """Weights as a type stores them, float32 on the CPU."""
+    stored_type = fitting(kind, weight.shape)
+    values = quantize(np.ascontiguousarray(weight.float().cpu().numpy()), stored_type)
+    return torch.from_numpy(np.array(dequantize(values, stored_type)))
 
 
 @cache

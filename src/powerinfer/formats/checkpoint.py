@@ -151,7 +151,7 @@ class Checkpoint:
         """Whether there is a tensor of that name."""
         return self._own_name(name) in self._tensors
 
-    def turned(self, name: str) -> bool:
+    def is_transposed(self, name: str) -> bool:
         """Whether the files store a matrix, or stacked ones, transposed: `take` turns it."""
         return self._own_name(name) != name
 
