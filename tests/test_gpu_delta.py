@@ -27,7 +27,8 @@ from powerinfer.config import DeltaNetConfig  # noqa: E402
 from powerinfer.devices.split import SplitExecutor  # noqa: E402
 from powerinfer.errors import PowerInferError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
-from powerinfer.kernels import gpu, gpu_delta  # noqa: E402
+from powerinfer.kernels import gpu, gpu_delta, gpu_states  # noqa: E402
+from powerinfer.kernels.gpu_types import States  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
 from powerinfer.runtime import state_cache  # noqa: E402
 
@@ -81,9 +82,9 @@ class Exact:
         return (out * self.norm).reshape(-1) * gate / (1 + np.exp(-gate))
 
 
-def filled(about: DeltaNetConfig, slots: int) -> gpu_delta.DeltaStates:
+def filled(about: DeltaNetConfig, slots: int) -> States:
     """Slots with states of some sequences, one of which holds no numbers."""
-    (states,) = gpu_delta.new_states([about], slots, device_name())
+    (states,) = gpu_states.new_states([about], slots, device_name())
     states.window.copy_(on_device(floats(6, *states.window.shape)))
     states.heads.copy_(on_device(floats(7, *states.heads.shape)))
     if slots > 1:
@@ -227,10 +228,10 @@ def test_gates_that_are_extreme(kernels: str) -> None:  # noqa: F811
 
 def test_what_states_take() -> None:
     for about in KINDS.values():
-        (states,) = gpu_delta.new_states([about], 3, "cpu")
-        assert states.nbytes == 3 * gpu_delta.state_bytes(about)
-    both = gpu_delta.new_states(list(KINDS.values()), 5, "cpu")
-    assert [one.nbytes for one in both] == [5 * gpu_delta.state_bytes(about) for about in KINDS.values()]
+        (states,) = gpu_states.new_states([about], 3, "cpu")
+        assert states.nbytes == 3 * gpu_states.state_bytes(about)
+    both = gpu_states.new_states(list(KINDS.values()), 5, "cpu")
+    assert [one.nbytes for one in both] == [5 * gpu_states.state_bytes(about) for about in KINDS.values()]
 
 
 # --- models
@@ -398,8 +399,8 @@ def test_each_device_has_the_states_of_its_layers(path: Path, count: int) -> Non
     with split(path, count) as model:
         assert model.n_states == 5 and list(model.gpu._states) == [layer for layer in config.states if layer < count]
         here = [kind for layer, kind in config.states.items() if layer < count]
-        assert sum(one.nbytes for one in model.gpu._states.values()) == 5 * sum(map(gpu_delta.state_bytes, here))
+        assert sum(one.nbytes for one in model.gpu._states.values()) == 5 * sum(map(gpu_states.state_bytes, here))
         assert model.cpu._states is not None
         assert 5 * model.cpu._states.native.slot_bytes == planned.state_bytes(2, slice(count, None))
         assert planned.gpu_state_bytes(2, slice(count)) + planned.state_bytes(2, slice(count, None)) > 0
-        assert planned.gpu_state_bytes(2, slice(count)) == 5 * sum(map(gpu_delta.state_bytes, here))
+        assert planned.gpu_state_bytes(2, slice(count)) == 5 * sum(map(gpu_states.state_bytes, here))

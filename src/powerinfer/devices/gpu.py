@@ -22,6 +22,7 @@ from powerinfer.config import (
     ExpertsConfig,
     GatedAttentionConfig,
     LatentAttentionConfig,
+    Mamba2Config,
     ModelConfig,
     RopeConfig,
 )
@@ -47,10 +48,10 @@ from powerinfer.devices.step_buffers import StepBuffers
 from powerinfer.devices.streams import streams_of
 from powerinfer.devices.torch_device import MemoryShare, current, gpu_failures, import_torch
 from powerinfer.devices.trace import Trace, span
-from powerinfer.errors import GpuMemoryError, RequestError
+from powerinfer.errors import GpuMemoryError
 from powerinfer.formats.quant import Float32
 from powerinfer.formats.tensors import RawTensor
-from powerinfer.kernels import cpu, gpu, gpu_delta
+from powerinfer.kernels import cpu, gpu, gpu_delta, gpu_mamba, gpu_states
 from powerinfer.neurons import NO_VECTORS, FfnVectors
 
 if TYPE_CHECKING:
@@ -119,10 +120,8 @@ class GpuLayers:
         self._rotations = {rope: (self._vector(rotation[0]), rotation[1]) for rope, rotation in rotations.items()}
         heads = [(kind.n_kv_heads, kind.head_dim, "k" if kind.latents else "kv") for kind in kinds]
         self._cache = [tuple(gpu.new_cache(kv_type, pages, n, dim, device) for _ in own) for n, dim, own in heads]
-        remembered = {
-            layer: kind for layer, kind in config.states.items() if layer < layers and isinstance(kind, DeltaNetConfig)
-        }
-        own_states = gpu_delta.new_states(list(remembered.values()), states, device)
+        remembered = {layer: kind for layer, kind in config.states.items() if layer < layers}
+        own_states = gpu_states.new_states(list(remembered.values()), states, device)
         self._states = dict(zip(remembered, own_states, strict=True))
         self._passing: dict[tuple[int, int], tuple[gpu.Cached, ...]] = {}  # by kv heads and their dimensions
         self._new_cache = partial(gpu.new_cache, kv_type, pages)
@@ -331,9 +330,33 @@ class GpuLayers:
 
         self._add(layer, "delta_net", run)
 
-    def mamba(self, layer: int, norm: GpuNorm | None, matrices: Sequence[StoredMatrix], **vectors: Any) -> None:
-        """RequestError: no GPU runs it."""
-        raise RequestError(f"layer {layer} is Mamba2, which runs on the CPU: choose --gpu none")
+    def mamba(
+        self,
+        layer: int,
+        norm: GpuNorm | None,
+        matrices: Sequence[StoredMatrix],
+        *,
+        biases: Sequence[Float32 | None],
+        taps: Float32,
+        taps_bias: Float32 | None,
+        of_heads: Sequence[Float32],
+        out_norm: Float32 | None,
+    ) -> None:
+        """As `CpuExecutor.mamba`."""
+        about = self._config.layers[layer].attention
+        assert isinstance(about, Mamba2Config)
+        products, states = self._upload("attention", *matrices, biases=biases), self._states[layer]
+        bias = self._vector(np.zeros(about.channels, np.float32) if taps_bias is None else taps_bias)
+        a, d, step_bias = map(self._vector, of_heads)
+        own = a, d, step_bias, self._some(out_norm), self._config.norm_eps
+        net = gpu_mamba.Mamba(about, self._vector(taps), bias, *own)
+
+        def run(step: Step) -> None:
+            assert step.runs is not None
+            of_step = products(step.normalised(norm, products.for_codes)), states, step.runs, step.rows
+            step.attended = gpu_mamba.mamba(net, *of_step)
+
+        self._add(layer, "mamba", run)
 
     def project(self, layer: int, matrix: GpuMatrix, bias: Float32 | None = None, norm: GpuNorm | None = None) -> None:
         """x += norm(matrix . attended)."""

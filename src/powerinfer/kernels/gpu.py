@@ -32,6 +32,7 @@ from powerinfer.kernels.gpu_types import GPU_TYPES as GPU_TYPES
 from powerinfer.kernels.gpu_types import INTEGERS as INTEGERS
 from powerinfer.kernels.gpu_types import K_CODES as K_CODES
 from powerinfer.kernels.gpu_types import PAGE as PAGE
+from powerinfer.kernels.gpu_types import SCAN_CHUNK as SCAN_CHUNK
 from powerinfer.kernels.gpu_types import Cached as Cached
 from powerinfer.kernels.gpu_types import Neurons as Neurons
 from powerinfer.kernels.gpu_types import Weight as Weight

@@ -1,50 +1,22 @@
-"""Gated DeltaNet (arXiv 2412.06464) over torch tensors: the states of sequences in slots, and what a layer gives. As in
-`gpu`, plain torch defines what the Triton kernels compute, and sums have a fixed order.
+"""Gated DeltaNet (arXiv 2412.06464) over torch tensors. As in `gpu`, plain torch defines what the Triton kernels
+compute, and sums have a fixed order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from powerinfer.config import DeltaNetConfig
 from powerinfer.kernels import gpu
 from powerinfer.kernels.gpu_types import UNIT_EPS
 from powerinfer.kernels.gpu_types import DeltaNet as DeltaNet
-from powerinfer.kernels.gpu_types import DeltaStates as DeltaStates
+from powerinfer.kernels.gpu_types import States as States
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def state_bytes(about: DeltaNetConfig) -> int:
-    """Bytes of a sequence's state in a layer."""
-    return 4 * sum(_state_floats(about))
-
-
-def _state_floats(about: DeltaNetConfig) -> tuple[int, int]:
-    """Of the window, and of the heads."""
-    return (about.taps - 1) * about.channels, about.width * about.key_dim
-
-
-def new_states(kinds: Sequence[DeltaNetConfig], slots: int, device: Any) -> list[DeltaStates]:
-    """Slots for the states of some layers, in one piece of memory."""
-    import torch
-
-    sizes = [slots * floats for about in kinds for floats in _state_floats(about)]
-    if not kinds:
-        return []
-    parts = iter(torch.zeros(sum(sizes), dtype=torch.float32, device=device).split(sizes))
-    return [
-        DeltaStates(
-            next(parts).view(slots, about.taps - 1, about.channels),
-            next(parts).view(slots, about.n_value_heads, about.value_dim, about.key_dim),
-        )
-        for about in kinds
-    ]
-
-
-def delta_net(net: DeltaNet, products: Tensor, states: DeltaStates, runs: Tensor, rows: Tensor) -> Tensor:
+def delta_net(net: DeltaNet, products: Tensor, states: States, runs: Tensor, rows: Tensor) -> Tensor:
     """What a layer gives for T tokens of several sequences, float32 [T, value heads * value_dim]; their states change.
 
     products: float32 [T, channels + 2 * value heads + value heads * value_dim], of the layer's input with the matrices

@@ -13,7 +13,7 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from powerinfer.config import DeltaNetConfig
+    from powerinfer.config import DeltaNetConfig, Mamba2Config
 
 PAGE = 32
 """Tokens of a page of the KV cache."""
@@ -186,10 +186,31 @@ class DeltaNet:
     eps: float
 
 
+SCAN_CHUNK = 32
+"""Tokens that Mamba2 takes at a time in steps of many."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class DeltaStates:
+class Mamba:
+    """A layer of Mamba2 beside its matrices. taps: float32 [taps, channels] of the convolution over x, B and C, times
+    their scales; conv_bias: float32 [channels]; a, d, step_bias: float32 [heads], the logarithm of a head's decay is
+    a * step, and d * x is added to what it gives; norm: float32 [heads * head_dim], with eps, or None."""
+
+    about: Mamba2Config
+    taps: Tensor
+    conv_bias: Tensor
+    a: Tensor
+    d: Tensor
+    step_bias: Tensor
+    norm: Tensor | None
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class States:
     """A layer's states of sequences, in slots. window: float32 [slots, taps - 1, channels], the convolution's inputs
-    for the last tokens; heads: float32 [slots, value heads, value_dim, key_dim]."""
+    for the last tokens; heads: float32 [slots, heads, n, m], a matrix for each: of Gated DeltaNet [value_dim,
+    key_dim], of Mamba2 [head_dim, state_dim]."""
 
     window: Tensor
     heads: Tensor

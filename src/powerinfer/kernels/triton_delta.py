@@ -15,14 +15,14 @@ import triton.language as tl
 
 from powerinfer.kernels.gpu_types import DELTA_CHUNK, FEW, UNIT_EPS
 from powerinfer.kernels.triton_kernels import precision
+from powerinfer.kernels.triton_states import activated, gate_and_norm, keep_window, softplus
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from powerinfer.kernels.gpu_types import DeltaNet, DeltaStates
+    from powerinfer.kernels.gpu_types import DeltaNet, States
 
 COLUMNS = 16  # of a head's state, in registers
-CHANNELS = 256  # of the convolution, whose inputs a program keeps
 CHUNKED = FEW + 1  # tokens of a step from which on they are computed some at a time:
 CHUNK = DELTA_CHUNK  # tokens,
 CHUNKED_COLUMNS = 32  # columns of a head's state
@@ -53,39 +53,10 @@ def _mix_kernel(
         place = read.to(tl.int64) * (TAPS - 1) + back - first + TAPS - 1
         kept = tl.load(window + place * channels + at, mask=live & (back < first) & (read >= 0), other=0)
         x += tl.load(taps + j * channels + at, mask=live, other=0) * tl.where(back >= first, now, kept)
-    if ACT == "silu":
-        x = x / (1 + tl.exp(-x))
-    else:
-        x = tl.where(x < 0, 0.0, x)  # NaN stays
-        if ACT == "relu2":
-            x *= x
+    x = activated(x, ACT)
     if of_keys:
         x *= tl.where(h < key_heads, scale, 1.0) / tl.sqrt_rn(tl.sum(x * x, 0) + _UNIT_EPS)
     tl.store(mixed + t.to(tl.int64) * channels + at, x, mask=live)
-
-
-@triton.jit(do_not_specialize_on_alignment=["runs"])
-def _keep_kernel(products, stride, window, runs, channels, TAPS: tl.constexpr, PAD: tl.constexpr, C: tl.constexpr):
-    """The convolution's inputs for the last tokens of a sequence, some channels of them."""
-    row, c, j = tl.program_id(0), tl.program_id(1) * C + tl.arange(0, C), tl.arange(0, PAD)
-    first, count = tl.load(runs + row * 4), tl.load(runs + row * 4 + 1)
-    read, write = tl.load(runs + row * 4 + 2).to(tl.int64), tl.load(runs + row * 4 + 3).to(tl.int64)
-    there = (j < TAPS - 1)[:, None] & (c < channels)[None, :] & (count > 0)
-    back = (count - (TAPS - 1) + j)[:, None]
-    new = tl.load(products + (first + back).to(tl.int64) * stride + c[None, :], mask=there & (back >= 0), other=0)
-    place = read * (TAPS - 1) + back + TAPS - 1
-    old = tl.load(window + place * channels + c[None, :], mask=there & (back < 0) & (read >= 0), other=0)
-    tl.debug_barrier()  # every thread has read what another one overwrites
-    to = window + (write * (TAPS - 1) + j[:, None]) * channels + c[None, :]
-    tl.store(to, tl.where(back >= 0, new, old), mask=there)
-
-
-@triton.jit
-def _softplus(x):
-    e = tl.exp(tl.minimum(x, 20.0))
-    u = 1 + e
-    # log(1 + e) without the error of the sum (W. Kahan)
-    return tl.where(x > 20.0, x, tl.where(u == 1, e, tl.log(u) * (e / tl.where(u == 1, 1.0, u - 1))))
 
 
 @triton.jit(do_not_specialize_on_alignment=["runs"])
@@ -112,7 +83,7 @@ def _rule_kernel(
         key = tl.load(token + (key_heads + key_head) * key_dim + k, mask=of_key, other=0)
         value = tl.load(token + 2 * key_heads * key_dim + h * value_dim + c, mask=of_value, other=0)
         beta = 1 / (1 + tl.exp(-tl.load(gate)))
-        state *= tl.exp(of_decay * _softplus(tl.load(gate + heads) + bias))
+        state *= tl.exp(of_decay * softplus(tl.load(gate + heads) + bias))
         delta = beta * (value - tl.sum(state * key[None, :], 1))
         state += delta[:, None] * key[None, :]
         tl.store(to + c, tl.sum(state * query[None, :], 1), mask=of_value)
@@ -151,7 +122,7 @@ def _chunk_kernel(
         t = (first + begin + i).to(tl.int64)
         key_head = h % key_heads if TILED else h // (heads // key_heads)
         alpha = tl.load(gates + t * stride + heads + h, mask=live, other=0)
-        step = tl.load(decays + h) * _softplus(alpha + tl.load(biases + h))
+        step = tl.load(decays + h) * softplus(alpha + tl.load(biases + h))
         total = tl.cumsum(tl.where(live, step, 0.0), 0)
         beta = 1 / (1 + tl.exp(-tl.load(gates + t * stride + h, mask=live, other=0)))
         beta = tl.where(live, beta, 0.0)
@@ -218,19 +189,7 @@ def _chunked_rule_kernel(
     tl.store(states + (write * heads + h) * size + within, state, mask=there)
 
 
-@triton.jit
-def _gated_norm_kernel(out, gate, stride, weight, width, eps, BLOCK: tl.constexpr):
-    """RMS norm of a token's head in place, times silu of its gate."""
-    t, h, dim = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
-    here = dim < width
-    at = out + (t * tl.num_programs(1) + h) * width + dim
-    x = tl.load(at, mask=here, other=0)
-    x *= 1 / tl.sqrt_rn(tl.sum(x * x, 0) / width + eps) * tl.load(weight + dim, mask=here, other=0)
-    z = tl.load(gate + t * stride + h * width + dim, mask=here, other=0)
-    tl.store(at, x * (z / (1 + tl.exp(-z))), mask=here)
-
-
-def delta_net(net: DeltaNet, products: Tensor, states: DeltaStates, runs: Tensor, rows: Tensor) -> Tensor:
+def delta_net(net: DeltaNet, products: Tensor, states: States, runs: Tensor, rows: Tensor) -> Tensor:
     """`gpu_delta.delta_net`."""
     about, tokens, sequences = net.about, len(products), len(runs)
     heads, keys, channels, stride = about.n_value_heads, about.n_key_heads, about.channels, products.shape[1]
@@ -242,17 +201,11 @@ def delta_net(net: DeltaNet, products: Tensor, states: DeltaStates, runs: Tensor
         products, stride, net.taps, states.window, runs, rows, mixed, channels, keys, *dims, about.key_dim**-0.5,
         TAPS=about.taps, BLOCK=triton.next_power_of_2(max(dims)), ACT=about.activation, num_warps=1,
     )  # fmt: skip
-    _keep_kernel[(sequences, triton.cdiv(channels, CHANNELS))](
-        products, stride, states.window, runs, channels, TAPS=about.taps,
-        PAD=triton.next_power_of_2(about.taps - 1), C=CHANNELS, num_warps=4,
-    )  # fmt: skip
+    keep_window(products, stride, states.window, runs, about.taps)
     gates = products[:, channels + about.width :]
     rule = _chunked_rule if tokens >= max(CHUNKED, 2 * sequences) else _rule  # not where many decode
     rule(net, mixed, gates, states.heads, runs, out)
-    _gated_norm_kernel[(tokens, heads)](
-        out, products[:, channels:], stride, net.norm, about.value_dim, net.eps,
-        BLOCK=triton.next_power_of_2(about.value_dim), num_warps=1,
-    )  # fmt: skip
+    gate_and_norm(out, products[:, channels:], net.norm, heads, net.eps, first=True)
     return out
 
 

@@ -25,6 +25,7 @@ from powerinfer.config import (
     GatedAttentionConfig,
     LatentAttentionConfig,
     LayerConfig,
+    Mamba2Config,
     ModelConfig,
     RopeConfig,
     RouterConfig,
@@ -40,7 +41,7 @@ from powerinfer.formats.layout import check, is_matrix, is_router, matrix_names,
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import FLOAT_TYPES
-from powerinfer.kernels import cpu, gpu, gpu_delta
+from powerinfer.kernels import cpu, gpu, gpu_states
 from powerinfer.models.inventory import Inventory, Matrix, matrix, take_inventory
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 from powerinfer.placement.mixes import DTYPES, stored_type, taken_type
@@ -174,8 +175,8 @@ class Model:
 
     def gpu_state_bytes(self, requests: int, layers: slice = _EVERY) -> int:
         """The same on a GPU."""
-        kinds = (layer.attention for layer in self.config.layers[layers])
-        each = sum(gpu_delta.state_bytes(kind) for kind in kinds if isinstance(kind, DeltaNetConfig))
+        some = range(self.config.n_layers)[layers]
+        each = sum(gpu_states.state_bytes(kind) for layer, kind in self.config.states.items() if layer in some)
         return state_slots(requests, True) * each
 
     def layer_state(self, layer: int) -> int:
@@ -435,6 +436,9 @@ def _gpu_row(about: AttentionKind) -> int:
         products = about.channels + about.width + 2 * about.n_heads
         passed = about.n_heads * (about.key_dim + about.value_dim + gpu.DELTA_CHUNK + 1)
         row = products + max(products, about.channels + about.width + passed)
+    elif isinstance(about, Mamba2Config):  # likewise
+        products = about.channels + about.width + about.n_heads
+        row = products + max(products, about.channels + about.width + gpu.SCAN_CHUNK * about.n_groups)
     elif isinstance(about, LatentAttentionConfig):  # queries, those for latents, and what heads get; a copy of some
         row = about.n_heads * (about.query_dim + about.plain_dim + 2 * about.latents)
         row += 2 * ((about.q_latents or 0) + about.head_dim)

@@ -1,0 +1,68 @@
+"""Mamba2 (arXiv 2405.21060) over torch tensors: what a layer gives, and the states of sequences, in slots. As in `gpu`,
+plain torch defines what the Triton kernels compute, and sums have a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from powerinfer.kernels import gpu
+from powerinfer.kernels.gpu_types import Mamba as Mamba
+from powerinfer.kernels.gpu_types import States as States
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def mamba(net: Mamba, products: Tensor, states: States, runs: Tensor, rows: Tensor) -> Tensor:
+    """What a layer gives for T tokens of several sequences, float32 [T, heads * head_dim]; their states change.
+
+    products: float32 [T, heads * head_dim + channels + heads], of the layer's input with the matrices of the gate, of
+    x, B and C, and of the time steps, in this order; runs, rows: as of `gpu_delta.delta_net`.
+    """
+    if gpu.which(products) == "triton":
+        from powerinfer.kernels import triton_mamba
+
+        return triton_mamba.mamba(net, products, states, runs, rows)
+    import torch
+
+    about = net.about
+    heads, groups, shared = about.n_heads, about.n_groups, about.n_heads // about.n_groups
+    gate, inputs, steps = products.split([about.width, about.channels, heads], dim=1)
+    steps = torch.nn.functional.softplus(steps * about.scales[-1] + net.step_bias).clamp(*about.step_limits)
+    decay = torch.exp(net.a * steps)
+    out = torch.empty((len(products), heads, about.head_dim), dtype=torch.float32, device=products.device)
+    where = runs[rows.long()].long()
+    for t in range(len(products)):  # nothing depends on the data but the slots
+        slot = torch.where(where[t, 0] == t, where[t, 2], where[t, 3]).view(1)
+        window, state = (
+            part.index_select(0, slot.clamp(min=0))[0].masked_fill(slot < 0, 0)
+            for part in (states.window, states.heads)
+        )
+        window = torch.cat([window, inputs[t : t + 1]])
+        mixed = gpu.activated((net.taps * window).sum(dim=0) + net.conv_bias, about.activation)
+        x, b, c = mixed.split([about.width, groups * about.state_dim, groups * about.state_dim])
+        b, c = (part.view(groups, -1).repeat_interleave(shared, dim=0) for part in (b, c))
+        x = x.view(heads, -1)
+        state = state * decay[t, :, None, None] + (steps[t, :, None] * x)[:, :, None] * b[:, None, :]
+        out[t] = (state * c[:, None, :]).sum(dim=-1) + net.d[:, None] * x
+        states.window.index_copy_(0, where[t, 3:], window[None, 1:])
+        states.heads.index_copy_(0, where[t, 3:], state[None])
+    return _gated(net, out.flatten(1), torch.nn.functional.silu(gate * about.scales[0]))
+
+
+def _gated(net: Mamba, out: Tensor, gate: Tensor) -> Tensor:
+    """out times its gate, with the norm of its groups, if there is one, behind or before that."""
+    if net.norm is None:
+        return out * gate
+    if net.about.norm == "before":
+        return _normalised(net, out) * gate
+    return _normalised(net, out * gate)
+
+
+def _normalised(net: Mamba, out: Tensor) -> Tensor:
+    assert net.norm is not None
+    parts = out.unflatten(1, (net.about.norm_groups, -1))
+    scale = (parts * parts).mean(dim=-1, keepdim=True).add(net.eps).rsqrt()
+    normed: Tensor = (parts * scale).flatten(1) * net.norm
+    return normed
