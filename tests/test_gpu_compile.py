@@ -135,9 +135,9 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
     def weight(kind: str, rows: int = d_ff, k: int = d_model) -> gpu.Weight:
         return gpu.empty(kind, rows, k, "cpu")
 
-    def by_neuron(kind: str, gate: str, activation: str, x: torch.Tensor, slots: int = 4) -> None:
-        shared = torch.empty(d_ff // 32, d_model, dtype=torch.float16) if kind == "Q4_0" else None
-        parts = weight(gate), weight(kind), weight("Q4_0X32" if shared is not None else kind)
+    def by_neuron(kind: str, gate: str | None, activation: str, x: torch.Tensor, slots: int = 4) -> None:
+        shared = torch.empty(d_ff // 32, d_model, dtype=torch.float16) if kind in gpu.SHARING else None
+        parts = None if gate is None else weight(gate), weight(kind), weight(gpu.SHARING.get(kind, kind))
         own = gpu_experts.Experts(slots, d_ff // slots, *parts, activation, 0.0, by_neuron=True, shared=shared)
         places = torch.zeros(len(x), 2, dtype=torch.int32)
         gpu_experts.expert_sum(own, x, places, places.float(), places[0], x.clone())
@@ -163,8 +163,8 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
             first, down = weight(kind), weight(kind, 4 * d_model, d_ff // 4)
             own = gpu_experts.Experts(4, d_ff // 4, first, first, down, "silu", 0.0)
             gpu_experts.expert_sum(own, x, slots, weights, slots[0], x.clone())
-        bundled = ("F16", "F32", "relu"), ("Q4_0", "Q4_0", "relu2"), ("BF16", "Q8_0", "drelu")
-        for kind, gate, activation in bundled[: 1 + whole + EVERY if EVERY or tokens == 1 else 1]:
+        bundled = ("F16", "F32", "relu"), ("Q8_0", None, "relu2"), ("Q4_0", "Q4_0", "relu2"), ("BF16", "Q8_0", "drelu")
+        for kind, gate, activation in bundled[: 1 + 2 * whole + EVERY if EVERY or tokens == 1 else 1]:
             by_neuron(kind, gate, activation, x)
         if not whole:
             continue

@@ -33,6 +33,7 @@ from powerinfer.kernels.gpu_types import INTEGERS as INTEGERS
 from powerinfer.kernels.gpu_types import K_CODES as K_CODES
 from powerinfer.kernels.gpu_types import PAGE as PAGE
 from powerinfer.kernels.gpu_types import SCAN_CHUNK as SCAN_CHUNK
+from powerinfer.kernels.gpu_types import SHARING as SHARING
 from powerinfer.kernels.gpu_types import Cached as Cached
 from powerinfer.kernels.gpu_types import Neurons as Neurons
 from powerinfer.kernels.gpu_types import Weight as Weight
@@ -50,6 +51,8 @@ _LOADED = 1 << 24  # bytes of bundles uploaded at a time
 _SIGNS = np.uint8(0x88)  # converts two codes with an offset of 8 into two's complement, and back
 
 _E2M1 = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+
+_WIDE_CODES = ("Q8_0", "Q8_0X32")  # types with a code in a byte
 
 _NARROW = ["cuda"]  # devices that multiply many tokens in float16 or bfloat16
 
@@ -222,9 +225,9 @@ def empty(kind: str, rows: int, k: int, device: Any) -> Weight:
         sizes = end - begin, block_type(kind).nbytes - (end - begin)
         return Weight(kind, rows, k, *(new(k // 256 * size, torch.uint8) for size in sizes))
     scales = None
-    if kind != "Q4_0X32":
+    if kind not in SHARING.values():
         scales = new(k // 32, torch.uint8 if kind == "MXFP4" else torch.float16)
-    return Weight(kind, rows, k, new(k, torch.int8) if kind == "Q8_0" else new(k // 2, torch.uint8), scales)
+    return Weight(kind, rows, k, new(k, torch.int8) if kind in _WIDE_CODES else new(k // 2, torch.uint8), scales)
 
 
 def _split(kind: str, raw: Bytes) -> tuple[Bytes, Bytes | None]:
@@ -262,7 +265,7 @@ def pieces(rows: int, k: int, elements: int | None = None) -> Iterator[tuple[int
 
 
 def values(weight: Weight, begin: int = 0, end: int | None = None, scales: Tensor | None = None) -> Tensor:
-    """Rows begin .. end of a weight as float32 [end - begin, k]. scales: of Q4_0X32, [end - begin, k]."""
+    """Rows begin .. end of a weight as float32 [end - begin, k]. scales: of a type of `SHARING`, [end - begin, k]."""
     import torch
 
     data = weight.data[begin:end]
@@ -279,7 +282,7 @@ def values(weight: Weight, begin: int = 0, end: int | None = None, scales: Tenso
         codes = table[torch.cat((pairs & 15, pairs >> 4), dim=-1).long()]
         exponents = weight.scales[begin:end].int() - 127
         return torch.ldexp(codes, exponents[..., None]).view(-1, weight.k)
-    if weight.type != "Q8_0":
+    if weight.type not in _WIDE_CODES:
         pairs = data.view(-1, blocks, 16)
         data = torch.cat(((pairs << 4).view(torch.int8) >> 4, pairs.view(torch.int8) >> 4), dim=-1)
     codes = data.view(-1, blocks, 32).float()

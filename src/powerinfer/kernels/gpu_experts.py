@@ -39,11 +39,11 @@ def resident(
     if not by_neuron:
         return _experts(about, len(index), [_slots(tensor, index, device) for tensor in tensors], biases, index)
     *first, down = tensors
-    gate, up = (_slots(tensor, index, device) for tensor in first)
-    weight, shared = _columns(down.type, len(index) * about.size, down.shape[1], device)
-    experts = Experts(
-        len(index), about.size, gate, up, weight, about.activation, about.threshold, by_neuron=True, shared=shared
-    )
+    *gate, up = (_slots(tensor, index, device) for tensor in first)
+    weight, shared = _columns(gpu.gpu_type(down.type, about.size), len(index) * about.size, down.shape[1], device)
+    matrices = gate[0] if gate else None, up, weight
+    own = about.activation, about.threshold
+    experts = Experts(len(index), about.size, *matrices, *own, by_neuron=True, shared=shared)
     for slot, expert in enumerate(index):
         _put_down(experts, slot, RawTensor(down.type, down.shape[1:], down.data.reshape(down.shape[0], -1)[expert]))
     return experts
@@ -53,10 +53,10 @@ def _columns(kind: str, neurons: int, d_model: int, device: Any) -> tuple[Weight
     """Room for the columns of down, and for their scales."""
     import torch
 
-    if kind != "Q4_0":
+    if kind not in gpu.SHARING:
         return gpu.empty(kind, neurons, d_model, device), None
     shared = torch.empty((neurons // BUNDLE_GROUP, d_model), dtype=torch.float16, device=device)
-    return gpu.empty("Q4_0X32", neurons, d_model, device), shared
+    return gpu.empty(gpu.SHARING[kind], neurons, d_model, device), shared
 
 
 def _put_down(experts: Experts, slot: int, tensor: RawTensor) -> None:
@@ -73,14 +73,15 @@ def _put_down(experts: Experts, slot: int, tensor: RawTensor) -> None:
         rows = end - begin
         own = gpu.empty(gpu.gpu_type(tensor.type, size), rows, size, device)
         gpu.overwrite(own, 0, RawTensor(tensor.type, (rows, size), stored[begin:end].reshape(-1)))
-        if experts.shared is None or own.scales is None:
+        if experts.shared is not None and own.scales is not None:
+            experts.shared[slot * groups : (slot + 1) * groups, begin:end].copy_(own.scales.T)
+        if own.type != "Q4_0":
             to[:, begin:end].copy_(own.data.T)
             continue
         pairs = own.data.view(rows, groups, 16)
         codes = torch.cat((pairs & 15, pairs >> 4), dim=-1).view(rows, size).T
         low, high = codes.reshape(size, rows // 32, 2, 16).unbind(dim=2)
         to[:, begin // 2 : end // 2].copy_((low | high << 4).view(size, rows // 2))
-        experts.shared[slot * groups : (slot + 1) * groups, begin:end].copy_(own.scales.T)
 
 
 def _experts(about: ExpertsConfig, n: int, weights: Sequence[Weight], biases: Biases, index: Indices) -> Experts:

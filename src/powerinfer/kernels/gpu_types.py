@@ -36,6 +36,10 @@ MADE_CODES = "made_codes"
 GPU_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "MXFP4", *K_CODES)
 """The types of matrices on a GPU. Parts of bundles may be Q4_0X32 as well."""
 
+SHARING = {"Q4_0": "Q4_0X32", "Q8_0": "Q8_0X32"}
+"""Types of whose matrices each block of 32 lies across rows of the transpose: 32 of these share their scales, in a
+tensor of their own. By the type of the matrix."""
+
 FLOAT16_MAX = 65504.0
 
 Q8_STEP = float(np.float32(1) / np.float32(127))
@@ -54,7 +58,8 @@ class Weight:
 
     F32, F16, BF16: data [rows, k] of that type, no scales. Q8_0: data int8 [rows, k]; Q4_0: data uint8 [rows, k / 2],
     byte 16 b + j of a row is element 32 b + j in its low and element 32 b + 16 + j in its high nibble (j < 16), in
-    two's complement; both: scales float16 [rows, k / 32]. Q4_0X32: data as Q4_0, the scales are in `Neurons.shared`.
+    two's complement; both: scales float16 [rows, k / 32]. Q4_0X32, Q8_0X32: data as Q4_0 and Q8_0, the scales are in
+    `Neurons.shared`.
     MXFP4: data as Q4_0, codes of E2M1, scales uint8 [rows, k / 32], exponents of E8M0.
     Q4_K, Q5_K, Q6_K: as in a file, each 256 elements cut in two by `K_CODES`: data uint8 [rows, k / 256 * codes],
     scales uint8 [rows, k / 256 * scales].
@@ -139,10 +144,11 @@ class Experts:
     """Some experts of a layer on a device, in slots.
 
     gate (None without one), up: [slots * size, d_model], an expert's rows together; down: [slots * d_model, size];
-    biases: of these, float32 [rows] of the weight, or none of them has one. by_neuron: in steps of few tokens only the
-    neurons that fire are computed; then there are gates and no biases, size is a multiple of 32, and down, of F16,
-    BF16 or Q4_0X32, is [slots * size, d_model], row i being neuron i's column. shared: the scales of Q4_0X32, float16
-    [slots * size / 32, d_model], a row for 32 neurons one after another.
+    biases: of these, float32 [rows] of the weight, or none of them has one. by_neuron: in steps of few tokens rows of
+    up where a gate does not fire, and down's of neurons that do not, are not read; then there are no biases, size is a
+    multiple of 32, and down, of F16, BF16 or a type of `SHARING`, is [slots * size, d_model], row i being neuron i's
+    column. shared: the scales of such a type, float16 [slots * size / 32, d_model], a row for 32 neurons one after
+    another.
     """
 
     slots: int

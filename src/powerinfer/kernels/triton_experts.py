@@ -4,9 +4,9 @@ One token: its experts' products of gate and up, then those of down, added up in
 tokens: pairs of a token and one of its experts are ordered by slot, so that an expert's weights are read once for all
 of its tokens, and each token's rows are added up at the end.
 
-Experts by neuron compute all gates of a token's experts, and up and down of the neurons that fire. One token: these of
-all its experts are listed, as those of a layer are (`triton_neurons`). Several: rows of up and columns of down that no
-token of an expert needs are masked. Steps of many tokens compute every neuron.
+Experts by neuron compute all gates of a token's experts (of those without gates, up), and the rest of the neurons that
+fire. One token: these of all its experts are listed, as those of a layer are (`triton_neurons`). Several: rows of up
+and columns of down that no token of an expert needs are masked. Steps of many tokens compute every neuron.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from powerinfer.kernels.triton_kernels import (
     precision,
     put,
     row_dots,
+    small_signed,
     taken,
     taken_width,
 )
@@ -51,7 +52,7 @@ MOST_COLUMNS = 64  # pairs of an expert in a tile
 TOKENS = 1024  # at a time: the rows of all pairs take memory, and are indexed with 32 bits
 COLUMNS = 256  # of d_model that a program adds up
 # Neurons, and columns of down, of experts by neuron.
-ACROSS = {**dict.fromkeys(("F16", "BF16"), Tile(32, 128, 4)), "Q4_0X32": Tile(32, 64, 4)}
+ACROSS = {**dict.fromkeys(("F16", "BF16", "Q8_0X32"), Tile(32, 128, 4)), "Q4_0X32": Tile(32, 64, 4)}
 
 _LEAST = tl.constexpr(NOT_A_NUMBER)
 
@@ -247,11 +248,12 @@ def _taken(x: Tensor, gate: Weight, up: Weight) -> tuple[Tensor, Tensor]:
 @triton.jit
 def _firing_kernel(
     x, x_up, gate, gate_scales, up, up_scales, slots, table, weights, h, rows, counts, size, k, limit,
-    TABLE: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, UP_TYPE: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr,
+    GATED: tl.constexpr, TABLE: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, UP_TYPE: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """h of R neurons of one of the token's experts, times its weight: rows of up are read where the gate fires. rows:
-    of down, of each neuron; counts: of the R neurons, those that fire."""
+    """h of R neurons of one of the token's experts, times its weight: rows of up are read where the gate fires, all of
+    them without gates, when up is in their place. rows: of down, of each neuron; counts: of the R neurons, those that
+    fire."""
     follow()
     j = tl.program_id(1)
     slot = _slot(slots, table, j, TABLE)
@@ -263,7 +265,9 @@ def _firing_kernel(
         a = row_dots(x, gate, gate_scales, row, live, 1, k, TYPE, 0, R, C, "ieee")
         a = tl.where(live, active(a, limit, ACTIVATION), 0.0)
         fires = a != 0
-        if tl.max(fires.to(tl.int32), 0) > 0:
+        if not GATED:
+            a *= tl.load(weights + j)
+        elif tl.max(fires.to(tl.int32), 0) > 0:
             u = row_dots(x_up, up, up_scales, row, fires, 1, k, UP_TYPE, 0, R, C, "ieee")
             if ACTIVATION == "drelu":
                 u = tl.where(u <= 0, 0.0, u)
@@ -276,18 +280,17 @@ def _firing_kernel(
 def _firing_of_one(
     experts: Experts, x: Tensor, slots: Tensor, weights: Tensor, table: Tensor | None, into: Tensor | None
 ) -> Tensor:
-    gate, up, size, top_k = experts.gate, experts.up, experts.size, slots.shape[1]
-    assert gate is not None
+    up, size, top_k = experts.up, experts.size, slots.shape[1]
+    gate = up if experts.gate is None else experts.gate
     tile = _tile(gate, up)
     programs = triton.cdiv(size, tile.rows)
     h = torch.empty((1, top_k * size), dtype=torch.float32, device=x.device)
     rows, counts = (torch.empty(n, dtype=torch.int32, device=x.device) for n in (top_k * size, top_k * programs))
     _firing_kernel[(programs, top_k)](
         *_taken(x, gate, up), gate.data, either(gate.scales, gate.data), up.data, either(up.scales, up.data), slots,
-        either(table, slots), weights, h, rows, counts, size, x.shape[1], experts.threshold, TABLE=table is not None,
-        ACTIVATION=experts.activation, TYPE=gate.type, UP_TYPE=up.type, R=tile.rows, C=tile.columns,
-        num_warps=tile.warps,
-        launch_pdl=early(x),
+        either(table, slots), weights, h, rows, counts, size, x.shape[1], experts.threshold,
+        GATED=experts.gate is not None, TABLE=table is not None, ACTIVATION=experts.activation, TYPE=gate.type,
+        UP_TYPE=up.type, R=tile.rows, C=tile.columns, num_warps=tile.warps, launch_pdl=early(x),
     )  # fmt: skip
     return sum_firing(experts.down, experts.shared, None, h, rows, counts, tile.rows, into)
 
@@ -485,6 +488,10 @@ def _grouped_across_kernel(
                     row = slot.to(tl.int64) * size + n + r
                     mask = (needed > 0)[:, None] & (c < d)[None, :]
                     w = tl.load(data + row[:, None] * d + c[None, :], mask=mask, other=0)
+                    if TYPE == "Q8_0X32":  # R is 32 here, too
+                        scales_at = shared + (slot.to(tl.int64) * size + n) // 32 * d + c
+                        own_scales = tl.load(scales_at, mask=c < d, other=0).to(tl.float32)
+                        w = small_signed(w) * own_scales[None, :]
                     acc = tl.dot(by, w.to(tl.float32), acc, input_precision=PRECISION)
         tl.store(to + t * d + c[None, :], acc, mask=(t < here) & (c < d)[None, :])
 
@@ -545,7 +552,7 @@ def expert_sum(
     weights_of = first.data, either(first.scales, first.data), up.data, either(up.scales, up.data)
     grid = triton.cdiv(size, tile.rows), experts.slots
     gathered = codes(gathered) if turns else gathered
-    if experts.by_neuron and tokens <= FEW:
+    if experts.by_neuron and experts.gate is not None and tokens <= FEW:
         _grouped_firing_kernel[grid](gathered, *weights_of, *of_each, **kinds, **shape)
     else:
         gate_of, up_of = weights_of[:2], weights_of[2:]

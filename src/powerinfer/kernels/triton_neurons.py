@@ -61,7 +61,7 @@ DOT_ONE = {
 DOT_SEVERAL = {**dict.fromkeys(DOT_ONE, Tile(32, 32, 2)), "F16": Tile(32, 64, 4), "Q8_0": Tile(32, 64, 4)}
 # Sums of rows of down, likewise; rows: per iteration.
 ADD_ONE = {
-    **dict.fromkeys(("F32", "F16", "BF16", "Q8_0"), Tile(16, 256, 4)),
+    **dict.fromkeys(("F32", "F16", "BF16", "Q8_0", "Q8_0X32"), Tile(16, 256, 4)),
     **dict.fromkeys(("Q4_0", "Q4_0X32"), Tile(16, 128, 4)),
     "F16": Tile(32, 64, 8),
 }
@@ -320,7 +320,7 @@ def _entries(
         by = tl.load(h + i, mask=live, other=0)
         live = by != 0
     of = row
-    if TYPE == "Q4_0X32":
+    if TYPE == "Q4_0X32" or TYPE == "Q8_0X32":
         if group is None:  # noqa: SIM108 - known when it is compiled
             of = row // 32
         else:
@@ -370,9 +370,9 @@ def _weighted(codes, d, d_high, by, TYPE: tl.constexpr, T: tl.constexpr):
     """Codes [R, B, E] times their scales and, for one token, times h [R]: the low and the high ones, of Q8_0 all twice.
     Of four bits they are sixteen times as large for one token.
 
-    d: scales [R, B]; of Q4_0X32 [R, B, E], and d_high those of the high codes.
+    d: scales [R, B]; of Q4_0X32 and Q8_0X32 [R, B, E], and d_high those of the high codes.
     """
-    if TYPE == "Q8_0":
+    if TYPE == "Q8_0" or TYPE == "Q8_0X32":
         low = small_signed(codes)
         high = low
     else:
@@ -386,6 +386,10 @@ def _weighted(codes, d, d_high, by, TYPE: tl.constexpr, T: tl.constexpr):
         if not T:
             low *= by[:, None, None]
             high *= by[:, None, None]
+    elif TYPE == "Q8_0X32":
+        low *= d.to(tl.float32)
+        if not T:
+            low *= by[:, None, None]
     else:
         if not T:
             d *= by[:, None]
@@ -405,7 +409,7 @@ def _add_blocks(
 
     Of 4 bits, first[b, j] is the column of a byte's low nibble; that of its high one is 16 further on.
     """
-    PAIRS: tl.constexpr = TYPE != "Q8_0"
+    PAIRS: tl.constexpr = TYPE != "Q8_0" and TYPE != "Q8_0X32"
     E: tl.constexpr = 16 if PAIRS else 32
     B: tl.constexpr = C // E
     blocks = k // 32
@@ -420,10 +424,10 @@ def _add_blocks(
         here = live[:, None] & (b < blocks)[None, :]
         codes_at = data + row[:, None, None] * (blocks * E) + (b[:, None] * E + j)[None]
         codes = tl.load(codes_at, mask=here[:, :, None], other=0)
-        if TYPE == "Q4_0X32":
+        if TYPE == "Q4_0X32" or TYPE == "Q8_0X32":
             d_at = shared + of[:, None, None] * k + first[None]
             d = tl.load(d_at, mask=here[:, :, None], other=0)
-            d_high = tl.load(d_at + 16, mask=here[:, :, None], other=0)
+            d_high = tl.load(d_at + 16, mask=here[:, :, None], other=0) if PAIRS else d
         else:
             d = tl.load(scales + row[:, None] * blocks + b[None, :], mask=here, other=0).to(tl.float32)
             d_high = d
